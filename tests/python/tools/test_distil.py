@@ -1,0 +1,78 @@
+"""examples/learned_scores: every part runs, at a size where nothing is learnt, and the loss has the parts it names."""
+
+import json
+
+import pytest
+import torch
+
+for needed in ("accelerate", "matplotlib", "tqdm", "transformers"):
+    pytest.importorskip(needed)
+pytest.importorskip("transformers", minversion="5")
+
+from learned_scores import distil, recall, text, training  # noqa: E402
+
+TINY = [
+    "--length", "96", "--width", "32", "--layers", "2", "--batch", "2", "--pretraining-steps", "40", "--steps", "8",
+    "--tests", "2", "--parts", "4", "--keep", "8", "--recent", "4", "--device", "cpu",
+]  # fmt: skip
+
+
+def test_distillation_ends_with_scores_and_curves_and_goes_on(tmp_path, capsys):
+    results = distil.main([*TINY, "--output", str(tmp_path)])
+    assert (tmp_path / "scores" / "learned_scores.safetensors").exists()
+    assert json.loads((tmp_path / "results.json").read_text())["quality"]["learned"]["24"]
+    assert [row["hard"] for row in results["log"] if "hard" in row][-2:-1] == [1.0]
+    assert "learned       24 keys: loss" in capsys.readouterr().out
+    again = distil.main([*TINY, "--steps", "10", "--resume", "--output", str(tmp_path)])
+    assert [row["step"] for row in again["log"] if "own_loss" in row][:8] == list(range(1, 9))
+
+
+def test_whole_model_trains_by_its_own_loss(tmp_path):
+    results = distil.main([*TINY, "--train", "all", "--steps", "4", "--output", str(tmp_path)])
+    assert all(row["own_loss"] > 1 for row in results["log"] if "own_loss" in row)
+
+
+def test_recall_writes_every_run(tmp_path):
+    path = tmp_path / "recall.json"
+    recall.main(
+        ["--length", "32", "--pairs", "2", "--parts", "4", "--longer", "1", "--words", "8", "--steps", "4",
+         "--tests", "1", "--seeds", "1", "--device", "cpu", "--output", str(path)]
+    )  # fmt: skip
+    kinds = [(row["kind"], row["same_words"]) for row in json.loads(path.read_text())["rows"]]
+    assert kinds == [
+        ("dense", False),
+        ("scores", False),
+        ("window", False),
+        ("dense", True),
+        ("scores", True),
+    ]
+
+
+def test_divergence_is_that_of_distributions():
+    student, teacher = torch.randn(2, 5, 7), torch.randn(2, 5, 7)
+    p, q = teacher.softmax(-1), student.softmax(-1)
+    each = (p * (p / q).log()).sum(-1)
+    torch.testing.assert_close(training.divergence(student, teacher, None), each.mean())
+    mask = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 1, 1]])
+    torch.testing.assert_close(
+        training.divergence(student, teacher, mask), each[mask.bool()].mean()
+    )
+
+
+def test_schedule_narrows_then_hardens():
+    schedule = training.Schedule(soft=0.75, narrowing=0.5, share=0.25)
+    assert [schedule.target(p) for p in (0, 0.25, 0.5, 1)] == [1.0, 0.5, 0.25, 0.25]
+    assert [schedule.phase(p) for p in (0, 0.7, 0.75, 1)] == ["soft", "soft", "hard", "hard"]
+
+
+@pytest.mark.parametrize("questions", [1, 3])
+def test_answers_repeat_the_stated_number(questions):
+    random = torch.Generator().manual_seed(0)
+    words = torch.full((1000,), ord("x"), dtype=torch.uint8)
+    ids, answers = text.pass_key_text(words, 128, questions, random)
+    written = bytes(ids.tolist())
+    lines = [line for line in written.split(b"\n") if line.startswith(b"# KEY=")]
+    numbers = {line[6 : 6 + text.DIGITS] for line in lines}
+    assert len(ids) == 128 and len(lines) == 1 + questions and len(numbers) == 1
+    assert answers.sum() == questions * text.DIGITS and answers[-text.DIGITS :].all()
+    assert bytes(ids[answers].tolist()) == numbers.pop() * questions
