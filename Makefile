@@ -47,6 +47,15 @@ build: $(STAMPS)/package ## build the library and install the Python package int
 demo: $(STAMPS)/package $(STAMPS)/demo ## train a small Doge model on the GPU or the CPU (options: ARGS="--help")
 	$(BIN)/python examples/demo.py $(ARGS)
 
+SEEDS ?= 0 1 2
+
+.PHONY: evidence
+evidence: $(STAMPS)/package $(STAMPS)/test ## the quality of learned scores against the budget of keys, in build/evidence (SEEDS="0 1 2", an hour of a core)
+	for seed in $(SEEDS); do \
+	  PYTHONPATH=examples $(BIN)/python -m learned_scores.distil --seed $$seed --output build/evidence/seed$$seed; done
+	PYTHONPATH=examples $(BIN)/python -m learned_scores.recall --seeds $(words $(SEEDS)) --output build/evidence/recall.json
+	PYTHONPATH=examples $(BIN)/python -m learned_scores.pictures build/evidence
+
 .PHONY: docs
 docs: $(STAMPS)/tools $(STAMPS)/docs ## build the site of the documents into build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict  # not --quiet, under which a warning is no error

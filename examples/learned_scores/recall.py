@@ -61,7 +61,7 @@ class Reader(nn.Module):
         width = options.width
         config = LlamaConfig(
             vocab_size=2 * options.words, hidden_size=width, intermediate_size=2 * width,
-            num_hidden_layers=options.layers, num_attention_heads=options.heads, initializer_range=0.06,
+            num_hidden_layers=options.layers, num_attention_heads=options.heads, initializer_range=width**-0.5,
             max_position_embeddings=64 * options.length, use_cache=False, attn_implementation="flash_dmattn",
         )  # fmt: skip
         self.llama = LlamaModel(config)
@@ -158,7 +158,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--length", type=int, default=256, help="tokens of a text")
+    add("--length", type=int, default=128, help="tokens of a text")
     add("--pairs", type=int, default=8, help="at most an eighth of the length")
     add("--parts", type=int, nargs="+", default=[4, 8, 16, 32], help="budgets, as length / part")
     add("--longer", type=int, nargs="+", default=[1, 2, 4], help="factors of lengths in tests")
@@ -168,7 +168,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--layers", type=int, default=2, help="of attention and MLP")
     add("--steps", type=int, default=400, help="of training")
     add("--tests", type=int, default=8, help="batches of a test")
-    add("--batch", type=int, default=16, help="texts of a step")
+    add("--batch", type=int, default=32, help="texts of a step")
     add("--rate", type=float, default=3e-3, help="the largest learning rate")
     add("--seeds", type=int, default=3, help="of parameters and texts")
     add("--threads", type=int, default=1)

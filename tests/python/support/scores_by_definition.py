@@ -41,6 +41,8 @@ def _attend(
     logits = query @ key.repeat_interleave(groups, 1).mT * (scaling or query.shape[-1] ** -0.5)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
+    if attention_mask.is_floating_point():
+        attention_mask = attention_mask == 0
     visible = attention_mask.expand(logits.shape)
     if module in _hidden:
         scores = module.scorer(_hidden[module], key.transpose(1, 2), value.transpose(1, 2))

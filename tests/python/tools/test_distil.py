@@ -9,7 +9,7 @@ for needed in ("accelerate", "matplotlib", "tqdm", "transformers"):
     pytest.importorskip(needed)
 pytest.importorskip("transformers", minversion="5")
 
-from learned_scores import distil, recall, text, training  # noqa: E402
+from learned_scores import distil, pictures, recall, text, training  # noqa: E402
 
 TINY = [
     "--length", "96", "--width", "32", "--layers", "2", "--batch", "2", "--pretraining-steps", "40", "--steps", "8",
@@ -23,6 +23,11 @@ def test_distillation_ends_with_scores_and_curves_and_goes_on(tmp_path, capsys):
     assert json.loads((tmp_path / "results.json").read_text())["quality"]["learned"]["24"]
     assert [row["hard"] for row in results["log"] if "hard" in row][-2:-1] == [1.0]
     assert "learned       24 keys: loss" in capsys.readouterr().out
+    results_of_seed = tmp_path / "seed0"
+    results_of_seed.mkdir()
+    (tmp_path / "results.json").rename(results_of_seed / "results.json")
+    pictures.main([str(tmp_path)])
+    assert (tmp_path / "budgets.svg").read_text().count("learned scores") == 1
     again = distil.main([*TINY, "--steps", "10", "--resume", "--output", str(tmp_path)])
     assert [row["step"] for row in again["log"] if "own_loss" in row][:8] == list(range(1, 9))
 
@@ -39,6 +44,8 @@ def test_recall_writes_every_run(tmp_path):
          "--tests", "1", "--seeds", "1", "--device", "cpu", "--output", str(path)]
     )  # fmt: skip
     kinds = [(row["kind"], row["same_words"]) for row in json.loads(path.read_text())["rows"]]
+    pictures.main([str(tmp_path)])
+    assert (tmp_path / "recall.svg").exists()
     assert kinds == [
         ("dense", False),
         ("scores", False),

@@ -202,7 +202,9 @@ def _layers_to_change(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]
     if "are of an encoder-decoder" in reasons:
         found = []
     if not found:
-        details = "; ".join(f"{name} layers {reason}" for reason, name in reasons.items())
+        # Layers of images say least.
+        ordered = sorted(reasons, key=lambda reason: reason.startswith("are no layers"))
+        details = "; ".join(f"{reasons[reason]} layers {reason}" for reason in ordered)
         details = details or "none calls transformers' attention interface"
         raise ValueError(
             f"model: got a {type(model).__name__} without an attention layer that can have scores, expected a decoder of "
