@@ -149,6 +149,7 @@ def main(arguments: list[str] | None = None) -> dict:
     log = train_scores(model, texts, options)
     results = {"settings": {k: str(v) for k, v in vars(options).items()}, "log": log}
     if held_out is not None:
+        write(model, held_out[0], options.length)
         remove_learned_scores(model)
         budgets = [options.length // part for part in options.parts]
         quality = quality_by_budget(model, held_out, budgets, options.output / "scores")

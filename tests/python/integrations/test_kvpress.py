@@ -11,6 +11,7 @@ from transformers import DynamicCache  # noqa: E402
 
 from flash_dmattn.integrations.kvpress import add_press  # noqa: E402
 from flash_dmattn.integrations.transformers import (  # noqa: E402
+    DynamicMaskCache,
     remove_learned_scores,
 )
 from scored_models import make_base, make_ids  # noqa: E402
@@ -83,11 +84,13 @@ def test_scored_prompt_is_cut_and_later_tokens_stay():
 
     expected = norms_by_definition(make_base(), ids, visible_of)
     model = add_press(make_base(), NormPress(), keep)
-    found = steps(model, DynamicCache(config=model.config), ids)
-    torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
+    for cache in (DynamicCache(config=model.config), DynamicMaskCache(model.config)):
+        torch.testing.assert_close(steps(model, cache, ids), expected, atol=3e-5, rtol=1e-4)
+    assert cache.layers[0].keys.shape[2] == keep + 1  # its own key
 
 
-def test_threshold_keeps_recent_and_good_keys():
+@pytest.mark.parametrize("cache", ["all_keys", "slots"])
+def test_threshold_keeps_recent_and_good_keys(cache):
     window, ids = 5, distinct_ids(PROMPT + NEW)
 
     def visible_of(norms):
@@ -98,9 +101,10 @@ def test_threshold_keeps_recent_and_good_keys():
 
     expected = norms_by_definition(make_base(), ids, visible_of)
     press = DMSPress(press=NormPress(), threshold=-2.5, sliding_window_size=window, decoding=True)
-    model = add_press(make_base(), press)
-    found = steps(model, DynamicCache(config=model.config), ids)
-    torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
+    slots = cache == "slots"
+    model = add_press(make_base(), press, PROMPT + NEW if slots else None)
+    cache = DynamicMaskCache(model.config) if slots else DynamicCache(config=model.config)
+    torch.testing.assert_close(steps(model, cache, ids), expected, atol=3e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dense_prefill", [True, False])

@@ -22,10 +22,7 @@ CACHES = {
 
 
 def make_cache(model, name):
-    rule = model.config.learned_scores
-    if "slots" in name and (rule["recent_window"] or rule["sink_tokens"]):
-        pytest.skip("slots of a rule")
-    layers = len(rule["layers"])
+    layers = len(model.config.learned_scores["layers"])
     if name == "static_slots" and layers < model.config.num_hidden_layers:
         pytest.skip("static slots beside sliding layers")
     return CACHES[name](model)
@@ -61,7 +58,7 @@ def generate(model, **options):
 
 
 @pytest.mark.parametrize("name", CACHES)
-@pytest.mark.parametrize("rule", ["window", "all", "competing"])
+@pytest.mark.parametrize("rule", ["window", "all", "competing", "heads", "streaming"])
 def test_steps_and_chunks_equal_definition(rule, name):
     """A prompt in two parts, then tokens one at a time, padded on the left."""
     model, ids = make_scored(rule=rule), make_ids(PROMPT + NEW)
@@ -85,8 +82,6 @@ def test_steps_and_chunks_equal_definition(rule, name):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_write_by_definition(family, name):
     for rule in ("window", "all"):
-        if rule == "all" and "slots" in name:
-            continue
         model = make_scored(family, rule)
         written = generate(model, past_key_values=make_cache(model, name))
         assert_writes_by_definition(model, written)
@@ -103,8 +98,6 @@ def test_ways_of_generating_agree(rule):
     for way, options in ways.items():
         written = []
         for name in ("none", "dynamic", "static", "slots"):
-            if name == "slots" and rule == "all":
-                continue
             cache = {} if name == "none" else {"past_key_values": make_cache(model, name)}
             if name == "none":
                 cache["use_cache"] = False
@@ -125,7 +118,7 @@ def test_assisted_decoding_writes_by_definition(rule):
     how many tokens a call has."""
     model = make_scored("GPT2", rule)
     ids = make_ids(PROMPT, batch=1)
-    cache = make_cache(model, "slots" if rule == "window" else "dynamic")
+    cache = make_cache(model, "slots")
     with torch.no_grad():
         written = model.generate(
             ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=NEW, do_sample=False,
@@ -134,11 +127,13 @@ def test_assisted_decoding_writes_by_definition(rule):
     assert_writes_by_definition(model, written)
 
 
-def test_slots_hold_a_window_at_any_length():
-    model = make_scored(rule="window")
+@pytest.mark.parametrize("rule", ["window", "all", "streaming"])
+def test_slots_hold_the_keys_of_the_rule_at_any_length(rule):
+    model = make_scored(rule=rule)
     cache = DynamicMaskCache(model.config)
     generate(model, past_key_values=cache, max_new_tokens=60)
-    assert cache.layers[0].keys.shape[2] == RULES["window"]["keep_window_size"]
+    parts = ("keep_window_size", "recent_window", "sink_tokens")
+    assert cache.layers[0].keys.shape[2] == sum(RULES[rule].get(part, 0) for part in parts)
 
 
 def test_sliding_layers_keep_their_own_cache():

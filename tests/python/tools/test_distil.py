@@ -22,7 +22,9 @@ def test_distillation_ends_with_scores_and_curves_and_goes_on(tmp_path, capsys):
     assert (tmp_path / "scores" / "learned_scores.safetensors").exists()
     assert json.loads((tmp_path / "results.json").read_text())["quality"]["learned"]["24"]
     assert [row["hard"] for row in results["log"] if "hard" in row][-2:-1] == [1.0]
-    assert "learned       24 keys: loss" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "generated 192 bytes with a cache of 14 keys a head" in printed
+    assert "learned       24 keys: loss" in printed
     results_of_seed = tmp_path / "seed0"
     results_of_seed.mkdir()
     (tmp_path / "results.json").rename(results_of_seed / "results.json")
