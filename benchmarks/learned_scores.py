@@ -1,4 +1,4 @@
-"""Measures a Llama with learned scores: a prompt and a training step in each phase, and tokens, beside attention to all keys.
+"""Measures a Llama with learned scores against attention to all keys: a prompt and a training step in each phase, and tokens.
 
 python benchmarks/learned_scores.py [--lengths 4096 16384 65536 131072] [--output FILE.json]    (a CUDA GPU, under 4 minutes)
 

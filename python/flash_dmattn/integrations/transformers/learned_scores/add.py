@@ -61,17 +61,19 @@ def add_learned_scores(
       gradient is that of a bias of old keys.
     - "off": the base model and its attention implementation, bit for bit.
 
+    Scorers:
+
+    - "hidden": log sigmoid(z), z a linear projection of the layer's input; "mlp": z from two layers; "value": z a projection
+      of the values. They begin with equal gates, near 1.
+    - "key_norm": minus the length of the key; "random". They do not learn.
+    - a function or module (hidden [B, S, features], key [B, S, Hkv, D], value [B, S, Hkv, D]) -> [B, S, Hkv], for the soft
+      phase log gates, 0 or less.
+
     Args:
         model: a decoder of transformers, or anything that contains one (a PEFT model, a multimodal model).
         keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold: which keys a query sees, as in
             select_key_intervals. A cache then holds sink_tokens + keep_window_size + recent_window keys for each key head.
-        scorer: what gives a key its score:
-
-            - "hidden": log sigmoid(z), z a linear projection of the layer's input; "mlp": z from two layers; "value": z a
-              projection of the values. They begin with equal gates, near 1.
-            - "key_norm": minus the length of the key; "random". They do not learn.
-            - a function or module (hidden [B, S, features], key [B, S, Hkv, D], value [B, S, Hkv, D]) -> [B, S, Hkv], for
-              the soft phase log gates, 0 or less. Every layer gets a copy of a module.
+        scorer: what gives a key its score, one of those above; a module is copied for every layer.
         dense_prefill: the first tokens of a cache attend to all of themselves, and the rule begins with the tokens after
             them: what eviction after the prompt does. By default the prompt follows the rule, in O(N w) time.
 
