@@ -28,15 +28,16 @@ def make_scorer(
         return FunctionScorer(copy.deepcopy(scorer).to(device))
     if callable(scorer):
         return FunctionScorer(scorer)
+    options = {"device": device, "dtype": torch.float32}
     if scorer == "hidden":
-        return GateScorer("hidden", make_scores(hidden_size, heads, device=device))
+        return GateScorer("hidden", make_scores(hidden_size, heads, **options))
     if scorer == "value":
-        return GateScorer("value", make_scores(value_size, heads, device=device))
+        return GateScorer("value", make_scores(value_size, heads, **options))
     if scorer == "mlp":
         gates = nn.Sequential(
-            nn.Linear(hidden_size, _HIDDEN_FEATURES, device=device),
+            nn.Linear(hidden_size, _HIDDEN_FEATURES, **options),
             nn.GELU(),
-            nn.Linear(_HIDDEN_FEATURES, heads, device=device),
+            nn.Linear(_HIDDEN_FEATURES, heads, **options),
             nn.LogSigmoid(),
         )
         return GateScorer("hidden", make_scores(hidden_size, heads, gates))
