@@ -122,3 +122,22 @@ def test_custom_scorers_get_hidden_keys_and_values():
     assert first.function.mix.weight is not second.function.mix.weight
     for phase in ("soft", "hard"):
         assert_equals_definition(model, "left", phase)
+
+
+def test_scores_without_end_have_finite_gradients():
+    """A scorer that closes some gates for good."""
+
+    class Own(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.proj = torch.nn.Linear(32, 2)
+
+        def forward(self, hidden, key, value):
+            z = self.proj(hidden)
+            return torch.where(z > 0, z.sigmoid().log(), float("-inf"))
+
+    model = add_learned_scores(make_base(), **RULES["all"], scorer=Own())
+    for phase in ("soft", "hard"):
+        model.set_score_phase(phase)
+        for found in logits_and_gradients(model, "left"):
+            assert found is None or found.isfinite().all()

@@ -228,7 +228,8 @@ def _attend_to_chosen(
     query_length, key_length = query.shape[1], key.shape[1]
     bias, delay = None, 0
     if torch.is_grad_enabled() and scores.requires_grad:
-        bias, delay = scores - scores.detach(), rule.recent_window
+        # A score of -inf, which never is among the best, has no gradient.
+        bias, delay = (scores - scores.detach()).nan_to_num(), rule.recent_window
     scores = scores.detach()
     if call.is_prompt and call.layer.dense_prefill:
         visible = _visible_by_mask(mask, query, key, chooses=False)
