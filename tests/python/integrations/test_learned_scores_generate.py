@@ -166,6 +166,15 @@ def test_slots_of_a_model_without_scores_are_refused():
         model.set_score_phase("soft")(make_ids(), past_key_values=DynamicMaskCache(model.config))
 
 
+def test_slots_of_another_rule_are_refused():
+    cache = DynamicMaskCache(make_scored(rule="window").config)
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match="^cache: got a DynamicMaskCache of the rule"),
+    ):
+        make_scored(rule="all")(make_ids(), past_key_values=cache)
+
+
 def test_soft_phase_refuses_static_caches():
     model = make_scored(rule="all").set_score_phase("soft")
     with torch.no_grad(), pytest.raises(ValueError, match="^cache: got a static one"):

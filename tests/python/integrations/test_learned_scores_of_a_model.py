@@ -173,13 +173,17 @@ def test_compiled_model_is_one_graph(name, phase):
 
 
 @since_transformers_5
+@pytest.mark.parametrize("kind", ["all_keys", "slots"])
 @pytest.mark.parametrize("rule", ["window", "all"])
-def test_compiled_step_of_a_static_cache_is_one_graph(rule):
+def test_compiled_step_of_a_static_cache_is_one_graph(rule, kind):
     torch._dynamo.reset()
     model, ids = make_scored(rule=rule).requires_grad_(False), make_ids(12)
     found = []
     for compiled in (False, True):
-        cache = transformers.StaticCache(config=model.config, max_cache_len=16)
+        if kind == "slots":
+            cache = DynamicMaskCache(model.config, static=True)
+        else:
+            cache = transformers.StaticCache(config=model.config, max_cache_len=16)
         with torch.no_grad():
             model(ids[:, :9], past_key_values=cache)
             step = torch.compile(model, fullgraph=True, backend="eager") if compiled else model

@@ -297,6 +297,11 @@ def _attend_with_slots(
             f"cache: got a DynamicMaskCache in the phase {layer.score_phase!r}, which attends to all keys; expected the phase "
             "'hard', or transformers' DynamicCache"
         )
+    if slots.rule != layer.score_rule:
+        raise ValueError(
+            f"cache: got a DynamicMaskCache of the rule {slots.rule} in layer {layer.layer_idx}, expected "
+            f"{layer.score_rule}: a DynamicMaskCache(model.config) of this model"
+        )
     key_mask = present_tokens(mask, query.shape[1])
     scores = scores.float()
     key_heads_first = tuple(t.transpose(1, 2) for t in (key, value))

@@ -1,6 +1,6 @@
 """Measures a Llama with learned scores against attention to all keys: a prompt and a training step in each phase, and tokens.
 
-python benchmarks/learned_scores.py [--lengths 4096 16384 65536 131072] [--output FILE.json]    (a CUDA GPU, under 4 minutes)
+python benchmarks/scored_llama.py [--lengths 4096 16384 65536 131072] [--output FILE.json]    (a CUDA GPU, under 4 minutes)
 
 8 layers, hidden 1,024, 16 heads of 64, 8 key heads, bf16; the rule keeps 1,024 keys, 256 recent ones and 4 sinks. Weights are
 random, which changes no time: scores differ from key to key.
