@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from accelerate import PartialState
 from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm import tqdm
@@ -147,6 +148,8 @@ def main(arguments: list[str] | None = None) -> dict:
         texts = TokenTexts(ids, options.length)
         model = AutoModelForCausalLM.from_pretrained(options.model).to(options.device)
     log = train_scores(model, texts, options)
+    if not PartialState().is_main_process:
+        return {}
     results = {"settings": {k: str(v) for k, v in vars(options).items()}, "log": log}
     if held_out is not None:
         write(model, held_out[0], options.length)

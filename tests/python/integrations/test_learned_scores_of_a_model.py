@@ -193,7 +193,7 @@ def test_compiled_step_of_a_static_cache_is_one_graph(rule, kind):
     torch.testing.assert_close(found[1], found[0])
 
 
-def _compare_sharded(rank):
+def _compare_sharded(rank, folder):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DeviceMesh, DTensor
 
@@ -207,8 +207,14 @@ def _compare_sharded(rank):
         for layer in sharded.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(sharded, mesh=mesh)
+        save_scores(sharded, folder)
+        dist.barrier()
+        saved = load_scores(make_base(), folder)
         mine = ids[2 * rank : 2 * rank + 2]
         sharded(mine, labels=mine).loss.backward()
+        own = dict(make_scored().named_parameters())
+        for name, parameter in saved.named_parameters():
+            torch.testing.assert_close(parameter, own[name])
         for name, parameter in sharded.named_parameters():
             gradient = parameter.grad
             found = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
@@ -218,8 +224,8 @@ def _compare_sharded(rank):
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
-def test_sharded_model_has_the_gradients_of_one_process():
-    run_in_two_processes(_compare_sharded)
+def test_sharded_model_has_the_gradients_and_files_of_one_process(tmp_path):
+    run_in_two_processes(_compare_sharded, str(tmp_path))
 
 
 # ---- Errors -----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel
 
 from ..config_rules import CONFIG_NAME, LearnedScores
@@ -19,7 +19,7 @@ _PART = "scorer"  # the name of a layer's scorer in the names of its parameters
 
 
 def save_scores(model: nn.Module, folder: str | Path) -> None:
-    """Writes the scorers of a model, and nothing else of it.
+    """Writes the scorers of a model, and nothing else of it. Of a sharded model every process calls it, and the first writes.
 
     folder: gets learned_scores.safetensors, the parameters, and learned_scores.json: the rule, the kind of the scorer, the
         layers, and the name of the base model.
@@ -27,13 +27,15 @@ def save_scores(model: nn.Module, folder: str | Path) -> None:
     Raises ValueError for a model without scores.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     layers = scored_layers(model)
     tensors = {
-        f"{layer.layer_idx}.{name}": tensor.detach().contiguous()
+        f"{layer.layer_idx}.{name}": _whole(tensor.detach()).contiguous()
         for layer in layers
         for name, tensor in layer.scorer.state_dict().items()
     }
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_rank():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / _TENSORS)
     config = layers[0].config
     stored = {**getattr(config, CONFIG_NAME), "base_model": _base_name(model)}
@@ -77,6 +79,11 @@ def load_scores(model: nn.Module, folder: str | Path, scorer: Scorer | None = No
         }
         layer.scorer.load_state_dict(own)
     return model
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """The whole of a sharded tensor."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _base_name(model: nn.Module) -> str:
