@@ -36,7 +36,8 @@ ALLOWED = {
     ("Forward", 128): LocalAccesses(0, 0, 144),  # 0, 0, 130
     ("Forward", 256): LocalAccesses(0, 96, 224),  # 0, 86, 207
     ("Backward", 64): LocalAccesses(0, 0, 320),  # 0, 0, 233
-    ("Backward", 128): LocalAccesses(0, 0, 320),  # 0, 0, 231
+    # 0, 3, 233: a part's number, where slots have delayed biases.
+    ("Backward", 128): LocalAccesses(0, 4, 320),
 }
 
 PLACES = {

@@ -40,6 +40,7 @@ struct Options {
   const OptionalTensor& rank_limit;
   const std::vector<std::int64_t>& key_bound;  // the members of a KeyBound, or nothing
   bool causal;
+  std::int64_t bias_delay;
   double scale;
   double softcap;
   bool saturate;
@@ -166,6 +167,7 @@ Attention take_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const O
   p.scale = options.scale;
   p.softcap = options.softcap;
   p.causal = options.causal;
+  p.bias_delay = options.bias_delay;
   p.deterministic = options.deterministic;
   p.nonfinite = options.saturate ? NonFinite::saturate : NonFinite::propagate;
 
@@ -312,10 +314,11 @@ std::tuple<Tensor, Tensor> forward_op(
     const OptionalTensor& bias, const OptionalTensor& key_intervals, const OptionalTensor& key_list,
     const OptionalTensor& key_count, const OptionalTensor& key_rank,
     const OptionalTensor& rank_limit, std::vector<std::int64_t> key_bound, bool is_causal,
-    double scale, double softcap, bool saturate, bool deterministic, std::string backend) {
-  const Options options{key_list,  key_count,     key_rank, rank_limit,
-                        key_bound, is_causal,     scale,    softcap,
-                        saturate,  deterministic, backend,  Direction::forward};
+    std::int64_t bias_delay, double scale, double softcap, bool saturate, bool deterministic,
+    std::string backend) {
+  const Options options{
+      key_list, key_count, key_rank, rank_limit,    key_bound, is_causal,         bias_delay,
+      scale,    softcap,   saturate, deterministic, backend,   Direction::forward};
   return attend(prepare(q, k, v, mask, bias, key_intervals, options, false), q, backend);
 }
 
@@ -324,14 +327,22 @@ std::tuple<Tensor, Tensor> forward_op(
 std::tuple<Tensor, Tensor, Tensor> select_and_attend_op(const Tensor& q, const Tensor& k,
                                                         const Tensor& v, const Tensor& bias,
                                                         std::int64_t window, bool is_causal,
-                                                        double scale, double softcap, bool saturate,
+                                                        std::int64_t bias_delay, double scale,
+                                                        double softcap, bool saturate,
                                                         bool deterministic, std::string backend) {
-  const Options options{{},       {},
-                        {},       {},
-                        {},       is_causal,
-                        scale,    softcap,
-                        saturate, deterministic,
-                        backend,  Direction::forward};
+  const Options options{{},
+                        {},
+                        {},
+                        {},
+                        {},
+                        is_causal,
+                        bias_delay,
+                        scale,
+                        softcap,
+                        saturate,
+                        deterministic,
+                        backend,
+                        Direction::forward};
   Attention call = take_inputs(q, k, v, {}, bias, options, false);
   Problem& p = call.problem;
   const auto fits = [&](std::int64_t dim, std::int64_t size) {
@@ -357,12 +368,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
     const OptionalTensor& mask, const OptionalTensor& bias, const OptionalTensor& key_intervals,
     const OptionalTensor& key_list, const OptionalTensor& key_count, const OptionalTensor& key_rank,
     const OptionalTensor& rank_limit, const Tensor& out, const Tensor& lse,
-    const OptionalTensor& dlse, std::vector<std::int64_t> key_bound, bool is_causal, double scale,
-    double softcap, bool saturate, bool deterministic, std::string backend, bool need_dq,
-    bool need_dk, bool need_dv, bool need_dbias) {
-  const Options options{key_list,  key_count,     key_rank, rank_limit,
-                        key_bound, is_causal,     scale,    softcap,
-                        saturate,  deterministic, backend,  Direction::backward};
+    const OptionalTensor& dlse, std::vector<std::int64_t> key_bound, bool is_causal,
+    std::int64_t bias_delay, double scale, double softcap, bool saturate, bool deterministic,
+    std::string backend, bool need_dq, bool need_dk, bool need_dv, bool need_dbias) {
+  const Options options{
+      key_list, key_count, key_rank, rank_limit,    key_bound, is_causal,          bias_delay,
+      scale,    softcap,   saturate, deterministic, backend,   Direction::backward};
   Attention call = prepare(q, k, v, mask, bias, key_intervals, options, need_dbias);
   const Problem& p = call.problem;
   expect_like(dout, "dout", query_shape(p), q);
@@ -454,18 +465,20 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FLASH_DMATTN_NAMESPACE, m) {
       "forward(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? key_intervals, "
       "Tensor? key_list, Tensor? key_count, Tensor? key_rank, Tensor? rank_limit, SymInt[] "
       "key_bound, "
-      "bool is_causal, float scale, float softcap, bool saturate, bool deterministic, str backend) "
-      "-> (Tensor out, Tensor lse)");
+      "bool is_causal, SymInt bias_delay, float scale, float softcap, bool saturate, bool "
+      "deterministic, str backend) -> (Tensor out, Tensor lse)");
   m.def(
       "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, "
       "Tensor? key_intervals, Tensor? key_list, Tensor? key_count, Tensor? key_rank, "
       "Tensor? rank_limit, Tensor out, Tensor lse, Tensor? dlse, SymInt[] key_bound, "
-      "bool is_causal, float scale, float softcap, bool saturate, bool deterministic, str backend, "
-      "bool need_dq, bool need_dk, bool need_dv, bool need_dbias) -> (Tensor dq, Tensor dk, Tensor "
+      "bool is_causal, SymInt bias_delay, float scale, float softcap, bool saturate, bool "
+      "deterministic, str backend, bool need_dq, bool need_dk, bool need_dv, bool need_dbias) -> "
+      "(Tensor dq, Tensor dk, Tensor "
       "dv, Tensor dbias)");
   m.def(
       "select_and_attend(Tensor q, Tensor k, Tensor v, Tensor bias, SymInt window, bool is_causal, "
-      "float scale, float softcap, bool saturate, bool deterministic, str backend) -> (Tensor out, "
+      "SymInt bias_delay, float scale, float softcap, bool saturate, bool deterministic, str "
+      "backend) -> (Tensor out, "
       "Tensor lse, Tensor key_intervals)");
   m.def(
       "select_key_intervals(Tensor scores, Tensor? key_mask, SymInt[] windows, str selection, "

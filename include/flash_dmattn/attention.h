@@ -16,14 +16,15 @@
 // Exact masked softmax attention with an additive bias, forward and backward:
 //
 //   s_ij   = clamp(softcap(scale * q_i . k_j) + bias_ij)       softcap(x) = c tanh(x / c) for c > 0
+//            and with a delay W > 0 of the bias without bias_ij where i + Sk - Sq < j + W
 //   vis_ij = mask_ij and interval_j contains i and (not causal or j <= i + Sk - Sq)
 //            and key_rank_j < rank_limit_i                     a choice among the keys of a mask
-//            and bias_ij > mask_value(bias_dtype)              a NaN bias masks
+//            and bias_ij > mask_value(bias_dtype)              a NaN bias masks; where s_ij has it
 //   p_ij   = exp(s_ij - lse_i) where visible, else 0           lse_i = log sum_j exp s_ij
 //   out_i  = sum_j p_ij v_j
 //
 //   dp_ij  = dout_i . v_j                                      delta_i = dout_i . out_i - dlse_i
-//   ds_ij  = p_ij (dp_ij - delta_i), 0 wherever p_ij is 0      dbias = ds, summed over what broadcast
+//   ds_ij  = p_ij (dp_ij - delta_i), 0 wherever p_ij is 0      dbias = ds, summed over what broadcast, where s_ij has the bias
 //   dt_ij  = ds_ij (1 - tanh^2(scale q_i . k_j / c))           (dt = ds without softcap)
 //   dq_i   = scale sum_j dt_ij k_j,  dk_j = scale sum_i dt_ij q_i,  dv_j = sum_i p_ij dout_i
 //

@@ -46,6 +46,9 @@ struct Problem {
   BroadcastShape mask_shape{};
   BroadcastShape bias_shape{};
   DType bias_dtype = no_dtype;  // where there is a bias: dtype, or f32; dbias has it too
+  // W; 0 = none. The bias of key j counts only for queries at positions i + Sk - Sq >= j + W. The bias then has no query
+  // dimension.
+  std::int64_t bias_delay = 0;
 
   // Shapes of Inputs::visibility. At most one of the three is given; all zeros mean not given.
   std::array<std::int64_t, 2> intervals_shape{};  // [B|1, Hkv|1] of the key intervals

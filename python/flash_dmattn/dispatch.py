@@ -13,6 +13,7 @@ from ._core.checks import (
     backend_of,
     bias_argument,
     check_count,
+    clamp_count,
     mask_argument,
     refuse_transforms,
     resolve_backend,
@@ -77,8 +78,7 @@ def attention(
     visible = Visibility(mask, resolve_flag(is_causal, "is_causal"), keys)
     check_bias_delay(bias_delay, bias)
     if selection.rule.limits():
-        # A delayed bias needs intervals, which it splits.
-        uses_library_kernels = backend_of(query, backend) not in IN_PYTHON and not bias_delay
+        uses_library_kernels = backend_of(query, backend) not in IN_PYTHON
         bias = squeeze_query_dimension(bias)
         visible = apply_selection(selection, query, key, bias, visible, uses_library_kernels, memo)
     out, statistics = run_with_bias_delay(
@@ -95,8 +95,11 @@ def run(
     visible: Visibility,
     numerics: Numerics,
     backend: str = "",
+    bias_delay: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """out and statistics of arguments in normal form.
+
+    bias_delay: of the library's backends alone.
 
     The first of the statistics [.., B, Hq, Sq] is lse, which is taken from them where it is wanted: a view takes as
     long as an allocation.
@@ -112,7 +115,9 @@ def run(
     if backend in IN_PYTHON:
         out, statistics = _run_in_python(query, key, value, bias, visible, numerics, backend)
     else:
-        out, statistics = library.attention(query, key, value, bias, visible, numerics, backend)
+        out, statistics = library.attention(
+            query, key, value, bias, visible, numerics, backend, bias_delay
+        )
     record_large_rows(statistics)
     return out, statistics
 
@@ -136,7 +141,8 @@ def run_with_bias_delay(
 ) -> tuple[Tensor, Tensor | None]:
     """`run`, where the bias of a key, one value, is added for queries `bias_delay` or more positions after it.
 
-    Recent keys, without a bias, and older keys, with theirs, are disjoint sets, so that each element is computed once.
+    The library's kernels count positions by the index of a key, for which they need no own_row. Elsewhere there are two calls:
+    recent keys, without a bias, and older keys, with theirs, are disjoint sets, so that each element is computed once.
     own_row: as in split_by_age.
     """
     if not bias_delay:
@@ -146,6 +152,9 @@ def run_with_bias_delay(
         raise ValueError(
             f"bias_delay: got {bias_delay} with a bias of shape {tuple(bias.shape)}, expected one value for each key"
         )
+    bias_delay = clamp_count(bias_delay)
+    if own_row is None and backend_of(query, backend) not in IN_PYTHON:
+        return run(query, key, value, bias, visible, numerics, backend, bias_delay)
     keys = visible.keys
     if keys is None:
         length = key.shape[1]

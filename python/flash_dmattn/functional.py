@@ -230,7 +230,7 @@ def flash_dmattn_varlen_func(
             cu_seqlens_q=cu_seqlens_q,
         )
     own_row = None
-    if bias_delay:
+    if bias_delay and not same_offsets:
         own_row = Places.of(
             total_k, total_q, cu_seqlens_k=cu_seqlens_k, cu_seqlens_q=cu_seqlens_q
         ).own

@@ -78,6 +78,17 @@ void check_bias_dtype(const Problem& p) {
   }
 }
 
+void check_bias_delay(const Problem& p) {
+  if (p.bias_delay < 0) {
+    throw InvalidArgument("problem.bias_delay", std::to_string(p.bias_delay), "at least 0");
+  }
+  if (p.bias_delay > 0 && p.bias_shape[2] != 1) {
+    throw InvalidArgument("problem.bias_delay", std::to_string(p.bias_delay),
+                          "0, or a bias without a query dimension: problem.bias_shape is " +
+                              shape_text(p.bias_shape));
+  }
+}
+
 // Kernels round both to fp32.
 void check_scale_and_softcap(const Problem& p) {
   const bool wide = p.dtype == DType::f64;
@@ -275,6 +286,7 @@ void validate(const Problem& p) {
   check_broadcast_shape("problem.mask_shape", p, p.mask_shape);
   check_broadcast_shape("problem.bias_shape", p, p.bias_shape);
   check_bias_dtype(p);
+  check_bias_delay(p);
   check_row_shape("problem.intervals_shape", p, p.intervals_shape);
   check_row_shape("problem.key_list_shape", p, p.key_list_shape);
   if (is_given(p.intervals_shape) && is_given(p.key_list_shape)) {

@@ -44,6 +44,7 @@ Task task_of(const Problem& p, const Inputs& in, const Schedule& schedule) {
   t.scale = static_cast<float>(p.scale);
   t.softcap = static_cast<float>(p.softcap);
   t.mask_value = static_cast<float>(mask_value(p.bias_dtype));
+  t.bias_delay = p.bias_delay;
   t.causal = p.causal;
   t.saturate = p.nonfinite == NonFinite::saturate;
   t.q = rows_of(in.q);

@@ -53,6 +53,7 @@ struct Task {
   DType dtype;
   float scale, softcap;
   float mask_value;
+  std::int64_t bias_delay;  // Problem::bias_delay
   bool causal, saturate;
 
   Rows q, k, v;

@@ -150,6 +150,11 @@ bool allowed(const Problem& p, const Inputs& in, const Row& row, std::int64_t ke
   return interval.first <= row.query && row.query < interval.last;
 }
 
+// Whether the delay of the bias, if there is one, has passed.
+bool has_bias(const Problem& p, const Row& row, std::int64_t key) {
+  return p.bias_delay == 0 || row.query + p.seqlen_k - p.seqlen_q - key >= p.bias_delay;
+}
+
 // scores[j] = s_ij, -inf where key j is not visible; slopes[j] = 1 - tanh^2(scale q_i . k_j / c), 1
 // without softcap. Both [Sk].
 void score_row(const Problem& p, const Inputs& in, const Row& row, const double* q, const double* k,
@@ -160,7 +165,7 @@ void score_row(const Problem& p, const Inputs& in, const Row& row, const double*
     slopes[j] = 1;
     if (!allowed(p, in, row, j)) continue;
     double bias = 0;
-    if (in.bias.data != nullptr) {
+    if (in.bias.data != nullptr && has_bias(p, row, j)) {
       bias = load(in.bias.data, p.bias_dtype, bias_offset(p, in, row, j));
       if (!(bias > mask_value(p.bias_dtype))) continue;
     }
@@ -377,7 +382,7 @@ void backward_row(const BackwardArgs& args, const Row& row, const BackwardScratc
     if (multiplies_nothing(p, probability)) continue;
     const std::int64_t key = j * p.head_dim;
     const double ds = probability * (dot(dout, scratch.v + key, p.head_dim) - delta);
-    if (dbias_sums != nullptr) dbias_sum(p, row, j, dbias_sums) += ds;
+    if (dbias_sums != nullptr && has_bias(p, row, j)) dbias_sum(p, row, j, dbias_sums) += ds;
     const double dt = ds * scratch.slopes[j];
     for (std::int64_t d = 0; d < p.head_dim; ++d) {
       dq[d] += dt * scratch.k[key + d];

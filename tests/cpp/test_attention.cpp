@@ -10,6 +10,7 @@
 #include "support/compare.h"
 #include "support/data.h"
 #include "support/instruction_sets.h"
+#include "support/random.h"
 #include "support/run.h"
 #include "support/yardstick.h"
 
@@ -58,6 +59,42 @@ TEST_P(AttentionTable, ResultsAreWithinBounds) {
 
 INSTANTIATE_TEST_SUITE_P(Cases, AttentionTable, ::testing::ValuesIn(testing::attention_cases()),
                          [](const auto& test) { return test.param.name; });
+
+// ---- Delays of the bias ----------------------------------------------------------------------------
+
+TEST(AttentionDelay, RandomDelaysAreWithinBounds) {
+  testing::Random random(0);
+  const auto one_of = [&](std::initializer_list<const char*> words) {
+    return std::string(words.begin()[random.below(static_cast<std::int64_t>(words.size()))]);
+  };
+  for (int draw = 0; draw < (testing::is_quick_run() ? 10 : 60); ++draw) {
+    const std::int64_t seqlen_k = 1 + random.below(500);
+    const std::string delay =
+        std::to_string(one_of({"1", "0"}) == "1" ? 1 + random.below(seqlen_k) : random.below(40));
+    const Case c = case_from({{"name", "random_delay"},
+                              {"heads_q", "4"},
+                              {"heads_kv", "2"},
+                              {"seqlen_q", std::to_string(1 + random.below(400))},
+                              {"seqlen_k", std::to_string(seqlen_k)},
+                              {"head_dim", one_of({"8", "24", "64"})},
+                              {"dtype", one_of({"f32", "bf16", "f16"})},
+                              {"causal", one_of({"0", "1"})},
+                              {"softcap", one_of({"0", "0", "5"})},
+                              {"mask", one_of({"none", "none", "b11k", "b1qk"})},
+                              {"mask_fill", "random"},
+                              {"bias", one_of({"bv1k", "1h1k", "b11k"})},
+                              {"bias_fill", one_of({"normal", "inf"})},
+                              {"bias_dtype", "f32"},
+                              {"intervals", one_of({"none", "random", "per_query"})},
+                              {"intervals_shape", "bv"},
+                              {"window", "40"},
+                              {"seed", std::to_string(draw)},
+                              {"bias_delay", delay}});
+    SCOPED_TRACE("draw " + std::to_string(draw) + ", delay " + delay);
+    const Data data(c);
+    testing::expect_close(data, testing::run(data, {}), testing::oracle(data), Yardstick(data));
+  }
+}
 
 // ---- The number of workers -------------------------------------------------------------------------
 

@@ -67,6 +67,11 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(
         CaseWords{{"name", "grouped_queries"}}, CaseWords{{"name", "one_group"}, {"heads_kv", "1"}},
         CaseWords{{"name", "causal_more_keys"}, {"causal", "1"}},
+        CaseWords{{"name", "delayed_bias"},
+                  {"causal", "1"},
+                  {"bias", "bv1k"},
+                  {"bias_fill", "normal"},
+                  {"bias_delay", "2"}},
         CaseWords{
             {"name", "causal_more_queries"}, {"causal", "1"}, {"seqlen_q", "8"}, {"seqlen_k", "6"}},
         CaseWords{{"name", "softcap"}, {"softcap", "0.75"}, {"scale", "1.5"}},
@@ -247,6 +252,47 @@ TEST(Reference, BiasAtMaskValueOfItsDtypeMasks) {
 }
 
 // lse is 1e30 + log 4, of which f32 keeps 1e30, so without lse_low every p would be 1.
+TEST(Reference, DelayedBiasEqualsABiasOfPairs) {
+  for (const char* delay : {"1", "3", "6", "100"}) {
+    for (const char* fill : {"normal", "inf"}) {
+      SCOPED_TRACE(std::string("delay ") + delay + ", bias " + fill);
+      CaseWords words = {{"name", "delayed"},  {"batch", "2"},    {"heads_q", "4"},
+                         {"heads_kv", "2"},    {"seqlen_q", "9"}, {"seqlen_k", "6"},
+                         {"dtype", "f64"},     {"bias", "bv1k"},  {"bias_fill", fill},
+                         {"bias_delay", delay}};
+      const Data delayed(case_from(words));
+      words["bias"] = "bvqk";
+      words["bias_delay"] = "0";
+      Data pairs(case_from(words));
+      const auto copy = [](const Tensor& from) {
+        return [&from](const Index& i) { return from.get(i); };
+      };
+      pairs.q.fill(copy(delayed.q));
+      pairs.k.fill(copy(delayed.k));
+      pairs.v.fill(copy(delayed.v));
+      pairs.dout.fill(copy(delayed.dout));
+      // Query i is at position i - 3.
+      const auto counts = [&](const Index& i) { return i[2] - 3 - i[3] >= std::stoll(delay); };
+      pairs.bias.fill(
+          [&](const Index& i) { return counts(i) ? delayed.bias.get({i[0], i[1], 0, i[3]}) : 0; });
+      const Results results = run(delayed, reference());
+      const Results expected = run(pairs, reference());
+      EXPECT_TRUE(results.out.same_bits(expected.out));
+      EXPECT_TRUE(results.dq.same_bits(expected.dq));
+      EXPECT_TRUE(results.dk.same_bits(expected.dk));
+      EXPECT_TRUE(results.dv.same_bits(expected.dv));
+      results.dbias.for_each([&](const Index& i, double dbias) {
+        double sum = 0;
+        for (std::int64_t query = 0; query < 9; ++query) {
+          const Index pair{i[0], i[1], query, i[3]};
+          if (counts(pair)) sum += expected.dbias.get(pair);
+        }
+        EXPECT_NEAR(dbias, sum, 1e-14);
+      });
+    }
+  }
+}
+
 TEST(Reference, LargeLseWithLseLowKeepsBackwardNormalised) {
   Data data = small(1, 4, 1, DType::f32, {1, 1, 1, 1});
   data.bias.set({0, 0, 0, 0}, 1e30);

@@ -18,6 +18,7 @@ def attention(
     visible: Visibility,
     numerics: Numerics,
     backend: str = "",
+    bias_delay: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """out and statistics [2, B, Hq, Sq] of arguments in normal form: lse, and what rounding removed from it.
 
@@ -28,12 +29,11 @@ def attention(
     padding = -head_dim % 8 if q.is_cuda else 0
     if padding:
         q, k, v = (F.pad(t, (0, padding)) for t in (q, k, v))
+    options = (visible.is_causal, bias_delay, *numerics, backend)
     if isinstance(visible.keys, TopKeysByBias):
-        out, statistics, _ = select_and_attend_direct(
-            q, k, v, bias, visible.keys.keep_window_size, visible.is_causal, *numerics, backend
-        )
+        window = visible.keys.keep_window_size
+        out, statistics, _ = select_and_attend_direct(q, k, v, bias, window, *options)
     else:
-        out, statistics = forward_direct(
-            q, k, v, visible.mask, bias, *visible.operands(), visible.is_causal, *numerics, backend
-        )
+        operands = visible.operands()
+        out, statistics = forward_direct(q, k, v, visible.mask, bias, *operands, *options)
     return out[..., :head_dim] if padding else out, statistics

@@ -90,6 +90,7 @@ def run(case: Case, function=flash_dmattn_func, **options) -> Result:
         softcap=p.softcap,
         key_intervals=case.key_intervals,
         nonfinite=case.nonfinite,
+        bias_delay=p.bias_delay,
         return_lse=True,
         **options,
     )
@@ -131,6 +132,7 @@ class _Maker:
             scale=None if row["scale"] == "default" else float(row["scale"]),
             softcap=float(row["softcap"]),
             dlse=self._dlse(),  # the last to be drawn
+            bias_delay=int(row["bias_delay"]),
         )
         return Case(problem, intervals, row["nonfinite"])
 

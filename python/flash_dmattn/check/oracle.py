@@ -28,6 +28,7 @@ class Problem:
     scale: float | None = None
     softcap: float = 0.0
     dlse: Tensor | None = None  # [B, Hq, Sq]
+    bias_delay: int = 0
 
 
 @dataclass
@@ -62,8 +63,19 @@ def visible_pairs(problem: Problem) -> Tensor:
             visible = visible & per_head(part, problem)
     if problem.bias is not None:
         limit = -1e4 if problem.bias.dtype == torch.float16 else -1e30
-        visible = visible & (per_head(problem.bias.detach().double(), problem) > limit)
+        shown = per_head(problem.bias.detach().double(), problem) > limit
+        visible = visible & (shown | ~biased_pairs(problem))
     return visible
+
+
+def biased_pairs(problem: Problem) -> Tensor:
+    """The pairs whose score has a bias, [Sq, Sk]."""
+    seqlen_q, seqlen_k = problem.q.shape[1], problem.k.shape[1]
+    position = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=problem.q.device)
+    age = position[:, None] - torch.arange(seqlen_k, device=problem.q.device)
+    return (
+        age >= problem.bias_delay if problem.bias_delay else torch.ones_like(age, dtype=torch.bool)
+    )
 
 
 def sum_to_shape(tensor: Tensor, shape: torch.Size, heads_kv: int) -> Tensor:
@@ -92,7 +104,8 @@ def attention(problem: Problem, dtype: torch.dtype = torch.float64) -> Result:
         squashed = torch.tanh(scores / problem.softcap)
         scores, slope = problem.softcap * squashed, 1 - squashed * squashed
     if problem.bias is not None:
-        scores = scores + per_head(problem.bias.detach().to(wide), problem)
+        bias = per_head(problem.bias.detach().to(wide), problem)
+        scores = torch.where(biased_pairs(problem), scores + bias, scores)
     largest = torch.finfo(torch.promote_types(problem.q.dtype, torch.float32)).max
     scores = scores.clamp(-largest, largest)
     scores = scores.masked_fill(~visible, -torch.inf)
@@ -126,6 +139,7 @@ def attention(problem: Problem, dtype: torch.dtype = torch.float64) -> Result:
         t.unflatten(1, (heads_kv, group)).sum(2).transpose(1, 2).to(dtype) for t in (dk, dv)
     )
     if problem.bias is not None:
+        ds = ds.masked_fill(~biased_pairs(problem), 0)
         rounded = problem.bias.dtype if dtype != torch.float64 else dtype
         result.dbias = sum_to_shape(ds, problem.bias.shape, heads_kv).to(rounded)
         if dtype == torch.float64:

@@ -85,7 +85,7 @@ struct BackwardUnit {
     k_exponents = allocator.take<std::int32_t>(block_keys);
     large.take(shape, allocator);
     slot_of_key = allocator.take<std::int32_t>(t.slot_keys == nullptr ? 0 : t.seqlen_k);
-    terms.columns = allocator.take<float>(t.group * block_keys);
+    take_columns(t, allocator, terms);
   }
 
   void run(std::int64_t unit) {
@@ -307,7 +307,7 @@ struct BackwardUnit {
     const int keys_padded = round_up(block.count, Element::strip_rows);
     const int row_begin = terms.row_begin / strip * strip;
     const int row_end = round_up(terms.row_end, strip);
-    const bool per_key = t.dbias_kind == DbiasKind::per_key;
+    const bool per_key = adds_key_sums();
     clear(column_sums, std::int64_t{t.key_sum_heads} * block_keys);
     clear(block_sums, std::int64_t{t.key_sum_heads} * block_keys);
     for (int row = row_begin; row < row_end; row += strip) {
@@ -419,6 +419,20 @@ struct BackwardUnit {
     return t.key_sums[first_slot * t.key_sum_heads + head * slots + slot_of(key)];
   }
 
+  // Whether ds of the current block is a gradient of its keys' biases, for some queries at least.
+  bool adds_key_sums() const {
+    return t.dbias_kind == DbiasKind::per_key && terms.bias_use != BiasUse::none;
+  }
+  bool has_bias(const Tile& tile, int row, int n) const {
+    if (terms.bias_use != BiasUse::some) return terms.bias_use == BiasUse::all;
+    return tile.first_query + row / t.group >= terms.biases_begin[n];
+  }
+  // ds of keys [n, n + lanes) where the score has the bias, else 0.
+  Vec with_bias(std::int64_t query, int n, Vec ds) const {
+    if (terms.bias_use == BiasUse::all) return ds;
+    return terms.counts(query, n) ? ds : Vec{};
+  }
+
   bool has_large_slot(const KeyBlock& block) const {
     for (int n = 0; some_large_slot && n < block.count; ++n) {
       if (t.slot_forms[first_slot + slot_of(block.key(n))] != SlotForm::addable) return true;
@@ -440,7 +454,8 @@ struct BackwardUnit {
     const float* column = terms.columns_of(row);
     const Vec row_delta = splat(delta[row]);
     float* sums = column_sums + row % t.key_sum_heads * std::int64_t{block_keys};
-    const bool per_key = t.dbias_kind == DbiasKind::per_key;
+    const bool per_key = adds_key_sums();
+    const std::int64_t query = tile.first_query + row / t.group;
     const bool dense = dense_sums != nullptr || t.dbias_kind == DbiasKind::dense;
     Vec total{};
     for (int n = 0; n < columns; n += panel_columns) {
@@ -449,7 +464,7 @@ struct BackwardUnit {
         const int at = n + half * lanes;
         const Vec p = probability(form, row, at, s_row, column);
         Vec ds = p * (load(dp_row + at) - row_delta);
-        if (per_key) store(sums + at, load(sums + at) + ds);
+        if (per_key) store(sums + at, load(sums + at) + with_bias(query, at, ds));
         if (dense) store(row_values + at, ds);
         total = total + ds;
         if (t.softcap > 0) ds = ds * load(slope + std::int64_t{strip_row} * block_keys + at);

@@ -69,7 +69,7 @@ struct FewQueries {
     q_exponents = allocator.take<std::int32_t>(rows);
     k_exponents = allocator.take<std::int32_t>(block_keys);
     v_exponents = allocator.take<std::int32_t>(block_keys);
-    terms.columns = allocator.take<float>(t.group * block_keys);
+    take_columns(t, allocator, terms);
   }
 
   void run(const Tile& tile, KeyBlockIterator blocks, const OnlineSoftmax& softmax) {

@@ -51,7 +51,7 @@ struct ForwardTile {
     q_exponents = allocator.take<std::int32_t>(shape.padded_rows);
     k_exponents = allocator.take<std::int32_t>(block_keys);
     v_exponents = allocator.take<std::int32_t>(block_keys);
-    terms.columns = allocator.take<float>(t.group * block_keys);
+    take_columns(t, allocator, terms);
   }
 
   void run(const Tile& tile, std::int64_t tile_index) {

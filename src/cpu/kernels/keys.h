@@ -101,14 +101,24 @@ class KeyBlockIterator {
   std::int64_t full_ = 0;  // every query sees the keys before this one
 };
 
+// The queries of a tile for which the biases of a block of keys count.
+enum class BiasUse : std::uint8_t {
+  all,   // every query; the rule without a delay
+  some,  // delayed biases count for the queries from biases_begin on, and elements are tested
+  none,
+};
+
 // Terms of the score that depend on the key alone, and the rows of the tile that see any key of the
 // block. A key that is masked for every query has the column term -inf, and so do the columns after the
 // block's last key.
 struct KeyTerms {
   std::int32_t first[block_keys];  // query i sees key n when first[n] <= i < last[n]
   std::int32_t last[block_keys];
-  float* columns;    // [column_heads, block_keys]
+  float* columns;  // [column_heads, block_keys]; without the bias unless it counts for all queries
   int column_heads;  // 1, or G where the heads of a group differ
+  BiasUse bias_use;
+  float* delayed_biases;                  // [column_heads, block_keys]; of BiasUse::some
+  std::int32_t biases_begin[block_keys];  // the first query for which key n's bias counts
   bool test_intervals;
   bool test_mask;
   bool infinite_bias;      // some column term is +inf, which only NonFinite::propagate leaves there
@@ -117,7 +127,15 @@ struct KeyTerms {
   const float* columns_of(int row) const {
     return columns + row % column_heads * std::int64_t{block_keys};
   }
+  const float* delayed_biases_of(int row) const {
+    return delayed_biases + row % column_heads * std::int64_t{block_keys};
+  }
   bool empty() const { return row_begin >= row_end; }
+
+  // Whether the biases of keys [n, n + lanes) count for a query.
+  Int counts(std::int64_t query, int n) const {
+    return load_as<Int>(biases_begin + n) <= Int{} + static_cast<std::int32_t>(query);
+  }
 };
 
 // The number of leading keys of the block that some row up to `last_row` may see, which is less than its
@@ -195,15 +213,44 @@ inline void hide_empty_slots(const Task& t, const Tile& tile, const KeyBlock& bl
   }
 }
 
+inline BiasUse bias_use(const Task& t, const Tile& tile, const KeyBlock& block) {
+  if (t.bias_delay == 0) return BiasUse::all;
+  std::int64_t first_key = block.key(0);
+  std::int64_t last_key = block.key(block.count - 1);
+  for (int n = 0; block.index != nullptr && n < block.count; ++n) {
+    if (block.index[n] < first_key) first_key = block.index[n];
+    if (block.index[n] > last_key) last_key = block.index[n];
+  }
+  const std::int64_t position = tile.first_query + tile.causal_offset;
+  if (position - last_key >= t.bias_delay) return BiasUse::all;
+  return position + tile.queries - 1 - first_key < t.bias_delay ? BiasUse::none : BiasUse::some;
+}
+
+// The first query for which the bias of a key counts; seqlen_q if there is none.
+inline std::int32_t bias_begin(const Task& t, const Tile& tile, std::int64_t key) {
+  const std::int64_t position = t.seqlen_q - 1 + tile.causal_offset;  // of the last query
+  const bool counts = position - key >= t.bias_delay;
+  return static_cast<std::int32_t>(counts ? key + t.bias_delay - tile.causal_offset : t.seqlen_q);
+}
+
 inline void column_terms(const Task& t, const Tile& tile, const KeyBlock& block, KeyTerms& terms) {
+  for (int n = 0; terms.bias_use == BiasUse::some && n < block_keys; ++n) {
+    const bool exists = n < block.count;
+    terms.biases_begin[n] = exists ? bias_begin(t, tile, block.key(n)) : 0;
+  }
   for (int g = 0; g < terms.column_heads; ++g) {
     float* column = terms.columns + std::int64_t{g} * block_keys;
-    const bool with_bias = is_per_key(t.bias);
+    float* delayed = terms.delayed_biases + std::int64_t{g} * block_keys;
+    const bool with_bias = is_per_key(t.bias) && terms.bias_use != BiasUse::none;
     const std::int64_t bias = bias_at(t, tile, g, 0);
     for (int n = 0; n < block_keys; n += lanes) {
       Vec term{};
       if (with_bias) {
         term = bias_term(t, load_bias(t, bias, block, n));
+        if (terms.bias_use == BiasUse::some) {
+          store(delayed + n, term);
+          term = Vec{};
+        }
         terms.infinite_bias = terms.infinite_bias || any(term == splat(infinity));
       }
       store(column + n, lane_numbers() + n < block.count ? term : splat(-infinity));
@@ -288,6 +335,7 @@ inline void mask_terms(const Task& t, const Tile& tile, const KeyBlock& block, K
 
 inline void prepare_terms(const Task& t, const Tile& tile, const KeyBlock& block, KeyTerms& terms) {
   terms.column_heads = column_heads(t);
+  terms.bias_use = bias_use(t, tile, block);
   terms.row_begin = 0;
   terms.row_end = tile.rows;
   terms.test_intervals = block.partial;

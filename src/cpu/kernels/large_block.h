@@ -136,7 +136,9 @@ void add_large_row(Unit& u, const Tile& tile, const KeyBlock& block, const Score
     double ds = p * (dot(u.large.dout, u.large.v + key, columns) - delta);
     switch (t.dbias_kind) {
       case DbiasKind::none: break;
-      case DbiasKind::per_key: u.key_sum(row % t.key_sum_heads, block.key(n)) += ds; break;
+      case DbiasKind::per_key:
+        if (u.has_bias(tile, row, n)) u.key_sum(row % t.key_sum_heads, block.key(n)) += ds;
+        break;
       case DbiasKind::per_query: u.row_sums[row] += ds; break;
       case DbiasKind::dense: u.store_dense(tile, row, block.key(n), ds); break;
       case DbiasKind::dense_shared:

@@ -33,8 +33,9 @@ inline Vec score(const ScoreForm& form, const float* s, const float* columns) {
 inline bool needs_score_rows(const Task& t, const KeyTerms& terms,
                              const ScoreExponents& exponents) {
   const bool huge_scale = !(t.scale < 0x1p38f && t.scale > -0x1p38f);
-  return terms.test_intervals || terms.test_mask || is_dense(t.bias) || t.softcap > 0 ||
-         exponents.any() || huge_scale || terms.infinite_bias;
+  return terms.test_intervals || terms.test_mask || is_dense(t.bias) ||
+         terms.bias_use == BiasUse::some || t.softcap > 0 || exponents.any() || huge_scale ||
+         terms.infinite_bias;
 }
 
 inline Int dense_mask(const Task& t, const std::uint8_t* row, const KeyBlock& block, int n) {
@@ -56,6 +57,10 @@ inline bool sees(const Task& t, const Tile& tile, const KeyBlock& block, const K
   if (is_dense(t.bias)) {
     const Vec bias = load_bias(t, bias_at(t, tile, group_head, query), block, vector);
     if (!(bias_term(t, bias)[lane] > -infinity)) return false;
+  }
+  if (terms.bias_use == BiasUse::some && terms.counts(query, vector)[lane] != 0 &&
+      !(terms.delayed_biases_of(row)[n] > -infinity)) {
+    return false;
   }
   if (terms.test_mask &&
       dense_mask(t, mask_at(t, tile, group_head, query), block, vector)[lane] == 0) {
@@ -110,6 +115,13 @@ inline void score_rows(const Task& t, const Tile& tile, const KeyBlock& block,
       Int visible = column_term > splat(-infinity);
       if (is_dense(t.bias)) {
         const Vec bias = bias_term(t, load_bias(t, bias_at(t, tile, group_head, query), block, n));
+        x = x + bias;
+        visible &= bias > splat(-infinity);
+        nonfinite |= bias == splat(infinity);
+      }
+      if (terms.bias_use == BiasUse::some) {
+        const Vec delayed = load(terms.delayed_biases_of(r) + n);
+        const Vec bias = terms.counts(query, n) ? delayed : Vec{};
         x = x + bias;
         visible &= bias > splat(-infinity);
         nonfinite |= bias == splat(infinity);

@@ -82,4 +82,9 @@ auto staged_rows(const Storage* rows, int head_dim) {
   return [rows, head_dim](int r) { return rows + std::int64_t{r} * head_dim; };
 }
 
+inline void take_columns(const Task& t, ScratchAllocator& allocator, KeyTerms& terms) {
+  terms.columns = allocator.take<float>(t.group * block_keys);
+  terms.delayed_biases = allocator.take<float>(t.bias_delay == 0 ? 0 : t.group * block_keys);
+}
+
 }  // namespace flash_dmattn::cpu::FLASH_DMATTN_ISA

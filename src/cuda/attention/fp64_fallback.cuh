@@ -56,7 +56,7 @@ __device__ __noinline__ bool is_visible(const ScoreParams& score, const Shape& s
                              head.kv_head * score.intervals.stride_head + key];
     if (row < interval.first || row >= interval.last) return false;
   }
-  return score.bias.data == nullptr ||
+  return !has_bias(score, shape, row, key) ||
          load_bias<T>(score.bias, index(score.bias)) > score.mask_value;
 }
 
@@ -71,7 +71,7 @@ __device__ __noinline__ double fp64_score(const ScoreParams& score, const Shape&
   double s = static_cast<double>(score.scale) * dot;
   const double c = static_cast<double>(score.softcap);
   if (c > 0) s = c * tanh(s / c);
-  if (score.bias.data != nullptr)
+  if (has_bias(score, shape, row, key))
     s += static_cast<double>(load_bias<T>(score.bias, head.element(score.bias, row, key)));
   if (!saturate && !(isfinite(dot) && isfinite(s))) return __builtin_nan("");
   const double limit = 3.4028234663852886e38;

@@ -78,6 +78,7 @@ struct ScoreParams {
   Broadcast bias;
   KeyIntervals intervals;
   bool causal = false;
+  int bias_delay = 0;  // Problem::bias_delay, at most seqlen_k
   // These are for the fp64 fallback, which computes in natural units.
   float scale = 0;
   float softcap = 0;
@@ -91,6 +92,19 @@ struct Shape {
   int seqlen_k = 0;
   int head_dim = 0;
 };
+
+// The first query for which the delayed bias of a key counts; it may be before the first or after the last query.
+inline __host__ __device__ int delayed_bias_begin(const ScoreParams& score, const Shape& shape,
+                                                  int key) {
+  return key + score.bias_delay - (shape.seqlen_k - shape.seqlen_q);
+}
+
+// Whether the bias of a key counts for a query.
+inline __host__ __device__ bool has_bias(const ScoreParams& score, const Shape& shape, int query,
+                                         int key) {
+  return score.bias.data != nullptr &&
+         (score.bias_delay == 0 || query >= delayed_bias_begin(score, shape, key));
+}
 
 struct ForwardParams {
   Shape shape;

@@ -101,6 +101,7 @@ inline ScoreParams score_of(const Problem& p, const Inputs& in) {
   score.final_log2_scale = score.bias.data == nullptr ? score.factor : score.bias.dense ? log2e : 1;
   score.intervals = in.visibility.intervals;
   score.causal = p.causal;
+  score.bias_delay = static_cast<int>(std::min(p.bias_delay, p.seqlen_k));
   return score;
 }
 

@@ -31,6 +31,12 @@ __device__ inline void mbarrier_arrive_expect(std::uint32_t barrier, std::uint32
                : "memory");
 }
 
+// Adds to the bytes that the barrier's phase waits for, before the thread arrives.
+__device__ inline void mbarrier_expect(std::uint32_t barrier, std::uint32_t bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
 // A thread that waits sleeps until the barrier's phase completes: without the time, in ns, it tests it every 13 cycles.
 __device__ inline void mbarrier_wait(std::uint32_t barrier, std::uint32_t parity) {
   constexpr std::uint32_t longest_sleep = 10'000'000;

@@ -138,11 +138,12 @@ BackwardChoice choose_backward(const Problem& p, const BackwardTraits& traits, S
                         BackwardLoop::query_major, p.deterministic};
   const bool dense_bias = is_dense(p.bias_shape);
   const bool dense = has_dense_mask(p) || dense_bias;
-  // With a softcap, the dk warps would need its slope in addition to P. Additions to the gradient of a dense bias have
-  // no fixed order here.
+  // With a softcap, the dk warps would need its slope in addition to P; delayed biases would spill registers at D 128.
+  // Additions to the gradient of a dense bias have no fixed order here.
   const bool bias_fits =
       !dense_bias || (traits.dbias_aligned && p.bias_shape[3] > 1 && size_of(p.bias_dtype) == 2);
-  if (p.softcap <= 0 && !traits.has_lists && (!dense || (p.seqlen_k % 4 == 0 && bias_fits))) {
+  if (p.softcap <= 0 && p.bias_delay == 0 && !traits.has_lists &&
+      (!dense || (p.seqlen_k % 4 == 0 && bias_fits))) {
     choice.loop = dense ? BackwardLoop::key_major_dense : BackwardLoop::key_major;
     if (exists(choice)) {
       choice.ordered = p.deterministic && traits.wants_dq;  // only dq is added in memory

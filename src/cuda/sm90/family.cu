@@ -28,6 +28,9 @@ std::string decline_forward(const Problem& p) {
   if (has(p.limit_shape) && !has_ranks(head_dim_bucket(static_cast<int>(p.head_dim)))) {
     return "it has no kernels for ranks with a head_dim above 128";
   }
+  if (p.bias_delay != 0 && is_dense(p.mask_shape) && p.head_dim > 128) {
+    return "it has no kernels for a delayed bias under a dense mask with a head_dim above 128";
+  }
   return decline_shape(p);
 }
 

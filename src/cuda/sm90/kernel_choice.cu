@@ -39,7 +39,7 @@ ForwardVariant choose_variant(const ForwardParams& p) {
                          tma(p.k, shape.seqlen_k, shape.heads_kv) &&
                          tma(p.v, shape.seqlen_k, shape.heads_kv);
   if (score.mask.dense || score.bias.dense) {
-    if (has_tiles && !shapes &&
+    if (has_tiles && !shapes && score.bias_delay == 0 &&
         (!score.bias.dense || DenseRows(shape, score.bias).has_tensor_map())) {
       return {.has_key_info = true, .dense = DenseAccess::tiles};
     }
@@ -51,9 +51,10 @@ ForwardVariant choose_variant(const ForwardParams& p) {
         score.mask.data != nullptr || score.bias.data != nullptr || score.intervals.data != nullptr;
     return {.has_key_info = of_keys || shapes, .shapes = shapes};
   }
-  if (has_q_tiles && !shapes && gathers(p.k) && gathers(p.v)) {
-    return {.load = KeyLoad::gather, .has_key_info = true};
-  }
+  constexpr ForwardVariant gather{.load = KeyLoad::gather, .has_key_info = true};
+  const bool delays =
+      score.bias_delay == 0 || supports_delay(head_dim_bucket(shape.head_dim), gather);
+  if (has_q_tiles && !shapes && delays && gathers(p.k) && gathers(p.v)) return gather;
   return {.load = KeyLoad::any, .has_key_info = true, .shapes = true};
 }
 

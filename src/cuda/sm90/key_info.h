@@ -16,6 +16,9 @@ struct KeyInfo {
   KeyInterval* ranges = nullptr;  // [batch, range_heads, padded_keys]
   float* biases =
       nullptr;  // [batch, bias_heads, padded_keys]; -inf where mask or bias hide the key
+  // The distance from a key's bias to what recent queries, for which a delayed bias does not count, have instead: 0, or
+  // -inf where the mask hides the key. 0 without a delay, and in a backward.
+  std::int64_t recent = 0;
   int batch = 1;
   int range_heads = 1;
   int bias_heads = 1;
@@ -36,7 +39,9 @@ struct KeyInfo {
 };
 
 // Allocates key info. Its size follows from shapes and strides; with a list, shape.seqlen_k counts its positions.
+// `has_recent_biases`: with KeyInfo::recent if biases have a delay.
 KeyInfo allocate_key_info(const Shape& shape, const ScoreParams& score,
-                          WorkspaceAllocator& workspace, const ListedKeys& list = {});
+                          WorkspaceAllocator& workspace, const ListedKeys& list = {},
+                          bool has_recent_biases = false);
 
 }  // namespace flash_dmattn::cuda::sm90

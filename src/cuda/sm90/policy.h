@@ -46,6 +46,14 @@ inline constexpr std::array forward_variants = {
         .load = KeyLoad::any, .has_key_info = true, .dense = DenseAccess::elements, .shapes = true},
 };
 
+// Whether biases of keys may have a delay. Elsewhere a test for it would spill registers of the loop; KeyLoad::any takes
+// such calls, except for dense masks at D 256.
+constexpr bool supports_delay(int head_dim_bucket, const ForwardVariant& variant) {
+  if (head_dim_bucket > 128 && variant.load == KeyLoad::gather) return false;
+  if (head_dim_bucket > 128 && variant.dense == DenseAccess::elements) return false;
+  return variant.has_key_info && variant.dense != DenseAccess::tiles;
+}
+
 // Whether a call with few work tiles has neither a work counter nor a flag for rows that are recomputed. With a dense
 // mask or bias, a test for them would spill registers.
 constexpr bool can_be_short(const ForwardVariant& variant) {

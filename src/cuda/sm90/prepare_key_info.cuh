@@ -16,6 +16,8 @@ struct PrepareKeyInfo {
   KeyInfo info;
   float bias_factor;
   ListedKeys list = {};
+  // The bias of a key that a delayed bias hides from the queries for which it counts.
+  float masked_bias = negative_infinity;
 
   __host__ __device__ long ranges() const {
     return info.ranges == nullptr ? 0 : long{info.padded_keys} * info.batch * info.range_heads;
@@ -27,7 +29,10 @@ struct PrepareKeyInfo {
 
   __device__ void operator()(long i) const {
     if (i < ranges()) info.ranges[i] = range(place(i, info.range_heads));
-    if (i < biases()) info.biases[i] = bias(place(i, info.bias_heads));
+    if (i >= biases()) return;
+    const Place at = place(i, info.bias_heads);
+    info.biases[i] = bias(at);
+    if (info.recent != 0) info.biases[i + info.recent] = is_shown(at) ? 0 : negative_infinity;
   }
 
  private:
@@ -57,23 +62,24 @@ struct PrepareKeyInfo {
     return {min(max(seen.first, 0), shape.seqlen_q), min(max(seen.last, 0), shape.seqlen_q)};
   }
 
-  __device__ float bias(const Place& at) const {
-    if (at.key >= shape.seqlen_k) return 0;
+  __device__ std::int64_t index(const Broadcast& b, const Place& at) const {
     // Heads are query heads if the mask or the bias has query heads.
     const int group = info.bias_heads == shape.heads_q ? shape.heads_q / shape.heads_kv : 1;
-    const auto index = [&](const Broadcast& b) {
-      return b.begin(at.batch, at.head, at.head / group) + at.key * b.key;
-    };
-    bool visible = true;
-    if (score.mask.data != nullptr && !score.mask.dense) {
-      visible = reinterpret_cast<const std::uint8_t*>(score.mask.data)[index(score.mask)] != 0;
-    }
-    float value = 0;
-    if (score.bias.data != nullptr && !score.bias.dense) {
-      value = load_bias<T>(score.bias, index(score.bias));
-      visible = visible && value > score.mask_value;
-    }
-    return visible ? value * bias_factor : negative_infinity;
+    return b.begin(at.batch, at.head, at.head / group) + at.key * b.key;
+  }
+
+  // Whether the mask shows the key.
+  __device__ bool is_shown(const Place& at) const {
+    if (at.key >= shape.seqlen_k || score.mask.data == nullptr || score.mask.dense) return true;
+    return reinterpret_cast<const std::uint8_t*>(score.mask.data)[index(score.mask, at)] != 0;
+  }
+
+  __device__ float bias(const Place& at) const {
+    if (at.key >= shape.seqlen_k) return 0;
+    if (!is_shown(at)) return negative_infinity;
+    if (score.bias.data == nullptr || score.bias.dense) return 0;
+    const float value = load_bias<T>(score.bias, index(score.bias, at));
+    return value > score.mask_value ? value * bias_factor : masked_bias;
   }
 };
 

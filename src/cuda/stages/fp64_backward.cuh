@@ -161,7 +161,7 @@ struct Fp64BackwardKernel {
       const double slope = shuffle(ds, i);
       const T* const q = row_of<T>(p.q, head.batch, row + i, head.head);
       const T* const dout = row_of<T>(p.dout, head.batch, row + i, head.head);
-      sums.dbias += slope;
+      if (has_bias(p.score, p.shape, row + i, key)) sums.dbias += slope;
       for (int c = 0; lane + warp_size * c < p.shape.head_dim; ++c) {
         const float query = Element<T>::widen(q[lane + warp_size * c]);
         const float gradient = Element<T>::widen(dout[lane + warp_size * c]);

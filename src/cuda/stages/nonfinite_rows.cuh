@@ -92,7 +92,7 @@ struct NonFiniteRowsKernel {
       if (!is_visible<T, true>(p.score, p.shape, head, row.row, key)) continue;
       dk = true;
       dv = dv || row.undefined_p;
-      if (p.dbias.data != nullptr) {
+      if (p.dbias.data != nullptr && has_bias(p.score, p.shape, row.row, key)) {
         store_gradient<T>(p.dbias, head.element(p.dbias, row.row, key), nan(), false, false);
       }
       if (row.nonfinite_dout && p.dv.data != nullptr) add_dout(p, head, row.row, key);

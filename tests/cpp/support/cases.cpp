@@ -64,6 +64,7 @@ Case parse(const CaseWords& words) {
   p.mask_shape = shape_of(word("mask"), p);
   p.bias_shape = shape_of(word("bias"), p);
   p.bias_dtype = word("bias_dtype") == "same" ? p.dtype : dtype_of(word("bias_dtype"));
+  p.bias_delay = integer("bias_delay");
   c.mask_fill = word("mask_fill");
   c.bias_fill = word("bias_fill");
   c.intervals = word("intervals");
@@ -103,7 +104,8 @@ std::vector<CaseWords> read_table() {
       columns = words;
       continue;
     }
-    if (words.size() + 1 < columns.size() || words.size() > columns.size()) {
+    // A row may leave out bias_delay.
+    if (words.size() + 2 < columns.size() || words.size() > columns.size()) {
       throw std::runtime_error(path + ":" + std::to_string(number) + ": " +
                                std::to_string(words.size()) + " words for " +
                                std::to_string(columns.size()) + " columns");

@@ -270,12 +270,18 @@ double Data::broadcast(const Tensor& tensor, std::int64_t batch, std::int64_t he
   return tensor.get_broadcast({batch, per_query_head ? head : head / group, query, key});
 }
 
+bool Data::biased(std::int64_t query, std::int64_t key) const {
+  const std::int64_t age = query + problem.seqlen_k - problem.seqlen_q - key;
+  return has_bias() && (problem.bias_delay == 0 || age >= problem.bias_delay);
+}
+
 bool Data::visible(std::int64_t batch, std::int64_t head, std::int64_t query,
                    std::int64_t key) const {
   const std::int64_t position = query + problem.seqlen_k - problem.seqlen_q;
   if (problem.causal && key > position) return false;
   if (has_mask() && broadcast(mask, batch, head, query, key) == 0) return false;
-  if (has_bias() && !(broadcast(bias, batch, head, query, key) > mask_value(problem.bias_dtype))) {
+  if (biased(query, key) &&
+      !(broadcast(bias, batch, head, query, key) > mask_value(problem.bias_dtype))) {
     return false;
   }
   if (!has_intervals()) return true;

@@ -186,7 +186,7 @@ class Computation {
         slope = round(1 - tanh * tanh);
         s = round(tanh * softcap_);
       }
-      if (data_.has_bias()) {
+      if (data_.biased(i, j)) {
         s = round_score(s + static_cast<float>(data_.broadcast(data_.bias, b, h, i, j)));
       }
       scores_[index(j)] = s;
@@ -234,7 +234,7 @@ class Computation {
     const bool bias_per_key = p_.bias_shape[3] > 1;
     for (std::int64_t j = keys.begin; j < keys.end; ++j) {
       float& ds = ds_[index(j)];
-      if (data_.has_bias()) dbias_[bias_row + index(bias_per_key ? j : 0)] += ds;
+      if (data_.biased(i, j)) dbias_[bias_row + index(bias_per_key ? j : 0)] += ds;
       ds = round(round(ds * slopes_[index(j)]) * scale_);
     }
     k.add_to_gradient(keys, ds_, q);

@@ -276,7 +276,7 @@ def test_operators_check_what_they_are_given():
     """
     ops = torch.ops.flash_dmattn
     q, k, v = qkv()
-    options = (None, None, None, None, [], False, 1.0, 0.0, True, False, "")
+    options = (None, None, None, None, [], False, 0, 1.0, 0.0, True, False, "")
     intervals = torch.zeros(1, 1, 9, 2, dtype=torch.int32)
     with pytest.raises((ValueError, RuntimeError), match="v: got"):
         ops.forward(q, k, v[:, 1:], None, None, None, *options)
@@ -331,7 +331,7 @@ def test_ranks_and_limits_choose_among_what_the_mask_shows():
     mask = torch.rand(2, 1, 5, 5) < 0.7
     rank = torch.randint(0, 5, (2, 2, 1, 5), dtype=torch.int32)
     limit = torch.randint(0, 6, (1, 4, 5, 1), dtype=torch.int32)
-    options = ([], False, 1.0, 0.0, True, False, "reference")
+    options = ([], False, 0, 1.0, 0.0, True, False, "reference")
     nothing = (None,) * 4
     results = ops.forward(q, k, v, mask, *nothing, rank, limit, *options)
     chosen = mask & (rank.repeat_interleave(2, 1) < limit)

@@ -121,7 +121,7 @@ def test_other_selections_use_the_forward_operator():
 
 def test_errors_name_the_bias():
     q, k, v, bias = (t.detach() for t in tensors((B, HKV, SK)))
-    options = (W, True, 0.25, 0.0, True, False, "")
+    options = (W, True, 0, 0.25, 0.0, True, False, "")
     attend = torch.ops.flash_dmattn.select_and_attend
     wrong = {
         "2, 2, 1, 50": bias[:, :, None],

@@ -10,6 +10,7 @@ from flash_dmattn import (
     from_padding,
     select_key_intervals,
 )
+from flash_dmattn.kernels import recorded_kernels
 
 
 def inputs(length_q=41, length_k=41, dtype=torch.float32, bias_heads=2, head_dim=16):
@@ -120,6 +121,32 @@ def test_masking_bias_hides_old_keys_alone():
         q, k, v, selection_scores=bias, keep_window_size=0, recent_window=5, is_causal=True
     )
     assert torch.allclose(out, window, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "choice", [{}, {"keep_window_size": 5}, {"keep_window_size": 5, "recent_window": 4}]
+)
+def test_delayed_bias_is_one_kernel_in_each_direction(choice):
+    q, k, v, bias = inputs()
+    with recorded_kernels() as kernels:
+        out = flash_dmattn_func(q, k, v, attn_bias=bias, bias_delay=4, is_causal=True, **choice)
+        out.sum().backward()
+    assert [name.split()[1] for name in kernels] == ["forward", "backward"]
+
+
+def test_varlen_is_one_kernel_where_queries_and_keys_have_the_same_lengths():
+    q, k, v, bias = (t.detach()[0] for t in inputs())
+    offsets = torch.tensor([0, 9, 9, 41], dtype=torch.int32)
+    results = []
+    for offsets_k, parts in ((offsets, 1), (offsets.clone(), 2)):
+        with recorded_kernels() as kernels:
+            results.append(
+                flash_dmattn_varlen_func(
+                    q, k, v, offsets, offsets_k, attn_bias=bias.T, bias_delay=4, is_causal=True
+                )
+            )
+        assert len(kernels) == parts
+    torch.testing.assert_close(*results)
 
 
 def test_gradcheck_of_a_delayed_bias():

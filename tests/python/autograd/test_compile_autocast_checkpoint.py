@@ -140,6 +140,7 @@ FORWARD_CASES = {
     "plain": {},
     "bias": {"bias": (2, 2, 1, 33)},
     "key_bias": {"bias": (2, 2, 33)},
+    "delayed_bias": {"bias": (2, 2, 33), "delay": 6},
     "dense_bias": {"bias": (1, 4, 33, 33)},
     "float32_bias": {"bias": (2, 1, 1, 33), "dtype": torch.bfloat16},
     "intervals": {"bias": (2, 2, 1, 33), "window": 5},
@@ -163,7 +164,7 @@ def test_forward_operator_passes_opcheck(name):
     mask = torch.rand(case["mask"]) < 0.7 if "mask" in case else None
     intervals = select_key_intervals(scores, case["window"]).intervals if "window" in case else None
     bound = [case["window"], 1] if "window" in case else []
-    options = (bound, True, 0.25, 0.0, True, False, "")
+    options = (bound, True, case.get("delay", 0), 0.25, 0.0, True, False, "")
     torch.library.opcheck(
         ops.forward.default, (q, k, v, mask, bias, intervals, *(None,) * 4, *options)
     )
@@ -172,7 +173,7 @@ def test_forward_operator_passes_opcheck(name):
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_opcheck_select_and_attend(requires_grad):
     inputs = tensors(requires_grad=requires_grad)
-    options = (5, True, 0.25, 0.0, True, False, "")
+    options = (5, True, 0, 0.25, 0.0, True, False, "")
     torch.library.opcheck(ops.select_and_attend.default, (*inputs, *options))
 
 
@@ -181,7 +182,7 @@ def test_opcheck_select_and_attend(requires_grad):
 def test_backward_operator_passes_opcheck(needs, bias_dims):
     q, k, v, scores = tensors(requires_grad=False)
     bias = scores if bias_dims == 3 else scores[:, :, None]
-    options = ([], True, 0.25, 0.0, True, False, "")
+    options = ([], True, 6 * (bias_dims == 3), 0.25, 0.0, True, False, "")
     results = ops.forward(q, k, v, None, bias, *(None,) * 5, *options)
     dlse = torch.randn_like(results[1][0]) if bias_dims == 3 else None
     arguments = (torch.randn_like(q), q, k, v, None, bias, *(None,) * 5, *results, dlse, *options)

@@ -46,6 +46,16 @@ def global_choice(q, k, v, bias):
     return flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, **options)
 
 
+def delayed_bias(q, k, v, bias):
+    delay = q.shape[1] // 4
+    return flash_dmattn_func(q, k, v, attn_bias=bias, bias_delay=delay, is_causal=True)
+
+
+def delayed_bias_of_a_choice(q, k, v, bias):
+    options = {"keep_window_size": 4, "bias_delay": 3, "is_causal": True}
+    return flash_dmattn_func(q, k, v, attn_bias=bias, **options)
+
+
 def intersection(q, k, v, bias):
     length = q.shape[1]
     chosen = select_key_intervals(bias, 4, query_length=length)
@@ -106,6 +116,8 @@ FUNCTIONS = [
     rule_in_documents,
     rule_at_positions,
     global_choice,
+    delayed_bias,
+    delayed_bias_of_a_choice,
     intersection,
     intersection_with_padding,
     packed,

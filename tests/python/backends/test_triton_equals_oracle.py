@@ -32,7 +32,7 @@ INTERPRETED = """
     bias_all_low_f16_from_f32 inputs_equal_f32 inputs_extreme_f16 inputs_limits_f32 inputs_limits_f16
     softcap_f32 softcap_extreme_f16 per_query_f32 global_f16 packed_f32
     random_intervals_f16 intervals_and_mask_4d_f32 per_query_equal_scores layout_padded_f32
-    layout_permuted_f16 layout_expanded_intervals propagate_f32 propagate_select_f16
+    layout_permuted_f16 layout_expanded_intervals propagate_f32 propagate_select_f16 delay_few_f32
 """.split()
 
 

@@ -333,7 +333,7 @@ def test_graph_compile_and_opcheck():
         torch.library.opcheck(ops.rank_keys.default, (scores, of_mask, of_bias, 30, True))
     rank, limit = rank_keys(scores, mask, 30, True)
     arguments = (*inputs[:3], mask, scores[:, :, None], None, None, None, rank, limit)
-    of_call = ([], True, 0.125, 0.0, True, True, "")
+    of_call = ([], True, 0, 0.125, 0.0, True, True, "")
     torch.library.opcheck(ops.forward.default, (*arguments, *of_call))
     detached = [t if t is None else t.detach() for t in arguments]
     results = ops.forward(*detached, *of_call)

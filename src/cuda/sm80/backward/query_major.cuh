@@ -127,7 +127,11 @@ struct QueryMajorBackwardKernel {
               semaphore.wait(order);
               __syncthreads();
             }
-            dbias.add(kv.positions(n), kv.size(n), ds);
+            if (p.score.bias_delay == 0) {
+              dbias.add(kv.positions(n), kv.size(n), ds);
+            } else {
+              add_delayed_dbias(kv, n, dbias, ds);
+            }
           }
           store_ds(slopes, ds);
           semaphore.wait(order);
@@ -202,14 +206,37 @@ struct QueryMajorBackwardKernel {
     __device__ void finish_scores(const Pipeline& kv, int n, ScoreAccumulators& x) const {
       const auto& key_info = kv.key_info(n);
       const bool partial = (kv.state(n) & key_info.partial) != 0;
-      if (p.score.bias.data != nullptr && !(HasDense && p.score.bias.dense))
-        add_column_bias(p.score.factor, key_info, position, x);
+      if (p.score.bias.data != nullptr && !(HasDense && p.score.bias.dense)) {
+        if (p.score.bias_delay == 0) {
+          add_column_bias(p.score.factor, key_info, position, x);
+        } else {
+          add_delayed_column_bias(
+              p.score.factor, key_info, position.column,
+              [&](int column) { return key_bias_begin(kv, n, column); },
+              [&](int m, int h) { return position.row + 16 * m + 8 * h; }, x);
+        }
+      }
       if constexpr (HasDense) {
         DenseElements<T, typename Pipeline::Positions>(p.score, tile, p.shape.seqlen_q, kv.size(n),
                                                        kv.positions(n))
             .apply_x2(key_info, partial, position, x);
       }
       if (partial) mask_columns(key_info, position, x);
+    }
+
+    // The first query for which the delayed bias of a column's key counts.
+    __device__ int key_bias_begin(const Pipeline& kv, int n, int column) const {
+      return delayed_bias_begin(p.score, p.shape, kv.key(n, column));
+    }
+
+    __device__ void add_delayed_dbias(const Pipeline& kv, int n, const BiasGradient& dbias,
+                                      const ScoreAccumulators& ds) const {
+      ScoreAccumulators biased;
+      for_each_element(biased, [&](float& x, int m, int k, int e) {
+        const int begin = key_bias_begin(kv, n, position.column + 8 * k + e % 2);
+        x = position.row + 16 * m + 8 * (e / 2) >= begin ? ds[m][k][e] : 0.0f;
+      });
+      dbias.add(kv.positions(n), kv.size(n), biased);
     }
 
     // Computes P by the same instructions in the same order as the forward, so that s and lse are consistent. P is at

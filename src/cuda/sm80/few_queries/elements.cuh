@@ -19,7 +19,7 @@ struct LaneRows {
 };
 
 struct NoElements {
-  __device__ NoElements(const ScoreParams&, const GroupRows&, int) {}
+  __device__ NoElements(const ForwardParams&, const GroupRows&, int) {}
   template <int N8, class KeyInfo, class Positions>
   __device__ void apply(const KeyInfo&, bool, const Positions&, const LaneRows&, int,
                         float (&)[1][N8][4]) const {}
@@ -30,8 +30,9 @@ struct NoElements {
 template <class T>
 class RowElements {
  public:
-  __device__ RowElements(const ScoreParams& score, const GroupRows& rows, int warp_row)
-      : score_(score) {
+  __device__ RowElements(const ForwardParams& p, const GroupRows& rows, int warp_row)
+      : score_(p.score), shape_(p.shape) {
+    const ScoreParams& score = p.score;
     const int row = warp_row + lane_id() / 4;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -56,12 +57,13 @@ class RowElements {
       const int c = column + 8 * n + e % 2;
       const int h = e / 2;
       // mask_columns masks the elements that the key info hides.
-      if (!partial || key_info.range[c].sees(rows.query[h])) apply_element(h, keys[c], s);
+      const int query = rows.query[h];
+      if (!partial || key_info.range[c].sees(query)) apply_element(h, query, keys[c], s);
     });
   }
 
  private:
-  __device__ void apply_element(int h, std::int64_t key, float& s) const {
+  __device__ void apply_element(int h, int query, std::int64_t key, float& s) const {
     bool visible = true;
     if (score_.mask.dense) {
       visible = reinterpret_cast<const std::uint8_t*>(
@@ -72,15 +74,17 @@ class RowElements {
       visible = visible && __ldg(ranks + key_rank_[h] + key * score_.key_rank.key) < rank_limit_[h];
     }
     if (score_.bias.dense) {
+      const bool biased = visible && has_bias(score_, shape_, query, static_cast<int>(key));
       const float bias =
-          visible ? load_bias<T>(score_.bias, bias_[h] + key * score_.bias.key) : 0.0f;
-      visible = visible && bias > score_.mask_value;
+          biased ? load_bias<T>(score_.bias, bias_[h] + key * score_.bias.key) : 0.0f;
+      visible = visible && (!biased || bias > score_.mask_value);
       s = fmaf(s, score_.dense_factor, bias);
     }
     if (!visible) s = negative_infinity;
   }
 
   const ScoreParams& score_;
+  const Shape& shape_;
   std::int64_t mask_[2];
   std::int64_t bias_[2];
   std::int64_t key_rank_[2];

@@ -133,7 +133,7 @@ struct SplitForwardKernel {
     const OperandA<QueryRows, Major::k> q(q_tile, row_warp * 16);
     const LaneRows lane_rows(rows, row_warp * 16);
     const LanePosition position = LanePosition::of(0, warp_key);
-    const typename Keys::Elements elements(p.score, rows, row_warp * 16);
+    const typename Keys::Elements elements(p, rows, row_warp * 16);
 
     for (int n = 0; kv.has(n); ++n) {
       kv.acquire(n);
@@ -146,7 +146,7 @@ struct SplitForwardKernel {
         multiply<T, D>(scores, q, OperandB<KeyRows, Major::k>(kv.k_tile(n), warp_key));
         if (!p.saturate) softmax.mark_nonfinite(scores);
         shape_scores(p.score, scores);
-        if (biased) add_column_bias(p.score.factor, key_info, position, scores);
+        if (biased) add_key_biases(p, kv, n, lane_rows, position, scores);
         const bool partial = (state & key_info.partial) != 0;
         elements.apply(key_info, partial, kv.positions(n), lane_rows, position.column, scores);
         if (partial) {
@@ -177,6 +177,18 @@ struct SplitForwardKernel {
   }
 
  private:
+  static __device__ void add_key_biases(const Params& p, const Pipeline& kv, int n,
+                                        const LaneRows& rows, LanePosition position,
+                                        Accumulator<16, P.warp_keys()>& scores) {
+    if (p.score.bias_delay == 0)
+      return add_column_bias(p.score.factor, kv.key_info(n), position, scores);
+    const auto keys = kv.positions(n);
+    add_delayed_column_bias(
+        p.score.factor, kv.key_info(n), position.column,
+        [&](int column) { return delayed_bias_begin(p.score, p.shape, keys[column]); },
+        [&](int, int h) { return rows.query[h]; }, scores);
+  }
+
   static __device__ void store_warp(WarpSums& warps, int warp_row, int key_warp, float factor,
                                     const OnlineSoftmax<T, 1>& softmax,
                                     const Accumulator<16, D>& out) {

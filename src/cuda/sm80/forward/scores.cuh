@@ -23,6 +23,22 @@ struct KeysAlone {
   }
 };
 
+// Adds the biases of the keys of tile n.
+template <class Order = RowOrder<1>, class Pipeline, int M16, int N8>
+__device__ inline void add_key_biases(const ForwardParams& p, const Pipeline& kv, int n,
+                                      LanePosition position, float (&scores)[M16][N8][4]) {
+  if (p.score.bias_delay == 0) {
+    add_column_bias(p.score.factor, kv.key_info(n), position, scores);
+  } else {
+    add_delayed_column_bias(
+        p.score.factor, kv.key_info(n), position.column,
+        [&](int column) {
+          return delayed_bias_begin(p.score, p.shape, kv.key_of_column(n, column));
+        },
+        [&](int m, int h) { return position.row + Order::query(16 * m + 8 * h); }, scores);
+  }
+}
+
 // Tiles that are empty in the packed mask are skipped.
 struct NonEmptyByMask {
   using Tiles = VisibleTiles;
@@ -52,8 +68,7 @@ struct KeyScores : KeysAlone {
                                 float (&scores)[M16][N8][4]) {
     const LanePosition position = LanePosition::of(tile.row + warp_row, 0);
     shape_scores(p.score, scores);
-    if (p.score.bias.data != nullptr)
-      add_column_bias(p.score.factor, kv.key_info(n), position, scores);
+    if (p.score.bias.data != nullptr) add_key_biases(p, kv, n, position, scores);
     if ((state & Pipeline::KeyInfo::partial) != 0) mask_columns(kv.key_info(n), position, scores);
   }
 };
@@ -71,7 +86,7 @@ struct ElementScores : KeysAlone, NonEmptyByMask {
     const bool partial = (state & Pipeline::KeyInfo::partial) != 0;
     shape_scores(p.score, scores);
     if (p.score.bias.data != nullptr && !p.score.bias.dense)
-      add_column_bias(p.score.factor, kv.key_info(n), position, scores);
+      add_key_biases(p, kv, n, position, scores);
     DenseElements<T, typename Pipeline::Positions>(p.score, tile, p.shape.seqlen_q, kv.size(n),
                                                    kv.positions(n))
         .apply(kv.key_info(n), partial, position, scores);
@@ -113,8 +128,7 @@ struct TileScores : NonEmptyByMask {
       unmasked ? dense.template add_bias<false>(p.score.dense_factor, mask_values, scores)
                : dense.template add_bias<true>(p.score.dense_factor, mask_values, scores);
     } else {
-      if (p.score.bias.data != nullptr)
-        add_column_bias(p.score.factor, kv.key_info(n), position, scores);
+      if (p.score.bias.data != nullptr) add_key_biases<RowOrder>(p, kv, n, position, scores);
       if (!unmasked) dense.mask(scores);
     }
     if ((state & Pipeline::KeyInfo::partial) != 0)

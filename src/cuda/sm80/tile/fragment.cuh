@@ -1,6 +1,7 @@
 #pragma once
 
 #include "cuda/attention/score.cuh"
+#include "cuda/primitives/ptx.cuh"
 #include "cuda/primitives/warp.cuh"
 #include "cuda/sm80/tile/key_info.cuh"
 #include "cuda/sm80/tile/row_order.cuh"
@@ -81,6 +82,34 @@ __device__ inline void add_column_bias(float factor, const KeyInfo& key_info, La
 #pragma unroll
       for (int e = 0; e < 4; ++e)
         x[m][n][e] = fmaf(x[m][n][e], factor, e % 2 == 0 ? bias.x : bias.y);
+    }
+  }
+}
+
+// The same for biases with a delay. begin_of(column) is the first query for which the bias of a column counts, and
+// query_of(m, h) the query of the lane's row 16 m + 8 h; `column` is the lane's first. Hoisted together, the loads would
+// spill registers.
+template <int M16, int N8, class KeyInfo, class BeginOf, class QueryOf>
+__device__ inline void add_delayed_column_bias(float factor, const KeyInfo& key_info, int column,
+                                               const BeginOf& begin_of, const QueryOf& query_of,
+                                               float (&x)[M16][N8][4]) {
+#pragma unroll
+  for (int n = 0; n < N8; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int c = column + 8 * n + e;
+      const float of_key = key_info.bias[c];
+      const int begin = begin_of(c);
+#pragma unroll
+      for (int m = 0; m < M16; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float& s = x[m][n][2 * h + e];
+          const float bias = query_of(m, h) >= begin ? of_key : 0.0f;
+          s = bias == negative_infinity ? bias : fmaf(s, factor, bias);
+        }
+      }
+      compiler_fence();
     }
   }
 }

@@ -29,7 +29,8 @@ struct KeyInfoTile {
   static constexpr std::uint32_t partial = 2;  // some key is not seen by every row
 
   alignas(16) QueryRange range[N];
-  alignas(16) float bias[N];                    // log2 e times the bias
+  // log2 e times the bias; a delayed bias that masks is -inf, and hides its key from the queries for which it counts.
+  alignas(16) float bias[N];
   std::uint32_t state[ceil_div(N, warp_size)];  // for each 32 columns
 
   // Called by all lanes of a warp, which have columns [32 (column / 32), + 32).
@@ -98,13 +99,16 @@ class KeyInfoLoader {
                         int row_end) const {
     const int shift = shape_.seqlen_k - shape_.seqlen_q;
     const int first = max(key.interval.first, score_.causal ? max(key.key - shift, 0) : 0);
-    const bool visible = key.allowed && (!has_bias() || key.bias > score_.mask_value);
+    const bool masks = has_bias() && !(key.bias > score_.mask_value);
+    const bool visible = key.allowed && !(masks && score_.bias_delay == 0);
     // The end of an interval may be any int32, so the difference is formed after the comparison.
     const int last = max(min(key.interval.last, shape_.seqlen_q), first);
     const int length = visible ? last - first : 0;
     tile.range[column] = {first, length};
     // The bias stays finite, so that a key that no row sees cannot make a NaN.
-    tile.bias[column] = visible ? fminf(key.bias * log2e, 3.0e38f) : 0.0f;
+    tile.bias[column] = !visible ? 0.0f
+                        : masks  ? negative_infinity
+                                 : fminf(key.bias * log2e, 3.0e38f);
     const bool touched = first < row_end && first + length > row_begin && length > 0;
     const bool full = first <= row_begin && first + length >= row_end;
     tile.store_state(column, touched, full);

@@ -119,6 +119,8 @@ class KvPipeline {
   // The number of existing keys of tile n, which are columns i < size(n).
   __device__ int size(int n) const { return tiles_.size(n); }
   __device__ int key(int n, int i) const { return positions(n)[i]; }
+  // The key of a column of tile n, which differs from key() with another order.
+  __device__ int key_of_column(int n, int column) const { return key(n, Order::key(column)); }
 
  private:
   static __device__ Group group() { return Group::of_block(); }

@@ -20,8 +20,9 @@ std::string_view name_of(const BackwardVariant& variant) {
   if (variant.dense != DenseAccess::none) return sm90::name_of(variant.dense);
   switch (variant.placement) {
     case KeyPlacement::block: return "block";
-    case KeyPlacement::block_key_info: return "block_key_info";
-    case KeyPlacement::slots: return "slots";
+    case KeyPlacement::block_key_info:
+      return variant.delays ? "block_key_info_delayed" : "block_key_info";
+    case KeyPlacement::slots: return variant.delays ? "slots_delayed" : "slots";
   }
   return "";
 }
@@ -41,10 +42,11 @@ BackwardVariant choose_variant(const BackwardArgs& args) {
   };
   if (has_intervals && !args.schedule.empty() && !differs_in_group(p.mask_shape) &&
       !differs_in_group(p.bias_shape)) {
-    return {KeyPlacement::slots};
+    return {.placement = KeyPlacement::slots, .delays = p.bias_delay != 0};
   }
   const bool has_info = has_intervals || has_list(p) || has(p.mask_shape) || has(p.bias_shape);
-  return {has_info ? KeyPlacement::block_key_info : KeyPlacement::block};
+  return {.placement = has_info ? KeyPlacement::block_key_info : KeyPlacement::block,
+          .delays = p.bias_delay != 0};
 }
 
 }  // namespace
@@ -65,6 +67,9 @@ std::string decline_backward(const Problem& p) {
   if (p.head_dim > 128) return "it has no backward for a head_dim above 128";
   if (p.softcap > 0) return "it has no backward for a softcap";
   if (has(p.limit_shape)) return "it has no kernels for ranks";
+  if (p.bias_delay != 0 && (p.head_dim > 128 || is_dense(p.mask_shape))) {
+    return "it has no backward for a delayed bias under a dense mask or with a head_dim above 128";
+  }
   if (p.batch * p.heads_q * p.seqlen_q * p.seqlen_k == 0) {
     return "it needs at least one query and one key";
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "cuda/attention/problem.h"
 #include "cuda/device.h"
@@ -127,8 +128,10 @@ struct BackwardCall {
   template <class T>
   typename PreprocessKernel<T>::Params preprocess_params() const {
     const ScoreParams& score = params.backward.score;
-    const PrepareKeyInfo<T> key_info{params.info_shape, score, params.info, params.bias_factor,
-                                     params.list};
+    PrepareKeyInfo<T> key_info{params.info_shape, score, params.info, params.bias_factor,
+                               params.list};
+    // A delayed bias of -inf would hide its key from every query.
+    if (variant().delays) key_info.masked_bias = std::numeric_limits<float>::lowest();
     return {.common = common,
             .key_info = key_info,
             .key_blocks = ceil_div(key_info.items(), PreprocessKernel<T>::threads),

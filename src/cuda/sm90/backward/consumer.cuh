@@ -75,7 +75,7 @@ class BackwardConsumer {
       wgmma_wait<1>();
       pin(s_);
       make_p(at);
-      make_ds(n);
+      make_ds(at, n);
       share_ds(at, n);
       multiply_dq(at, n);
       advance(at, n);
@@ -259,7 +259,9 @@ class BackwardConsumer {
     const float factor = p_.backward.score.factor;
     float biases[2] = {};
     if constexpr (bias_in_exponent) {
-      for (int h = 0; h < 2; ++h) biases[h] = keys_.bias(h) * factor;
+      const auto key_biases = keys_.biases_of(at);
+      for (int h = 0; h < 2; ++h) biases[h] = key_biases.common(h) * factor;
+      key_biases.add_delayed(s_);
     }
     std::uint32_t bits = 0;  // of all P
 #pragma unroll
@@ -288,7 +290,7 @@ class BackwardConsumer {
   }
 
   // dS = P (dP - delta). dV starts as soon as dP is complete.
-  __device__ void make_ds(int n) {
+  __device__ void make_ds(const Visit& at, int n) {
     const float* const delta = storage_.stats[stage(n)].delta;
     float2 delta_of[rows / 8];
 #pragma unroll
@@ -325,6 +327,7 @@ class BackwardConsumer {
     const std::uint32_t sum = add_packed2<T>(add_packed2<T>(magnitude[0], magnitude[1]),
                                              add_packed2<T>(magnitude[2], magnitude[3]));
     if (warp_any(!is_finite_packed2<T>(sum))) clamp_ds(sums);
+    if constexpr (variant.delays) keys_.biases_of(at).template keep_biased<T>(ds_operand_, sums);
     keys_.add_dbias(sums);
   }
 

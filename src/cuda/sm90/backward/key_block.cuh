@@ -2,6 +2,7 @@
 
 #include "cuda/attention/bias_gradient.cuh"
 #include "cuda/primitives/tile_copy.cuh"
+#include "cuda/sm90/backward/key_biases.cuh"
 #include "cuda/sm90/backward/key_visibility.cuh"
 #include "cuda/sm90/backward/loaded_visits.cuh"
 #include "cuda/sm90/backward/storage.cuh"
@@ -23,6 +24,7 @@ class KeyBlock {
 
  public:
   using Visit = std::conditional_t<has_dense, LoadedVisits<Kernel>, QueryVisits<Kernel::variant>>;
+  using Biases = KeyBiases<rows, Kernel::variant.delays>;
 
   __device__ KeyBlock(const BackwardKernelParams& p, Storage& storage, int warpgroup)
       : p_(p), storage_(storage), work_(storage.work[0]), warpgroup_(warpgroup) {}
@@ -58,6 +60,14 @@ class KeyBlock {
       return bias_[h];
     } else {
       return visible_.bias(h);
+    }
+  }
+
+  __device__ Biases biases_of(const Visit& at) const {
+    if constexpr (Kernel::variant.delays) {
+      return Biases(p_, at.tile() * rows, record(0), record(1));
+    } else {
+      return Biases(bias(0), bias(1));
     }
   }
 

@@ -19,6 +19,8 @@ enum class KeyPlacement : std::uint8_t {
 struct BackwardVariant {
   KeyPlacement placement = KeyPlacement::block;
   DenseAccess dense = DenseAccess::none;  // only with block_key_info
+  // Whether the biases of keys have a delay. Only without a dense mask or bias, which leave no registers for it.
+  bool delays = false;
   // If false, each batch of products runs alone, for tests. Bits are the same, except for the order of additions to dq.
   bool overlaps = true;
 
@@ -35,6 +37,8 @@ inline constexpr std::array backward_variants = {
     BackwardVariant{.placement = KeyPlacement::block_key_info, .dense = DenseAccess::tiles},
     BackwardVariant{.placement = KeyPlacement::block_key_info, .dense = DenseAccess::elements},
     BackwardVariant{.placement = KeyPlacement::slots},
+    BackwardVariant{.placement = KeyPlacement::block_key_info, .delays = true},
+    BackwardVariant{.placement = KeyPlacement::slots, .delays = true},
 };
 
 constexpr BackwardVariant with_overlap(BackwardVariant variant, bool overlaps) {

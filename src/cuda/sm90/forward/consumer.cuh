@@ -77,7 +77,7 @@ class ForwardConsumer {
         for (; !is_last(work, visit - 1); ++visit, ++n) step<true>(work, count, n, visit);
       } else {
 #pragma unroll 1
-        for (; visit < work.partial; ++visit, ++n) step<true>(work, count, n, visit);
+        for (; visit < tested_visits(work); ++visit, ++n) step<true>(work, count, n, visit);
 #pragma unroll 1
         for (; visit < work.visits; ++visit, ++n) step<false>(work, count, n, visit);
       }
@@ -143,6 +143,11 @@ class ForwardConsumer {
   // Whether the key tile whose scores were issued last is the last one of the work tile.
   __device__ bool is_last(const WorkTile& work, int visit) const {
     return has_dense_tiles ? (tile_flags_ & last_of_work_tile) != 0 : visit == work.visits - 1;
+  }
+
+  // The first visits, whose elements are tested. Without delays they are the partial ones, which saves a register.
+  static __device__ int tested_visits(const WorkTile& work) {
+    return Kernel::delays ? work.tested : work.partial;
   }
 
   // ---- A step --------------------------------------------------------------------------------------
@@ -327,8 +332,35 @@ class ForwardConsumer {
     }
   }
 
+  // Adds the delayed biases of keys that count for some queries of the work tile; the scores are without them.
+  __device__ void add_delayed_biases(const WorkTile& work, int n, int visit) {
+    const int stage = Storage::info_stage(n);
+    if (p_.info.recent == 0 || !storage_.info.has_delayed(stage)) return;
+    const int first = first_query() + work.row;
+    const float* const biases = storage_.info.delayed[stage] + column();
+    const int* const begins = storage_.info.begin[stage] + column();
+    const int first_begin = delayed_bias_begin(p_.forward.score, p_.forward.shape,
+                                               work.template first_key<keys>(visit) + column());
+#pragma unroll
+    for (int i = 0; i < keys / 8; ++i) {
+      const float2 two = *reinterpret_cast<const float2*>(biases + 8 * i);
+      int2 begin{first_begin + 8 * i, first_begin + 8 * i + 1};
+      if constexpr (Kernel::load != KeyLoad::tma)
+        begin = *reinterpret_cast<const int2*>(begins + 8 * i);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int query = first + 8 * h;
+        float* const s = scores_ + 4 * i + 2 * h;
+        if (query >= begin.x) s[0] += two.x;
+        if (query >= begin.y) s[1] += two.y;
+      }
+      if constexpr (Kernel::shapes) keep_loads_apart();
+    }
+  }
+
   __device__ void mask_scores(const WorkTile& work, int n, int visit) {
     if (has_dense_tiles && (tile_flags_ & is_partial_tile) == 0) return;
+    if (Kernel::delays && !work.is_partial(visit)) return;
     int first = first_query();
     // Recomputed for each partial tile to save the register that would hold the sum.
     if constexpr (has_dense_tiles) make_opaque(first);
@@ -391,6 +423,7 @@ class ForwardConsumer {
           .apply(work.row + first_query(), scores_);
     }
     if constexpr (has_dense_tiles) add_dense_scores(n);
+    if constexpr (Partial && Kernel::delays) add_delayed_biases(work, n, visit);
     if constexpr (Partial) mask_scores(work, n, visit);
     constexpr bool can_be_empty = Partial || has_info;
     float top[2];

@@ -17,6 +17,7 @@ struct ForwardKernel {
   static constexpr bool has_key_info = Variant.has_key_info;
   static constexpr DenseAccess dense = Variant.dense;
   static constexpr bool shapes = Variant.shapes;
+  static constexpr bool delays = supports_delay(D, Variant);
   static constexpr bool overlaps = Variant.overlaps;
   static constexpr bool can_be_short = sm90::can_be_short(Variant);
   static constexpr bool fixes_rows = sm90::fixes_rows(D, Variant);
@@ -37,7 +38,7 @@ struct ForwardKernel {
   static constexpr int producer_barrier = 1;
   static constexpr int first_scheduler_barrier = 2;
 
-  using SharedStorage = ForwardStorage<D, policy, has_key_info>;
+  using SharedStorage = ForwardStorage<D, policy, has_key_info, delays>;
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
   using Producer =
       std::conditional_t<dense == DenseAccess::tiles, DenseProducer<ForwardKernel>,

@@ -82,6 +82,7 @@ struct TmaProducer : ProducerBase<Kernel> {
   struct Info {
     const float* biases = nullptr;
     const KeyInterval* ranges = nullptr;
+    int row = 0;  // first query
   };
 
   __device__ void run() const {
@@ -107,7 +108,7 @@ struct TmaProducer : ProducerBase<Kernel> {
 
  protected:
   __device__ Info info_of(const WorkTile& work) const {
-    if constexpr (Kernel::has_key_info) return {this->biases(work), this->ranges(work)};
+    if constexpr (Kernel::has_key_info) return {this->biases(work), this->ranges(work), work.row};
     return {};
   }
 
@@ -119,8 +120,22 @@ struct TmaProducer : ProducerBase<Kernel> {
       const int stage = Storage::info_stage(n);
       constexpr int bias_bytes = keys * static_cast<int>(sizeof(float));
       constexpr int range_bytes = keys * static_cast<int>(sizeof(KeyInterval));
+      const float* const biases = info.biases + at.key;
+      std::int64_t recent = 0;
+      if constexpr (Kernel::delays) {
+        if (p.info.recent != 0) {
+          const BiasBounds bounds(p.forward, info.row, Base::rows);
+          if (at.key + keys > bounds.all_end) recent = p.info.recent;
+          const bool delayed = recent != 0 && at.key < bounds.some_end;
+          storage.info.set_delayed(stage, delayed);
+          if (delayed) {
+            mbarrier_expect(full, bias_bytes);
+            bulk_load(shared_address(storage.info.delayed[stage]), biases, bias_bytes, full);
+          }
+        }
+      }
       mbarrier_arrive_expect(full, KeyTile::bytes + bias_bytes + (partial ? range_bytes : 0));
-      bulk_load(shared_address(storage.info.bias[stage]), info.biases + at.key, bias_bytes, full);
+      bulk_load(shared_address(storage.info.bias[stage]), biases + recent, bias_bytes, full);
       if (partial) {
         bulk_load(shared_address(storage.info.range[stage]), info.ranges + at.key, range_bytes,
                   full);
@@ -288,15 +303,35 @@ struct GatherProducer : ProducerBase<Kernel> {
   // Copies bias and range of entry threadIdx.x to the row of shared memory that has its key.
   __device__ void load_info(const Source& source, int key, int visit, int n) const {
     const int place = static_cast<int>(threadIdx.x);
-    if (place >= keys) return;
     const int row = source.list == nullptr ? place : place / steps + rows_at_once * (place % steps);
     const int stage = Storage::info_stage(n);
-    cp_async_4(shared_address(&storage.info.bias[stage][row]), source.biases + key, true);
+    const float* bias = source.biases + key;
+    if constexpr (Kernel::delays) {
+      if (p.info.recent != 0) bias += load_delayed(source, key, row, stage);
+    }
+    if (place >= keys) return;
+    cp_async_4(shared_address(&storage.info.bias[stage][row]), bias, true);
     if (source.work.is_partial(visit)) {
       const bool exists = source.work.template first_key<keys>(visit) + place < source.work.end;
       cp_async_8(shared_address(&storage.info.range[stage][row]), this->ranges(source.work) + key,
                  exists);
     }
+  }
+
+  // Copies the delayed bias of a key to `row` of shared memory, 0 unless it counts for some but not all queries of the
+  // work tile. Returns the distance to the bias with which the accumulators begin. Called by all lanes of a warp.
+  __device__ std::int64_t load_delayed(const Source& source, int key, int row, int stage) const {
+    const BiasBounds bounds(p.forward, source.work.row, Base::rows);
+    const bool exists = static_cast<int>(threadIdx.x) < keys;
+    const bool recent = key >= bounds.all_end;
+    const bool delayed = exists && recent && key < bounds.some_end;
+    const bool any = warp_any(delayed);
+    if (lane_id() == 0) storage.info.exists[stage][warp_id()] = any;
+    if (exists) {
+      cp_async_4(shared_address(&storage.info.delayed[stage][row]), source.biases + key, delayed);
+      storage.info.begin[stage][row] = delayed_bias_begin(p.forward.score, p.forward.shape, key);
+    }
+    return recent ? p.info.recent : 0;
   }
 
   __device__ void load_k(const Source& source, const Indices& at, int visit, int n) const {

@@ -7,13 +7,31 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
+// Delayed biases of a key tile that count for some but not all queries of a work tile.
 template <int Stages, int Keys, bool Exists>
-struct KeyInfoStorage {
+struct DelayedBiasStorage {
+  alignas(128) float delayed[Stages][Keys];
+  int begin[Stages][Keys];  // the first query for which a gathered key's bias counts
+  // Whether the tile has any. Gathering warps tell it each for its keys.
+  alignas(4) bool exists[Stages][4];
+
+  __device__ bool has_delayed(int stage) const {
+    return *reinterpret_cast<const std::uint32_t*>(exists[stage]) != 0;
+  }
+  __device__ void set_delayed(int stage, bool any) {
+    *reinterpret_cast<std::uint32_t*>(exists[stage]) = any ? 1 : 0;
+  }
+};
+template <int Stages, int Keys>
+struct DelayedBiasStorage<Stages, Keys, false> {};
+
+template <int Stages, int Keys, bool Exists, bool Delays>
+struct KeyInfoStorage : DelayedBiasStorage<Stages, Keys, Delays> {
   alignas(128) float bias[Stages][Keys];
   alignas(128) KeyInterval range[Stages][Keys];
 };
 template <int Stages, int Keys>
-struct KeyInfoStorage<Stages, Keys, false> {};
+struct KeyInfoStorage<Stages, Keys, false, false> {};
 
 // The dense mask of a warpgroup's queries, which are 64, or 32 with two heads. It has the mask's bits or, with
 // HasBytes, its bytes or bits.
@@ -60,7 +78,7 @@ struct DenseStorage {
 template <class Tile, int KeyStages>
 struct DenseStorage<Tile, 0, KeyStages> {};
 
-template <int D, ForwardPolicy P, bool HasKeyInfo>
+template <int D, ForwardPolicy P, bool HasKeyInfo, bool Delays>
 struct ForwardStorage {
   static constexpr int work_stages = P.q_stages;
   // Key info is read after the buffer of K has been released.
@@ -73,7 +91,7 @@ struct ForwardStorage {
   alignas(1024) std::byte k[P.stages][KeyTile::bytes];
   alignas(1024) std::byte v[P.stages][KeyTile::bytes];
   DenseStorage<DenseTile, P.dense_stages, info_stages> dense;
-  KeyInfoStorage<info_stages, P.keys, HasKeyInfo> info;
+  KeyInfoStorage<info_stages, P.keys, HasKeyInfo, Delays> info;
   WorkTile work[work_stages];
   int next_work[2];  // shared by the producers
   Pipeline<work_stages> q_pipeline;

@@ -17,8 +17,9 @@ struct WorkTile {
   int row;    // first query
   int begin;  // keys [begin, end), or entries [0, end) of a list
   int end;
-  int visits;          // number of key tiles; 0 at the end of work
-  int partial;         // the first visits, which are tested
+  int visits;   // number of key tiles; 0 at the end of work
+  int partial;  // the first visits, whose ranges are tested
+  int tested;  // the first visits, which are partial or have a key whose delayed bias may not count
   int partial_at_end;  // tested visits at the end of the keys
 
   static int count(const Shape& shape, int rows) {
@@ -51,6 +52,17 @@ struct KeyBounds {
   int end;
   int full_begin;
   int full_end;
+};
+
+// The keys whose biases count for the queries of a work tile: for every query those before `all_end`, and for no query
+// those from `some_end` on.
+struct BiasBounds {
+  int all_end;
+  int some_end;
+
+  __device__ BiasBounds(const ForwardParams& p, int first_query, int queries)
+      : all_end(first_query + 1 - delayed_bias_begin(p.score, p.shape, 0)),
+        some_end(all_end + queries - 1) {}
 };
 
 // Whether all heads are one section (QueryTile), so that no long tile runs last. One section is 4 % faster with lists,
@@ -133,6 +145,14 @@ __device__ inline WorkTile get_work_tile(const ForwardParams& p, int number) {
   work.visits = tiles;
   work.partial_at_end = none_full ? tiles : max(at_end, at_begin == 0 ? 1 : 0);
   work.partial = none_full ? tiles : work.partial_at_end + at_begin;
+  work.tested = work.partial;
+  if (p.score.bias_delay != 0) {
+    // A list does not tell where its recent keys are.
+    const int old = p.tile_lists.keys == nullptr
+                        ? (BiasBounds(p, work.row, Rows).all_end - work.begin) / Keys
+                        : 0;
+    work.tested += max(tiles - work.partial - max(old - at_begin, 0), 0);
+  }
   return work;
 }
 

@@ -5,7 +5,8 @@
 namespace flash_dmattn::cuda::sm90 {
 
 KeyInfo allocate_key_info(const Shape& shape, const ScoreParams& score,
-                          WorkspaceAllocator& workspace, const ListedKeys& list) {
+                          WorkspaceAllocator& workspace, const ListedKeys& list,
+                          bool has_recent_biases) {
   KeyInfo info;
   const auto of_keys = [](const Broadcast& b) { return b.dense ? Broadcast{} : b; };
   const Broadcast mask = of_keys(score.mask);
@@ -23,7 +24,9 @@ KeyInfo allocate_key_info(const Shape& shape, const ScoreParams& score,
   info.padded_keys = KeyInfo::padded(shape.seqlen_k);
   const std::int64_t keys = info.padded_keys;
   info.ranges = workspace.take<KeyInterval>(keys * info.batch * info.range_heads);
-  info.biases = workspace.take<float>(keys * info.batch * info.bias_heads);
+  const std::int64_t biases = keys * info.batch * info.bias_heads;
+  if (has_recent_biases && score.bias_delay != 0) info.recent = biases;
+  info.biases = workspace.take<float>(biases + info.recent);
   if (info.batch > 1) {
     info.range_batch = keys * info.range_heads;
     info.bias_batch = keys * info.bias_heads;
@@ -36,7 +39,7 @@ KeyInfo allocate_key_info(const Shape& shape, const ScoreParams& score,
 
 ForwardWorkspace::ForwardWorkspace(const ForwardChoice& choice, const ForwardParams& p,
                                    int multiprocessors, WorkspaceAllocator& workspace) {
-  if (choice.variant.has_key_info) info = allocate_key_info(p.shape, p.score, workspace);
+  if (choice.variant.has_key_info) info = allocate_key_info(p.shape, p.score, workspace, {}, true);
   const int rows = forward_policy(choice.head_dim, choice.variant).rows();
   if (can_be_short(choice.variant) && WorkTile::count(p.shape, rows) <= multiprocessors) return;
   next_work = workspace.take<int>(1);

@@ -2,6 +2,7 @@
 
 #include "cuda/hopper/ptx.cuh"
 #include "cuda/primitives/convert.cuh"
+#include "cuda/sm90/backward/key_biases.cuh"
 #include "cuda/sm90/backward/key_visibility.cuh"
 #include "cuda/sm90/backward/storage.cuh"
 #include "cuda/sm90/backward/work.cuh"
@@ -23,6 +24,7 @@ class SlotBlock {
 
  public:
   using Visit = QueryVisits<Kernel::variant>;
+  using Biases = KeyBiases<rows, Kernel::variant.delays>;
 
   __device__ SlotBlock(const BackwardKernelParams& p, Storage& storage, int warpgroup)
       : p_(p), storage_(storage), warpgroup_(warpgroup) {}
@@ -44,6 +46,14 @@ class SlotBlock {
 
   __device__ float bias(int h) const { return visible_.bias(h); }
 
+  __device__ Biases biases_of(const Visit& at) const {
+    if constexpr (Kernel::variant.delays) {
+      return Biases(p_, at.tile() * rows, record(0), record(1));
+    } else {
+      return Biases(bias(0), bias(1));
+    }
+  }
+
   // Stores the rows of leaving keys. Called before the products of a query tile.
   __device__ void leave(const Visit& at, float (&dk)[gradients], float (&dv)[gradients]) {
     if (!at.is_first_head()) return;
@@ -52,9 +62,13 @@ class SlotBlock {
   }
 
   __device__ void prepare_mask(const Visit& at) {
+    const int first_query = at.tile() * rows;
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      if (visible_.is_partial(h)) visible_.prepare_mask(h, record(h), at.tile() * rows);
+    for (int h = 0; h < 2; ++h) {
+      // Delays need the registers that would keep it from the begin of the round.
+      if constexpr (Kernel::variant.delays) visible_.see(h, record(h), first_query);
+      if (visible_.is_partial(h)) visible_.prepare_mask(h, record(h), first_query);
+    }
   }
 
   __device__ void mask(const Visit&, float (&scores)[rows / 2]) const {
