@@ -149,6 +149,17 @@ def tensors(case, seed):
     return q, k, v, s.clone(), bias, do, mask, offsets
 
 
+def present_keys(case, added, mask):
+    """bool [B, Hkv, N]: padding is not present, nor, where there are sinks, a key that the bias masks."""
+    B, H, N = case.batch, case.heads, sum(case.lengths)
+    present = torch.ones(B, H, N, dtype=torch.bool)
+    if mask is not None:
+        present = present & mask[:, None]
+    if case.rule.get("sink_tokens") and added is not None:
+        present = present & (added > -1e30)
+    return present
+
+
 def attention_in_one_process(case, q, k, v, s, bias, mask, offsets, sink_logits):
     """out and lse by calls that know nothing of pieces."""
     call = {"return_lse": True, **case.call}
@@ -157,8 +168,9 @@ def attention_in_one_process(case, q, k, v, s, bias, mask, offsets, sink_logits)
     added = s if case.bias == "scores" else bias
     rule = {"keep_window_size": case.window, **case.rule}
     if offsets is not None:
-        hidden = s.expand(-1, k.shape[2], -1)
-        chosen = select_key_intervals(hidden, **rule, cu_seqlens_k=offsets, key_mask=mask)
+        key_mask = present_keys(case, added, mask)
+        scores = s.expand(-1, k.shape[2], -1)
+        chosen = select_key_intervals(scores, **rule, cu_seqlens_k=offsets, key_mask=key_mask)
         return flash_dmattn_func(q, k, v, attn_bias=added, key_intervals=chosen, **call)
     choice = {} if case.bias == "scores" else {"selection_scores": s.detach()}
     return flash_dmattn_func(q, k, v, mask, added, is_causal=True, **rule, **choice, **call)
@@ -170,19 +182,22 @@ def keys_by_definition(case, s, bias, mask, offsets, rows):
     s = s.expand(B, H, N)
     at = torch.arange(N)
     found = torch.zeros(B, H, len(at[rows]), N, dtype=torch.bool)
+    added = s if case.bias == "scores" else bias
+    present_in = present_keys(case, added, mask)
     windows = case.window if isinstance(case.window, tuple) else (case.window,) * H
     for b in range(B):
-        present = torch.ones(N, dtype=torch.bool) if mask is None else mask[b]
+        in_documents = torch.ones(N, dtype=torch.bool)
         document = torch.zeros(N, dtype=torch.long)
         if offsets is not None:
             row = offsets[min(b, len(offsets) - 1)]
             document = torch.bucketize(at, row[1:], right=True)
-            present = present & (at < row[-1])
+            in_documents = at < row[-1]
         for h in range(H):
             scores = s[b, h]
             if bias is not None:
-                scores = scores.masked_fill(bias[b, h] == -torch.inf, NAN)
+                scores = scores.masked_fill(bias[b, h] <= -1e30, NAN)
             rule = KeySelection(windows[h], **case.rule)
+            present = present_in[b, h] & in_documents
             found[b, h] = visible_keys(
                 scores, rule, is_causal=True, query_positions=at[rows], query_documents=document[rows], key_positions=at,
                 key_documents=document, present=present, last_position=None,
@@ -238,9 +253,7 @@ def compare_with_one_process(case, group, rank, exchange, seed):
 
     pending = begin_exchange(*piece[1:4], **options)
     seen = keys_seen(pending)
-    wanted = keys_by_definition(
-        case, s, bias if case.bias == "masks" else None, mask, offsets, rows
-    )
+    wanted = keys_by_definition(case, s, bias, mask, offsets, rows)
     assert torch.equal(seen, wanted), "keys"
 
 
