@@ -11,11 +11,12 @@ from transformers.models.doge.modeling_doge import DogeForCausalLM, DogeModel
 
 from ..._core.checks import may_read
 from ...distributed.arguments import offsets_of_positions
-from ...distributed.attention import context_parallel_dmattn
+from ...distributed.attention import attend, begin, boundary_state
 from ...distributed.batch import ContextParallel, short_offsets
 from ...keys.recognise import Memo
 from ..dtypes import cast_states, target_dtype
 from ..masks import causal_mask
+from .cache import DynamicMaskCache
 from .compat import find_cache
 from .doge import CONTEXT, PIECES, Context
 
@@ -34,26 +35,35 @@ class Pieces(NamedTuple):
         key: torch.Tensor,
         value: torch.Tensor,
         scores: torch.Tensor,
+        cache: DynamicMaskCache | None,
     ) -> torch.Tensor:
         """A Doge layer's attention of a piece [B, n, H, D] over the whole sequences: [B, n, Hq, D]. A query that sees no key has 0,
-        where eager attention takes the mean of all values."""
+        where eager attention takes the mean of all values.
+
+        cache: takes over what is seen behind the piece.
+        """
         query, key, value = cast_states((query, key, value), target_dtype(layer, query))
-        return context_parallel_dmattn(
-            query,
+        pending = begin(
             key,
             value,
             scores,
             group=self.group.wire,
             keep_window_size=layer.keep_window_size,
-            scale=layer.scaling,
-            zero_sum=not layer.round_scores_like_eager,
             key_mask=self.key_mask,
             cu_seqlens=self.cu_seqlens,
+            query=query,
         )
+        if cache is not None:
+            slots = cache.layers[layer.layer_idx]
+            slots.check_kernels(key.transpose(1, 2))
+            state = boundary_state(pending, chunk=slots.chunk)
+            slots.adopt(state, pending.border.shards.end())
+        zero_sum = not layer.round_scores_like_eager
+        return attend(query, pending, scale=layer.scaling, zero_sum=zero_sum)
 
 
 class ModelOfPieces:
-    """What `enable_flash_dmattn(model, context_parallel=...)` leaves at each Doge model."""
+    """The attribute that `enable_flash_dmattn(model, context_parallel=...)` gives each Doge model."""
 
     def __init__(self, models: list[torch.nn.Module], group):
         """Raises where pieces of a sequence would give another result."""
@@ -81,12 +91,16 @@ class ModelOfPieces:
         pieces = self._pieces(arguments_by_name, batch, length)
         context = Context("causal", Memo() if may_read() else None, pieces)
         mask = causal_mask(batch, tokens.device)
-        return {"attention_mask": mask, "use_cache": False, CONTEXT: context}
+        has_cache = find_cache(arguments_by_name) is not None
+        return {"attention_mask": mask, "use_cache": has_cache, CONTEXT: context}
 
     def _pieces(self, arguments_by_name: Mapping[str, object], batch: int, length: int) -> Pieces:
-        if find_cache(arguments_by_name) is not None:
+        cache = find_cache(arguments_by_name)
+        is_new = isinstance(cache, DynamicMaskCache) and all(c.is_empty for c in cache.layers)
+        if cache is not None and (torch.is_grad_enabled() or not is_new):
             raise ValueError(
-                "past_key_values: got a cache with context parallelism, expected none: it would hold the keys of one piece"
+                f"past_key_values: got a {type(cache).__name__} with context parallelism, expected none, or an empty DynamicMaskCache "
+                "without gradients, which then holds what is seen behind this rank's piece"
             )
         mask, positions = map(arguments_by_name.get, ("attention_mask", "position_ids"))
         if not isinstance(positions, torch.Tensor):
@@ -98,7 +112,12 @@ class ModelOfPieces:
             # A piece that begins inside a document does not know it from its own positions.
             whole = self.group.gather(positions)
             offsets = offsets_of_positions(whole, batch, whole.shape[1])
-            return Pieces(self.group, None, short_offsets(offsets, whole.shape[1]))
+            offsets = short_offsets(offsets, whole.shape[1])
+            if offsets is not None and cache is not None:
+                raise ValueError(
+                    "position_ids: got positions that begin again with a cache, expected one text in each row"
+                )
+            return Pieces(self.group, None, offsets)
         shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
         if shape != (batch, length) or mask.is_floating_point():
             raise ValueError(

@@ -85,7 +85,7 @@ class FlashDogeAttention(DogeAttention):
         # for each order.
         query, key = _rotate(query, key, *position_embeddings, context.memo)
         if context.pieces is not None:
-            out = context.pieces.attend(self, query, key, value, scores)
+            out = context.pieces.attend(self, query, key, value, scores, cache)
             return self.o_proj(out.flatten(2)), None
         if isinstance(cache, DynamicMaskCache):
             slots = _layer_of(cache, self.layer_idx)
