@@ -171,7 +171,8 @@ def begin(
         )  # fmt: skip
     except (TypeError, ValueError) as raised:
         error = raised
-    wire.agree(check, scores.device, error, lambda: call.numbers())
+    devices = [t.device for t in (key, value, scores) if isinstance(t, Tensor)]
+    wire.agree(check, devices[0] if devices else "cpu", error, lambda: call.numbers())
     if call.border.places:
         with _on_stream(stream, call.key, call.value, call.bias, call.scores, call.present):
             states = Extend.apply(call.key, call.value, call.bias, call.scores, call)

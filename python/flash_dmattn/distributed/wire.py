@@ -72,7 +72,7 @@ class Wire:
     def agree(
         self,
         check: bool | None,
-        device: torch.device,
+        device: torch.device | str,
         error: Exception | None,
         numbers: Callable[[], dict[str, int]],
     ) -> None:
