@@ -77,6 +77,9 @@ def make_trainee(options: argparse.Namespace, mesh: DeviceMesh, device: torch.de
     enable_flash_dmattn(doge, context_parallel=mesh["cp"] if mesh["cp"].size() > 1 else None)
     if options.checkpoint:
         doge.gradient_checkpointing_enable({"use_reentrant": False})
+    if options.compile:
+        for layer in doge.model.layers:
+            layer.compile()
     trainee = Trainee(doge).train()
     every = mesh["dp", "cp"]._flatten("dp_cp")
     precision = MixedPrecisionPolicy()
@@ -167,6 +170,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--learning-rate", type=float, default=1e-3)
     add("--seed", type=int, default=0)
     add("--checkpoint", action="store_true", help="compute layers again in the backward")
+    add("--compile", action="store_true", help="by torch.compile, each layer")
     add("--save-every", type=int, default=50, help="steps")
     add("--output", type=Path, help="folder of the state and of record.json")
     options = parser.parse_args(arguments)

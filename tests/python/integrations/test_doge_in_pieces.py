@@ -37,7 +37,7 @@ def piece_loss(model, context, kind, seed=7):
     ).loss
 
 
-def compare_step(rank, kind, checkpointed):
+def compare_step(rank, kind, checkpointed=False, compiled=False):
     from flash_dmattn.distributed import ContextParallel
 
     model = make_doge()
@@ -46,6 +46,9 @@ def compare_step(rank, kind, checkpointed):
     pieces = make_doge(context_parallel=dist.group.WORLD)
     if checkpointed:
         pieces.gradient_checkpointing_enable({"use_reentrant": False})
+    if compiled:
+        for layer in pieces.model.layers:
+            layer.compile(fullgraph=True, backend="aot_eager")
     part = piece_loss(pieces, ContextParallel(dist.group.WORLD), kind)
     part.backward()
     total = part.detach().clone()
@@ -59,8 +62,10 @@ def compare_step(rank, kind, checkpointed):
 
 def compare_all(rank):
     for kind in ("whole", "padded", "packed"):
-        compare_step(rank, kind, False)
-    compare_step(rank, "packed", True)
+        compare_step(rank, kind)
+    compare_step(rank, "packed", checkpointed=True)
+    if dist.get_world_size() == 2:
+        compare_step(rank, "packed", compiled=True)
     compare_training(rank)
     compare_generation(rank)
     copies_and_errors(rank)
