@@ -371,6 +371,9 @@ def on_pieces(session: Session, length: int, exchange: str, headroom: bool) -> d
     }
     with torch.no_grad():
         parts["begin"] = median_ms(session, lambda: begin(*keys, **options))
+        if headroom and length == LENGTHS[0]:
+            checked = {**options, "check": True}
+            parts["begin, checked"] = median_ms(session, lambda: begin(*keys, **checked))
         pending = begin(*keys, **options)
         parts["attend"] = median_ms(session, lambda: attend(q, pending))
     leaves = [t.detach().requires_grad_() for t in (q, pending.key, pending.value, pending.bias)]
