@@ -423,6 +423,7 @@ def compiled(rank, backend):
         torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_calls_equal_eager_ones(backend):
     run_in_processes(2, compiled, backend)
