@@ -12,6 +12,7 @@ from .functional import (
     flex_dmattn_func,
     triton_dmattn_func,
 )
+from .keys.best_keys import select_keys
 from .keys.intervals import (
     KeyIntervals,
     from_padding,
@@ -70,6 +71,7 @@ __all__ = [
     "packed_documents",
     "prefix_lm",
     "select_key_intervals",
+    "select_keys",
     "sliding_window",
     "triton_dmattn_func",
 ]

@@ -49,11 +49,13 @@ def attention(
     backend: str | None = None,
     memo: Memo | None = None,
     bias_delay: int = 0,
+    own_row: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """out and statistics of arguments as the public functions take them.
 
     backend: None takes the first one that supports the problem.
     memo: results that the layers of one forward share, or None.
+    own_row: as in split_by_age.
     """
     original_value = value
     backend = resolve_backend(backend)
@@ -82,7 +84,7 @@ def attention(
         bias = squeeze_query_dimension(bias)
         visible = apply_selection(selection, query, key, bias, visible, uses_library_kernels, memo)
     out, statistics = run_with_bias_delay(
-        query, key, value, bias, visible, numerics, backend, bias_delay
+        query, key, value, bias, visible, numerics, backend, bias_delay, own_row
     )
     return out if value is original_value else unpad_value_dim(out, original_value), statistics
 

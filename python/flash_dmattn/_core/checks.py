@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from numbers import Integral, Real
 
 import torch
@@ -51,7 +52,7 @@ def attention_inputs(
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             check_tensor(tensor, name)
         if is_autocast:
-            query, key, value = _autocast(query, key, value)
+            query, key, value = autocast_tensors(query, key, value)
         _check_types(query, key, value)
     dims = layout.count(",") + 1
     if not query.dim() == key.dim() == value.dim() == dims:
@@ -82,9 +83,11 @@ def _are_alike(query: object, key: object, value: object) -> bool:
     )
 
 
-def _autocast(query: Tensor, *others: Tensor) -> list[Tensor]:
-    device_type = query.device.type
-    tensors = [query, *others]
+def autocast_tensors(*tensors: Tensor) -> Sequence[Tensor]:
+    """The tensors, of one device, in the dtype that torch.autocast prescribes where it is enabled."""
+    if not torch._C._is_any_autocast_enabled():
+        return tensors
+    device_type = tensors[0].device.type
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)

@@ -33,7 +33,7 @@ class Numerics(NamedTuple):
         return Numerics(
             _resolve_scale(scale, softmax_scale) if has_scale else None,
             0.0 if softcap is None else _resolve_softcap(softcap),
-            nonfinite == "saturate" or _resolve_nonfinite(nonfinite),
+            nonfinite == "saturate" or resolve_nonfinite(nonfinite),
             resolve_deterministic(deterministic),
         )
 
@@ -90,7 +90,7 @@ def _resolve_softcap(softcap: float) -> float:
     return softcap
 
 
-def _resolve_nonfinite(nonfinite: str) -> bool:
+def resolve_nonfinite(nonfinite: str) -> bool:
     """Whether non-finite values saturate."""
     if nonfinite not in ("saturate", "propagate"):
         raise ValueError(f"nonfinite: got {nonfinite!r}, expected 'saturate' or 'propagate'")

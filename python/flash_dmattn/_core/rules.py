@@ -22,7 +22,9 @@ def register() -> None:
     rule before it has the module.
     """
     for name in [name for name in _missing if name in sys.modules]:
-        rules = _missing.pop(name)
+        rules = _missing.pop(name, None)
+        if rules is None:  # another thread registers them
+            continue
         try:
             importlib.import_module(rules, PACKAGE)
         except Exception as error:  # no reason for attention not to run

@@ -1,0 +1,27 @@
+"""Exact attention over a sequence whose pieces are on several ranks, and sharding over batch elements and heads."""
+
+from .attention import (
+    Pending,
+    attend,
+    begin,
+    boundary_places,
+    boundary_state,
+    context_parallel_dmattn,
+)
+from .batch import ContextParallel, Piece
+from .headroom import linear_with_headroom
+from .wire import Traffic, exchanged_bytes
+
+__all__ = [
+    "ContextParallel",
+    "Pending",
+    "Piece",
+    "Traffic",
+    "attend",
+    "begin",
+    "boundary_places",
+    "boundary_state",
+    "context_parallel_dmattn",
+    "exchanged_bytes",
+    "linear_with_headroom",
+]

@@ -230,15 +230,7 @@ def select_key_intervals(
     is_causal = resolve_flag(is_causal, "is_causal")
     if not rule.limits():
         raise TypeError("keep_window_size: got None, expected it or score_threshold")
-    scores = _per_key(scores, "scores").detach()
-    if not scores.is_floating_point():
-        raise TypeError(f"scores: got {scores.dtype}, expected a floating dtype")
-    if key_mask is not None:
-        key_mask = _per_key(key_mask, "key_mask")
-        if key_mask.dtype != torch.bool:
-            raise TypeError(f"key_mask: got {key_mask.dtype}, expected torch.bool")
-        shape = _broadcast(scores.shape, key_mask.shape, "key_mask")
-        scores, key_mask = scores.expand(shape), key_mask.expand(shape)
+    scores, key_mask = per_key_scores(scores, key_mask)
     query_length = scores.shape[2] if query_length is None else query_length
     check_length(query_length, "query_length")
     if all(t is None for t in (cu_seqlens_k, cu_seqlens_q, key_positions, query_position)):
@@ -254,6 +246,20 @@ def select_key_intervals(
         device=scores.device,
     )
     return select_at(places, scores, rule, is_causal)
+
+
+def per_key_scores(scores: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Checked scores and mask in normal form, [B, H, key_length] both."""
+    scores = _per_key(scores, "scores").detach()
+    if not scores.is_floating_point():
+        raise TypeError(f"scores: got {scores.dtype}, expected a floating dtype")
+    if key_mask is not None:
+        key_mask = _per_key(key_mask, "key_mask")
+        if key_mask.dtype != torch.bool:
+            raise TypeError(f"key_mask: got {key_mask.dtype}, expected torch.bool")
+        shape = _broadcast(scores.shape, key_mask.shape, "key_mask")
+        scores, key_mask = scores.expand(shape), key_mask.expand(shape)
+    return scores, key_mask
 
 
 def select(

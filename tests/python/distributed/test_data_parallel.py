@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from two_processes import run_in_two_processes
+from processes import run_in_processes
 
 B, S, HEADS, HEADS_KV, D = 4, 20, 4, 2, 8
 
@@ -73,4 +73,4 @@ def fully_sharded(model):
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 def test_gradients_are_those_of_one_process():
-    run_in_two_processes(compare)
+    run_in_processes(2, compare)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from two_processes import run_in_two_processes
+from processes import run_in_processes
 
 B, S, HQ, HKV, D = 2, 24, 4, 2, 8
 
@@ -58,4 +58,4 @@ def compare_all(rank):
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 def test_equals_one_process():
-    run_in_two_processes(compare_all)
+    run_in_processes(2, compare_all)

@@ -101,6 +101,18 @@ class DynamicMaskLayer(CacheLayerMixin):
         if self._counts_on_device:
             self._length.fill_(length)
 
+    @torch.no_grad()
+    def adopt(self, slots: KVSlots, tokens: int) -> None:
+        """Goes on behind `tokens` tokens of which slots of the same shape hold what later ones see."""
+        if not self.is_initialized:
+            self.lazy_initialization(slots.k)
+        self._check_rows(slots.k)
+        self.prefetch()
+        self.slots.restore(slots)
+        self._seen = tokens
+        if self._counts_on_device:
+            self._length.fill_(tokens)
+
     def attend(
         self,
         query: torch.Tensor,

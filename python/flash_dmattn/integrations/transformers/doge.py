@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ NAME = "doge_dynamic_mask_attention"  # of the implementation, in a config; tran
 CONTEXT = (
     "flash_dmattn_context"  # the keyword by which a DogeModel passes a `Context` to its layers
 )
+PIECES = "_flash_dmattn_pieces"  # attribute of a model whose sequences are on several ranks
 
 
 class Context(NamedTuple):
@@ -36,10 +37,12 @@ class Context(NamedTuple):
     mask_kind: "causal": the mask is no more than that; "padded": causal among the keys that it shows at all; "packed":
         causal within documents, so that every query sees its own key; None: another mask, or keys of a cache.
     memo: results that the layers share.
+    pieces: attention over sequences of which this rank has a piece (context_parallel.Pieces); None: it has the whole.
     """
 
     mask_kind: str | None = None
     memo: Memo | None = None
+    pieces: Any = None
 
 
 class FlashDogeAttention(DogeAttention):
@@ -79,6 +82,9 @@ class FlashDogeAttention(DogeAttention):
         # In the order of attention's dimensions. Transposed to that of caches before, compiled code writes both twice, once
         # for each order.
         query, key = _rotate(query, key, *position_embeddings, context.memo)
+        if context.pieces is not None:
+            out = context.pieces.attend(self, query, key, value, scores, cache)
+            return self.o_proj(out.flatten(2)), None
         if isinstance(cache, DynamicMaskCache):
             slots = _layer_of(cache, self.layer_idx)
             out = _attend_with_slots(

@@ -6,13 +6,18 @@ import types
 
 import torch
 from transformers import PreTrainedModel
-from transformers.models.doge.modeling_doge import DogeAttention, DogeModel, DogePreTrainedModel
+from transformers.models.doge.modeling_doge import (
+    DogeAttention,
+    DogeForCausalLM,
+    DogeModel,
+    DogePreTrainedModel,
+)
 
 from ..._core.checks import may_read, resolve_flag
 from ...keys.recognise import Memo
 from .cache import DynamicMaskCache
 from .compat import CACHE, MODEL_ARGUMENTS, find_cache, own_config, refuse_continuous_batching
-from .doge import CONTEXT, Context, FlashDogeAttention, check_cache
+from .doge import CONTEXT, PIECES, Context, FlashDogeAttention, check_cache
 from .doge import NAME as DOGE_NAME
 from .families import reason_to_refuse
 from .masks import is_causal_config, mask_kind
@@ -30,6 +35,7 @@ def enable_flash_dmattn(
     *,
     round_scores_like_eager: bool = False,
     cache: str | None = None,
+    context_parallel=None,
 ) -> torch.nn.Module:
     """Makes every Doge attention layer of a model choose its keys by intervals.
 
@@ -49,6 +55,9 @@ def enable_flash_dmattn(
         round_scores_like_eager: scores in the model's dtype, to reproduce a run of eager attention.
         cache: "dynamic_mask" makes `DynamicMaskCache` the cache of calls that bring none and of `generate`, so that
             memory and time of a token do not grow with the text; None keeps transformers' default cache of all keys.
+        context_parallel: ProcessGroup, or DeviceMesh of one dimension (mesh["cp"]), whose ranks have consecutive pieces of
+            every sequence, as `flash_dmattn.distributed.ContextParallel.shard` cuts them: calls get a piece's input_ids,
+            position_ids and padding, and for the loss shift_labels and num_items_in_batch. None: whole sequences.
 
     Returns:
         The same model.
@@ -66,6 +75,11 @@ def enable_flash_dmattn(
     if cache is not None:
         for module in doge_models:
             DynamicMaskCache(module.config)  # raises where it cannot be
+    pieces = check_labels = None
+    if context_parallel is not None:
+        from .context_parallel import ModelOfPieces, check_labels  # and torch.distributed
+
+        pieces = ModelOfPieces(doge_models, context_parallel)
     replace_layers(model, round_scores_like_eager=round_scores_like_eager)
     for module in model.modules():
         if isinstance(module, FlashDogeAttention):
@@ -73,6 +87,9 @@ def enable_flash_dmattn(
     for module in doge_models:
         refuse_continuous_batching(module, _STORED_NAMES)
         _set_default_cache(module, cache)
+        setattr(module, PIECES, pieces)
+        if pieces is not None and isinstance(module, DogeForCausalLM):
+            _hook(module, check_labels)
     return model
 
 
@@ -153,6 +170,10 @@ def _begin_forward(model: DogeModel, args: tuple, options: dict) -> tuple[tuple,
     arguments_by_name = {**dict(zip(MODEL_ARGUMENTS, args, strict=False)), **options}
     padding = arguments_by_name.get("attention_mask")
     _refuse_additive_padding(padding)
+    pieces = getattr(model, PIECES, None)
+    if pieces is not None:
+        given = dict(zip(MODEL_ARGUMENTS, args, strict=False)) | options
+        return (), given | pieces.changes(given)
     changes = {}
     use_cache = arguments_by_name.get("use_cache")
     use_cache = model.config.use_cache if use_cache is None else use_cache

@@ -1,4 +1,4 @@
-"""Runs a function in two processes that are joined by gloo."""
+"""Runs a function in processes that are joined by gloo."""
 
 import os
 import sys
@@ -10,10 +10,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def _run(rank, function, file, arguments):
+def _run(rank, function, file, count, arguments):
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=count)
     try:
         torch.manual_seed(0)
         function(rank, *arguments)
@@ -26,10 +26,10 @@ def _run(rank, function, file, arguments):
     os._exit(0)
 
 
-def run_in_two_processes(function, *arguments):
-    """function(rank, *arguments) in each; its errors are raised here."""
+def run_in_processes(count, function, *arguments):
+    """function(rank, *arguments) in each of `count` processes; their errors are raised here."""
     with tempfile.TemporaryDirectory() as folder:
         # Forked from a process that has imported them and done nothing else.
         set_forkserver_preload(["flash_dmattn", "torch.distributed.tensor"])
-        rest = function, f"{folder}/meeting", arguments
-        mp.start_processes(_run, rest, nprocs=2, start_method="forkserver")
+        rest = function, f"{folder}/meeting", count, arguments
+        mp.start_processes(_run, rest, nprocs=count, start_method="forkserver")

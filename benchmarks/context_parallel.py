@@ -1,0 +1,558 @@
+"""Context parallelism on the GPUs of one host against one GPU: the same keys, the same bits, graphs, times.
+
+    torchrun --nproc_per_node 2 benchmarks/context_parallel.py --json record.json
+
+Pieces of N tokens on each GPU are compared with the whole on one. It ends within `--budget` seconds: what was not reached is said.
+Without a GPU: gloo and small sizes, which tries the program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # a host may refuse multicast
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flash_dmattn import flash_dmattn_func, select_key_intervals
+from flash_dmattn.distributed import (
+    attend,
+    begin,
+    boundary_places,
+    context_parallel_dmattn,
+    exchanged_bytes,
+)
+from flash_dmattn.distributed.attention import seen_keys
+from harness import machine, record
+from harness.cases import PER_QUERY, Case
+
+BEGAN = time.monotonic()
+GPU = torch.cuda.is_available()
+HQ, HKV, D, WINDOW = (16, 8, 128, 2048) if GPU else (4, 2, 16, 64)
+LENGTHS = (65536, 262144, 1048576) if GPU else (512, 1024)
+COMPARED, BY_ORACLE = (16384, 4096) if GPU else (512, 256)  # tokens of comparisons
+DTYPE = torch.bfloat16 if GPU else torch.float32
+NAMES = ("out", "dquery", "dkey", "dvalue", "dscores")
+# Speed of two H100s against one, forward and forward + backward, as expected before the first run: attention over the pieces takes
+# half the time and less; 0.10 ms for the exchange and 0.15 ms for choosing and gathering each way; the copy of keys 0.5 ms for
+# 131,072 tokens.
+EXPECTED = {
+    65536: {"pieces": (1.45, 1.72), "headroom": (1.6, 1.78), "graph": (None, 1.85)},
+    262144: {"pieces": (1.72, 1.86), "headroom": (1.88, 1.92), "graph": (None, None)},
+    1048576: {"pieces": (1.78, 1.99), "headroom": (1.96, 2.05), "graph": (None, None)},
+}
+
+
+class Session:
+    """The processes, what they say, and the rows of the record."""
+
+    def __init__(self, budget: float):
+        self.budget, self.rows, self.lines = budget, [], []
+        self.rank = int(os.environ.get("RANK", 0))
+        self.size = int(os.environ.get("WORLD_SIZE", 1))
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        self.device = torch.device("cuda", local) if GPU else torch.device("cpu")
+        options = {}
+        if GPU:
+            torch.cuda.set_device(self.device)
+            options["device_id"] = self.device
+        else:
+            torch.set_num_threads(1)
+        dist.init_process_group(
+            "nccl" if GPU else "gloo", timeout=timedelta(seconds=100), **options
+        )
+        self.group = dist.group.WORLD
+        self.cpu = dist.new_group(backend="gloo")  # who waits by it leaves the GPU idle
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(f"[{time.monotonic() - BEGAN:4.0f} s] {text}", flush=True)
+
+    def left(self) -> float:
+        return min(self.everywhere(self.budget - (time.monotonic() - BEGAN)))
+
+    def everywhere(self, value):
+        found = [None] * self.size
+        dist.all_gather_object(found, value, group=self.cpu)
+        return found
+
+    def meet(self) -> None:
+        if GPU:
+            torch.cuda.synchronize()
+        dist.barrier(group=self.cpu)
+
+    def clear(self) -> None:
+        gc.collect()
+        if GPU:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def piece(self, length: int) -> slice:
+        n = length // self.size
+        return slice(self.rank * n, self.rank * n + n)
+
+
+def inputs(
+    session: Session, length: int, seed: int, rows: slice | None = None, scores="normal"
+) -> list:
+    """q, k, v, scores as leaves, and dout: rows of a sequence that is the same on every device, as it is made in blocks."""
+    rows = slice(0, length) if rows is None else rows
+    block, parts = 16384 if GPU else 64, []
+    for at in range(rows.start // block * block, rows.stop, block):
+        generator = torch.Generator(device=session.device).manual_seed(seed * 1000003 + at)
+
+        def normal(*shape, generator=generator, dtype=DTYPE):
+            made = torch.randn(shape, generator=generator, device=session.device)
+            return made.to(dtype)
+
+        made = [normal(1, block, heads, D) for heads in (HQ, HKV, HKV, HQ)]
+        made.append(normal(1, block, HKV, dtype=torch.float32))
+        cut = slice(max(rows.start - at, 0), min(rows.stop - at, block))
+        parts.append([t[:, cut] for t in made])
+    q, k, v, dout, s = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+    s = s.transpose(1, 2).contiguous()
+    if scores == "ties":
+        s = (s * 2).round() / 2
+    elif scores == "falling":
+        s = -torch.arange(rows.start, rows.stop, device=s.device).expand_as(s) / length
+    leaves = [t.detach().contiguous().requires_grad_() for t in (q, k, v, s)]
+    return [*leaves, dout]
+
+
+def whole(leaves: list, rule: dict, **options) -> Tensor:
+    q, k, v, s = leaves
+    return flash_dmattn_func(q, k, v, None, s, is_causal=True, **rule, **options)
+
+
+def with_gradients(out: Tensor, leaves: list, dout: Tensor) -> list[Tensor]:
+    return [out, *torch.autograd.grad(out, leaves, dout)]
+
+
+def gap(actual: Tensor, wanted: Tensor) -> float:
+    actual, wanted = actual.float(), wanted.float()
+    return ((actual - wanted).norm() / wanted.norm().clamp_min(1e-20)).item()
+
+
+# ---- Right -----------------------------------------------------------------------------------------
+
+
+def same_keys(session: Session, rows: slice, scores: Tensor, rule: dict, cu_seqlens=None) -> bool:
+    """The intervals of the whole, clipped to a piece, against those of the keys that its rank has."""
+    choice = {} if cu_seqlens is None else {"cu_seqlens_k": cu_seqlens}
+    n = rows.stop - rows.start
+    expected = select_key_intervals(scores, **rule, **choice).intervals[:, :, : rows.stop].long()
+    expected = (expected - rows.start).clamp(0, n)
+    expected = expected * (expected[..., :1] < expected[..., 1:])
+    none = torch.zeros((1, n, HKV, 8), dtype=DTYPE, device=session.device)
+    pending = begin(
+        none,
+        none,
+        scores[..., rows].contiguous(),
+        group=session.group,
+        cu_seqlens=cu_seqlens,
+        **rule,
+    )
+    found = seen_keys(pending)[1].keys.intervals.long()
+    W = pending.border.places
+    actual = torch.zeros_like(expected)
+    actual[:, :, rows] = found[:, :, W:]
+    exists = (pending.positions >= 0)[..., None]
+    at = pending.positions.long().clamp(min=0)[..., None].expand(-1, -1, -1, 2)
+    actual.scatter_add_(2, at, found[:, :, :W] * exists)
+    return bool((actual == expected).all())
+
+
+def compare(session: Session) -> None:
+    rows = session.piece(COMPARED)
+    documents = torch.tensor(
+        [0, COMPARED // 5, COMPARED // 2 + 77, COMPARED - 9], device=session.device
+    )
+    rules = {
+        "normal": {"keep_window_size": WINDOW},
+        "ties": {"keep_window_size": WINDOW},
+        "falling": {"keep_window_size": WINDOW},
+        "rule": {
+            "keep_window_size": WINDOW // 2, "recent_window": WINDOW // 4, "recent_competes": False, "sink_tokens": 5,
+        },
+        "documents": {"keep_window_size": WINDOW},
+    }  # fmt: skip
+    for kind, rule in rules.items():
+        *leaves, dout = inputs(session, COMPARED, 1, scores=kind)
+        cu_seqlens = documents if kind == "documents" else None
+        if cu_seqlens is None:
+            out = whole(leaves, rule)
+        else:
+            q, k, v, s = leaves
+            chosen = select_key_intervals(s, **rule, cu_seqlens_k=documents)
+            out = flash_dmattn_func(q, k, v, attn_bias=s, key_intervals=chosen)
+        expected = with_gradients(out, leaves, dout)
+        expected = [*(t[:, rows] for t in expected[:4]), expected[4][..., rows]]
+        alike = all(
+            session.everywhere(same_keys(session, rows, leaves[3].detach(), rule, cu_seqlens))
+        )
+        for exchange in ("direct", "two_hops"):
+            piece = [t.detach()[:, rows].clone().requires_grad_() for t in leaves[:3]]
+            piece.append(leaves[3].detach()[..., rows].clone().requires_grad_())
+            options = {
+                "group": session.group,
+                "exchange": exchange,
+                "cu_seqlens": cu_seqlens,
+                **rule,
+            }
+            found = with_gradients(context_parallel_dmattn(*piece, **options), piece, dout[:, rows])
+            gaps = session.everywhere([gap(a, b) for a, b in zip(found, expected, strict=True)])
+            worst = [max(g) for g in zip(*gaps, strict=True)]
+            bits = session.everywhere(torch.equal(found[0], expected[0]))
+            text = " ".join(
+                f"{name} {number:.1e}" for name, number in zip(NAMES, worst, strict=True)
+            )
+            session.say(
+                f"{kind:9} {exchange:8} same keys {alike}; out bit-equal {bits}; relative to 1 GPU: {text}"
+            )
+            if kind == "normal":
+                runs = [
+                    with_gradients(
+                        context_parallel_dmattn(*piece, **options, deterministic=True),
+                        piece,
+                        dout[:, rows],
+                    )
+                    for _ in range(2)
+                ]
+                equal = all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+                session.say(
+                    f"{exchange} twice with deterministic=True: bit-equal {session.everywhere(equal)}"
+                )
+    distance_from_float32(session)
+
+
+def distance_from_float32(session: Session) -> None:
+    """How far one GPU and the pieces are from dense attention in float32."""
+    window = WINDOW // 4
+    *leaves, dout = inputs(session, BY_ORACLE, 2)
+    q, k, v, s = (t.detach().float().requires_grad_() for t in leaves)
+    mask = select_key_intervals(s, window).to_mask()
+    outs = []
+    for head in range(HQ):
+        shared = head // (HQ // HKV)
+        scores = q[0, :, head] @ k[0, :, shared].T * D**-0.5 + s[0, shared]
+        scores = scores.masked_fill(~mask[0, shared], -torch.inf)
+        outs.append(scores.softmax(-1) @ v[0, :, shared])
+    exact = with_gradients(torch.stack(outs, 1)[None], [q, k, v, s], dout.float())
+    rule = {"keep_window_size": window}
+    one = with_gradients(whole(leaves, rule), leaves, dout)
+    rows = session.piece(BY_ORACLE)
+    piece = [t.detach()[:, rows].clone().requires_grad_() for t in leaves[:3]]
+    piece.append(leaves[3].detach()[..., rows].clone().requires_grad_())
+    found = context_parallel_dmattn(*piece, group=session.group, **rule)
+    found = with_gradients(found, piece, dout[:, rows])
+    wanted = [*(t[:, rows] for t in exact[:4]), exact[4][..., rows]]
+    gaps = session.everywhere([gap(a, b) for a, b in zip(found, wanted, strict=True)])
+    pairs = zip(
+        NAMES,
+        [gap(a, b) for a, b in zip(one, exact, strict=True)],
+        zip(*gaps, strict=True),
+        strict=True,
+    )
+    session.say(
+        "distance from float32, 1 GPU / pieces: "
+        + " ".join(f"{n} {a:.1e}/{max(b):.1e}" for n, a, b in pairs)
+    )
+
+
+def disagree(session: Session) -> None:
+    """Ranks with other windows: an error on each of them, and nobody waits."""
+    *piece, _ = inputs(session, COMPARED, 1, session.piece(COMPARED))
+    try:
+        context_parallel_dmattn(*piece, group=session.group, keep_window_size=WINDOW + session.rank)
+        found = "no error"
+    except ValueError as error:
+        found = str(error)
+    session.say(f"ranks that disagree: {session.everywhere(found)}")
+
+
+# ---- Quick -----------------------------------------------------------------------------------------
+
+
+def median_ms(session: Session, body: Callable[[], object], together: bool = True) -> float:
+    """Milliseconds of a body on this rank, one of several behind one another; the GPU has worked for a third of a second before."""
+
+    def run(count: int) -> float:
+        if GPU:
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+        start = time.perf_counter()
+        for _ in range(count):
+            body()
+        if not GPU:
+            return (time.perf_counter() - start) * 1e3 / count
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last) / count
+
+    run(2)
+    once = run(2)
+    once = max(session.everywhere(once)) if together else once
+    run(max(1, min(40, int(350 / once))))
+    count = max(2, min(30, int(120 / once)))
+    times = []
+    for _ in range(5):
+        if together:
+            session.meet()
+        times.append(run(count))
+    return statistics.median(times)
+
+
+def on_one(session: Session, length: int) -> dict:
+    """Times of the whole on rank 0, while the others wait."""
+    found = None
+    if session.rank == 0:
+        *leaves, dout = inputs(session, length, 3)
+        session.clear()
+        rule = {"keep_window_size": WINDOW}
+
+        def forward():
+            with torch.no_grad():
+                whole(leaves, rule)
+
+        found = {
+            "forward": median_ms(session, forward, together=False),
+            "both": median_ms(session, lambda: with_gradients(whole(leaves, rule), leaves, dout), together=False),
+            "peak_mb": torch.cuda.max_memory_allocated() / 2**20 if GPU else 0.0,
+        }  # fmt: skip
+    session.meet()
+    return session.everywhere(found)[0]
+
+
+def on_pieces(session: Session, length: int, exchange: str, headroom: bool) -> dict:
+    rows = session.piece(length)
+    n = rows.stop - rows.start
+    *piece, dout = inputs(session, length, 3, rows)
+    W = boundary_places(session.group, n, WINDOW)
+    if headroom:
+        for i in (1, 2):
+            wide = piece[i].new_zeros((1, W + n, HKV, D))
+            wide[:, W:] = piece[i].detach()
+            piece[i] = wide.requires_grad_()
+    q, *keys = piece
+    options = {
+        "group": session.group, "keep_window_size": WINDOW, "exchange": exchange, "headroom": headroom, "check": False,
+    }  # fmt: skip
+    session.clear()
+
+    def forward():
+        with torch.no_grad():
+            attend(q, begin(*keys, **options))
+
+    def both():
+        with_gradients(attend(q, begin(*keys, **options)), piece, dout)
+
+    found = {"forward": median_ms(session, forward), "both": median_ms(session, both)}
+    found["peak_mb"] = torch.cuda.max_memory_allocated() / 2**20 if GPU else 0.0
+    before = exchanged_bytes(session.group)
+    forward()
+    middle = exchanged_bytes(session.group)
+    both()
+    after = exchanged_bytes(session.group)
+    parts = {
+        f"{way} MB": max(b.sent - a.sent, b.received - a.received) / 1e6
+        for way, a, b in (("forward", before, middle), ("forward + backward", middle, after))
+    }
+    with torch.no_grad():
+        parts["begin"] = median_ms(session, lambda: begin(*keys, **options))
+        if headroom and length == LENGTHS[0]:
+            checked = {**options, "check": True}
+            parts["begin, checked"] = median_ms(session, lambda: begin(*keys, **checked))
+        pending = begin(*keys, **options)
+        parts["attend"] = median_ms(session, lambda: attend(q, pending))
+    leaves = [t.detach().requires_grad_() for t in (q, pending.key, pending.value, pending.bias)]
+    free = pending._replace(
+        key=leaves[1], value=leaves[2], scores=leaves[3].detach(), bias=leaves[3]
+    )
+    parts["attend both"] = median_ms(
+        session, lambda: with_gradients(attend(leaves[0], free), leaves, dout)
+    )
+    found["parts"] = parts
+    return {"slowest": slowest(session.everywhere(found)), "ranks": session.everywhere(found)}
+
+
+def slowest(found: list[dict]) -> dict:
+    return {
+        key: slowest([f[key] for f in found])
+        if isinstance(value, dict)
+        else max(f[key] for f in found)
+        for key, value in found[0].items()
+    }
+
+
+def in_a_graph(session: Session, length: int, exchange: str) -> dict:
+    """Forward and backward, collectives included, captured once and replayed."""
+    rows = session.piece(length)
+    *piece, dout = inputs(session, length, 3, rows)
+    options = {
+        "group": session.group, "keep_window_size": WINDOW, "exchange": exchange, "check": False, "deterministic": True,
+    }  # fmt: skip
+
+    def both():
+        return with_gradients(context_parallel_dmattn(*piece, **options), piece, dout)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            eager = both()
+    torch.cuda.current_stream().wait_stream(side)
+    session.meet()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = both()
+    session.meet()
+    ms = max(session.everywhere(median_ms(session, graph.replay)))
+    alike = all(torch.equal(a, b) for a, b in zip(eager, captured, strict=True))
+    session.say(
+        f"N {length} {exchange}: in a graph {ms:.3f} ms, bit-equal to eager {session.everywhere(alike)}"
+    )
+    return {"forward": None, "both": ms}
+
+
+def beside_projection(session: Session, length: int) -> dict[str, dict]:
+    """begin, the projection of queries and attend, with the exchange on the stream of the projection or on one of its own."""
+    rows = session.piece(length)
+    q, *keys, dout = inputs(session, length, 3, rows)
+    n, width = rows.stop - rows.start, 2 * HQ * D if not GPU else 2048
+    hidden = torch.randn((n, width), device=session.device).to(DTYPE).requires_grad_()
+    weight = (torch.randn((width, HQ * D), device=session.device) / width**0.5).to(DTYPE)
+    weight.requires_grad_()
+    leaves = [hidden, weight, *keys]
+    found, results = {}, []
+    streams = {"one stream": None}
+    if GPU:
+        streams["own stream"] = torch.cuda.Stream()
+    for name, stream in streams.items():
+        options = {
+            "group": session.group,
+            "keep_window_size": WINDOW,
+            "check": False,
+            "stream": stream,
+        }
+
+        def both(options=options):
+            pending = begin(*keys, **options)
+            query = (hidden @ weight).view(1, n, HQ, D)
+            return with_gradients(attend(query, pending, deterministic=True), leaves, dout)
+
+        def forward(options=options):
+            with torch.no_grad():
+                pending = begin(*keys, **options)
+                attend((hidden @ weight).view(1, n, HQ, D), pending)
+
+        found[name] = {"forward": median_ms(session, forward), "both": median_ms(session, both)}
+        results.append(both())
+    alike = all(torch.equal(a, b) for a, b in zip(results[0], results[-1], strict=True))
+    session.say(f"N {length} beside a projection: bit-equal {session.everywhere(alike)}")
+    with torch.no_grad():
+        projection = median_ms(session, lambda: hidden @ weight)
+    for times in found.values():
+        times["parts"] = {"projection": projection}
+    return {name: slowest(session.everywhere(times)) for name, times in found.items()}
+
+
+def measure(session: Session) -> None:
+    kind = str(DTYPE).removeprefix("torch.")
+    for length in LENGTHS:
+        if session.left() < 40:
+            session.say(f"N {length}: no time left")
+            return
+        case = Case(PER_QUERY, length, D, WINDOW, HQ, HKV)
+        one = on_one(session, length)
+        session.clear()
+        sides = {"one GPU": one}
+        wanted = [
+            ("pieces", "direct", False),
+            ("headroom", "direct", True),
+            ("two hops", "two_hops", True),
+        ]
+        for side, exchange, headroom in wanted:
+            if session.left() < 25:
+                break
+            sides[side] = on_pieces(session, length, exchange, headroom)["slowest"]
+            session.clear()
+        if GPU and length == LENGTHS[0]:
+            sides["graph"] = in_a_graph(session, length, "direct")
+            sides["graph, two hops"] = in_a_graph(session, length, "two_hops")
+            session.clear()
+        if length == LENGTHS[1]:
+            for name, found in beside_projection(session, length).items():
+                sides[f"projection, {name}"] = found
+            session.clear()
+        for side, found in sides.items():
+            times = [found["forward"], found["both"]]
+            speed = [
+                None if t is None else a / t
+                for a, t in zip((one["forward"], one["both"]), times, strict=True)
+            ]
+            expected = EXPECTED.get(length, {}).get(side, "")
+            shown = ", ".join("–" if t is None else f"{t:.3f}" for t in times)
+            gain = ", ".join("–" if x is None else f"{x:.2f}" for x in speed)
+            rest = {k: round(v, 3) for k, v in found.get("parts", {}).items()}
+            session.say(
+                f"N {length:>8} {side:16} fw, fw + bw: {shown} ms; {gain} x (expected {expected}); {rest}"
+            )
+            measured = {k: v for k, v in found.items() if k in ("both", "peak_mb", "parts")}
+            name = side if side == "one GPU" else f"{session.size} GPUs, {side}"
+            session.rows.append(record.row(case, name, kind, found["forward"], **measured))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="the record")
+    parser.add_argument("--commit", help="of the sources, outside a checkout")
+    parser.add_argument("--budget", type=float, default=280, help="seconds")
+    options = parser.parse_args()
+    session = Session(options.budget)
+    watch = threading.Timer(
+        options.budget + 10, lambda: os._exit(3)
+    )  # where a collective waits for ever
+    watch.daemon = True
+    watch.start()
+    about = machine.machine(session.device.type)
+    session.say(
+        f"{about['name']} x {session.size}, torch {torch.__version__}, H{HQ} Hkv{HKV} D{D} w{WINDOW} {DTYPE}"
+    )
+    for step in (disagree, compare, measure):
+        step(session)
+    if options.json and session.rank == 0:
+        note = (
+            "median of 5 rounds of calls behind one another, of the slowest rank; both: forward and backward; parts in ms and MB; "
+            "headroom: keys and values behind free rows, into which those of other ranks are received"
+        )
+        about["name"] += f" x {session.size}"
+        record.write(
+            options.json,
+            {
+                "machine": about,
+                "commit": options.commit or machine.commit(),
+                "command": "torchrun " + " ".join(["context_parallel.py", *sys.argv[1:]]),
+                "versions": {"torch": torch.__version__},
+                "note": note,
+                "rows": session.rows,
+            },
+        )
+    session.meet()
+    sys.stdout.flush()
+    os._exit(0)  # threads of gloo outlive their group
+
+
+if __name__ == "__main__":
+    main()

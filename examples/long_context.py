@@ -1,0 +1,200 @@
+"""Trains a Doge from scratch on one long sequence a step, whose pieces are on several GPUs.
+
+    torchrun --nproc_per_node 2 examples/long_context.py --seq-len 262144
+    torchrun --nproc_per_node 2 examples/long_context.py --seq-len 262144 --cp 1     # the same batches, whole sequences
+
+Ranks form a mesh (dp, cp): parameters are sharded over all of them (FSDP2), every sequence over cp. The text is Python's standard
+library, as bytes. Without a GPU it runs on processes of the CPU. A run with --output goes on where it was stopped, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers import DogeConfig, DogeForCausalLM
+
+from doge_demo.corpus import random_batch, standard_library
+from flash_dmattn.distributed import ContextParallel, exchanged_bytes
+from flash_dmattn.integrations.transformers import enable_flash_dmattn
+
+VOCABULARY = 256  # bytes
+TOKENS_OF_LOGITS = 8192  # at a time: the logits of a million tokens would not fit
+
+
+class Trainee(nn.Module):
+    """A Doge and the sum of its losses, whose logits exist for some tokens at a time."""
+
+    def __init__(self, doge: DogeForCausalLM):
+        super().__init__()
+        self.doge = doge
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, shift_labels: Tensor) -> Tensor:
+        hidden = self.doge.model(
+            input_ids, position_ids=position_ids, use_cache=False
+        ).last_hidden_state
+        parts = zip(
+            hidden.flatten(0, 1).split(TOKENS_OF_LOGITS),
+            shift_labels.flatten().split(TOKENS_OF_LOGITS),
+            strict=True,
+        )
+        return sum(checkpoint(self.losses, *part, use_reentrant=False) for part in parts)
+
+    def losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        logits = self.doge.lm_head(hidden).float()
+        return F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+
+
+def make_trainee(options: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> Trainee:
+    torch.manual_seed(options.seed)  # the same parameters on all ranks
+    config = DogeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=options.hidden,
+        intermediate_size=3 * options.hidden,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.hidden // options.head_dim,
+        num_key_value_heads=max(1, options.hidden // options.head_dim // 2),
+        max_position_embeddings=options.seq_len,
+        keep_window_size=options.window,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    doge = DogeForCausalLM(config).to(device)
+    enable_flash_dmattn(doge, context_parallel=mesh["cp"] if mesh["cp"].size() > 1 else None)
+    if options.checkpoint:
+        doge.gradient_checkpointing_enable({"use_reentrant": False})
+    if options.compile:
+        for layer in doge.model.layers:
+            layer.compile()
+    trainee = Trainee(doge).train()
+    every = mesh["dp", "cp"]._flatten("dp_cp")
+    precision = MixedPrecisionPolicy()
+    if device.type == "cuda":
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in doge.model.layers:
+        fully_shard(layer, mesh=every, mp_policy=precision)
+    return fully_shard(trainee, mesh=every, mp_policy=precision)
+
+
+def batch_of(text: Tensor, step: int, options: argparse.Namespace, dp_rank: int) -> Tensor:
+    """The sequences of a step: the same whatever the number of pieces is, and when a run goes on."""
+    generator = torch.Generator().manual_seed(options.seed * 1000003 + step)
+    batch = random_batch(text, options.batch, options.seq_len, generator)
+    return batch.tensor_split(options.dp)[dp_rank]
+
+
+def train(options: argparse.Namespace) -> list[dict]:
+    """The record of each step, on every rank."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    mesh = init_device_mesh(device.type, (options.dp, options.cp), mesh_dim_names=("dp", "cp"))
+    trainee = make_trainee(options, mesh, device)
+    cp, every = ContextParallel(mesh["cp"]), ContextParallel(mesh["dp", "cp"]._flatten("dp_cp"))
+    optimizer = torch.optim.AdamW(trainee.parameters(), lr=options.learning_rate)
+    text, first = standard_library().training, 0
+    saved = options.output and options.output / "state"
+    if saved and (saved / ".metadata").exists():
+        first = load(saved, trainee, optimizer)
+    record = []
+    for step in range(first, options.steps):
+        began, moved = time.perf_counter(), exchanged_bytes(mesh["cp"])
+        tokens = batch_of(text, step, options, mesh.get_local_rank("dp")).to(device)
+        piece = cp.shard(tokens, tokens, multiple=8)
+        total = trainee(piece.input_ids, piece.position_ids, piece.shift_labels)
+        loss = every.mean(total, (piece.shift_labels != -100).sum())
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(trainee.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found = {"step": step, "loss": loss.item(), "gradient_norm": float(norm.full_tensor())}
+        seconds = time.perf_counter() - began
+        found["tokens_per_second_and_rank"] = options.batch * options.seq_len / seconds / every.size
+        found["exchanged_mb"] = (exchanged_bytes(mesh["cp"]).received - moved.received) / 1e6
+        if cuda:
+            found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        record.append(found)
+        if every.rank == 0:
+            print(" ".join(f"{name} {value:.6g}" for name, value in found.items()), flush=True)
+        if saved and ((step + 1) % options.save_every == 0 or step + 1 == options.steps):
+            save(saved, trainee, optimizer, step + 1)
+    return record
+
+
+def save(folder: Path, trainee: Trainee, optimizer: torch.optim.Optimizer, step: int) -> None:
+    model, states = get_state_dict(trainee, optimizer)
+    dcp.save({"model": model, "optimizer": states, "step": step}, checkpoint_id=folder)
+
+
+def load(folder: Path, trainee: Trainee, optimizer: torch.optim.Optimizer) -> int:
+    """The step with which the training goes on."""
+    model, states = get_state_dict(trainee, optimizer)
+    state = {"model": model, "optimizer": states, "step": 0}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        trainee, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    return state["step"]
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--seq-len", type=int, default=65536, help="tokens of a sequence")
+    add("--cp", type=int, help="ranks that share a sequence; all of them by default")
+    add("--batch", type=int, help="sequences of a step; by default one for each group of ranks")
+    add("--steps", type=int, default=50)
+    add("--window", type=int, default=2048, help="keys that a query keeps")
+    add("--layers", type=int, default=8)
+    add("--hidden", type=int, default=1024)
+    add("--head-dim", type=int, default=128)
+    add("--learning-rate", type=float, default=1e-3)
+    add("--seed", type=int, default=0)
+    add("--checkpoint", action="store_true", help="compute layers again in the backward")
+    add("--compile", action="store_true", help="by torch.compile, each layer")
+    add("--save-every", type=int, default=50, help="steps")
+    add("--output", type=Path, help="folder of the state and of record.json")
+    options = parser.parse_args(arguments)
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    options.cp = ranks if options.cp is None else options.cp
+    if options.cp < 1 or ranks % options.cp:
+        parser.error(f"--cp: got {options.cp}, expected a divisor of {ranks} ranks")
+    options.dp = ranks // options.cp
+    options.batch = options.dp if options.batch is None else options.batch
+    if options.batch % options.dp:
+        parser.error(f"--batch: got {options.batch}, expected a multiple of {options.dp}")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    record = train(options)
+    if options.output and dist.get_rank() == 0:
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "record.json").write_text(json.dumps(record, indent=1))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # threads of gloo outlive their group
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""The arguments of context parallelism in normal form, and what the ranks of a group compare of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._core.checks import (
+    DTYPES,
+    MASK_VALUE,
+    autocast_tensors,
+    check_count,
+    check_tensor,
+    resolve_flag,
+    widen_bias,
+)
+from .._core.numerics import resolve_nonfinite
+from ..keys.places import check_offsets
+from ..keys.rule import KeySelection
+from .exchange import EXCHANGES, Exchange, choose_exchange
+from .shards import Border, Shards, begins_of_documents
+from .wire import Wire
+
+SCORES = "scores"  # as attn_bias: the scores that choose are added, too
+
+
+class Call(NamedTuple):
+    """The arguments of one call, which are right."""
+
+    border: Border
+    exchange: Exchange
+    key: Tensor  # [B, n, Hkv, D], behind `places` free rows where there is headroom
+    value: Tensor
+    headroom: bool
+    scores: Tensor  # float32 [B, Hkv, n]; NaN: never chosen
+    bias: Tensor | None  # float32 [B, Hkv, n]; the same values as scores where these are added
+    bias_is_score: bool
+    present: Tensor | None  # bool [B, Hkv or 1, n]
+    documents: Tensor | None  # int64 [B or 1, documents + 1]
+
+    @classmethod
+    def checked(
+        cls,
+        wire: Wire,
+        key: Tensor,
+        value: Tensor,
+        scores: Tensor,
+        attn_bias: str | Tensor | None,
+        rule: KeySelection,
+        key_mask: Tensor | None,
+        cu_seqlens: Tensor | Sequence[int] | None,
+        position_ids: Tensor | None,
+        lengths: Sequence[int] | None,
+        headroom: bool,
+        exchange: str,
+        nonfinite: str,
+        query: Tensor | None,
+    ) -> Call:
+        rule = _checked_rule(rule)
+        headroom = resolve_flag(headroom, "headroom")
+        key, value = autocast_tensors(key, value)
+        _check_rows(key, value)
+        batch, rows, heads, _ = key.shape
+        if len(rule.windows()) not in (1, heads):
+            raise ValueError(
+                f"keep_window_size: got {len(rule.windows())} sizes, expected one, or {heads} for as many key heads"
+            )
+        check_tensor(scores, "scores")
+        n = scores.shape[-1] if scores.dim() else 0
+        shards = Shards.of(wire.rank, checked_lengths(lengths, wire, n))
+        documents = _documents(cu_seqlens, position_ids, batch, shards.begins[-1], key.device)
+        begun = None if documents is None else begins_of_documents(documents, shards.begins)
+        border = Border.of(shards, rule, heads, begun, resolve_nonfinite(nonfinite))
+        expected = n + (border.places if headroom else 0)
+        if rows != expected:
+            words = f"{border.places} places and {n} tokens" if headroom else f"{n} tokens"
+            raise ValueError(
+                f"key: got {rows} rows, expected {expected}: as many as scores have ({words})"
+            )
+        if query is not None:
+            _check_query(query, key, n)
+        scores = _per_key(scores, "scores", key, n)
+        bias_is_score = isinstance(attn_bias, str)
+        if bias_is_score and attn_bias != SCORES:
+            raise ValueError(f"attn_bias: got {attn_bias!r}, expected 'scores', a tensor or None")
+        present = _checked_mask(key_mask, batch, n, key.device)
+        bias = None
+        if bias_is_score:
+            bias = scores
+        elif attn_bias is not None:
+            bias = _per_key(attn_bias, "attn_bias", key, n)
+        # A bias that masks hides its key, as in flash_dmattn_func: from the choice, and from the sinks.
+        if bias is not None and rule.sink_tokens > 0:
+            shown = bias.detach() > MASK_VALUE[bias.dtype]
+            present = shown if present is None else present & shown
+        elif bias is not None and not bias_is_score:
+            scores = scores.masked_fill(bias.detach() <= MASK_VALUE[bias.dtype], float("nan"))
+        if present is not None:
+            scores = scores.masked_fill(~present, float("nan"))
+        if bias_is_score:
+            bias = scores
+        made = choose_exchange(exchange, wire.size)(wire, border)
+        return cls(
+            border,
+            made,
+            key,
+            value,
+            headroom,
+            scores.detach(),
+            bias,
+            bias_is_score,
+            present,
+            documents,
+        )
+
+    def numbers(self) -> dict[str, int]:
+        """The numbers that have to be the same on all ranks, by the names of wire.COMPARED."""
+        rule, begins = self.border.rule, self.border.shards.begins
+        batch, _, heads, head_dim = self.key.shape
+        threshold = () if rule.score_threshold is None else (rule.score_threshold,)
+        documents = () if self.documents is None else tuple(map(tuple, self.documents.tolist()))
+        rows_learn, bias_learns = (
+            torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+            for tensors in ((self.key, self.value), (self.bias,))
+        )
+        return {
+            "batch": batch,
+            "heads": heads,
+            "head_dim": head_dim,
+            "value_dim": self.value.shape[3],
+            "dtype": DTYPES.index(self.key.dtype),
+            "lengths": _as_one([b - a for a, b in pairwise(begins)]),
+            "keep_window_size": _as_one(rule.windows()),
+            "rule": hash((rule.recent_window, rule.recent_competes, rule.sink_tokens, *threshold)),
+            "documents": hash(documents),
+            "attn_bias": (self.bias is not None) + self.bias_is_score,
+            "exchange": list(EXCHANGES.values()).index(type(self.exchange)),
+            "requires_grad": rows_learn + 2 * bias_learns,
+        }
+
+
+def _as_one(numbers: Sequence[int]) -> int:
+    """The number, where they are one, or their hash, which is that of other processes too."""
+    return numbers[0] if len(set(numbers)) == 1 else hash(tuple(numbers))
+
+
+def _checked_rule(rule: KeySelection) -> KeySelection:
+    rule = rule.checked()
+    if rule.selection != "per_query":
+        raise ValueError(
+            f"selection: got {rule.selection!r}, expected 'per_query': a global choice reads later ranks, too"
+        )
+    if rule.keep_window_size is None:
+        raise ValueError(
+            "keep_window_size: got None, expected a number: without one the keys that later ranks see are all keys"
+        )
+    return rule
+
+
+def check_causality(is_causal: object) -> None:
+    if not resolve_flag(is_causal, "is_causal"):
+        raise ValueError(
+            "is_causal: got False, expected True: without causality a query sees keys of later ranks"
+        )
+
+
+def _check_rows(key: Tensor, value: Tensor) -> None:
+    for name, tensor in (("key", key), ("value", value)):
+        check_tensor(tensor, name)
+        if tensor.dim() != 4:
+            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected [B, n, Hkv, D]")
+    if value.shape[:3] != key.shape[:3]:
+        raise ValueError(
+            f"value: got shape {tuple(value.shape)}, expected {tuple(key.shape[:3])} and a head dimension"
+        )
+    if key.dtype not in DTYPES or value.dtype != key.dtype or value.device != key.device:
+        raise TypeError(
+            f"value: got {value.dtype} on {value.device} with a key of {key.dtype} on {key.device}, expected a floating dtype, "
+            "the same of both"
+        )
+
+
+def _check_query(query: Tensor, key: Tensor, n: int) -> None:
+    check_tensor(query, "query")
+    batch, _, heads, head_dim = key.shape
+    fits = query.dim() == 4 and (query.shape[0], query.shape[1], query.shape[3]) == (
+        batch,
+        n,
+        head_dim,
+    )
+    if not fits or (heads and query.shape[2] % heads):
+        raise ValueError(
+            f"query: got shape {tuple(query.shape)}, expected [{batch}, {n}, Hq, {head_dim}] with Hq a multiple of {heads}"
+        )
+
+
+def checked_lengths(lengths: Sequence[int] | None, wire: Wire, n: int) -> tuple[int, ...]:
+    if lengths is None:
+        return (n,) * wire.size
+    if isinstance(lengths, Tensor) or len(lengths) != wire.size:
+        raise ValueError(
+            f"lengths: got {lengths!r}, expected a number for each of {wire.size} ranks"
+        )
+    for length in lengths:
+        check_count(length, "lengths")
+    if lengths[wire.rank] != n:
+        raise ValueError(
+            f"lengths: got {lengths[wire.rank]} for rank {wire.rank}, expected {n}, the tokens that it has"
+        )
+    return tuple(map(int, lengths))
+
+
+def _per_key(values: Tensor, name: str, key: Tensor, n: int) -> Tensor:
+    """float32 [B, Hkv, n]."""
+    check_tensor(values, name)
+    batch, _, heads, _ = key.shape
+    if values.dim() == 4 and values.shape[2] == 1:
+        values = values.squeeze(2)
+    fits = values.dim() == 3 and values.shape[0] in (1, batch) and values.shape[1] in (1, heads)
+    if not fits or values.shape[2] != n:
+        raise ValueError(
+            f"{name}: got shape {tuple(values.shape)}, expected one value per key: [{batch}, {heads} or 1, {n}]"
+        )
+    if not values.is_floating_point() or values.dtype == torch.float64:
+        raise TypeError(f"{name}: got {values.dtype}, expected float32 or 16 bits")
+    if values.device != key.device:
+        raise TypeError(f"{name}: got a tensor on {values.device}, expected {key.device}")
+    return widen_bias(values, torch.float32).expand(batch, heads, n)
+
+
+def _checked_mask(
+    key_mask: Tensor | None, batch: int, n: int, device: torch.device
+) -> Tensor | None:
+    if key_mask is None:
+        return None
+    check_tensor(key_mask, "key_mask")
+    if key_mask.dtype != torch.bool or tuple(key_mask.shape) != (batch, n):
+        raise ValueError(
+            f"key_mask: got {key_mask.dtype} of shape {tuple(key_mask.shape)}, expected bool [{batch}, {n}]: padding of this "
+            "rank's tokens; masks over pairs of tokens would need the keys of all ranks"
+        )
+    if key_mask.device != device:
+        raise TypeError(f"key_mask: got a tensor on {key_mask.device}, expected {device}")
+    return key_mask[:, None]
+
+
+def _documents(
+    cu_seqlens: Tensor | Sequence[int] | None,
+    position_ids: Tensor | None,
+    batch: int,
+    total: int,
+    device: torch.device,
+) -> Tensor | None:
+    """int64 [B or 1, documents + 1]."""
+    if cu_seqlens is None:
+        return None if position_ids is None else offsets_of_positions(position_ids, batch, total)
+    if position_ids is not None:
+        raise ValueError("position_ids: got it together with cu_seqlens, expected one of them")
+    if not isinstance(cu_seqlens, Tensor):
+        cu_seqlens = torch.tensor(list(cu_seqlens), dtype=torch.int32)
+    check_offsets(cu_seqlens, "cu_seqlens", total, batched=True)
+    offsets = cu_seqlens.to(device=device, dtype=torch.int64)
+    return offsets.reshape(-1, offsets.shape[-1])
+
+
+def offsets_of_positions(position_ids: Tensor, batch: int, total: int) -> Tensor:
+    """int64 [B or 1, N + 1]: where documents begin, and then the total as often as there is room."""
+    check_tensor(position_ids, "position_ids")
+    if position_ids.dim() == 1:
+        position_ids = position_ids[None]
+    if position_ids.is_floating_point() or tuple(position_ids.shape) not in (
+        (1, total),
+        (batch, total),
+    ):
+        raise ValueError(
+            f"position_ids: got {position_ids.dtype} of shape {tuple(position_ids.shape)}, expected integers of the whole "
+            f"sequence, [{batch} or 1, {total}]"
+        )
+    begins = position_ids.diff(dim=1, prepend=position_ids[:, :1] - 2) != 1
+    # Padding has the position 0 or 1. On a GPU reading would wait for it.
+    first = position_ids[:, :1].clamp(min=1)
+    if position_ids.is_cpu and bool((begins & (position_ids > first)).any()):
+        raise ValueError(
+            "position_ids: got positions that go on elsewhere in the sequence, expected pieces in the order of positions: "
+            "the head-tail order of torch's context parallelism (its load balancer) is another"
+        )
+    index = torch.arange(total, device=position_ids.device).expand_as(begins)
+    offsets = torch.where(begins, index, total).sort(dim=1).values
+    return torch.nn.functional.pad(offsets, (0, 1), value=total)

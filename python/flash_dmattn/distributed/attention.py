@@ -1,0 +1,336 @@
+"""Exact attention over a sequence whose pieces are on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._core.numerics import Numerics
+from ..cache import KVSlots
+from ..dispatch import attention, with_lse
+from ..keys.intervals import KeyIntervals
+from ..keys.rule import KeySelection
+from ..keys.selection import Selection
+from ..keys.visibility import Visibility
+from ..scores import with_zero_sum_gradient
+from .arguments import Call, check_causality, checked_lengths
+from .extend import Extend
+from .operators import choose_keys
+from .shards import Border, Shards
+from .wire import wire_of
+
+
+class Pending(NamedTuple):
+    """Keys of earlier ranks in front of those of this rank: what `begin` returns, for `attend` and `boundary_state`.
+
+    The first `places` keys are of earlier ranks, in the order of their positions; behind them come places without a key, whose
+    position is -1.
+    """
+
+    border: Border
+    key: Tensor  # [B, places + n, Hkv, D]
+    value: Tensor
+    scores: Tensor  # float32 [B, Hkv, places + n], NaN: never chosen
+    bias: Tensor | None  # float32, of the same shape; None: none is added
+    bias_is_score: bool
+    positions: Tensor  # int32 [B, Hkv, places], in the whole sequence
+    present: Tensor | None  # bool [B, 1 or Hkv, n]: which keys of this rank are there; None: all
+    documents: Tensor | None  # int64 [B or 1, documents + 1]: their offsets in the whole sequence
+    stream: torch.cuda.Stream | None = None  # which makes the tensors; None: the current one did
+
+
+def context_parallel_dmattn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: Tensor,
+    *,
+    group,
+    keep_window_size: int | Sequence[int],
+    attn_bias: str | Tensor | None = "scores",
+    scale: float | None = None,
+    softcap: float | None = None,
+    deterministic: bool | None = None,
+    nonfinite: str = "saturate",
+    sink_logits: Tensor | None = None,
+    bias_delay: int = 0,
+    zero_sum: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+    **options,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """flash_dmattn_func over a sequence of which each rank of a group has a piece: this rank's rows of the result.
+
+        out = context_parallel_dmattn(q, k, v, scores, group=mesh["cp"], keep_window_size=2048)
+
+    is, for consecutive pieces in the order of ranks, the same rows of
+
+        flash_dmattn_func(q, k, v, attn_bias=scores, is_causal=True, keep_window_size=2048)
+
+    with the same keys, ties included, and gradients likewise. Of all keys before its piece a rank receives those alone that the
+    last query before it sees, which are all that count from there on: at most keep_window_size for each key head, at any length.
+
+    query: [B, n, Hq, D], key, value: [B, n, Hkv, D], of this rank; n may differ (`lengths`) and may be 0.
+    scores: [B, Hkv or 1, n], by which keys are chosen; float32 is best. They have no gradient but as a bias.
+    group: ProcessGroup, or DeviceMesh of one dimension (mesh["cp"]).
+    keep_window_size: as in flash_dmattn_func; a sequence has a number for each key head.
+    attn_bias: "scores": the scores are added, too; None: nothing; [B, Hkv or 1, n]: another bias, with its gradient.
+    zero_sum: the gradient of the bias sums to 0 over the keys of each head, as DynamicMaskAttention and Doge make it. (Over the
+        keys of one piece the sum is another, so scores may not be passed through with_zero_sum_gradient before.)
+    scale, softcap, deterministic, nonfinite, sink_logits, bias_delay, return_lse, backend: as in flash_dmattn_func.
+    options: as in `begin`: recent_window and the rest of the rule, key_mask, cu_seqlens or position_ids, lengths, exchange,
+        headroom, check.
+
+    Every rank of the group has to call it, in the same order, and backward too: a loss on every rank has to use its out.
+    """
+    pending = begin(
+        key,
+        value,
+        scores,
+        group=group,
+        keep_window_size=keep_window_size,
+        attn_bias=attn_bias,
+        nonfinite=nonfinite,
+        query=query,
+        **options,
+    )
+    return attend(
+        query,
+        pending,
+        scale=scale,
+        softcap=softcap,
+        deterministic=deterministic,
+        sink_logits=sink_logits,
+        bias_delay=bias_delay,
+        zero_sum=zero_sum,
+        return_lse=return_lse,
+        backend=backend,
+    )
+
+
+def begin(
+    key: Tensor,
+    value: Tensor,
+    scores: Tensor,
+    *,
+    group,
+    keep_window_size: int | Sequence[int],
+    attn_bias: str | Tensor | None = "scores",
+    selection: str = "per_query",
+    is_causal: bool = True,
+    recent_window: int = 0,
+    recent_competes: bool = True,
+    sink_tokens: int = 0,
+    score_threshold: float | None = None,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    position_ids: Tensor | None = None,
+    lengths: Sequence[int] | None = None,
+    headroom: bool = False,
+    exchange: str = "auto",
+    nonfinite: str = "saturate",
+    check: bool | None = None,
+    stream: torch.cuda.Stream | None = None,
+    query: Tensor | None = None,
+) -> Pending:
+    """The first of the two steps of context_parallel_dmattn: exchanges keys, for which it needs no query.
+
+    key, value, scores, group, keep_window_size, attn_bias: as there.
+    selection, is_causal: "per_query" and True; others are refused.
+    recent_window, recent_competes, sink_tokens, score_threshold: as in flash_dmattn_func; a threshold needs keep_window_size.
+        A sliding window of W keys is keep_window_size=0, recent_window=W.
+    key_mask: bool [B, n], False for padding.
+    cu_seqlens: int [documents + 1] (or [B, documents + 1]), offsets of packed documents in the whole sequence, the same on all
+        ranks; tokens behind the last offset are padding. Documents may go on over any number of ranks.
+    position_ids: int [B or 1, N] of the whole sequence, instead of cu_seqlens: a document begins where positions begin again.
+    lengths: the tokens of every rank, where they are not all equal.
+    headroom: key and value have `boundary_places` rows in front, whose content does not matter, and the keys of other ranks are
+        written there: [B, places + n, Hkv, D]. Otherwise they are copied behind such rows.
+    exchange: "direct", one collective and up to (R - 1) keep_window_size rows; "two_hops", two collectives and fewer than
+        2 keep_window_size rows; "auto" takes the first for two ranks, the second for more.
+    nonfinite: as in flash_dmattn_func, for `attend` too.
+    check: whether ranks compare their arguments, so that all of them raise an error where they disagree; the host then waits for
+        the device. None: in the first 100 calls of a group. Without it ranks that disagree may wait for each other for ever.
+    stream: of a GPU, where the exchange and what belongs to it run, forward and backward, while the current stream goes on with other
+        work (the projection of queries); `attend` waits for it. None: the current stream.
+    query: this piece's, to check its shape before anything is exchanged.
+    """
+    wire = wire_of(group)
+    rule = KeySelection(
+        keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
+    )
+    call, error = None, None
+    try:
+        check_causality(is_causal)
+        call = Call.checked(
+            wire, key, value, scores, attn_bias, rule, key_mask, cu_seqlens, position_ids, lengths, headroom, exchange, nonfinite, query
+        )  # fmt: skip
+    except (TypeError, ValueError) as raised:
+        error = raised
+    devices = [t.device for t in (key, value, scores) if isinstance(t, Tensor)]
+    wire.agree(check, devices[0] if devices else "cpu", error, lambda: call.numbers())
+    if call.border.places:
+        with _on_stream(stream, call.key, call.value, call.bias, call.scores, call.present):
+            states = Extend.apply(call.key, call.value, call.bias, call.scores, call)
+    else:
+        none = call.scores.new_empty((*call.scores.shape[:2], 0), dtype=torch.int32)
+        states = call.key, call.value, call.bias, call.scores, none
+    key, value, bias, scores, positions = states
+    return Pending(
+        call.border,
+        key,
+        value,
+        bias.detach() if call.bias_is_score else scores,
+        bias,
+        call.bias_is_score,
+        positions,
+        call.present,
+        call.documents,
+        stream,
+    )
+
+
+@contextmanager
+def _on_stream(stream: torch.cuda.Stream | None, *tensors: Tensor | None) -> Iterator[None]:
+    """Runs on a stream, or on the current one, what reads tensors that the current one has made."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    _keep_for(stream, tensors)
+
+
+def _keep_for(stream: torch.cuda.Stream, tensors: Iterable[Tensor | None]) -> None:
+    """Their memory is not used for others before the stream has read them."""
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.record_stream(stream)
+
+
+def attend(
+    query: Tensor,
+    pending: Pending,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    deterministic: bool | None = None,
+    sink_logits: Tensor | None = None,
+    bias_delay: int = 0,
+    zero_sum: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The second step: attention of this piece's queries [B, n, Hq, D] to the keys that `begin` has put together.
+
+    Options as in context_parallel_dmattn. Returns out [B, n, Hq, D], or (out, lse [B, Hq, n]).
+    """
+    rule = pending.border.rule
+    if pending.stream is not None:
+        current = torch.cuda.current_stream()
+        current.wait_stream(pending.stream)
+        _keep_for(current, (pending.key, pending.value, pending.scores, pending.positions))
+    nonfinite = "saturate" if pending.border.saturate else "propagate"
+    numerics = Numerics.of(scale, None, softcap, nonfinite, deterministic)
+    bias = pending.bias
+    if zero_sum and bias is not None:
+        bias = with_zero_sum_gradient(bias)
+    own_row = None
+    if rule.is_window() and pending.documents is None and not bias_delay:
+        # Keys are in the order of their positions, and a window needs no more of them.
+        visible = Visibility(None, True)
+        selection = Selection(rule, None if pending.bias_is_score else pending.scores)
+    else:
+        own_row, visible = seen_keys(pending)
+        selection = Selection()
+    out, statistics = attention(
+        query,
+        pending.key,
+        pending.value,
+        bias,
+        visible,
+        selection,
+        numerics,
+        backend,
+        bias_delay=bias_delay,
+        own_row=own_row,
+    )
+    return with_lse(out, statistics, return_lse, None, sink_logits)
+
+
+def seen_keys(pending: Pending) -> tuple[Tensor, Visibility]:
+    """The row at each key's position, int64 [B, Hkv, places + n], and the keys that queries see."""
+    border = pending.border
+    own, chosen = choose_keys(
+        pending.scores,
+        pending.positions,
+        pending.present,
+        pending.documents,
+        border.shards.begin(),
+        border.rule,
+    )
+    n = pending.scores.shape[2] - border.places
+    return own, Visibility(keys=KeyIntervals(chosen, n, border.rule.bound(is_causal=True)))
+
+
+def boundary_places(
+    group,
+    tokens: int,
+    keep_window_size: int | Sequence[int],
+    *,
+    recent_window: int = 0,
+    sink_tokens: int = 0,
+    lengths: Sequence[int] | None = None,
+) -> int:
+    """The rows that `headroom` leaves in front of the keys and values of a rank with `tokens` tokens; other arguments as in
+    `begin`."""
+    wire = wire_of(group)
+    rule = KeySelection(keep_window_size, "per_query", recent_window, True, sink_tokens).checked()
+    shards = Shards.of(wire.rank, checked_lengths(lengths, wire, tokens))
+    return Border.of(shards, rule, 1).places
+
+
+def boundary_state(pending: Pending, *, chunk: int = 0) -> KVSlots:
+    """The keys that tokens behind this rank's piece see, as a cache from which generation goes on: of the last rank, what
+    follows the whole sequence; of others, what follows their piece.
+
+    chunk: of the cache. Where a document goes on behind the piece, positions and `seen` count from its beginning; where none does,
+    the cache is empty.
+
+    Raises ValueError for other rules than keep_window_size alone, which caches do not follow.
+    """
+    border, rule = pending.border, pending.border.rule
+    if not rule.is_window():
+        raise ValueError(
+            f"pending: got {rule}, expected keep_window_size alone, the only rule of KVSlots"
+        )
+    key, value, scores = (t.detach() for t in (pending.key, pending.value, pending.scores))
+    batch, length, heads, head_dim = key.shape
+    own = torch.arange(border.shards.begin(), border.shards.end(), device=key.device)
+    own = own.int().expand(batch, heads, -1)
+    positions = torch.cat([pending.positions, own], -1)
+    begun = 0
+    if border.begun is not None:
+        begun = border.begun[:, border.shards.rank + 1].int().expand(batch)
+        scores = scores.masked_fill(positions < begun[:, None, None], float("nan"))
+        positions = positions - begun[:, None, None]
+    cache = KVSlots(
+        batch,
+        heads,
+        rule.keep_window_size,
+        head_dim,
+        chunk=chunk,
+        dtype=key.dtype,
+        device=key.device,
+    )
+    cache.fill(key, value, scores)
+    # It has counted the keys that there are.
+    if length:
+        cache.positions.copy_(positions.gather(-1, cache.positions.long()))
+    cache.seen.copy_(torch.full_like(cache.seen, border.shards.end()) - begun)
+    return cache

@@ -1,0 +1,208 @@
+"""A batch whose sequence is cut into one piece for each rank: cutting, gathering, the mean loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._core.checks import check_count, check_tensor
+from .arguments import offsets_of_positions
+from .wire import Wire, wire_of
+
+IGNORED = -100  # a label that counts in no loss
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one rank of a batch of N tokens a row, padded to R n.
+
+    input_ids, position_ids: int [B, n]. shift_labels: int [B, n], the label of each token's next one, -100 where there is none.
+    key_mask: bool [B, n]; None: there is no padding that a token could see.
+    cu_seqlens: offsets of the documents in the whole sequence; None: there is one in each row.
+    length: N.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    shift_labels: Tensor | None
+    key_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    length: int
+
+    def attention_options(self) -> dict[str, Any]:
+        """Arguments of context_parallel_dmattn."""
+        return {"key_mask": self.key_mask, "cu_seqlens": self.cu_seqlens}
+
+
+class ContextParallel:
+    """The ranks that share the sequences of a batch; each of them is given the whole batch and keeps a piece.
+
+        cp = ContextParallel(mesh["cp"])
+        piece = cp.shard(input_ids, labels)
+        logits = model(piece.input_ids, piece.position_ids, **piece.attention_options())
+        losses = F.cross_entropy(logits.flatten(0, 1), piece.shift_labels.flatten(), reduction="sum")
+        cp.mean(losses, (piece.shift_labels != -100).sum()).backward()
+
+    group: ProcessGroup, or DeviceMesh of one dimension.
+    """
+
+    def __init__(self, group):
+        self.wire = wire_of(group)
+
+    def __deepcopy__(self, memo: dict) -> ContextParallel:
+        """The same: a copy of a model is on the same ranks."""
+        return self
+
+    @property
+    def rank(self) -> int:
+        return self.wire.rank
+
+    @property
+    def size(self) -> int:
+        return self.wire.size
+
+    def shard(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        multiple: int = 1,
+        pad_token_id: int = 0,
+    ) -> Piece:
+        """This rank's piece of a batch, which is the same on all ranks. Pieces are consecutive, in the order of ranks, and equally
+        long; padding goes behind the sequence.
+
+        input_ids: int [B, N]. labels: int [B, N], one for each token, not shifted: here they are shifted before the sequence is
+            cut, as the label of a piece's last token is the first token of the next piece.
+        position_ids: int [B or 1, N]; where they begin again a document begins. By default they count the tokens of each
+            document. attention_mask: [B, N], 0 for padding.
+        cu_seqlens: int [documents + 1], offsets of packed documents, B = 1. The first token of a document is no label.
+        multiple: the length of a piece is a multiple of it.
+        """
+        check_tensor(input_ids, "input_ids")
+        if input_ids.dim() != 2:
+            raise ValueError(f"input_ids: got shape {tuple(input_ids.shape)}, expected [B, N]")
+        check_count(multiple, "multiple")
+        batch, length = input_ids.shape
+        parts = {"labels": labels, "attention_mask": attention_mask}
+        for name, tensor in parts.items():
+            if tensor is not None and tensor.shape != input_ids.shape:
+                raise ValueError(
+                    f"{name}: got shape {tuple(tensor.shape)}, expected {(batch, length)}"
+                )
+        offsets = None
+        if cu_seqlens is not None:
+            offsets = cu_seqlens.to(device=input_ids.device, dtype=torch.int64).reshape(1, -1)
+        elif position_ids is not None and attention_mask is None:
+            offsets = short_offsets(offsets_of_positions(position_ids, batch, length), length)
+        tokens = self.size * max(multiple, 1)
+        padded = -(-length // tokens) * tokens
+        index = torch.arange(padded, device=input_ids.device)[None]
+        begins = torch.zeros_like(index)
+        if offsets is not None:
+            document = torch.searchsorted(
+                offsets, index.expand(offsets.shape[0], -1).contiguous(), right=True
+            )
+            begins = offsets.gather(1, (document - 1).clamp(min=0))
+        if position_ids is None:
+            position_ids = index - begins
+        else:
+            position_ids = position_ids.reshape(-1, length)
+            behind = torch.arange(1, padded - length + 1, device=index.device)
+            position_ids = torch.cat([position_ids, position_ids[:, -1:] + behind], 1)
+        shifted = None
+        if labels is not None:
+            shifted = F.pad(labels, (0, padded - length + 1), value=IGNORED)
+            if offsets is not None:
+                first = F.pad(index == begins, (0, 1), value=False).expand(batch, -1)
+                shifted = shifted.masked_fill(first, IGNORED)
+            shifted = self._cut(shifted[:, 1:], padded)
+        mask = None
+        if attention_mask is not None and not bool(attention_mask.all()):
+            mask = self._cut(F.pad(attention_mask.bool(), (0, padded - length)), padded)
+        return Piece(
+            self._cut(F.pad(input_ids, (0, padded - length), value=pad_token_id), padded),
+            self._cut(position_ids.expand(batch, -1), padded),
+            shifted,
+            mask,
+            offsets,
+            length,
+        )
+
+    def _cut(self, whole: Tensor, padded: int) -> Tensor:
+        n = padded // self.size
+        return whole[:, self.rank * n : (self.rank + 1) * n].contiguous()
+
+    def gather(self, local: Tensor, length: int | None = None) -> Tensor:
+        """The whole [B, N, ...] of pieces [B, n, ...], on every rank, without a gradient.
+
+        length: N, where pieces are padded (`Piece.length`).
+        """
+        parts = self.wire.all_gather(local.detach().contiguous())
+        whole = parts.transpose(0, 1).flatten(1, 2)
+        return whole if length is None else whole[:, :length]
+
+    def mean(self, total: Tensor, count: Tensor | int) -> Tensor:
+        """The sum of `total` over all ranks, divided by the sum of `count`, with a gradient for this rank's total.
+
+        As DDP and FSDP average gradients over ranks, the gradient counts R times: what they average is then the gradient of this
+        mean. A rank without labels has a total of 0 and takes part.
+        """
+        count = torch.as_tensor(count, device=total.device).to(torch.float64)
+        return _Mean.apply(total, count, self.wire)
+
+    def roll(self, local: Tensor, shifts: int) -> Tensor:
+        """This rank's piece of torch.roll(whole, shifts, dims=1), with its gradient; pieces [B, n, ...] are equally long and have
+        at least |shifts| tokens."""
+        if abs(shifts) > local.shape[1]:
+            raise ValueError(
+                f"shifts: got {shifts}, expected at most the {local.shape[1]} tokens of a piece"
+            )
+        return local if shifts == 0 else _Roll.apply(local, shifts, self.wire)
+
+
+def short_offsets(offsets: Tensor, length: int) -> Tensor | None:
+    """Without most of the offsets behind the last document; None: there is one document in each row."""
+    documents = int((offsets < length).sum(1).max())
+    return None if documents == 1 else offsets[:, : documents + 1].contiguous()
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, total: Tensor, count: Tensor, wire: Wire) -> Tensor:
+        both = torch.stack([total.detach().double(), count])
+        dist.all_reduce(both, group=wire.group)
+        ctx.factor = wire.size / both[1].clamp(min=1)
+        return (both[0] / both[1].clamp(min=1)).to(total.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return (gradient * ctx.factor).to(gradient.dtype), None, None
+
+
+class _Roll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, local: Tensor, shifts: int, wire: Wire) -> Tensor:
+        ctx.shifts, ctx.wire = shifts, wire
+        return _rolled(local, shifts, wire)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return _rolled(gradient, -ctx.shifts, ctx.wire), None, None
+
+
+def _rolled(local: Tensor, shifts: int, wire: Wire) -> Tensor:
+    count = abs(shifts)
+    edge = local[:, -count:] if shifts > 0 else local[:, :count]
+    edges = wire.all_gather(edge.contiguous())
+    if shifts > 0:
+        return torch.cat([edges[wire.rank - 1], local[:, :-count]], 1)
+    return torch.cat([local[:, count:], edges[(wire.rank + 1) % wire.size]], 1)

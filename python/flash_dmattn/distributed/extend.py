@@ -1,0 +1,141 @@
+"""Keys of earlier ranks in front of the keys of this one, and the gradients of both."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .arguments import Call
+from .exchange import bias_of, position_of, score_of
+from .operators import collect, give_back
+from .shards import Border, keys_seen_before
+
+
+class Extend(torch.autograd.Function):
+    """(key, value, bias, scores) of a call -> key, value [B, W + n, Hkv, D], bias and scores [B, Hkv, W + n], positions int32
+    [B, Hkv, W], W = border.places. The gradients of the W rows in front return to their owners."""
+
+    @staticmethod
+    def forward(ctx, key, value, bias, scores, call: Call):
+        W = call.border.places
+        places = _places_of_winners(scores, call)
+        key, value = (_with_room(t, W, call.headroom) for t in (key, value))
+        columns = [_behind(scores, W, torch.nan)]
+        if bias is not None and not call.bias_is_score:
+            columns.append(_behind(bias, W, 0.0))
+        rows = torch.cat([_take(key, places), _take(value, places)], -1).flatten(0, 1)
+        notes = _notes(columns, places, call).flatten(0, 1)
+        rows, notes, route = collect(call.exchange, rows, notes)
+        heads = scores.shape[:2]
+        rows, notes = rows.unflatten(0, heads), notes.unflatten(0, heads)
+        found = rows.transpose(1, 2).split([key.shape[3], value.shape[3]], -1)
+        for extended, part in zip((key, value), found, strict=True):
+            extended[:, :W] = part
+        columns[0][..., :W] = score_of(notes)
+        for column in columns[1:]:
+            column[..., :W] = bias_of(notes)[..., 0]
+        positions = position_of(notes)
+        # Not the call, which would keep the keys that have been copied.
+        ctx.border, ctx.exchange, ctx.headroom = call.border, call.exchange, call.headroom
+        ctx.save_for_backward(places, route)
+        ctx.bias_learns = ctx.needs_input_grad[2]
+        scores, bias = columns[0], None if len(columns) == 1 else columns[1]
+        if call.bias_is_score:
+            scores, bias = None, columns[0]
+        fixed = (scores, positions) if ctx.bias_learns else (scores, positions, bias)
+        ctx.mark_non_differentiable(*(t for t in fixed if t is not None))
+        return key, value, bias, scores, positions
+
+    @staticmethod
+    def backward(ctx, dkey, dvalue, dbias, *_):
+        places, route = ctx.saved_tensors
+        W = ctx.border.places
+        # They come from attention alone, so that they may change in place.
+        dkey, dvalue = (t.contiguous() for t in (dkey, dvalue))
+        front = torch.cat([dkey[:, :W], dvalue[:, :W]], -1).transpose(1, 2)
+        given = [front.flatten(0, 1)]
+        if ctx.bias_learns:
+            dbias = dbias.contiguous()
+            given.append(dbias[..., :W].flatten(0, 1)[..., None])
+        sums = give_back(ctx.exchange, route, *given)
+        if sums is not None:
+            sums = [total.unflatten(0, places.shape[:2]) for total in sums]
+            for gradient, total in zip(
+                (dkey, dvalue), sums[0].split([dkey.shape[3], dvalue.shape[3]], -1), strict=True
+            ):
+                _add(gradient, places, total, ctx.border)
+            if ctx.bias_learns:
+                dbias.scatter_(-1, places, dbias.gather(-1, places) + sums[1][..., 0])
+        if ctx.headroom:
+            for gradient in (dkey, dvalue):
+                gradient[:, :W] = 0
+        else:
+            dkey, dvalue = dkey[:, W:], dvalue[:, W:]
+        return dkey, dvalue, dbias[..., W:] if ctx.bias_learns else None, None, None
+
+
+def _places_of_winners(scores: Tensor, call: Call) -> Tensor:
+    """int64 [B, Hkv, c], rows of the extended keys: of the keys that may be seen behind this rank, ascending; then as many
+    rows in front as keys are missing, each of them once."""
+    border, present = call.border, call.present
+    shards, (batch, heads, n) = border.shards, scores.shape
+    positions = torch.arange(shards.begin(), shards.end(), device=scores.device)
+    if border.begun is not None:
+        goes_on = positions >= border.begun[:, shards.rank + 1, None, None]
+        present = goes_on if present is None else present & goes_on
+    if present is not None:
+        present = present.expand(batch, heads, n).flatten(0, 1)[None]
+    found = keys_seen_before(
+        shards.end(),
+        scores.flatten(0, 1)[None],
+        positions[None, None],
+        present,
+        border.rule_of_rows(slice(None), batch),
+        border.winners,
+    )[0].unflatten(0, (batch, heads))
+    in_front = torch.arange(border.winners, device=scores.device)
+    return torch.where(found < 0, in_front, found + border.places)
+
+
+def _notes(columns: list[Tensor], places: Tensor, call: Call) -> Tensor:
+    """int32 [B, Hkv, c, 2 or 3]."""
+    border = call.border
+    positions = torch.where(
+        places < border.places, -1, places - border.places + border.shards.begin()
+    )
+    score, *bias = (column.gather(-1, places).view(torch.int32) for column in columns)
+    return torch.stack([score, positions.int(), *bias], -1)
+
+
+def _with_room(rows: Tensor, places: int, headroom: bool) -> Tensor:
+    """rows [B, places + n, H, D], of which the first are zeros."""
+    if headroom:
+        extended = rows.detach()
+    else:
+        batch, n, *rest = rows.shape
+        extended = rows.new_empty((batch, places + n, *rest))
+        extended[:, places:] = rows
+    extended[:, :places] = 0
+    return extended
+
+
+def _behind(values: Tensor, places: int, filler: float) -> Tensor:
+    """[B, H, places + n]."""
+    return torch.nn.functional.pad(values, (places, 0), value=filler)
+
+
+def _index(rows: Tensor, places: Tensor) -> Tensor:
+    """The index [B, c, H, D] of places [B, H, c] for gather and scatter along the rows of [B, L, H, D]."""
+    return places.transpose(1, 2)[..., None].expand(-1, -1, -1, rows.shape[3])
+
+
+def _take(rows: Tensor, places: Tensor) -> Tensor:
+    """[B, H, c, D] of rows [B, L, H, D]."""
+    return rows.gather(1, _index(rows, places)).transpose(1, 2)
+
+
+def _add(rows: Tensor, places: Tensor, more: Tensor, border: Border) -> None:
+    """Adds float32 [B, H, c, D] to rows [B, L, H, D] at places, none of which occurs twice."""
+    index = _index(rows, places)
+    total = rows.gather(1, index) + more.transpose(1, 2)  # float32
+    rows.scatter_(1, index, border.rounded(total, rows.dtype))

@@ -1,0 +1,153 @@
+"""The exchange as a pair of operators, and the choice of keys as one, which torch.compile and selective checkpointing see by their names.
+
+Their tensors are those of winners and places alone: to save the results of `exchange_keys` in a checkpoint costs a state of w keys,
+and the exchange does not run again.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._core.library import NAMESPACE
+from ..keys.rule import KeySelection
+from .exchange import EXCHANGES, Exchange
+from .shards import Border, Shards, keys_of_piece
+from .wire import wire_of
+
+
+def collect(exchange: Exchange, rows: Tensor, notes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`Exchange.collect`, as an operator where somebody looks at operators."""
+    if not _is_watched():
+        return exchange.collect(rows, notes)
+    return exchange_keys(rows, notes, *_operands(exchange))
+
+
+def give_back(exchange: Exchange, route: Tensor, *gradients: Tensor) -> list[Tensor] | None:
+    """`Exchange.give_back`, likewise. The operator has a result on every rank: a compiler removes one that nobody reads."""
+    if not _is_watched():
+        return exchange.give_back(route, *gradients)
+    return return_gradients(route, list(gradients), *_operands(exchange))
+
+
+def choose_keys(
+    scores: Tensor,
+    positions: Tensor,
+    present: Tensor | None,
+    documents: Tensor | None,
+    begin: int,
+    rule: KeySelection,
+) -> tuple[Tensor, Tensor]:
+    """`keys_of_piece`, likewise: inductor of torch 2.13 made other intervals of documents."""
+    if not _is_watched():
+        return keys_of_piece(scores, positions, present, documents, begin, rule)
+    options = (list(rule.windows()), *rule.options())
+    return choose_keys_of_piece(scores, positions, present, documents, begin, *options)
+
+
+def _is_watched() -> bool:
+    # Not always: by the operator a call takes 0.1 ms more of the host.
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def _operands(exchange: Exchange) -> tuple:
+    """An exchange as arguments of the operators."""
+    border, rule = exchange.border, exchange.border.rule
+    name = next(name for name, kind in EXCHANGES.items() if type(exchange) is kind)
+    return (
+        border.begun,
+        list(border.shards.begins),
+        border.heads,
+        list(rule.windows()),
+        *rule.options(),
+        border.saturate,
+        name,
+        exchange.wire.group.group_name,
+    )
+
+
+def _exchange(
+    begun, begins, heads, windows, recent, competes, sinks, threshold, saturate, name, group
+) -> Exchange:
+    wire = wire_of(dist.distributed_c10d._resolve_process_group(group))
+    rule = _rule(windows, recent, competes, sinks, threshold)
+    shards = Shards(wire.rank, tuple(begins))
+    return EXCHANGES[name](wire, Border.of(shards, rule, heads, begun, saturate))
+
+
+def _rule(windows: list[int], *options) -> KeySelection:
+    window = tuple(windows) if len(windows) > 1 else windows[0]
+    return KeySelection(window, "per_query", *options)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::choose_keys_of_piece", mutates_args=())
+def choose_keys_of_piece(
+    scores: Tensor, positions: Tensor, present: Tensor | None, documents: Tensor | None, begin: int, windows: list[int],
+    recent_window: int, recent_competes: bool, sink_tokens: int, score_threshold: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    rule = _rule(windows, recent_window, recent_competes, sink_tokens, score_threshold)
+    return keys_of_piece(scores, positions, present, documents, begin, rule)
+
+
+@choose_keys_of_piece.register_fake
+def _choose_keys_of_piece_fake(scores, *operands):
+    own = scores.new_empty(scores.shape, dtype=torch.int64)
+    return own, scores.new_empty((*scores.shape, 2), dtype=torch.int32)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::exchange_keys", mutates_args=())
+def exchange_keys(
+    rows: Tensor, notes: Tensor, begun: Tensor | None, begins: list[int], heads: int, windows: list[int], recent_window: int,
+    recent_competes: bool, sink_tokens: int, score_threshold: float | None, saturate: bool, exchange: str, group: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    made = _exchange(
+        begun, begins, heads, windows, recent_window, recent_competes, sink_tokens, score_threshold, saturate, exchange, group
+    )  # fmt: skip
+    # A result of an operator is no view of another one.
+    return tuple(t.clone(memory_format=torch.contiguous_format) for t in made.collect(rows, notes))
+
+
+@exchange_keys.register_fake
+def _exchange_keys_fake(rows, notes, *operands):
+    made = _exchange(*operands)
+    places, size = made.border.places, made.wire.size
+    P = rows.shape[0]
+    own = (P,) if made.routes_one else (size, P // math.gcd(P, size))
+    return (
+        rows.new_empty((P, places, rows.shape[2])),
+        notes.new_empty((P, places, notes.shape[2])),
+        rows.new_empty((*own, places), dtype=torch.int64),
+    )
+
+
+@torch.library.custom_op(f"{NAMESPACE}::return_gradients", mutates_args=())
+def return_gradients(
+    route: Tensor, gradients: list[Tensor], begun: Tensor | None, begins: list[int], heads: int, windows: list[int],
+    recent_window: int, recent_competes: bool, sink_tokens: int, score_threshold: float | None, saturate: bool, exchange: str,
+    group: str,
+) -> list[Tensor]:  # fmt: skip
+    made = _exchange(
+        begun, begins, heads, windows, recent_window, recent_competes, sink_tokens, score_threshold, saturate, exchange, group
+    )  # fmt: skip
+    sums = made.give_back(route, *gradients)
+    if sums is None:
+        return [t.zero_() for t in _like_sums(made, gradients)]
+    return [t.clone(memory_format=torch.contiguous_format) for t in sums]
+
+
+@return_gradients.register_fake
+def _return_gradients_fake(route, gradients, *operands):
+    return _like_sums(_exchange(*operands), gradients)
+
+
+def _like_sums(made: Exchange, gradients: list[Tensor]) -> list[Tensor]:
+    winners = made.border.winners
+    return [
+        g.new_empty(
+            (g.shape[0], winners, g.shape[2]), dtype=torch.promote_types(g.dtype, torch.float32)
+        )
+        for g in gradients
+    ]

@@ -1,0 +1,161 @@
+"""Consecutive pieces of one sequence, and the keys of earlier pieces that a later one still sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..keys.best_keys import best_keys, true_places
+from ..keys.places import Places
+from ..keys.rule import KeySelection, ShownKeys, choose_among
+
+
+class Shards(NamedTuple):
+    """One piece for each rank, in their order; `begins` has the end of the sequence, too."""
+
+    rank: int
+    begins: tuple[int, ...]
+
+    @classmethod
+    def of(cls, rank: int, lengths: Sequence[int]) -> Shards:
+        return cls(rank, (0, *accumulate(lengths)))
+
+    def begin(self) -> int:
+        return self.begins[self.rank]
+
+    def end(self) -> int:
+        return self.begins[self.rank + 1]
+
+    def ranks(self) -> int:
+        return len(self.begins) - 1
+
+    def longest(self) -> int:
+        return max(b - a for a, b in zip(self.begins, self.begins[1:], strict=False))
+
+
+class Border(NamedTuple):
+    """The facts that ranks know of each other before they exchange anything.
+
+    A rank sends the `winners` keys of its piece that may be visible behind it, and has `places` for keys of earlier pieces: the
+    same numbers on every rank, whatever the scores are.
+    """
+
+    shards: Shards
+    rule: KeySelection
+    heads: int
+    # int64 [B or 1, R + 1]: where the document that continues at each of `begins` has begun; None: there is one document.
+    begun: Tensor | None
+    winners: int
+    places: int
+    saturate: bool  # gradients in 16 bits; False: inf stays
+
+    @classmethod
+    def of(
+        cls,
+        shards: Shards,
+        rule: KeySelection,
+        heads: int,
+        begun: Tensor | None = None,
+        saturate: bool = True,
+    ) -> Border:
+        # A query sees no more keys than that; those that the last query before a border sees are all that count behind it.
+        most, _ = rule.bound(is_causal=True)
+        winners = min(most, shards.longest())
+        places = min(most, (shards.ranks() - 1) * winners)
+        return cls(shards, rule, heads, begun, winners, places, saturate)
+
+    def rounded(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        """A sum of gradients in a narrower dtype."""
+        if self.saturate and dtype != gradient.dtype:
+            limit = torch.finfo(dtype).max
+            gradient = gradient.clamp(-limit, limit)
+        return gradient.to(dtype)
+
+    def rule_of_rows(self, rows: slice, batch: int) -> KeySelection:
+        """The rule for some of the rows (b, head) as if they were heads."""
+        windows = self.rule.windows()
+        if len(windows) < 2:
+            return self.rule
+        return self.rule._replace(keep_window_size=tuple(windows * batch)[rows])
+
+
+def begins_of_documents(offsets: Tensor, borders: Sequence[int]) -> Tensor:
+    """int64 [B or 1, borders]: where the document begins that has the position behind each border; the border itself where no
+    document has it.
+
+    offsets: [B or 1, documents + 1], of packed documents in the whole sequence.
+    """
+    at = torch.stack([torch.full((1,), b, device=offsets.device) for b in borders], 1)
+    at = at.expand(offsets.shape[0], -1)
+    document = torch.searchsorted(offsets, at.contiguous(), right=True)
+    begun = offsets.gather(1, (document - 1).clamp(min=0))
+    return torch.where(at < offsets[:, -1:], begun, at)
+
+
+def keys_seen_before(
+    border: int | Tensor,
+    scores: Tensor,
+    positions: Tensor,
+    present: Tensor | None,
+    rule: KeySelection,
+    size: int,
+) -> Tensor:
+    """The places of the keys that the last query before a border sees, int64 [K, P, size], ascending, with -1 behind them.
+
+    border: the position behind that query; a number or [K, 1, 1].
+    scores: float32 [K or 1, P, L], of keys in the order of their positions; NaN is never chosen.
+    positions: int64 [K or 1, P or 1, L], of those that are present.
+    present: bool [K, P, L]: there is a key, it is before the border, and its document goes on there; None: so it is for all.
+    rule: of P heads.
+    """
+    scores = scores if present is None else scores.expand(present.shape)
+    if rule.is_window():
+        found, _ = best_keys(scores, present, rule.keep_window_size)
+    else:
+        own = positions - border + 1  # in rows of which row 0 is the last query
+        none = torch.zeros_like(own)
+        last = none + 1 if present is None else present.long()
+        seen = choose_among(scores, ShownKeys(none, last, own, none), rule, True, 1)
+        found, _ = true_places(seen[..., 1] > 0, size)
+    found = found[..., :size].long()
+    missing = size - found.shape[-1]
+    return torch.nn.functional.pad(found, (0, missing), value=-1) if missing else found
+
+
+def keys_of_piece(
+    scores: Tensor,
+    positions: Tensor,
+    present: Tensor | None,
+    documents: Tensor | None,
+    begin: int,
+    rule: KeySelection,
+) -> tuple[Tensor, Tensor]:
+    """The row at each key's position, int64 [B, H, W + n], and the intervals int32 [B, H, W + n, 2] of the n queries that see it.
+
+    scores: [B, H, W + n], of W keys of earlier ranks and those of a piece that begins at the position `begin`.
+    positions: int32 [B, H, W], of the former; -1: there is no key. present: bool [B, 1 or H, n]. documents: int64 offsets
+    [B or 1, documents + 1].
+    """
+    W = positions.shape[2]
+    n = scores.shape[2] - W
+    offsets = None if documents is None else (documents - begin).clamp(0, n)
+    piece = Places.of(n, n, cu_seqlens_k=offsets, device=scores.device)
+    last = piece.end if present is None else torch.where(present, piece.end, 0)
+    # Keys of earlier ranks are of the document to which the first token here belongs.
+    positions = positions.long()
+    exists = positions >= 0
+    document, end = None, n
+    if piece.document is not None and n:
+        of_first = piece.document[..., :1].expand(-1, -1, W)
+        document = torch.cat([of_first, piece.document], -1)
+        end = piece.end[..., :1]
+    shape = (*scores.shape[:2], n)
+    own = torch.cat([torch.where(exists, positions - begin, -1), piece.own.expand(shape)], -1)
+    last = torch.cat([torch.where(exists, end, 0), last.expand(shape)], -1)
+    first = own.clamp(min=0)
+    shown = ShownKeys(first, last, own, first, document)
+    return own, choose_among(scores, shown, rule, True, n)

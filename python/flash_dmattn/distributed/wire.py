@@ -1,0 +1,167 @@
+"""The collectives of a group, how many bytes they move, and whether its ranks agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .._core.checks import may_read
+
+CHECKED_CALLS = (
+    100  # of a group, where the caller does not say otherwise: the first steps of a model
+)
+# Ranks compare these numbers of a call.
+COMPARED = (
+    "batch", "heads", "head_dim", "value_dim", "dtype", "lengths", "keep_window_size", "rule", "documents", "attn_bias",
+    "exchange", "requires_grad",
+)  # fmt: skip
+# Its name from torch 2.13 on, and before.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_ALIGNMENT = 16  # bytes: of each part of a message, so that it can be viewed in its dtype
+
+
+class Traffic(NamedTuple):
+    """Everything that a rank has exchanged with the others of its group: bytes that it sent and received, and collectives."""
+
+    sent: int
+    received: int
+    collectives: int
+
+
+class Wire:
+    """The collectives of one group as a rank sees them."""
+
+    def __init__(self, group: ProcessGroup):
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.traffic = Traffic(0, 0, 0)
+        self.calls = 0
+
+    def swap(self, message: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Sends sent[r] bytes of a message to each rank r, and returns received[r] bytes of each, in the order of ranks.
+
+        message: uint8 [sum(sent)]. The numbers are known on the host, so nobody waits for a device.
+        """
+        found = self._all_to_all(message, list(sent), list(received))
+        others = [r for r in range(self.size) if r != self.rank]
+        before = self.traffic
+        self.traffic = Traffic(
+            before.sent + sum(sent[r] for r in others),
+            before.received + sum(received[r] for r in others),
+            before.collectives + 1,
+        )
+        return found
+
+    def _all_to_all(self, message: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        found = message.new_empty(sum(received))
+        dist.all_to_all_single(found, message, received, sent, group=self.group)
+        return found
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        """[R, ...] of the parts of all ranks."""
+        found = part.new_empty((self.size, *part.shape))
+        _all_gather(found.view(-1), part.reshape(-1), group=self.group)
+        return found
+
+    def agree(
+        self,
+        check: bool | None,
+        device: torch.device | str,
+        error: Exception | None,
+        numbers: Callable[[], dict[str, int]],
+    ) -> None:
+        """Raises on all ranks where one has an error or another number than the others.
+
+        One collective of the same size whatever the arguments are, so that it meets its like. The host waits for its result.
+        check: None: in the first calls of a group, of which all ranks have made as many.
+        """
+        self.calls += 1
+        is_first = self.calls <= CHECKED_CALLS
+        if self.size > 1 and may_read() and (is_first if check is None else check):
+            own = dict.fromkeys(COMPARED, 0) if error is not None else numbers()
+            own = torch.tensor([error is not None, *own.values()], device=device)
+            failed, *found = self.all_gather(own).t().tolist()
+            if error is None and any(failed):
+                ranks = [r for r in range(self.size) if failed[r]]
+                raise ValueError(
+                    f"group: got arguments that raise an error on ranks {ranks}, expected none"
+                )
+            if error is None:
+                _check_equal(dict(zip(COMPARED, found, strict=True)))
+        if error is not None:
+            raise error
+
+
+def _check_equal(found: dict[str, list[int]]) -> None:
+    different = {name: values for name, values in found.items() if len(set(values)) > 1}
+    if different:
+        raise ValueError(
+            f"group: got ranks that disagree, expected the same on all: {different} in the order of ranks (lists by "
+            "their hash)"
+        )
+
+
+_wires: WeakKeyDictionary[ProcessGroup, Wire] = WeakKeyDictionary()
+
+
+def wire_of(group) -> Wire:
+    """The Wire of a process group or of a device mesh of one dimension."""
+    if isinstance(group, Wire):
+        return group
+    if not isinstance(group, ProcessGroup) and hasattr(group, "get_group"):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group: got a DeviceMesh of {group.ndim} dimensions, expected one: mesh['cp'] for a dimension 'cp'"
+            )
+        group = group.get_group()
+    if not isinstance(group, ProcessGroup):
+        raise TypeError(
+            f"group: got {type(group).__name__}, expected a ProcessGroup or a DeviceMesh that this rank is in"
+        )
+    wire = _wires.get(group)
+    if wire is None:
+        wire = _wires[group] = Wire(group)
+    return wire
+
+
+def exchanged_bytes(group) -> Traffic:
+    """Everything that this rank has exchanged in calls of context parallelism so far: bytes sent and received, and collectives.
+
+    group: ProcessGroup or DeviceMesh of one dimension.
+    """
+    return wire_of(group).traffic
+
+
+def pack(*parts: Tensor) -> Tensor:
+    """uint8 [R, bytes] of parts [R, ...]."""
+    columns = []
+    for part in parts:
+        flat = part.reshape(part.shape[0], -1).contiguous().view(torch.uint8)
+        columns.append(flat)
+        padding = -flat.shape[1] % _ALIGNMENT
+        if padding:
+            columns.append(flat.new_zeros((flat.shape[0], padding)))
+    return torch.cat(columns, 1)
+
+
+def packed_bytes(*likes: Tensor) -> int:
+    """The bytes that a message has for one rank; likes: parts of it, without the first dimension."""
+    return sum(-(-like.nbytes // _ALIGNMENT) * _ALIGNMENT for like in likes)
+
+
+def unpack(message: Tensor, ranks: int, *likes: Tensor) -> list[Tensor]:
+    """Parts [ranks, ...] of a message; likes: one of each part, without the first dimension."""
+    message = message.view(ranks, -1)
+    parts, begin = [], 0
+    for like in likes:
+        part = message[:, begin : begin + like.nbytes]
+        # A row of the message is a multiple of the alignment, so that the part may be viewed where it is.
+        parts.append(part.view(like.dtype).view(ranks, *like.shape))
+        begin += packed_bytes(like)
+    return parts

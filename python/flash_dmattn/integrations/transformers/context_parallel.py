@@ -1,0 +1,178 @@
+"""A Doge of which each rank of a group has a piece of every sequence. Imports torch.distributed, which a torch may not have."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from transformers.models.doge.modeling_doge import DogeForCausalLM, DogeModel
+
+from ..._core.checks import may_read
+from ...distributed.arguments import offsets_of_positions
+from ...distributed.attention import attend, begin, boundary_state
+from ...distributed.batch import ContextParallel, short_offsets
+from ...keys.recognise import Memo
+from ..dtypes import cast_states, target_dtype
+from ..masks import causal_mask
+from .cache import DynamicMaskCache
+from .compat import find_cache
+from .doge import CONTEXT, PIECES, Context
+
+
+class Pieces(NamedTuple):
+    """The group of one forward, and the arguments of attention that all layers share."""
+
+    group: ContextParallel
+    key_mask: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
+
+    def attend(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: torch.Tensor,
+        cache: DynamicMaskCache | None,
+    ) -> torch.Tensor:
+        """A Doge layer's attention of a piece [B, n, H, D] over the whole sequences: [B, n, Hq, D]. A query that sees no key has 0,
+        where eager attention takes the mean of all values.
+
+        cache: takes over what is seen behind the piece.
+        """
+        query, key, value = cast_states((query, key, value), target_dtype(layer, query))
+        pending = begin(
+            key,
+            value,
+            scores,
+            group=self.group.wire,
+            keep_window_size=layer.keep_window_size,
+            key_mask=self.key_mask,
+            cu_seqlens=self.cu_seqlens,
+            query=query,
+        )
+        if cache is not None:
+            slots = cache.layers[layer.layer_idx]
+            slots.check_kernels(key.transpose(1, 2))
+            state = boundary_state(pending, chunk=slots.chunk)
+            slots.adopt(state, pending.border.shards.end())
+        zero_sum = not layer.round_scores_like_eager
+        return attend(query, pending, scale=layer.scaling, zero_sum=zero_sum)
+
+
+class ModelOfPieces:
+    """The attribute that `enable_flash_dmattn(model, context_parallel=...)` gives each Doge model."""
+
+    def __init__(self, models: list[torch.nn.Module], group):
+        """Raises where pieces of a sequence would give another result."""
+        for model in models:
+            if not isinstance(model, (DogeModel, DogeForCausalLM)):
+                raise ValueError(
+                    f"context_parallel: got a {type(model).__name__}, which reads one token of the whole sequence; expected a "
+                    "DogeModel or DogeForCausalLM"
+                )
+        if not any(isinstance(model, DogeModel) for model in models):
+            raise ValueError(
+                "context_parallel: got attention layers without their DogeModel, which gives them positions; expected it, too"
+            )
+        self.group = ContextParallel(group)
+
+    def __deepcopy__(self, memo: dict) -> ModelOfPieces:
+        """The same: a copy of a model is on the same ranks."""
+        return self
+
+    def changes(self, arguments_by_name: Mapping[str, object]) -> dict[str, object]:
+        """The arguments of DogeModel.forward that are other ones: layers get padding and documents from the context."""
+        tokens = arguments_by_name.get("input_ids")
+        tokens = arguments_by_name.get("inputs_embeds") if tokens is None else tokens
+        batch, length = tokens.shape[:2]
+        pieces = self._pieces(arguments_by_name, batch, length)
+        context = Context("causal", Memo() if may_read() else None, pieces)
+        mask = causal_mask(batch, tokens.device)
+        has_cache = find_cache(arguments_by_name) is not None
+        return {"attention_mask": mask, "use_cache": has_cache, CONTEXT: context}
+
+    def _pieces(self, arguments_by_name: Mapping[str, object], batch: int, length: int) -> Pieces:
+        cache = find_cache(arguments_by_name)
+        is_new = isinstance(cache, DynamicMaskCache) and all(c.is_empty for c in cache.layers)
+        if cache is not None and (torch.is_grad_enabled() or not is_new):
+            raise ValueError(
+                f"past_key_values: got a {type(cache).__name__} with context parallelism, expected none, or an empty DynamicMaskCache "
+                "without gradients, which then holds what is seen behind this rank's piece"
+            )
+        mask, positions = map(arguments_by_name.get, ("attention_mask", "position_ids"))
+        if not isinstance(positions, torch.Tensor):
+            raise ValueError(
+                "position_ids: got None with context parallelism, expected those of this rank's piece in the whole sequence, as "
+                "ContextParallel.shard cuts them: every rank would count from 0"
+            )
+        if mask is None:
+            # A piece that begins inside a document does not know it from its own positions.
+            whole = self.group.gather(positions)
+            offsets = offsets_of_positions(whole, batch, whole.shape[1])
+            offsets = short_offsets(offsets, whole.shape[1])
+            if offsets is not None and cache is not None:
+                raise ValueError(
+                    "position_ids: got positions that begin again with a cache, expected one text in each row"
+                )
+            return Pieces(self.group, None, offsets)
+        shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        if shape != (batch, length) or mask.is_floating_point():
+            raise ValueError(
+                f"attention_mask: got {shape} with context parallelism, expected padding of this rank's piece, bool or integers "
+                f"{(batch, length)}"
+            )
+        return Pieces(self.group, mask.bool(), None)
+
+
+def check_labels(model: DogeForCausalLM, args: tuple, options: dict) -> None:
+    """Before DogeForCausalLM.forward: labels that it would shift within a piece raise."""
+    if getattr(model, PIECES, None) is None:
+        return
+    if options.get("labels") is not None:
+        for name, reason in (
+            ("shift_labels", "the label of a piece's last token is in the next piece"),
+            ("num_items_in_batch", "a mean over each piece weighs labels unequally"),
+        ):
+            if options.get(name) is None:
+                raise ValueError(
+                    f"{name}: got None with labels and context parallelism, expected it: {reason}"
+                )
+    with_router = options.get("output_router_logits")
+    if model.config.output_router_logits if with_router is None else with_router:
+        raise ValueError(
+            "output_router_logits: got True with context parallelism, expected False: its loss would count the tokens of one piece"
+        )
+
+
+class ContextParallelTrainerMixin:
+    """For a Trainer whose model has `enable_flash_dmattn(model, context_parallel=...)`: each batch is cut into pieces.
+
+        class MyTrainer(ContextParallelTrainerMixin, Trainer):
+            pass
+
+    The data loader has to give one batch to all ranks of the group, as that of accelerate's ParallelismConfig(cp_size=...) does, whose own
+    cutting, in head-tail order, is not used.
+    """
+
+    def _prepare_context_parallel_inputs(
+        self, model: torch.nn.Module, inputs: dict[str, Any]
+    ) -> tuple[Callable, dict[str, Any]]:
+        found = (getattr(module, PIECES, None) for module in model.modules())
+        of_model = next((pieces for pieces in found if pieces is not None), None)
+        if of_model is None:
+            return super()._prepare_context_parallel_inputs(model, inputs)
+        known = {"input_ids", "labels", "position_ids", "attention_mask"}
+        if unknown := inputs.keys() - known:
+            raise ValueError(
+                f"inputs: got {sorted(unknown)} in a batch, expected {sorted(known)}, which can be cut"
+            )
+        piece = of_model.group.shard(**inputs)
+        pieces = {"input_ids": piece.input_ids, "position_ids": piece.position_ids}
+        if piece.shift_labels is not None:
+            pieces |= {"labels": piece.shift_labels, "shift_labels": piece.shift_labels}
+        if piece.key_mask is not None:
+            pieces["attention_mask"] = piece.key_mask
+        return contextlib.nullcontext, pieces

@@ -1,0 +1,59 @@
+"""The best keys of a row as a list of their positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._core import ops
+from .._core.checks import check_window, clamp_count
+from .intervals import per_key_scores, select
+from .rule import KeySelection
+
+
+def select_keys(
+    scores: Tensor, keep_window_size: int, key_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The positions of the `keep_window_size` best keys of each row.
+
+        keys, counts = select_keys(scores, 1024)
+        best = key.gather(1, keys.clamp(min=0).transpose(1, 2)[..., None].expand(-1, -1, -1, D).long())
+
+    scores: [B, H, Sk] (or [B, H, 1, Sk], or [B, Sk]), any floating dtype. The choice has no gradient.
+    keep_window_size: how many keys, 0 or more.
+    key_mask: bool [B, Sk] or [B, H, Sk], False: the key is not present.
+
+    Higher scores win; of equal ones the more recent key. NaN and hidden keys are never chosen. Returns keys, int32
+    [B, H, min(keep_window_size, Sk)], ascending, with -1 behind the last one, and their number, int32 [B, H]. The host waits
+    for no device. O(Sk log keep_window_size).
+    """
+    check_window(keep_window_size)
+    scores, key_mask = per_key_scores(scores, key_mask)
+    return best_keys(scores, key_mask, clamp_count(keep_window_size))
+
+
+def best_keys(scores: Tensor, key_mask: Tensor | None, window: int) -> tuple[Tensor, Tensor]:
+    """`select_keys` of arguments in normal form: scores and key_mask [B, H, Sk]."""
+    size = min(window, scores.shape[2])
+    if size == 0:
+        empty = scores.new_empty((*scores.shape[:2], 0), dtype=torch.int32)
+        return empty, scores.new_zeros(scores.shape[:2], dtype=torch.int32)
+    if scores.is_cuda and ops.has_kernels_for(scores):
+        keys, counts = ops.select_key_list(scores, key_mask, window)
+        places = torch.arange(size, dtype=torch.int32, device=keys.device)
+        return torch.where(places < counts[..., None], keys[..., :size], -1), counts
+    chosen = select(scores, key_mask, KeySelection(window), True, 1).intervals
+    return true_places(chosen[..., 1] > 0, size)
+
+
+def true_places(mask: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The first `size` indices at which a mask [.., L] is true, int32 [.., size], ascending, with -1 behind the last one; and
+    how many values are true, int32 [..]."""
+    rank = mask.cumsum(-1, dtype=torch.int32)
+    counts = rank[..., -1] if mask.shape[-1] else rank.sum(-1, dtype=torch.int32)
+    # One place more, where all other indices go.
+    place = torch.where(mask, rank - 1, size).clamp(max=size)
+    index = torch.arange(mask.shape[-1], dtype=torch.int32, device=mask.device)
+    places = index.new_full((*mask.shape[:-1], size + 1), -1)
+    places.scatter_(-1, place.long(), index.expand(mask.shape))
+    return places[..., :size], counts

@@ -1,0 +1,429 @@
+"""Attention over a sequence cut into pieces: the rows, gradients and keys of one process, by gloo."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from processes import run_in_processes
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def compare_cases(rank, count):
+    from sharded_cases import cases, compare_with_one_process
+
+    failed = []
+    for seed, (name, case) in enumerate(cases(count).items()):
+        for exchange in ("direct", "two_hops"):
+            try:
+                compare_with_one_process(case, dist.group.WORLD, rank, exchange, seed)
+            except AssertionError as error:
+                failed.append(f"{name}, {exchange}: {error}")
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_pieces_equal_one_process(count):
+    run_in_processes(count, compare_cases, count)
+
+
+# ---- What is around the call ---------------------------------------------------------------------
+
+
+def surroundings(rank, count):
+    for check in (
+        two_steps_with_headroom,
+        device_mesh_is_a_group,
+        decoding_goes_on_from_the_last_border,
+        borders_of_documents_are_empty_or_go_on,
+        sixteen_bits_stay_within_twice_the_error,
+        ranks_that_disagree_raise_everywhere,
+        one_rank_with_an_error_raises_everywhere,
+        a_batch_is_cut_and_gathered,
+        bytes_are_those_of_the_formula,
+        checkpoints_exchange_again,
+        a_saved_exchange_does_not_run_again,
+        autocast_exchanges_sixteen_bits,
+        moved_gradients_saturate_or_propagate,
+    ):
+        try:
+            check(rank, count)
+        except Exception as error:
+            raise AssertionError(f"{check.__name__} on rank {rank} of {count}") from error
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_surroundings_equal_one_process(count):
+    run_in_processes(count, surroundings, count)
+
+
+def whole_and_piece(rank, count, n=40, heads=2, w=17, seed=0, batch=2):
+    """q, k, v, dout, scores of the whole, and the rows of a rank."""
+    q, k, v, do = (
+        normal(batch, n * count, h, 16, seed=seed + i) for i, h in enumerate((4, heads, heads, 4))
+    )
+    s = (normal(batch, heads, n * count, seed=seed + 4) * 2).round() / 2
+    return q, k, v, do, s, slice(rank * n, rank * n + n)
+
+
+def two_steps_with_headroom(rank, count):
+    from flash_dmattn.distributed import attend, begin, boundary_places, context_parallel_dmattn
+
+    q, k, v, do, s, rows = whole_and_piece(rank, count)
+    W = boundary_places(dist.group.WORLD, 40, 17)
+    assert W == 17
+    results = []
+    for headroom in (False, True):
+        piece = [t[:, rows].clone().requires_grad_() for t in (q, k, v)]
+        scores = s[..., rows].clone().requires_grad_()
+        keys = piece[1:]
+        if headroom:
+            front = torch.full((2, W, 2, 16), torch.nan)
+            keys = [torch.cat([front, t], 1) for t in keys]
+        pending = begin(
+            *keys, scores, group=dist.group.WORLD, keep_window_size=17, headroom=headroom
+        )
+        if headroom:
+            assert pending.key.data_ptr() == keys[0].data_ptr()
+        out = attend(piece[0], pending)
+        results.append([out, *torch.autograd.grad(out, [*piece, scores], do[:, rows])])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    at_once = context_parallel_dmattn(
+        *(t[:, rows] for t in (q, k, v)), s[..., rows], group=dist.group.WORLD, keep_window_size=17
+    )
+    assert torch.equal(at_once, results[0][0])
+
+
+def device_mesh_is_a_group(rank, count):
+    from flash_dmattn.distributed import context_parallel_dmattn
+
+    q, k, v, _, s, rows = whole_and_piece(rank, count)
+    mesh = init_device_mesh("cpu", (1, count), mesh_dim_names=("dp", "cp"))
+    call = [t[:, rows] for t in (q, k, v)] + [s[..., rows]]
+    out = [
+        context_parallel_dmattn(*call, group=group, keep_window_size=17)
+        for group in (mesh["cp"], dist.group.WORLD)
+    ]
+    assert torch.equal(*out)
+    with pytest.raises(ValueError, match="DeviceMesh of 2 dimensions"):
+        context_parallel_dmattn(*call, group=mesh, keep_window_size=17)
+
+
+def decoding_goes_on_from_the_last_border(rank, count):
+    from flash_dmattn import flash_dmattn_func
+    from flash_dmattn.distributed import attend, begin, boundary_state
+
+    steps, n = 12, 40
+    q, k, v, _, s, _ = whole_and_piece(rank, count, n=n + steps)
+    N = n * count
+    whole = flash_dmattn_func(q, k, v, None, s, is_causal=True, keep_window_size=17)
+    rows = slice(rank * n, rank * n + n)
+    pending = begin(
+        k[:, rows], v[:, rows], s[..., rows], group=dist.group.WORLD, keep_window_size=17
+    )
+    torch.testing.assert_close(attend(q[:, rows], pending), whole[:, rows])
+    cache = boundary_state(pending)
+    end = rows.stop
+    assert cache.seen.tolist() == [end, end]
+    for i in range(end, end + steps):
+        token = slice(i, i + 1)
+        step = cache.step(q[:, token], k[:, token], v[:, token], s[..., token].contiguous())
+        torch.testing.assert_close(step, whole[:, token])
+    assert N + steps <= q.shape[1]
+    filled = cache.positions.sort(-1).values
+    assert (filled.diff(dim=-1) > 0).all() and filled.max() < end + steps
+
+
+def borders_of_documents_are_empty_or_go_on(rank, count):
+    from flash_dmattn.distributed import begin, boundary_state
+
+    _, k, v, _, s, rows = whole_and_piece(rank, count)
+    offsets = [0, 33, 80, 40 * count]  # the second document ends with the second piece
+    pending = begin(
+        k[:, rows], v[:, rows], s[..., rows], group=dist.group.WORLD, keep_window_size=17,
+        cu_seqlens=offsets,
+    )  # fmt: skip
+    cache = boundary_state(pending)
+    begun = max(b for b in offsets if b <= rows.stop)
+    tokens = rows.stop - begun
+    assert cache.seen.tolist() == [tokens] * 2
+    assert (cache.counts[..., 0] == min(tokens, 17)).all()
+
+
+def sixteen_bits_stay_within_twice_the_error(rank, count):
+    from flash_dmattn import flash_dmattn_func
+    from flash_dmattn.distributed import context_parallel_dmattn
+
+    n, w = 96, 64
+    q, k, v, do, s, rows = whole_and_piece(rank, count, n=n)
+
+    def one_process(dtype):
+        wide = torch.promote_types(dtype, torch.float32)
+        leaves = [t.bfloat16().to(dtype).requires_grad_() for t in (q, k, v)]
+        leaves.append(s.to(wide).requires_grad_())
+        out = flash_dmattn_func(*leaves[:3], None, leaves[3], is_causal=True, keep_window_size=w)
+        found = [out.detach(), *torch.autograd.grad(out, leaves, do.bfloat16().to(dtype))]
+        return [t.double() for t in found]
+
+    exact, single = one_process(torch.float64), one_process(torch.bfloat16)
+    for exchange in ("direct", "two_hops"):
+        piece = [t[:, rows].bfloat16().requires_grad_() for t in (q, k, v)]
+        piece.append(s[..., rows].clone().requires_grad_())
+        out = context_parallel_dmattn(
+            *piece, group=dist.group.WORLD, keep_window_size=w, exchange=exchange
+        )
+        found = [out, *torch.autograd.grad(out, piece, do[:, rows].bfloat16())]
+        for i, (actual, one, wanted) in enumerate(zip(found, single, exact, strict=True)):
+            part = (..., rows) if i == 4 else (slice(None), rows)
+            ours, theirs = (t.double() - wanted[part] for t in (actual, one[part]))
+            atol = 2**-8 * wanted.abs().max()
+            assert ours.abs().max() <= 2 * theirs.abs().max() + atol
+            assert ours.abs().mean() <= 2 * theirs.abs().mean()
+
+
+def ranks_that_disagree_raise_everywhere(rank, count):
+    from flash_dmattn.distributed import context_parallel_dmattn
+
+    q, k, v, s = normal(1, 32, 4, 16), normal(1, 32, 2, 16), normal(1, 32, 2, 16), normal(1, 2, 32)
+    odd = int(rank == count - 1)
+
+    def call(*tensors, w=9, **options):
+        tensors = tensors or (q, k, v, s)
+        context_parallel_dmattn(*tensors, group=dist.group.WORLD, keep_window_size=w, **options)
+
+    short = slice(0, 32 - odd)
+    calls = {
+        "keep_window_size": lambda: call(w=9 + odd),
+        "rule": lambda: call(recent_window=odd),
+        "lengths": lambda: call(*(t[:, short] for t in (q, k, v)), s[..., short]),
+        "head_dim": lambda: call(*(t[..., : 16 - odd] for t in (q, k, v)), s),
+        "heads": lambda: call(q, *(t[:, :, : 2 - odd] for t in (k, v)), s[:, : 2 - odd]),
+        "dtype": lambda: call(*((t.bfloat16() if odd else t) for t in (q, k, v)), s),
+        "requires_grad": lambda: call(q, k, v, s.clone().requires_grad_(not odd)),
+        "documents": lambda: call(cu_seqlens=[0, 40 + odd, 32 * count]),
+        "attn_bias": lambda: call(attn_bias=None if odd else "scores"),
+        "exchange": lambda: call(exchange="direct" if odd else "two_hops"),
+    }
+    for name, wrong in calls.items():
+        with pytest.raises(ValueError, match=f"ranks that disagree.*{name}"):
+            wrong()
+    call()
+
+
+def one_rank_with_an_error_raises_everywhere(rank, count):
+    from flash_dmattn.distributed import context_parallel_dmattn
+
+    q, k, v, s = normal(1, 32, 4, 16), normal(1, 32, 2, 16), normal(1, 32, 2, 16), normal(1, 2, 32)
+    wrong = {"key_mask": torch.ones(1, 31, dtype=torch.bool)} if rank == 0 else {}
+    words = "key_mask: got" if rank == 0 else r"raise an error on ranks \[0\]"
+    with pytest.raises(ValueError, match=words):
+        context_parallel_dmattn(q, k, v, s, group=dist.group.WORLD, keep_window_size=9, **wrong)
+
+
+def a_batch_is_cut_and_gathered(rank, count):
+    from flash_dmattn.distributed import ContextParallel
+
+    cp = ContextParallel(dist.group.WORLD)
+    N = 16 * count - 3
+    tokens = torch.arange(2 * N).view(2, N)
+    piece = cp.shard(tokens, tokens, multiple=4)
+    assert piece.input_ids.shape == (2, 16) and piece.cu_seqlens is None and piece.key_mask is None
+    assert torch.equal(cp.gather(piece.input_ids, N), tokens)
+    labels = cp.gather(piece.shift_labels, N)
+    assert torch.equal(labels[:, :-1], tokens[:, 1:]) and (labels[:, -1] == -100).all()
+    assert torch.equal(cp.gather(piece.position_ids)[0], torch.arange(16 * count))
+    # Documents: positions begin again, and their first tokens are no labels.
+    positions = torch.cat([torch.arange(21), torch.arange(N - 21)])[None]
+    packed = cp.shard(tokens[:1], tokens[:1], position_ids=positions)
+    assert packed.cu_seqlens.tolist() == [[0, 21, N]]
+    again = cp.shard(tokens[:1], tokens[:1], cu_seqlens=torch.tensor([0, 21, N]))
+    assert torch.equal(cp.gather(again.position_ids, N), positions)
+    for found in (packed, again):
+        labels = cp.gather(found.shift_labels, N)[0]
+        assert (labels == -100).nonzero()[:, 0].tolist() == [20, N - 1]
+    mask = torch.ones(2, N, dtype=torch.long)
+    mask[0, :5] = 0
+    masked = cp.shard(tokens, attention_mask=mask)
+    assert torch.equal(cp.gather(masked.key_mask, N), mask.bool())
+    # The mean: of all labels, with the gradient that averaging over ranks makes right.
+    values = normal(2, 16 * count, seed=5)
+    own = values[:, rank * 16 : rank * 16 + 16].clone().requires_grad_()
+    valid = 3 * rank  # rank 0 has no label
+    loss = cp.mean(own[:, :valid].sum(), 2 * valid)
+    total = sum(values[:, r * 16 : r * 16 + 3 * r].sum() for r in range(count))
+    labels = sum(6 * r for r in range(count))
+    torch.testing.assert_close(loss, total / labels)
+    (gradient,) = torch.autograd.grad(loss, own)
+    assert torch.equal(gradient[:, valid:], torch.zeros(2, 16 - valid))
+    torch.testing.assert_close(gradient[:, :valid] / count, torch.full((2, valid), 1 / labels))
+    # Tokens that move over borders.
+    whole = normal(2, 16 * count, 3, seed=6).requires_grad_()
+    weight = normal(2, 16 * count, 3, seed=7)
+    rows = slice(rank * 16, rank * 16 + 16)
+    for shifts in (1, -1, 5, -16, 0):
+        expected = torch.roll(whole, shifts, 1)
+        (wanted,) = torch.autograd.grad(expected, whole, weight)
+        local = whole.detach()[:, rows].requires_grad_()
+        found = cp.roll(local, shifts)
+        assert torch.equal(found, expected[:, rows])
+        if shifts:
+            (gradient,) = torch.autograd.grad(found, local, weight[:, rows])
+            assert torch.equal(gradient, wanted[:, rows])
+
+
+def bytes_are_those_of_the_formula(rank, count):
+    from flash_dmattn.distributed import context_parallel_dmattn, exchanged_bytes
+
+    q, k, v, do, s, rows = whole_and_piece(rank, count, batch=1)
+    row, note, w, heads = 2 * 16 * 4, 8, 17, 2
+    for exchange in ("direct", "two_hops"):
+        piece = [t[:, rows].clone().requires_grad_() for t in (q, k, v)]
+        scores = s[..., rows].clone().requires_grad_()
+        before = exchanged_bytes(dist.group.WORLD)
+        out = context_parallel_dmattn(
+            *piece,
+            scores,
+            group=dist.group.WORLD,
+            keep_window_size=w,
+            exchange=exchange,
+            check=False,
+        )
+        middle = exchanged_bytes(dist.group.WORLD)
+        torch.autograd.grad(out, [*piece, scores], do[:, rows])
+        after = exchanged_bytes(dist.group.WORLD)
+        state = w * heads * row
+        if exchange == "direct":
+            expected = (
+                rank * (state + w * heads * note),
+                (count - 1 - rank) * (state + w * heads * 4),
+            )
+            calls = 1
+        else:
+            copies = max(1, count // heads)  # of the notes, where blocks of columns are sent
+            share = 2 * (count - 1) / count
+            expected = (
+                share * (state + copies * w * heads * note),
+                share * (state + copies * w * heads * 4),
+            )
+            calls = 2
+        for found, wanted in zip((middle, after), expected, strict=True):
+            part = found.received - (before if found is middle else middle).received
+            assert wanted <= part <= wanted + 4 * count * 16, (exchange, part, wanted)
+        assert middle.collectives - before.collectives == calls
+        assert after.collectives - middle.collectives == calls
+
+
+def checkpoints_exchange_again(rank, count):
+    from torch.utils.checkpoint import checkpoint
+
+    from flash_dmattn.distributed import context_parallel_dmattn
+
+    q, k, v, do, s, rows = whole_and_piece(rank, count)
+
+    def layer(q, k, v, s):
+        return context_parallel_dmattn(q, k, v, s, group=dist.group.WORLD, keep_window_size=17)
+
+    results = []
+    for run in (layer, lambda *args: checkpoint(layer, *args, use_reentrant=False)):
+        leaves = [t[:, rows].clone().requires_grad_() for t in (q, k, v)]
+        leaves.append(s[..., rows].clone().requires_grad_())
+        out = run(*leaves)
+        results.append([out, *torch.autograd.grad(out, leaves, do[:, rows])])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def autocast_exchanges_sixteen_bits(rank, count):
+    from flash_dmattn.distributed import begin
+
+    _, k, v, _, s, rows = whole_and_piece(rank, count)
+    with torch.autocast("cpu", torch.bfloat16):
+        pending = begin(
+            k[:, rows], v[:, rows], s[..., rows], group=dist.group.WORLD, keep_window_size=17
+        )
+    assert pending.key.dtype == pending.value.dtype == torch.bfloat16
+    assert pending.scores.dtype == torch.float32
+
+
+def a_saved_exchange_does_not_run_again(rank, count):
+    from functools import partial
+
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    from flash_dmattn.distributed import context_parallel_dmattn, exchanged_bytes
+
+    group = dist.group.WORLD
+    q, k, v, do, s, rows = whole_and_piece(rank, count)
+
+    def layer(q, k, v, s):
+        return context_parallel_dmattn(q.sin(), k, v, s, group=group, keep_window_size=17)
+
+    operators = [torch.ops.flash_dmattn.exchange_keys.default]
+    saves = partial(create_selective_checkpoint_contexts, operators)
+    results, calls = [], []
+    for options in ({}, {"context_fn": saves}):
+        leaves = [t[:, rows].clone().requires_grad_() for t in (q, k, v)]
+        leaves.append(s[..., rows].clone().requires_grad_())
+        before = exchanged_bytes(group).collectives
+        out = checkpoint(layer, *leaves, use_reentrant=False, **options)
+        results.append([out, *torch.autograd.grad(out, leaves, do[:, rows])])
+        calls.append(exchanged_bytes(group).collectives - before)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    hops = 1 if count == 2 else 2
+    assert calls == [3 * hops, 2 * hops]  # forward, again, backward
+
+
+def moved_gradients_saturate_or_propagate(rank, count):
+    from flash_dmattn.distributed import context_parallel_dmattn
+
+    k = torch.ones(1, 8, 1, 16, dtype=torch.float16)
+    results = []
+    for nonfinite in ("saturate", "propagate"):
+        leaves = [t.clone().requires_grad_() for t in (k, k, k)]
+        out = context_parallel_dmattn(
+            *leaves, torch.zeros(1, 1, 8), group=dist.group.WORLD, keep_window_size=8 * count,
+            nonfinite=nonfinite,
+        )  # fmt: skip
+        dout = torch.full_like(out, 6e4)  # a value's gradient leaves 16 bits
+        results.append(torch.autograd.grad(out, leaves, dout)[2])
+    saturated, propagated = results
+    assert saturated.isfinite().all()
+    if rank == 0:
+        assert propagated.isinf().any()
+
+
+def compiled(rank, backend):
+    from flash_dmattn.distributed import attend, begin, context_parallel_dmattn
+
+    q, k, v, do, s, rows = whole_and_piece(rank, 2)
+
+    def at_once(q, k, v, s, **options):
+        return context_parallel_dmattn(
+            q, k * 2, v, s, group=dist.group.WORLD, keep_window_size=17, **options
+        )
+
+    def in_two_steps(q, k, v, s):
+        pending = begin(k * 2, v, s, group=dist.group.WORLD, keep_window_size=17, recent_window=5)
+        return attend(q, pending)
+
+    def in_documents(q, k, v, s):
+        return at_once(q, k, v, s, cu_seqlens=torch.tensor([0, 33, 70]))
+
+    for layer in (at_once, in_two_steps, in_documents):
+        results = []
+        for run in (layer, torch.compile(layer, fullgraph=True, backend=backend)):
+            leaves = [t[:, rows].clone().requires_grad_() for t in (q, k, v)]
+            leaves.append(s[..., rows].clone().requires_grad_())
+            out = run(*leaves)
+            results.append([out, *torch.autograd.grad(out, leaves, do[:, rows])])
+        torch.testing.assert_close(*results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_calls_equal_eager_ones(backend):
+    run_in_processes(2, compiled, backend)

@@ -1,0 +1,44 @@
+"""linear_with_headroom is F.linear behind rows of zeros."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_rows_and_gradients_are_those_of_linear(dtype, with_bias):
+    from flash_dmattn.distributed import linear_with_headroom
+
+    hidden, weight = torch.randn(2, 9, 12, dtype=dtype), torch.randn(8, 12, dtype=dtype)
+    leaves = [hidden, weight] + ([torch.randn(8, dtype=dtype)] if with_bias else [])
+    leaves = [t.requires_grad_() for t in leaves]
+    bias = leaves[2] if with_bias else None
+    expected = F.linear(hidden, weight, bias)
+    found = linear_with_headroom(hidden, weight, 5, bias)
+    assert found.shape == (2, 14, 8) and found.dtype == dtype
+    torch.testing.assert_close(found[:, 5:], expected)
+    assert not found[:, :5].any()
+    dout = torch.randn(2, 9, 8, dtype=dtype)
+    wanted = torch.autograd.grad(expected, leaves, dout)
+    torch.testing.assert_close(torch.autograd.grad(found[:, 5:], leaves, dout), wanted)
+
+
+def test_autocast_has_its_dtype():
+    from flash_dmattn.distributed import linear_with_headroom
+
+    with torch.autocast("cpu", torch.bfloat16):
+        found = linear_with_headroom(torch.randn(1, 4, 12), torch.randn(8, 12), 3)
+    assert found.dtype == torch.bfloat16
+
+
+def test_bad_shapes_raise():
+    from flash_dmattn.distributed import linear_with_headroom
+
+    with pytest.raises(ValueError, match="hidden, weight: got shapes"):
+        linear_with_headroom(torch.randn(1, 4, 12), torch.randn(12, 8), 3)
+    with pytest.raises(ValueError, match="places: got -1"):
+        linear_with_headroom(torch.randn(1, 4, 12), torch.randn(8, 12), -1)

@@ -1,0 +1,112 @@
+"""Pieces of a sequence on one GPU, ranks as threads: the keys and the bits of the whole. Backward needs a process for each rank, as
+all threads share autograd's thread of a device: benchmarks/context_parallel.py compares it on several GPUs."""
+
+import pytest
+import torch
+
+from flash_dmattn import flash_dmattn_func, select_key_intervals, select_keys
+from flash_dmattn.distributed import attend, begin, boundary_places, boundary_state
+from gpu import needs_gpu
+from ranks_as_threads import run_in_threads
+from sharded_cases import keys_seen
+
+pytestmark = needs_gpu
+
+RULES = {
+    "window": {"keep_window_size": 300},
+    "heads": {"keep_window_size": (300, 70), "recent_window": 40},
+    "delayed": {"keep_window_size": 200, "recent_window": 90, "recent_competes": False, "sink_tokens": 3},
+    "threshold": {"keep_window_size": 200, "score_threshold": 0.5, "recent_window": 20},
+}  # fmt: skip
+
+
+def states(length, scores="normal"):
+    q, k, v = (
+        torch.randn(1, length, h, 64, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2)
+    )
+    s = torch.randn(1, 2, length, device="cuda")
+    return q, k, v, (s * 2).round() / 2 if scores == "ties" else s
+
+
+@pytest.mark.parametrize("window", [1, 100, 128, 1000, 5000])
+def test_select_keys_equals_the_cpu(window):
+    scores = (torch.randn(2, 3, 1000) * 8).round()
+    scores[0, 0, ::2] = torch.nan
+    mask = torch.rand(2, 1000) < 0.7
+    for key_mask in (None, mask):
+        on_gpu = select_keys(scores.cuda(), window, None if key_mask is None else key_mask.cuda())
+        for found, wanted in zip(on_gpu, select_keys(scores, window, key_mask), strict=True):
+            assert torch.equal(found.cpu(), wanted)
+
+
+@pytest.mark.parametrize("exchange", ["direct", "two_hops"])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("scores", ["normal", "ties"])
+def test_pieces_see_the_keys_of_the_whole(rule, ranks, exchange, scores):
+    n, rule = 512, RULES[rule]
+    q, k, v, s = states(n * ranks, scores)
+    chosen = select_key_intervals(s, **rule)
+    seen = chosen.to_mask()
+    whole = flash_dmattn_func(q, k, v, attn_bias=s, key_intervals=chosen)
+
+    def piece(wire):
+        rows = slice(wire.rank * n, wire.rank * n + n)
+        pending = begin(k[:, rows], v[:, rows], s[..., rows], group=wire, exchange=exchange, **rule)
+        on_cpu = pending._replace(
+            **{
+                name: t.cpu()
+                for name, t in pending._asdict().items()
+                if name in ("key", "value", "scores", "bias", "positions")
+            }
+        )
+        assert torch.equal(keys_seen(on_cpu), seen[:, :, rows].cpu())
+        return attend(q[:, rows], pending)
+
+    found = torch.cat(run_in_threads(ranks, piece), 1)
+    torch.testing.assert_close(found, whole, rtol=2**-7, atol=2**-7)
+
+
+def test_documents_and_padding_see_the_keys_of_the_whole():
+    n, ranks = 512, 4
+    q, k, v, s = states(n * ranks)
+    offsets = torch.tensor([0, 300, 1024, 1500, 2000], device="cuda")
+    mask = torch.rand(1, n * ranks, device="cuda") < 0.9
+    chosen = select_key_intervals(s, 200, cu_seqlens_k=offsets, key_mask=mask)
+    whole = flash_dmattn_func(q, k, v, attn_bias=s, key_intervals=chosen)
+
+    def piece(wire):
+        rows = slice(wire.rank * n, wire.rank * n + n)
+        pending = begin(
+            k[:, rows], v[:, rows], s[..., rows], group=wire, keep_window_size=200, cu_seqlens=offsets,
+            key_mask=mask[:, rows],
+        )  # fmt: skip
+        return attend(q[:, rows], pending)
+
+    found = torch.cat(run_in_threads(ranks, piece), 1)
+    torch.testing.assert_close(found, whole, rtol=2**-7, atol=2**-7)
+
+
+def test_headroom_is_filled_in_place():
+    n, ranks, w = 512, 2, 300
+    q, k, v, s = states(n * ranks)
+    whole = flash_dmattn_func(q, k, v, None, s, is_causal=True, keep_window_size=w)
+
+    def piece(wire):
+        rows = slice(wire.rank * n, wire.rank * n + n)
+        places = boundary_places(wire, n, w)
+        keys = [
+            torch.cat([torch.full_like(t[:, :places], torch.nan), t[:, rows]], 1) for t in (k, v)
+        ]
+        pending = begin(*keys, s[..., rows], group=wire, keep_window_size=w, headroom=True)
+        assert pending.key.data_ptr() == keys[0].data_ptr()
+        cache = boundary_state(pending)
+        return attend(q[:, rows], pending), cache
+
+    found = run_in_threads(ranks, piece)
+    torch.testing.assert_close(
+        torch.cat([out for out, _ in found], 1), whole, rtol=2**-7, atol=2**-7
+    )
+    kept, counts = select_keys(s, w)
+    positions = found[-1][1].positions.sort(-1).values
+    assert torch.equal(positions, kept) and (counts == w).all()

@@ -1,0 +1,148 @@
+"""A Doge whose sequences are cut over ranks has the loss, the gradients and the training of one process."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from doge_in_pieces import BATCH, N, batch_of, make_doge
+from processes import run_in_processes
+
+pytest.importorskip("transformers.models.doge", reason="transformers with Doge is not installed")
+pytestmark = [
+    pytest.mark.transformers,
+    pytest.mark.skipif(not dist.is_available(), reason="torch without distributed"),
+]
+
+
+def whole_loss(model, kind, seed=7):
+    tokens, labels, described = batch_of(kind, seed)
+    return model(tokens, labels=labels, use_cache=False, **described).loss
+
+
+def piece_loss(model, context, kind, seed=7):
+    """The part of this rank in the loss: their sum is the whole."""
+    tokens, labels, described = batch_of(kind, seed)
+    piece = context.shard(tokens, labels, **described)
+    mask = {} if piece.key_mask is None else {"attention_mask": piece.key_mask}
+    return model(
+        piece.input_ids,
+        position_ids=piece.position_ids,
+        labels=piece.shift_labels,
+        shift_labels=piece.shift_labels,
+        num_items_in_batch=(F.pad(labels, (0, 1), value=-100)[:, 1:] != -100).sum(),
+        **mask,
+    ).loss
+
+
+def compare_step(rank, kind, checkpointed=False, compiled=False):
+    from flash_dmattn.distributed import ContextParallel
+
+    model = make_doge()
+    loss = whole_loss(model, kind)
+    loss.backward()
+    pieces = make_doge(context_parallel=dist.group.WORLD)
+    if checkpointed:
+        pieces.gradient_checkpointing_enable({"use_reentrant": False})
+    if compiled:
+        for layer in pieces.model.layers:
+            layer.compile(fullgraph=True, backend="aot_eager")
+    part = piece_loss(pieces, ContextParallel(dist.group.WORLD), kind)
+    part.backward()
+    total = part.detach().clone()
+    dist.all_reduce(total)
+    torch.testing.assert_close(total, loss.detach(), rtol=1e-5, atol=0)
+    for (name, own), other in zip(pieces.named_parameters(), model.parameters(), strict=True):
+        dist.all_reduce(own.grad)
+        scale = other.grad.abs().max()
+        assert (own.grad - other.grad).abs().max() <= 3e-5 * scale, name
+
+
+def compare_all(rank):
+    for kind in ("whole", "padded", "packed"):
+        compare_step(rank, kind)
+    compare_step(rank, "packed", checkpointed=True)
+    if dist.get_world_size() == 2:
+        compare_step(rank, "packed", compiled=True)
+    compare_training(rank)
+    compare_generation(rank)
+    copies_and_errors(rank)
+
+
+def compare_training(rank):
+    """50 steps on padded and packed batches: the same losses to rounding."""
+    from flash_dmattn.distributed import ContextParallel
+
+    model, pieces = make_doge(), make_doge(context_parallel=dist.group.WORLD)
+    context = ContextParallel(dist.group.WORLD)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in (model, pieces)]
+    losses = []
+    for step in range(50):
+        kind, seed = ("packed", "padded")[step % 2], step % 4  # four batches, which it learns
+        loss, part = whole_loss(model, kind, seed), piece_loss(pieces, context, kind, seed)
+        total = part.detach().clone()
+        dist.all_reduce(total)
+        losses.append((loss.item(), total.item()))
+        for m, value, optimizer in zip((model, pieces), (loss, part), optimizers, strict=True):
+            optimizer.zero_grad()
+            value.backward()
+            if m is pieces:
+                for parameter in m.parameters():
+                    dist.all_reduce(parameter.grad)
+            optimizer.step()
+    one, several = torch.tensor(losses).T
+    assert one[-5:].mean() < one[:5].mean()
+    torch.testing.assert_close(several, one, rtol=2e-4, atol=0)
+
+
+@torch.no_grad()
+def compare_generation(rank):
+    """A prompt in pieces, after which the last rank goes on alone, and another one from the end of its piece."""
+    from flash_dmattn.distributed import ContextParallel
+    from flash_dmattn.integrations.transformers import DynamicMaskCache, enable_flash_dmattn
+
+    count, steps = dist.get_world_size(), 6
+    tokens, _, _ = batch_of("whole")
+    model = make_doge().eval()
+    pieces = make_doge(context_parallel=dist.group.WORLD).eval()
+    piece = ContextParallel(dist.group.WORLD).shard(tokens)
+    cache = DynamicMaskCache(pieces.config)
+    logits = pieces(piece.input_ids, position_ids=piece.position_ids, past_key_values=cache).logits
+    end = (rank + 1) * piece.input_ids.shape[1]
+    whole = DynamicMaskCache(model.config)
+    expected = model(tokens[:, :end], past_key_values=whole).logits[:, -1:]
+    torch.testing.assert_close(logits[:, -1:], expected, rtol=1e-4, atol=1e-4)
+    assert cache.get_seq_length() == end == whole.get_seq_length()
+    enable_flash_dmattn(pieces)  # whole sequences again
+    token = logits[:, -1:].argmax(-1)
+    for position in range(end, end + steps):
+        where = torch.full((BATCH, 1), position)
+        found = pieces(token, position_ids=where, past_key_values=cache).logits
+        expected = model(token, position_ids=where, past_key_values=whole).logits
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        token = found.argmax(-1)
+    assert count * piece.input_ids.shape[1] == N
+
+
+def copies_and_errors(rank):
+    model = make_doge(context_parallel=dist.group.WORLD)
+    copy.deepcopy(model)
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    positions = torch.arange(8 * rank, 8 * rank + 8)[None]
+    with pytest.raises(ValueError, match="position_ids: got None with context parallelism"):
+        model(tokens)
+    with pytest.raises(ValueError, match="shift_labels: got None"):
+        model(tokens, position_ids=positions, labels=tokens)
+    with pytest.raises(ValueError, match="num_items_in_batch: got None"):
+        model(tokens, position_ids=positions, labels=tokens, shift_labels=tokens)
+    with pytest.raises(ValueError, match="attention_mask: got"):
+        model(tokens, position_ids=positions, attention_mask=torch.ones(1, 1, 8, 8).bool())
+    with pytest.raises(ValueError, match="output_router_logits: got True"):
+        model(tokens, position_ids=positions, output_router_logits=True)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_model_and_training_equal_one_process(count):
+    run_in_processes(count, compare_all)

@@ -1,0 +1,86 @@
+"""select_keys lists the best keys of a row, by its definition."""
+
+import pytest
+import torch
+
+from flash_dmattn import select_key_intervals, select_keys
+from flash_dmattn.keys.best_keys import true_places
+
+
+def by_definition(scores, window, present):
+    """The keys of one row that fewer than `window` better ones beat, by two loops."""
+    chosen = []
+    for j, own in enumerate(scores.tolist()):
+        beaten = sum(
+            bool(present[i]) and (other > own or (other == own and i > j))
+            for i, other in enumerate(scores.tolist())
+        )
+        if present[j] and own == own and beaten < window:
+            chosen.append(j)
+    return chosen
+
+
+@pytest.mark.parametrize("window", [0, 1, 7, 39, 40, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_keys_are_those_of_the_definition(window, dtype):
+    scores = (torch.randn(2, 3, 40) * 2).round().to(dtype)
+    scores[0, 1, ::3] = torch.nan
+    scores[1, 0, 5:9] = torch.tensor([0.0, -0.0, -torch.inf, torch.inf])
+    mask = torch.rand(2, 40) < 0.7
+    for key_mask in (None, mask, mask[:, None].expand(2, 3, 40)):
+        keys, counts = select_keys(scores, window, key_mask)
+        assert keys.dtype == counts.dtype == torch.int32
+        assert keys.shape == (2, 3, min(window, 40)) and counts.shape == (2, 3)
+        for b in range(2):
+            present = torch.ones(40) if key_mask is None else mask[b]
+            for h in range(3):
+                wanted = by_definition(scores[b, h], window, present)
+                assert counts[b, h] == len(wanted)
+                missing = keys.shape[2] - len(wanted)
+                assert keys[b, h].tolist() == wanted + [-1] * missing
+
+
+def test_keys_are_those_that_the_last_query_sees():
+    scores = torch.randn(2, 2, 300)
+    keys, counts = select_keys(scores, 64)
+    seen = select_key_intervals(scores, 64).to_mask()[:, :, -1]
+    assert (counts == 64).all()
+    assert torch.equal(torch.zeros_like(seen).scatter_(-1, keys.long(), True), seen)
+
+
+def test_scores_of_two_dimensions_have_one_head():
+    scores = torch.randn(2, 30)
+    keys, _ = select_keys(scores, 5)
+    assert torch.equal(keys, select_keys(scores[:, None], 5)[0])
+    assert torch.equal(keys, select_keys(scores[:, None, None], 5)[0])
+
+
+def test_row_without_keys_has_none():
+    keys, counts = select_keys(torch.empty(2, 3, 0), 4)
+    assert keys.shape == (2, 3, 0) and not counts.any()
+    keys, counts = select_keys(torch.full((1, 1, 9), torch.nan), 4)
+    assert keys.tolist() == [[[-1] * 4]] and counts.tolist() == [[0]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ((torch.zeros(1, 1, 4), -1), ValueError, "keep_window_size: got -1"),
+        ((torch.zeros(1, 1, 4), 2.0), TypeError, "keep_window_size: got 2.0"),
+        ((torch.zeros(4), 2), ValueError, "scores: got shape"),
+        ((torch.zeros(1, 1, 4).int(), 2), TypeError, "scores: got torch.int32"),
+        ((torch.zeros(1, 1, 4), 2, torch.ones(1, 4)), TypeError, "key_mask: got torch.float32"),
+        ((torch.zeros(1, 1, 4), 2, torch.ones(1, 5).bool()), ValueError, "key_mask: got shape"),
+    ],
+)
+def test_bad_argument_raises(arguments, error, words):
+    with pytest.raises(error, match=words):
+        select_keys(*arguments)
+
+
+def test_true_places_of_more_and_of_fewer_than_there_is_room_for():
+    mask = torch.tensor([[False, True, True, False, True], [False] * 5])
+    places, counts = true_places(mask, 2)
+    assert places.tolist() == [[1, 2], [-1, -1]] and counts.tolist() == [3, 0]
+    places, counts = true_places(mask, 4)
+    assert places.tolist() == [[1, 2, 4, -1], [-1] * 4] and counts.tolist() == [3, 0]

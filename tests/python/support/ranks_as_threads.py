@@ -1,0 +1,57 @@
+"""The ranks of a group as threads of one process, for more ranks than a machine has processors."""
+
+import threading
+
+import torch
+
+from flash_dmattn.distributed.wire import Traffic, Wire
+
+
+class _Meeting:
+    def __init__(self, size):
+        self.values = [None] * size
+        self.barrier = threading.Barrier(size, timeout=120)
+
+    def of_all(self, rank, value):
+        self.values[rank] = value
+        self.barrier.wait()
+        found = list(self.values)
+        self.barrier.wait()
+        return found
+
+
+class ThreadWire(Wire):
+    def __init__(self, meeting, rank):
+        self.meeting, self.rank, self.size = meeting, rank, len(meeting.values)
+        self.traffic, self.calls = Traffic(0, 0, 0), 0
+
+    def _all_to_all(self, message, sent, received):
+        parts = self.meeting.of_all(self.rank, message.split(sent))
+        mine = [theirs[self.rank] for theirs in parts]
+        assert [len(part) for part in mine] == received
+        return torch.cat(mine)
+
+    def all_gather(self, part):
+        return torch.stack(self.meeting.of_all(self.rank, part))
+
+
+def run_in_threads(size, function):
+    """[function(wire) of each rank]; the first error is raised."""
+    meeting, results = _Meeting(size), [None] * size
+
+    def work(rank):
+        try:
+            results[rank] = function(ThreadWire(meeting, rank))
+        except BaseException as error:
+            results[rank] = error
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors = [result for result in results if isinstance(result, BaseException)]
+    for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+        raise error
+    return results
