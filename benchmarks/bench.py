@@ -21,13 +21,13 @@ from harness import cases, machine, record, sides
 
 # The module that measures a case; all others are of attention.
 _MODULES = {
-    "decode": "decode", "host": "host", "kernels": "core_programs", "memory": "memory", "token": "models",
-    "training": "models", "training_step": "models",
+    "decode": "decode", "host": "host", "kernels": "core_programs", "memory": "memory", "serving": "serving",
+    "token": "models", "training": "models", "training_step": "models",
 }  # fmt: skip
 CASES = (*cases.NAMES, "selection", *_MODULES)
 SIDES = (
     *sides.NAMES, "ours", "flash", "efficient", "eager", "ours_compiled", "eager_compiled", "sdpa_compiled", "rounded",
-    "rounded_compiled", "generate", "eager_other_seed",
+    "rounded_compiled", "generate", "eager_other_seed", "slots", "all_keys",
 )  # fmt: skip
 INTERRUPTED = 130
 

@@ -39,7 +39,7 @@ _SIZES = {
 }  # fmt: skip
 
 
-def _make_model(device: str) -> DogeForCausalLM:
+def random_doge(device: str) -> DogeForCausalLM:
     torch.manual_seed(0)
     config = DogeConfig(**_SIZES[device], max_position_embeddings=1 << 20, eos_token_id=None)
     with torch.device(device):
@@ -50,7 +50,7 @@ def _make_model(device: str) -> DogeForCausalLM:
     return model
 
 
-def _title(device: str) -> str:
+def title(device: str) -> str:
     sizes = _SIZES[device]
     return (
         f"Doge L{sizes['num_hidden_layers']} hidden {sizes['hidden_size']} H{sizes['num_attention_heads']} "
@@ -112,11 +112,11 @@ def _training_steps(options: argparse.Namespace) -> Iterator[dict]:
         sides = {
             side: functools.partial(_training_step, side, options.device, length) for side in chosen
         }
-        yield from _rows(f"training step N{length}, {_title(options.device)}", sides, options)
+        yield from _rows(f"training step N{length}, {title(options.device)}", sides, options)
 
 
 def _training_step(side: str, device: str, length: int) -> dict:
-    model = _make_model(device)
+    model = random_doge(device)
     model.config.use_cache = False
     attention, _, compiled = side.partition("_")
     if attention == "eager":
@@ -186,7 +186,7 @@ def _tokens(options: argparse.Namespace) -> Iterator[dict]:
             if side in (options.side or default)
         }
         with torch.no_grad():
-            yield from _rows(f"token after {context}, {_title(options.device)}", sides, options)
+            yield from _rows(f"token after {context}, {title(options.device)}", sides, options)
 
 
 def _our_token(device: str, context: int, compiled: bool = False) -> dict:
@@ -212,7 +212,7 @@ def _generate(device: str, context: int) -> dict:
 
 
 def _sdpa_compiled(device: str, context: int) -> dict:
-    model = _make_model(device).eval()
+    model = random_doge(device).eval()
     model.set_attn_implementation("sdpa")
     cache = StaticCache(config=model.config, max_cache_len=context + _ROOM)
     _fill_with_random_keys(cache, model, context)
@@ -221,7 +221,7 @@ def _sdpa_compiled(device: str, context: int) -> dict:
 
 
 def _eager(device: str, context: int) -> dict:
-    model = _make_model(device).eval()
+    model = random_doge(device).eval()
     model.set_attn_implementation("eager")
     cache = DynamicCache()
     _fill_with_random_keys(cache, model, context)
@@ -239,14 +239,14 @@ GENERATION_SIDES = {
 
 def _reader(device: str, context: int) -> tuple[DogeForCausalLM, DynamicMaskCache]:
     """A model with our attention, and a cache that has read all of a text but its last token."""
-    model = enable_flash_dmattn(_make_model(device)).eval()
+    model = enable_flash_dmattn(random_doge(device)).eval()
     return model, copy.deepcopy(_read_cache(device, context))
 
 
 @functools.lru_cache(maxsize=1)
 def _read_cache(device: str, context: int) -> DynamicMaskCache:
     """Every side's model has the same weights, so that a text is read once."""
-    model = enable_flash_dmattn(_make_model(device)).eval()
+    model = enable_flash_dmattn(random_doge(device)).eval()
     static = {"static": True, "chunk": _CHUNK} if device == "cuda" else {}
     cache = DynamicMaskCache(model.config, **static)
     for part in _random_ids(device, context)[:, :-1].split(_PART, dim=1):

@@ -16,6 +16,10 @@
 //   counts            int32 [B, Hkv, 8], the members of a SlotCount
 //   seen              int32 [B]
 //
+// Rows are dense, but may be any distance apart, except in kv_append, kv_pending_intervals and kv_commit. Where an operator
+// takes `rows`, int32 [B], the tensors may have any number of rows, and rows[b] is that for row b of its other arguments;
+// a negative one is none (CacheRows in kv_cache.h).
+//
 // The rule of a cache is two arguments: integers {sink_tokens, recent_window, recent_competes, windows...}, with one window
 // or one for each kv head, and score_threshold.
 namespace flash_dmattn::binding {
@@ -51,7 +55,23 @@ void expect(const Tensor& tensor, const char* name, std::initializer_list<std::i
   expect_on_device_of(tensor, name, like, "k_cache");
 }
 
-// Throws as well unless the array, which is changed in place, is contiguous: no copy can make it so.
+// Throws as well unless the rows of the array, which is changed in place, are contiguous: no copy can make them so. Returns
+// the stride of a row.
+std::int64_t expect_dense_rows(const Tensor& tensor, const char* name,
+                               std::initializer_list<std::int64_t> shape, ScalarType type,
+                               const Tensor& like) {
+  expect(tensor, name, shape, type, like);
+  std::int64_t stride = 1;
+  for (std::int64_t d = tensor.dim() - 1; d > 0; --d) {
+    if (tensor.size(d) > 1 && tensor.stride(d) != stride) {
+      throw InvalidArgument(name, "rows that are not contiguous", "contiguous ones");
+    }
+    stride *= tensor.size(d);
+  }
+  return tensor.size(0) > 1 ? tensor.stride(0) : stride;
+}
+
+// Throws as well unless the array is contiguous.
 void expect_dense(const Tensor& tensor, const char* name, std::initializer_list<std::int64_t> shape,
                   ScalarType type, const Tensor& like) {
   expect(tensor, name, shape, type, like);
@@ -91,18 +111,42 @@ KeySelection rule_of(const std::vector<std::int64_t>& rule, double score_thresho
           .head_windows = windows > 1 ? sizes : nullptr};
 }
 
+// The rows of the tensors, [R, ...].
+CacheRows rows_of(const CacheTensors& c, const OptionalTensor& index) {
+  constexpr std::int64_t numbers = sizeof(SlotCount) / sizeof(std::int32_t);
+  const std::int64_t count = c.k.size(0), heads = c.k.size(1), slots = c.k.size(2);
+  CacheRows rows{.count = count};
+  rows.slot_stride =
+      expect_dense_rows(c.scores, "score_cache", {count, heads, slots}, ScalarType::Float, c.k);
+  const std::int64_t of_positions =
+      expect_dense_rows(c.positions, "positions", {count, heads, slots}, ScalarType::Int, c.k);
+  if (of_positions != rows.slot_stride) {
+    throw InvalidArgument("positions", std::to_string(of_positions) + " elements from row to row",
+                          std::to_string(rows.slot_stride) + ", as in score_cache");
+  }
+  const std::int64_t of_counts =
+      expect_dense_rows(c.counts, "counts", {count, heads, numbers}, ScalarType::Int, c.k);
+  if (of_counts % numbers != 0) {
+    throw InvalidArgument("counts", std::to_string(of_counts) + " elements from row to row",
+                          "a multiple of " + std::to_string(numbers));
+  }
+  rows.count_stride = of_counts / numbers;
+  rows.seen_stride = expect_dense_rows(c.seen, "seen", {count}, ScalarType::Int, c.k);
+  if (!index) return rows;
+  if (index->dim() != 1) throw InvalidArgument("rows", shape_text(*index), "one dimension");
+  expect_dense(*index, "rows", {index->size(0)}, ScalarType::Int, c.k);
+  rows.index = static_cast<const std::int32_t*>(index->const_data_ptr());
+  return rows;
+}
+
 KvCache cache_of(const CacheTensors& c, const CallDevice& device,
                  const std::vector<std::int64_t>& rule, double score_threshold,
-                 std::int64_t pending) {
+                 std::int64_t pending, const OptionalTensor& index = {}) {
   if (c.k.dim() != 4) throw InvalidArgument("k_cache", shape_text(c.k), "shape [B, Hkv, slots, D]");
-  const std::int64_t batch = c.k.size(0), heads = c.k.size(1), slots = c.k.size(2);
-  expect(c.v, "v_cache", {batch, heads, slots, c.k.size(3)}, c.k.scalar_type(), c.k);
-  expect_dense(c.scores, "score_cache", {batch, heads, slots}, ScalarType::Float, c.k);
-  expect_dense(c.positions, "positions", {batch, heads, slots}, ScalarType::Int, c.k);
-  expect_dense(c.counts, "counts", {batch, heads, sizeof(SlotCount) / sizeof(std::int32_t)},
-               ScalarType::Int, c.k);
-  expect_dense(c.seen, "seen", {batch}, ScalarType::Int, c.k);
-  KvCacheShape shape{.batch = batch,
+  const std::int64_t count = c.k.size(0), heads = c.k.size(1), slots = c.k.size(2);
+  expect(c.v, "v_cache", {count, heads, slots, c.k.size(3)}, c.k.scalar_type(), c.k);
+  const CacheRows rows = rows_of(c, index);
+  KvCacheShape shape{.batch = index ? index->size(0) : count,
                      .heads_kv = heads,
                      .keep = rule_of(rule, score_threshold, heads),
                      .head_dim = c.k.size(3),
@@ -121,6 +165,7 @@ KvCache cache_of(const CacheTensors& c, const CallDevice& device,
           .positions = data_of<std::int32_t>(c.positions),
           .counts = data_of<SlotCount>(c.counts),
           .seen = data_of<std::int32_t>(c.seen),
+          .rows = rows,
           .pending = pending};
 }
 
@@ -175,13 +220,13 @@ std::int64_t work_of(const KvCache& cache, std::int64_t tokens) {
 
 void fill_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& score_cache,
              const Tensor& positions, const Tensor& counts, const Tensor& seen,
-             std::vector<std::int64_t> rule, double score_threshold, const Tensor& k,
-             const Tensor& v, const Tensor& scores, const Tensor& key_intervals,
+             const OptionalTensor& rows, std::vector<std::int64_t> rule, double score_threshold,
+             const Tensor& k, const Tensor& v, const Tensor& scores, const Tensor& key_intervals,
              const OptionalTensor& lengths, const OptionalTensor& mask, std::int64_t query_length,
              std::string backend) {
   const CallDevice device(k_cache);
   const KvCache cache = cache_of({k_cache, v_cache, score_cache, positions, counts, seen}, device,
-                                 rule, score_threshold, 0);
+                                 rule, score_threshold, 0, rows);
   const KvCacheShape& s = cache.shape;
   const Tokens tokens(cache, k, v, scores, mask, k_cache);
   expect(key_intervals, "key_intervals", {s.batch, s.heads_kv, tokens.length, 2}, ScalarType::Int,
@@ -249,13 +294,14 @@ void commit_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& score
 
 void copy_rows_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& score_cache,
                   const Tensor& positions, const Tensor& counts, const Tensor& seen,
-                  const Tensor& from_k, const Tensor& from_v, const Tensor& from_scores,
-                  const Tensor& from_positions, const Tensor& from_counts, const Tensor& from_seen,
+                  const OptionalTensor& rows, const Tensor& from_k, const Tensor& from_v,
+                  const Tensor& from_scores, const Tensor& from_positions,
+                  const Tensor& from_counts, const Tensor& from_seen,
                   std::vector<std::int64_t> rule, double score_threshold, std::int64_t pending,
                   const Tensor& index, std::string backend) {
   const CallDevice device(k_cache);
   const KvCache to = cache_of({k_cache, v_cache, score_cache, positions, counts, seen}, device,
-                              rule, score_threshold, pending);
+                              rule, score_threshold, pending, rows);
   expect_on_device_of(from_k, "from_k", k_cache, "k_cache");
   const KvCache from =
       cache_of({from_k, from_v, from_scores, from_positions, from_counts, from_seen}, device, rule,
@@ -264,17 +310,15 @@ void copy_rows_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& sc
             device.execution(work_of(to, to.shape.slots())), backend);
 }
 
-std::tuple<Tensor, Tensor> decode_step_op(const Tensor& k_cache, const Tensor& v_cache,
-                                          const Tensor& score_cache, const Tensor& positions,
-                                          const Tensor& counts, const Tensor& seen,
-                                          std::vector<std::int64_t> rule, double score_threshold,
-                                          const Tensor& q, const Tensor& k, const Tensor& v,
-                                          const Tensor& scores, const OptionalTensor& mask,
-                                          double scale, double softcap, bool saturate,
-                                          bool scores_are_bias, std::string backend) {
+std::tuple<Tensor, Tensor> decode_step_op(
+    const Tensor& k_cache, const Tensor& v_cache, const Tensor& score_cache,
+    const Tensor& positions, const Tensor& counts, const Tensor& seen, const OptionalTensor& rows,
+    std::vector<std::int64_t> rule, double score_threshold, const Tensor& q, const Tensor& k,
+    const Tensor& v, const Tensor& scores, const OptionalTensor& mask, double scale, double softcap,
+    bool saturate, bool scores_are_bias, std::string backend) {
   const CallDevice device(k_cache);
   const KvCache cache = cache_of({k_cache, v_cache, score_cache, positions, counts, seen}, device,
-                                 rule, score_threshold, 0);
+                                 rule, score_threshold, 0, rows);
   const KvCacheShape& s = cache.shape;
   const Tokens tokens(cache, k, v, scores, mask, k_cache);
   if (tokens.length != 1) throw InvalidArgument("k", shape_text(k), "one token of every row");
@@ -306,8 +350,9 @@ std::tuple<Tensor, Tensor> decode_step_op(const Tensor& k_cache, const Tensor& v
 STABLE_TORCH_LIBRARY_FRAGMENT(FLASH_DMATTN_NAMESPACE, m) {
   m.def(
       "kv_fill(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) score_cache, Tensor(d!) "
-      "positions, Tensor(e!) counts, Tensor(f!) seen, SymInt[] rule, float score_threshold, "
-      "Tensor k, Tensor v, Tensor scores, Tensor key_intervals, Tensor? lengths, Tensor? mask, "
+      "positions, Tensor(e!) counts, Tensor(f!) seen, Tensor? rows, SymInt[] rule, float "
+      "score_threshold, Tensor k, Tensor v, Tensor scores, Tensor key_intervals, Tensor? lengths, "
+      "Tensor? mask, "
       "SymInt query_length, str backend) -> ()");
   m.def(
       "kv_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) score_cache, Tensor(d!) "
@@ -323,12 +368,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FLASH_DMATTN_NAMESPACE, m) {
       "SymInt pending, Tensor? keep, str backend) -> ()");
   m.def(
       "kv_copy_rows(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) score_cache, Tensor(d!) "
-      "positions, Tensor(e!) counts, Tensor(f!) seen, Tensor from_k, Tensor from_v, Tensor "
+      "positions, Tensor(e!) counts, Tensor(f!) seen, Tensor? rows, Tensor from_k, Tensor from_v, "
+      "Tensor "
       "from_scores, Tensor from_positions, Tensor from_counts, Tensor from_seen, SymInt[] "
       "rule, float score_threshold, SymInt pending, Tensor index, str backend) -> ()");
   m.def(
       "kv_decode_step(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) score_cache, "
-      "Tensor(d!) positions, Tensor(e!) counts, Tensor(f!) seen, SymInt[] rule, float "
+      "Tensor(d!) positions, Tensor(e!) counts, Tensor(f!) seen, Tensor? rows, SymInt[] rule, "
+      "float "
       "score_threshold, Tensor q, Tensor k, Tensor v, Tensor scores, Tensor? mask, float "
       "scale, float softcap, bool saturate, bool scores_are_bias, str backend) -> (Tensor out, "
       "Tensor lse)");

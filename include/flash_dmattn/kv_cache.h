@@ -71,17 +71,32 @@ struct KvCacheShape {
 inline constexpr std::int32_t no_key = std::numeric_limits<std::int32_t>::min();
 constexpr std::int32_t position_of_entry(std::int32_t entry) { return entry < 0 ? ~entry : entry; }
 
+// Where the rows of a cache are in its arrays. An engine that serves many sequences has arrays of R rows, one for each
+// sequence, and calls with the B of them that it advances, in any order: no row is copied, and a CUDA graph of the call
+// serves every choice of rows. Chunks (append, PendingIntervalsCall, CommitCall) take dense rows only, without an index:
+// copy_rows brings a row of the arrays to a cache with places for pending tokens, and back.
+struct CacheRows {
+  // [B]: row b of the call is row index[b] of the arrays, and no other's. Negative: none; nothing is read or written, and
+  // an output is 0. A GPU does the same for R or more. Null: row b.
+  const std::int32_t* index = nullptr;
+  std::int64_t count = 0;  // R, with an index
+  // From one row to the next, in elements.
+  std::int64_t slot_stride = dense_stride;   // of scores and positions
+  std::int64_t count_stride = dense_stride;  // of counts
+  std::int64_t seen_stride = dense_stride;   // of seen
+};
+
 // The memory of a cache, which the caller owns. k and v hold numbers from the start (clear): kernels may load a slot
-// without a key, though they give it no weight.
+// without a key, though they give it no weight. The arrays have B rows, or R with an index, each dense except for k and v.
 struct KvCache {
   KvCacheShape shape{};
-  Tensor4 k{};              // [B, Hkv, slots, D]   D contiguous
-  Tensor4 v{};              // [B, Hkv, slots, D]
-  float* scores = nullptr;  // [B, Hkv, slots] dense
-  std::int32_t* positions =
-      nullptr;                   // [B, Hkv, slots] dense; 0 is the row's first token, see no_key
-  SlotCount* counts = nullptr;   // [B, Hkv] dense
-  std::int32_t* seen = nullptr;  // [B]: tokens of the row so far, pending ones not included
+  Tensor4 k{};                        // [B, Hkv, slots, D]   D contiguous
+  Tensor4 v{};                        // [B, Hkv, slots, D]
+  float* scores = nullptr;            // [B, Hkv, slots]
+  std::int32_t* positions = nullptr;  // [B, Hkv, slots]; 0 is the row's first token, see no_key
+  SlotCount* counts = nullptr;        // [B, Hkv]
+  std::int32_t* seen = nullptr;       // [B]: tokens of the row so far, pending ones not included
+  CacheRows rows{};
   // Number of pending tokens, the same in every row, in slots [places, places + pending). The caller updates it:
   // += seqlen after append, 0 after commit.
   std::int64_t pending = 0;
@@ -110,9 +125,9 @@ KvCache kv_cache_in(std::span<std::byte> memory, const KvCacheShape& shape);
 void clear(const KvCache& cache, const Execution& execution, std::string_view backend = {});
 
 // Makes row b of `to` a copy of row index[b] of `from`, its pending tokens included: reorders, repeats and selects
-// rows. Both caches have equal shapes except for the batch, equal `pending`, and separate memory.
+// rows. Both caches have equal shapes except for batch and chunk, equal `pending`, and separate memory.
 struct CopyRowsArgs {
-  KvCache from{};
+  KvCache from{};  // without an index of its own
   KvCache to{};
   const std::int32_t* index = nullptr;  // [to.shape.batch], each in [0, from.shape.batch)
 };

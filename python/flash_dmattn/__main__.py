@@ -1,4 +1,4 @@
-"""python -m flash_dmattn {info,check}"""
+"""python -m flash_dmattn {info,check,serve}"""
 
 import os
 import signal
@@ -26,7 +26,15 @@ def main(arguments: list[str] | None = None) -> int:
         epilog=check_options.EXIT_STATUS,
     )
     check_options.add_to(check)
-    parsed = parser.parse_args(arguments)
+    commands.add_parser(
+        "serve",
+        help="transformers' server for a model with this attention; takes the options of `transformers serve`",
+        add_help=False,
+    )
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["serve"]:  # its options are not ours
+        return _serve(parser, given[1:])
+    parsed = parser.parse_args(given)
     if parsed.command is None:
         parser.print_help(sys.stderr)
         return 2
@@ -47,6 +55,18 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:  # a full disk, a folder that was removed
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
+
+
+def _serve(parser: cli.Parser, options: list[str]) -> int:
+    try:
+        from .integrations.transformers.serve import serve
+    except ImportError as error:
+        parser.error(
+            f"serve: {error}; expected transformers 5.24 with what its server needs: "
+            'pip install "transformers[serving]==5.24.*"'
+        )
+    serve(options, f"{parser.prog} serve")
+    return 0
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -27,7 +28,7 @@ from .keys.rule import KeySelection
 from .keys.visibility import Visibility
 
 _ARRAYS = ("k", "v", "scores", "positions", "counts", "seen")
-_COUNTERS = 8  # numbers of a SlotCount
+_COUNTERS, _VICTIM_POSITION = 8, 7  # numbers of a SlotCount, and the place of one of them
 _NO_KEY = -(2**31)  # in `positions`
 _FLOAT32_ON_A_GPU = "Use one of them, or flash_dmattn_with_kvcache on a cache of all keys"
 
@@ -60,8 +61,10 @@ class KVSlots:
     [B, Hkv, places + chunk], in those slots that of a key that competes, -1 - position of one that does not (a sink, a
     recent key with too low a score), and -2**31 where the key has left; seen int32 [B], the number of tokens so far (the
     position of the next token, for RoPE); pending, the number of pending tokens, the same in every row; is_empty, whether
-    there has been no token since the cache was made or cleared.
+    there has been no token since the cache was made or cleared; rows, int32 [B] in a view of some rows (`over`), else None.
     """
+
+    rows: Tensor | None = None
 
     def __init__(
         self,
@@ -133,7 +136,11 @@ class KVSlots:
         pending: int = 0,
         backend: str | None = None,
     ) -> KVSlots:
-        """A cache over tensors that exist, which it changes in place. With counts of zeros it is empty."""
+        """A cache over tensors that exist, which it changes in place. With counts of zeros it is empty.
+
+        Rows are dense, and may be any distance apart: in blocks of an engine's memory, for one. Pending tokens need tensors
+        that are contiguous except for k and v.
+        """
         cache = object.__new__(cls)
         for name, tensor in zip(_ARRAYS, (k, v, scores, positions, counts, seen), strict=True):
             check_tensor(tensor, name)
@@ -176,7 +183,7 @@ class KVSlots:
 
     @property
     def batch(self) -> int:
-        return self.k.shape[0]
+        return self.k.shape[0] if self.rows is None else self.rows.shape[0]
 
     @property
     def chunk(self) -> int:
@@ -189,11 +196,41 @@ class KVSlots:
 
     @property
     def _arguments(self) -> tuple:
-        """The first arguments of the operators."""
+        """The first arguments of the operators that take no `rows`."""
+        self._refuse_rows()
         return *self.tensors, *self._rule_arguments
+
+    def _refuse_rows(self) -> None:
+        if self.rows is not None:
+            raise ValueError(
+                "rows: got a view of some rows, expected a cache of its own: `snapshot` makes one, and `restore` writes it "
+                "back"
+            )
+
+    def over(self, rows: Tensor) -> KVSlots:
+        """A view of some rows, in any order: the batch of an engine that keeps a row for each of its sequences.
+
+        rows: int32 [B], none of them twice, on the device of the cache. A negative one is no row: nothing is read or written,
+            and the result of `step` is 0. They are read at each call, by a CUDA graph too.
+
+        `step`, `fill`, `snapshot` and `restore` of the view follow the rows; without pending tokens.
+        """
+        check_tensor(rows, "rows")
+        if rows.dim() != 1 or rows.dtype != torch.int32 or rows.device != self.k.device:
+            raise TypeError(
+                f"rows: got {rows.dtype} of shape {tuple(rows.shape)} on {rows.device}, expected torch.int32 of one "
+                f"dimension on {self.k.device}"
+            )
+        if self.rows is not None or self.pending:
+            found = "a view" if self.rows is not None else f"{self.pending} pending tokens"
+            raise ValueError(f"rows: got them for a cache with {found}, expected one without")
+        view = copy.copy(self)
+        view.rows, view.is_empty = rows.contiguous(), False
+        return view
 
     def clear(self) -> None:
         """Empties every row and drops pending tokens."""
+        self._refuse_rows()
         self.counts.zero_()
         self.seen.zero_()
         self.pending = 0
@@ -242,7 +279,9 @@ class KVSlots:
         heads = (self.batch, self.k.shape[1])
         _check_intervals(intervals, *heads, length)
         ops.kv_fill(
-            *self._arguments,
+            *self.tensors,
+            self.rows,
+            *self._rule_arguments,
             key,
             value,
             scores,
@@ -254,6 +293,22 @@ class KVSlots:
         )
         self.pending = 0
         self.is_empty = False
+
+    def renumber(self, positions: Tensor) -> None:
+        """Gives the keys of `fill` other positions: for context parallelism, where they do not stand at their index.
+
+        positions: int32 [B, Hkv, S], ascending where there are keys; `seen` has to follow.
+        Raises ValueError for a rule with recent keys or sinks, which positions by index have chosen.
+        """
+        if self.rule.widens():
+            raise ValueError(f"positions: got a cache with {self.rule}, expected no recent keys")
+        taken = self.positions >= 0
+        renumbered = positions.gather(-1, self.positions.clamp(min=0).long())
+        self.positions.copy_(renumbered.where(taken, self.positions))
+        victim = self.counts[..., _VICTIM_POSITION]
+        victim.copy_(
+            positions.gather(-1, victim.clamp(0, positions.shape[2] - 1)[..., None].long())[..., 0]
+        )
 
     def step(
         self,
@@ -284,7 +339,9 @@ class KVSlots:
             )
         numerics = Numerics.of(scale, None, softcap, nonfinite, None).for_head_dim(key.shape[3])
         out, lse = ops.kv_decode_step(
-            *self._arguments,
+            *self.tensors,
+            self.rows,
+            *self._rule_arguments,
             query,
             key,
             value,
@@ -356,6 +413,7 @@ class KVSlots:
     ) -> None:
         """Adds n pending tokens. key, value: [B, n, Hkv, D]; scores: float32 [B, Hkv, n]; key_mask: bool [B, n],
         False for padding. Raises ValueError for more than chunk - pending tokens."""
+        self._refuse_rows()
         self._check_tokens(key, value, scores, key_mask=key_mask)
         room = self.chunk - self.pending
         if key.shape[1] > room:
@@ -439,14 +497,22 @@ class KVSlots:
 
     # ---- Rows --------------------------------------------------------------------------------------
 
-    def select(self, index: Tensor) -> KVSlots:
+    def select(self, index: Tensor, *, chunk: int | None = None) -> KVSlots:
         """Returns a cache whose row i is a copy of row index[i], pending tokens included. index: integers [rows];
-        raises for others."""
+        raises for others. chunk: its maximum number of pending tokens, by default that of this cache."""
+        arguments = self._arguments
         index = as_row_indices(index, "index")
-        selected = self._empty(index.shape[0])
+        if chunk is not None:
+            check_count(chunk, "chunk")
+            if chunk < self.pending:
+                raise ValueError(
+                    f"chunk: got {chunk}, expected {self.pending} or more, the tokens that are pending"
+                )
+        selected = self._empty(index.shape[0], self.chunk if chunk is None else chunk)
         ops.kv_copy_rows(
             *selected.tensors,
-            *self._arguments,
+            None,
+            *arguments,
             self.pending,
             index,
             self.backend,
@@ -466,7 +532,12 @@ class KVSlots:
         self.restore(self.select(as_row_indices(index, "index", self.batch)))
 
     def snapshot(self) -> KVSlots:
-        """A copy, for `restore`: the way back to an earlier token, as evicted keys do not return."""
+        """A copy, for `restore`: the way back to an earlier token, as evicted keys do not return. Of a view whose rows all
+        exist, a cache of its own."""
+        if self.rows is not None:
+            pool = copy.copy(self)
+            pool.rows = None
+            return pool.select(self.rows)
         return self.select(torch.arange(self.batch, dtype=torch.int32, device=self.k.device))
 
     def restore(self, snapshot: KVSlots) -> None:
@@ -479,6 +550,7 @@ class KVSlots:
         rows = torch.arange(self.batch, dtype=torch.int32, device=self.k.device)
         ops.kv_copy_rows(
             *self.tensors,
+            self.rows,
             *snapshot.tensors,
             *self._rule_arguments,
             snapshot.pending,
@@ -489,11 +561,13 @@ class KVSlots:
 
     def state_dict(self) -> dict[str, Tensor | int]:
         """To save: the tensors themselves, not copies."""
+        self._refuse_rows()
         numbers = {"pending": self.pending, "is_empty": self.is_empty}
         return dict(zip(_ARRAYS, self.tensors, strict=True)) | self.rule._asdict() | numbers
 
     def load_state_dict(self, state: Mapping[str, Tensor | int]) -> None:
         """Copies a saved state into the tensors, which may have another dtype and device."""
+        self._refuse_rows()
         missing = [name for name in (*_ARRAYS, "keep_window_size", "pending") if name not in state]
         if missing:
             raise ValueError(
@@ -512,9 +586,11 @@ class KVSlots:
             getattr(self, name).copy_(state[name])
         self.pending, self.is_empty = state["pending"], state.get("is_empty", False)
 
-    def _empty(self, batch: int) -> KVSlots:
-        arrays = (own.new_zeros((batch, *own.shape[1:])) for own in self.tensors)
-        k, v, scores, positions, counts, seen = arrays
+    def _empty(self, batch: int, chunk: int) -> KVSlots:
+        slots = (batch, self.k.shape[1], self.places + chunk)
+        k, v = (own.new_zeros((*slots, own.shape[3])) for own in (self.k, self.v))
+        scores, positions = (own.new_zeros(slots) for own in (self.scores, self.positions))
+        counts, seen = (own.new_zeros((batch, *own.shape[1:])) for own in (self.counts, self.seen))
         cache = KVSlots.from_tensors(
             k=k, v=v, scores=scores, positions=positions, counts=counts, seen=seen,
             **self.rule._asdict(), pending=self.pending, backend=self.backend,

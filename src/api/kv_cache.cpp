@@ -112,8 +112,8 @@ KvCache kv_cache_in(std::span<std::byte> memory, const KvCacheShape& shape) {
 }
 
 void clear(const KvCache& cache, const Execution& execution, std::string_view backend) {
-  check_cache(cache);
-  choose_backend(cache.shape, backend).kv->clear(cache, with_workers(execution));
+  const KvCache valid = validated(cache);
+  choose_backend(valid.shape, backend).kv->clear(valid, with_workers(execution));
 }
 
 void copy_rows(const CopyRowsArgs& args, const Execution& execution, std::string_view backend) {
@@ -166,7 +166,8 @@ Inputs pending_inputs(const KvCache& cache, const ConstTensor4& q, std::int64_t 
   const KvCacheShape& s = cache.shape;
   Inputs in{.q = q, .k = by_token(cache.k), .v = by_token(cache.v)};
   if (use == ScoreUse::choose_and_bias) {
-    in.bias = {cache.scores, {s.heads_kv * s.slots(), s.slots(), 0, 1}};
+    const std::int64_t row = cache.rows.slot_stride;
+    in.bias = {cache.scores, {row == dense_stride ? s.heads_kv * s.slots() : row, s.slots(), 0, 1}};
   }
   in.visibility.intervals.data = intervals;
   // Every query sees as many keys as a cache has places at most, and each brings one.

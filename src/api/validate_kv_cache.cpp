@@ -15,19 +15,56 @@ namespace {
 
 // The names of a cache's members in errors.
 struct CacheNames {
-  std::string_view k, v, scores, positions, counts, seen, pending;
+  std::string_view k, v, scores, positions, counts, seen, pending, rows;
 };
-constexpr CacheNames cache_names = {"cache.k",      "cache.v",    "cache.scores", "cache.positions",
-                                    "cache.counts", "cache.seen", "cache.pending"};
-constexpr CacheNames from_names = {"from.k",      "from.v",    "from.scores", "from.positions",
-                                   "from.counts", "from.seen", "from.pending"};
-constexpr CacheNames to_names = {"to.k",      "to.v",    "to.scores", "to.positions",
-                                 "to.counts", "to.seen", "to.pending"};
+constexpr CacheNames cache_names = {"cache.k",         "cache.v",      "cache.scores",
+                                    "cache.positions", "cache.counts", "cache.seen",
+                                    "cache.pending",   "cache.rows"};
+constexpr CacheNames from_names = {"from.k",      "from.v",    "from.scores",  "from.positions",
+                                   "from.counts", "from.seen", "from.pending", "from.rows"};
+constexpr CacheNames to_names = {"to.k",      "to.v",    "to.scores",  "to.positions",
+                                 "to.counts", "to.seen", "to.pending", "to.rows"};
 
-void check_members(const KvCache& cache, const CacheNames& names) {
+// The rows of the arrays, with the strides of dense arrays where none are given.
+CacheRows resolved_rows(const KvCache& cache, std::string_view name) {
+  const KvCacheShape& s = cache.shape;
+  CacheRows rows = cache.rows;
+  const std::string member(name);
+  if (rows.index == nullptr) {
+    rows.count = s.batch;
+  } else {
+    require_length(member + ".count", rows.count);
+    if (!product_fits({rows.count, s.heads_kv, s.slots(), s.head_dim})) {
+      throw InvalidArgument(member + ".count", std::to_string(rows.count),
+                            "arrays of at most 2^56 elements");
+    }
+  }
+  const auto resolve = [&](std::string_view stride_name, std::int64_t& stride, std::int64_t dense) {
+    if (stride == dense_stride) stride = dense;
+    if (rows.count < 2) return;
+    require_range(member + "." + std::string(stride_name), stride, dense,
+                  max_elements / rows.count);
+  };
+  resolve("slot_stride", rows.slot_stride, s.heads_kv * s.slots());
+  resolve("count_stride", rows.count_stride, s.heads_kv);
+  resolve("seen_stride", rows.seen_stride, 1);
+  return rows;
+}
+
+bool has_dense_rows(const KvCache& cache) {
+  const KvCacheShape& s = cache.shape;
+  const CacheRows& rows = cache.rows;
+  return rows.index == nullptr &&
+         (s.batch < 2 || (rows.slot_stride == s.heads_kv * s.slots() &&
+                          rows.count_stride == s.heads_kv && rows.seen_stride == 1));
+}
+
+KvCache with_rows(const KvCache& cache, const CacheNames& names) {
   const KvCacheShape& s = cache.shape;
   check_shape(s);
-  const std::array shape = {s.batch, s.heads_kv, s.slots(), s.head_dim};
+  KvCache result = cache;
+  result.rows = resolved_rows(cache, names.rows);
+  const std::array shape = {result.rows.count, s.heads_kv, s.slots(), s.head_dim};
   check_output(names.k, cache.k, shape);
   check_output(names.v, cache.v, shape);
   require_pointer(names.scores, cache.scores, has_rows(s));
@@ -35,6 +72,8 @@ void check_members(const KvCache& cache, const CacheNames& names) {
   require_pointer(names.counts, cache.counts, has_rows(s));
   require_pointer(names.seen, cache.seen, s.batch > 0);
   require_range(names.pending, cache.pending, 0, s.chunk);
+  if (result.rows.index != nullptr) require_range(names.pending, cache.pending, 0, 0);
+  return result;
 }
 
 // Values that a GPU's callers keep on the device are only read on the CPU.
@@ -46,6 +85,26 @@ void check_values(std::string_view argument, const KvCacheShape& s, const std::i
     throw InvalidArgument(std::string(argument) + "[" + std::to_string(i) + "]",
                           std::to_string(values[i]), "0 to " + std::to_string(most));
   }
+}
+
+// The cache as backends see it. Negative rows are none.
+KvCache validated_as(const KvCache& cache, const CacheNames& names) {
+  const KvCache result = with_rows(cache, names);
+  const CacheRows& rows = result.rows;
+  if (rows.index == nullptr || cache.shape.device != Device::cpu) return result;
+  for (std::int64_t b = 0; b < cache.shape.batch; ++b) {
+    if (rows.index[b] < rows.count) continue;
+    throw InvalidArgument(std::string(names.rows) + ".index[" + std::to_string(b) + "]",
+                          std::to_string(rows.index[b]),
+                          "a row before " + std::to_string(rows.count) + ", or a negative number");
+  }
+  return result;
+}
+
+void require_dense_rows(const KvCache& cache, const CacheNames& names) {
+  if (has_dense_rows(cache)) return;
+  throw InvalidArgument(names.rows, cache.rows.index == nullptr ? "strides" : "an index",
+                        "dense rows without an index; copy_rows makes them");
 }
 
 ScoreRows validated_scores(const KvCacheShape& s, const ScoreRows& scores, std::int64_t length) {
@@ -119,7 +178,7 @@ void check_shape(const KvCacheShape& s) {
   }
 }
 
-void check_cache(const KvCache& cache) { check_members(cache, cache_names); }
+KvCache validated(const KvCache& cache) { return validated_as(cache, cache_names); }
 
 namespace {
 
@@ -128,13 +187,17 @@ namespace {
 void check_counts(const KvCache& cache, std::string_view name = "cache.counts") {
   const KvCacheShape& s = cache.shape;
   if (s.device != Device::cpu) return;
-  for (std::int64_t row = 0; row < s.batch * s.heads_kv; ++row) {
-    const SlotCount& slots = cache.counts[row];
+  for (std::int64_t i = 0; i < s.batch * s.heads_kv; ++i) {
+    const std::int64_t b = i / s.heads_kv;
+    const std::int64_t row = cache.rows.index == nullptr ? b : cache.rows.index[b];
+    if (row < 0) continue;
+    const SlotCount& slots = cache.counts[row * cache.rows.count_stride + i % s.heads_kv];
     const auto check = [&](std::string_view member, std::int64_t value, std::int64_t least,
                            std::int64_t most) {
       if (value >= least && value <= most) return;
       throw InvalidArgument(
-          std::string(name) + "[" + std::to_string(row) + "]." + std::string(member),
+          std::string(name) + "[" + std::to_string(row * s.heads_kv + i % s.heads_kv) + "]." +
+              std::string(member),
           std::to_string(value), std::to_string(least) + " to " + std::to_string(most));
     };
     const std::int64_t last = s.places() - 1;
@@ -149,8 +212,12 @@ void check_counts(const KvCache& cache, std::string_view name = "cache.counts") 
 }  // namespace
 
 CopyRowsArgs validated(const CopyRowsArgs& args) {
-  check_members(args.from, from_names);
-  check_members(args.to, to_names);
+  CopyRowsArgs result = args;
+  result.from = with_rows(args.from, from_names);
+  result.to = validated_as(args.to, to_names);
+  if (args.from.rows.index != nullptr) {
+    throw InvalidArgument("from.rows.index", "rows", "null: `index` has the rows");
+  }
   const KvCacheShape& from = args.from.shape;
   const KvCacheShape& to = args.to.shape;
   const auto same = [](std::string_view field, std::int64_t got, std::int64_t expected) {
@@ -166,18 +233,18 @@ CopyRowsArgs validated(const CopyRowsArgs& args) {
   same("to.pending", args.to.pending, args.from.pending);
   require_pointer("index", args.index, to.batch > 0);
   check_values("index", to, args.index, to.batch, from.batch - 1);
-  check_counts(args.from, "from.counts");
-  return args;
+  check_counts(result.from, "from.counts");
+  return result;
 }
 
 FillArgs validated(const FillArgs& args) {
-  check_cache(args.cache);
+  FillArgs result = args;
+  result.cache = validated(args.cache);
   const KvCacheShape& s = args.cache.shape;
   require_length("seqlen_q", args.seqlen_q);
   check_tokens(s, args.k, args.v, args.seqlen_k);
   require_pointer("intervals", args.intervals.data, has_rows(s) && args.seqlen_k > 0);
   check_values("lengths", s, args.lengths, s.batch, args.seqlen_k);
-  FillArgs result = args;
   result.scores = validated_scores(s, args.scores, args.seqlen_k);
   result.mask = validated_mask(s, args.mask, args.seqlen_k);
   result.intervals = with_resolved_strides(args.intervals, s.batch, s.heads_kv, args.seqlen_k);
@@ -185,7 +252,9 @@ FillArgs validated(const FillArgs& args) {
 }
 
 AppendArgs validated(const AppendArgs& args) {
-  check_cache(args.cache);
+  AppendArgs result = args;
+  result.cache = validated(args.cache);
+  require_dense_rows(result.cache, cache_names);
   const KvCacheShape& s = args.cache.shape;
   check_tokens(s, args.k, args.v, args.seqlen);
   const std::int64_t room = s.chunk - args.cache.pending;
@@ -195,30 +264,34 @@ AppendArgs validated(const AppendArgs& args) {
                               std::to_string(s.chunk) + " pending tokens, of which " +
                               std::to_string(args.cache.pending) + " are taken");
   }
-  AppendArgs result = args;
   result.scores = validated_scores(s, args.scores, args.seqlen);
   result.mask = validated_mask(s, args.mask, args.seqlen);
-  check_counts(args.cache);
+  check_counts(result.cache);
   return result;
 }
 
 PendingIntervalsArgs validated(const PendingIntervalsArgs& args) {
-  check_cache(args.cache);
+  PendingIntervalsArgs result = args;
+  result.cache = validated(args.cache);
+  require_dense_rows(result.cache, cache_names);
   require_range("seqlen_q", args.seqlen_q, 0, args.cache.pending);
-  check_counts(args.cache);
+  check_counts(result.cache);
   require_pointer("intervals", args.intervals, has_rows(args.cache.shape));
-  return args;
+  return result;
 }
 
 CommitArgs validated(const CommitArgs& args) {
-  check_cache(args.cache);
+  CommitArgs result = args;
+  result.cache = validated(args.cache);
+  require_dense_rows(result.cache, cache_names);
   check_values("keep", args.cache.shape, args.keep, args.cache.shape.batch, args.cache.pending);
-  check_counts(args.cache);
-  return args;
+  check_counts(result.cache);
+  return result;
 }
 
 DecodeStepArgs validated(const DecodeStepArgs& args) {
-  check_cache(args.cache);
+  DecodeStepArgs result = args;
+  result.cache = validated(args.cache);
   const KvCacheShape& s = args.cache.shape;
   require_range("cache.pending", args.cache.pending, 0, 0);
   // The attention to the slots is a problem of its own, with the same checks as any other.
@@ -235,13 +308,12 @@ DecodeStepArgs validated(const DecodeStepArgs& args) {
                    .nonfinite = args.nonfinite});
   check_input("q", args.q, {s.batch, 1, args.heads_q, s.head_dim});
   check_tokens(s, args.k, args.v, 1);
-  DecodeStepArgs result = args;
   result.scores = validated_scores(s, args.scores, 1);
   result.mask = validated_mask(s, args.mask, 1);
   check_output("out", args.out, {s.batch, 1, args.heads_q, s.head_dim});
   require_pointer("lse", args.lse.data, s.batch > 0 && args.heads_q > 0);
   if (args.lse.dtype != DType::f32) throw InvalidArgument("lse", name_of(args.lse.dtype), "f32");
-  check_counts(args.cache);
+  check_counts(result.cache);
   return result;
 }
 

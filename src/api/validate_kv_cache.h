@@ -12,7 +12,8 @@ inline bool has_rows(const KvCacheShape& s) { return s.batch > 0 && s.heads_kv >
 // Afterwards no product of dimensions overflows.
 void check_shape(const KvCacheShape& shape);
 
-void check_cache(const KvCache& cache);
+// Returns the cache as backends see it: no stride is dense_stride, and rows.count is known.
+KvCache validated(const KvCache& cache);
 
 // Return the arguments as backends see them: no stride is dense_stride.
 CopyRowsArgs validated(const CopyRowsArgs& args);

@@ -32,6 +32,7 @@ ForwardCall::ForwardCall(const ForwardArgs& args, const Execution& execution, co
   ForwardTask& t = task_;
   static_cast<Task&>(t) = task_of(args.problem, args.in, args.schedule);
   t.slots = slots;
+  if (slots.counts != nullptr && t.bias.data != nullptr) t.bias.batch = slots.row_slots;
   t.out = rows_of(args.out);
   t.lse = static_cast<float*>(args.lse.data);
   t.lse_low = static_cast<float*>(args.lse_low.data);

@@ -21,10 +21,23 @@ namespace {
 
 std::int64_t rows_of(const KvCache& cache) { return cache.shape.batch * cache.shape.heads_kv; }
 
+// Calls body(row, worker) for each (batch, kv head) of a call that there is.
 template <class Body>
 void for_each_row(const KvCache& cache, const Execution& execution, const Body& body) {
-  for_each_task(execution, rows_of(cache),
-                [&](std::int64_t index, int worker) { body(CacheRow(cache, index), worker); });
+  for_each_task(execution, rows_of(cache), [&](std::int64_t index, int worker) {
+    const std::int64_t b = index / cache.shape.heads_kv;
+    const std::int64_t row = row_of(cache, b);
+    if (row >= 0) body(CacheRow(cache, b, index % cache.shape.heads_kv, row), worker);
+  });
+}
+
+// Calls body(b, seen) for each row of a call that there is.
+template <class Body>
+void for_each_seen(const KvCache& cache, const Body& body) {
+  for (std::int64_t b = 0; b < cache.shape.batch; ++b) {
+    const std::int64_t row = row_of(cache, b);
+    if (row >= 0) body(b, seen_of(cache, row));
+  }
 }
 
 void clear(const KvCache& cache, const Execution& execution) {
@@ -38,20 +51,20 @@ void clear(const KvCache& cache, const Execution& execution) {
     std::fill_n(row.scores, cache.shape.slots(), 0.0f);
     std::fill_n(row.entries, cache.shape.slots(), 0);
   });
-  std::fill_n(cache.seen, cache.shape.batch, 0);
+  for_each_seen(cache, [](std::int64_t, std::int32_t& seen) { seen = 0; });
 }
 
 void copy_rows(const CopyRowsArgs& args, const Execution& execution) {
   for_each_row(args.to, execution, [&](const CacheRow& to, int) {
-    const CacheRow from(args.from, args.index[to.b] * args.from.shape.heads_kv + to.h);
+    const CacheRow from(args.from, args.index[to.b], to.h, args.index[to.b]);
     to.count = from.count;
     for (std::int64_t slot = 0; slot < from.count.count; ++slot) to.copy(slot, from, slot);
     const std::int64_t end = from.places + args.from.pending;
     for (std::int64_t slot = from.places; slot < end; ++slot) to.copy(slot, from, slot);
   });
-  for (std::int64_t b = 0; b < args.to.shape.batch; ++b) {
-    args.to.seen[b] = args.from.seen[args.index[b]];
-  }
+  for_each_seen(args.to, [&](std::int64_t b, std::int32_t& seen) {
+    seen = seen_of(args.from, args.index[b]);
+  });
 }
 
 void append(const AppendArgs& args, const Execution& execution) {
@@ -86,7 +99,7 @@ void pending_intervals(const PendingIntervalsArgs& args, const Execution& execut
   const auto first_query = static_cast<std::int32_t>(cache.pending - args.seqlen_q);
   for_each_row(cache, execution, [&](const CacheRow& row, int worker) {
     const Competition competition(row, cache.pending, scratch_of(cache, execution, worker));
-    KeyInterval* const intervals = args.intervals + row.index * slots;
+    KeyInterval* const intervals = args.intervals + (row.b * cache.shape.heads_kv + row.h) * slots;
     for (std::int64_t slot = 0; slot < slots; ++slot) {
       intervals[slot] = {0, 0};
       const bool is_taken = slot < row.count.count || slot >= row.places;
@@ -129,9 +142,9 @@ void commit(const CommitArgs& args, const Execution& execution) {
     row.find_victim(row.seen() + tokens);
     row.find_leaving(row.seen() + tokens);
   });
-  for (std::int64_t b = 0; b < cache.shape.batch; ++b) {
-    cache.seen[b] += static_cast<std::int32_t>(kept(b));
-  }
+  for_each_seen(cache, [&](std::int64_t b, std::int32_t& seen) {
+    seen += static_cast<std::int32_t>(kept(b));
+  });
 }
 
 // ---- Prefill -------------------------------------------------------------------------------------
@@ -193,10 +206,9 @@ void fill(const FillArgs& args, const Execution& execution) {
     row.find_victim(length);
     row.find_leaving(length);
   });
-  for (std::int64_t b = 0; b < args.cache.shape.batch; ++b) {
-    args.cache.seen[b] =
-        args.lengths == nullptr ? static_cast<std::int32_t>(args.seqlen_k) : args.lengths[b];
-  }
+  for_each_seen(args.cache, [&](std::int64_t b, std::int32_t& seen) {
+    seen = args.lengths == nullptr ? static_cast<std::int32_t>(args.seqlen_k) : args.lengths[b];
+  });
 }
 
 // ---- Decoding ------------------------------------------------------------------------------------
@@ -228,8 +240,17 @@ ForwardArgs attention_of(const DecodeStepArgs& args) {
 }
 
 Slots slots_of(const KvCache& cache) {
-  return {cache.counts,       cache.scores, cache.positions, cache.seen, delay_of(cache.shape.keep),
-          cache.shape.slots()};
+  const CacheRows& rows = cache.rows;
+  return {.counts = cache.counts,
+          .scores = cache.scores,
+          .positions = cache.positions,
+          .seen = cache.seen,
+          .delay = delay_of(cache.shape.keep),
+          .stride = cache.shape.slots(),
+          .rows = rows.index,
+          .row_slots = rows.slot_stride,
+          .row_counts = rows.count_stride,
+          .row_seen = rows.seen_stride};
 }
 
 struct DecodeStepCall {
@@ -245,7 +266,7 @@ struct DecodeStepCall {
     Execution inserting = execution;
     if (rows_of(args.cache) <= few) inserting.workers = 1;
     for_each_row(args.cache, inserting, [&](const CacheRow& row, int) { insert(args, row); });
-    for (std::int64_t b = 0; b < args.cache.shape.batch; ++b) ++args.cache.seen[b];
+    for_each_seen(args.cache, [](std::int64_t, std::int32_t& seen) { ++seen; });
     attention.run(attention_of(args), execution);
   }
 

@@ -10,32 +10,42 @@
 
 namespace flash_dmattn::cpu {
 
-// The slots of a (batch, kv head).
+// The row of the arrays for row b of a call; negative: none.
+inline std::int64_t row_of(const KvCache& cache, std::int64_t b) {
+  return cache.rows.index == nullptr ? b : cache.rows.index[b];
+}
+
+inline std::int32_t& seen_of(const KvCache& cache, std::int64_t row) {
+  return cache.seen[row * cache.rows.seen_stride];
+}
+
+// The slots of a (batch, kv head), in row `row` of the arrays.
 struct CacheRow {
   const KvCache& cache;
   std::int64_t b, h;
-  std::int64_t index;
+  std::int64_t row;
   HeadRule rule;
   std::int64_t places;
   SlotCount& count;
   float* scores;
   std::int32_t* entries;
 
-  CacheRow(const KvCache& c, std::int64_t index_)
+  CacheRow(const KvCache& c, std::int64_t b_, std::int64_t h_, std::int64_t row_)
       : cache(c),
-        b(index_ / c.shape.heads_kv),
-        h(index_ % c.shape.heads_kv),
-        index(index_),
+        b(b_),
+        h(h_),
+        row(row_),
         rule(rule_of_head(c.shape, h)),
         places(c.shape.places()),
-        count(c.counts[index]),
-        scores(c.scores + index * c.shape.slots()),
-        entries(c.positions + index * c.shape.slots()) {}
+        count(c.counts[row * c.rows.count_stride + h]),
+        scores(c.scores + first_slot()),
+        entries(c.positions + first_slot()) {}
 
-  std::int32_t seen() const { return cache.seen[b]; }
+  std::int64_t first_slot() const { return row * cache.rows.slot_stride + h * cache.shape.slots(); }
+  std::int32_t seen() const { return seen_of(cache, row); }
 
   char* address(const Tensor4& t, std::int64_t slot) const {
-    const std::int64_t at = b * t.stride[0] + h * t.stride[1] + slot * t.stride[2];
+    const std::int64_t at = row * t.stride[0] + h * t.stride[1] + slot * t.stride[2];
     return static_cast<char*>(t.data) + at * size_of(cache.shape.dtype);
   }
 

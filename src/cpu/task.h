@@ -33,15 +33,20 @@ struct Term {
   std::int64_t key = 0;
 };
 
-// Slots of a KV cache as keys: in each (batch, kv head) those of [0, count) that are not empty. Arrays are [B, Hkv, ...]
-// dense.
+// Slots of a KV cache as keys: in each (batch, kv head) those of [0, count) that are not empty. Arrays have R rows.
 struct Slots {
-  SlotCount* counts = nullptr;
-  const float* scores = nullptr;            // [B, Hkv, stride]
-  const std::int32_t* positions = nullptr;  // [B, Hkv, stride], entries of kv_cache.h
-  const std::int32_t* seen = nullptr;       // [B]
+  SlotCount* counts = nullptr;              // [R, Hkv]
+  const float* scores = nullptr;            // [R, Hkv, stride]
+  const std::int32_t* positions = nullptr;  // [R, Hkv, stride], entries of kv_cache.h
+  const std::int32_t* seen = nullptr;       // [R]
   std::int64_t delay = 0;                   // the number of tokens after which a key competes
   std::int64_t stride = 0;
+  const std::int32_t* rows =
+      nullptr;  // [B]: the row of each in the batch, negative for none; null: b
+  // From one row to the next.
+  std::int64_t row_slots = 0;
+  std::int64_t row_counts = 0;
+  std::int64_t row_seen = 0;
 };
 
 // Both directions. G = heads_q / heads_kv query heads share a kv head; a tile is tile_queries queries

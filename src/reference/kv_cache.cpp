@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <span>
 #include <string>
 
 #include "arguments.h"
@@ -23,21 +24,31 @@ struct Key {
   bool is_sink;
 };
 
-// The slots of a (batch, kv head).
+// The row of the arrays for row b of a call; negative: none.
+std::int64_t row_of(const KvCache& cache, std::int64_t b) {
+  return cache.rows.index == nullptr ? b : cache.rows.index[b];
+}
+
+std::int32_t& seen_of(const KvCache& cache, std::int64_t row) {
+  return cache.seen[row * cache.rows.seen_stride];
+}
+
+// The slots of a (batch, kv head), in row `row` of the arrays.
 struct Row {
   const KvCache& cache;
   std::int64_t b, h;
+  std::int64_t row;
 
   std::int64_t index() const { return b * cache.shape.heads_kv + h; }
-  SlotCount& count() const { return cache.counts[index()]; }
-  float& score(std::int64_t slot) const {
-    return cache.scores[index() * cache.shape.slots() + slot];
+  SlotCount& count() const { return cache.counts[row * cache.rows.count_stride + h]; }
+  std::int32_t& seen() const { return seen_of(cache, row); }
+  std::int64_t place(std::int64_t slot) const {
+    return row * cache.rows.slot_stride + h * cache.shape.slots() + slot;
   }
-  std::int32_t& entry(std::int64_t slot) const {
-    return cache.positions[index() * cache.shape.slots() + slot];
-  }
+  float& score(std::int64_t slot) const { return cache.scores[place(slot)]; }
+  std::int32_t& entry(std::int64_t slot) const { return cache.positions[place(slot)]; }
   char* address(const Tensor4& t, std::int64_t slot) const {
-    const std::int64_t at = b * t.stride[0] + h * t.stride[1] + slot * t.stride[2];
+    const std::int64_t at = row * t.stride[0] + h * t.stride[1] + slot * t.stride[2];
     return static_cast<char*>(t.data) + at * size_of(cache.shape.dtype);
   }
   std::size_t bytes() const {
@@ -188,11 +199,20 @@ void enter(const Row& row, const Token& token, std::int64_t position) {
   describe_slots(row, position);
 }
 
+// Calls body(b, row) for the rows of a call that there are.
+template <class Body>
+void for_each_batch(const KvCache& cache, const Body& body) {
+  for (std::int64_t b = 0; b < cache.shape.batch; ++b) {
+    const std::int64_t row = row_of(cache, b);
+    if (row >= 0) body(b, row);
+  }
+}
+
 template <class Body>
 void for_each_row(const KvCache& cache, const Body& body) {
-  for (std::int64_t b = 0; b < cache.shape.batch; ++b) {
-    for (std::int64_t h = 0; h < cache.shape.heads_kv; ++h) body(Row{cache, b, h});
-  }
+  for_each_batch(cache, [&](std::int64_t b, std::int64_t row) {
+    for (std::int64_t h = 0; h < cache.shape.heads_kv; ++h) body(Row{cache, b, h, row});
+  });
 }
 
 // Token t of [B, S, Hkv, D].
@@ -221,13 +241,13 @@ void clear(const KvCache& cache, const Execution&) {
       std::memset(row.address(row.cache.v, slot), 0, row.bytes());
     }
   });
-  std::fill_n(cache.seen, cache.shape.batch, 0);
+  for_each_batch(cache, [&](std::int64_t, std::int64_t row) { seen_of(cache, row) = 0; });
 }
 
 void copy_rows(const CopyRowsArgs& args, const Execution&) {
   const std::int64_t places = args.to.shape.places();
   for_each_row(args.to, [&](const Row& to) {
-    const Row from{args.from, args.index[to.b], to.h};
+    const Row from{args.from, args.index[to.b], to.h, args.index[to.b]};
     to.count() = from.count();
     const auto copy = [&](std::int64_t slot) {
       to.put(slot, from.address(args.from.k, slot), from.address(args.from.v, slot),
@@ -236,9 +256,9 @@ void copy_rows(const CopyRowsArgs& args, const Execution&) {
     for (std::int64_t slot = 0; slot < from.count().count; ++slot) copy(slot);
     for (std::int64_t slot = places; slot < places + args.from.pending; ++slot) copy(slot);
   });
-  for (std::int64_t b = 0; b < args.to.shape.batch; ++b) {
-    args.to.seen[b] = args.from.seen[args.index[b]];
-  }
+  for_each_batch(args.to, [&](std::int64_t b, std::int64_t row) {
+    seen_of(args.to, row) = seen_of(args.from, args.index[b]);
+  });
 }
 
 void fill(const FillArgs& args, const Execution&) {
@@ -267,10 +287,10 @@ void fill(const FillArgs& args, const Execution&) {
     keep_visible(row, length - 1);
     describe_slots(row, length - 1);
   });
-  for (std::int64_t b = 0; b < s.batch; ++b) {
-    args.cache.seen[b] =
+  for_each_batch(args.cache, [&](std::int64_t b, std::int64_t row) {
+    seen_of(args.cache, row) =
         args.lengths == nullptr ? static_cast<std::int32_t>(args.seqlen_k) : args.lengths[b];
-  }
+  });
 }
 
 void append(const AppendArgs& args, const Execution&) {
@@ -279,7 +299,7 @@ void append(const AppendArgs& args, const Execution&) {
     for (std::int64_t t = 0; t < args.seqlen; ++t) {
       const Token token = token_of(args, row, t);
       const std::int64_t place = cache.pending + t;
-      const auto position = static_cast<std::int32_t>(cache.seen[row.b] + place);
+      const auto position = static_cast<std::int32_t>(row.seen() + place);
       const bool competes = Rule({row}, position).is_admitted({-1, position, token.score, false});
       row.put(cache.shape.places() + place, token.k, token.v, token.score,
               token.is_present ? entry_of(position, competes) : no_key);
@@ -297,7 +317,7 @@ void pending_intervals(const PendingIntervalsArgs& args, const Execution&) {
     for (std::int64_t i = 0; i < args.seqlen_q; ++i) {
       const std::int64_t token = cache.pending - args.seqlen_q + i;
       const Keys keys{row, token + 1};
-      const Rule rule(keys, cache.seen[row.b] + token);
+      const Rule rule(keys, row.seen() + token);
       keys.for_each([&](const Key& key) {
         if (!rule.is_visible(key)) return;
         const auto query = static_cast<std::int32_t>(i);
@@ -319,62 +339,81 @@ void commit(const CommitArgs& args, const Execution&) {
       enter(row,
             {row.address(cache.k, slot), row.address(cache.v, slot), row.score(slot),
              row.entry(slot) != no_key},
-            cache.seen[row.b] + i);
+            row.seen() + i);
     }
   });
-  for (std::int64_t b = 0; b < cache.shape.batch; ++b) {
-    cache.seen[b] += static_cast<std::int32_t>(kept(b));
-  }
+  for_each_batch(cache, [&](std::int64_t b, std::int64_t row) {
+    seen_of(cache, row) += static_cast<std::int32_t>(kept(b));
+  });
 }
 
 // ---- Decoding ------------------------------------------------------------------------------------
 
-std::size_t intervals_bytes(const KvCacheShape& s) {
-  const auto intervals = static_cast<std::size_t>(s.batch * s.heads_kv * s.places());
-  return align_up(intervals * sizeof(KeyInterval));
-}
-
-ForwardArgs attention_of(const DecodeStepArgs& args, const KeyInterval* intervals) {
+// The attention of row b of a call to the slots of row `row`.
+ForwardArgs attention_of(const DecodeStepArgs& args, std::int64_t b, std::int64_t row,
+                         const KeyInterval* intervals) {
+  KvCache cache = args.cache;
+  const std::int64_t bytes = size_of(cache.shape.dtype);
+  const auto advance = [](const void* data, std::int64_t by) {
+    return data == nullptr ? nullptr : static_cast<char*>(const_cast<void*>(data)) + by;
+  };
+  cache.shape.batch = 1;
+  cache.k.data = advance(cache.k.data, row * cache.k.stride[0] * bytes);
+  cache.v.data = advance(cache.v.data, row * cache.v.stride[0] * bytes);
+  cache.scores += row * cache.rows.slot_stride;
+  ConstTensor4 q = args.q;
+  q.data = advance(q.data, b * q.stride[0] * bytes);
   ForwardArgs forward;
-  forward.problem = pending_problem(args.cache, args.heads_q, 1, args.scale, args.score_use);
+  forward.problem = pending_problem(cache, args.heads_q, 1, args.scale, args.score_use);
   forward.problem.softcap = args.softcap;
   forward.problem.nonfinite = args.nonfinite;
-  forward.in = pending_inputs(args.cache, args.q, 1, intervals, args.score_use);
+  forward.in = pending_inputs(cache, q, 1, intervals, args.score_use);
   forward.out = args.out;
+  forward.out.data = advance(args.out.data, b * args.out.stride[0] * bytes);
   forward.lse = args.lse;
+  forward.lse.data = advance(args.lse.data, b * args.heads_q * size_of(args.lse.dtype));
   return forward;
 }
 
-// The intervals [B, Hkv, places] of the slots, then the workspace of attention.
+// The intervals [Hkv, places] of a row's slots, then the workspace of its attention.
 struct DecodeStepCall {
+  std::size_t intervals_bytes;
   std::size_t bytes;
 
   DecodeStepCall(const DecodeStepArgs& args, const Execution& execution)
-      : bytes(intervals_bytes(args.cache.shape) +
-              attention(args, &some_intervals, execution).workspace_size()) {}
+      : intervals_bytes(align_up(
+            static_cast<std::size_t>(args.cache.shape.heads_kv * args.cache.shape.places()) *
+            sizeof(KeyInterval))),
+        bytes(intervals_bytes) {
+    if (args.cache.shape.batch == 0) return;
+    bytes += attention(args, 0, 0, &some_intervals, execution).workspace_size();
+  }
 
+  // A row of the call that is none of the cache sees no key.
   void run(const DecodeStepArgs& args, const Execution& execution) const {
-    const KvCacheShape& s = args.cache.shape;
+    const KvCache& cache = args.cache;
+    const std::int64_t places = cache.shape.places();
     auto* const intervals = static_cast<KeyInterval*>(execution.workspace);
-    for_each_row(args.cache, [&](const Row& row) {
-      enter(row, token_of(args, row, 0), args.cache.seen[row.b]);
-      for (std::int64_t slot = 0; slot < s.places(); ++slot) {
-        intervals[row.index() * s.places() + slot] = {0, row.holds_key(slot) ? 1 : 0};
+    const std::span rest(static_cast<std::byte*>(execution.workspace) + intervals_bytes,
+                         execution.workspace_bytes - intervals_bytes);
+    for_each_row(cache, [&](const Row& row) { enter(row, token_of(args, row, 0), row.seen()); });
+    for_each_batch(cache, [&](std::int64_t, std::int64_t row) { ++seen_of(cache, row); });
+    for (std::int64_t b = 0; b < cache.shape.batch; ++b) {
+      const std::int64_t row = row_of(cache, b);
+      for (std::int64_t i = 0; i < cache.shape.heads_kv * places; ++i) {
+        const bool sees = row >= 0 && Row{cache, b, i / places, row}.holds_key(i % places);
+        intervals[i] = {0, sees ? 1 : 0};
       }
-    });
-    for (std::int64_t b = 0; b < s.batch; ++b) ++args.cache.seen[b];
-    const std::size_t used = intervals_bytes(s);
-    attention(args, intervals, execution)
-        .run({static_cast<std::byte*>(execution.workspace) + used,
-              execution.workspace_bytes - used});
+      attention(args, b, std::max<std::int64_t>(row, 0), intervals, execution).run(rest);
+    }
   }
 
  private:
   static constexpr KeyInterval some_intervals{};
 
-  static ForwardCall attention(const DecodeStepArgs& args, const KeyInterval* intervals,
-                               const Execution& execution) {
-    return ForwardCall(attention_of(args, intervals), execution, "reference");
+  static ForwardCall attention(const DecodeStepArgs& args, std::int64_t b, std::int64_t row,
+                               const KeyInterval* intervals, const Execution& execution) {
+    return ForwardCall(attention_of(args, b, row, intervals), execution, "reference");
   }
 };
 

@@ -339,6 +339,19 @@ TEST(KvCacheArguments, InvalidArgumentIsNamed) {
   expect_error("problem.heads_q",
                [](KvCalls& c) { c.step_args.heads_q = DecodeStepArgs{}.heads_q; });
   expect_error("from.k", [](KvCalls& c) { c.copy_args.from.k.data = nullptr; });
+  static constexpr std::int32_t rows[] = {-1, 2};
+  const auto expect_rows_error = [](const std::string& argument, auto spoil) {
+    expect_error("cache.rows" + argument, [&](KvCalls& c) { spoil(c.step_args.cache.rows); });
+  };
+  expect_rows_error(".slot_stride", [](CacheRows& r) { r.slot_stride = 2 * 7 - 1; });
+  expect_rows_error(".count_stride", [](CacheRows& r) { r.count_stride = 1; });
+  expect_rows_error(".seen_stride", [](CacheRows& r) { r.seen_stride = 0; });
+  expect_rows_error(".count", [](CacheRows& r) { r = {.index = rows, .count = -1}; });
+  expect_rows_error(".index[1]", [](CacheRows& r) { r = {.index = rows, .count = 2}; });
+  expect_error("cache.rows", [](KvCalls& c) { c.append_args.cache.rows = {rows, 3}; });
+  expect_error("cache.rows", [](KvCalls& c) { c.intervals_args.cache.rows.seen_stride = 2; });
+  expect_error("cache.rows", [](KvCalls& c) { c.commit_args.cache.rows.slot_stride = 15; });
+  expect_error("from.rows.index", [](KvCalls& c) { c.copy_args.from.rows = {rows, 2}; });
   expect_error("execution.workers", [](KvCalls& c) { c.execution.workers = 0; });
   expect_error("execution.workspace_bytes", [](KvCalls& c) { c.execution.workspace_bytes = 0; });
 }

@@ -110,7 +110,7 @@ def _kv_pending_intervals_fake(
 
 @torch.library.register_fake(f"{NAMESPACE}::kv_decode_step")
 def _kv_decode_step_fake(
-    k_cache, v_cache, score_cache, positions, counts, seen, rule, threshold, q, *options
+    k_cache, v_cache, score_cache, positions, counts, seen, rows, rule, threshold, q, *options
 ):
     _require_device_of(q, k_cache=k_cache)
     batch, _, heads_q, _ = q.shape

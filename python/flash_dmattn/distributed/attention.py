@@ -329,8 +329,7 @@ def boundary_state(pending: Pending, *, chunk: int = 0) -> KVSlots:
         device=key.device,
     )
     cache.fill(key, value, scores)
-    # It has counted the keys that there are.
     if length:
-        cache.positions.copy_(positions.gather(-1, cache.positions.long()))
+        cache.renumber(positions)
     cache.seen.copy_(torch.full_like(cache.seen, border.shards.end()) - begun)
     return cache

@@ -22,6 +22,7 @@ BOOKKEEPING = frozenset(
         "shift_labels",
         "seq_idx",  # of state-space layers; attention has cu_seq_lens for the same sequences
         "token_type_ids",
+        "tokenizer",  # of `generate`, for strings that end a text
         "use_cache",
     }
 )

@@ -114,9 +114,9 @@ struct FewQueries {
   // Row addresses of a block of k or v and of the first rows of the block after it.
   RowAddresses<Storage> addresses(const Rows& array, const Tile& tile, const KeyBlock& block,
                                   int visible, const KeyBlockIterator& blocks) const {
-    const auto* first =
-        static_cast<const Storage*>(array.data) + tile.batch * array.batch + tile.head * array.head;
-    return {key_rows<In>(array, tile.batch, tile.head, block), visible,
+    const auto* first = static_cast<const Storage*>(array.data) + tile.key_batch * array.batch +
+                        tile.head * array.head;
+    return {key_rows<In>(array, tile.key_batch, tile.head, block), visible,
             [&](int i) { return first + blocks.peek(i) * array.row; }};
   }
 
@@ -184,9 +184,8 @@ void few_queries_item(const ForwardTask& t, std::int64_t item, void* scratch) {
   ScratchAllocator allocator(scratch);
   KeyBlockIterator blocks(t, at.tile, at.tile_index, KeySource::tile_list);
   blocks.take_part(at.split, t.splits);
-  if (t.slots.scores != nullptr) {
-    const std::int64_t row = at.tile.batch * t.heads_kv + at.tile.head;
-    *sums.worst = worst_slot(t.slots, at.tile.batch, row, blocks);
+  if (t.slots.scores != nullptr && at.tile.key_batch >= 0) {
+    *sums.worst = worst_slot(t, at.tile, blocks);
   }
   FewQueries<In, Element>(t, allocator).run(at.tile, blocks, sums.softmax);
 }
@@ -196,14 +195,15 @@ template <class In>
 void merge_splits(const ForwardTask& t, std::int64_t item) {
   const SplitItem at(t, item * t.splits);
   const SplitSums first = split_sums(t, item * t.splits);
+  const bool has_victim = t.slots.scores != nullptr && at.tile.key_batch >= 0;
   for (int split = 1; split < t.splits; ++split) {
     const SplitSums other = split_sums(t, item * t.splits + split);
     first.softmax.merge(other.softmax);
-    if (t.slots.scores != nullptr) *first.worst = worse(*first.worst, *other.worst);
+    if (has_victim) *first.worst = worse(*first.worst, *other.worst);
   }
   first.softmax.template finish<In>(at.tile, tile_rows<In>(t, t.out, at.tile));
-  if (t.slots.scores != nullptr) {
-    SlotCount& count = t.slots.counts[at.tile.batch * t.heads_kv + at.tile.head];
+  if (has_victim) {
+    SlotCount& count = slot_count(t, at.tile);
     count.victim = first.worst->slot;
     count.victim_score = first.worst->score;
     count.victim_position = first.worst->position;

@@ -10,19 +10,32 @@ namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 struct Tile {
   std::int64_t batch, head;  // of k and v
+  std::int64_t
+      key_batch;  // of k, v, a bias and slots; another one where these have rows of their own, negative for none
   std::int64_t first_query;
   int queries;
   int rows;                    // queries * G
   std::int64_t causal_offset;  // the last key that query i sees is i + causal_offset
 
   Tile(const Task& t, std::int64_t batch_, std::int64_t head_, std::int64_t tile)
-      : batch(batch_), head(head_), first_query(tile * t.tile_queries) {
+      : batch(batch_),
+        head(head_),
+        key_batch(t.slots.rows == nullptr ? batch_ : t.slots.rows[batch_]),
+        first_query(tile * t.tile_queries) {
     const std::int64_t left = t.seqlen_q - first_query;
     queries = left < t.tile_queries ? static_cast<int>(left) : t.tile_queries;
     rows = queries * static_cast<int>(t.group);
     causal_offset = t.seqlen_k - t.seqlen_q;
   }
 };
+
+inline SlotCount& slot_count(const Task& t, const Tile& tile) {
+  return t.slots.counts[tile.key_batch * t.slots.row_counts + tile.head];
+}
+// The first slot of a tile in `scores` and `positions`.
+inline std::int64_t first_slot(const Task& t, const Tile& tile) {
+  return tile.key_batch * t.slots.row_slots + tile.head * t.slots.stride;
+}
 
 // Up to block_keys keys: index[0 .. count), or start, start + 1, ... where index is null.
 struct KeyBlock {
@@ -51,7 +64,7 @@ class KeyBlockIterator {
     }
     end_ = t.seqlen_k;
     if (t.slots.counts != nullptr) {
-      end_ = full_ = t.slots.counts[tile.batch * t.heads_kv + tile.head].count;
+      end_ = full_ = tile.key_batch < 0 ? 0 : slot_count(t, tile).count;
       return;
     }
     if (t.causal && last + tile.causal_offset + 1 < end_) end_ = last + tile.causal_offset + 1;
@@ -162,8 +175,8 @@ inline const std::uint8_t* mask_at(const Task& t, const Tile& tile, int group_he
 }
 
 inline std::int64_t bias_at(const Task& t, const Tile& tile, int group_head, std::int64_t query) {
-  return tile.batch * t.bias.batch + tile.head * t.bias.kv_head + group_head * t.bias.group_head +
-         query * t.bias.query;
+  return tile.key_batch * t.bias.batch + tile.head * t.bias.kv_head +
+         group_head * t.bias.group_head + query * t.bias.query;
 }
 
 // A key mask or bias is a column term; a dense one is tested element by element.
@@ -203,11 +216,10 @@ inline Vec load_bias(const Task& t, std::int64_t row, const KeyBlock& block, int
 
 inline void hide_empty_slots(const Task& t, const Tile& tile, const KeyBlock& block,
                              float* column) {
-  const std::int64_t row = tile.batch * t.heads_kv + tile.head;
-  const SlotCount& count = t.slots.counts[row];
+  const SlotCount& count = slot_count(t, tile);
   if (count.free == count.count) return;
   constexpr std::int32_t empty = -0x7fffffff - 1;  // no_key
-  const std::int32_t* entries = t.slots.positions + row * t.slots.stride;
+  const std::int32_t* entries = t.slots.positions + first_slot(t, tile);
   for (int n = 0; n < block.count; ++n) {
     if (entries[block.key(n)] == empty) column[n] = -infinity;
   }

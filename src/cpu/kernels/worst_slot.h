@@ -19,14 +19,15 @@ inline WorstSlot worse(const WorstSlot& a, const WorstSlot& b) {
   return b.score < a.score || (b.score == a.score && b.position < a.position) ? b : a;
 }
 
-// The worst of the keys that compete among those of `blocks`, which are slots of `row` = b * Hkv + h. None of them has a
-// score that is NaN.
-inline WorstSlot worst_slot(const Slots& slots, std::int64_t batch, std::int64_t row,
-                            const KeyBlockIterator& blocks) {
+// The worst of the keys that compete among those of `blocks`, which are slots of a tile. None of them has a score that is
+// NaN.
+inline WorstSlot worst_slot(const Task& t, const Tile& tile, const KeyBlockIterator& blocks) {
   constexpr std::int32_t latest = 0x7fffffff;
-  const float* scores = slots.scores + row * slots.stride;
-  const std::int32_t* positions = slots.positions + row * slots.stride;
-  const auto end = static_cast<std::int32_t>(slots.seen[batch] - slots.delay);
+  const Slots& slots = t.slots;
+  const float* scores = slots.scores + first_slot(t, tile);
+  const std::int32_t* positions = slots.positions + first_slot(t, tile);
+  const auto end =
+      static_cast<std::int32_t>(slots.seen[tile.key_batch * slots.row_seen] - slots.delay);
   Vec low = splat(infinity);
   Int oldest = Int{} + latest;
   Int found{};

@@ -126,9 +126,10 @@ struct KeysOfRows {
   __device__ int operator[](int i) const { return listed == nullptr ? i : listed[i]; }
 };
 
-// Keys that are all present.
+// Keys that are all present, in the row of their query.
 struct AllKeys {
   __device__ bool operator()(int) const { return true; }
+  __device__ void move_to_row(const ForwardParams&) const {}
 };
 
 // Computes the output and lse of a row with one warp. Without `saturate`, inf and NaN in the inputs of keys that the

@@ -9,6 +9,30 @@
 // Finds, while the slots of a KV cache are read, what its next step has to know of them.
 namespace flash_dmattn::cuda {
 
+// The rows of a cache in its arrays (CacheRows).
+struct RowIndex {
+  const std::int32_t* index = nullptr;  // null: row b is row b
+  std::int64_t count = 0;
+  std::int64_t slot_stride = 0;
+  std::int64_t count_stride = 0;
+  std::int64_t seen_stride = 0;
+
+  RowIndex() = default;
+  explicit RowIndex(const CacheRows& rows)
+      : index(rows.index),
+        count(rows.count),
+        slot_stride(rows.slot_stride),
+        count_stride(rows.count_stride),
+        seen_stride(rows.seen_stride) {}
+
+  // The row of the arrays for row b of the call, or -1.
+  __device__ int operator()(int b) const {
+    if (index == nullptr) return b;
+    const std::int32_t row = __ldg(index + b);
+    return 0 <= row && row < count ? row : -1;
+  }
+};
+
 // The rule of a cache. Windows of single heads are in the parameters of a kernel, so that no call waits for a copy.
 struct CacheRule {
   static constexpr int most_head_windows = 128;

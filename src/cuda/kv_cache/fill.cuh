@@ -34,7 +34,9 @@ struct FillSlotsKernel {
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
     const int b = static_cast<int>(blockIdx.x) / p.cache.heads;
     const int h = static_cast<int>(blockIdx.x) % p.cache.heads;
-    const std::int64_t row = blockIdx.x;
+    const int row = p.cache.rows(b);
+    if (row < 0) return;
+    const std::int64_t first_slot = p.cache.first(row, h);
     const int length = p.lengths == nullptr ? p.seqlen_k : p.lengths[b];
     const HeadRule rule = p.rule.of_head(h);
     const KeyInterval* const intervals =
@@ -75,7 +77,7 @@ struct FillSlotsKernel {
         competed += competes ? 1 : 0;
         if (!survives[i]) continue;
         if (slot < p.cache.places) {
-          const std::int64_t at = p.cache.place(row, slot);
+          const std::int64_t at = first_slot + slot;
           p.cache.scores[at] = score;
           p.cache.entries[at] = is_admitted ? key : ~key;
           stored += competes ? 1 : 0;
@@ -90,11 +92,12 @@ struct FillSlotsKernel {
     if (stored < rule.window) competed = stored;
     // Where recent keys compete, w better ones may have beaten some that stay visible.
     if (!rule.delayed && stored > rule.window)
-      mark_beaten(p.cache, shared, rule.window, row, count);
-    const SlotScan scan = BlockScan<threads>::find(shared.scan, p.cache, rule, row, count, length);
+      mark_beaten(p.cache, shared, rule.window, first_slot, count);
+    const SlotScan scan =
+        BlockScan<threads>::find(shared.scan, p.cache, rule, first_slot, count, length);
     if (threadIdx.x > 0) return;
-    p.cache.counts[row] = scan.count(count, competed);
-    if (h == 0) p.cache.seen[b] = length;
+    p.cache.count(row, h) = scan.count(count, competed);
+    if (h == 0) p.cache.seen_of(row) = length;
   }
 
  private:
@@ -107,10 +110,10 @@ struct FillSlotsKernel {
 
   // Calls body(at, rank) for the keys of this thread that compete.
   template <class Body>
-  static __device__ void for_competing(const Slots& cache, std::int64_t row, int count,
+  static __device__ void for_competing(const Slots& cache, std::int64_t first, int count,
                                        const Body& body) {
     for (int slot = static_cast<int>(threadIdx.x); slot < count; slot += threads) {
-      const std::int64_t at = cache.place(row, slot);
+      const std::int64_t at = first + slot;
       const std::int32_t entry = cache.entries[at];
       if (entry >= 0) body(at, rank(cache.scores[at], entry));
     }
@@ -118,16 +121,16 @@ struct FillSlotsKernel {
 
   // Marks the keys that w better ones beat. The largest rank that w keys reach is found bit by bit.
   static __device__ void mark_beaten(const Slots& cache, SharedStorage& shared, int window,
-                                     std::int64_t row, int count) {
+                                     std::int64_t first, int count) {
     std::uint64_t least = 0;
     for (std::uint64_t bit = std::uint64_t{1} << 63; bit != 0; bit >>= 1) {
       int reaching = 0;
-      for_competing(cache, row, count, [&](std::int64_t, std::uint64_t rank) {
+      for_competing(cache, first, count, [&](std::int64_t, std::uint64_t rank) {
         reaching += rank >= (least | bit) ? 1 : 0;
       });
       if (Sum::of(shared.sum, reaching) >= window) least |= bit;
     }
-    for_competing(cache, row, count, [&](std::int64_t at, std::uint64_t rank) {
+    for_competing(cache, first, count, [&](std::int64_t at, std::uint64_t rank) {
       if (rank < least) cache.entries[at] = ~cache.entries[at];
     });
     __syncthreads();

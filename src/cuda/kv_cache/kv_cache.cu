@@ -36,6 +36,7 @@ Slots slots_of(const KvCache& cache) {
           .entries = cache.positions,
           .counts = cache.counts,
           .seen = cache.seen,
+          .rows = RowIndex(cache.rows),
           .heads = static_cast<int>(s.heads_kv),
           .places = static_cast<int>(s.places()),
           .slots = static_cast<int>(s.slots()),
@@ -66,20 +67,9 @@ void launch_rows(const typename Kernel::Params& params, const Execution& executi
 
 void clear(const KvCache& cache, const Execution& execution) {
   const KvCacheShape& s = cache.shape;
-  const cudaStream_t stream = stream_of(execution);
-  const auto zero = [&](void* data, std::int64_t bytes) {
-    if (bytes > 0) {
-      check(cudaMemsetAsync(data, 0, static_cast<std::size_t>(bytes), stream), "cudaMemsetAsync");
-    }
-  };
-  zero(cache.scores, rows_of(s) * s.slots() * 4);
-  zero(cache.positions, rows_of(s) * s.slots() * 4);
-  zero(cache.counts, rows_of(s) * static_cast<std::int64_t>(sizeof(SlotCount)));
-  zero(cache.seen, s.batch * 4);
   const Slots slots = slots_of(cache);
   const RowCopy copy = row_copy(s, slots.k, slots.v);
-  for_each(rows_of(s) * s.slots() * copy.units,
-           ClearRows{slots.k, slots.v, slots.heads, slots.slots, copy}, stream);
+  for_each(rows_of(s) * s.slots() * copy.units, ClearRows{slots, copy}, stream_of(execution));
 }
 
 void copy_rows(const CopyRowsArgs& args, const Execution& execution) {

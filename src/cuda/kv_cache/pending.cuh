@@ -4,7 +4,8 @@
 #include "cuda/primitives/integers.h"
 
 // Pending tokens under a rule. A key is beaten with the first token at which w better keys compete. The number of keys
-// that beat it only grows, so each key can be compared with all others in any order.
+// that beat it only grows, so each key can be compared with all others in any order. Rows are dense, numbered by
+// (batch, kv head).
 namespace flash_dmattn::cuda::kv {
 
 inline constexpr std::int32_t never = 0x7fffffff;
@@ -32,6 +33,9 @@ struct PendingParams {
   KeyInterval* intervals = nullptr;
 
   __host__ __device__ int keys() const { return cache.places + cache.pending; }
+  __device__ std::int64_t place(std::int64_t row, int slot) const {
+    return row * cache.slots + slot;
+  }
   __device__ int kept(std::int64_t row) const {
     return keep == nullptr ? cache.pending : keep[row / cache.heads];
   }
@@ -39,7 +43,7 @@ struct PendingParams {
     return rule.of_head(static_cast<int>(row % cache.heads));
   }
   __device__ std::int32_t entry(std::int64_t row, int slot) const {
-    return cache.entries[cache.place(row, slot)];
+    return cache.entries[place(row, slot)];
   }
   // The slot of the key that begins to compete with a token, or -1. The first sink_end tokens are sinks.
   __device__ int arrival(std::int64_t row, int token, int sink_end) const {
@@ -136,7 +140,7 @@ struct FindFatesKernel {
     const bool is_taken = slot < count || (token >= 0 && token < kept);
     const std::int32_t entry = is_taken ? p.entry(row, slot) : no_key;
     ScoredSlot key = no_slot();
-    if (entry >= 0) key = {cache.scores[cache.place(row, slot)], entry};
+    if (entry >= 0) key = {cache.scores[p.place(row, slot)], entry};
 
     int better = 0;
     compare(
@@ -144,7 +148,7 @@ struct FindFatesKernel {
         [&](int other) {
           const std::int32_t position = p.entry(row, other);
           const bool competes = 0 <= position && position < seen - rule.delay();
-          return competes ? load(cache, row, other) : no_slot();
+          return competes ? load(p, row, other) : no_slot();
         },
         [&](int, ScoredSlot other) { better += other.beats(key) ? 1 : 0; });
     std::int32_t beaten_by = better >= rule.window ? 0 : never;
@@ -152,7 +156,7 @@ struct FindFatesKernel {
         shared, kept,
         [&](int i) {
           const int other = p.arrival(row, i, sink_end);
-          return other < 0 ? no_slot() : load(cache, row, other);
+          return other < 0 ? no_slot() : load(p, row, other);
         },
         [&](int i, ScoredSlot other) {
           better += other.beats(key) ? 1 : 0;
@@ -172,9 +176,9 @@ struct FindFatesKernel {
 
  private:
   static __device__ ScoredSlot no_slot() { return {nanf(""), 0}; }
-  static __device__ ScoredSlot load(const Slots& cache, std::int64_t row, int slot) {
-    const std::int64_t at = cache.place(row, slot);
-    return {cache.scores[at], cache.entries[at]};
+  static __device__ ScoredSlot load(const Params& p, std::int64_t row, int slot) {
+    const std::int64_t at = p.place(row, slot);
+    return {p.cache.scores[at], p.cache.entries[at]};
   }
 
   // Calls body(i, key_of(i)) for i in [0, end), in their order.
@@ -245,7 +249,7 @@ struct CommitKernel {
     std::int32_t* const places = p.places + row * cache.pending;
 
     for (int slot = static_cast<int>(threadIdx.x); slot < before.count; slot += threads) {
-      std::int32_t& entry = cache.entries[cache.place(row, slot)];
+      std::int32_t& entry = cache.entries[pending.place(row, slot)];
       entry = entry_after(entry, fates[slot]);
     }
     find_places(shared, fates, before.count, cache, places);
@@ -256,8 +260,8 @@ struct CommitKernel {
       competed += pending.arrival(row, i, sink_end) < 0 ? 0 : 1;
     }
     competed = before.competed + Sum::of(shared.sum, competed);
-    const SlotScan scan =
-        BlockScan<threads>::find(shared.scan, cache, pending.rule_of(row), row, count, seen + kept);
+    const SlotScan scan = BlockScan<threads>::find(shared.scan, cache, pending.rule_of(row),
+                                                   pending.place(row, 0), count, seen + kept);
     if (threadIdx.x > 0) return;
     cache.counts[row] = scan.count(count, competed);
     if (h == 0) cache.seen[b] = seen + kept;
@@ -287,7 +291,7 @@ struct CommitKernel {
   static __device__ int move_tokens(const Params& p, SharedStorage& shared, const Fate* fates,
                                     const std::int32_t* places, int b, int h) {
     const Slots& cache = p.pending.cache;
-    const std::int64_t row = cache.row(b, h);
+    const std::int64_t first = p.pending.place(static_cast<std::int64_t>(b) * cache.heads + h, 0);
     int entered = 0;
     for (int begin = 0; begin < cache.pending; begin += threads) {
       const int from = cache.places + begin + static_cast<int>(threadIdx.x);
@@ -298,9 +302,8 @@ struct CommitKernel {
       unsigned left = warp_ballot(enters);
       const std::int32_t to = enters ? places[place] : 0;
       if (enters) {
-        cache.scores[cache.place(row, to)] = cache.scores[cache.place(row, from)];
-        cache.entries[cache.place(row, to)] =
-            entry_after(cache.entries[cache.place(row, from)], fates[from]);
+        cache.scores[first + to] = cache.scores[first + from];
+        cache.entries[first + to] = entry_after(cache.entries[first + from], fates[from]);
       }
       for (; left != 0; left &= left - 1) {
         const int lane = __ffs(static_cast<int>(left)) - 1;

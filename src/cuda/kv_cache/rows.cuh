@@ -6,20 +6,27 @@
 namespace flash_dmattn::cuda::kv {
 
 struct ClearRows {
-  WrittenRows k, v;
-  int heads;
-  int slots;
+  Slots cache;
   RowCopy copy;
 
   __device__ void operator()(long item) const {
     const int unit = static_cast<int>(item % copy.units);
     item /= copy.units;
-    const int slot = static_cast<int>(item % slots);
-    const long row = item / slots;
-    for (const WrittenRows& rows : {k, v}) {
-      std::byte* const to = rows.at(row / heads, row % heads, slot) + unit * copy.unit;
+    const int slot = static_cast<int>(item % cache.slots);
+    const int h = static_cast<int>(item / cache.slots % cache.heads);
+    const int row = cache.rows(static_cast<int>(item / cache.slots / cache.heads));
+    if (row < 0) return;
+    for (const WrittenRows& rows : {cache.k, cache.v}) {
+      std::byte* const to = rows.at(row, h, slot) + unit * copy.unit;
       for (int i = 0; i < copy.unit; i += 2) *reinterpret_cast<std::uint16_t*>(to + i) = 0;
     }
+    if (unit > 0) return;
+    const std::int64_t at = cache.first(row, h) + slot;
+    cache.scores[at] = 0;
+    cache.entries[at] = 0;
+    if (slot > 0) return;
+    cache.count(row, h) = {};
+    if (h == 0) cache.seen_of(row) = 0;
   }
 };
 
@@ -36,19 +43,21 @@ struct CopyRows {
     const int slot = static_cast<int>(item % places);
     const int h = static_cast<int>(item / places % to.heads);
     const int b = static_cast<int>(item / places / to.heads);
-    const int from_b = index[b];
-    const SlotCount count = from.counts[from.row(from_b, h)];
+    const int to_row = to.rows(b);
+    if (to_row < 0) return;
+    const int from_row = index[b];
+    const SlotCount count = from.count(from_row, h);
     if (slot >= count.count && slot < to.places && slot > 0) return;
-    copy(to.k.at(b, h, slot), from.k.at(from_b, h, slot), unit);
-    copy(to.v.at(b, h, slot), from.v.at(from_b, h, slot), unit);
+    copy(to.k.at(to_row, h, slot), from.k.at(from_row, h, slot), unit);
+    copy(to.v.at(to_row, h, slot), from.v.at(from_row, h, slot), unit);
     if (unit > 0) return;
-    const std::int64_t at = to.place(to.row(b, h), slot);
-    const std::int64_t from_at = from.place(from.row(from_b, h), slot);
+    const std::int64_t at = to.first(to_row, h) + slot;
+    const std::int64_t from_at = from.first(from_row, h) + slot;
     to.scores[at] = from.scores[from_at];
     to.entries[at] = from.entries[from_at];
     if (slot > 0) return;
-    to.counts[to.row(b, h)] = count;
-    if (h == 0) to.seen[b] = from.seen[from_b];
+    to.count(to_row, h) = count;
+    if (h == 0) to.seen_of(to_row) = from.seen_of(from_row);
   }
 };
 
@@ -71,7 +80,7 @@ struct AppendTokens {
     copy(cache.k.at(b, h, slot), k.at(b, h, t), unit);
     copy(cache.v.at(b, h, slot), v.at(b, h, t), unit);
     if (unit > 0) return;
-    const std::int64_t at = cache.place(cache.row(b, h), slot);
+    const std::int64_t at = cache.first(b, h) + slot;
     const float score = scores(b, h, t);
     const std::int32_t position = cache.seen[b] + cache.pending + t;
     const std::int32_t entry = rule.of_head(h).admits(score) ? position : ~position;
@@ -92,11 +101,11 @@ struct FillRows {
     const int slot = static_cast<int>(item % cache.places);
     const int h = static_cast<int>(item / cache.places % cache.heads);
     const int b = static_cast<int>(item / cache.places / cache.heads);
-    const std::int64_t row = cache.row(b, h);
-    if (slot >= cache.counts[row].count) return;
-    const std::int32_t t = position_of_entry(cache.entries[cache.place(row, slot)]);
-    copy(cache.k.at(b, h, slot), k.at(b, h, t), unit);
-    copy(cache.v.at(b, h, slot), v.at(b, h, t), unit);
+    const int row = cache.rows(b);
+    if (row < 0 || slot >= cache.count(row, h).count) return;
+    const std::int32_t t = position_of_entry(cache.entries[cache.first(row, h) + slot]);
+    copy(cache.k.at(row, h, slot), k.at(b, h, t), unit);
+    copy(cache.v.at(row, h, slot), v.at(b, h, t), unit);
   }
 };
 

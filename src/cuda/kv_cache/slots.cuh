@@ -32,15 +32,18 @@ struct Slots {
   std::int32_t* entries;  // `positions` of KvCache
   SlotCount* counts;
   std::int32_t* seen;
+  RowIndex rows;
   int heads;
   int places;
   int slots;  // places + chunk
   int pending;
 
-  __device__ std::int64_t row(int b, int h) const {
-    return static_cast<std::int64_t>(b) * heads + h;
+  // The first slot of a head, in `scores` and `entries`, and its count.
+  __device__ std::int64_t first(int row, int h) const {
+    return row * rows.slot_stride + static_cast<std::int64_t>(h) * slots;
   }
-  __device__ std::int64_t place(std::int64_t row, int slot) const { return row * slots + slot; }
+  __device__ SlotCount& count(int row, int h) const { return counts[row * rows.count_stride + h]; }
+  __device__ std::int32_t& seen_of(int row) const { return seen[row * rows.seen_stride]; }
 };
 
 // The scores of tokens, and their mask.
@@ -125,7 +128,7 @@ class BlockSum {
   }
 };
 
-// Finds what the next step has to know of the slots of a row that have been taken; the result is in thread 0.
+// Finds what the next step has to know of the slots from `first` on that have been taken; the result is in thread 0.
 template <int Threads>
 struct BlockScan {
   struct Storage {
@@ -133,11 +136,11 @@ struct BlockScan {
   };
 
   static __device__ SlotScan find(Storage& storage, const Slots& cache, const HeadRule& rule,
-                                  std::int64_t row, int count, int tokens) {
+                                  std::int64_t first, int count, int tokens) {
     const SlotScan::Sought sought(rule, tokens);
     SlotScan scan = SlotScan::nothing();
     for (int slot = static_cast<int>(threadIdx.x); slot < count; slot += Threads) {
-      const std::int64_t at = cache.place(row, slot);
+      const std::int64_t at = first + slot;
       scan.add(sought, cache.scores[at], cache.entries[at], slot);
     }
     scan = scan.of_warp();

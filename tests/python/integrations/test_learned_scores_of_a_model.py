@@ -16,8 +16,8 @@ from flash_dmattn.integrations.transformers import (  # noqa: E402
     save_scores,
     set_score_phase,
 )
+from processes import run_in_processes  # noqa: E402
 from scored_models import RULES, make_base, make_config, make_ids, make_scored  # noqa: E402
-from two_processes import run_in_two_processes  # noqa: E402
 
 pytestmark = pytest.mark.transformers
 # transformers 4 builds the causal mask from lengths that it takes as constants.
@@ -225,7 +225,7 @@ def _compare_sharded(rank, folder):
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 def test_sharded_model_has_the_gradients_and_files_of_one_process(tmp_path):
-    run_in_two_processes(_compare_sharded, str(tmp_path))
+    run_in_processes(2, _compare_sharded, str(tmp_path))
 
 
 # ---- Errors -----------------------------------------------------------------------------------------

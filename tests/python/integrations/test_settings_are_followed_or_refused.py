@@ -366,6 +366,8 @@ def test_continuous_batching_is_refused(family, name):
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     if not hasattr(model, "generate_batch"):
         pytest.skip("this version of transformers has no continuous batching")
+    if family == "Doge" and transformers.__version__.startswith("5.24."):
+        pytest.skip("this version has it, with slots")
     with pytest.raises(ValueError, match="continuous batching|is not supported"):
         model.set_attn_implementation(name)  # earlier versions have no paged form of the name
         model.generate_batch(inputs=[[3, 4, 5]] * 4)

@@ -114,6 +114,25 @@ def test_other_cases_have_rows(case, capsys, tmp_path, monkeypatch):
     assert all((row["forward"] or row["both"]) > 0 for row in rows)
 
 
+def test_serving_has_rows_of_slots_and_of_all_keys(capsys, tmp_path, monkeypatch):
+    pytest.importorskip("transformers.models.doge")
+    from flash_dmattn.integrations.transformers.compat import HAS_SLOTS_IN_BATCHES
+
+    if not HAS_SLOTS_IN_BATCHES:
+        pytest.skip("slots in batches need transformers 5.24")
+    from harness import serving
+
+    monkeypatch.setattr(serving, "_NEW", {"cpu": 3})
+    monkeypatch.setattr(serving, "_CONCURRENCY", {"cpu": (2,)})
+    monkeypatch.setattr(serving, "_COUNTED", (1, 2))
+    file = tmp_path / "bench.json"
+    printed = run(capsys, "--case", "serving", "--length", "20", "--json", str(file))
+    assert "declined" not in printed
+    rows = record.read(file)["rows"]
+    assert [row["side"] for row in rows] == ["slots", "all_keys"]
+    assert all(value > 0 for row in rows for value in row["parts"].values())
+
+
 def test_programs_print_rows(capsys, tmp_path):
     program, file = tmp_path / "bench_core", tmp_path / "bench.json"
     row = record.row(

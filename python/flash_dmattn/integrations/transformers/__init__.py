@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ..attention import mask_driven_attention_forward
 from .cache import DynamicMaskCache
 from .compat import wrap_implementation_setter
-from .doge import NAME as _DOGE_NAME
+from .doge import NAMES as _DOGE_NAMES
 from .doge import doge_scores
 from .enable import NAME, NAMES, enable_flash_dmattn, resolve_name
 from .learned_scores import NAME as _SCORES_NAME
@@ -49,8 +49,9 @@ __all__ = [
 for _name in NAMES:
     AttentionInterface.register(_name, mask_driven_attention_forward)
     AttentionMaskInterface.register(_name, registered_attention_mask)
-AttentionInterface.register(_DOGE_NAME, mask_driven_attention_forward)
-AttentionMaskInterface.register(_DOGE_NAME, key_interval_mask)
+for _name in _DOGE_NAMES:
+    AttentionInterface.register(_name, mask_driven_attention_forward)
+    AttentionMaskInterface.register(_name, key_interval_mask)
 AttentionInterface.register(_SCORES_NAME, scored_attention_forward)
 AttentionMaskInterface.register(_SCORES_NAME, key_interval_mask)
 wrap_implementation_setter(resolve_name, {NAME: NAMES[-1]})

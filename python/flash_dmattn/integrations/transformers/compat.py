@@ -11,6 +11,8 @@ import types
 from collections.abc import Callable, Container, Mapping
 
 import torch
+import transformers
+from packaging import version
 from transformers import PreTrainedModel, masking_utils
 from transformers.configuration_utils import PretrainedConfig
 from transformers.models.doge.modeling_doge import DogeModel
@@ -61,21 +63,31 @@ def wrap_implementation_setter(
     PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
 
 
-def refuse_continuous_batching(model: PreTrainedModel, names: Container[str]) -> None:
-    """Makes this model refuse continuous batching at its start, under implementations of these names.
+HAS_SLOTS_IN_BATCHES = version.parse(transformers.__version__).release[:2] == (5, 24)
+
+
+def set_continuous_batching(
+    model: PreTrainedModel, names: Container[str], make_manager: Callable | None
+) -> None:
+    """Makes `make_manager(model, ...)` the manager of continuous batching of this model, under implementations of these
+    names; None: the model refuses it at its start.
 
     4.57: it begins with any implementation, in a thread whose errors are only logged, and answers are cut off. Later
-    versions raise for unknown implementations. Remove with support of 4.57.
+    versions raise for unknown implementations; up to 5.24 none takes a cache of another kind. Remove when
+    continuous batching has a registry of caches.
     """
 
     def init_continuous_batching(self, *args, **kwargs):
-        name = str(self.config._attn_implementation).removeprefix("paged|")
-        if name in names:
-            raise ValueError(
-                f"attn_implementation: got {name!r}, expected another one: continuous batching (generate_batch) has a paged "
-                "cache, which flash_dmattn does not support. Use generate"
-            )
-        return type(self).init_continuous_batching(self, *args, **kwargs)
+        name = str(self.config._attn_implementation)
+        if name.removeprefix("paged|") not in names:
+            return type(self).init_continuous_batching(self, *args, **kwargs)
+        if make_manager is not None and name in names:
+            return make_manager(self, *args, **kwargs)
+        raise ValueError(
+            f"attn_implementation: got {name!r}, expected another one: continuous batching (generate_batch) has a paged "
+            "cache, which flash_dmattn does not support. For a Doge it has slots, with transformers 5.24 and "
+            f"enable_flash_dmattn; this is {transformers.__version__}. Use generate"
+        )
 
     if hasattr(model, "init_continuous_batching"):
         model.init_continuous_batching = types.MethodType(init_continuous_batching, model)

@@ -20,11 +20,15 @@ from ..attention import attention_bshd
 from ..dtypes import fdma_peft_integration_check, target_dtype
 from ..keywords import check_mask_keywords
 from ..masks import as_key_intervals, is_causal_mask, present_tokens
+from ..serving.ragged import RaggedBatch, attend
 from .cache import DynamicMaskCache, DynamicMaskLayer
 from .compat import adopt_layer, pop_cache
 from .scored_cache import update_with_scores
 
 NAME = "doge_dynamic_mask_attention"  # of the implementation, in a config; transformers has "doge_flex_attention"
+# Its name during continuous batching: with "flash" in it transformers makes no mask of all pairs.
+BATCHED_NAME = "doge_flash_dynamic_mask_attention"
+NAMES = (NAME, BATCHED_NAME)
 CONTEXT = (
     "flash_dmattn_context"  # the keyword by which a DogeModel passes a `Context` to its layers
 )
@@ -38,17 +42,19 @@ class Context(NamedTuple):
         causal within documents, so that every query sees its own key; None: another mask, or keys of a cache.
     memo: results that the layers share.
     pieces: attention over sequences of which this rank has a piece (context_parallel.Pieces); None: it has the whole.
+    batch: the sequences of a step of continuous batching, whose cache has slots for each of them.
     """
 
     mask_kind: str | None = None
     memo: Memo | None = None
     pieces: Any = None
+    batch: RaggedBatch | None = None
 
 
 class FlashDogeAttention(DogeAttention):
     """`DogeAttention` that chooses its keys by intervals, and builds no tensor with one element per (query, key) pair.
 
-    Under another implementation than `NAME` (after `model.set_attn_implementation("eager")`) it is its base class.
+    Under an implementation that is not in `NAMES` (after `model.set_attn_implementation("eager")`) it is its base class.
     """
 
     round_scores_like_eager = False
@@ -65,14 +71,15 @@ class FlashDogeAttention(DogeAttention):
         attention_mask: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, None]:
-        if self.config._attn_implementation != NAME:
+        if self.config._attn_implementation not in NAMES:
             return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
         context = kwargs.pop(CONTEXT, None) or Context()
         cache = pop_cache(kwargs)
         cache_position = kwargs.pop("cache_position", None)
         if context.mask_kind == "causal" or is_causal_mask(attention_mask):
             attention_mask = None
-        check_mask_keywords(kwargs, has_mask=attention_mask is not None)
+        if context.batch is None:
+            check_mask_keywords(kwargs, has_mask=attention_mask is not None)
         per_head = (*hidden_states.shape[:-1], -1, self.head_dim)
         query = _normalize(self.q_norm, self.q_proj(hidden_states).view(per_head))
         key = _normalize(self.k_norm, self.k_proj(hidden_states).view(per_head))
@@ -85,6 +92,11 @@ class FlashDogeAttention(DogeAttention):
         if context.pieces is not None:
             out = context.pieces.attend(self, query, key, value, scores, cache)
             return self.o_proj(out.flatten(2)), None
+        if context.batch is not None:
+            pool = cache.layer_to_allocator[self.layer_idx].pools[self.layer_idx]
+            states = (t[0].to(pool.k.dtype) for t in (query, key, value))
+            out = attend(pool, context.batch, *states, scores[0].float(), scale=self.scaling)
+            return self.o_proj(out.to(hidden_states.dtype)[None].flatten(2)), None
         if isinstance(cache, DynamicMaskCache):
             slots = _layer_of(cache, self.layer_idx)
             out = _attend_with_slots(
@@ -108,10 +120,7 @@ class FlashDogeAttention(DogeAttention):
 
 def check_cache(cache: object) -> None:
     if not isinstance(cache, Cache):
-        raise TypeError(
-            f"cache: got {type(cache).__name__}, expected a transformers Cache; continuous batching (a paged cache) is not "
-            "supported. Use another attn_implementation"
-        )
+        raise TypeError(f"cache: got {type(cache).__name__}, expected a transformers Cache")
 
 
 def _normalize(norm: torch.nn.Module, states: torch.Tensor) -> torch.Tensor:

@@ -16,16 +16,29 @@ from transformers.models.doge.modeling_doge import (
 from ..._core.checks import may_read, resolve_flag
 from ...keys.recognise import Memo
 from .cache import DynamicMaskCache
-from .compat import CACHE, MODEL_ARGUMENTS, find_cache, own_config, refuse_continuous_batching
+from .compat import (
+    CACHE,
+    HAS_SLOTS_IN_BATCHES,
+    MODEL_ARGUMENTS,
+    find_cache,
+    own_config,
+    set_continuous_batching,
+)
 from .doge import CONTEXT, PIECES, Context, FlashDogeAttention, check_cache
 from .doge import NAME as DOGE_NAME
+from .doge import NAMES as DOGE_NAMES
 from .families import reason_to_refuse
 from .masks import is_causal_config, mask_kind
+
+if HAS_SLOTS_IN_BATCHES:
+    from .batching import PagedAttentionCache, batch_of, make_manager
+else:  # transformers has no such cache, or other classes around it
+    PagedAttentionCache, batch_of, make_manager = (), None, None
 
 NAME = "flash_dmattn"
 # Names accepted for this attention. A config stores the second name: transformers 5 branches on "flash" in a name.
 NAMES = (NAME, "dynamic_mask_attention")
-_STORED_NAMES = (NAMES[-1], DOGE_NAME)
+_STORED_NAMES = (NAMES[-1], *DOGE_NAMES)
 _CACHE = "dynamic_mask"
 _DEFAULT_CACHE = "_flash_dmattn_cache"  # attribute of a model
 
@@ -85,7 +98,7 @@ def enable_flash_dmattn(
         if isinstance(module, FlashDogeAttention):
             module.config._attn_implementation_internal = DOGE_NAME
     for module in doge_models:
-        refuse_continuous_batching(module, _STORED_NAMES)
+        set_continuous_batching(module, _STORED_NAMES, make_manager)
         _set_default_cache(module, cache)
         setattr(module, PIECES, pieces)
         if pieces is not None and isinstance(module, DogeForCausalLM):
@@ -101,11 +114,12 @@ def resolve_name(model: PreTrainedModel, name: str | None) -> str | None:
     """
     if name not in _STORED_NAMES and name != NAME:
         return None
-    refuse_continuous_batching(model, _STORED_NAMES)
     if any(isinstance(module, DogeAttention) for module in model.modules()):
         _check_layers(model)
         replace_layers(model)
+        set_continuous_batching(model, _STORED_NAMES, make_manager)
         return DOGE_NAME
+    set_continuous_batching(model, _STORED_NAMES, None)
     reason = reason_to_refuse(model)
     if reason is not None:
         raise ValueError(
@@ -165,7 +179,7 @@ def _hook(model: torch.nn.Module, hook) -> None:
 
 def _begin_forward(model: DogeModel, args: tuple, options: dict) -> tuple[tuple, dict] | None:
     """Before DogeModel.forward: the default cache, and the context of the layers."""
-    if model.config._attn_implementation != DOGE_NAME:
+    if model.config._attn_implementation not in DOGE_NAMES:
         return None
     arguments_by_name = {**dict(zip(MODEL_ARGUMENTS, args, strict=False)), **options}
     padding = arguments_by_name.get("attention_mask")
@@ -178,6 +192,9 @@ def _begin_forward(model: DogeModel, args: tuple, options: dict) -> tuple[tuple,
     use_cache = arguments_by_name.get("use_cache")
     use_cache = model.config.use_cache if use_cache is None else use_cache
     cache = find_cache(arguments_by_name)
+    if isinstance(cache, PagedAttentionCache):
+        changes[CONTEXT] = Context(batch=batch_of(cache, arguments_by_name))
+        return (), arguments_by_name | changes
     if cache is not None:
         check_cache(cache)
     # Not for training, which reads no cache.
@@ -227,7 +244,7 @@ def _set_default_cache(model: DogePreTrainedModel, cache: str | None) -> None:
 def _has_default_cache(model: torch.nn.Module) -> bool:
     return (
         getattr(model, _DEFAULT_CACHE, None) == _CACHE
-        and model.config._attn_implementation == DOGE_NAME
+        and model.config._attn_implementation in DOGE_NAMES
     )
 
 

@@ -107,6 +107,8 @@ class StepCall {
     params_.counts = cache.counts;
     params_.seen = cache.seen;
     params_.slots = cache.shape.slots();
+    params_.rows = RowIndex(cache.rows);
+    params_.score.bias.batch = cache.rows.slot_stride;
     params_.rule = CacheRule(cache.shape);
     params_.k_slots = rows_of(by_token(cache.k));
     params_.v_slots = rows_of(by_token(cache.v));

@@ -37,7 +37,8 @@ void launch_step(const Choice& choice, const StepParams& params, cudaStream_t st
   launch_rows<T, D, S, SlotKeys<T>>(choice, params, stream);
   if (params.split.in_cluster) {
     const int batch = params.shape.batch;
-    launch_grid<count_tokens<S>>({ceil_div(batch, 256), 256}, stream, params.seen, batch);
+    launch_grid<count_tokens<S>>({ceil_div(batch, 256), 256}, stream, params.seen, params.rows,
+                                 batch);
     return;
   }
   using Combine = OfClass<CombineStepKernel<T, D>, S>;

@@ -35,9 +35,18 @@ struct StepParams : Params {
   std::int32_t* positions = nullptr;
   SlotCount* counts = nullptr;
   std::int32_t* seen = nullptr;
+  RowIndex rows;
   std::int64_t slots = 0;  // places + g
   OutputRows k_slots, v_slots;
   CacheRule rule;
+
+  // The first slot of a head, in `scores` and `positions`, and its count.
+  __device__ std::int64_t first_slot(int row, int kv_head) const {
+    return row * rows.slot_stride + kv_head * slots;
+  }
+  __device__ SlotCount& count(int row, int kv_head) const {
+    return counts[row * rows.count_stride + kv_head];
+  }
 
   // The token.
   InputRows new_k, new_v;

@@ -27,16 +27,18 @@ class SlotInfo {
     std::int32_t slot;
   };
 
-  __device__ SlotInfo(const StepParams& p, const GroupRows& rows, SlotStorage&)
+  // row: of the arrays.
+  __device__ SlotInfo(const StepParams& p, const GroupRows& rows, int row)
       : p_(p),
         batch_(rows.batch),
         kv_head_(rows.kv_head),
-        row_(rows.batch * p.shape.heads_kv + rows.kv_head) {}
+        row_(row),
+        first_(p.first_slot(row, rows.kv_head)) {}
 
   // Loads, before the rows, the data for the decision.
   __device__ void load_token() {
-    before_ = p_.counts[row_];
-    seen_ = p_.seen[batch_];
+    before_ = p_.count(row_, kv_head_);
+    seen_ = p_.seen[row_ * p_.rows.seen_stride];
     score_new_ = __ldg(p_.new_scores.data + batch_ * p_.new_scores.stride[0] +
                        kv_head_ * p_.new_scores.stride[1]);
     if (p_.mask.data != nullptr) mask_ = __ldg(p_.mask.data + batch_ * p_.mask.stride[0]);
@@ -53,13 +55,18 @@ class SlotInfo {
   __device__ int count() const { return change_.count; }
   __device__ int2 counts_after() const { return {change_.count, change_.competed}; }
   __device__ int row() const { return row_; }
+  // Where the state of the cache is stored, and the number of this (batch, kv head) in the call.
+  __device__ SlotCount& slot_count() const { return p_.count(row_, kv_head_); }
+  __device__ std::int64_t index() const {
+    return static_cast<std::int64_t>(batch_) * p_.shape.heads_kv + kv_head_;
+  }
   __device__ const SlotScan& scan() const { return scan_; }
   // Whether a slot before count() holds a key.
-  __device__ SlotsWithKeys present() const { return {p_.positions + row_ * p_.slots}; }
+  __device__ SlotsWithKeys present() const { return {p_.positions + first_, row_ - batch_}; }
 
   __device__ Key read(int slot, bool valid) const {
     if (!valid) return {0, no_key, INT_MAX};
-    const std::int64_t at = row_ * p_.slots + slot;
+    const std::int64_t at = first_ + slot;
     return {p_.scores[at], p_.positions[at], slot};
   }
 
@@ -78,7 +85,7 @@ class SlotInfo {
 
  private:
   __device__ void change(Key& key) const {
-    const std::int64_t at = row_ * p_.slots + key.slot;
+    const std::int64_t at = first_ + key.slot;
     if (key.slot == change_.target) {
       key.score = score_new_;
       key.entry = change_.entry;
@@ -93,7 +100,8 @@ class SlotInfo {
   const StepParams& p_;
   int batch_;
   int kv_head_;
-  std::int64_t row_;  // index in [B, Hkv]
+  int row_;
+  std::int64_t first_;
   SlotCount before_{};
   int seen_ = 0;
   float score_new_ = 0;
@@ -122,13 +130,13 @@ class TokenRows {
   }
 
   // Stores the new rows to row `column` of the tiles and to the slot.
-  __device__ void store(const StepParams& p, const GroupRows& rows, int slot, int column,
+  __device__ void store(const StepParams& p, const GroupRows& rows, int row, int slot, int column,
                         std::uint32_t k_tile, std::uint32_t v_tile) const {
     if (!exists_) return;
     store_shared_16((is_value_ ? v_tile : k_tile) + Tile::offset(column, chunk_), data_);
     const OutputRows& to = is_value_ ? p.v_slots : p.k_slots;
     std::byte* const data =
-        to.data + rows.batch * to.batch + slot * to.row + rows.kv_head * to.head + chunk_ * 16;
+        to.data + row * to.batch + slot * to.row + rows.kv_head * to.head + chunk_ * 16;
     store_chunk(data, {data_.x, data_.y, data_.z, data_.w}, to.aligned);
   }
 
@@ -153,8 +161,13 @@ struct SlotKeys {
   template <class Pipeline>
   using Extra = TokenRows<typename Pipeline::RowTile, typename Pipeline::Group>;
 
-  static __device__ Info info(const Params& p, const GroupRows& rows, Storage& storage) {
-    return {p, rows, storage};
+  // The row of k and v for that of the call, or -1. An index may be the previous kernel's result.
+  static __device__ int key_row(const Params& p, int batch) {
+    if (p.rows.index != nullptr) wait_for_previous_kernel();
+    return p.rows(batch);
+  }
+  static __device__ Info info(const Params& p, const GroupRows& rows, int row) {
+    return {p, rows, row};
   }
   static __device__ TileKeys tile_keys(const Params& p, const GroupRows&) {
     return {0, p.shape.seqlen_k};
@@ -168,7 +181,7 @@ struct SlotKeys {
     const int slot = kv.info().target();
     const int column = slot - kv.tiles().first(n);
     if (slot < 0 || column < 0 || column >= Pipeline::RowTile::rows) return;
-    token.store(p, rows, slot, column, kv.k_tile(n), kv.v_tile(n));
+    token.store(p, rows, kv.info().row(), slot, column, kv.k_tile(n), kv.v_tile(n));
     __syncthreads();
   }
 
@@ -185,13 +198,13 @@ struct SlotKeys {
       scan.add(of_block(*in_cluster_block(&storage, n)));
     scan = scan.of_warp();
     const int2 after = info.counts_after();
-    if (lane_id() == 0) p.counts[info.row()] = scan.count(after.x, after.y);
+    if (lane_id() == 0) info.slot_count() = scan.count(after.x, after.y);
   }
   static __device__ void store_split(const Params& p, const GroupRows&, const Info& info,
                                      const Storage& storage, int split) {
     if (threadIdx.x > 0) return;
-    p.scans[info.row() * p.split.splits + split] = of_block(storage);
-    if (split == 0) p.counts_after[info.row()] = info.counts_after();
+    p.scans[info.index() * p.split.splits + split] = of_block(storage);
+    if (split == 0) p.counts_after[info.index()] = info.counts_after();
   }
 
  private:
@@ -210,30 +223,37 @@ struct CombineStepKernel : CombineKernel<T, D> {
 
   __device__ void operator()(const Params& p, typename Base::SharedStorage& shared) const {
     const QueryHead head = Base::head_of(p, blockIdx.x);
-    const std::int64_t row = head.batch * p.shape.heads_kv + head.kv_head;
+    const std::int64_t index = head.batch * p.shape.heads_kv + head.kv_head;
     const bool is_first_of_group = head.head % (p.shape.heads_q / p.shape.heads_kv) == 0;
     allow_next_kernel();
     wait_for_previous_kernel();
-    const int2 after = p.counts_after[row];
+    const int row = p.rows(head.batch);
+    if (row < 0) {
+      if (warp_id() == 0) store_row<T, D>(p, head, 0, 0, AllKeys(), RowTotal<D>());
+      return;
+    }
+    const int2 after = p.counts_after[index];
     if (is_first_of_group && warp_id() == Base::warps - 1) {
       SlotScan scan = SlotScan::nothing();
       for (int n = lane_id(); n < p.split.splits; n += warp_size)
-        scan.add(p.scans[row * p.split.splits + n]);
+        scan.add(p.scans[index * p.split.splits + n]);
       scan = scan.of_warp();
-      if (lane_id() == 0) p.counts[row] = scan.count(after.x, after.y);
+      if (lane_id() == 0) p.count(row, head.kv_head) = scan.count(after.x, after.y);
     }
-    if (head.head == 0 && threadIdx.x == 0) ++p.seen[head.batch];
-    Base::add_splits(p, shared, after.x, SlotsWithKeys{p.positions + row * p.slots});
+    if (head.head == 0 && threadIdx.x == 0) ++p.seen[row * p.rows.seen_stride];
+    const std::int32_t* const entries = p.positions + p.first_slot(row, head.kv_head);
+    Base::add_splits(p, shared, after.x, SlotsWithKeys{entries, row - head.batch});
   }
 };
 
 // Counts the tokens of a row, if clusters compute the step, when no block of any head will read their number again. The
 // kernel starts when all blocks of the step have called allow_next_kernel, and ends after them.
 template <SharedClass S>
-__global__ void __launch_bounds__(256) count_tokens(std::int32_t* seen, int batch) {
+__global__ void __launch_bounds__(256) count_tokens(std::int32_t* seen, RowIndex rows, int batch) {
   allow_next_kernel();
   const int b = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
-  if (b < batch) ++seen[b];
+  const int row = b < batch ? rows(b) : -1;
+  if (row >= 0) ++seen[row * rows.seen_stride];
   wait_for_previous_kernel();
 }
 

@@ -29,7 +29,9 @@ struct TensorKeys {
     __device__ void load() const {}
   };
 
-  static __device__ Info info(const Params& p, const GroupRows& rows, Storage&) {
+  // The row of k and v for that of the call; negative: none, so that queries see no key.
+  static __device__ int key_row(const Params&, int batch) { return batch; }
+  static __device__ Info info(const Params& p, const GroupRows& rows, int) {
     return {p.score, p.shape, rows.batch, rows.first_head(), rows.kv_head};
   }
   static __device__ TileKeys tile_keys(const Params& p, const GroupRows& rows) {
@@ -104,8 +106,13 @@ struct SplitForwardKernel {
 
     const RowSource<QueryRows, Group> queries(block, p.q, rows.batch, rows.first_head(),
                                               p.shape.head_dim);
-    const Info info = Keys::info(p, rows, shared.keys);
-    const typename Pipeline::Loader loader(block, shared.kv.loader, p, rows.batch, rows.kv_head);
+    const int key_row = Keys::key_row(p, rows.batch);
+    if (key_row < 0) {
+      if (p.split.in_cluster && split == 0) store_nothing(p, rows);
+      return;
+    }
+    const Info info = Keys::info(p, rows, key_row);
+    const typename Pipeline::Loader loader(block, shared.kv.loader, p, key_row, rows.kv_head);
 
     loader.init(block);
     typename Keys::template Extra<Pipeline> extra(p, rows);
@@ -187,6 +194,12 @@ struct SplitForwardKernel {
         p.score.factor, kv.key_info(n), position.column,
         [&](int column) { return delayed_bias_begin(p.score, p.shape, keys[column]); },
         [&](int, int h) { return rows.query[h]; }, scores);
+  }
+
+  // Stores the results of rows that see no key.
+  static __device__ void store_nothing(const Params& p, const GroupRows& rows) {
+    for (int row = warp_id(); row < rows.count; row += P.warps())
+      store_row<T, D>(p, rows.head(row), rows.query(row), 0, AllKeys(), RowTotal<D>());
   }
 
   static __device__ void store_warp(WarpSums& warps, int warp_row, int key_warp, float factor,

@@ -79,8 +79,16 @@ struct RowTotal {
 // The slots of a KV cache that hold keys, of those that have been taken, as AllKeys (fp64_fallback.cuh).
 struct SlotsWithKeys {
   const std::int32_t* entries;
+  int rows_ahead;  // of the row of the call, in the arrays
 
   __device__ bool operator()(int slot) const { return entries[slot] != no_key; }
+  __device__ void move_to_row(ForwardParams& p) const {
+    p.k.data += rows_ahead * p.k.batch;
+    p.v.data += rows_ahead * p.v.batch;
+    if (p.score.bias.data != nullptr) {
+      p.score.bias.data += rows_ahead * p.score.bias.batch * std::int64_t{sizeof(float)};
+    }
+  }
 };
 
 // Stores the output and lse of a row with one warp. Rows that overflow fp32 are recomputed in double, over those of the
@@ -98,6 +106,7 @@ __device__ inline void store_row(const ForwardParams& p, const QueryHead& head, 
   if (!warp_all(ordinary)) {
     ForwardParams of_keys = p;
     of_keys.shape.seqlen_k = keys;
+    present.move_to_row(of_keys);
     fp64_row<T, true>(of_keys, head, query, present);
     return;
   }

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ...._core.checks import resolve_flag
 from ....keys.rule import KeySelection
-from ..compat import own_config, refuse_continuous_batching
+from ..compat import own_config, set_continuous_batching
 from ..config_rules import CONFIG_NAME, LearnedScores, make_rule
 from ..families import reason_to_refuse
 from .attention import NAME
@@ -105,7 +105,7 @@ def add_learned_scores(
         setattr(parent, name, with_scorer(layer, made, rule, dense_prefill))
         setattr(layer.config, CONFIG_NAME, stored)
     for module in _pretrained(model):
-        refuse_continuous_batching(module, (NAME,))
+        set_continuous_batching(module, (NAME,), None)
     add_mask_hooks(model)
     setattr(model, _METHOD, partial(set_score_phase, model))
     return set_score_phase(model, "hard")

@@ -1,0 +1,97 @@
+"""A view of some rows of a pool on the CPU: by the backend's kernels and by the reference."""
+
+import pytest
+import torch
+
+import pool_rows
+from flash_dmattn import KVSlots
+from pool_rows import ROWS, RULES, Place
+
+CPU = Place()
+places = pytest.mark.parametrize(
+    "place",
+    [Place("cpu"), Place("cpu", dtype=torch.bfloat16), Place("reference")],
+    ids=["cpu", "cpu-bf16", "reference"],
+)
+rules = pytest.mark.parametrize("rule", RULES, ids=["window", "rule", "large"])
+
+
+@places
+@rules
+def test_steps_over_rows_equal_steps_of_copies(place, rule):
+    pool_rows.check_steps_equal_steps_of_copies(place, rule)
+
+
+@places
+@rules
+def test_rows_that_are_none_give_zero_and_change_nothing(place, rule):
+    pool_rows.check_rows_that_are_none(place, rule)
+
+
+@places
+@rules
+def test_results_of_a_row_do_not_depend_on_other_rows(place, rule):
+    pool_rows.check_neighbours_change_nothing(place, rule)
+
+
+@places
+@rules
+def test_filled_rows_equal_a_filled_cache(place, rule):
+    pool_rows.check_filled_rows(place, rule)
+
+
+@places
+@rules
+def test_chunks_go_through_a_copy_with_places_for_them(place, rule):
+    pool_rows.check_chunks_of_copies(place, rule)
+
+
+def test_changed_rows_of_a_view_are_followed():
+    pool, _ = CPU.pool(RULES[0])
+    rows = CPU.rows(0)
+    view = pool.over(rows)
+    states = CPU.tokens(1)
+    for row in (4, 2):
+        expected = pool.select(CPU.rows(row)).step(*states)
+        rows.fill_(row)
+        assert torch.equal(view.step(*states), expected)
+
+
+def test_row_beyond_the_pool_raises():
+    pool, blocks = CPU.pool(RULES[0])
+    before = blocks.clone()
+    with pytest.raises(ValueError, match=r"rows.index\[1\]: got 7, expected a row before 7"):
+        pool.over(CPU.rows(0, 7)).step(*CPU.tokens(2))
+    assert torch.equal(blocks, before)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda view: view.append(*CPU.tokens(1, 2)[1:]),
+        lambda view: view.commit(0),
+        lambda view: view.select(CPU.rows(0)),
+        lambda view: view.clear(),
+        lambda view: view.over(CPU.rows(0)),
+        lambda view: view.state_dict(),
+    ],
+)
+def test_functions_that_take_no_rows_raise_for_a_view(call):
+    pool, _ = CPU.pool(RULES[0])
+    with pytest.raises(ValueError, match="^rows: got"):
+        call(pool.over(CPU.rows(1)))
+
+
+def test_rows_of_another_type_raise():
+    pool, _ = CPU.pool(RULES[0])
+    for rows in (torch.tensor([1]), CPU.rows(1)[None], torch.tensor([1.0])):
+        with pytest.raises(TypeError, match="^rows: got"):
+            pool.over(rows)
+
+
+def test_rows_any_distance_apart_take_no_chunk():
+    pool, _ = CPU.pool(RULES[0])
+    wide = pool.select(torch.arange(ROWS, dtype=torch.int32), chunk=3)
+    apart = KVSlots.from_tensors(5, *(torch.stack([t, t], 1)[:, 0] for t in wide.tensors))
+    with pytest.raises(ValueError, match="dense rows"):
+        apart.append(*CPU.tokens(ROWS, 2)[1:])

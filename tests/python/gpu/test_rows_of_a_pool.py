@@ -1,0 +1,90 @@
+"""A view of some rows of a pool on the GPU: by itself, against the CPU, and in a graph with rows of its own each time."""
+
+import pytest
+import torch
+
+import pool_rows
+from gpu import capture, needs_gpu
+from pool_rows import ROWS, RULES, Place, contents
+
+pytestmark = needs_gpu
+places = pytest.mark.parametrize(
+    "place",
+    [Place("cuda", "cuda", torch.bfloat16), Place("cuda", "cuda", torch.float16)],
+    ids=["bf16", "f16"],
+)
+# The last has as many slots as several blocks of a cluster divide.
+rules = pytest.mark.parametrize("rule", [*RULES, {"keep_window_size": 5000}])
+CHECKS = (
+    pool_rows.check_steps_equal_steps_of_copies,
+    pool_rows.check_rows_that_are_none,
+    pool_rows.check_neighbours_change_nothing,
+    pool_rows.check_filled_rows,
+    pool_rows.check_chunks_of_copies,
+)
+
+
+@places
+@rules
+@pytest.mark.parametrize("check", CHECKS)
+def test_rows_behave_as_caches_of_their_own(place, rule, check):
+    check(place, rule)
+
+
+@places
+@rules
+def test_steps_over_rows_equal_those_on_the_cpu(place, rule):
+    torch.manual_seed(0)
+    pool, _ = place.pool(rule)
+    on_cpu = Place(dtype=place.dtype).pool(rule)[0]
+    for own, got in zip(on_cpu.tensors, pool.tensors, strict=True):
+        own.copy_(got)
+    for rows in ((4, -1, 6), (2, 5, 4, 3, 0, 1, 6), (-1,)):
+        states = place.tokens(len(rows))
+        expected = on_cpu.over(torch.tensor(rows, dtype=torch.int32)).step(
+            *(t.cpu() for t in states)
+        )
+        out = pool.over(place.rows(*rows)).step(*states)
+        torch.testing.assert_close(out.cpu(), expected, atol=2e-2, rtol=2e-2)
+        assert contents(pool.select(place.rows(*range(ROWS)))) == contents(on_cpu)
+
+
+@places
+@rules
+def test_changed_rows_of_a_graph_are_followed(place, rule):
+    pool, _ = place.pool(rule)
+    rows = place.rows(-1, -1, -1)
+    states = place.tokens(3)
+    graph, out = capture(lambda: pool.over(rows).step(*states))
+    for chosen in ((3, 0, 5), (5, -1, 6), (1, 2, -1)):
+        rows.copy_(place.rows(*chosen))
+        for own, new in zip(states, place.tokens(3), strict=True):
+            own.copy_(new)
+        alone = pool.select(place.rows(*(max(row, 0) for row in chosen)))
+        expected = alone.step(*states)
+        graph.replay()
+        for place_in_batch, row in enumerate(chosen):
+            wanted = expected[place_in_batch] if row >= 0 else torch.zeros_like(expected[0])
+            assert torch.equal(out[place_in_batch], wanted)
+
+
+@places
+def test_rows_beyond_the_pool_are_none(place):
+    pool, blocks = place.pool(RULES[0])
+    before = blocks.clone()
+    out = pool.over(place.rows(ROWS, 2**31 - 1)).step(*place.tokens(2))
+    assert torch.equal(out, torch.zeros_like(out)) and torch.equal(blocks, before)
+
+
+@places
+@rules
+def test_rows_that_overflow_float32_are_those_of_the_row(place, rule):
+    """Scores that leave fp32 are computed again in double, from the keys of the row."""
+    pool, _ = place.pool(rule)
+    for rows in ((6, 0, 3), (2, 6, 4)):
+        index = place.rows(*rows)
+        q, k, v, scores = place.tokens(3)
+        alone = pool.select(index)
+        states = (q * 100, k * 100, v, scores)
+        expected = alone.step(*states, scale=3e38)
+        assert torch.equal(pool.over(index).step(*states, scale=3e38), expected)

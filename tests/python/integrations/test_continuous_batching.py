@@ -1,0 +1,239 @@
+"""Continuous batching of a Doge with slots against `generate` with all keys, one prompt at a time."""
+
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from transformers import DogeConfig, DogeForCausalLM, GenerationConfig
+
+from doge_generation import VOCABULARY, WINDOW, brute_force_of, make_model
+from flash_dmattn.integrations.transformers import DynamicMaskCache, enable_flash_dmattn
+from flash_dmattn.integrations.transformers.compat import (
+    HAS_SLOTS_IN_BATCHES,
+    set_continuous_batching,
+)
+
+pytestmark = [
+    pytest.mark.transformers,
+    pytest.mark.skipif(not HAS_SLOTS_IN_BATCHES, reason="slots in batches need transformers 5.24"),
+]
+if HAS_SLOTS_IN_BATCHES:
+    from transformers import ContinuousBatchingConfig
+
+    from flash_dmattn.integrations.transformers import batching
+
+LENGTHS = (1, 5, 40, 2, WINDOW, WINDOW + 1, 70, 17, 33)
+NEW = 12
+GREEDY = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0, "max_new_tokens": NEW}
+
+
+def prompt_of(length):
+    return torch.randint(3, VOCABULARY, (length,)).tolist()
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return enable_flash_dmattn(make_model())
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    """The tokens of `generate` with eager attention over all keys, by prompt."""
+    eager = brute_force_of(model)
+    known = {}
+
+    def generate(prompt):
+        if tuple(prompt) not in known:
+            ids = torch.tensor([prompt])
+            out = eager.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW
+            )
+            known[tuple(prompt)] = out[0, len(prompt) :].tolist()
+        return known[tuple(prompt)]
+
+    return generate
+
+
+def sectors(count, model):
+    """num_blocks for a number of states: transformers counts memory in tokens of all keys."""
+    state, *_ = batching.states_of(model.config, model.dtype)
+    of_token = 2 * state.heads_kv * state.head_dim * state.dtype.itemsize
+    return count * state.nbytes() // (4 * of_token)
+
+
+def options(model, states=8, **others):
+    return ContinuousBatchingConfig(
+        page_size=4, num_blocks=sectors(states, model), **{"max_batch_tokens": 64} | others
+    )
+
+
+def free_states(manager):
+    cache = manager.batch_processor.cache
+    cache.pool.try_to_free_sectors()
+    return cache.pool.num_free_sectors, cache.num_sectors
+
+
+@pytest.mark.parametrize("budget, states", [(64, 12), (13, 12), (7, 3), (3, 2)])
+def test_tokens_equal_generate_however_chunks_are_cut(model, alone, budget, states):
+    torch.manual_seed(budget)
+    prompts = [prompt_of(length) for length in LENGTHS]
+    done = model.generate_batch(
+        prompts,
+        generation_config=GenerationConfig(**GREEDY),
+        continuous_batching_config=options(model, states, max_batch_tokens=budget),
+    )
+    assert [result.prompt_ids for result in done.values()] == prompts
+    for result in done.values():
+        assert result.error is None
+        assert result.generated_tokens == alone(result.prompt_ids)
+
+
+def test_requests_may_come_late_and_be_cancelled(model, alone):
+    torch.manual_seed(1)
+    random.seed(1)
+    prompts = [prompt_of(random.choice(LENGTHS)) for _ in range(12)]
+    manager = model.init_continuous_batching(
+        generation_config=GenerationConfig(**GREEDY),
+        continuous_batching_config=options(model, 4, max_batch_tokens=11),
+    )
+    manager.start()
+    results = {}
+    try:
+        for number, prompt in enumerate(prompts):
+            manager.add_request(prompt, request_id=str(number), max_new_tokens=NEW)
+            if number % 3 == 2:
+                manager.cancel_request(str(number - 1))
+            result = manager.get_result(timeout=0.02)
+            if result is not None and result.is_finished():
+                results[result.request_id] = result
+        kept = [number for number in range(len(prompts)) if number % 3 != 1]
+        while not all(str(number) in results for number in kept):
+            result = manager.get_result(timeout=5)
+            assert result is not None, "no result in 5 seconds"
+            results[result.request_id] = result
+        for number in kept:
+            assert results[str(number)].generated_tokens == alone(prompts[number])
+        while manager.batch_processor.has_pending_requests():
+            manager.get_result(timeout=0.05)
+        free, all_states = free_states(manager)
+        assert free == all_states
+    finally:
+        manager.stop(block=True)
+
+
+def test_prompt_of_one_token_has_an_empty_state(model, alone):
+    """Its first step is one in which every sequence brings a token, and the state held another text before."""
+    torch.manual_seed(5)
+    prompts = [prompt_of(length) for length in (40, 1, 30, 1, 1)]
+    done = model.generate_batch(
+        prompts,
+        generation_config=GenerationConfig(**GREEDY),
+        continuous_batching_config=options(model, states=1),
+    )
+    for result in done.values():
+        assert result.generated_tokens == alone(result.prompt_ids)
+
+
+def test_forks_equal_their_prompt(model, alone):
+    torch.manual_seed(3)
+    prompts = [prompt_of(length) for length in (1, 25, 60)]
+    config = GenerationConfig(**GREEDY)
+    config.num_return_sequences = 3  # which the config refuses for equal sequences
+    done = model.generate_batch(
+        prompts,
+        generation_config=config,
+        continuous_batching_config=options(model, 5, max_batch_tokens=16),
+    )
+    assert len(done) == 9
+    for result in done.values():
+        assert result.generated_tokens == alone(result.prompt_ids)
+
+
+def test_many_requests_leave_no_state(model):
+    torch.manual_seed(4)
+    random.seed(4)
+    manager = model.init_continuous_batching(
+        generation_config=GenerationConfig(**GREEDY),
+        continuous_batching_config=options(model, 24, max_batch_tokens=256),
+    )
+    manager.start()
+    try:
+        count = 1000
+        for number in range(count):
+            prompt = prompt_of(random.choice((1, 2, 3, 11)))
+            manager.add_request(
+                prompt, request_id=str(number), max_new_tokens=random.choice((1, 2))
+            )
+            if random.random() < 0.1:
+                manager.cancel_request(str(random.randrange(number + 1)))
+        finished = 0
+        while manager.get_result(timeout=0.5) is not None:
+            finished += 1
+        assert finished > 0.8 * count  # the others were cancelled
+        assert not manager.batch_processor.has_pending_requests()
+        free, all_states = free_states(manager)
+        assert free == all_states
+        assert not manager.batch_processor.cache.cache_allocators["full_attention"].block_table
+    finally:
+        manager.stop(block=True)
+
+
+def test_model_afterwards_generates_as_before(model, alone):
+    prompt = prompt_of(50)
+    name = model.config._attn_implementation
+    model.generate_batch(
+        [prompt],
+        generation_config=GenerationConfig(**GREEDY),
+        continuous_batching_config=options(model),
+    )
+    assert model.config._attn_implementation == name
+    ids = torch.tensor([prompt])
+    for cache in ({}, {"cache": DynamicMaskCache(model.config)}):
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, **cache
+        )
+        assert out[0, len(prompt) :].tolist() == alone(prompt)
+    assert batching.SlotAllocator not in batching.caches.ATTN_TYPE_TO_ALLOCATOR.values()
+
+
+def test_another_version_of_transformers_is_named():
+    model = make_model()
+    set_continuous_batching(model, (model.config._attn_implementation,), None)
+    with pytest.raises(ValueError, match="with transformers 5.24 and enable_flash_dmattn; this is"):
+        model.generate_batch([[3, 4, 5]], generation_config=GenerationConfig(**GREEDY))
+
+
+def test_sliding_window_raises():
+    model = DogeForCausalLM(
+        DogeConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+                   keep_window_size=8, sliding_window=16)
+    )  # fmt: skip
+    enable_flash_dmattn(model)
+    with pytest.raises(ValueError, match="sliding_window: got 16"):
+        model.generate_batch([[3, 4, 5]], generation_config=GenerationConfig(**GREEDY))
+
+
+def test_paged_cache_without_slots_raises(model):
+    class Paged(batching.PagedAttentionCache):
+        def __init__(self):
+            self.cache_allocators = {}
+
+    with pytest.raises(TypeError, match="^cache: got a paged cache without slots"):
+        model(torch.tensor([[3, 4]]), cache=Paged(), use_cache=False)
+
+
+def test_eager_layers_keep_the_cache_of_transformers(model, alone):
+    """A Doge with its own attention has no slots, and transformers' own cache of all keys."""
+    eager = brute_force_of(model)
+    assert (
+        "SlotManager"
+        not in type(
+            eager.init_continuous_batching(
+                generation_config=GenerationConfig(**GREEDY),
+                continuous_batching_config=options(model),
+            )
+        ).__name__
+    )

@@ -1,0 +1,153 @@
+"""Checks of views of some rows of a pool, as an engine takes them, against caches that hold those rows alone.
+
+They run on any device: `place` has its name, the dtype and the backend.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from flash_dmattn import KVSlots
+from flash_dmattn.integrations.serving.states import SlotState
+from flash_dmattn.keys.rule import KeySelection
+from token_streams import TOLERANCE
+
+HEADS, GROUP, DIM, ROWS = 2, 3, 8, 7
+RULES = (
+    {"keep_window_size": 5},
+    {"keep_window_size": (3, 5), "sink_tokens": 1, "recent_window": 2, "recent_competes": False},
+    {"keep_window_size": 300},
+)
+
+
+class Place(NamedTuple):
+    backend: str = ""
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+
+    def tokens(self, batch, length=1):
+        """query, key, value and scores."""
+        heads = (HEADS * GROUP, HEADS, HEADS)
+        states = (torch.randn(batch, length, h, DIM, device=self.device) for h in heads)
+        scores = torch.randn(batch, HEADS, length, device=self.device)
+        return *(t.to(self.dtype) for t in states), scores
+
+    def rows(self, *rows):
+        return torch.tensor(rows, dtype=torch.int32, device=self.device)
+
+    def pool(self, rule):
+        """A pool in the blocks of an engine, each of which has a state of another layer and some bytes besides; with a prompt
+        of another length in every row. Returns the blocks, too."""
+        state = SlotState(HEADS, KeySelection(**rule), DIM, self.dtype)
+        size = 2 * state.nbytes() + 384
+        blocks = torch.zeros(ROWS, size, dtype=torch.uint8, device=self.device)
+        pool = state.pool(blocks, state.nbytes())
+        pool.backend = self.backend
+        for row in range(ROWS):
+            length = 3 * row + 1 if row % 2 else 40 * row + 1
+            pool.over(self.rows(row)).fill(*self.tokens(1, length)[1:])
+        return pool, blocks
+
+
+def contents(cache):
+    """The number of tokens of each row and head, and its keys with their values and scores by entry, in no order."""
+    k, v, scores, entries, counts, seen = (t.cpu() for t in cache.tensors)
+    rows = torch.cat([k.float(), v.float(), scores[..., None]], dim=-1).tolist()
+    found = []
+    for b in range(cache.batch):
+        for h in range(HEADS):
+            taken = range(int(counts[b, h, 0]))
+            keys = {int(entries[b, h, s]): rows[b][h][s] for s in taken}
+            keys.pop(-(2**31), None)
+            found.append((int(seen[b]), keys))
+    return found
+
+
+def check_steps_equal_steps_of_copies(place, rule):
+    pool, blocks = place.pool(rule)
+    for rows in ((4, 0, 6), (6,), (2, 5, 4, 3, 0, 1, 6)) * 4:
+        others = [row for row in range(ROWS) if row not in rows]
+        before = blocks.clone()
+        index, states = place.rows(*rows), place.tokens(len(rows))
+        alone = pool.select(index)
+        expected = alone.step(*states, return_lse=True)
+        for got, wanted in zip(
+            pool.over(index).step(*states, return_lse=True), expected, strict=True
+        ):
+            assert torch.equal(got, wanted)
+        assert contents(pool.select(index)) == contents(alone)
+        assert torch.equal(blocks[others], before[others])
+
+
+def check_rows_that_are_none(place, rule):
+    pool, blocks = place.pool(rule)
+    states = place.tokens(4)
+    alone = pool.select(place.rows(0, 3, 1, 2))
+    expected = alone.step(*states)
+    before = blocks.clone()
+    out, lse = pool.over(place.rows(-1, 3, -1, -7)).step(*states, return_lse=True)
+    none = [0, 2, 3]
+    assert torch.equal(out[none], torch.zeros_like(out[none]))
+    assert (lse[none] == -torch.inf).all()
+    assert torch.equal(out[1], expected[1])
+    others = [row for row in range(ROWS) if row != 3]
+    assert torch.equal(blocks[others], before[others])
+    before = blocks.clone()
+    pool.over(place.rows(-1)).fill(*place.tokens(1, 9)[1:])
+    pool.over(place.rows(-1)).restore(pool.select(place.rows(3)))
+    pool.over(place.rows(-1, -1)).step(*place.tokens(2))
+    assert torch.equal(blocks, before)
+
+
+def check_neighbours_change_nothing(place, rule):
+    _, *prompt = place.tokens(1, 20)
+    mine = [place.tokens(1) for _ in range(6)]
+    results = []
+    for row in (3, 0, 5):
+        pool, _ = place.pool(rule)
+        pool.over(place.rows(row)).fill(*prompt)
+        outs = []
+        for own in mine:
+            order = torch.randperm(ROWS).tolist()
+            around = place.tokens(ROWS)
+            for tensor, part in zip(around, own, strict=True):
+                tensor[order.index(row)] = part[0]
+            outs.append(pool.over(place.rows(*order)).step(*around)[order.index(row)])
+        results.append(torch.stack(outs))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def check_filled_rows(place, rule):
+    pool, _ = place.pool(rule)
+    _, *states = place.tokens(2, 30)
+    lengths = place.rows(30, 11)
+    index = place.rows(5, 1)
+    pool.over(index).fill(*states, lengths=lengths)
+    alone = KVSlots(
+        2,
+        HEADS,
+        head_dim=DIM,
+        dtype=place.dtype,
+        device=place.device,
+        backend=place.backend,
+        **rule,
+    )
+    alone.fill(*states, lengths=lengths)
+    assert contents(pool.select(index)) == contents(alone)
+    new = place.tokens(2)
+    assert torch.equal(pool.over(index).step(*new), alone.step(*new))
+
+
+def check_chunks_of_copies(place, rule):
+    pool, _ = place.pool(rule)
+    states = place.tokens(1, 13)
+    index = place.rows(2)
+    whole = pool.select(index, chunk=13)
+    own = pool.over(index).snapshot()
+    assert own.chunk == 0 and contents(own) == contents(whole)
+    expected = whole.extend(*states)
+    cut = pool.select(index, chunk=4)
+    tolerance = TOLERANCE[place.dtype]
+    torch.testing.assert_close(cut.extend(*states), expected, atol=tolerance, rtol=tolerance)
+    pool.over(index).restore(cut)
+    assert contents(pool.select(index)) == contents(whole)
