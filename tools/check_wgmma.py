@@ -38,6 +38,7 @@ ALLOWED = {
     ("Backward", 64): LocalAccesses(0, 0, 320),  # 0, 0, 233
     # 0, 3, 233: a part's number, where slots have delayed biases.
     ("Backward", 128): LocalAccesses(0, 4, 320),
+    ("Backward", 256): LocalAccesses(0, 8, 320),  # 0, 6, 181
 }
 
 PLACES = {

@@ -31,6 +31,12 @@ __device__ inline void mbarrier_arrive_expect(std::uint32_t barrier, std::uint32
                : "memory");
 }
 
+// Arrives at a barrier of another block of the cluster (in_cluster_block).
+__device__ inline void mbarrier_arrive_in_cluster(std::uint32_t barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
+               : "memory");
+}
+
 // Adds to the bytes that the barrier's phase waits for, before the thread arrives.
 __device__ inline void mbarrier_expect(std::uint32_t barrier, std::uint32_t bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
@@ -77,6 +83,22 @@ __device__ inline bool elect_lane() {
   return elected != 0;
 }
 
+// ---- Clusters --------------------------------------------------------------------------------------
+
+// The number of this block in its cluster.
+__device__ inline int cluster_rank() {
+  std::uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+
+// The address of the same place in the shared memory of block `rank` of the cluster.
+__device__ inline std::uint32_t in_cluster_block(std::uint32_t address, int rank) {
+  std::uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+
 // ---- Copies ----------------------------------------------------------------------------------------
 
 // The box of a tensor map at (column, row, head, batch). Elements outside of the tensor become 0.
@@ -107,6 +129,16 @@ __device__ inline void bulk_load(std::uint32_t to, const void* from, std::uint32
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
           "r"(to),
       "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// Copies consecutive bytes to another block of the cluster; `to` and `barrier` are there.
+__device__ inline void bulk_copy_in_cluster(std::uint32_t to, std::uint32_t from,
+                                            std::uint32_t bytes, std::uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];" ::"r"(to),
+      "r"(from), "r"(bytes), "r"(barrier)
       : "memory");
 }
 

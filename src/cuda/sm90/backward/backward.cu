@@ -64,7 +64,9 @@ std::string name(const BackwardChoice& choice) {
 
 std::string decline_backward(const Problem& p) {
   if (std::string reason = decline_shape(p); !reason.empty()) return reason;
-  if (p.head_dim > 128) return "it has no backward for a head_dim above 128";
+  if (p.head_dim > 128 && (is_dense(p.mask_shape) || is_dense(p.bias_shape)))
+    return "it has no backward for a mask or a bias with a query dimension and a head_dim above "
+           "128";
   if (p.softcap > 0) return "it has no backward for a softcap";
   if (has(p.limit_shape)) return "it has no kernels for ranks";
   if (p.bias_delay != 0 && (p.head_dim > 128 || is_dense(p.mask_shape))) {
@@ -107,8 +109,11 @@ void BackwardCall::run(const BackwardArgs& args, const Execution& execution) con
       } else {
         launch<Preprocess>(Preprocess::blocks(params), params, stream);
       }
-      call.choice.head_dim == 64 ? launch_backward<T, 64>(call.choice, call.params, stream)
-                                 : launch_backward<T, 128>(call.choice, call.params, stream);
+      switch (call.choice.head_dim) {
+        case 64: return launch_backward<T, 64>(call.choice, call.params, stream);
+        case 128: return launch_backward<T, 128>(call.choice, call.params, stream);
+        default: return launch_backward<T, 256>(call.choice, call.params, stream);
+      }
     }
   };
   dtype == DType::bf16 ? launch_dtype.template operator()<__nv_bfloat16>()
@@ -128,9 +133,12 @@ void plan_backward(const BackwardArgs& args, const DeviceProperties& device,
 std::vector<std::string> backward_names(const DeviceProperties&) {
   std::vector<std::string> names;
   for (const DType dtype : {DType::bf16, DType::f16}) {
-    for (const int head_dim : {64, 128}) {
-      for (const BackwardVariant& variant : backward_variants)
-        names.push_back(name({dtype, head_dim, with_overlap(variant, overlaps(dtype, head_dim))}));
+    for (const int head_dim : {64, 128, 256}) {
+      for (const BackwardVariant& variant : backward_variants) {
+        if (has_kernel(head_dim, variant))
+          names.push_back(
+              name({dtype, head_dim, with_overlap(variant, overlaps(dtype, head_dim))}));
+      }
     }
   }
   return names;

@@ -121,6 +121,7 @@ struct BackwardCall {
   }
 
   const BackwardVariant& variant() const { return choice.variant; }
+  BackwardPolicy policy() const { return backward_policy(choice.head_dim, variant()); }
   bool has_dbias_sums() const {
     return has(problem.bias_shape) && !(is_dense(problem.bias_shape) && owns_dbias());
   }
@@ -138,7 +139,7 @@ struct BackwardCall {
             .factor = score.factor,
             .row_stats = params.row_stats,
             .dq_accum = params.dq_accum,
-            .tile_rows = backward_policy(choice.head_dim, variant()).rows,
+            .tile_rows = policy().rows,
             .accum_columns = choice.head_dim};
   }
 
@@ -193,17 +194,17 @@ struct BackwardCall {
     params.section_heads = ordered || consecutive ? heads : KeyTile::heads_of_l2(shape);
     if (!ordered || consecutive || variant().has_dense()) return;
     const int group = shape.heads_q / shape.heads_kv;
-    const int key_blocks = ceil_div(shape.seqlen_k, BackwardPolicy::keys);
-    const int multiprocessors = device.multiprocessors;
-    const int most_heads = std::max(section_rounds * multiprocessors / key_blocks, 1);
+    const int works = ceil_div(shape.seqlen_k, policy().work_keys());  // of a head
+    const int at_once = device.multiprocessors / policy().cluster;
+    const int most_heads = std::max(section_rounds * at_once / works, 1);
     const bool is_triangle =
         problem.causal && !has_list(problem) && shape.seqlen_q >= shape.seqlen_k;
     if (is_triangle && group <= 2 && std::min(heads, most_heads) < many_heads) {
       params.section_heads = ceil_div(heads, ceil_div(heads, most_heads));
-      params.run_blocks = std::max(multiprocessors / params.section_heads, 1);
+      params.run_blocks = std::max(at_once / params.section_heads, 1);
     } else if (group == 1 && heads >= many_heads) {
       params.section_heads = KeyTile::heads_of_l2(shape);
-      params.run_blocks = key_blocks;
+      params.run_blocks = works;
     }
   }
 
@@ -219,7 +220,7 @@ struct BackwardCall {
     common.delta = workspace.take<float>(rows);
     // Listed keys need no packed mask, because elements are read one by one and no tile is skipped.
     common.score.packed_mask = allocate_packed_mask(p, has_list(p), workspace);
-    const std::int64_t tile_rows = backward_policy(choice.head_dim, variant()).rows;
+    const std::int64_t tile_rows = policy().rows;
     const std::int64_t padded_rows =
         p.batch * p.heads_q * ceil_div(p.seqlen_q, tile_rows) * tile_rows;
     params.row_stats = workspace.take<float>(2 * padded_rows);
@@ -232,7 +233,8 @@ struct BackwardCall {
     zeroed = workspace.take<std::byte>(0);
     common.flags = workspace.take<std::uint32_t>(1);
     if (p.deterministic) {
-      const std::int64_t key_blocks = ceil_div(p.seqlen_k, std::int64_t{BackwardPolicy::keys});
+      const std::int64_t key_blocks =
+          policy().cluster * ceil_div(p.seqlen_k, std::int64_t{policy().work_keys()});
       const bool slots = variant().has_slots();
       if (!slots) params.order.started = workspace.take<int>(1);
       const std::int64_t steps = ceil_div(p.seqlen_q, tile_rows) *
@@ -293,7 +295,7 @@ struct BackwardCall {
   void allocate_visits(WorkspaceAllocator& workspace) {
     const Problem& p = problem;
     const std::int64_t blocks =
-        p.batch * p.heads_kv * ceil_div(p.seqlen_k, std::int64_t{BackwardPolicy::keys});
+        p.batch * p.heads_kv * ceil_div(p.seqlen_k, std::int64_t{dense_block_keys});
     QueryVisitLists& lists = params.visits;
     lists.visits = workspace.take<QueryVisit>(blocks * lists.capacity);
     lists.count = workspace.take<int>(blocks);
@@ -306,8 +308,9 @@ struct BackwardCall {
     const auto [batch, heads] = p.intervals_shape;
     slots.row_head = heads > 1 ? 1 : 0;
     slots.row_batch = batch > 1 ? heads : 0;
+    slots.block_slots = policy().keys;
     slots.row_blocks =
-        static_cast<int>(ceil_div(slots.slots.shape.slots, std::int64_t{SlotParams::block_slots}));
+        static_cast<int>(ceil_div(slots.slots.shape.slots, std::int64_t{slots.block_slots}));
     const auto tiles = static_cast<int>(ceil_div(p.seqlen_q, std::int64_t{slot_tile_rows}));
     slots.segment_tiles = ceil_div(tiles, slot_segments);
     slots.partition = SlotPartition(static_cast<int>(p.batch * p.heads_kv) * slots.row_blocks,
@@ -319,7 +322,7 @@ struct BackwardCall {
     const Problem& p = problem;
     SlotParams& slots = params.slots;
     slots.records = workspace.take<KeyRecord>(p.batch * p.heads_kv * p.seqlen_k);
-    const std::int64_t rows = std::int64_t{slots.partition.cut_parts()} * SlotParams::part_rows;
+    const std::int64_t rows = std::int64_t{slots.partition.cut_parts()} * 2 * slots.block_slots;
     slots.part_sums = workspace.take<float>(rows * 2 * choice.head_dim);
     slots.part_dbias = workspace.take<float>(rows);
   }

@@ -139,23 +139,26 @@ struct DqWriter {
           tile_index(p.backward.shape, Kernel::policy.rows, work.batch, at.head(), at.tile());
       float* const to = p.dq_accum + index * Layout::floats;
 #pragma unroll
-      for (int part = 0; part < parts; ++part) {
-        // The additions of the parts after this one may still read shared memory.
-        part + 1 < parts ? bulk_wait_read<1>() : bulk_wait_read<0>();
-        __syncwarp();
-        named_barrier_arrive(Kernel::dq_free_barrier + part, threads);
-      }
-      if (ordered) {
-        order.begin_tile(work, at);
-        __syncwarp();
-        fence_async_proxy_global();
-      }
+      for (int round = 0; round < Kernel::policy.dq_rounds; ++round) {
 #pragma unroll
-      for (int part = 0; part < parts; ++part) {
-        named_barrier_sync(Kernel::dq_full_barrier + part, threads);
-        if (lane_id() == 0 && p.dq_accum != nullptr) {
-          bulk_add(to + part * Layout::part_floats, shared_address(storage.dq) + part * part_bytes,
-                   part_bytes);
+        for (int part = 0; part < parts; ++part) {
+          // The additions of the parts after this one may still read shared memory.
+          part + 1 < parts ? bulk_wait_read<1>() : bulk_wait_read<0>();
+          __syncwarp();
+          named_barrier_arrive(Kernel::dq_free_barrier + part, threads);
+        }
+        if (ordered && round == 0) {
+          order.begin_tile(work, at);
+          __syncwarp();
+          fence_async_proxy_global();
+        }
+#pragma unroll
+        for (int part = 0; part < parts; ++part) {
+          named_barrier_sync(Kernel::dq_full_barrier + part, threads);
+          if (lane_id() == 0 && p.dq_accum != nullptr) {
+            bulk_add(to + (Kernel::dq_group(round) * parts + part) * Layout::part_floats,
+                     shared_address(storage.dq[part]), part_bytes);
+          }
         }
       }
     }

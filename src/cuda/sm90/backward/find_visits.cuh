@@ -21,14 +21,13 @@ struct FindVisits {
     int found[warps];
   };
 
-  static long blocks(const Params& p) {
-    return KeyTile::count(p.backward.shape, BackwardPolicy::keys);
-  }
+  static long blocks(const Params& p) { return KeyTile::count(p.backward.shape, dense_block_keys); }
 
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
-    const KeyTile keys(p.backward.shape, BackwardPolicy::keys, true, static_cast<int>(blockIdx.x));
+    const KeyTile keys(p.backward.shape, dense_block_keys, true, static_cast<int>(blockIdx.x));
     constexpr BackwardVariant with_ranges{.placement = KeyPlacement::block_key_info};
-    const int2 queries = find_queries<with_ranges>(p, keys, shared.bounds, nullptr);
+    const int2 queries = find_queries<with_ranges, dense_block_keys>(p, keys, shared.bounds,
+                                                                     [](int, const KeyRecord&) {});
     const int first_tile = queries.x / rows;
     const int tiles = max(ceil_div(queries.y, rows) - first_tile, 0);
     const int group = p.backward.shape.heads_q / p.backward.shape.heads_kv;

@@ -5,6 +5,7 @@
 #include "cuda/sm90/backward/key_block.cuh"
 #include "cuda/sm90/backward/key_runs.h"
 #include "cuda/sm90/backward/producer.cuh"
+#include "cuda/sm90/backward/role_consumers.cuh"
 #include "cuda/sm90/backward/unseen_keys.cuh"
 #include "cuda/sm90/dense/backward_loader.cuh"
 #include "cuda/sm90/dense/backward_scores.cuh"
@@ -24,9 +25,9 @@ enum class WarpRole : std::uint8_t {
   load_dense = clear_unseen_keys,
 };
 
-// The key-major backward of sm_90a. A block keeps K, V, dK, dV and the gradient of the key biases of 128 keys, and
-// visits the query tiles that see some of them. dq is added to fp32 sums in memory. The keys are 128 neighbours, with a
-// block for each such tile, or the changing keys of 128 slots, in persistent blocks.
+// The key-major backward of sm_90a. A block keeps K, V, dK, dV and the gradient of the key biases of 128 keys (64 at
+// D 256), and visits the query tiles that see some of them. dq is added to fp32 sums in memory. The keys are neighbours,
+// with a block for each such tile, or the changing keys of as many slots, in persistent blocks.
 template <class T, int D, BackwardVariant Variant>
 struct BackwardKernel {
   using Element = T;
@@ -51,11 +52,21 @@ struct BackwardKernel {
   static constexpr int consumer_barrier = 2;
   static constexpr int dq_full_barrier = 3;  // one for each part
   static constexpr int dq_free_barrier = 5;
+  static constexpr int p_barrier = 7;  // P is in shared memory, with ConsumerSplit::roles
 
   static long blocks(const Params& p) {
     return has_slots ? p.slots.partition.blocks
-                     : KeyTile::count(p.backward.shape, BackwardPolicy::keys);
+                     : KeyTile::count(p.backward.shape, policy.work_keys()) * policy.cluster;
   }
+
+  // Which of two blocks this is.
+  static __device__ int rank() { return policy.paired() ? cluster_rank() : 0; }
+  // The first key of the other block.
+  static __device__ int partner_key(const BackwardWork& work) {
+    return work.key + (rank() == 0 ? policy.keys : -policy.keys);
+  }
+  // The number of the dq_parts() that this block makes in a round, among those of a tile of dq.
+  static __device__ int dq_group(int round) { return policy.paired() ? rank() : round; }
 
   __device__ void operator()(const Params& p, SharedStorage& storage) const {
     const bool ordered = p.order.started != nullptr;
@@ -64,6 +75,9 @@ struct BackwardKernel {
       storage.key_pipeline.init(1, consumer_warps);
       storage.q_pipeline.init(1, consumer_warps);
       storage.dout_pipeline.init(1, consumer_warps);
+      if constexpr (policy.split == ConsumerSplit::roles)
+        storage.ds_pipeline.init(4, consumer_warps * policy.cluster);
+      if constexpr (policy.paired()) storage.received.init(1, 1);
       if constexpr (has_slots) storage.slots.pipeline.init(warp_size, consumer_warps);
       if constexpr (Variant.has_dense()) {
         storage.dense.computed.init(consumer_warps, 1);
@@ -72,10 +86,14 @@ struct BackwardKernel {
         storage.dense.loaded.init(1, consumer_warps);
       }
       fence_mbarrier_init();
-      storage.order = ordered ? atomicAdd(p.order.started, 1) : static_cast<int>(blockIdx.x);
+      if (rank() == 0) {
+        storage.order =
+            ordered ? atomicAdd(p.order.started, 1) : static_cast<int>(blockIdx.x) / policy.cluster;
+      }
     }
-    __syncthreads();
-    const int predecessor = has_slots ? -1 : find_work(p, storage);
+    policy.paired() ? cluster_sync() : __syncthreads();
+    const int order = *(policy.paired() ? in_cluster_block(&storage.order, 0) : &storage.order);
+    const int predecessor = has_slots ? -1 : find_work(p, storage, order);
     if (threadIdx.x < 128) {
       decrease_registers<BackwardPolicy::producer_registers>();
       const int warp = warp_id();
@@ -86,7 +104,7 @@ struct BackwardKernel {
           n = loader.run(work, n);
         });
       } else if (warp == static_cast<int>(WarpRole::write_dq)) {
-        storage.semaphore.work = storage.order;
+        storage.semaphore.work = order * policy.cluster + rank();
         using Writer = DqWriter<BackwardKernel>;
         typename Writer::Order order(p, storage, predecessor);
         const Writer writer{p, storage, order};
@@ -116,20 +134,36 @@ struct BackwardKernel {
       }
     } else {
       increase_registers<BackwardPolicy::consumer_registers>();
-      BackwardConsumer<BackwardKernel> consumer(p, storage);
-      int n = 0;
-      for_each_work(p, storage, [&](const BackwardWork& work, const SlotPart&, int work_count) {
-        n = consumer.run(work, work_count, n);
-      });
+      if constexpr (policy.split == ConsumerSplit::keys) {
+        consume<BackwardConsumer<BackwardKernel>>(p, storage);
+      } else if (shuffle(static_cast<int>(threadIdx.x) / 128, 0) == 1) {
+        consume<ScoreConsumer<BackwardKernel>>(p, storage);
+      } else {
+        consume<GradientConsumer<BackwardKernel>>(p, storage);
+      }
+    }
+    if constexpr (policy.paired()) {
+      // The other block may still copy to this block's shared memory or arrive there.
+      __syncwarp();
+      cluster_sync();
     }
   }
 
  private:
+  template <class Consumer>
+  static __device__ void consume(const Params& p, SharedStorage& storage) {
+    Consumer consumer(p, storage);
+    int n = 0;
+    for_each_work(p, storage, [&](const BackwardWork& work, const SlotPart&, int work_count) {
+      n = consumer.run(work, work_count, n);
+    });
+  }
+
   // Finds the work of a block of neighbouring keys. Returns the preceding work that adds to the same dq.
-  static __device__ int find_work(const Params& p, SharedStorage& storage) {
-    constexpr int keys = BackwardPolicy::keys;
+  static __device__ int find_work(const Params& p, SharedStorage& storage, int order) {
+    constexpr int keys = policy.work_keys();
     const Shape& shape = p.backward.shape;
-    KeyTile tile(shape, keys, p.section_heads, storage.order);
+    KeyTile tile(shape, keys, p.section_heads, order);
     tile.key = place_in_run(tile.key / keys, ceil_div(shape.seqlen_k, keys), p.run_blocks) * keys;
     if constexpr (Variant.has_dense()) {
       if (threadIdx.x == 0) {
@@ -137,19 +171,21 @@ struct BackwardKernel {
         storage.work[0] = {tile.batch, tile.kv_head, tile.key, 0, p.visits.count[list]};
       }
     } else {
-      KeyRecord* records = nullptr;
-      if constexpr (Variant.placement == KeyPlacement::block_key_info) {
-        records = storage.block.records;
-      }
-      const int2 queries = find_queries<Variant>(p, tile, storage.bounds, records);
+      const int first = rank() * policy.keys;
+      const int2 queries =
+          find_queries<Variant, keys>(p, tile, storage.bounds, [&](int i, const KeyRecord& record) {
+            if constexpr (Variant.placement == KeyPlacement::block_key_info) {
+              if (i >= first && i < first + policy.keys) storage.block.records[i - first] = record;
+            }
+          });
       if (threadIdx.x == 0) {
         const int tile_end = ceil_div(queries.y, policy.rows);
-        storage.work[0] = {tile.batch, tile.kv_head, tile.key,
+        storage.work[0] = {tile.batch, tile.kv_head, tile.key + first,
                            min(queries.x / policy.rows, tile_end), tile_end};
       }
     }
     __syncthreads();
-    return tile.before;
+    return tile.before < 0 ? -1 : tile.before * policy.cluster + rank();
   }
 
   // Calls body(work, part, work_count) for every work of a block.

@@ -3,6 +3,7 @@
 #include "cuda/attention/bias_gradient.cuh"
 #include "cuda/primitives/tile_copy.cuh"
 #include "cuda/sm90/backward/key_biases.cuh"
+#include "cuda/sm90/backward/key_gradients.h"
 #include "cuda/sm90/backward/key_visibility.cuh"
 #include "cuda/sm90/backward/loaded_visits.cuh"
 #include "cuda/sm90/backward/storage.cuh"
@@ -10,14 +11,16 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// A block of 128 neighbouring keys, for a warpgroup with 64 of them. It knows the queries that see a thread's two keys,
-// and the keys' biases and gradients. Keys are the rows of the accumulators; a thread has row() and row() + 8.
+// A block of neighbouring keys, for a warpgroup with 64 of them, which are number `key_group`. It knows the queries that
+// see a thread's two keys, and the keys' biases and gradients. Keys are the rows of the accumulators; a thread has row()
+// and row() + 8.
 template <class Kernel>
 class KeyBlock {
   using T = typename Kernel::Element;
   using Storage = typename Kernel::SharedStorage;
   using Rows = typename Storage::KeyTile;
-  static constexpr int rows = Kernel::policy.rows;
+  static constexpr BackwardPolicy policy = Kernel::policy;
+  static constexpr int rows = policy.rows;
   static constexpr int columns = rows / 2;  // a thread's score accumulators
   static constexpr bool has_info = Kernel::variant.has_info();
   static constexpr bool has_dense = Kernel::variant.has_dense();
@@ -26,10 +29,10 @@ class KeyBlock {
   using Visit = std::conditional_t<has_dense, LoadedVisits<Kernel>, QueryVisits<Kernel::variant>>;
   using Biases = KeyBiases<rows, Kernel::variant.delays>;
 
-  __device__ KeyBlock(const BackwardKernelParams& p, Storage& storage, int warpgroup)
-      : p_(p), storage_(storage), work_(storage.work[0]), warpgroup_(warpgroup) {}
+  __device__ KeyBlock(const BackwardKernelParams& p, Storage& storage, int key_group)
+      : p_(p), storage_(storage), work_(storage.work[0]), key_group_(key_group) {}
 
-  // Called before the first query tile, when K and V are loaded.
+  // Called before the first query tile, when K and V are loaded, by the warpgroups that compute scores.
   __device__ void begin(int) {
     if constexpr (has_dense) {
       store_ranges();
@@ -51,8 +54,8 @@ class KeyBlock {
   }
 
   // No key leaves before the end.
-  __device__ void leave(const Visit&, float (&)[Kernel::head_dim / 2],
-                        float (&)[Kernel::head_dim / 2]) {}
+  template <class... Sums>
+  __device__ void leave(const Visit&, const Sums&...) {}
 
   // The bias of a row in units of the accumulator.
   __device__ float bias(int h) const {
@@ -123,8 +126,10 @@ class KeyBlock {
     }
   }
 
-  // Called after a query tile.
-  __device__ void end_tile(const Visit& at) {
+  __device__ void end_tile(const Visit&) {}
+
+  // Called after a query tile by the warpgroup that has its dS.
+  __device__ void end_dbias(const Visit& at) {
     if (!wants_sums()) return;
     const bool ends = p_.backward.dbias.head_q != 0 ? at.is_last_of_head() : at.is_last();
     if (ends) store_dbias(at.head());
@@ -132,15 +137,17 @@ class KeyBlock {
 
   __device__ void release() {}
 
-  // Stores dk and dv through the rows of V in shared memory, which only this warpgroup has read.
-  __device__ void store(float (&dk)[Kernel::head_dim / 2], float (&dv)[Kernel::head_dim / 2]) {
-    store_rows(dk, p_.backward.dk, p_.backward.score.scale);
-    store_rows(dv, p_.backward.dv, 1);
+  // Stores gradients through shared memory that only this warpgroup still reads: rows of V, or dout where another
+  // warpgroup has read V.
+  template <class... Sums>
+  __device__ void store(const Sums&... sums) {
+    constexpr bool has_dk = (Sums::is_dk || ...);
+    (store_rows(sums, shared_address(has_dk ? storage_.v : storage_.dout[0])), ...);
   }
 
  private:
   __device__ int warp_row() const {
-    return warpgroup_ * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
+    return key_group_ * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
   }
   __device__ int row() const { return warp_row() + lane_id() / 4; }
   __device__ int key(int h) const { return work_.key + row() + 8 * h; }
@@ -173,10 +180,17 @@ class KeyBlock {
     __syncwarp();
   }
 
+  __device__ bool is_unseen(const KeyRecord& record) const {
+    const bool hidden = p_.info.bias_head_q == 0 && record.bias == negative_infinity;
+    return record.first >= record.last || hidden;
+  }
+
   // Replaces keys that no query sees by zeros, because their inf and NaN would be multiplied by the zeros of dS.
   __device__ void clear_unseen_rows() {
-    const int thread = static_cast<int>(threadIdx.x) % 256;
-    const int r = thread / 2;
+    constexpr int threads = 128 * (policy.split == ConsumerSplit::keys ? 2 : 1);
+    constexpr int row_threads = threads / Rows::rows;
+    const int thread = static_cast<int>(threadIdx.x) % threads;
+    const int r = thread / row_threads;
     const KeyRecord record = [&] {
       if constexpr (has_dense) {
         const KeyInterval seen = ranges()[r];
@@ -185,15 +199,26 @@ class KeyBlock {
         return storage_.block.records[r];
       }
     }();
-    const bool hidden = p_.info.bias_head_q == 0 && record.bias == negative_infinity;
-    if (record.first >= record.last || hidden) {
+    if (is_unseen(record)) {
 #pragma unroll 1
-      for (int chunk = thread % 2; chunk < Rows::chunks; chunk += 2) {
+      for (int chunk = thread % row_threads; chunk < Rows::chunks; chunk += row_threads) {
         store_shared_16(shared_address(storage_.k) + Rows::offset(r, chunk), {0, 0, 0, 0});
       }
     }
+    if constexpr (policy.paired()) {
+      using Tile = typename Storage::Partner::KeyTile;
+      const KeyRecord other =
+          first_record(p_, work_.batch, work_.kv_head, Kernel::partner_key(work_) + r);
+      if (is_unseen(other)) {
+#pragma unroll 1
+        for (int chunk = thread % row_threads; chunk < Tile::chunks; chunk += row_threads) {
+          store_shared_16(shared_address(storage_.partner.k) + Tile::offset(r, chunk),
+                          {0, 0, 0, 0});
+        }
+      }
+    }
     fence_async_proxy();
-    named_barrier_sync(Kernel::consumer_barrier, 256);
+    named_barrier_sync(Kernel::consumer_barrier, threads);
   }
 
   // Stores the queries that see each of the warp's 16 keys and the queries that see all of them, with a dense mask or
@@ -247,16 +272,17 @@ class KeyBlock {
     }
   }
 
-  __device__ void store_rows(const float (&sums)[Kernel::head_dim / 2], const OutputRows& to,
-                             float scale) const {
+  template <class Sums>
+  __device__ void store_rows(const Sums& gradient, std::uint32_t staged) const {
+    const OutputRows& to = gradient.rows(p_.backward);
+    const float scale = gradient.scale(p_.backward);
     if (to.data == nullptr) return;
-    const std::uint32_t staged = shared_address(storage_.v);
 #pragma unroll
     for (int j = 0; j < Kernel::head_dim / 8; j += 2) {
       std::uint32_t block[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float* const two = sums + 4 * (j + i / 2) + 2 * (i % 2);
+        const float* const two = gradient.sums + 4 * (j + i / 2) + 2 * (i % 2);
         block[i] = pack_gradient<T>(two[0] * scale, two[1] * scale, p_.backward.saturate);
       }
       store_block<Rows>(staged, [&](int r) { return warp_row() + r; }, 8 * j, block);
@@ -272,7 +298,7 @@ class KeyBlock {
   const BackwardKernelParams& p_;
   Storage& storage_;
   const BackwardWork& work_;  // read again at each use, as there are no registers for it
-  const int warpgroup_;
+  const int key_group_;
   KeyVisibility<rows> visible_;  // used with key info
   float bias_[2] = {};           // used instead with a dense mask or bias
   int full_begin_ = 0;  // the first query that sees every key of the warp, without key info

@@ -26,8 +26,8 @@ void launch_backward_kernel(BackwardKernelParams params, cudaStream_t stream) {
   };
   params.q_map = map(p.q, shape.seqlen_q, shape.heads_q, rows);
   params.dout_map = map(p.dout, shape.seqlen_q, shape.heads_q, rows);
-  params.k_map = map(p.k, shape.seqlen_k, shape.heads_kv, BackwardPolicy::keys);
-  params.v_map = map(p.v, shape.seqlen_k, shape.heads_kv, BackwardPolicy::keys);
+  params.k_map = map(p.k, shape.seqlen_k, shape.heads_kv, Kernel::policy.keys);
+  params.v_map = map(p.v, shape.seqlen_k, shape.heads_kv, Kernel::policy.keys);
   constexpr bool bf16 = std::is_same_v<T, __nv_bfloat16>;
   if (Variant.dense == DenseAccess::tiles && p.score.bias.dense)
     params.bias_map = DenseRows(shape, p.score.bias).map(rows, bf16);
@@ -40,7 +40,8 @@ void launch_backward_kernel(BackwardKernelParams params, cudaStream_t stream) {
     for_each(records.items(), records, stream);
   }
   launch<Kernel>(Kernel::blocks(params), params, stream,
-                 {.cooperative = Variant.has_slots() && params.order.published != nullptr});
+                 {.cluster = Kernel::policy.cluster,
+                  .cooperative = Variant.has_slots() && params.order.published != nullptr});
   if constexpr (Variant.has_slots()) {
     using Add = AddSlotParts<T, D>;
     launch<Add>(Add::blocks(params), params, stream);
@@ -55,7 +56,7 @@ template <class T, int D>
 void launch_backward(const BackwardChoice& choice, const BackwardKernelParams& params,
                      cudaStream_t stream) {
   dispatch<T, D, backward_variants>(choice, [&]<BackwardVariant Variant>() {
-    launch_backward_kernel<T, D, Variant>(params, stream);
+    if constexpr (has_kernel(D, Variant)) launch_backward_kernel<T, D, Variant>(params, stream);
   });
 }
 

@@ -20,7 +20,7 @@ namespace flash_dmattn::cuda::sm90 {
 // kernel's name.
 struct BackwardChoice {
   DType dtype = DType::bf16;
-  int head_dim = 0;  // the bucket: 64 or 128
+  int head_dim = 0;  // the bucket
   BackwardVariant variant;
 };
 

@@ -25,12 +25,10 @@ struct alignas(16) KeyRecord {
 // rows are first stored as fp32 parts. Every part of a chain has two of these for each slot, for the key that it begins
 // with and for the key that it ends with.
 struct SlotParams {
-  static constexpr int block_slots = 128;
-  static constexpr int part_rows = 2 * block_slots;
-
   KeySlots slots;
   std::int64_t row_batch = 0;  // rows of the slots, from one batch element or head to the next
   std::int64_t row_head = 0;
+  int block_slots = 0;    // BackwardPolicy::keys
   int row_blocks = 0;     // blocks of slots per kv head
   int segment_tiles = 0;  // query tiles of a unit
   SlotPartition partition;
@@ -61,10 +59,10 @@ struct QueryVisitLists {
   bool heads_together = false;
 
   __host__ __device__ static int key_blocks(const Shape& shape) {
-    return ceil_div(shape.seqlen_k, BackwardPolicy::keys);
+    return ceil_div(shape.seqlen_k, dense_block_keys);
   }
   __device__ static int list(const Shape& shape, int batch, int kv_head, int key) {
-    return (batch * shape.heads_kv + kv_head) * key_blocks(shape) + key / BackwardPolicy::keys;
+    return (batch * shape.heads_kv + kv_head) * key_blocks(shape) + key / dense_block_keys;
   }
 };
 

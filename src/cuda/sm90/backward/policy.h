@@ -8,7 +8,7 @@
 // Tile policies of the backward as data.
 namespace flash_dmattn::cuda::sm90 {
 
-// The placement of the 128 keys of a block.
+// The placement of the keys of a block.
 enum class KeyPlacement : std::uint8_t {
   block,  // neighbouring keys, each seen by every query or by those from its own position on
   block_key_info,  // neighbouring keys with ranges of queries, masks or biases
@@ -41,6 +41,12 @@ inline constexpr std::array backward_variants = {
     BackwardVariant{.placement = KeyPlacement::slots, .delays = true},
 };
 
+// Whether a head-dim bucket has a kernel of a variant. At D 256 shared memory has no room for a dense mask or bias, and
+// there is no kernel for delayed biases.
+constexpr bool has_kernel(int head_dim, const BackwardVariant& variant) {
+  return head_dim <= 128 || !(variant.has_dense() || variant.delays);
+}
+
 constexpr BackwardVariant with_overlap(BackwardVariant variant, bool overlaps) {
   variant.overlaps = overlaps;
   return variant;
@@ -53,26 +59,44 @@ enum class DqSplit : std::uint8_t {
   rows,         // 64 of 128 queries each
 };
 
+// The division of the other work on a query tile between the two warpgroups.
+enum class ConsumerSplit : std::uint8_t {
+  keys,   // 64 of the block's 128 keys each, with all their gradients
+  roles,  // the block's 64 keys: the first computes P and dV, the second dS and dK
+};
+
 struct BackwardPolicy {
   int rows;  // rows of a query tile
   DqSplit dq;
+  ConsumerSplit split = ConsumerSplit::keys;
+  int keys = 128;
+  // Two blocks may have the keys of a work together. They exchange dS, and each computes half of the columns of dq.
+  int cluster = 1;
+  int dout_stages = 2;  // stages of dout; q has `stages`
+  // Products and copies of a warpgroup, one after another, that make its columns of dq.
+  int dq_rounds = 1;
   int score_tiles = 2;  // tiles of dS in shared memory
   // Whether registers keep the biases of a dense tile around the loop, so that heads that share them load them once.
   bool keeps_biases = false;
 
-  static constexpr int keys = 128;
-  static constexpr int warpgroups = 2;  // consumers, with 64 keys each
-  static constexpr int stages = 2;      // stages of q and dout
+  static constexpr int warpgroups = 2;  // consumers
+  static constexpr int stages = 2;
   static constexpr int threads = 128 * (1 + warpgroups);
   // 128 * producer + 256 * consumer <= 64512; this is the only pair with 240 registers for a consumer.
   static constexpr int producer_registers = 24;
   static constexpr int consumer_registers = 240;
 
+  constexpr bool paired() const { return cluster == 2; }
+  constexpr int work_keys() const { return keys * cluster; }
+  // The parts of dq that are in shared memory together, and their columns.
   constexpr int dq_parts() const { return dq == DqSplit::alternating ? 1 : 2; }
   constexpr int dq_part_columns(int head_dim) const {
-    return dq == DqSplit::columns ? head_dim / 2 : head_dim;
+    return dq == DqSplit::columns ? head_dim / (2 * dq_rounds * cluster) : head_dim;
   }
 };
+
+// The keys of a block with a dense mask or bias.
+inline constexpr int dense_block_keys = 128;
 
 // The queries of a tile, between which slots change keys, and the maximum number of segments of a chain of slots.
 inline constexpr int slot_tile_rows = 64;
@@ -85,7 +109,24 @@ inline constexpr int order_heads = 2;
 // neighbouring keys loses 3 % in waits. With slots there is other work meanwhile, and it is 5 % faster. Dense masks and
 // biases have tiles of 64 queries also at D 64, like the packed mask. They have three tiles of dS, because two heads
 // are summed while the biases of a third tile are loaded; a fourth fits at D 64.
+//
+// At D 256 dk and dv of 64 keys fill the accumulators of both warpgroups, one of them each. Additions to dq bind with 64
+// keys, so that pairs of blocks add once for 128.
 constexpr BackwardPolicy backward_policy(int head_dim, const BackwardVariant& variant) {
+  if (head_dim == 256) {
+    BackwardPolicy policy{.rows = 64,
+                          .dq = DqSplit::columns,
+                          .split = ConsumerSplit::roles,
+                          .keys = 64,
+                          .dout_stages = 1,
+                          .dq_rounds = 2};
+    if (!variant.has_slots()) {
+      policy.cluster = 2;
+      policy.dq_rounds = 1;
+      policy.score_tiles = 1;
+    }
+    return policy;
+  }
   if (variant.has_slots()) return {.rows = slot_tile_rows, .dq = DqSplit::alternating};
   if (variant.has_dense()) {
     const DqSplit dq = head_dim == 64 ? DqSplit::alternating : DqSplit::columns;
@@ -98,8 +139,8 @@ constexpr BackwardPolicy backward_policy(int head_dim, const BackwardVariant& va
   return {.rows = 64, .dq = DqSplit::columns};
 }
 
-// The sums of dq in memory are tiles of `rows` queries, each in one or two parts of 64 queries, in the order of the
-// accumulators. Block j of eight columns has the four floats of 128 threads: two columns of a row and of row + 8.
+// The sums of dq in memory are tiles of `rows` queries, each in parts of 64 queries, in the order of the accumulators.
+// Block j of eight columns has the four floats of 128 threads: two columns of a row and of row + 8.
 template <int D, BackwardVariant Variant>
 struct DqAccumLayout {
   static constexpr BackwardPolicy policy = backward_policy(D, Variant);

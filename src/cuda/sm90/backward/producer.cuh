@@ -53,7 +53,8 @@ struct TileLoader {
       __syncwarp();
       storage.dout_pipeline.wait_empty(n);
       load(p.dout_map, p.backward.dout, cleans_dout, work.batch, at.head(), at.tile() * rows,
-           shared_address(storage.dout[stage]), storage.dout_pipeline.full_of(n), 0);
+           shared_address(storage.dout[storage.dout_pipeline.stage(n)]),
+           storage.dout_pipeline.full_of(n), 0);
     }
     return n;
   }
@@ -63,7 +64,9 @@ struct TileLoader {
     using KeyTile = typename Storage::KeyTile;
     if (!elect_lane()) return;
     const std::uint32_t full = storage.key_pipeline.full_of(0);
-    mbarrier_arrive_expect(full, 2 * KeyTile::bytes);
+    std::uint32_t bytes = 2 * KeyTile::bytes;
+    if constexpr (Kernel::policy.paired()) bytes += Storage::Partner::KeyTile::bytes;
+    mbarrier_arrive_expect(full, bytes);
 #pragma unroll 1
     for (int i = 0; i < KeyTile::panels; ++i) {
       const int column = i * panel_columns;
@@ -72,6 +75,15 @@ struct TileLoader {
                work.batch);
       tma_load(shared_address(storage.v) + offset, p.v_map, full, column, work.key, work.kv_head,
                work.batch);
+    }
+    if constexpr (Kernel::policy.paired()) {
+      using Tile = typename Storage::Partner::KeyTile;
+#pragma unroll 1
+      for (int i = 0; i < Tile::panels; ++i) {
+        tma_load(shared_address(storage.partner.k) + i * Tile::panel_bytes, p.k_map, full,
+                 (Kernel::rank() * Tile::panels + i) * panel_columns, Kernel::partner_key(work),
+                 work.kv_head, work.batch);
+      }
     }
   }
 

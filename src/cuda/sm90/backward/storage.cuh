@@ -18,33 +18,32 @@ struct RowStats {
 };
 
 // The keys in a block's slots, for the current query tile and the next.
-template <bool Exists>
+template <bool Exists, int Keys>
 struct SlotStorage {
-  alignas(16) KeyRecord records[2][SlotParams::block_slots];
+  alignas(16) KeyRecord records[2][Keys];
   // The next key of each slot, by arrival, with its record and its successor, for the later of the two tiles.
-  int successor[SlotParams::block_slots];
-  int after_successor[SlotParams::block_slots];
-  alignas(16) KeyRecord coming[SlotParams::block_slots];
+  int successor[Keys];
+  int after_successor[Keys];
+  alignas(16) KeyRecord coming[Keys];
   Pipeline<2> pipeline;  // one use per query tile
 };
-template <>
-struct SlotStorage<false> {};
+template <int Keys>
+struct SlotStorage<false, Keys> {};
 
 // A block's neighbouring keys, with their biases for the current head.
-template <bool Exists>
+template <bool Exists, int Keys>
 struct BlockStorage {
-  alignas(
-      16) KeyRecord records[BackwardPolicy::keys];  // find_queries stores those of the first head
+  alignas(16) KeyRecord records[Keys];  // find_queries stores those of the first head
 };
-template <>
-struct BlockStorage<false> {};
+template <int Keys>
+struct BlockStorage<false, Keys> {};
 
 // The storage for a dense mask or bias.
 template <int Tiles>
 struct ScoreTilePipelines {
   LoadedVisit visits[BackwardPolicy::stages];  // loaded with q
   // The ranges of the block's keys and of each consumer warp's keys (KeyBlock), for which the loop has no registers.
-  KeyInterval ranges[BackwardPolicy::keys];
+  KeyInterval ranges[dense_block_keys];
   KeyInterval full_queries[4 * BackwardPolicy::warpgroups];
   Pipeline<Tiles> computed;  // passes dS from the consumers to the writer of dbias
   // Zeros for the tiles of dbias that no visit computes, with DenseDbias::by_tma.
@@ -56,7 +55,7 @@ struct DenseStorage {};
 // A tile of dS is first a tile of biases. A warp reads the biases of its 16 keys and later overwrites them with dS.
 template <int Tiles>
 struct DenseStorage<DenseAccess::tiles, Tiles> : ScoreTilePipelines<Tiles> {
-  static constexpr int words = BackwardPolicy::keys / PackedMask::side;
+  static constexpr int words = dense_block_keys / PackedMask::side;
 
   // The bits of 64 keys for each of 64 queries.
   alignas(128) std::uint64_t bits[Tiles][words][PackedMask::side];
@@ -64,8 +63,20 @@ struct DenseStorage<DenseAccess::tiles, Tiles> : ScoreTilePipelines<Tiles> {
 };
 template <int Tiles>
 struct DenseStorage<DenseAccess::elements, Tiles> : ScoreTilePipelines<Tiles> {
-  int keys[BackwardPolicy::keys];  // keys that exist, even if the block reaches past the end
+  int keys[dense_block_keys];  // keys that exist, even if the block reaches past the end
 };
+
+// The copies that one of two blocks has of the other's (BackwardPolicy::cluster): keys, in this block's columns of dq,
+// and dS.
+template <bool Exists, int Keys, int Rows, int Columns>
+struct PartnerStorage {
+  using KeyTile = PanelTile<Keys, Columns>;
+
+  alignas(1024) std::byte k[KeyTile::bytes];
+  alignas(1024) std::byte ds[PanelTile<Keys, Rows>::bytes];
+};
+template <int Keys, int Rows, int Columns>
+struct PartnerStorage<false, Keys, Rows, Columns> {};
 
 template <int D, BackwardVariant Variant>
 struct BackwardStorage {
@@ -76,6 +87,7 @@ struct BackwardStorage {
   using ScoreTile = std::conditional_t<Variant.has_dense(), PanelTile<policy.rows, policy.keys>,
                                        PanelTile<policy.keys, policy.rows>>;
   using Stats = RowStats<policy.rows>;
+  using Partner = PartnerStorage<policy.paired(), policy.keys, policy.rows, D / 2>;
   // The warp that adds dq to memory orders its additions.
   static constexpr int order_barrier = 1;
   using Semaphore = OrderSemaphore<true, warp_size, order_barrier>;
@@ -83,20 +95,24 @@ struct BackwardStorage {
   alignas(1024) std::byte k[KeyTile::bytes];
   alignas(1024) std::byte v[KeyTile::bytes];
   alignas(1024) std::byte q[policy.stages][QueryTile::bytes];
-  alignas(1024) std::byte dout[policy.stages][QueryTile::bytes];
+  alignas(1024) std::byte dout[policy.dout_stages][QueryTile::bytes];
   alignas(1024) std::byte ds[policy.score_tiles][ScoreTile::bytes];
-  alignas(1024) float dq[policy.rows * D];
+  Partner partner;
+  alignas(1024) float dq[policy.dq_parts()][64 * policy.dq_part_columns(D)];
   alignas(128) Stats stats[policy.stages];
   Pipeline<1> key_pipeline;
   Pipeline<policy.stages> q_pipeline;  // q and its stats
-  Pipeline<policy.stages> dout_pipeline;
+  Pipeline<policy.dout_stages> dout_pipeline;
+  Pipeline<policy.score_tiles> ds_pipeline;  // with ConsumerSplit::roles
+  Pipeline<1> received;  // the partner's dS; ds_pipeline of the partner waits until it is read
   typename Semaphore::Storage semaphore;
-  int order;      // number of the block in the order of additions
+  int order;      // number of the work in the order of additions
   int bounds[2];  // queries that see some key of the block
   // A block of neighbouring keys uses one; parts of chains of slots alternate between both.
   BackwardWork work[2];
-  BlockStorage<Variant.has_info() && !Variant.has_slots() && !Variant.has_dense()> block;
-  SlotStorage<Variant.has_slots()> slots;
+  BlockStorage<Variant.has_info() && !Variant.has_slots() && !Variant.has_dense(), policy.keys>
+      block;
+  SlotStorage<Variant.has_slots(), policy.keys> slots;
   DenseStorage<Variant.dense, policy.score_tiles> dense;
 };
 

@@ -34,15 +34,19 @@ struct UnseenKeys {
   }
 
  private:
-  // The first lanes store a row of dk, the following lanes a row of dv.
+  // Stores a row of dk and then a row of dv.
   __device__ void clear_rows(int batch, int kv_head, int key) const {
     constexpr int chunks = Kernel::head_dim / 8;
     const int chunk = lane_id() % chunks;
-    const OutputRows& to = lane_id() < chunks ? p.backward.dk : p.backward.dv;
-    if (lane_id() >= 2 * chunks || chunk >= p.backward.shape.head_dim / 8 || to.data == nullptr)
-      return;
-    *reinterpret_cast<uint4*>(to.data + batch * to.batch + key * to.row + kv_head * to.head +
-                              chunk * 16) = {0, 0, 0, 0};
+#pragma unroll
+    for (int first = 0; first < 2 * chunks; first += warp_size) {
+      const int item = first + lane_id();
+      const OutputRows& to = item < chunks ? p.backward.dk : p.backward.dv;
+      if (item >= 2 * chunks || chunk >= p.backward.shape.head_dim / 8 || to.data == nullptr)
+        continue;
+      *reinterpret_cast<uint4*>(to.data + batch * to.batch + key * to.row + kv_head * to.head +
+                                chunk * 16) = {0, 0, 0, 0};
+    }
   }
 };
 

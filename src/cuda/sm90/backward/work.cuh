@@ -11,7 +11,7 @@ __device__ inline BackwardWork work_of(const BackwardKernelParams& p, const Slot
   const SlotParams& slots = p.slots;
   const Shape& shape = p.backward.shape;
   const int head_index = part.chain / slots.row_blocks;
-  const int slot = part.chain % slots.row_blocks * SlotParams::block_slots;
+  const int slot = part.chain % slots.row_blocks * slots.block_slots;
   BackwardWork work;
   work.batch = head_index / shape.heads_kv;
   work.kv_head = head_index % shape.heads_kv;
@@ -33,20 +33,19 @@ __device__ inline BackwardWork work_of(const BackwardKernelParams& p, const Slot
   return work;
 }
 
-// The record of key tile.key + i, with the bias for the first head of the group.
-__device__ inline KeyRecord first_record(const BackwardKernelParams& p, const KeyTile& tile,
-                                         int i) {
-  const int key = tile.key + i;
-  const int head = tile.kv_head * (p.backward.shape.heads_q / p.backward.shape.heads_kv);
-  const KeyInterval seen = p.info.ranges_of(tile.batch, tile.kv_head)[key];
-  return {seen.first, seen.last, key, p.info.biases_of(tile.batch, head, tile.kv_head)[key]};
+// The record of a key, with the bias for the first head of the group.
+__device__ inline KeyRecord first_record(const BackwardKernelParams& p, int batch, int kv_head,
+                                         int key) {
+  const int head = kv_head * (p.backward.shape.heads_q / p.backward.shape.heads_kv);
+  const KeyInterval seen = p.info.ranges_of(batch, kv_head)[key];
+  return {seen.first, seen.last, key, p.info.biases_of(batch, head, kv_head)[key]};
 }
 
-// Finds the queries [begin, end) that see some key of a block of neighbouring keys. Called by all threads of the block.
-// `records`, unless it is null, receives the records of all its keys.
-template <BackwardVariant Variant>
+// Finds the queries [begin, end) that see some key of a block of `Keys` neighbouring keys. Called by all threads of the
+// block. store(i, record) is called for key tile.key + i.
+template <BackwardVariant Variant, int Keys, class Store>
 __device__ inline int2 find_queries(const BackwardKernelParams& p, const KeyTile& tile,
-                                    int (&shared_bounds)[2], KeyRecord* records) {
+                                    int (&shared_bounds)[2], const Store& store) {
   const Shape& shape = p.backward.shape;
   if constexpr (!Variant.has_info()) {
     const int first =
@@ -54,16 +53,16 @@ __device__ inline int2 find_queries(const BackwardKernelParams& p, const KeyTile
     return {first, shape.seqlen_q};
   } else {
     const int thread = static_cast<int>(threadIdx.x);
-    const bool has_key = thread < BackwardPolicy::keys;
+    const bool has_key = thread < Keys;
     KeyRecord record{};
-    if (has_key) record = first_record(p, tile, thread);
+    if (has_key) record = first_record(p, tile.batch, tile.kv_head, tile.key + thread);
     // The age of a listed key is that of the key, not of its place.
     if (Variant.delays && has_key) record.key = p.list.key(tile.batch, tile.kv_head, record.key);
     if (thread == 0) shared_bounds[0] = shape.seqlen_q;
     if (thread == 0) shared_bounds[1] = 0;
     __syncthreads();
     if (has_key) {
-      if (records != nullptr) records[thread] = record;
+      store(thread, record);
       const bool seen = record.first < record.last;
       const int begin = warp_min(seen ? record.first : shape.seqlen_q);
       const int end = warp_max(seen ? record.last : 0);

@@ -3,14 +3,15 @@
 #include "cuda/hopper/ptx.cuh"
 #include "cuda/primitives/convert.cuh"
 #include "cuda/sm90/backward/key_biases.cuh"
+#include "cuda/sm90/backward/key_gradients.h"
 #include "cuda/sm90/backward/key_visibility.cuh"
 #include "cuda/sm90/backward/storage.cuh"
 #include "cuda/sm90/backward/work.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
-// A block of 128 slots, for a warpgroup with 64 of them. It is the counterpart of KeyBlock. When a key leaves its slot,
-// its rows of dk and dv and the sum of its dS are stored.
+// A block of slots, for a warpgroup with 64 of them, which are number `key_group`. It is the counterpart of KeyBlock.
+// When a key leaves its slot, its rows of dk and dv and the sum of its dS are stored.
 //
 // Rows are stored when no product of this warpgroup is in flight, in branches that are uniform over the warp and
 // without branches between lanes. ptxas serializes all products of a kernel that accesses accumulators elsewhere.
@@ -20,14 +21,13 @@ class SlotBlock {
   using Storage = typename Kernel::SharedStorage;
   static constexpr int rows = Kernel::policy.rows;
   static constexpr int head_dim = Kernel::head_dim;
-  static constexpr int gradients = head_dim / 2;
 
  public:
   using Visit = QueryVisits<Kernel::variant>;
   using Biases = KeyBiases<rows, Kernel::variant.delays>;
 
-  __device__ SlotBlock(const BackwardKernelParams& p, Storage& storage, int warpgroup)
-      : p_(p), storage_(storage), warpgroup_(warpgroup) {}
+  __device__ SlotBlock(const BackwardKernelParams& p, Storage& storage, int key_group)
+      : p_(p), storage_(storage), key_group_(key_group) {}
 
   __device__ void begin(int work_count) { work_ = &storage_.work[work_count % 2]; }
 
@@ -55,10 +55,11 @@ class SlotBlock {
   }
 
   // Stores the rows of leaving keys. Called before the products of a query tile.
-  __device__ void leave(const Visit& at, float (&dk)[gradients], float (&dv)[gradients]) {
+  template <class... Sums>
+  __device__ void leave(const Visit& at, const Sums&... sums) {
     if (!at.is_first_head()) return;
-    leave<0>(visible_.is_gone(0), dk, dv);
-    leave<1>(visible_.is_gone(1), dk, dv);
+    leave_rows<0>(visible_.is_gone(0), sums...);
+    leave_rows<1>(visible_.is_gone(1), sums...);
   }
 
   __device__ void prepare_mask(const Visit& at) {
@@ -81,6 +82,8 @@ class SlotBlock {
     dbias_[1] += sums[1];
   }
 
+  __device__ void end_dbias(const Visit&) {}
+
   __device__ void end_tile(const Visit& at) {
     round_ends_ = at.is_last_head();
     part_ends_ = at.is_last();
@@ -92,15 +95,16 @@ class SlotBlock {
   }
 
   // Stores the rows of the keys that are still in slots at the end of a part.
-  __device__ void store(float (&dk)[gradients], float (&dv)[gradients]) {
-    leave<0>(is_here(0), dk, dv);
-    leave<1>(is_here(1), dk, dv);
+  template <class... Sums>
+  __device__ void store(const Sums&... sums) {
+    leave_rows<0>(is_here(0), sums...);
+    leave_rows<1>(is_here(1), sums...);
     end_round();
   }
 
  private:
   __device__ int slot(int h) const {
-    return warpgroup_ * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane_id() / 4 + 8 * h;
+    return key_group_ * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane_id() / 4 + 8 * h;
   }
 
   __device__ const KeyRecord& record(int h) const {
@@ -118,9 +122,10 @@ class SlotBlock {
   }
 
   // Stores the rows of keys that are `on` and clears their sums. A key whose whole lifetime was in the slot gets dk and
-  // dv in 16 bits, any other key a part of them in fp32.
-  template <int H>
-  __device__ void leave(bool on, float (&dk)[gradients], float (&dv)[gradients]) {
+  // dv in 16 bits, any other key a part of them in fp32. The warpgroup with dk has the sums for dbias.
+  template <int H, class... Sums>
+  __device__ void leave_rows(bool on, const Sums&... sums) {
+    constexpr bool has_dk = (Sums::is_dk || ...);
     if (!warp_any(on)) return;
     const BackwardParams& p = p_.backward;
     const KeyRecord leaving = record(H);
@@ -131,37 +136,36 @@ class SlotBlock {
     dbias_[H] = on ? 0 : dbias_[H];
     const bool first_lane = lane_id() % 4 == 0;
     if (warp_any(whole)) {
-      store_row<H>(whole, p.dk, leaving.key, dk, p.score.scale);
-      store_row<H>(whole, p.dv, leaving.key, dv, 1);
-      store_if(whole && first_lane && p.dbias.data != nullptr,
-               reinterpret_cast<float*>(p.dbias.data) + work_->batch * p.dbias.batch +
-                   work_->kv_head * (p.dbias.head_q + p.dbias.head_kv) + leaving.key,
-               dbias);
+      (store_row<H>(whole, sums, leaving.key), ...);
+      if constexpr (has_dk) {
+        store_if(whole && first_lane && p.dbias.data != nullptr,
+                 reinterpret_cast<float*>(p.dbias.data) + work_->batch * p.dbias.batch +
+                     work_->kv_head * (p.dbias.head_q + p.dbias.head_kv) + leaving.key,
+                 dbias);
+      }
     }
     if (warp_any(part)) {
       const std::int64_t row =
-          (std::int64_t{work_->part} * 2 + (came_before ? 0 : 1)) * SlotParams::block_slots +
-          slot(H);
+          (std::int64_t{work_->part} * 2 + (came_before ? 0 : 1)) * Kernel::policy.keys + slot(H);
       float* const to = p_.slots.part_sums + row * (2 * head_dim) + lane_id() % 4 * 2;
-      store_part<H>(part, to, dk);
-      store_part<H>(part, to + head_dim, dv);
-      store_if(part && first_lane, p_.slots.part_dbias + row, dbias);
+      (store_part<H>(part, to, sums), ...);
+      if constexpr (has_dk) store_if(part && first_lane, p_.slots.part_dbias + row, dbias);
     }
 #pragma unroll
     for (int j = 0; j < head_dim / 8; ++j) {
 #pragma unroll
       for (int e = 2 * H; e < 2 * H + 2; ++e) {
-        dk[4 * j + e] = on ? 0 : dk[4 * j + e];
-        dv[4 * j + e] = on ? 0 : dv[4 * j + e];
+        ((sums.sums[4 * j + e] = on ? 0 : sums.sums[4 * j + e]), ...);
       }
     }
   }
 
   // Each lane stores its two columns of eight. Exchanging words among the lanes of a row, for stores of 16 bytes, takes
   // more instructions than it saves, and the other warps wait for this warp.
-  template <int H>
-  __device__ void store_row(bool on, const OutputRows& to, int key, const float (&sums)[gradients],
-                            float scale) const {
+  template <int H, class Sums>
+  __device__ void store_row(bool on, const Sums& gradient, int key) const {
+    const OutputRows& to = gradient.rows(p_.backward);
+    const float scale = gradient.scale(p_.backward);
     on = on && to.data != nullptr;
     std::byte* const row = to.data + work_->batch * to.batch + work_->kv_head * to.head +
                            key * to.row + lane_id() % 4 * 4;
@@ -170,22 +174,26 @@ class SlotBlock {
         p_.backward.saturate ? Element<T>::gradient_limit_packed2 : 0x7fff7fffu;
 #pragma unroll
     for (int chunk = 0; chunk < head_dim / 8; ++chunk) {
-      const float* const two = sums + 4 * chunk + 2 * H;
+      const float* const two = gradient.sums + 4 * chunk + 2 * H;
       store_if(on && chunk < p_.backward.shape.head_dim / 8, row + chunk * 16,
                clamp_packed2<T>(pack<T>(two[0] * scale, two[1] * scale), limit));
     }
   }
 
-  template <int H>
-  static __device__ void store_part(bool on, float* to, const float (&sums)[gradients]) {
+  // A row of a part has dk and then dv.
+  template <int H, class Sums>
+  static __device__ void store_part(bool on, float* to, const Sums& gradient) {
+    constexpr int first = Sums::is_dk ? 0 : head_dim;
 #pragma unroll
-    for (int j = 0; j < head_dim / 8; ++j)
-      store_if(on, to + 8 * j, sums[4 * j + 2 * H], sums[4 * j + 2 * H + 1]);
+    for (int j = 0; j < head_dim / 8; ++j) {
+      store_if(on, to + first + 8 * j, gradient.sums[4 * j + 2 * H],
+               gradient.sums[4 * j + 2 * H + 1]);
+    }
   }
 
   const BackwardKernelParams& p_;
   Storage& storage_;
-  const int warpgroup_;
+  const int key_group_;
   const BackwardWork* work_ = nullptr;
   int round_ = 0;  // number of earlier query tiles of this block
   bool round_ends_ = false;

@@ -14,7 +14,7 @@ template <class Kernel>
 struct SlotLoader {
   using Storage = typename Kernel::SharedStorage;
   using Tile = typename Storage::KeyTile;
-  static constexpr int block_slots = SlotParams::block_slots;
+  static constexpr int block_slots = Kernel::policy.keys;
   static constexpr int no_query = 0x7fffffff;  // first and last query of an empty slot
 
   const BackwardKernelParams& p;
@@ -105,18 +105,21 @@ struct SlotLoader {
                true);
   }
 
-  // The first lanes copy a row of K, the following lanes a row of V; a negative key gives zeros.
+  // Copies a row of K and then a row of V; a negative key gives zeros.
   __device__ void copy_rows(const BackwardWork& work, int slot, int key) const {
-    const int tensor = lane_id() / Tile::chunks;
-    const int chunk = lane_id() % Tile::chunks;
-    if (tensor > 1) return;
-    const InputRows& source = tensor == 0 ? p.backward.k : p.backward.v;
-    const bool valid = key >= 0 && chunk < p.backward.shape.head_dim / 8;
-    const std::byte* const from = source.data + work.batch * source.batch +
-                                  work.kv_head * source.head +
-                                  static_cast<std::int64_t>(max(key, 0)) * source.row_step;
-    cp_async_16(shared_address(tensor == 0 ? storage.k : storage.v) + Tile::offset(slot, chunk),
-                from + (valid ? chunk * 16 : 0), valid);
+#pragma unroll
+    for (int first = 0; first < 2 * Tile::chunks; first += warp_size) {
+      const int tensor = (first + lane_id()) / Tile::chunks;
+      const int chunk = lane_id() % Tile::chunks;
+      if (tensor > 1) return;
+      const InputRows& source = tensor == 0 ? p.backward.k : p.backward.v;
+      const bool valid = key >= 0 && chunk < p.backward.shape.head_dim / 8;
+      const std::byte* const from = source.data + work.batch * source.batch +
+                                    work.kv_head * source.head +
+                                    static_cast<std::int64_t>(max(key, 0)) * source.row_step;
+      cp_async_16(shared_address(tensor == 0 ? storage.k : storage.v) + Tile::offset(slot, chunk),
+                  from + (valid ? chunk * 16 : 0), valid);
+    }
   }
 
   __device__ void publish(int round) const {

@@ -12,7 +12,7 @@ enum class RestCuts : std::uint8_t {
   common,  // every piece is cut at the same units, among the same number of blocks
 };
 
-// Units [unit_begin, unit_end) of a chain, the sequence of keys of 128 slots of a kv head. A unit is a segment of query
+// Units [unit_begin, unit_end) of a chain, the sequence of keys of a block's slots of a kv head. A unit is a segment of query
 // tiles of the schedule (cuda/schedule/slots/key_slots.h).
 struct SlotPart {
   int id;

@@ -38,7 +38,7 @@ struct AddSlotParts {
   static constexpr int threads = 256;
   static constexpr int warps = threads / warp_size;
   static constexpr int min_blocks = 1;
-  static constexpr int block_slots = SlotParams::block_slots;
+  static constexpr int block_slots = backward_policy(D, {.placement = KeyPlacement::slots}).keys;
   static constexpr int columns = 2 * D;        // dk, then dv
   static constexpr int steps = columns / 128;  // with four columns per lane
 

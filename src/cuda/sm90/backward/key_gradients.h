@@ -1,0 +1,24 @@
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/attention/params.h"
+
+namespace flash_dmattn::cuda::sm90 {
+
+enum class KeyGradient : std::uint8_t { dk, dv };
+
+// A thread's sums of a gradient of its two keys, N / 2 columns of each, in the order of accumulators.
+template <KeyGradient Which, int N>
+struct GradientSums {
+  static constexpr KeyGradient which = Which;
+  static constexpr bool is_dk = Which == KeyGradient::dk;
+
+  float (&sums)[N];
+
+  __device__ static const OutputRows& rows(const BackwardParams& p) { return is_dk ? p.dk : p.dv; }
+  // The factor from sums to the gradient.
+  __device__ static float scale(const BackwardParams& p) { return is_dk ? p.score.scale : 1; }
+};
+
+}  // namespace flash_dmattn::cuda::sm90
