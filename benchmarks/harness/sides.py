@@ -188,10 +188,22 @@ def _sdpa(inputs: Inputs) -> Step:
         return _sdpa_step(inputs, fading.masked_fill(~shown, -torch.inf).to(inputs.q.dtype))
     intervals = inputs.intervals
     if case.kind in (BIASED, DELAYED, DELAYED_TOP):
-        raise Declined("has no bias per key here")
+        return _sdpa_step(inputs, _per_query_head(_key_bias_of_pairs(inputs), case))
     if intervals is None:
         intervals = select_key_intervals(inputs.bias, case.window, selection=case.kind)
     return _sdpa_step(inputs, _per_query_head(intervals.to_mask(), case))
+
+
+def _key_bias_of_pairs(inputs: Inputs) -> Tensor:
+    """A bias per key as [B, Hkv, N, N], with its delay, and -inf where a query does not see the key."""
+    case, n = inputs.case, inputs.case.seqlen
+    age = torch.arange(n, device=inputs.bias.device)
+    age = age[:, None] - age
+    shown = age >= 0
+    if case.kind == DELAYED_TOP:
+        shown = select_key_intervals(inputs.bias, case.window, recent_window=DELAY).to_mask()
+    counts = age >= (0 if case.kind == BIASED else DELAY)
+    return torch.where(counts, inputs.bias[:, :, None], 0.0).masked_fill(~shown, -torch.inf)
 
 
 def _dense_only(backend: SDPBackend) -> Callable[[Inputs], Step]:
@@ -210,7 +222,7 @@ def _flex(inputs: Inputs) -> Step:
 
     case, intervals = inputs.case, inputs.intervals
     if case.kind in (FORGETTING, DELAYED_TOP):
-        raise Declined("has neither gates nor a selection with a delay here")
+        raise Declined("has no gates, and no selection with a delay here")
     if case.kind in (PER_QUERY, GLOBAL):
         intervals = select_key_intervals(inputs.bias, case.window, selection=case.kind)
     leaves = _leaves(*(t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v)), inputs.bias)

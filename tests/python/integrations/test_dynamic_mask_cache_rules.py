@@ -30,7 +30,7 @@ def fill(layer, stream, end):
 
 def attend(layer, stream, begin, end, change=lambda t: t):
     q, (k, v, scores) = stream.q[:, begin:end], stream.tokens(begin, end)
-    out = layer.attend(
+    out, _ = layer.attend(
         *heads_first(change(q), change(k), change(v)), scores, stream.mask[:, begin:end], scale=8**-0.5
     )  # fmt: skip
     return out

@@ -31,8 +31,9 @@ SMALL = ["--length", "64", "96", "--window", "16", "--dtype", "float32"]
 
 def test_every_side_can_be_named():
     models = pytest.importorskip("harness.models", reason="needs transformers with Doge")
+    serving = pytest.importorskip("harness.serving", reason="needs transformers with Doge")
     ours = {*models.TRAINING_SIDES, *models.LEARNING_SIDES, *models.GENERATION_SIDES}
-    assert {*sides.NAMES, *decode._SDPA, *ours, "ours"} == set(bench.SIDES)
+    assert {*sides.NAMES, *decode._SDPA, *ours, *serving.SIDES, "ours"} == set(bench.SIDES)
 
 
 def run(capsys, *arguments):
