@@ -136,7 +136,8 @@ class KVSlots:
         pending: int = 0,
         backend: str | None = None,
     ) -> KVSlots:
-        """A cache over tensors that exist, which it changes in place. With counts of zeros it is empty.
+        """A cache over tensors that exist, which it changes in place. With counts and seen of zeros it is empty; k and
+        v hold finite numbers from the start, such as zeros.
 
         Rows are dense, and may be any distance apart: in blocks of an engine's memory, for one. Pending tokens need tensors
         that are contiguous except for k and v.
@@ -178,8 +179,12 @@ class KVSlots:
     def capped(self) -> Tensor:
         """int64 [B, Hkv]: the keys that have competed so far beyond the window, thus where it binds. Each of them, or one
         that it beat, was hidden from some query."""
-        windows = torch.tensor(self.rule.windows(), device=self.counts.device)
-        return (self.counts[..., 1] - windows).clamp(min=0)
+        self._refuse_rows()
+        windows = self.rule.windows()
+        window = windows[0]
+        if len(windows) > 1:
+            window = torch.tensor(windows, device=self.counts.device)
+        return (self.counts[..., 1] - window).clamp(min=0)
 
     @property
     def batch(self) -> int:
@@ -224,8 +229,9 @@ class KVSlots:
         if self.rows is not None or self.pending:
             found = "a view" if self.rows is not None else f"{self.pending} pending tokens"
             raise ValueError(f"rows: got them for a cache with {found}, expected one without")
+        self.is_empty = False  # from now on any row may be filled
         view = copy.copy(self)
-        view.rows, view.is_empty = rows.contiguous(), False
+        view.rows = rows.contiguous()
         return view
 
     def clear(self) -> None:
@@ -300,6 +306,7 @@ class KVSlots:
         positions: int32 [B, Hkv, S], ascending where there are keys; `seen` has to follow.
         Raises ValueError for a rule with recent keys or sinks, which positions by index have chosen.
         """
+        self._refuse_rows()
         if self.rule.widens():
             raise ValueError(f"positions: got a cache with {self.rule}, expected no recent keys")
         taken = self.positions >= 0

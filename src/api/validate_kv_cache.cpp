@@ -9,6 +9,7 @@
 
 #include "api/validate.h"
 #include "arguments.h"
+#include "kv_cache_step.h"
 
 namespace flash_dmattn {
 namespace {
@@ -29,21 +30,19 @@ constexpr CacheNames to_names = {"to.k",      "to.v",    "to.scores",  "to.posit
 CacheRows resolved_rows(const KvCache& cache, std::string_view name) {
   const KvCacheShape& s = cache.shape;
   CacheRows rows = cache.rows;
-  const std::string member(name);
+  // Made only for errors: a name takes memory.
+  const auto member = [&](std::string_view of) { return std::string(name).append(".").append(of); };
   if (rows.index == nullptr) {
     rows.count = s.batch;
-  } else {
-    require_length(member + ".count", rows.count);
-    if (!product_fits({rows.count, s.heads_kv, s.slots(), s.head_dim})) {
-      throw InvalidArgument(member + ".count", std::to_string(rows.count),
-                            "arrays of at most 2^56 elements");
-    }
+  } else if (!product_fits({rows.count, s.heads_kv, s.slots(), s.head_dim})) {
+    require_length(member("count"), rows.count);
+    throw InvalidArgument(member("count"), std::to_string(rows.count),
+                          "arrays of at most 2^56 elements");
   }
   const auto resolve = [&](std::string_view stride_name, std::int64_t& stride, std::int64_t dense) {
     if (stride == dense_stride) stride = dense;
-    if (rows.count < 2) return;
-    require_range(member + "." + std::string(stride_name), stride, dense,
-                  max_elements / rows.count);
+    if (rows.count < 2 || (dense <= stride && stride <= max_elements / rows.count)) return;
+    require_range(member(stride_name), stride, dense, max_elements / rows.count);
   };
   resolve("slot_stride", rows.slot_stride, s.heads_kv * s.slots());
   resolve("count_stride", rows.count_stride, s.heads_kv);
@@ -201,11 +200,12 @@ void check_counts(const KvCache& cache, std::string_view name = "cache.counts") 
           std::to_string(value), std::to_string(least) + " to " + std::to_string(most));
     };
     const std::int64_t last = s.places() - 1;
+    const std::int64_t window = rule_of_head(s, i % s.heads_kv).window;
     check("count", slots.count, 0, s.places());
     check("competed", slots.competed, 0, std::numeric_limits<std::int32_t>::max());
     check("free", slots.free, 0, slots.count);
     check("leaving", slots.leaving, -1, last);
-    if (slots.competed >= s.keep.window) check("victim", slots.victim, 0, last);
+    if (slots.competed >= window) check("victim", slots.victim, 0, last);
   }
 }
 
@@ -227,6 +227,11 @@ CopyRowsArgs validated(const CopyRowsArgs& args) {
   same("to.shape.keep.window", to.keep.window, from.keep.window);
   same("to.shape.keep.recent_window", to.keep.recent_window, from.keep.recent_window);
   same("to.shape.keep.sink_tokens", to.keep.sink_tokens, from.keep.sink_tokens);
+  same("to.shape.keep.recent_competes", to.keep.recent_competes, from.keep.recent_competes);
+  if (to.keep.score_threshold != from.keep.score_threshold) {
+    throw InvalidArgument("to.shape.keep.score_threshold", std::to_string(to.keep.score_threshold),
+                          std::to_string(from.keep.score_threshold));
+  }
   same("to.shape.head_dim", to.head_dim, from.head_dim);
   same("to.shape.dtype", static_cast<int>(to.dtype), static_cast<int>(from.dtype));
   same("to.shape.device", static_cast<int>(to.device), static_cast<int>(from.device));

@@ -257,7 +257,9 @@ def _documents(
 ) -> Tensor | None:
     """int64 [B or 1, documents + 1]."""
     if cu_seqlens is None:
-        return None if position_ids is None else offsets_of_positions(position_ids, batch, total)
+        if position_ids is None:
+            return None
+        return offsets_of_positions(position_ids, batch, total).to(device)
     if position_ids is not None:
         raise ValueError("position_ids: got it together with cu_seqlens, expected one of them")
     if not isinstance(cu_seqlens, Tensor):
@@ -267,8 +269,13 @@ def _documents(
     return offsets.reshape(-1, offsets.shape[-1])
 
 
-def offsets_of_positions(position_ids: Tensor, batch: int, total: int) -> Tensor:
-    """int64 [B or 1, N + 1]: where documents begin, and then the total as often as there is room."""
+def offsets_of_positions(
+    position_ids: Tensor, batch: int, total: int, *, read: bool = False
+) -> Tensor:
+    """int64 [B or 1, N + 1]: where documents begin, and then the total as often as there is room.
+
+    read: whether a GPU may be waited for, to raise for another order of tokens; on the CPU that is always raised.
+    """
     check_tensor(position_ids, "position_ids")
     if position_ids.dim() == 1:
         position_ids = position_ids[None]
@@ -281,9 +288,9 @@ def offsets_of_positions(position_ids: Tensor, batch: int, total: int) -> Tensor
             f"sequence, [{batch} or 1, {total}]"
         )
     begins = position_ids.diff(dim=1, prepend=position_ids[:, :1] - 2) != 1
-    # Padding has the position 0 or 1. On a GPU reading would wait for it.
+    # Padding has the position 0 or 1.
     first = position_ids[:, :1].clamp(min=1)
-    if position_ids.is_cpu and bool((begins & (position_ids > first)).any()):
+    if (read or position_ids.is_cpu) and bool((begins & (position_ids > first)).any()):
         raise ValueError(
             "position_ids: got positions that go on elsewhere in the sequence, expected pieces in the order of positions: "
             "the head-tail order of torch's context parallelism (its load balancer) is another"

@@ -200,7 +200,7 @@ def _on_stream(stream: torch.cuda.Stream | None, *tensors: Tensor | None) -> Ite
     if stream is None:
         yield
         return
-    stream.wait_stream(torch.cuda.current_stream())
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
         yield
     _keep_for(stream, tensors)
@@ -232,9 +232,10 @@ def attend(
     """
     rule = pending.border.rule
     if pending.stream is not None:
-        current = torch.cuda.current_stream()
+        current = torch.cuda.current_stream(pending.stream.device)
         current.wait_stream(pending.stream)
-        _keep_for(current, (pending.key, pending.value, pending.scores, pending.positions))
+        made = (pending.key, pending.value, pending.scores, pending.positions, pending.bias)
+        _keep_for(current, made)
     nonfinite = "saturate" if pending.border.saturate else "propagate"
     numerics = Numerics.of(scale, None, softcap, nonfinite, deterministic)
     bias = pending.bias
@@ -302,12 +303,13 @@ def boundary_state(pending: Pending, *, chunk: int = 0) -> KVSlots:
     chunk: of the cache. Where a document goes on behind the piece, positions and `seen` count from its beginning; where none does,
     the cache is empty.
 
-    Raises ValueError for other rules than keep_window_size alone, which caches do not follow.
+    Raises ValueError for other rules than keep_window_size alone: recent keys and sinks of a cache are found by the index of a
+    key, and those of earlier ranks do not stand at theirs.
     """
     border, rule = pending.border, pending.border.rule
     if not rule.is_window():
         raise ValueError(
-            f"pending: got {rule}, expected keep_window_size alone, the only rule of KVSlots"
+            f"pending: got {rule}, expected keep_window_size alone, without recent keys and sinks"
         )
     key, value, scores = (t.detach() for t in (pending.key, pending.value, pending.scores))
     batch, length, heads, head_dim = key.shape

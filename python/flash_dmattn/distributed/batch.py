@@ -83,7 +83,7 @@ class ContextParallel:
         input_ids: int [B, N]. labels: int [B, N], one for each token, not shifted: here they are shifted before the sequence is
             cut, as the label of a piece's last token is the first token of the next piece.
         position_ids: int [B or 1, N]; where they begin again a document begins. By default they count the tokens of each
-            document. attention_mask: [B, N], 0 for padding.
+            document. attention_mask: [B, N], 0 for padding; with padding a row is one document.
         cu_seqlens: int [documents + 1], offsets of packed documents, B = 1. The first token of a document is no label.
         multiple: the length of a piece is a multiple of it.
         """
@@ -98,11 +98,14 @@ class ContextParallel:
                 raise ValueError(
                     f"{name}: got shape {tuple(tensor.shape)}, expected {(batch, length)}"
                 )
+        if attention_mask is not None and bool(attention_mask.all()):
+            attention_mask = None
         offsets = None
         if cu_seqlens is not None:
             offsets = cu_seqlens.to(device=input_ids.device, dtype=torch.int64).reshape(1, -1)
         elif position_ids is not None and attention_mask is None:
-            offsets = short_offsets(offsets_of_positions(position_ids, batch, length), length)
+            offsets = offsets_of_positions(position_ids, batch, length, read=True)
+            offsets = short_offsets(offsets, length)
         tokens = self.size * max(multiple, 1)
         padded = -(-length // tokens) * tokens
         index = torch.arange(padded, device=input_ids.device)[None]
@@ -126,7 +129,7 @@ class ContextParallel:
                 shifted = shifted.masked_fill(first, IGNORED)
             shifted = self._cut(shifted[:, 1:], padded)
         mask = None
-        if attention_mask is not None and not bool(attention_mask.all()):
+        if attention_mask is not None:
             mask = self._cut(F.pad(attention_mask.bool(), (0, padded - length)), padded)
         return Piece(
             self._cut(F.pad(input_ids, (0, padded - length), value=pad_token_id), padded),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -38,10 +38,14 @@ class Wire:
     """The collectives of one group as a rank sees them."""
 
     def __init__(self, group: ProcessGroup):
-        self.group = group
+        self._group = ref(group)  # the key of _wires, which a value must not keep
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.traffic = Traffic(0, 0, 0)
         self.calls = 0
+
+    @property
+    def group(self) -> ProcessGroup:
+        return self._group()
 
     def swap(self, message: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Sends sent[r] bytes of a message to each rank r, and returns received[r] bytes of each, in the order of ranks.

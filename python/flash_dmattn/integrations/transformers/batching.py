@@ -187,7 +187,9 @@ def make_manager(
     return SlotManager(
         model=model,
         generation_config=generation_config,
-        continuous_batching_config=continuous_batching_config or ContinuousBatchingConfig(),
+        continuous_batching_config=continuous_batching_config
+        or getattr(generation_config, "continuous_batching_config", None)
+        or ContinuousBatchingConfig(),
         workload_hints=workload_hints,
     )
 

@@ -38,7 +38,7 @@ else:  # transformers has no such cache, or other classes around it
 NAME = "flash_dmattn"
 # Names accepted for this attention. A config stores the second name: transformers 5 branches on "flash" in a name.
 NAMES = (NAME, "dynamic_mask_attention")
-_STORED_NAMES = (NAMES[-1], *DOGE_NAMES)
+STORED_NAMES = (NAMES[-1], *DOGE_NAMES)
 _CACHE = "dynamic_mask"
 _DEFAULT_CACHE = "_flash_dmattn_cache"  # attribute of a model
 
@@ -98,7 +98,7 @@ def enable_flash_dmattn(
         if isinstance(module, FlashDogeAttention):
             module.config._attn_implementation_internal = DOGE_NAME
     for module in doge_models:
-        set_continuous_batching(module, _STORED_NAMES, make_manager)
+        set_continuous_batching(module, STORED_NAMES, make_manager)
         _set_default_cache(module, cache)
         setattr(module, PIECES, pieces)
         if pieces is not None and isinstance(module, DogeForCausalLM):
@@ -112,14 +112,14 @@ def resolve_name(model: PreTrainedModel, name: str | None) -> str | None:
     Raises:
         ValueError: attention of this name would not equal the model's own.
     """
-    if name not in _STORED_NAMES and name != NAME:
+    if name not in STORED_NAMES and name != NAME:
         return None
     if any(isinstance(module, DogeAttention) for module in model.modules()):
         _check_layers(model)
         replace_layers(model)
-        set_continuous_batching(model, _STORED_NAMES, make_manager)
+        set_continuous_batching(model, STORED_NAMES, make_manager)
         return DOGE_NAME
-    set_continuous_batching(model, _STORED_NAMES, None)
+    set_continuous_batching(model, STORED_NAMES, None)
     reason = reason_to_refuse(model)
     if reason is not None:
         raise ValueError(

@@ -12,6 +12,7 @@ from ...._core.checks import resolve_flag
 from ....keys.rule import KeySelection
 from ..compat import own_config, set_continuous_batching
 from ..config_rules import CONFIG_NAME, LearnedScores, make_rule
+from ..enable import STORED_NAMES
 from ..families import reason_to_refuse
 from .attention import NAME
 from .layers import (
@@ -105,7 +106,7 @@ def add_learned_scores(
         setattr(parent, name, with_scorer(layer, made, rule, dense_prefill))
         setattr(layer.config, CONFIG_NAME, stored)
     for module in _pretrained(model):
-        set_continuous_batching(module, (NAME,), None)
+        set_continuous_batching(module, (NAME, *STORED_NAMES), None)
     add_mask_hooks(model)
     setattr(model, _METHOD, partial(set_score_phase, model))
     return set_score_phase(model, "hard")

@@ -33,13 +33,15 @@ def save_scores(model: nn.Module, folder: str | Path) -> None:
         for layer in layers
         for name, tensor in layer.scorer.state_dict().items()
     }
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_rank():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / _TENSORS)
-    config = layers[0].config
-    stored = {**getattr(config, CONFIG_NAME), "base_model": _base_name(model)}
-    (folder / _RULE).write_text(json.dumps(stored, indent=2) + "\n")
+    is_distributed = distributed.is_available() and distributed.is_initialized()
+    if not is_distributed or distributed.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / _TENSORS)
+        config = layers[0].config
+        stored = {**getattr(config, CONFIG_NAME), "base_model": _base_name(model)}
+        (folder / _RULE).write_text(json.dumps(stored, indent=2) + "\n")
+    if is_distributed:
+        distributed.barrier()  # then every rank can load them
 
 
 def load_scores(model: nn.Module, folder: str | Path, scorer: Scorer | None = None) -> nn.Module:
