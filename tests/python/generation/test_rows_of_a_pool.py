@@ -57,6 +57,16 @@ def test_changed_rows_of_a_view_are_followed():
         assert torch.equal(view.step(*states), expected)
 
 
+def test_pool_with_a_view_is_not_empty():
+    pool = KVSlots(3, 2, 5, 8)
+    assert pool.is_empty
+    view = pool.over(torch.tensor([1], dtype=torch.int32))
+    k = torch.randn(1, 4, 2, 8)
+    view.fill(k, k, torch.randn(1, 2, 4))
+    assert not pool.is_empty
+    assert not pool.select(torch.tensor([1])).is_empty
+
+
 def test_row_beyond_the_pool_raises():
     pool, blocks = CPU.pool(RULES[0])
     before = blocks.clone()
