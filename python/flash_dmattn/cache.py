@@ -90,16 +90,15 @@ class KVSlots:
             ("chunk", chunk),
         ):
             check_count(value, name)
-        self.rule = KeySelection(
+        rule = (
             keep_window_size,
             selection,
             recent_window,
             recent_competes,
             sink_tokens,
             score_threshold,
-        ).checked_for_cache()
-        self.rule.check_heads(heads_kv)
-        self._rule_arguments = self.rule.cache_arguments()
+        )
+        self._set_rule(KeySelection(*rule), heads_kv)
         if not 1 <= head_dim <= 256:
             raise ValueError(f"head_dim: got {head_dim}, expected 1 to 256")
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -149,22 +148,26 @@ class KVSlots:
             setattr(cache, name, tensor)
         if k.dim() != 4:
             raise ValueError(f"k: got shape {tuple(k.shape)}, expected [B, Hkv, places + chunk, D]")
-        cache.rule = KeySelection(
+        rule = (
             keep_window_size,
             selection,
             recent_window,
             recent_competes,
             sink_tokens,
             score_threshold,
-        ).checked_for_cache()
-        cache.rule.check_heads(k.shape[1])
-        cache._rule_arguments = cache.rule.cache_arguments()
+        )
+        cache._set_rule(KeySelection(*rule), k.shape[1])
         check_slots(cache.places, pending, k.shape[2])
         check_slot_kernels("k", k.dtype, k.shape[3], k.device, instead=_FLOAT32_ON_A_GPU)
         check_head_windows(len(cache.rule.windows()), k.device)
         cache.backend = resolve_backend(backend)
         cache.pending, cache.is_empty = pending, False
         return cache
+
+    def _set_rule(self, rule: KeySelection, heads_kv: int) -> None:
+        self.rule = rule.checked_for_cache()
+        self.rule.check_heads(heads_kv)
+        self._rule_arguments = self.rule.cache_arguments()
 
     @property
     def keep_window_size(self) -> int | tuple[int, ...]:

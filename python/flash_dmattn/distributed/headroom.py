@@ -14,8 +14,8 @@ def linear_with_headroom(
     """F.linear(hidden, weight, bias) behind `places` rows of zeros, with its gradient: keys or values for `begin(headroom=True)`,
     without a copy.
 
-    hidden: [B, n, C]; weight: [F, C]; bias: [F] or None. Returns [B, places + n, F]. What follows by rows (norms, a rotary
-    embedding) may run over all of them.
+    hidden: [B, n, C]; weight: [F, C]; bias: [F] or None. Returns [B, places + n, F]. Later operations on rows
+    (norms, a rotary embedding) may run over all of them.
     """
     check_count(places, "places")
     if hidden.dim() != 3 or weight.dim() != 2 or hidden.shape[2] != weight.shape[1]:

@@ -17,7 +17,7 @@ struct SlotStorage {
   SlotScan scans[most_warps];
 };
 
-// The key info of slots, with the interface of KeyInfoLoader. What the token changes follows from its score and the
+// The key info of slots, with the interface of KeyInfoLoader. The changes by the token follow from its score and the
 // SlotCount, so rows and key info are loaded at the same time.
 class SlotInfo {
  public:
