@@ -89,7 +89,7 @@ def measure(run: Callable[[], object], options: argparse.Namespace) -> tuple[flo
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     seconds, spent = [], 0.0
-    while len(seconds) < 3 or (spent < 0.5 and len(seconds) < 20):
+    while (len(seconds) < 3 and spent < 5) or (spent < 0.5 and len(seconds) < 20):
         seconds.append(once())
         spent += seconds[-1]
     peak = torch.cuda.max_memory_allocated() - before if is_gpu else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +19,10 @@ from flash_dmattn.integrations.transformers import (
 from .text import DIGITS
 
 SINKS = 2  # of every method
-METHODS = ("learned", "streaming", "key_norm", "random")
+UNTRAINED = ("streaming", "key_norm", "random")
 
 
-class Quality(NamedTuple):
+class Quality(TypedDict):
     loss: float  # nats of a byte of text, without the answers
     pass_keys: float  # the share of right digits
 
@@ -38,21 +38,39 @@ def rule_of(method: str, budget: int) -> dict:
     }  # fmt: skip
 
 
-def quality_by_budget(
-    model: PreTrainedModel, texts: Tensor, budgets: list[int], scores: Path
+def autocast(model: PreTrainedModel) -> torch.autocast:
+    """The precision of training: bf16 on a GPU, whose attention has no float32."""
+    device = model.device.type
+    return torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
+
+
+def quality_without_training(
+    model: PreTrainedModel, texts: Tensor, budgets: list[int]
 ) -> dict[str, dict[int, Quality]]:
-    """The quality of a model without scores, with those of every method. scores: a folder of save_scores."""
+    """The quality of a model without scores, with all keys and with the choices that need no training, by budget."""
     found = {"dense": {texts.shape[1]: quality_of(model, texts)}}
-    for method in METHODS:
-        found[method] = {}
-        for budget in budgets:
-            add_learned_scores(model, **rule_of(method, budget))
-            if method == "learned":
-                load_scores(model, scores)
-            torch.manual_seed(0)
-            found[method][budget] = quality_of(model, texts)
-            remove_learned_scores(model)
+    for method in UNTRAINED:
+        found[method] = {b: quality_of_rule(model, texts, rule_of(method, b)) for b in budgets}
     return found
+
+
+def quality_of_scores(
+    model: PreTrainedModel, texts: Tensor, budgets: list[int], scores: Path
+) -> dict[int, Quality]:
+    """As quality_without_training, with the scores in a folder of save_scores."""
+    return {b: quality_of_rule(model, texts, rule_of("learned", b), scores) for b in budgets}
+
+
+def quality_of_rule(
+    model: PreTrainedModel, texts: Tensor, rule: dict, scores: Path | None = None
+) -> Quality:
+    add_learned_scores(model, **rule)
+    if scores is not None:
+        load_scores(model, scores)
+    torch.manual_seed(0)
+    quality = quality_of(model, texts)
+    remove_learned_scores(model)
+    return quality
 
 
 @torch.no_grad()
@@ -61,8 +79,9 @@ def quality_of(model: PreTrainedModel, texts: Tensor, batch: int = 16) -> Qualit
     losses, right = [], []
     for ids in texts.split(batch):
         ids = ids.to(model.device)
-        logits = model(ids, use_cache=False).logits[:, :-1].float()
+        with autocast(model):
+            logits = model(ids, use_cache=False).logits[:, :-1].float()
         each = F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
         losses.append(each[:, :-DIGITS].flatten())
         right.append((logits.argmax(-1) == ids[:, 1:])[:, -DIGITS:].float().flatten())
-    return Quality(torch.cat(losses).mean().item(), torch.cat(right).mean().item())
+    return Quality(loss=torch.cat(losses).mean().item(), pass_keys=torch.cat(right).mean().item())

@@ -6,13 +6,14 @@ accelerate launch -m learned_scores.distil --model ...                     (DDP,
 
 The base is frozen (--train all trains it, too). The loss is the divergence from the model with its scores off, plus a term
 for gates that keep more old keys than the target, which falls from 1 to --share. The last quarter of the steps is hard.
---resume goes on from the last checkpoint of --output.
+--recipes compares this with trainings that leave a part of it out. --resume goes on from the last checkpoint of --output.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -39,20 +40,20 @@ from flash_dmattn.integrations.transformers import (
     save_scores,
 )
 
-from .budgets import SINKS, quality_by_budget
+from .budgets import SINKS, autocast, quality_of_scores, quality_without_training
 from .text import PassKeyTexts, held_out_texts
-from .training import Schedule, ScoreTrainer, freeze_all_but_scores
+from .training import RECIPES, ScoreTrainer, freeze_all_but_scores
 
 
 def small_llama(options: argparse.Namespace, texts: PassKeyTexts) -> LlamaForCausalLM:
     """A model of bytes, trained with all keys in minutes on a core."""
     config = LlamaConfig(
         vocab_size=256, hidden_size=options.width, intermediate_size=2 * options.width,
-        num_hidden_layers=options.layers, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.06,
+        num_hidden_layers=options.layers, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.68 * options.width**-0.5,
         max_position_embeddings=options.length, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(options.device)
-    rate, steps = 3e-3, options.pretraining_steps
+    rate, steps = options.pretraining_rate, options.pretraining_steps
     optimizer = torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps, pct_start=0.05)
     bar = tqdm(range(steps), desc="pretraining", dynamic_ncols=True)
@@ -62,7 +63,7 @@ def small_llama(options: argparse.Namespace, texts: PassKeyTexts) -> LlamaForCau
             torch.stack(of_rows).to(options.device)
             for of_rows in zip(*(texts.with_answers(row) for row in rows), strict=True)
         )
-        with torch.autocast(options.device, torch.bfloat16, enabled=options.device == "cuda"):
+        with autocast(model):
             logits = model(ids, use_cache=False).logits[:, :-1]
         each = F.cross_entropy(logits.float().transpose(1, 2), ids[:, 1:], reduction="none")
         answer = each[asked[:, 1:]].mean()
@@ -89,9 +90,9 @@ class TokenTexts(Dataset):
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
-def training_arguments(options: argparse.Namespace) -> TrainingArguments:
+def training_arguments(options: argparse.Namespace, recipe: str) -> TrainingArguments:
     return TrainingArguments(
-        output_dir=str(options.output / "checkpoints"),
+        output_dir=str(options.output / "checkpoints" / recipe),
         max_steps=options.steps,
         per_device_train_batch_size=options.batch,
         learning_rate=options.rate,
@@ -110,8 +111,8 @@ def training_arguments(options: argparse.Namespace) -> TrainingArguments:
 
 
 def train_scores(
-    model: PreTrainedModel, texts: Dataset, options: argparse.Namespace
-) -> list[dict[str, float]]:
+    model: PreTrainedModel, texts: Dataset, options: argparse.Namespace, recipe: str
+) -> list[dict[str, float | str]]:
     """Adds scores to a model, trains and saves them, and returns the log."""
     add_learned_scores(
         model, options.keep, recent_window=options.recent, sink_tokens=SINKS, scorer=options.scorer
@@ -120,14 +121,18 @@ def train_scores(
         freeze_all_but_scores(model)
     trainer = ScoreTrainer(
         model=model,
-        args=training_arguments(options),
+        args=training_arguments(options, recipe),
         train_dataset=texts,
-        schedule=Schedule(share=options.share),
+        schedule=replace(RECIPES[recipe], share=options.share),
         distils=options.train == "scores",
     )
     trainer.train(resume_from_checkpoint=options.resume or None)
-    save_scores(model, options.output / "scores")
-    return trainer.state.log_history
+    save_scores(model, scores_folder(options, recipe))
+    return [{"recipe": recipe, **row} for row in trainer.state.log_history]
+
+
+def scores_folder(options: argparse.Namespace, recipe: str) -> Path:
+    return options.output / ("scores" if recipe == "learned" else f"scores_{recipe}")
 
 
 def main(arguments: list[str] | None = None) -> dict:
@@ -147,23 +152,28 @@ def main(arguments: list[str] | None = None) -> dict:
         ids = tokenizer(options.text.read_text(), return_tensors="pt").input_ids[0]
         texts = TokenTexts(ids, options.length)
         model = AutoModelForCausalLM.from_pretrained(options.model).to(options.device)
-    log = train_scores(model, texts, options)
-    if not PartialState().is_main_process:
-        return {}
-    results = {"settings": {k: str(v) for k, v in vars(options).items()}, "log": log}
+    is_first = PartialState().is_main_process
+    results = {"settings": {k: str(v) for k, v in vars(options).items()}, "log": []}
+    budgets = [options.length // part for part in options.parts]
     if held_out is not None:
-        write(model, held_out[0], options.length)
+        results["quality"] = quality_without_training(model, held_out, budgets)
+    for recipe in options.recipes:
+        results["log"] += train_scores(model, texts, options, recipe)
+        if held_out is not None and recipe == options.recipes[0]:
+            write(model, held_out[0], options.length)
         remove_learned_scores(model)
-        budgets = [options.length // part for part in options.parts]
-        quality = quality_by_budget(model, held_out, budgets, options.output / "scores")
-        results["quality"] = {
-            m: {b: q._asdict() for b, q in of.items()} for m, of in quality.items()
-        }
-        for method, found in quality.items():
-            for budget, (loss, keys) in found.items():
-                print(f"{method:10} {budget:5} keys: loss {loss:.3f}, pass keys {keys:.2f}")
-    (options.output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    return results
+        if held_out is not None:
+            folder = scores_folder(options, recipe)
+            results["quality"][recipe] = quality_of_scores(model, held_out, budgets, folder)
+        if is_first:  # after every recipe, so that an end before the last loses none
+            (options.output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    if held_out is not None and is_first:
+        for method, found in results["quality"].items():
+            for budget, quality in found.items():
+                print(
+                    f"{method:10} {budget:5} keys: loss {quality['loss']:.3f}, pass keys {quality['pass_keys']:.2f}"
+                )
+    return results if is_first else {}
 
 
 @torch.no_grad()
@@ -171,9 +181,10 @@ def write(model: PreTrainedModel, prompt: Tensor, count: int) -> None:
     """Generates with a cache of the rule's keys, and prints how many it holds."""
     cache = DynamicMaskCache(model.config)
     ids = prompt[None].to(model.device)
-    written = model.generate(
-        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=count, do_sample=False
-    )  # fmt: skip
+    with autocast(model):
+        written = model.generate(
+            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=count, do_sample=False
+        )  # fmt: skip
     keys = cache.layers[0].keys.shape[2]
     print(f"generated {written.shape[1]} bytes with a cache of {keys} keys a head")
 
@@ -186,6 +197,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--model", help="a folder or name of from_pretrained; by default a small Llama is trained")
     add("--text", type=Path, help="a file of text, with --model")
     add("--train", choices=("scores", "all"), default="scores")
+    add(
+        "--recipes",
+        nargs="+",
+        choices=RECIPES,
+        default=["learned"],
+        help="trainings, one after the other",
+    )
     add("--scorer", default="hidden", help="hidden, mlp or value")
     add("--length", type=int, default=256, help="tokens of a text")
     add("--keep", type=int, default=22, help="old keys that a query keeps in the hard phase")
@@ -197,6 +215,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--resume", action="store_true", help="from the last checkpoint")
     add("--pretraining-steps", type=int, default=1700, help="of the small Llama")
+    add("--pretraining-rate", type=float, default=3e-3, help="the largest learning rate of it")
     add("--width", type=int, default=128, help="features of the small Llama")
     add("--layers", type=int, default=3, help="of the small Llama")
     add("--parts", type=int, nargs="+", default=[2, 4, 8, 16, 32], help="budgets, as length / part")
@@ -204,7 +223,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--threads", type=int, default=1)
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--output", type=Path, default=Path("build/learned_scores"), help="a folder")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.train == "all" and len(options.recipes) > 1:
+        parser.error(
+            "--recipes: got several with --train all, expected one, which changes the base"
+        )
+    return options
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Associative recall from scratch: a small Llama with dynamic masks, with a window of the same size, and with all keys.
+"""Associative recall from scratch: a small Llama that keeps keys by scores, by other choices of equal size, and all of them.
 
-python -m learned_scores.recall [--length 256] [--seeds 3] [--output recall.json]    (in examples/)
+python -m learned_scores.recall [--length 256] [--seeds 0 1 2] [--output recall.json]    (in examples/)
 
 A text is filler, with (key, value) pairs scattered over its first half; its last quarter asks for the keys again. Every kind
-trains at every budget of keys, from the first step, and is tested at other lengths, too.
+trains from the first step as it is tested, learned scores at every budget of keys and the others at the largest one. Tests
+are at other lengths, too, and again after a few steps at a long one. With `--pairs 1` the task is a pass key.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +21,21 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaModel
 
-from flash_dmattn.integrations.transformers import add_learned_scores
+from flash_dmattn import make_scores
+from flash_dmattn.integrations.transformers import add_learned_scores, set_score_phase
 
-KINDS = ("dense", "scores", "window")
+# soft_first: learned scores after a half of the steps with all keys. doge: exp(A softplus(z)) for the gate.
+KINDS = ("dense", "scores", "soft_first", "window", "doge", "key_norm", "random")
 _ASKED_PLACES = 4  # a quarter of the text asks
+
+
+class Run(NamedTuple):
+    kind: str
+    budget: int
+    same_words: bool = False  # whether the filler has the words of the pairs
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.budget}{' same words' if self.same_words else ''}"
 
 
 class Texts:
@@ -33,24 +46,24 @@ class Texts:
         self.device, self.same_words = options.device, same_words
         self.random = torch.Generator(options.device).manual_seed(seed)
 
-    def draw(self, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Texts [B, length], the places that ask [B, pairs] and their answers [B, pairs]."""
+    def draw(self, length: int, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Texts [batch, length], the places that ask [batch, pairs] and their answers [batch, pairs]."""
         half, asked = self.words // 2, length // _ASKED_PLACES
         first, last = (0, self.words) if self.same_words else (self.words, 2 * self.words)
-        text = torch.randint(first, last, (self.batch, length), **self._on())
-        keys = self._distinct(half)
+        text = torch.randint(first, last, (batch, length), **self._on())
+        keys = self._distinct(half, batch)
         values = half + torch.randint(half, keys.shape, **self._on())
-        stated = 2 * self._distinct(length // 4)
-        places = length - asked + self._distinct(asked)
+        stated = 2 * self._distinct(length // 4, batch)
+        places = length - asked + self._distinct(asked, batch)
         text.scatter_(1, stated, keys).scatter_(1, stated + 1, values).scatter_(1, places, keys)
         return text, places, values
 
     def _on(self) -> dict:
         return {"device": self.device, "generator": self.random}
 
-    def _distinct(self, high: int) -> Tensor:
-        """[B, pairs] different numbers below `high`."""
-        return torch.rand(self.batch, high, **self._on()).argsort(1)[:, : self.pairs]
+    def _distinct(self, high: int, batch: int) -> Tensor:
+        """[batch, pairs] different numbers below `high`."""
+        return torch.rand(batch, high, **self._on()).argsort(1)[:, : self.pairs]
 
 
 class Reader(nn.Module):
@@ -67,37 +80,85 @@ class Reader(nn.Module):
         self.llama = LlamaModel(config)
         nn.init.normal_(self.llama.embed_tokens.weight, std=0.5)
         self.previous = nn.Linear(width, width, bias=False)
-        recent = budget // 4
-        if kind == "scores":
-            add_learned_scores(self.llama, keep_window_size=budget - recent, recent_window=recent)
-        elif kind == "window":
+        if kind == "window":
             rule = {"keep_window_size": 0, "recent_window": budget}
             add_learned_scores(self.llama, scorer="random", **rule)
+        elif kind != "dense":
+            recent = budget // 4
+            rule = {"keep_window_size": budget - recent, "recent_window": recent}
+            scorer = "hidden" if kind in ("scores", "soft_first") else kind
+            add_learned_scores(
+                self.llama,
+                scorer=DogeForm(width, options.heads) if kind == "doge" else scorer,
+                **rule,
+            )
 
     def forward(self, text: Tensor, places: Tensor) -> Tensor:
         """Logits of the answers, [B, pairs, words]."""
-        words = self.llama.embed_tokens
-        embedded = words(text)
-        embedded = embedded + self.previous(F.pad(embedded, (0, 0, 1, -1)))
-        hidden = self.llama(inputs_embeds=embedded).last_hidden_state
-        asking = hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[2]))
-        return asking @ words.weight.t() / hidden.shape[2] ** 0.5
+        words, on_gpu = self.llama.embed_tokens, text.is_cuda
+        with torch.autocast(text.device.type, torch.bfloat16, enabled=on_gpu, cache_enabled=False):
+            embedded = words(text)
+            embedded = embedded + self.previous(F.pad(embedded, (0, 0, 1, -1)))
+            hidden = self.llama(inputs_embeds=embedded).last_hidden_state
+            asking = hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[2]))
+            return asking @ words.weight.t() / hidden.shape[2] ** 0.5
 
 
-def train(model: Reader, texts: Texts, options: argparse.Namespace, title: str) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), options.rate, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, options.rate, options.steps, pct_start=0.1
-    )
-    for _ in tqdm(range(options.steps), desc=title, leave=False, dynamic_ncols=True):
-        text, places, answers = texts.draw(options.length)
-        with torch.autocast(options.device, torch.bfloat16, enabled=options.device == "cuda"):
-            logits = model(text, places)
-        optimizer.zero_grad()
-        F.cross_entropy(logits.float().transpose(1, 2), answers).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+class DogeForm(nn.Module):
+    """Scores exp(A softplus(z)), A from 0.5, as a scorer."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.scores = make_scores(width, heads, "doge")
+        nn.init.constant_(self.scores.A, 0.5)
+
+    def forward(self, hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self.scores(hidden).transpose(1, 2)
+
+
+class Loss(nn.Module):
+    """All of a step before its backward, as one module, which a CUDA graph can hold."""
+
+    def __init__(self, model: Reader):
+        super().__init__()
+        self.model = model
+
+    def forward(self, text: Tensor, places: Tensor, answers: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(text, places).float().transpose(1, 2), answers)
+
+
+class Stage(NamedTuple):
+    """Steps in one phase of the scores, on texts of one shape."""
+
+    steps: int
+    length: int
+    batch: int
+    phase: str | None = None  # None: as the model is
+
+
+def train(
+    model: Reader, texts: Texts, stages: list[Stage], options: argparse.Namespace, title: str
+) -> None:
+    on_gpu = options.device == "cuda"
+    steps = sum(stage.steps for stage in stages)
+    optimizer = torch.optim.AdamW(model.parameters(), options.rate, weight_decay=0.01, fused=on_gpu)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.rate, steps, pct_start=0.1)
+    bar = tqdm(total=steps, desc=title, leave=False, dynamic_ncols=True)
+    for stage in stages:
+        if stage.phase is not None:
+            set_score_phase(model, stage.phase)
+        loss_of = Loss(model)
+        if options.graphs:  # a small model's step is many kernels of a few microseconds
+            sample = texts.draw(stage.length, stage.batch)
+            loss_of = torch.cuda.make_graphed_callables(loss_of, sample)
+        for _ in range(stage.steps):
+            optimizer.zero_grad()
+            loss_of(*texts.draw(stage.length, stage.batch)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            bar.update()
+    bar.close()
 
 
 @torch.no_grad()
@@ -105,52 +166,71 @@ def recall(model: Reader, texts: Texts, length: int, options: argparse.Namespace
     """The share of right answers."""
     right = []
     for _ in range(options.tests):
-        text, places, answers = texts.draw(length)
-        with torch.autocast(options.device, torch.bfloat16, enabled=options.device == "cuda"):
-            right.append((model(text, places).argmax(-1) == answers).float().mean())
+        text, places, answers = texts.draw(length, options.batch)
+        right.append((model(text, places).argmax(-1) == answers).float().mean())
     return torch.stack(right).mean().item()
 
 
-def runs(options: argparse.Namespace) -> list[tuple[str, int, bool]]:
-    """(kind, budget, whether the filler has the words of the pairs)."""
+def stages_of(kind: str, options: argparse.Namespace) -> list[Stage]:
+    stage = Stage(options.steps, options.length, options.batch)
+    if kind != "soft_first":
+        return [stage]
+    soft = options.steps // 2
+    hard = options.steps - soft
+    return [stage._replace(steps=soft, phase="soft"), stage._replace(steps=hard, phase="hard")]
+
+
+def runs(options: argparse.Namespace) -> list[Run]:
     budgets = [options.length // part for part in options.parts]
-    found = [("dense", options.length, False)]
-    found += [(kind, budget, False) for kind in KINDS[1:] for budget in budgets]
-    same = budgets[min(1, len(budgets) - 1)]
-    return found + [("dense", options.length, True), ("scores", same, True)]
+    found = []
+    for kind in options.kinds:
+        of_kind = {"dense": [options.length], "scores": budgets}.get(kind, budgets[:1])
+        found += [Run(kind, budget) for budget in of_kind]
+    if options.same_words:
+        same = budgets[min(1, len(budgets) - 1)]
+        found += [Run("dense", options.length, True), Run("scores", same, True)]
+    return found
+
+
+def measure(run: Run, seed: int, options: argparse.Namespace) -> dict:
+    """Trains and tests a model: a row of the results."""
+    begin = time.perf_counter()
+    torch.manual_seed(seed)
+    model = Reader(run.kind, run.budget, options).to(options.device)
+    texts = Texts(options, seed, run.same_words)
+    title = f"seed {seed} {run}"
+
+    def test() -> dict[int, float]:
+        lengths = [options.length * factor for factor in options.longer]
+        other = Texts(options, 1000 + seed, run.same_words)
+        return {length: recall(model, other, length, options) for length in lengths}
+
+    train(model, texts, stages_of(run.kind, options), options, title)
+    row = {**run._asdict(), "seed": seed, "recall": test()}
+    if options.long_steps:
+        length = options.length * max(options.longer)
+        batch = max(1, options.batch * options.length // length)  # as many words in a step
+        train(model, texts, [Stage(options.long_steps, length, batch)], options, title)
+        row["recall_after_long_steps"] = test()
+    row["seconds"] = round(time.perf_counter() - begin, 1)
+    return row
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     torch.set_num_threads(options.threads)
-    rows = []
-    for seed in range(options.seeds):
-        for kind, budget, same_words in runs(options):
-            begin = time.perf_counter()
-            torch.manual_seed(seed)
-            model = Reader(kind, budget, options).to(options.device)
-            title = f"seed {seed} {kind} {budget}{' same words' if same_words else ''}"
-            train(model, Texts(options, seed, same_words), options, title)
-            lengths = [options.length * factor for factor in options.longer]
-            found = {
-                length: recall(model, Texts(options, 1000 + seed, same_words), length, options)
-                for length in lengths
-            }
-            seconds = time.perf_counter() - begin
-            rows.append(
-                {
-                    "kind": kind,
-                    "budget": budget,
-                    "same_words": same_words,
-                    "seed": seed,
-                    "recall": found,
-                }
-            )
-            print(f"{title}: recall {found}, {seconds:.0f} s", flush=True)
     settings = {name: value for name, value in vars(options).items() if name != "output"}
-    if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
+    rows = []
+    for seed in options.seeds:
+        for run in runs(options):
+            rows.append(measure(run, seed, options))
+            print(rows[-1], flush=True)
+            if (
+                options.output is not None
+            ):  # after every run, so that an end before the last loses none
+                options.output.parent.mkdir(parents=True, exist_ok=True)
+                results = {"settings": settings, "rows": rows}
+                options.output.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -158,20 +238,26 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
+    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="what is trained")
     add("--length", type=int, default=128, help="tokens of a text")
     add("--pairs", type=int, default=8, help="at most an eighth of the length")
     add("--parts", type=int, nargs="+", default=[4, 8, 16, 32], help="budgets, as length / part")
     add("--longer", type=int, nargs="+", default=[1, 2, 4], help="factors of lengths in tests")
+    add(
+        "--same-words", action=argparse.BooleanOptionalAction, default=True, help="such filler, too"
+    )
     add("--words", type=int, default=64, help="of pairs, and as many of filler")
     add("--width", type=int, default=64, help="features of a token")
     add("--heads", type=int, default=2, help="of attention")
     add("--layers", type=int, default=2, help="of attention and MLP")
     add("--steps", type=int, default=400, help="of training")
+    add("--long-steps", type=int, default=0, help="of training at the longest length, afterwards")
     add("--tests", type=int, default=8, help="batches of a test")
     add("--batch", type=int, default=32, help="texts of a step")
     add("--rate", type=float, default=3e-3, help="the largest learning rate")
-    add("--seeds", type=int, default=3, help="of parameters and texts")
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of parameters and texts")
     add("--threads", type=int, default=1)
+    add("--graphs", action="store_true", help="CUDA graphs of the steps")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--output", type=Path, default=None, help="a .json of all results")
     return parser.parse_args(arguments)

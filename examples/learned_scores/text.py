@@ -51,7 +51,8 @@ def pass_key_text(
         parts += [words[last:place], line]
         answers += [False] * (place - last + len(_BEFORE)) + [number > 0] * DIGITS
         last = place
-    return torch.tensor(list(b"".join(parts))), torch.tensor(answers)
+    ids = torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
+    return ids.long(), torch.tensor(answers)
 
 
 def held_out_texts(corpus: Corpus, length: int, count: int) -> Tensor:

@@ -30,6 +30,14 @@ class Schedule:
         return self.share ** min(1.0, progress / self.narrowing)
 
 
+RECIPES = {
+    "learned": Schedule(),
+    "without_budget": Schedule(weight=0.0),  # no term asks a gate to close
+    "hard_from_the_first": Schedule(soft=0.0),
+    "soft_to_the_last": Schedule(soft=1.0),
+}
+
+
 class ScoreTrainer(Trainer):
     """Trains the scores of a model by the model without them, or the whole model by its own loss.
 
