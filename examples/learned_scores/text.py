@@ -11,11 +11,12 @@ from doge_demo.corpus import Corpus
 DIGITS = 4
 _BEFORE = b"\n# KEY="
 _LINE = len(_BEFORE) + DIGITS
-_MOST_QUESTIONS = 4
+_BYTES_OF_A_QUESTION = 64  # at least
 
 
 class PassKeyTexts(Dataset):
-    """Texts int64 [length], each of a seed of its own. They ask for their number up to four times, at last at their end."""
+    """Texts int64 [length], each of a seed of its own. They ask for their number once to `length` / 64 times, at
+    last at their end."""
 
     def __init__(self, text: Tensor, length: int, count: int, seed: int = 0):
         self.text, self.length, self.count, self.seed = text, length, count, seed
@@ -30,7 +31,8 @@ class PassKeyTexts(Dataset):
     def with_answers(self, index: int) -> tuple[Tensor, Tensor]:
         """A text and which of its bytes are digits of an answer, bool [length]."""
         random = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
-        questions = int(torch.randint(1, _MOST_QUESTIONS + 1, (), generator=random))
+        most = max(1, self.length // _BYTES_OF_A_QUESTION)
+        questions = int(torch.randint(1, most + 1, (), generator=random))
         return pass_key_text(self.text, self.length, questions, random)
 
 

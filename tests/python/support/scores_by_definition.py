@@ -63,11 +63,12 @@ def _bias_and_keys(layer, scores, mask):
     rule, length = layer.score_rule, scores.shape[2]
     positions = torch.arange(length)
     old = positions[:, None] - positions >= rule.recent_window
-    if layer.score_phase == "hard":
-        return old * (scores - scores.detach())[:, :, None], _keys_of_rule(rule, scores, mask)
     # Sinks are what a rule with no other keys shows.
     alone = rule._replace(keep_window_size=0, recent_window=0, score_threshold=None)
     sinks = _keys_of_rule(alone, scores, mask)
+    if layer.score_phase == "hard":
+        bias = (scores - scores.detach())[:, :, None]
+        return torch.where(old & ~sinks, bias, 0.0), _keys_of_rule(rule, scores, mask)
     bias = (scores - layer.scorer.first_score)[:, :, None]
     return torch.where(old & ~sinks, bias, 0.0), torch.ones_like(sinks)
 

@@ -158,6 +158,8 @@ def _attend(
         return _attend_with_slots(
             call.slots, layer, query, key, value, scores, mask, numerics, s_aux
         )
+    intervals = as_key_intervals(mask, query.shape[1], key.shape[1])
+    mask = mask if intervals is None else intervals
     if layer.score_phase == "soft":
         out = _attend_to_all(call, query, key, value, scores, mask, numerics)
     else:
@@ -166,6 +168,7 @@ def _attend(
 
 
 Result = tuple[Tensor, Tensor | None]  # out and statistics
+Mask = Tensor | KeyIntervals | None
 
 
 def _attend_to_all(
@@ -174,7 +177,7 @@ def _attend_to_all(
     key: Tensor,
     value: Tensor,
     scores: Tensor,
-    mask: Tensor | None,
+    mask: Mask,
     numerics: Numerics,
 ) -> Result:
     """The soft phase: old keys, neither recent ones nor sinks, have their log gates as a bias."""
@@ -184,14 +187,12 @@ def _attend_to_all(
             "cache: got a static one in the phase 'soft', expected a cache that grows, or the phase 'hard'"
         )
     visible = _visible_by_mask(mask, query, key, chooses=False)
-    bias = scores - layer.scorer.first_score
-    if layer.score_rule.sink_tokens:
-        bias = torch.where(_sinks(layer.score_rule, visible.keys, key), 0, bias)
+    bias = _without_sinks(scores - layer.scorer.first_score, layer.score_rule, visible.keys)
     delay = layer.score_rule.recent_window
     return attention(query, key, value, bias, visible, Selection(), numerics, bias_delay=delay)
 
 
-def _visible_by_mask(mask: Tensor | None, query: Tensor, key: Tensor, chooses: bool) -> Visibility:
+def _visible_by_mask(mask: Mask, query: Tensor, key: Tensor, chooses: bool) -> Visibility:
     """The elements that the mask of a causal layer shows. chooses: as in normalize_mask."""
     mask, intervals, additive = normalize_mask(mask, None, query, key, chooses, None)
     if additive is not None:
@@ -201,13 +202,25 @@ def _visible_by_mask(mask: Tensor | None, query: Tensor, key: Tensor, chooses: b
     return Visibility(mask, intervals is None, intervals)  # intervals include causality
 
 
-def _sinks(rule: KeySelection, intervals: KeyIntervals | None, key: Tensor) -> Tensor:
-    """The first keys of each document, bool [B or 1, 1, Sk]."""
-    if intervals is None:
-        return torch.arange(key.shape[1], device=key.device)[None, None] < rule.sink_tokens
-    first, last = intervals.intervals.unbind(-1)
-    visible = first < last
-    return visible & (rank_in_document(visible, last.cummax(-1).values) < rule.sink_tokens)
+def _without_sinks(bias: Tensor, rule: KeySelection, keys: KeyIntervals | None) -> Tensor:
+    """A bias [B, Hkv, Sk] that is 0 for the first keys of each document, whose scores decide nothing.
+
+    keys: what the mask shows; None: all keys are one document.
+    """
+    if not rule.sink_tokens:
+        return bias
+    if keys is None:
+        ranks = torch.arange(bias.shape[2], device=bias.device)
+        return torch.where(ranks < rule.sink_tokens, 0, bias)
+    shown, document = _shown_keys(keys), keys.intervals[..., 1].cummax(-1).values
+    sinks = shown & (rank_in_document(shown, document) < rule.sink_tokens)
+    return torch.where(sinks, 0, bias)
+
+
+def _shown_keys(keys: KeyIntervals) -> Tensor:
+    """Which keys some query sees, bool [B, H, Sk]."""
+    first, last = keys.intervals.unbind(-1)
+    return first < last
 
 
 def _attend_to_chosen(
@@ -216,33 +229,31 @@ def _attend_to_chosen(
     key: Tensor,
     value: Tensor,
     scores: Tensor,
-    mask: Tensor | None,
+    mask: Mask,
     numerics: Numerics,
 ) -> Result:
     """The hard phase: the keys that the rule leaves, as the base model attends to them.
 
     Scores decide which these are and change nothing else, so that a cache holds keys and no gates. The choice has no
-    derivative; scores learn by that of a bias of old keys, whose value is 0.
+    derivative; scores learn by that of a bias of old keys, sinks left out, whose value is 0.
     """
     rule = call.layer.score_rule
-    query_length, key_length = query.shape[1], key.shape[1]
     bias, delay = None, 0
     if torch.is_grad_enabled() and scores.requires_grad:
         # A score of -inf, which never is among the best, has no gradient.
         bias, delay = (scores - scores.detach()).nan_to_num(), rule.recent_window
+        bias = _without_sinks(bias, rule, _visible_by_mask(mask, query, key, chooses=False).keys)
     scores = scores.detach()
     if call.is_prompt and call.layer.dense_prefill:
         visible = _visible_by_mask(mask, query, key, chooses=False)
-    elif (
-        mask is None or call.cache is not None and _is_padding(mask, call, query_length, key_length)
-    ):
-        key_mask = _present_keys(mask, query_length, key_length)
+    elif mask is None or call.cache is not None and _is_padding(mask, call):
+        key_mask = _present_keys(mask)
         visible = Visibility(
             keys=select_key_intervals(
                 scores,
                 **rule._asdict(),
                 key_mask=key_mask,
-                query_length=query_length,
+                query_length=query.shape[1],
                 query_position=call.query_position,
             )
         )
@@ -258,21 +269,18 @@ def _attend_to_chosen(
     return attention(query, key, value, bias, visible, Selection(), numerics, bias_delay=delay)
 
 
-def _is_padding(mask: Tensor, call: ScoredCall, query_length: int, key_length: int) -> bool:
+def _is_padding(mask: Tensor | KeyIntervals, call: ScoredCall) -> bool:
     """Whether a mask is no more than causality and padding: every compact one with a cache is. A static cache knows where its
     queries stand, and a mask does not tell."""
-    is_compact = as_key_intervals(mask, query_length, key_length) is not None
-    return is_compact or call.query_position is not None
+    return isinstance(mask, KeyIntervals) or call.query_position is not None
 
 
-def _present_keys(mask: Tensor | None, query_length: int, key_length: int) -> Tensor | None:
+def _present_keys(mask: Mask) -> Tensor | None:
     """Which keys some query sees, bool [B, 1, Sk]; None: all."""
     if mask is None:
         return None
-    intervals = as_key_intervals(mask, query_length, key_length)
-    if intervals is not None:
-        first, last = intervals.intervals.unbind(-1)
-        return first < last
+    if isinstance(mask, KeyIntervals):
+        return _shown_keys(mask)
     if mask.dim() == 4 and mask.shape[1] == 1 and not mask.is_floating_point():
         return mask.bool().any(2)
     raise ValueError(
