@@ -10,11 +10,12 @@ DMSPress in the cache; here they leave it.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import version
 from pathlib import Path
 
 import kvpress
@@ -25,6 +26,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from flash_dmattn.integrations.kvpress import add_press
 from flash_dmattn.integrations.transformers import DynamicMaskCache, remove_learned_scores
+from harness import machine, record
 
 RECENT = 256  # keys of a DMSPress that no threshold takes
 
@@ -80,7 +82,7 @@ def measure(
         held = torch.cuda.memory_allocated() - before if on_gpu else 0
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        # cuDNN, which torch prefers, makes a plan for every new length: 5 ms in each layer.
+        # cuDNN, which torch prefers, makes a plan for every new length of a cache that grows.
         torch.backends.cuda.enable_cudnn_sdp(False)
         for position in range(length, length + options.tokens):
             begin = time.perf_counter()
@@ -90,12 +92,16 @@ def measure(
             tokens.append(time.perf_counter() - begin)
         torch.backends.cuda.enable_cudnn_sdp(True)
     of_tokens = torch.cuda.max_memory_allocated() - before if on_gpu else 0
-    token = statistics.median(tokens[1:])
     return {
-        "prompt ms": statistics.median(prompts) * 1e3, "token ms": token * 1e3, "tokens/s": 1 / token,
-        "keys": max(layer.keys.shape[2] for layer in cache.layers), "held MiB": held / 2**20,
-        "peak of prompt MiB": peak / 2**20, "peak of tokens MiB": of_tokens / 2**20,
-    }  # fmt: skip
+        "forward": statistics.median(prompts) * 1e3,
+        "peak_mb": peak / 1e6,
+        "cache_mib": held / 2**20,
+        "parts": {
+            "token": statistics.median(tokens[1:]) * 1e3,
+            "peak of tokens MB": of_tokens / 1e6,
+            "keys": max(layer.keys.shape[2] for layer in cache.layers),
+        },
+    }
 
 
 def main() -> None:
@@ -105,7 +111,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, help="a record")
+    parser.add_argument("--commit", default="", help="of the sources, where there is no history")
     options = parser.parse_args()
     torch.manual_seed(0)
     model = make_model(options)
@@ -114,10 +121,18 @@ def main() -> None:
         for length in options.lengths:
             rows += length_rows(model, length, options)
     if options.output is not None:
-        name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        results = {"device": name, **versions, "rows": rows}
-        options.output.write_text(json.dumps(results, indent=1) + "\n")
+        record.write(
+            options.output,
+            {
+                "machine": machine.machine(options.device),
+                "commit": options.commit or machine.commit(),
+                "command": " ".join(["presses.py", *sys.argv[1:]]),
+                "versions": {**versions, "kvpress": version("kvpress")},
+                "note": "forward: a prompt; parts: ms of a token, memory beyond the weights, keys a head holds at the end",
+                "rows": rows,
+            },
+        )
 
 
 def length_rows(model: LlamaForCausalLM, length: int, options: argparse.Namespace) -> list[dict]:
@@ -137,10 +152,10 @@ def length_rows(model: LlamaForCausalLM, length: int, options: argparse.Namespac
     rows = []
 
     def add_row(kind: str, press: AbstractContextManager, cache_of: Callable[[], object]) -> None:
-        rows.append(
-            {"length": length, "kind": kind, **measure(model, ids, cache_of, press, options)}
-        )
-        print(rows[-1], flush=True)
+        case = f"Llama L{options.layers} hidden {options.hidden} N{length} prompt and tokens"
+        found = measure(model, ids, cache_of, press, options)
+        rows.append(record.row(case, kind, str(model.dtype).removeprefix("torch."), **found))
+        print(record.format_row(rows[-1]), flush=True)
 
     add_row("all keys, SDPA", nullcontext(), all_keys)
     add_row("KnormPress, kvpress", norms(model), all_keys)

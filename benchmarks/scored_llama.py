@@ -9,15 +9,16 @@ random, which changes no time: scores differ from key to key.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaModel
+from transformers import AttentionInterface, Cache, DynamicCache, LlamaConfig, LlamaModel
 
 from flash_dmattn.integrations.transformers import (
     DynamicMaskCache,
@@ -25,6 +26,7 @@ from flash_dmattn.integrations.transformers import (
     set_score_phase,
 )
 from flash_dmattn.integrations.transformers.learned_scores import NAME, scored_attention_forward
+from harness import machine, record
 
 RULE = {"keep_window_size": 1024, "recent_window": 256, "sink_tokens": 4}
 
@@ -72,8 +74,16 @@ class FlexSoft:
         return out.transpose(1, 2), None
 
 
-def measure(run: Callable[[], object], options: argparse.Namespace) -> tuple[float, int]:
-    """Median seconds of some runs after one that warms up, and the peak of memory in MiB that a run adds."""
+def name_of(options: argparse.Namespace) -> str:
+    return f"Llama L{options.layers} hidden {options.hidden}"
+
+
+def dtype_of(model: LlamaModel) -> str:
+    return str(model.dtype).removeprefix("torch.")
+
+
+def measure(run: Callable[[], object], options: argparse.Namespace) -> tuple[float, float]:
+    """Median seconds of some runs after one that warms up, and the peak of memory in MB that a run adds."""
     is_gpu = options.device == "cuda"
 
     def once() -> float:
@@ -93,7 +103,7 @@ def measure(run: Callable[[], object], options: argparse.Namespace) -> tuple[flo
         seconds.append(once())
         spent += seconds[-1]
     peak = torch.cuda.max_memory_allocated() - before if is_gpu else 0
-    return statistics.median(seconds), peak >> 20
+    return statistics.median(seconds), peak / 1e6
 
 
 def text_rows(model: LlamaModel, options: argparse.Namespace) -> list[dict]:
@@ -112,17 +122,22 @@ def text_rows(model: LlamaModel, options: argparse.Namespace) -> list[dict]:
                 ("scores' step", train_scores),
                 ("step", train_all),
             ):
-                row = {"length": length, "kind": kind, "work": work}
                 if kind == kinds[0] and work == "scores' step":
                     continue
+                case = f"{name_of(options)} N{length} {work}"
                 try:
                     seconds, peak = measure(lambda run=run, ids=ids: run(model, ids), options)
-                    row |= {"ms": seconds * 1e3, "tokens/s": length / seconds, "MiB": peak}
-                except (RuntimeError, torch.OutOfMemoryError) as error:
-                    row["error"] = str(error)[:200]
-                model.zero_grad()
-                rows.append(row)
-                print(row, flush=True)
+                except torch.OutOfMemoryError as error:
+                    print(record.declined(case, kind, dtype_of(model), error), flush=True)
+                    continue
+                finally:
+                    model.zero_grad()
+                times = {"forward" if run is read else "both": seconds * 1e3}
+                parts = {"tokens/s": length / seconds}
+                rows.append(
+                    record.row(case, kind, dtype_of(model), **times, peak_mb=peak, parts=parts)
+                )
+                print(record.format_row(rows[-1]), flush=True)
     AttentionInterface.register(NAME, scored_attention_forward)
     return rows
 
@@ -156,7 +171,6 @@ def step(model: LlamaModel, ids: Tensor) -> None:
 def token_rows(model: LlamaModel, options: argparse.Namespace) -> list[dict]:
     """One token after a context: slots of the rule, and all keys, whose numbers are random."""
     rows = []
-    token = torch.zeros(1, 1, dtype=torch.long, device=options.device)
     for context in options.contexts:
         set_score_phase(model, "hard")
         slots = DynamicMaskCache(model.config)
@@ -165,16 +179,7 @@ def token_rows(model: LlamaModel, options: argparse.Namespace) -> list[dict]:
         if options.device == "cuda":
             torch.cuda.synchronize()
         prompt = time.perf_counter() - begin
-        rows.append(
-            token_row(
-                "hard, slots",
-                context,
-                lambda c=slots: model(token, past_key_values=c),
-                slots,
-                options,
-            )
-        )
-        rows[-1]["prompt ms"] = prompt * 1e3
+        rows.append(token_row(model, "hard, slots", context, slots, prompt, options))
         del slots
         set_score_phase(model, "off")
         every = DynamicCache(config=model.config)
@@ -185,35 +190,32 @@ def token_rows(model: LlamaModel, options: argparse.Namespace) -> list[dict]:
                 *(torch.randn(shape, device=weight.device, dtype=weight.dtype) for _ in range(2)),
                 layer,
             )
-        rows.append(
-            token_row(
-                "all keys, FlashAttention-2 of SDPA",
-                context,
-                lambda c=every: model(token, past_key_values=c),
-                every,
-                options,
-            )
-        )
+        rows.append(token_row(model, "all keys, FlashAttention-2", context, every, None, options))
         del every
     return rows
 
 
-def token_row(kind: str, context: int, run: Callable, cache, options: argparse.Namespace) -> dict:
-    # cuDNN, which torch prefers, makes a plan for every new length: 5 ms in each layer.
+def token_row(
+    model: LlamaModel,
+    kind: str,
+    context: int,
+    cache: Cache,
+    prompt: float | None,
+    options: argparse.Namespace,
+) -> dict:
+    """prompt: seconds that the context took."""
+    token = torch.zeros(1, 1, dtype=torch.long, device=options.device)
+    # cuDNN, which torch prefers, makes a plan for every new length of a cache that grows.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    seconds, _ = measure(run, options)
+    seconds, _ = measure(lambda: model(token, past_key_values=cache), options)
     torch.backends.cuda.enable_cudnn_sdp(True)
-    held = sum(
-        t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values)
-    )
-    row = {
-        "context": context,
-        "kind": kind,
-        "work": "token",
-        "ms": seconds * 1e3,
-        "cache MiB": held / 2**20,
-    }
-    print(row, flush=True)
+    held = sum(t.numel() * t.element_size() for x in cache.layers for t in (x.keys, x.values))
+    parts = None if prompt is None else {"prompt": prompt * 1e3}
+    row = record.row(
+        f"{name_of(options)} token after {context}", kind, dtype_of(model), seconds * 1e3,
+        cache_mib=held / 2**20, parts=parts,
+    )  # fmt: skip
+    print(record.format_row(row), flush=True)
     return row
 
 
@@ -225,16 +227,26 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, help="a record")
+    parser.add_argument("--commit", default="", help="of the sources, where there is no history")
     options = parser.parse_args()
     torch.manual_seed(0)
     torch._dynamo.config.cache_size_limit = 64
     model = make_model(options).eval()
     rows = text_rows(model, options) + token_rows(model, options)
     if options.output is not None:
-        name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-        settings = {"device": name, "torch": torch.__version__, "rule": RULE}
-        options.output.write_text(json.dumps({**settings, "rows": rows}, indent=1) + "\n")
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        record.write(
+            options.output,
+            {
+                "machine": machine.machine(options.device),
+                "commit": options.commit or machine.commit(),
+                "command": " ".join(["scored_llama.py", *sys.argv[1:]]),
+                "versions": versions,
+                "note": f"the rule: {RULE}; both: a training step with checkpointed layers; peak_mb beyond the weights",
+                "rows": rows,
+            },
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Draws what recall and distil have written, a line through the mean of the seeds and their spread.
 
-python -m learned_scores.pictures FOLDER    (with recall.json and seed*/results.json; gets recall.svg and budgets.svg)
+python -m learned_scores.pictures FOLDER    (with recall*.json and seed*/results.json; gets recall.svg, lengths.svg, budgets.svg
+                                            and recipes.svg)
 """
 
 from __future__ import annotations
@@ -16,45 +17,71 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 NAMES = {
-    "dense": "all keys", "scores": "learned scores", "learned": "learned scores", "window": "window",
-    "streaming": "sinks and recent keys", "key_norm": "key norm", "random": "random",
+    "dense": "all keys", "scores": "learned scores", "soft_first": "learned scores, all keys first", "window": "window",
+    "doge": "exp(A softplus(z))", "streaming": "sinks and recent keys", "key_norm": "key norm", "random": "random",
+    "learned": "learned scores", "without_budget": "without the budget's term",
+    "hard_from_the_first": "hard from the first step", "soft_to_the_last": "soft to the last step",
 }  # fmt: skip
-Curve = dict[int, list[float]]  # a value of each seed, by budget
+METHODS = ("dense", "learned", "streaming", "key_norm", "random")  # of budgets.svg
+Curve = dict[int, list[float]]  # a value of each seed, by budget or length
 
 
-def recall_curves(path: Path) -> tuple[int, dict[str, Curve]]:
-    """The length, and recall at it by budget."""
-    found = json.loads(path.read_text())
-    length, curves = found["settings"]["length"], defaultdict(lambda: defaultdict(list))
-    for row in found["rows"]:
-        name = NAMES[row["kind"]] + (", filler of the same words" if row["same_words"] else "")
-        curves[name][row["budget"]].append(row["recall"][str(length)])
-    return length, curves
+def recall_rows(folder: Path) -> tuple[int, list[dict]]:
+    """The last length of training, and the rows of all recall*.json."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("recall*.json"))]
+    length = found[0]["settings"]["lengths"][-1] if found else 0
+    return length, [row for one in found for row in one["rows"]]
+
+
+def name_of(row: dict) -> str:
+    return NAMES[row["kind"]] + (", filler of the same words" if row["same_words"] else "")
+
+
+def recall_by_budget(length: int, rows: list[dict]) -> dict[str, Curve]:
+    curves = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        curves[name_of(row)][row["budget"]].append(row["recall"][str(length)])
+    return curves
+
+
+def recall_by_length(length: int, rows: list[dict]) -> dict[str, Curve]:
+    """All keys, and the budgets of learned scores that were learned."""
+    curves = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        is_scored = row["kind"] == "scores"
+        if row["same_words"] or not (is_scored or row["kind"] == "dense"):
+            continue
+        name = f"{name_of(row)}, {row['budget']}" if is_scored else name_of(row)
+        for tested, share in row["recall"].items():
+            curves[name][int(tested)].append(share)
+    return {name: curve for name, curve in curves.items() if min(curve[length]) > 0.5}
 
 
 def quality_curves(paths: list[Path]) -> tuple[dict[str, Curve], dict[str, Curve]]:
-    """Loss and pass keys by budget."""
+    """Loss and pass keys by budget, by the names of results.json."""
     loss, keys = (defaultdict(lambda: defaultdict(list)) for _ in range(2))
     for path in paths:
         for method, found in json.loads(path.read_text())["quality"].items():
             for budget, quality in found.items():
-                loss[NAMES[method]][int(budget)].append(quality["loss"])
-                keys[NAMES[method]][int(budget)].append(quality["pass_keys"])
+                loss[method][int(budget)].append(quality["loss"])
+                keys[method][int(budget)].append(quality["pass_keys"])
     return loss, keys
 
 
-def draw(axes: plt.Axes, curves: dict[str, Curve], label: str) -> None:
+def draw(
+    axes: plt.Axes, curves: dict[str, Curve], label: str, xlabel: str = "keys that a query sees"
+) -> None:
     for name, curve in curves.items():
         budgets = sorted(curve)
         means = [sum(curve[b]) / len(curve[b]) for b in budgets]
-        if name == NAMES["dense"]:
+        if len(curve) == 1 and name == NAMES["dense"]:
             axes.axhline(means[-1], color="gray", linestyle="--", label=name)
             continue
         line = axes.plot(budgets, means, marker="o" if len(budgets) > 1 else "x", label=name)[0]
         ends = [[f(curve[b]) for b in budgets] for f in (min, max)]
         axes.fill_between(budgets, *ends, color=line.get_color(), alpha=0.15)
     axes.set_xscale("log", base=2)
-    axes.set(xlabel="keys that a query sees", ylabel=label)
+    axes.set(xlabel=xlabel, ylabel=label)
     axes.grid(alpha=0.3)
 
 
@@ -68,22 +95,38 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args(arguments).folder
     plt.rcParams["svg.hashsalt"] = "flash_dmattn"  # the same numbers give the same file
-    if (folder / "recall.json").exists():
-        length, curves = recall_curves(folder / "recall.json")
-        figure, axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
-        draw(axes, curves, "right answers")
-        axes.set_title(f"Associative recall in {length} tokens", fontsize=11)
-        axes.legend(frameon=False, fontsize=8)
-        save(figure, folder / "recall.svg")
+    length, rows = recall_rows(folder)
+    if rows:
+        title = f"Associative recall in {length} tokens"
+        draw_recall(folder / "recall.svg", recall_by_budget(length, rows), title)
+        title = f"Trained to {length} tokens"
+        draw_recall(folder / "lengths.svg", recall_by_length(length, rows), title, "tokens")
     paths = sorted(folder.glob("seed*/results.json"))
     if paths:
-        figure, panels = plt.subplots(1, 2, figsize=(9.6, 3.8), layout="constrained")
-        for axes, curves, label in zip(
-            panels, quality_curves(paths), ("loss of a byte, nats", "right digits"), strict=True
-        ):
-            draw(axes, curves, label)
-        panels[0].legend(frameon=False, fontsize=8)
-        save(figure, folder / "budgets.svg")
+        loss, keys = quality_curves(paths)
+        recipes = ("dense", "learned", *(name for name in loss if name not in METHODS))
+        draw_quality(folder / "budgets.svg", loss, keys, METHODS)
+        draw_quality(folder / "recipes.svg", loss, keys, recipes)
+
+
+def draw_recall(path: Path, curves: dict[str, Curve], title: str, *xlabel: str) -> None:
+    figure, axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
+    draw(axes, curves, "right answers", *xlabel)
+    axes.set_title(title, fontsize=11)
+    if curves:
+        axes.legend(frameon=False, fontsize=8)
+    save(figure, path)
+
+
+def draw_quality(
+    path: Path, loss: dict[str, Curve], keys: dict[str, Curve], methods: tuple[str, ...]
+) -> None:
+    figure, panels = plt.subplots(1, 2, figsize=(9.6, 3.8), layout="constrained")
+    labels = ("loss of a byte, nats", "right digits")
+    for axes, curves, label in zip(panels, (loss, keys), labels, strict=True):
+        draw(axes, {NAMES[name]: curves[name] for name in methods if name in curves}, label)
+    panels[0].legend(frameon=False, fontsize=8)
+    save(figure, path)
 
 
 if __name__ == "__main__":

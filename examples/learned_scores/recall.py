@@ -1,15 +1,17 @@
 """Associative recall from scratch: a small Llama that keeps keys by scores, by other choices of equal size, and all of them.
 
-python -m learned_scores.recall [--length 256] [--seeds 0 1 2] [--output recall.json]    (in examples/)
+python -m learned_scores.recall [--lengths 128] [--seeds 0 1 2] [--output recall.json]    (in examples/)
+python -m learned_scores.recall --lengths 64 256 1024 --steps 400 300 300 --pairs 32 --words 4096 --width 128    (a GPU)
 
 A text is filler, with (key, value) pairs scattered over its first half; its last quarter asks for the keys again. Every kind
-trains from the first step as it is tested, learned scores at every budget of keys and the others at the largest one. Tests
-are at other lengths, too, and again after a few steps at a long one. With `--pairs 1` the task is a pass key.
+trains with its budget of keys from the first step, learned scores at every budget and the others at the largest one. Tests
+are at other lengths, too. With `--pairs 1` the task is a pass key.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from pathlib import Path
@@ -47,23 +49,27 @@ class Texts:
         self.random = torch.Generator(options.device).manual_seed(seed)
 
     def draw(self, length: int, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Texts [batch, length], the places that ask [batch, pairs] and their answers [batch, pairs]."""
+        """Texts [batch, length], the places that ask [batch, pairs] and their answers [batch, pairs].
+
+        A short text has no more pairs than an eighth of its length.
+        """
         half, asked = self.words // 2, length // _ASKED_PLACES
+        pairs = min(self.pairs, length // 8)
         first, last = (0, self.words) if self.same_words else (self.words, 2 * self.words)
         text = torch.randint(first, last, (batch, length), **self._on())
-        keys = self._distinct(half, batch)
+        keys = self._distinct(half, batch, pairs)
         values = half + torch.randint(half, keys.shape, **self._on())
-        stated = 2 * self._distinct(length // 4, batch)
-        places = length - asked + self._distinct(asked, batch)
+        stated = 2 * self._distinct(length // 4, batch, pairs)
+        places = length - asked + self._distinct(asked, batch, pairs)
         text.scatter_(1, stated, keys).scatter_(1, stated + 1, values).scatter_(1, places, keys)
         return text, places, values
 
     def _on(self) -> dict:
         return {"device": self.device, "generator": self.random}
 
-    def _distinct(self, high: int, batch: int) -> Tensor:
-        """[batch, pairs] different numbers below `high`."""
-        return torch.rand(batch, high, **self._on()).argsort(1)[:, : self.pairs]
+    def _distinct(self, high: int, batch: int, count: int) -> Tensor:
+        """[batch, count] different numbers below `high`."""
+        return torch.rand(batch, high, **self._on()).argsort(1)[:, :count]
 
 
 class Reader(nn.Module):
@@ -75,7 +81,7 @@ class Reader(nn.Module):
         config = LlamaConfig(
             vocab_size=2 * options.words, hidden_size=width, intermediate_size=2 * width,
             num_hidden_layers=options.layers, num_attention_heads=options.heads, initializer_range=width**-0.5,
-            max_position_embeddings=64 * options.length, use_cache=False, attn_implementation="flash_dmattn",
+            max_position_embeddings=64 * options.lengths[-1], use_cache=False, attn_implementation="flash_dmattn",
         )  # fmt: skip
         self.llama = LlamaModel(config)
         nn.init.normal_(self.llama.embed_tokens.weight, std=0.5)
@@ -149,6 +155,7 @@ def train(
             set_score_phase(model, stage.phase)
         loss_of = Loss(model)
         if options.graphs:  # a small model's step is many kernels of a few microseconds
+            gc.collect()  # an earlier graph that dies during the capture would end it
             sample = texts.draw(stage.length, stage.batch)
             loss_of = torch.cuda.make_graphed_callables(loss_of, sample)
         for _ in range(stage.steps):
@@ -172,23 +179,33 @@ def recall(model: Reader, texts: Texts, length: int, options: argparse.Namespace
 
 
 def stages_of(kind: str, options: argparse.Namespace) -> list[Stage]:
-    stage = Stage(options.steps, options.length, options.batch)
+    """From short texts to long ones, with as many words in a step."""
+    words = options.batch * options.lengths[-1]
+    stages = [
+        Stage(steps, length, words // length)
+        for steps, length in zip(options.steps, options.lengths, strict=True)
+    ]
     if kind != "soft_first":
-        return [stage]
-    soft = options.steps // 2
-    hard = options.steps - soft
-    return [stage._replace(steps=soft, phase="soft"), stage._replace(steps=hard, phase="hard")]
+        return stages
+    *before, last = stages
+    soft = last.steps // 2
+    return [
+        *(stage._replace(phase="soft") for stage in before),
+        last._replace(steps=soft, phase="soft"),
+        last._replace(steps=last.steps - soft, phase="hard"),
+    ]
 
 
 def runs(options: argparse.Namespace) -> list[Run]:
-    budgets = [options.length // part for part in options.parts]
+    length = options.lengths[-1]
+    budgets = [length // part for part in options.parts]
     found = []
     for kind in options.kinds:
-        of_kind = {"dense": [options.length], "scores": budgets}.get(kind, budgets[:1])
+        of_kind = {"dense": [length], "scores": budgets}.get(kind, budgets[:1])
         found += [Run(kind, budget) for budget in of_kind]
     if options.same_words:
         same = budgets[min(1, len(budgets) - 1)]
-        found += [Run("dense", options.length, True), Run("scores", same, True)]
+        found += [Run("dense", length, True), Run("scores", same, True)]
     return found
 
 
@@ -200,18 +217,11 @@ def measure(run: Run, seed: int, options: argparse.Namespace) -> dict:
     texts = Texts(options, seed, run.same_words)
     title = f"seed {seed} {run}"
 
-    def test() -> dict[int, float]:
-        lengths = [options.length * factor for factor in options.longer]
-        other = Texts(options, 1000 + seed, run.same_words)
-        return {length: recall(model, other, length, options) for length in lengths}
-
     train(model, texts, stages_of(run.kind, options), options, title)
-    row = {**run._asdict(), "seed": seed, "recall": test()}
-    if options.long_steps:
-        length = options.length * max(options.longer)
-        batch = max(1, options.batch * options.length // length)  # as many words in a step
-        train(model, texts, [Stage(options.long_steps, length, batch)], options, title)
-        row["recall_after_long_steps"] = test()
+    lengths = [options.lengths[-1] * factor for factor in options.longer]
+    other = Texts(options, 1000 + seed, run.same_words)
+    found = {length: recall(model, other, length, options) for length in lengths}
+    row = {**run._asdict(), "seed": seed, "recall": found}
     row["seconds"] = round(time.perf_counter() - begin, 1)
     return row
 
@@ -239,9 +249,22 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="what is trained")
-    add("--length", type=int, default=128, help="tokens of a text")
-    add("--pairs", type=int, default=8, help="at most an eighth of the length")
-    add("--parts", type=int, nargs="+", default=[4, 8, 16, 32], help="budgets, as length / part")
+    add(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=[128],
+        help="tokens of a text, one after the other",
+    )
+    add("--steps", type=int, nargs="+", default=[400], help="of training at each length")
+    add("--pairs", type=int, default=8, help="of a text, fewer where it is short")
+    add(
+        "--parts",
+        type=int,
+        nargs="+",
+        default=[4, 8, 16, 32],
+        help="budgets: the last length / part",
+    )
     add("--longer", type=int, nargs="+", default=[1, 2, 4], help="factors of lengths in tests")
     add(
         "--same-words", action=argparse.BooleanOptionalAction, default=True, help="such filler, too"
@@ -250,17 +273,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--width", type=int, default=64, help="features of a token")
     add("--heads", type=int, default=2, help="of attention")
     add("--layers", type=int, default=2, help="of attention and MLP")
-    add("--steps", type=int, default=400, help="of training")
-    add("--long-steps", type=int, default=0, help="of training at the longest length, afterwards")
     add("--tests", type=int, default=8, help="batches of a test")
-    add("--batch", type=int, default=32, help="texts of a step")
+    add("--batch", type=int, default=32, help="texts of the last length in a step")
     add("--rate", type=float, default=3e-3, help="the largest learning rate")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of parameters and texts")
     add("--threads", type=int, default=1)
     add("--graphs", action="store_true", help="CUDA graphs of the steps")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--output", type=Path, default=None, help="a .json of all results")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if len(options.steps) != len(options.lengths):
+        parser.error(
+            f"--steps: got {len(options.steps)} numbers, expected {len(options.lengths)}, one for each of --lengths"
+        )
+    return options
 
 
 if __name__ == "__main__":

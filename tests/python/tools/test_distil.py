@@ -18,10 +18,15 @@ TINY = [
 
 
 def test_distillation_ends_with_scores_and_curves_and_goes_on(tmp_path, capsys):
-    results = distil.main([*TINY, "--output", str(tmp_path)])
+    recipes = ["learned", "hard_from_the_first"]
+    results = distil.main([*TINY, "--recipes", *recipes, "--output", str(tmp_path)])
     assert (tmp_path / "scores" / "learned_scores.safetensors").exists()
     assert json.loads((tmp_path / "results.json").read_text())["quality"]["learned"]["24"]
-    assert [row["hard"] for row in results["log"] if "hard" in row][-2:-1] == [1.0]
+    logs = [
+        [row["hard"] for row in results["log"] if row["recipe"] == name and "hard" in row]
+        for name in recipes
+    ]
+    assert logs[0][0] == 0.0 and logs[0][-2] == 1.0 and all(logs[1])
     printed = capsys.readouterr().out
     assert "generated 192 bytes with a cache of 14 keys a head" in printed
     assert "learned       24 keys: loss" in printed
@@ -29,9 +34,16 @@ def test_distillation_ends_with_scores_and_curves_and_goes_on(tmp_path, capsys):
     results_of_seed.mkdir()
     (tmp_path / "results.json").rename(results_of_seed / "results.json")
     pictures.main([str(tmp_path)])
-    assert (tmp_path / "budgets.svg").read_text().count("learned scores") == 1
+    drawn = (tmp_path / "budgets.svg").read_text()
+    assert drawn.count("learned scores") == 1 and (tmp_path / "recipes.svg").exists()
     again = distil.main([*TINY, "--steps", "10", "--resume", "--output", str(tmp_path)])
     assert [row["step"] for row in again["log"] if "own_loss" in row][:8] == list(range(1, 9))
+
+
+def test_recipes_of_a_whole_model_are_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        distil.main([*TINY, "--train", "all", "--recipes", "learned", "without_budget"])
+    assert "--recipes: got several with --train all" in capsys.readouterr().err
 
 
 def test_whole_model_trains_by_its_own_loss(tmp_path):
@@ -42,18 +54,24 @@ def test_whole_model_trains_by_its_own_loss(tmp_path):
 def test_recall_writes_every_run(tmp_path):
     path = tmp_path / "recall.json"
     recall.main(
-        ["--length", "32", "--pairs", "2", "--parts", "4", "--longer", "1", "--words", "8", "--steps", "4",
+        ["--lengths", "16", "32", "--steps", "20", "20", "--pairs", "2", "--parts", "4", "--longer", "1", "2", "--words", "8",
          "--tests", "1", "--seeds", "1", "--device", "cpu", "--output", str(path)]
     )  # fmt: skip
-    kinds = [(row["kind"], row["same_words"]) for row in json.loads(path.read_text())["rows"]]
+    rows = json.loads(path.read_text())["rows"]
+    kinds = [(row["kind"], row["same_words"]) for row in rows]
+    assert all(row["recall"].keys() == {"32", "64"} for row in rows)
     pictures.main([str(tmp_path)])
-    assert (tmp_path / "recall.svg").exists()
-    assert kinds == [
-        ("dense", False),
-        ("scores", False),
-        ("window", False),
-        ("dense", True),
-        ("scores", True),
+    assert (tmp_path / "recall.svg").exists() and (tmp_path / "lengths.svg").exists()
+    assert kinds == [*((kind, False) for kind in recall.KINDS), ("dense", True), ("scores", True)]
+
+
+def test_soft_first_ends_hard():
+    options = recall.parse(["--lengths", "16", "32", "--steps", "3", "5", "--batch", "2"])
+    assert recall.stages_of("scores", options) == [(3, 16, 4, None), (5, 32, 2, None)]
+    assert recall.stages_of("soft_first", options) == [
+        (3, 16, 4, "soft"),
+        (2, 32, 2, "soft"),
+        (3, 32, 2, "hard"),
     ]
 
 
