@@ -23,8 +23,9 @@ from ._core.kv_checks import (
 )
 from ._core.numerics import Numerics
 from .dispatch import run
-from .keys.intervals import KeyIntervals, select_key_intervals
+from .keys.intervals import KeyIntervals
 from .keys.rule import KeySelection
+from .keys.select_intervals import select_key_intervals
 from .keys.visibility import Visibility
 
 _ARRAYS = ("k", "v", "scores", "positions", "counts", "seen")

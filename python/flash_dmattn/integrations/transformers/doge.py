@@ -12,9 +12,10 @@ from transformers.models.doge import modeling_doge
 from transformers.models.doge.modeling_doge import DogeAttention
 
 from ..._core.checks import may_read
-from ...keys.intervals import KeyIntervals, select_key_intervals
+from ...keys.intervals import KeyIntervals
 from ...keys.recognise import Memo, cached, intervals_of_mask, split_additive, visible_counts
 from ...keys.rule import KeySelection
+from ...keys.select_intervals import select_key_intervals
 from ...scores import doge_scores_of, with_zero_sum_gradient
 from ..attention import attention_bshd
 from ..dtypes import fdma_peft_integration_check, target_dtype

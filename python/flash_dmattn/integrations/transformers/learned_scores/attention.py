@@ -8,8 +8,9 @@ from transformers.cache_utils import Cache
 
 from ...._core.numerics import Numerics
 from ....dispatch import attention, with_lse
-from ....keys.intervals import KeyIntervals, select_key_intervals
+from ....keys.intervals import KeyIntervals
 from ....keys.rule import KeySelection, rank_in_document
+from ....keys.select_intervals import select_key_intervals
 from ....keys.selection import Selection, apply_selection
 from ....keys.visibility import Visibility
 from ....merge import add_sink
