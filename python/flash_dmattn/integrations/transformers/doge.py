@@ -22,7 +22,8 @@ from ..dtypes import fdma_peft_integration_check, target_dtype
 from ..keywords import check_mask_keywords
 from ..masks import as_key_intervals, is_causal_mask, present_tokens
 from ..serving.ragged import RaggedBatch, attend
-from .cache import DynamicMaskCache, DynamicMaskLayer
+from .cache import DynamicMaskCache
+from .cache_layer import DynamicMaskLayer
 from .compat import adopt_layer, pop_cache
 from .scored_cache import update_with_scores
 

@@ -18,7 +18,8 @@ from ...attention import mask_driven_attention_forward
 from ...dtypes import cast_states, target_dtype
 from ...keywords import check_mask_keywords
 from ...masks import as_key_intervals, is_causal_mask, normalize_mask, present_tokens
-from ..cache import DynamicMaskCache, DynamicMaskLayer
+from ..cache import DynamicMaskCache
+from ..cache_layer import DynamicMaskLayer
 from ..scored_cache import update_with_scores
 
 NAME = "learned_scores_attention"  # of the implementation, in a config
