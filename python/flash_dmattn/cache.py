@@ -126,19 +126,19 @@ class KVSlots(SlotMemory):
     def renumber(self, positions: Tensor) -> None:
         """Gives the keys of `fill` other positions: for context parallelism, where they do not stand at their index.
 
-        positions: int32 [B, Hkv, S], ascending where there are keys; `seen` has to follow.
-        Raises ValueError for a rule with recent keys or sinks, which positions by index have chosen.
+        positions: int32 [B, Hkv, S], ascending where there are keys, and those of the last recent_window tokens at the end; `seen`
+            has to follow.
         """
         self._refuse_rows()
-        if self.rule.widens():
-            raise ValueError(f"positions: got a cache with {self.rule}, expected no recent keys")
-        taken = self.positions >= 0
-        renumbered = positions.gather(-1, self.positions.clamp(min=0).long())
-        self.positions.copy_(renumbered.where(taken, self.positions))
+        entries = self.positions
+        index = torch.where(entries < 0, ~entries, entries)
+        index = index.clamp(max=positions.shape[2] - 1).long()  # no key: any
+        at = positions.gather(-1, index)
+        renumbered = torch.where(entries < 0, ~at, at)
+        self.positions.copy_(renumbered.where(entries != _NO_KEY, entries))
         victim = self.counts[..., _VICTIM_POSITION]
-        victim.copy_(
-            positions.gather(-1, victim.clamp(0, positions.shape[2] - 1)[..., None].long())[..., 0]
-        )
+        index = victim.clamp(0, positions.shape[2] - 1).long()
+        victim.copy_(positions.gather(-1, index[..., None])[..., 0])
 
     def step(
         self,
