@@ -31,7 +31,7 @@ class Case:
         which a key fades within `window` queries and is pruned then, without a window never; BIASED: every earlier key,
         with one bias per key; DELAYED: the same, where the bias counts from RECENT queries after its key; BIASED_TOP and
         DELAYED_TOP: a query sees the last RECENT keys and the `window` with the highest bias; EVICTED: a query sees the
-        last RECENT keys and, with a `window`, so many of the older ones, those with the highest scores; without one, those
+        last RECENT keys and, with a `window`, that many of the older ones, those with the highest scores; without one, those
         with a score above a threshold, KEPT of them.
     """
 
