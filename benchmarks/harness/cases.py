@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import statistics
 
 DENSE, PER_QUERY, GLOBAL, SLIDING = "dense causal", "per_query", "global", "sliding"
 DOCUMENTS, DENSE_MASKS, FORGETTING = "documents", "dense_masks", "forgetting"
-BIASED, DELAYED, DELAYED_TOP = "biased", "delayed bias", "delayed bias and top-w"
+BIASED, DELAYED = "biased", "delayed bias"
+BIASED_TOP, DELAYED_TOP = "biased, recent and top-w", "delayed bias, recent and top-w"
+EVICTED = "evicted"
 KINDS = (
-    DENSE, PER_QUERY, GLOBAL, SLIDING, DOCUMENTS, DENSE_MASKS, FORGETTING, BIASED, DELAYED_TOP, DELAYED,
+    DENSE, PER_QUERY, GLOBAL, SLIDING, DOCUMENTS, DENSE_MASKS, FORGETTING, BIASED_TOP, BIASED, DELAYED_TOP, DELAYED,
+    EVICTED,
 )  # fmt: skip
-DELAY = 512  # queries after which a delayed bias counts
+RECENT = 512  # keys that EVICTED and the kinds of recent and top-w show, and queries after which a delayed bias counts
+KEPT = 1 / 8  # of the older keys under EVICTED
+THRESHOLD = -statistics.NormalDist().inv_cdf(KEPT)  # of normal scores
 _TITLE = re.compile(rf"({'|'.join(KINDS)}) B(\d+) H(\d+)(?: Hkv(\d+))? N(\d+) D(\d+)(?: w(\d+))?")
 
 
@@ -23,8 +29,10 @@ class Case:
         key; SLIDING: the last `window` keys; DOCUMENTS: packed documents of `window` tokens each; DENSE_MASKS:
         a dense mask and bias, about `window` random keys per query; FORGETTING: forget gates of every query head, under
         which a key fades within `window` queries and is pruned then, without a window never; BIASED: every earlier key,
-        with one bias per key; DELAYED: the same, where the bias counts from DELAY queries after its key; DELAYED_TOP:
-        delayed likewise, and a query sees the last DELAY keys and the `window` with the highest bias.
+        with one bias per key; DELAYED: the same, where the bias counts from RECENT queries after its key; BIASED_TOP and
+        DELAYED_TOP: a query sees the last RECENT keys and the `window` with the highest bias; EVICTED: a query sees the
+        last RECENT keys and, with a `window`, that many of the older ones, those with the highest scores; without one, those
+        with a score above a threshold, KEPT of them.
     """
 
     kind: str
@@ -55,10 +63,15 @@ class Case:
 
     @property
     def pairs(self) -> int:
-        """Visible (query, key) pairs of all heads: query i sees min(i + 1, window) keys."""
+        """Visible (query, key) pairs of all heads: query i sees min(i + 1, window) keys. Under EVICTED RECENT more, and without
+        a window KEPT of the older ones on average."""
         n, w = self.seqlen, min(self.window or self.seqlen, self.seqlen)
+        if self.kind == EVICTED:
+            w = min((self.window or 0) + RECENT, n)
         first = w * (w + 1) // 2
         later = (n // w - 1) * first if self.kind == DOCUMENTS else (n - w) * w
+        if self.kind == EVICTED and not self.window:
+            later += round(KEPT * (n - w) * (n - w + 1) / 2)
         return self.batch * self.heads_q * (first + later)
 
     def useful_flops(self, direction: str) -> int:
@@ -111,7 +124,13 @@ CASES = {
         "delayed_bias": [
             Case(BIASED, 32768, **_GPU_HEADS),
             Case(DELAYED, 32768, **_GPU_HEADS),
+            Case(BIASED_TOP, 32768, window=2048, **_GPU_HEADS),
             Case(DELAYED_TOP, 32768, window=2048, **_GPU_HEADS),
+        ],
+        "evicted": [
+            Case(EVICTED, n, window=w, **_GPU_HEADS)
+            for w in (None, 2048)
+            for n in (4096, 8192, 16384, 32768, 65536, 131072)
         ],
     },
 }

@@ -44,8 +44,9 @@ def random_doge(device: str) -> DogeForCausalLM:
     config = DogeConfig(**_SIZES[device], max_position_embeddings=1 << 20, eos_token_id=None)
     with torch.device(device):
         model = DogeForCausalLM(config).to(getattr(torch, _DTYPES[device]))
-    for layer in model.model.layers:  # otherwise all scores tie
-        torch.nn.init.normal_(layer.self_attn.A)
+    # Otherwise all scores tie. With larger A exponents reach 8.6, from which on a GPU computes gradients in double.
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.A, std=0.1)
         torch.nn.init.normal_(layer.self_attn.dt_proj.weight, std=0.1)
     return model
 

@@ -10,7 +10,7 @@ import torch
 from flash_dmattn import KVSlots, select_key_intervals
 
 from . import pictures
-from .cases import Case, useful_tflops
+from .cases import KEPT, RECENT, Case, useful_tflops
 from .machine import RECORDS
 from .pictures import plt  # after pictures has chosen how matplotlib draws
 from .record import TIMES, forward_and_backward, read
@@ -26,7 +26,7 @@ NAMES = {
 }  # fmt: skip
 KINDS = {
     "per_query": "dynamic mask", "sliding": "sliding window", "documents": "packed documents",
-    "dense_masks": "dense mask and bias", "forgetting": "forgetting attention",
+    "dense_masks": "dense mask and bias", "forgetting": "forgetting attention", "evicted": "recent keys and the best",
 }  # fmt: skip
 # README's rows: three cases in two dtypes on a CPU, six cases in one dtype on a GPU.
 README_CASES = {
@@ -193,6 +193,18 @@ def draw_overview(record: dict, path: Path) -> None:
     pictures.save(figure, path)
 
 
+def draw_evicted(record: dict, path: Path) -> None:
+    """Time against the length where old keys are evicted: a share of them is kept, and a number of them."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharey=True)
+    for panel, window in zip(axes, (None, 2048), strict=True):
+        rows = [row for row in record["rows"] if Case.parse(row["case"]).window == window]
+        pictures.draw_sweep(panel, pictures.sweep(rows, "seqlen"), "seqlen", pictures.seconds)
+        kept = window or f"1/{1 / KEPT:.0f}"
+        panel.set_title(f"the last {RECENT} keys, and {kept} of the older ones", fontsize=9)
+    axes[0].legend(fontsize=7, loc="lower right")
+    pictures.save(figure, path)
+
+
 def draw_panels(on_cpu: dict, on_gpu: dict) -> None:
     """The pictures of the site's pages, one panel each."""
     figure, axes = plt.subplots(figsize=pictures.PANEL, layout="constrained")
@@ -237,6 +249,8 @@ def main(options: object) -> int:
     on_cpu = newest_records("cpu")[0][1]
     draw_overview(on_cpu, IMAGES / "overview.svg")
     draw_slots(IMAGES / "slots.svg")
+    for _, record in newest_records("evicted"):
+        draw_evicted(record, IMAGES / "evicted.svg")
     for _, record in newest_records("sweeps"):
         pictures.draw(record["rows"], IMAGES / "cost.svg")
         draw_panels(on_cpu, record)

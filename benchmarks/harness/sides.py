@@ -26,16 +26,19 @@ from flash_dmattn.check.memory import bytes_of
 
 from .cases import (
     BIASED,
-    DELAY,
+    BIASED_TOP,
     DELAYED,
     DELAYED_TOP,
     DENSE,
     DENSE_MASKS,
     DOCUMENTS,
+    EVICTED,
     FORGETTING,
     GLOBAL,
     PER_QUERY,
+    RECENT,
     SLIDING,
+    THRESHOLD,
     Case,
 )
 from .clock import Step
@@ -66,6 +69,7 @@ class Inputs:
     mask: Tensor | None = None  # [B, Hkv, N, N]
     intervals: KeyIntervals | None = None
     log_fgate: Tensor | None = None  # float32 [B, N, Hq]
+    scores: Tensor | None = None  # float32 [B, Hkv, N], of EVICTED
 
 
 def draw(case: Case, dtype: torch.dtype, device: str) -> Inputs:
@@ -95,6 +99,9 @@ def draw(case: Case, dtype: torch.dtype, device: str) -> Inputs:
         else:
             gates = F.logsigmoid(6 + torch.randn(batch, n, heads, device=device))
         return Inputs(case, q, k, v, dout, log_fgate=gates)
+    if case.kind == EVICTED:
+        scores = torch.randn(batch, heads_kv, n, device=device)
+        return Inputs(case, q, k, v, dout, scores=scores)
     if case.kind != DENSE_MASKS:
         return Inputs(case, q, k, v, dout, bias=normal(batch, heads_kv, n))
     bias = torch.empty(batch, heads_kv, n, n, device=device, dtype=dtype).normal_()
@@ -103,6 +110,28 @@ def draw(case: Case, dtype: torch.dtype, device: str) -> Inputs:
     for of_head in mask.flatten(0, 1):  # random keys, so that no tile is empty
         of_head.copy_((torch.rand(n, n, device=device) * seen < case.window).tril())
     return Inputs(case, q, k, v, dout, bias, mask)
+
+
+def rule_of(case: Case) -> dict[str, object]:
+    """Which keys a query sees by their scores, as arguments; none where scores choose nothing."""
+    if case.kind in (PER_QUERY, GLOBAL):
+        return {"keep_window_size": case.window, "selection": case.kind}
+    if case.kind in (BIASED_TOP, DELAYED_TOP):
+        return {"keep_window_size": case.window, "recent_window": RECENT}
+    if case.kind == EVICTED and case.window:
+        return {
+            "keep_window_size": case.window, "recent_window": RECENT, "recent_competes": False,
+        }  # fmt: skip
+    if case.kind == EVICTED:
+        return {"score_threshold": THRESHOLD, "recent_window": RECENT}
+    return {}
+
+
+def _chosen(inputs: Inputs) -> KeyIntervals | None:
+    """The intervals of a case, for a rival; None where it has none."""
+    scores = inputs.bias if inputs.scores is None else inputs.scores
+    rule = rule_of(inputs.case)
+    return select_key_intervals(scores, **rule) if rule else inputs.intervals
 
 
 def _leaves(*tensors: Tensor | None) -> list[Tensor]:
@@ -120,17 +149,15 @@ def _our_step(backend: str, inputs: Inputs) -> Step:
         )
     leaves = _leaves(inputs.q, inputs.k, inputs.v, inputs.bias)
     q, k, v, *bias = leaves
-    options = {"attn_bias": bias[0] if bias else None, "is_causal": True}
+    options = {"attn_bias": bias[0] if bias else None, "is_causal": True} | rule_of(case)
     if case.kind == DENSE_MASKS:
         options["attn_mask"] = inputs.mask
     elif inputs.intervals is not None:
         options = {"key_intervals": inputs.intervals}
-    elif case.kind in (PER_QUERY, GLOBAL):
-        options |= {"keep_window_size": case.window, "selection": case.kind}
+    elif inputs.scores is not None:
+        options["selection_scores"] = inputs.scores
     elif case.kind in (DELAYED, DELAYED_TOP):
-        options["bias_delay"] = DELAY
-        if case.kind == DELAYED_TOP:
-            options |= {"keep_window_size": case.window, "recent_window": DELAY}
+        options["bias_delay"] = RECENT
     return Step(lambda: attention(q, k, v, **options), leaves, inputs.dout)
 
 
@@ -186,23 +213,18 @@ def _sdpa(inputs: Inputs) -> Step:
         shown = torch.ones(fading.shape[2:], dtype=torch.bool, device=fading.device).tril()
         shown = shown & (fading >= PRUNE) if case.window else shown
         return _sdpa_step(inputs, fading.masked_fill(~shown, -torch.inf).to(inputs.q.dtype))
-    intervals = inputs.intervals
-    if case.kind in (BIASED, DELAYED, DELAYED_TOP):
+    if case.kind in (BIASED, BIASED_TOP, DELAYED, DELAYED_TOP):
         return _sdpa_step(inputs, _per_query_head(_key_bias_of_pairs(inputs), case))
-    if intervals is None:
-        intervals = select_key_intervals(inputs.bias, case.window, selection=case.kind)
-    return _sdpa_step(inputs, _per_query_head(intervals.to_mask(), case))
+    return _sdpa_step(inputs, _per_query_head(_chosen(inputs).to_mask(), case))
 
 
 def _key_bias_of_pairs(inputs: Inputs) -> Tensor:
     """A bias per key as [B, Hkv, N, N], with its delay, and -inf where a query does not see the key."""
-    case, n = inputs.case, inputs.case.seqlen
-    age = torch.arange(n, device=inputs.bias.device)
+    case, chosen = inputs.case, _chosen(inputs)
+    age = torch.arange(case.seqlen, device=inputs.bias.device)
     age = age[:, None] - age
-    shown = age >= 0
-    if case.kind == DELAYED_TOP:
-        shown = select_key_intervals(inputs.bias, case.window, recent_window=DELAY).to_mask()
-    counts = age >= (0 if case.kind == BIASED else DELAY)
+    shown = age >= 0 if chosen is None else chosen.to_mask()
+    counts = age >= (RECENT if case.kind in (DELAYED, DELAYED_TOP) else 0)
     return torch.where(counts, inputs.bias[:, :, None], 0.0).masked_fill(~shown, -torch.inf)
 
 
@@ -220,11 +242,10 @@ def _flex(inputs: Inputs) -> Step:
     from flash_dmattn._backends.flex import compiled_flex, flex_mask_options
     from flash_dmattn.keys.visibility import Visibility
 
-    case, intervals = inputs.case, inputs.intervals
+    case = inputs.case
     if case.kind in (FORGETTING, DELAYED_TOP):
         raise Declined("has no gates, and no selection with a delay here")
-    if case.kind in (PER_QUERY, GLOBAL):
-        intervals = select_key_intervals(inputs.bias, case.window, selection=case.kind)
+    intervals = _chosen(inputs)
     leaves = _leaves(*(t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v)), inputs.bias)
     q, k, v, *bias = leaves
     dense = [t if t.dim() == 4 else t[:, :, None] for t in bias]
@@ -237,10 +258,10 @@ def _flex(inputs: Inputs) -> Step:
 
 
 def _delayed(bias: Tensor, group: int) -> Callable:
-    """FlexAttention's function of a score, which adds a bias [B, Hkv, N] to those of keys DELAY queries back and more."""
+    """FlexAttention's function of a score, which adds a bias [B, Hkv, N] to those of keys RECENT queries back and more."""
 
     def score(score, b, h, q, k):
-        return score + torch.where(q - k >= DELAY, bias[b, h // group, k], 0.0)
+        return score + torch.where(q - k >= RECENT, bias[b, h // group, k], 0.0)
 
     return score
 

@@ -5,8 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "arguments.h"
-#include "device.h"
+#include "attention_inputs.h"
 #include "selection_ops.h"
 
 // The torch operators. Each one checks its tensors, makes the structs of the C++ API, allocates outputs
@@ -14,208 +13,6 @@
 // shapes in python/flash_dmattn/_core/shapes.py.
 namespace flash_dmattn::binding {
 namespace {
-
-// The inputs that forward and backward share.
-struct Attention {
-  CallDevice device;
-  Problem problem;
-  Inputs in;
-  Schedule schedule;
-  Execution execution;
-  std::vector<Tensor> owned;       // memory that `in`, `schedule` and `workspace` point to
-  std::span<std::byte> workspace;  // in which the schedule was built, free for the steps after it
-
-  explicit Attention(const Tensor& q) : device(q) { owned.reserve(8); }
-
-  const void* own(const Tensor& tensor) {
-    owned.push_back(tensor);
-    return tensor.const_data_ptr();
-  }
-};
-
-struct Options {
-  const OptionalTensor& key_list;  // instead of key_intervals
-  const OptionalTensor& key_count;
-  const OptionalTensor& key_rank;
-  const OptionalTensor& rank_limit;
-  const std::vector<std::int64_t>& key_bound;  // the members of a KeyBound, or nothing
-  bool causal;
-  std::int64_t bias_delay;
-  double scale;
-  double softcap;
-  bool saturate;
-  bool deterministic;
-  const std::string& backend;
-  Direction direction;
-};
-
-std::array<std::int64_t, 4> query_shape(const Problem& p) {
-  return {p.batch, p.seqlen_q, p.heads_q, p.head_dim};
-}
-
-std::array<std::int64_t, 4> key_shape(const Problem& p) {
-  return {p.batch, p.seqlen_k, p.heads_kv, p.head_dim};
-}
-
-// Takes `tensor` into the call and returns its view.
-ConstTensor4 take_rows(Attention& call, const Tensor& tensor) {
-  const Tensor dense = with_dense_rows(tensor);
-  call.own(dense);
-  return view4(dense);
-}
-
-void take_intervals(Attention& call, const Tensor& intervals, const Tensor& q) {
-  const Problem& p = call.problem;
-  expect_on_device_of(intervals, "key_intervals", q, "q");
-  if (intervals.dim() != 4 || intervals.size(2) != p.seqlen_k || intervals.size(3) != 2 ||
-      intervals.scalar_type() != ScalarType::Int) {
-    throw InvalidArgument(
-        "key_intervals", shape_text(intervals),
-        "int32 of shape [B or 1, Hkv or 1, " + std::to_string(p.seqlen_k) + ", 2]");
-  }
-  const Tensor dense = as_contiguous(intervals);
-  call.problem.intervals_shape = {dense.size(0), dense.size(1)};
-  call.in.visibility.intervals.data = static_cast<const KeyInterval*>(call.own(dense));
-}
-
-// Ascending keys [B, H, n] and how many of them there are [B, H].
-void take_key_list(Attention& call, const Tensor& keys, const OptionalTensor& count,
-                   const Tensor& q) {
-  const bool fits = keys.dim() == 3 && keys.scalar_type() == ScalarType::Int && count &&
-                    count->dim() == 2 && count->scalar_type() == ScalarType::Int &&
-                    count->size(0) == keys.size(0) && count->size(1) == keys.size(1);
-  if (!fits) {
-    throw InvalidArgument(
-        "key_list", shape_text(keys),
-        "int32 of shape [B or 1, Hkv or 1, n], and key_count of [B or 1, Hkv or 1]");
-  }
-  expect_on_device_of(keys, "key_list", q, "q");
-  expect_on_device_of(*count, "key_count", q, "q");
-  const Tensor dense = as_contiguous(keys);
-  call.problem.key_list_shape = {keys.size(0), keys.size(1)};
-  call.in.visibility.key_list = {
-      .keys = static_cast<const std::int32_t*>(call.own(dense)),
-      .count = static_cast<const std::int32_t*>(call.own(as_contiguous(*count))),
-      .stride = keys.size(2)};
-}
-
-// Ranks [B or 1, H or 1, 1, Sk] and limits [B or 1, H or 1, Sq, 1].
-void take_ranks(Attention& call, const OptionalTensor& key_rank, const OptionalTensor& rank_limit,
-                const Tensor& q) {
-  const auto take = [&](const OptionalTensor& given, const char* name, BroadcastShape& shape) {
-    if (!given) throw InvalidArgument(name, "none", "key_rank and rank_limit together");
-    if (given->dim() != 4 || given->scalar_type() != ScalarType::Int) {
-      throw InvalidArgument(name, shape_text(*given), "int32 of 4 dimensions");
-    }
-    expect_on_device_of(*given, name, q, "q");
-    const Tensor dense = as_contiguous(*given);
-    call.own(dense);
-    for (std::size_t d = 0; d < 4; ++d) shape[d] = dense.size(static_cast<std::int64_t>(d));
-    return view4(dense);
-  };
-  call.in.visibility.ranks.key_rank = take(key_rank, "key_rank", call.problem.rank_shape);
-  call.in.visibility.ranks.rank_limit = take(rank_limit, "rank_limit", call.problem.limit_shape);
-}
-
-// The bound of the intervals as given, or measured where it is unknown and a GPU needs it.
-KeyBound take_bound(const Attention& call, const Tensor& like, const Options& options) {
-  const KeyBound bound = given_bound(options.key_bound);
-  const Problem& p = call.problem;
-  if (p.device == Device::cpu || bound.known() || bound.consecutive) return bound;
-  return measured_bound({.device = p.device,
-                         .batch = p.intervals_shape[0],
-                         .heads = p.intervals_shape[1],
-                         .seqlen_q = p.seqlen_q,
-                         .seqlen_k = p.seqlen_k,
-                         .causal = p.causal,
-                         .intervals = call.in.visibility.intervals},
-                        call.execution, like);
-}
-
-// The schedule lives as long as one call. Keeping it from forward to backward would save its construction,
-// which is a small part of either, and cost its memory in every layer of a model in between. Its workspace lies behind
-// it: one allocation of either size takes the host as long as a third of a launch.
-void take_schedule(Attention& call, const Tensor& like, const Options& options) {
-  const ScheduleCall scheduling(call.problem, call.in.visibility, options.direction, call.execution,
-                                options.backend);
-  const std::size_t bytes = scheduling.size();
-  if (bytes == 0) return;
-  const std::size_t end =
-      (bytes + workspace_alignment - 1) / workspace_alignment * workspace_alignment;
-  const Tensor memory = allocate_bytes(end + scheduling.workspace_size(), like);
-  call.owned.push_back(memory);
-  call.workspace = bytes_of(memory).subspan(end);
-  call.schedule = scheduling.build(bytes_of(memory).first(bytes), call.workspace);
-}
-
-// q, k, v, mask and bias.
-Attention take_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
-                      const OptionalTensor& bias, const Options& options,
-                      bool bias_needs_gradient) {
-  if (q.dim() != 4) throw InvalidArgument("q", shape_text(q), "shape [B, Sq, Hq, D]");
-  if (k.dim() != 4) throw InvalidArgument("k", shape_text(k), "shape [B, Sk, Hkv, D]");
-  Attention call(q);
-  Problem& p = call.problem;
-  p.device = call.device.device();
-  p.batch = q.size(0);
-  p.seqlen_q = q.size(1);
-  p.heads_q = q.size(2);
-  p.head_dim = q.size(3);
-  p.seqlen_k = k.size(1);
-  p.heads_kv = k.size(2);
-  p.dtype = dtype_of(q, "q");
-  p.scale = options.scale;
-  p.softcap = options.softcap;
-  p.causal = options.causal;
-  p.bias_delay = options.bias_delay;
-  p.deterministic = options.deterministic;
-  p.nonfinite = options.saturate ? NonFinite::saturate : NonFinite::propagate;
-
-  call.execution = call.device.execution(q.numel() * p.seqlen_k);
-
-  expect_like(k, "k", key_shape(p), q);
-  expect_like(v, "v", key_shape(p), q);
-  call.in.q = take_rows(call, q);
-  call.in.k = take_rows(call, k);
-  call.in.v = take_rows(call, v);
-  if (mask) {
-    if (mask->scalar_type() != ScalarType::Bool) {
-      throw InvalidArgument("mask", torch::headeronly::toString(mask->scalar_type()), "bool");
-    }
-    expect_on_device_of(*mask, "mask", q, "q");
-    const Broadcast m = broadcast_argument(*mask, "mask", true);
-    call.own(m.tensor);
-    call.in.mask = m.view;
-    p.mask_shape = m.shape;
-  }
-  if (bias) {
-    expect_on_device_of(*bias, "bias", q, "q");
-    const Broadcast b = broadcast_argument(*bias, "bias", !bias_needs_gradient);
-    call.own(b.tensor);
-    call.in.bias = b.view;
-    p.bias_shape = b.shape;
-    p.bias_dtype = dtype_of(*bias, "bias");
-  }
-  return call;
-}
-
-// The same, what is visible, and its schedule.
-Attention prepare(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
-                  const OptionalTensor& bias, const OptionalTensor& key_intervals,
-                  const Options& options, bool bias_needs_gradient) {
-  Attention call = take_inputs(q, k, v, mask, bias, options, bias_needs_gradient);
-  if (options.key_rank || options.rank_limit) {
-    take_ranks(call, options.key_rank, options.rank_limit, q);
-  }
-  if (key_intervals) {
-    take_intervals(call, *key_intervals, q);
-    call.in.visibility.bound = take_bound(call, q, options);
-  } else if (options.key_list) {
-    take_key_list(call, *options.key_list, options.key_count, q);
-  }
-  if (key_intervals || options.key_list) take_schedule(call, q, options);
-  return call;
-}
 
 // The dtype of lse and lse_low.
 ScalarType row_type(const Problem& p) {
@@ -416,9 +213,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
   args.dout = take_rows(call, dout);
   args.lse = rows[0];
   args.lse_low = rows[1];
-  const OptionalTensor dense_dlse = dlse ? OptionalTensor(take_dlse(p, *dlse, q)) : std::nullopt;
-  if (dense_dlse) {
-    args.dlse.data = dense_dlse->const_data_ptr();
+  if (dlse) {
+    args.dlse.data = call.own(take_dlse(p, *dlse, q));
     args.dlse.dtype = p.dtype == DType::f64 ? DType::f64 : DType::f32;
   }
   args.dq = view(need_dq, dq);

@@ -13,15 +13,9 @@ from .functional import (
     triton_dmattn_func,
 )
 from .keys.best_keys import select_keys
-from .keys.intervals import (
-    KeyIntervals,
-    from_padding,
-    intersect,
-    packed_documents,
-    prefix_lm,
-    select_key_intervals,
-    sliding_window,
-)
+from .keys.intervals import KeyIntervals, intersect
+from .keys.patterns import from_padding, packed_documents, prefix_lm, sliding_window
+from .keys.select_intervals import select_key_intervals
 from .layers import DynamicMaskAttention
 from .merge import merge_attention
 from .scores import make_scores

@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
-
 import torch
 from torch import Tensor
 
 from ._core import ops
-from ._core.checks import check_count, check_tensor, resolve_backend, resolve_flag
+from ._core.checks import check_count, check_tensor, resolve_flag
 from ._core.kv_checks import (
     as_row_indices,
     check_chunk,
-    check_head_windows,
     check_mask,
-    check_not_expanded,
     check_query,
-    check_slot_kernels,
-    check_slots,
     refuse_gradients,
 )
 from ._core.numerics import Numerics
 from .dispatch import run
-from .keys.intervals import KeyIntervals, select_key_intervals
-from .keys.rule import KeySelection
+from .keys.intervals import KeyIntervals
+from .keys.select_intervals import select_key_intervals
 from .keys.visibility import Visibility
+from .slot_memory import SlotMemory
 
-_ARRAYS = ("k", "v", "scores", "positions", "counts", "seen")
-_COUNTERS, _VICTIM_POSITION = 8, 7  # numbers of a SlotCount, and the place of one of them
+_VICTIM_POSITION = 7  # among the numbers of a SlotCount
 _NO_KEY = -(2**31)  # in `positions`
-_FLOAT32_ON_A_GPU = "Use one of them, or flash_dmattn_with_kvcache on a cache of all keys"
 
 
-class KVSlots:
+class KVSlots(SlotMemory):
     """The keys of one attention layer that a rule shows to its last token, per (batch, kv head) and at any context length.
 
     A key that no query sees any more never returns, so attention over the slots equals attention over the whole past
@@ -64,120 +56,6 @@ class KVSlots:
     there has been no token since the cache was made or cleared; rows, int32 [B] in a view of some rows (`over`), else None.
     """
 
-    rows: Tensor | None = None
-
-    def __init__(
-        self,
-        batch: int,
-        heads_kv: int,
-        keep_window_size: int | Sequence[int],
-        head_dim: int,
-        *,
-        selection: str = "per_query",
-        recent_window: int = 0,
-        recent_competes: bool = True,
-        sink_tokens: int = 0,
-        score_threshold: float | None = None,
-        chunk: int = 0,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-        backend: str | None = None,
-    ):
-        for name, value in (
-            ("batch", batch),
-            ("heads_kv", heads_kv),
-            ("head_dim", head_dim),
-            ("chunk", chunk),
-        ):
-            check_count(value, name)
-        rule = (
-            keep_window_size,
-            selection,
-            recent_window,
-            recent_competes,
-            sink_tokens,
-            score_threshold,
-        )
-        self._set_rule(KeySelection(*rule), heads_kv)
-        if not 1 <= head_dim <= 256:
-            raise ValueError(f"head_dim: got {head_dim}, expected 1 to 256")
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise TypeError(f"dtype: got {dtype}, expected float32, bfloat16 or float16")
-        self.backend = resolve_backend(backend)
-        self.pending, self.is_empty = 0, True
-        shape = (batch, heads_kv, self.places + chunk)
-        # Zeros: a kernel may load a slot without a key.
-        self.k = torch.zeros((*shape, head_dim), dtype=dtype, device=device)
-        check_slot_kernels("dtype", dtype, head_dim, self.k.device, instead=_FLOAT32_ON_A_GPU)
-        check_head_windows(len(self.rule.windows()), self.k.device)
-        self.v = torch.zeros_like(self.k)
-        self.scores = torch.zeros(shape, dtype=torch.float32, device=device)
-        self.positions = torch.zeros(shape, dtype=torch.int32, device=device)
-        self.counts = torch.zeros((*shape[:2], _COUNTERS), dtype=torch.int32, device=device)
-        self.seen = torch.zeros(batch, dtype=torch.int32, device=device)
-
-    @classmethod
-    def from_tensors(
-        cls,
-        keep_window_size: int | Sequence[int],
-        k: Tensor,
-        v: Tensor,
-        scores: Tensor,
-        positions: Tensor,
-        counts: Tensor,
-        seen: Tensor,
-        *,
-        selection: str = "per_query",
-        recent_window: int = 0,
-        recent_competes: bool = True,
-        sink_tokens: int = 0,
-        score_threshold: float | None = None,
-        pending: int = 0,
-        backend: str | None = None,
-    ) -> KVSlots:
-        """A cache over tensors that exist, which it changes in place. With counts and seen of zeros it is empty; k and
-        v hold finite numbers from the start, such as zeros.
-
-        Rows are dense, and may be any distance apart: in blocks of an engine's memory, for one. Pending tokens need tensors
-        that are contiguous except for k and v.
-        """
-        cache = object.__new__(cls)
-        for name, tensor in zip(_ARRAYS, (k, v, scores, positions, counts, seen), strict=True):
-            check_tensor(tensor, name)
-            check_not_expanded(tensor, name)
-            setattr(cache, name, tensor)
-        if k.dim() != 4:
-            raise ValueError(f"k: got shape {tuple(k.shape)}, expected [B, Hkv, places + chunk, D]")
-        rule = (
-            keep_window_size,
-            selection,
-            recent_window,
-            recent_competes,
-            sink_tokens,
-            score_threshold,
-        )
-        cache._set_rule(KeySelection(*rule), k.shape[1])
-        check_slots(cache.places, pending, k.shape[2])
-        check_slot_kernels("k", k.dtype, k.shape[3], k.device, instead=_FLOAT32_ON_A_GPU)
-        check_head_windows(len(cache.rule.windows()), k.device)
-        cache.backend = resolve_backend(backend)
-        cache.pending, cache.is_empty = pending, False
-        return cache
-
-    def _set_rule(self, rule: KeySelection, heads_kv: int) -> None:
-        self.rule = rule.checked_for_cache()
-        self.rule.check_heads(heads_kv)
-        self._rule_arguments = self.rule.cache_arguments()
-
-    @property
-    def keep_window_size(self) -> int | tuple[int, ...]:
-        return self.rule.keep_window_size
-
-    @property
-    def places(self) -> int:
-        """The slots of a head for its keys; pending tokens are in those after them."""
-        return self.rule.places()
-
     @property
     def capped(self) -> Tensor:
         """int64 [B, Hkv]: the keys that have competed so far beyond the window, thus where it binds. Each of them, or one
@@ -188,64 +66,6 @@ class KVSlots:
         if len(windows) > 1:
             window = torch.tensor(windows, device=self.counts.device)
         return (self.counts[..., 1] - window).clamp(min=0)
-
-    @property
-    def batch(self) -> int:
-        return self.k.shape[0] if self.rows is None else self.rows.shape[0]
-
-    @property
-    def chunk(self) -> int:
-        return self.k.shape[2] - self.places
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """In the order of the operators' arguments."""
-        return self.k, self.v, self.scores, self.positions, self.counts, self.seen
-
-    @property
-    def _arguments(self) -> tuple:
-        """The first arguments of the operators that take no `rows`."""
-        self._refuse_rows()
-        return *self.tensors, *self._rule_arguments
-
-    def _refuse_rows(self) -> None:
-        if self.rows is not None:
-            raise ValueError(
-                "rows: got a view of some rows, expected a cache of its own: `snapshot` makes one, and `restore` writes it "
-                "back"
-            )
-
-    def over(self, rows: Tensor) -> KVSlots:
-        """A view of some rows, in any order: the batch of an engine that keeps a row for each of its sequences.
-
-        rows: int32 [B], none of them twice, on the device of the cache. A negative one is no row: nothing is read or written,
-            and the result of `step` is 0. They are read at each call, by a CUDA graph too.
-
-        `step`, `fill`, `snapshot` and `restore` of the view follow the rows; without pending tokens.
-        """
-        check_tensor(rows, "rows")
-        if rows.dim() != 1 or rows.dtype != torch.int32 or rows.device != self.k.device:
-            raise TypeError(
-                f"rows: got {rows.dtype} of shape {tuple(rows.shape)} on {rows.device}, expected torch.int32 of one "
-                f"dimension on {self.k.device}"
-            )
-        if self.rows is not None or self.pending:
-            found = "a view" if self.rows is not None else f"{self.pending} pending tokens"
-            raise ValueError(f"rows: got them for a cache with {found}, expected one without")
-        self.is_empty = False  # from now on any row may be filled
-        view = copy.copy(self)
-        view.rows = rows.contiguous()
-        return view
-
-    def clear(self) -> None:
-        """Empties every row and drops pending tokens."""
-        self._refuse_rows()
-        self.counts.zero_()
-        self.seen.zero_()
-        self.pending = 0
-        self.is_empty = True
-
-    # ---- Tokens ------------------------------------------------------------------------------------
 
     def fill(
         self,
@@ -306,19 +126,19 @@ class KVSlots:
     def renumber(self, positions: Tensor) -> None:
         """Gives the keys of `fill` other positions: for context parallelism, where they do not stand at their index.
 
-        positions: int32 [B, Hkv, S], ascending where there are keys; `seen` has to follow.
-        Raises ValueError for a rule with recent keys or sinks, which positions by index have chosen.
+        positions: int32 [B, Hkv, S], ascending where there are keys, and those of the last recent_window tokens at the end; `seen`
+            has to follow.
         """
         self._refuse_rows()
-        if self.rule.widens():
-            raise ValueError(f"positions: got a cache with {self.rule}, expected no recent keys")
-        taken = self.positions >= 0
-        renumbered = positions.gather(-1, self.positions.clamp(min=0).long())
-        self.positions.copy_(renumbered.where(taken, self.positions))
+        entries = self.positions
+        index = torch.where(entries < 0, ~entries, entries)
+        index = index.clamp(max=positions.shape[2] - 1).long()  # no key: any
+        at = positions.gather(-1, index)
+        renumbered = torch.where(entries < 0, ~at, at)
+        self.positions.copy_(renumbered.where(entries != _NO_KEY, entries))
         victim = self.counts[..., _VICTIM_POSITION]
-        victim.copy_(
-            positions.gather(-1, victim.clamp(0, positions.shape[2] - 1)[..., None].long())[..., 0]
-        )
+        index = victim.clamp(0, positions.shape[2] - 1).long()
+        victim.copy_(positions.gather(-1, index[..., None])[..., 0])
 
     def step(
         self,
@@ -505,109 +325,6 @@ class KVSlots:
             )
         self.pending -= count
 
-    # ---- Rows --------------------------------------------------------------------------------------
-
-    def select(self, index: Tensor, *, chunk: int | None = None) -> KVSlots:
-        """Returns a cache whose row i is a copy of row index[i], pending tokens included. index: integers [rows];
-        raises for others. chunk: its maximum number of pending tokens, by default that of this cache."""
-        arguments = self._arguments
-        index = as_row_indices(index, "index")
-        if chunk is not None:
-            check_count(chunk, "chunk")
-            if chunk < self.pending:
-                raise ValueError(
-                    f"chunk: got {chunk}, expected {self.pending} or more, the tokens that are pending"
-                )
-        selected = self._empty(index.shape[0], self.chunk if chunk is None else chunk)
-        ops.kv_copy_rows(
-            *selected.tensors,
-            None,
-            *arguments,
-            self.pending,
-            index,
-            self.backend,
-        )
-        return selected
-
-    def repeat(self, count: int) -> KVSlots:
-        """Returns a cache with each row repeated `count` times, consecutively (as torch.repeat_interleave), pending
-        tokens included."""
-        check_count(count, "count")
-        rows = torch.arange(self.batch, dtype=torch.int32, device=self.k.device)
-        return self.select(rows.repeat_interleave(count))
-
-    def reorder(self, index: Tensor) -> None:
-        """Row i becomes row index[i], in place (through a copy): beams. index: integers [B]; raises for others.
-        Pending tokens move with their rows."""
-        self.restore(self.select(as_row_indices(index, "index", self.batch)))
-
-    def snapshot(self) -> KVSlots:
-        """A copy, for `restore`: the way back to an earlier token, as evicted keys do not return. Of a view whose rows all
-        exist, a cache of its own."""
-        if self.rows is not None:
-            pool = copy.copy(self)
-            pool.rows = None
-            return pool.select(self.rows)
-        return self.select(torch.arange(self.batch, dtype=torch.int32, device=self.k.device))
-
-    def restore(self, snapshot: KVSlots) -> None:
-        """The content of a snapshot, in place. One of a single row (a shared prefix) goes to every row."""
-        if not isinstance(snapshot, KVSlots):
-            raise TypeError(f"snapshot: got {type(snapshot).__name__}, expected KVSlots")
-        _check_rule("snapshot", snapshot.rule._asdict(), self.rule)
-        if snapshot.batch not in (1, self.batch):
-            raise ValueError(f"snapshot: got {snapshot.batch} rows, expected {self.batch} or one")
-        rows = torch.arange(self.batch, dtype=torch.int32, device=self.k.device)
-        ops.kv_copy_rows(
-            *self.tensors,
-            self.rows,
-            *snapshot.tensors,
-            *self._rule_arguments,
-            snapshot.pending,
-            rows if snapshot.batch == self.batch else torch.zeros_like(rows),
-            self.backend,
-        )
-        self.pending, self.is_empty = snapshot.pending, snapshot.is_empty
-
-    def state_dict(self) -> dict[str, Tensor | int]:
-        """To save: the tensors themselves, not copies."""
-        self._refuse_rows()
-        numbers = {"pending": self.pending, "is_empty": self.is_empty}
-        return dict(zip(_ARRAYS, self.tensors, strict=True)) | self.rule._asdict() | numbers
-
-    def load_state_dict(self, state: Mapping[str, Tensor | int]) -> None:
-        """Copies a saved state into the tensors, which may have another dtype and device."""
-        self._refuse_rows()
-        missing = [name for name in (*_ARRAYS, "keep_window_size", "pending") if name not in state]
-        if missing:
-            raise ValueError(
-                f"state: got none of {', '.join(missing)}, expected a state_dict of KVSlots"
-            )
-        _check_rule("state", state, self.rule)
-        for name in _ARRAYS:
-            own = getattr(self, name)
-            check_tensor(state[name], f"state[{name!r}]")
-            if state[name].shape != own.shape:
-                raise ValueError(
-                    f"state: got {name} of shape {tuple(state[name].shape)}, expected {tuple(own.shape)}"
-                )
-        check_slots(self.places, state["pending"], self.k.shape[2])
-        for name in _ARRAYS:
-            getattr(self, name).copy_(state[name])
-        self.pending, self.is_empty = state["pending"], state.get("is_empty", False)
-
-    def _empty(self, batch: int, chunk: int) -> KVSlots:
-        slots = (batch, self.k.shape[1], self.places + chunk)
-        k, v = (own.new_zeros((*slots, own.shape[3])) for own in (self.k, self.v))
-        scores, positions = (own.new_zeros(slots) for own in (self.scores, self.positions))
-        counts, seen = (own.new_zeros((batch, *own.shape[1:])) for own in (self.counts, self.seen))
-        cache = KVSlots.from_tensors(
-            k=k, v=v, scores=scores, positions=positions, counts=counts, seen=seen,
-            **self.rule._asdict(), pending=self.pending, backend=self.backend,
-        )  # fmt: skip
-        cache.is_empty = self.is_empty
-        return cache
-
     def _check_tokens(
         self,
         key: Tensor,
@@ -624,12 +341,6 @@ class KVSlots:
         if key_mask is not None:
             check_mask(key_mask, (self.batch, key.shape[1]), self.k.device)
         refuse_gradients(query=query, key=key, value=value, scores=scores)
-
-
-def _check_rule(name: str, got: Mapping, rule: KeySelection) -> None:
-    for part, expected in rule._asdict().items():
-        if part in got and got[part] != expected:
-            raise ValueError(f"{name}: got {part} {got[part]}, expected {expected}")
 
 
 def _check_intervals(intervals: KeyIntervals, batch: int, heads: int, length: int) -> None:

@@ -23,7 +23,8 @@ from ._core.checks import (
 )
 from ._core.numerics import Numerics
 from .kernels import record_large_rows
-from .keys.intervals import KeyIntervals, broadcasts, intersect, prefix_lm, split_by_age
+from .keys.intervals import KeyIntervals, broadcasts, intersect, split_by_age
+from .keys.patterns import prefix_lm
 from .keys.recognise import Memo
 from .keys.selection import (
     Selection,

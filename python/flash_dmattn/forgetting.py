@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ._core.checks import check_tensor
 from .functional import flash_dmattn_func
-from .keys.intervals import KeyIntervals, packed_documents, rows_of, until_faded
+from .keys.intervals import KeyIntervals, rows_of
+from .keys.patterns import packed_documents, until_faded
 from .keys.places import check_offsets
 from .scores import with_zero_sum_gradient
 

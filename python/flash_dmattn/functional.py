@@ -22,8 +22,10 @@ from ._core.checks import (
 )
 from ._core.numerics import Numerics
 from .dispatch import IN_PYTHON, attention, check_bias_delay, run_with_bias_delay, with_lse
-from .keys.intervals import KeyIntervals, packed_documents, select_key_intervals
+from .keys.intervals import KeyIntervals
+from .keys.patterns import packed_documents
 from .keys.places import Places, check_offsets
+from .keys.select_intervals import select_key_intervals
 from .keys.selection import Selection, match_heads, scores_and_allowed
 from .keys.visibility import Visibility
 

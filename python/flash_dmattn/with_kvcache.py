@@ -21,8 +21,9 @@ from ._core.kv_checks import (
 from ._core.numerics import Numerics
 from .cache import KVSlots
 from .dispatch import IN_PYTHON, run, with_lse
-from .keys.intervals import KeyIntervals, select_key_intervals
+from .keys.intervals import KeyIntervals
 from .keys.rule import KeySelection
+from .keys.select_intervals import select_key_intervals
 from .keys.visibility import Visibility
 
 __all__ = ["KVSlots", "flash_dmattn_with_kvcache"]

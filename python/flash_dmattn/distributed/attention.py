@@ -18,9 +18,9 @@ from ..keys.selection import Selection
 from ..keys.visibility import Visibility
 from ..scores import with_zero_sum_gradient
 from .arguments import Call, check_causality, checked_lengths
-from .extend import Extend
+from .extend import Extend, take_rows
 from .operators import choose_keys
-from .shards import Border, Shards
+from .shards import Border, Shards, keys_seen_before
 from .wire import wire_of
 
 
@@ -301,37 +301,68 @@ def boundary_state(pending: Pending, *, chunk: int = 0) -> KVSlots:
     follows the whole sequence; of others, what follows their piece.
 
     chunk: of the cache. Where a document goes on behind the piece, positions and `seen` count from its beginning; where none does,
-    the cache is empty.
+    the cache is empty. Its `capped` counts no keys that left before this piece.
 
-    Raises ValueError for other rules than keep_window_size alone: recent keys and sinks of a cache are found by the index of a
-    key, and those of earlier ranks do not stand at theirs.
+    Raises ValueError for another bias than the scores, as a cache keeps one value for each key.
     """
+    if pending.bias is not None and not pending.bias_is_score:
+        raise ValueError("pending: got another bias than the scores, expected 'scores' or None")
     border, rule = pending.border, pending.border.rule
-    if not rule.is_window():
-        raise ValueError(
-            f"pending: got {rule}, expected keep_window_size alone, without recent keys and sinks"
-        )
     key, value, scores = (t.detach() for t in (pending.key, pending.value, pending.scores))
     batch, length, heads, head_dim = key.shape
-    own = torch.arange(border.shards.begin(), border.shards.end(), device=key.device)
-    own = own.int().expand(batch, heads, -1)
-    positions = torch.cat([pending.positions, own], -1)
-    begun = 0
-    if border.begun is not None:
-        begun = border.begun[:, border.shards.rank + 1].int().expand(batch)
-        scores = scores.masked_fill(positions < begun[:, None, None], float("nan"))
-        positions = positions - begun[:, None, None]
     cache = KVSlots(
         batch,
         heads,
-        rule.keep_window_size,
-        head_dim,
+        head_dim=head_dim,
         chunk=chunk,
         dtype=key.dtype,
         device=key.device,
+        **rule._asdict(),
     )
-    cache.fill(key, value, scores)
+    begun = torch.zeros((1, 1, 1), dtype=torch.int64, device=key.device)
+    if border.begun is not None:
+        begun = border.begun[:, border.shards.rank + 1, None, None]
     if length:
-        cache.renumber(positions)
-    cache.seen.copy_(torch.full_like(cache.seen, border.shards.end()) - begun)
+        places, positions = _state_of_keys(pending, begun)
+        there = places >= 0
+        rows = places.clamp(min=0)
+        scores = torch.where(there, scores.gather(-1, rows), torch.nan)
+        # One query sees those that are there.
+        intervals = torch.stack([torch.zeros_like(there), there], -1).int()
+        key, value = (take_rows(t, rows).transpose(1, 2) for t in (key, value))
+        cache.fill(key, value, scores, KeyIntervals(intervals, 1))
+        cache.renumber((positions - begun).int())
+    cache.seen.copy_(border.shards.end() - begun.view(-1))
     return cache
+
+
+def _state_of_keys(pending: Pending, begun: Tensor) -> tuple[Tensor, Tensor]:
+    """The places among the keys of `pending`, int64 [B, Hkv, S], of those that the last query of this piece sees, -1 for none, and
+    their positions in the whole sequence.
+
+    The last recent_window of them are those of the last positions, whether there is a key or not: `KVSlots.fill` finds recent keys
+    by their index. Before them are the others, in their order. begun: where the document that goes on has begun.
+    """
+    shards, rule = pending.border.shards, pending.border.rule
+    own = torch.arange(shards.begin(), shards.end(), device=pending.key.device)
+    batch, heads, length = pending.scores.shape
+    positions = torch.cat([pending.positions.long(), own.expand(batch, heads, -1)], -1)
+    present = (positions >= 0) & (positions >= begun)
+    if pending.present is not None:
+        present[..., pending.border.places :] &= pending.present
+    size, recent = rule.places(), rule.recent_window
+    seen = keys_seen_before(
+        shards.end(),
+        pending.scores.detach().flatten(0, 1)[None],
+        positions.flatten(0, 1)[None],
+        present.flatten(0, 1)[None],
+        pending.border.rule_of_rows(slice(None), batch),
+        size,
+    )[0].unflatten(0, (batch, heads))
+    at = positions.gather(-1, seen.clamp(min=0))
+    first_recent = shards.end() - recent
+    in_order = torch.arange(size, device=seen.device)
+    index = torch.where(at >= first_recent, at - first_recent + size - recent, in_order)
+    index = torch.where(seen < 0, size, index)  # which is cut off
+    places = seen.new_full((batch, heads, size + 1), -1).scatter_(-1, index, seen)[..., :size]
+    return places, positions.gather(-1, places.clamp(min=0))

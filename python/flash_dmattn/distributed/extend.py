@@ -23,7 +23,7 @@ class Extend(torch.autograd.Function):
         columns = [_behind(scores, W, torch.nan)]
         if bias is not None and not call.bias_is_score:
             columns.append(_behind(bias, W, 0.0))
-        rows = torch.cat([_take(key, places), _take(value, places)], -1).flatten(0, 1)
+        rows = torch.cat([take_rows(key, places), take_rows(value, places)], -1).flatten(0, 1)
         notes = _notes(columns, places, call).flatten(0, 1)
         rows, notes, route = collect(call.exchange, rows, notes)
         heads = scores.shape[:2]
@@ -129,7 +129,7 @@ def _index(rows: Tensor, places: Tensor) -> Tensor:
     return places.transpose(1, 2)[..., None].expand(-1, -1, -1, rows.shape[3])
 
 
-def _take(rows: Tensor, places: Tensor) -> Tensor:
+def take_rows(rows: Tensor, places: Tensor) -> Tensor:
     """[B, H, c, D] of rows [B, L, H, D]."""
     return rows.gather(1, _index(rows, places)).transpose(1, 2)
 

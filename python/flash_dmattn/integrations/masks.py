@@ -3,7 +3,8 @@
 import torch
 
 from .._core.checks import broadcast_argument, may_read, widen_bias, with_queries
-from ..keys.intervals import KeyIntervals, sliding_window
+from ..keys.intervals import KeyIntervals
+from ..keys.patterns import sliding_window
 from ..keys.recognise import Memo, intervals_of_mask, refuse_negative, split_additive
 
 

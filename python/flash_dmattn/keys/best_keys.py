@@ -7,8 +7,8 @@ from torch import Tensor
 
 from .._core import ops
 from .._core.checks import check_window, clamp_count
-from .intervals import per_key_scores, select
 from .rule import KeySelection
+from .select_intervals import per_key_scores, select
 
 
 def select_keys(

@@ -10,9 +10,11 @@ from torch import Tensor
 from .._core import ops
 from .._core.checks import MASK_VALUE, may_read, selection_scores_argument, with_queries
 from .dense import topk_mask
-from .intervals import KeyIntervals, broadcasts, intersect, prefix_lm, select
+from .intervals import KeyIntervals, broadcasts, intersect
+from .patterns import prefix_lm
 from .recognise import AllowedElements, Memo, mask_of_intervals, select_among
 from .rule import KeySelection
+from .select_intervals import select
 from .visibility import KeyList, KeyRanks, TopKeysByBias, Visibility
 
 

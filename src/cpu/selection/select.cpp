@@ -74,15 +74,16 @@ void select_row(const SelectionArgs& args, std::int64_t capacity, const Read& re
       continue;
     }
     if (recent > 0) intervals[j] = rows.until(j, j + recent);
+    if (capacity == 0 || j >= competing) continue;
     const auto score = read(j);
-    if (!(static_cast<double>(score) >= keep.score_threshold) || capacity == 0 || j >= competing)
-      continue;
     const Rank rank = rank_of(score, j);
+    // Most keys of a full heap end here, whether or not they reach the threshold: which do is hard to predict, and a wrong
+    // prediction costs more than the rest of a key.
+    if (size == capacity && rank < heap[0]) continue;
+    if (!(static_cast<double>(score) >= keep.score_threshold)) continue;
     if (size < capacity) {
       heap[size++] = rank;
       if (size == capacity) std::make_heap(heap, heap + size, std::greater<>());
-    } else if (rank < heap[0]) {
-      continue;
     } else {
       const std::int64_t beaten = position_of(heap[0]);
       const std::int64_t kept_until = closes ? j + delay : 0;

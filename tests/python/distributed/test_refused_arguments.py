@@ -72,12 +72,12 @@ def test_group_of_another_type_raises():
         call("cp")
 
 
-def test_boundary_state_of_another_rule_raises():
+def test_boundary_state_of_another_bias_raises():
     from flash_dmattn.distributed import begin, boundary_state
 
     def state(wire):
         k, s = torch.randn(1, N, 2, 16), torch.randn(1, 2, N)
-        boundary_state(begin(k, k, s, group=wire, keep_window_size=4, recent_window=3))
+        boundary_state(begin(k, k, s, group=wire, keep_window_size=4, attn_bias=s + 1))
 
-    with pytest.raises(ValueError, match="pending: got.*keep_window_size alone"):
+    with pytest.raises(ValueError, match="pending: got another bias than the scores"):
         run_in_threads(RANKS, state)

@@ -14,7 +14,7 @@ from flash_dmattn.integrations.transformers import (  # noqa: E402
     DynamicMaskCache,
     enable_flash_dmattn,
 )
-from flash_dmattn.integrations.transformers.cache import DynamicMaskLayer  # noqa: E402
+from flash_dmattn.integrations.transformers.cache_layer import DynamicMaskLayer  # noqa: E402
 from flash_dmattn.keys.rule import KeySelection  # noqa: E402
 
 pytestmark = pytest.mark.transformers

@@ -16,15 +16,9 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tiny_models import (
-    PADDED,
-    CannotBeBuilt,
-    ModelClass,
-    inputs_for,
-    inputs_with_images,
-    tiny_config,
-    tiny_model,
-)
+from tiny_inputs import inputs_for, inputs_with_images
+from tiny_models import CannotBeBuilt, ModelClass, tiny_config, tiny_model
+from tiny_sizes import PADDED
 
 TOLERANCE = 1e-3
 GENERATING = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")

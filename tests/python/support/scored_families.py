@@ -8,7 +8,8 @@ from eager_comparison import TOLERANCE, Verdict
 from flash_dmattn.integrations.transformers import add_learned_scores, remove_learned_scores
 from flash_dmattn.integrations.transformers.learned_scores.add import scored_layers
 from scores_by_definition import by_definition
-from tiny_models import ModelClass, inputs_for, tiny_config, tiny_model
+from tiny_inputs import inputs_for
+from tiny_models import ModelClass, tiny_config, tiny_model
 
 TASKS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")
 RULE = {"keep_window_size": 4, "recent_window": 2, "sink_tokens": 1}

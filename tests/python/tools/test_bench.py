@@ -8,12 +8,14 @@ import pytest
 import torch
 
 import bench
+from flash_dmattn import select_key_intervals
 from flash_dmattn.check.oracle import causal_pairs
 from harness import attention, cases, decode, machine, record, sides
 from harness.cases import (
     DENSE,
     DENSE_MASKS,
     DOCUMENTS,
+    EVICTED,
     FORGETTING,
     GLOBAL,
     KINDS,
@@ -260,10 +262,13 @@ def test_useful_work_counts_visible_pairs(window):
     assert cases.useful_tflops(row)[0] == pytest.approx(64)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_sides_give_same_result(kind):
+@pytest.mark.parametrize(
+    ("kind", "window"),
+    [(kind, None if kind == DENSE else 16) for kind in KINDS] + [(EVICTED, None)],
+)
+def test_sides_give_same_result(monkeypatch, kind, window):
     """Attention that is timed side by side is the same, except for the bias, by which torch's side only selects."""
-    window = None if kind == DENSE else 16
+    monkeypatch.setattr(sides, "RECENT", 24)
     inputs = draw(Case(kind, 96, 16, window, heads_q=4, heads_kv=2, batch=2), torch.float32, "cpu")
     if kind in (PER_QUERY, GLOBAL):
         inputs = dataclasses.replace(inputs, bias=1e-6 * inputs.bias)
@@ -275,6 +280,14 @@ def test_sides_give_same_result(kind):
     if seen.all():
         for a, b in zip(ours.backward(out)[:3], torchs.backward(expected)[:3], strict=True):
             torch.testing.assert_close(a.transpose(1, 2), b, rtol=1e-4, atol=1e-4)
+
+
+def test_evicted_keys_are_as_many_as_useful_work_counts():
+    for window, tolerance in ((64, 0), (None, 0.02)):
+        case = Case(EVICTED, 2048, 16, window, heads_q=4, heads_kv=4)
+        scores = draw(case, torch.float32, "cpu").scores
+        visible = select_key_intervals(scores, **sides.rule_of(case)).to_mask()
+        assert int(visible.sum()) == pytest.approx(case.pairs, rel=tolerance)
 
 
 def test_peak_counts_the_mask_that_a_rival_needs():

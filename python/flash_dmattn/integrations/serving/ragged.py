@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...cache import KVSlots
 from ...functional import flash_dmattn_func
-from ...keys.intervals import select_key_intervals
+from ...keys.select_intervals import select_key_intervals
 
 _LEAST_PLACES = 128  # for pending tokens, where a cache has fewer for its keys
 

@@ -12,16 +12,18 @@ from transformers.models.doge import modeling_doge
 from transformers.models.doge.modeling_doge import DogeAttention
 
 from ..._core.checks import may_read
-from ...keys.intervals import KeyIntervals, select_key_intervals
+from ...keys.intervals import KeyIntervals
 from ...keys.recognise import Memo, cached, intervals_of_mask, split_additive, visible_counts
 from ...keys.rule import KeySelection
+from ...keys.select_intervals import select_key_intervals
 from ...scores import doge_scores_of, with_zero_sum_gradient
 from ..attention import attention_bshd
 from ..dtypes import fdma_peft_integration_check, target_dtype
 from ..keywords import check_mask_keywords
 from ..masks import as_key_intervals, is_causal_mask, present_tokens
 from ..serving.ragged import RaggedBatch, attend
-from .cache import DynamicMaskCache, DynamicMaskLayer
+from .cache import DynamicMaskCache
+from .cache_layer import DynamicMaskLayer
 from .compat import adopt_layer, pop_cache
 from .scored_cache import update_with_scores
 

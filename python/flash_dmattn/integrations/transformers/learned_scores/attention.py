@@ -8,8 +8,9 @@ from transformers.cache_utils import Cache
 
 from ...._core.numerics import Numerics
 from ....dispatch import attention, with_lse
-from ....keys.intervals import KeyIntervals, select_key_intervals
+from ....keys.intervals import KeyIntervals
 from ....keys.rule import KeySelection, rank_in_document
+from ....keys.select_intervals import select_key_intervals
 from ....keys.selection import Selection, apply_selection
 from ....keys.visibility import Visibility
 from ....merge import add_sink
@@ -17,7 +18,8 @@ from ...attention import mask_driven_attention_forward
 from ...dtypes import cast_states, target_dtype
 from ...keywords import check_mask_keywords
 from ...masks import as_key_intervals, is_causal_mask, normalize_mask, present_tokens
-from ..cache import DynamicMaskCache, DynamicMaskLayer
+from ..cache import DynamicMaskCache
+from ..cache_layer import DynamicMaskLayer
 from ..scored_cache import update_with_scores
 
 NAME = "learned_scores_attention"  # of the implementation, in a config

@@ -1,0 +1,73 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "arguments.h"
+#include "device.h"
+
+// The tensors of an attention operator as the structs of the C++ API.
+namespace flash_dmattn::binding {
+
+// The inputs that forward and backward share.
+struct Attention {
+  CallDevice device;
+  Problem problem;
+  Inputs in;
+  Schedule schedule;
+  Execution execution;
+  std::vector<Tensor> owned;       // memory that `in`, `schedule` and `workspace` point to
+  std::span<std::byte> workspace;  // in which the schedule was built, free for the steps after it
+
+  explicit Attention(const Tensor& q) : device(q) { owned.reserve(8); }
+
+  const void* own(const Tensor& tensor) {
+    owned.push_back(tensor);
+    return tensor.const_data_ptr();
+  }
+};
+
+struct Options {
+  const OptionalTensor& key_list;  // instead of key_intervals
+  const OptionalTensor& key_count;
+  const OptionalTensor& key_rank;
+  const OptionalTensor& rank_limit;
+  const std::vector<std::int64_t>& key_bound;  // the members of a KeyBound, or nothing
+  bool causal;
+  std::int64_t bias_delay;
+  double scale;
+  double softcap;
+  bool saturate;
+  bool deterministic;
+  const std::string& backend;
+  Direction direction;
+};
+
+inline std::array<std::int64_t, 4> query_shape(const Problem& p) {
+  return {p.batch, p.seqlen_q, p.heads_q, p.head_dim};
+}
+
+inline std::array<std::int64_t, 4> key_shape(const Problem& p) {
+  return {p.batch, p.seqlen_k, p.heads_kv, p.head_dim};
+}
+
+// Takes `tensor` into the call and returns its view.
+ConstTensor4 take_rows(Attention& call, const Tensor& tensor);
+
+// Builds the schedule of the call in memory of its own.
+void take_schedule(Attention& call, const Tensor& like, const Options& options);
+
+// q, k, v, mask and bias.
+Attention take_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
+                      const OptionalTensor& bias, const Options& options, bool bias_needs_gradient);
+
+// The same, what is visible, and its schedule.
+Attention prepare(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
+                  const OptionalTensor& bias, const OptionalTensor& key_intervals,
+                  const Options& options, bool bias_needs_gradient);
+
+}  // namespace flash_dmattn::binding

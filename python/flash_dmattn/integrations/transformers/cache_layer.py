@@ -1,0 +1,394 @@
+"""The slots of one attention layer as a layer of a transformers `Cache`."""
+
+import torch
+import transformers
+from transformers.cache_utils import CacheLayerMixin
+
+from ..._core.kv_checks import check_slot_kernels
+from ...cache import KVSlots
+from ...keys.rule import KeySelection
+
+_CROPS_TO_A_LENGTH = int(transformers.__version__.split(".")[0]) < 5
+RECORDED_TOKENS = 128  # tokens that can be dropped again, at least
+
+
+class DynamicMaskLayer(CacheLayerMixin):
+    """The slots of one attention layer.
+
+    `fill` stores the first tokens after their attention; `attend` stores later tokens and computes their attention.
+    Their number is `get_seq_length`, though no more than the rule shows (and pending ones) are held.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(
+        self,
+        rule: KeySelection,
+        *,
+        static: bool = False,
+        chunk: int = 0,
+        counts_on_device: bool = True,
+    ):
+        """
+        Args:
+            rule: which keys a query sees.
+            static: memory stays in place and lengths on the device, for CUDA graphs and torch.compile.
+            chunk: places for tokens that are attended to before they are committed; without `static` there come
+                more by themselves.
+            counts_on_device: a static layer counts its tokens in a tensor that compiled code may read. Every layer of
+                a cache has as many, and models ask the first one: in the others each token would take a kernel more.
+        """
+        super().__init__()
+        self.rule, self.chunk = rule.checked_for_cache(), chunk
+        self.is_compileable = static
+        self.record_past = False
+        self.slots: KVSlots | None = None
+        self._counts_on_device = static and counts_on_device
+        # Tokens so far, pending ones included; of a static layer, whether there are any. _length counts them there.
+        self._seen = 0
+        self._length: torch.Tensor | None = None
+
+    # ---- What attention uses ------------------------------------------------------------------------
+
+    @property
+    def is_empty(self) -> bool:
+        return self._seen == 0
+
+    @torch.no_grad()
+    def fill(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: torch.Tensor,
+        key_mask: torch.Tensor | None = None,
+    ) -> None:
+        """Takes over the first tokens, to which attention has been computed already.
+
+        Args:
+            key, value: [B, Hkv, S, D].
+            scores: float32 [B, Hkv, S].
+            key_mask: bool [B, S], False for padding; None: all are tokens.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key, value)
+        self._check_rows(key)
+        self.prefetch()
+        length = key.shape[2]
+        pending = 0
+        if self.record_past:
+            self._resize(max(self.chunk, RECORDED_TOKENS))
+            pending = min(length, self.slots.chunk)
+        filled = length - pending
+        first, last = slice(0, filled), slice(filled, length)
+        if filled:
+            keys, values, of_keys = key[:, :, first], value[:, :, first], scores[..., first]
+            mask = None if key_mask is None else key_mask[:, first]
+            self.slots.fill(*_by_token(keys, values), of_keys, key_mask=mask)
+        if pending:
+            keys, values, of_keys = key[:, :, last], value[:, :, last], scores[..., last]
+            mask = None if key_mask is None else key_mask[:, last]
+            self.slots.append(*_by_token(keys, values), of_keys, key_mask=mask)
+        self._seen = length
+        if self._counts_on_device:
+            self._length.fill_(length)
+
+    @torch.no_grad()
+    def adopt(self, slots: KVSlots, tokens: int) -> None:
+        """Goes on behind `tokens` tokens of which slots of the same shape hold what later ones see."""
+        if not self.is_initialized:
+            self.lazy_initialization(slots.k)
+        self._check_rows(slots.k)
+        self.prefetch()
+        self.slots.restore(slots)
+        self._seen = tokens
+        if self._counts_on_device:
+            self._length.fill_(tokens)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: torch.Tensor,
+        key_mask: torch.Tensor | None = None,
+        *,
+        scale: float,
+        softcap: float = 0.0,
+        scores_are_bias: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds tokens and computes their attention: out [B, S, Hq, D] and its log-sum-exp [B, Hq, S].
+
+        Args:
+            query: [B, Hq, S, D].
+            key, value, scores, key_mask: as in `fill`.
+            scale, softcap, scores_are_bias: as in `KVSlots.step`.
+        """
+        self._check_rows(query)
+        length = query.shape[2]
+        if self.is_compileable and not self.chunk and length > 1:
+            raise ValueError(
+                f"past_key_values: got {length} tokens at a time for a static cache without places for them, expected "
+                "one; give it some by DynamicMaskCache(chunk=...)"
+            )
+        query, key, value = _by_token(query, key, value)
+        options = {"scale": scale, "softcap": softcap, "scores_are_bias": scores_are_bias}
+        options["return_lse"] = True
+        self.prefetch()
+        self._make_room(length)
+        if not self.record_past:
+            out, lse = self.slots.extend(query, key, value, scores, key_mask=key_mask, **options)
+        else:
+            parts = []
+            for start in range(0, length, self.slots.chunk):
+                part = slice(start, start + self.slots.chunk)
+                self._commit_oldest(query[:, part].shape[1])
+                mask = None if key_mask is None else key_mask[:, part]
+                self.slots.append(key[:, part], value[:, part], scores[..., part], key_mask=mask)
+                parts.append(self.slots.attend(query[:, part], **options))
+            outs, lses = zip(*parts, strict=True)
+            out, lse = torch.cat(outs, dim=1), torch.cat(lses, dim=2)
+        self._count(length)
+        return out, lse
+
+    def _check_rows(self, states: torch.Tensor) -> None:
+        if states.shape[0] != self.batch_size:
+            raise ValueError(
+                f"past_key_values: got tokens of {states.shape[0]} rows, expected {self.batch_size}"
+            )
+
+    @staticmethod
+    def check_kernels(key: torch.Tensor) -> None:
+        """Raises where no kernel keeps keys like these, [B, Hkv, S, D], in slots."""
+        check_slot_kernels(
+            "past_key_values", key.dtype, key.shape[3], key.device,
+            instead="Load the model with dtype=torch.bfloat16, generate under torch.autocast, or use transformers' "
+            "DynamicCache",
+        )  # fmt: skip
+
+    # ---- What transformers uses ---------------------------------------------------------------------
+
+    def lazy_initialization(
+        self, key_states: torch.Tensor, value_states: torch.Tensor | None = None
+    ) -> None:
+        """Memory for keys like these, [B, Hkv, any number, D]."""
+        batch, heads, _, head_dim = key_states.shape
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.check_kernels(key_states)
+        if self._counts_on_device:
+            # Not slots.seen, which a step changes: compiled code would read it again in later layers.
+            self._length = torch.zeros((), dtype=torch.int64, device=self.device)
+            if not torch.compiler.is_compiling():
+                torch._dynamo.mark_static_address(self._length)
+        self._hold(self._make_slots(batch, heads, head_dim, self.chunk))
+        self.is_initialized = True
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        *args,
+        scores: torch.Tensor | None = None,
+        key_mask: torch.Tensor | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds tokens, and returns copies of the keys and values that some of them may see.
+
+        Attention uses `fill` and `attend` instead.
+        """
+        if scores is None:
+            raise ValueError(
+                "scores: got none; a DynamicMaskCache holds the keys with the best scores, which Doge's attention as "
+                "flash_dmattn has and other models after add_learned_scores. Call enable_flash_dmattn(model) or "
+                "add_learned_scores(model, ...), or use transformers' DynamicCache"
+            )
+        if self.is_empty:
+            self.fill(key_states, value_states, scores, key_mask)
+            return key_states, value_states
+        self.prefetch()
+        held = self.slots.places + self.slots.pending
+        before = (t[:, :, :held].clone() for t in (self.keys, self.values))
+        self.attend(key_states, key_states, value_states, scores, key_mask, scale=1.0)
+        new = (key_states, value_states)
+        return tuple(torch.cat(parts, dim=2) for parts in zip(before, new, strict=True))
+
+    def get_seq_length(self) -> int | torch.Tensor:
+        """Number of tokens; for a static cache a tensor on the device."""
+        if self.is_empty or not self.is_compileable:
+            return self._seen
+        if self._counts_on_device:
+            return self._length
+        return self.slots.seen[0].long() + self.slots.pending
+
+    def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int | torch.Tensor]:
+        """Masks cover new tokens only, because slots hold different tokens in each head."""
+        if isinstance(query_length, torch.Tensor):  # transformers 4: the positions of the queries
+            query_length = query_length.shape[0]
+        return query_length, self.get_seq_length()
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def activate_past_recording(self) -> None:
+        """From now on new tokens stay pending, until `crop` drops some of them and commits the others."""
+        if self.is_compileable and not self.chunk:
+            raise ValueError("chunk: got 0, expected places for the tokens that crop may drop")
+        self.record_past = True
+
+    @torch.no_grad()
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drops the last `-tokens_to_remove` tokens and commits the others; in transformers 4 a positive number is
+        the length to cut the text to."""
+        if self.is_empty:
+            return
+        tokens_to_remove = int(tokens_to_remove)  # a tensor in some versions of transformers
+        if tokens_to_remove > 0:
+            if not _CROPS_TO_A_LENGTH:
+                raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, expected 0 or less")
+            tokens_to_remove = min(0, tokens_to_remove - int(self.get_seq_length()))
+        kept = self.slots.pending + tokens_to_remove
+        if kept < 0:
+            length = int(self.get_seq_length())
+            if tokens_to_remove < -length:
+                raise ValueError(
+                    f"tokens_to_remove: got {tokens_to_remove}, expected {-length} or more: the text has {length} tokens"
+                )
+            raise RuntimeError(
+                f"tokens_to_remove: got {tokens_to_remove}, but {self.slots.pending} tokens are pending, and the others "
+                "have evicted keys; call activate_past_recording before the tokens are added"
+            )
+        self._commit(kept)
+        self._count(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forgets all tokens; the memory stays. New ones are not recorded until that is activated again."""
+        self.record_past = False
+        if self.is_initialized:
+            self.slots.clear()
+        self._seen = 0
+        if self._length is not None:
+            self._length.zero_()
+
+    def offload(self) -> None:
+        """Moves the slots to the CPU. `prefetch` or the next call moves them back."""
+        if self.is_compileable:
+            raise ValueError(
+                "static: got True, expected a cache without it to offload: graphs and compiled code go on with its memory"
+            )
+        if self.is_initialized:
+            self._move("cpu")
+
+    def prefetch(self) -> None:
+        """Moves offloaded slots back to their device."""
+        if self.is_initialized and self.keys.device != self.device:
+            self._move(self.device)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if not self.is_empty:
+            rows = torch.arange(self.batch_size, device=self.keys.device)
+            self._select(rows.repeat_interleave(repeats))
+
+    # ---- Memory -------------------------------------------------------------------------------------
+
+    def _make_slots(self, batch: int, heads: int, head_dim: int, chunk: int) -> KVSlots:
+        return KVSlots(
+            batch, heads, head_dim=head_dim, **self.rule._asdict(),
+            chunk=chunk, dtype=self.dtype, device=self.device,
+        )  # fmt: skip
+
+    def _hold(self, slots: KVSlots) -> None:
+        self.slots = slots
+        self.keys, self.values = slots.k, slots.v
+        self.batch_size = self.max_batch_size = slots.batch
+        if self.is_compileable and not torch.compiler.is_compiling():
+            for tensor in slots.tensors:
+                torch._dynamo.mark_static_address(tensor)
+
+    def _count(self, tokens: int) -> None:
+        if not self.is_compileable:
+            self._seen += tokens
+        elif self._counts_on_device:
+            self._length.add_(tokens)
+
+    @torch.no_grad()
+    def _select(self, rows: torch.Tensor) -> None:
+        """The rows of the batch with these numbers; in a static layer of as many rows, in the same memory."""
+        if self.is_empty:
+            return
+        rows = rows.to(self.keys.device)
+        if self.is_compileable and len(rows) == self.batch_size:
+            self.slots.reorder(rows)
+        else:
+            self._hold(self.slots.select(rows))
+
+    def _move(self, device: torch.device | str) -> None:
+        """Synchronous, because the host may read the tensors next."""
+        k, v, scores, positions, counts, seen = (tensor.to(device) for tensor in self.slots.tensors)
+        self._hold(
+            KVSlots.from_tensors(
+                k=k, v=v, scores=scores, positions=positions, counts=counts, seen=seen,
+                **self.rule._asdict(), pending=self.slots.pending,
+            )
+        )  # fmt: skip
+
+    def _resize(self, chunk: int) -> None:
+        """Other places for pending tokens; the memory of a static layer stays."""
+        if self.is_compileable or chunk == self.slots.chunk:
+            return
+        batch, heads, _, head_dim = self.keys.shape
+        resized = self._make_slots(batch, heads, head_dim, chunk)
+        held = self.slots.places + self.slots.pending
+        for new, old in zip(resized.tensors, self.slots.tensors, strict=True):
+            if new.shape == old.shape:
+                new.copy_(old)
+            else:
+                new[:, :, :held] = old[:, :, :held]
+        resized.pending = self.slots.pending
+        self._hold(resized)
+
+    def _make_room(self, tokens: int) -> None:
+        """Places for new tokens: all of them where they are recorded, else as many as a query sees keys.
+
+        Without any to come they are given back.
+        """
+        if self.record_past:
+            self._resize(max(tokens, RECORDED_TOKENS, self.slots.chunk))
+            return
+        self._commit()
+        if tokens == 1:
+            self._resize(self.chunk)
+        else:
+            self._resize(
+                max(min(tokens, max(self.rule.places(), RECORDED_TOKENS)), self.slots.chunk)
+            )
+
+    def _commit_oldest(self, tokens: int) -> None:
+        """Commits the oldest pending tokens until `tokens` new ones fit."""
+        slots = self.slots
+        excess = slots.pending + tokens - slots.chunk
+        if excess <= 0:
+            return
+        later = slice(slots.places + excess, slots.places + slots.pending)
+        keys, values = (t[:, :, later].clone() for t in (slots.k, slots.v))
+        scores, is_present = slots.scores[:, :, later].clone(), slots.pending_mask()[:, excess:]
+        self._commit(excess)
+        if keys.shape[2]:
+            slots.append(*_by_token(keys, values), scores, key_mask=is_present)
+
+    def _commit(self, tokens: int | None = None) -> None:
+        """The first pending tokens, by default all, enter the slots; the others are dropped."""
+        if self.slots.pending:
+            self.slots.commit(tokens)
+
+
+def _by_token(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """[B, H, S, D] as [B, S, H, D]."""
+    return tuple(t.transpose(1, 2) for t in states)

@@ -1,0 +1,153 @@
+"""Intervals that follow from positions: windows, prefixes, documents, padding, scores that fade."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._core.checks import check_count, check_tensor, clamp_count, resolve_flag
+from .intervals import KeyIntervals, clipped
+from .places import Places, check_length, check_offsets
+
+
+def sliding_window(
+    key_length: int,
+    window: int,
+    *,
+    lookahead: int = 0,
+    query_length: int | None = None,
+    device: torch.device | str | None = None,
+    **places,
+) -> KeyIntervals:
+    """Every query sees its own position, the `window` - 1 before it and the `lookahead` after it.
+
+    places: key_mask, cu_seqlens_k, cu_seqlens_q, key_positions and query_position, as in select_key_intervals.
+    """
+    check_count(window, "window")
+    check_count(lookahead, "lookahead")
+    window, lookahead = clamp_count(window), clamp_count(lookahead)
+    keys = Places.of(key_length, query_length, device=device, **places)
+    bound = (window + lookahead, 1) if keys.same_length else None
+    return _shown(keys, keys.own - lookahead, keys.own + window, bound)
+
+
+def prefix_lm(
+    key_length: int,
+    prefix_length: int | Tensor,
+    *,
+    query_length: int | None = None,
+    device: torch.device | str | None = None,
+    **places,
+) -> KeyIntervals:
+    """The first `prefix_length` keys (of each document) are visible to every query (of it), the others causally.
+
+    prefix_length: an int, or an integer tensor [B].
+    places: key_mask, cu_seqlens_k, cu_seqlens_q, key_positions and query_position, as in select_key_intervals.
+    """
+    if device is None and isinstance(prefix_length, Tensor):
+        device = prefix_length.device
+    keys = Places.of(key_length, query_length, device=device, **places)
+    prefix = _check_prefix(prefix_length, keys.own.device)
+    first = torch.where(keys.position < prefix.reshape(-1, 1, 1), 0, keys.own)
+    return _shown(keys, first, None, (key_length, 0))
+
+
+def packed_documents(
+    cu_seqlens_k: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    is_causal: bool = True,
+    key_length: int | None = None,
+    query_length: int | None = None,
+    max_seqlen_k: int | None = None,
+    **places,
+) -> KeyIntervals:
+    """Documents packed one after the other: a query sees the keys of its own document only.
+
+    cu_seqlens_k, cu_seqlens_q: integer [documents + 1], where each document begins, and the total at the
+        end; rising from 0. cu_seqlens_q defaults to cu_seqlens_k. Empty documents are allowed. [B, documents + 1] where
+        rows of the batch have documents of their own.
+    is_causal: aligned to the bottom right corner of each document.
+    key_length, query_length: the packed lengths, by default the last offsets (reading them synchronises
+        with a GPU). Keys past the last document are never visible.
+    max_seqlen_k: the number of keys of the longest document, where it is known. For documents that have as
+        many queries as keys (cu_seqlens_q is not given, or is cu_seqlens_k) it makes the `bound`.
+    places: key_mask, key_positions and query_position, as in select_key_intervals.
+    """
+    is_causal = resolve_flag(is_causal, "is_causal")
+    if max_seqlen_k is not None:
+        check_count(max_seqlen_k, "max_seqlen_k")
+    for name, length in (("key_length", key_length), ("query_length", query_length)):
+        if length is not None:
+            check_length(length, name)
+    check_offsets(cu_seqlens_k, "cu_seqlens_k", key_length, longest=max_seqlen_k, batched=True)
+    offsets_q = cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q
+    if offsets_q is not cu_seqlens_k:
+        check_offsets(offsets_q, "cu_seqlens_q", query_length, batched=True)
+    key_length = int(cu_seqlens_k[..., -1].max()) if key_length is None else key_length
+    query_length = int(offsets_q[..., -1].max()) if query_length is None else query_length
+    keys = Places.of(
+        key_length, query_length, cu_seqlens_k=cu_seqlens_k, cu_seqlens_q=cu_seqlens_q, **places
+    )
+    bound = None
+    if max_seqlen_k is not None and keys.same_length:
+        bound = (max_seqlen_k if is_causal else 2 * max_seqlen_k, 1)
+    return _shown(keys, keys.own if is_causal else None, None, bound)
+
+
+def from_padding(key_mask: Tensor, query_length: int | None = None, **places) -> KeyIntervals:
+    """Hides padding from every query.
+
+    key_mask: bool [B, key_length], False for padding on any side.
+    places: cu_seqlens_k, cu_seqlens_q, key_positions and query_position, as in select_key_intervals.
+    """
+    check_tensor(key_mask, "key_mask")
+    if key_mask.dim() != 2 or key_mask.dtype != torch.bool:
+        raise ValueError(
+            f"key_mask: got {key_mask.dtype} of shape {tuple(key_mask.shape)}, "
+            "expected bool of shape [B, key_length]"
+        )
+    key_length = key_mask.shape[1]
+    keys = Places.of(key_length, query_length, key_mask=key_mask, **places)
+    return _shown(keys, None, None, (key_length, 0))
+
+
+def until_faded(
+    cumulative: Tensor, prune: float, heads: int, query_length: int, **places
+) -> KeyIntervals:
+    """A query at position t sees key j <= t while cumulative[t] - cumulative[j] >= prune.
+
+    cumulative: [B, H, key_length], never rising; prune: at most 0.
+    heads: H, or a divisor of it: heads of a group see what any of them does.
+    """
+    key_length = cumulative.shape[2]
+    falling = -cumulative.contiguous()
+    last = torch.searchsorted(falling, falling - prune, right=True)  # the first position past prune
+    if last.shape[1] not in (1, heads):
+        last = last.unflatten(1, (heads, -1)).amax(2)
+    keys = Places.of(key_length, query_length, device=cumulative.device, **places)
+    return _shown(keys, keys.own, last - (key_length - query_length), None)
+
+
+def _check_prefix(prefix_length: int | Tensor, device) -> Tensor:
+    if not isinstance(prefix_length, Tensor):
+        check_count(prefix_length, "prefix_length")
+        # Not by as_tensor, which makes the number a constant of torch.compile.
+        return torch.full((), prefix_length, dtype=torch.int64, device=device)
+    is_integer = not (prefix_length.is_floating_point() or prefix_length.is_complex())
+    if prefix_length.dim() > 1 or not is_integer or prefix_length.dtype == torch.bool:
+        raise ValueError(
+            f"prefix_length: got {prefix_length.dtype} of shape {tuple(prefix_length.shape)}, "
+            "expected integers of shape [B]"
+        )
+    return prefix_length.to(device=device)
+
+
+def _shown(
+    keys: Places, first: Tensor | None, last: Tensor | None, bound: tuple[int, int] | None
+) -> KeyIntervals:
+    """Rows [first, last) of each key, of those that it may be shown to; None: from the first, to the last of them."""
+    first = keys.begin if first is None else torch.maximum(first, keys.begin)
+    last = keys.end if last is None else torch.minimum(last, keys.end)
+    in_order = keys.order is None
+    return clipped(*torch.broadcast_tensors(first, last), keys.query_length, bound, in_order)

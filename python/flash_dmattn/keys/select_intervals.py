@@ -1,0 +1,153 @@
+"""Intervals of the keys that a rule keeps by their scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .._core import ops
+from .._core.checks import check_tensor, resolve_flag
+from . import torch_selection
+from .intervals import KeyIntervals, broadcast_shapes, unchecked
+from .places import Places, check_length
+from .rule import KeySelection, choose_among
+
+
+def select_key_intervals(
+    scores: Tensor,
+    keep_window_size: int | Sequence[int] | None = None,
+    *,
+    selection: str = "per_query",
+    is_causal: bool = True,
+    recent_window: int = 0,
+    recent_competes: bool = True,
+    sink_tokens: int = 0,
+    score_threshold: float | None = None,
+    key_mask: Tensor | None = None,
+    query_length: int | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    query_position: int | Tensor | None = None,
+) -> KeyIntervals:
+    """The keys that a rule keeps by their scores, for every query.
+
+    With causality, the query at position t sees a present key at position j <= t when
+        - it is one of the first `sink_tokens` present keys (of its document), or
+        - t - j < recent_window: its own key is the first of these, or
+        - its score is not NaN, at or above `score_threshold`, and among the best `keep_window_size` of those that compete.
+
+    scores: [B, H, key_length] (or [B, H, 1, key_length], or [B, key_length]), any floating dtype. The
+        choice is not differentiable: no gradient flows to the scores.
+    keep_window_size: how many of the keys that compete a query keeps; 0 or more, or a sequence with a number for each head
+        of the scores. None: all that reach the threshold.
+    selection: "per_query": query i keeps the best among the keys it may see; "global": the best of the
+        row, the same for all queries (then causal).
+    is_causal: query row i may see keys up to i + key_length - query_length.
+    recent_window: the most recent keys that a query sees whatever their scores, its own among them. DMS trains with
+        t - j <= W, which is recent_window=W + 1; WG-KV with t - j < W. Needs is_causal.
+    recent_competes: True: every key competes from the moment it is written, so that a query sees the recent keys and the
+        best of all. False: only keys with t - j >= recent_window compete, so that it sees the best of the older ones.
+    sink_tokens: the first present keys, which stay visible and do not compete.
+    score_threshold: the least score. Without keep_window_size the number of visible keys is not known from the shapes:
+        `measured` counts it once, where otherwise every call on a GPU waits for a count.
+    key_mask: bool, False: the key is not present. [B, key_length] or [B, H, key_length].
+    query_length: defaults to key_length.
+    cu_seqlens_k, cu_seqlens_q: documents packed one after the other, as in packed_documents; int32 [documents + 1], or
+        [B, documents + 1] where rows of the batch have documents of their own. A query chooses among the keys of its own.
+    key_positions: the position of each key in its row, where it is not the key's index: integers [key_length],
+        [B, key_length] or [B, H, key_length], no two of a row alike. With documents, cu_seqlens_k are offsets of positions.
+    query_position: the position of the first query row; integer, or integers [B]. The other rows follow it. By default
+        key_length - query_length; with documents 0.
+
+    Higher scores win; of equal ones the more recent key. NaN and hidden keys are never chosen. Returns
+    intervals of shape [B, H, key_length, 2], is_causal included. O(key_length log keep_window_size); with documents or
+    positions the keys are sorted first.
+    """
+    rule = KeySelection(
+        keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
+    ).checked()
+    is_causal = resolve_flag(is_causal, "is_causal")
+    if not rule.limits():
+        raise TypeError("keep_window_size: got None, expected it or score_threshold")
+    scores, key_mask = per_key_scores(scores, key_mask)
+    query_length = scores.shape[2] if query_length is None else query_length
+    check_length(query_length, "query_length")
+    if all(t is None for t in (cu_seqlens_k, cu_seqlens_q, key_positions, query_position)):
+        return select(scores, key_mask, rule, is_causal, query_length)
+    places = Places.of(
+        scores.shape[2],
+        query_length,
+        cu_seqlens_k=cu_seqlens_k,
+        cu_seqlens_q=cu_seqlens_q,
+        key_mask=key_mask,
+        key_positions=key_positions,
+        query_position=query_position,
+        device=scores.device,
+    )
+    return select_at(places, scores, rule, is_causal)
+
+
+def select(
+    scores: Tensor,
+    key_mask: Tensor | None,
+    rule: KeySelection,
+    is_causal: bool,
+    query_length: int,
+) -> KeyIntervals:
+    """The keys that a rule keeps, of arguments in normal form: scores and key_mask [B, H, key_length]."""
+    rule.check_causality(is_causal)
+    if not ops.has_kernels_for(scores) and not rule.is_window():
+        places = Places.of(scores.shape[2], query_length, key_mask=key_mask, device=scores.device)
+        return select_at(places, scores, rule, is_causal)
+    scores = rule.for_heads(scores)
+    if key_mask is not None:
+        key_mask = key_mask.expand(scores.shape)
+    library = ops if ops.has_kernels_for(scores) else torch_selection
+    intervals = library.select_key_intervals(
+        scores, key_mask, rule.windows(), rule.selection, is_causal, query_length, *rule.options()
+    )
+    return unchecked(intervals, query_length, rule.bound(is_causal))
+
+
+def select_at(places: Places, scores: Tensor, rule: KeySelection, is_causal: bool) -> KeyIntervals:
+    """The keys that a rule keeps where they do not stand at their index, or in documents; scores [B, H, key_length]."""
+    rule.check_causality(is_causal)
+    chosen = choose_among(
+        places.by_position(scores), places.shown(is_causal), rule, is_causal, places.query_length
+    )
+    bound = None
+    if places.same_length:
+        bound = rule.bound(is_causal, documents=places.document is not None)
+    return unchecked(places.by_index(chosen), places.query_length, bound)
+
+
+def per_key_scores(scores: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Checked scores and mask in normal form, [B, H, key_length] both."""
+    scores = _per_key(scores, "scores").detach()
+    if not scores.is_floating_point():
+        raise TypeError(f"scores: got {scores.dtype}, expected a floating dtype")
+    if key_mask is not None:
+        key_mask = _per_key(key_mask, "key_mask")
+        if key_mask.dtype != torch.bool:
+            raise TypeError(f"key_mask: got {key_mask.dtype}, expected torch.bool")
+        shape = broadcast_shapes(scores.shape, key_mask.shape, "key_mask")
+        scores, key_mask = scores.expand(shape), key_mask.expand(shape)
+    return scores, key_mask
+
+
+def _per_key(tensor: Tensor, argument: str) -> Tensor:
+    """[B, H, key_length] of a tensor with one value per key."""
+    check_tensor(tensor, argument)
+    if tensor.dim() == 2:
+        return tensor[:, None]
+    if tensor.dim() == 3:
+        return tensor
+    if tensor.dim() == 4 and tensor.shape[2] == 1:
+        return tensor[:, :, 0]
+    raise ValueError(
+        f"{argument}: got shape {tuple(tensor.shape)}, expected one value per key: [B, H, key_length], "
+        "[B, H, 1, key_length] or [B, key_length]"
+    )

@@ -1,0 +1,306 @@
+"""The memory of a KV cache of slots: made, viewed by rows, copied, saved."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from ._core import ops
+from ._core.checks import check_count, check_tensor, resolve_backend
+from ._core.kv_checks import (
+    as_row_indices,
+    check_head_windows,
+    check_not_expanded,
+    check_slot_kernels,
+    check_slots,
+)
+from .keys.rule import KeySelection
+
+_ARRAYS = ("k", "v", "scores", "positions", "counts", "seen")
+_COUNTERS = 8  # numbers of a SlotCount
+_FLOAT32_ON_A_GPU = "Use one of them, or flash_dmattn_with_kvcache on a cache of all keys"
+
+
+class SlotMemory:
+    """The tensors of a KVSlots and the rule that says how many keys they hold."""
+
+    rows: Tensor | None = None
+
+    def __init__(
+        self,
+        batch: int,
+        heads_kv: int,
+        keep_window_size: int | Sequence[int],
+        head_dim: int,
+        *,
+        selection: str = "per_query",
+        recent_window: int = 0,
+        recent_competes: bool = True,
+        sink_tokens: int = 0,
+        score_threshold: float | None = None,
+        chunk: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        backend: str | None = None,
+    ):
+        for name, value in (
+            ("batch", batch),
+            ("heads_kv", heads_kv),
+            ("head_dim", head_dim),
+            ("chunk", chunk),
+        ):
+            check_count(value, name)
+        rule = (
+            keep_window_size,
+            selection,
+            recent_window,
+            recent_competes,
+            sink_tokens,
+            score_threshold,
+        )
+        self._set_rule(KeySelection(*rule), heads_kv)
+        if not 1 <= head_dim <= 256:
+            raise ValueError(f"head_dim: got {head_dim}, expected 1 to 256")
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise TypeError(f"dtype: got {dtype}, expected float32, bfloat16 or float16")
+        self.backend = resolve_backend(backend)
+        self.pending, self.is_empty = 0, True
+        shape = (batch, heads_kv, self.places + chunk)
+        # Zeros: a kernel may load a slot without a key.
+        self.k = torch.zeros((*shape, head_dim), dtype=dtype, device=device)
+        check_slot_kernels("dtype", dtype, head_dim, self.k.device, instead=_FLOAT32_ON_A_GPU)
+        check_head_windows(len(self.rule.windows()), self.k.device)
+        self.v = torch.zeros_like(self.k)
+        self.scores = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.positions = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.counts = torch.zeros((*shape[:2], _COUNTERS), dtype=torch.int32, device=device)
+        self.seen = torch.zeros(batch, dtype=torch.int32, device=device)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        keep_window_size: int | Sequence[int],
+        k: Tensor,
+        v: Tensor,
+        scores: Tensor,
+        positions: Tensor,
+        counts: Tensor,
+        seen: Tensor,
+        *,
+        selection: str = "per_query",
+        recent_window: int = 0,
+        recent_competes: bool = True,
+        sink_tokens: int = 0,
+        score_threshold: float | None = None,
+        pending: int = 0,
+        backend: str | None = None,
+    ) -> Self:
+        """A cache over tensors that exist, which it changes in place. With counts and seen of zeros it is empty; k and
+        v hold finite numbers from the start, such as zeros.
+
+        Rows are dense, and may be any distance apart: in blocks of an engine's memory, for one. Pending tokens need tensors
+        that are contiguous except for k and v.
+        """
+        cache = object.__new__(cls)
+        for name, tensor in zip(_ARRAYS, (k, v, scores, positions, counts, seen), strict=True):
+            check_tensor(tensor, name)
+            check_not_expanded(tensor, name)
+            setattr(cache, name, tensor)
+        if k.dim() != 4:
+            raise ValueError(f"k: got shape {tuple(k.shape)}, expected [B, Hkv, places + chunk, D]")
+        rule = (
+            keep_window_size,
+            selection,
+            recent_window,
+            recent_competes,
+            sink_tokens,
+            score_threshold,
+        )
+        cache._set_rule(KeySelection(*rule), k.shape[1])
+        check_slots(cache.places, pending, k.shape[2])
+        check_slot_kernels("k", k.dtype, k.shape[3], k.device, instead=_FLOAT32_ON_A_GPU)
+        check_head_windows(len(cache.rule.windows()), k.device)
+        cache.backend = resolve_backend(backend)
+        cache.pending, cache.is_empty = pending, False
+        return cache
+
+    def _set_rule(self, rule: KeySelection, heads_kv: int) -> None:
+        self.rule = rule.checked_for_cache()
+        self.rule.check_heads(heads_kv)
+        self._rule_arguments = self.rule.cache_arguments()
+
+    @property
+    def keep_window_size(self) -> int | tuple[int, ...]:
+        return self.rule.keep_window_size
+
+    @property
+    def places(self) -> int:
+        """The slots of a head for its keys; pending tokens are in those after them."""
+        return self.rule.places()
+
+    @property
+    def batch(self) -> int:
+        return self.k.shape[0] if self.rows is None else self.rows.shape[0]
+
+    @property
+    def chunk(self) -> int:
+        return self.k.shape[2] - self.places
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """In the order of the operators' arguments."""
+        return self.k, self.v, self.scores, self.positions, self.counts, self.seen
+
+    @property
+    def _arguments(self) -> tuple:
+        """The first arguments of the operators that take no `rows`."""
+        self._refuse_rows()
+        return *self.tensors, *self._rule_arguments
+
+    def _refuse_rows(self) -> None:
+        if self.rows is not None:
+            raise ValueError(
+                "rows: got a view of some rows, expected a cache of its own: `snapshot` makes one, and `restore` writes it "
+                "back"
+            )
+
+    def over(self, rows: Tensor) -> Self:
+        """A view of some rows, in any order: the batch of an engine that keeps a row for each of its sequences.
+
+        rows: int32 [B], none of them twice, on the device of the cache. A negative one is no row: nothing is read or written,
+            and the result of `step` is 0. They are read at each call, by a CUDA graph too.
+
+        `step`, `fill`, `snapshot` and `restore` of the view follow the rows; without pending tokens.
+        """
+        check_tensor(rows, "rows")
+        if rows.dim() != 1 or rows.dtype != torch.int32 or rows.device != self.k.device:
+            raise TypeError(
+                f"rows: got {rows.dtype} of shape {tuple(rows.shape)} on {rows.device}, expected torch.int32 of one "
+                f"dimension on {self.k.device}"
+            )
+        if self.rows is not None or self.pending:
+            found = "a view" if self.rows is not None else f"{self.pending} pending tokens"
+            raise ValueError(f"rows: got them for a cache with {found}, expected one without")
+        self.is_empty = False  # from now on any row may be filled
+        view = copy.copy(self)
+        view.rows = rows.contiguous()
+        return view
+
+    def clear(self) -> None:
+        """Empties every row and drops pending tokens."""
+        self._refuse_rows()
+        self.counts.zero_()
+        self.seen.zero_()
+        self.pending = 0
+        self.is_empty = True
+
+    def select(self, index: Tensor, *, chunk: int | None = None) -> Self:
+        """Returns a cache whose row i is a copy of row index[i], pending tokens included. index: integers [rows];
+        raises for others. chunk: its maximum number of pending tokens, by default that of this cache."""
+        arguments = self._arguments
+        index = as_row_indices(index, "index")
+        if chunk is not None:
+            check_count(chunk, "chunk")
+            if chunk < self.pending:
+                raise ValueError(
+                    f"chunk: got {chunk}, expected {self.pending} or more, the tokens that are pending"
+                )
+        selected = self._empty(index.shape[0], self.chunk if chunk is None else chunk)
+        ops.kv_copy_rows(
+            *selected.tensors,
+            None,
+            *arguments,
+            self.pending,
+            index,
+            self.backend,
+        )
+        return selected
+
+    def repeat(self, count: int) -> Self:
+        """Returns a cache with each row repeated `count` times, consecutively (as torch.repeat_interleave), pending
+        tokens included."""
+        check_count(count, "count")
+        rows = torch.arange(self.batch, dtype=torch.int32, device=self.k.device)
+        return self.select(rows.repeat_interleave(count))
+
+    def reorder(self, index: Tensor) -> None:
+        """Row i becomes row index[i], in place (through a copy): beams. index: integers [B]; raises for others.
+        Pending tokens move with their rows."""
+        self.restore(self.select(as_row_indices(index, "index", self.batch)))
+
+    def snapshot(self) -> Self:
+        """A copy, for `restore`: the way back to an earlier token, as evicted keys do not return. Of a view whose rows all
+        exist, a cache of its own."""
+        if self.rows is not None:
+            pool = copy.copy(self)
+            pool.rows = None
+            return pool.select(self.rows)
+        return self.select(torch.arange(self.batch, dtype=torch.int32, device=self.k.device))
+
+    def restore(self, snapshot: SlotMemory) -> None:
+        """The content of a snapshot, in place. One of a single row (a shared prefix) goes to every row."""
+        if not isinstance(snapshot, SlotMemory):
+            raise TypeError(f"snapshot: got {type(snapshot).__name__}, expected KVSlots")
+        _check_rule("snapshot", snapshot.rule._asdict(), self.rule)
+        if snapshot.batch not in (1, self.batch):
+            raise ValueError(f"snapshot: got {snapshot.batch} rows, expected {self.batch} or one")
+        rows = torch.arange(self.batch, dtype=torch.int32, device=self.k.device)
+        ops.kv_copy_rows(
+            *self.tensors,
+            self.rows,
+            *snapshot.tensors,
+            *self._rule_arguments,
+            snapshot.pending,
+            rows if snapshot.batch == self.batch else torch.zeros_like(rows),
+            self.backend,
+        )
+        self.pending, self.is_empty = snapshot.pending, snapshot.is_empty
+
+    def state_dict(self) -> dict[str, Tensor | int]:
+        """To save: the tensors themselves, not copies."""
+        self._refuse_rows()
+        numbers = {"pending": self.pending, "is_empty": self.is_empty}
+        return dict(zip(_ARRAYS, self.tensors, strict=True)) | self.rule._asdict() | numbers
+
+    def load_state_dict(self, state: Mapping[str, Tensor | int]) -> None:
+        """Copies a saved state into the tensors, which may have another dtype and device."""
+        self._refuse_rows()
+        missing = [name for name in (*_ARRAYS, "keep_window_size", "pending") if name not in state]
+        if missing:
+            raise ValueError(
+                f"state: got none of {', '.join(missing)}, expected a state_dict of KVSlots"
+            )
+        _check_rule("state", state, self.rule)
+        for name in _ARRAYS:
+            own = getattr(self, name)
+            check_tensor(state[name], f"state[{name!r}]")
+            if state[name].shape != own.shape:
+                raise ValueError(
+                    f"state: got {name} of shape {tuple(state[name].shape)}, expected {tuple(own.shape)}"
+                )
+        check_slots(self.places, state["pending"], self.k.shape[2])
+        for name in _ARRAYS:
+            getattr(self, name).copy_(state[name])
+        self.pending, self.is_empty = state["pending"], state.get("is_empty", False)
+
+    def _empty(self, batch: int, chunk: int) -> Self:
+        slots = (batch, self.k.shape[1], self.places + chunk)
+        k, v = (own.new_zeros((*slots, own.shape[3])) for own in (self.k, self.v))
+        scores, positions = (own.new_zeros(slots) for own in (self.scores, self.positions))
+        counts, seen = (own.new_zeros((batch, *own.shape[1:])) for own in (self.counts, self.seen))
+        cache = type(self).from_tensors(
+            k=k, v=v, scores=scores, positions=positions, counts=counts, seen=seen,
+            **self.rule._asdict(), pending=self.pending, backend=self.backend,
+        )  # fmt: skip
+        cache.is_empty = self.is_empty
+        return cache
+
+
+def _check_rule(name: str, got: Mapping, rule: KeySelection) -> None:
+    for part, expected in rule._asdict().items():
+        if part in got and got[part] != expected:
+            raise ValueError(f"{name}: got {part} {got[part]}, expected {expected}")

@@ -1,0 +1,92 @@
+"""Tokens that follow a piece go on from its boundary state alone: the rows of one process, under every rule."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, assume, given, settings
+
+from processes import run_in_processes
+from random_cases import random_cases
+from ranks_as_threads import run_in_threads
+from sharded_cases import attention_in_one_process, cases, tensors
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+
+STEPS = 9
+
+
+def compare_decoding(case, group, rank, ranks, seed):
+    """The lengths of a case are those of the ranks, and then of tokens that no rank has."""
+    from flash_dmattn.distributed import attend, begin, boundary_state
+
+    q, k, v, s, _, _, mask, offsets = tensors(case, seed)
+    expected, lse = attention_in_one_process(case, q, k, v, s, None, mask, offsets, None)
+    start, total = sum(case.lengths[:rank]), sum(case.lengths[:ranks])
+    end = start + case.lengths[rank]
+    rows = slice(start, end)
+    pending = begin(
+        k[:, rows], v[:, rows], s[..., rows], group=group, keep_window_size=case.window, **case.rule,
+        attn_bias="scores" if case.bias == "scores" else None,
+        key_mask=None if mask is None else mask[:, rows],
+        cu_seqlens=None if offsets is None else offsets.clamp(max=total),
+        lengths=case.lengths[:ranks],
+    )  # fmt: skip
+    out = attend(q[:, rows], pending, **case.call)
+    torch.testing.assert_close(out, expected[:, rows], rtol=2e-5, atol=5e-6)
+    cache = boundary_state(pending)
+    begun = torch.zeros(case.batch, dtype=torch.int64)
+    stop = torch.full((case.batch,), sum(case.lengths))
+    if offsets is not None:
+        at = torch.searchsorted(offsets, torch.full((len(offsets), 1), end), right=True)
+        ends = torch.nn.functional.pad(offsets, (0, 1), value=end)
+        stop = ends.gather(1, at)[:, 0].expand(case.batch)
+        begun = offsets.gather(1, at - 1)[:, 0].expand(case.batch)
+        if end == total:  # the documents that the ranks know of end there
+            begun = stop = torch.full((case.batch,), end)
+        begun = torch.where(stop > end, begun, end)
+    assert torch.equal(cache.seen.long(), end - begun)
+    assert not cache.counts[begun == end, :, 0].any()
+    for i in range(end, min(end + STEPS, int(stop.max()))):
+        token = slice(i, i + 1)
+        out, step_lse = cache.step(
+            q[:, token], k[:, token], v[:, token], s[..., token].expand(-1, k.shape[2], -1).contiguous(),
+            key_mask=None if mask is None else mask[:, token],
+            scores_are_bias=case.bias == "scores", return_lse=True, **case.call,
+        )  # fmt: skip
+        goes_on = i < stop
+        for actual, wanted in ((out, expected[:, token]), (step_lse, lse[..., token])):
+            torch.testing.assert_close(actual[goes_on], wanted[goes_on], rtol=2e-5, atol=5e-6)
+
+
+def decodable_cases(ranks):
+    """The cases with one value for each key, and tokens behind their sequence."""
+    for name, case in cases(ranks).items():
+        plain = case.bias in ("scores", "none") and case.d == case.dv
+        if plain and case.scores != "odd" and not case.call.keys() - {"softcap", "scale"}:
+            case.lengths = [*case.lengths, STEPS]
+            yield name, case
+
+
+def decode_all(rank, count):
+    failed = []
+    for seed, (name, case) in enumerate(decodable_cases(count)):
+        try:
+            compare_decoding(case, dist.group.WORLD, rank, count, seed)
+        except AssertionError as error:
+            failed.append(f"{name}: {error}")
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_every_case_goes_on_as_one_process(count):
+    run_in_processes(count, decode_all, count)
+
+
+@settings(
+    max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+@given(case=random_cases(biases=("scores", "none")))
+def test_random_pieces_go_on_as_one_process(case):
+    assume(case.selection().places() > 0)  # a cache has a place
+    ranks = len(case.lengths) - 1
+    run_in_threads(ranks, lambda wire: compare_decoding(case, wire, wire.rank, ranks, 5))
