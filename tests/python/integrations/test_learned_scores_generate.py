@@ -7,12 +7,11 @@ transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache, StaticCache  # noqa: E402
 
 from flash_dmattn.integrations.transformers import DynamicMaskCache  # noqa: E402
-from scored_models import RULES, make_ids, make_scored  # noqa: E402
+from scored_models import FAMILIES, RULES, make_base, make_ids, make_scored  # noqa: E402
 from scores_by_definition import by_definition  # noqa: E402
 
 pytestmark = pytest.mark.transformers
 PROMPT, NEW = 13, 9
-FAMILIES = ("Llama", "Qwen3", "Gemma3", "GptOss", "Gemma2", "GPTNeoX")
 CACHES = {
     "dynamic": lambda model: DynamicCache(config=model.config),
     "static": lambda model: StaticCache(config=model.config, max_cache_len=PROMPT + NEW + 3),
@@ -87,42 +86,48 @@ def test_families_write_by_definition(family, name):
         assert_writes_by_definition(model, written)
 
 
+WAYS = {
+    "padded": {"attention_mask": left_padding()},
+    "sampling": {"do_sample": True, "top_k": 8, "num_return_sequences": 2},
+    "beams": {"num_beams": 3},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("rule", ["window", "all"])
-def test_ways_of_generating_agree(rule):
+def test_ways_of_generating_write_by_definition(rule, way):
+    """Without a cache, where the whole text is computed again for every token, and under every cache."""
     model = make_scored(rule=rule)
-    ways = {
-        "padded": {"attention_mask": left_padding()},
-        "sampling": {"do_sample": True, "top_k": 8, "num_return_sequences": 2},
-        "beams": {"num_beams": 3},
-    }
-    for way, options in ways.items():
-        written = []
-        for name in ("none", "dynamic", "static", "slots"):
-            cache = {} if name == "none" else {"past_key_values": make_cache(model, name)}
-            if name == "none":
-                cache["use_cache"] = False
-            if name == "static" and way in ("sampling", "beams"):
-                continue  # for another number of rows
-            torch.manual_seed(3)
-            written.append(generate(model, **options, **cache))
-        for other in written[1:]:
-            assert torch.equal(other, written[0]), way
+    torch.manual_seed(3)
+    with by_definition(model):
+        expected = generate(model, **WAYS[way], use_cache=False)
+    for name in ("none", "dynamic", "static", "slots"):
+        if name == "static" and way in ("sampling", "beams"):
+            continue  # for another number of rows
+        cache = {"past_key_values": make_cache(model, name)} if name != "none" else {}
+        torch.manual_seed(3)
+        written = generate(model, **WAYS[way], **cache, use_cache=name != "none")
+        assert torch.equal(written, expected), name
 
 
 @pytest.mark.skipif(
     transformers.__version__ < "5", reason="transformers 4 needs a token that ends a text"
 )
+@pytest.mark.parametrize("assistant", ["prompt", "model"])
 @pytest.mark.parametrize("rule", ["window", "all"])
-def test_assisted_decoding_writes_by_definition(rule):
-    """GPT-2, whose first layer knows positions: elsewhere equal tokens tie there, and the last digit of a score depends on
+def test_assisted_decoding_writes_by_definition(rule, assistant):
+    """Drafts from the prompt, or of the model without its scores. GPT-2, whose first layer knows positions: elsewhere equal tokens tie there, and the last digit of a score depends on
     how many tokens a call has."""
     model = make_scored("GPT2", rule)
     ids = make_ids(PROMPT, batch=1)
     cache = make_cache(model, "slots")
+    options = {"prompt_lookup_num_tokens": 3}
+    if assistant == "model":
+        options = {"assistant_model": make_base("GPT2")}
     with torch.no_grad():
         written = model.generate(
             ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=NEW, do_sample=False,
-            prompt_lookup_num_tokens=3,
+            **options,
         )  # fmt: skip
     assert_writes_by_definition(model, written)
 
