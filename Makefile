@@ -99,14 +99,14 @@ test-python: $(STAMPS)/package $(STAMPS)/test ## Python tests, on the installed 
 families: $(STAMPS)/package $(STAMPS)/test ## compare every family of transformers with eager attention, write docs/model-families.md (options: ARGS=...)
 	OMP_NUM_THREADS=1 $(BIN)/python tools/families.py $(ARGS)
 
-# Runs only the Python tests whose results the CPU kernels compute.
+# Runs only the Python tests whose results the CPU kernels compute: selection and its checks are compiled for the baseline.
 .PHONY: test-python-avx2
 test-python-avx2: $(STAMPS)/package $(STAMPS)/test ## Python tests with AVX2, the largest instruction set of most desktops, where the processor has more
 	@$(BIN)/python -m flash_dmattn info | grep -E '^ *cpu +yes +(avx512|amx)' >/dev/null || { \
 	  echo "SKIPPED test-python-avx2: this processor has no more than AVX2, which test-python runs on"; exit 0; }; \
 	FLASH_DMATTN_MAX_ISA=avx2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal \
-	  -k 'not triton and not compile and not import and not memory and not instruction_sets' \
-	  tests/python/api tests/python/autograd tests/python/selection tests/python/generation $(ARGS)
+	  -k 'not triton and not compile and not import and not memory and not instruction_sets and not bad and not recall' \
+	  tests/python/api tests/python/autograd tests/python/generation tests/python/selection/test_rules.py $(ARGS)
 
 # Two of the architectures that a release has: one of each class of shared memory, each with its own kernels.
 CUDA_TEST_ARCHITECTURES ?= 86-real;90-real
@@ -151,6 +151,10 @@ NEWEST ?= transformers
 .PHONY: test-newest
 test-newest: $(STAMPS)/package $(STAMPS)/test ## Python tests of transformers' own models, on the newest transformers that pip finds now (NEWEST="transformers torch")
 	JOBS=$(JOBS) tools/test_newest.sh $(NEWEST)
+
+.PHONY: test-vllm
+test-vllm: $(STAMPS)/package $(STAMPS)/test ## tests of the plugin for vLLM, with vLLM for CPUs in an environment of its own (1.1 GB of build/)
+	tools/test_vllm.sh $(ARGS)
 
 .PHONY: format
 format: $(STAMPS)/tools ## format every file

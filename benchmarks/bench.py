@@ -27,7 +27,7 @@ _MODULES = {
 CASES = (*cases.NAMES, "selection", *_MODULES)
 SIDES = (
     *sides.NAMES, "ours", "flash", "efficient", "eager", "ours_compiled", "eager_compiled", "sdpa_compiled", "rounded",
-    "rounded_compiled", "generate", "eager_other_seed", "slots", "all_keys",
+    "rounded_compiled", "generate", "eager_other_seed", "slots", "all_slots", "all_keys",
 )  # fmt: skip
 INTERRUPTED = 130
 

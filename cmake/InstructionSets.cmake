@@ -3,8 +3,8 @@
 # compiled for the baseline of the target, and nothing with link-time optimization: either mix would
 # let instructions of one set leak into code that runs on processors without them.
 #
-#   FLASH_DMATTN_ISA_KNOWN   names for this processor, in ascending order
-#   FLASH_DMATTN_ISA_BUILT   those the compiler supports
+#   FLASH_DMATTN_INSTRUCTION_SETS   those to build, in ascending order; by default all of this kind of processor
+#   FLASH_DMATTN_ISA_BUILT          those of them that the compiler supports
 
 # Compile flags of all kernels. None may change the meaning of inf and NaN.
 set(FLASH_DMATTN_KERNEL_FLAGS
@@ -24,14 +24,15 @@ endif()
 set(FLASH_DMATTN_ISA_FLAGS_avx512_bf16 ${FLASH_DMATTN_ISA_FLAGS_avx512} -mavx512bf16)
 set(FLASH_DMATTN_ISA_FLAGS_amx_bf16 ${FLASH_DMATTN_ISA_FLAGS_avx512_bf16} -mamx-tile -mamx-bf16)
 
-set(FLASH_DMATTN_ISA_KNOWN generic)
+set(isa_known generic)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|amd64|AMD64)$" AND CMAKE_SIZEOF_VOID_P EQUAL 8)
-  list(APPEND FLASH_DMATTN_ISA_KNOWN avx2 avx512 avx512_bf16 amx_bf16)
+  list(APPEND isa_known avx2 avx512 avx512_bf16 amx_bf16)
 endif()
+set(FLASH_DMATTN_INSTRUCTION_SETS "${isa_known}" CACHE STRING "Instruction sets of the CPU kernels; generic is always among them")
 
 include(CheckCXXSourceCompiles)
 set(FLASH_DMATTN_ISA_BUILT generic)
-foreach(isa IN LISTS FLASH_DMATTN_ISA_KNOWN)
+foreach(isa IN LISTS FLASH_DMATTN_INSTRUCTION_SETS)
   if(NOT isa STREQUAL "generic")
     # Compiled, not only tested for its flags: an old assembler fails only here.
     list(JOIN FLASH_DMATTN_ISA_FLAGS_${isa} " " CMAKE_REQUIRED_FLAGS)

@@ -1,10 +1,12 @@
-"""Many requests at once through transformers' engine (continuous batching): a Doge with slots, and with all keys a Llama of
-the same sizes. Weights are random: time depends on shapes alone."""
+"""Many requests at once through transformers' engine (continuous batching): a Doge with slots, the same Doge with slots for all
+keys, and a Llama of the same sizes with transformers' own cache. Weights are random: time depends on shapes alone."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
+import random
 import time
 from collections.abc import Iterator
 
@@ -26,21 +28,29 @@ from . import record
 from .models import random_doge, title
 
 _NEW = {"cuda": 128, "cpu": 16}  # tokens of a request
-_LENGTHS = {"cuda": [512, 8192, 32768], "cpu": [64, 1024]}  # of a prompt
-_CONCURRENCY = {"cuda": (1, 8, 32), "cpu": (1, 8)}  # requests at any time
-_COUNTED = (
-    2,
-    8,
-)  # requests whose times count: for each at a time, and at least; as many as run at a time come before them
+_LENGTHS = {"cuda": [512, 8192, 32768, 131072], "cpu": [64, 1024]}  # of a prompt
+_CONCURRENCY = {"cuda": (1, 8, 32, 128), "cpu": (1, 8)}  # requests at any time
+_LOADS = (0.5, 0.8, 0.95)  # of the requests a second that the most at any time get
+# Requests whose times count: for each at a time, and at least; as many as run at a time come before them.
+_COUNTED = (2, 8)
 _STEP_TOKENS = {"cuda": 8192, "cpu": 256}  # of prompts, in a step of the engine
 _DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
 
 
-def _slots(device: str) -> DogeForCausalLM:
+def _slots(device: str, length: int) -> DogeForCausalLM:
     return enable_flash_dmattn(random_doge(device))
 
 
-def _all_keys(device: str) -> LlamaForCausalLM:
+def _all_slots(device: str, length: int) -> DogeForCausalLM:
+    """With a window from which no key of a request leaves: the same kernels, and memory for all keys."""
+    model = random_doge(device)
+    model.config.keep_window_size = length + _NEW[device]
+    for layer in model.model.layers:
+        layer.self_attn.keep_window_size = model.config.keep_window_size
+    return enable_flash_dmattn(model)
+
+
+def _all_keys(device: str, length: int) -> LlamaForCausalLM:
     doge = random_doge(device).config
     names = (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -51,7 +61,7 @@ def _all_keys(device: str) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).to(getattr(torch, _DTYPES[device]))
 
 
-SIDES = {"slots": _slots, "all_keys": _all_keys}
+SIDES = {"slots": _slots, "all_slots": _all_slots, "all_keys": _all_keys}
 
 
 def side_names(name: str, device: str) -> tuple[str, ...]:
@@ -59,73 +69,125 @@ def side_names(name: str, device: str) -> tuple[str, ...]:
 
 
 def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
-    """A row for each length of prompts and number of requests at a time, by each side."""
+    """A row for each length of prompts and number of requests at a time, and for each load of requests that come by themselves,
+    by each side."""
     device, dtype = options.device, _DTYPES[options.device]
     chosen = [side for side in SIDES if side in (options.side or SIDES)]
     for length in options.length or _LENGTHS[device]:
         for side in chosen:
-            model = SIDES[side](device).eval()
-            for concurrency in _CONCURRENCY[device]:
-                case = (
-                    f"serving N{length} + {_NEW[device]}, {concurrency} at a time, {title(device)}"
-                )
+            model = SIDES[side](device, length).eval()
+            saturation = 0.0
+            arrivals = [*_CONCURRENCY[device], *_LOADS]
+            for number, arrival in enumerate(arrivals):
+                is_load = number >= len(_CONCURRENCY[device])
+                how = f"{arrival:.0%} load" if is_load else f"{arrival} at a time"
+                case = f"serving N{length} + {_NEW[device]}, {how}, {title(device)}"
                 try:
-                    yield record.row(
-                        case, side, dtype, parts=_closed_loop(model, length, concurrency)
-                    )
+                    with _started(model, length, max(_CONCURRENCY[device])) as manager:
+                        if is_load:
+                            parts = _open_loop(manager, model, length, arrival * saturation)
+                        else:
+                            parts = _closed_loop(manager, model, length, arrival)
+                            saturation = parts["requests/s"]
+                    yield record.row(case, side, dtype, parts=parts)
                 except Exception as error:  # the other sides are worth their time
                     print(record.declined(case, side, dtype, error), flush=True)
 
 
-def _closed_loop(model: PreTrainedModel, length: int, concurrency: int) -> dict:
-    """Requests of which a new one begins when one ends: ms to the first token, and between later ones; tokens a second."""
+@contextlib.contextmanager
+def _started(model: PreTrainedModel, length: int, most: int) -> Iterator[ContinuousBatchingManager]:
+    """An engine with room for `most` requests, or for as many as fit into a GPU."""
     device = model.device.type
     engine = ContinuousBatchingConfig(max_batch_tokens=_STEP_TOKENS[device], max_memory_percent=0.7)
     if device == "cpu":  # room for the prompts, and no more
-        engine.num_blocks = 2 * concurrency * (length + _NEW[device]) // engine.page_size + 8
+        engine.num_blocks = 2 * most * (length + _NEW[device]) // engine.page_size + 8
     greedy = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
     manager = model.init_continuous_batching(greedy, engine)
     manager.warmup()
     manager.start()
     try:
-        results = list(_requests(manager, model, length, concurrency))
+        yield manager
     finally:
         manager.stop(block=True)
         manager.destroy()
-    counted = [result for _, result in results[concurrency:]]
-    seconds = results[-1][0] - results[concurrency - 1][0]
-    first = [result.timestamps[0] - result.created_time for result in counted]
-    between = [b - a for result in counted for a, b in itertools.pairwise(result.timestamps)]
-    return {
-        "first token p50": 1e3 * _quantile(first, 0.5),
-        "p99": 1e3 * _quantile(first, 0.99),
-        "next token p50": 1e3 * _quantile(between, 0.5),
-        "its p99": 1e3 * _quantile(between, 0.99),
-        "tokens/s": len(counted) * _NEW[device] / seconds,
-    }
 
 
-def _requests(
+def _closed_loop(
     manager: ContinuousBatchingManager, model: PreTrainedModel, length: int, concurrency: int
-) -> Iterator[tuple[float, GenerationOutput]]:
-    """The results, and when they came."""
-    device = model.device.type
-    drawn = torch.Generator().manual_seed(0)
-
-    def add() -> None:
-        prompt = torch.randint(model.config.vocab_size, (length,), generator=drawn).tolist()
-        manager.add_request(prompt, max_new_tokens=_NEW[device], record_timestamps=True)
-
-    left = concurrency + max(_COUNTED[0] * concurrency, _COUNTED[1])
+) -> dict:
+    """Requests of which a new one begins when one ends."""
+    prompts = _prompts(model, length)
+    count = concurrency + max(_COUNTED[0] * concurrency, _COUNTED[1])
+    ends, results = [], []
     for _ in range(concurrency):
-        add()
-    for number in range(left):
-        result = manager.get_result(timeout=600)
-        if result is None or result.error is not None:
-            raise RuntimeError(result.error if result else "no result in ten minutes")
-        if number + concurrency < left:
-            add()
-        yield time.perf_counter(), result
+        _add(manager, model, next(prompts))
+    for number in range(count):
+        results.append(_result(manager, 600))
+        ends.append(time.perf_counter())
+        if number + concurrency < count:
+            _add(manager, model, next(prompts))
+    seconds = ends[-1] - ends[concurrency - 1]
+    return _times(results[concurrency:], model, seconds)
+
+
+def _open_loop(
+    manager: ContinuousBatchingManager, model: PreTrainedModel, length: int, rate: float
+) -> dict:
+    """Requests that come by themselves, `rate` a second, at random times (Poisson)."""
+    if not rate:
+        raise ValueError("rate: got 0, as no number of requests at a time could be measured")
+    prompts, draw = _prompts(model, length), random.Random(0)
+    count = max(_COUNTED[0] * max(_CONCURRENCY[model.device.type]), _COUNTED[1])
+    start = time.perf_counter()
+    due = list(itertools.accumulate((draw.expovariate(rate) for _ in range(count)), initial=start))
+    results = []
+    while len(results) < count:
+        while due and len(due) > 1 and due[0] <= time.perf_counter():
+            due.pop(0)
+            _add(manager, model, next(prompts))
+        wait = max(due[0] - time.perf_counter(), 1e-3) if len(due) > 1 else 600
+        result = _result(manager, wait, may_wait=len(due) > 1)
+        if result is not None:
+            results.append(result)
+    return _times(results[count // 4 :], model, 0.75 * (time.perf_counter() - start))
+
+
+def _prompts(model: PreTrainedModel, length: int) -> Iterator[list[int]]:
+    drawn = torch.Generator().manual_seed(0)
+    while True:
+        yield torch.randint(model.config.vocab_size, (length,), generator=drawn).tolist()
+
+
+def _add(manager: ContinuousBatchingManager, model: PreTrainedModel, prompt: list[int]) -> None:
+    manager.add_request(prompt, max_new_tokens=_NEW[model.device.type], record_timestamps=True)
+
+
+def _result(
+    manager: ContinuousBatchingManager, timeout: float, may_wait: bool = False
+) -> GenerationOutput | None:
+    """The next request that ended; None after `timeout` seconds where that is no failure."""
+    result = manager.get_result(timeout=timeout)
+    if result is not None and result.error is not None or result is None and not may_wait:
+        raise RuntimeError(result.error if result else f"no result in {timeout} seconds")
+    return result
+
+
+def _times(results: list[GenerationOutput], model: PreTrainedModel, seconds: float) -> dict:
+    """ms to the first token (TTFT), between tokens (ITL), and for a token after the first (TPOT); tokens and requests a
+    second."""
+    first = [result.timestamps[0] - result.created_time for result in results]
+    between = [b - a for result in results for a, b in itertools.pairwise(result.timestamps)]
+    each = [
+        (result.timestamps[-1] - result.timestamps[0]) / (len(result.timestamps) - 1)
+        for result in results
+    ]
+    parts = {}
+    for name, values in (("TTFT", first), ("TPOT", each), ("ITL", between)):
+        parts[f"{name} p50"] = 1e3 * _quantile(values, 0.5)
+        parts[f"{name} p99"] = 1e3 * _quantile(values, 0.99)
+    parts["requests/s"] = len(results) / seconds
+    parts["tokens/s"] = parts["requests/s"] * _NEW[model.device.type]
+    return parts
 
 
 def _quantile(values: list[float], share: float) -> float:

@@ -18,6 +18,7 @@ from .keys.patterns import from_padding, packed_documents, prefix_lm, sliding_wi
 from .keys.select_intervals import select_key_intervals
 from .layers import DynamicMaskAttention
 from .merge import merge_attention
+from .ragged import RaggedBatch, extend_ragged
 from .scores import make_scores
 from .with_kvcache import KVSlots, flash_dmattn_with_kvcache
 
@@ -48,8 +49,10 @@ __all__ = [
     "FLEX_AVAILABLE",
     "KVSlots",
     "KeyIntervals",
+    "RaggedBatch",
     "TRITON_AVAILABLE",
     "backends",
+    "extend_ragged",
     "flash_dmattn_func",
     "flash_dmattn_func_auto",
     "flash_dmattn_varlen_func",

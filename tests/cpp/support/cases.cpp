@@ -84,6 +84,7 @@ Case parse(const CaseWords& words) {
   c.has_dlse = one_of<bool>(word("dlse"), {{"none", false}, {"normal", true}});
   c.seed = static_cast<std::uint64_t>(integer("seed"));
   c.slow = integer("slow") != 0;
+  c.only_on_gpus = integer("slow") == 2;
   return c;
 }
 

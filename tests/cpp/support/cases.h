@@ -25,6 +25,7 @@ struct Case {
   bool has_dlse = false;
   std::uint64_t seed = 0;
   bool slow = false;
+  bool only_on_gpus = false;
 };
 
 // True with FLASH_DMATTN_QUICK_TESTS, under sanitizers and emulators. Slow cases are then skipped, and random tests draw

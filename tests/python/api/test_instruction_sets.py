@@ -21,7 +21,7 @@ reason = next(backend.reason for backend in backends() if backend.name == "cpu")
 print(reason, flush=True)
 if sys.argv[1] not in reason.split():
     sys.exit()
-for name in [name for name, row in CASES.items() if row["slow"] != "1"][::80]:
+for name in [name for name, row in CASES.items() if row["slow"] == "0"][::80]:
     case = make_case(CASES[name])
     try:
         assert_matches_oracle(run(case), case.problem, case.nonfinite == "saturate")

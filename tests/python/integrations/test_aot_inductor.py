@@ -51,7 +51,7 @@ int main(int count, char** arguments) {
 
 def make_model():
     config = transformers.DogeConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
         num_attention_heads=4, num_key_value_heads=2, keep_window_size=5, max_position_embeddings=64,
     )  # fmt: skip
     model = transformers.DogeForCausalLM(config).eval()

@@ -73,7 +73,9 @@ CASES = {
 def test_compiled_training_equals_eager(name):
     torch._dynamo.reset()
     options, inputs = CASES[name]
-    model, ids = make_model(**options), torch.randint(0, VOCABULARY, (B, S))
+    layers = 2 if name == "no_mask" else 1  # what lies between layers does not depend on the mask
+    model = make_model(**options, num_hidden_layers=layers)
+    ids = torch.randint(0, VOCABULARY, (B, S))
     loss = training_of(model)
     compiled = torch.compile(loss, backend=BACKEND, fullgraph=True)
     actual, expected = (loss_and_gradients(f, model, ids, inputs) for f in (compiled, loss))
@@ -118,10 +120,11 @@ def inputs_of_length(name, length):
 def test_lengths_share_one_graph(name):
     torch._dynamo.reset()
     counter = CompileCounter()
-    loss = training_of(make_model(**CASES[name][0]))
+    layers = 2 if name == "no_mask" else 1
+    loss = training_of(make_model(**CASES[name][0], num_hidden_layers=layers))
     compiled = torch.compile(loss, backend=counter, fullgraph=True, dynamic=True)
     with torch.no_grad():
-        for length in (11, 16, 19, 23, 29, 33, 37, 40, 44, 50, 55, 60):
+        for length in (11, 16, 19, 40, 60):
             ids, inputs = torch.randint(0, VOCABULARY, (B, length)), inputs_of_length(name, length)
             torch.testing.assert_close(compiled(ids, inputs), loss(ids, inputs))
     assert counter.frame_count == 1

@@ -199,6 +199,25 @@ def test_model_afterwards_generates_as_before(model, alone):
     assert batching.SlotAllocator not in batching.caches.ATTN_TYPE_TO_ALLOCATOR.values()
 
 
+def test_cache_of_another_model_made_meanwhile_is_that_of_transformers(model, monkeypatch):
+    create = batching.ContinuousBatchingManager._create_batch_processor
+    eager, made, name = brute_force_of(model), [], model.config._attn_implementation
+
+    def create_both(self):
+        monkeypatch.undo()
+        other = eager.init_continuous_batching(GenerationConfig(**GREEDY), options(model))
+        made.append(create(other))
+        return create(self)
+
+    monkeypatch.setattr(batching.ContinuousBatchingManager, "_create_batch_processor", create_both)
+    manager = model.init_continuous_batching(GenerationConfig(**GREEDY), options(model))
+    made.append(manager._create_batch_processor())
+    kinds = [type(p.cache.cache_allocators["full_attention"]).__name__ for p in made]
+    assert kinds == ["FullAttentionCacheAllocator", "SlotAllocator"]
+    manager.destroy()
+    model.set_attn_implementation(name)
+
+
 def test_another_version_of_transformers_is_named():
     model = make_model()
     set_continuous_batching(model, (model.config._attn_implementation,), None)

@@ -66,7 +66,7 @@ def compare_all(rank):
     compare_step(rank, "packed", checkpointed=True)
     if dist.get_world_size() == 2:
         compare_step(rank, "packed", compiled=True)
-    compare_training(rank)
+        compare_training(rank)
     compare_generation(rank)
     copies_and_errors(rank)
 

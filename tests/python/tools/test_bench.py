@@ -132,7 +132,10 @@ def test_serving_has_rows_of_slots_and_of_all_keys(capsys, tmp_path, monkeypatch
     printed = run(capsys, "--case", "serving", "--length", "20", "--json", str(file))
     assert "declined" not in printed
     rows = record.read(file)["rows"]
-    assert [row["side"] for row in rows] == ["slots", "all_keys"]
+    arrivals = 1 + len(serving._LOADS)
+    assert [row["side"] for row in rows] == [
+        side for side in serving.SIDES for _ in range(arrivals)
+    ]
     assert all(value > 0 for row in rows for value in row["parts"].values())
 
 

@@ -1,12 +1,12 @@
 """examples/long_context.py on two processes: the losses of whole sequences, and a run that goes on where it was stopped."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
+import os
 
 import pytest
 import torch.distributed as dist
+
+from processes import run_in_processes
 
 pytest.importorskip("transformers.models.doge", reason="transformers with Doge is not installed")
 pytestmark = [
@@ -14,31 +14,27 @@ pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch without distributed"),
 ]
 
-PROGRAM = Path(__file__).parents[3] / "examples" / "long_context.py"
 SIZES = [
     "--seq-len", "512", "--window", "32", "--layers", "2", "--hidden", "64", "--head-dim", "16", "--batch", "2",
 ]  # fmt: skip
 
 
-def losses(folder, steps, *options):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-    ]
-    command += [PROGRAM, *SIZES, "--steps", str(steps), "--output", folder, *options]
-    run = subprocess.run([str(word) for word in command], capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
+def train(rank, folder, steps, options):
+    import long_context
+
+    os.environ["WORLD_SIZE"] = str(dist.get_world_size())  # as torchrun does
+    long_context.main([*SIZES, "--steps", str(steps), "--output", folder, *options])
+
+
+def losses(folder, steps, *options, processes=2):
+    run_in_processes(processes, train, str(folder), steps, options)
     record = json.loads((folder / "record.json").read_text())
     return [(step["step"], step["loss"], step["gradient_norm"]) for step in record]
 
 
 def test_losses_are_those_of_whole_sequences_and_of_a_run_that_was_stopped(tmp_path):
     pieces = losses(tmp_path / "pieces", 4, "--checkpoint")
-    whole = losses(tmp_path / "whole", 4, "--cp", "1")
+    whole = losses(tmp_path / "whole", 4, processes=1)
     assert [step for step, *_ in pieces] == [0, 1, 2, 3]
     for (_, loss, norm), (_, other_loss, other_norm) in zip(pieces, whole, strict=True):
         assert loss == pytest.approx(other_loss, rel=1e-4)

@@ -1,2 +1,2 @@
-"""Dynamic mask attention for engines that serve many sequences: their states, and the attention of a ragged step. An engine
-that this package supports (transformers' continuous batching) gives the memory and the rows."""
+"""The states of sequences in engines that serve many of them (transformers' continuous batching, vLLM). An engine gives the
+memory and the rows; `flash_dmattn.extend_ragged` is the attention of its steps."""

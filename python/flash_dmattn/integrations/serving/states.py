@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...cache import KVSlots
 from ...keys.rule import KeySelection
+from ..config_rules import CONFIG_NAME, LearnedScores, rules_of
+
+if TYPE_CHECKING:
+    from transformers.configuration_utils import PretrainedConfig
 
 _COUNTERS = ("counts", "seen")
 _ORDER = (*_COUNTERS, "k", "v", "scores", "positions")
@@ -61,6 +65,47 @@ class SlotState(NamedTuple):
             tensors[name] = part.view(len(blocks), *shape)
             offset += _size(shape, dtype)
         return KVSlots.from_tensors(**tensors, **self.rule._asdict())
+
+
+def states_of(config: PretrainedConfig, dtype: torch.dtype, parts: int = 1) -> list[SlotState]:
+    """The states of a model's layers, of a Doge or with learned scores, in each of `parts` that share its key heads. Raises
+    where its sequences cannot have states of one size."""
+    name = type(config).__name__
+    if getattr(config, "is_moe", False):
+        raise ValueError(
+            f"config.is_moe: got True in a {name}, expected False: the experts of a token depend on the other tokens of its "
+            "step, in a batch thus on other requests"
+        )
+    scores = LearnedScores.of_config(config)
+    if scores is None and getattr(config, "sliding_window", None) is not None:
+        raise ValueError(
+            f"config.sliding_window: got {config.sliding_window}, expected None: a key that leaves the window makes place for "
+            "others, which slots do not have"
+        )
+    layers = config.num_hidden_layers
+    if scores is not None and len(scores.layers) < layers:
+        raise ValueError(
+            f"config.{CONFIG_NAME}: got scores in {len(scores.layers)} of {layers} layers, expected all: a layer without them "
+            "has another cache"
+        )
+    if scores is not None and scores.dense_prefill:
+        raise ValueError(
+            f"config.{CONFIG_NAME}: got dense_prefill, expected False: a prompt that comes in parts would attend to keys that "
+            "have left"
+        )
+    rules = [scores.rule.checked_for_cache()] * layers if scores else rules_of(config)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if heads % parts or config.num_attention_heads % parts:
+        raise ValueError(
+            f"num_key_value_heads: got {heads} in {parts} parts (tensor parallelism), expected a multiple of {parts}"
+        )
+    if parts > 1 and any(len(rule.windows()) > 1 for rule in rules):
+        raise ValueError(
+            f"keep_window_size: got windows of single heads in {parts} parts (tensor parallelism), expected one window"
+        )
+    head_dim = getattr(config, "head_dim", None)
+    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    return [SlotState(heads // parts, rule, head_dim, dtype) for rule in rules]
 
 
 def _size(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -22,7 +22,7 @@ from .compat import wrap_implementation_setter
 from .doge import NAMES as _DOGE_NAMES
 from .doge import doge_scores
 from .enable import NAME, NAMES, enable_flash_dmattn, resolve_name
-from .learned_scores import NAME as _SCORES_NAME
+from .learned_scores import NAMES as _SCORES_NAMES
 from .learned_scores import (
     add_learned_scores,
     load_scores,
@@ -52,6 +52,7 @@ for _name in NAMES:
 for _name in _DOGE_NAMES:
     AttentionInterface.register(_name, mask_driven_attention_forward)
     AttentionMaskInterface.register(_name, key_interval_mask)
-AttentionInterface.register(_SCORES_NAME, scored_attention_forward)
-AttentionMaskInterface.register(_SCORES_NAME, key_interval_mask)
+for _name in _SCORES_NAMES:
+    AttentionInterface.register(_name, scored_attention_forward)
+    AttentionMaskInterface.register(_name, key_interval_mask)
 wrap_implementation_setter(resolve_name, {NAME: NAMES[-1]})

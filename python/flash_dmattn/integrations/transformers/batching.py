@@ -1,7 +1,8 @@
-"""Continuous batching of transformers (`generate_batch`) with slots: a sequence has one block of memory, whatever its length.
+"""Continuous batching of transformers (`generate_batch`) with slots, for a Doge or a model with learned scores: a sequence has
+one block of memory, whatever its length.
 
-transformers 5.24 has no hook for a cache of another kind. `SlotManager` is its manager with `SlotAllocator` in the place of
-the allocator of full attention while the cache is made. Its other classes run as they are.
+transformers 5.24 has no hook for a cache of another kind. `SlotManager` is its manager, which puts `AllocatorOfModel` in the
+place of the allocator of full attention while its cache is made. Its other classes run as they are.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from transformers.generation.continuous_batching import cache as caches
 from transformers.generation.continuous_batching.cache_allocators import (
     FULL_ATTENTION,
     CacheAllocator,
+    FullAttentionCacheAllocator,
 )
 from transformers.generation.continuous_batching.continuous_api import (
     ContinuousBatchingManager,
@@ -27,23 +29,12 @@ from transformers.generation.continuous_batching.utils import WorkloadHints, str
 
 from ..._core.kv_checks import check_slot_kernels
 from ...cache import KVSlots
-from ..serving.ragged import Chunk, RaggedBatch
-from ..serving.states import SlotState
-from .cache import DynamicMaskCache
-from .doge import BATCHED_NAME, FlashDogeAttention
+from ...ragged import RaggedBatch
+from ..serving.states import states_of
+from .compat import BATCHED_DOGE, BATCHED_SCORES
 
 _UNLIMITED = 2**62  # tokens
 _making = threading.Lock()  # held while the allocators of transformers are other ones
-
-
-def states_of(config: PretrainedConfig, dtype: torch.dtype) -> list[SlotState]:
-    """The states of a model's layers. Raises where slots cannot be its cache."""
-    head_dim = getattr(config, "head_dim", None)
-    head_dim = head_dim or config.hidden_size // config.num_attention_heads
-    return [
-        SlotState(config.num_key_value_heads, layer.rule, head_dim, dtype)
-        for layer in DynamicMaskCache(config).layers
-    ]
 
 
 class SlotAllocator(CacheAllocator):
@@ -119,6 +110,15 @@ class SlotAllocator(CacheAllocator):
         raise NotImplementedError("slots are read by the attention of their layer")
 
 
+class AllocatorOfModel(FullAttentionCacheAllocator):
+    """Makes the allocator that the attention of a model needs: another thread may make a cache of another model meanwhile."""
+
+    def __new__(cls, index: int, config: PretrainedConfig, **others) -> CacheAllocator:
+        has_slots = config._attn_implementation in (BATCHED_DOGE, BATCHED_SCORES)
+        made = SlotAllocator if has_slots else FullAttentionCacheAllocator
+        return made(index=index, config=config, **others)
+
+
 class SlotManager(ContinuousBatchingManager):
     """transformers' manager of requests, over slots."""
 
@@ -127,8 +127,8 @@ class SlotManager(ContinuousBatchingManager):
         parts = self.distributed_helper.tp_size
         if parts > 1:
             raise ValueError(
-                f"model: got one in {parts} parts (tensor parallelism), expected one: the scores of a Doge's keys are made "
-                "from all heads"
+                f"model: got one in {parts} parts (tensor parallelism), expected one: the scores of a key head may be made from "
+                "all heads"
             )
         # Steps in which every sequence brings one token read their rows from block tables, and no length on the host, so that
         # a CUDA graph can have them.
@@ -140,19 +140,19 @@ class SlotManager(ContinuousBatchingManager):
         self, model: PreTrainedModel, auto_switch_to_flash: bool = True
     ) -> None:
         """Gives the model's attention the name with which transformers makes no mask of all pairs."""
+        layers = _layers_of(model)
         name = model.config._attn_implementation
-        if name == BATCHED_NAME:
+        if name == layers[0].batched_name:
             return
         self._original_attn_impl = name
-        for module in model.modules():
-            if isinstance(module, FlashDogeAttention):
-                module.config._attn_implementation_internal = BATCHED_NAME
+        for layer in layers:
+            layer.config._attn_implementation_internal = layer.batched_name
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         allocators = caches.ATTN_TYPE_TO_ALLOCATOR
         with _making:
             of_transformers = allocators[FULL_ATTENTION]
-            allocators[FULL_ATTENTION] = SlotAllocator
+            allocators[FULL_ATTENTION] = AllocatorOfModel
             try:
                 processor = super()._create_batch_processor()
             finally:
@@ -165,17 +165,27 @@ class SlotManager(ContinuousBatchingManager):
         return processor
 
 
+def _layers_of(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The attention layers of this package."""
+    return [module for module in model.modules() if hasattr(module, "batched_name")]
+
+
 def make_manager(
     model: PreTrainedModel,
     generation_config: GenerationConfig | None = None,
     continuous_batching_config: ContinuousBatchingConfig | None = None,
     workload_hints: WorkloadHints | None = None,
 ) -> SlotManager:
-    """`PreTrainedModel.init_continuous_batching` for a Doge with layers of ours."""
+    """`PreTrainedModel.init_continuous_batching` for a Doge with layers of ours, or a model with learned scores."""
     manager = getattr(model, "_cached_continuous_batching_manager", None)
     if isinstance(manager, SlotManager):
         manager.switch_to_cb_friendly_attn(model)
         return manager
+    phase = getattr(_layers_of(model)[0], "score_phase", "hard")
+    if phase != "hard":
+        raise ValueError(
+            f"phase: got {phase!r}, which attends to all keys, expected 'hard': model.set_score_phase(\"hard\")"
+        )
     state, *_ = states_of(model.config.get_text_config(), model.dtype)
     check_slot_kernels(
         "model", state.dtype, state.head_dim, model.device,
@@ -205,12 +215,13 @@ def batch_of(cache: PagedAttentionCache, arguments: Mapping[str, object]) -> Rag
     if table is not None:
         # Sequences that pad a CUDA graph have no row: -1.
         return RaggedBatch.of_rows(table[allocator.index, :, 0])
-    rows = arguments["write_index"][allocator.index].tolist()
+    first = arguments["cu_seq_lens_q"][:-1]
+    indices = arguments["write_index"][allocator.index]
+    rows = indices[first.long().clamp(max=len(indices) - 1)].int()  # some sequences are padding
     starts = arguments["cu_seq_lens_q"].tolist()
     ends = arguments["cu_seq_lens_k"][FULL_ATTENTION].tolist()
-    chunks = []
-    for (start, stop), (before, after) in zip(pairwise(starts), pairwise(ends), strict=True):
-        if start < stop:
-            is_first = after - before == stop - start
-            chunks.append(Chunk(rows[start], start, stop, is_first))
-    return RaggedBatch.of_chunks(chunks, arguments["cu_seq_lens_q"].device)
+    begins = [
+        after - before == stop - start
+        for (start, stop), (before, after) in zip(pairwise(starts), pairwise(ends), strict=True)
+    ]
+    return RaggedBatch(starts, rows, begins)

@@ -9,9 +9,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.configuration_utils import PretrainedConfig
 
 from ..._core.checks import check_count, resolve_flag
-from ...keys.rule import KeySelection
+from ..config_rules import LearnedScores, rules_of
 from .cache_layer import RECORDED_TOKENS, DynamicMaskLayer
-from .config_rules import LearnedScores
 
 
 class DynamicMaskCache(Cache):
@@ -71,7 +70,7 @@ class DynamicMaskCache(Cache):
         else:
             layers = [
                 DynamicMaskLayer(rule, static=static, chunk=chunk, counts_on_device=index == 0)
-                for index, rule in enumerate(_rules(config))
+                for index, rule in enumerate(rules_of(config))
             ]
         super().__init__(layers=layers)
 
@@ -111,24 +110,3 @@ def _layers_of(
         else other
         for index, other in enumerate(others)
     ]
-
-
-def _rules(config: PretrainedConfig) -> list[KeySelection]:
-    """The rule of every layer."""
-    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
-    return [_rule_of(layer, type(config).__name__) for layer in layers]
-
-
-def _rule_of(layer: PretrainedConfig, name: str) -> KeySelection:
-    parts = {
-        part: getattr(layer, part, None) for part in KeySelection._fields if part != "selection"
-    }
-    if parts["keep_window_size"] is None:
-        raise ValueError(
-            f"config: got {name} without keep_window_size, expected that of a model with dynamic masks (Doge)"
-        )
-    rule = KeySelection(**{part: value for part, value in parts.items() if value is not None})
-    try:
-        return rule.checked_for_cache()
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"config.{error}") from None

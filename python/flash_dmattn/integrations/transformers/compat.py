@@ -63,6 +63,8 @@ def wrap_implementation_setter(
     PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
 
 
+# Implementations during continuous batching: with "flash" in a name transformers makes no mask of all pairs.
+BATCHED_DOGE, BATCHED_SCORES = "doge_flash_dynamic_mask_attention", "learned_scores_flash_attention"
 HAS_SLOTS_IN_BATCHES = version.parse(transformers.__version__).release[:2] == (5, 24)
 
 

@@ -16,21 +16,19 @@ from ...keys.intervals import KeyIntervals
 from ...keys.recognise import Memo, cached, intervals_of_mask, split_additive, visible_counts
 from ...keys.rule import KeySelection
 from ...keys.select_intervals import select_key_intervals
+from ...ragged import RaggedBatch, extend_ragged
 from ...scores import doge_scores_of, with_zero_sum_gradient
 from ..attention import attention_bshd
 from ..dtypes import fdma_peft_integration_check, target_dtype
 from ..keywords import check_mask_keywords
 from ..masks import as_key_intervals, is_causal_mask, present_tokens
-from ..serving.ragged import RaggedBatch, attend
 from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer
-from .compat import adopt_layer, pop_cache
+from .compat import BATCHED_DOGE, adopt_layer, pop_cache
 from .scored_cache import update_with_scores
 
 NAME = "doge_dynamic_mask_attention"  # of the implementation, in a config; transformers has "doge_flex_attention"
-# Its name during continuous batching: with "flash" in it transformers makes no mask of all pairs.
-BATCHED_NAME = "doge_flash_dynamic_mask_attention"
-NAMES = (NAME, BATCHED_NAME)
+NAMES = (NAME, BATCHED_DOGE)
 CONTEXT = (
     "flash_dmattn_context"  # the keyword by which a DogeModel passes a `Context` to its layers
 )
@@ -60,6 +58,7 @@ class FlashDogeAttention(DogeAttention):
     """
 
     round_scores_like_eager = False
+    batched_name = BATCHED_DOGE
 
     @classmethod
     def of_layer(cls, layer: DogeAttention) -> FlashDogeAttention:
@@ -97,7 +96,7 @@ class FlashDogeAttention(DogeAttention):
         if context.batch is not None:
             pool = cache.layer_to_allocator[self.layer_idx].pools[self.layer_idx]
             states = (t[0].to(pool.k.dtype) for t in (query, key, value))
-            out = attend(pool, context.batch, *states, scores[0].float(), scale=self.scaling)
+            out = extend_ragged(pool, context.batch, *states, scores[0].float(), scale=self.scaling)
             return self.o_proj(out.to(hidden_states.dtype)[None].flatten(2)), None
         if isinstance(cache, DynamicMaskCache):
             slots = _layer_of(cache, self.layer_idx)

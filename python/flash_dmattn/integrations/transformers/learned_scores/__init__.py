@@ -1,11 +1,11 @@
 """Learned scores for the attention layers of any decoder of transformers: `add_learned_scores` and what belongs to it."""
 
 from .add import add_learned_scores, remove_learned_scores, set_score_phase
-from .attention import NAME, scored_attention_forward
+from .attention import NAMES, scored_attention_forward
 from .files import load_scores, save_scores
 
 __all__ = [
-    "NAME",
+    "NAMES",
     "add_learned_scores",
     "load_scores",
     "remove_learned_scores",

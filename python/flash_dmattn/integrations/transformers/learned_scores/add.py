@@ -10,11 +10,13 @@ from transformers import PreTrainedModel
 
 from ...._core.checks import resolve_flag
 from ....keys.rule import KeySelection
+from ... import scorers
+from ...config_rules import CONFIG_NAME, LearnedScores, make_rule
+from ...scorers import Scorer, make_scorer
 from ..compat import own_config, set_continuous_batching
-from ..config_rules import CONFIG_NAME, LearnedScores, make_rule
-from ..enable import STORED_NAMES
+from ..enable import make_manager
 from ..families import reason_to_refuse
-from .attention import NAME
+from .attention import NAME, NAMES
 from .layers import (
     ScoredAttention,
     device_of,
@@ -25,7 +27,6 @@ from .layers import (
     without_scorer,
 )
 from .masks import add_mask_hooks, remove_mask_hooks
-from .scorers import NAMES, Scorer, make_scorer
 
 PHASES = ("soft", "hard", "off")
 _METHOD = "set_score_phase"  # the attribute of a model
@@ -88,7 +89,7 @@ def add_learned_scores(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
     rule = make_rule(keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold)
-    if isinstance(scorer, str) and scorer not in NAMES:
+    if isinstance(scorer, str) and scorer not in scorers.NAMES:
         make_scorer(scorer, 1, 1, 1, None)  # raises
     dense_prefill = resolve_flag(dense_prefill, "dense_prefill")
     layers = _layers_to_change(model)
@@ -106,7 +107,7 @@ def add_learned_scores(
         setattr(parent, name, with_scorer(layer, made, rule, dense_prefill))
         setattr(layer.config, CONFIG_NAME, stored)
     for module in _pretrained(model):
-        set_continuous_batching(module, (NAME, *STORED_NAMES), None)
+        set_continuous_batching(module, NAMES, make_manager)
     add_mask_hooks(model)
     setattr(model, _METHOD, partial(set_score_phase, model))
     return set_score_phase(model, "hard")

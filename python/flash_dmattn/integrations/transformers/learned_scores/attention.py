@@ -14,16 +14,22 @@ from ....keys.select_intervals import select_key_intervals
 from ....keys.selection import Selection, apply_selection
 from ....keys.visibility import Visibility
 from ....merge import add_sink
+from ....ragged import RaggedBatch, extend_ragged
 from ...attention import mask_driven_attention_forward
 from ...dtypes import cast_states, target_dtype
 from ...keywords import check_mask_keywords
 from ...masks import as_key_intervals, is_causal_mask, normalize_mask, present_tokens
 from ..cache import DynamicMaskCache
 from ..cache_layer import DynamicMaskLayer
+from ..compat import BATCHED_SCORES
 from ..scored_cache import update_with_scores
 
 NAME = "learned_scores_attention"  # of the implementation, in a config
+NAMES = (NAME, BATCHED_SCORES)
 KEYWORD = "flash_dmattn_scores"  # by which a layer passes a `ScoredCall` to the attention function
+BATCH_KEYWORD = (
+    "flash_dmattn_batch"  # by which a model passes the `RaggedBatch` of a step to its layers
+)
 
 
 class ScoredCall:
@@ -32,8 +38,15 @@ class ScoredCall:
     For the layer it stands in the place of the cache, whose `update` gets the keys before attention does.
     """
 
-    def __init__(self, layer: nn.Module, hidden: Tensor, cache: Cache | None):
-        self.layer, self.hidden = layer, hidden
+    def __init__(
+        self,
+        layer: nn.Module,
+        hidden: Tensor,
+        cache: Cache | None,
+        batch: RaggedBatch | None = None,
+    ):
+        """batch: the sequences of a step of continuous batching, whose cache has slots for each of them."""
+        self.layer, self.hidden, self.batch = layer, hidden, batch
         self.cache = getattr(cache, "self_attention_cache", cache)  # of an EncoderDecoderCache
         self.slots: DynamicMaskLayer | None = None
         self.scores: Tensor | None = None  # of all keys [B, Hkv, Sk]; of the new ones with slots
@@ -51,10 +64,13 @@ class ScoredCall:
             self.slots, self.scores = self.cache.layers[layer_idx], scores
             self.is_prompt = self.slots.is_empty
             return key, value
+        if self.batch is not None:
+            self.scores = scores
+            return key, value
         if not isinstance(self.cache, Cache):
             raise TypeError(
-                f"cache: got {type(self.cache).__name__}, expected a transformers Cache; continuous batching (a paged cache) "
-                "has no learned scores"
+                f"cache: got {type(self.cache).__name__}, expected a transformers Cache, or the paged cache of "
+                "model.init_continuous_batching or generate_batch"
             )
         self.query_position = _first_position(self.cache, layer_idx, args)
         key, value, self.scores = update_with_scores(
@@ -146,13 +162,15 @@ def _attend(
         )
     if is_causal_mask(mask):
         mask = None
-    check_mask_keywords(kwargs, has_mask=mask is not None)
     layer = call.layer
     scores = call.scores_of(key, value)
     if scores.shape[1] != key.shape[1]:
         raise ValueError(
             f"scorer: got scores of {scores.shape[1]} heads, expected {key.shape[1]}, as many as keys have"
         )
+    if call.batch is not None:
+        return _attend_in_batch(call, query, key, value, scaling, softcap, s_aux)
+    check_mask_keywords(kwargs, has_mask=mask is not None)
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
     query, key, value = cast_states((query, key, value), target_dtype(layer, query))
     numerics = Numerics.of(scaling, None, softcap, "saturate", None)
@@ -288,6 +306,33 @@ def _present_keys(mask: Mask) -> Tensor | None:
     raise ValueError(
         f"attention_mask: got {mask.dtype} of shape {tuple(mask.shape)} with a static cache, expected padding [B, tokens]"
     )
+
+
+def _attend_in_batch(
+    call: ScoredCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """Attention of the tokens of a step, [1, H, T, D], each to its own sequence: [1, T, Hq, D]."""
+    index = call.layer.layer_idx
+    pool = call.cache.layer_to_allocator[index].pools[index]
+    states = (t[0].transpose(0, 1).to(pool.k.dtype) for t in (query, key, value))
+    out, lse = extend_ragged(
+        pool,
+        call.batch,
+        *states,
+        call.scores[0].float(),
+        scale=scaling,
+        softcap=softcap,
+        scores_are_bias=False,
+        return_lse=True,
+    )
+    out, lse = out.to(query.dtype)[None], lse[None]
+    return out if s_aux is None else add_sink(out, lse, s_aux)[0]
 
 
 def _attend_with_slots(

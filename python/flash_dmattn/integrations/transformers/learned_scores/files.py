@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel
 
-from ..config_rules import CONFIG_NAME, LearnedScores
+from ...config_rules import CONFIG_NAME, LearnedScores
+from ...scorers import Scorer
 from .add import add_learned_scores, scored_layers
-from .scorers import Scorer
 
 _TENSORS, _RULE = "learned_scores.safetensors", "learned_scores.json"
 _PART = "scorer"  # the name of a layer's scorer in the names of its parameters

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ....keys.rule import KeySelection
-from ..compat import adopt_layer
-from .attention import KEYWORD, NAME, ScoredCall
+from ..compat import BATCHED_SCORES, adopt_layer
+from .attention import BATCH_KEYWORD, KEYWORD, NAMES, ScoredCall
 
 # Arguments of layers whose keys are not of the layer's own input.
 _OTHER_SOURCES = ("encoder_hidden_states", "key_value_states", "cross_attention_states")
@@ -28,10 +28,11 @@ _LOCAL_KINDS = ("sliding", "chunked", "local", "window")
 class ScoredAttention(nn.Module):
     """The part that an attention layer of any family gets for its scores.
 
-    Under another attention implementation than `NAME`, and in the phase "off", it is its base class. Nothing is kept from
+    Under another attention implementation than those of `NAMES`, and in the phase "off", it is its base class. Nothing is kept from
     one call to the next: the scores go with the arguments to the attention function.
     """
 
+    batched_name = BATCHED_SCORES
     scorer: nn.Module
     score_rule: KeySelection
     score_phase: str
@@ -39,11 +40,12 @@ class ScoredAttention(nn.Module):
     base_attention: str  # the implementation of the phase "off"
 
     def forward(self, *args, **kwargs):
-        if self.score_phase == "off" or self.config._attn_implementation != NAME:
+        if self.score_phase == "off" or self.config._attn_implementation not in NAMES:
             return super().forward(*args, **kwargs)
         kwargs = dict(zip(self.argument_names, args, strict=False)) | kwargs
         name = next((name for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
-        call = kwargs[KEYWORD] = ScoredCall(self, kwargs["hidden_states"], kwargs.get(name))
+        batch = kwargs.pop(BATCH_KEYWORD, None)
+        call = kwargs[KEYWORD] = ScoredCall(self, kwargs["hidden_states"], kwargs.get(name), batch)
         if name is not None:
             kwargs[name] = call
         result = super().forward(**kwargs)

@@ -1,4 +1,5 @@
-"""Masks of compiled models, whose code cannot find out that they are no more than causality or packed texts."""
+"""The decoders of scored layers pass them the batch of a step, and masks of compiled models, whose code cannot
+find out that they are no more than causality or packed texts."""
 
 from __future__ import annotations
 
@@ -8,10 +9,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...._core.checks import may_read
-from ..compat import find_cache
+from ..compat import HAS_SLOTS_IN_BATCHES, find_cache
 from ..masks import is_causal_config, mask_kind
-from .attention import NAME
+from .attention import BATCH_KEYWORD, NAME, NAMES
 from .layers import ScoredAttention, is_attention
+
+if HAS_SLOTS_IN_BATCHES:
+    from ..batching import PagedAttentionCache, batch_of
+else:
+    PagedAttentionCache, batch_of = (), None
 
 
 def add_mask_hooks(model: nn.Module) -> None:
@@ -41,8 +47,12 @@ class _MaskHook:
     def __call__(
         self, decoder: PreTrainedModel, args: tuple, options: dict
     ) -> tuple[tuple, dict] | None:
-        """Before the decoder's forward, in code that may not read values: the mask of its arguments where it is known."""
-        config = decoder.config
+        """Before the decoder's forward: the batch of a step of continuous batching; in code that may not read values the mask of
+        its arguments, where it is known."""
+        config, cache = decoder.config, find_cache(options)
+        if isinstance(cache, PagedAttentionCache) and config._attn_implementation in NAMES:
+            arguments = dict(zip(self.names, args, strict=False)) | options
+            return (), arguments | {BATCH_KEYWORD: batch_of(cache, arguments)}
         if may_read() or config._attn_implementation != NAME or not is_causal_config(config):
             return None
         arguments = dict(zip(self.names, args, strict=False)) | options

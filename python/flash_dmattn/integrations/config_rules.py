@@ -1,4 +1,4 @@
-"""The rule of a model's learned scores, and its form in a config."""
+"""The rules of a model's layers in its config, and the settings of its learned scores."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from transformers.configuration_utils import PretrainedConfig
 
-from ...keys.rule import KeySelection
+from ..keys.rule import KeySelection
 
 CONFIG_NAME = "learned_scores"  # the attribute of a config
 
@@ -60,3 +60,24 @@ def make_rule(
             "keep_window_size: got None without score_threshold, so that every key is visible; expected one of them"
         )
     return rule
+
+
+def rules_of(config: PretrainedConfig) -> list[KeySelection]:
+    """The rule of every layer of a model whose layers score their keys (Doge). Raises where no cache can follow it."""
+    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+    return [_rule_of(layer, type(config).__name__) for layer in layers]
+
+
+def _rule_of(layer: PretrainedConfig, name: str) -> KeySelection:
+    parts = {
+        part: getattr(layer, part, None) for part in KeySelection._fields if part != "selection"
+    }
+    if parts["keep_window_size"] is None:
+        raise ValueError(
+            f"config: got {name} without keep_window_size, expected that of a model with dynamic masks (Doge) or learned scores"
+        )
+    rule = KeySelection(**{part: value for part, value in parts.items() if value is not None})
+    try:
+        return rule.checked_for_cache()
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"config.{error}") from None

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ....scores import make_scores
+from ..scores import make_scores
 
 FIRST_LOGIT = 3.0  # where the logit of every gate begins, as in make_scores
 _HIDDEN_FEATURES = 64  # of the MLP

@@ -1,0 +1,33 @@
+"""The interface of vLLM for models whose sequences have states."""
+
+from __future__ import annotations
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
+from vllm.model_executor.models.interfaces import (
+    HasInnerState,
+    IsAttentionFree,
+    SupportsMambaPrefixCaching,
+)
+
+from ..serving.states import states_of
+
+
+class HasSlots(HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching):
+    """To vLLM attention is what has a paged cache, and a layer with slots has none. All layers of a model have states of one
+    size, each of which vLLM copies as bytes."""
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...]]:
+        model, parts = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
+        state, *_ = states_of(model.hf_text_config, model.dtype, parts)
+        return ((state.nbytes(),),)
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype]:
+        return (torch.uint8,)
+
+    @classmethod
+    def get_mamba_state_copy_func(cls) -> tuple:
+        return (get_temporal_copy_spec,)

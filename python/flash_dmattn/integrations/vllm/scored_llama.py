@@ -1,0 +1,64 @@
+"""Llama with learned scores (`add_learned_scores`) in vLLM."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+from transformers import PretrainedConfig
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
+from vllm.model_executor.models.utils import extract_layer_index
+
+from ..config_rules import CONFIG_NAME, LearnedScores
+from ..scorers import make_scorer
+from ..serving.states import states_of
+from .attention import ScoredAttention
+from .interfaces import HasSlots
+
+_OF_ALL_HEADS = ("value", "custom")  # scorers that may read the values of other heads
+
+
+class ScoredLlamaAttention(ScoredAttention):
+    """Scores decide which keys stay, in the phase "hard", and change nothing else."""
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        *,
+        quant_config: object = None,
+        bias: bool = False,
+        bias_o_proj: bool = False,
+        prefix: str = "",
+        **others,
+    ):
+        """others: what vLLM's own layer reads from its arguments, and this one from `config`."""
+        parts = get_tensor_model_parallel_world_size()
+        states = states_of(config, get_current_vllm_config().model_config.dtype, parts)
+        state = states[extract_layer_index(prefix)]
+        super().__init__(
+            config, state, quant_config, prefix,
+            scores_are_bias=False, bias=bias, bias_o_proj=bias_o_proj,
+        )  # fmt: skip
+        kind = LearnedScores.of_config(config).scorer
+        if kind == "custom" or kind in _OF_ALL_HEADS and parts > 1:
+            raise ValueError(
+                f"config.{CONFIG_NAME}: got the scorer {kind!r} in {parts} parts (tensor parallelism), expected 'hidden', 'mlp' "
+                "or 'key_norm', or 'value' in one part"
+            )
+        features = self.heads_kv * self.head_dim
+        self.scorer = make_scorer(kind, config.hidden_size, self.heads_kv, features, None)
+
+    def scores_of(self, hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        scores = self.scorer(hidden[None], key[None], value[None])[0]  # from `hidden`: all heads
+        return scores[self.own_heads] if len(scores) == self.heads_kv else scores
+
+
+class ScoredLlamaForCausalLM(LlamaForCausalLM, HasSlots):
+    """For checkpoints of `add_learned_scores` of a Llama, or of a family that has its layers:
+    `--hf-overrides '{"architectures": ["ScoredLlamaForCausalLM"]}'`."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        layer = partial(LlamaDecoderLayer, attn_layer_type=ScoredLlamaAttention)
+        super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=layer)

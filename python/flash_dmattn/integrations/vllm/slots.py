@@ -1,0 +1,158 @@
+"""The attention of a layer in vLLM, whose sequences have states like those of state-space models: one block of memory each.
+
+vLLM gives a sequence a block when it begins, takes it back when it ends, is cancelled or is preempted (it then begins again),
+and copies blocks where it caches prefixes. Block 0 belongs to no sequence.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.utils.torch_utils import direct_register_custom_op
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.attention.backends.short_conv_attn import (
+    ShortConvAttentionBackend,
+    ShortConvAttentionMetadata,
+    ShortConvAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
+
+from ...cache import KVSlots
+from ...ragged import RaggedBatch, extend_ragged
+from ..serving.states import SlotState
+from .settings import OPERATOR
+
+
+class SlotMetadata(ShortConvAttentionMetadata):
+    """batch: the sequences of a step; length: its tokens, of which there may be more, as padding."""
+
+    batch: RaggedBatch
+    length: int
+
+
+class SlotMetadataBuilder(ShortConvAttentionMetadataBuilder):
+    """The sequences of a step. vLLM's runners know the class above by name."""
+
+    metadata_cls = SlotMetadata
+    needs_causal_conv1d_metadata = False
+    supports_update_block_table = False
+
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        context = vllm_config.compilation_config.static_forward_context
+        self._layers: list[SlotAttention] = [context[name] for name in layer_names]
+        most = vllm_config.scheduler_config.max_num_seqs
+        self._rows = torch.empty(most, dtype=torch.int32, device=device)  # which CUDA graphs read
+
+    def build(self, common_prefix_len, common_attn_metadata, *args, **kwargs) -> SlotMetadata:
+        metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
+        parts = (metadata.state_indices_tensor_d, metadata.state_indices_tensor_p)
+        blocks = torch.cat([part.flatten() for part in parts if part is not None])
+        offsets = common_attn_metadata.query_start_loc_cpu.tolist()
+        lengths = [stop - start for start, stop in pairwise(offsets)]
+        tokens_so_far = common_attn_metadata.seq_lens_cpu_upper_bound.tolist()
+        begins = [length == so_far for length, so_far in zip(lengths, tokens_so_far, strict=False)]
+        rows = torch.where(blocks == NULL_BLOCK_ID, -1, blocks)
+        if max(lengths) > 1:
+            metadata.batch, metadata.length = RaggedBatch(offsets, rows, begins), offsets[-1]
+            return metadata
+        # Each token is one of a sequence, or padding. vLLM replays a CUDA graph of decoding, which knows of no beginning, for
+        # prompts of one token, too.
+        first = [number for number, begin in enumerate(begins) if begin and lengths[number]]
+        if first:
+            emptied = blocks[first].long()
+            for layer in self._layers:
+                layer.pool.counts.index_fill_(0, emptied, 0)
+                layer.pool.seen.index_fill_(0, emptied, 0)
+        rows = self._rows[: len(rows)].copy_(rows)
+        metadata.batch, metadata.length = RaggedBatch.of_rows(rows), len(rows)
+        return metadata
+
+
+class SlotBackend(ShortConvAttentionBackend):
+    @staticmethod
+    def get_name() -> str:
+        return "FLASH_DMATTN_SLOTS"
+
+    @staticmethod
+    def get_builder_cls() -> type[SlotMetadataBuilder]:
+        return SlotMetadataBuilder
+
+
+class SlotAttention(nn.Module, MambaBase):
+    """Attention over the slots of each sequence."""
+
+    def __init__(
+        self, state: SlotState, scale: float, prefix: str, *, scores_are_bias: bool = True
+    ):
+        """
+        Args:
+            state: of one sequence, with the key heads of this process.
+            prefix: the name of the layer, of which there is no other.
+            scores_are_bias: as in KVSlots.step.
+        """
+        super().__init__()
+        self.state, self.prefix = state, prefix
+        self.options = {"scale": scale, "scores_are_bias": scores_are_bias}
+        self.pool: KVSlots | None = None
+        self._memory: tuple[Tensor, ...] = ()
+        layers = get_current_vllm_config().compilation_config.static_forward_context
+        if prefix in layers:
+            raise ValueError(f"prefix: got {prefix!r}, which another layer has")
+        layers[prefix] = self
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor) -> Tensor:
+        """query: [T, Hq, D]; key, value: [T, Hkv, D]; scores: float32 [Hkv, T]. Returns [T, Hq, D]."""
+        out = torch.empty_like(query)
+        getattr(torch.ops.vllm, OPERATOR)(query, key, value, scores, out, self.prefix)
+        return out
+
+    # ---- What vLLM asks -----------------------------------------------------------------------------
+
+    @property
+    def kv_cache(self) -> tuple[Tensor, ...]:
+        return self._memory
+
+    @kv_cache.setter
+    def kv_cache(self, memory: tuple[Tensor, ...]) -> None:
+        """One tensor uint8 [blocks, bytes], dense rows any distance apart; or none."""
+        self._memory = memory
+        self.pool = self.state.pool(memory[0]) if len(memory) else None
+
+    @property
+    def mamba_type(self) -> MambaAttentionBackendEnum:
+        return MambaAttentionBackendEnum.CUSTOM
+
+    def get_attn_backend(self) -> type[SlotBackend]:
+        return SlotBackend
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.state.nbytes(),),)
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        return (torch.uint8,)
+
+
+def _extend(
+    query: Tensor, key: Tensor, value: Tensor, scores: Tensor, out: Tensor, layer_name: str
+) -> None:
+    context = get_forward_context()
+    metadata = context.attn_metadata
+    if metadata is None:  # vLLM measures the memory of a step without states
+        out.zero_()
+        return
+    layer, metadata = context.no_compile_layers[layer_name], metadata[layer_name]
+    length = metadata.length
+    states = (t[:length] for t in (query, key, value))
+    out[:length] = extend_ragged(
+        layer.pool, metadata.batch, *states, scores[:, :length], **layer.options
+    )
+    out[length:].zero_()
+
+
+direct_register_custom_op(op_name=OPERATOR, op_func=_extend, mutates_args=["out"])

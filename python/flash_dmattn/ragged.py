@@ -1,0 +1,192 @@
+"""A step of an engine in which every sequence brings any number of tokens: one call for prompts, chunks and decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .cache import KVSlots
+from .functional import flash_dmattn_func
+from .keys.select_intervals import select_key_intervals
+
+_LEAST_PLACES = 128  # for pending tokens, where a cache has fewer for its keys
+
+
+class _Group(NamedTuple):
+    """Sequences of a step that bring equally many tokens.
+
+    tokens: their places in the step, int64 [n, length]; None: token i of the step belongs to rows[i].
+    rows: int32 [n]. A negative one is none.
+    begins: the tokens begin their sequences, so that what the rows hold belongs to others.
+    """
+
+    tokens: Tensor | None
+    rows: Tensor
+    begins: bool
+
+
+class RaggedBatch:
+    """The sequences of a step, and the rows of a pool (KVSlots) that hold their states. All layers of a model share it."""
+
+    def __init__(
+        self, offsets: Sequence[int], rows: Tensor, begins: Sequence[bool] | None = None
+    ) -> None:
+        """
+        Args:
+            offsets: sequence i brings the tokens [offsets[i], offsets[i + 1]) of the step: one more than there are sequences,
+                ascending, on the host, as how a step runs depends on them. A sequence without tokens is left out, and so are
+                tokens before the first offset and after the last one: they are padding.
+            rows: int32 [sequences], on the device of the pool, none of them twice.
+            begins: for each sequence, whether its text begins with these tokens. What its row holds is then replaced, and
+                attention runs over the tokens alone. None: no text begins; a row may be empty all the same.
+
+        Raises ValueError for other numbers of offsets, rows or begins, and for offsets that descend.
+        """
+        sequences = len(offsets) - 1
+        if rows.dtype != torch.int32 or tuple(rows.shape) != (sequences,):
+            raise ValueError(
+                f"rows: got {rows.dtype} of shape {tuple(rows.shape)}, expected torch.int32 of shape ({sequences},), one for "
+                "each pair of neighbours in offsets"
+            )
+        begins = [False] * sequences if begins is None else begins
+        if len(begins) != sequences:
+            raise ValueError(f"begins: got {len(begins)} of them, expected {sequences}")
+        members: dict[tuple[int, bool], list[int]] = {}
+        for number, (start, stop) in enumerate(pairwise(offsets)):
+            if stop < start or start < 0:
+                raise ValueError(
+                    f"offsets[{number}]: got {start} before {stop}, expected 0 or more, ascending"
+                )
+            if start < stop:
+                members.setdefault((stop - start, bool(begins[number])), []).append(number)
+        self._length = offsets[-1] if members else 0
+        self._groups = [
+            _group(offsets, rows, numbers, length, begins_text)
+            for (length, begins_text), numbers in members.items()
+        ]
+
+    @classmethod
+    def of_rows(cls, rows: Tensor) -> RaggedBatch:
+        """A step in which token i goes to rows[i], int32 [tokens]: each of them decodes. A negative row is none. Rows are
+        read at each call, so that a CUDA graph serves every choice."""
+        batch = object.__new__(cls)
+        batch._length, batch._groups = len(rows), [_Group(None, rows, False)]
+        return batch
+
+    @property
+    def _is_in_order(self) -> bool:
+        return len(self._groups) == 1 and self._groups[0].tokens is None
+
+
+def _group(
+    offsets: Sequence[int], rows: Tensor, numbers: list[int], length: int, begins: bool
+) -> _Group:
+    tokens = torch.tensor([offsets[number] for number in numbers])[:, None] + torch.arange(length)
+    chosen = torch.tensor(numbers)
+    if rows.is_cuda:  # pinned, a copy waits for nothing
+        tokens, chosen = (
+            t.pin_memory().to(rows.device, non_blocking=True) for t in (tokens, chosen)
+        )
+    return _Group(tokens, rows[chosen], begins)
+
+
+@torch.no_grad()
+def extend_ragged(
+    pool: KVSlots,
+    batch: RaggedBatch,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    scores_are_bias: bool = True,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The tokens of a step enter the slots of their sequences and attend to them: out [T, Hq, D].
+
+    Every result is that of the sequence alone, to rounding, and no row is touched that is not of the batch.
+
+    Args:
+        pool: the states of one layer, without pending tokens.
+        batch: the sequences of the step, and their rows.
+        query: [T, Hq, D]; key, value: [T, Hkv, D]; scores: float32 [Hkv, T].
+        scale, softcap, scores_are_bias: as in KVSlots.step. return_lse: also return lse [Hq, T].
+
+    Returns:
+        Zeros for tokens that belong to no sequence, whose lse is -inf.
+
+    Raises:
+        ValueError: fewer tokens than the batch has; a row that the pool does not have (on a CPU).
+    """
+    length = query.shape[0]
+    if length < batch._length:
+        raise ValueError(f"query: got {length} tokens, expected {batch._length} or more")
+    options = {
+        "scale": scale, "softcap": softcap, "scores_are_bias": scores_are_bias, "return_lse": True,
+    }  # fmt: skip
+    states = (query, key, value)
+    if length == batch._length and batch._is_in_order:
+        (group,) = batch._groups
+        one = (t.unsqueeze(1) for t in states)
+        out, lse = pool.over(group.rows).step(*one, scores.T.unsqueeze(2), **options)
+        return (out.squeeze(1), lse.squeeze(2).T) if return_lse else out.squeeze(1)
+    out = torch.zeros_like(query)
+    lse = scores.new_full((length, query.shape[1]), -torch.inf)
+    for tokens, rows, begins in batch._groups:
+        if tokens is None:
+            tokens = torch.arange(len(rows), device=query.device)[:, None]
+        attend = _begin if begins else _go_on
+        of_group = scores[:, tokens].transpose(0, 1)
+        parts = attend(pool, rows, *(t[tokens] for t in states), of_group, options)
+        out[tokens], lse[tokens] = parts[0], parts[1].transpose(1, 2)
+    return (out, lse.T) if return_lse else out
+
+
+def _begin(
+    pool: KVSlots,
+    rows: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: Tensor,
+    options: dict,
+) -> tuple[Tensor, Tensor]:
+    """Attention over prompts of one length, [n, length, Hq, D], whose keys then fill the rows."""
+    rule = pool.rule
+    keys = None
+    if not rule.has_room_for(query.shape[1]):
+        keys = select_key_intervals(scores, **rule._asdict())
+    options = dict(options)
+    bias = scores[:, :, None] if options.pop("scores_are_bias") else None
+    result = flash_dmattn_func(
+        query, key, value, None, bias, is_causal=True, key_intervals=keys, backend=pool.backend or None, **options
+    )  # fmt: skip
+    pool.over(rows).fill(key, value, scores, keys)
+    return result
+
+
+def _go_on(
+    pool: KVSlots,
+    rows: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: Tensor,
+    options: dict,
+) -> tuple[Tensor, Tensor]:
+    """Attention of as many later tokens of each row to its slots and to each other: [n, length, Hq, D]."""
+    length = query.shape[1]
+    if length == 1:
+        return pool.over(rows).step(query, key, value, scores, **options)
+    # A row of the pool has no places for pending tokens. A copy of it has, for as many as it has keys: copying costs
+    # less than their attention.
+    slots = pool.select(rows, chunk=min(length, max(pool.places, _LEAST_PLACES)))
+    result = slots.extend(query, key, value, scores, **options)
+    pool.over(rows).restore(slots)
+    return result

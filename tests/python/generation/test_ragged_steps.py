@@ -1,0 +1,60 @@
+"""Steps in which every sequence brings any number of tokens, against each sequence alone."""
+
+import random
+
+import pytest
+import torch
+
+import ragged_steps
+from flash_dmattn import KVSlots, RaggedBatch, extend_ragged
+from pool_rows import RULES, Place
+
+BACKENDS = [Place("cpu"), Place("reference")]
+
+
+@pytest.mark.parametrize("place", BACKENDS, ids=lambda place: place.backend)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_steps_of_many_sequences_equal_each_alone(place, rule):
+    ragged_steps.check_sequences_alone(place, rule, random.Random(1))
+
+
+@pytest.mark.parametrize("scores_are_bias", [True, False])
+def test_scores_may_choose_and_add_nothing(scores_are_bias):
+    ragged_steps.check_sequences_alone(
+        Place("cpu"), RULES[1], random.Random(2), scores_are_bias=scores_are_bias, softcap=3.0
+    )
+
+
+def test_rows_of_no_sequence_stay_as_they_are():
+    torch.manual_seed(3)
+    place = Place("cpu")
+    pool, blocks = place.pool(RULES[0])
+    before = blocks.clone()
+    states = ragged_steps.tokens_of(place, 9)
+    batch = RaggedBatch([0, 4, 5, 8], place.rows(2, 5, 0), [True, False, False])
+    out = extend_ragged(pool, batch, *states)
+    assert not out[8:].any() and out[:8].any(-1).all()
+    changed = [row for row in range(len(blocks)) if not torch.equal(blocks[row], before[row])]
+    assert changed == [0, 2, 5]
+
+
+@pytest.mark.parametrize(
+    "offsets, rows, begins, message",
+    [
+        ([0, 3], [1, 2], None, r"rows: got torch.int32 of shape \(2,\)"),
+        ([0, 3, 2], [1, 2], None, r"offsets\[1\]: got 3 before 2"),
+        ([-1, 3], [1], None, r"offsets\[0\]: got -1"),
+        ([0, 3], [1], [True, False], "begins: got 2 of them, expected 1"),
+    ],
+)
+def test_bad_batches_raise(offsets, rows, begins, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        RaggedBatch(offsets, torch.tensor(rows, dtype=torch.int32), begins)
+
+
+def test_fewer_tokens_than_the_batch_has_raise():
+    pool = KVSlots(3, 2, 4, 8)
+    states = ragged_steps.tokens_of(Place(), 4)
+    batch = RaggedBatch([0, 5], torch.tensor([1], dtype=torch.int32))
+    with pytest.raises(ValueError, match="^query: got 4 tokens, expected 5 or more"):
+        extend_ragged(pool, batch, *states)

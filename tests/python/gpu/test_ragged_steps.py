@@ -1,0 +1,26 @@
+"""Steps in which every sequence brings any number of tokens, on the GPU, against attention over whole sequences on the CPU."""
+
+import random
+
+import pytest
+import torch
+
+import ragged_steps
+from gpu import needs_gpu
+from pool_rows import RULES, Place
+
+pytestmark = needs_gpu
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_steps_of_many_sequences_equal_each_alone(dtype, rule):
+    place = Place("cuda", "cuda", dtype)
+    ragged_steps.check_sequences_alone(place, rule, random.Random(1))
+
+
+def test_scores_may_choose_and_add_nothing():
+    place = Place("cuda", "cuda", torch.float16)
+    ragged_steps.check_sequences_alone(
+        place, RULES[1], random.Random(2), scores_are_bias=False, softcap=3.0
+    )

@@ -1,0 +1,264 @@
+"""vLLM with the plugin, against transformers' `generate` with eager attention over all keys, one prompt at a time.
+
+`make test-vllm` runs it: vLLM has an environment of its own.
+"""
+
+import importlib.metadata
+import os
+import random
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine is in this process
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
+import vllm
+from transformers import LlamaConfig, LlamaForCausalLM
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+
+from doge_generation import VOCABULARY, WINDOW, brute_force_of, make_model
+from flash_dmattn.integrations import vllm as plugin
+
+if not plugin.is_supported(vllm.__version__):
+    pytest.skip(plugin.reason_against(vllm.__version__), allow_module_level=True)
+plugin.register()
+
+LENGTHS = (1, 5, 40, 2, WINDOW, WINDOW + 1, 70, 1, 17, 33)
+NEW = 12
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
+
+
+def prompts_of(lengths, vocabulary=VOCABULARY):
+    return [torch.randint(3, vocabulary, (length,)).tolist() for length in lengths]
+
+
+@contextmanager
+def served(folder, **options):
+    llm = LLM(
+        model=str(folder),
+        **{
+            "skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True, "max_model_len": 128,
+            "max_num_seqs": 8, "max_num_batched_tokens": 11, "num_gpu_blocks_override": 12, "seed": 0,
+        } | options,
+    )  # fmt: skip
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+
+
+def ask(llm, prompts, params=GREEDY):
+    """The tokens of each prompt."""
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    results = llm.generate(inputs, params, use_tqdm=False)
+    return [[list(out.token_ids) for out in result.outputs] for result in results]
+
+
+def scheduler_of(llm):
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def free_blocks(llm):
+    return scheduler_of(llm).kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+def eager_generation(eager):
+    """Prompt to the tokens that `generate` adds."""
+    known = {}
+
+    def generate(prompt):
+        if tuple(prompt) not in known:
+            ids = torch.tensor([prompt])
+            out = eager.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW
+            )
+            known[tuple(prompt)] = out[0, len(prompt) :].tolist()
+        return known[tuple(prompt)]
+
+    return generate
+
+
+@pytest.fixture(scope="module")
+def doge(tmp_path_factory):
+    """A Doge in a folder, and its tokens by eager attention."""
+    torch.manual_seed(0)
+    model, folder = make_model(), tmp_path_factory.mktemp("doge")
+    model.save_pretrained(folder)
+    return SimpleNamespace(folder=folder, alone=eager_generation(brute_force_of(model)))
+
+
+@pytest.fixture(scope="module")
+def llm(doge):
+    with served(doge.folder) as llm:
+        yield llm
+
+
+def test_installed_package_has_the_entry_point():
+    points = importlib.metadata.entry_points(group="vllm.general_plugins")
+    assert "flash_dmattn.integrations.vllm:register" in {point.value for point in points}
+
+
+# ---- Tokens equal generate --------------------------------------------------------------------------
+
+
+def test_prompts_in_chunks_equal_generate(llm, doge):
+    torch.manual_seed(1)
+    prompts = prompts_of(LENGTHS)
+    for prompt, (tokens,) in zip(prompts, ask(llm, prompts), strict=True):
+        assert tokens == doge.alone(prompt), len(prompt)
+
+
+def test_requests_that_come_late_end_early_and_are_cancelled(llm, doge):
+    torch.manual_seed(2)
+    random.seed(2)
+    engine, free = llm.llm_engine, free_blocks(llm)
+    prompts = prompts_of(random.choices(LENGTHS, k=20))
+    waiting, tokens = list(range(len(prompts))), {}
+    while waiting or engine.has_unfinished_requests():
+        if waiting:
+            number = waiting.pop(0)
+            engine.add_request(str(number), {"prompt_token_ids": prompts[number]}, GREEDY)
+            if number % 3 == 1:
+                engine.abort_request([str(number - 1)])
+        for result in engine.step():
+            if result.finished:
+                tokens[int(result.request_id)] = list(result.outputs[0].token_ids)
+    kept = [number for number in range(len(prompts)) if number % 3 != 0]
+    assert [tokens[number] for number in kept] == [doge.alone(prompts[number]) for number in kept]
+    assert free_blocks(llm) == free
+
+
+def test_preempted_requests_equal_generate(llm, doge):
+    """vLLM takes their states away, and computes them again."""
+    torch.manual_seed(3)
+    prompts = prompts_of((40, 3, 17, 33))
+    engine, tokens, preempted = llm.llm_engine, {}, 0
+    for number, prompt in enumerate(prompts):
+        engine.add_request(f"p{number}", {"prompt_token_ids": prompt}, GREEDY)
+    for step in range(1000):
+        if not engine.has_unfinished_requests():
+            break
+        if step in (2, 9, 14):
+            preempted += len(scheduler_of(llm).running)
+            assert engine.reset_prefix_cache(reset_running_requests=True)
+        for result in engine.step():
+            if result.finished:
+                tokens[result.request_id] = list(result.outputs[0].token_ids)
+    assert preempted > 3
+    assert [tokens[f"p{number}"] for number in range(4)] == [doge.alone(p) for p in prompts]
+
+
+def test_forks_equal_their_prompt(llm, doge):
+    torch.manual_seed(4)
+    prompts = prompts_of((1, 25, 60))
+    params = SamplingParams(n=3, top_k=1, max_tokens=NEW, ignore_eos=True, detokenize=False)
+    for prompt, forks in zip(prompts, ask(llm, prompts, params), strict=True):
+        assert forks == [doge.alone(prompt)] * 3
+
+
+def test_many_requests_leave_no_state(llm):
+    torch.manual_seed(5)
+    random.seed(5)
+    free = free_blocks(llm)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False)
+    tokens = ask(llm, prompts_of(random.choices((1, 2, 3, 11), k=1000)), params)
+    assert {len(forks[0]) for forks in tokens} == {2}
+    assert free_blocks(llm) == free
+
+
+def test_cached_prefixes_equal_generate(doge):
+    torch.manual_seed(6)
+    shared = prompts_of((48,))[0]
+    prompts = [shared + prompt for prompt in prompts_of((3, 16, 29, 40))]
+    options = {"enable_prefix_caching": True, "block_size": 16, "num_gpu_blocks_override": 64}
+    with served(doge.folder, max_num_batched_tokens=64, **options) as llm:
+        for _ in range(2):
+            for prompt, (tokens,) in zip(prompts, ask(llm, prompts), strict=True):
+                assert tokens == doge.alone(prompt)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        hits = [result.num_cached_tokens for result in llm.generate(inputs, GREEDY, use_tqdm=False)]
+    assert min(hits) >= 48
+
+
+def test_compiled_model_equals_generate(doge):
+    torch.manual_seed(7)
+    prompts = prompts_of(LENGTHS)
+    with served(doge.folder, enforce_eager=False) as llm:
+        for prompt, (tokens,) in zip(prompts, ask(llm, prompts), strict=True):
+            assert tokens == doge.alone(prompt)
+
+
+def test_tensor_parallelism_equals_generate(doge, monkeypatch):
+    torch.manual_seed(8)
+    prompts = prompts_of(LENGTHS)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    with served(doge.folder, tensor_parallel_size=2) as llm:
+        for prompt, (tokens,) in zip(prompts, ask(llm, prompts), strict=True):
+            assert tokens == doge.alone(prompt)
+
+
+@pytest.mark.parametrize("scorer", ["hidden", "value"])
+def test_learned_scores_equal_generate(tmp_path, scorer):
+    from scored_models import VOCABULARY, equal_scores_in_first_layer, make_scored
+
+    torch.manual_seed(9)
+    model = equal_scores_in_first_layer(make_scored(scorer=scorer))
+    model.save_pretrained(tmp_path)
+    alone = eager_generation(model)
+    prompts = prompts_of(LENGTHS, VOCABULARY)
+    architecture = {"architectures": ["ScoredLlamaForCausalLM"]}
+    with served(tmp_path, hf_overrides=architecture) as llm:
+        for prompt, (tokens,) in zip(prompts, ask(llm, prompts), strict=True):
+            assert tokens == alone(prompt), len(prompt)
+
+
+# ---- Refused ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config, options, message",
+    [
+        ({"sliding_window": 16}, {}, "config.sliding_window: got 16"),
+        ({"is_moe": True, "num_experts": 16, "num_experts_per_tok": 2}, {}, "config.is_moe: got True"),
+        ({}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype: got 'fp8'"),
+        ({}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2,
+                                     "prompt_lookup_max": 2}}, "speculative_config: got one"),
+    ],
+)  # fmt: skip
+def test_settings_without_exact_results_raise(tmp_path, config, options, message):
+    make_model(**config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message), served(tmp_path, **options):
+        pass
+
+
+def test_missing_scores_raise(tmp_path):
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    overrides = {"architectures": ["ScoredLlamaForCausalLM"]}
+    with (
+        pytest.raises(ValueError, match="config: got LlamaConfig without keep_window_size"),
+        served(tmp_path, hf_overrides=overrides),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "1.0.0"])
+def test_other_versions_are_refused_with_the_reason(monkeypatch, version):
+    registered = {}
+    monkeypatch.setattr(vllm, "__version__", version)
+    monkeypatch.setattr(vllm.ModelRegistry, "register_model", registered.__setitem__)
+    plugin.register()
+    module, _, name = registered["DogeForCausalLM"].partition(":")
+    refused = getattr(importlib.import_module(module), name)
+    with pytest.raises(ValueError, match=f"got version {version}, expected 0.26 or later"):
+        refused(vllm_config=None)

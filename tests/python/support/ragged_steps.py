@@ -1,0 +1,80 @@
+"""Checks of steps in which every sequence brings any number of tokens, against attention over the whole of each sequence.
+
+They run on any device: `place` has its name, the dtype and the backend.
+"""
+
+import torch
+
+from flash_dmattn import RaggedBatch, extend_ragged, flash_dmattn_func, select_key_intervals
+from pool_rows import ROWS
+from token_streams import TOLERANCE
+
+
+def tokens_of(place, count):
+    """query, key, value [T, H, D] and scores [Hkv, T]."""
+    query, key, value, scores = place.tokens(1, count)
+    return query[0], key[0], value[0], scores[0]
+
+
+def whole(place, rule, states, scores_are_bias, softcap):
+    """Attention over a whole sequence, by the reference on the CPU."""
+    query, key, value, scores = (t.cpu()[None] for t in states)
+    keys = select_key_intervals(scores, **rule)
+    bias = scores[:, :, None] if scores_are_bias else None
+    return flash_dmattn_func(
+        query, key, value, None, bias, is_causal=True, key_intervals=keys, softcap=softcap,
+        return_lse=True, backend="reference",
+    )  # fmt: skip
+
+
+def check_sequences_alone(place, rule, draw, *, scores_are_bias=True, softcap=None):
+    """Texts of many lengths, in steps that are cut anywhere, in rows that others had before and between padding."""
+    torch.manual_seed(draw.randrange(1000))
+    pool, _ = place.pool(rule)
+    texts = [tokens_of(place, draw.choice((1, 2, 9, 23, 40))) for _ in range(2 * ROWS)]
+    done, waiting, rows = {}, list(range(len(texts))), {}
+    parts = {number: [] for number in waiting}
+    while waiting or rows:
+        while waiting and len(rows) < ROWS:
+            number = waiting.pop(0)
+            done[number] = 0
+            rows[number] = draw.choice([row for row in range(ROWS) if row not in rows.values()])
+        running = draw.sample(list(rows), draw.randint(1, len(rows)))
+        lengths = [
+            min(draw.choice((0, 1, 1, 1, 4, 17)), len(texts[number][0]) - done[number])
+            for number in running
+        ]
+        offsets = [draw.choice((0, 2))]
+        for length in lengths:
+            offsets.append(offsets[-1] + length)
+        states = [torch.randn_like(t) for t in tokens_of(place, offsets[-1] + 3)]
+        for number, start, length in zip(running, offsets, lengths, strict=False):
+            own = slice(done[number], done[number] + length)
+            for index, (step, text) in enumerate(zip(states, texts[number], strict=True)):
+                if index == 3:
+                    step[:, start : start + length] = text[:, own]
+                else:
+                    step[start : start + length] = text[own]
+        batch = RaggedBatch(
+            offsets,
+            place.rows(*(rows[number] for number in running)),
+            [done[number] == 0 for number in running],
+        )
+        out, lse = extend_ragged(
+            pool, batch, *states, scores_are_bias=scores_are_bias, softcap=softcap, return_lse=True
+        )
+        assert not out[: offsets[0]].any() and not out[offsets[-1] :].any()
+        for number, start, length in zip(running, offsets, lengths, strict=False):
+            part = slice(start, start + length)
+            parts[number].append((out[part].cpu(), lse[:, part].cpu()))
+            done[number] += length
+            if length and done[number] == len(texts[number][0]):
+                del rows[number]
+    tolerance = TOLERANCE[place.dtype]
+    for number, states in enumerate(texts):
+        out, lse = whole(place, rule, states, scores_are_bias, softcap)
+        for got, expected in (
+            (torch.cat([part[0] for part in parts[number]]), out[0]),
+            (torch.cat([part[1] for part in parts[number]], 1), lse[0]),
+        ):
+            torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
