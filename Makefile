@@ -52,7 +52,8 @@ SEEDS ?= 0 1 2
 .PHONY: evidence
 evidence: $(STAMPS)/package $(STAMPS)/test ## the quality of learned scores against the budget of keys, in build/evidence (SEEDS="0 1 2", an hour of a core)
 	for seed in $(SEEDS); do \
-	  PYTHONPATH=examples $(BIN)/python -m learned_scores.distil --seed $$seed --output build/evidence/seed$$seed; done
+	  PYTHONPATH=examples $(BIN)/python -m learned_scores.distil --seed $$seed --output build/evidence/seed$$seed \
+	    --recipes learned without_budget hard_from_the_first; done
 	PYTHONPATH=examples $(BIN)/python -m learned_scores.recall --seeds $(SEEDS) --output build/evidence/recall.json
 	PYTHONPATH=examples $(BIN)/python -m learned_scores.pictures build/evidence
 

@@ -9,8 +9,10 @@ from flash_dmattn.integrations.transformers import (  # noqa: E402
     add_learned_scores,
     remove_learned_scores,
 )
+from scored_families import compare_scores  # noqa: E402
 from scored_models import FAMILIES, RULES, make_base, make_ids, make_scored  # noqa: E402
 from scores_by_definition import by_definition  # noqa: E402
+from tiny_models import model_classes  # noqa: E402
 
 pytestmark = pytest.mark.transformers
 S = 21
@@ -106,6 +108,15 @@ def test_new_soft_scores_and_wide_windows_change_nothing(family):
     remove_learned_scores(model)
     add_learned_scores(model, keep_window_size=len(ids[0]))
     torch.testing.assert_close(model(ids).logits, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.skipif(
+    transformers.__version__ < "5", reason="tiny models are those of transformers 5"
+)
+@pytest.mark.parametrize("name", ["Llava", "Qwen2VL", "Idefics3", "InternVL"])
+def test_text_decoders_of_multimodal_models_equal_definition(name):
+    found = {model_class.name: model_class for model_class in model_classes()}
+    assert compare_scores(found[f"{name}ForConditionalGeneration"]).kind == "equal"
 
 
 def test_custom_scorers_get_hidden_keys_and_values():
