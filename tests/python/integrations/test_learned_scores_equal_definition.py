@@ -9,10 +9,8 @@ from flash_dmattn.integrations.transformers import (  # noqa: E402
     add_learned_scores,
     remove_learned_scores,
 )
-from scored_families import compare_scores  # noqa: E402
 from scored_models import FAMILIES, RULES, make_base, make_ids, make_scored  # noqa: E402
 from scores_by_definition import by_definition  # noqa: E402
-from tiny_models import model_classes  # noqa: E402
 
 pytestmark = pytest.mark.transformers
 S = 21
@@ -115,6 +113,9 @@ def test_new_soft_scores_and_wide_windows_change_nothing(family):
 )
 @pytest.mark.parametrize("name", ["Llava", "Qwen2VL", "Idefics3", "InternVL"])
 def test_text_decoders_of_multimodal_models_equal_definition(name):
+    from scored_families import compare_scores
+    from tiny_models import model_classes
+
     found = {model_class.name: model_class for model_class in model_classes()}
     assert compare_scores(found[f"{name}ForConditionalGeneration"]).kind == "equal"
 
