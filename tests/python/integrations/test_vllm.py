@@ -19,7 +19,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 import vllm
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import LLM, SamplingParams
+from vllm.config import CUDAGraphMode
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from doge_generation import VOCABULARY, WINDOW, brute_force_of, make_model
 from flash_dmattn.integrations import vllm as plugin
@@ -218,6 +220,75 @@ def test_learned_scores_equal_generate(tmp_path, scorer):
     with served(tmp_path, hf_overrides=architecture) as llm:
         for prompt, (tokens,) in zip(prompts, ask(llm, prompts), strict=True):
             assert tokens == alone(prompt), len(prompt)
+
+
+# ---- The metadata of a step -------------------------------------------------------------------------
+
+
+def step_of(lengths, totals, blocks, padding):
+    """Sequences that bring `lengths` tokens and then have `totals`, and as many more that pad a CUDA graph."""
+    lengths, totals = lengths + [0] * padding, totals + [0] * padding
+    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+    return CommonAttentionMetadata(
+        query_start_loc=offsets,
+        query_start_loc_cpu=offsets,
+        seq_lens=torch.tensor(totals, dtype=torch.int32),
+        seq_lens_cpu_upper_bound=torch.tensor(totals, dtype=torch.int32),
+        num_reqs=len(lengths),
+        num_actual_tokens=sum(lengths),
+        max_query_len=max(lengths),
+        max_seq_len=max(totals),
+        block_table_tensor=torch.tensor([*blocks, *[0] * padding], dtype=torch.int32)[:, None],
+        slot_mapping=torch.empty(0, dtype=torch.int64),
+        is_prefilling=torch.tensor(
+            [n > 1 or n == t > 0 for n, t in zip(lengths, totals, strict=True)]
+        ),
+    )
+
+
+@pytest.fixture
+def builder(llm, monkeypatch):
+    """That of a GPU, which captures graphs of decoding."""
+    config = llm.llm_engine.vllm_config
+    monkeypatch.setattr(config.compilation_config, "cudagraph_mode", CUDAGraphMode.FULL_DECODE_ONLY)
+    names = list(config.compilation_config.static_forward_context)
+    layer = config.compilation_config.static_forward_context[names[0]]
+    spec = layer.get_kv_cache_spec(config)
+    return layer.get_attn_backend().get_builder_cls()(spec, names, config, torch.device("cpu"))
+
+
+def test_graphs_read_rows_at_one_place_and_padding_has_none(builder):
+    (rows,) = (
+        group.rows
+        for group in builder.build(0, step_of([1] * 3, [9, 5, 7], [4, 2, 6], 1)).batch._groups
+    )
+    assert rows.tolist() == [4, 2, 6, -1]
+    again = builder.build(0, step_of([1] * 2, [10, 6], [1, 3], 2))
+    assert rows.tolist() == [1, 3, -1, -1] and again.length == 4
+    captured = builder.build_for_cudagraph_capture(step_of([1] * 4, [1] * 4, [0] * 4, 0))
+    assert (
+        rows.tolist() == [-1] * 4 and captured.batch._groups[0].rows.data_ptr() == rows.data_ptr()
+    )
+
+
+def test_prompts_of_one_token_are_decoded_from_an_empty_state(builder):
+    layers = builder._layers
+    for layer in layers:
+        layer.pool.seen[[4, 2]] = 5
+    batch = builder.build(0, step_of([1, 1], [9, 1], [4, 2], 0)).batch
+    assert batch._groups[0].rows.tolist() == [4, 2]
+    assert all(layer.pool.seen[[4, 2]].tolist() == [5, 0] for layer in layers)
+    assert not any(layer.pool.counts[2].any() for layer in layers)
+
+
+def test_chunks_and_tokens_of_a_step_are_told_apart(builder):
+    metadata = builder.build(0, step_of([1, 7, 5], [9, 17, 5], [4, 2, 6], 0))
+    groups = [(g.rows.tolist(), g.tokens.tolist(), g.begins) for g in metadata.batch._groups]
+    assert groups == [
+        ([4], [[0]], False),
+        ([2], [list(range(1, 8))], False),
+        ([6], [list(range(8, 13))], True),
+    ]
 
 
 # ---- Refused ----------------------------------------------------------------------------------------
