@@ -17,16 +17,21 @@ _LEAST_PLACES = 128  # for pending tokens, where a cache has fewer for its keys
 
 
 class _Group(NamedTuple):
-    """Sequences of a step that bring equally many tokens.
+    """Sequences of a step that run together.
 
-    tokens: their places in the step, int64 [n, length]; None: token i of the step belongs to rows[i].
+    tokens: their places in the step, int64 [n, length], those of shorter sequences padded on the right; None: token i of the
+        step belongs to rows[i].
     rows: int32 [n]. A negative one is none.
     begins: the tokens begin their sequences, so that what the rows hold belongs to others.
+    lengths: of the sequences, int32 [n]; None: all have `length` tokens.
+    real: the places in tokens.flatten() that are no padding, int64; None: all.
     """
 
     tokens: Tensor | None
     rows: Tensor
     begins: bool
+    lengths: Tensor | None = None
+    real: Tensor | None = None
 
 
 class RaggedBatch:
@@ -55,6 +60,7 @@ class RaggedBatch:
         begins = [False] * sequences if begins is None else begins
         if len(begins) != sequences:
             raise ValueError(f"begins: got {len(begins)} of them, expected {sequences}")
+        # Prompts whose lengths have as many bits run together, padded to the longest: less than twice the tokens.
         members: dict[tuple[int, bool], list[int]] = {}
         for number, (start, stop) in enumerate(pairwise(offsets)):
             if stop < start or start < 0:
@@ -62,11 +68,13 @@ class RaggedBatch:
                     f"offsets[{number}]: got {start} before {stop}, expected 0 or more, ascending"
                 )
             if start < stop:
-                members.setdefault((stop - start, bool(begins[number])), []).append(number)
+                length, begins_text = stop - start, bool(begins[number])
+                size = length.bit_length() if begins_text else length
+                members.setdefault((size, begins_text), []).append(number)
         self._length = offsets[-1] if members else 0
         self._groups = [
-            _group(offsets, rows, numbers, length, begins_text)
-            for (length, begins_text), numbers in members.items()
+            _group(offsets, rows, numbers, begins_text)
+            for (_, begins_text), numbers in members.items()
         ]
 
     @classmethod
@@ -82,16 +90,23 @@ class RaggedBatch:
         return len(self._groups) == 1 and self._groups[0].tokens is None
 
 
-def _group(
-    offsets: Sequence[int], rows: Tensor, numbers: list[int], length: int, begins: bool
-) -> _Group:
-    tokens = torch.tensor([offsets[number] for number in numbers])[:, None] + torch.arange(length)
-    chosen = torch.tensor(numbers)
-    if rows.is_cuda:  # pinned, a copy waits for nothing
-        tokens, chosen = (
-            t.pin_memory().to(rows.device, non_blocking=True) for t in (tokens, chosen)
-        )
-    return _Group(tokens, rows[chosen], begins)
+def _group(offsets: Sequence[int], rows: Tensor, numbers: list[int], begins: bool) -> _Group:
+    starts = torch.tensor([offsets[number] for number in numbers])[:, None]
+    lengths = torch.tensor([offsets[number + 1] - offsets[number] for number in numbers])[:, None]
+    step = torch.arange(int(lengths.max()))
+    lengths = lengths.int()
+    tokens, chosen = starts + torch.minimum(step, lengths - 1), torch.tensor(numbers)
+    real = (step < lengths).flatten().nonzero()[:, 0]
+    on_device = (_copy_to(rows.device, t) for t in (tokens, chosen, lengths[:, 0], real))
+    tokens, chosen, lengths, real = on_device
+    if len(real) == tokens.numel():
+        lengths = real = None
+    return _Group(tokens, rows[chosen], begins, lengths, real)
+
+
+def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:
+    """Waits for nothing: a copy from pinned memory does not."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 @torch.no_grad()
@@ -138,26 +153,32 @@ def extend_ragged(
         return (out.squeeze(1), lse.squeeze(2).T) if return_lse else out.squeeze(1)
     out = torch.zeros_like(query)
     lse = scores.new_full((length, query.shape[1]), -torch.inf)
-    for tokens, rows, begins in batch._groups:
+    for group in batch._groups:
+        tokens = group.tokens
         if tokens is None:
-            tokens = torch.arange(len(rows), device=query.device)[:, None]
-        attend = _begin if begins else _go_on
+            tokens = torch.arange(len(group.rows), device=query.device)[:, None]
+        attend = _begin if group.begins else _go_on
         of_group = scores[:, tokens].transpose(0, 1)
-        parts = attend(pool, rows, *(t[tokens] for t in states), of_group, options)
-        out[tokens], lse[tokens] = parts[0], parts[1].transpose(1, 2)
+        parts = attend(pool, group, *(t[tokens] for t in states), of_group, options)
+        places = tokens.flatten()
+        parts = (parts[0].flatten(0, 1), parts[1].transpose(1, 2).flatten(0, 1))
+        if group.real is not None:
+            places, *parts = (t[group.real] for t in (places, *parts))
+        out[places], lse[places] = parts
     return (out, lse.T) if return_lse else out
 
 
 def _begin(
     pool: KVSlots,
-    rows: Tensor,
+    group: _Group,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     scores: Tensor,
     options: dict,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over prompts of one length, [n, length, Hq, D], whose keys then fill the rows."""
+    """Attention over prompts, [n, length, Hq, D], whose keys then fill the rows. Padding comes after all of them, so that no
+    query of theirs sees it."""
     rule = pool.rule
     keys = None
     if not rule.has_room_for(query.shape[1]):
@@ -167,13 +188,15 @@ def _begin(
     result = flash_dmattn_func(
         query, key, value, None, bias, is_causal=True, key_intervals=keys, backend=pool.backend or None, **options
     )  # fmt: skip
-    pool.over(rows).fill(key, value, scores, keys)
+    if group.lengths is not None:
+        keys = None  # of the longest prompt
+    pool.over(group.rows).fill(key, value, scores, keys, lengths=group.lengths)
     return result
 
 
 def _go_on(
     pool: KVSlots,
-    rows: Tensor,
+    group: _Group,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -183,10 +206,10 @@ def _go_on(
     """Attention of as many later tokens of each row to its slots and to each other: [n, length, Hq, D]."""
     length = query.shape[1]
     if length == 1:
-        return pool.over(rows).step(query, key, value, scores, **options)
+        return pool.over(group.rows).step(query, key, value, scores, **options)
     # A row of the pool has no places for pending tokens. A copy of it has, for as many as it has keys: copying costs
     # less than their attention.
-    slots = pool.select(rows, chunk=min(length, max(pool.places, _LEAST_PLACES)))
+    slots = pool.select(group.rows, chunk=min(length, max(pool.places, _LEAST_PLACES)))
     result = slots.extend(query, key, value, scores, **options)
-    pool.over(rows).restore(slots)
+    pool.over(group.rows).restore(slots)
     return result

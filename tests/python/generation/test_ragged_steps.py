@@ -58,3 +58,13 @@ def test_fewer_tokens_than_the_batch_has_raise():
     batch = RaggedBatch([0, 5], torch.tensor([1], dtype=torch.int32))
     with pytest.raises(ValueError, match="^query: got 4 tokens, expected 5 or more"):
         extend_ragged(pool, batch, *states)
+
+
+def test_prompts_of_similar_lengths_run_together():
+    rows = torch.tensor([5, 3, 4, 1, 0], dtype=torch.int32)
+    batch = RaggedBatch([0, 17, 17, 40, 44, 75], rows, [True] * 5)
+    assert [(g.rows.tolist(), tuple(g.tokens.shape)) for g in batch._groups] == [
+        ([5, 4, 0], (3, 31)),
+        ([1], (1, 4)),
+    ]
+    assert batch._groups[0].lengths.tolist() == [17, 23, 31]

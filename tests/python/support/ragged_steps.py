@@ -31,7 +31,7 @@ def check_sequences_alone(place, rule, draw, *, scores_are_bias=True, softcap=No
     """Texts of many lengths, in steps that are cut anywhere, in rows that others had before and between padding."""
     torch.manual_seed(draw.randrange(1000))
     pool, _ = place.pool(rule)
-    texts = [tokens_of(place, draw.choice((1, 2, 9, 23, 40))) for _ in range(2 * ROWS)]
+    texts = [tokens_of(place, draw.choice((1, 2, 23, 31, 40))) for _ in range(2 * ROWS)]
     done, waiting, rows = {}, list(range(len(texts))), {}
     parts = {number: [] for number in waiting}
     while waiting or rows:
@@ -41,7 +41,7 @@ def check_sequences_alone(place, rule, draw, *, scores_are_bias=True, softcap=No
             rows[number] = draw.choice([row for row in range(ROWS) if row not in rows.values()])
         running = draw.sample(list(rows), draw.randint(1, len(rows)))
         lengths = [
-            min(draw.choice((0, 1, 1, 1, 4, 17)), len(texts[number][0]) - done[number])
+            min(draw.choice((0, 1, 1, 4, 5, 7, 17, 20, 29)), len(texts[number][0]) - done[number])
             for number in running
         ]
         offsets = [draw.choice((0, 2))]
