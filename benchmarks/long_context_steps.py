@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import sys
@@ -42,14 +41,20 @@ if not GPU:
 LOSS_LENGTH, LOSS_BATCH = (16384, 4) if GPU else (256, 2)
 TIMED = 3  # steps, of which the median counts
 DTYPE = "bfloat16" if GPU else "float32"
+NOTE = (
+    "examples/long_context.py with activation checkpointing: forward, forward again, backward and optimizer; one sequence a step; "
+    "median of 3 steps, of the slowest rank; both: a step; parts: tokens/s/GPU, time of attention's and the exchange's kernels in a "
+    "profiled step, MB of the busiest rank for a layer and a step, those of ring and Ulysses by formula"
+)
 OURS, EXCHANGE = "flash_dmattn", "SendRecv"  # parts of the names of kernels
 
 
 class Run:
     """The processes of a run, and its rows."""
 
-    def __init__(self, budget: float):
-        self.began, self.budget, self.rows = time.monotonic(), budget, []
+    def __init__(self, options: argparse.Namespace):
+        self.began, self.budget = time.monotonic(), options.budget
+        self.path, self.commit = options.json, options.commit
         self.size, self.rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
         one, many = ("GPU", "GPUs") if GPU else ("process", "processes")
         self.side = f"{self.size} {one if self.size == 1 else many}"
@@ -60,6 +65,23 @@ class Run:
     def say(self, text: str) -> None:
         if self.rank == 0:
             print(f"[{self.seconds():4.0f} s] {text}", flush=True)
+
+    def add(self, row: dict) -> None:
+        """Into the record, at once."""
+        self.say(record.format_row(row))
+        if self.path is None or self.rank > 0:
+            return
+        about = machine.machine("cuda" if GPU else "cpu")
+        found = {
+            "machine": about,
+            "commit": self.commit or machine.commit(),
+            "command": "torchrun " + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "versions": {"torch": torch.__version__},
+            "note": NOTE,
+            "rows": record.read(self.path)["rows"] if self.path.exists() else [],
+        }
+        found["rows"].append(row)
+        record.write(self.path, found)
 
     def everywhere(self, value: float) -> list[float]:
         found: list = [None] * self.size
@@ -145,8 +167,7 @@ def measure(run: Run, lengths: list[int], is_compiled: bool) -> None:
             parts["attention share"] = parts["attention ms"] / found["both"]
         if run.size > 1:
             parts |= formulas(length, run.size)
-        run.rows.append(record.row(title("training step", length), run.side, DTYPE, **found))
-        run.say(record.format_row(run.rows[-1]))
+        run.add(record.row(title("training step", length), run.side, DTYPE, **found))
 
 
 def one_length(run: Run, step, mesh) -> dict:
@@ -190,31 +211,7 @@ def losses(run: Run, steps: int) -> None:
         parts = {f"step {step['step']}": step["loss"] for step in found}
         case = title(f"losses of {LOSS_BATCH} sequences", LOSS_LENGTH)
         side = "whole sequences" if ranks == 1 else f"{ranks} pieces"
-        run.rows.append(record.row(case, side, DTYPE, parts=parts))
-        run.say(record.format_row(run.rows[-1]))
-
-
-def write(run: Run, options: argparse.Namespace) -> None:
-    """Adds the rows to the record."""
-    about = machine.machine("cuda" if GPU else "cpu")
-    about["name"] += " x 2" if GPU else ""
-    note = (
-        "examples/long_context.py with activation checkpointing: forward, forward again, backward and optimizer; one sequence a step; "
-        "median of 3 steps, of the slowest rank; both: a step; parts: tokens/s/GPU, time of attention's and the exchange's kernels in a "
-        "profiled step, MB of the busiest rank for a layer and a step, those of ring and Ulysses by formula"
-    )
-    found = {
-        "machine": about,
-        "commit": options.commit or machine.commit(),
-        "command": "torchrun " + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "versions": {"torch": torch.__version__},
-        "note": note,
-        "rows": [],
-    }
-    if options.json.exists():
-        found["rows"] = json.loads(options.json.read_text())["rows"]
-    found["rows"] += run.rows
-    record.write(options.json, found)
+        run.add(record.row(case, side, DTYPE, parts=parts))
 
 
 def main() -> None:
@@ -226,7 +223,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--losses", type=int, default=0, help="steps of the two trainings")
     options = parser.parse_args()
-    run = Run(options.budget)
+    run = Run(options)
     # A collective may wait for ever.
     watch = threading.Timer(options.budget + 15, lambda: os._exit(3))
     watch.daemon = True
@@ -235,8 +232,6 @@ def main() -> None:
         losses(run, options.losses)
         torch._dynamo.reset()
     measure(run, options.lengths, not options.eager)
-    if options.json and run.rank == 0:
-        write(run, options)
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # threads of gloo outlive their group
