@@ -4,12 +4,14 @@
     torchrun --nproc_per_node 2 examples/long_context.py --seq-len 262144 --cp 1     # the same batches, whole sequences
 
 Ranks form a mesh (dp, cp): parameters are sharded over all of them (FSDP2), every sequence over cp. The text is Python's standard
-library, as bytes. Without a GPU it runs on processes of the CPU. A run with --output goes on where it was stopped, bit for bit.
+library, as bytes. Without a GPU it runs on processes of the CPU. A run with --output goes on where it was stopped, bit for bit, and
+leaves a record and a picture of its losses there.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -32,11 +34,13 @@ from flash_dmattn.distributed import ContextParallel, exchanged_bytes
 from flash_dmattn.integrations.transformers import enable_flash_dmattn
 
 VOCABULARY = 256  # bytes
+RECORD = "record.json"
 TOKENS_OF_LOGITS = 8192  # at a time: the logits of a million tokens would not fit
 
 
 class Trainee(nn.Module):
-    """A Doge and the sum of its losses, whose logits exist for some tokens at a time."""
+    """A Doge and the sum of its losses, whose logits exist for some tokens at a time: by Liger's kernels where they are installed and
+    there is a GPU, else in a loop."""
 
     def __init__(self, doge: DogeForCausalLM):
         super().__init__()
@@ -46,11 +50,14 @@ class Trainee(nn.Module):
         hidden = self.doge.model(
             input_ids, position_ids=position_ids, use_cache=False
         ).last_hidden_state
-        parts = zip(
-            hidden.flatten(0, 1).split(TOKENS_OF_LOGITS),
-            shift_labels.flatten().split(TOKENS_OF_LOGITS),
-            strict=True,
-        )
+        hidden, labels = hidden.flatten(0, 1), shift_labels.flatten()
+        if hidden.is_cuda and importlib.util.find_spec("liger_kernel"):
+            from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+            return liger_fused_linear_cross_entropy(
+                hidden, self.doge.lm_head.weight, labels, reduction="sum", accum_dtype=torch.float32
+            )
+        parts = zip(hidden.split(TOKENS_OF_LOGITS), labels.split(TOKENS_OF_LOGITS), strict=True)
         return sum(checkpoint(self.losses, *part, use_reentrant=False) for part in parts)
 
     def losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -79,7 +86,7 @@ def make_trainee(options: argparse.Namespace, mesh: DeviceMesh, device: torch.de
         doge.gradient_checkpointing_enable({"use_reentrant": False})
     if options.compile:
         for layer in doge.model.layers:
-            layer.compile()
+            layer.compile(dynamic=False)  # torch 2.11 cannot compile the exchange for all lengths
     trainee = Trainee(doge).train()
     every = mesh["dp", "cp"]._flatten("dp_cp")
     precision = MixedPrecisionPolicy()
@@ -97,30 +104,34 @@ def batch_of(text: Tensor, step: int, options: argparse.Namespace, dp_rank: int)
     return batch.tensor_split(options.dp)[dp_rank]
 
 
-def train(options: argparse.Namespace) -> list[dict]:
-    """The record of each step, on every rank."""
+def make_mesh(options: argparse.Namespace) -> tuple[DeviceMesh, torch.device]:
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    mesh = init_device_mesh(device.type, (options.dp, options.cp), mesh_dim_names=("dp", "cp"))
+    shape = (options.dp, options.cp)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("dp", "cp")), device
+
+
+def train(options: argparse.Namespace) -> list[dict]:
+    """The record of each step, on every rank; that of steps before a stop, too, on rank 0."""
+    mesh, device = make_mesh(options)
+    cuda = device.type == "cuda"
     trainee = make_trainee(options, mesh, device)
     cp, every = ContextParallel(mesh["cp"]), ContextParallel(mesh["dp", "cp"]._flatten("dp_cp"))
     optimizer = torch.optim.AdamW(trainee.parameters(), lr=options.learning_rate)
-    text, first = standard_library().training, 0
+    text, first, record = standard_library().training, 0, []
     saved = options.output and options.output / "state"
     if saved and (saved / ".metadata").exists():
         first = load(saved, trainee, optimizer)
-    record = []
+        if every.rank == 0:
+            record = json.loads((options.output / RECORD).read_text())[:first]
     for step in range(first, options.steps):
         began, moved = time.perf_counter(), exchanged_bytes(mesh["cp"])
         tokens = batch_of(text, step, options, mesh.get_local_rank("dp")).to(device)
-        piece = cp.shard(tokens, tokens, multiple=8)
-        total = trainee(piece.input_ids, piece.position_ids, piece.shift_labels)
-        loss = every.mean(total, (piece.shift_labels != -100).sum())
-        loss.backward()
+        loss = backward(trainee, tokens, cp, every)
         norm = nn.utils.clip_grad_norm_(trainee.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -132,10 +143,25 @@ def train(options: argparse.Namespace) -> list[dict]:
             found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         record.append(found)
         if every.rank == 0:
-            print(" ".join(f"{name} {value:.6g}" for name, value in found.items()), flush=True)
+            numbers = " ".join(f"{name} {value:.6g}" for name, value in found.items())
+            left = seconds * (options.steps - step - 1) / 60
+            print(f"{numbers} of {options.steps}, {left:.1f} minutes left", flush=True)
         if saved and ((step + 1) % options.save_every == 0 or step + 1 == options.steps):
             save(saved, trainee, optimizer, step + 1)
+            if every.rank == 0:
+                (options.output / RECORD).write_text(json.dumps(record, indent=1))
     return record
+
+
+def backward(
+    trainee: Trainee, tokens: Tensor, cp: ContextParallel, every: ContextParallel
+) -> Tensor:
+    """The mean loss over the batches and pieces of all ranks, after its backward."""
+    piece = cp.shard(tokens, tokens, multiple=8)
+    total = trainee(piece.input_ids, piece.position_ids, piece.shift_labels)
+    loss = every.mean(total, (piece.shift_labels != -100).sum())
+    loss.backward()
+    return loss.detach()
 
 
 def save(folder: Path, trainee: Trainee, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -152,6 +178,18 @@ def load(folder: Path, trainee: Trainee, optimizer: torch.optim.Optimizer) -> in
         trainee, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
     return state["step"]
+
+
+def draw_losses(record: list[dict], path: Path) -> None:
+    """The loss of every step, where matplotlib is installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return
+    from matplotlib.figure import Figure
+
+    axes = Figure(figsize=(6, 4), layout="constrained").add_subplot()
+    axes.plot([step["step"] for step in record], [step["loss"] for step in record])
+    axes.set(xlabel="step", ylabel="loss, nats a byte")
+    axes.figure.savefig(path)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -172,7 +210,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--checkpoint", action="store_true", help="compute layers again in the backward")
     add("--compile", action="store_true", help="by torch.compile, each layer")
     add("--save-every", type=int, default=50, help="steps")
-    add("--output", type=Path, help="folder of the state and of record.json")
+    add("--output", type=Path, help="folder of the state, the record and the picture")
     options = parser.parse_args(arguments)
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     options.cp = ranks if options.cp is None else options.cp
@@ -189,8 +227,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     record = train(options)
     if options.output and dist.get_rank() == 0:
-        options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "record.json").write_text(json.dumps(record, indent=1))
+        draw_losses(record, options.output / "losses.png")
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # threads of gloo outlive their group

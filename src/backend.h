@@ -108,7 +108,7 @@ extern const Backend cuda_backend;
 extern const Backend cpu_backend;        // src/cpu/backend.cpp
 extern const Backend reference_backend;  // src/reference/attention.cpp
 
-// In order of preference, the reference last.
+// Backends are in order of preference, the reference last.
 std::span<const Backend* const> backend_table();
 
 // Throws InvalidArgument for a name that no backend has.

@@ -51,7 +51,7 @@ constexpr Case cases[] = {
 
 std::string title_of(const Case& c) { return std::string("selection ") + c.name; }
 
-// As in the backward of sm90, whose schedule the slots are.
+// The values are those of the backward of sm90, whose schedule the slots are.
 constexpr std::int64_t slot_tile_rows = 64;
 constexpr std::int64_t slot_segments = 64;
 

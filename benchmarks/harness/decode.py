@@ -141,7 +141,7 @@ def _all_keys(case: DecodeCase, dtype: torch.dtype, device: str) -> Callable[[],
     k, v = (_normal(dtype, device, *shape).transpose(1, 2) for _ in range(2))
     q = _normal(dtype, device, case.batch, 1, case.heads_q, case.head_dim)
     if device == "cuda":
-        # Without lengths, like SDPA: kernels of their own would make intervals of them.
+        # Lengths are left out, as for SDPA: other kernels would turn them into intervals.
         return lambda: flash_dmattn_func(q, k, v)
     lengths = torch.full((case.batch,), case.keys, dtype=torch.int32, device=device)
     return lambda: flash_dmattn_with_kvcache(q, k, v, cache_seqlens=lengths)

@@ -119,7 +119,7 @@ void ask_for_huge_pages([[maybe_unused]] void* begin, [[maybe_unused]] std::size
   const auto address = reinterpret_cast<std::uintptr_t>(begin);
   const std::uintptr_t first = (address + huge - 1) / huge * huge;
   const std::uintptr_t last = (address + bytes) / huge * huge;
-  // Without effect where the system has none.
+  // The call does nothing on a system without huge pages.
   if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 #endif
 }

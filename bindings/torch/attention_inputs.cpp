@@ -66,8 +66,8 @@ void take_ranks(Attention& call, const OptionalTensor& key_rank, const OptionalT
 }
 
 // The bound of the intervals as given, or measured where it is unknown and a GPU needs it.
-KeyBound take_bound(const Attention& call, const Tensor& like, const Options& options) {
-  const KeyBound bound = given_bound(options.key_bound);
+KeyBound take_bound(const Attention& call, const Tensor& like, const VisibleKeys& keys) {
+  const KeyBound bound = given_bound(keys.bound);
   const Problem& p = call.problem;
   if (p.device == Device::cpu || bound.known() || bound.consecutive) return bound;
   return measured_bound({.device = p.device,
@@ -83,8 +83,8 @@ KeyBound take_bound(const Attention& call, const Tensor& like, const Options& op
 }  // namespace
 
 // The schedule lives as long as one call. Keeping it from forward to backward would save its construction,
-// which is a small part of either, and cost its memory in every layer of a model in between. Its workspace lies behind
-// it: one allocation of either size takes the host as long as a third of a launch.
+// which is a small part of either, and cost its memory in every layer of a model in between. The
+// schedule and its workspace share one allocation, because an allocation costs the host a third of a launch.
 void take_schedule(Attention& call, const Tensor& like, const Options& options) {
   const ScheduleCall scheduling(call.problem, call.in.visibility, options.direction, call.execution,
                                 options.backend);
@@ -149,19 +149,17 @@ Attention take_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const O
 }
 
 Attention prepare(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
-                  const OptionalTensor& bias, const OptionalTensor& key_intervals,
-                  const Options& options, bool bias_needs_gradient) {
+                  const OptionalTensor& bias, const VisibleKeys& keys, const Options& options,
+                  bool bias_needs_gradient) {
   Attention call = take_inputs(q, k, v, mask, bias, options, bias_needs_gradient);
-  if (options.key_rank || options.rank_limit) {
-    take_ranks(call, options.key_rank, options.rank_limit, q);
+  if (keys.rank || keys.rank_limit) take_ranks(call, keys.rank, keys.rank_limit, q);
+  if (keys.intervals) {
+    take_intervals(call, *keys.intervals, q);
+    call.in.visibility.bound = take_bound(call, q, keys);
+  } else if (keys.list) {
+    take_key_list(call, *keys.list, keys.count, q);
   }
-  if (key_intervals) {
-    take_intervals(call, *key_intervals, q);
-    call.in.visibility.bound = take_bound(call, q, options);
-  } else if (options.key_list) {
-    take_key_list(call, *options.key_list, options.key_count, q);
-  }
-  if (key_intervals || options.key_list) take_schedule(call, q, options);
+  if (keys.intervals || keys.list) take_schedule(call, q, options);
   return call;
 }
 

@@ -31,12 +31,17 @@ struct Attention {
   }
 };
 
-struct Options {
-  const OptionalTensor& key_list;  // instead of key_intervals
-  const OptionalTensor& key_count;
-  const OptionalTensor& key_rank;
+// The arguments of an operator that say which keys each query sees.
+struct VisibleKeys {
+  const OptionalTensor& intervals;
+  const std::vector<std::int64_t>& bound;  // the members of a KeyBound, or nothing
+  const OptionalTensor& list;              // instead of intervals
+  const OptionalTensor& count;
+  const OptionalTensor& rank;
   const OptionalTensor& rank_limit;
-  const std::vector<std::int64_t>& key_bound;  // the members of a KeyBound, or nothing
+};
+
+struct Options {
   bool causal;
   std::int64_t bias_delay;
   double scale;
@@ -67,7 +72,7 @@ Attention take_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const O
 
 // The same, what is visible, and its schedule.
 Attention prepare(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
-                  const OptionalTensor& bias, const OptionalTensor& key_intervals,
-                  const Options& options, bool bias_needs_gradient);
+                  const OptionalTensor& bias, const VisibleKeys& keys, const Options& options,
+                  bool bias_needs_gradient);
 
 }  // namespace flash_dmattn::binding

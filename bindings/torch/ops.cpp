@@ -113,10 +113,21 @@ std::tuple<Tensor, Tensor> forward_op(
     const OptionalTensor& rank_limit, std::vector<std::int64_t> key_bound, bool is_causal,
     std::int64_t bias_delay, double scale, double softcap, bool saturate, bool deterministic,
     std::string backend) {
-  const Options options{
-      key_list, key_count, key_rank, rank_limit,    key_bound, is_causal,         bias_delay,
-      scale,    softcap,   saturate, deterministic, backend,   Direction::forward};
-  return attend(prepare(q, k, v, mask, bias, key_intervals, options, false), q, backend);
+  const VisibleKeys keys{.intervals = key_intervals,
+                         .bound = key_bound,
+                         .list = key_list,
+                         .count = key_count,
+                         .rank = key_rank,
+                         .rank_limit = rank_limit};
+  const Options options{.causal = is_causal,
+                        .bias_delay = bias_delay,
+                        .scale = scale,
+                        .softcap = softcap,
+                        .saturate = saturate,
+                        .deterministic = deterministic,
+                        .backend = backend,
+                        .direction = Direction::forward};
+  return attend(prepare(q, k, v, mask, bias, keys, options, false), q, backend);
 }
 
 // The choice of the `window` keys with the highest bias [B or 1, Hkv or 1, Sk] for each query, and attention to them: one
@@ -127,19 +138,14 @@ std::tuple<Tensor, Tensor, Tensor> select_and_attend_op(const Tensor& q, const T
                                                         std::int64_t bias_delay, double scale,
                                                         double softcap, bool saturate,
                                                         bool deterministic, std::string backend) {
-  const Options options{{},
-                        {},
-                        {},
-                        {},
-                        {},
-                        is_causal,
-                        bias_delay,
-                        scale,
-                        softcap,
-                        saturate,
-                        deterministic,
-                        backend,
-                        Direction::forward};
+  const Options options{.causal = is_causal,
+                        .bias_delay = bias_delay,
+                        .scale = scale,
+                        .softcap = softcap,
+                        .saturate = saturate,
+                        .deterministic = deterministic,
+                        .backend = backend,
+                        .direction = Direction::forward};
   Attention call = take_inputs(q, k, v, {}, bias, options, false);
   Problem& p = call.problem;
   const auto fits = [&](std::int64_t dim, std::int64_t size) {
@@ -168,10 +174,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
     const OptionalTensor& dlse, std::vector<std::int64_t> key_bound, bool is_causal,
     std::int64_t bias_delay, double scale, double softcap, bool saturate, bool deterministic,
     std::string backend, bool need_dq, bool need_dk, bool need_dv, bool need_dbias) {
-  const Options options{
-      key_list, key_count, key_rank, rank_limit,    key_bound, is_causal,          bias_delay,
-      scale,    softcap,   saturate, deterministic, backend,   Direction::backward};
-  Attention call = prepare(q, k, v, mask, bias, key_intervals, options, need_dbias);
+  const VisibleKeys keys{.intervals = key_intervals,
+                         .bound = key_bound,
+                         .list = key_list,
+                         .count = key_count,
+                         .rank = key_rank,
+                         .rank_limit = rank_limit};
+  const Options options{.causal = is_causal,
+                        .bias_delay = bias_delay,
+                        .scale = scale,
+                        .softcap = softcap,
+                        .saturate = saturate,
+                        .deterministic = deterministic,
+                        .backend = backend,
+                        .direction = Direction::backward};
+  Attention call = prepare(q, k, v, mask, bias, keys, options, need_dbias);
   const Problem& p = call.problem;
   expect_like(dout, "dout", query_shape(p), q);
   expect_like(out, "out", query_shape(p), q);

@@ -80,7 +80,7 @@ struct CacheRows {
   // an output is 0. A GPU does the same for R or more. Null: row b.
   const std::int32_t* index = nullptr;
   std::int64_t count = 0;  // R, with an index
-  // From one row to the next, in elements.
+  // The distances from one row to the next, in elements.
   std::int64_t slot_stride = dense_stride;   // of scores and positions
   std::int64_t count_stride = dense_stride;  // of counts
   std::int64_t seen_stride = dense_stride;   // of seen

@@ -68,7 +68,7 @@ constexpr std::array<std::int64_t, 4> contiguous_strides(const std::array<std::i
 }
 
 // The slots of one (batch, kv head) of a KV cache (kv_cache.h), as a step has to know them before it reads any of them.
-// All zeros: no token has come.
+// All zeros before the first token.
 struct SlotCount {
   std::int32_t count;     // slots [0, count) have been taken; some may hold no key again
   std::int32_t competed;  // keys that have competed so far, of which min(competed, w) are chosen

@@ -36,7 +36,7 @@ struct Found {
   double value = 0;
 };
 
-// In the order of the indices.
+// Visits elements in the order of their indices.
 Found first_nonfinite(const ConstTensor4& tensor, const Shape4& shape, DType dtype,
                       bool minus_inf) {
   Shape4 index{};

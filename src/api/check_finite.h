@@ -9,8 +9,8 @@
 // inputs, before it computes, and of its outputs, after. On a GPU it waits for the device each time.
 namespace flash_dmattn {
 
-// Whether a value of the environment variable switches the check on. Throws InvalidArgument for one that neither does nor
-// does not, as "true": who sets it relies on the check.
+// Whether a value of the environment variable switches the check on. Throws InvalidArgument for any other value (such as
+// "true"), because its user relies on the check.
 bool check_finite_of(std::string_view value);
 
 // The environment is read once, when this is first called.

@@ -14,7 +14,7 @@
 namespace flash_dmattn {
 
 struct ThreadPool::State {
-  // One call of parallel_for.
+  // The state of one call of parallel_for.
   struct Job {
     void (*body)(void* argument, int worker) = nullptr;  // null: no call is open
     void* argument = nullptr;

@@ -50,7 +50,7 @@ bool has_elements(const std::array<std::int64_t, Size>& shape) {
   return std::find(shape.begin(), shape.end(), 0) == shape.end();
 }
 
-// All zero: of no tensor.
+// All zero if there is no tensor.
 template <std::size_t Size>
 bool is_given(const std::array<std::int64_t, Size>& shape) {
   return shape != std::array<std::int64_t, Size>{};

@@ -43,7 +43,7 @@ struct Slots {
   std::int64_t stride = 0;
   const std::int32_t* rows =
       nullptr;  // [B]: the row of each in the batch, negative for none; null: b
-  // From one row to the next.
+  // Distances from one row to the next, in elements.
   std::int64_t row_slots = 0;
   std::int64_t row_counts = 0;
   std::int64_t row_seen = 0;

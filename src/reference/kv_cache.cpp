@@ -177,7 +177,7 @@ struct Token {
   bool is_present;
 };
 
-// The token at `position` comes.
+// Inserts the token at `position`.
 void enter(const Row& row, const Token& token, std::int64_t position) {
   SlotCount& slots = row.count();
   const Key key{-1, position, token.score, slots.count < row.cache.shape.keep.sink_tokens};
@@ -307,7 +307,7 @@ void append(const AppendArgs& args, const Execution&) {
   });
 }
 
-// By the definition, for every query.
+// Computes every query's intervals by the definition.
 void pending_intervals(const PendingIntervalsArgs& args, const Execution&) {
   const KvCache& cache = args.cache;
   const std::int64_t slots = cache.shape.places() + cache.pending;

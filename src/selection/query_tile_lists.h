@@ -21,7 +21,7 @@ std::size_t tile_list_bytes(std::int64_t lists, std::int64_t entries);
 // The view of the lists in `buffers`.
 QueryTileLists view_of(const TileListBuffers& buffers, const TileListArgs& args);
 
-// For the intervals or the key list of a problem.
+// Arguments for the tile lists of a problem's intervals or key list.
 TileListArgs tile_list_args(const Problem& problem, const Visibility& visibility,
                             std::int64_t tile_rows);
 

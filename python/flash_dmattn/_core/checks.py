@@ -19,7 +19,7 @@ from .availability import unavailable_reason
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 GPU_DTYPES = (torch.bfloat16, torch.float16)
 
-# By the dtype of a bias: at or below this it masks its element; see mask_value in include/flash_dmattn/types.h.
+# The mask value of each dtype of a bias: a bias at or below it masks its element; see mask_value in include/flash_dmattn/types.h.
 MASK_VALUE = {
     torch.float64: -1e30,
     torch.float32: -1e30,

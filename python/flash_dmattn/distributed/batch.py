@@ -14,7 +14,7 @@ from .._core.checks import check_count, check_tensor
 from .arguments import offsets_of_positions
 from .wire import Wire, wire_of
 
-IGNORED = -100  # a label that counts in no loss
+IGNORED = -100  # the label that losses ignore
 
 
 @dataclass(frozen=True)

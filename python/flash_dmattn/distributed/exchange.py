@@ -192,7 +192,7 @@ class TwoHops:
         return parts[::blocks].flatten(0, 1)
 
     def _swap(self, *parts: Tensor) -> list[Tensor]:
-        """Part r of each goes to rank r."""
+        """Sends part r of each tensor to rank r."""
         size = self.wire.size
         message = pack(*parts)
         equal = [message.shape[1]] * size

@@ -82,7 +82,7 @@ class Wire:
     ) -> None:
         """Raises on all ranks where one has an error or another number than the others.
 
-        One collective of the same size whatever the arguments are, so that it meets its like. The host waits for its result.
+        Uses one collective of a fixed size, so that ranks with different arguments still match. The host waits for its result.
         check: None: in the first calls of a group, of which all ranks have made as many.
         """
         self.calls += 1

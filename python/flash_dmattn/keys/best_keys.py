@@ -51,7 +51,7 @@ def true_places(mask: Tensor, size: int) -> tuple[Tensor, Tensor]:
     how many values are true, int32 [..]."""
     rank = mask.cumsum(-1, dtype=torch.int32)
     counts = rank[..., -1] if mask.shape[-1] else rank.sum(-1, dtype=torch.int32)
-    # One place more, where all other indices go.
+    # One more place takes all other indices.
     place = torch.where(mask, rank - 1, size).clamp(max=size)
     index = torch.arange(mask.shape[-1], dtype=torch.int32, device=mask.device)
     places = index.new_full((*mask.shape[:-1], size + 1), -1)

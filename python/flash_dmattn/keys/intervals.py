@@ -184,7 +184,7 @@ def intersect(*parts: KeyIntervals) -> KeyIntervals:
         if not isinstance(part, KeyIntervals):
             raise TypeError(f"intersect: got {type(part).__name__}, expected KeyIntervals")
     query_length, key_length = parts[0].query_length, parts[0].key_length
-    # One by one: in a set they would be hashed, which makes them constants of torch.compile.
+    # A set would hash them, which makes them constants of torch.compile.
     for part in parts[1:]:
         if part.query_length != query_length or part.key_length != key_length:
             lengths = [(part.query_length, part.key_length) for part in parts]

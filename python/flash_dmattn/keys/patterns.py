@@ -132,7 +132,7 @@ def until_faded(
 def _check_prefix(prefix_length: int | Tensor, device) -> Tensor:
     if not isinstance(prefix_length, Tensor):
         check_count(prefix_length, "prefix_length")
-        # Not by as_tensor, which makes the number a constant of torch.compile.
+        # as_tensor would make the number a constant of torch.compile.
         return torch.full((), prefix_length, dtype=torch.int64, device=device)
     is_integer = not (prefix_length.is_floating_point() or prefix_length.is_complex())
     if prefix_length.dim() > 1 or not is_integer or prefix_length.dtype == torch.bool:

@@ -37,7 +37,7 @@ def select_key_intervals(
     shift = key_length - query_length  # of rows to positions
     first = ranked - shift if is_causal else torch.zeros_like(ranked)
     # [heads or 1, 1]
-    # By fill, not from a list, whose copy to a GPU would wait.
+    # fill is used because a copy from a list would wait for the GPU.
     sizes = windows or [key_length]
     window = torch.stack([torch.full((1,), size, device=scores.device) for size in sizes])
     last = torch.where(rank < window, query_length, 0).expand_as(ranked)

@@ -110,3 +110,22 @@ def test_headroom_is_filled_in_place():
     kept, counts = select_keys(s, w)
     positions = found[-1][1].positions.sort(-1).values
     assert torch.equal(positions, kept) and (counts == w).all()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_tokens_behind_a_border_see_the_keys_of_the_whole(rule):
+    n, ranks, steps, rule = 512, 2, 40, RULES[rule]
+    q, k, v, s = states(n * ranks + steps)
+    whole = flash_dmattn_func(q, k, v, attn_bias=s, key_intervals=select_key_intervals(s, **rule))
+
+    def state(wire):
+        rows = slice(wire.rank * n, wire.rank * n + n)
+        pending = begin(k[:, rows], v[:, rows], s[..., rows], group=wire, **rule)
+        return boundary_state(pending)
+
+    for border, cache in enumerate(run_in_threads(ranks, state), 1):
+        for i in range(border * n, border * n + steps):
+            token = slice(i, i + 1)
+            score = s[..., token].contiguous()
+            out = cache.step(q[:, token], k[:, token], v[:, token], score)
+            torch.testing.assert_close(out, whole[:, token], rtol=2**-7, atol=2**-7)

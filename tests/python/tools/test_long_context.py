@@ -1,5 +1,6 @@
 """examples/long_context.py on two processes: the losses of whole sequences, and a run that goes on where it was stopped."""
 
+import importlib.util
 import json
 import os
 
@@ -40,4 +41,14 @@ def test_losses_are_those_of_whole_sequences_and_of_a_run_that_was_stopped(tmp_p
         assert loss == pytest.approx(other_loss, rel=1e-4)
         assert norm == pytest.approx(other_norm, rel=1e-3)
     losses(tmp_path / "stopped", 2)
-    assert losses(tmp_path / "stopped", 4) == pieces[2:]
+    assert losses(tmp_path / "stopped", 4) == pieces
+    if importlib.util.find_spec("matplotlib"):
+        assert (tmp_path / "stopped" / "losses.png").stat().st_size > 0
+
+
+def test_compiled_steps_on_pieces_equal_eager_ones_on_whole_sequences(tmp_path):
+    compiled = losses(tmp_path / "compiled", 2, "--checkpoint", "--compile")
+    whole = losses(tmp_path / "whole", 2, "--cp", "1")
+    assert [loss for _, loss, _ in compiled] == pytest.approx(
+        [loss for _, loss, _ in whole], rel=1e-4
+    )

@@ -176,7 +176,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.check_kernels(key_states)
         if self._counts_on_device:
-            # Not slots.seen, which a step changes: compiled code would read it again in later layers.
+            # slots.seen changes with a step, so compiled code would read it again in later layers.
             self._length = torch.zeros((), dtype=torch.int64, device=self.device)
             if not torch.compiler.is_compiling():
                 torch._dynamo.mark_static_address(self._length)

@@ -87,8 +87,8 @@ class FlashDogeAttention(DogeAttention):
         value = self.v_proj(hidden_states)
         scores = doge_scores(self, self.dt_proj(value))
         value = value.view(per_head)
-        # In the order of attention's dimensions. Transposed to that of caches before, compiled code writes both twice, once
-        # for each order.
+        # Query and key keep the dimension order of attention. If they were transposed to that of caches here, compiled code would
+        # write both twice, once for each order.
         query, key = _rotate(query, key, *position_embeddings, context.memo)
         if context.pieces is not None:
             out = context.pieces.attend(self, query, key, value, scores, cache)

@@ -197,7 +197,7 @@ def _begin_forward(model: DogeModel, args: tuple, options: dict) -> tuple[tuple,
         return (), arguments_by_name | changes
     if cache is not None:
         check_cache(cache)
-    # Not for training, which reads no cache.
+    # Training reads no cache.
     if use_cache and cache is None and not torch.is_grad_enabled() and _has_default_cache(model):
         cache = changes[CACHE] = DynamicMaskCache(model.config)
     kind, mask = None, None

@@ -15,8 +15,8 @@ from ..keywords import check_known_keywords
 from ..masks import causal_mask
 from .compat import documents_of
 
-# For implementations that do not evaluate `mask_function`, or make additive masks; and whether None may stand for causality,
-# which the result of this function includes either way.
+# Keywords for implementations that do not evaluate `mask_function` or that make additive masks, and one that says whether
+# None may stand for causality, which the result of this function always includes.
 _IGNORED_KEYWORDS = frozenset(
     {"allow_is_causal_skip", "allow_torch_fix", "config", "dtype", "local_size"}
 )
@@ -81,7 +81,7 @@ def key_interval_mask(
         return mask if intervals is None else intervals.intervals
 
     if cache_position is not None:
-        # Not len(), which makes it a constant of torch.compile.
+        # len() would make it a constant of torch.compile.
         q_length, device = cache_position.shape[0], cache_position.device
     positions = _Positions(q_length, kv_length, q_offset, kv_offset, cache_position, device)
     present = positions.present_keys(attention_mask)

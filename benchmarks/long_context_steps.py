@@ -1,0 +1,241 @@
+"""A training step of examples/long_context.py at growing lengths on one GPU and on several, and its losses on whole sequences and pieces.
+
+    torchrun --nproc_per_node 1 benchmarks/long_context_steps.py --json record.json
+    torchrun --nproc_per_node 2 benchmarks/long_context_steps.py --json record.json --losses 40
+
+Each run adds its rows to the record. It ends within `--budget` seconds: what was not reached is said. Without a GPU: gloo and
+small sizes, which tries the program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # a host may refuse multicast
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from context_parallel_table import Model
+from flash_dmattn.distributed import ContextParallel, exchanged_bytes
+from harness import machine, record
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+import long_context
+
+GPU = torch.cuda.is_available()
+LENGTHS = [2**p for p in range(15, 21)] if GPU else [512, 1024]
+SIZES = {"window": 2048, "layers": 8, "hidden": 1024, "head-dim": 128}
+if not GPU:
+    SIZES = {"window": 64, "layers": 2, "hidden": 64, "head-dim": 16}
+LOSS_LENGTH, LOSS_BATCH = (16384, 4) if GPU else (256, 2)
+TIMED = 3  # steps, of which the median counts
+DTYPE = "bfloat16" if GPU else "float32"
+NOTE = (
+    "examples/long_context.py with activation checkpointing: forward, forward again, backward and optimizer; one sequence a step; "
+    "median of 3 steps, of the slowest rank; both: a step; parts: tokens/s/GPU, time of attention's and the exchange's kernels in a "
+    "profiled step, MB of the busiest rank for a layer and a step, those of ring and Ulysses by formula"
+)
+OURS, EXCHANGE = "flash_dmattn", "SendRecv"  # parts of the names of kernels
+
+
+class Run:
+    """The processes of a run, and its rows."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.began, self.budget = time.monotonic(), options.budget
+        self.path, self.commit = options.json, options.commit
+        self.size, self.rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+        one, many = ("GPU", "GPUs") if GPU else ("process", "processes")
+        self.side = f"{self.size} {one if self.size == 1 else many}"
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(f"[{self.seconds():4.0f} s] {text}", flush=True)
+
+    def add(self, row: dict) -> None:
+        """Into the record, at once."""
+        self.say(record.format_row(row))
+        if self.path is None or self.rank > 0:
+            return
+        about = machine.machine("cuda" if GPU else "cpu")
+        found = {
+            "machine": about,
+            "commit": self.commit or machine.commit(),
+            "command": "torchrun " + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "versions": {"torch": torch.__version__},
+            "note": NOTE,
+            "rows": record.read(self.path)["rows"] if self.path.exists() else [],
+        }
+        found["rows"].append(row)
+        record.write(self.path, found)
+
+    def everywhere(self, value: float) -> list[float]:
+        found: list = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
+    def has(self, seconds: float) -> bool:
+        return min(self.everywhere(self.budget - self.seconds())) > seconds
+
+
+def options_of(length: int, **changes) -> argparse.Namespace:
+    words = [f"--{name}={value}" for name, value in {**SIZES, "seq-len": length, **changes}.items()]
+    return long_context.parse([*words, "--checkpoint"])
+
+
+def title(what: str, length: int) -> str:
+    heads = SIZES["hidden"] // SIZES["head-dim"]
+    return (
+        f"{what} N{length}, Doge L{SIZES['layers']} hidden {SIZES['hidden']} H{heads} Hkv{heads // 2} "
+        f"D{SIZES['head-dim']} w{SIZES['window']}"
+    )
+
+
+def formulas(length: int, ranks: int) -> dict[str, float]:
+    """MB that a rank receives for a layer in one step: forward, forward again for the backward, backward."""
+    heads = SIZES["hidden"] // SIZES["head-dim"]
+    model = Model(heads, heads // 2, SIZES["head-dim"], SIZES["window"])
+    found = {}
+    for name, (forward, backward, *_) in model.exchanges(length, ranks).items():
+        kind = name.split(" (")[-1].removesuffix(")")
+        if kind in ("ring, all-gather", "Ulysses"):
+            found[f"{kind} MB a layer"] = (2 * forward + backward) / 1e6
+    return found
+
+
+def kernel_ms(step) -> dict[str, float]:
+    """The time of kernels in one step, by what they are for."""
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+        step()
+        torch.cuda.synchronize()
+    kernels = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return {
+        name: sum(e.device_time for e in kernels if part in e.name) / 1e3
+        for name, part in (("attention ms", OURS), ("exchange ms", EXCHANGE))
+    }
+
+
+def measure(run: Run, lengths: list[int], is_compiled: bool) -> None:
+    options = options_of(max(lengths))
+    options.compile = is_compiled
+    mesh, device = long_context.make_mesh(options)
+    trainee = long_context.make_trainee(options, mesh, device)
+    # Otherwise all scores tie. With larger A exponents reach 8.6, from which on a GPU computes gradients in double.
+    for layer in trainee.doge.model.layers:
+        nn.init.normal_(layer.self_attn.A, std=0.1)
+        nn.init.normal_(layer.self_attn.dt_proj.weight, std=0.1)
+    cp, every = ContextParallel(mesh["cp"]), ContextParallel(mesh["dp", "cp"]._flatten("dp_cp"))
+    optimizer = torch.optim.AdamW(trainee.parameters(), lr=1e-4)
+    text = long_context.standard_library().training
+
+    def step(tokens: Tensor) -> None:
+        long_context.backward(trainee, tokens, cp, every)
+        nn.utils.clip_grad_norm_(trainee.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for length in lengths:
+        torch._dynamo.reset()  # each length is compiled on its own
+        if not run.has(12 + 4 * length / 2**20 * (TIMED + 3)):
+            run.say(f"N {length}: no time left")
+            break
+        options.seq_len = length
+        tokens = long_context.batch_of(text, 0, options, 0).to(device)
+        try:
+            found = one_length(run, lambda tokens=tokens: step(tokens), mesh)
+        except torch.OutOfMemoryError:
+            run.say(f"N {length}: does not fit")
+            break
+        seconds = found["both"] / 1e3
+        parts = found["parts"]
+        parts["tokens/s/GPU"] = length / seconds / run.size
+        if "attention ms" in parts:
+            parts["attention share"] = parts["attention ms"] / found["both"]
+        if run.size > 1:
+            parts |= formulas(length, run.size)
+        run.add(record.row(title("training step", length), run.side, DTYPE, **found))
+
+
+def one_length(run: Run, step, mesh) -> dict:
+    """Milliseconds of a step of the slowest rank, peak memory and traffic of the busiest."""
+    for _ in range(2):
+        step()
+    gc.collect()
+    if GPU:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    times, group = [], mesh["cp"]
+    before = exchanged_bytes(group)
+    for _ in range(TIMED):
+        if GPU:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        step()
+        if GPU:
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - began) * 1e3)
+    after = exchanged_bytes(group)
+    moved = max(after.sent - before.sent, after.received - before.received)
+    peak = torch.cuda.max_memory_allocated() / 2**20 if GPU else 0.0
+    parts = {}
+    if run.size > 1:
+        parts["ours MB a layer"] = max(run.everywhere(moved)) / TIMED / SIZES["layers"] / 1e6
+    if GPU:
+        parts |= {name: statistics.mean(run.everywhere(ms)) for name, ms in kernel_ms(step).items()}
+    return {
+        "both": max(run.everywhere(statistics.median(times))),
+        "peak_mb": max(run.everywhere(peak)),
+        "parts": parts,
+    }
+
+
+def losses(run: Run, steps: int) -> None:
+    """The losses of the same batches on whole sequences and on pieces."""
+    for ranks in (1, run.size):
+        options = options_of(LOSS_LENGTH, steps=steps, cp=ranks, batch=LOSS_BATCH)
+        found = long_context.train(options)
+        parts = {f"step {step['step']}": step["loss"] for step in found}
+        case = title(f"losses of {LOSS_BATCH} sequences", LOSS_LENGTH)
+        side = "whole sequences" if ranks == 1 else f"{ranks} pieces"
+        run.add(record.row(case, side, DTYPE, parts=parts))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="the record")
+    parser.add_argument("--commit", help="of the sources, outside a checkout")
+    parser.add_argument("--budget", type=float, default=100, help="seconds")
+    parser.add_argument("--lengths", type=int, nargs="*", default=LENGTHS)
+    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--losses", type=int, default=0, help="steps of the two trainings")
+    options = parser.parse_args()
+    run = Run(options)
+    # A collective may wait for ever.
+    watch = threading.Timer(options.budget + 15, lambda: os._exit(3))
+    watch.daemon = True
+    watch.start()
+    if options.losses:
+        losses(run, options.losses)
+        torch._dynamo.reset()
+    measure(run, options.lengths, not options.eager)
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # threads of gloo outlive their group
+
+
+if __name__ == "__main__":
+    main()
