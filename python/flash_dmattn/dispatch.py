@@ -84,9 +84,7 @@ def attention(
         uses_library_kernels = backend_of(query, backend) not in IN_PYTHON
         bias = squeeze_query_dimension(bias)
         visible = apply_selection(selection, query, key, bias, visible, uses_library_kernels, memo)
-    out, statistics = run_with_bias_delay(
-        query, key, value, bias, visible, numerics, backend, bias_delay, own_row
-    )
+    out, statistics = run(query, key, value, bias, visible, numerics, backend, bias_delay, own_row)
     return out if value is original_value else unpad_value_dim(out, original_value), statistics
 
 
@@ -99,15 +97,24 @@ def run(
     numerics: Numerics,
     backend: str = "",
     bias_delay: int = 0,
+    own_row: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """out and statistics of arguments in normal form.
 
-    bias_delay: of the library's backends alone.
+    bias_delay: the bias of a key, one value, is added for queries at least that many positions after it.
+    own_row: as in split_by_age, where a key's position is not its index.
 
     The first of the statistics [.., B, Hq, Sq] is lse, which is taken from them where it is wanted: a view takes as
     long as an allocation.
     """
     backend = backend_of(query, backend)
+    if bias_delay:
+        bias, bias_delay = _bias_of_keys(bias, bias_delay), clamp_count(bias_delay)
+        # The library's kernels count positions by the index of a key.
+        if own_row is not None or backend in IN_PYTHON:
+            return _run_by_age(
+                query, key, value, bias, visible, numerics, backend, bias_delay, own_row
+            )
     numerics = numerics.for_head_dim(query.shape[3])
     if visible.keys is not None and not broadcasts(visible.heads(), key.shape[2]):
         # Every query head chose for itself, so each gets a key head of its own.
@@ -131,33 +138,28 @@ def check_bias_delay(bias_delay: int, bias: Tensor | None) -> None:
         raise ValueError(f"bias_delay: got {bias_delay} without attn_bias, expected a bias")
 
 
-def run_with_bias_delay(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    visible: Visibility,
-    numerics: Numerics,
-    backend: str,
-    bias_delay: int,
-    own_row: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """`run`, where the bias of a key, one value, is added for queries `bias_delay` or more positions after it.
-
-    The library's kernels count positions by the index of a key, for which they need no own_row. Elsewhere there are two calls:
-    recent keys, without a bias, and older keys, with theirs, are disjoint sets, so that each element is computed once.
-    own_row: as in split_by_age.
-    """
-    if not bias_delay:
-        return run(query, key, value, bias, visible, numerics, backend)
+def _bias_of_keys(bias: Tensor, bias_delay: int) -> Tensor:
     bias = squeeze_query_dimension(bias)
     if bias.dim() != 3:
         raise ValueError(
             f"bias_delay: got {bias_delay} with a bias of shape {tuple(bias.shape)}, expected one value for each key"
         )
-    bias_delay = clamp_count(bias_delay)
-    if own_row is None and backend_of(query, backend) not in IN_PYTHON:
-        return run(query, key, value, bias, visible, numerics, backend, bias_delay)
+    return bias
+
+
+def _run_by_age(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    visible: Visibility,
+    numerics: Numerics,
+    backend: str,
+    bias_delay: int,
+    own_row: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """`run` in two calls: recent keys, without a bias, and older keys, with theirs, are disjoint sets, so that each element is
+    computed once."""
     keys = visible.keys
     if keys is None:
         length = key.shape[1]

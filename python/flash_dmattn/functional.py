@@ -21,7 +21,7 @@ from ._core.checks import (
     unpad_value_dim,
 )
 from ._core.numerics import Numerics
-from .dispatch import IN_PYTHON, attention, check_bias_delay, run_with_bias_delay, with_lse
+from .dispatch import IN_PYTHON, attention, check_bias_delay, run, with_lse
 from .keys.intervals import KeyIntervals
 from .keys.patterns import packed_documents
 from .keys.places import Places, check_offsets
@@ -236,7 +236,7 @@ def flash_dmattn_varlen_func(
         own_row = Places.of(
             total_k, total_q, cu_seqlens_k=cu_seqlens_k, cu_seqlens_q=cu_seqlens_q
         ).own
-    out, statistics = run_with_bias_delay(
+    out, statistics = run(
         query, key, value, bias, Visibility(keys=intervals), numerics, backend, bias_delay, own_row
     )
     if statistics is not None:
