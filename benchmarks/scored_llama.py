@@ -25,7 +25,10 @@ from flash_dmattn.integrations.transformers import (
     add_learned_scores,
     set_score_phase,
 )
-from flash_dmattn.integrations.transformers.learned_scores import NAME, scored_attention_forward
+from flash_dmattn.integrations.transformers.learned_scores.attention import (
+    NAME,
+    scored_attention_forward,
+)
 from harness import machine, record
 
 RULE = {"keep_window_size": 1024, "recent_window": 256, "sink_tokens": 4}

@@ -41,6 +41,10 @@ README_CASES = {
     "dense_masks B1 H2 Hkv1 N32768 D64 w1024",
 }
 
+# By the length, of https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md, table 2: context
+# parallelism of 1, 2, 4 and 8.
+DENSE_SPEEDS = {32768: 3890, 65536: 2540, 131072: 1071, 262144: 548}
+
 _TOKEN_CASE = re.compile(r"token after (\d+), (.*)")
 TOKENS_BEFORE = (256, 1024, 4096, 16384)  # the columns of the table of a generated token
 
@@ -205,6 +209,34 @@ def draw_evicted(record: dict, path: Path) -> None:
     pictures.save(figure, path)
 
 
+def draw_long_context(record: dict, path: Path) -> None:
+    """Speed of a training step against the length, and losses on whole sequences and on pieces."""
+    speeds, losses = {}, {}
+    for row in record["rows"]:
+        if row["case"].startswith("losses"):
+            losses[row["side"]] = list(row["parts"].values())
+        elif speed := row["parts"].get("tokens/s/GPU"):
+            length = int(re.search(r" N(\d+)", row["case"])[1])
+            speeds.setdefault(f"Doge, ours, {row['side']}", {})[length] = speed
+    speeds["Llama 8B, dense, 8 GPUs (TorchTitan, 2024)"] = DENSE_SPEEDS
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for name, points in speeds.items():
+        shortest = points[min(points)]
+        left.semilogx(
+            points.keys(), [x / shortest for x in points.values()], "o-", base=2, label=name
+        )
+    ticks = sorted({length for points in speeds.values() for length in points})
+    left.set_xticks(ticks, [f"{n // 1024}k" for n in ticks])
+    left.set(xlabel="sequence length N", ylabel="tokens/s of a GPU, 1 at 32k", ylim=(0, None))
+    for (name, values), style in zip(losses.items(), ("-", "--"), strict=True):
+        right.plot(values, style, label=name)
+    right.set(xlabel="step", ylabel="loss, nats a byte")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    pictures.save(figure, path)
+
+
 def draw_panels(on_cpu: dict, on_gpu: dict) -> None:
     """The pictures of the site's pages, one panel each."""
     figure, axes = plt.subplots(figsize=pictures.PANEL, layout="constrained")
@@ -251,6 +283,8 @@ def main(options: object) -> int:
     draw_slots(IMAGES / "slots.svg")
     for _, record in newest_records("evicted"):
         draw_evicted(record, IMAGES / "evicted.svg")
+    for _, record in newest_records("long-context"):
+        draw_long_context(record, IMAGES / "long-context.svg")
     for _, record in newest_records("sweeps"):
         pictures.draw(record["rows"], IMAGES / "cost.svg")
         draw_panels(on_cpu, record)

@@ -77,9 +77,13 @@ def draw(
         if len(curve) == 1 and name == NAMES["dense"]:
             axes.axhline(means[-1], color="gray", linestyle="--", label=name)
             continue
-        line = axes.plot(budgets, means, marker="o" if len(budgets) > 1 else "x", label=name)[0]
-        ends = [[f(curve[b]) for b in budgets] for f in (min, max)]
-        axes.fill_between(budgets, *ends, color=line.get_color(), alpha=0.15)
+        lowest, highest = ([f(curve[b]) for b in budgets] for f in (min, max))
+        if len(budgets) == 1:
+            spread = [[means[0] - lowest[0]], [highest[0] - means[0]]]
+            axes.errorbar(budgets, means, spread, fmt="x", capsize=3, label=name)
+            continue
+        line = axes.plot(budgets, means, marker="o", label=name)[0]
+        axes.fill_between(budgets, lowest, highest, color=line.get_color(), alpha=0.15)
     axes.set_xscale("log", base=2)
     axes.set(xlabel=xlabel, ylabel=label)
     axes.grid(alpha=0.3)

@@ -90,3 +90,27 @@ def test_random_pieces_go_on_as_one_process(case):
     assume(case.selection().places() > 0)  # a cache has a place
     ranks = len(case.lengths) - 1
     run_in_threads(ranks, lambda wire: compare_decoding(case, wire, wire.rank, ranks, 5))
+
+
+MISTAKES = {
+    "a key less": (
+        "recent keys that do not compete",
+        lambda places, positions: (torch.where(places == places.max(), -1, places), positions),
+    ),
+    "positions in another order": (
+        "ties",
+        lambda places, positions: (places, positions.flip(-1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_comparison_fails_for_a_mistake(name, monkeypatch):
+    from flash_dmattn.distributed import attention
+
+    case, mistake = MISTAKES[name]
+    state = attention._state_of_keys
+    monkeypatch.setattr(attention, "_state_of_keys", lambda *given: mistake(*state(*given)))
+    case = dict(decodable_cases(2))[case]
+    with pytest.raises(AssertionError):
+        run_in_threads(2, lambda wire: compare_decoding(case, wire, wire.rank, 2, 0))

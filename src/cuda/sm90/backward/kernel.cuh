@@ -4,6 +4,7 @@
 #include "cuda/sm90/backward/dq_writer.cuh"
 #include "cuda/sm90/backward/key_block.cuh"
 #include "cuda/sm90/backward/key_runs.h"
+#include "cuda/sm90/backward/late_dq_consumer.cuh"
 #include "cuda/sm90/backward/producer.cuh"
 #include "cuda/sm90/backward/role_consumers.cuh"
 #include "cuda/sm90/backward/unseen_keys.cuh"
@@ -77,6 +78,7 @@ struct BackwardKernel {
       storage.dout_pipeline.init(1, consumer_warps);
       if constexpr (policy.split == ConsumerSplit::roles)
         storage.ds_pipeline.init(4, consumer_warps * policy.cluster);
+      if constexpr (policy.late_dq) storage.ds_pipeline.init(consumer_warps, consumer_warps);
       if constexpr (policy.paired()) storage.received.init(1, 1);
       if constexpr (has_slots) storage.slots.pipeline.init(warp_size, consumer_warps);
       if constexpr (Variant.has_dense()) {
@@ -135,7 +137,9 @@ struct BackwardKernel {
     } else {
       increase_registers<BackwardPolicy::consumer_registers>();
       if constexpr (policy.split == ConsumerSplit::keys) {
-        consume<BackwardConsumer<BackwardKernel>>(p, storage);
+        using Consumer = std::conditional_t<policy.late_dq, LateDqConsumer<BackwardKernel>,
+                                            BackwardConsumer<BackwardKernel>>;
+        consume<Consumer>(p, storage);
       } else if (shuffle(static_cast<int>(threadIdx.x) / 128, 0) == 1) {
         consume<ScoreConsumer<BackwardKernel>>(p, storage);
       } else {

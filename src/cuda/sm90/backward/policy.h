@@ -76,6 +76,8 @@ struct BackwardPolicy {
   // Products and copies of a warpgroup, one after another, that make its columns of dq.
   int dq_rounds = 1;
   int score_tiles = 2;  // tiles of dS in shared memory
+  // Whether dQ of a tile is multiplied together with dV of the next tile, with ConsumerSplit::keys and DqSplit::rows.
+  bool late_dq = false;
   // Whether registers keep the biases of a dense tile around the loop, so that heads that share them load them once.
   bool keeps_biases = false;
 
@@ -110,6 +112,8 @@ inline constexpr int order_heads = 2;
 // biases have tiles of 64 queries also at D 64, like the packed mask. They have three tiles of dS, because two heads
 // are summed while the biases of a third tile are loaded; a fourth fits at D 64.
 //
+// At D 64 a late dQ gains 12 %. Key info takes registers that it needs, and so do the accumulators of D 128.
+//
 // At D 256 dk and dv of 64 keys fill the accumulators of both warpgroups, one of them each. Additions to dq bind with 64
 // keys, so that pairs of blocks add once for 128.
 constexpr BackwardPolicy backward_policy(int head_dim, const BackwardVariant& variant) {
@@ -135,7 +139,9 @@ constexpr BackwardPolicy backward_policy(int head_dim, const BackwardVariant& va
             .score_tiles = head_dim == 64 ? 4 : 3,
             .keeps_biases = head_dim == 64};
   }
-  if (head_dim == 64) return {.rows = 128, .dq = DqSplit::rows};
+  if (head_dim == 64) {
+    return {.rows = 128, .dq = DqSplit::rows, .late_dq = variant.placement == KeyPlacement::block};
+  }
   return {.rows = 64, .dq = DqSplit::columns};
 }
 

@@ -103,7 +103,7 @@ struct BackwardStorage {
   Pipeline<1> key_pipeline;
   Pipeline<policy.stages> q_pipeline;  // q and its stats
   Pipeline<policy.dout_stages> dout_pipeline;
-  Pipeline<policy.score_tiles> ds_pipeline;  // with ConsumerSplit::roles
+  Pipeline<policy.score_tiles> ds_pipeline;  // with ConsumerSplit::roles or late_dq
   Pipeline<1> received;  // the partner's dS; ds_pipeline of the partner waits until it is read
   typename Semaphore::Storage semaphore;
   int order;      // number of the work in the order of additions
