@@ -235,6 +235,12 @@ def test_sliding_window_raises():
         model.generate_batch([[3, 4, 5]], generation_config=GenerationConfig(**GREEDY))
 
 
+def test_experts_that_depend_on_other_tokens_raise():
+    model = enable_flash_dmattn(make_model(is_moe=True, num_experts=16, num_experts_per_tok=2))
+    with pytest.raises(ValueError, match="^config.is_moe: got True"):
+        model.generate_batch([[3, 4, 5]], generation_config=GenerationConfig(**GREEDY))
+
+
 def test_paged_cache_without_slots_raises(model):
     class Paged(batching.PagedAttentionCache):
         def __init__(self):
