@@ -110,7 +110,7 @@ def test_auto_takes_the_best_backend():
 @pytest.mark.parametrize("name", ["triton_dmattn_func", "flex_dmattn_func"])
 def test_missing_backend_raises_reason(name, monkeypatch):
     missing = "this machine is too small"
-    monkeypatch.setattr("flash_dmattn._core.checks.unavailable_reason", lambda backend: missing)
+    monkeypatch.setattr("flash_dmattn._core.availability.unavailable_reason", lambda name: missing)
     monkeypatch.setattr("flash_dmattn._core.checks._runs_on_cpu", lambda backend: False)
     with pytest.raises(RuntimeError, match=f"backend: got .*, which cannot run: {missing}"):
         getattr(flash_dmattn, name)(*qkv())
