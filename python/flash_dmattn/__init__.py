@@ -2,7 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from ._core import autograd, rules, shapes  # noqa: F401
+from ._core import autograd, shapes, torch_rules  # noqa: F401
 from ._core.availability import Backend, backends, get_available_backends, is_available
 from .forgetting import forgetting_attention
 from .functional import (
@@ -22,7 +22,7 @@ from .ragged import RaggedBatch, extend_ragged
 from .scores import make_scores
 from .with_kvcache import KVSlots, flash_dmattn_with_kvcache
 
-rules.register()
+torch_rules.register()
 
 try:
     __version__ = version("flash-dmattn")

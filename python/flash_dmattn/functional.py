@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ._core.availability import get_available_backends, unavailable_reason
+from ._core.availability import check_backend_runs, get_available_backends
 from ._core.checks import (
     attention_inputs,
     bias_argument,
@@ -280,9 +280,7 @@ def flash_dmattn_func_auto(backend: str | None = None, **options) -> Callable:
         backend = get_available_backends()[0]  # a GPU without kernels of the library
     if not backend:
         return partial(flash_dmattn_func, **options) if options else flash_dmattn_func
-    reason = unavailable_reason(backend)
-    if reason:
-        raise RuntimeError(f"backend: got {backend!r}, which cannot run: {reason}")
+    check_backend_runs(backend)
     return partial(flash_dmattn_func, backend=backend, **options)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._core.availability import unavailable_reason
+from ._core.availability import check_backend_runs
 from ._core.checks import DTYPES, check_device, check_tensor, resolve_backend, resolve_flag
 from ._core.kv_checks import (
     check_chunk,
@@ -196,11 +196,8 @@ def _check_all_keys(
 
 def _check_backend(q: Tensor, backend: str) -> None:
     check_device(q, backend)
-    if backend in ("", *IN_PYTHON) or torch.compiler.is_compiling():
-        return
-    reason = unavailable_reason(backend)
-    if reason:
-        raise RuntimeError(f"backend: got {backend!r}, which cannot run: {reason}")
+    if backend not in ("", *IN_PYTHON) and not torch.compiler.is_compiling():
+        check_backend_runs(backend)
 
 
 def _write_tokens(k_cache, v_cache, score_cache, k, v, scores, cache_seqlens) -> None:

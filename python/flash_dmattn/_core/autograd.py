@@ -8,7 +8,7 @@ from torch._C._functorch import peek_interpreter_stack as _innermost_transform
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from . import rules
+from . import torch_rules
 from .library import NAMESPACE
 from .operators import GRADIENTS, Signature
 from .ops import BACKWARD, FORWARD, SELECT_AND_ATTEND, backward, forward, select_and_attend
@@ -164,8 +164,8 @@ def _bypass_dispatcher(operator, function: type[torch.autograd.Function]):
     def call(*inputs):
         if is_compiling() or is_transformed():
             return operator(*inputs)
-        if rules.are_missing():
-            rules.register()
+        if torch_rules.rules_are_missing():
+            torch_rules.register()
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
             return function.apply(*inputs)
         with torch._C._AutoDispatchBelowAutograd():

@@ -112,6 +112,13 @@ def _unavailable_reason(name: str) -> str:
     raise ValueError(f"backend: got {name!r}, expected one of {known}")
 
 
+def check_backend_runs(name: str) -> None:
+    """Raises RuntimeError with the reason where the backend `name` does not run here."""
+    reason = unavailable_reason(name)
+    if reason:
+        raise RuntimeError(f"backend: got {name!r}, which cannot run: {reason}")
+
+
 # Constants of torch.compile, which would trace into the cached function and its imports.
 get_available_backends._dynamo_marked_constant = True
 unavailable_reason._dynamo_marked_constant = True

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from .autograd import NO_FUNCTIONAL_GRADIENT, NO_TANGENT, is_transformed
-from .availability import unavailable_reason
+from .availability import check_backend_runs, unavailable_reason
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 GPU_DTYPES = (torch.bfloat16, torch.float16)
@@ -205,10 +205,8 @@ def _runs_on_cpu(backend: str) -> bool:
 def check_device(query: Tensor, backend: str) -> None:
     if backend in ("triton", "flex"):
         # On the CPU: Triton interpreted, and the forward of FlexAttention, which raise their own errors.
-        allowed = is_compiling() or (query.is_cpu and _runs_on_cpu(backend))
-        reason = "" if allowed else unavailable_reason(backend)
-        if reason:
-            raise RuntimeError(f"backend: got {backend!r}, which cannot run: {reason}")
+        if not (is_compiling() or (query.is_cpu and _runs_on_cpu(backend))):
+            check_backend_runs(backend)
         return
     if not (query.is_cpu or query.is_cuda or query.is_meta):
         raise RuntimeError(f"query: got a tensor on {query.device}, expected cpu or cuda")

@@ -24,6 +24,21 @@ DTYPES = {
     "f64": torch.float64,
 }
 
+# The words of a column that choose how `_Maker` fills a tensor; the head of the table explains them.
+WORDS = {
+    "inputs": ("normal", "equal", "extreme", "limits", "zero"),
+    "mask_fill": (
+        "none", "full", "random", "rows", "padding_left", "padding_right", "blocks", "topk"
+    ),
+    "bias_fill": (
+        "normal", "equal", "large", "low", "all_low", "all_masked", "finfo_min", "inf", "nan"
+    ),
+    "intervals": (
+        "per_query", "global", "sliding", "packed", "prefix", "padding_left", "random", "outside"
+    ),
+    "rule": ("none", "threshold", "recent", "delayed"),
+}  # fmt: skip
+
 
 def read_table(path: Path = TABLE) -> list[dict[str, str]]:
     """All cases; an empty field takes that of the first row, which is no case itself."""
@@ -137,6 +152,12 @@ class _Maker:
         )
         return Case(problem, intervals, row["nonfinite"])
 
+    def _word(self, column: str) -> str:
+        word, known = self.row[column], WORDS[column]
+        if word not in known:
+            raise ValueError(f"{column}: got {word!r}, expected one of {', '.join(known)}")
+        return word
+
     def _normal(self, *shape: int, factor: float = 1.0) -> Tensor:
         return factor * torch.randn(shape, generator=self.generator, dtype=torch.float64)
 
@@ -152,7 +173,7 @@ class _Maker:
         return tuple(sizes[letter] for letter in word)
 
     def _inputs(self) -> tuple[Tensor, ...]:
-        kind = self.row["inputs"]
+        kind = self._word("inputs")
         query = (self.batch, self.seqlen_q, self.heads_q, self.head_dim)
         key = (self.batch, self.seqlen_k, self.heads_kv, self.head_dim)
         q, k, v, dout = (self._normal(*shape) for shape in (query, key, key, query))
@@ -165,8 +186,6 @@ class _Maker:
             q, k, v = (largest * (2 * self._uniform(*t.shape) - 1) for t in (q, k, v))
         elif kind == "zero":
             q, k, v = (torch.zeros_like(t) for t in (q, k, v))
-        elif kind != "normal":
-            raise ValueError(f"inputs: no {kind!r}")
         return tuple(t.to(self.dtype) for t in (q, k, v, dout))
 
     def _dlse(self) -> Tensor | None:
@@ -180,7 +199,7 @@ class _Maker:
 
     def _mask(self) -> Tensor:
         shape = self._shape(self.row["mask"])
-        kind = self.row["mask_fill"]
+        kind = self._word("mask_fill")
         queries = torch.arange(shape[2])[:, None]
         keys = torch.arange(shape[3])
         if kind in ("none", "full"):
@@ -199,15 +218,13 @@ class _Maker:
             mask = mask.repeat_interleave(128, 3)[..., : shape[3]].clone()
             mask.view(-1)[self._below(mask.numel(), 1)] = True
             return mask
-        if kind == "topk":
-            chosen = self._below(shape[3], *shape[:3], self.window)
-            return torch.zeros(shape, dtype=torch.bool).scatter_(3, chosen, True)
-        raise ValueError(f"mask_fill: no {kind!r}")
+        chosen = self._below(shape[3], *shape[:3], self.window)  # topk
+        return torch.zeros(shape, dtype=torch.bool).scatter_(3, chosen, True)
 
     def _bias(self) -> Tensor:
         shape = self._shape(self.row["bias"])
         dtype = self.dtype if self.row["bias_dtype"] == "same" else DTYPES[self.row["bias_dtype"]]
-        kind = self.row["bias_fill"]
+        kind = self._word("bias_fill")
         lowest = torch.finfo(dtype).min
         special = {"finfo_min": lowest, "inf": -torch.inf, "nan": torch.nan}
         if kind == "equal":
@@ -223,12 +240,10 @@ class _Maker:
                 bias = bias.masked_fill(chance < limit, value)
         elif kind == "all_low":
             bias = bias - 2e4
-        elif kind not in ("normal", "large"):
-            raise ValueError(f"bias_fill: no {kind!r}")
         return bias.to(dtype)
 
     def _intervals(self) -> KeyIntervals:
-        kind = self.row["intervals"]
+        kind = self._word("intervals")
         batch, heads = self._shape(self.row["intervals_shape"])
         if kind in ("per_query", "global"):
             scores = self._below(64, batch, heads, self.seqlen_k) / 16
@@ -253,21 +268,17 @@ class _Maker:
         elif kind == "outside":
             ends = torch.stack([self._end_outside(keys.shape), self._end_outside(keys.shape)], -1)
             return KeyIntervals(ends.int(), self.seqlen_q)
-        else:
-            raise ValueError(f"intervals: no {kind!r}")
         intervals = torch.stack([first, last], -1).clamp(0, self.seqlen_q)
         return KeyIntervals(intervals.int(), self.seqlen_q)
 
     def _rule(self) -> dict[str, object]:
-        kind = self.row["rule"]
+        kind = self._word("rule")
         rule = {"keep_window_size": self.window, "recent_window": 24, "sink_tokens": 3}
         if kind == "none":
             return {"keep_window_size": self.window}
         if kind == "threshold":
             return rule | {"keep_window_size": None, "score_threshold": 1.0}
-        if kind in ("recent", "delayed"):
-            return rule | {"recent_competes": kind == "recent"}
-        raise ValueError(f"rule: no {kind!r}")
+        return rule | {"recent_competes": kind == "recent"}
 
     def _end_outside(self, shape) -> Tensor:
         """Random interval ends; half lie far outside the queries."""

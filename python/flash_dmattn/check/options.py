@@ -12,12 +12,6 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     """Adds the check's options to its parser."""
     add = parser.add_argument
     add("--backend", choices=(*BACKENDS, "all"), default="all", help="all: what runs here")
-    add_common(parser)
-    parser.set_defaults(tensors=None)
-
-
-def add_common(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
     add("--dtype", nargs="+", choices=DTYPES, help="default: all that the backend has")
     size = parser.add_mutually_exclusive_group()
     size.add_argument(

@@ -61,7 +61,7 @@ def check(options: argparse.Namespace) -> int:
     steps = [
         step
         for name in (names if requested is None else [requested])
-        for step in steps_of(name, options.dtype, options.full, options.tensors)
+        for step in steps_of(name, options.dtype, options.full)
     ]
     rows: list[Row] = []
     interrupted = False
@@ -70,8 +70,6 @@ def check(options: argparse.Namespace) -> int:
         with poisoned_memory():
             for step in bar:
                 step_rows = run_step(step)
-                if options.tensors:
-                    step_rows = [row for row in step_rows if row.tensor in (*options.tensors, "-")]
                 rows += step_rows
                 if step_rows:
                     bar.write(report.format_row(step_rows))
@@ -91,9 +89,7 @@ def check(options: argparse.Namespace) -> int:
     return int(report.failed(rows))
 
 
-def steps_of(
-    backend: str, dtypes: list[str] | None, full: bool, tensors: list[str] | None
-) -> Iterator[Step]:
+def steps_of(backend: str, dtypes: list[str] | None, full: bool) -> Iterator[Step]:
     """Every case of the table (a sixth of them unless `full`) and every call of failed_elsewhere.py."""
     small = interpreted(backend)
     function = triton_dmattn_func if small else flash_dmattn_func_auto(backend)
@@ -108,8 +104,6 @@ def steps_of(
             yield Step(
                 backend, name, dtype, lambda name=name: case_verdicts(name, function, device, small)
             )
-        if tensors:
-            continue
         setting = Setting(function, device, DTYPES[dtype], full, small)
         for name, call in FAILED_ELSEWHERE.items():
 

@@ -62,7 +62,9 @@ def check_known_keywords(keywords: Mapping[str, object], known: frozenset[str]) 
     """Raises TypeError for a keyword that is neither None nor known."""
     for name, value in keywords.items():
         if value is not None and name not in known:
-            raise TypeError(f"{name}: got an unknown keyword, which could change the result")
+            raise TypeError(
+                f"{name}: got an unknown keyword, which could change the result, expected one of {', '.join(sorted(known))}"
+            )
 
 
 def check_mask_keywords(keywords: Mapping[str, object], has_mask: bool) -> None:

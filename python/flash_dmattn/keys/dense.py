@@ -26,7 +26,7 @@ def topk_indices(attention_bias: torch.Tensor, window_size: int, **kwargs) -> to
     """
     check_tensor(attention_bias, "attention_bias")
     check_count(window_size, "window_size")
-    _refuse(kwargs)
+    _refuse(kwargs, "topk_indices")
     scores = attention_bias.detach()
     newest_first = scores.masked_fill(scores.isnan(), float("-inf")).flip(-1)
     order = newest_first.sort(dim=-1, descending=True, stable=True).indices[..., :window_size]
@@ -56,7 +56,7 @@ def topk_mask(
         bool, 3-d when both inputs are 3-d (or the mask is None), else 4-d.
     """
     check_count(window_size, "window_size")
-    _refuse(kwargs)
+    _refuse(kwargs, "topk_mask")
     scores, allowed = _align(attention_bias, attention_mask)
     kept = scores.new_empty(torch.broadcast_shapes(scores.shape, allowed.shape), dtype=torch.bool)
     rows = kept.shape[-2]
@@ -86,7 +86,7 @@ def relu_mask(
     **kwargs,
 ) -> torch.Tensor:
     """True where an allowed key has a positive score. Arguments and result as in `topk_mask`."""
-    _refuse(kwargs)
+    _refuse(kwargs, "relu_mask")
     scores, allowed = _align(attention_bias, attention_mask)
     allowed = allowed & (scores > min_dtype)
     kept = allowed & (scores > 0)
@@ -146,11 +146,13 @@ def create_mask(
     raise ValueError(f"type: got {type!r}, expected 'topk' or 'relu'")
 
 
-def _refuse(keywords: dict[str, object]) -> None:
+def _refuse(keywords: dict[str, object], function: str) -> None:
     """Raises TypeError for a keyword that 1.x took and that is not None."""
     for name, value in keywords.items():
         if value is not None:
-            raise TypeError(f"{name}: got an unknown keyword, which could change the result")
+            raise TypeError(
+                f"{name}: got an unknown keyword, which could change the result, expected arguments of {function}"
+            )
 
 
 def _check_shape(

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstddef>
 #include <string>
 
 #include "cpu/dispatch.h"
@@ -16,6 +17,17 @@ void on_each_instruction_set(const Test& test) {
     cpu::choose(candidate);
     test();
   }
+}
+
+// The same on one of them, by a number.
+template <class Test>
+void on_one_instruction_set(std::size_t number, const Test& test) {
+  const auto allowed = cpu::allowed();
+  const cpu::Candidate& candidate = allowed[number % allowed.size()];
+  SCOPED_TRACE(std::string(cpu::name_of(candidate.isa)));
+  cpu::choose(candidate);
+  test();
+  cpu::choose(allowed.back());
 }
 
 }  // namespace flash_dmattn::testing

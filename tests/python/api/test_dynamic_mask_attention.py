@@ -114,7 +114,7 @@ def test_cache_gives_same_results(lengths, kind):
     assert torch.equal(layer(hidden[:, :9], cache=cache), layer(hidden[:, :9]))
 
 
-def test_positions_that_are_given():
+def test_given_positions_replace_consecutive_ones():
     layer, hidden = make_layer(), torch.randn(B, S, HIDDEN)
     shifted = torch.arange(S)[None] + 5
     torch.testing.assert_close(

@@ -107,7 +107,7 @@ def documents():
 
 
 @pytest.mark.parametrize("kind", ["documents", "window", "random"])
-def test_choice_under_a_dense_mask(kind):
+def test_choice_under_a_dense_mask_matches_oracle(kind):
     q, k, v, dout = tensors()
     mask = {
         "documents": documents(),

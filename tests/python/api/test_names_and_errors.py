@@ -19,7 +19,7 @@ def qkv(dtype=torch.float32):
 # ---- Names -------------------------------------------------------------------------------------------
 
 
-def test_names_that_other_programs_use():
+def test_names_that_other_programs_use_exist():
     from flash_dmattn.flash_dmattn_flex import flex_dmattn_func
     from flash_dmattn.flash_dmattn_interface import flash_dmattn_func, flash_dmattn_varlen_func
     from flash_dmattn.flash_dmattn_triton import triton_dmattn_func
@@ -110,7 +110,7 @@ def test_auto_takes_the_best_backend():
 @pytest.mark.parametrize("name", ["triton_dmattn_func", "flex_dmattn_func"])
 def test_missing_backend_raises_reason(name, monkeypatch):
     missing = "this machine is too small"
-    monkeypatch.setattr("flash_dmattn._core.checks.unavailable_reason", lambda backend: missing)
+    monkeypatch.setattr("flash_dmattn._core.availability.unavailable_reason", lambda name: missing)
     monkeypatch.setattr("flash_dmattn._core.checks._runs_on_cpu", lambda backend: False)
     with pytest.raises(RuntimeError, match=f"backend: got .*, which cannot run: {missing}"):
         getattr(flash_dmattn, name)(*qkv())
@@ -211,7 +211,7 @@ def test_bad_types_are_named(message, change):
         ("scale: got a tensor that requires a gradient", {"scale": torch.ones((), requires_grad=True)}),
     ],
 )  # fmt: skip
-def test_numbers_and_names_of_another_kind(message, options):
+def test_numbers_and_names_of_another_kind_raise(message, options):
     """A scale that learns would silently get no gradient."""
     with pytest.raises((TypeError, RuntimeError)) as caught:
         flash_dmattn_func(*qkv(), **options)
@@ -228,7 +228,7 @@ def test_numbers_and_names_of_another_kind(message, options):
         ("max_seqlen_q: got 'many'", {"max_seqlen_q": "many"}),
     ],
 )  # fmt: skip
-def test_longest_sequences_that_are_longer(message, options):
+def test_wrong_length_of_longest_sequence_raises(message, options):
     """On a GPU too small a length loses keys."""
     q, k, v = (t[0] for t in qkv())
     offsets = torch.tensor([0, 5, 9], dtype=torch.int32)

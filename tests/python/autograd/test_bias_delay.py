@@ -149,7 +149,7 @@ def test_varlen_is_one_kernel_where_queries_and_keys_have_the_same_lengths():
     torch.testing.assert_close(*results)
 
 
-def test_gradcheck_of_a_delayed_bias():
+def test_delayed_bias_passes_gradcheck():
     tensors = inputs(9, 9, torch.float64, head_dim=3)
     attend = lambda q, k, v, bias: flash_dmattn_func(  # noqa: E731
         q, k, v, attn_bias=bias, bias_delay=3, is_causal=True, return_lse=True

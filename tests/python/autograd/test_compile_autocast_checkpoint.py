@@ -171,7 +171,7 @@ def test_forward_operator_passes_opcheck(name):
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])
-def test_opcheck_select_and_attend(requires_grad):
+def test_select_and_attend_passes_opcheck(requires_grad):
     inputs = tensors(requires_grad=requires_grad)
     options = (5, True, 0, 0.25, 0.0, True, False, "")
     torch.library.opcheck(ops.select_and_attend.default, (*inputs, *options))

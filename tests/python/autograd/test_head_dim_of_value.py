@@ -40,7 +40,7 @@ def chosen(q, k, v, bias):
 
 @pytest.mark.parametrize("call", [plain, chosen, packed])
 @pytest.mark.parametrize("value_dim", VALUE_DIMS)
-def test_equals_torch(value_dim, call):
+def test_value_head_dim_equals_torch(value_dim, call):
     leaves = leaves_of(value_dim, torch.float64 if call is plain else torch.float32)
     found = []
     for function in (of_torch, call):

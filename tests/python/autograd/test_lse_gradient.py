@@ -69,7 +69,7 @@ def test_gradient_of_out_and_lse_equals_dense_attention(backend, window, softcap
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_gradcheck_of_out_and_lse(window):
+def test_out_and_lse_pass_gradcheck(window):
     tensors = inputs(torch.float64, length=9, batch=1, head_dim=3)
 
     def attend(q, k, v, bias):
@@ -80,7 +80,7 @@ def test_gradcheck_of_out_and_lse(window):
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
-def test_gradient_of_lse_alone(backend):
+def test_loss_of_lse_alone_gives_gradients(backend):
     q, k, v, bias = inputs()
     _, lse = flash_dmattn_func(
         q, k, v, attn_bias=bias, is_causal=True, backend=backend, return_lse=True
@@ -93,7 +93,7 @@ def test_gradient_of_lse_alone(backend):
 
 @pytest.mark.parametrize("nonfinite", ["saturate", "propagate"])
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
-def test_gradient_of_lse_that_is_not_finite(backend, nonfinite):
+def test_nonfinite_gradient_of_lse_follows_the_mode(backend, nonfinite):
     tensors = inputs()
     out, lse = flash_dmattn_func(
         *tensors[:3], attn_bias=tensors[3], is_causal=True, backend=backend, nonfinite=nonfinite, return_lse=True
@@ -123,7 +123,7 @@ def test_row_without_keys_has_no_gradient_of_lse(backend):
     assert all(t.grad.isfinite().all() for t in (q, k, bias))
 
 
-def test_compiled_gradient_of_lse():
+def test_compiled_gradient_of_lse_equals_eager():
     torch._dynamo.reset()
     tensors = inputs()
     weights = [torch.randn(2, 37, 4, 16).double(), torch.randn(2, 4, 37).double()]

@@ -204,7 +204,7 @@ def test_gpu_case_matches_oracle(name):
 
 @needs_gpu
 @pytest.mark.parametrize("head_dim", [128, 256])
-def test_mask_and_bias_of_every_pair(head_dim):
+def test_dense_mask_and_bias_match_oracle(head_dim):
     """torch's own tile sizes for 128 do not fit into an H200's shared memory."""
     assert_case(CASES["mask_bhqk_bias_bhqk_bf16"] | {"head_dim": str(head_dim)})
 

@@ -61,7 +61,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_by_name(name):
+def test_bad_argument_raises_naming_it(name):
     changes, error, words = REFUSED[name]
     with pytest.raises(error, match=words):
         run_in_threads(RANKS, lambda wire: call(wire, **changes))

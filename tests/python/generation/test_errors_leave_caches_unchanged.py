@@ -95,7 +95,7 @@ def test_bad_row_or_state_leaves_cache_unchanged():
             call()
 
 
-def test_commits_of_a_backend_that_is_not_there():
+def test_commit_on_unknown_backend_raises():
     cache = filled()
     cache.append(**tokens(3))
     cache.backend = "abacus"
@@ -113,7 +113,7 @@ def test_attend_uses_backend_of_cache():
         cache.attend(torch.randn(B, 1, HQ, D))
 
 
-def test_prompts_that_do_not_fit():
+def test_bad_prompt_argument_raises():
     cache = filled()
     for message, options in {
         "key_mask: got shape (6,)": {"key_mask": torch.ones(6).bool()},
@@ -209,7 +209,7 @@ def test_bad_full_cache_argument_leaves_cache_unchanged(message, spoiled):
     assert all(map(torch.equal, before, caches))
 
 
-def test_tokens_that_are_a_part_of_the_cache():
+def test_tokens_that_alias_the_cache_are_written_unchanged():
     """Written from where they are to where they belong, although the places overlap."""
     arguments = all_keys(
         k_cache=torch.randn(B, PLACES, HKV, D), cache_seqlens=torch.tensor([1, 1]).int()

@@ -138,7 +138,7 @@ def test_full_cache_equals_left_padding_of_zero(length, queries):
 @pytest.mark.parametrize("mode", ["saturate", "propagate"])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_numbers_that_are_not_finite(value, name, mode):
+def test_nonfinite_tokens_follow_the_mode(value, name, mode):
     check_not_finite(Stream(9, 4, batch=1), name, value, mode)
 
 

@@ -66,7 +66,7 @@ def test_gradients_are_finite_for_200_seeds(seqlen, keys, head_dim):
             assert_matches_oracle(result, problem)
 
 
-def test_length_4096_window_2048_with_4d_mask_and_4d_bias():
+def test_length_4096_with_4d_mask_and_4d_bias_matches_oracle():
     """Here the outputs and gradients of other CUDA kernels differed from plain attention."""
     problem = random_problem(4096, 8, 8, 128)
     problem.bias = torch.randn(1, 8, 4096, 4096, dtype=torch.bfloat16, device="cuda")

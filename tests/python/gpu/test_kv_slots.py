@@ -137,7 +137,7 @@ def test_with_kvcache_with_many_slots_equals_cpu(mode, head_dim):
 @pytest.mark.parametrize("mode", ["saturate", "propagate"])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_numbers_that_are_not_finite(value, name, mode):
+def test_nonfinite_tokens_follow_the_mode(value, name, mode):
     for dtype in DTYPES:
         for length, window, head_dim in ((9, 4, 8), (30, 12, 64), (132, 100, 128)):
             stream = Stream(

@@ -45,7 +45,7 @@ def test_unsupported_slots_raise(options):
         KVSlots(**(sizes | options), device="cuda")
 
 
-def test_more_heads_of_a_group_than_a_step_has_rows():
+def test_larger_group_than_a_step_has_rows_raises():
     cache = KVSlots(1, 1, 4, 64, dtype=torch.bfloat16, device="cuda")
     q = torch.randn(1, 1, 65, 64, device="cuda").bfloat16()
     k, score = (

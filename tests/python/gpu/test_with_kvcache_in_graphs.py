@@ -144,7 +144,7 @@ def test_calls_do_not_wait_for_the_device(mode, options, tokens):
     assert text.lengths.tolist() == [begin + 4 * tokens for begin in BEGIN]
 
 
-def test_keys_that_are_there_in_a_graph():
+def test_graph_over_cached_keys_equals_eager():
     """A cache of all keys without new ones: queries of any length that the device knows."""
     stream = Stream(LENGTH, WINDOW, head_dim=64, dtype=torch.bfloat16, device=DEVICE)
     lengths = torch.tensor([LENGTH, 9], dtype=torch.int32, device=DEVICE)

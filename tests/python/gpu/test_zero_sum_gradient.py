@@ -32,7 +32,7 @@ def test_equals_torch(shape, monkeypatch):
     assert len(calls) == 1
 
 
-def test_rows_that_are_not_contiguous():
+def test_noncontiguous_rows_equal_cpu():
     wanted = random((2, 40, 3)).transpose(-1, -2)
     torch.testing.assert_close(gradient_for(wanted.cuda()).cpu(), gradient_for(wanted))
 

@@ -283,7 +283,7 @@ def test_attention_of_others_is_an_error(family):
         ({"selection": "global"}, "got 'global', expected 'per_query'; with one choice for all"),
     ],
 )
-def test_choices_under_which_keys_return(options, match):
+def test_choice_under_which_keys_return_raises(options, match):
     config = make_model(sliding_window=options.pop("sliding_window", None)).config
     with pytest.raises(ValueError, match=match):
         DynamicMaskCache(config, **options)
@@ -360,7 +360,7 @@ def test_window_without_keys_raises(window):
         DynamicMaskCache(ours.config)
 
 
-def test_unknown_names_of_caches():
+def test_unknown_cache_name_raises():
     with pytest.raises(ValueError, match="cache: got 'static', expected 'dynamic_mask' or None"):
         enable_flash_dmattn(make_model(), cache="static")
     with pytest.raises(ValueError, match="sliding_window"):
@@ -384,7 +384,7 @@ def test_argument_of_another_type_raises():
         assert message in str(caught.value)
 
 
-def test_masks_over_pairs():
+def test_mask_over_pairs_raises():
     """No mask over queries and keys describes slots that differ from head to head."""
     _, ours = make_pair()
     mask = torch.ones(B, 1, 3, S + 3, dtype=torch.bool)

@@ -36,7 +36,7 @@ def test_documents_are_attended_to_alone(packed, mask):
 
 @pytest.mark.parametrize("mask", [None, ONES.expand(2, -1)])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_positions_that_begin_again_in_several_rows(rows, mask):
+def test_positions_that_begin_again_separate_documents_in_every_row(rows, mask):
     states = make_states()
     out = attend(*states, mask, None, position_ids=POSITIONS.expand(rows, -1))
     assert_same(states, out, expected_of(states))

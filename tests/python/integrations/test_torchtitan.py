@@ -145,6 +145,22 @@ def test_order_or_gathering_of_keys_raises(balancer, backend, words):
         )
 
 
+@pytest.mark.parametrize("name", ["llama3_debugmodel_dynamic_masks", "llama3_8b_dynamic_masks"])
+def test_example_is_a_config_whose_attention_chooses_keys(name):
+    from torchtitan.config import ConfigManager
+
+    from flash_dmattn.integrations.torchtitan import DynamicMaskInnerAttention
+
+    config = ConfigManager().parse_args(
+        ["--module", "torchtitan_llama", "--config", name, "--training.seq_len", "4096"]
+    )
+    config.model_spec.model.update_from_config(config=config)
+    found = list(config.model_spec.traverse(DynamicMaskInnerAttention.Config))
+    assert config.training.seq_len == 4096
+    assert len(found) == len(config.model_spec.model.layers)
+    assert config.parallelism.context_parallel_load_balancer is None
+
+
 def test_masks_raise():
     _, model = make_llama()
     inputs, _, positions = batch()

@@ -253,7 +253,7 @@ def test_every_query_head_chooses_for_itself():
     torch.testing.assert_close(actual, attend_by_mask(q, k, v, small, shown), rtol=1e-5, atol=1e-6)
 
 
-def test_masks_of_heads_beside_scores_of_all_heads():
+def test_mask_and_scores_with_broadcast_heads_equal_definition():
     q, k, v = (torch.randn(2, 40, heads, 16) for heads in (4, 2, 2))
     packed = [packed_documents(torch.tensor([0, end, 40])).to_mask() for end in (11, 25)]
     causal = causal_pairs(40, 40)
@@ -313,7 +313,7 @@ def test_selection_under_dense_mask_and_bias_matches_definition(heads, selection
 
 @pytest.mark.parametrize("window", [3, 30, 40])
 @pytest.mark.parametrize("mask", [None, "padding", "causal", "random"])
-def test_scores_that_are_not_finite(mask, window):
+def test_nonfinite_scores_choose_by_definition(mask, window):
     """-inf is the worst score and still one; NaN is none. Whatever the window, and whatever form it takes."""
     q, k, v = (torch.randn(1, 40, 2, 16) for _ in range(3))
     values = torch.tensor([-torch.inf, -torch.inf, torch.nan, torch.inf, 1.0, 2.0])

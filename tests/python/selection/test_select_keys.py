@@ -78,7 +78,7 @@ def test_bad_argument_raises(arguments, error, words):
         select_keys(*arguments)
 
 
-def test_true_places_of_more_and_of_fewer_than_there_is_room_for():
+def test_true_places_are_cut_or_padded_to_the_size():
     mask = torch.tensor([[False, True, True, False, True], [False] * 5])
     places, counts = true_places(mask, 2)
     assert places.tolist() == [[1, 2], [-1, -1]] and counts.tolist() == [3, 0]

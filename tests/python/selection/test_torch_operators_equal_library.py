@@ -77,7 +77,7 @@ def lists_of(tile_lists):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_tile_lists_of_a_selection(device):
+def test_tile_lists_of_a_selection_equal_library(device):
     scores = torch.randn(1, 2, 1000, device=device)
     chosen = select_key_intervals(scores, 60)
     arguments = (chosen.intervals, 128, 1000, list(chosen.bound))

@@ -8,7 +8,6 @@ import torch
 import flash_dmattn
 from flash_dmattn import flash_dmattn_func
 from flash_dmattn.__main__ import main
-from flash_dmattn.check import equivalence
 from flash_dmattn.check import run as check_run
 from flash_dmattn.check.cases import CASES
 from flash_dmattn.check.failed_elsewhere import choice_of_keys, determinism
@@ -155,13 +154,3 @@ def test_triton_is_checked_in_its_interpreter(small, capsys):
     printed = capsys.readouterr().out
     assert "triton is interpreted: small cases" in printed and " 0 failed" in printed
     assert "per_query_f32" in printed and "determinism" in printed
-
-
-def test_equal_results_pass_comparison(small, capsys):
-    arguments = ["--test-type", "cpu", "--dtype", "f32"]
-    with pytest.raises(SystemExit) as finished:
-        equivalence.main("out and lse", ("out", "lse"), arguments)
-    assert finished.value.code == 0
-    printed = capsys.readouterr().out
-    assert "plain_f32" in printed and "lse" in printed
-    assert "dq" not in printed and "determinism" not in printed

@@ -34,5 +34,5 @@ def register() -> None:
             )
 
 
-def are_missing() -> bool:
+def rules_are_missing() -> bool:
     return bool(_missing)
