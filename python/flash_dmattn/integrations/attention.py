@@ -12,15 +12,15 @@ from .._core.checks import (
 )
 from .._core.numerics import Numerics, resolve_scale
 from ..dispatch import attention, with_lse
-from ..keys.intervals import KeyIntervals, intersect
-from ..keys.recognise import Memo, refuse_negative
+from ..keys.intervals import KeyIntervals
+from ..keys.recognise import Memo
 from ..keys.rule import KeySelection
 from ..keys.selection import Selection, select_elements, squeeze_query_dimension
 from ..keys.visibility import Visibility
 from ..merge import check_sink_logits
 from . import keywords, packed_sequences
 from .dtypes import cast_states, target_dtype
-from .masks import has_queries, is_causal_mask, is_key_mask, normalize_mask, window_mask
+from .masks import has_queries, is_causal_mask, normalize_mask
 from .packed_sequences import PackedArguments, PackedSequences
 
 
@@ -290,64 +290,36 @@ def _flash_dynamic_mask_attention_forward(
             cu_seq_lens_k; keywords of unsupported features; a mask of negative integers, where values are read.
         TypeError: an unknown keyword, or an argument of another type; a floating point mask that is not 4-d.
     """
-    check_states(
-        "[B, S, H, D]",
-        query_states=query_states,
-        key_states=key_states,
-        value_states=value_states,
-    )
-    lengths = (query_states.shape[1], key_states.shape[1])
-    if (query_length, key_length) != lengths:
-        raise ValueError(
-            f"query_length, key_length: got {(query_length, key_length)}, expected {lengths}"
-        )
-    keywords.check_keywords(kwargs)
+    states = (query_states, key_states, value_states)
+    _check_arguments(states, (query_length, key_length), attention_mask, sliding_window, kwargs)
     packing = PackedArguments(
         position_ids, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
     )
     packing.check()
-    if not isinstance(attention_mask, (torch.Tensor, KeyIntervals, type(None))):
-        raise TypeError(
-            f"attention_mask: got {type(attention_mask).__name__}, expected a torch.Tensor, KeyIntervals or None"
-        )
     if attention_bias is not None:
         attention_bias = check_bias(attention_bias, "attention_bias", query_states, key_states)
     if s_aux is not None:
         check_sink_logits(s_aux, query_states, "s_aux")
-    if sliding_window is not None:
-        check_count(sliding_window, "sliding_window")
     keep = _resolve_keep_window_size(keep_window_size, window_size, attention_bias)
     selects = keep is not None and key_length > keep
     is_causal = resolve_flag(is_causal, "is_causal") and query_length > 1
 
-    window, sequences = None, None
-    if attention_mask is None:
-        window = window_mask(
-            sliding_window, is_causal, query_length, key_length, query_states.device
-        )
-    if attention_mask is None or is_key_mask(attention_mask, query_length, key_length):
-        if attention_mask is not None:
-            refuse_negative(attention_mask, memo)
-        sequences = packed_sequences.find_sequences(
-            packing,
-            attention_mask,
-            query_states.shape[0],
-            query_length,
-            key_length,
-            is_causal=is_causal,
-            selects=selects,
-            memo=memo,
-        )
-    states = cast_states((query_states, key_states, value_states), target_dtype)
-    if isinstance(sequences, PackedSequences):
-        if window is not None:
-            raise ValueError(
-                f"sliding_window: got {sliding_window} for packed sequences without a mask, expected a mask"
-            )
+    visible = packed_sequences.sequences_or_mask(
+        packing,
+        attention_mask,
+        query_states,
+        key_length,
+        sliding_window=sliding_window,
+        is_causal=is_causal,
+        selects=selects,
+        memo=memo,
+    )
+    cast = cast_states(states, target_dtype)
+    if isinstance(visible, PackedSequences):
         return packed_sequences.attend(
-            *states,
+            *cast,
             attention_bias,
-            sequences,
+            visible,
             keep,
             is_causal=is_causal,
             softmax_scale=softmax_scale,
@@ -355,28 +327,16 @@ def _flash_dynamic_mask_attention_forward(
             deterministic=deterministic,
             sink_logits=s_aux,
         )
-    if window is not None:
-        attention_mask = window if sequences is None else intersect(window, sequences)
-    elif sequences is not None:
-        attention_mask = sequences
-
     mask, intervals, bias = normalize_mask(
-        attention_mask, attention_bias, query_states, key_states, selects, memo
+        visible, attention_bias, query_states, key_states, selects, memo
     )
     selection = Selection()
     if selects:
-        scores = squeeze_query_dimension(attention_bias.detach())
-        if scores.dim() == 4:
-            mask = select_elements(
-                scores, mask, intervals, keep, is_causal, query_states, key_states
-            )
-            intervals = None
-        else:
-            has_no_queries = intervals is None and (mask is None or mask.dim() == 3)
-            mode = "global" if has_no_queries else "per_query"
-            selection = Selection(KeySelection(keep, mode), scores)
+        mask, intervals, selection = _selection_of(
+            attention_bias, mask, intervals, keep, is_causal, query_states, key_states
+        )
     out, statistics = attention(
-        *states,
+        *cast,
         bias,
         Visibility(mask, is_causal, intervals),
         selection,
@@ -384,6 +344,43 @@ def _flash_dynamic_mask_attention_forward(
         memo=memo,
     )
     return with_lse(out, statistics, return_lse=False, sink_logits=s_aux)
+
+
+def _check_arguments(states, lengths, attention_mask, sliding_window, others) -> None:
+    query, key, value = states
+    check_states("[B, S, H, D]", query_states=query, key_states=key, value_states=value)
+    expected = (query.shape[1], key.shape[1])
+    if lengths != expected:
+        raise ValueError(f"query_length, key_length: got {lengths}, expected {expected}")
+    keywords.check_keywords(others)
+    if not isinstance(attention_mask, (torch.Tensor, KeyIntervals, type(None))):
+        raise TypeError(
+            f"attention_mask: got {type(attention_mask).__name__}, expected a torch.Tensor, KeyIntervals or None"
+        )
+    if sliding_window is not None:
+        check_count(sliding_window, "sliding_window")
+
+
+def _selection_of(
+    attention_bias: torch.Tensor,
+    mask: torch.Tensor | None,
+    intervals: KeyIntervals | None,
+    keep: int,
+    is_causal: bool,
+    query: torch.Tensor,
+    key: torch.Tensor,
+) -> tuple[torch.Tensor | None, KeyIntervals | None, Selection]:
+    """The mask and the intervals of a call that selects, and its selection.
+
+    4-d scores select elements: the mask then contains the selection.
+    """
+    scores = squeeze_query_dimension(attention_bias.detach())
+    if scores.dim() == 4:
+        mask = select_elements(scores, mask, intervals, keep, is_causal, query, key)
+        return mask, None, Selection()
+    has_no_queries = intervals is None and (mask is None or mask.dim() == 3)
+    mode = "global" if has_no_queries else "per_query"
+    return mask, intervals, Selection(KeySelection(keep, mode), scores)
 
 
 def _resolve_keep_window_size(

@@ -7,10 +7,11 @@ import torch
 
 from .._core.checks import check_count, check_positions, may_read
 from ..functional import flash_dmattn_varlen_func
-from ..keys.intervals import KeyIntervals
+from ..keys.intervals import KeyIntervals, intersect
 from ..keys.places import check_offsets
-from ..keys.recognise import Memo, cached, split_additive
+from ..keys.recognise import Memo, cached, refuse_negative, split_additive
 from .keywords import refuse_packed_by_layer
+from .masks import is_key_mask, window_mask
 
 
 class PackedArguments(NamedTuple):
@@ -36,6 +37,41 @@ class PackedSequences(NamedTuple):
     cu_seqlens_k: torch.Tensor
     max_length_q: int | None
     max_length_k: int | None
+
+
+def sequences_or_mask(
+    arguments: PackedArguments,
+    attention_mask: torch.Tensor | KeyIntervals | None,
+    query: torch.Tensor,
+    key_length: int,
+    *,
+    sliding_window: int | None,
+    is_causal: bool,
+    selects: bool,
+    memo: Memo | None,
+) -> PackedSequences | torch.Tensor | KeyIntervals | None:
+    """The packed sequences of a call, or its mask, to which the window and the sequences of each row have been added.
+
+    A mask with a query dimension contains both and is returned as it is.
+    """
+    batch, query_length = query.shape[:2]
+    window = None
+    if attention_mask is None:
+        window = window_mask(sliding_window, is_causal, query_length, key_length, query.device)
+    elif is_key_mask(attention_mask, query_length, key_length):
+        refuse_negative(attention_mask, memo)
+    else:
+        return attention_mask
+    sequences = find_sequences(
+        arguments, attention_mask, batch, query_length, key_length, is_causal=is_causal, selects=selects, memo=memo
+    )  # fmt: skip
+    if isinstance(sequences, PackedSequences) and window is not None:
+        raise ValueError(
+            f"sliding_window: got {sliding_window} for packed sequences without a mask, expected a mask"
+        )
+    if window is None:
+        return attention_mask if sequences is None else sequences
+    return window if sequences is None else intersect(window, sequences)
 
 
 def find_sequences(
