@@ -127,9 +127,15 @@ class KVSlots(SlotMemory):
         """Gives the keys of `fill` other positions: for context parallelism, where they do not stand at their index.
 
         positions: int32 [B, Hkv, S], ascending where there are keys, and those of the last recent_window tokens at the end; `seen`
-            has to follow.
+            has to follow. `step` relies on these positions: others may break the cache.
         """
         self._refuse_rows()
+        check_tensor(positions, "positions")
+        heads = (self.batch, self.k.shape[1])
+        if positions.dtype != torch.int32 or positions.dim() != 3 or positions.shape[:2] != heads:
+            raise ValueError(
+                f"positions: got {positions.dtype} of shape {tuple(positions.shape)}, expected torch.int32 [{heads[0]}, {heads[1]}, S]"
+            )
         entries = self.positions
         index = torch.where(entries < 0, ~entries, entries)
         index = index.clamp(max=positions.shape[2] - 1).long()  # no key: any

@@ -114,3 +114,12 @@ def test_comparison_fails_for_a_mistake(name, monkeypatch):
     case = dict(decodable_cases(2))[case]
     with pytest.raises(AssertionError):
         run_in_threads(2, lambda wire: compare_decoding(case, wire, wire.rank, 2, 0))
+
+
+@pytest.mark.parametrize("positions", [torch.zeros(1, 2, 8), torch.zeros(1, 8, dtype=torch.int32)])
+def test_positions_of_another_shape_or_dtype_raise(positions):
+    from flash_dmattn import KVSlots
+
+    cache = KVSlots(1, 2, 4, 16)
+    with pytest.raises(ValueError, match="positions: got torch"):
+        cache.renumber(positions)
