@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "api/checked_call.h"
+#include "api/find_backend.h"
 #include "api/validate.h"
 #include "arguments.h"
 #include "backend.h"
@@ -17,46 +18,17 @@
 namespace flash_dmattn {
 namespace {
 
-std::string quoted(std::string_view name) {
-  std::string result(1, '"');
-  return result.append(name) += '"';
+// The backend that computes a validated problem in a direction.
+FoundBackend find_backend(const Problem& problem, Direction direction, std::string_view name) {
+  return find_backend(problem.device, name, [&](const Backend& backend, std::string& reason) {
+    return backend.find_kernels(problem, direction, reason);
+  });
 }
 
-struct Found {
-  const Backend* backend = nullptr;
-  const KernelSet* kernels = nullptr;  // null: no backend computes the problem, for these reasons
-  std::string reasons;
-};
-
-// The backend of that name, or with an empty one the first in the table, that computes a validated problem in a
-// direction.
-Found find_backend(const Problem& problem, Direction direction, std::string_view name) {
-  if (!name.empty()) backend_named(name);
-  const auto asked = [&](const Backend& backend) { return name.empty() || backend.name == name; };
-  // A reason takes memory, so backends of other devices give theirs only when none can compute the problem.
-  std::string reason;
-  for (const Backend* backend : backend_table()) {
-    if (!asked(*backend) || backend->device != problem.device) continue;
-    const KernelSet* const kernels = backend->find_kernels(problem, direction, reason);
-    if (kernels != nullptr) return {backend, kernels, ""};
-  }
-  Found none;
-  for (const Backend* backend : backend_table()) {
-    if (!asked(*backend)) continue;
-    reason.clear();
-    backend->find_kernels(problem, direction, reason);
-    none.reasons += (none.reasons.empty() ? "" : "; ") + std::string(backend->name) + ": " + reason;
-  }
-  return none;
-}
-
-Found choose_backend(const Problem& problem, Direction direction, std::string_view name) {
+FoundBackend choose_backend(const Problem& problem, Direction direction, std::string_view name) {
   validate(problem);
-  Found found = find_backend(problem, direction, name);
-  if (found.kernels == nullptr) {
-    throw InvalidArgument("backend", quoted(name),
-                          "one that supports the problem (" + found.reasons + ")");
-  }
+  const FoundBackend found = find_backend(problem, direction, name);
+  require_backend(found, name, "one that supports the problem");
   return found;
 }
 
@@ -113,7 +85,7 @@ const Backend& backend_of(Device device) {
 ScheduleCall::ScheduleCall(const Problem& problem, const Visibility& visibility,
                            Direction direction, const Execution& execution, std::string_view name)
     : problem_(problem), execution_(with_workers(execution)) {
-  const Found found = choose_backend(problem, direction, name);
+  const FoundBackend found = choose_backend(problem, direction, name);
   backend_ = found.backend;
   backend_->plan_schedule(*found.kernels, problem, validated(problem, visibility), direction,
                           execution, plan_);
@@ -147,11 +119,11 @@ Schedule build_schedule(const Problem& problem, const Visibility& visibility, Di
 
 namespace {
 
-void plan_with(const Found& found, const ForwardArgs& args, const Execution& execution,
+void plan_with(const FoundBackend& found, const ForwardArgs& args, const Execution& execution,
                Plan<ForwardArgs>& plan) {
   found.backend->plan_forward(*found.kernels, args, execution, plan);
 }
-void plan_with(const Found& found, const BackwardArgs& args, const Execution& execution,
+void plan_with(const FoundBackend& found, const BackwardArgs& args, const Execution& execution,
                Plan<BackwardArgs>& plan) {
   found.backend->plan_backward(*found.kernels, args, execution, plan);
 }
@@ -160,7 +132,7 @@ void plan_with(const Found& found, const BackwardArgs& args, const Execution& ex
 template <class Args>
 std::size_t size_alone(const Args& args, Direction direction, const Execution& execution,
                        std::string_view name) {
-  const Found found = choose_backend(args.problem, direction, name);
+  const FoundBackend found = choose_backend(args.problem, direction, name);
   require_workers(execution);
   Plan<Args> plan;
   plan_with(found, with_validated_inputs(args, *found.backend), execution, plan);
@@ -170,7 +142,7 @@ std::size_t size_alone(const Args& args, Direction direction, const Execution& e
 template <class Args>
 Args plan_attention(const Args& args, Direction direction, const Execution& execution,
                     std::string_view name, Plan<Args>& plan) {
-  const Found found = choose_backend(args.problem, direction, name);
+  const FoundBackend found = choose_backend(args.problem, direction, name);
   Args valid = validated(args, *found.backend);
   plan_with(found, valid, execution, plan);
   return valid;

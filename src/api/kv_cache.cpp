@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "api/checked_call.h"
+#include "api/find_backend.h"
 #include "api/validate_kv_cache.h"
 #include "arguments.h"
 #include "backend.h"
@@ -34,39 +35,21 @@ const KernelSet* find_kernels(const Backend& backend, const KvCacheShape& shape,
   return backend.kv->find_kernels(shape, reason);
 }
 
-struct Found {
-  const KvBackend* kv = nullptr;
-  const KernelSet* kernels = nullptr;  // null: no backend keeps the cache, for these reasons
-  std::string reasons;
-};
-
-Found find_backend(const KvCacheShape& shape, std::string_view name) {
-  if (!name.empty()) backend_named(name);
-  std::string reason;
-  for (const Backend* backend : backend_table()) {
-    if (!name.empty() && backend->name != name) continue;
-    // A reason takes memory, so backends of other devices give theirs only when none keeps the cache.
-    if (backend->device != shape.device) continue;
-    const KernelSet* const kernels = find_kernels(*backend, shape, reason);
-    if (kernels != nullptr) return {backend->kv, kernels, ""};
-  }
-  Found none;
-  for (const Backend* backend : backend_table()) {
-    if (!name.empty() && backend->name != name) continue;
-    reason.clear();
-    find_kernels(*backend, shape, reason);
-    none.reasons += (none.reasons.empty() ? "" : "; ") + std::string(backend->name) + ": " + reason;
-  }
-  return none;
+FoundBackend find_backend(const KvCacheShape& shape, std::string_view name) {
+  return find_backend(shape.device, name, [&](const Backend& backend, std::string& reason) {
+    return find_kernels(backend, shape, reason);
+  });
 }
 
-Found choose_backend(const KvCacheShape& shape, std::string_view name) {
-  Found found = find_backend(shape, name);
-  if (found.kernels == nullptr) {
-    throw InvalidArgument("backend", "\"" + std::string(name) + "\"",
-                          "one that keeps the cache (" + found.reasons + ")");
-  }
+FoundBackend choose_backend(const KvCacheShape& shape, std::string_view name) {
+  const FoundBackend found = find_backend(shape, name);
+  require_backend(found, name, "one that keeps the cache");
   return found;
+}
+
+// The functions of the backend that keeps such caches.
+const KvBackend& choose_kv(const KvCacheShape& shape, std::string_view name) {
+  return *choose_backend(shape, name).backend->kv;
 }
 
 template <class Layout>
@@ -113,30 +96,30 @@ KvCache kv_cache_in(std::span<std::byte> memory, const KvCacheShape& shape) {
 
 void clear(const KvCache& cache, const Execution& execution, std::string_view backend) {
   const KvCache valid = validated(cache);
-  choose_backend(valid.shape, backend).kv->clear(valid, with_workers(execution));
+  choose_kv(valid.shape, backend).clear(valid, with_workers(execution));
 }
 
 void copy_rows(const CopyRowsArgs& args, const Execution& execution, std::string_view backend) {
   const CopyRowsArgs valid = validated(args);
-  choose_backend(valid.to.shape, backend).kv->copy_rows(valid, with_workers(execution));
+  choose_kv(valid.to.shape, backend).copy_rows(valid, with_workers(execution));
 }
 
 // ---- Prefill and chunks --------------------------------------------------------------------------
 
 void fill(const FillArgs& args, const Execution& execution, std::string_view backend) {
   const FillArgs valid = validated(args);
-  choose_backend(valid.cache.shape, backend).kv->fill(valid, with_workers(execution));
+  choose_kv(valid.cache.shape, backend).fill(valid, with_workers(execution));
 }
 
 void append(const AppendArgs& args, const Execution& execution, std::string_view backend) {
   const AppendArgs valid = validated(args);
-  choose_backend(valid.cache.shape, backend).kv->append(valid, with_workers(execution));
+  choose_kv(valid.cache.shape, backend).append(valid, with_workers(execution));
 }
 
 PendingIntervalsArgs plan_call(const PendingIntervalsArgs& args, const Execution& execution,
                                std::string_view backend, Plan<PendingIntervalsArgs>& plan) {
   const PendingIntervalsArgs valid = validated(args);
-  choose_backend(valid.cache.shape, backend).kv->plan_pending_intervals(valid, execution, plan);
+  choose_kv(valid.cache.shape, backend).plan_pending_intervals(valid, execution, plan);
   return valid;
 }
 
@@ -178,7 +161,7 @@ Inputs pending_inputs(const KvCache& cache, const ConstTensor4& q, std::int64_t 
 CommitArgs plan_call(const CommitArgs& args, const Execution& execution, std::string_view backend,
                      Plan<CommitArgs>& plan) {
   const CommitArgs valid = validated(args);
-  choose_backend(valid.cache.shape, backend).kv->plan_commit(valid, execution, plan);
+  choose_kv(valid.cache.shape, backend).plan_commit(valid, execution, plan);
   return valid;
 }
 
@@ -187,8 +170,8 @@ CommitArgs plan_call(const CommitArgs& args, const Execution& execution, std::st
 DecodeStepArgs plan_call(const DecodeStepArgs& args, const Execution& execution,
                          std::string_view backend, Plan<DecodeStepArgs>& plan) {
   const DecodeStepArgs valid = validated(args);
-  const Found found = choose_backend(valid.cache.shape, backend);
-  found.kv->plan_decode_step(*found.kernels, valid, execution, plan);
+  const FoundBackend found = choose_backend(valid.cache.shape, backend);
+  found.backend->kv->plan_decode_step(*found.kernels, valid, execution, plan);
   return valid;
 }
 
