@@ -272,7 +272,7 @@ def distance_from_float32(session: Session) -> None:
 
 
 def disagree(session: Session) -> None:
-    """Ranks with other windows: an error on each of them, and nobody waits."""
+    """Ranks with other windows: an error on each of them, and no rank waits."""
     *piece, _ = inputs(session, COMPARED, 1, session.piece(COMPARED))
     try:
         context_parallel_dmattn(*piece, group=session.group, keep_window_size=WINDOW + session.rank)
@@ -286,7 +286,7 @@ def disagree(session: Session) -> None:
 
 
 def median_ms(session: Session, body: Callable[[], object], together: bool = True) -> float:
-    """Milliseconds of a body on this rank, one of several behind one another; the GPU has worked for a third of a second before."""
+    """Milliseconds of a body on this rank, one of several in succession; the GPU has worked for a third of a second before."""
 
     def run(count: int) -> float:
         if GPU:
@@ -534,8 +534,8 @@ def main() -> None:
         step(session)
     if options.json and session.rank == 0:
         note = (
-            "median of 5 rounds of calls behind one another, of the slowest rank; both: forward and backward; parts in ms and MB; "
-            "headroom: keys and values behind free rows, into which those of other ranks are received"
+            "median of 5 rounds of successive calls, of the slowest rank; both: forward and backward; parts in ms and MB; "
+            "headroom: keys and values after free rows, into which those of other ranks are received"
         )
         about["name"] += f" x {session.size}"
         record.write(

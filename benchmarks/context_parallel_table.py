@@ -34,7 +34,7 @@ class Model:
         return 4 * pairs / FORWARD, 10 * pairs / BACKWARD
 
     def exchanges(self, length: int, ranks: int) -> dict[str, tuple[float, float, int, int]]:
-        """Bytes forward and backward, and collectives behind one another forward and backward."""
+        """Bytes forward and backward, and successive collectives forward and backward."""
         share, n = (ranks - 1) / ranks, length / ranks
         winners = min(self.window, n)
         places = min(self.window, (ranks - 1) * winners)

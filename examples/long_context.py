@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 2 examples/long_context.py --seq-len 262144 --cp 1     # the same batches, whole sequences
 
 Ranks form a mesh (dp, cp): parameters are sharded over all of them (FSDP2), every sequence over cp. The text is Python's standard
-library, as bytes. Without a GPU it runs on processes of the CPU. A run with --output goes on where it was stopped, bit for bit, and
+library, as bytes. Without a GPU it runs on processes of the CPU. A run with --output continues where it was stopped, bit for bit, and
 leaves a record and a picture of its losses there.
 """
 
@@ -98,7 +98,7 @@ def make_trainee(options: argparse.Namespace, mesh: DeviceMesh, device: torch.de
 
 
 def batch_of(text: Tensor, step: int, options: argparse.Namespace, dp_rank: int) -> Tensor:
-    """The sequences of a step: the same whatever the number of pieces is, and when a run goes on."""
+    """The sequences of a step: the same whatever the number of pieces is, and when a run continues."""
     generator = torch.Generator().manual_seed(options.seed * 1000003 + step)
     batch = random_batch(text, options.batch, options.seq_len, generator)
     return batch.tensor_split(options.dp)[dp_rank]
@@ -170,7 +170,7 @@ def save(folder: Path, trainee: Trainee, optimizer: torch.optim.Optimizer, step:
 
 
 def load(folder: Path, trainee: Trainee, optimizer: torch.optim.Optimizer) -> int:
-    """The step with which the training goes on."""
+    """The step with which the training continues."""
     model, states = get_state_dict(trainee, optimizer)
     state = {"model": model, "optimizer": states, "step": 0}
     dcp.load(state, checkpoint_id=folder)

@@ -14,7 +14,8 @@ from pathlib import Path
 
 NO_SUBJECT = re.compile(r"(Of|Those|Also|What|Who|Whoever|So many|By (a|all|one)|Beside|Behind)\b")
 DIALECT = re.compile(
-    r"\b(anew|asked for|beside|but for|in turns?|lives in|so many|the like|whoever)\b",
+    r"\b(anew|as many on every|asked for|behind|beside|but for|go(?:es)? on|in turns?|lives in|no more than(?! \d)|nobody waits|"
+    r"(?<!there )are none|so many|stands? (?:at|between|for|in)|that is none|the like|what follows|whoever)\b",
     re.IGNORECASE,
 )
 NO_RESULT = re.compile(

@@ -178,7 +178,7 @@ def _training(attention: str, seed: int, device: str) -> dict:
 def _tokens(options: argparse.Namespace) -> Iterator[dict]:
     """A token of a text alone in its batch. On a GPU `ours` and `sdpa_compiled` are a CUDA graph per token, the latter
     over transformers' StaticCache of all keys; `generate` compiles the step by itself, its own work included; `eager` is
-    transformers' DynamicCache without a graph. Ours reads its text; random keys stand for that of the others."""
+    transformers' DynamicCache without a graph. Ours reads its text; random keys replace that of the others."""
     default = GENERATION_SIDES if options.device == "cuda" else ("ours", "eager")
     for context in options.length or _LENGTHS[options.device]:
         sides = {

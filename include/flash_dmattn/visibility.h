@@ -14,7 +14,7 @@
 namespace flash_dmattn {
 
 // Key j is visible to query i exactly when first <= i < last, with i counted in rows of q: query i
-// stands at key position i + Sk - Sq. first >= last: never visible.
+// is at key position i + Sk - Sq. first >= last: never visible.
 struct KeyInterval {
   std::int32_t first;
   std::int32_t last;

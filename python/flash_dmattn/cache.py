@@ -124,7 +124,7 @@ class KVSlots(SlotMemory):
         self.is_empty = False
 
     def renumber(self, positions: Tensor) -> None:
-        """Gives the keys of `fill` other positions: for context parallelism, where they do not stand at their index.
+        """Gives the keys of `fill` other positions: for context parallelism, where they are not at their index.
 
         positions: int32 [B, Hkv, S], ascending where there are keys, and those of the last recent_window tokens at the end; `seen`
             has to follow. `step` relies on these positions: others may break the cache.

@@ -87,7 +87,7 @@ def flash_dmattn_func(
         then repeated, unless a mask with a query dimension makes the selection one of ranks.
     recent_window, recent_competes, sink_tokens, score_threshold: keys that are visible whatever their scores, and the least
         score of the others; as in select_key_intervals, with one document in each row, or those that key_intervals show.
-        Query i stands at position i + Sk - Sq: packed documents with fewer queries than keys belong into
+        Query i is at position i + Sk - Sq: packed documents with fewer queries than keys belong into
         flash_dmattn_varlen_func.
     bias_delay: queries fewer than this many positions after a key, and those before it, do not get the key's bias. For a
         bias with one value per key, at positions as for recent_window; keep_window_size chooses by it without a delay.

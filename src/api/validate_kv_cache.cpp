@@ -86,7 +86,7 @@ void check_values(std::string_view argument, const KvCacheShape& s, const std::i
   }
 }
 
-// The cache as backends see it. Negative rows are none.
+// The cache as backends see it. Negative rows belong to no sequence.
 KvCache validated_as(const KvCache& cache, const CacheNames& names) {
   const KvCache result = with_rows(cache, names);
   const CacheRows& rows = result.rows;

@@ -171,7 +171,7 @@ void store_survivors(const FillArgs& args, const CacheRow& row, std::int32_t len
     stored += competes ? 1 : 0;
     row.put(slots.count++, row.token(args.k, j), row.token(args.v, j), score, is_admitted ? j : ~j);
   }
-  // All that have competed are chosen while they are no more than w. The remaining keys are masked, but the call has no mask.
+  // All that have competed are chosen while there are at most w. The remaining keys are masked, but the call has no mask.
   if (stored < rule.window) slots.competed = stored;
 }
 

@@ -282,7 +282,7 @@ void fill(const FillArgs& args, const Execution&) {
       }
     }
     Keys{row}.for_each([&](const Key& key) { slots.competed += rule.competes(key) ? 1 : 0; });
-    // All that have competed are chosen while they are no more than w.
+    // All that have competed are chosen while there are at most w.
     if (slots.competed >= rule.window()) slots.competed += hidden;
     keep_visible(row, length - 1);
     describe_slots(row, length - 1);
@@ -389,7 +389,7 @@ struct DecodeStepCall {
     bytes += attention(args, 0, 0, &some_intervals, execution).workspace_size();
   }
 
-  // A row of the call that is none of the cache sees no key.
+  // A row of the call without a row of the cache sees no key.
   void run(const DecodeStepArgs& args, const Execution& execution) const {
     const KvCache& cache = args.cache;
     const std::int64_t places = cache.shape.places();

@@ -1,7 +1,7 @@
 """Griffe extension: the docstrings' own form of describing arguments, for the reference.
 
     name, other: what they mean
-        and how it goes on
+        and how it continues
 
 is a description where all names are parameters of the function, or of the constructor, below `Args:` or without
 it. It becomes a section of Google's style, which mkdocstrings shows with types and defaults of the signature.

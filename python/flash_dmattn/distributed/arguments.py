@@ -33,7 +33,7 @@ class Call(NamedTuple):
 
     border: Border
     exchange: Exchange
-    key: Tensor  # [B, n, Hkv, D], behind `places` free rows where there is headroom
+    key: Tensor  # [B, n, Hkv, D], after `places` free rows if there is headroom
     value: Tensor
     headroom: bool
     scores: Tensor  # float32 [B, Hkv, n]; NaN: never chosen

@@ -25,9 +25,9 @@ from .wire import wire_of
 
 
 class Pending(NamedTuple):
-    """Keys of earlier ranks in front of those of this rank: what `begin` returns, for `attend` and `boundary_state`.
+    """Keys of earlier ranks, then those of this rank: what `begin` returns, for `attend` and `boundary_state`.
 
-    The first `places` keys are of earlier ranks, in the order of their positions; behind them come places without a key, whose
+    The first `places` keys are of earlier ranks, in the order of their positions; after them come places without a key, whose
     position is -1.
     """
 
@@ -145,17 +145,17 @@ def begin(
         A sliding window of W keys is keep_window_size=0, recent_window=W.
     key_mask: bool [B, n], False for padding.
     cu_seqlens: int [documents + 1] (or [B, documents + 1]), offsets of packed documents in the whole sequence, the same on all
-        ranks; tokens behind the last offset are padding. Documents may go on over any number of ranks.
+        ranks; tokens after the last offset are padding. Documents may extend over any number of ranks.
     position_ids: int [B or 1, N] of the whole sequence, instead of cu_seqlens: a document begins where positions begin again.
     lengths: the tokens of every rank, where they are not all equal.
-    headroom: key and value have `boundary_places` rows in front, whose content does not matter, and the keys of other ranks are
-        written there: [B, places + n, Hkv, D]. Otherwise they are copied behind such rows.
+    headroom: key and value begin with `boundary_places` uninitialised rows, into which the keys of other ranks are written:
+        [B, places + n, Hkv, D]. Without headroom, own keys are copied after such rows.
     exchange: "direct", one collective and up to (R - 1) keep_window_size rows; "two_hops", two collectives and fewer than
         2 keep_window_size rows; "auto" takes the first for two ranks, the second for more.
     nonfinite: as in flash_dmattn_func, for `attend` too.
     check: whether ranks compare their arguments, so that all of them raise an error where they disagree; the host then waits for
         the device. None: in the first 100 calls of a group. Without it ranks that disagree may wait for each other for ever.
-    stream: of a GPU, where the exchange and what belongs to it run, forward and backward, while the current stream goes on with other
+    stream: of a GPU, where the exchange and what belongs to it run, forward and backward, while the current stream continues with other
         work (the projection of queries); `attend` waits for it. None: the current stream.
     query: this piece's, to check its shape before anything is exchanged.
     """
@@ -297,10 +297,9 @@ def boundary_places(
 
 
 def boundary_state(pending: Pending, *, chunk: int = 0) -> KVSlots:
-    """The keys that tokens behind this rank's piece see, as a cache from which generation goes on: of the last rank, what
-    follows the whole sequence; of others, what follows their piece.
+    """A KV cache of the keys that tokens after this rank's piece see. Generation continues from the last rank's cache.
 
-    chunk: of the cache. Where a document goes on behind the piece, positions and `seen` count from its beginning; where none does,
+    chunk: of the cache. If a document continues after the piece, positions and `seen` count from its beginning; if none does,
     the cache is empty. Its `capped` counts no keys that left before this piece.
 
     Raises ValueError for another bias than the scores, as a cache keeps one value for each key.
@@ -341,7 +340,7 @@ def _state_of_keys(pending: Pending, begun: Tensor) -> tuple[Tensor, Tensor]:
     their positions in the whole sequence.
 
     The last recent_window of them are those of the last positions, whether there is a key or not: `KVSlots.fill` finds recent keys
-    by their index. Before them are the others, in their order. begun: where the document that goes on has begun.
+    by their index. Before them are the others, in their order. begun: where the document that continues has begun.
     """
     shards, rule = pending.border.shards, pending.border.rule
     own = torch.arange(shards.begin(), shards.end(), device=pending.key.device)

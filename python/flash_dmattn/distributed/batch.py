@@ -78,7 +78,7 @@ class ContextParallel:
         pad_token_id: int = 0,
     ) -> Piece:
         """This rank's piece of a batch, which is the same on all ranks. Pieces are consecutive, in the order of ranks, and equally
-        long; padding goes behind the sequence.
+        long; padding comes after the sequence.
 
         input_ids: int [B, N]. labels: int [B, N], one for each token, not shifted: here they are shifted before the sequence is
             cut, as the label of a piece's last token is the first token of the next piece.
@@ -173,7 +173,7 @@ class ContextParallel:
 
 
 def short_offsets(offsets: Tensor, length: int) -> Tensor | None:
-    """Without most of the offsets behind the last document; None: there is one document in each row."""
+    """Without most of the offsets after the last document; None: there is one document in each row."""
     documents = int((offsets < length).sum(1).max())
     return None if documents == 1 else offsets[:, : documents + 1].contiguous()
 

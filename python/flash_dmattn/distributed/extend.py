@@ -75,7 +75,7 @@ class Extend(torch.autograd.Function):
 
 
 def _places_of_winners(scores: Tensor, call: Call) -> Tensor:
-    """int64 [B, Hkv, c], rows of the extended keys: of the keys that may be seen behind this rank, ascending; then as many
+    """int64 [B, Hkv, c], rows of the extended keys: of the keys that later ranks may see, ascending; then as many
     rows in front as keys are missing, each of them once."""
     border, present = call.border, call.present
     shards, (batch, heads, n) = border.shards, scores.shape

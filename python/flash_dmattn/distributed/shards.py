@@ -40,7 +40,7 @@ class Shards(NamedTuple):
 class Border(NamedTuple):
     """The facts that ranks know of each other before they exchange anything.
 
-    A rank sends the `winners` keys of its piece that may be visible behind it, and has `places` for keys of earlier pieces: the
+    A rank sends the `winners` keys of its piece that later pieces may see, and has `places` for keys of earlier pieces: the
     same numbers on every rank, whatever the scores are.
     """
 
@@ -62,7 +62,7 @@ class Border(NamedTuple):
         begun: Tensor | None = None,
         saturate: bool = True,
     ) -> Border:
-        # A query sees no more keys than that; those that the last query before a border sees are all that count behind it.
+        # A query sees no more keys than that; those that the last query before a border sees are all that later queries see.
         most, _ = rule.bound(is_causal=True)
         winners = min(most, shards.longest())
         places = min(most, (shards.ranks() - 1) * winners)
@@ -84,8 +84,8 @@ class Border(NamedTuple):
 
 
 def begins_of_documents(offsets: Tensor, borders: Sequence[int]) -> Tensor:
-    """int64 [B or 1, borders]: where the document begins that has the position behind each border; the border itself where no
-    document has it.
+    """Start of the document that contains the first position after each border, or the border itself if no document contains it.
+    int64 [B or 1, borders].
 
     offsets: [B or 1, documents + 1], of packed documents in the whole sequence.
     """
@@ -104,12 +104,12 @@ def keys_seen_before(
     rule: KeySelection,
     size: int,
 ) -> Tensor:
-    """The places of the keys that the last query before a border sees, int64 [K, P, size], ascending, with -1 behind them.
+    """Indices of the keys that the last query before a border sees, ascending, padded with -1: int64 [K, P, size].
 
-    border: the position behind that query; a number or [K, 1, 1].
+    border: the position after that query; a number or [K, 1, 1].
     scores: float32 [K or 1, P, L], of keys in the order of their positions; NaN is never chosen.
     positions: int64 [K or 1, P or 1, L], of those that are present.
-    present: bool [K, P, L]: there is a key, it is before the border, and its document goes on there; None: so it is for all.
+    present: bool [K, P, L]: there is a key, it is before the border, and its document continues there; None: all are present.
     rule: of P heads.
     """
     scores = scores if present is None else scores.expand(present.shape)

@@ -50,7 +50,7 @@ class Wire:
     def swap(self, message: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Sends sent[r] bytes of a message to each rank r, and returns received[r] bytes of each, in the order of ranks.
 
-        message: uint8 [sum(sent)]. The numbers are known on the host, so nobody waits for a device.
+        message: uint8 [sum(sent)]. The numbers are known on the host, which waits for no device.
         """
         found = self._all_to_all(message, list(sent), list(received))
         others = [r for r in range(self.size) if r != self.rank]

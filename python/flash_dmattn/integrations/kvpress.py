@@ -1,6 +1,6 @@
 """Presses of NVIDIA's kvpress as scores of keys, by which keys leave the cache.
 
-kvpress itself cuts a cache after the prompt, or hides keys in it behind fake ones. Here a query sees intervals and a
+kvpress itself cuts a cache after the prompt, or replaces keys in it by fake ones. Here a query sees intervals and a
 `DynamicMaskCache` holds what the rule leaves, so that keys that have left take no memory.
 
     from kvpress import DMSPress, KVzapPress
@@ -43,7 +43,7 @@ def add_press(
             compression_ratio is not used, since the number of keys is fixed.
         keep_window_size: how many keys are kept by their scores. With a DMSPress the most that its threshold may keep; None
             keeps all of them, for which a `DynamicMaskCache` has no room.
-        recent_window: keys that are kept whatever their scores: by default a query's own, and with a DMSPress that goes on
+        recent_window: keys that are kept whatever their scores: by default a query's own, and with a DMSPress that continues
             after the prompt (`decoding=True`) those of its sliding window, t - j <= sliding_window_size.
         sink_tokens: the first keys, which are kept.
         dense_prefill: the prompt attends to all of itself, as in kvpress. False: by intervals, in O(N w) time.

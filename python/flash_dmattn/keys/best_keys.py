@@ -24,7 +24,7 @@ def select_keys(
     key_mask: bool [B, Sk] or [B, H, Sk], False: the key is not present.
 
     Higher scores win; of equal ones the more recent key. NaN and hidden keys are never chosen. Returns keys, int32
-    [B, H, min(keep_window_size, Sk)], ascending, with -1 behind the last one, and their number, int32 [B, H]. The host waits
+    [B, H, min(keep_window_size, Sk)], ascending, padded with -1, and their number, int32 [B, H]. The host waits
     for no device. O(Sk log keep_window_size).
     """
     check_window(keep_window_size)
@@ -47,7 +47,7 @@ def best_keys(scores: Tensor, key_mask: Tensor | None, window: int) -> tuple[Ten
 
 
 def true_places(mask: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The first `size` indices at which a mask [.., L] is true, int32 [.., size], ascending, with -1 behind the last one; and
+    """The first `size` indices at which a mask [.., L] is true, int32 [.., size], ascending, padded with -1; and
     how many values are true, int32 [..]."""
     rank = mask.cumsum(-1, dtype=torch.int32)
     counts = rank[..., -1] if mask.shape[-1] else rank.sum(-1, dtype=torch.int32)

@@ -1,6 +1,6 @@
 """The keys that a query sees, as one interval of queries per key.
 
-Key j is visible to row i of the query exactly when ``first[j] <= i < last[j]``. Row i stands at key
+Key j is visible to row i of the query exactly when ``first[j] <= i < last[j]``. Row i is at key
 position ``i + key_length - query_length`` (the last query sees the last key). Two integers per key replace
 the query_length x key_length mask, and every constructor takes O(key_length) time.
 """
@@ -101,7 +101,7 @@ class KeyIntervals:
         return KeyIntervals(self.intervals, self.query_length, tuple(bound), consecutive)
 
     def to_mask(self) -> Tensor:
-        """The mask that the intervals stand for: bool [B or 1, Hkv or 1, query_length, key_length].
+        """The mask that equals the intervals: bool [B or 1, Hkv or 1, query_length, key_length].
 
         For display and for tests: this is the quadratic array that the intervals avoid.
         """
@@ -115,7 +115,7 @@ def split_by_age(
 ) -> tuple[KeyIntervals, KeyIntervals]:
     """The keys that a query sees in two parts: those fewer than `age` positions before it or after it, and the others.
 
-    own_row: the row that stands at each key's position, [B or 1, H or 1, key_length]; by default the last query stands at
+    own_row: the row at each key's position, [B or 1, H or 1, key_length]; by default the last query is at
         the last key.
     """
     first, last = keys.intervals.long().unbind(-1)

@@ -13,9 +13,9 @@ from .rule import ShownKeys
 
 
 class Places(NamedTuple):
-    """The rows of the query that stand at keys, and those that they may be shown to.
+    """The rows of the query at the keys, and those that they may be shown to.
 
-    Tensors are [B or 1, H or 1, key_length], int64. Row `own` stands at the key's position; it may lie outside of the query.
+    Tensors are [B or 1, H or 1, key_length], int64. Row `own` is at the key's position; it may lie outside of the query.
     """
 
     own: Tensor

@@ -260,7 +260,7 @@ def select_among(
     It usually is, because while a key is visible, ever more keys that beat it appear, so once it is out it
     stays out, provided that no key that beats it leaves. So keys must appear in the order of their
     position and leave together (causal, padding, prefix), or leave in groups, each before the next
-    appears (packed documents). Query i stands at position i + Sk - Sq.
+    appears (packed documents). Query i is at position i + Sk - Sq.
 
     Args:
         scores: float [B or 1, H or 1, Sk]; higher is better, equal scores: the later key; NaN: never.

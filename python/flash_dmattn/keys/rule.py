@@ -1,6 +1,6 @@
 """Which keys a query sees by their scores, as a rule and in torch operations.
 
-The operator select_key_intervals follows a rule where keys stand at their index in one row. The functions here also serve
+The operator select_key_intervals follows a rule where keys are at their index in one row. The functions here also serve
 documents, explicit positions and keys that other intervals show. No value is read back from a GPU, so none of them waits
 for it, and all can be captured in a CUDA graph.
 """
@@ -217,7 +217,7 @@ class ShownKeys(NamedTuple):
 
     first: Tensor  # the row from which it is shown
     last: Tensor  # the end of these rows; `first` or less: never shown
-    own: Tensor  # the row that stands at the key's position, perhaps outside of the query's rows
+    own: Tensor  # the row at the key's position, perhaps outside of the query's rows
     appears: Tensor  # the row at which it competes unless it does so later, rising
     document: Tensor | None = None  # its number, rising; None: all keys leave together
 

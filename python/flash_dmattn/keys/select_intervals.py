@@ -113,7 +113,7 @@ def select(
 
 
 def select_at(places: Places, scores: Tensor, rule: KeySelection, is_causal: bool) -> KeyIntervals:
-    """The keys that a rule keeps where they do not stand at their index, or in documents; scores [B, H, key_length]."""
+    """The keys that a rule keeps where they are not at their index, or in documents; scores [B, H, key_length]."""
     rule.check_causality(is_causal)
     chosen = choose_among(
         places.by_position(scores), places.shown(is_causal), rule, is_causal, places.query_length

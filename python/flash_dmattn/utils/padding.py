@@ -20,7 +20,7 @@ def unpad_input(
 
     Returns
         packed: [total, ...];
-        indices: int64 [total], where each packed token stands in the flattened [B * S];
+        indices: int64 [total], where each packed token is in the flattened [B * S];
         cu_seqlens: int32 [B + 1], where each sequence begins among the packed tokens;
         max_seqlen: the longest packed sequence;
         used_seqlens: int32 [B], how many tokens attention_mask keeps in each sequence.

@@ -88,7 +88,7 @@ struct FillSlotsKernel {
     count = min(count, p.cache.places);
     competed = Sum::of(shared.sum, competed);
     stored = Sum::of(shared.sum, stored);
-    // All that have competed are chosen while they are no more than w. The remaining keys are masked, but the call has no mask.
+    // All that have competed are chosen while there are at most w. The remaining keys are masked, but the call has no mask.
     if (stored < rule.window) competed = stored;
     // Where recent keys compete, w better ones may have beaten some that stay visible.
     if (!rule.delayed && stored > rule.window)

@@ -1,4 +1,4 @@
-"""Tokens that follow a piece go on from its boundary state alone: the rows of one process, under every rule."""
+"""Tokens after a piece continue from its boundary state alone: the rows of one process, under every rule."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def compare_decoding(case, group, rank, ranks, seed):
 
 
 def decodable_cases(ranks):
-    """The cases with one value for each key, and tokens behind their sequence."""
+    """The cases with one value for each key, and tokens after their sequence."""
     for name, case in cases(ranks).items():
         plain = case.bias in ("scores", "none") and case.d == case.dv
         if plain and case.scores != "odd" and not case.call.keys() - {"softcap", "scale"}:

@@ -120,7 +120,7 @@ def test_each_part_of_a_rule_changes_the_result(part):
 
 @pytest.mark.parametrize("window, rule", [((4, 2), BY_HEAD), (5, DELAYED)])
 def test_rows_and_states_keep_what_the_rule_needs(window, rule):
-    """Reordered, repeated, restored and saved caches go on as the one that they are copies of."""
+    """Reordered, repeated, restored and saved caches continue like the one that they are copies of."""
     stream = Stream(30, window, kind="ties", padding="anywhere", rule=rule)
     cache = stream.slots(chunk=4)
 

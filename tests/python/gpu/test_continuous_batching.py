@@ -36,5 +36,5 @@ def test_graphs_change_no_token_and_padding_no_sequence():
     prompts = [torch.randint(3, VOCABULARY, (length,)).tolist() for length in (40, 70, 100, 33)]
     without = batched(model, prompts, use_cuda_graph=False)
     assert batched(model, prompts, use_cuda_graph=True) == without
-    # Three sequences take the graph of four, with a row that is none.
+    # Three sequences take the graph of four, with a negative row.
     assert batched(model, prompts[:3], use_cuda_graph=True) == without[:3]

@@ -99,7 +99,7 @@ def compare_training(rank):
 
 @torch.no_grad()
 def compare_generation(rank):
-    """A prompt in pieces, after which the last rank goes on alone, and another one from the end of its piece."""
+    """A prompt in pieces, after which the last rank continues alone, and another one from the end of its piece."""
     from flash_dmattn.distributed import ContextParallel
     from flash_dmattn.integrations.transformers import DynamicMaskCache, enable_flash_dmattn
 

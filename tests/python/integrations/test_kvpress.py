@@ -1,5 +1,5 @@
 """Presses of kvpress as scores: the keys that are kept and the logits are kvpress' own, and presses that need queries are
-refused. Without kvpress, whose releases ask for a transformers before 5.3, presses of the same form stand in for it."""
+refused. Without kvpress, whose releases ask for a transformers before 5.3, presses of the same form replace it."""
 
 from types import SimpleNamespace
 

@@ -70,7 +70,7 @@ def cases(ranks):
         "documents of each row": Case(even(48), 17, documents="rows"),
         "documents end at borders": Case(even(40), 13, documents="borders"),
         "one document, window beyond a piece": Case(even(24), 30, documents="one"),
-        "documents with padding behind": Case(even(40), 13, documents="padded", mask="random"),
+        "documents with padding after": Case(even(40), 13, documents="padded", mask="random"),
         "documents of one token": Case(even(24), 40, documents="tiny"),
         "another bias": Case(even(48), 17, bias="own"),
         "another bias that masks": Case(even(48), 17, bias="masks", scores="ties"),

@@ -18,6 +18,8 @@ spec.loader.exec_module(check_language)
         ("rows.py", "x = 1\n# Those of\n# the rows", "2: got a sentence that begins with 'Those'"),
         ("rows.h", "int x;  // rows anew", "1: got 'anew'"),
         ("rows.md", "Rows are\nread in turn.", "2: got 'in turn'"),
+        ("rows.md", "Rows behind the last.", "1: got 'behind'"),
+        ("rows.md", "There are no more than w rows.", "1: got 'no more than'"),
         ("test_rows.py", "def " "test_rows(): ...", "got the test name test_rows"),
         ("test_rows.cpp", "TEST(" "Rows, TheLastRow)", "got the test name TheLastRow"),
     ],
@@ -33,6 +35,7 @@ def test_fault_is_named_with_its_line(name, text, expected, tmp_path):
     [
         ("rows.py", "# The rows\n# Of these\ny = 'beside'"),
         ("rows.md", "The error `MB beside inputs`."),
+        ("rows.md", "There are no more than 64 rows."),
         ("test_rows.py", "def test_empty_rows_raise(): ..."),
     ],
 )

@@ -1,4 +1,4 @@
-"""examples/long_context.py on two processes: the losses of whole sequences, and a run that goes on where it was stopped."""
+"""examples/long_context.py on two processes: the losses of whole sequences, and a run that continues where it was stopped."""
 
 import importlib.util
 import json

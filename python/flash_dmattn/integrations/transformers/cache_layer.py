@@ -16,7 +16,7 @@ class DynamicMaskLayer(CacheLayerMixin):
     """The slots of one attention layer.
 
     `fill` stores the first tokens after their attention; `attend` stores later tokens and computes their attention.
-    Their number is `get_seq_length`, though no more than the rule shows (and pending ones) are held.
+    Their number is `get_seq_length`, though only those that the rule shows (and pending ones) are held.
     """
 
     is_sliding = False
@@ -95,7 +95,7 @@ class DynamicMaskLayer(CacheLayerMixin):
 
     @torch.no_grad()
     def adopt(self, slots: KVSlots, tokens: int) -> None:
-        """Goes on behind `tokens` tokens of which slots of the same shape hold what later ones see."""
+        """Continues after `tokens` tokens of which slots of the same shape hold what later ones see."""
         if not self.is_initialized:
             self.lazy_initialization(slots.k)
         self._check_rows(slots.k)

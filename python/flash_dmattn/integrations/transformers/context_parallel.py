@@ -40,7 +40,7 @@ class Pieces(NamedTuple):
         """A Doge layer's attention of a piece [B, n, H, D] over the whole sequences: [B, n, Hq, D]. A query that sees no key has 0,
         where eager attention takes the mean of all values.
 
-        cache: takes over what is seen behind the piece.
+        cache: receives the keys that tokens after the piece see.
         """
         query, key, value = cast_states((query, key, value), target_dtype(layer, query))
         pending = begin(
@@ -100,7 +100,7 @@ class ModelOfPieces:
         if cache is not None and (torch.is_grad_enabled() or not is_new):
             raise ValueError(
                 f"past_key_values: got a {type(cache).__name__} with context parallelism, expected none, or an empty DynamicMaskCache "
-                "without gradients, which then holds what is seen behind this rank's piece"
+                "without gradients, which then holds the keys that tokens after this rank's piece see"
             )
         mask, positions = map(arguments_by_name.get, ("attention_mask", "position_ids"))
         if not isinstance(positions, torch.Tensor):

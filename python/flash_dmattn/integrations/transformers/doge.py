@@ -38,7 +38,7 @@ PIECES = "_flash_dmattn_pieces"  # attribute of a model whose sequences are on s
 class Context(NamedTuple):
     """The state of one forward of a DogeModel, which all of its layers share.
 
-    mask_kind: "causal": the mask is no more than that; "padded": causal among the keys that it shows at all; "packed":
+    mask_kind: "causal": the mask is only that; "padded": causal among the keys that it shows at all; "packed":
         causal within documents, so that every query sees its own key; None: another mask, or keys of a cache.
     memo: results that the layers share.
     pieces: attention over sequences of which this rank has a piece (context_parallel.Pieces); None: it has the whole.

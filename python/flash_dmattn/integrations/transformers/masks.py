@@ -16,7 +16,7 @@ from ..masks import causal_mask
 from .compat import documents_of
 
 # Keywords for implementations that do not evaluate `mask_function` or that make additive masks, and one that says whether
-# None may stand for causality, which the result of this function always includes.
+# None may replace causality, which the result of this function always includes.
 _IGNORED_KEYWORDS = frozenset(
     {"allow_is_causal_skip", "allow_torch_fix", "config", "dtype", "local_size"}
 )
@@ -206,7 +206,7 @@ class _Positions(NamedTuple):
         )
 
     def last_query_is_last_key(self) -> bool:
-        """Whether the last query is known to stand at the last key; `cache_position` is read where that is allowed."""
+        """Whether the last query is known to be at the last key; `cache_position` is read where that is allowed."""
         if self.cache_position is not None:
             return may_read() and bool(self.cache_position[-1] == self.key_positions()[-1])
         if self.keys_are_queries():

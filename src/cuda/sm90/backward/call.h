@@ -182,7 +182,7 @@ struct BackwardCall {
   //   four tiles, so the run ascends. With several query heads per kv head, the distance grows by two tiles for each;
   //   the L2 has room for two heads.
   // - Fewer heads per section give longer runs and less DRAM traffic, as a run reads q, dout and dq from DRAM once. But
-  //   in an ascending run every block first falls one tile behind the previous block, so a section has many runs.
+  //   in an ascending run every block first lags the previous block by one tile, so a section has many runs.
   // - With many short heads in one section, each would have few blocks in flight. Such heads form sections of the L2,
   //   each of which descends as a whole. With fewer heads, the longest blocks of the last section, which run last, cost
   //   more.

@@ -35,7 +35,7 @@ BATCH_KEYWORD = (
 class ScoredCall:
     """One call of a layer, as the attention function needs it in addition to the arguments of transformers.
 
-    For the layer it stands in the place of the cache, whose `update` gets the keys before attention does.
+    The layer takes it for the cache, whose `update` gets the keys before attention does.
     """
 
     def __init__(
@@ -290,7 +290,7 @@ def _attend_to_chosen(
 
 
 def _is_padding(mask: Tensor | KeyIntervals, call: ScoredCall) -> bool:
-    """Whether a mask is no more than causality and padding: every compact one with a cache is. A static cache knows where its
+    """Whether a mask is only causality and padding: every compact one with a cache is. A static cache knows where its
     queries stand, and a mask does not tell."""
     return isinstance(mask, KeyIntervals) or call.query_position is not None
 

@@ -1,5 +1,5 @@
 """The decoders of scored layers pass them the batch of a step, and masks of compiled models, whose code cannot
-find out that they are no more than causality or packed texts."""
+find out that they are only causality or packed texts."""
 
 from __future__ import annotations
 
