@@ -50,15 +50,15 @@ DbiasKind dbias_kind(const Task& t, const Term& dbias) {
   return owned ? DbiasKind::dense : DbiasKind::dense_shared;
 }
 
+constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
 // Enough units for 16 workers. The number does not depend on the actual number of workers, so that results do
 // not either.
 constexpr std::int64_t target_units = 16;
 
 // Cuts the tiles into ranges of about equal work. Under a causal mask without intervals, the work up to a position
 // grows with the square of the position.
-void cut_segments(BackwardTask& t) {
-  const std::int64_t heads = t.batch * t.heads_kv;
-  const std::int64_t wanted = (target_units + heads - 1) / heads;
+void cut_segments(BackwardTask& t, std::int64_t wanted) {
   t.segments = static_cast<int>(
       std::clamp<std::int64_t>(std::min<std::int64_t>(wanted, t.tiles), 1, max_segments));
   const bool grows = t.causal && t.tile_lists.begin == nullptr;
@@ -66,6 +66,27 @@ void cut_segments(BackwardTask& t) {
     const double share = static_cast<double>(i) / t.segments;
     t.segment_tile[i] = static_cast<std::int64_t>(
         static_cast<double>(t.tiles) * (grows ? std::sqrt(share) : share) + 0.5);
+  }
+}
+
+// Divides the work of a call with DbiasKind::dense_shared into segments and parts. Each further segment has sums of dk
+// and dv, and each further part has sums of dbias; those that take less memory come first.
+void divide_members(BackwardTask& t) {
+  t.slab_heads = t.dbias.kv_head != 0 ? t.heads_kv : 1;
+  t.slabs = t.slab_heads * (t.dbias.batch != 0 ? t.batch : 1);
+  t.slab_sums = t.seqlen_q * t.dbias_heads * t.seqlen_k;
+  const std::int64_t heads = t.batch * t.heads_kv;
+  const std::int64_t wanted = ceil_div(target_units, t.slabs);
+  const std::int64_t part_bytes = t.slabs * t.slab_sums * std::int64_t{sizeof(double)};
+  const std::int64_t segment_bytes =
+      heads * t.seqlen_k * t.head_dim_padded * std::int64_t{2 * sizeof(float)};
+  if (part_bytes < segment_bytes) {
+    t.dbias_parts = static_cast<int>(std::min(wanted, heads / t.slabs));
+    cut_segments(t, ceil_div(wanted, std::int64_t{t.dbias_parts}));
+  } else {
+    cut_segments(t, wanted);
+    t.dbias_parts =
+        static_cast<int>(std::min(ceil_div(wanted, std::int64_t{t.segments}), heads / t.slabs));
   }
 }
 
@@ -135,7 +156,12 @@ BackwardCall::BackwardCall(const BackwardArgs& args, const Execution& execution)
   t.dbias = term_of(args.dbias, p.bias_dtype, p, p.bias_shape);
   t.dbias_kind = dbias_kind(t, t.dbias);
   t.key_sum_heads = t.dbias.group_head != 0 ? static_cast<int>(t.group) : 1;
-  cut_segments(t);
+  t.dbias_heads = t.key_sum_heads;
+  if (t.dbias_kind == DbiasKind::dense_shared) {
+    divide_members(t);
+  } else {
+    cut_segments(t, ceil_div(target_units, t.batch * t.heads_kv));
+  }
   static constexpr std::int32_t some_keys = 0;  // scratch depends only on whether slots have keys
   t.slot_keys = t.intervals.data == nullptr ? nullptr : &some_keys;
   const Kernels& kernels = *candidate_->kernels;
@@ -170,6 +196,7 @@ std::size_t BackwardCall::place(void* base, int workers) {
   t.key_sums = space.take<double>(t.dbias_kind == DbiasKind::per_key ? slots * t.key_sum_heads : 0);
   t.query_sums = space.take<double>(
       t.dbias_kind == DbiasKind::per_query ? t.batch * t.heads_kv * t.group * t.seqlen_q : 0);
+  t.dbias_sums = space.take<double>(t.dbias_parts > 1 ? t.dbias_parts * t.slabs * t.slab_sums : 0);
   if (shares_keys(t)) t.packed_keys = space.take<char>(all_key_blocks(t) * t.packed_block_bytes);
   scratch_ = space.take<char>(scratch_bytes_ * workers);
   return space.used();
@@ -284,21 +311,31 @@ void BackwardCall::run(const BackwardArgs& args, const Execution& execution) con
     for_each_task(execution, all_key_blocks(t),
                   [&](std::int64_t item, int) { kernels.pack_backward(t, item); });
   }
-  for_each_task(execution, units, [&](std::int64_t item, int worker) {
-    const std::int64_t unit = units - 1 - item;  // the last units take longest under a causal mask
-    if (t.slot_keys != nullptr) {
-      std::int32_t* to = placed.slot_keys_ + placed.slot_begin_[unit];
-      for_each_key(t, unit, [&](std::int64_t key) { *to++ = static_cast<std::int32_t>(key); });
-    }
-    kernels.backward(t, unit, scratch_of(worker));
-  });
+  const auto list_keys = [&](std::int64_t unit) {
+    std::int32_t* to = placed.slot_keys_ + placed.slot_begin_[unit];
+    for_each_key(t, unit, [&](std::int64_t key) { *to++ = static_cast<std::int32_t>(key); });
+  };
   if (t.dbias_kind == DbiasKind::dense_shared) {
-    const std::int64_t slabs =
-        (t.dbias.batch != 0 ? t.batch : 1) * (t.dbias.kv_head != 0 ? t.heads_kv : 1);
-    for_each_task(execution, slabs * t.tiles, [&](std::int64_t item, int worker) {
-      kernels.shared_dbias(t, item / slabs, item % slabs, scratch_of(worker));
+    if (t.slot_keys != nullptr)
+      for_each_task(execution, units, [&](std::int64_t unit, int) { list_keys(unit); });
+    const std::int64_t items = t.segments * t.slabs * t.dbias_parts;
+    for_each_task(execution, items, [&](std::int64_t item, int worker) {
+      kernels.shared_dbias(t, items - 1 - item, scratch_of(worker));
     });
-  } else if (t.dbias_kind == DbiasKind::per_key || t.dbias_kind == DbiasKind::per_query) {
+    if (t.dbias_parts > 1) {
+      for_each_task(execution, t.slabs * t.tiles, [&](std::int64_t item, int) {
+        kernels.add_dbias_parts(t, item / t.slabs, item % t.slabs);
+      });
+    }
+  } else {
+    for_each_task(execution, units, [&](std::int64_t item, int worker) {
+      const std::int64_t unit =
+          units - 1 - item;  // the last units take longest under a causal mask
+      if (t.slot_keys != nullptr) list_keys(unit);
+      kernels.backward(t, unit, scratch_of(worker));
+    });
+  }
+  if (t.dbias_kind == DbiasKind::per_key || t.dbias_kind == DbiasKind::per_query) {
     reduce_dbias(t, execution);
   }
   for_each_task(execution, all_key_blocks(t),

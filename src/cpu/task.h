@@ -96,7 +96,7 @@ enum class DbiasKind : std::uint8_t {
   per_key,       // no query dimension: column sums per unit and head
   per_query,     // no key dimension: row sums
   dense,         // written from ds, every element by the one kv head that owns it
-  dense_shared,  // dense, but shared by kv heads or batch elements: a pass of its own
+  dense_shared,  // dense, but shared by kv heads or batch elements (kernels/shared_dbias.h)
 };
 
 // The content of the rows of a slot.
@@ -132,6 +132,14 @@ struct BackwardTask : Task {
   int key_sum_heads;     // 1, or G where dbias has the heads of a group apart
   double* key_sums;      // per_key: [slots * key_sum_heads]; of a unit: [heads, slots]
   double* query_sums;    // per_query: [B, Hq, Sq]
+
+  // dense_shared: the members of a slab are visited in parts, so that there are enough items. If there is one part, its
+  // sums are in a worker's scratch memory.
+  int dbias_heads;  // 1, or G where dbias has the heads of a group apart
+  int dbias_parts;
+  std::int64_t slabs, slab_heads;  // of dbias: (batch elements) * (kv heads), and kv heads
+  std::int64_t slab_sums;          // Sq * dbias_heads * Sk
+  double* dbias_sums;              // [dbias_parts, slabs, Sq, dbias_heads, Sk]
 };
 
 // The functions of one instruction set. Items depend neither on each other nor on the worker that runs them.
@@ -149,7 +157,9 @@ struct Kernels {
                       void* scratch);                           // splits for each tile
   void (*merge_splits)(const ForwardTask&, std::int64_t item);  // B * Hkv * tiles items
   void (*backward)(const BackwardTask&, std::int64_t unit, void* scratch);
-  void (*shared_dbias)(const BackwardTask&, std::int64_t tile, std::int64_t slab, void* scratch);
+  // The same where units share dbias: segments * slabs * dbias_parts items.
+  void (*shared_dbias)(const BackwardTask&, std::int64_t item, void* scratch);
+  void (*add_dbias_parts)(const BackwardTask&, std::int64_t tile, std::int64_t slab);
   void (*reduce)(const BackwardTask&, std::int64_t item);  // B * Hkv * key_blocks items
 };
 

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "cpu/kernels/dense_dbias.h"
 #include "cpu/kernels/key_factors.h"
 #include "cpu/kernels/keys.h"
 #include "cpu/kernels/large_block.h"
@@ -56,11 +57,10 @@ struct BackwardUnit {
   std::int64_t first_slot = 0, slots = 0;
   bool large_rows = false;       // of the tile: q, dout or delta
   bool some_large_slot = false;  // some slot of the unit is not addable
-  double* dense_sums = nullptr;  // [queries, dense_heads, Sk]: only ds is computed, and added here
-  int dense_heads = 1;
+  DenseDbias dbias;
 
   BackwardUnit(const BackwardTask& task, ScratchAllocator& allocator)
-      : t(task), shape(task), own_keys(shape, allocator), keys(own_keys) {
+      : t(task), shape(task), own_keys(shape, allocator), keys(own_keys), dbias{task} {
     q.take(shape, allocator);
     dout.take(shape, allocator);
     s = allocator.take<float>(strip * block_keys);
@@ -92,28 +92,39 @@ struct BackwardUnit {
     const std::int64_t head = unit % t.heads_kv;
     const std::int64_t batch = unit / t.heads_kv % t.batch;
     const std::int64_t segment = unit / (t.heads_kv * t.batch);
+    select(segment, batch, head);
+    clear_sums();
+    for (std::int64_t i = t.segment_tile[segment]; i < t.segment_tile[segment + 1]; ++i) {
+      add_tile(Tile(t, batch, head, i), i);
+    }
+  }
+
+  // Selects the unit whose slots are added to.
+  void select(std::int64_t segment, std::int64_t batch, std::int64_t head) {
+    const std::int64_t unit = (segment * t.batch + batch) * t.heads_kv + head;
     first_slot = t.slot_begin[unit];
     slots = t.slot_count[unit];
-    some_large_slot = false;
+    if (t.slot_keys == nullptr) return;
+    for (std::int64_t i = 0; i < slots; ++i) {
+      slot_of_key[t.slot_keys[first_slot + i]] = static_cast<std::int32_t>(i);
+    }
+  }
+
+  void clear_sums() {
     clear(t.slot_forms + first_slot, slots);
     clear(dk_sums(0), slots * t.head_dim_padded);
     clear(dv_sums(0), slots * t.head_dim_padded);
     if (t.dbias_kind == DbiasKind::per_key) {
       clear(t.key_sums + first_slot * t.key_sum_heads, slots * t.key_sum_heads);
     }
-    if (t.slot_keys != nullptr) {
-      for (std::int64_t i = 0; i < slots; ++i) {
-        slot_of_key[t.slot_keys[first_slot + i]] = static_cast<std::int32_t>(i);
-      }
-    }
-    for (std::int64_t i = t.segment_tile[segment]; i < t.segment_tile[segment + 1]; ++i) {
-      const Tile tile(t, batch, head, i);
-      load_tile(tile);
-      KeyBlock block;
-      for (KeyBlockIterator blocks(t, tile, i, KeySource::tile_list); blocks.next(block);)
-        add_block(tile, block);
-      store_tile(tile);
-    }
+  }
+
+  void add_tile(const Tile& tile, std::int64_t index) {
+    load_tile(tile);
+    KeyBlock block;
+    for (KeyBlockIterator blocks(t, tile, index, KeySource::tile_list); blocks.next(block);)
+      add_block(tile, block);
+    store_tile(tile);
   }
 
   template <class T>
@@ -162,13 +173,8 @@ struct BackwardUnit {
     if (t.dlse != nullptr) subtract_dlse(tile);
     large_rows = large_rows || q.large;
     large.has_dq = false;
-    if (dense_sums != nullptr) return;
     clear(dq, std::int64_t{shape.padded_rows} * shape.head_columns);
-    if (t.dbias_kind == DbiasKind::dense) {
-      for (int r = 0; r < tile.rows; ++r) {
-        for (std::int64_t key = 0; key < t.seqlen_k; ++key) store_dense(tile, r, key, 0.0);
-      }
-    }
+    dbias.begin_tile(tile);
   }
 
   template <class DoutRow, class OutRow>
@@ -323,7 +329,6 @@ struct BackwardUnit {
         pair_row(tile, block, row + r, r, visible, form, s_rows + r * block_keys,
                  dp_rows + r * block_keys);
       }
-      if (dense_sums != nullptr) continue;
       // Each head then has about as many rows in column_sums as a strip has.
       if (per_key && (row / strip % t.key_sum_heads == 0 || row + strip >= row_end)) {
         add_column_sums();
@@ -338,7 +343,6 @@ struct BackwardUnit {
           shape.head_columns, depth_words<Element>(visible));
       clear_columns(columns, keys_padded, row);
     }
-    if (dense_sums != nullptr) return;
     multiply_columns(tile, block, row_begin, row_end, p_columns, dout.panels, t.dv_sums);
     multiply_columns(tile, block, row_begin, row_end, ds_columns, q.panels, t.dk_sums);
     if (per_key) add_block_sums(block);
@@ -456,7 +460,7 @@ struct BackwardUnit {
     float* sums = column_sums + row % t.key_sum_heads * std::int64_t{block_keys};
     const bool per_key = adds_key_sums();
     const std::int64_t query = tile.first_query + row / t.group;
-    const bool dense = dense_sums != nullptr || t.dbias_kind == DbiasKind::dense;
+    const bool dense = dbias.is_wanted();
     Vec total{};
     for (int n = 0; n < columns; n += panel_columns) {
       Vec words[2];
@@ -476,28 +480,7 @@ struct BackwardUnit {
     }
     if (t.dbias_kind == DbiasKind::per_query)
       row_sums[row] += static_cast<double>(reduce_add(total));
-    if (row >= tile.rows || !dense) return;
-    for (int n = 0; n < visible; ++n) {
-      const auto ds = static_cast<double>(row_values[n]);
-      if (dense_sums != nullptr) {
-        add_shared(row, block.key(n), ds);
-      } else {
-        store_dense(tile, row, block.key(n), ds);
-      }
-    }
-  }
-
-  // The term of an element in a dense gradient of the bias that heads or batch elements share.
-  void add_shared(int row, std::int64_t key, double ds) const {
-    dense_sums[(row / t.group * dense_heads + row % dense_heads) * t.seqlen_k + key] += ds;
-  }
-
-  void store_dense(const Tile& tile, int row, std::int64_t key, double ds) const {
-    const std::int64_t at = tile.batch * t.dbias.batch + tile.head * t.dbias.kv_head +
-                            row % t.group * t.dbias.group_head +
-                            (tile.first_query + row / t.group) * t.dbias.query;
-    store_scalar(t.dbias.data, t.dbias.dtype, at + key * t.dbias.key, static_cast<float>(ds),
-                 t.saturate);
+    if (dense && row < tile.rows) dbias.add_row(tile, block, row, visible, row_values);
   }
 };
 
@@ -505,8 +488,8 @@ template <class In, class Element>
 std::int64_t backward_scratch(const BackwardTask& task) {
   ScratchAllocator allocator(nullptr);
   BackwardUnit<In, Element> whole(task, allocator);
-  if (task.dbias_kind == DbiasKind::dense_shared) {
-    allocator.take<double>(task.tile_queries * task.group * task.seqlen_k);
+  if (task.dbias_kind == DbiasKind::dense_shared && task.dbias_parts == 1) {
+    allocator.take<double>(task.tile_queries * task.dbias_heads * task.seqlen_k);
   }
   return allocator.used();
 }

@@ -83,11 +83,12 @@ inline constexpr Kernels kernels = {
               t, [&]<class In, class Element>() { backward_unit<In, Element>(t, unit, scratch); });
         },
     .shared_dbias =
-        [](const BackwardTask& t, std::int64_t tile, std::int64_t slab, void* scratch) {
+        [](const BackwardTask& t, std::int64_t item, void* scratch) {
           dispatch(t, [&]<class In, class Element>() {
-            shared_dbias_tile<In, Element>(t, tile, slab, scratch);
+            shared_dbias_item<In, Element>(t, item, scratch);
           });
         },
+    .add_dbias_parts = add_dbias_parts,
     .reduce =
         [](const BackwardTask& t, std::int64_t item) {
           dispatch(t, [&]<class In, class>() { reduce_item<In>(t, item); });

@@ -140,12 +140,9 @@ void add_large_row(Unit& u, const Tile& tile, const KeyBlock& block, const Score
         if (u.has_bias(tile, row, n)) u.key_sum(row % t.key_sum_heads, block.key(n)) += ds;
         break;
       case DbiasKind::per_query: u.row_sums[row] += ds; break;
-      case DbiasKind::dense: u.store_dense(tile, row, block.key(n), ds); break;
-      case DbiasKind::dense_shared:
-        if (u.dense_sums != nullptr) u.add_shared(row, block.key(n), ds);
-        break;
+      case DbiasKind::dense:
+      case DbiasKind::dense_shared: u.dbias.add(tile, row, block.key(n), ds); break;
     }
-    if (u.dense_sums != nullptr) continue;
     if (t.softcap > 0) ds *= static_cast<double>(u.slope[strip_row * block_keys + n]);
     for (int d = 0; d < columns; ++d) {
       dq[d] += ds * static_cast<double>(u.large.k[key + d]);
@@ -164,6 +161,7 @@ void add_large_block(Unit& u, const Tile& tile, const KeyBlock& block,
   u.clear(u.large.dv, std::int64_t{block.count} * columns);
   if (!u.large.has_dq) u.clear(u.large.dq, std::int64_t{u.shape.padded_rows} * columns);
   u.large.has_dq = true;
+  u.dbias.begin_elements(tile, block);
   const auto k_row = key_rows<In>(t.k, tile.batch, tile.head, block);
   const auto v_row = key_rows<In>(t.v, tile.batch, tile.head, block);
   for (int n = 0; n < block.count; ++n) {
@@ -179,7 +177,6 @@ void add_large_block(Unit& u, const Tile& tile, const KeyBlock& block,
       add_large_row<In>(u, tile, block, form, row + r, r, visible, u.s + r * block_keys);
     }
   }
-  if (u.dense_sums != nullptr) return;
   for (int n = 0; n < block.count; ++n) {
     const std::int64_t slot = u.slot_of(block.key(n));
     double* const dk = u.large.dk + std::int64_t{n} * columns;
