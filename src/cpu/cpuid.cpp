@@ -35,8 +35,10 @@ InstructionSet detect() {
   const bool amx = (edx >> 24 & 1) != 0 && (edx >> 22 & 1) != 0;  // AMX-TILE, AMX-BF16
   return amx && request_tiles() ? InstructionSet::amx_bf16 : InstructionSet::avx512_bf16;
 }
+bool is_intel() { return __builtin_cpu_is("intel") != 0; }
 #else
 InstructionSet detect() { return InstructionSet::generic; }
+bool is_intel() { return false; }
 #endif
 
 }  // namespace
@@ -44,6 +46,11 @@ InstructionSet detect() { return InstructionSet::generic; }
 InstructionSet detect_instruction_set() {
   static const InstructionSet detected = detect();
   return detected;
+}
+
+bool has_slow_bf16_products() {
+  static const bool slow = is_intel();
+  return slow;
 }
 
 }  // namespace flash_dmattn::cpu

@@ -30,10 +30,15 @@ constexpr Candidate candidates[] = {
 };
 
 // FLASH_DMATTN_MAX_ISA caps the choice, so that smaller sets can be tested on a larger machine.
+const char* cap_of_choice() {
+  const char* const cap = std::getenv("FLASH_DMATTN_MAX_ISA");
+  return cap == nullptr || *cap == '\0' ? nullptr : cap;
+}
+
 InstructionSet largest_allowed() {
-  const char* cap = std::getenv("FLASH_DMATTN_MAX_ISA");
+  const char* const cap = cap_of_choice();
   const InstructionSet detected = detect_instruction_set();
-  if (cap == nullptr || *cap == '\0') return detected;
+  if (cap == nullptr) return detected;
   for (std::size_t i = 0; i < std::size(instruction_set_names); ++i) {
     if (cap == instruction_set_names[i]) return std::min(detected, static_cast<InstructionSet>(i));
   }
@@ -43,8 +48,16 @@ InstructionSet largest_allowed() {
   throw InvalidArgument("FLASH_DMATTN_MAX_ISA", cap, "one of " + known);
 }
 
+// The largest allowed instruction set; without a cap, a smaller one that is faster.
+const Candidate& preferred() {
+  const std::span<const Candidate> all = allowed();
+  const bool avoids_largest = cap_of_choice() == nullptr && has_slow_bf16_products() &&
+                              all.back().isa == InstructionSet::avx512_bf16;
+  return avoids_largest ? all[all.size() - 2] : all.back();
+}
+
 std::atomic<const Candidate*>& current() {
-  static std::atomic<const Candidate*> candidate = &allowed().back();
+  static std::atomic<const Candidate*> candidate = &preferred();
   return candidate;
 }
 

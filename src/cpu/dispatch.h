@@ -20,7 +20,7 @@ struct Candidate {
 // every call if the cap is not the name of an instruction set.
 std::span<const Candidate> allowed();
 
-// The largest allowed instruction set, unless choose() was called.
+// The fastest allowed instruction set, mostly the largest, or that of choose().
 const Candidate& chosen();
 
 // The kernels of all problems. A plan takes those of chosen().

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import flash_dmattn
-
 RUN = """
 import sys
 import torch
@@ -35,9 +33,6 @@ NAMES = ["generic", "avx2", "avx512", "avx512_bf16", "amx_bf16"]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_instruction_set_matches_oracle(name):
-    largest = next(b.reason for b in flash_dmattn.backends() if b.name == "cpu")
-    if NAMES.index(name) > NAMES.index(largest):
-        pytest.skip(f"this machine and build run up to {largest}")
     run = subprocess.run(
         [sys.executable, "-c", RUN, name],
         cwd=Path(__file__).parent,
