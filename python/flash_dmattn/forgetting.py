@@ -11,7 +11,7 @@ from ._core.checks import check_tensor
 from .functional import flash_dmattn_func
 from .keys.intervals import KeyIntervals, rows_of
 from .keys.patterns import packed_documents, until_faded
-from .keys.places import check_offsets
+from .keys.positions import check_offsets
 from .scores import with_zero_sum_gradient
 
 # Rows of a call. Scores have the magnitude of c over half of them: gates of 1/4 make 5,678 of it, where a GPU begins to

@@ -24,7 +24,7 @@ from ._core.numerics import Numerics
 from .dispatch import IN_PYTHON, attention, check_bias_delay, run, with_lse
 from .keys.intervals import KeyIntervals
 from .keys.patterns import packed_documents
-from .keys.places import Places, check_offsets
+from .keys.positions import KeyPositions, check_offsets
 from .keys.select_intervals import select_key_intervals
 from .keys.selection import Selection, match_heads, scores_and_allowed
 from .keys.visibility import Visibility
@@ -233,7 +233,7 @@ def flash_dmattn_varlen_func(
         )
     own_row = None
     if bias_delay and not same_offsets:
-        own_row = Places.of(
+        own_row = KeyPositions.of(
             total_k, total_q, cu_seqlens_k=cu_seqlens_k, cu_seqlens_q=cu_seqlens_q
         ).own
     out, statistics = run(

@@ -19,7 +19,7 @@ from .._core.checks import (
     widen_bias,
 )
 from .._core.numerics import resolve_nonfinite
-from ..keys.places import check_offsets
+from ..keys.positions import check_offsets
 from ..keys.rule import KeySelection
 from .exchange import EXCHANGES, Exchange, choose_exchange
 from .shards import Border, Shards, begins_of_documents

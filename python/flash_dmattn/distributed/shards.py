@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..keys.best_keys import best_keys, true_places
-from ..keys.places import Places
+from ..keys.best_keys import best_keys, indices_of_true
+from ..keys.positions import KeyPositions
 from ..keys.rule import KeySelection, ShownKeys, choose_among
 
 
@@ -120,7 +120,7 @@ def keys_seen_before(
         none = torch.zeros_like(own)
         last = none + 1 if present is None else present.long()
         seen = choose_among(scores, ShownKeys(none, last, own, none), rule, True, 1)
-        found, _ = true_places(seen[..., 1] > 0, size)
+        found, _ = indices_of_true(seen[..., 1] > 0, size)
     found = found[..., :size].long()
     missing = size - found.shape[-1]
     return torch.nn.functional.pad(found, (0, missing), value=-1) if missing else found
@@ -143,7 +143,7 @@ def keys_of_piece(
     W = positions.shape[2]
     n = scores.shape[2] - W
     offsets = None if documents is None else (documents - begin).clamp(0, n)
-    piece = Places.of(n, n, cu_seqlens_k=offsets, device=scores.device)
+    piece = KeyPositions.of(n, n, cu_seqlens_k=offsets, device=scores.device)
     last = piece.end if present is None else torch.where(present, piece.end, 0)
     # Keys of earlier ranks are of the document to which the first token here belongs.
     positions = positions.long()

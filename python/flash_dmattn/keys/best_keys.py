@@ -43,17 +43,17 @@ def best_keys(scores: Tensor, key_mask: Tensor | None, window: int) -> tuple[Ten
         places = torch.arange(size, dtype=torch.int32, device=keys.device)
         return torch.where(places < counts[..., None], keys[..., :size], -1), counts
     chosen = select(scores, key_mask, KeySelection(window), True, 1).intervals
-    return true_places(chosen[..., 1] > 0, size)
+    return indices_of_true(chosen[..., 1] > 0, size)
 
 
-def true_places(mask: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def indices_of_true(mask: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """The first `size` indices at which a mask [.., L] is true, int32 [.., size], ascending, padded with -1; and
     how many values are true, int32 [..]."""
     rank = mask.cumsum(-1, dtype=torch.int32)
     counts = rank[..., -1] if mask.shape[-1] else rank.sum(-1, dtype=torch.int32)
-    # One more place takes all other indices.
-    place = torch.where(mask, rank - 1, size).clamp(max=size)
+    # One more element takes all other indices.
+    rank_or_end = torch.where(mask, rank - 1, size).clamp(max=size)
     index = torch.arange(mask.shape[-1], dtype=torch.int32, device=mask.device)
-    places = index.new_full((*mask.shape[:-1], size + 1), -1)
-    places.scatter_(-1, place.long(), index.expand(mask.shape))
-    return places[..., :size], counts
+    found = index.new_full((*mask.shape[:-1], size + 1), -1)
+    found.scatter_(-1, rank_or_end.long(), index.expand(mask.shape))
+    return found[..., :size], counts

@@ -18,7 +18,7 @@ from torch.utils import _pytree
 
 from .._core import ops
 from .._core.checks import check_count, check_tensor, clamp_count, resolve_flag
-from .places import Places, check_length
+from .positions import KeyPositions, check_length
 
 _NEVER = 2**31 - 1
 
@@ -120,7 +120,7 @@ def split_by_age(
     """
     first, last = keys.intervals.long().unbind(-1)
     if own_row is None:
-        own_row = Places.of(keys.key_length, keys.query_length, device=first.device).own
+        own_row = KeyPositions.of(keys.key_length, keys.query_length, device=first.device).own
     end = own_row + clamp_count(age)  # where the key is no longer recent
     parts = (first, torch.minimum(last, end)), (torch.maximum(first, end), last)
     return tuple(

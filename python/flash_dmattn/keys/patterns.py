@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._core.checks import check_count, check_tensor, clamp_count, resolve_flag
 from .intervals import KeyIntervals, clipped
-from .places import Places, check_length, check_offsets
+from .positions import KeyPositions, check_length, check_offsets
 
 
 def sliding_window(
@@ -17,16 +17,16 @@ def sliding_window(
     lookahead: int = 0,
     query_length: int | None = None,
     device: torch.device | str | None = None,
-    **places,
+    **positions,
 ) -> KeyIntervals:
     """Every query sees its own position, the `window` - 1 before it and the `lookahead` after it.
 
-    places: key_mask, cu_seqlens_k, cu_seqlens_q, key_positions and query_position, as in select_key_intervals.
+    positions: key_mask, cu_seqlens_k, cu_seqlens_q, key_positions and query_position, as in select_key_intervals.
     """
     check_count(window, "window")
     check_count(lookahead, "lookahead")
     window, lookahead = clamp_count(window), clamp_count(lookahead)
-    keys = Places.of(key_length, query_length, device=device, **places)
+    keys = KeyPositions.of(key_length, query_length, device=device, **positions)
     bound = (window + lookahead, 1) if keys.same_length else None
     return _shown(keys, keys.own - lookahead, keys.own + window, bound)
 
@@ -37,16 +37,16 @@ def prefix_lm(
     *,
     query_length: int | None = None,
     device: torch.device | str | None = None,
-    **places,
+    **positions,
 ) -> KeyIntervals:
     """The first `prefix_length` keys (of each document) are visible to every query (of it), the others causally.
 
     prefix_length: an int, or an integer tensor [B].
-    places: key_mask, cu_seqlens_k, cu_seqlens_q, key_positions and query_position, as in select_key_intervals.
+    positions: key_mask, cu_seqlens_k, cu_seqlens_q, key_positions and query_position, as in select_key_intervals.
     """
     if device is None and isinstance(prefix_length, Tensor):
         device = prefix_length.device
-    keys = Places.of(key_length, query_length, device=device, **places)
+    keys = KeyPositions.of(key_length, query_length, device=device, **positions)
     prefix = _check_prefix(prefix_length, keys.own.device)
     first = torch.where(keys.position < prefix.reshape(-1, 1, 1), 0, keys.own)
     return _shown(keys, first, None, (key_length, 0))
@@ -60,7 +60,7 @@ def packed_documents(
     key_length: int | None = None,
     query_length: int | None = None,
     max_seqlen_k: int | None = None,
-    **places,
+    **positions,
 ) -> KeyIntervals:
     """Documents packed one after the other: a query sees the keys of its own document only.
 
@@ -72,7 +72,7 @@ def packed_documents(
         with a GPU). Keys past the last document are never visible.
     max_seqlen_k: the number of keys of the longest document, where it is known. For documents that have as
         many queries as keys (cu_seqlens_q is not given, or is cu_seqlens_k) it makes the `bound`.
-    places: key_mask, key_positions and query_position, as in select_key_intervals.
+    positions: key_mask, key_positions and query_position, as in select_key_intervals.
     """
     is_causal = resolve_flag(is_causal, "is_causal")
     if max_seqlen_k is not None:
@@ -86,8 +86,8 @@ def packed_documents(
         check_offsets(offsets_q, "cu_seqlens_q", query_length, batched=True)
     key_length = int(cu_seqlens_k[..., -1].max()) if key_length is None else key_length
     query_length = int(offsets_q[..., -1].max()) if query_length is None else query_length
-    keys = Places.of(
-        key_length, query_length, cu_seqlens_k=cu_seqlens_k, cu_seqlens_q=cu_seqlens_q, **places
+    keys = KeyPositions.of(
+        key_length, query_length, cu_seqlens_k=cu_seqlens_k, cu_seqlens_q=cu_seqlens_q, **positions
     )
     bound = None
     if max_seqlen_k is not None and keys.same_length:
@@ -95,11 +95,11 @@ def packed_documents(
     return _shown(keys, keys.own if is_causal else None, None, bound)
 
 
-def from_padding(key_mask: Tensor, query_length: int | None = None, **places) -> KeyIntervals:
+def from_padding(key_mask: Tensor, query_length: int | None = None, **positions) -> KeyIntervals:
     """Hides padding from every query.
 
     key_mask: bool [B, key_length], False for padding on any side.
-    places: cu_seqlens_k, cu_seqlens_q, key_positions and query_position, as in select_key_intervals.
+    positions: cu_seqlens_k, cu_seqlens_q, key_positions and query_position, as in select_key_intervals.
     """
     check_tensor(key_mask, "key_mask")
     if key_mask.dim() != 2 or key_mask.dtype != torch.bool:
@@ -108,12 +108,12 @@ def from_padding(key_mask: Tensor, query_length: int | None = None, **places) ->
             "expected bool of shape [B, key_length]"
         )
     key_length = key_mask.shape[1]
-    keys = Places.of(key_length, query_length, key_mask=key_mask, **places)
+    keys = KeyPositions.of(key_length, query_length, key_mask=key_mask, **positions)
     return _shown(keys, None, None, (key_length, 0))
 
 
 def until_faded(
-    cumulative: Tensor, prune: float, heads: int, query_length: int, **places
+    cumulative: Tensor, prune: float, heads: int, query_length: int, **positions
 ) -> KeyIntervals:
     """A query at position t sees key j <= t while cumulative[t] - cumulative[j] >= prune.
 
@@ -125,7 +125,7 @@ def until_faded(
     last = torch.searchsorted(falling, falling - prune, right=True)  # the first position past prune
     if last.shape[1] not in (1, heads):
         last = last.unflatten(1, (heads, -1)).amax(2)
-    keys = Places.of(key_length, query_length, device=cumulative.device, **places)
+    keys = KeyPositions.of(key_length, query_length, device=cumulative.device, **positions)
     return _shown(keys, keys.own, last - (key_length - query_length), None)
 
 
@@ -144,7 +144,7 @@ def _check_prefix(prefix_length: int | Tensor, device) -> Tensor:
 
 
 def _shown(
-    keys: Places, first: Tensor | None, last: Tensor | None, bound: tuple[int, int] | None
+    keys: KeyPositions, first: Tensor | None, last: Tensor | None, bound: tuple[int, int] | None
 ) -> KeyIntervals:
     """Rows [first, last) of each key, of those that it may be shown to; None: from the first, to the last of them."""
     first = keys.begin if first is None else torch.maximum(first, keys.begin)

@@ -11,7 +11,7 @@ from .._core import ops
 from .._core.checks import check_tensor, resolve_flag
 from . import torch_selection
 from .intervals import KeyIntervals, broadcast_shapes, unchecked
-from .places import Places, check_length
+from .positions import KeyPositions, check_length
 from .rule import KeySelection, choose_among
 
 
@@ -77,7 +77,7 @@ def select_key_intervals(
     check_length(query_length, "query_length")
     if all(t is None for t in (cu_seqlens_k, cu_seqlens_q, key_positions, query_position)):
         return select(scores, key_mask, rule, is_causal, query_length)
-    places = Places.of(
+    keys = KeyPositions.of(
         scores.shape[2],
         query_length,
         cu_seqlens_k=cu_seqlens_k,
@@ -87,7 +87,7 @@ def select_key_intervals(
         query_position=query_position,
         device=scores.device,
     )
-    return select_at(places, scores, rule, is_causal)
+    return select_at(keys, scores, rule, is_causal)
 
 
 def select(
@@ -100,8 +100,10 @@ def select(
     """The keys that a rule keeps, of arguments in normal form: scores and key_mask [B, H, key_length]."""
     rule.check_causality(is_causal)
     if not ops.has_kernels_for(scores) and not rule.is_window():
-        places = Places.of(scores.shape[2], query_length, key_mask=key_mask, device=scores.device)
-        return select_at(places, scores, rule, is_causal)
+        keys = KeyPositions.of(
+            scores.shape[2], query_length, key_mask=key_mask, device=scores.device
+        )
+        return select_at(keys, scores, rule, is_causal)
     scores = rule.for_heads(scores)
     if key_mask is not None:
         key_mask = key_mask.expand(scores.shape)
@@ -112,16 +114,18 @@ def select(
     return unchecked(intervals, query_length, rule.bound(is_causal))
 
 
-def select_at(places: Places, scores: Tensor, rule: KeySelection, is_causal: bool) -> KeyIntervals:
+def select_at(
+    keys: KeyPositions, scores: Tensor, rule: KeySelection, is_causal: bool
+) -> KeyIntervals:
     """The keys that a rule keeps where they are not at their index, or in documents; scores [B, H, key_length]."""
     rule.check_causality(is_causal)
     chosen = choose_among(
-        places.by_position(scores), places.shown(is_causal), rule, is_causal, places.query_length
+        keys.by_position(scores), keys.shown(is_causal), rule, is_causal, keys.query_length
     )
     bound = None
-    if places.same_length:
-        bound = rule.bound(is_causal, documents=places.document is not None)
-    return unchecked(places.by_index(chosen), places.query_length, bound)
+    if keys.same_length:
+        bound = rule.bound(is_causal, documents=keys.document is not None)
+    return unchecked(keys.by_index(chosen), keys.query_length, bound)
 
 
 def per_key_scores(scores: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

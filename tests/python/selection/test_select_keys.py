@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flash_dmattn import select_key_intervals, select_keys
-from flash_dmattn.keys.best_keys import true_places
+from flash_dmattn.keys.best_keys import indices_of_true
 
 
 def by_definition(scores, window, present):
@@ -78,9 +78,9 @@ def test_bad_argument_raises(arguments, error, words):
         select_keys(*arguments)
 
 
-def test_true_places_are_cut_or_padded_to_the_size():
+def test_indices_of_true_are_cut_or_padded_to_the_size():
     mask = torch.tensor([[False, True, True, False, True], [False] * 5])
-    places, counts = true_places(mask, 2)
+    places, counts = indices_of_true(mask, 2)
     assert places.tolist() == [[1, 2], [-1, -1]] and counts.tolist() == [3, 0]
-    places, counts = true_places(mask, 4)
+    places, counts = indices_of_true(mask, 4)
     assert places.tolist() == [[1, 2, 4, -1], [-1] * 4] and counts.tolist() == [3, 0]

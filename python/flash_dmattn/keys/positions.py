@@ -1,4 +1,4 @@
-"""Where keys stand: their positions, their documents, and whether they are present."""
+"""Where keys are: their positions, their documents, and whether they are present."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .._core.checks import check_count, check_tensor
 from .rule import ShownKeys
 
 
-class Places(NamedTuple):
+class KeyPositions(NamedTuple):
     """The rows of the query at the keys, and those that they may be shown to.
 
     Tensors are [B or 1, H or 1, key_length], int64. Row `own` is at the key's position; it may lie outside of the query.
@@ -39,7 +39,7 @@ class Places(NamedTuple):
         key_positions: Tensor | None = None,
         query_position: int | Tensor | None = None,
         device: torch.device | str | None = None,
-    ) -> Places:
+    ) -> KeyPositions:
         """The arguments are those of the constructors of KeyIntervals, of which select_key_intervals describes them."""
         tensors = {
             "key_positions": key_positions,
