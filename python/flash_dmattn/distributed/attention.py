@@ -326,7 +326,7 @@ def boundary_state(pending: Pending, *, chunk: int = 0) -> KVSlots:
         there = places >= 0
         rows = places.clamp(min=0)
         scores = torch.where(there, scores.gather(-1, rows), torch.nan)
-        # One query sees those that are there.
+        # One query sees the keys that are present.
         intervals = torch.stack([torch.zeros_like(there), there], -1).int()
         key, value = (take_rows(t, rows).transpose(1, 2) for t in (key, value))
         cache.fill(key, value, scores, KeyIntervals(intervals, 1))

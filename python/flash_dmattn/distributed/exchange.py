@@ -71,7 +71,7 @@ def _add_rows(total: Tensor, rows: Tensor, places: Tensor) -> None:
 def _seen_of_candidates(border: Border, notes: Tensor, ranks: slice, rows: slice, P: int) -> Tensor:
     """Places [ranks, rows, W] of the keys that each of the ranks sees among candidates with notes [rows, L, M]; rows: of P."""
     begins = border.shards.begins[ranks]
-    # By fill, as a copy from a list would wait for the device.
+    # fill is used because a copy from a list would wait for the device.
     begins = torch.stack([torch.full((1, 1), begin, device=notes.device) for begin in begins])
     positions = position_of(notes)[None].long()
     begun = 0

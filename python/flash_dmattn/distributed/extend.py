@@ -35,7 +35,7 @@ class Extend(torch.autograd.Function):
         for column in columns[1:]:
             column[..., :W] = bias_of(notes)[..., 0]
         positions = position_of(notes)
-        # Not the call, which would keep the keys that have been copied.
+        # The call itself is not kept, because it would keep the keys that have been copied.
         ctx.border, ctx.exchange, ctx.headroom = call.border, call.exchange, call.headroom
         ctx.save_for_backward(places, route)
         ctx.bias_learns = ctx.needs_input_grad[2]
