@@ -153,6 +153,10 @@ NEWEST ?= transformers
 test-newest: $(STAMPS)/package $(STAMPS)/test ## Python tests of transformers' own models, on the newest transformers that pip finds now (NEWEST="transformers torch")
 	JOBS=$(JOBS) tools/test_newest.sh $(NEWEST)
 
+.PHONY: test-torchtitan
+test-torchtitan: $(STAMPS)/package $(STAMPS)/test ## tests of dynamic masks in TorchTitan, which gets an environment of its own
+	tools/test_torchtitan.sh $(ARGS)
+
 .PHONY: test-vllm
 test-vllm: $(STAMPS)/package $(STAMPS)/test ## tests of the plugin for vLLM, with vLLM for CPUs in an environment of its own (1.1 GB of build/)
 	tools/test_vllm.sh $(ARGS)

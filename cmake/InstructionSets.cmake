@@ -30,6 +30,14 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|amd64|AMD64)$" AND CMAKE_SIZEOF_VOID
 endif()
 set(FLASH_DMATTN_INSTRUCTION_SETS "${isa_known}" CACHE STRING "Instruction sets of the CPU kernels; generic is always among them")
 
+foreach(isa IN LISTS FLASH_DMATTN_INSTRUCTION_SETS)
+  if(NOT isa IN_LIST isa_known)
+    message(FATAL_ERROR "FLASH_DMATTN_INSTRUCTION_SETS: got ${isa}, expected some of ${isa_known}")
+  endif()
+endforeach()
+list(PREPEND FLASH_DMATTN_INSTRUCTION_SETS generic)
+list(REMOVE_DUPLICATES FLASH_DMATTN_INSTRUCTION_SETS)
+
 include(CheckCXXSourceCompiles)
 set(FLASH_DMATTN_ISA_BUILT generic)
 foreach(isa IN LISTS FLASH_DMATTN_INSTRUCTION_SETS)

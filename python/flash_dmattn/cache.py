@@ -132,9 +132,12 @@ class KVSlots(SlotMemory):
         self._refuse_rows()
         check_tensor(positions, "positions")
         heads = (self.batch, self.k.shape[1])
-        if positions.dtype != torch.int32 or positions.dim() != 3 or positions.shape[:2] != heads:
+        shape, device = tuple(positions.shape), positions.device
+        fits = len(shape) == 3 and shape[:2] == heads and shape[2] > 0
+        if positions.dtype != torch.int32 or device != self.k.device or not fits:
             raise ValueError(
-                f"positions: got {positions.dtype} of shape {tuple(positions.shape)}, expected torch.int32 [{heads[0]}, {heads[1]}, S]"
+                f"positions: got {positions.dtype} of shape {shape} on {device}, expected torch.int32 [{heads[0]}, {heads[1]}, S] "
+                f"on {self.k.device}, S above 0"
             )
         entries = self.positions
         index = torch.where(entries < 0, ~entries, entries)

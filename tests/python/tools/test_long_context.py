@@ -3,6 +3,9 @@
 import importlib.util
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -44,6 +47,21 @@ def test_losses_are_those_of_whole_sequences_and_of_a_run_that_was_stopped(tmp_p
     assert losses(tmp_path / "stopped", 4) == pieces
     if importlib.util.find_spec("matplotlib"):
         assert (tmp_path / "stopped" / "losses.png").stat().st_size > 0
+
+
+def test_torchrun_starts_two_processes(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+    ]
+    program = Path(__file__).parents[3] / "examples" / "long_context.py"
+    command += [str(program), *SIZES, "--steps", "1", "--output", str(tmp_path)]
+    subprocess.run(command, check=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert [step["step"] for step in json.loads((tmp_path / "record.json").read_text())] == [0]
 
 
 def test_compiled_steps_on_pieces_equal_eager_ones_on_whole_sequences(tmp_path):

@@ -9,7 +9,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...._core.checks import resolve_flag
-from ....keys.rule import KeySelection
 from ... import scorers
 from ...config_rules import CONFIG_NAME, LearnedScores, make_rule
 from ...scorers import Scorer, make_scorer
@@ -160,10 +159,6 @@ def scored_layers(model: nn.Module) -> list[ScoredAttention]:
             f"model: got a {type(model).__name__} without learned scores, expected one of add_learned_scores"
         )
     return layers
-
-
-def rule_of(model: nn.Module) -> KeySelection:
-    return scored_layers(model)[0].score_rule
 
 
 def _pretrained(model: nn.Module) -> Iterator[PreTrainedModel]:

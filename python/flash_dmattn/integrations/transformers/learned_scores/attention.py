@@ -207,7 +207,7 @@ def _attend_to_all(
             "cache: got a static one in the phase 'soft', expected a cache that grows, or the phase 'hard'"
         )
     visible = _visible_by_mask(mask, query, key, chooses=False)
-    bias = _without_sinks(scores - layer.scorer.first_score, layer.score_rule, visible.keys)
+    bias = _without_sinks(scores - layer.scorer.first_score, layer.score_rule, visible)
     delay = layer.score_rule.recent_window
     return attention(query, key, value, bias, visible, Selection(), numerics, bias_delay=delay)
 
@@ -222,19 +222,23 @@ def _visible_by_mask(mask: Mask, query: Tensor, key: Tensor, chooses: bool) -> V
     return Visibility(mask, intervals is None, intervals)  # intervals include causality
 
 
-def _without_sinks(bias: Tensor, rule: KeySelection, keys: KeyIntervals | None) -> Tensor:
+def _without_sinks(bias: Tensor, rule: KeySelection, visible: Visibility) -> Tensor:
     """A bias [B, Hkv, Sk] that is 0 for the first keys of each document, whose scores decide nothing.
 
-    keys: what the mask shows; None: all keys are one document.
+    visible: what the mask of the layer shows. A dense mask has one document in a row.
     """
     if not rule.sink_tokens:
         return bias
-    if keys is None:
+    if visible.keys is not None:
+        shown = _shown_keys(visible.keys)
+        ranks = rank_in_document(shown, visible.keys.intervals[..., 1].cummax(-1).values)
+    elif visible.mask is not None:
+        shown = visible.mask.any(-2)
+        ranks = shown.cumsum(-1) - 1
+    else:
         ranks = torch.arange(bias.shape[2], device=bias.device)
-        return torch.where(ranks < rule.sink_tokens, 0, bias)
-    shown, document = _shown_keys(keys), keys.intervals[..., 1].cummax(-1).values
-    sinks = shown & (rank_in_document(shown, document) < rule.sink_tokens)
-    return torch.where(sinks, 0, bias)
+        shown = torch.ones_like(ranks, dtype=torch.bool)
+    return torch.where(shown & (ranks < rule.sink_tokens), 0, bias)
 
 
 def _shown_keys(keys: KeyIntervals) -> Tensor:
@@ -262,7 +266,7 @@ def _attend_to_chosen(
     if torch.is_grad_enabled() and scores.requires_grad:
         # A score of -inf, which never is among the best, has no gradient.
         bias, delay = (scores - scores.detach()).nan_to_num(), rule.recent_window
-        bias = _without_sinks(bias, rule, _visible_by_mask(mask, query, key, chooses=False).keys)
+        bias = _without_sinks(bias, rule, _visible_by_mask(mask, query, key, chooses=False))
     scores = scores.detach()
     if call.is_prompt and call.layer.dense_prefill:
         visible = _visible_by_mask(mask, query, key, chooses=False)
