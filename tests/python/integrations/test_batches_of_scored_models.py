@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("transformers")
 from transformers import GenerationConfig
 
+from flash_dmattn.integrations.transformers import add_learned_scores, remove_learned_scores
 from flash_dmattn.integrations.transformers.compat import HAS_SLOTS_IN_BATCHES
 
 pytestmark = [
@@ -21,9 +22,11 @@ NEW = 10
 GREEDY = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0, "max_new_tokens": NEW}
 
 
-def batched(model, prompts, **options):
+def batched(model, prompts, keep=False, **options):
+    """keep: the manager, for the next batch."""
     done = model.generate_batch(
         prompts,
+        persistent_manager=keep,
         generation_config=GenerationConfig(**GREEDY),
         continuous_batching_config=ContinuousBatchingConfig(
             page_size=4, **{"num_blocks": 400, "max_batch_tokens": 13} | options
@@ -81,6 +84,32 @@ def test_phase_off_has_the_cache_of_transformers():
     assert batched(model, prompts) == expected
 
 
+def test_kept_manager_is_none_of_another_phase():
+    model = make_scored()
+    prompts = prompts_of(4, 19)
+    expected = batched(model, prompts, keep=True)
+    kept = model._cached_continuous_batching_manager
+    model.set_score_phase("soft")
+    with pytest.raises(ValueError, match="^phase: got 'soft', which attends to all keys"):
+        batched(model, prompts, keep=True)
+    model.set_score_phase("hard")
+    assert batched(model, prompts, keep=True) == expected
+    assert model._cached_continuous_batching_manager is kept
+    model.set_score_phase("off")
+    assert batched(model, prompts, keep=True) == [alone(make_base(), prompt) for prompt in prompts]
+
+
+def test_kept_manager_is_none_of_another_rule():
+    model = make_scored()
+    prompts = prompts_of(4, 19)
+    batched(model, prompts, keep=True)
+    kept = model._cached_continuous_batching_manager
+    add_learned_scores(remove_learned_scores(model), keep_window_size=2)
+    assert not hasattr(model, "_cached_continuous_batching_manager")
+    model._cached_continuous_batching_manager = kept
+    assert batched(model, prompts, keep=True) == [alone(model, prompt) for prompt in prompts]
+
+
 @pytest.mark.parametrize(
     "family, options, message",
     [
@@ -89,8 +118,6 @@ def test_phase_off_has_the_cache_of_transformers():
     ],
 )
 def test_models_without_states_of_one_size_are_refused(family, options, message):
-    from flash_dmattn.integrations.transformers import add_learned_scores
-
     model = add_learned_scores(make_base(family), 4, **options)
     with pytest.raises(ValueError, match=f"^{message}"):
         batched(model, prompts_of(3))

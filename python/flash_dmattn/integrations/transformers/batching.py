@@ -30,8 +30,8 @@ from transformers.generation.continuous_batching.utils import WorkloadHints, str
 from ..._core.kv_checks import check_slot_kernels
 from ...cache import KVSlots
 from ...ragged import RaggedBatch
-from ..serving.states import states_of
-from .compat import BATCHED_DOGE, BATCHED_SCORES
+from ..serving.states import SlotState, states_of
+from .compat import BATCHED_DOGE, BATCHED_SCORES, KEPT_MANAGER, drop_slot_manager
 
 _UNLIMITED = 2**62  # tokens
 _making = threading.Lock()  # held while the allocators of transformers are other ones
@@ -122,8 +122,11 @@ class AllocatorOfModel(FullAttentionCacheAllocator):
 class SlotManager(ContinuousBatchingManager):
     """transformers' manager of requests, over slots."""
 
+    has_slots = True
+
     def __init__(self, model: PreTrainedModel, *args, **kwargs):
         super().__init__(model, *args, **kwargs)
+        self.states = _states_of(model)
         parts = self.distributed_helper.tp_size
         if parts > 1:
             raise ValueError(
@@ -170,6 +173,10 @@ def _layers_of(model: PreTrainedModel) -> list[torch.nn.Module]:
     return [module for module in model.modules() if hasattr(module, "batched_name")]
 
 
+def _states_of(model: PreTrainedModel) -> list[SlotState]:
+    return states_of(model.config.get_text_config(), model.dtype)
+
+
 def make_manager(
     model: PreTrainedModel,
     generation_config: GenerationConfig | None = None,
@@ -177,16 +184,18 @@ def make_manager(
     workload_hints: WorkloadHints | None = None,
 ) -> SlotManager:
     """`PreTrainedModel.init_continuous_batching` for a Doge with layers of ours, or a model with learned scores."""
-    manager = getattr(model, "_cached_continuous_batching_manager", None)
-    if isinstance(manager, SlotManager):
-        manager.switch_to_cb_friendly_attn(model)
-        return manager
     phase = getattr(_layers_of(model)[0], "score_phase", "hard")
     if phase != "hard":
         raise ValueError(
             f"phase: got {phase!r}, which attends to all keys, expected 'hard': model.set_score_phase(\"hard\")"
         )
-    state, *_ = states_of(model.config.get_text_config(), model.dtype)
+    states = _states_of(model)
+    manager = getattr(model, KEPT_MANAGER, None)
+    if isinstance(manager, SlotManager) and manager.states == states:
+        manager.switch_to_cb_friendly_attn(model)
+        return manager
+    drop_slot_manager(model)
+    state, *_ = states
     check_slot_kernels(
         "model", state.dtype, state.head_dim, model.device,
         instead="Load it with dtype=torch.bfloat16",

@@ -65,6 +65,9 @@ def wrap_implementation_setter(
 
 # Implementations during continuous batching: with "flash" in a name transformers makes no mask of all pairs.
 BATCHED_DOGE, BATCHED_SCORES = "doge_flash_dynamic_mask_attention", "learned_scores_flash_attention"
+KEPT_MANAGER = (
+    "_cached_continuous_batching_manager"  # attribute of a model: with `persistent_manager`
+)
 HAS_SLOTS_IN_BATCHES = version.parse(transformers.__version__).release[:2] == (5, 24)
 
 
@@ -82,6 +85,7 @@ def set_continuous_batching(
     def init_continuous_batching(self, *args, **kwargs):
         name = str(self.config._attn_implementation)
         if name.removeprefix("paged|") not in names:
+            drop_slot_manager(self)  # which transformers would take for its own
             return type(self).init_continuous_batching(self, *args, **kwargs)
         if make_manager is not None and name in names:
             return make_manager(self, *args, **kwargs)
@@ -93,6 +97,12 @@ def set_continuous_batching(
 
     if hasattr(model, "init_continuous_batching"):
         model.init_continuous_batching = types.MethodType(init_continuous_batching, model)
+
+
+def drop_slot_manager(model: PreTrainedModel) -> None:
+    """Ends the manager with slots that a model keeps: its slots have one rule, and its CUDA graphs the model's parameters."""
+    if getattr(getattr(model, KEPT_MANAGER, None), "has_slots", False):
+        model.destroy_cached_continuous_batching_manager()
 
 
 def documents_of(mask_function: Callable) -> torch.Tensor | None:

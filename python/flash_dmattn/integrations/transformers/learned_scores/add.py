@@ -12,7 +12,7 @@ from ...._core.checks import resolve_flag
 from ... import scorers
 from ...config_rules import CONFIG_NAME, LearnedScores, make_rule
 from ...scorers import Scorer, make_scorer
-from ..compat import own_config, set_continuous_batching
+from ..compat import drop_slot_manager, own_config, set_continuous_batching
 from ..enable import make_manager
 from ..families import reason_to_refuse
 from .attention import NAME, NAMES
@@ -146,6 +146,8 @@ def remove_learned_scores(model: nn.Module) -> nn.Module:
             if isinstance(layer, ScoredAttention):
                 vars(layer.config).pop(CONFIG_NAME, None)
                 setattr(parent, name, without_scorer(layer))
+    for module in _pretrained(model):
+        drop_slot_manager(module)
     remove_mask_hooks(model)
     vars(model).pop(_METHOD, None)
     return model
