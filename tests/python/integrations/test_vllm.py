@@ -4,31 +4,18 @@
 """
 
 import importlib.metadata
-import os
 import random
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine is in this process
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
-import vllm
-from transformers import LlamaConfig, LlamaForCausalLM
-from vllm import LLM, SamplingParams
+from vllm_engine import served  # isort: skip: the first, as it skips without vLLM
+from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
-from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from doge_generation import VOCABULARY, WINDOW, brute_force_of, make_model
-from flash_dmattn.integrations import vllm as plugin
-
-if not plugin.is_supported(vllm.__version__):
-    pytest.skip(plugin.reason_against(vllm.__version__), allow_module_level=True)
-plugin.register()
 
 LENGTHS = (1, 5, 40, 2, WINDOW, WINDOW + 1, 70, 1, 17, 33)
 NEW = 12
@@ -37,23 +24,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokeni
 
 def prompts_of(lengths, vocabulary=VOCABULARY):
     return [torch.randint(3, vocabulary, (length,)).tolist() for length in lengths]
-
-
-@contextmanager
-def served(folder, **options):
-    llm = LLM(
-        model=str(folder),
-        **{
-            "skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True, "max_model_len": 128,
-            "max_num_seqs": 8, "max_num_batched_tokens": 11, "num_gpu_blocks_override": 12, "seed": 0,
-        } | options,
-    )  # fmt: skip
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        cleanup_dist_env_and_memory()
 
 
 def ask(llm, prompts, params=GREEDY):
@@ -207,12 +177,14 @@ def test_tensor_parallelism_equals_generate(doge, monkeypatch):
             assert tokens == doge.alone(prompt)
 
 
-@pytest.mark.parametrize("scorer", ["hidden", "value"])
-def test_learned_scores_equal_generate(tmp_path, scorer):
+@pytest.mark.parametrize(
+    "family, scorer", [("Llama", "hidden"), ("Llama", "value"), ("Mistral", "hidden")]
+)
+def test_learned_scores_equal_generate(tmp_path, family, scorer):
     from scored_models import VOCABULARY, equal_scores_in_first_layer, make_scored
 
     torch.manual_seed(9)
-    model = equal_scores_in_first_layer(make_scored(scorer=scorer))
+    model = equal_scores_in_first_layer(make_scored(family, scorer=scorer))
     model.save_pretrained(tmp_path)
     alone = eager_generation(model)
     prompts = prompts_of(LENGTHS, VOCABULARY)
@@ -289,47 +261,3 @@ def test_chunks_and_tokens_of_a_step_are_told_apart(builder):
         ([2], [list(range(1, 8))], False),
         ([6], [list(range(8, 13))], True),
     ]
-
-
-# ---- Refused ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "config, options, message",
-    [
-        ({"sliding_window": 16}, {}, "config.sliding_window: got 16"),
-        ({"is_moe": True, "num_experts": 16, "num_experts_per_tok": 2}, {}, "config.is_moe: got True"),
-        ({}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype: got 'fp8'"),
-        ({}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2,
-                                     "prompt_lookup_max": 2}}, "speculative_config: got one"),
-    ],
-)  # fmt: skip
-def test_settings_without_exact_results_raise(tmp_path, config, options, message):
-    make_model(**config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=message), served(tmp_path, **options):
-        pass
-
-
-def test_missing_scores_raise(tmp_path):
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    overrides = {"architectures": ["ScoredLlamaForCausalLM"]}
-    with (
-        pytest.raises(ValueError, match="config: got LlamaConfig without keep_window_size"),
-        served(tmp_path, hf_overrides=overrides),
-    ):
-        pass
-
-
-@pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "1.0.0"])
-def test_other_versions_are_refused_with_the_reason(monkeypatch, version):
-    registered = {}
-    monkeypatch.setattr(vllm, "__version__", version)
-    monkeypatch.setattr(vllm.ModelRegistry, "register_model", registered.__setitem__)
-    plugin.register()
-    module, _, name = registered["DogeForCausalLM"].partition(":")
-    refused = getattr(importlib.import_module(module), name)
-    with pytest.raises(ValueError, match=f"got version {version}, expected 0.26 or later"):
-        refused(vllm_config=None)

@@ -10,29 +10,55 @@ _MODELS = {
     "DogeForCausalLM": "doge:DogeForCausalLM",
     "ScoredLlamaForCausalLM": "scored_llama:ScoredLlamaForCausalLM",
 }
+_OTHER_DOGES = ("DogeModel", "DogeForSequenceClassification")
+_LLAMAS = ("LlamaForCausalLM", "MistralForCausalLM")  # of vLLM
+_reasons: list[str] = []  # against the models of this package, in this process
 
 
 def register() -> None:
     """Tells vLLM the models of this package, in each of its processes.
 
-    Under a version that is not supported they are there and raise: vLLM itself would run a Doge without its scores.
-    Other models are not touched.
+    Where it cannot, and under a version that is not supported, they are there and raise: vLLM itself would run a Doge without
+    its scores. Other models are not touched.
     """
     import vllm
     from vllm import ModelRegistry
 
-    for architecture, place in _MODELS.items():
-        if not is_supported(vllm.__version__):
-            place = f"refused:Refused{architecture}"
-        ModelRegistry.register_model(architecture, f"{__name__}.{place}")
+    _reasons.clear()
     if not is_supported(vllm.__version__):
-        logging.getLogger("vllm").warning("%s", reason_against(vllm.__version__))
-        return
+        _reasons.append(reason_against(vllm.__version__))
+    else:
+        try:
+            _register_models(ModelRegistry)
+        except Exception as error:  # whatever it is, other models run
+            _reasons.append(
+                f"vllm: version {vllm.__version__} cannot have the models of flash_dmattn ({type(error).__name__}: {error})"
+            )
+    for architecture in (*_MODELS, *_OTHER_DOGES) if _reasons else _OTHER_DOGES:
+        ModelRegistry.register_model(architecture, f"{__name__}.refused:RefusedModel")
+    if _reasons:
+        logging.getLogger("vllm").warning("%s", reason_to_refuse())
+
+
+def _register_models(registry) -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from .settings import SlotModelConfig
+    from .settings import ScoredLlamaConfig, SlotModelConfig, StockModelConfig
 
-    MODELS_CONFIG_MAP.update(dict.fromkeys(_MODELS, SlotModelConfig))
+    stock = [name for name in registry.get_supported_archs() if name.startswith("Transformers")]
+    for architecture in (*stock, *_LLAMAS, *_OTHER_DOGES):
+        MODELS_CONFIG_MAP.setdefault(architecture, StockModelConfig)
+    MODELS_CONFIG_MAP["DogeForCausalLM"] = SlotModelConfig
+    MODELS_CONFIG_MAP["ScoredLlamaForCausalLM"] = ScoredLlamaConfig
+    for architecture, place in _MODELS.items():
+        registry.register_model(architecture, f"{__name__}.{place}")
+
+
+def reason_to_refuse() -> str:
+    """The message of RefusedModel."""
+    return "; ".join(_reasons) or (
+        f"architectures: got one of {_OTHER_DOGES}, which vLLM would run without masks and scores; expected 'DogeForCausalLM'"
+    )
 
 
 def is_supported(version: str) -> bool:

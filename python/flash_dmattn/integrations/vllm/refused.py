@@ -1,18 +1,17 @@
-"""The models under a version of vLLM that is not supported: each raises, with the reason."""
+"""A model that raises, under the names of models that vLLM cannot run."""
 
 from __future__ import annotations
 
-import vllm
 from torch import Tensor, nn
 
-from . import reason_against
+from . import reason_to_refuse
 
 
-class RefusedDogeForCausalLM(nn.Module):
-    """In the place of a Doge, which vLLM itself would run without its scores."""
+class RefusedModel(nn.Module):
+    """Raises, with the reason: vLLM itself would run a Doge without its scores."""
 
     def __init__(self, *, vllm_config, prefix: str = ""):
-        raise ValueError(reason_against(vllm.__version__))
+        raise ValueError(reason_to_refuse())
 
     # vLLM asks for these before it makes a model.
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -23,7 +22,3 @@ class RefusedDogeForCausalLM(nn.Module):
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         raise NotImplementedError
-
-
-class RefusedScoredLlamaForCausalLM(RefusedDogeForCausalLM):
-    pass

@@ -11,13 +11,11 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index
 
-from ..config_rules import CONFIG_NAME, LearnedScores
+from ..config_rules import LearnedScores
 from ..scorers import make_scorer
 from ..serving.states import states_of
 from .attention import ScoredAttention
 from .interfaces import HasSlots
-
-_OF_ALL_HEADS = ("value", "custom")  # scorers that may read the values of other heads
 
 
 class ScoredLlamaAttention(ScoredAttention):
@@ -42,11 +40,6 @@ class ScoredLlamaAttention(ScoredAttention):
             scores_are_bias=False, bias=bias, bias_o_proj=bias_o_proj,
         )  # fmt: skip
         kind = LearnedScores.of_config(config).scorer
-        if kind == "custom" or kind in _OF_ALL_HEADS and parts > 1:
-            raise ValueError(
-                f"config.{CONFIG_NAME}: got the scorer {kind!r} in {parts} parts (tensor parallelism), expected 'hidden', 'mlp' "
-                "or 'key_norm', or 'value' in one part"
-            )
         features = self.heads_kv * self.head_dim
         self.scorer = make_scorer(kind, config.hidden_size, self.heads_kv, features, None)
 
@@ -56,8 +49,8 @@ class ScoredLlamaAttention(ScoredAttention):
 
 
 class ScoredLlamaForCausalLM(LlamaForCausalLM, HasSlots):
-    """For checkpoints of `add_learned_scores` of a Llama, or of a family that has its layers:
-    `--hf-overrides '{"architectures": ["ScoredLlamaForCausalLM"]}'`."""
+    """For checkpoints of `add_learned_scores` of a Llama or a Mistral:
+    `--hf-overrides '{"architectures": ["ScoredLlamaForCausalLM"]}'`. ScoredLlamaConfig refuses other families."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         layer = partial(LlamaDecoderLayer, attn_layer_type=ScoredLlamaAttention)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from vllm.config import VllmConfig
-from vllm.model_executor.models.config import MambaModelConfig
+from vllm.model_executor.models.config import MambaModelConfig, VerifyAndUpdateConfig
 
+from ..config_rules import CONFIG_NAME, LearnedScores
 from ..serving.states import states_of
 
 OPERATOR = "flash_dmattn_extend"  # of torch.ops.vllm, at which compiled graphs are split
+_LLAMAS = ("llama", "mistral")  # families whose layers are those of vLLM's Llama
 
 
 class SlotModelConfig(MambaModelConfig):
@@ -34,12 +36,67 @@ class SlotModelConfig(MambaModelConfig):
                     f"mamba_cache_mode: got {cache.mamba_cache_mode!r}, expected 'align': a state is kept between steps alone"
                 )
             cache.mamba_cache_mode = "align"
-        if parallel.pipeline_parallel_size > 1:
+        for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
+            if getattr(parallel, name) > 1:
+                raise ValueError(f"{name}: got {getattr(parallel, name)}, expected 1")
+        if vllm_config.kv_transfer_config is not None or cache.kv_offloading_size is not None:
             raise ValueError(
-                f"pipeline_parallel_size: got {parallel.pipeline_parallel_size}, expected 1"
+                "kv_transfer_config: got one (or kv_offloading_size), expected None: connectors move pages of keys"
+            )
+        if model.enable_sleep_mode:
+            raise ValueError(
+                "enable_sleep_mode: got True, expected False: states that wake up are not empty"
             )
         states_of(model.hf_text_config, model.dtype, parallel.tensor_parallel_size)  # raises
         super().verify_and_update_config(vllm_config)
-        compilation = vllm_config.compilation_config
+        compilation, operator = vllm_config.compilation_config, f"vllm::{OPERATOR}"
         if compilation.splitting_ops is None:
-            compilation.splitting_ops = [*compilation._attention_ops, f"vllm::{OPERATOR}"]
+            compilation.splitting_ops = [*compilation._attention_ops, operator]
+        elif compilation.splitting_ops and operator not in compilation.splitting_ops:
+            compilation.splitting_ops = [*compilation.splitting_ops, operator]
+
+
+class ScoredLlamaConfig(SlotModelConfig):
+    """For ScoredLlamaForCausalLM."""
+
+    @classmethod
+    def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        """Raises ValueError for other families and for scorers that vLLM cannot have, too."""
+        config = vllm_config.model_config.hf_text_config
+        if config.model_type not in _LLAMAS:
+            # Parameters of the same names may belong to layers with multipliers, other rotations or none.
+            raise ValueError(
+                f"config.model_type: got {config.model_type!r} for ScoredLlamaForCausalLM, expected one of {_LLAMAS}"
+            )
+        scores, parts = (
+            LearnedScores.of_config(config), vllm_config.parallel_config.tensor_parallel_size
+        )  # fmt: skip
+        if scores is not None and scores.scorer == "custom":
+            raise ValueError(
+                f"config.{CONFIG_NAME}: got a scorer of your own, which a checkpoint does not hold; expected 'hidden', 'mlp', "
+                "'value', 'key_norm' or 'random'"
+            )
+        if scores is not None and scores.scorer == "value" and parts > 1:
+            raise ValueError(
+                f"config.{CONFIG_NAME}: got the scorer 'value', which reads the values of all heads, in {parts} parts (tensor "
+                "parallelism), expected 'hidden', 'mlp', 'key_norm' or 'random', or one part"
+            )
+        super().verify_and_update_config(vllm_config)
+
+
+class StockModelConfig(VerifyAndUpdateConfig):
+    """For models of vLLM itself, which would run a Doge, or learned scores, as attention to all keys."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
+        model = vllm_config.model_config
+        config, got = model.hf_text_config, f"architectures: got {model.architecture!r}"
+        if config.model_type == "doge":
+            raise ValueError(
+                f"{got} for a Doge, whose masks and scores it leaves out; expected 'DogeForCausalLM' without --model-impl"
+            )
+        if getattr(config, CONFIG_NAME, None) is not None:
+            raise ValueError(
+                f"{got} for a model with learned scores, which it leaves out; expected 'ScoredLlamaForCausalLM' (--hf-overrides) "
+                f"and a model_type of {_LLAMAS}"
+            )

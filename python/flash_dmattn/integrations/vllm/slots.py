@@ -23,7 +23,7 @@ from vllm.v1.attention.backends.short_conv_attn import (
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from ...cache import KVSlots
-from ...ragged import RaggedBatch, extend_ragged
+from ...ragged import RaggedBatch, copy_to_device, extend_ragged
 from ..serving.states import SlotState
 from .settings import OPERATOR
 
@@ -65,7 +65,7 @@ class SlotMetadataBuilder(ShortConvAttentionMetadataBuilder):
         # prompts of one token, too.
         first = [number for number, begin in enumerate(begins) if begin and lengths[number]]
         if first:
-            emptied = blocks[first].long()
+            emptied = blocks[copy_to_device(blocks.device, torch.tensor(first))].long()
             for layer in self._layers:
                 layer.pool.counts.index_fill_(0, emptied, 0)
                 layer.pool.seen.index_fill_(0, emptied, 0)
