@@ -73,7 +73,7 @@ class ScoredLlamaConfig(SlotModelConfig):
         )  # fmt: skip
         if scores is not None and scores.scorer == "custom":
             raise ValueError(
-                f"config.{CONFIG_NAME}: got a scorer of your own, which a checkpoint does not hold; expected 'hidden', 'mlp', "
+                f"config.{CONFIG_NAME}: got a scorer of your own, whose code no checkpoint holds; expected 'hidden', 'mlp', "
                 "'value', 'key_norm' or 'random'"
             )
         if scores is not None and scores.scorer == "value" and parts > 1:
