@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("transformers")
 from transformers import DogeConfig, DogeForCausalLM, GenerationConfig
 
-from doge_generation import VOCABULARY, WINDOW, brute_force_of, make_model
+from doge_generation import VOCABULARY, WINDOW, brute_force_of, greedy_tokens_by_prompt, make_model
 from flash_dmattn.integrations.transformers import DynamicMaskCache, enable_flash_dmattn
 from flash_dmattn.integrations.transformers.compat import (
     HAS_SLOTS_IN_BATCHES,
@@ -42,19 +42,7 @@ def model():
 @pytest.fixture(scope="module")
 def alone(model):
     """The tokens of `generate` with eager attention over all keys, by prompt."""
-    eager = brute_force_of(model)
-    known = {}
-
-    def generate(prompt):
-        if tuple(prompt) not in known:
-            ids = torch.tensor([prompt])
-            out = eager.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW
-            )
-            known[tuple(prompt)] = out[0, len(prompt) :].tolist()
-        return known[tuple(prompt)]
-
-    return generate
+    return greedy_tokens_by_prompt(brute_force_of(model), NEW)
 
 
 def sectors(count, model):

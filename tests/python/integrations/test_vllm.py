@@ -15,7 +15,7 @@ from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from doge_generation import VOCABULARY, WINDOW, brute_force_of, make_model
+from doge_generation import VOCABULARY, WINDOW, brute_force_of, greedy_tokens_by_prompt, make_model
 
 LENGTHS = (1, 5, 40, 2, WINDOW, WINDOW + 1, 70, 1, 17, 33)
 NEW = 12
@@ -41,29 +41,13 @@ def free_blocks(llm):
     return scheduler_of(llm).kv_cache_manager.block_pool.get_num_free_blocks()
 
 
-def eager_generation(eager):
-    """Prompt to the tokens that `generate` adds."""
-    known = {}
-
-    def generate(prompt):
-        if tuple(prompt) not in known:
-            ids = torch.tensor([prompt])
-            out = eager.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW
-            )
-            known[tuple(prompt)] = out[0, len(prompt) :].tolist()
-        return known[tuple(prompt)]
-
-    return generate
-
-
 @pytest.fixture(scope="module")
 def doge(tmp_path_factory):
     """A Doge in a folder, and its tokens by eager attention."""
     torch.manual_seed(0)
     model, folder = make_model(), tmp_path_factory.mktemp("doge")
     model.save_pretrained(folder)
-    return SimpleNamespace(folder=folder, alone=eager_generation(brute_force_of(model)))
+    return SimpleNamespace(folder=folder, alone=greedy_tokens_by_prompt(brute_force_of(model), NEW))
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +170,7 @@ def test_learned_scores_equal_generate(tmp_path, family, scorer):
     torch.manual_seed(9)
     model = equal_scores_in_first_layer(make_scored(family, scorer=scorer))
     model.save_pretrained(tmp_path)
-    alone = eager_generation(model)
+    alone = greedy_tokens_by_prompt(model, NEW)
     prompts = prompts_of(LENGTHS, VOCABULARY)
     architecture = {"architectures": ["ScoredLlamaForCausalLM"]}
     with served(tmp_path, hf_overrides=architecture) as llm:

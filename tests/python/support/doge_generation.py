@@ -1,6 +1,7 @@
 """Helpers of the tests of generation: small Doge models, and the brute force that they are compared with."""
 
 import copy
+import functools
 import types
 
 import torch
@@ -31,6 +32,20 @@ def make_model(window=WINDOW, **options):
         elif parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.5 if "dt_proj" in name else 0.15)
     return model
+
+
+def greedy_tokens_by_prompt(model, count):
+    """A function from a prompt to the `count` tokens that `generate` adds, which is called once for each prompt."""
+
+    @functools.cache
+    def generate(prompt):
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count
+        )
+        return out[0, len(prompt) :].tolist()
+
+    return lambda prompt: generate(tuple(prompt))
 
 
 def make_pair(**options):
