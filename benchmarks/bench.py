@@ -38,13 +38,7 @@ def run(options: argparse.Namespace) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    found = {
-        "machine": machine.machine(options.device),
-        "commit": options.commit or machine.commit(),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "versions": {"torch": torch.__version__},
-        "rows": [],
-    }
+    found = machine.origin(options.device, options.commit) | {"rows": []}
     path = options.json
     if options.record:
         path = machine.record_path(options.record, found["machine"])

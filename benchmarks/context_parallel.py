@@ -526,7 +526,8 @@ def main() -> None:
     )  # where a collective waits for ever
     watch.daemon = True
     watch.start()
-    about = machine.machine(session.device.type)
+    origin = machine.origin(session.device.type, options.commit, "torchrun")
+    about = origin["machine"]
     session.say(
         f"{about['name']} x {session.size}, torch {torch.__version__}, H{HQ} Hkv{HKV} D{D} w{WINDOW} {DTYPE}"
     )
@@ -538,17 +539,7 @@ def main() -> None:
             "headroom: keys and values after free rows, into which those of other ranks are received"
         )
         about["name"] += f" x {session.size}"
-        record.write(
-            options.json,
-            {
-                "machine": about,
-                "commit": options.commit or machine.commit(),
-                "command": "torchrun " + " ".join(["context_parallel.py", *sys.argv[1:]]),
-                "versions": {"torch": torch.__version__},
-                "note": note,
-                "rows": session.rows,
-            },
-        )
+        record.write(options.json, origin | {"note": note, "rows": session.rows})
     session.meet()
     sys.stdout.flush()
     os._exit(0)  # threads of gloo outlive their group

@@ -54,9 +54,13 @@ class Run:
 
     def __init__(self, options: argparse.Namespace):
         self.began, self.budget = time.monotonic(), options.budget
-        self.path, self.commit = options.json, options.commit
+        self.path = options.json
         self.size, self.rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
         one, many = ("GPU", "GPUs") if GPU else ("process", "processes")
+        # Of the rank that writes. The others choose their GPU later.
+        self.origin = {}
+        if self.rank == 0:
+            self.origin = machine.origin("cuda" if GPU else "cpu", options.commit, "torchrun")
         self.side = f"{self.size} {one if self.size == 1 else many}"
 
     def seconds(self) -> float:
@@ -71,17 +75,8 @@ class Run:
         self.say(record.format_row(row))
         if self.path is None or self.rank > 0:
             return
-        about = machine.machine("cuda" if GPU else "cpu")
-        found = {
-            "machine": about,
-            "commit": self.commit or machine.commit(),
-            "command": "torchrun " + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-            "versions": {"torch": torch.__version__},
-            "note": NOTE,
-            "rows": record.read(self.path)["rows"] if self.path.exists() else [],
-        }
-        found["rows"].append(row)
-        record.write(self.path, found)
+        rows = record.read(self.path)["rows"] if self.path.exists() else []
+        record.write(self.path, self.origin | {"note": NOTE, "rows": [*rows, row]})
 
     def everywhere(self, value: float) -> list[float]:
         found: list = [None] * self.size

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -121,14 +120,11 @@ def main() -> None:
         for length in options.lengths:
             rows += length_rows(model, length, options)
     if options.output is not None:
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        versions = {"transformers": transformers.__version__, "kvpress": version("kvpress")}
         record.write(
             options.output,
-            {
-                "machine": machine.machine(options.device),
-                "commit": options.commit or machine.commit(),
-                "command": " ".join(["presses.py", *sys.argv[1:]]),
-                "versions": {**versions, "kvpress": version("kvpress")},
+            machine.origin(options.device, options.commit, **versions)
+            | {
                 "note": "forward: a prompt; parts: ms of a token, memory beyond the weights, keys a head holds at the end",
                 "rows": rows,
             },

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -238,14 +237,11 @@ def main() -> None:
     model = make_model(options).eval()
     rows = text_rows(model, options) + token_rows(model, options)
     if options.output is not None:
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        versions = {"transformers": transformers.__version__}
         record.write(
             options.output,
-            {
-                "machine": machine.machine(options.device),
-                "commit": options.commit or machine.commit(),
-                "command": " ".join(["scored_llama.py", *sys.argv[1:]]),
-                "versions": versions,
+            machine.origin(options.device, options.commit, **versions)
+            | {
                 "note": f"the rule: {RULE}; both: a training step with checkpointed layers; peak_mb beyond the weights",
                 "rows": rows,
             },

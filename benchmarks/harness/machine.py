@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -43,6 +44,23 @@ def machine(device: str) -> dict:
         "isa": next(backend.reason for backend in backends() if backend.name == "cpu"),
         "last_level_cache_mib": round(last_level_cache() / 2**20, 1),
         "threads": torch.get_num_threads(),
+    }
+
+
+def origin(
+    device: str, known_commit: str | None = None, launcher: str = "", **versions: str
+) -> dict:
+    """Where the numbers of this program come from: the fields of a record that every program writes.
+
+    known_commit: of the sources, where they have no history. launcher: the program that started this one. versions: of
+    other packages than torch.
+    """
+    words = [launcher] if launcher else []
+    return {
+        "machine": machine(device),
+        "commit": known_commit or commit(),
+        "command": " ".join([*words, Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "versions": {"torch": torch.__version__, **versions},
     }
 
 
