@@ -46,7 +46,7 @@ class RaggedBatch:
                 ascending, on the host, as how a step runs depends on them. A sequence without tokens is left out, and so are
                 tokens before the first offset and after the last one: they are padding.
             rows: int32 [sequences], on the device of the pool, none of them twice.
-            begins: for each sequence, whether its text begins with these tokens. What its row holds is then replaced, and
+            begins: for each sequence, whether its text begins with these tokens. The keys of its row are then replaced, and
                 attention runs over the tokens alone. None: no text begins; a row may be empty all the same.
 
         Raises ValueError for other numbers of offsets, rows or begins, and for offsets that descend.
