@@ -57,7 +57,7 @@ class Run:
         self.path = options.json
         self.size, self.rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
         one, many = ("GPU", "GPUs") if GPU else ("process", "processes")
-        # Of the rank that writes. The others choose their GPU later.
+        # Rank 0 alone writes. The others choose their GPU later.
         self.origin = {}
         if self.rank == 0:
             self.origin = machine.origin("cuda" if GPU else "cpu", options.commit, "torchrun")
