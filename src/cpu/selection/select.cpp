@@ -46,11 +46,31 @@ class QueryRows {
 
   KeyInterval forever(std::int64_t j) const { return until(j, rows_ + shift_); }
 
+  // Writes the intervals of the keys from begin to end - 1, each of which the next `recent` queries see.
+  void fill_recent(std::int64_t begin, std::int64_t end, std::int64_t recent,
+                   KeyInterval* intervals) const {
+    if (recent == 0) {
+      std::fill(intervals + begin, intervals + end, KeyInterval{0, 0});
+    } else if (causal_ && begin >= shift_ && end - 1 + recent - shift_ <= rows_) {
+      // No interval is clipped, so this loop is vectorized.
+      const auto first = static_cast<std::int32_t>(begin - shift_);
+      const auto length = static_cast<std::int32_t>(recent);
+      const auto keys = static_cast<std::int32_t>(end - begin);
+      for (std::int32_t i = 0; i < keys; ++i)
+        intervals[begin + i] = {first + i, first + i + length};
+    } else {
+      for (std::int64_t j = begin; j < end; ++j) intervals[j] = until(j, j + recent);
+    }
+  }
+
  private:
   std::int64_t rows_;
   std::int64_t shift_;
   bool causal_;
 };
+
+// The keys whose intervals are written together, before the sweep over them: 4 KB, which stay in the L1 cache.
+constexpr std::int64_t block_keys = 512;
 
 // Sweeps over one row. read(j) is the score of key j, a float or a double.
 template <class Rank, class Read>
@@ -66,14 +86,18 @@ void select_row(const SelectionArgs& args, std::int64_t capacity, const Read& re
   std::int64_t sinks = keep.sink_tokens;
   std::int64_t size = 0;
   for (std::int64_t j = 0; j < args.seqlen_k; ++j) {
-    intervals[j] = {0, 0};
-    if (key_mask != nullptr && key_mask[j * args.key_mask_stride[2]] == 0) continue;
+    if (j % block_keys == 0) {
+      rows.fill_recent(j, std::min(j + block_keys, args.seqlen_k), recent, intervals);
+    }
+    if (key_mask != nullptr && key_mask[j * args.key_mask_stride[2]] == 0) {
+      intervals[j] = {0, 0};
+      continue;
+    }
     if (sinks > 0) {
       --sinks;
       intervals[j] = rows.forever(j);
       continue;
     }
-    if (recent > 0) intervals[j] = rows.until(j, j + recent);
     if (capacity == 0 || j >= competing) continue;
     const auto score = read(j);
     const Rank rank = rank_of(score, j);
