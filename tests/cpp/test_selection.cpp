@@ -205,7 +205,7 @@ TEST(Selection, RandomRulesMatchDefinition) {
 TEST(Selection, LongRowsWithRulesMatchDefinition) {
   Random random(8);
   for (int round = 0; round < 24; ++round) {
-    SelectionArgs args = shape_of(1 + random.below(300), 1 + random.below(600), 0);
+    SelectionArgs args = shape_of(1 + random.below(300), 1 + random.below(1200), 0);
     std::vector<std::int64_t> head_windows;
     args.keep = testing::random_rule(args, head_windows, random);
     SelectionProblem problem(args, all_scores[random.below(std::size(all_scores))],
