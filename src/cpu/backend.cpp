@@ -42,7 +42,8 @@ std::string why_not(const Problem& p) {
 // No single unit can write the gradient of a bias that several heads or batch elements share.
 DbiasKind dbias_kind(const Task& t, const Term& dbias) {
   if (dbias.data == nullptr) return DbiasKind::none;
-  if (dbias.query == 0 && dbias.key != 0) return DbiasKind::per_key;
+  // A delayed bias is in a part of a row's scores, so sums of rows are not its gradient.
+  if (dbias.query == 0 && (dbias.key != 0 || t.bias_delay > 0)) return DbiasKind::per_key;
   if (dbias.key == 0) return DbiasKind::per_query;
   const bool owned = (dbias.batch != 0 || t.batch == 1) &&
                      (dbias.kv_head != 0 || t.heads_kv == 1) &&
@@ -264,7 +265,7 @@ void reduce_dbias(const BackwardTask& t, const Execution& execution) {
         for (std::int64_t h = own_h; h < t.heads_kv; h += heads) {
           if (per_key) {
             for (std::int64_t g = own_g; g < t.key_sum_heads; g += members) {
-              sum += sum_of_key(t, b, h, g, e);
+              for (std::int64_t j = e; j < length; j += elements) sum += sum_of_key(t, b, h, g, j);
             }
             continue;
           }

@@ -93,7 +93,7 @@ struct ForwardTask : Task {
 
 enum class DbiasKind : std::uint8_t {
   none,
-  per_key,       // no query dimension: column sums per unit and head
+  per_key,       // no query dimension, or a delay: column sums per unit and head
   per_query,     // no key dimension: row sums
   dense,         // written from ds, every element by the one kv head that owns it
   dense_shared,  // dense, but shared by kv heads or batch elements (kernels/shared_dbias.h)

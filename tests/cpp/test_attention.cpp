@@ -89,7 +89,7 @@ TEST(AttentionDelay, RandomDelaysAreWithinBounds) {
                               {"softcap", one_of({"0", "0", "5"})},
                               {"mask", one_of({"none", "none", "b11k", "b1qk"})},
                               {"mask_fill", "random"},
-                              {"bias", one_of({"bv1k", "1h1k", "b11k"})},
+                              {"bias", one_of({"bv1k", "1h1k", "b11k", "1h11"})},
                               {"bias_fill", one_of({"normal", "inf"})},
                               {"bias_dtype", "f32"},
                               {"intervals", one_of({"none", "random", "per_query"})},

@@ -69,6 +69,21 @@ def test_delayed_bias_equals_dense_attention(backend, delay, lengths, bias_heads
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_delayed_bias_that_all_keys_share_equals_dense_attention(backend):
+    q, k, v, _ = inputs()
+    bias = torch.randn(2, 2, 1, requires_grad=True)
+
+    def ours(q, k, v, bias):
+        options = {"is_causal": True, "backend": backend}
+        return flash_dmattn_func(q, k, v, attn_bias=bias, bias_delay=3, **options)
+
+    def expected(q, k, v, bias):
+        return dense(q, k, v, bias.expand(-1, -1, 41), past(41, 41), 3)
+
+    assert_same(ours, expected, (q, k, v, bias))
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_delayed_bias_over_chosen_keys_equals_dense_attention(backend):
     tensors = inputs()
     padding = torch.ones(2, 41, dtype=torch.bool)
