@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ._core import ops
-from ._core.checks import check_count, check_tensor, resolve_flag
+from ._core.checks import check_count, check_flag, check_tensor
 from ._core.kv_checks import (
     as_row_indices,
     check_chunk,
@@ -59,7 +59,7 @@ class KVSlots(SlotMemory):
     @property
     def capped(self) -> Tensor:
         """int64 [B, Hkv]: the keys that have competed so far beyond the window, thus where it binds. Each of them, or one
-        that it beat, was hidden from some query."""
+        that it beat, was hidden from some query. 0 for a head whose window is 0: none of its keys competes."""
         self._refuse_rows()
         windows = self.rule.windows()
         window = windows[0]
@@ -189,7 +189,7 @@ class KVSlots(SlotMemory):
             numerics.scale,
             numerics.softcap,
             numerics.saturate,
-            scores_are_bias,
+            check_flag(scores_are_bias, "scores_are_bias"),
             self.backend,
         )
         self.is_empty = False
@@ -218,7 +218,7 @@ class KVSlots(SlotMemory):
             "scale": scale,
             "softcap": softcap,
             "nonfinite": nonfinite,
-            "scores_are_bias": resolve_flag(scores_are_bias, "scores_are_bias"),
+            "scores_are_bias": check_flag(scores_are_bias, "scores_are_bias"),
         }
         if query.dim() == 4 and query.shape[1] == 1 and not self.pending:
             return self.step(
@@ -301,7 +301,7 @@ class KVSlots(SlotMemory):
         """Attention of the last pending tokens, query [B, n, Hq, D], to slots and pending tokens."""
         refuse_gradients(query=query)
         queries = check_query(self.k.transpose(1, 2), query=query)
-        scores_are_bias = resolve_flag(scores_are_bias, "scores_are_bias")
+        scores_are_bias = check_flag(scores_are_bias, "scores_are_bias")
         visible = Visibility(keys=self.pending_intervals(queries))
         end = self.places + self.pending
         bias = self.scores[:, :, None, :end] if scores_are_bias else None

@@ -11,7 +11,7 @@ from ._core.checks import check_tensor
 from .functional import flash_dmattn_func
 from .keys.intervals import KeyIntervals, rows_of
 from .keys.patterns import packed_documents, until_faded
-from .keys.positions import check_offsets
+from .keys.positions import check_batches, check_offsets
 from .scores import with_zero_sum_gradient
 
 # Rows of a call. Scores have the magnitude of c over half of them: gates of 1/4 make 5,678 of it, where a GPU begins to
@@ -123,6 +123,7 @@ def _visible_intervals(
                 f"cu_seqlens: got it with {rows} queries and {length} keys, expected as many queries as keys"
             )
         check_offsets(cu_seqlens, "cu_seqlens", length, batched=True)
+        check_batches(key.shape[:1], {"cu_seqlens": cu_seqlens})
     if prune is not None:
         if isinstance(prune, bool) or not isinstance(prune, Real) or not prune <= 0:
             raise ValueError(f"prune: got {prune!r}, expected a number of at most 0, or None")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ._core.checks import check_count, check_positions, check_tensor
+from ._core.checks import check_count, check_positions, check_tensor, resolve_flag
 from ._core.kv_checks import check_mask
 from .cache import KVSlots
 from .functional import flash_dmattn_func
@@ -102,7 +102,7 @@ class DynamicMaskAttention(nn.Module):
         self.heads_q, self.heads_kv, self.head_dim = heads_q, heads_kv, head_dim
         self.score_input = score_input
         self.hidden_size, self.rope = hidden_size, rope
-        options = {"bias": bias, "device": device, "dtype": dtype}
+        options = {"bias": resolve_flag(bias, "bias"), "device": device, "dtype": dtype}
         self.q_proj = nn.Linear(hidden_size, heads_q * head_dim, **options)
         self.k_proj = nn.Linear(hidden_size, heads_kv * head_dim, **options)
         self.v_proj = nn.Linear(hidden_size, heads_kv * head_dim, **options)

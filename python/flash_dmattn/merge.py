@@ -23,6 +23,9 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     Returns out [B, Sq, Hq, D] in the dtype of outs, summed in float32, and lse [B, Hq, Sq] of the union, with the exact
     gradient of both. A query that sees no key at all has out = 0 and lse = -inf, and gradients of 0.
     """
+    for name, tensors in (("outs", outs), ("lses", lses)):
+        if not isinstance(tensors, Sequence):
+            raise TypeError(f"{name}: got {type(tensors).__name__}, expected a sequence of tensors")
     if len(outs) != len(lses) or not outs:
         raise ValueError(
             f"outs, lses: got {len(outs)} and {len(lses)} tensors, expected one or more of both, as many"

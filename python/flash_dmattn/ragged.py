@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._core.checks import check_flag
 from .cache import KVSlots
 from .functional import flash_dmattn_func
 from .keys.select_intervals import select_key_intervals
@@ -143,7 +144,7 @@ def extend_ragged(
     if length < batch._length:
         raise ValueError(f"query: got {length} tokens, expected {batch._length} or more")
     options = {
-        "scale": scale, "softcap": softcap, "scores_are_bias": scores_are_bias, "return_lse": True,
+        "scale": scale, "softcap": softcap, "scores_are_bias": check_flag(scores_are_bias, "scores_are_bias"), "return_lse": True,
     }  # fmt: skip
     states = (query, key, value)
     if length == batch._length and batch._is_in_order:

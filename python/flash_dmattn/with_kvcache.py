@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from ._core.availability import check_backend_runs
-from ._core.checks import DTYPES, check_device, check_tensor, resolve_backend, resolve_flag
+from ._core.checks import (
+    DTYPES,
+    check_device,
+    check_flag,
+    check_tensor,
+    resolve_backend,
+    resolve_flag,
+)
 from ._core.kv_checks import (
     check_chunk,
     check_lengths,
@@ -103,7 +110,7 @@ def flash_dmattn_with_kvcache(
         sink_tokens=sink_tokens,
         score_threshold=score_threshold,
     ).checked()
-    scores_are_bias = resolve_flag(scores_are_bias, "scores_are_bias")
+    scores_are_bias = check_flag(scores_are_bias, "scores_are_bias")
     return_lse = resolve_flag(return_lse, "return_lse")
     if (slot_positions is None) != (slot_counts is None):
         raise ValueError("slot_positions, slot_counts: got one of them, expected both or none")

@@ -137,6 +137,13 @@ def resolve_flag(value: object, name: str) -> bool:
     raise TypeError(f"{name}: got {value!r}, expected True or False")
 
 
+def check_flag(value: object, name: str) -> bool:
+    """resolve_flag for a flag that is True by default: None might mean either."""
+    if value is None:
+        raise TypeError(f"{name}: got None, expected True or False")
+    return resolve_flag(value, name)
+
+
 def may_read() -> bool:
     """Whether values of tensors may be read: not in compiled code, nor while a CUDA graph is captured."""
     if is_compiling():

@@ -4,6 +4,7 @@ operators."""
 from __future__ import annotations
 
 import math
+import sys
 from typing import NamedTuple
 
 import torch
@@ -69,6 +70,10 @@ def resolve_scale(scale: object, name: str) -> float:
 def check_number(value: object, name: str) -> None:
     if isinstance(value, bool) or not isinstance(value, NUMBERS):
         raise TypeError(f"{name}: got {value!r}, expected a number")
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise ValueError(
+            f"{name}: got an integer of {value.bit_length()} bits, expected a number within the range of a float"
+        )
     if not isinstance(value, Tensor):
         return
     if value.numel() != 1:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._core.checks import check_count, check_tensor, clamp_count, resolve_flag
 from .intervals import KeyIntervals, clipped
-from .positions import KeyPositions, check_length, check_offsets
+from .positions import KeyPositions, check_batches, check_length, check_offsets
 
 
 def sliding_window(
@@ -48,6 +48,8 @@ def prefix_lm(
         device = prefix_length.device
     keys = KeyPositions.of(key_length, query_length, device=device, **positions)
     prefix = _check_prefix(prefix_length, keys.own.device)
+    shape = torch.broadcast_shapes(keys.own.shape, keys.end.shape)
+    check_batches(shape[:2], {"prefix_length": prefix})
     first = torch.where(keys.position < prefix.reshape(-1, 1, 1), 0, keys.own)
     return _shown(keys, first, None, (key_length, 0))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from .._core.checks import check_count, check_tensor
 from .rule import ShownKeys
+
+_ONE_FOR_EACH_ROW = ("query_position", "prefix_length")
 
 
 class KeyPositions(NamedTuple):
@@ -39,8 +42,12 @@ class KeyPositions(NamedTuple):
         key_positions: Tensor | None = None,
         query_position: int | Tensor | None = None,
         device: torch.device | str | None = None,
+        batch_and_heads: Sequence[int] = (1, 1),
     ) -> KeyPositions:
-        """The arguments are those of the constructors of KeyIntervals, of which select_key_intervals describes them."""
+        """The arguments are those of the constructors of KeyIntervals, of which select_key_intervals describes them.
+
+        batch_and_heads: those of the scores, with which the arguments' own have to broadcast.
+        """
         tensors = {
             "key_positions": key_positions,
             "cu_seqlens_k": cu_seqlens_k,
@@ -49,6 +56,7 @@ class KeyPositions(NamedTuple):
             "query_position": query_position if isinstance(query_position, Tensor) else None,
         }
         device = _common_device(tensors, device)
+        check_batches(batch_and_heads, tensors)
         query_length = check_lengths(key_length, query_length)
         if cu_seqlens_q is cu_seqlens_k:
             cu_seqlens_q = None
@@ -70,6 +78,8 @@ class KeyPositions(NamedTuple):
         begin, end = torch.zeros_like(own), torch.full_like(own, query_length)
         document = None
         if documents:
+            if key_positions is None and query_position is None:
+                check_offsets(cu_seqlens_k, "cu_seqlens_k", key_length, batched=True)
             own, begin, end, position, document = _in_documents(
                 position, shift, query_length, cu_seqlens_k, cu_seqlens_q
             )
@@ -119,6 +129,22 @@ def check_lengths(key_length: int, query_length: int | None) -> int:
         return key_length
     check_length(query_length, "query_length")
     return query_length
+
+
+def check_batches(batch_and_heads: Sequence[int], tensors: dict[str, Tensor | None]) -> None:
+    """Raises ValueError for a tensor [B or 1, H or 1, ..] whose batch or heads do not broadcast with those given or before it."""
+    sizes = list(batch_and_heads)
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        leading = tensor.shape if name in _ONE_FOR_EACH_ROW else tensor.shape[:-1]
+        for i, size in enumerate(leading[:2]):
+            if size != 1 and sizes[i] != 1 and size != sizes[i]:
+                what = "a batch" if i == 0 else "heads"
+                raise ValueError(
+                    f"{name}: got shape {tuple(tensor.shape)}, expected {what} of {sizes[i]} or 1"
+                )
+            sizes[i] = max(sizes[i], size)
 
 
 def check_length(length: int, name: str) -> None:
@@ -193,7 +219,7 @@ def _in_documents(
     if cu_seqlens_q is None:
         own, begin, end = position - shift, begin_k - shift, end_k - shift
     else:
-        cu_q = check_offsets(cu_seqlens_q, "cu_seqlens_q", batched=True).long()
+        cu_q = check_offsets(cu_seqlens_q, "cu_seqlens_q", query_length, batched=True).long()
         if cu_q.shape[-1] != cu_k.shape[-1]:
             raise ValueError(
                 f"cu_seqlens_k, cu_seqlens_q: got shapes {tuple(cu_seqlens_k.shape)}, {tuple(cu_seqlens_q.shape)}, "

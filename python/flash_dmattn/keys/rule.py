@@ -19,9 +19,9 @@ from .._core import ops
 from .._core.checks import (
     LARGEST_COUNT,
     check_count,
+    check_flag,
     check_window,
     clamp_count,
-    resolve_flag,
 )
 from .._core.numerics import check_number
 from . import torch_selection
@@ -74,7 +74,7 @@ class KeySelection(NamedTuple):
             keep_window_size=window,
             recent_window=clamp_count(self.recent_window),
             sink_tokens=clamp_count(self.sink_tokens),
-            recent_competes=resolve_flag(self.recent_competes, "recent_competes"),
+            recent_competes=check_flag(self.recent_competes, "recent_competes"),
             score_threshold=threshold,
         )
         if rule.widens() and not rule.limits():

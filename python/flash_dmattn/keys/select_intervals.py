@@ -86,6 +86,7 @@ def select_key_intervals(
         key_positions=key_positions,
         query_position=query_position,
         device=scores.device,
+        batch_and_heads=scores.shape[:2],
     )
     return select_at(keys, scores, rule, is_causal)
 

@@ -249,6 +249,8 @@ def test_varlen_has_a_gradient_of_lse_and_sinks():
         ("sink_logits: got torch.float32 of shape (3,)", lambda q: flash_dmattn_func(q, q, q, sink_logits=torch.zeros(3))),
         ("sink_logits: got list", lambda q: flash_dmattn_func(q, q, q, sink_logits=[0.0] * 2)),
         ("outs, lses: got 1 and 2", lambda q: merge_attention([q], [q, q])),
+        ("outs: got Tensor, expected a sequence", lambda q: merge_attention(q, [q])),
+        ("lses: got NoneType, expected a sequence", lambda q: merge_attention([q], None)),
         ("lses[0]: got torch.float32 of shape (1, 9, 2, 8)", lambda q: merge_attention([q], [q])),
     ],
 )  # fmt: skip

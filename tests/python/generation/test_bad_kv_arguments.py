@@ -50,6 +50,15 @@ def test_unsupported_slots_on_gpu_raise(message, options):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("flag", [None, "no"])
+def test_flag_of_scores_that_is_no_bool_raises(flag):
+    cache = KVSlots(2, 2, 4, 8, chunk=2)
+    for attend in (cache.step, cache.extend):
+        with pytest.raises(TypeError, match=f"scores_are_bias: got {flag!r}"):
+            attend(**STEP, scores_are_bias=flag)
+    assert cache.is_empty
+
+
 def test_float32_slot_tensors_on_gpu_raise():
     with FakeTensorMode(), pytest.raises(TypeError, match="k: got torch.float32 on cuda:0"):
         k = torch.zeros(2, 2, 4, 8, device="cuda")

@@ -160,6 +160,16 @@ def test_capped_counts_the_keys_beyond_the_window():
     assert cache.capped.min() > 0
 
 
+def test_capped_is_zero_for_heads_without_a_window():
+    """None of their keys competes."""
+    stream = Stream(20, (0, 3), rule={"score_threshold": float("-inf"), "recent_window": 2})
+    cache = stream.slots()
+    cache.fill(*stream.tokens(0, 12))
+    for t in range(12, 20):
+        cache.step(stream.q[:, t : t + 1], *stream.tokens(t, t + 1))
+    assert torch.equal(cache.capped, torch.tensor([[0, 17]]).expand(cache.batch, 2))
+
+
 def test_memory_holds_the_keys_of_the_rule():
     """sink_tokens + the largest window + recent_window for every head, however long the text."""
     cache = KVSlots(
@@ -208,6 +218,7 @@ def test_compiled_step_has_one_graph():
         ("sink_tokens: got 1.5", {"keep_window_size": 4, "sink_tokens": 1.5}),
         ("score_threshold: got nan", {"keep_window_size": 4, "score_threshold": float("nan")}),
         ("recent_competes: got 'no'", {"keep_window_size": 4, "recent_competes": "no"}),
+        ("recent_competes: got None", {"keep_window_size": 4, "recent_competes": None}),
     ],
 )  # fmt: skip
 def test_bad_rule_raises(message, rule):

@@ -285,6 +285,15 @@ def test_constructors_take_documents_masks_and_positions():
         ("score_threshold: got nan", {"score_threshold": float("nan")}),
         ("score_threshold: got '0.5'", {"score_threshold": "0.5"}),
         ("recent_competes: got 'no'", {"recent_competes": "no"}),
+        ("recent_competes: got None", {"recent_competes": None}),
+        ("score_threshold: got an integer of 1329 bits", {"score_threshold": 10**400}),
+        ("cu_seqlens_k: got shape (3, 2), expected a batch of 2 or 1", {"cu_seqlens_k": torch.tensor([[0, 9]] * 3)}),
+        ("cu_seqlens_k: got [0, 12], expected offsets that begin at 0, never fall and end at 9", {"cu_seqlens_k": torch.tensor([0, 12])}),
+        ("cu_seqlens_q: got [0, 12], expected offsets that begin at 0, never fall and end at 9",
+         {"cu_seqlens_k": torch.tensor([0, 9]), "cu_seqlens_q": torch.tensor([0, 12])}),
+        ("key_positions: got shape (3, 9), expected a batch of 2 or 1", {"key_positions": torch.arange(9).expand(3, 9)}),
+        ("key_positions: got shape (2, 3, 9), expected heads of 2 or 1", {"key_positions": torch.arange(9).expand(2, 3, 9)}),
+        ("query_position: got shape (3,), expected a batch of 2 or 1", {"query_position": torch.tensor([1, 2, 3])}),
         ("keep_window_size: got 3 sizes, expected one, or 2", {"keep_window_size": [1, 2, 3]}),
         ("keep_window_size: got no sizes", {"keep_window_size": []}),
         ("keep_window_size: got -1", {"keep_window_size": [1, -1]}),
@@ -302,8 +311,18 @@ def test_constructors_take_documents_masks_and_positions():
 def test_bad_rule_is_named(message, change):
     arguments = {"keep_window_size": 3, **change}
     with pytest.raises((ValueError, TypeError)) as caught:
-        select_key_intervals(torch.randn(1, 2, 9), **arguments)
+        select_key_intervals(torch.randn(2, 2, 9), **arguments)
     assert message in str(caught.value)
+
+
+def test_constructors_name_arguments_whose_batches_differ():
+    mask, offsets = torch.ones(2, 9, dtype=torch.bool), torch.tensor([[0, 9]] * 3)
+    with pytest.raises(
+        ValueError, match=r"key_mask: got shape \(2, 9\), expected a batch of 3 or 1"
+    ):
+        sliding_window(9, 3, key_mask=mask, cu_seqlens_k=offsets)
+    with pytest.raises(ValueError, match=r"prefix_length: got shape \(3,\), expected a batch of 2"):
+        prefix_lm(9, torch.tensor([1, 2, 3]), key_mask=mask)
 
 
 def test_rule_without_a_limit_is_refused():
