@@ -121,8 +121,9 @@ ifeq ($(NVCC),)
 test-cuda-build: ## compile the CUDA kernels, load them, and run their tests where there is a GPU (needs nvcc)
 	@echo "SKIPPED test-cuda-build: there is no nvcc on the PATH or in /usr/local/cuda/bin"
 else
-test-cuda-build: $(STAMPS)/tools $(STAMPS)/test $(STAMPS)/cuda build/googletest/ready
+test-cuda-build: $(STAMPS)/tools $(STAMPS)/test $(STAMPS)/cuda build/googletest/ready build/benchmark/ready
 	CUDACXX=$(NVCC) cmake --preset cuda -D FLASH_DMATTN_TORCH=ON -D FLASH_DMATTN_TESTS=ON -D FLASH_DMATTN_BENCHMARKS=ON \
+	  -D benchmark_ROOT=$(CURDIR)/build/benchmark/usr \
 	  -D Python_EXECUTABLE=$(BIN)/python -D "FLASH_DMATTN_CUDA_ARCHITECTURES=$(CUDA_TEST_ARCHITECTURES)" \
 	  -D FLASH_DMATTN_CUDA_ONLY_COMPILE=$(CUDA_ONLY_COMPILE) $(CMAKE_OPTIONS) \
 	  -D FLASH_DMATTN_CUDA_EXTRA_FAMILIES=$(CURDIR)/tests/cuda/families/empty \
@@ -229,6 +230,6 @@ build/transformers-4/ready: pyproject.toml $(STAMPS)/venv
 	$(PIP_INSTALL) --no-deps --target $(@D) --group transformers-4
 	@touch $@
 
-build/googletest/ready: | compiler
-	tools/googletest.sh $(@D) $(COMPILER)
+build/googletest/ready build/benchmark/ready: build/%/ready: | compiler
+	tools/cpp_library.sh $* $(@D) $(COMPILER)
 	@touch $@

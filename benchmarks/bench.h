@@ -1,59 +1,21 @@
 #pragma once
 
-#include <algorithm>
-#include <cmath>
-#include <cstddef>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <exception>
-#include <limits>
+#include <benchmark/benchmark.h>
+
+#include <memory>
 #include <string>
-#include <utility>
-#include <vector>
 
 #include "flash_dmattn/flash_dmattn.h"
 
-// Shared by the programs: medians and output rows. A program prints rows of the records
-// (benchmarks/harness/record.py), one line of JSON each; `bench.py run --case kernels` reads them.
-namespace flash_dmattn::benchmark {
+// Shared by the programs, which use Google Benchmark: a benchmark is named <case>/<dtype>/<part>. `bench.py run --case kernels`
+// makes rows of records of them (benchmarks/harness/core_programs.py).
+namespace flash_dmattn::bench {
 
-inline double median(std::vector<double> times) {
-  const auto middle = times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2);
-  std::nth_element(times.begin(), middle, times.end());
-  return *middle;
-}
-
-inline constexpr double not_measured = std::numeric_limits<double>::quiet_NaN();
-
-struct Row {
-  std::string title;
-  const char* side = "cuda";
-  DType dtype = no_dtype;
-  const char* unit = "ms";
-  double forward = not_measured;
-  double backward = not_measured;
-  std::vector<std::pair<const char*, double>> parts;
-};
-
-inline void print(const Row& row) {
-  const auto json = [](double time) {
-    return std::isnan(time) ? std::string("null") : std::to_string(time);
-  };
-  const char* dtype = row.dtype == DType::f32    ? "float32"
-                      : row.dtype == DType::bf16 ? "bfloat16"
-                                                 : "float16";
-  std::printf(
-      R"({"case": "%s", "side": "%s", "dtype": "%s", "unit": "%s", "forward": %s, "backward": %s)",
-      row.title.c_str(), row.side, dtype, row.unit, json(row.forward).c_str(),
-      json(row.backward).c_str());
-  const char* separator = R"(, "parts": {)";
-  for (const auto& [name, time] : row.parts) {
-    std::printf(R"(%s"%s": %s)", separator, name, json(time).c_str());
-    separator = ", ";
-  }
-  std::puts("}}");
-  std::fflush(stdout);
+inline std::string name(const std::string& title, DType dtype, const char* part) {
+  const char* type = dtype == DType::f32    ? "float32"
+                     : dtype == DType::bf16 ? "bfloat16"
+                                            : "float16";
+  return title + "/" + type + "/" + part;
 }
 
 // The name of a case of attention in benchmarks/harness/cases.py.
@@ -64,16 +26,25 @@ inline std::string title(const std::string& kind, const Problem& p, std::int64_t
   return window > 0 ? text + " w" + std::to_string(window) : text;
 }
 
-// Runs a program; prints an exception as one line and returns 1.
-template <class Body>
-int run_main(Body&& body) {
-  try {
-    body();
-    return EXIT_SUCCESS;
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return EXIT_FAILURE;
-  }
+// Runs what has been registered, as the options of Google Benchmark say; the exit status.
+inline int run_all(int argc, char** argv) {
+  ::benchmark::Initialize(&argc, argv);
+  if (::benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
+  ::benchmark::RunSpecifiedBenchmarks();
+  return 0;
 }
 
-}  // namespace flash_dmattn::benchmark
+// The set-up of a case, kept until another case asks for its own: all repetitions and parts of a case use one.
+template <class Setup, class Case>
+Setup& setup_of(const Case& c) {
+  static const Case* made = nullptr;
+  static std::unique_ptr<Setup> setup;
+  if (made != &c) {
+    setup.reset();
+    setup = std::make_unique<Setup>(c);
+    made = &c;
+  }
+  return *setup;
+}
+
+}  // namespace flash_dmattn::bench

@@ -2,20 +2,16 @@
 // bias of one score per key, its gradient included), without torch or Python, for profilers:
 //
 //   cmake --preset bench && cmake --build --preset bench
-//   build/bench/benchmarks/bench_core n=8192 d=64 w=1024 dtype=bf16 threads=2
-//
-// A time is the median of `repeats` runs after one warm-up.
+//   build/bench/benchmarks/bench_core --benchmark_filter=D64.*bfloat16/backward
 
-#include <algorithm>
+#include <benchmark/benchmark.h>
+
 #include <array>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <map>
+#include <memory>
 #include <random>
-#include <span>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -26,35 +22,20 @@
 #include "memory.h"
 
 namespace fd = flash_dmattn;
-namespace bench = flash_dmattn::benchmark;
 
 namespace {
 
-using Options = std::map<std::string, std::string>;
+struct Case {
+  fd::DType dtype;
+  std::int64_t seqlen, head_dim, window;
+  std::int64_t batch = 1, heads_q = 8, heads_kv = 8;
+};
 
-// The arguments of the form name=value; every one has a default.
-Options parse(std::span<char*> arguments) {
-  Options options = {{"b", "1"},       {"h", "8"},     {"hkv", "8"},     {"n", "8192"},
-                     {"d", "64"},      {"w", "1024"},  {"dtype", "f32"}, {"threads", "0"},
-                     {"repeats", "7"}, {"backend", ""}};
-  for (const std::string argument : arguments) {
-    const auto known = options.find(argument.substr(0, argument.find('=')));
-    if (known == options.end() || argument.size() <= known->first.size()) {
-      std::string expected;
-      for (const auto& [name, value] : options) expected += " " + name + "=" + value;
-      throw std::invalid_argument("got " + argument + ", expected" + expected);
-    }
-    known->second = argument.substr(known->first.size() + 1);
-  }
-  return options;
-}
-
-fd::DType dtype_of(const std::string& name) {
-  for (const fd::DType dtype : {fd::DType::f32, fd::DType::bf16, fd::DType::f16}) {
-    if (name == fd::name_of(dtype)) return dtype;
-  }
-  throw std::invalid_argument("dtype: got " + name + ", expected f32, bf16 or f16");
-}
+constexpr Case cases[] = {
+    {fd::DType::f32, 8192, 64, 1024},   {fd::DType::bf16, 8192, 64, 1024},
+    {fd::DType::f16, 8192, 64, 1024},   {fd::DType::bf16, 8192, 128, 1024},
+    {fd::DType::bf16, 32768, 64, 1024},
+};
 
 // Elements of one dtype, in bytes.
 using Elements = std::vector<std::byte>;
@@ -80,127 +61,138 @@ Elements random(std::int64_t size, fd::DType dtype, std::mt19937& generator) {
   return elements;
 }
 
-// Milliseconds, the median.
-template <class Function>
-double measure(std::int64_t repeats, Function&& function) {
-  using Clock = std::chrono::steady_clock;
-  function();
-  std::vector<double> times;
-  for (std::int64_t i = 0; i < repeats; ++i) {
-    const auto start = Clock::now();
-    function();
-    times.push_back(std::chrono::duration<double, std::milli>(Clock::now() - start).count());
-  }
-  return bench::median(times);
-}
-
-void run(const Options& options) {
-  const auto number = [&](const char* name) { return std::stoll(options.at(name)); };
-  const std::int64_t batch = number("b"), heads_q = number("h"), heads_kv = number("hkv");
-  const std::int64_t seqlen = number("n"), head_dim = number("d"), window = number("w");
-  const std::int64_t repeats = number("repeats");
-  const fd::DType dtype = dtype_of(options.at("dtype"));
-  const std::string& backend = options.at("backend");
-
-  std::mt19937 generator(0);
-  const std::int64_t q_size = batch * seqlen * heads_q * head_dim;
-  const std::int64_t kv_size = batch * seqlen * heads_kv * head_dim;
-  const std::int64_t keys_size = batch * heads_kv * seqlen;
-  const Elements q = random(q_size, dtype, generator), dout = random(q_size, dtype, generator);
-  const Elements k = random(kv_size, dtype, generator), v = random(kv_size, dtype, generator);
-  const Elements bias = random(keys_size, dtype, generator);
-
-  fd::ThreadPool pool(static_cast<int>(number("threads")));
-  fd::Execution execution = pool.execution();
-  Memory workspace, schedule_memory;
-
-  std::vector<fd::KeyInterval> intervals(static_cast<std::size_t>(keys_size));
-  const fd::SelectionArgs selection = {
-      .batch = batch,
-      .heads = heads_kv,
-      .seqlen_q = seqlen,
-      .seqlen_k = seqlen,
-      .keep = {.window = window},
-      .scores = bias.data(),
-      .scores_dtype = dtype,
-      .intervals = intervals.data(),
-  };
-  execution.workspace_bytes = fd::select_workspace_size(selection, execution);
-  execution.workspace = workspace.of(execution.workspace_bytes).data();
-  const double select_ms =
-      measure(repeats, [&] { fd::select_key_intervals(selection, execution); });
-
-  const fd::Problem problem = {
-      .batch = batch,
-      .heads_q = heads_q,
-      .heads_kv = heads_kv,
-      .seqlen_q = seqlen,
-      .seqlen_k = seqlen,
-      .head_dim = head_dim,
-      .dtype = dtype,
-      .scale = fd::default_scale(head_dim),
+fd::Problem problem_of(const Case& c) {
+  return {
+      .batch = c.batch,
+      .heads_q = c.heads_q,
+      .heads_kv = c.heads_kv,
+      .seqlen_q = c.seqlen,
+      .seqlen_k = c.seqlen,
+      .head_dim = c.head_dim,
+      .dtype = c.dtype,
+      .scale = fd::default_scale(c.head_dim),
       .causal = true,
-      .bias_shape = {batch, heads_kv, 1, seqlen},
-      .bias_dtype = dtype,
-      .intervals_shape = {batch, heads_kv},
+      .bias_shape = {c.batch, c.heads_kv, 1, c.seqlen},
+      .bias_dtype = c.dtype,
+      .intervals_shape = {c.batch, c.heads_kv},
   };
-  const auto q_stride = fd::contiguous_strides({batch, seqlen, heads_q, head_dim});
-  const auto kv_stride = fd::contiguous_strides({batch, seqlen, heads_kv, head_dim});
-  const std::array<std::int64_t, 4> bias_stride = {heads_kv * seqlen, seqlen, 0, 1};
-  const fd::Inputs inputs = {
-      .q = {q.data(), q_stride},
-      .k = {k.data(), kv_stride},
-      .v = {v.data(), kv_stride},
-      .bias = {bias.data(), bias_stride},
-      .visibility = {.intervals = {intervals.data()}},
-  };
-
-  // The CPU's schedule serves both directions.
-  const fd::ScheduleCall scheduling(problem, inputs.visibility, fd::Direction::forward, execution,
-                                    backend);
-  fd::Schedule schedule;
-  const double schedule_ms = measure(repeats, [&] {
-    schedule = scheduling.build(schedule_memory.of(scheduling.size()),
-                                workspace.of(scheduling.workspace_size()));
-  });
-
-  const auto time = [&]<class Args>(const Args& args) {
-    const fd::CheckedCall<Args> call(args, execution, backend);
-    return measure(repeats, [&] { call.run(workspace.of(call.workspace_size())); });
-  };
-  Elements out = empty(q_size, dtype);
-  std::vector<float> lse(static_cast<std::size_t>(batch * heads_q * seqlen));
-  const fd::ForwardArgs forward = {.problem = problem,
-                                   .in = inputs,
-                                   .schedule = schedule,
-                                   .out = {out.data(), q_stride},
-                                   .lse = lse.data()};
-  const double forward_ms = time(forward);
-
-  Elements dq = empty(q_size, dtype), dk = empty(kv_size, dtype), dv = empty(kv_size, dtype);
-  Elements dbias = empty(keys_size, dtype);
-  const fd::BackwardArgs backward = {
-      .problem = problem,
-      .in = inputs,
-      .schedule = schedule,
-      .out = forward.out,
-      .lse = lse.data(),
-      .dout = {dout.data(), q_stride},
-      .dq = {dq.data(), q_stride},
-      .dk = {dk.data(), kv_stride},
-      .dv = {dv.data(), kv_stride},
-      .dbias = {dbias.data(), bias_stride},
-  };
-  bench::print({.title = bench::title("per_query", problem, window),
-                .side = "cpu",
-                .dtype = dtype,
-                .forward = forward_ms,
-                .backward = time(backward),
-                .parts = {{"select", select_ms}, {"schedule", schedule_ms}}});
 }
+
+// The tensors of a case, and its calls.
+class Attention {
+ public:
+  explicit Attention(const Case& c) : problem_(problem_of(c)) {
+    std::mt19937 generator(0);
+    const std::int64_t q_size = c.batch * c.seqlen * c.heads_q * c.head_dim;
+    const std::int64_t kv_size = c.batch * c.seqlen * c.heads_kv * c.head_dim;
+    const std::int64_t keys_size = c.batch * c.heads_kv * c.seqlen;
+    for (Elements* t : {&q_, &dout_}) *t = random(q_size, c.dtype, generator);
+    for (Elements* t : {&k_, &v_}) *t = random(kv_size, c.dtype, generator);
+    bias_ = random(keys_size, c.dtype, generator);
+    for (Elements* t : {&out_, &dq_}) *t = empty(q_size, c.dtype);
+    for (Elements* t : {&dk_, &dv_}) *t = empty(kv_size, c.dtype);
+    dbias_ = empty(keys_size, c.dtype);
+    lse_.resize(static_cast<std::size_t>(c.batch * c.heads_q * c.seqlen));
+    intervals_.resize(static_cast<std::size_t>(keys_size));
+
+    selection_ = {
+        .batch = c.batch,
+        .heads = c.heads_kv,
+        .seqlen_q = c.seqlen,
+        .seqlen_k = c.seqlen,
+        .keep = {.window = c.window},
+        .scores = bias_.data(),
+        .scores_dtype = c.dtype,
+        .intervals = intervals_.data(),
+    };
+    const auto q_stride = fd::contiguous_strides({c.batch, c.seqlen, c.heads_q, c.head_dim});
+    const auto kv_stride = fd::contiguous_strides({c.batch, c.seqlen, c.heads_kv, c.head_dim});
+    const std::array<std::int64_t, 4> bias_stride = {c.heads_kv * c.seqlen, c.seqlen, 0, 1};
+    const fd::Inputs in = {
+        .q = {q_.data(), q_stride},
+        .k = {k_.data(), kv_stride},
+        .v = {v_.data(), kv_stride},
+        .bias = {bias_.data(), bias_stride},
+        .visibility = {.intervals = {intervals_.data()}},
+    };
+    select();
+    // The CPU's schedule serves both directions.
+    scheduling_ = std::make_unique<fd::ScheduleCall>(problem_, in.visibility,
+                                                     fd::Direction::forward, execution_);
+    build_schedule();
+    const fd::ForwardArgs forward = {.problem = problem_,
+                                     .in = in,
+                                     .schedule = schedule_,
+                                     .out = {out_.data(), q_stride},
+                                     .lse = lse_.data()};
+    forward_ = std::make_unique<fd::ForwardCall>(forward, execution_);
+    backward_ = std::make_unique<fd::BackwardCall>(
+        fd::BackwardArgs{
+            .problem = problem_,
+            .in = in,
+            .schedule = schedule_,
+            .out = forward.out,
+            .lse = lse_.data(),
+            .dout = {dout_.data(), q_stride},
+            .dq = {dq_.data(), q_stride},
+            .dk = {dk_.data(), kv_stride},
+            .dv = {dv_.data(), kv_stride},
+            .dbias = {dbias_.data(), bias_stride},
+        },
+        execution_);
+    forward_run();
+  }
+
+  void select() {
+    fd::Execution execution = execution_;
+    execution.workspace_bytes = fd::select_workspace_size(selection_, execution);
+    execution.workspace = workspace_.of(execution.workspace_bytes).data();
+    fd::select_key_intervals(selection_, execution);
+  }
+
+  void build_schedule() {
+    schedule_ = scheduling_->build(schedule_memory_.of(scheduling_->size()),
+                                   workspace_.of(scheduling_->workspace_size()));
+  }
+
+  void forward_run() { forward_->run(workspace_.of(forward_->workspace_size())); }
+  void backward_run() { backward_->run(workspace_.of(backward_->workspace_size())); }
+
+ private:
+  fd::ThreadPool pool_{0};
+  fd::Execution execution_ = pool_.execution();
+  fd::Problem problem_;
+  Elements q_, k_, v_, bias_, dout_, out_, dq_, dk_, dv_, dbias_;
+  std::vector<float> lse_;
+  std::vector<fd::KeyInterval> intervals_;
+  Memory workspace_, schedule_memory_;
+  fd::SelectionArgs selection_;
+  fd::Schedule schedule_;
+  std::unique_ptr<fd::ScheduleCall> scheduling_;
+  std::unique_ptr<fd::ForwardCall> forward_;
+  std::unique_ptr<fd::BackwardCall> backward_;
+};
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  return bench::run_main([&] { run(parse({argv + 1, static_cast<std::size_t>(argc - 1)})); });
+  constexpr std::pair<const char*, void (Attention::*)()> parts[] = {
+      {"select", &Attention::select},
+      {"schedule", &Attention::build_schedule},
+      {"forward", &Attention::forward_run},
+      {"backward", &Attention::backward_run}};
+  for (const Case& c : cases) {
+    const std::string title = fd::bench::title("per_query", problem_of(c), c.window);
+    for (const auto& [part, run] : parts) {
+      benchmark::RegisterBenchmark(fd::bench::name(title, c.dtype, part).c_str(),
+                                   [&c, run = run](benchmark::State& state) {
+                                     Attention& attention = fd::bench::setup_of<Attention>(c);
+                                     for (auto _ : state) (attention.*run)();
+                                   })
+          ->Unit(benchmark::kMillisecond)
+          ->Iterations(1)
+          ->UseRealTime();
+    }
+  }
+  return fd::bench::run_all(argc, argv);
 }

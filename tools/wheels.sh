@@ -53,7 +53,7 @@ cpu() {
 
 aarch64() {
   local toolchain=cmake/aarch64-linux-gnu.cmake gtest=build/wheels/googletest-aarch64
-  tools/googletest.sh "$gtest" "$cxx_aarch64"
+  tools/cpp_library.sh googletest "$gtest" "$cxx_aarch64"
   cmake --preset cpu -B build/wheels/aarch64/tests --toolchain "$toolchain" -D FLASH_DMATTN_TESTS=ON \
     -D FLASH_DMATTN_WERROR=ON -D "GTest_ROOT=$root/$gtest/usr"
   cmake --build build/wheels/aarch64/tests

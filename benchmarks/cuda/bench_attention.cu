@@ -9,10 +9,10 @@
 #include "device.h"
 #include "flash_dmattn/calls.h"
 
-// Times the CUDA backend's forward and backward, without selection and schedule; the part is the
-// backward with deterministic gradients.
-//   bench_attention [substring of the titles of cases]
-namespace flash_dmattn::benchmark {
+// Times the CUDA backend's forward and backward, without selection and schedule, and the backward with deterministic
+// gradients.
+//   bench_attention --benchmark_filter=dense.causal
+namespace flash_dmattn::bench {
 namespace {
 
 using Bf16 = __nv_bfloat16;
@@ -119,86 +119,104 @@ Schedule schedule_of(const Problem& p, const Visibility& visibility, Direction d
   return call.build(arena.bytes(call.size()), arena.bytes(call.workspace_size()));
 }
 
-void bench(const Case& c) {
-  Arena arena;
-  Problem p = problem_of(c);
-  const std::int64_t rows = p.batch * p.seqlen_q, q_size = rows * p.heads_q * p.head_dim,
-                     kv_size = rows * p.heads_kv * p.head_dim;
-  const auto q_stride = contiguous_strides({p.batch, p.seqlen_q, p.heads_q, p.head_dim});
-  const auto kv_stride = contiguous_strides({p.batch, p.seqlen_k, p.heads_kv, p.head_dim});
-  Inputs in;
-  in.q = {normal(arena, q_size, 1), q_stride};
-  in.k = {normal(arena, kv_size, 2), kv_stride};
-  in.v = {normal(arena, kv_size, 3), kv_stride};
+// The tensors of a case, and its calls.
+class Attention {
+ public:
+  explicit Attention(const Case& c) {
+    Problem p = problem_of(c);
+    const std::int64_t rows = p.batch * p.seqlen_q, q_size = rows * p.heads_q * p.head_dim,
+                       kv_size = rows * p.heads_kv * p.head_dim;
+    const auto q_stride = contiguous_strides({p.batch, p.seqlen_q, p.heads_q, p.head_dim});
+    const auto kv_stride = contiguous_strides({p.batch, p.seqlen_k, p.heads_kv, p.head_dim});
+    Inputs in;
+    in.q = {normal(arena_, q_size, 1), q_stride};
+    in.k = {normal(arena_, kv_size, 2), kv_stride};
+    in.v = {normal(arena_, kv_size, 3), kv_stride};
 
-  Tensor4 dbias;
-  const bool dense_masks = c.kind == "dense_masks";
-  if (dense_masks || c.kind == "per_query") {
-    p.bias_shape = {p.batch, p.heads_kv, dense_masks ? p.seqlen_q : 1, p.seqlen_k};
-    p.bias_dtype = DType::bf16;
-    auto stride = contiguous_strides(p.bias_shape);
-    if (!dense_masks) stride[2] = 0;
-    const std::int64_t size = p.batch * p.heads_kv * p.bias_shape[2] * p.seqlen_k;
-    in.bias = {normal(arena, size, 4), stride};
-    dbias = {arena.take<Bf16>(size), stride};
-    if (dense_masks) {
-      auto* mask = arena.take<std::uint8_t>(size);
-      cuda::for_each(size, FillMask{mask, c.seqlen, c.window}, nullptr);
-      p.mask_shape = p.bias_shape;
-      in.mask = {mask, stride};
+    Tensor4 dbias;
+    const bool dense_masks = c.kind == "dense_masks";
+    if (dense_masks || c.kind == "per_query") {
+      p.bias_shape = {p.batch, p.heads_kv, dense_masks ? p.seqlen_q : 1, p.seqlen_k};
+      p.bias_dtype = DType::bf16;
+      auto stride = contiguous_strides(p.bias_shape);
+      if (!dense_masks) stride[2] = 0;
+      const std::int64_t size = p.batch * p.heads_kv * p.bias_shape[2] * p.seqlen_k;
+      in.bias = {normal(arena_, size, 4), stride};
+      dbias = {arena_.take<Bf16>(size), stride};
+      if (dense_masks) {
+        auto* mask = arena_.take<std::uint8_t>(size);
+        cuda::for_each(size, FillMask{mask, c.seqlen, c.window}, nullptr);
+        p.mask_shape = p.bias_shape;
+        in.mask = {mask, stride};
+      }
     }
-  }
-  if (c.window > 0 && !dense_masks) {
-    const bool selected = c.kind == "per_query";
-    p.intervals_shape = {p.batch, p.heads_kv};
-    in.visibility.intervals.data =
-        selected ? select(p, c.window, static_cast<const Bf16*>(in.bias.data), arena)
-                 : consecutive(p, c, arena);
-    in.visibility.bound = {.base = c.window, .per_query = 1, .consecutive = !selected};
+    if (c.window > 0 && !dense_masks) {
+      const bool selected = c.kind == "per_query";
+      p.intervals_shape = {p.batch, p.heads_kv};
+      in.visibility.intervals.data =
+          selected ? select(p, c.window, static_cast<const Bf16*>(in.bias.data), arena_)
+                   : consecutive(p, c, arena_);
+      in.visibility.bound = {.base = c.window, .per_query = 1, .consecutive = !selected};
+    }
+
+    const std::int64_t lse_size = p.batch * p.heads_q * p.seqlen_q;
+    forward_ = ForwardArgs{.problem = p,
+                           .in = in,
+                           .schedule = schedule_of(p, in.visibility, Direction::forward, arena_),
+                           .out = {arena_.take<Bf16>(q_size), q_stride},
+                           .lse = arena_.take<float>(lse_size),
+                           .lse_low = arena_.take<float>(lse_size)};
+    backward_ = BackwardArgs{.problem = p,
+                             .in = in,
+                             .schedule = schedule_of(p, in.visibility, Direction::backward, arena_),
+                             .out = forward_.out,
+                             .lse = forward_.lse,
+                             .lse_low = forward_.lse_low,
+                             .dout = {normal(arena_, q_size, 5), q_stride},
+                             .dq = {arena_.take<Bf16>(q_size), q_stride},
+                             .dk = {arena_.take<Bf16>(kv_size), kv_stride},
+                             .dv = {arena_.take<Bf16>(kv_size), kv_stride},
+                             .dbias = dbias};
   }
 
-  const std::int64_t lse_size = p.batch * p.heads_q * p.seqlen_q;
-  const ForwardArgs forward{.problem = p,
-                            .in = in,
-                            .schedule = schedule_of(p, in.visibility, Direction::forward, arena),
-                            .out = {arena.take<Bf16>(q_size), q_stride},
-                            .lse = arena.take<float>(lse_size),
-                            .lse_low = arena.take<float>(lse_size)};
-  BackwardArgs backward{.problem = p,
-                        .in = in,
-                        .schedule = schedule_of(p, in.visibility, Direction::backward, arena),
-                        .out = forward.out,
-                        .lse = forward.lse,
-                        .lse_low = forward.lse_low,
-                        .dout = {normal(arena, q_size, 5), q_stride},
-                        .dq = {arena.take<Bf16>(q_size), q_stride},
-                        .dk = {arena.take<Bf16>(kv_size), kv_stride},
-                        .dv = {arena.take<Bf16>(kv_size), kv_stride},
-                        .dbias = dbias};
-  Timer timer(nullptr);
-  const auto time = [&]<class Args>(const Args& args) {
+  void forward(::benchmark::State& state) { run(state, forward_); }
+  void backward(::benchmark::State& state) { run(state, backward_); }
+  void deterministic_backward(::benchmark::State& state) {
+    Arena arena;
+    BackwardArgs args = backward_;
+    args.problem.deterministic = true;
+    args.schedule = schedule_of(args.problem, args.in.visibility, Direction::backward, arena);
+    run(state, args);
+  }
+
+ private:
+  template <class Args>
+  void run(::benchmark::State& state, const Args& args) {
     const CheckedCall<Args> call(args, Execution(), "cuda");
+    Arena arena;
     const auto workspace = arena.bytes(call.workspace_size());
-    return timer.time(1, [&] { call.run(workspace); });
-  };
-  const double forward_ms = time(forward), backward_ms = time(backward);
-  backward.problem.deterministic = true;
-  backward.schedule = schedule_of(backward.problem, in.visibility, Direction::backward, arena);
-  print({.title = title_of(c),
-         .dtype = DType::bf16,
-         .forward = forward_ms,
-         .backward = backward_ms,
-         .parts = {{"deterministic backward", time(backward)}}});
-}
+    time(state, nullptr, 1, [&] { call.run(workspace); });
+  }
+
+  Arena arena_;
+  ForwardArgs forward_;
+  BackwardArgs backward_;
+};
 
 }  // namespace
-}  // namespace flash_dmattn::benchmark
+}  // namespace flash_dmattn::bench
 
 int main(int argc, char** argv) {
-  using namespace flash_dmattn::benchmark;
-  return run_main([&] {
-    for (const Case& c : cases) {
-      if (argc < 2 || title_of(c).find(argv[1]) != std::string::npos) bench(c);
+  using namespace flash_dmattn::bench;
+  constexpr std::pair<const char*, void (Attention::*)(::benchmark::State&)> parts[] = {
+      {"forward", &Attention::forward},
+      {"backward", &Attention::backward},
+      {"deterministic backward", &Attention::deterministic_backward}};
+  for (const Case& c : cases) {
+    for (const auto& [part, run] : parts) {
+      add(name(title_of(c), flash_dmattn::DType::bf16, part),
+          [&c, run = run](::benchmark::State& state) { (setup_of<Attention>(c).*run)(state); });
     }
-  });
+  }
+  return run_all(argc, argv);
 }

@@ -1,7 +1,7 @@
 // Times selection and the schedules of both directions on the GPU: each step replayed from a CUDA graph, a forward's
 // steps and all steps from a graph, and a forward's from a stream.
 //
-//   bench_selection [substring of the titles of cases]
+//   bench_selection --benchmark_filter=524288
 #include <algorithm>
 #include <cstdint>
 #include <random>
@@ -13,7 +13,7 @@
 #include "device.h"
 #include "float_types.h"
 
-namespace flash_dmattn::benchmark {
+namespace flash_dmattn::bench {
 namespace {
 
 struct Case {
@@ -134,45 +134,71 @@ struct Steps {
   }
 };
 
-void bench(const Case& c) {
-  cudaStream_t stream = nullptr;
-  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
-  Arena arena;
-  Steps steps(c, arena);
-  steps.execution.stream = stream;
-  const auto select = [&] { steps.run_select(); };
-  const auto lists = [&] { steps.run_lists(); };
-  const auto slots = [&] { steps.run_slots(); };
-  const auto both = [&] {
-    select();
-    lists();
-  };
-  const auto all = [&] {
-    both();
-    slots();
-  };
-  Timer timer(stream);
-  const auto graph_us = [&](const auto& call) { return 1e3 * timer.time_graph(10, call); };
-  print({.title = title_of(c),
-         .dtype = c.dtype,
-         .unit = "us",
-         .parts = {{"select", graph_us(select)},
-                   {"lists", graph_us(lists)},
-                   {"both", graph_us(both)},
-                   {"both from a stream", 1e3 * timer.time(10, both)},
-                   {"slots", graph_us(slots)},
-                   {"all", graph_us(all)}}});
-  check(cudaStreamDestroy(stream), "stream");
-}
+// The steps on a stream of their own.
+class Timed {
+ public:
+  explicit Timed(const Case& c) : steps_(c, arena_) {
+    check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "stream");
+    steps_.execution.stream = stream_;
+  }
+  Timed(const Timed&) = delete;
+  Timed& operator=(const Timed&) = delete;
+  ~Timed() { cudaStreamDestroy(stream_); }
+
+  void select(::benchmark::State& state) {
+    graph(state, [&] { steps_.run_select(); });
+  }
+  void lists(::benchmark::State& state) {
+    graph(state, [&] { steps_.run_lists(); });
+  }
+  void slots(::benchmark::State& state) {
+    graph(state, [&] { steps_.run_slots(); });
+  }
+  void both(::benchmark::State& state) {
+    graph(state, [&] { run_both(); });
+  }
+  void both_from_a_stream(::benchmark::State& state) {
+    time(state, stream_, calls, [&] { run_both(); });
+  }
+  void all(::benchmark::State& state) {
+    graph(state, [&] {
+      run_both();
+      steps_.run_slots();
+    });
+  }
+
+ private:
+  static constexpr int calls = 10;
+
+  template <class Call>
+  void graph(::benchmark::State& state, const Call& call) {
+    time_graph(state, stream_, calls, call);
+  }
+
+  void run_both() const {
+    steps_.run_select();
+    steps_.run_lists();
+  }
+
+  Arena arena_;
+  Steps steps_;
+  cudaStream_t stream_ = nullptr;
+};
 
 }  // namespace
-}  // namespace flash_dmattn::benchmark
+}  // namespace flash_dmattn::bench
 
 int main(int argc, char** argv) {
-  using namespace flash_dmattn::benchmark;
-  return run_main([&] {
-    for (const Case& c : cases) {
-      if (argc < 2 || title_of(c).find(argv[1]) != std::string::npos) bench(c);
+  using namespace flash_dmattn::bench;
+  constexpr std::pair<const char*, void (Timed::*)(::benchmark::State&)> parts[] = {
+      {"select", &Timed::select}, {"lists", &Timed::lists},
+      {"both", &Timed::both},     {"both from a stream", &Timed::both_from_a_stream},
+      {"slots", &Timed::slots},   {"all", &Timed::all}};
+  for (const Case& c : cases) {
+    for (const auto& [part, run] : parts) {
+      add(name(title_of(c), c.dtype, part),
+          [&c, run = run](::benchmark::State& state) { (setup_of<Timed>(c).*run)(state); });
     }
-  });
+  }
+  return run_all(argc, argv);
 }

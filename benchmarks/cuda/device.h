@@ -14,7 +14,7 @@
 #include "bench.h"
 
 // Memory of the device, and times of what runs on it.
-namespace flash_dmattn::benchmark {
+namespace flash_dmattn::bench {
 
 inline void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) {
@@ -52,54 +52,46 @@ class Arena {
   std::vector<std::unique_ptr<void, Free>> pieces_;
 };
 
-class Timer {
- public:
-  explicit Timer(cudaStream_t stream) : stream_(stream) {
-    check(cudaEventCreate(&begin_), "event");
-    check(cudaEventCreate(&end_), "event");
+// Milliseconds of the device for a call, of `calls` after one that warms up, as the time of every iteration.
+template <class Call>
+void time(::benchmark::State& state, cudaStream_t stream, int calls, const Call& call) {
+  cudaEvent_t begin = nullptr, end = nullptr;
+  check(cudaEventCreate(&begin), "event");
+  check(cudaEventCreate(&end), "event");
+  call();
+  for (auto _ : state) {
+    check(cudaEventRecord(begin, stream), "event");
+    for (int i = 0; i < calls; ++i) call();
+    check(cudaEventRecord(end, stream), "event");
+    check(cudaEventSynchronize(end), "event");
+    float milliseconds = 0;
+    check(cudaEventElapsedTime(&milliseconds, begin, end), "event");
+    state.SetIterationTime(1e-3 * static_cast<double>(milliseconds) / calls);
   }
-  Timer(const Timer&) = delete;
-  Timer& operator=(const Timer&) = delete;
-  ~Timer() {
-    cudaEventDestroy(begin_);
-    cudaEventDestroy(end_);
-  }
+  check(cudaEventDestroy(begin), "event");
+  check(cudaEventDestroy(end), "event");
+}
 
-  // Median milliseconds of a call, of 15 groups of `calls` after one that warms up.
-  template <class Call>
-  double time(int calls, const Call& call) {
-    std::vector<double> times;
-    for (int group = -1; group < 15; ++group) {
-      check(cudaEventRecord(begin_, stream_), "event");
-      for (int i = 0; i < calls; ++i) call();
-      check(cudaEventRecord(end_, stream_), "event");
-      check(cudaEventSynchronize(end_), "event");
-      float milliseconds = 0;
-      check(cudaEventElapsedTime(&milliseconds, begin_, end_), "event");
-      if (group >= 0) times.push_back(static_cast<double>(milliseconds) / calls);
-    }
-    return median(times);
-  }
+// The same of replays of a graph of the call.
+template <class Call>
+void time_graph(::benchmark::State& state, cudaStream_t stream, int calls, const Call& call) {
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t replay = nullptr;
+  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+  call();
+  check(cudaStreamEndCapture(stream, &graph), "capture");
+  check(cudaGraphInstantiate(&replay, graph, 0), "graph");
+  time(state, stream, calls, [&] { check(cudaGraphLaunch(replay, stream), "graph"); });
+  check(cudaGraphExecDestroy(replay), "graph");
+  check(cudaGraphDestroy(graph), "graph");
+}
 
-  // The same of replays of a graph of the call.
-  template <class Call>
-  double time_graph(int calls, const Call& call) {
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t replay = nullptr;
-    check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "capture");
-    call();
-    check(cudaStreamEndCapture(stream_, &graph), "capture");
-    check(cudaGraphInstantiate(&replay, graph, 0), "graph");
-    const double result = time(calls, [&] { check(cudaGraphLaunch(replay, stream_), "graph"); });
-    check(cudaGraphExecDestroy(replay), "graph");
-    check(cudaGraphDestroy(graph), "graph");
-    return result;
-  }
+template <class Function>
+void add(const std::string& name, const Function& function) {
+  ::benchmark::RegisterBenchmark(name.c_str(), function)
+      ->Unit(::benchmark::kMillisecond)
+      ->Iterations(1)
+      ->UseManualTime();
+}
 
- private:
-  cudaStream_t stream_;
-  cudaEvent_t begin_ = nullptr;
-  cudaEvent_t end_ = nullptr;
-};
-
-}  // namespace flash_dmattn::benchmark
+}  // namespace flash_dmattn::bench

@@ -1,4 +1,4 @@
-"""The stages of the C++ library one by one, without torch: the programs of FLASH_DMATTN_BENCHMARKS."""
+"""The stages of the C++ library one by one, without torch: the programs of FLASH_DMATTN_BENCHMARKS, which use Google Benchmark."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ import argparse
 import json
 import subprocess
 from collections.abc import Iterator
+from itertools import groupby
 
 PROGRAMS = {"cpu": ("bench_core",), "cuda": ("bench_attention", "bench_selection")}
+OPTIONS = (
+    "--benchmark_format=json",
+    "--benchmark_repetitions=15",
+    "--benchmark_report_aggregates_only",
+)
 
 
 def side_names(name: str, device: str) -> tuple[str, ...]:
@@ -15,10 +21,22 @@ def side_names(name: str, device: str) -> tuple[str, ...]:
 
 
 def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
-    """The rows that the programs print. They run at their own sizes."""
+    """The medians of the programs' benchmarks, a row for each case and dtype. They run at their own sizes."""
     for program in PROGRAMS[options.device]:
-        command = [options.programs / program]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
-            yield from map(json.loads, running.stdout)
-        if running.returncode != 0:
-            print(f"{program} failed with status {running.returncode}", flush=True)
+        command = [options.programs / program, *OPTIONS]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if done.returncode != 0:
+            print(f"{program} failed with status {done.returncode}", flush=True)
+        if done.stdout.rstrip().endswith("}"):  # else it ended in between
+            yield from rows_of(json.loads(done.stdout)["benchmarks"], options.device)
+
+
+def rows_of(benchmarks: list[dict], side: str) -> Iterator[dict]:
+    """Rows of records. Names are <case>/<dtype>/<part>/..., where the rest is Google Benchmark's."""
+    medians = [b for b in benchmarks if b.get("aggregate_name") == "median"]
+    for (case, dtype), group in groupby(medians, lambda b: tuple(b["run_name"].split("/")[:2])):
+        group = list(group)
+        times = {b["run_name"].split("/")[2]: b["real_time"] for b in group}
+        row = {"case": case, "side": side, "dtype": dtype, "unit": group[0]["time_unit"]}
+        row |= {direction: times.pop(direction, None) for direction in ("forward", "backward")}
+        yield row | ({"parts": times} if times else {})

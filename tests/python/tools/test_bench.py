@@ -141,10 +141,17 @@ def test_serving_has_rows_of_slots_and_of_all_keys(capsys, tmp_path, monkeypatch
 
 def test_programs_print_rows(capsys, tmp_path):
     program, file = tmp_path / "bench_core", tmp_path / "bench.json"
-    row = record.row(
-        "per_query B1 H8 N64 D64 w16", "cpu", "float32", 1.5, 2.5, parts={"select": 0.5}
-    )
-    program.write_text(f"#!/bin/sh\necho '{json.dumps(row)}'\nexit 3\n")
+    case, dtype = "per_query B1 H8 N64 D64 w16", "float32"
+    row = record.row(case, "cpu", dtype, 1.5, 2.5, parts={"select": 0.5})
+    times = {"select": 0.5, "forward": 1.5, "backward": 2.5}
+    benchmarks = [
+        {
+            "run_name": f"{case}/{dtype}/{part}/iterations:1/repeats:15/real_time",
+            "aggregate_name": aggregate, "real_time": factor * time, "time_unit": "ms",
+        }
+        for part, time in times.items() for aggregate, factor in (("mean", 2), ("median", 1))
+    ]  # fmt: skip
+    program.write_text(f"#!/bin/sh\necho '{json.dumps({'benchmarks': benchmarks})}'\nexit 3\n")
     program.chmod(0o755)
     programs = ["--programs", str(tmp_path), "--json", str(file)]
     printed = run(capsys, "--case", "kernels", *programs)
