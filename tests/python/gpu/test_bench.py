@@ -3,10 +3,7 @@
 import pytest
 
 import bench
-from gpu import needs_gpu
 from harness import decode, record
-
-pytestmark = needs_gpu
 
 
 def test_decode_case_prints_valid_rows(monkeypatch, tmp_path):

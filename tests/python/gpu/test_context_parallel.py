@@ -6,11 +6,8 @@ import torch
 
 from flash_dmattn import flash_dmattn_func, select_key_intervals, select_keys
 from flash_dmattn.distributed import attend, begin, boundary_places, boundary_state
-from gpu import needs_gpu
 from ranks_as_threads import run_in_threads
 from sharded_cases import keys_seen
-
-pytestmark = needs_gpu
 
 RULES = {
     "window": {"keep_window_size": 300},

@@ -3,13 +3,9 @@
 import pytest
 import torch
 
-from gpu import needs_gpu
-
 transformers = pytest.importorskip("transformers")
 
 from doge_demo.training import make_model, precision_of  # noqa: E402
-
-pytestmark = needs_gpu
 
 LENGTH, WINDOW = 700, 64
 

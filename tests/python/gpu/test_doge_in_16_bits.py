@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from gpu import needs_gpu
-
 pytest.importorskip("transformers")
 
 from doge_gradients import (  # noqa: E402
@@ -13,8 +11,6 @@ from doge_gradients import (  # noqa: E402
     assert_the_error_of_delta_does_not_add_up,
     median_distances,
 )
-
-pytestmark = needs_gpu
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

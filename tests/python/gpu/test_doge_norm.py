@@ -3,14 +3,10 @@
 import pytest
 import torch
 
-from gpu import needs_gpu
-
 transformers = pytest.importorskip("transformers")
 from transformers.models.doge.modeling_doge import DogeRMSNorm  # noqa: E402
 
 from flash_dmattn.integrations.transformers.doge import _normalize  # noqa: E402
-
-pytestmark = needs_gpu
 
 
 def results_of(function, norm, states):

@@ -5,13 +5,11 @@ import copy
 import pytest
 import torch
 
-from gpu import capture, needs_gpu
+from gpu import capture
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
 from doge_demo.training import make_model  # noqa: E402
-
-pytestmark = needs_gpu
 
 B, LENGTH, WINDOW = 2, 300, 64
 # aot_eager alone runs softplus_backward with other strides than it was traced with.

@@ -5,10 +5,7 @@ import torch
 
 from flash_dmattn import flash_dmattn_func_auto
 from flash_dmattn.check.failed_elsewhere import FAILED_ELSEWHERE, Setting
-from gpu import needs_gpu
 from verdicts import assert_all_passed
-
-pytestmark = needs_gpu
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flash_dmattn import flash_dmattn_func
-from gpu import capture, needs_gpu
+from gpu import capture
 from token_streams import (
     KINDS,
     NUMERICS,
@@ -21,8 +21,6 @@ from token_streams import (
     check_split,
     check_with_kvcache,
 )
-
-pytestmark = needs_gpu
 
 DEVICE = "cuda"
 needs_two_gpus = pytest.mark.skipif(

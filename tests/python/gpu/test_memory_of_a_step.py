@@ -9,9 +9,6 @@ from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils impor
     _flash_dynamic_mask_attention_forward,
 )
 from flash_dmattn.kernels import recorded_kernels
-from gpu import needs_gpu
-
-pytestmark = needs_gpu
 
 
 def leaves_of(batch, heads_q, heads_kv, length, head_dim):

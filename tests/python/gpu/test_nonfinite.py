@@ -6,10 +6,8 @@ import torch
 from flash_dmattn import flash_dmattn_func, is_available
 from flash_dmattn.check.compare import GRADIENT_LIMIT
 from flash_dmattn.kernels import kernel_names
-from gpu import assert_passes_in_the_older_family, needs_gpu
+from gpu import assert_passes_in_the_older_family
 from nonfinite_table import ROWS, assert_row
-
-pytestmark = needs_gpu
 
 LENGTH = 200
 # Head dim and what else a call takes: the kernels that own keys, and those that own queries.

@@ -6,10 +6,7 @@ import pytest
 import torch
 
 import ragged_steps
-from gpu import needs_gpu
 from pool_rows import RULES, Place
-
-pytestmark = needs_gpu
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 import pool_rows
-from gpu import capture, needs_gpu
+from gpu import capture
 from pool_rows import ROWS, RULES, Place, contents
 
-pytestmark = needs_gpu
 places = pytest.mark.parametrize(
     "place",
     [Place("cuda", "cuda", torch.bfloat16), Place("cuda", "cuda", torch.float16)],

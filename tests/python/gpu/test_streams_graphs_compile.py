@@ -19,10 +19,8 @@ from flash_dmattn import (
     sliding_window,
 )
 from flash_dmattn._core import numerics
-from gpu import capture, needs_gpu
+from gpu import capture
 from gpu_calls import FUNCTIONS, OFFSETS, PACKED, assert_close, attend, gradients, leaves
-
-pytestmark = needs_gpu
 
 ops = torch.ops.flash_dmattn
 

@@ -10,9 +10,6 @@ from flash_dmattn.integrations.flash_dynamic_mask_attention import (
 from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils import (
     _flash_dynamic_mask_attention_forward,
 )
-from gpu import needs_gpu
-
-pytestmark = needs_gpu
 
 BATCH, LENGTH, HEADS_Q, HEADS_KV, HEAD_DIM, KEEP = 2, 150, 4, 2, 64, 20
 CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()

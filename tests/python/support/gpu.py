@@ -6,16 +6,13 @@ import os
 import subprocess
 import sys
 
-import pytest
 import torch
 
 from flash_dmattn import backends
 from flash_dmattn.check.cases import to_device
 
-_REASON = next(b.reason for b in backends() if b.name == "cuda")
-needs_gpu = pytest.mark.skipif(
-    not any(b.name == "cuda" and b.available for b in backends()), reason=_REASON
-)
+_CUDA = next(b for b in backends() if b.name == "cuda")
+REASON_WITHOUT_GPU = "" if _CUDA.available else _CUDA.reason
 
 
 def on_gpu(value, device="cuda"):
