@@ -219,12 +219,13 @@ def flash_dmattn_varlen_func(
             max_seqlen_k=max_seqlen_k,
         )
     else:
-        key_mask = None
+        key_mask, heads = None, scores.shape[1]
         if allowed is not None:
             scores, key_mask = match_heads(query, key, scores, allowed.seen_by_any_query())
+            heads = max(scores.shape[1], key_mask.shape[1])
         intervals = select_key_intervals(
             scores,
-            **rule._asdict(),
+            **rule.of_query_heads(heads)._asdict(),
             is_causal=is_causal,
             key_mask=key_mask,
             query_length=total_q,

@@ -193,6 +193,14 @@ class KeySelection(NamedTuple):
             eligible = above if eligible is None else eligible & above
         return scores if eligible is None else torch.where(eligible, scores, float("nan"))
 
+    def of_query_heads(self, heads: int) -> KeySelection:
+        """The rule of as many heads of scores: where they are query heads, those of a group have the window of their key head."""
+        windows = self.windows()
+        if len(windows) < 2 or heads <= len(windows):
+            return self
+        group = heads // len(windows)
+        return self._replace(keep_window_size=tuple(w for w in windows for _ in range(group)))
+
     def for_heads(self, scores: Tensor) -> Tensor:
         """scores [B, H, Sk] for as many heads as have a window."""
         windows = len(self.windows())

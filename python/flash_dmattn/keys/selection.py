@@ -98,6 +98,7 @@ def apply_selection(
     if on_gpu and rule.selection == "global" and rule.is_window() and rule.keep_window_size > 0:
         chosen = KeyList(*ops.select_key_list(scores, key_mask, rule.keep_window_size))
         return Visibility(remaining_mask, visible.is_causal, chosen)
+    rule = rule.of_query_heads(scores.shape[1])
     chosen = select(scores, key_mask, rule, visible.is_causal, query.shape[1])
     return Visibility(remaining_mask, False, chosen)
 
@@ -139,6 +140,7 @@ def _select_among_intervals(
         if allowed is not None:
             key_mask = key_mask & allowed.seen_by_any_query()
         scores, key_mask = _expand_heads_together(*match_heads(query, key, scores, key_mask))
+        rule = rule.of_query_heads(scores.shape[1])
         best = select(scores, key_mask, rule, is_causal, shown.query_length)
         best, intervals = match_heads(query, key, best.intervals, shown.intervals)
         chosen = intersect(KeyIntervals(best, shown.query_length), shown.with_intervals(intervals))
@@ -172,6 +174,7 @@ def _best_of_intervals(
     scores, intervals = match_heads(query, key, scores, shown.intervals)
     if intervals is not shown.intervals:
         shown = shown.with_intervals(intervals)
+    rule = rule.of_query_heads(max(scores.shape[1], shown.heads))
     return select_among(scores, shown, rule, memo)
 
 
