@@ -1,9 +1,10 @@
 """Measures a Llama with learned scores against attention to all keys: a prompt and a training step in each phase, and tokens.
 
-python benchmarks/scored_llama.py [--lengths 4096 16384 65536 131072] [--output FILE.json]    (a CUDA GPU, under 4 minutes)
+python benchmarks/scored_llama.py [--lengths 4096 32768 131072] [--output FILE.json]    (a CUDA GPU, under 4 minutes)
 
 8 layers, hidden 1,024, 16 heads of 64, 8 key heads, bf16; the rule keeps 1,024 keys, 256 recent ones and 4 sinks. Weights are
-random, which changes no time: scores differ from key to key.
+random, which changes no time: scores differ from key to key. Attention to all keys is torch's SDPA, once with each of its fast
+backends alone.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, Cache, DynamicCache, LlamaConfig, LlamaModel
 
 from flash_dmattn.integrations.transformers import (
@@ -31,6 +34,9 @@ from flash_dmattn.integrations.transformers.learned_scores.attention import (
 from harness import machine, record
 
 RULE = {"keep_window_size": 1024, "recent_window": 256, "sink_tokens": 4}
+FLASH = "all keys, FlashAttention-2"  # the one in torch
+BACKENDS = {"all keys, cuDNN": SDPBackend.CUDNN_ATTENTION, FLASH: SDPBackend.FLASH_ATTENTION}
+FLEX = "soft, FlexAttention"
 
 
 def make_model(options: argparse.Namespace) -> LlamaModel:
@@ -55,7 +61,7 @@ class FlexSoft:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         self.attend = torch.compile(flex_attention, dynamic=False)
-        self.make_mask = create_block_mask
+        self.make_mask = torch.compile(create_block_mask)  # else N x N in memory
         self.masks = {}
 
     def __call__(self, module, query, key, value, attention_mask, dropout=0.0, **kwargs):
@@ -108,38 +114,29 @@ def measure(run: Callable[[], object], options: argparse.Namespace) -> tuple[flo
     return statistics.median(seconds), peak / 1e6
 
 
-def text_rows(model: LlamaModel, options: argparse.Namespace) -> list[dict]:
+def text_rows(model: LlamaModel, length: int, kind: str, options: argparse.Namespace) -> list[dict]:
+    """A prompt and training steps of one kind of attention."""
+    ids = torch.randint(1024, (1, length), device=options.device)
+    all_keys = kind in BACKENDS
+    set_score_phase(model, "off" if all_keys else kind.split(",")[0])
+    AttentionInterface.register(NAME, FlexSoft() if kind == FLEX else scored_attention_forward)
     rows = []
-    for length in options.lengths:
-        ids = torch.randint(1024, (1, length), device=options.device)
-        kinds = ["all keys, SDPA", "soft", "hard"]
-        if length in options.flex_lengths:  # each is compiled
-            kinds.append("soft, FlexAttention")
-        for kind in kinds:
-            is_flex = kind.endswith("FlexAttention")
-            AttentionInterface.register(NAME, FlexSoft() if is_flex else scored_attention_forward)
-            set_score_phase(model, {"all": "off", "sof": "soft", "har": "hard"}[kind[:3]])
-            for work, run in (
-                ("prompt", read),
-                ("scores' step", train_scores),
-                ("step", train_all),
-            ):
-                if kind == kinds[0] and work == "scores' step":
-                    continue
-                case = f"{name_of(options)} N{length} {work}"
-                try:
-                    seconds, peak = measure(lambda run=run, ids=ids: run(model, ids), options)
-                except torch.OutOfMemoryError as error:
-                    print(record.declined(case, kind, dtype_of(model), error), flush=True)
-                    continue
-                finally:
-                    model.zero_grad()
-                times = {"forward" if run is read else "both": seconds * 1e3}
-                parts = {"tokens/s": length / seconds}
-                rows.append(
-                    record.row(case, kind, dtype_of(model), **times, peak_mb=peak, parts=parts)
-                )
-                print(record.format_row(rows[-1]), flush=True)
+    for work, run in (("prompt", read), ("scores' step", train_scores), ("step", train_all)):
+        if all_keys and run is train_scores:
+            continue
+        case = f"{name_of(options)} N{length} {work}"
+        try:
+            with sdpa_kernel(BACKENDS[kind]) if all_keys else nullcontext():
+                seconds, peak = measure(lambda run=run: run(model, ids), options)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            print(record.declined(case, kind, dtype_of(model), error), flush=True)
+            continue
+        finally:
+            model.zero_grad()
+        times = {"forward" if run is read else "both": seconds * 1e3}
+        parts = {"tokens/s": length / seconds}
+        rows.append(record.row(case, kind, dtype_of(model), **times, peak_mb=peak, parts=parts))
+        print(record.format_row(rows[-1]), flush=True)
     AttentionInterface.register(NAME, scored_attention_forward)
     return rows
 
@@ -170,30 +167,27 @@ def step(model: LlamaModel, ids: Tensor) -> None:
 
 
 @torch.no_grad()
-def token_rows(model: LlamaModel, options: argparse.Namespace) -> list[dict]:
+def token_rows(model: LlamaModel, context: int, options: argparse.Namespace) -> list[dict]:
     """One token after a context: slots of the rule, and all keys, whose numbers are random."""
-    rows = []
-    for context in options.contexts:
-        set_score_phase(model, "hard")
-        slots = DynamicMaskCache(model.config)
-        begin = time.perf_counter()
-        model(torch.randint(1024, (1, context), device=options.device), past_key_values=slots)
-        if options.device == "cuda":
-            torch.cuda.synchronize()
-        prompt = time.perf_counter() - begin
-        rows.append(token_row(model, "hard, slots", context, slots, prompt, options))
-        del slots
-        set_score_phase(model, "off")
-        every = DynamicCache(config=model.config)
-        weight = model.layers[0].self_attn.k_proj.weight
-        shape = (1, model.config.num_key_value_heads, context, 64)
-        for layer in range(model.config.num_hidden_layers):
-            every.update(
-                *(torch.randn(shape, device=weight.device, dtype=weight.dtype) for _ in range(2)),
-                layer,
-            )
-        rows.append(token_row(model, "all keys, FlashAttention-2", context, every, None, options))
-        del every
+    set_score_phase(model, "hard")
+    slots = DynamicMaskCache(model.config)
+    begin = time.perf_counter()
+    model(torch.randint(1024, (1, context), device=options.device), past_key_values=slots)
+    if options.device == "cuda":
+        torch.cuda.synchronize()
+    prompt = time.perf_counter() - begin
+    rows = [token_row(model, "hard, slots", context, slots, prompt, options)]
+    set_score_phase(model, "off")
+    every = DynamicCache(config=model.config)
+    weight = model.layers[0].self_attn.k_proj.weight
+    shape = (1, model.config.num_key_value_heads, context, 64)
+    for layer in range(model.config.num_hidden_layers):
+        every.update(
+            *(torch.randn(shape, device=weight.device, dtype=weight.dtype) for _ in range(2)), layer
+        )
+    # Not cuDNN, which makes a plan for every new length of a cache that grows.
+    with sdpa_kernel(BACKENDS[FLASH]):
+        rows.append(token_row(model, FLASH, context, every, None, options))
     return rows
 
 
@@ -207,10 +201,7 @@ def token_row(
 ) -> dict:
     """prompt: seconds that the context took."""
     token = torch.zeros(1, 1, dtype=torch.long, device=options.device)
-    # cuDNN, which torch prefers, makes a plan for every new length of a cache that grows.
-    torch.backends.cuda.enable_cudnn_sdp(False)
     seconds, _ = measure(lambda: model(token, past_key_values=cache), options)
-    torch.backends.cuda.enable_cudnn_sdp(True)
     held = sum(t.numel() * t.element_size() for x in cache.layers for t in (x.keys, x.values))
     parts = None if prompt is None else {"prompt": prompt * 1e3}
     row = record.row(
@@ -223,9 +214,9 @@ def token_row(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lengths", type=int, nargs="*", default=[4096, 16384, 65536, 131072])
-    parser.add_argument("--flex-lengths", type=int, nargs="*", default=[16384, 65536])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 524288])
+    parser.add_argument("--lengths", type=int, nargs="*", default=[4096, 32768, 131072])
+    parser.add_argument("--flex-lengths", type=int, nargs="*", default=[4096, 32768, 131072])
+    parser.add_argument("--contexts", type=int, nargs="*", default=[4096, 524288])
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--device", default="cuda")
@@ -235,17 +226,22 @@ def main() -> None:
     torch.manual_seed(0)
     torch._dynamo.config.cache_size_limit = 64
     model = make_model(options).eval()
-    rows = text_rows(model, options) + token_rows(model, options)
-    if options.output is not None:
-        versions = {"transformers": transformers.__version__}
-        record.write(
-            options.output,
-            machine.origin(options.device, options.commit, **versions)
-            | {
-                "note": f"the rule: {RULE}; both: a training step with checkpointed layers; peak_mb beyond the weights",
-                "rows": rows,
-            },
-        )
+    kinds = (*BACKENDS, "soft", "hard") if options.device == "cuda" else (FLASH, "soft", "hard")
+    texts = [(length, kind) for length in options.lengths for kind in kinds]
+    texts += [(length, FLEX) for length in options.flex_lengths]  # each is compiled
+    rows = []
+    for context in options.contexts:
+        rows += token_rows(model, context, options)
+    for length, kind in texts:
+        rows += text_rows(model, length, kind, options)
+        if options.output is not None:  # after each, so that an end before the last loses none
+            write(rows, options)
+
+
+def write(rows: list[dict], options: argparse.Namespace) -> None:
+    origin = machine.origin(options.device, options.commit, transformers=transformers.__version__)
+    note = f"the rule: {RULE}; both: a training step with checkpointed layers; peak_mb beyond the weights"
+    record.write(options.output, origin | {"note": note, "rows": rows})
 
 
 if __name__ == "__main__":
