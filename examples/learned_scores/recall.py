@@ -4,8 +4,10 @@ python -m learned_scores.recall [--lengths 128] [--seeds 0 1 2] [--output recall
 python -m learned_scores.recall --lengths 64 256 1024 --steps 400 300 300 --pairs 32 --words 4096 --width 128    (a GPU)
 
 A text is filler, with (key, value) pairs scattered over its first half; its last quarter asks for the keys again. Every kind
-trains with its budget of keys from the first step, learned scores at every budget and the others at the largest one. Tests
-are at other lengths, too. With `--pairs 1` the task is a pass key.
+trains with its budget of keys from the first step, except `soft_first`; learned scores have every budget, the others the
+largest one. In texts that are shorter than the last ones a query sees at most a half, so that keys have to be chosen from the
+first step: where it sees all, scores learn less, and 64 keys then recall less than 32. Tests are at other lengths, too, and of
+learned scores with all keys. With `--pairs 1` the task is a pass key.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from flash_dmattn.integrations.transformers import add_learned_scores, set_score
 
 # soft_first: learned scores after a half of the steps with all keys. doge: exp(A softplus(z)) for the gate.
 KINDS = ("dense", "scores", "soft_first", "window", "doge", "key_norm", "random")
+SCORED = ("scores", "soft_first")  # with every budget
 _ASKED_PLACES = 4  # a quarter of the text asks
 
 
@@ -86,18 +89,11 @@ class Reader(nn.Module):
         self.llama = LlamaModel(config)
         nn.init.normal_(self.llama.embed_tokens.weight, std=0.5)
         self.previous = nn.Linear(width, width, bias=False)
-        if kind == "window":
-            rule = {"keep_window_size": 0, "recent_window": budget}
-            add_learned_scores(self.llama, scorer="random", **rule)
-        elif kind != "dense":
-            recent = budget // 4
-            rule = {"keep_window_size": budget - recent, "recent_window": recent}
-            scorer = "hidden" if kind in ("scores", "soft_first") else kind
-            add_learned_scores(
-                self.llama,
-                scorer=DogeForm(width, options.heads) if kind == "doge" else scorer,
-                **rule,
-            )
+        if kind != "dense":
+            scorers = {"window": "random", "doge": DogeForm(width, options.heads)}
+            scorers |= dict.fromkeys(SCORED, "hidden")
+            rule = rule_of(kind, budget)
+            add_learned_scores(self.llama, scorer=scorers.get(kind, kind), **rule)
 
     def forward(self, text: Tensor, places: Tensor) -> Tensor:
         """Logits of the answers, [B, pairs, words]."""
@@ -108,6 +104,12 @@ class Reader(nn.Module):
             hidden = self.llama(inputs_embeds=embedded).last_hidden_state
             asking = hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[2]))
             return asking @ words.weight.t() / hidden.shape[2] ** 0.5
+
+
+def rule_of(kind: str, keys: int) -> dict[str, int]:
+    """The rule by which a query sees `keys` keys."""
+    recent = keys if kind == "window" else keys // 4
+    return {"keep_window_size": keys - recent, "recent_window": recent}
 
 
 class DogeForm(nn.Module):
@@ -134,23 +136,27 @@ class Loss(nn.Module):
 
 
 class Stage(NamedTuple):
-    """Steps in one phase of the scores, on texts of one shape."""
+    """Steps in one phase of the scores, on texts of one shape, of which a query sees `keys` keys."""
 
     steps: int
     length: int
     batch: int
+    keys: int
     phase: str | None = None  # None: as the model is
 
 
 def train(
-    model: Reader, texts: Texts, stages: list[Stage], options: argparse.Namespace, title: str
+    model: Reader, texts: Texts, run: Run, stages: list[Stage], options: argparse.Namespace
 ) -> None:
     on_gpu = options.device == "cuda"
     steps = sum(stage.steps for stage in stages)
     optimizer = torch.optim.AdamW(model.parameters(), options.rate, weight_decay=0.01, fused=on_gpu)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.rate, steps, pct_start=0.1)
-    bar = tqdm(total=steps, desc=title, leave=False, dynamic_ncols=True)
+    bar = tqdm(total=steps, desc=str(run), leave=False, dynamic_ncols=True)
     for stage in stages:
+        for layer in model.modules():
+            if hasattr(layer, "score_rule"):
+                layer.score_rule = layer.score_rule._replace(**rule_of(run.kind, stage.keys))
         if stage.phase is not None:
             set_score_phase(model, stage.phase)
         loss_of = Loss(model)
@@ -173,19 +179,20 @@ def recall(model: Reader, texts: Texts, length: int, options: argparse.Namespace
     """The share of right answers."""
     right = []
     for _ in range(options.tests):
-        text, places, answers = texts.draw(length, options.batch)
+        text, places, answers = texts.draw(length, options.batch[-1])
         right.append((model(text, places).argmax(-1) == answers).float().mean())
     return torch.stack(right).mean().item()
 
 
-def stages_of(kind: str, options: argparse.Namespace) -> list[Stage]:
-    """From short texts to long ones, with as many words in a step."""
-    words = options.batch * options.lengths[-1]
-    stages = [
-        Stage(steps, length, words // length)
-        for steps, length in zip(options.steps, options.lengths, strict=True)
-    ]
-    if kind != "soft_first":
+def stages_of(run: Run, options: argparse.Namespace) -> list[Stage]:
+    """From short texts to long ones."""
+    stages = []
+    for steps, length, batch in zip(options.steps, options.lengths, options.batch, strict=True):
+        is_last = length == options.lengths[-1]
+        stages.append(
+            Stage(steps, length, batch, run.budget if is_last else min(run.budget, length // 2))
+        )
+    if run.kind != "soft_first":
         return stages
     *before, last = stages
     soft = last.steps // 2
@@ -201,8 +208,8 @@ def runs(options: argparse.Namespace) -> list[Run]:
     budgets = [length // part for part in options.parts]
     found = []
     for kind in options.kinds:
-        of_kind = {"dense": [length], "scores": budgets}.get(kind, budgets[:1])
-        found += [Run(kind, budget) for budget in of_kind]
+        of_kind = budgets if kind in SCORED else budgets[:1]
+        found += [Run(kind, budget) for budget in ([length] if kind == "dense" else of_kind)]
     if options.same_words:
         same = budgets[min(1, len(budgets) - 1)]
         found += [Run("dense", length, True), Run("scores", same, True)]
@@ -215,13 +222,14 @@ def measure(run: Run, seed: int, options: argparse.Namespace) -> dict:
     torch.manual_seed(seed)
     model = Reader(run.kind, run.budget, options).to(options.device)
     texts = Texts(options, seed, run.same_words)
-    title = f"seed {seed} {run}"
-
-    train(model, texts, stages_of(run.kind, options), options, title)
+    train(model, texts, run, stages_of(run, options), options)
     lengths = [options.lengths[-1] * factor for factor in options.longer]
     other = Texts(options, 1000 + seed, run.same_words)
     found = {length: recall(model, other, length, options) for length in lengths}
     row = {**run._asdict(), "seed": seed, "recall": found}
+    if run.kind in SCORED:  # whether what is missing was not chosen, or not learned
+        set_score_phase(model, "off")
+        row["recall_with_all_keys"] = recall(model, other, lengths[0], options)
     row["seconds"] = round(time.perf_counter() - begin, 1)
     return row
 
@@ -274,7 +282,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--heads", type=int, default=2, help="of attention")
     add("--layers", type=int, default=2, help="of attention and MLP")
     add("--tests", type=int, default=8, help="batches of a test")
-    add("--batch", type=int, default=32, help="texts of the last length in a step")
+    add(
+        "--batch",
+        type=int,
+        nargs="+",
+        default=[32],
+        help="texts of a step at each length; one number: at the last, and as many tokens at others",
+    )
     add("--rate", type=float, default=3e-3, help="the largest learning rate")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of parameters and texts")
     add("--threads", type=int, default=1)
@@ -282,10 +296,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--output", type=Path, default=None, help="a .json of all results")
     options = parser.parse_args(arguments)
-    if len(options.steps) != len(options.lengths):
-        parser.error(
-            f"--steps: got {len(options.steps)} numbers, expected {len(options.lengths)}, one for each of --lengths"
-        )
+    if len(options.batch) == 1:
+        tokens = options.batch[0] * options.lengths[-1]
+        options.batch = [tokens // length for length in options.lengths]
+    for name in ("steps", "batch"):
+        count = len(getattr(options, name))
+        if count != len(options.lengths):
+            parser.error(
+                f"--{name}: got {count} numbers, expected {len(options.lengths)}, one for each of --lengths"
+            )
     return options
 
 

@@ -65,13 +65,16 @@ def test_recall_writes_every_run(tmp_path):
     assert kinds == [*((kind, False) for kind in recall.KINDS), ("dense", True), ("scores", True)]
 
 
-def test_soft_first_ends_hard():
-    options = recall.parse(["--lengths", "16", "32", "--steps", "3", "5", "--batch", "2"])
-    assert recall.stages_of("scores", options) == [(3, 16, 4, None), (5, 32, 2, None)]
-    assert recall.stages_of("soft_first", options) == [
-        (3, 16, 4, "soft"),
-        (2, 32, 2, "soft"),
-        (3, 32, 2, "hard"),
+def test_short_texts_show_a_half_and_soft_first_ends_hard():
+    options = recall.parse(["--lengths", "16", "32", "--steps", "3", "5", "--batch", "4", "2"])
+    assert recall.stages_of(recall.Run("scores", 12), options) == [
+        (3, 16, 4, 8, None),
+        (5, 32, 2, 12, None),
+    ]
+    assert recall.stages_of(recall.Run("soft_first", 4), options) == [
+        (3, 16, 4, 4, "soft"),
+        (2, 32, 2, 4, "soft"),
+        (3, 32, 2, 4, "hard"),
     ]
 
 
