@@ -50,11 +50,14 @@ demo: $(STAMPS)/package $(STAMPS)/demo ## train a small Doge model on the GPU or
 SEEDS ?= 0 1 2
 
 .PHONY: evidence
-evidence: $(STAMPS)/package $(STAMPS)/test ## the quality of learned scores against the budget of keys, in build/evidence (SEEDS="0 1 2", an hour of a core)
+EVIDENCE ?= small
+DISTIL_small = --pretraining-steps 1500 --batch 4 --steps 200 --parts 4 8 16 32 --tests 64
+RECALL_small = --kinds dense scores window doge --parts 4 8 16 --no-same-words
+evidence: $(STAMPS)/package $(STAMPS)/test ## the quality of learned scores against the budget of keys, in build/evidence (SEEDS="0 1 2", a quarter of an hour of a core; EVIDENCE=full, an hour)
 	for seed in $(SEEDS); do \
 	  PYTHONPATH=examples $(BIN)/python -m learned_scores.distil --seed $$seed --output build/evidence/seed$$seed \
-	    --recipes learned without_budget hard_from_the_first; done
-	PYTHONPATH=examples $(BIN)/python -m learned_scores.recall --seeds $(SEEDS) --output build/evidence/recall.json
+	    --recipes learned without_budget hard_from_the_first $(DISTIL_$(EVIDENCE)); done
+	PYTHONPATH=examples $(BIN)/python -m learned_scores.recall --seeds $(SEEDS) --output build/evidence/recall.json $(RECALL_$(EVIDENCE))
 	PYTHONPATH=examples $(BIN)/python -m learned_scores.pictures build/evidence
 
 .PHONY: docs

@@ -11,11 +11,11 @@ from doge_demo.corpus import Corpus
 DIGITS = 4
 _BEFORE = b"\n# KEY="
 _LINE = len(_BEFORE) + DIGITS
-_BYTES_OF_A_QUESTION = 64  # at least
+_BYTES_OF_A_QUESTION = 32  # at least; the more there are, the sooner a base learns to answer
 
 
 class PassKeyTexts(Dataset):
-    """Texts int64 [length], each of a seed of its own. They ask for their number once to `length` / 64 times, at
+    """Texts int64 [length], each of a seed of its own. They ask for their number once to `length` / 32 times, at
     last at their end."""
 
     def __init__(self, text: Tensor, length: int, count: int, seed: int = 0):

@@ -186,7 +186,12 @@ def test_kept_keys_and_next_logits_are_those_of_kvpress(family, name, kvpress, t
     with torch.no_grad():
         model(ids[:, :PROMPT], past_key_values=cache)
         found = model(ids[:, PROMPT : PROMPT + 1], past_key_values=cache).logits
+        slots = DynamicMaskCache(model.config)
+        model(ids[:, :PROMPT], past_key_values=slots)
     torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
+    for layer, keys in zip(slots.layers, kept, strict=True):
+        assert layer.keys.shape[2] == keep + 1  # the last key of the prompt, which is recent
+        assert (torch.cdist(keys, layer.keys).amin(-1) < 1e-4).all()
 
 
 @pytest.mark.parametrize("decoding", [True, False])

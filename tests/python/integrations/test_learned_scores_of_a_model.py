@@ -138,6 +138,25 @@ def test_peft_trains_adapters_and_scorers():
     assert scorers and all(gradient.any() for gradient in scorers)
 
 
+def test_adapter_files_hold_the_scores(tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["scorer"])
+    adapted = peft.get_peft_model(make_scored(), config)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.3)
+    adapted.save_pretrained(tmp_path)
+    fresh = add_learned_scores(make_base(), **RULES["all"])
+    loaded = peft.PeftModel.from_pretrained(fresh, tmp_path).eval()
+    ids, mask = make_ids(), torch.ones(2, 21, dtype=torch.long)
+    torch.testing.assert_close(loaded(ids).logits, adapted.eval()(ids).logits)
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    with torch.no_grad():
+        written = loaded.generate(ids, **options, past_key_values=DynamicMaskCache(fresh.config))
+        assert torch.equal(written, adapted.generate(ids, **options))
+
+
 def test_scores_are_added_to_an_adapted_model():
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(make_base(), peft.LoraConfig(target_modules=["q_proj"]))
