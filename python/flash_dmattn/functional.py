@@ -78,7 +78,7 @@ def flash_dmattn_func(
     return_lse: also return the log-sum-exp of the scores, float32 and differentiable (see merge_attention).
     return_attn_probs: the same by the name of 1.x, with None as a third result.
     keep_window_size: number of keys that a query keeps: the ones with the highest scores, the more recent of equal
-        ones; a sequence has a number for each key head.
+        ones; a sequence has a number for each key head, which its query heads share.
     selection: "per_query": the best among the keys the query may see; "global": the best of the row, the same for all
         queries.
     selection_scores: the scores by which keep_window_size chooses, one value per key: [B, H, Sk] or

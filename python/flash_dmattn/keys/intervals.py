@@ -93,7 +93,8 @@ class KeyIntervals:
 
     def measured(self) -> KeyIntervals:
         """The same intervals with a known bound, and known to be consecutive where they are; unchanged where
-        the library has no kernels for the device."""
+        the library has no kernels for the device. The bound is that of attention's tiles, 64 queries or more which begin at
+        a multiple of their number: other consecutive queries may see more keys."""
         if self.bound is not None or not ops.has_kernels_for(self.intervals):
             return self
         bound = ops.measure_key_bound(self.intervals, self.query_length)
