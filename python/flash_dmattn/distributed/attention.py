@@ -13,14 +13,14 @@ from .._core.numerics import Numerics
 from ..cache import KVSlots
 from ..dispatch import attention, with_lse
 from ..keys.intervals import KeyIntervals
-from ..keys.rule import KeySelection
+from ..keys.rule import KeySelection, find_sinks
 from ..keys.selection import Selection
 from ..keys.visibility import Visibility
 from ..scores import with_zero_sum_gradient
 from .arguments import Call, check_causality, checked_lengths
 from .extend import Extend, take_rows
 from .operators import choose_keys
-from .shards import Border, Shards, keys_seen_before
+from .shards import Border, Shards, keys_seen_before, shown_in_piece
 from .wire import wire_of
 
 
@@ -277,6 +277,19 @@ def seen_keys(pending: Pending) -> tuple[Tensor, Visibility]:
     )
     n = pending.scores.shape[2] - border.places
     return own, Visibility(keys=KeyIntervals(chosen, n, border.rule.bound(is_causal=True)))
+
+
+def bias_without_sinks(pending: Pending) -> Pending:
+    """The same with a bias of 0 for sinks, which then have no gradient of it."""
+    border, places = pending.border, pending.border.places
+    if not border.rule.sink_tokens or pending.bias is None:
+        return pending
+    n = pending.scores.shape[2] - places
+    shown = shown_in_piece(
+        pending.positions, n, pending.present, pending.documents, border.shards.begin()
+    )
+    is_sink = find_sinks(shown, border.rule)
+    return pending._replace(bias=torch.where(is_sink, 0, pending.bias))
 
 
 def boundary_places(

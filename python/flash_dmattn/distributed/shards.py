@@ -136,14 +136,25 @@ def keys_of_piece(
 ) -> tuple[Tensor, Tensor]:
     """The row at each key's position, int64 [B, H, W + n], and the intervals int32 [B, H, W + n, 2] of the n queries that see it.
 
-    scores: [B, H, W + n], of W keys of earlier ranks and those of a piece that begins at the position `begin`.
+    scores: [B, H, W + n], of W keys of earlier ranks and those of a piece that begins at the position `begin`; other arguments as
+    in `shown_in_piece`.
+    """
+    n = scores.shape[2] - positions.shape[2]
+    shown = shown_in_piece(positions, n, present, documents, begin)
+    return shown.own, choose_among(scores, shown, rule, True, n)
+
+
+def shown_in_piece(
+    positions: Tensor, n: int, present: Tensor | None, documents: Tensor | None, begin: int
+) -> ShownKeys:
+    """The rows of n queries, a piece that begins at the position `begin`, to which W keys of earlier ranks and n of the piece are shown.
+
     positions: int32 [B, H, W], of the former; -1: there is no key. present: bool [B, 1 or H, n]. documents: int64 offsets
     [B or 1, documents + 1].
     """
     W = positions.shape[2]
-    n = scores.shape[2] - W
     offsets = None if documents is None else (documents - begin).clamp(0, n)
-    piece = KeyPositions.of(n, n, cu_seqlens_k=offsets, device=scores.device)
+    piece = KeyPositions.of(n, n, cu_seqlens_k=offsets, device=positions.device)
     last = piece.end if present is None else torch.where(present, piece.end, 0)
     # Keys of earlier ranks are of the document to which the first token here belongs.
     positions = positions.long()
@@ -153,9 +164,8 @@ def keys_of_piece(
         of_first = piece.document[..., :1].expand(-1, -1, W)
         document = torch.cat([of_first, piece.document], -1)
         end = piece.end[..., :1]
-    shape = (*scores.shape[:2], n)
+    shape = (*positions.shape[:2], n)
     own = torch.cat([torch.where(exists, positions - begin, -1), piece.own.expand(shape)], -1)
     last = torch.cat([torch.where(exists, end, 0), last.expand(shape)], -1)
     first = own.clamp(min=0)
-    shown = ShownKeys(first, last, own, first, document)
-    return own, choose_among(scores, shown, rule, True, n)
+    return ShownKeys(first, last, own, first, document)

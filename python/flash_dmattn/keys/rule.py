@@ -247,7 +247,7 @@ def choose_among(
     eligible = visible
     is_sink = None
     if rule.sink_tokens > 0:
-        is_sink = visible & (rank_in_document(visible, document) < rule.sink_tokens)
+        is_sink = find_sinks(shown, rule)
         eligible = eligible & ~is_sink
     per_query = is_causal and rule.selection == "per_query"
     if not per_query and not rule.recent_competes:
@@ -280,6 +280,12 @@ def choose_among(
     first, end = torch.broadcast_tensors(first.clamp(min=0), end.clamp(max=query_length))
     is_seen = visible & (first < end)
     return (torch.stack([first, end], dim=-1) * is_seen.unsqueeze(-1)).int()
+
+
+def find_sinks(shown: ShownKeys, rule: KeySelection) -> Tensor:
+    """Which keys are sinks, bool [B or 1, H or 1, Sk]."""
+    visible = shown.first < shown.last
+    return visible & (rank_in_document(visible, shown.document) < rule.sink_tokens)
 
 
 def rank_by_document(scores: Tensor, document: Tensor) -> Tensor:

@@ -5,9 +5,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
-from doge_in_pieces import BATCH, N, batch_of, make_doge
+from doge_in_pieces import BATCH, N, batch_of, make_doge, piece_loss, whole_loss
 from processes import run_in_processes
 
 pytest.importorskip("transformers.models.doge", reason="transformers with Doge is not installed")
@@ -15,26 +14,6 @@ pytestmark = [
     pytest.mark.transformers,
     pytest.mark.skipif(not dist.is_available(), reason="torch without distributed"),
 ]
-
-
-def whole_loss(model, kind, seed=7):
-    tokens, labels, described = batch_of(kind, seed)
-    return model(tokens, labels=labels, use_cache=False, **described).loss
-
-
-def piece_loss(model, context, kind, seed=7):
-    """The part of this rank in the loss: their sum is the whole."""
-    tokens, labels, described = batch_of(kind, seed)
-    piece = context.shard(tokens, labels, **described)
-    mask = {} if piece.key_mask is None else {"attention_mask": piece.key_mask}
-    return model(
-        piece.input_ids,
-        position_ids=piece.position_ids,
-        labels=piece.shift_labels,
-        shift_labels=piece.shift_labels,
-        num_items_in_batch=(F.pad(labels, (0, 1), value=-100)[:, 1:] != -100).sum(),
-        **mask,
-    ).loss
 
 
 def compare_step(rank, kind, checkpointed=False, compiled=False):
@@ -152,7 +131,7 @@ def test_models_that_pieces_would_change_raise():
     classifier = DogeForSequenceClassification(model.config)
     for models, words in (
         ([classifier], "got a DogeForSequenceClassification, which reads one token"),
-        ([], "got attention layers without their DogeModel"),
+        ([], "got attention layers without their decoder"),
     ):
         with pytest.raises(ValueError, match=f"context_parallel: {words}"):
             ModelOfPieces(models, None)

@@ -1,6 +1,7 @@
-"""A small Doge and batches for it, whole, padded and packed."""
+"""A small Doge and batches for it, whole, padded and packed, and their losses."""
 
 import torch
+import torch.nn.functional as F
 
 VOCABULARY, N, BATCH = 97, 96, 2
 
@@ -42,3 +43,23 @@ def batch_of(kind, seed=7):
 
 def max_before(begins):
     return torch.tensor([max(b for b in begins if b <= i) for i in range(N)])
+
+
+def whole_loss(model, kind, seed=7):
+    tokens, labels, described = batch_of(kind, seed)
+    return model(tokens, labels=labels, use_cache=False, **described).loss
+
+
+def piece_loss(model, context, kind, seed=7):
+    """The part of this rank in the loss: their sum is the whole."""
+    tokens, labels, described = batch_of(kind, seed)
+    piece = context.shard(tokens, labels, **described)
+    mask = {} if piece.key_mask is None else {"attention_mask": piece.key_mask}
+    return model(
+        piece.input_ids,
+        position_ids=piece.position_ids,
+        labels=piece.shift_labels,
+        shift_labels=piece.shift_labels,
+        num_items_in_batch=(F.pad(labels, (0, 1), value=-100)[:, 1:] != -100).sum(),
+        **mask,
+    ).loss

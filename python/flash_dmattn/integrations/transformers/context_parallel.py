@@ -1,4 +1,4 @@
-"""A Doge of which each rank of a group has a piece of every sequence. Imports torch.distributed, which a torch may not have."""
+"""Decoders of which each rank of a group has a piece of every sequence. Imports torch.distributed, which a torch may not have."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from transformers.models.doge.modeling_doge import DogeForCausalLM, DogeModel
+from transformers import PreTrainedModel
+from transformers.models.doge.modeling_doge import DogeAttention
 
-from ..._core.checks import may_read
 from ...distributed.arguments import offsets_of_positions
-from ...distributed.attention import attend, begin, boundary_state
+from ...distributed.attention import attend, begin, bias_without_sinks, boundary_state
 from ...distributed.batch import ContextParallel, short_offsets
-from ...keys.recognise import Memo
-from ..dtypes import cast_states, target_dtype
+from ...keys.rule import KeySelection
 from ..masks import causal_mask
 from .cache import DynamicMaskCache
+from .cache_layer import DynamicMaskLayer
 from .compat import find_cache
-from .doge import CONTEXT, PIECES, Context
+from .doge import PIECES
+from .learned_scores.layers import ScoredAttention, is_attention
 
 
 class Pieces(NamedTuple):
@@ -30,53 +31,79 @@ class Pieces(NamedTuple):
 
     def attend(
         self,
-        layer: torch.nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         scores: torch.Tensor,
-        cache: DynamicMaskCache | None,
+        rule: KeySelection,
+        slots: DynamicMaskLayer | None,
+        *,
+        bias: str | torch.Tensor | None = "scores",
+        **options,
     ) -> torch.Tensor:
-        """A Doge layer's attention of a piece [B, n, H, D] over the whole sequences: [B, n, Hq, D]. A query that sees no key has 0,
-        where eager attention takes the mean of all values.
+        """Attention of a piece [B, n, H, D] over the whole sequences: [B, n, Hq, D]. A query that sees no key has 0.
 
-        cache: receives the keys that tokens after the piece see.
+        slots: the layer of a cache that receives the keys that tokens after the piece see. bias: attn_bias of
+        context_parallel_dmattn, where it is a tensor without that of sinks. options: of `attend`.
         """
-        query, key, value = cast_states((query, key, value), target_dtype(layer, query))
         pending = begin(
             key,
             value,
             scores,
             group=self.group.wire,
-            keep_window_size=layer.keep_window_size,
+            attn_bias=bias,
             key_mask=self.key_mask,
             cu_seqlens=self.cu_seqlens,
             query=query,
+            **rule._asdict(),
         )
-        if cache is not None:
-            slots = cache.layers[layer.layer_idx]
+        if slots is not None:
             slots.check_kernels(key.transpose(1, 2))
             state = boundary_state(pending, chunk=slots.chunk)
             slots.adopt(state, pending.border.shards.end())
-        zero_sum = not layer.round_scores_like_eager
-        return attend(query, pending, scale=layer.scaling, zero_sum=zero_sum)
+        if isinstance(bias, torch.Tensor):
+            pending = bias_without_sinks(pending)
+        return attend(query, pending, **options)
+
+
+# Decoders in which nothing but attention takes place between tokens, by `config.model_type`.
+_FAMILIES = ("doge", "llama", "mistral", "qwen2", "qwen3")
 
 
 class ModelOfPieces:
-    """The attribute that `enable_flash_dmattn(model, context_parallel=...)` gives each Doge model."""
+    """The attribute that `enable_flash_dmattn(model, context_parallel=...)` gives each decoder and each model around it."""
 
-    def __init__(self, models: list[torch.nn.Module], group):
-        """Raises where pieces of a sequence would give another result."""
+    def __init__(self, models: list[PreTrainedModel], group):
+        """models: those that contain layers with scores, or Doge models. Raises where pieces of a sequence would give another result."""
+        decoders = []
         for model in models:
-            if not isinstance(model, (DogeModel, DogeForCausalLM)):
+            family, name = model.config.model_type, type(model).__name__
+            if family not in _FAMILIES:
                 raise ValueError(
-                    f"context_parallel: got a {type(model).__name__}, which reads one token of the whole sequence; expected a "
-                    "DogeModel or DogeForCausalLM"
+                    f"context_parallel: got a {name}, expected a decoder of {', '.join(_FAMILIES)}"
                 )
-        if not any(isinstance(model, DogeModel) for model in models):
+            if not name.endswith(("Model", "ForCausalLM")):
+                raise ValueError(
+                    f"context_parallel: got a {name}, which reads one token of the whole sequence; expected a decoder or its "
+                    "ForCausalLM"
+                )
+            if name.endswith("Model"):
+                decoders.append(model)
+        if not decoders:
             raise ValueError(
-                "context_parallel: got attention layers without their DogeModel, which gives them positions; expected it, too"
+                "context_parallel: got attention layers without their decoder, which gives them positions; expected it, too"
             )
+        for decoder in decoders:
+            plain = {
+                type(layer).__name__
+                for layer in decoder.modules()
+                if is_attention(layer) and not isinstance(layer, (ScoredAttention, DogeAttention))
+            }
+            if plain:
+                raise ValueError(
+                    f"context_parallel: got layers {sorted(plain)} without scores, expected scores in all layers: others would "
+                    "attend to their piece alone"
+                )
         self.group = ContextParallel(group)
 
     def __deepcopy__(self, memo: dict) -> ModelOfPieces:
@@ -84,15 +111,14 @@ class ModelOfPieces:
         return self
 
     def changes(self, arguments_by_name: Mapping[str, object]) -> dict[str, object]:
-        """The arguments of DogeModel.forward that are other ones: layers get padding and documents from the context."""
+        """The arguments of a decoder's forward that are other ones: layers get padding and documents from `Pieces`."""
         tokens = arguments_by_name.get("input_ids")
         tokens = arguments_by_name.get("inputs_embeds") if tokens is None else tokens
         batch, length = tokens.shape[:2]
         pieces = self._pieces(arguments_by_name, batch, length)
-        context = Context("causal", Memo() if may_read() else None, pieces)
         mask = causal_mask(batch, tokens.device)
         has_cache = find_cache(arguments_by_name) is not None
-        return {"attention_mask": mask, "use_cache": has_cache, CONTEXT: context}
+        return {"attention_mask": mask, "use_cache": has_cache, PIECES: pieces}
 
     def _pieces(self, arguments_by_name: Mapping[str, object], batch: int, length: int) -> Pieces:
         cache = find_cache(arguments_by_name)
@@ -127,8 +153,8 @@ class ModelOfPieces:
         return Pieces(self.group, mask.bool(), None)
 
 
-def check_labels(model: DogeForCausalLM, args: tuple, options: dict) -> None:
-    """Before DogeForCausalLM.forward: labels that it would shift within a piece raise."""
+def check_labels(model: PreTrainedModel, args: tuple, options: dict) -> None:
+    """Before the forward of a ForCausalLM: labels that it would shift within a piece raise."""
     if getattr(model, PIECES, None) is None:
         return
     if options.get("labels") is not None:
@@ -141,7 +167,9 @@ def check_labels(model: DogeForCausalLM, args: tuple, options: dict) -> None:
                     f"{name}: got None with labels and context parallelism, expected it: {reason}"
                 )
     with_router = options.get("output_router_logits")
-    if model.config.output_router_logits if with_router is None else with_router:
+    if with_router is None:
+        with_router = getattr(model.config, "output_router_logits", False)
+    if with_router:
         raise ValueError(
             "output_router_logits: got True with context parallelism, expected False: its loss would count the tokens of one piece"
         )

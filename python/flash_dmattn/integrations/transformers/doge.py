@@ -19,7 +19,7 @@ from ...keys.select_intervals import select_key_intervals
 from ...ragged import RaggedBatch, extend_ragged
 from ...scores import doge_scores_of, with_zero_sum_gradient
 from ..attention import attention_bshd
-from ..dtypes import fdma_peft_integration_check, target_dtype
+from ..dtypes import cast_states, fdma_peft_integration_check, target_dtype
 from ..keywords import check_mask_keywords
 from ..masks import as_key_intervals, is_causal_mask, present_tokens
 from .cache import DynamicMaskCache
@@ -32,7 +32,8 @@ NAMES = (NAME, BATCHED_DOGE)
 CONTEXT = (
     "flash_dmattn_context"  # the keyword by which a DogeModel passes a `Context` to its layers
 )
-PIECES = "_flash_dmattn_pieces"  # attribute of a model whose sequences are on several ranks
+# The attribute of a decoder whose sequences are on several ranks, and the keyword by which it passes `context_parallel.Pieces`.
+PIECES = "flash_dmattn_pieces"
 
 
 class Context(NamedTuple):
@@ -91,7 +92,13 @@ class FlashDogeAttention(DogeAttention):
         # write both twice, once for each order.
         query, key = _rotate(query, key, *position_embeddings, context.memo)
         if context.pieces is not None:
-            out = context.pieces.attend(self, query, key, value, scores, cache)
+            states = cast_states((query, key, value), target_dtype(self, query))
+            rule = KeySelection(self.keep_window_size)
+            slots = None if cache is None else _layer_of(cache, self.layer_idx)
+            is_zero_sum = not self.round_scores_like_eager
+            out = context.pieces.attend(
+                *states, scores, rule, slots, scale=self.scaling, zero_sum=is_zero_sum
+            )
             return self.o_proj(out.flatten(2)), None
         if context.batch is not None:
             pool = cache.layer_to_allocator[self.layer_idx].pools[self.layer_idx]

@@ -1,4 +1,4 @@
-"""`enable_flash_dmattn`: a Doge model whose layers choose their keys by intervals."""
+"""`enable_flash_dmattn`: a Doge model whose layers choose their keys by intervals, and pieces of sequences."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.doge.modeling_doge import (
     DogeAttention,
-    DogeForCausalLM,
     DogeModel,
     DogePreTrainedModel,
 )
@@ -64,7 +63,8 @@ def enable_flash_dmattn(
     config becomes a copy, because others may share it.
 
     Args:
-        model: a Doge model, or anything that contains its attention layers (a PEFT model, for one).
+        model: a Doge model, or anything that contains its attention layers (a PEFT model, for one). With context_parallel also a
+            Llama, Mistral, Qwen2 or Qwen3 with the scores of `add_learned_scores`, of which nothing else changes.
         round_scores_like_eager: scores in the model's dtype, to reproduce a run of eager attention.
         cache: "dynamic_mask" makes `DynamicMaskCache` the cache of calls that bring none and of `generate`, so that
             memory and time of a token do not grow with the text; None keeps transformers' default cache of all keys.
@@ -76,11 +76,20 @@ def enable_flash_dmattn(
         The same model.
 
     Raises:
-        ValueError: the model has no Doge attention layer, has attention dropout, or cannot have this cache.
+        ValueError: the model has no Doge attention layer and no scores, has attention dropout, or cannot have this cache, or pieces.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
     round_scores_like_eager = resolve_flag(round_scores_like_eager, "round_scores_like_eager")
+    scored = _models_with_scores(model)
+    if scored:
+        for name, value in (("round_scores_like_eager", round_scores_like_eager), ("cache", cache)):
+            if value:
+                raise ValueError(
+                    f"{name}: got {value!r} for a model with learned scores, expected a Doge model"
+                )
+        _set_pieces(scored, context_parallel)
+        return model
     _check_layers(model)
     if cache not in (None, _CACHE):
         raise ValueError(f"cache: got {cache!r}, expected {_CACHE!r} or None")
@@ -88,11 +97,6 @@ def enable_flash_dmattn(
     if cache is not None:
         for module in doge_models:
             DynamicMaskCache(module.config)  # raises where it cannot be
-    pieces = check_labels = None
-    if context_parallel is not None:
-        from .context_parallel import ModelOfPieces, check_labels  # and torch.distributed
-
-        pieces = ModelOfPieces(doge_models, context_parallel)
     replace_layers(model, round_scores_like_eager=round_scores_like_eager)
     for module in model.modules():
         if isinstance(module, FlashDogeAttention):
@@ -100,10 +104,33 @@ def enable_flash_dmattn(
     for module in doge_models:
         set_continuous_batching(module, STORED_NAMES, make_manager)
         _set_default_cache(module, cache)
-        setattr(module, PIECES, pieces)
-        if pieces is not None and isinstance(module, DogeForCausalLM):
-            _hook(module, check_labels)
+    _set_pieces(doge_models, context_parallel)
     return model
+
+
+def _models_with_scores(model: torch.nn.Module) -> list[PreTrainedModel]:
+    """The models of transformers in a model whose layers have learned scores."""
+    from .learned_scores.layers import ScoredAttention  # which imports this module
+
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel)
+        and any(isinstance(layer, ScoredAttention) for layer in module.modules())
+    ]
+
+
+def _set_pieces(models: list[PreTrainedModel], group) -> None:
+    """Gives models pieces of their sequences, or with None whole ones."""
+    pieces = check_labels = None
+    if group is not None:
+        from .context_parallel import ModelOfPieces, check_labels  # and torch.distributed
+
+        pieces = ModelOfPieces(models, group)
+    for model in models:
+        setattr(model, PIECES, pieces)
+        if pieces is not None:
+            _hook(model, check_labels)
 
 
 def resolve_name(model: PreTrainedModel, name: str | None) -> str | None:
@@ -187,7 +214,9 @@ def _begin_forward(model: DogeModel, args: tuple, options: dict) -> tuple[tuple,
     pieces = getattr(model, PIECES, None)
     if pieces is not None:
         given = dict(zip(MODEL_ARGUMENTS, args, strict=False)) | options
-        return (), given | pieces.changes(given)
+        given |= pieces.changes(given)
+        context = Context("causal", Memo() if may_read() else None, given.pop(PIECES))
+        return (), given | {CONTEXT: context}
     changes = {}
     use_cache = arguments_by_name.get("use_cache")
     use_cache = model.config.use_cache if use_cache is None else use_cache

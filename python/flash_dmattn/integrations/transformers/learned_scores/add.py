@@ -13,6 +13,7 @@ from ... import scorers
 from ...config_rules import CONFIG_NAME, LearnedScores, make_rule
 from ...scorers import Scorer, make_scorer
 from ..compat import drop_slot_manager, own_config, set_continuous_batching
+from ..doge import PIECES
 from ..enable import make_manager
 from ..families import reason_to_refuse
 from .attention import NAME, NAMES
@@ -148,6 +149,7 @@ def remove_learned_scores(model: nn.Module) -> nn.Module:
                 setattr(parent, name, without_scorer(layer))
     for module in _pretrained(model):
         drop_slot_manager(module)
+        vars(module).pop(PIECES, None)
     remove_mask_hooks(model)
     vars(model).pop(_METHOD, None)
     return model

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from ...._core.numerics import Numerics
 from ....dispatch import attention, with_lse
@@ -14,15 +13,14 @@ from ....keys.select_intervals import select_key_intervals
 from ....keys.selection import Selection, apply_selection
 from ....keys.visibility import Visibility
 from ....merge import add_sink
-from ....ragged import RaggedBatch, extend_ragged
+from ....ragged import extend_ragged
 from ...attention import mask_driven_attention_forward
 from ...dtypes import cast_states, target_dtype
 from ...keywords import check_mask_keywords
 from ...masks import as_key_intervals, is_causal_mask, normalize_mask, present_tokens
-from ..cache import DynamicMaskCache
 from ..cache_layer import DynamicMaskLayer
 from ..compat import BATCHED_SCORES
-from ..scored_cache import update_with_scores
+from .call import ScoredCall
 
 NAME = "learned_scores_attention"  # of the implementation, in a config
 NAMES = (NAME, BATCHED_SCORES)
@@ -30,85 +28,6 @@ KEYWORD = "flash_dmattn_scores"  # by which a layer passes a `ScoredCall` to the
 BATCH_KEYWORD = (
     "flash_dmattn_batch"  # by which a model passes the `RaggedBatch` of a step to its layers
 )
-
-
-class ScoredCall:
-    """One call of a layer, as the attention function needs it in addition to the arguments of transformers.
-
-    The layer takes it for the cache, whose `update` gets the keys before attention does.
-    """
-
-    def __init__(
-        self,
-        layer: nn.Module,
-        hidden: Tensor,
-        cache: Cache | None,
-        batch: RaggedBatch | None = None,
-    ):
-        """batch: the sequences of a step of continuous batching, whose cache has slots for each of them."""
-        self.layer, self.hidden, self.batch = layer, hidden, batch
-        self.cache = getattr(cache, "self_attention_cache", cache)  # of an EncoderDecoderCache
-        self.slots: DynamicMaskLayer | None = None
-        self.scores: Tensor | None = None  # of all keys [B, Hkv, Sk]; of the new ones with slots
-        self.query_position: Tensor | int | None = None  # None: the last query is the last key
-        self.is_prompt = False  # the first tokens of a cache
-        self.has_attended = False
-
-    def update(
-        self, key: Tensor, value: Tensor, layer_idx: int, *args, **kwargs
-    ) -> tuple[Tensor, Tensor]:
-        """As that of a cache: all keys and values so far. With slots the new ones, which attention adds later."""
-        scores = self.make_scores(key, value)
-        new = key.shape[2]
-        if isinstance(self.cache, DynamicMaskCache):
-            self.slots, self.scores = self.cache.layers[layer_idx], scores
-            self.is_prompt = self.slots.is_empty
-            return key, value
-        if self.batch is not None:
-            self.scores = scores
-            return key, value
-        if not isinstance(self.cache, Cache):
-            raise TypeError(
-                f"cache: got {type(self.cache).__name__}, expected a transformers Cache, or the paged cache of "
-                "model.init_continuous_batching or generate_batch"
-            )
-        self.query_position = _first_position(self.cache, layer_idx, args)
-        key, value, self.scores = update_with_scores(
-            self.cache, key, value, scores, layer_idx, args
-        )
-        if self.scores is None:
-            raise ValueError(
-                f"cache: got keys without scores in layer {layer_idx}, expected a cache that was filled by this model with its "
-                "scores on (phase 'soft' or 'hard')"
-            )
-        # The position in a static cache without tokens is a number, later a tensor.
-        first = self.query_position
-        self.is_prompt = key.shape[2] == new if first is None else isinstance(first, int)
-        return key, value
-
-    def __getattr__(self, name: str):
-        """Whatever else a layer asks its cache."""
-        return getattr(self.cache, name)
-
-    def make_scores(self, key: Tensor, value: Tensor) -> Tensor:
-        """Scores [B, Hkv, S] of keys and values [B, Hkv, S, D]."""
-        return self.layer.scorer(self.hidden, key.transpose(1, 2), value.transpose(1, 2))
-
-    def scores_of(self, key: Tensor, value: Tensor) -> Tensor:
-        self.has_attended = True
-        return self.make_scores(key, value) if self.scores is None else self.scores
-
-
-def _first_position(cache: Cache, index: int, update_arguments: tuple) -> Tensor | int | None:
-    """The position of the first new token in a cache with room for later keys; None: new tokens are its last ones."""
-    layer = cache.layers[index] if index < len(cache.layers) else None
-    if not getattr(layer, "is_compileable", False):
-        return None
-    for argument in update_arguments:  # transformers 4
-        if isinstance(argument, dict) and argument.get("cache_position") is not None:
-            return argument["cache_position"][0]
-    position = layer.get_seq_length()  # a tensor, which `update` changes
-    return position.clone() if isinstance(position, Tensor) else position
 
 
 def scored_attention_forward(
@@ -174,6 +93,8 @@ def _attend(
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
     query, key, value = cast_states((query, key, value), target_dtype(layer, query))
     numerics = Numerics.of(scaling, None, softcap, "saturate", None)
+    if call.pieces is not None:
+        return _attend_to_pieces(call, query, key, value, scores, numerics, s_aux)
     if call.slots is not None:
         return _attend_with_slots(
             call.slots, layer, query, key, value, scores, mask, numerics, s_aux
@@ -262,10 +183,8 @@ def _attend_to_chosen(
     derivative; scores learn by that of a bias of old keys, sinks left out, whose value is 0.
     """
     rule = call.layer.score_rule
-    bias, delay = None, 0
-    if torch.is_grad_enabled() and scores.requires_grad:
-        # A score of -inf, which never is among the best, has no gradient.
-        bias, delay = (scores - scores.detach()).nan_to_num(), rule.recent_window
+    bias, delay = _bias_to_learn(scores, rule)
+    if bias is not None:
         bias = _without_sinks(bias, rule, _visible_by_mask(mask, query, key, chooses=False))
     scores = scores.detach()
     if call.is_prompt and call.layer.dense_prefill:
@@ -291,6 +210,53 @@ def _attend_to_chosen(
             uses_library_kernels=False,
         )
     return attention(query, key, value, bias, visible, Selection(), numerics, bias_delay=delay)
+
+
+def _bias_to_learn(scores: Tensor, rule: KeySelection) -> tuple[Tensor | None, int]:
+    """The bias of value 0 through which scores learn, that of sinks still in it, and its delay; None where nothing learns."""
+    if not (torch.is_grad_enabled() and scores.requires_grad):
+        return None, 0
+    # A score of -inf, which never is among the best, has no gradient.
+    return (scores - scores.detach()).nan_to_num(), rule.recent_window
+
+
+def _attend_to_pieces(
+    call: ScoredCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: Tensor,
+    numerics: Numerics,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """The hard phase over sequences of which this rank has a piece."""
+    layer, slots = call.layer, call.slots
+    if layer.score_phase != "hard":
+        raise ValueError(
+            f"phase: got {layer.score_phase!r} with context parallelism, expected 'hard': in the soft phase a query sees all keys "
+            "of all earlier ranks"
+        )
+    if slots is not None and layer.dense_prefill:
+        raise ValueError(
+            "dense_prefill: got True with a cache and context parallelism, expected False: a prompt would see all keys of "
+            "all earlier ranks"
+        )
+    if slots is not None:
+        _check_rule(slots, layer)
+    bias, delay = _bias_to_learn(scores, layer.score_rule)
+    return call.pieces.attend(
+        query,
+        key,
+        value,
+        scores.detach(),
+        layer.score_rule,
+        slots,
+        bias=bias,
+        scale=numerics.scale,
+        softcap=numerics.softcap,
+        bias_delay=delay,
+        sink_logits=s_aux,
+    )
 
 
 def _is_padding(mask: Tensor | KeyIntervals, call: ScoredCall) -> bool:
@@ -356,11 +322,7 @@ def _attend_with_slots(
             f"cache: got a DynamicMaskCache in the phase {layer.score_phase!r}, which attends to all keys; expected the phase "
             "'hard', or transformers' DynamicCache"
         )
-    if slots.rule != layer.score_rule:
-        raise ValueError(
-            f"cache: got a DynamicMaskCache of the rule {slots.rule} in layer {layer.layer_idx}, expected "
-            f"{layer.score_rule}: a DynamicMaskCache(model.config) of this model"
-        )
+    _check_rule(slots, layer)
     key_mask = present_tokens(mask, query.shape[1])
     scores = scores.float()
     key_heads_first = tuple(t.transpose(1, 2) for t in (key, value))
@@ -387,3 +349,11 @@ def _attend_with_slots(
         scores_are_bias=False,
     )
     return out if s_aux is None else add_sink(out, lse, s_aux)[0]
+
+
+def _check_rule(slots: DynamicMaskLayer, layer: nn.Module) -> None:
+    if slots.rule != layer.score_rule:
+        raise ValueError(
+            f"cache: got a DynamicMaskCache of the rule {slots.rule} in layer {layer.layer_idx}, expected "
+            f"{layer.score_rule}: a DynamicMaskCache(model.config) of this model"
+        )

@@ -10,7 +10,9 @@ from torch import nn
 
 from ....keys.rule import KeySelection
 from ..compat import BATCHED_SCORES, adopt_layer
-from .attention import BATCH_KEYWORD, KEYWORD, NAMES, ScoredCall
+from ..doge import PIECES
+from .attention import BATCH_KEYWORD, KEYWORD, NAMES
+from .call import ScoredCall
 
 # Arguments of layers whose keys are not of the layer's own input.
 _OTHER_SOURCES = ("encoder_hidden_states", "key_value_states", "cross_attention_states")
@@ -44,8 +46,8 @@ class ScoredAttention(nn.Module):
             return super().forward(*args, **kwargs)
         kwargs = dict(zip(self.argument_names, args, strict=False)) | kwargs
         name = next((name for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
-        batch = kwargs.pop(BATCH_KEYWORD, None)
-        call = kwargs[KEYWORD] = ScoredCall(self, kwargs["hidden_states"], kwargs.get(name), batch)
+        steps = kwargs.pop(BATCH_KEYWORD, None), kwargs.pop(PIECES, None)
+        call = kwargs[KEYWORD] = ScoredCall(self, kwargs["hidden_states"], kwargs.get(name), *steps)
         if name is not None:
             kwargs[name] = call
         result = super().forward(**kwargs)

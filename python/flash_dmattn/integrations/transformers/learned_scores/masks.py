@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from ...._core.checks import may_read
 from ..compat import HAS_SLOTS_IN_BATCHES, find_cache
+from ..doge import PIECES
 from ..masks import is_causal_config, mask_kind
 from .attention import BATCH_KEYWORD, NAME, NAMES
 from .layers import ScoredAttention, is_attention
@@ -47,9 +48,18 @@ class _MaskHook:
     def __call__(
         self, decoder: PreTrainedModel, args: tuple, options: dict
     ) -> tuple[tuple, dict] | None:
-        """Before the decoder's forward: the batch of a step of continuous batching; in code that may not read values the mask of
-        its arguments, where it is known."""
+        """Before the decoder's forward: pieces of its sequences, or the batch of a step of continuous batching; in code that may not
+        read values the mask of its arguments, where it is known."""
         config, cache = decoder.config, find_cache(options)
+        pieces = getattr(decoder, PIECES, None)
+        if pieces is not None:
+            if config._attn_implementation not in NAMES:
+                raise ValueError(
+                    f"attn_implementation: got {config._attn_implementation!r} with context parallelism (phase 'off', for one), "
+                    "expected the phase 'hard': others attend to this rank's piece alone"
+                )
+            arguments = dict(zip(self.names, args, strict=False)) | options
+            return (), arguments | pieces.changes(arguments)
         if isinstance(cache, PagedAttentionCache) and config._attn_implementation in NAMES:
             arguments = dict(zip(self.names, args, strict=False)) | options
             return (), arguments | {BATCH_KEYWORD: batch_of(cache, arguments)}

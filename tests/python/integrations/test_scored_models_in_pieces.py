@@ -1,0 +1,149 @@
+"""A decoder with learned scores whose sequences are cut over ranks has the loss and the gradients of one process, under every rule."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from doge_in_pieces import BATCH, VOCABULARY, batch_of, piece_loss, whole_loss
+from processes import run_in_processes
+
+transformers = pytest.importorskip("transformers")
+from flash_dmattn.integrations.transformers import (  # noqa: E402
+    DynamicMaskCache,
+    add_learned_scores,
+    enable_flash_dmattn,
+    remove_learned_scores,
+)
+from scored_models import RULES, make_base, make_scored  # noqa: E402
+
+pytestmark = [
+    pytest.mark.transformers,
+    pytest.mark.skipif(not dist.is_available(), reason="torch without distributed"),
+]
+
+FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral")
+MOVABLE = [rule for rule in RULES if "keep_window_size" in RULES[rule]]
+
+
+def make(family="Llama", rule="all", pieces=False, **options):
+    model = make_scored(family, rule, vocab_size=VOCABULARY, **options).train()
+    return enable_flash_dmattn(model, context_parallel=dist.group.WORLD) if pieces else model
+
+
+def compare_step(kind, *settings, checkpointed=False, compiled=False, **options):
+    from flash_dmattn.distributed import ContextParallel
+
+    model, pieces = make(*settings, **options), make(*settings, pieces=True, **options)
+    loss = whole_loss(model, kind)
+    loss.backward()
+    if checkpointed:
+        pieces.gradient_checkpointing_enable({"use_reentrant": False})
+    if compiled:
+        for layer in pieces.model.layers:
+            layer.compile(fullgraph=True, backend="aot_eager")
+    part = piece_loss(pieces, ContextParallel(dist.group.WORLD), kind)
+    part.backward()
+    total = part.detach().clone()
+    dist.all_reduce(total)
+    torch.testing.assert_close(total, loss.detach(), rtol=1e-5, atol=0)
+    scores_learn = 0
+    for (name, own), other in zip(pieces.named_parameters(), model.parameters(), strict=True):
+        assert (own.grad is None) == (other.grad is None), name
+        if own.grad is None:
+            continue
+        dist.all_reduce(own.grad)
+        scale = other.grad.abs().max()
+        assert (own.grad - other.grad).abs().max() <= 5e-5 * scale, name
+        scores_learn += "scorer" in name and scale > 0
+    assert scores_learn or settings[1:] == ("streaming",)
+
+
+def compare_all(rank):
+    for family in FAMILIES:
+        compare_step("whole", family)
+    for rule in MOVABLE:
+        for kind in ("padded", "packed"):
+            compare_step(kind, "Llama", rule)
+    compare_step("packed", "Llama", "all", checkpointed=True)
+    compare_step("packed", "Llama", "all", compiled=True)
+    compare_step("padded", "Llama", "all", scorer="value")
+    compare_generation(rank)
+    refusals(rank)
+
+
+@torch.no_grad()
+def compare_generation(rank):
+    """A prompt in pieces, after which every rank continues alone from the end of its piece."""
+    from flash_dmattn.distributed import ContextParallel
+
+    tokens, _, _ = batch_of("whole")
+    model, pieces = make().eval(), make(pieces=True).eval()
+    piece = ContextParallel(dist.group.WORLD).shard(tokens)
+    caches = DynamicMaskCache(pieces.config), DynamicMaskCache(model.config)
+    found = pieces(piece.input_ids, position_ids=piece.position_ids, past_key_values=caches[0])
+    end = (rank + 1) * piece.input_ids.shape[1]
+    expected = model(tokens[:, :end], past_key_values=caches[1]).logits[:, -1:]
+    found = found.logits[:, -1:]
+    enable_flash_dmattn(pieces)  # whole sequences again
+    for position in range(end, end + 6):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        token, where = found.argmax(-1), torch.full((BATCH, 1), position)
+        found, expected = (
+            m(token, position_ids=where, past_key_values=cache).logits
+            for m, cache in zip((pieces, model), caches, strict=True)
+        )
+
+
+def refusals(rank):
+    model = make(pieces=True)
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    positions = {"position_ids": torch.arange(8 * rank, 8 * rank + 8)[None]}
+    with pytest.raises(ValueError, match="position_ids: got None with context parallelism"):
+        model(tokens)
+    with pytest.raises(ValueError, match="shift_labels: got None"):
+        model(tokens, labels=tokens, **positions)
+    model.set_score_phase("soft")
+    with pytest.raises(ValueError, match="phase: got 'soft' with context parallelism"):
+        model(tokens, **positions)
+    model.set_score_phase("off")
+    with pytest.raises(ValueError, match="attn_implementation: got 'eager' with context"):
+        model(tokens, **positions)
+    remove_learned_scores(model)
+    model(tokens, labels=tokens)
+    prompts = make_base("Llama", vocab_size=VOCABULARY)
+    add_learned_scores(prompts, 8, dense_prefill=True)
+    enable_flash_dmattn(prompts, context_parallel=dist.group.WORLD)
+    cache = DynamicMaskCache(prompts.config)
+    with torch.no_grad(), pytest.raises(ValueError, match="dense_prefill: got True with a cache"):
+        prompts(tokens, past_key_values=cache, **positions)
+    with pytest.raises(ValueError, match="keep_window_size: got None"):
+        make(rule="threshold", pieces=True)(tokens, **positions)
+
+
+def test_families_and_rules_equal_one_process():
+    run_in_processes(2, compare_all)
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("Gemma3", "got a Gemma3ForCausalLM, expected a decoder of"),
+        ("GPT2", "got a GPT2LMHeadModel, expected a decoder of"),
+    ],
+)
+def test_families_that_pieces_would_change_raise(family, words):
+    with pytest.raises(ValueError, match=f"context_parallel: {words}"):
+        enable_flash_dmattn(make_scored(family), context_parallel=object())
+
+
+def test_layers_without_scores_raise():
+    config = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True}
+    model = make_scored("Qwen3", sliding_window=6, **config)
+    with pytest.raises(ValueError, match="context_parallel: got layers .* without scores"):
+        enable_flash_dmattn(model, context_parallel=object())
+
+
+@pytest.mark.parametrize("option", [{"cache": "dynamic_mask"}, {"round_scores_like_eager": True}])
+def test_options_of_doge_raise_for_a_model_with_scores(option):
+    with pytest.raises(ValueError, match=f"{next(iter(option))}: got .* learned scores"):
+        enable_flash_dmattn(make_scored(), **option)
