@@ -1,4 +1,4 @@
-"""The bytes that context parallelism moves and their time, on paper, for 2, 8 and 64 ranks.
+"""The bytes that context parallelism moves and their time, on paper, for 2 to 64 ranks.
 
     python benchmarks/context_parallel_table.py [--heads 16 --heads-kv 8 --head-dim 128 --window 2048]
 
@@ -9,12 +9,28 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from typing import NamedTuple
 
 FORWARD, BACKWARD = 533e12, 471e12  # useful FLOP/s of an H200 with w 2048, docs/benchmarks.md
 LENGTHS = (2**17, 2**20, 2**22)
-# Bytes a second of a GPU, and seconds of a collective that depends on the one before: NVLink within 8 GPUs, InfiniBand among 64.
-LINKS = {2: (350e9, 15e-6), 8: (350e9, 25e-6), 64: (45e9, 80e-6)}
+RANKS = ((2, 2), (8, 8), (16, 8), (64, 8))  # and those of a node
+# Bytes a second of a GPU, and seconds of a collective that depends on the one before.
+NVLINK, INFINIBAND = (350e9, 25e-6), (45e9, 80e-6)
 NOTE = 8  # bytes of a score and a position
+
+
+class Hop(NamedTuple):
+    """The bytes of one collective to ranks of the same node and of others."""
+
+    within: float
+    between: float
+
+    def bytes(self) -> float:
+        return self.within + self.between
+
+    def seconds(self) -> float:
+        links = [(n, link) for n, link in ((self.within, NVLINK), (self.between, INFINIBAND)) if n]
+        return max((n / bandwidth + latency for n, (bandwidth, latency) in links), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -33,37 +49,48 @@ class Model:
         pairs = length / ranks * min(self.window, length) * self.heads * self.head_dim
         return 4 * pairs / FORWARD, 10 * pairs / BACKWARD
 
-    def exchanges(self, length: int, ranks: int) -> dict[str, tuple[float, float, int, int]]:
-        """Bytes forward and backward, and successive collectives forward and backward."""
-        share, n = (ranks - 1) / ranks, length / ranks
+    def exchanges(
+        self, length: int, ranks: int, node: int
+    ) -> dict[str, tuple[list[Hop], list[Hop]]]:
+        """The successive collectives of forward and backward; node: the ranks of one."""
+        share, n, nodes = (ranks - 1) / ranks, length / ranks, ranks // node
+
+        def to_all(total: float) -> Hop:
+            others = max(ranks - 1, 1)
+            return Hop(total * (node - 1) / others, total * (ranks - node) / others)
+
+        def within(total: float) -> Hop:
+            return Hop(total * (node - 1) / node, 0)
+
         winners = min(self.window, n)
         places = min(self.window, (ranks - 1) * winners)
-        notes = winners * self.heads_kv * NOTE
-        copies = max(1, ranks // self.heads_kv)  # of notes, where ranks share a head
-        both = share * (winners + places)
+        summary = min(self.window, node * winners)
         all_keys = share * length * self.row()
+        ring = Hop(all_keys, 0) if nodes == 1 else Hop(0, all_keys)  # the node's last rank
         heads = share * n * self.head_dim * 2
+
+        def both_ways(hops, parts: int) -> tuple[list[Hop], list[Hop]]:
+            """hops: of the bytes of a row; a note is in as many parts as share a head, and its gradient is half of it."""
+            notes = max(1, parts // self.heads_kv) * self.heads_kv * NOTE
+            return hops(self.row() + notes), hops(self.row() + notes / 2)[::-1]
+
         return {
-            "all keys (ring, all-gather)": (all_keys, all_keys, 1, 1),
+            "all keys (ring, all-gather)": ([ring], [ring]),
             "heads for tokens (Ulysses)": (
-                heads * 2 * (self.heads + self.heads_kv),
-                heads * (3 * self.heads + 4 * self.heads_kv),
-                2,
-                2,
+                [to_all(heads * (self.heads + 2 * self.heads_kv)), to_all(heads * self.heads)],
+                [to_all(heads * (self.heads + 2 * self.heads_kv)), to_all(heads * 2 * (self.heads + self.heads_kv))],
             ),
-            "winners, direct": (
-                (ranks - 1) * (winners * self.row() + notes),
-                (ranks - 1) * (winners * self.row() + notes / 2),
-                1,
-                1,
+            "winners, direct": both_ways(lambda row: [to_all((ranks - 1) * winners * row)], 1),
+            "winners, two hops": both_ways(
+                lambda row: [to_all(share * winners * row), to_all(share * places * row)], ranks
             ),
-            "winners, two hops": (
-                both * (self.row() + copies * self.heads_kv * NOTE),
-                both * (self.row() + copies * self.heads_kv * NOTE / 2),
-                2,
-                2,
+            "winners, nodes": both_ways(
+                lambda row: [
+                    within(winners * row), Hop(0, (nodes - 1) * summary / node * row), within(places * row),
+                ],
+                node,
             ),
-        }
+        }  # fmt: skip
 
 
 def main() -> None:
@@ -73,26 +100,30 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--window", type=int, default=2048)
     model = Model(**vars(parser.parse_args()))
-    for ranks, (bandwidth, latency) in LINKS.items():
-        print(f"\n{ranks} ranks at {bandwidth / 1e9:.0f} GB/s, {latency * 1e6:.0f} us a collective")
+    for ranks, node in RANKS:
+        print(f"\n{ranks} ranks, {node} of a node")
         titles = " | ".join(
-            f"N {length // 1024}k: MB; ms; share of attention" for length in LENGTHS
+            f"N {length // 1024}k: MB, between nodes; ms; share of attention" for length in LENGTHS
         )
         print(f"| exchange | {titles} |\n|---|" + "---|" * len(LENGTHS))
-        for name in model.exchanges(LENGTHS[0], ranks):
-            cells = []
-            for length in LENGTHS:
-                forward, backward, hops, hops_back = model.exchanges(length, ranks)[name]
-                times = (
-                    forward / bandwidth + hops * latency,
-                    backward / bandwidth + hops_back * latency,
-                )
-                attention = sum(model.compute(length, ranks))
-                cells.append(
-                    f"{forward / 1e6:.1f} / {backward / 1e6:.1f}; {times[0] * 1e3:.2f} / {times[1] * 1e3:.2f}; "
-                    f"{100 * sum(times) / attention:.1f} %"
-                )
+        for name in model.exchanges(LENGTHS[0], ranks, node):
+            cells = [cell(model, name, length, ranks, node) for length in LENGTHS]
             print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+def cell(model: Model, name: str, length: int, ranks: int, node: int) -> str:
+    ways = model.exchanges(length, ranks, node)[name]
+    total, between, ms = (
+        " / ".join(f"{sum(map(of_hop, hops)) * scale:.{digits}f}" for hops in ways)
+        for of_hop, scale, digits in (
+            (Hop.bytes, 1e-6, 1),
+            (lambda hop: hop.between, 1e-6, 1),
+            (Hop.seconds, 1e3, 2),
+        )
+    )
+    seconds = sum(hop.seconds() for hops in ways for hop in hops)
+    share = 100 * seconds / sum(model.compute(length, ranks))
+    return f"{total}, {between}; {ms}; {share:.1f} %"
 
 
 if __name__ == "__main__":

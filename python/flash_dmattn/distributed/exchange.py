@@ -9,20 +9,22 @@ shapes alone, so that the host waits for nothing and a CUDA graph can be capture
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .shards import Border, keys_seen_before
-from .wire import Wire, pack, packed_bytes, unpack
+from .wire import Wire, pack, unpack
 
 
 class Exchange(Protocol):
     wire: Wire
     border: Border
-    routes_one: bool  # whether the route is that of this rank alone, [P, W], or of all ranks for a part of the rows
+
+    def route_shape(self, P: int) -> tuple[int, ...]: ...
 
     def collect(self, rows: Tensor, notes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows and notes of the keys that this rank sees, and the route by which their gradients return."""
@@ -68,52 +70,71 @@ def _add_rows(total: Tensor, rows: Tensor, places: Tensor) -> None:
     total.scatter_(1, index, total.gather(1, index) + rows)
 
 
-def _seen_of_candidates(border: Border, notes: Tensor, ranks: slice, rows: slice, P: int) -> Tensor:
-    """Places [ranks, rows, W] of the keys that each of the ranks sees among candidates with notes [rows, L, M]; rows: of P."""
-    begins = border.shards.begins[ranks]
+def _seen_of_candidates(
+    border: Border, notes: Tensor, borders: slice, rows: slice, P: int, size: int
+) -> Tensor:
+    """Places [borders, rows, size] of the keys that the last query before each of the borders sees among candidates with notes
+    [rows, L, M]; rows: of P."""
+    begins = border.shards.begins[borders]
     # fill is used because a copy from a list would wait for the device.
     begins = torch.stack([torch.full((1, 1), begin, device=notes.device) for begin in begins])
     positions = position_of(notes)[None].long()
     begun = 0
     if border.begun is not None:
-        of_rows = border.begun[:, ranks]
+        of_rows = border.begun[:, borders]
         of_rows = of_rows.repeat_interleave(P // of_rows.shape[0], 0)
         begun = of_rows[rows].t()[..., None].clamp(min=0)
     present = (positions >= begun) & (positions < begins)
     rule = border.rule_of_rows(rows, P // border.heads)
     scores = score_of(notes)[None]
-    return keys_seen_before(begins, scores, positions, present, rule, border.places)
+    return keys_seen_before(begins, scores, positions, present, rule, size)
+
+
+def _swap_parts(wire: Wire, to: range, since: range, *parts: Tensor) -> list[Tensor]:
+    """Sends part i of each tensor [len(to), ...] to the i-th of these ranks, and returns what those of `since` sent, [len(since), ...];
+    nothing where there are none."""
+    message = pack(*parts)
+    sent, received = [0] * wire.size, [0] * wire.size
+    for ranks, numbers in ((to, sent), (since, received)):
+        for rank in ranks:
+            numbers[rank] = message.shape[1]
+    found = wire.swap(message.reshape(-1), sent, received)
+    if not since:
+        return []
+    return unpack(found, len(since), *(part.new_empty(part.shape[1:]) for part in parts))
+
+
+def _to_each(part: Tensor, ranks: range) -> Tensor:
+    """[len(ranks), ...] of one part that all of them get."""
+    return part[None].expand(len(ranks), *part.shape)
+
+
+def _in_one_row(parts: Tensor) -> Tensor:
+    """[ranks, P, L, F] -> [P, ranks L, F]."""
+    return parts.transpose(0, 1).flatten(1, 2)
 
 
 class Direct:
     """Winners straight to every later rank, gradients straight to their owners: one collective each way, (R - 1) c rows of the
     busiest rank. For two ranks nothing is less."""
 
-    routes_one = True
-
     def __init__(self, wire: Wire, border: Border):
         self.wire, self.border = wire, border
+        self.earlier, self.later = range(wire.rank), range(wire.rank + 1, wire.size)
+
+    def route_shape(self, P: int) -> tuple[int, ...]:
+        return P, self.border.places
 
     def collect(self, rows: Tensor, notes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        rank, size = self.wire.rank, self.wire.size
-        later = size - 1 - rank
-        bytes_of_one = packed_bytes(notes, rows)
-        message = (
-            pack(notes[None], rows[None]).expand(later, -1).reshape(-1) if later else _nothing(rows)
-        )
-        found = self.wire.swap(
-            message,
-            [0] * (rank + 1) + [bytes_of_one] * later,
-            [bytes_of_one] * rank + [0] * (size - rank),
+        found = _swap_parts(
+            self.wire, self.later, self.earlier, *(_to_each(t, self.later) for t in (notes, rows))
         )
         P, c, columns = rows.shape
-        W = self.border.places
+        W, rank = self.border.places, self.wire.rank
         if rank == 0:
             none = torch.full((P, W), -1, device=rows.device)
             return rows.new_zeros((P, W, columns)), no_key(notes).expand(P, W, -1), none
-        notes, rows = (
-            part.transpose(0, 1).flatten(1, 2) for part in unpack(found, rank, notes, rows)
-        )
+        notes, rows = map(_in_one_row, found)
         if rank == 1:  # who sees all winners of the one before
             missing = W - c
             route = torch.arange(c, device=rows.device)
@@ -121,123 +142,172 @@ class Direct:
             if not missing:
                 return rows, notes, route
         else:
-            route = self._seen(notes)
+            own = slice(rank, rank + 1)
+            route = _seen_of_candidates(self.border, notes, own, slice(0, P), P, W)[0]
         empty = no_key(notes)
         return _take(rows, route[None], 0)[0], _take(notes, route[None], empty)[0], route
 
-    def _seen(self, notes: Tensor) -> Tensor:
-        border, P = self.border, notes.shape[0]
-        rank = slice(self.wire.rank, self.wire.rank + 1)
-        return _seen_of_candidates(border, notes, rank, slice(0, P), P)[0]
-
     def give_back(self, route: Tensor, *gradients: Tensor) -> list[Tensor] | None:
-        rank, size = self.wire.rank, self.wire.size
-        later, c = size - 1 - rank, self.border.winners
-        like = [g.new_empty((g.shape[0], c, g.shape[2])) for g in gradients]
-        bytes_of_one = packed_bytes(*like)
-        message = _nothing(route)
-        if rank > 0:
-            parts = gradients
-            if rank > 1 or route.shape[1] > c:
-                parts = [g.new_zeros((g.shape[0], rank * c + 1, g.shape[2])) for g in gradients]
-                for part, gradient in zip(parts, gradients, strict=True):
-                    _add_rows(part, gradient, route)
-                parts = [part[:, :-1] for part in parts]
-            parts = [part.unflatten(1, (rank, c)).transpose(0, 1) for part in parts]
-            message = pack(*parts).reshape(-1)
-        found = self.wire.swap(
-            message,
-            [bytes_of_one] * rank + [0] * (size - rank),
-            [0] * (rank + 1) + [bytes_of_one] * later,
-        )
-        if not later:
-            return None
-        return [_in_order(part) for part in unpack(found, later, *like)]
+        rank, c = self.wire.rank, self.border.winners
+        parts = gradients
+        if rank > 1 or route.shape[1] != rank * c:
+            parts = [g.new_zeros((g.shape[0], rank * c + 1, g.shape[2])) for g in gradients]
+            for part, gradient in zip(parts, gradients, strict=True):
+                _add_rows(part, gradient, route)
+            parts = [part[:, :-1] for part in parts]
+        parts = [part.unflatten(1, (rank, c)).transpose(0, 1) for part in parts]
+        found = _swap_parts(self.wire, self.earlier, self.later, *parts)
+        return [_in_order(part) for part in found] if self.later else None
+
+
+class Parts(NamedTuple):
+    """How rows [P, L, F] are cut into one part for each of some ranks: into groups of rows, and where there are more ranks than rows
+    into blocks of columns."""
+
+    groups: int
+    blocks: int
+
+    @classmethod
+    def of(cls, P: int, ranks: int) -> Parts:
+        groups = math.gcd(P, ranks)
+        return cls(groups, ranks // groups)
+
+    def rows_of(self, part: int, P: int) -> slice:
+        """Which of P rows a part has."""
+        group, size = part // self.blocks, P // self.groups
+        return slice(group * size, (group + 1) * size)
+
+    def split(self, rows: Tensor) -> Tensor:
+        """[P, L, F] -> [parts, rows of a part, L, columns of a part]. A single column, that of a bias, is in every block."""
+        if rows.shape[2] == 1:
+            return self.copies(rows)
+        missing = -rows.shape[2] % self.blocks
+        rows = F.pad(rows, (0, missing)) if missing else rows
+        rows = rows.unflatten(0, (self.groups, -1)).unflatten(-1, (self.blocks, -1))
+        return rows.permute(0, 3, 1, 2, 4).flatten(0, 1)
+
+    def join(self, parts: Tensor, columns: int) -> Tensor:
+        if columns == 1:
+            return self.one_copy(parts)
+        parts = parts.unflatten(0, (self.groups, self.blocks)).permute(0, 2, 3, 1, 4)
+        return parts.flatten(3).flatten(0, 1)[..., :columns]
+
+    def copies(self, notes: Tensor) -> Tensor:
+        """[P, L, M] -> [parts, rows of a part, L, M]: all of it to each block of columns."""
+        return notes.unflatten(0, (self.groups, -1)).repeat_interleave(self.blocks, 0)
+
+    def one_copy(self, parts: Tensor) -> Tensor:
+        return parts[:: self.blocks].flatten(0, 1)
 
 
 class TwoHops:
-    """Rank i collects the i-th part of all winners (some rows; columns of one row where there are more ranks than rows), and gives
-    each rank this part of what it sees: two collectives each way, less than 2 W rows whatever R is and wherever the best keys
-    are."""
-
-    routes_one = False
+    """Rank i collects the i-th part of all winners, and gives each rank this part of what it sees: two collectives each way, less than
+    2 W rows whatever R is and wherever the best keys are."""
 
     def __init__(self, wire: Wire, border: Border):
-        self.wire, self.border = wire, border
+        self.wire, self.border, self.all = wire, border, range(wire.size)
 
-    def _parts(self, P: int) -> tuple[int, int]:
-        """Groups of rows, and blocks of columns; their product is R."""
-        groups = math.gcd(P, self.wire.size)
-        return groups, self.wire.size // groups
-
-    def _split(self, rows: Tensor) -> Tensor:
-        """[P, L, F] -> [R, rows of a part, L, columns of a part]."""
-        groups, blocks = self._parts(rows.shape[0])
-        rows = F.pad(rows, (0, -rows.shape[2] % blocks)) if rows.shape[2] % blocks else rows
-        rows = rows.unflatten(0, (groups, -1)).unflatten(-1, (blocks, -1))
-        return rows.permute(0, 3, 1, 2, 4).flatten(0, 1)
-
-    def _join(self, parts: Tensor, P: int, columns: int) -> Tensor:
-        groups, blocks = self._parts(P)
-        parts = parts.unflatten(0, (groups, blocks)).permute(0, 2, 3, 1, 4)
-        return parts.flatten(3).flatten(0, 1)[..., :columns]
-
-    def _copies(self, notes: Tensor) -> Tensor:
-        """[P, L, M] -> [R, rows of a part, L, M]: all of it to each block of columns."""
-        groups, blocks = self._parts(notes.shape[0])
-        return notes.unflatten(0, (groups, -1)).repeat_interleave(blocks, 0)
-
-    def _one_copy(self, parts: Tensor, P: int) -> Tensor:
-        _, blocks = self._parts(P)
-        return parts[::blocks].flatten(0, 1)
-
-    def _swap(self, *parts: Tensor) -> list[Tensor]:
-        """Sends part r of each tensor to rank r."""
-        size = self.wire.size
-        message = pack(*parts)
-        equal = [message.shape[1]] * size
-        found = self.wire.swap(message.view(-1), equal, equal)
-        return unpack(found, size, *(part[0] for part in parts))
+    def route_shape(self, P: int) -> tuple[int, ...]:
+        return self.wire.size, P // Parts.of(P, self.wire.size).groups, self.border.places
 
     def collect(self, rows: Tensor, notes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         P, _, columns = rows.shape
-        met_notes, met = self._swap(self._copies(notes), self._split(rows))
-        met_notes, met = (part.transpose(0, 1).flatten(1, 2) for part in (met_notes, met))
-        route = self._seen(met_notes, P)
-        empty = no_key(notes)
-        notes, parts = self._swap(_take(met_notes, route, empty), _take(met, route, 0))
-        return self._join(parts, P, columns), self._one_copy(notes, P), route
-
-    def _seen(self, notes: Tensor, P: int) -> Tensor:
-        """Places [R, rows of this part, W] of the keys that each rank sees among the candidates."""
-        border, size = self.border, self.wire.size
-        groups, blocks = self._parts(P)
-        part = self.wire.rank // blocks
-        own = slice(part * (P // groups), (part + 1) * (P // groups))
-        return _seen_of_candidates(border, notes, slice(0, size), own, P)
+        parts = Parts.of(P, self.wire.size)
+        swap = partial(_swap_parts, self.wire, self.all, self.all)
+        met_notes, met = map(_in_one_row, swap(parts.copies(notes), parts.split(rows)))
+        own = parts.rows_of(self.wire.rank, P)
+        borders = slice(0, self.wire.size)
+        route = _seen_of_candidates(self.border, met_notes, borders, own, P, self.border.places)
+        notes, rows = swap(_take(met_notes, route, no_key(notes)), _take(met, route, 0))
+        return parts.join(rows, columns), parts.one_copy(notes), route
 
     def give_back(self, route: Tensor, *gradients: Tensor) -> list[Tensor] | None:
         size, c = self.wire.size, self.border.winners
-        P = gradients[0].shape[0]
-        # A single column, that of a bias, goes to every block.
-        split = [self._copies(g) if g.shape[2] == 1 else self._split(g) for g in gradients]
+        parts = Parts.of(gradients[0].shape[0], size)
+        swap = partial(_swap_parts, self.wire, self.all, self.all)
         totals = []
-        for met in self._swap(*split):
-            wide = torch.promote_types(met.dtype, torch.float32)
-            total = met.new_zeros((met.shape[1], size * c + 1, met.shape[3]), dtype=wide)
+        for met in swap(*map(parts.split, gradients)):
+            total = _zeros_for(met, size * c)
             for rank in range(1, size):
                 _add_rows(total, met[rank], route[rank])
             total = total[:, :-1].unflatten(1, (size, c)).transpose(0, 1)
             totals.append(self.border.rounded(total, met.dtype))
-        found = self._swap(*totals)
+        found = swap(*totals)
         return [
-            _wide(self._one_copy(part, P) if g.shape[2] == 1 else self._join(part, P, g.shape[2]))
-            for part, g in zip(found, gradients, strict=True)
+            _wide(parts.join(part, g.shape[2])) for part, g in zip(found, gradients, strict=True)
         ]
 
 
-def _nothing(like: Tensor) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=like.device)
+class Nodes:
+    """Within nodes of g ranks, then between them, then within: rank j of a node collects the j-th part of its node's winners, gives what
+    the last query of the node sees of it to the j-th rank of every later node, and each rank of its own node this part of what it
+    sees. Three collectives each way; of them one is between nodes, of W / g rows for each later node, where two hops have 2 W."""
+
+    def __init__(self, wire: Wire, border: Border):
+        self.wire, self.border, size = wire, border, wire.node_size
+        self.node, self.local = divmod(wire.rank, size)
+        self.mates = range(self.node * size, (self.node + 1) * size)
+        self.earlier = range(self.local, self.mates.start, size)
+        self.later = range(wire.rank + size, wire.size, size)
+        most, _ = border.rule.bound(is_causal=True)
+        self.summary = min(most, size * border.winners)  # keys of a node that later ones may see
+
+    def route_shape(self, P: int) -> tuple[int, ...]:
+        size = self.wire.node_size
+        rows = P // Parts.of(P, size).groups
+        return rows, self.summary + size * self.border.places
+
+    def collect(self, rows: Tensor, notes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        P, _, columns = rows.shape
+        parts, border, empty = Parts.of(P, self.wire.node_size), self.border, no_key(notes)
+        own = parts.rows_of(self.local, P)
+        swap = partial(_swap_parts, self.wire, self.mates, self.mates)
+        notes, rows = map(_in_one_row, swap(parts.copies(notes), parts.split(rows)))
+        end = slice(self.mates.stop, self.mates.stop + 1)
+        summary = _seen_of_candidates(border, notes, end, own, P, self.summary)
+        given = _take(notes, summary, empty)[0], _take(rows, summary, 0)[0]
+        given = (_to_each(t, self.later) for t in given)
+        found = _swap_parts(self.wire, self.later, self.earlier, *given)
+        if found:
+            before = map(_in_one_row, found)
+            notes, rows = (torch.cat(both, 1) for both in zip(before, (notes, rows), strict=True))
+        borders = slice(self.mates.start, self.mates.stop)
+        route = _seen_of_candidates(border, notes, borders, own, P, border.places)
+        notes, rows = swap(_take(notes, route, empty), _take(rows, route, 0))
+        routes = torch.cat([summary[0], route.transpose(0, 1).flatten(1)], 1)
+        return parts.join(rows, columns), parts.one_copy(notes), routes
+
+    def give_back(self, route: Tensor, *gradients: Tensor) -> list[Tensor] | None:
+        size, c, nodes = self.wire.node_size, self.border.winners, len(self.earlier)
+        parts = Parts.of(gradients[0].shape[0], size)
+        swap = partial(_swap_parts, self.wire, self.mates, self.mates)
+        summary, route = route.split([self.summary, route.shape[1] - self.summary], 1)
+        route = route.unflatten(1, (size, -1)).transpose(0, 1)
+        totals, of_earlier = [], []
+        for met in swap(*map(parts.split, gradients)):
+            total = _zeros_for(met, nodes * self.summary + size * c)
+            for rank in range(size):
+                _add_rows(total, met[rank], route[rank])
+            before, own = total.tensor_split([nodes * self.summary], 1)
+            before = before.unflatten(1, (nodes, self.summary)).transpose(0, 1)
+            of_earlier.append(self.border.rounded(before, met.dtype))
+            totals.append(own)
+        of_later = _swap_parts(self.wire, self.earlier, self.later, *of_earlier)
+        for total, more in zip(totals, of_later, strict=False):
+            for gradient in more:
+                _add_rows(total, gradient, summary)
+        totals = (total[:, :-1].unflatten(1, (size, c)).transpose(0, 1) for total in totals)
+        dtypes = [g.dtype for g in gradients]
+        found = swap(*(self.border.rounded(t, d) for t, d in zip(totals, dtypes, strict=True)))
+        return [
+            _wide(parts.join(part, g.shape[2])) for part, g in zip(found, gradients, strict=True)
+        ]
+
+
+def _zeros_for(met: Tensor, candidates: int) -> Tensor:
+    """[P, candidates + 1, F] for sums of met [ranks, P, W, F]; the last row takes what has no place."""
+    wide = torch.promote_types(met.dtype, torch.float32)
+    return met.new_zeros((met.shape[1], candidates + 1, met.shape[3]), dtype=wide)
 
 
 def _in_order(parts: Tensor) -> Tensor:
@@ -251,13 +321,17 @@ def _wide(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-EXCHANGES = {"direct": Direct, "two_hops": TwoHops}
+EXCHANGES = {"direct": Direct, "two_hops": TwoHops, "nodes": Nodes}
+MOST_NODES = 8  # from which on two hops move less between nodes
 
 
-def choose_exchange(name: str, ranks: int) -> type[Direct] | type[TwoHops]:
-    """By its name; "auto" is the one that moves fewer bytes."""
+def choose_exchange(name: str, wire: Wire) -> type[Direct] | type[TwoHops] | type[Nodes]:
+    """By its name; "auto" is the one that takes less time."""
     if name == "auto":
-        name = "direct" if ranks <= 2 else "two_hops"
+        nodes = wire.size // wire.node_size
+        name = "direct" if wire.size <= 2 else "two_hops"
+        if wire.node_size > 2 and 2 <= nodes <= MOST_NODES:
+            name = "nodes"
     if name not in EXCHANGES:
         raise ValueError(f"exchange: got {name!r}, expected 'auto' or one of {tuple(EXCHANGES)}")
     return EXCHANGES[name]

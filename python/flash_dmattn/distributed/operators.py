@@ -6,8 +6,6 @@ and the exchange does not run again.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -113,13 +111,11 @@ def exchange_keys(
 @exchange_keys.register_fake
 def _exchange_keys_fake(rows, notes, *operands):
     made = _exchange(*operands)
-    places, size = made.border.places, made.wire.size
-    P = rows.shape[0]
-    own = (P,) if made.routes_one else (size, P // math.gcd(P, size))
+    places, P = made.border.places, rows.shape[0]
     return (
         rows.new_empty((P, places, rows.shape[2])),
         notes.new_empty((P, places, notes.shape[2])),
-        rows.new_empty((*own, places), dtype=torch.int64),
+        rows.new_empty(made.route_shape(P), dtype=torch.int64),
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -40,6 +42,7 @@ class Wire:
     def __init__(self, group: ProcessGroup):
         self._group = ref(group)  # the key of _wires, which a value must not keep
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.node_size = ranks_per_node(dist.get_process_group_ranks(group))
         self.traffic = Traffic(0, 0, 0)
         self.calls = 0
 
@@ -85,7 +88,8 @@ class Wire:
         Uses one collective of a fixed size, so that ranks with different arguments still match. The host waits for its result.
         check: None: in the first calls of a group, of which all ranks have made as many.
         """
-        self.calls += 1
+        if not torch.compiler.is_compiling():  # code with a count in it would be compiled for each
+            self.calls += 1
         is_first = self.calls <= CHECKED_CALLS
         if self.size > 1 and may_read() and (is_first if check is None else check):
             own = dict.fromkeys(COMPARED, 0) if error is not None else numbers()
@@ -109,6 +113,16 @@ def _check_equal(found: dict[str, list[int]]) -> None:
             f"group: got ranks that disagree, expected the same on all: {different} in the order of ranks (lists by "
             "their hash)"
         )
+
+
+def ranks_per_node(ranks: Sequence[int]) -> int:
+    """How many of a group share a host each time, where torchrun started them and all hosts have as many consecutive ones; else 1.
+
+    ranks: of the group, in the default group.
+    """
+    of_host = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    nodes = [len(list(same)) for _, same in groupby(rank // of_host for rank in ranks)]
+    return nodes[0] if len(set(nodes)) == 1 else 1
 
 
 _wires: WeakKeyDictionary[ProcessGroup, Wire] = WeakKeyDictionary()
@@ -146,7 +160,7 @@ def pack(*parts: Tensor) -> Tensor:
     """uint8 [R, bytes] of parts [R, ...]."""
     columns = []
     for part in parts:
-        flat = part.reshape(part.shape[0], -1).contiguous().view(torch.uint8)
+        flat = part.flatten(1).contiguous().view(torch.uint8)
         columns.append(flat)
         padding = -flat.shape[1] % _ALIGNMENT
         if padding:

@@ -19,13 +19,18 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def compare(case, ranks, exchange):
+def compare(case, ranks, exchange, node_size=1):
     run_in_threads(
-        ranks, lambda wire: compare_with_one_process(case, wire, wire.rank, exchange, ranks)
+        ranks,
+        lambda wire: compare_with_one_process(case, wire, wire.rank, exchange, ranks),
+        node_size,
     )
 
 
-@pytest.mark.parametrize("exchange", ["direct", "two_hops"])
+EXCHANGES = [("direct", 1), ("two_hops", 1), ("nodes", 2), ("nodes", 4), ("nodes", 8)]
+
+
+@pytest.mark.parametrize(("exchange", "node_size"), EXCHANGES)
 @pytest.mark.parametrize(
     "name",
     [
@@ -36,20 +41,83 @@ def compare(case, ranks, exchange):
         "a window for each head",
     ],
 )
-def test_eight_ranks_equal_one_process(name, exchange):
-    compare(cases(8)[name], 8, exchange)
+def test_eight_ranks_equal_one_process(name, exchange, node_size):
+    compare(cases(8)[name], 8, exchange, node_size)
 
 
+@pytest.mark.parametrize("name", ["ties", "documents of each row", "sinks of documents"])
+@pytest.mark.parametrize("node_size", [4, 8])
+def test_sixteen_ranks_of_several_nodes_equal_one_process(name, node_size):
+    compare(cases(16)[name], 16, "nodes", node_size)
+
+
+@pytest.mark.parametrize(("exchange", "node_size"), [("two_hops", 1), ("nodes", 8)])
 @pytest.mark.parametrize(
     "case",
     [
         Case([6] * 64, 17, "ties", batch=1),
         Case([4] * 64, 9, batch=1, rule={"recent_window": 7, "sink_tokens": 2}),
+        Case([5] * 64, 6, batch=1, rule={"score_threshold": 0.1, "recent_window": 3}),
+        Case([4] * 64, (3, 11), batch=1, rule={"recent_window": 2, "recent_competes": False}),
     ],
-    ids=["window", "rule"],
+    ids=["window", "rule", "threshold", "budgets"],
 )
-def test_sixty_four_ranks_equal_one_process(case):
-    compare(case, 64, "two_hops")
+def test_sixty_four_ranks_equal_one_process(case, exchange, node_size):
+    compare(case, 64, exchange, node_size)
+
+
+def test_nodes_send_one_part_of_one_state_to_each_later_node():
+    from flash_dmattn.distributed import begin
+
+    ranks, size, w, n, heads, d = 16, 4, 16, 24, 4, 16
+    torch.manual_seed(0)
+    key, scores = torch.randn(1, ranks * n, heads, d), torch.randn(1, heads, ranks * n)
+
+    def sent_by(wire):
+        rows = slice(wire.rank * n, wire.rank * n + n)
+        begin(
+            key[:, rows], key[:, rows], scores[..., rows],
+            group=wire, keep_window_size=w, exchange="nodes", check=False,
+        )  # fmt: skip
+        return wire.sent_to
+
+    state = w * heads * (2 * d * 4 + 8)  # bytes of w keys of all heads with scores and positions
+    for rank, sent in enumerate(run_in_threads(ranks, sent_by, size)):
+        node, local = divmod(rank, size)
+        for other in range(ranks):
+            expected = 2 * state // size if other // size == node else 0
+            if other % size == local and other // size > node:
+                expected = state // size
+            assert sent[other] == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "of_host", "size"),
+    [
+        (range(16), 8, 8),
+        (range(0, 16, 2), 8, 4),  # every second GPU
+        (range(0, 16, 8), 8, 1),  # one of each host
+        (range(4), 8, 4),
+        ([0, 1, 2, 8], 8, 1),  # hosts have different numbers
+    ],
+)
+def test_ranks_of_a_node_are_found(ranks, of_host, size, monkeypatch):
+    from flash_dmattn.distributed.wire import ranks_per_node
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(of_host))
+    assert ranks_per_node(list(ranks)) == size
+
+
+@pytest.mark.parametrize(
+    ("ranks", "node_size", "expected"),
+    [(2, 2, "Direct"), (8, 8, "TwoHops"), (16, 8, "Nodes"), (64, 8, "Nodes"), (128, 8, "TwoHops")],
+)
+def test_exchange_follows_ranks_and_nodes(ranks, node_size, expected):
+    from flash_dmattn.distributed.exchange import choose_exchange
+    from ranks_as_threads import ThreadWire, _Meeting
+
+    wire = ThreadWire(_Meeting(ranks), 0, node_size)
+    assert choose_exchange("auto", wire).__name__ == expected
 
 
 def _skip_first(function):
@@ -82,6 +150,7 @@ def _other_positions(function):
 MUTANTS = {
     "gradients are not returned": ("exchange.Direct.give_back", _skip_first, "ties"),
     "gradients of two hops are not returned": ("exchange.TwoHops.give_back", _skip_first, "ties"),
+    "gradients of nodes are not returned": ("exchange.Nodes.give_back", _skip_first, "ties"),
     "a gradient is not added": ("exchange._add_rows", _one_sum_less, "ties"),
     "a rank loses its best keys": ("extend.keys_seen_before", _one_key_less, "ties"),
     "a border loses a key": ("exchange.keys_seen_before", _one_key_less, "ties"),
@@ -102,5 +171,5 @@ def test_comparison_fails_for_a_mistake(name, monkeypatch):
         target = getattr(target, part)
     monkeypatch.setattr(target, attribute, broken(getattr(target, attribute)))
     with pytest.raises(AssertionError):
-        for exchange in ("direct", "two_hops"):
-            compare(cases(4)[case], 4, exchange)
+        for exchange, node_size in (("direct", 1), ("two_hops", 1), ("nodes", 2)):
+            compare(cases(4)[case], 4, exchange, node_size)

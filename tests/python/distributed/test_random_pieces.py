@@ -17,15 +17,19 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without d
     max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 @given(
-    case=random_cases(), exchange=st.sampled_from(["direct", "two_hops"]), seed=st.integers(0, 99)
+    case=random_cases(),
+    exchange=st.sampled_from(["direct", "two_hops", "nodes"]),
+    seed=st.integers(0, 99),
 )
 def test_random_pieces_equal_one_process(case, exchange, seed):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    ranks = len(case.lengths)
     try:
         run_in_threads(
-            len(case.lengths),
+            ranks,
             lambda wire: compare_with_one_process(case, wire, wire.rank, exchange, seed),
+            node_size=2 if ranks % 2 == 0 else ranks,
         )
     finally:
         torch.set_num_threads(threads)

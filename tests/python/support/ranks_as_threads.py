@@ -21,11 +21,13 @@ class _Meeting:
 
 
 class ThreadWire(Wire):
-    def __init__(self, meeting, rank):
+    def __init__(self, meeting, rank, node_size=1):
         self.meeting, self.rank, self.size = meeting, rank, len(meeting.values)
+        self.node_size, self.sent_to = node_size, [0] * self.size
         self.traffic, self.calls = Traffic(0, 0, 0), 0
 
     def _all_to_all(self, message, sent, received):
+        self.sent_to = [a + b for a, b in zip(self.sent_to, sent, strict=True)]
         parts = self.meeting.of_all(self.rank, message.split(sent))
         mine = [theirs[self.rank] for theirs in parts]
         assert [len(part) for part in mine] == received
@@ -35,13 +37,13 @@ class ThreadWire(Wire):
         return torch.stack(self.meeting.of_all(self.rank, part))
 
 
-def run_in_threads(size, function):
+def run_in_threads(size, function, node_size=1):
     """[function(wire) of each rank]; the first error is raised."""
     meeting, results = _Meeting(size), [None] * size
 
     def work(rank):
         try:
-            results[rank] = function(ThreadWire(meeting, rank))
+            results[rank] = function(ThreadWire(meeting, rank, node_size))
         except BaseException as error:
             results[rank] = error
             meeting.barrier.abort()
