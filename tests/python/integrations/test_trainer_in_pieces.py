@@ -19,15 +19,24 @@ pytestmark = [
 ]
 
 
-def doge_and_data(**settings):
-    data = []
+def make_llama():
+    from scored_models import make_scored
+
+    return make_scored("Llama", "all", vocab_size=VOCABULARY)
+
+
+MODELS = {"Doge": make_doge, "Llama with scores": make_llama}
+
+
+def data():
+    found = []
     for seed in range(8):
         tokens, labels, _ = batch_of("whole", seed)
-        data += [{"input_ids": t, "labels": of_t} for t, of_t in zip(tokens, labels, strict=True)]
-    return make_doge(**settings), data
+        found += [{"input_ids": t, "labels": of_t} for t, of_t in zip(tokens, labels, strict=True)]
+    return found
 
 
-def train(folder, pieces):
+def train(folder, name, pieces):
     from transformers import Trainer, TrainingArguments
 
     from flash_dmattn.integrations.transformers import enable_flash_dmattn
@@ -41,12 +50,12 @@ def train(folder, pieces):
         from accelerate import ParallelismConfig
 
         options["parallelism_config"] = ParallelismConfig(cp_size=dist.get_world_size())
-    model, data = doge_and_data()
+    model = MODELS[name]()
     arguments = TrainingArguments(
         folder, use_cpu=True, max_steps=6, per_device_train_batch_size=2, logging_steps=1, report_to=[],
         save_strategy="no", learning_rate=1e-3, lr_scheduler_type="constant", disable_tqdm=True, **options,
     )  # fmt: skip
-    trainer = PiecesTrainer(model=model, args=arguments, train_dataset=data)
+    trainer = PiecesTrainer(model=model, args=arguments, train_dataset=data())
     if pieces:
         mesh = trainer.accelerator.torch_device_mesh["cp"]
         enable_flash_dmattn(model, context_parallel=mesh)
@@ -54,7 +63,7 @@ def train(folder, pieces):
     return torch.tensor([step["loss"] for step in trainer.state.log_history if "loss" in step])
 
 
-def train_in_pieces(rank, folder, expected):
+def train_in_pieces(rank, folder, name, expected):
     from accelerate import ParallelismConfig
 
     count = dist.get_world_size()
@@ -64,11 +73,12 @@ def train_in_pieces(rank, folder, expected):
     }  # fmt: skip
     # accelerate refuses all parallelism on CPUs, whose processes it could join in the same way.
     with mock.patch.object(ParallelismConfig, "_validate_accelerator"):
-        losses = train(folder, pieces=True)
+        losses = train(folder, name, pieces=True)
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=0)
 
 
-def test_trainer_has_the_losses_of_one_process(tmp_path):
+@pytest.mark.parametrize("name", MODELS)
+def test_trainer_has_the_losses_of_one_process(tmp_path, name):
     try:  # the Trainer imports it where it is installed
         import datasets  # noqa: F401
     except ModuleNotFoundError:
@@ -78,9 +88,9 @@ def test_trainer_has_the_losses_of_one_process(tmp_path):
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
     if not hasattr(accelerate, "ParallelismConfig"):
         pytest.skip("accelerate without ParallelismConfig")
-    expected = train(str(tmp_path), pieces=False)
+    expected = train(str(tmp_path), name, pieces=False)
     assert len(expected) == 6
-    run_in_processes(2, train_in_pieces, str(tmp_path), expected)
+    run_in_processes(2, train_in_pieces, str(tmp_path), name, expected)
 
 
 def compare_with_fsdp(rank):
