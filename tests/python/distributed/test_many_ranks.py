@@ -149,10 +149,24 @@ def _other_positions(function):
     return lambda notes: function(notes) + (function(notes) > 20).int()
 
 
+def _smaller_summary(function):
+    def init(self, wire, border):
+        function(self, wire, border)
+        self.summary -= 1
+
+    return init
+
+
+def _last_two(function):
+    return lambda self: self.rank >= self.ranks() - 2
+
+
 MUTANTS = {
     "gradients are not returned": ("exchange.Direct.give_back", _skip_first, "ties"),
     "gradients of two hops are not returned": ("exchange.TwoHops.give_back", _skip_first, "ties"),
     "gradients of nodes are not returned": ("exchange.Nodes.give_back", _skip_first, "ties"),
+    "a node gives a key less": ("exchange.Nodes.__init__", _smaller_summary, "ties"),
+    "the last rank but one gives nothing": ("shards.Shards.is_last", _last_two, "ties"),
     "a gradient is not added": ("exchange._add_rows", _one_sum_less, "ties"),
     "a rank loses its best keys": ("extend.keys_seen_before", _one_key_less, "ties"),
     "a border loses a key": ("exchange.keys_seen_before", _one_key_less, "ties"),
@@ -164,7 +178,8 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_comparison_fails_for_a_mistake(name, monkeypatch):
     import flash_dmattn.distributed.exchange
-    import flash_dmattn.distributed.extend  # noqa: F401
+    import flash_dmattn.distributed.extend
+    import flash_dmattn.distributed.shards  # noqa: F401
 
     path, broken, case = MUTANTS[name]
     module, _, attribute = path.rpartition(".")
