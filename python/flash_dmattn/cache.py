@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ._core import ops
-from ._core.checks import check_count, check_tensor, resolve_flag
+from ._core.checks import check_count, check_tensor, may_read, resolve_flag
 from ._core.kv_checks import (
     as_row_indices,
     check_chunk,
@@ -123,11 +123,15 @@ class KVSlots(SlotMemory):
         self.pending = 0
         self.is_empty = False
 
-    def renumber(self, positions: Tensor) -> None:
+    def renumber(self, positions: Tensor, seen: Tensor) -> None:
         """Gives the keys of `fill` other positions: for context parallelism, where they are not at their index.
 
-        positions: int32 [B, Hkv, S], ascending where there are keys, and those of the last recent_window tokens at the end; `seen`
-            has to follow. `step` relies on these positions: others may break the cache.
+        positions: int32 [B, Hkv, S], of the tokens of `fill`. Where there are keys they ascend; those of the last recent_window tokens
+            are the last before `seen`, and the others are before these.
+        seen: int [B], the number of tokens so far.
+
+        Raises ValueError for other positions, for which it waits for the device; where values cannot be read, while a CUDA graph is
+        captured, other positions break the cache.
         """
         self._refuse_rows()
         check_tensor(positions, "positions")
@@ -139,15 +143,44 @@ class KVSlots(SlotMemory):
                 f"positions: got {positions.dtype} of shape {shape} on {device}, expected torch.int32 [{heads[0]}, {heads[1]}, S] "
                 f"on {self.k.device}, S above 0"
             )
+        seen = as_row_indices(seen, "seen", self.batch)
         entries = self.positions
         index = torch.where(entries < 0, ~entries, entries)
         index = index.clamp(max=positions.shape[2] - 1).long()  # no key: any
         at = positions.gather(-1, index)
+        is_key = self._taken() & (entries != _NO_KEY)
+        if may_read() and not self._agree(is_key, index, at, seen):
+            raise ValueError(
+                f"positions: got others than those of tokens before {seen.tolist()}, expected ascending ones, of which the last "
+                f"{self.rule.recent_window} are the last before `seen`"
+            )
         renumbered = torch.where(entries < 0, ~at, at)
-        self.positions.copy_(renumbered.where(entries != _NO_KEY, entries))
+        self.positions.copy_(renumbered.where(is_key, entries))
         victim = self.counts[..., _VICTIM_POSITION]
         index = victim.clamp(0, positions.shape[2] - 1).long()
         victim.copy_(positions.gather(-1, index[..., None])[..., 0])
+        self.seen.copy_(seen)
+
+    def _taken(self) -> Tensor:
+        """Which slots have been taken, bool [B, Hkv, places + chunk]."""
+        return torch.arange(self.k.shape[2], device=self.k.device) < self.counts[..., :1]
+
+    def _agree(self, is_key: Tensor, index: Tensor, at: Tensor, seen: Tensor) -> bool:
+        """Whether keys of these indices among the tokens of `fill` can be at these positions, all of them [B, Hkv, slots].
+
+        A recent key leaves when as many tokens have followed it as are recent: at another position it would keep its slot."""
+        before, seen, recent = (
+            self.seen[:, None, None],
+            seen[:, None, None],
+            self.rule.recent_window,
+        )
+        expected = torch.where(
+            index >= before - recent, at == index - before + seen, at < seen - recent
+        )
+        order = index.where(is_key, -1).argsort(-1)
+        ordered = at.where(is_key, -1).gather(-1, order)
+        ascends = (ordered[..., 1:] > ordered[..., :-1]) | (ordered[..., 1:] < 0)
+        return bool((((at >= 0) & expected) | ~is_key).all() & ascends.all())
 
     def step(
         self,

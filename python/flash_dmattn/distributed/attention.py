@@ -321,6 +321,7 @@ def boundary_state(pending: Pending, *, chunk: int = 0) -> KVSlots:
     begun = torch.zeros((1, 1, 1), dtype=torch.int64, device=key.device)
     if border.begun is not None:
         begun = border.begun[:, border.shards.rank + 1, None, None]
+    seen = (border.shards.end() - begun.view(-1)).expand(batch)
     if length:
         places, positions = _state_of_keys(pending, begun)
         there = places >= 0
@@ -330,8 +331,8 @@ def boundary_state(pending: Pending, *, chunk: int = 0) -> KVSlots:
         intervals = torch.stack([torch.zeros_like(there), there], -1).int()
         key, value = (take_rows(t, rows).transpose(1, 2) for t in (key, value))
         cache.fill(key, value, scores, KeyIntervals(intervals, 1))
-        cache.renumber((positions - begun).int())
-    cache.seen.copy_(border.shards.end() - begun.view(-1))
+        cache.renumber((positions - begun).int(), seen)
+    cache.seen.copy_(seen)
     return cache
 
 

@@ -92,28 +92,72 @@ def test_random_pieces_go_on_as_one_process(case):
     run_in_threads(ranks, lambda wire: compare_decoding(case, wire, wire.rank, ranks, 5))
 
 
-MISTAKES = {
-    "a key less": (
-        "recent keys that do not compete",
-        lambda places, positions: (torch.where(places == places.max(), -1, places), positions),
-    ),
-    "positions in another order": (
-        "ties",
-        lambda places, positions: (places, positions.flip(-1)),
-    ),
+def test_comparison_fails_where_a_key_is_missing(monkeypatch):
+    from flash_dmattn.distributed import attention
+
+    state = attention._state_of_keys
+
+    def with_a_key_less(*given):
+        places, positions = state(*given)
+        return torch.where(places == places.max(), -1, places), positions
+
+    monkeypatch.setattr(attention, "_state_of_keys", with_a_key_less)
+    case = dict(decodable_cases(2))["recent keys that do not compete"]
+    with pytest.raises(AssertionError):
+        run_in_threads(2, lambda wire: compare_decoding(case, wire, wire.rank, 2, 0))
+
+
+TOKENS, RECENT = 12, 4
+
+
+def filled_cache(**rule):
+    """12 tokens, whose last four are recent; it sees them and others."""
+    from flash_dmattn import KVSlots
+
+    torch.manual_seed(0)
+    cache = KVSlots(1, 2, 4, 16, recent_window=RECENT, **rule)
+    key = torch.randn(1, TOKENS, 2, 16)
+    cache.fill(key, key, torch.randn(1, 2, TOKENS))
+    return cache
+
+
+def later_positions(by):
+    return (torch.arange(TOKENS, dtype=torch.int32) + by).expand(1, 2, -1).clone()
+
+
+@pytest.mark.parametrize("rule", [{}, {"recent_competes": False}, {"sink_tokens": 2}], ids=str)
+def test_keys_at_later_positions_leave_as_before(rule):
+    caches = [filled_cache(**rule), filled_cache(**rule)]
+    positions = later_positions(30)
+    positions[..., :-RECENT] -= 20  # older keys are further away
+    caches[1].renumber(positions, torch.tensor([TOKENS + 30]))
+    assert caches[1].seen.tolist() == [TOKENS + 30]
+    for _ in range(20):
+        key, scores = torch.randn(1, 1, 2, 16), torch.randn(1, 2, 1)
+        first, second = (cache.step(key, key, key, scores) for cache in caches)
+        torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+WRONG = {
+    "all at one position": lambda p: p.fill_(10),
+    "recent ones after seen": lambda p: p[..., -RECENT:].add_(1),
+    "recent ones too early": lambda p: p[..., -RECENT:].sub_(1),
+    "one recent key twice": lambda p: p[..., -1].sub_(1),
+    "older ones among the recent": lambda p: p[..., :-RECENT].add_(RECENT),
+    "descending": lambda p: p[..., :-RECENT].copy_(p[..., :-RECENT].flip(-1)),
+    "before the text": lambda p: p[..., :-RECENT].sub_(100),
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_comparison_fails_for_a_mistake(name, monkeypatch):
-    from flash_dmattn.distributed import attention
-
-    case, mistake = MISTAKES[name]
-    state = attention._state_of_keys
-    monkeypatch.setattr(attention, "_state_of_keys", lambda *given: mistake(*state(*given)))
-    case = dict(decodable_cases(2))[case]
-    with pytest.raises(AssertionError):
-        run_in_threads(2, lambda wire: compare_decoding(case, wire, wire.rank, 2, 0))
+@pytest.mark.parametrize("name", WRONG)
+def test_positions_at_which_keys_would_not_leave_raise(name):
+    cache = filled_cache()
+    before = cache.positions.clone()
+    positions = later_positions(30)
+    WRONG[name](positions)
+    with pytest.raises(ValueError, match="positions: got others than those of tokens before"):
+        cache.renumber(positions, torch.tensor([TOKENS + 30]))
+    assert torch.equal(cache.positions, before)
 
 
 @pytest.mark.parametrize("positions", [torch.zeros(1, 2, 8), torch.zeros(1, 8, dtype=torch.int32)])
@@ -122,4 +166,4 @@ def test_positions_of_another_shape_or_dtype_raise(positions):
 
     cache = KVSlots(1, 2, 4, 16)
     with pytest.raises(ValueError, match="positions: got torch"):
-        cache.renumber(positions)
+        cache.renumber(positions, torch.tensor([8]))
