@@ -145,7 +145,7 @@ def measure(run: Run, lengths: list[int], is_compiled: bool) -> None:
 
     for length in lengths:
         torch._dynamo.reset()  # each length is compiled on its own
-        if not run.has(12 + 4 * length / 2**20 * (TIMED + 3)):
+        if not run.has(12 + 3 * (TIMED + 3) * length / 2**20 / run.size):
             run.say(f"N {length}: no time left")
             break
         options.seq_len = length
@@ -223,10 +223,9 @@ def main() -> None:
     watch = threading.Timer(options.budget + 15, lambda: os._exit(3))
     watch.daemon = True
     watch.start()
-    if options.losses:
-        losses(run, options.losses)
-        torch._dynamo.reset()
     measure(run, options.lengths, not options.eager)
+    if options.losses and run.has(25):
+        losses(run, options.losses)
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # threads of gloo outlive their group
