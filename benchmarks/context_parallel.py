@@ -9,21 +9,11 @@ Without a GPU: gloo and small sizes, which tries the program.
 from __future__ import annotations
 
 import argparse
-import gc
-import os
 import statistics
-import sys
-import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
-
-os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # a host may refuse multicast
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from flash_dmattn import flash_dmattn_func, select_key_intervals
@@ -35,11 +25,10 @@ from flash_dmattn.distributed import (
     exchanged_bytes,
 )
 from flash_dmattn.distributed.attention import seen_keys
-from harness import machine, record
+from harness import record
 from harness.cases import PER_QUERY, Case
+from harness.ranks import GPU, Ranks, add_options
 
-BEGAN = time.monotonic()
-GPU = torch.cuda.is_available()
 HQ, HKV, D, WINDOW = (16, 8, 128, 2048) if GPU else (4, 2, 16, 64)
 LENGTHS = (65536, 262144, 1048576) if GPU else (512, 1024)
 COMPARED, BY_ORACLE = (16384, 4096) if GPU else (512, 256)  # tokens of comparisons
@@ -55,57 +44,19 @@ EXPECTED = {
 }
 
 
-class Session:
-    """The processes, what they say, and the rows of the record."""
+NOTE = (
+    "median of 5 rounds of successive calls, of the slowest rank; both: forward and backward; parts in ms and MB; "
+    "headroom: keys and values after free rows, into which those of other ranks are received"
+)
 
-    def __init__(self, budget: float):
-        self.budget, self.rows, self.lines = budget, [], []
-        self.rank = int(os.environ.get("RANK", 0))
-        self.size = int(os.environ.get("WORLD_SIZE", 1))
-        local = int(os.environ.get("LOCAL_RANK", 0))
-        self.device = torch.device("cuda", local) if GPU else torch.device("cpu")
-        options = {}
-        if GPU:
-            torch.cuda.set_device(self.device)
-            options["device_id"] = self.device
-        else:
-            torch.set_num_threads(1)
-        dist.init_process_group(
-            "nccl" if GPU else "gloo", timeout=timedelta(seconds=100), **options
-        )
-        self.group = dist.group.WORLD
-        self.cpu = dist.new_group(backend="gloo")  # who waits by it leaves the GPU idle
 
-    def say(self, text: str) -> None:
-        if self.rank == 0:
-            print(f"[{time.monotonic() - BEGAN:4.0f} s] {text}", flush=True)
-
-    def left(self) -> float:
-        return min(self.everywhere(self.budget - (time.monotonic() - BEGAN)))
-
-    def everywhere(self, value):
-        found = [None] * self.size
-        dist.all_gather_object(found, value, group=self.cpu)
-        return found
-
-    def meet(self) -> None:
-        if GPU:
-            torch.cuda.synchronize()
-        dist.barrier(group=self.cpu)
-
-    def clear(self) -> None:
-        gc.collect()
-        if GPU:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-
-    def piece(self, length: int) -> slice:
-        n = length // self.size
-        return slice(self.rank * n, self.rank * n + n)
+def piece_of(session: Ranks, length: int) -> slice:
+    n = length // session.size
+    return slice(session.rank * n, session.rank * n + n)
 
 
 def inputs(
-    session: Session, length: int, seed: int, rows: slice | None = None, scores="normal"
+    session: Ranks, length: int, seed: int, rows: slice | None = None, scores="normal"
 ) -> list:
     """q, k, v, scores as leaves, and dout: rows of a sequence that is the same on every device, as it is made in blocks."""
     rows = slice(0, length) if rows is None else rows
@@ -148,7 +99,7 @@ def gap(actual: Tensor, wanted: Tensor) -> float:
 # ---- Right -----------------------------------------------------------------------------------------
 
 
-def same_keys(session: Session, rows: slice, scores: Tensor, rule: dict, cu_seqlens=None) -> bool:
+def same_keys(session: Ranks, rows: slice, scores: Tensor, rule: dict, cu_seqlens=None) -> bool:
     """The intervals of the whole, clipped to a piece, against those of the keys that its rank has."""
     choice = {} if cu_seqlens is None else {"cu_seqlens_k": cu_seqlens}
     n = rows.stop - rows.start
@@ -174,8 +125,8 @@ def same_keys(session: Session, rows: slice, scores: Tensor, rule: dict, cu_seql
     return bool((actual == expected).all())
 
 
-def compare(session: Session) -> None:
-    rows = session.piece(COMPARED)
+def compare(session: Ranks) -> None:
+    rows = piece_of(session, COMPARED)
     documents = torch.tensor(
         [0, COMPARED // 5, COMPARED // 2 + 77, COMPARED - 9], device=session.device
     )
@@ -237,7 +188,7 @@ def compare(session: Session) -> None:
     distance_from_float32(session)
 
 
-def distance_from_float32(session: Session) -> None:
+def distance_from_float32(session: Ranks) -> None:
     """How far one GPU and the pieces are from dense attention in float32."""
     window = WINDOW // 4
     *leaves, dout = inputs(session, BY_ORACLE, 2)
@@ -252,7 +203,7 @@ def distance_from_float32(session: Session) -> None:
     exact = with_gradients(torch.stack(outs, 1)[None], [q, k, v, s], dout.float())
     rule = {"keep_window_size": window}
     one = with_gradients(whole(leaves, rule), leaves, dout)
-    rows = session.piece(BY_ORACLE)
+    rows = piece_of(session, BY_ORACLE)
     piece = [t.detach()[:, rows].clone().requires_grad_() for t in leaves[:3]]
     piece.append(leaves[3].detach()[..., rows].clone().requires_grad_())
     found = context_parallel_dmattn(*piece, group=session.group, **rule)
@@ -271,9 +222,9 @@ def distance_from_float32(session: Session) -> None:
     )
 
 
-def disagree(session: Session) -> None:
+def disagree(session: Ranks) -> None:
     """Ranks with other windows: an error on each of them, and no rank waits."""
-    *piece, _ = inputs(session, COMPARED, 1, session.piece(COMPARED))
+    *piece, _ = inputs(session, COMPARED, 1, piece_of(session, COMPARED))
     try:
         context_parallel_dmattn(*piece, group=session.group, keep_window_size=WINDOW + session.rank)
         found = "no error"
@@ -285,7 +236,7 @@ def disagree(session: Session) -> None:
 # ---- Quick -----------------------------------------------------------------------------------------
 
 
-def median_ms(session: Session, body: Callable[[], object], together: bool = True) -> float:
+def median_ms(session: Ranks, body: Callable[[], object], together: bool = True) -> float:
     """Milliseconds of a body on this rank, one of several in succession; the GPU has worked for a third of a second before."""
 
     def run(count: int) -> float:
@@ -314,12 +265,12 @@ def median_ms(session: Session, body: Callable[[], object], together: bool = Tru
     return statistics.median(times)
 
 
-def on_one(session: Session, length: int) -> dict:
+def on_one(session: Ranks, length: int) -> dict:
     """Times of the whole on rank 0, while the others wait."""
     found = None
     if session.rank == 0:
         *leaves, dout = inputs(session, length, 3)
-        session.clear()
+        session.clear_memory()
         rule = {"keep_window_size": WINDOW}
 
         def forward():
@@ -329,14 +280,14 @@ def on_one(session: Session, length: int) -> dict:
         found = {
             "forward": median_ms(session, forward, together=False),
             "both": median_ms(session, lambda: with_gradients(whole(leaves, rule), leaves, dout), together=False),
-            "peak_mb": torch.cuda.max_memory_allocated() / 2**20 if GPU else 0.0,
+            "peak_mb": session.peak_mb(),
         }  # fmt: skip
     session.meet()
     return session.everywhere(found)[0]
 
 
-def on_pieces(session: Session, length: int, exchange: str, headroom: bool) -> dict:
-    rows = session.piece(length)
+def on_pieces(session: Ranks, length: int, exchange: str, headroom: bool) -> dict:
+    rows = piece_of(session, length)
     n = rows.stop - rows.start
     *piece, dout = inputs(session, length, 3, rows)
     W = boundary_places(session.group, n, WINDOW)
@@ -349,7 +300,7 @@ def on_pieces(session: Session, length: int, exchange: str, headroom: bool) -> d
     options = {
         "group": session.group, "keep_window_size": WINDOW, "exchange": exchange, "headroom": headroom, "check": False,
     }  # fmt: skip
-    session.clear()
+    session.clear_memory()
 
     def forward():
         with torch.no_grad():
@@ -359,7 +310,7 @@ def on_pieces(session: Session, length: int, exchange: str, headroom: bool) -> d
         with_gradients(attend(q, begin(*keys, **options)), piece, dout)
 
     found = {"forward": median_ms(session, forward), "both": median_ms(session, both)}
-    found["peak_mb"] = torch.cuda.max_memory_allocated() / 2**20 if GPU else 0.0
+    found["peak_mb"] = session.peak_mb()
     before = exchanged_bytes(session.group)
     forward()
     middle = exchanged_bytes(session.group)
@@ -396,9 +347,9 @@ def slowest(found: list[dict]) -> dict:
     }
 
 
-def in_a_graph(session: Session, length: int, exchange: str) -> dict:
+def in_a_graph(session: Ranks, length: int, exchange: str) -> dict:
     """Forward and backward, collectives included, captured once and replayed."""
-    rows = session.piece(length)
+    rows = piece_of(session, length)
     *piece, dout = inputs(session, length, 3, rows)
     options = {
         "group": session.group, "keep_window_size": WINDOW, "exchange": exchange, "check": False, "deterministic": True,
@@ -426,9 +377,9 @@ def in_a_graph(session: Session, length: int, exchange: str) -> dict:
     return {"forward": None, "both": ms}
 
 
-def beside_projection(session: Session, length: int) -> dict[str, dict]:
+def beside_projection(session: Ranks, length: int) -> dict[str, dict]:
     """begin, the projection of queries and attend, with the exchange on the stream of the projection or on one of its own."""
-    rows = session.piece(length)
+    rows = piece_of(session, length)
     q, *keys, dout = inputs(session, length, 3, rows)
     n, width = rows.stop - rows.start, 2 * HQ * D if not GPU else 2048
     hidden = torch.randn((n, width), device=session.device).to(DTYPE).requires_grad_()
@@ -468,15 +419,15 @@ def beside_projection(session: Session, length: int) -> dict[str, dict]:
     return {name: slowest(session.everywhere(times)) for name, times in found.items()}
 
 
-def measure(session: Session) -> None:
+def measure(session: Ranks) -> None:
     kind = str(DTYPE).removeprefix("torch.")
     for length in LENGTHS:
-        if session.left() < 40:
+        if not session.has(40):
             session.say(f"N {length}: no time left")
             return
         case = Case(PER_QUERY, length, D, WINDOW, HQ, HKV)
         one = on_one(session, length)
-        session.clear()
+        session.clear_memory()
         sides = {"one GPU": one}
         wanted = [
             ("pieces", "direct", False),
@@ -484,18 +435,18 @@ def measure(session: Session) -> None:
             ("two hops", "two_hops", True),
         ]
         for side, exchange, headroom in wanted:
-            if session.left() < 25:
+            if not session.has(25):
                 break
             sides[side] = on_pieces(session, length, exchange, headroom)["slowest"]
-            session.clear()
+            session.clear_memory()
         if GPU and length == LENGTHS[0]:
             sides["graph"] = in_a_graph(session, length, "direct")
             sides["graph, two hops"] = in_a_graph(session, length, "two_hops")
-            session.clear()
+            session.clear_memory()
         if length == LENGTHS[1]:
             for name, found in beside_projection(session, length).items():
                 sides[f"projection, {name}"] = found
-            session.clear()
+            session.clear_memory()
         for side, found in sides.items():
             times = [found["forward"], found["both"]]
             speed = [
@@ -511,38 +462,19 @@ def measure(session: Session) -> None:
             )
             measured = {k: v for k, v in found.items() if k in ("both", "peak_mb", "parts")}
             name = side if side == "one GPU" else f"{session.size} GPUs, {side}"
-            session.rows.append(record.row(case, name, kind, found["forward"], **measured))
+            session.add(record.row(case, name, kind, found["forward"], **measured))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="the record")
-    parser.add_argument("--commit", help="of the sources, outside a checkout")
-    parser.add_argument("--budget", type=float, default=280, help="seconds")
-    options = parser.parse_args()
-    session = Session(options.budget)
-    watch = threading.Timer(
-        options.budget + 10, lambda: os._exit(3)
-    )  # where a collective waits for ever
-    watch.daemon = True
-    watch.start()
-    origin = machine.origin(session.device.type, options.commit, "torchrun")
-    about = origin["machine"]
+    add_options(parser, budget=280)
+    session = Ranks(parser.parse_args(), NOTE)
     session.say(
-        f"{about['name']} x {session.size}, torch {torch.__version__}, H{HQ} Hkv{HKV} D{D} w{WINDOW} {DTYPE}"
+        f"{session.device.type} x {session.size}, torch {torch.__version__}, H{HQ} Hkv{HKV} D{D} w{WINDOW} {DTYPE}"
     )
     for step in (disagree, compare, measure):
         step(session)
-    if options.json and session.rank == 0:
-        note = (
-            "median of 5 rounds of successive calls, of the slowest rank; both: forward and backward; parts in ms and MB; "
-            "headroom: keys and values after free rows, into which those of other ranks are received"
-        )
-        about["name"] += f" x {session.size}"
-        record.write(options.json, origin | {"note": note, "rows": session.rows})
-    session.meet()
-    sys.stdout.flush()
-    os._exit(0)  # threads of gloo outlive their group
+    session.finish()
 
 
 if __name__ == "__main__":

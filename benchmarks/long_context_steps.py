@@ -10,30 +10,26 @@ small sizes, which tries the program.
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import statistics
 import sys
-import threading
 import time
 from pathlib import Path
 
-os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # a host may refuse multicast
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from context_parallel_table import Model
 from flash_dmattn.distributed import ContextParallel, exchanged_bytes
-from harness import machine, record
+from harness import record
+from harness.ranks import GPU, Ranks, add_options
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import long_context
 
-GPU = torch.cuda.is_available()
 LENGTHS = [2**p for p in range(15, 21)] if GPU else [512, 1024]
 SIZES = {"window": 2048, "layers": 8, "hidden": 1024, "head-dim": 128}
 if not GPU:
@@ -49,42 +45,14 @@ NOTE = (
 OURS, EXCHANGE = "flash_dmattn", "SendRecv"  # parts of the names of kernels
 
 
-class Run:
-    """The processes of a run, and its rows."""
+def side_of(run: Ranks) -> str:
+    one, many = ("GPU", "GPUs") if GPU else ("process", "processes")
+    return f"{run.size} {one if run.size == 1 else many}"
 
-    def __init__(self, options: argparse.Namespace):
-        self.began, self.budget = time.monotonic(), options.budget
-        self.path = options.json
-        self.size, self.rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-        one, many = ("GPU", "GPUs") if GPU else ("process", "processes")
-        # Rank 0 alone writes. The others choose their GPU later.
-        self.origin = {}
-        if self.rank == 0:
-            self.origin = machine.origin("cuda" if GPU else "cpu", options.commit, "torchrun")
-        self.side = f"{self.size} {one if self.size == 1 else many}"
 
-    def seconds(self) -> float:
-        return time.monotonic() - self.began
-
-    def say(self, text: str) -> None:
-        if self.rank == 0:
-            print(f"[{self.seconds():4.0f} s] {text}", flush=True)
-
-    def add(self, row: dict) -> None:
-        """Into the record, at once."""
-        self.say(record.format_row(row))
-        if self.path is None or self.rank > 0:
-            return
-        rows = record.read(self.path)["rows"] if self.path.exists() else []
-        record.write(self.path, self.origin | {"note": NOTE, "rows": [*rows, row]})
-
-    def everywhere(self, value: float) -> list[float]:
-        found: list = [None] * self.size
-        dist.all_gather_object(found, value)
-        return found
-
-    def has(self, seconds: float) -> bool:
-        return min(self.everywhere(self.budget - self.seconds())) > seconds
+def add(run: Ranks, row: dict) -> None:
+    run.say(record.format_row(row))
+    run.add(row)
 
 
 def options_of(length: int, **changes) -> argparse.Namespace:
@@ -124,7 +92,7 @@ def kernel_ms(step) -> dict[str, float]:
     }
 
 
-def measure(run: Run, lengths: list[int], is_compiled: bool) -> None:
+def measure(run: Ranks, lengths: list[int], is_compiled: bool) -> None:
     options = options_of(max(lengths))
     options.compile = is_compiled
     mesh, device = long_context.make_mesh(options)
@@ -162,17 +130,14 @@ def measure(run: Run, lengths: list[int], is_compiled: bool) -> None:
             parts["attention share"] = parts["attention ms"] / found["both"]
         if run.size > 1:
             parts |= formulas(length, run.size)
-        run.add(record.row(title("training step", length), run.side, DTYPE, **found))
+        add(run, record.row(title("training step", length), side_of(run), DTYPE, **found))
 
 
-def one_length(run: Run, step, mesh) -> dict:
+def one_length(run: Ranks, step, mesh) -> dict:
     """Milliseconds of a step of the slowest rank, peak memory and traffic of the busiest."""
     for _ in range(2):
         step()
-    gc.collect()
-    if GPU:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    run.clear_memory()
     times, group = [], mesh["cp"]
     before = exchanged_bytes(group)
     for _ in range(TIMED):
@@ -185,8 +150,7 @@ def one_length(run: Run, step, mesh) -> dict:
         times.append((time.perf_counter() - began) * 1e3)
     after = exchanged_bytes(group)
     moved = max(after.sent - before.sent, after.received - before.received)
-    peak = torch.cuda.max_memory_allocated() / 2**20 if GPU else 0.0
-    parts = {}
+    peak, parts = run.peak_mb(), {}
     if run.size > 1:
         parts["ours MB a layer"] = max(run.everywhere(moved)) / TIMED / SIZES["layers"] / 1e6
     if GPU:
@@ -198,7 +162,7 @@ def one_length(run: Run, step, mesh) -> dict:
     }
 
 
-def losses(run: Run, steps: int) -> None:
+def losses(run: Ranks, steps: int) -> None:
     """The losses of the same batches on whole sequences and on pieces."""
     for ranks in (1, run.size):
         options = options_of(LOSS_LENGTH, steps=steps, cp=ranks, batch=LOSS_BATCH)
@@ -206,29 +170,21 @@ def losses(run: Run, steps: int) -> None:
         parts = {f"step {step['step']}": step["loss"] for step in found}
         case = title(f"losses of {LOSS_BATCH} sequences", LOSS_LENGTH)
         side = "whole sequences" if ranks == 1 else f"{ranks} pieces"
-        run.add(record.row(case, side, DTYPE, parts=parts))
+        add(run, record.row(case, side, DTYPE, parts=parts))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="the record")
-    parser.add_argument("--commit", help="of the sources, outside a checkout")
-    parser.add_argument("--budget", type=float, default=100, help="seconds")
+    add_options(parser, budget=100)
     parser.add_argument("--lengths", type=int, nargs="*", default=LENGTHS)
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--losses", type=int, default=0, help="steps of the two trainings")
     options = parser.parse_args()
-    run = Run(options)
-    # A collective may wait for ever.
-    watch = threading.Timer(options.budget + 15, lambda: os._exit(3))
-    watch.daemon = True
-    watch.start()
+    run = Ranks(options, NOTE)
     measure(run, options.lengths, not options.eager)
     if options.losses and run.has(25):
         losses(run, options.losses)
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # threads of gloo outlive their group
+    run.finish()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,97 @@
+"""The processes that torchrun starts for one benchmark: what they say, how long they may take, and the record of their rows."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # a host may refuse multicast
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import torch
+import torch.distributed as dist
+
+from . import machine, record
+
+GPU = torch.cuda.is_available()
+GRACE = 12  # seconds after the budget at which a process ends, as a collective may wait for ever
+
+
+def add_options(parser: argparse.ArgumentParser, budget: float) -> None:
+    parser.add_argument("--json", type=Path, help="the record")
+    parser.add_argument("--commit", help="of the sources, outside a checkout")
+    parser.add_argument("--budget", type=float, default=budget, help="seconds")
+
+
+class Ranks:
+    """This process among the others, with NCCL between GPUs, or gloo. Rank 0 speaks and writes the record."""
+
+    def __init__(self, options: argparse.Namespace, note: str):
+        """options: of `add_options`. note: the method, for the record."""
+        self.began, self.budget, self.path = time.monotonic(), options.budget, options.json
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        watch = threading.Timer(options.budget + GRACE, lambda: os._exit(3))
+        watch.daemon = True
+        watch.start()
+        self.device = torch.device("cpu")
+        if GPU:
+            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(self.device)
+        else:
+            torch.set_num_threads(1)
+        dist.init_process_group("nccl" if GPU else "gloo", timeout=timedelta(seconds=100))
+        self.group = dist.group.WORLD
+        self.cpu = dist.new_group(backend="gloo")  # who waits by it leaves the GPU idle
+        self.record = {}
+        if self.rank == 0:
+            origin = machine.origin(self.device.type, options.commit, "torchrun")
+            if self.size > 1:
+                origin["machine"]["name"] += f" x {self.size}"
+            self.record = origin | {"note": note, "rows": []}
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(f"[{time.monotonic() - self.began:4.0f} s] {text}", flush=True)
+
+    def add(self, row: dict) -> None:
+        """Into the record, at once."""
+        if self.rank == 0 and self.path is not None:
+            before = record.read(self.path)["rows"] if self.path.exists() else []
+            record.write(self.path, self.record | {"rows": [*before, row]})
+
+    def everywhere(self, value) -> list:
+        """The values of all ranks."""
+        found = [None] * self.size
+        dist.all_gather_object(found, value, group=self.cpu)
+        return found
+
+    def has(self, seconds: float) -> bool:
+        """Whether as much time is left."""
+        left = self.budget - (time.monotonic() - self.began)
+        return min(self.everywhere(left)) > seconds
+
+    def meet(self) -> None:
+        if GPU:
+            torch.cuda.synchronize()
+        dist.barrier(group=self.cpu)
+
+    def clear_memory(self) -> None:
+        gc.collect()
+        if GPU:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak_mb(self) -> float:
+        """Since `clear_memory`."""
+        return torch.cuda.max_memory_allocated() / 2**20 if GPU else 0.0
+
+    def finish(self) -> None:
+        self.meet()
+        sys.stdout.flush()
+        os._exit(0)  # threads of gloo outlive their group
