@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .arguments import Call
-from .exchange import bias_of, position_of, score_of
+from .exchange import bias_of, no_key, position_of, score_of
 from .operators import collect, give_back
 from .shards import Border, keys_seen_before
 
@@ -18,14 +18,12 @@ class Extend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, key, value, bias, scores, call: Call):
         W = call.border.places
-        places = _places_of_winners(scores, call)
         key, value = (_with_room(t, W, call.headroom) for t in (key, value))
         columns = [_behind(scores, W, torch.nan)]
         if bias is not None and not call.bias_is_score:
             columns.append(_behind(bias, W, 0.0))
-        rows = torch.cat([take_rows(key, places), take_rows(value, places)], -1).flatten(0, 1)
-        notes = _notes(columns, places, call).flatten(0, 1)
-        rows, notes, route = collect(call.exchange, rows, notes)
+        places, *winners = _winners(key, value, columns, scores, call)
+        rows, notes, route = collect(call.exchange, *(t.flatten(0, 1) for t in winners))
         heads = scores.shape[:2]
         rows, notes = rows.unflatten(0, heads), notes.unflatten(0, heads)
         found = rows.transpose(1, 2).split([key.shape[3], value.shape[3]], -1)
@@ -74,9 +72,28 @@ class Extend(torch.autograd.Function):
         return dkey, dvalue, dbias[..., W:] if ctx.bias_learns else None, None, None
 
 
-def _places_of_winners(scores: Tensor, call: Call) -> Tensor:
-    """int64 [B, Hkv, c], rows of the extended keys: of the keys that later ranks may see, ascending; then as many
-    rows in front as keys are missing, each of them once."""
+def _winners(
+    key: Tensor, value: Tensor, columns: list[Tensor], scores: Tensor, call: Call
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The keys that later ranks may see: their places as rows of the extended keys, int64 [B, Hkv, c], ascending; then as many rows in
+    front as keys are missing, each of them once. Their rows [B, Hkv, c, D + Dv] and notes, int32 [B, Hkv, c, 2 or 3]."""
+    batch, heads, n = scores.shape
+    c, W = call.border.winners, call.border.places
+    in_front = torch.arange(c, device=scores.device)
+    if call.border.shards.is_last():  # nobody sees its keys, and it chooses none
+        rows = key.new_zeros((batch, heads, c, key.shape[3] + value.shape[3]))
+        notes = no_key(scores.new_empty(1 + len(columns))).expand(batch, heads, c, -1)
+        return in_front.expand(batch, heads, c), rows, notes
+    found = _chosen(scores, call)
+    places = torch.where(found < 0, in_front, found + W)
+    rows = torch.cat([take_rows(key, places), take_rows(value, places)], -1)
+    positions = torch.where(found < 0, -1, found + call.border.shards.begin())
+    score, *bias = (column.gather(-1, places).view(torch.int32) for column in columns)
+    return places, rows, torch.stack([score, positions.int(), *bias], -1)
+
+
+def _chosen(scores: Tensor, call: Call) -> Tensor:
+    """int64 [B, Hkv, c], of the keys of this piece, ascending and then -1."""
     border, present = call.border, call.present
     shards, (batch, heads, n) = border.shards, scores.shape
     positions = torch.arange(shards.begin(), shards.end(), device=scores.device)
@@ -85,7 +102,7 @@ def _places_of_winners(scores: Tensor, call: Call) -> Tensor:
         present = goes_on if present is None else present & goes_on
     if present is not None:
         present = present.expand(batch, heads, n).flatten(0, 1)[None]
-    found = keys_seen_before(
+    return keys_seen_before(
         shards.end(),
         scores.flatten(0, 1)[None],
         positions[None, None],
@@ -93,18 +110,6 @@ def _places_of_winners(scores: Tensor, call: Call) -> Tensor:
         border.rule_of_rows(slice(None), batch),
         border.winners,
     )[0].unflatten(0, (batch, heads))
-    in_front = torch.arange(border.winners, device=scores.device)
-    return torch.where(found < 0, in_front, found + border.places)
-
-
-def _notes(columns: list[Tensor], places: Tensor, call: Call) -> Tensor:
-    """int32 [B, Hkv, c, 2 or 3]."""
-    border = call.border
-    positions = torch.where(
-        places < border.places, -1, places - border.places + border.shards.begin()
-    )
-    score, *bias = (column.gather(-1, places).view(torch.int32) for column in columns)
-    return torch.stack([score, positions.int(), *bias], -1)
 
 
 def _with_room(rows: Tensor, places: int, headroom: bool) -> Tensor:

@@ -33,6 +33,9 @@ class Shards(NamedTuple):
     def ranks(self) -> int:
         return len(self.begins) - 1
 
+    def is_last(self) -> bool:
+        return self.rank == self.ranks() - 1
+
     def longest(self) -> int:
         return max(b - a for a, b in zip(self.begins, self.begins[1:], strict=False))
 
