@@ -181,7 +181,8 @@ def main() -> None:
     parser.add_argument("--losses", type=int, default=0, help="steps of the two trainings")
     options = parser.parse_args()
     run = Ranks(options, NOTE)
-    measure(run, options.lengths, not options.eager)
+    if options.lengths:
+        measure(run, options.lengths, not options.eager)
     if options.losses and run.has(25):
         losses(run, options.losses)
     run.finish()
