@@ -21,7 +21,7 @@ import kvpress
 import torch
 import transformers
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from flash_dmattn.integrations.kvpress import add_press
 from flash_dmattn.integrations.transformers import DynamicMaskCache, remove_learned_scores
@@ -53,6 +53,11 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
+def bytes_of(cache: Cache) -> int:
+    states = [state for layer in cache.layers for state in (layer.keys, layer.values)]
+    return sum(state.numel() * state.element_size() for state in states)
+
+
 def measure(
     model: LlamaForCausalLM,
     ids: Tensor,
@@ -78,7 +83,7 @@ def measure(
             synchronize(options.device)
             prompts += [time.perf_counter() - begin] * (turn > 0)
         peak = torch.cuda.max_memory_allocated() - before if on_gpu else 0
-        held = torch.cuda.memory_allocated() - before if on_gpu else 0
+        held = torch.cuda.memory_allocated() - before if on_gpu else bytes_of(cache)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         # cuDNN, which torch prefers, makes a plan for every new length of a cache that grows.
