@@ -108,26 +108,22 @@ def _started(model: PreTrainedModel, length: int, most: int) -> Iterator[Continu
     try:
         yield manager
     finally:
-        manager.stop(block=True)
+        manager.stop(hard_stop=True)
         manager.destroy()
 
 
 def _closed_loop(
     manager: ContinuousBatchingManager, model: PreTrainedModel, length: int, concurrency: int
 ) -> dict:
-    """Requests of which a new one begins when one ends."""
+    """Requests of which a new one begins whenever one ends, also while the last of those that count runs."""
     prompts = _prompts(model, length)
-    count = concurrency + max(_COUNTED[0] * concurrency, _COUNTED[1])
-    ends, results = [], []
+    results = []
     for _ in range(concurrency):
         _add(manager, model, next(prompts))
-    for number in range(count):
+    for _ in range(concurrency + max(_COUNTED[0] * concurrency, _COUNTED[1])):
         results.append(_result(manager, 600))
-        ends.append(time.perf_counter())
-        if number + concurrency < count:
-            _add(manager, model, next(prompts))
-    seconds = ends[-1] - ends[concurrency - 1]
-    return _times(results[concurrency:], model, seconds)
+        _add(manager, model, next(prompts))
+    return _times(results, concurrency, model)
 
 
 def _open_loop(
@@ -149,7 +145,7 @@ def _open_loop(
         result = _result(manager, wait, may_wait=len(due) > 1)
         if result is not None:
             results.append(result)
-    return _times(results[count // 4 :], model, 0.75 * (time.perf_counter() - start))
+    return _times(results, max(count // 4, 1), model)
 
 
 def _prompts(model: PreTrainedModel, length: int) -> Iterator[list[int]]:
@@ -172,9 +168,12 @@ def _result(
     return result
 
 
-def _times(results: list[GenerationOutput], model: PreTrainedModel, seconds: float) -> dict:
-    """ms to the first token (TTFT), between tokens (ITL), and for a token after the first (TPOT); tokens and requests a
-    second."""
+def _times(results: list[GenerationOutput], before: int, model: PreTrainedModel) -> dict:
+    """ms to the first token (TTFT), between tokens (ITL), and for a token after the first (TPOT); requests and tokens a second.
+    The first `before` results, in the order of their ends, come before those that count."""
+    ends = [result.timestamps[-1] for result in results]
+    seconds = ends[-1] - ends[before - 1]
+    results = results[before:]
     first = [result.timestamps[0] - result.created_time for result in results]
     between = [b - a for result in results for a, b in itertools.pairwise(result.timestamps)]
     each = [
