@@ -120,7 +120,7 @@ def ranks_per_node(ranks: Sequence[int]) -> int:
 
     ranks: of the group, in the default group.
     """
-    of_host = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    of_host = max(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
     nodes = [len(list(same)) for _, same in groupby(rank // of_host for rank in ranks)]
     return nodes[0] if len(set(nodes)) == 1 else 1
 
