@@ -4,9 +4,11 @@ import dataclasses
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 from biases_that_mask import check_bias_that_masks, problem_of
 from flash_dmattn import flash_dmattn_func, flex_dmattn_func, select_key_intervals
+from flash_dmattn._backends import flex
 from flash_dmattn.check.cases import CASES, make_case, run
 from flash_dmattn.check.compare import assert_close, assert_matches_oracle
 from flash_dmattn.check.oracle import Problem, Result, attention
@@ -44,17 +46,20 @@ def test_forward_matches_oracle(intervals):
     assert_close("out", out, expected.out, yardstick.out, expected.largest_score)
 
 
-# On a GPU backward, too.
+# On a GPU backward, too. On the CPU one case is compiled: uncompiled, torch asks the same functions for scores and masks, but reads
+# no lists of blocks.
 @pytest.mark.parametrize(
-    "dtype, bias_dtype, form",
+    "dtype, bias_dtype, form, compiled",
     [
-        (torch.float16, torch.float32, "keys"),
-        (torch.float16, torch.float16, "pairs"),
-        (torch.bfloat16, torch.float16, "chosen keys"),
-        (torch.float16, torch.float32, "pairs beside scores"),
+        (torch.float16, torch.float32, "keys", ON_GPU),
+        (torch.float16, torch.float16, "pairs", ON_GPU),
+        (torch.bfloat16, torch.float16, "chosen keys", ON_GPU),
+        (torch.float16, torch.float32, "pairs beside scores", True),
     ],
 )
-def test_bias_masks_by_the_rule_of_its_dtype(dtype, bias_dtype, form):
+def test_bias_masks_by_the_rule_of_its_dtype(monkeypatch, dtype, bias_dtype, form, compiled):
+    if not compiled:
+        monkeypatch.setattr(flex, "_flex", lambda: flex_attention)
     if ON_GPU:
         check_bias_that_masks(flex_dmattn_func, form, dtype, bias_dtype, "cuda")
         return
