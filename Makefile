@@ -13,6 +13,7 @@ TORCH ?= torch==2.13.0
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 CUDA ?= AUTO
 ARGS ?=
+NVCC := $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
 
 # Warnings are errors where the compiler is known (CI), not on every newcomer's machine.
 WERROR := $(if $(CI),ON,OFF)
@@ -73,13 +74,20 @@ wheels: $(STAMPS)/tools $(STAMPS)/torch $(STAMPS)/wheels $(if $(filter cuda,$(WH
 bench: $(STAMPS)/package $(STAMPS)/demo ## measure against PyTorch on this machine (options: ARGS=...)
 	$(BIN)/python benchmarks/bench.py run --record cpu --device cpu --threads 2 $(ARGS)
 
+# DONE: steps that .ci/run has begun on its own.
+DONE ?=
+STEPS := plan check-format docs test-cpp test-python test-python-avx2 test-transformers-4 test-sanitize test-kernels test-cuda-build
 .PHONY: test
-test: plan check-format docs test-cpp test-python test-python-avx2 test-transformers-4 test-sanitize test-kernels test-cuda-build ## everything a change has to pass
+test: $(filter-out $(DONE),$(STEPS)) ## everything a change has to pass
 
 .PHONY: plan
 plan:
 	@echo "make test: format, documents, C++, Python, Python with AVX2, transformers 4.57, C++ under sanitizers, two versions in a process, CUDA kernels."
 	@echo "It takes 12 to 18 minutes on two idle cores, and ends at the first failure."
+
+# What pip installs for the steps after the first.
+.PHONY: packages
+packages: $(STAMPS)/test $(if $(NVCC),$(STAMPS)/cuda)
 
 .PHONY: test-cpp
 test-cpp: $(STAMPS)/tools build/googletest/ready ## C++ tests, on every instruction set of this machine
@@ -117,7 +125,6 @@ test-python-avx2: $(STAMPS)/package $(STAMPS)/test ## Python tests with AVX2, th
 CUDA_TEST_ARCHITECTURES ?= 86-real;90-real
 # Where no GPU will run them, that they compile is all they show, and that sm90's of bf16 pass the check of their machine code.
 CUDA_ONLY_COMPILE := $(if $(wildcard /dev/nvidiactl),OFF,ON)
-NVCC := $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
 
 .PHONY: test-cuda-build
 ifeq ($(NVCC),)
