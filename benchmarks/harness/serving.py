@@ -123,7 +123,8 @@ def _closed_loop(
     for _ in range(concurrency + max(_COUNTED[0] * concurrency, _COUNTED[1])):
         results.append(_result(manager, 600))
         _add(manager, model, next(prompts))
-    return _times(results, concurrency, model)
+    ends = [result.timestamps[-1] for result in results]
+    return _times(results, ends, concurrency, model)
 
 
 def _open_loop(
@@ -145,7 +146,9 @@ def _open_loop(
         result = _result(manager, wait, may_wait=len(due) > 1)
         if result is not None:
             results.append(result)
-    return _times(results, max(count // 4, 1), model)
+    results.sort(key=lambda result: result.created_time)
+    begins = [result.created_time for result in results]
+    return _times(results, begins, max(count // 4, 1), model)
 
 
 def _prompts(model: PreTrainedModel, length: int) -> Iterator[list[int]]:
@@ -168,11 +171,12 @@ def _result(
     return result
 
 
-def _times(results: list[GenerationOutput], before: int, model: PreTrainedModel) -> dict:
+def _times(
+    results: list[GenerationOutput], moments: list[float], before: int, model: PreTrainedModel
+) -> dict:
     """ms to the first token (TTFT), between tokens (ITL), and for a token after the first (TPOT); requests and tokens a second.
-    The first `before` results, in the order of their ends, come before those that count."""
-    ends = [result.timestamps[-1] for result in results]
-    seconds = ends[-1] - ends[before - 1]
+    The first `before` results come before those that count. moments: one of each, which give the rate."""
+    seconds = moments[-1] - moments[before - 1]
     results = results[before:]
     first = [result.timestamps[0] - result.created_time for result in results]
     between = [b - a for result in results for a, b in itertools.pairwise(result.timestamps)]
