@@ -70,8 +70,12 @@ void cut_segments(BackwardTask& t, std::int64_t wanted) {
   }
 }
 
+// The most bytes that the sums of dbias of several parts take; one part has none.
+constexpr std::int64_t most_part_bytes = std::int64_t{256} << 20;
+
 // Divides the work of a call with DbiasKind::dense_shared into segments and parts. Each further segment has sums of dk
-// and dv, and each further part has sums of dbias; those that take less memory come first.
+// and dv, and each further part has sums of dbias; those that take less memory come first. Where the sums of the parts
+// would take too much, more members share a part.
 void divide_members(BackwardTask& t) {
   t.slab_heads = t.dbias.kv_head != 0 ? t.heads_kv : 1;
   t.slabs = t.slab_heads * (t.dbias.batch != 0 ? t.batch : 1);
@@ -81,14 +85,15 @@ void divide_members(BackwardTask& t) {
   const std::int64_t part_bytes = t.slabs * t.slab_sums * std::int64_t{sizeof(double)};
   const std::int64_t segment_bytes =
       heads * t.seqlen_k * t.head_dim_padded * std::int64_t{2 * sizeof(float)};
+  std::int64_t parts = std::min(wanted, heads / t.slabs);
   if (part_bytes < segment_bytes) {
-    t.dbias_parts = static_cast<int>(std::min(wanted, heads / t.slabs));
-    cut_segments(t, ceil_div(wanted, std::int64_t{t.dbias_parts}));
+    cut_segments(t, ceil_div(wanted, parts));
   } else {
     cut_segments(t, wanted);
-    t.dbias_parts =
-        static_cast<int>(std::min(ceil_div(wanted, std::int64_t{t.segments}), heads / t.slabs));
+    parts = std::min(ceil_div(wanted, std::int64_t{t.segments}), parts);
   }
+  const std::int64_t most_parts = most_part_bytes / std::max(part_bytes, std::int64_t{1});
+  t.dbias_parts = static_cast<int>(std::clamp(most_parts, std::int64_t{1}, parts));
 }
 
 // Calls take(key) for every key that a query of the unit may see, in ascending order.

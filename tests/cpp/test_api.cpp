@@ -75,6 +75,28 @@ TEST(Backends, TooManyHeadsPerGroupUseTheReference) {
   EXPECT_LT(forward_workspace_size(args, in_turn(1)), std::size_t{1} << 20);
 }
 
+// 16 workers with sums of their own would need 512 MB. The pointers are only compared with null.
+TEST(Backends, SumsOfASharedBiasGradientAreBounded) {
+  BackwardArgs args;
+  Problem& p = args.problem = Call().data.problem;
+  p.batch = 64;
+  p.heads_q = p.heads_kv = 8;
+  p.seqlen_q = p.seqlen_k = 2048;
+  p.head_dim = 64;
+  p.mask_shape = {};
+  p.intervals_shape = {};
+  p.bias_shape = {1, 1, 2048, 2048};
+  float one = 0;
+  args.in.q = args.in.k = args.in.v = args.out = args.dout = {&one, {0, 0, 0, 1}};
+  args.in.bias = {&one, {0, 0, 0, 1}};
+  args.lse = {&one};
+  const auto size = [&](void* dbias) {
+    args.dbias = {dbias, {0, 0, 2048, 1}};
+    return backward_workspace_size(args, in_turn(16), "cpu");
+  };
+  EXPECT_LT(size(&one) - size(nullptr), std::size_t{300} << 20);
+}
+
 TEST(Backends, UnknownNameThrows) {
   Call call;
   call.backend = "gpu";
