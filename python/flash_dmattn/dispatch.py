@@ -176,7 +176,8 @@ def _run_by_age(
         raise NotImplementedError(
             "bias_delay: got it for FlexAttention on the CPU, where torch has no log-sum-exp; expected another backend"
         )
-    out, lse = merge_attention(*zip(*((out, s[0]) for out, s in parts), strict=True))
+    outs, lses = zip(*((out, s[0]) for out, s in parts), strict=True)
+    out, lse = merge_attention(outs, lses, "saturate" if numerics.saturate else "propagate")
     return out, lse.unsqueeze(0)
 
 
@@ -186,6 +187,7 @@ def with_lse(
     return_lse: bool,
     return_attn_probs: bool | None = None,
     sink_logits: Tensor | None = None,
+    saturate: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, None]:
     """The result of the public functions: out, (out, lse), or in the form of 1.x (out, lse, None).
 
@@ -200,7 +202,7 @@ def with_lse(
                 "sink_logits: got it for FlexAttention on the CPU, where torch has no log-sum-exp; expected another backend"
             )
         check_sink_logits(sink_logits, out)
-        out, lse = add_sink(out, lse, sink_logits)
+        out, lse = add_sink(out, lse, sink_logits, saturate)
     with_probabilities = resolve_flag(return_attn_probs, "return_attn_probs")
     if not resolve_flag(return_lse, "return_lse"):
         if not with_probabilities:

@@ -100,6 +100,7 @@ def flash_dmattn_func(
     Returns out [B, Sq, Hq, D], or (out, lse [B, Hq, Sq]) with return_lse. A query that sees no key has out = 0 and
     lse = -inf.
     """
+    numerics = Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic)
     out, statistics = attention(
         query,
         key,
@@ -115,11 +116,11 @@ def flash_dmattn_func(
             sink_tokens,
             score_threshold,
         ),
-        Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic),
+        numerics,
         backend,
         bias_delay=bias_delay,
     )
-    return with_lse(out, statistics, return_lse, return_attn_probs, sink_logits)
+    return with_lse(out, statistics, return_lse, return_attn_probs, sink_logits, numerics.saturate)
 
 
 def flash_dmattn_varlen_func(
@@ -248,6 +249,7 @@ def flash_dmattn_varlen_func(
         return_lse,
         return_attn_probs,
         sink_logits,
+        numerics.saturate,
     )
 
 

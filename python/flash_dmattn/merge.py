@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from ._core.checks import check_tensor
+from ._core.numerics import resolve_nonfinite
 
 
-def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def merge_attention(
+    outs: Sequence[Tensor], lses: Sequence[Tensor], nonfinite: str = "saturate"
+) -> tuple[Tensor, Tensor]:
     """Attention over the union of disjoint sets of keys, from the attention of the same queries over each.
 
         recent, lse_recent = flash_dmattn_func(q, k, v, key_intervals=a, return_lse=True)
@@ -19,6 +23,7 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 
     outs: [B, Sq, Hq, D] each, one or more, of one dtype.
     lses: [B, Hq, Sq] each, the log-sum-exp of the same calls; -inf for a query that sees no key of the set.
+    nonfinite: "saturate": the gradients of lses are always finite; "propagate": inf and NaN stay visible.
 
     Returns out [B, Sq, Hq, D] in the dtype of outs, summed in float32, and lse [B, Hq, Sq] of the union, with the exact
     gradient of both. A query that sees no key at all has out = 0 and lse = -inf, and gradients of 0.
@@ -43,30 +48,78 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
             raise ValueError(
                 f"lses[{i}]: got {lse.dtype} of shape {tuple(lse.shape)}, expected float32 of shape {(batch, heads, queries)}"
             )
-    each = torch.stack(list(lses))
-    highest = each.detach().amax(0)
-    # A query that sees no key: -inf - 0 has a weight and a gradient of 0, -inf - -inf has neither.
-    highest = highest.masked_fill(highest == -torch.inf, 0)
-    weights = (each - highest).exp()
-    total = weights.sum(0)
-    shares = (weights / total.masked_fill(total == 0, 1)).transpose(2, 3)[..., None]
-    out = sum(share * out for share, out in zip(shares, outs, strict=True))
-    sees_keys = total > 0
-    lse = (total.masked_fill(~sees_keys, 1).log() + highest).masked_fill(~sees_keys, -torch.inf)
-    return out.to(outs[0].dtype), lse
+    return _Merged.apply(torch.stack(list(lses)), None, resolve_nonfinite(nonfinite), *outs)
 
 
-def add_sink(out: Tensor, lse: Tensor, sink_logits: Tensor) -> tuple[Tensor, Tensor]:
+def add_sink(
+    out: Tensor, lse: Tensor, sink_logits: Tensor, saturate: bool = True
+) -> tuple[Tensor, Tensor]:
     """Attention in which every softmax has one more logit, that of a key without a value.
 
     out: [.., Sq, Hq, D]; lse: [.., Hq, Sq]; sink_logits: [Hq]. Returns both with the sink, with their gradients.
     """
-    sink = sink_logits.to(lse.dtype)[:, None]
-    # A query that sees no key has out = 0, and with a sink of -inf no difference.
-    sees_keys = lse > -torch.inf
-    known = torch.where(sees_keys, lse, 0)
-    share = torch.sigmoid(known - sink).transpose(-2, -1)[..., None]
-    return (share * out).to(out.dtype), torch.where(sees_keys, torch.logaddexp(known, sink), sink)
+    return _Merged.apply(lse[None], sink_logits, saturate, out)
+
+
+class _Merged(torch.autograd.Function):
+    """out and lse over sets of keys, of which lses [sets, .., Hq, Sq] are given and an out for each, and perhaps a sink.
+
+    A gradient begins with dout . out of the sets, which finite numbers may take out of float32: the CPU adds it up in double,
+    and where gradients saturate, those of log-sum-exps and sinks do.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        lses: Tensor, sink_logits: Tensor | None, saturate: bool, *outs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        logits = _with_sink(lses, sink_logits)
+        shares = _shares(logits).transpose(-2, -1)[..., None]
+        parts = (share * out for share, out in zip(shares, outs, strict=False))
+        return reduce(torch.add, parts).to(outs[0].dtype), logits.logsumexp(0)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        lses, sink_logits, ctx.saturate, *outs = inputs
+        ctx.save_for_backward(lses, sink_logits, *outs)
+
+    @staticmethod
+    def backward(ctx, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        lses, sink_logits, *outs = ctx.saved_tensors
+        wide = torch.float64 if dout.device.type == "cpu" else lses.dtype
+        shares = _shares(_with_sink(lses, sink_logits).to(wide))
+        weights = shares.to(lses.dtype).transpose(-2, -1)[..., None]
+        douts = [(share * dout).to(dout.dtype) for share, _ in zip(weights, outs, strict=False)]
+        dout = dout.to(wide)
+        products = torch.stack([(dout * out).sum(-1).transpose(-2, -1) for out in outs])
+        of_outs = shares[: len(outs)]
+        mean = (of_outs * products).sum(0)
+        dlses = of_outs * (products - mean + dlse)
+        dsink = None
+        if sink_logits is not None:
+            of_rows = (shares[-1] * (dlse - mean)).transpose(-2, -1)
+            dsink = _narrowed(of_rows.flatten(0, -2).sum(0), sink_logits.dtype, ctx.saturate)
+        return _narrowed(dlses, lses.dtype, ctx.saturate), dsink, None, *douts
+
+
+def _with_sink(lses: Tensor, sink_logits: Tensor | None) -> Tensor:
+    if sink_logits is None:
+        return lses
+    sink = sink_logits.to(lses.dtype).clamp(max=torch.finfo(lses.dtype).max)  # -inf: none
+    return torch.cat([lses, sink[:, None].expand_as(lses[0])[None]])
+
+
+def _shares(logits: Tensor) -> Tensor:
+    """The part of each set in the softmax; 0 for a query that sees no key, where -inf - -inf would be NaN."""
+    return logits.softmax(0).masked_fill(logits.amax(0) == -torch.inf, 0)
+
+
+def _narrowed(gradient: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:
+    if saturate:
+        limit = torch.finfo(dtype).max
+        gradient = gradient.nan_to_num(limit, limit, -limit).clamp(-limit, limit)
+    return gradient.to(dtype)
 
 
 def check_sink_logits(sink_logits: Tensor, out: Tensor, name: str = "sink_logits") -> None:

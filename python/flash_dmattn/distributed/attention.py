@@ -263,7 +263,7 @@ def attend(
         bias_delay=bias_delay,
         own_row=own_row,
     )
-    return with_lse(out, statistics, return_lse, None, sink_logits)
+    return with_lse(out, statistics, return_lse, None, sink_logits, numerics.saturate)
 
 
 def seen_keys(pending: Pending) -> tuple[Tensor, Visibility]:

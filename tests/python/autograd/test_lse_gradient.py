@@ -211,6 +211,68 @@ def test_sink_of_no_weight_changes_nothing():
     assert lse.grad.isfinite().all()
 
 
+def add_sink_by_softmax(out, lse, sink):
+    share = torch.sigmoid(lse - sink[:, None])
+    return share.mT[..., None] * out, torch.logaddexp(lse, sink[:, None])
+
+
+def merge_two_by_softmax(*tensors):
+    outs, lses = tensors[:2], torch.stack(tensors[2:])
+    shares = lses.softmax(0).mT[..., None]
+    return sum(share * out for share, out in zip(shares, outs, strict=True)), lses.logsumexp(0)
+
+
+@pytest.mark.parametrize("size", [1e15, 3e38])
+@pytest.mark.parametrize("logit", [0.0, -20.0, -3e38])
+def test_products_beyond_float32_give_finite_gradients(size, logit):
+    """Exact where they are in the range of float32, else its end."""
+    torch.manual_seed(4)
+    outs = [(torch.rand(2, 9, 3, 16) * 2 - 1) * size for _ in range(2)]
+    lses = [torch.randn(2, 3, 9), torch.randn(2, 3, 9) + logit]
+    for ours, exact, tensors in (
+        (add_sink, add_sink_by_softmax, (outs[0], lses[0], torch.randn(3) + logit)),
+        (lambda a, b, c, d: merge_attention([a, b], [c, d]), merge_two_by_softmax, (*outs, *lses)),
+    ):
+        given = [t.clone().requires_grad_() for t in tensors]
+        wide = [t.double().requires_grad_() for t in tensors]
+        results, expected = ours(*given), exact(*wide)
+        weights = [(torch.rand_like(r) * 2 - 1) * size for r in results]
+        grads = torch.autograd.grad(results, given, weights)
+        for actual, right in zip(
+            grads, torch.autograd.grad(expected, wide, [w.double() for w in weights]), strict=True
+        ):
+            assert actual.isfinite().all()
+            certain = (
+                right.abs() > 1e-3 * right.abs().max()
+            )  # others are differences of larger numbers
+            limit = torch.finfo(torch.float32).max
+            right = right.clamp(-limit, limit)[certain]
+            torch.testing.assert_close(actual.double()[certain], right, rtol=2e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("nonfinite", ["saturate", "propagate"])
+def test_nonfinite_gradient_of_sinks_and_parts_follows_the_mode(nonfinite):
+    q, k, v, _ = inputs()
+    sinks = torch.zeros(4, requires_grad=True)
+    out = flash_dmattn_func(q, k, v, is_causal=True, sink_logits=sinks, nonfinite=nonfinite)
+    outs = [torch.ones(1, 2, 1, 4, requires_grad=True) for _ in range(2)]
+    lses = [torch.zeros(1, 1, 2, requires_grad=True) for _ in range(2)]
+    merged, _ = merge_attention(outs, lses, nonfinite)
+    for result, leaf in ((out, sinks), (merged, lses[0])):
+        dout = torch.ones_like(result)
+        dout[0, 1, 0, 2] = torch.inf
+        (gradient,) = torch.autograd.grad(result, leaf, dout)
+        assert gradient.isfinite().all() == (nonfinite == "saturate")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradient_of_a_sink_saturates_in_16_bits(dtype):
+    sink = torch.zeros(2, dtype=dtype, requires_grad=True)
+    _, lse = add_sink(torch.zeros(1, 4, 2, 8), torch.zeros(1, 2, 4), sink)
+    lse.backward(torch.full_like(lse, 3e38))
+    assert torch.equal(sink.grad, torch.full_like(sink, torch.finfo(dtype).max))
+
+
 def test_lse_alone_is_differentiated_under_checkpointing():
     q, k, v, bias = inputs()
     attend = lambda q: flash_dmattn_func(q, k, v, attn_bias=bias, return_lse=True)[1]  # noqa: E731
@@ -251,6 +313,7 @@ def test_varlen_has_a_gradient_of_lse_and_sinks():
         ("outs, lses: got 1 and 2", lambda q: merge_attention([q], [q, q])),
         ("outs: got Tensor, expected a sequence", lambda q: merge_attention(q, [q])),
         ("lses: got NoneType, expected a sequence", lambda q: merge_attention([q], None)),
+        ("nonfinite: got 'drop'", lambda q: merge_attention([q], [q[..., 0].mT], "drop")),
         ("lses[0]: got torch.float32 of shape (1, 9, 2, 8)", lambda q: merge_attention([q], [q])),
     ],
 )  # fmt: skip
