@@ -10,43 +10,64 @@ from processes import run_in_processes
 
 B, S, HQ, HKV, D = 2, 24, 4, 2, 8
 
-# Shape of the bias and keep_window_size.
-CASES = [((B, HKV, S), 5), ((B, HQ, S), None), ((1, 1, S), 5)]
+DELAYED = {"recent_window": 4, "recent_competes": False, "sink_tokens": 2, "score_threshold": -1.0}
+
+# Shape of the bias and arguments. Heads with windows of their own stay together: their scores are gathered.
+CASES = [
+    ((B, HKV, S), {"keep_window_size": 5}),
+    ((B, HQ, S), {}),
+    ((1, 1, S), {"keep_window_size": 5}),
+    ((B, HKV, S), {"keep_window_size": 5, **DELAYED}),
+    ((1, 1, S), {"score_threshold": 0.0, "recent_window": 3}),
+    ((B, HKV, S), {"keep_window_size": (3, 7), "recent_window": 2}),
+    ((B, HKV, S), {"bias_delay": 4}),
+    ((1, 1, S), {"bias_delay": 4, "keep_window_size": 5, "recent_window": 4}),
+]
 
 
-def attend(q, k, v, bias, window):
+def attend(q, k, v, bias, sinks=None, **options):
     from flash_dmattn import flash_dmattn_func
 
-    options = {"keep_window_size": window} if window else {}
-    return flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, **options)
+    options = {"sink_logits": sinks, "is_causal": True, "return_lse": True, **options}
+    return flash_dmattn_func(q, k, v, attn_bias=bias, **options)
 
 
-def compare(dim, bias_shape, window):
+def compare(dim, bias_shape, options, with_sinks=False):
     mesh = DeviceMesh("cpu", [0, 1])
     shapes = [(B, S, HQ, D), (B, S, HKV, D), (B, S, HKV, D), bias_shape]
     whole = [torch.randn(shape) for shape in shapes]
-    dout = torch.randn(shapes[0])
-    head_dims = (2, 2, 2, 1)
+    weights = [torch.randn(shapes[0]), torch.randn(B, HQ, S)]
+    head_dims = [2, 2, 2, 1]
+    if with_sinks:
+        whole.append(torch.randn(HQ))
+        head_dims.append(0)
 
     def placement(tensor, head_dim):
         at = head_dim if dim == "heads" else 0
-        return Replicate() if tensor.shape[at] == 1 else Shard(at)
+        is_shared = tensor.shape[at] == 1 or (tensor.dim() == 1 and dim == "batch")
+        return Replicate() if is_shared else Shard(at)
 
     expected_leaves = [t.clone().requires_grad_() for t in whole]
-    expected = attend(*expected_leaves, window)
-    gradients = torch.autograd.grad(expected, expected_leaves, dout)
+    expected = attend(*expected_leaves, **options)
+    gradients = torch.autograd.grad(expected, expected_leaves, weights)
 
     leaves = [
         distribute_tensor(t, mesh, [placement(t, at)]).requires_grad_()
         for t, at in zip(whole, head_dims, strict=True)
     ]
-    sharded_dout = distribute_tensor(dout, mesh, leaves[0].placements)
+    of_lse = Shard(1 if dim == "heads" else 0)
+    sharded_weights = [
+        distribute_tensor(weight, mesh, [at])
+        for weight, at in zip(weights, (leaves[0].placements[0], of_lse), strict=True)
+    ]
     with CommDebugMode() as communication:
-        out = attend(*leaves, window)
-        assert out.placements == leaves[0].placements
-        found = torch.autograd.grad(out, leaves, sharded_dout)
-    assert communication.get_total_counts() == 0
-    for actual, wanted in zip([out, *found], [expected, *gradients], strict=True):
+        out, lse = attend(*leaves, **options)
+        assert out.placements == leaves[0].placements and lse.placements == (of_lse,)
+        found = torch.autograd.grad((out, lse), leaves, sharded_weights)
+    gathers_scores = dim == "heads" and isinstance(options.get("keep_window_size"), tuple)
+    adds_sinks = dim == "batch" and with_sinks  # their gradient is one of all rows
+    assert communication.get_total_counts() == gathers_scores + adds_sinks
+    for actual, wanted in zip([out, lse, *found], [*expected, *gradients], strict=True):
         torch.testing.assert_close(actual.full_tensor(), wanted)
 
 
@@ -54,6 +75,7 @@ def compare_all(rank):
     for dim in ("batch", "heads"):
         for case in CASES:
             compare(dim, *case)
+        compare(dim, (B, HKV, S), {"keep_window_size": 5}, with_sinks=True)
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
