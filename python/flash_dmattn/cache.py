@@ -275,6 +275,8 @@ class KVSlots(SlotMemory):
             self.commit()
         if not parts:
             out, lse = torch.empty_like(query), self.scores.new_empty(self.batch, query.shape[2], 0)
+        elif len(parts) == 1:
+            out, lse = parts[0]
         else:
             outs, lses = zip(*parts, strict=True)
             out, lse = torch.cat(outs, dim=1), torch.cat(lses, dim=2)

@@ -14,21 +14,23 @@ from .cache import KVSlots
 from .functional import flash_dmattn_func
 from .keys.select_intervals import select_key_intervals
 
-_LEAST_PLACES = 128  # for pending tokens, where a cache has fewer for its keys
+# A later chunk of a text enters in parts, in each of which a GPU compares every key with every other: as many tokens as this times
+# the places of the cache, or a number whose comparisons take less time than the launches of one more part. A CPU launches nothing.
+_TOKENS_OF_A_PART = {"cuda": (4, 4096), "cpu": (1, 128)}
 
 
 class _Group(NamedTuple):
     """Sequences of a step that run together.
 
-    tokens: their places in the step, int64 [n, length], those of shorter sequences padded on the right; None: token i of the
-        step belongs to rows[i].
+    tokens: their places in the step: a slice, of sequences of one length after each other, or int64 [n, length], those of shorter
+        sequences padded on the right.
     rows: int32 [n]. A negative one is none.
     begins: the tokens begin their sequences, so that what the rows hold belongs to others.
     lengths: of the sequences, int32 [n]; None: all have `length` tokens.
     real: the places in tokens.flatten() that are no padding, int64; None: all.
     """
 
-    tokens: Tensor | None
+    tokens: slice | Tensor
     rows: Tensor
     begins: bool
     lengths: Tensor | None = None
@@ -83,15 +85,23 @@ class RaggedBatch:
         """A step in which token i goes to rows[i], int32 [tokens]: each of them decodes. A negative row is none. Rows are
         read at each call, so that a CUDA graph serves every choice."""
         batch = object.__new__(cls)
-        batch._length, batch._groups = len(rows), [_Group(None, rows, False)]
+        batch._length, batch._groups = len(rows), [_Group(slice(0, len(rows)), rows, False)]
         return batch
 
     @property
-    def _is_in_order(self) -> bool:
-        return len(self._groups) == 1 and self._groups[0].tokens is None
+    def _decodes_in_order(self) -> bool:
+        """Whether token i belongs to row i of the only group, and begins no text."""
+        if len(self._groups) != 1:
+            return False
+        (group,) = self._groups
+        return group.tokens == slice(0, len(group.rows)) and not group.begins
 
 
 def _group(offsets: Sequence[int], rows: Tensor, numbers: list[int], begins: bool) -> _Group:
+    first, end = numbers[0], numbers[-1] + 1
+    sizes = {offsets[number + 1] - offsets[number] for number in numbers}
+    if end - first == len(numbers) and len(sizes) == 1:
+        return _Group(slice(offsets[first], offsets[end]), rows[first:end], begins)
     starts = torch.tensor([offsets[number] for number in numbers])[:, None]
     lengths = torch.tensor([offsets[number + 1] - offsets[number] for number in numbers])[:, None]
     step = torch.arange(int(lengths.max()))
@@ -147,7 +157,7 @@ def extend_ragged(
         "scale": scale, "softcap": softcap, "scores_are_bias": check_flag(scores_are_bias, "scores_are_bias"), "return_lse": True,
     }  # fmt: skip
     states = (query, key, value)
-    if length == batch._length and batch._is_in_order:
+    if length == batch._length and batch._decodes_in_order:
         (group,) = batch._groups
         one = (t.unsqueeze(1) for t in states)
         out, lse = pool.over(group.rows).step(*one, scores.T.unsqueeze(2), **options)
@@ -155,17 +165,19 @@ def extend_ragged(
     out = torch.zeros_like(query)
     lse = scores.new_full((length, query.shape[1]), -torch.inf)
     for group in batch._groups:
-        tokens = group.tokens
-        if tokens is None:
-            tokens = torch.arange(len(group.rows), device=query.device)[:, None]
+        tokens, count = group.tokens, len(group.rows)
         attend = _begin if group.begins else _go_on
-        of_group = scores[:, tokens].transpose(0, 1)
-        parts = attend(pool, group, *(t[tokens] for t in states), of_group, options)
-        places = tokens.flatten()
-        parts = (parts[0].flatten(0, 1), parts[1].transpose(1, 2).flatten(0, 1))
+        if isinstance(tokens, slice):  # views
+            own = [t[tokens].unflatten(0, (count, -1)) for t in states]
+            own_scores = scores[:, tokens].unflatten(1, (count, -1)).transpose(0, 1)
+        else:
+            own, own_scores = [t[tokens] for t in states], scores[:, tokens].transpose(0, 1)
+            tokens = tokens.flatten()
+        own_out, own_lse = attend(pool, group, *own, own_scores, options)
+        own_out, own_lse = own_out.flatten(0, 1), own_lse.transpose(1, 2).flatten(0, 1)
         if group.real is not None:
-            places, *parts = (t[group.real] for t in (places, *parts))
-        out[places], lse[places] = parts
+            tokens, own_out, own_lse = (t[group.real] for t in (tokens, own_out, own_lse))
+        out[tokens], lse[tokens] = own_out, own_lse
     return (out, lse.T) if return_lse else out
 
 
@@ -208,9 +220,10 @@ def _go_on(
     length = query.shape[1]
     if length == 1:
         return pool.over(group.rows).step(query, key, value, scores, **options)
-    # A row of the pool has no places for pending tokens. A copy of it has, for as many as it has keys: copying costs
-    # less than their attention.
-    slots = pool.select(group.rows, chunk=min(length, max(pool.places, _LEAST_PLACES)))
+    # A row of the pool has no places for pending tokens. A copy of it has: copying costs less than their attention.
+    for_each_place, least = _TOKENS_OF_A_PART[query.device.type]
+    most = max(for_each_place * pool.places, least)
+    slots = pool.select(group.rows, chunk=min(length, most))
     result = slots.extend(query, key, value, scores, **options)
     pool.over(group.rows).restore(slots)
     return result

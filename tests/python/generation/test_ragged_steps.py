@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ragged_steps
-from flash_dmattn import KVSlots, RaggedBatch, extend_ragged
+from flash_dmattn import KVSlots, RaggedBatch, extend_ragged, ragged
 from pool_rows import RULES, Place
 
 BACKENDS = [Place("cpu"), Place("reference")]
@@ -23,6 +23,12 @@ def test_scores_may_choose_and_add_nothing(scores_are_bias):
     ragged_steps.check_sequences_alone(
         Place("cpu"), RULES[1], random.Random(2), scores_are_bias=scores_are_bias, softcap=3.0
     )
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_chunks_in_several_parts_equal_each_alone(rule, monkeypatch):
+    monkeypatch.setitem(ragged._TOKENS_OF_A_PART, "cpu", (0, 6))
+    ragged_steps.check_sequences_alone(Place("cpu"), rule, random.Random(3))
 
 
 def test_rows_of_no_sequence_stay_as_they_are():
@@ -63,8 +69,14 @@ def test_fewer_tokens_than_the_batch_has_raise():
 def test_prompts_of_similar_lengths_run_together():
     rows = torch.tensor([5, 3, 4, 1, 0], dtype=torch.int32)
     batch = RaggedBatch([0, 17, 17, 40, 44, 75], rows, [True] * 5)
-    assert [(g.rows.tolist(), tuple(g.tokens.shape)) for g in batch._groups] == [
-        ([5, 4, 0], (3, 31)),
-        ([1], (1, 4)),
-    ]
-    assert batch._groups[0].lengths.tolist() == [17, 23, 31]
+    together, alone = batch._groups
+    assert (together.rows.tolist(), together.tokens.shape) == ([5, 4, 0], (3, 31))
+    assert together.lengths.tolist() == [17, 23, 31]
+    assert (alone.rows.tolist(), alone.tokens) == ([1], slice(40, 44))
+
+
+def test_neighbours_of_one_length_are_views():
+    rows = torch.tensor([5, 3, 4, 1], dtype=torch.int32)
+    batch = RaggedBatch([2, 3, 4, 24, 44], rows)
+    groups = [(group.rows.tolist(), group.tokens) for group in batch._groups]
+    assert groups == [([5, 3], slice(2, 4)), ([4, 1], slice(4, 44))]
