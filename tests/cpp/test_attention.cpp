@@ -51,17 +51,16 @@ TEST_P(AttentionTable, ResultsAreWithinBounds) {
   const std::string reason = supports(c.problem, "cpu");
   ASSERT_EQ(reason, "");
   const Data data(c);
+  const RunOptions options{.execution = testing::on_pool()};
+  if (testing::is_quick_run()) {
+    testing::on_one_instruction_set(std::hash<std::string>()(c.name),
+                                    [&] { testing::run_and_compare(data, options); });
+    return;
+  }
   const Results expected = testing::oracle(data);
   const Yardstick yardstick(data);
-  const auto test = [&] {
-    const Results actual = testing::run(data, {.execution = testing::on_pool()});
-    testing::expect_close(data, actual, expected, yardstick);
-  };
-  if (testing::is_quick_run()) {
-    testing::on_one_instruction_set(std::hash<std::string>()(c.name), test);
-  } else {
-    testing::on_each_instruction_set(test);
-  }
+  testing::on_each_instruction_set(
+      [&] { testing::expect_close(data, testing::run(data, options), expected, yardstick); });
 }
 
 INSTANTIATE_TEST_SUITE_P(Cases, AttentionTable, ::testing::ValuesIn(testing::attention_cases()),
@@ -98,8 +97,7 @@ TEST(AttentionDelay, RandomDelaysAreWithinBounds) {
                               {"seed", std::to_string(draw)},
                               {"bias_delay", delay}});
     SCOPED_TRACE("draw " + std::to_string(draw) + ", delay " + delay);
-    const Data data(c);
-    testing::expect_close(data, testing::run(data, {}), testing::oracle(data), Yardstick(data));
+    testing::run_and_compare(Data(c));
   }
 }
 
@@ -178,9 +176,7 @@ TEST_P(AttentionGradients, AnySubsetIsCorrect) {
 }
 
 TEST_P(AttentionGradients, MissingLseLowGivesCorrectGradients) {
-  const Data data(testing::attention_case(GetParam()));
-  const Results actual = testing::run(data, {.lse_low = false});
-  testing::expect_close(data, actual, testing::oracle(data), Yardstick(data));
+  testing::run_and_compare(Data(testing::attention_case(GetParam())), {.lse_low = false});
 }
 
 INSTANTIATE_TEST_SUITE_P(Cases, AttentionGradients,

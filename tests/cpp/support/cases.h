@@ -32,6 +32,9 @@ struct Case {
 // fewer samples.
 bool is_quick_run();
 
+// True in a build with FLASH_DMATTN_SANITIZE.
+inline constexpr bool is_sanitized = FLASH_DMATTN_SANITIZED;
+
 // A row as a map from column name to word. Missing columns have the table's defaults, so a test needs to name
 // only what is special about its case.
 using CaseWords = std::map<std::string, std::string>;

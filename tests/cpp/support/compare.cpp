@@ -4,6 +4,8 @@
 #include <cmath>
 #include <limits>
 
+#include "support/cases.h"
+
 namespace flash_dmattn::testing {
 namespace {
 
@@ -149,6 +151,12 @@ void expect_close(const Data& data, const Results& actual, const Results& expect
   if (wanted.dbias && data.has_bias()) {
     EXPECT_TRUE(within_bound(actual.dbias, expected.dbias, plain.dbias, yardstick.dbias));
   }
+}
+
+Results run_and_compare(const Data& data, const RunOptions& options) {
+  Results actual = run(data, options);
+  if (!is_sanitized) expect_close(data, actual, oracle(data), Yardstick(data));
+  return actual;
 }
 
 }  // namespace flash_dmattn::testing
