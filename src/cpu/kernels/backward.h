@@ -2,18 +2,18 @@
 
 #include <cstdint>
 
+#include "cpu/kernels/backward_rows.h"
 #include "cpu/kernels/dense_dbias.h"
 #include "cpu/kernels/key_factors.h"
 #include "cpu/kernels/keys.h"
 #include "cpu/kernels/large_block.h"
-#include "cpu/kernels/magnitude.h"
 #include "cpu/kernels/math.h"
 #include "cpu/kernels/multiply.h"
 #include "cpu/kernels/pack.h"
-#include "cpu/kernels/row_factors.h"
 #include "cpu/kernels/row_products.h"
 #include "cpu/kernels/score.h"
 #include "cpu/kernels/scratch.h"
+#include "cpu/kernels/slot_sums.h"
 #include "cpu/task.h"
 
 // Backward: one unit visits a range of query tiles of one kv head, block of keys by block. Strip
@@ -26,13 +26,13 @@ template <class In, class Element>
 struct BackwardUnit {
   static constexpr int strip = Element::strip_rows;
   static constexpr int key_words = Shape<Element>::key_words;
-  // The bits of 2^64. A larger delta is above the product of dout and v of its tile: some other v is large.
-  static constexpr std::int32_t largest_delta = (127 + 64) << 23;
   using Storage = typename In::Storage;
 
   const BackwardTask& t;
   const Shape<Element> shape;
-  RowFactors<Element> q, dout;
+  Storage* staged;                 // [padded_rows or block_keys, head_dim]
+  BackwardRows<In, Element> rows;  // of the current tile
+  SlotSums sums;
   BackwardKeys<In, Element> own_keys;  // packed by this unit
   BackwardKeys<In, Element> keys;      // of the current block
   float *s, *dp, *slope;               // [strip, block_keys]
@@ -42,27 +42,26 @@ struct BackwardUnit {
   float* row_values;          // [block_keys]: p or ds of a row, where single elements are used
   float* dq;                  // [padded_rows, head_columns]
   float* product;             // [block_keys, head_columns]; only for gathered keys
-  float *lse, *lse_low;       // [padded_rows]
-  float* delta;               // [padded_rows]: dout . out - dlse
   double* row_sums;           // [padded_rows]
   float* column_sums;         // [key_sum_heads, block_keys]: of ds, in a few rows
   double* block_sums;         // the same, in all rows of the tile
-  Storage* staged;            // [padded_rows or block_keys, head_dim]
-  std::int32_t* q_exponents;  // [padded_rows]; of q.row_major where it is large
   std::int32_t* k_exponents;  // [block_keys]; of k_transposed where keys are large
-  std::int32_t* slot_of_key;  // [Sk]; only where the unit's slots are not the keys
   LargeSums large;
   KeyTerms terms;
 
-  std::int64_t first_slot = 0, slots = 0;
-  bool large_rows = false;       // of the tile: q, dout or delta
-  bool some_large_slot = false;  // some slot of the unit is not addable
   DenseDbias dbias;
 
   BackwardUnit(const BackwardTask& task, ScratchAllocator& allocator)
-      : t(task), shape(task), own_keys(shape, allocator), keys(own_keys), dbias{task} {
-    q.take(shape, allocator);
-    dout.take(shape, allocator);
+      : t(task),
+        shape(task),
+        staged(allocator.take<Storage>(
+            std::int64_t{shape.padded_rows > block_keys ? shape.padded_rows : block_keys} *
+            t.head_dim)),
+        rows(task, shape, staged, allocator),
+        sums(task, allocator),
+        own_keys(shape, allocator),
+        keys(own_keys),
+        dbias{task} {
     s = allocator.take<float>(strip * block_keys);
     dp = allocator.take<float>(strip * block_keys);
     slope = allocator.take<float>(strip * block_keys);
@@ -72,19 +71,13 @@ struct BackwardUnit {
     ds_columns = allocator.take<float>(std::int64_t{shape.row_words} * block_keys);
     row_values = allocator.take<float>(block_keys);
     dq = allocator.take<float>(std::int64_t{shape.padded_rows} * shape.head_columns);
-    product = allocator.take<float>(gathered() ? std::int64_t{block_keys} * shape.head_columns : 0);
-    lse = allocator.take<float>(shape.padded_rows);
-    lse_low = allocator.take<float>(shape.padded_rows);
-    delta = allocator.take<float>(shape.padded_rows);
+    product = allocator.take<float>(
+        sums.is_gathered() ? std::int64_t{block_keys} * shape.head_columns : 0);
     row_sums = allocator.take<double>(shape.padded_rows);
     column_sums = allocator.take<float>(t.group * block_keys);
     block_sums = allocator.take<double>(t.group * block_keys);
-    staged = allocator.take<Storage>(
-        std::int64_t{shape.padded_rows > block_keys ? shape.padded_rows : block_keys} * t.head_dim);
-    q_exponents = allocator.take<std::int32_t>(shape.padded_rows);
     k_exponents = allocator.take<std::int32_t>(block_keys);
     large.take(shape, allocator);
-    slot_of_key = allocator.take<std::int32_t>(t.slot_keys == nullptr ? 0 : t.seqlen_k);
     take_columns(t, allocator, terms);
   }
 
@@ -92,30 +85,10 @@ struct BackwardUnit {
     const std::int64_t head = unit % t.heads_kv;
     const std::int64_t batch = unit / t.heads_kv % t.batch;
     const std::int64_t segment = unit / (t.heads_kv * t.batch);
-    select(segment, batch, head);
-    clear_sums();
+    sums.select(segment, batch, head);
+    sums.set_to_zero();
     for (std::int64_t i = t.segment_tile[segment]; i < t.segment_tile[segment + 1]; ++i) {
       add_tile(Tile(t, batch, head, i), i);
-    }
-  }
-
-  // Selects the unit whose slots are added to.
-  void select(std::int64_t segment, std::int64_t batch, std::int64_t head) {
-    const std::int64_t unit = (segment * t.batch + batch) * t.heads_kv + head;
-    first_slot = t.slot_begin[unit];
-    slots = t.slot_count[unit];
-    if (t.slot_keys == nullptr) return;
-    for (std::int64_t i = 0; i < slots; ++i) {
-      slot_of_key[t.slot_keys[first_slot + i]] = static_cast<std::int32_t>(i);
-    }
-  }
-
-  void clear_sums() {
-    clear(t.slot_forms + first_slot, slots);
-    clear(dk_sums(0), slots * t.head_dim_padded);
-    clear(dv_sums(0), slots * t.head_dim_padded);
-    if (t.dbias_kind == DbiasKind::per_key) {
-      clear(t.key_sums + first_slot * t.key_sum_heads, slots * t.key_sum_heads);
     }
   }
 
@@ -127,107 +100,25 @@ struct BackwardUnit {
     store_tile(tile);
   }
 
-  template <class T>
-  static void clear(T* data, std::int64_t count) {
-    __builtin_memset(data, 0, sizeof(T) * static_cast<std::size_t>(count));
-  }
-  float* dk_sums(std::int64_t slot) const {
-    return t.dk_sums + (first_slot + slot) * t.head_dim_padded;
-  }
-  float* dv_sums(std::int64_t slot) const {
-    return t.dv_sums + (first_slot + slot) * t.head_dim_padded;
-  }
-  std::int64_t slot_of(std::int64_t key) const {
-    return t.slot_keys == nullptr ? key : slot_of_key[key];
-  }
-
   // ---- Rows -------------------------------------------------------------------------------------
 
-  std::int64_t row_index(const Tile& tile, int r) const {
-    const std::int64_t head = tile.head * t.group + r % t.group;
-    return (tile.batch * t.heads_kv * t.group + head) * t.seqlen_q + tile.first_query + r / t.group;
-  }
-
   void load_tile(const Tile& tile) {
-    const auto dout_rows = tile_rows<In>(t, t.dout, tile);
-    const auto out_rows = tile_rows<In>(t, t.out, tile);
-    const auto q_rows = tile_rows<In>(t, t.q, tile);
-    q.template pack<In>(shape, t, q_rows, tile.rows);
-    if (q.large) {
-      for (int r = tile.rows; r < shape.padded_rows; ++r) q_exponents[r] = 0;
-      stage_rows<In>(q_rows, tile.rows, t.head_dim, NonFiniteInput::keep, staged, q_exponents);
-      q.template pack_row_major<In>(shape, t, staged_rows(staged, t.head_dim), tile.rows);
-    }
-    for (int r = 0; r < shape.padded_rows; ++r) {
-      // A row without keys, or past the end, has p = exp(s - inf) = 0.
-      const float row_lse = r < tile.rows ? t.lse[row_index(tile, r)] : -infinity;
-      lse[r] = row_lse == -infinity ? infinity : row_lse;
-      lse_low[r] = r < tile.rows && t.lse_low != nullptr ? t.lse_low[row_index(tile, r)] : 0.0f;
-      row_sums[r] = 0;
-    }
-    load_dout(dout_rows, out_rows, tile.rows);
-    if (large_rows && t.saturate) {
-      drop_nonfinite<In>(dout_rows, tile.rows, t.head_dim, staged);
-      load_dout(staged_rows(staged, t.head_dim), out_rows, tile.rows);
-    }
-    if (t.dlse != nullptr) subtract_dlse(tile);
-    large_rows = large_rows || q.large;
+    rows.load_tile(tile);
+    clear(row_sums, shape.padded_rows);
     large.has_dq = false;
     clear(dq, std::int64_t{shape.padded_rows} * shape.head_columns);
     dbias.begin_tile(tile);
   }
 
-  template <class DoutRow, class OutRow>
-  void load_dout(const DoutRow& dout_row, const OutRow& out_row, int rows) {
-    dout.template pack<In>(shape, t, dout_row, rows);
-    large_rows = dout.large;
-    for (int r = 0; r < rows; r += lanes) row_deltas(r, rows, dout_row, out_row);
-    for (int r = rows; r < shape.padded_rows; ++r) delta[r] = 0;
-  }
-
-  // dout . out of `lanes` rows, a row per lane, summed in the order of a product in fp32: where a query
-  // sees one key, out = v, and dp - delta is exactly 0.
-  template <class DoutRow, class OutRow>
-  void row_deltas(int row, int rows, const DoutRow& dout_row, const OutRow& out_row) {
-    const int count = rows - row < lanes ? rows - row : lanes;
-    Vec sums{};
-    for (int d = 0; d < t.head_dim; d += lanes) {
-      Vec elements[lanes] = {}, factors[lanes] = {};
-      for (int i = 0; i < count; ++i) {
-        elements[i] = load_widened<In>(dout_row(row + i) + d, t.head_dim - d);
-        factors[i] = load_widened<In>(out_row(row + i) + d, t.head_dim - d);
-      }
-      transpose(elements);
-      transpose(factors);
-      for (int i = 0; i < lanes; ++i) sums = fma(elements[i], factors[i], sums);
-    }
-    for (int i = 0; i < count; ++i) delta[row + i] = sums[i];
-    large_rows = large_rows || any((bits(sums) & 0x7fffffff) > largest_delta);
-  }
-
-  // The gradient of a row's lse. If gradients saturate, one that is not finite counts as 0, like such an element of dout.
-  float dlse(const Tile& tile, int r) const {
-    if (t.dlse == nullptr) return 0.0f;
-    const float value = t.dlse[row_index(tile, r)];
-    return t.saturate && !(value - value == 0.0f) ? 0.0f : value;
-  }
-
-  void subtract_dlse(const Tile& tile) {
-    for (int r = 0; r < tile.rows; ++r) delta[r] -= dlse(tile, r);
-    for (int r = 0; r < shape.padded_rows; r += lanes) {
-      large_rows = large_rows || any((bits(load(delta + r)) & 0x7fffffff) > largest_delta);
-    }
-  }
-
   void store_tile(const Tile& tile) {
     if (t.dbias_kind == DbiasKind::per_query) {
-      for (int r = 0; r < tile.rows; ++r) t.query_sums[row_index(tile, r)] = row_sums[r];
+      for (int r = 0; r < tile.rows; ++r) t.query_sums[rows.index(tile, r)] = row_sums[r];
     }
     if (t.dq.data == nullptr) return;
-    const auto rows = tile_rows<In>(t, t.dq, tile);
+    const auto dq_rows = tile_rows<In>(t, t.dq, tile);
     for (int r = 0; r < tile.rows; ++r) {
       const std::int64_t at = std::int64_t{r} * shape.head_columns;
-      auto* to = const_cast<Storage*>(rows(r));
+      auto* to = const_cast<Storage*>(dq_rows(r));
       for (int d = 0; d < t.head_dim; d += lanes) {
         const Vec sum = load(dq + at + d);
         Vec value =
@@ -244,7 +135,7 @@ struct BackwardUnit {
   // may be multiplied; it then has exponents.
   ScoreExponents load_keys(const Tile& tile, const KeyBlock& block) {
     ScoreExponents exponents;
-    if (q.large) exponents.queries = q_exponents;
+    if (rows.q.large) exponents.queries = rows.q_exponents;
     const auto k_rows = key_rows<In>(t.k, tile.batch, tile.head, block);
     if (t.packed_keys != nullptr) {
       keys = shared_keys<BackwardKeys<In, Element>, Element>(t, shape, tile.batch, tile.head,
@@ -271,9 +162,9 @@ struct BackwardUnit {
   template <class KeyRow>
   bool multiply_rows(const Tile& tile, const KeyBlock& block, const KeyRow& k_rows) {
     const int visible = visible_keys(t, tile, block, tile.rows - 1);
-    const RowAddresses<Storage> rows(k_rows, visible, [&](int) { return k_rows(0); });
+    const RowAddresses<Storage> addresses(k_rows, visible, [&](int) { return k_rows(0); });
     return multiply_keys_without_overflow<In, Element, RowsIn::cache>(
-        q.row_major.words, q.row_major.ld, tile.rows, rows, visible,
+        rows.q.row_major.words, rows.q.row_major.ld, tile.rows, addresses, visible,
         round_up(visible, panel_columns), t.head_dim, products, staged, k_exponents);
   }
 
@@ -292,9 +183,9 @@ struct BackwardUnit {
     if (t.few_queries) {
       copy_products(tile, row, columns, s_rows);
     } else {
-      multiply<Element, Layout::row_major, Store::replace>(row_words(q, row), keys.k_transposed,
-                                                           {s_rows, block_keys}, strip, columns,
-                                                           shape.head_words);
+      multiply<Element, Layout::row_major, Store::replace>(row_words(rows.q, row),
+                                                           keys.k_transposed, {s_rows, block_keys},
+                                                           strip, columns, shape.head_words);
     }
     if (general) {
       score_rows(t, tile, block, terms, exponents, row, strip, columns, s_rows,
@@ -307,7 +198,7 @@ struct BackwardUnit {
     if (terms.empty()) return;
     const ScoreExponents exponents = load_keys(tile, block);
     const ScoreForm form{t.scale, needs_score_rows(t, terms, exponents)};
-    if (large_rows || keys.large->any() || has_large_slot(block)) {
+    if (rows.large || keys.large->any() || sums.has_large(block)) {
       return add_large_block<In, Element>(*this, tile, block, exponents, form);
     }
     const int keys_padded = round_up(block.count, Element::strip_rows);
@@ -322,9 +213,9 @@ struct BackwardUnit {
       float* const s_rows = Element::per_word == 1 ? column_words(p_columns, row) : s;
       float* const dp_rows = Element::per_word == 1 ? column_words(ds_columns, row) : dp;
       multiply_scores(tile, block, exponents, form.final, row, columns, s_rows);
-      multiply<Element, Layout::row_major, Store::replace>(row_words(dout, row), keys.v_transposed,
-                                                           {dp_rows, block_keys}, strip, columns,
-                                                           shape.head_words);
+      multiply<Element, Layout::row_major, Store::replace>(row_words(rows.dout, row),
+                                                           keys.v_transposed, {dp_rows, block_keys},
+                                                           strip, columns, shape.head_words);
       for (int r = 0; r < strip; ++r) {
         pair_row(tile, block, row + r, r, visible, form, s_rows + r * block_keys,
                  dp_rows + r * block_keys);
@@ -343,13 +234,13 @@ struct BackwardUnit {
           shape.head_columns, depth_words<Element>(visible));
       clear_columns(columns, keys_padded, row);
     }
-    multiply_columns(tile, block, row_begin, row_end, p_columns, dout.panels, t.dv_sums);
-    multiply_columns(tile, block, row_begin, row_end, ds_columns, q.panels, t.dk_sums);
+    multiply_columns(tile, block, row_begin, row_end, p_columns, rows.dout.panels, t.dv_sums);
+    multiply_columns(tile, block, row_begin, row_end, ds_columns, rows.q.panels, t.dk_sums);
     if (per_key) add_block_sums(block);
   }
 
-  static Factor row_words(const RowFactors<Element>& rows, int row) {
-    return {rows.row_major.words + std::int64_t{row} * rows.row_major.ld, rows.row_major.ld};
+  static Factor row_words(const RowFactors<Element>& of, int row) {
+    return {of.row_major.words + std::int64_t{row} * of.row_major.ld, of.row_major.ld};
   }
   static float* column_words(float* words, int row) {
     return words + std::int64_t{row / Element::per_word} * block_keys;
@@ -363,12 +254,10 @@ struct BackwardUnit {
     }
   }
 
-  bool gathered() const { return t.slot_keys != nullptr; }
-
-  // sums += a^T b over rows [row_begin, row_end): through `product` where the keys of a block have slots
+  // to_sums += a^T b over rows [row_begin, row_end): through `product` where the keys of a block have slots
   // all over the unit.
   void multiply_columns(const Tile& tile, const KeyBlock& block, int row_begin, int row_end,
-                        const float* a, const Panels& b, float* sums) {
+                        const float* a, const Panels& b, float* to_sums) {
     const int keys_padded = round_up(block.count, strip);
     const auto multiply_rows = [&]<Store mode>(int key, int count, int row, Product to) {
       const std::int64_t word = row / Element::per_word;
@@ -377,12 +266,13 @@ struct BackwardUnit {
           {b.words + word * panel_columns, b.panel_stride}, {to.data + key * to.ld, to.ld}, count,
           shape.head_columns, (row_end - row) / Element::per_word);
     };
-    if (gathered()) {
+    if (sums.is_gathered()) {
       const Product to{product, shape.head_columns};
       multiply_rows.template operator()<Store::replace>(0, keys_padded, row_begin, to);
-      return add_product(block, sums);
+      return sums.add_rows(block, to, shape.head_columns, to_sums);
     }
-    const Product to{sums + (first_slot + block.start) * t.head_dim_padded, t.head_dim_padded};
+    const Product to{to_sums + (sums.first_slot + block.start) * t.head_dim_padded,
+                     t.head_dim_padded};
     // On the diagonal of a causal mask, later keys are seen by fewer rows.
     const int step = t.causal && block.partial ? round_up(48, strip) : keys_padded;
     for (int key = 0; key < keys_padded; key += step) {
@@ -390,16 +280,6 @@ struct BackwardUnit {
       const int row = first > row_begin ? first : row_begin;
       const int keys_left = keys_padded - key < step ? keys_padded - key : step;
       if (row < row_end) multiply_rows.template operator()<Store::add>(key, keys_left, row, to);
-    }
-  }
-
-  // sums[slot of key n] += product[n]
-  void add_product(const KeyBlock& block, float* sums) {
-    for (int n = 0; n < block.count; ++n) {
-      float* to = sums + (first_slot + slot_of(block.key(n))) * t.head_dim_padded;
-      const float* from = product + std::int64_t{n} * shape.head_columns;
-      for (int d = 0; d < shape.head_columns; d += lanes)
-        store(to + d, load(to + d) + load(from + d));
     }
   }
 
@@ -414,13 +294,9 @@ struct BackwardUnit {
   void add_block_sums(const KeyBlock& block) {
     for (int g = 0; g < t.key_sum_heads; ++g) {
       for (int n = 0; n < block.count; ++n) {
-        key_sum(g, block.key(n)) += block_sums[g * block_keys + n];
+        sums.of_key_bias(g, block.key(n)) += block_sums[g * block_keys + n];
       }
     }
-  }
-
-  double& key_sum(int head, std::int64_t key) const {
-    return t.key_sums[first_slot * t.key_sum_heads + head * slots + slot_of(key)];
   }
 
   // Whether ds of the current block is a gradient of its keys' biases, for some queries at least.
@@ -437,16 +313,10 @@ struct BackwardUnit {
     return terms.counts(query, n) ? ds : Vec{};
   }
 
-  bool has_large_slot(const KeyBlock& block) const {
-    for (int n = 0; some_large_slot && n < block.count; ++n) {
-      if (t.slot_forms[first_slot + slot_of(block.key(n))] != SlotForm::addable) return true;
-    }
-    return false;
-  }
-
   Vec probability(const ScoreForm& form, int row, int at, const float* s_row,
                   const float* column) const {
-    const Vec x = (score(form, s_row + at, column + at) - splat(lse[row])) - splat(lse_low[row]);
+    const Vec x =
+        (score(form, s_row + at, column + at) - splat(rows.lse[row])) - splat(rows.lse_low[row]);
     return min(exp(x), splat(1.0f));
   }
 
@@ -456,8 +326,8 @@ struct BackwardUnit {
                 const ScoreForm& form, float* s_row, float* dp_row) {
     const int columns = round_up(visible, panel_columns);
     const float* column = terms.columns_of(row);
-    const Vec row_delta = splat(delta[row]);
-    float* sums = column_sums + row % t.key_sum_heads * std::int64_t{block_keys};
+    const Vec row_delta = splat(rows.delta[row]);
+    float* key_sums = column_sums + row % t.key_sum_heads * std::int64_t{block_keys};
     const bool per_key = adds_key_sums();
     const std::int64_t query = tile.first_query + row / t.group;
     const bool dense = dbias.is_wanted();
@@ -468,7 +338,7 @@ struct BackwardUnit {
         const int at = n + half * lanes;
         const Vec p = probability(form, row, at, s_row, column);
         Vec ds = p * (load(dp_row + at) - row_delta);
-        if (per_key) store(sums + at, load(sums + at) + with_bias(query, at, ds));
+        if (per_key) store(key_sums + at, load(key_sums + at) + with_bias(query, at, ds));
         if (dense) store(row_values + at, ds);
         total = total + ds;
         if (t.softcap > 0) ds = ds * load(slope + std::int64_t{strip_row} * block_keys + at);

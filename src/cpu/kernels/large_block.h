@@ -116,11 +116,12 @@ void add_large_row(Unit& u, const Tile& tile, const KeyBlock& block, const Score
     u.large.dout[d] = static_cast<double>(dout[d]);
   }
   // delta is computed like dp below: where a query sees one key, out = v, and their difference is exactly 0.
-  const double delta = dot(u.large.dout, out, columns) - static_cast<double>(u.dlse(tile, row));
+  const double delta =
+      dot(u.large.dout, out, columns) - static_cast<double>(u.rows.dlse(tile, row));
   const float* const column = u.terms.columns_of(row);
   // An inf or NaN among the inputs of the scores has made lse NaN and has to propagate. Such a row also has
   // out = NaN, so all its blocks take this path.
-  const bool unknown = u.lse[row] != u.lse[row];
+  const bool unknown = u.rows.lse[row] != u.rows.lse[row];
   // If inf and NaN propagate, 0 * inf is NaN for a visible element, so an invisible one needs another p.
   const Vec unseen = splat(t.saturate ? 0.0f : -1.0f);
   for (int n = 0; n < visible; n += lanes) {
@@ -137,7 +138,7 @@ void add_large_row(Unit& u, const Tile& tile, const KeyBlock& block, const Score
     switch (t.dbias_kind) {
       case DbiasKind::none: break;
       case DbiasKind::per_key:
-        if (u.has_bias(tile, row, n)) u.key_sum(row % t.key_sum_heads, block.key(n)) += ds;
+        if (u.has_bias(tile, row, n)) u.sums.of_key_bias(row % t.key_sum_heads, block.key(n)) += ds;
         break;
       case DbiasKind::per_query: u.row_sums[row] += ds; break;
       case DbiasKind::dense:
@@ -157,9 +158,9 @@ void add_large_block(Unit& u, const Tile& tile, const KeyBlock& block,
                      const ScoreExponents& exponents, const ScoreForm& form) {
   const BackwardTask& t = u.t;
   const int columns = u.shape.head_columns;
-  u.clear(u.large.dk, std::int64_t{block.count} * columns);
-  u.clear(u.large.dv, std::int64_t{block.count} * columns);
-  if (!u.large.has_dq) u.clear(u.large.dq, std::int64_t{u.shape.padded_rows} * columns);
+  clear(u.large.dk, std::int64_t{block.count} * columns);
+  clear(u.large.dv, std::int64_t{block.count} * columns);
+  if (!u.large.has_dq) clear(u.large.dq, std::int64_t{u.shape.padded_rows} * columns);
   u.large.has_dq = true;
   u.dbias.begin_elements(tile, block);
   const auto k_row = key_rows<In>(t.k, tile.batch, tile.head, block);
@@ -178,18 +179,18 @@ void add_large_block(Unit& u, const Tile& tile, const KeyBlock& block,
     }
   }
   for (int n = 0; n < block.count; ++n) {
-    const std::int64_t slot = u.slot_of(block.key(n));
+    const std::int64_t slot = u.sums.slot_of(block.key(n));
     double* const dk = u.large.dk + std::int64_t{n} * columns;
     double* const dv = u.large.dv + std::int64_t{n} * columns;
-    SlotForm& form_now = t.slot_forms[u.first_slot + slot];
-    add_sums(u.dk_sums(slot), form_now, t.head_dim, dk);
-    add_sums(u.dv_sums(slot), form_now, t.head_dim, dv);
+    SlotForm& form_now = u.sums.form(slot);
+    add_sums(u.sums.dk(slot), form_now, t.head_dim, dk);
+    add_sums(u.sums.dv(slot), form_now, t.head_dim, dv);
     const SlotForm dk_form = form_of(dk, t.head_dim);
     const SlotForm dv_form = form_of(dv, t.head_dim);
     form_now = dk_form > dv_form ? dk_form : dv_form;
-    store_sums(dk, form_now, t.head_dim, u.dk_sums(slot));
-    store_sums(dv, form_now, t.head_dim, u.dv_sums(slot));
-    u.some_large_slot = u.some_large_slot || form_now != SlotForm::addable;
+    store_sums(dk, form_now, t.head_dim, u.sums.dk(slot));
+    store_sums(dv, form_now, t.head_dim, u.sums.dv(slot));
+    u.sums.some_large = u.sums.some_large || form_now != SlotForm::addable;
   }
 }
 

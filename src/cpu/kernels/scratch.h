@@ -82,6 +82,11 @@ auto staged_rows(const Storage* rows, int head_dim) {
   return [rows, head_dim](int r) { return rows + std::int64_t{r} * head_dim; };
 }
 
+template <class T>
+void clear(T* data, std::int64_t count) {
+  __builtin_memset(data, 0, sizeof(T) * static_cast<std::size_t>(count));
+}
+
 inline void take_columns(const Task& t, ScratchAllocator& allocator, KeyTerms& terms) {
   terms.columns = allocator.take<float>(t.group * block_keys);
   terms.delayed_biases = allocator.take<float>(t.bias_delay == 0 ? 0 : t.group * block_keys);

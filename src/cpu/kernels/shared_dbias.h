@@ -37,17 +37,17 @@ void shared_dbias_item(const BackwardTask& t, std::int64_t item, void* scratch) 
          ++m) {
       const Tile member(t, first.batch + m / heads * (t.slabs / t.slab_heads),
                         first.head + m % heads * t.slab_heads, tile);
-      unit.select(segment, member.batch, member.head);
+      unit.sums.select(segment, member.batch, member.head);
       body(member);
     }
   };
-  for_each_member(0, [&](const Tile&) { unit.clear_sums(); });  // a segment may have no tile
+  for_each_member(0, [&](const Tile&) { unit.sums.set_to_zero(); });  // a segment may have no tile
   for (std::int64_t i = t.segment_tile[segment]; i < t.segment_tile[segment + 1]; ++i) {
     const Tile first = tile_of_slab(t, slab, i);
     double* const sums = t.dbias_parts == 1 ? own_sums
                                             : t.dbias_sums + (part * t.slabs + slab) * t.slab_sums +
                                                   sums_before(t, first);
-    unit.clear(sums, std::int64_t{first.queries} * t.dbias_heads * t.seqlen_k);
+    clear(sums, std::int64_t{first.queries} * t.dbias_heads * t.seqlen_k);
     unit.dbias.sums = sums;
     for_each_member(i, [&](const Tile& member) { unit.add_tile(member, i); });
     if (t.dbias_parts == 1) unit.dbias.store_sums(first, sums, 1, 0);
