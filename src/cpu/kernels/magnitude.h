@@ -16,7 +16,6 @@ inline constexpr int safe_exponent = 28;
 // Where v is large, out is summed in units of 2^sum_unit.
 inline constexpr int sum_unit = 40;
 
-inline bool is_nonfinite(Int magnitude) { return any(magnitude >= 0x7f800000); }
 inline Vec finite_or_zero(Vec v) { return (bits(v) & 0x7fffffff) < 0x7f800000 ? v : Vec{}; }
 inline bool is_large(Int magnitude) { return any(magnitude > ((127 + safe_exponent) << 23)); }
 

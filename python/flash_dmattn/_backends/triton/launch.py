@@ -20,7 +20,6 @@ _ROWS_AT_ONCE = 64  # of the kernels that only read rows
 _BIAS_CHUNK = 2048  # keys of a row of dbias for one program: enough programs, long enough a loop
 # Where gradients saturate; bf16 at half of its maximum, so that a sum of two is still finite.
 _GRADIENT_LIMIT = {torch.bfloat16: torch.finfo(torch.bfloat16).max / 2}
-_FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def gradient_limit(dtype: torch.dtype) -> float:
