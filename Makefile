@@ -52,8 +52,8 @@ SEEDS ?= 0 1 2
 
 .PHONY: evidence
 EVIDENCE ?= small
-DISTIL_small = --pretraining-steps 900 --steps 150 --parts 4 8 16 32 --tests 64
-RECALL_small = --kinds dense scores window --parts 4 8 16 --no-same-words
+DISTIL_small = --pretraining-steps 1200 --steps 120 --parts 4 8 16 --tests 64
+RECALL_small = --kinds dense scores window --parts 8 16 --no-same-words
 evidence: $(STAMPS)/package $(STAMPS)/test ## the quality of learned scores against the budget of keys, in build/evidence (SEEDS="0 1 2", a quarter of an hour of a core; EVIDENCE=full, an hour)
 	for seed in $(SEEDS); do \
 	  PYTHONPATH=examples $(BIN)/python -m learned_scores.distil --seed $$seed --output build/evidence/seed$$seed \

@@ -23,6 +23,7 @@ NAMES = {
     "hard_from_the_first": "hard from the first step", "soft_to_the_last": "soft to the last step",
 }  # fmt: skip
 METHODS = ("dense", "learned", "streaming", "key_norm", "random")  # of budgets.svg
+SHARES = ("right answers", "right digits")
 Curve = dict[int, list[float]]  # a value of each seed, by budget or length
 
 
@@ -86,6 +87,8 @@ def draw(
         axes.fill_between(budgets, lowest, highest, color=line.get_color(), alpha=0.15)
     axes.set_xscale("log", base=2)
     axes.set(xlabel=xlabel, ylabel=label)
+    if label in SHARES:
+        axes.set_ylim(-0.02, 1.02)
     axes.grid(alpha=0.3)
 
 

@@ -22,6 +22,7 @@ class Schedule:
     narrowing: float = 0.5  # until then the target of the budget falls, from 1
     share: float = 0.125  # of old keys that gates are to keep at the end
     weight: float = 4.0  # of the budget's term in the loss
+    temperature: float | None = 0.1  # of stochastic gates; None: gates as they are
 
     def phase(self, progress: float) -> str:
         return "soft" if progress < self.soft else "hard"
@@ -33,6 +34,7 @@ class Schedule:
 RECIPES = {
     "learned": Schedule(),
     "without_budget": Schedule(weight=0.0),  # no term asks a gate to close
+    "without_noise": Schedule(temperature=None),
     "hard_from_the_first": Schedule(soft=0.0),
     "soft_to_the_last": Schedule(soft=1.0),
 }
@@ -63,7 +65,8 @@ class ScoreTrainer(Trainer):
                 teacher = model(**without_labels(inputs)).logits
         set_score_phase(base, phase)
         window = rule_of(base).recent_window
-        with scores_of_layers(base) as scores:
+        temperature = self.schedule.temperature if phase == "soft" else None
+        with scores_of_layers(base, temperature) as scores:
             if self.distils:
                 outputs = model(**without_labels(inputs))
                 loss = divergence(outputs.logits, teacher, inputs.get("attention_mask"))
@@ -99,16 +102,36 @@ def divergence(student: Tensor, teacher: Tensor, mask: Tensor | None) -> Tensor:
 
 
 @contextmanager
-def scores_of_layers(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Within it, the list fills with the scores [B, Hkv, S] of the layers that run."""
+def scores_of_layers(model: nn.Module, temperature: float | None = None) -> Iterator[list[Tensor]]:
+    """Within it, the list fills with the scores [B, Hkv, S] of the layers that run.
+
+    temperature: layers get `stochastic` scores instead.
+    """
     found: list[Tensor] = []
+
+    def remember(scorer: nn.Module, args: tuple, scores: Tensor) -> Tensor | None:
+        found.append(scores)
+        return None if temperature is None else stochastic(scores, temperature)
+
     scorers = [m for name, m in model.named_modules() if name.endswith(".scorer")]
-    hooks = [m.register_forward_hook(lambda _, args, out: found.append(out)) for m in scorers]
+    hooks = [scorer.register_forward_hook(remember) for scorer in scorers]
     try:
         yield found
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def stochastic(scores: Tensor, temperature: float) -> Tensor:
+    """Log gates log sigmoid(z) -> log sigmoid((z + noise) / temperature), open with the probability sigmoid(z).
+
+    A gate of 0.1 takes little from a key whose attention score stands out, so that its closing would cost nothing and its
+    score would learn nothing. A closed gate of a low temperature takes the key out, as the hard phase does
+    (the concrete distribution, arXiv 1611.00712).
+    """
+    logits = scores - torch.log(-torch.expm1(scores.clamp(max=-1e-6)))
+    uniform = torch.rand_like(scores).clamp(1e-6, 1 - 1e-6)
+    return F.logsigmoid((logits + uniform.logit()) / temperature)
 
 
 def share_of_old_keys(scores: list[Tensor], recent_window: int) -> Tensor:
