@@ -72,6 +72,21 @@ def test_bias_masks_by_the_rule_of_its_dtype(monkeypatch, dtype, bias_dtype, for
     assert_close("out", out, expected.out, yardstick.out, expected.largest_score)
 
 
+@pytest.mark.parametrize(
+    "bias_dtype, value, masks",
+    [(torch.float32, -2e4, False), (torch.float16, -9.9e3, False), (torch.float16, -1e4, True)],
+)
+def test_row_of_low_biases_is_hidden_by_the_rule_of_their_dtype(
+    monkeypatch, bias_dtype, value, masks
+):
+    monkeypatch.setattr(flex, "_flex", lambda: flex_attention)
+    q, v = torch.zeros(1, 3, 2, 16, dtype=torch.float16), torch.randn(1, 5, 2, 16).half()
+    bias = torch.full((1, 2, 5), value, dtype=bias_dtype)
+    out = flex_dmattn_func(q, v, v, attn_bias=bias)
+    expected = torch.zeros_like(out) if masks else v.mean(1, keepdim=True).expand_as(out)
+    torch.testing.assert_close(out, expected)
+
+
 @pytest.mark.skipif(ON_GPU, reason="GPUs have the backward")
 def test_backward_on_cpu_raises():
     q = torch.randn(1, 20, 2, 16, requires_grad=True)
