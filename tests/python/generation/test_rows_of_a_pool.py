@@ -46,6 +46,12 @@ def test_chunks_go_through_a_copy_with_places_for_them(place, rule):
     pool_rows.check_chunks_of_copies(place, rule)
 
 
+@places
+@rules
+def test_drafts_go_through_a_copy_that_keeps_the_first_ones(place, rule):
+    pool_rows.check_drafts_of_rows(place, rule)
+
+
 def test_changed_rows_of_a_view_are_followed():
     pool, _ = CPU.pool(RULES[0])
     rows = CPU.rows(0)

@@ -151,3 +151,23 @@ def check_chunks_of_copies(place, rule):
     torch.testing.assert_close(cut.extend(*states), expected, atol=tolerance, rtol=tolerance)
     pool.over(index).restore(cut)
     assert contents(pool.select(index)) == contents(whole)
+
+
+def check_drafts_of_rows(place, rule):
+    """Tokens of which a row keeps the first ones, through a copy with places for them: as steps of those that stay."""
+    pool, _ = place.pool(rule)
+    rows, kept = (5, 0, 2), (3, 1, 4)
+    index, states = place.rows(*rows), place.tokens(len(rows), 4)
+    expected = [pool.over(place.rows(row)).snapshot() for row in rows]
+    copies = pool.select(index, chunk=4)
+    copies.append(*states[1:])
+    out = copies.attend(states[0])
+    copies.commit(place.rows(*kept))
+    pool.over(index).restore(copies)
+    tolerance = TOLERANCE[place.dtype]
+    for b, (own, count) in enumerate(zip(expected, kept, strict=True)):
+        for i in range(count):
+            query, key, value = (t[b : b + 1, i : i + 1] for t in states[:3])
+            step = own.step(query, key, value, states[3][b : b + 1, :, i : i + 1])
+            torch.testing.assert_close(out[b, i], step[0, 0], atol=tolerance, rtol=tolerance)
+        assert contents(pool.select(index[b : b + 1])) == contents(own)
