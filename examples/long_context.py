@@ -86,7 +86,7 @@ def make_trainee(options: argparse.Namespace, mesh: DeviceMesh, device: torch.de
         doge.gradient_checkpointing_enable({"use_reentrant": False})
     if options.compile:
         for layer in doge.model.layers:
-            layer.compile(dynamic=False)  # torch 2.11 cannot compile the exchange for all lengths
+            layer.compile(dynamic=False)  # a run has one length
     trainee = Trainee(doge).train()
     every = mesh["dp", "cp"]._flatten("dp_cp")
     precision = MixedPrecisionPolicy()

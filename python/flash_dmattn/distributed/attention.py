@@ -182,11 +182,13 @@ def begin(
         none = call.scores.new_empty((*call.scores.shape[:2], 0), dtype=torch.int32)
         states = call.key, call.value, call.bias, call.scores, none
     key, value, bias, scores, positions = states
+    if bias is not None and not call.bias.requires_grad:
+        bias = bias.detach()
     return Pending(
         call.border,
         key,
         value,
-        bias.detach() if call.bias_is_score else scores,
+        (bias if call.bias_is_score else scores).detach(),
         bias,
         call.bias_is_score,
         positions,

@@ -150,7 +150,9 @@ class Direct:
     def give_back(self, route: Tensor, *gradients: Tensor) -> list[Tensor] | None:
         rank, c = self.wire.rank, self.border.winners
         parts = gradients
-        if rank > 1 or route.shape[1] != rank * c:
+        if rank == 0:
+            parts = [g[:, :0] for g in gradients]
+        elif rank > 1 or route.shape[1] > c:
             parts = [g.new_zeros((g.shape[0], rank * c + 1, g.shape[2])) for g in gradients]
             for part, gradient in zip(parts, gradients, strict=True):
                 _add_rows(part, gradient, route)

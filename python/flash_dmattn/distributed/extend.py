@@ -13,7 +13,8 @@ from .shards import Border, keys_seen_before
 
 class Extend(torch.autograd.Function):
     """(key, value, bias, scores) of a call -> key, value [B, W + n, Hkv, D], bias and scores [B, Hkv, W + n], positions int32
-    [B, Hkv, W], W = border.places. The gradients of the W rows in front return to their owners."""
+    [B, Hkv, W], W = border.places. The gradients of the W rows in front return to their owners; scores have none, and bias has one
+    where it is learned. (Marked as not differentiable they could not be compiled for all lengths by torch 2.11.)"""
 
     @staticmethod
     def forward(ctx, key, value, bias, scores, call: Call):
@@ -41,8 +42,6 @@ class Extend(torch.autograd.Function):
         scores, bias = columns[0], None if len(columns) == 1 else columns[1]
         if call.bias_is_score:
             scores, bias = None, columns[0]
-        fixed = (scores, positions) if ctx.bias_learns else (scores, positions, bias)
-        ctx.mark_non_differentiable(*(t for t in fixed if t is not None))
         return key, value, bias, scores, positions
 
     @staticmethod
