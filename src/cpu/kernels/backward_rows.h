@@ -104,9 +104,10 @@ struct BackwardRows {
   }
 
   void subtract_dlse(const Tile& tile) {
-    for (int r = 0; r < tile.rows; ++r) delta[r] -= dlse(tile, r);
-    for (int r = 0; r < shape.padded_rows; r += lanes) {
-      large = large || any((bits(load(delta + r)) & 0x7fffffff) > largest_delta);
+    for (int r = 0; r < tile.rows; ++r) {
+      delta[r] -= dlse(tile, r);
+      // One row at a time, because padded_rows is no multiple of the lanes.
+      large = large || any((bits(splat(delta[r])) & 0x7fffffff) > largest_delta);
     }
   }
 };

@@ -1,0 +1,46 @@
+"""Results are the same whatever is in memory before: workspaces and results are not read before they are written."""
+
+import pytest
+import torch
+
+from flash_dmattn import flash_dmattn_func
+
+OPTIONS = {
+    "window": {"keep_window_size": 13},
+    "rule": {"keep_window_size": 9, "recent_window": 4, "sink_tokens": 2},
+    "dense": {},
+}
+
+
+@pytest.fixture
+def fill_memory():
+    """torch.empty gives NaN, or the largest integer."""
+    before = torch.are_deterministic_algorithms_enabled()
+
+    def fill(is_filled):
+        torch.use_deterministic_algorithms(is_filled)
+
+    yield fill
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("queries", [1, 3, 16, 40, 53])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_gradients_do_not_depend_on_unwritten_memory(fill_memory, name, queries, dtype, with_lse):
+    torch.manual_seed(0)
+    q = torch.randn(2, queries, 4, 16, dtype=dtype).requires_grad_()
+    k, v = (torch.randn(2, 53, 2, 16, dtype=dtype).requires_grad_() for _ in range(2))
+    s = torch.randn(2, 2, 53).requires_grad_()
+    dout, dlse = torch.randn(2, queries, 4, 16, dtype=dtype), torch.randn(2, 4, queries)
+    found = []
+    for is_filled in (False, True):
+        fill_memory(is_filled)
+        out, lse = flash_dmattn_func(
+            q, k, v, attn_bias=s, is_causal=True, return_lse=True, **OPTIONS[name]
+        )
+        results, directions = ((out, lse), (dout, dlse)) if with_lse else ((out,), (dout,))
+        found.append([out, lse, *torch.autograd.grad(results, (q, k, v, s), directions)])
+    for plain, filled in zip(*found, strict=True):
+        assert torch.equal(plain, filled)
