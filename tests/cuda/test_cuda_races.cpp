@@ -149,7 +149,7 @@ class CudaRaces : public ::testing::TestWithParam<RaceCase> {
 };
 
 TEST_P(CudaRaces, ThousandForwardsGiveSameBits) {
-  for (const char* const head_dim : {"64", "128", "256"}) {
+  for (const char* const head_dim : {"64", "96", "128", "192", "256"}) {
     Data data = data_of(GetParam(), head_dim);
     DeviceCase device_case(data, Walk::full_first, GetParam().choice);
     expect_same_bits_in_forwards(device_case, 1000);
@@ -157,7 +157,7 @@ TEST_P(CudaRaces, ThousandForwardsGiveSameBits) {
 }
 
 TEST_P(CudaRaces, ThousandDeterministicBackwardsGiveSameBits) {
-  for (const char* const head_dim : {"64", "128", "256"}) {
+  for (const char* const head_dim : {"64", "96", "128", "192", "256"}) {
     Data data = data_of(GetParam(), head_dim);
     data.problem.deterministic = true;
     DeviceCase device_case(data, Walk::full_first, GetParam().choice);
@@ -168,7 +168,7 @@ TEST_P(CudaRaces, ThousandDeterministicBackwardsGiveSameBits) {
 // Without an order of additions a block waits for no other, so that their times differ more.
 TEST_P(CudaRaces, ThousandBackwardsGiveSameKeyGradients) {
   int compared = 0;
-  for (const char* const head_dim : {"64", "128", "256"}) {
+  for (const char* const head_dim : {"64", "96", "128", "192", "256"}) {
     Data data = data_of(GetParam(), head_dim);
     DeviceCase device_case(data, Walk::full_first, GetParam().choice);
     if (!stores_key_gradients_once(device_case.backward_kernel())) continue;

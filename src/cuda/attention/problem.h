@@ -14,11 +14,6 @@
 // Turns a problem and its tensors into the kernels' parameters.
 namespace flash_dmattn::cuda {
 
-// Kernels are compiled for three head dims; loads pad a smaller head dim with zeros.
-constexpr int head_dim_bucket(int head_dim) {
-  return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
-}
-
 inline Shape shape_of(const Problem& p) {
   const auto narrow = [](std::int64_t value) { return static_cast<int>(value); };
   return {narrow(p.batch),    narrow(p.heads_q),  narrow(p.heads_kv),

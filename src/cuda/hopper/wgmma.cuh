@@ -96,6 +96,12 @@ enum class Major : std::uint8_t { k, mn };
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
   "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define WGMMA_NAMES_40 WGMMA_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define WGMMA_NAMES_48 WGMMA_NAMES_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define WGMMA_NAMES_56 WGMMA_NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define WGMMA_NAMES_96                                                                           \
+  WGMMA_NAMES_64                                                                                 \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, " \
+  "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define WGMMA_NAMES_128                                                                          \
   WGMMA_NAMES_64                                                                                 \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, " \
@@ -110,9 +116,14 @@ enum class Major : std::uint8_t { k, mn };
   WGMMA_FLOATS_8(ACCESS, 0), WGMMA_FLOATS_8(ACCESS, 8), WGMMA_FLOATS_8(ACCESS, 16), \
       WGMMA_FLOATS_8(ACCESS, 24)
 #define WGMMA_FLOATS_40(ACCESS) WGMMA_FLOATS_32(ACCESS), WGMMA_FLOATS_8(ACCESS, 32)
+#define WGMMA_FLOATS_48(ACCESS) WGMMA_FLOATS_40(ACCESS), WGMMA_FLOATS_8(ACCESS, 40)
+#define WGMMA_FLOATS_56(ACCESS) WGMMA_FLOATS_48(ACCESS), WGMMA_FLOATS_8(ACCESS, 48)
 #define WGMMA_FLOATS_64(ACCESS)                                                    \
   WGMMA_FLOATS_32(ACCESS), WGMMA_FLOATS_8(ACCESS, 32), WGMMA_FLOATS_8(ACCESS, 40), \
       WGMMA_FLOATS_8(ACCESS, 48), WGMMA_FLOATS_8(ACCESS, 56)
+#define WGMMA_FLOATS_96(ACCESS)                                                    \
+  WGMMA_FLOATS_64(ACCESS), WGMMA_FLOATS_8(ACCESS, 64), WGMMA_FLOATS_8(ACCESS, 72), \
+      WGMMA_FLOATS_8(ACCESS, 80), WGMMA_FLOATS_8(ACCESS, 88)
 #define WGMMA_FLOATS_128(ACCESS)                                                          \
   WGMMA_FLOATS_64(ACCESS), WGMMA_FLOATS_8(ACCESS, 64), WGMMA_FLOATS_8(ACCESS, 72),        \
       WGMMA_FLOATS_8(ACCESS, 80), WGMMA_FLOATS_8(ACCESS, 88), WGMMA_FLOATS_8(ACCESS, 96), \
@@ -158,6 +169,16 @@ __device__ inline void wgmma(float (&d)[64], std::uint64_t a, std::uint64_t b, b
 }
 
 template <class T, Major MajorA = Major::k, Major MajorB = MajorA>
+__device__ inline void wgmma(float (&d)[56], std::uint64_t a, std::uint64_t b, bool add) {
+  WGMMA_SS("m64n112k16", 56, "+f", 56, 57, 58, 59, 60)
+}
+
+template <class T, Major MajorA = Major::k, Major MajorB = MajorA>
+__device__ inline void wgmma(float (&d)[48], std::uint64_t a, std::uint64_t b, bool add) {
+  WGMMA_SS("m64n96k16", 48, "+f", 48, 49, 50, 51, 52)
+}
+
+template <class T, Major MajorA = Major::k, Major MajorB = MajorA>
 __device__ inline void wgmma(float (&d)[40], std::uint64_t a, std::uint64_t b, bool add) {
   WGMMA_SS("m64n80k16", 40, "+f", 40, 41, 42, 43, 44)
 }
@@ -176,6 +197,12 @@ __device__ inline void wgmma_first(float (&d)[64], std::uint64_t a, std::uint64_
 }
 
 template <class T, Major MajorA, Major MajorB = MajorA>
+__device__ inline void wgmma_first(float (&d)[48], std::uint64_t a, std::uint64_t b) {
+  constexpr bool add = false;
+  WGMMA_SS("m64n96k16", 48, "=f", 48, 49, 50, 51, 52)
+}
+
+template <class T, Major MajorA, Major MajorB = MajorA>
 __device__ inline void wgmma_first(float (&d)[32], std::uint64_t a, std::uint64_t b) {
   constexpr bool add = false;
   WGMMA_SS("m64n64k16", 32, "=f", 32, 33, 34, 35, 36)
@@ -188,8 +215,18 @@ __device__ inline void wgmma(float (&d)[128], const std::uint32_t* a, std::uint6
 }
 
 template <class T>
+__device__ inline void wgmma(float (&d)[96], const std::uint32_t* a, std::uint64_t b) {
+  WGMMA_RS("m64n192k16", 96, "+f", 96, 97, 98, 99, 100)
+}
+
+template <class T>
 __device__ inline void wgmma(float (&d)[64], const std::uint32_t* a, std::uint64_t b) {
   WGMMA_RS("m64n128k16", 64, "+f", 64, 65, 66, 67, 68)
+}
+
+template <class T>
+__device__ inline void wgmma(float (&d)[48], const std::uint32_t* a, std::uint64_t b) {
+  WGMMA_RS("m64n96k16", 48, "+f", 48, 49, 50, 51, 52)
 }
 
 template <class T>
@@ -202,12 +239,18 @@ __device__ inline void wgmma(float (&d)[32], const std::uint32_t* a, std::uint64
 #undef WGMMA_RS_OF
 #undef WGMMA_SS_OF
 #undef WGMMA_FLOATS_128
+#undef WGMMA_FLOATS_96
 #undef WGMMA_FLOATS_64
+#undef WGMMA_FLOATS_56
+#undef WGMMA_FLOATS_48
 #undef WGMMA_FLOATS_40
 #undef WGMMA_FLOATS_32
 #undef WGMMA_FLOATS_8
 #undef WGMMA_NAMES_128
+#undef WGMMA_NAMES_96
 #undef WGMMA_NAMES_64
+#undef WGMMA_NAMES_56
+#undef WGMMA_NAMES_48
 #undef WGMMA_NAMES_40
 #undef WGMMA_NAMES_32
 

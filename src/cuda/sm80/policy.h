@@ -5,6 +5,11 @@
 // Tile policies as data: one entry for each head-dim bucket and shared-memory class.
 namespace flash_dmattn::cuda::sm80 {
 
+// Kernels are compiled for three head dims; loads pad a smaller head dim with zeros.
+constexpr int head_dim_bucket(int head_dim) {
+  return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
+}
+
 // The shared memory that a block may have. sm_86, sm_89 and sm_120 have 99 KB. sm_80 has 163 KB and sm_90 has 227 KB,
 // and one policy covers both.
 enum class SharedClass : std::uint8_t { kb99, kb163 };

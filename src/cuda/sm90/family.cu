@@ -57,7 +57,9 @@ class ForwardCall {
       if constexpr (is_compiled) {
         switch (choice_.head_dim) {
           case 64: return launch_forward<T, 64>(choice_, params, placed.workspace_, stream);
+          case 96: return launch_forward<T, 96>(choice_, params, placed.workspace_, stream);
           case 128: return launch_forward<T, 128>(choice_, params, placed.workspace_, stream);
+          case 192: return launch_forward<T, 192>(choice_, params, placed.workspace_, stream);
           default: return launch_forward<T, 256>(choice_, params, placed.workspace_, stream);
         }
       }

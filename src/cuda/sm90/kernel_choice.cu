@@ -97,7 +97,7 @@ std::string decline_shape(const Problem& p) {
 std::vector<ForwardChoice> forward_choices() {
   std::vector<ForwardChoice> result;
   for (const DType dtype : {DType::bf16, DType::f16}) {
-    for (const int head_dim : {64, 128, 256}) {
+    for (const int head_dim : head_dims) {
       for (const ForwardVariant& variant : forward_variants) {
         result.push_back({dtype, head_dim, variant});
         result.back().variant.overlaps = overlaps(dtype, head_dim);

@@ -6,6 +6,16 @@
 // Tile policies of the forward as data.
 namespace flash_dmattn::cuda::sm90 {
 
+// The head dims that kernels are compiled for, their buckets.
+inline constexpr std::array head_dims = {64, 96, 128, 192, 256};
+
+// The bucket of a head dim; loads pad a smaller head dim with zeros.
+constexpr int head_dim_bucket(int head_dim) {
+  for (const int bucket : head_dims)
+    if (head_dim <= bucket) return bucket;
+  return head_dims.back();
+}
+
 // The way in which K and V are loaded to shared memory.
 enum class KeyLoad : std::uint8_t {
   tma,     // consecutive keys, tiles by the TMA unit
@@ -20,8 +30,8 @@ enum class DenseAccess : std::uint8_t {
   elements,  // one by one, with any dtype and strides
 };
 
-// Whether kernels of a head-dim bucket support ranks. At D 256 there are no registers for them.
-constexpr bool has_ranks(int head_dim_bucket) { return head_dim_bucket <= 128; }
+// Whether kernels of a head-dim bucket support ranks. Above D 128 there are no registers for them.
+constexpr bool has_ranks(int head_dim) { return head_dim <= 128; }
 
 // The compile-time choices of a forward kernel.
 struct ForwardVariant {
@@ -47,10 +57,10 @@ inline constexpr std::array forward_variants = {
 };
 
 // Whether biases of keys may have a delay. Elsewhere a test for it would spill registers of the loop; KeyLoad::any takes
-// such calls, except for dense masks at D 256.
-constexpr bool supports_delay(int head_dim_bucket, const ForwardVariant& variant) {
-  if (head_dim_bucket > 128 && variant.load == KeyLoad::gather) return false;
-  if (head_dim_bucket > 128 && variant.dense == DenseAccess::elements) return false;
+// such calls, except for dense masks above D 128.
+constexpr bool supports_delay(int head_dim, const ForwardVariant& variant) {
+  if (head_dim > 128 && variant.load == KeyLoad::gather) return false;
+  if (head_dim > 128 && variant.dense == DenseAccess::elements) return false;
   return variant.has_key_info && variant.dense != DenseAccess::tiles;
 }
 
@@ -62,8 +72,8 @@ constexpr bool can_be_short(const ForwardVariant& variant) {
 
 // Whether a block that has one work tile recomputes rows itself (forward/fix_rows.cuh). In other kernels that call would
 // spill registers of the main loop.
-constexpr bool fixes_rows(int head_dim_bucket, const ForwardVariant& variant) {
-  return can_be_short(variant) && head_dim_bucket <= 128;
+constexpr bool fixes_rows(int head_dim, const ForwardVariant& variant) {
+  return can_be_short(variant) && head_dim <= 128;
 }
 
 constexpr ForwardVariant with_overlap(ForwardVariant variant, bool overlaps) {
@@ -92,13 +102,15 @@ struct ForwardPolicy {
 // D 128 with key info has 128 keys in two stages. Four stages of 64 keys are 25 % slower, and 56 registers for the
 // producer 7 %. Lists are of 128 queries; 192 queries against 80 keys would be 4 % faster.
 //
+// D 96 has the room of D 128 in shared memory and fewer accumulators, for 112 keys in two stages.
+//
 // At D 256 the accumulators of 256 columns take 128 registers of a thread, and K and V take all of shared memory, for
-// 80 keys, or for 64 with key info.
+// 80 keys, or for 64 with key info. At D 192 these are 112 keys, or three stages of 64.
 //
 // With a dense mask and bias, only D 64 has room for a second tile of q, for three warpgroups, which read biases when
 // they add them, and for the bytes of masks. This is 19 % faster, including the launch of the packing. At D 128 bytes
 // leave two dense stages, and each byte belongs to one row of scores, which is as fast as packing.
-constexpr ForwardPolicy forward_policy(int head_dim_bucket, const ForwardVariant& variant) {
+constexpr ForwardPolicy forward_policy(int head_dim, const ForwardVariant& variant) {
   const bool has_dense_tiles = variant.dense == DenseAccess::tiles;
   ForwardPolicy policy{.warpgroups = 2,
                        .keys = 128,
@@ -112,12 +124,12 @@ constexpr ForwardPolicy forward_policy(int head_dim_bucket, const ForwardVariant
     policy.producer_registers = 72;
     policy.consumer_registers = 216;
   }
-  if (!variant.has_key_info && head_dim_bucket <= 128) {
+  if (!variant.has_key_info && head_dim <= 128) {
     policy.warpgroups = 3;
     policy.producer_registers = 24;
     policy.consumer_registers = 160;
   }
-  switch (head_dim_bucket) {
+  switch (head_dim) {
     case 64:
       policy.stages = 4;
       if (has_dense_tiles) {
@@ -129,6 +141,10 @@ constexpr ForwardPolicy forward_policy(int head_dim_bucket, const ForwardVariant
         policy.consumer_registers = 160;
       }
       break;
+    case 96:
+      if (has_dense_tiles) policy.q_stages = 1;
+      if (!variant.has_key_info) policy.keys = 112;
+      break;
     case 128:
       if (has_dense_tiles) policy.q_stages = 1;
       if (!variant.has_key_info) {
@@ -138,7 +154,8 @@ constexpr ForwardPolicy forward_policy(int head_dim_bucket, const ForwardVariant
       break;
     default:
       policy.q_stages = 1;
-      policy.keys = variant.has_key_info ? 64 : 80;
+      policy.keys = variant.has_key_info ? 64 : head_dim == 192 ? 112 : 80;
+      if (variant.has_key_info && head_dim == 192) policy.stages = 3;
       if (!variant.has_key_info) {
         policy.producer_registers = 24;
         policy.consumer_registers = 240;

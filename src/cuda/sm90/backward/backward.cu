@@ -53,8 +53,9 @@ BackwardVariant choose_variant(const BackwardArgs& args) {
 
 BackwardChoice choose_backward(const BackwardArgs& args) {
   const Problem& p = args.problem;
-  const int head_dim = head_dim_bucket(static_cast<int>(p.head_dim));
-  return {p.dtype, head_dim, with_overlap(choose_variant(args), overlaps(p.dtype, head_dim))};
+  const BackwardVariant variant = choose_variant(args);
+  const int head_dim = head_dim_bucket(static_cast<int>(p.head_dim), variant);
+  return {p.dtype, head_dim, with_overlap(variant, overlaps(p.dtype, head_dim))};
 }
 
 std::string name(const BackwardChoice& choice) {
@@ -111,7 +112,9 @@ void BackwardCall::run(const BackwardArgs& args, const Execution& execution) con
       }
       switch (call.choice.head_dim) {
         case 64: return launch_backward<T, 64>(call.choice, call.params, stream);
+        case 96: return launch_backward<T, 96>(call.choice, call.params, stream);
         case 128: return launch_backward<T, 128>(call.choice, call.params, stream);
+        case 192: return launch_backward<T, 192>(call.choice, call.params, stream);
         default: return launch_backward<T, 256>(call.choice, call.params, stream);
       }
     }
@@ -133,7 +136,7 @@ void plan_backward(const BackwardArgs& args, const DeviceProperties& device,
 std::vector<std::string> backward_names(const DeviceProperties&) {
   std::vector<std::string> names;
   for (const DType dtype : {DType::bf16, DType::f16}) {
-    for (const int head_dim : {64, 128, 256}) {
+    for (const int head_dim : head_dims) {
       for (const BackwardVariant& variant : backward_variants) {
         if (has_kernel(head_dim, variant))
           names.push_back(

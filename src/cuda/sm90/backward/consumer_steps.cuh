@@ -135,11 +135,11 @@ class ConsumerSteps {
     end_batch();
   }
 
-  // This warpgroup's part of dQ = dS K, in one of the policy's rounds.
-  __device__ void issue_dq(int n, float (&dq)[dq_part], int round = 0) const {
+  // This warpgroup's part of dQ = dS K, in one of the policy's rounds of a visit with this turn.
+  __device__ void issue_dq(int n, float (&dq)[dq_part], int turn = 0, int round = 0) const {
     const int row_panel = policy.dq == DqSplit::rows ? warpgroup_ : 0;
     const int column_panel =
-        policy.dq == DqSplit::columns ? 2 * Kernel::dq_group(round) + warpgroup_ : 0;
+        policy.dq == DqSplit::columns ? Kernel::dq_panel(turn, round, warpgroup_) : 0;
     const DsOperand ds(shared_address(storage_.ds[score_tile(n)]) +
                        row_panel * ScoreTile::panel_bytes);
     const RowMajorOperand<keys> k(address_of_keys(storage_.k) +
@@ -149,23 +149,26 @@ class ConsumerSteps {
 #pragma unroll
     for (int i = 1; i < keys / 16; ++i) wgmma<T, ds_major, Major::mn>(dq, ds.at(i), k.at(i), true);
     end_batch();
-    if constexpr (policy.paired()) add_partner_dq(n, dq);
+    if constexpr (policy.paired())
+      add_partner_dq(n, dq, column_panel - Kernel::first_partner_panel());
   }
 
   // Adds the product with dS and keys of the other block.
-  __device__ void add_partner_dq(int n, float (&dq)[dq_part]) const {
+  __device__ void add_partner_dq(int n, float (&dq)[dq_part], int panel) const {
     storage_.received.wait_full(n);
     const DsOperand ds(shared_address(storage_.partner.ds));
     const RowMajorOperand<keys> k(shared_address(storage_.partner.k) +
-                                  warpgroup_ * Storage::Partner::KeyTile::panel_bytes);
+                                  panel * Storage::Partner::KeyTile::panel_bytes);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < keys / 16; ++i) wgmma<T, ds_major, Major::mn>(dq, ds.at(i), k.at(i), true);
     end_batch();
   }
 
-  // Releases dS, of which the other block has a copy, and the copy of its dS.
+  // Releases dS, of which the other block has a copy, and the copy of its dS. The wait is for warpgroups that make no dQ
+  // of the tile: the other block must not count their arrival in the phase before.
   __device__ void release_ds(int n) const {
+    if constexpr (policy.paired() && Kernel::takes_turns) storage_.received.wait_full(n);
     storage_.ds_pipeline.release(n);
     if constexpr (policy.paired()) storage_.ds_pipeline.release_in_cluster(n, 1 - Kernel::rank());
   }

@@ -138,12 +138,14 @@ struct DqWriter {
       const std::int64_t index =
           tile_index(p.backward.shape, Kernel::policy.rows, work.batch, at.head(), at.tile());
       float* const to = p.dq_accum + index * Layout::floats;
+      const int turn = Kernel::turn(at);
 #pragma unroll
       for (int round = 0; round < Kernel::policy.dq_rounds; ++round) {
 #pragma unroll
         for (int part = 0; part < parts; ++part) {
-          // The additions of the parts after this one may still read shared memory.
-          part + 1 < parts ? bulk_wait_read<1>() : bulk_wait_read<0>();
+          if (!Kernel::makes_dq(turn, round, part)) continue;
+          // The additions of the parts after this one may still read shared memory, if there always are some.
+          part + 1 < parts && !Kernel::takes_turns ? bulk_wait_read<1>() : bulk_wait_read<0>();
           __syncwarp();
           named_barrier_arrive(Kernel::dq_free_barrier + part, threads);
         }
@@ -154,9 +156,10 @@ struct DqWriter {
         }
 #pragma unroll
         for (int part = 0; part < parts; ++part) {
+          if (!Kernel::makes_dq(turn, round, part)) continue;
           named_barrier_sync(Kernel::dq_full_barrier + part, threads);
           if (lane_id() == 0 && p.dq_accum != nullptr) {
-            bulk_add(to + (Kernel::dq_group(round) * parts + part) * Layout::part_floats,
+            bulk_add(to + number(turn, round, part) * Layout::part_floats,
                      shared_address(storage.dq[part]), part_bytes);
           }
         }
@@ -165,6 +168,12 @@ struct DqWriter {
     bulk_wait();
     __syncwarp();
     if (ordered) order.end_work(work);
+  }
+
+ private:
+  // The number of a part of shared memory among the parts of a tile of dq.
+  static __device__ int number(int turn, int round, int part) {
+    return Kernel::policy.dq == DqSplit::columns ? Kernel::dq_panel(turn, round, part) : part;
   }
 };
 

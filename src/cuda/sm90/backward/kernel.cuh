@@ -26,8 +26,8 @@ enum class WarpRole : std::uint8_t {
   load_dense = clear_unseen_keys,
 };
 
-// The key-major backward of sm_90a. A block keeps K, V, dK, dV and the gradient of the key biases of 128 keys (64 at
-// D 256), and visits the query tiles that see some of them. dq is added to fp32 sums in memory. The keys are neighbours,
+// The key-major backward of sm_90a. A block keeps K, V, dK, dV and the gradient of the key biases of 128 keys (64
+// above D 128), and visits the query tiles that see some of them. dq is added to fp32 sums in memory. The keys are neighbours,
 // with a block for each such tile, or the changing keys of as many slots, in persistent blocks.
 template <class T, int D, BackwardVariant Variant>
 struct BackwardKernel {
@@ -66,8 +66,26 @@ struct BackwardKernel {
   static __device__ int partner_key(const BackwardWork& work) {
     return work.key + (rank() == 0 ? policy.keys : -policy.keys);
   }
-  // The number of the dq_parts() that this block makes in a round, among those of a tile of dq.
-  static __device__ int dq_group(int round) { return policy.paired() ? rank() : round; }
+  static constexpr bool takes_turns = policy.takes_turns(D);
+  // The number of a visit, which decides whose turn it is to make a panel of dq. It does not depend on the block, so
+  // that additions can have an order.
+  template <class Visit>
+  static __device__ int turn(const Visit& at) {
+    return takes_turns ? at.tile() + at.head() : 0;
+  }
+  // The panel of dq that a warpgroup makes in a round, with DqSplit::columns.
+  static __device__ int dq_panel(int turn, int round, int warpgroup) {
+    const int place = 2 * (policy.paired() ? rank() : round) + warpgroup;
+    return takes_turns ? (place + turn) % policy.dq_places() : place;
+  }
+  // Whether a warpgroup makes a panel of dq in a round.
+  static __device__ bool makes_dq(int turn, int round, int warpgroup) {
+    return !takes_turns || dq_panel(turn, round, warpgroup) < D / panel_columns;
+  }
+  // The first panel of dq that this block makes, of keys of the other block.
+  static __device__ int first_partner_panel() {
+    return takes_turns ? 0 : rank() * SharedStorage::Partner::KeyTile::panels;
+  }
 
   __device__ void operator()(const Params& p, SharedStorage& storage) const {
     const bool ordered = p.order.started != nullptr;

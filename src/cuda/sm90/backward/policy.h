@@ -41,10 +41,19 @@ inline constexpr std::array backward_variants = {
     BackwardVariant{.placement = KeyPlacement::slots, .delays = true},
 };
 
-// Whether a head-dim bucket has a kernel of a variant. At D 256 shared memory has no room for a dense mask or bias, and
-// there is no kernel for delayed biases.
+// Whether a head-dim bucket has a kernel of a variant. Above D 128 shared memory has no room for a dense mask or
+// bias, and there is no kernel for delayed biases. At D 96 a kernel for DenseAccess::elements would spill registers in
+// its loop.
 constexpr bool has_kernel(int head_dim, const BackwardVariant& variant) {
+  if (head_dim == 96) return variant.dense != DenseAccess::elements;
   return head_dim <= 128 || !(variant.has_dense() || variant.delays);
+}
+
+// The bucket of a head dim: the smallest that has a kernel of the variant.
+constexpr int head_dim_bucket(int head_dim, const BackwardVariant& variant) {
+  for (const int bucket : head_dims)
+    if (head_dim <= bucket && has_kernel(bucket, variant)) return bucket;
+  return head_dims.back();
 }
 
 constexpr BackwardVariant with_overlap(BackwardVariant variant, bool overlaps) {
@@ -54,7 +63,7 @@ constexpr BackwardVariant with_overlap(BackwardVariant variant, bool overlaps) {
 
 // The division of dq of a query tile between the two warpgroups. Each part is a product of 64 queries over all keys.
 enum class DqSplit : std::uint8_t {
-  columns,      // half of the columns each
+  columns,      // a panel of 64 columns each, in each round and block
   alternating,  // every other tile each, so dS is read once and there are twice as many accumulators
   rows,         // 64 of 128 queries each
 };
@@ -93,7 +102,13 @@ struct BackwardPolicy {
   // The parts of dq that are in shared memory together, and their columns.
   constexpr int dq_parts() const { return dq == DqSplit::alternating ? 1 : 2; }
   constexpr int dq_part_columns(int head_dim) const {
-    return dq == DqSplit::columns ? head_dim / (2 * dq_rounds * cluster) : head_dim;
+    return dq == DqSplit::columns ? 64 : head_dim;
+  }
+  // With DqSplit::columns, the panels that rounds, warpgroups and blocks can make of a query tile. If dq has fewer, they
+  // take turns.
+  constexpr int dq_places() const { return warpgroups * dq_rounds * cluster; }
+  constexpr bool takes_turns(int head_dim) const {
+    return dq == DqSplit::columns && 64 * dq_places() > head_dim;
   }
 };
 
@@ -114,15 +129,18 @@ inline constexpr int order_heads = 2;
 //
 // At D 64 a late dQ gains 12 %. Key info takes registers that it needs, and so do the accumulators of D 128.
 //
+// At D 96 dq cannot be halved between panels.
+//
 // At D 256 dk and dv of 64 keys fill the accumulators of both warpgroups, one of them each. Additions to dq bind with 64
-// keys, so that pairs of blocks add once for 128.
+// keys, so that pairs of blocks add once for 128. At D 192 there is room for two stages of dout; the four warpgroups of
+// a pair make three panels of dq, and each has none in every fourth tile.
 constexpr BackwardPolicy backward_policy(int head_dim, const BackwardVariant& variant) {
-  if (head_dim == 256) {
+  if (head_dim > 128) {
     BackwardPolicy policy{.rows = 64,
                           .dq = DqSplit::columns,
                           .split = ConsumerSplit::roles,
                           .keys = 64,
-                          .dout_stages = 1,
+                          .dout_stages = head_dim == 192 ? 2 : 1,
                           .dq_rounds = 2};
     if (!variant.has_slots()) {
       policy.cluster = 2;
@@ -133,7 +151,7 @@ constexpr BackwardPolicy backward_policy(int head_dim, const BackwardVariant& va
   }
   if (variant.has_slots()) return {.rows = slot_tile_rows, .dq = DqSplit::alternating};
   if (variant.has_dense()) {
-    const DqSplit dq = head_dim == 64 ? DqSplit::alternating : DqSplit::columns;
+    const DqSplit dq = head_dim < 128 ? DqSplit::alternating : DqSplit::columns;
     return {.rows = 64,
             .dq = dq,
             .score_tiles = head_dim == 64 ? 4 : 3,
@@ -142,7 +160,7 @@ constexpr BackwardPolicy backward_policy(int head_dim, const BackwardVariant& va
   if (head_dim == 64) {
     return {.rows = 128, .dq = DqSplit::rows, .late_dq = variant.placement == KeyPlacement::block};
   }
-  return {.rows = 64, .dq = DqSplit::columns};
+  return {.rows = 64, .dq = head_dim == 96 ? DqSplit::alternating : DqSplit::columns};
 }
 
 // The sums of dq in memory are tiles of `rows` queries, each in parts of 64 queries, in the order of the accumulators.

@@ -81,7 +81,7 @@ struct TileLoader {
 #pragma unroll 1
       for (int i = 0; i < Tile::panels; ++i) {
         tma_load(shared_address(storage.partner.k) + i * Tile::panel_bytes, p.k_map, full,
-                 (Kernel::rank() * Tile::panels + i) * panel_columns, Kernel::partner_key(work),
+                 (Kernel::first_partner_panel() + i) * panel_columns, Kernel::partner_key(work),
                  work.kv_head, work.batch);
       }
     }

@@ -33,8 +33,7 @@ class ScoreConsumer : ConsumerSteps<Kernel> {
       keys_.begin(work_count);
       keys_.begin_tile(at);
       start_scores(n);
-      wgmma_wait<0>();
-      pin(s_);
+      end_scores();
     }
 #pragma unroll 1
     for (; at.has(); ++n) {
@@ -46,6 +45,7 @@ class ScoreConsumer : ConsumerSteps<Kernel> {
       named_barrier_arrive(Kernel::p_barrier, 256);
       storage_.dout_pipeline.wait_full(n);
       this->issue_gradient(dv_, p_operand_, storage_.dout[Steps::dout_stage(n)]);
+      const int turn = Kernel::turn(at);
       advance(at, n);
       wgmma_wait<1>();
       pin(dv_);
@@ -53,12 +53,17 @@ class ScoreConsumer : ConsumerSteps<Kernel> {
       storage_.ds_pipeline.wait_full(n);
 #pragma unroll
       for (int round = 0; round < policy.dq_rounds; ++round) {
-        float dq[dq_part];
-        this->issue_dq(n, dq, round);
-        wgmma_wait<0>();
-        pin(s_);
-        if (round + 1 == policy.dq_rounds) this->release_ds(n);
-        this->store_dq(dq, warpgroup_);
+        const bool is_last = round + 1 == policy.dq_rounds;
+        if (Kernel::makes_dq(turn, round, warpgroup_)) {
+          float dq[dq_part];
+          this->issue_dq(n, dq, turn, round);
+          end_scores();
+          if (is_last) this->release_ds(n);
+          this->store_dq(dq, warpgroup_);
+        } else if (is_last) {
+          end_scores();
+          this->release_ds(n);
+        }
       }
       storage_.q_pipeline.release(n);
       keys_.release();
@@ -72,6 +77,11 @@ class ScoreConsumer : ConsumerSteps<Kernel> {
     storage_.q_pipeline.wait_full(n);
     this->begin_scores(n, s_);
     this->issue_scores(n, s_);
+  }
+
+  __device__ void end_scores() {
+    wgmma_wait<0>();
+    pin(s_);
   }
 
   // Moves to the next query tile and starts its scores; after the last tile its own once more, because in a branch
@@ -123,20 +133,26 @@ class GradientConsumer : ConsumerSteps<Kernel> {
       make_ds(at, n);
       share_ds(n);
       this->issue_gradient(dk_, ds_operand_, storage_.q[stage(n)]);
+      const int turn = Kernel::turn(at);
 #pragma unroll
       for (int round = 0; round < policy.dq_rounds; ++round) {
-        float dq[dq_part];
-        this->issue_dq(n, dq, round);
-        if (round + 1 < policy.dq_rounds) {
-          wgmma_wait<0>();
-        } else {
+        // Waits for dQ and after the last round also for dK, while dP of the next tile is in flight.
+        const auto end_round = [&] {
+          if (round + 1 < policy.dq_rounds) return wgmma_wait<0>();
           has_tile = advance(at, n);
           wgmma_wait<1>();
           pin(dk_);
           storage_.q_pipeline.release(n);
           this->release_ds(n);
+        };
+        if (Kernel::makes_dq(turn, round, warpgroup_)) {
+          float dq[dq_part];
+          this->issue_dq(n, dq, turn, round);
+          end_round();
+          this->store_dq(dq, warpgroup_);
+        } else {
+          end_round();
         }
-        this->store_dq(dq, warpgroup_);
       }
       wgmma_wait<0>();
       pin(dp_);

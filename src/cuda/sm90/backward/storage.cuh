@@ -66,8 +66,8 @@ struct DenseStorage<DenseAccess::elements, Tiles> : ScoreTilePipelines<Tiles> {
   int keys[dense_block_keys];  // keys that exist, even if the block reaches past the end
 };
 
-// The copies that one of two blocks has of the other's (BackwardPolicy::cluster): keys, in this block's columns of dq,
-// and dS.
+// The copies that one of two blocks has of the other's (BackwardPolicy::cluster): keys, in the columns of dq that this
+// block makes, and dS.
 template <bool Exists, int Keys, int Rows, int Columns>
 struct PartnerStorage {
   using KeyTile = PanelTile<Keys, Columns>;
@@ -87,7 +87,8 @@ struct BackwardStorage {
   using ScoreTile = std::conditional_t<Variant.has_dense(), PanelTile<policy.rows, policy.keys>,
                                        PanelTile<policy.keys, policy.rows>>;
   using Stats = RowStats<policy.rows>;
-  using Partner = PartnerStorage<policy.paired(), policy.keys, policy.rows, D / 2>;
+  using Partner =
+      PartnerStorage<policy.paired(), policy.keys, policy.rows, policy.takes_turns(D) ? D : D / 2>;
   // The warp that adds dq to memory orders its additions.
   static constexpr int order_barrier = 1;
   using Semaphore = OrderSemaphore<true, warp_size, order_barrier>;

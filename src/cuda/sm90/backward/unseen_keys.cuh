@@ -37,10 +37,10 @@ struct UnseenKeys {
   // Stores a row of dk and then a row of dv.
   __device__ void clear_rows(int batch, int kv_head, int key) const {
     constexpr int chunks = Kernel::head_dim / 8;
-    const int chunk = lane_id() % chunks;
 #pragma unroll
     for (int first = 0; first < 2 * chunks; first += warp_size) {
       const int item = first + lane_id();
+      const int chunk = item % chunks;
       const OutputRows& to = item < chunks ? p.backward.dk : p.backward.dv;
       if (item >= 2 * chunks || chunk >= p.backward.shape.head_dim / 8 || to.data == nullptr)
         continue;

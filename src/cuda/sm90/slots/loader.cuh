@@ -110,7 +110,7 @@ struct SlotLoader {
 #pragma unroll
     for (int first = 0; first < 2 * Tile::chunks; first += warp_size) {
       const int tensor = (first + lane_id()) / Tile::chunks;
-      const int chunk = lane_id() % Tile::chunks;
+      const int chunk = (first + lane_id()) % Tile::chunks;
       if (tensor > 1) return;
       const InputRows& source = tensor == 0 ? p.backward.k : p.backward.v;
       const bool valid = key >= 0 && chunk < p.backward.shape.head_dim / 8;

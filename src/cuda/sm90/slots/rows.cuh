@@ -39,8 +39,9 @@ struct AddSlotParts {
   static constexpr int warps = threads / warp_size;
   static constexpr int min_blocks = 1;
   static constexpr int block_slots = backward_policy(D, {.placement = KeyPlacement::slots}).keys;
-  static constexpr int columns = 2 * D;        // dk, then dv
-  static constexpr int steps = columns / 128;  // with four columns per lane
+  static constexpr int columns = 2 * D;  // dk, then dv
+  static constexpr int lane_columns = 4 * warp_size;
+  static constexpr int steps = ceil_div(columns, lane_columns);  // with four columns per lane
 
   static long blocks(const Params& p) {
     return long{p.slots.partition.cut_parts()} * (block_slots / warps);
@@ -83,6 +84,11 @@ struct AddSlotParts {
                      : partition.part(piece % partition.blocks, rest + piece / partition.blocks);
   }
 
+  // Whether the lane has columns in a step.
+  static __device__ bool has_columns(int step) {
+    return columns % lane_columns == 0 || (lane_id() + step * warp_size) * 4 < columns;
+  }
+
   // A lane's columns of a row.
   struct Sums {
     float4 row[steps] = {};
@@ -93,7 +99,8 @@ struct AddSlotParts {
     __device__ Sums(const SlotParams& slots, int part, int stays, int slot) {
       const std::int64_t index = (std::int64_t{part} * 2 + stays) * block_slots + slot;
       const auto* const from = reinterpret_cast<const float4*>(slots.part_sums + index * columns);
-      for (int i = 0; i < steps; ++i) row[i] = from[lane_id() + i * warp_size];
+      for (int i = 0; i < steps; ++i)
+        if (has_columns(i)) row[i] = from[lane_id() + i * warp_size];
       dbias = slots.part_dbias[index];
     }
 
@@ -137,7 +144,7 @@ struct AddSlotParts {
       const int column = (lane_id() + i * warp_size) * 4;
       const OutputRows& to = column < D ? p.dk : p.dv;
       const float scale = column < D ? p.score.scale : 1;
-      if (to.data == nullptr || column % D >= p.shape.head_dim) continue;
+      if (!has_columns(i) || to.data == nullptr || column % D >= p.shape.head_dim) continue;
       *reinterpret_cast<uint2*>(to.data + work.batch * to.batch + key * to.row +
                                 work.kv_head * to.head + column % D * 2) = {
           pack_gradient<T>(sums.row[i].x * scale, sums.row[i].y * scale, p.saturate),
