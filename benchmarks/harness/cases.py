@@ -98,7 +98,11 @@ CASES = {
     },
     "cuda": {
         "dense": [Case(DENSE, n, 128, heads_q=16, heads_kv=16) for n in (8192, 32768)],
-        "head_dims": [Case(DENSE, 32768, d, heads_q=16, heads_kv=16) for d in (64, 256)],
+        "head_dims": [
+            *(Case(DENSE, 32768, d, heads_q=16, heads_kv=16) for d in (64, 256)),
+            *(Case(DENSE, 16384, d, heads_q=16, heads_kv=16) for d in (96, 192, 256)),
+            *(Case(PER_QUERY, 16384, d, 1024, heads_q=16, heads_kv=8) for d in (96, 192, 256)),
+        ],
         "dynamic_mask": _sweep((32768,), (2048,), **_GPU_HEADS),
         "groups": [
             Case(PER_QUERY, 32768, 128, 2048, heads_q=16, heads_kv=16),
