@@ -239,8 +239,8 @@ struct BackwardCall {
       if (!slots) params.order.started = workspace.take<int>(1);
       const std::int64_t steps = ceil_div(p.seqlen_q, tile_rows) *
                                  ceil_div(p.heads_q / p.heads_kv, std::int64_t{order_heads});
-      params.order.published =
-          workspace.take<int>(p.batch * p.heads_kv * (slots ? steps : key_blocks));
+      params.order.published = workspace.take<int>(p.batch * p.heads_kv *
+                                                   (slots ? policy().cluster * steps : key_blocks));
     }
     if (has_dbias_sums())
       dbias_sums = workspace.take<float>(elements(dbias_accum_shape(args.problem)));
@@ -308,13 +308,14 @@ struct BackwardCall {
     const auto [batch, heads] = p.intervals_shape;
     slots.row_head = heads > 1 ? 1 : 0;
     slots.row_batch = batch > 1 ? heads : 0;
-    slots.block_slots = policy().keys;
+    slots.work_slots = policy().work_keys();
     slots.row_blocks =
-        static_cast<int>(ceil_div(slots.slots.shape.slots, std::int64_t{slots.block_slots}));
+        static_cast<int>(ceil_div(slots.slots.shape.slots, std::int64_t{slots.work_slots}));
     const auto tiles = static_cast<int>(ceil_div(p.seqlen_q, std::int64_t{slot_tile_rows}));
     slots.segment_tiles = ceil_div(tiles, slot_segments);
     slots.partition = SlotPartition(static_cast<int>(p.batch * p.heads_kv) * slots.row_blocks,
-                                    ceil_div(tiles, slots.segment_tiles), device.multiprocessors,
+                                    ceil_div(tiles, slots.segment_tiles),
+                                    device.multiprocessors / policy().cluster,
                                     p.deterministic ? RestCuts::common : RestCuts::even);
   }
 
@@ -322,7 +323,7 @@ struct BackwardCall {
     const Problem& p = problem;
     SlotParams& slots = params.slots;
     slots.records = workspace.take<KeyRecord>(p.batch * p.heads_kv * p.seqlen_k);
-    const std::int64_t rows = std::int64_t{slots.partition.cut_parts()} * 2 * slots.block_slots;
+    const std::int64_t rows = std::int64_t{slots.partition.cut_parts()} * 2 * slots.work_slots;
     slots.part_sums = workspace.take<float>(rows * 2 * choice.head_dim);
     slots.part_dbias = workspace.take<float>(rows);
   }

@@ -135,11 +135,10 @@ class ConsumerSteps {
     end_batch();
   }
 
-  // This warpgroup's part of dQ = dS K, in one of the policy's rounds of a visit with this turn.
-  __device__ void issue_dq(int n, float (&dq)[dq_part], int turn = 0, int round = 0) const {
+  // This warpgroup's part of dQ = dS K of a visit with this turn.
+  __device__ void issue_dq(int n, float (&dq)[dq_part], int turn = 0) const {
     const int row_panel = policy.dq == DqSplit::rows ? warpgroup_ : 0;
-    const int column_panel =
-        policy.dq == DqSplit::columns ? Kernel::dq_panel(turn, round, warpgroup_) : 0;
+    const int column_panel = policy.dq == DqSplit::columns ? Kernel::dq_panel(turn, warpgroup_) : 0;
     const DsOperand ds(shared_address(storage_.ds[score_tile(n)]) +
                        row_panel * ScoreTile::panel_bytes);
     const RowMajorOperand<keys> k(address_of_keys(storage_.k) +
@@ -179,8 +178,9 @@ class ConsumerSteps {
     pin(dq);
     named_barrier_sync(Kernel::dq_free_barrier + part, threads);
     const auto* const words = reinterpret_cast<const std::uint32_t*>(dq);
-    const std::uint32_t to = shared_address(
-        storage_.dq[part] + Layout::thread_offset(0, static_cast<int>(threadIdx.x) % 128));
+    const std::uint32_t to =
+        shared_address(storage_.dq[part % policy.dq_tiles()] +
+                       Layout::thread_offset(0, static_cast<int>(threadIdx.x) % 128));
 #pragma unroll
     for (int j = 0; j < dq_part / 4; ++j) {
       store_shared_16(to + Layout::thread_offset(j, 0) * sizeof(float),

@@ -87,7 +87,7 @@ class SlotOrder {
     const int step = first_step(work, at.tile()) + member / order_heads;
     // Later blocks need not wait until this block may add.
     if (member > 0 || at.tile() > work.tile_begin) publish(work, step - 1);
-    while (load_acquire(p_.order.published + step) != work.position) {
+    while (load_acquire(published(step)) != work.position) {
     }
   }
   __device__ void end_work(const BackwardWork& work) const {
@@ -107,7 +107,11 @@ class SlotOrder {
   }
   __device__ void publish(const BackwardWork& work, int step) const {
     bulk_wait();
-    store_release(p_.order.published + step, work.position + 1);
+    store_release(published(step), work.position + 1);
+  }
+  // The count of a step. Each block of a pair has its own, as it adds other elements.
+  __device__ int* published(int step) const {
+    return p_.order.published + step * Kernel::policy.cluster + Kernel::rank();
   }
 
   const BackwardKernelParams& p_;
@@ -123,6 +127,7 @@ struct DqWriter {
       std::conditional_t<Kernel::variant.has_dense(), VisitOrder<Kernel>, BlockOrder<Kernel>>;
   using Order = std::conditional_t<Kernel::has_slots, SlotOrder<Kernel>, NeighbourOrder>;
   static constexpr int parts = Kernel::policy.dq_parts();
+  static constexpr bool shares_tile = Kernel::policy.shares_dq_tile;
   static constexpr int part_bytes = Layout::part_floats * sizeof(float);
   static constexpr int threads = 128 + warp_size;  // of these barriers
 
@@ -139,29 +144,33 @@ struct DqWriter {
           tile_index(p.backward.shape, Kernel::policy.rows, work.batch, at.head(), at.tile());
       float* const to = p.dq_accum + index * Layout::floats;
       const int turn = Kernel::turn(at);
-#pragma unroll
-      for (int round = 0; round < Kernel::policy.dq_rounds; ++round) {
+      if constexpr (!shares_tile) {
 #pragma unroll
         for (int part = 0; part < parts; ++part) {
-          if (!Kernel::makes_dq(turn, round, part)) continue;
           // The additions of the parts after this one may still read shared memory, if there always are some.
-          part + 1 < parts && !Kernel::takes_turns ? bulk_wait_read<1>() : bulk_wait_read<0>();
-          __syncwarp();
-          named_barrier_arrive(Kernel::dq_free_barrier + part, threads);
+          if (part + 1 < parts && !Kernel::takes_turns)
+            bulk_wait_read<1>();
+          else
+            bulk_wait_read<0>();
+          if (Kernel::makes_dq(turn, part)) free(part);
         }
-        if (ordered && round == 0) {
-          order.begin_tile(work, at);
-          __syncwarp();
-          fence_async_proxy_global();
-        }
+      }
+      if (ordered) {
+        order.begin_tile(work, at);
+        __syncwarp();
+        fence_async_proxy_global();
+      }
 #pragma unroll
-        for (int part = 0; part < parts; ++part) {
-          if (!Kernel::makes_dq(turn, round, part)) continue;
-          named_barrier_sync(Kernel::dq_full_barrier + part, threads);
-          if (lane_id() == 0 && p.dq_accum != nullptr) {
-            bulk_add(to + number(turn, round, part) * Layout::part_floats,
-                     shared_address(storage.dq[part]), part_bytes);
-          }
+      for (int part = 0; part < parts; ++part) {
+        if (!Kernel::makes_dq(turn, part)) continue;
+        if constexpr (shares_tile) {
+          bulk_wait_read<0>();
+          free(part);
+        }
+        named_barrier_sync(Kernel::dq_full_barrier + part, threads);
+        if (lane_id() == 0 && p.dq_accum != nullptr) {
+          bulk_add(to + number(turn, part) * Layout::part_floats,
+                   shared_address(storage.dq[part % Kernel::policy.dq_tiles()]), part_bytes);
         }
       }
     }
@@ -171,9 +180,13 @@ struct DqWriter {
   }
 
  private:
-  // The number of a part of shared memory among the parts of a tile of dq.
-  static __device__ int number(int turn, int round, int part) {
-    return Kernel::policy.dq == DqSplit::columns ? Kernel::dq_panel(turn, round, part) : part;
+  static __device__ void free(int part) {
+    __syncwarp();
+    named_barrier_arrive(Kernel::dq_free_barrier + part, threads);
+  }
+  // The number of a part of this block among the parts of a tile of dq.
+  static __device__ int number(int turn, int part) {
+    return Kernel::policy.dq == DqSplit::columns ? Kernel::dq_panel(turn, part) : part;
   }
 };
 

@@ -56,8 +56,9 @@ struct BackwardKernel {
   static constexpr int p_barrier = 7;  // P is in shared memory, with ConsumerSplit::roles
 
   static long blocks(const Params& p) {
-    return has_slots ? p.slots.partition.blocks
-                     : KeyTile::count(p.backward.shape, policy.work_keys()) * policy.cluster;
+    const long works =
+        has_slots ? p.slots.partition.blocks : KeyTile::count(p.backward.shape, policy.work_keys());
+    return works * policy.cluster;
   }
 
   // Which of two blocks this is.
@@ -73,14 +74,14 @@ struct BackwardKernel {
   static __device__ int turn(const Visit& at) {
     return takes_turns ? at.tile() + at.head() : 0;
   }
-  // The panel of dq that a warpgroup makes in a round, with DqSplit::columns.
-  static __device__ int dq_panel(int turn, int round, int warpgroup) {
-    const int place = 2 * (policy.paired() ? rank() : round) + warpgroup;
+  // The panel of dq that a warpgroup makes of a visit, with DqSplit::columns.
+  static __device__ int dq_panel(int turn, int warpgroup) {
+    const int place = 2 * rank() + warpgroup;
     return takes_turns ? (place + turn) % policy.dq_places() : place;
   }
-  // Whether a warpgroup makes a panel of dq in a round.
-  static __device__ bool makes_dq(int turn, int round, int warpgroup) {
-    return !takes_turns || dq_panel(turn, round, warpgroup) < D / panel_columns;
+  // Whether a warpgroup makes a panel of dq of a visit.
+  static __device__ bool makes_dq(int turn, int warpgroup) {
+    return !takes_turns || dq_panel(turn, warpgroup) < D / panel_columns;
   }
   // The first panel of dq that this block makes, of keys of the other block.
   static __device__ int first_partner_panel() {
@@ -218,7 +219,8 @@ struct BackwardKernel {
       int work_count = 0;
 #pragma unroll 1
       for (int i = 0;; ++i) {
-        const SlotPart part = p.slots.partition.part(static_cast<int>(blockIdx.x), i);
+        const int block = static_cast<int>(blockIdx.x) / policy.cluster;
+        const SlotPart part = p.slots.partition.part(block, i);
         if (part.chain < 0) break;
         if (part.unit_begin >= part.unit_end) continue;
         const BackwardWork work = work_of(p, part);

@@ -28,14 +28,14 @@ struct SlotParams {
   KeySlots slots;
   std::int64_t row_batch = 0;  // rows of the slots, from one batch element or head to the next
   std::int64_t row_head = 0;
-  int block_slots = 0;    // BackwardPolicy::keys
-  int row_blocks = 0;     // blocks of slots per kv head
+  int work_slots = 0;     // BackwardPolicy::work_keys
+  int row_blocks = 0;     // works of so many slots per kv head
   int segment_tiles = 0;  // query tiles of a unit
   SlotPartition partition;
   KeyRecord* records = nullptr;  // [B, Hkv, Sk] by arrival
   float* part_sums =
-      nullptr;  // [cut parts, 2, block_slots, 2 * D]: dk, dv in the order of accumulators
-  float* part_dbias = nullptr;  // [cut parts, 2, block_slots]
+      nullptr;  // [cut parts, 2, work_slots, 2 * D]: dk, dv in the order of accumulators
+  float* part_dbias = nullptr;  // [cut parts, 2, work_slots]
 };
 
 // A query tile that a block of keys visits, with a dense mask or bias.

@@ -63,7 +63,7 @@ constexpr BackwardVariant with_overlap(BackwardVariant variant, bool overlaps) {
 
 // The division of dq of a query tile between the two warpgroups. Each part is a product of 64 queries over all keys.
 enum class DqSplit : std::uint8_t {
-  columns,      // a panel of 64 columns each, in each round and block
+  columns,      // a panel of 64 columns each
   alternating,  // every other tile each, so dS is read once and there are twice as many accumulators
   rows,         // 64 of 128 queries each
 };
@@ -82,9 +82,9 @@ struct BackwardPolicy {
   // Two blocks may have the keys of a work together. They exchange dS, and each computes half of the columns of dq.
   int cluster = 1;
   int dout_stages = 2;  // stages of dout; q has `stages`
-  // Products and copies of a warpgroup, one after another, that make its columns of dq.
-  int dq_rounds = 1;
   int score_tiles = 2;  // tiles of dS in shared memory
+  // Whether the parts of dq of a query tile pass through the same shared memory, one after another.
+  bool shares_dq_tile = false;
   // Whether dQ of a tile is multiplied together with dV of the next tile, with ConsumerSplit::keys and DqSplit::rows.
   bool late_dq = false;
   // Whether registers keep the biases of a dense tile around the loop, so that heads that share them load them once.
@@ -99,14 +99,14 @@ struct BackwardPolicy {
 
   constexpr bool paired() const { return cluster == 2; }
   constexpr int work_keys() const { return keys * cluster; }
-  // The parts of dq that are in shared memory together, and their columns.
-  constexpr int dq_parts() const { return dq == DqSplit::alternating ? 1 : 2; }
+  // The parts of dq that the block makes of a query tile, and their columns.
+  constexpr int dq_parts() const { return dq == DqSplit::alternating ? 1 : warpgroups; }
+  constexpr int dq_tiles() const { return shares_dq_tile ? 1 : dq_parts(); }
   constexpr int dq_part_columns(int head_dim) const {
     return dq == DqSplit::columns ? 64 : head_dim;
   }
-  // With DqSplit::columns, the panels that rounds, warpgroups and blocks can make of a query tile. If dq has fewer, they
-  // take turns.
-  constexpr int dq_places() const { return warpgroups * dq_rounds * cluster; }
+  // With DqSplit::columns, the panels that the warpgroups can make of a query tile. If dq has fewer, they take turns.
+  constexpr int dq_places() const { return warpgroups * cluster; }
   constexpr bool takes_turns(int head_dim) const {
     return dq == DqSplit::columns && 64 * dq_places() > head_dim;
   }
@@ -132,22 +132,19 @@ inline constexpr int order_heads = 2;
 // At D 96 dq cannot be halved between panels.
 //
 // At D 256 dk and dv of 64 keys fill the accumulators of both warpgroups, one of them each. Additions to dq bind with 64
-// keys, so that pairs of blocks add once for 128. At D 192 there is room for two stages of dout; the four warpgroups of
-// a pair make three panels of dq, and each has none in every fourth tile.
+// keys, so that pairs of blocks add once for 128. With slots, whose records take room, both warpgroups pass dq through
+// one tile. At D 192 there is room for two stages of dout; the four warpgroups of a pair make three panels of dq, and
+// each has none in every fourth tile.
 constexpr BackwardPolicy backward_policy(int head_dim, const BackwardVariant& variant) {
   if (head_dim > 128) {
-    BackwardPolicy policy{.rows = 64,
-                          .dq = DqSplit::columns,
-                          .split = ConsumerSplit::roles,
-                          .keys = 64,
-                          .dout_stages = head_dim == 192 ? 2 : 1,
-                          .dq_rounds = 2};
-    if (!variant.has_slots()) {
-      policy.cluster = 2;
-      policy.dq_rounds = 1;
-      policy.score_tiles = 1;
-    }
-    return policy;
+    return {.rows = 64,
+            .dq = DqSplit::columns,
+            .split = ConsumerSplit::roles,
+            .keys = 64,
+            .cluster = 2,
+            .dout_stages = head_dim == 192 ? 2 : 1,
+            .score_tiles = 1,
+            .shares_dq_tile = head_dim == 256 && variant.has_slots()};
   }
   if (variant.has_slots()) return {.rows = slot_tile_rows, .dq = DqSplit::alternating};
   if (variant.has_dense()) {

@@ -51,19 +51,15 @@ class ScoreConsumer : ConsumerSteps<Kernel> {
       pin(dv_);
       storage_.dout_pipeline.release(n);
       storage_.ds_pipeline.wait_full(n);
-#pragma unroll
-      for (int round = 0; round < policy.dq_rounds; ++round) {
-        const bool is_last = round + 1 == policy.dq_rounds;
-        if (Kernel::makes_dq(turn, round, warpgroup_)) {
-          float dq[dq_part];
-          this->issue_dq(n, dq, turn, round);
-          end_scores();
-          if (is_last) this->release_ds(n);
-          this->store_dq(dq, warpgroup_);
-        } else if (is_last) {
-          end_scores();
-          this->release_ds(n);
-        }
+      if (Kernel::makes_dq(turn, warpgroup_)) {
+        float dq[dq_part];
+        this->issue_dq(n, dq, turn);
+        end_scores();
+        this->release_ds(n);
+        this->store_dq(dq, warpgroup_);
+      } else {
+        end_scores();
+        this->release_ds(n);
       }
       storage_.q_pipeline.release(n);
       keys_.release();
@@ -134,25 +130,21 @@ class GradientConsumer : ConsumerSteps<Kernel> {
       share_ds(n);
       this->issue_gradient(dk_, ds_operand_, storage_.q[stage(n)]);
       const int turn = Kernel::turn(at);
-#pragma unroll
-      for (int round = 0; round < policy.dq_rounds; ++round) {
-        // Waits for dQ and after the last round also for dK, while dP of the next tile is in flight.
-        const auto end_round = [&] {
-          if (round + 1 < policy.dq_rounds) return wgmma_wait<0>();
-          has_tile = advance(at, n);
-          wgmma_wait<1>();
-          pin(dk_);
-          storage_.q_pipeline.release(n);
-          this->release_ds(n);
-        };
-        if (Kernel::makes_dq(turn, round, warpgroup_)) {
-          float dq[dq_part];
-          this->issue_dq(n, dq, turn, round);
-          end_round();
-          this->store_dq(dq, warpgroup_);
-        } else {
-          end_round();
-        }
+      // Waits for dK and dQ while dP of the next tile is in flight.
+      const auto end_products = [&] {
+        has_tile = advance(at, n);
+        wgmma_wait<1>();
+        pin(dk_);
+        storage_.q_pipeline.release(n);
+        this->release_ds(n);
+      };
+      if (Kernel::makes_dq(turn, warpgroup_)) {
+        float dq[dq_part];
+        this->issue_dq(n, dq, turn);
+        end_products();
+        this->store_dq(dq, warpgroup_);
+      } else {
+        end_products();
       }
       wgmma_wait<0>();
       pin(dp_);

@@ -17,7 +17,8 @@ struct RowStats {
   float delta[Rows];
 };
 
-// The keys in a block's slots, for the current query tile and the next.
+// The keys in a block's slots, and then those in the slots of the other block of a pair, for the current query tile and
+// the next.
 template <bool Exists, int Keys>
 struct SlotStorage {
   alignas(16) KeyRecord records[2][Keys];
@@ -99,7 +100,7 @@ struct BackwardStorage {
   alignas(1024) std::byte dout[policy.dout_stages][QueryTile::bytes];
   alignas(1024) std::byte ds[policy.score_tiles][ScoreTile::bytes];
   Partner partner;
-  alignas(1024) float dq[policy.dq_parts()][64 * policy.dq_part_columns(D)];
+  alignas(1024) float dq[policy.dq_tiles()][64 * policy.dq_part_columns(D)];
   alignas(128) Stats stats[policy.stages];
   Pipeline<1> key_pipeline;
   Pipeline<policy.stages> q_pipeline;  // q and its stats
@@ -113,7 +114,7 @@ struct BackwardStorage {
   BackwardWork work[2];
   BlockStorage<Variant.has_info() && !Variant.has_slots() && !Variant.has_dense(), policy.keys>
       block;
-  SlotStorage<Variant.has_slots(), policy.keys> slots;
+  SlotStorage<Variant.has_slots(), policy.work_keys()> slots;
   DenseStorage<Variant.dense, policy.score_tiles> dense;
 };
 

@@ -11,7 +11,7 @@ __device__ inline BackwardWork work_of(const BackwardKernelParams& p, const Slot
   const SlotParams& slots = p.slots;
   const Shape& shape = p.backward.shape;
   const int head_index = part.chain / slots.row_blocks;
-  const int slot = part.chain % slots.row_blocks * slots.block_slots;
+  const int slot = part.chain % slots.row_blocks * slots.work_slots;
   BackwardWork work;
   work.batch = head_index / shape.heads_kv;
   work.kv_head = head_index % shape.heads_kv;

@@ -19,7 +19,8 @@ template <class Kernel>
 class SlotBlock {
   using T = typename Kernel::Element;
   using Storage = typename Kernel::SharedStorage;
-  static constexpr int rows = Kernel::policy.rows;
+  static constexpr BackwardPolicy policy = Kernel::policy;
+  static constexpr int rows = policy.rows;
   static constexpr int head_dim = Kernel::head_dim;
 
  public:
@@ -146,7 +147,8 @@ class SlotBlock {
     }
     if (warp_any(part)) {
       const std::int64_t row =
-          (std::int64_t{work_->part} * 2 + (came_before ? 0 : 1)) * Kernel::policy.keys + slot(H);
+          (std::int64_t{work_->part} * 2 + (came_before ? 0 : 1)) * policy.work_keys() +
+          Kernel::rank() * policy.keys + slot(H);
       float* const to = p_.slots.part_sums + row * (2 * head_dim) + lane_id() % 4 * 2;
       (store_part<H>(part, to, sums), ...);
       if constexpr (has_dk) store_if(part && first_lane, p_.slots.part_dbias + row, dbias);

@@ -14,7 +14,9 @@ template <class Kernel>
 struct SlotLoader {
   using Storage = typename Kernel::SharedStorage;
   using Tile = typename Storage::KeyTile;
-  static constexpr int block_slots = Kernel::policy.keys;
+  static constexpr BackwardPolicy policy = Kernel::policy;
+  // Those of the block and then those of the other block of a pair.
+  static constexpr int slots = policy.work_keys();
   static constexpr int no_query = 0x7fffffff;  // first and last query of an empty slot
 
   const BackwardKernelParams& p;
@@ -52,9 +54,10 @@ struct SlotLoader {
     const int* const starts =
         p.slots.slots.starts + (row(work) * shape.segments + part.unit_begin) * shape.slots;
 #pragma unroll 1
-    for (int i = 0; i < block_slots; i += warp_size) {
+    for (int i = 0; i < slots; i += warp_size) {
       const int slot = i + lane_id();
-      const int arrival = work.key + slot < shape.slots ? starts[work.key + slot] : -1;
+      const int number = number_of(work, slot);
+      const int arrival = number < shape.slots ? starts[number] : -1;
       KeyRecord record = no_key();
       int successor = -1;
       if (arrival >= 0) {
@@ -71,7 +74,7 @@ struct SlotLoader {
 
   __device__ void prepare_next(const BackwardWork& work, int tile, int round) const {
 #pragma unroll 1
-    for (int i = 0; i < block_slots; i += warp_size) {
+    for (int i = 0; i < slots; i += warp_size) {
       const int slot = i + lane_id();
       KeyRecord record = storage.slots.records[round % 2][slot];
       const bool rests = record.last <= tile * slot_tile_rows;
@@ -92,6 +95,11 @@ struct SlotLoader {
     publish(round + 1);
   }
 
+  // The number of a slot in its chain.
+  static __device__ int number_of(const BackwardWork& work, int slot) {
+    return work.key + (slot + Kernel::rank() * policy.keys) % slots;
+  }
+
   static __device__ KeyRecord no_key() { return {no_query, no_query, -1, 0}; }
 
   // Puts a key into a slot and starts the load of its successor's record; a negative `successor` means none.
@@ -105,21 +113,38 @@ struct SlotLoader {
                true);
   }
 
-  // Copies a row of K and then a row of V; a negative key gives zeros.
+  // Copies a key's row of K and then its row of V, or of a key of the other block the columns of K in which this block
+  // makes dq. A negative key gives zeros.
   __device__ void copy_rows(const BackwardWork& work, int slot, int key) const {
+    if constexpr (policy.paired()) {
+      if (slot >= policy.keys) return copy_partner_row(work, slot - policy.keys, key);
+    }
 #pragma unroll
     for (int first = 0; first < 2 * Tile::chunks; first += warp_size) {
       const int tensor = (first + lane_id()) / Tile::chunks;
       const int chunk = (first + lane_id()) % Tile::chunks;
       if (tensor > 1) return;
-      const InputRows& source = tensor == 0 ? p.backward.k : p.backward.v;
-      const bool valid = key >= 0 && chunk < p.backward.shape.head_dim / 8;
-      const std::byte* const from = source.data + work.batch * source.batch +
-                                    work.kv_head * source.head +
-                                    static_cast<std::int64_t>(max(key, 0)) * source.row_step;
-      cp_async_16(shared_address(tensor == 0 ? storage.k : storage.v) + Tile::offset(slot, chunk),
-                  from + (valid ? chunk * 16 : 0), valid);
+      copy_chunk(tensor == 0 ? p.backward.k : p.backward.v, work, key, chunk,
+                 shared_address(tensor == 0 ? storage.k : storage.v) + Tile::offset(slot, chunk));
     }
+  }
+
+  __device__ void copy_partner_row(const BackwardWork& work, int row, int key) const {
+    using Tile = typename Storage::Partner::KeyTile;
+    constexpr int panel_chunks = panel_columns / 8;
+    const int chunk = lane_id();
+    if (chunk >= Tile::chunks) return;
+    copy_chunk(p.backward.k, work, key, Kernel::first_partner_panel() * panel_chunks + chunk,
+               shared_address(storage.partner.k) + Tile::offset(row, chunk));
+  }
+
+  __device__ void copy_chunk(const InputRows& source, const BackwardWork& work, int key, int chunk,
+                             std::uint32_t to) const {
+    const bool valid = key >= 0 && chunk < p.backward.shape.head_dim / 8;
+    const std::byte* const from = source.data + work.batch * source.batch +
+                                  work.kv_head * source.head +
+                                  static_cast<std::int64_t>(max(key, 0)) * source.row_step;
+    cp_async_16(to, from + (valid ? chunk * 16 : 0), valid);
   }
 
   __device__ void publish(int round) const {

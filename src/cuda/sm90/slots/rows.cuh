@@ -38,21 +38,22 @@ struct AddSlotParts {
   static constexpr int threads = 256;
   static constexpr int warps = threads / warp_size;
   static constexpr int min_blocks = 1;
-  static constexpr int block_slots = backward_policy(D, {.placement = KeyPlacement::slots}).keys;
+  static constexpr int work_slots =
+      backward_policy(D, {.placement = KeyPlacement::slots}).work_keys();
   static constexpr int columns = 2 * D;  // dk, then dv
   static constexpr int lane_columns = 4 * warp_size;
   static constexpr int steps = ceil_div(columns, lane_columns);  // with four columns per lane
 
   static long blocks(const Params& p) {
-    return long{p.slots.partition.cut_parts()} * (block_slots / warps);
+    return long{p.slots.partition.cut_parts()} * (work_slots / warps);
   }
 
   __device__ void operator()(const Params& p, SharedStorage&) const {
     const SlotParams& slots = p.slots;
     const SlotPartition& partition = slots.partition;
     const int index = static_cast<int>(blockIdx.x) * warps + warp_id();
-    const int slot = index % block_slots;
-    const SlotPart part = cut_part(partition, index / block_slots);
+    const int slot = index % work_slots;
+    const SlotPart part = cut_part(partition, index / work_slots);
     if (part.unit_begin >= part.unit_end || part.unit_end >= partition.units) return;
 
     const BackwardWork work = work_of(p, part);
@@ -97,7 +98,7 @@ struct AddSlotParts {
     Sums() = default;
     // Loads the sums of a slot in a part, for the key that the part begins or ends with.
     __device__ Sums(const SlotParams& slots, int part, int stays, int slot) {
-      const std::int64_t index = (std::int64_t{part} * 2 + stays) * block_slots + slot;
+      const std::int64_t index = (std::int64_t{part} * 2 + stays) * work_slots + slot;
       const auto* const from = reinterpret_cast<const float4*>(slots.part_sums + index * columns);
       for (int i = 0; i < steps; ++i)
         if (has_columns(i)) row[i] = from[lane_id() + i * warp_size];
