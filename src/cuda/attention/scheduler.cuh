@@ -84,13 +84,16 @@ struct KeyTile {
   static __host__ __device__ int all_heads(const Shape& shape) {
     return shape.batch * shape.heads_kv;
   }
-  // The number of kv heads that fit into the L2.
+  // The number of kv heads that fit into the L2; fewer, if that makes all sections equal: a small last section would leave
+  // multiprocessors idle.
   static __host__ __device__ int heads_of_l2(const Shape& shape) {
     const int all = all_heads(shape);
     const std::int64_t bytes = 8 * static_cast<std::int64_t>(shape.batch) * shape.heads_q *
                                shape.seqlen_q * shape.head_dim;
     if (bytes <= section_bytes) return all;
     const auto fitting = static_cast<int>(section_bytes * all / bytes);
+    for (int heads = fitting; heads > fitting / 2; --heads)
+      if (all % heads == 0) return heads;
     return fitting > 0 ? fitting : 1;
   }
 

@@ -152,7 +152,7 @@ struct DqWriter {
             bulk_wait_read<1>();
           else
             bulk_wait_read<0>();
-          if (Kernel::makes_dq(turn, part)) free(part);
+          if (Kernel::makes_dq(turn, part)) free_part(part);
         }
       }
       if (ordered) {
@@ -165,7 +165,7 @@ struct DqWriter {
         if (!Kernel::makes_dq(turn, part)) continue;
         if constexpr (shares_tile) {
           bulk_wait_read<0>();
-          free(part);
+          free_part(part);
         }
         named_barrier_sync(Kernel::dq_full_barrier + part, threads);
         if (lane_id() == 0 && p.dq_accum != nullptr) {
@@ -180,7 +180,7 @@ struct DqWriter {
   }
 
  private:
-  static __device__ void free(int part) {
+  static __device__ void free_part(int part) {
     __syncwarp();
     named_barrier_arrive(Kernel::dq_free_barrier + part, threads);
   }
