@@ -29,7 +29,7 @@ struct SlotParams {
   std::int64_t row_batch = 0;  // rows of the slots, from one batch element or head to the next
   std::int64_t row_head = 0;
   int work_slots = 0;     // BackwardPolicy::work_keys
-  int row_blocks = 0;     // works of so many slots per kv head
+  int row_blocks = 0;     // works per kv head
   int segment_tiles = 0;  // query tiles of a unit
   SlotPartition partition;
   KeyRecord* records = nullptr;  // [B, Hkv, Sk] by arrival

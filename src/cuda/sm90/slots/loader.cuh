@@ -15,7 +15,7 @@ struct SlotLoader {
   using Storage = typename Kernel::SharedStorage;
   using Tile = typename Storage::KeyTile;
   static constexpr BackwardPolicy policy = Kernel::policy;
-  // Those of the block and then those of the other block of a pair.
+  // The slots of the block, and then those of the other block of a pair.
   static constexpr int slots = policy.work_keys();
   static constexpr int no_query = 0x7fffffff;  // first and last query of an empty slot
 
