@@ -48,7 +48,7 @@ class RaggedBatch:
             offsets: sequence i brings the tokens [offsets[i], offsets[i + 1]) of the step: one more than there are sequences,
                 ascending, on the host, as how a step runs depends on them. A sequence without tokens is left out, and so are
                 tokens before the first offset and after the last one: they are padding.
-            rows: int32 [sequences], on the device of the pool, none of them twice.
+            rows: int32 [sequences], on the device of the pool, none of them twice. Copied.
             begins: for each sequence, whether its text begins with these tokens. The keys of its row are then replaced, and
                 attention runs over the tokens alone. None: no text begins; a row may be empty all the same.
 
@@ -83,9 +83,10 @@ class RaggedBatch:
     @classmethod
     def of_rows(cls, rows: Tensor) -> RaggedBatch:
         """A step in which token i goes to rows[i], int32 [tokens]: each of them decodes. A negative row is none. Rows are
-        read at each call, so that a CUDA graph serves every choice."""
+        not copied but read at each call, so that a CUDA graph serves every choice."""
         batch = object.__new__(cls)
-        batch._length, batch._groups = len(rows), [_Group(slice(0, len(rows)), rows, False)]
+        group = _Group(slice(0, len(rows)), rows, False)
+        batch._length, batch._groups = len(rows), [group] if len(rows) else []
         return batch
 
     @property
@@ -101,7 +102,7 @@ def _group(offsets: Sequence[int], rows: Tensor, numbers: list[int], begins: boo
     first, end = numbers[0], numbers[-1] + 1
     sizes = {offsets[number + 1] - offsets[number] for number in numbers}
     if end - first == len(numbers) and len(sizes) == 1:
-        return _Group(slice(offsets[first], offsets[end]), rows[first:end], begins)
+        return _Group(slice(offsets[first], offsets[end]), rows[first:end].clone(), begins)
     starts = torch.tensor([offsets[number] for number in numbers])[:, None]
     lengths = torch.tensor([offsets[number + 1] - offsets[number] for number in numbers])[:, None]
     step = torch.arange(int(lengths.max()))

@@ -75,6 +75,35 @@ def test_prompts_of_similar_lengths_run_together():
     assert (alone.rows.tolist(), alone.tokens) == ([1], slice(40, 44))
 
 
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_batch_without_rows_gives_zeros(tokens):
+    place = Place("cpu")
+    pool, blocks = place.pool(RULES[0])
+    before = blocks.clone()
+    states = ragged_steps.tokens_of(place, tokens)
+    for batch in (RaggedBatch.of_rows(place.rows()), RaggedBatch([0], place.rows())):
+        out, lse = extend_ragged(pool, batch, *states, return_lse=True)
+        assert out.shape == states[0].shape and not out.any()
+        assert (lse == -torch.inf).all()
+        assert torch.equal(blocks, before)
+
+
+@pytest.mark.parametrize("offsets", [[0, 1, 2], [0, 1, 3], [0, 17, 40]])
+def test_rows_of_a_batch_are_those_when_it_was_made(offsets):
+    rows = torch.tensor([5, 3], dtype=torch.int32)
+    batch = RaggedBatch(offsets, rows, [offsets[1] > 1] * 2)
+    rows.fill_(7)
+    assert [row for group in batch._groups for row in group.rows.tolist()] == [5, 3]
+
+
+def test_rows_of_a_decoding_batch_are_read_at_each_call():
+    rows = torch.tensor([5, 3], dtype=torch.int32)
+    batch = RaggedBatch.of_rows(rows)
+    rows.fill_(7)
+    (group,) = batch._groups
+    assert group.rows.tolist() == [7, 7]
+
+
 def test_neighbours_of_one_length_are_views():
     rows = torch.tensor([5, 3, 4, 1], dtype=torch.int32)
     batch = RaggedBatch([2, 3, 4, 24, 44], rows)
