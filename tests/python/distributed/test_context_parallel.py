@@ -30,7 +30,7 @@ def compare_cases(rank, count):
                 compare_with_one_process(case, dist.group.WORLD, rank, exchange, seed)
             except AssertionError as error:
                 failed.append(f"{name}, {exchange}: {error}")
-                print(failed[-1], flush=True)  # gloo aborts a rank whose collectives no longer match
+                print(failed[-1], flush=True)  # gloo aborts a rank whose collectives differ
     assert not failed, "\n".join(failed)
 
 
