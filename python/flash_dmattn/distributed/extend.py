@@ -27,13 +27,13 @@ class Extend(torch.autograd.Function):
         rows, notes, route = collect(call.exchange, *(t.flatten(0, 1) for t in winners))
         heads = scores.shape[:2]
         rows, notes = rows.unflatten(0, heads), notes.unflatten(0, heads)
-        if call.border.shards.rank > 0:  # the first rank's rows in front stay empty
-            found = rows.transpose(1, 2).split([key.shape[3], value.shape[3]], -1)
-            for extended, part in zip((key, value), found, strict=True):
-                extended[:, :W] = part
-            columns[0][..., :W] = score_of(notes)
-            for column in columns[1:]:
-                column[..., :W] = bias_of(notes)[..., 0]
+        # On the first rank these are empty. A compiler would remove an exchange whose results nobody reads, and others would wait.
+        found = rows.transpose(1, 2).split([key.shape[3], value.shape[3]], -1)
+        for extended, part in zip((key, value), found, strict=True):
+            extended[:, :W] = part
+        columns[0][..., :W] = score_of(notes)
+        for column in columns[1:]:
+            column[..., :W] = bias_of(notes)[..., 0]
         positions = position_of(notes)
         # The call itself is not kept, because it would keep the keys that have been copied.
         ctx.border, ctx.exchange, ctx.headroom = call.border, call.exchange, call.headroom
