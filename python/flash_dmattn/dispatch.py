@@ -34,7 +34,7 @@ from .keys.selection import (
     squeeze_query_dimension,
 )
 from .keys.visibility import Visibility
-from .merge import add_sink, check_sink_logits, merge_attention
+from .merge import add_sink, check_sink_logits, merge_sets
 
 IN_PYTHON = ("triton", "flex")
 
@@ -177,7 +177,7 @@ def _run_by_age(
             "bias_delay: got it for FlexAttention on the CPU, where torch has no log-sum-exp; expected another backend"
         )
     outs, lses = zip(*((out, s[0]) for out, s in parts), strict=True)
-    out, lse = merge_attention(outs, lses, "saturate" if numerics.saturate else "propagate")
+    out, lse = merge_sets(outs, lses, numerics.saturate)
     return out, lse.unsqueeze(0)
 
 

@@ -48,7 +48,14 @@ def merge_attention(
             raise ValueError(
                 f"lses[{i}]: got {lse.dtype} of shape {tuple(lse.shape)}, expected float32 of shape {(batch, heads, queries)}"
             )
-    return _Merged.apply(torch.stack(list(lses)), None, resolve_nonfinite(nonfinite), *outs)
+    return merge_sets(outs, lses, resolve_nonfinite(nonfinite))
+
+
+def merge_sets(
+    outs: Sequence[Tensor], lses: Sequence[Tensor], saturate: bool
+) -> tuple[Tensor, Tensor]:
+    """merge_attention of tensors that are known to fit."""
+    return _Merged.apply(torch.stack(list(lses)), None, saturate, *outs)
 
 
 def add_sink(
@@ -64,8 +71,7 @@ def add_sink(
 class _Merged(torch.autograd.Function):
     """out and lse over sets of keys, of which lses [sets, .., Hq, Sq] are given and an out for each, and perhaps a sink.
 
-    A gradient begins with dout . out of the sets, which finite numbers may take out of float32: the CPU adds it up in double,
-    and where gradients saturate, those of log-sum-exps and sinks do.
+    Has derivatives in reverse mode, as attention does.
     """
 
     generate_vmap_rule = True
@@ -74,7 +80,7 @@ class _Merged(torch.autograd.Function):
     def forward(
         lses: Tensor, sink_logits: Tensor | None, saturate: bool, *outs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        logits = _with_sink(lses, sink_logits)
+        logits = _with_sink(lses, sink_logits, saturate)
         shares = _shares(logits).transpose(-2, -1)[..., None]
         parts = (share * out for share, out in zip(shares, outs, strict=False))
         return reduce(torch.add, parts).to(outs[0].dtype), logits.logsumexp(0)
@@ -87,38 +93,68 @@ class _Merged(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         lses, sink_logits, *outs = ctx.saved_tensors
-        wide = torch.float64 if dout.device.type == "cpu" else lses.dtype
-        shares = _shares(_with_sink(lses, sink_logits).to(wide))
+        if ctx.saturate:  # as in attention, elements that are not finite count as 0
+            dout, dlse = (t.nan_to_num(0.0, 0.0, 0.0) for t in (dout, dlse))
+        # In double, so that the sum over sets, less one set, is right where that set has nearly all of the softmax.
+        shares = _shares(_with_sink(lses, sink_logits, ctx.saturate).double())
         weights = shares.to(lses.dtype).transpose(-2, -1)[..., None]
         douts = [(share * dout).to(dout.dtype) for share, _ in zip(weights, outs, strict=False)]
-        dout = dout.to(wide)
-        products = torch.stack([(dout * out).sum(-1).transpose(-2, -1) for out in outs])
-        of_outs = shares[: len(outs)]
-        mean = (of_outs * products).sum(0)
-        dlses = of_outs * (products - mean + dlse)
-        dsink = None
-        if sink_logits is not None:
-            of_rows = (shares[-1] * (dlse - mean)).transpose(-2, -1)
-            dsink = _narrowed(of_rows.flatten(0, -2).sum(0), sink_logits.dtype, ctx.saturate)
-        return _narrowed(dlses, lses.dtype, ctx.saturate), dsink, None, *douts
+        dlses = dsink = None
+        if any(ctx.needs_input_grad[:2]):
+            products, scale = _scaled_products(dout, outs, lses.dtype)
+            mean = (shares[: len(outs)] * products).sum(0)
+            dlogits = [
+                _logit_gradient(products[i] - mean, scale, dlse, shares[i])
+                for i in range(len(outs))
+            ]
+            dlses = _narrow_gradient(torch.stack(dlogits), lses.dtype, ctx.saturate)
+        if ctx.needs_input_grad[1]:
+            rows = _logit_gradient(-mean, scale, dlse, shares[-1]).transpose(-2, -1).flatten(0, -2)
+            dsink = _narrow_gradient(rows.sum(0), sink_logits.dtype, ctx.saturate)
+        return dlses, dsink, None, *douts
 
 
-def _with_sink(lses: Tensor, sink_logits: Tensor | None) -> Tensor:
+def _with_sink(lses: Tensor, sink_logits: Tensor | None, saturate: bool) -> Tensor:
     if sink_logits is None:
         return lses
-    sink = sink_logits.to(lses.dtype).clamp(max=torch.finfo(lses.dtype).max)  # -inf: none
+    sink = sink_logits.to(lses.dtype)
+    if saturate:
+        sink = sink.clamp(max=torch.finfo(lses.dtype).max)  # -inf: no sink
     return torch.cat([lses, sink[:, None].expand_as(lses[0])[None]])
 
 
 def _shares(logits: Tensor) -> Tensor:
     """The part of each set in the softmax; 0 for a query that sees no key, where -inf - -inf would be NaN."""
-    return logits.softmax(0).masked_fill(logits.amax(0) == -torch.inf, 0)
+    sees_nothing = logits.amax(0) == -torch.inf
+    known = logits.masked_fill(sees_nothing, 0).clamp(max=torch.finfo(logits.dtype).max)
+    return known.softmax(0).masked_fill(sees_nothing, 0)
 
 
-def _narrowed(gradient: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:
+def _scaled_products(
+    dout: Tensor, outs: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """dout . out of each set, [sets, .., Hq, Sq], and the factor, [.., Hq, Sq], by which they are too small, both in double.
+
+    A row of dout is first scaled to a sum of at most 1/2, so that no product with finite numbers leaves float32.
+    """
+    lowest, highest = dout.detach().aminmax(dim=-1, keepdim=True)
+    largest = torch.maximum(lowest.abs(), highest.abs()).double()
+    # 2^126: the reciprocal of a row of zeros or of subnormal numbers.
+    factor = (1 / (2 * dout.shape[-1] * largest)).clamp(max=2.0**126).to(dtype)
+    scaled = factor * dout
+    products = torch.stack([(scaled * out).sum(-1).transpose(-2, -1) for out in outs])
+    return products.double(), 1 / factor[..., 0].transpose(-2, -1).double()
+
+
+def _logit_gradient(difference: Tensor, scale: Tensor, dlse: Tensor, share: Tensor) -> Tensor:
+    """The gradient of a logit, in double. One without a share in the softmax has none, whatever dlse is."""
+    return torch.where(share > 0, share * (scale * difference + dlse), 0)
+
+
+def _narrow_gradient(gradient: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:
     if saturate:
         limit = torch.finfo(dtype).max
-        gradient = gradient.nan_to_num(limit, limit, -limit).clamp(-limit, limit)
+        gradient = gradient.clamp(-limit, limit)
     return gradient.to(dtype)
 
 

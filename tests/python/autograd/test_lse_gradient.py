@@ -261,8 +261,69 @@ def test_nonfinite_gradient_of_sinks_and_parts_follows_the_mode(nonfinite):
     for result, leaf in ((out, sinks), (merged, lses[0])):
         dout = torch.ones_like(result)
         dout[0, 1, 0, 2] = torch.inf
-        (gradient,) = torch.autograd.grad(result, leaf, dout)
-        assert gradient.isfinite().all() == (nonfinite == "saturate")
+        (gradient,) = torch.autograd.grad(result, leaf, dout, retain_graph=True)
+        dout[0, 1, 0, 2] = 0
+        (counts_as_zero,) = torch.autograd.grad(result, leaf, dout)
+        if nonfinite == "saturate":
+            assert torch.equal(gradient, counts_as_zero)
+        else:
+            assert not gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_gradients_of_huge_and_tiny_numbers_equal_double(seed):
+    generator = torch.Generator().manual_seed(seed)
+    magnitude = lambda: 10.0 ** torch.randint(-30, 38, (), generator=generator).item()  # noqa: E731
+    outs = [torch.randn(2, 3, 2, 8, generator=generator) * magnitude() for _ in range(2)]
+    lses = [torch.randn(2, 2, 3, generator=generator) * 3 for _ in range(2)]
+    sink, dlse = torch.randn(2, generator=generator), torch.randn(2, 2, 3, generator=generator)
+    lses[1][0, 0, 0] = -torch.inf
+    dout = torch.randn(2, 3, 2, 8, generator=generator) * magnitude()
+    limit = torch.finfo(torch.float32).max
+
+    def gradients_in(dtype):
+        leaves = [t.to(dtype).requires_grad_() for t in (*lses, sink)]
+        wide = [out.to(dtype) for out in outs]
+        results = add_sink(*merge_attention(wide, leaves[:2]), leaves[2])
+        (merged, lse), weights = results, (dout.to(dtype), dlse.to(dtype))
+        return torch.autograd.grad((merged, lse), leaves, weights)
+
+    for actual, exact in zip(gradients_in(torch.float32), gradients_in(torch.float64), strict=True):
+        error = (actual.double() - exact.clamp(-limit, limit)).abs()
+        terms = 8 * max(out.abs().max().double() for out in outs) * dout.abs().max() + 4
+        assert (error <= 1e-6 * 6 * terms.clamp(max=limit)).all()
+    assert actual.isfinite().all()
+
+
+@pytest.mark.parametrize("nonfinite", ["saturate", "propagate"])
+def test_row_without_keys_has_no_gradient_under_a_loss_of_its_lse(nonfinite):
+    lses = [torch.tensor([[[-torch.inf, 0.5]]], requires_grad=True) for _ in range(2)]
+    _, lse = merge_attention([torch.ones(1, 2, 1, 4)] * 2, lses, nonfinite)
+    (gradient,) = torch.autograd.grad((lse**2).sum(), lses[0])
+    assert gradient[0, 0, 0] == 0 and gradient[0, 0, 1].isfinite() and gradient[0, 0, 1] != 0
+    sink = torch.tensor([-torch.inf], requires_grad=True)
+    _, lse = add_sink(torch.ones(1, 2, 1, 4), lses[0].detach(), sink, nonfinite == "saturate")
+    assert torch.autograd.grad((lse**2).sum(), sink)[0] == 0
+
+
+def test_row_without_keys_has_no_second_derivative():
+    lses = [torch.tensor([[[-torch.inf, 0.5]]], requires_grad=True) for _ in range(2)]
+    out, lse = merge_attention([torch.ones(1, 2, 1, 4), torch.zeros(1, 2, 1, 4)], lses)
+    loss = (out**2).sum() + lse[0, 0, 1]
+    (gradient,) = torch.autograd.grad(loss, lses[0], create_graph=True)
+    (second,) = torch.autograd.grad((gradient**2).sum(), lses[0])
+    assert second.isfinite().all() and second[0, 0, 0] == 0 and second[0, 0, 1] != 0
+
+
+@pytest.mark.parametrize("nonfinite", ["saturate", "propagate"])
+def test_infinite_sink_is_visible_where_numbers_propagate(nonfinite):
+    q, k, v, _ = inputs()
+    sinks = torch.tensor([torch.inf, 0, 0, 0])
+    out, lse = flash_dmattn_func(
+        q, k, v, is_causal=True, sink_logits=sinks, nonfinite=nonfinite, return_lse=True
+    )
+    assert (lse[:, 0].isfinite() == (nonfinite == "saturate")).all()
+    assert (out[:, :, 0] == 0).all() and lse[:, 1:].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
