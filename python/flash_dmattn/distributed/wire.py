@@ -25,6 +25,7 @@ COMPARED = (
 )  # fmt: skip
 # Its name from torch 2.13 on, and before.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+WITHOUT_STORE = ("fake", "mpi")  # backends
 _ALIGNMENT = 16  # bytes: of each part of a message, so that it can be viewed in its dtype
 
 
@@ -42,7 +43,8 @@ class Wire:
     def __init__(self, group: ProcessGroup):
         self._group = ref(group)  # the key of _wires, which a value must not keep
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.node_size = ranks_per_node(dist.get_process_group_ranks(group))
+        ranks = dist.get_process_group_ranks(group)
+        self.node_size = ranks_per_node(ranks, ranks_of_host(ranks))
         self.traffic = Traffic(0, 0, 0)
         self.calls = 0
 
@@ -88,22 +90,31 @@ class Wire:
         Uses one collective of a fixed size, so that ranks with different arguments still match. The host waits for its result.
         check: None: in the first calls of a group, of which all ranks have made as many.
         """
-        if not torch.compiler.is_compiling():  # code with a count in it would be compiled for each
+        if may_read():  # compiled code that reads a count is compiled again for each
             self.calls += 1
-        is_first = self.calls <= CHECKED_CALLS
-        if self.size > 1 and may_read() and (is_first if check is None else check):
-            own = dict.fromkeys(COMPARED, 0) if error is not None else numbers()
-            own = torch.tensor([error is not None, *own.values()], device=device)
-            failed, *found = self.all_gather(own).t().tolist()
-            if error is None and any(failed):
-                ranks = [r for r in range(self.size) if failed[r]]
-                raise ValueError(
-                    f"group: got arguments that raise an error on ranks {ranks}, expected none"
-                )
-            if error is None:
-                _check_equal(dict(zip(COMPARED, found, strict=True)))
+            is_first = self.calls <= CHECKED_CALLS
+            if self.size > 1 and (is_first if check is None else check):
+                self._compare(device, error, numbers)
         if error is not None:
             raise error
+
+    def _compare(
+        self,
+        device: torch.device | str,
+        error: Exception | None,
+        numbers: Callable[[], dict[str, int]],
+    ) -> None:
+        own = dict.fromkeys(COMPARED, 0) if error is not None else numbers()
+        own = torch.tensor([error is not None, *own.values()], device=device)
+        failed, *found = self.all_gather(own).t().tolist()
+        if error is not None:
+            return
+        if any(failed):
+            ranks = [r for r in range(self.size) if failed[r]]
+            raise ValueError(
+                f"group: got arguments that raise an error on ranks {ranks}, expected none"
+            )
+        _check_equal(dict(zip(COMPARED, found, strict=True)))
 
 
 def _check_equal(found: dict[str, list[int]]) -> None:
@@ -115,12 +126,28 @@ def _check_equal(found: dict[str, list[int]]) -> None:
         )
 
 
-def ranks_per_node(ranks: Sequence[int]) -> int:
-    """How many of a group share a host each time, where torchrun started them and all hosts have as many consecutive ones; else 1.
+def ranks_of_host(ranks: Sequence[int]) -> int:
+    """How many ranks torchrun started on each host, where these ranks have the same number, else 1. Waits for all of them.
 
-    ranks: of the group, in the default group.
+    A rank's LOCAL_WORLD_SIZE is that of its own host, but all ranks have to choose the same exchange. They meet in the store
+    because a collective would need a device, which tensors alone tell, and could not run while a CUDA graph is captured.
+
+    ranks: of a group, in the default group.
     """
-    of_host = max(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
+    own = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if dist.get_backend() not in WITHOUT_STORE:
+        store, key = dist.distributed_c10d._get_default_store(), "flash_dmattn.local_world_size/"
+        store.set(f"{key}{dist.get_rank()}", own)
+        if {store.get(f"{key}{rank}") for rank in ranks} != {own.encode()}:
+            return 1
+    return max(int(own), 1)
+
+
+def ranks_per_node(ranks: Sequence[int], of_host: int) -> int:
+    """How many of a group share a host each time, where all hosts have as many consecutive ones; else 1.
+
+    ranks: of the group, in the default group. of_host: the ranks of each host in the default group.
+    """
     nodes = [len(list(same)) for _, same in groupby(rank // of_host for rank in ranks)]
     return nodes[0] if len(set(nodes)) == 1 else 1
 

@@ -432,6 +432,7 @@ def compiled(rank, backend):
             with torch._dynamo.config.patch(error_on_recompile=is_again):
                 out = run(*leaves)
             results.append([out, *torch.autograd.grad(out, leaves, do[:, rows])])
+            layer(*leaves)  # counts
         torch.testing.assert_close(results[1], results[0])
         torch.testing.assert_close(results[2], results[0])
         with torch.no_grad():  # in which the compiler removes whatever is not read
@@ -442,3 +443,20 @@ def compiled(rank, backend):
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_calls_equal_eager_ones(backend):
     run_in_processes(2, compiled, backend)
+
+
+def on_unequal_hosts(rank, sizes):
+    from flash_dmattn.distributed import context_parallel_dmattn
+    from flash_dmattn.distributed.wire import wire_of
+
+    os.environ["LOCAL_WORLD_SIZE"] = str(sizes[rank])
+    q, s = torch.randn(1, 8, 2, 16), torch.randn(1, 2, 8)
+    for exchange in ("direct", "two_hops", "nodes", "auto"):
+        context_parallel_dmattn(
+            q, q, q, s, group=dist.group.WORLD, keep_window_size=4, exchange=exchange
+        )
+    assert wire_of(dist.group.WORLD).node_size == 1
+
+
+def test_hosts_with_unequal_ranks_exchange_as_if_each_rank_had_its_own():
+    run_in_processes(4, on_unequal_hosts, [2, 2, 1, 1])

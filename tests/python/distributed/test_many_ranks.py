@@ -103,11 +103,10 @@ def test_nodes_send_one_part_of_one_state_to_each_later_node():
         ([0, 1, 2, 8], 8, 1),  # hosts have different numbers
     ],
 )
-def test_ranks_of_a_node_are_found(ranks, of_host, size, monkeypatch):
+def test_ranks_of_a_node_are_found(ranks, of_host, size):
     from flash_dmattn.distributed.wire import ranks_per_node
 
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(of_host))
-    assert ranks_per_node(list(ranks)) == size
+    assert ranks_per_node(list(ranks), of_host) == size
 
 
 @pytest.mark.parametrize(
