@@ -198,7 +198,12 @@ class KeySelection(NamedTuple):
         windows = self.windows()
         if len(windows) < 2 or heads <= len(windows):
             return self
-        group = heads // len(windows)
+        group, rest = divmod(heads, len(windows))
+        if rest:
+            raise ValueError(
+                f"keep_window_size: got {len(windows)} sizes, expected one, or as many as key heads, which {heads} heads of "
+                "scores are a multiple of"
+            )
         return self._replace(keep_window_size=tuple(w for w in windows for _ in range(group)))
 
     def for_heads(self, scores: Tensor) -> Tensor:

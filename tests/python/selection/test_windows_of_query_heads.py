@@ -47,3 +47,26 @@ def test_query_heads_have_the_window_of_their_key_head(kind, heads_of_scores, he
         )  # fmt: skip
     actual = attend(q, k, v, bias, scores, (2, 5), **rule)
     torch.testing.assert_close(actual, torch.cat(expected, 2), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["row", "varlen", "global"])
+def test_windows_that_do_not_divide_heads_of_scores_raise(kind):
+    q, k = torch.randn(1, 8, 6, 16), torch.randn(1, 8, 3, 16)
+    scores, offsets = torch.randn(1, 6, 8), torch.tensor([0, 8]).int()
+    rule = {"keep_window_size": [1, 2, 3, 4], "is_causal": True}
+    if kind == "global":
+        rule["selection"] = "global"
+    with pytest.raises(ValueError, match="keep_window_size: got 4 sizes, expected one, or"):
+        if kind == "varlen":
+            flash_dmattn_varlen_func(
+                q[0], k[0], k[0], offsets, offsets, selection_scores=scores[0].T, **rule
+            )
+        else:
+            flash_dmattn_func(q, k, k, selection_scores=scores, **rule)
+
+
+def test_windows_that_do_not_divide_heads_make_no_rule():
+    from flash_dmattn.keys.rule import KeySelection
+
+    with pytest.raises(ValueError, match="got 4 sizes.*which 6 heads of scores are a multiple"):
+        KeySelection((1, 2, 3, 4)).of_query_heads(6)
