@@ -324,7 +324,6 @@ def _wide(values: Tensor) -> Tensor:
 
 
 EXCHANGES = {"direct": Direct, "two_hops": TwoHops, "nodes": Nodes}
-MOST_NODES = 8  # from which on two hops move less between nodes
 
 
 def choose_exchange(name: str, wire: Wire) -> type[Direct] | type[TwoHops] | type[Nodes]:
@@ -332,7 +331,8 @@ def choose_exchange(name: str, wire: Wire) -> type[Direct] | type[TwoHops] | typ
     if name == "auto":
         nodes = wire.size // wire.node_size
         name = "direct" if wire.size <= 2 else "two_hops"
-        if wire.node_size > 2 and 2 <= nodes <= MOST_NODES:
+        # Beyond, two hops move less between nodes: of n nodes of g ranks 2 (n - 1) / n states, not (n - 1) / g.
+        if wire.node_size > 2 and 2 <= nodes <= 2 * wire.node_size:
             name = "nodes"
     if name not in EXCHANGES:
         raise ValueError(f"exchange: got {name!r}, expected 'auto' or one of {tuple(EXCHANGES)}")

@@ -111,7 +111,16 @@ def test_ranks_of_a_node_are_found(ranks, of_host, size):
 
 @pytest.mark.parametrize(
     ("ranks", "node_size", "expected"),
-    [(2, 2, "Direct"), (8, 8, "TwoHops"), (16, 8, "Nodes"), (64, 8, "Nodes"), (128, 8, "TwoHops")],
+    [
+        (2, 2, "Direct"),
+        (8, 8, "TwoHops"),
+        (16, 8, "Nodes"),
+        (128, 8, "Nodes"),
+        (136, 8, "TwoHops"),
+        (18, 3, "Nodes"),
+        (21, 3, "TwoHops"),
+        (4, 2, "TwoHops"),
+    ],
 )
 def test_exchange_follows_ranks_and_nodes(ranks, node_size, expected):
     from flash_dmattn.distributed.exchange import choose_exchange
