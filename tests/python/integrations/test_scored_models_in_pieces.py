@@ -84,7 +84,8 @@ def compare_generation(rank):
     end = (rank + 1) * piece.input_ids.shape[1]
     expected = model(tokens[:, :end], past_key_values=caches[1]).logits[:, -1:]
     found = found.logits[:, -1:]
-    enable_flash_dmattn(pieces)  # whole sequences again
+    for _ in range(2):
+        enable_flash_dmattn(pieces)  # whole sequences again
     for position in range(end, end + 6):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         token, where = found.argmax(-1), torch.full((BATCH, 1), position)
@@ -147,3 +148,19 @@ def test_layers_without_scores_raise():
 def test_options_of_doge_raise_for_a_model_with_scores(option):
     with pytest.raises(ValueError, match=f"{next(iter(option))}: got .* learned scores"):
         enable_flash_dmattn(make_scored(), **option)
+
+
+def test_scores_without_context_parallelism_raise():
+    with pytest.raises(ValueError, match="context_parallel: got None for a LlamaForCausalLM"):
+        enable_flash_dmattn(make_scored())
+
+
+def test_doge_layers_beside_scores_are_replaced_too():
+    config = transformers.DogeConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, pad_token_id=None,
+    )  # fmt: skip
+    both = torch.nn.ModuleList([make_scored(), transformers.DogeForCausalLM(config)])
+    enable_flash_dmattn(both)
+    layers = [type(layer.self_attn).__name__ for layer in both[1].model.layers]
+    assert layers == ["FlashDogeAttention"] * 2

@@ -70,24 +70,31 @@ def enable_flash_dmattn(
             memory and time of a token do not grow with the text; None keeps transformers' default cache of all keys.
         context_parallel: ProcessGroup, or DeviceMesh of one dimension (mesh["cp"]), whose ranks have consecutive pieces of
             every sequence, as `flash_dmattn.distributed.ContextParallel.shard` cuts them: calls get a piece's input_ids,
-            position_ids and padding, and for the loss shift_labels and num_items_in_batch. None: whole sequences.
+            position_ids and padding, and for the loss shift_labels and num_items_in_batch. None: whole sequences, again for
+            a model with learned scores.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: the model has no Doge attention layer and no scores, has attention dropout, or cannot have this cache, or pieces.
+        ValueError: the model has no Doge attention layer and no scores, has scores and never had pieces while context_parallel
+            is None, has attention dropout, or cannot have this cache, or pieces.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
     round_scores_like_eager = resolve_flag(round_scores_like_eager, "round_scores_like_eager")
     scored = _models_with_scores(model)
-    if scored:
+    if scored and not any(isinstance(module, DogeAttention) for module in model.modules()):
         for name, value in (("round_scores_like_eager", round_scores_like_eager), ("cache", cache)):
             if value:
                 raise ValueError(
                     f"{name}: got {value!r} for a model with learned scores, expected a Doge model"
                 )
+        if context_parallel is None and not any(hasattr(module, PIECES) for module in scored):
+            raise ValueError(
+                f"context_parallel: got None for a {type(model).__name__} with learned scores, expected a group or a mesh: its "
+                "layers choose their keys already"
+            )
         _set_pieces(scored, context_parallel)
         return model
     _check_layers(model)
@@ -104,7 +111,7 @@ def enable_flash_dmattn(
     for module in doge_models:
         set_continuous_batching(module, STORED_NAMES, make_manager)
         _set_default_cache(module, cache)
-    _set_pieces(doge_models, context_parallel)
+    _set_pieces([*doge_models, *scored], context_parallel)
     return model
 
 
