@@ -6,7 +6,7 @@ accelerate launch -m learned_scores.distil --model ...                     (DDP,
 
 The base is frozen (--train all trains it, too). The loss is the divergence from the model with its scores off, plus a term
 for gates that keep more old keys than the target, which falls from 1 to --share. While it is soft, gates are drawn open or
-closed (training.stochastic). The last quarter of the steps is hard.
+closed (training.stochastic_gates). The last quarter of the steps is hard.
 --recipes compares this with trainings that leave a part of it out. --resume continues from the last checkpoint of --output.
 """
 

@@ -105,13 +105,13 @@ def divergence(student: Tensor, teacher: Tensor, mask: Tensor | None) -> Tensor:
 def scores_of_layers(model: nn.Module, temperature: float | None = None) -> Iterator[list[Tensor]]:
     """Within it, the list fills with the scores [B, Hkv, S] of the layers that run.
 
-    temperature: layers get `stochastic` scores instead.
+    temperature: layers get `stochastic_gates` instead.
     """
     found: list[Tensor] = []
 
     def remember(scorer: nn.Module, args: tuple, scores: Tensor) -> Tensor | None:
         found.append(scores)
-        return None if temperature is None else stochastic(scores, temperature)
+        return None if temperature is None else stochastic_gates(scores, temperature)
 
     scorers = [m for name, m in model.named_modules() if name.endswith(".scorer")]
     hooks = [scorer.register_forward_hook(remember) for scorer in scorers]
@@ -122,7 +122,7 @@ def scores_of_layers(model: nn.Module, temperature: float | None = None) -> Iter
             hook.remove()
 
 
-def stochastic(scores: Tensor, temperature: float) -> Tensor:
+def stochastic_gates(scores: Tensor, temperature: float) -> Tensor:
     """Log gates log sigmoid(z) -> log sigmoid((z + noise) / temperature), open with the probability sigmoid(z).
 
     A gate of 0.1 takes little from a key whose attention score stands out, so that its closing would cost nothing and its

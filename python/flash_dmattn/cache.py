@@ -148,8 +148,8 @@ class KVSlots(SlotMemory):
         index = torch.where(entries < 0, ~entries, entries)
         index = index.clamp(max=positions.shape[2] - 1).long()  # no key: any
         at = positions.gather(-1, index)
-        is_key = self._taken() & (entries != _NO_KEY)
-        if may_read() and not self._agree(is_key, index, at, seen):
+        is_key = self._taken_slots() & (entries != _NO_KEY)
+        if may_read() and not self._positions_agree(is_key, index, at, seen):
             raise ValueError(
                 f"positions: got others than those of tokens before {seen.tolist()}, expected ascending ones, of which the last "
                 f"{self.rule.recent_window} are the last before `seen`"
@@ -161,11 +161,11 @@ class KVSlots(SlotMemory):
         victim.copy_(positions.gather(-1, index[..., None])[..., 0])
         self.seen.copy_(seen)
 
-    def _taken(self) -> Tensor:
+    def _taken_slots(self) -> Tensor:
         """Which slots have been taken, bool [B, Hkv, places + chunk]."""
         return torch.arange(self.k.shape[2], device=self.k.device) < self.counts[..., :1]
 
-    def _agree(self, is_key: Tensor, index: Tensor, at: Tensor, seen: Tensor) -> bool:
+    def _positions_agree(self, is_key: Tensor, index: Tensor, at: Tensor, seen: Tensor) -> bool:
         """Whether keys of these indices among the tokens of `fill` can be at these positions, all of them [B, Hkv, slots].
 
         A recent key leaves when as many tokens have followed it as are recent: at another position it would keep its slot."""

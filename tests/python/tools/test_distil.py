@@ -111,8 +111,8 @@ def test_answers_repeat_the_stated_number(questions):
 def test_stochastic_gates_are_open_with_the_probability_of_their_scores():
     logits = torch.tensor([-2.0, 0.0, 3.0])
     scores = torch.nn.functional.logsigmoid(logits).expand(20_000, 3)
-    opened = training.stochastic(scores, 0.1).exp() > 0.5
+    opened = training.stochastic_gates(scores, 0.1).exp() > 0.5
     torch.testing.assert_close(opened.float().mean(0), logits.sigmoid(), atol=0.02, rtol=0)
     ends = torch.tensor([0.0, -1e-9, -80.0], requires_grad=True)
-    training.stochastic(ends, 0.1).sum().backward()
+    training.stochastic_gates(ends, 0.1).sum().backward()
     assert ends.grad.isfinite().all()
