@@ -70,12 +70,9 @@ void cut_segments(BackwardTask& t, std::int64_t wanted) {
   }
 }
 
-// The most bytes that the sums of dbias of several parts take; one part has none.
-constexpr std::int64_t most_part_bytes = std::int64_t{256} << 20;
-
-// Divides the work of a call with DbiasKind::dense_shared into segments and parts. Each further segment has sums of dk
-// and dv, and each further part has sums of dbias; those that take less memory come first. Where the sums of the parts
-// would take too much, more members share a part.
+// Divides the work of a call with DbiasKind::dense_shared into segments and parts. Each segment has sums of dk and dv, and
+// each of several parts has sums of dbias: of the divisions with the most items, up to target_units, the one whose sums
+// take the least memory, and of those the one with the fewest parts.
 void divide_members(BackwardTask& t) {
   t.slab_heads = t.dbias.kv_head != 0 ? t.heads_kv : 1;
   t.slabs = t.slab_heads * (t.dbias.batch != 0 ? t.batch : 1);
@@ -85,15 +82,18 @@ void divide_members(BackwardTask& t) {
   const std::int64_t part_bytes = t.slabs * t.slab_sums * std::int64_t{sizeof(double)};
   const std::int64_t segment_bytes =
       heads * t.seqlen_k * t.head_dim_padded * std::int64_t{2 * sizeof(float)};
-  std::int64_t parts = std::min(wanted, heads / t.slabs);
-  if (part_bytes < segment_bytes) {
-    cut_segments(t, ceil_div(wanted, parts));
-  } else {
-    cut_segments(t, wanted);
-    parts = std::min(ceil_div(wanted, std::int64_t{t.segments}), parts);
+  std::int64_t most_items = 0, least_bytes = 0, best_segments = 1;
+  for (std::int64_t segments = 1; segments <= std::min(wanted, t.tiles); ++segments) {
+    const std::int64_t parts = std::min(ceil_div(wanted, segments), heads / t.slabs);
+    const std::int64_t items = std::min(segments * parts, wanted);
+    const std::int64_t bytes = segments * segment_bytes + (parts > 1 ? parts * part_bytes : 0);
+    if (items < most_items || (items == most_items && bytes > least_bytes)) continue;
+    most_items = items;
+    least_bytes = bytes;
+    best_segments = segments;
+    t.dbias_parts = static_cast<int>(parts);
   }
-  const std::int64_t most_parts = most_part_bytes / std::max(part_bytes, std::int64_t{1});
-  t.dbias_parts = static_cast<int>(std::clamp(most_parts, std::int64_t{1}, parts));
+  cut_segments(t, best_segments);
 }
 
 // Calls take(key) for every key that a query of the unit may see, in ascending order.

@@ -75,26 +75,40 @@ TEST(Backends, TooManyHeadsPerGroupUseTheReference) {
   EXPECT_LT(forward_workspace_size(args, in_turn(1)), std::size_t{1} << 20);
 }
 
-// 16 workers with sums of their own would need 512 MB. The pointers are only compared with null.
-TEST(Backends, SumsOfASharedBiasGradientAreBounded) {
-  BackwardArgs args;
-  Problem& p = args.problem = Call().data.problem;
-  p.batch = 64;
-  p.heads_q = p.heads_kv = 8;
-  p.seqlen_q = p.seqlen_k = 2048;
-  p.head_dim = 64;
-  p.mask_shape = {};
-  p.intervals_shape = {};
-  p.bias_shape = {1, 1, 2048, 2048};
-  float one = 0;
-  args.in.q = args.in.k = args.in.v = args.out = args.dout = {&one, {0, 0, 0, 1}};
-  args.in.bias = {&one, {0, 0, 0, 1}};
-  args.lse = {&one};
-  const auto size = [&](void* dbias) {
-    args.dbias = {dbias, {0, 0, 2048, 1}};
-    return backward_workspace_size(args, in_turn(16), "cpu");
+// The bytes that the gradient of a bias that all heads share adds: sums of dk and dv for each further segment, and of
+// dbias for each part. The pointers are only compared with null.
+TEST(Backends, SharedBiasGradientTakesTheLeastMemoryOfSixteenItems) {
+  struct Shape {
+    std::int64_t batch, seqlen, segments, parts;
   };
-  EXPECT_LT(size(&one) - size(nullptr), std::size_t{300} << 20);
+  for (const Shape& shape : {Shape{64, 2048, 1, 16}, Shape{64, 8192, 2, 8}, Shape{2, 1024, 4, 4}}) {
+    SCOPED_TRACE(std::to_string(shape.batch) + " x 8 heads, seqlen " +
+                 std::to_string(shape.seqlen));
+    BackwardArgs args;
+    Problem& p = args.problem = Call().data.problem;
+    p.batch = shape.batch;
+    p.heads_q = p.heads_kv = 8;
+    p.seqlen_q = p.seqlen_k = shape.seqlen;
+    p.head_dim = 64;
+    p.causal = false;
+    p.mask_shape = {};
+    p.intervals_shape = {};
+    p.bias_shape = {1, 1, shape.seqlen, shape.seqlen};
+    float one = 0;
+    args.in.q = args.in.k = args.in.v = args.out = args.dout = {&one, {0, 0, 0, 1}};
+    args.in.bias = {&one, {0, 0, 0, 1}};
+    args.lse = {&one};
+    const auto size = [&](void* dbias) {
+      args.dbias = {dbias, {0, 0, shape.seqlen, 1}};
+      return static_cast<double>(backward_workspace_size(args, in_turn(16), "cpu"));
+    };
+    const std::int64_t segment = shape.batch * 8 * shape.seqlen * 64 * 2 * sizeof(float);
+    const std::int64_t part = shape.seqlen * shape.seqlen * sizeof(double);
+    const auto expected = static_cast<double>((shape.segments - 1) * segment + shape.parts * part);
+    const double added = size(&one) - size(nullptr);  // with some scratch
+    EXPECT_GE(added, expected);
+    EXPECT_LT(added, 1.2 * expected);
+  }
 }
 
 TEST(Backends, UnknownNameThrows) {
