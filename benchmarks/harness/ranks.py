@@ -54,6 +54,8 @@ class Ranks:
             if self.size > 1:
                 origin["machine"]["name"] += f" x {self.size}"
             self.record = origin | {"note": note, "rows": []}
+            if self.path is not None:  # refused before anything is measured
+                record.rows_to_extend(self.path, origin["commit"])
 
     def say(self, text: str) -> None:
         if self.rank == 0:
@@ -62,7 +64,7 @@ class Ranks:
     def add(self, row: dict) -> None:
         """Into the record, at once."""
         if self.rank == 0 and self.path is not None:
-            before = record.read(self.path)["rows"] if self.path.exists() else []
+            before = record.rows_to_extend(self.path, self.record["commit"])
             record.write(self.path, self.record | {"rows": [*before, row]})
 
     def everywhere(self, value) -> list:

@@ -140,6 +140,18 @@ def read(path: Path) -> dict:
         raise ValueError(f"{path}: {error}") from error
 
 
+def rows_to_extend(path: Path, commit: str) -> list[dict]:
+    """The rows of a record, none where there is no file. Raises ValueError where they are of another commit than new ones."""
+    if not path.exists():
+        return []
+    before = read(path)
+    if before["commit"] != commit:
+        raise ValueError(
+            f"{path}: got rows of commit {before['commit']}, expected those of {commit}, or no file"
+        )
+    return before["rows"]
+
+
 def write(path: Path, record: dict) -> None:
     """Makes the folder, too."""
     lists = [key for key in ("tests", "rows") if key in validate(record)]

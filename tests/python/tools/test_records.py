@@ -55,6 +55,15 @@ def test_written_record_is_read_back_with_one_line_per_row(tmp_path):
     assert sum('"case"' in line for line in path.read_text().splitlines()) == 2
 
 
+def test_rows_are_added_to_those_of_the_same_commit_alone(tmp_path):
+    path = tmp_path / "record.json"
+    assert record.rows_to_extend(path, COMMIT) == []
+    record.write(path, VALID)
+    assert record.rows_to_extend(path, COMMIT) == [ROW]
+    with pytest.raises(ValueError, match=f"record.json: got rows of commit {COMMIT}, expected"):
+        record.rows_to_extend(path, "fedcba987654")
+
+
 @pytest.mark.parametrize(
     "place, value, message",
     [
