@@ -226,7 +226,9 @@ def draw_long_context(record: dict, path: Path) -> None:
     ticks = sorted({length for points in speeds.values() for length in points})
     left.set_xticks(ticks, [f"{n // 1024}k" for n in ticks])
     left.set(
-        xlabel="sequence length N", ylabel="tokens/s of a GPU, of its line's best", ylim=(0, None)
+        xlabel="sequence length N",
+        ylabel="tokens/s per GPU,\nrelative to each line's best",
+        ylim=(0, None),
     )
     for (name, values), style in zip(losses.items(), ("-", "--"), strict=True):
         right.plot(values, style, label=name)
