@@ -178,7 +178,7 @@ def wire_of(group) -> Wire:
 def exchanged_bytes(group) -> Traffic:
     """Everything that this rank has exchanged in calls of context parallelism so far: bytes sent and received, and collectives.
 
-    group: ProcessGroup or DeviceMesh of one dimension.
+    group: ProcessGroup or DeviceMesh of one dimension; the first use of a group waits for all of its ranks.
     """
     return wire_of(group).traffic
 
