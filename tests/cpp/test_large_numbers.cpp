@@ -116,6 +116,10 @@ TEST_P(LargeNumbers, GradientsAreCorrectOrSaturateWithSign) {
   for (int pattern = 0; pattern < 5; ++pattern) {
     for (const bool bias : {false, true}) {
       for (const bool intervals : {false, true}) {
+        // Large rows among ordinary ones, with a bias and intervals, have sums that leave fp32.
+        if (testing::is_sanitized && testing::is_quick_run() &&
+            !(pattern == 1 && bias && intervals))
+          continue;
         SCOPED_TRACE("pattern " + std::to_string(pattern) + (bias ? ", bias" : "") +
                      (intervals ? ", intervals" : ""));
         const Data data = data_of(GetParam(), pattern, bias, intervals);
