@@ -36,8 +36,8 @@ void expect_same_bits(const Results& actual, const Results& expected);
 void expect_close(const Data& data, const Results& actual, const Results& expected,
                   const Yardstick& yardstick, const Wanted& wanted = {});
 
-// Runs a problem and expects the results, which it returns, to be within their bounds. Under sanitizers it only runs: they look
-// for reads and writes, and the oracle would take most of the time.
+// Runs a problem and expects the results, which it returns, to be within their bounds. A quick run under sanitizers
+// only runs it: they look for reads and writes, and the oracle would take most of the time.
 Results run_and_compare(const Data& data, const RunOptions& options = {});
 
 }  // namespace flash_dmattn::testing
