@@ -1,6 +1,7 @@
 """A small Doge and batches for it, whole, padded and packed, and their losses."""
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 VOCABULARY, N, BATCH = 97, 96, 2
@@ -63,3 +64,33 @@ def piece_loss(model, context, kind, seed=7):
         num_items_in_batch=(F.pad(labels, (0, 1), value=-100)[:, 1:] != -100).sum(),
         **mask,
     ).loss
+
+
+def compare_step(model, pieces, kind, tolerance, checkpointed=False, compiled=False):
+    """Compares loss and gradients of a model with those of its copy of which each rank has pieces of the sequences.
+
+    tolerance: of a gradient, relative to its largest element. Returns the largest element of each gradient by its parameter's name.
+    """
+    from flash_dmattn.distributed import ContextParallel
+
+    loss = whole_loss(model, kind)
+    loss.backward()
+    if checkpointed:
+        pieces.gradient_checkpointing_enable({"use_reentrant": False})
+    if compiled:
+        for layer in pieces.model.layers:
+            layer.compile(fullgraph=True, backend="aot_eager")
+    part = piece_loss(pieces, ContextParallel(dist.group.WORLD), kind)
+    part.backward()
+    total = part.detach().clone()
+    dist.all_reduce(total)
+    torch.testing.assert_close(total, loss.detach(), rtol=1e-5, atol=0)
+    largest = {}
+    for (name, own), other in zip(pieces.named_parameters(), model.parameters(), strict=True):
+        assert (own.grad is None) == (other.grad is None), name
+        if own.grad is None:
+            continue
+        dist.all_reduce(own.grad)
+        largest[name] = other.grad.abs().max()
+        assert (own.grad - other.grad).abs().max() <= tolerance * largest[name], name
+    return largest
