@@ -104,7 +104,7 @@ def _swap_parts(wire: Wire, to: range, since: range, *parts: Tensor) -> list[Ten
     return unpack(found, len(since), *(part.new_empty(part.shape[1:]) for part in parts))
 
 
-def _to_each(part: Tensor, ranks: range) -> Tensor:
+def _copies_for(part: Tensor, ranks: range) -> Tensor:
     """[len(ranks), ...] of one part that all of them get."""
     return part[None].expand(len(ranks), *part.shape)
 
@@ -127,7 +127,10 @@ class Direct:
 
     def collect(self, rows: Tensor, notes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         found = _swap_parts(
-            self.wire, self.later, self.earlier, *(_to_each(t, self.later) for t in (notes, rows))
+            self.wire,
+            self.later,
+            self.earlier,
+            *(_copies_for(t, self.later) for t in (notes, rows)),
         )
         P, c, columns = rows.shape
         W, rank = self.border.places, self.wire.rank
@@ -159,7 +162,7 @@ class Direct:
             parts = [part[:, :-1] for part in parts]
         parts = [part.unflatten(1, (rank, c)).transpose(0, 1) for part in parts]
         found = _swap_parts(self.wire, self.earlier, self.later, *parts)
-        return [_in_order(part) for part in found] if self.later else None
+        return [_sum_in_order(part) for part in found] if self.later else None
 
 
 class Parts(NamedTuple):
@@ -236,7 +239,8 @@ class TwoHops:
             totals.append(self.border.rounded(total, met.dtype))
         found = swap(*totals)
         return [
-            _wide(parts.join(part, g.shape[2])) for part, g in zip(found, gradients, strict=True)
+            _widen_values(parts.join(part, g.shape[2]))
+            for part, g in zip(found, gradients, strict=True)
         ]
 
 
@@ -268,7 +272,7 @@ class Nodes:
         end = slice(self.mates.stop, self.mates.stop + 1)
         summary = _seen_of_candidates(border, notes, end, own, P, self.summary)
         given = _take(notes, summary, empty)[0], _take(rows, summary, 0)[0]
-        given = (_to_each(t, self.later) for t in given)
+        given = (_copies_for(t, self.later) for t in given)
         found = _swap_parts(self.wire, self.later, self.earlier, *given)
         if found:
             before = map(_in_one_row, found)
@@ -302,7 +306,8 @@ class Nodes:
         dtypes = [g.dtype for g in gradients]
         found = swap(*(self.border.rounded(t, d) for t, d in zip(totals, dtypes, strict=True)))
         return [
-            _wide(parts.join(part, g.shape[2])) for part, g in zip(found, gradients, strict=True)
+            _widen_values(parts.join(part, g.shape[2]))
+            for part, g in zip(found, gradients, strict=True)
         ]
 
 
@@ -312,14 +317,14 @@ def _zeros_for(met: Tensor, candidates: int) -> Tensor:
     return met.new_zeros((met.shape[1], candidates + 1, met.shape[3]), dtype=wide)
 
 
-def _in_order(parts: Tensor) -> Tensor:
-    total = _wide(parts[0])
+def _sum_in_order(parts: Tensor) -> Tensor:
+    total = _widen_values(parts[0])
     for part in parts[1:]:
         total = total + part
     return total
 
 
-def _wide(values: Tensor) -> Tensor:
+def _widen_values(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
