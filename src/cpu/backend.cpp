@@ -189,8 +189,7 @@ std::size_t BackwardCall::place(void* base, int workers) {
       slot_count_[unit] = count;
     }
     // Without intervals products add to whole blocks of slots, so their number is rounded up.
-    slots +=
-        t.intervals.data != nullptr ? count : (count + block_keys - 1) / block_keys * block_keys;
+    slots += t.intervals.data != nullptr ? count : ceil_div(count, block_keys) * block_keys;
   }
   t.slot_begin = slot_begin_;
   t.slot_count = slot_count_;
@@ -258,7 +257,7 @@ void reduce_dbias(const BackwardTask& t, const Execution& execution) {
   const std::int64_t elements = stride != 0 ? length : 1;
   // If the bias has no such dimension, all elements of a row form one sum.
   constexpr std::int64_t chunk = 1024;
-  const std::int64_t chunks = (elements + chunk - 1) / chunk;
+  const std::int64_t chunks = ceil_div(elements, chunk);
   for_each_task(execution, batches * heads * members * chunks, [&](std::int64_t item, int) {
     const std::int64_t own_g = item / chunks % members;
     const std::int64_t own_h = item / chunks / members % heads;
