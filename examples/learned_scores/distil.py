@@ -139,6 +139,8 @@ def scores_folder(options: argparse.Namespace, recipe: str) -> Path:
 def main(arguments: list[str] | None = None) -> dict:
     options = parse(arguments)
     torch.set_num_threads(options.threads)
+    is_first = PartialState(cpu=options.device == "cpu").is_main_process
+    # Each process has a GPU of its own from here on.
     set_seed(options.seed)
     options.output.mkdir(parents=True, exist_ok=True)
     held_out = None
@@ -153,11 +155,12 @@ def main(arguments: list[str] | None = None) -> dict:
         ids = tokenizer(options.text.read_text(), return_tensors="pt").input_ids[0]
         texts = TokenTexts(ids, options.length)
         model = AutoModelForCausalLM.from_pretrained(options.model).to(options.device)
-    is_first = PartialState().is_main_process
     results = {"settings": {k: str(v) for k, v in vars(options).items()}, "log": []}
     budgets = [options.length // part for part in options.parts]
     if held_out is not None:
         results["quality"] = quality_without_training(model, held_out, budgets)
+        if is_first:
+            keep_results(results, options)
     for recipe in options.recipes:
         results["log"] += train_scores(model, texts, options, recipe)
         if held_out is not None and recipe == options.recipes[0]:
@@ -166,8 +169,8 @@ def main(arguments: list[str] | None = None) -> dict:
         if held_out is not None:
             folder = scores_folder(options, recipe)
             results["quality"][recipe] = quality_of_scores(model, held_out, budgets, folder)
-        if is_first:  # after every recipe, so that an end before the last loses none
-            (options.output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+        if is_first:
+            keep_results(results, options)
     if held_out is not None and is_first:
         for method, found in results["quality"].items():
             for budget, quality in found.items():
@@ -175,6 +178,11 @@ def main(arguments: list[str] | None = None) -> dict:
                     f"{method:10} {budget:5} keys: loss {quality['loss']:.3f}, pass keys {quality['pass_keys']:.2f}"
                 )
     return results if is_first else {}
+
+
+def keep_results(results: dict, options: argparse.Namespace) -> None:
+    """Writes what there is, after every recipe, so that an end before the last loses none."""
+    (options.output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 @torch.no_grad()

@@ -35,9 +35,9 @@ def make_scorer(
         return GateScorer("value", make_scores(value_size, heads, **options))
     if scorer == "mlp":
         gates = nn.Sequential(
-            nn.Linear(hidden_size, _HIDDEN_FEATURES, **options),
+            _Linear(hidden_size, _HIDDEN_FEATURES, **options),
             nn.GELU(),
-            nn.Linear(_HIDDEN_FEATURES, heads, **options),
+            _Linear(_HIDDEN_FEATURES, heads, **options),
             nn.LogSigmoid(),
         )
         return GateScorer("hidden", make_scores(hidden_size, heads, gates))
@@ -45,6 +45,14 @@ def make_scorer(
         return FunctionScorer(_BASELINES[scorer], is_gate=False)
     names = ", ".join(map(repr, NAMES))
     raise ValueError(f"scorer: got {scorer!r}, expected one of {names}, a function or a module")
+
+
+class _Linear(nn.Linear):
+    """In the precision of its input: the parameters of a model in 16 bits, or of FSDP2 that trains in them, have 16."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weight, bias = (t.to(hidden.dtype) for t in (self.weight, self.bias))
+        return nn.functional.linear(hidden, weight, bias)
 
 
 class GateScorer(nn.Module):

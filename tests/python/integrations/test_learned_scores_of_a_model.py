@@ -110,9 +110,10 @@ def test_checkpointed_layers_have_the_same_gradients(phase):
     torch.testing.assert_close(loss_and_gradients(model, ids), expected)
 
 
+@pytest.mark.parametrize("scorer", ["hidden", "mlp", "value"])
 @pytest.mark.parametrize("phase", ["soft", "hard"])
-def test_bf16_models_have_float32_scores(phase):
-    model, ids = make_scored(torch_dtype=torch.bfloat16).bfloat16(), make_ids()
+def test_bf16_models_have_float32_scores(phase, scorer):
+    model, ids = make_scored(scorer=scorer, torch_dtype=torch.bfloat16).bfloat16(), make_ids()
     model.set_score_phase(phase)
     seen = []
     layer = model.model.layers[0].self_attn
