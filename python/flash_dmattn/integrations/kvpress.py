@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from .transformers.learned_scores import add_learned_scores
 from .transformers.learned_scores.add import scored_layers
 
-# Classes of kvpress whose `score` needs neither attention weights nor the last queries.
+# Classes of kvpress whose `score` needs neither attention weights nor queries of the text, nor how many keys will be kept.
 WITHOUT_QUERIES = frozenset(
     {
-        "ExpectedAttentionPress", "ExpectedAttentionStatsPress", "KVzapPress", "KeyDiffPress", "KnormPress",
+        "CURPress", "ExpectedAttentionPress", "ExpectedAttentionStatsPress", "KVzapPress", "KeyDiffPress", "KnormPress",
         "LagKVPress", "LeverageScorePress", "QFilterPress", "RandomPress", "StreamingLLMPress",
     }
 )  # fmt: skip
@@ -126,11 +126,10 @@ def _check_press(press: object) -> None:
         raise TypeError(
             f"press: got {type(press).__name__}, expected a ScorerPress or a DMSPress of kvpress"
         )
-    if (
-        type(press).__module__.startswith("kvpress.")
-        and type(press).__name__ not in WITHOUT_QUERIES
-    ):
-        raise ValueError(
-            f"press: got {type(press).__name__}, whose choice depends on queries or on other layers, expected one of "
-            f"{', '.join(sorted(WITHOUT_QUERIES))}, or a DMSPress of one"
-        )
+    scoring = next(base for base in type(press).__mro__ if "score" in vars(base))
+    for owner in (type(press), scoring):  # one of your own may inherit its score
+        if owner.__module__.startswith("kvpress.") and owner.__name__ not in WITHOUT_QUERIES:
+            raise ValueError(
+                f"press: got {type(press).__name__}, whose choice depends on queries, on other layers or on how many keys are kept; "
+                f"expected one of {', '.join(sorted(WITHOUT_QUERIES))}, or a DMSPress of one"
+            )

@@ -153,24 +153,46 @@ def their_steps(kvpress):
 
 # LagKVPress gives equal scores to many keys, of which topk keeps any and this library the more recent ones.
 PRESSES = (
-    "KnormPress",
-    "KeyDiffPress",
-    "StreamingLLMPress",
-    "ExpectedAttentionPress",
-    "RandomPress",
-)
+    "CURPress", "ExpectedAttentionPress", "ExpectedAttentionStatsPress", "KVzapPress", "KeyDiffPress", "KnormPress",
+    "LeverageScorePress", "QFilterPress", "RandomPress", "StreamingLLMPress",
+)  # fmt: skip
+
+
+def make_press(kvpress, name):
+    """Of the presses that load something from a hub, one with random numbers in its place."""
+    from kvpress.presses.kvzap_press import KVzapConfig, KVzapModel
+
+    options = {
+        "CURPress": {"local_window_size": 4},
+        "ExpectedAttentionPress": {"n_future_positions": 16},
+        "ExpectedAttentionStatsPress": {"n_future_positions": 16},
+        "RandomPress": {"seed": 0},
+    }
+    press = getattr(kvpress, name)(compression_ratio=0.6, **options.get(name, {}))
+    layers, query_heads, heads, channels, features = 2, 4, 2, 8, 32
+    if name == "ExpectedAttentionStatsPress":
+        press.mu = torch.randn(layers, query_heads, channels)
+        press.cov = torch.eye(channels).expand(layers, query_heads, -1, -1)
+    if name == "QFilterPress":
+        press.load_q_filters = lambda model_name: filters
+        filters = torch.randn(layers, heads, channels)
+    if name == "KVzapPress":
+        press.kvzap_model_name = "nvidia/KVzap-mlp-"  # that of a model without a name
+        config = KVzapConfig(input_dim=features, hidden_dim=8, output_dim=heads, n_modules=layers)
+        press.kvzap_model = KVzapModel(config)
+    return press
 
 
 @pytest.mark.parametrize("name", PRESSES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kept_keys_and_next_logits_are_those_of_kvpress(family, name, kvpress, their_steps):
-    options = {"RandomPress": {"seed": 0}, "ExpectedAttentionPress": {"n_future_positions": 16}}
-    press = getattr(kvpress, name)(compression_ratio=0.6, **options.get(name, {}))
+    press = make_press(kvpress, name)
     ids = distinct_ids(PROMPT + NEW)
     theirs = make_base(family)
     theirs.set_attn_implementation("sdpa")  # which kvpress has patched, unlike eager attention
     with torch.no_grad(), press(theirs):
         cache = DynamicCache(config=theirs.config)
+        torch.manual_seed(0)  # of random sketches
         theirs(ids[:, :PROMPT], past_key_values=cache)
     kept = [layer.keys.clone() for layer in cache.layers]
     with torch.no_grad():
@@ -184,9 +206,11 @@ def test_kept_keys_and_next_logits_are_those_of_kvpress(family, name, kvpress, t
     model = add_press(make_base(family), press, keep)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
+        torch.manual_seed(0)
         model(ids[:, :PROMPT], past_key_values=cache)
         found = model(ids[:, PROMPT : PROMPT + 1], past_key_values=cache).logits
         slots = DynamicMaskCache(model.config)
+        torch.manual_seed(0)
         model(ids[:, :PROMPT], past_key_values=slots)
     torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
     for layer, keys in zip(slots.layers, kept, strict=True):
@@ -213,3 +237,27 @@ def test_thresholds_equal_kvpress(family, decoding, kvpress, their_steps):
 def test_presses_that_need_queries_are_refused(name, kvpress):
     with pytest.raises(ValueError, match=f"^press: got {name}, whose choice depends on queries"):
         add_press(make_base(), getattr(kvpress, name)(), 4)
+
+
+def test_own_press_with_a_score_of_queries_is_refused(kvpress):
+    class Own(kvpress.SnapKVPress):
+        pass
+
+    with pytest.raises(ValueError, match="^press: got Own, whose choice depends on queries"):
+        add_press(make_base(), Own(), 4)
+
+
+def test_every_scorer_press_is_served_or_refused_by_name(kvpress):
+    """So that a new release is read before its presses are taken or left out."""
+    from flash_dmattn.integrations.kvpress import WITHOUT_QUERIES
+
+    scorers = {
+        name
+        for name, press in vars(kvpress).items()
+        if isinstance(press, type) and issubclass(press, kvpress.ScorerPress)
+    }
+    refused = {
+        "CapPress", "CompactorPress", "CriticalKVPress", "NonCausalAttnPress", "ObservedAttentionPress",
+        "PyramidKVPress", "ScorerPress", "SnapKVPress", "TOVAPress",
+    }  # fmt: skip
+    assert scorers == WITHOUT_QUERIES | refused
