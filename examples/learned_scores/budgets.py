@@ -20,10 +20,11 @@ from .text import DIGITS
 
 SINKS = 2  # of every method
 UNTRAINED = ("streaming", "key_norm", "random")
+_TOKENS = 4096  # of a batch, whose logits have to fit
 
 
 class Quality(TypedDict):
-    loss: float  # nats of a byte of text, without the answers
+    loss: float  # nats of a byte or token of text, without the answers
     pass_keys: float  # the share of right digits
 
 
@@ -45,43 +46,50 @@ def autocast(model: PreTrainedModel) -> torch.autocast:
 
 
 def quality_without_training(
-    model: PreTrainedModel, texts: Tensor, budgets: list[int]
+    model: PreTrainedModel, texts: Tensor, budgets: list[int], digits: int = DIGITS
 ) -> dict[str, dict[int, Quality]]:
-    """The quality of a model without scores, with all keys and with the choices that need no training, by budget."""
-    found = {"dense": {texts.shape[1]: quality_of(model, texts)}}
+    """The quality of a model without scores, with all keys and with the choices that need no training, by budget.
+
+    digits: tokens at the end of a text that are an answer.
+    """
+    found = {"dense": {texts.shape[1]: quality_of(model, texts, digits)}}
     for method in UNTRAINED:
-        found[method] = {b: quality_of_rule(model, texts, rule_of(method, b)) for b in budgets}
+        found[method] = {
+            b: quality_of_rule(model, texts, rule_of(method, b), digits) for b in budgets
+        }
     return found
 
 
 def quality_of_scores(
-    model: PreTrainedModel, texts: Tensor, budgets: list[int], scores: Path
+    model: PreTrainedModel, texts: Tensor, budgets: list[int], scores: Path, digits: int = DIGITS
 ) -> dict[int, Quality]:
     """As quality_without_training, with the scores in a folder of save_scores."""
-    return {b: quality_of_rule(model, texts, rule_of("learned", b), scores) for b in budgets}
+    return {
+        b: quality_of_rule(model, texts, rule_of("learned", b), digits, scores) for b in budgets
+    }
 
 
 def quality_of_rule(
-    model: PreTrainedModel, texts: Tensor, rule: dict, scores: Path | None = None
+    model: PreTrainedModel, texts: Tensor, rule: dict, digits: int, scores: Path | None = None
 ) -> Quality:
     add_learned_scores(model, **rule)
     if scores is not None:
         load_scores(model, scores)
     torch.manual_seed(0)
-    quality = quality_of(model, texts)
+    quality = quality_of(model, texts, digits)
     remove_learned_scores(model)
     return quality
 
 
 @torch.no_grad()
-def quality_of(model: PreTrainedModel, texts: Tensor, batch: int = 16) -> Quality:
+def quality_of(model: PreTrainedModel, texts: Tensor, digits: int) -> Quality:
     model.eval()
     losses, right = [], []
-    for ids in texts.split(batch):
+    for ids in texts.split(max(1, _TOKENS // texts.shape[1])):
         ids = ids.to(model.device)
         with autocast(model):
             logits = model(ids, use_cache=False).logits[:, :-1].float()
         each = F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
-        losses.append(each[:, :-DIGITS].flatten())
-        right.append((logits.argmax(-1) == ids[:, 1:])[:, -DIGITS:].float().flatten())
+        losses.append(each[:, :-digits].flatten())
+        right.append((logits.argmax(-1) == ids[:, 1:])[:, -digits:].float().flatten())
     return Quality(loss=torch.cat(losses).mean().item(), pass_keys=torch.cat(right).mean().item())

@@ -1,7 +1,7 @@
 """Gives a pretrained model learned scores: trains them against the model itself, and shows what budgets of keys cost.
 
 python -m learned_scores.distil                                            (in examples/; a small Llama, pretrained here)
-python -m learned_scores.distil --model Qwen/Qwen3-0.6B --text book.txt --length 4096 --recent 256
+python -m learned_scores.distil --model Qwen/Qwen3-0.6B --text book.txt --length 4096 --keep 252 --recent 256 --batch 1
 accelerate launch -m learned_scores.distil --model ...                     (DDP, or FSDP2 by accelerate's config)
 
 The base is frozen (--train all trains it, too). The loss is the divergence from the model with its scores off, plus a term
@@ -42,7 +42,7 @@ from flash_dmattn.integrations.transformers import (
 )
 
 from .budgets import SINKS, autocast, quality_of_scores, quality_without_training
-from .text import PassKeyTexts, held_out_texts
+from .text import DIGITS, PassKeyTexts, held_out_texts, held_out_tokens
 from .training import RECIPES, ScoreTrainer, freeze_all_but_scores
 
 
@@ -143,7 +143,7 @@ def main(arguments: list[str] | None = None) -> dict:
     # Each process has a GPU of its own from here on.
     set_seed(options.seed)
     options.output.mkdir(parents=True, exist_ok=True)
-    held_out = None
+    digits = DIGITS
     if options.model is None:
         corpus = standard_library()
         rows = options.batch * (options.pretraining_steps + options.steps)
@@ -153,25 +153,27 @@ def main(arguments: list[str] | None = None) -> dict:
     else:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
         ids = tokenizer(options.text.read_text(), return_tensors="pt").input_ids[0]
-        texts = TokenTexts(ids, options.length)
+        kept_back = max(2 * options.length, len(ids) // 10)
+        texts = TokenTexts(ids[:-kept_back], options.length)
+        held_out, digits = held_out_tokens(
+            ids[-kept_back:], tokenizer, options.length, options.tests
+        )
         model = AutoModelForCausalLM.from_pretrained(options.model).to(options.device)
     results = {"settings": {k: str(v) for k, v in vars(options).items()}, "log": []}
     budgets = [options.length // part for part in options.parts]
-    if held_out is not None:
-        results["quality"] = quality_without_training(model, held_out, budgets)
-        if is_first:
-            keep_results(results, options)
+    results["quality"] = quality_without_training(model, held_out, budgets, digits)
+    if is_first:
+        keep_results(results, options)
     for recipe in options.recipes:
         results["log"] += train_scores(model, texts, options, recipe)
-        if held_out is not None and recipe == options.recipes[0]:
-            write(model, held_out[0], options.length)
+        if recipe == options.recipes[0]:
+            write(model, held_out[0], min(options.length, 512))
         remove_learned_scores(model)
-        if held_out is not None:
-            folder = scores_folder(options, recipe)
-            results["quality"][recipe] = quality_of_scores(model, held_out, budgets, folder)
+        folder = scores_folder(options, recipe)
+        results["quality"][recipe] = quality_of_scores(model, held_out, budgets, folder, digits)
         if is_first:
             keep_results(results, options)
-    if held_out is not None and is_first:
+    if is_first:
         for method, found in results["quality"].items():
             for budget, quality in found.items():
                 print(
@@ -195,7 +197,7 @@ def write(model: PreTrainedModel, prompt: Tensor, count: int) -> None:
             ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=count, do_sample=False
         )  # fmt: skip
     keys = cache.layers[0].keys.shape[2]
-    print(f"generated {written.shape[1]} bytes with a cache of {keys} keys a head")
+    print(f"generated {written.shape[1]} tokens with a cache of {keys} keys a head")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -204,7 +206,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", help="a folder or name of from_pretrained; by default a small Llama is trained")
-    add("--text", type=Path, help="a file of text, with --model")
+    add("--text", type=Path, help="a file of text, with --model; its last tenth is for the tests")
     add("--train", choices=("scores", "all"), default="scores")
     add(
         "--recipes",

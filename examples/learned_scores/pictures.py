@@ -20,6 +20,7 @@ NAMES = {
     "dense": "all keys", "scores": "learned scores", "soft_first": "learned scores, all keys first", "window": "window",
     "doge": "exp(A softplus(z))", "streaming": "sinks and recent keys", "key_norm": "key norm", "random": "random",
     "learned": "learned scores", "without_budget": "without the budget's term",
+    "without_noise": "gates not drawn",
     "hard_from_the_first": "hard from the first step", "soft_to_the_last": "soft to the last step",
 }  # fmt: skip
 METHODS = ("dense", "learned", "streaming", "key_norm", "random")  # of budgets.svg

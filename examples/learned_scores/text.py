@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
 
 from doge_demo.corpus import Corpus
 
 DIGITS = 4
 _BEFORE = b"\n# KEY="
-_LINE = len(_BEFORE) + DIGITS
 _BYTES_OF_A_QUESTION = 32  # at least; the more there are, the sooner a base learns to answer
 
 
@@ -42,19 +42,26 @@ def pass_key_text(
     """uint8 [bytes] -> text, a line with a number in its first half, and lines that repeat the number: int64 [length], and
     where the digits of the repetitions are, bool [length]."""
     line = _BEFORE + bytes(torch.randint(48, 58, (DIGITS,), generator=random).tolist())
-    room = length - (1 + questions) * _LINE
+    return _with_lines(text, torch.tensor(list(line)), DIGITS, length, questions, random)
+
+
+def _with_lines(
+    text: Tensor, line: Tensor, digits: int, length: int, questions: int, random: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """As pass_key_text, of any tokens: a line of them, whose last `digits` are the number."""
+    room = length - (1 + questions) * len(line)
     begin = int(torch.randint(len(text) - room, (), generator=random))
-    words = bytes(text[begin : begin + room].tolist())
+    words = text[begin : begin + room].long()
     stated = int(torch.randint(room // 8, room // 2, (), generator=random))
     between = torch.randint(stated, room, (questions - 1,), generator=random).sort().values.tolist()
     places = [stated, *between, room]
-    parts, answers, last = [], [], 0
+    is_digit = torch.arange(len(line)) >= len(line) - digits
+    ids, answers, last = [], [], 0
     for number, place in enumerate(places):
-        parts += [words[last:place], line]
-        answers += [False] * (place - last + len(_BEFORE)) + [number > 0] * DIGITS
+        ids += [words[last:place], line]
+        answers += [torch.zeros(place - last, dtype=torch.bool), is_digit & (number > 0)]
         last = place
-    ids = torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
-    return ids.long(), torch.tensor(answers)
+    return torch.cat(ids), torch.cat(answers)
 
 
 def held_out_texts(corpus: Corpus, length: int, count: int) -> Tensor:
@@ -62,3 +69,24 @@ def held_out_texts(corpus: Corpus, length: int, count: int) -> Tensor:
     random = torch.Generator().manual_seed(7)
     rows = [pass_key_text(corpus.held_out, length, 1, random)[0] for _ in range(count)]
     return torch.stack(rows)
+
+
+def held_out_tokens(
+    ids: Tensor, tokenizer: PreTrainedTokenizerBase, length: int, count: int
+) -> tuple[Tensor, int]:
+    """As held_out_texts, of the tokens of a text, and how many tokens at their ends are the number."""
+    random = torch.Generator().manual_seed(7)
+    before = _tokens(tokenizer, _BEFORE.decode())
+    rows, digits = [], None
+    while len(rows) < count:
+        number = str(int(torch.randint(10 ** (DIGITS - 1), 10**DIGITS, (), generator=random)))
+        line = _tokens(tokenizer, _BEFORE.decode() + number)
+        shared = (line[: len(before)] == before[: len(line)]).long().cumprod(0).sum()
+        digits = digits or len(line) - int(shared)
+        if len(line) - shared == digits:  # a few numbers have other tokens
+            rows.append(_with_lines(ids, line, digits, length, 1, random)[0])
+    return torch.stack(rows), digits
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
+    return torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)

@@ -159,7 +159,7 @@ PRESSES = (
 
 
 def make_press(kvpress, name):
-    """Of the presses that load something from a hub, one with random numbers in its place."""
+    """Presses that load something from a hub have random numbers in its place."""
     from kvpress.presses.kvzap_press import KVzapConfig, KVzapModel
 
     options = {

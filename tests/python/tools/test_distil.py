@@ -9,6 +9,8 @@ for needed in ("accelerate", "matplotlib", "tqdm", "transformers"):
     pytest.importorskip(needed)
 pytest.importorskip("transformers", minversion="5")
 
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+
 from learned_scores import distil, pictures, recall, text, training  # noqa: E402
 
 TINY = [
@@ -28,7 +30,7 @@ def test_distillation_ends_with_scores_and_curves_and_goes_on(tmp_path, capsys):
     ]
     assert logs[0][0] == 0.0 and logs[0][-2] == 1.0 and all(logs[1])
     printed = capsys.readouterr().out
-    assert "generated 192 bytes with a cache of 14 keys a head" in printed
+    assert "generated 192 tokens with a cache of 14 keys a head" in printed
     assert "learned       24 keys: loss" in printed
     results_of_seed = tmp_path / "seed0"
     results_of_seed.mkdir()
@@ -49,6 +51,39 @@ def test_recipes_of_a_whole_model_are_refused(tmp_path, capsys):
 def test_whole_model_trains_by_its_own_loss(tmp_path):
     results = distil.main([*TINY, "--train", "all", "--steps", "4", "--output", str(tmp_path)])
     assert all(row["own_loss"] > 1 for row in results["log"] if "own_loss" in row)
+
+
+def byte_pair_tokenizer(folder, words):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([words], trainer)
+    found = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    found.save_pretrained(folder)
+    return found
+
+
+def test_model_of_a_folder_is_trained_and_measured(tmp_path):
+    words = "for name in names:\n    print(name)  # 12 names, 345 in all\n" * 200
+    tokenizer = byte_pair_tokenizer(tmp_path / "base", words)
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    (tmp_path / "words.txt").write_text(words)
+    options = ["--model", str(tmp_path / "base"), "--text", str(tmp_path / "words.txt")]
+    results = distil.main([*TINY, "--steps", "4", *options, "--output", str(tmp_path / "out")])
+    assert set(results["quality"]) == {"dense", "streaming", "key_norm", "random", "learned"}
+    ids = tokenizer(words, return_tensors="pt").input_ids[0]
+    texts, digits = text.held_out_tokens(ids, tokenizer, 96, 5)
+    for row in texts:
+        number = tokenizer.decode(row[-digits:])
+        assert number.isdigit() and tokenizer.decode(row).count(f"\n# KEY={number}") == 2
 
 
 def test_recall_writes_every_run(tmp_path):
@@ -87,6 +122,10 @@ def test_divergence_is_that_of_distributions():
     torch.testing.assert_close(
         training.divergence(student, teacher, mask), each[mask.bool()].mean()
     )
+
+
+def test_pictures_name_every_recipe_and_kind():
+    assert {*training.RECIPES, *recall.KINDS} <= pictures.NAMES.keys()
 
 
 def test_schedule_narrows_then_hardens():
