@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from ranks_as_threads import run_in_threads
-from sharded_cases import Case, cases, compare_with_one_process
+from sharded_cases import Case, cases, compare_with_one_process, in_one_process
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
@@ -20,10 +20,9 @@ def one_thread():
 
 
 def compare(case, ranks, exchange, node_size=1):
+    whole = in_one_process(case, seed=ranks)
     run_in_threads(
-        ranks,
-        lambda wire: compare_with_one_process(case, wire, wire.rank, exchange, ranks),
-        node_size,
+        ranks, lambda wire: compare_with_one_process(whole, wire, wire.rank, exchange), node_size
     )
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from random_cases import random_cases
 from ranks_as_threads import run_in_threads
-from sharded_cases import compare_with_one_process
+from sharded_cases import compare_with_one_process, in_one_process
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
@@ -26,9 +26,10 @@ def test_random_pieces_equal_one_process(case, exchange, seed):
     torch.set_num_threads(1)
     ranks = len(case.lengths)
     try:
+        whole = in_one_process(case, seed)
         run_in_threads(
             ranks,
-            lambda wire: compare_with_one_process(case, wire, wire.rank, exchange, seed),
+            lambda wire: compare_with_one_process(whole, wire, wire.rank, exchange),
             node_size=2 if ranks % 2 == 0 else ranks,
         )
     finally:

@@ -29,7 +29,7 @@ def visible_keys(
     competes = same & present & ~sink & (scores >= threshold)
     if is_causal:
         competes &= chosen_at[:, None] - key_positions >= delay
-    beaten_by = (competes[:, :, None] & beats).sum(1)
+    beaten_by = competes.float() @ beats.float()  # competitors that beat the key, below 2**24
     kept = sink | (competes & (beaten_by < window))
     if is_causal:
         kept |= age < rule.recent_window

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -205,17 +206,33 @@ def keys_by_definition(case, s, bias, mask, offsets, rows):
     return found
 
 
-def compare_with_one_process(case, group, rank, exchange, seed):
+class Whole(NamedTuple):
+    """A case and what one process makes of it, which all ranks and exchanges are compared with."""
+
+    case: Case
+    inputs: tuple  # of `tensors`
+    sink_logits: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor
+    gradients: tuple  # by query, key, value, scores, and bias if there is one of its own
+
+
+def in_one_process(case, seed):
+    """The Whole of a case."""
+    inputs = q, k, v, s, bias, do, mask, offsets = tensors(case, seed)
+    sinks = torch.linspace(-1, 1, HQ) if case.call.get("sink_logits") else None
+    leaves = [t.clone().requires_grad_() for t in (q, k, v, s, *([] if bias is None else [bias]))]
+    whole_bias = None if bias is None else leaves[-1]
+    out, lse = attention_in_one_process(case, *leaves[:4], whole_bias, mask, offsets, sinks)
+    gradients = torch.autograd.grad(out, leaves, do, allow_unused=True)
+    return Whole(case, inputs, sinks, out.detach(), lse.detach(), gradients)
+
+
+def compare_with_one_process(whole, group, rank, exchange):
     """Fails where the piece of a rank differs from the same rows of one process: out and lse by more than rounding, the gradients
     likewise, the keys at all."""
-    q, k, v, s, bias, do, mask, offsets = tensors(case, seed)
-    sinks = torch.linspace(-1, 1, HQ) if case.call.get("sink_logits") else None
-    whole = [t.clone().requires_grad_() for t in (q, k, v, s)]
-    whole_bias = None if bias is None else bias.clone().requires_grad_()
-    expected = attention_in_one_process(case, *whole, whole_bias, mask, offsets, sinks)
-    leaves = whole + ([] if bias is None else [whole_bias])
-    gradients = torch.autograd.grad(expected[0], leaves, do, allow_unused=True)
-
+    case, sinks = whole.case, whole.sink_logits
+    q, k, v, s, bias, do, mask, offsets = whole.inputs
     begin = sum(case.lengths[:rank])
     rows = slice(begin, begin + case.lengths[rank])
     piece = [t[:, rows].clone().requires_grad_() for t in (q, k, v)]
@@ -238,9 +255,9 @@ def compare_with_one_process(case, group, rank, exchange, seed):
         return *out, *torch.autograd.grad(out[0], piece, do[:, rows], allow_unused=True)
 
     found = once()
-    of_rows = [expected[0][:, rows], expected[1][..., rows]]
-    of_rows += [g if g is None else g[:, rows] for g in gradients[:3]]
-    of_rows += [g if g is None else g[..., rows] for g in gradients[3:]]
+    of_rows = [whole.out[:, rows], whole.lse[..., rows]]
+    of_rows += [g if g is None else g[:, rows] for g in whole.gradients[:3]]
+    of_rows += [g if g is None else g[..., rows] for g in whole.gradients[3:]]
     names = ("out", "lse", "dquery", "dkey", "dvalue", "dscores", "dbias")
     for name, actual, wanted, again in zip(names, found, of_rows, once(), strict=False):
         if wanted is None or actual is None:
