@@ -8,7 +8,7 @@
 
 #include "flash_dmattn/flash_dmattn.h"
 
-// Where a call computes. While one of these lives, the device of its tensor is the current one.
+// The device and the stream of a call. The device of the tensor is torch's current one for the lifetime of the object.
 namespace flash_dmattn::binding {
 
 class CallDevice {
@@ -17,8 +17,8 @@ class CallDevice {
 
   Device device() const { return stream_ ? Device::cuda : Device::cpu; }
 
-  // On a GPU: the stream that is current in torch. On the CPU: torch's own threads, torch.get_num_threads() of
-  // them, or fewer where `work` elementary operations are not worth waking them.
+  // On a GPU it has torch's current stream. On the CPU it has torch.get_num_threads() of torch's threads as workers, or
+  // fewer if `work` elementary operations take less time than waking them.
   Execution execution(std::int64_t work) const;
 
  private:

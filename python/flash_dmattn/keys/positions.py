@@ -1,4 +1,4 @@
-"""Where keys are: their positions, their documents, and whether they are present."""
+"""The position and document of each key, and whether it is present."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _ONE_FOR_EACH_ROW = ("query_position", "prefix_length")
 
 
 class KeyPositions(NamedTuple):
-    """The rows of the query at the keys, and those that they may be shown to.
+    """For each key the query row at its position, and the range of query rows that may see it.
 
-    Tensors are [B or 1, H or 1, key_length], int64. Row `own` is at the key's position; it may lie outside of the query.
+    Tensors are [B or 1, H or 1, key_length], int64.
     """
 
-    own: Tensor
-    begin: Tensor  # the rows of its document, or all: [begin, end); empty for a key that is not present
+    own: Tensor  # the row at the key's position, which may be outside of the query
+    begin: Tensor  # [begin, end) are the rows of its document, or all; the range of a key that is not present is empty
     end: Tensor
     position: Tensor  # in its document
     document: Tensor | None  # its number; None: all keys are of one
@@ -44,9 +44,9 @@ class KeyPositions(NamedTuple):
         device: torch.device | str | None = None,
         batch_and_heads: Sequence[int] = (1, 1),
     ) -> KeyPositions:
-        """The arguments are those of the constructors of KeyIntervals, of which select_key_intervals describes them.
+        """The arguments are described at select_key_intervals.
 
-        batch_and_heads: those of the scores, with which the arguments' own have to broadcast.
+        batch_and_heads: sizes of the scores, with which those of the arguments have to broadcast.
         """
         tensors = {
             "key_positions": key_positions,
@@ -99,7 +99,7 @@ class KeyPositions(NamedTuple):
         if self.order is not None:
             keys = (self._by_position(key) for key in keys)
         first, last, own, appears, document = keys
-        # A key that is not present has rows of its own only, which nobody else is beaten at.
+        # A key that is not present has an empty range of rows, in which it beats no other key.
         return ShownKeys(first, last, own, appears.clamp(min=0), document)
 
     def _by_position(self, tensor: Tensor | None) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Packed sequences in a call of the attention function: attended to alone, or refused, in every form."""
+"""Arguments of packed sequences in a call of the attention function: each form has the rows of single documents, or raises."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from flash_dmattn import packed_documents
 OFFSETS = torch.tensor([0, 20, 21, S], dtype=torch.int32)
 POSITIONS = torch.cat([torch.arange(n) for n in (20, 1, 16)])[None]
 LONGEST = {"max_length_q": 20, "max_length_k": 20}
-OF_OFFSETS = {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS}
+OFFSET_ARGUMENTS = {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS}
 ONES = torch.ones(1, S, dtype=torch.bool)
 
 
@@ -22,27 +22,27 @@ def expected_of(states):
 @pytest.mark.parametrize(
     "packed",
     [
-        OF_OFFSETS,
-        OF_OFFSETS | {"max_length_q": 20},
-        OF_OFFSETS | LONGEST,
+        OFFSET_ARGUMENTS,
+        OFFSET_ARGUMENTS | {"max_length_q": 20},
+        OFFSET_ARGUMENTS | LONGEST,
         {"position_ids": POSITIONS},
         {"position_ids": POSITIONS[0]},
     ],
 )
-def test_documents_are_attended_to_alone(packed, mask):
+def test_packed_documents_equal_dense_attention_under_their_mask(packed, mask):
     states = make_states(batch=1)
     assert_same(states, attend(*states, mask, None, **packed), expected_of(states))
 
 
 @pytest.mark.parametrize("mask", [None, ONES.expand(2, -1)])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_positions_that_begin_again_separate_documents_in_every_row(rows, mask):
+def test_positions_that_begin_again_separate_documents_of_every_row(rows, mask):
     states = make_states()
     out = attend(*states, mask, None, position_ids=POSITIONS.expand(rows, -1))
     assert_same(states, out, expected_of(states))
 
 
-def test_rows_of_different_documents_choose_alone():
+def test_rows_with_different_documents_equal_single_calls():
     states, bias = make_states(), torch.randn(1, HKV, S, requires_grad=True)
     positions = torch.cat([POSITIONS, torch.arange(S)[None]])
     out = attend(*states, None, bias, position_ids=positions, keep_window_size=5)
@@ -54,15 +54,15 @@ def test_rows_of_different_documents_choose_alone():
     assert_same((*states, bias), out, torch.cat(expected))
 
 
-@pytest.mark.parametrize("name", [*OF_OFFSETS, *LONGEST])
+@pytest.mark.parametrize("name", [*OFFSET_ARGUMENTS, *LONGEST])
 def test_incomplete_packed_arguments_raise(name):
-    given = {name: (OF_OFFSETS | LONGEST)[name]}
+    given = {name: (OFFSET_ARGUMENTS | LONGEST)[name]}
     with pytest.raises(ValueError, match="cu_seq_lens_[qk]: got None"):
         attend(*make_states(batch=1), None, None, **given)
 
 
-@pytest.mark.parametrize("packed", [OF_OFFSETS, {"position_ids": POSITIONS}])
-def test_beside_padding_they_are_refused(packed):
+@pytest.mark.parametrize("packed", [OFFSET_ARGUMENTS, {"position_ids": POSITIONS}])
+def test_packed_arguments_with_padding_raise(packed):
     padding = ONES.clone()
     padding[0, 5] = False
     with pytest.raises(ValueError, match="cu_seq_lens_q|position_ids"):
@@ -79,7 +79,7 @@ def test_positions_that_begin_where_padding_ends_are_no_documents():
     assert torch.equal(out, attend(*states, padding, None))
 
 
-def test_compiled_code_reads_no_position():
+def test_compiled_call_with_positions_equals_dense_attention():
     torch._dynamo.reset()
     states = [t.detach() for t in make_states()]
     positions = POSITIONS.expand(2, -1)

@@ -41,12 +41,12 @@ def bias_gradient_kernel(
     heads = shape.heads_q // bias_heads
     heads_kv = shape.heads_q // shape.group
     members = batches * heads
-    needs_care = 0
+    needs_fp64 = 0
     for member in range(0, members):
         batch = bias_batch * batches + member // heads
         head = bias_head * heads + member % heads
-        needs_care = needs_care | tl.load(flags + batch * heads_kv + head // shape.group)
-    if (needs_care != 0) != FP64:
+        needs_fp64 = needs_fp64 | tl.load(flags + batch * heads_kv + head // shape.group)
+    if (needs_fp64 != 0) != FP64:
         return
 
     WIDE: tl.constexpr = tl.float64 if FP64 else tl.float32
