@@ -90,12 +90,14 @@ class RaggedBatch:
         return batch
 
     @property
-    def _decodes_in_order(self) -> bool:
-        """Whether token i belongs to row i of the only group, and begins no text."""
-        if len(self._groups) != 1:
-            return False
-        (group,) = self._groups
-        return group.tokens == slice(0, len(group.rows)) and not group.begins
+    def _is_in_order(self) -> bool:
+        """Whether the groups have all tokens before the last offset, one group after the other."""
+        end = 0
+        for group in self._groups:
+            if not isinstance(group.tokens, slice) or group.tokens.start != end:
+                return False
+            end = group.tokens.stop
+        return end == self._length
 
 
 def _group(offsets: Sequence[int], rows: Tensor, numbers: list[int], begins: bool) -> _Group:
@@ -157,29 +159,46 @@ def extend_ragged(
     options = {
         "scale": scale, "softcap": softcap, "scores_are_bias": check_flag(scores_are_bias, "scores_are_bias"), "return_lse": True,
     }  # fmt: skip
-    states = (query, key, value)
-    if length == batch._length and batch._decodes_in_order:
-        (group,) = batch._groups
-        one = (t.unsqueeze(1) for t in states)
-        out, lse = pool.over(group.rows).step(*one, scores.T.unsqueeze(2), **options)
-        return (out.squeeze(1), lse.squeeze(2).T) if return_lse else out.squeeze(1)
-    out = torch.zeros_like(query)
-    lse = scores.new_full((length, query.shape[1]), -torch.inf)
+    if not batch._groups:
+        out, lse = torch.zeros_like(query), scores.new_full((query.shape[1], length), -torch.inf)
+        return (out, lse) if return_lse else out
+    places, results = [], []
     for group in batch._groups:
         tokens, count = group.tokens, len(group.rows)
         attend = _begin if group.begins else _go_on
         if isinstance(tokens, slice):  # views
-            own = [t[tokens].unflatten(0, (count, -1)) for t in states]
+            own = [t[tokens].unflatten(0, (count, -1)) for t in (query, key, value)]
             own_scores = scores[:, tokens].unflatten(1, (count, -1)).transpose(0, 1)
         else:
-            own, own_scores = [t[tokens] for t in states], scores[:, tokens].transpose(0, 1)
+            own = [t[tokens] for t in (query, key, value)]
+            own_scores = scores[:, tokens].transpose(0, 1)
             tokens = tokens.flatten()
         own_out, own_lse = attend(pool, group, *own, own_scores, options)
-        own_out, own_lse = own_out.flatten(0, 1), own_lse.transpose(1, 2).flatten(0, 1)
+        parts = (own_out, own_lse.transpose(1, 2)) if return_lse else (own_out,)
+        parts = [part.flatten(0, 1) for part in parts]
         if group.real is not None:
-            tokens, own_out, own_lse = (t[group.real] for t in (tokens, own_out, own_lse))
-        out[tokens], lse[tokens] = own_out, own_lse
-    return (out, lse.T) if return_lse else out
+            tokens, *parts = (t[group.real] for t in (tokens, *parts))
+        places.append(tokens)
+        results.append(parts)
+    if length == batch._length and batch._is_in_order:
+        places = None
+    out, *lse = (
+        _in_step(parts, places, length, of_others)
+        for parts, of_others in zip(zip(*results, strict=True), (0, -torch.inf), strict=False)
+    )
+    return (out, lse[0].T) if return_lse else out
+
+
+def _in_step(
+    parts: Sequence[Tensor], places: list[slice | Tensor] | None, length: int, of_others: float
+) -> Tensor:
+    """The results of groups, [tokens of the group, ...], at their places of a step of `length` tokens. None: in their order."""
+    if places is None:
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    step = parts[0].new_full((length, *parts[0].shape[1:]), of_others)
+    for place, part in zip(places, parts, strict=True):
+        step[place] = part
+    return step
 
 
 def _begin(

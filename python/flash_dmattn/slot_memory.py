@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -288,15 +289,15 @@ class SlotMemory:
         self.pending, self.is_empty = state["pending"], state.get("is_empty", False)
 
     def _empty(self, batch: int, chunk: int) -> Self:
-        slots = (batch, self.k.shape[1], self.places + chunk)
-        k, v = (own.new_zeros((*slots, own.shape[3])) for own in (self.k, self.v))
-        scores, positions = (own.new_zeros(slots) for own in (self.scores, self.positions))
-        counts, seen = (own.new_zeros((batch, *own.shape[1:])) for own in (self.counts, self.seen))
-        cache = type(self).from_tensors(
-            k=k, v=v, scores=scores, positions=positions, counts=counts, seen=seen,
-            **self.rule._asdict(), pending=self.pending, backend=self.backend,
-        )  # fmt: skip
-        cache.is_empty = self.is_empty
+        heads = self.k.shape[1]
+        slots = (batch, heads, self.places + chunk)
+        cache = copy.copy(self)
+        # Two allocations: an engine makes such caches in every layer of a step.
+        cache.k, cache.v = self.k.new_zeros((2, *slots, self.k.shape[3]))
+        shapes = (batch, heads, _COUNTERS), slots, slots, (batch,)
+        parts = self.seen.new_zeros(sum(map(prod, shapes))).split([*map(prod, shapes)])
+        cache.counts, scores, cache.positions, cache.seen = map(Tensor.view, parts, shapes)
+        cache.scores = scores.view(torch.float32)
         return cache
 
 

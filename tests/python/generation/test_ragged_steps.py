@@ -75,6 +75,24 @@ def test_prompts_of_similar_lengths_run_together():
     assert (alone.rows.tolist(), alone.tokens) == ([1], slice(40, 44))
 
 
+@pytest.mark.parametrize(
+    "begins", [[True, False, False, False], [False, True, False, False]], ids=str
+)
+def test_groups_in_order_equal_groups_before_padding(begins):
+    place = Place("cpu")
+    pool, _ = place.pool(RULES[0])
+    other = pool.snapshot()
+    batch = RaggedBatch([0, 7, 11, 12, 13], place.rows(2, 5, 0, 6), begins)
+    assert batch._is_in_order and not RaggedBatch([1, 8], place.rows(2))._is_in_order
+    *states, scores = ragged_steps.tokens_of(place, 16)
+    expected, expected_lse = extend_ragged(other, batch, *states, scores, return_lse=True)
+    out, lse = extend_ragged(
+        pool, batch, *(t[:13] for t in states), scores[:, :13], return_lse=True
+    )
+    assert torch.equal(out, expected[:13]) and torch.equal(lse, expected_lse[:, :13])
+    assert not expected[13:].any() and (expected_lse[:, 13:] == -torch.inf).all()
+
+
 @pytest.mark.parametrize("tokens", [0, 5])
 def test_batch_without_rows_gives_zeros(tokens):
     place = Place("cpu")

@@ -47,7 +47,8 @@ def check_sequences_alone(place, rule, draw, *, scores_are_bias=True, softcap=No
         offsets = [draw.choice((0, 2))]
         for length in lengths:
             offsets.append(offsets[-1] + length)
-        states = [torch.randn_like(t) for t in tokens_of(place, offsets[-1] + 3)]
+        padding = draw.choice((0, 3))
+        states = [torch.randn_like(t) for t in tokens_of(place, offsets[-1] + padding)]
         for number, start, length in zip(running, offsets, lengths, strict=False):
             own = slice(done[number], done[number] + length)
             for index, (step, text) in enumerate(zip(states, texts[number], strict=True)):
