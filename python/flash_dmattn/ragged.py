@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -17,6 +18,9 @@ from .keys.select_intervals import select_key_intervals
 # A later chunk of a text enters in parts, in each of which a GPU compares every key with every other: as many tokens as this times
 # the places of the cache, or a number whose comparisons take less time than the launches of one more part. A CPU launches nothing.
 _TOKENS_OF_A_PART = {"cuda": (4, 4096), "cpu": (1, 128)}
+# Prompts whose lengths have as many bits run together, padded to the longest, from this number of lengths on: fewer launch less, each
+# by itself, than what gathers and chooses with padding. A CPU would compute the padding for longer.
+_LENGTHS_TO_PAD = {"cuda": 5, "cpu": 2**31}
 
 
 class _Group(NamedTuple):
@@ -63,21 +67,19 @@ class RaggedBatch:
         begins = [False] * sequences if begins is None else begins
         if len(begins) != sequences:
             raise ValueError(f"begins: got {len(begins)} of them, expected {sequences}")
-        # Prompts whose lengths have as many bits run together, padded to the longest: less than twice the tokens.
-        members: dict[tuple[int, bool], list[int]] = {}
+        members: dict[tuple[int, bool], list[int]] = {}  # by length, and whether the text begins
         for number, (start, stop) in enumerate(pairwise(offsets)):
             if stop < start or start < 0:
                 raise ValueError(
                     f"offsets[{number}]: got {start} before {stop}, expected 0 or more, ascending"
                 )
             if start < stop:
-                length, begins_text = stop - start, bool(begins[number])
-                size = length.bit_length() if begins_text else length
-                members.setdefault((size, begins_text), []).append(number)
+                key = (stop - start, bool(begins[number]))
+                members.setdefault(key, []).append(number)
         self._length = offsets[-1] if members else 0
         self._groups = [
             _group(offsets, rows, numbers, begins_text)
-            for (_, begins_text), numbers in members.items()
+            for begins_text, numbers in _together(members, _LENGTHS_TO_PAD[rows.device.type])
         ]
 
     @classmethod
@@ -100,16 +102,31 @@ class RaggedBatch:
         return end == self._length
 
 
+def _together(
+    members: dict[tuple[int, bool], list[int]], least: int
+) -> list[tuple[bool, list[int]]]:
+    """The sequences of each group, and whether their texts begin: those of one length, and prompts of `least` or more lengths with
+    as many bits, which are less than twice the tokens when all are padded to the longest."""
+    sizes = Counter(length.bit_length() for length, begins in members if begins)
+    groups: dict[tuple[bool, int, int], list[int]] = {}
+    for (length, begins), numbers in members.items():
+        bits = length.bit_length()
+        pads = begins and sizes[bits] >= least
+        groups.setdefault((begins, bits, 0 if pads else length), []).extend(numbers)
+    return [(begins, sorted(numbers)) for (begins, _, _), numbers in groups.items()]
+
+
 def _group(offsets: Sequence[int], rows: Tensor, numbers: list[int], begins: bool) -> _Group:
     first, end = numbers[0], numbers[-1] + 1
     sizes = {offsets[number + 1] - offsets[number] for number in numbers}
     if end - first == len(numbers) and len(sizes) == 1:
         return _Group(slice(offsets[first], offsets[end]), rows[first:end].clone(), begins)
-    starts = torch.tensor([offsets[number] for number in numbers])[:, None]
-    lengths = torch.tensor([offsets[number + 1] - offsets[number] for number in numbers])[:, None]
-    step = torch.arange(int(lengths.max()))
-    lengths = lengths.int()
-    tokens, chosen = starts + torch.minimum(step, lengths - 1), torch.tensor(numbers)
+    cpu = {"device": "cpu"}  # whatever the default is
+    starts = torch.tensor([offsets[number] for number in numbers], **cpu)[:, None]
+    lengths = [offsets[number + 1] - offsets[number] for number in numbers]
+    step = torch.arange(max(lengths), **cpu)
+    lengths = torch.tensor(lengths, dtype=torch.int32, **cpu)[:, None]
+    tokens, chosen = starts + torch.minimum(step, lengths - 1), torch.tensor(numbers, **cpu)
     real = (step < lengths).flatten().nonzero()[:, 0]
     on_device = (copy_to_device(rows.device, t) for t in (tokens, chosen, lengths[:, 0], real))
     tokens, chosen, lengths, real = on_device

@@ -31,6 +31,38 @@ def test_chunks_in_several_parts_equal_each_alone(rule, monkeypatch):
     ragged_steps.check_sequences_alone(Place("cpu"), rule, random.Random(3))
 
 
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("lengths", [(1, 1), (17, 1), (23, 9), (40, 4)], ids=str)
+def test_bits_of_a_sequence_are_the_same_beside_others(rule, lengths):
+    torch.manual_seed(4)
+    place = Place("cpu")
+    *states, scores = ragged_steps.tokens_of(place, sum(lengths))
+    results = []
+    for others in ((), (1, 1, 20), (31, 1, 9)):  # prompts before and after it
+        pool, _ = place.pool(rule)
+        outs = []
+        for start, length in ((0, lengths[0]), lengths):
+            own = slice(start, start + length)
+            parts = [ragged_steps.tokens_of(place, count) for count in others]
+            parts.insert(1, (*(t[own] for t in states), scores[:, own]))
+            offsets = [0, *torch.tensor([len(part[0]) for part in parts]).cumsum(0).tolist()]
+            begins = [True] * len(parts)
+            number = min(1, len(others))
+            begins[number] = start == 0
+            batch = RaggedBatch(offsets, place.rows(2, 5, 0, 6)[: len(parts)], begins)
+            *joined, last = zip(*parts, strict=True)
+            out = extend_ragged(pool, batch, *map(torch.cat, joined), torch.cat(last, 1))
+            outs.append(out[offsets[number] : offsets[number + 1]])
+        results.append(torch.cat(outs))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_prompts_that_are_padded_equal_each_alone(rule, monkeypatch):
+    monkeypatch.setitem(ragged._LENGTHS_TO_PAD, "cpu", 2)
+    ragged_steps.check_sequences_alone(Place("cpu"), rule, random.Random(4))
+
+
 def test_rows_of_no_sequence_stay_as_they_are():
     torch.manual_seed(3)
     place = Place("cpu")
@@ -66,10 +98,14 @@ def test_fewer_tokens_than_the_batch_has_raise():
         extend_ragged(pool, batch, *states)
 
 
-def test_prompts_of_similar_lengths_run_together():
+def test_prompts_of_similar_lengths_run_together(monkeypatch):
     rows = torch.tensor([5, 3, 4, 1, 0], dtype=torch.int32)
-    batch = RaggedBatch([0, 17, 17, 40, 44, 75], rows, [True] * 5)
-    together, alone = batch._groups
+    batch = ([0, 17, 17, 40, 44, 75], rows, [True] * 5)
+    apart = RaggedBatch(*batch)._groups
+    tokens = [slice(0, 17), slice(17, 40), slice(40, 44), slice(44, 75)]
+    assert [group.tokens for group in apart] == tokens
+    monkeypatch.setitem(ragged._LENGTHS_TO_PAD, "cpu", 3)
+    together, alone = RaggedBatch(*batch)._groups
     assert (together.rows.tolist(), together.tokens.shape) == ([5, 4, 0], (3, 31))
     assert together.lengths.tolist() == [17, 23, 31]
     assert (alone.rows.tolist(), alone.tokens) == ([1], slice(40, 44))
@@ -112,6 +148,15 @@ def test_rows_of_a_batch_are_those_when_it_was_made(offsets):
     batch = RaggedBatch(offsets, rows, [offsets[1] > 1] * 2)
     rows.fill_(7)
     assert [row for group in batch._groups for row in group.rows.tolist()] == [5, 3]
+
+
+def test_batch_made_under_another_default_device_is_the_same(monkeypatch):
+    monkeypatch.setitem(ragged._LENGTHS_TO_PAD, "cpu", 2)
+    rows = torch.tensor([5, 3, 1], dtype=torch.int32)
+    with torch.device("meta"):
+        batch = RaggedBatch([0, 17, 40, 41], rows, [True] * 3)
+    assert batch._groups[0].tokens.device == torch.device("cpu")
+    assert batch._groups[0].lengths.tolist() == [17, 23]
 
 
 def test_rows_of_a_decoding_batch_are_read_at_each_call():
