@@ -101,6 +101,14 @@ class RaggedBatch:
             end = group.tokens.stop
         return end == self._length
 
+    @property
+    def _decodes_in_order(self) -> bool:
+        """Whether token i belongs to row i of the only group, and begins no text."""
+        if len(self._groups) != 1:
+            return False
+        (group,) = self._groups
+        return group.tokens == slice(0, len(group.rows)) and not group.begins
+
 
 def _together(
     members: dict[tuple[int, bool], list[int]], least: int
@@ -176,6 +184,12 @@ def extend_ragged(
     options = {
         "scale": scale, "softcap": softcap, "scores_are_bias": check_flag(scores_are_bias, "scores_are_bias"), "return_lse": True,
     }  # fmt: skip
+    states = (query, key, value)
+    if length == batch._length and batch._decodes_in_order:
+        (group,) = batch._groups
+        one = (t.unsqueeze(1) for t in states)
+        out, lse = pool.over(group.rows).step(*one, scores.T.unsqueeze(2), **options)
+        return (out.squeeze(1), lse.squeeze(2).T) if return_lse else out.squeeze(1)
     if not batch._groups:
         out, lse = torch.zeros_like(query), scores.new_full((query.shape[1], length), -torch.inf)
         return (out, lse) if return_lse else out
@@ -184,10 +198,10 @@ def extend_ragged(
         tokens, count = group.tokens, len(group.rows)
         attend = _begin if group.begins else _go_on
         if isinstance(tokens, slice):  # views
-            own = [t[tokens].unflatten(0, (count, -1)) for t in (query, key, value)]
+            own = [t[tokens].unflatten(0, (count, -1)) for t in states]
             own_scores = scores[:, tokens].unflatten(1, (count, -1)).transpose(0, 1)
         else:
-            own = [t[tokens] for t in (query, key, value)]
+            own = [t[tokens] for t in states]
             own_scores = scores[:, tokens].transpose(0, 1)
             tokens = tokens.flatten()
         own_out, own_lse = attend(pool, group, *own, own_scores, options)
