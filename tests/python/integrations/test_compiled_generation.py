@@ -74,7 +74,7 @@ def test_one_graph_serves_all_steps(pad):
 def test_inductor_reads_lengths_before_they_change():
     """Fused kernels recompute their inputs, and later layers use positions after the first layer has counted the token."""
     torch._dynamo.reset()
-    _, ours = make_pair()
+    _, ours = make_pair(num_hidden_layers=2)
     expected = decode(ours, prefilled(ours))
     actual = decode(torch.compile(ours, fullgraph=True), prefilled(ours))
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
