@@ -24,8 +24,8 @@ WAYS = {
 }
 
 
-def leaves(dtype, seqlen_q=37, seqlen_k=45, head_dim=20, bias=(1, 2, 45)):
-    shapes = [(1, seqlen_q, 4, head_dim), *[(1, seqlen_k, 2, head_dim)] * 2, bias]
+def leaves(dtype, seqlen_q=37, seqlen_k=45, head_dim=20, bias=(1, 1, 45)):
+    shapes = [(1, seqlen_q, 2, head_dim), *[(1, seqlen_k, 1, head_dim)] * 2, bias]
     return [torch.randn(shape).to(DEVICE, dtype).requires_grad_() for shape in shapes]
 
 
