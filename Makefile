@@ -31,6 +31,8 @@ export PATH := $(BIN):$(PATH)
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 export CMAKE_CXX_COMPILER_LAUNCHER ?= ccache
 export CMAKE_CUDA_COMPILER_LAUNCHER ?= ccache
+# Without it ccache keeps no file that has a precompiled header.
+export CCACHE_SLOPPINESS ?= pch_defines,time_macros
 
 PACKAGE_SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE cmake include src \
   bindings python -type f -not -name '*.pyc' 2>/dev/null)
@@ -87,7 +89,7 @@ plan:
 
 # What pip installs for the steps after the first.
 .PHONY: packages
-packages: $(STAMPS)/test $(if $(NVCC),$(STAMPS)/cuda)
+packages: $(STAMPS)/test build/transformers-4/ready $(if $(NVCC),$(STAMPS)/cuda)
 
 .PHONY: test-cpp
 test-cpp: $(STAMPS)/tools build/googletest/ready ## C++ tests, on every instruction set of this machine

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <vector>
 
 #include "support/cases.h"
 
@@ -60,9 +61,11 @@ void limit(const Problem& p, double largest, Tensor& tensor) {
 
 Errors errors(const Tensor& actual, const Tensor& expected) {
   Errors result;
+  const std::vector<double> actual_values = actual.values();
+  auto got = actual_values.begin();
   expected.for_each([&](const Index& i, double value) {
+    const double difference = std::abs(*got++ - value);
     if (!std::isfinite(value)) return;
-    const double difference = std::abs(actual.get(i) - value);
     const double error = std::isnan(difference) ? HUGE_VAL : difference;
     result.mean += error / static_cast<double>(expected.elements());
     if (error <= result.max) return;
@@ -75,8 +78,10 @@ Errors errors(const Tensor& actual, const Tensor& expected) {
 ::testing::AssertionResult same_nonfinite(const Tensor& actual, const Tensor& expected) {
   std::int64_t differing = 0;
   Index first{};
+  const std::vector<double> actual_values = actual.values();
+  auto next = actual_values.begin();
   expected.for_each([&](const Index& i, double value) {
-    const double got = actual.get(i);
+    const double got = *next++;
     const bool same = std::isfinite(value) ? std::isfinite(got)
                                            : got == value || (std::isnan(got) && std::isnan(value));
     if (!same && differing++ == 0) first = i;

@@ -112,6 +112,32 @@ double Tensor::get(const Index& index) const {
   }
 }
 
+std::vector<double> Tensor::values() const {
+  std::vector<double> result;
+  result.reserve(static_cast<std::size_t>(elements()));
+  const auto append = [&](const auto& element_at) {
+    Index i{};
+    for (i[0] = 0; i[0] < shape_[0]; ++i[0]) {
+      for (i[1] = 0; i[1] < shape_[1]; ++i[1]) {
+        for (i[2] = 0; i[2] < shape_[2]; ++i[2]) {
+          const std::int64_t row = offset_of(i);
+          for (std::int64_t n = 0; n < shape_[3]; ++n)
+            result.push_back(element_at(row + n * stride_[3]));
+        }
+      }
+    }
+  };
+  const std::byte* data = buffer_.data();
+  switch (element_) {
+    case Element::f64: append([&](std::int64_t n) { return load(data, DType::f64, n); }); break;
+    case Element::f32: append([&](std::int64_t n) { return load(data, DType::f32, n); }); break;
+    case Element::bf16: append([&](std::int64_t n) { return load(data, DType::bf16, n); }); break;
+    case Element::f16: append([&](std::int64_t n) { return load(data, DType::f16, n); }); break;
+    default: append([&](std::int64_t n) { return static_cast<double>(data[n]); });
+  }
+  return result;
+}
+
 double Tensor::get_broadcast(const Index& index) const {
   Index clipped = index;
   for (std::size_t dim = 0; dim < 4; ++dim) {

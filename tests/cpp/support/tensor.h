@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "flash_dmattn/types.h"
 #include "support/buffer.h"
@@ -60,6 +61,8 @@ class Tensor {
   std::int64_t elements() const { return shape_[0] * shape_[1] * shape_[2] * shape_[3]; }
 
   double get(const Index& index) const;
+  // All elements in row-major order; much faster than get() of each.
+  std::vector<double> values() const;
   // Treats indices of size-1 dimensions as 0.
   double get_broadcast(const Index& index) const;
   void set(const Index& index, double value);
@@ -71,7 +74,9 @@ class Tensor {
   // Calls visit(index, element) for every element in row-major order.
   template <class Visit>
   void for_each(const Visit& visit) const {
-    for_each_index(shape_, [&](const Index& index) { visit(index, get(index)); });
+    const std::vector<double> elements = values();
+    auto element = elements.begin();
+    for_each_index(shape_, [&](const Index& index) { visit(index, *element++); });
   }
 
   void poison() { buffer_.poison(); }
