@@ -1,11 +1,8 @@
 #pragma once
 
-#include "cuda/attention/softmax.cuh"
-#include "cuda/sm90/dense/elements.cuh"
-#include "cuda/sm90/dense/forward_scores.cuh"
+#include "cuda/sm90/forward/consumer_scores.cuh"
 #include "cuda/sm90/forward/epilogue.cuh"
 #include "cuda/sm90/forward/fix_rows.cuh"
-#include "cuda/sm90/forward/storage.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
@@ -19,37 +16,20 @@ namespace flash_dmattn::cuda::sm90 {
 // warpgroups' issues (ping-pong scheduling). At the end of a work tile the step is the same with Q and K of the next
 // one, and O is stored after it, so that the tensor cores do not idle between work tiles.
 template <class Kernel>
-class ForwardConsumer {
-  using T = typename Kernel::Element;
-  using Storage = typename Kernel::SharedStorage;
-  static constexpr int head_dim = Kernel::head_dim;
-  static constexpr int keys = Kernel::policy.keys;
-  static constexpr int warpgroups = Kernel::policy.warpgroups;
-  static constexpr bool has_info = Kernel::has_key_info;
-  // Then the number of tiles is not known beforehand; the producer flags each tile.
-  static constexpr bool has_dense_tiles = Kernel::dense == DenseAccess::tiles;
-  // Whether the accumulators of scores begin with the biases of keys.
-  static constexpr bool begins_with_biases = has_info && !has_dense_tiles;
-  // Whether a dense mask and bias are read while the scores are computed, and kept. Three warpgroups have no registers
-  // for that, and need it less.
-  static constexpr bool keeps_dense = has_dense_tiles && warpgroups == 2;
+class ForwardConsumer : ConsumerScores<Kernel> {
+  using Scores = ConsumerScores<Kernel>;
+  using Scores::factor_, Scores::p_, Scores::scores_, Scores::storage_, Scores::warpgroup_;
+  using Scores::first_query, Scores::has_two_heads, Scores::lane, Scores::query_step;
+  using Scores::has_dense_tiles, Scores::has_info;
+  using Scores::head_dim, Scores::keys, Scores::warpgroups;
+  using typename Scores::Storage, typename Scores::T;
   static constexpr float max_growth = 8;  // in log2: growth of a row's maximum that O tolerates
   // Whether each lane votes by the maximum of its own columns, and a quad compares maxima only when O is rescaled.
   // D 128: 2 % faster. D 64: 4 % slower over lists, level elsewhere.
   static constexpr bool lanes_vote = head_dim > 64;
 
  public:
-  __device__ ForwardConsumer(const ForwardKernelParams& p, Storage& storage)
-      : p_(p),
-        storage_(storage),
-        // Uniform over the warp, and known so to the compiler.
-        warpgroup_(shuffle(static_cast<int>(threadIdx.x) / 128 - 1, 0)),
-        shapes_(Kernel::shapes && shapes_scores(p.forward)),
-        factor_(shapes_ ? 1.0f : p.forward.score.factor),
-        warpgroup_query_(first_warpgroup_query()) {
-    // Keeps the sum in one register instead of its summands.
-    if constexpr (has_dense_tiles) make_opaque(warpgroup_query_);
-  }
+  __device__ ForwardConsumer(const ForwardKernelParams& p, Storage& storage) : Scores(p, storage) {}
 
   __device__ void run() {
     if (warpgroup_ == 0) give_turn_to(0);
@@ -58,9 +38,9 @@ class ForwardConsumer {
     WorkTile work = storage_.work[0];
     storage_.k_pipeline.wait_full(0);
     fence_copies();
-    begin_scores(0);
+    this->begin_scores(0);
     issue_scores(0, 0);
-    load_dense_scores(0);
+    this->load_dense_scores(0);
     wait_scores<0>(0);
     softmax<true, true>(work, 0, 0);
     pack_weights();
@@ -117,23 +97,6 @@ class ForwardConsumer {
       named_barrier_arrive(Kernel::first_scheduler_barrier + warpgroup, 256);
     }
   }
-  static __device__ int lane() { return static_cast<int>(threadIdx.x) % warp_size; }
-  // This thread's first column in a key tile.
-  static __device__ int column() { return 2 * (lane() % 4); }
-  // A thread's two rows are 8 apart: two queries of a head; or, with two heads, one query of both, so that its dense bias and
-  // the bits of its mask are read, combined and widened once.
-  __device__ bool has_two_heads() const { return has_dense_tiles && p_.two_heads; }
-  // Query of the thread's first row, relative to the warpgroup.
-  __device__ int first_warpgroup_query() const {
-    const int warp = static_cast<int>(threadIdx.x) / warp_size % 4;
-    return warp * (has_two_heads() ? 8 : 16) + lane() / 4;
-  }
-  // Query of the thread's first row, relative to the work tile, and the step to the query of its second row.
-  __device__ int first_query() const {
-    return warpgroup_ * (has_two_heads() ? 32 : 64) + warpgroup_query_;
-  }
-  __device__ int query_step() const { return has_two_heads() ? 0 : 8; }
-
   // Fences rows of any strides that cp.async copied, because the tensor cores read them through the async proxy
   // (docs/kernels/sm90.md). Called after the wait for the copies.
   static __device__ void fence_copies() {
@@ -142,7 +105,8 @@ class ForwardConsumer {
 
   // Whether the key tile whose scores were issued last is the last one of the work tile.
   __device__ bool is_last(const WorkTile& work, int visit) const {
-    return has_dense_tiles ? (tile_flags_ & last_of_work_tile) != 0 : visit == work.visits - 1;
+    return has_dense_tiles ? (this->tile_flags_ & last_of_work_tile) != 0
+                           : visit == work.visits - 1;
   }
 
   // The first visits, whose elements are tested. Without delays they are the partial ones, which saves a register.
@@ -169,7 +133,7 @@ class ForwardConsumer {
   __device__ void issue(int n, int work_count) {
     storage_.k_pipeline.wait_full(n);
     fence_copies();
-    begin_scores(n);
+    this->begin_scores(n);
     wait_for_turn();
     issue_scores(n, work_count);
     if constexpr (!Kernel::overlaps) wgmma_wait<0>();
@@ -178,22 +142,8 @@ class ForwardConsumer {
     issue_out(n - 1);
     if constexpr (!Kernel::overlaps) wgmma_wait<0>();
     give_turn_to((warpgroup_ + 1) % warpgroups);
-    load_dense_scores(n);
+    this->load_dense_scores(n);
     wait_scores<1>(n);
-  }
-
-  // Initializes the scores with biases, before the warpgroup waits for its order to issue.
-  __device__ void begin_scores(int n) {
-    if constexpr (begins_with_biases) {
-      const float* const biases = storage_.info.bias[Storage::info_stage(n)] + column();
-#pragma unroll
-      for (int i = 0; i < keys / 8; ++i) {
-        const float2 two = *reinterpret_cast<const float2*>(biases + 8 * i);
-        scores_[4 * i] = scores_[4 * i + 2] = shapes_ ? 0 : two.x;
-        scores_[4 * i + 1] = scores_[4 * i + 3] = shapes_ ? 0 : two.y;
-      }
-    }
-    if constexpr (has_dense_tiles) tile_flags_ = storage_.dense.flags[Storage::info_stage(n)];
   }
 
   __device__ void issue_scores(int n, int work_count) {
@@ -206,7 +156,7 @@ class ForwardConsumer {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < head_dim / 16; ++i)
-      wgmma<T>(scores_, q.at(i), k.at(i), begins_with_biases || i > 0);
+      wgmma<T>(scores_, q.at(i), k.at(i), Scores::begins_with_biases || i > 0);
     wgmma_commit();
   }
 
@@ -236,168 +186,6 @@ class ForwardConsumer {
     for (int i = 0; i < head_dim / 2; ++i) out_[i] = 0;
   }
 
-  // ---- Scores --------------------------------------------------------------------------------------
-
-  // Calls visit.operator()<Queries, HasBias, Mask>(tile, mask_values) for the dense mask and bias of a tile.
-  template <class Visit>
-  __device__ void visit_dense_tile(int n, const Visit& visit) {
-    auto& pipeline = storage_.dense.pipeline;
-    const int use = n * warpgroups + warpgroup_;
-    pipeline.wait_full(use);
-    const auto& tile = storage_.dense.of_use(use);
-    has_two_heads() ? visit_dense_queries<1>(tile, visit) : visit_dense_queries<2>(tile, visit);
-    pipeline.release(use);
-  }
-
-  template <int Queries, class Visit>
-  __device__ void visit_dense_queries(const typename Storage::DenseTile& tile,
-                                      const Visit& visit) const {
-    if ((tile_flags_ & is_masked_tile) == 0) {
-      if (p_.forward.score.bias.dense) visit_dense_biases<Queries, MaskForm::none>(tile, visit);
-      return;
-    }
-    if constexpr (Kernel::policy.has_mask_bytes) {
-      if (p_.reads_mask_bytes()) return visit_dense_biases<Queries, MaskForm::bytes>(tile, visit);
-    }
-    visit_dense_biases<Queries, MaskForm::bits>(tile, visit);
-  }
-
-  template <int Queries, MaskForm Mask, class Visit>
-  __device__ void visit_dense_biases(const typename Storage::DenseTile& tile,
-                                     const Visit& visit) const {
-    const ScoreParams& score = p_.forward.score;
-    if (Mask == MaskForm::none || score.bias.dense) {
-      visit.template operator()<Queries, true, Mask>(tile, packed_mask_value<T>(score));
-    } else {
-      visit.template operator()<Queries, false, Mask>(tile, 0);
-    }
-  }
-
-  // Reads the dense mask and bias of a tile while the products run.
-  __device__ void load_dense_scores(int n) {
-    if constexpr (keeps_dense) {
-      visit_dense_tile(n, [&]<int Queries, bool HasBias, MaskForm Mask>(const auto& tile,
-                                                                        std::uint32_t mask_values) {
-        dense_.template load<Queries, HasBias, Mask>(tile, warpgroup_query_, mask_values);
-      });
-    }
-  }
-
-  // Adds the dense mask and bias, and key biases, which rarely occur together with them.
-  __device__ void add_dense_scores(int n) {
-    if constexpr (keeps_dense) {
-      const bool has_dense = p_.forward.score.bias.dense || (tile_flags_ & is_masked_tile) != 0;
-      if (has_dense) {
-        has_two_heads() ? dense_.template add<1>(p_.bias_factor, scores_)
-                        : dense_.template add<2>(p_.bias_factor, scores_);
-      }
-    } else {
-      visit_dense_tile(n, [&]<int Queries, bool HasBias, MaskForm Mask>(const auto& tile,
-                                                                        std::uint32_t mask_values) {
-        dense_.template load_and_add<Queries, HasBias, Mask>(tile, warpgroup_query_, mask_values,
-                                                             p_.bias_factor, scores_);
-      });
-    }
-    if (!has_key_biases(p_.forward.score)) return;
-    const float* const biases = storage_.info.bias[Storage::info_stage(n)] + column();
-#pragma unroll
-    for (int i = 0; i < keys / 8; ++i) {
-      const float2 two = *reinterpret_cast<const float2*>(biases + 8 * i);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) scores_[4 * i + e] += e % 2 == 0 ? two.x : two.y;
-    }
-  }
-
-  // Keeps loads from shared memory apart; hoisted together they exceed the registers.
-  static __device__ void keep_loads_apart() { compiler_fence(); }
-
-  // Softcap or a factor that is not positive, and the bias, in units of log 2. A product that has overflowed
-  // may have the wrong sign, which a softcap would hide: it becomes NaN.
-  template <bool Capped>
-  __device__ void shape_scores(int n) {
-    const ScoreParams& score = p_.forward.score;
-    const float* const biases = storage_.info.bias[Storage::info_stage(n)] + column();
-    const float inner = score.form == ScoreForm::product ? 1.0f : score.inner;
-#pragma unroll
-    for (int i = 0; i < keys / 8; ++i) {
-      const float2 two = *reinterpret_cast<const float2*>(biases + 8 * i);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float s = scores_[4 * i + e];
-        s = fmaf(s, 0.0f, s) * inner;
-        if constexpr (Capped) s = tanh_from_log2(s);
-        scores_[4 * i + e] = fmaf(s, score.factor, e % 2 == 0 ? two.x : two.y);
-      }
-      keep_loads_apart();
-    }
-  }
-
-  // Adds the delayed biases of keys that count for some queries of the work tile; the scores are without them.
-  __device__ void add_delayed_biases(const WorkTile& work, int n, int visit) {
-    const int stage = Storage::info_stage(n);
-    if (p_.info.recent == 0 || !storage_.info.has_delayed(stage)) return;
-    const int first = first_query() + work.row;
-    const float* const biases = storage_.info.delayed[stage] + column();
-    const int* const begins = storage_.info.begin[stage] + column();
-    const int first_begin = delayed_bias_begin(p_.forward.score, p_.forward.shape,
-                                               work.template first_key<keys>(visit) + column());
-#pragma unroll
-    for (int i = 0; i < keys / 8; ++i) {
-      const float2 two = *reinterpret_cast<const float2*>(biases + 8 * i);
-      int2 begin{first_begin + 8 * i, first_begin + 8 * i + 1};
-      if constexpr (Kernel::load != KeyLoad::tma)
-        begin = *reinterpret_cast<const int2*>(begins + 8 * i);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int query = first + 8 * h;
-        float* const s = scores_ + 4 * i + 2 * h;
-        if (query >= begin.x) s[0] += two.x;
-        if (query >= begin.y) s[1] += two.y;
-      }
-      if constexpr (Kernel::shapes) keep_loads_apart();
-    }
-  }
-
-  __device__ void mask_scores(const WorkTile& work, int n, int visit) {
-    if (has_dense_tiles && (tile_flags_ & is_partial_tile) == 0) return;
-    if (Kernel::delays && !work.is_partial(visit)) return;
-    int first = first_query();
-    // Recomputed for each partial tile to save the register that would hold the sum.
-    if constexpr (has_dense_tiles) make_opaque(first);
-    first += work.row;
-    if constexpr (has_info) {
-      const KeyInterval* const ranges = storage_.info.range[Storage::info_stage(n)] + column();
-#pragma unroll
-      for (int i = 0; i < keys / 8; ++i) {
-        const int4 two = *reinterpret_cast<const int4*>(ranges + 8 * i);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int query = first + h * query_step();
-          float* const s = scores_ + 4 * i + 2 * h;
-          if (query < two.x || query >= two.y) s[0] = negative_infinity;
-          if (query < two.z || query >= two.w) s[1] = negative_infinity;
-        }
-        if constexpr (Kernel::shapes) keep_loads_apart();
-      }
-    } else {
-      const Shape& shape = p_.forward.shape;
-      const int first_key = work.template first_key<keys>(visit) + column();
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int query = first + h * query_step();
-        const int end = p_.forward.score.causal
-                            ? min(query + shape.seqlen_k - shape.seqlen_q + 1, shape.seqlen_k)
-                            : shape.seqlen_k;
-#pragma unroll
-        for (int i = 0; i < keys / 8; ++i) {
-          float* const s = scores_ + 4 * i + 2 * h;
-          if (first_key + 8 * i >= end) s[0] = negative_infinity;
-          if (first_key + 8 * i + 1 >= end) s[1] = negative_infinity;
-        }
-      }
-    }
-  }
-
   // ---- Softmax -------------------------------------------------------------------------------------
 
   // The offset that is subtracted from a row's scores, times factor_: weights are exp2 of the difference. It is
@@ -412,19 +200,7 @@ class ForwardConsumer {
   // the sum has the same offset. `rescales_` and `rescale_`: whether O is rescaled, and its factors.
   template <bool Partial, bool First>
   __device__ void softmax(const WorkTile& work, int n, int visit) {
-    if constexpr (Kernel::shapes) {
-      if (shapes_) {
-        p_.forward.score.form == ScoreForm::capped ? shape_scores<true>(n) : shape_scores<false>(n);
-      }
-    }
-    if constexpr (Kernel::dense == DenseAccess::elements) {
-      DenseElements<T, keys, has_ranks(head_dim)>(p_, work, work.template first_key<keys>(visit),
-                                                  column())
-          .apply(work.row + first_query(), scores_);
-    }
-    if constexpr (has_dense_tiles) add_dense_scores(n);
-    if constexpr (Partial && Kernel::delays) add_delayed_biases(work, n, visit);
-    if constexpr (Partial) mask_scores(work, n, visit);
+    Scores::template finish_scores<Partial>(work, n, visit);
     constexpr bool can_be_empty = Partial || has_info;
     float top[2];
 #pragma unroll
@@ -500,22 +276,12 @@ class ForwardConsumer {
     }
   }
 
-  const ForwardKernelParams& p_;
-  Storage& storage_;
-  int warpgroup_;
-  bool shapes_;
-  float factor_;         // of scores, to units of log 2
-  int warpgroup_query_;  // of this thread's first row
-
-  float scores_[keys / 2];
   float out_[head_dim / 2];
   std::uint32_t weights_[keys / 4];
   float max_[2];
   float sum_[2];  // of this thread's columns
   float rescale_[2];
   bool rescales_ = false;
-  DenseScores<T, typename Storage::DenseTile> dense_;
-  std::uint32_t tile_flags_ = 0;  // of the tile whose scores have been issued last
 };
 
 }  // namespace flash_dmattn::cuda::sm90
