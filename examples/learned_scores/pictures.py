@@ -1,7 +1,7 @@
 """Draws what recall and distil have written, a line through the mean of the seeds and their spread.
 
-python -m learned_scores.pictures FOLDER    (with recall*.json and seed*/results.json; gets recall.svg, lengths.svg, budgets.svg
-                                            and recipes.svg)
+python -m learned_scores.pictures FOLDER    (with recall*.json and seed*/results.json; gets recall.svg, lengths.svg, budgets.svg,
+                                            recipes.svg and training.svg)
 """
 
 from __future__ import annotations
@@ -70,6 +70,18 @@ def quality_curves(paths: list[Path]) -> tuple[dict[str, Curve], dict[str, Curve
     return loss, keys
 
 
+def training_curves(paths: list[Path]) -> tuple[dict[str, Curve], dict[str, Curve]]:
+    """Loss and the mean gate of old keys by the step of training, by the names of recipes."""
+    loss, kept = (defaultdict(lambda: defaultdict(list)) for _ in range(2))
+    for path in paths:
+        for row in json.loads(path.read_text())["log"]:
+            if "loss" in row:  # not the summary at the end
+                loss[NAMES[row["recipe"]]][row["step"]].append(row["own_loss"])
+                if "kept_share" in row:  # in the soft phase
+                    kept[NAMES[row["recipe"]]][row["step"]].append(row["kept_share"])
+    return loss, kept
+
+
 def draw(
     axes: plt.Axes, curves: dict[str, Curve], label: str, xlabel: str = "keys that a query sees"
 ) -> None:
@@ -115,6 +127,7 @@ def main(arguments: list[str] | None = None) -> None:
         recipes = ("dense", "learned", *(name for name in loss if name not in METHODS))
         draw_quality(folder / "budgets.svg", loss, keys, METHODS)
         draw_quality(folder / "recipes.svg", loss, keys, recipes)
+        draw_training(folder / "training.svg", *training_curves(paths))
 
 
 def draw_recall(path: Path, curves: dict[str, Curve], title: str, *xlabel: str) -> None:
@@ -133,6 +146,22 @@ def draw_quality(
     labels = ("loss of a byte, nats", "right digits")
     for axes, curves, label in zip(panels, (loss, keys), labels, strict=True):
         draw(axes, {NAMES[name]: curves[name] for name in methods if name in curves}, label)
+    panels[0].legend(frameon=False, fontsize=8)
+    save(figure, path)
+
+
+def draw_training(path: Path, loss: dict[str, Curve], kept: dict[str, Curve]) -> None:
+    figure, panels = plt.subplots(1, 2, figsize=(9.6, 3.8), layout="constrained")
+    labels = ("loss, nats", "mean gate of old keys")
+    for axes, curves, label in zip(panels, (loss, kept), labels, strict=True):
+        for name, curve in curves.items():
+            steps = sorted(curve)
+            seeds = [curve[step] for step in steps]
+            line = axes.plot(steps, [sum(values) / len(values) for values in seeds], label=name)[0]
+            lowest, highest = ([f(values) for values in seeds] for f in (min, max))
+            axes.fill_between(steps, lowest, highest, color=line.get_color(), alpha=0.15)
+        axes.set(xlabel="step", ylabel=label)
+        axes.grid(alpha=0.3)
     panels[0].legend(frameon=False, fontsize=8)
     save(figure, path)
 

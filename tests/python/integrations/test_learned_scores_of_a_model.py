@@ -178,9 +178,12 @@ INPUTS = {
     ("name", "phase"),
     [("no_mask", "hard"), ("padding", "soft"), ("packed", "soft"), ("packed", "hard")],
 )
-def test_compiled_model_is_one_graph(name, phase):
+@pytest.mark.parametrize(
+    "family", ["Llama", "Gemma2", "Gemma3"]
+)  # the last two have sliding layers
+def test_compiled_model_is_one_graph(family, name, phase):
     torch._dynamo.reset()
-    model, ids = make_scored().set_score_phase(phase), make_ids()
+    model, ids = make_scored(family).set_score_phase(phase), make_ids()
 
     def compute(ids):
         return model(ids, labels=ids, use_cache=False, **INPUTS[name]).loss
@@ -192,6 +195,21 @@ def test_compiled_model_is_one_graph(name, phase):
         for loss in (compiled(ids), compute(ids))
     )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_documents_of_a_dense_mask_are_those_of_positions(compiled):
+    """Compiled code cannot make intervals of such a mask."""
+    torch._dynamo.reset()
+    model, ids = make_scored().set_score_phase("soft"), make_ids()
+    positions = INPUTS["packed"]["position_ids"]
+    documents = (positions == 0).cumsum(1)
+    mask = (documents[..., None] == documents[:, None]).tril()[:, None].expand(2, -1, -1, -1)
+    expected = model(ids, use_cache=False, position_ids=positions).logits
+    if compiled:
+        model = torch.compile(model, fullgraph=True, backend="eager")
+    found = model(ids, use_cache=False, position_ids=positions, attention_mask=mask).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @since_transformers_5

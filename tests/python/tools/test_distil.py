@@ -38,6 +38,8 @@ def test_distillation_ends_with_scores_and_curves_and_goes_on(tmp_path, capsys):
     pictures.main([str(tmp_path)])
     drawn = (tmp_path / "budgets.svg").read_text()
     assert drawn.count("learned scores") == 1 and (tmp_path / "recipes.svg").exists()
+    drawn = (tmp_path / "training.svg").read_text()
+    assert "mean gate of old keys" in drawn and "hard from the first step" in drawn
     again = distil.main([*TINY, "--steps", "10", "--resume", "--output", str(tmp_path)])
     assert [row["step"] for row in again["log"] if "own_loss" in row][:8] == list(range(1, 9))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...._core.numerics import Numerics
@@ -146,7 +147,7 @@ def _visible_by_mask(mask: Mask, query: Tensor, key: Tensor, chooses: bool) -> V
 def _without_sinks(bias: Tensor, rule: KeySelection, visible: Visibility) -> Tensor:
     """A bias [B, Hkv, Sk] that is 0 for the first keys of each document, whose scores decide nothing.
 
-    visible: what the mask of the layer shows. A dense mask has one document in a row.
+    visible: what the mask of the layer shows. A document of a dense mask begins where a query sees itself alone.
     """
     if not rule.sink_tokens:
         return bias
@@ -156,10 +157,19 @@ def _without_sinks(bias: Tensor, rule: KeySelection, visible: Visibility) -> Ten
     elif visible.mask is not None:
         shown = visible.mask.any(-2)
         ranks = shown.cumsum(-1) - 1
+        if visible.mask.shape[-2] == ranks.shape[-1]:
+            ranks = ranks - _shown_before_documents(visible.mask, shown)
     else:
         ranks = torch.arange(bias.shape[2], device=bias.device)
         shown = torch.ones_like(ranks, dtype=torch.bool)
     return torch.where(shown & (ranks < rule.sink_tokens), 0, bias)
+
+
+def _shown_before_documents(mask: Tensor, shown: Tensor) -> Tensor:
+    """How many keys some query sees before the document of each, [..., S], by a mask [..., S, S]."""
+    places = torch.arange(mask.shape[-1], device=mask.device)
+    begins = torch.where(mask.int().argmax(-1) == places, places, 0).cummax(-1).values
+    return F.pad(shown.cumsum(-1), (1, 0)).gather(-1, begins)
 
 
 def _shown_keys(keys: KeyIntervals) -> Tensor:

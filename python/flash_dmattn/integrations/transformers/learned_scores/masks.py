@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import inspect
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.configuration_utils import PretrainedConfig
 
 from ...._core.checks import may_read
 from ..compat import HAS_SLOTS_IN_BATCHES, find_cache
 from ..doge import PIECES
-from ..masks import is_causal_config, mask_kind
+from ..masks import intervals_of_documents, is_causal_config, mask_kind
 from .attention import BATCH_KEYWORD, NAME, NAMES
 from .layers import ScoredAttention, is_attention
 
@@ -24,14 +26,17 @@ else:
 def add_mask_hooks(model: nn.Module) -> None:
     """Lets the decoders in a model pass the masks that their layers need.
 
-    Only where all layers have scores: others need masks of their own, which transformers makes.
+    Only where all layers have scores, or the others have sliding windows: else transformers makes the masks.
     """
     for decoder in _decoders(model):
         attention = [module for module in decoder.modules() if is_attention(module)]
         names = tuple(inspect.signature(type(decoder).forward).parameters)[1:]
-        takes_masks = {"attention_mask", "position_ids"} <= set(names)
-        if takes_masks and all(isinstance(layer, ScoredAttention) for layer in attention):
+        if not {"attention_mask", "position_ids"} <= set(names):
+            continue
+        if all(isinstance(layer, ScoredAttention) for layer in attention):
             decoder.register_forward_pre_hook(_MaskHook(names), with_kwargs=True)
+        elif _takes_masks_of_windows(decoder):
+            decoder.register_forward_pre_hook(_WindowMaskHook(names), with_kwargs=True)
 
 
 def remove_mask_hooks(model: nn.Module) -> None:
@@ -65,12 +70,64 @@ class _MaskHook:
             return (), arguments | {BATCH_KEYWORD: batch_of(cache, arguments)}
         if may_read() or config._attn_implementation != NAME or not is_causal_config(config):
             return None
+        return self.with_mask(config, args, options)
+
+    def with_mask(
+        self, config: PretrainedConfig, args: tuple, options: dict
+    ) -> tuple[tuple, dict] | None:
         arguments = dict(zip(self.names, args, strict=False)) | options
         if find_cache(arguments) is not None:
             return None
         use_cache = arguments.get("use_cache")
-        _, mask = mask_kind(arguments, bool(config.use_cache if use_cache is None else use_cache))
-        return None if mask is None else ((), arguments | {"attention_mask": mask})
+        use_cache = bool(config.use_cache if use_cache is None else use_cache)
+        kind, mask = mask_kind(arguments, use_cache)
+        if mask is None:
+            return None
+        return (), arguments | {
+            "attention_mask": self.masks_of_layers(config, arguments, kind, mask)
+        }
+
+    def masks_of_layers(
+        self, config: PretrainedConfig, arguments: dict, kind: str, mask: Tensor
+    ) -> Tensor | dict[str, Tensor]:
+        return mask
+
+
+class _WindowMaskHook(_MaskHook):
+    """The same for a decoder some of whose layers slide and have no scores: masks by the types of its layers."""
+
+    def __call__(
+        self, decoder: PreTrainedModel, args: tuple, options: dict
+    ) -> tuple[tuple, dict] | None:
+        if may_read() or decoder.config._attn_implementation != NAME:
+            return None
+        return self.with_mask(decoder.config, args, options)
+
+    def masks_of_layers(
+        self, config: PretrainedConfig, arguments: dict, kind: str, mask: Tensor
+    ) -> dict[str, Tensor]:
+        intervals = mask
+        if kind == "causal":  # which `mask` says without intervals
+            tokens = arguments.get("inputs_embeds")
+            tokens = arguments["input_ids"] if tokens is None else tokens[..., 0]
+            intervals = intervals_of_documents(torch.zeros_like(tokens, dtype=torch.long))
+        first, last = intervals.unbind(-1)
+        windows = torch.stack([first, torch.minimum(last, first + config.sliding_window)], -1)
+        return {"full_attention": mask, "sliding_attention": windows}
+
+
+def _takes_masks_of_windows(decoder: PreTrainedModel) -> bool:
+    """Whether a decoder takes a causal mask and that of a sliding window, by the types of its layers, and itself takes
+    packed texts apart by their positions (GPT-OSS does not)."""
+    config, source = decoder.config, inspect.getsource(type(decoder).forward)
+    return (
+        set(getattr(config, "layer_types", None) or ()) == {"full_attention", "sliding_attention"}
+        and bool(config.sliding_window)
+        and getattr(config, "is_causal", True)
+        and not getattr(config, "use_bidirectional_attention", False)
+        and "attention_mask, dict)" in source
+        and '"position_ids": position_ids' in source
+    )
 
 
 def _decoders(model: nn.Module) -> list[PreTrainedModel]:
