@@ -35,7 +35,7 @@ ALLOWED = {
     ("Forward", 64): LocalAccesses(0, 16, 128),  # 0, 12, 86
     ("Forward", 96): LocalAccesses(0, 0, 144),  # 0, 0, 130
     ("Forward", 128): LocalAccesses(0, 0, 144),  # 0, 0, 130
-    ("Forward", 192): LocalAccesses(0, 0, 240),  # 0, 0, 227
+    ("Forward", 192): LocalAccesses(0, 16, 240),  # 0, 12, 227: over lists with 128 columns of V
     ("Forward", 256): LocalAccesses(0, 96, 224),  # 0, 86, 207
     ("Backward", 64): LocalAccesses(0, 0, 320),  # 0, 0, 233
     ("Backward", 96): LocalAccesses(0, 0, 320),  # 0, 0, 235

@@ -18,7 +18,9 @@ KINDS = (
 RECENT = 512  # keys that EVICTED and the kinds of recent and top-w show, and queries after which a delayed bias counts
 KEPT = 1 / 8  # of the older keys under EVICTED
 THRESHOLD = -statistics.NormalDist().inv_cdf(KEPT)  # of normal scores
-_TITLE = re.compile(rf"({'|'.join(KINDS)}) B(\d+) H(\d+)(?: Hkv(\d+))? N(\d+) D(\d+)(?: w(\d+))?")
+_TITLE = re.compile(
+    rf"({'|'.join(KINDS)}) B(\d+) H(\d+)(?: Hkv(\d+))? N(\d+) D(\d+)(?:/(\d+))?(?: w(\d+))?"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,13 +44,15 @@ class Case:
     heads_q: int = 8
     heads_kv: int = 8
     batch: int = 1
+    value_dim: int | None = None  # None: head_dim
 
     def __str__(self) -> str:
         heads = f"H{self.heads_q}" + (
             f" Hkv{self.heads_kv}" if self.heads_kv != self.heads_q else ""
         )
         window = f" w{self.window}" if self.window else ""
-        return f"{self.kind} B{self.batch} {heads} N{self.seqlen} D{self.head_dim}{window}"
+        values = f"/{self.value_dim}" if self.value_dim else ""
+        return f"{self.kind} B{self.batch} {heads} N{self.seqlen} D{self.head_dim}{values}{window}"
 
     @classmethod
     def parse(cls, title: str) -> Case | None:
@@ -56,10 +60,11 @@ class Case:
         found = _TITLE.fullmatch(title)
         if found is None:
             return None
-        batch, heads_q, heads_kv, seqlen, head_dim, window = (
+        batch, heads_q, heads_kv, seqlen, head_dim, value_dim, window = (
             number and int(number) for number in found.groups()[1:]
         )
-        return cls(found[1], seqlen, head_dim, window, heads_q, heads_kv or heads_q, batch)
+        heads_kv = heads_kv or heads_q
+        return cls(found[1], seqlen, head_dim, window, heads_q, heads_kv, batch, value_dim)
 
     @property
     def pairs(self) -> int:
@@ -75,8 +80,11 @@ class Case:
         return self.batch * self.heads_q * (first + later)
 
     def useful_flops(self, direction: str) -> int:
-        """Two products of 2 D FLOPs per (query, key) pair forward, five backward."""
-        return {"forward": 4, "backward": 10}[direction] * self.head_dim * self.pairs
+        """Products of 2 D FLOPs per (query, key) pair: one with the columns of keys and one with those of values forward,
+        three and two backward."""
+        with_keys, with_values = {"forward": (1, 1), "backward": (3, 2)}[direction]
+        terms = with_keys * self.head_dim + with_values * (self.value_dim or self.head_dim)
+        return 2 * terms * self.pairs
 
 
 def _sweep(lengths, windows, **rest) -> list[Case]:
@@ -102,6 +110,8 @@ CASES = {
             *(Case(DENSE, 32768, d, heads_q=16, heads_kv=16) for d in (64, 256)),
             *(Case(DENSE, 16384, d, heads_q=16, heads_kv=16) for d in (96, 192, 256)),
             *(Case(PER_QUERY, 16384, d, 1024, heads_q=16, heads_kv=8) for d in (96, 192, 256)),
+            Case(DENSE, 16384, 192, heads_q=16, heads_kv=16, value_dim=128),
+            Case(PER_QUERY, 16384, 192, 1024, heads_q=16, heads_kv=8, value_dim=128),
         ],
         "dynamic_mask": _sweep((32768,), (2048,), **_GPU_HEADS),
         "groups": [

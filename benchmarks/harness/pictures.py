@@ -26,7 +26,7 @@ _LABELS = {
 _STYLES = {"bfloat16": ("s", "-"), "float32": ("o", "--"), "float16": ("^", ":")}
 _AXES = {"seqlen": "sequence length N", "window": "window w"}
 PANEL = (4.2, 4.0)  # inches of a picture of one panel
-_FIXED = ("kind", "batch", "heads_q", "heads_kv", "head_dim")
+_FIXED = ("kind", "batch", "heads_q", "heads_kv", "head_dim", "value_dim")
 
 
 def seconds(row: dict) -> float | None:

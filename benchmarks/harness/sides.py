@@ -63,8 +63,8 @@ class Inputs:
     case: Case
     q: Tensor  # [B, N, Hq, D]
     k: Tensor  # [B, N, Hkv, D]
-    v: Tensor
-    dout: Tensor  # as q
+    v: Tensor  # [B, N, Hkv, Dv]
+    dout: Tensor  # [B, N, Hq, Dv]
     bias: Tensor | None = None  # [B, Hkv, N], with DENSE_MASKS [B, Hkv, N, N]
     mask: Tensor | None = None  # [B, Hkv, N, N]
     intervals: KeyIntervals | None = None
@@ -83,8 +83,9 @@ def draw(case: Case, dtype: torch.dtype, device: str) -> Inputs:
     def normal(*shape):
         return torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
 
-    q, dout = (normal(batch, n, heads, case.head_dim) for _ in range(2))
-    k, v = (normal(batch, n, heads_kv, case.head_dim) for _ in range(2))
+    dims = (case.head_dim, case.value_dim or case.head_dim)
+    q, dout = (normal(batch, n, heads, d) for d in dims)
+    k, v = (normal(batch, n, heads_kv, d) for d in dims)
     if case.kind == DENSE:
         return Inputs(case, q, k, v, dout)
     if case.kind == SLIDING:

@@ -103,6 +103,7 @@ Attention take_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const O
                       bool bias_needs_gradient) {
   if (q.dim() != 4) throw InvalidArgument("q", shape_text(q), "shape [B, Sq, Hq, D]");
   if (k.dim() != 4) throw InvalidArgument("k", shape_text(k), "shape [B, Sk, Hkv, D]");
+  if (v.dim() != 4) throw InvalidArgument("v", shape_text(v), "shape [B, Sk, Hkv, Dv]");
   Attention call(q);
   Problem& p = call.problem;
   p.device = call.device.device();
@@ -110,6 +111,7 @@ Attention take_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const O
   p.seqlen_q = q.size(1);
   p.heads_q = q.size(2);
   p.head_dim = q.size(3);
+  p.value_dim = v.size(3);
   p.seqlen_k = k.size(1);
   p.heads_kv = k.size(2);
   p.dtype = dtype_of(q, "q");
@@ -123,7 +125,7 @@ Attention take_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const O
   call.execution = call.device.execution(q.numel() * p.seqlen_k);
 
   expect_like(k, "k", key_shape(p), q);
-  expect_like(v, "v", key_shape(p), q);
+  expect_like(v, "v", value_shape(p), q);
   call.in.q = take_rows(call, q);
   call.in.k = take_rows(call, k);
   call.in.v = take_rows(call, v);

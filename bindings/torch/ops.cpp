@@ -92,7 +92,7 @@ void run(const CheckedCall<Args>& call, std::span<std::byte> workspace, const Te
 std::tuple<Tensor, Tensor> attend(const Attention& call, const Tensor& q,
                                   const std::string& backend) {
   const Problem& p = call.problem;
-  const Tensor out = allocate(query_shape(p), q.scalar_type(), q);
+  const Tensor out = allocate(out_shape(p), q.scalar_type(), q);
   const Tensor lse = allocate({2, p.batch, p.heads_q, p.seqlen_q}, row_type(p), q);
   const auto rows = row_values(lse);
 
@@ -190,8 +190,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
                         .direction = Direction::backward};
   Attention call = prepare(q, k, v, mask, bias, keys, options, need_dbias);
   const Problem& p = call.problem;
-  expect_like(dout, "dout", query_shape(p), q);
-  expect_like(out, "out", query_shape(p), q);
+  expect_like(dout, "dout", out_shape(p), q);
+  expect_like(out, "out", out_shape(p), q);
 
   // An unwanted gradient is an empty tensor here and null data there.
   using Shape = torch::headeronly::IntHeaderOnlyArrayRef;
@@ -201,7 +201,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
   const ScalarType type = q.scalar_type();
   const Tensor dq = gradient(need_dq, query_shape(p), type);
   const Tensor dk = gradient(need_dk, key_shape(p), type);
-  const Tensor dv = gradient(need_dv, key_shape(p), type);
+  const Tensor dv = gradient(need_dv, value_shape(p), type);
   const std::array key_bias_shape{p.bias_shape[0], p.bias_shape[1], p.bias_shape[3]};
   const bool has_key_bias = bias && bias->dim() == 3;
   const Tensor dbias = gradient(need_dbias, has_key_bias ? Shape(key_bias_shape) : p.bias_shape,

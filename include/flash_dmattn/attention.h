@@ -37,9 +37,9 @@ namespace flash_dmattn {
 
 // The inputs both directions share. Strides are in elements; the stride of a dimension of size 1 is ignored.
 struct Inputs {
-  ConstTensor4 q{};     // [B, Sq, Hq, D]   D contiguous, here and below
+  ConstTensor4 q{};     // [B, Sq, Hq, D]   the last dimension contiguous, here and below
   ConstTensor4 k{};     // [B, Sk, Hkv, D]
-  ConstTensor4 v{};     // [B, Sk, Hkv, D]
+  ConstTensor4 v{};     // [B, Sk, Hkv, Dv]
   ConstTensor4 mask{};  // mask_shape, one byte each, 0 = masked
   ConstTensor4 bias{};  // bias_shape, bias_dtype
   Visibility visibility{};
@@ -71,7 +71,7 @@ struct ForwardArgs {
   Problem problem{};
   Inputs in{};
   Schedule schedule{};  // of in.visibility, for the forward
-  Tensor4 out{};        // [B, Sq, Hq, D]
+  Tensor4 out{};        // [B, Sq, Hq, Dv]
   RowValues lse{};      // natural logarithm
   // The part of lse that rounding removed; may be null. With it the backward keeps its precision where |lse|
   // is large.
@@ -85,12 +85,12 @@ struct BackwardArgs {
   ConstTensor4 out{};   // as forward wrote them
   ConstRowValues lse{};
   ConstRowValues lse_low{};  // may be null
-  ConstTensor4 dout{};       // [B, Sq, Hq, D]
+  ConstTensor4 dout{};       // [B, Sq, Hq, Dv]
   ConstRowValues dlse{};     // the gradient of lse; may be null: 0
   // Gradients; written, not added to. Null data: not wanted.
   Tensor4 dq{};  // [B, Sq, Hq, D]
   Tensor4 dk{};  // [B, Sk, Hkv, D]
-  Tensor4 dv{};  // [B, Sk, Hkv, D]
+  Tensor4 dv{};  // [B, Sk, Hkv, Dv]
   Tensor4
       dbias{};  // bias_shape, bias_dtype: summed in fp32 over the dimensions that were broadcast
 };

@@ -31,7 +31,8 @@ struct Problem {
   std::int64_t heads_kv = -1;
   std::int64_t seqlen_q = -1;  // any length may be 0
   std::int64_t seqlen_k = -1;
-  std::int64_t head_dim = -1;   // 1..256
+  std::int64_t head_dim = -1;   // D, 1..256, of q and k
+  std::int64_t value_dim = 0;   // Dv, 1..D, of v and out; 0 = D
   DType dtype = no_dtype;       // of q, k, v, out and their gradients
   Device device = Device::cpu;  // of every pointer of the call, workspace included
 
@@ -56,6 +57,11 @@ struct Problem {
   BroadcastShape rank_shape{};   // ({B|1}, {Hq|Hkv|1}, 1, Sk) of the ranks, which go with a mask
   BroadcastShape limit_shape{};  // ({B|1}, {Hq|Hkv|1}, Sq, 1) of their limits
 };
+
+// The head dimension of v, out and their gradients.
+constexpr std::int64_t value_dim_of(const Problem& p) {
+  return p.value_dim == 0 ? p.head_dim : p.value_dim;
+}
 
 // 1 / sqrt(head_dim).
 double default_scale(std::int64_t head_dim);

@@ -18,7 +18,6 @@ from ._core.checks import (
     refuse_transforms,
     resolve_backend,
     resolve_flag,
-    unpad_value_dim,
     with_queries,
 )
 from ._core.numerics import Numerics
@@ -58,7 +57,6 @@ def attention(
     memo: results that the layers of one forward share, or None.
     own_row: as in split_by_age.
     """
-    original_value = value
     backend = resolve_backend(backend)
     inputs = attention_inputs(query, key, value, "B, S, H, D", backend)
     if (
@@ -84,8 +82,7 @@ def attention(
         uses_library_kernels = backend_of(query, backend) not in IN_PYTHON
         bias = squeeze_query_dimension(bias)
         visible = apply_selection(selection, query, key, bias, visible, uses_library_kernels, memo)
-    out, statistics = run(query, key, value, bias, visible, numerics, backend, bias_delay, own_row)
-    return out if value is original_value else unpad_value_dim(out, original_value), statistics
+    return run(query, key, value, bias, visible, numerics, backend, bias_delay, own_row)
 
 
 def run(

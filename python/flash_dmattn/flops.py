@@ -4,7 +4,7 @@ Importing this module registers them. The first attention call after an import o
 them too, including for a counter that is already active; `import flash_dmattn` alone does not import torch's module,
 which imports Triton and takes half a second. Import this module yourself before a counter is made that becomes active only after the first call.
 
-Counted are the products of D elements for each visible element as far as shapes tell: all elements of the score
+Counted are the products of D elements, or of those of a value, for each visible element as far as shapes tell: all elements of the score
 matrix, or those within the bound of key intervals, or those of a key list; two products forward, five backward.
 Causality and masks, whose elements would have to be read, are not subtracted; torch does the same for its attention.
 """
@@ -18,11 +18,12 @@ from ._core import ops
 from ._core.operators import Signature
 
 
-def _register(operator, signature: Signature, products: int) -> None:
+def _register(operator, signature: Signature, with_keys: int, with_values: int) -> None:
     @register_flop_formula(operator)
     def flops(*arguments, out_shape=None, **more) -> int:
         named = signature.named(arguments) | more
-        return 2 * products * named["q"][3] * _elements(named)
+        terms = with_keys * named["q"][3] + with_values * named["v"][3]
+        return 2 * terms * _elements(named)
 
 
 def _elements(named: dict[str, object]) -> int:
@@ -40,9 +41,9 @@ def _elements(named: dict[str, object]) -> int:
     return batch * heads_q * seqlen_q * keys
 
 
-_register(ops.operators.forward, ops.FORWARD, products=2)
-_register(ops.operators.select_and_attend, ops.SELECT_AND_ATTEND, products=2)
-_register(ops.operators.backward, ops.BACKWARD, products=5)
+_register(ops.operators.forward, ops.FORWARD, with_keys=1, with_values=1)
+_register(ops.operators.select_and_attend, ops.SELECT_AND_ATTEND, with_keys=1, with_values=1)
+_register(ops.operators.backward, ops.BACKWARD, with_keys=3, with_values=2)
 
 # A counter copies the registry when it is made. Active counters get the formulas too, so that the current call is
 # counted.

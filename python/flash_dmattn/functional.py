@@ -18,7 +18,6 @@ from ._core.checks import (
     refuse_transforms,
     resolve_backend,
     resolve_flag,
-    unpad_value_dim,
 )
 from ._core.numerics import Numerics
 from .dispatch import IN_PYTHON, attention, check_bias_delay, run, with_lse
@@ -59,10 +58,11 @@ def flash_dmattn_func(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]:
     """Exact softmax attention over the visible keys, with an additive bias.
 
-    query: [B, Sq, Hq, D]; key, value: [B, Sk, Hkv, D], Hq a multiple of Hkv: the length comes before the heads, and where
-        both have one size nothing can notice the other order, that of torch; D from 1 to 256; bfloat16, float16 or
+    query: [B, Sq, Hq, D]; key: [B, Sk, Hkv, D]; value: [B, Sk, Hkv, Dv]. Hq is a multiple of Hkv. The length comes before
+        the heads, and where both have one size nothing can notice the other order, that of torch. D and Dv are from 1 to
+        256; a Dv below D needs no copy, a larger one pads query and key with zeros. bfloat16, float16 or
         float32, on the CPU float64 too (through the slow reference backend); any strides. On a GPU float32 takes
-        Triton's kernels, and is an error without Triton. value may have another D, up to 256, which is that of out.
+        Triton's kernels, and is an error without Triton.
     attn_mask: bool, True where visible: [B, Sk] (padding), [B, H, Sk] (the same for every query) or
         [B, H, Sq, Sk]; H is Hq, Hkv or 1, every dimension may be 1. Two dimensions are always padding: write a mask of
         pairs [Sq, Sk] as mask[None, None].
@@ -97,7 +97,7 @@ def flash_dmattn_func(
         needs them.
     backend: the name of one (see get_available_backends); by default the first that supports the problem.
 
-    Returns out [B, Sq, Hq, D], or (out, lse [B, Hq, Sq]) with return_lse. A query that sees no key has out = 0 and
+    Returns out [B, Sq, Hq, Dv], or (out, lse [B, Hq, Sq]) with return_lse. A query that sees no key has out = 0 and
     lse = -inf.
     """
     numerics = Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic)
@@ -155,7 +155,7 @@ def flash_dmattn_varlen_func(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]:
     """flash_dmattn_func for sequences of different lengths, packed one after the other.
 
-    query: [total_q, Hq, D]; key, value: [total_k, Hkv, D].
+    query: [total_q, Hq, D]; key: [total_k, Hkv, D]; value: [total_k, Hkv, Dv].
     cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], where each sequence begins in the packed dimension,
         and the total at the end; tokens past it are padding, whose out is 0. Sequence lengths may differ between
         query and key and may be 0; causality is aligned to the bottom right corner of each sequence.
@@ -169,7 +169,7 @@ def flash_dmattn_varlen_func(
     block_table: not supported.
     scale, softcap, deterministic, nonfinite, return_lse, return_attn_probs, backend: as in flash_dmattn_func.
 
-    Returns out [total_q, Hq, D], or (out, lse [Hq, total_q]) with return_lse.
+    Returns out [total_q, Hq, Dv], or (out, lse [Hq, total_q]) with return_lse.
     """
     if block_table is not None:
         raise ValueError(
@@ -181,7 +181,6 @@ def flash_dmattn_varlen_func(
             check_count(length, name)
     is_causal = resolve_flag(is_causal, "is_causal")
     check_bias_delay(bias_delay, attn_bias)
-    original_value = value
     backend = resolve_backend(backend)
     inputs = attention_inputs(query, key, value, "total, H, D", backend)
     numerics = numerics.for_head_dim(query.shape[2])
@@ -244,7 +243,7 @@ def flash_dmattn_varlen_func(
     if statistics is not None:
         statistics = statistics[:, 0]
     return with_lse(
-        unpad_value_dim(out[0], original_value),
+        out[0],
         statistics,
         return_lse,
         return_attn_probs,

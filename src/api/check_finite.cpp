@@ -98,6 +98,16 @@ struct Stage {
     check(tensor_name, tensor, {p.batch, p.seqlen_k, p.heads_kv, p.head_dim}, p.dtype);
   }
 
+  void check_value(std::string_view tensor_name, const ConstTensor4& tensor) const {
+    const Problem& p = problem;
+    check(tensor_name, tensor, {p.batch, p.seqlen_k, p.heads_kv, value_dim_of(p)}, p.dtype);
+  }
+
+  void check_out(std::string_view tensor_name, const ConstTensor4& tensor) const {
+    const Problem& p = problem;
+    check(tensor_name, tensor, {p.batch, p.seqlen_q, p.heads_q, value_dim_of(p)}, p.dtype);
+  }
+
   void check_rows(std::string_view values_name, const ConstRowValues& values,
                   Accept accept = Accept::finite) const {
     const Problem& p = problem;
@@ -112,7 +122,7 @@ struct Stage {
   void check_shared(const Inputs& in) const {
     check_query("q", in.q);
     check_key("k", in.k);
-    check_key("v", in.v);
+    check_value("v", in.v);
     check("bias", in.bias, problem.bias_shape, problem.bias_dtype, Accept::finite_and_minus_inf);
   }
 };
@@ -143,16 +153,16 @@ void check_inputs_finite(const ForwardArgs& args, const Execution& execution) {
 
 void check_outputs_finite(const ForwardArgs& args, const Execution& execution) {
   const Stage stage{"forward output", args.problem, execution};
-  stage.check_query("out", args.out);
+  stage.check_out("out", args.out);
   stage.check_lse(args.lse);
 }
 
 void check_inputs_finite(const BackwardArgs& args, const Execution& execution) {
   const Stage stage{"backward input", args.problem, execution};
   stage.check_shared(args.in);
-  stage.check_query("out", args.out);
+  stage.check_out("out", args.out);
   stage.check_lse(args.lse);
-  stage.check_query("dout", args.dout);
+  stage.check_out("dout", args.dout);
   stage.check_rows("dlse", args.dlse);
 }
 
@@ -160,7 +170,7 @@ void check_outputs_finite(const BackwardArgs& args, const Execution& execution) 
   const Stage stage{"backward output", args.problem, execution};
   stage.check_query("dq", args.dq);
   stage.check_key("dk", args.dk);
-  stage.check_key("dv", args.dv);
+  stage.check_value("dv", args.dv);
   stage.check("dbias", args.dbias, args.problem.bias_shape, args.problem.bias_dtype);
 }
 

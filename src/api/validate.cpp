@@ -249,6 +249,8 @@ void check_lse(const ConstRowValues& lse, const ConstRowValues& lse_low, const P
 
 Shape4 query_shape(const Problem& p) { return {p.batch, p.seqlen_q, p.heads_q, p.head_dim}; }
 Shape4 key_shape(const Problem& p) { return {p.batch, p.seqlen_k, p.heads_kv, p.head_dim}; }
+Shape4 value_shape(const Problem& p) { return {p.batch, p.seqlen_k, p.heads_kv, value_dim_of(p)}; }
+Shape4 out_shape(const Problem& p) { return {p.batch, p.seqlen_q, p.heads_q, value_dim_of(p)}; }
 
 }  // namespace
 
@@ -259,6 +261,7 @@ void validate(const Problem& p) {
   require_length("problem.seqlen_q", p.seqlen_q);
   require_length("problem.seqlen_k", p.seqlen_k);
   require_range("problem.head_dim", p.head_dim, 1, 256);
+  require_range("problem.value_dim", value_dim_of(p), 1, p.head_dim);
   if (p.heads_kv == 0 ? p.heads_q != 0 : p.heads_q % p.heads_kv != 0) {
     throw InvalidArgument("problem.heads_q", std::to_string(p.heads_q),
                           "a multiple of problem.heads_kv = " + std::to_string(p.heads_kv));
@@ -313,7 +316,7 @@ namespace {
 Inputs validated(const Problem& p, const Inputs& in) {
   check_input("q", in.q, query_shape(p));
   check_input("k", in.k, key_shape(p));
-  check_input("v", in.v, key_shape(p));
+  check_input("v", in.v, value_shape(p));
   Inputs result = in;
   result.mask = validated_broadcast("mask", in.mask, "problem.mask_shape", p.mask_shape);
   result.bias = validated_broadcast("bias", in.bias, "problem.bias_shape", p.bias_shape);
@@ -340,7 +343,7 @@ BackwardArgs with_validated_inputs(const BackwardArgs& args, const Backend& back
 ForwardArgs validated(const ForwardArgs& args, const Backend& backend) {
   const Problem& p = args.problem;
   ForwardArgs result = with_validated_inputs(args, backend);
-  check_output("out", args.out, query_shape(p));
+  check_output("out", args.out, out_shape(p));
   check_lse(args.lse, args.lse_low, p);
   return result;
 }
@@ -348,13 +351,13 @@ ForwardArgs validated(const ForwardArgs& args, const Backend& backend) {
 BackwardArgs validated(const BackwardArgs& args, const Backend& backend) {
   const Problem& p = args.problem;
   BackwardArgs result = with_validated_inputs(args, backend);
-  check_input("out", args.out, query_shape(p));
+  check_input("out", args.out, out_shape(p));
   check_lse(args.lse, args.lse_low, p);
-  check_input("dout", args.dout, query_shape(p));
+  check_input("dout", args.dout, out_shape(p));
   check_row_dtype("dlse", args.dlse, p);
   check_gradient("dq", args.dq, query_shape(p));
   check_gradient("dk", args.dk, key_shape(p));
-  check_gradient("dv", args.dv, key_shape(p));
+  check_gradient("dv", args.dv, value_shape(p));
   if (!is_given(p.bias_shape)) {
     check_absent("dbias", args.dbias.data, "problem.bias_shape");
   } else {

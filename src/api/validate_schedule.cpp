@@ -62,6 +62,7 @@ void check_schedule(const Problem& p, const Schedule& given, Direction direction
   check("problem.seqlen_q", built_for.seqlen_q, p.seqlen_q);
   check("problem.seqlen_k", built_for.seqlen_k, p.seqlen_k);
   check("problem.head_dim", built_for.head_dim, p.head_dim);
+  check("problem.value_dim", value_dim_of(built_for), value_dim_of(p));
   check_built_for("problem.dtype", std::string(name_of(built_for.dtype)),
                   std::string(name_of(p.dtype)));
   check_built_for("problem.intervals_shape", shape_text(built_for.intervals_shape),

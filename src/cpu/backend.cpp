@@ -300,9 +300,8 @@ void store_zeros(const Tensor4& tensor, DType dtype, const std::array<std::int64
 
 void BackwardCall::run(const BackwardArgs& args, const Execution& execution) const {
   if (const Problem& p = args.problem; is_empty(p)) {
-    const std::array<std::int64_t, 4> key_shape{p.batch, p.seqlen_k, p.heads_kv, p.head_dim};
-    store_zeros(args.dk, p.dtype, key_shape);
-    store_zeros(args.dv, p.dtype, key_shape);
+    store_zeros(args.dk, p.dtype, {p.batch, p.seqlen_k, p.heads_kv, p.head_dim});
+    store_zeros(args.dv, p.dtype, {p.batch, p.seqlen_k, p.heads_kv, value_dim_of(p)});
     store_zeros(args.dbias, p.bias_dtype, p.bias_shape);
     return;
   }

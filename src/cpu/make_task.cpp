@@ -39,6 +39,7 @@ Task task_of(const Problem& p, const Inputs& in, const Schedule& schedule) {
   t.seqlen_q = p.seqlen_q;
   t.seqlen_k = p.seqlen_k;
   t.head_dim = static_cast<int>(p.head_dim);
+  t.value_dim = static_cast<int>(value_dim_of(p));
   t.head_dim_padded = (t.head_dim + 15) / 16 * 16;
   t.dtype = p.dtype;
   t.scale = static_cast<float>(p.scale);

@@ -54,6 +54,7 @@ struct Slots {
 struct Task {
   std::int64_t batch, heads_kv, group, seqlen_q, seqlen_k;
   int head_dim;
+  int value_dim;        // of v and out, at most head_dim
   int head_dim_padded;  // columns of fp32 rows in the workspace: a multiple of 16
   DType dtype;
   float scale, softcap;

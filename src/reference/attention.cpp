@@ -91,12 +91,11 @@ void load_row(const ConstTensor4& tensor, DType dtype, std::int64_t offset, std:
   for (std::int64_t d = 0; d < size; ++d) row[d] = load(tensor.data, dtype, offset + d);
 }
 
-// The rows of one (batch, kv head) of k or v, [Sk, D].
-void load_head(const Problem& p, const ConstTensor4& tensor, std::int64_t batch, std::int64_t head,
-               double* rows) {
+// The rows of one (batch, kv head) of k or v, [Sk, dim].
+void load_head(const Problem& p, const ConstTensor4& tensor, std::int64_t dim, std::int64_t batch,
+               std::int64_t head, double* rows) {
   for (std::int64_t j = 0; j < p.seqlen_k; ++j) {
-    load_row(tensor, p.dtype, offset_of(tensor.stride, batch, j, head), p.head_dim,
-             rows + j * p.head_dim);
+    load_row(tensor, p.dtype, offset_of(tensor.stride, batch, j, head), dim, rows + j * dim);
   }
 }
 
@@ -232,8 +231,10 @@ std::size_t doubles(std::int64_t count) { return static_cast<std::size_t>(count)
 
 // ---- Forward -------------------------------------------------------------------------------------
 
-// Doubles of a worker: k and v [Sk, D], scores and slopes [Sk].
-std::int64_t forward_scratch(const Problem& p) { return p.seqlen_k * (2 * p.head_dim + 2); }
+// Doubles of a worker: k [Sk, D], v [Sk, Dv], scores and slopes [Sk].
+std::int64_t forward_scratch(const Problem& p) {
+  return p.seqlen_k * (p.head_dim + value_dim_of(p) + 2);
+}
 
 void forward_row(const ForwardArgs& args, const Row& row, const double* k, const double* v,
                  double* weights, double* slopes) {
@@ -254,15 +255,16 @@ void forward_row(const ForwardArgs& args, const Row& row, const double* k, const
     weights[j] = std::exp(weights[j] - max);
     sum += weights[j];
   }
+  const std::int64_t value_dim = value_dim_of(p);
   HeadVector out = {};
   for (std::int64_t j = 0; j < p.seqlen_k; ++j) {
     if (weights[j] == -infinity || multiplies_nothing(p, weights[j])) continue;
     const double probability = weights[j] / sum;
-    for (std::int64_t d = 0; d < p.head_dim; ++d) out[d] += probability * v[j * p.head_dim + d];
+    for (std::int64_t d = 0; d < value_dim; ++d) out[d] += probability * v[j * value_dim + d];
   }
 
   const std::int64_t out_offset = offset_of(args.out.stride, row.batch, row.query, row.head);
-  for (std::int64_t d = 0; d < p.head_dim; ++d) {
+  for (std::int64_t d = 0; d < value_dim; ++d) {
     store_limited(args.out, p.dtype, p.nonfinite, largest(p.dtype), out_offset + d, out[d]);
   }
   const DType lse_dtype = softmax_dtype(p.dtype);
@@ -284,9 +286,9 @@ void forward(const ForwardArgs& args, const Execution& execution) {
   for_each_kv_head(p, forward_units(p), execution, [&](std::int64_t b, std::int64_t h, int worker) {
     double* const k = static_cast<double*>(execution.workspace) + worker * forward_scratch(p);
     double* const v = k + p.seqlen_k * p.head_dim;
-    double* const scores = v + p.seqlen_k * p.head_dim;
-    load_head(p, args.in.k, b, h, k);
-    load_head(p, args.in.v, b, h, v);
+    double* const scores = v + p.seqlen_k * value_dim_of(p);
+    load_head(p, args.in.k, p.head_dim, b, h, k);
+    load_head(p, args.in.v, value_dim_of(p), b, h, v);
     for_each_row(p, b, h, [&](const Row& row) {
       forward_row(args, row, k, v, scores, scores + p.seqlen_k);
     });
@@ -297,22 +299,25 @@ void forward(const ForwardArgs& args, const Execution& execution) {
 
 // The scratch of a worker.
 struct BackwardScratch {
-  double* k;  // [Sk, D], as are the next three
-  double* v;
-  double* dk;  // sums, of dk / scale
-  double* dv;
+  double* k;       // [Sk, D]
+  double* v;       // [Sk, Dv]
+  double* dk;      // [Sk, D] sums, of dk / scale
+  double* dv;      // [Sk, Dv] sums
   double* scores;  // [Sk]
   double* slopes;  // [Sk]
 
-  static std::int64_t size(const Problem& p) { return p.seqlen_k * (4 * p.head_dim + 2); }
+  static std::int64_t size(const Problem& p) {
+    return p.seqlen_k * (2 * (p.head_dim + value_dim_of(p)) + 2);
+  }
 
   BackwardScratch(const Problem& p, double* begin) {
-    const std::int64_t head = p.seqlen_k * p.head_dim;
+    const std::int64_t keys = p.seqlen_k * p.head_dim;
+    const std::int64_t values = p.seqlen_k * value_dim_of(p);
     k = begin;
-    v = k + head;
-    dk = v + head;
-    dv = dk + head;
-    scores = dv + head;
+    v = k + keys;
+    dk = v + values;
+    dv = dk + keys;
+    scores = dv + values;
     slopes = scores + p.seqlen_k;
   }
 };
@@ -334,17 +339,17 @@ double& dbias_sum(const Problem& p, const Row& row, std::int64_t key, double* su
 void load_dout(const BackwardArgs& args, const Row& row, double* dout) {
   const Problem& p = args.problem;
   load_row(args.dout, p.dtype, offset_of(args.dout.stride, row.batch, row.query, row.head),
-           p.head_dim, dout);
+           value_dim_of(p), dout);
   if (p.nonfinite == NonFinite::propagate) return;
-  for (std::int64_t d = 0; d < p.head_dim; ++d) {
+  for (std::int64_t d = 0; d < value_dim_of(p); ++d) {
     if (!std::isfinite(dout[d])) dout[d] = 0;
   }
 }
 
-void store_gradient_row(const Problem& p, const Tensor4& tensor, std::int64_t offset, double factor,
-                        const double* row) {
+void store_gradient_row(const Problem& p, const Tensor4& tensor, std::int64_t dim,
+                        std::int64_t offset, double factor, const double* row) {
   if (tensor.data == nullptr) return;
-  for (std::int64_t d = 0; d < p.head_dim; ++d) {
+  for (std::int64_t d = 0; d < dim; ++d) {
     store_limited(tensor, p.dtype, p.nonfinite, gradient_limit(p.dtype), offset + d,
                   factor * row[d]);
   }
@@ -362,12 +367,13 @@ void backward_row(const BackwardArgs& args, const Row& row, const BackwardScratc
                   double* dbias_sums) {
   const Problem& p = args.problem;
   const DType lse_dtype = softmax_dtype(p.dtype);
+  const std::int64_t value_dim = value_dim_of(p);
   HeadVector q, out, dout;
   HeadVector dq = {};
   load_row(args.in.q, p.dtype, offset_of(args.in.q.stride, row.batch, row.query, row.head),
            p.head_dim, q);
-  load_row(args.out, p.dtype, offset_of(args.out.stride, row.batch, row.query, row.head),
-           p.head_dim, out);
+  load_row(args.out, p.dtype, offset_of(args.out.stride, row.batch, row.query, row.head), value_dim,
+           out);
   load_dout(args, row, dout);
   score_row(p, args.in, row, q, scratch.k, scratch.scores, scratch.slopes);
 
@@ -375,23 +381,24 @@ void backward_row(const BackwardArgs& args, const Row& row, const BackwardScratc
   const double lse = load(args.lse.data, lse_dtype, index);
   const double lse_low =
       args.lse_low.data == nullptr ? 0 : load(args.lse_low.data, lse_dtype, index);
-  const double delta = dot(dout, out, p.head_dim) - load_dlse(args, index);
+  const double delta = dot(dout, out, value_dim) - load_dlse(args, index);
   for (std::int64_t j = 0; j < p.seqlen_k; ++j) {
     if (scratch.scores[j] == -infinity) continue;
     const double probability = std::exp((scratch.scores[j] - lse) - lse_low);
     if (multiplies_nothing(p, probability)) continue;
     const std::int64_t key = j * p.head_dim;
-    const double ds = probability * (dot(dout, scratch.v + key, p.head_dim) - delta);
+    const std::int64_t value = j * value_dim;
+    const double ds = probability * (dot(dout, scratch.v + value, value_dim) - delta);
     if (dbias_sums != nullptr && has_bias(p, row, j)) dbias_sum(p, row, j, dbias_sums) += ds;
     const double dt = ds * scratch.slopes[j];
     for (std::int64_t d = 0; d < p.head_dim; ++d) {
       dq[d] += dt * scratch.k[key + d];
       scratch.dk[key + d] += dt * q[d];
-      scratch.dv[key + d] += probability * dout[d];
     }
+    for (std::int64_t d = 0; d < value_dim; ++d) scratch.dv[value + d] += probability * dout[d];
   }
-  store_gradient_row(p, args.dq, offset_of(args.dq.stride, row.batch, row.query, row.head), p.scale,
-                     dq);
+  store_gradient_row(p, args.dq, p.head_dim,
+                     offset_of(args.dq.stride, row.batch, row.query, row.head), p.scale, dq);
 }
 
 void store_dbias(const BackwardArgs& args, const double* sums) {
@@ -426,17 +433,17 @@ void backward(const BackwardArgs& args, const Execution& execution) {
   for_each_kv_head(
       p, backward_units(p), execution, [&](std::int64_t b, std::int64_t h, int worker) {
         const BackwardScratch scratch(p, workers_begin + worker * BackwardScratch::size(p));
-        load_head(p, args.in.k, b, h, scratch.k);
-        load_head(p, args.in.v, b, h, scratch.v);
+        load_head(p, args.in.k, p.head_dim, b, h, scratch.k);
+        load_head(p, args.in.v, value_dim_of(p), b, h, scratch.v);
         std::fill_n(scratch.dk, p.seqlen_k * p.head_dim, 0.0);
-        std::fill_n(scratch.dv, p.seqlen_k * p.head_dim, 0.0);
+        std::fill_n(scratch.dv, p.seqlen_k * value_dim_of(p), 0.0);
         for_each_row(p, b, h,
                      [&](const Row& row) { backward_row(args, row, scratch, dbias_sums); });
         for (std::int64_t j = 0; j < p.seqlen_k; ++j) {
-          store_gradient_row(p, args.dk, offset_of(args.dk.stride, b, j, h), p.scale,
+          store_gradient_row(p, args.dk, p.head_dim, offset_of(args.dk.stride, b, j, h), p.scale,
                              scratch.dk + j * p.head_dim);
-          store_gradient_row(p, args.dv, offset_of(args.dv.stride, b, j, h), 1,
-                             scratch.dv + j * p.head_dim);
+          store_gradient_row(p, args.dv, value_dim_of(p), offset_of(args.dv.stride, b, j, h), 1,
+                             scratch.dv + j * value_dim_of(p));
         }
       });
   if (dbias_sums != nullptr) store_dbias(args, dbias_sums);

@@ -83,6 +83,7 @@ TEST(AttentionDelay, RandomDelaysAreWithinBounds) {
                               {"seqlen_q", std::to_string(1 + random.below(400))},
                               {"seqlen_k", std::to_string(seqlen_k)},
                               {"head_dim", one_of({"8", "24", "64"})},
+                              {"value_dim", one_of({"0", "0", "8", "5"})},
                               {"dtype", one_of({"f32", "bf16", "f16"})},
                               {"causal", one_of({"0", "1"})},
                               {"softcap", one_of({"0", "0", "5"})},

@@ -74,6 +74,7 @@ INSTANTIATE_TEST_SUITE_P(
                   {"bias_delay", "2"}},
         CaseWords{
             {"name", "causal_more_queries"}, {"causal", "1"}, {"seqlen_q", "8"}, {"seqlen_k", "6"}},
+        CaseWords{{"name", "fewer_columns_of_values"}, {"value_dim", "2"}, {"causal", "1"}},
         CaseWords{{"name", "softcap"}, {"softcap", "0.75"}, {"scale", "1.5"}},
         CaseWords{
             {"name", "softcap_bias"}, {"softcap", "2"}, {"bias", "bhqk"}, {"bias_fill", "normal"}},

@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdlib>
 #include <future>
@@ -77,7 +78,16 @@ const std::vector<RaceCase>& race_cases() {
   return cases;
 }
 
-Data data_of(const RaceCase& c, const char* head_dim) {
+// The head dimension of q and k, and that of v; 0: the same.
+struct HeadDims {
+  const char* head_dim;
+  const char* value_dim;
+};
+constexpr std::array race_head_dims = {HeadDims{"64", "0"},    HeadDims{"96", "0"},
+                                       HeadDims{"128", "0"},   HeadDims{"192", "0"},
+                                       HeadDims{"192", "128"}, HeadDims{"256", "0"}};
+
+Data data_of(const RaceCase& c, const HeadDims& dims) {
   CaseWords words = c.words;
   words.merge(CaseWords{{"name", c.name},
                         {"dtype", "bf16"},
@@ -85,7 +95,8 @@ Data data_of(const RaceCase& c, const char* head_dim) {
                         {"heads_kv", "4"},
                         {"seqlen_q", "1000"},
                         {"seqlen_k", "1000"},
-                        {"head_dim", head_dim},
+                        {"head_dim", dims.head_dim},
+                        {"value_dim", dims.value_dim},
                         {"causal", "1"}});
   return Data(testing::case_from(words));
 }
@@ -149,16 +160,16 @@ class CudaRaces : public ::testing::TestWithParam<RaceCase> {
 };
 
 TEST_P(CudaRaces, ThousandForwardsGiveSameBits) {
-  for (const char* const head_dim : {"64", "96", "128", "192", "256"}) {
-    Data data = data_of(GetParam(), head_dim);
+  for (const HeadDims& dims : race_head_dims) {
+    Data data = data_of(GetParam(), dims);
     DeviceCase device_case(data, Walk::full_first, GetParam().choice);
     expect_same_bits_in_forwards(device_case, 1000);
   }
 }
 
 TEST_P(CudaRaces, ThousandDeterministicBackwardsGiveSameBits) {
-  for (const char* const head_dim : {"64", "96", "128", "192", "256"}) {
-    Data data = data_of(GetParam(), head_dim);
+  for (const HeadDims& dims : race_head_dims) {
+    Data data = data_of(GetParam(), dims);
     data.problem.deterministic = true;
     DeviceCase device_case(data, Walk::full_first, GetParam().choice);
     expect_same_bits_in_backwards(device_case, 1000);
@@ -168,8 +179,8 @@ TEST_P(CudaRaces, ThousandDeterministicBackwardsGiveSameBits) {
 // Without an order of additions a block waits for no other, so that their times differ more.
 TEST_P(CudaRaces, ThousandBackwardsGiveSameKeyGradients) {
   int compared = 0;
-  for (const char* const head_dim : {"64", "96", "128", "192", "256"}) {
-    Data data = data_of(GetParam(), head_dim);
+  for (const HeadDims& dims : race_head_dims) {
+    Data data = data_of(GetParam(), dims);
     DeviceCase device_case(data, Walk::full_first, GetParam().choice);
     if (!stores_key_gradients_once(device_case.backward_kernel())) continue;
     expect_same_key_gradients_in_backwards(device_case, stores_dbias_once(data.problem), 1000);

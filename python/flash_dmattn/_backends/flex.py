@@ -42,7 +42,7 @@ def attention(
     from torch.nn.attention.flex_attention import AuxRequest
 
     _refuse(q, k, v, bias, numerics)
-    head_dim = q.shape[3]
+    value_dim = v.shape[3]
     heads_q, heads_kv = q.shape[2], k.shape[2]
     # torch's kernels would spread inf and NaN to rows of the tile that do not see them.
     undefined = [~t.isfinite().all(-1) for t in (q, k)]
@@ -55,9 +55,7 @@ def attention(
     if bias is not None and bias.requires_grad and bias.shape[2] == bias.shape[3] == 1:
         # torch's kernels do not compile the gradient of a number per head: it becomes one per query, of two at least.
         bias = bias.expand(-1, -1, max(2, q.shape[1]), 1).contiguous()
-    padding = max(16, 1 << (head_dim - 1).bit_length()) - head_dim  # flex requires powers of 2
-    if padding:
-        q, k, v = (F.pad(t, (0, padding)) for t in (q, k, v))
+    q, k, v = map(_padded, (q, k, v))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     out, aux = compiled_flex(
         q,
@@ -70,7 +68,14 @@ def attention(
         enable_gqa=heads_q > heads_kv,
         return_aux=AuxRequest(lse=q.device.type != "cpu"),
     )
-    return _SanitisedOutput.apply(out.transpose(1, 2)[..., :head_dim]), aux.lse
+    return _SanitisedOutput.apply(out.transpose(1, 2)[..., :value_dim]), aux.lse
+
+
+def _padded(tensor: Tensor) -> Tensor:
+    """With a head dimension of 16 or a larger power of 2, as torch's kernels require."""
+    head_dim = tensor.shape[3]
+    padding = max(16, 1 << (head_dim - 1).bit_length()) - head_dim
+    return F.pad(tensor, (0, padding)) if padding else tensor
 
 
 def flex_mask_options(

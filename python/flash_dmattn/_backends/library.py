@@ -24,11 +24,9 @@ def attention(
 
     Here the operator's arguments are put in a row, and nowhere else.
     """
-    head_dim = q.shape[3]
-    # The GPU's kernels load 16 bytes at a time.
-    padding = -head_dim % 8 if q.is_cuda else 0
-    if padding:
-        q, k, v = (F.pad(t, (0, padding)) for t in (q, k, v))
+    value_dim = v.shape[3]
+    if q.is_cuda:
+        q, k, v = (_padded(t) for t in (q, k, v))
     options = (visible.is_causal, bias_delay, *numerics, backend)
     if isinstance(visible.keys, TopKeysByBias):
         window = visible.keys.keep_window_size
@@ -36,4 +34,10 @@ def attention(
     else:
         operands = visible.operands()
         out, statistics = forward_direct(q, k, v, visible.mask, bias, *operands, *options)
-    return out[..., :head_dim] if padding else out, statistics
+    return out if out.shape[3] == value_dim else out[..., :value_dim], statistics
+
+
+def _padded(tensor: Tensor) -> Tensor:
+    """With a head dimension that is a multiple of 8, as the GPU's kernels load 16 bytes at a time."""
+    padding = -tensor.shape[3] % 8
+    return F.pad(tensor, (0, padding)) if padding else tensor

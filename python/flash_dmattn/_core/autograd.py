@@ -49,7 +49,7 @@ class _Attention(torch.autograd.Function):
         if dout is None and dstatistics is None:
             return (None,) * len(ctx.needs_input_grad)
         saved = ctx.saved_tensors
-        dout, dlse = _row_gradients(saved[0], dout, dstatistics)
+        dout, dlse = _row_gradients(saved, dout, dstatistics)
         arguments = (dout, *saved, dlse, *ctx.options)
         return _input_gradients(ctx, FORWARD, arguments)
 
@@ -68,7 +68,7 @@ class _SelectAndAttend(torch.autograd.Function):
         if dout is None and dstatistics is None:
             return (None,) * len(ctx.needs_input_grad)
         saved = ctx.saved_tensors
-        dout, dlse = _row_gradients(saved[0], dout, dstatistics)
+        dout, dlse = _row_gradients(saved, dout, dstatistics)
         signature = SELECT_AND_ATTEND
         names = (*signature.tensors, *signature.results, *signature.options)
         named = dict(zip(names, (*saved, *ctx.options), strict=True))
@@ -94,11 +94,12 @@ def _save_for_backward(
 
 
 def _row_gradients(
-    q: Tensor, dout: Tensor | None, dstatistics: Tensor | None
+    saved: tuple[Tensor, ...], dout: Tensor | None, dstatistics: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """dout and the gradient of lse, which is the first of the statistics."""
+    """dout and the gradient of lse, which is the first of the statistics. The saved tensors begin with q, k and v."""
     if dout is None:
-        dout = torch.zeros_like(q)
+        q, _, v = saved[:3]
+        dout = q.new_zeros((*q.shape[:3], v.shape[3]))
     return dout, None if dstatistics is None else dstatistics[0]
 
 

@@ -40,8 +40,8 @@ FLOAT32_MAX = torch.finfo(torch.float32).max  # of scale and softcap, which kern
 def attention_inputs(
     query: Tensor, key: Tensor, value: Tensor, layout: str, backend: str = ""
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Checks query, key and value, casts them as torch.autocast prescribes, and pads them to one head dimension: zeros add
-    nothing to query . key.
+    """Checks query, key and value, casts them as torch.autocast prescribes, and pads query and key to a larger head
+    dimension of value: zeros add nothing to query . key.
 
     A bias keeps its dtype: float32 with 16-bit inputs is supported.
     layout: "B, S, H, D", or "total, H, D" for packed sequences.
@@ -61,12 +61,8 @@ def attention_inputs(
                 raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected [{layout}]")
     check_device(query, backend)
     missing = _check_shapes(query, key, value)
-    if missing == 0:
-        return query, key, value
     if missing > 0:
-        value = F.pad(value, (0, missing))
-    else:
-        query, key = (F.pad(t, (0, -missing)) for t in (query, key))
+        query, key = (F.pad(t, (0, missing)) for t in (query, key))
     return query, key, value
 
 
@@ -94,12 +90,6 @@ def autocast_tensors(*tensors: Tensor) -> Sequence[Tensor]:
     return [
         t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
     ]
-
-
-def unpad_value_dim(out: Tensor, value: Tensor) -> Tensor:
-    """Returns the columns of out that `value` had before it was padded."""
-    value_dim = value.shape[-1]
-    return out if out.shape[-1] == value_dim else out[..., :value_dim]
 
 
 def check_tensor(value: object, name: str) -> None:
@@ -177,9 +167,11 @@ def _check_types(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """Returns head_dim of query minus head_dim of value. Raises ValueError for shapes that do not match."""
+    """Returns head_dim of value minus head_dim of query. Raises ValueError for shapes that do not match."""
     query_shape, key_shape, value_shape = query.shape, key.shape, value.shape
-    if value_shape != key_shape and (value_shape[-1] > 256 or value_shape[:-1] != key_shape[:-1]):
+    if value_shape != key_shape and (
+        not 1 <= value_shape[-1] <= 256 or value_shape[:-1] != key_shape[:-1]
+    ):
         raise ValueError(
             f"value: got shape {tuple(value.shape)}, expected that of key, {tuple(key.shape)}, or another head dimension up "
             "to 256"
@@ -198,7 +190,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> int:
         )
     if not 1 <= head_dim <= 256:
         raise ValueError(f"query: got head dimension {head_dim}, expected 1 to 256")
-    return head_dim - value_shape[-1]
+    return value_shape[-1] - head_dim
 
 
 def _runs_on_cpu(backend: str) -> bool:

@@ -22,20 +22,21 @@ def _forward_fake(*arguments):
     named = FORWARD.named(arguments)
     q = named["q"]
     _require_device_of(q, **{name: named[name] for name in FORWARD.tensors})
-    return _attention_results(q)
+    return _attention_results(q, named["v"])
 
 
-def _attention_results(q: Tensor) -> tuple[Tensor, Tensor]:
+def _attention_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse."""
     batch, seqlen_q, heads_q, _ = q.shape
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(q.shape), q.new_empty((2, batch, heads_q, seqlen_q), dtype=lse_dtype)
+    out = q.new_empty((batch, seqlen_q, heads_q, v.shape[3]))
+    return out, q.new_empty((2, batch, heads_q, seqlen_q), dtype=lse_dtype)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::select_and_attend")
 def _select_and_attend_fake(q, k, v, bias, *options):
     _require_device_of(q, k=k, v=v, bias=bias)
-    return *_attention_results(q), bias.new_empty((*bias.shape, 2), dtype=torch.int32)
+    return *_attention_results(q, v), bias.new_empty((*bias.shape, 2), dtype=torch.int32)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::backward")

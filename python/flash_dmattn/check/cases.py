@@ -131,6 +131,7 @@ class _Maker:
         names = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "window")
         (self.batch, self.heads_q, self.heads_kv, self.seqlen_q, self.seqlen_k, self.head_dim,
          self.window) = (int(row[name]) for name in names)  # fmt: skip
+        self.value_dim = int(row["value_dim"]) or self.head_dim
         self.dtype = DTYPES[row["dtype"]]
         self.causal = row["causal"] == "1"
 
@@ -176,7 +177,8 @@ class _Maker:
         kind = self._word("inputs")
         query = (self.batch, self.seqlen_q, self.heads_q, self.head_dim)
         key = (self.batch, self.seqlen_k, self.heads_kv, self.head_dim)
-        q, k, v, dout = (self._normal(*shape) for shape in (query, key, key, query))
+        value, out = ((*shape[:3], self.value_dim) for shape in (key, query))
+        q, k, v, dout = (self._normal(*shape) for shape in (query, key, value, out))
         if kind == "equal":
             k = k[:, :1].expand_as(k)
         elif kind == "extreme":

@@ -29,7 +29,8 @@ struct BackwardUnit {
   using Storage = typename In::Storage;
 
   const BackwardTask& t;
-  const Shape<Element> shape;
+  const Shape<Element> shape;      // of q and k
+  const Shape<Element> values;     // of v and dout
   Storage* staged;                 // [padded_rows or block_keys, head_dim]
   BackwardRows<In, Element> rows;  // of the current tile
   SlotSums sums;
@@ -54,12 +55,13 @@ struct BackwardUnit {
   BackwardUnit(const BackwardTask& task, ScratchAllocator& allocator)
       : t(task),
         shape(task),
+        values(task, task.value_dim),
         staged(allocator.take<Storage>(
             std::int64_t{shape.padded_rows > block_keys ? shape.padded_rows : block_keys} *
             t.head_dim)),
-        rows(task, shape, staged, allocator),
+        rows(task, shape, values, staged, allocator),
         sums(task, allocator),
-        own_keys(shape, allocator),
+        own_keys(task, allocator),
         keys(own_keys),
         dbias{task} {
     s = allocator.take<float>(strip * block_keys);
@@ -77,7 +79,7 @@ struct BackwardUnit {
     column_sums = allocator.take<float>(t.group * block_keys);
     block_sums = allocator.take<double>(t.group * block_keys);
     k_exponents = allocator.take<std::int32_t>(block_keys);
-    large.take(shape, allocator);
+    large.take(shape, values, allocator);
     take_columns(t, allocator, terms);
   }
 
@@ -138,8 +140,7 @@ struct BackwardUnit {
     if (rows.q.large) exponents.queries = rows.q_exponents;
     const auto k_rows = key_rows<In>(t.k, tile.batch, tile.head, block);
     if (t.packed_keys != nullptr) {
-      keys = shared_keys<BackwardKeys<In, Element>, Element>(t, shape, tile.batch, tile.head,
-                                                             block.start);
+      keys = shared_keys<BackwardKeys<In, Element>>(t, tile.batch, tile.head, block.start);
     } else {
       keys = own_keys;
       keys.pack(t, k_rows, key_rows<In>(t.v, tile.batch, tile.head, block), block.count);
@@ -215,7 +216,7 @@ struct BackwardUnit {
       multiply_scores(tile, block, exponents, form.final, row, columns, s_rows);
       multiply<Element, Layout::row_major, Store::replace>(row_words(rows.dout, row),
                                                            keys.v_transposed, {dp_rows, block_keys},
-                                                           strip, columns, shape.head_words);
+                                                           strip, columns, values.head_words);
       for (int r = 0; r < strip; ++r) {
         pair_row(tile, block, row + r, r, visible, form, s_rows + r * block_keys,
                  dp_rows + r * block_keys);
@@ -234,8 +235,10 @@ struct BackwardUnit {
           shape.head_columns, depth_words<Element>(visible));
       clear_columns(columns, keys_padded, row);
     }
-    multiply_columns(tile, block, row_begin, row_end, p_columns, rows.dout.panels, t.dv_sums);
-    multiply_columns(tile, block, row_begin, row_end, ds_columns, rows.q.panels, t.dk_sums);
+    multiply_columns(tile, block, row_begin, row_end, p_columns, rows.dout.panels,
+                     values.head_columns, t.dv_sums);
+    multiply_columns(tile, block, row_begin, row_end, ds_columns, rows.q.panels, shape.head_columns,
+                     t.dk_sums);
     if (per_key) add_block_sums(block);
   }
 
@@ -257,19 +260,19 @@ struct BackwardUnit {
   // to_sums += a^T b over rows [row_begin, row_end): through `product` where the keys of a block have slots
   // all over the unit.
   void multiply_columns(const Tile& tile, const KeyBlock& block, int row_begin, int row_end,
-                        const float* a, const Panels& b, float* to_sums) {
+                        const float* a, const Panels& b, int columns, float* to_sums) {
     const int keys_padded = round_up(block.count, strip);
     const auto multiply_rows = [&]<Store mode>(int key, int count, int row, Product to) {
       const std::int64_t word = row / Element::per_word;
-      multiply<Element, Layout::transposed, mode>(
-          {a + word * block_keys + key, block_keys},
-          {b.words + word * panel_columns, b.panel_stride}, {to.data + key * to.ld, to.ld}, count,
-          shape.head_columns, (row_end - row) / Element::per_word);
+      multiply<Element, Layout::transposed, mode>({a + word * block_keys + key, block_keys},
+                                                  {b.words + word * panel_columns, b.panel_stride},
+                                                  {to.data + key * to.ld, to.ld}, count, columns,
+                                                  (row_end - row) / Element::per_word);
     };
     if (sums.is_gathered()) {
-      const Product to{product, shape.head_columns};
+      const Product to{product, columns};
       multiply_rows.template operator()<Store::replace>(0, keys_padded, row_begin, to);
-      return sums.add_rows(block, to, shape.head_columns, to_sums);
+      return sums.add_rows(block, to, columns, to_sums);
     }
     const Product to{to_sums + (sums.first_slot + block.start) * t.head_dim_padded,
                      t.head_dim_padded};

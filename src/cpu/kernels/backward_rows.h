@@ -18,7 +18,8 @@ struct BackwardRows {
   using Storage = typename In::Storage;
 
   const BackwardTask& t;
-  const Shape<Element>& shape;
+  const Shape<Element>& shape;   // of q
+  const Shape<Element>& values;  // of dout
   RowFactors<Element> q, dout;
   float *lse, *lse_low;       // [padded_rows]
   float* delta;               // [padded_rows]: dout . out - dlse
@@ -26,11 +27,12 @@ struct BackwardRows {
   Storage* staged;            // [padded_rows or block_keys, head_dim]
   bool large = false;         // q, dout or delta
 
-  BackwardRows(const BackwardTask& task, const Shape<Element>& task_shape, Storage* staged_storage,
+  BackwardRows(const BackwardTask& task, const Shape<Element>& query_shape,
+               const Shape<Element>& value_shape, Storage* staged_storage,
                ScratchAllocator& allocator)
-      : t(task), shape(task_shape), staged(staged_storage) {
+      : t(task), shape(query_shape), values(value_shape), staged(staged_storage) {
     q.take(shape, allocator);
-    dout.take(shape, allocator);
+    dout.take(values, allocator);
     lse = allocator.take<float>(shape.padded_rows);
     lse_low = allocator.take<float>(shape.padded_rows);
     delta = allocator.take<float>(shape.padded_rows);
@@ -46,11 +48,11 @@ struct BackwardRows {
     const auto dout_rows = tile_rows<In>(t, t.dout, tile);
     const auto out_rows = tile_rows<In>(t, t.out, tile);
     const auto q_rows = tile_rows<In>(t, t.q, tile);
-    q.template pack<In>(shape, t, q_rows, tile.rows);
+    q.template pack<In>(shape, q_rows, tile.rows);
     if (q.large) {
       for (int r = tile.rows; r < shape.padded_rows; ++r) q_exponents[r] = 0;
       stage_rows<In>(q_rows, tile.rows, t.head_dim, NonFiniteInput::keep, staged, q_exponents);
-      q.template pack_row_major<In>(shape, t, staged_rows(staged, t.head_dim), tile.rows);
+      q.template pack_row_major<In>(shape, staged_rows(staged, t.head_dim), tile.rows);
     }
     for (int r = 0; r < shape.padded_rows; ++r) {
       // A row without keys, or past the end, has p = exp(s - inf) = 0.
@@ -60,8 +62,8 @@ struct BackwardRows {
     }
     load_dout(dout_rows, out_rows, tile.rows);
     if (large && t.saturate) {
-      drop_nonfinite<In>(dout_rows, tile.rows, t.head_dim, staged);
-      load_dout(staged_rows(staged, t.head_dim), out_rows, tile.rows);
+      drop_nonfinite<In>(dout_rows, tile.rows, t.value_dim, staged);
+      load_dout(staged_rows(staged, t.value_dim), out_rows, tile.rows);
     }
     if (t.dlse != nullptr) subtract_dlse(tile);
     large = large || q.large;
@@ -77,7 +79,7 @@ struct BackwardRows {
  private:
   template <class DoutRow, class OutRow>
   void load_dout(const DoutRow& dout_row, const OutRow& out_row, int rows) {
-    dout.template pack<In>(shape, t, dout_row, rows);
+    dout.template pack<In>(values, dout_row, rows);
     large = dout.large;
     for (int r = 0; r < rows; r += lanes) load_deltas(r, rows, dout_row, out_row);
     for (int r = rows; r < shape.padded_rows; ++r) delta[r] = 0;
@@ -89,11 +91,11 @@ struct BackwardRows {
   void load_deltas(int row, int rows, const DoutRow& dout_row, const OutRow& out_row) {
     const int count = rows - row < lanes ? rows - row : lanes;
     Vec sums{};
-    for (int d = 0; d < t.head_dim; d += lanes) {
+    for (int d = 0; d < t.value_dim; d += lanes) {
       Vec elements[lanes] = {}, factors[lanes] = {};
       for (int i = 0; i < count; ++i) {
-        elements[i] = load_widened<In>(dout_row(row + i) + d, t.head_dim - d);
-        factors[i] = load_widened<In>(out_row(row + i) + d, t.head_dim - d);
+        elements[i] = load_widened<In>(dout_row(row + i) + d, t.value_dim - d);
+        factors[i] = load_widened<In>(out_row(row + i) + d, t.value_dim - d);
       }
       transpose(elements);
       transpose(factors);

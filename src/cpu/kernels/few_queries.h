@@ -44,11 +44,11 @@ struct FewQueries {
 
   const ForwardTask& t;
   const int rows;
-  const int head_columns;
-  const int q_ld;  // words
-  float* q;        // [rows, q_ld] words
-  float* s;        // [rows, block_keys], and p
-  float* before;   // [rows, head_columns]: out before the current block
+  const int head_columns;  // of values
+  const int q_ld;          // words
+  float* q;                // [rows, q_ld] words
+  float* s;                // [rows, block_keys], and p
+  float* before;           // [rows, head_columns]: out before the current block
   Storage* staged;
   std::int32_t* q_exponents;  // [rows]
   std::int32_t* k_exponents;  // [block_keys]
@@ -59,7 +59,7 @@ struct FewQueries {
   FewQueries(const ForwardTask& task, ScratchAllocator& allocator)
       : t(task),
         rows(task.tile_queries * static_cast<int>(task.group)),
-        head_columns(round_up(task.head_dim, lanes)),
+        head_columns(round_up(task.value_dim, lanes)),
         q_ld(round_up(depth_words<Element>(task.head_dim), lanes)) {
     q = allocator.take<float>(std::int64_t{rows} * q_ld);
     s = allocator.take<float>(std::int64_t{rows} * block_keys);
@@ -125,7 +125,7 @@ struct FewQueries {
                           const RowAddresses<Storage>& values, int visible,
                           const OnlineSoftmax& softmax) {
     const auto multiply_rows = [&](const RowAddresses<Storage>& rows_of_values) {
-      multiply_values<In>(s, block_keys, tile.rows, rows_of_values, visible, t.head_dim,
+      multiply_values<In>(s, block_keys, tile.rows, rows_of_values, visible, t.value_dim,
                           softmax.out, head_columns);
     };
     const auto bytes = sizeof(float) * static_cast<std::size_t>(tile.rows) *
@@ -140,7 +140,7 @@ struct FewQueries {
     }
     softmax.use_large_unit();
     for (int n = 0; n < block_keys; ++n) v_exponents[n] = 0;
-    stage_rows<In>(values, visible, t.head_dim, NonFiniteInput::drop, staged, v_exponents);
+    stage_rows<In>(values, visible, t.value_dim, NonFiniteInput::drop, staged, v_exponents);
     for (int r = 0; r < tile.rows; ++r) {
       for (int n = 0; n < visible; ++n) {
         float& weight = s[r * block_keys + n];
@@ -153,8 +153,8 @@ struct FewQueries {
                         return t.saturate ? probability(r, n) != 0
                                           : sees(t, tile, block, terms, r, n);
                       },
-                      values, tile.rows, visible, t.head_dim, {softmax.out, head_columns});
-    multiply_rows(staged_addresses(staged, visible, t.head_dim));
+                      values, tile.rows, visible, t.value_dim, {softmax.out, head_columns});
+    multiply_rows(staged_addresses(staged, visible, t.value_dim));
   }
 };
 

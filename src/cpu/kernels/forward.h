@@ -41,7 +41,7 @@ struct ForwardTile {
       : t(task),
         shape(task),
         q(shape.take_row_major(allocator)),
-        own_keys(shape, allocator),
+        own_keys(task, allocator),
         keys(own_keys),
         s(allocator.take<float>(strip * block_keys)),
         p(Element::per_word == 1 ? s : allocator.take<float>(strip * Shape<Element>::key_words)),
@@ -76,10 +76,10 @@ struct ForwardTile {
         softmax.add_scores(
             row, strip, columns, {t.scale, general}, terms, s,
             [&](int r, int n, Vec left, Vec right) { store_probabilities(r, n, left, right); });
-        const Product out_rows{softmax.out_row(row), shape.head_columns};
+        const Product out_rows{softmax.out_row(row), softmax.head_columns};
         if (keys.large->v != 0) add_nonfinite_values(tile, block, row, visible, out_rows);
         multiply<Element, Layout::row_major, Store::add>({p, Shape<Element>::key_words}, keys.v,
-                                                         out_rows, strip, shape.head_columns,
+                                                         out_rows, strip, softmax.head_columns,
                                                          depth_words<Element>(visible));
       }
     }
@@ -105,25 +105,24 @@ struct ForwardTile {
     if (q_large) exponents.queries = q_exponents;
     for (int n = 0; n < block_keys; ++n) v_exponents[n] = 0;
     if (t.packed_keys != nullptr) {
-      keys = shared_keys<ForwardKeys<In, Element>, Element>(t, shape, tile.batch, tile.head,
-                                                            block.start);
+      keys = shared_keys<ForwardKeys<In, Element>>(t, tile.batch, tile.head, block.start);
       if (!keys.large->any()) return exponents;
     }
     keys = own_keys;
     const auto k_rows = key_rows<In>(t.k, tile.batch, tile.head, block);
     const auto v_rows = key_rows<In>(t.v, tile.batch, tile.head, block);
     keys.pack(t, k_rows, v_rows, block.count);
-    const auto from = staged_rows(staged, t.head_dim);
     if (keys.large->k != 0) {
       for (int n = block.count; n < block_keys; ++n) k_exponents[n] = 0;
       stage_rows<In>(k_rows, block.count, t.head_dim, NonFiniteInput::keep, staged, k_exponents);
-      pack_transposed<In, Element>(from, block.count, t.head_dim, keys.k);
+      pack_transposed<In, Element>(staged_rows(staged, t.head_dim), block.count, t.head_dim,
+                                   keys.k);
       exponents.keys = k_exponents;
     }
     if (keys.large->v != 0) {
-      stage_rows<In>(v_rows, block.count, t.head_dim, NonFiniteInput::drop, staged, v_exponents);
-      pack_panels<In, Element>(from, block.count, padded_depth<Element>(block.count), t.head_dim,
-                               keys.v);
+      stage_rows<In>(v_rows, block.count, t.value_dim, NonFiniteInput::drop, staged, v_exponents);
+      pack_panels<In, Element>(staged_rows(staged, t.value_dim), block.count,
+                               padded_depth<Element>(block.count), t.value_dim, keys.v);
       softmax.use_large_unit();
     }
     return exponents;
@@ -147,7 +146,7 @@ struct ForwardTile {
         [&](int r, int n) {
           return t.saturate ? probability(r, n) != 0 : sees(t, tile, block, terms, row + r, n);
         },
-        key_rows<In>(t.v, tile.batch, tile.head, block), strip, visible, t.head_dim, out_rows);
+        key_rows<In>(t.v, tile.batch, tile.head, block), strip, visible, t.value_dim, out_rows);
   }
 };
 

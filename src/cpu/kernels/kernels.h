@@ -35,25 +35,25 @@ inline constexpr Kernels kernels = {
     .forward_block_bytes =
         [](const Task& t) {
           return dispatch(t, [&]<class In, class Element>() {
-            return key_block_bytes<ForwardKeys<In, Element>, Element>(t);
+            return key_block_bytes<ForwardKeys<In, Element>>(t);
           });
         },
     .backward_block_bytes =
         [](const Task& t) {
           return dispatch(t, [&]<class In, class Element>() {
-            return key_block_bytes<BackwardKeys<In, Element>, Element>(t);
+            return key_block_bytes<BackwardKeys<In, Element>>(t);
           });
         },
     .pack_forward =
         [](const Task& t, std::int64_t item) {
           dispatch(t, [&]<class In, class Element>() {
-            pack_key_block<ForwardKeys<In, Element>, In, Element>(t, item);
+            pack_key_block<ForwardKeys<In, Element>, In>(t, item);
           });
         },
     .pack_backward =
         [](const Task& t, std::int64_t item) {
           dispatch(t, [&]<class In, class Element>() {
-            pack_key_block<BackwardKeys<In, Element>, In, Element>(t, item);
+            pack_key_block<BackwardKeys<In, Element>, In>(t, item);
           });
         },
     .forward =

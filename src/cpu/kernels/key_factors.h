@@ -27,16 +27,16 @@ struct ForwardKeys {
   Panels v;  // b of out += p v
   LargeKeys* large;
 
-  ForwardKeys(const Shape<Element>& shape, ScratchAllocator& allocator)
-      : k(shape.take_transposed(allocator)),
-        v(shape.take_key_panels(allocator)),
+  ForwardKeys(const Task& t, ScratchAllocator& allocator)
+      : k(Shape<Element>(t).take_transposed(allocator)),
+        v(Shape<Element>(t, t.value_dim).take_key_panels(allocator)),
         large(allocator.take<LargeKeys>(1)) {}
 
   template <class RowAt>
   void pack(const Task& t, const RowAt& k_row, const RowAt& v_row, int count) const {
     large->k = is_large(pack_transposed<In, Element>(k_row, count, t.head_dim, k));
     large->v = is_large(
-        pack_panels<In, Element>(v_row, count, padded_depth<Element>(count), t.head_dim, v));
+        pack_panels<In, Element>(v_row, count, padded_depth<Element>(count), t.value_dim, v));
   }
 };
 
@@ -47,10 +47,10 @@ struct BackwardKeys {
   Panels v_transposed;  // b of dp = dout v^T
   LargeKeys* large;
 
-  BackwardKeys(const Shape<Element>& shape, ScratchAllocator& allocator)
-      : k_transposed(shape.take_transposed(allocator)),
-        k_panels(shape.take_key_panels(allocator)),
-        v_transposed(shape.take_transposed(allocator)),
+  BackwardKeys(const Task& t, ScratchAllocator& allocator)
+      : k_transposed(Shape<Element>(t).take_transposed(allocator)),
+        k_panels(Shape<Element>(t).take_key_panels(allocator)),
+        v_transposed(Shape<Element>(t, t.value_dim).take_transposed(allocator)),
         large(allocator.take<LargeKeys>(1)) {}
 
   template <class RowAt>
@@ -58,29 +58,28 @@ struct BackwardKeys {
     if (!t.few_queries) pack_transposed<In, Element>(k_row, count, t.head_dim, k_transposed);
     large->k = is_large(
         pack_panels<In, Element>(k_row, count, padded_depth<Element>(count), t.head_dim, k_panels));
-    large->v = is_large(pack_transposed<In, Element>(v_row, count, t.head_dim, v_transposed));
+    large->v = is_large(pack_transposed<In, Element>(v_row, count, t.value_dim, v_transposed));
   }
 };
 
 // Bytes of a block.
-template <class Keys, class Element>
+template <class Keys>
 std::int64_t key_block_bytes(const Task& t) {
   ScratchAllocator allocator(nullptr);
-  Keys(Shape<Element>(t), allocator);
+  Keys(t, allocator);
   return allocator.used();
 }
 
 // The block of t.packed_keys that begins with key `start` of a kv head.
-template <class Keys, class Element>
-Keys shared_keys(const Task& t, const Shape<Element>& shape, std::int64_t batch, std::int64_t head,
-                 std::int64_t start) {
+template <class Keys>
+Keys shared_keys(const Task& t, std::int64_t batch, std::int64_t head, std::int64_t start) {
   const std::int64_t index = (batch * t.heads_kv + head) * t.key_blocks() + start / block_keys;
   ScratchAllocator allocator(t.packed_keys + index * t.packed_block_bytes);
-  return Keys(shape, allocator);
+  return Keys(t, allocator);
 }
 
 // Fills t.packed_keys; items are blocks of keys of a kv head.
-template <class Keys, class In, class Element>
+template <class Keys, class In>
 void pack_key_block(const Task& t, std::int64_t item) {
   const std::int64_t blocks = t.key_blocks();
   const std::int64_t head = item / blocks % t.heads_kv;
@@ -88,7 +87,7 @@ void pack_key_block(const Task& t, std::int64_t item) {
   KeyBlock block{.start = item % blocks * block_keys};
   const std::int64_t left = t.seqlen_k - block.start;
   block.count = left < block_keys ? static_cast<int>(left) : block_keys;
-  shared_keys<Keys, Element>(t, Shape<Element>(t), batch, head, block.start)
+  shared_keys<Keys>(t, batch, head, block.start)
       .pack(t, key_rows<In>(t.k, batch, head, block), key_rows<In>(t.v, batch, head, block),
             block.count);
 }

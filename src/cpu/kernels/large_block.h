@@ -16,21 +16,22 @@ namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 // The sums of a tile and a block in double, and the rows of the block in fp32.
 struct LargeSums {
   double* dq;        // [padded_rows, head_columns], added to the sums in fp32
-  double *dk, *dv;   // [block_keys, head_columns]
+  double *dk, *dv;   // [block_keys, head_columns], dv with those of the values
   float *k, *v;      // the same
   double *q, *dout;  // [head_columns], the current row
   bool has_dq = false;
 
   template <class Shape>
-  void take(const Shape& shape, ScratchAllocator& allocator) {
-    const std::int64_t keys = std::int64_t{block_keys} * shape.head_columns;
+  void take(const Shape& shape, const Shape& values, ScratchAllocator& allocator) {
+    const std::int64_t of_k = std::int64_t{block_keys} * shape.head_columns;
+    const std::int64_t of_v = std::int64_t{block_keys} * values.head_columns;
     dq = allocator.take<double>(std::int64_t{shape.padded_rows} * shape.head_columns);
-    dk = allocator.take<double>(keys);
-    dv = allocator.take<double>(keys);
-    k = allocator.take<float>(keys);
-    v = allocator.take<float>(keys);
+    dk = allocator.take<double>(of_k);
+    dv = allocator.take<double>(of_v);
+    k = allocator.take<float>(of_k);
+    v = allocator.take<float>(of_v);
     q = allocator.take<double>(shape.head_columns);
-    dout = allocator.take<double>(shape.head_columns);
+    dout = allocator.take<double>(values.head_columns);
   }
 };
 
@@ -102,22 +103,21 @@ void add_large_row(Unit& u, const Tile& tile, const KeyBlock& block, const Score
                    int strip_row, int visible, const float* s_row) {
   const BackwardTask& t = u.t;
   const int columns = u.shape.head_columns;
+  const int value_columns = u.values.head_columns;
   alignas(64) float out[max_head_dim];
   alignas(64) float dout[max_head_dim];
   alignas(64) float q[max_head_dim];
   load_row<In>(tile_rows<In>(t, t.q, tile)(row), t.head_dim, q);
-  load_row<In>(tile_rows<In>(t, t.out, tile)(row), t.head_dim, out);
-  load_row<In>(tile_rows<In>(t, t.dout, tile)(row), t.head_dim, dout);
-  for (int d = 0; d < columns; d += lanes) {
+  load_row<In>(tile_rows<In>(t, t.out, tile)(row), t.value_dim, out);
+  load_row<In>(tile_rows<In>(t, t.dout, tile)(row), t.value_dim, dout);
+  for (int d = 0; d < value_columns; d += lanes) {
     if (t.saturate) store(dout + d, finite_or_zero(load(dout + d)));
   }
-  for (int d = 0; d < columns; ++d) {
-    u.large.q[d] = static_cast<double>(q[d]);
-    u.large.dout[d] = static_cast<double>(dout[d]);
-  }
+  for (int d = 0; d < columns; ++d) u.large.q[d] = static_cast<double>(q[d]);
+  for (int d = 0; d < value_columns; ++d) u.large.dout[d] = static_cast<double>(dout[d]);
   // delta is computed like dp below: where a query sees one key, out = v, and their difference is exactly 0.
   const double delta =
-      dot(u.large.dout, out, columns) - static_cast<double>(u.rows.dlse(tile, row));
+      dot(u.large.dout, out, value_columns) - static_cast<double>(u.rows.dlse(tile, row));
   const float* const column = u.terms.columns_of(row);
   // An inf or NaN among the inputs of the scores has made lse NaN and has to propagate. Such a row also has
   // out = NaN, so all its blocks take this path.
@@ -134,7 +134,8 @@ void add_large_row(Unit& u, const Tile& tile, const KeyBlock& block, const Score
     const auto p = static_cast<double>(u.row_values[n]);
     if (p < 0 || (p == 0 && t.saturate)) continue;
     const std::int64_t key = std::int64_t{n} * columns;
-    double ds = p * (dot(u.large.dout, u.large.v + key, columns) - delta);
+    const std::int64_t value = std::int64_t{n} * value_columns;
+    double ds = p * (dot(u.large.dout, u.large.v + value, value_columns) - delta);
     switch (t.dbias_kind) {
       case DbiasKind::none: break;
       case DbiasKind::per_key:
@@ -148,8 +149,8 @@ void add_large_row(Unit& u, const Tile& tile, const KeyBlock& block, const Score
     for (int d = 0; d < columns; ++d) {
       dq[d] += ds * static_cast<double>(u.large.k[key + d]);
       u.large.dk[key + d] += ds * u.large.q[d];
-      u.large.dv[key + d] += p * u.large.dout[d];
     }
+    for (int d = 0; d < value_columns; ++d) u.large.dv[value + d] += p * u.large.dout[d];
   }
 }
 
@@ -158,8 +159,9 @@ void add_large_block(Unit& u, const Tile& tile, const KeyBlock& block,
                      const ScoreExponents& exponents, const ScoreForm& form) {
   const BackwardTask& t = u.t;
   const int columns = u.shape.head_columns;
+  const int value_columns = u.values.head_columns;
   clear(u.large.dk, std::int64_t{block.count} * columns);
-  clear(u.large.dv, std::int64_t{block.count} * columns);
+  clear(u.large.dv, std::int64_t{block.count} * value_columns);
   if (!u.large.has_dq) clear(u.large.dq, std::int64_t{u.shape.padded_rows} * columns);
   u.large.has_dq = true;
   u.dbias.begin_elements(tile, block);
@@ -167,7 +169,7 @@ void add_large_block(Unit& u, const Tile& tile, const KeyBlock& block,
   const auto v_row = key_rows<In>(t.v, tile.batch, tile.head, block);
   for (int n = 0; n < block.count; ++n) {
     load_row<In>(k_row(n), t.head_dim, u.large.k + std::int64_t{n} * columns);
-    load_row<In>(v_row(n), t.head_dim, u.large.v + std::int64_t{n} * columns);
+    load_row<In>(v_row(n), t.value_dim, u.large.v + std::int64_t{n} * value_columns);
   }
   constexpr int strip = Element::strip_rows;
   for (int row = u.terms.row_begin / strip * strip; row < u.terms.row_end; row += strip) {
@@ -181,15 +183,15 @@ void add_large_block(Unit& u, const Tile& tile, const KeyBlock& block,
   for (int n = 0; n < block.count; ++n) {
     const std::int64_t slot = u.sums.slot_of(block.key(n));
     double* const dk = u.large.dk + std::int64_t{n} * columns;
-    double* const dv = u.large.dv + std::int64_t{n} * columns;
+    double* const dv = u.large.dv + std::int64_t{n} * value_columns;
     SlotForm& form_now = u.sums.form(slot);
     add_sums(u.sums.dk(slot), form_now, t.head_dim, dk);
-    add_sums(u.sums.dv(slot), form_now, t.head_dim, dv);
+    add_sums(u.sums.dv(slot), form_now, t.value_dim, dv);
     const SlotForm dk_form = form_of(dk, t.head_dim);
-    const SlotForm dv_form = form_of(dv, t.head_dim);
+    const SlotForm dv_form = form_of(dv, t.value_dim);
     form_now = dk_form > dv_form ? dk_form : dv_form;
     store_sums(dk, form_now, t.head_dim, u.sums.dk(slot));
-    store_sums(dv, form_now, t.head_dim, u.sums.dv(slot));
+    store_sums(dv, form_now, t.value_dim, u.sums.dv(slot));
     u.sums.some_large = u.sums.some_large || form_now != SlotForm::addable;
   }
 }

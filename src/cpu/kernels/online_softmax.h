@@ -16,7 +16,7 @@ namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 struct OnlineSoftmax {
   const ForwardTask& t;
   int rows;                 // allocated
-  int head_columns;         // head_dim rounded up to vectors
+  int head_columns;         // value_dim rounded up to vectors
   float* out;               // [rows, head_columns]
   float* row_max;           // [rows]
   float* row_sum;           // [rows, lanes]: partial sums
@@ -24,7 +24,7 @@ struct OnlineSoftmax {
   std::int32_t* out_shift;  // out is in units of 2^out_shift
 
   OnlineSoftmax(const ForwardTask& task, int rows_, ScratchAllocator& allocator)
-      : t(task), rows(rows_), head_columns(round_up(task.head_dim, lanes)) {
+      : t(task), rows(rows_), head_columns(round_up(task.value_dim, lanes)) {
     out = allocator.take<float>(std::int64_t{rows} * head_columns);
     row_max = allocator.take<float>(rows);
     row_sum = allocator.take<float>(std::int64_t{rows} * lanes);
@@ -107,12 +107,12 @@ struct OnlineSoftmax {
       const bool empty = row_max[r] == -infinity;
       const Vec factor = splat(empty ? 0.0f : 1.0f / sum);
       auto* to = const_cast<typename In::Storage*>(row_at(r));
-      for (int d = 0; d < t.head_dim; d += lanes) {
+      for (int d = 0; d < t.value_dim; d += lanes) {
         Vec value = load(out_row(r) + d) * factor;
         if (*out_shift != 0) value = value * splat(power_of_two(*out_shift));
         if (t.saturate) value = saturated(value, In::largest);
         if (unknown[r]) value = splat(not_a_number);
-        store_narrowed<In>(to + d, value, t.head_dim - d);
+        store_narrowed<In>(to + d, value, t.value_dim - d);
       }
       const std::int64_t head = tile.head * t.group + r % t.group;
       const std::int64_t index =

@@ -27,7 +27,7 @@ inline std::int64_t find_slot(const BackwardTask& t, std::int64_t unit, std::int
 
 template <class In>
 void reduce_rows(const BackwardTask& t, std::int64_t batch, std::int64_t head, std::int64_t key,
-                 const float* sums, float scale, const Rows& rows) {
+                 const float* sums, int columns, float scale, const Rows& rows) {
   if (rows.data == nullptr) return;
   alignas(64) float total[max_head_dim] = {};
   alignas(64) double large_total[max_head_dim] = {};
@@ -39,21 +39,21 @@ void reduce_rows(const BackwardTask& t, std::int64_t batch, std::int64_t head, s
     const float* from = sums + (t.slot_begin[unit] + slot) * t.head_dim_padded;
     const SlotForm form = t.slot_forms[t.slot_begin[unit] + slot];
     if (form != SlotForm::addable) {
-      add_sums(from, form, t.head_dim, large_total);
+      add_sums(from, form, columns, large_total);
       large = true;
       continue;
     }
-    for (int d = 0; d < t.head_dim_padded; d += lanes) {
+    for (int d = 0; d < columns; d += lanes) {
       store(total + d, load(total + d) + load(from + d));
     }
   }
   auto* to = static_cast<typename In::Storage*>(rows.data) + batch * rows.batch + key * rows.row +
              head * rows.head;
-  for (int d = 0; d < t.head_dim; d += lanes) {
+  for (int d = 0; d < columns; d += lanes) {
     const Vec sum = load(total + d);
     Vec value = large ? scaled_sum(sum, large_total + d, scale) : sum * splat(scale);
     if (t.saturate) value = saturated(value, In::gradient_limit);
-    store_narrowed<In>(to + d, value, t.head_dim - d);
+    store_narrowed<In>(to + d, value, columns - d);
   }
 }
 
@@ -66,8 +66,8 @@ void reduce_item(const BackwardTask& t, std::int64_t item) {
   const std::int64_t begin = item % blocks * block_keys;
   const std::int64_t end = begin + block_keys < t.seqlen_k ? begin + block_keys : t.seqlen_k;
   for (std::int64_t key = begin; key < end; ++key) {
-    reduce_rows<In>(t, batch, head, key, t.dk_sums, t.scale, t.dk);
-    reduce_rows<In>(t, batch, head, key, t.dv_sums, 1.0f, t.dv);
+    reduce_rows<In>(t, batch, head, key, t.dk_sums, t.head_dim, t.scale, t.dk);
+    reduce_rows<In>(t, batch, head, key, t.dv_sums, t.value_dim, 1.0f, t.dv);
   }
 }
 

@@ -23,14 +23,14 @@ struct RowFactors {
   }
 
   template <class In, class RowAt>
-  void pack(const Shape<Element>& shape, const Task& t, const RowAt& row, int rows) {
-    large = is_large(pack_row_major<In>(shape, t, row, rows));
-    if (!large) pack_panels<In, Element>(row, rows, shape.padded_rows, t.head_dim, panels);
+  void pack(const Shape<Element>& shape, const RowAt& row, int rows) {
+    large = is_large(pack_row_major<In>(shape, row, rows));
+    if (!large) pack_panels<In, Element>(row, rows, shape.padded_rows, shape.head_dim, panels);
   }
 
   template <class In, class RowAt>
-  Int pack_row_major(const Shape<Element>& shape, const Task& t, const RowAt& row, int rows) {
-    return pack_rows<In, Element>(row, rows, shape.padded_rows, t.head_dim,
+  Int pack_row_major(const Shape<Element>& shape, const RowAt& row, int rows) {
+    return pack_rows<In, Element>(row, rows, shape.padded_rows, shape.head_dim,
                                   const_cast<float*>(row_major.words), shape.head_ld);
   }
 };

@@ -17,11 +17,12 @@ struct ScratchLayout {
 };
 using ScratchAllocator = BasicWorkspaceAllocator<ScratchLayout>;
 
-// The sizes that follow from a task and an element.
+// The sizes that follow from a task and an element, for rows of q and k or, with `head_dim` of the values, of v and dout.
 template <class Element>
 struct Shape {
   static constexpr int key_words = block_keys / Element::per_word;
 
+  int head_dim;
   int rows;          // of a tile
   int padded_rows;   // rounded up to a multiple of the strip
   int row_words;     // depth of a product over the rows
@@ -31,13 +32,15 @@ struct Shape {
   int head_panels;
   std::int64_t transposed_stride, key_stride, row_stride;  // of panels over each depth
 
-  explicit Shape(const Task& t)
-      : rows(t.tile_queries * static_cast<int>(t.group)),
+  explicit Shape(const Task& t) : Shape(t, t.head_dim) {}
+  Shape(const Task& t, int head_dim_)
+      : head_dim(head_dim_),
+        rows(t.tile_queries * static_cast<int>(t.group)),
         padded_rows(round_up(rows, Element::strip_rows)),
         row_words(padded_rows / Element::per_word),
-        head_words(depth_words<Element>(t.head_dim)),
+        head_words(depth_words<Element>(head_dim)),
         head_ld(round_up(head_words, lanes)),
-        head_columns(round_up(t.head_dim, lanes)),
+        head_columns(round_up(head_dim, lanes)),
         head_panels(round_up(head_columns, panel_columns) / panel_columns),
         transposed_stride(std::int64_t{head_words} * panel_columns),
         key_stride(std::int64_t{key_words} * panel_columns),

@@ -179,13 +179,13 @@ __device__ __noinline__ void fp64_row(const ForwardParams& p, QueryHead head, in
       const int i = __ffs(static_cast<int>(left)) - 1;
       const double w = shuffle(weight, i);
       const T* v = row_of<T>(p.v, head.batch, keys[begin + i], head.kv_head);
-      for (int c = 0; lane + warp_size * c < p.shape.head_dim; ++c)
+      for (int c = 0; lane + warp_size * c < p.shape.value_dim; ++c)
         out[c] += w * static_cast<double>(Element<T>::widen(v[lane + warp_size * c]));
     }
   }
 
   auto* const to = reinterpret_cast<std::uint16_t*>(row_of<T>(p.out, head.batch, row, head.head));
-  for (int c = 0; lane + warp_size * c < p.shape.head_dim; ++c) {
+  for (int c = 0; lane + warp_size * c < p.shape.value_dim; ++c) {
     to[lane + warp_size * c] =
         static_cast<std::uint16_t>(pack_output<T>(static_cast<float>(out[c]), 0, p.saturate));
   }

@@ -90,7 +90,8 @@ struct Shape {
   int heads_kv = 0;
   int seqlen_q = 0;
   int seqlen_k = 0;
-  int head_dim = 0;
+  int head_dim = 0;   // of q and k
+  int value_dim = 0;  // of v and out, at most head_dim
 };
 
 // The first query for which the delayed bias of a key counts; it may be before the first or after the last query.

@@ -16,8 +16,8 @@ namespace flash_dmattn::cuda {
 
 inline Shape shape_of(const Problem& p) {
   const auto narrow = [](std::int64_t value) { return static_cast<int>(value); };
-  return {narrow(p.batch),    narrow(p.heads_q),  narrow(p.heads_kv),
-          narrow(p.seqlen_q), narrow(p.seqlen_k), narrow(p.head_dim)};
+  return {narrow(p.batch),    narrow(p.heads_q),  narrow(p.heads_kv),     narrow(p.seqlen_q),
+          narrow(p.seqlen_k), narrow(p.head_dim), narrow(value_dim_of(p))};
 }
 
 template <class Byte, class Tensor>

@@ -128,10 +128,10 @@ BackwardParams with_workspace(BackwardParams params, const BackwardArgs& args,
 }
 
 template <class T>
-void store_rows(const Shape& shape, const float* sums, const Tensor4& to, float scale,
+void store_rows(const Shape& shape, const float* sums, const Tensor4& to, int columns, float scale,
                 bool saturate, cudaStream_t stream) {
   if (to.data == nullptr) return;
-  const BwdPostprocessDkv<T> store{shape, sums, rows_of(to), scale, saturate};
+  const BwdPostprocessDkv<T> store{shape, sums, rows_of(to), columns, scale, saturate};
   for_each(store.items(), store, stream);
 }
 
@@ -147,9 +147,10 @@ void run_query_major(const BackwardArgs& args, const BackwardChoice& choice,
   if (args.dv.data != nullptr) params.dv_accum = zeroed.dv_accum;
   dispatch(choice, [&]<class T, int D, SharedClass S>() {
     launch_backward<T, D, S>(choice, params, stream);
-    store_rows<T>(params.shape, zeroed.dk_accum, args.dk, params.score.scale, params.saturate,
-                  stream);
-    store_rows<T>(params.shape, zeroed.dv_accum, args.dv, 1, params.saturate, stream);
+    const Shape& shape = params.shape;
+    store_rows<T>(shape, zeroed.dk_accum, args.dk, shape.head_dim, params.score.scale,
+                  params.saturate, stream);
+    store_rows<T>(shape, zeroed.dv_accum, args.dv, shape.value_dim, 1, params.saturate, stream);
   });
 }
 

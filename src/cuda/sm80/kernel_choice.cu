@@ -61,6 +61,7 @@ std::string name(const BackwardChoice& choice) {
 std::string decline(const Problem& p) {
   if (p.dtype != DType::bf16 && p.dtype != DType::f16) return "it computes in bf16 and f16";
   if (p.head_dim % 8 != 0) return "it needs a head_dim that is a multiple of 8";
+  if (value_dim_of(p) % 8 != 0) return "it needs a value_dim that is a multiple of 8";
   constexpr std::int64_t min_tile_rows = 32;
   if (std::max(
           {p.seqlen_q, p.seqlen_k, p.batch * p.heads_q * ceil_div(p.seqlen_q, min_tile_rows)}) >

@@ -70,22 +70,25 @@ std::string_view name_of(DenseAccess dense) {
   return dense == DenseAccess::tiles ? "dense" : "dense_elementwise";
 }
 
-std::string kernel_name(std::string_view direction, DType dtype, int head_dim,
+std::string kernel_name(std::string_view direction, DType dtype, int head_dim, int value_dim,
                         std::string_view variant, bool overlaps) {
   std::string text = "sm90 ";
   text.append(direction).append(" ").append(flash_dmattn::name_of(dtype)).append(" d");
-  text.append(std::to_string(head_dim)).append(" ").append(variant);
+  text.append(std::to_string(head_dim));
+  if (value_dim != head_dim) text.append("v").append(std::to_string(value_dim));
+  text.append(" ").append(variant);
   return text.append(overlaps ? "" : " no_overlap");
 }
 
 std::string name(const ForwardChoice& choice) {
-  return kernel_name("forward", choice.dtype, choice.head_dim, name_of(choice.variant),
-                     choice.variant.overlaps);
+  return kernel_name("forward", choice.dtype, choice.head_dim, choice.value_dim,
+                     name_of(choice.variant), choice.variant.overlaps);
 }
 
 std::string decline_shape(const Problem& p) {
   if (p.dtype != DType::bf16 && p.dtype != DType::f16) return "it computes in bf16 and f16";
   if (p.head_dim % 8 != 0) return "it needs a head_dim that is a multiple of 8";
+  if (value_dim_of(p) % 8 != 0) return "it needs a value_dim that is a multiple of 8";
   if (std::max(
           {p.seqlen_q, p.seqlen_k, p.batch * p.heads_q * ceil_div(p.seqlen_q, std::int64_t{64})}) >
       std::numeric_limits<std::int32_t>::max() / 2) {
@@ -99,8 +102,10 @@ std::vector<ForwardChoice> forward_choices() {
   for (const DType dtype : {DType::bf16, DType::f16}) {
     for (const int head_dim : head_dims) {
       for (const ForwardVariant& variant : forward_variants) {
-        result.push_back({dtype, head_dim, variant});
-        result.back().variant.overlaps = overlaps(dtype, head_dim);
+        const ForwardVariant chosen = with_overlap(variant, overlaps(dtype, head_dim));
+        result.push_back({dtype, head_dim, head_dim, chosen});
+        const int value_dim = smallest_value_dim(head_dim, variant);
+        if (value_dim != head_dim) result.push_back({dtype, head_dim, value_dim, chosen});
       }
     }
   }
@@ -108,9 +113,11 @@ std::vector<ForwardChoice> forward_choices() {
 }
 
 ForwardChoice choose_forward(DType dtype, const ForwardParams& p) {
-  ForwardChoice choice{dtype, head_dim_bucket(p.shape.head_dim), choose_variant(p)};
-  choice.variant.overlaps = overlaps(dtype, choice.head_dim);
-  return choice;
+  const int head_dim = head_dim_bucket(p.shape.head_dim);
+  const ForwardVariant variant = choose_variant(p);
+  const int smallest = smallest_value_dim(head_dim, variant);
+  return {dtype, head_dim, p.shape.value_dim <= smallest ? smallest : head_dim,
+          with_overlap(variant, overlaps(dtype, head_dim))};
 }
 
 bool has_two_heads(const ForwardParams& p) {
@@ -121,8 +128,8 @@ bool has_two_heads(const ForwardParams& p) {
 
 bool reads_mask_bytes(const ForwardChoice& choice, const ForwardParams& p) {
   const ScoreParams& score = p.score;
-  return forward_policy(choice.head_dim, choice.variant).has_mask_bytes && score.mask.dense &&
-         score.rank_limit.data == nullptr && p.shape.seqlen_k % 16 == 0 &&
+  return forward_policy(choice.head_dim, choice.value_dim, choice.variant).has_mask_bytes &&
+         score.mask.dense && score.rank_limit.data == nullptr && p.shape.seqlen_k % 16 == 0 &&
          DenseRows(p.shape, score.mask, 1).has_tensor_map();
 }
 

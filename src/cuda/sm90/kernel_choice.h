@@ -15,7 +15,8 @@ namespace flash_dmattn::cuda::sm90 {
 
 struct ForwardChoice {
   DType dtype = DType::bf16;
-  int head_dim = 0;  // the bucket
+  int head_dim = 0;   // the bucket
+  int value_dim = 0;  // the columns of V that the kernel multiplies
   ForwardVariant variant;
 };
 
@@ -23,7 +24,7 @@ struct ForwardChoice {
 std::string name(const ForwardChoice& choice);
 
 // The parts of a name that both directions share.
-std::string kernel_name(std::string_view direction, DType dtype, int head_dim,
+std::string kernel_name(std::string_view direction, DType dtype, int head_dim, int value_dim,
                         std::string_view variant, bool overlaps);
 std::string_view name_of(DenseAccess dense);
 

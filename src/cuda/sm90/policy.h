@@ -81,6 +81,13 @@ constexpr ForwardVariant with_overlap(ForwardVariant variant, bool overlaps) {
   return variant;
 }
 
+// The fewest columns of V for which there is a kernel of a variant; loads pad a smaller V with zeros. D 192 has kernels for
+// 128 columns (multi-head latent attention).
+constexpr int smallest_value_dim(int head_dim, const ForwardVariant& variant) {
+  const bool exists = variant.dense == DenseAccess::none && !variant.shapes;
+  return head_dim == 192 && exists ? 128 : head_dim;
+}
+
 struct ForwardPolicy {
   int warpgroups;       // consumers, with 64 queries each
   int keys;             // keys of a tile
@@ -105,12 +112,13 @@ struct ForwardPolicy {
 // D 96 has the room of D 128 in shared memory and fewer accumulators, for 112 keys in two stages.
 //
 // At D 256 the accumulators of 256 columns take 128 registers of a thread, and K and V take all of shared memory, for
-// 80 keys, or for 64 with key info. At D 192 these are 112 keys, or three stages of 64.
+// 80 keys, or for 64 with key info. At D 192 these are 112 keys, or three stages of 64; with 128 columns of V they are
+// 128 keys in two stages, as at D 128 with key info.
 //
 // With a dense mask and bias, only D 64 has room for a second tile of q, for three warpgroups, which read biases when
 // they add them, and for the bytes of masks. This is 19 % faster, including the launch of the packing. At D 128 bytes
 // leave two dense stages, and each byte belongs to one row of scores, which is as fast as packing.
-constexpr ForwardPolicy forward_policy(int head_dim, const ForwardVariant& variant) {
+constexpr ForwardPolicy forward_policy(int head_dim, int value_dim, const ForwardVariant& variant) {
   const bool has_dense_tiles = variant.dense == DenseAccess::tiles;
   ForwardPolicy policy{.warpgroups = 2,
                        .keys = 128,
@@ -156,6 +164,10 @@ constexpr ForwardPolicy forward_policy(int head_dim, const ForwardVariant& varia
       policy.q_stages = 1;
       policy.keys = variant.has_key_info ? 64 : head_dim == 192 ? 112 : 80;
       if (variant.has_key_info && head_dim == 192) policy.stages = 3;
+      if (value_dim == 128) {
+        policy.keys = 128;
+        policy.stages = 2;
+      }
       if (!variant.has_key_info) {
         policy.producer_registers = 24;
         policy.consumer_registers = 240;

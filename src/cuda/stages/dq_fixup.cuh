@@ -31,7 +31,7 @@ __device__ __noinline__ double fp64_ds(const BackwardParams& p, QueryHead head, 
   const T* const dout = row_of<T>(p.dout, head.batch, row, head.head);
   const T* const value = row_of<T>(p.v, head.batch, key, head.kv_head);
   double dp = 0;
-  for (int d = 0; d < p.shape.head_dim; ++d) {
+  for (int d = 0; d < p.shape.value_dim; ++d) {
     const float gradient = Element<T>::widen(dout[d]);
     if (isfinite(gradient))
       dp += static_cast<double>(gradient) * static_cast<double>(Element<T>::widen(value[d]));

@@ -138,8 +138,8 @@ struct Fp64BackwardKernel {
         sums.dbias = 0;
       }
     }
-    store(p, p.dk, head, key, sums.dk, static_cast<double>(p.score.scale));
-    store(p, p.dv, head, key, sums.dv, 1);
+    store(p, p.dk, p.shape.head_dim, head, key, sums.dk, static_cast<double>(p.score.scale));
+    store(p, p.dv, p.shape.value_dim, head, key, sums.dv, 1);
   }
 
   // Adds the contributions of queries [row, row + 32) of a head.
@@ -164,19 +164,21 @@ struct Fp64BackwardKernel {
       if (has_bias(p.score, p.shape, row + i, key)) sums.dbias += slope;
       for (int c = 0; lane + warp_size * c < p.shape.head_dim; ++c) {
         const float query = Element<T>::widen(q[lane + warp_size * c]);
-        const float gradient = Element<T>::widen(dout[lane + warp_size * c]);
         if (p.saturate || isfinite(query)) sums.dk[c] += slope * static_cast<double>(query);
+      }
+      for (int c = 0; lane + warp_size * c < p.shape.value_dim; ++c) {
+        const float gradient = Element<T>::widen(dout[lane + warp_size * c]);
         if (isfinite(gradient)) sums.dv[c] += weight * static_cast<double>(gradient);
       }
     }
   }
 
-  static __device__ void store(const Params& p, const OutputRows& to, QueryHead head, int key,
-                               const double (&sums)[8], double scale) {
+  static __device__ void store(const Params& p, const OutputRows& to, int columns, QueryHead head,
+                               int key, const double (&sums)[8], double scale) {
     if (to.data == nullptr) return;
     auto* const row =
         reinterpret_cast<std::uint16_t*>(row_of<T>(to, head.batch, key, head.kv_head));
-    for (int c = 0; lane_id() + warp_size * c < p.shape.head_dim; ++c) {
+    for (int c = 0; lane_id() + warp_size * c < columns; ++c) {
       row[lane_id() + warp_size * c] = static_cast<std::uint16_t>(
           pack_gradient<T>(static_cast<float>(sums[c] * scale), 0, p.saturate));
     }

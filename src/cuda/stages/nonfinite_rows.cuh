@@ -56,7 +56,7 @@ struct NonFiniteRowsKernel {
     if (shared.count == 0) return;
     if (p.dq.data != nullptr) {
       for (int i = static_cast<int>(threadIdx.x); i < shared.count; i += threads)
-        fill_with_nan(p, row_of<T>(p.dq, head.batch, shared.rows[i].row, head.head));
+        fill_with_nan(p.shape.head_dim, row_of<T>(p.dq, head.batch, shared.rows[i].row, head.head));
     }
     const KeysOfRows keys(p, head, first_row, rows);
     for (int i = static_cast<int>(threadIdx.x); i < keys.count; i += threads)
@@ -75,7 +75,7 @@ struct NonFiniteRowsKernel {
       if (has_nonfinite_ds(lse, p.delta[index])) {
         const T* const dout = row_of<T>(p.dout, head.batch, row, head.head);
         bool nonfinite_dout = false;
-        for (int d = 0; d < p.shape.head_dim; ++d)
+        for (int d = 0; d < p.shape.value_dim; ++d)
           nonfinite_dout = nonfinite_dout || !isfinite(Element<T>::widen(dout[d]));
         shared.rows[atomicAdd(&shared.count, 1)] = {row, has_undefined_p(lse), nonfinite_dout};
       }
@@ -98,23 +98,23 @@ struct NonFiniteRowsKernel {
       if (row.nonfinite_dout && p.dv.data != nullptr) add_dout(p, head, row.row, key);
     }
     if (dk && p.dk.data != nullptr)
-      fill_with_nan(p, row_of<T>(p.dk, head.batch, key, head.kv_head));
+      fill_with_nan(p.shape.head_dim, row_of<T>(p.dk, head.batch, key, head.kv_head));
     if (dv && p.dv.data != nullptr)
-      fill_with_nan(p, row_of<T>(p.dv, head.batch, key, head.kv_head));
+      fill_with_nan(p.shape.value_dim, row_of<T>(p.dv, head.batch, key, head.kv_head));
   }
 
   // Several blocks may do this for a key at the same time. Whichever result remains is not finite.
   static __device__ void add_dout(const Params& p, QueryHead head, int row, int key) {
     const T* const dout = row_of<T>(p.dout, head.batch, row, head.head);
     T* const dv = row_of<T>(p.dv, head.batch, key, head.kv_head);
-    for (int d = 0; d < p.shape.head_dim; ++d) {
+    for (int d = 0; d < p.shape.value_dim; ++d) {
       const float gradient = Element<T>::widen(dout[d]);
       if (!isfinite(gradient)) store(dv + d, Element<T>::widen(dv[d]) + gradient);
     }
   }
 
-  static __device__ void fill_with_nan(const Params& p, T* row) {
-    for (int d = 0; d < p.shape.head_dim; ++d) store(row + d, nan());
+  static __device__ void fill_with_nan(int columns, T* row) {
+    for (int d = 0; d < columns; ++d) store(row + d, nan());
   }
 
   static __device__ void store(T* to, float value) {

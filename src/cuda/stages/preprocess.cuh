@@ -91,7 +91,7 @@ struct BwdPreprocessKernel {
     const auto row = [&](int i) { return min(first + i * rows_at_once, p.shape.seqlen_q - 1); };
     bool dout_finite = true;
     bool q_finite = true;
-    for (int chunk = lane; chunk < p.shape.head_dim / 8; chunk += row_lanes) {
+    for (int chunk = lane; chunk < p.shape.value_dim / 8; chunk += row_lanes) {
       Chunk out[steps];
       Chunk dout[steps];
 #pragma unroll
@@ -110,7 +110,8 @@ struct BwdPreprocessKernel {
           dout_finite = dout_finite && isfinite(gradient.x) && isfinite(gradient.y);
         }
       }
-      if (p.saturate) continue;
+    }
+    for (int chunk = lane; !p.saturate && chunk < p.shape.head_dim / 8; chunk += row_lanes) {
 #pragma unroll 1
       for (int i = 0; i < steps; ++i) {
         const Chunk q = load_chunk<Aligned>(row_of<T>(p.q, batch, row(i), head) + chunk * 8);

@@ -55,6 +55,7 @@ Case parse(const CaseWords& words) {
   p.seqlen_q = integer("seqlen_q");
   p.seqlen_k = integer("seqlen_k");
   p.head_dim = integer("head_dim");
+  p.value_dim = integer("value_dim");
   p.dtype = dtype_of(word("dtype"));
   p.scale = word("scale") == "default" ? default_scale(p.head_dim) : std::stod(word("scale"));
   p.softcap = std::stod(word("softcap"));
@@ -105,8 +106,8 @@ std::vector<CaseWords> read_table() {
       columns = words;
       continue;
     }
-    // A row may leave out bias_delay.
-    if (words.size() + 2 < columns.size() || words.size() > columns.size()) {
+    // A row may leave out bias_delay and value_dim.
+    if (words.size() + 3 < columns.size() || words.size() > columns.size()) {
       throw std::runtime_error(path + ":" + std::to_string(number) + ": " +
                                std::to_string(words.size()) + " words for " +
                                std::to_string(columns.size()) + " columns");

@@ -215,10 +215,10 @@ Data::Data(const Problem& p, Layout data_layout)
       layout(data_layout),
       q("q", element_of(p.dtype), {p.batch, p.seqlen_q, p.heads_q, p.head_dim}, layout),
       k("k", element_of(p.dtype), {p.batch, p.seqlen_k, p.heads_kv, p.head_dim}, layout),
-      v("v", element_of(p.dtype), {p.batch, p.seqlen_k, p.heads_kv, p.head_dim}, layout),
+      v("v", element_of(p.dtype), {p.batch, p.seqlen_k, p.heads_kv, value_dim_of(p)}, layout),
       mask("mask", Element::u8, p.mask_shape, layout, true),
       bias("bias", element_of(p.bias_dtype), p.bias_shape, layout, true),
-      dout("dout", element_of(p.dtype), {p.batch, p.seqlen_q, p.heads_q, p.head_dim}, layout),
+      dout("dout", element_of(p.dtype), {p.batch, p.seqlen_q, p.heads_q, value_dim_of(p)}, layout),
       intervals(
           static_cast<std::size_t>(p.intervals_shape[0] * p.intervals_shape[1] * p.seqlen_k)) {}
 

@@ -95,7 +95,7 @@ Results::Results(const Data& data) {
   const Element element = element_of(p.dtype);
   const Element lse_element = p.dtype == DType::f64 ? Element::f64 : Element::f32;
   const Shape lse_shape = {p.batch, p.heads_q, p.seqlen_q, 1};
-  out = Tensor("out", element, data.q.shape(), layout);
+  out = Tensor("out", element, data.dout.shape(), layout);
   lse = Tensor("lse", lse_element, lse_shape);
   lse_low = Tensor("lse_low", lse_element, lse_shape);
   dq = Tensor("dq", element, data.q.shape(), layout);

@@ -151,8 +151,9 @@ class Computation {
   }
 
   Vector load_row(const Tensor& tensor, std::int64_t b, std::int64_t h, std::int64_t i) const {
-    Vector row(index(p_.head_dim));
-    for (std::int64_t d = 0; d < p_.head_dim; ++d) {
+    const std::int64_t dim = tensor.shape()[3];
+    Vector row(index(dim));
+    for (std::int64_t d = 0; d < dim; ++d) {
       row[index(d)] = static_cast<float>(tensor.get({b, i, h, d}));
     }
     return row;
@@ -160,7 +161,7 @@ class Computation {
 
   void store_row(Tensor& tensor, std::int64_t b, std::int64_t h, std::int64_t i,
                  const Vector& row) const {
-    for (std::int64_t d = 0; d < p_.head_dim; ++d) {
+    for (std::int64_t d = 0; d < tensor.shape()[3]; ++d) {
       tensor.set({b, i, h, d}, static_cast<double>(row[index(d)]));
     }
   }
@@ -212,7 +213,7 @@ class Computation {
       float& probability = probabilities_[index(j)];
       probability = empty ? 0 : round(probability / sum);
     }
-    Vector out(index(p_.head_dim));
+    Vector out(index(v.dim));
     v.sum(keys, probabilities_, out);
     store_row(y_.results.out, b, h, i, out);
     y_.results.lse.set({b, h, i, 0}, static_cast<double>(lse));
@@ -257,14 +258,15 @@ class Computation {
   void add_noise(KeyRange keys, std::int64_t b, std::int64_t h, std::int64_t i, const Vector& q,
                  const Vector& dout, const Vector& out, const Keys& k, const Keys& v, float lse) {
     const double scale = std::abs(p_.scale);
-    const double dims = std::sqrt(static_cast<double>(p_.head_dim));
-    const double score = scale * norm(q.data(), p_.head_dim, 1) * k.largest_norm / dims +
+    const double dims = std::sqrt(static_cast<double>(k.dim));
+    const double value_dims = std::sqrt(static_cast<double>(v.dim));
+    const double score = scale * norm(q.data(), k.dim, 1) * k.largest_norm / dims +
                          (std::isfinite(lse) ? std::abs(double{lse}) : 0);
     const double relative = 2 * unit_roundoff(Element::f32) * (1 + score);
     Vector products(dout.size());
     for (std::size_t d = 0; d < dout.size(); ++d) products[d] = dout[d] * out[d];
-    const double ds = 2 * relative * norm(dout.data(), p_.head_dim, 1) * v.largest_norm / dims +
-                      unit_roundoff(element_) * norm(products.data(), p_.head_dim, 1);
+    const double ds = 2 * relative * norm(dout.data(), v.dim, 1) * v.largest_norm / value_dims +
+                      unit_roundoff(element_) * norm(products.data(), v.dim, 1);
     double largest_q = 0;
     double largest_dout = 0;
     for (const float x : q) largest_q = std::max(largest_q, std::abs(double{x}));
@@ -272,9 +274,9 @@ class Computation {
     const double weight = norm(probabilities_.data() + keys.begin, keys.end - keys.begin, 1);
     y_.out.add(relative * weight * v.largest_value);
     y_.lse.add(relative);
-    Vector mean_key(dout.size());
+    Vector mean_key(q.size());
     k.sum(keys, probabilities_, mean_key);
-    const double shared = norm(mean_key.data(), p_.head_dim, 1);
+    const double shared = norm(mean_key.data(), k.dim, 1);
     y_.dq.add(ds * scale * std::max(weight * k.largest_value, shared));
     const std::size_t bias_row = index_of_row(b, h, i);
     const bool bias_per_key = p_.bias_shape[3] > 1;

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func, triton_dmattn_func
 
@@ -50,6 +51,35 @@ def test_value_head_dim_equals_torch(value_dim, call):
         found.append([out, *torch.autograd.grad(out, leaves, dout)])
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if call is not plain else {}
     torch.testing.assert_close(found[1], found[0], **tolerance)
+
+
+@pytest.mark.parametrize("call", [plain, chosen])
+def test_value_of_a_fused_projection_equals_its_copy(call):
+    q, _, _, bias = leaves_of(8, torch.float32)
+    fused = torch.randn(B, S, HKV, D + 8).requires_grad_()
+    found = []
+    for value_of in (lambda t: t[..., D:], lambda t: t[..., D:].contiguous()):
+        out = call(q, fused[..., :D], value_of(fused), bias)
+        found.append([out, *torch.autograd.grad(out.square().sum(), (q, fused, bias))])
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+def test_gradient_of_lse_alone_leaves_value_zero():
+    q, k, v, bias = leaves_of(8, torch.float32)
+    _, lse = flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, return_lse=True)
+    found = torch.autograd.grad(lse.sum(), (q, k, v))
+    assert found[2].shape == v.shape and not found[2].any()
+    padded = F.pad(v, (0, D - 8))
+    _, lse = flash_dmattn_func(q, k, padded, attn_bias=bias, is_causal=True, return_lse=True)
+    torch.testing.assert_close(found[:2], torch.autograd.grad(lse.sum(), (q, k)))
+
+
+def test_flops_count_the_columns_of_value():
+    q, k, v, _ = leaves_of(8, torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        flash_dmattn_func(q, k, v).sum().backward()
+    pairs = B * HQ * S * S
+    assert counter.get_total_flops() == 2 * pairs * ((D + 8) + (3 * D + 2 * 8))
 
 
 def test_default_scale_follows_query_head_dim():

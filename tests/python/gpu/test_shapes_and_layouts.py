@@ -17,9 +17,12 @@ def normal(*shape, dtype=torch.bfloat16):
     return torch.randn(shape, dtype=dtype, device="cuda")
 
 
-def problem_of(head_dim, seqlen_q=70, seqlen_k=131, dtype=torch.bfloat16, **options):
-    q, dout = (normal(BATCH, seqlen_q, HEADS_Q, head_dim, dtype=dtype) for _ in range(2))
-    k, v = (normal(BATCH, seqlen_k, HEADS_KV, head_dim, dtype=dtype) for _ in range(2))
+def problem_of(
+    head_dim, seqlen_q=70, seqlen_k=131, dtype=torch.bfloat16, value_dim=None, **options
+):
+    dims = (head_dim, value_dim or head_dim)
+    q, dout = (normal(BATCH, seqlen_q, HEADS_Q, d, dtype=dtype) for d in dims)
+    k, v = (normal(BATCH, seqlen_k, HEADS_KV, d, dtype=dtype) for d in dims)
     return Problem(q, k, v, dout, causal=True, **options)
 
 
@@ -28,12 +31,19 @@ def problem_of(head_dim, seqlen_q=70, seqlen_k=131, dtype=torch.bfloat16, **opti
 HEAD_DIMS = [*range(8, 257, 8), 1, 3, 33, 65, 100, 127, 129, 250]
 
 
+# With a value of fewer columns; 192 has kernels of its own up to 128.
+VALUE_DIMS = [
+    (192, 128), (192, 120), (192, 136), (192, 64), (192, 1), (136, 128), (256, 128), (256, 8), (128, 64), (120, 56), (96, 64),
+    (96, 9), (64, 33), (33, 32),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("route", ["one for each key", "selection", "pairs"])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_every_head_dim_matches_oracle(head_dim, route):
+@pytest.mark.parametrize(("head_dim", "value_dim"), [*((d, d) for d in HEAD_DIMS), *VALUE_DIMS])
+def test_every_head_dim_matches_oracle(head_dim, value_dim, route):
     dtype = torch.float16 if head_dim % 16 == 0 else torch.bfloat16
     seqlen_k = 132 if route == "pairs" else 131  # of pairs in fours, a kernel of their own
-    problem = problem_of(head_dim, seqlen_k=seqlen_k, dtype=dtype)
+    problem = problem_of(head_dim, seqlen_k=seqlen_k, dtype=dtype, value_dim=value_dim)
     options = {}
     if route == "pairs":
         problem.mask = torch.rand(BATCH, 1, 70, seqlen_k, device="cuda") < 0.7
@@ -44,6 +54,23 @@ def test_every_head_dim_matches_oracle(head_dim, route):
         options["keep_window_size"] = 20
         allowed = causal_pairs(70, seqlen_k).cuda().expand(BATCH, HEADS_KV, -1, -1)
         problem.shown = select(problem.bias[:, :, 0].float(), 20, allowed)
+    assert_matches_oracle(forward_and_backward(problem, **options), problem)
+
+
+@pytest.mark.parametrize("gap", [0, 8, 3])
+@pytest.mark.parametrize("selects", [False, True])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (128, 64)])
+def test_key_and_value_of_one_projection_match_oracle(head_dim, value_dim, selects, gap):
+    """A gap of 3 elements between the heads leaves rows at odd addresses."""
+    problem = problem_of(head_dim, value_dim=value_dim)
+    fused = normal(BATCH, 131, HEADS_KV, head_dim + value_dim + gap)
+    problem.k, problem.v = fused[..., :head_dim], fused[..., head_dim : head_dim + value_dim]
+    options = {}
+    if selects:
+        problem.bias = normal(BATCH, HEADS_KV, 1, 131)
+        allowed = causal_pairs(70, 131).cuda().expand(BATCH, HEADS_KV, -1, -1)
+        problem.shown = select(problem.bias[:, :, 0].float(), 20, allowed)
+        options["keep_window_size"] = 20
     assert_matches_oracle(forward_and_backward(problem, **options), problem)
 
 

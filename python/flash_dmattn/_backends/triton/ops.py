@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
@@ -22,6 +23,9 @@ def attention(
     numerics: Numerics,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of arguments in normal form."""
+    value_dim = v.shape[3]
+    if value_dim < q.shape[3]:  # the kernels have one head dimension
+        v = F.pad(v, (0, q.shape[3] - value_dim))
     keys = visible.operands()
     base, per_query, _ = keys.key_bound or (-1, 0, 0)
     out, lse, *_ = forward(
@@ -37,7 +41,7 @@ def attention(
         numerics.softcap,
         numerics.saturate,
     )
-    return out, lse
+    return out if out.shape[3] == value_dim else out[..., :value_dim], lse
 
 
 def _problem(q, k, v, mask, bias, key_intervals, key_bound, is_causal, scale, softcap):

@@ -156,7 +156,7 @@ struct KeyMajorBackwardKernel {
       __syncwarp();
       copy_s2g<KeyRows>(ThreadGroup<warp_size>::of_warp(), staged, begin,
                         min(begin + warp_keys, p.shape.seqlen_k - tile.key), tile.key, to,
-                        tile.batch, tile.kv_head, p.shape.head_dim);
+                        tile.batch, tile.kv_head, is_dv ? p.shape.value_dim : p.shape.head_dim);
     }
 
     // ---- Steps ----
@@ -167,13 +167,12 @@ struct KeyMajorBackwardKernel {
       const auto key = [&](int r) { return tile.key + KeyOrder::key(r); };
       const auto exists = [&](int r) { return key(r) < p.shape.seqlen_k; };
       const Block block = Block::of_block();
-      const auto copy = [&](const InputRows& from, std::byte* to) {
-        const RowSource<KeyRows, Block> source(block, from, tile.batch, tile.kv_head,
-                                               p.shape.head_dim);
+      const auto copy = [&](const InputRows& from, int columns, std::byte* to) {
+        const RowSource<KeyRows, Block> source(block, from, tile.batch, tile.kv_head, columns);
         copy_g2s(block, source, shared_address(to), exists, key);
       };
-      copy(p.k, shared.k);
-      copy(p.v, shared.v);
+      copy(p.k, p.shape.head_dim, shared.k);
+      copy(p.v, p.shape.value_dim, shared.v);
       if (threadIdx.x < keys) {
         KeyInfoLoader<T> key_info(p.score, p.shape, tile.batch, head, tile.kv_head);
         const int column = static_cast<int>(threadIdx.x);

@@ -13,15 +13,16 @@ struct BwdPostprocessDkv {
   Shape shape;
   const float* sums;
   OutputRows to;
+  int head_dim;  // of `to`
   float scale;
   bool saturate;
 
   long items() const {
-    return static_cast<long>(shape.batch) * shape.heads_kv * shape.seqlen_k * (shape.head_dim / 8);
+    return static_cast<long>(shape.batch) * shape.heads_kv * shape.seqlen_k * (head_dim / 8);
   }
 
   __device__ void operator()(long item) const {
-    const int chunks = shape.head_dim / 8;
+    const int chunks = head_dim / 8;
     const int chunk = static_cast<int>(item % chunks);
     const std::int64_t row_index = item / chunks;
     const std::int64_t key = row_index % shape.seqlen_k;

@@ -153,14 +153,13 @@ struct QueryMajorBackwardKernel {
     }
 
     __device__ void load_queries(Block block) const {
-      const auto copy = [&](const InputRows& rows, std::byte* to) {
-        const RowSource<QueryRows, Block> source(block, rows, tile.batch, tile.head,
-                                                 p.shape.head_dim);
+      const auto copy = [&](const InputRows& rows, int columns, std::byte* to) {
+        const RowSource<QueryRows, Block> source(block, rows, tile.batch, tile.head, columns);
         copy_g2s(block, source, shared_address(to), row_end - tile.row,
                  [&](int r) { return tile.row + r; });
       };
-      copy(p.q, shared.q);
-      copy(p.dout, shared.dout);
+      copy(p.q, p.shape.head_dim, shared.q);
+      copy(p.dout, p.shape.value_dim, shared.dout);
     }
 
     // Replaces non-finite elements of q and dout by 0.

@@ -17,13 +17,14 @@ class QueryTileLoader {
   __device__ QueryTileLoader(const KeyMajorParams& p, int batch)
       : p_(p),
         batch_(batch),
-        full_rows_(p.q.aligned && p.dout.aligned && p.shape.head_dim == Tile::columns) {}
+        full_rows_(p.q.aligned && p.dout.aligned && p.shape.head_dim == Tile::columns &&
+                   p.shape.value_dim == Tile::columns) {}
 
   __device__ void load(Group group, QueryTilePosition at, std::uint32_t q, std::uint32_t dout,
                        float (&lse)[rows], float (&delta)[rows]) const {
     const int size = p_.shape.seqlen_q - at.row;
-    load_rows(group, p_.q, at, size, q);
-    load_rows(group, p_.dout, at, size, dout);
+    load_rows(group, p_.q, p_.shape.head_dim, at, size, q);
+    load_rows(group, p_.dout, p_.shape.value_dim, at, size, dout);
     const std::int64_t first =
         (static_cast<std::int64_t>(batch_) * p_.shape.heads_q + at.head) * p_.shape.seqlen_q +
         at.row;
@@ -42,9 +43,9 @@ class QueryTileLoader {
   }
 
  private:
-  __device__ void load_rows(Group group, const InputRows& from, QueryTilePosition at, int size,
-                            std::uint32_t to) const {
-    const RowSource<Tile, Group> source(group, from, batch_, at.head, p_.shape.head_dim);
+  __device__ void load_rows(Group group, const InputRows& from, int columns, QueryTilePosition at,
+                            int size, std::uint32_t to) const {
+    const RowSource<Tile, Group> source(group, from, batch_, at.head, columns);
     if (full_rows_ && size >= rows) {
       copy_g2s_consecutive<InOrder>(group, source, to, at.row);
     } else {

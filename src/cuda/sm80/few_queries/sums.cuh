@@ -115,7 +115,7 @@ __device__ inline void store_row(const ForwardParams& p, const QueryHead& head, 
   auto* const to = reinterpret_cast<std::uint16_t*>(row_of<T>(p.out, head.batch, query, head.head));
 #pragma unroll
   for (int i = 0; i < lane_columns; i += 2) {
-    if (column + i >= p.shape.head_dim) continue;
+    if (column + i >= p.shape.value_dim) continue;
     const std::uint32_t two =
         pack_output<T>(row.out.x[i] * inverse, row.out.x[i + 1] * inverse, p.saturate);
     if (p.out.aligned) {

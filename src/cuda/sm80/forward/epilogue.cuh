@@ -63,7 +63,7 @@ __device__ inline void store_normalized(const ForwardParams& p, const QueryTile&
     return row < row_end ? to + Order::head(r) * p.out.head + row * p.out.row : nullptr;
   };
   copy_s2g<QueryRows>(ThreadGroup<warp_size>::of_warp(), q_tile, warp_row, warp_row + WarpRows,
-                      p.out.aligned, p.shape.head_dim, destination);
+                      p.out.aligned, p.shape.value_dim, destination);
 }
 
 // Stores the output and lse of a warp's rows; `tile` has the first of their heads. Rows that overflow fp32 are

@@ -24,8 +24,8 @@ class KvLoader {
   __device__ KvLoader(Group group, Storage& storage, const Params& p, int batch, int kv_head)
       : storage_(storage),
         k_(group, p.k, batch, kv_head, p.shape.head_dim),
-        v_(group, p.v, batch, kv_head, p.shape.head_dim),
-        full_rows_(p.k.aligned && p.v.aligned && k_.full_width) {}
+        v_(group, p.v, batch, kv_head, p.shape.value_dim),
+        full_rows_(p.k.aligned && p.v.aligned && k_.full_width && v_.full_width) {}
 
   // Called before a barrier of the group and the first load.
   __device__ void init(Group group) const {

@@ -55,12 +55,14 @@ BackwardChoice choose_backward(const BackwardArgs& args) {
   const Problem& p = args.problem;
   const BackwardVariant variant = choose_variant(args);
   const int head_dim = head_dim_bucket(static_cast<int>(p.head_dim), variant);
-  return {p.dtype, head_dim, with_overlap(variant, overlaps(p.dtype, head_dim))};
+  const int smallest = smallest_value_dim(head_dim);
+  return {p.dtype, head_dim, value_dim_of(p) <= smallest ? smallest : head_dim,
+          with_overlap(variant, overlaps(p.dtype, head_dim))};
 }
 
 std::string name(const BackwardChoice& choice) {
-  return kernel_name("backward", choice.dtype, choice.head_dim, name_of(choice.variant),
-                     choice.variant.overlaps);
+  return kernel_name("backward", choice.dtype, choice.head_dim, choice.value_dim,
+                     name_of(choice.variant), choice.variant.overlaps);
 }
 
 std::string decline_backward(const Problem& p) {
@@ -138,9 +140,11 @@ std::vector<std::string> backward_names(const DeviceProperties&) {
   for (const DType dtype : {DType::bf16, DType::f16}) {
     for (const int head_dim : head_dims) {
       for (const BackwardVariant& variant : backward_variants) {
-        if (has_kernel(head_dim, variant))
-          names.push_back(
-              name({dtype, head_dim, with_overlap(variant, overlaps(dtype, head_dim))}));
+        if (!has_kernel(head_dim, variant)) continue;
+        const BackwardVariant chosen = with_overlap(variant, overlaps(dtype, head_dim));
+        names.push_back(name({dtype, head_dim, head_dim, chosen}));
+        const int value_dim = smallest_value_dim(head_dim);
+        if (value_dim != head_dim) names.push_back(name({dtype, head_dim, value_dim, chosen}));
       }
     }
   }

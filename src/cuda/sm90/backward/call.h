@@ -85,14 +85,15 @@ struct BackwardCall {
         choice(choose_backward(args)),
         common(params_of(args)),
         q(common.shape, args.in.q, common.shape.seqlen_q, common.shape.heads_q,
-          query_form(common.score.scale)),
-        k(common.shape, args.in.k, shape().seqlen_k, common.shape.heads_kv,
+          common.shape.head_dim, query_form(common.score.scale)),
+        k(common.shape, args.in.k, shape().seqlen_k, common.shape.heads_kv, common.shape.head_dim,
           {.list = listed_keys(args)}),
-        v(common.shape, args.in.v, shape().seqlen_k, common.shape.heads_kv,
+        v(common.shape, args.in.v, shape().seqlen_k, common.shape.heads_kv, common.shape.value_dim,
           {.list = listed_keys(args)}),
-        dout(common.shape, args.dout, common.shape.seqlen_q, common.shape.heads_q, {}),
-        dk(rows_of(args.dk), variant().has_slots(), has_list(problem)),
-        dv(rows_of(args.dv), variant().has_slots(), has_list(problem)) {
+        dout(common.shape, args.dout, common.shape.seqlen_q, common.shape.heads_q,
+             common.shape.value_dim, {}),
+        dk(rows_of(args.dk), common.shape.head_dim, variant().has_slots(), has_list(problem)),
+        dv(rows_of(args.dv), common.shape.value_dim, variant().has_slots(), has_list(problem)) {
     if (has_list(problem)) {
       common.tile_lists =
           query_tile_lists(args.schedule, args.in.visibility.key_list, query_tile_rows);
@@ -121,7 +122,9 @@ struct BackwardCall {
   }
 
   const BackwardVariant& variant() const { return choice.variant; }
-  BackwardPolicy policy() const { return backward_policy(choice.head_dim, variant()); }
+  BackwardPolicy policy() const {
+    return backward_policy(choice.head_dim, choice.value_dim, variant());
+  }
   bool has_dbias_sums() const {
     return has(problem.bias_shape) && !(is_dense(problem.bias_shape) && owns_dbias());
   }
@@ -324,7 +327,7 @@ struct BackwardCall {
     SlotParams& slots = params.slots;
     slots.records = workspace.take<KeyRecord>(p.batch * p.heads_kv * p.seqlen_k);
     const std::int64_t rows = std::int64_t{slots.partition.cut_parts()} * 2 * slots.work_slots;
-    slots.part_sums = workspace.take<float>(rows * 2 * choice.head_dim);
+    slots.part_sums = workspace.take<float>(rows * (choice.head_dim + choice.value_dim));
     slots.part_dbias = workspace.take<float>(rows);
   }
 };

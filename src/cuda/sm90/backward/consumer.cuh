@@ -16,7 +16,7 @@ class BackwardConsumer : ConsumerSteps<Kernel> {
   using Steps::dq_part, Steps::policy, Steps::rows, Steps::variant;
   using Steps::keys_, Steps::p_, Steps::storage_, Steps::warpgroup_;
   using Steps::stage;
-  using typename Steps::DkSums, typename Steps::DvSums, typename Steps::Gradients;
+  using typename Steps::DkSums, typename Steps::DvSums;
   using typename Steps::Operand, typename Steps::Scores, typename Steps::T, typename Steps::Visit;
   // Registers: 128 queries leave none for P in fp32 or for loading delta ahead; with a dense mask or bias they suffice
   // for P only.
@@ -165,8 +165,8 @@ class BackwardConsumer : ConsumerSteps<Kernel> {
   }
 
   typename Kernel::Dense dense_;
-  Gradients dk_;
-  Gradients dv_;
+  typename Steps::Dk dk_;
+  typename Steps::Dv dv_;
   Scores s_;  // S, then P
   Scores dp_;
   Operand p_operand_;

@@ -24,10 +24,10 @@ class ConsumerSteps {
   static constexpr BackwardVariant variant = Kernel::variant;
   static constexpr BackwardPolicy policy = Kernel::policy;
   static constexpr int head_dim = Kernel::head_dim;
+  static constexpr int value_dim = Kernel::value_dim;
   static constexpr int rows = policy.rows;
   static constexpr int keys = policy.keys;
-  static constexpr int scores = rows / 2;         // per thread
-  static constexpr int gradients = head_dim / 2;  // elements of dk and of dv per thread
+  static constexpr int scores = rows / 2;  // per thread
   static constexpr int dq_part = Layout::part_columns / 2;
   // Key biases are a term of the exponent, where they cost no instruction; with a dense mask or bias, of the initial
   // scores, since they would occupy registers throughout the loop.
@@ -37,9 +37,10 @@ class ConsumerSteps {
   static constexpr bool sums_always = variant.has_slots() || variant.dense == DenseAccess::elements;
   using Scores = float[scores];
   using Operand = std::uint32_t[scores / 2];  // P or dS in 16 bits
-  using Gradients = float[gradients];
-  using DkSums = GradientSums<KeyGradient::dk, gradients>;
-  using DvSums = GradientSums<KeyGradient::dv, gradients>;
+  using Dk = float[head_dim / 2];             // a thread's sums
+  using Dv = float[value_dim / 2];
+  using DkSums = GradientSums<KeyGradient::dk, head_dim / 2>;
+  using DvSums = GradientSums<KeyGradient::dv, value_dim / 2>;
 
   __device__ ConsumerSteps(const BackwardKernelParams& p, Storage& storage)
       : p_(p),
@@ -120,12 +121,13 @@ class ConsumerSteps {
     wgmma_fence();
     wgmma_first<T, Major::k>(dp, v.at(0), dout.at(0));
 #pragma unroll
-    for (int i = 1; i < head_dim / 16; ++i) wgmma<T>(dp, v.at(i), dout.at(i), true);
+    for (int i = 1; i < value_dim / 16; ++i) wgmma<T>(dp, v.at(i), dout.at(i), true);
     end_batch();
   }
 
   // dV += P^T dout or dK += dS^T q.
-  __device__ void issue_gradient(Gradients& sums, const Operand& a,
+  template <int N>
+  __device__ void issue_gradient(float (&sums)[N], const Operand& a,
                                  const std::byte* queries) const {
     const RowMajorOperand<rows> b(shared_address(queries));
     pin(sums);
@@ -155,7 +157,7 @@ class ConsumerSteps {
   // Adds the product with dS and keys of the other block.
   __device__ void add_partner_dq(int n, float (&dq)[dq_part], int panel) const {
     storage_.received.wait_full(n);
-    const DsOperand ds(shared_address(storage_.partner.ds));
+    const DsOperand ds(shared_address(storage_.partner.ds[score_tile(n)]));
     const RowMajorOperand<keys> k(shared_address(storage_.partner.k) +
                                   panel * Storage::Partner::KeyTile::panel_bytes);
     wgmma_fence();

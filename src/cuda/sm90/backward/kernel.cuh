@@ -28,20 +28,22 @@ enum class WarpRole : std::uint8_t {
 
 // The key-major backward of sm_90a. A block keeps K, V, dK, dV and the gradient of the key biases of 128 keys (64
 // above D 128), and visits the query tiles that see some of them. dq is added to fp32 sums in memory. The keys are neighbours,
-// with a block for each such tile, or the changing keys of as many slots, in persistent blocks.
-template <class T, int D, BackwardVariant Variant>
+// with a block for each such tile, or the changing keys of as many slots, in persistent blocks. q and K have D columns, V
+// and dout Dv.
+template <class T, int D, int Dv, BackwardVariant Variant>
 struct BackwardKernel {
   using Element = T;
   using Params = BackwardKernelParams;
   static constexpr int head_dim = D;
+  static constexpr int value_dim = Dv;
   static constexpr BackwardVariant variant = Variant;
   static constexpr bool has_slots = Variant.has_slots();
   static constexpr bool overlaps = Variant.overlaps;
-  static constexpr BackwardPolicy policy = backward_policy(D, Variant);
+  static constexpr BackwardPolicy policy = backward_policy(D, Dv, Variant);
   static constexpr int threads = BackwardPolicy::threads;
   static constexpr int min_blocks = 1;
 
-  using SharedStorage = BackwardStorage<D, Variant>;
+  using SharedStorage = BackwardStorage<D, Dv, Variant>;
   using DqLayout = DqAccumLayout<D, Variant>;
   using Keys = std::conditional_t<has_slots, SlotBlock<BackwardKernel>, KeyBlock<BackwardKernel>>;
   using DenseReader =
@@ -97,7 +99,8 @@ struct BackwardKernel {
       storage.dout_pipeline.init(1, consumer_warps);
       if constexpr (policy.split == ConsumerSplit::roles)
         storage.ds_pipeline.init(4, consumer_warps * policy.cluster);
-      if constexpr (policy.late_dq) storage.ds_pipeline.init(consumer_warps, consumer_warps);
+      if constexpr (policy.split == ConsumerSplit::keys && policy.late_dq)
+        storage.ds_pipeline.init(consumer_warps, consumer_warps);
       if constexpr (policy.paired()) storage.received.init(1, 1);
       if constexpr (has_slots) storage.slots.pipeline.init(warp_size, consumer_warps);
       if constexpr (Variant.has_dense()) {

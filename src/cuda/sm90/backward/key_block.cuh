@@ -19,6 +19,7 @@ class KeyBlock {
   using T = typename Kernel::Element;
   using Storage = typename Kernel::SharedStorage;
   using Rows = typename Storage::KeyTile;
+  using StagedRows = typename Storage::ValueTile;
   static constexpr BackwardPolicy policy = Kernel::policy;
   static constexpr int rows = policy.rows;
   static constexpr int columns = rows / 2;  // a thread's score accumulators
@@ -138,7 +139,7 @@ class KeyBlock {
   __device__ void release() {}
 
   // Stores gradients through shared memory that only this warpgroup still reads: rows of V, or dout where another
-  // warpgroup has read V.
+  // warpgroup has read V. Rows of dk may be longer than those of V.
   template <class... Sums>
   __device__ void store(const Sums&... sums) {
     constexpr bool has_dk = (Sums::is_dk || ...);
@@ -277,22 +278,29 @@ class KeyBlock {
     const OutputRows& to = gradient.rows(p_.backward);
     const float scale = gradient.scale(p_.backward);
     if (to.data == nullptr) return;
-#pragma unroll
-    for (int j = 0; j < Kernel::head_dim / 8; j += 2) {
-      std::uint32_t block[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* const two = gradient.sums + 4 * (j + i / 2) + 2 * (i % 2);
-        block[i] = pack_gradient<T>(two[0] * scale, two[1] * scale, p_.backward.saturate);
-      }
-      store_block<Rows>(staged, [&](int r) { return warp_row() + r; }, 8 * j, block);
-    }
-    __syncwarp();
     const Shape& shape = p_.backward.shape;
-    copy_s2g<Rows>(ThreadGroup<warp_size>::of_warp(), staged, warp_row(),
-                   min(warp_row() + 16, shape.seqlen_k - work_.key), work_.key, to, work_.batch,
-                   work_.kv_head, shape.head_dim);
-    __syncwarp();
+#pragma unroll
+    for (int first = 0; first < Sums::columns; first += StagedRows::columns) {
+#pragma unroll
+      for (int column = first; column < min(first + StagedRows::columns, Sums::columns);
+           column += 16) {
+        std::uint32_t block[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* const two = gradient.sums + 4 * (column / 8 + i / 2) + 2 * (i % 2);
+          block[i] = pack_gradient<T>(two[0] * scale, two[1] * scale, p_.backward.saturate);
+        }
+        store_block<StagedRows>(
+            staged, [&](int r) { return warp_row() + r; }, column - first, block);
+      }
+      __syncwarp();
+      OutputRows part = to;
+      part.data += first * sizeof(T);
+      copy_s2g<StagedRows>(ThreadGroup<warp_size>::of_warp(), staged, warp_row(),
+                           min(warp_row() + 16, shape.seqlen_k - work_.key), work_.key, part,
+                           work_.batch, work_.kv_head, gradient.existing_columns(shape) - first);
+      __syncwarp();
+    }
   }
 
   const BackwardKernelParams& p_;

@@ -18,7 +18,7 @@ class LateDqConsumer : ConsumerSteps<Kernel> {
   using Steps::dq_part;
   using Steps::keys_, Steps::p_, Steps::storage_, Steps::warpgroup_;
   using Steps::stage;
-  using typename Steps::DkSums, typename Steps::DvSums, typename Steps::Gradients;
+  using typename Steps::DkSums, typename Steps::DvSums;
   using typename Steps::Operand, typename Steps::Scores, typename Steps::T, typename Steps::Visit;
   using DqPart = float[dq_part];
   static_assert(!Kernel::has_slots, "keys must not change between dS and dQ");
@@ -108,8 +108,8 @@ class LateDqConsumer : ConsumerSteps<Kernel> {
         [&](int j) { return Steps::two_columns(delta, j); }, p_operand_, dp_, ds_operand_);
   }
 
-  Gradients dk_;
-  Gradients dv_;
+  typename Steps::Dk dk_;
+  typename Steps::Dv dv_;
   Scores s_;
   Scores dp_;  // dP, then dS
   Operand p_operand_;

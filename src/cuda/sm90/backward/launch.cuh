@@ -13,21 +13,21 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-template <class T, int D, BackwardVariant Variant>
+template <class T, int D, int Dv, BackwardVariant Variant>
 void launch_backward_kernel(BackwardKernelParams params, cudaStream_t stream) {
-  using Kernel = BackwardKernel<T, D, Variant>;
+  using Kernel = BackwardKernel<T, D, Dv, Variant>;
   constexpr int rows = Kernel::policy.rows;
   static_assert(sizeof(typename Kernel::SharedStorage) <= 227 * 1024);
   const BackwardParams& p = params.backward;
   const Shape& shape = p.shape;
-  const auto map = [&](const InputRows& tensor, int seqlen, int heads, int box_rows) {
-    return make_tensor_map(tensor, shape.head_dim, seqlen, heads, shape.batch, box_rows,
+  const auto map = [&](const InputRows& tensor, int dim, int seqlen, int heads, int box_rows) {
+    return make_tensor_map(tensor, dim, seqlen, heads, shape.batch, box_rows,
                            std::is_same_v<T, __nv_bfloat16>);
   };
-  params.q_map = map(p.q, shape.seqlen_q, shape.heads_q, rows);
-  params.dout_map = map(p.dout, shape.seqlen_q, shape.heads_q, rows);
-  params.k_map = map(p.k, shape.seqlen_k, shape.heads_kv, Kernel::policy.keys);
-  params.v_map = map(p.v, shape.seqlen_k, shape.heads_kv, Kernel::policy.keys);
+  params.q_map = map(p.q, shape.head_dim, shape.seqlen_q, shape.heads_q, rows);
+  params.dout_map = map(p.dout, shape.value_dim, shape.seqlen_q, shape.heads_q, rows);
+  params.k_map = map(p.k, shape.head_dim, shape.seqlen_k, shape.heads_kv, Kernel::policy.keys);
+  params.v_map = map(p.v, shape.value_dim, shape.seqlen_k, shape.heads_kv, Kernel::policy.keys);
   constexpr bool bf16 = std::is_same_v<T, __nv_bfloat16>;
   if (Variant.dense == DenseAccess::tiles && p.score.bias.dense)
     params.bias_map = DenseRows(shape, p.score.bias).map(rows, bf16);
@@ -43,7 +43,7 @@ void launch_backward_kernel(BackwardKernelParams params, cudaStream_t stream) {
                  {.cluster = Kernel::policy.cluster,
                   .cooperative = Variant.has_slots() && params.order.published != nullptr});
   if constexpr (Variant.has_slots()) {
-    using Add = AddSlotParts<T, D>;
+    using Add = AddSlotParts<T, D, Dv>;
     launch<Add>(Add::blocks(params), params, stream);
   }
   if (params.dq_accum == nullptr) return;
@@ -56,7 +56,12 @@ template <class T, int D>
 void launch_backward(const BackwardChoice& choice, const BackwardKernelParams& params,
                      cudaStream_t stream) {
   dispatch<T, D, backward_variants>(choice, [&]<BackwardVariant Variant>() {
-    if constexpr (has_kernel(D, Variant)) launch_backward_kernel<T, D, Variant>(params, stream);
+    if constexpr (has_kernel(D, Variant)) {
+      constexpr int smallest = smallest_value_dim(D);
+      if (choice.value_dim == smallest)
+        return launch_backward_kernel<T, D, smallest, Variant>(params, stream);
+      if constexpr (smallest != D) launch_backward_kernel<T, D, D, Variant>(params, stream);
+    }
   });
 }
 

@@ -20,7 +20,8 @@ namespace flash_dmattn::cuda::sm90 {
 // kernel's name.
 struct BackwardChoice {
   DType dtype = DType::bf16;
-  int head_dim = 0;  // the bucket
+  int head_dim = 0;   // the bucket
+  int value_dim = 0;  // the columns of V and dout that the kernel multiplies
   BackwardVariant variant;
 };
 

@@ -34,7 +34,7 @@ struct SlotParams {
   SlotPartition partition;
   KeyRecord* records = nullptr;  // [B, Hkv, Sk] by arrival
   float* part_sums =
-      nullptr;  // [cut parts, 2, work_slots, 2 * D]: dk, dv in the order of accumulators
+      nullptr;  // [cut parts, 2, work_slots, D + Dv]: dk, dv in the order of accumulators
   float* part_dbias = nullptr;  // [cut parts, 2, work_slots]
 };
 

@@ -49,6 +49,9 @@ constexpr bool has_kernel(int head_dim, const BackwardVariant& variant) {
   return head_dim <= 128 || !(variant.has_dense() || variant.delays);
 }
 
+// The fewest columns of V and dout for which a head-dim bucket has kernels, as smallest_value_dim of the forward.
+constexpr int smallest_value_dim(int head_dim) { return head_dim == 192 ? 128 : head_dim; }
+
 // The bucket of a head dim: the smallest that has a kernel of the variant.
 constexpr int head_dim_bucket(int head_dim, const BackwardVariant& variant) {
   for (const int bucket : head_dims)
@@ -85,7 +88,7 @@ struct BackwardPolicy {
   int score_tiles = 2;  // tiles of dS in shared memory
   // Whether the parts of dq of a query tile pass through the same shared memory, one after another.
   bool shares_dq_tile = false;
-  // Whether dQ of a tile is multiplied together with dV of the next tile, with ConsumerSplit::keys and DqSplit::rows.
+  // Whether dQ of a tile is multiplied during the next tile. Not with slots, whose keys change between tiles.
   bool late_dq = false;
   // Whether registers keep the biases of a dense tile around the loop, so that heads that share them load them once.
   bool keeps_biases = false;
@@ -134,17 +137,20 @@ inline constexpr int order_heads = 2;
 // At D 256 dk and dv of 64 keys fill the accumulators of both warpgroups, one of them each. Additions to dq bind with 64
 // keys, so that pairs of blocks add once for 128. With slots, whose records take room, both warpgroups pass dq through
 // one tile. At D 192 there is room for two stages of dout; the four warpgroups of a pair make three panels of dq, and
-// each has none in every fourth tile.
-constexpr BackwardPolicy backward_policy(int head_dim, const BackwardVariant& variant) {
+// each has none in every fourth tile. A V of 128 columns leaves room for two tiles of dS, so that dQ may be late.
+constexpr BackwardPolicy backward_policy(int head_dim, int value_dim,
+                                         const BackwardVariant& variant) {
   if (head_dim > 128) {
+    const bool has_room = value_dim < head_dim;  // for a second tile of dS
     return {.rows = 64,
             .dq = DqSplit::columns,
             .split = ConsumerSplit::roles,
             .keys = 64,
             .cluster = 2,
             .dout_stages = head_dim == 192 ? 2 : 1,
-            .score_tiles = 1,
-            .shares_dq_tile = head_dim == 256 && variant.has_slots()};
+            .score_tiles = has_room ? 2 : 1,
+            .shares_dq_tile = head_dim == 256 && variant.has_slots(),
+            .late_dq = has_room && !variant.has_slots()};
   }
   if (variant.has_slots()) return {.rows = slot_tile_rows, .dq = DqSplit::alternating};
   if (variant.has_dense()) {
@@ -164,7 +170,7 @@ constexpr BackwardPolicy backward_policy(int head_dim, const BackwardVariant& va
 // Block j of eight columns has the four floats of 128 threads: two columns of a row and of row + 8.
 template <int D, BackwardVariant Variant>
 struct DqAccumLayout {
-  static constexpr BackwardPolicy policy = backward_policy(D, Variant);
+  static constexpr BackwardPolicy policy = backward_policy(D, D, Variant);
   static constexpr int rows = policy.rows;
   static constexpr int columns = D;
   static constexpr int floats = rows * D;

@@ -54,14 +54,15 @@ struct ScatterRows {
   OutputRows from;
   OutputRows to;
   Shape shape;  // with all keys
+  int head_dim;
   ListedKeys list;
 
   long items() const {
-    return long{shape.batch} * shape.seqlen_k * shape.heads_kv * (shape.head_dim / 8);
+    return long{shape.batch} * shape.seqlen_k * shape.heads_kv * (head_dim / 8);
   }
 
   __device__ void operator()(long item) const {
-    const int chunks = shape.head_dim / 8;
+    const int chunks = head_dim / 8;
     const long offset = item % chunks * 16;
     const long key = item / chunks / shape.heads_kv % shape.seqlen_k;
     const long head = item / chunks % shape.heads_kv;

@@ -21,7 +21,6 @@ template <class Kernel>
 struct TileLoader {
   using T = typename Kernel::Element;
   using Storage = typename Kernel::SharedStorage;
-  using QueryTile = typename Storage::QueryTile;
   using Stats = typename Storage::Stats;
   static constexpr int rows = Kernel::policy.rows;
 
@@ -42,8 +41,10 @@ struct TileLoader {
       if constexpr (Kernel::variant.has_dense()) {
         if (elect_lane()) storage.dense.visits[stage] = at.loaded();
       }
-      load(p.q_map, p.backward.q, cleans_q, work.batch, at.head(), at.tile() * rows,
-           shared_address(storage.q[stage]), storage.q_pipeline.full_of(n), sizeof(Stats));
+      load<typename Storage::QueryTile>(p.q_map, p.backward.q, p.backward.shape.head_dim, cleans_q,
+                                        work.batch, at.head(), at.tile() * rows,
+                                        shared_address(storage.q[stage]),
+                                        storage.q_pipeline.full_of(n), sizeof(Stats));
       if (elect_lane()) {
         const std::int64_t index =
             tile_index(p.backward.shape, rows, work.batch, at.head(), at.tile());
@@ -52,9 +53,10 @@ struct TileLoader {
       }
       __syncwarp();
       storage.dout_pipeline.wait_empty(n);
-      load(p.dout_map, p.backward.dout, cleans_dout, work.batch, at.head(), at.tile() * rows,
-           shared_address(storage.dout[storage.dout_pipeline.stage(n)]),
-           storage.dout_pipeline.full_of(n), 0);
+      load<typename Storage::DoutTile>(p.dout_map, p.backward.dout, p.backward.shape.value_dim,
+                                       cleans_dout, work.batch, at.head(), at.tile() * rows,
+                                       shared_address(storage.dout[storage.dout_pipeline.stage(n)]),
+                                       storage.dout_pipeline.full_of(n), 0);
     }
     return n;
   }
@@ -62,9 +64,10 @@ struct TileLoader {
  private:
   __device__ void load_keys(const BackwardWork& work) const {
     using KeyTile = typename Storage::KeyTile;
+    using ValueTile = typename Storage::ValueTile;
     if (!elect_lane()) return;
     const std::uint32_t full = storage.key_pipeline.full_of(0);
-    std::uint32_t bytes = 2 * KeyTile::bytes;
+    std::uint32_t bytes = KeyTile::bytes + ValueTile::bytes;
     if constexpr (Kernel::policy.paired()) bytes += Storage::Partner::KeyTile::bytes;
     mbarrier_arrive_expect(full, bytes);
 #pragma unroll 1
@@ -73,8 +76,10 @@ struct TileLoader {
       const std::uint32_t offset = i * KeyTile::panel_bytes;
       tma_load(shared_address(storage.k) + offset, p.k_map, full, column, work.key, work.kv_head,
                work.batch);
-      tma_load(shared_address(storage.v) + offset, p.v_map, full, column, work.key, work.kv_head,
-               work.batch);
+      if (i < ValueTile::panels) {
+        tma_load(shared_address(storage.v) + offset, p.v_map, full, column, work.key, work.kv_head,
+                 work.batch);
+      }
     }
     if constexpr (Kernel::policy.paired()) {
       using Tile = typename Storage::Partner::KeyTile;
@@ -88,35 +93,37 @@ struct TileLoader {
   }
 
   // `more_bytes` are the bytes of another copy that completes the same barrier.
-  __device__ void load(const CUtensorMap& map, const InputRows& source, bool cleans, int batch,
-                       int head, int row, std::uint32_t tile, std::uint32_t full,
+  template <class Tile>
+  __device__ void load(const CUtensorMap& map, const InputRows& source, int columns, bool cleans,
+                       int batch, int head, int row, std::uint32_t tile, std::uint32_t full,
                        std::uint32_t more_bytes) const {
     if (cleans) {
-      copy_cleaned(source, batch, head, row, tile);
+      copy_cleaned<Tile>(source, columns, batch, head, row, tile);
       if (lane_id() == 0) mbarrier_arrive_expect(full, more_bytes);
     } else if (elect_lane()) {
-      mbarrier_arrive_expect(full, QueryTile::bytes + more_bytes);
+      mbarrier_arrive_expect(full, Tile::bytes + more_bytes);
 #pragma unroll 1
-      for (int i = 0; i < QueryTile::panels; ++i) {
-        tma_load(tile + i * QueryTile::panel_bytes, map, full, i * panel_columns, row, head, batch);
+      for (int i = 0; i < Tile::panels; ++i) {
+        tma_load(tile + i * Tile::panel_bytes, map, full, i * panel_columns, row, head, batch);
       }
     }
     __syncwarp();
   }
 
   // Copies rows through registers and replaces non-finite elements by 0. This is rare.
-  __device__ void copy_cleaned(const InputRows& source, int batch, int head, int row,
+  template <class Tile>
+  __device__ void copy_cleaned(const InputRows& source, int columns, int batch, int head, int row,
                                std::uint32_t tile) const {
     const Shape& shape = p.backward.shape;
 #pragma unroll 1
-    for (int i = lane_id(); i < rows * QueryTile::chunks; i += warp_size) {
-      const int r = i / QueryTile::chunks;
-      const int chunk = i % QueryTile::chunks;
+    for (int i = lane_id(); i < rows * Tile::chunks; i += warp_size) {
+      const int r = i / Tile::chunks;
+      const int chunk = i % Tile::chunks;
       uint4 words{0, 0, 0, 0};
-      if (row + r < shape.seqlen_q && chunk < shape.head_dim / 8) {
+      if (row + r < shape.seqlen_q && chunk < columns / 8) {
         words = *(reinterpret_cast<const uint4*>(row_of<T>(source, batch, row + r, head)) + chunk);
       }
-      store_shared_16(tile + QueryTile::offset(r, chunk),
+      store_shared_16(tile + Tile::offset(r, chunk),
                       {clear_non_finite<T>(words.x), clear_non_finite<T>(words.y),
                        clear_non_finite<T>(words.z), clear_non_finite<T>(words.w)});
     }

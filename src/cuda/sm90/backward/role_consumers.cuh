@@ -8,6 +8,9 @@
 //   first    P(i) | dV(i) .... S(i+1) .... | dQ(i) ..             | store dQ
 //   second   dS(i) | dK(i) ............... | dQ(i) .. dP(i+1) ... | store dQ
 //
+// With BackwardPolicy::late_dq both multiply dQ(i-1) there, so that the first does not wait for dS(i): it makes P(i+1)
+// during dK(i).
+//
 // P and then dS of a query tile are in the same bytes of shared memory: a warp of the second warpgroup reads P of its 16
 // keys and overwrites it. `ds_pipeline` passes dS to both warpgroups. A tile is free for another P when both, and with
 // pairs of blocks also those of the other block, have their products with dS.
@@ -28,6 +31,8 @@ class ScoreConsumer : ConsumerSteps<Kernel> {
   __device__ int run(const BackwardWork& work, int work_count, int n) {
     Steps::clear(dv_);
     Visit at(p_, work);
+    const int first = n;
+    int before = 0;  // the turn of the tile before
     if (at.has()) {
       if constexpr (!Kernel::has_slots) storage_.key_pipeline.wait_full(0);
       keys_.begin(work_count);
@@ -50,25 +55,36 @@ class ScoreConsumer : ConsumerSteps<Kernel> {
       wgmma_wait<1>();
       pin(dv_);
       storage_.dout_pipeline.release(n);
-      storage_.ds_pipeline.wait_full(n);
-      if (Kernel::makes_dq(turn, warpgroup_)) {
-        float dq[dq_part];
-        this->issue_dq(n, dq, turn);
-        end_scores();
-        this->release_ds(n);
-        this->store_dq(dq, warpgroup_);
+      if constexpr (policy.late_dq) {
+        n > first ? multiply_dq(n - 1, before) : end_scores();
+        before = turn;
       } else {
-        end_scores();
-        this->release_ds(n);
+        multiply_dq(n, turn);
       }
       storage_.q_pipeline.release(n);
       keys_.release();
     }
+    if (policy.late_dq && n > first) multiply_dq(n - 1, before);
     keys_.store(DvSums{dv_});
     return n;
   }
 
  private:
+  // Computes and stores this warpgroup's part of dQ of a tile, while the next scores are in flight.
+  __device__ void multiply_dq(int n, int turn) {
+    storage_.ds_pipeline.wait_full(n);
+    if (Kernel::makes_dq(turn, warpgroup_)) {
+      float dq[dq_part];
+      this->issue_dq(n, dq, turn);
+      end_scores();
+      this->release_ds(n);
+      this->store_dq(dq, warpgroup_);
+    } else {
+      end_scores();
+      this->release_ds(n);
+    }
+  }
+
   __device__ void start_scores(int n) {
     storage_.q_pipeline.wait_full(n);
     this->begin_scores(n, s_);
@@ -89,7 +105,7 @@ class ScoreConsumer : ConsumerSteps<Kernel> {
     start_scores(has_next ? n + 1 : n);
   }
 
-  typename Steps::Gradients dv_;
+  typename Steps::Dv dv_;
   typename Steps::Scores s_;  // S, then P
   typename Steps::Operand p_operand_;
 };
@@ -109,6 +125,8 @@ class GradientConsumer : ConsumerSteps<Kernel> {
   __device__ int run(const BackwardWork& work, int work_count, int n) {
     Steps::clear(dk_);
     Visit at(p_, work);
+    const int first = n;
+    int before = 0;  // the turn of the tile before
     bool has_tile = at.has();
     if (has_tile) {
       if constexpr (!Kernel::has_slots) storage_.key_pipeline.wait_full(0);
@@ -130,17 +148,21 @@ class GradientConsumer : ConsumerSteps<Kernel> {
       share_ds(n);
       this->issue_gradient(dk_, ds_operand_, storage_.q[stage(n)]);
       const int turn = Kernel::turn(at);
+      const int dq_turn = policy.late_dq ? before : turn;
+      const int dq_tile = policy.late_dq ? n - 1 : n;
+      const bool has_dq = !policy.late_dq || n > first;
+      before = turn;
       // Waits for dK and dQ while dP of the next tile is in flight.
       const auto end_products = [&] {
         has_tile = advance(at, n);
         wgmma_wait<1>();
         pin(dk_);
         storage_.q_pipeline.release(n);
-        this->release_ds(n);
+        if (has_dq) this->release_ds(dq_tile);
       };
-      if (Kernel::makes_dq(turn, warpgroup_)) {
+      if (has_dq && Kernel::makes_dq(dq_turn, warpgroup_)) {
         float dq[dq_part];
-        this->issue_dq(n, dq, turn);
+        this->issue_dq(dq_tile, dq, dq_turn);
         end_products();
         this->store_dq(dq, warpgroup_);
       } else {
@@ -150,6 +172,17 @@ class GradientConsumer : ConsumerSteps<Kernel> {
       pin(dp_);
       if (has_tile) storage_.dout_pipeline.release(n + 1);
       keys_.release();
+    }
+    if (policy.late_dq && n > first) {
+      if (Kernel::makes_dq(before, warpgroup_)) {
+        float dq[dq_part];
+        this->issue_dq(n - 1, dq, before);
+        wgmma_wait<0>();
+        this->release_ds(n - 1);
+        this->store_dq(dq, warpgroup_);
+      } else {
+        this->release_ds(n - 1);
+      }
     }
     keys_.store(DkSums{dk_});
     return n;
@@ -192,9 +225,10 @@ class GradientConsumer : ConsumerSteps<Kernel> {
         const std::uint32_t received = storage_.received.full_of(n);
         const int other = 1 - Kernel::rank();
         mbarrier_arrive_expect(received, bytes);
-        bulk_copy_in_cluster(in_cluster_block(shared_address(storage_.partner.ds), other),
-                             shared_address(storage_.ds[Steps::score_tile(n)]), bytes,
-                             in_cluster_block(received, other));
+        bulk_copy_in_cluster(
+            in_cluster_block(shared_address(storage_.partner.ds[Steps::score_tile(n)]), other),
+            shared_address(storage_.ds[Steps::score_tile(n)]), bytes,
+            in_cluster_block(received, other));
       }
       __syncwarp();
     }
@@ -214,7 +248,7 @@ class GradientConsumer : ConsumerSteps<Kernel> {
     return has_next;
   }
 
-  typename Steps::Gradients dk_;
+  typename Steps::Dk dk_;
   typename Steps::Scores dp_;  // dP, then dS
   typename Steps::Operand ds_operand_;
 };

@@ -69,35 +69,37 @@ struct DenseStorage<DenseAccess::elements, Tiles> : ScoreTilePipelines<Tiles> {
 
 // The copies that one of two blocks has of the other's (BackwardPolicy::cluster): keys, in the columns of dq that this
 // block makes, and dS.
-template <bool Exists, int Keys, int Rows, int Columns>
+template <bool Exists, int Keys, int Rows, int Columns, int Tiles>
 struct PartnerStorage {
   using KeyTile = PanelTile<Keys, Columns>;
 
   alignas(1024) std::byte k[KeyTile::bytes];
-  alignas(1024) std::byte ds[PanelTile<Keys, Rows>::bytes];
+  alignas(1024) std::byte ds[Tiles][PanelTile<Keys, Rows>::bytes];
 };
-template <int Keys, int Rows, int Columns>
-struct PartnerStorage<false, Keys, Rows, Columns> {};
+template <int Keys, int Rows, int Columns, int Tiles>
+struct PartnerStorage<false, Keys, Rows, Columns, Tiles> {};
 
-template <int D, BackwardVariant Variant>
+template <int D, int Dv, BackwardVariant Variant>
 struct BackwardStorage {
-  static constexpr BackwardPolicy policy = backward_policy(D, Variant);
+  static constexpr BackwardPolicy policy = backward_policy(D, Dv, Variant);
   using KeyTile = PanelTile<policy.keys, D>;
+  using ValueTile = PanelTile<policy.keys, Dv>;
   using QueryTile = PanelTile<policy.rows, D>;
+  using DoutTile = PanelTile<policy.rows, Dv>;
   // dS has keys as rows, but with a dense mask or bias it has queries as rows, as in memory.
   using ScoreTile = std::conditional_t<Variant.has_dense(), PanelTile<policy.rows, policy.keys>,
                                        PanelTile<policy.keys, policy.rows>>;
   using Stats = RowStats<policy.rows>;
-  using Partner =
-      PartnerStorage<policy.paired(), policy.keys, policy.rows, policy.takes_turns(D) ? D : D / 2>;
+  using Partner = PartnerStorage<policy.paired(), policy.keys, policy.rows,
+                                 policy.takes_turns(D) ? D : D / 2, policy.score_tiles>;
   // The warp that adds dq to memory orders its additions.
   static constexpr int order_barrier = 1;
   using Semaphore = OrderSemaphore<true, warp_size, order_barrier>;
 
   alignas(1024) std::byte k[KeyTile::bytes];
-  alignas(1024) std::byte v[KeyTile::bytes];
+  alignas(1024) std::byte v[ValueTile::bytes];
   alignas(1024) std::byte q[policy.stages][QueryTile::bytes];
-  alignas(1024) std::byte dout[policy.dout_stages][QueryTile::bytes];
+  alignas(1024) std::byte dout[policy.dout_stages][DoutTile::bytes];
   alignas(1024) std::byte ds[policy.score_tiles][ScoreTile::bytes];
   Partner partner;
   alignas(1024) float dq[policy.dq_tiles()][64 * policy.dq_part_columns(D)];
@@ -106,7 +108,8 @@ struct BackwardStorage {
   Pipeline<policy.stages> q_pipeline;  // q and its stats
   Pipeline<policy.dout_stages> dout_pipeline;
   Pipeline<policy.score_tiles> ds_pipeline;  // with ConsumerSplit::roles or late_dq
-  Pipeline<1> received;  // the partner's dS; ds_pipeline of the partner waits until it is read
+  Pipeline<policy.score_tiles>
+      received;  // the partner's dS; ds_pipeline of the partner waits until it is read
   typename Semaphore::Storage semaphore;
   int order;      // number of the work in the order of additions
   int bounds[2];  // queries that see some key of the block

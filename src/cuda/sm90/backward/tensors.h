@@ -8,13 +8,13 @@
 // Copies of a call's tensors for its main loop.
 namespace flash_dmattn::cuda::sm90 {
 
-// Allocates [B, S, H, D] without gaps in the workspace.
-inline OutputRows dense_rows(const Shape& shape, int seqlen, int heads,
+// Allocates [B, S, H, dim] without gaps in the workspace.
+inline OutputRows dense_rows(const Shape& shape, int seqlen, int heads, int dim,
                              WorkspaceAllocator& workspace) {
   OutputRows rows;
-  rows.row_step = heads * shape.head_dim * 2;
+  rows.row_step = heads * dim * 2;
   rows.row = rows.row_step;
-  rows.head = shape.head_dim * 2;
+  rows.head = dim * 2;
   rows.batch = rows.row * seqlen;
   rows.aligned = true;
   rows.data = workspace.take<std::byte>(rows.batch * shape.batch);
@@ -35,21 +35,21 @@ struct Source {
   CopyRows copy;
   bool copied;
 
-  Source(const Shape& shape, const ConstTensor4& tensor, int seqlen, int heads,
+  Source(const Shape& shape, const ConstTensor4& tensor, int seqlen, int heads, int dim,
          const SourceForm& form)
       : copy{.from = rows_of(tensor),
              .to = {},
              .seqlen = seqlen,
              .heads = heads,
              .batch = shape.batch,
-             .head_dim = shape.head_dim,
+             .head_dim = dim,
              .list = form.list,
              .kept_bits = form.kept_bits,
              .flipped_bits = form.flipped_bits},
         copied(form.changes() || !has_tensor_map(copy.from, seqlen, heads, shape.batch)) {}
 
   void place(const Shape& shape, WorkspaceAllocator& workspace) {
-    if (copied) copy.to = dense_rows(shape, copy.seqlen, copy.heads, workspace);
+    if (copied) copy.to = dense_rows(shape, copy.seqlen, copy.heads, copy.head_dim, workspace);
   }
 
   // The rows that the kernels read.
@@ -69,23 +69,25 @@ struct Source {
 struct Sink {
   OutputRows original;
   OutputRows rows;  // written by the kernels
+  int head_dim;
   bool copied;
 
-  Sink(const OutputRows& to, bool needs_alignment, bool listed) : original(to), rows(to) {
+  Sink(const OutputRows& to, int dim, bool needs_alignment, bool listed)
+      : original(to), rows(to), head_dim(dim) {
     const bool fits = to.data != nullptr && (to.aligned || !needs_alignment);
     copied = listed || (needs_alignment && !fits);
   }
 
   void place(const Shape& main_loop, WorkspaceAllocator& workspace) {
     if (!copied) return;
-    rows = dense_rows(main_loop, main_loop.seqlen_k, main_loop.heads_kv, workspace);
+    rows = dense_rows(main_loop, main_loop.seqlen_k, main_loop.heads_kv, head_dim, workspace);
     if (original.data == nullptr) rows.data = nullptr;
   }
 
   // `shape` is the shape of the call, with all keys.
   void store(const Shape& shape, const ListedKeys& list, cudaStream_t stream) const {
     if (original.data == nullptr || rows.data == original.data) return;
-    const ScatterRows body{rows, original, shape, list};
+    const ScatterRows body{rows, original, shape, head_dim, list};
     for_each(body.items(), body, stream);
   }
 };

@@ -42,8 +42,9 @@ struct UnseenKeys {
       const int item = first + lane_id();
       const int chunk = item % chunks;
       const OutputRows& to = item < chunks ? p.backward.dk : p.backward.dv;
-      if (item >= 2 * chunks || chunk >= p.backward.shape.head_dim / 8 || to.data == nullptr)
-        continue;
+      const Shape& shape = p.backward.shape;
+      const int columns = item < chunks ? shape.head_dim : shape.value_dim;
+      if (item >= 2 * chunks || chunk >= columns / 8 || to.data == nullptr) continue;
       *reinterpret_cast<uint4*>(to.data + batch * to.batch + key * to.row + kv_head * to.head +
                                 chunk * 16) = {0, 0, 0, 0};
     }

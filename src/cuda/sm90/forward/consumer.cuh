@@ -23,6 +23,7 @@ class ForwardConsumer : ConsumerScores<Kernel> {
   using Scores::has_dense_tiles, Scores::has_info;
   using Scores::head_dim, Scores::keys, Scores::warpgroups;
   using typename Scores::Storage, typename Scores::T;
+  static constexpr int value_dim = Kernel::value_dim;
   static constexpr float max_growth = 8;  // in log2: growth of a row's maximum that O tolerates
   // Whether each lane votes by the maximum of its own columns, and a quad compares maxima only when O is rescaled.
   // D 128: 2 % faster. D 64: 4 % slower over lists, level elsewhere.
@@ -125,7 +126,7 @@ class ForwardConsumer : ConsumerScores<Kernel> {
     pack_weights();
     if (rescales_) {
 #pragma unroll
-      for (int i = 0; i < head_dim / 2; ++i) out_[i] *= rescale_[i / 2 % 2];
+      for (int i = 0; i < value_dim / 2; ++i) out_[i] *= rescale_[i / 2 % 2];
     }
   }
 
@@ -183,7 +184,7 @@ class ForwardConsumer : ConsumerScores<Kernel> {
 
   __device__ void clear_out() {
 #pragma unroll
-    for (int i = 0; i < head_dim / 2; ++i) out_[i] = 0;
+    for (int i = 0; i < value_dim / 2; ++i) out_[i] = 0;
   }
 
   // ---- Softmax -------------------------------------------------------------------------------------
@@ -276,7 +277,7 @@ class ForwardConsumer : ConsumerScores<Kernel> {
     }
   }
 
-  float out_[head_dim / 2];
+  float out_[value_dim / 2];
   std::uint32_t weights_[keys / 4];
   float max_[2];
   float sum_[2];  // of this thread's columns

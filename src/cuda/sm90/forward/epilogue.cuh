@@ -30,10 +30,9 @@ struct OutputRow {
 template <class Kernel>
 __device__ inline void store_output(const ForwardKernelParams& params, const WorkTile& work,
                                     const OutputRow (&rows)[2],
-                                    const float (&out)[Kernel::head_dim / 2],
+                                    const float (&out)[Kernel::value_dim / 2],
                                     const float (&sums)[2], const float (&offsets)[2]) {
   using T = typename Kernel::Element;
-  constexpr int D = Kernel::head_dim;
   const ForwardParams& p = params.forward;
   const int lane = static_cast<int>(threadIdx.x) % warp_size;
   const bool empty = !work.has_keys();
@@ -48,7 +47,7 @@ __device__ inline void store_output(const ForwardKernelParams& params, const Wor
                           query * p.out.row + lane % 4 * 16;
     std::uint32_t non_finite = 0;
 #pragma unroll
-    for (int chunk = 0; chunk < D / 8; chunk += 4) {
+    for (int chunk = 0; chunk < Kernel::value_dim / 8; chunk += 4) {
       std::uint32_t words[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -57,7 +56,7 @@ __device__ inline void store_output(const ForwardKernelParams& params, const Wor
         non_finite = add_non_finite<T>(non_finite, words[j]);
       }
       transpose_in_quad(words);
-      const bool stores = exists && chunk + lane % 4 < p.shape.head_dim / 8;
+      const bool stores = exists && chunk + lane % 4 < p.shape.value_dim / 8;
       if constexpr (Kernel::load == KeyLoad::any) {
 #pragma unroll
         for (int i = 0; i < 8; ++i)

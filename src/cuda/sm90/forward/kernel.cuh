@@ -8,11 +8,13 @@
 // Persistent blocks take work tiles from a counter.
 namespace flash_dmattn::cuda::sm90 {
 
-template <class T, int D, ForwardVariant Variant>
+// D columns of q and K, Dv of V.
+template <class T, int D, int Dv, ForwardVariant Variant>
 struct ForwardKernel {
   using Element = T;
   using Params = ForwardKernelParams;
   static constexpr int head_dim = D;
+  static constexpr int value_dim = Dv;
   static constexpr KeyLoad load = Variant.load;
   static constexpr bool has_key_info = Variant.has_key_info;
   static constexpr DenseAccess dense = Variant.dense;
@@ -21,7 +23,7 @@ struct ForwardKernel {
   static constexpr bool overlaps = Variant.overlaps;
   static constexpr bool can_be_short = sm90::can_be_short(Variant);
   static constexpr bool fixes_rows = sm90::fixes_rows(D, Variant);
-  static constexpr ForwardPolicy policy = forward_policy(D, Variant);
+  static constexpr ForwardPolicy policy = forward_policy(D, Dv, Variant);
   static_assert(has_key_info || (load == KeyLoad::tma && dense == DenseAccess::none));
   static_assert(!has_key_info || dense == DenseAccess::tiles || policy.rows() == query_tile_rows);
   static_assert(!shapes || has_key_info);
@@ -38,7 +40,7 @@ struct ForwardKernel {
   static constexpr int producer_barrier = 1;
   static constexpr int first_scheduler_barrier = 2;
 
-  using SharedStorage = ForwardStorage<D, policy, has_key_info, delays>;
+  using SharedStorage = ForwardStorage<D, Dv, policy, has_key_info, delays>;
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
   using Producer =
       std::conditional_t<dense == DenseAccess::tiles, DenseProducer<ForwardKernel>,

@@ -28,12 +28,12 @@ void launch_forward_kernel(ForwardKernelParams params, cudaStream_t stream) {
                                    box_rows, bf16, box_heads);
   }
   if (Kernel::load == KeyLoad::tma) {
-    const auto map = [&](const InputRows& tensor) {
-      return make_tensor_map(tensor, shape.head_dim, shape.seqlen_k, shape.heads_kv, shape.batch,
-                             policy.keys, bf16);
+    const auto map = [&](const InputRows& tensor, int dim) {
+      return make_tensor_map(tensor, dim, shape.seqlen_k, shape.heads_kv, shape.batch, policy.keys,
+                             bf16);
     };
-    params.k_map = map(p.k);
-    params.v_map = map(p.v);
+    params.k_map = map(p.k, shape.head_dim);
+    params.v_map = map(p.v, shape.value_dim);
   }
   if (Kernel::dense == DenseAccess::tiles) {
     const int queries = params.warpgroup_queries();
@@ -74,7 +74,11 @@ void launch_forward(const ForwardChoice& choice, const ForwardParams& p,
   }
   params.two_heads = choice.variant.dense == DenseAccess::tiles && has_two_heads(p);
   dispatch<T, D, forward_variants>(choice, [&]<ForwardVariant Variant>() {
-    launch_forward_kernel<ForwardKernel<T, D, Variant>>(params, stream);
+    constexpr int smallest = smallest_value_dim(D, Variant);
+    if (choice.value_dim == smallest)
+      return launch_forward_kernel<ForwardKernel<T, D, smallest, Variant>>(params, stream);
+    if constexpr (smallest != D)
+      launch_forward_kernel<ForwardKernel<T, D, D, Variant>>(params, stream);
   });
 }
 

@@ -71,6 +71,7 @@ struct TmaProducer : ProducerBase<Kernel> {
   using Storage = typename Base::Storage;
   using Base::keys, Base::p, Base::storage;
   using KeyTile = typename Storage::KeyTile;
+  using ValueTile = typename Storage::ValueTile;
 
   // The coordinates of a key tile.
   struct Place {
@@ -143,23 +144,24 @@ struct TmaProducer : ProducerBase<Kernel> {
     } else {
       mbarrier_arrive_expect(full, KeyTile::bytes);
     }
-    load_tile(p.k_map, shared_address(storage.k[pipeline.stage(n)]), full, at);
+    load_tile<KeyTile>(p.k_map, shared_address(storage.k[pipeline.stage(n)]), full, at);
   }
 
   __device__ void load_v(const Place& at, int n) const {
     auto& pipeline = storage.v_pipeline;
     pipeline.wait_empty(n);
     const std::uint32_t full = pipeline.full_of(n);
-    mbarrier_arrive_expect(full, KeyTile::bytes);
-    load_tile(p.v_map, shared_address(storage.v[pipeline.stage(n)]), full, at);
+    mbarrier_arrive_expect(full, ValueTile::bytes);
+    load_tile<ValueTile>(p.v_map, shared_address(storage.v[pipeline.stage(n)]), full, at);
   }
 
  private:
+  template <class Tile>
   __device__ static void load_tile(const CUtensorMap& map, std::uint32_t tile, std::uint32_t full,
                                    const Place& at) {
 #pragma unroll
-    for (int i = 0; i < KeyTile::panels; ++i) {
-      tma_load(tile + i * KeyTile::panel_bytes, map, full, i * panel_columns, at.key, at.kv_head,
+    for (int i = 0; i < Tile::panels; ++i) {
+      tma_load(tile + i * Tile::panel_bytes, map, full, i * panel_columns, at.key, at.kv_head,
                at.batch);
     }
   }
@@ -178,6 +180,7 @@ struct GatherProducer : ProducerBase<Kernel> {
   using Storage = typename Base::Storage;
   using Base::keys, Base::p, Base::storage;
   using KeyTile = typename Storage::KeyTile;
+  using ValueTile = typename Storage::ValueTile;
   static constexpr bool any_strides = Kernel::load == KeyLoad::any;
   static constexpr int rows_at_once = 16;
   static constexpr int steps = keys / rows_at_once;
@@ -337,7 +340,8 @@ struct GatherProducer : ProducerBase<Kernel> {
   __device__ void load_k(const Source& source, const Indices& at, int visit, int n) const {
     auto& pipeline = storage.k_pipeline;
     pipeline.wait_empty(n);
-    copy_tile<KeyTile>(p.forward.k, source.k, shared_address(storage.k[pipeline.stage(n)]), at.row);
+    copy_tile<KeyTile>(p.forward.k, p.forward.shape.head_dim, source.k,
+                       shared_address(storage.k[pipeline.stage(n)]), at.row);
     load_info(source, at.info, visit, n);
     end_copies(pipeline.full_of(n));
   }
@@ -345,7 +349,8 @@ struct GatherProducer : ProducerBase<Kernel> {
   __device__ void load_v(const std::byte* v, const Indices& at, int n) const {
     auto& pipeline = storage.v_pipeline;
     pipeline.wait_empty(n);
-    copy_tile<KeyTile>(p.forward.v, v, shared_address(storage.v[pipeline.stage(n)]), at.row);
+    copy_tile<ValueTile>(p.forward.v, p.forward.shape.value_dim, v,
+                         shared_address(storage.v[pipeline.stage(n)]), at.row);
     end_copies(pipeline.full_of(n));
   }
 
@@ -361,7 +366,8 @@ struct GatherProducer : ProducerBase<Kernel> {
 #pragma unroll
       for (int i = 0; i < QTile::rows / rows_at_once; ++i)
         row[i] = min(work.row + copy_row() + rows_at_once * i, p.forward.shape.seqlen_q - 1);
-      copy_tile<QTile>(p.forward.q, rows_of_head(p.forward.q, work.batch, work.head),
+      copy_tile<QTile>(p.forward.q, p.forward.shape.head_dim,
+                       rows_of_head(p.forward.q, work.batch, work.head),
                        shared_address(storage.q[pipeline.stage(n)]), row);
       end_copies(pipeline.full_of(n));
     }
@@ -388,12 +394,12 @@ struct GatherProducer : ProducerBase<Kernel> {
     mbarrier_arrive(pipeline.full_of(n));
   }
 
-  // Copies rows; columns from head_dim on become zero. `data` is this thread's chunk of row 0.
+  // Copies rows; columns from `columns` on become zero. `data` is this thread's chunk of row 0.
   template <class Tile, int Steps>
-  __device__ void copy_tile(const InputRows& rows, const std::byte* data, std::uint32_t tile,
-                            const int (&index)[Steps]) const {
+  __device__ void copy_tile(const InputRows& rows, int columns, const std::byte* data,
+                            std::uint32_t tile, const int (&index)[Steps]) const {
     const int chunk = copy_chunk();
-    const int chunks = p.forward.shape.head_dim / 8;
+    const int chunks = columns / 8;
     const std::uint32_t to = tile + Tile::offset(copy_row(), chunk);
     if (any_strides && !rows.aligned) {
 #pragma unroll 1

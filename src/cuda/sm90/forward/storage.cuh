@@ -78,18 +78,19 @@ struct DenseStorage {
 template <class Tile, int KeyStages>
 struct DenseStorage<Tile, 0, KeyStages> {};
 
-template <int D, ForwardPolicy P, bool HasKeyInfo, bool Delays>
+template <int D, int Dv, ForwardPolicy P, bool HasKeyInfo, bool Delays>
 struct ForwardStorage {
   static constexpr int work_stages = P.q_stages;
   // Key info is read after the buffer of K has been released.
   static constexpr int info_stages = 2 * P.stages;
   using QTile = PanelTile<P.rows(), D>;
   using KeyTile = PanelTile<P.keys, D>;
+  using ValueTile = PanelTile<P.keys, Dv>;
   using DenseTile = sm90::DenseTile<P.keys, P.has_mask_bytes>;
 
   alignas(1024) std::byte q[work_stages][QTile::bytes];
   alignas(1024) std::byte k[P.stages][KeyTile::bytes];
-  alignas(1024) std::byte v[P.stages][KeyTile::bytes];
+  alignas(1024) std::byte v[P.stages][ValueTile::bytes];
   DenseStorage<DenseTile, P.dense_stages, info_stages> dense;
   KeyInfoStorage<info_stages, P.keys, HasKeyInfo, Delays> info;
   WorkTile work[work_stages];

@@ -40,7 +40,7 @@ KeyInfo allocate_key_info(const Shape& shape, const ScoreParams& score,
 ForwardWorkspace::ForwardWorkspace(const ForwardChoice& choice, const ForwardParams& p,
                                    int multiprocessors, WorkspaceAllocator& workspace) {
   if (choice.variant.has_key_info) info = allocate_key_info(p.shape, p.score, workspace, {}, true);
-  const int rows = forward_policy(choice.head_dim, choice.variant).rows();
+  const int rows = forward_policy(choice.head_dim, choice.value_dim, choice.variant).rows();
   if (can_be_short(choice.variant) && WorkTile::count(p.shape, rows) <= multiprocessors) return;
   next_work = workspace.take<int>(1);
   needs_fix = workspace.take<std::uint32_t>(1);

@@ -149,16 +149,21 @@ class SlotBlock {
       const std::int64_t row =
           (std::int64_t{work_->part} * 2 + (came_before ? 0 : 1)) * policy.work_keys() +
           Kernel::rank() * policy.keys + slot(H);
-      float* const to = p_.slots.part_sums + row * (2 * head_dim) + lane_id() % 4 * 2;
+      float* const to =
+          p_.slots.part_sums + row * (head_dim + Kernel::value_dim) + lane_id() % 4 * 2;
       (store_part<H>(part, to, sums), ...);
       if constexpr (has_dk) store_if(part && first_lane, p_.slots.part_dbias + row, dbias);
     }
+    (clear_row<H>(on, sums), ...);
+  }
+
+  template <int H, class Sums>
+  static __device__ void clear_row(bool on, const Sums& gradient) {
 #pragma unroll
-    for (int j = 0; j < head_dim / 8; ++j) {
+    for (int j = 0; j < Sums::columns / 8; ++j) {
 #pragma unroll
-      for (int e = 2 * H; e < 2 * H + 2; ++e) {
-        ((sums.sums[4 * j + e] = on ? 0 : sums.sums[4 * j + e]), ...);
-      }
+      for (int e = 2 * H; e < 2 * H + 2; ++e)
+        gradient.sums[4 * j + e] = on ? 0 : gradient.sums[4 * j + e];
     }
   }
 
@@ -175,9 +180,9 @@ class SlotBlock {
     const std::uint32_t limit =
         p_.backward.saturate ? Element<T>::gradient_limit_packed2 : 0x7fff7fffu;
 #pragma unroll
-    for (int chunk = 0; chunk < head_dim / 8; ++chunk) {
+    for (int chunk = 0; chunk < Sums::columns / 8; ++chunk) {
       const float* const two = gradient.sums + 4 * chunk + 2 * H;
-      store_if(on && chunk < p_.backward.shape.head_dim / 8, row + chunk * 16,
+      store_if(on && chunk < gradient.existing_columns(p_.backward.shape) / 8, row + chunk * 16,
                clamp_packed2<T>(pack<T>(two[0] * scale, two[1] * scale), limit));
     }
   }
@@ -187,7 +192,7 @@ class SlotBlock {
   static __device__ void store_part(bool on, float* to, const Sums& gradient) {
     constexpr int first = Sums::is_dk ? 0 : head_dim;
 #pragma unroll
-    for (int j = 0; j < head_dim / 8; ++j) {
+    for (int j = 0; j < Sums::columns / 8; ++j) {
       store_if(on, to + first + 8 * j, gradient.sums[4 * j + 2 * H],
                gradient.sums[4 * j + 2 * H + 1]);
     }

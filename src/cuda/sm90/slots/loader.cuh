@@ -14,6 +14,7 @@ template <class Kernel>
 struct SlotLoader {
   using Storage = typename Kernel::SharedStorage;
   using Tile = typename Storage::KeyTile;
+  using ValueTile = typename Storage::ValueTile;
   static constexpr BackwardPolicy policy = Kernel::policy;
   // The slots of the block, and then those of the other block of a pair.
   static constexpr int slots = policy.work_keys();
@@ -124,8 +125,13 @@ struct SlotLoader {
       const int tensor = (first + lane_id()) / Tile::chunks;
       const int chunk = (first + lane_id()) % Tile::chunks;
       if (tensor > 1) return;
-      copy_chunk(tensor == 0 ? p.backward.k : p.backward.v, work, key, chunk,
-                 shared_address(tensor == 0 ? storage.k : storage.v) + Tile::offset(slot, chunk));
+      const bool is_k = tensor == 0;
+      if (!is_k && chunk >= ValueTile::chunks) continue;
+      const Shape& shape = p.backward.shape;
+      // Both tiles have the same offsets, as their panels have the same rows.
+      copy_chunk(is_k ? p.backward.k : p.backward.v, is_k ? shape.head_dim : shape.value_dim, work,
+                 key, chunk,
+                 shared_address(is_k ? storage.k : storage.v) + Tile::offset(slot, chunk));
     }
   }
 
@@ -134,13 +140,14 @@ struct SlotLoader {
     constexpr int panel_chunks = panel_columns / 8;
     const int chunk = lane_id();
     if (chunk >= Tile::chunks) return;
-    copy_chunk(p.backward.k, work, key, Kernel::first_partner_panel() * panel_chunks + chunk,
+    copy_chunk(p.backward.k, p.backward.shape.head_dim, work, key,
+               Kernel::first_partner_panel() * panel_chunks + chunk,
                shared_address(storage.partner.k) + Tile::offset(row, chunk));
   }
 
-  __device__ void copy_chunk(const InputRows& source, const BackwardWork& work, int key, int chunk,
-                             std::uint32_t to) const {
-    const bool valid = key >= 0 && chunk < p.backward.shape.head_dim / 8;
+  __device__ void copy_chunk(const InputRows& source, int columns, const BackwardWork& work,
+                             int key, int chunk, std::uint32_t to) const {
+    const bool valid = key >= 0 && chunk < columns / 8;
     const std::byte* const from = source.data + work.batch * source.batch +
                                   work.kv_head * source.head +
                                   static_cast<std::int64_t>(max(key, 0)) * source.row_step;

@@ -31,7 +31,7 @@ struct PrepareSlotRecords {
 
 // Adds the fp32 parts of a key that cuts divide, in the order of query tiles. A warp computes a slot of the part in
 // which the slot's key arrives and at whose end the key stays.
-template <class T, int D>
+template <class T, int D, int Dv>
 struct AddSlotParts {
   using Params = BackwardKernelParams;
   struct SharedStorage {};
@@ -39,8 +39,8 @@ struct AddSlotParts {
   static constexpr int warps = threads / warp_size;
   static constexpr int min_blocks = 1;
   static constexpr int work_slots =
-      backward_policy(D, {.placement = KeyPlacement::slots}).work_keys();
-  static constexpr int columns = 2 * D;  // dk, then dv
+      backward_policy(D, Dv, {.placement = KeyPlacement::slots}).work_keys();
+  static constexpr int columns = D + Dv;  // dk, then dv
   static constexpr int lane_columns = 4 * warp_size;
   static constexpr int steps = ceil_div(columns, lane_columns);  // with four columns per lane
 
@@ -142,12 +142,15 @@ struct AddSlotParts {
                                const Sums& sums) {
     const BackwardParams& p = params.backward;
     for (int i = 0; i < steps; ++i) {
-      const int column = (lane_id() + i * warp_size) * 4;
-      const OutputRows& to = column < D ? p.dk : p.dv;
-      const float scale = column < D ? p.score.scale : 1;
-      if (!has_columns(i) || to.data == nullptr || column % D >= p.shape.head_dim) continue;
+      const int place = (lane_id() + i * warp_size) * 4;
+      const bool is_dk = place < D;
+      const int column = is_dk ? place : place - D;
+      const OutputRows& to = is_dk ? p.dk : p.dv;
+      const float scale = is_dk ? p.score.scale : 1;
+      const int existing = is_dk ? p.shape.head_dim : p.shape.value_dim;
+      if (!has_columns(i) || to.data == nullptr || column >= existing) continue;
       *reinterpret_cast<uint2*>(to.data + work.batch * to.batch + key * to.row +
-                                work.kv_head * to.head + column % D * 2) = {
+                                work.kv_head * to.head + column * 2) = {
           pack_gradient<T>(sums.row[i].x * scale, sums.row[i].y * scale, p.saturate),
           pack_gradient<T>(sums.row[i].z * scale, sums.row[i].w * scale, p.saturate)};
     }
