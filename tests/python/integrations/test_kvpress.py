@@ -219,11 +219,11 @@ def test_kept_keys_and_next_logits_are_those_of_kvpress(family, name, kvpress, t
 
 
 @pytest.mark.parametrize("decoding", [True, False])
+@pytest.mark.parametrize(("name", "threshold"), [("KnormPress", -2.5), ("KVzapPress", 0.0)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_thresholds_equal_kvpress(family, decoding, kvpress, their_steps):
-    press = kvpress.DMSPress(
-        kvpress.KnormPress(), threshold=-2.5, sliding_window_size=5, decoding=decoding
-    )
+def test_thresholds_equal_kvpress(family, name, threshold, decoding, kvpress, their_steps):
+    press = make_press(kvpress, name)
+    press = kvpress.DMSPress(press, threshold, sliding_window_size=5, decoding=decoding)
     ids = distinct_ids(PROMPT + NEW)
     theirs = make_base(family)
     theirs.set_attn_implementation("sdpa")
