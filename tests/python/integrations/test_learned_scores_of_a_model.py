@@ -158,6 +158,24 @@ def test_adapter_files_hold_the_scores(tmp_path):
         assert torch.equal(written, adapted.generate(ids, **options))
 
 
+def test_scores_of_an_adapted_model_are_saved_for_any_model(tmp_path):
+    """Those that its adapter trains, not those that PEFT keeps of before."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["scorer"])
+    adapted, ids = peft.get_peft_model(make_scored(), config), make_ids()
+    before = adapted(ids).logits
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if parameter.requires_grad and "scorer" in name:
+                parameter.normal_()
+    save_scores(adapted, tmp_path)
+    expected = adapted(ids).logits
+    assert not torch.allclose(expected, before)
+    torch.testing.assert_close(load_scores(make_base(), tmp_path)(ids).logits, expected)
+    again = peft.get_peft_model(make_scored(), config)
+    torch.testing.assert_close(load_scores(again, tmp_path)(ids).logits, expected)
+
+
 def test_scores_are_added_to_an_adapted_model():
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(make_base(), peft.LoraConfig(target_modules=["q_proj"]))

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from ...config_rules import CONFIG_NAME, LearnedScores
 from ...scorers import Scorer
 from .add import add_learned_scores, scored_layers
+from .layers import ScoredAttention
 
 _TENSORS, _RULE = "learned_scores.safetensors", "learned_scores.json"
 _PART = "scorer"  # the name of a layer's scorer in the names of its parameters
@@ -31,7 +32,7 @@ def save_scores(model: nn.Module, folder: str | Path) -> None:
     tensors = {
         f"{layer.layer_idx}.{name}": _whole(tensor.detach()).contiguous()
         for layer in layers
-        for name, tensor in layer.scorer.state_dict().items()
+        for name, tensor in _scorer_in_use(layer).state_dict().items()
     }
     is_distributed = distributed.is_available() and distributed.is_initialized()
     if not is_distributed or distributed.get_rank() == 0:
@@ -79,8 +80,14 @@ def load_scores(model: nn.Module, folder: str | Path, scorer: Scorer | None = No
             for name, tensor in tensors.items()
             if name.startswith(prefix)
         }
-        layer.scorer.load_state_dict(own)
+        _scorer_in_use(layer).load_state_dict(own)
     return model
+
+
+def _scorer_in_use(layer: ScoredAttention) -> nn.Module:
+    """The scorer of a layer; of one that PEFT has wrapped, for `modules_to_save`, the one that the active adapter trains."""
+    copies = getattr(layer.scorer, "modules_to_save", None)
+    return layer.scorer if copies is None else copies[layer.scorer.active_adapters[0]]
 
 
 def _whole(tensor: Tensor) -> Tensor:
