@@ -159,7 +159,7 @@ def test_adapter_files_hold_the_scores(tmp_path):
 
 
 def test_scores_of_an_adapted_model_are_saved_for_any_model(tmp_path):
-    """Those that its adapter trains, not those that PEFT keeps of before."""
+    """The files have what its adapter trains, not what PEFT keeps of before."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["scorer"])
     adapted, ids = peft.get_peft_model(make_scored(), config), make_ids()
