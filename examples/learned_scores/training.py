@@ -50,6 +50,7 @@ class ScoreTrainer(Trainer):
     def __init__(self, *args, schedule: Schedule, distils: bool = True, **kwargs):
         super().__init__(*args, **kwargs)
         self.schedule, self.distils = schedule, distils
+        self.model_accepts_loss_kwargs = False  # losses are means, which accumulated steps divide
         self.parts: dict[str, float] = {}  # of the last step's loss, for the log
 
     def compute_loss(

@@ -1,4 +1,4 @@
-"""Scores that two processes train by transformers' Trainer, under DDP and under FSDP2 by accelerate, are those of one process."""
+"""Scores that transformers' Trainer trains in accumulated steps or over two processes (DDP, FSDP2 by accelerate) equal those of one."""
 
 import os
 
@@ -21,7 +21,7 @@ TINY = [
 ]  # fmt: skip
 
 
-def scores_after_training(folder, batch):
+def scores_after_training(folder, batch, **options):
     """The losses of every step and the scorers, of a training without anything random."""
     from transformers import TrainingArguments
 
@@ -34,11 +34,12 @@ def scores_after_training(folder, batch):
     arguments = TrainingArguments(
         str(folder), use_cpu=True, max_steps=STEPS, per_device_train_batch_size=batch, logging_steps=1, report_to=[],
         save_strategy="no", learning_rate=1e-2, lr_scheduler_type="constant", disable_tqdm=True, remove_unused_columns=False,
+        **options,
     )  # fmt: skip
     trainer = ScoreTrainer(
         model=model,
         args=arguments,
-        train_dataset=[{"input_ids": row} for row in make_ids(batch=8 * BATCH)],
+        train_dataset=[{"input_ids": row, "labels": row} for row in make_ids(batch=8 * BATCH)],
         schedule=Schedule(soft=0.5, weight=0.0, temperature=None),
     )
     trainer.train()
@@ -96,3 +97,9 @@ def test_scores_of_two_processes_are_those_of_one(way, tmp_path):
     losses, scores, _ = scores_after_training(tmp_path / "one", BATCH)
     assert len(losses) == STEPS and losses[0] > 0
     run_in_processes(2, compare_with_one, tmp_path, way, losses, scores)
+
+
+def test_accumulated_steps_are_those_of_a_larger_batch(tmp_path):
+    expected = scores_after_training(tmp_path / "one", BATCH)[:2]
+    found = scores_after_training(tmp_path / "two", BATCH // 2, gradient_accumulation_steps=2)[:2]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
