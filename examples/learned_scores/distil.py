@@ -100,6 +100,7 @@ def training_arguments(options: argparse.Namespace, recipe: str) -> TrainingArgu
         lr_scheduler_type="cosine",
         warmup_steps=max(1, options.steps // 50),
         max_grad_norm=1.0,
+        gradient_checkpointing=options.gradient_checkpointing,
         logging_steps=max(1, options.steps // 50),
         save_steps=max(1, options.steps // 4),
         save_total_limit=1,
@@ -222,6 +223,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--share", type=float, default=1 / 8, help="of old keys, at the end")
     add("--steps", type=int, default=400, help="of the scores' training")
     add("--batch", type=int, default=8, help="texts of a step")
+    add("--gradient-checkpointing", action="store_true", help="layers run again for the backward")
     add("--rate", type=float, default=1e-2, help="the largest learning rate")
     add("--seed", type=int, default=0)
     add("--resume", action="store_true", help="from the last checkpoint")

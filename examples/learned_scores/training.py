@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +49,12 @@ class ScoreTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.schedule, self.distils = schedule, distils
         self.model_accepts_loss_kwargs = False  # losses are means, which accumulated steps divide
+        checkpointing = self.args.gradient_checkpointing_kwargs or {}
+        if self.args.gradient_checkpointing and checkpointing.get("use_reentrant"):
+            raise ValueError(
+                "gradient_checkpointing_kwargs: got use_reentrant=True, expected False: the term of the budget would have no gradient"
+            )
+        self.watched: WatchedScores | None = None  # of the last step
         self.parts: dict[str, float] = {}  # of the last step's loss, for the log
 
     def compute_loss(
@@ -66,14 +70,14 @@ class ScoreTrainer(Trainer):
                 teacher = model(**without_labels(inputs)).logits
         set_score_phase(base, phase)
         window = rule_of(base).recent_window
-        temperature = self.schedule.temperature if phase == "soft" else None
-        with scores_of_layers(base, temperature) as scores:
-            if self.distils:
-                outputs = model(**without_labels(inputs))
-                loss = divergence(outputs.logits, teacher, inputs.get("attention_mask"))
-            else:
-                outputs = model(**inputs)
-                loss = outputs.loss
+        self._watch(base, self.schedule.temperature if phase == "soft" else None)
+        if self.distils:
+            outputs = model(**without_labels(inputs))
+            loss = divergence(outputs.logits, teacher, inputs.get("attention_mask"))
+        else:
+            outputs = model(**inputs)
+            loss = outputs.loss
+        scores = self.watched.end_forward()
         self.parts = {"own_loss": loss.item(), "hard": float(phase == "hard")}
         if phase == "soft":
             share = share_of_old_keys(scores, window)
@@ -81,6 +85,18 @@ class ScoreTrainer(Trainer):
             self.parts["kept_share"] = share.mean().item()
             loss = loss + self.schedule.weight * over.square().mean()
         return (loss, outputs) if return_outputs else loss
+
+    def _watch(self, model: nn.Module | None, temperature: float | None = None) -> None:
+        """Watches the scores of a model until the next call: in the backward pass checkpointed layers run again."""
+        if self.watched is not None:
+            self.watched.remove()
+        self.watched = None if model is None else WatchedScores(model, temperature)
+
+    def train(self, *args, **kwargs):
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._watch(None)
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         super().log({**logs, **self.parts}, *args, **kwargs)
@@ -102,25 +118,30 @@ def divergence(student: Tensor, teacher: Tensor, mask: Tensor | None) -> Tensor:
     return each.mean() if mask is None else (each * mask).sum() / mask.sum()
 
 
-@contextmanager
-def scores_of_layers(model: nn.Module, temperature: float | None = None) -> Iterator[list[Tensor]]:
-    """Within it, the list fills with the scores [B, Hkv, S] of the layers that run.
+class WatchedScores:
+    """The scores [B, Hkv, S] of the layers of a model in a forward pass. temperature: layers get `stochastic_gates` instead, in
+    the forward pass and wherever they run before `remove`."""
 
-    temperature: layers get `stochastic_gates` instead.
-    """
-    found: list[Tensor] = []
+    def __init__(self, model: nn.Module, temperature: float | None):
+        self.temperature, self.is_forward = temperature, True
+        self.scores: list[Tensor] = []
+        scorers = [m for name, m in model.named_modules() if name.endswith(".scorer")]
+        self.hooks = [scorer.register_forward_hook(self._see) for scorer in scorers]
 
-    def remember(scorer: nn.Module, args: tuple, scores: Tensor) -> Tensor | None:
-        found.append(scores)
-        return None if temperature is None else stochastic_gates(scores, temperature)
+    def _see(self, scorer: nn.Module, args: tuple, scores: Tensor) -> Tensor | None:
+        if self.is_forward:
+            self.scores.append(scores)
+        return None if self.temperature is None else stochastic_gates(scores, self.temperature)
 
-    scorers = [m for name, m in model.named_modules() if name.endswith(".scorer")]
-    hooks = [scorer.register_forward_hook(remember) for scorer in scorers]
-    try:
-        yield found
-    finally:
-        for hook in hooks:
+    def end_forward(self) -> list[Tensor]:
+        """The scores of all layers, in their order."""
+        self.is_forward = False
+        return self.scores
+
+    def remove(self) -> None:
+        for hook in self.hooks:
             hook.remove()
+        self.scores = []
 
 
 def stochastic_gates(scores: Tensor, temperature: float) -> Tensor:

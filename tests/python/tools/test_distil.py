@@ -51,7 +51,8 @@ def test_recipes_of_a_whole_model_are_refused(tmp_path, capsys):
 
 
 def test_whole_model_trains_by_its_own_loss(tmp_path):
-    results = distil.main([*TINY, "--train", "all", "--steps", "4", "--output", str(tmp_path)])
+    options = ["--train", "all", "--gradient-checkpointing", "--steps", "4"]
+    results = distil.main([*TINY, *options, "--output", str(tmp_path)])
     assert all(row["own_loss"] > 1 for row in results["log"] if "own_loss" in row)
 
 

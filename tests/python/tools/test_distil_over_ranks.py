@@ -21,8 +21,8 @@ TINY = [
 ]  # fmt: skip
 
 
-def scores_after_training(folder, batch, **options):
-    """The losses of every step and the scorers, of a training without anything random."""
+def scores_after_training(folder, batch, temperature=None, weight=0.0, **options):
+    """The losses of every step and the scorers, of a training without anything random by default."""
     from transformers import TrainingArguments
 
     from flash_dmattn.integrations.transformers import save_scores
@@ -40,7 +40,7 @@ def scores_after_training(folder, batch, **options):
         model=model,
         args=arguments,
         train_dataset=[{"input_ids": row, "labels": row} for row in make_ids(batch=8 * BATCH)],
-        schedule=Schedule(soft=0.5, weight=0.0, temperature=None),
+        schedule=Schedule(soft=0.5, weight=weight, temperature=temperature),
     )
     trainer.train()
     save_scores(model, folder)
@@ -103,3 +103,15 @@ def test_accumulated_steps_are_those_of_a_larger_batch(tmp_path):
     expected = scores_after_training(tmp_path / "one", BATCH)[:2]
     found = scores_after_training(tmp_path / "two", BATCH // 2, gradient_accumulation_steps=2)[:2]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_checkpointed_layers_draw_the_same_gates_again(tmp_path):
+    drawn = {"temperature": 0.1, "weight": 4.0}
+    expected = scores_after_training(tmp_path / "whole", BATCH, **drawn)[:2]
+    options = {"gradient_checkpointing": True}
+    *found, model = scores_after_training(tmp_path / "parts", BATCH, **drawn, **options)
+    torch.testing.assert_close(tuple(found), expected, rtol=1e-4, atol=1e-5)
+    assert not any(m._forward_hooks for name, m in model.named_modules() if "scorer" in name)
+    with pytest.raises(ValueError, match="^gradient_checkpointing_kwargs: got use_reentrant=True"):
+        options["gradient_checkpointing_kwargs"] = {"use_reentrant": True}
+        scores_after_training(tmp_path / "reentrant", BATCH, **drawn, **options)
