@@ -70,9 +70,13 @@ class Model:
         heads = share * n * self.head_dim * 2
 
         def both_ways(hops, parts: int) -> tuple[list[Hop], list[Hop]]:
-            """hops: of the bytes of a row; a note is in as many parts as share a head, and its gradient is half of it."""
+            """hops: of the bytes of a row; a note is in as many parts as share a head, and its gradient is half of it. Sums that return to
+            their owner are in float32."""
             notes = max(1, parts // self.heads_kv) * self.heads_kv * NOTE
-            return hops(self.row() + notes), hops(self.row() + notes / 2)[::-1]
+            sums, *partial = hops(self.row() + notes / 2)
+            if partial:
+                sums = hops(2 * self.row() + notes / 2)[0]
+            return hops(self.row() + notes), [*reversed(partial), sums]
 
         return {
             "all keys (ring, all-gather)": ([ring], [ring]),

@@ -55,9 +55,9 @@ def add(run: Ranks, row: dict) -> None:
     run.add(row)
 
 
-def options_of(length: int, **changes) -> argparse.Namespace:
+def options_of(length: int, is_compiled: bool, **changes) -> argparse.Namespace:
     words = [f"--{name}={value}" for name, value in {**SIZES, "seq-len": length, **changes}.items()]
-    return long_context.parse([*words, "--checkpoint"])
+    return long_context.parse([*words, "--checkpoint", *["--compile"] * is_compiled])
 
 
 def title(what: str, length: int) -> str:
@@ -94,8 +94,7 @@ def kernel_ms(step) -> dict[str, float]:
 
 
 def measure(run: Ranks, lengths: list[int], is_compiled: bool) -> None:
-    options = options_of(max(lengths))
-    options.compile = is_compiled
+    options = options_of(max(lengths), is_compiled)
     mesh, device = long_context.make_mesh(options)
     trainee = long_context.make_trainee(options, mesh, device)
     # Otherwise all scores tie. With larger A exponents reach 8.6, from which on a GPU computes gradients in double.
@@ -163,10 +162,11 @@ def one_length(run: Ranks, step, mesh) -> dict:
     }
 
 
-def losses(run: Ranks, steps: int) -> None:
+def losses(run: Ranks, steps: int, is_compiled: bool) -> None:
     """The losses of the same batches on whole sequences and on pieces."""
     for ranks in (1, run.size):
-        options = options_of(LOSS_LENGTH, steps=steps, cp=ranks, batch=LOSS_BATCH)
+        torch._dynamo.reset()
+        options = options_of(LOSS_LENGTH, is_compiled, steps=steps, cp=ranks, batch=LOSS_BATCH)
         found = long_context.train(options)
         parts = {f"step {step['step']}": step["loss"] for step in found}
         case = title(f"losses of {LOSS_BATCH} sequences", LOSS_LENGTH)
@@ -185,7 +185,7 @@ def main() -> None:
     if options.lengths:
         measure(run, options.lengths, not options.eager)
     if options.losses and run.has(25):
-        losses(run, options.losses)
+        losses(run, options.losses, not options.eager)
     run.finish()
 
 

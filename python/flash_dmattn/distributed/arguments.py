@@ -139,6 +139,7 @@ class Call(NamedTuple):
             "documents": hash(documents),
             "attn_bias": (self.bias is not None) + self.bias_is_score,
             "exchange": list(EXCHANGES.values()).index(type(self.exchange)),
+            "nonfinite": int(self.border.saturate),
             "requires_grad": rows_learn + 2 * bias_learns,
         }
 

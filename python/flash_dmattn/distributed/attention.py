@@ -151,7 +151,7 @@ def begin(
     headroom: key and value begin with `boundary_places` uninitialised rows, into which the keys of other ranks are written:
         [B, places + n, Hkv, D]. Without headroom, own keys are copied after such rows.
     exchange: "direct", one collective and up to (R - 1) keep_window_size rows; "two_hops", two collectives and fewer than
-        2 keep_window_size rows; "nodes", three collectives, one of them between hosts, of a part of keep_window_size rows for each
+        2 keep_window_size rows (backward 3); "nodes", three collectives, one of them between hosts, of a part of keep_window_size rows for each
         later host. "auto" takes the first for two ranks, the third for 2 to 2 g hosts of g > 2 ranks (as torchrun's
         LOCAL_WORLD_SIZE tells), else the second.
     nonfinite: as in flash_dmattn_func, for `attend` too.

@@ -136,7 +136,7 @@ class Direct:
         W, rank = self.border.places, self.wire.rank
         if rank == 0:
             none = torch.full((P, W), -1, device=rows.device)
-            return rows.new_zeros((P, W, columns)), no_key(notes).expand(P, W, -1), none
+            return rows.new_zeros(()).expand(P, W, columns), no_key(notes).expand(P, W, -1), none
         notes, rows = map(_in_one_row, found)
         if rank == 1:  # who sees all winners of the one before
             missing = W - c
@@ -235,13 +235,11 @@ class TwoHops:
             total = _zeros_for(met, size * c)
             for rank in range(1, size):
                 _add_rows(total, met[rank], route[rank])
-            total = total[:, :-1].unflatten(1, (size, c)).transpose(0, 1)
-            totals.append(self.border.rounded(total, met.dtype))
-        found = swap(*totals)
-        return [
-            _widen_values(parts.join(part, g.shape[2]))
-            for part, g in zip(found, gradients, strict=True)
-        ]
+            totals.append(total[:, :-1].unflatten(1, (size, c)).transpose(0, 1))
+        found = swap(
+            *totals
+        )  # in float32: one rounding more would be a third of the distance from one process
+        return [parts.join(part, g.shape[2]) for part, g in zip(found, gradients, strict=True)]
 
 
 class Nodes:
@@ -302,13 +300,8 @@ class Nodes:
         for total, more in zip(totals, of_later, strict=False):
             for gradient in more:
                 _add_rows(total, gradient, summary)
-        totals = (total[:, :-1].unflatten(1, (size, c)).transpose(0, 1) for total in totals)
-        dtypes = [g.dtype for g in gradients]
-        found = swap(*(self.border.rounded(t, d) for t, d in zip(totals, dtypes, strict=True)))
-        return [
-            _widen_values(parts.join(part, g.shape[2]))
-            for part, g in zip(found, gradients, strict=True)
-        ]
+        found = swap(*(t[:, :-1].unflatten(1, (size, c)).transpose(0, 1) for t in totals))
+        return [parts.join(part, g.shape[2]) for part, g in zip(found, gradients, strict=True)]
 
 
 def _zeros_for(met: Tensor, candidates: int) -> Tensor:

@@ -85,9 +85,10 @@ def _winners(
         notes = no_key(scores.new_empty(1 + len(columns))).expand(batch, heads, c, -1)
         return in_front.expand(batch, heads, c), rows, notes
     found = _chosen(scores, call)
-    places = torch.where(found < 0, in_front, found + W)
+    missing = found < 0
+    places = torch.where(missing, in_front, found + W)
     rows = torch.cat([take_rows(key, places), take_rows(value, places)], -1)
-    positions = torch.where(found < 0, -1, found + call.border.shards.begin())
+    positions = torch.where(missing, -1, found + call.border.shards.begin())
     score, *bias = (column.gather(-1, places).view(torch.int32) for column in columns)
     return places, rows, torch.stack([score, positions.int(), *bias], -1)
 
@@ -130,17 +131,19 @@ def _behind(values: Tensor, places: int, filler: float) -> Tensor:
 
 
 def _index(rows: Tensor, places: Tensor) -> Tensor:
-    """The index [B, c, H, D] of places [B, H, c] for gather and scatter along the rows of [B, L, H, D]."""
-    return places.transpose(1, 2)[..., None].expand(-1, -1, -1, rows.shape[3])
+    """The index [B, H, c, D] of places [B, H, c] for gather and scatter along the keys of [B, H, L, D]."""
+    return places[..., None].expand(-1, -1, -1, rows.shape[3])
 
 
 def take_rows(rows: Tensor, places: Tensor) -> Tensor:
     """[B, H, c, D] of rows [B, L, H, D]."""
-    return rows.gather(1, _index(rows, places)).transpose(1, 2)
+    rows = rows.transpose(1, 2)
+    return rows.gather(2, _index(rows, places))
 
 
 def _add(rows: Tensor, places: Tensor, more: Tensor, border: Border) -> None:
     """Adds float32 [B, H, c, D] to rows [B, L, H, D] at places, none of which occurs twice."""
+    rows = rows.transpose(1, 2)
     index = _index(rows, places)
-    total = rows.gather(1, index) + more.transpose(1, 2)  # float32
-    rows.scatter_(1, index, border.rounded(total, rows.dtype))
+    total = rows.gather(2, index) + more  # float32
+    rows.scatter_(2, index, border.rounded(total, rows.dtype))

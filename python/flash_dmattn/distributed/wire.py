@@ -21,7 +21,7 @@ CHECKED_CALLS = (
 # Ranks compare these numbers of a call.
 COMPARED = (
     "batch", "heads", "head_dim", "value_dim", "dtype", "lengths", "keep_window_size", "rule", "documents", "attn_bias",
-    "exchange", "requires_grad",
+    "exchange", "nonfinite", "requires_grad",
 )  # fmt: skip
 # Its name from torch 2.13 on, and before.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -169,10 +169,22 @@ def wire_of(group) -> Wire:
         raise TypeError(
             f"group: got {type(group).__name__}, expected a ProcessGroup or a DeviceMesh that this rank is in"
         )
+    if torch.compiler.is_compiling():
+        _meet_while_compiling(group.group_name)
+    return _known_wire(group)
+
+
+def _known_wire(group: ProcessGroup) -> Wire:
     wire = _wires.get(group)
     if wire is None:
         wire = _wires[group] = Wire(group)
     return wire
+
+
+@torch.compiler.assume_constant_result
+def _meet_while_compiling(name: str) -> None:
+    """Where compiled code is the first to use a group, its ranks meet now. By name, as there a group may be a fake of itself."""
+    _known_wire(dist.distributed_c10d._resolve_process_group(name))
 
 
 def exchanged_bytes(group) -> Traffic:

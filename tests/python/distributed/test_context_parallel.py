@@ -49,7 +49,7 @@ def surroundings(rank, count):
         device_mesh_is_a_group,
         decoding_goes_on_from_the_last_border,
         borders_of_documents_are_empty_or_go_on,
-        sixteen_bits_stay_within_twice_the_error,
+        sixteen_bits_round_once_more_than_one_process,
         ranks_that_disagree_raise_everywhere,
         one_rank_with_an_error_raises_everywhere,
         a_batch_is_cut_and_gathered,
@@ -91,16 +91,19 @@ def two_steps_with_headroom(rank, count):
         scores = s[..., rows].clone().requires_grad_()
         keys = piece[1:]
         if headroom:
-            front = torch.full((2, W, 2, 16), torch.nan)
-            keys = [torch.cat([front, t], 1) for t in keys]
+            fronts = [torch.full((2, W, 2, 16), torch.nan).requires_grad_() for _ in keys]
+            keys = [torch.cat(parts, 1) for parts in zip(fronts, keys, strict=True)]
         pending = begin(
             *keys, scores, group=dist.group.WORLD, keep_window_size=17, headroom=headroom
         )
         if headroom:
             assert pending.key.data_ptr() == keys[0].data_ptr()
         out = attend(piece[0], pending)
-        results.append([out, *torch.autograd.grad(out, [*piece, scores], do[:, rows])])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        inputs = [*piece, scores, *(fronts if headroom else [])]
+        results.append([out, *torch.autograd.grad(out, inputs, do[:, rows])])
+    *of_headroom, dkeys, dvalues = results.pop()
+    assert not dkeys.any() and not dvalues.any()  # a norm of all rows would add them to its own
+    assert all(torch.equal(a, b) for a, b in zip(results[0], of_headroom, strict=True))
     at_once = context_parallel_dmattn(
         *(t[:, rows] for t in (q, k, v)), s[..., rows], group=dist.group.WORLD, keep_window_size=17
     )
@@ -163,7 +166,7 @@ def borders_of_documents_are_empty_or_go_on(rank, count):
     assert (cache.counts[..., 0] == min(tokens, 17)).all()
 
 
-def sixteen_bits_stay_within_twice_the_error(rank, count):
+def sixteen_bits_round_once_more_than_one_process(rank, count):
     from flash_dmattn import flash_dmattn_func
     from flash_dmattn.distributed import context_parallel_dmattn
 
@@ -191,7 +194,7 @@ def sixteen_bits_stay_within_twice_the_error(rank, count):
             ours, theirs = (t.double() - wanted[part] for t in (actual, one[part]))
             atol = 2**-8 * wanted.abs().max()
             assert ours.abs().max() <= 2 * theirs.abs().max() + atol
-            assert ours.abs().mean() <= 2 * theirs.abs().mean()
+            assert ours.abs().mean() <= 1.6 * theirs.abs().mean()
 
 
 def ranks_that_disagree_raise_everywhere(rank, count):
@@ -288,9 +291,9 @@ def bytes_are_those_of_the_formula(rank, count):
     from flash_dmattn.distributed import context_parallel_dmattn, exchanged_bytes
 
     q, k, v, do, s, rows = whole_and_piece(rank, count, batch=1)
-    row, note, w, heads = 2 * 16 * 4, 8, 17, 2
+    row, note, w, heads = 2 * 16 * 2, 8, 17, 2
     for exchange in ("direct", "two_hops"):
-        piece = [t[:, rows].clone().requires_grad_() for t in (q, k, v)]
+        piece = [t[:, rows].bfloat16().requires_grad_() for t in (q, k, v)]
         scores = s[..., rows].clone().requires_grad_()
         before = exchanged_bytes(dist.group.WORLD)
         out = context_parallel_dmattn(
@@ -302,7 +305,7 @@ def bytes_are_those_of_the_formula(rank, count):
             check=False,
         )
         middle = exchanged_bytes(dist.group.WORLD)
-        torch.autograd.grad(out, [*piece, scores], do[:, rows])
+        torch.autograd.grad(out, [*piece, scores], do[:, rows].bfloat16())
         after = exchanged_bytes(dist.group.WORLD)
         state = w * heads * row
         if exchange == "direct":
@@ -316,7 +319,7 @@ def bytes_are_those_of_the_formula(rank, count):
             share = 2 * (count - 1) / count
             expected = (
                 share * (state + copies * w * heads * note),
-                share * (state + copies * w * heads * 4),
+                share * (1.5 * state + copies * w * heads * 4),  # sums return in float32
             )
             calls = 2
         for found, wanted in zip((middle, after), expected, strict=True):
@@ -408,14 +411,13 @@ def compiled(rank, backend):
     from flash_dmattn.distributed import attend, begin, context_parallel_dmattn
 
     q, k, v, do, s, rows = whole_and_piece(rank, 2)
+    group = dist.new_group()  # which compiled code is the first to use
 
     def at_once(q, k, v, s, **options):
-        return context_parallel_dmattn(
-            q, k * 2, v, s, group=dist.group.WORLD, keep_window_size=17, **options
-        )
+        return context_parallel_dmattn(q, k * 2, v, s, group=group, keep_window_size=17, **options)
 
     def in_two_steps(q, k, v, s):
-        pending = begin(k * 2, v, s, group=dist.group.WORLD, keep_window_size=17, recent_window=5)
+        pending = begin(k * 2, v, s, group=group, keep_window_size=17, recent_window=5)
         return attend(q, pending)
 
     def in_documents(q, k, v, s):
@@ -426,7 +428,7 @@ def compiled(rank, backend):
     for layer in layers:
         results = []
         run_compiled = torch.compile(layer, fullgraph=True, backend=backend)
-        for run in (layer, run_compiled, run_compiled):
+        for run in (run_compiled, layer, run_compiled):
             leaves = [t[:, rows].clone().requires_grad_() for t in (q, k, v)]
             leaves.append(s[..., rows].clone().requires_grad_())
             is_again = len(results) == 2  # the same code

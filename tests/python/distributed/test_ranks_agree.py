@@ -26,6 +26,7 @@ OF_LAST_RANK = {
     "keep_window_size": {"keep_window_size": 5},
     "rule": {"recent_competes": False},
     "exchange": {"exchange": "direct"},
+    "nonfinite": {"nonfinite": "propagate"},
     "documents": {"cu_seqlens": [0, 9, RANKS * N]},
 }
 
