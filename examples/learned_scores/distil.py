@@ -155,6 +155,10 @@ def main(arguments: list[str] | None = None) -> dict:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
         ids = tokenizer(options.text.read_text(), return_tensors="pt").input_ids[0]
         kept_back = max(2 * options.length, len(ids) // 10)
+        if len(ids) < kept_back + options.length:
+            raise ValueError(
+                f"--text: got {len(ids)} tokens, expected {3 * options.length} or more, 3 texts of --length"
+            )
         texts = TokenTexts(ids[:-kept_back], options.length)
         held_out, digits = held_out_tokens(
             ids[-kept_back:], tokenizer, options.length, options.tests
@@ -237,6 +241,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--output", type=Path, default=Path("build/learned_scores"), help="a folder")
     options = parser.parse_args(arguments)
+    if (options.model is None) != (options.text is None):
+        parser.error("--model and --text: got one without the other, expected both or neither")
     if options.train == "all" and len(options.recipes) > 1:
         parser.error(
             "--recipes: got several with --train all, expected one, which changes the base"

@@ -44,10 +44,13 @@ def test_distillation_ends_with_scores_and_curves_and_goes_on(tmp_path, capsys):
     assert [row["step"] for row in again["log"] if "own_loss" in row][:8] == list(range(1, 9))
 
 
-def test_recipes_of_a_whole_model_are_refused(tmp_path, capsys):
+def test_options_that_do_not_go_together_are_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         distil.main([*TINY, "--train", "all", "--recipes", "learned", "without_budget"])
     assert "--recipes: got several with --train all" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        distil.main(["--model", "somewhere"])
+    assert "--model and --text: got one without the other" in capsys.readouterr().err
 
 
 def test_whole_model_trains_by_its_own_loss(tmp_path):
@@ -82,6 +85,8 @@ def test_model_of_a_folder_is_trained_and_measured(tmp_path):
     options = ["--model", str(tmp_path / "base"), "--text", str(tmp_path / "words.txt")]
     results = distil.main([*TINY, "--steps", "4", *options, "--output", str(tmp_path / "out")])
     assert set(results["quality"]) == {"dense", "streaming", "key_norm", "random", "learned"}
+    with pytest.raises(ValueError, match="^--text: got .* tokens, expected 30000 or more"):
+        distil.main([*TINY, *options, "--length", "10000", "--output", str(tmp_path / "out")])
     ids = tokenizer(words, return_tensors="pt").input_ids[0]
     texts, digits = text.held_out_tokens(ids, tokenizer, 96, 5)
     for row in texts:
