@@ -86,7 +86,7 @@ def make_trainee(options: argparse.Namespace, mesh: DeviceMesh, device: torch.de
         doge.gradient_checkpointing_enable({"use_reentrant": False})
     if options.compile:
         for layer in doge.model.layers:
-            layer.compile(dynamic=False)  # a run has one length
+            layer.compile(dynamic=False, backend=options.compile)  # a run has one length
     trainee = Trainee(doge).train()
     every = mesh["dp", "cp"]._flatten("dp_cp")
     precision = MixedPrecisionPolicy()
@@ -208,7 +208,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--learning-rate", type=float, default=1e-3)
     add("--seed", type=int, default=0)
     add("--checkpoint", action="store_true", help="compute layers again in the backward")
-    add("--compile", action="store_true", help="by torch.compile, each layer")
+    add(
+        "--compile", nargs="?", const="inductor", metavar="BACKEND",
+        help="compile each layer, by inductor unless another backend of torch.compile is named",
+    )  # fmt: skip
     add("--save-every", type=int, default=50, help="steps")
     add("--output", type=Path, help="folder of the state, the record and the picture")
     options = parser.parse_args(arguments)

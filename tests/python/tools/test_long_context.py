@@ -18,6 +18,8 @@ pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch without distributed"),
 ]
 
+# aot_eager alone runs softplus_backward with other strides than it was traced with.
+BACKEND = "aot_eager_decomp_partition"
 SIZES = [
     "--seq-len", "512", "--window", "32", "--layers", "2", "--hidden", "64", "--head-dim", "16", "--batch", "2",
 ]  # fmt: skip
@@ -65,7 +67,8 @@ def test_torchrun_starts_two_processes(tmp_path):
 
 
 def test_compiled_steps_on_pieces_equal_eager_ones_on_whole_sequences(tmp_path):
-    compiled = losses(tmp_path / "compiled", 2, "--checkpoint", "--compile")
+    # Inductor takes 20 seconds of a core more; test_context_parallel.py has it on pieces.
+    compiled = losses(tmp_path / "compiled", 2, "--checkpoint", "--compile", BACKEND)
     whole = losses(tmp_path / "whole", 2, "--cp", "1")
     assert [loss for _, loss, _ in compiled] == pytest.approx(
         [loss for _, loss, _ in whole], rel=1e-4
