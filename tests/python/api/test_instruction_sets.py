@@ -1,4 +1,4 @@
-"""The package runs on every instruction set that this machine has; the C++ tests run the whole case table on each."""
+"""The package runs on instruction sets below the largest of this machine; the C++ tests run the whole case table on each."""
 
 import os
 import subprocess
@@ -28,11 +28,9 @@ for name in [name for name, row in CASES.items() if row["slow"] == "0"][::80]:
 """
 
 
-NAMES = ["generic", "avx2", "avx512", "avx512_bf16", "amx_bf16"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_each_instruction_set_matches_oracle(name):
+# The other tests run on the largest one, and once more on avx2 (make test-python-avx2).
+@pytest.mark.parametrize("name", ["generic", "avx512"])
+def test_smaller_instruction_set_matches_oracle(name):
     run = subprocess.run(
         [sys.executable, "-c", RUN, name],
         cwd=Path(__file__).parent,
