@@ -56,7 +56,14 @@ class ScoreConsumer : ConsumerSteps<Kernel> {
       pin(dv_);
       storage_.dout_pipeline.release(n);
       if constexpr (policy.late_dq) {
-        n > first ? multiply_dq(n - 1, before) : end_scores();
+        if (n > first) {
+          multiply_dq(n - 1, before);
+        } else {
+          end_scores();
+          // The barrier counts one P: the second warpgroup must have taken the first before it counts the next.
+          // Later the wait for a free tile ensures that.
+          storage_.ds_pipeline.wait_full(n);
+        }
         before = turn;
       } else {
         multiply_dq(n, turn);
