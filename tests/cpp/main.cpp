@@ -5,9 +5,11 @@
 #include <cstddef>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <string>
 #include <string_view>
 
+#include "cpu/dispatch.h"
 #include "flash_dmattn/attention.h"
 #include "support/cases.h"
 
@@ -33,12 +35,21 @@ flash_dmattn::BackendInfo find_backend(std::string_view name) {
   return {name, false, "there is no such backend"};
 }
 
+// Runs each test on one of the instruction sets of this machine, by the test's name.
+class OneSetForEachTest : public testing::EmptyTestEventListener {
+  void OnTestStart(const testing::TestInfo& test) override {
+    const auto sets = flash_dmattn::cpu::allowed();
+    const std::string name = std::string(test.test_suite_name()) + test.name();
+    flash_dmattn::cpu::choose(sets[std::hash<std::string>()(name) % sets.size()]);
+  }
+};
+
 }  // namespace
 
 // With FLASH_DMATTN_TEST_BACKEND the tests run where that backend is available, and print the reason where it is not.
 //
 // With FLASH_DMATTN_TEST_ISA the tests run on that instruction set or not at all. They are skipped only if the
-// machine or the compiler lacks it; a larger set in use means that the cap does not work.
+// machine or the compiler lacks it; a larger set in use means that the cap does not work. "any" is one set for each test.
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);
   if (const char* wanted = std::getenv("FLASH_DMATTN_TEST_BACKEND")) {
@@ -48,7 +59,10 @@ int main(int argc, char** argv) {
       return exit_skipped;
     }
   }
-  if (const char* wanted = std::getenv("FLASH_DMATTN_TEST_ISA")) {
+  const char* wanted = std::getenv("FLASH_DMATTN_TEST_ISA");
+  if (wanted != nullptr && std::string_view(wanted) == "any") {
+    testing::UnitTest::GetInstance()->listeners().Append(new OneSetForEachTest);
+  } else if (wanted != nullptr) {
     // The instruction set of the CPU backend after FLASH_DMATTN_MAX_ISA is applied.
     const std::string used = find_backend("cpu").reason;
     if (rank(used) > rank(wanted)) {
