@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from .._core.checks import may_read
 
@@ -159,7 +160,7 @@ def wire_of(group) -> Wire:
     """The Wire of a process group or of a device mesh of one dimension."""
     if isinstance(group, Wire):
         return group
-    if not isinstance(group, ProcessGroup) and hasattr(group, "get_group"):
+    if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
                 f"group: got a DeviceMesh of {group.ndim} dimensions, expected one: mesh['cp'] for a dimension 'cp'"

@@ -411,13 +411,14 @@ def compiled(rank, backend):
     from flash_dmattn.distributed import attend, begin, context_parallel_dmattn
 
     q, k, v, do, s, rows = whole_and_piece(rank, 2)
-    group = dist.new_group()  # which compiled code is the first to use
+    # Compiled code is the first to use them.
+    group, mesh = dist.new_group(), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
 
     def at_once(q, k, v, s, **options):
         return context_parallel_dmattn(q, k * 2, v, s, group=group, keep_window_size=17, **options)
 
     def in_two_steps(q, k, v, s):
-        pending = begin(k * 2, v, s, group=group, keep_window_size=17, recent_window=5)
+        pending = begin(k * 2, v, s, group=mesh, keep_window_size=17, recent_window=5)
         return attend(q, pending)
 
     def in_documents(q, k, v, s):
