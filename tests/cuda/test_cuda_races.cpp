@@ -200,7 +200,7 @@ class WithoutOverlap {
 };
 
 TEST_P(CudaRaces, ForwardMatchesKernelWithoutOverlap) {
-  Data data = data_of(GetParam(), "128");
+  Data data = data_of(GetParam(), {"128", "0"});
   DeviceCase device_case(data, Walk::full_first, GetParam().choice);
   std::optional<LaunchBits> bits;
   {
@@ -216,7 +216,7 @@ TEST_P(CudaRaces, ForwardMatchesKernelWithoutOverlap) {
 }
 
 TEST_P(CudaRaces, BackwardMatchesKernelWithoutOverlap) {
-  Data data = data_of(GetParam(), "128");
+  Data data = data_of(GetParam(), {"128", "0"});
   data.problem.deterministic = true;
   DeviceCase device_case(data, Walk::full_first, GetParam().choice);
   device_case.launch_forward();
@@ -312,7 +312,7 @@ class Stream {
 };
 
 Data deterministic_data(const RaceCase& c) {
-  Data data = data_of(c, "128");
+  Data data = data_of(c, {"128", "0"});
   data.problem.deterministic = true;
   return data;
 }
