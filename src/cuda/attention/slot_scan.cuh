@@ -3,7 +3,6 @@
 #include <climits>
 
 #include "cuda/primitives/math.cuh"
-#include "cuda/primitives/ptx.cuh"
 #include "cuda/primitives/warp.cuh"
 #include "kv_cache_step.h"
 
@@ -28,17 +27,9 @@ struct RowIndex {
 
   // The row of the arrays for row b of the call, or -1.
   __device__ int operator()(int b) const {
-    return index == nullptr ? b : existing(__ldg(index + b));
-  }
-  // The value of the index, before the wait for the previous kernel, which may still write it: no L1 is asked.
-  __device__ int current(int b) const {
     if (index == nullptr) return b;
-    return static_cast<std::int32_t>(
-        load_relaxed(reinterpret_cast<const std::uint32_t*>(index + b)));
-  }
-  // A row that the arrays have, or -1.
-  __device__ int existing(int row) const {
-    return index == nullptr || (0 <= row && row < count) ? row : -1;
+    const std::int32_t row = __ldg(index + b);
+    return 0 <= row && row < count ? row : -1;
   }
 };
 

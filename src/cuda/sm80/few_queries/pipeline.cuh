@@ -46,7 +46,7 @@ class SplitTiles {
 // with few keys waits for memory once.
 //
 // `Info` reads and stores the key info of single keys, like KeyInfoLoader. load_token() is called before the rows are
-// loaded, has_its_row() and prepare() before the first store, when the first loads are in flight.
+// loaded, and prepare() before the first store, when the first loads are in flight.
 template <int D, Policy P, class Info>
 class SplitPipeline {
  public:
@@ -79,9 +79,9 @@ class SplitPipeline {
         row_end_(rows.end_query()) {}
 
   // Called before the first tile and after the loader's init. `also` starts copies of the caller, which the wait for
-  // the first tile includes. Returns false, without a copy in flight, if the row of the info is another one by now.
+  // the first tile includes.
   template <class Also>
-  __device__ bool start(const Also& also) {
+  __device__ void start(const Also& also) {
 #pragma unroll
     for (int n = 0; n <= stages; ++n) {
       load_positions(n);
@@ -101,17 +101,11 @@ class SplitPipeline {
       if (n == 0) also();
       cp_async_commit();
     }
-    if (!info_.has_its_row()) {
-      cp_async_wait_all();
-      __syncthreads();
-      return false;
-    }
     info_.prepare();
 #pragma unroll
     for (int n = 0; n < stages; ++n) {
       if (has_key_info(n)) store_key_info(n, keys[n]);
     }
-    return true;
   }
 
   // Usage: for (int n = 0; has(n); ++n) { acquire(n); ...; release(n); }

@@ -27,35 +27,22 @@ class SlotInfo {
     std::int32_t slot;
   };
 
-  // row: of the arrays. The addresses are formed here, before the previous kernel has ended; the compiler would form them at
-  // their uses.
+  // row: of the arrays.
   __device__ SlotInfo(const StepParams& p, const GroupRows& rows, int row)
       : p_(p),
         batch_(rows.batch),
         kv_head_(rows.kv_head),
         row_(row),
-        scores_(p.scores + p.first_slot(row, rows.kv_head)),
-        entries_(p.positions + p.first_slot(row, rows.kv_head)),
-        count_before_(&p.count(row, rows.kv_head)),
-        seen_before_(p.seen + row * p.rows.seen_stride),
-        token_score_(p.new_scores.data + rows.batch * p.new_scores.stride[0] +
-                     rows.kv_head * p.new_scores.stride[1]) {
-    make_opaque(scores_);
-    make_opaque(entries_);
-    make_opaque(count_before_);
-    make_opaque(seen_before_);
-    make_opaque(token_score_);
-  }
+        first_(p.first_slot(row, rows.kv_head)) {}
 
   // Loads, before the rows, the data for the decision.
   __device__ void load_token() {
-    current_row_ = p_.rows.current(batch_);
-    before_ = *count_before_;
-    seen_ = *seen_before_;
-    score_new_ = __ldg(token_score_);
+    before_ = p_.count(row_, kv_head_);
+    seen_ = p_.seen[row_ * p_.rows.seen_stride];
+    score_new_ = __ldg(p_.new_scores.data + batch_ * p_.new_scores.stride[0] +
+                       kv_head_ * p_.new_scores.stride[1]);
     if (p_.mask.data != nullptr) mask_ = __ldg(p_.mask.data + batch_ * p_.mask.stride[0]);
   }
-  __device__ bool has_its_row() const { return current_row_ == row_; }
   // Decides how the step changes the slots. Rows and key info need not wait for it.
   __device__ void prepare() {
     change_ = change_of_step(p_.rule.of_head(kv_head_), before_, seen_, score_new_, mask_ != 0);
@@ -75,11 +62,12 @@ class SlotInfo {
   }
   __device__ const SlotScan& scan() const { return scan_; }
   // Whether a slot before count() holds a key.
-  __device__ SlotsWithKeys present() const { return {entries_, row_ - batch_}; }
+  __device__ SlotsWithKeys present() const { return {p_.positions + first_, row_ - batch_}; }
 
   __device__ Key read(int slot, bool valid) const {
     if (!valid) return {0, no_key, INT_MAX};
-    return {scores_[slot], entries_[slot], slot};
+    const std::int64_t at = first_ + slot;
+    return {p_.scores[at], p_.positions[at], slot};
   }
 
   template <int N>
@@ -97,14 +85,15 @@ class SlotInfo {
 
  private:
   __device__ void change(Key& key) const {
+    const std::int64_t at = first_ + key.slot;
     if (key.slot == change_.target) {
       key.score = score_new_;
       key.entry = change_.entry;
-      scores_[key.slot] = key.score;
-      entries_[key.slot] = key.entry;
+      p_.scores[at] = key.score;
+      p_.positions[at] = key.entry;
     } else if (key.slot == change_.other) {
       key.entry = change_.other_entry;
-      entries_[key.slot] = key.entry;
+      p_.positions[at] = key.entry;
     }
   }
 
@@ -112,12 +101,7 @@ class SlotInfo {
   int batch_;
   int kv_head_;
   int row_;
-  int current_row_ = 0;
-  float* scores_;  // of the first slot, as the next
-  std::int32_t* entries_;
-  const SlotCount* count_before_;
-  const std::int32_t* seen_before_;
-  const float* token_score_;
+  std::int64_t first_;
   SlotCount before_{};
   int seen_ = 0;
   float score_new_ = 0;
@@ -179,7 +163,8 @@ struct SlotKeys {
 
   // The row of k and v for that of the call, or -1. An index may be the previous kernel's result.
   static __device__ int key_row(const Params& p, int batch) {
-    return p.rows.existing(p.rows.current(batch));
+    if (p.rows.index != nullptr) wait_for_previous_kernel();
+    return p.rows(batch);
   }
   static __device__ Info info(const Params& p, const GroupRows& rows, int row) {
     return {p, rows, row};
@@ -241,9 +226,8 @@ struct CombineStepKernel : CombineKernel<T, D> {
     const std::int64_t index = head.batch * p.shape.heads_kv + head.kv_head;
     const bool is_first_of_group = head.head % (p.shape.heads_q / p.shape.heads_kv) == 0;
     allow_next_kernel();
-    const int row = p.rows.existing(
-        p.rows.current(head.batch));  // the previous kernel has waited for the index
     wait_for_previous_kernel();
+    const int row = p.rows(head.batch);
     if (row < 0) {
       if (warp_id() == 0) store_row<T, D>(p, head, 0, 0, AllKeys(), RowTotal<D>());
       return;
@@ -268,7 +252,7 @@ template <SharedClass S>
 __global__ void __launch_bounds__(256) count_tokens(std::int32_t* seen, RowIndex rows, int batch) {
   allow_next_kernel();
   const int b = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
-  const int row = b < batch ? rows.existing(rows.current(b)) : -1;
+  const int row = b < batch ? rows(b) : -1;
   if (row >= 0) ++seen[row * rows.seen_stride];
   wait_for_previous_kernel();
 }

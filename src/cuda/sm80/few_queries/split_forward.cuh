@@ -19,7 +19,6 @@ struct TensorKeys {
   struct Info : KeyInfoLoader<T> {
     using KeyInfoLoader<T>::KeyInfoLoader;
     __device__ void load_token() const {}
-    __device__ bool has_its_row() const { return true; }
     __device__ void prepare() const {}
   };
   using Elements = std::conditional_t<Elementwise, RowElements<T>, NoElements>;
@@ -30,8 +29,7 @@ struct TensorKeys {
     __device__ void load() const {}
   };
 
-  // The row of k and v for that of the call; negative: none, so that queries see no key. The kernel calls it before the
-  // previous one has ended, and again if Info finds another row afterwards.
+  // The row of k and v for that of the call; negative: none, so that queries see no key.
   static __device__ int key_row(const Params&, int batch) { return batch; }
   static __device__ Info info(const Params& p, const GroupRows& rows, int) {
     return {p.score, p.shape, rows.batch, rows.first_head(), rows.kv_head};
@@ -101,20 +99,6 @@ struct SplitForwardKernel {
     const int group_size = p.shape.heads_q / p.shape.heads_kv;
     const GroupRows rows{work / p.shape.heads_kv, work % p.shape.heads_kv, group_size, first_row,
                          min(p.shape.seqlen_q * group_size - first_row, P.rows())};
-    int key_row = Keys::key_row(p, rows.batch);
-    while (key_row < 0 || !attend(p, rows, split, key_row, shared)) {
-      wait_for_previous_kernel();
-      key_row = Keys::key_row(p, rows.batch);
-      if (key_row >= 0) continue;
-      if (p.split.in_cluster && split == 0) store_nothing(p, rows);
-      return;
-    }
-  }
-
- private:
-  // Returns false, before it changes anything, if the previous kernel has written another row to the index.
-  static __device__ bool attend(const Params& p, const GroupRows& rows, int split, int key_row,
-                                SharedStorage& shared) {
     const int row_warp = warp_id() % P.row_warps;
     const int key_warp = warp_id() / P.row_warps;
     const std::uint32_t q_tile = shared_address(shared.q);
@@ -122,6 +106,11 @@ struct SplitForwardKernel {
 
     const RowSource<QueryRows, Group> queries(block, p.q, rows.batch, rows.first_head(),
                                               p.shape.head_dim);
+    const int key_row = Keys::key_row(p, rows.batch);
+    if (key_row < 0) {
+      if (p.split.in_cluster && split == 0) store_nothing(p, rows);
+      return;
+    }
     const Info info = Keys::info(p, rows, key_row);
     const typename Pipeline::Loader loader(block, shared.kv.loader, p, key_row, rows.kv_head);
 
@@ -136,12 +125,11 @@ struct SplitForwardKernel {
                                          p.split.splits),
                 loader, info, rows);
     // The queries are few, so the copies of K and V do not wait for the addresses of queries.
-    const bool has_its_row = kv.start([&] {
+    kv.start([&] {
       copy_g2s(
           block, queries, q_tile, [&](int r) { return r < rows.count; },
           [&](int r) { return rows.query(r); }, [&](int r) { return rows.member(r); });
     });
-    if (!has_its_row) return false;
 
     Accumulator<16, D> out;
     clear(out);
@@ -193,9 +181,9 @@ struct SplitForwardKernel {
       store_block(p, rows, split, shared.warp_sums);
       Keys::store_split(p, rows, kv.info(), shared.keys, split);
     }
-    return true;
   }
 
+ private:
   static __device__ void add_key_biases(const Params& p, const Pipeline& kv, int n,
                                         const LaneRows& rows, LanePosition position,
                                         Accumulator<16, P.warp_keys()>& scores) {
