@@ -132,7 +132,7 @@ def train(kind: str, options: argparse.Namespace) -> list[float]:
             nn.init.constant_(layer.attention.scores.A, 0.5)
     optimizer = torch.optim.AdamW(model.parameters(), options.rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, options.rate, options.steps, pct_start=0.1
+        optimizer, options.rate, options.steps, pct_start=max(0.1, 2 / options.steps)
     )
     recall = []
     for _ in range(options.steps):

@@ -56,7 +56,9 @@ def small_llama(options: argparse.Namespace, texts: PassKeyTexts) -> LlamaForCau
     model = LlamaForCausalLM(config).to(options.device)
     rate, steps = options.pretraining_rate, options.pretraining_steps
     optimizer = torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps, pct_start=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, rate, steps, pct_start=max(0.05, 2 / steps)
+    )
     bar = tqdm(range(steps), desc="pretraining", dynamic_ncols=True)
     for step in bar:
         rows = range(step * options.batch, (step + 1) * options.batch)

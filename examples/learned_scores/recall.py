@@ -151,7 +151,9 @@ def train(
     on_gpu = options.device == "cuda"
     steps = sum(stage.steps for stage in stages)
     optimizer = torch.optim.AdamW(model.parameters(), options.rate, weight_decay=0.01, fused=on_gpu)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.rate, steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, options.rate, steps, pct_start=max(0.1, 2 / steps)
+    )
     bar = tqdm(total=steps, desc=str(run), leave=False, dynamic_ncols=True)
     for stage in stages:
         for layer in model.modules():

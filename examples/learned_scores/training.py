@@ -84,6 +84,8 @@ class ScoreTrainer(Trainer):
             over = (share - self.schedule.target(progress)).clamp(min=0)
             self.parts["kept_share"] = share.mean().item()
             loss = loss + self.schedule.weight * over.square().mean()
+        if not model.training:  # no backward pass follows
+            self._watch(None)
         return (loss, outputs) if return_outputs else loss
 
     def _watch(self, model: nn.Module | None, temperature: float | None = None) -> None:

@@ -9,8 +9,9 @@ for needed in ("accelerate", "matplotlib", "tqdm", "transformers"):
     pytest.importorskip(needed)
 pytest.importorskip("transformers", minversion="5")
 
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments  # noqa: E402
 
+from flash_dmattn.integrations.transformers import add_learned_scores  # noqa: E402
 from learned_scores import distil, pictures, recall, text, training  # noqa: E402
 
 TINY = [
@@ -57,6 +58,29 @@ def test_whole_model_trains_by_its_own_loss(tmp_path):
     options = ["--train", "all", "--gradient-checkpointing", "--steps", "4"]
     results = distil.main([*TINY, *options, "--output", str(tmp_path)])
     assert all(row["own_loss"] > 1 for row in results["log"] if "own_loss" in row)
+
+
+@pytest.mark.parametrize("steps", [3, 20])
+def test_few_steps_of_pretraining_run(steps, tmp_path):
+    """The warm-up has two steps or more: OneCycleLR divides by their number."""
+    options = ["--pretraining-steps", str(steps), "--steps", "4", "--output", str(tmp_path)]
+    assert distil.main([*TINY, *options])["quality"]["dense"]
+
+
+def test_evaluation_leaves_gates_as_they_are(tmp_path):
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )  # fmt: skip
+    model = add_learned_scores(LlamaForCausalLM(config), 4, recent_window=2)
+    ids = torch.randint(0, 32, (1, 16))
+    trainer = training.ScoreTrainer(
+        model=model,
+        args=TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]),
+        eval_dataset=[{"input_ids": ids[0], "labels": ids[0]}],
+        schedule=training.Schedule(),
+    )
+    assert trainer.evaluate()["eval_loss"] >= 0
+    assert torch.equal(model(ids).logits, model(ids).logits)
 
 
 def byte_pair_tokenizer(folder, words):
