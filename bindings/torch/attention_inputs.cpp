@@ -103,7 +103,9 @@ Attention take_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const O
                       bool bias_needs_gradient) {
   if (q.dim() != 4) throw InvalidArgument("q", shape_text(q), "shape [B, Sq, Hq, D]");
   if (k.dim() != 4) throw InvalidArgument("k", shape_text(k), "shape [B, Sk, Hkv, D]");
-  if (v.dim() != 4) throw InvalidArgument("v", shape_text(v), "shape [B, Sk, Hkv, Dv]");
+  if (v.dim() != 4 || v.size(3) == 0) {
+    throw InvalidArgument("v", shape_text(v), "shape [B, Sk, Hkv, Dv], Dv from 1 to D");
+  }
   Attention call(q);
   Problem& p = call.problem;
   p.device = call.device.device();

@@ -22,8 +22,8 @@ enum class NonFinite : std::uint8_t {
 // Shape of a mask or a bias: ({B|1}, {Hq|Hkv|1}, {Sq|1}, {Sk|1}). All zero: there is none.
 using BroadcastShape = std::array<std::int64_t, 4>;
 
-// A problem without its data: what decides whether and how it can be computed. Sizes and dtypes have no default: -1 and
-// no_dtype are refused.
+// A problem without its data: what decides whether and how it can be computed. Sizes and dtypes have no default (-1 and
+// no_dtype are refused) but value_dim.
 struct Problem {
   std::int64_t batch = -1;
   std::int64_t heads_q =

@@ -60,7 +60,7 @@ def flash_dmattn_func(
 
     query: [B, Sq, Hq, D]; key: [B, Sk, Hkv, D]; value: [B, Sk, Hkv, Dv]. Hq is a multiple of Hkv. The length comes before
         the heads, and where both have one size nothing can notice the other order, that of torch. D and Dv are from 1 to
-        256; a Dv below D needs no copy, a larger one pads query and key with zeros. bfloat16, float16 or
+        256; a Dv below D is not padded by the library's own kernels, a larger one pads query and key with zeros. bfloat16, float16 or
         float32, on the CPU float64 too (through the slow reference backend); any strides. On a GPU float32 takes
         Triton's kernels, and is an error without Triton.
     attn_mask: bool, True where visible: [B, Sk] (padding), [B, H, Sk] (the same for every query) or

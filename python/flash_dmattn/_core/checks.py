@@ -173,8 +173,8 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> int:
         not 1 <= value_shape[-1] <= 256 or value_shape[:-1] != key_shape[:-1]
     ):
         raise ValueError(
-            f"value: got shape {tuple(value.shape)}, expected that of key, {tuple(key.shape)}, or another head dimension up "
-            "to 256"
+            f"value: got shape {tuple(value.shape)}, expected that of key, {tuple(key.shape)}, or another head dimension "
+            "from 1 to 256"
         )
     heads_q, head_dim = query_shape[-2], query_shape[-1]
     heads_kv = key_shape[-2]

@@ -236,9 +236,8 @@ class TwoHops:
             for rank in range(1, size):
                 _add_rows(total, met[rank], route[rank])
             totals.append(total[:, :-1].unflatten(1, (size, c)).transpose(0, 1))
-        found = swap(
-            *totals
-        )  # in float32: one rounding more would be a third of the distance from one process
+        # In float32: one rounding more would be a third of the distance from one process.
+        found = swap(*totals)
         return [parts.join(part, g.shape[2]) for part, g in zip(found, gradients, strict=True)]
 
 

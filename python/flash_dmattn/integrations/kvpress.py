@@ -126,8 +126,8 @@ def _check_press(press: object) -> None:
         raise TypeError(
             f"press: got {type(press).__name__}, expected a ScorerPress or a DMSPress of kvpress"
         )
-    scoring = next(base for base in type(press).__mro__ if "score" in vars(base))
-    for owner in (type(press), scoring):  # one of your own may inherit its score
+    defining = [base for base in type(press).__mro__ if "score" in vars(base)]
+    for owner in (type(press), *defining[:1]):  # one of your own may inherit its score
         if owner.__module__.startswith("kvpress.") and owner.__name__ not in WITHOUT_QUERIES:
             raise ValueError(
                 f"press: got {type(press).__name__}, whose choice depends on queries, on other layers or on how many keys are kept; "

@@ -87,7 +87,13 @@ def load_scores(model: nn.Module, folder: str | Path, scorer: Scorer | None = No
 def _scorer_in_use(layer: ScoredAttention) -> nn.Module:
     """The scorer of a layer; of one that PEFT has wrapped, for `modules_to_save`, the one that the active adapter trains."""
     copies = getattr(layer.scorer, "modules_to_save", None)
-    return layer.scorer if copies is None else copies[layer.scorer.active_adapters[0]]
+    if copies is None:
+        return layer.scorer
+    if not layer.scorer.active_adapters:
+        raise ValueError(
+            "model: got no active adapter of PEFT, expected one, whose scorers are in use"
+        )
+    return copies[layer.scorer.active_adapters[0]]
 
 
 def _whole(tensor: Tensor) -> Tensor:
