@@ -10,8 +10,8 @@ spec = importlib.util.spec_from_file_location("check_wgmma", path)
 check_wgmma = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(check_wgmma)
 
-FORWARD_128 = "_ZN4sm9013ForwardKernelI13__nv_bfloat16Li128EEE"
-FORWARD_256 = "_ZN4sm9013ForwardKernelI6__halfLi256EEE"
+FORWARD_128 = "_ZN4sm9013ForwardKernelI13__nv_bfloat16Li128ELi128EEE"
+FORWARD_256 = "_ZN4sm9013ForwardKernelI6__halfLi256ELi256EEE"
 
 
 def listing(name, *instructions):
@@ -59,7 +59,7 @@ def test_outer_loops_have_a_recorded_count(name, expected):
 
 
 def test_producers_have_a_recorded_number():
-    most = check_wgmma.ALLOWED["Forward", 128].rest
+    most = check_wgmma.ALLOWED["Forward", 128, 128].rest
     for number, expected in ((most, 0), (most + 1, 1)):
         body = two_loops() + ("LDL R2, [R1]",) * number
         assert len(list(check_wgmma.faults_of(listing(FORWARD_128, *body)))) == expected
