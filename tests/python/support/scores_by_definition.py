@@ -35,7 +35,17 @@ def _remember(layer, args, kwargs):
 
 
 def _attend(
-    module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **kwargs
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    dropout=0.0,
+    *,
+    scaling=None,
+    softcap=None,
+    s_aux=None,
+    **kwargs,
 ):
     groups = query.shape[1] // key.shape[1]
     logits = query @ key.repeat_interleave(groups, 1).mT * (scaling or query.shape[-1] ** -0.5)
