@@ -222,6 +222,23 @@ def test_compiled_model_is_one_graph(family, name, phase):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
+@since_transformers_5
+@pytest.mark.parametrize("phase", ["soft", "hard"])
+def test_compiled_decoder_whose_mask_ignores_positions_sees_one_text(phase):
+    """OPT: for transformers, too, texts of several positions 0 are one."""
+    torch._dynamo.reset()
+    config = transformers.OPTConfig(
+        vocab_size=64, hidden_size=32, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=32,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    model, ids = transformers.OPTForCausalLM(config).eval(), torch.randint(3, 64, (1, 21))
+    expected = model(ids, use_cache=False, **INPUTS["packed"]).logits
+    add_learned_scores(model, keep_window_size=21).set_score_phase(phase)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    found = compiled(ids, use_cache=False, **INPUTS["packed"]).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_documents_of_a_dense_mask_are_those_of_positions(compiled):
     """Compiled code cannot make intervals of such a mask."""

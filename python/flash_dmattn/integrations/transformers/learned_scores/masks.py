@@ -3,7 +3,9 @@ find out that they are only causality or packed texts."""
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +36,9 @@ def add_mask_hooks(model: nn.Module) -> None:
         if not {"attention_mask", "position_ids"} <= set(names):
             continue
         if all(isinstance(layer, ScoredAttention) for layer in attention):
-            decoder.register_forward_pre_hook(_MaskHook(names), with_kwargs=True)
+            decoder.register_forward_pre_hook(_MaskHook(decoder, names), with_kwargs=True)
         elif _takes_masks_of_windows(decoder):
-            decoder.register_forward_pre_hook(_WindowMaskHook(names), with_kwargs=True)
+            decoder.register_forward_pre_hook(_WindowMaskHook(decoder, names), with_kwargs=True)
 
 
 def remove_mask_hooks(model: nn.Module) -> None:
@@ -47,8 +49,9 @@ def remove_mask_hooks(model: nn.Module) -> None:
 
 
 class _MaskHook:
-    def __init__(self, names: tuple[str, ...]):
+    def __init__(self, decoder: PreTrainedModel, names: tuple[str, ...]):
         self.names = names  # of the decoder's arguments, in order
+        self.separates_texts = _separates_packed_texts(decoder)
 
     def __call__(
         self, decoder: PreTrainedModel, args: tuple, options: dict
@@ -80,7 +83,8 @@ class _MaskHook:
             return None
         use_cache = arguments.get("use_cache")
         use_cache = bool(config.use_cache if use_cache is None else use_cache)
-        kind, mask = mask_kind(arguments, use_cache)
+        known = arguments if self.separates_texts else arguments | {"position_ids": None}
+        kind, mask = mask_kind(known, use_cache)
         if mask is None:
             return None
         return (), arguments | {
@@ -119,15 +123,30 @@ class _WindowMaskHook(_MaskHook):
 def _takes_masks_of_windows(decoder: PreTrainedModel) -> bool:
     """Whether a decoder takes a causal mask and that of a sliding window, by the types of its layers, and itself takes
     packed texts apart by their positions (GPT-OSS does not)."""
-    config, source = decoder.config, inspect.getsource(type(decoder).forward)
+    config = decoder.config
     return (
         set(getattr(config, "layer_types", None) or ()) == {"full_attention", "sliding_attention"}
         and bool(config.sliding_window)
         and getattr(config, "is_causal", True)
         and not getattr(config, "use_bidirectional_attention", False)
-        and "attention_mask, dict)" in source
-        and '"position_ids": position_ids' in source
+        and "attention_mask, dict)" in inspect.getsource(type(decoder).forward)
+        and _separates_packed_texts(decoder)
     )
+
+
+def _separates_packed_texts(decoder: PreTrainedModel) -> bool:
+    """Whether the forward of a decoder tells the function that makes its mask where texts begin, by their positions (OPT does not)."""
+    source = textwrap.dedent(inspect.getsource(type(decoder).forward))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Dict):  # of the arguments for several masks
+            if any(
+                isinstance(key, ast.Constant) and key.value == "position_ids" for key in node.keys
+            ):
+                return True
+        elif isinstance(node, ast.Call) and "mask" in ast.unparse(node.func):
+            if any(keyword.arg == "position_ids" for keyword in node.keywords):
+                return True
+    return False
 
 
 def _decoders(model: nn.Module) -> list[PreTrainedModel]:
