@@ -22,8 +22,9 @@ from .._core.numerics import resolve_nonfinite
 from ..keys.positions import check_offsets
 from ..keys.rule import KeySelection
 from .exchange import EXCHANGES, Exchange, choose_exchange
+from .options import Options
 from .shards import Border, Shards, begins_of_documents
-from .wire import Wire
+from .wire import Wire, code_of
 
 SCORES = "scores"  # as attn_bias: the scores that choose are added, too
 
@@ -59,7 +60,9 @@ class Call(NamedTuple):
         exchange: str,
         nonfinite: str,
         query: Tensor | None,
+        options: Options,
     ) -> Call:
+        """query: None: it and its options are not known yet."""
         rule = _checked_rule(rule)
         headroom = resolve_flag(headroom, "headroom")
         key, value = autocast_tensors(key, value)
@@ -81,8 +84,6 @@ class Call(NamedTuple):
             raise ValueError(
                 f"key: got {rows} rows, expected {expected}: as many as scores have ({words})"
             )
-        if query is not None:
-            _check_query(query, key, n)
         scores = _per_key(scores, "scores", key, n)
         bias_is_score = isinstance(attn_bias, str)
         if bias_is_score and attn_bias != SCORES:
@@ -103,6 +104,8 @@ class Call(NamedTuple):
             scores = scores.masked_fill(~present, float("nan"))
         if bias_is_score:
             bias = scores
+        if query is not None:
+            options.check(query, key, n, bias)
         made = choose_exchange(exchange, wire)(wire, border)
         return cls(
             border,
@@ -117,11 +120,10 @@ class Call(NamedTuple):
             documents,
         )
 
-    def numbers(self) -> dict[str, int]:
-        """The numbers that have to be the same on all ranks, by the names of wire.COMPARED."""
+    def numbers(self, scores: Tensor, attn_bias: str | Tensor | None) -> dict[str, int]:
+        """The numbers that have to be the same on all ranks, by their names. scores, attn_bias: as given."""
         rule, begins = self.border.rule, self.border.shards.begins
         batch, _, heads, head_dim = self.key.shape
-        threshold = () if rule.score_threshold is None else (rule.score_threshold,)
         documents = () if self.documents is None else tuple(map(tuple, self.documents.tolist()))
         rows_learn, bias_learns = (
             torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -135,9 +137,10 @@ class Call(NamedTuple):
             "dtype": DTYPES.index(self.key.dtype),
             "lengths": _as_one([b - a for a, b in pairwise(begins)]),
             "keep_window_size": _as_one(rule.windows()),
-            "rule": hash((rule.recent_window, rule.recent_competes, rule.sink_tokens, *threshold)),
+            "scores": _code_of_form(scores),
+            "rule": code_of(*rule.options()),
             "documents": hash(documents),
-            "attn_bias": (self.bias is not None) + self.bias_is_score,
+            "attn_bias": _code_of_form(attn_bias),
             "exchange": list(EXCHANGES.values()).index(type(self.exchange)),
             "nonfinite": int(self.border.saturate),
             "requires_grad": rows_learn + 2 * bias_learns,
@@ -147,6 +150,13 @@ class Call(NamedTuple):
 def _as_one(numbers: Sequence[int]) -> int:
     """The number, where they are one, or their hash, which is that of other processes too."""
     return numbers[0] if len(set(numbers)) == 1 else hash(tuple(numbers))
+
+
+def _code_of_form(values: Tensor | str | None) -> int:
+    """A number for the dtype and all dimensions but the last one, which is each rank's own, or for a word or None."""
+    if isinstance(values, Tensor):
+        return code_of(values.dtype, *values.shape[:-1])
+    return code_of(values)
 
 
 def _checked_rule(rule: KeySelection) -> KeySelection:
@@ -182,20 +192,6 @@ def _check_rows(key: Tensor, value: Tensor) -> None:
         raise TypeError(
             f"value: got {value.dtype} on {value.device} with a key of {key.dtype} on {key.device}, expected a floating dtype, "
             "the same of both"
-        )
-
-
-def _check_query(query: Tensor, key: Tensor, n: int) -> None:
-    check_tensor(query, "query")
-    batch, _, heads, head_dim = key.shape
-    fits = query.dim() == 4 and (query.shape[0], query.shape[1], query.shape[3]) == (
-        batch,
-        n,
-        head_dim,
-    )
-    if not fits or (heads and query.shape[2] % heads):
-        raise ValueError(
-            f"query: got shape {tuple(query.shape)}, expected [{batch}, {n}, Hq, {head_dim}] with Hq a multiple of {heads}"
         )
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._core.numerics import Numerics
+from .._core.checks import may_read
 from ..cache import KVSlots
 from ..dispatch import attention, with_lse
 from ..keys.intervals import KeyIntervals
@@ -20,8 +20,9 @@ from ..scores import with_zero_sum_gradient
 from .arguments import Call, check_causality, checked_lengths
 from .extend import Extend, take_rows
 from .operators import choose_keys
+from .options import Options
 from .shards import Border, Shards, keys_seen_before, shown_in_piece
-from .wire import wire_of
+from .wire import Wire, wire_of
 
 
 class Pending(NamedTuple):
@@ -41,6 +42,10 @@ class Pending(NamedTuple):
     present: Tensor | None  # bool [B, 1 or Hkv, n]: which keys of this rank are there; None: all
     documents: Tensor | None  # int64 [B or 1, documents + 1]: their offsets in the whole sequence
     stream: torch.cuda.Stream | None = None  # which makes the tensors; None: the current one did
+    wire: Wire | None = (
+        None  # whose ranks compare what `attend` gets; None: they have, or are not asked to
+    )
+    check: bool | None = None  # of `begin`
 
 
 def context_parallel_dmattn(
@@ -87,6 +92,9 @@ def context_parallel_dmattn(
 
     Every rank of the group has to call it, in the same order, and backward too: a loss on every rank has to use its out.
     """
+    of_attend = Options(
+        scale, softcap, deterministic, sink_logits, bias_delay, zero_sum, return_lse, backend
+    )._asdict()
     pending = begin(
         key,
         value,
@@ -96,20 +104,10 @@ def context_parallel_dmattn(
         attn_bias=attn_bias,
         nonfinite=nonfinite,
         query=query,
+        options=of_attend,
         **options,
     )
-    return attend(
-        query,
-        pending,
-        scale=scale,
-        softcap=softcap,
-        deterministic=deterministic,
-        sink_logits=sink_logits,
-        bias_delay=bias_delay,
-        zero_sum=zero_sum,
-        return_lse=return_lse,
-        backend=backend,
-    )
+    return attend(query, pending, **of_attend)
 
 
 def begin(
@@ -136,6 +134,7 @@ def begin(
     check: bool | None = None,
     stream: torch.cuda.Stream | None = None,
     query: Tensor | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Pending:
     """The first of the two steps of context_parallel_dmattn: exchanges keys, for which it needs no query.
 
@@ -156,25 +155,35 @@ def begin(
         LOCAL_WORLD_SIZE tells), else the second.
     nonfinite: as in flash_dmattn_func, for `attend` too.
     check: whether ranks compare their arguments, so that all of them raise an error where they disagree; the host then waits for
-        the device. None: in the first 100 calls of a group. Without it ranks that disagree may wait for each other for ever.
+        the device. None: in the first 100 calls of a group. Without it ranks that disagree may wait for each other for ever; so do
+        ranks that disagree on `check`.
     stream: of a GPU, where the exchange and what belongs to it run, forward and backward, while the current stream continues with other
         work (the projection of queries); `attend` waits for it. None: the current stream.
-    query: this piece's, to check its shape before anything is exchanged.
+    query, options: what `attend` will get (options: its arguments by name), so that it is checked and compared before anything is
+        exchanged. Without a query `attend` compares.
     """
     wire = wire_of(group)
     rule = KeySelection(
         keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
     )
     call, error = None, None
+    of_attend = Options(**(options or {}))
     try:
         check_causality(is_causal)
         call = Call.checked(
-            wire, key, value, scores, attn_bias, rule, key_mask, cu_seqlens, position_ids, lengths, headroom, exchange, nonfinite, query
+            wire, key, value, scores, attn_bias, rule, key_mask, cu_seqlens, position_ids, lengths, headroom, exchange, nonfinite, query,
+            of_attend,
         )  # fmt: skip
-    except (TypeError, ValueError) as raised:
+    except Exception as raised:  # whatever it is, other ranks have to hear of it
         error = raised
     devices = [t.device for t in (key, value, scores) if isinstance(t, Tensor)]
-    wire.agree(check, devices[0] if devices else "cpu", error, lambda: call.numbers())
+    given = scores, attn_bias
+    wire.agree(
+        check,
+        devices[0] if devices else "cpu",
+        error,
+        lambda: call.numbers(*given) | ({} if query is None else of_attend.numbers(query)),
+    )
     if call.border.places:
         with _on_stream(stream, call.key, call.value, call.bias, call.scores, call.present):
             states = Extend.apply(call.key, call.value, call.bias, call.scores, call)
@@ -195,6 +204,8 @@ def begin(
         call.present,
         call.documents,
         stream,
+        wire if query is None and may_read() else None,
+        check,
     )
 
 
@@ -234,14 +245,18 @@ def attend(
 
     Options as in context_parallel_dmattn. Returns out [B, n, Hq, D], or (out, lse [B, Hq, n]).
     """
+    options = Options(
+        scale, softcap, deterministic, sink_logits, bias_delay, zero_sum, return_lse, backend
+    )
+    if pending.wire is not None:
+        _compare_options(query, pending, options)
     rule = pending.border.rule
     if pending.stream is not None:
         current = torch.cuda.current_stream(pending.stream.device)
         current.wait_stream(pending.stream)
         made = (pending.key, pending.value, pending.scores, pending.positions, pending.bias)
         _keep_for(current, made)
-    nonfinite = "saturate" if pending.border.saturate else "propagate"
-    numerics = Numerics.of(scale, None, softcap, nonfinite, deterministic)
+    numerics = options.numerics("saturate" if pending.border.saturate else "propagate")
     bias = pending.bias
     if zero_sum and bias is not None:
         bias = with_zero_sum_gradient(bias)
@@ -266,6 +281,17 @@ def attend(
         own_row=own_row,
     )
     return with_lse(out, statistics, return_lse, None, sink_logits, numerics.saturate)
+
+
+def _compare_options(query: Tensor, pending: Pending, options: Options) -> None:
+    error = None
+    n = pending.scores.shape[2] - pending.border.places
+    try:
+        options.check(query, pending.key, n, pending.bias)
+    except Exception as raised:
+        error = raised
+    device = pending.scores.device
+    pending.wire.agree(pending.check, device, error, lambda: options.numbers(query))
 
 
 def seen_keys(pending: Pending) -> tuple[Tensor, Visibility]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._core.checks import check_count, check_tensor
 from .arguments import offsets_of_positions
-from .wire import Wire, wire_of
+from .wire import Wire, code_of, wire_of
 
 IGNORED = -100  # the label that losses ignore
 
@@ -144,11 +144,17 @@ class ContextParallel:
         n = padded // self.size
         return whole[:, self.rank * n : (self.rank + 1) * n].contiguous()
 
+    def _agree(self, tensor: Tensor, error: Exception | None = None, **numbers: int) -> None:
+        """Raises on all ranks where one has an error, a tensor of another shape, or another number."""
+        shape = tuple(tensor.shape)
+        self.wire.agree(None, tensor.device, error, lambda: {"shape": code_of(shape), **numbers})
+
     def gather(self, local: Tensor, length: int | None = None) -> Tensor:
         """The whole [B, N, ...] of pieces [B, n, ...], on every rank, without a gradient.
 
         length: N, where pieces are padded (`Piece.length`).
         """
+        self._agree(local, dtype=code_of(local.dtype))
         parts = self.wire.all_gather(local.detach().contiguous())
         whole = parts.transpose(0, 1).flatten(1, 2)
         return whole if length is None else whole[:, :length]
@@ -160,15 +166,25 @@ class ContextParallel:
         mean. A rank without labels has a total of 0 and takes part.
         """
         count = torch.as_tensor(count, device=total.device).to(torch.float64)
+        error = None
+        if count.shape != total.shape:
+            error = ValueError(
+                f"count: got shape {tuple(count.shape)}, expected that of total, {tuple(total.shape)}"
+            )
+        self._agree(total, error)
         return _Mean.apply(total, count, self.wire)
 
     def roll(self, local: Tensor, shifts: int) -> Tensor:
         """This rank's piece of torch.roll(whole, shifts, dims=1), with its gradient; pieces [B, n, ...] are equally long and have
         at least |shifts| tokens."""
+        error = None
         if abs(shifts) > local.shape[1]:
-            raise ValueError(
+            error = ValueError(
                 f"shifts: got {shifts}, expected at most the {local.shape[1]} tokens of a piece"
             )
+        learns = torch.is_grad_enabled() and local.requires_grad
+        numbers = {"shifts": shifts, "requires_grad": int(learns)}
+        self._agree(local, error, dtype=code_of(local.dtype), **numbers)
         return local if shifts == 0 else _Roll.apply(local, shifts, self.wire)
 
 

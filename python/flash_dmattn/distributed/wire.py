@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -19,15 +20,17 @@ from .._core.checks import may_read
 CHECKED_CALLS = (
     100  # of a group, where the caller does not say otherwise: the first steps of a model
 )
-# Ranks compare these numbers of a call.
-COMPARED = (
-    "batch", "heads", "head_dim", "value_dim", "dtype", "lengths", "keep_window_size", "rule", "documents", "attn_bias",
-    "exchange", "nonfinite", "requires_grad",
-)  # fmt: skip
+COMPARED = 32  # the most numbers of a call that ranks compare; their message has a fixed size
 # Its name from torch 2.13 on, and before.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 WITHOUT_STORE = ("fake", "mpi")  # backends
 _ALIGNMENT = 16  # bytes: of each part of a message, so that it can be viewed in its dtype
+
+
+def code_of(*values: object) -> int:
+    """A number that is the same in every process for equal values, by what they print. (hash is not, for strings, nor does it tell
+    -1 from -2.)"""
+    return zlib.crc32(repr(values).encode())
 
 
 class Traffic(NamedTuple):
@@ -88,7 +91,8 @@ class Wire:
     ) -> None:
         """Raises on all ranks where one has an error or another number than the others.
 
-        Uses one collective of a fixed size, so that ranks with different arguments still match. The host waits for its result.
+        Uses one collective of a fixed size, so that ranks with different arguments, or in different functions, still match. The host
+        waits for its result.
         check: None: in the first calls of a group, of which all ranks have made as many.
         """
         if may_read():  # compiled code that reads a count is compiled again for each
@@ -105,9 +109,11 @@ class Wire:
         error: Exception | None,
         numbers: Callable[[], dict[str, int]],
     ) -> None:
-        own = dict.fromkeys(COMPARED, 0) if error is not None else numbers()
-        own = torch.tensor([error is not None, *own.values()], device=device)
-        failed, *found = self.all_gather(own).t().tolist()
+        own = {} if error is not None else numbers()
+        message = [error is not None, code_of(*own), *own.values()]
+        message += [0] * (COMPARED + 2 - len(message))
+        found = self.all_gather(torch.tensor(message, device=device))
+        failed, functions, *found = found.t().tolist()
         if error is not None:
             return
         if any(failed):
@@ -115,7 +121,11 @@ class Wire:
             raise ValueError(
                 f"group: got arguments that raise an error on ranks {ranks}, expected none"
             )
-        _check_equal(dict(zip(COMPARED, found, strict=True)))
+        if len(set(functions)) > 1:
+            raise ValueError(
+                f"group: got ranks in different functions, expected the same call on all; this one compares {', '.join(own)}"
+            )
+        _check_equal(dict(zip(own, found, strict=False)))
 
 
 def _check_equal(found: dict[str, list[int]]) -> None:

@@ -11,34 +11,130 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without d
 N, RANKS = 8, 3
 
 
-def call(wire, batch=1, value_dim=16, **changes):
+def call(wire, batch=1, heads=4, value_dim=16, **changes):
     from flash_dmattn.distributed import context_parallel_dmattn
 
-    q, k, s = torch.zeros(batch, N, 4, 16), torch.zeros(batch, N, 2, 16), torch.zeros(batch, 2, N)
-    v = torch.zeros(batch, N, 2, value_dim)
-    arguments = {"keep_window_size": 4, **changes}
-    return context_parallel_dmattn(q, k, v, s, group=wire, **arguments)
+    k, v = torch.zeros(batch, N, 2, 16), torch.zeros(batch, N, 2, value_dim)
+    arguments = {
+        "query": torch.zeros(batch, N, heads, 16),
+        "scores": torch.zeros(batch, 2, N),
+        "keep_window_size": 4,
+        **changes,
+    }
+    return context_parallel_dmattn(key=k, value=v, group=wire, **arguments)
 
 
+# The last rank has these, all others the defaults or OF_OTHERS.
 OF_LAST_RANK = {
     "batch": {"batch": 2},
     "value_dim": {"value_dim": 8},
+    "scores": {"scores": torch.zeros(1, 2, N).bfloat16()},
+    "attn_bias": {"attn_bias": torch.zeros(1, 1, N)},
     "keep_window_size": {"keep_window_size": 5},
     "rule": {"recent_competes": False},
     "exchange": {"exchange": "direct"},
     "nonfinite": {"nonfinite": "propagate"},
     "documents": {"cu_seqlens": [0, 9, RANKS * N]},
 }
+OF_OTHERS = {"rule": {"recent_window": 3}, "attn_bias": {"attn_bias": torch.zeros(1, 2, N)}}
+OPTIONS_OF_LAST_RANK = {
+    "query": {"heads": 2},
+    "scale": {"scale": 0.5},
+    "softcap": {"softcap": 2.0},
+    "deterministic": {"deterministic": True},
+    "sink_logits": {"sink_logits": torch.zeros(4)},
+    "bias_delay": {"bias_delay": 3},
+    "zero_sum": {"zero_sum": True},
+    "backend": {"backend": "cpu"},
+}
 
 
-@pytest.mark.parametrize("name", OF_LAST_RANK)
-def test_another_argument_of_one_rank_raises_on_all(name):
+def raises_on_all_ranks(name, changed, rank_call):
     def raised(wire):
-        changes = OF_LAST_RANK[name] if wire.rank == RANKS - 1 else {}
-        if name == "rule":
-            changes = {"recent_window": 3, **changes}
-        with pytest.raises(ValueError, match=f"ranks that disagree.*{name}"):
+        changes = OF_OTHERS.get(name, {}) | (changed[name] if wire.rank == RANKS - 1 else {})
+        with pytest.raises(ValueError, match=f"ranks that disagree.*'{name}'"):
+            rank_call(wire, **changes)
+        return True
+
+    assert run_in_threads(RANKS, raised) == [True] * RANKS
+
+
+@pytest.mark.parametrize("name", [*OF_LAST_RANK, *OPTIONS_OF_LAST_RANK])
+def test_another_argument_of_one_rank_raises_on_all(name):
+    raises_on_all_ranks(name, OF_LAST_RANK | OPTIONS_OF_LAST_RANK, call)
+
+
+@pytest.mark.parametrize("name", OPTIONS_OF_LAST_RANK)
+def test_another_option_of_attend_alone_raises_on_all(name):
+    from flash_dmattn.distributed import attend, begin
+
+    def two_steps(wire, heads=4, **options):
+        k, s = torch.zeros(1, N, 2, 16), torch.zeros(1, 2, N)
+        pending = begin(k, k, s, group=wire, keep_window_size=4)
+        attend(torch.zeros(1, N, heads, 16), pending, **options)
+
+    raises_on_all_ranks(name, OPTIONS_OF_LAST_RANK, two_steps)
+
+
+def test_thresholds_of_one_hash_raise_as_others_do():
+    assert hash(-1.0) == hash(-2.0)
+
+    def raised(wire):
+        with pytest.raises(ValueError, match="ranks that disagree.*'rule'"):
+            call(wire, score_threshold=-1.0 - (wire.rank == 0))
+        return True
+
+    assert run_in_threads(RANKS, raised) == [True] * RANKS
+
+
+def test_other_results_and_masks_of_one_rank_raise_nothing():
+    def results(wire):
+        changes = {"return_lse": True, "key_mask": torch.ones(1, N).bool(), "backend": None}
+        return call(wire, **(changes if wire.rank == 1 else {}))
+
+    first, (second, _), third = run_in_threads(RANKS, results)
+    assert first.shape == second.shape == third.shape == (1, N, 4, 16)
+
+
+ERRORS_OF_LAST_RANK = {
+    "softcap": ({"softcap": -1.0}, ValueError),
+    "scale": ({"scale": "1"}, TypeError),
+    "query": ({"query": torch.zeros(1, N, 4, 16).bfloat16()}, TypeError),
+    "sink_logits": ({"sink_logits": torch.zeros(3)}, ValueError),
+    "bias_delay": ({"bias_delay": 1, "attn_bias": None}, ValueError),
+    "zero_sum": ({"zero_sum": "no"}, TypeError),
+    "return_lse": ({"return_lse": "no"}, TypeError),
+    "backend": ({"backend": "gpu"}, ValueError),
+    "deterministic": ({"deterministic": "no"}, TypeError),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS_OF_LAST_RANK)
+def test_option_that_raises_on_one_rank_raises_on_all(name):
+    """Before anything is exchanged: after it, others would wait for the gradients of that rank."""
+
+    def raised(wire):
+        changes, error = ERRORS_OF_LAST_RANK[name]
+        words = f"{name}: got"
+        if wire.rank < RANKS - 1:
+            changes, error, words = {}, ValueError, r"raise an error on ranks \[2\]"
+        wire.swap = None
+        with pytest.raises(error, match=words):
             call(wire, **changes)
+        return True
+
+    assert run_in_threads(RANKS, raised) == [True] * RANKS
+
+
+def test_ranks_in_different_functions_raise_on_all():
+    from flash_dmattn.distributed import ContextParallel
+
+    def raised(wire):
+        with pytest.raises(ValueError, match="ranks in different functions"):
+            if wire.rank:
+                call(wire)
+            else:
+                ContextParallel(wire).gather(torch.zeros(1, N))
         return True
 
     assert run_in_threads(RANKS, raised) == [True] * RANKS
@@ -62,11 +158,36 @@ def test_later_calls_compare_nothing_unless_asked(monkeypatch):
     assert run_in_threads(RANKS, comparisons) == [[1, 2, 2, 3, 3]] * RANKS
 
 
-def test_tokens_that_move_beyond_a_piece_raise():
+def test_pieces_of_other_shapes_raise_on_all():
     from flash_dmattn.distributed import ContextParallel
 
-    def roll(wire):
-        ContextParallel(wire).roll(torch.zeros(1, N, 2), N + 1)
+    def raised(wire):
+        odd = int(wire.rank == 0)
+        cp, tokens, total = ContextParallel(wire), torch.zeros(1, N - odd, 2), torch.zeros(1 + odd)
+        calls = {
+            "'shape'": lambda: cp.gather(tokens),
+            "'dtype'": lambda: cp.gather(torch.zeros(1, N, dtype=torch.int64 if odd else None)),
+            "'shape'.*'shifts'": lambda: cp.roll(tokens, 1 + odd),
+            "'requires_grad'": lambda: cp.roll(torch.zeros(1, N).requires_grad_(bool(odd)), 1),
+            r"\{'shape'": lambda: cp.mean(total, torch.ones_like(total)),
+        }
+        for words, wrong in calls.items():
+            with pytest.raises(ValueError, match=f"ranks that disagree.*{words}"):
+                wrong()
+        return True
 
-    with pytest.raises(ValueError, match="shifts: got 9, expected at most the 8 tokens"):
-        run_in_threads(RANKS, roll)
+    assert run_in_threads(RANKS, raised) == [True] * RANKS
+
+
+def test_tokens_that_move_beyond_a_piece_raise_on_all():
+    from flash_dmattn.distributed import ContextParallel
+
+    def raised(wire):
+        wrong, words = {
+            0: (N + 1, "shifts: got 9, expected at most the 8 tokens"),
+        }.get(wire.rank, (1, r"raise an error on ranks \[0\]"))
+        with pytest.raises(ValueError, match=words):
+            ContextParallel(wire).roll(torch.zeros(1, N, 2), wrong)
+        return True
+
+    assert run_in_threads(RANKS, raised) == [True] * RANKS

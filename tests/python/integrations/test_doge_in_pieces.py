@@ -89,7 +89,7 @@ def compare_generation(rank):
 
 
 def copies_and_errors(rank):
-    model = make_doge(context_parallel=dist.group.WORLD)
+    model = make_doge(context_parallel=dist.new_group())  # whose first calls are compared
     copy.deepcopy(model)
     tokens = torch.zeros(1, 8, dtype=torch.long)
     positions = torch.arange(8 * rank, 8 * rank + 8)[None]
@@ -103,6 +103,27 @@ def copies_and_errors(rank):
         model(tokens, position_ids=positions, attention_mask=torch.ones(1, 1, 8, 8).bool())
     with pytest.raises(ValueError, match="output_router_logits: got True"):
         model(tokens, position_ids=positions, output_router_logits=True)
+    ranks_that_disagree_raise(model, tokens, positions, odd=int(rank == 0))
+
+
+def ranks_that_disagree_raise(model, tokens, positions, odd):
+    """Each of these would keep ranks waiting, or give another loss than that of one process."""
+    ones, loss = torch.ones(1, 8, dtype=torch.long), {"labels": tokens, "shift_labels": tokens}
+    different = {
+        "'attention_mask'": {"attention_mask": ones} if odd else {},
+        "'num_items_in_batch'": {**loss, "num_items_in_batch": torch.tensor(8 + odd)},
+        "'labels'": {**loss, "num_items_in_batch": 8} if odd else {},
+    }
+    for words, options in different.items():
+        with pytest.raises(ValueError, match=f"ranks that disagree.*{words}"):
+            model(tokens, position_ids=positions, **options)
+    with pytest.raises(ValueError, match="ranks that disagree.*'tokens'"):
+        model(tokens[:, odd:], position_ids=positions[:, odd:])
+    on_others = r"raise an error on ranks \[0\]"
+    with pytest.raises(ValueError, match="shift_labels: got" if odd else on_others):
+        model(tokens, position_ids=positions, **({"labels": tokens} if odd else {}))
+    with pytest.raises(ValueError, match="position_ids: got" if odd else on_others):
+        model(tokens, **({} if odd else {"position_ids": positions}))
 
 
 def test_models_that_pieces_would_change_raise():

@@ -55,6 +55,7 @@ class Pieces(NamedTuple):
             key_mask=self.key_mask,
             cu_seqlens=self.cu_seqlens,
             query=query,
+            options=options,
             **rule._asdict(),
         )
         if slots is not None:
@@ -115,48 +116,93 @@ class ModelOfPieces:
         tokens = arguments_by_name.get("input_ids")
         tokens = arguments_by_name.get("inputs_embeds") if tokens is None else tokens
         batch, length = tokens.shape[:2]
-        pieces = self._pieces(arguments_by_name, batch, length)
-        mask = causal_mask(batch, tokens.device)
-        has_cache = find_cache(arguments_by_name) is not None
-        return {"attention_mask": mask, "use_cache": has_cache, PIECES: pieces}
-
-    def _pieces(self, arguments_by_name: Mapping[str, object], batch: int, length: int) -> Pieces:
         cache = find_cache(arguments_by_name)
-        is_new = isinstance(cache, DynamicMaskCache) and all(c.is_empty for c in cache.layers)
-        if cache is not None and (torch.is_grad_enabled() or not is_new):
-            raise ValueError(
-                f"past_key_values: got a {type(cache).__name__} with context parallelism, expected none, or an empty DynamicMaskCache "
-                "without gradients, which then holds the keys that tokens after this rank's piece see"
-            )
         mask, positions = map(arguments_by_name.get, ("attention_mask", "position_ids"))
-        if not isinstance(positions, torch.Tensor):
+        error = None
+        try:
+            _check_piece(cache, mask, positions, batch, length)
+        except ValueError as raised:
+            error = raised
+        # With a mask no positions are gathered, so a rank without one would wait.
+        self.group.wire.agree(
+            None,
+            tokens.device,
+            error,
+            lambda: {
+                "batch": batch,
+                "tokens": length,
+                "attention_mask": int(mask is not None),
+                "past_key_values": int(cache is not None),
+            },
+        )
+        pieces = self._pieces(cache, mask, positions, batch)
+        mask = causal_mask(batch, tokens.device)
+        return {"attention_mask": mask, "use_cache": cache is not None, PIECES: pieces}
+
+    def _pieces(
+        self,
+        cache: DynamicMaskCache | None,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor,
+        batch: int,
+    ) -> Pieces:
+        if mask is not None:
+            return Pieces(self.group, mask.bool(), None)
+        # A piece that begins inside a document does not know it from its own positions.
+        whole = self.group.gather(positions)
+        offsets = offsets_of_positions(whole, batch, whole.shape[1])
+        offsets = short_offsets(offsets, whole.shape[1])
+        if offsets is not None and cache is not None:
             raise ValueError(
-                "position_ids: got None with context parallelism, expected those of this rank's piece in the whole sequence, as "
-                "ContextParallel.shard cuts them: every rank would count from 0"
+                "position_ids: got positions that begin again with a cache, expected one text in each row"
             )
-        if mask is None:
-            # A piece that begins inside a document does not know it from its own positions.
-            whole = self.group.gather(positions)
-            offsets = offsets_of_positions(whole, batch, whole.shape[1])
-            offsets = short_offsets(offsets, whole.shape[1])
-            if offsets is not None and cache is not None:
-                raise ValueError(
-                    "position_ids: got positions that begin again with a cache, expected one text in each row"
-                )
-            return Pieces(self.group, None, offsets)
-        shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
-        if shape != (batch, length) or mask.is_floating_point():
-            raise ValueError(
-                f"attention_mask: got {shape} with context parallelism, expected padding of this rank's piece, bool or integers "
-                f"{(batch, length)}"
-            )
-        return Pieces(self.group, mask.bool(), None)
+        return Pieces(self.group, None, offsets)
+
+
+def _check_piece(cache: object, mask: object, positions: object, batch: int, length: int) -> None:
+    is_new = isinstance(cache, DynamicMaskCache) and all(c.is_empty for c in cache.layers)
+    if cache is not None and (torch.is_grad_enabled() or not is_new):
+        raise ValueError(
+            f"past_key_values: got a {type(cache).__name__} with context parallelism, expected none, or an empty DynamicMaskCache "
+            "without gradients, which then holds the keys that tokens after this rank's piece see"
+        )
+    if not isinstance(positions, torch.Tensor):
+        raise ValueError(
+            "position_ids: got None with context parallelism, expected those of this rank's piece in the whole sequence, as "
+            "ContextParallel.shard cuts them: every rank would count from 0"
+        )
+    shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+    if mask is not None and (shape != (batch, length) or mask.is_floating_point()):
+        raise ValueError(
+            f"attention_mask: got {shape} with context parallelism, expected padding of this rank's piece, bool or integers "
+            f"{(batch, length)}"
+        )
 
 
 def check_labels(model: PreTrainedModel, args: tuple, options: dict) -> None:
-    """Before the forward of a ForCausalLM: labels that it would shift within a piece raise."""
-    if getattr(model, PIECES, None) is None:
+    """Before the forward of a ForCausalLM: labels that it would shift within a piece raise, on every rank, and so do other counts of
+    labels on some ranks."""
+    pieces = getattr(model, PIECES, None)
+    if pieces is None:
         return
+    labels, items = map(options.get, ("labels", "num_items_in_batch"))
+    error = None
+    try:
+        _check_loss(model, options)
+    except ValueError as raised:
+        error = raised
+    pieces.group.wire.agree(
+        None,
+        model.device,
+        error,
+        lambda: {
+            "labels": int(labels is not None),
+            "num_items_in_batch": 0 if items is None else int(items),
+        },
+    )
+
+
+def _check_loss(model: PreTrainedModel, options: Mapping[str, object]) -> None:
     if options.get("labels") is not None:
         for name, reason in (
             ("shift_labels", "the label of a piece's last token is in the next piece"),

@@ -1,0 +1,87 @@
+"""The options of `attend` in normal form, and what the ranks of a group compare of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .._core.availability import unavailable_reason
+from .._core.checks import (
+    autocast_tensors,
+    check_device,
+    check_tensor,
+    resolve_backend,
+    resolve_flag,
+)
+from .._core.numerics import Numerics
+from ..dispatch import check_bias_delay
+from ..merge import check_sink_logits
+from .wire import code_of
+
+
+class Options(NamedTuple):
+    """Arguments of `attend`. All but return_lse, which changes nothing for other ranks, have to be the same on all of them."""
+
+    scale: float | None = None
+    softcap: float | None = None
+    deterministic: bool | None = None
+    sink_logits: Tensor | None = None
+    bias_delay: int = 0
+    zero_sum: bool = False
+    return_lse: bool = False
+    backend: str | None = None
+
+    def numerics(self, nonfinite: str) -> Numerics:
+        return Numerics.of(self.scale, None, self.softcap, nonfinite, self.deterministic)
+
+    def check(self, query: Tensor, key: Tensor, n: int, bias: Tensor | None) -> None:
+        """Raises what `attend` would raise, where other ranks would already wait for this one.
+
+        key: [B, any, Hkv, D]. n: the tokens of this piece. bias: as in `Pending`.
+        """
+        _check_query(query, key, n)
+        self.numerics("saturate")
+        check_bias_delay(self.bias_delay, bias)
+        resolve_flag(self.zero_sum, "zero_sum")
+        resolve_flag(self.return_lse, "return_lse")
+        if self.sink_logits is not None:
+            check_sink_logits(self.sink_logits, query)
+        backend = resolve_backend(self.backend)
+        if backend:
+            unavailable_reason(backend)  # of an unknown one it raises
+        check_device(query, backend)
+
+    def numbers(self, query: Tensor) -> dict[str, int]:
+        """The numbers that have to be the same on all ranks, by the names of the arguments."""
+        numerics = self.numerics("saturate").for_head_dim(query.shape[3])
+        sink_logits = self.sink_logits
+        return {
+            "query": query.shape[2],
+            "scale": code_of(numerics.scale),
+            "softcap": code_of(numerics.softcap),
+            "deterministic": int(numerics.deterministic),
+            "sink_logits": 0 if sink_logits is None else code_of(sink_logits.dtype),
+            "bias_delay": int(self.bias_delay),
+            "zero_sum": int(resolve_flag(self.zero_sum, "zero_sum")),
+            "backend": code_of(self.backend),
+        }
+
+
+def _check_query(query: Tensor, key: Tensor, n: int) -> None:
+    check_tensor(query, "query")
+    batch, _, heads, head_dim = key.shape
+    fits = query.dim() == 4 and (query.shape[0], query.shape[1], query.shape[3]) == (
+        batch,
+        n,
+        head_dim,
+    )
+    if not fits or (heads and query.shape[2] % heads):
+        raise ValueError(
+            f"query: got shape {tuple(query.shape)}, expected [{batch}, {n}, Hq, {head_dim}] with Hq a multiple of {heads}"
+        )
+    (cast,) = autocast_tensors(query)
+    if cast.dtype != key.dtype or cast.device != key.device:
+        raise TypeError(
+            f"query: got {cast.dtype} on {cast.device}, expected that of key, {key.dtype} on {key.device}"
+        )
