@@ -86,26 +86,33 @@ class ContextParallel:
             document. attention_mask: [B, N], 0 for padding; with padding a row is one document.
         cu_seqlens: int [documents + 1], offsets of packed documents, B = 1. The first token of a document is no label.
         multiple: the length of a piece is a multiple of it.
+
+        Raises ValueError on all ranks where one has another batch, in the first calls of the group.
         """
-        check_tensor(input_ids, "input_ids")
-        if input_ids.dim() != 2:
-            raise ValueError(f"input_ids: got shape {tuple(input_ids.shape)}, expected [B, N]")
-        check_count(multiple, "multiple")
+        tensors = {
+            "input_ids": input_ids,
+            "labels": labels,
+            "position_ids": position_ids,
+            "attention_mask": attention_mask,
+            "cu_seqlens": cu_seqlens,
+        }
+        offsets, error = None, None
+        try:
+            _check_batch(input_ids, labels, attention_mask, multiple)
+            if attention_mask is not None and bool(attention_mask.all()):
+                attention_mask = None
+            offsets = _offsets_of_batch(input_ids, position_ids, attention_mask, cu_seqlens)
+        except Exception as raised:  # whatever it is, other ranks have to hear of it
+            error = raised
+        device = input_ids.device if isinstance(input_ids, Tensor) else torch.device("cpu")
+        numbers = {"multiple": multiple, "pad_token_id": pad_token_id}
+        self.wire.agree(
+            None,
+            device,
+            error,
+            lambda: {name: _code_of_values(t) for name, t in tensors.items()} | numbers,
+        )
         batch, length = input_ids.shape
-        parts = {"labels": labels, "attention_mask": attention_mask}
-        for name, tensor in parts.items():
-            if tensor is not None and tensor.shape != input_ids.shape:
-                raise ValueError(
-                    f"{name}: got shape {tuple(tensor.shape)}, expected {(batch, length)}"
-                )
-        if attention_mask is not None and bool(attention_mask.all()):
-            attention_mask = None
-        offsets = None
-        if cu_seqlens is not None:
-            offsets = cu_seqlens.to(device=input_ids.device, dtype=torch.int64).reshape(1, -1)
-        elif position_ids is not None and attention_mask is None:
-            offsets = offsets_of_positions(position_ids, batch, length, read=True)
-            offsets = short_offsets(offsets, length)
         tokens = self.size * max(multiple, 1)
         padded = -(-length // tokens) * tokens
         index = torch.arange(padded, device=input_ids.device)[None]
@@ -186,6 +193,44 @@ class ContextParallel:
         numbers = {"shifts": shifts, "requires_grad": int(learns)}
         self._agree(local, error, dtype=code_of(local.dtype), **numbers)
         return local if shifts == 0 else _Roll.apply(local, shifts, self.wire)
+
+
+def _check_batch(
+    input_ids: Tensor, labels: Tensor | None, attention_mask: Tensor | None, multiple: int
+) -> None:
+    check_tensor(input_ids, "input_ids")
+    if input_ids.dim() != 2:
+        raise ValueError(f"input_ids: got shape {tuple(input_ids.shape)}, expected [B, N]")
+    check_count(multiple, "multiple")
+    for name, tensor in (("labels", labels), ("attention_mask", attention_mask)):
+        if tensor is not None and tensor.shape != input_ids.shape:
+            raise ValueError(
+                f"{name}: got shape {tuple(tensor.shape)}, expected {tuple(input_ids.shape)}"
+            )
+
+
+def _offsets_of_batch(
+    input_ids: Tensor,
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> Tensor | None:
+    """int64 [B or 1, documents + 1]; None: there is one document in each row."""
+    if cu_seqlens is not None:
+        return cu_seqlens.to(device=input_ids.device, dtype=torch.int64).reshape(1, -1)
+    if position_ids is None or attention_mask is not None:
+        return None
+    batch, length = input_ids.shape
+    return short_offsets(offsets_of_positions(position_ids, batch, length, read=True), length)
+
+
+def _code_of_values(tensor: Tensor | None) -> int:
+    """A number for the shape and the values of an integer tensor, in their order. A device is waited for."""
+    if tensor is None:
+        return 0
+    values = tensor.flatten().long()
+    factors = torch.arange(values.numel(), device=values.device) % 8191 + 1
+    return code_of(tuple(tensor.shape), int((values * factors).sum()))
 
 
 def short_offsets(offsets: Tensor, length: int) -> Tensor | None:

@@ -103,6 +103,12 @@ class Wire:
         if error is not None:
             raise error
 
+    def device_near(self, device: torch.device | str) -> torch.device | str:
+        """The device, or the current GPU where the group has no collectives for it: NCCL has none for the CPU."""
+        config = dist.get_backend_config(self.group)  # as "cpu:gloo,cuda:nccl"
+        kinds = [backend.partition(":")[0] for backend in config.split(",")]
+        return device if torch.device(device).type in kinds else kinds[0]
+
     def _compare(
         self,
         device: torch.device | str,
@@ -112,7 +118,7 @@ class Wire:
         own = {} if error is not None else numbers()
         message = [error is not None, code_of(*own), *own.values()]
         message += [0] * (COMPARED + 2 - len(message))
-        found = self.all_gather(torch.tensor(message, device=device))
+        found = self.all_gather(torch.tensor(message, device=self.device_near(device)))
         failed, functions, *found = found.t().tolist()
         if error is not None:
             return

@@ -1,5 +1,7 @@
 """Ranks compare their arguments in the first calls of a group, and where the caller asks for it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -191,3 +193,62 @@ def test_tokens_that_move_beyond_a_piece_raise_on_all():
         return True
 
     assert run_in_threads(RANKS, raised) == [True] * RANKS
+
+
+TOKENS = torch.arange(2 * N).view(2, N)
+OTHER_BATCHES = {
+    "input_ids": {"input_ids": TOKENS.flip(0)},
+    "labels": {"labels": TOKENS + 1},
+    "position_ids": {"position_ids": torch.arange(N)[None] + 1},
+    "attention_mask": {"attention_mask": torch.ones(2, N).tril()},
+    "multiple": {"multiple": 4},
+    "pad_token_id": {"pad_token_id": 7},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_BATCHES)
+def test_another_batch_of_one_rank_raises_on_all(name):
+    from flash_dmattn.distributed import ContextParallel
+
+    def raised(wire):
+        batch = {
+            "input_ids": TOKENS,
+            "labels": TOKENS,
+            "position_ids": torch.arange(N)[None],
+            "attention_mask": torch.ones(2, N),
+        }
+        batch |= OTHER_BATCHES[name] if wire.rank == 0 else {}
+        with pytest.raises(ValueError, match=f"ranks that disagree.*'{name}'"):
+            ContextParallel(wire).shard(**batch)
+        return True
+
+    assert run_in_threads(RANKS, raised) == [True] * RANKS
+
+
+def test_batch_that_raises_on_one_rank_raises_on_all():
+    from flash_dmattn.distributed import ContextParallel
+
+    def raised(wire):
+        labels, words = TOKENS, r"raise an error on ranks \[1\]"
+        if wire.rank == 1:
+            labels, words = TOKENS[:1], "labels: got shape"
+        with pytest.raises(ValueError, match=words):
+            ContextParallel(wire).shard(TOKENS, labels)
+        return True
+
+    assert run_in_threads(RANKS, raised) == [True] * RANKS
+
+
+@pytest.mark.parametrize(
+    ("backends", "device", "expected"),
+    [
+        ("cuda:nccl", "cpu", "cuda"),
+        ("cpu:gloo,cuda:nccl", "cpu", "cpu"),
+        ("cpu:gloo,cuda:nccl", "cuda:1", "cuda:1"),
+    ],
+)
+def test_comparison_runs_on_a_device_of_the_group(monkeypatch, backends, device, expected):
+    from flash_dmattn.distributed.wire import Wire
+
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    assert Wire.device_near(SimpleNamespace(group=None), device) == expected
