@@ -1,0 +1,70 @@
+"""The bytes of context parallelism on paper are those that ranks count."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranks_as_threads import run_in_threads
+
+ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+
+
+@pytest.fixture
+def table(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import context_parallel_table
+
+    yield context_parallel_table
+    del sys.modules["context_parallel_table"]
+
+
+@pytest.mark.parametrize(
+    ("exchange", "name", "ranks", "node"),
+    [
+        ("direct", "winners, direct", 2, 2),
+        ("direct", "winners, direct", 8, 8),
+        ("two_hops", "winners, two hops", 8, 8),
+        ("nodes", "winners, nodes", 16, 4),
+    ],
+)
+def test_bytes_on_paper_are_those_that_are_counted(table, exchange, name, ranks, node):
+    from flash_dmattn.distributed import context_parallel_dmattn
+
+    n, window, heads, dim = 64, 32, 16, 32
+    model = table.Model(heads=heads, heads_kv=heads, head_dim=dim, window=window)
+
+    def counted(wire):
+        q, k, v = (torch.randn(1, n, heads, dim).bfloat16().requires_grad_() for _ in range(3))
+        scores = torch.randn(1, heads, n).requires_grad_()
+        out = context_parallel_dmattn(
+            q, k, v, scores, group=wire, keep_window_size=window, exchange=exchange
+        )
+        forward = wire.traffic
+        out.float().sum().backward()
+        both = wire.traffic
+        return (forward.sent, forward.received), (
+            both.sent - forward.sent,
+            both.received - forward.received,
+        )
+
+    found = run_in_threads(ranks, counted, node_size=node)
+    busiest = [max(max(of_rank[way]) for of_rank in found) for way in (0, 1)]
+    on_paper = [
+        sum(hop.bytes() for hop in hops) for hops in model.exchanges(n * ranks, ranks, node)[name]
+    ]
+    assert busiest == pytest.approx(on_paper, rel=0.02)
+
+
+def test_document_has_the_numbers_of_the_table(table, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["context_parallel_table.py"])
+    table.main()
+    printed = capsys.readouterr().out
+    document = (ROOT / "docs/howto/context-parallel.md").read_text()
+    cells = re.findall(r"(?<=\| )[\d.]+ / [\d.]+; [\d,.]+ %", document)
+    assert len(cells) == 7
+    assert [cell for cell in cells if f"; {cell.replace(',', '')} |" not in printed] == []
