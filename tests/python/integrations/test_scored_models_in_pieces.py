@@ -98,6 +98,16 @@ def refusals(rank):
         prompts(tokens, past_key_values=cache, **positions)
     with pytest.raises(ValueError, match="keep_window_size: got None"):
         make(rule="threshold", pieces=True)(tokens, **positions)
+    model = make()
+    enable_flash_dmattn(model, context_parallel=dist.new_group())  # whose first calls are compared
+    for phase, words in (
+        ("soft", "phase: got 'soft'"),
+        ("off", "attn_implementation: got 'eager'"),
+    ):
+        if rank == 0:
+            model.set_score_phase(phase)
+        with pytest.raises(ValueError, match=r"error on ranks \[0\]" if rank else words):
+            model(tokens, **positions)
 
 
 def test_families_and_rules_equal_one_process():

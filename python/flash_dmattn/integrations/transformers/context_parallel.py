@@ -66,6 +66,10 @@ class Pieces(NamedTuple):
             pending = bias_without_sinks(pending)
         return attend(query, pending, **options)
 
+    def refuse(self, error: Exception, device: torch.device) -> None:
+        """Raises it, and an error on all ranks that compare something at the same time."""
+        self.group.wire.agree(None, device, error, dict)
+
 
 # Decoders in which nothing but attention takes place between tokens, by `config.model_type`.
 _FAMILIES = ("doge", "llama", "mistral", "qwen2", "qwen3")
@@ -110,6 +114,10 @@ class ModelOfPieces:
     def __deepcopy__(self, memo: dict) -> ModelOfPieces:
         """The same: a copy of a model is on the same ranks."""
         return self
+
+    def refuse(self, error: Exception, device: torch.device) -> None:
+        """As `Pieces.refuse`."""
+        self.group.wire.agree(None, device, error, dict)
 
     def changes(self, arguments_by_name: Mapping[str, object]) -> dict[str, object]:
         """The arguments of a decoder's forward that are other ones: layers get padding and documents from `Pieces`."""

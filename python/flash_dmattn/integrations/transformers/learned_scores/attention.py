@@ -241,18 +241,10 @@ def _attend_to_pieces(
 ) -> Tensor:
     """The hard phase over sequences of which this rank has a piece."""
     layer, slots = call.layer, call.slots
-    if layer.score_phase != "hard":
-        raise ValueError(
-            f"phase: got {layer.score_phase!r} with context parallelism, expected 'hard': in the soft phase a query sees all keys "
-            "of all earlier ranks"
-        )
-    if slots is not None and layer.dense_prefill:
-        raise ValueError(
-            "dense_prefill: got True with a cache and context parallelism, expected False: a prompt would see all keys of "
-            "all earlier ranks"
-        )
-    if slots is not None:
-        _check_rule(slots, layer)
+    try:
+        _check_layer_of_pieces(layer, slots)
+    except ValueError as error:
+        call.pieces.refuse(error, query.device)
     bias, delay = _bias_to_learn(scores, layer.score_rule)
     return call.pieces.attend(
         query,
@@ -267,6 +259,22 @@ def _attend_to_pieces(
         bias_delay=delay,
         sink_logits=s_aux,
     )
+
+
+def _check_layer_of_pieces(layer: nn.Module, slots: DynamicMaskLayer | None) -> None:
+    if layer.score_phase != "hard":
+        raise ValueError(
+            f"phase: got {layer.score_phase!r} with context parallelism, expected 'hard': in the soft phase a query sees all keys "
+            "of all earlier ranks"
+        )
+    if slots is None:
+        return
+    if layer.dense_prefill:
+        raise ValueError(
+            "dense_prefill: got True with a cache and context parallelism, expected False: a prompt would see all keys of "
+            "all earlier ranks"
+        )
+    _check_rule(slots, layer)
 
 
 def _is_padding(mask: Tensor | KeyIntervals, call: ScoredCall) -> bool:

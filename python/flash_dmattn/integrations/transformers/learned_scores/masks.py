@@ -62,10 +62,11 @@ class _MaskHook:
         pieces = getattr(decoder, PIECES, None)
         if pieces is not None:
             if config._attn_implementation not in NAMES:
-                raise ValueError(
+                error = ValueError(
                     f"attn_implementation: got {config._attn_implementation!r} with context parallelism (phase 'off', for one), "
                     "expected the phase 'hard': others attend to this rank's piece alone"
                 )
+                pieces.refuse(error, decoder.device)
             arguments = dict(zip(self.names, args, strict=False)) | options
             return (), arguments | pieces.changes(arguments)
         if isinstance(cache, PagedAttentionCache) and config._attn_implementation in NAMES:
