@@ -4,11 +4,10 @@ from .attention import (
     Pending,
     attend,
     begin,
-    boundary_places,
-    boundary_state,
     context_parallel_dmattn,
 )
 from .batch import ContextParallel, Piece
+from .boundary import boundary_places, boundary_state
 from .headroom import linear_with_headroom
 from .wire import Traffic, exchanged_bytes
 

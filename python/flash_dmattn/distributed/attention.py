@@ -10,18 +10,17 @@ import torch
 from torch import Tensor
 
 from .._core.checks import may_read
-from ..cache import KVSlots
 from ..dispatch import attention, with_lse
 from ..keys.intervals import KeyIntervals
 from ..keys.rule import KeySelection, find_sinks
 from ..keys.selection import Selection
 from ..keys.visibility import Visibility
 from ..scores import with_zero_sum_gradient
-from .arguments import Call, check_causality, checked_lengths
-from .extend import Extend, take_rows
+from .arguments import Call, check_causality
+from .extend import Extend
 from .operators import choose_keys
 from .options import Options
-from .shards import Border, Shards, keys_seen_before, shown_in_piece
+from .shards import Border, shown_in_piece
 from .wire import Wire, wire_of
 
 
@@ -320,92 +319,3 @@ def bias_without_sinks(pending: Pending) -> Pending:
     )
     is_sink = find_sinks(shown, border.rule)
     return pending._replace(bias=torch.where(is_sink, 0, pending.bias))
-
-
-def boundary_places(
-    group,
-    tokens: int,
-    keep_window_size: int | Sequence[int],
-    *,
-    recent_window: int = 0,
-    sink_tokens: int = 0,
-    lengths: Sequence[int] | None = None,
-) -> int:
-    """The rows that `headroom` leaves in front of the keys and values of a rank with `tokens` tokens; other arguments as in
-    `begin`."""
-    wire = wire_of(group)
-    rule = KeySelection(keep_window_size, "per_query", recent_window, True, sink_tokens).checked()
-    shards = Shards.of(wire.rank, checked_lengths(lengths, wire, tokens))
-    return Border.of(shards, rule, 1).places
-
-
-def boundary_state(pending: Pending, *, chunk: int = 0) -> KVSlots:
-    """A KV cache of the keys that tokens after this rank's piece see. Generation continues from the last rank's cache.
-
-    chunk: of the cache. If a document continues after the piece, positions and `seen` count from its beginning; if none does,
-    the cache is empty. Its `capped` counts no keys that left before this piece.
-
-    Raises ValueError for another bias than the scores, as a cache keeps one value for each key.
-    """
-    if pending.bias is not None and not pending.bias_is_score:
-        raise ValueError("pending: got another bias than the scores, expected 'scores' or None")
-    border, rule = pending.border, pending.border.rule
-    key, value, scores = (t.detach() for t in (pending.key, pending.value, pending.scores))
-    batch, length, heads, head_dim = key.shape
-    cache = KVSlots(
-        batch,
-        heads,
-        head_dim=head_dim,
-        chunk=chunk,
-        dtype=key.dtype,
-        device=key.device,
-        **rule._asdict(),
-    )
-    begun = torch.zeros((1, 1, 1), dtype=torch.int64, device=key.device)
-    if border.begun is not None:
-        begun = border.begun[:, border.shards.rank + 1, None, None]
-    seen = (border.shards.end() - begun.view(-1)).expand(batch)
-    if length:
-        places, positions = _state_of_keys(pending, begun)
-        there = places >= 0
-        rows = places.clamp(min=0)
-        scores = torch.where(there, scores.gather(-1, rows), torch.nan)
-        # One query sees the keys that are present.
-        intervals = torch.stack([torch.zeros_like(there), there], -1).int()
-        key, value = (take_rows(t, rows).transpose(1, 2) for t in (key, value))
-        cache.fill(key, value, scores, KeyIntervals(intervals, 1))
-        cache.renumber((positions - begun).int(), seen)
-    cache.seen.copy_(seen)
-    return cache
-
-
-def _state_of_keys(pending: Pending, begun: Tensor) -> tuple[Tensor, Tensor]:
-    """The places among the keys of `pending`, int64 [B, Hkv, S], of those that the last query of this piece sees, -1 for none, and
-    their positions in the whole sequence.
-
-    The last recent_window of them are those of the last positions, whether there is a key or not: `KVSlots.fill` finds recent keys
-    by their index. Before them are the others, in their order. begun: where the document that continues has begun.
-    """
-    shards, rule = pending.border.shards, pending.border.rule
-    own = torch.arange(shards.begin(), shards.end(), device=pending.key.device)
-    batch, heads, length = pending.scores.shape
-    positions = torch.cat([pending.positions.long(), own.expand(batch, heads, -1)], -1)
-    present = (positions >= 0) & (positions >= begun)
-    if pending.present is not None:
-        present[..., pending.border.places :] &= pending.present
-    size, recent = rule.places(), rule.recent_window
-    seen = keys_seen_before(
-        shards.end(),
-        pending.scores.detach().flatten(0, 1)[None],
-        positions.flatten(0, 1)[None],
-        present.flatten(0, 1)[None],
-        pending.border.rule_of_rows(slice(None), batch),
-        size,
-    )[0].unflatten(0, (batch, heads))
-    at = positions.gather(-1, seen.clamp(min=0))
-    first_recent = shards.end() - recent
-    in_order = torch.arange(size, device=seen.device)
-    index = torch.where(at >= first_recent, at - first_recent + size - recent, in_order)
-    index = torch.where(seen < 0, size, index)  # which is cut off
-    places = seen.new_full((batch, heads, size + 1), -1).scatter_(-1, index, seen)[..., :size]
-    return places, positions.gather(-1, places.clamp(min=0))

@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 from transformers.models.doge.modeling_doge import DogeAttention
 
 from ...distributed.arguments import offsets_of_positions
-from ...distributed.attention import attend, begin, bias_without_sinks, boundary_state
+from ...distributed.attention import attend, begin, bias_without_sinks
 from ...distributed.batch import ContextParallel, short_offsets
+from ...distributed.boundary import boundary_state
 from ...keys.rule import KeySelection
 from ..masks import causal_mask
 from .cache import DynamicMaskCache
