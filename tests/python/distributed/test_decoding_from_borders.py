@@ -93,15 +93,15 @@ def test_random_pieces_go_on_as_one_process(case):
 
 
 def test_comparison_fails_where_a_key_is_missing(monkeypatch):
-    from flash_dmattn.distributed import attention
+    from flash_dmattn.distributed import boundary
 
-    state = attention._state_of_keys
+    state = boundary._state_of_keys
 
     def with_a_key_less(*given):
         places, positions = state(*given)
         return torch.where(places == places.max(), -1, places), positions
 
-    monkeypatch.setattr(attention, "_state_of_keys", with_a_key_less)
+    monkeypatch.setattr(boundary, "_state_of_keys", with_a_key_less)
     case = dict(decodable_cases(2))["recent keys that do not compete"]
     with pytest.raises(AssertionError):
         run_in_threads(2, lambda wire: compare_decoding(case, wire, wire.rank, 2, 0))
