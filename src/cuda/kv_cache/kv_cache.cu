@@ -129,6 +129,7 @@ struct PendingMemory {
   std::int32_t* seen = nullptr;
   Fate* fates = nullptr;
   std::int32_t* places = nullptr;
+  std::int32_t* destinations = nullptr;
   std::size_t bytes;
 
   PendingMemory(const KvCache& cache, bool commits, void* base) {
@@ -140,6 +141,7 @@ struct PendingMemory {
       seen = workspace.take<std::int32_t>(rows);
       fates = workspace.take<Fate>(rows * (s.places() + cache.pending));
       places = workspace.take<std::int32_t>(rows * cache.pending);
+      destinations = workspace.take<std::int32_t>(rows * cache.pending);
     }
     bytes = workspace.used();
   }
@@ -179,8 +181,10 @@ std::size_t commit_workspace_size(const CommitArgs& args, const Execution&) {
 void commit(const CommitArgs& args, const Execution& execution) {
   const PendingMemory memory(args.cache, true, execution.workspace);
   const PendingParams params = follow_keys(args.cache, memory, args.keep, 0, nullptr, execution);
+  launch_rows<CommitKernel>({params, memory.places, memory.destinations}, execution);
   const RowCopy copy = row_copy(args.cache.shape, params.cache.k, params.cache.v);
-  launch_rows<CommitKernel>({params, copy, memory.places}, execution);
+  for_each(rows_of(args.cache.shape) * args.cache.pending * copy.units,
+           MoveTokens{params.cache, memory.destinations, copy}, stream_of(execution));
 }
 
 }  // namespace

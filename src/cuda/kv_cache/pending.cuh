@@ -1,5 +1,7 @@
 #pragma once
 
+#include <functional>
+
 #include "cuda/kv_cache/slots.cuh"
 #include "cuda/primitives/integers.h"
 
@@ -111,14 +113,17 @@ struct FindArrivalsKernel {
   }
 };
 
-// A thread computes a key.
+// A thread computes a key. Of keys with equal scores the more recent one is better. Positions ascend with the tokens at
+// which keys begin to compete, so whether one of these is more recent follows from its number.
 struct FindFatesKernel {
   using Params = PendingParams;
   static constexpr int threads = 256;
   static constexpr int min_blocks = 2;
+  static constexpr int together = 32;  // others whose comparisons are bits of an integer
 
   struct SharedStorage {
-    ScoredSlot others[threads];
+    alignas(16) float scores[threads];
+    std::int32_t positions[threads];
     typename PendingSinks<threads>::Storage sinks;
   };
 
@@ -139,29 +144,46 @@ struct FindFatesKernel {
     const int token = slot - cache.places;  // number of a pending key
     const bool is_taken = slot < count || (token >= 0 && token < kept);
     const std::int32_t entry = is_taken ? p.entry(row, slot) : no_key;
-    ScoredSlot key = no_slot();
-    if (entry >= 0) key = {cache.scores[p.place(row, slot)], entry};
+    const float score = entry >= 0 ? cache.scores[p.place(row, slot)] : nanf("");
 
     int better = 0;
-    compare(
-        shared, count,
-        [&](int other) {
-          const std::int32_t position = p.entry(row, other);
-          const bool competes = 0 <= position && position < seen - rule.delay();
-          return competes ? load(p, row, other) : no_slot();
-        },
-        [&](int, ScoredSlot other) { better += other.beats(key) ? 1 : 0; });
+    for (int first = 0; first < count; first += threads) {
+      const int other = first + static_cast<int>(threadIdx.x);
+      const std::int32_t position = other < count ? p.entry(row, other) : no_key;
+      const bool competes = 0 <= position && position < seen - rule.delay();
+      __syncthreads();
+      shared.scores[threadIdx.x] = competes ? cache.scores[p.place(row, other)] : nanf("");
+      shared.positions[threadIdx.x] = position;
+      __syncthreads();
+      const int size = min(count - first, threads);
+      for (int i = 0; i < size; i += together) {
+        better += __popc(warp_all(token >= 0) ? comparisons(shared, i, std::greater(), score)
+                                              : comparisons(shared, i, score, entry));
+      }
+    }
     std::int32_t beaten_by = better >= rule.window ? 0 : never;
-    compare(
-        shared, kept,
-        [&](int i) {
-          const int other = p.arrival(row, i, sink_end);
-          return other < 0 ? no_slot() : load(p, row, other);
-        },
-        [&](int i, ScoredSlot other) {
-          better += other.beats(key) ? 1 : 0;
-          if (better >= rule.window) beaten_by = min(beaten_by, i);
-        });
+    // This key's number among those that begin to compete with pending tokens; later ones are more recent.
+    const std::int32_t own = entry >= 0 ? entry - seen + rule.delay() : token;
+    for (int first = 0; first < kept; first += threads) {
+      const int mine = first + static_cast<int>(threadIdx.x);
+      const int other = mine < kept ? p.arrival(row, mine, sink_end) : -1;
+      __syncthreads();
+      shared.scores[threadIdx.x] = other < 0 ? nanf("") : cache.scores[p.place(row, other)];
+      shared.positions[threadIdx.x] = mine;
+      __syncthreads();
+      const int size = min(kept - first, threads);
+      for (int i = 0; i < size; i += together) {
+        const unsigned beats = warp_all(own < first + i)
+                                   ? comparisons(shared, i, std::greater_equal(), score)
+                               : warp_all(own >= first + i + together - 1)
+                                   ? comparisons(shared, i, std::greater(), score)
+                                   : comparisons(shared, i, score, own);
+        const int more = __popc(beats);
+        if (better < rule.window && better + more >= rule.window)
+          beaten_by = first + i + nth_bit(beats, rule.window - better);
+        better += more;
+      }
+    }
     if (p.fates != nullptr && slot == 0) p.seen_before[row] = seen;
     if (slot >= p.keys()) return;
     const bool is_sink = token < 0 ? slot < rule.sinks : token < sink_end;
@@ -175,25 +197,38 @@ struct FindFatesKernel {
   }
 
  private:
-  static __device__ ScoredSlot no_slot() { return {nanf(""), 0}; }
-  static __device__ ScoredSlot load(const Params& p, std::int64_t row, int slot) {
-    const std::int64_t at = p.place(row, slot);
-    return {p.cache.scores[at], p.cache.entries[at]};
+  // Bit i: whether other `begin` + i beats the key. A NaN beats no key, and no key a NaN.
+  template <class Compare>
+  static __device__ unsigned comparisons(const SharedStorage& shared, int begin,
+                                         const Compare& beats, float score) {
+    unsigned bits = 0;
+#pragma unroll
+    for (int i = 0; i < together; i += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(&shared.scores[begin + i]);
+      bits |= beats(four.x, score) ? 1u << i : 0;
+      bits |= beats(four.y, score) ? 2u << i : 0;
+      bits |= beats(four.z, score) ? 4u << i : 0;
+      bits |= beats(four.w, score) ? 8u << i : 0;
+    }
+    return bits;
+  }
+  // The same where some of the others are more recent, those with a larger position.
+  static __device__ unsigned comparisons(const SharedStorage& shared, int begin, float score,
+                                         std::int32_t position) {
+    unsigned bits = 0;
+#pragma unroll 8
+    for (int i = 0; i < together; ++i) {
+      const float other = shared.scores[begin + i];
+      const bool is_newer = shared.positions[begin + i] > position;
+      bits |= other > score || (other == score && is_newer) ? 1u << i : 0;
+    }
+    return bits;
   }
 
-  // Calls body(i, key_of(i)) for i in [0, end), in their order.
-  template <class KeyOf, class Body>
-  static __device__ void compare(SharedStorage& shared, int end, const KeyOf& key_of,
-                                 const Body& body) {
-    for (int first = 0; first < end; first += threads) {
-      const int mine = first + static_cast<int>(threadIdx.x);
-      __syncthreads();
-      if (mine < end) shared.others[threadIdx.x] = key_of(mine);
-      __syncthreads();
-      const int size = min(end - first, threads);
-#pragma unroll 8
-      for (int i = 0; i < size; ++i) body(first + i, shared.others[i]);
-    }
+  // The place of the n-th bit that is set, n from 1.
+  static __device__ int nth_bit(unsigned bits, int n) {
+    for (; n > 1; --n) bits &= bits - 1;
+    return __ffs(static_cast<int>(bits)) - 1;
   }
 
   // `end`: the pending token that is the first to see the key no longer; -1 without a key.
@@ -212,12 +247,13 @@ struct FindFatesKernel {
   }
 };
 
-// Pending tokens that stay take the first slots without a key, in order. A block computes a (batch, kv head).
+// Pending tokens that stay take the first slots without a key, in order; MoveTokens copies their rows. A block computes a
+// (batch, kv head).
 struct CommitKernel {
   struct Params {
     PendingParams pending;
-    RowCopy copy;
-    std::int32_t* places;  // [B, Hkv, pending] scratch, slots for the tokens
+    std::int32_t* places;        // [B, Hkv, pending] scratch, slots for the tokens
+    std::int32_t* destinations;  // [B, Hkv, pending] the slot of each token, -1 if it has none
   };
   static constexpr int threads = 1024;
   static constexpr int min_blocks = 1;
@@ -247,13 +283,14 @@ struct CommitKernel {
     const int sink_end = PendingSinks<threads>::find(shared.sinks, pending, row);
     const Fate* const fates = pending.fates + row * pending.keys();
     std::int32_t* const places = p.places + row * cache.pending;
+    std::int32_t* const destinations = p.destinations + row * cache.pending;
 
     for (int slot = static_cast<int>(threadIdx.x); slot < before.count; slot += threads) {
       std::int32_t& entry = cache.entries[pending.place(row, slot)];
       entry = entry_after(entry, fates[slot]);
     }
     find_places(shared, fates, before.count, cache, places);
-    const int entered = move_tokens(p, shared, fates, places, b, h);
+    const int entered = move_tokens(pending, shared, fates, places, destinations, row);
     const int count = entered == 0 ? before.count : max(before.count, places[entered - 1] + 1);
     int competed = 0;
     for (int i = static_cast<int>(threadIdx.x); i < kept; i += threads) {
@@ -287,33 +324,25 @@ struct CommitKernel {
     __syncthreads();
   }
 
-  // Moves tokens to their slots. Returns their number.
-  static __device__ int move_tokens(const Params& p, SharedStorage& shared, const Fate* fates,
-                                    const std::int32_t* places, int b, int h) {
-    const Slots& cache = p.pending.cache;
-    const std::int64_t first = p.pending.place(static_cast<std::int64_t>(b) * cache.heads + h, 0);
+  // Moves scores and entries of tokens to their slots. Returns the number of these tokens.
+  static __device__ int move_tokens(const PendingParams& p, SharedStorage& shared,
+                                    const Fate* fates, const std::int32_t* places,
+                                    std::int32_t* destinations, std::int64_t row) {
+    const Slots& cache = p.cache;
+    const std::int64_t first = p.place(row, 0);
     int entered = 0;
     for (int begin = 0; begin < cache.pending; begin += threads) {
-      const int from = cache.places + begin + static_cast<int>(threadIdx.x);
-      const bool enters = from < p.pending.keys() && fates[from] != Fate::gone;
+      const int token = begin + static_cast<int>(threadIdx.x);
+      const int from = cache.places + token;
+      const bool enters = token < cache.pending && fates[from] != Fate::gone;
       int total;
       const int place = entered + Numbers::number(shared.numbers, enters, total);
-      // Threads of a warp copy a row together.
-      unsigned left = warp_ballot(enters);
-      const std::int32_t to = enters ? places[place] : 0;
       if (enters) {
+        const std::int32_t to = places[place];
         cache.scores[first + to] = cache.scores[first + from];
         cache.entries[first + to] = entry_after(cache.entries[first + from], fates[from]);
       }
-      for (; left != 0; left &= left - 1) {
-        const int lane = __ffs(static_cast<int>(left)) - 1;
-        const int from_slot = shuffle(from, lane);
-        const int to_slot = shuffle(to, lane);
-        for (int i = lane_id(); i < p.copy.units; i += warp_size) {
-          p.copy(cache.k.at(b, h, to_slot), cache.k.at(b, h, from_slot), i);
-          p.copy(cache.v.at(b, h, to_slot), cache.v.at(b, h, from_slot), i);
-        }
-      }
+      if (token < cache.pending) destinations[token] = enters ? places[place] : -1;
       entered += total;
     }
     __syncthreads();

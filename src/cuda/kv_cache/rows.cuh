@@ -89,6 +89,25 @@ struct AppendTokens {
   }
 };
 
+// Copies the rows of pending tokens to their slots.
+struct MoveTokens {
+  Slots cache;
+  const std::int32_t* destinations;  // [B, Hkv, pending], -1: none
+  RowCopy copy;
+
+  __device__ void operator()(long item) const {
+    const int unit = static_cast<int>(item % copy.units);
+    item /= copy.units;
+    const std::int32_t to = destinations[item];
+    if (to < 0) return;
+    const int from = cache.places + static_cast<int>(item % cache.pending);
+    const int h = static_cast<int>(item / cache.pending % cache.heads);
+    const int b = static_cast<int>(item / cache.pending / cache.heads);
+    copy(cache.k.at(b, h, to), cache.k.at(b, h, from), unit);
+    copy(cache.v.at(b, h, to), cache.v.at(b, h, from), unit);
+  }
+};
+
 // Copies the rows of the tokens that have slots, according to the positions in the slots.
 struct FillRows {
   Slots cache;

@@ -59,16 +59,6 @@ struct TokenScores {
   }
 };
 
-// A key for comparisons with other keys. One whose score is NaN beats none.
-struct ScoredSlot {
-  float score;
-  std::int32_t position;
-
-  __device__ bool beats(ScoredSlot other) const {
-    return score > other.score || (score == other.score && position > other.position);
-  }
-};
-
 // Copies rows in units of 16 bytes if all rows of a call are aligned to 16 bytes, otherwise in units of an element.
 struct RowCopy {
   int unit = 2;

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ragged_steps
+from flash_dmattn import ragged
 from pool_rows import RULES, Place
 
 
@@ -14,6 +15,13 @@ from pool_rows import RULES, Place
 def test_steps_of_many_sequences_equal_each_alone(dtype, rule):
     place = Place("cuda", "cuda", dtype)
     ragged_steps.check_sequences_alone(place, rule, random.Random(1))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_prompts_that_are_padded_equal_each_alone(rule, monkeypatch):
+    monkeypatch.setitem(ragged._LENGTHS_TO_PAD, "cuda", 2)
+    place = Place("cuda", "cuda", torch.bfloat16)
+    ragged_steps.check_sequences_alone(place, rule, random.Random(4))
 
 
 def test_scores_may_choose_and_add_nothing():
