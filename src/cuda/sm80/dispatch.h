@@ -5,6 +5,8 @@
 
 #include <stdexcept>
 
+#include "cuda/attention/compiled.h"
+#include "cuda/primitives/convert.cuh"
 #include "cuda/sm80/kernel_choice.h"
 #include "sm80/compiled.h"
 
@@ -14,7 +16,7 @@ namespace flash_dmattn::cuda::sm80 {
 template <class Choice, class Body>
 void dispatch(const Choice& choice, const Body& body) {
   const auto compiled = [&]<class T, int D, SharedClass S>() {
-    if constexpr (has_kernels(S)) {
+    if constexpr (has_kernels(S) && has_kernels_of(Element<T>::dtype, D)) {
       body.template operator()<T, D, S>();
     } else {
       throw std::logic_error("not compiled: " + name(choice));

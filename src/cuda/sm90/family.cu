@@ -1,6 +1,7 @@
 #include "cuda/attention/problem.h"
 #include "cuda/device_plan.h"
 #include "cuda/sm90/backward/launch.h"
+#include "cuda/sm90/compiled.h"
 #include "cuda/sm90/forward/launch.h"
 #include "cuda/stages/stages.h"
 #include "family_table.h"
@@ -9,8 +10,6 @@
 // memory.
 namespace flash_dmattn::cuda::sm90 {
 namespace {
-
-constexpr bool is_compiled = FLASH_DMATTN_HAS_SM90 != 0;
 
 std::string decline_device(const DeviceProperties& device) {
   if (device.compute_capability != 90) {
@@ -53,19 +52,9 @@ class ForwardCall {
     if (choice_.variant.dense == DenseAccess::tiles || has(args.problem.limit_shape))
       pack_mask(args.problem, params.score, stream);
     params.key_ranges = find_key_ranges(args.problem, args.in, placed.key_ranges_, stream);
-    const auto launch_dtype = [&]<class T>() {
-      if constexpr (is_compiled) {
-        switch (choice_.head_dim) {
-          case 64: return launch_forward<T, 64>(choice_, params, placed.workspace_, stream);
-          case 96: return launch_forward<T, 96>(choice_, params, placed.workspace_, stream);
-          case 128: return launch_forward<T, 128>(choice_, params, placed.workspace_, stream);
-          case 192: return launch_forward<T, 192>(choice_, params, placed.workspace_, stream);
-          default: return launch_forward<T, 256>(choice_, params, placed.workspace_, stream);
-        }
-      }
-    };
-    choice_.dtype == DType::bf16 ? launch_dtype.template operator()<__nv_bfloat16>()
-                                 : launch_dtype.template operator()<__half>();
+    dispatch_bucket(choice_.dtype, choice_.head_dim, [&]<class T, int D>() {
+      launch_forward<T, D>(choice_, params, placed.workspace_, stream);
+    });
   }
 
   std::string kernel_name() const { return name(choice_); }

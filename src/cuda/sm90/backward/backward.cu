@@ -6,6 +6,7 @@
 #include "cuda/primitives/launch.h"
 #include "cuda/sm90/backward/call.h"
 #include "cuda/sm90/backward/launch.h"
+#include "cuda/sm90/compiled.h"
 #include "cuda/sm90/dense/rows.h"
 #include "cuda/sm90/kernel_choice.h"
 #include "cuda/stages/stages.h"
@@ -13,8 +14,6 @@
 // Computes a backward, from its arguments to its launches.
 namespace flash_dmattn::cuda::sm90 {
 namespace {
-
-constexpr bool is_compiled = FLASH_DMATTN_HAS_SM90 != 0;
 
 std::string_view name_of(const BackwardVariant& variant) {
   if (variant.dense != DenseAccess::none) return sm90::name_of(variant.dense);
@@ -101,28 +100,18 @@ void BackwardCall::run(const BackwardArgs& args, const Execution& execution) con
   // A main loop that follows a list stores only the elements of its keys.
   if (p.dbias.data != nullptr && !call.has_dbias_sums() && has_list(problem))
     store_dbias(args, nullptr, stream);
-  const auto launch_dtype = [&]<class T>() {
-    if constexpr (is_compiled) {
-      using Preprocess = PreprocessKernel<T>;
-      const typename Preprocess::Params params = call.preprocess_params<T>();
-      if (p.score.packed_mask.states != nullptr) {
-        using Kernel = PackAndPreprocessKernel<T>;
-        const typename Kernel::Params both{pack_mask_params(problem, p.score), params};
-        launch<Kernel>(Kernel::blocks(both), both, stream);
-      } else {
-        launch<Preprocess>(Preprocess::blocks(params), params, stream);
-      }
-      switch (call.choice.head_dim) {
-        case 64: return launch_backward<T, 64>(call.choice, call.params, stream);
-        case 96: return launch_backward<T, 96>(call.choice, call.params, stream);
-        case 128: return launch_backward<T, 128>(call.choice, call.params, stream);
-        case 192: return launch_backward<T, 192>(call.choice, call.params, stream);
-        default: return launch_backward<T, 256>(call.choice, call.params, stream);
-      }
+  dispatch_bucket(dtype, call.choice.head_dim, [&]<class T, int D>() {
+    using Preprocess = PreprocessKernel<T>;
+    const typename Preprocess::Params params = call.preprocess_params<T>();
+    if (p.score.packed_mask.states != nullptr) {
+      using Kernel = PackAndPreprocessKernel<T>;
+      const typename Kernel::Params both{pack_mask_params(problem, p.score), params};
+      launch<Kernel>(Kernel::blocks(both), both, stream);
+    } else {
+      launch<Preprocess>(Preprocess::blocks(params), params, stream);
     }
-  };
-  dtype == DType::bf16 ? launch_dtype.template operator()<__nv_bfloat16>()
-                       : launch_dtype.template operator()<__half>();
+    launch_backward<T, D>(call.choice, call.params, stream);
+  });
   call.dk.store(p.shape, call.params.list, stream);
   call.dv.store(p.shape, call.params.list, stream);
   call.scatter_dbias(stream);
