@@ -15,6 +15,7 @@ from .._core.checks import (
     autocast_tensors,
     check_count,
     check_tensor,
+    clamp_count,
     resolve_flag,
     widen_bias,
 )
@@ -136,7 +137,7 @@ class Call(NamedTuple):
             "value_dim": self.value.shape[3],
             "dtype": DTYPES.index(self.key.dtype),
             "lengths": _as_one([b - a for a, b in pairwise(begins)]),
-            "keep_window_size": _as_one(rule.windows()),
+            "keep_window_size": _as_one([clamp_count(w) for w in rule.windows()]),
             "scores": _code_of_form(scores),
             "rule": code_of(*rule.options()),
             "documents": hash(documents),

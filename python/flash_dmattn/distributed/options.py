@@ -11,6 +11,7 @@ from .._core.checks import (
     autocast_tensors,
     check_device,
     check_tensor,
+    clamp_count,
     resolve_backend,
     resolve_flag,
 )
@@ -62,7 +63,7 @@ class Options(NamedTuple):
             "softcap": code_of(numerics.softcap),
             "deterministic": int(numerics.deterministic),
             "sink_logits": 0 if sink_logits is None else code_of(sink_logits.dtype),
-            "bias_delay": int(self.bias_delay),
+            "bias_delay": clamp_count(int(self.bias_delay)),
             "zero_sum": int(resolve_flag(self.zero_sum, "zero_sum")),
             "backend": code_of(self.backend),
         }

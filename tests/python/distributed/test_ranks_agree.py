@@ -89,6 +89,11 @@ def test_thresholds_of_one_hash_raise_as_others_do():
     assert run_in_threads(RANKS, raised) == [True] * RANKS
 
 
+def test_numbers_beyond_64_bits_are_compared():
+    outs = run_in_threads(RANKS, lambda wire: call(wire, keep_window_size=2**70, bias_delay=2**70))
+    assert [tuple(out.shape) for out in outs] == [(1, N, 4, 16)] * RANKS
+
+
 def test_other_results_and_masks_of_one_rank_raise_nothing():
     def results(wire):
         changes = {"return_lse": True, "key_mask": torch.ones(1, N).bool(), "backend": None}
