@@ -1,0 +1,46 @@
+"""Documents that are given by positions of tokens are those that are given by offsets."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranks_as_threads import run_in_threads
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+
+RANKS, N = 3, 20
+BEGINS = {
+    "one row for all": [[0, 7, 33, 52]],
+    "each row its own": [[0, 7, 33, 52], [0, 20, 21, 40]],
+    "one document of the second row": [[0, 7, 33, 52], [0, 0, 0, 0]],
+    "at borders of pieces": [[0, 20, 40, 59]],
+}
+
+
+def rows_and_gradients(wire, **documents):
+    from flash_dmattn.distributed import context_parallel_dmattn
+
+    g = torch.Generator().manual_seed(3)
+    shapes = [(2, RANKS * N, 4, 16), *2 * [(2, RANKS * N, 2, 16)]]
+    whole = [torch.randn(shape, generator=g) for shape in shapes]
+    scores = torch.randn(2, 2, RANKS * N, generator=g)
+    rows = slice(wire.rank * N, wire.rank * N + N)
+    leaves = [t[:, rows].clone().requires_grad_() for t in whole]
+    leaves.append(scores[..., rows].clone().requires_grad_())
+    out = context_parallel_dmattn(*leaves, group=wire, keep_window_size=9, **documents)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+@pytest.mark.parametrize("name", BEGINS)
+def test_positions_and_offsets_give_the_same_results(name):
+    offsets = torch.tensor([[*row, RANKS * N] for row in BEGINS[name]])
+    index = torch.arange(RANKS * N)
+    begins = [max(b for b in row if b <= i) for row in BEGINS[name] for i in index.tolist()]
+    positions = index - torch.tensor(begins).view(len(offsets), -1)
+    by_positions, by_offsets, whole = (
+        run_in_threads(RANKS, lambda wire, given=given: rows_and_gradients(wire, **given))
+        for given in ({"position_ids": positions}, {"cu_seqlens": offsets}, {})
+    )
+    for found, expected in zip(by_positions, by_offsets, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert not torch.equal(by_positions[-1][0], whole[-1][0])
