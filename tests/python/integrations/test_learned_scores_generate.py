@@ -6,7 +6,11 @@ import torch
 transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache, StaticCache  # noqa: E402
 
-from flash_dmattn.integrations.transformers import DynamicMaskCache  # noqa: E402
+from flash_dmattn.integrations.transformers import (  # noqa: E402
+    DynamicMaskCache,
+    add_learned_scores,
+)
+from flash_dmattn.integrations.transformers.learned_scores.call import ScoredCall  # noqa: E402
 from scored_models import FAMILIES, RULES, make_base, make_ids, make_scored  # noqa: E402
 from scores_by_definition import by_definition  # noqa: E402
 
@@ -184,3 +188,79 @@ def test_soft_phase_refuses_static_caches():
     model = make_scored(rule="all").set_score_phase("soft")
     with torch.no_grad(), pytest.raises(ValueError, match="^cache: got a static one"):
         model(make_ids(PROMPT), past_key_values=CACHES["static"](model))
+
+
+# ---- Packed prompts ---------------------------------------------------------------------------------
+
+POSITIONS = torch.cat([torch.arange(5), torch.arange(PROMPT - 5)]).repeat(2, 1)
+
+
+def mask_of_texts():
+    documents = (POSITIONS == 0).cumsum(1)
+    return (documents[..., None] == documents[:, None]).tril()[:, None]
+
+
+@pytest.mark.parametrize("name", ["static", "slots"])
+def test_mask_of_packed_texts_is_refused_by_caches_without_texts(name):
+    model = make_scored()
+    with pytest.raises(ValueError, match=r"^attention_mask: got torch.bool of shape \(2, 1, 13, "):
+        extra = 0 if name == "slots" else NEW + 3
+        mask = torch.nn.functional.pad(mask_of_texts(), (0, extra))
+        model(make_ids(PROMPT), attention_mask=mask, past_key_values=CACHES[name](model))
+
+
+@pytest.mark.parametrize("rule", ["window", "all"])
+def test_static_cache_takes_a_dense_mask_of_padding(rule):
+    model, ids, padding = make_scored(rule=rule), make_ids(PROMPT), left_padding()
+    causal = torch.ones(PROMPT, PROMPT, dtype=torch.bool).tril()
+    mask = torch.nn.functional.pad(causal & padding[:, None, None].bool(), (0, NEW + 3))
+    with torch.no_grad():
+        found, expected = (
+            model(ids, attention_mask=given, past_key_values=CACHES["static"](model)).logits
+            for given in (mask, padding)
+        )
+    torch.testing.assert_close(found[padding.bool()], expected[padding.bool()])
+
+
+@pytest.mark.skipif(
+    transformers.__version__ < "5", reason="tiny models are those of transformers 5"
+)
+def test_texts_are_apart_where_a_mask_is_older_than_its_cache():
+    """The masks of Gemma 3 with images are made before its text decoder makes a cache, by positions."""
+    from tiny_models import model_classes, tiny_config, tiny_model
+
+    found = {model_class.name: model_class for model_class in model_classes()}
+    multimodal = found["Gemma3ForConditionalGeneration"]
+    model = tiny_model(multimodal, tiny_config(multimodal), "eager")
+    ids = make_ids(PROMPT)
+    with torch.no_grad():
+        expected = model(ids, position_ids=POSITIONS, use_cache=True).logits
+        add_learned_scores(model, keep_window_size=PROMPT)
+        found = model(ids, position_ids=POSITIONS, use_cache=True).logits
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.skipif(
+    transformers.__version__ < "5.24", reason="tiny models are those of transformers 5"
+)
+def test_slots_of_layers_with_other_numbers_in_the_cache_are_refused():
+    from tiny_models import model_classes, tiny_config, tiny_model
+
+    found = {model_class.name: model_class for model_class in model_classes()}["HrmTextForCausalLM"]
+    model = tiny_model(found, tiny_config(found), "eager")
+    add_learned_scores(model, keep_window_size=PROMPT)
+    cache = DynamicMaskCache(model.config)
+    with pytest.raises(ValueError, match="^cache: got a DynamicMaskCache whose layer . is a Dyn"):
+        model(make_ids(PROMPT), past_key_values=cache)
+
+
+def test_layer_that_attends_twice_is_refused():
+    model = make_scored()
+    layer = model.model.layers[0].self_attn
+    call = ScoredCall(layer, torch.randn(1, 3, 32), None)
+    states = torch.randn(2, 1, 2, 3, 8)
+    call.scores_of(*states)
+    with pytest.raises(
+        RuntimeError, match="^scorer: got a second attention in one call of layer 0"
+    ):
+        call.scores_of(*states)

@@ -222,21 +222,50 @@ def test_compiled_model_is_one_graph(family, name, phase):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-@since_transformers_5
-@pytest.mark.parametrize("phase", ["soft", "hard"])
-def test_compiled_decoder_whose_mask_ignores_positions_sees_one_text(phase):
-    """OPT: for transformers, too, texts of several positions 0 are one."""
-    torch._dynamo.reset()
+def opt():
+    """Tells its mask no positions, and makes them from its padding where none are given."""
     config = transformers.OPTConfig(
         vocab_size=64, hidden_size=32, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=32,
         max_position_embeddings=64,
     )  # fmt: skip
-    model, ids = transformers.OPTForCausalLM(config).eval(), torch.randint(3, 64, (1, 21))
-    expected = model(ids, use_cache=False, **INPUTS["packed"]).logits
-    add_learned_scores(model, keep_window_size=21).set_score_phase(phase)
+    return transformers.OPTForCausalLM(config)
+
+
+def qwen2_vl():
+    """Makes three axes of positions, and tells its mask none of them."""
+    config = transformers.Qwen2VLTextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+    )  # fmt: skip
+    return transformers.Qwen2VLTextModel(config)
+
+
+@since_transformers_5
+@pytest.mark.parametrize("name", ["packed", "no_mask"])
+@pytest.mark.parametrize("make", [opt, qwen2_vl])
+def test_compiled_decoder_whose_mask_ignores_positions_sees_one_text(make, name):
+    """For transformers, too, texts of several positions 0 are one there."""
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    model, ids = make().eval(), torch.randint(3, 64, (1, 21))
+    expected = model(ids, use_cache=False, **INPUTS[name])[0]
+    add_learned_scores(model, keep_window_size=21)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    found = compiled(ids, use_cache=False, **INPUTS["packed"]).logits
+    found = compiled(ids, use_cache=False, **INPUTS[name])[0]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@since_transformers_5
+def test_compiled_prompt_fills_a_cache_like_an_uncompiled_one():
+    torch._dynamo.reset()
+    model, ids = make_scored(), make_ids()
+    found = []
+    with torch.no_grad():
+        for prompt in (model, torch.compile(model, fullgraph=True, backend="eager")):
+            out = prompt(ids, use_cache=True)
+            step = model(ids[:, :1], past_key_values=out.past_key_values)
+            found.append([out.logits, step.logits])
+    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -337,6 +366,10 @@ def sliding():
     return make_base("Mistral", sliding_window=4)
 
 
+def attends_twice():
+    return transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**TINY))
+
+
 def doge():
     return transformers.DogeForCausalLM(transformers.DogeConfig(**TINY))
 
@@ -346,6 +379,7 @@ REFUSED = {
     encoder_decoder: "encoder-decoder|interface",
     without_interface: "none calls transformers' attention interface",
     sliding: "have a sliding window of their own",
+    attends_twice: "attend twice by the same keys|interface",
     doge: "have scores of their own; call enable_flash_dmattn",
 }
 

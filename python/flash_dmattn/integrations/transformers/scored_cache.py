@@ -6,8 +6,6 @@ and repeating act alike.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -99,9 +97,22 @@ def _with_scores(layer: CacheLayerMixin) -> _ScoredLayer:
     return _make_scored(type(layer), attributes)
 
 
-@cache
-def _scored_class(layer_class: type[CacheLayerMixin]) -> type[_ScoredLayer]:
+def _make_class(layer_class: type[CacheLayerMixin]) -> type[_ScoredLayer]:
     return type(layer_class.__name__, (_ScoredLayer, layer_class), {})
+
+
+# Made before any compilation: an instance of a class that is made within compiled code cannot leave it.
+_SCORED_CLASSES = {
+    layer_class: _make_class(layer_class)
+    for layer_class in list(vars(cache_utils).values())
+    if isinstance(layer_class, type) and issubclass(layer_class, CacheLayerMixin)
+}
+
+
+def _scored_class(layer_class: type[CacheLayerMixin]) -> type[_ScoredLayer]:
+    if layer_class not in _SCORED_CLASSES:
+        _SCORED_CLASSES[layer_class] = _make_class(layer_class)
+    return _SCORED_CLASSES[layer_class]
 
 
 def _make_scored(layer_class: type[CacheLayerMixin], attributes: dict) -> _ScoredLayer:

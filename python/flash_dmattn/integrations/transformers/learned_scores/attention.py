@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...._core.checks import may_read
 from ...._core.numerics import Numerics
 from ....dispatch import attention, with_lse
 from ....keys.intervals import KeyIntervals
@@ -199,8 +200,8 @@ def _attend_to_chosen(
     scores = scores.detach()
     if call.is_prompt and call.layer.dense_prefill:
         visible = _visible_by_mask(mask, query, key, chooses=False)
-    elif mask is None or call.cache is not None and _is_padding(mask, call):
-        key_mask = _present_keys(mask)
+    elif mask is None or _is_padding(mask, call, query.shape[1], key.shape[1]):
+        key_mask = _present_keys(mask, call.query_position)
         visible = Visibility(
             keys=select_key_intervals(
                 scores,
@@ -277,22 +278,32 @@ def _check_layer_of_pieces(layer: nn.Module, slots: DynamicMaskLayer | None) -> 
     _check_rule(slots, layer)
 
 
-def _is_padding(mask: Tensor | KeyIntervals, call: ScoredCall) -> bool:
-    """Whether a mask is only causality and padding: every compact one with a cache is. A static cache knows where its
+def _is_padding(mask: Tensor | KeyIntervals, call: ScoredCall, queries: int, keys: int) -> bool:
+    """Whether a mask is only causality and padding: every compact one with earlier keys is. A static cache knows where its
     queries stand, and a mask does not tell."""
-    return isinstance(mask, KeyIntervals) or call.query_position is not None
+    has_earlier = call.cache is not None and queries < keys
+    return isinstance(mask, KeyIntervals) and has_earlier or call.query_position is not None
 
 
-def _present_keys(mask: Mask) -> Tensor | None:
-    """Which keys some query sees, bool [B, 1, Sk]; None: all."""
+def _present_keys(mask: Mask, query_position: Tensor | int | None) -> Tensor | None:
+    """Which keys some query sees, bool [B, 1, Sk]; None: all. query_position: of the first query, in a static cache."""
     if mask is None:
         return None
     if isinstance(mask, KeyIntervals):
         return _shown_keys(mask)
     if mask.dim() == 4 and mask.shape[1] == 1 and not mask.is_floating_point():
-        return mask.bool().any(2)
+        mask = mask.bool()
+        present = mask.any(2)
+        queries, keys = mask.shape[2:]
+        if queries == 1:
+            return present
+        first = torch.arange(keys, device=mask.device)
+        last = torch.arange(queries, device=mask.device)[:, None] + query_position
+        if may_read() and torch.equal(mask, present[:, :, None] & (first <= last)):
+            return present
     raise ValueError(
-        f"attention_mask: got {mask.dtype} of shape {tuple(mask.shape)} with a static cache, expected padding [B, tokens]"
+        f"attention_mask: got {mask.dtype} of shape {tuple(mask.shape)} with a static cache, expected padding [B, tokens]; a "
+        "static cache has no other masks over several queries, those of packed texts among them"
     )
 
 

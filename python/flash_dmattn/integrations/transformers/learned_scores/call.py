@@ -45,6 +45,11 @@ class ScoredCall:
         new = key.shape[2]
         if isinstance(self.cache, DynamicMaskCache):
             self.slots, self.scores = self.cache.layers[layer_idx], scores
+            if not isinstance(self.slots, DynamicMaskLayer):
+                raise ValueError(
+                    f"cache: got a DynamicMaskCache whose layer {layer_idx} is a {type(self.slots).__name__}, expected slots: the "
+                    "layers of this model have other numbers in its caches. Use transformers' DynamicCache"
+                )
             self.is_prompt = self.slots.is_empty
             return key, value
         if self.batch is not None:
@@ -78,6 +83,10 @@ class ScoredCall:
         return self.layer.scorer(self.hidden, key.transpose(1, 2), value.transpose(1, 2))
 
     def scores_of(self, key: Tensor, value: Tensor) -> Tensor:
+        if self.has_attended:  # slots would take the keys a second time
+            raise RuntimeError(
+                f"scorer: got a second attention in one call of layer {self.layer.layer_idx}, expected one: keys have one value"
+            )
         self.has_attended = True
         return self.make_scores(key, value) if self.scores is None else self.scores
 

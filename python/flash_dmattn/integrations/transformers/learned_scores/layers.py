@@ -19,6 +19,7 @@ _OTHER_SOURCES = ("encoder_hidden_states", "key_value_states", "cross_attention_
 _CACHE_NAMES = ("cache", "past_key_values", "layer_past")
 # Reasons by `config.model_type` (without "_text") for layers that do more than their arguments tell.
 _REASONS = {
+    "diffllama": "attend twice by the same keys, to other values each time",
     "diffusion_gemma": "see later tokens of a block",
     "doge": "have scores of their own; call enable_flash_dmattn",
     "glm5_next": "choose keys by an indexer",

@@ -51,7 +51,7 @@ def remove_mask_hooks(model: nn.Module) -> None:
 class _MaskHook:
     def __init__(self, decoder: PreTrainedModel, names: tuple[str, ...]):
         self.names = names  # of the decoder's arguments, in order
-        self.separates_texts = _separates_packed_texts(decoder)
+        self.positions = _positions_of_texts(decoder)
 
     def __call__(
         self, decoder: PreTrainedModel, args: tuple, options: dict
@@ -80,12 +80,14 @@ class _MaskHook:
         self, config: PretrainedConfig, args: tuple, options: dict
     ) -> tuple[tuple, dict] | None:
         arguments = dict(zip(self.names, args, strict=False)) | options
-        if find_cache(arguments) is not None:
+        positions = arguments.get("position_ids")
+        if self.positions is None or find_cache(arguments) is not None:
+            return None
+        if positions is not None and positions.dim() not in self.positions:
             return None
         use_cache = arguments.get("use_cache")
-        use_cache = bool(config.use_cache if use_cache is None else use_cache)
-        known = arguments if self.separates_texts else arguments | {"position_ids": None}
-        kind, mask = mask_kind(known, use_cache)
+        use_cache = bool(getattr(config, "use_cache", False) if use_cache is None else use_cache)
+        kind, mask = mask_kind(arguments, use_cache)
         if mask is None:
             return None
         return (), arguments | {
@@ -131,23 +133,31 @@ def _takes_masks_of_windows(decoder: PreTrainedModel) -> bool:
         and getattr(config, "is_causal", True)
         and not getattr(config, "use_bidirectional_attention", False)
         and "attention_mask, dict)" in inspect.getsource(type(decoder).forward)
-        and _separates_packed_texts(decoder)
+        and _positions_of_texts(decoder) is not None
     )
 
 
-def _separates_packed_texts(decoder: PreTrainedModel) -> bool:
-    """Whether the forward of a decoder tells the function that makes its mask where texts begin, by their positions (OPT does not)."""
+def _positions_of_texts(decoder: PreTrainedModel) -> tuple[int, ...] | None:
+    """How many dimensions `position_ids` can have where the mask of a decoder takes packed texts apart by them.
+
+    None: its mask never does, and is plain causality (OPT). Where positions have several axes (Qwen2-VL), transformers
+    makes the masks of those that are given, except where all axes are made from one.
+    """
     source = textwrap.dedent(inspect.getsource(type(decoder).forward))
+    given = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Dict):  # of the arguments for several masks
-            if any(
-                isinstance(key, ast.Constant) and key.value == "position_ids" for key in node.keys
-            ):
-                return True
+            pairs = zip(node.keys, node.values, strict=True)
+            given += [
+                v for k, v in pairs if isinstance(k, ast.Constant) and k.value == "position_ids"
+            ]
         elif isinstance(node, ast.Call) and "mask" in ast.unparse(node.func):
-            if any(keyword.arg == "position_ids" for keyword in node.keywords):
-                return True
-    return False
+            given += [word.value for word in node.keywords if word.arg == "position_ids"]
+    if not given:
+        return None
+    if all(ast.unparse(value) == "position_ids" for value in given):
+        return 1, 2
+    return (2,) if "position_ids[None, ...].expand(4," in source else ()
 
 
 def _decoders(model: nn.Module) -> list[PreTrainedModel]:
