@@ -5,13 +5,12 @@
 #include <cstddef>
 #include <cstdio>
 #include <cstdlib>
-#include <functional>
 #include <string>
 #include <string_view>
 
-#include "cpu/dispatch.h"
 #include "flash_dmattn/attention.h"
 #include "support/cases.h"
+#include "support/instruction_sets.h"
 
 namespace {
 
@@ -35,12 +34,10 @@ flash_dmattn::BackendInfo find_backend(std::string_view name) {
   return {name, false, "there is no such backend"};
 }
 
-// Runs each test on one of the instruction sets of this machine, by the test's name.
+// Runs each test on one of the instruction sets of this machine.
 class OneSetForEachTest : public testing::EmptyTestEventListener {
   void OnTestStart(const testing::TestInfo& test) override {
-    const auto sets = flash_dmattn::cpu::allowed();
-    const std::string name = std::string(test.test_suite_name()) + test.name();
-    flash_dmattn::cpu::choose(sets[std::hash<std::string>()(name) % sets.size()]);
+    flash_dmattn::testing::choose_by_name(std::string(test.test_suite_name()) + "." + test.name());
   }
 };
 

@@ -2,7 +2,8 @@
 
 #include <gtest/gtest.h>
 
-#include <cstddef>
+#include <cstdio>
+#include <functional>
 #include <string>
 
 #include "cpu/dispatch.h"
@@ -19,15 +20,13 @@ void on_each_instruction_set(const Test& test) {
   }
 }
 
-// The same on one of them, by a number.
-template <class Test>
-void on_one_instruction_set(std::size_t number, const Test& test) {
+// Selects one of them by the name of a test, and prints which: ctest shows it with a failure, also where a sanitizer ends the process.
+inline void choose_by_name(const std::string& test) {
   const auto allowed = cpu::allowed();
-  const cpu::Candidate& candidate = allowed[number % allowed.size()];
-  SCOPED_TRACE(std::string(cpu::name_of(candidate.isa)));
+  const cpu::Candidate& candidate = allowed[std::hash<std::string>()(test) % allowed.size()];
   cpu::choose(candidate);
-  test();
-  cpu::choose(allowed.back());
+  std::fprintf(stderr, "%s on %s\n", test.c_str(),
+               std::string(cpu::name_of(candidate.isa)).c_str());
 }
 
 }  // namespace flash_dmattn::testing
