@@ -9,23 +9,25 @@ from flash_dmattn import KeyIntervals, flash_dmattn_func_auto, sliding_window, t
 from flash_dmattn.flash_dmattn_interface import flash_dmattn_func
 from nonfinite_table import ROWS, assert_row
 
-SQ, HQ, HKV, D = 41, 4, 2, 16
+SQ, D = 41, 16
 VALUES = [torch.inf, -torch.inf, torch.nan]
 BACKENDS = {
     "cpu": flash_dmattn_func,
     "reference": flash_dmattn_func_auto("reference"),
     "triton": triton_dmattn_func,
 }
+# Query heads and key heads. Interpreted, Triton takes as much longer as there are more; its case table has groups of every kind.
+HEADS = {"cpu": (4, 2), "reference": (4, 2), "triton": (2, 1)}
 backends = pytest.mark.parametrize("backend", BACKENDS)
 
 
-def make_inputs(dtype):
+def make_inputs(dtype, query_heads, key_heads):
     inputs = {
-        "q": torch.randn(1, SQ, HQ, D),
-        "k": torch.randn(1, SQ, HKV, D),
-        "v": torch.randn(1, SQ, HKV, D),
-        "bias": torch.randn(1, HQ, SQ),
-        "dout": torch.randn(1, SQ, HQ, D),
+        "q": torch.randn(1, SQ, query_heads, D),
+        "k": torch.randn(1, SQ, key_heads, D),
+        "v": torch.randn(1, SQ, key_heads, D),
+        "bias": torch.randn(1, query_heads, SQ),
+        "dout": torch.randn(1, SQ, query_heads, D),
     }
     return {name: t.to(dtype) for name, t in inputs.items()}
 
@@ -43,7 +45,8 @@ def visibility(kind):
 
 def expected_positions(inputs, shown):
     """Masks of the elements of out, lse, dq, dk, dv and dbias that must be non-finite."""
-    group = HQ // HKV
+    query_heads, key_heads = inputs["q"].shape[2], inputs["k"].shape[2]
+    group = query_heads // key_heads
     wrong = {name: ~t.float()[0].isfinite() for name, t in inputs.items()}
     q, dout = (wrong[name].transpose(0, 1) for name in ("q", "dout"))  # [H, S, D]
     k, v = (wrong[name].transpose(0, 1).repeat_interleave(group, 0) for name in ("k", "v"))
@@ -60,7 +63,7 @@ def expected_positions(inputs, shown):
     dq = ds.any(-1)[..., None].expand(-1, -1, D)
     dk = ds.any(1)[..., None].expand(-1, -1, D)
     dv = meets(shown.mT, rows[..., None] | dout)
-    dk, dv = (t.unflatten(0, (HKV, group)).any(1) for t in (dk, dv))
+    dk, dv = (t.unflatten(0, (key_heads, group)).any(1) for t in (dk, dv))
     return [t.transpose(0, 1)[None] for t in (out, dq, dk, dv)] + [rows[None], ds.any(1)[None]]
 
 
@@ -79,8 +82,8 @@ def test_propagate_shows_what_visible_pairs_touch_and_nothing_else(name, kind, b
     else:
         wrong_values += itertools.product((torch.float16, torch.bfloat16), VALUES)
     for dtype, value in wrong_values:
-        inputs = make_inputs(dtype)
-        at = (0, 1, 20) if name == "bias" else (0, 20, 1, 3)
+        inputs = make_inputs(dtype, *HEADS[backend])
+        at = (0, -1, 20) if name == "bias" else (0, 20, -1, 3)
         inputs[name][at] = value
         options, shown = visibility(kind)
         q, k, v, bias = (inputs[n].requires_grad_() for n in ("q", "k", "v", "bias"))
@@ -112,15 +115,16 @@ def attend(backend):
 @pytest.mark.parametrize("row", ROWS)
 def test_saturated_nonfinite_inputs_match_rule(row, backend):
     """The table of docs/numerics.md."""
+    call, heads = attend(backend), HEADS[backend]
     if backend == "triton":  # interpreted, it is slow, and multiplies bf16 wrongly
-        assert_row(attend(backend), row, torch.float32, backward="dout" in ROWS[row])
+        assert_row(call, row, torch.float32, heads=heads, backward="dout" in ROWS[row])
         if "v" in ROWS[row]:  # the limit is the dtype's
-            assert_row(attend(backend), row, torch.float16, backward=False)
+            assert_row(call, row, torch.float16, heads=heads, backward=False)
         return
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        assert_row(attend(backend), row, dtype)
+        assert_row(call, row, dtype)
         if backend == "cpu":  # more than few queries
-            assert_row(attend(backend), row, dtype, length=100)
+            assert_row(call, row, dtype, length=100)
 
 
 @backends

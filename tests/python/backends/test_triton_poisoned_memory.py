@@ -22,10 +22,13 @@ WAYS = {
     "intervals": {"is_causal": True, "keep_window_size": 9},
     "not causal": {},
 }
+KEY_HEADS = {"dense": 1, "intervals": 2, "not causal": 1}  # two take the interpreter twice as long
 
 
-def leaves(dtype, seqlen_q=37, seqlen_k=45, head_dim=20, bias=(1, 1, 45)):
-    shapes = [(1, seqlen_q, 2, head_dim), *[(1, seqlen_k, 1, head_dim)] * 2, bias]
+def leaves(dtype, seqlen_q=37, seqlen_k=45, head_dim=20, bias=None, key_heads=1):
+    key = (1, seqlen_k, key_heads, head_dim)
+    bias = bias or (1, key_heads, seqlen_k)
+    shapes = [(1, seqlen_q, 2 * key_heads, head_dim), key, key, bias]
     return [torch.randn(shape).to(DEVICE, dtype).requires_grad_() for shape in shapes]
 
 
@@ -45,7 +48,7 @@ def assert_equal(results, expected):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nothing_unwritten_is_read(dtype, way):
     """Memory from the allocator full of NaN (torch fills it, and all that is freed and given again)."""
-    tensors = leaves(dtype)
+    tensors = leaves(dtype, key_heads=KEY_HEADS[way])
     assert deterministic.fill_uninitialized_memory  # by the fixture of conftest.py
     filled = attend(tensors, **WAYS[way])
     try:
@@ -72,7 +75,7 @@ def test_nothing_past_the_end_is_read(dtype, way, monkeypatch):
         return flags[-1]
 
     monkeypatch.setattr(launch, "range_flags", watched)
-    tensors = leaves(dtype)
+    tensors = leaves(dtype, key_heads=KEY_HEADS[way])
     dout = torch.randn_like(tensors[0]).detach()
     surrounded = attend([inside(t) for t in tensors], inside(dout), **WAYS[way])
     assert_equal(surrounded, attend(tensors, dout, **WAYS[way]))
@@ -94,7 +97,7 @@ def test_nonfinite_output_gradients_count_as_zero(dtype, value):
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_nonfinite_output_gradients_stay_visible_when_propagated(value):
-    tensors = leaves(torch.float32, 37, 37, bias=(1, 1, 37))
+    tensors = leaves(torch.float32, 37, 37)
     dout = torch.randn_like(tensors[0]).detach()
     dout[0, 20, 0, 3] = value
     _, dq, dk, dv, _ = attend(tensors, dout, is_causal=True, nonfinite="propagate")
@@ -169,7 +172,7 @@ def test_selection_needs_no_quadratic_tensor(hidden, monkeypatch):
     if hidden:
         monkeypatch.setattr(_ops, "has_kernels_for", lambda tensor: False)
     length, window = 300, 7
-    tensors = leaves(torch.float32, length, length, 16, (1, 1, length))
+    tensors = leaves(torch.float32, length, length, 16)
     with LargestTensor() as largest:
         chosen = select_key_intervals(tensors[3].detach(), window)
         launched(tensors, tensors[0].detach(), chosen.intervals, chosen.bound)

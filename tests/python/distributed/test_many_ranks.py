@@ -56,12 +56,8 @@ def test_sixteen_ranks_of_several_nodes_equal_one_process(name, node_size):
     [
         Case([6] * 64, 17, "ties", batch=1),
         Case([4] * 64, 9, batch=1, rule={"recent_window": 7, "sink_tokens": 2}),
-        pytest.param(
-            Case([4] * 64, (3, 11), batch=1, rule={"recent_window": 2, "recent_competes": False}),
-            marks=pytest.mark.slow,
-        ),
     ],
-    ids=["window", "rule", "budgets"],
+    ids=["window", "rule"],
 )
 def test_sixty_four_ranks_equal_one_process(case, exchange, node_size):
     compare(case, 64, exchange, node_size)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from flash_dmattn.check.compare import GRADIENT_LIMIT
 
-HQ, HKV = 4, 2
 AT = 20  # the row of q, k or v, and the key of a bias
 _INF, _NAN = torch.inf, torch.nan
 _FLOAT_MAX = torch.finfo(torch.float32).max
@@ -32,10 +31,18 @@ ROWS: dict[str, dict[str, dict[int, float]]] = {
 }
 
 
-def make_inputs(row: str, length: int, head_dim: int, dtype: torch.dtype, device: str) -> dict:
-    shapes = {"q": HQ, "k": HKV, "v": HKV, "dout": HQ}
-    inputs = {name: torch.randn(1, length, heads, head_dim) for name, heads in shapes.items()}
-    inputs["bias"] = torch.randn(1, HQ, length)
+def make_inputs(
+    row: str,
+    length: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: str,
+    heads: tuple[int, int] = (4, 2),
+) -> dict:
+    query_heads, key_heads = heads
+    shapes = {"q": query_heads, "k": key_heads, "v": key_heads, "dout": query_heads}
+    inputs = {name: torch.randn(1, length, n, head_dim) for name, n in shapes.items()}
+    inputs["bias"] = torch.randn(1, query_heads, length)
     for name, values in ROWS[row].items():
         for column, value in values.items():
             if name == "bias":
@@ -51,7 +58,9 @@ def expected(inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """out [1, S, H, D] and lse [1, H, S] by the table, in double; all queries see all keys."""
     dtype = inputs["q"].dtype
     q, k, v, bias = (inputs[name].double().cpu() for name in ("q", "k", "v", "bias"))
-    q, k, v = (t.repeat_interleave(HQ // t.shape[2], 2).transpose(1, 2) for t in (q, k, v))
+    q, k, v = (
+        t.repeat_interleave(bias.shape[1] // t.shape[2], 2).transpose(1, 2) for t in (q, k, v)
+    )
     # One product at a time: a sum of the matrix unit need not keep inf - inf apart.
     product = (q[:, :, :, None] * k[:, :, None]).sum(-1) / q.shape[-1] ** 0.5
     visible = bias[:, :, None] > -_INF
@@ -70,12 +79,13 @@ def assert_row(
     dtype: torch.dtype,
     *,
     length: int = 41,
+    heads: tuple[int, int] = (4, 2),
     head_dim: int = 16,
     device: str = "cpu",
     backward: bool = True,
 ) -> None:
     """attend(q, k, v, bias) -> out, lse. Its gradients are finite, and where dout is not it counts as 0."""
-    inputs = make_inputs(row, length, head_dim, dtype, device)
+    inputs = make_inputs(row, length, head_dim, dtype, device, heads)
     where = f"{row}, {dtype}, {length} x {head_dim}"
     leaves = [inputs[name].requires_grad_(backward) for name in ("q", "k", "v", "bias")]
     out, lse = attend(*leaves)
