@@ -15,7 +15,6 @@ FORWARD, BACKWARD = 533e12, 471e12  # useful FLOP/s of an H200 with w 2048, docs
 LENGTHS = (2**17, 2**20, 2**22)
 RANKS = ((2, 2), (8, 8), (16, 8), (64, 8))  # and those of a node
 # Bytes a second of a GPU, and seconds of a collective that depends on the one before.
-# A send of 8.5 MB takes 24 to 40 us between two H100s, in profiles; here it counts 49.
 NVLINK, INFINIBAND = (350e9, 25e-6), (45e9, 80e-6)
 NOTE = 8  # bytes of a score and a position
 

@@ -61,9 +61,9 @@ class Call(NamedTuple):
         exchange: str,
         nonfinite: str,
         query: Tensor | None,
-        options: Options,
+        options: Options | None,
     ) -> Call:
-        """query: None: it and its options are not known yet."""
+        """query, options: of `attend`; None: not known yet."""
         rule = _checked_rule(rule)
         headroom = resolve_flag(headroom, "headroom")
         key, value = autocast_tensors(key, value)
@@ -106,7 +106,7 @@ class Call(NamedTuple):
         if bias_is_score:
             bias = scores
         if query is not None:
-            options.check(query, key, n, bias)
+            (options or Options()).check(query, key, n, bias)
         made = choose_exchange(exchange, wire)(wire, border)
         return cls(
             border,
@@ -140,7 +140,7 @@ class Call(NamedTuple):
             "keep_window_size": _as_one([clamp_count(w) for w in rule.windows()]),
             "scores": _code_of_form(scores),
             "rule": code_of(*rule.options()),
-            "documents": hash(documents),
+            "documents": code_of(documents),
             "attn_bias": _code_of_form(attn_bias),
             "exchange": list(EXCHANGES.values()).index(type(self.exchange)),
             "nonfinite": int(self.border.saturate),
@@ -150,7 +150,7 @@ class Call(NamedTuple):
 
 def _as_one(numbers: Sequence[int]) -> int:
     """The number, where they are one, or their hash, which is that of other processes too."""
-    return numbers[0] if len(set(numbers)) == 1 else hash(tuple(numbers))
+    return numbers[0] if len(set(numbers)) == 1 else code_of(*numbers)
 
 
 def _code_of_form(values: Tensor | str | None) -> int:

@@ -41,9 +41,9 @@ class Pending(NamedTuple):
     present: Tensor | None  # bool [B, 1 or Hkv, n]: which keys of this rank are there; None: all
     documents: Tensor | None  # int64 [B or 1, documents + 1]: their offsets in the whole sequence
     stream: torch.cuda.Stream | None = None  # which makes the tensors; None: the current one did
-    wire: Wire | None = (
-        None  # whose ranks compare what `attend` gets; None: they have, or are not asked to
-    )
+    options: Options | None = None  # of `attend`, if `begin` has got and compared them
+    # Whose ranks compare what `attend` gets; None: they have, or cannot in compiled code.
+    wire: Wire | None = None
     check: bool | None = None  # of `begin`
 
 
@@ -159,30 +159,28 @@ def begin(
     stream: of a GPU, where the exchange and what belongs to it run, forward and backward, while the current stream continues with other
         work (the projection of queries); `attend` waits for it. None: the current stream.
     query, options: what `attend` will get (options: its arguments by name), so that it is checked and compared before anything is
-        exchanged. Without a query `attend` compares.
+        exchanged. Without options `attend` compares, as a collective of all ranks, with the same `check`.
     """
     wire = wire_of(group)
     rule = KeySelection(
         keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
     )
-    call, error = None, None
-    of_attend = Options(**(options or {}))
-    try:
+
+    def make() -> tuple[Call, Options | None]:
         check_causality(is_causal)
+        of_attend = Options.given(options, query)
         call = Call.checked(
             wire, key, value, scores, attn_bias, rule, key_mask, cu_seqlens, position_ids, lengths, headroom, exchange, nonfinite, query,
             of_attend,
         )  # fmt: skip
-    except Exception as raised:  # whatever it is, other ranks have to hear of it
-        error = raised
-    devices = [t.device for t in (key, value, scores) if isinstance(t, Tensor)]
-    given = scores, attn_bias
-    wire.agree(
-        check,
-        devices[0] if devices else "cpu",
-        error,
-        lambda: call.numbers(*given) | ({} if query is None else of_attend.numbers(query)),
-    )
+        return call, of_attend
+
+    def numbers(made: tuple[Call, Options | None]) -> dict[str, int]:
+        call, of_attend = made
+        found = call.numbers(scores, attn_bias)
+        return found if of_attend is None else found | of_attend.numbers(query)
+
+    call, of_attend = wire.agreed(check, make, numbers)
     if call.border.places:
         with _on_stream(stream, call.key, call.value, call.bias, call.scores, call.present):
             states = Extend.apply(call.key, call.value, call.bias, call.scores, call)
@@ -203,7 +201,8 @@ def begin(
         call.present,
         call.documents,
         stream,
-        wire if query is None and may_read() else None,
+        of_attend,
+        wire if of_attend is None and may_read() else None,
         check,
     )
 
@@ -247,8 +246,15 @@ def attend(
     options = Options(
         scale, softcap, deterministic, sink_logits, bias_delay, zero_sum, return_lse, backend
     )
+    if pending.options is not None and not options.are(pending.options):
+        raise ValueError(f"pending: got options {pending.options} in begin, expected {options}")
     if pending.wire is not None:
-        _compare_options(query, pending, options)
+        n = pending.scores.shape[2] - pending.border.places
+        pending.wire.agreed(
+            pending.check,
+            lambda: options.check(query, pending.key, n, pending.bias),
+            lambda _: options.numbers(query),
+        )
     rule = pending.border.rule
     if pending.stream is not None:
         current = torch.cuda.current_stream(pending.stream.device)
@@ -280,17 +286,6 @@ def attend(
         own_row=own_row,
     )
     return with_lse(out, statistics, return_lse, None, sink_logits, numerics.saturate)
-
-
-def _compare_options(query: Tensor, pending: Pending, options: Options) -> None:
-    error = None
-    n = pending.scores.shape[2] - pending.border.places
-    try:
-        options.check(query, pending.key, n, pending.bias)
-    except Exception as raised:
-        error = raised
-    device = pending.scores.device
-    pending.wire.agree(pending.check, device, error, lambda: options.numbers(query))
 
 
 def seen_keys(pending: Pending) -> tuple[Tensor, Visibility]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,22 +97,19 @@ class ContextParallel:
             "attention_mask": attention_mask,
             "cu_seqlens": cu_seqlens,
         }
-        offsets, error = None, None
-        try:
-            _check_batch(input_ids, labels, attention_mask, multiple)
-            if attention_mask is not None and bool(attention_mask.all()):
-                attention_mask = None
-            offsets = _offsets_of_batch(input_ids, position_ids, attention_mask, cu_seqlens)
-        except Exception as raised:  # whatever it is, other ranks have to hear of it
-            error = raised
-        device = input_ids.device if isinstance(input_ids, Tensor) else torch.device("cpu")
-        numbers = {"multiple": multiple, "pad_token_id": pad_token_id}
-        self.wire.agree(
-            None,
-            device,
-            error,
-            lambda: {name: _code_of_values(t) for name, t in tensors.items()} | numbers,
-        )
+
+        def make() -> tuple[Tensor | None, Tensor | None]:
+            _check_batch(tensors, multiple, pad_token_id)
+            mask = attention_mask
+            if mask is not None and bool(mask.all()):
+                mask = None
+            return mask, _offsets_of_batch(input_ids, position_ids, mask, cu_seqlens)
+
+        def numbers(_) -> dict[str, int]:
+            codes = {name: _code_of_values(name, t) for name, t in tensors.items()}
+            return codes | {"multiple": multiple, "pad_token_id": pad_token_id}
+
+        attention_mask, offsets = self.wire.agreed(None, make, numbers)
         batch, length = input_ids.shape
         tokens = self.size * max(multiple, 1)
         padded = -(-length // tokens) * tokens
@@ -151,17 +149,12 @@ class ContextParallel:
         n = padded // self.size
         return whole[:, self.rank * n : (self.rank + 1) * n].contiguous()
 
-    def _agree(self, tensor: Tensor, error: Exception | None = None, **numbers: int) -> None:
-        """Raises on all ranks where one has an error, a tensor of another shape, or another number."""
-        shape = tuple(tensor.shape)
-        self.wire.agree(None, tensor.device, error, lambda: {"shape": code_of(shape), **numbers})
-
     def gather(self, local: Tensor, length: int | None = None) -> Tensor:
         """The whole [B, N, ...] of pieces [B, n, ...], on every rank, without a gradient.
 
         length: N, where pieces are padded (`Piece.length`).
         """
-        self._agree(local, dtype=code_of(local.dtype))
+        self.wire.agreed(None, lambda: check_tensor(local, "local"), lambda _: _form_of(local))
         parts = self.wire.all_gather(local.detach().contiguous())
         whole = parts.transpose(0, 1).flatten(1, 2)
         return whole if length is None else whole[:, :length]
@@ -172,41 +165,57 @@ class ContextParallel:
         As DDP and FSDP average gradients over ranks, the gradient counts R times: what they average is then the gradient of this
         mean. A rank without labels has a total of 0 and takes part.
         """
-        count = torch.as_tensor(count, device=total.device).to(torch.float64)
-        error = None
-        if count.shape != total.shape:
-            error = ValueError(
-                f"count: got shape {tuple(count.shape)}, expected that of total, {tuple(total.shape)}"
-            )
-        self._agree(total, error)
+
+        def make() -> Tensor:
+            counts = torch.as_tensor(count, device=total.device).to(torch.float64)
+            if counts.shape != total.shape:
+                raise ValueError(
+                    f"count: got shape {tuple(counts.shape)}, expected that of total, {tuple(total.shape)}"
+                )
+            return counts
+
+        count = self.wire.agreed(None, make, lambda _: _form_of(total))
         return _Mean.apply(total, count, self.wire)
 
     def roll(self, local: Tensor, shifts: int) -> Tensor:
         """This rank's piece of torch.roll(whole, shifts, dims=1), with its gradient; pieces [B, n, ...] are equally long and have
         at least |shifts| tokens."""
-        error = None
-        if abs(shifts) > local.shape[1]:
-            error = ValueError(
-                f"shifts: got {shifts}, expected at most the {local.shape[1]} tokens of a piece"
-            )
-        learns = torch.is_grad_enabled() and local.requires_grad
-        numbers = {"shifts": shifts, "requires_grad": int(learns)}
-        self._agree(local, error, dtype=code_of(local.dtype), **numbers)
+
+        def check() -> None:
+            check_tensor(local, "local")
+            if local.dim() < 2:
+                raise ValueError(f"local: got shape {tuple(local.shape)}, expected [B, n, ...]")
+            check_count(abs(shifts), "shifts")
+            if abs(shifts) > local.shape[1]:
+                raise ValueError(
+                    f"shifts: got {shifts}, expected at most the {local.shape[1]} tokens of a piece"
+                )
+
+        def numbers(_) -> dict[str, int]:
+            learns = torch.is_grad_enabled() and local.requires_grad
+            return _form_of(local) | {"shifts": shifts, "requires_grad": int(learns)}
+
+        self.wire.agreed(None, check, numbers)
         return local if shifts == 0 else _Roll.apply(local, shifts, self.wire)
 
 
-def _check_batch(
-    input_ids: Tensor, labels: Tensor | None, attention_mask: Tensor | None, multiple: int
-) -> None:
-    check_tensor(input_ids, "input_ids")
-    if input_ids.dim() != 2:
-        raise ValueError(f"input_ids: got shape {tuple(input_ids.shape)}, expected [B, N]")
+def _check_batch(tensors: Mapping[str, Tensor | None], multiple: int, pad_token_id: int) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None or name == "input_ids":
+            check_tensor(tensor, name)
+    shape = tensors["input_ids"].shape
+    if len(shape) != 2:
+        raise ValueError(f"input_ids: got shape {tuple(shape)}, expected [B, N]")
     check_count(multiple, "multiple")
-    for name, tensor in (("labels", labels), ("attention_mask", attention_mask)):
-        if tensor is not None and tensor.shape != input_ids.shape:
-            raise ValueError(
-                f"{name}: got shape {tuple(tensor.shape)}, expected {tuple(input_ids.shape)}"
-            )
+    check_count(pad_token_id, "pad_token_id")
+    for name in ("labels", "attention_mask"):
+        tensor = tensors[name]
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {tuple(shape)}")
+
+
+def _form_of(tensor: Tensor) -> dict[str, int]:
+    return {"shape": code_of(tuple(tensor.shape)), "dtype": code_of(tensor.dtype)}
 
 
 def _offsets_of_batch(
@@ -224,12 +233,12 @@ def _offsets_of_batch(
     return short_offsets(offsets_of_positions(position_ids, batch, length, read=True), length)
 
 
-def _code_of_values(tensor: Tensor | None) -> int:
-    """A number for the shape and the values of an integer tensor, in their order. A device is waited for."""
+def _code_of_values(name: str, tensor: Tensor | None) -> int:
+    """A number for the shape and the values of a tensor of a batch, in their order. A device is waited for."""
     if tensor is None:
         return 0
-    values = tensor.flatten().long()
-    factors = torch.arange(values.numel(), device=values.device) % 8191 + 1
+    values = (tensor.bool() if name == "attention_mask" else tensor).flatten().long()
+    factors = torch.arange(1, values.numel() + 1, device=values.device)
     return code_of(tuple(tensor.shape), int((values * factors).sum()))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -33,6 +34,24 @@ class Options(NamedTuple):
     return_lse: bool = False
     backend: str | None = None
 
+    @classmethod
+    def given(cls, options: Mapping[str, Any] | None, query: Tensor | None) -> Options | None:
+        """The options that `begin` gets for `attend`; None: it gets none."""
+        if options is None:
+            return None
+        if query is None:
+            raise ValueError("options: got options of attend without query, expected both or none")
+        unknown = sorted(options.keys() - set(cls._fields))
+        if unknown:
+            raise TypeError(f"options: got {unknown}, expected arguments of attend: {cls._fields}")
+        return cls(**options)
+
+    def are(self, others: Options) -> bool:
+        return all(
+            a is b or not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
+            for a, b in zip(self, others, strict=True)
+        )
+
     def numerics(self, nonfinite: str) -> Numerics:
         return Numerics.of(self.scale, None, self.softcap, nonfinite, self.deterministic)
 
@@ -41,7 +60,7 @@ class Options(NamedTuple):
 
         key: [B, any, Hkv, D]. n: the tokens of this piece. bias: as in `Pending`.
         """
-        _check_query(query, key, n)
+        cast = _check_query(query, key, n)
         self.numerics("saturate")
         check_bias_delay(self.bias_delay, bias)
         resolve_flag(self.zero_sum, "zero_sum")
@@ -51,7 +70,7 @@ class Options(NamedTuple):
         backend = resolve_backend(self.backend)
         if backend:
             unavailable_reason(backend)  # of an unknown one it raises
-        check_device(query, backend)
+        check_device(cast, backend)
 
     def numbers(self, query: Tensor) -> dict[str, int]:
         """The numbers that have to be the same on all ranks, by the names of the arguments."""
@@ -69,7 +88,8 @@ class Options(NamedTuple):
         }
 
 
-def _check_query(query: Tensor, key: Tensor, n: int) -> None:
+def _check_query(query: Tensor, key: Tensor, n: int) -> Tensor:
+    """The query in the dtype of attention, which autocast may change."""
     check_tensor(query, "query")
     batch, _, heads, head_dim = key.shape
     fits = query.dim() == 4 and (query.shape[0], query.shape[1], query.shape[3]) == (
@@ -86,3 +106,4 @@ def _check_query(query: Tensor, key: Tensor, n: int) -> None:
         raise TypeError(
             f"query: got {cast.dtype} on {cast.device}, expected that of key, {key.dtype} on {key.device}"
         )
+    return cast

@@ -6,7 +6,7 @@ import os
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -31,6 +31,9 @@ def code_of(*values: object) -> int:
     """A number that is the same in every process for equal values, by what they print. (hash is not, for strings, nor does it tell
     -1 from -2.)"""
     return zlib.crc32(repr(values).encode())
+
+
+Made = TypeVar("Made")
 
 
 class Traffic(NamedTuple):
@@ -82,46 +85,53 @@ class Wire:
         _all_gather(found.view(-1), part.reshape(-1), group=self.group)
         return found
 
-    def agree(
+    def agreed(
         self,
         check: bool | None,
-        device: torch.device | str,
-        error: Exception | None,
-        numbers: Callable[[], dict[str, int]],
-    ) -> None:
-        """Raises on all ranks where one has an error or another number than the others.
+        make: Callable[[], Made],
+        numbers: Callable[[Made], dict[str, int]],
+    ) -> Made:
+        """Returns what `make` returns. Raises on all ranks where one raises an error, or has another number than the others.
 
         Uses one collective of a fixed size, so that ranks with different arguments, or in different functions, still match. The host
         waits for its result.
         check: None: in the first calls of a group, of which all ranks have made as many.
         """
+        made, error = None, None
+        try:
+            made = make()
+        except Exception as raised:  # whatever it is, other ranks have to hear of it
+            error = raised
         if may_read():  # compiled code that reads a count is compiled again for each
             self.calls += 1
             is_first = self.calls <= CHECKED_CALLS
             if self.size > 1 and (is_first if check is None else check):
-                self._compare(device, error, numbers)
+                self._compare(error, lambda: numbers(made))
         if error is not None:
             raise error
+        return made
 
-    def device_near(self, device: torch.device | str) -> torch.device | str:
-        """The device, or the current GPU where the group has no collectives for it: NCCL has none for the CPU."""
-        config = dist.get_backend_config(self.group)  # as "cpu:gloo,cuda:nccl"
-        kinds = [backend.partition(":")[0] for backend in config.split(",")]
-        return device if torch.device(device).type in kinds else kinds[0]
+    def raise_on_all_ranks(self, error: Exception) -> None:
+        """Raises the error, and another one on the ranks that compare at the same time."""
 
-    def _compare(
-        self,
-        device: torch.device | str,
-        error: Exception | None,
-        numbers: Callable[[], dict[str, int]],
-    ) -> None:
-        own = {} if error is not None else numbers()
-        message = [error is not None, code_of(*own), *own.values()]
-        message += [0] * (COMPARED + 2 - len(message))
-        found = self.all_gather(torch.tensor(message, device=self.device_near(device)))
-        failed, functions, *found = found.t().tolist()
+        def fail():
+            raise error
+
+        self.agreed(None, fail, dict)
+
+    def _compare(self, error: Exception | None, numbers: Callable[[], dict[str, int]]) -> None:
+        own = {}
+        try:
+            own = numbers() if error is None else {}
+            message = _message_of(own)
+        except Exception as raised:
+            error = raised
         if error is not None:
-            return
+            message = [1] + [0] * (COMPARED + 1)
+        message = torch.tensor(message, dtype=torch.int64, device=self._device())
+        failed, functions, *found = self.all_gather(message).t().tolist()
+        if error is not None:
+            raise error
         if any(failed):
             ranks = [r for r in range(self.size) if failed[r]]
             raise ValueError(
@@ -133,13 +143,28 @@ class Wire:
             )
         _check_equal(dict(zip(own, found, strict=False)))
 
+    def _device(self) -> str:
+        """Where ranks compare, by the group alone, as tensors of some may be on another device: the CPU, if the group has collectives
+        for it (NCCL has none)."""
+        config = dist.get_backend_config(self.group)  # as "cpu:gloo,cuda:nccl"
+        kinds = [backend.partition(":")[0] for backend in config.split(",")]
+        return "cpu" if "cpu" in kinds else kinds[0]
+
+
+def _message_of(numbers: dict[str, int]) -> list[int]:
+    for name, number in numbers.items():
+        if not isinstance(number, int) or not -(2**63) <= number < 2**63:
+            raise TypeError(f"{name}: got {number!r}, expected an integer of 64 bits")
+    message = [0, code_of(*numbers), *numbers.values()]
+    return message + [0] * (COMPARED + 2 - len(message))
+
 
 def _check_equal(found: dict[str, list[int]]) -> None:
     different = {name: values for name, values in found.items() if len(set(values)) > 1}
     if different:
         raise ValueError(
-            f"group: got ranks that disagree, expected the same on all: {different} in the order of ranks (lists by "
-            "their hash)"
+            f"group: got ranks that disagree, expected the same on all: {different} in the order of ranks "
+            "(lists by a code)"
         )
 
 

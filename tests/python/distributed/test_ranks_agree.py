@@ -93,6 +93,13 @@ def test_numbers_beyond_64_bits_are_compared():
     outs = run_in_threads(RANKS, lambda wire: call(wire, keep_window_size=2**70, bias_delay=2**70))
     assert [tuple(out.shape) for out in outs] == [(1, N, 4, 16)] * RANKS
 
+    def raised(wire):
+        with pytest.raises(ValueError, match="ranks that disagree.*'keep_window_size'"):
+            call(wire, keep_window_size=2**70 if wire.rank else 4)
+        return True
+
+    assert run_in_threads(RANKS, raised) == [True] * RANKS
+
 
 def test_other_results_and_masks_of_one_rank_raise_nothing():
     def results(wire):
@@ -245,15 +252,108 @@ def test_batch_that_raises_on_one_rank_raises_on_all():
 
 
 @pytest.mark.parametrize(
-    ("backends", "device", "expected"),
-    [
-        ("cuda:nccl", "cpu", "cuda"),
-        ("cpu:gloo,cuda:nccl", "cpu", "cpu"),
-        ("cpu:gloo,cuda:nccl", "cuda:1", "cuda:1"),
-    ],
+    ("backends", "expected"), [("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cpu")]
 )
-def test_comparison_runs_on_a_device_of_the_group(monkeypatch, backends, device, expected):
+def test_comparison_runs_where_the_group_can(monkeypatch, backends, expected):
+    """Wherever the tensors of this rank are: ranks with tensors on other devices have to meet."""
     from flash_dmattn.distributed.wire import Wire
 
     monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
-    assert Wire.device_near(SimpleNamespace(group=None), device) == expected
+    assert Wire._device(SimpleNamespace(group=None)) == expected
+
+
+# Calls of one rank that raise, with the words; the others call the same with right arguments.
+WRONG_CALLS = {
+    "pad_token_id": (lambda cp, n: cp.shard(TOKENS, pad_token_id=None if n else 0), TypeError),
+    "multiple": (lambda cp, n: cp.shard(TOKENS, multiple=2**70 if n else 1), TypeError),
+    "position_ids": (
+        lambda cp, n: cp.shard(TOKENS, position_ids=[0] if n else None, attention_mask=TOKENS),
+        TypeError,
+    ),
+    "shifts": (lambda cp, n: cp.roll(torch.zeros(1, N), 1.0 if n else 1), TypeError),
+    "local": (lambda cp, n: cp.roll(torch.zeros(N) if n else torch.zeros(1, N), 1), ValueError),
+    "options": (
+        lambda cp, n: call(cp.wire) if not n else begin_with(cp.wire, {"softcp": 2.0}),
+        TypeError,
+    ),
+}
+
+
+def begin_with(wire, options, query=True):
+    from flash_dmattn.distributed import begin
+
+    k, s = torch.zeros(1, N, 2, 16), torch.zeros(1, 2, N)
+    q = torch.zeros(1, N, 4, 16) if query else None
+    return begin(k, k, s, group=wire, keep_window_size=4, query=q, options=options)
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_argument_that_cannot_be_compared_raises_on_all(name):
+    from flash_dmattn.distributed import ContextParallel
+
+    def raised(wire):
+        wrong_call, error = WRONG_CALLS[name]
+        words = f"^{name}: got"
+        if wire.rank < RANKS - 1:
+            error, words = ValueError, r"raise an error on ranks \[2\]"
+        with pytest.raises(error, match=words):
+            wrong_call(ContextParallel(wire), wire.rank == RANKS - 1)
+        return True
+
+    assert run_in_threads(RANKS, raised) == [True] * RANKS
+
+
+def test_option_of_attend_after_a_query_of_begin_is_compared():
+    from flash_dmattn.distributed import attend
+
+    def raised(wire):
+        pending = begin_with(wire, None)
+        with pytest.raises(ValueError, match="ranks that disagree.*'softcap'"):
+            attend(torch.zeros(1, N, 4, 16), pending, softcap=2.0 if wire.rank else None)
+        return True
+
+    assert run_in_threads(RANKS, raised) == [True] * RANKS
+
+
+def test_options_of_begin_have_a_query_and_are_those_of_attend():
+    from flash_dmattn.distributed import attend
+
+    def raised(wire):
+        with pytest.raises(ValueError, match="options: got options of attend without query"):
+            begin_with(wire, {"softcap": 2.0}, query=False)
+        pending = begin_with(wire, {"softcap": 2.0})
+        with pytest.raises(ValueError, match="pending: got options"):
+            attend(torch.zeros(1, N, 4, 16), pending, softcap=3.0)
+        return True
+
+    assert run_in_threads(RANKS, raised) == [True] * RANKS
+
+
+@pytest.mark.parametrize(
+    ("name", "of_first", "of_others"),
+    [
+        ("input_ids", torch.arange(2 * 8191).view(2, -1), torch.arange(2 * 8191).view(2, -1).flip(0)),
+        ("attention_mask", torch.full((2, N), 0.5), torch.zeros(2, N)),
+    ],
+)  # fmt: skip
+def test_batches_that_are_nearly_the_same_raise_on_all(name, of_first, of_others):
+    from flash_dmattn.distributed import ContextParallel
+
+    def raised(wire):
+        batch = {"input_ids": TOKENS} | {name: of_others if wire.rank else of_first}
+        with pytest.raises(ValueError, match=f"ranks that disagree.*'{name}'"):
+            ContextParallel(wire).shard(**batch)
+        return True
+
+    assert run_in_threads(RANKS, raised) == [True] * RANKS
+
+
+def test_query_under_autocast_is_checked_as_attention_takes_it(monkeypatch):
+    from flash_dmattn.distributed import options as module
+
+    found = []
+    monkeypatch.setattr(module, "check_device", lambda query, backend: found.append(query.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        query, key = torch.zeros(1, N, 4, 16), torch.zeros(1, N, 2, 16, dtype=torch.bfloat16)
+        module.Options().check(query, key, N, None)
+    assert found == [torch.bfloat16]

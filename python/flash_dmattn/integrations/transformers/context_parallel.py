@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,10 +11,12 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.doge.modeling_doge import DogeAttention
 
+from ..._core.checks import check_tensor
 from ...distributed.arguments import offsets_of_positions
 from ...distributed.attention import attend, begin, bias_without_sinks
 from ...distributed.batch import ContextParallel, short_offsets
 from ...distributed.boundary import boundary_state
+from ...distributed.wire import code_of
 from ...keys.rule import KeySelection
 from ..masks import causal_mask
 from .cache import DynamicMaskCache
@@ -47,6 +50,11 @@ class Pieces(NamedTuple):
         slots: the layer of a cache that receives the keys that tokens after the piece see. bias: attn_bias of
         context_parallel_dmattn, where it is a tensor without that of sinks. options: of `attend`.
         """
+        if slots is not None:
+            try:
+                slots.check_kernels(key.transpose(1, 2))
+            except Exception as error:
+                self.group.wire.raise_on_all_ranks(error)
         pending = begin(
             key,
             value,
@@ -60,16 +68,11 @@ class Pieces(NamedTuple):
             **rule._asdict(),
         )
         if slots is not None:
-            slots.check_kernels(key.transpose(1, 2))
             state = boundary_state(pending, chunk=slots.chunk)
             slots.adopt(state, pending.border.shards.end())
         if isinstance(bias, torch.Tensor):
             pending = bias_without_sinks(pending)
         return attend(query, pending, **options)
-
-    def refuse(self, error: Exception, device: torch.device) -> None:
-        """Raises it, and an error on all ranks that compare something at the same time."""
-        self.group.wire.agree(None, device, error, dict)
 
 
 # Decoders in which nothing but attention takes place between tokens, by `config.model_type`.
@@ -116,34 +119,29 @@ class ModelOfPieces:
         """The same: a copy of a model is on the same ranks."""
         return self
 
-    def refuse(self, error: Exception, device: torch.device) -> None:
-        """As `Pieces.refuse`."""
-        self.group.wire.agree(None, device, error, dict)
-
     def changes(self, arguments_by_name: Mapping[str, object]) -> dict[str, object]:
         """The arguments of a decoder's forward that are other ones: layers get padding and documents from `Pieces`."""
-        tokens = arguments_by_name.get("input_ids")
-        tokens = arguments_by_name.get("inputs_embeds") if tokens is None else tokens
-        batch, length = tokens.shape[:2]
         cache = find_cache(arguments_by_name)
         mask, positions = map(arguments_by_name.get, ("attention_mask", "position_ids"))
-        error = None
-        try:
-            _check_piece(cache, mask, positions, batch, length)
-        except ValueError as raised:
-            error = raised
-        # With a mask no positions are gathered, so a rank without one would wait.
-        self.group.wire.agree(
-            None,
-            tokens.device,
-            error,
-            lambda: {
-                "batch": batch,
-                "tokens": length,
+
+        def make() -> torch.Tensor:
+            tokens = arguments_by_name.get("input_ids")
+            tokens = arguments_by_name.get("inputs_embeds") if tokens is None else tokens
+            check_tensor(tokens, "input_ids")
+            _check_piece(cache, mask, positions, *tokens.shape[:2])
+            return tokens
+
+        def numbers(tokens: torch.Tensor) -> dict[str, int]:
+            batch, length = tokens.shape[:2]
+            given = {
                 "attention_mask": int(mask is not None),
                 "past_key_values": int(cache is not None),
-            },
-        )
+            }
+            return {"batch": batch, "tokens": length} | given
+
+        # With a mask no positions are gathered, so a rank without one would wait.
+        tokens = self.group.wire.agreed(None, make, numbers)
+        batch = tokens.shape[0]
         pieces = self._pieces(cache, mask, positions, batch)
         mask = causal_mask(batch, tokens.device)
         return {"attention_mask": mask, "use_cache": cache is not None, PIECES: pieces}
@@ -194,19 +192,15 @@ def check_labels(model: PreTrainedModel, args: tuple, options: dict) -> None:
     pieces = getattr(model, PIECES, None)
     if pieces is None:
         return
+    names = inspect.signature(model.forward).parameters
+    options = dict(zip(names, args, strict=False)) | options
     labels, items = map(options.get, ("labels", "num_items_in_batch"))
-    error = None
-    try:
-        _check_loss(model, options)
-    except ValueError as raised:
-        error = raised
-    pieces.group.wire.agree(
+    pieces.group.wire.agreed(
         None,
-        model.device,
-        error,
-        lambda: {
+        lambda: _check_loss(model, options),
+        lambda _: {
             "labels": int(labels is not None),
-            "num_items_in_batch": 0 if items is None else int(items),
+            "num_items_in_batch": 0 if items is None else code_of(float(items)),
         },
     )
 

@@ -244,8 +244,8 @@ def _attend_to_pieces(
     layer, slots = call.layer, call.slots
     try:
         _check_layer_of_pieces(layer, slots)
-    except ValueError as error:
-        call.pieces.refuse(error, query.device)
+    except Exception as error:
+        call.pieces.group.wire.raise_on_all_ranks(error)
     bias, delay = _bias_to_learn(scores, layer.score_rule)
     return call.pieces.attend(
         query,

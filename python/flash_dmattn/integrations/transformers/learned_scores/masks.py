@@ -66,7 +66,7 @@ class _MaskHook:
                     f"attn_implementation: got {config._attn_implementation!r} with context parallelism (phase 'off', for one), "
                     "expected the phase 'hard': others attend to this rank's piece alone"
                 )
-                pieces.refuse(error, decoder.device)
+                pieces.group.wire.raise_on_all_ranks(error)
             arguments = dict(zip(self.names, args, strict=False)) | options
             return (), arguments | pieces.changes(arguments)
         if isinstance(cache, PagedAttentionCache) and config._attn_implementation in NAMES:
