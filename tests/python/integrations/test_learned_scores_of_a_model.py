@@ -13,6 +13,7 @@ from flash_dmattn.integrations.transformers import (  # noqa: E402
     DynamicMaskCache,
     add_learned_scores,
     load_scores,
+    remove_learned_scores,
     save_scores,
     set_score_phase,
 )
@@ -253,6 +254,19 @@ def test_compiled_decoder_whose_mask_ignores_positions_sees_one_text(make, name)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     found = compiled(ids, use_cache=False, **INPUTS[name])[0]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@since_transformers_5
+def test_removed_from_a_compiled_model_scores_leave_its_bits():
+    torch._dynamo.reset()
+    model, ids = make_base(num_hidden_layers=1), make_ids()
+    expected = model(ids, use_cache=False, **INPUTS["packed"]).logits
+    add_learned_scores(model, **RULES["all"])
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    compiled(ids, labels=ids, use_cache=False, **INPUTS["packed"]).loss.backward()
+    remove_learned_scores(compiled)
+    assert torch.equal(compiled(ids, use_cache=False, **INPUTS["packed"]).logits, expected)
+    assert not hasattr(model, "set_score_phase") and not hasattr(compiled, "set_score_phase")
 
 
 @since_transformers_5

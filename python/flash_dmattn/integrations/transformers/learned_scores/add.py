@@ -151,7 +151,8 @@ def remove_learned_scores(model: nn.Module) -> nn.Module:
         drop_slot_manager(module)
         vars(module).pop(PIECES, None)
     remove_mask_hooks(model)
-    vars(model).pop(_METHOD, None)
+    for module in model.modules():  # of a wrapper (torch.compile, PEFT) or of what it wraps
+        vars(module).pop(_METHOD, None)
     return model
 
 
