@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,12 +15,18 @@ from .cache import KVSlots
 from .functional import flash_dmattn_func
 from .keys.select_intervals import select_key_intervals
 
+T = TypeVar("T")
+
 # A later chunk of a text enters in parts, in each of which a GPU compares every key with every other: as many tokens as this times
-# the places of the cache, or a number whose comparisons take less time than the launches of one more part. A CPU launches nothing.
+# the places of the cache, or a number whose comparisons take less time than the launches of one more part. A CPU launches nothing; other devices count as one.
 _TOKENS_OF_A_PART = {"cuda": (4, 4096), "cpu": (1, 128)}
 # Prompts whose lengths have as many bits run together, padded to the longest, from this number of lengths on: fewer launch less, each
 # by itself, than what gathers and chooses with padding. A CPU would compute the padding for longer.
 _LENGTHS_TO_PAD = {"cuda": 5, "cpu": 2**31}
+
+
+def _of_device(table: dict[str, T], device: torch.device) -> T:
+    return table.get(device.type, table["cpu"])
 
 
 class _Group(NamedTuple):
@@ -79,7 +85,7 @@ class RaggedBatch:
         self._length = offsets[-1] if members else 0
         self._groups = [
             _group(offsets, rows, numbers, begins_text)
-            for begins_text, numbers in _together(members, _LENGTHS_TO_PAD[rows.device.type])
+            for begins_text, numbers in _together(members, _of_device(_LENGTHS_TO_PAD, rows.device))
         ]
 
     @classmethod
@@ -272,7 +278,7 @@ def _go_on(
     if length == 1:
         return pool.over(group.rows).step(query, key, value, scores, **options)
     # A row of the pool has no places for pending tokens. A copy of it has: copying costs less than their attention.
-    for_each_place, least = _TOKENS_OF_A_PART[query.device.type]
+    for_each_place, least = _of_device(_TOKENS_OF_A_PART, query.device)
     most = max(for_each_place * pool.places, least)
     slots = pool.select(group.rows, chunk=min(length, most))
     result = slots.extend(query, key, value, scores, **options)

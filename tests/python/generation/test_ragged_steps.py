@@ -172,3 +172,12 @@ def test_neighbours_of_one_length_are_views():
     batch = RaggedBatch([2, 3, 4, 24, 44], rows)
     groups = [(group.rows.tolist(), group.tokens) for group in batch._groups]
     assert groups == [([5, 3], slice(2, 4)), ([4, 1], slice(4, 44))]
+
+
+def test_sequences_on_another_device_are_grouped_as_on_a_cpu():
+    offsets, begins = [0, 3, 7, 8, 9], [True, True, False, False]
+    lengths = [
+        [len(group.rows) for group in RaggedBatch(offsets, rows, begins)._groups]
+        for rows in (torch.arange(4, dtype=torch.int32, device=d) for d in ("cpu", "meta"))
+    ]
+    assert lengths[0] == lengths[1] == [1, 1, 2]
