@@ -240,10 +240,8 @@ def test_texts_are_apart_where_a_mask_is_older_than_its_cache():
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.skipif(
-    transformers.__version__ < "5.24", reason="tiny models are those of transformers 5"
-)
 def test_slots_of_layers_with_other_numbers_in_the_cache_are_refused():
+    pytest.importorskip("transformers", minversion="5.24")
     from tiny_models import model_classes, tiny_config, tiny_model
 
     found = {model_class.name: model_class for model_class in model_classes()}["HrmTextForCausalLM"]
