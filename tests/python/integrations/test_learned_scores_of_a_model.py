@@ -257,6 +257,24 @@ def test_compiled_decoder_whose_mask_ignores_positions_sees_one_text(make, name)
 
 
 @since_transformers_5
+def test_decoder_that_passes_masks_by_type_is_found_by_a_call():
+    """However it is written."""
+    from flash_dmattn.integrations.transformers.learned_scores.masks import _passes_masks_by_type
+
+    gemma, llama = make_scored("Gemma2").model, make_scored("Llama").model
+
+    class Wrapped(type(gemma)):
+        def forward(self, *args, **options):
+            return super().forward(*args, **options)
+
+    wrapped = Wrapped(gemma.config)
+    llama.config.layer_types = ["full_attention"]
+    assert _passes_masks_by_type(gemma) and _passes_masks_by_type(wrapped)
+    assert not _passes_masks_by_type(llama)  # takes a tensor
+    gemma(make_ids(), use_cache=False)  # no hook is left
+
+
+@since_transformers_5
 def test_removed_from_a_compiled_model_scores_leave_its_bits():
     torch._dynamo.reset()
     model, ids = make_base(num_hidden_layers=1), make_ids()

@@ -132,9 +132,39 @@ def _takes_masks_of_windows(decoder: PreTrainedModel) -> bool:
         and bool(config.sliding_window)
         and getattr(config, "is_causal", True)
         and not getattr(config, "use_bidirectional_attention", False)
-        and "attention_mask, dict)" in inspect.getsource(type(decoder).forward)
         and _positions_of_texts(decoder) is not None
+        and _passes_masks_by_type(decoder)
     )
+
+
+class _Reached(Exception):
+    """A call of a decoder has reached its first attention layer, with this mask."""
+
+    def __init__(self, mask: object):
+        self.mask = mask
+
+
+def _passes_masks_by_type(decoder: PreTrainedModel) -> bool:
+    """Whether a decoder passes its layers the masks of a mapping from types of layers, by a call that ends at the first one."""
+
+    def end_call(layer: nn.Module, args: tuple, options: dict) -> None:
+        raise _Reached(options.get("attention_mask"))
+
+    layer = next(module for module in decoder.modules() if is_attention(module))
+    hook = layer.register_forward_pre_hook(end_call, prepend=True, with_kwargs=True)
+    device = next(decoder.parameters()).device
+    masks = {kind: torch.empty(0, device=device) for kind in set(decoder.config.layer_types)}
+    token = torch.zeros(1, 1, dtype=torch.long, device=device)
+    try:
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            decoder(token, attention_mask=masks, use_cache=False)
+    except _Reached as reached:
+        return any(reached.mask is mask for mask in masks.values())
+    except (AttributeError, TypeError, ValueError):  # of a decoder that takes a tensor
+        return False
+    finally:
+        hook.remove()
+    return False
 
 
 def _positions_of_texts(decoder: PreTrainedModel) -> tuple[int, ...] | None:
