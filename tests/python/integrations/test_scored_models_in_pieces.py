@@ -44,7 +44,8 @@ def compare_all(rank):
         for kind in ("padded", "packed"):
             compare_scored(kind, "Llama", rule)
     compare_scored("packed", "Llama", "all", checkpointed=True)
-    compare_scored("packed", "Llama", "all", compiled=True)
+    if transformers.__version__ >= "5":  # as other tests of compiled models with scores
+        compare_scored("packed", "Llama", "all", compiled=True)
     compare_scored("padded", "Llama", "all", scorer="value")
     compare_generation(rank)
     refusals(rank)
