@@ -25,7 +25,7 @@ _TOKENS_OF_A_PART = {"cuda": (4, 4096), "cpu": (1, 128)}
 _LENGTHS_TO_PAD = {"cuda": 5, "cpu": 2**31}
 
 
-def _of_device(table: dict[str, T], device: torch.device) -> T:
+def _value_for_device(table: dict[str, T], device: torch.device) -> T:
     return table.get(device.type, table["cpu"])
 
 
@@ -85,7 +85,9 @@ class RaggedBatch:
         self._length = offsets[-1] if members else 0
         self._groups = [
             _group(offsets, rows, numbers, begins_text)
-            for begins_text, numbers in _together(members, _of_device(_LENGTHS_TO_PAD, rows.device))
+            for begins_text, numbers in _together(
+                members, _value_for_device(_LENGTHS_TO_PAD, rows.device)
+            )
         ]
 
     @classmethod
@@ -202,7 +204,7 @@ def extend_ragged(
     places, results = [], []
     for group in batch._groups:
         tokens, count = group.tokens, len(group.rows)
-        attend = _begin if group.begins else _go_on
+        attend = _begin_texts if group.begins else _continue_texts
         if isinstance(tokens, slice):  # views
             own = [t[tokens].unflatten(0, (count, -1)) for t in states]
             own_scores = scores[:, tokens].unflatten(1, (count, -1)).transpose(0, 1)
@@ -220,25 +222,25 @@ def extend_ragged(
     if length == batch._length and batch._is_in_order:
         places = None
     out, *lse = (
-        _in_step(parts, places, length, of_others)
-        for parts, of_others in zip(zip(*results, strict=True), (0, -torch.inf), strict=False)
+        _in_step(parts, places, length, absent)
+        for parts, absent in zip(zip(*results, strict=True), (0, -torch.inf), strict=False)
     )
     return (out, lse[0].T) if return_lse else out
 
 
 def _in_step(
-    parts: Sequence[Tensor], places: list[slice | Tensor] | None, length: int, of_others: float
+    parts: Sequence[Tensor], places: list[slice | Tensor] | None, length: int, absent: float
 ) -> Tensor:
     """The results of groups, [tokens of the group, ...], at their places of a step of `length` tokens. None: in their order."""
     if places is None:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-    step = parts[0].new_full((length, *parts[0].shape[1:]), of_others)
+    step = parts[0].new_full((length, *parts[0].shape[1:]), absent)
     for place, part in zip(places, parts, strict=True):
         step[place] = part
     return step
 
 
-def _begin(
+def _begin_texts(
     pool: KVSlots,
     group: _Group,
     query: Tensor,
@@ -264,7 +266,7 @@ def _begin(
     return result
 
 
-def _go_on(
+def _continue_texts(
     pool: KVSlots,
     group: _Group,
     query: Tensor,
@@ -278,7 +280,7 @@ def _go_on(
     if length == 1:
         return pool.over(group.rows).step(query, key, value, scores, **options)
     # A row of the pool has no places for pending tokens. A copy of it has: copying costs less than their attention.
-    for_each_place, least = _of_device(_TOKENS_OF_A_PART, query.device)
+    for_each_place, least = _value_for_device(_TOKENS_OF_A_PART, query.device)
     most = max(for_each_place * pool.places, least)
     slots = pool.select(group.rows, chunk=min(length, most))
     result = slots.extend(query, key, value, scores, **options)
