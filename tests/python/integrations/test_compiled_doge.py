@@ -69,7 +69,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# A case takes seconds, and nothing here depends on transformers but the masks that it makes.
+only_one_on_4 = pytest.mark.skipif(
+    transformers.__version__ < "5", reason="on transformers 4 only padding is compiled"
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name == "padding" else only_one_on_4) for name in CASES],
+)
 def test_compiled_training_equals_eager(name):
     torch._dynamo.reset()
     options, inputs = CASES[name]

@@ -128,6 +128,7 @@ def test_serving_has_rows_of_slots_and_of_all_keys(capsys, tmp_path, monkeypatch
     monkeypatch.setattr(serving, "_NEW", {"cpu": 3})
     monkeypatch.setattr(serving, "_CONCURRENCY", {"cpu": (2,)})
     monkeypatch.setattr(serving, "_COUNTED", (1, 2))
+    monkeypatch.setattr(serving, "_LOADS", (0.8,))
     file = tmp_path / "bench.json"
     printed = run(capsys, "--case", "serving", "--length", "20", "--json", str(file))
     assert "declined" not in printed
