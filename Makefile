@@ -85,7 +85,7 @@ test: $(filter-out $(DONE),$(STEPS)) ## everything a change has to pass
 .PHONY: plan
 plan:
 	@echo "make test: format, documents, C++, Python, Python with AVX2, transformers 4.57, C++ under sanitizers, two versions in a process, CUDA kernels."
-	@echo "It takes 15 minutes on two idle cores, and ends at the first failure."
+	@echo "It takes 16 minutes on two idle cores, and ends at the first failure."
 
 # What pip installs for the steps after the first.
 .PHONY: packages
