@@ -123,21 +123,31 @@ ERRORS_OF_LAST_RANK = {
 }
 
 
+def error_of_last_rank_raises_on_all(name, error, rank_call):
+    """rank_call(wire, is_last) raises an error about `name` on the last rank alone."""
+
+    def raised(wire):
+        is_last = wire.rank == RANKS - 1
+        expected = (
+            (error, f"^{name}: got") if is_last else (ValueError, r"raise an error on ranks \[2\]")
+        )
+        with pytest.raises(expected[0], match=expected[1]):
+            rank_call(wire, is_last)
+        return True
+
+    assert run_in_threads(RANKS, raised) == [True] * RANKS
+
+
 @pytest.mark.parametrize("name", ERRORS_OF_LAST_RANK)
 def test_option_that_raises_on_one_rank_raises_on_all(name):
     """Before anything is exchanged: after it, others would wait for the gradients of that rank."""
 
-    def raised(wire):
-        changes, error = ERRORS_OF_LAST_RANK[name]
-        words = f"{name}: got"
-        if wire.rank < RANKS - 1:
-            changes, error, words = {}, ValueError, r"raise an error on ranks \[2\]"
+    def one_call(wire, is_last):
         wire.swap = None
-        with pytest.raises(error, match=words):
-            call(wire, **changes)
-        return True
+        call(wire, **(changes if is_last else {}))
 
-    assert run_in_threads(RANKS, raised) == [True] * RANKS
+    changes, error = ERRORS_OF_LAST_RANK[name]
+    error_of_last_rank_raises_on_all(name, error, one_call)
 
 
 def test_ranks_in_different_functions_raise_on_all():
@@ -291,16 +301,10 @@ def begin_with(wire, options, query=True):
 def test_argument_that_cannot_be_compared_raises_on_all(name):
     from flash_dmattn.distributed import ContextParallel
 
-    def raised(wire):
-        wrong_call, error = WRONG_CALLS[name]
-        words = f"^{name}: got"
-        if wire.rank < RANKS - 1:
-            error, words = ValueError, r"raise an error on ranks \[2\]"
-        with pytest.raises(error, match=words):
-            wrong_call(ContextParallel(wire), wire.rank == RANKS - 1)
-        return True
-
-    assert run_in_threads(RANKS, raised) == [True] * RANKS
+    wrong_call, error = WRONG_CALLS[name]
+    error_of_last_rank_raises_on_all(
+        name, error, lambda wire, is_last: wrong_call(ContextParallel(wire), is_last)
+    )
 
 
 def test_option_of_attend_after_a_query_of_begin_is_compared():

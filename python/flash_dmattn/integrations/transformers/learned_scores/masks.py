@@ -160,9 +160,8 @@ def _passes_masks_by_type(decoder: PreTrainedModel) -> bool:
             decoder(token, attention_mask=masks, use_cache=False)
     except _Reached as reached:
         return any(reached.mask is mask for mask in masks.values())
-    except (
-        Exception
-    ):  # of a decoder that takes a tensor, or whose weights are elsewhere: it makes its own masks
+    except Exception:
+        # A decoder that takes a tensor, or whose weights are elsewhere, makes its own masks.
         return False
     finally:
         hook.remove()
