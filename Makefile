@@ -20,7 +20,7 @@ WERROR := $(if $(CI),ON,OFF)
 
 COMPILER := $(if $(filter default undefined,$(origin CXX)),c++,$(CXX))
 BIN := $(CURDIR)/.venv/bin
-# Not every module that is installed is compiled, by pip on one core, but those that are imported, when they first are.
+# pip compiles no module, for which it has one core. Python compiles those that it imports.
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PIP_INSTALL := $(PIP) --quiet install --no-compile
 export PYTHONDONTWRITEBYTECODE :=
@@ -76,7 +76,7 @@ wheels: $(STAMPS)/tools $(STAMPS)/torch $(STAMPS)/wheels $(if $(filter cuda,$(WH
 bench: $(STAMPS)/package $(STAMPS)/demo ## measure against PyTorch on this machine (options: ARGS=...)
 	$(BIN)/python benchmarks/bench.py run --record cpu --device cpu --threads 2 $(ARGS)
 
-# DONE: steps that .ci/run has begun on its own.
+# DONE: steps that .ci/run runs by itself.
 DONE ?=
 STEPS := plan check-format docs test-cpp test-python test-python-avx2 test-transformers-4 test-sanitize test-kernels test-cuda-build
 .PHONY: test
@@ -85,7 +85,7 @@ test: $(filter-out $(DONE),$(STEPS)) ## everything a change has to pass
 .PHONY: plan
 plan:
 	@echo "make test: format, documents, C++, Python, Python with AVX2, transformers 4.57, C++ under sanitizers, two versions in a process, CUDA kernels."
-	@echo "It takes 16 minutes on two idle cores, and ends at the first failure."
+	@echo "It takes a quarter of an hour on two idle cores, and ends at the first failure."
 
 # What pip installs for the steps after the first.
 .PHONY: packages
@@ -126,7 +126,7 @@ test-python-avx2: $(STAMPS)/package $(STAMPS)/test ## Python tests with AVX2, th
 
 # Two of the architectures that a release has: one of each class of shared memory, each with its own kernels.
 CUDA_TEST_ARCHITECTURES ?= 86-real;90-real
-# Where no GPU will run them, that they compile is all they show, and that sm90's of bf16 pass the check of their machine code.
+# Where no GPU runs the kernels, the step shows only that they compile, and that the machine code of sm90's for bf16 passes its check.
 CUDA_ONLY_COMPILE := $(if $(wildcard /dev/nvidiactl),OFF,ON)
 
 .PHONY: test-cuda-build

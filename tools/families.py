@@ -35,7 +35,7 @@ TITLES = {
     "equal": "equal",
     "own": "equal: attention of its own, whatever the name",
     "raises": "an error at the first call",
-    "refused": "refused when the model is built",
+    "refused": "refused when the name is set",
     "none": "without softmax attention",
     "untested": "not tested",
 }
@@ -118,7 +118,8 @@ def section(found: Found) -> str:
 
 
 def section_of_scores(found: Found) -> str:
-    return "\n".join([f"{len(found)} classes: {_counts(found)}.", "", *_table(found)])
+    text = "\n".join([f"{len(found)} classes: {_counts(found)}.", "", *_table(found)])
+    return text.replace(TITLES["refused"], "refused by `add_learned_scores`")
 
 
 def _counts(found: Found) -> str:

@@ -69,7 +69,7 @@ def add_sink(
 
 
 class _Merged(torch.autograd.Function):
-    """out and lse over sets of keys, of which lses [sets, .., Hq, Sq] are given and an out for each, and perhaps a sink.
+    """out and lse over the union of sets of keys, from the out of each set and all their lses [sets, .., Hq, Sq]. A sink may be added.
 
     Has derivatives in reverse mode, as attention does.
     """

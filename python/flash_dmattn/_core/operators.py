@@ -1,6 +1,6 @@
 """Tensor layouts of each operator by argument name, read by shape inference, derivatives, sharding and FLOP rules.
 
-The schemas in C++ are the one list of arguments; a rule asks for an argument by its name and never counts positions.
+The schemas in C++ are the one list of arguments, tensors first; these rules look an argument up by its name.
 """
 
 from __future__ import annotations

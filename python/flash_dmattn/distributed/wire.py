@@ -225,7 +225,8 @@ def _known_wire(group: ProcessGroup) -> Wire:
 
 @torch.compiler.assume_constant_result
 def _meet_while_compiling(name: str) -> None:
-    """Where compiled code is the first to use a group, its ranks meet now. By name, as there a group may be a fake of itself."""
+    """Lets the ranks of a group meet now, where compiled code is the first to use it. Tracing may replace the group by a fake one,
+    which its name resolves."""
     _known_wire(dist.distributed_c10d._resolve_process_group(name))
 
 

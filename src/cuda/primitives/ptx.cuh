@@ -8,7 +8,7 @@
 #include "cuda/primitives/warp.cuh"
 
 // Inline assembly, with one wrapper for each instruction. Instructions of sm_90 are guarded here; instructions that
-// only sm_90a has are in sm90/.
+// only sm_90a has are in hopper/ptx.cuh.
 namespace flash_dmattn::cuda {
 
 __device__ inline std::uint32_t shared_address(const void* pointer) {
