@@ -27,7 +27,7 @@ from flash_dmattn.integrations.transformers import (
     add_learned_scores,
     set_score_phase,
 )
-from flash_dmattn.integrations.transformers.learned_scores.attention import (
+from flash_dmattn.integrations.transformers.learned_scores.scored_attention import (
     NAME,
     scored_attention_forward,
 )

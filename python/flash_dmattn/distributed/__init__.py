@@ -1,14 +1,14 @@
 """Exact attention over a sequence whose pieces are on several ranks, and sharding over batch elements and heads."""
 
-from .attention import (
+from .batch import ContextParallel, Piece
+from .boundary import boundary_places, boundary_state
+from .headroom import linear_with_headroom
+from .piece_attention import (
     Pending,
     attend,
     begin,
     context_parallel_dmattn,
 )
-from .batch import ContextParallel, Piece
-from .boundary import boundary_places, boundary_state
-from .headroom import linear_with_headroom
 from .wire import Traffic, exchanged_bytes
 
 __all__ = [

@@ -11,8 +11,8 @@ from ..cache import KVSlots
 from ..keys.intervals import KeyIntervals
 from ..keys.rule import KeySelection
 from .arguments import checked_lengths
-from .attention import Pending
 from .extend import take_rows
+from .piece_attention import Pending
 from .shards import Border, Shards, keys_seen_before
 from .wire import wire_of
 

@@ -11,7 +11,7 @@ from ..keys.intervals import KeyIntervals, intersect
 from ..keys.positions import check_offsets
 from ..keys.recognise import Memo, cached, refuse_negative, split_additive
 from .keywords import refuse_packed_by_layer
-from .masks import is_key_mask, window_mask
+from .layer_masks import is_key_mask, window_mask
 
 
 class PackedArguments(NamedTuple):

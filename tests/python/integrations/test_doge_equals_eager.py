@@ -10,7 +10,7 @@ from largest_tensor import LargestTensor
 transformers = pytest.importorskip("transformers")
 from transformers import DogeConfig, DogeForCausalLM  # noqa: E402
 
-from flash_dmattn.integrations.masks import is_causal_mask  # noqa: E402
+from flash_dmattn.integrations.layer_masks import is_causal_mask  # noqa: E402
 from flash_dmattn.integrations.transformers import (  # noqa: E402
     enable_flash_dmattn,
     key_interval_mask,

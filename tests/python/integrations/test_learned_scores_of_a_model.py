@@ -259,7 +259,9 @@ def test_compiled_decoder_whose_mask_ignores_positions_sees_one_text(make, name)
 @since_transformers_5
 def test_decoder_that_passes_masks_by_type_is_found_by_a_call():
     """However it is written."""
-    from flash_dmattn.integrations.transformers.learned_scores.masks import _passes_masks_by_type
+    from flash_dmattn.integrations.transformers.learned_scores.decoder_hooks import (
+        _passes_masks_by_type,
+    )
 
     gemma, llama = make_scored("Gemma2").model, make_scored("Llama").model
 

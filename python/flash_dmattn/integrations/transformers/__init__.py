@@ -16,7 +16,7 @@ refused when the name is set). Most other decoders get scores for their keys by 
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..attention import mask_driven_attention_forward
+from ..named_attention import mask_driven_attention_forward
 from .cache import DynamicMaskCache
 from .compat import wrap_implementation_setter
 from .doge import NAMES as _DOGE_NAMES
@@ -31,7 +31,7 @@ from .learned_scores import (
     scored_attention_forward,
     set_score_phase,
 )
-from .masks import key_interval_mask, registered_attention_mask
+from .mask_functions import key_interval_mask, registered_attention_mask
 
 __all__ = [
     "NAME",

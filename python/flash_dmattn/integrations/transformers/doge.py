@@ -18,10 +18,10 @@ from ...keys.rule import KeySelection
 from ...keys.select_intervals import select_key_intervals
 from ...ragged import RaggedBatch, extend_ragged
 from ...scores import doge_scores_of, with_zero_sum_gradient
-from ..attention import attention_bshd
 from ..dtypes import cast_states, fdma_peft_integration_check, target_dtype
 from ..keywords import check_mask_keywords
-from ..masks import as_key_intervals, is_causal_mask, present_tokens
+from ..layer_masks import as_key_intervals, is_causal_mask, present_tokens
+from ..named_attention import attention_bshd
 from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer
 from .compat import BATCHED_DOGE, adopt_layer, pop_cache

@@ -27,7 +27,7 @@ from .doge import CONTEXT, PIECES, Context, FlashDogeAttention, check_cache
 from .doge import NAME as DOGE_NAME
 from .doge import NAMES as DOGE_NAMES
 from .families import reason_to_refuse
-from .masks import is_causal_config, mask_kind
+from .mask_functions import is_causal_config, mask_kind
 
 if HAS_SLOTS_IN_BATCHES:
     from .batching import PagedAttentionCache, batch_of, make_manager
@@ -117,7 +117,7 @@ def enable_flash_dmattn(
 
 def _models_with_scores(model: torch.nn.Module) -> list[PreTrainedModel]:
     """The models of transformers in a model whose layers have learned scores."""
-    from .learned_scores.layers import ScoredAttention  # which imports this module
+    from .learned_scores.scored_layers import ScoredAttention  # which imports this module
 
     return [
         module

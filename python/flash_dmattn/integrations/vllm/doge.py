@@ -24,8 +24,8 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from ...scores import doge_scores_of
 from ..serving.states import SlotState, states_of
-from .attention import ScoredAttention
 from .interfaces import HasSlots
+from .scored_layer import ScoredAttention
 
 
 class DogeAttention(ScoredAttention):

@@ -14,8 +14,8 @@ from vllm.model_executor.models.utils import extract_layer_index
 from ..config_rules import LearnedScores
 from ..scorers import make_scorer
 from ..serving.states import states_of
-from .attention import ScoredAttention
 from .interfaces import HasSlots
+from .scored_layer import ScoredAttention
 
 
 class ScoredLlamaAttention(ScoredAttention):

@@ -16,8 +16,9 @@ from ..compat import drop_slot_manager, own_config, set_continuous_batching
 from ..doge import PIECES
 from ..enable import make_manager
 from ..families import reason_to_refuse
-from .attention import NAME, NAMES
-from .layers import (
+from .decoder_hooks import add_mask_hooks, remove_mask_hooks
+from .scored_attention import NAME, NAMES
+from .scored_layers import (
     ScoredAttention,
     device_of,
     is_attention,
@@ -26,7 +27,6 @@ from .layers import (
     with_scorer,
     without_scorer,
 )
-from .masks import add_mask_hooks, remove_mask_hooks
 
 PHASES = ("soft", "hard", "off")
 _METHOD = "set_score_phase"  # the attribute of a model

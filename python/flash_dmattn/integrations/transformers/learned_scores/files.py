@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ...config_rules import CONFIG_NAME, LearnedScores
 from ...scorers import Scorer
 from .add import add_learned_scores, scored_layers
-from .layers import ScoredAttention
+from .scored_layers import ScoredAttention
 
 _TENSORS, _RULE = "learned_scores.safetensors", "learned_scores.json"
 _PART = "scorer"  # the name of a layer's scorer in the names of its parameters

@@ -20,7 +20,7 @@ from ..keys.visibility import Visibility
 from ..merge import check_sink_logits
 from . import keywords, packed_sequences
 from .dtypes import cast_states, target_dtype
-from .masks import has_queries, is_causal_mask, normalize_mask
+from .layer_masks import has_queries, is_causal_mask, normalize_mask
 from .packed_sequences import PackedArguments, PackedSequences
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from ....keys.rule import KeySelection
 from ..compat import BATCHED_SCORES, adopt_layer
 from ..doge import PIECES
-from .attention import BATCH_KEYWORD, KEYWORD, NAMES
 from .call import ScoredCall
+from .scored_attention import BATCH_KEYWORD, KEYWORD, NAMES
 
 # Arguments of layers whose keys are not of the layer's own input.
 _OTHER_SOURCES = ("encoder_hidden_states", "key_value_states", "cross_attention_states")

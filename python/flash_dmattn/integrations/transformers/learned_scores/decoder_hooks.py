@@ -15,9 +15,9 @@ from transformers.configuration_utils import PretrainedConfig
 from ...._core.checks import may_read
 from ..compat import HAS_SLOTS_IN_BATCHES, find_cache
 from ..doge import PIECES
-from ..masks import intervals_of_documents, is_causal_config, mask_kind
-from .attention import BATCH_KEYWORD, NAME, NAMES
-from .layers import ScoredAttention, is_attention
+from ..mask_functions import intervals_of_documents, is_causal_config, mask_kind
+from .scored_attention import BATCH_KEYWORD, NAME, NAMES
+from .scored_layers import ScoredAttention, is_attention
 
 if HAS_SLOTS_IN_BATCHES:
     from ..batching import PagedAttentionCache, batch_of

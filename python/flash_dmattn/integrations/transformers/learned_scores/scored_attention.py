@@ -16,10 +16,10 @@ from ....keys.selection import Selection, apply_selection
 from ....keys.visibility import Visibility
 from ....merge import add_sink
 from ....ragged import extend_ragged
-from ...attention import mask_driven_attention_forward
 from ...dtypes import cast_states, target_dtype
 from ...keywords import check_mask_keywords
-from ...masks import as_key_intervals, is_causal_mask, normalize_mask, present_tokens
+from ...layer_masks import as_key_intervals, is_causal_mask, normalize_mask, present_tokens
+from ...named_attention import mask_driven_attention_forward
 from ..cache_layer import DynamicMaskLayer
 from ..compat import BATCHED_SCORES
 from .call import ScoredCall
