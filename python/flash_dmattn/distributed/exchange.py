@@ -205,102 +205,88 @@ class Parts(NamedTuple):
         return parts[:: self.blocks].flatten(0, 1)
 
 
-class TwoHops:
-    """Rank i collects the i-th part of all winners, and gives each rank this part of what it sees: two collectives each way, less than
-    2 W rows whatever R is and wherever the best keys are."""
-
-    def __init__(self, wire: Wire, border: Border):
-        self.wire, self.border, self.all = wire, border, range(wire.size)
-
-    def route_shape(self, P: int) -> tuple[int, ...]:
-        return self.wire.size, P // Parts.of(P, self.wire.size).groups, self.border.places
-
-    def collect(self, rows: Tensor, notes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        P, _, columns = rows.shape
-        parts = Parts.of(P, self.wire.size)
-        swap = partial(_swap_parts, self.wire, self.all, self.all)
-        met_notes, met = map(_in_one_row, swap(parts.copies(notes), parts.split(rows)))
-        own = parts.rows_of(self.wire.rank, P)
-        borders = slice(0, self.wire.size)
-        route = _seen_of_candidates(self.border, met_notes, borders, own, P, self.border.places)
-        notes, rows = swap(_take(met_notes, route, no_key(notes)), _take(met, route, 0))
-        return parts.join(rows, columns), parts.one_copy(notes), route
-
-    def give_back(self, route: Tensor, *gradients: Tensor) -> list[Tensor] | None:
-        size, c = self.wire.size, self.border.winners
-        parts = Parts.of(gradients[0].shape[0], size)
-        swap = partial(_swap_parts, self.wire, self.all, self.all)
-        totals = []
-        for met in swap(*map(parts.split, gradients)):
-            total = _zeros_for(met, size * c)
-            for rank in range(1, size):
-                _add_rows(total, met[rank], route[rank])
-            totals.append(total[:, :-1].unflatten(1, (size, c)).transpose(0, 1))
-        # In float32: one rounding more would be a third of the distance from one process.
-        found = swap(*totals)
-        return [parts.join(part, g.shape[2]) for part, g in zip(found, gradients, strict=True)]
-
-
 class Nodes:
     """Within nodes of g ranks, then between them, then within: rank j of a node collects the j-th part of its node's winners, gives what
     the last query of the node sees of it to the j-th rank of every later node, and each rank of its own node this part of what it
     sees. Three collectives each way; of them one is between nodes, of W / g rows for each later node, where two hops have 2 W."""
 
     def __init__(self, wire: Wire, border: Border):
-        self.wire, self.border, size = wire, border, wire.node_size
+        self.wire, self.border = wire, border
+        self.size = size = self.ranks_of_node()
         self.node, self.local = divmod(wire.rank, size)
         self.mates = range(self.node * size, (self.node + 1) * size)
         self.earlier = range(self.local, self.mates.start, size)
         self.later = range(wire.rank + size, wire.size, size)
         most, _ = border.rule.bound(is_causal=True)
-        self.summary = min(most, size * border.winners)  # keys of a node that later ones may see
+        # Keys of a node that later ones may see; 0: there is one node.
+        self.summary = min(most, size * border.winners) if wire.size > size else 0
+
+    def ranks_of_node(self) -> int:
+        return self.wire.node_size
 
     def route_shape(self, P: int) -> tuple[int, ...]:
-        size = self.wire.node_size
-        rows = P // Parts.of(P, size).groups
-        return rows, self.summary + size * self.border.places
+        rows = P // Parts.of(P, self.size).groups
+        return rows, self.summary + self.size * self.border.places
 
     def collect(self, rows: Tensor, notes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         P, _, columns = rows.shape
-        parts, border, empty = Parts.of(P, self.wire.node_size), self.border, no_key(notes)
+        parts, border, empty = Parts.of(P, self.size), self.border, no_key(notes)
         own = parts.rows_of(self.local, P)
         swap = partial(_swap_parts, self.wire, self.mates, self.mates)
         notes, rows = map(_in_one_row, swap(parts.copies(notes), parts.split(rows)))
-        end = slice(self.mates.stop, self.mates.stop + 1)
-        summary = _seen_of_candidates(border, notes, end, own, P, self.summary)
-        given = _take(notes, summary, empty)[0], _take(rows, summary, 0)[0]
-        given = (_copies_for(t, self.later) for t in given)
-        found = _swap_parts(self.wire, self.later, self.earlier, *given)
-        if found:
-            before = map(_in_one_row, found)
-            notes, rows = (torch.cat(both, 1) for both in zip(before, (notes, rows), strict=True))
+        routes = []
+        if self.summary:
+            end = slice(self.mates.stop, self.mates.stop + 1)
+            summary = _seen_of_candidates(border, notes, end, own, P, self.summary)
+            routes.append(summary[0])
+            given = _take(notes, summary, empty)[0], _take(rows, summary, 0)[0]
+            given = (_copies_for(t, self.later) for t in given)
+            found = _swap_parts(self.wire, self.later, self.earlier, *given)
+            if found:
+                before = map(_in_one_row, found)
+                both = zip(before, (notes, rows), strict=True)
+                notes, rows = (torch.cat(pair, 1) for pair in both)
         borders = slice(self.mates.start, self.mates.stop)
         route = _seen_of_candidates(border, notes, borders, own, P, border.places)
         notes, rows = swap(_take(notes, route, empty), _take(rows, route, 0))
-        routes = torch.cat([summary[0], route.transpose(0, 1).flatten(1)], 1)
-        return parts.join(rows, columns), parts.one_copy(notes), routes
+        routes.append(route.transpose(0, 1).flatten(1))
+        return parts.join(rows, columns), parts.one_copy(notes), torch.cat(routes, 1)
 
     def give_back(self, route: Tensor, *gradients: Tensor) -> list[Tensor] | None:
-        size, c, nodes = self.wire.node_size, self.border.winners, len(self.earlier)
+        size, c, before = self.size, self.border.winners, len(self.earlier) * self.summary
         parts = Parts.of(gradients[0].shape[0], size)
         swap = partial(_swap_parts, self.wire, self.mates, self.mates)
         summary, route = route.split([self.summary, route.shape[1] - self.summary], 1)
         route = route.unflatten(1, (size, -1)).transpose(0, 1)
         totals, of_earlier = [], []
         for met in swap(*map(parts.split, gradients)):
-            total = _zeros_for(met, nodes * self.summary + size * c)
-            for rank in range(size):
+            total = _zeros_for(met, before + size * c)
+            for rank in range(self.node == 0, size):  # the first of all sees no earlier key
                 _add_rows(total, met[rank], route[rank])
-            before, own = total.tensor_split([nodes * self.summary], 1)
-            before = before.unflatten(1, (nodes, self.summary)).transpose(0, 1)
-            of_earlier.append(self.border.rounded(before, met.dtype))
-            totals.append(own)
-        of_later = _swap_parts(self.wire, self.earlier, self.later, *of_earlier)
+            totals.append(total[:, before:])
+            of_earlier.append(self.border.rounded(total[:, :before], met.dtype))
+        if self.summary:
+            self._add_later(totals, of_earlier, summary)
+        # In float32: one rounding more would be a third of the distance from one process.
+        found = swap(*(t[:, :-1].unflatten(1, (size, c)).transpose(0, 1) for t in totals))
+        return [parts.join(part, g.shape[2]) for part, g in zip(found, gradients, strict=True)]
+
+    def _add_later(self, totals: list[Tensor], of_earlier: list[Tensor], summary: Tensor) -> None:
+        """Gives sums to earlier nodes, and adds those of later ones for the keys of the summary."""
+        shape = len(self.earlier), self.summary
+        given = (t.unflatten(1, shape).transpose(0, 1) for t in of_earlier)
+        of_later = _swap_parts(self.wire, self.earlier, self.later, *given)
         for total, more in zip(totals, of_later, strict=False):
             for gradient in more:
                 _add_rows(total, gradient, summary)
-        found = swap(*(t[:, :-1].unflatten(1, (size, c)).transpose(0, 1) for t in totals))
-        return [parts.join(part, g.shape[2]) for part, g in zip(found, gradients, strict=True)]
+
+
+class TwoHops(Nodes):
+    """One node of all ranks: rank i collects the i-th part of all winners, and gives each rank this part of what it sees. Two
+    collectives each way, less than 2 W rows whatever R is and wherever the best keys are."""
+
+    def ranks_of_node(self) -> int:
+        return self.wire.size
 
 
 def _zeros_for(met: Tensor, candidates: int) -> Tensor:

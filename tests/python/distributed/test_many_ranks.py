@@ -155,7 +155,7 @@ def _other_positions(function):
 def _smaller_summary(function):
     def init(self, wire, border):
         function(self, wire, border)
-        self.summary -= 1
+        self.summary = max(0, self.summary - 1)
 
     return init
 
