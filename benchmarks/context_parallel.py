@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 2 benchmarks/context_parallel.py --json record.json
 
-Pieces of N tokens on each GPU are compared with the whole on one. It ends within `--budget` seconds: what was not reached is said.
+Pieces of N tokens on each GPU are compared with the whole on one; `bench.py compare` divides the times of a record. It ends within `--budget` seconds: what was not reached is said.
 Without a GPU: gloo and small sizes, which tries the program.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -34,16 +34,6 @@ LENGTHS = (65536, 262144, 1048576) if GPU else (512, 1024)
 COMPARED, BY_ORACLE = (16384, 4096) if GPU else (512, 256)  # tokens of comparisons
 DTYPE = torch.bfloat16 if GPU else torch.float32
 NAMES = ("out", "dquery", "dkey", "dvalue", "dscores")
-# Speed of two H100s against one, forward and forward + backward, as expected before the first run: attention over the pieces takes
-# half the time and less; 0.10 ms for the exchange and 0.15 ms for choosing and gathering each way; the copy of keys 0.5 ms for
-# 131,072 tokens.
-EXPECTED = {
-    65536: {"pieces": (1.45, 1.72), "headroom": (1.6, 1.78), "graph": (None, 1.85)},
-    262144: {"pieces": (1.72, 1.86), "headroom": (1.88, 1.92), "graph": (None, None)},
-    1048576: {"pieces": (1.78, 1.99), "headroom": (1.96, 2.05), "graph": (None, None)},
-}
-
-
 NOTE = (
     "median of 5 rounds of successive calls, of the slowest rank; both: forward and backward; parts in ms and MB; "
     "headroom: keys and values after free rows, into which those of other ranks are received"
@@ -91,9 +81,34 @@ def with_gradients(out: Tensor, leaves: list, dout: Tensor) -> list[Tensor]:
     return [out, *torch.autograd.grad(out, leaves, dout)]
 
 
-def gap(actual: Tensor, wanted: Tensor) -> float:
-    actual, wanted = actual.float(), wanted.float()
-    return ((actual - wanted).norm() / wanted.norm().clamp_min(1e-20)).item()
+def rows_of(tensors: list, rows: slice) -> list[Tensor]:
+    """Of leaves, or of a result and its gradients: the last has tokens in its last dimension."""
+    return [*(t[:, rows] for t in tensors[:-1]), tensors[-1][..., rows]]
+
+
+def on_pieces_of(
+    session: Ranks, leaves: list, dout: Tensor, rows: slice, **options
+) -> list[Tensor]:
+    """This rank's rows of the result and of the gradients."""
+    piece = [t.detach().clone().requires_grad_() for t in rows_of(leaves, rows)]
+    out = context_parallel_dmattn(*piece, group=session.group, **options)
+    return with_gradients(out, piece, dout[:, rows])
+
+
+def gaps(actual: list[Tensor], wanted: list[Tensor]) -> list[float]:
+    """Relative distances, in the order of NAMES."""
+    pairs = [(a.float(), b.float()) for a, b in zip(actual, wanted, strict=True)]
+    return [((a - b).norm() / b.norm().clamp_min(1e-20)).item() for a, b in pairs]
+
+
+def gaps_everywhere(session: Ranks, actual: list[Tensor], wanted: list[Tensor]) -> str:
+    """The largest of all ranks."""
+    worst = map(max, zip(*session.everywhere(gaps(actual, wanted)), strict=True))
+    return in_words(worst)
+
+
+def in_words(numbers: Iterable[float]) -> str:
+    return " ".join(f"{name} {n:.1e}" for name, n in zip(NAMES, numbers, strict=True))
 
 
 # ---- Right -----------------------------------------------------------------------------------------
@@ -148,39 +163,20 @@ def compare(session: Ranks) -> None:
             q, k, v, s = leaves
             chosen = select_key_intervals(s, **rule, cu_seqlens_k=documents)
             out = flash_dmattn_func(q, k, v, attn_bias=s, key_intervals=chosen)
-        expected = with_gradients(out, leaves, dout)
-        expected = [*(t[:, rows] for t in expected[:4]), expected[4][..., rows]]
-        alike = all(
-            session.everywhere(same_keys(session, rows, leaves[3].detach(), rule, cu_seqlens))
-        )
+        expected = rows_of(with_gradients(out, leaves, dout), rows)
+        alike = same_keys(session, rows, leaves[3].detach(), rule, cu_seqlens)
+        alike = all(session.everywhere(alike))
         for exchange in ("direct", "two_hops"):
-            piece = [t.detach()[:, rows].clone().requires_grad_() for t in leaves[:3]]
-            piece.append(leaves[3].detach()[..., rows].clone().requires_grad_())
-            options = {
-                "group": session.group,
-                "exchange": exchange,
-                "cu_seqlens": cu_seqlens,
-                **rule,
-            }
-            found = with_gradients(context_parallel_dmattn(*piece, **options), piece, dout[:, rows])
-            gaps = session.everywhere([gap(a, b) for a, b in zip(found, expected, strict=True)])
-            worst = [max(g) for g in zip(*gaps, strict=True)]
+            options = {"exchange": exchange, "cu_seqlens": cu_seqlens, **rule}
+            found = on_pieces_of(session, leaves, dout, rows, **options)
             bits = session.everywhere(torch.equal(found[0], expected[0]))
-            text = " ".join(
-                f"{name} {number:.1e}" for name, number in zip(NAMES, worst, strict=True)
-            )
+            text = gaps_everywhere(session, found, expected)
             session.say(
                 f"{kind:9} {exchange:8} same keys {alike}; out bit-equal {bits}; relative to 1 GPU: {text}"
             )
             if kind == "normal":
-                runs = [
-                    with_gradients(
-                        context_parallel_dmattn(*piece, **options, deterministic=True),
-                        piece,
-                        dout[:, rows],
-                    )
-                    for _ in range(2)
-                ]
+                options["deterministic"] = True
+                runs = [on_pieces_of(session, leaves, dout, rows, **options) for _ in range(2)]
                 equal = all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
                 session.say(
                     f"{exchange} twice with deterministic=True: bit-equal {session.everywhere(equal)}"
@@ -202,24 +198,11 @@ def distance_from_float32(session: Ranks) -> None:
         outs.append(scores.softmax(-1) @ v[0, :, shared])
     exact = with_gradients(torch.stack(outs, 1)[None], [q, k, v, s], dout.float())
     rule = {"keep_window_size": window}
-    one = with_gradients(whole(leaves, rule), leaves, dout)
+    one = gaps(with_gradients(whole(leaves, rule), leaves, dout), exact)
     rows = piece_of(session, BY_ORACLE)
-    piece = [t.detach()[:, rows].clone().requires_grad_() for t in leaves[:3]]
-    piece.append(leaves[3].detach()[..., rows].clone().requires_grad_())
-    found = context_parallel_dmattn(*piece, group=session.group, **rule)
-    found = with_gradients(found, piece, dout[:, rows])
-    wanted = [*(t[:, rows] for t in exact[:4]), exact[4][..., rows]]
-    gaps = session.everywhere([gap(a, b) for a, b in zip(found, wanted, strict=True)])
-    pairs = zip(
-        NAMES,
-        [gap(a, b) for a, b in zip(one, exact, strict=True)],
-        zip(*gaps, strict=True),
-        strict=True,
-    )
-    session.say(
-        "distance from float32, 1 GPU / pieces: "
-        + " ".join(f"{n} {a:.1e}/{max(b):.1e}" for n, a, b in pairs)
-    )
+    found = on_pieces_of(session, leaves, dout, rows, **rule)
+    pieces = gaps_everywhere(session, found, rows_of(exact, rows))
+    session.say(f"distance from float32, 1 GPU: {in_words(one)}; pieces: {pieces}")
 
 
 def disagree(session: Ranks) -> None:
@@ -335,7 +318,7 @@ def on_pieces(session: Ranks, length: int, exchange: str, headroom: bool) -> dic
         session, lambda: with_gradients(attend(leaves[0], free), leaves, dout)
     )
     found["parts"] = parts
-    return {"slowest": slowest(session.everywhere(found)), "ranks": session.everywhere(found)}
+    return slowest(session.everywhere(found))
 
 
 def slowest(found: list[dict]) -> dict:
@@ -429,15 +412,12 @@ def measure(session: Ranks) -> None:
         one = on_one(session, length)
         session.clear_memory()
         sides = {"one GPU": one}
-        wanted = [
-            ("pieces", "direct", False),
-            ("headroom", "direct", True),
-            ("two hops", "two_hops", True),
-        ]
-        for side, exchange, headroom in wanted:
+        for side, exchange, headroom in (
+            ("pieces", "direct", False), ("headroom", "direct", True), ("two hops", "two_hops", True),
+        ):  # fmt: skip
             if not session.has(25):
                 break
-            sides[side] = on_pieces(session, length, exchange, headroom)["slowest"]
+            sides[side] = on_pieces(session, length, exchange, headroom)
             session.clear_memory()
         if GPU and length == LENGTHS[0]:
             sides["graph"] = in_a_graph(session, length, "direct")
@@ -448,21 +428,11 @@ def measure(session: Ranks) -> None:
                 sides[f"projection, {name}"] = found
             session.clear_memory()
         for side, found in sides.items():
-            times = [found["forward"], found["both"]]
-            speed = [
-                None if t is None else a / t
-                for a, t in zip((one["forward"], one["both"]), times, strict=True)
-            ]
-            expected = EXPECTED.get(length, {}).get(side, "")
-            shown = ", ".join("–" if t is None else f"{t:.3f}" for t in times)
-            gain = ", ".join("–" if x is None else f"{x:.2f}" for x in speed)
-            rest = {k: round(v, 3) for k, v in found.get("parts", {}).items()}
-            session.say(
-                f"N {length:>8} {side:16} fw, fw + bw: {shown} ms; {gain} x (expected {expected}); {rest}"
-            )
             measured = {k: v for k, v in found.items() if k in ("both", "peak_mb", "parts")}
             name = side if side == "one GPU" else f"{session.size} GPUs, {side}"
-            session.add(record.row(case, name, kind, found["forward"], **measured))
+            row = record.row(case, name, kind, found["forward"], **measured)
+            session.say(record.format_row(row))
+            session.add(row)
 
 
 def main() -> None:
