@@ -21,8 +21,9 @@ from harness import cases, machine, record, sides
 
 # The module that measures a case; all others are of attention.
 _MODULES = {
-    "decode": "decode", "host": "host", "kernels": "core_programs", "memory": "memory", "serving": "serving",
-    "token": "models", "training": "models", "training_step": "models",
+    "decode": "decode", "host": "host", "kernels": "core_programs", "memory": "memory", "presses": "presses",
+    "scored_text": "scored_llama", "scored_token": "scored_llama", "serving": "serving", "token": "models",
+    "training": "models", "training_step": "models",
 }  # fmt: skip
 CASES = (*cases.NAMES, "selection", *_MODULES)
 SIDES = (
@@ -72,10 +73,15 @@ def _check_sides(options: argparse.Namespace) -> None:
         except sides.Declined as reason:
             options.fail(f"--side: got {side}, which {reason}")
     for name in options.case:
-        known = _module(name).side_names(name, options.device)
+        known = getattr(_module(name), "side_names", _no_names)(name, options.device)
         if options.side and known and not set(options.side).intersection(known):
             got, expected = ", ".join(options.side), ", ".join(known)
             options.fail(f"--side: got {got}, expected one of {expected} for the case {name}")
+
+
+def _no_names(case: str, device: str) -> tuple[str, ...]:
+    """The sides of a module that always measures all of its sides."""
+    return ()
 
 
 def _module(case: str) -> ModuleType:

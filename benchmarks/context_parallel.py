@@ -82,7 +82,7 @@ def with_gradients(out: Tensor, leaves: list, dout: Tensor) -> list[Tensor]:
 
 
 def rows_of(tensors: list, rows: slice) -> list[Tensor]:
-    """Of leaves, or of a result and its gradients: the last has tokens in its last dimension."""
+    """The rows of leaves, or of a result and its gradients, of which the last has tokens in its last dimension."""
     return [*(t[:, rows] for t in tensors[:-1]), tensors[-1][..., rows]]
 
 

@@ -16,10 +16,6 @@ OPTIONS = (
 )
 
 
-def side_names(name: str, device: str) -> tuple[str, ...]:
-    return ()
-
-
 def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
     """The medians of the programs' benchmarks, a row for each case and dtype. They run at their own sizes."""
     for program in PROGRAMS[options.device]:

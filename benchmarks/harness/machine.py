@@ -6,6 +6,7 @@ import datetime
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -14,6 +15,11 @@ from flash_dmattn._core.availability import backends
 
 BENCHMARKS = Path(__file__).parents[1]
 RECORDS = BENCHMARKS / "records"
+PACKAGES = (
+    "torch",
+    "transformers",
+    "kvpress",
+)  # whose versions a record has, where they are imported
 
 
 def output_of(*command: str) -> str:
@@ -47,20 +53,17 @@ def machine(device: str) -> dict:
     }
 
 
-def origin(
-    device: str, known_commit: str | None = None, launcher: str = "", **versions: str
-) -> dict:
+def origin(device: str, known_commit: str | None = None, launcher: str = "") -> dict:
     """Where the numbers of this program come from: the fields of a record that every program writes.
 
-    known_commit: of the sources, where they have no history. launcher: the program that started this one. versions: of
-    other packages than torch.
+    known_commit: of the sources, where they have no history. launcher: the program that started this one.
     """
     words = [launcher] if launcher else []
     return {
         "machine": machine(device),
         "commit": known_commit or commit(),
         "command": " ".join([*words, Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "versions": {"torch": torch.__version__, **versions},
+        "versions": {package: version(package) for package in PACKAGES if package in sys.modules},
     }
 
 

@@ -18,10 +18,6 @@ _MASKED = Case(PER_QUERY, 4096, 128, 2048, heads_q=32, heads_kv=32, batch=2)
 _LONG = Case(PER_QUERY, 131072, 128, 2048, heads_q=16, heads_kv=8)
 
 
-def side_names(name: str, device: str) -> tuple[str, ...]:
-    return ()
-
-
 def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
     if options.device != "cuda":
         return

@@ -11,7 +11,15 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
-from transformers import DogeConfig, DogeForCausalLM, DynamicCache, StaticCache
+from transformers import (
+    Cache,
+    DogeConfig,
+    DogeForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    PreTrainedModel,
+    StaticCache,
+)
 
 from flash_dmattn.integrations.transformers import DynamicMaskCache, enable_flash_dmattn
 
@@ -51,6 +59,21 @@ def random_doge(device: str) -> DogeForCausalLM:
     return model
 
 
+def random_llama(device: str, model_class: type[PreTrainedModel]) -> PreTrainedModel:
+    """8 layers of hidden 1,024 on a GPU, else 2 of 256; heads of 64, half as many of keys."""
+    hidden, layers = (1024, 8) if device == "cuda" else (256, 2)
+    config = LlamaConfig(
+        vocab_size=1024, hidden_size=hidden, intermediate_size=11 * hidden // 4, num_hidden_layers=layers,
+        num_attention_heads=hidden // 64, num_key_value_heads=hidden // 128, max_position_embeddings=1 << 20,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    return model_class(config).to(device, getattr(torch, _DTYPES[device])).eval()
+
+
+def llama_title(model: PreTrainedModel) -> str:
+    return f"Llama L{model.config.num_hidden_layers} hidden {model.config.hidden_size}"
+
+
 def title(device: str) -> str:
     sizes = _SIZES[device]
     return (
@@ -65,7 +88,9 @@ def _random_ids(device: str, length: int) -> Tensor:
     return torch.randint(_SIZES[device]["vocab_size"], size, generator=generator, device=device)
 
 
-def _rows(case: str, sides: dict[str, Callable], options: argparse.Namespace) -> Iterator[dict]:
+def rows_of_sides(
+    case: str, sides: dict[str, Callable], options: argparse.Namespace
+) -> Iterator[dict]:
     """A row of what each side returns; a side that fails prints the reason."""
     dtype = _DTYPES[options.device]
     for side, measure in sides.items():
@@ -113,7 +138,9 @@ def _training_steps(options: argparse.Namespace) -> Iterator[dict]:
         sides = {
             side: functools.partial(_training_step, side, options.device, length) for side in chosen
         }
-        yield from _rows(f"training step N{length}, {title(options.device)}", sides, options)
+        yield from rows_of_sides(
+            f"training step N{length}, {title(options.device)}", sides, options
+        )
 
 
 def _training_step(side: str, device: str, length: int) -> dict:
@@ -153,7 +180,7 @@ def _trainings(options: argparse.Namespace) -> Iterator[dict]:
         for side, seed in LEARNING_SIDES.items()
         if side in (options.side or LEARNING_SIDES)
     }
-    yield from _rows("training of 200 steps N2048 w256", sides, options)
+    yield from rows_of_sides("training of 200 steps N2048 w256", sides, options)
 
 
 def _training(attention: str, seed: int, device: str) -> dict:
@@ -187,7 +214,9 @@ def _tokens(options: argparse.Namespace) -> Iterator[dict]:
             if side in (options.side or default)
         }
         with torch.no_grad():
-            yield from _rows(f"token after {context}, {title(options.device)}", sides, options)
+            yield from rows_of_sides(
+                f"token after {context}, {title(options.device)}", sides, options
+            )
 
 
 def _our_token(device: str, context: int, compiled: bool = False) -> dict:
@@ -209,14 +238,14 @@ def _generate(device: str, context: int) -> dict:
 
     more(20)  # compiles
     few, many = (elapsed_ms(lambda n=n: more(n), device) for n in (20, 220))
-    return {"forward": (many - few) / 200, "cache_mib": _cache_mib(cache)}
+    return {"forward": (many - few) / 200, "cache_mib": cache_mib(cache)}
 
 
 def _sdpa_compiled(device: str, context: int) -> dict:
     model = random_doge(device).eval()
     model.set_attn_implementation("sdpa")
     cache = StaticCache(config=model.config, max_cache_len=context + _ROOM)
-    _fill_with_random_keys(cache, model, context)
+    fill_with_random_keys(cache, model, context)
     step = _greedy_step(torch.compile(model, fullgraph=True), cache, device)
     return _timed_token(step, cache, device)
 
@@ -225,7 +254,7 @@ def _eager(device: str, context: int) -> dict:
     model = random_doge(device).eval()
     model.set_attn_implementation("eager")
     cache = DynamicCache()
-    _fill_with_random_keys(cache, model, context)
+    fill_with_random_keys(cache, model, context)
     return _timed_token(_greedy_step(model, cache, device), cache, device, graph=False)
 
 
@@ -255,7 +284,7 @@ def _read_cache(device: str, context: int) -> DynamicMaskCache:
     return cache
 
 
-def _fill_with_random_keys(cache: DynamicCache, model: DogeForCausalLM, context: int) -> None:
+def fill_with_random_keys(cache: Cache, model: PreTrainedModel, context: int) -> None:
     config = model.config
     head_dim = config.hidden_size // config.num_attention_heads
     shape = (2, 1, config.num_key_value_heads, context, head_dim)
@@ -287,10 +316,10 @@ def _timed_token(step: Callable, cache: DynamicCache, device: str, graph: bool =
         elapsed_ms(lambda: [step() for _ in range(count)], device) / count for _ in range(_ROUNDS)
     ]
     ms = statistics.median(times) if device == "cuda" else min(times)
-    return {"forward": ms, "cache_mib": _cache_mib(cache)} | _kernels(step, device)
+    return {"forward": ms, "cache_mib": cache_mib(cache)} | _kernels(step, device)
 
 
-def _cache_mib(cache: DynamicCache) -> float:
+def cache_mib(cache: Cache) -> float:
     tensors = (
         tensor
         for layer in cache.layers

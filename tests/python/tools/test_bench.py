@@ -95,9 +95,11 @@ def test_decoding_has_cold_and_warm_times(capsys, tmp_path, monkeypatch):
         assert row["visited_mib"] >= 1 / 16
 
 
-@pytest.mark.parametrize("case", ["host", "selection", "token", "training_step"])
+@pytest.mark.parametrize(
+    "case", ["host", "scored_text", "scored_token", "selection", "token", "training_step"]
+)
 def test_other_cases_have_rows(case, capsys, tmp_path, monkeypatch):
-    if case in ("token", "training_step"):
+    if case not in ("host", "selection"):
         pytest.importorskip("transformers.models.doge")
         from harness import models
 
@@ -111,8 +113,10 @@ def test_other_cases_have_rows(case, capsys, tmp_path, monkeypatch):
     printed = run(capsys, "--case", case, "--length", "16", *sides, "--json", str(file))
     assert "declined" not in printed
     rows = record.read(file)["rows"]
+    flash = "all keys, FlashAttention-2"
     assert {row["side"] for row in rows} == {
-        "host": {"ours", "sdpa"}, "selection": {"cpu"}, "token": {"ours", "eager"}, "training_step": {"ours", "eager"},
+        "host": {"ours", "sdpa"}, "scored_text": {flash, "soft", "hard"}, "scored_token": {flash, "hard, slots"},
+        "selection": {"cpu"}, "token": {"ours", "eager"}, "training_step": {"ours", "eager"},
     }[case]  # fmt: skip
     assert all((row["forward"] or row["both"]) > 0 for row in rows)
 

@@ -1,0 +1,110 @@
+"""Presses of kvpress by kvpress itself and by `add_press`: the time and memory of a prompt and of the tokens after it.
+
+Needs kvpress 0.5.5 and a transformers that it takes. A KnormPress keeps a quarter of the prompt's keys, and a DMSPress those whose
+score passes a threshold, by which about a quarter does. kvpress hides the keys of a DMSPress in the cache; here they leave it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import kvpress
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, LlamaForCausalLM
+
+from flash_dmattn.check.memory import peak_bytes
+from flash_dmattn.integrations.kvpress import add_press
+from flash_dmattn.integrations.transformers import DynamicMaskCache, remove_learned_scores
+
+from .clock import elapsed_ms
+from .models import cache_mib, llama_title, random_llama, rows_of_sides
+
+RECENT = 256  # keys of a DMSPress that no threshold takes
+_TOKENS = 65  # after a prompt; the first does not count
+
+
+@torch.no_grad()
+def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
+    model = random_llama(options.device, LlamaForCausalLM)
+    for length in options.length or [16384]:
+        ids = torch.randint(1024, (1, length), device=options.device)
+        norms = kvpress.KnormPress(compression_ratio=0.75)
+        threshold = _norm_threshold(model, ids)
+        dms = kvpress.DMSPress(kvpress.KnormPress(), threshold, RECENT, decoding=True)
+        of_kvpress = functools.partial(_measure, model, ids, DynamicCache)
+        sides = {
+            "all keys, SDPA": of_kvpress,
+            "KnormPress, kvpress": functools.partial(of_kvpress, norms),
+        }
+        sides["DMSPress, kvpress"] = functools.partial(of_kvpress, dms)
+        for press, places in ((norms, length // 4), (dms, length // 2)):
+            for way in ("dense prompt", "prompt by intervals"):
+                side = f"{type(press).__name__}, add_press, {way}"
+                sides[side] = functools.partial(_with_scores, model, ids, press, places, way)
+        case = f"{llama_title(model)} N{length} prompt and tokens"
+        yield from rows_of_sides(case, sides, options)
+
+
+def _norm_threshold(model: LlamaForCausalLM, ids: Tensor) -> float:
+    """The score of a KnormPress that a quarter of the prompt's keys passes, over all layers and heads."""
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache, logits_to_keep=1)
+    norms = torch.cat([layer.keys.float().norm(dim=-1).flatten() for layer in cache.layers])
+    return -norms[:: max(1, norms.numel() >> 20)].quantile(0.25).item()
+
+
+def _with_scores(
+    model: LlamaForCausalLM, ids: Tensor, press: object, places: int, way: str
+) -> dict:
+    add_press(model, press, places, dense_prefill=way == "dense prompt")
+    try:
+        return _measure(model, ids, DynamicMaskCache)
+    finally:
+        remove_learned_scores(model)
+
+
+def _measure(
+    model: LlamaForCausalLM,
+    ids: Tensor,
+    cache_class: type[Cache],
+    press: Callable[[object], AbstractContextManager] = nullcontext,
+) -> dict:
+    """A prompt, then tokens one at a time: medians of three prompts, and of the tokens after the first."""
+    device = model.device.type
+
+    def read() -> Cache:
+        cache = cache_class(config=model.config)
+        model(ids, past_key_values=cache, logits_to_keep=1)
+        return cache
+
+    def write(cache: Cache, first: int) -> list[float]:
+        times = []
+        for position in range(first, first + _TOKENS):
+            at = torch.tensor([position], device=ids.device)
+            places = {"cache_position": at, "position_ids": at[None]}
+            token = functools.partial(model, ids[:, :1], past_key_values=cache, **places)
+            times.append(elapsed_ms(token, device))
+        return times
+
+    with press(model):
+        read()
+        prompt = statistics.median(elapsed_ms(read, device) for _ in range(3))
+        peak, cache = peak_bytes(read, device)
+        held = cache_mib(cache)
+        # cuDNN, which torch prefers, makes a plan for every new length of a cache that grows.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        tokens = write(cache, ids.shape[1])
+        more, _ = peak_bytes(lambda: write(cache, ids.shape[1] + _TOKENS), device)
+        torch.backends.cuda.enable_cudnn_sdp(True)
+    keys = max(layer.keys.shape[2] for layer in cache.layers)
+    parts = {
+        "token": statistics.median(tokens[1:]),
+        "peak of tokens MB": more / 1e6 + held * 1.048576,
+        "keys": keys,
+    }
+    return {"forward": prompt, "peak_mb": peak / 1e6, "cache_mib": held, "parts": parts}
