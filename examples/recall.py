@@ -3,7 +3,7 @@
 python examples/recall.py [--length 128] [--window 16] [--output recall.svg]
 
 A text is filler, with (key, value) pairs scattered over its first half. Its last quarter asks for the keys again, and the
-answer is the value. A query keeps `--window` of the `--length` keys before it.
+answer is the value (`recall_texts.py`). A query keeps `--window` of the `--length` keys before it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_dmattn import DynamicMaskAttention
+from recall_texts import Texts
 
-IGNORED = -100  # of the cross entropy: a place that asks for nothing
+IGNORED = -100  # a place that asks for nothing
 Score = str | Callable[[Tensor], Tensor]
 KINDS = {
     "gate": "log sigmoid(z)",
@@ -27,35 +28,6 @@ KINDS = {
     "doge": "exp(A softplus(z))",
     "window": "none: the most recent keys",
 }
-
-
-class Task:
-    """Words 0 to 2 `words` - 1: keys, values, and as many of filler."""
-
-    def __init__(self, length: int, pairs: int, words: int, batch: int, device: str, seed: int):
-        self.length, self.pairs, self.words, self.batch = length, pairs, words, batch
-        self.random = torch.Generator(device).manual_seed(seed)
-        self.device = device
-
-    def draw(self) -> tuple[Tensor, Tensor]:
-        """Texts [B, N] and their answers [B, N]."""
-        half, asked = self.words // 2, self.length // 4
-        text = self.words + self._integers(self.words, (self.batch, self.length))
-        keys = self._distinct(half)
-        values = half + self._integers(half, keys.shape)
-        first = 2 * self._distinct(self.length // 4)
-        last = self.length - asked + self._distinct(asked)
-        text.scatter_(1, first, keys).scatter_(1, first + 1, values).scatter_(1, last, keys)
-        answers = torch.full_like(text, IGNORED).scatter_(1, last, values)
-        return text, answers
-
-    def _integers(self, high: int, shape: tuple[int, ...]) -> Tensor:
-        return torch.randint(high, shape, device=self.device, generator=self.random)
-
-    def _distinct(self, high: int) -> Tensor:
-        """[B, pairs] different numbers below `high`."""
-        order = torch.rand(self.batch, high, device=self.device, generator=self.random)
-        return order.argsort(1)[:, : self.pairs]
 
 
 class Model(nn.Module):
@@ -120,9 +92,7 @@ def window_of(kind: str, options: argparse.Namespace) -> int:
 def train(kind: str, options: argparse.Namespace) -> list[float]:
     """The share of right answers at every step."""
     torch.manual_seed(options.seed)
-    task = Task(
-        options.length, options.pairs, options.words, options.batch, options.device, options.seed
-    )
+    texts = Texts(options.pairs, options.words, options.device, options.seed)
     score = equal_scores(options.heads) if kind == "window" else kind
     window = window_of(kind, options)
     model = Model(options.words, options.width, options.heads, window, score, options.layers)
@@ -136,11 +106,12 @@ def train(kind: str, options: argparse.Namespace) -> list[float]:
     )
     recall = []
     for _ in range(options.steps):
-        text, answers = task.draw()
+        text, places, answers = texts.draw(options.length, options.batch)
         with torch.autocast(options.device, torch.bfloat16, enabled=options.device == "cuda"):
             logits = model(text)
-        asked = answers != IGNORED
-        logits, answers = logits[asked].float(), answers[asked]
+        labels = torch.full_like(text, IGNORED).scatter_(1, places, answers)
+        asked = labels != IGNORED
+        logits, answers = logits[asked].float(), labels[asked]
         optimizer.zero_grad()
         F.cross_entropy(logits, answers).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

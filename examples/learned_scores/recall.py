@@ -27,11 +27,11 @@ from transformers import LlamaConfig, LlamaModel
 
 from flash_dmattn import make_scores
 from flash_dmattn.integrations.transformers import add_learned_scores, set_score_phase
+from recall_texts import Texts
 
 # soft_first: learned scores after a half of the steps with all keys. doge: exp(A softplus(z)) for the gate.
 KINDS = ("dense", "scores", "soft_first", "window", "doge", "key_norm", "random")
 SCORED = ("scores", "soft_first")  # with every budget
-_ASKED_PLACES = 4  # a quarter of the text asks
 
 
 class Run(NamedTuple):
@@ -41,38 +41,6 @@ class Run(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind} {self.budget}{' same words' if self.same_words else ''}"
-
-
-class Texts:
-    """Words 0 to 2 `words` - 1: keys, values, and as many of filler, or the filler of the same words."""
-
-    def __init__(self, options: argparse.Namespace, seed: int, same_words: bool = False):
-        self.pairs, self.words, self.batch = options.pairs, options.words, options.batch
-        self.device, self.same_words = options.device, same_words
-        self.random = torch.Generator(options.device).manual_seed(seed)
-
-    def draw(self, length: int, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Texts [batch, length], the places that ask [batch, pairs] and their answers [batch, pairs].
-
-        A short text has no more pairs than an eighth of its length.
-        """
-        half, asked = self.words // 2, length // _ASKED_PLACES
-        pairs = min(self.pairs, length // 8)
-        first, last = (0, self.words) if self.same_words else (self.words, 2 * self.words)
-        text = torch.randint(first, last, (batch, length), **self._on())
-        keys = self._distinct(half, batch, pairs)
-        values = half + torch.randint(half, keys.shape, **self._on())
-        stated = 2 * self._distinct(length // 4, batch, pairs)
-        places = length - asked + self._distinct(asked, batch, pairs)
-        text.scatter_(1, stated, keys).scatter_(1, stated + 1, values).scatter_(1, places, keys)
-        return text, places, values
-
-    def _on(self) -> dict:
-        return {"device": self.device, "generator": self.random}
-
-    def _distinct(self, high: int, batch: int, count: int) -> Tensor:
-        """[batch, count] different numbers below `high`."""
-        return torch.rand(batch, high, **self._on()).argsort(1)[:, :count]
 
 
 class Reader(nn.Module):
@@ -218,15 +186,19 @@ def runs(options: argparse.Namespace) -> list[Run]:
     return found
 
 
+def texts_of(run: Run, seed: int, options: argparse.Namespace) -> Texts:
+    return Texts(options.pairs, options.words, options.device, seed, run.same_words)
+
+
 def measure(run: Run, seed: int, options: argparse.Namespace) -> dict:
     """Trains and tests a model: a row of the results."""
     begin = time.perf_counter()
     torch.manual_seed(seed)
     model = Reader(run.kind, run.budget, options).to(options.device)
-    texts = Texts(options, seed, run.same_words)
+    texts = texts_of(run, seed, options)
     train(model, texts, run, stages_of(run, options), options)
     lengths = [options.lengths[-1] * factor for factor in options.longer]
-    other = Texts(options, 1000 + seed, run.same_words)
+    other = texts_of(run, 1000 + seed, options)
     found = {length: recall(model, other, length, options) for length in lengths}
     row = {**run._asdict(), "seed": seed, "recall": found}
     if run.kind in SCORED:  # whether what is missing was not chosen, or not learned
