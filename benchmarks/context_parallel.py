@@ -35,7 +35,7 @@ COMPARED, BY_ORACLE = (16384, 4096) if GPU else (512, 256)  # tokens of comparis
 DTYPE = torch.bfloat16 if GPU else torch.float32
 NAMES = ("out", "dquery", "dkey", "dvalue", "dscores")
 NOTE = (
-    "median of 5 rounds of successive calls, of the slowest rank; both: forward and backward; parts in ms and MB; "
+    "median of 5 rounds of successive calls, of the slowest rank; both: forward and backward; "
     "headroom: keys and values after free rows, into which those of other ranks are received"
 )
 
@@ -299,10 +299,11 @@ def on_pieces(session: Ranks, length: int, exchange: str, headroom: bool) -> dic
     middle = exchanged_bytes(session.group)
     both()
     after = exchanged_bytes(session.group)
-    parts = {
-        f"{way} MB": max(b.sent - a.sent, b.received - a.received) / 1e6
+    moved = {
+        f"exchanged {way}": max(b.sent - a.sent, b.received - a.received) / 1e6
         for way, a, b in (("forward", before, middle), ("forward + backward", middle, after))
     }
+    parts = {}
     with torch.no_grad():
         parts["begin"] = median_ms(session, lambda: begin(*keys, **options))
         if headroom and length == LENGTHS[0]:
@@ -318,7 +319,9 @@ def on_pieces(session: Ranks, length: int, exchange: str, headroom: bool) -> dic
         session, lambda: with_gradients(attend(leaves[0], free), leaves, dout)
     )
     found["parts"] = parts
-    return slowest(session.everywhere(found))
+    found = slowest(session.everywhere(found | {"values": moved}))
+    found["values"] = {name: [number, "MB"] for name, number in found["values"].items()}
+    return found
 
 
 def slowest(found: list[dict]) -> dict:
@@ -428,7 +431,7 @@ def measure(session: Ranks) -> None:
                 sides[f"projection, {name}"] = found
             session.clear_memory()
         for side, found in sides.items():
-            measured = {k: v for k, v in found.items() if k in ("both", "peak_mb", "parts")}
+            measured = {k: v for k, v in found.items() if k != "forward"}
             name = side if side == "one GPU" else f"{session.size} GPUs, {side}"
             row = record.row(case, name, kind, found["forward"], **measured)
             session.say(record.format_row(row))

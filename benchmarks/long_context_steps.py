@@ -13,7 +13,6 @@ import argparse
 import os
 import statistics
 import sys
-import time
 from pathlib import Path
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -25,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from context_parallel_table import Model
 from flash_dmattn.distributed import ContextParallel, exchanged_bytes
 from harness import record
+from harness.clock import elapsed_ms
 from harness.ranks import GPU, Ranks, add_options
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -39,8 +39,8 @@ TIMED = 3  # steps, of which the median counts
 DTYPE = "bfloat16" if GPU else "float32"
 NOTE = (
     "examples/long_context.py with activation checkpointing: forward, forward again, backward and optimizer; one sequence a step; "
-    "median of 3 steps, of the slowest rank; both: a step; parts: tokens/s/GPU, time of attention's and the exchange's kernels in a "
-    "profiled step, MB of the busiest rank for a layer and a step, those of ring and Ulysses by formula"
+    "median of 3 steps, of the slowest rank; both: a step; parts: time of attention's and the exchange's kernels in a profiled step; "
+    "values: tokens per second and GPU, MB of the busiest rank for a layer and a step, those of ring and Ulysses by formula"
 )
 OURS, EXCHANGE = "flash_dmattn", "SendRecv"  # parts of the names of kernels
 
@@ -68,7 +68,7 @@ def title(what: str, length: int) -> str:
     )
 
 
-def formulas(length: int, ranks: int) -> dict[str, float]:
+def formulas(length: int, ranks: int) -> dict[str, list]:
     """MB that a rank receives for a layer in one step: forward, forward again for the backward, backward."""
     heads = SIZES["hidden"] // SIZES["head-dim"]
     model = Model(heads, heads // 2, SIZES["head-dim"], SIZES["window"])
@@ -77,7 +77,7 @@ def formulas(length: int, ranks: int) -> dict[str, float]:
         kind = name.split(" (")[-1].removesuffix(")")
         if kind in ("ring, all-gather", "Ulysses"):
             forward, backward = (sum(hop.bytes() for hop in hops) for hops in ways)
-            found[f"{kind} MB a layer"] = (2 * forward + backward) / 1e6
+            found[f"{kind} per layer"] = [(2 * forward + backward) / 1e6, "MB"]
     return found
 
 
@@ -89,7 +89,7 @@ def kernel_ms(step) -> dict[str, float]:
     kernels = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     return {
         name: sum(e.device_time for e in kernels if part in e.name) / 1e3
-        for name, part in (("attention ms", OURS), ("exchange ms", EXCHANGE))
+        for name, part in (("attention", OURS), ("exchange", EXCHANGE))
     }
 
 
@@ -124,12 +124,12 @@ def measure(run: Ranks, lengths: list[int], is_compiled: bool) -> None:
             run.say(f"N {length}: does not fit")
             break
         seconds = found["both"] / 1e3
-        parts = found["parts"]
-        parts["tokens/s/GPU"] = length / seconds / run.size
-        if "attention ms" in parts:
-            parts["attention share"] = parts["attention ms"] / found["both"]
+        values = found["values"]
+        values["throughput per GPU"] = [length / seconds / run.size, "tokens/s"]
+        if found["parts"]:
+            values["attention"] = [found["parts"]["attention"] / found["both"], "share"]
         if run.size > 1:
-            parts |= formulas(length, run.size)
+            values |= formulas(length, run.size)
         add(run, record.row(title("training step", length), side_of(run), DTYPE, **found))
 
 
@@ -141,24 +141,20 @@ def one_length(run: Ranks, step, mesh) -> dict:
     times, group = [], mesh["cp"]
     before = exchanged_bytes(group)
     for _ in range(TIMED):
-        if GPU:
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        step()
-        if GPU:
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - began) * 1e3)
+        times.append(elapsed_ms(step, run.device.type))
     after = exchanged_bytes(group)
     moved = max(after.sent - before.sent, after.received - before.received)
-    peak, parts = run.peak_mb(), {}
+    peak, parts, values = run.peak_mb(), {}, {}
     if run.size > 1:
-        parts["ours MB a layer"] = max(run.everywhere(moved)) / TIMED / SIZES["layers"] / 1e6
+        ours = max(run.everywhere(moved)) / TIMED / SIZES["layers"] / 1e6
+        values["ours per layer"] = [ours, "MB"]
     if GPU:
-        parts |= {name: statistics.mean(run.everywhere(ms)) for name, ms in kernel_ms(step).items()}
+        parts = {name: statistics.mean(run.everywhere(ms)) for name, ms in kernel_ms(step).items()}
     return {
         "both": max(run.everywhere(statistics.median(times))),
         "peak_mb": max(run.everywhere(peak)),
-        "parts": parts,
+        "parts": parts or None,
+        "values": values,
     }
 
 
@@ -168,10 +164,10 @@ def losses(run: Ranks, steps: int, is_compiled: bool) -> None:
         torch._dynamo.reset()
         options = options_of(LOSS_LENGTH, is_compiled, steps=steps, cp=ranks, batch=LOSS_BATCH)
         found = long_context.train(options)
-        parts = {f"step {step['step']}": step["loss"] for step in found}
+        values = {"loss of each step": [[step["loss"] for step in found], "nats/byte"]}
         case = title(f"losses of {LOSS_BATCH} sequences", LOSS_LENGTH)
         side = "whole sequences" if ranks == 1 else f"{ranks} pieces"
-        add(run, record.row(case, side, DTYPE, parts=parts))
+        add(run, record.row(case, side, DTYPE, values=values))
 
 
 def main() -> None:

@@ -196,7 +196,8 @@ def _training(attention: str, seed: int, device: str) -> dict:
     size = {"steps": 200, "seconds": 600, "context": 2048, "batch_size": 2, "seed": 0}
     history = train(model, standard_library(), **size)
     late = history.bits_per_byte[-50:]
-    return {"both": 1e3 * history.seconds / 200, "bits_per_byte": statistics.mean(late)}
+    loss = [statistics.mean(late), "bits/byte"]
+    return {"both": 1e3 * history.seconds / 200, "values": {"loss": loss}}
 
 
 # ---- Generation --------------------------------------------------------------------------------------

@@ -102,9 +102,8 @@ def _measure(
         more, _ = peak_bytes(lambda: write(cache, ids.shape[1] + _TOKENS), device)
         torch.backends.cuda.enable_cudnn_sdp(True)
     keys = max(layer.keys.shape[2] for layer in cache.layers)
-    parts = {
-        "token": statistics.median(tokens[1:]),
-        "peak of tokens MB": more / 1e6 + held * 1.048576,
-        "keys": keys,
-    }
-    return {"forward": prompt, "peak_mb": peak / 1e6, "cache_mib": held, "parts": parts}
+    values = {"peak of tokens": [more / 1e6 + held * 1.048576, "MB"], "keys": [keys, "keys"]}
+    return {
+        "forward": prompt, "peak_mb": peak / 1e6, "cache_mib": held,
+        "parts": {"token": statistics.median(tokens[1:])}, "values": values,
+    }  # fmt: skip

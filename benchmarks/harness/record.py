@@ -29,21 +29,24 @@ _ROW = {
     "case": str,
     "side": str,  # what ran the case: a backend, a rival, or before and after a change
     "dtype": str,
-    "unit": str,  # of all times of the row
+    "unit": (str, type(None)),  # of all times of the row; None: it has no times
     "forward": _NULLABLE,
     "backward": _NULLABLE,
 }
 _MEASUREMENTS = {
     "both": _NUMBER,  # forward and backward timed as one
     "parts": dict,  # further times, by name
+    "values": dict,  # what is no time, by name: [a number or a list of them, its unit]
     "peak_mb": _NUMBER,  # allocated by forward and backward beyond query, key, value and bias
     "results_mb": _NUMBER,  # outputs and gradients among it
     "cache_mib": _NUMBER,  # KV cache
     "visited_mib": _NUMBER,  # all KV caches that cold calls cycle through
     "of_copy_bandwidth": _NUMBER,  # bandwidth over keys and values / bandwidth of a copy
     "kernels": int,  # launches
-    "bits_per_byte": _NUMBER,  # loss, mean of the last steps of a training
 }
+UNITS = (
+    "share", "nats/byte", "bits/byte", "logits", "keys", "requests", "requests/s", "tokens/s", "TB/s", "MB", "bytes", "us",
+)  # fmt: skip
 _ROW_OPTIONS = {
     "commit": _COMMIT,  # the build of this row, where it is not the record's
     "run": int,  # tells repetitions apart
@@ -65,15 +68,33 @@ def validate(record: dict) -> dict:
         _check(row, name, _ROW, _MEASUREMENTS | _ROW_OPTIONS)
         parts = row.get("parts", {})
         _check(parts, f"{name}.parts", {}, dict.fromkeys(parts, _NUMBER))
-        if row["unit"] not in ("ms", "us"):
-            raise ValueError(f"{name}.unit: got {row['unit']!r}, expected ms or us")
-        if all(row.get(field) is None for field in (*TIMES, *_MEASUREMENTS)):
+        values = row.get("values", {})
+        _check(values, f"{name}.values", {}, dict.fromkeys(values, list))
+        for what, value in values.items():
+            _check_value(value, f"{name}.values.{what}")
+        measured = [field for field in (*TIMES, *_MEASUREMENTS) if row.get(field) is not None]
+        if not measured:
             raise ValueError(f"{name}: got no measurement, expected one")
+        has_times = not {*TIMES, "both", "parts"}.isdisjoint(measured)
+        if row["unit"] not in (("ms", "us") if has_times else (None,)):
+            expected = "ms or us" if has_times else "null, as it has no times"
+            raise ValueError(f"{name}.unit: got {row['unit']!r}, expected {expected}")
         key = tuple(row.get(field) for field in ("case", "side", "dtype", *_ROW_OPTIONS))
         if key in seen:
             raise ValueError(f"{name}: got {key} again, expected a `run` that tells them apart")
         seen.add(key)
     return record
+
+
+def _check_value(value: list, name: str) -> None:
+    """Raises ValueError unless `value` is a number or a list of numbers, and its unit."""
+    number, unit = value if len(value) == 2 else (None, None)
+    numbers = number if isinstance(number, list) else [number]
+    is_of_numbers = all(isinstance(n, _NUMBER) and not isinstance(n, bool) for n in numbers)
+    if not is_of_numbers or not numbers or unit not in UNITS:
+        raise ValueError(
+            f"{name}: got {value!r}, expected [number, unit], one of {', '.join(UNITS)}"
+        )
 
 
 def _check(found: object, name: str, required: dict, options: dict) -> None:
@@ -95,15 +116,19 @@ def _check(found: object, name: str, required: dict, options: dict) -> None:
 
 
 def row(case, side, dtype, forward=None, backward=None, unit="ms", **rest) -> dict:
-    """A row with six digits of every number, without what is None in `rest`."""
+    """A row with six digits of every number, without what is None in `rest`. unit: of its times, if it has any."""
+    measured = {key: value for key, value in rest.items() if value is not None}
+    if forward is None and backward is None and not {"both", "parts"} & measured.keys():
+        unit = None
     found = {"case": str(case), "side": side, "dtype": dtype, "unit": unit}
-    found |= {"forward": forward, "backward": backward}
-    return _rounded(found | {key: value for key, value in rest.items() if value is not None})
+    return _rounded(found | {"forward": forward, "backward": backward} | measured)
 
 
 def _rounded(value: object) -> object:
     if isinstance(value, dict):
         return {key: _rounded(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(one) for one in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
@@ -115,7 +140,11 @@ def format_row(row: dict) -> str:
     if rates := useful_tflops(row):
         cells.append(f"{forward_and_backward(dict(zip(TIMES, rates, strict=True)))} TFLOP/s")
     rest = {field: row[field] for field in (*_MEASUREMENTS, *_ROW_OPTIONS) if field in row}
-    cells += [f"{name} {number:.5g}" for name, number in rest.pop("parts", {}).items()]
+    for name, number in rest.pop("parts", {}).items():
+        cells.append(f"{name} {number:.5g} {row['unit']}")
+    for name, (number, unit) in rest.pop("values", {}).items():
+        shown = number if isinstance(number, list) else [number]
+        cells.append(f"{name} {' '.join(f'{n:.5g}' for n in shown)} {unit}")
     cells += [f"{name} {value}" for name, value in rest.items()]
     return f"{row['case']:<46} {row['side']:<14}{row['dtype']:<9}  {', '.join(cells)}"
 

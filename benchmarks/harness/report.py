@@ -214,9 +214,10 @@ def draw_long_context(record: dict, path: Path) -> None:
     speeds, losses = {}, {}
     for row in record["rows"]:
         if row["case"].startswith("losses"):
-            losses[row["side"]] = list(row["parts"].values())
-        elif speed := row["parts"].get("tokens/s/GPU"):
+            losses[row["side"]], _ = row["values"]["loss of each step"]
+        else:
             length = int(re.search(r" N(\d+)", row["case"])[1])
+            speed, _ = row["values"]["throughput per GPU"]
             speeds.setdefault(f"Doge, ours, {row['side']}", {})[length] = speed
     speeds["Llama 8B, dense, 8 GPUs (TorchTitan, 2024)"] = DENSE_SPEEDS
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")

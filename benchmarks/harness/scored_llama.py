@@ -102,8 +102,8 @@ def _text(
     finally:
         AttentionInterface.register(NAME, scored_attention_forward)
         model.zero_grad()
-    parts = {"tokens/s": 1e3 * ids.shape[1] / ms}
-    return {"forward" if run is read else "both": ms, "peak_mb": peak / 1e6, "parts": parts}
+    values = {"throughput": [1e3 * ids.shape[1] / ms, "tokens/s"]}
+    return {"forward" if run is read else "both": ms, "peak_mb": peak / 1e6, "values": values}
 
 
 def _median_ms(run: Callable[[], object], device: str) -> float:

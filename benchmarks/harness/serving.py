@@ -69,8 +69,7 @@ def side_names(name: str, device: str) -> tuple[str, ...]:
 
 
 def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
-    """A row for each length of prompts and number of requests at a time, and for each load of requests that come by themselves,
-    by each side."""
+    """A row of each side for each length of prompts and number of requests at a time (closed loop), and for each load (open loop)."""
     device, dtype = options.device, _DTYPES[options.device]
     chosen = [side for side in SIDES if side in (options.side or SIDES)]
     for length in options.length or _LENGTHS[device]:
@@ -85,11 +84,11 @@ def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
                 try:
                     with _started(model, length, max(_CONCURRENCY[device])) as manager:
                         if is_load:
-                            parts = _open_loop(manager, model, length, arrival * saturation)
+                            found = _open_loop(manager, model, length, arrival * saturation)
                         else:
-                            parts = _closed_loop(manager, model, length, arrival)
-                            saturation = parts["requests/s"]
-                    yield record.row(case, side, dtype, parts=parts)
+                            found = _closed_loop(manager, model, length, arrival)
+                            saturation, _ = found["values"]["completed"]
+                    yield record.row(case, side, dtype, **found)
                 except Exception as error:  # the other sides are worth their time
                     print(record.declined(case, side, dtype, error), flush=True)
 
@@ -130,7 +129,7 @@ def _closed_loop(
 def _open_loop(
     manager: ContinuousBatchingManager, model: PreTrainedModel, length: int, rate: float
 ) -> dict:
-    """Requests that come by themselves, `rate` a second, at random times (Poisson)."""
+    """Requests come at random times, `rate` per second (Poisson), whether earlier ones have ended or not."""
     if not rate:
         raise ValueError("rate: got 0, as no number of requests at a time could be measured")
     prompts, draw = _prompts(model, length), random.Random(0)
@@ -174,7 +173,7 @@ def _result(
 def _times(
     results: list[GenerationOutput], moments: list[float], before: int, model: PreTrainedModel
 ) -> dict:
-    """ms to the first token (TTFT), between tokens (ITL), and for a token after the first (TPOT); requests and tokens a second.
+    """ms to the first token (TTFT), between tokens (ITL), and per token after the first (TPOT); requests and tokens per second.
     The first `before` results come before those that count. moments: one of each, which give the rate."""
     seconds = moments[-1] - moments[before - 1]
     results = results[before:]
@@ -188,9 +187,10 @@ def _times(
     for name, values in (("TTFT", first), ("TPOT", each), ("ITL", between)):
         parts[f"{name} p50"] = 1e3 * _quantile(values, 0.5)
         parts[f"{name} p99"] = 1e3 * _quantile(values, 0.99)
-    parts["requests/s"] = len(results) / seconds
-    parts["tokens/s"] = parts["requests/s"] * _NEW[model.device.type]
-    return parts
+    rate = len(results) / seconds
+    throughput = rate * _NEW[model.device.type]
+    values = {"completed": [rate, "requests/s"], "throughput": [throughput, "tokens/s"]}
+    return {"parts": parts, "values": values}
 
 
 def _quantile(values: list[float], share: float) -> float:

@@ -142,6 +142,7 @@ def test_serving_has_rows_of_slots_and_of_all_keys(capsys, tmp_path, monkeypatch
         side for side in serving.SIDES for _ in range(arrivals)
     ]
     assert all(value > 0 for row in rows for value in row["parts"].values())
+    assert all(row["values"]["throughput"][0] > 0 for row in rows)
 
 
 def test_programs_print_rows(capsys, tmp_path):

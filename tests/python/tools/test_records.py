@@ -1,6 +1,7 @@
 """Records of benchmarks: their schema, and that the records of this repository follow it."""
 
 import copy
+import re
 
 import pytest
 
@@ -39,6 +40,33 @@ def test_commits_of_records_are_in_history():
     assert missing == []
 
 
+def test_programs_of_commands_are_in_the_history_of_their_record():
+    if output_of("git", "rev-parse", "--is-shallow-repository") != "false":
+        pytest.skip("the checkout has no history")
+    missing = []
+    for path in sorted(RECORDS.glob("*/*.json")):
+        found = record.read(path)
+        commit = found["commit"].removesuffix("-dirty")
+        files = output_of("git", "ls-tree", "-r", "--name-only", "--full-tree", commit)
+        named = re.findall(
+            r"[\w/-]+\.py|-m [\w.]+|\bmake \w+|\bbench_\w+\b(?!\.)", found["command"]
+        )
+        for word in named:
+            program = word.removeprefix("-m ").replace(".", "/").removesuffix("/py")
+            known = word.startswith("make ") or re.search(rf"(^|/){program}\W", files, re.MULTILINE)
+            if not known:
+                missing.append(f"{path.name}: {word}")
+        if not named:
+            missing.append(f"{path.name}: {found['command']}")
+    assert missing == []
+
+
+def test_row_without_times_has_no_unit_of_time():
+    found = record.row("recall", "gate", "float32", values={"recall": [0.98765432, "share"]})
+    assert found["unit"] is None and found["values"] == {"recall": [0.987654, "share"]}
+    assert record.format_row(found).endswith("recall 0.98765 share")
+
+
 def test_documents_hold_the_tables_of_the_newest_records():
     for document, tables in report.documents().items():
         assert report.with_tables(document, tables) == document.read_text(), document
@@ -74,6 +102,11 @@ def test_rows_are_added_to_those_of_the_same_commit_alone(tmp_path):
         (["speed"], [], "record: got 'speed', expected one of"),
         (["rows", 0, "commit"], "", "rows\\[0\\].commit: got '', expected a commit"),
         (["rows", 0, "unit"], "s", "rows\\[0\\].unit: got 's', expected ms or us"),
+        (["rows", 0, "unit"], None, "rows\\[0\\].unit: got None, expected ms or us"),
+        (["rows", 0], ROW | {"forward": None, "backward": None}, "unit: got 'ms', expected null"),
+        (["rows", 0, "values"], {"loss": 1.5}, "rows\\[0\\].values.loss: got 1.5, expected"),
+        (["rows", 0, "values"], {"loss": [1.5, "ms"]}, "values.loss: got \\[1.5, 'ms'\\], expected \\[number, unit\\]"),
+        (["rows", 0, "values"], {"loss": [["1"], "nats/byte"]}, "values.loss: got .*, expected \\[number, unit\\]"),
         (["rows", 0, "forward"], "1.25", "rows\\[0\\].forward: got '1.25', expected"),
         (["rows", 0, "forward"], True, "rows\\[0\\].forward: got True, expected"),
         (["rows", 0, "kind"], "dense", "rows\\[0\\]: got 'kind', expected one of"),
