@@ -146,13 +146,13 @@ def format_row(row: dict) -> str:
         shown = number if isinstance(number, list) else [number]
         cells.append(f"{name} {' '.join(f'{n:.5g}' for n in shown)} {unit}")
     cells += [f"{name} {value}" for name, value in rest.items()]
-    return f"{row['case']:<46} {row['side']:<14}{row['dtype']:<9}  {', '.join(cells)}"
+    return f"{row['case']:<46} {row['side']:<13} {row['dtype']:<9}  {', '.join(cells)}"
 
 
 def declined(case: object, side: str, dtype: str, reason: Exception) -> str:
     """The line of a side that has no row."""
     text = (str(reason) or type(reason).__name__).splitlines()[0]
-    return f"{case!s:<46} {side:<14}{dtype:<9}  declined: {text}"
+    return f"{case!s:<46} {side:<13} {dtype:<9}  declined: {text}"
 
 
 def forward_and_backward(numbers: dict) -> str:
