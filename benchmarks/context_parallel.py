@@ -24,7 +24,7 @@ from flash_dmattn.distributed import (
     context_parallel_dmattn,
     exchanged_bytes,
 )
-from flash_dmattn.distributed.piece_attention import seen_keys
+from flash_dmattn.distributed.pending import seen_keys
 from harness import record
 from harness.cases import PER_QUERY, Case
 from harness.ranks import GPU, Ranks, add_options

@@ -24,9 +24,9 @@ from flash_dmattn.integrations.transformers import (
     set_score_phase,
 )
 from flash_dmattn.integrations.transformers.learned_scores.scored_attention import (
-    NAME,
     scored_attention_forward,
 )
+from flash_dmattn.integrations.transformers.names import SCORED_NAME
 
 from .clock import elapsed_ms
 from .models import cache_mib, fill_with_random_keys, llama_title, random_llama, rows_of_sides
@@ -93,14 +93,16 @@ def _text(
 ) -> dict:
     all_keys = kind in BACKENDS
     set_score_phase(model, "off" if all_keys else kind.split(",")[0])
-    AttentionInterface.register(NAME, FlexSoft() if kind == FLEX else scored_attention_forward)
+    AttentionInterface.register(
+        SCORED_NAME, FlexSoft() if kind == FLEX else scored_attention_forward
+    )
     try:
         with sdpa_kernel(BACKENDS[kind]) if all_keys else nullcontext():
             run(model, ids)
             peak, _ = peak_bytes(lambda: run(model, ids), ids.device.type)
             ms = _median_ms(lambda: run(model, ids), ids.device.type)
     finally:
-        AttentionInterface.register(NAME, scored_attention_forward)
+        AttentionInterface.register(SCORED_NAME, scored_attention_forward)
         model.zero_grad()
     values = {"throughput": [1e3 * ids.shape[1] / ms, "tokens/s"]}
     return {"forward" if run is read else "both": ms, "peak_mb": peak / 1e6, "values": values}

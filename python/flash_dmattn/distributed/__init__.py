@@ -3,8 +3,8 @@
 from .batch import ContextParallel, Piece
 from .boundary import boundary_places, boundary_state
 from .headroom import linear_with_headroom
+from .pending import Pending
 from .piece_attention import (
-    Pending,
     attend,
     begin,
     context_parallel_dmattn,

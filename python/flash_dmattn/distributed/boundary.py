@@ -12,7 +12,7 @@ from ..keys.intervals import KeyIntervals
 from ..keys.rule import KeySelection
 from .arguments import checked_lengths
 from .extend import take_rows
-from .piece_attention import Pending
+from .pending import Pending
 from .shards import Border, Shards, keys_seen_before
 from .wire import wire_of
 

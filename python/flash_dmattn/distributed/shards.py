@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..keys.best_keys import best_keys, indices_of_true
-from ..keys.positions import KeyPositions
-from ..keys.rule import KeySelection, ShownKeys, choose_among
+from ..keys.positions import KeyPositions, ShownKeys
+from ..keys.rule import KeySelection, choose_among
 
 
 class Shards(NamedTuple):

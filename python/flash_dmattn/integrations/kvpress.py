@@ -14,8 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .transformers.learned_scores import add_learned_scores
-from .transformers.learned_scores.add import scored_layers
+from .transformers.learned_scores.add import add_learned_scores, scored_layers
 
 # Classes of kvpress whose `score` needs neither attention weights nor queries of the text, nor how many keys will be kept.
 WITHOUT_QUERIES = frozenset(

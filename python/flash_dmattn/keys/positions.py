@@ -10,9 +10,22 @@ import torch
 from torch import Tensor
 
 from .._core.checks import check_count, check_tensor
-from .rule import ShownKeys
 
 _ONE_FOR_EACH_ROW = ("query_position", "prefix_length")
+
+
+class ShownKeys(NamedTuple):
+    """The rows of the query to which keys are shown before any choice; all [B or 1, H or 1, Sk], int64.
+
+    A key is beaten by keys that appear later; so keys appear in their order and leave together, or in groups that are
+    documents, each before the next one appears.
+    """
+
+    first: Tensor  # the row from which it is shown
+    last: Tensor  # the end of these rows; `first` or less: never shown
+    own: Tensor  # the row at the key's position, perhaps outside of the query's rows
+    appears: Tensor  # the row at which it competes unless it does so later, rising
+    document: Tensor | None = None  # its number, rising; None: all keys leave together
 
 
 class KeyPositions(NamedTuple):

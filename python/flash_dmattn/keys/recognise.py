@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .._core.checks import MASK_VALUE, may_read
 from .intervals import KeyIntervals
-from .rule import KeySelection, ShownKeys, choose_among
+from .positions import ShownKeys
+from .rule import KeySelection, choose_among
 
 # Mask elements per step: bounds the memory for recognising a mask.
 _BLOCK_ELEMENTS = 1 << 22

@@ -25,6 +25,7 @@ from .._core.checks import (
 )
 from .._core.numerics import check_number
 from . import torch_selection
+from .positions import ShownKeys
 
 SELECTIONS = ("per_query", "global")
 
@@ -219,20 +220,6 @@ class KeySelection(NamedTuple):
 
 
 _DEFAULTS = KeySelection()
-
-
-class ShownKeys(NamedTuple):
-    """The rows of the query to which keys are shown before any choice; all [B or 1, H or 1, Sk], int64.
-
-    A key is beaten by keys that appear later; so keys appear in their order and leave together, or in groups that are
-    documents, each before the next one appears.
-    """
-
-    first: Tensor  # the row from which it is shown
-    last: Tensor  # the end of these rows; `first` or less: never shown
-    own: Tensor  # the row at the key's position, perhaps outside of the query's rows
-    appears: Tensor  # the row at which it competes unless it does so later, rising
-    document: Tensor | None = None  # its number, rising; None: all keys leave together
 
 
 def choose_among(

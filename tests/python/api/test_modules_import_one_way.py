@@ -1,59 +1,97 @@
 """Imports inside the package go one way, at the top of a module, in a function and for types alike."""
 
 import ast
+from collections import defaultdict
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import flash_dmattn
 
 ROOT = Path(flash_dmattn.__file__).parent
-FILES = {
-    ".".join(path.relative_to(ROOT).with_suffix("").parts): path
-    for path in ROOT.rglob("*.py")
-    if path.name not in ("__init__.py", "__main__.py")
-}
-# Each level imports from itself and from those before it. "" are the modules of the package itself.
-LEVELS = ["_core", "keys", "_backends", "", "others"]
+# The folders of each level import from their own and from earlier levels. "" has the modules of the package itself.
+LEVELS = [
+    {"_core"},
+    {"keys"},
+    {"_backends"},
+    {"", "distributed"},
+    {"integrations", "check", "utils"},
+]
+LONGEST_CHAIN = 5  # modules of one folder, each of which imports the one before
 
 
-def imported(name, path):
-    package = name.split(".")[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = package[: len(package) - node.level + 1] + (node.module or "").split(".")
-            base = ".".join(part for part in base if part)
-            candidates = {base, *(f"{base}.{alias.name}".lstrip(".") for alias in node.names)}
-            yield from candidates & FILES.keys()
+def name_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {name_of(path): path for path in ROOT.rglob("*.py") if path.name != "__main__.py"}
+PACKAGES = {name for name, path in FILES.items() if path.name == "__init__.py"}
+
+
+def folder_of(name):
+    return name if name in PACKAGES else name.rpartition(".")[0]
+
+
+def imported(name):
+    """The modules that a module imports, with the packages around them, whose `__init__` runs first."""
+    folder = folder_of(name).split(".")
+    for node in ast.walk(ast.parse(FILES[name].read_text())):
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        base = [*folder[: len(folder) - node.level + 1], *(node.module or "").split(".")]
+        base = ".".join(filter(None, base))
+        for alias in node.names:
+            other = ".".join(filter(None, (base, alias.name)))
+            yield other if other in FILES else base
+        while base:
+            if base in PACKAGES and not f"{name}.".startswith(f"{base}."):
+                yield base
+            base = base.rpartition(".")[0]
+
+
+GRAPH = {name: set(imported(name)) - {name} for name in FILES}
+SHIMS = {name for name, path in FILES.items() if path.read_text().startswith('"""The 1.x module')}
 
 
 def level_of(name):
-    folder = name.rpartition(".")[0].partition(".")[0]
-    return LEVELS.index(folder if folder in LEVELS else "others")
+    folder = folder_of(name).partition(".")[0]
+    return next(i for i, folders in enumerate(LEVELS) if folder in folders)
 
 
-SHIMS = {name for name, path in FILES.items() if path.read_text().startswith('"""The 1.x module')}
+def chain_lengths():
+    """For each folder the most of its modules of which each imports the one before; an `__init__`, which re-exports, is none."""
+    lengths, longest = {}, defaultdict(int)
+    for name in TopologicalSorter(GRAPH).static_order():
+        siblings = [other for other in GRAPH[name] if folder_of(other) == folder_of(name)]
+        length = max((lengths[other] for other in siblings), default=0) + (name not in PACKAGES)
+        lengths[name] = length
+        longest[folder_of(name)] = max(longest[folder_of(name)], length)
+    return longest
 
 
 def test_no_module_imports_a_module_of_1_x():
     assert SHIMS
-    found = [
-        f"{name} imports {other}"
-        for name, path in FILES.items()
-        for other in SHIMS & set(imported(name, path))
-    ]
+    found = [f"{name} imports {other}" for name in GRAPH for other in SHIMS & GRAPH[name]]
     assert not found
 
 
-def test_modules_import_without_circles():
-    graph = {name: set(imported(name, path)) for name, path in FILES.items()}
-    list(TopologicalSorter(graph).static_order())  # raises CycleError with the circle
+def test_modules_and_packages_import_without_circles():
+    assert GRAPH["integrations.kvpress"] >= {"integrations.transformers"}
+    list(TopologicalSorter(GRAPH).static_order())  # raises CycleError with the circle
 
 
 def test_levels_import_downwards():
+    assert len(LEVELS) == 5
     upwards = [
         f"{name} imports {other}"
-        for name, path in FILES.items()
-        for other in imported(name, path)
+        for name in GRAPH
+        for other in GRAPH[name]
         if level_of(other) > level_of(name)
     ]
     assert not upwards
+
+
+def test_chains_within_a_folder_are_short():
+    longest = chain_lengths()
+    assert longest["_core"] > 1
+    assert not {folder: length for folder, length in longest.items() if length > LONGEST_CHAIN}

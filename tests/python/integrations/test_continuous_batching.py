@@ -22,7 +22,7 @@ pytestmark = [
 if HAS_SLOTS_IN_BATCHES:
     from transformers import ContinuousBatchingConfig
 
-    from flash_dmattn.integrations.transformers import batching
+    from flash_dmattn.integrations.transformers import slot_manager
 
 LENGTHS = (1, 5, 40, 2, WINDOW, WINDOW + 1, 70, 17, 33)
 NEW = 12
@@ -47,7 +47,7 @@ def alone(model):
 
 def sectors(count, model):
     """num_blocks for a number of states: transformers counts memory in tokens of all keys."""
-    state, *_ = batching.states_of(model.config, model.dtype)
+    state, *_ = slot_manager.states_of(model.config, model.dtype)
     of_token = 2 * state.heads_kv * state.head_dim * state.dtype.itemsize
     return count * state.nbytes() // (4 * of_token)
 
@@ -184,11 +184,11 @@ def test_model_afterwards_generates_as_before(model, alone):
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, **cache
         )
         assert out[0, len(prompt) :].tolist() == alone(prompt)
-    assert batching.SlotAllocator not in batching.caches.ATTN_TYPE_TO_ALLOCATOR.values()
+    assert slot_manager.SlotAllocator not in slot_manager.caches.ATTN_TYPE_TO_ALLOCATOR.values()
 
 
 def test_cache_of_another_model_made_meanwhile_is_that_of_transformers(model, monkeypatch):
-    create = batching.ContinuousBatchingManager._create_batch_processor
+    create = slot_manager.ContinuousBatchingManager._create_batch_processor
     eager, made, name = brute_force_of(model), [], model.config._attn_implementation
 
     def create_both(self):
@@ -197,7 +197,9 @@ def test_cache_of_another_model_made_meanwhile_is_that_of_transformers(model, mo
         made.append(create(other))
         return create(self)
 
-    monkeypatch.setattr(batching.ContinuousBatchingManager, "_create_batch_processor", create_both)
+    monkeypatch.setattr(
+        slot_manager.ContinuousBatchingManager, "_create_batch_processor", create_both
+    )
     manager = model.init_continuous_batching(GenerationConfig(**GREEDY), options(model))
     made.append(manager._create_batch_processor())
     kinds = [type(p.cache.cache_allocators["full_attention"]).__name__ for p in made]
@@ -230,7 +232,7 @@ def test_experts_that_depend_on_other_tokens_raise():
 
 
 def test_paged_cache_without_slots_raises(model):
-    class Paged(batching.PagedAttentionCache):
+    class Paged(slot_manager.PagedAttentionCache):
         def __init__(self):
             self.cache_allocators = {}
 

@@ -13,7 +13,8 @@ from transformers import DogeConfig, DogeForCausalLM  # noqa: E402
 from transformers.models.doge.modeling_doge import DogeAttention  # noqa: E402
 
 from flash_dmattn.integrations.transformers import enable_flash_dmattn  # noqa: E402
-from flash_dmattn.integrations.transformers.doge import NAME, FlashDogeAttention  # noqa: E402
+from flash_dmattn.integrations.transformers.doge import FlashDogeAttention  # noqa: E402
+from flash_dmattn.integrations.transformers.names import DOGE_NAME  # noqa: E402
 
 pytestmark = pytest.mark.transformers
 
@@ -66,7 +67,7 @@ def test_model_of_the_same_config_stays_as_it_is():
     first, second = DogeForCausalLM(config), DogeForCausalLM(config)
     enable_flash_dmattn(first)
     third = DogeForCausalLM(config)
-    assert config._attn_implementation != NAME
+    assert config._attn_implementation != DOGE_NAME
     for model in (second, third):
         assert model.config is config
         assert all(type(layer.self_attn) is DogeAttention for layer in model.model.layers)
@@ -77,8 +78,8 @@ def test_name_set_on_one_model_leaves_the_config_of_others():
     config = make_config()
     first, second = DogeForCausalLM(config), DogeForCausalLM(config)
     first.set_attn_implementation("flash_dmattn")
-    assert first.config._attn_implementation == NAME
-    assert second.config._attn_implementation != NAME
+    assert first.config._attn_implementation == DOGE_NAME
+    assert second.config._attn_implementation != DOGE_NAME
 
 
 def test_layers_keep_parameters_and_hooks():
@@ -114,7 +115,7 @@ def test_copies_compute_the_same(copied, tmp_path):
         enable_flash_dmattn(other.eval())
     assert torch.equal(other(ids).logits, expected)
     other.set_attn_implementation("eager")
-    assert model.config._attn_implementation == NAME
+    assert model.config._attn_implementation == DOGE_NAME
     assert torch.equal(model(ids).logits, expected)
 
 

@@ -10,7 +10,7 @@ from flash_dmattn.integrations.transformers import (  # noqa: E402
     DynamicMaskCache,
     add_learned_scores,
 )
-from flash_dmattn.integrations.transformers.learned_scores.call import ScoredCall  # noqa: E402
+from flash_dmattn.integrations.transformers.learned_scores.scored_layers import ScoredCall  # noqa: E402
 from scored_models import FAMILIES, RULES, make_base, make_ids, make_scored  # noqa: E402
 from scores_by_definition import by_definition  # noqa: E402
 

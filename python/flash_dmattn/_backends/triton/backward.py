@@ -12,16 +12,18 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .forward import key_range, key_tile, position_visible
-from .range_check import out_of_range
 from .tiles import (
     FLOAT32_MAX,
     LOG2_E,
     add_product,
     broadcast_head,
     head_rows,
+    key_range,
+    key_tile,
     load_rows,
     matmul,
+    out_of_range,
+    position_visible,
     saturated,
     scores,
     store_rows,

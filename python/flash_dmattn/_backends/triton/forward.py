@@ -5,64 +5,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .range_check import LARGEST_PLAIN_LSE
-from .tile_lists import TILE_ROWS as _TILE_ROWS
 from .tiles import (
+    LARGEST_PLAIN_LSE,
     LN_2,
     add_product,
     broadcast_head,
     head_rows,
-    load_interval,
+    key_range,
+    key_tile,
     load_rows,
     matmul,
+    position_visible,
     scores,
     store_rows,
     weight,
 )
-
-TILE_ROWS = tl.constexpr(_TILE_ROWS)
-
-
-@triton.jit
-def key_range(
-    tile, tile_lists, batch, head_kv, shape,
-    LISTED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """The keys of a query tile: their list (or none), their number, and how many of them, a multiple of
-    N, causality and intervals show to all rows."""
-    rows_begin = tile * M
-    rows_end = tl.minimum(rows_begin + M, shape.seqlen_q)
-    if LISTED:
-        tiles = tl.cdiv(shape.seqlen_q, TILE_ROWS)
-        row = batch * tile_lists.batch + head_kv * tile_lists.head
-        index = row.to(tl.int64) * tiles + rows_begin // TILE_ROWS
-        keys = tile_lists.keys + tl.load(tile_lists.begin + index)
-        count = tl.load(tile_lists.count + index)
-        full = tl.load(tile_lists.full + index)
-    else:
-        keys = tile_lists.keys
-        count = tl.maximum(tl.minimum(shape.seqlen_k, rows_end + shape.reach), 0)
-        full = tl.maximum(tl.minimum(shape.seqlen_k, rows_begin + shape.reach + 1), 0)
-    return keys, count, full // N * N
-
-
-@triton.jit
-def key_tile(keys, start, count, LISTED: tl.constexpr, PARTIAL: tl.constexpr, N: tl.constexpr):
-    """The keys at [start, start + N) of a query tile's range, and which of them exist."""
-    index = start + tl.arange(0, N)
-    exists = (index < count) if PARTIAL else (index >= 0)
-    if LISTED:
-        index = tl.load(keys + index, mask=exists, other=0)
-    return index, exists
-
-
-@triton.jit
-def position_visible(rows, index, exists, intervals, batch, head_kv, shape, LISTED: tl.constexpr):
-    """[rows, keys]: visible by tails, causality and intervals."""
-    if LISTED:
-        first, last = load_interval(intervals, batch, head_kv, index, exists)
-        return (rows[:, None] >= first[None, :]) & (rows[:, None] < last[None, :])
-    return exists[None, :] & (index[None, :] <= rows[:, None] + shape.reach)
 
 
 @triton.jit

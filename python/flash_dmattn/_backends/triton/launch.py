@@ -12,9 +12,9 @@ from .backward import BiasSums, Statistics, delta_kernel, query_gradient_kernel
 from .backward_bias import bias_gradient_kernel
 from .backward_keys import key_gradient_kernel
 from .forward import forward_kernel
-from .range_check import LARGEST_PLAIN, range_kernel
+from .range_check import range_kernel
 from .tile_lists import TileLists, build_tile_lists, lifetime_order
-from .tiles import Broadcast, Intervals, Rows, Shape
+from .tiles import LARGEST_PLAIN, Broadcast, Intervals, Rows, Shape
 
 _ROWS_AT_ONCE = 64  # of the kernels that only read rows
 _BIAS_CHUNK = 2048  # keys of a row of dbias for one program: enough programs, long enough a loop

@@ -8,8 +8,7 @@ from torch import Tensor, frexp
 
 from ..._core import ops
 from ...keys import torch_selection
-
-TILE_ROWS = 128  # queries per tile of a list, a multiple of every kernel's
+from .tiles import TILE_ROWS
 
 
 class TileLists(NamedTuple):
@@ -33,7 +32,7 @@ def build_tile_lists(intervals: Tensor, seqlen_q: int, bound: list[int]) -> Tile
     nothing, and then the keys are counted first, which waits for the device.
     """
     library = ops if ops.has_kernels_for(intervals) else torch_selection
-    keys, begin, count, full = library.build_tile_lists(intervals, TILE_ROWS, seqlen_q, bound)
+    keys, begin, count, full = library.build_tile_lists(intervals, TILE_ROWS.value, seqlen_q, bound)
     batch, heads = intervals.shape[:2]
     return TileLists(keys, begin, count, full, heads if batch > 1 else 0, 1 if heads > 1 else 0)
 

@@ -1,4 +1,4 @@
-"""Shared by all kernels: views of tensors, masked loads, scores, and stores that saturate.
+"""Shared by all kernels: views of tensors, masked loads, the keys of a query tile, scores, and stores that saturate.
 
 A kernel exists in two forms. The plain one computes in the inputs' dtype with fp32 sums. Where numbers may
 leave the range of fp32 (`range_check.py` decides, per batch and key head), the form with FP64 computes
@@ -15,6 +15,12 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
+# Products of two numbers below 2^28, and of their results, stay far inside fp32 and bf16: a score
+# below 2^64, ds below 2^66, a gradient below 2^66 2^28 times the number of rows.
+LARGEST_PLAIN = tl.constexpr(2.0**28)
+# Above this an fp32 score has lost the bits that decide a probability; see lse_low in docs/numerics.md.
+LARGEST_PLAIN_LSE = tl.constexpr(2.0**14)
+TILE_ROWS = tl.constexpr(128)  # queries per tile of a list, a multiple of every kernel's
 
 # The shape of a mask or a bias. KEY: [B, H, 1, Sk]. DENSE: any other, a dense one, read by elements.
 NONE, KEY, DENSE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -231,3 +237,51 @@ def add_product(sums, weights, used, x, FP64: tl.constexpr):
     else:
         sums = tl.dot(weights.to(x.dtype), x, sums, input_precision="ieee")
     return sums
+
+
+@triton.jit
+def out_of_range(tile):
+    """Whether an element is NaN or too large for the plain kernels."""
+    return tl.max(tl.where(tl.abs(tile.to(tl.float32)) < LARGEST_PLAIN, 0, 1)) != 0
+
+
+@triton.jit
+def key_range(
+    tile, tile_lists, batch, head_kv, shape,
+    LISTED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """The keys of a query tile: their list (or none), their number, and how many of them, a multiple of
+    N, causality and intervals show to all rows."""
+    rows_begin = tile * M
+    rows_end = tl.minimum(rows_begin + M, shape.seqlen_q)
+    if LISTED:
+        tiles = tl.cdiv(shape.seqlen_q, TILE_ROWS)
+        row = batch * tile_lists.batch + head_kv * tile_lists.head
+        index = row.to(tl.int64) * tiles + rows_begin // TILE_ROWS
+        keys = tile_lists.keys + tl.load(tile_lists.begin + index)
+        count = tl.load(tile_lists.count + index)
+        full = tl.load(tile_lists.full + index)
+    else:
+        keys = tile_lists.keys
+        count = tl.maximum(tl.minimum(shape.seqlen_k, rows_end + shape.reach), 0)
+        full = tl.maximum(tl.minimum(shape.seqlen_k, rows_begin + shape.reach + 1), 0)
+    return keys, count, full // N * N
+
+
+@triton.jit
+def key_tile(keys, start, count, LISTED: tl.constexpr, PARTIAL: tl.constexpr, N: tl.constexpr):
+    """The keys at [start, start + N) of a query tile's range, and which of them exist."""
+    index = start + tl.arange(0, N)
+    exists = (index < count) if PARTIAL else (index >= 0)
+    if LISTED:
+        index = tl.load(keys + index, mask=exists, other=0)
+    return index, exists
+
+
+@triton.jit
+def position_visible(rows, index, exists, intervals, batch, head_kv, shape, LISTED: tl.constexpr):
+    """[rows, keys]: visible by tails, causality and intervals."""
+    if LISTED:
+        first, last = load_interval(intervals, batch, head_kv, index, exists)
+        return (rows[:, None] >= first[None, :]) & (rows[:, None] < last[None, :])
+    return exists[None, :] & (index[None, :] <= rows[:, None] + shape.reach)

@@ -19,19 +19,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ..named_attention import mask_driven_attention_forward
 from .cache import DynamicMaskCache
 from .compat import wrap_implementation_setter
-from .doge import NAMES as _DOGE_NAMES
 from .doge import doge_scores
-from .enable import NAME, NAMES, enable_flash_dmattn, resolve_name
-from .learned_scores import NAMES as _SCORES_NAMES
-from .learned_scores import (
-    add_learned_scores,
-    load_scores,
-    remove_learned_scores,
-    save_scores,
-    scored_attention_forward,
-    set_score_phase,
-)
+from .enable import enable_flash_dmattn, resolve_name
+from .learned_scores.add import add_learned_scores, remove_learned_scores, set_score_phase
+from .learned_scores.files import load_scores, save_scores
+from .learned_scores.scored_attention import scored_attention_forward
 from .mask_functions import key_interval_mask, registered_attention_mask
+from .names import DOGE_NAMES, NAME, NAMES, SCORED_NAMES
 
 __all__ = [
     "NAME",
@@ -49,10 +43,10 @@ __all__ = [
 for _name in NAMES:
     AttentionInterface.register(_name, mask_driven_attention_forward)
     AttentionMaskInterface.register(_name, registered_attention_mask)
-for _name in _DOGE_NAMES:
+for _name in DOGE_NAMES:
     AttentionInterface.register(_name, mask_driven_attention_forward)
     AttentionMaskInterface.register(_name, key_interval_mask)
-for _name in _SCORES_NAMES:
+for _name in SCORED_NAMES:
     AttentionInterface.register(_name, scored_attention_forward)
     AttentionMaskInterface.register(_name, key_interval_mask)
 wrap_implementation_setter(resolve_name, {NAME: NAMES[-1]})

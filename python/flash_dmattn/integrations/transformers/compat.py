@@ -63,8 +63,6 @@ def wrap_implementation_setter(
     PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
 
 
-# Implementations during continuous batching: with "flash" in a name transformers makes no mask of all pairs.
-BATCHED_DOGE, BATCHED_SCORES = "doge_flash_dynamic_mask_attention", "learned_scores_flash_attention"
 KEPT_MANAGER = (
     "_cached_continuous_batching_manager"  # attribute of a model: with `persistent_manager`
 )

@@ -15,15 +15,16 @@ from ..._core.checks import check_tensor
 from ...distributed.arguments import offsets_of_positions
 from ...distributed.batch import ContextParallel, short_offsets
 from ...distributed.boundary import boundary_state
-from ...distributed.piece_attention import attend, begin, bias_without_sinks
+from ...distributed.pending import bias_without_sinks
+from ...distributed.piece_attention import attend, begin
 from ...distributed.wire import code_of
 from ...keys.rule import KeySelection
 from ..layer_masks import causal_mask
 from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer
 from .compat import find_cache
-from .doge import PIECES
 from .learned_scores.scored_layers import ScoredAttention, is_attention
+from .names import PIECES
 
 
 class Pieces(NamedTuple):

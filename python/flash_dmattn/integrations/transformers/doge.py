@@ -24,16 +24,9 @@ from ..layer_masks import as_key_intervals, is_causal_mask, present_tokens
 from ..named_attention import attention_bshd
 from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer
-from .compat import BATCHED_DOGE, adopt_layer, pop_cache
+from .compat import adopt_layer, pop_cache
+from .names import BATCHED_DOGE, CONTEXT, DOGE_NAMES
 from .scored_cache import update_with_scores
-
-NAME = "doge_dynamic_mask_attention"  # of the implementation, in a config; transformers has "doge_flex_attention"
-NAMES = (NAME, BATCHED_DOGE)
-CONTEXT = (
-    "flash_dmattn_context"  # the keyword by which a DogeModel passes a `Context` to its layers
-)
-# The attribute of a decoder whose sequences are on several ranks, and the keyword by which it passes `context_parallel.Pieces`.
-PIECES = "flash_dmattn_pieces"
 
 
 class Context(NamedTuple):
@@ -55,7 +48,7 @@ class Context(NamedTuple):
 class FlashDogeAttention(DogeAttention):
     """`DogeAttention` that chooses its keys by intervals, and builds no tensor with one element per (query, key) pair.
 
-    Under an implementation that is not in `NAMES` (after `model.set_attn_implementation("eager")`) it is its base class.
+    Under an implementation that is not in `DOGE_NAMES` (after `model.set_attn_implementation("eager")`) it is its base class.
     """
 
     round_scores_like_eager = False
@@ -73,7 +66,7 @@ class FlashDogeAttention(DogeAttention):
         attention_mask: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, None]:
-        if self.config._attn_implementation not in NAMES:
+        if self.config._attn_implementation not in DOGE_NAMES:
             return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
         context = kwargs.pop(CONTEXT, None) or Context()
         cache = pop_cache(kwargs)

@@ -14,30 +14,21 @@ from transformers.models.doge.modeling_doge import (
 
 from ..._core.checks import may_read, resolve_flag
 from ...keys.recognise import Memo
+from .batching import PagedAttentionCache, batch_of, make_manager
 from .cache import DynamicMaskCache
 from .compat import (
     CACHE,
-    HAS_SLOTS_IN_BATCHES,
     MODEL_ARGUMENTS,
     find_cache,
     own_config,
     set_continuous_batching,
 )
-from .doge import CONTEXT, PIECES, Context, FlashDogeAttention, check_cache
-from .doge import NAME as DOGE_NAME
-from .doge import NAMES as DOGE_NAMES
+from .doge import Context, FlashDogeAttention, check_cache
 from .families import reason_to_refuse
+from .learned_scores.scored_layers import ScoredAttention
 from .mask_functions import is_causal_config, mask_kind
+from .names import CONTEXT, DOGE_NAME, DOGE_NAMES, NAME, NAMES, PIECES, STORED_NAMES
 
-if HAS_SLOTS_IN_BATCHES:
-    from .batching import PagedAttentionCache, batch_of, make_manager
-else:  # transformers has no such cache, or other classes around it
-    PagedAttentionCache, batch_of, make_manager = (), None, None
-
-NAME = "flash_dmattn"
-# Names accepted for this attention. A config stores the second name: transformers 5 branches on "flash" in a name.
-NAMES = (NAME, "dynamic_mask_attention")
-STORED_NAMES = (NAMES[-1], *DOGE_NAMES)
 _CACHE = "dynamic_mask"
 _DEFAULT_CACHE = "_flash_dmattn_cache"  # attribute of a model
 
@@ -117,8 +108,6 @@ def enable_flash_dmattn(
 
 def _models_with_scores(model: torch.nn.Module) -> list[PreTrainedModel]:
     """The models of transformers in a model whose layers have learned scores."""
-    from .learned_scores.scored_layers import ScoredAttention  # which imports this module
-
     return [
         module
         for module in model.modules()

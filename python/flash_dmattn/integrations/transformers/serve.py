@@ -10,7 +10,8 @@ from transformers.cli.serving import model_manager
 from transformers.models.doge.modeling_doge import DogeAttention
 
 from .compat import HAS_SLOTS_IN_BATCHES
-from .enable import NAME, NAMES, enable_flash_dmattn
+from .enable import enable_flash_dmattn
+from .names import NAME, NAMES
 
 if not HAS_SLOTS_IN_BATCHES:
     raise ImportError(f"transformers {transformers.__version__} is installed")

@@ -12,12 +12,11 @@ from ...._core.checks import resolve_flag
 from ... import scorers
 from ...config_rules import CONFIG_NAME, LearnedScores, make_rule
 from ...scorers import Scorer, make_scorer
+from ..batching import make_manager
 from ..compat import drop_slot_manager, own_config, set_continuous_batching
-from ..doge import PIECES
-from ..enable import make_manager
 from ..families import reason_to_refuse
+from ..names import PIECES, SCORED_NAME, SCORED_NAMES
 from .decoder_hooks import add_mask_hooks, remove_mask_hooks
-from .scored_attention import NAME, NAMES
 from .scored_layers import (
     ScoredAttention,
     device_of,
@@ -107,7 +106,7 @@ def add_learned_scores(
         setattr(parent, name, with_scorer(layer, made, rule, dense_prefill))
         setattr(layer.config, CONFIG_NAME, stored)
     for module in _pretrained(model):
-        set_continuous_batching(module, NAMES, make_manager)
+        set_continuous_batching(module, SCORED_NAMES, make_manager)
     add_mask_hooks(model)
     setattr(model, _METHOD, partial(set_score_phase, model))
     return set_score_phase(model, "hard")
@@ -130,7 +129,7 @@ def set_score_phase(model: nn.Module, phase: str) -> nn.Module:
     for layer in layers:
         layer.score_phase = phase
         layer.config._attn_implementation_internal = (
-            layer.base_attention if phase == "off" else NAME
+            layer.base_attention if phase == "off" else SCORED_NAME
         )
     return model
 

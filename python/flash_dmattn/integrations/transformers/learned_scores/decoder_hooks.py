@@ -13,16 +13,11 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
 from ...._core.checks import may_read
-from ..compat import HAS_SLOTS_IN_BATCHES, find_cache
-from ..doge import PIECES
+from ..batching import PagedAttentionCache, batch_of
+from ..compat import find_cache
 from ..mask_functions import intervals_of_documents, is_causal_config, mask_kind
-from .scored_attention import BATCH_KEYWORD, NAME, NAMES
+from ..names import BATCH, PIECES, SCORED_NAME, SCORED_NAMES
 from .scored_layers import ScoredAttention, is_attention
-
-if HAS_SLOTS_IN_BATCHES:
-    from ..batching import PagedAttentionCache, batch_of
-else:
-    PagedAttentionCache, batch_of = (), None
 
 
 def add_mask_hooks(model: nn.Module) -> None:
@@ -61,7 +56,7 @@ class _MaskHook:
         config, cache = decoder.config, find_cache(options)
         pieces = getattr(decoder, PIECES, None)
         if pieces is not None:
-            if config._attn_implementation not in NAMES:
+            if config._attn_implementation not in SCORED_NAMES:
                 error = ValueError(
                     f"attn_implementation: got {config._attn_implementation!r} with context parallelism (phase 'off', for one), "
                     "expected the phase 'hard': others attend to this rank's piece alone"
@@ -69,10 +64,10 @@ class _MaskHook:
                 pieces.group.wire.raise_on_all_ranks(error)
             arguments = dict(zip(self.names, args, strict=False)) | options
             return (), arguments | pieces.changes(arguments)
-        if isinstance(cache, PagedAttentionCache) and config._attn_implementation in NAMES:
+        if isinstance(cache, PagedAttentionCache) and config._attn_implementation in SCORED_NAMES:
             arguments = dict(zip(self.names, args, strict=False)) | options
-            return (), arguments | {BATCH_KEYWORD: batch_of(cache, arguments)}
-        if may_read() or config._attn_implementation != NAME or not is_causal_config(config):
+            return (), arguments | {BATCH: batch_of(cache, arguments)}
+        if may_read() or config._attn_implementation != SCORED_NAME or not is_causal_config(config):
             return None
         return self.with_mask(config, args, options)
 
@@ -106,7 +101,7 @@ class _WindowMaskHook(_MaskHook):
     def __call__(
         self, decoder: PreTrainedModel, args: tuple, options: dict
     ) -> tuple[tuple, dict] | None:
-        if may_read() or decoder.config._attn_implementation != NAME:
+        if may_read() or decoder.config._attn_implementation != SCORED_NAME:
             return None
         return self.with_mask(decoder.config, args, options)
 

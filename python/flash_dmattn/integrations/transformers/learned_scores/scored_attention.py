@@ -21,15 +21,7 @@ from ...keywords import check_mask_keywords
 from ...layer_masks import as_key_intervals, is_causal_mask, normalize_mask, present_tokens
 from ...named_attention import mask_driven_attention_forward
 from ..cache_layer import DynamicMaskLayer
-from ..compat import BATCHED_SCORES
-from .call import ScoredCall
-
-NAME = "learned_scores_attention"  # of the implementation, in a config
-NAMES = (NAME, BATCHED_SCORES)
-KEYWORD = "flash_dmattn_scores"  # by which a layer passes a `ScoredCall` to the attention function
-BATCH_KEYWORD = (
-    "flash_dmattn_batch"  # by which a model passes the `RaggedBatch` of a step to its layers
-)
+from .scored_layers import ScoredCall
 
 
 def scored_attention_forward(

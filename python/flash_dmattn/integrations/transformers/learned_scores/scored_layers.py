@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 import inspect
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from ....keys.rule import KeySelection
-from ..compat import BATCHED_SCORES, adopt_layer
-from ..doge import PIECES
-from .call import ScoredCall
-from .scored_attention import BATCH_KEYWORD, KEYWORD, NAMES
+from ....ragged import RaggedBatch
+from ..cache import DynamicMaskCache
+from ..cache_layer import DynamicMaskLayer
+from ..compat import adopt_layer
+from ..names import BATCH, BATCHED_SCORES, PIECES, SCORED_CALL, SCORED_NAMES
+from ..scored_cache import update_with_scores
 
 # Arguments of layers whose keys are not of the layer's own input.
 _OTHER_SOURCES = ("encoder_hidden_states", "key_value_states", "cross_attention_states")
@@ -28,10 +32,100 @@ _REASONS = {
 _LOCAL_KINDS = ("sliding", "chunked", "local", "window")
 
 
+class ScoredCall:
+    """One call of a layer, as the attention function needs it in addition to the arguments of transformers.
+
+    The layer takes it for the cache, whose `update` gets the keys before attention does.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        hidden: Tensor,
+        cache: Cache | None,
+        batch: RaggedBatch | None = None,
+        pieces: Any = None,
+    ):
+        """batch: the sequences of a step of continuous batching, whose cache has slots for each of them. pieces: attention over
+        sequences of which this rank has a piece (context_parallel.Pieces); None: it has the whole."""
+        self.layer, self.hidden, self.batch, self.pieces = layer, hidden, batch, pieces
+        self.cache = getattr(cache, "self_attention_cache", cache)  # of an EncoderDecoderCache
+        self.slots: DynamicMaskLayer | None = None
+        self.scores: Tensor | None = None  # of all keys [B, Hkv, Sk]; of the new ones with slots
+        self.query_position: Tensor | int | None = None  # None: the last query is the last key
+        self.is_prompt = False  # the first tokens of a cache
+        self.has_attended = False
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
+        """As that of a cache: all keys and values so far. With slots the new ones, which attention adds later."""
+        scores = self.make_scores(key, value)
+        new = key.shape[2]
+        if isinstance(self.cache, DynamicMaskCache):
+            self.slots, self.scores = self.cache.layers[layer_idx], scores
+            if not isinstance(self.slots, DynamicMaskLayer):
+                raise ValueError(
+                    f"cache: got a DynamicMaskCache whose layer {layer_idx} is a {type(self.slots).__name__}, expected slots: the "
+                    "layers of this model have other numbers in its caches. Use transformers' DynamicCache"
+                )
+            self.is_prompt = self.slots.is_empty
+            return key, value
+        if self.batch is not None:
+            self.scores = scores
+            return key, value
+        if not isinstance(self.cache, Cache):
+            raise TypeError(
+                f"cache: got {type(self.cache).__name__}, expected a transformers Cache, or the paged cache of "
+                "model.init_continuous_batching or generate_batch"
+            )
+        self.query_position = _first_position(self.cache, layer_idx, args)
+        key, value, self.scores = update_with_scores(
+            self.cache, key, value, scores, layer_idx, args
+        )
+        if self.scores is None:
+            raise ValueError(
+                f"cache: got keys without scores in layer {layer_idx}, expected a cache that was filled by this model with its "
+                "scores on (phase 'soft' or 'hard')"
+            )
+        # The position in a static cache without tokens is a number, later a tensor.
+        first = self.query_position
+        self.is_prompt = key.shape[2] == new if first is None else isinstance(first, int)
+        return key, value
+
+    def __getattr__(self, name: str):
+        """Whatever else a layer asks its cache."""
+        return getattr(self.cache, name)
+
+    def make_scores(self, key: Tensor, value: Tensor) -> Tensor:
+        """Scores [B, Hkv, S] of keys and values [B, Hkv, S, D]."""
+        return self.layer.scorer(self.hidden, key.transpose(1, 2), value.transpose(1, 2))
+
+    def scores_of(self, key: Tensor, value: Tensor) -> Tensor:
+        if self.has_attended:  # slots would take the keys a second time
+            raise RuntimeError(
+                f"scorer: got a second attention in one call of layer {self.layer.layer_idx}, expected one: keys have one value"
+            )
+        self.has_attended = True
+        return self.make_scores(key, value) if self.scores is None else self.scores
+
+
+def _first_position(cache: Cache, index: int, update_arguments: tuple) -> Tensor | int | None:
+    """The position of the first new token in a cache with room for later keys; None: new tokens are its last ones."""
+    layer = cache.layers[index] if index < len(cache.layers) else None
+    if not getattr(layer, "is_compileable", False):
+        return None
+    for argument in update_arguments:  # transformers 4
+        if isinstance(argument, dict) and argument.get("cache_position") is not None:
+            return argument["cache_position"][0]
+    position = layer.get_seq_length()  # a tensor, which `update` changes
+    return position.clone() if isinstance(position, Tensor) else position
+
+
 class ScoredAttention(nn.Module):
     """The part that an attention layer of any family gets for its scores.
 
-    Under another attention implementation than those of `NAMES`, and in the phase "off", it is its base class. Nothing is kept from
+    Under another attention implementation than those of `SCORED_NAMES`, and in the phase "off", it is its base class. Nothing is kept from
     one call to the next: the scores go with the arguments to the attention function.
     """
 
@@ -43,18 +137,20 @@ class ScoredAttention(nn.Module):
     base_attention: str  # the implementation of the phase "off"
 
     def forward(self, *args, **kwargs):
-        if self.score_phase == "off" or self.config._attn_implementation not in NAMES:
+        if self.score_phase == "off" or self.config._attn_implementation not in SCORED_NAMES:
             return super().forward(*args, **kwargs)
         kwargs = dict(zip(self.argument_names, args, strict=False)) | kwargs
         name = next((name for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
-        steps = kwargs.pop(BATCH_KEYWORD, None), kwargs.pop(PIECES, None)
-        call = kwargs[KEYWORD] = ScoredCall(self, kwargs["hidden_states"], kwargs.get(name), *steps)
+        steps = kwargs.pop(BATCH, None), kwargs.pop(PIECES, None)
+        call = kwargs[SCORED_CALL] = ScoredCall(
+            self, kwargs["hidden_states"], kwargs.get(name), *steps
+        )
         if name is not None:
             kwargs[name] = call
         result = super().forward(**kwargs)
         if not call.has_attended:
             raise RuntimeError(
-                f"{KEYWORD}: {type(self).__name__} did not pass its keywords to transformers' attention function; its "
+                f"{SCORED_CALL}: {type(self).__name__} did not pass its keywords to transformers' attention function; its "
                 "layers cannot have learned scores"
             )
         return result

@@ -1,0 +1,67 @@
+"""Keys of earlier ranks and of this one, between the two steps of context parallelism."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..keys.intervals import KeyIntervals
+from ..keys.rule import find_sinks
+from ..keys.visibility import Visibility
+from .operators import choose_keys
+from .options import Options
+from .shards import Border, shown_in_piece
+from .wire import Wire
+
+
+class Pending(NamedTuple):
+    """Keys of earlier ranks, then those of this rank: what `begin` returns, for `attend` and `boundary_state`.
+
+    The first `places` keys are of earlier ranks, in the order of their positions; after them come places without a key, whose
+    position is -1.
+    """
+
+    border: Border
+    key: Tensor  # [B, places + n, Hkv, D]
+    value: Tensor
+    scores: Tensor  # float32 [B, Hkv, places + n], NaN: never chosen
+    bias: Tensor | None  # float32, of the same shape; None: none is added
+    bias_is_score: bool
+    positions: Tensor  # int32 [B, Hkv, places], in the whole sequence
+    present: Tensor | None  # bool [B, 1 or Hkv, n]: which keys of this rank are there; None: all
+    documents: Tensor | None  # int64 [B or 1, documents + 1]: their offsets in the whole sequence
+    stream: torch.cuda.Stream | None = None  # which makes the tensors; None: the current one did
+    options: Options | None = None  # of `attend`, if `begin` has got and compared them
+    # Whose ranks compare what `attend` gets; None: they have, or cannot in compiled code.
+    wire: Wire | None = None
+    check: bool | None = None  # of `begin`
+
+
+def seen_keys(pending: Pending) -> tuple[Tensor, Visibility]:
+    """The row at each key's position, int64 [B, Hkv, places + n], and the keys that queries see."""
+    border = pending.border
+    own, chosen = choose_keys(
+        pending.scores,
+        pending.positions,
+        pending.present,
+        pending.documents,
+        border.shards.begin(),
+        border.rule,
+    )
+    n = pending.scores.shape[2] - border.places
+    return own, Visibility(keys=KeyIntervals(chosen, n, border.rule.bound(is_causal=True)))
+
+
+def bias_without_sinks(pending: Pending) -> Pending:
+    """The same with a bias of 0 for sinks, which then have no gradient of it."""
+    border, places = pending.border, pending.border.places
+    if not border.rule.sink_tokens or pending.bias is None:
+        return pending
+    n = pending.scores.shape[2] - places
+    shown = shown_in_piece(
+        pending.positions, n, pending.present, pending.documents, border.shards.begin()
+    )
+    is_sink = find_sinks(shown, border.rule)
+    return pending._replace(bias=torch.where(is_sink, 0, pending.bias))
