@@ -3,6 +3,7 @@
 python benchmarks/bench.py run --case dense dynamic_mask --json mine.json
 python benchmarks/bench.py show mine.json --plot mine.svg
 python benchmarks/bench.py compare BEFORE.json AFTER.json
+python benchmarks/bench.py exchange --window 1024
 python benchmarks/bench.py report
 """
 
@@ -197,6 +198,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     one.add_argument("--build", type=Path, required=True, metavar="FILE", help="compiler, flags")
     one.add_argument("--tests", type=Path, required=True, metavar="FILE",
         help="a line per test: part, result, time and last words, separated by tabs")  # fmt: skip
+
+    one = commands.add_parser("exchange", help="the bytes of context parallelism, on paper")
+    one.set_defaults(call=_call("exchange_table"), fail=one.error)
+    for name, size in (("heads", 16), ("heads-kv", 8), ("head-dim", 128), ("window", 2048)):
+        one.add_argument(f"--{name}", type=_positive, default=size, help=f"default: {size}")
 
     one = commands.add_parser("report", help="write the documents' tables and pictures")
     one.set_defaults(call=_call("report"), fail=one.error)

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from context_parallel_table import Model
 from flash_dmattn.distributed import ContextParallel, exchanged_bytes
 from harness import record
 from harness.clock import elapsed_ms
+from harness.exchange_table import Model
 from harness.ranks import GPU, Ranks, add_options
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))

@@ -1,27 +1,19 @@
 """The bytes of context parallelism on paper are those that ranks count."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import bench
+from harness import exchange_table
 from ranks_as_threads import run_in_threads
 
 ROOT = Path(__file__).parents[3]
 NAMES = {'`exchange="two_hops"`': "winners, two hops", '`exchange="nodes"`': "winners, nodes"}
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
-
-
-@pytest.fixture
-def table(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import context_parallel_table
-
-    yield context_parallel_table
-    del sys.modules["context_parallel_table"]
 
 
 @pytest.mark.parametrize(
@@ -33,11 +25,11 @@ def table(monkeypatch):
         ("nodes", "winners, nodes", 16, 4),
     ],
 )
-def test_bytes_on_paper_are_those_that_are_counted(table, exchange, name, ranks, node):
+def test_bytes_on_paper_are_those_that_are_counted(exchange, name, ranks, node):
     from flash_dmattn.distributed import context_parallel_dmattn
 
     n, window, heads, dim = 64, 32, 16, 32
-    model = table.Model(heads=heads, heads_kv=heads, head_dim=dim, window=window)
+    model = exchange_table.Model(heads=heads, heads_kv=heads, head_dim=dim, window=window)
 
     def counted(wire):
         q, k, v = (torch.randn(1, n, heads, dim).bfloat16().requires_grad_() for _ in range(3))
@@ -61,9 +53,8 @@ def test_bytes_on_paper_are_those_that_are_counted(table, exchange, name, ranks,
     assert busiest == pytest.approx(on_paper, rel=0.02)
 
 
-def test_document_has_the_numbers_of_the_table(table, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["context_parallel_table.py"])
-    table.main()
+def test_document_has_the_numbers_of_the_table(capsys):
+    assert bench.main(["exchange"]) == 0
     times = {}
     for block in capsys.readouterr().out.strip().split("\n\n"):
         ranks, *rows = block.splitlines()

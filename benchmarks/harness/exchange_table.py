@@ -1,7 +1,5 @@
 """The bytes that context parallelism moves and their time, on paper, for 2 to 64 ranks.
 
-    python benchmarks/context_parallel_table.py [--heads 16 --heads-kv 8 --head-dim 128 --window 2048]
-
 For each rank and layer, in 16 bits: bytes of the busiest rank, and the share of them in the time of attention where nothing hides them.
 """
 
@@ -97,13 +95,8 @@ class Model:
         }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--heads-kv", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--window", type=int, default=2048)
-    model = Model(**vars(parser.parse_args()))
+def main(options: argparse.Namespace) -> int:
+    model = Model(options.heads, options.heads_kv, options.head_dim, options.window)
     for ranks, node in RANKS:
         print(f"\n{ranks} ranks, {node} of a node")
         titles = " | ".join(
@@ -113,6 +106,7 @@ def main() -> None:
         for name in model.exchanges(LENGTHS[0], ranks, node):
             cells = [cell(model, name, length, ranks, node) for length in LENGTHS]
             print(f"| {name} | " + " | ".join(cells) + " |")
+    return 0
 
 
 def cell(model: Model, name: str, length: int, ranks: int, node: int) -> str:
@@ -128,7 +122,3 @@ def cell(model: Model, name: str, length: int, ranks: int, node: int) -> str:
     seconds = sum(hop.seconds() for hops in ways for hop in hops)
     share = 100 * seconds / sum(model.compute(length, ranks))
     return f"{total}, {between}; {ms}; {share:.1f} %"
-
-
-if __name__ == "__main__":
-    main()
