@@ -18,26 +18,10 @@
 // Compares the backend "cpu" with the reference over the case table, and with exact results of a few problems. The
 // table runs once for all instruction sets, because its reference takes longest. FLASH_DMATTN_MAX_ISA selects the
 // instruction set of the other tests (main.cpp).
-namespace flash_dmattn {
+namespace flash_dmattn::testing {
 namespace {
 
-using testing::Case;
-using testing::case_from;
-using testing::Data;
-using testing::Index;
-using testing::Results;
-using testing::RunOptions;
-using testing::Tensor;
-using testing::Wanted;
-using testing::Yardstick;
-
 constexpr double infinity = std::numeric_limits<double>::infinity();
-
-void expect_all_same_bits(const Results& actual, const Results& expected) {
-  testing::expect_same_bits(actual, expected);
-  EXPECT_TRUE(actual.lse.same_bits(expected.lse)) << "lse";
-  EXPECT_TRUE(actual.lse_low.same_bits(expected.lse_low)) << "lse_low";
-}
 
 // ---- The case table --------------------------------------------------------------------------------
 
@@ -46,35 +30,32 @@ class AttentionTable : public ::testing::TestWithParam<Case> {};
 TEST_P(AttentionTable, ResultsAreWithinBounds) {
   const Case& c = GetParam();
   if (c.only_on_gpus) GTEST_SKIP() << "its size is for the kernels of GPUs";
-  if (c.slow && testing::is_quick_run())
-    GTEST_SKIP() << "slow, and FLASH_DMATTN_QUICK_TESTS is set";
+  if (c.slow && is_quick_run()) GTEST_SKIP() << "slow, and FLASH_DMATTN_QUICK_TESTS is set";
   const std::string reason = supports(c.problem, "cpu");
   ASSERT_EQ(reason, "");
   const Data data(c);
-  const RunOptions options{.execution = testing::on_pool()};
-  if (testing::is_quick_run()) {
-    testing::choose_by_name(c.name);
-    testing::run_and_compare(data, options);
+  const RunOptions options{.execution = on_pool()};
+  if (is_quick_run()) {
+    choose_by_name(c.name);
+    run_and_compare(data, options);
     cpu::choose(cpu::allowed().back());  // for tests that choose none
     return;
   }
-  const Results expected = testing::oracle(data);
-  const Yardstick yardstick(data);
-  testing::on_each_instruction_set(
-      [&] { testing::expect_close(data, testing::run(data, options), expected, yardstick); });
+  const Bounds bounds(data);
+  on_each_instruction_set([&] { bounds.expect(run(data, options)); });
 }
 
-INSTANTIATE_TEST_SUITE_P(Cases, AttentionTable, ::testing::ValuesIn(testing::attention_cases()),
+INSTANTIATE_TEST_SUITE_P(Cases, AttentionTable, ::testing::ValuesIn(attention_cases()),
                          [](const auto& test) { return test.param.name; });
 
 // ---- Delays of the bias ----------------------------------------------------------------------------
 
 TEST(AttentionDelay, RandomDelaysAreWithinBounds) {
-  testing::Random random(0);
+  Random random(0);
   const auto one_of = [&](std::initializer_list<const char*> words) {
     return std::string(words.begin()[random.below(static_cast<std::int64_t>(words.size()))]);
   };
-  for (int draw = 0; draw < (testing::is_quick_run() ? 10 : 60); ++draw) {
+  for (int draw = 0; draw < (is_quick_run() ? 10 : 60); ++draw) {
     const std::int64_t seqlen_k = 1 + random.below(500);
     const std::string delay =
         std::to_string(one_of({"1", "0"}) == "1" ? 1 + random.below(seqlen_k) : random.below(40));
@@ -99,7 +80,7 @@ TEST(AttentionDelay, RandomDelaysAreWithinBounds) {
                               {"seed", std::to_string(draw)},
                               {"bias_delay", delay}});
     SCOPED_TRACE("draw " + std::to_string(draw) + ", delay " + delay);
-    testing::run_and_compare(Data(c));
+    run_and_compare(Data(c));
   }
 }
 
@@ -108,13 +89,12 @@ TEST(AttentionDelay, RandomDelaysAreWithinBounds) {
 class AttentionWorkers : public ::testing::TestWithParam<const char*> {};
 
 TEST_P(AttentionWorkers, WorkerCountDoesNotChangeBits) {
-  const Data data(testing::attention_case(GetParam()));
-  const Results expected = testing::run(data, {.execution = testing::in_turn(1)});
+  const Data data(attention_case(GetParam()));
+  const Results expected = run(data, {.execution = in_turn(1)});
   for (const Execution& execution :
-       {testing::in_turn(1), testing::in_turn(3), testing::on_threads(2), testing::on_threads(7),
-        testing::on_threads(40), testing::on_pool()}) {
+       {in_turn(1), in_turn(3), on_threads(2), on_threads(7), on_threads(40), on_pool()}) {
     SCOPED_TRACE(std::to_string(execution.workers) + " workers");
-    expect_all_same_bits(testing::run(data, {.execution = execution}), expected);
+    expect_same_bits(run(data, {.execution = execution}), expected);
   }
 }
 
@@ -129,7 +109,7 @@ INSTANTIATE_TEST_SUITE_P(Cases, AttentionWorkers,
 
 // A worker on a new thread of the default environment, and whether that is its environment afterwards.
 Execution on_threads_of_default_environment(int workers) {
-  Execution execution = testing::in_turn(workers);
+  Execution execution = in_turn(workers);
   execution.parallel_for = [](void*, int count, void (*body)(void*, int), void* argument) {
     for (int worker = 0; worker < count; ++worker) {
       std::thread([&] {
@@ -145,16 +125,16 @@ Execution on_threads_of_default_environment(int workers) {
 TEST(Attention, WorkersRoundAsTheCallerDoes) {
   for (const char* name : {"group_4_f32", "per_query_bf16", "few_chunk_f16"}) {
     SCOPED_TRACE(name);
-    const Data data(testing::attention_case(name));
+    const Data data(attention_case(name));
     const auto run_rounding = [&](int mode, const Execution& execution) {
       std::fesetround(mode);
-      Results results = testing::run(data, {.execution = execution});
+      Results results = run(data, {.execution = execution});
       std::fesetround(FE_TONEAREST);
       return results;
     };
-    const Results upward = run_rounding(FE_UPWARD, testing::in_turn(1));
-    EXPECT_FALSE(upward.out.same_bits(run_rounding(FE_TONEAREST, testing::in_turn(1)).out));
-    expect_all_same_bits(run_rounding(FE_UPWARD, on_threads_of_default_environment(3)), upward);
+    const Results upward = run_rounding(FE_UPWARD, in_turn(1));
+    EXPECT_FALSE(upward.out.same_bits(run_rounding(FE_TONEAREST, in_turn(1)).out));
+    expect_same_bits(run_rounding(FE_UPWARD, on_threads_of_default_environment(3)), upward);
   }
 }
 
@@ -163,22 +143,20 @@ TEST(Attention, WorkersRoundAsTheCallerDoes) {
 class AttentionGradients : public ::testing::TestWithParam<const char*> {};
 
 TEST_P(AttentionGradients, AnySubsetIsCorrect) {
-  const Data data(testing::attention_case(GetParam()));
-  const Results expected = testing::oracle(data);
-  const Yardstick yardstick(data);
+  const Data data(attention_case(GetParam()));
+  const Bounds bounds(data);
   for (int subset = 0; subset < 16; ++subset) {
     SCOPED_TRACE("subset " + std::to_string(subset));
     const Wanted wanted{.dq = (subset & 1) != 0,
                         .dk = (subset & 2) != 0,
                         .dv = (subset & 4) != 0,
                         .dbias = (subset & 8) != 0};
-    const Results actual = testing::run(data, {.wanted = wanted});
-    testing::expect_close(data, actual, expected, yardstick, wanted);
+    bounds.expect(run(data, {.wanted = wanted}), wanted);
   }
 }
 
 TEST_P(AttentionGradients, MissingLseLowGivesCorrectGradients) {
-  testing::run_and_compare(Data(testing::attention_case(GetParam())), {.lse_low = false});
+  run_and_compare(Data(attention_case(GetParam())), {.lse_low = false});
 }
 
 INSTANTIATE_TEST_SUITE_P(Cases, AttentionGradients,
@@ -206,12 +184,12 @@ TEST(Attention, LayoutsDoNotChangeBits) {
                                    {"intervals_shape", "bv"},
                                    {"window", "30"},
                                    {"layout", layout}}));
-        return testing::run(data, {});
+        return run(data, {});
       };
       const Results contiguous = in_layout("contiguous");
       for (const char* layout : {"permuted", "padded", "reversed"}) {
         SCOPED_TRACE(std::string(layout) + " " + dtype + ", intervals " + intervals);
-        expect_all_same_bits(in_layout(layout), contiguous);
+        expect_same_bits(in_layout(layout), contiguous);
       }
     }
   }
@@ -219,16 +197,9 @@ TEST(Attention, LayoutsDoNotChangeBits) {
 
 // ---- Exact results ---------------------------------------------------------------------------------
 
-void expect_all(const Tensor& tensor, double expected) {
-  tensor.for_each([&](const Index& i, double value) {
-    ASSERT_EQ(value, expected) << tensor.name() << " [" << i[0] << ", " << i[1] << ", " << i[2]
-                               << ", " << i[3] << "]";
-  });
-}
-
 class AttentionExact : public ::testing::TestWithParam<const char*> {
  protected:
-  Case with(testing::CaseWords words) const {
+  Case with(CaseWords words) const {
     words["name"] = "exact";
     words["dtype"] = GetParam();
     return case_from(words);
@@ -258,7 +229,7 @@ TEST_P(AttentionExact, OneVisibleKeyIsCopied) {
       };
       data.v.fill(few_bits);
       data.dout.fill(few_bits);
-      const Results actual = testing::run(data, {});
+      const Results actual = run(data, {});
       EXPECT_TRUE(actual.out.same_bits(data.v));
       EXPECT_TRUE(actual.dv.same_bits(data.dout));
       expect_all(actual.dq, 0);
@@ -282,8 +253,8 @@ TEST_P(AttentionExact, BackwardHasTheProbabilitiesOfTheForward) {
                       {"inputs", "extreme"}}));
       data.k.fill([&](const Index& i) { return data.k.get({i[0], 0, i[2], i[3]}); });
       data.dout.fill([](const Index& i) { return i[1] == 0 ? 512.0 : 0.0; });  // dv_j = 512 p_0j
-      const double bound = 8 * testing::unit_roundoff(data.v.element());
-      testing::run(data, {}).dv.for_each(
+      const double bound = 8 * unit_roundoff(data.v.element());
+      run(data, {}).dv.for_each(
           [&](const Index&, double probability) { ASSERT_NEAR(probability, 1, bound); });
     }
   }
@@ -293,40 +264,25 @@ TEST_P(AttentionExact, EqualScoresAverage) {
   // q = 0: all 2^n visible keys have the same probability.
   Data data(with({{"seqlen_q", "70"}, {"seqlen_k", "128"}, {"inputs", "zero"}}));
   data.v.fill([](const Index& i) { return static_cast<double>(i[1] % 2); });
-  const Results actual = testing::run(data, {});
+  const Results actual = run(data, {});
   expect_all(actual.out, 0.5);
   actual.lse.for_each([](const Index&, double lse) { ASSERT_NEAR(lse, std::log(128.0), 1e-6); });
 }
 
 TEST_P(AttentionExact, NothingVisibleGivesZeros) {
-  for (const char* fill : {"none", "full"}) {
-    Data data(with({{"mask", "b1qk"},
-                    {"mask_fill", fill},
-                    {"bias", "bhqk"},
-                    {"bias_fill", fill == std::string("none") ? "normal" : "all_masked"}}));
-    const Results actual = testing::run(data, {});
+  const std::vector<CaseWords> all_words = {
+      {{"mask", "b1qk"}, {"mask_fill", "none"}, {"bias", "bhqk"}, {"bias_fill", "normal"}},
+      {{"mask", "b1qk"}, {"mask_fill", "full"}, {"bias", "bhqk"}, {"bias_fill", "all_masked"}},
+      {{"seqlen_k", "0"}},
+      {{"seqlen_q", "0"}, {"bias", "b11k"}, {"bias_fill", "normal"}}};
+  for (const CaseWords& words : all_words) {
+    const Results actual = run(Data(with(words)), {});
     expect_all(actual.out, 0);
     expect_all(actual.lse, -infinity);
     for (const Tensor* gradient : {&actual.dq, &actual.dk, &actual.dv, &actual.dbias}) {
       expect_all(*gradient, 0);
     }
   }
-}
-
-TEST_P(AttentionExact, NoKeysGiveZeros) {
-  const Data data(with({{"seqlen_k", "0"}}));
-  const Results actual = testing::run(data, {});
-  expect_all(actual.out, 0);
-  expect_all(actual.lse, -infinity);
-  expect_all(actual.dq, 0);
-}
-
-TEST_P(AttentionExact, NoQueriesGiveZeroGradients) {
-  const Data data(with({{"seqlen_q", "0"}, {"bias", "b11k"}, {"bias_fill", "normal"}}));
-  const Results actual = testing::run(data, {});
-  expect_all(actual.dk, 0);
-  expect_all(actual.dv, 0);
-  expect_all(actual.dbias, 0);
 }
 
 TEST_P(AttentionExact, EquivalentIntervalsAndMaskAgree) {
@@ -343,17 +299,16 @@ TEST_P(AttentionExact, EquivalentIntervalsAndMaskAgree) {
                   {"mask", "bvqk"},
                   {"mask_fill", "full"}}));
   mask.mask.fill([&](const Index& i) { return intervals.visible(i[0], 2 * i[1], i[2], i[3]); });
-  const Results expected = testing::oracle(intervals);
-  for (const Data* data : {&intervals, static_cast<const Data*>(&mask)}) {
-    testing::expect_close(*data, testing::run(*data, {}), expected, Yardstick(*data));
-  }
+  const Bounds bounds(intervals);
+  bounds.expect(run(intervals, {}));
+  bounds.expect(run(mask, {}));
 }
 
 TEST_P(AttentionExact, LseLowIsTheRoundingError) {
   // A bias of 1000 takes six of the 24 bits of lse in fp32.
   Data data(with({{"inputs", "zero"}, {"bias", "1111"}, {"bias_fill", "equal"}}));
   data.bias.fill([](const Index&) { return 1000; });
-  const Results actual = testing::run(data, {});
+  const Results actual = run(data, {});
   actual.lse.for_each([&](const Index& i, double lse) {
     const double exact = 1000 + std::log(203.0);
     ASSERT_NEAR(lse, exact, 4e-5);
@@ -365,4 +320,4 @@ INSTANTIATE_TEST_SUITE_P(Dtypes, AttentionExact, ::testing::Values("f32", "bf16"
                          [](const auto& test) { return std::string(test.param); });
 
 }  // namespace
-}  // namespace flash_dmattn
+}  // namespace flash_dmattn::testing

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "support/call.h"
+#include "support/compare.h"
 #include "support/instruction_sets.h"
 
 // A call decides once: its size, its kernel and what it runs are of one plan, which copies of the call share.
@@ -42,10 +43,7 @@ TEST_P(CheckedCalls, CopyOutlivesTheOriginal) {
   const BackwardCall backward_copy = std::move(*backward);
   backward.reset();
   run_in_new_workspace(backward_copy);
-  EXPECT_TRUE(call.results.out.same_bits(expected.results.out));
-  EXPECT_TRUE(call.results.dq.same_bits(expected.results.dq));
-  EXPECT_TRUE(call.results.dk.same_bits(expected.results.dk));
-  EXPECT_TRUE(call.results.dbias.same_bits(expected.results.dbias));
+  expect_same_bits(call.results, expected.results);
 }
 
 TEST_P(CheckedCalls, SecondRunEqualsTheFirst) {

@@ -19,38 +19,23 @@
 // Gradients of inputs so large that intermediate sums leave fp32: ds alone reaches 2^265. Each element has to
 // be within rounding of its exact value, or saturated with its sign. Rounding is measured by the magnitude
 // of the terms that cancel.
-namespace flash_dmattn {
+namespace flash_dmattn::testing {
 namespace {
-
-using testing::Case;
-using testing::case_from;
-using testing::CaseWords;
-using testing::Data;
-using testing::ExactGradients;
-using testing::gradient_limit;
-using testing::Index;
-using testing::largest;
-using testing::Random;
-using testing::Results;
-using testing::Sum;
-using testing::Tensor;
 
 // Returns how many elements saturate.
 std::int64_t expect_within_rounding(const Tensor& actual, const std::vector<Sum>& exact,
                                     std::int64_t rows, std::int64_t heads, std::int64_t dim,
                                     double rounding) {
-  const DType dtype = actual.element() == testing::Element::bf16 ? DType::bf16 : DType::f32;
+  const DType dtype = actual.element() == Element::bf16 ? DType::bf16 : DType::f32;
   const double limit = gradient_limit(dtype);
   std::int64_t saturated = 0;
   actual.for_each([&](const Index& i, double value) {
     const Sum& sum = exact[ExactGradients::at(i, rows, heads, dim)];
     const double error = rounding * sum.magnitude;
-    ASSERT_GE(value, std::clamp(sum.value - error, -limit, limit))
-        << actual.name() << " [" << i[0] << ", " << i[1] << ", " << i[2] << ", " << i[3]
-        << "], exactly " << sum.value << " of terms of " << sum.magnitude;
-    ASSERT_LE(value, std::clamp(sum.value + error, -limit, limit))
-        << actual.name() << " [" << i[0] << ", " << i[1] << ", " << i[2] << ", " << i[3]
-        << "], exactly " << sum.value << " of terms of " << sum.magnitude;
+    ASSERT_TRUE(std::clamp(sum.value - error, -limit, limit) <= value &&
+                value <= std::clamp(sum.value + error, -limit, limit))
+        << actual.name() << " " << text(i) << ": " << value << ", exactly " << sum.value
+        << " of terms of " << sum.magnitude;
     if (std::abs(sum.value) - error > limit) ++saturated;
   });
   return saturated;
@@ -117,17 +102,15 @@ TEST_P(LargeNumbers, GradientsAreCorrectOrSaturateWithSign) {
     for (const bool bias : {false, true}) {
       for (const bool intervals : {false, true}) {
         // Large rows among ordinary ones, with a bias and intervals, have sums that leave fp32.
-        if (testing::is_sanitized && testing::is_quick_run() &&
-            !(pattern == 1 && bias && intervals))
-          continue;
+        if (is_sanitized && is_quick_run() && !(pattern == 1 && bias && intervals)) continue;
         SCOPED_TRACE("pattern " + std::to_string(pattern) + (bias ? ", bias" : "") +
                      (intervals ? ", intervals" : ""));
         const Data data = data_of(GetParam(), pattern, bias, intervals);
         const Problem& p = data.problem;
         const ExactGradients exact(data);
-        const Results actual = testing::run(data, {});
+        const Results actual = run(data, {});
         // Scores, p and, in bf16, out are rounded before the terms are formed.
-        const double rounding = std::max(4 * testing::unit_roundoff(data.q.element()), 2e-6);
+        const double rounding = std::max(4 * unit_roundoff(data.q.element()), 2e-6);
         std::int64_t saturated = 0;
         saturated += expect_within_rounding(actual.dq, exact.dq, p.seqlen_q, p.heads_q, p.head_dim,
                                             rounding);
@@ -146,4 +129,4 @@ TEST_P(LargeNumbers, GradientsAreCorrectOrSaturateWithSign) {
 }
 
 }  // namespace
-}  // namespace flash_dmattn
+}  // namespace flash_dmattn::testing

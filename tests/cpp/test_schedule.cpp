@@ -12,11 +12,8 @@
 #include "support/run.h"
 
 // Tests schedules on the CPU through the public functions: size, content, and the calls that they serve.
-namespace flash_dmattn {
+namespace flash_dmattn::testing {
 namespace {
-
-using testing::GuardedBuffer;
-using testing::Random;
 
 // Random intervals of a problem with 3 kv heads, and their schedule.
 struct Scheduled {
@@ -45,7 +42,7 @@ struct Scheduled {
   }
 
   std::size_t size(Direction direction) const {
-    return schedule_size(problem, visibility, direction, testing::in_turn(1), "cpu");
+    return schedule_size(problem, visibility, direction, in_turn(1), "cpu");
   }
 
   Schedule build(std::span<std::byte> memory, Execution execution,
@@ -63,7 +60,7 @@ std::span<std::byte> span_of(GuardedBuffer& buffer) { return {buffer.data(), buf
 TEST(Schedule, HasTileListsOfIntervals) {
   const Scheduled s;
   GuardedBuffer memory(s.size(Direction::forward), "schedule");
-  const Schedule schedule = s.build(span_of(memory), testing::in_turn(1));
+  const Schedule schedule = s.build(span_of(memory), in_turn(1));
   const ScheduleContents contents = ScheduleContents::of(schedule);
   ASSERT_EQ(contents.kind, ScheduleKind::query_tile_lists);
   const QueryTileLists actual = query_tile_lists(schedule, {}, contents.tile_rows);
@@ -71,7 +68,7 @@ TEST(Schedule, HasTileListsOfIntervals) {
   TileListArgs args = tile_list_args(s.problem, s.visibility, contents.tile_rows);
   args.intervals.stride_batch = 3 * s.problem.seqlen_k;
   args.intervals.stride_head = s.problem.seqlen_k;
-  const testing::OwnedTileLists owned = testing::make_tile_lists(args, testing::in_turn(1));
+  const OwnedTileLists owned = make_tile_lists(args, in_turn(1));
   const QueryTileLists& expected = owned.lists;
   ASSERT_EQ(actual.tiles, expected.tiles);
   ASSERT_EQ(actual.stride_batch, expected.stride_batch);
@@ -89,19 +86,18 @@ TEST(Schedule, CpuScheduleServesBothDirections) {
   ASSERT_EQ(s.size(Direction::forward), s.size(Direction::backward));
   GuardedBuffer forward(s.size(Direction::forward), "schedule");
   GuardedBuffer backward(s.size(Direction::backward), "schedule");
-  const Schedule schedule = s.build(span_of(forward), testing::in_turn(1));
+  const Schedule schedule = s.build(span_of(forward), in_turn(1));
   EXPECT_TRUE(schedule.serves(Direction::forward));
   EXPECT_TRUE(schedule.serves(Direction::backward));
-  s.build(span_of(backward), testing::in_turn(1), Direction::backward);
+  s.build(span_of(backward), in_turn(1), Direction::backward);
   EXPECT_TRUE(std::equal(forward.data(), forward.data() + forward.size(), backward.data()));
 }
 
 TEST(Schedule, WorkerCountDoesNotChangeSchedule) {
   const Scheduled s;
   GuardedBuffer expected(s.size(Direction::forward), "schedule");
-  s.build(span_of(expected), testing::in_turn(1));
-  for (const Execution& execution :
-       {testing::in_turn(5), testing::on_threads(3), testing::on_pool()}) {
+  s.build(span_of(expected), in_turn(1));
+  for (const Execution& execution : {in_turn(5), on_threads(3), on_pool()}) {
     GuardedBuffer actual(s.size(Direction::forward), "schedule");
     s.build(span_of(actual), execution);
     EXPECT_TRUE(std::equal(actual.data(), actual.data() + actual.size(), expected.data()));
@@ -112,12 +108,12 @@ TEST(Schedule, IsEmptyWithoutIntervalsOrQueries) {
   Scheduled s;
   s.problem.seqlen_q = 0;
   EXPECT_EQ(s.size(Direction::forward), 0u);
-  EXPECT_TRUE(s.build({}, testing::in_turn(1)).empty());
+  EXPECT_TRUE(s.build({}, in_turn(1)).empty());
   s.problem.seqlen_q = 300;
   s.problem.intervals_shape = {};
   s.visibility = {};
   EXPECT_EQ(s.size(Direction::forward), 0u);
-  EXPECT_TRUE(s.build({}, testing::in_turn(1)).empty());
+  EXPECT_TRUE(s.build({}, in_turn(1)).empty());
 }
 
 // Memory that is too small is not written past its end.
@@ -127,7 +123,7 @@ TEST(Schedule, ShortMemoryThrows) {
   for (const std::size_t given : {std::size_t{0}, bytes / 8, bytes - workspace_alignment}) {
     GuardedBuffer memory(given, "schedule");
     try {
-      s.build(span_of(memory), testing::in_turn(1));
+      s.build(span_of(memory), in_turn(1));
       FAIL() << "accepted " << given << " of " << bytes << " bytes";
     } catch (const InvalidArgument& error) {
       EXPECT_EQ(error.argument(), "memory") << error.what();
@@ -138,8 +134,8 @@ TEST(Schedule, ShortMemoryThrows) {
 TEST(Schedule, UnalignedMemoryThrows) {
   const Scheduled s;
   GuardedBuffer memory(s.size(Direction::forward) + 8, "schedule");
-  EXPECT_THROW(s.build(span_of(memory).subspan(8), testing::in_turn(1)), InvalidArgument);
+  EXPECT_THROW(s.build(span_of(memory).subspan(8), in_turn(1)), InvalidArgument);
 }
 
 }  // namespace
-}  // namespace flash_dmattn
+}  // namespace flash_dmattn::testing

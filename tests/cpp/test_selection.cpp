@@ -18,14 +18,8 @@
 #include "support/run.h"
 #include "support/tensor.h"
 
-namespace flash_dmattn {
+namespace flash_dmattn::testing {
 namespace {
-
-using testing::Element;
-using testing::GuardedBuffer;
-using testing::Layout;
-using testing::Random;
-using testing::Tensor;
 
 constexpr double infinity = std::numeric_limits<double>::infinity();
 
@@ -58,12 +52,12 @@ struct SelectionProblem {
   SelectionProblem(const SelectionArgs& shape, Scores kind, bool masked, Layout layout,
                    Random& random)
       : args(shape),
-        scores("scores", testing::element_of(args.scores_dtype),
-               {args.batch, args.heads, args.seqlen_k, 1}, layout),
+        scores("scores", element_of(args.scores_dtype), {args.batch, args.heads, args.seqlen_k, 1},
+               layout),
         key_mask("key_mask", Element::u8, scores.shape(), layout),
         intervals(static_cast<std::size_t>(scores.elements()) * sizeof(KeyInterval), "intervals") {
-    scores.fill([&](const testing::Index& i) { return score(kind, random, i[2]); });
-    key_mask.fill([&](const testing::Index&) { return random.below(4) != 0; });
+    scores.fill([&](const Index& i) { return score(kind, random, i[2]); });
+    key_mask.fill([&](const Index&) { return random.below(4) != 0; });
     args.scores = scores.const_view().data;
     args.scores_stride = {scores.stride()[0], scores.stride()[1], scores.stride()[2]};
     if (masked) args.key_mask = static_cast<const std::uint8_t*>(key_mask.const_view().data);
@@ -84,7 +78,7 @@ struct SelectionProblem {
 
 void expect_as_defined(SelectionProblem& problem, const std::string& what) {
   const SelectionArgs& args = problem.args;
-  problem.select(testing::in_turn(1));
+  problem.select(in_turn(1));
   for (std::int64_t b = 0; b < args.batch; ++b) {
     for (std::int64_t h = 0; h < args.heads; ++h) {
       const auto expected = reference::select_key_intervals(args, b, h);
@@ -185,18 +179,18 @@ TEST(Selection, RandomRulesMatchDefinition) {
     args.causal = random.below(5) != 0;
     args.scores_dtype = static_cast<DType>(random.below(4));
     std::vector<std::int64_t> head_windows;
-    args.keep = testing::random_rule(args, head_windows, random);
+    args.keep = random_rule(args, head_windows, random);
     const auto layout = static_cast<Layout>(random.below(4));
     const Scores kind = all_scores[random.below(std::size(all_scores))];
     SelectionProblem problem(args, kind, random.below(2) == 0, layout, random);
-    expect_as_defined(problem, testing::text_of(args));
+    expect_as_defined(problem, text_of(args));
     if (HasFatalFailure()) return;
     const KeyBound bound = key_bound(args);
     for (std::int64_t row = 0; row < args.batch * args.heads; ++row) {
       const KeyInterval* intervals = problem.result() + row * args.seqlen_k;
       for (const std::int64_t queries : {1, 3, 8}) {
         ASSERT_LE(most_keys(args, intervals, queries), bound.base + bound.per_query * queries)
-            << testing::text_of(args) << ", " << queries << " consecutive queries";
+            << text_of(args) << ", " << queries << " consecutive queries";
       }
     }
     rows += static_cast<int>(args.batch * args.heads);
@@ -205,13 +199,13 @@ TEST(Selection, RandomRulesMatchDefinition) {
 
 TEST(Selection, LongRowsWithRulesMatchDefinition) {
   Random random(8);
-  for (int round = 0; round < (testing::is_quick_run() ? 6 : 24); ++round) {
+  for (int round = 0; round < (is_quick_run() ? 6 : 24); ++round) {
     SelectionArgs args = shape_of(1 + random.below(300), 1 + random.below(1200), 0);
     std::vector<std::int64_t> head_windows;
-    args.keep = testing::random_rule(args, head_windows, random);
+    args.keep = random_rule(args, head_windows, random);
     SelectionProblem problem(args, all_scores[random.below(std::size(all_scores))],
                              random.below(2) == 0, Layout::contiguous, random);
-    expect_as_defined(problem, testing::text_of(args));
+    expect_as_defined(problem, text_of(args));
   }
 }
 
@@ -273,7 +267,7 @@ TEST(Selection, MissingStridesMeanDense) {
   const std::vector<KeyInterval> expected(given.result(), given.result() + entries);
   given.args.scores_stride = SelectionArgs{}.scores_stride;
   given.args.key_mask_stride = SelectionArgs{}.key_mask_stride;
-  given.select(testing::in_turn(1));
+  given.select(in_turn(1));
   expect_intervals({given.result(), given.result() + entries}, expected);
 }
 
@@ -329,11 +323,10 @@ TEST(Selection, WorkerCountDoesNotChangeIntervals) {
   args.batch = 3;
   args.heads = 5;
   SelectionProblem problem(args, Scores::few, true, Layout::padded, random);
-  problem.select(testing::in_turn(1));
+  problem.select(in_turn(1));
   const std::vector<std::byte> expected(problem.intervals.data(),
                                         problem.intervals.data() + problem.intervals.size());
-  for (const Execution& execution :
-       {testing::in_turn(4), testing::on_threads(3), testing::on_threads(31), testing::on_pool()}) {
+  for (const Execution& execution : {in_turn(4), on_threads(3), on_threads(31), on_pool()}) {
     problem.select(execution);
     EXPECT_TRUE(std::equal(expected.begin(), expected.end(), problem.intervals.data()));
   }
@@ -449,4 +442,4 @@ TEST_F(SelectionArguments, BoundOfInvalidArgumentThrows) {
 }
 
 }  // namespace
-}  // namespace flash_dmattn
+}  // namespace flash_dmattn::testing

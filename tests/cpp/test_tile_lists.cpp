@@ -12,12 +12,8 @@
 #include "support/random.h"
 #include "support/run.h"
 
-namespace flash_dmattn {
+namespace flash_dmattn::testing {
 namespace {
-
-using testing::GuardedBuffer;
-using testing::OwnedTileLists;
-using testing::Random;
 
 // Intervals [batch, heads, Sk], and the arguments that refer to them.
 struct Intervals {
@@ -76,7 +72,7 @@ TileKeys keys_of(const TileListArgs& args, std::int64_t b, std::int64_t h, std::
 }
 
 void expect_as_defined(const TileListArgs& args) {
-  const OwnedTileLists owned = testing::make_tile_lists(args, testing::in_turn(1));
+  const OwnedTileLists owned = make_tile_lists(args, in_turn(1));
   const QueryTileLists& lists = owned.lists;
   ASSERT_EQ(lists.tile_rows, args.tile_rows);
   ASSERT_EQ(lists.tiles, (args.seqlen_q + args.tile_rows - 1) / args.tile_rows);
@@ -98,13 +94,13 @@ void expect_as_defined(const TileListArgs& args) {
       }
     }
   }
-  EXPECT_EQ(tile_list_entries(Device::cpu, args, testing::in_turn(1)), entries);
+  EXPECT_EQ(tile_list_entries(Device::cpu, args, in_turn(1)), entries);
 }
 
 // Expects that the bound holds for consecutive tiles.
 void expect_bound_holds(const TileListArgs& args, const KeyBound& bound) {
   ASSERT_TRUE(bound.known());
-  const OwnedTileLists owned = testing::make_tile_lists(args, testing::in_turn(1));
+  const OwnedTileLists owned = make_tile_lists(args, in_turn(1));
   const QueryTileLists& lists = owned.lists;
   for (std::int64_t row = 0; row < args.batch * args.heads; ++row) {
     for (std::int64_t first = 0; first < lists.tiles; ++first) {
@@ -120,7 +116,7 @@ void expect_bound_holds(const TileListArgs& args, const KeyBound& bound) {
 }
 
 void expect_bound(const TileListArgs& args) {
-  Execution execution = testing::in_turn(2);
+  Execution execution = in_turn(2);
   GuardedBuffer workspace(measure_workspace_size(Device::cpu, args, execution), "workspace");
   execution.workspace = workspace.data();
   execution.workspace_bytes = workspace.size();
@@ -137,7 +133,7 @@ TEST(TileLists, MeasuredBoundHoldsForTilesOf64Queries) {
                            .seqlen_q = 2048,
                            .seqlen_k = 2048,
                            .intervals = intervals.args.intervals};
-    Execution execution = testing::in_turn(2);
+    Execution execution = in_turn(2);
     GuardedBuffer workspace(measure_workspace_size(args, execution), "workspace");
     execution.workspace = workspace.data();
     execution.workspace_bytes = workspace.size();
@@ -168,7 +164,7 @@ TEST(TileLists, RandomIntervalsMatchDefinition) {
 TEST(TileLists, SlidingWindowMeasuresTightBound) {
   Intervals intervals(1, 1, 640, 640, 64, false);
   intervals.fill([](std::int64_t j) { return Pair{j, j + 100}; });
-  Execution execution = testing::in_turn(1);
+  Execution execution = in_turn(1);
   GuardedBuffer workspace(measure_workspace_size(Device::cpu, intervals.args, execution),
                           "workspace");
   execution.workspace = workspace.data();
@@ -211,7 +207,7 @@ TEST(TileLists, HandmadeIntervalsMatchDefinition) {
 TEST(TileLists, KeySeenByAllRowsOfAShortTileIsFull) {
   Intervals intervals(1, 1, 10, 1, 8);
   intervals.fill([](std::int64_t) { return Pair{8, 10}; });
-  const OwnedTileLists owned = testing::make_tile_lists(intervals.args, testing::in_turn(1));
+  const OwnedTileLists owned = make_tile_lists(intervals.args, in_turn(1));
   EXPECT_EQ(owned.lists.count[0], 0);
   EXPECT_EQ(owned.lists.count[1], 1);
   EXPECT_EQ(owned.lists.full[1], 1);
@@ -219,11 +215,11 @@ TEST(TileLists, KeySeenByAllRowsOfAShortTileIsFull) {
 
 TEST(TileLists, SharedIntervalsGiveStrideZero) {
   Intervals intervals(1, 1, 10, 10, 4);
-  const OwnedTileLists shared = testing::make_tile_lists(intervals.args, testing::in_turn(1));
+  const OwnedTileLists shared = make_tile_lists(intervals.args, in_turn(1));
   EXPECT_EQ(shared.lists.stride_batch, 0);
   EXPECT_EQ(shared.lists.stride_head, 0);
   Intervals many(2, 3, 10, 10, 4);
-  const OwnedTileLists separate = testing::make_tile_lists(many.args, testing::in_turn(1));
+  const OwnedTileLists separate = make_tile_lists(many.args, in_turn(1));
   EXPECT_EQ(separate.lists.stride_batch, 9);
   EXPECT_EQ(separate.lists.stride_head, 3);
 }
@@ -240,10 +236,9 @@ TEST(TileLists, WorkerCountDoesNotChangeLists) {
       interval = {static_cast<std::int32_t>(random.below(1000)),
                   static_cast<std::int32_t>(random.below(1000))};
     }
-    const OwnedTileLists expected = testing::make_tile_lists(intervals.args, testing::in_turn(1));
-    for (const Execution& execution : {testing::in_turn(5), testing::on_threads(2),
-                                       testing::on_threads(23), testing::on_pool()}) {
-      const OwnedTileLists actual = testing::make_tile_lists(intervals.args, execution);
+    const OwnedTileLists expected = make_tile_lists(intervals.args, in_turn(1));
+    for (const Execution& execution : {in_turn(5), on_threads(2), on_threads(23), on_pool()}) {
+      const OwnedTileLists actual = make_tile_lists(intervals.args, execution);
       EXPECT_TRUE(same_bytes(actual.begin, expected.begin));
       EXPECT_TRUE(same_bytes(actual.count, expected.count));
       EXPECT_TRUE(same_bytes(actual.full, expected.full));
@@ -255,7 +250,7 @@ TEST(TileLists, WorkerCountDoesNotChangeLists) {
 TEST(TileLists, SlidingWindowTouchesFewKeysPerTile) {
   Intervals intervals(1, 1, 4096, 4096, 64);
   intervals.fill([](std::int64_t j) { return Pair{j, j + 512}; });
-  const OwnedTileLists owned = testing::make_tile_lists(intervals.args, testing::in_turn(1));
+  const OwnedTileLists owned = make_tile_lists(intervals.args, in_turn(1));
   for (std::int64_t t = 0; t < owned.lists.tiles; ++t)
     EXPECT_LE(owned.lists.count[t], 512 + 64 - 1);
 }
@@ -321,4 +316,4 @@ TEST_F(TileListArguments, NothingVisibleAllowsNullKeys) {
 }
 
 }  // namespace
-}  // namespace flash_dmattn
+}  // namespace flash_dmattn::testing

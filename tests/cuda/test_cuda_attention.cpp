@@ -8,7 +8,6 @@
 #include "device_case.h"
 #include "support/cases.h"
 #include "support/compare.h"
-#include "support/yardstick.h"
 
 // The backend "cuda" against the reference, over the same case table as the CPU's.
 namespace flash_dmattn {
@@ -20,7 +19,6 @@ using testing::DeviceCase;
 using testing::on_device;
 using testing::Results;
 using testing::Walk;
-using testing::Yardstick;
 
 Results run(Data& data, Walk walk = Walk::full_first) { return DeviceCase(data, walk).run(); }
 
@@ -43,21 +41,20 @@ TEST_P(CudaTable, ResultsAreWithinBounds) {
   if (!info.available) GTEST_SKIP() << info.reason;
   ASSERT_EQ(supports(on_device(c.problem), "cuda"), "");
   Data data(c);
-  const Results expected = testing::oracle(data);
-  const Yardstick yardstick(data);
+  const testing::Bounds bounds(data);
   {
     SCOPED_TRACE("with the schedule");
-    testing::expect_close(data, run(data), expected, yardstick);
+    bounds.expect(run(data));
   }
   if (data.has_intervals()) {
     SCOPED_TRACE("without a schedule");
-    testing::expect_close(data, run(data, Walk::intervals), expected, yardstick);
+    bounds.expect(run(data, Walk::intervals));
   }
   data.problem.deterministic = true;
   for (const Walk walk : {Walk::by_position, Walk::full_first, Walk::intervals}) {
     SCOPED_TRACE("deterministic, walk " + std::to_string(static_cast<int>(walk)));
     const Results first = run(data, walk);
-    testing::expect_close(data, first, expected, yardstick);
+    bounds.expect(first);
     testing::expect_same_bits(first, run(data, walk));
     if (!data.has_intervals()) break;
   }

@@ -297,14 +297,11 @@ Data Data::to_f64() const {
   wide.dtype = DType::f64;
   wide.bias_dtype = DType::f64;
   Data result(wide);
-  const auto copy = [](const Tensor& from) {
-    return [&from](const Index& index) { return from.get(index); };
-  };
-  result.q.fill(copy(q));
-  result.k.fill(copy(k));
-  result.v.fill(copy(v));
-  result.dout.fill(copy(dout));
-  result.mask.fill(copy(mask));
+  result.q.fill(elements_of(q));
+  result.k.fill(elements_of(k));
+  result.v.fill(elements_of(v));
+  result.dout.fill(elements_of(dout));
+  result.mask.fill(elements_of(mask));
   result.bias.fill([&](const Index& index) {
     const double value = bias.get(index);
     return value > mask_value(problem.bias_dtype) ? value
@@ -313,7 +310,7 @@ Data Data::to_f64() const {
   result.intervals = intervals;
   if (has_dlse()) {
     result.add_dlse();
-    result.dlse.fill(copy(dlse));
+    result.dlse.fill(elements_of(dlse));
   }
   return result;
 }

@@ -51,6 +51,11 @@ Placement place(const Shape& shape, Layout layout, bool broadcast) {
 
 }  // namespace
 
+std::string text(const Index& i) {
+  return "[" + std::to_string(i[0]) + ", " + std::to_string(i[1]) + ", " + std::to_string(i[2]) +
+         ", " + std::to_string(i[3]) + "]";
+}
+
 Element element_of(DType dtype) {
   switch (dtype) {
     case DType::f64: return Element::f64;

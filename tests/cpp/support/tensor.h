@@ -14,6 +14,8 @@ namespace flash_dmattn::testing {
 using Shape = std::array<std::int64_t, 4>;
 using Index = std::array<std::int64_t, 4>;
 
+std::string text(const Index& index);
+
 enum class Element : std::uint8_t { f32, bf16, f16, f64, u8 };
 Element element_of(DType dtype);
 double largest(Element element);  // the largest finite number
@@ -106,5 +108,10 @@ class Tensor {
   std::int64_t origin_ = 0;  // offset of element {0, 0, 0, 0}
   GuardedBuffer buffer_;
 };
+
+// The elements of a tensor, to fill another one with.
+inline auto elements_of(const Tensor& tensor) {
+  return [&tensor](const Index& index) { return tensor.get(index); };
+}
 
 }  // namespace flash_dmattn::testing
