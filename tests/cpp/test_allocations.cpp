@@ -43,13 +43,8 @@ void operator delete(void* memory, std::size_t) noexcept { release(memory); }
 void operator delete(void* memory, std::align_val_t) noexcept { release(memory); }
 void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { release(memory); }
 
-namespace flash_dmattn {
+namespace flash_dmattn::testing {
 namespace {
-
-using testing::Case;
-using testing::Data;
-using testing::OwnedSchedule;
-using testing::Results;
 
 template <class Function>
 int allocations_of(const Function& function) {
@@ -60,18 +55,6 @@ int allocations_of(const Function& function) {
   return allocations;
 }
 
-// An execution that owns its workspace.
-struct WithWorkspace {
-  testing::GuardedBuffer buffer;
-  Execution execution;
-
-  WithWorkspace(std::size_t bytes, const Execution& without)
-      : buffer(bytes, "workspace"), execution(without) {
-    execution.workspace = buffer.data();
-    execution.workspace_bytes = buffer.size();
-  }
-};
-
 TEST(Allocations, OperatorNewIsCounted) {
   EXPECT_EQ(allocations_of([] { delete new int(0); }), 1);
 }
@@ -79,47 +62,31 @@ TEST(Allocations, OperatorNewIsCounted) {
 class AttentionAllocations : public ::testing::TestWithParam<const char*> {};
 
 TEST_P(AttentionAllocations, ForwardAndBackwardAllocateNothing) {
-  const Execution execution = testing::on_pool();
+  const Execution execution = on_pool();
   // The reference is slow, and without a name the CPU backend runs again, so both take every eighth case.
-  const std::size_t step =
-      (std::string(GetParam()) == "cpu" ? 1 : 8) * (testing::is_quick_run() ? 4 : 1);
-  for (std::size_t i = 0; i < testing::attention_cases().size(); i += step) {
-    const Case& c = testing::attention_cases()[i];
+  const std::size_t step = (std::string(GetParam()) == "cpu" ? 1 : 8) * (is_quick_run() ? 4 : 1);
+  for (std::size_t i = 0; i < attention_cases().size(); i += step) {
+    const Case& c = attention_cases()[i];
     if (c.slow || !supports(c.problem, GetParam()).empty()) continue;
     const Data data(c);
     Results results(data);
-    ForwardArgs forward_args{.problem = data.problem, .in = data.inputs()};
-    const OwnedSchedule forward_schedule =
-        testing::make_schedule(data, Direction::forward, GetParam());
-    const OwnedSchedule backward_schedule =
-        testing::make_schedule(data, Direction::backward, GetParam());
-    forward_args.schedule = forward_schedule.schedule;
-    forward_args.out = results.out.view();
-    forward_args.lse = testing::row_values(results.lse);
-    forward_args.lse_low = testing::row_values(results.lse_low);
-    BackwardArgs backward_args{.problem = data.problem, .in = forward_args.in};
-    backward_args.schedule = backward_schedule.schedule;
-    backward_args.out = results.out.const_view();
-    backward_args.lse = testing::row_values(results.lse);
-    backward_args.lse_low = testing::row_values(results.lse_low);
-    backward_args.dout = data.dout.const_view();
-    backward_args.dq = results.dq.view();
-    backward_args.dk = results.dk.view();
-    backward_args.dv = results.dv.view();
-    if (data.has_bias()) backward_args.dbias = results.dbias.view();
+    const OwnedSchedule for_forward = make_schedule(data, Direction::forward, GetParam());
+    const OwnedSchedule for_backward = make_schedule(data, Direction::backward, GetParam());
+    const ForwardArgs forwards = forward_args(data, for_forward.schedule, results);
+    const BackwardArgs backwards = backward_args(data, for_backward.schedule, results);
 
     std::size_t forward_bytes = 0, backward_bytes = 0;
     EXPECT_EQ(allocations_of([&] {
-                forward_bytes = forward_workspace_size(forward_args, execution, GetParam());
-                backward_bytes = backward_workspace_size(backward_args, execution, GetParam());
+                forward_bytes = forward_workspace_size(forwards, execution, GetParam());
+                backward_bytes = backward_workspace_size(backwards, execution, GetParam());
               }),
               0)
         << c.name;
-    const WithWorkspace forward_space(forward_bytes, execution);
-    const WithWorkspace backward_space(backward_bytes, execution);
+    const Workspace forward_space(forward_bytes, execution);
+    const Workspace backward_space(backward_bytes, execution);
     EXPECT_EQ(allocations_of([&] {
-                forward(forward_args, forward_space.execution, GetParam());
-                backward(backward_args, backward_space.execution, GetParam());
+                forward(forwards, forward_space, GetParam());
+                backward(backwards, backward_space, GetParam());
               }),
               0)
         << c.name;
@@ -130,8 +97,8 @@ INSTANTIATE_TEST_SUITE_P(Backends, AttentionAllocations, ::testing::Values("cpu"
 
 TEST(Allocations, SelectionAndScheduleAllocateNothing) {
   constexpr std::int64_t heads = 3, seqlen = 700;
-  const Execution execution = testing::on_pool();
-  testing::Random random(5);
+  const Execution execution = on_pool();
+  Random random(5);
   std::vector<float> scores(heads * seqlen);
   for (float& score : scores) score = static_cast<float>(random.normal());
   std::vector<KeyInterval> intervals(scores.size());
@@ -143,8 +110,8 @@ TEST(Allocations, SelectionAndScheduleAllocateNothing) {
     args.scores = scores.data();
     args.scores_dtype = DType::f32;
     args.intervals = intervals.data();
-    const WithWorkspace space(select_workspace_size(args, execution), execution);
-    EXPECT_EQ(allocations_of([&] { select_key_intervals(args, space.execution); }), 0);
+    const Workspace space(select_workspace_size(args, execution), execution);
+    EXPECT_EQ(allocations_of([&] { select_key_intervals(args, space); }), 0);
 
     const Problem problem{.batch = 1,
                           .heads_q = heads,
@@ -165,12 +132,10 @@ TEST(Allocations, SelectionAndScheduleAllocateNothing) {
                 bytes = schedule_size(problem, visibility, direction, execution);
               }),
               0);
-    const WithWorkspace schedule_space(workspace_bytes, execution);
-    testing::GuardedBuffer memory(bytes, "schedule");
-    EXPECT_EQ(allocations_of([&] {
-                build_schedule(problem, visibility, direction, {memory.data(), memory.size()},
-                               schedule_space.execution);
-              }),
+    const Workspace schedule_space(workspace_bytes, execution);
+    GuardedBuffer memory(bytes, "schedule");
+    EXPECT_EQ(allocations_of(
+                  [&] { build_schedule(problem, visibility, direction, memory, schedule_space); }),
               0);
   }
 }
@@ -182,10 +147,10 @@ TEST(Allocations, KvCachesAllocateNothing) {
                            .chunk = 5,
                            .head_dim = 16,
                            .dtype = DType::bf16};
-  const Execution execution = testing::on_pool();
-  testing::GuardedBuffer memory(kv_cache_size(shape), "cache");
-  testing::GuardedBuffer other(kv_cache_size(shape), "other");
-  KvCache cache = kv_cache_in({memory.data(), memory.size()}, shape);
+  const Execution execution = on_pool();
+  GuardedBuffer memory(kv_cache_size(shape), "cache");
+  GuardedBuffer other(kv_cache_size(shape), "other");
+  KvCache cache = kv_cache_in(memory, shape);
   std::vector<std::uint16_t> numbers(2 * 5 * 4 * 16);
   std::vector<float> scores(2 * 2 * 5), lse(2 * 4);
   std::vector<KeyInterval> intervals(2 * 2 * 305);
@@ -193,8 +158,8 @@ TEST(Allocations, KvCachesAllocateNothing) {
   const auto stride = contiguous_strides({2, 5, 2, 16});
   const auto one = contiguous_strides({2, 1, 2, 16});
   const auto of_q = contiguous_strides({2, 1, 4, 16});
-  const WithWorkspace space(1 << 20, execution);
-  const std::span<std::byte> workspace = testing::workspace_of(space.execution);
+  const Workspace space(1 << 20, execution);
+  const std::span<std::byte> workspace = workspace_of(space);
   for (const char* backend : {"cpu", "reference"}) {
     EXPECT_EQ(
         allocations_of([&] {
@@ -219,9 +184,7 @@ TEST(Allocations, KvCachesAllocateNothing) {
                 .intervals = {intervals.data()},
                 .seqlen_q = 5},
                execution, backend);
-          copy_rows({.from = cache,
-                     .to = kv_cache_in({other.data(), other.size()}, shape),
-                     .index = index.data()},
+          copy_rows({.from = cache, .to = kv_cache_in(other, shape), .index = index.data()},
                     execution, backend);
           DecodeStepCall({.cache = cache,
                           .heads_q = 4,
@@ -241,4 +204,4 @@ TEST(Allocations, KvCachesAllocateNothing) {
 }
 
 }  // namespace
-}  // namespace flash_dmattn
+}  // namespace flash_dmattn::testing

@@ -12,12 +12,6 @@
 namespace flash_dmattn::testing {
 namespace {
 
-template <class Args>
-void run_in_new_workspace(const CheckedCall<Args>& call) {
-  GuardedBuffer workspace(call.workspace_size(), "workspace");
-  call.run({workspace.data(), workspace.size()});
-}
-
 class CheckedCalls : public ::testing::TestWithParam<const char*> {};
 
 TEST_P(CheckedCalls, SizeEqualsThatOfTheFunctions) {
@@ -92,8 +86,7 @@ TEST(Calls, CopyOfAScheduleCallBuildsTheSameSchedule) {
   original.reset();
   GuardedBuffer memory(copy.size(), "schedule");
   GuardedBuffer workspace(copy.workspace_size(), "workspace");
-  const Schedule schedule =
-      copy.build({memory.data(), memory.size()}, {workspace.data(), workspace.size()});
+  const Schedule schedule = copy.build(memory, workspace);
   EXPECT_TRUE(schedule.serves(Direction::forward));
   EXPECT_EQ(schedule.bytes(), copy.size());
 }

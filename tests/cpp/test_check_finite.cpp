@@ -7,9 +7,7 @@
 
 #include "api/check_finite.h"
 #include "flash_dmattn/flash_dmattn.h"
-#include "support/cases.h"
-#include "support/data.h"
-#include "support/run.h"
+#include "support/call.h"
 
 // Check mode (FLASH_DMATTN_CHECK_FINITE=1) on both backends.
 namespace flash_dmattn::testing {
@@ -21,19 +19,15 @@ constexpr double nan = std::numeric_limits<double>::quiet_NaN();
 class CheckFinite : public ::testing::TestWithParam<const char*> {
  protected:
   CheckFinite()
-      : data(case_from({{"batch", "2"},
-                        {"heads_q", "4"},
-                        {"heads_kv", "2"},
-                        {"seqlen_q", "5"},
-                        {"seqlen_k", "7"},
-                        {"head_dim", "8"},
-                        {"bias", "bv1k"},
-                        {"bias_fill", "inf"},  // -inf here and there, which is no error
-                        {"mask", "11q1"},
-                        {"mask_fill", "full"},
-                        {"dlse", "normal"},
-                        {"layout", "padded"},
-                        {"nonfinite", "propagate"}})),
+      : data(
+            case_from(Call::with_defaults({{"bias_fill", "inf"},  // -inf here and there is no error
+                                           {"mask", "11q1"},
+                                           {"mask_fill", "full"},
+                                           {"intervals", "none"},
+                                           {"causal", "0"},
+                                           {"dlse", "normal"},
+                                           {"layout", "padded"},
+                                           {"nonfinite", "propagate"}}))),
         results(data) {
     options.backend = GetParam();
     data.mask.set({0, 0, 3, 0}, 0);  // lse is -inf for query 3

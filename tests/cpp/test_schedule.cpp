@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "flash_dmattn/flash_dmattn.h"
 #include "selection/query_tile_lists.h"
 #include "selection/schedule_contents.h"
+#include "support/expect_invalid.h"
 #include "support/random.h"
 #include "support/run.h"
 
@@ -45,22 +47,18 @@ struct Scheduled {
     return schedule_size(problem, visibility, direction, in_turn(1), "cpu");
   }
 
-  Schedule build(std::span<std::byte> memory, Execution execution,
+  Schedule build(std::span<std::byte> memory, const Execution& execution,
                  Direction direction = Direction::forward) const {
-    GuardedBuffer workspace(
-        schedule_workspace_size(problem, visibility, direction, execution, "cpu"), "workspace");
-    execution.workspace = workspace.data();
-    execution.workspace_bytes = workspace.size();
-    return build_schedule(problem, visibility, direction, memory, execution, "cpu");
+    const ScheduleCall call(problem, visibility, direction, execution, "cpu");
+    GuardedBuffer workspace(call.workspace_size(), "workspace");
+    return call.build(memory, workspace);
   }
 };
-
-std::span<std::byte> span_of(GuardedBuffer& buffer) { return {buffer.data(), buffer.size()}; }
 
 TEST(Schedule, HasTileListsOfIntervals) {
   const Scheduled s;
   GuardedBuffer memory(s.size(Direction::forward), "schedule");
-  const Schedule schedule = s.build(span_of(memory), in_turn(1));
+  const Schedule schedule = s.build(memory, in_turn(1));
   const ScheduleContents contents = ScheduleContents::of(schedule);
   ASSERT_EQ(contents.kind, ScheduleKind::query_tile_lists);
   const QueryTileLists actual = query_tile_lists(schedule, {}, contents.tile_rows);
@@ -86,20 +84,20 @@ TEST(Schedule, CpuScheduleServesBothDirections) {
   ASSERT_EQ(s.size(Direction::forward), s.size(Direction::backward));
   GuardedBuffer forward(s.size(Direction::forward), "schedule");
   GuardedBuffer backward(s.size(Direction::backward), "schedule");
-  const Schedule schedule = s.build(span_of(forward), in_turn(1));
+  const Schedule schedule = s.build(forward, in_turn(1));
   EXPECT_TRUE(schedule.serves(Direction::forward));
   EXPECT_TRUE(schedule.serves(Direction::backward));
-  s.build(span_of(backward), in_turn(1), Direction::backward);
+  s.build(backward, in_turn(1), Direction::backward);
   EXPECT_TRUE(std::equal(forward.data(), forward.data() + forward.size(), backward.data()));
 }
 
 TEST(Schedule, WorkerCountDoesNotChangeSchedule) {
   const Scheduled s;
   GuardedBuffer expected(s.size(Direction::forward), "schedule");
-  s.build(span_of(expected), in_turn(1));
+  s.build(expected, in_turn(1));
   for (const Execution& execution : {in_turn(5), on_threads(3), on_pool()}) {
     GuardedBuffer actual(s.size(Direction::forward), "schedule");
-    s.build(span_of(actual), execution);
+    s.build(actual, execution);
     EXPECT_TRUE(std::equal(actual.data(), actual.data() + actual.size(), expected.data()));
   }
 }
@@ -122,19 +120,15 @@ TEST(Schedule, ShortMemoryThrows) {
   const std::size_t bytes = s.size(Direction::forward);
   for (const std::size_t given : {std::size_t{0}, bytes / 8, bytes - workspace_alignment}) {
     GuardedBuffer memory(given, "schedule");
-    try {
-      s.build(span_of(memory), in_turn(1));
-      FAIL() << "accepted " << given << " of " << bytes << " bytes";
-    } catch (const InvalidArgument& error) {
-      EXPECT_EQ(error.argument(), "memory") << error.what();
-    }
+    SCOPED_TRACE(std::to_string(given) + " of " + std::to_string(bytes) + " bytes");
+    expect_invalid([&] { s.build(memory, in_turn(1)); }, "memory");
   }
 }
 
 TEST(Schedule, UnalignedMemoryThrows) {
   const Scheduled s;
   GuardedBuffer memory(s.size(Direction::forward) + 8, "schedule");
-  EXPECT_THROW(s.build(span_of(memory).subspan(8), in_turn(1)), InvalidArgument);
+  EXPECT_THROW(s.build(std::span<std::byte>(memory).subspan(8), in_turn(1)), InvalidArgument);
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include "reference/selection.h"
 #include "support/buffer.h"
 #include "support/cases.h"
+#include "support/expect_invalid.h"
 #include "support/key_selection.h"
 #include "support/random.h"
 #include "support/run.h"
@@ -67,12 +68,9 @@ struct SelectionProblem {
 
   KeyInterval* result() { return reinterpret_cast<KeyInterval*>(intervals.data()); }
 
-  void select(Execution execution) {
+  void select(const Execution& execution) {
     intervals.poison();
-    GuardedBuffer workspace(select_workspace_size(args, execution), "workspace");
-    execution.workspace = workspace.data();
-    execution.workspace_bytes = workspace.size();
-    select_key_intervals(args, execution);
+    run_in_new_workspace(SelectCall(args, execution));
   }
 };
 
@@ -110,11 +108,7 @@ std::vector<KeyInterval> select(SelectionArgs args, const std::vector<float>& sc
   args.scores = scores.data();
   args.scores_stride = {0, 0, 1};
   args.intervals = intervals.data();
-  Execution execution;
-  GuardedBuffer workspace(select_workspace_size(args, execution), "workspace");
-  execution.workspace = workspace.data();
-  execution.workspace_bytes = workspace.size();
-  select_key_intervals(args, execution);
+  run_in_new_workspace(SelectCall(args, in_turn(1)));
   return intervals;
 }
 
@@ -361,18 +355,8 @@ class SelectionArguments : public ::testing::Test {
     execution_.workspace_bytes = workspace_.size();
   }
 
-  template <class Call>
-  static void expect_error(const std::string& argument, const Call& call) {
-    try {
-      call();
-      FAIL() << "accepted a bad " << argument;
-    } catch (const InvalidArgument& error) {
-      EXPECT_EQ(error.argument(), argument) << error.what();
-    }
-  }
-
   void expect_rejected(const std::string& argument) {
-    expect_error(argument, [&] { select_key_intervals(args_, execution_); });
+    expect_invalid([&] { select_key_intervals(args_, execution_); }, argument);
     for (const KeyInterval& interval : intervals_) EXPECT_EQ(interval.first, -7);
   }
 
@@ -434,7 +418,7 @@ TEST_F(SelectionArguments, BoundOfInvalidArgumentThrows) {
   const auto with = [&](auto change, const std::string& argument) {
     args_ = good;
     change();
-    expect_error(argument, [&] { key_bound(args_); });
+    expect_invalid([&] { key_bound(args_); }, argument);
   };
   with([&] { args_.heads = -1; }, "heads");
   with([&] { args_.seqlen_k = -1; }, "seqlen_k");

@@ -9,6 +9,7 @@
 #include "flash_dmattn/error.h"
 #include "flash_dmattn/selection.h"
 #include "selection/query_tile_lists.h"
+#include "support/expect_invalid.h"
 #include "support/random.h"
 #include "support/run.h"
 
@@ -116,11 +117,9 @@ void expect_bound_holds(const TileListArgs& args, const KeyBound& bound) {
 }
 
 void expect_bound(const TileListArgs& args) {
-  Execution execution = in_turn(2);
-  GuardedBuffer workspace(measure_workspace_size(Device::cpu, args, execution), "workspace");
-  execution.workspace = workspace.data();
-  execution.workspace_bytes = workspace.size();
-  expect_bound_holds(args, measure_key_bound(Device::cpu, args, execution));
+  const Execution execution = in_turn(2);
+  const Workspace workspace(measure_workspace_size(Device::cpu, args, execution), execution);
+  expect_bound_holds(args, measure_key_bound(Device::cpu, args, workspace));
 }
 
 // Slots need a bound for any two neighbouring tiles of 64 queries, lists for tiles of 128.
@@ -133,11 +132,9 @@ TEST(TileLists, MeasuredBoundHoldsForTilesOf64Queries) {
                            .seqlen_q = 2048,
                            .seqlen_k = 2048,
                            .intervals = intervals.args.intervals};
-    Execution execution = in_turn(2);
-    GuardedBuffer workspace(measure_workspace_size(args, execution), "workspace");
-    execution.workspace = workspace.data();
-    execution.workspace_bytes = workspace.size();
-    expect_bound_holds(intervals.args, measure_key_bound(args, execution));
+    const Execution execution = in_turn(2);
+    const Workspace workspace(measure_workspace_size(args, execution), execution);
+    expect_bound_holds(intervals.args, measure_key_bound(args, workspace));
   }
 }
 
@@ -164,12 +161,10 @@ TEST(TileLists, RandomIntervalsMatchDefinition) {
 TEST(TileLists, SlidingWindowMeasuresTightBound) {
   Intervals intervals(1, 1, 640, 640, 64, false);
   intervals.fill([](std::int64_t j) { return Pair{j, j + 100}; });
-  Execution execution = in_turn(1);
-  GuardedBuffer workspace(measure_workspace_size(Device::cpu, intervals.args, execution),
-                          "workspace");
-  execution.workspace = workspace.data();
-  execution.workspace_bytes = workspace.size();
-  const KeyBound bound = measure_key_bound(Device::cpu, intervals.args, execution);
+  const Execution execution = in_turn(1);
+  const Workspace workspace(measure_workspace_size(Device::cpu, intervals.args, execution),
+                            execution);
+  const KeyBound bound = measure_key_bound(Device::cpu, intervals.args, workspace);
   EXPECT_EQ(bound.base, 99);
   EXPECT_EQ(bound.per_query, 1);
 }
@@ -264,12 +259,7 @@ class TileListArguments : public ::testing::Test {
   }
 
   void expect_rejected(const std::string& argument) {
-    try {
-      build_tile_lists(Device::cpu, args_, buffers_, execution_);
-      FAIL() << "accepted a bad " << argument;
-    } catch (const InvalidArgument& error) {
-      EXPECT_EQ(error.argument(), argument) << error.what();
-    }
+    expect_invalid([&] { build_tile_lists(Device::cpu, args_, buffers_, execution_); }, argument);
     EXPECT_EQ(begin_[0], -7);
     EXPECT_EQ(count_[0], -7);
     EXPECT_EQ(full_[0], -7);

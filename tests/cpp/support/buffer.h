@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <span>
 #include <string_view>
 #include <vector>
 
@@ -19,6 +20,7 @@ class GuardedBuffer {
   std::byte* data() { return data_; }  // aligned to workspace_alignment
   const std::byte* data() const { return data_; }
   std::size_t size() const { return size_; }
+  operator std::span<std::byte>() { return {data_, size_}; }
 
   void poison();
   bool guards_intact() const;

@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <functional>
 #include <string>
 #include <string_view>
 
@@ -11,6 +10,7 @@
 #include "support/cases.h"
 #include "support/compare.h"
 #include "support/data.h"
+#include "support/expect_invalid.h"
 #include "support/run.h"
 
 namespace flash_dmattn::testing {
@@ -28,26 +28,11 @@ struct Call {
 
   explicit Call(std::string_view name = "cpu", const CaseWords& words = {})
       : data(case_from(with_defaults(words))), results(data), backend(name) {
-    const Problem& p = data.problem;
     forward_schedule = make_schedule(data, Direction::forward, backend);
     backward_schedule = make_schedule(data, Direction::backward, backend);
 
-    forward_args.problem = p;
-    forward_args.in = data.inputs();
-    forward_args.schedule = forward_schedule.schedule;
-    forward_args.out = results.out.view();
-    forward_args.lse = row_values(results.lse);
-    backward_args.problem = p;
-    backward_args.in = forward_args.in;
-    backward_args.schedule = backward_schedule.schedule;
-    backward_args.out = results.out.const_view();
-    backward_args.lse = row_values(results.lse);
-    backward_args.dout = data.dout.const_view();
-    backward_args.dlse = data.dlse_values();
-    backward_args.dq = results.dq.view();
-    backward_args.dk = results.dk.view();
-    backward_args.dv = results.dv.view();
-    backward_args.dbias = results.dbias.view();
+    forward_args = testing::forward_args(data, forward_schedule.schedule, results);
+    backward_args = testing::backward_args(data, backward_schedule.schedule, results);
 
     execution = in_turn(2);
     workspace = GuardedBuffer(
@@ -79,19 +64,16 @@ struct Call {
   void run_forward() { forward(forward_args, execution, backend); }
   void run_backward() { backward(backward_args, execution, backend); }
 
+  // Expects every function that takes the arguments to throw for `argument`, and to write nothing.
+  void expect_rejected(const std::string& argument, const std::string& message) {
+    const auto expect = [&](const auto& action) { expect_invalid(action, argument, message); };
+    expect([&] { forward_workspace_size(forward_args, execution, backend); });
+    expect([&] { backward_workspace_size(backward_args, execution, backend); });
+    expect([&] { run_forward(); });
+    expect([&] { run_backward(); });
+    expect_nothing_written();
+  }
   void expect_nothing_written() const { expect_same_bits(results, Results(data)); }
 };
-
-// Expects `action` to throw InvalidArgument for `argument` with exactly this text after it.
-inline void expect_invalid(const std::function<void()>& action, const std::string& argument,
-                           const std::string& message) {
-  try {
-    action();
-    ADD_FAILURE() << "nothing thrown for " << argument;
-  } catch (const InvalidArgument& error) {
-    EXPECT_EQ(error.argument(), argument);
-    EXPECT_EQ(error.what(), argument + ": " + message);
-  }
-}
 
 }  // namespace flash_dmattn::testing

@@ -8,6 +8,7 @@
 #include "flash_dmattn/selection.h"
 #include "support/buffer.h"
 #include "support/random.h"
+#include "support/run.h"
 
 namespace flash_dmattn::testing {
 namespace {
@@ -154,11 +155,7 @@ void select(const Case& c, Random& random, Data& data) {
   args.scores = scores.data();
   args.scores_dtype = DType::f32;
   args.intervals = data.intervals.data();
-  Execution execution;
-  GuardedBuffer workspace(select_workspace_size(args, execution), "selection workspace");
-  execution.workspace = workspace.data();
-  execution.workspace_bytes = workspace.size();
-  select_key_intervals(args, execution);
+  run_in_new_workspace(SelectCall(args, in_turn(1)));
 }
 
 // A random end of an interval. Three of six are ordinary, and three are far from the queries.

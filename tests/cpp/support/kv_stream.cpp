@@ -18,13 +18,6 @@ namespace {
 
 constexpr float nan = std::numeric_limits<float>::quiet_NaN();
 
-// Runs a call with a new workspace.
-template <class Call>
-void run(const Call& call) {
-  GuardedBuffer workspace(call.workspace_size(), "workspace");
-  call.run({workspace.data(), workspace.size()});
-}
-
 std::array<std::int64_t, 4> by_token(std::int64_t batch, std::int64_t length, std::int64_t heads,
                                      std::int64_t head_dim) {
   return contiguous_strides({batch, length, heads, head_dim});
@@ -37,7 +30,7 @@ KvStream::KvStream(const StreamOptions& options)
       random_(options.seed),
       memory_(kv_cache_size(options.shape), "cache"),
       other_memory_(kv_cache_size(options.shape), "other cache"),
-      cache_(kv_cache_in({memory_.data(), memory_.size()}, options.shape)),
+      cache_(kv_cache_in(memory_, options.shape)),
       committed_(static_cast<std::size_t>(options.shape.batch)),
       pending_tokens_(committed_.size()) {
   if (!options_.head_windows.empty()) {
@@ -202,7 +195,7 @@ void KvStream::fill(std::int64_t length) {
                                   .key_mask = mask.data() + b * length,
                                   .key_mask_stride = {0, 0, 1},
                                   .intervals = of_row.data()};
-    run(SelectCall(selection, in_turn(2)));
+    run_in_new_workspace(SelectCall(selection, in_turn(2)));
     for (std::int64_t h = 0; h < s.heads_kv; ++h) {
       std::copy_n(of_row.begin() + h * keys, keys,
                   intervals.begin() + (b * s.heads_kv + h) * length);
@@ -247,7 +240,7 @@ void KvStream::step() {
                             .mask = {input.mask.data()},
                             .out = {out.data(), q_stride},
                             .lse = lse.data()};
-  run(DecodeStepCall(args, in_turn(2), options_.backend));
+  run_in_new_workspace(DecodeStepCall(args, in_turn(2), options_.backend));
   for (std::int64_t b = 0; b < s.batch; ++b) {
     auto& past = committed_[static_cast<std::size_t>(b)];
     past.push_back(input.tokens[static_cast<std::size_t>(b)][0]);
@@ -275,7 +268,7 @@ void KvStream::append(std::int64_t length) {
       "intervals");
   auto* const intervals = reinterpret_cast<KeyInterval*>(memory.data());
   const PendingIntervalsArgs seen{.cache = cache_, .seqlen_q = length, .intervals = intervals};
-  run(PendingIntervalsCall(seen, in_turn(2), options_.backend));
+  run_in_new_workspace(PendingIntervalsCall(seen, in_turn(2), options_.backend));
   std::vector<std::byte> out(input.q.size(), std::byte{0xff});
   std::vector<float> lse(static_cast<std::size_t>(s.batch * heads_q * length), nan);
   const auto q_stride = by_token(s.batch, length, heads_q, s.head_dim);
@@ -289,11 +282,10 @@ void KvStream::append(std::int64_t length) {
                                 Direction::forward, in_turn(2), options_.backend);
   GuardedBuffer schedule(scheduling.size(), "schedule");
   GuardedBuffer schedule_space(scheduling.workspace_size(), "workspace");
-  forward_args.schedule = scheduling.build({schedule.data(), schedule.size()},
-                                           {schedule_space.data(), schedule_space.size()});
+  forward_args.schedule = scheduling.build(schedule, schedule_space);
   forward_args.out = {out.data(), q_stride};
   forward_args.lse = lse.data();
-  run(ForwardCall(forward_args, in_turn(2), options_.backend));
+  run_in_new_workspace(ForwardCall(forward_args, in_turn(2), options_.backend));
   for (std::int64_t b = 0; b < s.batch; ++b) {
     auto& waiting = pending_tokens_[static_cast<std::size_t>(b)];
     std::vector<Token> past = committed_[static_cast<std::size_t>(b)];
@@ -317,13 +309,13 @@ void KvStream::commit(bool rows_differ) {
     waiting.clear();
   }
   const CommitArgs args{.cache = cache_, .keep = rows_differ ? keep.data() : nullptr};
-  run(CommitCall(args, in_turn(2), options_.backend));
+  run_in_new_workspace(CommitCall(args, in_turn(2), options_.backend));
   cache_.pending = 0;
 }
 
 void KvStream::reorder() {
   other_memory_.poison();
-  KvCache to = kv_cache_in({other_memory_.data(), other_memory_.size()}, options_.shape);
+  KvCache to = kv_cache_in(other_memory_, options_.shape);
   to.pending = cache_.pending;
   std::vector<std::int32_t> index;
   std::vector<std::vector<Token>> committed, waiting;

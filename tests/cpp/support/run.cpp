@@ -9,12 +9,6 @@
 namespace flash_dmattn::testing {
 namespace {
 
-void give(GuardedBuffer& workspace, std::byte fill, Execution& execution) {
-  std::fill_n(workspace.data(), workspace.size(), fill);
-  execution.workspace = workspace.data();
-  execution.workspace_bytes = workspace.size();
-}
-
 void expect_gaps_intact(const Tensor& tensor) {
   EXPECT_TRUE(tensor.gaps_intact()) << "written between the elements of " << tensor.name();
 }
@@ -55,44 +49,40 @@ Execution on_pool() {
   return pool.execution();
 }
 
-OwnedTileLists make_tile_lists(const TileListArgs& args, Execution execution) {
+Workspace::Workspace(std::size_t bytes, const Execution& execution)
+    : memory_(bytes, "workspace"), execution_(execution) {
+  execution_.workspace = memory_.data();
+  execution_.workspace_bytes = memory_.size();
+}
+
+OwnedTileLists make_tile_lists(const TileListArgs& args, const Execution& execution) {
   const auto bytes = [](std::int64_t count, std::size_t size) {
     return static_cast<std::size_t>(count) * size;
   };
   constexpr Device cpu = Device::cpu;
   const std::int64_t lists = args.lists();
-  GuardedBuffer workspace(tile_lists_workspace_size(cpu, args, execution), "tile list workspace");
-  execution.workspace = workspace.data();
-  execution.workspace_bytes = workspace.size();
+  const Workspace workspace(tile_lists_workspace_size(cpu, args, execution), execution);
   OwnedTileLists owned{
       .lists = {},
       .begin = GuardedBuffer(bytes(lists, sizeof(std::int64_t)), "begin"),
       .count = GuardedBuffer(bytes(lists, sizeof(std::int32_t)), "count"),
       .full = GuardedBuffer(bytes(lists, sizeof(std::int32_t)), "full"),
-      .keys = GuardedBuffer(bytes(tile_list_entries(cpu, args, execution), sizeof(std::int32_t)),
+      .keys = GuardedBuffer(bytes(tile_list_entries(cpu, args, workspace), sizeof(std::int32_t)),
                             "keys")};
   const TileListBuffers buffers{.begin = reinterpret_cast<std::int64_t*>(owned.begin.data()),
                                 .count = reinterpret_cast<std::int32_t*>(owned.count.data()),
                                 .full = reinterpret_cast<std::int32_t*>(owned.full.data()),
                                 .keys = reinterpret_cast<std::int32_t*>(owned.keys.data())};
-  owned.lists = build_tile_lists(cpu, args, buffers, execution);
+  owned.lists = build_tile_lists(cpu, args, buffers, workspace);
   return owned;
 }
 
 OwnedSchedule make_schedule(const Data& data, Direction direction, std::string_view backend) {
-  const Problem& p = data.problem;
-  const Visibility visibility = data.inputs().visibility;
-  Execution execution = in_turn(1);
   if (!data.has_intervals()) return {};
-  GuardedBuffer workspace(schedule_workspace_size(p, visibility, direction, execution, backend),
-                          "schedule workspace");
-  execution.workspace = workspace.data();
-  execution.workspace_bytes = workspace.size();
-  OwnedSchedule owned{.schedule = {},
-                      .memory = GuardedBuffer(
-                          schedule_size(p, visibility, direction, execution, backend), "schedule")};
-  owned.schedule = build_schedule(p, visibility, direction,
-                                  {owned.memory.data(), owned.memory.size()}, execution, backend);
+  const ScheduleCall call(data.problem, data.inputs().visibility, direction, in_turn(1), backend);
+  OwnedSchedule owned{.schedule = {}, .memory = GuardedBuffer(call.size(), "schedule")};
+  GuardedBuffer workspace(call.workspace_size(), "schedule workspace");
+  owned.schedule = call.build(owned.memory, workspace);
   return owned;
 }
 
@@ -116,46 +106,50 @@ Results::Results(const Data& data) {
   dbias = Tensor("dbias", element_of(p.bias_dtype), p.bias_shape, layout, true);
 }
 
+ForwardArgs forward_args(const Data& data, const Schedule& schedule, Results& results) {
+  return {.problem = data.problem,
+          .in = data.inputs(),
+          .schedule = schedule,
+          .out = results.out.view(),
+          .lse = row_values(results.lse),
+          .lse_low = row_values(results.lse_low)};
+}
+
+BackwardArgs backward_args(const Data& data, const Schedule& schedule, Results& results,
+                           const Wanted& wanted) {
+  const auto gradient = [](bool is_wanted, Tensor& tensor) {
+    return is_wanted ? tensor.view() : Tensor4{};
+  };
+  return {.problem = data.problem,
+          .in = data.inputs(),
+          .schedule = schedule,
+          .out = results.out.const_view(),
+          .lse = row_values(results.lse),
+          .lse_low = row_values(results.lse_low),
+          .dout = data.dout.const_view(),
+          .dlse = data.dlse_values(),
+          .dq = gradient(wanted.dq, results.dq),
+          .dk = gradient(wanted.dk, results.dk),
+          .dv = gradient(wanted.dv, results.dv),
+          .dbias = gradient(wanted.dbias && data.has_bias(), results.dbias)};
+}
+
 void run_forward(const Data& data, const RunOptions& options, Results& results) {
   const OwnedSchedule owned = make_schedule(data, Direction::forward, options.backend);
-  ForwardArgs args;
-  args.problem = data.problem;
-  args.in = data.inputs();
-  args.schedule = owned.schedule;
-  args.out = results.out.view();
-  args.lse = row_values(results.lse);
-  if (options.lse_low) args.lse_low = row_values(results.lse_low);
-
-  Execution execution = options.execution;
-  GuardedBuffer workspace(forward_workspace_size(args, execution, options.backend),
-                          "forward workspace");
-  give(workspace, options.workspace_fill, execution);
-  forward(args, execution, options.backend);
+  ForwardArgs args = forward_args(data, owned.schedule, results);
+  if (!options.lse_low) args.lse_low = nullptr;
+  run_in_new_workspace(ForwardCall(args, options.execution, options.backend),
+                       options.workspace_fill);
   free_upper_halves();
   expect_gaps_intact(results.out);
 }
 
 void run_backward(const Data& data, const RunOptions& options, Results& results) {
   const OwnedSchedule owned = make_schedule(data, Direction::backward, options.backend);
-  BackwardArgs args;
-  args.problem = data.problem;
-  args.in = data.inputs();
-  args.schedule = owned.schedule;
-  args.out = results.out.const_view();
-  args.lse = row_values(results.lse);
-  if (options.lse_low) args.lse_low = row_values(results.lse_low);
-  args.dout = data.dout.const_view();
-  args.dlse = data.dlse_values();
-  if (options.wanted.dq) args.dq = results.dq.view();
-  if (options.wanted.dk) args.dk = results.dk.view();
-  if (options.wanted.dv) args.dv = results.dv.view();
-  if (options.wanted.dbias && data.has_bias()) args.dbias = results.dbias.view();
-
-  Execution execution = options.execution;
-  GuardedBuffer workspace(backward_workspace_size(args, execution, options.backend),
-                          "backward workspace");
-  give(workspace, options.workspace_fill, execution);
-  backward(args, execution, options.backend);
+  BackwardArgs args = backward_args(data, owned.schedule, results, options.wanted);
+  if (!options.lse_low) args.lse_low = nullptr;
+  run_in_new_workspace(BackwardCall(args, options.execution, options.backend),
+                       options.workspace_fill);
   free_upper_halves();
   for (const Tensor* tensor : {&results.dq, &results.dk, &results.dv, &results.dbias}) {
     expect_gaps_intact(*tensor);

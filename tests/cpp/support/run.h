@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -7,6 +8,7 @@
 #include <vector>
 
 #include "flash_dmattn/attention.h"
+#include "flash_dmattn/calls.h"
 #include "selection/query_tile_lists.h"
 #include "support/buffer.h"
 #include "support/data.h"
@@ -18,6 +20,25 @@ Execution in_turn(int workers);     // runs workers one after the other on the c
 Execution on_threads(int workers);  // starts a thread for each worker, in descending order
 Execution on_pool();                // uses one pool of the library per process, with two threads
 
+// Memory of a call's workspace, and the execution that has it.
+class Workspace {
+ public:
+  Workspace(std::size_t bytes, const Execution& execution);
+  operator const Execution&() const { return execution_; }
+
+ private:
+  GuardedBuffer memory_;
+  Execution execution_;
+};
+
+// Runs a call with a workspace of exactly its size, which has this byte everywhere.
+template <class Call>
+void run_in_new_workspace(const Call& call, std::byte fill = std::byte{0xFF}) {
+  GuardedBuffer workspace(call.workspace_size(), "workspace");
+  std::fill_n(workspace.data(), workspace.size(), fill);
+  call.run(workspace);
+}
+
 // The workspace of an execution.
 inline std::span<std::byte> workspace_of(const Execution& execution) {
   return {static_cast<std::byte*>(execution.workspace), execution.workspace_bytes};
@@ -28,7 +49,7 @@ struct OwnedTileLists {
   QueryTileLists lists;
   GuardedBuffer begin, count, full, keys;
 };
-OwnedTileLists make_tile_lists(const TileListArgs& args, Execution execution);
+OwnedTileLists make_tile_lists(const TileListArgs& args, const Execution& execution);
 
 // The schedule of `data` for a direction, in a guarded buffer of exactly its size.
 struct OwnedSchedule {
@@ -60,6 +81,11 @@ struct Results {
 
 // A view of lse or lse_low with the type that the problem's dtype requires.
 RowValues row_values(Tensor& tensor);
+
+// The arguments of the calls, with results as their outputs.
+ForwardArgs forward_args(const Data& data, const Schedule& schedule, Results& results);
+BackwardArgs backward_args(const Data& data, const Schedule& schedule, Results& results,
+                           const Wanted& wanted = {});
 
 // Both functions use a workspace of exactly workspace_size bytes, and fail the running test if anything outside
 // of the outputs' elements and the workspace was written.
