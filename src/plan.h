@@ -8,6 +8,8 @@
 // How backends write plans (flash_dmattn/plan.h).
 namespace flash_dmattn {
 
+struct KernelSet;  // src/backend.h
+
 namespace detail {
 
 template <class Call, class Plan>
@@ -42,6 +44,13 @@ void make_plan(const Args& args, const Context& context, Plan<Args>& plan) {
       return std::string();
     }
   };
+}
+
+// Plans a call of a backend whose kernels are for every problem.
+template <class Call, class Args>
+void plan_with_any_kernels(const KernelSet&, const Args& args, const Execution& execution,
+                           Plan<Args>& plan) {
+  make_plan<Call>(args, execution, plan);
 }
 
 // Plans a schedule as a value of `Call`, which has members size and bytes, the workspace's, and

@@ -170,7 +170,7 @@ BackwardCall::BackwardCall(const BackwardArgs& args, const Execution& execution)
   }
   static constexpr std::int32_t some_keys = 0;  // scratch depends only on whether slots have keys
   t.slot_keys = t.intervals.data == nullptr ? nullptr : &some_keys;
-  const Kernels& kernels = *candidate_->kernels;
+  const Kernels& kernels = candidate_->kernels_of(args.problem.dtype);
   if (shares_keys(t)) t.packed_block_bytes = kernels.backward_block_bytes(t);
   scratch_bytes_ = kernels.backward_scratch(t);
   bytes = place(nullptr, execution.workers);
@@ -305,7 +305,7 @@ void BackwardCall::run(const BackwardArgs& args, const Execution& execution) con
     store_zeros(args.dbias, p.bias_dtype, p.bias_shape);
     return;
   }
-  const Kernels& kernels = *candidate_->kernels;
+  const Kernels& kernels = candidate_->kernels_of(args.problem.dtype);
   BackwardCall placed = *this;
   placed.place(execution.workspace, execution.workers);
   const BackwardTask& t = placed.task_;
@@ -365,12 +365,8 @@ const Backend cpu_backend = {
     .plan_schedule = [](const KernelSet&, const Problem& p, const Visibility& visibility, Direction,
                         const Execution& execution,
                         SchedulePlan& plan) { cpu::plan_schedule(p, visibility, execution, plan); },
-    .plan_forward =
-        [](const KernelSet&, const ForwardArgs& args, const Execution& execution,
-           Plan<ForwardArgs>& plan) { make_plan<cpu::ForwardCall>(args, execution, plan); },
-    .plan_backward =
-        [](const KernelSet&, const BackwardArgs& args, const Execution& execution,
-           Plan<BackwardArgs>& plan) { make_plan<cpu::BackwardCall>(args, execution, plan); },
+    .plan_forward = plan_with_any_kernels<cpu::ForwardCall>,
+    .plan_backward = plan_with_any_kernels<cpu::BackwardCall>,
     .kernels =
         [] {
           const cpu::InstructionSet isa = cpu::chosen().isa;

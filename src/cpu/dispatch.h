@@ -13,7 +13,11 @@ namespace flash_dmattn::cpu {
 
 struct Candidate {
   InstructionSet isa;
-  const Kernels* kernels;
+  const IsaKernels* kernels;
+
+  const Kernels& kernels_of(DType dtype) const {
+    return dtype == DType::bf16 ? kernels->bf16 : dtype == DType::f16 ? kernels->f16 : kernels->f32;
+  }
 };
 
 // The instruction sets of this build that the processor and FLASH_DMATTN_MAX_ISA allow, in ascending order. Throws at

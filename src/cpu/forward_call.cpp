@@ -28,7 +28,7 @@ int splits_of(const Task& t) {
 
 ForwardCall::ForwardCall(const ForwardArgs& args, const Execution& execution, const Slots& slots) {
   if (is_empty(args.problem)) return;
-  const Kernels& kernels = *candidate_->kernels;
+  const Kernels& kernels = candidate_->kernels_of(args.problem.dtype);
   ForwardTask& t = task_;
   static_cast<Task&>(t) = task_of(args.problem, args.in, args.schedule);
   t.slots = slots;
@@ -62,7 +62,7 @@ std::size_t ForwardCall::place(void* base, int workers) {
 
 void ForwardCall::run(const ForwardArgs& args, const Execution& execution) const {
   if (is_empty(args.problem)) return;
-  const Kernels& kernels = *candidate_->kernels;
+  const Kernels& kernels = candidate_->kernels_of(args.problem.dtype);
   ForwardCall placed = *this;
   placed.place(execution.workspace, execution.workers);
   const ForwardTask& t = placed.task_;

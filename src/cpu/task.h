@@ -164,11 +164,14 @@ struct Kernels {
   void (*reduce)(const BackwardTask&, std::int64_t item);  // B * Hkv * key_blocks items
 };
 
-// One translation unit each, src/cpu/isa/<name>.cpp.
-extern const Kernels generic_kernels;
-extern const Kernels avx2_kernels;
-extern const Kernels avx512_kernels;
-extern const Kernels avx512_bf16_kernels;
-extern const Kernels amx_bf16_kernels;
+// By the dtype of the arrays. One translation unit each, src/cpu/isa/<name>.cpp.
+struct IsaKernels {
+  Kernels f32, bf16, f16;
+};
+extern const IsaKernels generic_kernels;
+extern const IsaKernels avx2_kernels;
+extern const IsaKernels avx512_kernels;
+extern const IsaKernels avx512_bf16_kernels;
+extern const IsaKernels amx_bf16_kernels;
 
 }  // namespace flash_dmattn::cpu

@@ -331,12 +331,8 @@ const Backend reference_backend = {
     .plan_schedule = [](const KernelSet&, const Problem&, const Visibility&, Direction,
                         const Execution&,
                         SchedulePlan& plan) { make_schedule_plan(reference::NoSchedule(), plan); },
-    .plan_forward =
-        [](const KernelSet&, const ForwardArgs& args, const Execution& execution,
-           Plan<ForwardArgs>& plan) { make_plan<reference::ForwardCall>(args, execution, plan); },
-    .plan_backward =
-        [](const KernelSet&, const BackwardArgs& args, const Execution& execution,
-           Plan<BackwardArgs>& plan) { make_plan<reference::BackwardCall>(args, execution, plan); },
+    .plan_forward = plan_with_any_kernels<reference::ForwardCall>,
+    .plan_backward = plan_with_any_kernels<reference::BackwardCall>,
     .kernels = [] { return std::vector<std::string>{"reference forward", "reference backward"}; },
     .needs_schedule = false,
     .kv = &reference::kv_backend,

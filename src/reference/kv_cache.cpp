@@ -430,9 +430,7 @@ const KvBackend kv_backend = {
         PendingIntervalsArgs, Execution>,
     .plan_commit =
         make_plan<DirectCall<CommitArgs, no_workspace<CommitArgs>, commit>, CommitArgs, Execution>,
-    .plan_decode_step =
-        [](const KernelSet&, const DecodeStepArgs& args, const Execution& execution,
-           Plan<DecodeStepArgs>& plan) { make_plan<DecodeStepCall>(args, execution, plan); },
+    .plan_decode_step = plan_with_any_kernels<DecodeStepCall>,
 };
 
 }  // namespace flash_dmattn::reference

@@ -8,5 +8,5 @@ using Bf16Element = TilePacked2;  // the factor element of bf16 arrays
 #include "cpu/kernels/kernels.h"
 
 namespace flash_dmattn::cpu {
-const Kernels amx_bf16_kernels = FLASH_DMATTN_ISA::kernels;
+const IsaKernels amx_bf16_kernels = FLASH_DMATTN_ISA::kernels;
 }

@@ -9,5 +9,5 @@ using Bf16Element = Single;  // the factor element of bf16 arrays
 #include "cpu/kernels/kernels.h"
 
 namespace flash_dmattn::cpu {
-const Kernels avx2_kernels = FLASH_DMATTN_ISA::kernels;
+const IsaKernels avx2_kernels = FLASH_DMATTN_ISA::kernels;
 }

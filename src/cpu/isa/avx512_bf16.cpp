@@ -8,5 +8,5 @@ using Bf16Element = Bf16Packed2;  // the factor element of bf16 arrays
 #include "cpu/kernels/kernels.h"
 
 namespace flash_dmattn::cpu {
-const Kernels avx512_bf16_kernels = FLASH_DMATTN_ISA::kernels;
+const IsaKernels avx512_bf16_kernels = FLASH_DMATTN_ISA::kernels;
 }

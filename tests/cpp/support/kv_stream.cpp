@@ -25,6 +25,33 @@ std::array<std::int64_t, 4> by_token(std::int64_t batch, std::int64_t length, st
 
 }  // namespace
 
+std::vector<KeyInterval> select_last_query(const KvCacheShape& shape, std::int64_t length,
+                                           const std::vector<std::int32_t>& lengths,
+                                           const float* scores, const std::uint8_t* mask) {
+  const std::int64_t heads = shape.heads_kv;
+  std::vector<KeyInterval> intervals(static_cast<std::size_t>(shape.batch * heads * length));
+  for (std::int64_t b = 0; b < shape.batch; ++b) {
+    const std::int64_t keys = lengths[static_cast<std::size_t>(b)];
+    std::vector<KeyInterval> of_row(static_cast<std::size_t>(heads * keys));
+    const SelectionArgs selection{.batch = 1,
+                                  .heads = heads,
+                                  .seqlen_q = keys > 0 ? 1 : 0,
+                                  .seqlen_k = keys,
+                                  .keep = shape.keep,
+                                  .scores = scores + b * heads * length,
+                                  .scores_dtype = DType::f32,
+                                  .scores_stride = {0, length, 1},
+                                  .key_mask = mask + b * length,
+                                  .key_mask_stride = {0, 0, 1},
+                                  .intervals = of_row.data()};
+    run_in_new_workspace(SelectCall(selection, in_turn(2)));
+    for (std::int64_t h = 0; h < heads; ++h) {
+      std::copy_n(of_row.begin() + h * keys, keys, intervals.begin() + (b * heads + h) * length);
+    }
+  }
+  return intervals;
+}
+
 KvStream::KvStream(const StreamOptions& options)
     : options_(options),
       random_(options.seed),
@@ -179,28 +206,8 @@ void KvStream::fill(std::int64_t length) {
       mask[static_cast<std::size_t>(b * length + t)] = 0;
     }
   }
-  // Rows end at different positions, so each is a selection of its own, for its last query.
-  std::vector<KeyInterval> intervals(input.scores.size());
-  for (std::int64_t b = 0; b < s.batch; ++b) {
-    const std::int64_t keys = lengths[static_cast<std::size_t>(b)];
-    std::vector<KeyInterval> of_row(static_cast<std::size_t>(s.heads_kv * keys));
-    const SelectionArgs selection{.batch = 1,
-                                  .heads = s.heads_kv,
-                                  .seqlen_q = keys > 0 ? 1 : 0,
-                                  .seqlen_k = keys,
-                                  .keep = s.keep,
-                                  .scores = input.scores.data() + b * s.heads_kv * length,
-                                  .scores_dtype = DType::f32,
-                                  .scores_stride = {0, length, 1},
-                                  .key_mask = mask.data() + b * length,
-                                  .key_mask_stride = {0, 0, 1},
-                                  .intervals = of_row.data()};
-    run_in_new_workspace(SelectCall(selection, in_turn(2)));
-    for (std::int64_t h = 0; h < s.heads_kv; ++h) {
-      std::copy_n(of_row.begin() + h * keys, keys,
-                  intervals.begin() + (b * s.heads_kv + h) * length);
-    }
-  }
+  const std::vector<KeyInterval> intervals =
+      select_last_query(s, length, lengths, input.scores.data(), mask.data());
   const auto stride = by_token(s.batch, length, s.heads_kv, s.head_dim);
   const FillArgs args{.cache = cache_,
                       .seqlen_k = length,

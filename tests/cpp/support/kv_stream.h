@@ -12,6 +12,12 @@
 // over the keys that the rule shows of all before it.
 namespace flash_dmattn::testing {
 
+// The keys of a prompt that the last query of each row sees, as intervals [B, Hkv, length] of that one query. Rows end at
+// different positions, so each is a selection of its own. Scores are [B, Hkv, length], the mask is [B, length].
+std::vector<KeyInterval> select_last_query(const KvCacheShape& shape, std::int64_t length,
+                                           const std::vector<std::int32_t>& lengths,
+                                           const float* scores, const std::uint8_t* mask);
+
 enum class StreamScores : std::uint8_t { normal, ties, equal };
 
 struct StreamOptions {
