@@ -179,7 +179,7 @@ def test_slots_of_another_rule_are_refused():
     cache = DynamicMaskCache(make_scored(rule="window").config)
     with (
         torch.no_grad(),
-        pytest.raises(ValueError, match="^cache: got a DynamicMaskCache of the rule"),
+        pytest.raises(ValueError, match="^past_key_values: got keep_window_size"),
     ):
         make_scored(rule="all")(make_ids(), past_key_values=cache)
 

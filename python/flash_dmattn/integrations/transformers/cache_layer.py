@@ -157,6 +157,15 @@ class DynamicMaskLayer(CacheLayerMixin):
                 f"past_key_values: got tokens of {states.shape[0]} rows, expected {self.batch_size}"
             )
 
+    def check_rule(self, rule: KeySelection, layer_idx: int) -> None:
+        """Raises unless the slots follow the rule of an attention layer."""
+        for part, own, expected in zip(rule._fields, self.rule, rule, strict=True):
+            if own != expected:
+                raise ValueError(
+                    f"past_key_values: got {part} {own} in layer {layer_idx}, expected {expected}: a "
+                    "DynamicMaskCache(model.config) of this model"
+                )
+
     @staticmethod
     def check_kernels(key: torch.Tensor) -> None:
         """Raises where no kernel keeps keys like these, [B, Hkv, S, D], in slots."""

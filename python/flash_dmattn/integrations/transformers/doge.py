@@ -200,17 +200,7 @@ def _attend_with_slots(
     context: Context,
 ) -> torch.Tensor:
     """Attention of new tokens [B, S, H, D] to those of the cache and to each other: [B, S, Hq, D]."""
-    expected = KeySelection(self.keep_window_size)
-    if slots.rule != expected:
-        differs = next(
-            name
-            for name in expected._fields
-            if getattr(slots.rule, name) != getattr(expected, name)
-        )
-        raise ValueError(
-            f"past_key_values: got {differs} {getattr(slots.rule, differs)} in layer {self.layer_idx}, expected "
-            f"{getattr(expected, differs)}: a DynamicMaskCache(model.config) of this model"
-        )
+    slots.check_rule(KeySelection(self.keep_window_size), self.layer_idx)
     key_mask = present_tokens(attention_mask, query.shape[1])
     dtype = target_dtype(self, query)
     query, key, value, _ = fdma_peft_integration_check(query, key, value, None, dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -84,57 +86,59 @@ def _attend(
     if call.batch is not None:
         return _attend_in_batch(call, query, key, value, scaling, softcap, s_aux)
     check_mask_keywords(kwargs, has_mask=mask is not None)
-    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-    query, key, value = cast_states((query, key, value), target_dtype(layer, query))
+    states = (t.transpose(1, 2) for t in (query, key, value))
+    states = cast_states(tuple(states), target_dtype(layer, query))
     numerics = Numerics.of(scaling, None, softcap, "saturate", None)
+    states = _States(*states, scores, mask, numerics, s_aux)
     if call.pieces is not None:
-        return _attend_to_pieces(call, query, key, value, scores, numerics, s_aux)
+        return _attend_to_pieces(call, states)
     if call.slots is not None:
-        return _attend_with_slots(
-            call.slots, layer, query, key, value, scores, mask, numerics, s_aux
+        return _attend_with_slots(call, states)
+    intervals = as_key_intervals(mask, query.shape[2], key.shape[2])
+    if intervals is not None:
+        states = states._replace(mask=intervals)
+    return (_attend_to_all if layer.score_phase == "soft" else _attend_to_chosen)(call, states)
+
+
+class _States(NamedTuple):
+    """The arguments of attention: query, key and value [B, S, H, D], the scores [B, Hkv, S] of keys, and the mask of a causal layer."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scores: Tensor
+    mask: Tensor | KeyIntervals | None
+    numerics: Numerics
+    sink_logits: Tensor | None
+
+    def visible(self, chooses: bool = False) -> Visibility:
+        """The elements that the mask shows. chooses: as in normalize_mask."""
+        mask, intervals, additive = normalize_mask(
+            self.mask, None, self.query, self.key, chooses, None
         )
-    intervals = as_key_intervals(mask, query.shape[1], key.shape[1])
-    mask = mask if intervals is None else intervals
-    if layer.score_phase == "soft":
-        out = _attend_to_all(call, query, key, value, scores, mask, numerics)
-    else:
-        out = _attend_to_chosen(call, query, key, value, scores, mask, numerics)
-    return with_lse(*out, return_lse=False, sink_logits=s_aux)
+        if additive is not None:
+            raise ValueError(
+                "attention_mask: got one with other values than allowing and masking ones, expected a mask or key intervals"
+            )
+        return Visibility(mask, intervals is None, intervals)  # intervals include causality
+
+    def attend(self, bias: Tensor | None, visible: Visibility, bias_delay: int = 0) -> Tensor:
+        out, statistics = attention(
+            *self[:3], bias, visible, Selection(), self.numerics, bias_delay=bias_delay
+        )
+        return with_lse(out, statistics, return_lse=False, sink_logits=self.sink_logits)
 
 
-Result = tuple[Tensor, Tensor | None]  # out and statistics
-Mask = Tensor | KeyIntervals | None
-
-
-def _attend_to_all(
-    call: ScoredCall,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scores: Tensor,
-    mask: Mask,
-    numerics: Numerics,
-) -> Result:
+def _attend_to_all(call: ScoredCall, states: _States) -> Tensor:
     """The soft phase: old keys, neither recent ones nor sinks, have their log gates as a bias."""
     layer = call.layer
     if call.query_position is not None:
         raise ValueError(
             "cache: got a static one in the phase 'soft', expected a cache that grows, or the phase 'hard'"
         )
-    visible = _visible_by_mask(mask, query, key, chooses=False)
-    bias = _without_sinks(scores - layer.scorer.first_score, layer.score_rule, visible)
-    delay = layer.score_rule.recent_window
-    return attention(query, key, value, bias, visible, Selection(), numerics, bias_delay=delay)
-
-
-def _visible_by_mask(mask: Mask, query: Tensor, key: Tensor, chooses: bool) -> Visibility:
-    """The elements that the mask of a causal layer shows. chooses: as in normalize_mask."""
-    mask, intervals, additive = normalize_mask(mask, None, query, key, chooses, None)
-    if additive is not None:
-        raise ValueError(
-            "attention_mask: got one with other values than allowing and masking ones, expected a mask or key intervals"
-        )
-    return Visibility(mask, intervals is None, intervals)  # intervals include causality
+    visible = states.visible()
+    bias = _without_sinks(states.scores - layer.scorer.first_score, layer.score_rule, visible)
+    return states.attend(bias, visible, layer.score_rule.recent_window)
 
 
 def _without_sinks(bias: Tensor, rule: KeySelection, visible: Visibility) -> Tensor:
@@ -171,48 +175,30 @@ def _shown_keys(keys: KeyIntervals) -> Tensor:
     return first < last
 
 
-def _attend_to_chosen(
-    call: ScoredCall,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scores: Tensor,
-    mask: Mask,
-    numerics: Numerics,
-) -> Result:
+def _attend_to_chosen(call: ScoredCall, states: _States) -> Tensor:
     """The hard phase: the keys that the rule leaves, as the base model attends to them.
 
     Scores decide which these are and change nothing else, so that a cache holds keys and no gates. The choice has no
     derivative; scores learn by that of a bias of old keys, sinks left out, whose value is 0.
     """
     rule = call.layer.score_rule
-    bias, delay = _bias_to_learn(scores, rule)
+    bias, delay = _bias_to_learn(states.scores, rule)
     if bias is not None:
-        bias = _without_sinks(bias, rule, _visible_by_mask(mask, query, key, chooses=False))
-    scores = scores.detach()
+        bias = _without_sinks(bias, rule, states.visible())
+    scores, queries = states.scores.detach(), states.query.shape[1]
     if call.is_prompt and call.layer.dense_prefill:
-        visible = _visible_by_mask(mask, query, key, chooses=False)
-    elif mask is None or _is_padding(mask, call, query.shape[1], key.shape[1]):
-        key_mask = _present_keys(mask, call.query_position)
-        visible = Visibility(
-            keys=select_key_intervals(
-                scores,
-                **rule._asdict(),
-                key_mask=key_mask,
-                query_length=query.shape[1],
-                query_position=call.query_position,
-            )
-        )
+        visible = states.visible()
+    elif states.mask is None or _is_padding(states.mask, call, queries, states.key.shape[1]):
+        key_mask = _present_keys(states.mask, call.query_position)
+        place = {"query_length": queries, "query_position": call.query_position}
+        chosen = select_key_intervals(scores, **rule._asdict(), key_mask=key_mask, **place)
+        visible = Visibility(keys=chosen)
     else:
+        shown, selection = states.visible(chooses=True), Selection(rule, scores)
         visible = apply_selection(
-            Selection(rule, scores),
-            query,
-            key,
-            None,
-            _visible_by_mask(mask, query, key, chooses=True),
-            uses_library_kernels=False,
+            selection, states.query, states.key, None, shown, uses_library_kernels=False
         )
-    return attention(query, key, value, bias, visible, Selection(), numerics, bias_delay=delay)
+    return states.attend(bias, visible, delay)
 
 
 def _bias_to_learn(scores: Tensor, rule: KeySelection) -> tuple[Tensor | None, int]:
@@ -223,34 +209,24 @@ def _bias_to_learn(scores: Tensor, rule: KeySelection) -> tuple[Tensor | None, i
     return (scores - scores.detach()).nan_to_num(), rule.recent_window
 
 
-def _attend_to_pieces(
-    call: ScoredCall,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scores: Tensor,
-    numerics: Numerics,
-    s_aux: Tensor | None,
-) -> Tensor:
+def _attend_to_pieces(call: ScoredCall, states: _States) -> Tensor:
     """The hard phase over sequences of which this rank has a piece."""
     layer, slots = call.layer, call.slots
     try:
         _check_layer_of_pieces(layer, slots)
     except Exception as error:
         call.pieces.group.wire.raise_on_all_ranks(error)
-    bias, delay = _bias_to_learn(scores, layer.score_rule)
+    bias, delay = _bias_to_learn(states.scores, layer.score_rule)
     return call.pieces.attend(
-        query,
-        key,
-        value,
-        scores.detach(),
+        *states[:3],
+        states.scores.detach(),
         layer.score_rule,
         slots,
         bias=bias,
-        scale=numerics.scale,
-        softcap=numerics.softcap,
+        scale=states.numerics.scale,
+        softcap=states.numerics.softcap,
         bias_delay=delay,
-        sink_logits=s_aux,
+        sink_logits=states.sink_logits,
     )
 
 
@@ -267,7 +243,7 @@ def _check_layer_of_pieces(layer: nn.Module, slots: DynamicMaskLayer | None) -> 
             "dense_prefill: got True with a cache and context parallelism, expected False: a prompt would see all keys of "
             "all earlier ranks"
         )
-    _check_rule(slots, layer)
+    slots.check_rule(layer.score_rule, layer.layer_idx)
 
 
 def _is_padding(mask: Tensor | KeyIntervals, call: ScoredCall, queries: int, keys: int) -> bool:
@@ -277,7 +253,9 @@ def _is_padding(mask: Tensor | KeyIntervals, call: ScoredCall, queries: int, key
     return isinstance(mask, KeyIntervals) and has_earlier or call.query_position is not None
 
 
-def _present_keys(mask: Mask, query_position: Tensor | int | None) -> Tensor | None:
+def _present_keys(
+    mask: Tensor | KeyIntervals | None, query_position: Tensor | int | None
+) -> Tensor | None:
     """Which keys some query sees, bool [B, 1, Sk]; None: all. query_position: of the first query, in a static cache."""
     if mask is None:
         return None
@@ -326,55 +304,30 @@ def _attend_in_batch(
     return out if s_aux is None else add_sink(out, lse, s_aux)[0]
 
 
-def _attend_with_slots(
-    slots: DynamicMaskLayer,
-    layer: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scores: Tensor,
-    mask: Tensor | None,
-    numerics: Numerics,
-    s_aux: Tensor | None,
-) -> Tensor:
+def _attend_with_slots(call: ScoredCall, states: _States) -> Tensor:
     """Attention of new tokens to those that a DynamicMaskCache holds and to each other."""
+    slots, layer = call.slots, call.layer
     if layer.score_phase != "hard":
         raise ValueError(
             f"cache: got a DynamicMaskCache in the phase {layer.score_phase!r}, which attends to all keys; expected the phase "
             "'hard', or transformers' DynamicCache"
         )
-    _check_rule(slots, layer)
-    key_mask = present_tokens(mask, query.shape[1])
-    scores = scores.float()
-    key_heads_first = tuple(t.transpose(1, 2) for t in (key, value))
+    slots.check_rule(layer.score_rule, layer.layer_idx)
+    key_mask = present_tokens(states.mask, states.query.shape[1])
+    scores = states.scores.float()
+    query, key, value = (t.transpose(1, 2) for t in states[:3])
     if slots.is_empty:
-        slots.check_kernels(key_heads_first[0])
+        slots.check_kernels(key)
         if layer.dense_prefill:
-            visible = _visible_by_mask(mask, query, key, chooses=False)
+            visible = states.visible()
         else:
             key_mask_of_heads = None if key_mask is None else key_mask[:, None]
             rule = layer.score_rule._asdict()
-            visible = Visibility(
-                keys=select_key_intervals(scores, **rule, key_mask=key_mask_of_heads)
-            )
-        out, statistics = attention(query, key, value, None, visible, Selection(), numerics)
-        slots.fill(*key_heads_first, scores, key_mask)
-        return with_lse(out, statistics, return_lse=False, sink_logits=s_aux)
-    out, lse = slots.attend(
-        query.transpose(1, 2),
-        *key_heads_first,
-        scores,
-        key_mask,
-        scale=numerics.scale,
-        softcap=numerics.softcap,
-        scores_are_bias=False,
-    )
-    return out if s_aux is None else add_sink(out, lse, s_aux)[0]
-
-
-def _check_rule(slots: DynamicMaskLayer, layer: nn.Module) -> None:
-    if slots.rule != layer.score_rule:
-        raise ValueError(
-            f"cache: got a DynamicMaskCache of the rule {slots.rule} in layer {layer.layer_idx}, expected "
-            f"{layer.score_rule}: a DynamicMaskCache(model.config) of this model"
-        )
+            chosen = select_key_intervals(scores, **rule, key_mask=key_mask_of_heads)
+            visible = Visibility(keys=chosen)
+        out = states.attend(None, visible)
+        slots.fill(key, value, scores, key_mask)
+        return out
+    options = {"scale": states.numerics.scale, "softcap": states.numerics.softcap}
+    out, lse = slots.attend(query, key, value, scores, key_mask, **options, scores_are_bias=False)
+    return out if states.sink_logits is None else add_sink(out, lse, states.sink_logits)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from typing import Any
 
 import torch
@@ -203,11 +204,13 @@ def is_attention(module: nn.Module) -> bool:
     """Whether a module calls transformers' attention interface."""
     if isinstance(module, ScoredAttention):
         return True
-    try:
-        source = inspect.getsource(type(module).forward)
-    except (OSError, TypeError):
-        return False
-    return "ALL_ATTENTION_FUNCTIONS" in source
+    code = _forward_code(module)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def _forward_code(module: nn.Module) -> types.CodeType | None:
+    """The code of a module's `forward`, without decorators: the names that it refers to are facts, where a text has comments."""
+    return getattr(inspect.unwrap(type(module).forward), "__code__", None)
 
 
 def reason_against_scores(layer: nn.Module) -> str | None:
@@ -226,7 +229,8 @@ def reason_against_scores(layer: nn.Module) -> str | None:
         return "do not pass keywords from their input to the attention function"
     if not set(_CACHE_NAMES) & set(parameters):
         return "have no cache"
-    if "position_bias=" in inspect.getsource(type(layer).forward):
+    keywords = (names for names in _forward_code(layer).co_consts if isinstance(names, tuple))
+    if any("position_bias" in names for names in keywords):
         return "add a bias of their own"
     if config.model_type.removesuffix("_text") in _REASONS:
         return _REASONS[config.model_type.removesuffix("_text")]
