@@ -66,7 +66,7 @@ def attention(
     query, key, value = inputs
     if bias is not None:
         bias = bias_argument(bias, query, key)
-    selection = selection.checked(query, key)
+    selection = selection.checked_selection(query, key)
     if not is_compiling() and is_transformed():
         refuse_transforms(
             query=query, key=key, value=value, attn_bias=bias, selection_scores=selection.scores
@@ -78,7 +78,7 @@ def attention(
         mask = mask_argument(mask, query, key)
     visible = Visibility(mask, resolve_flag(is_causal, "is_causal"), keys)
     check_bias_delay(bias_delay, bias)
-    if selection.rule.limits():
+    if selection.rule.hides_keys():
         uses_library_kernels = backend_of(query, backend) not in IN_PYTHON
         bias = squeeze_query_dimension(bias)
         visible = apply_selection(selection, query, key, bias, visible, uses_library_kernels, memo)
@@ -171,7 +171,7 @@ def _run_by_age(
         parts.append(run(query, key, value, part_bias, part_visible, numerics, backend))
     if any(statistics is None for _, statistics in parts):
         raise NotImplementedError(
-            "bias_delay: got it for FlexAttention on the CPU, where torch has no log-sum-exp; expected another backend"
+            "bias_delay: got backend='flex' on the CPU, where FlexAttention returns no log-sum-exp; expected another backend"
         )
     outs, lses = zip(*((out, s[0]) for out, s in parts), strict=True)
     out, lse = merge_sets(outs, lses, numerics.saturate)
@@ -196,7 +196,7 @@ def with_lse(
     if sink_logits is not None:
         if lse is None:
             raise NotImplementedError(
-                "sink_logits: got it for FlexAttention on the CPU, where torch has no log-sum-exp; expected another backend"
+                "sink_logits: got backend='flex' on the CPU, where FlexAttention returns no log-sum-exp; expected another backend"
             )
         check_sink_logits(sink_logits, out)
         out, lse = add_sink(out, lse, sink_logits, saturate)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ._core.checks import check_tensor
 from .functional import flash_dmattn_func
-from .keys.intervals import KeyIntervals, rows_of
+from .keys.intervals import KeyIntervals, cut_query_rows
 from .keys.patterns import packed_documents, until_faded
 from .keys.positions import check_batches, check_offsets
 from .scores import with_zero_sum_gradient
@@ -76,7 +76,7 @@ def forgetting_attention(
                     bias.to(torch.promote_types(query.dtype, torch.float32))
                 ),
                 is_causal=shown is None,
-                key_intervals=None if shown is None else rows_of(shown, begin, end, seen),
+                key_intervals=None if shown is None else cut_query_rows(shown, begin, end, seen),
                 scale=scale,
                 deterministic=deterministic,
                 backend=backend,

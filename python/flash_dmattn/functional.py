@@ -202,12 +202,12 @@ def flash_dmattn_varlen_func(
         recent_competes,
         sink_tokens,
         score_threshold,
-    ).checked(query, key)
+    ).checked_selection(query, key)
     refuse_transforms(
         query=query, key=key, value=value, attn_bias=bias, selection_scores=chosen_by.scores
     )
     rule = chosen_by.rule
-    if rule.limits():
+    if rule.hides_keys():
         scores, allowed = scores_and_allowed(query, key, None, bias, chosen_by)
     if rule.has_room_for(total_k) and chosen_by.scores is None:
         intervals = packed_documents(
@@ -225,7 +225,7 @@ def flash_dmattn_varlen_func(
             heads = max(scores.shape[1], key_mask.shape[1])
         intervals = select_key_intervals(
             scores,
-            **rule.of_query_heads(heads)._asdict(),
+            **rule.rule_of_heads(heads)._asdict(),
             is_causal=is_causal,
             key_mask=key_mask,
             query_length=total_q,

@@ -82,7 +82,7 @@ class DynamicMaskAttention(nn.Module):
             recent_competes=recent_competes,
             sink_tokens=sink_tokens,
             score_threshold=score_threshold,
-        ).checked_for_cache()
+        ).checked_cache_rule()
         self.rule.check_heads(heads_kv)
         if head_dim is None:
             if hidden_size % heads_q:
@@ -116,7 +116,9 @@ class DynamicMaskAttention(nn.Module):
 
     def extra_repr(self) -> str:
         sizes = {"heads_q": self.heads_q, "heads_kv": self.heads_kv, "head_dim": self.head_dim}
-        return ", ".join(f"{name}={value}" for name, value in (sizes | self.rule.given()).items())
+        return ", ".join(
+            f"{name}={value}" for name, value in (sizes | self.rule.non_default_parts()).items()
+        )
 
     def make_cache(
         self, batch: int, *, chunk: int = 128, dtype: torch.dtype | None = None
@@ -202,7 +204,7 @@ class DynamicMaskAttention(nn.Module):
             )
         if cache.rule != self.rule:
             raise ValueError(
-                f"cache: got one of {cache.rule.given()}, expected {self.rule.given()}"
+                f"cache: got one of {cache.rule.non_default_parts()}, expected {self.rule.non_default_parts()}"
             )
 
     def _positions(

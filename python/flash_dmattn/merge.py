@@ -33,7 +33,7 @@ def merge_attention(
             raise TypeError(f"{name}: got {type(tensors).__name__}, expected a sequence of tensors")
     if len(outs) != len(lses) or not outs:
         raise ValueError(
-            f"outs, lses: got {len(outs)} and {len(lses)} tensors, expected one or more of both, as many"
+            f"outs, lses: got {len(outs)} and {len(lses)} tensors, expected the same number of each, one or more"
         )
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         check_tensor(out, f"outs[{i}]")

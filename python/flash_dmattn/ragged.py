@@ -72,7 +72,9 @@ class RaggedBatch:
             )
         begins = [False] * sequences if begins is None else begins
         if len(begins) != sequences:
-            raise ValueError(f"begins: got {len(begins)} of them, expected {sequences}")
+            raise ValueError(
+                f"begins: got {len(begins)} flags, expected {sequences}, one for each sequence"
+            )
         members: dict[tuple[int, bool], list[int]] = {}  # by length, and whether the text begins
         for number, (start, stop) in enumerate(pairwise(offsets)):
             if stop < start or start < 0:
@@ -84,8 +86,8 @@ class RaggedBatch:
                 members.setdefault(key, []).append(number)
         self._length = offsets[-1] if members else 0
         self._groups = [
-            _group(offsets, rows, numbers, begins_text)
-            for begins_text, numbers in _together(
+            _make_group(offsets, rows, numbers, begins_text)
+            for begins_text, numbers in _group_sequences(
                 members, _value_for_device(_LENGTHS_TO_PAD, rows.device)
             )
         ]
@@ -118,7 +120,7 @@ class RaggedBatch:
         return group.tokens == slice(0, len(group.rows)) and not group.begins
 
 
-def _together(
+def _group_sequences(
     members: dict[tuple[int, bool], list[int]], least: int
 ) -> list[tuple[bool, list[int]]]:
     """The sequences of each group, and whether their texts begin: those of one length, and prompts of `least` or more lengths with
@@ -132,7 +134,7 @@ def _together(
     return [(begins, sorted(numbers)) for (begins, _, _), numbers in groups.items()]
 
 
-def _group(offsets: Sequence[int], rows: Tensor, numbers: list[int], begins: bool) -> _Group:
+def _make_group(offsets: Sequence[int], rows: Tensor, numbers: list[int], begins: bool) -> _Group:
     first, end = numbers[0], numbers[-1] + 1
     sizes = {offsets[number + 1] - offsets[number] for number in numbers}
     if end - first == len(numbers) and len(sizes) == 1:
@@ -222,13 +224,13 @@ def extend_ragged(
     if length == batch._length and batch._is_in_order:
         places = None
     out, *lse = (
-        _in_step(parts, places, length, absent)
+        _place_results(parts, places, length, absent)
         for parts, absent in zip(zip(*results, strict=True), (0, -torch.inf), strict=False)
     )
     return (out, lse[0].T) if return_lse else out
 
 
-def _in_step(
+def _place_results(
     parts: Sequence[Tensor], places: list[slice | Tensor] | None, length: int, absent: float
 ) -> Tensor:
     """The results of groups, [tokens of the group, ...], at their places of a step of `length` tokens. None: in their order."""

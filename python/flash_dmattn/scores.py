@@ -62,7 +62,7 @@ def make_scores(
 
 
 class _Scores(nn.Module):
-    """[B, S, features] -> [B, heads, S] by `_of`, which gets float32 or wider."""
+    """[B, S, features] -> [B, heads, S] by `_make_scores`, which gets float32 or wider."""
 
     def __init__(self, features: int, heads: int):
         super().__init__()
@@ -78,7 +78,7 @@ class _Scores(nn.Module):
                 f"hidden: got shape {tuple(hidden.shape)}, expected [B, S, {self.features}]"
             )
         with _without_autocast(hidden.device.type):
-            return self._of(hidden.to(torch.promote_types(hidden.dtype, torch.float32)))
+            return self._make_scores(hidden.to(torch.promote_types(hidden.dtype, torch.float32)))
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager:
@@ -91,7 +91,7 @@ class _FunctionScores(_Scores):
         super().__init__(features, heads)
         self.function = function
 
-    def _of(self, hidden: Tensor) -> Tensor:
+    def _make_scores(self, hidden: Tensor) -> Tensor:
         scores = self.function(hidden)
         expected = (*hidden.shape[:2], self.heads)
         check_tensor(scores, "score")
@@ -116,7 +116,7 @@ class _Projection(nn.Linear):
 
 
 class _ProjectedScores(_Scores):
-    """By `_form`, of a projection [B, S, heads]."""
+    """By `_scores_of`, of a projection [B, S, heads]."""
 
     first_bias = 0.0
 
@@ -124,15 +124,15 @@ class _ProjectedScores(_Scores):
         super().__init__(features, heads)
         self.proj = _Projection(features, heads, self.first_bias, device=device, dtype=dtype)
 
-    def _of(self, hidden: Tensor) -> Tensor:
+    def _make_scores(self, hidden: Tensor) -> Tensor:
         weight, bias = (t.to(hidden.dtype) for t in (self.proj.weight, self.proj.bias))
-        return self._form(F.linear(hidden, weight, bias))
+        return self._scores_of(F.linear(hidden, weight, bias))
 
 
 class _GateScores(_ProjectedScores):
     first_bias = 3.0  # sigmoid(3) = 0.95
 
-    def _form(self, z: Tensor) -> Tensor:
+    def _scores_of(self, z: Tensor) -> Tensor:
         return F.logsigmoid(z).transpose(1, 2)
 
 
@@ -153,7 +153,7 @@ class _ScaledScores(_ProjectedScores):
 class _LinearScores(_ScaledScores):
     first_factor = 0.5
 
-    def _form(self, z: Tensor) -> Tensor:
+    def _scores_of(self, z: Tensor) -> Tensor:
         # The order of the gradient: for another, torch's fake kernel of softplus's backward has wrong strides.
         return self.A.to(z.dtype)[:, None] * F.softplus(z.transpose(1, 2).contiguous())
 
@@ -161,7 +161,7 @@ class _LinearScores(_ScaledScores):
 class _DogeScores(_ScaledScores):
     first_factor = 0.0
 
-    def _form(self, z: Tensor) -> Tensor:
+    def _scores_of(self, z: Tensor) -> Tensor:
         return doge_scores_of(self.A, z)
 
 
@@ -193,7 +193,7 @@ class _Doge(torch.autograd.Function):
 
     @staticmethod
     def forward(A: Tensor, step: Tensor) -> Tensor:
-        factor, _, softplus = _widened(A, step)
+        factor, _, softplus = _widen_operands(A, step)
         return (factor * softplus).clamp(max=_largest_exponent(softplus.dtype)).exp()
 
     @staticmethod
@@ -203,22 +203,22 @@ class _Doge(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
         A, step, scores = ctx.saved_tensors
-        factor, wide, softplus = _widened(A, step)
+        factor, wide, softplus = _widen_operands(A, step)
         is_below = factor * softplus <= _largest_exponent(wide.dtype)
         gradient = gradient * scores.clamp(max=_LARGEST_FACTOR)
-        gradient = _limited(torch.where(is_below, gradient, 0))
-        of_factor = _limited(gradient * softplus).sum((0, 2))
+        gradient = _limit_gradient(torch.where(is_below, gradient, 0))
+        dfactor = _limit_gradient(gradient * softplus).sum((0, 2))
         largest = torch.finfo(wide.dtype).max
-        of_softplus = (gradient * factor).clamp(-largest, largest)
+        dsoftplus = (gradient * factor).clamp(-largest, largest)
         z = wide.clamp(max=20).exp()  # softplus(x) is x above 20
-        of_step = torch.where(wide > 20, of_softplus, of_softplus * z / (z + 1))
+        dstep = torch.where(wide > 20, dsoftplus, dsoftplus * z / (z + 1))
         return (
-            _limited(of_factor, A.dtype).to(A.dtype),
-            _limited(of_step, step.dtype).to(step.dtype).transpose(1, 2),
+            _limit_gradient(dfactor, A.dtype).to(A.dtype),
+            _limit_gradient(dstep, step.dtype).to(step.dtype).transpose(1, 2),
         )
 
 
-def _widened(A: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _widen_operands(A: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A [H, 1], step [B, H, S] and its softplus, in float32 or wider."""
     dtype = torch.promote_types(step.dtype, torch.float32)
     # In 16 bits the copy that widens also transposes: elementwise kernels over other strides take twice as long.
@@ -234,7 +234,7 @@ def _largest_exponent(dtype: torch.dtype) -> float:
     return math.log(info.max) * (1 - info.eps / 2)
 
 
-def _limited(gradient: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def _limit_gradient(gradient: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     limit = min(_LARGEST_GRADIENT, torch.finfo(dtype).max)
     return gradient.clamp(-limit, limit)
 

@@ -130,7 +130,7 @@ class SlotMemory:
         return cache
 
     def _set_rule(self, rule: KeySelection, heads_kv: int) -> None:
-        self.rule = rule.checked_for_cache()
+        self.rule = rule.checked_cache_rule()
         self.rule.check_heads(heads_kv)
         self._rule_arguments = self.rule.cache_arguments()
 
@@ -141,7 +141,7 @@ class SlotMemory:
     @property
     def places(self) -> int:
         """The slots of a head for its keys; pending tokens are in those after them."""
-        return self.rule.places()
+        return self.rule.place_count()
 
     @property
     def batch(self) -> int:

@@ -109,7 +109,7 @@ def flash_dmattn_with_kvcache(
         recent_competes=recent_competes,
         sink_tokens=sink_tokens,
         score_threshold=score_threshold,
-    ).checked()
+    ).checked_rule()
     scores_are_bias = check_flag(scores_are_bias, "scores_are_bias")
     return_lse = resolve_flag(return_lse, "return_lse")
     if (slot_positions is None) != (slot_counts is None):
@@ -118,14 +118,14 @@ def flash_dmattn_with_kvcache(
         if key_mask is not None:
             raise ValueError("key_mask: got it for a cache of all keys, expected cache_leftpad")
         _check_all_keys(q, caches, k, v, scores, cache_seqlens, cache_leftpad)
-        if score_cache is None and rule.limits() and rule.reads_scores():
+        if score_cache is None and rule.hides_keys() and rule.reads_scores():
             raise ValueError(
                 "score_cache: got None, expected the scores that keep_window_size chooses by"
             )
         _check_backend(q, backend)
         _write_tokens(k_cache, v_cache, score_cache, k, v, scores, cache_seqlens)
         lengths = cache_seqlens if k is None else cache_seqlens + k.shape[1]
-        everything = cache_leftpad is None and not rule.limits()
+        everything = cache_leftpad is None and not rule.hides_keys()
         length = _common_length(lengths, q.shape[1], k_cache.shape[1]) if everything else None
         if length is None:
             keys = _cache_intervals(score_cache, lengths, cache_leftpad, rule, q, k_cache)
@@ -253,7 +253,7 @@ def _cache_intervals(
     real = place < lengths
     if leftpad is not None:
         real = real & (place >= leftpad[:, None])
-    if not rule.limits():
+    if not rule.hides_keys():
         first = (place - (lengths - queries)).clamp(min=0)
         last = torch.where(real, queries, 0).to(torch.int32)
         intervals = torch.stack((first.expand_as(last), last), -1)[:, None]

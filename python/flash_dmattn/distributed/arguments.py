@@ -45,7 +45,7 @@ class Call(NamedTuple):
     documents: Tensor | None  # int64 [B or 1, documents + 1]
 
     @classmethod
-    def checked(
+    def checked_call(
         cls,
         wire: Wire,
         key: Tensor,
@@ -71,7 +71,7 @@ class Call(NamedTuple):
         batch, rows, heads, _ = key.shape
         if len(rule.windows()) not in (1, heads):
             raise ValueError(
-                f"keep_window_size: got {len(rule.windows())} sizes, expected one, or {heads} for as many key heads"
+                f"keep_window_size: got {len(rule.windows())} sizes, expected one, or {heads}: one for each key head"
             )
         check_tensor(scores, "scores")
         n = scores.shape[-1] if scores.dim() else 0
@@ -121,7 +121,7 @@ class Call(NamedTuple):
             documents,
         )
 
-    def numbers(self, scores: Tensor, attn_bias: str | Tensor | None) -> dict[str, int]:
+    def compared_numbers(self, scores: Tensor, attn_bias: str | Tensor | None) -> dict[str, int]:
         """The numbers that have to be the same on all ranks, by their names. scores, attn_bias: as given."""
         rule, begins = self.border.rule, self.border.shards.begins
         batch, _, heads, head_dim = self.key.shape
@@ -139,7 +139,7 @@ class Call(NamedTuple):
             "lengths": _as_one([b - a for a, b in pairwise(begins)]),
             "keep_window_size": _as_one([clamp_count(w) for w in rule.windows()]),
             "scores": _code_of_form(scores),
-            "rule": code_of(*rule.options()),
+            "rule": code_of(*rule.operands()),
             "documents": code_of(documents),
             "attn_bias": _code_of_form(attn_bias),
             "exchange": list(EXCHANGES.values()).index(type(self.exchange)),
@@ -161,7 +161,7 @@ def _code_of_form(values: Tensor | str | None) -> int:
 
 
 def _checked_rule(rule: KeySelection) -> KeySelection:
-    rule = rule.checked()
+    rule = rule.checked_rule()
     if rule.selection != "per_query":
         raise ValueError(
             f"selection: got {rule.selection!r}, expected 'per_query': a global choice reads later ranks, too"

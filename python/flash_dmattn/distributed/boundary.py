@@ -29,7 +29,9 @@ def boundary_places(
     """The rows that `headroom` leaves in front of the keys and values of a rank with `tokens` tokens; other arguments as in
     `begin`."""
     wire = wire_of(group)
-    rule = KeySelection(keep_window_size, "per_query", recent_window, True, sink_tokens).checked()
+    rule = KeySelection(
+        keep_window_size, "per_query", recent_window, True, sink_tokens
+    ).checked_rule()
     shards = Shards.of(wire.rank, checked_lengths(lengths, wire, tokens))
     return Border.of(shards, rule, 1).places
 
@@ -88,7 +90,7 @@ def _state_of_keys(pending: Pending, begun: Tensor) -> tuple[Tensor, Tensor]:
     present = (positions >= 0) & (positions >= begun)
     if pending.present is not None:
         present[..., pending.border.places :] &= pending.present
-    size, recent = rule.places(), rule.recent_window
+    size, recent = rule.place_count(), rule.recent_window
     seen = keys_seen_before(
         shards.end(),
         pending.scores.detach().flatten(0, 1)[None],

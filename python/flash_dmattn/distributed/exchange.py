@@ -1,9 +1,14 @@
 """How the winners of every rank reach the ranks that see them, and how their gradients come back.
 
-Rows are those of (b, kv head), P of them. A rank gives the rows of its c winners [P, c, F] with their notes, int32 [P, c, M]: the
-bits of the score, the position, and the bits of a bias. It gets rows [P, W, F] and notes [P, W, M] of the keys of earlier ranks
-that it sees, in the order of their positions; a place without a key has rows of zeros and the notes of `no_key`. Sizes follow from
-shapes alone, so that the host waits for nothing and a CUDA graph can be captured.
+A rank gives the rows of its winners with their notes: the bits of the score, the position, and the bits of a bias. It gets rows and
+notes of the keys of earlier ranks that it sees, in the order of their positions; a place without a key has rows of zeros and the
+notes of `no_key`. Sizes follow from shapes alone, so that the host waits for nothing and a CUDA graph can be captured.
+
+Letters of the shapes:
+  P  pairs (b, kv head)            F  columns of a row: those of key and value, or of their gradients
+  c  winners of a rank             M  columns of notes, int32
+  W  places for keys of earlier ranks
+  L  candidates for these places   K  borders between ranks, for which places are chosen
 """
 
 from __future__ import annotations
@@ -53,7 +58,7 @@ def bias_of(notes: Tensor) -> Tensor:
     return notes[..., 2:].contiguous().view(torch.float32)
 
 
-def _take(candidates: Tensor, places: Tensor, missing: Tensor | float) -> Tensor:
+def _take_rows(candidates: Tensor, places: Tensor, missing: Tensor | float) -> Tensor:
     """candidates [P, L, F] at places [K, P, W], and `missing` where a place is -1: [K, P, W, F]."""
     K, P, W = places.shape
     candidates = candidates.expand(K, *candidates.shape)
@@ -63,7 +68,7 @@ def _take(candidates: Tensor, places: Tensor, missing: Tensor | float) -> Tensor
 
 
 def _add_rows(total: Tensor, rows: Tensor, places: Tensor) -> None:
-    """The transpose of `_take` for one border: adds rows [P, W, F] to total [P, L + 1, F] at places [P, W], of which none but -1
+    """The transpose of `_take_rows` for one border: adds rows [P, W, F] to total [P, L + 1, F] at places [P, W], of which none but -1
     occurs twice. The last row of the total takes what has no place."""
     last = total.shape[1] - 1
     index = torch.where(places < 0, last, places)[..., None].expand(rows.shape)
@@ -148,7 +153,7 @@ class Direct:
             own = slice(rank, rank + 1)
             route = _seen_of_candidates(self.border, notes, own, slice(0, P), P, W)[0]
         empty = no_key(notes)
-        return _take(rows, route[None], 0)[0], _take(notes, route[None], empty)[0], route
+        return _take_rows(rows, route[None], 0)[0], _take_rows(notes, route[None], empty)[0], route
 
     def give_back(self, route: Tensor, *gradients: Tensor) -> list[Tensor] | None:
         rank, c = self.wire.rank, self.border.winners
@@ -173,7 +178,7 @@ class Parts(NamedTuple):
     blocks: int
 
     @classmethod
-    def of(cls, P: int, ranks: int) -> Parts:
+    def for_ranks(cls, P: int, ranks: int) -> Parts:
         groups = math.gcd(P, ranks)
         return cls(groups, ranks // groups)
 
@@ -217,7 +222,7 @@ class Nodes:
         self.mates = range(self.node * size, (self.node + 1) * size)
         self.earlier = range(self.local, self.mates.start, size)
         self.later = range(wire.rank + size, wire.size, size)
-        most, _ = border.rule.bound(is_causal=True)
+        most, _ = border.rule.key_bound(is_causal=True)
         # Keys of a node that later ones may see; 0: there is one node.
         self.summary = min(most, size * border.winners) if wire.size > size else 0
 
@@ -225,12 +230,12 @@ class Nodes:
         return self.wire.node_size
 
     def route_shape(self, P: int) -> tuple[int, ...]:
-        rows = P // Parts.of(P, self.size).groups
+        rows = P // Parts.for_ranks(P, self.size).groups
         return rows, self.summary + self.size * self.border.places
 
     def collect(self, rows: Tensor, notes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         P, _, columns = rows.shape
-        parts, border, empty = Parts.of(P, self.size), self.border, no_key(notes)
+        parts, border, empty = Parts.for_ranks(P, self.size), self.border, no_key(notes)
         own = parts.rows_of(self.local, P)
         swap = partial(_swap_parts, self.wire, self.mates, self.mates)
         notes, rows = map(_in_one_row, swap(parts.copies(notes), parts.split(rows)))
@@ -239,7 +244,7 @@ class Nodes:
             end = slice(self.mates.stop, self.mates.stop + 1)
             summary = _seen_of_candidates(border, notes, end, own, P, self.summary)
             routes.append(summary[0])
-            given = _take(notes, summary, empty)[0], _take(rows, summary, 0)[0]
+            given = _take_rows(notes, summary, empty)[0], _take_rows(rows, summary, 0)[0]
             given = (_copies_for(t, self.later) for t in given)
             found = _swap_parts(self.wire, self.later, self.earlier, *given)
             if found:
@@ -248,35 +253,35 @@ class Nodes:
                 notes, rows = (torch.cat(pair, 1) for pair in both)
         borders = slice(self.mates.start, self.mates.stop)
         route = _seen_of_candidates(border, notes, borders, own, P, border.places)
-        notes, rows = swap(_take(notes, route, empty), _take(rows, route, 0))
+        notes, rows = swap(_take_rows(notes, route, empty), _take_rows(rows, route, 0))
         routes.append(route.transpose(0, 1).flatten(1))
         return parts.join(rows, columns), parts.one_copy(notes), torch.cat(routes, 1)
 
     def give_back(self, route: Tensor, *gradients: Tensor) -> list[Tensor] | None:
         size, c, before = self.size, self.border.winners, len(self.earlier) * self.summary
-        parts = Parts.of(gradients[0].shape[0], size)
+        parts = Parts.for_ranks(gradients[0].shape[0], size)
         swap = partial(_swap_parts, self.wire, self.mates, self.mates)
         summary, route = route.split([self.summary, route.shape[1] - self.summary], 1)
         route = route.unflatten(1, (size, -1)).transpose(0, 1)
-        totals, of_earlier = [], []
-        for met in swap(*map(parts.split, gradients)):
-            total = _zeros_for(met, before + size * c)
+        totals, earlier_sums = [], []
+        for gathered in swap(*map(parts.split, gradients)):
+            total = _zeros_for(gathered, before + size * c)
             for rank in range(self.node == 0, size):  # the first of all sees no earlier key
-                _add_rows(total, met[rank], route[rank])
+                _add_rows(total, gathered[rank], route[rank])
             totals.append(total[:, before:])
-            of_earlier.append(self.border.rounded(total[:, :before], met.dtype))
+            earlier_sums.append(self.border.rounded(total[:, :before], gathered.dtype))
         if self.summary:
-            self._add_later(totals, of_earlier, summary)
+            self._add_later(totals, earlier_sums, summary)
         # In float32: one rounding more would be a third of the distance from one process.
         found = swap(*(t[:, :-1].unflatten(1, (size, c)).transpose(0, 1) for t in totals))
         return [parts.join(part, g.shape[2]) for part, g in zip(found, gradients, strict=True)]
 
-    def _add_later(self, totals: list[Tensor], of_earlier: list[Tensor], summary: Tensor) -> None:
+    def _add_later(self, totals: list[Tensor], earlier_sums: list[Tensor], summary: Tensor) -> None:
         """Gives sums to earlier nodes, and adds those of later ones for the keys of the summary."""
         shape = len(self.earlier), self.summary
-        given = (t.unflatten(1, shape).transpose(0, 1) for t in of_earlier)
-        of_later = _swap_parts(self.wire, self.earlier, self.later, *given)
-        for total, more in zip(totals, of_later, strict=False):
+        given = (t.unflatten(1, shape).transpose(0, 1) for t in earlier_sums)
+        later_sums = _swap_parts(self.wire, self.earlier, self.later, *given)
+        for total, more in zip(totals, later_sums, strict=False):
             for gradient in more:
                 _add_rows(total, gradient, summary)
 
@@ -289,10 +294,10 @@ class TwoHops(Nodes):
         return self.wire.size
 
 
-def _zeros_for(met: Tensor, candidates: int) -> Tensor:
-    """[P, candidates + 1, F] for sums of met [ranks, P, W, F]; the last row takes what has no place."""
-    wide = torch.promote_types(met.dtype, torch.float32)
-    return met.new_zeros((met.shape[1], candidates + 1, met.shape[3]), dtype=wide)
+def _zeros_for(gathered: Tensor, candidates: int) -> Tensor:
+    """[P, candidates + 1, F] for sums of gathered [ranks, P, W, F]; the last row takes what has no place."""
+    wide = torch.promote_types(gathered.dtype, torch.float32)
+    return gathered.new_zeros((gathered.shape[1], candidates + 1, gathered.shape[3]), dtype=wide)
 
 
 def _sum_in_order(parts: Tensor) -> Tensor:

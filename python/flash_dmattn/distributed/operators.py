@@ -42,7 +42,7 @@ def choose_keys(
     """`keys_of_piece`, likewise: inductor of torch 2.13 made other intervals of documents."""
     if not _is_watched():
         return keys_of_piece(scores, positions, present, documents, begin, rule)
-    options = (list(rule.windows()), *rule.options())
+    options = (list(rule.windows()), *rule.operands())
     return choose_keys_of_piece(scores, positions, present, documents, begin, *options)
 
 
@@ -60,7 +60,7 @@ def _operands(exchange: Exchange) -> tuple:
         list(border.shards.begins),
         border.heads,
         list(rule.windows()),
-        *rule.options(),
+        *rule.operands(),
         border.saturate,
         name,
         exchange.wire.group.group_name,

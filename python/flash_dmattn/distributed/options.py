@@ -35,7 +35,9 @@ class Options(NamedTuple):
     backend: str | None = None
 
     @classmethod
-    def given(cls, options: Mapping[str, Any] | None, query: Tensor | None) -> Options | None:
+    def from_arguments(
+        cls, options: Mapping[str, Any] | None, query: Tensor | None
+    ) -> Options | None:
         """The options that `begin` gets for `attend`; None: it gets none."""
         if options is None:
             return None
@@ -46,7 +48,7 @@ class Options(NamedTuple):
             raise TypeError(f"options: got {unknown}, expected arguments of attend: {cls._fields}")
         return cls(**options)
 
-    def are(self, others: Options) -> bool:
+    def equals(self, others: Options) -> bool:
         return all(
             a is b or not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
             for a, b in zip(self, others, strict=True)
@@ -72,7 +74,7 @@ class Options(NamedTuple):
             unavailable_reason(backend)  # of an unknown one it raises
         check_device(cast, backend)
 
-    def numbers(self, query: Tensor) -> dict[str, int]:
+    def compared_numbers(self, query: Tensor) -> dict[str, int]:
         """The numbers that have to be the same on all ranks, by the names of the arguments."""
         numerics = self.numerics("saturate").for_head_dim(query.shape[3])
         sink_logits = self.sink_logits

@@ -51,7 +51,7 @@ def seen_keys(pending: Pending) -> tuple[Tensor, Visibility]:
         border.rule,
     )
     n = pending.scores.shape[2] - border.places
-    return own, Visibility(keys=KeyIntervals(chosen, n, border.rule.bound(is_causal=True)))
+    return own, Visibility(keys=KeyIntervals(chosen, n, border.rule.key_bound(is_causal=True)))
 
 
 def bias_without_sinks(pending: Pending) -> Pending:

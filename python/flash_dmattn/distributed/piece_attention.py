@@ -143,8 +143,8 @@ def begin(
 
     def make() -> tuple[Call, Options | None]:
         check_causality(is_causal)
-        of_attend = Options.given(options, query)
-        call = Call.checked(
+        of_attend = Options.from_arguments(options, query)
+        call = Call.checked_call(
             wire, key, value, scores, attn_bias, rule, key_mask, cu_seqlens, position_ids, lengths, headroom, exchange, nonfinite, query,
             of_attend,
         )  # fmt: skip
@@ -152,8 +152,8 @@ def begin(
 
     def numbers(made: tuple[Call, Options | None]) -> dict[str, int]:
         call, of_attend = made
-        found = call.numbers(scores, attn_bias)
-        return found if of_attend is None else found | of_attend.numbers(query)
+        found = call.compared_numbers(scores, attn_bias)
+        return found if of_attend is None else found | of_attend.compared_numbers(query)
 
     call, of_attend = wire.agreed(check, make, numbers)
     if call.border.places:
@@ -221,14 +221,14 @@ def attend(
     options = Options(
         scale, softcap, deterministic, sink_logits, bias_delay, zero_sum, return_lse, backend
     )
-    if pending.options is not None and not options.are(pending.options):
+    if pending.options is not None and not options.equals(pending.options):
         raise ValueError(f"pending: got options {pending.options} in begin, expected {options}")
     if pending.wire is not None:
         n = pending.scores.shape[2] - pending.border.places
         pending.wire.agreed(
             pending.check,
             lambda: options.check(query, pending.key, n, pending.bias),
-            lambda _: options.numbers(query),
+            lambda _: options.compared_numbers(query),
         )
     rule = pending.border.rule
     if pending.stream is not None:

@@ -66,7 +66,7 @@ class Border(NamedTuple):
         saturate: bool = True,
     ) -> Border:
         # A query sees no more keys than that; those that the last query before a border sees are all that later queries see.
-        most, _ = rule.bound(is_causal=True)
+        most, _ = rule.key_bound(is_causal=True)
         winners = min(most, shards.longest())
         places = min(most, (shards.ranks() - 1) * winners)
         return cls(shards, rule, heads, begun, winners, places, saturate)

@@ -135,7 +135,7 @@ class Wire:
         if any(failed):
             ranks = [r for r in range(self.size) if failed[r]]
             raise ValueError(
-                f"group: got arguments that raise an error on ranks {ranks}, expected none"
+                f"group: got arguments that raise an error on ranks {ranks}, expected none; the messages of these ranks name them"
             )
         if len(set(functions)) > 1:
             raise ValueError(

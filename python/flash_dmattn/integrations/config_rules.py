@@ -36,7 +36,7 @@ class LearnedScores(NamedTuple):
     @classmethod
     def of_dict(cls, stored: dict) -> LearnedScores:
         rule = {name: value for name, value in stored.items() if name in KeySelection._fields}
-        rule = KeySelection(**rule).checked()
+        rule = KeySelection(**rule).checked_rule()
         return cls(rule, stored["scorer"], tuple(stored["layers"]), stored["dense_prefill"])
 
     @classmethod
@@ -54,8 +54,8 @@ def make_rule(
 ) -> KeySelection:
     rule = KeySelection(
         keep_window_size, "per_query", recent_window, recent_competes, sink_tokens, score_threshold
-    ).checked()
-    if not rule.limits():
+    ).checked_rule()
+    if not rule.hides_keys():
         raise ValueError(
             "keep_window_size: got None without score_threshold, so that every key is visible; expected one of them"
         )
@@ -78,6 +78,6 @@ def _rule_of(layer: PretrainedConfig, name: str) -> KeySelection:
         )
     rule = KeySelection(**{part: value for part, value in parts.items() if value is not None})
     try:
-        return rule.checked_for_cache()
+        return rule.checked_cache_rule()
     except (TypeError, ValueError) as error:
         raise type(error)(f"config.{error}") from None

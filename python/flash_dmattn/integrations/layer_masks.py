@@ -89,8 +89,7 @@ def present_tokens(mask: torch.Tensor | None, length: int) -> torch.Tensor | Non
             f"attention_mask: got {mask.dtype} of shape {tuple(mask.shape)}, expected padding [B, tokens]; slots of a "
             "DynamicMaskCache hold other positions for every head, which no mask over queries and keys describes"
         )
-    first, last = intervals.intervals[:, 0].unbind(-1)
-    return first < last
+    return intervals.shown_keys()[:, 0]
 
 
 def _is_two_by_two_mask(mask: torch.Tensor, query_length: int) -> bool:

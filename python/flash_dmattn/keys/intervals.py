@@ -79,6 +79,11 @@ class KeyIntervals:
         fits = broadcasts(own_batch, batch) and broadcasts(own_heads, heads)
         return fits and own_length == key_length
 
+    def shown_keys(self) -> Tensor:
+        """Which keys some query sees, bool [B or 1, Hkv or 1, key_length]."""
+        first, last = self.intervals.unbind(-1)
+        return first < last
+
     def bound_operand(self) -> tuple[int, int, int]:
         """The operators' key_bound."""
         base, per_query = (-1, 0) if self.bound is None else self.bound  # -1: unknown
@@ -125,7 +130,9 @@ def split_by_age(
     end = own_row + clamp_count(age)  # where the key is no longer recent
     parts = (first, torch.minimum(last, end)), (torch.maximum(first, end), last)
     return tuple(
-        clipped(*torch.broadcast_tensors(*part), keys.query_length, keys.bound, keys.consecutive)
+        clipped_intervals(
+            *torch.broadcast_tensors(*part), keys.query_length, keys.bound, keys.consecutive
+        )
         for part in parts
     )
 
@@ -156,12 +163,12 @@ def _are_consecutive(intervals: Tensor) -> bool:
 _pytree.register_pytree_node(
     KeyIntervals,
     lambda value: ([value.intervals], (value.query_length, value.bound, value.consecutive)),
-    lambda leaves, context: unchecked(leaves[0], *context),
+    lambda leaves, context: unchecked_intervals(leaves[0], *context),
     serialized_type_name=f"{ops.NAMESPACE}.KeyIntervals",
 )
 
 
-def unchecked(leaf, query_length, bound, consecutive=False) -> KeyIntervals:
+def unchecked_intervals(leaf, query_length, bound, consecutive=False) -> KeyIntervals:
     # Leaves of a pytree may have any type while it is being mapped over.
     value = object.__new__(KeyIntervals)
     object.__setattr__(value, "intervals", leaf)
@@ -171,10 +178,10 @@ def unchecked(leaf, query_length, bound, consecutive=False) -> KeyIntervals:
     return value
 
 
-def rows_of(intervals: KeyIntervals, begin: int, end: int, key_length: int) -> KeyIntervals:
+def cut_query_rows(intervals: KeyIntervals, begin: int, end: int, key_length: int) -> KeyIntervals:
     """The intervals of the query rows begin to end and of the first keys."""
     first, last = (intervals.intervals[:, :, :key_length] - begin).unbind(-1)
-    return clipped(first, last, end - begin, intervals.bound, intervals.consecutive)
+    return clipped_intervals(first, last, end - begin, intervals.bound, intervals.consecutive)
 
 
 def intersect(*parts: KeyIntervals) -> KeyIntervals:
@@ -204,7 +211,7 @@ def intersect(*parts: KeyIntervals) -> KeyIntervals:
         if bound is None or given[0] + tile * given[1] < bound[0] + tile * bound[1]:
             bound = given
     consecutive = all(part.consecutive for part in parts)
-    return clipped(first, last, query_length, bound, consecutive)
+    return clipped_intervals(first, last, query_length, bound, consecutive)
 
 
 def _check_bound(bound: tuple[int, int] | None) -> None:
@@ -216,7 +223,7 @@ def _check_bound(bound: tuple[int, int] | None) -> None:
         check_count(value, "bound")
 
 
-def clipped(
+def clipped_intervals(
     first: Tensor,
     last: Tensor,
     query_length: int,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._core.checks import check_count, check_tensor, clamp_count, resolve_flag
-from .intervals import KeyIntervals, clipped
+from .intervals import KeyIntervals, clipped_intervals
 from .positions import KeyPositions, check_batches, check_length, check_offsets
 
 
@@ -152,4 +152,6 @@ def _shown(
     first = keys.begin if first is None else torch.maximum(first, keys.begin)
     last = keys.end if last is None else torch.minimum(last, keys.end)
     in_order = keys.order is None
-    return clipped(*torch.broadcast_tensors(first, last), keys.query_length, bound, in_order)
+    return clipped_intervals(
+        *torch.broadcast_tensors(first, last), keys.query_length, bound, in_order
+    )

@@ -110,22 +110,22 @@ class KeyPositions(NamedTuple):
         first = torch.maximum(self.begin, self.own) if is_causal else self.begin
         keys = (first, self.end, self.own, first, self.document)
         if self.order is not None:
-            keys = (self._by_position(key) for key in keys)
+            keys = (self._sort_by_position(key) for key in keys)
         first, last, own, appears, document = keys
         # A key that is not present has an empty range of rows, in which it beats no other key.
         return ShownKeys(first, last, own, appears.clamp(min=0), document)
 
-    def _by_position(self, tensor: Tensor | None) -> Tensor | None:
+    def _sort_by_position(self, tensor: Tensor | None) -> Tensor | None:
         if tensor is None:
             return None
         tensor, order = torch.broadcast_tensors(tensor, self.order)
         return tensor.gather(-1, order)
 
-    def by_position(self, scores: Tensor) -> Tensor:
+    def scores_by_position(self, scores: Tensor) -> Tensor:
         """scores [B, H, key_length] in the order of `shown`."""
-        return scores if self.order is None else self._by_position(scores)
+        return scores if self.order is None else self._sort_by_position(scores)
 
-    def by_index(self, intervals: Tensor) -> Tensor:
+    def intervals_by_index(self, intervals: Tensor) -> Tensor:
         """Intervals [B, H, key_length, 2] in the order of the keys."""
         if self.order is None:
             return intervals

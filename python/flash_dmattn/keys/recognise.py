@@ -309,7 +309,7 @@ def select_among(
     shown = ShownKeys(first.long(), last.long(), own, appears.long(), document)
     intervals = choose_among(scores, shown, rule, True, allowed.query_length)
     if not reading:  # every query sees no more keys than the rule keeps, and brings one at most
-        return KeyIntervals(intervals, allowed.query_length, rule.bound(True))
+        return KeyIntervals(intervals, allowed.query_length, rule.key_bound(True))
     return KeyIntervals(intervals, allowed.query_length).measured()
 
 

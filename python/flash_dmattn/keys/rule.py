@@ -46,7 +46,7 @@ class KeySelection(NamedTuple):
     sink_tokens: int = 0
     score_threshold: float | None = None  # None: no threshold
 
-    def checked(self) -> KeySelection:
+    def checked_rule(self) -> KeySelection:
         window = self.keep_window_size
         # Most calls have a window at most: this saves 3 µs of 30.
         is_count = type(window) is int and 0 <= window <= LARGEST_COUNT
@@ -78,7 +78,7 @@ class KeySelection(NamedTuple):
             recent_competes=check_flag(self.recent_competes, "recent_competes"),
             score_threshold=threshold,
         )
-        if rule.widens() and not rule.limits():
+        if rule.shows_unchosen_keys() and not rule.hides_keys():
             name = "recent_window" if rule.recent_window else "sink_tokens"
             raise ValueError(
                 f"{name}: got {getattr(rule, name)} without keep_window_size and score_threshold, so that every key is "
@@ -86,7 +86,7 @@ class KeySelection(NamedTuple):
             )
         return rule
 
-    def given(self) -> dict:
+    def non_default_parts(self) -> dict:
         """The parts that are not the defaults."""
         return {
             name: value
@@ -100,18 +100,18 @@ class KeySelection(NamedTuple):
                 f"recent_window: got {self.recent_window} with is_causal=False, expected 0, as no key is recent then"
             )
 
-    def limits(self) -> bool:
+    def hides_keys(self) -> bool:
         """Whether any key is hidden."""
         return self.keep_window_size is not None or self.score_threshold is not None
 
-    def widens(self) -> bool:
+    def shows_unchosen_keys(self) -> bool:
         """Whether keys are visible that were not chosen."""
         return self.recent_window > 0 or self.sink_tokens > 0
 
     def is_window(self) -> bool:
         """Whether it is one number of keys and nothing else."""
         return not (
-            self.widens()
+            self.shows_unchosen_keys()
             or self.keep_window_size is None
             or isinstance(self.keep_window_size, tuple)
             or self.score_threshold is not None
@@ -129,13 +129,13 @@ class KeySelection(NamedTuple):
             return self.keep_window_size
         return (self.keep_window_size,)
 
-    def options(self) -> tuple:
+    def operands(self) -> tuple:
         """The operators' arguments after query_length."""
         return self.recent_window, self.recent_competes, self.sink_tokens, self.score_threshold
 
-    def checked_for_cache(self) -> KeySelection:
+    def checked_cache_rule(self) -> KeySelection:
         """The rule of a cache that holds the keys which it shows, and no others."""
-        rule = self.checked()
+        rule = self.checked_rule()
         if rule.selection != "per_query":
             raise ValueError(
                 f"selection: got {rule.selection!r}, expected 'per_query': under another one keys that were evicted return"
@@ -144,7 +144,7 @@ class KeySelection(NamedTuple):
             raise ValueError(
                 "keep_window_size: got None, expected a number of keys, with score_threshold the most that it may show"
             )
-        if rule.places() < 1:
+        if rule.place_count() < 1:
             raise ValueError(
                 "keep_window_size: got 0, expected 1 or more where there is no recent_window and no sink_tokens"
             )
@@ -155,10 +155,10 @@ class KeySelection(NamedTuple):
         sizes = len(self.windows())
         if sizes > 1 and sizes != heads:
             raise ValueError(
-                f"keep_window_size: got {sizes} sizes, expected one, or {heads} for as many key heads"
+                f"keep_window_size: got {sizes} sizes, expected one, or {heads}: one for each key head"
             )
 
-    def places(self) -> int:
+    def place_count(self) -> int:
         """The most keys that a query sees; there has to be a window."""
         return self.sink_tokens + max(self.windows()) + self.recent_window
 
@@ -172,7 +172,7 @@ class KeySelection(NamedTuple):
         """Whether it hides no key whose score is a number."""
         return self.score_threshold is None and all(w >= key_length for w in self.windows())
 
-    def bound(self, is_causal: bool, documents: bool = False) -> tuple[int, int] | None:
+    def key_bound(self, is_causal: bool, documents: bool = False) -> tuple[int, int] | None:
         """KeyIntervals.bound where it follows from the rule; None for a threshold alone.
 
         documents: rows consist of documents, with as many queries as keys.
@@ -187,14 +187,14 @@ class KeySelection(NamedTuple):
             return 2 * seen, 1
         return seen, int(arriving or self.recent_window > 0)
 
-    def competing(self, scores: Tensor, eligible: Tensor | None) -> Tensor:
+    def competing_scores(self, scores: Tensor, eligible: Tensor | None) -> Tensor:
         """The scores of the keys that compete, NaN for the others."""
         if self.score_threshold is not None:
             above = scores.double() >= self.score_threshold
             eligible = above if eligible is None else eligible & above
         return scores if eligible is None else torch.where(eligible, scores, float("nan"))
 
-    def of_query_heads(self, heads: int) -> KeySelection:
+    def rule_of_heads(self, heads: int) -> KeySelection:
         """The rule of as many heads of scores: where they are query heads, those of a group have the window of their key head."""
         windows = self.windows()
         if len(windows) < 2 or heads <= len(windows):
@@ -202,12 +202,12 @@ class KeySelection(NamedTuple):
         group, rest = divmod(heads, len(windows))
         if rest:
             raise ValueError(
-                f"keep_window_size: got {len(windows)} sizes, expected one, or as many as key heads, which {heads} heads of "
-                "scores are a multiple of"
+                f"keep_window_size: got {len(windows)} sizes, expected one, or one for each key head; {heads} heads of scores "
+                f"are no multiple of {len(windows)}"
             )
         return self._replace(keep_window_size=tuple(w for w in windows for _ in range(group)))
 
-    def for_heads(self, scores: Tensor) -> Tensor:
+    def expand_scores(self, scores: Tensor) -> Tensor:
         """scores [B, H, Sk] for as many heads as have a window."""
         windows = len(self.windows())
         if windows < 2 or scores.shape[1] == windows:
@@ -230,7 +230,7 @@ def choose_among(
     scores: [B or 1, H or 1, Sk].
     """
     first, last, own, appears, document = shown
-    scores = rule.for_heads(scores)
+    scores = rule.expand_scores(scores)
     shape = torch.broadcast_shapes(scores.shape, first.shape, last.shape)
     visible = first < last
     competes_at = appears
@@ -244,7 +244,7 @@ def choose_among(
     per_query = is_causal and rule.selection == "per_query"
     if not per_query and not rule.recent_competes:
         eligible = eligible & (competes_at < last)  # a global choice is made at the last row
-    scores = rule.competing(scores.detach(), eligible).expand(shape)
+    scores = rule.competing_scores(scores.detach(), eligible).expand(shape)
     if document is not None:
         scores = rank_by_document(scores, document)
     # Chosen as if every key appeared with a query of its own: row t is the moment when key t appears.

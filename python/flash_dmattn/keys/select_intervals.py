@@ -10,7 +10,7 @@ from torch import Tensor
 from .._core import ops
 from .._core.checks import check_tensor, resolve_flag
 from . import torch_selection
-from .intervals import KeyIntervals, broadcast_shapes, unchecked
+from .intervals import KeyIntervals, broadcast_shapes, unchecked_intervals
 from .positions import KeyPositions, check_length
 from .rule import KeySelection, choose_among
 
@@ -68,9 +68,9 @@ def select_key_intervals(
     """
     rule = KeySelection(
         keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
-    ).checked()
+    ).checked_rule()
     is_causal = resolve_flag(is_causal, "is_causal")
-    if not rule.limits():
+    if not rule.hides_keys():
         raise TypeError("keep_window_size: got None, expected it or score_threshold")
     scores, key_mask = per_key_scores(scores, key_mask)
     query_length = scores.shape[2] if query_length is None else query_length
@@ -105,14 +105,14 @@ def select(
             scores.shape[2], query_length, key_mask=key_mask, device=scores.device
         )
         return select_at(keys, scores, rule, is_causal)
-    scores = rule.for_heads(scores)
+    scores = rule.expand_scores(scores)
     if key_mask is not None:
         key_mask = key_mask.expand(scores.shape)
     library = ops if ops.has_kernels_for(scores) else torch_selection
     intervals = library.select_key_intervals(
-        scores, key_mask, rule.windows(), rule.selection, is_causal, query_length, *rule.options()
+        scores, key_mask, rule.windows(), rule.selection, is_causal, query_length, *rule.operands()
     )
-    return unchecked(intervals, query_length, rule.bound(is_causal))
+    return unchecked_intervals(intervals, query_length, rule.key_bound(is_causal))
 
 
 def select_at(
@@ -121,12 +121,12 @@ def select_at(
     """The keys that a rule keeps where they are not at their index, or in documents; scores [B, H, key_length]."""
     rule.check_causality(is_causal)
     chosen = choose_among(
-        keys.by_position(scores), keys.shown(is_causal), rule, is_causal, keys.query_length
+        keys.scores_by_position(scores), keys.shown(is_causal), rule, is_causal, keys.query_length
     )
     bound = None
     if keys.same_length:
-        bound = rule.bound(is_causal, documents=keys.document is not None)
-    return unchecked(keys.by_index(chosen), keys.query_length, bound)
+        bound = rule.key_bound(is_causal, documents=keys.document is not None)
+    return unchecked_intervals(keys.intervals_by_index(chosen), keys.query_length, bound)
 
 
 def per_key_scores(scores: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -31,16 +31,16 @@ class Selection(NamedTuple):
             return NO_SELECTION
         return Selection(KeySelection(*rule), scores)
 
-    def checked(self, query: Tensor, key: Tensor) -> Selection:
+    def checked_selection(self, query: Tensor, key: Tensor) -> Selection:
         if self is NO_SELECTION:
             return self
-        rule = self.rule.checked()
+        rule = self.rule.checked_rule()
         if isinstance(rule.keep_window_size, tuple):
             rule.check_heads(key.shape[-2])
         if self.scores is None:
             return self if rule is self.rule else Selection(rule)
         checked = selection_scores_argument(self.scores, query, key)
-        if not rule.limits():
+        if not rule.hides_keys():
             raise ValueError(
                 f"selection_scores: got shape {tuple(self.scores.shape)} without keep_window_size, by which they choose; "
                 "expected both or neither"
@@ -98,7 +98,7 @@ def apply_selection(
     if on_gpu and rule.selection == "global" and rule.is_window() and rule.keep_window_size > 0:
         chosen = KeyList(*ops.select_key_list(scores, key_mask, rule.keep_window_size))
         return Visibility(remaining_mask, visible.is_causal, chosen)
-    rule = rule.of_query_heads(scores.shape[1])
+    rule = rule.rule_of_heads(scores.shape[1])
     chosen = select(scores, key_mask, rule, visible.is_causal, query.shape[1])
     return Visibility(remaining_mask, False, chosen)
 
@@ -131,16 +131,15 @@ def _select_among_intervals(
     """Selects the best of the keys that intervals show; `allowed`: a mask or a bias that hides some of them."""
     rule = selection.rule
     if rule.selection == "global":
-        if rule.widens():
+        if rule.shows_unchosen_keys():
             raise ValueError(
                 "selection: got 'global' with recent_window or sink_tokens and key_intervals, expected 'per_query'"
             )
-        first, last = shown.intervals.unbind(-1)
-        key_mask = first < last
+        key_mask = shown.shown_keys()
         if allowed is not None:
             key_mask = key_mask & allowed.seen_by_any_query()
         scores, key_mask = _expand_heads_together(*match_heads(query, key, scores, key_mask))
-        rule = rule.of_query_heads(scores.shape[1])
+        rule = rule.rule_of_heads(scores.shape[1])
         best = select(scores, key_mask, rule, is_causal, shown.query_length)
         best, intervals = match_heads(query, key, best.intervals, shown.intervals)
         chosen = intersect(KeyIntervals(best, shown.query_length), shown.with_intervals(intervals))
@@ -174,7 +173,7 @@ def _best_of_intervals(
     scores, intervals = match_heads(query, key, scores, shown.intervals)
     if intervals is not shown.intervals:
         shown = shown.with_intervals(intervals)
-    rule = rule.of_query_heads(max(scores.shape[1], shown.heads))
+    rule = rule.rule_of_heads(max(scores.shape[1], shown.heads))
     return select_among(scores, shown, rule, memo)
 
 

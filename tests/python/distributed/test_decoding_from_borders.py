@@ -87,7 +87,7 @@ def test_every_case_goes_on_as_one_process(count):
 )
 @given(case=random_cases(biases=("scores", "none")))
 def test_random_pieces_go_on_as_one_process(case):
-    assume(case.selection().places() > 0)  # a cache has a place
+    assume(case.selection().place_count() > 0)  # a cache has a place
     ranks = len(case.lengths) - 1
     run_in_threads(ranks, lambda wire: compare_decoding(case, wire, wire.rank, ranks, 5))
 

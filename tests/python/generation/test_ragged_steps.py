@@ -82,7 +82,7 @@ def test_rows_of_no_sequence_stay_as_they_are():
         ([0, 3], [1, 2], None, r"rows: got torch.int32 of shape \(2,\)"),
         ([0, 3, 2], [1, 2], None, r"offsets\[1\]: got 3 before 2"),
         ([-1, 3], [1], None, r"offsets\[0\]: got -1"),
-        ([0, 3], [1], [True, False], "begins: got 2 of them, expected 1"),
+        ([0, 3], [1], [True, False], "begins: got 2 flags, expected 1"),
     ],
 )
 def test_bad_batches_raise(offsets, rows, begins, message):

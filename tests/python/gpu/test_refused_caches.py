@@ -12,6 +12,7 @@ from flash_dmattn.integrations.transformers import (  # noqa: E402
     DynamicMaskCache,
     enable_flash_dmattn,
 )
+from flash_dmattn.integrations.transformers.compat import CACHE  # noqa: E402
 
 
 @torch.no_grad()
@@ -21,9 +22,7 @@ def test_float32_model_cache_raises(static):
     ids = make_ids(1, 40).cuda()
     for _ in range(2):
         cache = DynamicMaskCache(model.config, static=static)
-        with pytest.raises(
-            TypeError, match=r"past_key_values: got torch.float32 on cuda:0, .*bfloat16"
-        ):
+        with pytest.raises(TypeError, match=rf"{CACHE}: got torch.float32 on cuda:0, .*bfloat16"):
             model(ids, past_key_values=cache)
         assert cache.get_seq_length() == 0
     model(ids, past_key_values=DynamicMaskCache(model.bfloat16().config, static=static))

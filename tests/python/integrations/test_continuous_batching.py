@@ -11,6 +11,7 @@ from transformers import DogeConfig, DogeForCausalLM, GenerationConfig
 from doge_generation import VOCABULARY, WINDOW, brute_force_of, greedy_tokens_by_prompt, make_model
 from flash_dmattn.integrations.transformers import DynamicMaskCache, enable_flash_dmattn
 from flash_dmattn.integrations.transformers.compat import (
+    CACHE,
     HAS_SLOTS_IN_BATCHES,
     set_continuous_batching,
 )
@@ -236,7 +237,7 @@ def test_paged_cache_without_slots_raises(model):
         def __init__(self):
             self.cache_allocators = {}
 
-    with pytest.raises(TypeError, match="^cache: got a paged cache without slots"):
+    with pytest.raises(TypeError, match=f"^{CACHE}: got a paged cache without slots"):
         model(torch.tensor([[3, 4]]), cache=Paged(), use_cache=False)
 
 

@@ -15,6 +15,7 @@ from flash_dmattn.integrations.transformers import (  # noqa: E402
     enable_flash_dmattn,
 )
 from flash_dmattn.integrations.transformers.cache_layer import DynamicMaskLayer  # noqa: E402
+from flash_dmattn.integrations.transformers.compat import CACHE  # noqa: E402
 from flash_dmattn.keys.rule import KeySelection  # noqa: E402
 
 pytestmark = pytest.mark.transformers
@@ -293,9 +294,7 @@ def test_keys_without_kernels_on_a_gpu_are_refused_with_what_to_do():
     layer = DynamicMaskCache(make_model().config).layers[0]
     with FakeTensorMode():
         key = torch.zeros(B, 2, 3, 8, device="cuda")
-        with pytest.raises(
-            TypeError, match=r"past_key_values: got torch.float32 .* dtype=torch.bfloat16"
-        ):
+        with pytest.raises(TypeError, match=rf"{CACHE}: got torch.float32 .* dtype=torch.bfloat16"):
             layer.fill(key, key, torch.zeros(B, 2, 3, device="cuda"))
         with pytest.raises(ValueError, match="head_dim: got 12"):
             layer.lazy_initialization(torch.zeros(B, 2, 3, 12, device="cuda").bfloat16())
@@ -318,7 +317,7 @@ def test_cache_of_another_model_raises():
 def test_cache_with_fewer_layers_raises():
     _, ours = make_pair()
     cache = DynamicMaskCache(make_model(num_hidden_layers=2).config)
-    with pytest.raises(ValueError, match="past_key_values: got 2 layers, expected more than 2"):
+    with pytest.raises(ValueError, match=f"{CACHE}: got 2 layers, expected more than 2"):
         ours(make_ids(B, S), past_key_values=cache)
 
 
@@ -326,7 +325,7 @@ def test_wrong_number_of_rows_leaves_cache_unchanged():
     _, ours = make_pair()
     cache = filled(ours, S)
     before = [[t.clone() for t in layer.slots.tensors] for layer in cache.layers]
-    with pytest.raises(ValueError, match="past_key_values: got tokens of 3 rows, expected 2"):
+    with pytest.raises(ValueError, match=f"{CACHE}: got tokens of 3 rows, expected 2"):
         ours(make_ids(3, 2), past_key_values=cache)
     after = [layer.slots.tensors for layer in cache.layers]
     assert all(map(torch.equal, sum(before, []), sum(after, ())))
@@ -338,7 +337,7 @@ def test_reset_cache_accepts_another_batch(static):
     _, ours = make_pair()
     cache = filled(ours, S, static=static)
     cache.reset()
-    with pytest.raises(ValueError, match="past_key_values: got tokens of 3 rows, expected 2"):
+    with pytest.raises(ValueError, match=f"{CACHE}: got tokens of 3 rows, expected 2"):
         ours(make_ids(3, S), past_key_values=cache)
 
 

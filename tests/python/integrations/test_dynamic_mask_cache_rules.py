@@ -49,7 +49,11 @@ def test_chunks_and_steps_equal_full_attention(rule, window, static):
             stream.check(attend(layer, stream, begin, begin + size), begin, begin + size)
             begin += size
         assert int(layer.get_seq_length()) == begin == stream.length
-        assert layer.keys.shape[2] - layer.slots.chunk == layer.rule.places() == layer.slots.places
+        assert (
+            layer.keys.shape[2] - layer.slots.chunk
+            == layer.rule.place_count()
+            == layer.slots.places
+        )
 
 
 @pytest.mark.parametrize("prompt", [9, 200])  # more than can be dropped
@@ -113,4 +117,4 @@ def test_saved_config_has_the_rule(tmp_path):
     LlamaConfig(num_hidden_layers=2, **rule).save_pretrained(tmp_path)
     config = LlamaConfig.from_pretrained(tmp_path)
     found = DynamicMaskCache(config).layers[1].rule
-    assert found.given() == rule | {"keep_window_size": (5, 2)}
+    assert found.non_default_parts() == rule | {"keep_window_size": (5, 2)}

@@ -10,6 +10,7 @@ from flash_dmattn.integrations.transformers import (  # noqa: E402
     DynamicMaskCache,
     add_learned_scores,
 )
+from flash_dmattn.integrations.transformers.compat import CACHE  # noqa: E402
 from flash_dmattn.integrations.transformers.learned_scores.scored_layers import ScoredCall  # noqa: E402
 from scored_models import FAMILIES, RULES, make_base, make_ids, make_scored  # noqa: E402
 from scores_by_definition import by_definition  # noqa: E402
@@ -162,7 +163,7 @@ def test_cache_without_scores_is_refused():
     with torch.no_grad():
         model(ids, past_key_values=cache)
         model.set_score_phase("hard")
-        with pytest.raises(ValueError, match="^cache: got keys without scores in layer 0"):
+        with pytest.raises(ValueError, match=f"^{CACHE}: got keys without scores in layer 0"):
             model(ids[:, :1], past_key_values=cache)
 
 
@@ -179,14 +180,14 @@ def test_slots_of_another_rule_are_refused():
     cache = DynamicMaskCache(make_scored(rule="window").config)
     with (
         torch.no_grad(),
-        pytest.raises(ValueError, match="^past_key_values: got keep_window_size"),
+        pytest.raises(ValueError, match=f"^{CACHE}: got keep_window_size"),
     ):
         make_scored(rule="all")(make_ids(), past_key_values=cache)
 
 
 def test_soft_phase_refuses_static_caches():
     model = make_scored(rule="all").set_score_phase("soft")
-    with torch.no_grad(), pytest.raises(ValueError, match="^cache: got a static one"):
+    with torch.no_grad(), pytest.raises(ValueError, match=f"^{CACHE}: got a static one"):
         model(make_ids(PROMPT), past_key_values=CACHES["static"](model))
 
 
@@ -248,7 +249,9 @@ def test_slots_of_layers_with_other_numbers_in_the_cache_are_refused():
     model = tiny_model(found, tiny_config(found), "eager")
     add_learned_scores(model, keep_window_size=PROMPT)
     cache = DynamicMaskCache(model.config)
-    with pytest.raises(ValueError, match="^cache: got a DynamicMaskCache whose layer . is a Dyn"):
+    with pytest.raises(
+        ValueError, match=f"^{CACHE}: got a DynamicMaskCache whose layer . is a Dyn"
+    ):
         model(make_ids(PROMPT), past_key_values=cache)
 
 

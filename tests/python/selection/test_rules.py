@@ -41,7 +41,7 @@ def random_rule(generator, length, heads, is_causal):
         below(generator, 2) == 0,
         pick(generator, [0, 0, 1, 3, length + 2]),
         threshold,
-    ).checked()
+    ).checked_rule()
 
 
 def random_scores(generator, *shape):

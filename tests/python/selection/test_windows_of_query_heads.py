@@ -68,5 +68,5 @@ def test_windows_that_do_not_divide_heads_of_scores_raise(kind):
 def test_windows_that_do_not_divide_heads_make_no_rule():
     from flash_dmattn.keys.rule import KeySelection
 
-    with pytest.raises(ValueError, match="got 4 sizes.*which 6 heads of scores are a multiple"):
-        KeySelection((1, 2, 3, 4)).of_query_heads(6)
+    with pytest.raises(ValueError, match="6 heads of scores are no multiple of 4"):
+        KeySelection((1, 2, 3, 4)).rule_of_heads(6)

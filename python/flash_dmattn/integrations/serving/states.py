@@ -93,7 +93,7 @@ def states_of(config: PretrainedConfig, dtype: torch.dtype, parts: int = 1) -> l
             f"config.{CONFIG_NAME}: got dense_prefill, expected False: a prompt that comes in parts would attend to keys that "
             "have left"
         )
-    rules = [scores.rule.checked_for_cache()] * layers if scores else rules_of(config)
+    rules = [scores.rule.checked_cache_rule()] * layers if scores else rules_of(config)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if heads % parts or config.num_attention_heads % parts:
         raise ValueError(

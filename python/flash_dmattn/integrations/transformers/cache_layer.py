@@ -7,6 +7,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..._core.kv_checks import check_slot_kernels
 from ...cache import KVSlots
 from ...keys.rule import KeySelection
+from .compat import CACHE
 
 _CROPS_TO_A_LENGTH = int(transformers.__version__.split(".")[0]) < 5
 RECORDED_TOKENS = 128  # tokens that can be dropped again, at least
@@ -40,7 +41,7 @@ class DynamicMaskLayer(CacheLayerMixin):
                 a cache has as many, and models ask the first one: in the others each token would take a kernel more.
         """
         super().__init__()
-        self.rule, self.chunk = rule.checked_for_cache(), chunk
+        self.rule, self.chunk = rule.checked_cache_rule(), chunk
         self.is_compileable = static
         self.record_past = False
         self.slots: KVSlots | None = None
@@ -128,7 +129,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         length = query.shape[2]
         if self.is_compileable and not self.chunk and length > 1:
             raise ValueError(
-                f"past_key_values: got {length} tokens at a time for a static cache without places for them, expected "
+                f"{CACHE}: got {length} tokens at a time for a static cache without places for them, expected "
                 "one; give it some by DynamicMaskCache(chunk=...)"
             )
         query, key, value = _by_token(query, key, value)
@@ -154,7 +155,7 @@ class DynamicMaskLayer(CacheLayerMixin):
     def _check_rows(self, states: torch.Tensor) -> None:
         if states.shape[0] != self.batch_size:
             raise ValueError(
-                f"past_key_values: got tokens of {states.shape[0]} rows, expected {self.batch_size}"
+                f"{CACHE}: got tokens of {states.shape[0]} rows, expected {self.batch_size}"
             )
 
     def check_rule(self, rule: KeySelection, layer_idx: int) -> None:
@@ -162,7 +163,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         for part, own, expected in zip(rule._fields, self.rule, rule, strict=True):
             if own != expected:
                 raise ValueError(
-                    f"past_key_values: got {part} {own} in layer {layer_idx}, expected {expected}: a "
+                    f"{CACHE}: got {part} {own} in layer {layer_idx}, expected {expected}: a "
                     "DynamicMaskCache(model.config) of this model"
                 )
 
@@ -170,7 +171,7 @@ class DynamicMaskLayer(CacheLayerMixin):
     def check_kernels(key: torch.Tensor) -> None:
         """Raises where no kernel keeps keys like these, [B, Hkv, S, D], in slots."""
         check_slot_kernels(
-            "past_key_values", key.dtype, key.shape[3], key.device,
+            CACHE, key.dtype, key.shape[3], key.device,
             instead="Load the model with dtype=torch.bfloat16, generate under torch.autocast, or use transformers' "
             "DynamicCache",
         )  # fmt: skip
@@ -376,7 +377,7 @@ class DynamicMaskLayer(CacheLayerMixin):
             self._resize(self.chunk)
         else:
             self._resize(
-                max(min(tokens, max(self.rule.places(), RECORDED_TOKENS)), self.slots.chunk)
+                max(min(tokens, max(self.rule.place_count(), RECORDED_TOKENS)), self.slots.chunk)
             )
 
     def _commit_oldest(self, tokens: int) -> None:

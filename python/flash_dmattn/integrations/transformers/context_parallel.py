@@ -22,7 +22,7 @@ from ...keys.rule import KeySelection
 from ..layer_masks import causal_mask
 from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer
-from .compat import find_cache
+from .compat import CACHE, find_cache
 from .learned_scores.scored_layers import ScoredAttention, is_attention
 from .names import PIECES
 
@@ -116,11 +116,7 @@ class ModelOfPieces:
                 )
         self.group = ContextParallel(group)
 
-    def __deepcopy__(self, memo: dict) -> ModelOfPieces:
-        """The same: a copy of a model is on the same ranks."""
-        return self
-
-    def changes(self, arguments_by_name: Mapping[str, object]) -> dict[str, object]:
+    def changed_arguments(self, arguments_by_name: Mapping[str, object]) -> dict[str, object]:
         """The arguments of a decoder's forward that are other ones: layers get padding and documents from `Pieces`."""
         cache = find_cache(arguments_by_name)
         mask, positions = map(arguments_by_name.get, ("attention_mask", "position_ids"))
@@ -136,7 +132,7 @@ class ModelOfPieces:
             batch, length = tokens.shape[:2]
             given = {
                 "attention_mask": int(mask is not None),
-                "past_key_values": int(cache is not None),
+                CACHE: int(cache is not None),
             }
             return {"batch": batch, "tokens": length} | given
 
@@ -171,7 +167,7 @@ def _check_piece(cache: object, mask: object, positions: object, batch: int, len
     is_new = isinstance(cache, DynamicMaskCache) and all(c.is_empty for c in cache.layers)
     if cache is not None and (torch.is_grad_enabled() or not is_new):
         raise ValueError(
-            f"past_key_values: got a {type(cache).__name__} with context parallelism, expected none, or an empty DynamicMaskCache "
+            f"{CACHE}: got a {type(cache).__name__} with context parallelism, expected none, or an empty DynamicMaskCache "
             "without gradients, which then holds the keys that tokens after this rank's piece see"
         )
     if not isinstance(positions, torch.Tensor):

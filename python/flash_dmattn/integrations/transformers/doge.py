@@ -24,7 +24,7 @@ from ..layer_masks import as_key_intervals, is_causal_mask, present_tokens
 from ..named_attention import attention_bshd
 from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer
-from .compat import adopt_layer, pop_cache
+from .compat import CACHE, adopt_layer, pop_cache
 from .names import BATCHED_DOGE, CONTEXT, DOGE_NAMES
 from .scored_cache import update_with_scores
 
@@ -121,7 +121,7 @@ class FlashDogeAttention(DogeAttention):
 
 def check_cache(cache: object) -> None:
     if not isinstance(cache, Cache):
-        raise TypeError(f"cache: got {type(cache).__name__}, expected a transformers Cache")
+        raise TypeError(f"{CACHE}: got {type(cache).__name__}, expected a transformers Cache")
 
 
 def _normalize(norm: torch.nn.Module, states: torch.Tensor) -> torch.Tensor:
@@ -183,7 +183,7 @@ def _is_stock(function) -> bool:
 def _layer_of(cache: DynamicMaskCache, index: int) -> DynamicMaskLayer:
     if index >= len(cache.layers):
         raise ValueError(
-            f"past_key_values: got {len(cache.layers)} layers, expected more than {index}: a DynamicMaskCache(model.config) "
+            f"{CACHE}: got {len(cache.layers)} layers, expected more than {index}: a DynamicMaskCache(model.config) "
             "of this model"
         )
     return cache.layers[index]
@@ -234,10 +234,7 @@ def _attend(
     mask, window = allowed, self.keep_window_size
     is_padded = context.mask_kind == "padded" and isinstance(allowed, KeyIntervals)
     if key_length > window and (allowed is None or is_padded):
-        shown = None
-        if is_padded:
-            first, last = allowed.intervals.unbind(-1)
-            shown = first < last
+        shown = allowed.shown_keys() if is_padded else None
         mask = select_key_intervals(scores, window, key_mask=shown, query_length=query_length)
         window = key_length  # chosen already
     if not self.round_scores_like_eager:

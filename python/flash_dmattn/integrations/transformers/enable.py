@@ -204,38 +204,29 @@ def _begin_forward(model: DogeModel, args: tuple, options: dict) -> tuple[tuple,
     """Before DogeModel.forward: the default cache, and the context of the layers."""
     if model.config._attn_implementation not in DOGE_NAMES:
         return None
-    arguments_by_name = {**dict(zip(MODEL_ARGUMENTS, args, strict=False)), **options}
-    padding = arguments_by_name.get("attention_mask")
-    _refuse_additive_padding(padding)
+    arguments = dict(zip(MODEL_ARGUMENTS, args, strict=False)) | options
+    _refuse_additive_padding(arguments.get("attention_mask"))
     pieces = getattr(model, PIECES, None)
     if pieces is not None:
-        given = dict(zip(MODEL_ARGUMENTS, args, strict=False)) | options
-        given |= pieces.changes(given)
-        context = Context("causal", Memo() if may_read() else None, given.pop(PIECES))
-        return (), given | {CONTEXT: context}
-    changes = {}
-    use_cache = arguments_by_name.get("use_cache")
+        arguments |= pieces.changed_arguments(arguments)
+        context = Context("causal", Memo() if may_read() else None, arguments.pop(PIECES))
+        return (), arguments | {CONTEXT: context}
+    use_cache = arguments.get("use_cache")
     use_cache = model.config.use_cache if use_cache is None else use_cache
-    cache = find_cache(arguments_by_name)
+    cache = find_cache(arguments)
     if isinstance(cache, PagedAttentionCache):
-        changes[CONTEXT] = Context(batch=batch_of(cache, arguments_by_name))
-        return (), arguments_by_name | changes
+        return (), arguments | {CONTEXT: Context(batch=batch_of(cache, arguments))}
     if cache is not None:
         check_cache(cache)
     # Training reads no cache.
     if use_cache and cache is None and not torch.is_grad_enabled() and _has_default_cache(model):
-        cache = changes[CACHE] = DynamicMaskCache(model.config)
+        cache = arguments[CACHE] = DynamicMaskCache(model.config)
     kind, mask = None, None
-    if (
-        cache is None
-        and arguments_by_name.get("cache_position") is None
-        and is_causal_config(model.config)
-    ):
-        kind, mask = mask_kind(arguments_by_name, bool(use_cache))
+    if cache is None and arguments.get("cache_position") is None and is_causal_config(model.config):
+        kind, mask = mask_kind(arguments, bool(use_cache))
     if mask is not None:
-        changes["attention_mask"] = mask
-    changes[CONTEXT] = Context(kind, Memo() if may_read() else None)
-    arguments = dict(zip(MODEL_ARGUMENTS, args, strict=False)) | options | changes
+        arguments["attention_mask"] = mask
+    arguments[CONTEXT] = Context(kind, Memo() if may_read() else None)
     return (), arguments
 
 

@@ -31,7 +31,7 @@ from ..._core.kv_checks import check_slot_kernels
 from ...cache import KVSlots
 from ...ragged import RaggedBatch
 from ..serving.states import SlotState, states_of
-from .compat import KEPT_MANAGER, drop_slot_manager
+from .compat import CACHE, KEPT_MANAGER, drop_slot_manager
 from .names import BATCHED_DOGE, BATCHED_SCORES
 
 _UNLIMITED = 2**62  # tokens
@@ -219,7 +219,7 @@ def batch_of(cache: PagedAttentionCache, arguments: Mapping[str, object]) -> Rag
     allocator = cache.cache_allocators.get(FULL_ATTENTION)
     if not isinstance(allocator, SlotAllocator):
         raise TypeError(
-            "cache: got a paged cache without slots, expected that of model.init_continuous_batching or generate_batch"
+            f"{CACHE}: got a paged cache without slots, expected that of model.init_continuous_batching or generate_batch"
         )
     table = arguments.get("block_table")
     if table is not None:

@@ -63,7 +63,7 @@ class _MaskHook:
                 )
                 pieces.group.wire.raise_on_all_ranks(error)
             arguments = dict(zip(self.names, args, strict=False)) | options
-            return (), arguments | pieces.changes(arguments)
+            return (), arguments | pieces.changed_arguments(arguments)
         if isinstance(cache, PagedAttentionCache) and config._attn_implementation in SCORED_NAMES:
             arguments = dict(zip(self.names, args, strict=False)) | options
             return (), arguments | {BATCH: batch_of(cache, arguments)}

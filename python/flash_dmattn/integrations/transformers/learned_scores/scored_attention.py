@@ -23,6 +23,7 @@ from ...keywords import check_mask_keywords
 from ...layer_masks import as_key_intervals, is_causal_mask, normalize_mask, present_tokens
 from ...named_attention import mask_driven_attention_forward
 from ..cache_layer import DynamicMaskLayer
+from ..compat import CACHE
 from .scored_layers import ScoredCall
 
 
@@ -134,7 +135,7 @@ def _attend_to_all(call: ScoredCall, states: _States) -> Tensor:
     layer = call.layer
     if call.query_position is not None:
         raise ValueError(
-            "cache: got a static one in the phase 'soft', expected a cache that grows, or the phase 'hard'"
+            f"{CACHE}: got a static one in the phase 'soft', expected a cache that grows, or the phase 'hard'"
         )
     visible = states.visible()
     bias = _without_sinks(states.scores - layer.scorer.first_score, layer.score_rule, visible)
@@ -149,7 +150,7 @@ def _without_sinks(bias: Tensor, rule: KeySelection, visible: Visibility) -> Ten
     if not rule.sink_tokens:
         return bias
     if visible.keys is not None:
-        shown = _shown_keys(visible.keys)
+        shown = visible.keys.shown_keys()
         ranks = rank_in_document(shown, visible.keys.intervals[..., 1].cummax(-1).values)
     elif visible.mask is not None:
         shown = visible.mask.any(-2)
@@ -167,12 +168,6 @@ def _shown_before_documents(mask: Tensor, shown: Tensor) -> Tensor:
     places = torch.arange(mask.shape[-1], device=mask.device)
     begins = torch.where(mask.int().argmax(-1) == places, places, 0).cummax(-1).values
     return F.pad(shown.cumsum(-1), (1, 0)).gather(-1, begins)
-
-
-def _shown_keys(keys: KeyIntervals) -> Tensor:
-    """Which keys some query sees, bool [B, H, Sk]."""
-    first, last = keys.intervals.unbind(-1)
-    return first < last
 
 
 def _attend_to_chosen(call: ScoredCall, states: _States) -> Tensor:
@@ -260,7 +255,7 @@ def _present_keys(
     if mask is None:
         return None
     if isinstance(mask, KeyIntervals):
-        return _shown_keys(mask)
+        return mask.shown_keys()
     if mask.dim() == 4 and mask.shape[1] == 1 and not mask.is_floating_point():
         mask = mask.bool()
         present = mask.any(2)
@@ -309,7 +304,7 @@ def _attend_with_slots(call: ScoredCall, states: _States) -> Tensor:
     slots, layer = call.slots, call.layer
     if layer.score_phase != "hard":
         raise ValueError(
-            f"cache: got a DynamicMaskCache in the phase {layer.score_phase!r}, which attends to all keys; expected the phase "
+            f"{CACHE}: got a DynamicMaskCache in the phase {layer.score_phase!r}, which attends to all keys; expected the phase "
             "'hard', or transformers' DynamicCache"
         )
     slots.check_rule(layer.score_rule, layer.layer_idx)

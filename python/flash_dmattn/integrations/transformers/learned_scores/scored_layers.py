@@ -15,7 +15,7 @@ from ....keys.rule import KeySelection
 from ....ragged import RaggedBatch
 from ..cache import DynamicMaskCache
 from ..cache_layer import DynamicMaskLayer
-from ..compat import adopt_layer
+from ..compat import CACHE, adopt_layer
 from ..names import BATCH, BATCHED_SCORES, PIECES, SCORED_CALL, SCORED_NAMES
 from ..scored_cache import update_with_scores
 
@@ -67,7 +67,7 @@ class ScoredCall:
             self.slots, self.scores = self.cache.layers[layer_idx], scores
             if not isinstance(self.slots, DynamicMaskLayer):
                 raise ValueError(
-                    f"cache: got a DynamicMaskCache whose layer {layer_idx} is a {type(self.slots).__name__}, expected slots: the "
+                    f"{CACHE}: got a DynamicMaskCache whose layer {layer_idx} is a {type(self.slots).__name__}, expected slots: the "
                     "layers of this model have other numbers in its caches. Use transformers' DynamicCache"
                 )
             self.is_prompt = self.slots.is_empty
@@ -77,7 +77,7 @@ class ScoredCall:
             return key, value
         if not isinstance(self.cache, Cache):
             raise TypeError(
-                f"cache: got {type(self.cache).__name__}, expected a transformers Cache, or the paged cache of "
+                f"{CACHE}: got {type(self.cache).__name__}, expected a transformers Cache, or the paged cache of "
                 "model.init_continuous_batching or generate_batch"
             )
         self.query_position = _first_position(self.cache, layer_idx, args)
@@ -86,7 +86,7 @@ class ScoredCall:
         )
         if self.scores is None:
             raise ValueError(
-                f"cache: got keys without scores in layer {layer_idx}, expected a cache that was filled by this model with its "
+                f"{CACHE}: got keys without scores in layer {layer_idx}, expected a cache that was filled by this model with its "
                 "scores on (phase 'soft' or 'hard')"
             )
         # The position in a static cache without tokens is a number, later a tensor.
