@@ -87,7 +87,7 @@ plan:
 	@echo "make test: format, documents, C++, Python, Python with AVX2, transformers 4.57, C++ under sanitizers, two versions in a process, CUDA kernels."
 	@echo "It takes a quarter of an hour on two idle cores, and ends at the first failure."
 
-# What pip installs for the steps after the first.
+# pip installs these for the steps after the first.
 .PHONY: packages
 packages: $(STAMPS)/test build/transformers-4/ready $(if $(NVCC),$(STAMPS)/cuda)
 
@@ -193,7 +193,8 @@ check-format: $(STAMPS)/tools ## check the format of every file and the words of
 	clang-format --dry-run -Werror $(CXX_FILES)
 	ruff format --check .
 	ruff check .
-	tools/check_language.py README.md CONTRIBUTING.md CHANGELOG.md benchmarks bindings docs examples include python src tests tools
+	tools/check_language.py README.md CONTRIBUTING.md CHANGELOG.md benchmarks bindings docs examples include python src tests tools \
+	  .ci cmake CMakeLists.txt Makefile
 
 .PHONY: clean
 clean: ## remove build/ (and leave .venv/)

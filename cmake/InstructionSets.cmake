@@ -9,7 +9,7 @@
 # Compile flags of all kernels. None may change the meaning of inf and NaN.
 set(FLASH_DMATTN_KERNEL_FLAGS
   $<$<NOT:$<CONFIG:Debug>>:-O3>
-  -fno-math-errno       # sqrt and the like need not set errno
+  -fno-math-errno       # sqrt and similar functions need not set errno
   -fno-trapping-math    # the floating-point exception flags are not read
   -ffp-contract=off)    # fma() says what is fused, so that forward and backward round scores alike wherever they are inlined
 

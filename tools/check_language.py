@@ -22,19 +22,33 @@ NO_RESULT = re.compile(
     r"def (test_(?:a|an|of|the|those|what)_\w+|test_[a-z0-9]+)\(|"
     r"TEST\w*\(\w+, ((?:A|An|Of|The|Those|What)[A-Z]\w+)\)"
 )
+# A first sentence of a docstring that ends before any clause follows such a word.
+HEADLESS = re.compile(r"(As|By|From|Not|Since|So that|To|Where|With|Without)\b[^,:;]*?\.(\s|$)")
 DOCUMENTED = (ast.AsyncFunctionDef, ast.ClassDef, ast.FunctionDef, ast.Module)
-SUFFIXES = (".cpp", ".cu", ".cuh", ".h", ".md", ".py")
+MARKERS = {
+    **dict.fromkeys((".cpp", ".cu", ".cuh", ".h"), "//"),
+    **dict.fromkeys((".cmake", ".in", ".py", ".sh"), "#"),
+}
+NAMES = ("CMakeLists.txt", "Makefile", "run")  # whose comments begin with #
+
+
+def marker_of(path: Path) -> str | None:
+    """The characters that begin a comment, "" for a document; None: the file is not read."""
+    if path.suffix == ".md" or path.name in NAMES:
+        return "" if path.suffix == ".md" else "#"
+    code = Path(path.stem) if path.suffix == ".in" else path  # a template
+    return MARKERS.get(code.suffix, MARKERS.get(path.suffix))
 
 
 def texts(path: Path) -> Iterator[tuple[int, str, bool]]:
     """Yields (line, text, whether a comment or docstring begins there)."""
     text = path.read_text()
-    marker = "#" if path.suffix == ".py" else "//"
+    marker = marker_of(path)
     in_comment = False
     for number, line in enumerate(text.splitlines(), 1):
-        if path.suffix == ".md":
+        if not marker:
             yield number, re.sub("`[^`]*`", "", line), False
-        elif found := re.search(rf"(?:^|\s){marker} (.*)", line):
+        elif found := re.search(rf"(?:^|\s){marker}+ (.*)", line):
             whole = line.lstrip().startswith(marker)
             yield number, found[1], whole and not in_comment
             in_comment = whole
@@ -46,12 +60,23 @@ def texts(path: Path) -> Iterator[tuple[int, str, bool]]:
                 yield node.body[0].lineno, docstring, True
 
 
+def headless_docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    """Yields (line, first sentence) of docstrings that have no subject."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, DOCUMENTED) and (docstring := ast.get_docstring(node)):
+            if found := HEADLESS.match(docstring):
+                yield node.body[0].lineno, found[0].strip()
+
+
 def complaints(path: Path) -> Iterator[str]:
     for number, text, begins in texts(path):
         if begins and (found := NO_SUBJECT.match(text)):
             yield f"{path}:{number}: got a sentence that begins with {found[0]!r}, expected its subject"
         for found in DIALECT.finditer(text):
             yield f"{path}:{number}: got {found[0]!r}, expected plain English"
+    if path.suffix == ".py":
+        for number, sentence in headless_docstrings(path):
+            yield f"{path}:{number}: got {sentence!r}, expected a subject and a verb"
     if "test" in path.name:
         for found in NO_RESULT.finditer(path.read_text()):
             yield f"{path}: got the test name {found[1] or found[2]}, expected a name with a result"
@@ -61,7 +86,7 @@ def main() -> int:
     paths = []
     for path in map(Path, sys.argv[1:]):
         paths += sorted(path.rglob("*")) if path.is_dir() else [path]
-    paths = [path for path in paths if path.suffix in SUFFIXES and "notebook" not in path.parts]
+    paths = [path for path in paths if path.is_file() and marker_of(path) is not None]
     found = [line for path in paths for line in complaints(path)]
     for line in found:
         print(line, file=sys.stderr)

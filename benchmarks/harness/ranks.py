@@ -90,7 +90,7 @@ class Ranks:
             torch.cuda.reset_peak_memory_stats()
 
     def peak_mb(self) -> float:
-        """Since `clear_memory`."""
+        """The peak of memory since `clear_memory`."""
         return torch.cuda.max_memory_allocated() / 2**20 if GPU else 0.0
 
     def finish(self) -> None:

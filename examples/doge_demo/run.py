@@ -132,7 +132,7 @@ def _missing_lengths(
 
 
 def _printable(text: str) -> str:
-    """Without characters that steer a terminal."""
+    """The text with a replacement for each character that steers a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 

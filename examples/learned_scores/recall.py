@@ -155,7 +155,7 @@ def recall(model: Reader, texts: Texts, length: int, options: argparse.Namespace
 
 
 def stages_of(run: Run, options: argparse.Namespace) -> list[Stage]:
-    """From short texts to long ones."""
+    """The stages of a training, from short texts to long ones."""
     stages = []
     for steps, length, batch in zip(options.steps, options.lengths, options.batch, strict=True):
         is_last = length == options.lengths[-1]

@@ -137,7 +137,7 @@ class _GateScores(_ProjectedScores):
 
 
 class _ScaledScores(_ProjectedScores):
-    """With a factor for each head."""
+    """Scores of a projection, times a learned factor of each head."""
 
     first_factor: float
 

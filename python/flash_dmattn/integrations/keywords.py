@@ -68,7 +68,7 @@ def check_known_keywords(keywords: Mapping[str, object], known: frozenset[str]) 
 
 
 def check_mask_keywords(keywords: Mapping[str, object], has_mask: bool) -> None:
-    """As `check_keywords` for layers whose mask contains packing and causality."""
+    """Does what `check_keywords` does, for layers whose mask contains packing and causality."""
     packed = {name: keywords.get(name) for name in _PACKED_KEYWORDS}
     refuse_packed_by_layer(**packed)
     for name, offsets in packed.items():

@@ -95,7 +95,7 @@ class AllowedElements(NamedTuple):
         return seen
 
     def to_intervals(self, memo: Memo | None = None) -> KeyIntervals | None:
-        """As `intervals_of_mask`."""
+        """The result of `intervals_of_mask` for these masks."""
         if self.bias is None:
             return intervals_of_mask(self.mask, memo)
         if _has_no_values(self.bias):

@@ -91,7 +91,7 @@ def test_additive_mask_masks_by_its_own_dtype(dtype, fill):
 @pytest.mark.parametrize("of_bias", [torch.float16, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_additive_mask_and_bias_of_other_dtypes_mask_by_their_own(dtype, of_bias, of_mask):
-    """Where their dtypes differ each masks by its own rule."""
+    """Where their dtypes differ, each masks by its own rule."""
     q, k, v = (torch.randn(1, 12, 2, 16, dtype=dtype) for _ in range(3))
     mask = torch.randn(1, 1, 12, 12).to(of_mask)
     bias = torch.randn(1, 2, 12).to(of_bias)

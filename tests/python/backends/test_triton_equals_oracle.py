@@ -52,7 +52,7 @@ def test_case_matches_oracle(name):
     "name", ["per_query_f32", "global_f16", "random_intervals_f16", "size_5x0"]
 )
 def test_case_without_the_librarys_selection_and_tile_lists(name, monkeypatch):
-    """As on GPUs that the library has no kernels for."""
+    """This is the path of GPUs that the library has no kernels for."""
     monkeypatch.setattr(_ops, "has_kernels_for", lambda tensor: False)
     test_case_matches_oracle(name)
 

@@ -95,7 +95,7 @@ def test_memory_stays_in_place():
 
 @torch.no_grad()
 def test_static_cache_allocates_before_first_token():
-    """As torch.export and a compiled prefill need it."""
+    """torch.export and a compiled prefill need that."""
     _, ours = make_pair()
     expected = decode(ours, prefilled(ours))
     cache = DynamicMaskCache(ours.config, static=True)

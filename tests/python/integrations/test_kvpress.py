@@ -21,7 +21,7 @@ PROMPT, NEW = 30, 8
 
 
 class NormPress:
-    """As kvpress' KnormPress."""
+    """The form of kvpress' KnormPress."""
 
     def score(self, module, hidden_states, keys, values, attentions, kwargs):
         assert module.rotary_emb is not None and attentions is None
@@ -29,7 +29,7 @@ class NormPress:
 
 
 class DMSPress(SimpleNamespace):
-    """As kvpress' own."""
+    """The form of kvpress' own."""
 
 
 def distinct_ids(length):
@@ -248,7 +248,7 @@ def test_own_press_with_a_score_of_queries_is_refused(kvpress):
 
 
 def test_every_scorer_press_is_served_or_refused_by_name(kvpress):
-    """So that a new release is read before its presses are taken or left out."""
+    """A new release fails here, until somebody has decided about its presses."""
     from flash_dmattn.integrations.kvpress import WITHOUT_QUERIES
 
     scorers = {

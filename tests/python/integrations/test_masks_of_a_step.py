@@ -122,7 +122,7 @@ def test_positions_with_gaps_give_right_mask():
 
 @pytest.mark.parametrize("is_padded", [False, True])
 def test_length_tensor_of_one_dimension_is_accepted(is_padded):
-    """As static caches of transformers 5.4 and 5.5 have it."""
+    """Static caches of transformers 5.4 and 5.5 have such a length."""
     padding = left_padding(B, 8, 3).bool() if is_padded else None
     expected = key_interval_mask(B, 8, 3, torch.tensor(4), 0, attention_mask=padding)
     made = key_interval_mask(B, 8, 3, torch.tensor([4]), 0, attention_mask=padding)

@@ -306,7 +306,7 @@ def test_additive_masks_without_a_query_dimension_are_refused(shape):
 @pytest.mark.parametrize("lowest", [-1, -10000])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16])
 def test_additive_masks_of_integers_are_refused(dtype, lowest, shape):
-    """As bool masks they would hide what they allow."""
+    """As bool masks, they would hide what they allow."""
     mask = torch.zeros(shape, dtype=dtype)
     flash_dynamic_mask_attention_forward(Layer(), *heads_first(), mask)
     mask[..., 2:4] = lowest

@@ -116,7 +116,7 @@ def test_keys_without_scores_get_scores(scored):
 
 
 def test_scores_have_a_gradient():
-    """As cached keys do."""
+    """Cached keys have one, too."""
     _, ours = make_pair()
     cache = DynamicCache()
     ours(make_ids(B, S), past_key_values=cache)

@@ -63,7 +63,7 @@ def brute_force_of(model):
 
 
 def keep_recent_of_equal_scores(model):
-    """Where eager attention leaves it open."""
+    """Lets eager attention keep the more recent of equal scores, of which it keeps an arbitrary one."""
     for layer in model.model.layers:
         layer.self_attn.prepare_dynamic_mask = types.MethodType(_dynamic_mask, layer.self_attn)
 

@@ -69,7 +69,7 @@ class Shape(NamedTuple):
 
 @triton.jit
 def head_rows(rows, batch, head):
-    """Where row 0 of a head lies. Offsets between heads and between rows may exceed 32 bits."""
+    """The address of row 0 of a head. Offsets between heads and between rows may exceed 32 bits."""
     return rows.data + batch.to(tl.int64) * rows.batch + head.to(tl.int64) * rows.head
 
 

@@ -126,7 +126,7 @@ def _make(layer_class: type[CacheLayerMixin], attributes: dict) -> CacheLayerMix
 
 
 def _is_empty(layer: CacheLayerMixin) -> bool:
-    """Where it can be known without a graph break."""
+    """Whether a layer is known to hold no key. Compiled code cannot know it without a graph break: False."""
     if not layer.is_initialized:
         return True
     return not torch.compiler.is_compiling() and int(layer.get_seq_length()) == 0
