@@ -115,7 +115,7 @@ def _visible_intervals(
     query: Tensor,
     key: Tensor,
 ) -> KeyIntervals | None:
-    """None: causality alone."""
+    """The keys that queries see, as intervals; None: causality alone."""
     rows, length, heads = query.shape[1], key.shape[1], key.shape[2]
     if cu_seqlens is not None:
         if rows != length:

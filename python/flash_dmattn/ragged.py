@@ -154,7 +154,7 @@ def _make_group(offsets: Sequence[int], rows: Tensor, numbers: list[int], begins
 
 
 def copy_to_device(device: torch.device, tensor: Tensor) -> Tensor:
-    """Waits for nothing: a copy from pinned memory does not."""
+    """A copy on a device, for which the host does not wait, as it is made from pinned memory."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 

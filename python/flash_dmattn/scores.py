@@ -116,7 +116,7 @@ class _Projection(nn.Linear):
 
 
 class _ProjectedScores(_Scores):
-    """By `_scores_of`, of a projection [B, S, heads]."""
+    """Scores that `_scores_of` makes of a projection [B, S, heads]."""
 
     first_bias = 0.0
 
@@ -247,9 +247,9 @@ def with_zero_sum_gradient(scores: Tensor) -> Tensor:
 
 
 class _WithZeroSumGradient(torch.autograd.Function):
-    """In 16 bits the gradient's error has a part that all keys of a head share: attention takes delta = dO . O from the
-    rounded O. It adds up in A, one number for all of them (docs/numerics.md). A gradient of 0 is that of an invisible
-    key, which stays."""
+    """Takes from a gradient what all keys of a head share. In 16 bits its error has such a part: attention takes
+    delta = dO . O from the rounded O. It adds up in A, one number for all of them (docs/numerics.md). A gradient of 0 is
+    that of an invisible key, which stays."""
 
     generate_vmap_rule = True
 

@@ -153,7 +153,7 @@ class SlotMemory:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """In the order of the operators' arguments."""
+        """The tensors, in the order of the operators' arguments."""
         return self.k, self.v, self.scores, self.positions, self.counts, self.seen
 
     @property
@@ -262,7 +262,7 @@ class SlotMemory:
         self.pending, self.is_empty = snapshot.pending, snapshot.is_empty
 
     def state_dict(self) -> dict[str, Tensor | int]:
-        """To save: the tensors themselves, not copies."""
+        """The tensors to save, which are no copies."""
         self._refuse_rows()
         numbers = {"pending": self.pending, "is_empty": self.is_empty}
         return dict(zip(_ARRAYS, self.tensors, strict=True)) | self.rule._asdict() | numbers

@@ -55,7 +55,7 @@ def attention(
     if bias is not None and bias.requires_grad and bias.shape[2] == bias.shape[3] == 1:
         # torch's kernels do not compile the gradient of a number per head: it becomes one per query, of two at least.
         bias = bias.expand(-1, -1, max(2, q.shape[1]), 1).contiguous()
-    q, k, v = map(_padded, (q, k, v))
+    q, k, v = map(_pad_head_dim, (q, k, v))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     out, aux = compiled_flex(
         q,
@@ -71,8 +71,8 @@ def attention(
     return _SanitisedOutput.apply(out.transpose(1, 2)[..., :value_dim]), aux.lse
 
 
-def _padded(tensor: Tensor) -> Tensor:
-    """With a head dimension of 16 or a larger power of 2, as torch's kernels require."""
+def _pad_head_dim(tensor: Tensor) -> Tensor:
+    """Pads the head dimension to 16 or a larger power of 2, as torch's kernels require."""
     head_dim = tensor.shape[3]
     padding = max(16, 1 << (head_dim - 1).bit_length()) - head_dim
     return F.pad(tensor, (0, padding)) if padding else tensor

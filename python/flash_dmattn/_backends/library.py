@@ -26,7 +26,7 @@ def attention(
     """
     value_dim = v.shape[3]
     if q.is_cuda:
-        q, k, v = (_padded(t) for t in (q, k, v))
+        q, k, v = (_pad_head_dim(t) for t in (q, k, v))
     options = (visible.is_causal, bias_delay, *numerics, backend)
     if isinstance(visible.keys, TopKeysByBias):
         window = visible.keys.keep_window_size
@@ -37,7 +37,7 @@ def attention(
     return out if out.shape[3] == value_dim else out[..., :value_dim], statistics
 
 
-def _padded(tensor: Tensor) -> Tensor:
-    """With a head dimension that is a multiple of 8, as the GPU's kernels load 16 bytes at a time."""
+def _pad_head_dim(tensor: Tensor) -> Tensor:
+    """Pads the head dimension to a multiple of 8, as the GPU's kernels load 16 bytes at a time."""
     padding = -tensor.shape[3] % 8
     return F.pad(tensor, (0, padding)) if padding else tensor

@@ -14,7 +14,7 @@ from .checks import FLOAT32_MAX, NUMBERS, resolve_flag
 
 
 class Numerics(NamedTuple):
-    """In the order of the operators' arguments."""
+    """The numbers and flags of a call, in the order of the operators' arguments."""
 
     scale: float | None  # the factor on query . key; None: 1 / sqrt(D)
     softcap: float  # 0: none
@@ -29,7 +29,7 @@ class Numerics(NamedTuple):
         nonfinite: str,
         deterministic: bool | None,
     ) -> Numerics:
-        """From the arguments of the public functions, whose errors name them."""
+        """Makes it from the arguments of the public functions; errors name these."""
         has_scale = scale is not None or softmax_scale is not None
         return Numerics(
             _resolve_scale(scale, softmax_scale) if has_scale else None,

@@ -243,7 +243,7 @@ def _code_of_values(name: str, tensor: Tensor | None) -> int:
 
 
 def short_offsets(offsets: Tensor, length: int) -> Tensor | None:
-    """Without most of the offsets after the last document; None: there is one document in each row."""
+    """Drops most of the offsets after the last document; None: there is one document in each row."""
     documents = int((offsets < length).sum(1).max())
     return None if documents == 1 else offsets[:, : documents + 1].contiguous()
 

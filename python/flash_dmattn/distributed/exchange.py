@@ -315,7 +315,7 @@ EXCHANGES = {"direct": Direct, "two_hops": TwoHops, "nodes": Nodes}
 
 
 def choose_exchange(name: str, wire: Wire) -> type[Direct] | type[TwoHops] | type[Nodes]:
-    """By its name; "auto" is the one that takes less time."""
+    """The exchange of a name; "auto" is the one that takes less time."""
     if name == "auto":
         nodes = wire.size // wire.node_size
         name = "direct" if wire.size <= 2 else "two_hops"

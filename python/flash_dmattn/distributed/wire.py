@@ -144,8 +144,8 @@ class Wire:
         _check_equal(dict(zip(own, found, strict=False)))
 
     def _device(self) -> str:
-        """Where ranks compare, by the group alone, as tensors of some may be on another device: the CPU, if the group has collectives
-        for it (NCCL has none)."""
+        """The device on which ranks compare: the CPU, if the group has collectives for it (NCCL has none). Tensors do not decide it, as
+        those of some ranks may be on another device."""
         config = dist.get_backend_config(self.group)  # as "cpu:gloo,cuda:nccl"
         kinds = [backend.partition(":")[0] for backend in config.split(",")]
         return "cpu" if "cpu" in kinds else kinds[0]

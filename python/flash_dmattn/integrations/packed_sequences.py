@@ -198,7 +198,7 @@ def _intervals_from_positions(
     length: int,
     is_causal: bool,
 ) -> KeyIntervals | None:
-    """As `_packed_from_positions` without reading values: shows each allowed key to the queries of its sequence."""
+    """Does the same as `_packed_from_positions` without reading values: shows each allowed key to the queries of its sequence."""
     begins = _begins(position_ids, key_mask, batch, length)
     if begins is None:
         return None

@@ -48,7 +48,7 @@ def make_scorer(
 
 
 class _Linear(nn.Linear):
-    """In the precision of its input: the parameters of a model in 16 bits, or of FSDP2 that trains in them, have 16."""
+    """A Linear that computes in the dtype of its input, whatever its parameters have (16 bits in a model of 16 bits, or under FSDP2)."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         weight, bias = (t.to(hidden.dtype) for t in (self.weight, self.bias))

@@ -138,7 +138,7 @@ def split_by_age(
 
 
 def broadcasts(size: int, to: int) -> bool:
-    """Not `size in (1, to)`: compiled code takes a number and a symbol for different there, even where they are equal."""
+    """Whether a size broadcasts. (Compiled code takes a number and a symbol for different in `size in (1, to)`, even where they are equal.)"""
     return size == 1 or size == to
 
 

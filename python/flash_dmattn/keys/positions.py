@@ -29,7 +29,7 @@ class ShownKeys(NamedTuple):
 
 
 class KeyPositions(NamedTuple):
-    """For each key the query row at its position, and the range of query rows that may see it.
+    """The query row at the position of each key, and the range of query rows that may see it.
 
     Tensors are [B or 1, H or 1, key_length], int64.
     """
@@ -289,7 +289,7 @@ def _is_integer(tensor: Tensor) -> bool:
 def _common_device(
     tensors: dict[str, Tensor | None], device: torch.device | str | None
 ) -> torch.device | str | None:
-    """That of the tensors, which have to agree; `device` where there are none."""
+    """The device of the tensors, which have to agree; `device` where there are none."""
     for name, tensor in tensors.items():
         if tensor is None:
             continue

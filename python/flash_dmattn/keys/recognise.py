@@ -78,7 +78,7 @@ class AllowedElements(NamedTuple):
         return allowed
 
     def to_mask(self) -> torch.Tensor:
-        """One bool mask of both: the mask itself where there is no bias."""
+        """The mask and the bias as one bool mask: the mask itself where there is no bias."""
         return self.mask if self.bias is None else self.rows(0, self.shape()[2])
 
     def seen_by_any_query(self) -> torch.Tensor:
@@ -236,7 +236,7 @@ def _order_of(allowed: KeyIntervals) -> _Order:
 
 
 def _interval_order(intervals: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """For each key: whether any query sees it; a lower bound of its first query; the last query of all earlier keys;
+    """The facts of each key: whether any query sees it; a lower bound of its first query; the last query of all earlier keys;
     whether its start and end are in order."""
     first, last = intervals.unbind(-1)
     visible = last > first

@@ -298,7 +298,7 @@ def rank_by_document(scores: Tensor, document: Tensor) -> Tensor:
 
 
 def _rank(values: Tensor) -> Tensor:
-    """For each value the number of values below it; the later of equal values counts as larger."""
+    """The number of values below each value; the later of equal values counts as larger."""
     order = values.argsort(dim=-1, stable=True)
     rank = torch.empty_like(order)
     return rank.scatter_(

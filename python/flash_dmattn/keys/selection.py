@@ -26,7 +26,7 @@ class Selection(NamedTuple):
 
     @staticmethod
     def of(scores: Tensor | None, *rule: object) -> Selection:
-        """From the arguments of the public functions; `rule`: those of KeySelection, in its order."""
+        """Makes it from the arguments of the public functions; `rule`: those of KeySelection, in its order."""
         if scores is None and rule == _NO_RULE:
             return NO_SELECTION
         return Selection(KeySelection(*rule), scores)

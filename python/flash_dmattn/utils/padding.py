@@ -1,4 +1,4 @@
-"""Between padded batches [B, S, ...] and packed tokens [total, ...], as in flash_attn.bert_padding."""
+"""Conversions between padded batches [B, S, ...] and packed tokens [total, ...], as in flash_attn.bert_padding."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from flash_dmattn._core import availability
 CUDA = next(backend for backend in flash_dmattn.backends() if backend.name == "cuda")
 
 
-def test_constants_and_list_agree():
+def test_availability_constants_equal_the_list():
     available = flash_dmattn.get_available_backends()
     assert available[-1] == "reference" and "cpu" in available
     for name in ("cpu", "cuda", "triton", "flex"):

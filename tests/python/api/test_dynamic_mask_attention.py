@@ -83,7 +83,7 @@ def padding(kind):
     ],
     ids=str,
 )
-def test_training_is_that_of_the_equations(options, kind):
+def test_training_step_equals_the_equations(options, kind):
     layer, hidden = make_layer(**options), torch.randn(B, S, HIDDEN, requires_grad=True)
     present = padding(kind)
     out = layer(hidden, key_mask=None if kind == "none" else present)
@@ -100,7 +100,7 @@ def test_training_is_that_of_the_equations(options, kind):
     "lengths", [[1] * S, [17, *[1] * 23], [17, 1, 5, 1, 16], [3, 37], [S]], ids=str
 )
 @torch.no_grad()
-def test_cache_gives_same_results(lengths, kind):
+def test_layer_with_a_cache_equals_one_call(lengths, kind):
     layer, hidden, present = make_layer(), torch.randn(B, S, HIDDEN), padding(kind)
     whole = layer(hidden, key_mask=present)
     cache = layer.make_cache(B, chunk=4)

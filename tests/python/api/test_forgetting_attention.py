@@ -119,7 +119,7 @@ def test_rows_of_a_batch_have_sequences_of_their_own():
     [{}, {"prune": -2.0}, {"prune": -2.0, "rows": 41}, {"rows": 1}, {"packed": True}],
     ids=str,
 )
-def test_several_calls_equal_one(options, monkeypatch):
+def test_forgetting_in_several_calls_equals_one(options, monkeypatch):
     options = dict(options)
     packed = options.pop("packed", False)
     inputs = draw(4, 2, rows=options.pop("rows", N), batch=1)
@@ -135,7 +135,7 @@ def test_several_calls_equal_one(options, monkeypatch):
 
 
 @pytest.mark.parametrize("closed", [-torch.inf, -1e6, -200.0])
-def test_closed_gate_resets(closed):
+def test_closed_gate_hides_all_keys_before_it(closed):
     """Queries after it see only keys after it, at the same numbers as without what was before."""
     q, k, v, log_fgate = draw(4, 4)
     with torch.no_grad():
@@ -153,7 +153,7 @@ def test_closed_gate_resets(closed):
     assert all(t.isfinite().all() for t in (out, *gradients))
 
 
-def test_float64_is_exact():
+def test_float64_forgetting_equals_definition():
     inputs = [t.detach().double().requires_grad_() for t in draw()]
     assert_equal(inputs, lambda *t: formula(*t)[0], tolerance=1e-12)
 

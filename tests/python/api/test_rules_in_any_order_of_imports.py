@@ -32,7 +32,7 @@ def run(program: str) -> str:
 
 
 @pytest.mark.parametrize("first", ["torch's modules", "the package"])
-def test_either_may_be_imported_first(first):
+def test_rules_register_in_either_order_of_imports(first):
     modules, uses = [COUNTER], COUNT
     if dist.is_available():
         modules, uses = [*modules, SHARDED], uses + SHARD

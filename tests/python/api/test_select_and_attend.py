@@ -40,7 +40,7 @@ def attend_and_differentiate(inputs, wanted, **options):
 @pytest.mark.parametrize(
     "bias_shape", [(B, SK), (B, HKV, SK), (B, HKV, 1, SK), (1, 1, SK), (1, 1, 1, SK)]
 )
-def test_equals_a_choice_made_before(bias_shape, is_causal, wanted):
+def test_select_and_attend_equals_a_choice_made_before(bias_shape, is_causal, wanted):
     inputs = tensors(bias_shape)
     for tensor, is_wanted in zip(inputs, wanted, strict=True):
         tensor.requires_grad_(bool(is_wanted))

@@ -66,7 +66,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_compiles_without_graph_breaks(name):
+def test_attention_compiles_without_graph_breaks(name):
     torch._dynamo.reset()
     inputs = tensors()
     compiled = torch.compile(FUNCTIONS[name], fullgraph=True, backend="aot_eager")
@@ -87,7 +87,7 @@ def test_named_tuples_have_fields_and_methods_alone(of):
     assert others == list(of._fields)
 
 
-def test_compiles_with_inductor():
+def test_attention_compiled_with_inductor_equals_eager():
     torch._dynamo.reset()
 
     def block(q, k, v, b):
@@ -101,7 +101,7 @@ def test_compiles_with_inductor():
         torch.testing.assert_close(got, wanted)
 
 
-def test_compiles_with_dynamic_lengths():
+def test_attention_compiled_for_dynamic_lengths_equals_eager():
     torch._dynamo.reset()
     function = FUNCTIONS["per_query"]
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -245,7 +245,7 @@ def test_compiled_checkpointing_gives_same_gradients():
     assert_same(gradients(compiled, inputs), gradients(FUNCTIONS["per_query"], inputs))
 
 
-def test_runs_on_meta_tensors():
+def test_attention_of_meta_tensors_gives_shapes():
     q, k, v, bias = (t.detach().to("meta") for t in tensors())
     out, lse = flash_dmattn_func(
         q, k, v, attn_bias=bias, is_causal=True, keep_window_size=5, return_lse=True

@@ -89,7 +89,7 @@ def test_default_scale_follows_query_head_dim():
         torch.testing.assert_close(function(q, k, v, attn_bias=bias), given)
 
 
-def test_compiled_equals_eager():
+def test_compiled_value_head_dim_equals_eager():
     leaves = leaves_of(40, torch.float32)
     compiled = torch.compile(chosen, backend="aot_eager", fullgraph=True)
     found = [torch.autograd.grad(f(*leaves).sum(), leaves) for f in (chosen, compiled)]

@@ -39,14 +39,14 @@ def test_autocast_changes_no_bit_of_the_scores(name):
         assert torch.equal(module(hidden), expected)
 
 
-def test_gates_begin_open():
+def test_fresh_gate_scores_are_near_0():
     layer = DynamicMaskAttention(64, 4, 2, keep_window_size=8)
     gates = layer.scores(torch.randn(B, S, 64)).detach()
     assert gates.max() <= 0 and gates.mean().item() == pytest.approx(-0.05, abs=0.03)
     assert (layer.scores.proj.bias == 3).all()
 
 
-def test_function_scores_widened_input_without_autocast():
+def test_score_function_gets_float32_input_without_autocast():
     seen = []
     mlp = torch.nn.Sequential(torch.nn.Linear(C, 5), torch.nn.GELU(), torch.nn.Linear(5, H))
 

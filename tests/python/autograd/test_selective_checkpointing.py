@@ -48,7 +48,7 @@ def test_attention_runs_once_where_it_is_saved(saved, window):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_compiled_equals_eager():
+def test_compiled_checkpointing_equals_eager():
     torch._dynamo.reset()
     counts = []
 

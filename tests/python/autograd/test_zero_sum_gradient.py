@@ -47,7 +47,7 @@ def test_nothing_is_recorded_without_a_gradient():
 
 
 @pytest.mark.parametrize("dynamic, backend", [(False, "aot_eager"), (True, "inductor")])
-def test_compiled_equals_eager(dynamic, backend):
+def test_compiled_zero_sum_gradient_equals_eager(dynamic, backend):
     def loss(scores):
         return (with_zero_sum_gradient(scores) * weights[..., : scores.shape[-1]]).sum()
 

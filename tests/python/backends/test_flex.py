@@ -147,7 +147,7 @@ def inputs_and_results(mask, wrong):
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-def test_hidden_keys_may_hold_anything(value):
+def test_hidden_keys_of_any_value_change_nothing(value):
     mask = torch.ones(1, LENGTH, dtype=torch.bool, device=DEVICE)
     mask[:, 60:90] = False
     hidden = [(slice(60, 90), value)]
@@ -158,7 +158,7 @@ def test_hidden_keys_may_hold_anything(value):
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("of", ["q", "k", "v", "dout"])
-def test_rows_that_do_not_see_a_value_do_not_feel_it(of, value):
+def test_rows_that_do_not_see_a_nonfinite_value_keep_their_results(of, value):
     wrong = [[(130, value)] if name == of else [] for name in ("q", "k", "v", "dout")]
     got, wanted = inputs_and_results(None, wrong)
     for tensor in got:

@@ -51,7 +51,7 @@ def test_case_matches_oracle(name):
 @pytest.mark.parametrize(
     "name", ["per_query_f32", "global_f16", "random_intervals_f16", "size_5x0"]
 )
-def test_case_without_the_librarys_selection_and_tile_lists(name, monkeypatch):
+def test_case_with_selection_of_torch_matches_oracle(name, monkeypatch):
     """This is the path of GPUs that the library has no kernels for."""
     monkeypatch.setattr(_ops, "has_kernels_for", lambda tensor: False)
     test_case_matches_oracle(name)
@@ -88,7 +88,7 @@ def test_bias_masks_by_the_rule_of_its_dtype(dtype, bias_dtype, form):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("selection", ["per_query", "global"])
-def test_keep_window_size(selection, dtype):
+def test_keep_window_size_matches_oracle(selection, dtype):
     length, window = 50, 11
     q, k, v, dout = (torch.randn(1, length, heads, 16).to(dtype) for heads in (4, 2, 2, 4))
     bias = torch.randint(6, (1, 2, length)).to(dtype)

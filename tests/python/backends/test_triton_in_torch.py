@@ -126,7 +126,7 @@ def test_checkpointing_gives_same_gradients(reentrant):
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])
-def test_compiles_without_graph_breaks(window):
+def test_triton_call_compiles_without_graph_breaks(window):
     backend = "inductor" if DEVICE == "cuda" else "aot_eager"
     compiled = torch.compile(attention, backend=backend, fullgraph=True)
     for lengths in ((5, 9), (7, 12)):  # the second ones are dynamic

@@ -110,7 +110,7 @@ def test_nonfinite_output_gradients_stay_visible_when_propagated(value):
 
 @pytest.mark.parametrize("nonfinite", ["saturate", "propagate"])
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
-def test_hidden_keys_may_hold_anything(value, nonfinite):
+def test_hidden_keys_of_any_value_change_nothing(value, nonfinite):
     tensors = leaves(torch.float32)
     mask = torch.ones(1, 45, dtype=torch.bool, device=DEVICE)
     mask[:, 5:9] = False
@@ -136,7 +136,7 @@ def test_inputs_at_dtype_limit_give_finite_gradients(dtype, window):
         assert result.isfinite().all()
 
 
-def test_two_runs_are_bit_identical():
+def test_two_runs_of_triton_are_bit_identical():
     tensors = leaves(torch.float16)
     runs = [attend(tensors, is_causal=True, keep_window_size=9) for _ in range(2)]
     assert_equal(*runs)
@@ -215,7 +215,7 @@ def test_wrong_dtypes_and_second_derivatives_are_refused():
         dq.sum().backward()
 
 
-def test_compiles_without_graph_breaks():
+def test_triton_compiles_without_graph_breaks():
     tensors = leaves(torch.float32)
 
     def attention(q, k, v, bias):

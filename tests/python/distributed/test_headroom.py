@@ -27,7 +27,7 @@ def test_rows_and_gradients_are_those_of_linear(dtype, with_bias):
     torch.testing.assert_close(torch.autograd.grad(found[:, 5:], leaves, dout), wanted)
 
 
-def test_autocast_has_its_dtype():
+def test_linear_with_headroom_has_the_dtype_of_autocast():
     from flash_dmattn.distributed import linear_with_headroom
 
     with torch.autocast("cpu", torch.bfloat16):

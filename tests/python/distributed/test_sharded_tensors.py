@@ -79,5 +79,5 @@ def compare_all(rank):
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
-def test_equals_one_process():
+def test_sharded_attention_equals_one_process():
     run_in_processes(2, compare_all)

@@ -126,7 +126,7 @@ def test_bad_prompt_argument_raises():
             cache.fill(**tokens(6), **options)
 
 
-def test_counts_beyond_the_window():
+def test_count_beyond_the_window_raises():
     """As of a cache with another window, or of memory that was never cleared."""
     cache = filled(chunk=0)
     cache.counts[1, 0, 0] = WINDOW + 1

@@ -22,7 +22,7 @@ def test_decode_case_prints_valid_rows(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["selection", "host"])
-def test_other_cases_have_rows(case, capsys, tmp_path):
+def test_bench_cases_of_other_modules_have_rows(case, capsys, tmp_path):
     file = tmp_path / "bench.json"
     sizes = ["--length", "512", "--repeats", "1", "--json", str(file)]
     assert bench.main(["run", "--case", case, "--device", "cuda", "--commit", "0" * 7, *sizes]) == 0

@@ -102,7 +102,7 @@ def test_selection_is_that_of_the_cpu(selection, is_causal, dtype):
 
 
 @pytest.mark.parametrize("name", ["plain_bf16", "per_query_bf16", "mask_bhqk_bias_bhqk_bf16"])
-def test_agrees_with_the_cpu(name):
+def test_case_on_a_gpu_equals_the_cpu(name):
     case = make_case(CASES[name])
     cpu, gpu = run(case), run(on_gpu(case))
     expected = attention(case.problem)

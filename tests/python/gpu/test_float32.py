@@ -30,7 +30,7 @@ def results(device, options):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_equals_the_cpu(name):
+def test_float32_on_a_gpu_equals_the_cpu(name):
     torch.testing.assert_close(
         results("cuda", OPTIONS[name]), results("cpu", OPTIONS[name]), rtol=1e-4, atol=1e-4
     )

@@ -48,7 +48,7 @@ def pieces_of(seed, most=7):
 
 
 @pytest.mark.parametrize("first", range(0, 160, 20))
-def test_any_split_equals_cpu(first):
+def test_slots_of_any_split_equal_the_cpu(first):
     for seed in range(first, first + 20):
         pieces, prefill = pieces_of(seed), random.Random(seed).randint(0, 9)
         check_split(drawn(seed, prefill + sum(pieces)), prefill, pieces)

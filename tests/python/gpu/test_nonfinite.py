@@ -269,7 +269,7 @@ def test_nonfinite_inputs_reach_the_gradients_of_visible_keys_when_propagated(
 @pytest.mark.parametrize("nonfinite", ["saturate", "propagate"])
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 @routes
-def test_hidden_keys_may_hold_anything(route, dtype, value, nonfinite, deterministic):
+def test_hidden_keys_of_any_value_change_nothing(route, dtype, value, nonfinite, deterministic):
     """Padding that nobody wrote."""
     setting = Setting(route, dtype)
     mask = torch.ones(1, LENGTH, dtype=torch.bool, device="cuda")

@@ -226,14 +226,14 @@ def test_any_subset_of_inputs_may_require_gradients(wanted):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_compiles_without_graph_breaks(name):
+def test_attention_compiles_without_graph_breaks(name):
     torch._dynamo.reset()
     inputs = leaves()
     compiled = torch.compile(FUNCTIONS[name], fullgraph=True, backend="aot_eager")
     assert_close(gradients(compiled, inputs), gradients(FUNCTIONS[name], inputs))
 
 
-def test_compiles_with_inductor():
+def test_attention_compiled_with_inductor_equals_eager():
     """The default compiler, which replaces everything around the operators by kernels of its own."""
     torch._dynamo.reset()
 
@@ -245,7 +245,7 @@ def test_compiles_with_inductor():
     assert_close(gradients(compiled, inputs), gradients(function, inputs))
 
 
-def test_compiles_varlen():
+def test_compiled_varlen_equals_eager():
     torch._dynamo.reset()
     q, k, v, bias = (t.detach() for t in leaves(batch=1))
     offsets = torch.tensor([0, 40, 300], dtype=torch.int32, device="cuda")

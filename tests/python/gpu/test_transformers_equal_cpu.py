@@ -44,7 +44,7 @@ def make_states():
     "bias_shape", [(HEADS_KV, LENGTH), (HEADS_Q, LENGTH), (HEADS_KV, LENGTH, LENGTH)]
 )
 @pytest.mark.parametrize("mask", MASKS)
-def test_results_are_those_of_the_cpu(mask, bias_shape):
+def test_masked_attention_equals_the_cpu(mask, bias_shape):
     states, bias = make_states(), torch.randn(BATCH, *bias_shape).bfloat16()
     arguments = (states, MASKS[mask](), bias, torch.randn_like(states[0]))
     exact = run("cpu", torch.float32, *arguments)

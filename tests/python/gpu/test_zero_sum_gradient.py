@@ -21,7 +21,7 @@ def random(shape, seed=0):
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 50), (1, 4, 2048), (1, 1, 1), (2, 0, 7), (2, 3, 0), (5,)])
-def test_equals_torch(shape, monkeypatch):
+def test_zero_sum_kernel_equals_torch(shape, monkeypatch):
     calls, operator = [], _ops.zero_sum
     monkeypatch.setattr(_ops, "zero_sum", lambda g: (calls.append(g), operator(g))[1])
     wanted = random(shape)

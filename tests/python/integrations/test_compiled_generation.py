@@ -107,7 +107,7 @@ def test_static_cache_allocates_before_first_token():
     assert torch.equal(decode(ours, cache), expected)
 
 
-def test_generate_compiles_it():
+def test_generate_compiles_the_step_of_a_static_cache():
     """`generate` compiles the step itself where the cache allows it, here on the CPU, too."""
     torch._dynamo.reset()
     _, ours = make_pair()

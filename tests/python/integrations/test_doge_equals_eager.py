@@ -144,7 +144,7 @@ def test_packed_sequences_equal_eager():
 
 @pytest.mark.parametrize("additive", [None, 0.0, 0], ids=["bool", "floating", "integer"])
 @pytest.mark.parametrize("kind", ["prefix", "arbitrary", "one row"])
-def test_four_dimensional_masks(kind, additive):
+def test_four_dimensional_mask_equals_eager(kind, additive):
     model, ids = make_model(), make_ids()
     allowed = torch.ones(S, S, dtype=torch.bool).tril()
     if kind == "prefix":
@@ -252,7 +252,7 @@ def test_generated_tokens_equal_eager(pad, options):
     assert torch.equal(actual, expected)
 
 
-def test_cache_gives_same_results():
+def test_doge_with_a_cache_equals_one_call():
     """Token by token as all at once: the same keys are chosen."""
     model, ids = enabled(make_model()).eval(), make_ids()
     with torch.no_grad():
@@ -329,7 +329,7 @@ def test_unsupported_setting_raises_reason():
 
 
 @pytest.mark.parametrize("pad", [None, "left", "right"])
-def test_masks_are_made_as_intervals(pad):
+def test_mask_functions_make_intervals(pad):
     """The masks of transformers' own function, in O(N) memory."""
     mask = None if pad is None else padding(pad).bool()
     positions = {"cache_position": torch.arange(S)}

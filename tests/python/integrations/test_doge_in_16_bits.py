@@ -135,7 +135,7 @@ def test_option_gives_scores_of_eager(precision, scores_of_calls, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["padding", "arbitrary", "additive"])
-def test_masks_beside_float32_scores(kind):
+def test_masks_with_float32_scores_equal_the_float32_model(kind):
     """The loss of a bf16 model is the float32 model's, for every form of mask."""
     model, ids = make_doge(0)
     mask = torch.ones_like(ids)

@@ -180,7 +180,7 @@ REPLACEMENTS = [
 
 
 @pytest.mark.parametrize("replace", REPLACEMENTS, ids=lambda function: function.__name__)
-def test_replacements_are_called(replace, monkeypatch):
+def test_replaced_functions_of_doge_are_called(replace, monkeypatch):
     layer, inputs = make_layer()
     before = results_of(layer, **inputs)[0]
     replace(layer, monkeypatch)
@@ -190,7 +190,7 @@ def test_replacements_are_called(replace, monkeypatch):
     assert all(map(torch.equal, actual, results_of(layer, **inputs)))
 
 
-def test_backward_hooks_run():
+def test_backward_hooks_of_norms_run():
     layer, inputs = make_layer()
     seen = []
     layer.q_norm.register_full_backward_hook(lambda *of_norm: seen.append("hook"))

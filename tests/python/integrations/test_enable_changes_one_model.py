@@ -140,7 +140,7 @@ def test_subclass_of_the_layer_is_refused():
         enable_flash_dmattn(model)
 
 
-def test_layer_alone_is_refused():
+def test_single_attention_layer_is_refused():
     with pytest.raises(ValueError, match="^model: got a single DogeAttention, expected the model"):
         enable_flash_dmattn(DogeAttention(make_config(), 0))
 
@@ -153,7 +153,7 @@ def test_model_without_scores_is_refused_with_what_to_use():
         enable_flash_dmattn(transformers.LlamaForCausalLM(config))
 
 
-def test_keywords_of_the_loss_pass():
+def test_shifted_labels_give_the_same_loss():
     model, ids = enable_flash_dmattn(DogeForCausalLM(make_config())), make_ids()
     labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
     loss = model(ids, labels=ids, shift_labels=labels, use_cache=False).loss

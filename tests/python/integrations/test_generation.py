@@ -69,7 +69,7 @@ def test_prompts_near_window_length_give_same_tokens(length):
 
 
 @pytest.mark.parametrize("window", [1, 300])
-def test_windows_at_the_ends(window):
+def test_window_of_one_or_all_keys_equals_eager(window):
     oracle, ours = make_pair(window=window)
     assert_same_generation(oracle, ours, make_ids(B, S), DynamicMaskCache(ours.config), **FRESH)
 

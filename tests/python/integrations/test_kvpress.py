@@ -119,7 +119,7 @@ def test_sparse_prefill_is_an_option(dense_prefill):
     assert not any(hasattr(layer.self_attn, "rotary_emb") for layer in base.model.layers)
 
 
-def test_other_objects_are_refused():
+def test_object_that_is_no_press_raises():
     with pytest.raises(TypeError, match="^press: got dict, expected a ScorerPress"):
         add_press(make_base(), {}, 4)
     press = DMSPress(press=NormPress(), threshold=None, sliding_window_size=4, decoding=True)

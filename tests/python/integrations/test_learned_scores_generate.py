@@ -226,7 +226,7 @@ def test_static_cache_takes_a_dense_mask_of_padding(rule):
 @pytest.mark.skipif(
     transformers.__version__ < "5", reason="tiny models are those of transformers 5"
 )
-def test_texts_are_apart_where_a_mask_is_older_than_its_cache():
+def test_packed_texts_stay_apart_in_a_multimodal_model():
     """The masks of Gemma 3 with images are made before its text decoder makes a cache, by positions."""
     from tiny_models import model_classes, tiny_config, tiny_model
 

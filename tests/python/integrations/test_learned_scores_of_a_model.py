@@ -46,7 +46,7 @@ def test_another_model_of_the_same_config_stays_as_it_is():
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-def test_copies_are_of_their_own(way):
+def test_copied_model_shares_no_scores(way):
     model, ids = make_scored(), make_ids()
     expected = model(ids).logits
     if way == "deepcopy":
@@ -81,7 +81,7 @@ def test_saved_model_keeps_its_scores(tmp_path):
     assert torch.equal(other(ids).logits, model(ids).logits)
 
 
-def test_scores_of_a_function_need_it_again(tmp_path):
+def test_loading_scores_of_a_function_without_it_raises(tmp_path):
     model = add_learned_scores(make_base(), **RULES["all"], scorer=lambda h, k, v: k[..., 0])
     save_scores(model, tmp_path)
     with pytest.raises(ValueError, match="^scorer: got None for the scores in"):

@@ -121,7 +121,7 @@ def test_window_without_scores_raises(name):
             flash_dynamic_mask_attention_forward(Layer(), *heads_first(), None, window_size=3)
 
 
-def test_is_causal_is_a_bool():
+def test_is_causal_of_another_type_raises():
     with pytest.raises(TypeError, match="is_causal: got 'False'"):
         flash_dynamic_mask_attention_forward(Layer(), *heads_first(), None, is_causal="False")
     with pytest.raises(TypeError, match="is_causal: got 'False'"):
@@ -267,7 +267,7 @@ def test_lengths_on_the_device_are_taken():
     assert torch.equal(attend(*states, None, None, **packed, **lengths), expected)
 
 
-def test_bookkeeping_of_transformers_passes():
+def test_keywords_of_transformers_bookkeeping_are_ignored():
     states = heads_first()
     expected, _ = flash_dynamic_mask_attention_forward(Layer(), *states, None)
     bookkeeping = dict.fromkeys(keywords.BOOKKEEPING, True) | {"cache": None, "s_aux": None}

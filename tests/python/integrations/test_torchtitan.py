@@ -161,7 +161,7 @@ def test_example_is_a_config_whose_attention_chooses_keys(name):
     assert config.parallelism.context_parallel_load_balancer is None
 
 
-def test_masks_raise():
+def test_attention_masks_of_torchtitan_raise():
     _, model = make_llama()
     inputs, _, positions = batch()
     with pytest.raises(ValueError, match="attention_masks: got str, expected None"):

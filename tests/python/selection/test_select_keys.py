@@ -55,7 +55,7 @@ def test_scores_of_two_dimensions_have_one_head():
     assert torch.equal(keys, select_keys(scores[:, None, None], 5)[0])
 
 
-def test_row_without_keys_has_none():
+def test_row_without_visible_keys_selects_none():
     keys, counts = select_keys(torch.empty(2, 3, 0), 4)
     assert keys.shape == (2, 3, 0) and not counts.any()
     keys, counts = select_keys(torch.full((1, 1, 9), torch.nan), 4)

@@ -101,7 +101,7 @@ def test_blocks_go_by_majority_and_never_show_a_masked_key():
     assert kept[0, 0].tolist() == [True, True, False] + [False] * 5
 
 
-def test_padding_masks():
+def test_padding_mask_equals_its_mask_of_keys():
     bias, mask = make_scores(B, H, K), make_mask(B, K)
     expected = create_mask(bias, mask[:, None], B, Q, K, 4, LOWEST)
     assert torch.equal(create_mask(bias, mask, B, Q, K, 4, LOWEST), expected)
@@ -111,7 +111,7 @@ def test_padding_masks():
     assert torch.equal(create_mask(bias, of_queries, B, Q, K, 4, LOWEST), expected)
 
 
-def test_masks_are_detached():
+def test_masks_have_no_gradient():
     bias = torch.randn(B, H, K, requires_grad=True)
     for kind in ("topk", "relu"):
         assert not create_mask(bias, None, B, Q, K, 4, LOWEST, type=kind).requires_grad

@@ -94,7 +94,7 @@ def test_broken_bound_loses_keys_and_reads_nothing_else():
     assert ((keys >= 0) & (keys < 400)).all()
 
 
-def test_nothing_is_quadratic():
+def test_selection_and_tile_lists_make_no_quadratic_tensor():
     length, window = 4096, 64
     scores = torch.randn(1, 1, length)
     with LargestTensor() as largest:

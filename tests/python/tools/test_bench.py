@@ -98,7 +98,7 @@ def test_decoding_has_cold_and_warm_times(capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "case", ["host", "scored_text", "scored_token", "selection", "token", "training_step"]
 )
-def test_other_cases_have_rows(case, capsys, tmp_path, monkeypatch):
+def test_bench_cases_of_other_modules_have_rows(case, capsys, tmp_path, monkeypatch):
     if case not in ("host", "selection"):
         pytest.importorskip("transformers.models.doge")
         from harness import models

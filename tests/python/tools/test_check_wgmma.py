@@ -65,6 +65,6 @@ def test_producers_have_a_recorded_number():
         assert len(list(check_wgmma.faults_of(listing(FORWARD_128, *body)))) == expected
 
 
-def test_kernels_that_nothing_is_recorded_of_have_no_allowance():
+def test_unrecorded_kernel_with_a_spill_is_a_fault():
     body = two_loops(rest="STL [R1], R2")
     assert len(list(check_wgmma.faults_of(listing("another", *body)))) == 1

@@ -32,7 +32,7 @@ from .tiles import (
 
 
 class Statistics(NamedTuple):
-    """Per query row, from the forward and delta_kernel: fp32 [B, Hq, Sq], dense."""
+    """The numbers of each query row that the forward and delta_kernel make: fp32 [B, Hq, Sq], dense."""
 
     lse: Any
     lse_low: Any

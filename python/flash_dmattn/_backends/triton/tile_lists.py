@@ -12,7 +12,7 @@ from .tiles import TILE_ROWS
 
 
 class TileLists(NamedTuple):
-    """For each TILE_ROWS queries, the keys that any of them sees; keys that all of them see (`full`) first.
+    """The keys that any of TILE_ROWS consecutive queries sees; those that all of them see (`full`) come first.
 
     Tile t of (b, h) has keys[begin[.., t]] to keys[begin[.., t] + count[.., t]].
     """

@@ -109,7 +109,7 @@ def store_rows(
 
 @triton.jit
 def saturated(x, limit):
-    """Within +-limit; a NaN becomes the positive limit."""
+    """Clamps x to +-limit; a NaN becomes the positive limit."""
     return tl.where(x < limit, tl.maximum(x, -limit), limit)
 
 

@@ -75,7 +75,7 @@ class DynamicMaskCache(Cache):
         super().__init__(layers=layers)
 
     def activate_past_recording(self) -> None:
-        """For `crop`: new tokens stay pending until it is called. Assisted decoding calls it (transformers 5)."""
+        """Keeps new tokens pending until `crop` is called. Assisted decoding calls this function (transformers 5)."""
         for layer in self.layers:
             layer.activate_past_recording()
 

@@ -242,7 +242,7 @@ class DynamicMaskLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
     def activate_past_recording(self) -> None:
-        """From now on new tokens stay pending, until `crop` drops some of them and commits the others."""
+        """Keeps new tokens pending from now on, until `crop` drops some of them and commits the others."""
         if self.is_compileable and not self.chunk:
             raise ValueError("chunk: got 0, expected places for the tokens that crop may drop")
         self.record_past = True

@@ -117,7 +117,7 @@ class ModelOfPieces:
         self.group = ContextParallel(group)
 
     def changed_arguments(self, arguments_by_name: Mapping[str, object]) -> dict[str, object]:
-        """The arguments of a decoder's forward that are other ones: layers get padding and documents from `Pieces`."""
+        """The arguments of a decoder's forward that change: layers get padding and documents from `Pieces`."""
         cache = find_cache(arguments_by_name)
         mask, positions = map(arguments_by_name.get, ("attention_mask", "position_ids"))
 
@@ -184,8 +184,8 @@ def _check_piece(cache: object, mask: object, positions: object, batch: int, len
 
 
 def check_labels(model: PreTrainedModel, args: tuple, options: dict) -> None:
-    """Before the forward of a ForCausalLM: labels that it would shift within a piece raise, on every rank, and so do other counts of
-    labels on some ranks."""
+    """A hook before the forward of a ForCausalLM. It raises on every rank for labels that would be shifted within a piece, and for counts
+    of labels that differ between ranks."""
     pieces = getattr(model, PIECES, None)
     if pieces is None:
         return
@@ -222,7 +222,7 @@ def _check_loss(model: PreTrainedModel, options: Mapping[str, object]) -> None:
 
 
 class ContextParallelTrainerMixin:
-    """For a Trainer whose model has `enable_flash_dmattn(model, context_parallel=...)`: each batch is cut into pieces.
+    """Cuts each batch of a Trainer into pieces, for a model of `enable_flash_dmattn(model, context_parallel=...)`.
 
         class MyTrainer(ContextParallelTrainerMixin, Trainer):
             pass

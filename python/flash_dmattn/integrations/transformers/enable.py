@@ -201,7 +201,7 @@ def _hook(model: torch.nn.Module, hook) -> None:
 
 
 def _begin_forward(model: DogeModel, args: tuple, options: dict) -> tuple[tuple, dict] | None:
-    """Before DogeModel.forward: the default cache, and the context of the layers."""
+    """A hook before DogeModel.forward, which adds the default cache and the context of the layers."""
     if model.config._attn_implementation not in DOGE_NAMES:
         return None
     arguments = dict(zip(MODEL_ARGUMENTS, args, strict=False)) | options

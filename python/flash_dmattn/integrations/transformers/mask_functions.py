@@ -175,7 +175,7 @@ def mask_kind(arguments_by_name: dict, use_cache: bool) -> tuple[str | None, tor
 
 
 class _Positions(NamedTuple):
-    """Where queries and keys stand, by the arguments of `key_interval_mask`. Offsets on the device are not read."""
+    """The positions of queries and keys, from the arguments of `key_interval_mask`. Offsets on the device are not read."""
 
     q_length: int
     kv_length: int

@@ -15,7 +15,7 @@ from ..serving.states import states_of
 
 
 class HasSlots(HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching):
-    """To vLLM attention is what has a paged cache, and a layer with slots has none. All layers of a model have states of one
+    """A model whose layers have slots. vLLM calls only a layer with a paged cache attention. All layers of a model have states of one
     size, each of which vLLM copies as bytes."""
 
     @classmethod

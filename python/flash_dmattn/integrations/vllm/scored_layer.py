@@ -57,7 +57,7 @@ class ScoredAttention(nn.Module):
         )
 
     def normalize(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Before the rotation, [T, H, D]."""
+        """Normalises queries and keys [T, H, D] before the rotation, in a subclass."""
         return query, key
 
     def scores_of(self, hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class ScoredLlamaAttention(ScoredAttention):
 
 
 class ScoredLlamaForCausalLM(LlamaForCausalLM, HasSlots):
-    """For checkpoints of `add_learned_scores` of a Llama or a Mistral:
+    """The model of a checkpoint of `add_learned_scores` of a Llama or a Mistral:
     `--hf-overrides '{"architectures": ["ScoredLlamaForCausalLM"]}'`. ScoredLlamaConfig refuses other families."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):

@@ -13,7 +13,7 @@ _LLAMAS = ("llama", "mistral")  # families whose layers are those of vLLM's Llam
 
 
 class SlotModelConfig(MambaModelConfig):
-    """vLLM asks it before it makes a model of this package."""
+    """vLLM calls it before it makes a model of this package."""
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
@@ -57,7 +57,7 @@ class SlotModelConfig(MambaModelConfig):
 
 
 class ScoredLlamaConfig(SlotModelConfig):
-    """For ScoredLlamaForCausalLM."""
+    """Checks the settings of a ScoredLlamaForCausalLM."""
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
@@ -85,7 +85,7 @@ class ScoredLlamaConfig(SlotModelConfig):
 
 
 class StockModelConfig(VerifyAndUpdateConfig):
-    """For models of vLLM itself, which would run a Doge, or learned scores, as attention to all keys."""
+    """Refuses models of vLLM itself, which would run a Doge, or learned scores, as attention to all keys."""
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:

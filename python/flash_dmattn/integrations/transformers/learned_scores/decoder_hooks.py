@@ -51,8 +51,8 @@ class _MaskHook:
     def __call__(
         self, decoder: PreTrainedModel, args: tuple, options: dict
     ) -> tuple[tuple, dict] | None:
-        """Before the decoder's forward: pieces of its sequences, or the batch of a step of continuous batching; in code that may not
-        read values the mask of its arguments, where it is known."""
+        """Adds to the decoder's arguments the pieces of its sequences, or the batch of a step of continuous batching; in code that may
+        not read values the mask of the arguments, where it is known."""
         config, cache = decoder.config, find_cache(options)
         pieces = getattr(decoder, PIECES, None)
         if pieces is not None:

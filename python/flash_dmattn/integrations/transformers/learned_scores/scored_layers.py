@@ -60,7 +60,7 @@ class ScoredCall:
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
-        """As that of a cache: all keys and values so far. With slots the new ones, which attention adds later."""
+        """Returns what a cache would: all keys and values so far. With slots it returns the new ones, which attention adds later."""
         scores = self.make_scores(key, value)
         new = key.shape[2]
         if isinstance(self.cache, DynamicMaskCache):
@@ -95,7 +95,7 @@ class ScoredCall:
         return key, value
 
     def __getattr__(self, name: str):
-        """Whatever else a layer asks its cache."""
+        """Passes on to the cache whatever else a layer reads of it."""
         return getattr(self.cache, name)
 
     def make_scores(self, key: Tensor, value: Tensor) -> Tensor:
