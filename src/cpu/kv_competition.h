@@ -113,7 +113,7 @@ class Competition {
   void arrive(std::int64_t slot, BestKeys& best) {
     const std::int32_t entry = row_.entries[slot];
     if (entry < 0) return;
-    const std::int32_t token = entry + row_.rule.delay() - row_.seen();
+    const std::int32_t token = entry - row_.seen() + row_.rule.delay();
     if (token < 0) {
       best.add(slot);
     } else if (token < tokens_) {

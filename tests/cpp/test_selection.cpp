@@ -121,36 +121,6 @@ void expect_intervals(const std::vector<KeyInterval>& actual,
   }
 }
 
-TEST(Selection, RandomRowsMatchDefinition) {
-  Random random(1);
-  int rows = 0;
-  for (int round = 0; round < 60; ++round) {
-    for (const Scores kind : all_scores) {
-      for (const Selection selection : {Selection::per_query, Selection::global}) {
-        for (const bool causal : {true, false}) {
-          SelectionArgs args = shape_of(random.below(24), random.below(24), random.below(28));
-          args.batch = 2;
-          args.heads = 1 + random.below(3);
-          args.keep.selection = selection;
-          args.causal = causal;
-          args.scores_dtype = static_cast<DType>(random.below(4));
-          const auto layout = static_cast<Layout>(random.below(4));
-          SelectionProblem problem(args, kind, random.below(2) == 0, layout, random);
-          expect_as_defined(problem, "round " + std::to_string(round) + ", scores " +
-                                         std::to_string(static_cast<int>(kind)) + ", window " +
-                                         std::to_string(args.keep.window) + ", " +
-                                         std::to_string(args.seqlen_q) + " queries, " +
-                                         std::to_string(args.seqlen_k) + " keys, causal " +
-                                         std::to_string(causal));
-          if (HasFatalFailure()) return;
-          rows += static_cast<int>(args.batch * args.heads);
-        }
-      }
-    }
-  }
-  EXPECT_GT(rows, 3000);
-}
-
 // The most keys that `queries` consecutive queries of a row see together.
 std::int64_t most_keys(const SelectionArgs& args, const KeyInterval* row, std::int64_t queries) {
   std::int64_t most = 0;
@@ -193,8 +163,9 @@ TEST(Selection, RandomRulesMatchDefinition) {
 
 TEST(Selection, LongRowsWithRulesMatchDefinition) {
   Random random(8);
-  for (int round = 0; round < (is_quick_run() ? 6 : 24); ++round) {
+  for (int round = 0; round < (is_quick_run() ? 12 : 60); ++round) {
     SelectionArgs args = shape_of(1 + random.below(300), 1 + random.below(1200), 0);
+    args.scores_dtype = static_cast<DType>(random.below(4));
     std::vector<std::int64_t> head_windows;
     args.keep = random_rule(args, head_windows, random);
     SelectionProblem problem(args, all_scores[random.below(std::size(all_scores))],
@@ -229,27 +200,6 @@ TEST(Selection, ThresholdKeepsScoresAtOrAboveIt) {
   expect_intervals(select(args, {0.5f, 0.25f, NAN, 1}), {{0, 4}, {1, 2}, {2, 3}, {3, 4}});
 }
 
-TEST(Selection, LongRowsOfEveryDtypeMatchDefinition) {
-  Random random(2);
-  for (const DType dtype : {DType::f32, DType::bf16, DType::f16, DType::f64}) {
-    for (const Scores kind : all_scores) {
-      SelectionArgs args = shape_of(130, 200, 1 + random.below(199));
-      args.scores_dtype = dtype;
-      SelectionProblem problem(args, kind, random.below(2) == 0, Layout::contiguous, random);
-      expect_as_defined(problem, std::string(name_of(dtype)));
-    }
-  }
-}
-
-TEST(Selection, EveryWindowMatchesDefinition) {
-  Random random(3);
-  for (std::int64_t window = 0; window <= 70; ++window) {
-    SelectionProblem problem(shape_of(64, 64, window), Scores::few, false, Layout::contiguous,
-                             random);
-    expect_as_defined(problem, "window " + std::to_string(window));
-  }
-}
-
 TEST(Selection, MissingStridesMeanDense) {
   Random random(4);
   SelectionArgs shape = shape_of(20, 24, 5);
@@ -274,41 +224,6 @@ TEST(Selection, DoubleScoresAreNotRounded) {
   problem.scores.set({0, 0, 1, 0}, 1);
   expect_as_defined(problem, "scores that differ beyond fp32");
   EXPECT_EQ(problem.result()[0].last, 2);
-}
-
-TEST(Selection, EqualScoresGiveSlidingWindow) {
-  const auto intervals = select(shape_of(6, 6, 2), std::vector<float>(6, 0.5f));
-  expect_intervals(intervals, {{0, 2}, {1, 3}, {2, 4}, {3, 5}, {4, 6}, {5, 6}});
-}
-
-TEST(Selection, KeyBeatenOnArrivalIsNeverVisible) {
-  const auto intervals = select(shape_of(4, 4, 2), {3, 2, 1, 4});
-  expect_intervals(intervals, {{0, 4}, {1, 3}, {0, 0}, {3, 4}});
-}
-
-TEST(Selection, QueriesBeforeTheFirstKeySeeNothing) {
-  const auto intervals = select(shape_of(5, 3, 1), {1, 2, 0});
-  expect_intervals(intervals, {{2, 3}, {3, 5}, {0, 0}});
-}
-
-TEST(Selection, DecodingSelectsSameKeysAsTraining) {
-  Random random(5);
-  std::vector<float> scores(97);
-  for (float& x : scores) x = static_cast<float>(random.below(20));
-  const auto whole = select(shape_of(97, 97, 11), scores);
-  for (std::int64_t length = 1; length <= 97; ++length) {
-    const std::vector<float> seen(scores.begin(), scores.begin() + length);
-    const auto last_query = select(shape_of(1, length, 11), seen);
-    for (std::size_t j = 0; j < seen.size(); ++j) {
-      const bool expected = whole[j].first <= length - 1 && length - 1 < whole[j].last;
-      ASSERT_EQ(last_query[j].first < last_query[j].last, expected) << length << ", key " << j;
-    }
-  }
-}
-
-TEST(Selection, WindowOfAllKeysKeepsAllKeys) {
-  const auto intervals = select(shape_of(3, 3, 3), {1, NAN, 2});
-  expect_intervals(intervals, {{0, 3}, {0, 0}, {2, 3}});
 }
 
 TEST(Selection, WorkerCountDoesNotChangeIntervals) {

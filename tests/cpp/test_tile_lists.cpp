@@ -199,15 +199,6 @@ TEST(TileLists, HandmadeIntervalsMatchDefinition) {
   }
 }
 
-TEST(TileLists, KeySeenByAllRowsOfAShortTileIsFull) {
-  Intervals intervals(1, 1, 10, 1, 8);
-  intervals.fill([](std::int64_t) { return Pair{8, 10}; });
-  const OwnedTileLists owned = make_tile_lists(intervals.args, in_turn(1));
-  EXPECT_EQ(owned.lists.count[0], 0);
-  EXPECT_EQ(owned.lists.count[1], 1);
-  EXPECT_EQ(owned.lists.full[1], 1);
-}
-
 TEST(TileLists, SharedIntervalsGiveStrideZero) {
   Intervals intervals(1, 1, 10, 10, 4);
   const OwnedTileLists shared = make_tile_lists(intervals.args, in_turn(1));
@@ -240,14 +231,6 @@ TEST(TileLists, WorkerCountDoesNotChangeLists) {
       EXPECT_TRUE(same_bytes(actual.keys, expected.keys));
     }
   }
-}
-
-TEST(TileLists, SlidingWindowTouchesFewKeysPerTile) {
-  Intervals intervals(1, 1, 4096, 4096, 64);
-  intervals.fill([](std::int64_t j) { return Pair{j, j + 512}; });
-  const OwnedTileLists owned = make_tile_lists(intervals.args, in_turn(1));
-  for (std::int64_t t = 0; t < owned.lists.tiles; ++t)
-    EXPECT_LE(owned.lists.count[t], 512 + 64 - 1);
 }
 
 class TileListArguments : public ::testing::Test {
