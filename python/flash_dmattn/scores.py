@@ -92,15 +92,17 @@ class _FunctionScores(_Scores):
         self.function = function
 
     def _make_scores(self, hidden: Tensor) -> Tensor:
-        scores = self.function(hidden)
-        expected = (*hidden.shape[:2], self.heads)
-        check_tensor(scores, "score")
-        if tuple(scores.shape) != expected or not scores.is_floating_point():
-            raise ValueError(
-                f"score: got {scores.dtype} of shape {tuple(scores.shape)}, expected floating numbers [B, S, heads], "
-                f"{expected}"
-            )
-        return scores.transpose(1, 2).to(torch.promote_types(scores.dtype, torch.float32))
+        return scores_of_heads(self.function(hidden), "score", (*hidden.shape[:2], self.heads))
+
+
+def scores_of_heads(scores: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
+    """The result [B, S, heads] of a function as [B, heads, S], float32 or wider. Raises for another shape or dtype."""
+    check_tensor(scores, name)
+    if tuple(scores.shape) != shape or not scores.is_floating_point():
+        raise ValueError(
+            f"{name}: got {scores.dtype} of shape {tuple(scores.shape)}, expected floating numbers [B, S, heads], {shape}"
+        )
+    return scores.transpose(1, 2).to(torch.promote_types(scores.dtype, torch.float32))
 
 
 class _Projection(nn.Linear):

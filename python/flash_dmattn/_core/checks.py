@@ -324,7 +324,3 @@ def selection_scores_argument(scores: Tensor, query: Tensor, key: Tensor) -> Ten
 def clamp_count(count: int) -> int:
     """A count of positions, at most the largest int32, beyond which no row is: so that sums stay within int64."""
     return LARGEST_COUNT if isinstance(count, int) and count > LARGEST_COUNT else count
-
-
-def check_window(keep_window_size: int) -> None:
-    check_count(keep_window_size, "keep_window_size")

@@ -79,24 +79,8 @@ def _rank_fake(scores, mask, bias, *options):
 # The six tensors of a KV cache come first: k_cache, v_cache, score_cache, positions, counts, seen.
 
 
-@torch.library.register_fake(f"{NAMESPACE}::kv_fill")
-def _kv_fill_fake(k_cache, *others):
-    return None
-
-
-@torch.library.register_fake(f"{NAMESPACE}::kv_append")
-def _kv_append_fake(k_cache, *others):
-    return None
-
-
-@torch.library.register_fake(f"{NAMESPACE}::kv_commit")
-def _kv_commit_fake(k_cache, *others):
-    return None
-
-
-@torch.library.register_fake(f"{NAMESPACE}::kv_copy_rows")
-def _kv_copy_rows_fake(k_cache, *others):
-    return None
+for _name in ("kv_fill", "kv_append", "kv_commit", "kv_copy_rows"):
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", lambda *arguments: None)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::kv_pending_intervals")

@@ -81,12 +81,21 @@ def _rule(windows: list[int], *options) -> KeySelection:
     return KeySelection(window, "per_query", *options)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::choose_keys_of_piece", mutates_args=())
-def choose_keys_of_piece(
-    scores: Tensor, positions: Tensor, present: Tensor | None, documents: Tensor | None, begin: int, windows: list[int],
-    recent_window: int, recent_competes: bool, sink_tokens: int, score_threshold: float | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    rule = _rule(windows, recent_window, recent_competes, sink_tokens, score_threshold)
+# The operands of a rule and of an exchange in the schemas of operators.
+_OF_RULE = "SymInt[] windows, SymInt recent_window, bool recent_competes, SymInt sink_tokens, float? score_threshold"
+_OF_EXCHANGE = f"Tensor? begun, SymInt[] begins, SymInt heads, {_OF_RULE}, bool saturate, str exchange, str group"
+
+
+def _operator(name: str, schema: str):
+    return torch.library.custom_op(f"{NAMESPACE}::{name}", mutates_args=(), schema=schema)
+
+
+@_operator(
+    "choose_keys_of_piece",
+    f"(Tensor scores, Tensor positions, Tensor? present, Tensor? documents, SymInt begin, {_OF_RULE}) -> (Tensor, Tensor)",
+)
+def choose_keys_of_piece(scores, positions, present, documents, begin, windows, *options):
+    rule = _rule(windows, *options)
     return keys_of_piece(scores, positions, present, documents, begin, rule)
 
 
@@ -96,14 +105,11 @@ def _choose_keys_of_piece_fake(scores, *operands):
     return own, scores.new_empty((*scores.shape, 2), dtype=torch.int32)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::exchange_keys", mutates_args=())
-def exchange_keys(
-    rows: Tensor, notes: Tensor, begun: Tensor | None, begins: list[int], heads: int, windows: list[int], recent_window: int,
-    recent_competes: bool, sink_tokens: int, score_threshold: float | None, saturate: bool, exchange: str, group: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    made = _exchange(
-        begun, begins, heads, windows, recent_window, recent_competes, sink_tokens, score_threshold, saturate, exchange, group
-    )  # fmt: skip
+@_operator(
+    "exchange_keys", f"(Tensor rows, Tensor notes, {_OF_EXCHANGE}) -> (Tensor, Tensor, Tensor)"
+)
+def exchange_keys(rows, notes, *operands):
+    made = _exchange(*operands)
     # A result of an operator is no view of another one.
     return tuple(t.clone(memory_format=torch.contiguous_format) for t in made.collect(rows, notes))
 
@@ -119,15 +125,9 @@ def _exchange_keys_fake(rows, notes, *operands):
     )
 
 
-@torch.library.custom_op(f"{NAMESPACE}::return_gradients", mutates_args=())
-def return_gradients(
-    route: Tensor, gradients: list[Tensor], begun: Tensor | None, begins: list[int], heads: int, windows: list[int],
-    recent_window: int, recent_competes: bool, sink_tokens: int, score_threshold: float | None, saturate: bool, exchange: str,
-    group: str,
-) -> list[Tensor]:  # fmt: skip
-    made = _exchange(
-        begun, begins, heads, windows, recent_window, recent_competes, sink_tokens, score_threshold, saturate, exchange, group
-    )  # fmt: skip
+@_operator("return_gradients", f"(Tensor route, Tensor[] gradients, {_OF_EXCHANGE}) -> Tensor[]")
+def return_gradients(route, gradients, *operands):
+    made = _exchange(*operands)
     sums = made.give_back(route, *gradients)
     if sums is None:
         return [t.zero_() for t in _like_sums(made, gradients)]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..scores import make_scores
+from ..scores import make_scores, scores_of_heads
 
 FIRST_LOGIT = 3.0  # where the logit of every gate begins, as in make_scores
 _HIDDEN_FEATURES = 64  # of the MLP
@@ -90,15 +90,7 @@ class FunctionScorer(nn.Module):
         self.function, self.is_gate = function, is_gate
 
     def forward(self, hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        scores = self.function(hidden, key, value)
-        if not isinstance(scores, Tensor):
-            raise TypeError(f"scorer: got a {type(scores).__name__}, expected a torch.Tensor")
-        if scores.shape != key.shape[:3] or not scores.is_floating_point():
-            raise ValueError(
-                f"scorer: got {scores.dtype} of shape {tuple(scores.shape)}, expected floating numbers [B, S, Hkv], "
-                f"{tuple(key.shape[:3])}"
-            )
-        return scores.transpose(1, 2).to(torch.promote_types(scores.dtype, torch.float32))
+        return scores_of_heads(self.function(hidden, key, value), "scorer", tuple(key.shape[:3]))
 
 
 def key_norm_scores(hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:

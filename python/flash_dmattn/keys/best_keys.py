@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._core import ops
-from .._core.checks import check_window, clamp_count
+from .._core.checks import check_count, clamp_count
 from .rule import KeySelection
 from .select_intervals import per_key_scores, select
 
@@ -27,7 +27,7 @@ def select_keys(
     [B, H, min(keep_window_size, Sk)], ascending, padded with -1, and their number, int32 [B, H]. The host waits
     for no device. O(Sk log keep_window_size).
     """
-    check_window(keep_window_size)
+    check_count(keep_window_size, "keep_window_size")
     scores, key_mask = per_key_scores(scores, key_mask)
     return best_keys(scores, key_mask, clamp_count(keep_window_size))
 

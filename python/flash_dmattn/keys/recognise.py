@@ -28,23 +28,18 @@ class Memo:
     """
 
     def __init__(self):
-        self._known: dict[str, tuple[torch.Tensor, object]] = {}
-
-    def get_or_compute(self, name: str, tensor: torch.Tensor, find: Callable):
-        """Returns find(tensor), called once per name and tensor. Names must not contain lengths, which compiled code
-        would treat as constants.
-        """
-        known = self._known.get(name)
-        if known is None or known[0] is not tensor:
-            known = self._known[name] = (tensor, find(tensor))
-        return known[1]
+        self.known: dict[str, tuple[torch.Tensor, object]] = {}
 
 
 def cached(memo: Memo | None, name: str, tensor: torch.Tensor, find: Callable):
-    """Returns find(tensor), from the memo if given. Compiled code cannot read values and therefore skips the memo."""
+    """Returns find(tensor), called once per name and tensor if a memo is given. Compiled code cannot read values and therefore
+    skips the memo; it would treat a length in a name as a constant."""
     if memo is None or not may_read():
         return find(tensor)
-    return memo.get_or_compute(name, tensor, find)
+    known = memo.known.get(name)
+    if known is None or known[0] is not tensor:
+        known = memo.known[name] = (tensor, find(tensor))
+    return known[1]
 
 
 class AllowedElements(NamedTuple):

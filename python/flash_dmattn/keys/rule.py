@@ -20,7 +20,6 @@ from .._core.checks import (
     LARGEST_COUNT,
     check_count,
     check_flag,
-    check_window,
     clamp_count,
 )
 from .._core.numerics import check_number
@@ -56,10 +55,10 @@ class KeySelection(NamedTuple):
             if not window:
                 raise ValueError("keep_window_size: got no sizes, expected one for each key head")
             for size in window:
-                check_window(size)
+                check_count(size, "keep_window_size")
             window = tuple(map(clamp_count, window))
         elif window is not None:
-            check_window(window)
+            check_count(window, "keep_window_size")
             window = clamp_count(window)
         if self.selection not in SELECTIONS:
             raise ValueError(f"selection: got {self.selection!r}, expected one of {SELECTIONS}")

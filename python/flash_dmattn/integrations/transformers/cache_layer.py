@@ -81,15 +81,14 @@ class DynamicMaskLayer(CacheLayerMixin):
             self._resize(max(self.chunk, RECORDED_TOKENS))
             pending = min(length, self.slots.chunk)
         filled = length - pending
-        first, last = slice(0, filled), slice(filled, length)
-        if filled:
-            keys, values, of_keys = key[:, :, first], value[:, :, first], scores[..., first]
-            mask = None if key_mask is None else key_mask[:, first]
-            self.slots.fill(*_by_token(keys, values), of_keys, key_mask=mask)
-        if pending:
-            keys, values, of_keys = key[:, :, last], value[:, :, last], scores[..., last]
-            mask = None if key_mask is None else key_mask[:, last]
-            self.slots.append(*_by_token(keys, values), of_keys, key_mask=mask)
+        for take, part, tokens in (
+            (self.slots.fill, slice(0, filled), filled),
+            (self.slots.append, slice(filled, length), pending),
+        ):
+            if tokens:
+                keys, values = _by_token(key[:, :, part], value[:, :, part])
+                mask = None if key_mask is None else key_mask[:, part]
+                take(keys, values, scores[..., part], key_mask=mask)
         self._seen = length
         if self._counts_on_device:
             self._length.fill_(length)
