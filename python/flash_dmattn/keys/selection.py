@@ -81,15 +81,12 @@ def apply_selection(
     if scores.requires_grad:
         scores = scores.detach()
     on_gpu = uses_library_kernels and scores.is_cuda
+    choice = _Choice(rule, query, key, scores, visible.is_causal, on_gpu, memo)
     if visible.keys is not None:
-        return _select_among_intervals(
-            selection, query, key, scores, allowed, visible.keys, visible.is_causal, on_gpu, memo
-        )
+        return choice.among_intervals(visible.keys, allowed)
     is_dense = allowed is not None and allowed.shape()[2] > 1
     if is_dense and rule.selection == "per_query":
-        return _select_under_dense_mask(
-            rule, query, key, scores, allowed, visible.is_causal, on_gpu, memo
-        )
+        return choice.under_dense_mask(allowed)
     key_mask = None
     if allowed is not None:
         scores, key_mask = match_heads(query, key, scores, allowed.seen_by_any_query())
@@ -117,20 +114,35 @@ def _is_by_bias(
     return hides_keys and broadcasts(bias.shape[1], key.shape[2]) and query.shape[1] > 0
 
 
-def _select_among_intervals(
-    selection: Selection,
-    query: Tensor,
-    key: Tensor,
-    scores: Tensor,
-    allowed: AllowedElements | None,
-    shown: KeyIntervals,
-    is_causal: bool,
-    by_rank: bool,
-    memo: Memo | None,
-) -> Visibility:
-    """Selects the best of the keys that intervals show; `allowed`: a mask or a bias that hides some of them."""
-    rule = selection.rule
-    if rule.selection == "global":
+class _Choice(NamedTuple):
+    """The choice of the best of the keys that intervals or a mask with a query dimension show."""
+
+    rule: KeySelection
+    query: Tensor
+    key: Tensor
+    scores: Tensor  # [B, H, Sk]
+    is_causal: bool
+    by_rank: bool  # whether attention takes ranks
+    memo: Memo | None
+
+    def among_intervals(self, shown: KeyIntervals, allowed: AllowedElements | None) -> Visibility:
+        """allowed: a mask or a bias that hides some of the keys that intervals show."""
+        if self.rule.selection == "global":
+            return self._global_among_intervals(shown, allowed)
+        if allowed is None:
+            chosen = self._best_of_intervals(shown)
+            if chosen is not None:
+                return Visibility(keys=chosen)
+            return self.under_dense_mask(AllowedElements(mask_of_intervals(shown, self.memo), None))
+        mask = mask_of_intervals(shown, self.memo)
+        if allowed.mask is not None:
+            mask = torch.logical_and(*match_heads(self.query, self.key, mask, allowed.mask))
+        return self.under_dense_mask(allowed._replace(mask=mask))
+
+    def _global_among_intervals(
+        self, shown: KeyIntervals, allowed: AllowedElements | None
+    ) -> Visibility:
+        rule, query, key, scores, *_ = self
         if rule.shows_unchosen_keys():
             raise ValueError(
                 "selection: got 'global' with recent_window or sink_tokens and key_intervals, expected 'per_query'"
@@ -140,41 +152,55 @@ def _select_among_intervals(
             key_mask = key_mask & allowed.seen_by_any_query()
         scores, key_mask = _expand_heads_together(*match_heads(query, key, scores, key_mask))
         rule = rule.rule_of_heads(scores.shape[1])
-        best = select(scores, key_mask, rule, is_causal, shown.query_length)
+        best = select(scores, key_mask, rule, self.is_causal, shown.query_length)
         best, intervals = match_heads(query, key, best.intervals, shown.intervals)
         chosen = intersect(KeyIntervals(best, shown.query_length), shown.with_intervals(intervals))
         is_dense = allowed is not None and allowed.shape()[2] > 1
         return Visibility(allowed.mask if is_dense else None, False, chosen)
-    if allowed is None:
-        chosen = _best_of_intervals(rule, query, key, scores, shown, is_causal, memo)
-        if chosen is not None:
-            return Visibility(keys=chosen)
-        allowed = AllowedElements(mask_of_intervals(shown, memo), None)
-    else:
-        mask = mask_of_intervals(shown, memo)
-        if allowed.mask is not None:
-            mask = torch.logical_and(*match_heads(query, key, mask, allowed.mask))
-        allowed = allowed._replace(mask=mask)
-    return _select_under_dense_mask(rule, query, key, scores, allowed, is_causal, by_rank, memo)
 
+    def _best_of_intervals(self, shown: KeyIntervals) -> KeyIntervals | None:
+        """The best keys as intervals; None if intervals cannot describe the result."""
+        if self.is_causal:
+            shown = intersect(shown, causal_intervals(self.query, self.key))
+        scores, intervals = match_heads(self.query, self.key, self.scores, shown.intervals)
+        if intervals is not shown.intervals:
+            shown = shown.with_intervals(intervals)
+        rule = self.rule.rule_of_heads(max(scores.shape[1], shown.heads))
+        return select_among(scores, shown, rule, self.memo)
 
-def _best_of_intervals(
-    rule: KeySelection,
-    query: Tensor,
-    key: Tensor,
-    scores: Tensor,
-    shown: KeyIntervals,
-    is_causal: bool,
-    memo: Memo | None,
-) -> KeyIntervals | None:
-    """Selects the best keys as intervals; None if intervals cannot describe the result."""
-    if is_causal:
-        shown = intersect(shown, causal_intervals(query, key))
-    scores, intervals = match_heads(query, key, scores, shown.intervals)
-    if intervals is not shown.intervals:
-        shown = shown.with_intervals(intervals)
-    rule = rule.rule_of_heads(max(scores.shape[1], shown.heads))
-    return select_among(scores, shown, rule, memo)
+    def under_dense_mask(self, allowed: AllowedElements) -> Visibility:
+        """Selects the best of the keys that a mask with a query dimension allows.
+
+        They are intervals under the usual masks, which are recognised by reading the mask. That can neither be compiled
+        nor captured in a CUDA graph; then, and under any other mask, the result is the mask plus ranks of keys, or,
+        without GPU kernels, a second mask of the same size.
+        """
+        if any(map(torch._C._functorch.is_batchedtensor, allowed.parts())):
+            raise RuntimeError(
+                "keep_window_size: got it under torch.func.vmap over a mask with a query dimension, which attention "
+                "does not support; expected the mask's own batch dimension"
+            )
+        rule, query, key, scores, is_causal, by_rank, memo = self
+        shown = allowed.to_intervals(memo) if may_read() else None
+        if shown is not None:
+            chosen = self._best_of_intervals(shown)
+            if chosen is not None:
+                return Visibility(keys=chosen)
+        if not rule.is_window():
+            raise ValueError(
+                "keep_window_size: got a rule with recent keys, sinks, a threshold or a window for each head under a mask or bias "
+                "with a query dimension that no key intervals of documents describe; expected padding [B, Sk], or key_intervals"
+            )
+        window = rule.keep_window_size
+        if by_rank:
+            ranks = KeyRanks(*ops.rank_keys(scores, *allowed, window, is_causal))
+            mask = allowed.mask
+            if mask is None:  # attention applies its bias itself
+                mask = scores.new_ones((1, 1, 1, key.shape[1]), dtype=torch.bool)
+            return Visibility(mask, is_causal, ranks)
+        scores, mask = match_heads(query, key, scores, allowed.to_mask())
+        mask = mask & causal_intervals(query, key).to_mask() if is_causal else mask
+        return Visibility(topk_mask(scores[:, :, None], mask, window, None))
 
 
 def causal_intervals(query: Tensor, key: Tensor) -> KeyIntervals:
@@ -188,49 +214,6 @@ def _expand_heads_together(scores: Tensor, key_mask: Tensor | None) -> tuple[Ten
         return scores, None
     shape = torch.broadcast_shapes(scores.shape, key_mask.shape)
     return scores.expand(shape), key_mask.expand(shape)
-
-
-def _select_under_dense_mask(
-    rule: KeySelection,
-    query: Tensor,
-    key: Tensor,
-    scores: Tensor,
-    allowed: AllowedElements,
-    is_causal: bool,
-    by_rank: bool,
-    memo: Memo | None,
-) -> Visibility:
-    """Selects the best of the keys that a mask with a query dimension allows.
-
-    They are intervals under the usual masks, which are recognised by reading the mask. That can neither be compiled
-    nor captured in a CUDA graph; then, and under any other mask, the result is the mask plus ranks of keys, or,
-    without GPU kernels, a second mask of the same size.
-    """
-    if any(map(torch._C._functorch.is_batchedtensor, allowed.parts())):
-        raise RuntimeError(
-            "keep_window_size: got it under torch.func.vmap over a mask with a query dimension, which attention "
-            "does not support; expected the mask's own batch dimension"
-        )
-    shown = allowed.to_intervals(memo) if may_read() else None
-    if shown is not None:
-        chosen = _best_of_intervals(rule, query, key, scores, shown, is_causal, memo)
-        if chosen is not None:
-            return Visibility(keys=chosen)
-    if not rule.is_window():
-        raise ValueError(
-            "keep_window_size: got a rule with recent keys, sinks, a threshold or a window for each head under a mask or bias "
-            "with a query dimension that no key intervals of documents describe; expected padding [B, Sk], or key_intervals"
-        )
-    window = rule.keep_window_size
-    if by_rank:
-        ranks = KeyRanks(*ops.rank_keys(scores, *allowed, window, is_causal))
-        mask = allowed.mask
-        if mask is None:  # attention applies its bias itself
-            mask = scores.new_ones((1, 1, 1, key.shape[1]), dtype=torch.bool)
-        return Visibility(mask, is_causal, ranks)
-    scores, mask = match_heads(query, key, scores, allowed.to_mask())
-    mask = mask & causal_intervals(query, key).to_mask() if is_causal else mask
-    return Visibility(topk_mask(scores[:, :, None], mask, window, None))
 
 
 def select_elements(
