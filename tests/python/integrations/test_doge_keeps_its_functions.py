@@ -16,13 +16,14 @@ from transformers.models.doge import modeling_doge  # noqa: E402
 from transformers.models.doge.modeling_doge import DogeAttention, DogeRMSNorm  # noqa: E402
 
 from flash_dmattn.integrations.transformers import enable_flash_dmattn  # noqa: E402
+from flash_dmattn.integrations.transformers.doge import FlashDogeNorm  # noqa: E402
 
 pytestmark = pytest.mark.transformers
 
 LAYERS, B, S, D = 2, 2, 11, 8
 
 
-def make_model():
+def make_model(enabled=True):
     config = DogeConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4,
         num_key_value_heads=2, keep_window_size=5, max_position_embeddings=64, use_cache=False,
@@ -31,7 +32,7 @@ def make_model():
     for name, parameter in model.named_parameters():
         if name.endswith(("A", "norm.weight")):
             torch.nn.init.normal_(parameter)
-    return enable_flash_dmattn(model)
+    return enable_flash_dmattn(model) if enabled else model
 
 
 def make_layer():
@@ -61,10 +62,10 @@ def names_of_calls(function):
 
 
 def with_their_functions(layer, monkeypatch):
-    """A wrapper of each calls it in its place."""
-    rotate, normalize = modeling_doge.apply_rotary_pos_emb, DogeRMSNorm.forward
+    """Norms compute as their base class, and a wrapper calls the rotary embedding in its place."""
+    rotate = modeling_doge.apply_rotary_pos_emb
     monkeypatch.setattr(modeling_doge, "apply_rotary_pos_emb", lambda *a, **k: rotate(*a, **k))
-    monkeypatch.setattr(DogeRMSNorm, "forward", lambda *a: normalize(*a))
+    monkeypatch.setattr(FlashDogeNorm, "forward", DogeRMSNorm.forward)
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
@@ -122,16 +123,6 @@ def replace_forward(layer, monkeypatch):
     layer.q_norm.forward = types.MethodType(doubled, layer.q_norm)
 
 
-def replace_forward_of_class(layer, monkeypatch):
-    forward = DogeRMSNorm.forward
-
-    @functools.wraps(forward)
-    def double(norm, states):
-        return 2 * forward(norm, states)
-
-    monkeypatch.setattr(DogeRMSNorm, "forward", double)
-
-
 def replace_class(layer, monkeypatch):
     class Doubled(DogeRMSNorm):
         forward = doubled
@@ -169,7 +160,6 @@ def replace_rotate_half(layer, monkeypatch):
 
 REPLACEMENTS = [
     replace_forward,
-    replace_forward_of_class,
     replace_class,
     replace_module,
     hook,
@@ -188,6 +178,25 @@ def test_replaced_functions_of_doge_are_called(replace, monkeypatch):
     assert not torch.allclose(actual[0], before)
     with_their_functions(layer, monkeypatch)
     assert all(map(torch.equal, actual, results_of(layer, **inputs)))
+
+
+def make_doubled_norms(model):
+    """Norms as kernels of the hub make them: a forward of the instance."""
+    for module in model.modules():
+        if type(module) is DogeRMSNorm:
+            module.forward = types.MethodType(doubled, module)
+    return model
+
+
+def test_norms_replaced_before_enabling_are_called():
+    layer, inputs = make_layer()
+    for name in ("q_norm", "k_norm"):
+        norm = getattr(layer, name)
+        norm.forward = types.MethodType(doubled, norm)
+    model = make_doubled_norms(make_model(enabled=False))
+    other = enable_flash_dmattn(model).model.layers[0].self_attn
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(**inputs)[0], layer(**inputs)[0])
 
 
 def test_backward_hooks_of_norms_run():
@@ -240,7 +249,11 @@ def test_inference_mode_gives_same_bits():
 
 def test_eager_attention_is_left_alone():
     model, ids = make_model(), torch.arange(S)[None]
+    expected = make_model(enabled=False)
+    expected.load_state_dict(model.state_dict())
+    expected.set_attn_implementation("eager")
     model.set_attn_implementation("eager")
+    assert torch.equal(model(input_ids=ids).logits, expected(input_ids=ids).logits)
     calls = names_of_calls(lambda: copy.deepcopy(model)(input_ids=ids))
     assert "aten::rms_norm" not in calls and "aten::roll" not in calls
     assert isinstance(model.model.layers[0].self_attn, DogeAttention)

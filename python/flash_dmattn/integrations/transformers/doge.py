@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.nn.modules.module import _has_any_global_hook
 from transformers.cache_utils import Cache
+from transformers.configuration_utils import PretrainedConfig
 from transformers.models.doge import modeling_doge
-from transformers.models.doge.modeling_doge import DogeAttention
+from transformers.models.doge.modeling_doge import DogeAttention, DogeRMSNorm
 
 from ..._core.checks import may_read
 from ...keys.intervals import KeyIntervals
@@ -45,6 +45,33 @@ class Context(NamedTuple):
     batch: RaggedBatch | None = None
 
 
+class FlashDogeNorm(DogeRMSNorm):
+    """`DogeRMSNorm` by torch's function, which rounds where that does and is one kernel on a GPU.
+
+    It is its base class in compiled code, which fuses the kernels of that, in float64, which that rounds to float32, and under
+    an implementation that is not in `DOGE_NAMES`.
+    """
+
+    config: PretrainedConfig
+
+    @classmethod
+    def of_norm(cls, norm: DogeRMSNorm, config: PretrainedConfig) -> FlashDogeNorm:
+        adopted = adopt_layer(norm, cls)
+        adopted.config = config
+        return adopted
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if (
+            torch.compiler.is_compiling()
+            or hidden_states.dtype == torch.float64
+            or self.config._attn_implementation not in DOGE_NAMES
+        ):
+            return super().forward(hidden_states)
+        shape = hidden_states.shape[-1:]
+        normalized = F.rms_norm(hidden_states, shape, None, self.variance_epsilon)
+        return self.weight * normalized.to(hidden_states.dtype)  # float32 under autocast
+
+
 class FlashDogeAttention(DogeAttention):
     """`DogeAttention` that chooses its keys by intervals, and builds no tensor with one element per (query, key) pair.
 
@@ -57,7 +84,11 @@ class FlashDogeAttention(DogeAttention):
     @classmethod
     def of_layer(cls, layer: DogeAttention) -> FlashDogeAttention:
         """A layer with the parameters, modules, buffers and hooks of `layer`, which is not to be used any more."""
-        return adopt_layer(layer, cls)
+        adopted = adopt_layer(layer, cls)
+        for name, norm in list(adopted.named_children()):
+            if type(norm) is DogeRMSNorm and "forward" not in vars(norm):  # nobody's own
+                setattr(adopted, name, FlashDogeNorm.of_norm(norm, adopted.config))
+        return adopted
 
     def forward(
         self,
@@ -76,8 +107,8 @@ class FlashDogeAttention(DogeAttention):
         if context.batch is None:
             check_mask_keywords(kwargs, has_mask=attention_mask is not None)
         per_head = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query = _normalize(self.q_norm, self.q_proj(hidden_states).view(per_head))
-        key = _normalize(self.k_norm, self.k_proj(hidden_states).view(per_head))
+        query = self.q_norm(self.q_proj(hidden_states).view(per_head))
+        key = self.k_norm(self.k_proj(hidden_states).view(per_head))
         value = self.v_proj(hidden_states)
         scores = doge_scores(self, self.dt_proj(value))
         value = value.view(per_head)
@@ -124,16 +155,6 @@ def check_cache(cache: object) -> None:
         raise TypeError(f"{CACHE}: got {type(cache).__name__}, expected a transformers Cache")
 
 
-def _normalize(norm: torch.nn.Module, states: torch.Tensor) -> torch.Tensor:
-    """norm(states). Of a DogeRMSNorm that nobody replaced or watches, uncompiled, it is torch's function, which rounds
-    where that does and is one kernel on a GPU."""
-    is_compiled = torch.compiler.is_compiling()  # and fuses the kernels of its own
-    if is_compiled or states.dtype == torch.float64 or not _is_stock_norm(norm):
-        return norm(states)  # which rounds float64 to float32
-    normalized = F.rms_norm(states, states.shape[-1:], None, norm.variance_epsilon)
-    return norm.weight * normalized.to(states.dtype)  # float32 under autocast
-
-
 def _rotate(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -163,20 +184,9 @@ def _signed_by_head(sin: torch.Tensor) -> torch.Tensor:
     return signed
 
 
-def _is_stock_norm(norm: torch.nn.Module) -> bool:
-    """Whether norm(x) is `DogeRMSNorm.forward` and no more."""
-    return _is_stock(norm.forward) and not (
-        norm._forward_pre_hooks
-        or norm._forward_hooks
-        or norm._backward_pre_hooks
-        or norm._backward_hooks
-        or _has_any_global_hook()
-    )
-
-
 def _is_stock(function) -> bool:
-    """Whether a function is of transformers' Doge: kernels of the hub, other libraries and users put theirs in the place
-    of one."""
+    """Whether a function of transformers' Doge is its own: other libraries and users put theirs in the place of one, and a
+    function of a module has no subclass."""
     return getattr(function, "__globals__", None) is vars(modeling_doge)
 
 
