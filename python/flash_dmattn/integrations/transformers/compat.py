@@ -1,5 +1,5 @@
-"""Work-arounds for missing features of transformers, each with the versions that need it and the condition for its
-removal.
+"""Work-arounds for missing features of transformers, each with the versions that need it, the issue or pull request (#) of
+huggingface/transformers that it waits for or follows, and the condition for its removal.
 
 Everything else goes through transformers' registries: `AttentionInterface` and `AttentionMaskInterface`.
 """
@@ -17,7 +17,8 @@ from transformers import PreTrainedModel, masking_utils
 from transformers.configuration_utils import PretrainedConfig
 from transformers.models.doge.modeling_doge import DogeModel
 
-# The arguments of DogeModel.forward, in order. The cache is `past_key_values` in 4.57 to 5.23 and `cache` since 5.24.
+# The arguments of DogeModel.forward, in order. The cache is `past_key_values` in 4.57 to 5.23 and `cache` since 5.24, which
+# takes the old name until 5.40. No issue is known to us. Remove the old name when 5.24 is the oldest version.
 MODEL_ARGUMENTS = tuple(inspect.signature(DogeModel.forward).parameters)[1:]
 CACHE = "cache" if "cache" in MODEL_ARGUMENTS else "past_key_values"
 _CACHE_NAMES = ("cache", "past_key_values")
@@ -43,8 +44,9 @@ def wrap_implementation_setter(
 
     4.57 to 5.24: the registries of transformers never see the model for which a name is set, so that no
     implementation can refuse one. 5.x also takes every name with "flash" in it for a package of FlashAttention
-    and tries to load it, before it asks a model that lists its own such packages (GPT-OSS): `aliases` are names without
-    that word. Remove when `AttentionInterface` has a hook that gets the model.
+    and tries to load it, before it asks a model that lists its own such packages (GPT-OSS, #44177): `aliases` are names without
+    that word. #38974 made the setter public, so that models can refuse a name, but not implementations; #36609 (open)
+    asks for attention functions that wrap others. Remove when `AttentionInterface` has a hook that gets the model.
     """
     check = PreTrainedModel._check_and_adjust_attn_implementation
 
@@ -76,8 +78,9 @@ def set_continuous_batching(
     names; None: the model refuses it at its start.
 
     4.57: it begins with any implementation, in a thread whose errors are only logged, and answers are cut off. Later
-    versions raise for unknown implementations; up to 5.24 none takes a cache of another kind. Remove when
-    continuous batching has a registry of caches.
+    versions raise for unknown implementations; up to 5.24 none takes a cache of another kind: #47809 has an allocator for each
+    type of attention, in a table that it does not let others extend. #48305 (open) asks for states of one size per
+    request, and #48735 (open) for paging by call instead of by model. Remove when that table is a registry.
     """
 
     def init_continuous_batching(self, *args, **kwargs):
@@ -106,8 +109,8 @@ def drop_slot_manager(model: PreTrainedModel) -> None:
 def documents_of(mask_function: Callable) -> torch.Tensor | None:
     """The number of each token's document, int [B, S], where a mask function is causality within packed documents.
 
-    4.57 to 5.24: the functions are closures. Remove when mask functions carry their kind. Compiled code
-    cannot look into a closure, and gets None.
+    4.57 to 5.24: the functions are closures, in the order of #40753. No issue asks for more. Remove when mask functions carry
+    their kind. Compiled code cannot look into a closure, and gets None.
     """
     if torch.compiler.is_compiling() or not _is_local_of(mask_function, "and_masks"):
         return None
@@ -136,7 +139,10 @@ def _closure(function: Callable) -> dict[str, object]:
 
 
 def own_config(model: torch.nn.Module) -> None:
-    """Copies the configs that modules of a model hold. Another model may share them, and would change with them."""
+    """Copies the configs that modules of a model hold. Another model may share them, and would change with them.
+
+    4.57 to 5.24: the name of an implementation is in the config. No issue is known to us. Remove when it is in the model.
+    """
     copies: dict[int, object] = {}
     for module in model.modules():
         config = vars(module).get("config")
@@ -145,8 +151,10 @@ def own_config(model: torch.nn.Module) -> None:
 
 
 def adopt_layer(layer: torch.nn.Module, layer_class: type[torch.nn.Module]) -> torch.nn.Module:
-    """A layer of another class with the parameters, modules, buffers and hooks of `layer`, which is not to be used any
-    more."""
+    """A layer of another class with the parameters, modules, buffers and hooks of `layer`, which is not to be used any more.
+
+    Every version: torch's modules have no such conversion. Remove when models get their attention layers from a registry.
+    """
     adopted = layer_class.__new__(layer_class)
     vars(adopted).update(vars(layer))
     _adopt_hooked_forward(adopted, layer)
@@ -155,7 +163,8 @@ def adopt_layer(layer: torch.nn.Module, layer_class: type[torch.nn.Module]) -> t
 
 def _adopt_hooked_forward(layer: torch.nn.Module, replaced: torch.nn.Module) -> None:
     """Accelerate's hooks (`device_map`) keep the `forward` of a layer beneath their own; `layer` has taken over the
-    attributes of `replaced`, and gets its own `forward` there."""
+    attributes of `replaced`, and gets its own `forward` there. huggingface/accelerate#1971 does so for copies. Remove when
+    accelerate hooks modules without replacing `forward`."""
     if "_old_forward" not in vars(replaced):
         return
     layer._old_forward = types.MethodType(type(layer).forward, layer)
