@@ -40,7 +40,19 @@ def context_parallel_dmattn(
     zero_sum: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
-    **options,
+    selection: str = "per_query",
+    is_causal: bool = True,
+    recent_window: int = 0,
+    recent_competes: bool = True,
+    sink_tokens: int = 0,
+    score_threshold: float | None = None,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    position_ids: Tensor | None = None,
+    lengths: Sequence[int] | None = None,
+    headroom: bool = False,
+    exchange: str = "auto",
+    check: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """flash_dmattn_func over a sequence of which each rank of a group has a piece: this rank's rows of the result.
 
@@ -61,8 +73,8 @@ def context_parallel_dmattn(
     zero_sum: the gradient of the bias sums to 0 over the keys of each head, as DynamicMaskAttention and Doge make it. (Over the
         keys of one piece the sum is another, so scores may not be passed through with_zero_sum_gradient before.)
     scale, softcap, deterministic, nonfinite, sink_logits, bias_delay, return_lse, backend: as in flash_dmattn_func.
-    options: as in `begin`: recent_window and the rest of the rule, key_mask, cu_seqlens or position_ids, lengths, exchange,
-        headroom, check.
+    selection, is_causal, recent_window, recent_competes, sink_tokens, score_threshold, key_mask, cu_seqlens, position_ids, lengths,
+        headroom, exchange, check: as in `begin`.
 
     Every rank of the group has to call it, in the same order, and backward too: a loss on every rank has to use its out.
     """
@@ -77,9 +89,21 @@ def context_parallel_dmattn(
         keep_window_size=keep_window_size,
         attn_bias=attn_bias,
         nonfinite=nonfinite,
+        selection=selection,
+        is_causal=is_causal,
+        recent_window=recent_window,
+        recent_competes=recent_competes,
+        sink_tokens=sink_tokens,
+        score_threshold=score_threshold,
+        key_mask=key_mask,
+        cu_seqlens=cu_seqlens,
+        position_ids=position_ids,
+        lengths=lengths,
+        headroom=headroom,
+        exchange=exchange,
+        check=check,
         query=query,
         options=of_attend,
-        **options,
     )
     return attend(query, pending, **of_attend)
 
