@@ -9,6 +9,8 @@ from .library import NAMESPACE
 from .operators import GRADIENTS
 from .ops import BACKWARD, FORWARD
 
+TILE_LIST_BLOCK = 128  # keys, by which lists of keys are padded (tile_list_block in src/cuda/selection/selection.h)
+
 
 def _require_device_of(first, **others):
     """torch takes these functions when any argument is a meta tensor, even if the result is not one."""
@@ -60,7 +62,7 @@ def _select_fake(scores, key_mask, *options):
 def _select_list_fake(scores, key_mask, window):
     _require_device_of(scores, key_mask=key_mask)
     batch, heads, key_length = scores.shape
-    stride = -(-min(window, key_length) // 128) * 128  # of tile lists
+    stride = -(-min(window, key_length) // TILE_LIST_BLOCK) * TILE_LIST_BLOCK
     keys = scores.new_empty((batch, heads, stride), dtype=torch.int32)
     return keys, scores.new_empty((batch, heads), dtype=torch.int32)
 

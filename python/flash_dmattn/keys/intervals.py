@@ -21,6 +21,7 @@ from .._core.checks import check_count, check_tensor, clamp_count, resolve_flag
 from .positions import KeyPositions, check_length
 
 _NEVER = 2**31 - 1
+QUERY_TILE_ROWS = 128  # queries that share a list of keys on a GPU (query_tile_rows in src/cuda/attention/params.h)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -203,7 +204,7 @@ def intersect(*parts: KeyIntervals) -> KeyIntervals:
         broadcast_shapes(a.shape, b.shape, "intersect")
     first = reduce(torch.maximum, (part.intervals[..., 0] for part in parts))
     last = reduce(torch.minimum, (part.intervals[..., 1] for part in parts))
-    bound, tile = None, 128  # queries per list of keys on a GPU
+    bound, tile = None, QUERY_TILE_ROWS
     for part in parts:  # not min(), which compiled code cannot have with a key
         given = part.bound
         if given is None:
