@@ -62,9 +62,18 @@ def sequences_or_mask(
         refuse_negative(attention_mask, memo)
     else:
         return attention_mask
-    sequences = find_sequences(
-        arguments, attention_mask, batch, query_length, key_length, is_causal=is_causal, selects=selects, memo=memo
-    )  # fmt: skip
+    sequences = _packed_from_offsets(
+        arguments, attention_mask, total_q=batch * query_length, total_k=batch * key_length
+    )
+    positions = arguments.position_ids
+    if sequences is None and positions is not None and query_length == key_length:
+        # A selection takes the offsets of sequences. Without one, code that may not read positions gets intervals.
+        if may_read() or selects:
+            sequences = _packed_from_positions(positions, attention_mask, batch, query_length, memo)
+        elif attention_mask is None or not attention_mask.is_floating_point():
+            sequences = _intervals_from_positions(
+                positions, attention_mask, batch, query_length, is_causal
+            )
     if isinstance(sequences, PackedSequences) and window is not None:
         raise ValueError(
             f"sliding_window: got {sliding_window} for packed sequences without a mask, expected a mask"
@@ -74,48 +83,12 @@ def sequences_or_mask(
     return window if sequences is None else intersect(window, sequences)
 
 
-def find_sequences(
-    arguments: PackedArguments,
-    key_mask: torch.Tensor | None,
-    batch: int,
-    query_length: int,
-    key_length: int,
-    *,
-    is_causal: bool,
-    selects: bool,
-    memo: Memo | None,
-) -> PackedSequences | KeyIntervals | None:
-    """The sequences that the arguments describe, or None.
-
-    key_mask: a mask without a query dimension.
-    selects: keys are selected in each sequence, which takes its offsets. Without that, code that may not read positions
-        gets intervals, which include the mask and causality.
-    """
-    packed = _packed_from_offsets(
-        *arguments[1:], key_mask, total_q=batch * query_length, total_k=batch * key_length
-    )
-    if packed is not None or query_length != key_length:
-        return packed
-    positions = arguments.position_ids
-    if may_read() or selects:
-        return _packed_from_positions(positions, key_mask, batch, query_length, memo)
-    if key_mask is not None and key_mask.is_floating_point():
-        return None
-    return _intervals_from_positions(positions, key_mask, batch, query_length, is_causal)
-
-
 def _packed_from_offsets(
-    cu_seq_lens_q: torch.Tensor | None,
-    cu_seq_lens_k: torch.Tensor | None,
-    max_length_q: int | torch.Tensor | None,
-    max_length_k: int | torch.Tensor | None,
-    key_mask: torch.Tensor | None,
-    *,
-    total_q: int,
-    total_k: int,
+    arguments: PackedArguments, key_mask: torch.Tensor | None, *, total_q: int, total_k: int
 ) -> PackedSequences | None:
-    arguments = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    if all(value is None for value in arguments):
+    """key_mask: a mask without a query dimension, here and below."""
+    _, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k = arguments
+    if all(value is None for value in arguments[1:]):
         return None
     for name, offsets in (("cu_seq_lens_q", cu_seq_lens_q), ("cu_seq_lens_k", cu_seq_lens_k)):
         if offsets is None:
@@ -152,7 +125,7 @@ def _as_host_length(value: int | torch.Tensor | None, name: str) -> int | None:
 
 
 def _packed_from_positions(
-    position_ids: torch.Tensor | None,
+    position_ids: torch.Tensor,
     key_mask: torch.Tensor | None,
     batch: int,
     length: int,
@@ -162,11 +135,15 @@ def _packed_from_positions(
 
     With padding, positions begin again where it ends; only between two visible tokens do they begin a sequence.
     """
-    if position_ids is None:
-        return None
 
     def find(positions: torch.Tensor) -> PackedSequences | None:
-        return _packed_from_starts(_begins(positions, None, batch, length), batch * length)
+        begins = _begins(positions, None, batch, length)
+        if begins is None or not begins.any():
+            return None
+        starts = torch.nn.functional.pad(begins, (1, 0), value=True).flatten().nonzero().flatten()
+        offsets = torch.nn.functional.pad(starts, (0, 1), value=batch * length).int()
+        longest = int(offsets.diff().max())
+        return PackedSequences(offsets, offsets, longest, longest)
 
     packed = cached(memo, "sequences", position_ids, find)
     if packed is None or key_mask is None:
@@ -181,18 +158,8 @@ def _packed_from_positions(
     return packed
 
 
-def _packed_from_starts(begins: torch.Tensor | None, total: int) -> PackedSequences | None:
-    """begins: as from `_begins`."""
-    if begins is None or not begins.any():
-        return None
-    starts = torch.nn.functional.pad(begins, (1, 0), value=True).flatten().nonzero().flatten()
-    offsets = torch.nn.functional.pad(starts, (0, 1), value=total).int()
-    longest = int(offsets.diff().max())
-    return PackedSequences(offsets, offsets, longest, longest)
-
-
 def _intervals_from_positions(
-    position_ids: torch.Tensor | None,
+    position_ids: torch.Tensor,
     key_mask: torch.Tensor | None,
     batch: int,
     length: int,
@@ -244,10 +211,10 @@ def attend(
 
 
 def _begins(
-    position_ids: torch.Tensor | None, key_mask: torch.Tensor | None, batch: int, length: int
+    position_ids: torch.Tensor, key_mask: torch.Tensor | None, batch: int, length: int
 ) -> torch.Tensor | None:
     """Which tokens, but the first of a row, begin a sequence: bool [B, length - 1]."""
-    if position_ids is None or length == 1:
+    if length == 1:
         return None
     if position_ids.dim() == 1:
         position_ids = position_ids[None]
