@@ -156,7 +156,7 @@ std::tuple<Tensor, Tensor, Tensor> select_and_attend_op(const Tensor& q, const T
                           "shape [B or 1, Hkv or 1, " + std::to_string(p.seqlen_k) + "]");
   }
   const Tensor intervals =
-      select_op(bias, {}, {window}, "per_query", is_causal, p.seqlen_q, 0, true, 0, {});
+      select_intervals(selection_args(bias, window, is_causal, p.seqlen_q), call.device, bias);
   p.intervals_shape = {intervals.size(0), intervals.size(1)};
   call.in.visibility.intervals.data = static_cast<const KeyInterval*>(call.own(intervals));
   call.in.visibility.bound = {.base = window, .per_query = is_causal ? 1 : 0};

@@ -13,22 +13,8 @@ Selection selection_of(const std::string& name) {
   throw InvalidArgument("selection", "\"" + name + "\"", "\"per_query\" or \"global\"");
 }
 
-SelectionArgs selection_args(const Tensor& scores, const OptionalTensor& key_mask,
-                             std::int64_t window, const std::string& selection, bool is_causal) {
-  if (scores.dim() != 3) throw InvalidArgument("scores", shape_text(scores), "shape [B, H, Sk]");
-  SelectionArgs args;
-  args.batch = scores.size(0);
-  args.heads = scores.size(1);
-  args.seqlen_k = scores.size(2);
-  args.keep.window = window;
-  args.keep.selection = selection_of(selection);
-  args.causal = is_causal;
-  args.scores = scores.const_data_ptr();
-  args.scores_dtype = dtype_of(scores, "scores");
-  for (std::size_t d = 0; d < 3; ++d) {
-    args.scores_stride[d] = scores.stride(static_cast<std::int64_t>(d));
-  }
-  if (!key_mask) return args;
+void take_key_mask(SelectionArgs& args, const OptionalTensor& key_mask, const Tensor& scores) {
+  if (!key_mask) return;
   expect_on_device_of(*key_mask, "key_mask", scores, "scores");
   if (key_mask->dim() != 3 || key_mask->scalar_type() != ScalarType::Bool) {
     throw InvalidArgument("key_mask", shape_text(*key_mask), "bool of shape [B or 1, H or 1, Sk]");
@@ -43,7 +29,6 @@ SelectionArgs selection_args(const Tensor& scores, const OptionalTensor& key_mas
     }
     args.key_mask_stride[d] = one ? 0 : key_mask->stride(dim);
   }
-  return args;
 }
 
 }  // namespace
@@ -63,14 +48,42 @@ KeyBound measured_bound(const MeasureArgs& args, Execution execution, const Tens
   return measure_key_bound(args, execution);
 }
 
+SelectionArgs selection_args(const Tensor& scores, std::int64_t window, bool is_causal,
+                             std::int64_t query_length) {
+  if (scores.dim() != 3) throw InvalidArgument("scores", shape_text(scores), "shape [B, H, Sk]");
+  SelectionArgs args;
+  args.batch = scores.size(0);
+  args.heads = scores.size(1);
+  args.seqlen_q = query_length;
+  args.seqlen_k = scores.size(2);
+  args.keep.window = window;
+  args.causal = is_causal;
+  args.scores = scores.const_data_ptr();
+  args.scores_dtype = dtype_of(scores, "scores");
+  for (std::size_t d = 0; d < 3; ++d) {
+    args.scores_stride[d] = scores.stride(static_cast<std::int64_t>(d));
+  }
+  return args;
+}
+
+Tensor select_intervals(SelectionArgs args, const CallDevice& device, const Tensor& scores) {
+  args.device = device.device();
+  const Tensor intervals =
+      allocate({args.batch, args.heads, args.seqlen_k, 2}, ScalarType::Int, scores);
+  args.intervals = static_cast<KeyInterval*>(intervals.mutable_data_ptr());
+  run(SelectCall(args, device.execution(scores.numel())), scores);
+  return intervals;
+}
+
 Tensor select_op(const Tensor& scores, const OptionalTensor& key_mask,
                  std::vector<std::int64_t> windows, std::string selection, bool is_causal,
                  std::int64_t query_length, std::int64_t recent_window, bool recent_competes,
                  std::int64_t sink_tokens, std::optional<double> score_threshold) {
   const CallDevice device(scores);
   const std::int64_t window = windows.empty() ? every_key : windows[0];
-  SelectionArgs args = selection_args(scores, key_mask, window, selection, is_causal);
-  args.device = device.device();
+  SelectionArgs args = selection_args(scores, window, is_causal, query_length);
+  args.keep.selection = selection_of(selection);
+  take_key_mask(args, key_mask, scores);
   args.keep.recent_window = recent_window;
   args.keep.recent_competes = recent_competes;
   args.keep.sink_tokens = sink_tokens;
@@ -83,20 +96,18 @@ Tensor select_op(const Tensor& scores, const OptionalTensor& key_mask,
     }
     args.keep.head_windows = windows.data();
   }
-  args.seqlen_q = query_length;
-  const Tensor intervals =
-      allocate({args.batch, args.heads, args.seqlen_k, 2}, ScalarType::Int, scores);
-  args.intervals = static_cast<KeyInterval*>(intervals.mutable_data_ptr());
-  run(SelectCall(args, device.execution(scores.numel())), scores);
-  return intervals;
+  return select_intervals(args, device, scores);
 }
 
 // Ascending keys [B, H, n] of a global selection and their number [B, H].
 std::tuple<Tensor, Tensor> select_list_op(const Tensor& scores, const OptionalTensor& key_mask,
                                           std::int64_t window) {
   const CallDevice device(scores);
-  SelectionArgs args = selection_args(scores, key_mask, window, "global", false);
+  constexpr std::int64_t no_queries = 0;
+  SelectionArgs args = selection_args(scores, window, false, no_queries);
   args.device = device.device();
+  args.keep.selection = Selection::global;
+  take_key_mask(args, key_mask, scores);
   const Tensor keys =
       allocate({args.batch, args.heads, key_list_stride(args)}, ScalarType::Int, scores);
   const Tensor count = allocate({args.batch, args.heads}, ScalarType::Int, scores);

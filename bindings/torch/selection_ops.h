@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "arguments.h"
+#include "device.h"
 
 // The operators of selection; registered in ops.cpp.
 namespace flash_dmattn::binding {
@@ -15,6 +16,12 @@ namespace flash_dmattn::binding {
 KeyBound given_bound(const std::vector<std::int64_t>& given);
 // The result of measure_key_bound.
 KeyBound measured_bound(const MeasureArgs& args, Execution execution, const Tensor& like);
+
+// Intervals [B, H, Sk, 2] of the selection that `args` describe but for its device and result, which are made here.
+Tensor select_intervals(SelectionArgs args, const CallDevice& device, const Tensor& scores);
+// The arguments of a selection among all keys of `scores` [B, H, Sk].
+SelectionArgs selection_args(const Tensor& scores, std::int64_t window, bool is_causal,
+                             std::int64_t query_length);
 
 // windows: none, one for all heads, or one for each.
 Tensor select_op(const Tensor& scores, const OptionalTensor& key_mask,

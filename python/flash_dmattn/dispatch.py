@@ -76,7 +76,8 @@ def attention(
         _check_intervals(keys, query, key)
     if mask is not None:
         mask = mask_argument(mask, query, key)
-    visible = Visibility(mask, resolve_flag(is_causal, "is_causal"), keys)
+    if mask is not None or type(is_causal) is not bool:
+        visible = Visibility(mask, resolve_flag(is_causal, "is_causal"), keys)
     check_bias_delay(bias_delay, bias)
     if selection.rule.hides_keys():
         uses_library_kernels = backend_of(query, backend) not in IN_PYTHON

@@ -25,7 +25,7 @@ def attention(
     Here the operator's arguments are put in a row, and nowhere else.
     """
     value_dim = v.shape[3]
-    if q.is_cuda:
+    if q.is_cuda and (q.shape[3] % 8 or value_dim % 8):
         q, k, v = (_pad_head_dim(t) for t in (q, k, v))
     options = (visible.is_causal, bias_delay, *numerics, backend)
     if isinstance(visible.keys, TopKeysByBias):

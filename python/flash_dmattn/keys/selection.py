@@ -104,14 +104,15 @@ def _is_by_bias(
     selection: Selection, query: Tensor, key: Tensor, bias: Tensor | None, mask: Tensor | None
 ) -> bool:
     """Whether it is TopKeysByBias: a window that hides some key, chosen by a bias for each key or for all heads."""
+    rule = selection.rule
     if bias is None or bias.dim() != 3 or mask is not None or selection.scores is not None:
         return False
-    rule = selection.rule
-    if not rule.is_window() or rule.selection != "per_query":
+    if rule.selection != "per_query" or not rule.is_window():
         return False
-    seqlen_k = key.shape[1]
-    hides_keys = bias.shape[2] == seqlen_k > rule.keep_window_size
-    return hides_keys and broadcasts(bias.shape[1], key.shape[2]) and query.shape[1] > 0
+    _, heads, length = bias.shape
+    _, seqlen_k, heads_kv, _ = key.shape
+    hides_keys = length == seqlen_k > rule.keep_window_size
+    return hides_keys and broadcasts(heads, heads_kv) and query.shape[1] > 0
 
 
 class _Choice(NamedTuple):
