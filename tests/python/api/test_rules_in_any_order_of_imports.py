@@ -3,67 +3,65 @@
 import subprocess
 import sys
 
-import pytest
 import torch.distributed as dist
 
 COUNTER, SHARDED = "torch.utils.flop_counter", "torch.distributed.tensor"
-COUNT = """
+MODULES = ", ".join([COUNTER, SHARDED] if dist.is_available() else [COUNTER])
+USES = """
 from torch.utils.flop_counter import FlopCounterMode
 q = torch.randn(1, 8, 2, 16)
 with FlopCounterMode(display=False) as counter:
     flash_dmattn.flash_dmattn_func(q, q, q)
 assert counter.get_total_flops() == 4 * 8 * 2 * 8 * 16, counter.get_total_flops()
 """
-SHARD = """
-import os
+if dist.is_available():
+    USES += """
 import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 q = distribute_tensor(torch.randn(2, 8, 2, 16), DeviceMesh("cpu", [0]), [Shard(0)])
 assert flash_dmattn.flash_dmattn_func(q, q, q).placements == (Shard(0),)
-os._exit(0)  # gloo's threads outlive the interpreter
 """
-
-
-def run(program: str) -> str:
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return result.stderr
-
-
-@pytest.mark.parametrize("first", ["torch's modules", "the package"])
-def test_rules_register_in_either_order_of_imports(first):
-    modules, uses = [COUNTER], COUNT
-    if dist.is_available():
-        modules, uses = [*modules, SHARDED], uses + SHARD
-    order = [*modules, "flash_dmattn"] if first == "torch's modules" else ["flash_dmattn", *modules]
-    run(f"import torch, {', '.join(order)}\n{uses}")
-
-
-def test_package_import_loads_neither_module_and_leaves_the_import_system():
-    run(
-        f"""
-import sys, torch
+IMPORT_ALONE = f"""
 before = [*sys.meta_path], [*sys.path_hooks]
 import flash_dmattn
 assert before == (sys.meta_path, sys.path_hooks)
 assert not {{{COUNTER!r}, {SHARDED!r}}} & sys.modules.keys()
+import {MODULES}
 """
-    )
-
-
-@pytest.mark.parametrize("first", ["torch's module", "the package"])
-def test_rule_that_torch_refuses_is_a_warning(first):
-    names = [COUNTER, "flash_dmattn"]
-    if first == "the package":
-        names.reverse()
-    warned = run(
-        f"""
-import sys
+REFUSED = """
 sys.modules["flash_dmattn.flops"] = None  # its import raises
-import torch, {", ".join(names)}
+import {}
 q = torch.randn(1, 4, 1, 8)
 flash_dmattn.flash_dmattn_func(q, q, q)
 """
-    )
-    assert f"{COUNTER} is without the rules of flash_dmattn.flops" in warned
+# Each in a fork of a process that has imported torch alone, which takes longer than all of them. gloo's threads outlive the interpreter.
+FORKS = """
+import os, sys, torch
+for program in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        exec(program)
+        sys.stderr.flush()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, program
+"""
+
+
+def run_in_forks(*programs: str) -> str:
+    """Their output to stderr."""
+    command = [sys.executable, "-c", FORKS, *programs]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stderr
+
+
+def test_rules_register_in_either_order_of_imports():
+    """The package alone imports neither module, and leaves the import system as it is."""
+    run_in_forks(f"import {MODULES}, flash_dmattn\n{USES}", f"{IMPORT_ALONE}\n{USES}")
+
+
+def test_rule_that_torch_refuses_is_a_warning():
+    orders = f"{COUNTER}, flash_dmattn", f"flash_dmattn, {COUNTER}"
+    warned = run_in_forks(*map(REFUSED.format, orders))
+    assert warned.count(f"{COUNTER} is without the rules of flash_dmattn.flops") == 2

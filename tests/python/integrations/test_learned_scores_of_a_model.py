@@ -192,24 +192,24 @@ INPUTS = {
 }
 
 
-# Each takes three seconds to compile. Gemmas have sliding layers; each has one phase with packed texts.
+# A layer takes a second or more to compile. Gemmas have sliding layers; each has one phase with packed texts.
 COMPILED = [
-    ("Llama", "no_mask", "hard"),
-    ("Llama", "padding", "soft"),
-    ("Llama", "packed", "soft"),
-    ("Llama", "packed", "hard"),
-    ("Gemma2", "padding", "soft"),
-    ("Gemma2", "packed", "hard"),
-    ("Gemma3", "no_mask", "hard"),
-    ("Gemma3", "packed", "soft"),
+    ("Llama", "no_mask", "hard", 1),
+    ("Llama", "padding", "soft", 1),
+    ("Llama", "packed", "soft", 1),
+    ("Llama", "packed", "hard", 2),
+    ("Gemma2", "padding", "soft", 2),
+    ("Gemma2", "packed", "hard", 2),
+    ("Gemma3", "no_mask", "hard", 2),
+    ("Gemma3", "packed", "soft", 2),
 ]
 
 
 @since_transformers_5
-@pytest.mark.parametrize(("family", "name", "phase"), COMPILED)
-def test_compiled_model_is_one_graph(family, name, phase):
+@pytest.mark.parametrize(("family", "name", "phase", "layers"), COMPILED)
+def test_compiled_model_is_one_graph(family, name, phase, layers):
     torch._dynamo.reset()
-    model, ids = make_scored(family).set_score_phase(phase), make_ids()
+    model, ids = make_scored(family, num_hidden_layers=layers).set_score_phase(phase), make_ids()
 
     def compute(ids):
         return model(ids, labels=ids, use_cache=False, **INPUTS[name]).loss

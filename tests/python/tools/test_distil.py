@@ -15,7 +15,7 @@ from flash_dmattn.integrations.transformers import add_learned_scores  # noqa: E
 from learned_scores import distil, pictures, recall, text, training  # noqa: E402
 
 TINY = [
-    "--length", "96", "--width", "32", "--layers", "2", "--batch", "2", "--pretraining-steps", "40", "--steps", "8",
+    "--length", "96", "--width", "32", "--layers", "2", "--batch", "2", "--pretraining-steps", "10", "--steps", "8",
     "--tests", "2", "--parts", "4", "--keep", "8", "--recent", "4", "--device", "cpu",
 ]  # fmt: skip
 
@@ -121,7 +121,7 @@ def test_model_of_a_folder_is_trained_and_measured(tmp_path):
 def test_recall_writes_every_run(tmp_path):
     path = tmp_path / "recall.json"
     recall.main(
-        ["--lengths", "16", "32", "--steps", "20", "20", "--pairs", "2", "--parts", "4", "--longer", "1", "2", "--words", "8",
+        ["--lengths", "16", "32", "--steps", "3", "3", "--pairs", "2", "--parts", "4", "--longer", "1", "2", "--words", "8",
          "--tests", "1", "--seeds", "1", "--device", "cpu", "--output", str(path)]
     )  # fmt: skip
     rows = json.loads(path.read_text())["rows"]
