@@ -63,3 +63,10 @@ def test_experiment_of_the_notebook_is_one_table_with_prediction_and_verdict(pag
 
 def test_notebook_has_fewer_than_600_lines():
     assert sum(len(page.read_text().splitlines()) for page in DOCS.glob("notebook/*.md")) < 600
+
+
+def test_decision_is_at_most_four_short_lines():
+    entries = re.split(r"\n(?=- \*\*|\n|#)", (DOCS / "decisions.md").read_text())
+    entries = [entry.strip() for entry in entries if entry.startswith("- ")]
+    assert len(entries) > 100
+    assert [e for e in entries if len(e) > 480 or len(e.splitlines()) > 4] == []
