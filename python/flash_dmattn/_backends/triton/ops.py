@@ -56,49 +56,30 @@ def _problem(q, k, v, mask, bias, key_intervals, key_bound, is_causal, scale, so
     return launch.Problem(q, k, v, mask, bias, key_intervals, key_bound, is_causal, scale, softcap)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::triton_forward", mutates_args=())
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    key_intervals: Tensor | None,
-    key_bound: list[int],
-    is_causal: bool,
-    scale: float,
-    softcap: float,
-    saturate: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? key_intervals"
+_RESULTS = "Tensor out, Tensor lse, Tensor lse_low, Tensor flags"
+_OPTIONS = "SymInt[] key_bound, bool is_causal, float scale, float softcap, bool saturate"
+_FOUR = "(Tensor, Tensor, Tensor, Tensor)"
+
+
+@torch.library.custom_op(
+    f"{NAMESPACE}::triton_forward", mutates_args=(), schema=f"({_INPUTS}, {_OPTIONS}) -> {_FOUR}"
+)
+def forward(q, *others):
     """out, lse, lse_low, and int32 [B, Hkv]: 1 for heads that were computed in fp64."""
-    problem = _problem(q, k, v, mask, bias, key_intervals, key_bound, is_causal, scale, softcap)
+    *others, saturate = others
     with _device_of(q):
-        return launch.forward(problem, saturate)
+        return launch.forward(_problem(q, *others), saturate)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::triton_backward", mutates_args=())
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    key_intervals: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    lse_low: Tensor,
-    flags: Tensor,
-    dlse: Tensor | None,
-    key_bound: list[int],
-    is_causal: bool,
-    scale: float,
-    softcap: float,
-    saturate: bool,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    f"{NAMESPACE}::triton_backward", mutates_args=(),
+    schema=f"(Tensor dout, {_INPUTS}, {_RESULTS}, Tensor? dlse, {_OPTIONS}, bool[] needs) -> {_FOUR}",
+)  # fmt: skip
+def backward(dout, q, k, v, mask, bias, key_intervals, out, lse, lse_low, flags, dlse, *options):
     """dq, dk, dv, dbias; empty where `needs` is False."""
-    problem = _problem(q, k, v, mask, bias, key_intervals, key_bound, is_causal, scale, softcap)
+    *options, saturate, needs = options
+    problem = _problem(q, k, v, mask, bias, key_intervals, *options)
     with _device_of(q):
         gradients = launch.backward(problem, dout, out, lse, lse_low, flags, dlse, saturate, needs)
     return tuple(q.new_empty(0) if g is None else g for g in gradients)
