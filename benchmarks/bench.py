@@ -23,13 +23,13 @@ from harness import cases, machine, record, sides
 # The module that measures a case; all others are of attention.
 _MODULES = {
     "decode": "decode", "host": "host", "kernels": "core_programs", "memory": "memory", "presses": "presses",
-    "scored_text": "scored_llama", "scored_token": "scored_llama", "serving": "serving", "token": "models",
+    "ragged": "ragged", "scored_text": "scored_llama", "scored_token": "scored_llama", "serving": "serving", "token": "models",
     "training": "models", "training_step": "models",
 }  # fmt: skip
 CASES = (*cases.NAMES, "selection", *_MODULES)
 SIDES = (
     *sides.NAMES, "ours", "flash", "efficient", "eager", "ours_compiled", "eager_compiled", "sdpa_compiled", "rounded",
-    "rounded_compiled", "generate", "eager_other_seed", "slots", "all_slots", "all_keys",
+    "rounded_compiled", "generate", "eager_other_seed", "slots", "all_slots", "all_keys", "rows",
 )  # fmt: skip
 INTERRUPTED = 130
 

@@ -26,6 +26,7 @@ from .sides import REASONS, expect_memory
 
 _GPU_CACHE_BYTES = 240 * 10**6  # four times an L2 of 60 MB
 _GPU_COPY_BYTES = 1 << 30
+POOL = 2  # states for each sequence of the side "rows", which steps rows of a pool
 # torch's implementations on a GPU.
 _SDPA = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -76,7 +77,7 @@ CASES = {
 
 
 def side_names(name: str, device: str) -> tuple[str, ...]:
-    return ("ours", *(_SDPA if device == "cuda" else ("sdpa",)))
+    return ("ours", "rows", *(_SDPA if device == "cuda" else ("sdpa",)))
 
 
 def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
@@ -122,14 +123,20 @@ def _normal(dtype: torch.dtype, device: str, *shape: int) -> Tensor:
     return torch.randn(shape, device=device).to(dtype)
 
 
-def _slots(case: DecodeCase, dtype: torch.dtype, device: str) -> Callable[[], Tensor]:
-    """With insertion; half of the tokens are good enough to evict a key."""
-    sizes = (case.batch, case.heads_kv, case.keys - case.recent, case.head_dim)
+def _slots(
+    case: DecodeCase, dtype: torch.dtype, device: str, states: int = 1
+) -> Callable[[], Tensor]:
+    """Insertion and attention; half of the tokens are good enough to evict a key. states: of a pool for each row of the batch, of
+    which the rows are a random choice."""
+    pool = states * case.batch
+    sizes = (pool, case.heads_kv, case.keys - case.recent, case.head_dim)
     cache = KVSlots(*sizes, recent_window=case.recent, dtype=dtype, device=device)
     length = case.keys + 2 * case.recent  # so that all slots are taken
-    prompt = (case.batch, length, case.heads_kv, case.head_dim)
-    scores = torch.randn(case.batch, case.heads_kv, length, device=device)
+    prompt = (pool, length, case.heads_kv, case.head_dim)
+    scores = torch.randn(pool, case.heads_kv, length, device=device)
     cache.fill(_normal(dtype, device, *prompt), _normal(dtype, device, *prompt), scores)
+    if states > 1:
+        cache = cache.over(torch.randperm(pool, device=device)[: case.batch].int())
     q = _normal(dtype, device, case.batch, 1, case.heads_q, case.head_dim)
     k = _normal(dtype, device, case.batch, 1, case.heads_kv, case.head_dim)
     score = torch.randn(case.batch, case.heads_kv, 1, device=device)
@@ -163,7 +170,7 @@ def _sdpa(
 
 def _sides(case: DecodeCase, device: str) -> dict[str, Callable[..., Callable[[], Tensor]]]:
     if case.slots:
-        return {"ours": _slots}
+        return {"ours": _slots, "rows": functools.partial(_slots, states=POOL)}
     if device == "cpu":
         return {"ours": _all_keys, "sdpa": _sdpa}
     rivals = {name: functools.partial(_sdpa, backend=one) for name, one in _SDPA.items()}
@@ -174,7 +181,7 @@ def _row(case, dtype_name, side, make, device, repeats, bandwidth) -> dict:
     dtype = getattr(torch, dtype_name)
     size = case.bytes(dtype)
     count = cache_bytes(device) // size + 2
-    expect_memory(count * size, "caches take", device)
+    expect_memory(count * size * (POOL if side == "rows" else 1), "caches take", device)
     steps = [make(case, dtype, device) for _ in range(count)]
     if device == "cuda":
         cold, warm = (graph_ms(some, 24, repeats) for some in (steps, steps[:1]))

@@ -35,7 +35,7 @@ def test_every_side_can_be_named():
     models = pytest.importorskip("harness.models", reason="needs transformers with Doge")
     serving = pytest.importorskip("harness.serving", reason="needs transformers with Doge")
     ours = {*models.TRAINING_SIDES, *models.LEARNING_SIDES, *models.GENERATION_SIDES}
-    assert {*sides.NAMES, *decode._SDPA, *ours, *serving.SIDES, "ours"} == set(bench.SIDES)
+    assert {*sides.NAMES, *decode._SDPA, *ours, *serving.SIDES, "ours", "rows"} == set(bench.SIDES)
 
 
 def run(capsys, *arguments):
@@ -87,7 +87,7 @@ def test_decoding_has_cold_and_warm_times(capsys, tmp_path, monkeypatch):
     assert "a copy moves" in printed and "decode slots w16, any context B8" in printed
     rows = record.read(file)["rows"]
     assert {(row["case"].split(" B")[0], row["side"]) for row in rows} == {
-        ("decode slots w16, any context", "ours"), ("decode all of N64", "ours"), ("decode all of N64", "sdpa"),
+        ("decode slots w16, any context", "ours"), ("decode slots w16, any context", "rows"), ("decode all of N64", "ours"), ("decode all of N64", "sdpa"),
         ("decode all of N96", "ours"), ("decode all of N96", "sdpa"),
     }  # fmt: skip
     for row in rows:
@@ -143,6 +143,18 @@ def test_serving_has_rows_of_slots_and_of_all_keys(capsys, tmp_path, monkeypatch
     ]
     assert all(value > 0 for row in rows for value in row["parts"].values())
     assert all(row["values"]["throughput"][0] > 0 for row in rows)
+
+
+def test_ragged_steps_have_rows(capsys, tmp_path, monkeypatch):
+    from harness import ragged
+
+    monkeypatch.setattr(ragged, "_ROUNDS", 1)
+    monkeypatch.setattr(ragged, "STEPS", {"3 decode": ([1] * 3, 0), "a prompt": ([40, 1], 1)})
+    file = tmp_path / "bench.json"
+    run(capsys, "--case", "ragged", "--window", "16", "--json", str(file))
+    rows = record.read(file)["rows"]
+    assert [row["case"].split(",")[1].strip() for row in rows] == ["3 decode", "a prompt"]
+    assert all(row["forward"] > 0 for row in rows)
 
 
 def test_programs_print_rows(capsys, tmp_path):

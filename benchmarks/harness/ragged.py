@@ -1,0 +1,66 @@
+"""A step of an engine over one layer: sequences that decode, prompts and later chunks in one call of `extend_ragged`."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+
+import torch
+
+from flash_dmattn import KVSlots, RaggedBatch, extend_ragged
+
+from . import record
+from .clock import count_kernels, elapsed_ms
+
+_ROUNDS = 20  # of a step, of which the median counts
+_POOL = 64  # states
+_HEADS = {"cuda": (8, 4, 128), "cpu": (4, 2, 64)}  # of queries, of keys, their dimension
+_DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
+# (tokens of each sequence, how many of these sequences begin)
+STEPS = {
+    "29 decode": ([1] * 29, 0),
+    "a prompt of 2000": ([2000], 1),
+    "a later chunk of 2000": ([2000], 0),
+    "3 prompts + 29": ([512, 77, 2000] + [1] * 29, 3),
+    "3 later chunks + 29": ([512, 77, 2000] + [1] * 29, 0),
+}
+
+
+def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
+    heads_q, heads_kv, head_dim = _HEADS[options.device]
+    dtype = _DTYPES[options.device]
+    for window in options.window or [1024]:
+        for title, (lengths, begins) in STEPS.items():
+            with torch.no_grad():
+                step = _step(lengths, begins, window, options.device)
+                for _ in range(3):
+                    step()
+                times = [elapsed_ms(step, options.device) for _ in range(_ROUNDS)]
+                measured = {}
+                if options.device == "cuda":
+                    measured["kernels"], ms = count_kernels(step)
+                    measured["parts"] = {"kernels": ms}
+            case = f"ragged step, {title}, H{heads_q} Hkv{heads_kv} D{head_dim} w{window}"
+            yield record.row(case, "ours", dtype, statistics.median(times), **measured)
+
+
+def _step(lengths: list[int], begins: int, window: int, device: str) -> Callable[[], object]:
+    """A call for as many sequences as there are lengths, whose states are full where they do not begin."""
+    heads_q, heads_kv, head_dim = _HEADS[device]
+    dtype = getattr(torch, _DTYPES[device])
+
+    def normal(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    pool = KVSlots(_POOL, heads_kv, window, head_dim, dtype=dtype, device=device)
+    prompt = [normal(_POOL, window, heads_kv, head_dim) for _ in range(2)]
+    pool.fill(*prompt, normal(_POOL, heads_kv, window, dtype=torch.float32))
+    rows = torch.randperm(_POOL, device=device)[: len(lengths)].int()
+    offsets = list(accumulate(lengths, initial=0))
+    batch = RaggedBatch(offsets, rows, [i < begins for i in range(len(lengths))])
+    q = normal(offsets[-1], heads_q, head_dim)
+    k, v = (normal(offsets[-1], heads_kv, head_dim) for _ in range(2))
+    scores = normal(heads_kv, offsets[-1], dtype=torch.float32)
+    return lambda: extend_ragged(pool, batch, q, k, v, scores)
