@@ -9,14 +9,6 @@
 namespace flash_dmattn::binding {
 namespace {
 
-std::string shape_text(const std::array<std::int64_t, 4>& shape) {
-  std::string text = "[";
-  for (std::size_t d = 0; d < shape.size(); ++d) {
-    text += (d == 0 ? "" : ", ") + std::to_string(shape[d]);
-  }
-  return text + "]";
-}
-
 std::string device_text(const Tensor& tensor) {
   const torch::stable::Device device = tensor.device();
   if (tensor.is_cpu()) return "cpu";
@@ -32,10 +24,10 @@ std::array<std::int64_t, 4> strides_of(const Tensor& tensor) {
 
 }  // namespace
 
-std::string shape_text(const Tensor& tensor) {
+std::string shape_text(Shape shape) {
   std::string text = "[";
-  for (std::int64_t d = 0; d < tensor.dim(); ++d) {
-    text += (d == 0 ? "" : ", ") + std::to_string(tensor.size(d));
+  for (std::size_t d = 0; d < shape.size(); ++d) {
+    text += (d == 0 ? "" : ", ") + std::to_string(shape[d]);
   }
   return text + "]";
 }
@@ -52,19 +44,16 @@ DType dtype_of(const Tensor& tensor, std::string_view argument) {
   }
 }
 
-void expect_like(const Tensor& tensor, std::string_view argument,
-                 const std::array<std::int64_t, 4>& shape, const Tensor& like) {
-  bool same = tensor.dim() == 4;
-  for (std::size_t d = 0; same && d < 4; ++d) {
-    same = tensor.size(static_cast<std::int64_t>(d)) == shape[d];
+void expect(const Tensor& tensor, std::string_view argument, Shape shape, ScalarType type,
+            const Tensor& other, std::string_view other_argument) {
+  if (!(tensor.sizes() == shape)) {
+    throw InvalidArgument(argument, shape_text(tensor), "shape " + shape_text(shape));
   }
-  if (!same) throw InvalidArgument(argument, shape_text(tensor), "shape " + shape_text(shape));
-  if (tensor.scalar_type() != like.scalar_type()) {
-    throw InvalidArgument(
-        argument, torch::headeronly::toString(tensor.scalar_type()),
-        std::string("the dtype of q, ") + torch::headeronly::toString(like.scalar_type()));
+  if (tensor.scalar_type() != type) {
+    throw InvalidArgument(argument, torch::headeronly::toString(tensor.scalar_type()),
+                          torch::headeronly::toString(type));
   }
-  expect_on_device_of(tensor, argument, like, "q");
+  expect_on_device_of(tensor, argument, other, other_argument);
 }
 
 void expect_on_device_of(const Tensor& tensor, std::string_view argument, const Tensor& other,
@@ -125,7 +114,7 @@ void ask_for_huge_pages([[maybe_unused]] void* begin, [[maybe_unused]] std::size
 }
 
 // The strides of a contiguous tensor of up to 4 dimensions.
-std::array<std::int64_t, 4> contiguous_strides(torch::headeronly::IntHeaderOnlyArrayRef shape) {
+std::array<std::int64_t, 4> contiguous_strides(Shape shape) {
   std::array<std::int64_t, 4> strides{};
   std::int64_t stride = 1;
   for (std::size_t d = shape.size(); d-- > 0; stride *= std::max<std::int64_t>(shape[d], 1)) {
@@ -136,8 +125,7 @@ std::array<std::int64_t, 4> contiguous_strides(torch::headeronly::IntHeaderOnlyA
 
 // torch::stable::new_empty without its look-up of the operator by name, 0.3 µs. empty_strided takes a trip through the
 // dispatcher less, but on the CPU it leaves out the NaN that torch.utils.deterministic.fill_uninitialized_memory asks for.
-Tensor new_empty(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef shape,
-                 ScalarType type) {
+Tensor new_empty(const Tensor& like, Shape shape, ScalarType type) {
   std::int32_t dtype = torch::stable::detail::to<std::int32_t>(torch::stable::detail::from(type));
   std::int32_t device = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
@@ -157,8 +145,7 @@ Tensor new_empty(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sh
 
 }  // namespace
 
-Tensor allocate(torch::headeronly::IntHeaderOnlyArrayRef shape, ScalarType type,
-                const Tensor& like) {
+Tensor allocate(Shape shape, ScalarType type, const Tensor& like) {
   const Tensor tensor = new_empty(like, shape, type);
   if (tensor.is_cpu()) {
     const auto bytes = static_cast<std::size_t>(tensor.numel()) * tensor.element_size();

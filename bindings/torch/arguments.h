@@ -26,15 +26,17 @@ namespace flash_dmattn::binding {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
+using Shape = torch::headeronly::IntHeaderOnlyArrayRef;
 
-std::string shape_text(const Tensor& tensor);
+std::string shape_text(Shape shape);
+inline std::string shape_text(const Tensor& tensor) { return shape_text(tensor.sizes()); }
 
 // The dtype of `tensor`; throws InvalidArgument where the library has no such type.
 DType dtype_of(const Tensor& tensor, std::string_view argument);
 
-// Throws InvalidArgument unless the tensor has this shape, and the dtype and device of `like`.
-void expect_like(const Tensor& tensor, std::string_view argument,
-                 const std::array<std::int64_t, 4>& shape, const Tensor& like);
+// Throws InvalidArgument unless the tensor has this shape and dtype, and the device of another one.
+void expect(const Tensor& tensor, std::string_view argument, Shape shape, ScalarType type,
+            const Tensor& other, std::string_view other_argument);
 
 // Throws InvalidArgument unless both tensors are on one device.
 void expect_on_device_of(const Tensor& tensor, std::string_view argument, const Tensor& other,
@@ -61,8 +63,7 @@ struct Broadcast {
 Broadcast broadcast_argument(const Tensor& tensor, std::string_view argument, bool merge_expanded);
 
 // An uninitialised tensor of up to 4 dimensions on the device of `like`.
-Tensor allocate(torch::headeronly::IntHeaderOnlyArrayRef shape, ScalarType type,
-                const Tensor& like);
+Tensor allocate(Shape shape, ScalarType type, const Tensor& like);
 
 // Uninitialised memory that lives as long as the returned tensor.
 Tensor allocate_bytes(std::size_t bytes, const Tensor& like);

@@ -126,8 +126,8 @@ Attention take_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const O
 
   call.execution = call.device.execution(q.numel() * p.seqlen_k);
 
-  expect_like(k, "k", key_shape(p), q);
-  expect_like(v, "v", value_shape(p), q);
+  expect(k, "k", key_shape(p), q.scalar_type(), q, "q");
+  expect(v, "v", value_shape(p), q.scalar_type(), q, "q");
   call.in.q = take_rows(call, q);
   call.in.k = take_rows(call, k);
   call.in.v = take_rows(call, v);

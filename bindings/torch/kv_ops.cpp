@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <initializer_list>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -25,40 +24,15 @@
 namespace flash_dmattn::binding {
 namespace {
 
-std::string text_of(std::initializer_list<std::int64_t> shape) {
-  std::string text = "[";
-  for (const std::int64_t size : shape) {
-    text += (text.size() == 1 ? "" : ", ") + std::to_string(size);
-  }
-  return text + "]";
-}
-
-bool has_shape(const Tensor& tensor, std::initializer_list<std::int64_t> shape) {
-  if (tensor.dim() != static_cast<std::int64_t>(shape.size())) return false;
-  std::int64_t d = 0;
-  for (const std::int64_t size : shape) {
-    if (tensor.size(d++) != size) return false;
-  }
-  return true;
-}
-
-// Throws unless the tensor has this shape and type, and the device of `like`.
-void expect(const Tensor& tensor, const char* name, std::initializer_list<std::int64_t> shape,
-            ScalarType type, const Tensor& like) {
-  if (!has_shape(tensor, shape)) {
-    throw InvalidArgument(name, shape_text(tensor), "shape " + text_of(shape));
-  }
-  if (tensor.scalar_type() != type) {
-    throw InvalidArgument(name, torch::headeronly::toString(tensor.scalar_type()),
-                          torch::headeronly::toString(type));
-  }
-  expect_on_device_of(tensor, name, like, "k_cache");
+// Throws unless the tensor has this shape and type, and the device of a cache.
+void expect(const Tensor& tensor, const char* name, Shape shape, ScalarType type,
+            const Tensor& k_cache) {
+  binding::expect(tensor, name, shape, type, k_cache, "k_cache");
 }
 
 // Throws as well unless the rows of the array, which is changed in place, are contiguous: no copy can make them so. Returns
 // the stride of a row.
-std::int64_t expect_dense_rows(const Tensor& tensor, const char* name,
-                               std::initializer_list<std::int64_t> shape, ScalarType type,
+std::int64_t expect_dense_rows(const Tensor& tensor, const char* name, Shape shape, ScalarType type,
                                const Tensor& like) {
   expect(tensor, name, shape, type, like);
   std::int64_t stride = 1;
@@ -72,8 +46,8 @@ std::int64_t expect_dense_rows(const Tensor& tensor, const char* name,
 }
 
 // Throws as well unless the array is contiguous.
-void expect_dense(const Tensor& tensor, const char* name, std::initializer_list<std::int64_t> shape,
-                  ScalarType type, const Tensor& like) {
+void expect_dense(const Tensor& tensor, const char* name, Shape shape, ScalarType type,
+                  const Tensor& like) {
   expect(tensor, name, shape, type, like);
   if (!tensor.is_contiguous()) {
     throw InvalidArgument(name, "a tensor that is not contiguous", "a contiguous one");

@@ -29,20 +29,6 @@ std::array<RowValues, 2> row_values(const Tensor& both) {
                                                   : parts(static_cast<float*>(data));
 }
 
-// Dense numbers of rows [B, Hq, Sq].
-Tensor take_dlse(const Problem& p, const Tensor& dlse, const Tensor& q) {
-  const bool fits = dlse.dim() == 3 && dlse.size(0) == p.batch && dlse.size(1) == p.heads_q &&
-                    dlse.size(2) == p.seqlen_q && dlse.scalar_type() == row_type(p);
-  if (!fits) {
-    throw InvalidArgument("dlse",
-                          std::string(torch::headeronly::toString(dlse.scalar_type())) +
-                              " of shape " + shape_text(dlse),
-                          "the shape and the dtype of lse");
-  }
-  expect_on_device_of(dlse, "dlse", q, "q");
-  return as_contiguous(dlse);
-}
-
 // The main kernels that calls have started while recording is on. Autograd calls backward on threads of its own, so
 // there is one for the process.
 class KernelRecorder {
@@ -190,11 +176,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
                         .direction = Direction::backward};
   Attention call = prepare(q, k, v, mask, bias, keys, options, need_dbias);
   const Problem& p = call.problem;
-  expect_like(dout, "dout", out_shape(p), q);
-  expect_like(out, "out", out_shape(p), q);
+  expect(dout, "dout", out_shape(p), q.scalar_type(), q, "q");
+  expect(out, "out", out_shape(p), q.scalar_type(), q, "q");
 
   // An unwanted gradient is an empty tensor here and null data there.
-  using Shape = torch::headeronly::IntHeaderOnlyArrayRef;
   const auto gradient = [&](bool needed, Shape shape, ScalarType type) {
     return needed ? allocate(shape, type, q) : allocate({0}, type, q);
   };
@@ -210,16 +195,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
     return needed ? mutable_view4(tensor) : Tensor4{};
   };
 
-  const bool lse_fits = lse.dim() == 4 && lse.size(0) == 2 && lse.size(1) == p.batch &&
-                        lse.size(2) == p.heads_q && lse.size(3) == p.seqlen_q &&
-                        lse.scalar_type() == row_type(p);
-  if (!lse_fits) {
-    throw InvalidArgument("lse",
-                          std::string(torch::headeronly::toString(lse.scalar_type())) +
-                              " of shape " + shape_text(lse),
-                          "what forward returned");
-  }
-  expect_on_device_of(lse, "lse", q, "q");
+  expect(lse, "lse", {2, p.batch, p.heads_q, p.seqlen_q}, row_type(p), q, "q");
   const Tensor dense_lse = as_contiguous(lse);
   const auto rows = row_values(dense_lse);
   BackwardArgs args;
@@ -231,7 +207,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
   args.lse = rows[0];
   args.lse_low = rows[1];
   if (dlse) {
-    args.dlse.data = call.own(take_dlse(p, *dlse, q));
+    expect(*dlse, "dlse", {p.batch, p.heads_q, p.seqlen_q}, row_type(p), q, "q");
+    args.dlse.data = call.own(as_contiguous(*dlse));
     args.dlse.dtype = p.dtype == DType::f64 ? DType::f64 : DType::f32;
   }
   args.dq = view(need_dq, dq);
@@ -314,7 +291,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FLASH_DMATTN_NAMESPACE, m) {
   m.def("record_kernels(bool on) -> str");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(FLASH_DMATTN_NAMESPACE, CPU, m) {
+// The functions of every device: the library finds the backend.
+static void implement(auto& m) {
   m.impl("forward", TORCH_BOX(&forward_op));
   m.impl("backward", TORCH_BOX(&backward_op));
   m.impl("select_and_attend", TORCH_BOX(&select_and_attend_op));
@@ -323,16 +301,13 @@ STABLE_TORCH_LIBRARY_IMPL(FLASH_DMATTN_NAMESPACE, CPU, m) {
   m.impl("build_tile_lists", TORCH_BOX(&tile_lists_op));
 }
 
+STABLE_TORCH_LIBRARY_IMPL(FLASH_DMATTN_NAMESPACE, CPU, m) { implement(m); }
+
 STABLE_TORCH_LIBRARY_IMPL(FLASH_DMATTN_NAMESPACE, CUDA, m) {
-  m.impl("forward", TORCH_BOX(&forward_op));
-  m.impl("backward", TORCH_BOX(&backward_op));
-  m.impl("select_and_attend", TORCH_BOX(&select_and_attend_op));
-  m.impl("select_key_intervals", TORCH_BOX(&select_op));
+  implement(m);
   m.impl("select_key_list", TORCH_BOX(&select_list_op));
   m.impl("rank_keys", TORCH_BOX(&rank_op));
   m.impl("zero_sum", TORCH_BOX(&zero_sum_op));
-  m.impl("measure_key_bound", TORCH_BOX(&measure_op));
-  m.impl("build_tile_lists", TORCH_BOX(&tile_lists_op));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(FLASH_DMATTN_NAMESPACE, CompositeExplicitAutograd, m) {

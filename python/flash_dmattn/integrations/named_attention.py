@@ -74,12 +74,8 @@ def flash_dynamic_mask_attention_forward(
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
     if position_bias is not None:
         attention_bias = check_bias(position_bias, "position_bias", query, key)
-    if attention_bias is None:
-        if window_size is not None:
-            raise ValueError(
-                f"window_size: got {window_size} without attention_bias, expected a bias with the scores of keys"
-            )
-    elif window_size is None and kwargs.get("keep_window_size") is None:
+    has_window = window_size is not None or kwargs.get("keep_window_size") is not None
+    if attention_bias is not None and not has_window:
         window_size = getattr(module, "keep_window_size", getattr(module, "window_size", None))
     out = attention_bshd(
         module,
