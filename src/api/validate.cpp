@@ -247,11 +247,6 @@ void check_lse(const ConstRowValues& lse, const ConstRowValues& lse_low, const P
   check_row_dtype("lse_low", lse_low, p);
 }
 
-Shape4 query_shape(const Problem& p) { return {p.batch, p.seqlen_q, p.heads_q, p.head_dim}; }
-Shape4 key_shape(const Problem& p) { return {p.batch, p.seqlen_k, p.heads_kv, p.head_dim}; }
-Shape4 value_shape(const Problem& p) { return {p.batch, p.seqlen_k, p.heads_kv, value_dim_of(p)}; }
-Shape4 out_shape(const Problem& p) { return {p.batch, p.seqlen_q, p.heads_q, value_dim_of(p)}; }
-
 }  // namespace
 
 void validate(const Problem& p) {

@@ -45,6 +45,20 @@ void check_schedule(const Problem& problem, const Schedule& schedule, Direction 
 
 // ---- Shapes ----
 
+// Of q; k; v; out.
+inline std::array<std::int64_t, 4> query_shape(const Problem& p) {
+  return {p.batch, p.seqlen_q, p.heads_q, p.head_dim};
+}
+inline std::array<std::int64_t, 4> key_shape(const Problem& p) {
+  return {p.batch, p.seqlen_k, p.heads_kv, p.head_dim};
+}
+inline std::array<std::int64_t, 4> value_shape(const Problem& p) {
+  return {p.batch, p.seqlen_k, p.heads_kv, value_dim_of(p)};
+}
+inline std::array<std::int64_t, 4> out_shape(const Problem& p) {
+  return {p.batch, p.seqlen_q, p.heads_q, value_dim_of(p)};
+}
+
 template <std::size_t Size>
 bool has_elements(const std::array<std::int64_t, Size>& shape) {
   return std::find(shape.begin(), shape.end(), 0) == shape.end();

@@ -163,7 +163,7 @@ TEST(Selection, RandomRulesMatchDefinition) {
 
 TEST(Selection, LongRowsWithRulesMatchDefinition) {
   Random random(8);
-  for (int round = 0; round < (is_quick_run() ? 12 : 60); ++round) {
+  for (int round = 0; round < (is_quick_run() ? 8 : 36); ++round) {
     SelectionArgs args = shape_of(1 + random.below(300), 1 + random.below(1200), 0);
     args.scores_dtype = static_cast<DType>(random.below(4));
     std::vector<std::int64_t> head_windows;
