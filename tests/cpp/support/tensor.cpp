@@ -10,15 +10,6 @@
 namespace flash_dmattn::testing {
 namespace {
 
-std::int64_t bytes_of(Element element) {
-  switch (element) {
-    case Element::f64: return 8;
-    case Element::f32: return 4;
-    case Element::u8: return 1;
-    default: return 2;
-  }
-}
-
 struct Placement {
   Shape stride{};
   std::int64_t origin = 0;
@@ -54,6 +45,15 @@ Placement place(const Shape& shape, Layout layout, bool broadcast) {
 std::string text(const Index& i) {
   return "[" + std::to_string(i[0]) + ", " + std::to_string(i[1]) + ", " + std::to_string(i[2]) +
          ", " + std::to_string(i[3]) + "]";
+}
+
+std::int64_t bytes_of(Element element) {
+  switch (element) {
+    case Element::f64: return 8;
+    case Element::f32: return 4;
+    case Element::u8: return 1;
+    default: return 2;
+  }
 }
 
 Element element_of(DType dtype) {

@@ -18,6 +18,7 @@ std::string text(const Index& index);
 
 enum class Element : std::uint8_t { f32, bf16, f16, f64, u8 };
 Element element_of(DType dtype);
+std::int64_t bytes_of(Element element);
 double largest(Element element);  // the largest finite number
 inline double largest(DType dtype) { return largest(element_of(dtype)); }
 // The limit of gradients under NonFinite::saturate (attention.h).
