@@ -209,7 +209,7 @@ class KVSlots(SlotMemory):
             raise ValueError(
                 f"pending: got {self.pending} tokens, expected none; commit them first"
             )
-        numerics = Numerics.of(scale, None, softcap, nonfinite, None).for_head_dim(key.shape[3])
+        numerics = Numerics.of(scale, None, softcap, nonfinite, None).with_scale_for(key.shape[3])
         out, lse = ops.kv_decode_step(
             *self.tensors,
             self.rows,

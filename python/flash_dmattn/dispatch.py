@@ -9,6 +9,7 @@ from ._backends import library
 from ._core import finite
 from ._core.autograd import is_transformed
 from ._core.checks import (
+    add_query_dimension,
     attention_inputs,
     backend_of,
     bias_argument,
@@ -18,7 +19,6 @@ from ._core.checks import (
     refuse_transforms,
     resolve_backend,
     resolve_flag,
-    with_queries,
 )
 from ._core.numerics import Numerics
 from .kernels import record_large_rows
@@ -62,7 +62,7 @@ def attention(
     if (
         inputs[0] is not query
     ):  # padded to the head dimension of value, which has no part in the scale
-        numerics = numerics.for_head_dim(query.shape[3])
+        numerics = numerics.with_scale_for(query.shape[3])
     query, key, value = inputs
     if bias is not None:
         bias = bias_argument(bias, query, key)
@@ -113,7 +113,7 @@ def run(
             return _run_by_age(
                 query, key, value, bias, visible, numerics, backend, bias_delay, own_row
             )
-    numerics = numerics.for_head_dim(query.shape[3])
+    numerics = numerics.with_scale_for(query.shape[3])
     if visible.keys is not None and not broadcasts(visible.heads(), key.shape[2]):
         # Every query head chose for itself, so each gets a key head of its own.
         mask, bias = (repeat_heads(t, query, key) for t in (visible.mask, bias))
@@ -221,7 +221,7 @@ def _run_in_python(
     numerics: Numerics,
     backend: str,
 ) -> tuple[Tensor, Tensor | None]:
-    bias = bias if bias is None else with_queries(bias)
+    bias = bias if bias is None else add_query_dimension(bias)
     checked = finite.is_enabled()
     if checked:
         query, key, value, bias = finite.check_inputs(q=query, k=key, v=value, bias=bias)

@@ -21,7 +21,7 @@ from ._core.operators import Signature
 def _register(operator, signature: Signature, with_keys: int, with_values: int) -> None:
     @register_flop_formula(operator)
     def flops(*arguments, out_shape=None, **more) -> int:
-        named = signature.named(arguments) | more
+        named = signature.arguments_by_name(arguments) | more
         terms = with_keys * named["q"][3] + with_values * named["v"][3]
         return 2 * terms * _elements(named)
 

@@ -58,7 +58,7 @@ def forgetting_attention(
 
     Returns out [B, Sq, Hq, D].
     """
-    cumulative = _cumulative(log_fgate, query, key)
+    cumulative = _cumulative_gates(log_fgate, query, key)
     length, rows = key.shape[1], query.shape[1]
     shown = _visible_intervals(cumulative.detach(), prune, cu_seqlens, query, key)
     parts = []
@@ -85,7 +85,7 @@ def forgetting_attention(
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def _cumulative(log_fgate: Tensor, query: Tensor, key: Tensor) -> Tensor:
+def _cumulative_gates(log_fgate: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """cumsum(log_fgate), float64 [B or 1, H, Sk]."""
     for name, tensor in (("query", query), ("key", key), ("log_fgate", log_fgate)):
         check_tensor(tensor, name)

@@ -183,7 +183,7 @@ def flash_dmattn_varlen_func(
     check_bias_delay(bias_delay, attn_bias)
     backend = resolve_backend(backend)
     inputs = attention_inputs(query, key, value, "total, H, D", backend)
-    numerics = numerics.for_head_dim(query.shape[2])
+    numerics = numerics.with_scale_for(query.shape[2])
     query, key, value = inputs
     total_q, total_k = query.shape[0], key.shape[0]
     same_offsets = cu_seqlens_q is cu_seqlens_k

@@ -153,7 +153,7 @@ class DynamicMaskAttention(nn.Module):
         Returns:
             [B, S, hidden_size].
         """
-        self._check(hidden, cache, key_mask)
+        self._check_arguments(hidden, cache, key_mask)
         _check_positions(positions, hidden)
         batch, length, _ = hidden.shape
         query = self.q_proj(hidden).view(batch, length, self.heads_q, self.head_dim)
@@ -184,7 +184,9 @@ class DynamicMaskAttention(nn.Module):
                 cache.fill(key, value, scores, key_mask=key_mask)
         return self.o_proj(out.flatten(2).to(dtype))
 
-    def _check(self, hidden: Tensor, cache: KVSlots | None, key_mask: Tensor | None) -> None:
+    def _check_arguments(
+        self, hidden: Tensor, cache: KVSlots | None, key_mask: Tensor | None
+    ) -> None:
         check_tensor(hidden, "hidden")
         if hidden.dim() != 3 or hidden.shape[2] != self.hidden_size:
             raise ValueError(

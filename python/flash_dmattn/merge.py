@@ -80,7 +80,7 @@ class _Merged(torch.autograd.Function):
     def forward(
         lses: Tensor, sink_logits: Tensor | None, saturate: bool, *outs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        logits = _with_sink(lses, sink_logits, saturate)
+        logits = _append_sink(lses, sink_logits, saturate)
         shares = _shares(logits).transpose(-2, -1)[..., None]
         parts = (share * out for share, out in zip(shares, outs, strict=False))
         return reduce(torch.add, parts).to(outs[0].dtype), logits.logsumexp(0)
@@ -96,7 +96,7 @@ class _Merged(torch.autograd.Function):
         if ctx.saturate:  # as in attention, elements that are not finite count as 0
             dout, dlse = (t.nan_to_num(0.0, 0.0, 0.0) for t in (dout, dlse))
         # In double, so that the sum over sets, less one set, is right where that set has nearly all of the softmax.
-        shares = _shares(_with_sink(lses, sink_logits, ctx.saturate).double())
+        shares = _shares(_append_sink(lses, sink_logits, ctx.saturate).double())
         weights = shares.to(lses.dtype).transpose(-2, -1)[..., None]
         douts = [(share * dout).to(dout.dtype) for share, _ in zip(weights, outs, strict=False)]
         dlses = dsink = None
@@ -114,7 +114,7 @@ class _Merged(torch.autograd.Function):
         return dlses, dsink, None, *douts
 
 
-def _with_sink(lses: Tensor, sink_logits: Tensor | None, saturate: bool) -> Tensor:
+def _append_sink(lses: Tensor, sink_logits: Tensor | None, saturate: bool) -> Tensor:
     if sink_logits is None:
         return lses
     sink = sink_logits.to(lses.dtype)

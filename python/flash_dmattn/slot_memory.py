@@ -210,7 +210,7 @@ class SlotMemory:
                 raise ValueError(
                     f"chunk: got {chunk}, expected {self.pending} or more, the tokens that are pending"
                 )
-        selected = self._empty(index.shape[0], self.chunk if chunk is None else chunk)
+        selected = self._empty_rows(index.shape[0], self.chunk if chunk is None else chunk)
         ops.kv_copy_rows(
             *selected.tensors,
             None,
@@ -288,7 +288,7 @@ class SlotMemory:
             getattr(self, name).copy_(state[name])
         self.pending, self.is_empty = state["pending"], state.get("is_empty", False)
 
-    def _empty(self, batch: int, chunk: int) -> Self:
+    def _empty_rows(self, batch: int, chunk: int) -> Self:
         heads = self.k.shape[1]
         slots = (batch, heads, self.places + chunk)
         cache = copy.copy(self)

@@ -41,7 +41,7 @@ def attention(
     """out and lse of arguments in normal form; lse is None on the CPU."""
     from torch.nn.attention.flex_attention import AuxRequest
 
-    _refuse(q, k, v, bias, numerics)
+    _refuse_arguments(q, k, v, bias, numerics)
     value_dim = v.shape[3]
     heads_q, heads_kv = q.shape[2], k.shape[2]
     # torch's kernels would spread inf and NaN to rows of the tile that do not see them.
@@ -50,7 +50,7 @@ def attention(
         _Saturated.apply(t, partial(_signs_of_infinities, undefined=rows))
         for t, rows in zip((q, k), undefined, strict=True)
     )
-    v = _Saturated.apply(v, _limited)
+    v = _Saturated.apply(v, _limit_gradient)
     bias = None if bias is None else _Saturated.apply(bias, None)
     if bias is not None and bias.requires_grad and bias.shape[2] == bias.shape[3] == 1:
         # torch's kernels do not compile the gradient of a number per head: it becomes one per query, of two at least.
@@ -109,10 +109,10 @@ def compiled_flex(*arguments, **options):
     with torch._dynamo.config.patch(
         recompile_limit=_RECOMPILATIONS, fail_on_recompile_limit_hit=True
     ):
-        return _flex()(*arguments, **options)
+        return _compiled_flex_attention()(*arguments, **options)
 
 
-def _refuse(q, k, v, bias, numerics: Numerics) -> None:
+def _refuse_arguments(q, k, v, bias, numerics: Numerics) -> None:
     if not numerics.saturate:
         raise NotImplementedError(
             "nonfinite: got 'propagate' for FlexAttention, expected 'saturate': in torch's kernels inf and NaN also reach "
@@ -156,14 +156,14 @@ class _SanitisedOutput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        return _limited(x)
+        return _limit_gradient(x)
 
     @staticmethod
     def backward(ctx, gradient):
         return gradient.nan_to_num(0, 0, 0)
 
 
-def _limited(x: Tensor) -> Tensor:
+def _limit_gradient(x: Tensor) -> Tensor:
     limit = torch.finfo(x.dtype).max
     return x.nan_to_num(limit, limit, -limit)
 
@@ -178,7 +178,7 @@ def _signs_of_infinities(x: Tensor, undefined: Tensor) -> Tensor:
 
 
 @cache
-def _flex():
+def _compiled_flex_attention():
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False)
@@ -277,10 +277,10 @@ def _blocks(q, k, bias, visible):
             shown, whole = (t.repeat_interleave(group, 1) for t in (shown, whole))
     if mask is not None or bias is not None:
         whole = torch.zeros_like(shown)
-    return *_indices(shown & ~whole), *_indices(shown & whole)
+    return *_block_indices(shown & ~whole), *_block_indices(shown & whole)
 
 
-def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _block_indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """How many blocks of each row are set, and their columns first."""
     columns = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), columns.int()

@@ -32,17 +32,17 @@ def gpu() -> str | None:
     return accelerator.type if accelerator and accelerator.type in ("cuda", "xpu") else None
 
 
-def _triton() -> Backend:
+def _triton_backend() -> Backend:
     try:
         import triton
 
-        return _usable(triton)
+        return _backend_of_triton(triton)
     except Exception as error:  # a broken installation fails in ways of its own
         reason = f"triton cannot be imported: {type(error).__name__}: {error}"
         return Backend("triton", False, reason)
 
 
-def _usable(triton) -> Backend:
+def _backend_of_triton(triton) -> Backend:
     version = f"triton {triton.__version__}"
     oldest, where = _OLDEST_TRITON, ""
     if torch.version.hip is not None:
@@ -62,7 +62,7 @@ def _usable(triton) -> Backend:
     return Backend("triton", True, f"{version} on {gpu()}")
 
 
-def _flex() -> Backend:
+def _flex_backend() -> Backend:
     try:
         from torch.nn.attention import flex_attention  # noqa: F401
     except Exception as error:
@@ -76,7 +76,7 @@ def _flex() -> Backend:
 @cache
 def backends() -> tuple[Backend, ...]:
     """All backends: available ones first, in order of preference."""
-    found = [_triton(), _flex()]
+    found = [_triton_backend(), _flex_backend()]
     for line in ops.backends().splitlines():
         name, available, reason = line.split("\t")
         if name == "cuda" and available == "1" and not torch.cuda.is_available():

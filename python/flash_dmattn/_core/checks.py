@@ -271,7 +271,7 @@ def broadcast_argument(tensor: Tensor, name: str, query: Tensor, key: Tensor) ->
     return tensor
 
 
-def with_queries(tensor: Tensor) -> Tensor:
+def add_query_dimension(tensor: Tensor) -> Tensor:
     """A mask or bias with all four dimensions."""
     return tensor.unsqueeze(2) if tensor.dim() == 3 else tensor
 
@@ -280,7 +280,7 @@ def mask_argument(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | N
     """[B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]."""
     if mask is None:
         return None
-    mask = with_queries(broadcast_argument(mask, "attn_mask", query, key))
+    mask = add_query_dimension(broadcast_argument(mask, "attn_mask", query, key))
     if mask.dtype != torch.bool:
         raise TypeError(
             f"attn_mask: got {mask.dtype}, expected torch.bool (True: visible); "

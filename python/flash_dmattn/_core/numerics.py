@@ -38,7 +38,7 @@ class Numerics(NamedTuple):
             resolve_deterministic(deterministic),
         )
 
-    def for_head_dim(self, head_dim: int) -> Numerics:
+    def with_scale_for(self, head_dim: int) -> Numerics:
         scale, softcap, saturate, deterministic = self
         if scale is not None:
             return self

@@ -55,7 +55,7 @@ class Signature:
             self.arguments.index(name) for name in GRADIENTS if name in self.arguments
         )
 
-    def named(self, arguments: Sequence) -> dict[str, object]:
+    def arguments_by_name(self, arguments: Sequence) -> dict[str, object]:
         """The positional arguments of a call by their names."""
         return dict(zip(self.arguments, arguments, strict=False))
 

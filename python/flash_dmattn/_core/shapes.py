@@ -21,7 +21,7 @@ def _require_device_of(first, **others):
 
 @torch.library.register_fake(f"{NAMESPACE}::forward")
 def _forward_fake(*arguments):
-    named = FORWARD.named(arguments)
+    named = FORWARD.arguments_by_name(arguments)
     q = named["q"]
     _require_device_of(q, **{name: named[name] for name in FORWARD.tensors})
     return _attention_results(q, named["v"])
@@ -43,7 +43,7 @@ def _select_and_attend_fake(q, k, v, bias, *options):
 
 @torch.library.register_fake(f"{NAMESPACE}::backward")
 def _backward_fake(*arguments):
-    named = BACKWARD.named(arguments)
+    named = BACKWARD.arguments_by_name(arguments)
 
     def gradient(name: str, result: str) -> Tensor:
         tensor = named["q"] if named[name] is None else named[name]

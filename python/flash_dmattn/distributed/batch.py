@@ -109,7 +109,7 @@ class ContextParallel:
             codes = {name: _code_of_values(name, t) for name, t in tensors.items()}
             return codes | {"multiple": multiple, "pad_token_id": pad_token_id}
 
-        attention_mask, offsets = self.wire.agreed(None, make, numbers)
+        attention_mask, offsets = self.wire.agreed_result(None, make, numbers)
         batch, length = input_ids.shape
         tokens = self.size * max(multiple, 1)
         padded = -(-length // tokens) * tokens
@@ -132,20 +132,20 @@ class ContextParallel:
             if offsets is not None:
                 first = F.pad(index == begins, (0, 1), value=False).expand(batch, -1)
                 shifted = shifted.masked_fill(first, IGNORED)
-            shifted = self._cut(shifted[:, 1:], padded)
+            shifted = self._cut_piece(shifted[:, 1:], padded)
         mask = None
         if attention_mask is not None:
-            mask = self._cut(F.pad(attention_mask.bool(), (0, padded - length)), padded)
+            mask = self._cut_piece(F.pad(attention_mask.bool(), (0, padded - length)), padded)
         return Piece(
-            self._cut(F.pad(input_ids, (0, padded - length), value=pad_token_id), padded),
-            self._cut(position_ids.expand(batch, -1), padded),
+            self._cut_piece(F.pad(input_ids, (0, padded - length), value=pad_token_id), padded),
+            self._cut_piece(position_ids.expand(batch, -1), padded),
             shifted,
             mask,
             offsets,
             length,
         )
 
-    def _cut(self, whole: Tensor, padded: int) -> Tensor:
+    def _cut_piece(self, whole: Tensor, padded: int) -> Tensor:
         n = padded // self.size
         return whole[:, self.rank * n : (self.rank + 1) * n].contiguous()
 
@@ -154,7 +154,9 @@ class ContextParallel:
 
         length: N, where pieces are padded (`Piece.length`).
         """
-        self.wire.agreed(None, lambda: check_tensor(local, "local"), lambda _: _form_of(local))
+        self.wire.agreed_result(
+            None, lambda: check_tensor(local, "local"), lambda _: _codes_of(local)
+        )
         parts = self.wire.all_gather(local.detach().contiguous())
         whole = parts.transpose(0, 1).flatten(1, 2)
         return whole if length is None else whole[:, :length]
@@ -174,7 +176,7 @@ class ContextParallel:
                 )
             return counts
 
-        count = self.wire.agreed(None, make, lambda _: _form_of(total))
+        count = self.wire.agreed_result(None, make, lambda _: _codes_of(total))
         return _Mean.apply(total, count, self.wire)
 
     def roll(self, local: Tensor, shifts: int) -> Tensor:
@@ -193,9 +195,9 @@ class ContextParallel:
 
         def numbers(_) -> dict[str, int]:
             learns = torch.is_grad_enabled() and local.requires_grad
-            return _form_of(local) | {"shifts": shifts, "requires_grad": int(learns)}
+            return _codes_of(local) | {"shifts": shifts, "requires_grad": int(learns)}
 
-        self.wire.agreed(None, check, numbers)
+        self.wire.agreed_result(None, check, numbers)
         return local if shifts == 0 else _Roll.apply(local, shifts, self.wire)
 
 
@@ -214,7 +216,7 @@ def _check_batch(tensors: Mapping[str, Tensor | None], multiple: int, pad_token_
             raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {tuple(shape)}")
 
 
-def _form_of(tensor: Tensor) -> dict[str, int]:
+def _codes_of(tensor: Tensor) -> dict[str, int]:
     return {"shape": code_of(tuple(tensor.shape)), "dtype": code_of(tensor.dtype)}
 
 
@@ -265,14 +267,14 @@ class _Roll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, local: Tensor, shifts: int, wire: Wire) -> Tensor:
         ctx.shifts, ctx.wire = shifts, wire
-        return _rolled(local, shifts, wire)
+        return _roll_tokens(local, shifts, wire)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        return _rolled(gradient, -ctx.shifts, ctx.wire), None, None
+        return _roll_tokens(gradient, -ctx.shifts, ctx.wire), None, None
 
 
-def _rolled(local: Tensor, shifts: int, wire: Wire) -> Tensor:
+def _roll_tokens(local: Tensor, shifts: int, wire: Wire) -> Tensor:
     count = abs(shifts)
     edge = local[:, -count:] if shifts > 0 else local[:, :count]
     edges = wire.all_gather(edge.contiguous())

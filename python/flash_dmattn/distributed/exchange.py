@@ -109,12 +109,12 @@ def _swap_parts(wire: Wire, to: range, since: range, *parts: Tensor) -> list[Ten
     return unpack(found, len(since), *(part.new_empty(part.shape[1:]) for part in parts))
 
 
-def _copies_for(part: Tensor, ranks: range) -> Tensor:
+def _copies_of_part(part: Tensor, ranks: range) -> Tensor:
     """[len(ranks), ...] of one part that all of them get."""
     return part[None].expand(len(ranks), *part.shape)
 
 
-def _in_one_row(parts: Tensor) -> Tensor:
+def _join_ranks(parts: Tensor) -> Tensor:
     """[ranks, P, L, F] -> [P, ranks L, F]."""
     return parts.transpose(0, 1).flatten(1, 2)
 
@@ -135,14 +135,14 @@ class Direct:
             self.wire,
             self.later,
             self.earlier,
-            *(_copies_for(t, self.later) for t in (notes, rows)),
+            *(_copies_of_part(t, self.later) for t in (notes, rows)),
         )
         P, c, columns = rows.shape
         W, rank = self.border.places, self.wire.rank
         if rank == 0:
             none = torch.full((P, W), -1, device=rows.device)
             return rows.new_zeros(()).expand(P, W, columns), no_key(notes).expand(P, W, -1), none
-        notes, rows = map(_in_one_row, found)
+        notes, rows = map(_join_ranks, found)
         if rank == 1:  # who sees all winners of the one before
             missing = W - c
             route = torch.arange(c, device=rows.device)
@@ -238,17 +238,17 @@ class Nodes:
         parts, border, empty = Parts.for_ranks(P, self.size), self.border, no_key(notes)
         own = parts.rows_of(self.local, P)
         swap = partial(_swap_parts, self.wire, self.mates, self.mates)
-        notes, rows = map(_in_one_row, swap(parts.copies(notes), parts.split(rows)))
+        notes, rows = map(_join_ranks, swap(parts.copies(notes), parts.split(rows)))
         routes = []
         if self.summary:
             end = slice(self.mates.stop, self.mates.stop + 1)
             summary = _seen_of_candidates(border, notes, end, own, P, self.summary)
             routes.append(summary[0])
             given = _take_rows(notes, summary, empty)[0], _take_rows(rows, summary, 0)[0]
-            given = (_copies_for(t, self.later) for t in given)
+            given = (_copies_of_part(t, self.later) for t in given)
             found = _swap_parts(self.wire, self.later, self.earlier, *given)
             if found:
-                before = map(_in_one_row, found)
+                before = map(_join_ranks, found)
                 both = zip(before, (notes, rows), strict=True)
                 notes, rows = (torch.cat(pair, 1) for pair in both)
         borders = slice(self.mates.start, self.mates.stop)
@@ -265,11 +265,11 @@ class Nodes:
         route = route.unflatten(1, (size, -1)).transpose(0, 1)
         totals, earlier_sums = [], []
         for gathered in swap(*map(parts.split, gradients)):
-            total = _zeros_for(gathered, before + size * c)
+            total = _zero_sums(gathered, before + size * c)
             for rank in range(self.node == 0, size):  # the first of all sees no earlier key
                 _add_rows(total, gathered[rank], route[rank])
             totals.append(total[:, before:])
-            earlier_sums.append(self.border.rounded(total[:, :before], gathered.dtype))
+            earlier_sums.append(self.border.round_gradient(total[:, :before], gathered.dtype))
         if self.summary:
             self._add_later(totals, earlier_sums, summary)
         # In float32: one rounding more would be a third of the distance from one process.
@@ -294,7 +294,7 @@ class TwoHops(Nodes):
         return self.wire.size
 
 
-def _zeros_for(gathered: Tensor, candidates: int) -> Tensor:
+def _zero_sums(gathered: Tensor, candidates: int) -> Tensor:
     """[P, candidates + 1, F] for sums of gathered [ranks, P, W, F]; the last row takes what has no place."""
     wide = torch.promote_types(gathered.dtype, torch.float32)
     return gathered.new_zeros((gathered.shape[1], candidates + 1, gathered.shape[3]), dtype=wide)

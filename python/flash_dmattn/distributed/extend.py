@@ -19,10 +19,10 @@ class Extend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, key, value, bias, scores, call: Call):
         W = call.border.places
-        key, value = (_with_room(t, W, call.headroom) for t in (key, value))
-        columns = [_behind(scores, W, torch.nan)]
+        key, value = (_add_places(t, W, call.headroom) for t in (key, value))
+        columns = [_pad_front(scores, W, torch.nan)]
         if bias is not None and not call.bias_is_score:
-            columns.append(_behind(bias, W, 0.0))
+            columns.append(_pad_front(bias, W, 0.0))
         places, *winners = _winners(key, value, columns, scores, call)
         rows, notes, route = collect(call.exchange, *(t.flatten(0, 1) for t in winners))
         heads = scores.shape[:2]
@@ -61,7 +61,7 @@ class Extend(torch.autograd.Function):
             for gradient, total in zip(
                 (dkey, dvalue), sums[0].split([dkey.shape[3], dvalue.shape[3]], -1), strict=True
             ):
-                _add(gradient, places, total, ctx.border)
+                _add_rows(gradient, places, total, ctx.border)
             if ctx.bias_learns:
                 dbias.scatter_(-1, places, dbias.gather(-1, places) + sums[1][..., 0])
         if ctx.headroom:
@@ -84,7 +84,7 @@ def _winners(
         rows = key.new_zeros((batch, heads, c, key.shape[3] + value.shape[3]))
         notes = no_key(scores.new_empty(1 + len(columns))).expand(batch, heads, c, -1)
         return in_front.expand(batch, heads, c), rows, notes
-    found = _chosen(scores, call)
+    found = _choose_places(scores, call)
     missing = found < 0
     places = torch.where(missing, in_front, found + W)
     rows = torch.cat([take_rows(key, places), take_rows(value, places)], -1)
@@ -93,7 +93,7 @@ def _winners(
     return places, rows, torch.stack([score, positions.int(), *bias], -1)
 
 
-def _chosen(scores: Tensor, call: Call) -> Tensor:
+def _choose_places(scores: Tensor, call: Call) -> Tensor:
     """int64 [B, Hkv, c], of the keys of this piece, ascending and then -1."""
     border, present = call.border, call.present
     shards, (batch, heads, n) = border.shards, scores.shape
@@ -113,7 +113,7 @@ def _chosen(scores: Tensor, call: Call) -> Tensor:
     )[0].unflatten(0, (batch, heads))
 
 
-def _with_room(rows: Tensor, places: int, headroom: bool) -> Tensor:
+def _add_places(rows: Tensor, places: int, headroom: bool) -> Tensor:
     """rows [B, places + n, H, D], of which the first are zeros."""
     if headroom:
         extended = rows.detach()
@@ -125,7 +125,7 @@ def _with_room(rows: Tensor, places: int, headroom: bool) -> Tensor:
     return extended
 
 
-def _behind(values: Tensor, places: int, filler: float) -> Tensor:
+def _pad_front(values: Tensor, places: int, filler: float) -> Tensor:
     """[B, H, places + n]."""
     return torch.nn.functional.pad(values, (places, 0), value=filler)
 
@@ -141,9 +141,9 @@ def take_rows(rows: Tensor, places: Tensor) -> Tensor:
     return rows.gather(2, _index(rows, places))
 
 
-def _add(rows: Tensor, places: Tensor, more: Tensor, border: Border) -> None:
+def _add_rows(rows: Tensor, places: Tensor, more: Tensor, border: Border) -> None:
     """Adds float32 [B, H, c, D] to rows [B, L, H, D] at places, none of which occurs twice."""
     rows = rows.transpose(1, 2)
     index = _index(rows, places)
     total = rows.gather(2, index) + more  # float32
-    rows.scatter_(2, index, border.rounded(total, rows.dtype))
+    rows.scatter_(2, index, border.round_gradient(total, rows.dtype))

@@ -76,7 +76,7 @@ class Options(NamedTuple):
 
     def compared_numbers(self, query: Tensor) -> dict[str, int]:
         """The numbers that have to be the same on all ranks, by the names of the arguments."""
-        numerics = self.numerics("saturate").for_head_dim(query.shape[3])
+        numerics = self.numerics("saturate").with_scale_for(query.shape[3])
         sink_logits = self.sink_logits
         return {
             "query": query.shape[2],

@@ -179,7 +179,7 @@ def begin(
         found = call.compared_numbers(scores, attn_bias)
         return found if of_attend is None else found | of_attend.compared_numbers(query)
 
-    call, of_attend = wire.agreed(check, make, numbers)
+    call, of_attend = wire.agreed_result(check, make, numbers)
     if call.border.places:
         with _on_stream(stream, call.key, call.value, call.bias, call.scores, call.present):
             states = Extend.apply(call.key, call.value, call.bias, call.scores, call)
@@ -249,7 +249,7 @@ def attend(
         raise ValueError(f"pending: got options {pending.options} in begin, expected {options}")
     if pending.wire is not None:
         n = pending.scores.shape[2] - pending.border.places
-        pending.wire.agreed(
+        pending.wire.agreed_result(
             pending.check,
             lambda: options.check(query, pending.key, n, pending.bias),
             lambda _: options.compared_numbers(query),

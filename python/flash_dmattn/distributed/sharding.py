@@ -24,9 +24,9 @@ def _register(operator) -> None:
 
     @register_sharding(operator)
     def placements(*arguments):
-        named = signature.named(arguments)
-        return [_replicated(signature, named)] + [
-            _split(signature, named, axis, size) for axis, size in _splits(named)
+        named = signature.arguments_by_name(arguments)
+        return [_replicated_placements(signature, named)] + [
+            _split_placements(signature, named, axis, size) for axis, size in _splits(named)
         ]
 
     # torch keeps a rule's result by the tensors alone where no argument is declared to matter.
@@ -47,18 +47,20 @@ def _splits(named: dict[str, object]) -> list[tuple[int, int]]:
     return [(axis, size) for axis, size in enumerate(sizes) if size > 1 and size % most == 0]
 
 
-def _replicated(signature: Signature, named: dict[str, object]) -> tuple[Sequence, Sequence]:
+def _replicated_placements(
+    signature: Signature, named: dict[str, object]
+) -> tuple[Sequence, Sequence]:
     inputs = [None if named[name] is None else Replicate() for name in signature.tensors]
-    return [Replicate()] * len(signature.results), _with_options(signature, inputs)
+    return [Replicate()] * len(signature.results), _append_options(signature, inputs)
 
 
-def _split(
+def _split_placements(
     signature: Signature, named: dict[str, object], axis: int, size: int
 ) -> tuple[Sequence, Sequence]:
     """The placements of results and arguments where an axis of this size is split."""
     inputs = [_placement(name, named[name], axis, size) for name in signature.tensors]
     outputs = [_result(name, named, axis, size) for name in signature.results]
-    return outputs, _with_options(signature, inputs)
+    return outputs, _append_options(signature, inputs)
 
 
 def _placement(name: str, tensor, axis: int, size: int) -> Placement | None:
@@ -80,7 +82,7 @@ def _result(name: str, named: dict[str, object], axis: int, size: int) -> Placem
     return Shard(LAYOUTS[name].dim_of(axis))
 
 
-def _with_options(signature: Signature, placements: list) -> list:
+def _append_options(signature: Signature, placements: list) -> list:
     return placements + [None] * len(signature.options)
 
 

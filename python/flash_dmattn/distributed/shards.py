@@ -71,7 +71,7 @@ class Border(NamedTuple):
         places = min(most, (shards.ranks() - 1) * winners)
         return cls(shards, rule, heads, begun, winners, places, saturate)
 
-    def rounded(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    def round_gradient(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """A sum of gradients in a narrower dtype."""
         if self.saturate and dtype != gradient.dtype:
             limit = torch.finfo(dtype).max

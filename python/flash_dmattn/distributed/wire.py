@@ -85,7 +85,7 @@ class Wire:
         _all_gather(found.view(-1), part.reshape(-1), group=self.group)
         return found
 
-    def agreed(
+    def agreed_result(
         self,
         check: bool | None,
         make: Callable[[], Made],
@@ -117,7 +117,7 @@ class Wire:
         def fail():
             raise error
 
-        self.agreed(None, fail, dict)
+        self.agreed_result(None, fail, dict)
 
     def _compare(self, error: Exception | None, numbers: Callable[[], dict[str, int]]) -> None:
         own = {}

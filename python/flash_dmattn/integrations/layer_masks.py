@@ -2,7 +2,7 @@
 
 import torch
 
-from .._core.checks import broadcast_argument, may_read, widen_bias, with_queries
+from .._core.checks import add_query_dimension, broadcast_argument, may_read, widen_bias
 from ..keys.intervals import KeyIntervals
 from ..keys.patterns import sliding_window
 from ..keys.recognise import Memo, intervals_of_mask, refuse_negative, split_additive
@@ -145,7 +145,7 @@ def normalize_mask(
         additive = mask
         mask, adds = split_additive(additive, memo)
         if adds:
-            bias = additive if bias is None else _sum_of_biases(additive, with_queries(bias))
+            bias = additive if bias is None else _sum_of_biases(additive, add_query_dimension(bias))
     mask = mask.bool()
     return mask if mask.shape[2] > 1 else mask.squeeze(2), None, bias
 

@@ -9,7 +9,7 @@ from .._core.checks import check_count, check_positions, may_read
 from ..functional import flash_dmattn_varlen_func
 from ..keys.intervals import KeyIntervals, intersect
 from ..keys.positions import check_offsets
-from ..keys.recognise import Memo, cached, refuse_negative, split_additive
+from ..keys.recognise import Memo, cached_result, refuse_negative, split_additive
 from .keywords import refuse_packed_by_layer
 from .layer_masks import is_key_mask, window_mask
 
@@ -137,7 +137,7 @@ def _packed_from_positions(
     """
 
     def find(positions: torch.Tensor) -> PackedSequences | None:
-        begins = _begins(positions, None, batch, length)
+        begins = _sequence_begins(positions, None, batch, length)
         if begins is None or not begins.any():
             return None
         starts = torch.nn.functional.pad(begins, (1, 0), value=True).flatten().nonzero().flatten()
@@ -145,10 +145,10 @@ def _packed_from_positions(
         longest = int(offsets.diff().max())
         return PackedSequences(offsets, offsets, longest, longest)
 
-    packed = cached(memo, "sequences", position_ids, find)
+    packed = cached_result(memo, "sequences", position_ids, find)
     if packed is None or key_mask is None:
         return packed
-    if not _begins(position_ids, key_mask, batch, length).any():
+    if not _sequence_begins(position_ids, key_mask, batch, length).any():
         return None
     if not _allows_all(key_mask):
         raise ValueError(
@@ -166,7 +166,7 @@ def _intervals_from_positions(
     is_causal: bool,
 ) -> KeyIntervals | None:
     """Does the same as `_packed_from_positions` without reading values: shows each allowed key to the queries of its sequence."""
-    begins = _begins(position_ids, key_mask, batch, length)
+    begins = _sequence_begins(position_ids, key_mask, batch, length)
     if begins is None:
         return None
     document = torch.nn.functional.pad(begins, (1, 0)).cumsum(1)
@@ -210,7 +210,7 @@ def attend(
     return out.unflatten(0, query.shape[:2])
 
 
-def _begins(
+def _sequence_begins(
     position_ids: torch.Tensor, key_mask: torch.Tensor | None, batch: int, length: int
 ) -> torch.Tensor | None:
     """Which tokens, but the first of a row, begin a sequence: bool [B, length - 1]."""

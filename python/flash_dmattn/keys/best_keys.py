@@ -8,7 +8,7 @@ from torch import Tensor
 from .._core import ops
 from .._core.checks import check_count, clamp_count
 from .rule import KeySelection
-from .select_intervals import per_key_scores, select
+from .select_intervals import per_key_scores, select_by_rule
 
 
 def select_keys(
@@ -42,7 +42,7 @@ def best_keys(scores: Tensor, key_mask: Tensor | None, window: int) -> tuple[Ten
         keys, counts = ops.select_key_list(scores, key_mask, window)
         places = torch.arange(size, dtype=torch.int32, device=keys.device)
         return torch.where(places < counts[..., None], keys[..., :size], -1), counts
-    chosen = select(scores, key_mask, KeySelection(window), True, 1).intervals
+    chosen = select_by_rule(scores, key_mask, KeySelection(window), True, 1).intervals
     return indices_of_true(chosen[..., 1] > 0, size)
 
 

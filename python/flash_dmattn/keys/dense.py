@@ -26,7 +26,7 @@ def topk_indices(attention_bias: torch.Tensor, window_size: int, **kwargs) -> to
     """
     check_tensor(attention_bias, "attention_bias")
     check_count(window_size, "window_size")
-    _refuse(kwargs, "topk_indices")
+    _refuse_keywords(kwargs, "topk_indices")
     scores = attention_bias.detach()
     newest_first = scores.masked_fill(scores.isnan(), float("-inf")).flip(-1)
     order = newest_first.sort(dim=-1, descending=True, stable=True).indices[..., :window_size]
@@ -56,8 +56,8 @@ def topk_mask(
         bool, 3-d when both inputs are 3-d (or the mask is None), else 4-d.
     """
     check_count(window_size, "window_size")
-    _refuse(kwargs, "topk_mask")
-    scores, allowed = _align(attention_bias, attention_mask)
+    _refuse_keywords(kwargs, "topk_mask")
+    scores, allowed = _align_dimensions(attention_bias, attention_mask)
     kept = scores.new_empty(torch.broadcast_shapes(scores.shape, allowed.shape), dtype=torch.bool)
     rows = kept.shape[-2]
     if torch.compiler.is_compiling():  # a loop would make the number of rows a constant
@@ -75,7 +75,7 @@ def topk_mask(
         if block_size is not None:
             some_kept = _keep_by_block(some_kept, block_size) & some_allowed
         kept[..., some, :] = some_kept
-    return kept if max(attention_bias.dim(), _dim(attention_mask)) == 4 else kept.squeeze(-2)
+    return kept if max(attention_bias.dim(), _dimensions(attention_mask)) == 4 else kept.squeeze(-2)
 
 
 def relu_mask(
@@ -86,13 +86,13 @@ def relu_mask(
     **kwargs,
 ) -> torch.Tensor:
     """True where an allowed key has a positive score. Arguments and result as in `topk_mask`."""
-    _refuse(kwargs, "relu_mask")
-    scores, allowed = _align(attention_bias, attention_mask)
+    _refuse_keywords(kwargs, "relu_mask")
+    scores, allowed = _align_dimensions(attention_bias, attention_mask)
     allowed = allowed & (scores > min_dtype)
     kept = allowed & (scores > 0)
     if block_size is not None:
         kept = _keep_by_block(kept, block_size) & allowed
-    return kept if max(attention_bias.dim(), _dim(attention_mask)) == 4 else kept.squeeze(-2)
+    return kept if max(attention_bias.dim(), _dimensions(attention_mask)) == 4 else kept.squeeze(-2)
 
 
 def create_mask(
@@ -146,7 +146,7 @@ def create_mask(
     raise ValueError(f"type: got {type!r}, expected 'topk' or 'relu'")
 
 
-def _refuse(keywords: dict[str, object], function: str) -> None:
+def _refuse_keywords(keywords: dict[str, object], function: str) -> None:
     """Raises TypeError for a keyword that 1.x took and that is not None."""
     for name, value in keywords.items():
         if value is not None:
@@ -168,7 +168,7 @@ def _check_shape(
         )
 
 
-def _as_bool(mask: torch.Tensor) -> torch.Tensor:
+def _bool_mask(mask: torch.Tensor) -> torch.Tensor:
     check_tensor(mask, "attention_mask")
     if mask.is_floating_point():  # an additive one allows where it is 0
         raise TypeError(
@@ -177,11 +177,13 @@ def _as_bool(mask: torch.Tensor) -> torch.Tensor:
     return mask.bool()
 
 
-def _dim(mask: torch.Tensor | None) -> int:
+def _dimensions(mask: torch.Tensor | None) -> int:
     return 0 if mask is None else mask.dim()
 
 
-def _align(scores: torch.Tensor, allowed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _align_dimensions(
+    scores: torch.Tensor, allowed: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores and allowed keys, both 4-d."""
     check_tensor(scores, "attention_bias")
     if not scores.is_floating_point():
@@ -189,7 +191,7 @@ def _align(scores: torch.Tensor, allowed: torch.Tensor | None) -> tuple[torch.Te
     scores = scores.detach()
     if allowed is None:
         allowed = scores.new_ones((1,) * (scores.dim() - 1) + (scores.shape[-1],), dtype=torch.bool)
-    return tuple(t.unsqueeze(-2) if t.dim() == 3 else t for t in (scores, _as_bool(allowed)))
+    return tuple(t.unsqueeze(-2) if t.dim() == 3 else t for t in (scores, _bool_mask(allowed)))
 
 
 def _keep_best(scores: torch.Tensor, allowed: torch.Tensor, count: int) -> torch.Tensor:
@@ -223,7 +225,7 @@ def _padding_mask(
     mask: torch.Tensor, batch_size: int, query_len: int, key_len: int
 ) -> torch.Tensor:
     """A padding mask [B, key_len]; one of the queries' length is preceded by allowed keys."""
-    mask = _as_bool(mask)
+    mask = _bool_mask(mask)
     if mask.shape == (batch_size, key_len):
         return mask
     if mask.shape == (batch_size, query_len) and query_len < key_len:

@@ -28,7 +28,7 @@ def sliding_window(
     window, lookahead = clamp_count(window), clamp_count(lookahead)
     keys = KeyPositions.of(key_length, query_length, device=device, **positions)
     bound = (window + lookahead, 1) if keys.same_length else None
-    return _shown(keys, keys.own - lookahead, keys.own + window, bound)
+    return _make_intervals(keys, keys.own - lookahead, keys.own + window, bound)
 
 
 def prefix_lm(
@@ -51,7 +51,7 @@ def prefix_lm(
     shape = torch.broadcast_shapes(keys.own.shape, keys.end.shape)
     check_batches(shape[:2], {"prefix_length": prefix})
     first = torch.where(keys.position < prefix.reshape(-1, 1, 1), 0, keys.own)
-    return _shown(keys, first, None, (key_length, 0))
+    return _make_intervals(keys, first, None, (key_length, 0))
 
 
 def packed_documents(
@@ -94,7 +94,7 @@ def packed_documents(
     bound = None
     if max_seqlen_k is not None and keys.same_length:
         bound = (max_seqlen_k if is_causal else 2 * max_seqlen_k, 1)
-    return _shown(keys, keys.own if is_causal else None, None, bound)
+    return _make_intervals(keys, keys.own if is_causal else None, None, bound)
 
 
 def from_padding(key_mask: Tensor, query_length: int | None = None, **positions) -> KeyIntervals:
@@ -111,7 +111,7 @@ def from_padding(key_mask: Tensor, query_length: int | None = None, **positions)
         )
     key_length = key_mask.shape[1]
     keys = KeyPositions.of(key_length, query_length, key_mask=key_mask, **positions)
-    return _shown(keys, None, None, (key_length, 0))
+    return _make_intervals(keys, None, None, (key_length, 0))
 
 
 def until_faded(
@@ -128,7 +128,7 @@ def until_faded(
     if last.shape[1] not in (1, heads):
         last = last.unflatten(1, (heads, -1)).amax(2)
     keys = KeyPositions.of(key_length, query_length, device=cumulative.device, **positions)
-    return _shown(keys, keys.own, last - (key_length - query_length), None)
+    return _make_intervals(keys, keys.own, last - (key_length - query_length), None)
 
 
 def _check_prefix(prefix_length: int | Tensor, device) -> Tensor:
@@ -145,7 +145,7 @@ def _check_prefix(prefix_length: int | Tensor, device) -> Tensor:
     return prefix_length.to(device=device)
 
 
-def _shown(
+def _make_intervals(
     keys: KeyPositions, first: Tensor | None, last: Tensor | None, bound: tuple[int, int] | None
 ) -> KeyIntervals:
     """Rows [first, last) of each key, of those that it may be shown to; None: from the first, to the last of them."""

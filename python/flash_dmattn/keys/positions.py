@@ -86,18 +86,18 @@ class KeyPositions(NamedTuple):
         documents = cu_seqlens_k is not None
         shift = key_length - query_length if not documents else 0
         if query_position is not None:
-            shift = _position(query_position)
+            shift = _query_row(query_position)
         own = position - shift
         begin, end = torch.zeros_like(own), torch.full_like(own, query_length)
         document = None
         if documents:
             if key_positions is None and query_position is None:
                 check_offsets(cu_seqlens_k, "cu_seqlens_k", key_length, batched=True)
-            own, begin, end, position, document = _in_documents(
+            own, begin, end, position, document = _place_in_documents(
                 position, shift, query_length, cu_seqlens_k, cu_seqlens_q
             )
         if key_mask is not None:
-            end = torch.where(_present(key_mask, key_length), end, 0)
+            end = torch.where(_present_keys(key_mask, key_length), end, 0)
         order = None
         if key_positions is not None:
             by_position = own if document is None else (document << 32) + position
@@ -105,7 +105,7 @@ class KeyPositions(NamedTuple):
         same_length = cu_seqlens_q is None
         return cls(own, begin, end, position, document, order, query_length, same_length)
 
-    def shown(self, is_causal: bool) -> ShownKeys:
+    def shown_keys(self, is_causal: bool) -> ShownKeys:
         """The keys for a choice, by position."""
         first = torch.maximum(self.begin, self.own) if is_causal else self.begin
         keys = (first, self.end, self.own, first, self.document)
@@ -122,7 +122,7 @@ class KeyPositions(NamedTuple):
         return tensor.gather(-1, order)
 
     def scores_by_position(self, scores: Tensor) -> Tensor:
-        """scores [B, H, key_length] in the order of `shown`."""
+        """scores [B, H, key_length] in the order of `shown_keys`."""
         return scores if self.order is None else self._sort_by_position(scores)
 
     def intervals_by_index(self, intervals: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ def _check_rising(
         )
 
 
-def _in_documents(
+def _place_in_documents(
     position: Tensor,
     shift: int | Tensor,
     query_length: int,
@@ -244,7 +244,7 @@ def _in_documents(
     return own, begin.clamp(min=0), end.clamp(max=query_length), position - begin_k, document
 
 
-def _present(key_mask: Tensor, key_length: int) -> Tensor:
+def _present_keys(key_mask: Tensor, key_length: int) -> Tensor:
     check_tensor(key_mask, "key_mask")
     fits = key_mask.dim() in (2, 3) and key_mask.shape[-1] == key_length
     if not fits or key_mask.dtype != torch.bool:
@@ -269,7 +269,7 @@ def _per_key_integers(tensor: Tensor, name: str, key_length: int) -> Tensor:
     return tensor[:, None] if tensor.dim() == 2 else tensor
 
 
-def _position(query_position: int | Tensor) -> int | Tensor:
+def _query_row(query_position: int | Tensor) -> int | Tensor:
     """[B, 1, 1], or a number."""
     if not isinstance(query_position, Tensor):
         check_count(query_position, "query_position")

@@ -31,7 +31,7 @@ class Memo:
         self.known: dict[str, tuple[torch.Tensor, object]] = {}
 
 
-def cached(memo: Memo | None, name: str, tensor: torch.Tensor, find: Callable):
+def cached_result(memo: Memo | None, name: str, tensor: torch.Tensor, find: Callable):
     """Returns find(tensor), called once per name and tensor if a memo is given. Compiled code cannot read values and therefore
     skips the memo; it would treat a length in a name as a constant."""
     if memo is None or not may_read():
@@ -113,7 +113,7 @@ def intervals_of_mask(mask: torch.Tensor, memo: Memo | None = None) -> KeyInterv
     """
     if _has_no_values(mask):
         return None
-    return cached(memo, "intervals", mask, _find_intervals)
+    return cached_result(memo, "intervals", mask, _find_intervals)
 
 
 def refuse_negative(mask: torch.Tensor, memo: Memo | None = None) -> None:
@@ -121,7 +121,7 @@ def refuse_negative(mask: torch.Tensor, memo: Memo | None = None) -> None:
     additive mask, which means the opposite."""
     if mask.is_floating_point() or mask.dtype == torch.bool or _has_no_values(mask):
         return
-    if cached(memo, "negative", mask, lambda numbers: bool((numbers < 0).any())):
+    if cached_result(memo, "negative", mask, lambda numbers: bool((numbers < 0).any())):
         raise ValueError(
             f"attention_mask: got {mask.dtype} of shape {tuple(mask.shape)} with negative numbers, expected bool or "
             "integers, nonzero for visible keys; an additive mask has four dimensions and is of floating point"
@@ -130,28 +130,28 @@ def refuse_negative(mask: torch.Tensor, memo: Memo | None = None) -> None:
 
 def split_additive(mask: torch.Tensor, memo: Memo | None = None) -> tuple[torch.Tensor, bool]:
     """The elements that an additive mask allows, as bool, and whether it also adds other values than 0 to them."""
-    return cached(memo, "dense", mask, _split_additive)
+    return cached_result(memo, "dense", mask, _split_additive)
 
 
 def mask_of_intervals(allowed: KeyIntervals, memo: Memo | None = None) -> torch.Tensor:
     """The mask of intervals, for a choice that no intervals describe."""
 
     def make(intervals: torch.Tensor) -> torch.Tensor:
-        mask = allowed.with_intervals(_unexpanded(intervals)).to_mask()
+        mask = allowed.with_intervals(_drop_expanded(intervals)).to_mask()
         return mask.expand(*intervals.shape[:2], -1, -1)
 
-    return cached(memo, "dense of intervals", allowed.intervals, make)
+    return cached_result(memo, "dense of intervals", allowed.intervals, make)
 
 
 def _find_intervals(mask: torch.Tensor) -> KeyIntervals | None:
-    distinct = _unexpanded(mask)
+    distinct = _drop_expanded(mask)
     return intervals_of_rows(
         lambda start, stop: _allowed_block(distinct[:, :, start:stop]), distinct.shape, mask.device
     )
 
 
 def _split_additive(mask: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    distinct = _unexpanded(mask)
+    distinct = _drop_expanded(mask)
     allowed = distinct > MASK_VALUE[mask.dtype]
     step = _rows_of_block(distinct.numel() // max(1, distinct.shape[2]))
     blocks = zip(distinct.split(step, 2), allowed.split(step, 2), strict=True)
@@ -159,7 +159,7 @@ def _split_additive(mask: torch.Tensor) -> tuple[torch.Tensor, bool]:
     return allowed.expand(mask.shape), adds
 
 
-def _unexpanded(mask: torch.Tensor) -> torch.Tensor:
+def _drop_expanded(mask: torch.Tensor) -> torch.Tensor:
     """The mask with each batch element and head that is in memory, once."""
     for dim in (0, 1):
         if mask.shape[dim] > 1 and mask.stride(dim) == 0:
@@ -220,7 +220,7 @@ class _Order(NamedTuple):
     group_count: int  # of keys that leave together, at most in a row
 
 
-def _order_of(allowed: KeyIntervals) -> _Order:
+def _find_order(allowed: KeyIntervals) -> _Order:
     visible, _, left_before, in_order = _interval_order(allowed.intervals)
     documents = _documents(visible, allowed.intervals[..., 1], left_before)
     return _Order(
@@ -277,11 +277,11 @@ def select_among(
         if allowed.bound is not None:
             return None  # windows, for one; masks of models come without a bound
     else:
-        order = cached(
+        order = cached_result(
             memo,
             "order",
             allowed.intervals,
-            lambda _: _order_of(allowed),
+            lambda _: _find_order(allowed),
         )
         if rule.has_room_for(order.most_visible) and not scores.isnan().any():
             return allowed

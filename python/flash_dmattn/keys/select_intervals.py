@@ -76,7 +76,7 @@ def select_key_intervals(
     query_length = scores.shape[2] if query_length is None else query_length
     check_length(query_length, "query_length")
     if all(t is None for t in (cu_seqlens_k, cu_seqlens_q, key_positions, query_position)):
-        return select(scores, key_mask, rule, is_causal, query_length)
+        return select_by_rule(scores, key_mask, rule, is_causal, query_length)
     keys = KeyPositions.of(
         scores.shape[2],
         query_length,
@@ -91,7 +91,7 @@ def select_key_intervals(
     return select_at(keys, scores, rule, is_causal)
 
 
-def select(
+def select_by_rule(
     scores: Tensor,
     key_mask: Tensor | None,
     rule: KeySelection,
@@ -121,7 +121,11 @@ def select_at(
     """The keys that a rule keeps where they are not at their index, or in documents; scores [B, H, key_length]."""
     rule.check_causality(is_causal)
     chosen = choose_among(
-        keys.scores_by_position(scores), keys.shown(is_causal), rule, is_causal, keys.query_length
+        keys.scores_by_position(scores),
+        keys.shown_keys(is_causal),
+        rule,
+        is_causal,
+        keys.query_length,
     )
     bound = None
     if keys.same_length:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from .._core import ops
-from .._core.checks import MASK_VALUE, may_read, selection_scores_argument, with_queries
+from .._core.checks import MASK_VALUE, add_query_dimension, may_read, selection_scores_argument
 from .dense import topk_mask
 from .intervals import KeyIntervals, broadcasts, intersect
 from .patterns import prefix_lm
 from .recognise import AllowedElements, Memo, mask_of_intervals, select_among
 from .rule import KeySelection
-from .select_intervals import select
+from .select_intervals import select_by_rule
 from .visibility import KeyList, KeyRanks, TopKeysByBias, Visibility
 
 
@@ -96,7 +96,7 @@ def apply_selection(
         chosen = KeyList(*ops.select_key_list(scores, key_mask, rule.keep_window_size))
         return Visibility(remaining_mask, visible.is_causal, chosen)
     rule = rule.rule_of_heads(scores.shape[1])
-    chosen = select(scores, key_mask, rule, visible.is_causal, query.shape[1])
+    chosen = select_by_rule(scores, key_mask, rule, visible.is_causal, query.shape[1])
     return Visibility(remaining_mask, False, chosen)
 
 
@@ -153,7 +153,7 @@ class _Choice(NamedTuple):
             key_mask = key_mask & allowed.seen_by_any_query()
         scores, key_mask = _expand_heads_together(*match_heads(query, key, scores, key_mask))
         rule = rule.rule_of_heads(scores.shape[1])
-        best = select(scores, key_mask, rule, self.is_causal, shown.query_length)
+        best = select_by_rule(scores, key_mask, rule, self.is_causal, shown.query_length)
         best, intervals = match_heads(query, key, best.intervals, shown.intervals)
         chosen = intersect(KeyIntervals(best, shown.query_length), shown.with_intervals(intervals))
         is_dense = allowed is not None and allowed.shape()[2] > 1
@@ -233,7 +233,7 @@ def select_elements(
     if intervals is not None:
         mask = intervals.to_mask()
     if mask is not None:
-        scores, mask = match_heads(query, key, scores, with_queries(mask))
+        scores, mask = match_heads(query, key, scores, add_query_dimension(mask))
     if is_causal:
         past = causal_intervals(query, key).to_mask()
         mask = past if mask is None else past & mask

@@ -109,8 +109,8 @@ def build_tile_lists(
     full_begin = -(-first // tile_rows)
     full_end = torch.where(last == query_length, tiles, last // tile_rows)
     wide = seen & (full_begin < full_end)
-    count = _covering(tile_begin, tile_end, tiles)
-    full = _covering(torch.where(wide, full_begin, 0), torch.where(wide, full_end, 0), tiles)
+    count = _count_covering(tile_begin, tile_end, tiles)
+    full = _count_covering(torch.where(wide, full_begin, 0), torch.where(wide, full_end, 0), tiles)
     begin = F.pad(count.flatten().cumsum(0), (1, 0))[:-1]
 
     capacity = min(key_length, bound[0] + bound[1] * tile_rows) * lists if bound else None
@@ -135,7 +135,7 @@ def build_tile_lists(
     return keys, begin.view(shape), count.int().view(shape), full.int().view(shape)
 
 
-def _covering(begin: Tensor, end: Tensor, tiles: int) -> Tensor:
+def _count_covering(begin: Tensor, end: Tensor, tiles: int) -> Tensor:
     """Number of ranges [begin, end) that contain each tile, [B, H, tiles]."""
     changes = begin.new_zeros((*begin.shape[:2], tiles + 1))
     one = torch.ones_like(begin)

@@ -59,7 +59,7 @@ def test_forward_matches_oracle(intervals):
 )
 def test_bias_masks_by_the_rule_of_its_dtype(monkeypatch, dtype, bias_dtype, form, compiled):
     if not compiled:
-        monkeypatch.setattr(flex, "_flex", lambda: flex_attention)
+        monkeypatch.setattr(flex, "_compiled_flex_attention", lambda: flex_attention)
     if ON_GPU:
         check_bias_that_masks(flex_dmattn_func, form, dtype, bias_dtype, "cuda")
         return
@@ -79,7 +79,7 @@ def test_bias_masks_by_the_rule_of_its_dtype(monkeypatch, dtype, bias_dtype, for
 def test_row_of_low_biases_is_hidden_by_the_rule_of_their_dtype(
     monkeypatch, bias_dtype, value, masks
 ):
-    monkeypatch.setattr(flex, "_flex", lambda: flex_attention)
+    monkeypatch.setattr(flex, "_compiled_flex_attention", lambda: flex_attention)
     q, v = torch.zeros(1, 3, 2, 16, dtype=torch.float16), torch.randn(1, 5, 2, 16).half()
     bias = torch.full((1, 2, 5), value, dtype=bias_dtype)
     out = flex_dmattn_func(q, v, v, attn_bias=bias)

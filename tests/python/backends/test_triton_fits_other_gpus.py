@@ -26,7 +26,7 @@ PRECISIONS = "all" if "FLASH_DMATTN_TEST_RELEASE" in os.environ else "fp32"
 def test_kernels_compile_and_fit(gpu, dtype, head_dim, precisions, monkeypatch):
     *target, kilobytes = TARGETS[gpu]
     monkeypatch.setattr(torch.version, "hip", "7.0" if target[0] == "hip" else None)
-    found = availability._usable(triton)
+    found = availability._backend_of_triton(triton)
     if "too old" in found.reason:
         pytest.skip(found.reason)
     script = Path(__file__).parents[1] / "support" / "compiled_triton.py"

@@ -156,7 +156,7 @@ def test_offloaded_slots_come_back_with_the_next_tokens(use):
     states, scores = torch.randn(B, 2, 1, 8), torch.randn(B, 2, 1)
     layer, moves = DynamicMaskLayer(KeySelection(4)), []
     layer.fill(states, states, scores)
-    layer._move, layer.device = moves.append, torch.device("cuda")
+    layer._move_slots, layer.device = moves.append, torch.device("cuda")
     if use == "attend":
         layer.attend(states, states, states, scores, scale=1.0)
     elif use == "update":

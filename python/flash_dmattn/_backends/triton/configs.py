@@ -83,7 +83,7 @@ def has_little_shared_memory(device: torch.device) -> bool:
     return min(properties["max_shared_mem"], cap) < 163 * 1024
 
 
-def choose(
+def choose_config(
     kernel: str, dtype: torch.dtype, block_d: int, *, fp64: bool, little_shared: bool
 ) -> Config:
     """The configuration of a kernel: a name of the table."""

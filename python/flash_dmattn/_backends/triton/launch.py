@@ -89,7 +89,7 @@ class Problem:
         return build_tile_lists(self.intervals, self.shape.seqlen_q, self.key_bound), keywords
 
     def config(self, kernel: str, fp64: bool = False) -> configs.Config:
-        return configs.choose(
+        return configs.choose_config(
             kernel,
             self.dtype,
             self.common["BLOCK_D"],

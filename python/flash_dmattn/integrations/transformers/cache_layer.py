@@ -78,7 +78,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         length = key.shape[2]
         pending = 0
         if self.record_past:
-            self._resize(max(self.chunk, RECORDED_TOKENS))
+            self._resize_chunk(max(self.chunk, RECORDED_TOKENS))
             pending = min(length, self.slots.chunk)
         filled = length - pending
         for take, part, tokens in (
@@ -86,7 +86,7 @@ class DynamicMaskLayer(CacheLayerMixin):
             (self.slots.append, slice(filled, length), pending),
         ):
             if tokens:
-                keys, values = _by_token(key[:, :, part], value[:, :, part])
+                keys, values = _tokens_first(key[:, :, part], value[:, :, part])
                 mask = None if key_mask is None else key_mask[:, part]
                 take(keys, values, scores[..., part], key_mask=mask)
         self._seen = length
@@ -131,7 +131,7 @@ class DynamicMaskLayer(CacheLayerMixin):
                 f"{CACHE}: got {length} tokens at a time for a static cache without places for them, expected "
                 "one; give it some by DynamicMaskCache(chunk=...)"
             )
-        query, key, value = _by_token(query, key, value)
+        query, key, value = _tokens_first(query, key, value)
         options = {"scale": scale, "softcap": softcap, "scores_are_bias": scores_are_bias}
         options["return_lse"] = True
         self.prefetch()
@@ -148,7 +148,7 @@ class DynamicMaskLayer(CacheLayerMixin):
                 parts.append(self.slots.attend(query[:, part], **options))
             outs, lses = zip(*parts, strict=True)
             out, lse = torch.cat(outs, dim=1), torch.cat(lses, dim=2)
-        self._count(length)
+        self._count_tokens(length)
         return out, lse
 
     def _check_rows(self, states: torch.Tensor) -> None:
@@ -189,7 +189,7 @@ class DynamicMaskLayer(CacheLayerMixin):
             self._length = torch.zeros((), dtype=torch.int64, device=self.device)
             if not torch.compiler.is_compiling():
                 torch._dynamo.mark_static_address(self._length)
-        self._hold(self._make_slots(batch, heads, head_dim, self.chunk))
+        self._hold_slots(self._make_slots(batch, heads, head_dim, self.chunk))
         self.is_initialized = True
 
     def update(
@@ -268,8 +268,8 @@ class DynamicMaskLayer(CacheLayerMixin):
                 f"tokens_to_remove: got {tokens_to_remove}, but {self.slots.pending} tokens are pending, and the others "
                 "have evicted keys; call activate_past_recording before the tokens are added"
             )
-        self._commit(kept)
-        self._count(tokens_to_remove)
+        self._commit_tokens(kept)
+        self._count_tokens(tokens_to_remove)
 
     def reset(self) -> None:
         """Forgets all tokens; the memory stays. New ones are not recorded until that is activated again."""
@@ -287,23 +287,23 @@ class DynamicMaskLayer(CacheLayerMixin):
                 "static: got True, expected a cache without it to offload: graphs and compiled code go on with its memory"
             )
         if self.is_initialized:
-            self._move("cpu")
+            self._move_slots("cpu")
 
     def prefetch(self) -> None:
         """Moves offloaded slots back to their device."""
         if self.is_initialized and self.keys.device != self.device:
-            self._move(self.device)
+            self._move_slots(self.device)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self._select(beam_idx)
+        self._select_rows(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._select(indices)
+        self._select_rows(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if not self.is_empty:
             rows = torch.arange(self.batch_size, device=self.keys.device)
-            self._select(rows.repeat_interleave(repeats))
+            self._select_rows(rows.repeat_interleave(repeats))
 
     # ---- Memory -------------------------------------------------------------------------------------
 
@@ -313,7 +313,7 @@ class DynamicMaskLayer(CacheLayerMixin):
             chunk=chunk, dtype=self.dtype, device=self.device,
         )  # fmt: skip
 
-    def _hold(self, slots: KVSlots) -> None:
+    def _hold_slots(self, slots: KVSlots) -> None:
         self.slots = slots
         self.keys, self.values = slots.k, slots.v
         self.batch_size = self.max_batch_size = slots.batch
@@ -321,14 +321,14 @@ class DynamicMaskLayer(CacheLayerMixin):
             for tensor in slots.tensors:
                 torch._dynamo.mark_static_address(tensor)
 
-    def _count(self, tokens: int) -> None:
+    def _count_tokens(self, tokens: int) -> None:
         if not self.is_compileable:
             self._seen += tokens
         elif self._counts_on_device:
             self._length.add_(tokens)
 
     @torch.no_grad()
-    def _select(self, rows: torch.Tensor) -> None:
+    def _select_rows(self, rows: torch.Tensor) -> None:
         """The rows of the batch with these numbers; in a static layer of as many rows, in the same memory."""
         if self.is_empty:
             return
@@ -336,19 +336,19 @@ class DynamicMaskLayer(CacheLayerMixin):
         if self.is_compileable and len(rows) == self.batch_size:
             self.slots.reorder(rows)
         else:
-            self._hold(self.slots.select(rows))
+            self._hold_slots(self.slots.select(rows))
 
-    def _move(self, device: torch.device | str) -> None:
+    def _move_slots(self, device: torch.device | str) -> None:
         """Synchronous, because the host may read the tensors next."""
         k, v, scores, positions, counts, seen = (tensor.to(device) for tensor in self.slots.tensors)
-        self._hold(
+        self._hold_slots(
             KVSlots.from_tensors(
                 k=k, v=v, scores=scores, positions=positions, counts=counts, seen=seen,
                 **self.rule._asdict(), pending=self.slots.pending,
             )
         )  # fmt: skip
 
-    def _resize(self, chunk: int) -> None:
+    def _resize_chunk(self, chunk: int) -> None:
         """Other places for pending tokens; the memory of a static layer stays."""
         if self.is_compileable or chunk == self.slots.chunk:
             return
@@ -361,7 +361,7 @@ class DynamicMaskLayer(CacheLayerMixin):
             else:
                 new[:, :, :held] = old[:, :, :held]
         resized.pending = self.slots.pending
-        self._hold(resized)
+        self._hold_slots(resized)
 
     def _make_room(self, tokens: int) -> None:
         """Places for new tokens: all of them where they are recorded, else as many as a query sees keys.
@@ -369,13 +369,13 @@ class DynamicMaskLayer(CacheLayerMixin):
         Without any to come they are given back.
         """
         if self.record_past:
-            self._resize(max(tokens, RECORDED_TOKENS, self.slots.chunk))
+            self._resize_chunk(max(tokens, RECORDED_TOKENS, self.slots.chunk))
             return
-        self._commit()
+        self._commit_tokens()
         if tokens == 1:
-            self._resize(self.chunk)
+            self._resize_chunk(self.chunk)
         else:
-            self._resize(
+            self._resize_chunk(
                 max(min(tokens, max(self.rule.place_count(), RECORDED_TOKENS)), self.slots.chunk)
             )
 
@@ -388,16 +388,16 @@ class DynamicMaskLayer(CacheLayerMixin):
         later = slice(slots.places + excess, slots.places + slots.pending)
         keys, values = (t[:, :, later].clone() for t in (slots.k, slots.v))
         scores, is_present = slots.scores[:, :, later].clone(), slots.pending_mask()[:, excess:]
-        self._commit(excess)
+        self._commit_tokens(excess)
         if keys.shape[2]:
-            slots.append(*_by_token(keys, values), scores, key_mask=is_present)
+            slots.append(*_tokens_first(keys, values), scores, key_mask=is_present)
 
-    def _commit(self, tokens: int | None = None) -> None:
+    def _commit_tokens(self, tokens: int | None = None) -> None:
         """The first pending tokens, by default all, enter the slots; the others are dropped."""
         if self.slots.pending:
             self.slots.commit(tokens)
 
 
-def _by_token(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _tokens_first(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """[B, H, S, D] as [B, S, H, D]."""
     return tuple(t.transpose(1, 2) for t in states)

@@ -137,7 +137,7 @@ class ModelOfPieces:
             return {"batch": batch, "tokens": length} | given
 
         # With a mask no positions are gathered, so a rank without one would wait.
-        tokens = self.group.wire.agreed(None, make, numbers)
+        tokens = self.group.wire.agreed_result(None, make, numbers)
         batch = tokens.shape[0]
         pieces = self._pieces(cache, mask, positions, batch)
         mask = causal_mask(batch, tokens.device)
@@ -192,7 +192,7 @@ def check_labels(model: PreTrainedModel, args: tuple, options: dict) -> None:
     names = inspect.signature(model.forward).parameters
     options = dict(zip(names, args, strict=False)) | options
     labels, items = map(options.get, ("labels", "num_items_in_batch"))
-    pieces.group.wire.agreed(
+    pieces.group.wire.agreed_result(
         None,
         lambda: _check_loss(model, options),
         lambda _: {

@@ -13,7 +13,7 @@ from transformers.models.doge.modeling_doge import DogeAttention, DogeRMSNorm
 
 from ..._core.checks import may_read
 from ...keys.intervals import KeyIntervals
-from ...keys.recognise import Memo, cached, intervals_of_mask, split_additive, visible_counts
+from ...keys.recognise import Memo, cached_result, intervals_of_mask, split_additive, visible_counts
 from ...keys.rule import KeySelection
 from ...keys.select_intervals import select_key_intervals
 from ...ragged import RaggedBatch, extend_ragged
@@ -173,7 +173,7 @@ def _rotate(
     ):
         return rotate(query, key, cos, sin, unsqueeze_dim=2)
     half = sin.shape[-1] // 2
-    cos, sin = cos.unsqueeze(2), cached(memo, "signed by head", sin, _signed_by_head)
+    cos, sin = cos.unsqueeze(2), cached_result(memo, "signed by head", sin, _signed_by_head)
     return query * cos + query.roll(half, -1) * sin, key * cos + key.roll(half, -1) * sin
 
 
@@ -296,7 +296,7 @@ def _doge_mask(
     def find(mask: torch.Tensor) -> torch.Tensor | KeyIntervals:
         return _find_doge_mask(mask, query_length, key_length)
 
-    return cached(memo, "mask", mask, find)
+    return cached_result(memo, "mask", mask, find)
 
 
 def _find_doge_mask(
@@ -361,4 +361,4 @@ def _blind_rows(mask: torch.Tensor | KeyIntervals, memo: Memo | None) -> torch.T
         return None if may_read() and not blind.any() else blind
 
     shared = mask.intervals if isinstance(mask, KeyIntervals) else mask
-    return cached(memo, "blind rows", shared, find)
+    return cached_result(memo, "blind rows", shared, find)

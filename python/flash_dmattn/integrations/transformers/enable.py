@@ -126,7 +126,7 @@ def _set_pieces(models: list[PreTrainedModel], group) -> None:
     for model in models:
         setattr(model, PIECES, pieces)
         if pieces is not None:
-            _hook(model, check_labels)
+            _register_hook(model, check_labels)
 
 
 def resolve_name(model: PreTrainedModel, name: str | None) -> str | None:
@@ -188,10 +188,10 @@ def replace_layers(model: torch.nn.Module, **settings: bool) -> None:
             if isinstance(layer, FlashDogeAttention):
                 vars(layer).update(settings)
         if isinstance(parent, DogeModel):
-            _hook(parent, _begin_forward)
+            _register_hook(parent, _begin_forward)
 
 
-def _hook(model: torch.nn.Module, hook) -> None:
+def _register_hook(model: torch.nn.Module, hook) -> None:
     """Registers a pre-hook once."""
     if hook not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(hook, with_kwargs=True)

@@ -37,7 +37,7 @@ def update_with_scores(
     key, value = past.update(key, value, index, *update_arguments)
     layer = past.layers[index]
     if is_first and not isinstance(layer, _ScoredLayer):
-        layer = past.layers[index] = _with_scores(layer)
+        layer = past.layers[index] = _add_scores(layer)
     if not isinstance(layer, _ScoredLayer):
         return key, value, None
     scores, _ = layer.score_layer.update(scores[..., None], scores[..., None], *update_arguments)
@@ -85,13 +85,13 @@ class _ScoredLayer(CacheLayerMixin):
         """A layer of transformers' own class with the same tokens."""
         attributes = {**vars(self)}
         del attributes["score_layer"], attributes["lacks_scores"]
-        return _make(type(self).__mro__[2], attributes)
+        return _make_layer(type(self).__mro__[2], attributes)
 
     def __reduce__(self):
         return _make_scored, (type(self).__mro__[2], vars(self))
 
 
-def _with_scores(layer: CacheLayerMixin) -> _ScoredLayer:
+def _add_scores(layer: CacheLayerMixin) -> _ScoredLayer:
     """A layer with the same tokens as one of transformers, and room for their scores."""
     attributes = {**vars(layer), "score_layer": _layer_of_scores(layer), "lacks_scores": False}
     return _make_scored(type(layer), attributes)
@@ -116,10 +116,10 @@ def _scored_class(layer_class: type[CacheLayerMixin]) -> type[_ScoredLayer]:
 
 
 def _make_scored(layer_class: type[CacheLayerMixin], attributes: dict) -> _ScoredLayer:
-    return _make(_scored_class(layer_class), attributes)
+    return _make_layer(_scored_class(layer_class), attributes)
 
 
-def _make(layer_class: type[CacheLayerMixin], attributes: dict) -> CacheLayerMixin:
+def _make_layer(layer_class: type[CacheLayerMixin], attributes: dict) -> CacheLayerMixin:
     layer = layer_class.__new__(layer_class)
     vars(layer).update(attributes)
     return layer

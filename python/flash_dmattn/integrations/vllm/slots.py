@@ -138,7 +138,7 @@ class SlotAttention(nn.Module, MambaBase):
         return (torch.uint8,)
 
 
-def _extend(
+def _extend_slots(
     query: Tensor, key: Tensor, value: Tensor, scores: Tensor, out: Tensor, layer_name: str
 ) -> None:
     context = get_forward_context()
@@ -155,4 +155,4 @@ def _extend(
     out[length:].zero_()
 
 
-direct_register_custom_op(op_name=OPERATOR, op_func=_extend, mutates_args=["out"])
+direct_register_custom_op(op_name=OPERATOR, op_func=_extend_slots, mutates_args=["out"])

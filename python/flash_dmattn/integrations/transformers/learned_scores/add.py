@@ -105,7 +105,7 @@ def add_learned_scores(
         made.train(layer.training)
         setattr(parent, name, with_scorer(layer, made, rule, dense_prefill))
         setattr(layer.config, CONFIG_NAME, stored)
-    for module in _pretrained(model):
+    for module in _pretrained_models(model):
         set_continuous_batching(module, SCORED_NAMES, make_manager)
     add_mask_hooks(model)
     setattr(model, _METHOD, partial(set_score_phase, model))
@@ -146,7 +146,7 @@ def remove_learned_scores(model: nn.Module) -> nn.Module:
             if isinstance(layer, ScoredAttention):
                 vars(layer.config).pop(CONFIG_NAME, None)
                 setattr(parent, name, without_scorer(layer))
-    for module in _pretrained(model):
+    for module in _pretrained_models(model):
         drop_slot_manager(module)
         vars(module).pop(PIECES, None)
     remove_mask_hooks(model)
@@ -165,7 +165,7 @@ def scored_layers(model: nn.Module) -> list[ScoredAttention]:
     return layers
 
 
-def _pretrained(model: nn.Module) -> Iterator[PreTrainedModel]:
+def _pretrained_models(model: nn.Module) -> Iterator[PreTrainedModel]:
     return (module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
@@ -177,7 +177,7 @@ def _is_sharded(layer: nn.Module) -> bool:
 def _layers_to_change(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
     """(parent, name, layer) of the layers that can have scores."""
     found, reasons = [], {}
-    for decoder in _pretrained(model):
+    for decoder in _pretrained_models(model):
         config = decoder.config
         if getattr(config, "is_encoder_decoder", False):
             reasons["are of an encoder-decoder"] = type(decoder).__name__
@@ -197,7 +197,7 @@ def _layers_to_change(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]
                 found.append((parent, name, layer))
             else:
                 reasons.setdefault(reason, type(layer).__name__)
-    for decoder in _pretrained(model):
+    for decoder in _pretrained_models(model):
         if any(layer in set(decoder.modules()) for _, _, layer in found):
             reason = reason_to_refuse(decoder)
             if reason is not None:

@@ -30,7 +30,7 @@ def save_scores(model: nn.Module, folder: str | Path) -> None:
     folder = Path(folder)
     layers = scored_layers(model)
     tensors = {
-        f"{layer.layer_idx}.{name}": _whole(tensor.detach()).contiguous()
+        f"{layer.layer_idx}.{name}": _whole_tensor(tensor.detach()).contiguous()
         for layer in layers
         for name, tensor in _scorer_in_use(layer).state_dict().items()
     }
@@ -54,7 +54,7 @@ def load_scores(model: nn.Module, folder: str | Path, scorer: Scorer | None = No
     Returns the same model. Raises FileNotFoundError without such a file, and ValueError for a model of other layers.
     """
     folder = Path(folder)
-    stored, tensors = _read(folder)
+    stored, tensors = _read_scores(folder)
     scores = LearnedScores.of_dict(stored)
     if scores.scorer == "custom" and scorer is None:
         raise ValueError(
@@ -96,7 +96,7 @@ def _scorer_in_use(layer: ScoredAttention) -> nn.Module:
     return copies[layer.scorer.active_adapters[0]]
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _whole_tensor(tensor: Tensor) -> Tensor:
     """The whole of a sharded tensor."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
@@ -106,13 +106,13 @@ def _base_name(model: nn.Module) -> str:
     return next(names, "")
 
 
-def _read(folder: Path) -> tuple[dict, dict[str, Tensor]]:
+def _read_scores(folder: Path) -> tuple[dict, dict[str, Tensor]]:
     """The settings and the scorers' parameters, by "layer.name"."""
     if (folder / _RULE).exists():
         with safe_open(folder / _TENSORS, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
         return json.loads((folder / _RULE).read_text()), tensors
-    stored = _of_config(json.loads((folder / "config.json").read_text()))
+    stored = _settings_of_config(json.loads((folder / "config.json").read_text()))
     if stored is None:
         raise FileNotFoundError(
             f"folder: got {folder} without {_RULE} and without {CONFIG_NAME} in its config.json, expected a folder of "
@@ -128,11 +128,11 @@ def _read(folder: Path) -> tuple[dict, dict[str, Tensor]]:
     return stored, tensors
 
 
-def _of_config(config: dict) -> dict | None:
+def _settings_of_config(config: dict) -> dict | None:
     """The settings in a config or in one of its parts."""
     if CONFIG_NAME in config:
         return config[CONFIG_NAME]
-    parts = (_of_config(part) for part in config.values() if isinstance(part, dict))
+    parts = (_settings_of_config(part) for part in config.values() if isinstance(part, dict))
     return next((part for part in parts if part is not None), None)
 
 
