@@ -1,11 +1,12 @@
-"""Slots and a full cache against attention over all tokens: any split of a stream into chunks and steps gives the same."""
+"""Slots and a full cache against attention over all tokens, for windows alone and for rules with recent keys, sinks, thresholds and
+windows of heads: any split of a stream into chunks and steps gives the same."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash_dmattn import flash_dmattn_with_kvcache
+from flash_dmattn import KVSlots, flash_dmattn_with_kvcache, select_key_intervals
 from token_streams import (
     KINDS,
     NUMERICS,
@@ -21,56 +22,85 @@ from token_streams import (
     check_with_kvcache,
 )
 
+BY_HEAD = {"recent_window": 3, "sink_tokens": 1}
+DELAYED = {"recent_window": 4, "recent_competes": False, "sink_tokens": 2, "score_threshold": -0.5}
+# Windows with the other parts of a rule, None for a window alone.
+EXAMPLES = pytest.mark.parametrize("window, rule", [(4, None), ((4, 2), BY_HEAD), (5, DELAYED)])
+
+
+@st.composite
+def rules(draw):
+    """A window alone; or a window (of each head) and the other parts of a rule that shows something."""
+    if draw(st.booleans()):
+        return draw(st.integers(1, 12)), None
+    window = draw(st.integers(0, 7) | st.tuples(st.integers(0, 7), st.integers(0, 7)))
+    rule = {
+        "recent_window": draw(st.integers(0, 8)),
+        "recent_competes": draw(st.booleans()),
+        "sink_tokens": draw(st.integers(0, 4)),
+        "score_threshold": draw(st.sampled_from([None, None, -0.5, 0.0, 1.0, float("inf")])),
+    }
+    if not (rule["recent_window"] or rule["sink_tokens"] or window not in (0, (0, 0))):
+        rule["recent_window"] = 1
+    return window, rule
+
+
 STREAMS = {
-    "window": st.integers(1, 12),
+    "rule": rules(),
     "kind": st.sampled_from(KINDS),
     "padding": st.sampled_from(PADDINGS),
     "seed": st.integers(0, 10**6),
+    "numerics": st.sampled_from(NUMERICS),
 }
+DTYPES = st.sampled_from(list(TOLERANCE))
 
 
-@settings(max_examples=150, deadline=None)
+def stream_of(length, rule, numerics, **options):
+    return Stream(length, rule[0], rule=rule[1], **numerics, **options)
+
+
+@settings(max_examples=450, deadline=None)
 @given(
     **STREAMS,
-    pieces=st.lists(st.integers(1, 7), min_size=1, max_size=8),
-    prefill=st.integers(0, 9),
-    dtype=st.sampled_from(list(TOLERANCE)),
+    pieces=st.lists(st.integers(1, 7), min_size=1, max_size=10),
+    prefill=st.integers(0, 12),
+    dtype=DTYPES,
     backend=st.sampled_from(["", "reference"]),
-    numerics=st.sampled_from(NUMERICS),
 )
-def test_any_split_equals_full_attention(pieces, prefill, dtype, backend, numerics, **options):
-    stream = Stream(prefill + sum(pieces), dtype=dtype, **numerics, **options)
-    check_split(stream, prefill, pieces, backend)
+def test_any_split_equals_full_attention(pieces, prefill, backend, **options):
+    check_split(stream_of(prefill + sum(pieces), **options), prefill, pieces, backend)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
     **STREAMS,
     speculated=st.lists(
-        st.tuples(st.integers(1, 5), st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=6
+        st.tuples(st.integers(1, 5), st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=8
     ),
-    numerics=st.sampled_from(NUMERICS),
 )
-def test_speculation_with_rollback_equals_full_attention(speculated, numerics, **options):
+def test_speculation_with_rollback_equals_full_attention(speculated, **options):
     """Rows accept different numbers of the pending tokens."""
-    stream = Stream(sum(size for size, *_ in speculated), **numerics, **options)
+    stream = stream_of(sum(size for size, *_ in speculated), **options)
     check_speculation(stream, speculated, options["seed"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=160, deadline=None)
 @given(
     **STREAMS,
     pieces=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=6),
 )
 def test_dropped_tokens_leave_no_trace(pieces, **options):
     sizes, dropped = zip(*pieces, strict=True)
-    check_drops(Stream(sum(sizes), **options), sizes, dropped)
+    check_drops(stream_of(sum(sizes), **options), sizes, dropped)
 
 
-@settings(max_examples=60, deadline=None)
-@given(**STREAMS, begin=st.integers(1, 10), dtype=st.sampled_from(list(TOLERANCE)))
-def test_ragged_rows_equal_single_rows(begin, dtype, **options):
-    check_ragged(Stream(24, dtype=dtype, **options), begin, steps=10)
+@settings(max_examples=160, deadline=None)
+@given(**STREAMS, begin=st.integers(1, 14), dtype=DTYPES)
+def test_ragged_rows_equal_single_rows(begin, **options):
+    check_ragged(stream_of(26, **options), begin, steps=12)
+
+
+PIECES = (1, 1, 9, 1, 13, 1, 1, 3)
 
 
 @pytest.mark.parametrize("mode", ["all keys", "slots"])
@@ -80,14 +110,22 @@ def test_ragged_rows_equal_single_rows(begin, dtype, **options):
 @pytest.mark.parametrize("numerics", NUMERICS, ids=str)
 def test_with_kvcache_equals_full_attention(mode, layout, kind, padding, numerics):
     stream = Stream(30, 6, kind=kind, padding=padding, **numerics)
-    check_with_kvcache(stream, (1, 1, 9, 1, 13, 1, 1, 3), mode, layout)
+    check_with_kvcache(stream, PIECES, mode, layout)
+
+
+@pytest.mark.parametrize("mode", ["all keys", "slots"])
+@pytest.mark.parametrize("padding", ["none", "left"])
+@EXAMPLES
+def test_with_kvcache_under_a_rule_equals_full_attention(mode, padding, window, rule):
+    stream = Stream(30, window, kind="ties", padding=padding, rule=rule)
+    check_with_kvcache(stream, PIECES, mode, "by token")
 
 
 @pytest.mark.parametrize("mode", ["all keys", "slots"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_scores_mask_by_the_rule_of_float32(dtype, mode):
     stream = Stream(30, 6, dtype=dtype, kind="low")
-    check_with_kvcache(stream, (1, 1, 9, 1, 13, 1, 1, 3), mode, "by token")
+    check_with_kvcache(stream, PIECES, mode, "by token")
     check_split(stream, 5, (1, 1, 4, 1, 7, 11))
     check_scores_that_mask(dtype)
 
@@ -101,6 +139,23 @@ def test_each_option_changes_the_result(name, other):
     stream.options[name] = other
     with pytest.raises(AssertionError):
         check_split(stream, 5, (1, 7, 1, 13))
+
+
+@pytest.mark.parametrize(
+    "part", ["recent_window", "recent_competes", "sink_tokens", "score_threshold"]
+)
+def test_each_part_of_a_rule_changes_the_result(part):
+    """Else the other tests would prove nothing of it."""
+    stream = Stream(40, 5, rule=DELAYED)
+    without = {
+        "recent_window": 0,
+        "recent_competes": True,
+        "sink_tokens": 0,
+        "score_threshold": None,
+    }
+    stream.rule[part] = without[part]
+    with pytest.raises(AssertionError):
+        check_split(stream, 5, (1, 7, 1, 13, 1, 1, 1, 1))
 
 
 def test_ragged_padded_full_cache_equals_single_rows():
@@ -142,48 +197,101 @@ def test_nonfinite_tokens_follow_the_mode(value, name, mode):
     check_not_finite(Stream(9, 4, batch=1), name, value, mode)
 
 
-def test_restored_snapshot_gives_same_steps():
-    stream = Stream(20, 4, kind="ties", batch=1)
-    cache = stream.slots(chunk=3)
-
-    def run(cache, begin, end):
-        outs = []
-        for t in range(begin, end):
-            rows = cache.batch
-            tokens = [x.expand(rows, *x.shape[1:]) for x in stream.tokens(t, t + 1)]
-            outs.append(cache.step(stream.q[:, t : t + 1].expand(rows, -1, -1, -1), *tokens))
-        return torch.cat(outs, 1)
-
-    run(cache, 0, 8)
-    prefix = cache.snapshot()
-    stream.check(run(cache, 8, 14), 8, 14)
-    cache.restore(prefix)
-    stream.check(run(cache, 8, 14), 8, 14)
-
-    beams = prefix.repeat(3)  # a shared prefix
-    stream.check(run(beams, 8, 12)[1:2], 8, 12)
-    beams.reorder(torch.tensor([2, 0, 0]))
-    stream.check(run(beams, 12, 14)[2:], 12, 14)
-    assert prefix.select(torch.tensor([0])).seen.tolist() == [8]
-
-    saved = {n: t.clone() if torch.is_tensor(t) else t for n, t in prefix.state_dict().items()}
-    other = stream.slots(chunk=3)
-    other.load_state_dict(saved)
-    stream.check(run(other, 8, 20), 8, 20)
-    cache.clear()
-    stream.check(run(cache, 0, 8), 0, 8)
-
-
-def test_compiled_step_has_one_graph():
-    stream = Stream(12, 3)
+@EXAMPLES
+def test_rows_and_states_keep_what_the_rule_needs(window, rule):
+    """Reordered, repeated, restored and saved caches continue like the one that they are copies of."""
+    stream = Stream(30, window, kind="ties", padding="anywhere", rule=rule)
     cache = stream.slots(chunk=4)
+
+    def run(cache, begin, end, row):
+        for t in range(begin, end):
+            k, v, scores = (
+                x[row].expand(cache.batch, *x.shape[1:]) for x in stream.tokens(t, t + 1)
+            )
+            mask = stream.mask[row, t : t + 1].expand(cache.batch, 1)
+            q = stream.q[row, t : t + 1].expand(cache.batch, -1, -1, -1)
+            out = cache.step(q, k, v, scores, key_mask=mask)
+            stream.assert_close(out, stream.out[row, t : t + 1].expand_as(out))
+
+    run(cache, 0, 12, 0)
+    saved = cache.snapshot()
+    assert saved.select(torch.tensor([0])).seen.tolist() == [12]
+    run(cache, 12, 20, 0)
+    cache.restore(saved)
+    run(cache, 12, 20, 0)
+    beams = saved.repeat(2)
+    beams.reorder(torch.tensor([3, 1, 0, 2]))
+    run(beams, 12, 16, 0)
+    other = stream.slots(chunk=4)
+    other.load_state_dict(saved.state_dict())
+    run(other, 12, 30, 0)
+    cache.clear()
+    run(cache, 0, 30, 1)
+
+
+def test_capped_counts_the_keys_beyond_the_window():
+    stream = Stream(40, (6, 3), rule={"score_threshold": 0.0, "recent_window": 5, "sink_tokens": 2})
+    cache = stream.slots()
+    cache.fill(*stream.tokens(0, 25))
+    for t in range(25, 40):
+        cache.step(stream.q[:, t : t + 1], *stream.tokens(t, t + 1))
+    reaching = (stream.scores[..., 2:] >= 0).sum(-1)
+    assert torch.equal(cache.capped, (reaching - torch.tensor([6, 3])).clamp(min=0))
+    assert cache.capped.min() > 0
+
+
+def test_capped_is_zero_for_heads_without_a_window():
+    """None of their keys competes."""
+    stream = Stream(20, (0, 3), rule={"score_threshold": float("-inf"), "recent_window": 2})
+    cache = stream.slots()
+    cache.fill(*stream.tokens(0, 12))
+    for t in range(12, 20):
+        cache.step(stream.q[:, t : t + 1], *stream.tokens(t, t + 1))
+    assert torch.equal(cache.capped, torch.tensor([[0, 17]]).expand(cache.batch, 2))
+
+
+def test_memory_holds_the_keys_of_the_rule():
+    """sink_tokens + the largest window + recent_window for every head, however long the text."""
+    cache = KVSlots(
+        1, 2, (32, 8), 8, recent_window=16, sink_tokens=4, recent_competes=False, chunk=512
+    )
+    assert cache.places == 52 and cache.k.shape == (1, 2, 52 + 512, 8)
+    scores = torch.randn(1, 2, 8192)
+    for begin in range(0, 8192, 512):
+        k = torch.arange(begin, begin + 512).float()[None, :, None, None].expand(1, 512, 2, 8)
+        cache.append(k, k, scores[..., begin : begin + 512])
+        cache.commit()
+    intervals = select_key_intervals(scores, **cache.rule._asdict(), query_length=1)
+    for head, held in enumerate((52, 28)):
+        visible = intervals.intervals[0, head, :, 1].nonzero()[:, 0]
+        assert len(visible) == held
+        taken = cache.counts[0, head, 0]
+        entries = cache.positions[0, head, :taken]
+        positions = torch.where(entries < 0, -1 - entries, entries)
+        assert torch.equal(positions.sort()[0].long(), visible)
+        assert torch.equal(cache.k[0, head, :taken, 0], positions.float())
+
+
+@EXAMPLES
+def test_compiled_step_has_one_graph(window, rule):
+    torch._dynamo.reset()
+    stream = Stream(12, window, rule=rule)
+    cache = stream.slots()
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def step(q, k, v, scores):
         return cache.step(q, k, v, scores)
 
-    for t in range(8):
-        stream.check(step(stream.q[:, t : t + 1], *stream.tokens(t, t + 1)), t, t + 1)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for t in range(12):
+            out = step(stream.q[:, t : t + 1], *stream.tokens(t, t + 1))
+            stream.check(out, t, t + 1)
+
+
+def test_compiled_chunk_has_one_graph():
+    torch._dynamo.reset()
+    stream = Stream(12, 3)
+    cache = stream.slots(chunk=4)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def chunk(q, k, v, scores):
@@ -192,7 +300,8 @@ def test_compiled_step_has_one_graph():
         cache.commit()
         return out
 
-    stream.check(chunk(stream.q[:, 8:], *stream.tokens(8, 12)), 8, 12)
+    for t in range(0, 12, 4):
+        stream.check(chunk(stream.q[:, t : t + 4], *stream.tokens(t, t + 4)), t, t + 4)
 
 
 @pytest.mark.parametrize("mode", ["all keys", "slots"])
@@ -215,3 +324,35 @@ def test_compiled_with_kvcache_has_one_graph(mode):
             out = step(stream.q[:, t : t + 1], *stream.tokens(t, t + 1))
             stream.check(out, t, t + 1)
             options["cache_seqlens"].fill_(t + 1)
+
+
+@pytest.mark.parametrize(
+    "message, rule",
+    [
+        ("keep_window_size: got None, expected a number of keys", {"score_threshold": 0.5}),
+        ("keep_window_size: got 0, expected 1 or more", {"keep_window_size": 0}),
+        ("keep_window_size: got 3 sizes, expected one, or 2", {"keep_window_size": (1, 2, 3)}),
+        ("keep_window_size: got no sizes", {"keep_window_size": ()}),
+        ("selection: got 'global', expected 'per_query'", {"keep_window_size": 4, "selection": "global"}),
+        ("recent_window: got -1", {"keep_window_size": 4, "recent_window": -1}),
+        ("sink_tokens: got 1.5", {"keep_window_size": 4, "sink_tokens": 1.5}),
+        ("score_threshold: got nan", {"keep_window_size": 4, "score_threshold": float("nan")}),
+        ("recent_competes: got 'no'", {"keep_window_size": 4, "recent_competes": "no"}),
+        ("recent_competes: got None", {"keep_window_size": 4, "recent_competes": None}),
+    ],
+)  # fmt: skip
+def test_bad_rule_raises(message, rule):
+    rule = {"keep_window_size": None} | rule
+    with pytest.raises((ValueError, TypeError)) as caught:
+        KVSlots(2, 2, head_dim=8, **rule)
+    assert message in str(caught.value)
+
+
+def test_states_of_other_rules_raise():
+    cache = KVSlots(1, 2, 4, 8, recent_window=2)
+    other = KVSlots(1, 2, 3, 8, recent_window=3)  # as many places
+    with pytest.raises(ValueError, match="snapshot: got keep_window_size 3, expected 4"):
+        cache.restore(other)
+    other = KVSlots(1, 2, 4, 8, recent_window=2, recent_competes=False)
+    with pytest.raises(ValueError, match="state: got recent_competes False, expected True"):
+        cache.load_state_dict(other.state_dict())
