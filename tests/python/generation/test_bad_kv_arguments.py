@@ -1,18 +1,44 @@
-"""Arguments of KV caches that mean nothing raise an error that names them, and change nothing."""
+"""Arguments of KV caches that mean nothing raise an error that names them, after which a cache holds what it held, also where a call
+does several things one after the other."""
+
+import re
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flash_dmattn import KVSlots, flash_dmattn_with_kvcache
+from flash_dmattn import DynamicMaskAttention, KVSlots, flash_dmattn_with_kvcache
+
+B, HKV, HQ, D, WINDOW, CHUNK, PLACES = 2, 2, 4, 8, 4, 3, 9
 
 
-def tokens(n=1, **dtypes):
-    k, v = (torch.randn(2, n, 2, 8) for _ in range(2))
-    return {"key": k, "value": v, "scores": torch.randn(2, 2, n)}
+def tokens(n, batch=B):
+    k, v = (torch.randn(batch, n, HKV, D) for _ in range(2))
+    return {"key": k, "value": v, "scores": torch.randn(batch, HKV, n)}
 
 
-STEP = {"query": torch.randn(2, 1, 4, 8)} | tokens()
+def chunk(n):
+    return {"query": torch.randn(B, n, HQ, D), **tokens(n)}
+
+
+STEP = chunk(1)
+
+
+def filled(chunk=CHUNK):
+    cache = KVSlots(B, HKV, WINDOW, D, chunk=chunk)
+    cache.fill(**tokens(6))
+    return cache
+
+
+@contextmanager
+def unchanged(cache, message):
+    before = [t.clone() for t in cache.tensors], cache.pending, cache.is_empty
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=re.escape(message)):
+        yield
+    after = list(cache.tensors), cache.pending, cache.is_empty
+    assert before[1:] == after[1:]
+    assert all(map(torch.equal, before[0], after[0]))
 
 
 @pytest.mark.parametrize(
@@ -27,9 +53,8 @@ STEP = {"query": torch.randn(2, 1, 4, 8)} | tokens()
 )
 def test_bad_kv_slots_size_raises(message, options):
     sizes = {"batch": 2, "heads_kv": 2, "keep_window_size": 4, "head_dim": 8}
-    with pytest.raises((ValueError, TypeError)) as caught:
+    with pytest.raises((ValueError, TypeError), match=f"^{message}"):
         KVSlots(**(sizes | options))
-    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -45,18 +70,8 @@ def test_bad_kv_slots_size_raises(message, options):
 )  # fmt: skip
 def test_unsupported_slots_on_gpu_raise(message, options):
     sizes = {"batch": 2, "heads_kv": 2, "keep_window_size": 4, "head_dim": 8, "device": "cuda"}
-    with FakeTensorMode(), pytest.raises((ValueError, TypeError)) as caught:
+    with FakeTensorMode(), pytest.raises((ValueError, TypeError), match=f"^{message}"):
         KVSlots(**(sizes | options))
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize("flag", [None, "no"])
-def test_flag_of_scores_that_is_no_bool_raises(flag):
-    cache = KVSlots(2, 2, 4, 8, chunk=2)
-    for attend in (cache.step, cache.extend):
-        with pytest.raises(TypeError, match=f"scores_are_bias: got {flag!r}"):
-            attend(**STEP, scores_are_bias=flag)
-    assert cache.is_empty
 
 
 def test_float32_slot_tensors_on_gpu_raise():
@@ -68,82 +83,180 @@ def test_float32_slot_tensors_on_gpu_raise():
         KVSlots.from_tensors(4, k, k, torch.zeros(2, 2, 4, device="cuda"), *integers)
 
 
+# A step and a chunk name them alike.
+BAD_NUMBERS = [
+    ("scale: got inf", {"scale": float("inf")}),
+    ("scale: got nan", {"scale": float("nan")}),
+    ("scale: got 0", {"scale": 0.0}),
+    ("softcap: got -1.0", {"softcap": -1.0}),
+    ("nonfinite: got 'no'", {"nonfinite": "no"}),
+    ("scores_are_bias: got 'False'", {"scores_are_bias": "False"}),
+    ("scores_are_bias: got None", {"scores_are_bias": None}),
+]
+
+
 @pytest.mark.parametrize(
     "message, spoiled",
     [
-        ("q: got [2, 2, 4, 8]", {"query": torch.randn(2, 2, 4, 8)}),
+        *BAD_NUMBERS,
+        ("q: got [2, 2, 4, 8]", {"query": torch.randn(B, 2, HQ, D)}),
         ("k: got [2, 2, 2, 8], expected one token", tokens(2)),
-        ("q: got Double", {"query": torch.randn(2, 1, 4, 8).double()}),
-        ("k: got [2, 1, 3, 8]", {"key": torch.randn(2, 1, 3, 8)}),
-        ("v: got [1, 1, 2, 8]", {"value": torch.randn(1, 1, 2, 8)}),
-        ("scores: got [2, 2, 2]", {"scores": torch.randn(2, 2, 2)}),
-        ("scores: got BFloat16", {"scores": torch.randn(2, 2, 1).bfloat16()}),
-        (
-            "key_mask: got shape (2, 2), expected (2, 1)",
-            {"key_mask": torch.ones(2, 2, dtype=torch.bool)},
-        ),
-        ("key_mask: got torch.float32", {"key_mask": torch.ones(2, 1)}),
-        ("heads_q: got 3", {"query": torch.randn(2, 1, 3, 8)}),
-        ("scale: got inf", {"scale": float("inf")}),
-        ("scale: got 0", {"scale": 0.0}),
-        ("softcap: got -1.0", {"softcap": -1.0}),
-        ("nonfinite: got 'no'", {"nonfinite": "no"}),
+        ("q: got Double", {"query": STEP["query"].double()}),
+        ("k: got [2, 1, 3, 8]", {"key": torch.randn(B, 1, 3, D)}),
+        ("v: got [1, 1, 2, 8]", {"value": torch.randn(1, 1, HKV, D)}),
+        ("scores: got [2, 2, 2]", {"scores": torch.randn(B, HKV, 2)}),
+        ("scores: got BFloat16", {"scores": STEP["scores"].bfloat16()}),
+        ("key_mask: got shape (2, 2), expected (2, 1)", {"key_mask": torch.ones(B, 2).bool()}),
+        ("key_mask: got torch.float32", {"key_mask": torch.ones(B, 1)}),
+        ("heads_q: got 3", {"query": torch.randn(B, 1, 3, D)}),
         ("key: got list", {"key": [1.0]}),
     ],
 )
-def test_bad_step_argument_raises_and_leaves_cache(message, spoiled):
-    cache = KVSlots(2, 2, 4, 8)
-    cache.step(**STEP)
-    before = [t.clone() for t in cache.tensors]
-    with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+def test_bad_step_leaves_cache_unchanged(message, spoiled):
+    cache = filled(chunk=0)
+    with unchanged(cache, message):
         cache.step(**(STEP | spoiled))
-    assert message in str(caught.value)
-    assert all(torch.equal(a, b) for a, b in zip(before, cache.tensors, strict=True))
 
 
-def test_bad_chunk_or_row_argument_raises():
-    cache = KVSlots(2, 2, 4, 8, chunk=3)
+@pytest.mark.parametrize(
+    "message, spoiled",
+    [
+        ("query: got 4 queries, expected one for each of 5 tokens", {"query": torch.randn(B, 4, HQ, D)}),
+        ("query: got shape (2, 5, 3, 8)", {"query": torch.randn(B, 5, 3, D)}),
+        ("query: got torch.float64", {"query": torch.randn(B, 5, HQ, D).double()}),
+        ("value: got shape (2, 6, 2, 8)", {"value": torch.randn(B, 6, HKV, D)}),
+        ("scores: got shape (2, 2, 6)", {"scores": torch.randn(B, HKV, 6)}),
+        ("scores: got torch.bfloat16", {"scores": torch.randn(B, HKV, 5).bfloat16()}),
+        ("key_mask: got shape (2, 6)", {"key_mask": torch.ones(B, 6).bool()}),
+        ("key_mask: got torch.float32", {"key_mask": torch.ones(B, 5)}),
+        ("key: got shape (2, 2, 8)", {"key": torch.randn(B, HKV, D)}),
+        *BAD_NUMBERS,
+        ("scal", {"scal": 1.0}),
+    ],
+)  # fmt: skip
+def test_bad_chunk_leaves_cache_unchanged(message, spoiled):
+    cache = filled()
+    with unchanged(cache, message):
+        cache.extend(**(chunk(5) | spoiled))
+
+
+def test_extend_without_tokens_returns_empty():
+    cache = filled()
+    assert cache.extend(**chunk(0)).shape == (B, 0, HQ, D)
+
+
+def test_bad_chunk_row_or_state_leaves_cache_unchanged():
+    cache = filled()
+    other = KVSlots(B, HKV, WINDOW + 1, D, chunk=CHUNK - 1)  # as many places, of another meaning
     cache.append(**tokens(2))
+    state = filled().state_dict()
     for message, call in {
         "key: got 2 tokens, expected 1 or fewer": lambda: cache.append(**tokens(2)),
         "pending: got 2 tokens": lambda: cache.step(**STEP),
-        "query: got 3 queries": lambda: cache.attend(torch.randn(2, 3, 4, 8)),
-        "scale: got 0": lambda: cache.attend(torch.randn(2, 1, 4, 8), scale=0.0),
+        "query: got 3 queries": lambda: cache.attend(torch.randn(B, 3, HQ, D)),
+        "scale: got 0": lambda: cache.attend(torch.randn(B, 1, HQ, D), scale=0.0),
         "keep: got 3": lambda: cache.commit(3),
         "keep[1]: got 5": lambda: cache.commit(torch.tensor([0, 5])),
         "keep: got [3]": lambda: cache.commit(torch.tensor([0, 1, 2])),
         "count: got 3": lambda: cache.drop(3),
         "index[1]: got 2": lambda: cache.select(torch.tensor([0, 2])),
         "index: got list": lambda: cache.select([0]),
-        "state: got keep_window_size 5": lambda: cache.load_state_dict(
-            KVSlots(2, 2, 5, 8, chunk=3).state_dict()
-        ),
-        "snapshot: got 3 rows": lambda: cache.restore(KVSlots(3, 2, 4, 8, chunk=3)),
+        "state: got keep_window_size 5": lambda: cache.load_state_dict(other.state_dict()),
+        "snapshot: got 3 rows": lambda: cache.restore(KVSlots(3, HKV, WINDOW, D, chunk=CHUNK)),
         "intervals: got them for (batch, heads, keys) (2, 2, 6)": lambda: cache.fill(
             **tokens(3), intervals=cache.pending_intervals(1)
         ),
-        "scores: got shape (2, 3, 2), expected (2, 2, 3)": lambda: cache.fill(
-            **(tokens(3) | {"scores": torch.randn(2, 3, 2)})
+        "snapshot: got keep_window_size 5": lambda: cache.restore(other),
+        "snapshot: got dict": lambda: cache.restore(state),
+        "index: got torch.bool": lambda: cache.select(torch.tensor([True, False])),
+        "index: got torch.float32": lambda: cache.select(torch.tensor([1.0])),
+        "index: got shape (1, 2)": lambda: cache.select(torch.tensor([[0, 1]])),
+        "index[0]": lambda: cache.select(torch.tensor([2**32])),
+        "index: got shape (1,), expected (2,)": lambda: cache.reorder(torch.tensor([1])),
+        "keep: got torch.float32": lambda: cache.commit(torch.tensor([1.0, 1.0])),
+        "state: got none of v, expected": lambda: cache.load_state_dict(
+            {name: value for name, value in state.items() if name != "v"}
         ),
-        "lengths[0]: got 4": lambda: cache.fill(**tokens(3), lengths=torch.tensor([4, 1])),
+        "state: got scores of shape (3,)": lambda: cache.load_state_dict(
+            state | {"scores": torch.ones(3)}
+        ),
+        "state['seen']: got list": lambda: cache.load_state_dict(state | {"seen": [1, 2]}),
+        "pending: got 4, expected at most 3": lambda: cache.load_state_dict(state | {"pending": 4}),
     }.items():
-        with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+        with unchanged(cache, message):
             call()
-        assert message in str(caught.value)
-    assert cache.pending == 2
+
+
+def test_commit_on_unknown_backend_raises():
+    cache = filled()
+    cache.append(**tokens(3))
+    cache.backend = "abacus"
+    with unchanged(cache, "abacus"):
+        cache.commit(1)
+
+
+def test_attend_uses_backend_of_cache():
+    cache = filled()
+    cache.append(**tokens(1))
+    intervals = cache.pending_intervals(1)
+    cache.pending_intervals = lambda queries: intervals
+    cache.backend = "abacus"
+    with pytest.raises((ValueError, RuntimeError), match="abacus"):
+        cache.attend(torch.randn(B, 1, HQ, D))
+
+
+def test_bad_prompt_argument_raises():
+    cache = filled()
+    for message, options in {
+        "key_mask: got shape (6,)": {"key_mask": torch.ones(6).bool()},
+        "key_mask: got torch.int64": {"key_mask": torch.ones(B, 6).long()},
+        "lengths: got torch.float32": {"lengths": torch.ones(B)},
+        "lengths: got shape (2, 1)": {"lengths": torch.ones(B, 1).int()},
+        "lengths[0]: got 7": {"lengths": torch.tensor([7, 1])},
+        "scores: got shape (2, 3, 6), expected (2, 2, 6)": {"scores": torch.randn(B, 3, 6)},
+        "intervals: got Tensor": {"intervals": torch.zeros(B, HKV, 6, 2).int()},
+    }.items():
+        with unchanged(cache, message):
+            cache.fill(**tokens(6) | options)
+
+
+def test_count_beyond_the_window_raises():
+    """As of a cache with another window, or of memory that was never cleared."""
+    cache = filled(chunk=0)
+    cache.counts[1, 0, 0] = WINDOW + 1
+    for call in (
+        lambda: cache.step(**chunk(1)),
+        lambda: cache.snapshot(),
+        lambda: cache.append(**tokens(0)),
+        lambda: cache.commit(),
+    ):
+        with unchanged(cache, "counts[2].count: got 5, expected 0 to 4"):
+            call()
+    cache.counts[1, 0] = torch.tensor([WINDOW, WINDOW, WINDOW, -1, 0, 7, 0, 0])
+    with unchanged(cache, "counts[2].victim: got 7, expected 0 to 3"):
+        cache.step(**chunk(1))
+
+
+def test_state_of_another_dtype_raises():
+    empty = KVSlots(B, HKV, WINDOW, D, chunk=CHUNK)
+    empty.load_state_dict(KVSlots(B, HKV, WINDOW, D, chunk=CHUNK).state_dict())
+    assert empty.is_empty
+    half = KVSlots(B, HKV, WINDOW, D, chunk=CHUNK, dtype=torch.bfloat16)
+    half.load_state_dict(filled().state_dict())
+    assert not half.is_empty and half.k.dtype == torch.bfloat16 and half.seen.tolist() == [6, 6]
 
 
 def test_gradients_are_refused():
-    cache = KVSlots(2, 2, 4, 8)
+    cache, leaf = filled(chunk=0), STEP | {"query": STEP["query"].clone().requires_grad_()}
     with pytest.raises(RuntimeError, match="query: got a tensor that requires a gradient"):
-        cache.step(**(STEP | {"query": STEP["query"].clone().requires_grad_()}))
+        cache.step(**leaf)
     with torch.no_grad():
-        cache.step(**(STEP | {"query": STEP["query"].clone().requires_grad_()}))
+        cache.step(**leaf)
 
 
 def test_tangents_are_refused():
     """torch would take them for 0."""
-    query, cache = STEP["query"], KVSlots(2, 2, 4, 8)
+    query, cache = STEP["query"], filled(chunk=0)
     caches = {"k_cache": torch.zeros(2, 9, 2, 8), "v_cache": torch.zeros(2, 9, 2, 8)}
     lengths = torch.zeros(2, dtype=torch.int32)
     for call in (
@@ -154,31 +267,135 @@ def test_tangents_are_refused():
             torch.func.jvp(call, (query,), (query,))
 
 
+# ---- flash_dmattn_with_kvcache ---------------------------------------------------------------------
+
+
+def all_keys(**spoiled):
+    """A correct call on a cache of all keys, spoiled."""
+    return {
+        "q": torch.randn(B, 2, HQ, D),
+        "k_cache": torch.zeros(B, PLACES, HKV, D),
+        "v_cache": torch.zeros(B, PLACES, HKV, D),
+        "score_cache": torch.zeros(B, HKV, PLACES),
+        "k": torch.randn(B, 2, HKV, D),
+        "v": torch.randn(B, 2, HKV, D),
+        "scores": torch.randn(B, HKV, 2),
+        "cache_seqlens": torch.tensor([3, 7], dtype=torch.int32),
+        "keep_window_size": WINDOW,
+    } | spoiled
+
+
 @pytest.mark.parametrize(
     "message, spoiled",
     [
         ("k, v, scores: got some", {"scores": None}),
-        ("slot_positions, slot_counts: got one", {"slot_counts": torch.zeros(2, 2, 2).int()}),
-        ("key_mask: got it for a cache of all keys", {"key_mask": torch.ones(2, 1).bool()}),
+        ("slot_positions, slot_counts: got one", {"slot_counts": torch.zeros(B, HKV, 2).int()}),
+        ("key_mask: got it for a cache of all keys", {"key_mask": torch.ones(B, 2).bool()}),
         ("score_cache: got None", {"score_cache": None, "scores": None}),
         ("keep_window_size: got -1", {"keep_window_size": -1}),
         ("cache_seqlens: got list", {"cache_seqlens": [1, 2]}),
         ("scale: got 0", {"scale": 0.0}),
+        ("q: got shape (1, 2, 4, 8)", {"q": torch.randn(1, 2, HQ, D)}),
+        ("q: got shape (2, 2, 3, 8)", {"q": torch.randn(B, 2, 3, D)}),
+        ("q: got torch.bfloat16", {"q": torch.randn(B, 2, HQ, D).bfloat16()}),
+        ("k: got shape (1, 2, 2, 8)", {"k": torch.randn(1, 2, HKV, D)}),
+        ("k: got shape (2, 2, 1, 8)", {"k": torch.randn(B, 2, 1, D)}),
+        ("v: got shape (2, 1, 2, 8)", {"v": torch.randn(B, 1, HKV, D)}),
+        ("v: got torch.bfloat16", {"v": torch.randn(B, 2, HKV, D).bfloat16()}),
+        ("scores: got shape (2, 1, 2)", {"scores": torch.randn(B, 1, 2)}),
+        ("v_cache: got shape (2, 9, 2, 7)", {"v_cache": torch.zeros(B, PLACES, HKV, D - 1)}),
+        ("score_cache: got shape (2, 2, 8)", {"score_cache": torch.zeros(B, HKV, PLACES - 1)}),
+        ("score_cache: got torch.bfloat16", {"score_cache": torch.zeros(B, HKV, PLACES).bfloat16()}),
+        ("cache_seqlens: got shape (1,)", {"cache_seqlens": torch.zeros(1).int()}),
+        ("cache_seqlens: got torch.float32", {"cache_seqlens": torch.zeros(B)}),
+        ("cache_seqlens[1]: got 8, expected 0 to 7", {"cache_seqlens": torch.tensor([0, 8]).int()}),
+        ("cache_seqlens[0]: got -1", {"cache_seqlens": torch.tensor([-1, 0]).int()}),
+        ("cache_leftpad: got shape (2, 1)", {"cache_leftpad": torch.zeros(B, 1).int()}),
+        ("cache_leftpad[1]: got 10", {"cache_leftpad": torch.tensor([0, 10]).int()}),
+        ("keep_window_size: got 2.5", {"keep_window_size": 2.5}),
+        ("backend: got 'abacus'", {"backend": "abacus"}),
+        ("scores_are_bias: got 'no'", {"scores_are_bias": "no"}),
+        ("return_lse: got 'no'", {"return_lse": "no"}),
+        ("k_cache: got an expanded tensor", {"k_cache": torch.zeros(1, PLACES, HKV, D).expand(B, -1, -1, -1)}),
+        ("k_cache: got a tensor that requires a gradient",
+         {"k_cache": torch.zeros(B, PLACES, HKV, D, requires_grad=True)}),
+    ],
+)  # fmt: skip
+def test_bad_full_cache_argument_leaves_cache_unchanged(message, spoiled):
+    arguments = all_keys(**spoiled)
+    names = ("k_cache", "v_cache", "score_cache", "cache_seqlens")
+    caches = [arguments[name] for name in names if torch.is_tensor(arguments[name])]
+    before = [t.clone() for t in caches]
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=re.escape(message)):
+        flash_dmattn_with_kvcache(**arguments)
+    assert all(map(torch.equal, before, caches))
+
+
+def test_tokens_that_alias_the_cache_are_written_unchanged():
+    """Written from where they are to where they belong, although the places overlap."""
+    arguments = all_keys(
+        k_cache=torch.randn(B, PLACES, HKV, D), cache_seqlens=torch.tensor([1, 1]).int()
+    )
+    arguments["k"] = arguments["k_cache"][:, :2]
+    expected = arguments["k"].clone()
+    flash_dmattn_with_kvcache(**arguments)
+    assert torch.equal(arguments["k_cache"][:, 1:3], expected)
+
+
+def test_double_precision_takes_scores_in_float32():
+    arguments = all_keys()
+    wide = {
+        name: t.double() if name in ("q", "k", "v", "k_cache", "v_cache") else t
+        for name, t in all_keys(**arguments).items()
+    }
+    torch.testing.assert_close(
+        flash_dmattn_with_kvcache(**wide).float(), flash_dmattn_with_kvcache(**arguments)
+    )
+
+
+# ---- DynamicMaskAttention --------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_bad_layer_argument_leaves_cache_unchanged():
+    layer, hidden = DynamicMaskAttention(32, HQ, HKV, WINDOW), torch.randn(B, 6, 32)
+    cache = layer.make_cache(B)
+    layer(hidden, cache=cache)
+    other = DynamicMaskAttention(32, HQ, HKV, WINDOW + 1)
+    for message, call in {
+        "cache: got one of (batch, heads_kv, keep_window_size, head_dim) (2, 2, 4, 8), expected (2, 2, 5, 8)": (
+            lambda: other(hidden[:, :1], cache=cache)
+        ),
+        "expected (1, 2, 4, 8)": lambda: layer(hidden[:1, :1], cache=cache),
+        "hidden: got shape (6, 32), expected [B, S, 32]": lambda: layer(hidden[0], cache=cache),
+        "key_mask: got shape (2, 6), expected (2, 1)": lambda: layer(
+            hidden[:, :1], cache=cache, key_mask=torch.ones(B, 6).bool()
+        ),
+        "cache: got dict": lambda: layer(hidden, cache=cache.state_dict()),
+    }.items():
+        with unchanged(cache, message):
+            call()
+
+
+@torch.no_grad()
+def test_layer_with_cache_of_another_dtype_raises():
+    layer, hidden = DynamicMaskAttention(32, HQ, HKV, WINDOW), torch.randn(B, 9, 32)
+    cache = layer.make_cache(B, dtype=torch.bfloat16)
+    parts = [layer(part, cache=cache) for part in hidden.split([5, 1, 3], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), layer(hidden), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    "message, sizes",
+    [
+        ("keep_window_size: got 0", {"keep_window_size": 0}),
+        ("heads_q: got 3, expected a multiple of heads_kv, 2", {"heads_q": 3, "heads_kv": 2}),
+        ("head_dim: got 257", {"head_dim": 257}),
+        ("hidden_size: got 32.0", {"hidden_size": 32.0}),
     ],
 )
-def test_bad_with_kvcache_argument_raises(message, spoiled):
-    options = {
-        "q": STEP["query"],
-        "k_cache": torch.zeros(2, 9, 2, 8),
-        "v_cache": torch.zeros(2, 9, 2, 8),
-        "score_cache": torch.zeros(2, 2, 9),
-        "k": STEP["key"],
-        "v": STEP["value"],
-        "scores": STEP["scores"],
-        "cache_seqlens": torch.zeros(2, dtype=torch.int32),
-        "keep_window_size": 4,
-    }
-    flash_dmattn_with_kvcache(**options)
-    with pytest.raises((ValueError, TypeError)) as caught:
-        flash_dmattn_with_kvcache(**(options | spoiled))
-    assert message in str(caught.value)
+def test_bad_layer_size_raises(message, sizes):
+    with pytest.raises((ValueError, TypeError), match=message):
+        DynamicMaskAttention(
+            **({"hidden_size": 32, "heads_q": HQ, "keep_window_size": WINDOW} | sizes)
+        )
