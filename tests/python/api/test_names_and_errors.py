@@ -306,10 +306,10 @@ def test_operators_check_what_they_are_given():
     for name, *wrong in [
         ("lse: got Byte", lse.byte(), None),
         ("lse: got Double", lse.double(), None),
-        (r"lse: got \[", lse.flatten(), None),
-        (r"lse: got \[", lse[:1], None),
+        (r"lse: got .*\[", lse.flatten(), None),
+        (r"lse: got .*\[", lse[:1], None),
         ("dlse: got Double", lse, lse[0].double()),
-        (r"dlse: got \[", lse, lse),
+        (r"dlse: got .*\[", lse, lse),
     ]:
         with pytest.raises((ValueError, RuntimeError), match=name):
             ops.backward(

@@ -18,7 +18,7 @@ from ...keys.rule import KeySelection
 from ...keys.select_intervals import select_key_intervals
 from ...ragged import RaggedBatch, extend_ragged
 from ...scores import doge_scores_of, with_zero_sum_gradient
-from ..dtypes import cast_states, fdma_peft_integration_check, target_dtype
+from ..dtypes import cast_states, target_dtype
 from ..keywords import check_mask_keywords
 from ..layer_masks import as_key_intervals, is_causal_mask, present_tokens
 from ..named_attention import attention_bshd
@@ -130,10 +130,8 @@ class FlashDogeAttention(DogeAttention):
             out = extend_ragged(pool, context.batch, *states, scores[0].float(), scale=self.scaling)
             return self.o_proj(out.to(hidden_states.dtype)[None].flatten(2)), None
         if isinstance(cache, DynamicMaskCache):
-            slots = _layer_of(cache, self.layer_idx)
-            out = _attend_with_slots(
-                self, slots, query, key, value, scores, attention_mask, context
-            )
+            states = _States(query, key, value, scores, attention_mask, context)
+            out = _attend_with_slots(self, _layer_of(cache, self.layer_idx), states)
             return self.o_proj(out.flatten(2)), None
         if cache is not None:
             check_cache(cache)
@@ -146,7 +144,8 @@ class FlashDogeAttention(DogeAttention):
                 scores is None or self.round_scores_like_eager
             ):  # eager attention rounds all of them together
                 scores = doge_scores(self, self.dt_proj(value.flatten(2)))
-        out = _attend(self, query, key, value, scores, attention_mask, context, kwargs)
+        states = _States(query, key, value, scores, attention_mask, context)
+        out = _attend(self, states, kwargs)
         return self.o_proj(out.flatten(2)), None
 
 
@@ -199,27 +198,31 @@ def _layer_of(cache: DynamicMaskCache, index: int) -> DynamicMaskLayer:
     return cache.layers[index]
 
 
+class _States(NamedTuple):
+    """The states of a layer's tokens, and what its queries may see."""
+
+    query: torch.Tensor  # [B, S, Hq, D]
+    key: torch.Tensor  # [B, S, Hkv, D]
+    value: torch.Tensor
+    scores: torch.Tensor  # [B, Hkv, S]
+    mask: torch.Tensor | None
+    context: Context
+
+
 def _attend_with_slots(
-    self: DogeAttention,
-    slots: DynamicMaskLayer,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scores: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    context: Context,
+    self: DogeAttention, slots: DynamicMaskLayer, states: _States
 ) -> torch.Tensor:
-    """Attention of new tokens [B, S, H, D] to those of the cache and to each other: [B, S, Hq, D]."""
+    """Attention of new tokens to those of the cache and to each other: [B, S, Hq, D]."""
     slots.check_rule(KeySelection(self.keep_window_size), self.layer_idx)
-    key_mask = present_tokens(attention_mask, query.shape[1])
-    dtype = target_dtype(self, query)
-    query, key, value, _ = fdma_peft_integration_check(query, key, value, None, dtype)
+    key_mask = present_tokens(states.mask, states.query.shape[1])
+    query, key, value = cast_states(states[:3], target_dtype(self, states.query))
+    scores = states.scores.float()
     if not slots.is_empty:
-        states = _heads_first(query, key, value)
-        return slots.attend(*states, scores.float(), key_mask, scale=self.scaling)[0]
+        heads_first = _heads_first(query, key, value)
+        return slots.attend(*heads_first, scores, key_mask, scale=self.scaling)[0]
     slots.check_kernels(key)  # before attention that the slots could not take over
-    out = _attend(self, query, key, value, scores, attention_mask, context, {})
-    slots.fill(*_heads_first(key, value), scores.float(), key_mask)
+    out = _attend(self, states._replace(query=query, key=key, value=value), {})
+    slots.fill(*_heads_first(key, value), scores, key_mask)
     return out
 
 
@@ -228,17 +231,9 @@ def _heads_first(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(t.transpose(1, 2) for t in states)
 
 
-def _attend(
-    self: DogeAttention,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scores: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    context: Context,
-    options: dict,
-) -> torch.Tensor:
-    """Attention of queries [B, Sq, Hq, D] over all keys of the text so far: [B, Sq, Hq, D]."""
+def _attend(self: DogeAttention, states: _States, options: dict) -> torch.Tensor:
+    """Attention of queries over all keys of the text so far: [B, Sq, Hq, D]."""
+    query, key, value, scores, attention_mask, context = states
     query_length, key_length = query.shape[1], key.shape[1]
     allowed = _doge_mask(attention_mask, query_length, key_length, context.memo)
     mask, window = allowed, self.keep_window_size
@@ -264,9 +259,7 @@ def _attend(
         memo=context.memo,
     )
     if attention_mask is not None and context.mask_kind != "packed":
-        out = _fill_blind_rows(
-            out, allowed, *_heads_first(query, key, value), self.scaling, context.memo
-        )
+        out = _fill_blind_rows(out, allowed, states, self.scaling)
     return out
 
 
@@ -326,13 +319,7 @@ def _find_doge_mask(
 
 
 def _fill_blind_rows(
-    out: torch.Tensor,
-    mask: torch.Tensor | KeyIntervals,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float,
-    memo: Memo | None,
+    out: torch.Tensor, mask: torch.Tensor | KeyIntervals, states: _States, scaling: float
 ) -> torch.Tensor:
     """Gives queries that may see no key the result of eager attention: the mean of all values.
 
@@ -341,9 +328,10 @@ def _fill_blind_rows(
     over equal fill values there, whose derivative by the scores is still that of a softmax,
     `d out = scaling / Sk * sum_j (v_j - mean) d(q . k_j)`: one D x D matrix per head.
     """
-    blind = _blind_rows(mask, memo)
+    blind = _blind_rows(mask, states.context.memo)
     if blind is None:
         return out
+    query, key, value = _heads_first(*states[:3])
     groups = query.shape[1] // key.shape[1]
     mean = value.mean(2, keepdim=True)
     slope = (value - mean).detach().mT @ key * (scaling / key.shape[2])
