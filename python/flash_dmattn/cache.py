@@ -393,5 +393,5 @@ def _check_intervals(intervals: KeyIntervals, batch: int, heads: int, length: in
     if not intervals.fits(batch, heads, length):
         got = tuple(intervals.intervals.shape[:3])
         raise ValueError(
-            f"intervals: got them for (batch, heads, keys) {got}, expected {(batch, heads, length)}"
+            f"intervals: got some for (batch, heads, keys) {got}, expected {(batch, heads, length)}"
         )

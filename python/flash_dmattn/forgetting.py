@@ -120,7 +120,7 @@ def _visible_intervals(
     if cu_seqlens is not None:
         if rows != length:
             raise ValueError(
-                f"cu_seqlens: got it with {rows} queries and {length} keys, expected as many queries as keys"
+                f"cu_seqlens: got offsets with {rows} queries and {length} keys, expected as many queries as keys"
             )
         check_offsets(cu_seqlens, "cu_seqlens", length, batched=True)
         check_batches(key.shape[:1], {"cu_seqlens": cu_seqlens})

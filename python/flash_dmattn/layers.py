@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ._core.checks import check_count, check_positions, check_tensor, resolve_flag
+from ._core.checks import check_count, check_head_dim, check_positions, check_tensor, resolve_flag
 from ._core.kv_checks import check_mask
 from .cache import KVSlots
 from .functional import flash_dmattn_func
@@ -91,8 +91,7 @@ class DynamicMaskAttention(nn.Module):
                 )
             head_dim = hidden_size // heads_q
         check_count(head_dim, "head_dim")
-        if not 1 <= head_dim <= 256:
-            raise ValueError(f"head_dim: got {head_dim}, expected 1 to 256")
+        check_head_dim(head_dim, "head_dim: got")
         if rope is not None and not callable(rope):
             raise TypeError(f"rope: got {type(rope).__name__}, expected a function or None")
         if score_input is None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from ._core import ops
-from ._core.checks import check_count, check_tensor, resolve_backend
+from ._core.checks import check_count, check_head_dim, check_tensor, resolve_backend
 from ._core.kv_checks import (
     as_row_indices,
     check_head_windows,
@@ -64,8 +64,7 @@ class SlotMemory:
             score_threshold,
         )
         self._set_rule(KeySelection(*rule), heads_kv)
-        if not 1 <= head_dim <= 256:
-            raise ValueError(f"head_dim: got {head_dim}, expected 1 to 256")
+        check_head_dim(head_dim, "head_dim: got")
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(f"dtype: got {dtype}, expected float32, bfloat16 or float16")
         self.backend = resolve_backend(backend)
@@ -185,7 +184,7 @@ class SlotMemory:
             )
         if self.rows is not None or self.pending:
             found = "a view" if self.rows is not None else f"{self.pending} pending tokens"
-            raise ValueError(f"rows: got them for a cache with {found}, expected one without")
+            raise ValueError(f"rows: got rows of a cache with {found}, expected a cache without")
         self.is_empty = False  # from now on any row may be filled
         view = copy.copy(self)
         view.rows = rows.contiguous()

@@ -12,6 +12,7 @@ from ._core.checks import (
     DTYPES,
     check_device,
     check_flag,
+    check_head_dim,
     check_tensor,
     resolve_backend,
     resolve_flag,
@@ -113,10 +114,10 @@ def flash_dmattn_with_kvcache(
     scores_are_bias = check_flag(scores_are_bias, "scores_are_bias")
     return_lse = resolve_flag(return_lse, "return_lse")
     if (slot_positions is None) != (slot_counts is None):
-        raise ValueError("slot_positions, slot_counts: got one of them, expected both or none")
+        raise ValueError("slot_positions, slot_counts: got one of the two, expected both or none")
     if slot_positions is None:
         if key_mask is not None:
-            raise ValueError("key_mask: got it for a cache of all keys, expected cache_leftpad")
+            raise ValueError("key_mask: got a mask for a cache of all keys, expected cache_leftpad")
         _check_all_keys(q, caches, k, v, scores, cache_seqlens, cache_leftpad)
         if score_cache is None and rule.hides_keys() and rule.reads_scores():
             raise ValueError(
@@ -139,7 +140,7 @@ def flash_dmattn_with_kvcache(
         out, statistics = run(q, k_cache, v_cache, bias, visible, numerics, backend)
         return with_lse(out, statistics, return_lse)
     if cache_leftpad is not None:
-        raise ValueError("cache_leftpad: got it for a cache of slots, expected key_mask")
+        raise ValueError("cache_leftpad: got numbers for a cache of slots, expected key_mask")
     if keep_window_size is None or score_cache is None or k is None:
         raise ValueError(
             "keep_window_size, score_cache, k: got no value for one of them, which a cache of slots needs"
@@ -182,8 +183,7 @@ def _check_all_keys(
         raise TypeError(
             f"k_cache: got {k_cache.dtype}, expected float32, bfloat16, float16 or float64"
         )
-    if not 1 <= head_dim <= 256:
-        raise ValueError(f"k_cache: got head dimension {head_dim}, expected 1 to 256")
+    check_head_dim(head_dim, "k_cache: got head dimension")
     check_like(v_cache, "v_cache", tuple(k_cache.shape), k_cache.dtype, device)
     if score_cache is not None:
         check_like(score_cache, "score_cache", (batch, heads, size), torch.float32, device)

@@ -32,6 +32,7 @@ MASK_VALUE = {
 # because an isinstance test of an abstract class takes a microsecond.
 NUMBERS = (float, int, Real, torch.SymFloat, torch.SymInt, Tensor)
 LARGEST_COUNT = 2**31 - 1
+LARGEST_HEAD_DIM = 256
 _INTEGERS = (int, Integral, torch.SymInt)
 _BOOLS = (bool, torch.SymBool)
 FLOAT32_MAX = torch.finfo(torch.float32).max  # of scale and softcap, which kernels round to float32
@@ -118,6 +119,12 @@ def check_count(value: object, name: str) -> None:
         raise ValueError(f"{name}: got {value}, expected 0 or more")
 
 
+def check_head_dim(head_dim: int, got: str) -> None:
+    """got: the argument and what it has, with which the error begins."""
+    if not 1 <= head_dim <= LARGEST_HEAD_DIM:
+        raise ValueError(f"{got} {head_dim}, expected 1 to {LARGEST_HEAD_DIM}")
+
+
 def resolve_flag(value: object, name: str) -> bool:
     """A bool; None is False. A text like "False" would be true."""
     if value is None or isinstance(value, _BOOLS):
@@ -170,11 +177,11 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> int:
     """Returns head_dim of value minus head_dim of query. Raises ValueError for shapes that do not match."""
     query_shape, key_shape, value_shape = query.shape, key.shape, value.shape
     if value_shape != key_shape and (
-        not 1 <= value_shape[-1] <= 256 or value_shape[:-1] != key_shape[:-1]
+        not 1 <= value_shape[-1] <= LARGEST_HEAD_DIM or value_shape[:-1] != key_shape[:-1]
     ):
         raise ValueError(
             f"value: got shape {tuple(value.shape)}, expected that of key, {tuple(key.shape)}, or another head dimension "
-            "from 1 to 256"
+            f"from 1 to {LARGEST_HEAD_DIM}"
         )
     heads_q, head_dim = query_shape[-2], query_shape[-1]
     heads_kv = key_shape[-2]
@@ -188,8 +195,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> int:
         raise ValueError(
             f"key: got {heads_kv} heads, expected a divisor of the {heads_q} heads of query"
         )
-    if not 1 <= head_dim <= 256:
-        raise ValueError(f"query: got head dimension {head_dim}, expected 1 to 256")
+    check_head_dim(head_dim, "query: got head dimension")
     return value_shape[-1] - head_dim
 
 

@@ -259,7 +259,9 @@ def _documents(
             return None
         return offsets_of_positions(position_ids, batch, total).to(device)
     if position_ids is not None:
-        raise ValueError("position_ids: got it together with cu_seqlens, expected one of them")
+        raise ValueError(
+            "position_ids: got positions together with cu_seqlens, expected one of them"
+        )
     if not isinstance(cu_seqlens, Tensor):
         cu_seqlens = torch.tensor(list(cu_seqlens), dtype=torch.int32)
     check_offsets(cu_seqlens, "cu_seqlens", total, batched=True)

@@ -74,11 +74,13 @@ class KeyPositions(NamedTuple):
         if cu_seqlens_q is cu_seqlens_k:
             cu_seqlens_q = None
         if cu_seqlens_q is not None and cu_seqlens_k is None:
-            raise ValueError("cu_seqlens_q: got it without cu_seqlens_k, expected both or neither")
+            raise ValueError(
+                "cu_seqlens_q: got offsets without cu_seqlens_k, expected both or neither"
+            )
         if cu_seqlens_q is not None and (key_positions is not None or query_position is not None):
             name = "key_positions" if key_positions is not None else "query_position"
             raise ValueError(
-                f"{name}: got it together with cu_seqlens_q, expected cu_seqlens_k alone, whose offsets are positions then"
+                f"{name}: got a value together with cu_seqlens_q, expected cu_seqlens_k alone, whose offsets are positions then"
             )
         position = torch.arange(key_length, device=device)[None, None]
         if key_positions is not None:

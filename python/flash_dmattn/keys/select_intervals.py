@@ -71,7 +71,7 @@ def select_key_intervals(
     ).checked_rule()
     is_causal = resolve_flag(is_causal, "is_causal")
     if not rule.hides_keys():
-        raise TypeError("keep_window_size: got None, expected it or score_threshold")
+        raise TypeError("keep_window_size: got None, expected a number of keys, or score_threshold")
     scores, key_mask = per_key_scores(scores, key_mask)
     query_length = scores.shape[2] if query_length is None else query_length
     check_length(query_length, "query_length")

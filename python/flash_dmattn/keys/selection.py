@@ -178,7 +178,7 @@ class _Choice(NamedTuple):
         """
         if any(map(torch._C._functorch.is_batchedtensor, allowed.parts())):
             raise RuntimeError(
-                "keep_window_size: got it under torch.func.vmap over a mask with a query dimension, which attention "
+                "keep_window_size: got a window under torch.func.vmap over a mask with a query dimension, which attention "
                 "does not support; expected the mask's own batch dimension"
             )
         rule, query, key, scores, is_causal, by_rank, memo = self

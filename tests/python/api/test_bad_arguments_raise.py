@@ -184,7 +184,7 @@ def test_vmap_over_a_mask_of_a_choice_is_refused_by_name():
     def choose(mask):
         return flash_dmattn_func(q, k, v, mask[None, None], BIAS, keep_window_size=3)
 
-    with pytest.raises(RuntimeError, match="keep_window_size: got it under torch.func.vmap"):
+    with pytest.raises(RuntimeError, match="keep_window_size: got a window under torch.func.vmap"):
         torch.func.vmap(choose)(torch.ones(3, 9, 9, dtype=torch.bool))
 
 

@@ -206,7 +206,7 @@ def test_bad_argument_raises_naming_it():
             forgetting_attention(q, k, v, log_fgate, prune)
     with pytest.raises(ValueError, match="query: got 70 queries, expected at most 69"):
         forgetting_attention(q, k[:, :-1], v[:, :-1], log_fgate[:, :-1])
-    with pytest.raises(ValueError, match="cu_seqlens: got it with 9 queries and 70 keys"):
+    with pytest.raises(ValueError, match="cu_seqlens: got offsets with 9 queries and 70 keys"):
         forgetting_attention(q[:, :9], k, v, log_fgate, cu_seqlens=torch.tensor([0, N]))
     with pytest.raises(ValueError, match=r"cu_seqlens: got shape \(3, 2\), expected a batch of 2"):
         forgetting_attention(q, k, v, log_fgate, cu_seqlens=torch.tensor([[0, N]] * 3))

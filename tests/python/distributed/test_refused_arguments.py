@@ -46,7 +46,7 @@ REFUSED = {
     ),
     "positions_of_a_piece": ({"position_ids": torch.arange(N)[None]}, ValueError, "position_ids: got.*whole sequence"),
     "two_kinds_of_documents": (
-        {"position_ids": torch.arange(2 * N)[None], "cu_seqlens": [0, 2 * N]}, ValueError, "position_ids: got it together",
+        {"position_ids": torch.arange(2 * N)[None], "cu_seqlens": [0, 2 * N]}, ValueError, "position_ids: got positions together",
     ),
     "falling_offsets": ({"cu_seqlens": [0, 9, 5]}, ValueError, "cu_seqlens: got"),
     "lengths_of_others": ({"lengths": [N, N, N]}, ValueError, "lengths: got"),

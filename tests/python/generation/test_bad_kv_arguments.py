@@ -163,7 +163,7 @@ def test_bad_chunk_row_or_state_leaves_cache_unchanged():
         "index: got list": lambda: cache.select([0]),
         "state: got keep_window_size 5": lambda: cache.load_state_dict(other.state_dict()),
         "snapshot: got 3 rows": lambda: cache.restore(KVSlots(3, HKV, WINDOW, D, chunk=CHUNK)),
-        "intervals: got them for (batch, heads, keys) (2, 2, 6)": lambda: cache.fill(
+        "intervals: got some for (batch, heads, keys) (2, 2, 6)": lambda: cache.fill(
             **tokens(3), intervals=cache.pending_intervals(1)
         ),
         "snapshot: got keep_window_size 5": lambda: cache.restore(other),
@@ -290,7 +290,7 @@ def all_keys(**spoiled):
     [
         ("k, v, scores: got some", {"scores": None}),
         ("slot_positions, slot_counts: got one", {"slot_counts": torch.zeros(B, HKV, 2).int()}),
-        ("key_mask: got it for a cache of all keys", {"key_mask": torch.ones(B, 2).bool()}),
+        ("key_mask: got a mask for a cache of all keys", {"key_mask": torch.ones(B, 2).bool()}),
         ("score_cache: got None", {"score_cache": None, "scores": None}),
         ("keep_window_size: got -1", {"keep_window_size": -1}),
         ("cache_seqlens: got list", {"cache_seqlens": [1, 2]}),

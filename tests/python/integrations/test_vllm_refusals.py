@@ -23,7 +23,7 @@ from scored_models import make_base, make_scored
         ({"is_moe": True, "num_experts": 16, "num_experts_per_tok": 2}, {}, "config.is_moe: got True"),
         ({}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype: got 'fp8'"),
         ({}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2,
-                                     "prompt_lookup_max": 2}}, "speculative_config: got one"),
+                                     "prompt_lookup_max": 2}}, "speculative_config: got a config"),
     ],
 )  # fmt: skip
 def test_settings_without_exact_results_raise(tmp_path, config, options, message):

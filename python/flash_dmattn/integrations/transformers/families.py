@@ -5,6 +5,8 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
+from ..._core.checks import LARGEST_HEAD_DIM
+
 _SINKS = "has attention sinks of each token, or an attention of its own with sinks"
 _INDEXER = (
     "adds the attention mask to the scores of an indexer; masks of flash_dmattn are key intervals"
@@ -32,7 +34,6 @@ _REASONS = {
         _ARITHMETIC,
     ),
 }  # fmt: skip
-_MOST_CHANNELS = 256
 
 
 def reason_to_refuse(model: PreTrainedModel) -> str | None:
@@ -48,8 +49,8 @@ def reason_to_refuse(model: PreTrainedModel) -> str | None:
     if not model._can_set_attn_implementation():
         return "computes attention itself, without transformers' AttentionInterface"
     channels = _head_dim(config)
-    if channels > _MOST_CHANNELS:
-        return f"has a head dimension of {channels}; flash_dmattn has 1 to {_MOST_CHANNELS}"
+    if channels > LARGEST_HEAD_DIM:
+        return f"has a head dimension of {channels}; flash_dmattn has 1 to {LARGEST_HEAD_DIM}"
     return None
 
 

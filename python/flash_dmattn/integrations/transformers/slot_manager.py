@@ -131,7 +131,7 @@ class SlotManager(ContinuousBatchingManager):
         parts = self.distributed_helper.tp_size
         if parts > 1:
             raise ValueError(
-                f"model: got one in {parts} parts (tensor parallelism), expected one: the scores of a key head may be made from "
+                f"model: got {parts} parts of it (tensor parallelism), expected 1: the scores of a key head may be made from "
                 "all heads"
             )
         # Steps in which every sequence brings one token read their rows from block tables, and no length on the host, so that

@@ -23,7 +23,7 @@ class SlotModelConfig(MambaModelConfig):
         )  # fmt: skip
         if vllm_config.speculative_config is not None:
             raise ValueError(
-                "speculative_config: got one, expected None: a key that a draft token hides would not return with the draft "
+                "speculative_config: got a config, expected None: a key that a draft token hides would not return with the draft "
                 "refused"
             )
         if cache.cache_dtype != "auto":
