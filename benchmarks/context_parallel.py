@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Iterable
 
 import torch
@@ -27,6 +26,7 @@ from flash_dmattn.distributed import (
 from flash_dmattn.distributed.pending import seen_keys
 from harness import record
 from harness.cases import PER_QUERY, Case
+from harness.clock import timed
 from harness.ranks import GPU, Ranks, add_options
 
 HQ, HKV, D, WINDOW = (16, 8, 128, 2048) if GPU else (4, 2, 16, 64)
@@ -222,18 +222,12 @@ def disagree(session: Ranks) -> None:
 def median_ms(session: Ranks, body: Callable[[], object], together: bool = True) -> float:
     """Milliseconds of a body on this rank, one of several in succession; the GPU has worked for a third of a second before."""
 
-    def run(count: int) -> float:
-        if GPU:
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-        start = time.perf_counter()
+    def several(count: int) -> None:
         for _ in range(count):
             body()
-        if not GPU:
-            return (time.perf_counter() - start) * 1e3 / count
-        last.record()
-        last.synchronize()
-        return first.elapsed_time(last) / count
+
+    def run(count: int) -> float:
+        return timed(several, session.device.type, count)[0] / count
 
     run(2)
     once = run(2)
