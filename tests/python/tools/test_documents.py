@@ -18,6 +18,20 @@ PAGES += [*sorted(DOCS.glob("tutorial/*.md")), *sorted(DOCS.glob("howto/*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
+NAMED_FILE = re.compile(r"`([\w./]+\.(?:py|cpp|cuh|cu|h|sh|cmake|csv|svg))`")
+SOURCES = (
+    "benchmarks",
+    "bindings",
+    "cmake",
+    "examples",
+    "include",
+    "python",
+    "src",
+    "tests",
+    "tools",
+)
+FOLDERS = ("python/flash_dmattn", "src", ".")  # where the files of the flow are
+
 PRETRAINED = "SmallDoge/Doge-320M"
 
 
@@ -70,3 +84,23 @@ def test_decision_is_at_most_four_short_lines():
     entries = [entry.strip() for entry in entries if entry.startswith("- ")]
     assert len(entries) > 100
     assert [e for e in entries if len(e) > 480 or len(e.splitlines()) > 4] == []
+
+
+def test_files_that_documents_name_exist():
+    sources = [path for folder in SOURCES for path in (DOCS.parent / folder).rglob("*.*")]
+    paths = [str(path) for path in [*sources, *DOCS.rglob("*.svg"), *DOCS.parent.glob("*.*")]]
+    pages = [DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md", *DOCS.rglob("*.md")]
+    named = {name for page in pages for name in NAMED_FILE.findall(page.read_text())}
+    assert len(named) > 40
+    assert [n for n in sorted(named) if not any(path.endswith(f"/{n}") for path in paths)] == []
+
+
+def test_functions_of_the_flow_of_a_call_exist():
+    flow = (DOCS / "architecture.md").read_text().partition("## How a call flows")[2]
+    steps = re.findall(r"^ ?\d+ (\S+\.\w+)(?: (\w+)(?:[.:]+(\w+))?)?", flow, re.MULTILINE)
+    assert len(steps) > 30
+    for file, *functions in steps:
+        places = (DOCS.parent / folder / file for folder in FOLDERS)
+        path = next(path for path in places if path.exists())
+        missing = [name for name in functions if name not in path.read_text()]
+        assert missing == [], file
