@@ -14,6 +14,7 @@ from ._core.checks import (
     backend_of,
     bias_argument,
     check_count,
+    check_on_device,
     clamp_count,
     mask_argument,
     refuse_transforms,
@@ -251,7 +252,4 @@ def _check_intervals(key_intervals: KeyIntervals, query: Tensor, key: Tensor) ->
             f"{key_intervals.query_length}, expected [{batch} or 1, {heads_kv}, {heads_q} or 1, {seqlen_k}, 2] for "
             f"{seqlen_q}"
         )
-    if key_intervals.intervals.device != query.device:
-        raise TypeError(
-            f"key_intervals: got a tensor on {key_intervals.intervals.device}, expected {query.device}"
-        )
+    check_on_device(key_intervals.intervals, "key_intervals", query.device)

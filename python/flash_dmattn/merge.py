@@ -8,7 +8,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from ._core.checks import check_tensor
+from ._core.checks import check_on_device, check_tensor
 from ._core.numerics import resolve_nonfinite
 
 
@@ -166,5 +166,4 @@ def check_sink_logits(sink_logits: Tensor, out: Tensor, name: str = "sink_logits
             f"{name}: got {sink_logits.dtype} of shape {tuple(sink_logits.shape)}, expected a floating dtype of "
             f"shape [Hq], ({heads},)"
         )
-    if sink_logits.device != out.device:
-        raise TypeError(f"{name}: got a tensor on {sink_logits.device}, expected {out.device}")
+    check_on_device(sink_logits, name, out.device)

@@ -104,6 +104,11 @@ def check_tensor(value: object, name: str) -> None:
         )
 
 
+def check_on_device(tensor: Tensor, name: str, device: torch.device) -> None:
+    if tensor.device != device:
+        raise TypeError(f"{name}: got a tensor on {tensor.device}, expected {device}")
+
+
 def check_positions(positions: Tensor, name: str) -> None:
     """Raises unless `positions` is an int32 or int64 tensor of token positions."""
     check_tensor(positions, name)
@@ -272,8 +277,7 @@ def broadcast_argument(tensor: Tensor, name: str, query: Tensor, key: Tensor) ->
             f"{name}: got shape {tuple(shape)}, expected [B, Sk], [B, H, Sk] or [B, H, Sq, Sk] with B = {batch}, "
             f"H = {heads_q} or {heads_kv}, Sq = {seqlen_q}, Sk = {seqlen_k}, any of them 1"
         )
-    if tensor.device != query.device:
-        raise TypeError(f"{name}: got a tensor on {tensor.device}, expected {query.device}")
+    check_on_device(tensor, name, query.device)
     return tensor
 
 

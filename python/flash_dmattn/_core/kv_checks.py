@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .checks import check_count, check_tensor, refuse_transforms
+from .checks import check_count, check_on_device, check_tensor, refuse_transforms
 
 _MOST_HEAD_WINDOWS = 128  # of CacheRule, on a GPU
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
@@ -145,8 +145,7 @@ def check_lengths(numbers: Tensor, name: str, rows: int, most: int, device: torc
     """Raises unless `numbers` are integers [rows] from 0 to `most`. Values are read on the CPU only, because reading
     them from a GPU waits."""
     _check_row_indices(numbers, name, rows)
-    if numbers.device != device:
-        raise TypeError(f"{name}: got a tensor on {numbers.device}, expected {device}")
+    check_on_device(numbers, name, device)
     if type(numbers) is not Tensor or device.type != "cpu" or torch.compiler.is_compiling():
         return
     for row, number in enumerate(numbers.tolist()):

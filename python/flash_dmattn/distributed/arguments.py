@@ -14,6 +14,7 @@ from .._core.checks import (
     MASK_VALUE,
     autocast_tensors,
     check_count,
+    check_on_device,
     check_tensor,
     clamp_count,
     resolve_flag,
@@ -225,8 +226,7 @@ def _per_key(values: Tensor, name: str, key: Tensor, n: int) -> Tensor:
         )
     if not values.is_floating_point() or values.dtype == torch.float64:
         raise TypeError(f"{name}: got {values.dtype}, expected float32 or 16 bits")
-    if values.device != key.device:
-        raise TypeError(f"{name}: got a tensor on {values.device}, expected {key.device}")
+    check_on_device(values, name, key.device)
     return widen_bias(values, torch.float32).expand(batch, heads, n)
 
 
@@ -241,8 +241,7 @@ def _checked_mask(
             f"key_mask: got {key_mask.dtype} of shape {tuple(key_mask.shape)}, expected bool [{batch}, {n}]: padding of this "
             "rank's tokens; masks over pairs of tokens would need the keys of all ranks"
         )
-    if key_mask.device != device:
-        raise TypeError(f"key_mask: got a tensor on {key_mask.device}, expected {device}")
+    check_on_device(key_mask, "key_mask", device)
     return key_mask[:, None]
 
 
