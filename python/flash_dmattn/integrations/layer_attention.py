@@ -1,0 +1,216 @@
+"""Attention of the states of a layer, [B, S, H, D], under the masks and keywords that transformers passes."""
+
+import torch
+
+from .._core.checks import (
+    check_bias,
+    check_count,
+    check_tensor,
+    resolve_flag,
+)
+from .._core.numerics import Numerics
+from ..dispatch import attention, with_lse
+from ..keys.intervals import KeyIntervals
+from ..keys.recognise import Memo
+from ..keys.rule import KeySelection
+from ..keys.selection import Selection, select_elements, squeeze_query_dimension
+from ..keys.visibility import Visibility
+from ..merge import check_sink_logits
+from . import keywords, packed_sequences
+from .dtypes import cast_states
+from .layer_masks import normalize_mask
+from .packed_sequences import PackedArguments, PackedSequences
+
+
+def check_states(layout: str, **states: torch.Tensor) -> None:
+    for name, tensor in states.items():
+        check_tensor(tensor, name)
+        if tensor.dim() != 4:
+            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {layout}")
+
+
+def _flash_dynamic_mask_attention_forward(
+    query_states: torch.Tensor,
+    key_states: torch.Tensor,
+    value_states: torch.Tensor,
+    attention_mask: torch.Tensor | KeyIntervals | None,
+    attention_bias: torch.Tensor | None,
+    query_length: int,
+    key_length: int,
+    is_causal: bool,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    keep_window_size: int | None = None,
+    deterministic: bool | None = None,
+    target_dtype: torch.dtype | None = None,
+    implementation: str | None = None,
+    *,
+    window_size: int | None = None,
+    position_ids: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    memo: Memo | None = None,
+    **kwargs,
+) -> torch.Tensor:
+    """Attention in which every query sees the `keep_window_size` keys with the highest bias.
+
+    The selection is made when there are more keys than that, among allowed keys only, and no gradient
+    flows through it. Its form depends on which input has a query dimension:
+
+    | mask                        | bias       | selection                                        |
+    |-----------------------------|------------|-----------------------------------------------|
+    | None, [B, Sk], [B, H, Sk]   | [B, H, Sk] | one for all queries; causality is applied after |
+    | [B, H, Sq, Sk] or intervals | [B, H, Sk] | per query; the bias stays 3-d                 |
+    | any                         | 4-d        | per query                                     |
+
+    A 3-d bias costs O(N) memory with every mask that shows each key to consecutive queries: causal,
+    padded, packed. Such a 4-d mask is recognised by reading it, in every call (keys/recognise.py). Under any other mask
+    a GPU needs one more bit for each (query, key) and head of the selection.
+
+    Args:
+        query_states: [B, Sq, Hq, D]; float32, bfloat16 or float16.
+        key_states, value_states: [B, Sk, Hkv, D].
+        attention_mask: bool or integer, nonzero = allowed, every dimension but the last may be 1; or, when
+            4-d, additive floating point; or `KeyIntervals`, or their tensor, int32 [B, H, Sk, 2].
+        attention_bias: added to the scaled scores; heads Hq, Hkv or 1.
+        query_length, key_length: Sq and Sk.
+        is_causal: hide keys that come after the query (last query = last key), in addition to the mask.
+        keep_window_size: how many keys a query keeps; alias: `window_size`.
+        target_dtype: see `fdma_peft_integration_check`.
+        implementation: accepted for compatibility; there is one.
+        position_ids, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: several sequences packed in a
+            row; int [1 or B, Sq] that begin again where Sq = Sk, or int32 [sequences + 1] over all rows one
+            after the other, and lengths where known. A mask with a query dimension includes them; together
+            with other padding they raise.
+        sliding_window: how many keys a query sees, itself included, where there is no mask; a mask
+            already includes it.
+        s_aux: [Hq], a logit of each head that takes part in every softmax as a key without a value (sinks).
+        memo: results that the layers of one forward share, or None.
+        kwargs: see `keywords`.
+
+    Returns:
+        [B, Sq, Hq, D]; a query that sees no key gets 0.
+
+    Raises:
+        ValueError: both names of the window given and different, or one without a bias; shapes that do not
+            fit; packed sequences with padding, a 4-d bias or a sliding window; one of cu_seq_lens_q and
+            cu_seq_lens_k; keywords of unsupported features; a mask of negative integers, where values are read.
+        TypeError: an unknown keyword, or an argument of another type; a floating point mask that is not 4-d.
+    """
+    states = (query_states, key_states, value_states)
+    _check_arguments(states, (query_length, key_length), attention_mask, sliding_window, kwargs)
+    packing = PackedArguments(
+        position_ids, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+    )
+    packing.check()
+    if attention_bias is not None:
+        attention_bias = check_bias(attention_bias, "attention_bias", query_states, key_states)
+    if s_aux is not None:
+        check_sink_logits(s_aux, query_states, "s_aux")
+    keep = _resolve_keep_window_size(keep_window_size, window_size, attention_bias)
+    selects = keep is not None and key_length > keep
+    is_causal = resolve_flag(is_causal, "is_causal") and query_length > 1
+
+    visible = packed_sequences.sequences_or_mask(
+        packing,
+        attention_mask,
+        query_states,
+        key_length,
+        sliding_window=sliding_window,
+        is_causal=is_causal,
+        selects=selects,
+        memo=memo,
+    )
+    cast = cast_states(states, target_dtype)
+    if isinstance(visible, PackedSequences):
+        return packed_sequences.attend(
+            *cast,
+            attention_bias,
+            visible,
+            keep,
+            is_causal=is_causal,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            deterministic=deterministic,
+            sink_logits=s_aux,
+        )
+    mask, intervals, bias = normalize_mask(
+        visible, attention_bias, query_states, key_states, selects, memo
+    )
+    selection = Selection()
+    if selects:
+        mask, intervals, selection = _selection_of(
+            attention_bias, mask, intervals, keep, is_causal, query_states, key_states
+        )
+    out, statistics = attention(
+        *cast,
+        bias,
+        Visibility(mask, is_causal, intervals),
+        selection,
+        Numerics.of(None, softmax_scale, softcap, "saturate", deterministic),
+        memo=memo,
+    )
+    return with_lse(out, statistics, return_lse=False, sink_logits=s_aux)
+
+
+def _check_arguments(states, lengths, attention_mask, sliding_window, others) -> None:
+    query, key, value = states
+    check_states("[B, S, H, D]", query_states=query, key_states=key, value_states=value)
+    expected = (query.shape[1], key.shape[1])
+    if lengths != expected:
+        raise ValueError(f"query_length, key_length: got {lengths}, expected {expected}")
+    keywords.check_keywords(others)
+    if not isinstance(attention_mask, (torch.Tensor, KeyIntervals, type(None))):
+        raise TypeError(
+            f"attention_mask: got {type(attention_mask).__name__}, expected a torch.Tensor, KeyIntervals or None"
+        )
+    if sliding_window is not None:
+        check_count(sliding_window, "sliding_window")
+
+
+def _selection_of(
+    attention_bias: torch.Tensor,
+    mask: torch.Tensor | None,
+    intervals: KeyIntervals | None,
+    keep: int,
+    is_causal: bool,
+    query: torch.Tensor,
+    key: torch.Tensor,
+) -> tuple[torch.Tensor | None, KeyIntervals | None, Selection]:
+    """The mask and the intervals of a call that selects, and its selection.
+
+    4-d scores select elements: the mask then contains the selection.
+    """
+    scores = squeeze_query_dimension(attention_bias.detach())
+    if scores.dim() == 4:
+        mask = select_elements(scores, mask, intervals, keep, is_causal, query, key)
+        return mask, None, Selection()
+    has_no_queries = intervals is None and (mask is None or mask.dim() == 3)
+    mode = "global" if has_no_queries else "per_query"
+    return mask, intervals, Selection(KeySelection(keep, mode), scores)
+
+
+def _resolve_keep_window_size(
+    keep_window_size: int | None, window_size: int | None, attention_bias: torch.Tensor | None
+) -> int | None:
+    """The number of keys that a query keeps, from both of its names."""
+    for name, size in (("keep_window_size", keep_window_size), ("window_size", window_size)):
+        if size is None:
+            continue
+        check_count(size, name)
+        if attention_bias is None:
+            raise ValueError(
+                f"{name}: got {size} without attention_bias, expected a bias with the scores of keys"
+            )
+    if keep_window_size is None:
+        return window_size
+    if window_size not in (None, keep_window_size):
+        raise ValueError(
+            f"window_size: got {window_size} together with keep_window_size {keep_window_size}, expected one of them "
+            "(aliases)"
+        )
+    return keep_window_size
