@@ -1,15 +1,27 @@
 """Attention over a sequence cut into pieces: the rows, gradients and keys of one process, by gloo."""
 
 import os
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from flash_dmattn import flash_dmattn_func
+from flash_dmattn.distributed import (
+    ContextParallel,
+    attend,
+    begin,
+    boundary_places,
+    boundary_state,
+    context_parallel_dmattn,
+    exchanged_bytes,
+)
+from flash_dmattn.distributed.wire import wire_of
 from processes import run_in_processes
-
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+from sharded_cases import cases, compare_with_one_process, in_one_process
 
 
 def normal(*shape, seed=0):
@@ -17,8 +29,6 @@ def normal(*shape, seed=0):
 
 
 def compare_cases(rank, count):
-    from sharded_cases import cases, compare_with_one_process, in_one_process
-
     failed = []
     exchanges = ["direct", "two_hops"]
     if count == 4:
@@ -80,8 +90,6 @@ def whole_and_piece(rank, count, n=40, heads=2, w=17, seed=0, batch=2):
 
 
 def two_steps_with_headroom(rank, count):
-    from flash_dmattn.distributed import attend, begin, boundary_places, context_parallel_dmattn
-
     q, k, v, do, s, rows = whole_and_piece(rank, count)
     W = boundary_places(dist.group.WORLD, 40, 17)
     assert W == 17
@@ -111,8 +119,6 @@ def two_steps_with_headroom(rank, count):
 
 
 def device_mesh_is_a_group(rank, count):
-    from flash_dmattn.distributed import context_parallel_dmattn
-
     q, k, v, _, s, rows = whole_and_piece(rank, count)
     mesh = init_device_mesh("cpu", (1, count), mesh_dim_names=("dp", "cp"))
     call = [t[:, rows] for t in (q, k, v)] + [s[..., rows]]
@@ -126,9 +132,6 @@ def device_mesh_is_a_group(rank, count):
 
 
 def decoding_goes_on_from_the_last_border(rank, count):
-    from flash_dmattn import flash_dmattn_func
-    from flash_dmattn.distributed import attend, begin, boundary_state
-
     steps, n = 12, 40
     q, k, v, _, s, _ = whole_and_piece(rank, count, n=n + steps)
     N = n * count
@@ -151,8 +154,6 @@ def decoding_goes_on_from_the_last_border(rank, count):
 
 
 def borders_of_documents_are_empty_or_go_on(rank, count):
-    from flash_dmattn.distributed import begin, boundary_state
-
     _, k, v, _, s, rows = whole_and_piece(rank, count)
     offsets = [0, 33, 80, 40 * count]  # the second document ends with the second piece
     pending = begin(
@@ -167,9 +168,6 @@ def borders_of_documents_are_empty_or_go_on(rank, count):
 
 
 def sixteen_bits_round_once_more_than_one_process(rank, count):
-    from flash_dmattn import flash_dmattn_func
-    from flash_dmattn.distributed import context_parallel_dmattn
-
     n, w = 96, 64
     q, k, v, do, s, rows = whole_and_piece(rank, count, n=n)
 
@@ -198,8 +196,6 @@ def sixteen_bits_round_once_more_than_one_process(rank, count):
 
 
 def ranks_that_disagree_raise_everywhere(rank, count):
-    from flash_dmattn.distributed import context_parallel_dmattn
-
     q, k, v, s = normal(1, 32, 4, 16), normal(1, 32, 2, 16), normal(1, 32, 2, 16), normal(1, 2, 32)
     odd = int(rank == count - 1)
 
@@ -227,8 +223,6 @@ def ranks_that_disagree_raise_everywhere(rank, count):
 
 
 def one_rank_with_an_error_raises_everywhere(rank, count):
-    from flash_dmattn.distributed import context_parallel_dmattn
-
     q, k, v, s = normal(1, 32, 4, 16), normal(1, 32, 2, 16), normal(1, 32, 2, 16), normal(1, 2, 32)
     wrong = {"key_mask": torch.ones(1, 31, dtype=torch.bool)} if rank == 0 else {}
     words = "key_mask: got" if rank == 0 else r"raise an error on ranks \[0\]"
@@ -237,8 +231,6 @@ def one_rank_with_an_error_raises_everywhere(rank, count):
 
 
 def a_batch_is_cut_and_gathered(rank, count):
-    from flash_dmattn.distributed import ContextParallel
-
     cp = ContextParallel(dist.group.WORLD)
     N = 16 * count - 3
     tokens = torch.arange(2 * N).view(2, N)
@@ -288,8 +280,6 @@ def a_batch_is_cut_and_gathered(rank, count):
 
 
 def bytes_are_those_of_the_formula(rank, count):
-    from flash_dmattn.distributed import context_parallel_dmattn, exchanged_bytes
-
     q, k, v, do, s, rows = whole_and_piece(rank, count, batch=1)
     row, note, w, heads = 2 * 16 * 2, 8, 17, 2
     for exchange in ("direct", "two_hops"):
@@ -330,10 +320,6 @@ def bytes_are_those_of_the_formula(rank, count):
 
 
 def checkpoints_exchange_again(rank, count):
-    from torch.utils.checkpoint import checkpoint
-
-    from flash_dmattn.distributed import context_parallel_dmattn
-
     q, k, v, do, s, rows = whole_and_piece(rank, count)
 
     def layer(q, k, v, s):
@@ -349,8 +335,6 @@ def checkpoints_exchange_again(rank, count):
 
 
 def autocast_exchanges_sixteen_bits(rank, count):
-    from flash_dmattn.distributed import begin
-
     _, k, v, _, s, rows = whole_and_piece(rank, count)
     with torch.autocast("cpu", torch.bfloat16):
         pending = begin(
@@ -361,12 +345,6 @@ def autocast_exchanges_sixteen_bits(rank, count):
 
 
 def a_saved_exchange_does_not_run_again(rank, count):
-    from functools import partial
-
-    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
-    from flash_dmattn.distributed import context_parallel_dmattn, exchanged_bytes
-
     group = dist.group.WORLD
     q, k, v, do, s, rows = whole_and_piece(rank, count)
 
@@ -389,8 +367,6 @@ def a_saved_exchange_does_not_run_again(rank, count):
 
 
 def moved_gradients_saturate_or_propagate(rank, count):
-    from flash_dmattn.distributed import context_parallel_dmattn
-
     k = torch.ones(1, 8, 1, 16, dtype=torch.float16)
     results = []
     for nonfinite in ("saturate", "propagate"):
@@ -408,8 +384,6 @@ def moved_gradients_saturate_or_propagate(rank, count):
 
 
 def compiled(rank, backend):
-    from flash_dmattn.distributed import attend, begin, context_parallel_dmattn
-
     q, k, v, do, s, rows = whole_and_piece(rank, 2)
     # Compiled code is the first to use them.
     group, mesh = dist.new_group(), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
@@ -450,9 +424,6 @@ def test_compiled_calls_equal_eager_ones(backend):
 
 
 def on_unequal_hosts(rank, sizes):
-    from flash_dmattn.distributed import context_parallel_dmattn
-    from flash_dmattn.distributed.wire import wire_of
-
     os.environ["LOCAL_WORLD_SIZE"] = str(sizes[rank])
     q, s = torch.randn(1, 8, 2, 16), torch.randn(1, 2, 8)
     for exchange in ("direct", "two_hops", "nodes", "auto"):

@@ -1,11 +1,11 @@
 """A model trained by two processes (DDP, FSDP2) has the loss and gradients of one process."""
 
-import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.utils.checkpoint import checkpoint
 
+from flash_dmattn import flash_dmattn_func
 from processes import run_in_processes
 
 B, S, HEADS, HEADS_KV, D = 4, 20, 4, 2, 8
@@ -20,8 +20,6 @@ class Layer(torch.nn.Module):
         self.out = torch.nn.Linear(HEADS * D, HEADS * D)
 
     def attend(self, x):
-        from flash_dmattn import flash_dmattn_func
-
         heads = self.qkv(x).unflatten(-1, (-1, D))
         q, k, v = heads.split((HEADS, HEADS_KV, HEADS_KV), dim=2)
         bias = self.score(x).transpose(1, 2)
@@ -62,15 +60,11 @@ def data_parallel(model):
 
 
 def fully_sharded(model):
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DeviceMesh
-
     mesh = DeviceMesh("cpu", [0, 1])
     for layer in model:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-@pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 def test_gradients_are_those_of_one_process():
     run_in_processes(2, compare)

@@ -5,20 +5,18 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, assume, given, settings
 
+from flash_dmattn import KVSlots
+from flash_dmattn.distributed import attend, begin, boundary, boundary_state
 from processes import run_in_processes
 from random_cases import random_cases
 from ranks_as_threads import run_in_threads
 from sharded_cases import attention_in_one_process, cases, tensors
-
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
 STEPS = 9
 
 
 def compare_decoding(case, group, rank, ranks, seed):
     """The lengths of a case are those of the ranks, and then of tokens that no rank has."""
-    from flash_dmattn.distributed import attend, begin, boundary_state
-
     q, k, v, s, _, _, mask, offsets = tensors(case, seed)
     expected, lse = attention_in_one_process(case, q, k, v, s, None, mask, offsets, None)
     start, total = sum(case.lengths[:rank]), sum(case.lengths[:ranks])
@@ -93,8 +91,6 @@ def test_random_pieces_go_on_as_one_process(case):
 
 
 def test_comparison_fails_where_a_key_is_missing(monkeypatch):
-    from flash_dmattn.distributed import boundary
-
     state = boundary._state_of_keys
 
     def with_a_key_less(*given):
@@ -112,8 +108,6 @@ TOKENS, RECENT = 12, 4
 
 def filled_cache(**rule):
     """12 tokens, whose last four are recent; it sees them and others."""
-    from flash_dmattn import KVSlots
-
     torch.manual_seed(0)
     cache = KVSlots(1, 2, 4, 16, recent_window=RECENT, **rule)
     key = torch.randn(1, TOKENS, 2, 16)
@@ -162,8 +156,6 @@ def test_positions_at_which_keys_would_not_leave_raise(name):
 
 @pytest.mark.parametrize("positions", [torch.zeros(1, 2, 8), torch.zeros(1, 8, dtype=torch.int32)])
 def test_positions_of_another_shape_or_dtype_raise(positions):
-    from flash_dmattn import KVSlots
-
     cache = KVSlots(1, 2, 4, 16)
     with pytest.raises(ValueError, match="positions: got torch"):
         cache.renumber(positions, torch.tensor([8]))

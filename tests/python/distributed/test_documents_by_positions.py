@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from flash_dmattn.distributed import context_parallel_dmattn
 from ranks_as_threads import run_in_threads
-
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
 RANKS, N = 3, 20
 BEGINS = {
@@ -18,8 +16,6 @@ BEGINS = {
 
 
 def rows_and_gradients(wire, **documents):
-    from flash_dmattn.distributed import context_parallel_dmattn
-
     g = torch.Generator().manual_seed(3)
     shapes = [(2, RANKS * N, 4, 16), *2 * [(2, RANKS * N, 2, 16)]]
     whole = [torch.randn(shape, generator=g) for shape in shapes]

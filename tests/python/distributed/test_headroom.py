@@ -2,17 +2,14 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+from flash_dmattn.distributed import linear_with_headroom
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_rows_and_gradients_are_those_of_linear(dtype, with_bias):
-    from flash_dmattn.distributed import linear_with_headroom
-
     hidden, weight = torch.randn(2, 9, 12, dtype=dtype), torch.randn(8, 12, dtype=dtype)
     leaves = [hidden, weight] + ([torch.randn(8, dtype=dtype)] if with_bias else [])
     leaves = [t.requires_grad_() for t in leaves]
@@ -28,16 +25,12 @@ def test_rows_and_gradients_are_those_of_linear(dtype, with_bias):
 
 
 def test_linear_with_headroom_has_the_dtype_of_autocast():
-    from flash_dmattn.distributed import linear_with_headroom
-
     with torch.autocast("cpu", torch.bfloat16):
         found = linear_with_headroom(torch.randn(1, 4, 12), torch.randn(8, 12), 3)
     assert found.dtype == torch.bfloat16
 
 
 def test_bad_shapes_raise():
-    from flash_dmattn.distributed import linear_with_headroom
-
     with pytest.raises(ValueError, match="hidden, weight: got shapes"):
         linear_with_headroom(torch.randn(1, 4, 12), torch.randn(12, 8), 3)
     with pytest.raises(ValueError, match="places: got -1"):

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from ranks_as_threads import run_in_threads
+from flash_dmattn.distributed import begin
+from flash_dmattn.distributed.exchange import choose_exchange
+from flash_dmattn.distributed.wire import ranks_per_node
+from ranks_as_threads import ThreadWire, _Meeting, run_in_threads
 from sharded_cases import Case, cases, compare_with_one_process, in_one_process
-
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
 
 @pytest.fixture(autouse=True)
@@ -64,8 +64,6 @@ def test_sixty_four_ranks_equal_one_process(case, exchange, node_size):
 
 
 def test_nodes_send_one_part_of_one_state_to_each_later_node():
-    from flash_dmattn.distributed import begin
-
     ranks, size, w, n, heads, d = 16, 4, 16, 24, 4, 16
     torch.manual_seed(0)
     key, scores = torch.randn(1, ranks * n, heads, d), torch.randn(1, heads, ranks * n)
@@ -99,8 +97,6 @@ def test_nodes_send_one_part_of_one_state_to_each_later_node():
     ],
 )
 def test_ranks_of_a_node_are_found(ranks, of_host, size):
-    from flash_dmattn.distributed.wire import ranks_per_node
-
     assert ranks_per_node(list(ranks), of_host) == size
 
 
@@ -118,9 +114,6 @@ def test_ranks_of_a_node_are_found(ranks, of_host, size):
     ],
 )
 def test_exchange_follows_ranks_and_nodes(ranks, node_size, expected):
-    from flash_dmattn.distributed.exchange import choose_exchange
-    from ranks_as_threads import ThreadWire, _Meeting
-
     wire = ThreadWire(_Meeting(ranks), 0, node_size)
     assert choose_exchange("auto", wire).__name__ == expected
 

@@ -1,16 +1,12 @@
 """Random lengths of pieces, documents, padding and rules: the rows, gradients and keys of one process."""
 
-import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from random_cases import random_cases
 from ranks_as_threads import run_in_threads
 from sharded_cases import compare_with_one_process, in_one_process
-
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
 
 @settings(

@@ -6,16 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flash_dmattn.distributed import ContextParallel, attend, begin, context_parallel_dmattn
+from flash_dmattn.distributed.wire import Wire
 from ranks_as_threads import run_in_threads
-
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
 N, RANKS = 8, 3
 
 
 def call(wire, batch=1, heads=4, value_dim=16, **changes):
-    from flash_dmattn.distributed import context_parallel_dmattn
-
     k, v = torch.zeros(batch, N, 2, 16), torch.zeros(batch, N, 2, value_dim)
     arguments = {
         "query": torch.zeros(batch, N, heads, 16),
@@ -51,14 +49,33 @@ OPTIONS_OF_LAST_RANK = {
 }
 
 
-def raises_on_all_ranks(name, changed, rank_call):
+def all_ranks_disagree(words, rank_call):
     def raised(wire):
-        changes = OF_OTHERS.get(name, {}) | (changed[name] if wire.rank == RANKS - 1 else {})
-        with pytest.raises(ValueError, match=f"ranks that disagree.*'{name}'"):
-            rank_call(wire, **changes)
-        return True
+        with pytest.raises(ValueError, match=f"ranks that disagree.*{words}"):
+            rank_call(wire)
 
-    assert run_in_threads(RANKS, raised) == [True] * RANKS
+    run_in_threads(RANKS, raised)
+
+
+def one_rank_raises_on_all(rank, words, rank_call, error=ValueError):
+    """rank_call(wire, is_wrong) raises an error on one rank alone."""
+
+    def raised(wire):
+        is_wrong = wire.rank == rank
+        others = ValueError, rf"raise an error on ranks \[{rank}\]"
+        expected, match = (error, words) if is_wrong else others
+        with pytest.raises(expected, match=match):
+            rank_call(wire, is_wrong)
+
+    run_in_threads(RANKS, raised)
+
+
+def raises_on_all_ranks(name, changed, rank_call):
+    def changed_on_the_last(wire):
+        own = changed[name] if wire.rank == RANKS - 1 else {}
+        rank_call(wire, **OF_OTHERS.get(name, {}) | own)
+
+    all_ranks_disagree(f"'{name}'", changed_on_the_last)
 
 
 @pytest.mark.parametrize("name", [*OF_LAST_RANK, *OPTIONS_OF_LAST_RANK])
@@ -68,8 +85,6 @@ def test_another_argument_of_one_rank_raises_on_all(name):
 
 @pytest.mark.parametrize("name", OPTIONS_OF_LAST_RANK)
 def test_another_option_of_attend_alone_raises_on_all(name):
-    from flash_dmattn.distributed import attend, begin
-
     def two_steps(wire, heads=4, **options):
         k, s = torch.zeros(1, N, 2, 16), torch.zeros(1, 2, N)
         pending = begin(k, k, s, group=wire, keep_window_size=4)
@@ -80,25 +95,15 @@ def test_another_option_of_attend_alone_raises_on_all(name):
 
 def test_thresholds_of_one_hash_raise_as_others_do():
     assert hash(-1.0) == hash(-2.0)
-
-    def raised(wire):
-        with pytest.raises(ValueError, match="ranks that disagree.*'rule'"):
-            call(wire, score_threshold=-1.0 - (wire.rank == 0))
-        return True
-
-    assert run_in_threads(RANKS, raised) == [True] * RANKS
+    all_ranks_disagree("'rule'", lambda wire: call(wire, score_threshold=-1.0 - (wire.rank == 0)))
 
 
 def test_numbers_beyond_64_bits_are_compared():
     outs = run_in_threads(RANKS, lambda wire: call(wire, keep_window_size=2**70, bias_delay=2**70))
     assert [tuple(out.shape) for out in outs] == [(1, N, 4, 16)] * RANKS
-
-    def raised(wire):
-        with pytest.raises(ValueError, match="ranks that disagree.*'keep_window_size'"):
-            call(wire, keep_window_size=2**70 if wire.rank else 4)
-        return True
-
-    assert run_in_threads(RANKS, raised) == [True] * RANKS
+    all_ranks_disagree(
+        "'keep_window_size'", lambda wire: call(wire, keep_window_size=2**70 if wire.rank else 4)
+    )
 
 
 def test_other_results_and_masks_of_one_rank_raise_nothing():
@@ -123,21 +128,6 @@ ERRORS_OF_LAST_RANK = {
 }
 
 
-def error_of_last_rank_raises_on_all(name, error, rank_call):
-    """rank_call(wire, is_last) raises an error about `name` on the last rank alone."""
-
-    def raised(wire):
-        is_last = wire.rank == RANKS - 1
-        expected = (
-            (error, f"^{name}: got") if is_last else (ValueError, r"raise an error on ranks \[2\]")
-        )
-        with pytest.raises(expected[0], match=expected[1]):
-            rank_call(wire, is_last)
-        return True
-
-    assert run_in_threads(RANKS, raised) == [True] * RANKS
-
-
 @pytest.mark.parametrize("name", ERRORS_OF_LAST_RANK)
 def test_option_that_raises_on_one_rank_raises_on_all(name):
     """Before anything is exchanged: after it, others would wait for the gradients of that rank."""
@@ -147,21 +137,18 @@ def test_option_that_raises_on_one_rank_raises_on_all(name):
         call(wire, **(changes if is_last else {}))
 
     changes, error = ERRORS_OF_LAST_RANK[name]
-    error_of_last_rank_raises_on_all(name, error, one_call)
+    one_rank_raises_on_all(RANKS - 1, f"^{name}: got", one_call, error)
 
 
 def test_ranks_in_different_functions_raise_on_all():
-    from flash_dmattn.distributed import ContextParallel
-
     def raised(wire):
         with pytest.raises(ValueError, match="ranks in different functions"):
             if wire.rank:
                 call(wire)
             else:
                 ContextParallel(wire).gather(torch.zeros(1, N))
-        return True
 
-    assert run_in_threads(RANKS, raised) == [True] * RANKS
+    run_in_threads(RANKS, raised)
 
 
 def test_later_calls_compare_nothing_unless_asked(monkeypatch):
@@ -183,8 +170,6 @@ def test_later_calls_compare_nothing_unless_asked(monkeypatch):
 
 
 def test_pieces_of_other_shapes_raise_on_all():
-    from flash_dmattn.distributed import ContextParallel
-
     def raised(wire):
         odd = int(wire.rank == 0)
         cp, tokens, total = ContextParallel(wire), torch.zeros(1, N - odd, 2), torch.zeros(1 + odd)
@@ -198,67 +183,58 @@ def test_pieces_of_other_shapes_raise_on_all():
         for words, wrong in calls.items():
             with pytest.raises(ValueError, match=f"ranks that disagree.*{words}"):
                 wrong()
-        return True
 
-    assert run_in_threads(RANKS, raised) == [True] * RANKS
+    run_in_threads(RANKS, raised)
 
 
 def test_tokens_that_move_beyond_a_piece_raise_on_all():
-    from flash_dmattn.distributed import ContextParallel
-
-    def raised(wire):
-        wrong, words = {
-            0: (N + 1, "shifts: got 9, expected at most the 8 tokens"),
-        }.get(wire.rank, (1, r"raise an error on ranks \[0\]"))
-        with pytest.raises(ValueError, match=words):
-            ContextParallel(wire).roll(torch.zeros(1, N, 2), wrong)
-        return True
-
-    assert run_in_threads(RANKS, raised) == [True] * RANKS
+    one_rank_raises_on_all(
+        0,
+        "shifts: got 9, expected at most the 8 tokens",
+        lambda wire, is_wrong: ContextParallel(wire).roll(
+            torch.zeros(1, N, 2), N + 1 if is_wrong else 1
+        ),
+    )
 
 
 TOKENS = torch.arange(2 * N).view(2, N)
-OTHER_BATCHES = {
-    "input_ids": {"input_ids": TOKENS.flip(0)},
-    "labels": {"labels": TOKENS + 1},
-    "position_ids": {"position_ids": torch.arange(N)[None] + 1},
-    "attention_mask": {"attention_mask": torch.ones(2, N).tril()},
-    "multiple": {"multiple": 4},
-    "pad_token_id": {"pad_token_id": 7},
+BATCH = {
+    "input_ids": TOKENS,
+    "labels": TOKENS,
+    "position_ids": torch.arange(N)[None],
+    "attention_mask": torch.ones(2, N),
 }
+LONG = torch.arange(2 * 8191).view(2, -1)
+# Arguments of all ranks, and those of the first.
+OTHER_BATCHES = {
+    "input_ids": (BATCH, {"input_ids": TOKENS.flip(0)}),
+    "labels": (BATCH, {"labels": TOKENS + 1}),
+    "position_ids": (BATCH, {"position_ids": torch.arange(N)[None] + 1}),
+    "attention_mask": (BATCH, {"attention_mask": torch.ones(2, N).tril()}),
+    "multiple": (BATCH, {"multiple": 4}),
+    "pad_token_id": (BATCH, {"pad_token_id": 7}),
+    "input_ids in another order": ({"input_ids": LONG}, {"input_ids": LONG.flip(0)}),
+    "attention_mask of other numbers": (
+        {"input_ids": TOKENS, "attention_mask": torch.zeros(2, N)}, {"attention_mask": torch.full((2, N), 0.5)},
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OTHER_BATCHES)
 def test_another_batch_of_one_rank_raises_on_all(name):
-    from flash_dmattn.distributed import ContextParallel
-
-    def raised(wire):
-        batch = {
-            "input_ids": TOKENS,
-            "labels": TOKENS,
-            "position_ids": torch.arange(N)[None],
-            "attention_mask": torch.ones(2, N),
-        }
-        batch |= OTHER_BATCHES[name] if wire.rank == 0 else {}
-        with pytest.raises(ValueError, match=f"ranks that disagree.*'{name}'"):
-            ContextParallel(wire).shard(**batch)
-        return True
-
-    assert run_in_threads(RANKS, raised) == [True] * RANKS
+    batch, of_first = OTHER_BATCHES[name]
+    all_ranks_disagree(
+        f"'{name.split()[0]}'",
+        lambda wire: ContextParallel(wire).shard(**batch | ({} if wire.rank else of_first)),
+    )
 
 
 def test_batch_that_raises_on_one_rank_raises_on_all():
-    from flash_dmattn.distributed import ContextParallel
-
-    def raised(wire):
-        labels, words = TOKENS, r"raise an error on ranks \[1\]"
-        if wire.rank == 1:
-            labels, words = TOKENS[:1], "labels: got shape"
-        with pytest.raises(ValueError, match=words):
-            ContextParallel(wire).shard(TOKENS, labels)
-        return True
-
-    assert run_in_threads(RANKS, raised) == [True] * RANKS
+    one_rank_raises_on_all(
+        1,
+        "labels: got shape",
+        lambda wire, is_wrong: ContextParallel(wire).shard(TOKENS, TOKENS[: 1 if is_wrong else 2]),
+    )
 
 
 @pytest.mark.parametrize(
@@ -266,8 +242,6 @@ def test_batch_that_raises_on_one_rank_raises_on_all():
 )
 def test_comparison_runs_where_the_group_can(monkeypatch, backends, expected):
     """Wherever the tensors of this rank are: ranks with tensors on other devices have to meet."""
-    from flash_dmattn.distributed.wire import Wire
-
     monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
     assert Wire._device(SimpleNamespace(group=None)) == expected
 
@@ -290,8 +264,6 @@ WRONG_CALLS = {
 
 
 def begin_with(wire, options, query=True):
-    from flash_dmattn.distributed import begin
-
     k, s = torch.zeros(1, N, 2, 16), torch.zeros(1, 2, N)
     q = torch.zeros(1, N, 4, 16) if query else None
     return begin(k, k, s, group=wire, keep_window_size=4, query=q, options=options)
@@ -299,57 +271,29 @@ def begin_with(wire, options, query=True):
 
 @pytest.mark.parametrize("name", WRONG_CALLS)
 def test_argument_that_cannot_be_compared_raises_on_all(name):
-    from flash_dmattn.distributed import ContextParallel
-
     wrong_call, error = WRONG_CALLS[name]
-    error_of_last_rank_raises_on_all(
-        name, error, lambda wire, is_last: wrong_call(ContextParallel(wire), is_last)
+    one_rank_raises_on_all(
+        RANKS - 1, f"^{name}: got", lambda wire, n: wrong_call(ContextParallel(wire), n), error
     )
 
 
 def test_option_of_attend_after_a_query_of_begin_is_compared():
-    from flash_dmattn.distributed import attend
-
-    def raised(wire):
+    def other_options(wire):
         pending = begin_with(wire, None)
-        with pytest.raises(ValueError, match="ranks that disagree.*'softcap'"):
-            attend(torch.zeros(1, N, 4, 16), pending, softcap=2.0 if wire.rank else None)
-        return True
+        attend(torch.zeros(1, N, 4, 16), pending, softcap=2.0 if wire.rank else None)
 
-    assert run_in_threads(RANKS, raised) == [True] * RANKS
+    all_ranks_disagree("'softcap'", other_options)
 
 
 def test_options_of_begin_have_a_query_and_are_those_of_attend():
-    from flash_dmattn.distributed import attend
-
     def raised(wire):
         with pytest.raises(ValueError, match="options: got options of attend without query"):
             begin_with(wire, {"softcap": 2.0}, query=False)
         pending = begin_with(wire, {"softcap": 2.0})
         with pytest.raises(ValueError, match="pending: got options"):
             attend(torch.zeros(1, N, 4, 16), pending, softcap=3.0)
-        return True
 
-    assert run_in_threads(RANKS, raised) == [True] * RANKS
-
-
-@pytest.mark.parametrize(
-    ("name", "of_first", "of_others"),
-    [
-        ("input_ids", torch.arange(2 * 8191).view(2, -1), torch.arange(2 * 8191).view(2, -1).flip(0)),
-        ("attention_mask", torch.full((2, N), 0.5), torch.zeros(2, N)),
-    ],
-)  # fmt: skip
-def test_batches_that_are_nearly_the_same_raise_on_all(name, of_first, of_others):
-    from flash_dmattn.distributed import ContextParallel
-
-    def raised(wire):
-        batch = {"input_ids": TOKENS} | {name: of_others if wire.rank else of_first}
-        with pytest.raises(ValueError, match=f"ranks that disagree.*'{name}'"):
-            ContextParallel(wire).shard(**batch)
-        return True
-
-    assert run_in_threads(RANKS, raised) == [True] * RANKS
+    run_in_threads(RANKS, raised)
 
 
 def test_query_under_autocast_is_checked_as_attention_takes_it(monkeypatch):

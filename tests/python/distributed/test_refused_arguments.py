@@ -2,18 +2,14 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from flash_dmattn.distributed import begin, boundary_state, context_parallel_dmattn
 from ranks_as_threads import run_in_threads
-
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
 N, RANKS = 8, 2
 
 
 def call(wire, **changes):
-    from flash_dmattn.distributed import context_parallel_dmattn
-
     arguments = {
         "query": torch.randn(1, N, 4, 16),
         "key": torch.randn(1, N, 2, 16),
@@ -73,8 +69,6 @@ def test_group_of_another_type_raises():
 
 
 def test_boundary_state_of_another_bias_raises():
-    from flash_dmattn.distributed import begin, boundary_state
-
     def state(wire):
         k, s = torch.randn(1, N, 2, 16), torch.randn(1, 2, N)
         boundary_state(begin(k, k, s, group=wire, keep_window_size=4, attn_bias=s + 1))

@@ -1,11 +1,10 @@
 """Attention over DTensors: sharded by batch elements or heads, without communication, and right."""
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from flash_dmattn import flash_dmattn_func
 from processes import run_in_processes
 
 B, S, HQ, HKV, D = 2, 24, 4, 2, 8
@@ -26,8 +25,6 @@ CASES = [
 
 
 def attend(q, k, v, bias, sinks=None, **options):
-    from flash_dmattn import flash_dmattn_func
-
     options = {"sink_logits": sinks, "is_causal": True, "return_lse": True, **options}
     return flash_dmattn_func(q, k, v, attn_bias=bias, **options)
 
@@ -78,6 +75,5 @@ def compare_all(rank):
         compare(dim, (B, HKV, S), {"keep_window_size": 5}, with_sinks=True)
 
 
-@pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 def test_sharded_attention_equals_one_process():
     run_in_processes(2, compare_all)

@@ -6,10 +6,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
+from flash_dmattn import flash_dmattn_func
+from flash_dmattn.distributed import context_parallel_dmattn
 from processes import run_in_processes
-
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
 N, WIDTH, HEAD_DIM, HEADS_KV = 64, 32, 16, 4
 
@@ -40,15 +45,6 @@ def make_layer():
 
 
 def compare(rank, rule):
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    from flash_dmattn import flash_dmattn_func
-    from flash_dmattn.distributed import context_parallel_dmattn
-
     hidden = torch.randn(2, N, WIDTH, generator=torch.Generator().manual_seed(5))
     dout = torch.randn(2, N, WIDTH, generator=torch.Generator().manual_seed(6))
     one = make_layer()
