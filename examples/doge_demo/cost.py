@@ -27,11 +27,12 @@ _REPEATS = 2  # timed; one more run is for the memory
 
 @dataclass
 class Cost:
-    """One forward and backward pass over one sequence."""
+    """One forward and backward pass over a sequence and its peak memory beyond parameters and their gradients, or one token after a
+    sequence and its cache."""
 
     length: int
     seconds: float
-    mebibytes: float  # peak memory beyond parameters and their gradients
+    mebibytes: float
 
 
 def lengths_of(implementation: str, device: str) -> tuple[int, ...]:

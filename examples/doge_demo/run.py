@@ -13,7 +13,7 @@ from flash_dmattn import is_available
 from .corpus import even_batch, standard_library
 from .cost import Cost, lengths_of, measure
 from .pictures import draw_cost, draw_keys, draw_loss, draw_token_cost
-from .token_cost import CONTEXTS, TokenCost, measure_tokens
+from .token_cost import CONTEXTS, measure_tokens
 from .training import History, held_out_bits_per_byte, make_model, train, write_text
 
 _PROMPT = "import os\n\n\ndef "
@@ -117,9 +117,7 @@ def _missing_steps(history: History, options: argparse.Namespace) -> str:
     return f"{steps} of {options.steps} steps in {options.seconds} s; all need --seconds {needed:.0f} on this machine"
 
 
-def _missing_lengths(
-    costs: dict[str, list[Cost] | list[TokenCost]], lengths: dict[str, Sequence[int]]
-) -> str:
+def _missing_lengths(costs: dict[str, list[Cost]], lengths: dict[str, Sequence[int]]) -> str:
     """Which lengths were not measured; "" where all were."""
     reached = {name: max((p.length for p in points), default=0) for name, points in costs.items()}
     missing = [
@@ -154,14 +152,14 @@ def _cost(cost: Cost) -> str:
     return f"{cost.seconds:.2f} s, {cost.mebibytes:,.0f} MiB"
 
 
-def _token_rows(costs: dict[str, list[TokenCost]]) -> list[tuple[str, str]]:
+def _token_rows(costs: dict[str, list[Cost]]) -> list[tuple[str, str]]:
     """The longest text after which both have generated."""
     eager, ours = ({c.length: c for c in costs[name]} for name in ("eager", "flash_dmattn"))
     longest = max(eager.keys() & ours.keys(), default=None)
     if longest is None:
         return []
     parts = (
-        f"{name} {cost.per_second:,.0f} bytes/s, cache {cost.mebibytes:.1f} MiB"
+        f"{name} {1 / cost.seconds:,.0f} bytes/s, cache {cost.mebibytes:.1f} MiB"
         for name, cost in (("eager", eager[longest]), ("flash_dmattn", ours[longest]))
     )
     return [(f"generating after {longest} bytes", "; ".join(parts))]

@@ -4,14 +4,13 @@ A token of the demo's model is a byte.
 """
 
 import time
-from dataclasses import dataclass
 
 import torch
 from transformers import DynamicCache
 
 from flash_dmattn.integrations.transformers import DynamicMaskCache
 
-from .cost import LEAST_POINTS
+from .cost import LEAST_POINTS, Cost
 from .training import precision_of
 
 CONTEXTS = (256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -19,25 +18,12 @@ _CACHES = {"eager": DynamicCache, "flash_dmattn": DynamicMaskCache}
 _TOKENS = 12
 
 
-@dataclass
-class TokenCost:
-    """One token after `length` others, of a text alone in its batch."""
-
-    length: int
-    seconds: float
-    mebibytes: float  # of the cache
-
-    @property
-    def per_second(self) -> float:
-        return 1 / self.seconds
-
-
 @torch.no_grad()
 def measure_tokens(
     model: torch.nn.Module, implementation: str, seconds: float, seed: int
-) -> list[TokenCost]:
-    """Costs at as many of `CONTEXTS` as fit into `seconds`, at least `LEAST_POINTS`. The model reads random bytes, always with
-    flash_dmattn."""
+) -> list[Cost]:
+    """Costs of a token and its cache after as many of `CONTEXTS` as fit into `seconds`, at least `LEAST_POINTS`. The model reads
+    random bytes, always with flash_dmattn."""
     deadline = time.perf_counter() + seconds
     ids = torch.randint(
         256, (1, CONTEXTS[-1] + _TOKENS), generator=torch.Generator().manual_seed(seed)
@@ -55,7 +41,7 @@ def measure_tokens(
             model.set_attn_implementation(implementation)
             steps = [_timed(model, ids[:, [at]], cache) for at in range(length, length + _TOKENS)]
             model.set_attn_implementation("flash_dmattn")
-        costs.append(TokenCost(length, min(steps), _mebibytes(cache)))
+        costs.append(Cost(length, min(steps), _mebibytes(cache)))
         took = time.perf_counter() - began
     return costs
 

@@ -64,6 +64,11 @@ def make_rule(
 
 def rules_of(config: PretrainedConfig) -> list[KeySelection]:
     """The rule of every layer of a model whose layers score their keys (Doge). Raises where no cache can follow it."""
+    if getattr(config, "sliding_window", None) is not None:
+        raise ValueError(
+            f"config.sliding_window: got {config.sliding_window}, expected None: a key that leaves the window makes place for "
+            "others, which would have been evicted; such a model takes a cache of all keys (transformers' DynamicCache)"
+        )
     layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
     return [_rule_of(layer, type(config).__name__) for layer in layers]
 

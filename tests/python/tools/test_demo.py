@@ -58,12 +58,12 @@ def test_missing_steps_name_the_time_that_all_need():
 
 
 def test_missing_common_point_omits_rows():
-    ours = [token_cost.TokenCost(16, 0.1, 1.0)]
+    ours = [cost.Cost(16, 0.1, 1.0)]
     assert run._token_rows({"eager": [], "flash_dmattn": ours}) == []
 
 
 def test_axes_of_a_narrow_range_have_plain_numbers():
-    points = [token_cost.TokenCost(n, 0.6, 1.015 + n / 1e5) for n in (256, 512, 1024)]
+    points = [cost.Cost(n, 0.6, 1.015 + n / 1e5) for n in (256, 512, 1024)]
     costs, labels = {"eager": points, "flash_dmattn": []}, {"eager": "", "flash_dmattn": ""}
     figure, panels = pictures._draw_by_length(costs, labels, 1e3, "bytes")
     figure.canvas.draw()

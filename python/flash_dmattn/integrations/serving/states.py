@@ -77,11 +77,6 @@ def states_of(config: PretrainedConfig, dtype: torch.dtype, parts: int = 1) -> l
             "step, in a batch thus on other requests"
         )
     scores = LearnedScores.of_config(config)
-    if scores is None and getattr(config, "sliding_window", None) is not None:
-        raise ValueError(
-            f"config.sliding_window: got {config.sliding_window}, expected None: a key that leaves the window makes place for "
-            "others, which slots do not have"
-        )
     layers = config.num_hidden_layers
     if scores is not None and len(scores.layers) < layers:
         raise ValueError(

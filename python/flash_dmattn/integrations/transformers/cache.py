@@ -56,11 +56,6 @@ class DynamicMaskCache(Cache):
                 "which keys the others see, so none can be evicted. Use transformers' DynamicCache"
             )
         scores = LearnedScores.of_config(config)
-        if scores is None and getattr(config, "sliding_window", None) is not None:
-            raise ValueError(
-                f"config.sliding_window: got {config.sliding_window}, expected None: a key that leaves the window makes "
-                "place for others, which would have been evicted. Use transformers' DynamicCache"
-            )
         static = resolve_flag(static, "static")
         if chunk is None:
             chunk = RECORDED_TOKENS if static else 0
