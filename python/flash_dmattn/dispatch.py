@@ -27,7 +27,7 @@ from .keys.intervals import KeyIntervals, broadcasts, intersect, split_by_age
 from .keys.patterns import prefix_lm
 from .keys.recognise import Memo
 from .keys.selection import (
-    Selection,
+    ScoredRule,
     apply_selection,
     causal_intervals,
     repeat_heads,
@@ -45,7 +45,7 @@ def attention(
     value: Tensor,
     bias: Tensor | None,
     visible: Visibility,
-    selection: Selection,
+    scored_rule: ScoredRule,
     numerics: Numerics,
     backend: str | None = None,
     memo: Memo | None = None,
@@ -67,10 +67,10 @@ def attention(
     query, key, value = inputs
     if bias is not None:
         bias = bias_argument(bias, query, key)
-    selection = selection.checked_selection(query, key)
+    scored_rule = scored_rule.checked_rule(query, key)
     if not is_compiling() and is_transformed():
         refuse_transforms(
-            query=query, key=key, value=value, attn_bias=bias, selection_scores=selection.scores
+            query=query, key=key, value=value, attn_bias=bias, selection_scores=scored_rule.scores
         )
     mask, is_causal, keys = visible
     if keys is not None:
@@ -80,10 +80,12 @@ def attention(
     if mask is not None or type(is_causal) is not bool:
         visible = Visibility(mask, resolve_flag(is_causal, "is_causal"), keys)
     check_bias_delay(bias_delay, bias)
-    if selection.rule.hides_keys():
+    if scored_rule.rule.hides_keys():
         uses_library_kernels = backend_of(query, backend) not in IN_PYTHON
         bias = squeeze_query_dimension(bias)
-        visible = apply_selection(selection, query, key, bias, visible, uses_library_kernels, memo)
+        visible = apply_selection(
+            scored_rule, query, key, bias, visible, uses_library_kernels, memo
+        )
     return run(query, key, value, bias, visible, numerics, backend, bias_delay, own_row)
 
 

@@ -25,7 +25,7 @@ from .keys.intervals import KeyIntervals
 from .keys.patterns import packed_documents
 from .keys.positions import KeyPositions, check_offsets
 from .keys.select_intervals import select_key_intervals
-from .keys.selection import Selection, match_heads, scores_and_allowed
+from .keys.selection import ScoredRule, match_heads, scores_and_allowed
 from .keys.visibility import Visibility
 
 
@@ -107,7 +107,7 @@ def flash_dmattn_func(
         value,
         attn_bias,
         Visibility(attn_mask, is_causal, key_intervals),
-        Selection.of(
+        ScoredRule.of(
             selection_scores,
             keep_window_size,
             selection,
@@ -194,7 +194,7 @@ def flash_dmattn_varlen_func(
         cu_seqlens_q = cu_seqlens_k
     query, key, value = query[None], key[None], value[None]
     bias = bias_argument(_unpack_per_key(attn_bias, query, key, "attn_bias"), query, key)
-    chosen_by = Selection.of(
+    scored_rule = ScoredRule.of(
         _unpack_per_key(selection_scores, query, key, "selection_scores"),
         keep_window_size,
         selection,
@@ -202,14 +202,14 @@ def flash_dmattn_varlen_func(
         recent_competes,
         sink_tokens,
         score_threshold,
-    ).checked_selection(query, key)
+    ).checked_rule(query, key)
     refuse_transforms(
-        query=query, key=key, value=value, attn_bias=bias, selection_scores=chosen_by.scores
+        query=query, key=key, value=value, attn_bias=bias, selection_scores=scored_rule.scores
     )
-    rule = chosen_by.rule
+    rule = scored_rule.rule
     if rule.hides_keys():
-        scores, allowed = scores_and_allowed(query, key, None, bias, chosen_by)
-    if rule.has_room_for(total_k) and chosen_by.scores is None:
+        scores, allowed = scores_and_allowed(query, key, None, bias, scored_rule)
+    if rule.has_room_for(total_k) and scored_rule.scores is None:
         intervals = packed_documents(
             cu_seqlens_k,
             cu_seqlens_q=cu_seqlens_q,

@@ -48,7 +48,7 @@ _has_cuda._dynamo_marked_constant = True
 
 
 def has_kernels_for(tensor: Tensor) -> bool:
-    """Whether the library selects keys and builds tile lists on the device of `tensor`; otherwise keys/torch_selection.py
+    """Whether the library selects keys and builds tile lists on the device of `tensor`; otherwise keys/torch_operators.py
     does."""
     return tensor.is_cpu or tensor.is_meta or (tensor.is_cuda and _has_cuda())
 

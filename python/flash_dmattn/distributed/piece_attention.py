@@ -12,7 +12,7 @@ from torch import Tensor
 from .._core.checks import may_read
 from ..dispatch import attention, with_lse
 from ..keys.rule import KeySelection
-from ..keys.selection import Selection
+from ..keys.selection import ScoredRule
 from ..keys.visibility import Visibility
 from ..scores import with_zero_sum_gradient
 from .arguments import Call, check_causality
@@ -268,17 +268,17 @@ def attend(
     if rule.is_window() and pending.documents is None and not bias_delay:
         # Keys are in the order of their positions, and a window needs no more of them.
         visible = Visibility(None, True)
-        selection = Selection(rule, None if pending.bias_is_score else pending.scores)
+        scored_rule = ScoredRule(rule, None if pending.bias_is_score else pending.scores)
     else:
         own_row, visible = seen_keys(pending)
-        selection = Selection()
+        scored_rule = ScoredRule()
     out, statistics = attention(
         query,
         pending.key,
         pending.value,
         bias,
         visible,
-        selection,
+        scored_rule,
         numerics,
         backend,
         bias_delay=bias_delay,

@@ -13,7 +13,7 @@ from ..dispatch import attention, with_lse
 from ..keys.intervals import KeyIntervals
 from ..keys.recognise import Memo
 from ..keys.rule import KeySelection
-from ..keys.selection import Selection, select_elements, squeeze_query_dimension
+from ..keys.selection import ScoredRule, select_elements, squeeze_query_dimension
 from ..keys.visibility import Visibility
 from ..merge import check_sink_logits
 from . import keywords, packed_sequences
@@ -141,16 +141,16 @@ def _flash_dynamic_mask_attention_forward(
     mask, intervals, bias = normalize_mask(
         visible, attention_bias, query_states, key_states, selects, memo
     )
-    selection = Selection()
+    scored_rule = ScoredRule()
     if selects:
-        mask, intervals, selection = _selection_of(
+        mask, intervals, scored_rule = _make_rule(
             attention_bias, mask, intervals, keep, is_causal, query_states, key_states
         )
     out, statistics = attention(
         *cast,
         bias,
         Visibility(mask, is_causal, intervals),
-        selection,
+        scored_rule,
         Numerics.of(None, softmax_scale, softcap, "saturate", deterministic),
         memo=memo,
     )
@@ -172,7 +172,7 @@ def _check_arguments(states, lengths, attention_mask, sliding_window, others) ->
         check_count(sliding_window, "sliding_window")
 
 
-def _selection_of(
+def _make_rule(
     attention_bias: torch.Tensor,
     mask: torch.Tensor | None,
     intervals: KeyIntervals | None,
@@ -180,18 +180,18 @@ def _selection_of(
     is_causal: bool,
     query: torch.Tensor,
     key: torch.Tensor,
-) -> tuple[torch.Tensor | None, KeyIntervals | None, Selection]:
-    """The mask and the intervals of a call that selects, and its selection.
+) -> tuple[torch.Tensor | None, KeyIntervals | None, ScoredRule]:
+    """The mask and the intervals of a call that selects, and its rule.
 
     4-d scores select elements: the mask then contains the selection.
     """
     scores = squeeze_query_dimension(attention_bias.detach())
     if scores.dim() == 4:
         mask = select_elements(scores, mask, intervals, keep, is_causal, query, key)
-        return mask, None, Selection()
+        return mask, None, ScoredRule()
     has_no_queries = intervals is None and (mask is None or mask.dim() == 3)
     mode = "global" if has_no_queries else "per_query"
-    return mask, intervals, Selection(KeySelection(keep, mode), scores)
+    return mask, intervals, ScoredRule(KeySelection(keep, mode), scores)
 
 
 def _resolve_keep_window_size(

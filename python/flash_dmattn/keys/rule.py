@@ -23,7 +23,7 @@ from .._core.checks import (
     clamp_count,
 )
 from .._core.numerics import check_number
-from . import torch_selection
+from . import torch_operators
 from .positions import ShownKeys
 
 SELECTIONS = ("per_query", "global")
@@ -247,7 +247,7 @@ def choose_among(
     if document is not None:
         scores = rank_by_document(scores, document)
     # Chosen as if every key appeared with a query of its own: row t is the moment when key t appears.
-    library = ops if ops.has_kernels_for(scores) else torch_selection
+    library = ops if ops.has_kernels_for(scores) else torch_operators
     length = shape[-1]
     moments = library.select_key_intervals(
         scores, None, rule.windows(), "per_query", True, length

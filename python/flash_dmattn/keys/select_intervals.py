@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._core import ops
 from .._core.checks import check_tensor, resolve_flag
-from . import torch_selection
+from . import torch_operators
 from .intervals import KeyIntervals, broadcast_shapes, unchecked_intervals
 from .positions import KeyPositions, check_length
 from .rule import KeySelection, choose_among
@@ -108,7 +108,7 @@ def select_by_rule(
     scores = rule.expand_scores(scores)
     if key_mask is not None:
         key_mask = key_mask.expand(scores.shape)
-    library = ops if ops.has_kernels_for(scores) else torch_selection
+    library = ops if ops.has_kernels_for(scores) else torch_operators
     intervals = library.select_key_intervals(
         scores, key_mask, rule.windows(), rule.selection, is_causal, query_length, *rule.operands()
     )

@@ -18,42 +18,42 @@ from .select_intervals import select_by_rule
 from .visibility import KeyList, KeyRanks, TopKeysByBias, Visibility
 
 
-class Selection(NamedTuple):
-    """A selection of keys: its rule, and selection_scores of the public functions."""
+class ScoredRule(NamedTuple):
+    """A rule with the scores that it reads, selection_scores of the public functions."""
 
     rule: KeySelection = KeySelection()
     scores: Tensor | None = None  # None: the bias
 
     @staticmethod
-    def of(scores: Tensor | None, *rule: object) -> Selection:
+    def of(scores: Tensor | None, *rule: object) -> ScoredRule:
         """Makes it from the arguments of the public functions; `rule`: those of KeySelection, in its order."""
-        if scores is None and rule == _NO_RULE:
-            return NO_SELECTION
-        return Selection(KeySelection(*rule), scores)
+        if scores is None and rule == _NO_PARTS:
+            return NO_RULE
+        return ScoredRule(KeySelection(*rule), scores)
 
-    def checked_selection(self, query: Tensor, key: Tensor) -> Selection:
-        if self is NO_SELECTION:
+    def checked_rule(self, query: Tensor, key: Tensor) -> ScoredRule:
+        if self is NO_RULE:
             return self
         rule = self.rule.checked_rule()
         if isinstance(rule.keep_window_size, tuple):
             rule.check_heads(key.shape[-2])
         if self.scores is None:
-            return self if rule is self.rule else Selection(rule)
+            return self if rule is self.rule else ScoredRule(rule)
         checked = selection_scores_argument(self.scores, query, key)
         if not rule.hides_keys():
             raise ValueError(
                 f"selection_scores: got shape {tuple(self.scores.shape)} without keep_window_size, by which they choose; "
                 "expected both or neither"
             )
-        return Selection(rule, checked)
+        return ScoredRule(rule, checked)
 
 
-NO_SELECTION = Selection()
-_NO_RULE = tuple(NO_SELECTION.rule)
+NO_RULE = ScoredRule()
+_NO_PARTS = tuple(NO_RULE.rule)
 
 
 def apply_selection(
-    selection: Selection,
+    scored_rule: ScoredRule,
     query: Tensor,
     key: Tensor,
     bias: Tensor | None,
@@ -68,13 +68,13 @@ def apply_selection(
         take lists and ranks.
     memo: results that the layers of one forward share, or None.
     """
-    rule = selection.rule
+    rule = scored_rule.rule
     if visible.keys is None:
         rule.check_causality(visible.is_causal)
-        if uses_library_kernels and _is_by_bias(selection, query, key, bias, visible.mask):
+        if uses_library_kernels and _is_by_bias(scored_rule, query, key, bias, visible.mask):
             return Visibility(None, visible.is_causal, TopKeysByBias(rule.keep_window_size))
-    scores, allowed = scores_and_allowed(query, key, visible.mask, bias, selection)
-    if rule.has_room_for(key.shape[1]) and selection.scores is None:
+    scores, allowed = scores_and_allowed(query, key, visible.mask, bias, scored_rule)
+    if rule.has_room_for(key.shape[1]) and scored_rule.scores is None:
         return visible  # a key whose bias is NaN is masked by it
     if query.shape[1] == 0:
         return visible
@@ -101,11 +101,11 @@ def apply_selection(
 
 
 def _is_by_bias(
-    selection: Selection, query: Tensor, key: Tensor, bias: Tensor | None, mask: Tensor | None
+    scored_rule: ScoredRule, query: Tensor, key: Tensor, bias: Tensor | None, mask: Tensor | None
 ) -> bool:
     """Whether it is TopKeysByBias: a window that hides some key, chosen by a bias for each key or for all heads."""
-    rule = selection.rule
-    if bias is None or bias.dim() != 3 or mask is not None or selection.scores is not None:
+    rule = scored_rule.rule
+    if bias is None or bias.dim() != 3 or mask is not None or scored_rule.scores is not None:
         return False
     if rule.selection != "per_query" or not rule.is_window():
         return False
@@ -246,13 +246,13 @@ def squeeze_query_dimension(scores: Tensor | None) -> Tensor | None:
     return scores.squeeze(2) if has_one_query else scores
 
 
-def scores_and_allowed(query, key, mask, bias, selection: Selection):
+def scores_and_allowed(query, key, mask, bias, scored_rule: ScoredRule):
     """Scores [B, H, Sk], and the dense mask to choose under, or None for all keys."""
     seqlen_k = key.shape[1]
     name, scores, hiding = "attn_bias", bias, None
-    if selection.scores is not None:
-        name, scores = "selection_scores", squeeze_query_dimension(selection.scores)
-    elif not selection.rule.reads_scores() and (bias is None or bias.dim() == 4):
+    if scored_rule.scores is not None:
+        name, scores = "selection_scores", squeeze_query_dimension(scored_rule.scores)
+    elif not scored_rule.rule.reads_scores() and (bias is None or bias.dim() == 4):
         scores = query.new_zeros((1, 1, seqlen_k))
     if scores is None or scores.dim() != 3 or scores.shape[2] != seqlen_k:
         got = "no scores" if scores is None else f"{name} of shape {tuple(scores.shape)}"
@@ -263,7 +263,7 @@ def scores_and_allowed(query, key, mask, bias, selection: Selection):
         )
     # A bias that masks hides its keys from the selection. Where it is the score, these are the worst keys anyway, which
     # sinks may not be.
-    if bias is not None and bias.dim() == 3 and selection.rule.sink_tokens > 0:
+    if bias is not None and bias.dim() == 3 and scored_rule.rule.sink_tokens > 0:
         hiding = bias.detach()[:, :, None]
     elif scores is not bias and bias is not None:
         if bias.dim() == 4:

@@ -14,7 +14,7 @@ from ....dispatch import attention, with_lse
 from ....keys.intervals import KeyIntervals
 from ....keys.rule import KeySelection, rank_in_document
 from ....keys.select_intervals import select_key_intervals
-from ....keys.selection import Selection, apply_selection
+from ....keys.selection import ScoredRule, apply_selection
 from ....keys.visibility import Visibility
 from ....merge import add_sink
 from ....ragged import extend_ragged
@@ -125,7 +125,7 @@ class _States(NamedTuple):
 
     def attend(self, bias: Tensor | None, visible: Visibility, bias_delay: int = 0) -> Tensor:
         out, statistics = attention(
-            *self[:3], bias, visible, Selection(), self.numerics, bias_delay=bias_delay
+            *self[:3], bias, visible, ScoredRule(), self.numerics, bias_delay=bias_delay
         )
         return with_lse(out, statistics, return_lse=False, sink_logits=self.sink_logits)
 
@@ -189,9 +189,9 @@ def _attend_to_chosen(call: ScoredCall, states: _States) -> Tensor:
         chosen = select_key_intervals(scores, **rule._asdict(), key_mask=key_mask, **place)
         visible = Visibility(keys=chosen)
     else:
-        shown, selection = states.visible(chooses=True), Selection(rule, scores)
+        shown, scored_rule = states.visible(chooses=True), ScoredRule(rule, scores)
         visible = apply_selection(
-            selection, states.query, states.key, None, shown, uses_library_kernels=False
+            scored_rule, states.query, states.key, None, shown, uses_library_kernels=False
         )
     return states.attend(bias, visible, delay)
 
