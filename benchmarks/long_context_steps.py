@@ -19,11 +19,10 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from flash_dmattn.distributed import ContextParallel, exchanged_bytes
 from harness import record
-from harness.clock import elapsed_ms
+from harness.clock import elapsed_ms, kernel_times
 from harness.exchange_table import Model
 from harness.ranks import GPU, Ranks, add_options
 
@@ -83,12 +82,9 @@ def formulas(length: int, ranks: int) -> dict[str, list]:
 
 def kernel_ms(step) -> dict[str, float]:
     """The time of kernels in one step, by what they are for."""
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
-        step()
-        torch.cuda.synchronize()
-    kernels = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    times = kernel_times(step)
     return {
-        name: sum(e.device_time for e in kernels if part in e.name) / 1e3
+        name: sum(ms for kernel, (_, ms) in times.items() if part in kernel)
         for name, part in (("attention", OURS), ("exchange", EXCHANGE))
     }
 

@@ -98,13 +98,18 @@ def graph_ms(calls: list[Callable[[], object]], at_least: int, repeats: int) -> 
 
 def count_kernels(call: Callable[[], object]) -> tuple[int, float]:
     """How many kernels and copies a call launches, and the sum of their milliseconds."""
+    found = kernel_times(call).values()
+    return sum(count for count, _ in found), sum(ms for _, ms in found)
+
+
+def kernel_times(call: Callable[[], object]) -> dict[str, tuple[int, float]]:
+    """The kernels and copies that a call launches, by name: how many, and the sum of their milliseconds."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
     on_gpu = torch.autograd.DeviceType.CUDA
     events = [event for event in profile.key_averages() if event.device_type == on_gpu]
-    total = sum(event.self_device_time_total for event in events)
-    return sum(event.count for event in events), total / 1e3
+    return {event.key: (event.count, event.self_device_time_total / 1e3) for event in events}
 
 
 def costs(steps: dict[str, Step], device: str, repeats: int) -> dict[str, Cost]:
