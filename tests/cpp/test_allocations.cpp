@@ -11,6 +11,7 @@
 #include "flash_dmattn/flash_dmattn.h"
 #include "support/cases.h"
 #include "support/data.h"
+#include "support/kv_calls.h"
 #include "support/random.h"
 #include "support/run.h"
 
@@ -141,64 +142,13 @@ TEST(Allocations, SelectionAndScheduleAllocateNothing) {
 }
 
 TEST(Allocations, KvCachesAllocateNothing) {
-  const KvCacheShape shape{.batch = 2,
-                           .heads_kv = 2,
-                           .keep = {.window = 300},
-                           .chunk = 5,
-                           .head_dim = 16,
-                           .dtype = DType::bf16};
-  const Execution execution = on_pool();
-  GuardedBuffer memory(kv_cache_size(shape), "cache");
-  GuardedBuffer other(kv_cache_size(shape), "other");
-  KvCache cache = kv_cache_in(memory, shape);
-  std::vector<std::uint16_t> numbers(2 * 5 * 4 * 16);
-  std::vector<float> scores(2 * 2 * 5), lse(2 * 4);
-  std::vector<KeyInterval> intervals(2 * 2 * 305);
-  const std::vector<std::int32_t> index = {1, 0};
-  const auto stride = contiguous_strides({2, 5, 2, 16});
-  const auto one = contiguous_strides({2, 1, 2, 16});
-  const auto of_q = contiguous_strides({2, 1, 4, 16});
-  const Workspace space(1 << 20, execution);
-  const std::span<std::byte> workspace = workspace_of(space);
   for (const char* backend : {"cpu", "reference"}) {
-    EXPECT_EQ(
-        allocations_of([&] {
-          clear(cache, execution, backend);
-          append({.cache = cache,
-                  .seqlen = 5,
-                  .k = {numbers.data(), stride},
-                  .v = {numbers.data(), stride},
-                  .scores = {scores.data()}},
-                 execution, backend);
-          cache.pending = 5;
-          PendingIntervalsCall({.cache = cache, .seqlen_q = 5, .intervals = intervals.data()},
-                               execution, backend)
-              .run(workspace);
-          CommitCall({.cache = cache, .keep = index.data()}, execution, backend).run(workspace);
-          cache.pending = 0;
-          fill({.cache = cache,
-                .seqlen_k = 5,
-                .k = {numbers.data(), stride},
-                .v = {numbers.data(), stride},
-                .scores = {scores.data()},
-                .intervals = {intervals.data()},
-                .seqlen_q = 5},
-               execution, backend);
-          copy_rows({.from = cache, .to = kv_cache_in(other, shape), .index = index.data()},
-                    execution, backend);
-          DecodeStepCall({.cache = cache,
-                          .heads_q = 4,
-                          .scale = 1,
-                          .q = {numbers.data(), of_q},
-                          .k = {numbers.data(), one},
-                          .v = {numbers.data(), one},
-                          .scores = {scores.data()},
-                          .out = {numbers.data(), of_q},
-                          .lse = lse.data()},
-                         execution, backend)
-              .run(workspace);
-        }),
-        0)
+    const KvCalls calls(backend, on_pool());
+    EXPECT_EQ(allocations_of([&] {
+                calls.clear();
+                calls.run();
+              }),
+              0)
         << backend;
   }
 }

@@ -13,6 +13,7 @@
 #include "flash_dmattn/flash_dmattn.h"
 #include "support/cases.h"
 #include "support/expect_invalid.h"
+#include "support/kv_calls.h"
 #include "support/kv_stream.h"
 #include "support/run.h"
 
@@ -192,66 +193,6 @@ TEST(KvCache, HalfAMillionTokensLeaveTheBestKeys) {
 
 // ---- Arguments -----------------------------------------------------------------------------------
 
-// A correct call of each function, which tests then spoil.
-struct KvCalls {
-  KvCacheShape shape{.batch = 2,
-                     .heads_kv = 2,
-                     .keep = {.window = 4},
-                     .chunk = 3,
-                     .head_dim = 8,
-                     .dtype = DType::f32};
-  GuardedBuffer memory{kv_cache_size(shape), "cache"};
-  GuardedBuffer other{kv_cache_size(shape), "other"};
-  KvCache cache = kv_cache_in(memory, shape);
-  std::vector<float> numbers = std::vector<float>(2 * 4 * 8);
-  std::vector<KeyInterval> intervals = std::vector<KeyInterval>(2 * 2 * 7);
-  std::vector<std::int32_t> index = {0, 1};
-  std::array<std::int64_t, 4> stride = contiguous_strides({2, 1, 2, 8});
-  GuardedBuffer workspace{1 << 16, "workspace"};
-  Execution execution = in_turn(1);
-
-  AppendArgs append_args{.cache = cache,
-                         .seqlen = 1,
-                         .k = {numbers.data(), stride},
-                         .v = {numbers.data(), stride},
-                         .scores = {numbers.data()}};
-  FillArgs fill_args{.cache = cache,
-                     .seqlen_k = 1,
-                     .k = {numbers.data(), stride},
-                     .v = {numbers.data(), stride},
-                     .scores = {numbers.data()},
-                     .intervals = {intervals.data()},
-                     .seqlen_q = 1};
-  PendingIntervalsArgs intervals_args{.cache = cache, .seqlen_q = 0, .intervals = intervals.data()};
-  CommitArgs commit_args{.cache = cache};
-  CopyRowsArgs copy_args{.from = cache, .to = kv_cache_in(other, shape), .index = index.data()};
-  DecodeStepArgs step_args{.cache = cache,
-                           .heads_q = 4,
-                           .scale = 1,
-                           .q = {numbers.data(), contiguous_strides({2, 1, 4, 8})},
-                           .k = {numbers.data(), stride},
-                           .v = {numbers.data(), stride},
-                           .scores = {numbers.data()},
-                           .out = {numbers.data(), contiguous_strides({2, 1, 4, 8})},
-                           .lse = numbers.data()};
-
-  KvCalls() {
-    execution.workspace = workspace.data();
-    execution.workspace_bytes = workspace.size();
-    clear(cache, execution);
-    clear(copy_args.to, execution);
-  }
-
-  void run() const {
-    append(append_args, execution);
-    fill(fill_args, execution);
-    PendingIntervalsCall(intervals_args, execution).run(workspace_of(execution));
-    CommitCall(commit_args, execution).run(workspace_of(execution));
-    copy_rows(copy_args, execution);
-    DecodeStepCall(step_args, execution).run(workspace_of(execution));
-  }
-};
-
 void expect_error(const std::string& argument, const std::function<void(KvCalls&)>& spoil) {
   KvCalls calls;
   ASSERT_NO_THROW(calls.run());
@@ -301,7 +242,7 @@ TEST(KvCacheArguments, InvalidArgumentIsNamed) {
   expect_error("scores", [](KvCalls& c) { c.step_args.scores.data = nullptr; });
   expect_error("intervals", [](KvCalls& c) { c.fill_args.intervals.data = nullptr; });
   expect_error("intervals", [](KvCalls& c) { c.intervals_args.intervals = nullptr; });
-  expect_error("seqlen_q", [](KvCalls& c) { c.intervals_args.seqlen_q = 1; });
+  expect_error("seqlen_q", [](KvCalls& c) { c.intervals_args.seqlen_q = 2; });
   expect_error("problem.heads_q", [](KvCalls& c) { c.step_args.heads_q = 3; });
   expect_error("problem.scale", [](KvCalls& c) { c.step_args.scale = 1.0f / 0.0f; });
   expect_error("problem.softcap", [](KvCalls& c) { c.step_args.softcap = -1; });
@@ -310,7 +251,7 @@ TEST(KvCacheArguments, InvalidArgumentIsNamed) {
   expect_error("lse", [](KvCalls& c) { c.step_args.lse = nullptr; });
   expect_error("index", [](KvCalls& c) { c.copy_args.index = nullptr; });
   expect_error("index[1]", [](KvCalls& c) { c.index[1] = 2; });
-  expect_error("keep[0]", [](KvCalls& c) { c.commit_args.keep = (c.index = {1, 0}).data(); });
+  expect_error("keep[0]", [](KvCalls& c) { c.commit_args.keep = (c.index = {2, 0}).data(); });
   expect_error("lengths[1]", [](KvCalls& c) { c.fill_args.lengths = (c.index = {1, 2}).data(); });
   expect_error("to.shape.keep.window", [](KvCalls& c) { c.copy_args.to.shape.keep.window = 3; });
   expect_error("cache.shape.heads_kv",
