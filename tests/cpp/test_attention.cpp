@@ -59,8 +59,7 @@ TEST(AttentionDelay, RandomDelaysAreWithinBounds) {
     const std::int64_t seqlen_k = 1 + random.below(500);
     const std::string delay =
         std::to_string(one_of({"1", "0"}) == "1" ? 1 + random.below(seqlen_k) : random.below(40));
-    const Case c = case_from({{"name", "random_delay"},
-                              {"heads_q", "4"},
+    const Case c = case_from({{"heads_q", "4"},
                               {"heads_kv", "2"},
                               {"seqlen_q", std::to_string(1 + random.below(400))},
                               {"seqlen_k", std::to_string(seqlen_k)},
@@ -171,8 +170,7 @@ TEST(Attention, LayoutsDoNotChangeBits) {
   for (const char* intervals : {"none", "per_query"}) {
     for (const char* dtype : {"f32", "bf16", "f16"}) {
       const auto in_layout = [&](const char* layout) {
-        const Data data(case_from({{"name", "layouts"},
-                                   {"batch", "2"},
+        const Data data(case_from({{"batch", "2"},
                                    {"heads_q", "4"},
                                    {"heads_kv", "2"},
                                    {"head_dim", "40"},
@@ -200,7 +198,6 @@ TEST(Attention, LayoutsDoNotChangeBits) {
 class AttentionExact : public ::testing::TestWithParam<const char*> {
  protected:
   Case with(CaseWords words) const {
-    words["name"] = "exact";
     words["dtype"] = GetParam();
     return case_from(words);
   }

@@ -36,7 +36,6 @@ void expect_similar(const Tensor& actual, const Tensor& expected) {
 class FiniteAndMasked : public ::testing::TestWithParam<const char*> {
  protected:
   Case with(CaseWords words) const {
-    words.insert({"name", "safety"});
     words["dtype"] = GetParam();
     return case_from(words);
   }
