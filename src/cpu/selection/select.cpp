@@ -37,14 +37,16 @@ class QueryRows {
         causal_(args.causal) {}
 
   // The interval of key j, which the queries at positions below `end` see.
-  KeyInterval until(std::int64_t j, std::int64_t end) const {
+  KeyInterval interval_until(std::int64_t j, std::int64_t end) const {
     const std::int64_t first = causal_ ? std::max(j - shift_, std::int64_t{0}) : 0;
     const std::int64_t last = std::min(end - shift_, rows_);
     if (first >= last) return {0, 0};
     return {static_cast<std::int32_t>(first), static_cast<std::int32_t>(last)};
   }
 
-  KeyInterval forever(std::int64_t j) const { return until(j, rows_ + shift_); }
+  KeyInterval interval_to_last_query(std::int64_t j) const {
+    return interval_until(j, rows_ + shift_);
+  }
 
   // Writes the intervals of the keys from begin to end - 1, each of which the next `recent` queries see.
   void fill_recent(std::int64_t begin, std::int64_t end, std::int64_t recent,
@@ -59,7 +61,7 @@ class QueryRows {
       for (std::int32_t i = 0; i < keys; ++i)
         intervals[begin + i] = {first + i, first + i + length};
     } else {
-      for (std::int64_t j = begin; j < end; ++j) intervals[j] = until(j, j + recent);
+      for (std::int64_t j = begin; j < end; ++j) intervals[j] = interval_until(j, j + recent);
     }
   }
 
@@ -95,7 +97,7 @@ void select_row(const SelectionArgs& args, std::int64_t capacity, const Read& re
     }
     if (sinks > 0) {
       --sinks;
-      intervals[j] = rows.forever(j);
+      intervals[j] = rows.interval_to_last_query(j);
       continue;
     }
     if (capacity == 0 || j >= competing) continue;
@@ -112,10 +114,10 @@ void select_row(const SelectionArgs& args, std::int64_t capacity, const Read& re
       const std::int64_t beaten = position_of(heap[0]);
       const std::int64_t kept_until = closes ? j + delay : 0;
       const std::int64_t recent_until = recent > 0 ? beaten + recent : 0;
-      intervals[beaten] = rows.until(beaten, std::max(kept_until, recent_until));
+      intervals[beaten] = rows.interval_until(beaten, std::max(kept_until, recent_until));
       replace_top(heap, size, rank);
     }
-    intervals[j] = rows.forever(j);
+    intervals[j] = rows.interval_to_last_query(j);
   }
 }
 
