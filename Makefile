@@ -62,6 +62,7 @@ evidence: $(STAMPS)/package $(STAMPS)/test ## the quality of learned scores agai
 	    --recipes learned without_budget hard_from_the_first $(DISTIL_$(EVIDENCE)); done
 	PYTHONPATH=examples $(BIN)/python -m learned_scores.recall --seeds $(SEEDS) --output build/evidence/recall.json $(RECALL_$(EVIDENCE))
 	PYTHONPATH=examples $(BIN)/python -m learned_scores.pictures build/evidence
+	$(BIN)/python benchmarks/bench.py evidence build/evidence --json build/evidence/record.json
 
 .PHONY: docs
 docs: $(STAMPS)/tools $(STAMPS)/docs ## build the site of the documents into build/site; a broken link is an error

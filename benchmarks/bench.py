@@ -199,6 +199,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     one.add_argument("--tests", type=Path, required=True, metavar="FILE",
         help="a line per test: part, result, time and last words, separated by tabs")  # fmt: skip
 
+    one = commands.add_parser("evidence", help="a record of the quality of learned scores")
+    one.set_defaults(call=_call("evidence"), fail=one.error)
+    one.add_argument("folder", type=Path, metavar="FOLDER", help="of `make evidence`")
+    one.add_argument(
+        "--json", type=Path, required=True, metavar="FILE", help="write the record there"
+    )
+    one.add_argument("--commit", help="of the sources; default: Git's")
+
     one = commands.add_parser("exchange", help="the bytes of context parallelism, on paper")
     one.set_defaults(call=_call("exchange_table"), fail=one.error)
     for name, size in (("heads", 16), ("heads-kv", 8), ("head-dim", 128), ("window", 2048)):

@@ -45,7 +45,7 @@ _MEASUREMENTS = {
     "kernels": int,  # launches
 }
 UNITS = (
-    "share", "nats/byte", "bits/byte", "logits", "keys", "requests", "requests/s", "tokens/s", "TB/s", "MB", "bytes", "us",
+    "share", "nats/byte", "nats/token", "bits/byte", "logits", "keys", "requests", "requests/s", "tokens/s", "TB/s", "MB", "bytes", "us",
 )  # fmt: skip
 _ROW_OPTIONS = {
     "commit": _COMMIT,  # the build of this row, where it is not the record's

@@ -336,3 +336,26 @@ def test_length_option_replaces_case_length():
 def test_title_of_a_case_is_parsed_back(device, name):
     for case in cases_of(device, name):
         assert Case.parse(str(case)) == case
+
+
+def test_evidence_becomes_a_record(capsys, tmp_path):
+    pytest.importorskip("transformers")
+    folder, file = tmp_path / "evidence", tmp_path / "record.json"
+    with pytest.raises(SystemExit):
+        bench.main(["evidence", str(folder), "--json", str(file)])
+    assert "FOLDER: got no results.json" in capsys.readouterr().err
+    (folder / "seed1").mkdir(parents=True)
+    quality = {"learned": {"32": {"loss": 1.5, "pass_keys": 0.75}}}
+    settings = {"seed": "1", "device": "cpu", "model": "None"}
+    (folder / "seed1" / "results.json").write_text(
+        json.dumps({"settings": settings, "quality": quality})
+    )
+    settings = {"lengths": [64, 128], "pairs": 8, "words": 64, "device": "cpu"}
+    run = {"kind": "scores", "budget": 16, "seed": 2, "same_words": False, "recall": {"128": 1.0}}
+    (folder / "recall.json").write_text(json.dumps({"settings": settings, "rows": [run]}))
+    arguments = ["evidence", str(folder), "--json", str(file), "--commit", "0123456"]
+    assert bench.main(arguments) == 0
+    distil, recall = record.read(file)["rows"]
+    assert distil["values"] == {"loss": [1.5, "nats/byte"], "right digits": [0.75, "share"]}
+    assert recall["side"] == "scores 16" and recall["values"] == {"recall 128": [1.0, "share"]}
+    assert recall["case"] == "recall 8 pairs of 128 words in 64, 128 tokens seed 2"

@@ -1,0 +1,57 @@
+"""A record of the quality of learned scores, from what examples/learned_scores wrote into a folder (`make evidence`)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import transformers  # noqa: F401 - for its version
+
+from . import machine, record
+
+_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}  # of a training on a device
+_NOTE = (
+    "distil: a method, or a recipe of training, by the keys that a query sees; recall: a score, and the keys that a query sees. "
+    "Values are of held-out texts"
+)
+
+
+def rows(folder: Path) -> Iterator[dict]:
+    """A row for each method and budget of distil (results.json), and for each training of recall (recall*.json)."""
+    for path in sorted(folder.glob("**/results.json")):
+        found = json.loads(path.read_text())
+        settings = found["settings"]
+        unit = "nats/byte" if settings["model"] == "None" else "nats/token"
+        for method, budgets in found["quality"].items():
+            for budget, quality in budgets.items():
+                case = f"distil seed {settings['seed']} keys {budget}"
+                values = {
+                    "loss": [quality["loss"], unit],
+                    "right digits": [quality["pass_keys"], "share"],
+                }
+                yield record.row(case, method, _DTYPES[settings["device"]], values=values)
+    for path in sorted(folder.glob("**/recall*.json")):
+        found = json.loads(path.read_text())
+        settings = found["settings"]
+        lengths = ", ".join(f"{length:,}" for length in settings["lengths"])
+        task = f"recall {settings['pairs']} pairs of {2 * settings['words']:,} words in {lengths} tokens"
+        for run in found["rows"]:
+            case = f"{task}{', filler of the same words' if run['same_words'] else ''} seed {run['seed']}"
+            values = {f"recall {n}": [share, "share"] for n, share in run["recall"].items()}
+            if "recall_with_all_keys" in run:
+                values["recall with all keys"] = [run["recall_with_all_keys"], "share"]
+            side = f"{run['kind']} {run['budget']}"
+            yield record.row(case, side, _DTYPES[settings["device"]], values=values)
+
+
+def main(options: argparse.Namespace) -> int:
+    found = list(rows(options.folder))
+    if not found:
+        options.fail(f"FOLDER: got no results.json and no recall*.json in {options.folder}")
+    device = "cuda" if found[0]["dtype"] == _DTYPES["cuda"] else "cpu"
+    origin = machine.origin(device, options.commit)
+    record.write(options.json, origin | {"note": _NOTE, "rows": found})
+    print(f"wrote {options.json}")
+    return 0
