@@ -65,15 +65,12 @@ class Call(NamedTuple):
         options: Options | None,
     ) -> Call:
         """query, options: of `attend`; None: not known yet."""
-        rule = _checked_rule(rule)
+        rule = rule.checked_cache_rule()
         headroom = resolve_flag(headroom, "headroom")
         key, value = autocast_tensors(key, value)
         _check_rows(key, value)
         batch, rows, heads, _ = key.shape
-        if len(rule.windows()) not in (1, heads):
-            raise ValueError(
-                f"keep_window_size: got {len(rule.windows())} sizes, expected one, or {heads}: one for each key head"
-            )
+        rule.check_heads(heads)
         check_tensor(scores, "scores")
         n = scores.shape[-1] if scores.dim() else 0
         shards = Shards.of(wire.rank, checked_lengths(lengths, wire, n))
@@ -159,19 +156,6 @@ def _code_of_form(values: Tensor | str | None) -> int:
     if isinstance(values, Tensor):
         return code_of(values.dtype, *values.shape[:-1])
     return code_of(values)
-
-
-def _checked_rule(rule: KeySelection) -> KeySelection:
-    rule = rule.checked_rule()
-    if rule.selection != "per_query":
-        raise ValueError(
-            f"selection: got {rule.selection!r}, expected 'per_query': a global choice reads later ranks, too"
-        )
-    if rule.keep_window_size is None:
-        raise ValueError(
-            "keep_window_size: got None, expected a number: without one the keys that later ranks see are all keys"
-        )
-    return rule
 
 
 def check_causality(is_causal: object) -> None:

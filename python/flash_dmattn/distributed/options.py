@@ -16,6 +16,7 @@ from .._core.checks import (
     resolve_backend,
     resolve_flag,
 )
+from .._core.kv_checks import check_query
 from .._core.numerics import Numerics
 from ..dispatch import check_bias_delay
 from ..merge import check_sink_logits
@@ -62,7 +63,11 @@ class Options(NamedTuple):
 
         key: [B, any, Hkv, D]. n: the tokens of this piece. bias: as in `Pending`.
         """
-        cast = _check_query(query, key, n)
+        check_tensor(query, "query")
+        (cast,) = autocast_tensors(query)
+        queries = check_query(key, query=cast)
+        if queries != n:
+            raise ValueError(f"query: got {queries} queries, expected one for each of {n} tokens")
         self.numerics("saturate")
         check_bias_delay(self.bias_delay, bias)
         resolve_flag(self.zero_sum, "zero_sum")
@@ -88,24 +93,3 @@ class Options(NamedTuple):
             "zero_sum": int(resolve_flag(self.zero_sum, "zero_sum")),
             "backend": code_of(self.backend),
         }
-
-
-def _check_query(query: Tensor, key: Tensor, n: int) -> Tensor:
-    """The query in the dtype of attention, which autocast may change."""
-    check_tensor(query, "query")
-    batch, _, heads, head_dim = key.shape
-    fits = query.dim() == 4 and (query.shape[0], query.shape[1], query.shape[3]) == (
-        batch,
-        n,
-        head_dim,
-    )
-    if not fits or (heads and query.shape[2] % heads):
-        raise ValueError(
-            f"query: got shape {tuple(query.shape)}, expected [{batch}, {n}, Hq, {head_dim}] with Hq a multiple of {heads}"
-        )
-    (cast,) = autocast_tensors(query)
-    if cast.dtype != key.dtype or cast.device != key.device:
-        raise TypeError(
-            f"query: got {cast.dtype} on {cast.device}, expected that of key, {key.dtype} on {key.device}"
-        )
-    return cast

@@ -133,11 +133,11 @@ class KeySelection(NamedTuple):
         return self.recent_window, self.recent_competes, self.sink_tokens, self.score_threshold
 
     def checked_cache_rule(self) -> KeySelection:
-        """The rule of a cache that holds the keys which it shows, and no others."""
+        """The rule of a cache or of ranks that hold the keys which it shows to later queries, and no others."""
         rule = self.checked_rule()
         if rule.selection != "per_query":
             raise ValueError(
-                f"selection: got {rule.selection!r}, expected 'per_query': under another one keys that were evicted return"
+                f"selection: got {rule.selection!r}, expected 'per_query': under another one a later token brings keys back"
             )
         if rule.keep_window_size is None:
             raise ValueError(

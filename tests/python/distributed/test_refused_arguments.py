@@ -22,9 +22,9 @@ def call(wire, **changes):
 
 
 REFUSED = {
-    "global": ({"selection": "global"}, ValueError, "selection: got 'global'.*later ranks"),
+    "global": ({"selection": "global"}, ValueError, "selection: got 'global'.*brings keys back"),
     "no_causality": ({"is_causal": False}, ValueError, "is_causal: got False"),
-    "no_window": ({"keep_window_size": None}, ValueError, "keep_window_size: got None.*all keys"),
+    "no_window": ({"keep_window_size": None}, ValueError, "keep_window_size: got None.*number of keys"),
     "threshold_alone": (
         {"keep_window_size": None, "score_threshold": 0.5}, ValueError, "keep_window_size: got None",
     ),
@@ -50,7 +50,7 @@ REFUSED = {
     "unknown_exchange": ({"exchange": "ring"}, ValueError, "exchange: got 'ring'"),
     "unknown_bias": ({"attn_bias": "score"}, ValueError, "attn_bias: got 'score'"),
     "bias_of_pairs": ({"attn_bias": torch.randn(1, 2, N, N)}, ValueError, "attn_bias: got shape"),
-    "query_of_another_length": ({"query": torch.randn(1, N - 1, 4, 16)}, ValueError, "query: got shape"),
+    "query_of_another_length": ({"query": torch.randn(1, N - 1, 4, 16)}, ValueError, "query: got 7 queries"),
     "no_headroom": ({"headroom": True}, ValueError, "key: got 8 rows, expected 12"),
     "windows_of_other_heads": ({"keep_window_size": (3, 4, 5)}, ValueError, "keep_window_size: got 3 sizes"),
 }  # fmt: skip
