@@ -17,7 +17,7 @@ KeyBound given_bound(const std::vector<std::int64_t>& given);
 // The result of measure_key_bound.
 KeyBound measured_bound(const MeasureArgs& args, Execution execution, const Tensor& like);
 
-// Intervals [B, H, Sk, 2] of the selection that `args` describe but for its device and result, which are made here.
+// Intervals [B, H, Sk, 2] of the selection that `args` describe. Its device and result are set here.
 Tensor select_intervals(SelectionArgs args, const CallDevice& device, const Tensor& scores);
 // The arguments of a selection among all keys of `scores` [B, H, Sk].
 SelectionArgs selection_args(const Tensor& scores, std::int64_t window, bool is_causal,

@@ -45,7 +45,7 @@ void check_schedule(const Problem& problem, const Schedule& schedule, Direction 
 
 // ---- Shapes ----
 
-// Of q; k; v; out.
+// The shapes of q, k, v and out.
 inline std::array<std::int64_t, 4> query_shape(const Problem& p) {
   return {p.batch, p.seqlen_q, p.heads_q, p.head_dim};
 }
