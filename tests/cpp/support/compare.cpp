@@ -5,6 +5,7 @@
 #include <limits>
 #include <vector>
 
+#include "float_types.h"
 #include "support/cases.h"
 
 namespace flash_dmattn::testing {
@@ -59,13 +60,18 @@ double smallest(Element element) {
   }
 }
 
+bool overflows(DType dtype, double value) {
+  double stored = 0;
+  store(&stored, dtype, 0, value);
+  return std::isinf(load(&stored, dtype, 0));
+}
+
 // Limits exact values to the range of the dtype, like a store.
 void limit(const Problem& p, double largest, Tensor& tensor) {
   tensor.fill([&](const Index& i) {
     const double value = tensor.get(i);
     if (p.nonfinite == NonFinite::saturate) return std::clamp(value, -largest, largest);
-    return std::isinf(round_to(element_of(p.dtype), value)) ? std::copysign(HUGE_VAL, value)
-                                                            : value;
+    return overflows(p.dtype, value) ? std::copysign(HUGE_VAL, value) : value;
   });
 }
 

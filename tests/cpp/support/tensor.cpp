@@ -10,6 +10,16 @@
 namespace flash_dmattn::testing {
 namespace {
 
+// Of an element of floating point.
+DType dtype_of(Element element) {
+  switch (element) {
+    case Element::f64: return DType::f64;
+    case Element::f32: return DType::f32;
+    case Element::bf16: return DType::bf16;
+    default: return DType::f16;
+  }
+}
+
 struct Placement {
   Shape stride{};
   std::int64_t origin = 0;
@@ -48,12 +58,7 @@ std::string text(const Index& i) {
 }
 
 std::int64_t bytes_of(Element element) {
-  switch (element) {
-    case Element::f64: return 8;
-    case Element::f32: return 4;
-    case Element::u8: return 1;
-    default: return 2;
-  }
+  return element == Element::u8 ? 1 : size_of(dtype_of(element));
 }
 
 Element element_of(DType dtype) {
@@ -78,18 +83,6 @@ double gradient_limit(DType dtype) {
   return dtype == DType::bf16 ? largest(dtype) / 2 : largest(dtype);
 }
 
-double round_to(Element element, double value) {
-  switch (element) {
-    case Element::f64: return value;
-    case Element::f32: return static_cast<double>(static_cast<float>(value));
-    case Element::bf16:
-      return static_cast<double>(bf16_to_float(float_to_bf16(static_cast<float>(value))));
-    case Element::f16:
-      return static_cast<double>(f16_to_float(float_to_f16(static_cast<float>(value))));
-    default: return value != 0 ? 1 : 0;
-  }
-}
-
 Tensor::Tensor(std::string_view name, Element element, const Shape& shape, Layout layout,
                bool broadcast)
     : name_(name),
@@ -108,13 +101,8 @@ std::int64_t Tensor::offset_of(const Index& index) const {
 
 double Tensor::get(const Index& index) const {
   const std::int64_t offset = offset_of(index);
-  switch (element_) {
-    case Element::f64: return load(buffer_.data(), DType::f64, offset);
-    case Element::f32: return load(buffer_.data(), DType::f32, offset);
-    case Element::bf16: return load(buffer_.data(), DType::bf16, offset);
-    case Element::f16: return load(buffer_.data(), DType::f16, offset);
-    default: return static_cast<double>(buffer_.data()[offset]);
-  }
+  if (element_ == Element::u8) return static_cast<double>(buffer_.data()[offset]);
+  return load(buffer_.data(), dtype_of(element_), offset);
 }
 
 std::vector<double> Tensor::values() const {
@@ -152,14 +140,11 @@ double Tensor::get_broadcast(const Index& index) const {
 }
 
 void Tensor::set(const Index& index, double value) {
-  std::byte* target = buffer_.data() + offset_of(index) * bytes_of(element_);
-  const auto store = [&](auto stored) { std::memcpy(target, &stored, sizeof stored); };
-  switch (element_) {
-    case Element::f64: return store(value);
-    case Element::f32: return store(static_cast<float>(value));
-    case Element::bf16: return store(float_to_bf16(static_cast<float>(value)));
-    case Element::f16: return store(float_to_f16(static_cast<float>(value)));
-    default: return store(static_cast<std::uint8_t>(value != 0 ? 1 : 0));
+  const std::int64_t offset = offset_of(index);
+  if (element_ == Element::u8) {
+    buffer_.data()[offset] = std::byte{value != 0};
+  } else {
+    store(buffer_.data(), dtype_of(element_), offset, value);
   }
 }
 

@@ -34,9 +34,6 @@ enum class Layout : std::uint8_t {
   expanded,  // stride 0 over dimension 2, so all heads share memory (inputs only)
 };
 
-// Rounds to the element's format and back; overflow becomes inf.
-double round_to(Element element, double value);
-
 // Calls visit(index) for every element in row-major order.
 template <class Visit>
 void for_each_index(const Shape& shape, const Visit& visit) {
