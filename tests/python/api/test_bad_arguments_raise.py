@@ -1,8 +1,11 @@
 """Arguments that mean nothing raise an error that names them; none is silently ignored."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 import flash_dmattn
 from flash_dmattn import (
@@ -17,6 +20,8 @@ from flash_dmattn import (
     select_key_intervals,
     sliding_window,
 )
+from flash_dmattn._backends import flex
+from flash_dmattn.utils.padding import pad_input, unpad_input
 
 
 def qkv():
@@ -55,16 +60,66 @@ BIAS = torch.zeros(2, 2, 9)
         (ValueError, "scale: got 0, expected another number", {"scale": 0}),
         (ValueError, "softmax_scale: got 0, expected another number", {"softmax_scale": -0.0}),
         (ValueError, "softcap: got 1e+300", {"softcap": 1e300}),
+        (ValueError, "query: got shape (9, 4, 8)", {"query": torch.zeros(9, 4, 8)}),
+        (ValueError, "key: got 3 heads", dict.fromkeys(("key", "value"), torch.zeros(2, 9, 3, 8))),
+        (ValueError, "value: got shape (2, 8, 2, 8)", {"value": torch.zeros(2, 8, 2, 8)}),
+        (ValueError, "key: got shape (1, 9, 2, 8)", dict.fromkeys(("key", "value"), torch.zeros(1, 9, 2, 8))),
+        (ValueError, "query: got head dimension 257",
+         {"query": torch.zeros(2, 9, 4, 257), **dict.fromkeys(("key", "value"), torch.zeros(2, 9, 2, 257))}),
+        (TypeError, "key: got torch.float64", {"key": torch.zeros(2, 9, 2, 8).double()}),
+        (TypeError, "query: got torch.int64",
+         dict.fromkeys(("query", "key", "value"), torch.zeros(2, 9, 2, 8).long())),
+        (TypeError, "query: got list", {"query": [1]}),
+        (TypeError, "query: got a torch.sparse_coo tensor", {"query": torch.zeros(2, 9, 4, 8).to_sparse()}),
+        (ValueError, "scale, softmax_scale", {"scale": 1.0, "softmax_scale": 1.0}),
+        (ValueError, "scale: got nan", {"scale": float("nan")}),
+        (TypeError, "scale: got True", {"softmax_scale": True}),
+        (TypeError, "scale: got a tensor of shape (2,)", {"scale": torch.ones(2)}),
+        (ValueError, "softcap: got -1.0", {"softcap": -1}),
+        (TypeError, "softcap: got '3'", {"softcap": "3"}),
+        (TypeError, "softcap: got a tensor of shape (2,)", {"softcap": torch.ones(2)}),
+        (ValueError, "nonfinite: got 'ignore'", {"nonfinite": "ignore"}),
+        (ValueError, "attn_mask: got shape (2, 4, 9, 8)", {"attn_mask": torch.ones(2, 4, 9, 8).bool()}),
+        (TypeError, "attn_mask: got torch.float32", {"attn_mask": torch.zeros(2, 9)}),
+        (TypeError, "attn_mask: got list", {"attn_mask": [True]}),
+        (ValueError, "attn_bias: got shape (9,)", {"attn_bias": torch.ones(9)}),
+        (ValueError, "attn_bias: got shape (2, 3, 9)", {"attn_bias": torch.ones(2, 3, 9)}),
+        (TypeError, "attn_bias: got torch.int64", {"attn_bias": BIAS.long()}),
+        (TypeError, "attn_bias: got torch.bool", {"attn_bias": BIAS.bool()}),
+        (TypeError, "attn_bias: got a tensor on meta", {"attn_bias": BIAS.to("meta")}),
+        (ValueError, "keep_window_size: got -1", {"keep_window_size": -1}),
+        (TypeError, "keep_window_size: got 4.5", {"attn_bias": BIAS, "keep_window_size": 4.5}),
+        (ValueError, "key_intervals: got intervals of shape", {"key_intervals": sliding_window(10, 2)}),
+        (TypeError, "key_intervals: got a tensor on meta", {"key_intervals": sliding_window(9, 2).to("meta")}),
+        (TypeError, "key_intervals: got Tensor",
+         {"key_intervals": torch.zeros(1, 1, 9, 2, dtype=torch.int32)}),
         (TypeError, "unexpected keyword argument", {"keep_windw_size": 3}),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(
     "function", ["flash_dmattn_func", "triton_dmattn_func", "flex_dmattn_func"]
 )
-def test_bad_attention_argument_raises_naming_it(function, error, message, options):
-    with pytest.raises(error) as caught, torch.no_grad():
-        getattr(flash_dmattn, function)(*qkv(), **options)
-    assert message in str(caught.value)
+def test_bad_attention_argument_raises_naming_it(function, error, message, options, monkeypatch):
+    monkeypatch.setattr(
+        flex, "_compiled_flex_attention", lambda: flex_attention
+    )  # without seconds of compilation
+    arguments = dict(zip(("query", "key", "value"), qkv(), strict=True)) | options
+    with pytest.raises(error, match=re.escape(message)), torch.no_grad():
+        getattr(flash_dmattn, function)(**arguments)
+
+
+def test_backend_that_is_no_name_raises():
+    with pytest.raises(TypeError, match="backend: got 3, expected a name"):
+        flash_dmattn_func(*qkv(), backend=3)
+
+
+def test_scale_that_requires_a_gradient_raises():
+    """It would silently get none."""
+    scale = torch.ones((), requires_grad=True)
+    with pytest.raises(RuntimeError, match="scale: got a tensor that requires a gradient"):
+        flash_dmattn_func(*qkv(), scale=scale)
+    with torch.no_grad():
+        flash_dmattn_func(*qkv(), scale=scale)
 
 
 @pytest.mark.parametrize("flag", [True, np.True_, 1])
@@ -92,13 +147,27 @@ def test_flag_given_as_number_is_accepted(flag):
         (ValueError, "block_table: got", {"block_table": torch.zeros(1, 1)}),
         (ValueError, "softmax_scale: got 0", {"softmax_scale": 0}),
         (TypeError, "backend: got 3, expected a name", {"backend": 3}),
+        (ValueError, "keep_window_size: got -1", {"attn_bias": torch.zeros(9, 2), "keep_window_size": -1}),
+        # On a GPU a length that is too small loses keys.
+        (ValueError, "max_seqlen_k: got 4, expected at least 5, the longest of cu_seqlens_k", {"max_seqlen_k": 4}),
+        (ValueError, "max_seqlen_k: got -1", {"max_seqlen_k": -1}),
+        (TypeError, "max_seqlen_q: got 'many'", {"max_seqlen_q": "many"}),
+        *((ValueError, "cu_seqlens_q: got ", {"cu_seqlens_q": torch.tensor(offsets, dtype=torch.int32)})
+          for offsets in ([0, 4, 10], [0, 7, 4, 9], [1, 9], [])),
+        (ValueError, "cu_seqlens_q: got torch.float32", {"cu_seqlens_q": torch.zeros(3)}),
+        (ValueError, "cu_seqlens", {"cu_seqlens_k": torch.zeros(4, dtype=torch.int32)}),
+        (ValueError, "cu_seqlens_k: got [0, 5, 4, 9]",
+         {"cu_seqlens_q": torch.tensor([0, 4, 4, 9]), "cu_seqlens_k": torch.tensor([0, 5, 4, 9]),
+          "attn_bias": torch.zeros(9, 2), "keep_window_size": 3}),
+        (TypeError, "cu_seqlens_", {"cu_seqlens_k": torch.tensor([0, 4, 9], device="meta")}),
+        (TypeError, "cu_seqlens_",
+         {"cu_seqlens_k": torch.tensor([0, 4, 9], device="meta"), "attn_bias": torch.zeros(9, 2), "keep_window_size": 3}),
     ],
 )  # fmt: skip
 def test_bad_varlen_argument_raises_naming_it(error, message, options):
-    offsets = torch.tensor([0, 4, 9])
-    with pytest.raises(error) as caught:
-        flash_dmattn_varlen_func(*(t[0] for t in qkv()), offsets, offsets, **options)
-    assert message in str(caught.value)
+    offsets = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 4, 9]))
+    with pytest.raises(error, match=re.escape(message)):
+        flash_dmattn_varlen_func(*(t[0] for t in qkv()), **offsets | options)
 
 
 def test_zero_in_the_place_of_flash_attentions_dropout_raises():
@@ -149,12 +218,28 @@ def test_zero_in_the_place_of_flash_attentions_dropout_raises():
          lambda: select_key_intervals(BIAS, 2, query_length=-8)),
         (TypeError, "is_causal: got 'False'",
          lambda: select_key_intervals(BIAS, 2, is_causal="False")),
+        (ValueError, "keep_window_size: got -1", lambda: select_key_intervals(BIAS, -1)),
+        (ValueError, "selection: got 'best'", lambda: select_key_intervals(BIAS, 3, selection="best")),
+        (TypeError, "scores: got torch.int64", lambda: select_key_intervals(BIAS.long(), 3)),
+        (ValueError, "scores: got shape", lambda: select_key_intervals(BIAS[0, 0], 3)),
+        (ValueError, "key_mask: got shape",
+         lambda: select_key_intervals(BIAS, 3, key_mask=torch.ones(1, 2, 8).bool())),
+        (TypeError, "key_mask: got torch.float32", lambda: select_key_intervals(BIAS, 3, key_mask=BIAS)),
+        (TypeError, "key_mask: got a tensor on meta",
+         lambda: select_key_intervals(BIAS, 3, key_mask=BIAS.bool().to("meta"))),
+        # A shorter mask would pack other tokens than those it keeps.
+        (ValueError, "attention_mask: got shape (2, 8)", lambda: unpad_input(BIAS.mT, torch.ones(2, 8))),
+        (ValueError, "attention_mask: got shape (3, 9)", lambda: unpad_input(BIAS.mT, torch.ones(3, 9))),
+        (ValueError, "unused_mask: got shape (1, 9)",
+         lambda: unpad_input(BIAS.mT, torch.ones(2, 9), torch.ones(1, 9))),
+        (TypeError, "attention_mask: got list", lambda: unpad_input(BIAS.mT, [1])),
+        (ValueError, "indices: got shape (3,)", lambda: pad_input(BIAS, torch.arange(3), 2, 5)),
+        (ValueError, "batch: got -2", lambda: pad_input(BIAS, torch.arange(2), -2, -5)),
     ],
 )  # fmt: skip
-def test_bad_interval_argument_raises_naming_it(error, message, make):
-    with pytest.raises(error) as caught:
+def test_bad_argument_of_a_helper_raises_naming_it(error, message, make):
+    with pytest.raises(error, match=re.escape(message)):
         make()
-    assert message in str(caught.value)
 
 
 KEY, VALUE = qkv()[1:]

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_dmattn
-from flash_dmattn import flash_dmattn_func, select_key_intervals, sliding_window
+from flash_dmattn import flash_dmattn_func
 from flash_dmattn.utils.padding import pad_input, unpad_input
 
 
@@ -145,129 +145,6 @@ def test_declining_backend_raises_reason():
 
 # ---- Errors ------------------------------------------------------------------------------------------
 
-VALUE_ERRORS = {
-    "query: got shape (9, 4, 8)": lambda q, k, v: (q[0], k, v, {}),
-    "key: got 3 heads": lambda q, k, v: (q, k[:, :, :1].repeat(1, 1, 3, 1), v[:, :, :1].repeat(1, 1, 3, 1), {}),
-    "value: got shape (2, 8, 2, 8)": lambda q, k, v: (q, k, v[:, 1:], {}),
-    "key: got shape (1, 9, 2, 8)": lambda q, k, v: (q, k[:1], v[:1], {}),
-    "query: got head dimension 257": lambda q, k, v: (*(t[..., :1].repeat(1, 1, 1, 257) for t in (q, k, v)), {}),
-    "scale, softmax_scale": lambda q, k, v: (q, k, v, {"scale": 1.0, "softmax_scale": 1.0}),
-    "scale": lambda q, k, v: (q, k, v, {"scale": float("nan")}),
-    "softcap: got -1.0": lambda q, k, v: (q, k, v, {"softcap": -1}),
-    "nonfinite: got 'ignore'": lambda q, k, v: (q, k, v, {"nonfinite": "ignore"}),
-    "attn_mask: got shape (2, 4, 9, 8)": lambda q, k, v: (q, k, v, {"attn_mask": torch.ones(2, 4, 9, 8).bool()}),
-    "attn_bias: got shape (9,)": lambda q, k, v: (q, k, v, {"attn_bias": torch.ones(9)}),
-    "attn_bias: got shape (2, 3, 9)": lambda q, k, v: (q, k, v, {"attn_bias": torch.ones(2, 3, 9)}),
-    "keep_window_size: got no scores": lambda q, k, v: (q, k, v, {"keep_window_size": 3}),
-    "keep_window_size: got attn_bias of shape (2, 4, 9, 9)": lambda q, k, v: (
-        q, k, v, {"keep_window_size": 3, "attn_bias": torch.ones(2, 4, 9, 9)}),
-    "keep_window_size: got -1": lambda q, k, v: (q, k, v, {"keep_window_size": -1}),
-    "selection: got 'best'": lambda q, k, v: (
-        q, k, v, {"keep_window_size": 3, "selection": "best", "attn_bias": torch.ones(2, 2, 9)}),
-    "key_intervals: got intervals of shape": lambda q, k, v: (q, k, v, {"key_intervals": sliding_window(10, 2)}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("message", VALUE_ERRORS)
-def test_bad_values_are_named(message):
-    q, k, v, options = VALUE_ERRORS[message](*qkv())
-    with pytest.raises(ValueError) as caught:
-        flash_dmattn_func(q, k, v, **options)
-    assert message in str(caught.value) and "expected" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "message, change",
-    [
-        ("key: got torch.float64", {"key": torch.zeros(2, 9, 2, 8, dtype=torch.float64)}),
-        ("query: got torch.int64", {n: torch.zeros(2, 9, 2, 8).long() for n in ("query", "key", "value")}),
-        ("query: got list", {"query": [1]}),
-        ("attn_mask: got torch.float32", {"attn_mask": torch.zeros(2, 9)}),
-        ("attn_mask: got list", {"attn_mask": [True]}),
-        ("attn_bias: got torch.int64", {"attn_bias": torch.zeros(2, 2, 9).long()}),
-        ("attn_bias: got a tensor on meta", {"attn_bias": torch.zeros(2, 2, 9, device="meta")}),
-        ("attn_bias: got torch.bool", {"attn_bias": torch.zeros(2, 2, 9).bool()}),
-        ("query: got a torch.sparse_coo tensor", {"query": torch.zeros(2, 9, 4, 8).to_sparse()}),
-        ("scale: got True", {"softmax_scale": True}),
-        ("softcap: got '3'", {"softcap": "3"}),
-        ("keep_window_size: got 4.5", {"attn_bias": torch.zeros(2, 2, 9), "keep_window_size": 4.5}),
-        ("key_intervals: got a tensor on meta", {"key_intervals": sliding_window(9, 2).to("meta")}),
-        ("key_intervals: got Tensor", {"key_intervals": torch.zeros(1, 1, 9, 2, dtype=torch.int32)}),
-    ],
-)  # fmt: skip
-def test_bad_types_are_named(message, change):
-    arguments = {**dict(zip(("query", "key", "value"), qkv(), strict=True)), **change}
-    with pytest.raises(TypeError) as caught:
-        flash_dmattn_func(**arguments)
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "message, options",
-    [
-        ("backend: got 3, expected a name", {"backend": 3}),
-        ("softcap: got a tensor of shape (2,)", {"softcap": torch.ones(2)}),
-        ("scale: got a tensor of shape (2,)", {"scale": torch.ones(2)}),
-        ("scale: got a tensor that requires a gradient", {"scale": torch.ones((), requires_grad=True)}),
-    ],
-)  # fmt: skip
-def test_numbers_and_names_of_another_kind_raise(message, options):
-    """A scale that learns would silently get no gradient."""
-    with pytest.raises((TypeError, RuntimeError)) as caught:
-        flash_dmattn_func(*qkv(), **options)
-    assert message in str(caught.value)
-    with torch.no_grad():
-        flash_dmattn_func(*qkv(), scale=torch.ones((), requires_grad=True))
-
-
-@pytest.mark.parametrize(
-    "message, options",
-    [
-        ("max_seqlen_k: got 4, expected at least 5, the longest of cu_seqlens_k", {"max_seqlen_k": 4}),
-        ("max_seqlen_k: got -1", {"max_seqlen_k": -1}),
-        ("max_seqlen_q: got 'many'", {"max_seqlen_q": "many"}),
-    ],
-)  # fmt: skip
-def test_wrong_length_of_longest_sequence_raises(message, options):
-    """On a GPU too small a length loses keys."""
-    q, k, v = (t[0] for t in qkv())
-    offsets = torch.tensor([0, 5, 9], dtype=torch.int32)
-    with pytest.raises((ValueError, TypeError)) as caught:
-        flash_dmattn.flash_dmattn_varlen_func(q, k, v, offsets, offsets, **options)
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize("offsets", [[0, 4, 10], [0, 7, 4, 9], [1, 9], []])
-def test_bad_offsets_are_named(offsets):
-    q, k, v = (t[0] for t in qkv())
-    with pytest.raises(ValueError, match="cu_seqlens_q: got .* expected"):
-        flash_dmattn.flash_dmattn_varlen_func(
-            q, k, v, torch.tensor(offsets, dtype=torch.int32), torch.tensor([0, 9])
-        )
-
-
-def test_offsets_on_another_device_are_named():
-    q, k, v = (t[0] for t in qkv())
-    offsets = torch.tensor([0, 9])
-    for options in ({}, {"keep_window_size": 3, "attn_bias": torch.zeros(9, 2)}):
-        with pytest.raises(TypeError, match="cu_seqlens_.: got a tensor on"):
-            flash_dmattn.flash_dmattn_varlen_func(q, k, v, offsets, offsets.to("meta"), **options)
-
-
-def test_selection_names_bad_arguments():
-    scores = torch.randn(1, 2, 9)
-    for arguments, options, error, message in [
-        ((scores, -1), {}, ValueError, "keep_window_size: got -1"),
-        ((scores, 3), {"selection": "best"}, ValueError, "selection: got 'best'"),
-        ((scores.long(), 3), {}, TypeError, "scores: got torch.int64"),
-        ((scores[0, 0], 3), {}, ValueError, "scores: got shape"),
-        ((scores, 3), {"key_mask": torch.ones(1, 2, 8).bool()}, ValueError, "key_mask: got shape"),
-        ((scores, 3), {"key_mask": torch.ones(1, 2, 9)}, TypeError, "key_mask: got torch.float32"),
-        ((scores, 3), {"key_mask": torch.ones(1, 2, 9, device="meta").bool()}, TypeError, "key_mask: got a tensor on meta"),
-    ]:  # fmt: skip
-        with pytest.raises(error, match=message):
-            select_key_intervals(*arguments, **options)
-
 
 def test_operators_check_what_they_are_given():
     """The operators themselves, called by someone else than this package.
@@ -368,21 +245,3 @@ def test_unpad_drops_unused_tokens():
     packed, indices, cu_seqlens, longest, used = unpad_input(torch.randn(2, 3, 1), mask, unused)
     assert indices.tolist() == [0, 1, 3, 4] and cu_seqlens.tolist() == [0, 2, 4]
     assert longest == 2 and used.tolist() == [1, 2] and len(packed) == 4
-
-
-@pytest.mark.parametrize(
-    "message, call",
-    [
-        ("attention_mask: got shape (2, 4)", lambda x: unpad_input(x, torch.ones(2, 4))),
-        ("attention_mask: got shape (3, 5)", lambda x: unpad_input(x, torch.ones(3, 5))),
-        ("unused_mask: got shape (1, 5)", lambda x: unpad_input(x, torch.ones(2, 5), torch.ones(1, 5))),
-        ("attention_mask: got list", lambda x: unpad_input(x, [1])),
-        ("indices: got shape (3,)", lambda x: pad_input(x, torch.arange(3), 2, 5)),
-        ("batch: got -2", lambda x: pad_input(x, torch.arange(2), -2, -5)),
-    ],
-)  # fmt: skip
-def test_mask_of_another_shape_raises(message, call):
-    """A shorter mask would pack other tokens than those it keeps."""
-    with pytest.raises((ValueError, TypeError)) as caught:
-        call(torch.randn(2, 5, 3))
-    assert message in str(caught.value)

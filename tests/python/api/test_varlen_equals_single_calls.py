@@ -102,27 +102,3 @@ def test_int64_offsets_and_a_transposed_bias_are_taken():
         q, k, v, *(o.long() for o in offsets), attn_bias=strided, **options
     )
     assert torch.equal(actual, expected)
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"block_table": torch.zeros(1, 1)}, "block_table"),
-        ({"attn_bias": torch.zeros(2, 63)}, "attn_bias"),
-        ({"attn_bias": torch.zeros(63)}, "attn_bias"),
-        ({"keep_window_size": 3}, "attn_bias"),
-        ({"keep_window_size": -1, "attn_bias": torch.zeros(63, 2)}, "keep_window_size"),
-        ({"cu_seqlens_q": torch.zeros(3)}, "cu_seqlens_q"),
-        ({"cu_seqlens_k": torch.zeros(3, dtype=torch.int32)}, "cu_seqlens"),
-        (
-            {"cu_seqlens_k": torch.tensor([0, 9, 5, 6, 64]), "attn_bias": torch.zeros(63, 2),
-             "keep_window_size": 3},
-            "cu_seqlens_k",
-        ),
-    ],
-)  # fmt: skip
-def test_bad_arguments_are_named(change, message):
-    (q, k, v, _), offsets = packed(LENGTHS["equal"], 2, torch.float32)
-    arguments = {"cu_seqlens_q": offsets[0], "cu_seqlens_k": offsets[1], **change}
-    with pytest.raises((ValueError, RuntimeError), match=message):
-        flash_dmattn_varlen_func(q, k, v, **arguments)
