@@ -114,11 +114,8 @@ void pending_intervals(const PendingIntervalsArgs& args, const Execution& execut
 
 void commit(const CommitArgs& args, const Execution& execution) {
   const KvCache& cache = args.cache;
-  const auto kept = [&](std::int64_t b) {
-    return args.keep == nullptr ? cache.pending : args.keep[b];
-  };
   for_each_row(cache, execution, [&](const CacheRow& row, int worker) {
-    const auto tokens = static_cast<std::int32_t>(kept(row.b));
+    const std::int32_t tokens = kept_of(args, row.b);
     const Competition competition(row, tokens, scratch_of(cache, execution, worker));
     // The entry of a key after the last token.
     const auto entry_of = [&](std::int64_t slot) {
@@ -142,9 +139,7 @@ void commit(const CommitArgs& args, const Execution& execution) {
     row.find_victim(row.seen() + tokens);
     row.find_leaving(row.seen() + tokens);
   });
-  for_each_seen(cache, [&](std::int64_t b, std::int32_t& seen) {
-    seen += static_cast<std::int32_t>(kept(b));
-  });
+  for_each_seen(cache, [&](std::int64_t b, std::int32_t& seen) { seen += kept_of(args, b); });
 }
 
 // ---- Prefill -------------------------------------------------------------------------------------
@@ -198,17 +193,14 @@ void mark_beaten(const CacheRow& row) {
 
 void fill(const FillArgs& args, const Execution& execution) {
   for_each_row(args.cache, execution, [&](const CacheRow& row, int) {
-    const auto length =
-        args.lengths == nullptr ? static_cast<std::int32_t>(args.seqlen_k) : args.lengths[row.b];
+    const std::int32_t length = length_of(args, row.b);
     row.count = {};
     store_survivors(args, row, length);
     if (!row.rule.delayed && row.rule.recent > 0) mark_beaten(row);
     row.find_victim(length);
     row.find_leaving(length);
   });
-  for_each_seen(args.cache, [&](std::int64_t b, std::int32_t& seen) {
-    seen = args.lengths == nullptr ? static_cast<std::int32_t>(args.seqlen_k) : args.lengths[b];
-  });
+  for_each_seen(args.cache, [&](std::int64_t b, std::int32_t& seen) { seen = length_of(args, b); });
 }
 
 // ---- Decoding ------------------------------------------------------------------------------------

@@ -7,17 +7,9 @@
 
 #include "cpu/selection/rank.h"
 #include "kv_cache_step.h"
+#include "kv_cache_views.h"
 
 namespace flash_dmattn::cpu {
-
-// The row of the arrays for row b of a call; negative: none.
-inline std::int64_t row_of(const KvCache& cache, std::int64_t b) {
-  return cache.rows.index == nullptr ? b : cache.rows.index[b];
-}
-
-inline std::int32_t& seen_of(const KvCache& cache, std::int64_t row) {
-  return cache.seen[row * cache.rows.seen_stride];
-}
 
 // The slots of a (batch, kv head), in row `row` of the arrays.
 struct CacheRow {

@@ -8,6 +8,7 @@
 
 #include "arguments.h"
 #include "flash_dmattn/calls.h"
+#include "kv_cache_views.h"
 #include "plan.h"
 #include "reference/kernels.h"
 
@@ -23,15 +24,6 @@ struct Key {
   float score;
   bool is_sink;
 };
-
-// The row of the arrays for row b of a call; negative: none.
-std::int64_t row_of(const KvCache& cache, std::int64_t b) {
-  return cache.rows.index == nullptr ? b : cache.rows.index[b];
-}
-
-std::int32_t& seen_of(const KvCache& cache, std::int64_t row) {
-  return cache.seen[row * cache.rows.seen_stride];
-}
 
 // The slots of a (batch, kv head), in row `row` of the arrays.
 struct Row {
@@ -266,7 +258,7 @@ void fill(const FillArgs& args, const Execution&) {
   const KeyIntervals& intervals = args.intervals;
   for_each_row(args.cache, [&](const Row& row) {
     SlotCount& slots = row.count() = {};
-    const std::int64_t length = args.lengths == nullptr ? args.seqlen_k : args.lengths[row.b];
+    const std::int64_t length = length_of(args, row.b);
     const Rule rule({row}, length - 1);
     std::int32_t hidden = 0;  // keys that have competed, of those that are not stored
     for (std::int64_t j = 0; j < length; ++j) {
@@ -288,8 +280,7 @@ void fill(const FillArgs& args, const Execution&) {
     describe_slots(row, length - 1);
   });
   for_each_batch(args.cache, [&](std::int64_t b, std::int64_t row) {
-    seen_of(args.cache, row) =
-        args.lengths == nullptr ? static_cast<std::int32_t>(args.seqlen_k) : args.lengths[b];
+    seen_of(args.cache, row) = length_of(args, b);
   });
 }
 
@@ -330,11 +321,8 @@ void pending_intervals(const PendingIntervalsArgs& args, const Execution&) {
 
 void commit(const CommitArgs& args, const Execution&) {
   const KvCache& cache = args.cache;
-  const auto kept = [&](std::int64_t b) {
-    return args.keep == nullptr ? cache.pending : args.keep[b];
-  };
   for_each_row(cache, [&](const Row& row) {
-    for (std::int64_t i = 0; i < kept(row.b); ++i) {
+    for (std::int64_t i = 0; i < kept_of(args, row.b); ++i) {
       const std::int64_t slot = cache.shape.places() + i;
       enter(row,
             {row.address(cache.k, slot), row.address(cache.v, slot), row.score(slot),
@@ -342,9 +330,8 @@ void commit(const CommitArgs& args, const Execution&) {
             row.seen() + i);
     }
   });
-  for_each_batch(cache, [&](std::int64_t b, std::int64_t row) {
-    seen_of(cache, row) += static_cast<std::int32_t>(kept(b));
-  });
+  for_each_batch(
+      cache, [&](std::int64_t b, std::int64_t row) { seen_of(cache, row) += kept_of(args, b); });
 }
 
 // ---- Decoding ------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@
 namespace flash_dmattn::testing {
 namespace {
 
-// Of an element of floating point.
+// The dtype of a floating-point element.
 DType dtype_of(Element element) {
   switch (element) {
     case Element::f64: return DType::f64;
