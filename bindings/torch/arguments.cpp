@@ -46,7 +46,7 @@ DType dtype_of(const Tensor& tensor, std::string_view argument) {
 
 void expect(const Tensor& tensor, std::string_view argument, Shape shape, ScalarType type,
             const Tensor& other, std::string_view other_argument) {
-  if (!(tensor.sizes() == shape)) {
+  if (!std::ranges::equal(tensor.sizes(), shape)) {
     throw InvalidArgument(argument, shape_text(tensor), "shape " + shape_text(shape));
   }
   if (tensor.scalar_type() != type) {
