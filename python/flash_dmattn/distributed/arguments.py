@@ -65,7 +65,7 @@ class Call(NamedTuple):
         options: Options | None,
     ) -> Call:
         """query, options: of `attend`; None: not known yet."""
-        rule = rule.checked_cache_rule()
+        rule = rule.checked_state_rule()
         headroom = resolve_flag(headroom, "headroom")
         key, value = autocast_tensors(key, value)
         _check_rows(key, value)

@@ -132,7 +132,7 @@ class KeySelection(NamedTuple):
         """The operators' arguments after query_length."""
         return self.recent_window, self.recent_competes, self.sink_tokens, self.score_threshold
 
-    def checked_cache_rule(self) -> KeySelection:
+    def checked_state_rule(self) -> KeySelection:
         """The rule of a cache or of ranks that hold the keys which it shows to later queries, and no others."""
         rule = self.checked_rule()
         if rule.selection != "per_query":
@@ -143,6 +143,11 @@ class KeySelection(NamedTuple):
             raise ValueError(
                 "keep_window_size: got None, expected a number of keys, with score_threshold the most that it may show"
             )
+        return rule
+
+    def checked_cache_rule(self) -> KeySelection:
+        """The rule of a cache, which has a place at least."""
+        rule = self.checked_state_rule()
         if rule.place_count() < 1:
             raise ValueError(
                 "keep_window_size: got 0, expected 1 or more where there is no recent_window and no sink_tokens"
