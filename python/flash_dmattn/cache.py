@@ -15,7 +15,7 @@ from ._core.kv_checks import (
     refuse_gradients,
 )
 from ._core.numerics import Numerics
-from .dispatch import run
+from .dispatch import run_backend
 from .keys.intervals import KeyIntervals
 from .keys.select_intervals import select_key_intervals
 from .keys.visibility import Visibility
@@ -209,7 +209,9 @@ class KVSlots(SlotMemory):
             raise ValueError(
                 f"pending: got {self.pending} tokens, expected none; commit them first"
             )
-        numerics = Numerics.of(scale, None, softcap, nonfinite, None).with_scale_for(key.shape[3])
+        numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None).with_scale_for(
+            key.shape[3]
+        )
         out, lse = ops.kv_decode_step(
             *self.tensors,
             self.rows,
@@ -258,7 +260,7 @@ class KVSlots(SlotMemory):
                 query, key, value, scores, key_mask=key_mask, return_lse=return_lse, **options
             )
         self._check_tokens(key, value, scores, query)
-        Numerics.of(scale, None, softcap, nonfinite, None)
+        Numerics.from_arguments(scale, None, softcap, nonfinite, None)
         by_token = self.k.transpose(1, 2)
         length = check_chunk(by_token, key_mask, query=query, key=key, value=value, scores=scores)
         room = self.chunk - self.pending
@@ -340,9 +342,9 @@ class KVSlots(SlotMemory):
         visible = Visibility(keys=self.pending_intervals(queries))
         end = self.places + self.pending
         bias = self.scores[:, :, None, :end] if scores_are_bias else None
-        numerics = Numerics.of(scale, None, softcap, nonfinite, None)
+        numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None)
         k, v = (t[:, :, :end].transpose(1, 2) for t in (self.k, self.v))
-        out, statistics = run(query, k, v, bias, visible, numerics, self.backend)
+        out, statistics = run_backend(query, k, v, bias, visible, numerics, self.backend)
         return (out, statistics[0]) if return_lse else out
 
     def commit(self, keep: int | Tensor | None = None) -> None:

@@ -86,10 +86,10 @@ def attention(
         visible = apply_selection(
             scored_rule, query, key, bias, visible, uses_library_kernels, memo
         )
-    return run(query, key, value, bias, visible, numerics, backend, bias_delay, own_row)
+    return run_backend(query, key, value, bias, visible, numerics, backend, bias_delay, own_row)
 
 
-def run(
+def run_backend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -172,7 +172,7 @@ def _run_by_age(
     parts = []
     for part_bias, part in ((None, recent), (bias, old)):
         part_visible = Visibility(visible.mask, False, part)
-        parts.append(run(query, key, value, part_bias, part_visible, numerics, backend))
+        parts.append(run_backend(query, key, value, part_bias, part_visible, numerics, backend))
     if any(statistics is None for _, statistics in parts):
         raise NotImplementedError(
             "bias_delay: got backend='flex' on the CPU, where FlexAttention returns no log-sum-exp; expected another backend"

@@ -20,7 +20,7 @@ from ._core.checks import (
     resolve_flag,
 )
 from ._core.numerics import Numerics
-from .dispatch import IN_PYTHON, attention, check_bias_delay, run, with_lse
+from .dispatch import IN_PYTHON, attention, check_bias_delay, run_backend, with_lse
 from .keys.intervals import KeyIntervals
 from .keys.patterns import packed_documents
 from .keys.positions import KeyPositions, check_offsets
@@ -100,14 +100,14 @@ def flash_dmattn_func(
     Returns out [B, Sq, Hq, Dv], or (out, lse [B, Hq, Sq]) with return_lse. A query that sees no key has out = 0 and
     lse = -inf.
     """
-    numerics = Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic)
+    numerics = Numerics.from_arguments(scale, softmax_scale, softcap, nonfinite, deterministic)
     out, statistics = attention(
         query,
         key,
         value,
         attn_bias,
         Visibility(attn_mask, is_causal, key_intervals),
-        ScoredRule.of(
+        ScoredRule.from_arguments(
             selection_scores,
             keep_window_size,
             selection,
@@ -175,7 +175,7 @@ def flash_dmattn_varlen_func(
         raise ValueError(
             "block_table: got a paged key cache, expected None; gather the pages into packed keys and values"
         )
-    numerics = Numerics.of(scale, softmax_scale, softcap, nonfinite, deterministic)
+    numerics = Numerics.from_arguments(scale, softmax_scale, softcap, nonfinite, deterministic)
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if length is not None:
             check_count(length, name)
@@ -194,7 +194,7 @@ def flash_dmattn_varlen_func(
         cu_seqlens_q = cu_seqlens_k
     query, key, value = query[None], key[None], value[None]
     bias = bias_argument(_unpack_per_key(attn_bias, query, key, "attn_bias"), query, key)
-    scored_rule = ScoredRule.of(
+    scored_rule = ScoredRule.from_arguments(
         _unpack_per_key(selection_scores, query, key, "selection_scores"),
         keep_window_size,
         selection,
@@ -234,10 +234,10 @@ def flash_dmattn_varlen_func(
         )
     own_row = None
     if bias_delay and not same_offsets:
-        own_row = KeyPositions.of(
+        own_row = KeyPositions.from_arguments(
             total_k, total_q, cu_seqlens_k=cu_seqlens_k, cu_seqlens_q=cu_seqlens_q
         ).own
-    out, statistics = run(
+    out, statistics = run_backend(
         query, key, value, bias, Visibility(keys=intervals), numerics, backend, bias_delay, own_row
     )
     if statistics is not None:

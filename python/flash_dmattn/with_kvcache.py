@@ -28,7 +28,7 @@ from ._core.kv_checks import (
 )
 from ._core.numerics import Numerics
 from .cache import KVSlots
-from .dispatch import IN_PYTHON, run, with_lse
+from .dispatch import IN_PYTHON, run_backend, with_lse
 from .keys.intervals import KeyIntervals
 from .keys.rule import KeySelection
 from .keys.select_intervals import select_key_intervals
@@ -103,7 +103,7 @@ def flash_dmattn_with_kvcache(
             "k, v, scores: got some of the new tokens' tensors, expected all or none, and scores with score_cache only"
         )
     backend = resolve_backend(backend)
-    numerics = Numerics.of(scale, None, softcap, nonfinite, None)
+    numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None)
     rule = KeySelection(
         keep_window_size,
         recent_window=recent_window,
@@ -137,7 +137,7 @@ def flash_dmattn_with_kvcache(
         bias = None
         if scores_are_bias and score_cache is not None:
             bias = score_cache[:, :, None, :length].to(torch.promote_types(q.dtype, torch.float32))
-        out, statistics = run(q, k_cache, v_cache, bias, visible, numerics, backend)
+        out, statistics = run_backend(q, k_cache, v_cache, bias, visible, numerics, backend)
         return with_lse(out, statistics, return_lse)
     if cache_leftpad is not None:
         raise ValueError("cache_leftpad: got numbers for a cache of slots, expected key_mask")

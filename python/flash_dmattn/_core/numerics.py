@@ -22,7 +22,7 @@ class Numerics(NamedTuple):
     deterministic: bool
 
     @staticmethod
-    def of(
+    def from_arguments(
         scale: float | None,
         softmax_scale: float | None,
         softcap: float | None,

@@ -73,10 +73,10 @@ class Call(NamedTuple):
         rule.check_heads(heads)
         check_tensor(scores, "scores")
         n = scores.shape[-1] if scores.dim() else 0
-        shards = Shards.of(wire.rank, checked_lengths(lengths, wire, n))
+        shards = Shards.from_lengths(wire.rank, checked_lengths(lengths, wire, n))
         documents = _documents(cu_seqlens, position_ids, batch, shards.begins[-1], key.device)
         begun = None if documents is None else begins_of_documents(documents, shards.begins)
-        border = Border.of(shards, rule, heads, begun, resolve_nonfinite(nonfinite))
+        border = Border.from_rule(shards, rule, heads, begun, resolve_nonfinite(nonfinite))
         expected = n + (border.places if headroom else 0)
         if rows != expected:
             words = f"{border.places} places and {n} tokens" if headroom else f"{n} tokens"

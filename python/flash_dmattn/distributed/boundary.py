@@ -32,8 +32,8 @@ def boundary_places(
     rule = KeySelection(
         keep_window_size, "per_query", recent_window, True, sink_tokens
     ).checked_rule()
-    shards = Shards.of(wire.rank, checked_lengths(lengths, wire, tokens))
-    return Border.of(shards, rule, 1).places
+    shards = Shards.from_lengths(wire.rank, checked_lengths(lengths, wire, tokens))
+    return Border.from_rule(shards, rule, 1).places
 
 
 def boundary_state(pending: Pending, *, chunk: int = 0) -> KVSlots:

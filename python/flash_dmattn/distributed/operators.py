@@ -73,7 +73,7 @@ def _exchange(
     wire = wire_of(dist.distributed_c10d._resolve_process_group(group))
     rule = _rule(windows, recent, competes, sinks, threshold)
     shards = Shards(wire.rank, tuple(begins))
-    return EXCHANGES[name](wire, Border.of(shards, rule, heads, begun, saturate))
+    return EXCHANGES[name](wire, Border.from_rule(shards, rule, heads, begun, saturate))
 
 
 def _rule(windows: list[int], *options) -> KeySelection:

@@ -56,7 +56,9 @@ class Options(NamedTuple):
         )
 
     def numerics(self, nonfinite: str) -> Numerics:
-        return Numerics.of(self.scale, None, self.softcap, nonfinite, self.deterministic)
+        return Numerics.from_arguments(
+            self.scale, None, self.softcap, nonfinite, self.deterministic
+        )
 
     def check(self, query: Tensor, key: Tensor, n: int, bias: Tensor | None) -> None:
         """Raises what `attend` would raise, where other ranks would already wait for this one.

@@ -21,7 +21,7 @@ class Shards(NamedTuple):
     begins: tuple[int, ...]
 
     @classmethod
-    def of(cls, rank: int, lengths: Sequence[int]) -> Shards:
+    def from_lengths(cls, rank: int, lengths: Sequence[int]) -> Shards:
         return cls(rank, (0, *accumulate(lengths)))
 
     def begin(self) -> int:
@@ -57,7 +57,7 @@ class Border(NamedTuple):
     saturate: bool  # gradients in 16 bits; False: inf stays
 
     @classmethod
-    def of(
+    def from_rule(
         cls,
         shards: Shards,
         rule: KeySelection,
@@ -157,7 +157,7 @@ def shown_in_piece(
     """
     W = positions.shape[2]
     offsets = None if documents is None else (documents - begin).clamp(0, n)
-    piece = KeyPositions.of(n, n, cu_seqlens_k=offsets, device=positions.device)
+    piece = KeyPositions.from_arguments(n, n, cu_seqlens_k=offsets, device=positions.device)
     last = piece.end if present is None else torch.where(present, piece.end, 0)
     # Keys of earlier ranks are of the document to which the first token here belongs.
     positions = positions.long()

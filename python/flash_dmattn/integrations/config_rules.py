@@ -34,15 +34,15 @@ class LearnedScores(NamedTuple):
         return rule | others
 
     @classmethod
-    def of_dict(cls, stored: dict) -> LearnedScores:
+    def from_dict(cls, stored: dict) -> LearnedScores:
         rule = {name: value for name, value in stored.items() if name in KeySelection._fields}
         rule = KeySelection(**rule).checked_rule()
         return cls(rule, stored["scorer"], tuple(stored["layers"]), stored["dense_prefill"])
 
     @classmethod
-    def of_config(cls, config: PretrainedConfig) -> LearnedScores | None:
+    def from_config(cls, config: PretrainedConfig) -> LearnedScores | None:
         stored = getattr(config, CONFIG_NAME, None)
-        return None if stored is None else cls.of_dict(stored)
+        return None if stored is None else cls.from_dict(stored)
 
 
 def make_rule(

@@ -151,7 +151,7 @@ def _flash_dynamic_mask_attention_forward(
         bias,
         Visibility(mask, is_causal, intervals),
         scored_rule,
-        Numerics.of(None, softmax_scale, softcap, "saturate", deterministic),
+        Numerics.from_arguments(None, softmax_scale, softcap, "saturate", deterministic),
         memo=memo,
     )
     return with_lse(out, statistics, return_lse=False, sink_logits=s_aux)

@@ -127,7 +127,9 @@ def split_by_age(
     """
     first, last = keys.intervals.long().unbind(-1)
     if own_row is None:
-        own_row = KeyPositions.of(keys.key_length, keys.query_length, device=first.device).own
+        own_row = KeyPositions.from_arguments(
+            keys.key_length, keys.query_length, device=first.device
+        ).own
     end = own_row + clamp_count(age)  # where the key is no longer recent
     parts = (first, torch.minimum(last, end)), (torch.maximum(first, end), last)
     return tuple(

@@ -26,7 +26,7 @@ def sliding_window(
     check_count(window, "window")
     check_count(lookahead, "lookahead")
     window, lookahead = clamp_count(window), clamp_count(lookahead)
-    keys = KeyPositions.of(key_length, query_length, device=device, **positions)
+    keys = KeyPositions.from_arguments(key_length, query_length, device=device, **positions)
     bound = (window + lookahead, 1) if keys.same_length else None
     return _make_intervals(keys, keys.own - lookahead, keys.own + window, bound)
 
@@ -46,7 +46,7 @@ def prefix_lm(
     """
     if device is None and isinstance(prefix_length, Tensor):
         device = prefix_length.device
-    keys = KeyPositions.of(key_length, query_length, device=device, **positions)
+    keys = KeyPositions.from_arguments(key_length, query_length, device=device, **positions)
     prefix = _check_prefix(prefix_length, keys.own.device)
     shape = torch.broadcast_shapes(keys.own.shape, keys.end.shape)
     check_batches(shape[:2], {"prefix_length": prefix})
@@ -88,7 +88,7 @@ def packed_documents(
         check_offsets(offsets_q, "cu_seqlens_q", query_length, batched=True)
     key_length = int(cu_seqlens_k[..., -1].max()) if key_length is None else key_length
     query_length = int(offsets_q[..., -1].max()) if query_length is None else query_length
-    keys = KeyPositions.of(
+    keys = KeyPositions.from_arguments(
         key_length, query_length, cu_seqlens_k=cu_seqlens_k, cu_seqlens_q=cu_seqlens_q, **positions
     )
     bound = None
@@ -110,7 +110,7 @@ def from_padding(key_mask: Tensor, query_length: int | None = None, **positions)
             "expected bool of shape [B, key_length]"
         )
     key_length = key_mask.shape[1]
-    keys = KeyPositions.of(key_length, query_length, key_mask=key_mask, **positions)
+    keys = KeyPositions.from_arguments(key_length, query_length, key_mask=key_mask, **positions)
     return _make_intervals(keys, None, None, (key_length, 0))
 
 
@@ -127,7 +127,9 @@ def until_faded(
     last = torch.searchsorted(falling, falling - prune, right=True)  # the first position past prune
     if last.shape[1] not in (1, heads):
         last = last.unflatten(1, (heads, -1)).amax(2)
-    keys = KeyPositions.of(key_length, query_length, device=cumulative.device, **positions)
+    keys = KeyPositions.from_arguments(
+        key_length, query_length, device=cumulative.device, **positions
+    )
     return _make_intervals(keys, keys.own, last - (key_length - query_length), None)
 
 

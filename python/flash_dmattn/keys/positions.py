@@ -44,7 +44,7 @@ class KeyPositions(NamedTuple):
     same_length: bool  # documents have as many queries as keys, in the same places
 
     @classmethod
-    def of(
+    def from_arguments(
         cls,
         key_length: int,
         query_length: int | None = None,

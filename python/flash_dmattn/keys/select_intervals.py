@@ -77,7 +77,7 @@ def select_key_intervals(
     check_length(query_length, "query_length")
     if all(t is None for t in (cu_seqlens_k, cu_seqlens_q, key_positions, query_position)):
         return select_by_rule(scores, key_mask, rule, is_causal, query_length)
-    keys = KeyPositions.of(
+    keys = KeyPositions.from_arguments(
         scores.shape[2],
         query_length,
         cu_seqlens_k=cu_seqlens_k,
@@ -101,7 +101,7 @@ def select_by_rule(
     """The keys that a rule keeps, of arguments in normal form: scores and key_mask [B, H, key_length]."""
     rule.check_causality(is_causal)
     if not ops.has_kernels_for(scores) and not rule.is_window():
-        keys = KeyPositions.of(
+        keys = KeyPositions.from_arguments(
             scores.shape[2], query_length, key_mask=key_mask, device=scores.device
         )
         return select_at(keys, scores, rule, is_causal)

@@ -25,7 +25,7 @@ class ScoredRule(NamedTuple):
     scores: Tensor | None = None  # None: the bias
 
     @staticmethod
-    def of(scores: Tensor | None, *rule: object) -> ScoredRule:
+    def from_arguments(scores: Tensor | None, *rule: object) -> ScoredRule:
         """Makes it from the arguments of the public functions; `rule`: those of KeySelection, in its order."""
         if scores is None and rule == _NO_PARTS:
             return NO_RULE

@@ -25,7 +25,7 @@ def test_norm_equals_that_of_the_model_to_a_rounding(dtype, is_autocast):
     torch.nn.init.normal_(norm.weight)
     config = DogeConfig()
     config._attn_implementation_internal = DOGE_NAME
-    norms = FlashDogeNorm.of_norm(norm, config), norm
+    norms = FlashDogeNorm.from_norm(norm, config), norm
     states = torch.randn(2, 300, 4, 128, device="cuda").to(dtype)
     with torch.autocast("cuda", torch.bfloat16, enabled=is_autocast):
         actual, expected = (results_of(norm, states) for norm in norms)

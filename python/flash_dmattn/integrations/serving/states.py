@@ -76,7 +76,7 @@ def states_of(config: PretrainedConfig, dtype: torch.dtype, parts: int = 1) -> l
             f"config.is_moe: got True in a {name}, expected False: the experts of a token depend on the other tokens of its "
             "step, in a batch thus on other requests"
         )
-    scores = LearnedScores.of_config(config)
+    scores = LearnedScores.from_config(config)
     layers = config.num_hidden_layers
     if scores is not None and len(scores.layers) < layers:
         raise ValueError(

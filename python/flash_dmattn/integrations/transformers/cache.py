@@ -55,7 +55,7 @@ class DynamicMaskCache(Cache):
                 f"selection: got {selection!r}, expected 'per_query'; with one choice for all queries a new key changes "
                 "which keys the others see, so none can be evicted. Use transformers' DynamicCache"
             )
-        scores = LearnedScores.of_config(config)
+        scores = LearnedScores.from_config(config)
         static = resolve_flag(static, "static")
         if chunk is None:
             chunk = RECORDED_TOKENS if static else 0

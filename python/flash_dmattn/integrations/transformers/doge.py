@@ -55,7 +55,7 @@ class FlashDogeNorm(DogeRMSNorm):
     config: PretrainedConfig
 
     @classmethod
-    def of_norm(cls, norm: DogeRMSNorm, config: PretrainedConfig) -> FlashDogeNorm:
+    def from_norm(cls, norm: DogeRMSNorm, config: PretrainedConfig) -> FlashDogeNorm:
         adopted = adopt_layer(norm, cls)
         adopted.config = config
         return adopted
@@ -82,12 +82,12 @@ class FlashDogeAttention(DogeAttention):
     batched_name = BATCHED_DOGE
 
     @classmethod
-    def of_layer(cls, layer: DogeAttention) -> FlashDogeAttention:
+    def from_layer(cls, layer: DogeAttention) -> FlashDogeAttention:
         """A layer with the parameters, modules, buffers and hooks of `layer`, which is not to be used any more."""
         adopted = adopt_layer(layer, cls)
         for name, norm in list(adopted.named_children()):
             if type(norm) is DogeRMSNorm and "forward" not in vars(norm):  # nobody's own
-                setattr(adopted, name, FlashDogeNorm.of_norm(norm, adopted.config))
+                setattr(adopted, name, FlashDogeNorm.from_norm(norm, adopted.config))
         return adopted
 
     def forward(

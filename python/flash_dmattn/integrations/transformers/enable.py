@@ -183,7 +183,7 @@ def replace_layers(model: torch.nn.Module, **settings: bool) -> None:
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if type(layer) is DogeAttention:
-                layer = FlashDogeAttention.of_layer(layer)
+                layer = FlashDogeAttention.from_layer(layer)
                 setattr(parent, name, layer)
             if isinstance(layer, FlashDogeAttention):
                 vars(layer).update(settings)

@@ -39,7 +39,7 @@ class ScoredLlamaAttention(ScoredAttention):
             config, state, quant_config, prefix,
             scores_are_bias=False, bias=bias, bias_o_proj=bias_o_proj,
         )  # fmt: skip
-        kind = LearnedScores.of_config(config).scorer
+        kind = LearnedScores.from_config(config).scorer
         features = self.heads_kv * self.head_dim
         self.scorer = make_scorer(kind, config.hidden_size, self.heads_kv, features, None)
 

@@ -69,7 +69,7 @@ class ScoredLlamaConfig(SlotModelConfig):
                 f"config.model_type: got {config.model_type!r} for ScoredLlamaForCausalLM, expected one of {_LLAMAS}"
             )
         scores, parts = (
-            LearnedScores.of_config(config), vllm_config.parallel_config.tensor_parallel_size
+            LearnedScores.from_config(config), vllm_config.parallel_config.tensor_parallel_size
         )  # fmt: skip
         if scores is not None and scores.scorer == "custom":
             raise ValueError(

@@ -55,7 +55,7 @@ def load_scores(model: nn.Module, folder: str | Path, scorer: Scorer | None = No
     """
     folder = Path(folder)
     stored, tensors = _read_scores(folder)
-    scores = LearnedScores.of_dict(stored)
+    scores = LearnedScores.from_dict(stored)
     if scores.scorer == "custom" and scorer is None:
         raise ValueError(
             f"scorer: got None for the scores in {folder}, which a function or module made; expected it"

@@ -89,7 +89,7 @@ def _attend(
     check_mask_keywords(kwargs, has_mask=mask is not None)
     states = (t.transpose(1, 2) for t in (query, key, value))
     states = cast_states(tuple(states), target_dtype(layer, query))
-    numerics = Numerics.of(scaling, None, softcap, "saturate", None)
+    numerics = Numerics.from_arguments(scaling, None, softcap, "saturate", None)
     states = _States(*states, scores, mask, numerics, s_aux)
     if call.pieces is not None:
         return _attend_to_pieces(call, states)
