@@ -78,7 +78,7 @@ def device(text: str) -> str:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """On the CPU torch has no class of errors for it."""
+    """Whether an error says that memory ran out. On the CPU torch has no class of errors for it."""
     import torch
 
     kinds = (MemoryError, torch.OutOfMemoryError)

@@ -69,7 +69,7 @@ def functions(listing):
 
 
 def successors(body):
-    """For each instruction, the indices of the instructions that may follow it."""
+    """The indices of the instructions that may follow each instruction."""
     index = {address: i for i, (address, _) in enumerate(body)}
     result = []
     for i, (_, text) in enumerate(body):

@@ -54,7 +54,7 @@ def machine(device: str) -> dict:
 
 
 def origin(device: str, known_commit: str | None = None, launcher: str = "") -> dict:
-    """Where the numbers of this program come from: the fields of a record that every program writes.
+    """The origin of the numbers of this program: the fields of a record that every program writes.
 
     known_commit: of the sources, where they have no history. launcher: the program that started this one.
     """

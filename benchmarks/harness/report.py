@@ -87,7 +87,7 @@ def table(records: list[tuple[str, dict]], to_root: str = "", cases: set[str] | 
 
 
 def _source(path: str, record: dict, to_root: str) -> str:
-    """Where numbers come from: the machine, the version of torch, the commit, and a link to the record."""
+    """The origin of numbers: the machine, the version of torch, the commit, and a link to the record."""
     about = record["machine"]
     threads = ""
     if "threads" in about:

@@ -42,7 +42,7 @@ def _slots(device: str, length: int) -> DogeForCausalLM:
 
 
 def _all_slots(device: str, length: int) -> DogeForCausalLM:
-    """With a window from which no key of a request leaves: the same kernels, and memory for all keys."""
+    """A model whose window no key of a request leaves: the same kernels, and memory for all keys."""
     model = random_doge(device)
     model.config.keep_window_size = length + _NEW[device]
     for layer in model.model.layers:

@@ -63,7 +63,7 @@ def quality_without_training(
 def quality_of_scores(
     model: PreTrainedModel, texts: Tensor, budgets: list[int], scores: Path, digits: int = DIGITS
 ) -> dict[int, Quality]:
-    """As quality_without_training, with the scores in a folder of save_scores."""
+    """The result of quality_without_training with the scores in a folder of save_scores."""
     return {
         b: quality_of_rule(model, texts, rule_of("learned", b), digits, scores) for b in budgets
     }

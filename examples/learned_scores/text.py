@@ -48,7 +48,7 @@ def pass_key_text(
 def _with_lines(
     text: Tensor, line: Tensor, digits: int, length: int, questions: int, random: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """As pass_key_text, of any tokens: a line of them, whose last `digits` are the number."""
+    """Does what pass_key_text does, for any tokens: a line of them, whose last `digits` are the number."""
     room = length - (1 + questions) * len(line)
     begin = int(torch.randint(len(text) - room, (), generator=random))
     words = text[begin : begin + room].long()
@@ -74,7 +74,7 @@ def held_out_texts(corpus: Corpus, length: int, count: int) -> Tensor:
 def held_out_tokens(
     ids: Tensor, tokenizer: PreTrainedTokenizerBase, length: int, count: int
 ) -> tuple[Tensor, int]:
-    """As held_out_texts, of the tokens of a text, and how many tokens at their ends are the number."""
+    """Does what held_out_texts does, for the tokens of a text, and how many tokens at their ends are the number."""
     random = torch.Generator().manual_seed(7)
     before = _tokens(tokenizer, _BEFORE.decode())
     rows, digits = [], None

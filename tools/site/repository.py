@@ -40,7 +40,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _target(link: str, source: str, address: str, config: MkDocsConfig) -> str:
-    """Where a link of the file `source`, which is the page `address`, leads on the site."""
+    """The target on the site of a link in the file `source`, which is the page `address`."""
     if ":" in link:
         return link
     path = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))

@@ -211,9 +211,9 @@ class Parts(NamedTuple):
 
 
 class Nodes:
-    """Within nodes of g ranks, then between them, then within: rank j of a node collects the j-th part of its node's winners, gives what
-    the last query of the node sees of it to the j-th rank of every later node, and each rank of its own node this part of what it
-    sees. Three collectives each way; of them one is between nodes, of W / g rows for each later node, where two hops have 2 W."""
+    """Three exchanges: within nodes of g ranks, between them, and within again. Rank j of a node collects the j-th part of its
+    node's winners, gives what the last query of the node sees of it to the j-th rank of every later node, and gives each rank of
+    its own node this part of what it sees. Three collectives each way; of them one is between nodes, of W / g rows for each later node, where two hops have 2 W."""
 
     def __init__(self, wire: Wire, border: Border):
         self.wire, self.border = wire, border
