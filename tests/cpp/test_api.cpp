@@ -127,10 +127,10 @@ TEST(Backends, UnknownNameThrows) {
 
 TEST(LegalArguments, StridesOfSizeOneAreIgnored) {
   for (const char* backend : {"cpu", "reference"}) {
-    Call expected(backend, {{"bias", "1v1k"}, {"mask", "11q1"}, {"intervals_shape", "11"}});
+    Call expected(backend, "bias=1v1k mask=11q1 intervals_shape=11");
     expected.run_forward();
     expected.run_backward();
-    Call call(backend, {{"bias", "1v1k"}, {"mask", "11q1"}, {"intervals_shape", "11"}});
+    Call call(backend, "bias=1v1k mask=11q1 intervals_shape=11");
     for (Inputs* in : {&call.forward_args.in, &call.backward_args.in}) {
       in->bias.stride[0] = in->bias.stride[2] = 1 << 20;
       in->mask.stride[0] = in->mask.stride[1] = in->mask.stride[3] = 1 << 20;
@@ -145,16 +145,16 @@ TEST(LegalArguments, StridesOfSizeOneAreIgnored) {
 
 // All outputs that have elements become zero (lse: -inf).
 TEST(LegalArguments, EmptyDimensionsGiveZeros) {
-  const std::vector<CaseWords> empties = {{{"batch", "0"}},
-                                          {{"batch", "0"}, {"bias", "1v1k"}},
-                                          {{"heads_q", "0"}},
-                                          {{"heads_q", "0"}, {"heads_kv", "0"}, {"bias", "b11k"}},
-                                          {{"seqlen_q", "0"}, {"bias", "b11k"}},
-                                          {{"seqlen_k", "0"}, {"bias", "bvq1"}},
-                                          {{"seqlen_q", "0"}, {"seqlen_k", "0"}, {"bias", "1111"}}};
+  const std::vector<CaseWords> empties = {"batch=0",
+                                          "batch=0 bias=1v1k",
+                                          "heads_q=0",
+                                          "heads_q=0 heads_kv=0 bias=b11k",
+                                          "seqlen_q=0 bias=b11k",
+                                          "seqlen_k=0 bias=bvq1",
+                                          "seqlen_q=0 seqlen_k=0 bias=1111"};
   for (const char* backend : {"cpu", "reference"}) {
     for (CaseWords words : empties) {
-      words.merge(CaseWords{{"intervals", "none"}, {"mask", "none"}});
+      words.merge(CaseWords("intervals=none mask=none"));
       std::string trace = backend;
       for (const auto& [column, word] : words) trace += " " + column + "=" + word;
       SCOPED_TRACE(trace);

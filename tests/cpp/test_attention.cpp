@@ -59,25 +59,21 @@ TEST(AttentionDelay, RandomDelaysAreWithinBounds) {
     const std::int64_t seqlen_k = 1 + random.below(500);
     const std::string delay =
         std::to_string(one_of({"1", "0"}) == "1" ? 1 + random.below(seqlen_k) : random.below(40));
-    const Case c = case_from({{"heads_q", "4"},
-                              {"heads_kv", "2"},
-                              {"seqlen_q", std::to_string(1 + random.below(400))},
-                              {"seqlen_k", std::to_string(seqlen_k)},
-                              {"head_dim", one_of({"8", "24", "64"})},
-                              {"value_dim", one_of({"0", "0", "8", "5"})},
-                              {"dtype", one_of({"f32", "bf16", "f16"})},
-                              {"causal", one_of({"0", "1"})},
-                              {"softcap", one_of({"0", "0", "5"})},
-                              {"mask", one_of({"none", "none", "b11k", "b1qk"})},
-                              {"mask_fill", "random"},
-                              {"bias", one_of({"bv1k", "1h1k", "b11k", "1h11"})},
-                              {"bias_fill", one_of({"normal", "inf"})},
-                              {"bias_dtype", "f32"},
-                              {"intervals", one_of({"none", "random", "per_query"})},
-                              {"intervals_shape", "bv"},
-                              {"window", "40"},
-                              {"seed", std::to_string(draw)},
-                              {"bias_delay", delay}});
+    const Case c = case_from(
+        {"heads_q=4 heads_kv=2 mask_fill=random bias_dtype=f32 intervals_shape=bv window=40",
+         {{"seqlen_q", std::to_string(1 + random.below(400))},
+          {"seqlen_k", std::to_string(seqlen_k)},
+          {"head_dim", one_of({"8", "24", "64"})},
+          {"value_dim", one_of({"0", "0", "8", "5"})},
+          {"dtype", one_of({"f32", "bf16", "f16"})},
+          {"causal", one_of({"0", "1"})},
+          {"softcap", one_of({"0", "0", "5"})},
+          {"mask", one_of({"none", "none", "b11k", "b1qk"})},
+          {"bias", one_of({"bv1k", "1h1k", "b11k", "1h11"})},
+          {"bias_fill", one_of({"normal", "inf"})},
+          {"intervals", one_of({"none", "random", "per_query"})},
+          {"seed", std::to_string(draw)},
+          {"bias_delay", delay}}});
     SCOPED_TRACE("draw " + std::to_string(draw) + ", delay " + delay);
     run_and_compare(Data(c));
   }
@@ -170,18 +166,10 @@ TEST(Attention, LayoutsDoNotChangeBits) {
   for (const char* intervals : {"none", "per_query"}) {
     for (const char* dtype : {"f32", "bf16", "f16"}) {
       const auto in_layout = [&](const char* layout) {
-        const Data data(case_from({{"batch", "2"},
-                                   {"heads_q", "4"},
-                                   {"heads_kv", "2"},
-                                   {"head_dim", "40"},
-                                   {"causal", "1"},
-                                   {"dtype", dtype},
-                                   {"bias", "bv1k"},
-                                   {"bias_fill", "normal"},
-                                   {"intervals", intervals},
-                                   {"intervals_shape", "bv"},
-                                   {"window", "30"},
-                                   {"layout", layout}}));
+        const Data data(
+            case_from({"batch=2 heads_q=4 heads_kv=2 head_dim=40 causal=1 bias=bv1k "
+                       "bias_fill=normal intervals_shape=bv window=30",
+                       {{"dtype", dtype}, {"intervals", intervals}, {"layout", layout}}}));
         return run(data, {});
       };
       const Results contiguous = in_layout("contiguous");
@@ -208,18 +196,10 @@ TEST_P(AttentionExact, OneVisibleKeyIsCopied) {
   for (const char* length : {"60", "150"}) {
     for (const char* softcap : {"0", "10"}) {
       SCOPED_TRACE(std::string("length ") + length + ", softcap " + softcap);
-      Data data(with({{"seqlen_q", length},
-                      {"seqlen_k", length},
-                      {"heads_q", "1"},
-                      {"head_dim", "100"},
-                      {"scale", "1"},
-                      {"softcap", softcap},
-                      {"inputs", "extreme"},
-                      {"intervals", "packed"},
-                      {"intervals_shape", "11"},
-                      {"window", "1"},
-                      {"bias", "bhqk"},
-                      {"bias_fill", "normal"}}));
+      Data data(
+          with({"heads_q=1 head_dim=100 scale=1 inputs=extreme intervals=packed intervals_shape=11 "
+                "window=1 bias=bhqk bias_fill=normal",
+                {{"seqlen_q", length}, {"seqlen_k", length}, {"softcap", softcap}}}));
       // Few significant bits, so that no sum of products rounds and delta equals dp to the bit.
       const auto few_bits = [](const Index& i) {
         return static_cast<double>((i[1] * 7 + i[3] * 5) % 9 - 4) / 4;
@@ -241,13 +221,8 @@ TEST_P(AttentionExact, BackwardHasTheProbabilitiesOfTheForward) {
   for (const char* length : {"1", "60", "150"}) {
     for (const char* softcap : {"0", "3000"}) {
       SCOPED_TRACE(std::string("length ") + length + ", softcap " + softcap);
-      Data data(with({{"seqlen_q", length},
-                      {"seqlen_k", "512"},
-                      {"heads_q", "1"},
-                      {"head_dim", "100"},
-                      {"scale", "1"},
-                      {"softcap", softcap},
-                      {"inputs", "extreme"}}));
+      Data data(with({"seqlen_k=512 heads_q=1 head_dim=100 scale=1 inputs=extreme",
+                      {{"seqlen_q", length}, {"softcap", softcap}}}));
       data.k.fill([&](const Index& i) { return data.k.get({i[0], 0, i[2], i[3]}); });
       data.dout.fill([](const Index& i) { return i[1] == 0 ? 512.0 : 0.0; });  // dv_j = 512 p_0j
       const double bound = 8 * unit_roundoff(data.v.element());
@@ -259,7 +234,7 @@ TEST_P(AttentionExact, BackwardHasTheProbabilitiesOfTheForward) {
 
 TEST_P(AttentionExact, EqualScoresAverage) {
   // q = 0: all 2^n visible keys have the same probability.
-  Data data(with({{"seqlen_q", "70"}, {"seqlen_k", "128"}, {"inputs", "zero"}}));
+  Data data(with("seqlen_q=70 seqlen_k=128 inputs=zero"));
   data.v.fill([](const Index& i) { return static_cast<double>(i[1] % 2); });
   const Results actual = run(data, {});
   expect_all(actual.out, 0.5);
@@ -268,10 +243,9 @@ TEST_P(AttentionExact, EqualScoresAverage) {
 
 TEST_P(AttentionExact, NothingVisibleGivesZeros) {
   const std::vector<CaseWords> all_words = {
-      {{"mask", "b1qk"}, {"mask_fill", "none"}, {"bias", "bhqk"}, {"bias_fill", "normal"}},
-      {{"mask", "b1qk"}, {"mask_fill", "full"}, {"bias", "bhqk"}, {"bias_fill", "all_masked"}},
-      {{"seqlen_k", "0"}},
-      {{"seqlen_q", "0"}, {"bias", "b11k"}, {"bias_fill", "normal"}}};
+      "mask=b1qk mask_fill=none bias=bhqk bias_fill=normal",
+      "mask=b1qk mask_fill=full bias=bhqk bias_fill=all_masked", "seqlen_k=0",
+      "seqlen_q=0 bias=b11k bias_fill=normal"};
   for (const CaseWords& words : all_words) {
     const Results actual = run(Data(with(words)), {});
     expect_all(actual.out, 0);
@@ -283,18 +257,10 @@ TEST_P(AttentionExact, NothingVisibleGivesZeros) {
 }
 
 TEST_P(AttentionExact, EquivalentIntervalsAndMaskAgree) {
-  const Data intervals(with({{"heads_q", "4"},
-                             {"heads_kv", "2"},
-                             {"seqlen_q", "203"},
-                             {"causal", "1"},
-                             {"intervals", "per_query"},
-                             {"intervals_shape", "bv"},
-                             {"window", "40"}}));
-  Data mask(with({{"heads_q", "4"},
-                  {"heads_kv", "2"},
-                  {"seqlen_q", "203"},
-                  {"mask", "bvqk"},
-                  {"mask_fill", "full"}}));
+  const Data intervals(
+      with("heads_q=4 heads_kv=2 seqlen_q=203 causal=1 intervals=per_query intervals_shape=bv "
+           "window=40"));
+  Data mask(with("heads_q=4 heads_kv=2 seqlen_q=203 mask=bvqk mask_fill=full"));
   mask.mask.fill([&](const Index& i) { return intervals.visible(i[0], 2 * i[1], i[2], i[3]); });
   const Bounds bounds(intervals);
   bounds.expect(run(intervals, {}));
@@ -303,7 +269,7 @@ TEST_P(AttentionExact, EquivalentIntervalsAndMaskAgree) {
 
 TEST_P(AttentionExact, LseLowIsTheRoundingError) {
   // A bias of 1000 takes six of the 24 bits of lse in fp32.
-  Data data(with({{"inputs", "zero"}, {"bias", "1111"}, {"bias_fill", "equal"}}));
+  Data data(with("inputs=zero bias=1111 bias_fill=equal"));
   data.bias.fill([](const Index&) { return 1000; });
   const Results actual = run(data, {});
   actual.lse.for_each([&](const Index& i, double lse) {

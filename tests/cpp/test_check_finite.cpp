@@ -94,11 +94,7 @@ TEST_P(CheckFinite, SeveralNonFiniteInputsNameTheFirst) {
 
 // Two queries see one key, and the sum of their dout is beyond f32.
 TEST_P(CheckFinite, OverflowingOutputIsNamed) {
-  data = Data(case_from({{"heads_q", "1"},
-                         {"seqlen_q", "2"},
-                         {"seqlen_k", "1"},
-                         {"head_dim", "8"},
-                         {"nonfinite", "propagate"}}));
+  data = Data(case_from("heads_q=1 seqlen_q=2 seqlen_k=1 head_dim=8 nonfinite=propagate"));
   results = Results(data);
   data.dout.fill([](const Index& index) { return index[3] == 5 ? 3e38 : 0.0; });
   data.v.fill([](const Index&) { return 0.0; });

@@ -43,11 +43,9 @@ class FiniteAndMasked : public ::testing::TestWithParam<const char*> {
   // There are two paths: key intervals with a bias for each key, and a dense mask and bias.
   static constexpr int paths = 2;
   Case with_path(int path, CaseWords words) const {
-    const CaseWords intervals = {{"bias", "bv1k"},           {"bias_fill", "normal"},
-                                 {"intervals", "per_query"}, {"intervals_shape", "bv"},
-                                 {"window", "30"},           {"causal", "1"}};
-    const CaseWords dense = {
-        {"mask", "b1qk"}, {"mask_fill", "random"}, {"bias", "bhqk"}, {"bias_fill", "normal"}};
+    const CaseWords intervals =
+        "bias=bv1k bias_fill=normal intervals=per_query intervals_shape=bv window=30 causal=1";
+    const CaseWords dense = "mask=b1qk mask_fill=random bias=bhqk bias_fill=normal";
     for (const auto& [column, word] : path == 0 ? intervals : dense) {
       words.insert({column, word});
     }
@@ -66,10 +64,8 @@ TEST_P(FiniteAndMasked, NanAfterRowTailsHasNoEffect) {
     for (const char* seqlen_k : {"1", "15", "17", "63", "65", "192"}) {
       for (int path = 0; path < paths; ++path) {
         SCOPED_TRACE(std::string(head_dim) + " dims, " + seqlen_k + " keys");
-        run_and_compare(Data(with_path(path, {{"layout", "padded"},
-                                              {"head_dim", head_dim},
-                                              {"seqlen_k", seqlen_k},
-                                              {"seqlen_q", "19"}})));
+        run_and_compare(Data(with_path(path, {"layout=padded seqlen_q=19",
+                                              {{"head_dim", head_dim}, {"seqlen_k", seqlen_k}}})));
       }
     }
   }
@@ -77,7 +73,7 @@ TEST_P(FiniteAndMasked, NanAfterRowTailsHasNoEffect) {
 
 TEST_P(FiniteAndMasked, UninitialisedWorkspaceHasNoEffect) {
   for (int path = 0; path < paths; ++path) {
-    const Data data(with_path(path, {{"seqlen_q", "203"}}));
+    const Data data(with_path(path, "seqlen_q=203"));
     const Results expected = run(data, {.workspace_fill = std::byte{0}});
     for (const int fill : {0xFF, 0x7F, 0x55}) {
       const Results actual = run(data, {.workspace_fill = static_cast<std::byte>(fill)});
@@ -95,7 +91,7 @@ TEST_P(FiniteAndMasked, FiniteInputsGiveFiniteResults) {
     for (const char* softcap : {"0", "20"}) {
       for (int path = 0; path < paths; ++path) {
         SCOPED_TRACE("pattern " + std::to_string(pattern) + ", softcap " + softcap);
-        Data data(with_path(path, {{"softcap", softcap}, {"heads_q", "4"}, {"heads_kv", "2"}}));
+        Data data(with_path(path, {"heads_q=4 heads_kv=2", {{"softcap", softcap}}}));
         const double limit = largest(data.problem.dtype);
         Random random(static_cast<std::uint64_t>(pattern));
         for (Tensor* tensor : {&data.q, &data.k, &data.v, &data.dout}) {
@@ -111,7 +107,7 @@ TEST_P(FiniteAndMasked, FiniteInputsGiveFiniteResults) {
 
 TEST_P(FiniteAndMasked, LargeBiasesGiveFiniteResults) {
   for (const char* shape : {"bv1k", "bhqk", "b1q1"}) {
-    Data data(with({{"bias", shape}, {"bias_fill", "normal"}, {"causal", "1"}}));
+    Data data(with({"bias_fill=normal causal=1", {{"bias", shape}}}));
     const double limit = largest(data.problem.dtype);
     Random random(1);
     data.bias.fill([&](const Index&) { return (2 * random.uniform() - 1) * limit; });
@@ -124,7 +120,7 @@ TEST_P(FiniteAndMasked, GradientsSaturateAtDtypeLimit) {
   // the whole range in other dtypes.
   for (const char* queries : {"1", "239"}) {
     for (const double sign : {1.0, -1.0}) {
-      Data data(with({{"seqlen_q", queries}, {"seqlen_k", "1"}, {"heads_q", "1"}}));
+      Data data(with({"seqlen_k=1 heads_q=1", {{"seqlen_q", queries}}}));
       const double limit = largest(data.problem.dtype);
       data.v.fill([](const Index&) { return 0.0; });
       data.dout.fill([&](const Index&) { return sign * limit; });
@@ -148,7 +144,7 @@ Data huge_scores(const Case& c, const Sign& sign) {
 
 TEST_P(FiniteAndMasked, ScoresBeyondFp32Saturate) {
   if (GetParam() == std::string("f16")) return;  // 65504^2 * 256 is within fp32
-  const Case c = with({{"heads_q", "1"}, {"seqlen_k", "130"}});
+  const Case c = with("heads_q=1 seqlen_k=130");
   const double fp32_max = double{std::numeric_limits<float>::max()};
 
   const Data one = huge_scores(c, [](std::int64_t j) { return j == 77 ? 1.0 : 0.0; });
@@ -182,11 +178,7 @@ TEST_P(FiniteAndMasked, ZeroProbabilityGivesZeroGradientForAnyDp) {
   for (const bool masked : {true, false}) {
     for (const NonFinite nonfinite : {NonFinite::saturate, NonFinite::propagate}) {
       SCOPED_TRACE(masked ? "masked" : "lost");
-      Data data(with({{"bias", "b11k"},
-                      {"bias_fill", "equal"},
-                      {"mask", "b11k"},
-                      {"mask_fill", "full"},
-                      {"seqlen_q", "70"}}));
+      Data data(with("bias=b11k bias_fill=equal mask=b11k mask_fill=full seqlen_q=70"));
       data.problem.nonfinite = nonfinite;
       data.mask.fill([&](const Index& i) { return !masked || i[3] % 2 == 0; });
       data.bias.fill([&](const Index& i) { return masked || i[3] % 2 == 0 ? 0.0 : -1000.0; });
@@ -212,7 +204,7 @@ TEST_P(FiniteAndMasked, ZeroProbabilityGivesZeroGradientForAnyDp) {
 }
 
 TEST_P(FiniteAndMasked, NanInKeysWithoutIntervalHasNoEffect) {
-  Data data(with({{"intervals", "padding_left"}, {"intervals_shape", "b1"}, {"causal", "1"}}));
+  Data data(with("intervals=padding_left intervals_shape=b1 causal=1"));
   const std::int64_t padded = data.problem.seqlen_k / 7;
   for (Tensor* tensor : {&data.k, &data.v}) {
     tensor->fill([&](const Index& i) { return i[1] < padded ? nan : tensor->get(i); });
@@ -226,7 +218,7 @@ TEST_P(FiniteAndMasked, MaskingBiasGivesZeroGradients) {
   for (const char* fill : {"finfo_min", "inf", "nan"}) {
     for (const char* bias_dtype : {"same", "f32"}) {
       SCOPED_TRACE(std::string(fill) + ", bias " + bias_dtype);
-      Data data(with({{"bias", "bhqk"}, {"bias_fill", fill}, {"bias_dtype", bias_dtype}}));
+      Data data(with({"bias=bhqk", {{"bias_fill", fill}, {"bias_dtype", bias_dtype}}}));
       // Key 3 is masked for all queries.
       data.bias.fill([&](const Index& i) { return i[3] == 3 ? -infinity : data.bias.get(i); });
       const Results actual = run_and_compare(data);
@@ -246,11 +238,8 @@ TEST_P(FiniteAndMasked, OnlyBiasUpToMaskValueOfItsDtypeMasks) {
   for (const char* bias : {"b11k", "b1qk"}) {
     for (const char* bias_dtype : {"same", "f32"}) {
       SCOPED_TRACE(std::string(bias) + " " + bias_dtype);
-      Data data(with({{"seqlen_q", "3"},
-                      {"seqlen_k", "2"},
-                      {"bias", bias},
-                      {"bias_fill", "equal"},
-                      {"bias_dtype", bias_dtype}}));
+      Data data(with(
+          {"seqlen_q=3 seqlen_k=2 bias_fill=equal", {{"bias", bias}, {"bias_dtype", bias_dtype}}}));
       const bool f16 = data.problem.bias_dtype == DType::f16;
       const float threshold = f16 ? -1e4f : -1e30f;
       data.bias.fill([&](const Index&) { return double{threshold}; });
@@ -266,12 +255,8 @@ TEST_P(FiniteAndMasked, OnlyBiasUpToMaskValueOfItsDtypeMasks) {
 TEST_P(FiniteAndMasked, QueriesWithoutVisibleKeysHaveNoEffect) {
   // Causality is aligned to the bottom right, so with 90 more queries than keys the first 90 queries see nothing.
   for (const char* intervals : {"none", "per_query"}) {
-    Data data(with({{"seqlen_q", "203"},
-                    {"seqlen_k", "113"},
-                    {"causal", "1"},
-                    {"intervals", intervals},
-                    {"intervals_shape", "bv"},
-                    {"window", "20"}}));
+    Data data(with({"seqlen_q=203 seqlen_k=113 causal=1 intervals_shape=bv window=20",
+                    {{"intervals", intervals}}}));
     data.dout.fill(
         [&](const Index& i) { return i[1] < 90 ? largest(data.problem.dtype) : data.dout.get(i); });
     const Results actual = run_and_compare(data);
@@ -311,7 +296,7 @@ TEST_P(FiniteAndMasked, NonFiniteInputsPropagateToDependentResults) {
     for (const auto& [input, element] : elements) {
       for (const double value : {nan, infinity, -infinity}) {
         if (is_quick_run() && !std::isnan(value)) continue;
-        Data data(with_path(path, {{"nonfinite", "propagate"}}));
+        Data data(with_path(path, "nonfinite=propagate"));
         Tensor& tensor = data.*input;
         SCOPED_TRACE("path " + std::to_string(path) + ", " + std::string(tensor.name()) + ", " +
                      std::to_string(value));

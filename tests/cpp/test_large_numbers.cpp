@@ -45,9 +45,8 @@ class LargeNumbers : public ::testing::TestWithParam<const char*> {
  protected:
   // q and k keep scores of order 1, so that rounding of scores does not dominate p.
   static Data data_of(const char* dtype, int pattern, bool per_key_bias, bool intervals) {
-    CaseWords words = {{"dtype", dtype},   {"seqlen_q", "130"}, {"seqlen_k", "230"},
-                       {"head_dim", "40"}, {"heads_q", "4"},    {"heads_kv", "2"},
-                       {"causal", "1"}};
+    CaseWords words = {"seqlen_q=130 seqlen_k=230 head_dim=40 heads_q=4 heads_kv=2 causal=1",
+                       {{"dtype", dtype}}};
     if (per_key_bias) words.insert({{"bias", "bv1k"}, {"bias_fill", "normal"}});
     if (intervals)
       words.insert({{"intervals", "sliding"}, {"intervals_shape", "11"}, {"window", "1000"}});

@@ -51,8 +51,7 @@ void expect_slopes(Data& data, Tensor& input, const Tensor& gradient) {
 class FiniteDifferences : public ::testing::TestWithParam<CaseWords> {};
 
 TEST_P(FiniteDifferences, GradientsEqualFiniteDifferences) {
-  CaseWords words = {{"batch", "2"},    {"heads_q", "4"},  {"heads_kv", "2"}, {"seqlen_q", "5"},
-                     {"seqlen_k", "7"}, {"head_dim", "3"}, {"dtype", "f64"}};
+  CaseWords words = "batch=2 heads_q=4 heads_kv=2 seqlen_q=5 seqlen_k=7 head_dim=3 dtype=f64";
   for (const auto& [column, word] : GetParam()) words[column] = word;
   Data data(case_from(words));
   const Results results = run(data, reference());
@@ -65,54 +64,29 @@ TEST_P(FiniteDifferences, GradientsEqualFiniteDifferences) {
 INSTANTIATE_TEST_SUITE_P(
     Cases, FiniteDifferences,
     ::testing::Values(
-        CaseWords{{"name", "grouped_queries"}}, CaseWords{{"name", "one_group"}, {"heads_kv", "1"}},
-        CaseWords{{"name", "causal_more_keys"}, {"causal", "1"}},
-        CaseWords{{"name", "delayed_bias"},
-                  {"causal", "1"},
-                  {"bias", "bv1k"},
-                  {"bias_fill", "normal"},
-                  {"bias_delay", "2"}},
-        CaseWords{
-            {"name", "causal_more_queries"}, {"causal", "1"}, {"seqlen_q", "8"}, {"seqlen_k", "6"}},
-        CaseWords{{"name", "fewer_columns_of_values"}, {"value_dim", "2"}, {"causal", "1"}},
-        CaseWords{{"name", "softcap"}, {"softcap", "0.75"}, {"scale", "1.5"}},
-        CaseWords{
-            {"name", "softcap_bias"}, {"softcap", "2"}, {"bias", "bhqk"}, {"bias_fill", "normal"}},
-        CaseWords{{"name", "mask_full"}, {"mask", "bhqk"}, {"mask_fill", "rows"}},
-        CaseWords{
-            {"name", "mask_kv_heads"}, {"mask", "1vqk"}, {"mask_fill", "random"}, {"causal", "1"}},
-        CaseWords{{"name", "mask_padding"}, {"mask", "b11k"}, {"mask_fill", "padding_left"}},
-        CaseWords{{"name", "mask_queries"}, {"mask", "11q1"}, {"mask_fill", "random"}},
-        CaseWords{{"name", "all_masked"},
-                  {"mask", "1111"},
-                  {"mask_fill", "none"},
-                  {"bias", "bh1k"},
-                  {"bias_fill", "normal"}},
-        CaseWords{{"name", "bias_full"}, {"bias", "bhqk"}, {"bias_fill", "inf"}},
-        CaseWords{
-            {"name", "bias_per_key"}, {"bias", "bv1k"}, {"bias_fill", "normal"}, {"causal", "1"}},
-        CaseWords{{"name", "bias_per_query_head"}, {"bias", "1h1k"}, {"bias_fill", "inf"}},
-        CaseWords{{"name", "bias_shared_heads"}, {"bias", "b1qk"}, {"bias_fill", "normal"}},
-        CaseWords{{"name", "bias_shared_batch"}, {"bias", "1vqk"}, {"bias_fill", "normal"}},
-        CaseWords{{"name", "bias_scalar"}, {"bias", "1111"}, {"bias_fill", "normal"}},
-        CaseWords{{"name", "bias_per_query"}, {"bias", "bhq1"}, {"bias_fill", "normal"}},
-        CaseWords{{"name", "intervals_random"}, {"intervals", "random"}, {"intervals_shape", "bv"}},
-        CaseWords{{"name", "intervals_sliding"},
-                  {"intervals", "sliding"},
-                  {"intervals_shape", "11"},
-                  {"window", "3"},
-                  {"causal", "1"}},
-        CaseWords{{"name", "everything"},
-                  {"intervals", "per_query"},
-                  {"intervals_shape", "1v"},
-                  {"window", "3"},
-                  {"causal", "1"},
-                  {"mask", "b1qk"},
-                  {"mask_fill", "random"},
-                  {"bias", "bv1k"},
-                  {"bias_fill", "normal"},
-                  {"softcap", "3"},
-                  {"layout", "padded"}}),
+        CaseWords("name=grouped_queries"), CaseWords("name=one_group heads_kv=1"),
+        CaseWords("name=causal_more_keys causal=1"),
+        CaseWords("name=delayed_bias causal=1 bias=bv1k bias_fill=normal bias_delay=2"),
+        CaseWords("name=causal_more_queries causal=1 seqlen_q=8 seqlen_k=6"),
+        CaseWords("name=fewer_columns_of_values value_dim=2 causal=1"),
+        CaseWords("name=softcap softcap=0.75 scale=1.5"),
+        CaseWords("name=softcap_bias softcap=2 bias=bhqk bias_fill=normal"),
+        CaseWords("name=mask_full mask=bhqk mask_fill=rows"),
+        CaseWords("name=mask_kv_heads mask=1vqk mask_fill=random causal=1"),
+        CaseWords("name=mask_padding mask=b11k mask_fill=padding_left"),
+        CaseWords("name=mask_queries mask=11q1 mask_fill=random"),
+        CaseWords("name=all_masked mask=1111 mask_fill=none bias=bh1k bias_fill=normal"),
+        CaseWords("name=bias_full bias=bhqk bias_fill=inf"),
+        CaseWords("name=bias_per_key bias=bv1k bias_fill=normal causal=1"),
+        CaseWords("name=bias_per_query_head bias=1h1k bias_fill=inf"),
+        CaseWords("name=bias_shared_heads bias=b1qk bias_fill=normal"),
+        CaseWords("name=bias_shared_batch bias=1vqk bias_fill=normal"),
+        CaseWords("name=bias_scalar bias=1111 bias_fill=normal"),
+        CaseWords("name=bias_per_query bias=bhq1 bias_fill=normal"),
+        CaseWords("name=intervals_random intervals=random intervals_shape=bv"),
+        CaseWords("name=intervals_sliding intervals=sliding intervals_shape=11 window=3 causal=1"),
+        CaseWords("name=everything intervals=per_query intervals_shape=1v window=3 causal=1 "
+                  "mask=b1qk mask_fill=random bias=bv1k bias_fill=normal softcap=3 layout=padded")),
     [](const auto& test) { return test.param.at("name"); });
 
 // ---- Results computed by hand --------------------------------------------------------------------
@@ -233,10 +207,9 @@ TEST(Reference, DelayedBiasEqualsABiasOfPairs) {
   for (const char* delay : {"1", "3", "6", "100"}) {
     for (const char* fill : {"normal", "inf"}) {
       SCOPED_TRACE(std::string("delay ") + delay + ", bias " + fill);
-      CaseWords words = {{"name", "delayed"},  {"batch", "2"},    {"heads_q", "4"},
-                         {"heads_kv", "2"},    {"seqlen_q", "9"}, {"seqlen_k", "6"},
-                         {"dtype", "f64"},     {"bias", "bv1k"},  {"bias_fill", fill},
-                         {"bias_delay", delay}};
+      CaseWords words = {
+          "name=delayed batch=2 heads_q=4 heads_kv=2 seqlen_q=9 seqlen_k=6 dtype=f64 bias=bv1k",
+          {{"bias_fill", fill}, {"bias_delay", delay}}};
       const Data delayed(case_from(words));
       words["bias"] = "bvqk";
       words["bias_delay"] = "0";
@@ -283,7 +256,7 @@ TEST(Reference, LargeLseWithLseLowKeepsBackwardNormalised) {
 }
 
 TEST(Reference, UnwantedGradientsAreNotWritten) {
-  Data data(case_from({{"bias", "bv1k"}, {"bias_fill", "normal"}}));
+  Data data(case_from("bias=bv1k bias_fill=normal"));
   const Results all = run(data, reference());
   RunOptions options = reference();
   options.wanted = {.dq = false, .dk = true, .dv = false, .dbias = false};
@@ -297,15 +270,10 @@ TEST(Reference, UnwantedGradientsAreNotWritten) {
 
 TEST(Reference, WorkerCountDoesNotChangeBits) {
   for (const char* shape : {"bhqk", "bv1k", "1vqk", "b11k", "111k"}) {
-    const Data data(case_from({{"batch", "3"},
-                               {"heads_q", "6"},
-                               {"heads_kv", "3"},
-                               {"seqlen_q", "9"},
-                               {"seqlen_k", "11"},
-                               {"head_dim", "8"},
-                               {"dtype", "bf16"},
-                               {"bias", shape},
-                               {"bias_fill", "normal"}}));
+    const Data data(
+        case_from({"batch=3 heads_q=6 heads_kv=3 seqlen_q=9 seqlen_k=11 head_dim=8 dtype=bf16 "
+                   "bias_fill=normal",
+                   {{"bias", shape}}}));
     const Results expected = run(data, reference());
     for (const int workers : {2, 5, 100}) {
       RunOptions options = reference();

@@ -212,15 +212,9 @@ TEST(NonFiniteReference, FiniteInputsGiveFiniteResults) {
   for (const char* dtype : {"f64", "f32", "bf16", "f16"}) {
     for (const char* softcap : {"0", "30"}) {
       SCOPED_TRACE(std::string(dtype) + " softcap " + softcap);
-      Data data(case_from({{"seqlen_q", "9"},
-                           {"seqlen_k", "13"},
-                           {"head_dim", "8"},
-                           {"causal", "1"},
-                           {"dtype", dtype},
-                           {"inputs", "limits"},
-                           {"softcap", softcap},
-                           {"bias", "bhqk"},
-                           {"bias_fill", "finfo_min"}}));
+      Data data(case_from(
+          {"seqlen_q=9 seqlen_k=13 head_dim=8 causal=1 inputs=limits bias=bhqk bias_fill=finfo_min",
+           {{"dtype", dtype}, {"softcap", softcap}}}));
       data.dout.fill([&](const Index& index) { return data.q.get(index); });
       expect_finite(run(data, reference()));
     }

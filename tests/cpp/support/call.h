@@ -44,20 +44,9 @@ struct Call {
   }
 
   static CaseWords with_defaults(CaseWords words) {
-    words.merge(CaseWords{{"batch", "2"},
-                          {"heads_q", "4"},
-                          {"heads_kv", "2"},
-                          {"seqlen_q", "5"},
-                          {"seqlen_k", "7"},
-                          {"head_dim", "8"},
-                          {"mask", "b11k"},
-                          {"mask_fill", "random"},
-                          {"bias", "bv1k"},
-                          {"bias_fill", "normal"},
-                          {"intervals", "sliding"},
-                          {"intervals_shape", "b1"},
-                          {"window", "3"},
-                          {"causal", "1"}});
+    words.merge(CaseWords(
+        "batch=2 heads_q=4 heads_kv=2 seqlen_q=5 seqlen_k=7 head_dim=8 mask=b11k mask_fill=random "
+        "bias=bv1k bias_fill=normal intervals=sliding intervals_shape=b1 window=3 causal=1"));
     return words;
   }
 

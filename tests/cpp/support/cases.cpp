@@ -128,6 +128,16 @@ const std::vector<CaseWords>& table() {
 
 }  // namespace
 
+CaseWords::CaseWords(const char* text, std::initializer_list<value_type> others)
+    : CaseWords(others) {
+  std::stringstream stream(text);
+  for (std::string word; stream >> word;) {
+    const auto equals = word.find('=');
+    if (equals == std::string::npos) throw std::runtime_error("no column in '" + word + "'");
+    (*this)[word.substr(0, equals)] = word.substr(equals + 1);
+  }
+}
+
 Case case_from(const CaseWords& words) {
   CaseWords whole = table().front();
   for (const auto& [column, word] : words) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <map>
 #include <string>
 #include <vector>
@@ -37,7 +38,11 @@ inline constexpr bool is_sanitized = FLASH_DMATTN_SANITIZED;
 
 // A row as a map from column name to word. Missing columns have the table's defaults, so a test needs to name
 // only what is special about its case.
-using CaseWords = std::map<std::string, std::string>;
+struct CaseWords : std::map<std::string, std::string> {
+  using map::map;
+  // From "heads_q=4 causal=1", and words that are no literals.
+  CaseWords(const char* text, std::initializer_list<value_type> others = {});
+};
 Case case_from(const CaseWords& words);
 
 // The table in its order. Throws a std::runtime_error that names a malformed line.
