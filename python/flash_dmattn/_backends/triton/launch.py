@@ -70,16 +70,14 @@ class Problem:
             "SOFTCAP": softcap > 0,
         }
 
-    def interval_view(self) -> Intervals:
-        """The intervals; without them a tensor that is never read."""
-        if self.intervals is None:
-            return Intervals(self.q.data, 0, 0)
-        batch, heads, seqlen_k, _ = self.intervals.shape
-        return Intervals(
-            self.intervals,
-            heads * seqlen_k * 2 if batch > 1 else 0,
-            seqlen_k * 2 if heads > 1 else 0,
-        )
+    def inputs(self) -> tuple:
+        """The first arguments of kernels. Without intervals they have a tensor that is never read."""
+        intervals = Intervals(self.q.data, 0, 0)
+        if self.intervals is not None:
+            batch, heads, seqlen_k, _ = self.intervals.shape
+            strides = (heads * seqlen_k * 2 if batch > 1 else 0, seqlen_k * 2 if heads > 1 else 0)
+            intervals = Intervals(self.intervals, *strides)
+        return self.q, self.k, self.v, self.mask, self.bias, intervals
 
     def tile_lists(self) -> tuple[TileLists, dict]:
         """The tile lists, and their keyword of a launch. Without intervals a tensor that is never read."""
@@ -185,12 +183,7 @@ def forward(problem: Problem, saturate: bool) -> tuple[Tensor, Tensor, Tensor, T
             "forward" if p.intervals is None else "forward by list"
         ):
             forward_kernel[(heads * triton.cdiv(shape.seqlen_q, config.queries),)](
-                p.q,
-                p.k,
-                p.v,
-                p.mask,
-                p.bias,
-                p.interval_view(),
+                *p.inputs(),
                 tile_lists,
                 rows(out),
                 lse,
@@ -239,7 +232,7 @@ def backward(problem, dout, out, lse, lse_low, flags, dlse, saturate, needs) -> 
         lse.new_empty((p.batch, shape.heads_q, shape.seqlen_k) if by_keys else 1),
         lse.new_empty(lse.shape if by_rows else 1),
     )
-    inputs = (p.q, p.k, p.v, p.mask, p.bias, p.interval_view())
+    inputs, of_rows = p.inputs(), (rows(out), rows(dout), statistics)
     limits = (gradient_limit(p.dtype), gradient_limit(p.dtype))
     if (need_dq or by_rows) and shape.seqlen_q:
         tile_lists, listed = p.tile_lists()
@@ -247,9 +240,7 @@ def backward(problem, dout, out, lse, lse_low, flags, dlse, saturate, needs) -> 
             query_gradient_kernel[(heads * triton.cdiv(shape.seqlen_q, config.queries),)](
                 *inputs,
                 tile_lists,
-                rows(out),
-                rows(dout),
-                statistics,
+                *of_rows,
                 rows(dq),
                 sums,
                 flags,
@@ -266,9 +257,7 @@ def backward(problem, dout, out, lse, lse_low, flags, dlse, saturate, needs) -> 
             key_gradient_kernel[(p.batch * p.heads_kv * triton.cdiv(shape.seqlen_k, config.keys),)](
                 *inputs,
                 order,
-                rows(out),
-                rows(dout),
-                statistics,
+                *of_rows,
                 rows(dk),
                 rows(dv),
                 sums,
@@ -285,7 +274,7 @@ def backward(problem, dout, out, lse, lse_low, flags, dlse, saturate, needs) -> 
         total = sums.keys[:, :, None] if by_keys else sums.rows[..., None]
         dbias = _reduce_bias_sums(total, bias, p.heads_kv, saturate)
     elif by_elements:
-        dbias = _bias_gradient(p, inputs, dout, out, statistics, flags, saturate)
+        dbias = _bias_gradient(p, of_rows, flags, saturate)
     return [dq if need_dq else None, dk if need_dk else None, dv if need_dv else None, dbias]
 
 
@@ -300,7 +289,7 @@ def _reduce_bias_sums(total: Tensor, bias: Tensor, heads_kv: int, saturate: bool
     return total.to(bias.dtype)
 
 
-def _bias_gradient(p: Problem, inputs, dout, out, statistics, flags, saturate) -> Tensor:
+def _bias_gradient(p: Problem, of_rows: tuple, flags: Tensor, saturate: bool) -> Tensor:
     shape, bias = p.shape, p.bias.data
     dbias = torch.empty(bias.shape, dtype=bias.dtype, device=p.device)
     for config, keywords in p.plain_and_fp64("dbias"):
@@ -312,10 +301,8 @@ def _bias_gradient(p: Problem, inputs, dout, out, statistics, flags, saturate) -
             return dbias
         keywords.pop("BIAS")
         bias_gradient_kernel[(blocks,)](
-            *inputs,
-            rows(out),
-            rows(dout),
-            statistics,
+            *p.inputs(),
+            *of_rows,
             dbias,
             flags,
             shape,
