@@ -15,6 +15,7 @@ from flash_dmattn.integrations.transformers import (  # noqa: E402
     enable_flash_dmattn,
     key_interval_mask,
 )
+from flash_dmattn.integrations.transformers.compat import CACHE  # noqa: E402
 
 pytestmark = pytest.mark.transformers
 
@@ -355,7 +356,7 @@ def test_mask_functions_make_intervals(pad):
         (TypeError, "sliding_window", 3),
         (TypeError, "is_causal", False),
         (TypeError, "s_aux", torch.zeros(4)),
-        (TypeError, "cache", object()),
+        (TypeError, CACHE, object()),
         (ValueError, "cu_seq_lens_q", torch.tensor([0, 4, 9])),
     ],
 )
