@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from doge_in_pieces import BATCH, N, batch_of, compare_step, make_doge, piece_loss, whole_loss
+from doge_in_pieces import compare_generation, compare_step, make_doge, piece_loss, whole_loss
 from processes import run_in_processes
 
 pytest.importorskip("transformers.models.doge", reason="transformers with Doge is not installed")
@@ -29,7 +29,9 @@ def compare_all(rank):
     if dist.get_world_size() == 2:
         compare_doge(rank, "packed", compiled=True)
         compare_training(rank)
-    compare_generation(rank)
+    compare_generation(
+        rank, make_doge().eval(), make_doge(context_parallel=dist.group.WORLD).eval()
+    )
     copies_and_errors(rank)
 
 
@@ -57,35 +59,6 @@ def compare_training(rank):
     one, several = torch.tensor(losses).T
     assert one[-4:].mean() < one[:4].mean()
     torch.testing.assert_close(several, one, rtol=2e-4, atol=0)
-
-
-@torch.no_grad()
-def compare_generation(rank):
-    """A prompt in pieces, after which the last rank continues alone, and another one from the end of its piece."""
-    from flash_dmattn.distributed import ContextParallel
-    from flash_dmattn.integrations.transformers import DynamicMaskCache, enable_flash_dmattn
-
-    count, steps = dist.get_world_size(), 6
-    tokens, _, _ = batch_of("whole")
-    model = make_doge().eval()
-    pieces = make_doge(context_parallel=dist.group.WORLD).eval()
-    piece = ContextParallel(dist.group.WORLD).shard(tokens)
-    cache = DynamicMaskCache(pieces.config)
-    logits = pieces(piece.input_ids, position_ids=piece.position_ids, past_key_values=cache).logits
-    end = (rank + 1) * piece.input_ids.shape[1]
-    whole = DynamicMaskCache(model.config)
-    expected = model(tokens[:, :end], past_key_values=whole).logits[:, -1:]
-    torch.testing.assert_close(logits[:, -1:], expected, rtol=1e-4, atol=1e-4)
-    assert cache.get_seq_length() == end == whole.get_seq_length()
-    enable_flash_dmattn(pieces)  # whole sequences again
-    token = logits[:, -1:].argmax(-1)
-    for position in range(end, end + steps):
-        where = torch.full((BATCH, 1), position)
-        found = pieces(token, position_ids=where, past_key_values=cache).logits
-        expected = model(token, position_ids=where, past_key_values=whole).logits
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        token = found.argmax(-1)
-    assert count * piece.input_ids.shape[1] == N
 
 
 def copies_and_errors(rank):

@@ -1,6 +1,7 @@
 """DynamicMaskCache as a Cache of transformers: its methods, and the uses that it refuses."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -274,22 +275,6 @@ def test_attention_of_others_is_an_error(family):
         model.generate(make_ids(1, 5), past_key_values=cache, max_new_tokens=3)
 
 
-@pytest.mark.parametrize(
-    "options, match",
-    [
-        (
-            {"sliding_window": 16},
-            "config.sliding_window: got 16, expected None: a key that leaves the window",
-        ),
-        ({"selection": "global"}, "got 'global', expected 'per_query'; with one choice for all"),
-    ],
-)
-def test_choice_under_which_keys_return_raises(options, match):
-    config = make_model(sliding_window=options.pop("sliding_window", None)).config
-    with pytest.raises(ValueError, match=match):
-        DynamicMaskCache(config, **options)
-
-
 def test_keys_without_kernels_on_a_gpu_are_refused_with_what_to_do():
     layer = DynamicMaskCache(make_model().config).layers[0]
     with FakeTensorMode():
@@ -300,25 +285,6 @@ def test_keys_without_kernels_on_a_gpu_are_refused_with_what_to_do():
             layer.lazy_initialization(torch.zeros(B, 2, 3, 12, device="cuda").bfloat16())
         assert not layer.is_initialized
         layer.lazy_initialization(key.bfloat16())
-
-
-def test_model_without_window_raises():
-    with pytest.raises(ValueError, match="LlamaConfig without keep_window_size"):
-        DynamicMaskCache(LlamaConfig())
-
-
-def test_cache_of_another_model_raises():
-    _, ours = make_pair()
-    other = make_model(window=WINDOW + 1)
-    with pytest.raises(ValueError, match="got keep_window_size 10 in layer 0, expected 9"):
-        ours(make_ids(B, S), past_key_values=DynamicMaskCache(other.config))
-
-
-def test_cache_with_fewer_layers_raises():
-    _, ours = make_pair()
-    cache = DynamicMaskCache(make_model(num_hidden_layers=2).config)
-    with pytest.raises(ValueError, match=f"{CACHE}: got 2 layers, expected more than 2"):
-        ours(make_ids(B, S), past_key_values=cache)
 
 
 def test_wrong_number_of_rows_leaves_cache_unchanged():
@@ -351,46 +317,63 @@ def test_static_cache_without_room_raises():
     next_logits(ours, cache)
 
 
-@pytest.mark.parametrize("window", [0, -3])
-def test_window_without_keys_raises(window):
-    _, ours = make_pair()
-    ours.config.keep_window_size = window
-    with pytest.raises(ValueError, match=f"config.keep_window_size: got {window}, expected"):
-        DynamicMaskCache(ours.config)
+def cache_of(**parts):
+    return DynamicMaskCache(LlamaConfig(num_hidden_layers=2, **parts))
 
 
-def test_unknown_cache_name_raises():
-    with pytest.raises(ValueError, match="cache: got 'static', expected 'dynamic_mask' or None"):
-        enable_flash_dmattn(make_model(), cache="static")
-    with pytest.raises(ValueError, match="sliding_window"):
-        enable_flash_dmattn(make_model(sliding_window=16), cache="dynamic_mask")
+def call_with(cache=None, **options):
+    """A model of window 9 and three layers is called with three tokens after a prompt, or with another cache."""
+    ours = make_pair()[1]
+    ours(make_ids(B, 3), past_key_values=cache or filled(ours, S), **options)
 
 
-def test_argument_of_another_type_raises():
-    """A text such as "no" would be true, and a missing config an error of its attributes."""
-    config = make_model().config
-    for message, call in {
-        "static: got 'no', expected True or False": lambda: DynamicMaskCache(config, static="no"),
-        "chunk: got -1, expected 0 or more": lambda: DynamicMaskCache(config, chunk=-1),
-        "config: got DogeForCausalLM": lambda: DynamicMaskCache(make_model()),
-        "model: got str": lambda: enable_flash_dmattn("SmallDoge/Doge-20M"),
-        "round_scores_like_eager: got 'no'": lambda: enable_flash_dmattn(
-            make_model(), round_scores_like_eager="no"
-        ),
-    }.items():
-        with pytest.raises((ValueError, TypeError)) as caught:
-            call()
-        assert message in str(caught.value)
+BAD_CALLS = {
+    "config.sliding_window: got 16, expected None: a key that leaves the window": (
+        lambda: DynamicMaskCache(make_model(sliding_window=16).config)
+    ),
+    "got 'global', expected 'per_query'; with one choice for all": (
+        lambda: DynamicMaskCache(make_model().config, selection="global")
+    ),
+    "static: got 'no', expected True or False": (
+        lambda: DynamicMaskCache(make_model().config, static="no")
+    ),
+    "chunk: got -1, expected 0 or more": lambda: DynamicMaskCache(make_model().config, chunk=-1),
+    "config: got DogeForCausalLM": lambda: DynamicMaskCache(make_model()),
+    "LlamaConfig without keep_window_size": cache_of,
+    "without keep_window_size": lambda: cache_of(score_threshold=0.5),
+    "config.keep_window_size: got 0, expected 1 or more": lambda: cache_of(keep_window_size=0),
+    "config.keep_window_size: got -3, expected": lambda: cache_of(keep_window_size=-3),
+    "config.recent_window: got -1": lambda: cache_of(keep_window_size=3, recent_window=-1),
+    "config.score_threshold: got nan": (
+        lambda: cache_of(keep_window_size=3, score_threshold=float("nan"))
+    ),
+    "model: got str": lambda: enable_flash_dmattn("SmallDoge/Doge-20M"),
+    "round_scores_like_eager: got 'no'": (
+        lambda: enable_flash_dmattn(make_model(), round_scores_like_eager="no")
+    ),
+    "cache: got 'static', expected 'dynamic_mask' or None": (
+        lambda: enable_flash_dmattn(make_model(), cache="static")
+    ),
+    "sliding_window: got 16": (
+        lambda: enable_flash_dmattn(make_model(sliding_window=16), cache="dynamic_mask")
+    ),
+    "got keep_window_size 10 in layer 0, expected 9": (
+        lambda: call_with(DynamicMaskCache(make_model(window=WINDOW + 1).config))
+    ),
+    "cache: got 2 layers, expected more than 2": (
+        lambda: call_with(DynamicMaskCache(make_model(num_hidden_layers=2).config))
+    ),
+    # No mask over queries and keys describes slots that differ from head to head.
+    "attention_mask: got torch.bool of shape (2, 1, 3, 43)": (
+        lambda: call_with(attention_mask=torch.ones(B, 1, 3, S + 3, dtype=torch.bool))
+    ),
+}
 
 
-def test_mask_over_pairs_raises():
-    """No mask over queries and keys describes slots that differ from head to head."""
-    _, ours = make_pair()
-    mask = torch.ones(B, 1, 3, S + 3, dtype=torch.bool)
-    with pytest.raises(
-        ValueError, match=r"attention_mask: got torch.bool of shape \(2, 1, 3, 43\)"
-    ):
-        ours(make_ids(B, 3), attention_mask=mask, past_key_values=filled(ours, S))
+@pytest.mark.parametrize("message", BAD_CALLS)
+def test_bad_argument_raises_naming_it(message):
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+        BAD_CALLS[message]()
 
 
 def test_tokens_that_have_evicted_others_cannot_be_dropped():

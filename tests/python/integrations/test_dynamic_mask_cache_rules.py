@@ -92,21 +92,6 @@ def test_rows_and_resets_keep_the_rule():
     stream.check(attend(layer, stream, 11, 40), 11, 40)
 
 
-@pytest.mark.parametrize(
-    "message, parts",
-    [
-        ("config.keep_window_size: got 0, expected 1 or more", {"keep_window_size": 0}),
-        ("without keep_window_size", {"score_threshold": 0.5}),
-        ("config.recent_window: got -1", {"keep_window_size": 3, "recent_window": -1}),
-        ("config.score_threshold: got nan", {"keep_window_size": 3, "score_threshold": float("nan")}),
-    ],
-)  # fmt: skip
-def test_bad_rule_of_config_raises(message, parts):
-    with pytest.raises((ValueError, TypeError)) as caught:
-        DynamicMaskCache(LlamaConfig(num_hidden_layers=2, **parts))
-    assert message in str(caught.value)
-
-
 def test_saved_config_has_the_rule(tmp_path):
     rule = {
         "keep_window_size": [5, 2],

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from doge_in_pieces import BATCH, VOCABULARY, batch_of, compare_step
+from doge_in_pieces import VOCABULARY, compare_generation, compare_step
 from processes import run_in_processes
 
 transformers = pytest.importorskip("transformers")
@@ -47,32 +47,8 @@ def compare_all(rank):
     if transformers.__version__ >= "5":  # as other tests of compiled models with scores
         compare_scored("packed", "Llama", "all", compiled=True)
     compare_scored("padded", "Llama", "all", scorer="value")
-    compare_generation(rank)
+    compare_generation(rank, make().eval(), make(pieces=True).eval())
     refusals(rank)
-
-
-@torch.no_grad()
-def compare_generation(rank):
-    """A prompt in pieces, after which every rank continues alone from the end of its piece."""
-    from flash_dmattn.distributed import ContextParallel
-
-    tokens, _, _ = batch_of("whole")
-    model, pieces = make().eval(), make(pieces=True).eval()
-    piece = ContextParallel(dist.group.WORLD).shard(tokens)
-    caches = DynamicMaskCache(pieces.config), DynamicMaskCache(model.config)
-    found = pieces(piece.input_ids, position_ids=piece.position_ids, past_key_values=caches[0])
-    end = (rank + 1) * piece.input_ids.shape[1]
-    expected = model(tokens[:, :end], past_key_values=caches[1]).logits[:, -1:]
-    found = found.logits[:, -1:]
-    for _ in range(2):
-        enable_flash_dmattn(pieces)  # whole sequences again
-    for position in range(end, end + 6):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        token, where = found.argmax(-1), torch.full((BATCH, 1), position)
-        found, expected = (
-            m(token, position_ids=where, past_key_values=cache).logits
-            for m, cache in zip((pieces, model), caches, strict=True)
-        )
 
 
 def refusals(rank):

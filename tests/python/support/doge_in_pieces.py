@@ -94,3 +94,29 @@ def compare_step(model, pieces, kind, tolerance, checkpointed=False, compiled=Fa
         largest[name] = other.grad.abs().max()
         assert (own.grad - other.grad).abs().max() <= tolerance * largest[name], name
     return largest
+
+
+@torch.no_grad()
+def compare_generation(rank, model, pieces):
+    """A prompt in pieces, after which every rank continues alone from the end of its piece."""
+    from flash_dmattn.distributed import ContextParallel
+    from flash_dmattn.integrations.transformers import DynamicMaskCache, enable_flash_dmattn
+
+    tokens, _, _ = batch_of("whole")
+    piece = ContextParallel(dist.group.WORLD).shard(tokens)
+    assert dist.get_world_size() * piece.input_ids.shape[1] == N
+    caches = DynamicMaskCache(pieces.config), DynamicMaskCache(model.config)
+    found = pieces(piece.input_ids, position_ids=piece.position_ids, past_key_values=caches[0])
+    end = (rank + 1) * piece.input_ids.shape[1]
+    expected = model(tokens[:, :end], past_key_values=caches[1]).logits[:, -1:]
+    assert caches[0].get_seq_length() == end == caches[1].get_seq_length()
+    found = found.logits[:, -1:]
+    for _ in range(2):
+        enable_flash_dmattn(pieces)  # whole sequences again
+    for position in range(end, end + 6):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        token, where = found.argmax(-1), torch.full((BATCH, 1), position)
+        found, expected = (
+            m(token, position_ids=where, past_key_values=cache).logits
+            for m, cache in zip((pieces, model), caches, strict=True)
+        )
