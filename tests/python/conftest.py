@@ -35,3 +35,13 @@ def poisoned():
 @pytest.fixture(autouse=True)
 def fixed_seed():
     torch.manual_seed(20240601)
+
+
+@pytest.fixture
+def uncompiled_flex(monkeypatch):
+    """torch compiles FlexAttention for seconds. Uncompiled, it asks the same functions for scores and masks."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    from flash_dmattn._backends import flex
+
+    monkeypatch.setattr(flex, "_compiled_flex_attention", lambda: flex_attention)

@@ -5,7 +5,6 @@ import re
 import numpy as np
 import pytest
 import torch
-from torch.nn.attention.flex_attention import flex_attention
 
 import flash_dmattn
 from flash_dmattn import (
@@ -20,7 +19,6 @@ from flash_dmattn import (
     select_key_intervals,
     sliding_window,
 )
-from flash_dmattn._backends import flex
 from flash_dmattn.utils.padding import pad_input, unpad_input
 
 
@@ -96,13 +94,11 @@ BIAS = torch.zeros(2, 2, 9)
         (TypeError, "unexpected keyword argument", {"keep_windw_size": 3}),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("uncompiled_flex")
 @pytest.mark.parametrize(
     "function", ["flash_dmattn_func", "triton_dmattn_func", "flex_dmattn_func"]
 )
-def test_bad_attention_argument_raises_naming_it(function, error, message, options, monkeypatch):
-    monkeypatch.setattr(
-        flex, "_compiled_flex_attention", lambda: flex_attention
-    )  # without seconds of compilation
+def test_bad_attention_argument_raises_naming_it(function, error, message, options):
     arguments = dict(zip(("query", "key", "value"), qkv(), strict=True)) | options
     with pytest.raises(error, match=re.escape(message)), torch.no_grad():
         getattr(flash_dmattn, function)(**arguments)

@@ -39,6 +39,7 @@ def one_by_one(leaves, offsets, **options):
     return torch.cat([out[0] for out, _ in outs]), torch.cat([lse[0] for _, lse in outs], 1)
 
 
+@pytest.mark.usefixtures("uncompiled_flex")
 @pytest.mark.parametrize("backend", ["cpu", "reference", "flex"])
 def test_named_backend_equals_default(backend):
     (q, k, v, bias), offsets = packed(LENGTHS["longer_keys"], 2, torch.float32)

@@ -4,11 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import flex_attention
 
 from biases_that_mask import check_bias_that_masks, problem_of
 from flash_dmattn import flash_dmattn_func, flex_dmattn_func, select_key_intervals
-from flash_dmattn._backends import flex
 from flash_dmattn.check.cases import CASES, make_case, run
 from flash_dmattn.check.compare import assert_close, assert_matches_oracle
 from flash_dmattn.check.oracle import Problem, Result, attention
@@ -57,9 +55,9 @@ def test_forward_matches_oracle(intervals):
         (torch.float16, torch.float32, "pairs beside scores", True),
     ],
 )
-def test_bias_masks_by_the_rule_of_its_dtype(monkeypatch, dtype, bias_dtype, form, compiled):
+def test_bias_masks_by_the_rule_of_its_dtype(request, dtype, bias_dtype, form, compiled):
     if not compiled:
-        monkeypatch.setattr(flex, "_compiled_flex_attention", lambda: flex_attention)
+        request.getfixturevalue("uncompiled_flex")
     if ON_GPU:
         check_bias_that_masks(flex_dmattn_func, form, dtype, bias_dtype, "cuda")
         return
@@ -72,14 +70,12 @@ def test_bias_masks_by_the_rule_of_its_dtype(monkeypatch, dtype, bias_dtype, for
     assert_close("out", out, expected.out, yardstick.out, expected.largest_score)
 
 
+@pytest.mark.usefixtures("uncompiled_flex")
 @pytest.mark.parametrize(
     "bias_dtype, value, masks",
     [(torch.float32, -2e4, False), (torch.float16, -9.9e3, False), (torch.float16, -1e4, True)],
 )
-def test_row_of_low_biases_is_hidden_by_the_rule_of_their_dtype(
-    monkeypatch, bias_dtype, value, masks
-):
-    monkeypatch.setattr(flex, "_compiled_flex_attention", lambda: flex_attention)
+def test_row_of_low_biases_is_hidden_by_the_rule_of_their_dtype(bias_dtype, value, masks):
     q, v = torch.zeros(1, 3, 2, 16, dtype=torch.float16), torch.randn(1, 5, 2, 16).half()
     bias = torch.full((1, 2, 5), value, dtype=bias_dtype)
     out = flex_dmattn_func(q, v, v, attn_bias=bias)
