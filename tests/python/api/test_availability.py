@@ -11,6 +11,7 @@ import torch
 import flash_dmattn
 from flash_dmattn import functional
 from flash_dmattn._core import availability
+from python_process import run_python
 
 CUDA = next(backend for backend in flash_dmattn.backends() if backend.name == "cuda")
 
@@ -30,7 +31,7 @@ def test_import_does_not_initialise_cuda():
         "import flash_dmattn._core.availability as availability\n"
         "assert availability.backends.cache_info().currsize == 0"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    run_python("-c", program)
 
 
 @pytest.mark.parametrize(
@@ -86,12 +87,7 @@ def test_everything_works_beside_a_broken_triton(tmp_path):
         "    print(error)\n"
     )
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", program, PYTHONPATH=path, TRITON_INTERPRET=None)
     reason = "triton cannot be imported: OSError: no such driver"
     assert f"triton     no   {reason}" in done.stdout
     assert f"backend: got 'triton', which cannot run: {reason}" in done.stdout

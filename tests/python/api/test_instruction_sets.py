@@ -1,11 +1,8 @@
 """The package runs on instruction sets below the largest of this machine; the C++ tests run the whole case table on each."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from python_process import run_python
 
 RUN = """
 import sys
@@ -31,14 +28,6 @@ for name in [name for name, row in CASES.items() if row["slow"] == "0"][::80]:
 # The other tests run on the largest one, and once more on avx2 (make test-python-avx2).
 @pytest.mark.parametrize("name", ["generic", "avx512"])
 def test_smaller_instruction_set_matches_oracle(name):
-    run = subprocess.run(
-        [sys.executable, "-c", RUN, name],
-        cwd=Path(__file__).parent,
-        env={**os.environ, "FLASH_DMATTN_MAX_ISA": name},
-        capture_output=True,
-        text=True,
-    )
-    reason = run.stdout.strip()
+    reason = run_python("-c", RUN, name, FLASH_DMATTN_MAX_ISA=name).stdout.strip()
     if reason and name not in reason.split():
         pytest.skip(f"this machine and build run {reason}, not {name}")
-    assert run.returncode == 0, run.stdout + run.stderr

@@ -1,9 +1,8 @@
 """The rules that modules of torch keep for the operators are there, whichever is imported first, and cost nobody else."""
 
-import subprocess
-import sys
-
 import torch.distributed as dist
+
+from python_process import run_python
 
 COUNTER, SHARDED = "torch.utils.flop_counter", "torch.distributed.tensor"
 MODULES = ", ".join([COUNTER, SHARDED] if dist.is_available() else [COUNTER])
@@ -50,10 +49,7 @@ for program in sys.argv[1:]:
 
 def run_in_forks(*programs: str) -> str:
     """Their output to stderr."""
-    command = [sys.executable, "-c", FORKS, *programs]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return result.stderr
+    return run_python("-c", FORKS, *programs).stderr
 
 
 def test_rules_register_in_either_order_of_imports():

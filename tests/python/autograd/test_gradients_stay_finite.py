@@ -1,15 +1,12 @@
 """Finite gradients for finite inputs, and the treatment of inputs that are not finite."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from flash_dmattn import flash_dmattn_func
 from flash_dmattn.check.compare import GRADIENT_LIMIT, assert_matches_oracle
 from flash_dmattn.check.oracle import Problem, Result
+from python_process import run_python
 
 LOW = [torch.bfloat16, torch.float16]
 ALL = [torch.float32, *LOW]
@@ -181,13 +178,7 @@ for case in sys.argv[1:]:
 def test_check_mode_names_the_first_nonfinite_value():
     modes = [(b, n) for b in ("cpu", "reference") for n in ("saturate", "propagate")]
     cases = {f"{b} {n} {name}": name for b, n in modes for name in ("q", "k", "v", "bias", "dout")}
-    run = subprocess.run(
-        [sys.executable, "-c", CHECK_MODE, *cases],
-        env={**os.environ, "FLASH_DMATTN_CHECK_FINITE": "1"},  # which the library reads once
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    run = run_python("-c", CHECK_MODE, *cases, FLASH_DMATTN_CHECK_FINITE="1")
     directions = {name: "backward" if name == "dout" else "forward" for name in cases.values()}
     assert run.stdout.splitlines() == [
         f"{case}: {directions[name]} input {name}[0, 1, 1, 3] is nan"

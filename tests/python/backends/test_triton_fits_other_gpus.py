@@ -1,14 +1,13 @@
 """The Triton kernels compile for other GPUs, and fit into their shared memory; nothing runs."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from flash_dmattn._core import availability
+from python_process import run_python
 
 triton = pytest.importorskip("triton")
 TARGETS = {"MI300": ("hip", "gfx942", "64", 64), "RTX 30": ("cuda", "86", "32", 99)}  # KB last
@@ -30,14 +29,9 @@ def test_kernels_compile_and_fit(gpu, dtype, head_dim, precisions, monkeypatch):
     if "too old" in found.reason:
         pytest.skip(found.reason)
     script = Path(__file__).parents[1] / "support" / "compiled_triton.py"
-    environment = {**os.environ}
-    for name in ("TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION"):
-        environment.pop(name, None)
-    done = subprocess.run(
-        [sys.executable, script, *target, dtype, str(head_dim), precisions],
-        env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr[-3000:]
+    without = dict.fromkeys(("TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION"))
+    done = run_python(script, *target, dtype, head_dim, precisions, **without)
+    assert "Warning" not in done.stderr, done.stderr[-3000:]
     shared = [line.split() for line in done.stdout.splitlines()]
     assert {name for name, _ in shared} == {
         "range_kernel", "forward_kernel", "delta_kernel", "query_gradient_kernel",

@@ -1,6 +1,7 @@
 """Tests of several ranks. Where torch has no distributed, their files cannot be imported, and are skipped."""
 
 import pytest
+import torch
 import torch.distributed as dist
 
 
@@ -12,3 +13,12 @@ class SkippedModule(pytest.Module):
 def pytest_pycollect_makemodule(module_path, parent):
     if not dist.is_available():
         return SkippedModule.from_parent(parent, path=module_path)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """A rank is a thread or a process already."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -10,15 +10,6 @@ from ranks_as_threads import ThreadWire, _Meeting, run_in_threads
 from sharded_cases import Case, cases, compare_with_one_process, in_one_process
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """A rank is a thread already."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def compare(case, ranks, exchange, node_size=1):
     whole = in_one_process(case, seed=ranks)
     run_in_threads(

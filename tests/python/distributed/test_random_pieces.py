@@ -1,6 +1,5 @@
 """Random lengths of pieces, documents, padding and rules: the rows, gradients and keys of one process."""
 
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -18,15 +17,10 @@ from sharded_cases import compare_with_one_process, in_one_process
     seed=st.integers(0, 99),
 )
 def test_random_pieces_equal_one_process(case, exchange, seed):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     ranks = len(case.lengths)
-    try:
-        whole = in_one_process(case, seed)
-        run_in_threads(
-            ranks,
-            lambda wire: compare_with_one_process(whole, wire, wire.rank, exchange),
-            node_size=2 if ranks % 2 == 0 else ranks,
-        )
-    finally:
-        torch.set_num_threads(threads)
+    whole = in_one_process(case, seed)
+    run_in_threads(
+        ranks,
+        lambda wire: compare_with_one_process(whole, wire, wire.rank, exchange),
+        node_size=2 if ranks % 2 == 0 else ranks,
+    )

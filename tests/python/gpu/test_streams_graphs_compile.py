@@ -2,8 +2,6 @@
 
 import itertools
 import os
-import subprocess
-import sys
 from contextlib import contextmanager
 from unittest import mock
 
@@ -21,6 +19,7 @@ from flash_dmattn import (
 from flash_dmattn._core import numerics
 from gpu import capture
 from gpu_calls import FUNCTIONS, OFFSETS, PACKED, assert_close, attend, gradients, leaves
+from python_process import run_python
 
 ops = torch.ops.flash_dmattn
 
@@ -142,13 +141,7 @@ os._exit(0)  # at an ordinary end the threads of torch's autograd sometimes abor
 """
     support = os.path.join(os.path.dirname(__file__), "..", "support")
     path = os.pathsep.join([support, *filter(None, [os.environ.get("PYTHONPATH")])])
-    run = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    run_python("-c", program, PYTHONPATH=path)
 
 
 def test_unknown_bound_is_measured_and_refused_in_a_graph():
@@ -327,13 +320,7 @@ def test_check_mode_names_the_element():
     if os.environ.get("FLASH_DMATTN_CHECK_FINITE") != "1":
         # The library reads the variable once: this test, in a process that starts with it.
         test = f"{__file__}::{test_check_mode_names_the_element.__name__}"
-        run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", test],
-            env={**os.environ, "FLASH_DMATTN_CHECK_FINITE": "1"},
-            capture_output=True,
-            text=True,
-        )
-        assert run.returncode == 0, run.stdout + run.stderr
+        run_python("-m", "pytest", "-q", test, FLASH_DMATTN_CHECK_FINITE="1")
         return
     q, k, v, bias = (t.detach() for t in leaves())
     attend(q, k, v, bias, keep_window_size=50)

@@ -19,6 +19,12 @@ pytestmark = [
 B, S, STEPS = 2, 40, 12
 
 
+@pytest.fixture
+def ours():
+    """A Doge whose layers have a window of 9."""
+    return make_pair()[1]
+
+
 class NoReads(TorchDispatchMode):
     """Values that Python reads would wait for a GPU."""
 
@@ -50,8 +56,7 @@ def decode(forward, cache, pad=0, steps=STEPS):
 
 @pytest.mark.parametrize("pad", [0, 13])
 @torch.no_grad()
-def test_decoding_reads_nothing(pad):
-    _, ours = make_pair()
+def test_decoding_reads_nothing(pad, ours):
     cache = prefilled(ours, pad)
     with NoReads():
         decode(ours, cache, pad)
@@ -59,9 +64,8 @@ def test_decoding_reads_nothing(pad):
 
 @pytest.mark.parametrize("pad", [0, 13])
 @torch.no_grad()
-def test_one_graph_serves_all_steps(pad):
+def test_one_graph_serves_all_steps(pad, ours):
     torch._dynamo.reset()
-    _, ours = make_pair()
     expected = decode(ours, prefilled(ours, pad), pad)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(ours, backend=counter, fullgraph=True)
@@ -81,8 +85,7 @@ def test_inductor_reads_lengths_before_they_change():
 
 
 @torch.no_grad()
-def test_memory_stays_in_place():
-    _, ours = make_pair()
+def test_memory_stays_in_place(ours):
     cache = prefilled(ours)
     before = [t.data_ptr() for layer in cache.layers for t in layer.slots.tensors]
     decode(ours, cache)
@@ -94,9 +97,8 @@ def test_memory_stays_in_place():
 
 
 @torch.no_grad()
-def test_static_cache_allocates_before_first_token():
+def test_static_cache_allocates_before_first_token(ours):
     """torch.export and a compiled prefill need that."""
-    _, ours = make_pair()
     expected = decode(ours, prefilled(ours))
     cache = DynamicMaskCache(ours.config, static=True)
     assert cache.is_compileable and not cache.is_initialized
@@ -107,10 +109,9 @@ def test_static_cache_allocates_before_first_token():
     assert torch.equal(decode(ours, cache), expected)
 
 
-def test_generate_compiles_the_step_of_a_static_cache():
+def test_generate_compiles_the_step_of_a_static_cache(ours):
     """`generate` compiles the step itself where the cache allows it, here on the CPU, too."""
     torch._dynamo.reset()
-    _, ours = make_pair()
     ids, options = make_ids(B, S), {"max_new_tokens": 6, "do_sample": False}
     expected = ours.generate(ids, past_key_values=DynamicMaskCache(ours.config), **options)
     config = transformers.CompileConfig(backend="aot_eager", mode=None)

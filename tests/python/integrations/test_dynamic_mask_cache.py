@@ -31,6 +31,12 @@ def no_gradients():
         yield
 
 
+@pytest.fixture
+def ours():
+    """A Doge whose layers have a window of 9."""
+    return make_pair()[1]
+
+
 def next_logits(model, cache, tokens=6):
     return torch.cat(
         [
@@ -52,8 +58,7 @@ def filled(model, *lengths, **options):
 # ---- Methods ---------------------------------------------------------------------------------------
 
 
-def test_lengths_are_those_of_the_text():
-    _, ours = make_pair()
+def test_lengths_are_those_of_the_text(ours):
     cache = DynamicMaskCache(ours.config)
     assert len(cache) == 3 and cache.get_seq_length() == 0 and not cache.is_initialized
     ours(make_ids(B, S), past_key_values=cache)
@@ -72,8 +77,7 @@ def test_lengths_are_those_of_the_text():
         assert all(cache.is_recording_past(i) for i in range(3))
 
 
-def test_update_returns_what_new_tokens_may_see():
-    _, ours = make_pair()
+def test_update_returns_what_new_tokens_may_see(ours):
     layer = filled(ours, S).layers[1]
     before = layer.keys.clone()
     key, value = torch.randn(2, B, 2, 3, 8)
@@ -86,8 +90,7 @@ def test_update_returns_what_new_tokens_may_see():
 
 @pytest.mark.parametrize("number", [int, torch.tensor])  # which versions of transformers give
 @pytest.mark.parametrize("dropped", [0, 1, 5])
-def test_dropped_tokens_leave_no_trace(dropped, number):
-    _, ours = make_pair()
+def test_dropped_tokens_leave_no_trace(dropped, number, ours):
     expected = next_logits(ours, filled(ours, S, 7))
     cache = filled(ours, S)
     cache.activate_past_recording()
@@ -99,9 +102,8 @@ def test_dropped_tokens_leave_no_trace(dropped, number):
     torch.testing.assert_close(next_logits(ours, cache), expected)
 
 
-def test_every_layer_of_a_static_cache_has_the_length():
+def test_every_layer_of_a_static_cache_has_the_length(ours):
     """Only the first one counts; the others have it from their slots and pending tokens."""
-    _, ours = make_pair()
     cache = filled(ours, S, 1, static=True)
     for tokens, length in ((1, S + 2), (5, S + 7)):
         ours(make_ids(B, tokens), past_key_values=cache)
@@ -116,8 +118,7 @@ def test_every_layer_of_a_static_cache_has_the_length():
     assert [cache.get_seq_length(i) for i in range(3)] == [0] * 3
 
 
-def test_tokens_of_a_recorded_prompt_can_be_dropped():
-    _, ours = make_pair()
+def test_tokens_of_a_recorded_prompt_can_be_dropped(ours):
     expected = next_logits(ours, filled(ours, S))
     for options in ({}, {"static": True}, {"static": True, "chunk": 4}):
         cache = DynamicMaskCache(ours.config, **options)
@@ -128,9 +129,8 @@ def test_tokens_of_a_recorded_prompt_can_be_dropped():
         torch.testing.assert_close(next_logits(ours, cache), expected)
 
 
-def test_recording_without_a_crop_changes_nothing():
+def test_recording_without_a_crop_changes_nothing(ours):
     """As after assisted decoding: more tokens than there are places; the oldest are committed."""
-    _, ours = make_pair()
     expected = next_logits(ours, filled(ours, S, 200))
     for lengths in ([S, 200], [S, 100, 1, 99], [S, 127, 73]):
         cache, ids = DynamicMaskCache(ours.config, static=True), make_ids(B, S + 200)
@@ -140,8 +140,7 @@ def test_recording_without_a_crop_changes_nothing():
         torch.testing.assert_close(next_logits(ours, cache), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_prefetch_restores_offloaded_slots():
-    _, ours = make_pair()
+def test_prefetch_restores_offloaded_slots(ours):
     cache = filled(ours, S)
     expected = next_logits(ours, copy.deepcopy(cache))
     for which in ((0,), (2,), ()):
@@ -170,9 +169,8 @@ def test_offloaded_slots_come_back_with_the_next_tokens(use):
     assert set(moves) == {torch.device("cuda")}
 
 
-def test_row_operations_work_on_offloaded_slots():
+def test_row_operations_work_on_offloaded_slots(ours):
     """Operations without new tokens work on the device of the slots."""
-    _, ours = make_pair()
     caches = [DynamicMaskCache(ours.config) for _ in range(2)]
     for cache in caches:
         cache.activate_past_recording()
@@ -184,8 +182,7 @@ def test_row_operations_work_on_offloaded_slots():
     assert torch.equal(*(next_logits(ours, cache) for cache in caches))
 
 
-def test_static_cache_is_not_offloaded():
-    _, ours = make_pair()
+def test_static_cache_is_not_offloaded(ours):
     cache = filled(ours, S, static=True)
     expected = next_logits(ours, copy.deepcopy(cache))
     with pytest.raises(ValueError, match="static: got True"):
@@ -193,8 +190,7 @@ def test_static_cache_is_not_offloaded():
     assert torch.equal(next_logits(ours, cache), expected)
 
 
-def test_reset_begins_a_new_text():
-    _, ours = make_pair()
+def test_reset_begins_a_new_text(ours):
     expected = next_logits(ours, filled(ours, S))
     cache = filled(ours, 11, 2)
     cache.reset()
@@ -203,8 +199,7 @@ def test_reset_begins_a_new_text():
     assert torch.equal(next_logits(ours, cache), expected)
 
 
-def test_reset_ends_recording():
-    _, ours = make_pair()
+def test_reset_ends_recording(ours):
     cache = DynamicMaskCache(ours.config)
     cache.activate_past_recording()
     ours(make_ids(B, S), past_key_values=cache)
@@ -218,8 +213,7 @@ def test_reset_ends_recording():
 @pytest.mark.parametrize(
     "method", ["reorder_cache", "batch_select_indices", "batch_repeat_interleave"]
 )
-def test_row_operations_on_empty_cache_do_nothing(method):
-    _, ours = make_pair()
+def test_row_operations_on_empty_cache_do_nothing(method, ours):
     cache = DynamicMaskCache(ours.config)
     getattr(cache, method)(3 if "repeat" in method else torch.tensor([1, 0]))
     assert cache.get_seq_length() == 0
@@ -237,9 +231,8 @@ def test_each_layer_keeps_its_window():
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16", "autocast"])
-def test_scores_are_float32_in_16_bits(precision):
+def test_scores_are_float32_in_16_bits(precision, ours):
     """The keys that remain are those of attention over all keys, which the model's own test compares with float32."""
-    _, ours = make_pair()
     ours = ours if precision == "autocast" else ours.to(getattr(torch, precision))
     ids = make_ids(B, S + 6)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
@@ -287,8 +280,7 @@ def test_keys_without_kernels_on_a_gpu_are_refused_with_what_to_do():
         layer.lazy_initialization(key.bfloat16())
 
 
-def test_wrong_number_of_rows_leaves_cache_unchanged():
-    _, ours = make_pair()
+def test_wrong_number_of_rows_leaves_cache_unchanged(ours):
     cache = filled(ours, S)
     before = [[t.clone() for t in layer.slots.tensors] for layer in cache.layers]
     with pytest.raises(ValueError, match=f"{CACHE}: got tokens of 3 rows, expected 2"):
@@ -299,16 +291,14 @@ def test_wrong_number_of_rows_leaves_cache_unchanged():
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_reset_cache_accepts_another_batch(static):
-    _, ours = make_pair()
+def test_reset_cache_accepts_another_batch(static, ours):
     cache = filled(ours, S, static=static)
     cache.reset()
     with pytest.raises(ValueError, match=f"{CACHE}: got tokens of 3 rows, expected 2"):
         ours(make_ids(3, S), past_key_values=cache)
 
 
-def test_static_cache_without_room_raises():
-    _, ours = make_pair()
+def test_static_cache_without_room_raises(ours):
     cache = filled(ours, S, static=True, chunk=0)
     with pytest.raises(
         ValueError, match=r"got 5 tokens at a time .* DynamicMaskCache\(chunk=...\)"
@@ -376,8 +366,7 @@ def test_bad_argument_raises_naming_it(message):
         BAD_CALLS[message]()
 
 
-def test_tokens_that_have_evicted_others_cannot_be_dropped():
-    _, ours = make_pair()
+def test_tokens_that_have_evicted_others_cannot_be_dropped(ours):
     cache = filled(ours, S, 3)
     with pytest.raises(RuntimeError, match="call activate_past_recording"):
         cache.crop(S if TRANSFORMERS_4 else -3)
@@ -390,8 +379,7 @@ def test_tokens_that_have_evicted_others_cannot_be_dropped():
             cache.crop(3)
 
 
-def test_cached_keys_have_no_gradient():
-    _, ours = make_pair()
+def test_cached_keys_have_no_gradient(ours):
     with torch.enable_grad():
         cache = DynamicMaskCache(ours.config)
         ours(make_ids(B, S), labels=make_ids(B, S), past_key_values=cache).loss.backward()

@@ -2,8 +2,6 @@
 
 import copy
 import inspect
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from transformers.models.doge.modeling_doge import DogeAttention  # noqa: E402
 from flash_dmattn.integrations.transformers import enable_flash_dmattn  # noqa: E402
 from flash_dmattn.integrations.transformers.doge import FlashDogeAttention  # noqa: E402
 from flash_dmattn.integrations.transformers.names import DOGE_NAME  # noqa: E402
+from python_process import run_python  # noqa: E402
 
 pytestmark = pytest.mark.transformers
 
@@ -53,10 +52,7 @@ def make_ids():
 
 
 def test_import_patches_only_what_compat_describes():
-    printed = subprocess.run(
-        [sys.executable, "-c", IMPORT], check=True, capture_output=True, text=True
-    ).stdout
-    assert printed.split() == [
+    assert run_python("-c", IMPORT).stdout.split() == [
         "transformers.modeling_utils.PreTrainedModel._check_and_adjust_attn_implementation",
         "transformers.modeling_utils.PreTrainedModel.get_correct_attn_implementation",
     ]

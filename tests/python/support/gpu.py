@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import torch
 
 from flash_dmattn import backends
 from flash_dmattn.check.cases import to_device
+from python_process import run_python
 
 _CUDA = next(b for b in backends() if b.name == "cuda")
 REASON_WITHOUT_GPU = "" if _CUDA.available else _CUDA.reason
@@ -36,10 +33,5 @@ def capture(step):
 
 def assert_passes_in_the_older_family(file, names):
     """The tests of a file with these names, in a process of their own: families are capped once for a process."""
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", names],
-        env={**os.environ, "FLASH_DMATTN_CUDA_FAMILY": "sm80"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    arguments = ("-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", names)
+    run_python(*arguments, FLASH_DMATTN_CUDA_FAMILY="sm80")

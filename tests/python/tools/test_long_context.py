@@ -3,14 +3,13 @@
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from processes import run_in_processes
+from python_process import run_python
 
 pytest.importorskip("transformers.models.doge", reason="transformers with Doge is not installed")
 pytestmark = [
@@ -52,17 +51,10 @@ def test_losses_are_those_of_whole_sequences_and_of_a_run_that_was_stopped(tmp_p
 
 
 def test_torchrun_starts_two_processes(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-    ]
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     program = Path(__file__).parents[3] / "examples" / "long_context.py"
-    command += [str(program), *SIZES, "--steps", "1", "--output", str(tmp_path)]
-    subprocess.run(command, check=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    options = (*SIZES, "--steps", "1", "--output", tmp_path)
+    run_python(*torchrun, program, *options, OMP_NUM_THREADS="1")
     assert [step["step"] for step in json.loads((tmp_path / "record.json").read_text())] == [0]
 
 
