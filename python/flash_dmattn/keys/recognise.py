@@ -15,6 +15,7 @@ from .._core.checks import MASK_VALUE, may_read
 from .intervals import KeyIntervals
 from .positions import ShownKeys
 from .rule import KeySelection, choose_among
+from .torch_operators import count_ranges
 
 # Mask elements per step: bounds the memory for recognising a mask.
 _BLOCK_ELEMENTS = 1 << 22
@@ -204,12 +205,8 @@ def intervals_of_rows(
 
 def visible_counts(allowed: KeyIntervals) -> torch.Tensor:
     """How many keys every query sees: int32 [B, H, Sq]."""
-    batch, heads = allowed.intervals.shape[:2]
     first, last = allowed.intervals.long().unbind(-1)
-    change = allowed.intervals.new_zeros(batch, heads, allowed.query_length + 1)
-    one = change.new_ones(()).expand(first.shape)
-    change.scatter_add_(-1, first, one).scatter_add_(-1, last, -one)
-    return change.cumsum(-1, dtype=torch.int32)[..., :-1]
+    return count_ranges(first, last, allowed.query_length).int()
 
 
 class _Order(NamedTuple):

@@ -109,8 +109,8 @@ def build_tile_lists(
     full_begin = -(-first // tile_rows)
     full_end = torch.where(last == query_length, tiles, last // tile_rows)
     wide = seen & (full_begin < full_end)
-    count = _count_covering(tile_begin, tile_end, tiles)
-    full = _count_covering(torch.where(wide, full_begin, 0), torch.where(wide, full_end, 0), tiles)
+    count = count_ranges(tile_begin, tile_end, tiles)
+    full = count_ranges(torch.where(wide, full_begin, 0), torch.where(wide, full_end, 0), tiles)
     begin = F.pad(count.flatten().cumsum(0), (1, 0))[:-1]
 
     capacity = min(key_length, bound[0] + bound[1] * tile_rows) * lists if bound else None
@@ -135,9 +135,9 @@ def build_tile_lists(
     return keys, begin.view(shape), count.int().view(shape), full.int().view(shape)
 
 
-def _count_covering(begin: Tensor, end: Tensor, tiles: int) -> Tensor:
-    """Number of ranges [begin, end) that contain each tile, [B, H, tiles]."""
-    changes = begin.new_zeros((*begin.shape[:2], tiles + 1))
+def count_ranges(begin: Tensor, end: Tensor, size: int) -> Tensor:
+    """Number of ranges [begin, end), int64 [B, H, n], that contain each of 0 to size - 1: int64 [B, H, size]."""
+    changes = begin.new_zeros((*begin.shape[:2], size + 1))
     one = torch.ones_like(begin)
     changes.scatter_add_(2, begin, one).scatter_add_(2, end, -one)
-    return changes.cumsum(2)[..., :tiles]
+    return changes.cumsum(2)[..., :size]
