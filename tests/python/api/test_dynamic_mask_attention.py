@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dense_in_double import dense_in_double
 from flash_dmattn import DynamicMaskAttention
 from flash_dmattn.scores import doge_scores_of
 
@@ -53,12 +54,8 @@ def dense(layer, hidden, present, score="doge"):
     ranked = scores[:, :, None].masked_fill(~allowed, -torch.inf).flip(-1)
     best = ranked.sort(dim=-1, descending=True, stable=True).indices[..., :WINDOW]
     kept = torch.zeros_like(ranked, dtype=torch.bool).scatter(-1, length - 1 - best, True) & allowed
-    groups = HEADS // KV_HEADS
-    k, v = (t.repeat_interleave(groups, 2) for t in (k, v))
-    logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * layer.head_dim**-0.5
-    logits = logits + scores.repeat_interleave(groups, 1)[:, :, None]
-    weights = logits.masked_fill(~kept.repeat_interleave(groups, 1), float("-inf")).softmax(-1)
-    out = torch.einsum("bhqk,bkhd->bqhd", weights.nan_to_num(0.0), v)
+    seen = kept.repeat_interleave(HEADS // KV_HEADS, 1)
+    out = dense_in_double(q, k, v, scores, seen)[0].to(q.dtype)
     return layer.o_proj(out.flatten(2))
 
 

@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from cpu_backends import CPU_BACKENDS
+from dense_in_double import dense_in_double
 from flash_dmattn import (
     flash_dmattn_func,
     flash_dmattn_varlen_func,
     from_padding,
     select_key_intervals,
 )
+from flash_dmattn.check.oracle import causal_pairs
 from flash_dmattn.kernels import recorded_kernels
 
 
@@ -24,20 +26,6 @@ def inputs(length_q=41, length_k=41, dtype=torch.float32, bias_heads=2, head_dim
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
-def dense(q, k, v, bias, seen, delay, softcap=0.0):
-    q, k, v = (t.double().transpose(1, 2) for t in (q, k, v))
-    k, v = (t.repeat_interleave(2, 1) for t in (k, v))
-    length_q, length_k = q.shape[2], k.shape[2]
-    scores = q @ k.mT / q.shape[3] ** 0.5
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    age = torch.arange(length_q)[:, None] + length_k - length_q - torch.arange(length_k)
-    bias = bias.double().repeat_interleave(4 // bias.shape[1], 1)[:, :, None]
-    scores = torch.where(age >= delay, scores + bias, scores)
-    scores = scores.masked_fill(~seen, -torch.inf)
-    return (scores.softmax(-1).nan_to_num() @ v).transpose(1, 2)
-
-
 def assert_same(ours, expected, tensors, atol=2e-5):
     weight = torch.randn_like(expected(*tensors))
     results = []
@@ -47,10 +35,6 @@ def assert_same(ours, expected, tensors, atol=2e-5):
         results.append([out, *grads])
     for actual, exact in zip(*results, strict=True):
         assert torch.allclose(actual.double(), exact.double(), atol=atol)
-
-
-def past(length_q, length_k):
-    return torch.ones(length_q, length_k, dtype=torch.bool).tril(length_k - length_q)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +49,11 @@ def test_delayed_bias_equals_dense_attention(backend, delay, lengths, bias_heads
         options = {"is_causal": True, "softcap": softcap, "backend": backend}
         return flash_dmattn_func(q, k, v, attn_bias=bias, bias_delay=delay, **options)
 
-    assert_same(ours, lambda *t: dense(*t, past(*lengths), delay, softcap), tensors)
+    assert_same(
+        ours,
+        lambda *t: dense_in_double(*t, causal_pairs(*lengths), delay=delay, softcap=softcap)[0],
+        tensors,
+    )
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
@@ -78,7 +66,7 @@ def test_delayed_bias_that_all_keys_share_equals_dense_attention(backend):
         return flash_dmattn_func(q, k, v, attn_bias=bias, bias_delay=3, **options)
 
     def expected(q, k, v, bias):
-        return dense(q, k, v, bias.expand(-1, -1, 41), past(41, 41), 3)
+        return dense_in_double(q, k, v, bias.expand(-1, -1, 41), causal_pairs(41, 41), delay=3)[0]
 
     assert_same(ours, expected, (q, k, v, bias))
 
@@ -91,7 +79,7 @@ def test_delayed_bias_over_chosen_keys_equals_dense_attention(backend):
     rule = {"keep_window_size": 5, "recent_window": 4, "recent_competes": False}
     chosen = select_key_intervals(tensors[3], **rule, key_mask=padding)
     seen = chosen.to_mask().repeat_interleave(2, 1)
-    expected = lambda *t: dense(*t, seen, 4)  # noqa: E731
+    expected = lambda *t: dense_in_double(*t, seen, delay=4)[0]  # noqa: E731
     for visible in (
         {"attn_mask": padding, "is_causal": True, **rule},
         {"key_intervals": from_padding(padding), "is_causal": True, **rule},
@@ -111,7 +99,7 @@ def test_delayed_bias_without_causality_spares_later_keys():
     everything = torch.ones(41, 41, dtype=torch.bool)
     assert_same(
         lambda q, k, v, bias: flash_dmattn_func(q, k, v, attn_bias=bias, bias_delay=3),
-        lambda *t: dense(*t, everything, 3),
+        lambda *t: dense_in_double(*t, everything, delay=3)[0],
         tensors,
     )
 
@@ -123,7 +111,7 @@ def test_delayed_bias_under_a_dense_mask_equals_dense_attention():
         lambda q, k, v, bias: flash_dmattn_func(
             q, k, v, attn_mask=mask, attn_bias=bias, bias_delay=3, is_causal=True
         ),
-        lambda *t: dense(*t, mask & past(41, 41), 3),
+        lambda *t: dense_in_double(*t, mask & causal_pairs(41, 41), delay=3)[0],
         tensors,
     )
 

@@ -5,6 +5,7 @@ import torch
 import torch.utils.checkpoint
 
 from cpu_backends import CPU_BACKENDS
+from dense_in_double import dense_in_double
 from flash_dmattn import (
     flash_dmattn_func,
     flash_dmattn_varlen_func,
@@ -12,6 +13,7 @@ from flash_dmattn import (
     select_key_intervals,
     sliding_window,
 )
+from flash_dmattn.check.oracle import causal_pairs
 from flash_dmattn.keys.intervals import KeyIntervals
 from flash_dmattn.merge import add_sink
 
@@ -31,27 +33,10 @@ def weights_of(query):
     return [torch.randn(size, dtype=torch.float64) for size in sizes]
 
 
-def dense(q, k, v, bias, seen, softcap=0.0):
-    """out and lse by torch's own operators, in double."""
-    group = q.shape[2] // k.shape[2]
-    q, k, v = (t.double().transpose(1, 2) for t in (q, k, v))
-    k, v = (t.repeat_interleave(group, 1) for t in (k, v))
-    scores = q @ k.mT / q.shape[3] ** 0.5
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores + bias.double().repeat_interleave(group, 1)[:, :, None]
-    scores = scores.masked_fill(~seen, -torch.inf)
-    return (scores.softmax(-1) @ v).transpose(1, 2), scores.logsumexp(-1)
-
-
 def gradients(function, tensors, weights):
     results = function(*tensors)
     loss = sum((r.double() * w).sum() for r, w in zip(results, weights, strict=True))
     return torch.autograd.grad(loss, tensors)
-
-
-def causal(length):
-    return torch.ones(length, length, dtype=torch.bool).tril()
 
 
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
@@ -60,7 +45,7 @@ def causal(length):
 def test_gradient_of_out_and_lse_equals_dense_attention(backend, window, softcap):
     tensors = inputs(heads=(4, 2))
     weights = weights_of(tensors[0])
-    seen = causal(37)
+    seen = causal_pairs(37, 37)
     if window is not None:
         seen = select_key_intervals(tensors[3], window).to_mask().repeat_interleave(2, 1)
 
@@ -70,7 +55,7 @@ def test_gradient_of_out_and_lse_equals_dense_attention(backend, window, softcap
             q, k, v, attn_bias=bias, softcap=softcap, return_lse=True, **options
         )
 
-    expected = gradients(lambda *t: dense(*t, seen, softcap), tensors, weights)
+    expected = gradients(lambda *t: dense_in_double(*t, seen, softcap=softcap), tensors, weights)
     for actual, exact in zip(gradients(ours, tensors, weights), expected, strict=True):
         assert torch.allclose(actual.double(), exact.double(), atol=2e-5)
 
@@ -195,14 +180,7 @@ def test_sink_equals_a_key_without_a_value(backend):
         return flash_dmattn_func(q, k, v, attn_bias=bias, sink_logits=sinks, **options)
 
     def by_softmax(q, k, v, bias, sinks):
-        k, v = (t.double().repeat_interleave(2, 2).transpose(1, 2) for t in (k, v))
-        scores = (
-            q.double().transpose(1, 2) @ k.mT / 4
-            + bias.double().repeat_interleave(2, 1)[:, :, None]
-        )
-        scores = scores.masked_fill(~causal(37), -torch.inf)
-        logits = torch.cat([scores, sinks.double()[:, None, None].expand(2, -1, 37, 1)], -1)
-        return (logits.softmax(-1)[..., :-1] @ v).transpose(1, 2), logits.logsumexp(-1)
+        return dense_in_double(q, k, v, bias, causal_pairs(37, 37), sinks=sinks)
 
     expected = gradients(by_softmax, tensors, weights)
     for actual, exact in zip(gradients(ours, tensors, weights), expected, strict=True):

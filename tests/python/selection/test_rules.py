@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cpu_backends import CPU_BACKENDS
+from dense_in_double import dense_in_double
 from flash_dmattn import (
     flash_dmattn_func,
     flash_dmattn_varlen_func,
@@ -193,15 +194,6 @@ def test_rule_at_positions_equals_definition(seed):
         assert_bound_holds(chosen)
 
 
-def dense(q, k, v, seen, bias):
-    scores = (
-        q.double().transpose(1, 2) @ k.double().transpose(1, 2).transpose(2, 3) / q.shape[3] ** 0.5
-    )
-    scores = scores + bias.double()[:, :, None]
-    p = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num()
-    return (p @ v.double().transpose(1, 2)).transpose(1, 2)
-
-
 RULES = {
     "window and recent": {"keep_window_size": 7, "recent_window": 5},
     "recent do not compete": {"keep_window_size": 7, "recent_window": 5, "recent_competes": False},
@@ -221,8 +213,7 @@ def test_attention_under_a_rule_equals_dense_attention(rule, backend):
     padding = torch.ones(2, 40, dtype=torch.bool)
     padding[0, :5] = False
     chosen = select_key_intervals(bias, **rule, key_mask=padding)
-    expected = dense(q, *(t.repeat_interleave(2, 2) for t in (k, v)), chosen.to_mask().repeat_interleave(2, 1),
-                     bias.repeat_interleave(2, 1))  # fmt: skip
+    expected, _ = dense_in_double(q, k, v, bias, chosen.to_mask().repeat_interleave(2, 1))
     options = {"attn_bias": bias, "is_causal": True, "backend": backend, **rule}
     actual = flash_dmattn_func(q, k, v, attn_mask=padding, **options)
     assert torch.allclose(actual.double(), expected, atol=2e-6)
