@@ -1,14 +1,8 @@
 """tools/check_language.py, on files with one fault each."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
-path = Path(__file__).parents[3] / "tools" / "check_language.py"
-spec = importlib.util.spec_from_file_location("check_language", path)
-check_language = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(check_language)
+import check_language
 
 
 @pytest.mark.parametrize(

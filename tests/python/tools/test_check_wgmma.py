@@ -1,14 +1,8 @@
 """Findings of tools/check_wgmma.py in listings of cuobjdump."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
-path = Path(__file__).parents[3] / "tools" / "check_wgmma.py"
-spec = importlib.util.spec_from_file_location("check_wgmma", path)
-check_wgmma = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(check_wgmma)
+import check_wgmma
 
 FORWARD_128 = "_ZN4sm9013ForwardKernelI13__nv_bfloat16Li128ELi128EEE"
 FORWARD_256 = "_ZN4sm9013ForwardKernelI6__halfLi256ELi256EEE"
