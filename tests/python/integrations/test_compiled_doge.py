@@ -7,6 +7,7 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 transformers = pytest.importorskip("transformers")
 from transformers import DogeConfig, DogeForCausalLM, masking_utils  # noqa: E402
 
+from doge_generation import left_padding  # noqa: E402
 from flash_dmattn import KeyIntervals, sliding_window  # noqa: E402
 from flash_dmattn.integrations.transformers import (  # noqa: E402
     enable_flash_dmattn,
@@ -41,12 +42,6 @@ def make_model(**options):
     return enable_flash_dmattn(model)
 
 
-def padding():
-    mask = torch.ones(B, S, dtype=torch.long)
-    mask[0, :4] = 0
-    return mask
-
-
 def training_of(model):
     def loss(ids, inputs):
         return model(input_ids=ids, labels=ids, use_cache=False, **inputs).loss
@@ -62,9 +57,9 @@ def loss_and_gradients(function, model, ids, inputs):
 
 CASES = {
     "no_mask": ({}, {}),
-    "padding": ({}, {"attention_mask": padding()}),
+    "padding": ({}, {"attention_mask": left_padding(B, S, 4)}),
     "packed": ({}, {"position_ids": torch.cat([torch.arange(13), torch.arange(7)])[None]}),
-    "few_keys": ({"keep_window_size": 64}, {"attention_mask": padding()}),
+    "few_keys": ({"keep_window_size": 64}, {"attention_mask": left_padding(B, S, 4)}),
     "sliding_window": ({"sliding_window": 8}, {}),
 }
 
@@ -103,9 +98,7 @@ def test_compiled_training_equals_eager_with_what_the_mask_needs(name):
 def inputs_of_length(name, length):
     """Inputs of a case, for two rows of another length."""
     if name in ("padding", "few_keys"):
-        mask = torch.ones(B, length, dtype=torch.long)
-        mask[0, :4] = 0
-        return {"attention_mask": mask}
+        return {"attention_mask": left_padding(B, length, 4)}
     if name == "packed":
         positions = torch.cat([torch.arange(7), torch.arange(length - 7)])
         return {"position_ids": positions.expand(B, -1).contiguous()}

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
+from doge_generation import left_padding  # noqa: E402
 from flash_dmattn.integrations.transformers import (  # noqa: E402
     add_learned_scores,
     remove_learned_scores,
@@ -16,16 +17,10 @@ pytestmark = pytest.mark.transformers
 S = 21
 
 
-def left_padding():
-    mask = torch.ones(2, S, dtype=torch.long)
-    mask[0, :6] = 0
-    return mask
-
-
 INPUTS = {
     "no_mask": {},
-    "left": {"attention_mask": left_padding()},
-    "right": {"attention_mask": left_padding().flip(1)},
+    "left": {"attention_mask": left_padding(2, S, 6)},
+    "right": {"attention_mask": left_padding(2, S, 6).flip(1)},
     "packed": {"position_ids": torch.cat([torch.arange(8), torch.arange(S - 8)]).repeat(2, 1)},
 }
 

@@ -6,6 +6,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache, StaticCache  # noqa: E402
 
+from doge_generation import left_padding  # noqa: E402
 from flash_dmattn.integrations.transformers import (  # noqa: E402
     DynamicMaskCache,
     add_learned_scores,
@@ -32,14 +33,11 @@ def make_cache(model, name):
     return CACHES[name](model)
 
 
-def left_padding():
-    mask = torch.ones(2, PROMPT, dtype=torch.long)
-    mask[0, :4] = 0
-    return mask
+PADDING = left_padding(2, PROMPT, 4)
 
 
 def padded(length):
-    return torch.nn.functional.pad(left_padding(), (0, length - PROMPT), value=1)
+    return torch.nn.functional.pad(PADDING, (0, length - PROMPT), value=1)
 
 
 def by_definition_of(model, ids, mask=None):
@@ -92,7 +90,7 @@ def test_families_write_by_definition(family, name):
 
 
 WAYS = {
-    "padded": {"attention_mask": left_padding()},
+    "padded": {"attention_mask": PADDING},
     "sampling": {"do_sample": True, "top_k": 8, "num_return_sequences": 2},
     "beams": {"num_beams": 3},
 }
@@ -212,7 +210,7 @@ def test_mask_of_packed_texts_is_refused_by_caches_without_texts(name):
 
 @pytest.mark.parametrize("rule", ["window", "all"])
 def test_static_cache_takes_a_dense_mask_of_padding(rule):
-    model, ids, padding = make_scored(rule=rule), make_ids(PROMPT), left_padding()
+    model, ids, padding = make_scored(rule=rule), make_ids(PROMPT), PADDING
     causal = torch.ones(PROMPT, PROMPT, dtype=torch.bool).tril()
     mask = torch.nn.functional.pad(causal & padding[:, None, None].bool(), (0, NEW + 3))
     with torch.no_grad():

@@ -4,7 +4,6 @@ Masks and positions of a model that is not compiled are read once for all of its
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_dmattn import (
     flash_dmattn_func,
@@ -15,16 +14,7 @@ from flash_dmattn import (
     select_key_intervals,
     sliding_window,
 )
-
-aten = torch.ops.aten
-READS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.is_nonzero}
-
-
-class RefuseReads(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        assert function.overloadpacket not in READS, f"{function} reads values"
-        return function(*args, **(kwargs or {}))
-
+from operators_called import OperatorsCalled
 
 N = 40
 PADDING = torch.arange(N)[None] >= torch.tensor([[3], [0]])
@@ -64,13 +54,14 @@ def make_leaves():
 @pytest.mark.parametrize("name", MAKES)
 def test_intervals_read_no_values(name):
     leaves = make_leaves()
-    with RefuseReads():
+    with OperatorsCalled() as called:
         gradients(leaves, key_intervals=MAKES[name](leaves[3]))
+    assert called.all and not called.reads()
 
 
 @pytest.mark.parametrize("selection", ["per_query", "global"])
 def test_selection_reads_no_values(selection):
-    with RefuseReads():
+    with OperatorsCalled() as called:
         gradients(
             make_leaves(),
             attn_mask=PADDING,
@@ -78,6 +69,7 @@ def test_selection_reads_no_values(selection):
             keep_window_size=6,
             selection=selection,
         )
+    assert called.all and not called.reads()
 
 
 @pytest.mark.transformers
@@ -110,17 +102,10 @@ def test_captured_model_step_reads_no_values(family, inputs, monkeypatch):
     for function in ("is_initialized", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, function, lambda: True)
     monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
-    with RefuseReads():
+    with OperatorsCalled() as called:
         found = step()
+    assert called.all and not called.reads()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-
-
-class CountReads(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function.overloadpacket in READS
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.transformers
@@ -147,7 +132,7 @@ def test_layers_share_what_was_read(family, name, more):
         )  # fmt: skip
         model = getattr(transformers, f"{family}ForCausalLM")(config)
         model.set_attn_implementation("flash_dmattn")
-        with CountReads() as reads:
+        with OperatorsCalled() as called:
             model(torch.randint(0, 64, (2, N)), use_cache=False, **INPUTS[name])
-        counts.append(reads.count)
+        counts.append(len(called.reads()))
     assert counts[1] - counts[0] == 3 * more

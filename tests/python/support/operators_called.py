@@ -1,0 +1,21 @@
+"""A context that records operators, and tells which of them read values."""
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_READS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero")
+
+
+class OperatorsCalled(TorchDispatchMode):
+    """`all` has the operators in their order."""
+
+    def __init__(self):
+        super().__init__()
+        self.all = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.all.append(operator)
+        return operator(*args, **(kwargs or {}))
+
+    def reads(self) -> list:
+        """The operators whose results the host reads, for which it would wait for a GPU."""
+        return [operator for operator in self.all if operator.overloadpacket.__name__ in _READS]
