@@ -34,6 +34,23 @@ class Layer(torch.nn.Module):
     window_size = KEEP
 
 
+def heads_first():
+    return [t.transpose(1, 2) for t in make_states()]
+
+
+def call_with_heads_first(**options):
+    given = dict(zip(("query", "key", "value"), heads_first(), strict=True))
+    given |= {"module": Layer(), "attention_mask": None} | options
+    return flash_dynamic_mask_attention_forward(**given)
+
+
+def call_with_tokens_first(**options):
+    names = ("query_states", "key_states", "value_states")
+    given = dict(zip(names, make_states(), strict=True))
+    given |= {"attention_mask": None, "attention_bias": None, "query_length": S, "key_length": S}
+    return _flash_dynamic_mask_attention_forward(**given | {"is_causal": True} | options)
+
+
 def test_settings_come_from_the_module_or_the_call():
     states, bias = make_states(), torch.randn(B, HKV, S)
     heads_first = [t.transpose(1, 2) for t in states]
@@ -61,18 +78,17 @@ def test_mask_with_query_dimension_adds_no_causality():
 
 
 def test_unsupported_setting_raises_reason():
-    states = [t.transpose(1, 2) for t in make_states()]
     bias = torch.randn(B, HKV, S)
     with pytest.raises(ValueError, match="dropout: got 0.1, expected 0"):
-        flash_dynamic_mask_attention_forward(Layer(), *states, None, bias, dropout=0.1)
+        call_with_heads_first(attention_bias=bias, dropout=0.1)
     with pytest.raises(
         ValueError, match="attention_bias: got a tensor together with position_bias"
     ):
-        flash_dynamic_mask_attention_forward(Layer(), *states, None, bias, position_bias=bias)
+        call_with_heads_first(attention_bias=bias, position_bias=bias)
     with pytest.raises(ValueError, match="query: got shape .*, expected no dimension of size 0"):
-        flash_dynamic_mask_attention_forward(Layer(), states[0][:, :, :0], *states[1:], None)
+        call_with_heads_first(query=heads_first()[0][:, :, :0])
     with pytest.warns(UserWarning, match="output_attentions"):
-        flash_dynamic_mask_attention_forward(Layer(), *states, None, bias, output_attentions=True)
+        call_with_heads_first(attention_bias=bias, output_attentions=True)
 
 
 def test_availability_is_reported():
@@ -113,25 +129,25 @@ def test_named_implementation_equals_function(window):
 @pytest.mark.parametrize("name", ["window_size", "keep_window_size"])
 def test_window_without_scores_raises(name):
     """One of the module is the default of calls that have scores."""
-    states, lengths = make_states(), {"query_length": S, "key_length": S, "is_causal": True}
-    with pytest.raises(ValueError, match="window_size: got 3 without attention_bias"):
-        _flash_dynamic_mask_attention_forward(*states, None, None, **lengths, **{name: 3})
-    if name == "window_size":
+    calls = {
+        "window_size": (call_with_tokens_first, call_with_heads_first),
+        "keep_window_size": (call_with_tokens_first,),
+    }
+    for call in calls[name]:
         with pytest.raises(ValueError, match="window_size: got 3 without attention_bias"):
-            flash_dynamic_mask_attention_forward(Layer(), *heads_first(), None, window_size=3)
+            call(**{name: 3})
 
 
 def test_is_causal_of_another_type_raises():
-    with pytest.raises(TypeError, match="is_causal: got 'False'"):
-        flash_dynamic_mask_attention_forward(Layer(), *heads_first(), None, is_causal="False")
-    with pytest.raises(TypeError, match="is_causal: got 'False'"):
-        _flash_dynamic_mask_attention_forward(*make_states(), None, None, S, S, "False")
+    for call in (call_with_heads_first, call_with_tokens_first):
+        with pytest.raises(TypeError, match="is_causal: got 'False'"):
+            call(is_causal="False")
 
 
 @pytest.mark.parametrize("lengths", [(1, S), (S, 1)])
 def test_lengths_are_those_of_the_tensors(lengths):
     with pytest.raises(ValueError, match="query_length, key_length: got"):
-        _flash_dynamic_mask_attention_forward(*make_states(), None, None, *lengths, True)
+        call_with_tokens_first(query_length=lengths[0], key_length=lengths[1])
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 2, 2), (2, HQ, 2, 2), (2, 1, 5, 2)])
@@ -159,10 +175,6 @@ def test_intervals_of_two_queries_remain_intervals():
         flash_dynamic_mask_attention_forward(Layer(), *states, either)
 
 
-def heads_first():
-    return [t.transpose(1, 2) for t in make_states()]
-
-
 @pytest.mark.parametrize(
     "error, name, value",
     [
@@ -179,26 +191,9 @@ def heads_first():
     ],
 )
 def test_keywords_that_could_change_the_result_raise(error, name, value):
-    with pytest.raises(error, match=f"^{name}: got"):
-        flash_dynamic_mask_attention_forward(Layer(), *heads_first(), None, **{name: value})
-    lengths = {"query_length": S, "key_length": S, "is_causal": True}
-    with pytest.raises(error, match=f"^{name}: got"):
-        _flash_dynamic_mask_attention_forward(
-            *make_states(), None, None, **lengths, **{name: value}
-        )
-
-
-def call_with_heads_first(**options):
-    given = dict(zip(("query", "key", "value"), heads_first(), strict=True)) | options
-    return flash_dynamic_mask_attention_forward(Layer(), **given)
-
-
-def call_with_tokens_first(**options):
-    names = ("query_states", "key_states", "value_states")
-    given = dict(zip(names, make_states(), strict=True)) | options
-    return _flash_dynamic_mask_attention_forward(
-        query_length=S, key_length=S, is_causal=True, **given
-    )
+    for call in (call_with_heads_first, call_with_tokens_first):
+        with pytest.raises(error, match=f"^{name}: got"):
+            call(**{name: value})
 
 
 NO_STATES = ["a", None, torch.zeros(3)]
@@ -246,7 +241,7 @@ WRONG_TOKENS_FIRST = {
     ],
 )
 def test_errors_name_the_argument_of_the_caller(call, name, values):
-    others = {"attention_mask": None, "attention_bias": None}
+    others = {}
     if name in ("window_size", "keep_window_size"):
         others["attention_bias"] = torch.zeros(B, HKV, S)
     if name.startswith(("cu_seq_lens", "max_length")):
@@ -299,7 +294,7 @@ def test_sliding_window_without_mask_is_applied(is_causal):
 @pytest.mark.parametrize("shape", [(B, S), (B, 1, S)])
 def test_additive_masks_without_a_query_dimension_are_refused(shape):
     with pytest.raises(TypeError, match="attention_mask: got torch.float32 of shape"):
-        flash_dynamic_mask_attention_forward(Layer(), *heads_first(), torch.zeros(shape))
+        call_with_heads_first(attention_mask=torch.zeros(shape))
 
 
 @pytest.mark.parametrize("shape", [(B, S), (B, 1, S), (B, 1, 1, S), (B, 1, S, S)])
@@ -308,11 +303,11 @@ def test_additive_masks_without_a_query_dimension_are_refused(shape):
 def test_additive_masks_of_integers_are_refused(dtype, lowest, shape):
     """As bool masks, they would hide what they allow."""
     mask = torch.zeros(shape, dtype=dtype)
-    flash_dynamic_mask_attention_forward(Layer(), *heads_first(), mask)
+    call_with_heads_first(attention_mask=mask)
     mask[..., 2:4] = lowest
     for packed in ({}, {"position_ids": (torch.arange(S) % 20)[None]}):
         with pytest.raises(ValueError, match=f"^attention_mask: got {dtype} .* negative numbers"):
-            flash_dynamic_mask_attention_forward(Layer(), *heads_first(), mask, **packed)
+            call_with_heads_first(attention_mask=mask, **packed)
 
 
 @pytest.mark.transformers
