@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
 from transformers import GenerationConfig
 
 from flash_dmattn.integrations.transformers import add_learned_scores, remove_learned_scores

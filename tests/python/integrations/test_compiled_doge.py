@@ -2,19 +2,15 @@
 
 import pytest
 import torch
+import transformers
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from transformers import DogeConfig, DogeForCausalLM, masking_utils
 
-transformers = pytest.importorskip("transformers")
-from transformers import DogeConfig, DogeForCausalLM, masking_utils  # noqa: E402
-
-from doge_generation import left_padding  # noqa: E402
-from flash_dmattn import KeyIntervals, sliding_window  # noqa: E402
-from flash_dmattn.integrations.transformers import (  # noqa: E402
-    enable_flash_dmattn,
-    key_interval_mask,
-)
-from flash_dmattn.keys.recognise import select_among  # noqa: E402
-from flash_dmattn.keys.rule import KeySelection  # noqa: E402
+from doge_generation import left_padding
+from flash_dmattn import KeyIntervals, sliding_window
+from flash_dmattn.integrations.transformers import enable_flash_dmattn, key_interval_mask
+from flash_dmattn.keys.recognise import select_among
+from flash_dmattn.keys.rule import KeySelection
 
 pytestmark = pytest.mark.transformers
 # transformers 4 builds the causal mask from lengths that it takes as constants, and does not name packed sequences.

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
+import transformers
 from torch._dynamo.testing import CompileCounterWithBackend
 
-transformers = pytest.importorskip("transformers")
-
-from doge_generation import left_padding, make_ids, make_pair  # noqa: E402
-from flash_dmattn.integrations.transformers import DynamicMaskCache  # noqa: E402
-from operators_called import OperatorsCalled  # noqa: E402
+from doge_generation import left_padding, make_ids, make_pair
+from flash_dmattn.integrations.transformers import DynamicMaskCache
+from operators_called import OperatorsCalled
 
 pytestmark = [
     pytest.mark.transformers,

@@ -4,8 +4,6 @@ import random
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
 from transformers import DogeConfig, DogeForCausalLM, GenerationConfig
 
 from doge_generation import VOCABULARY, WINDOW, brute_force_of, greedy_tokens_by_prompt, make_model

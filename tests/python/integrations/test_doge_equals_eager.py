@@ -4,18 +4,13 @@ import copy
 
 import pytest
 import torch
+import transformers
+from transformers import DogeConfig, DogeForCausalLM
 
+from flash_dmattn.integrations.layer_masks import is_causal_mask
+from flash_dmattn.integrations.transformers import enable_flash_dmattn, key_interval_mask
+from flash_dmattn.integrations.transformers.compat import CACHE
 from largest_tensor import LargestTensor
-
-transformers = pytest.importorskip("transformers")
-from transformers import DogeConfig, DogeForCausalLM  # noqa: E402
-
-from flash_dmattn.integrations.layer_masks import is_causal_mask  # noqa: E402
-from flash_dmattn.integrations.transformers import (  # noqa: E402
-    enable_flash_dmattn,
-    key_interval_mask,
-)
-from flash_dmattn.integrations.transformers.compat import CACHE  # noqa: E402
 
 pytestmark = pytest.mark.transformers
 

@@ -2,19 +2,17 @@
 
 import pytest
 import torch
+from transformers.models.doge.modeling_doge import DogeAttention
 
-transformers = pytest.importorskip("transformers")
-from transformers.models.doge.modeling_doge import DogeAttention  # noqa: E402
-
-from doge_gradients import (  # noqa: E402
+from doge_gradients import (
     LENGTH,
     assert_the_choice_is_that_of_float32,
     assert_the_error_of_delta_does_not_add_up,
     make_doge,
     median_distances,
 )
-from flash_dmattn.integrations.transformers import doge as integration  # noqa: E402
-from flash_dmattn.integrations.transformers import enable_flash_dmattn  # noqa: E402
+from flash_dmattn.integrations.transformers import doge as integration
+from flash_dmattn.integrations.transformers import enable_flash_dmattn
 
 pytestmark = pytest.mark.transformers
 

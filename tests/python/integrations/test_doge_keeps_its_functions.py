@@ -8,15 +8,13 @@ import types
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.modules.module import register_module_forward_hook
+from transformers import DogeConfig, DogeForCausalLM
+from transformers.models.doge import modeling_doge
+from transformers.models.doge.modeling_doge import DogeAttention, DogeRMSNorm
 
-transformers = pytest.importorskip("transformers")
-from torch.nn.modules.module import register_module_forward_hook  # noqa: E402
-from transformers import DogeConfig, DogeForCausalLM  # noqa: E402
-from transformers.models.doge import modeling_doge  # noqa: E402
-from transformers.models.doge.modeling_doge import DogeAttention, DogeRMSNorm  # noqa: E402
-
-from flash_dmattn.integrations.transformers import enable_flash_dmattn  # noqa: E402
-from flash_dmattn.integrations.transformers.doge import FlashDogeNorm  # noqa: E402
+from flash_dmattn.integrations.transformers import enable_flash_dmattn
+from flash_dmattn.integrations.transformers.doge import FlashDogeNorm
 
 pytestmark = pytest.mark.transformers
 

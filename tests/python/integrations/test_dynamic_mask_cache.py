@@ -5,19 +5,15 @@ import re
 
 import pytest
 import torch
+import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import LlamaConfig, LlamaForCausalLM
 
-transformers = pytest.importorskip("transformers")
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
-
-from doge_generation import WINDOW, make_ids, make_model, make_pair  # noqa: E402
-from flash_dmattn.integrations.transformers import (  # noqa: E402
-    DynamicMaskCache,
-    enable_flash_dmattn,
-)
-from flash_dmattn.integrations.transformers.cache_layer import DynamicMaskLayer  # noqa: E402
-from flash_dmattn.integrations.transformers.compat import CACHE  # noqa: E402
-from flash_dmattn.keys.rule import KeySelection  # noqa: E402
+from doge_generation import WINDOW, make_ids, make_model, make_pair
+from flash_dmattn.integrations.transformers import DynamicMaskCache, enable_flash_dmattn
+from flash_dmattn.integrations.transformers.cache_layer import DynamicMaskLayer
+from flash_dmattn.integrations.transformers.compat import CACHE
+from flash_dmattn.keys.rule import KeySelection
 
 pytestmark = pytest.mark.transformers
 TRANSFORMERS_4 = transformers.__version__ < "5"

@@ -4,12 +4,10 @@ import copy
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
-pytest.importorskip("transformers")
-from transformers import LlamaConfig  # noqa: E402
-
-from flash_dmattn.integrations.transformers import DynamicMaskCache  # noqa: E402
-from token_streams import RULES, Stream  # noqa: E402
+from flash_dmattn.integrations.transformers import DynamicMaskCache
+from token_streams import RULES, Stream
 
 WINDOWS = [6, (5, 2)]
 

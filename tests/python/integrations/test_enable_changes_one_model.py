@@ -5,15 +5,14 @@ import inspect
 
 import pytest
 import torch
+import transformers
+from transformers import DogeConfig, DogeForCausalLM
+from transformers.models.doge.modeling_doge import DogeAttention
 
-transformers = pytest.importorskip("transformers")
-from transformers import DogeConfig, DogeForCausalLM  # noqa: E402
-from transformers.models.doge.modeling_doge import DogeAttention  # noqa: E402
-
-from flash_dmattn.integrations.transformers import enable_flash_dmattn  # noqa: E402
-from flash_dmattn.integrations.transformers.doge import FlashDogeAttention  # noqa: E402
-from flash_dmattn.integrations.transformers.names import DOGE_NAME  # noqa: E402
-from python_process import run_python  # noqa: E402
+from flash_dmattn.integrations.transformers import enable_flash_dmattn
+from flash_dmattn.integrations.transformers.doge import FlashDogeAttention
+from flash_dmattn.integrations.transformers.names import DOGE_NAME
+from python_process import run_python
 
 pytestmark = pytest.mark.transformers
 

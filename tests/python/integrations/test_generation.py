@@ -4,10 +4,9 @@ import copy
 
 import pytest
 import torch
+import transformers
 
-transformers = pytest.importorskip("transformers")
-
-from doge_generation import (  # noqa: E402
+from doge_generation import (
     VOCABULARY,
     WINDOW,
     RepeatsOfThree,
@@ -16,10 +15,7 @@ from doge_generation import (  # noqa: E402
     make_ids,
     make_pair,
 )
-from flash_dmattn.integrations.transformers import (  # noqa: E402
-    DynamicMaskCache,
-    enable_flash_dmattn,
-)
+from flash_dmattn.integrations.transformers import DynamicMaskCache, enable_flash_dmattn
 
 pytestmark = pytest.mark.transformers
 

@@ -5,16 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
+from transformers import DynamicCache
 
-transformers = pytest.importorskip("transformers")
-from transformers import DynamicCache  # noqa: E402
-
-from flash_dmattn.integrations.kvpress import add_press  # noqa: E402
-from flash_dmattn.integrations.transformers import (  # noqa: E402
-    DynamicMaskCache,
-    remove_learned_scores,
-)
-from scored_models import make_base, make_ids  # noqa: E402
+from flash_dmattn.integrations.kvpress import add_press
+from flash_dmattn.integrations.transformers import DynamicMaskCache, remove_learned_scores
+from scored_models import make_base, make_ids
 
 pytestmark = pytest.mark.transformers
 PROMPT, NEW = 30, 8

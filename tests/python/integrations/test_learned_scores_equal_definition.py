@@ -3,15 +3,12 @@ rule; forward and backward, padded and packed."""
 
 import pytest
 import torch
+import transformers
 
-transformers = pytest.importorskip("transformers")
-from doge_generation import left_padding  # noqa: E402
-from flash_dmattn.integrations.transformers import (  # noqa: E402
-    add_learned_scores,
-    remove_learned_scores,
-)
-from scored_models import FAMILIES, RULES, make_base, make_ids, make_scored  # noqa: E402
-from scores_by_definition import by_definition  # noqa: E402
+from doge_generation import left_padding
+from flash_dmattn.integrations.transformers import add_learned_scores, remove_learned_scores
+from scored_models import FAMILIES, RULES, make_base, make_ids, make_scored
+from scores_by_definition import by_definition
 
 pytestmark = pytest.mark.transformers
 S = 21

@@ -2,19 +2,15 @@
 
 import pytest
 import torch
+import transformers
+from transformers import DynamicCache, StaticCache
 
-transformers = pytest.importorskip("transformers")
-from transformers import DynamicCache, StaticCache  # noqa: E402
-
-from doge_generation import left_padding  # noqa: E402
-from flash_dmattn.integrations.transformers import (  # noqa: E402
-    DynamicMaskCache,
-    add_learned_scores,
-)
-from flash_dmattn.integrations.transformers.compat import CACHE  # noqa: E402
-from flash_dmattn.integrations.transformers.learned_scores.scored_layers import ScoredCall  # noqa: E402
-from scored_models import FAMILIES, RULES, make_base, make_ids, make_scored  # noqa: E402
-from scores_by_definition import by_definition  # noqa: E402
+from doge_generation import left_padding
+from flash_dmattn.integrations.transformers import DynamicMaskCache, add_learned_scores
+from flash_dmattn.integrations.transformers.compat import CACHE
+from flash_dmattn.integrations.transformers.learned_scores.scored_layers import ScoredCall
+from scored_models import FAMILIES, RULES, make_base, make_ids, make_scored
+from scores_by_definition import by_definition
 
 pytestmark = pytest.mark.transformers
 PROMPT, NEW = 13, 9

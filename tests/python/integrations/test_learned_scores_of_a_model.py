@@ -7,9 +7,9 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 
-transformers = pytest.importorskip("transformers")
-from flash_dmattn.integrations.transformers import (  # noqa: E402
+from flash_dmattn.integrations.transformers import (
     DynamicMaskCache,
     add_learned_scores,
     load_scores,
@@ -17,8 +17,8 @@ from flash_dmattn.integrations.transformers import (  # noqa: E402
     save_scores,
     set_score_phase,
 )
-from processes import run_in_processes  # noqa: E402
-from scored_models import RULES, make_base, make_config, make_ids, make_scored  # noqa: E402
+from processes import run_in_processes
+from scored_models import RULES, make_base, make_config, make_ids, make_scored
 
 pytestmark = pytest.mark.transformers
 # transformers 4 builds the causal mask from lengths that it takes as constants.

@@ -3,18 +3,17 @@
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 
 from doge_in_pieces import VOCABULARY, compare_generation, compare_step
-from processes import run_in_processes
-
-transformers = pytest.importorskip("transformers")
-from flash_dmattn.integrations.transformers import (  # noqa: E402
+from flash_dmattn.integrations.transformers import (
     DynamicMaskCache,
     add_learned_scores,
     enable_flash_dmattn,
     remove_learned_scores,
 )
-from scored_models import RULES, make_base, make_scored  # noqa: E402
+from processes import run_in_processes
+from scored_models import RULES, make_base, make_scored
 
 pytestmark = [
     pytest.mark.transformers,

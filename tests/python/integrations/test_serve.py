@@ -4,8 +4,6 @@ import sys
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
 from transformers import DogeForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from doge_generation import brute_force_of, make_model

@@ -5,12 +5,11 @@ import pickle
 
 import pytest
 import torch
+import transformers
 from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import DynamicCache, StaticCache
 
-transformers = pytest.importorskip("transformers")
-from transformers import DynamicCache, StaticCache  # noqa: E402
-
-from doge_generation import (  # noqa: E402
+from doge_generation import (
     assert_same_generation,
     keep_recent_of_equal_scores,
     make_ids,
