@@ -32,13 +32,10 @@ struct DeviceSchedule {
     const bool listed = visibility.key_list.keys != nullptr;
     if (!listed && (walk == Walk::intervals || visibility.intervals.data == nullptr)) return;
     p.deterministic = walk == Walk::by_position && direction == Direction::backward;
-    Execution execution;
-    execution.workspace_bytes = schedule_workspace_size(p, visibility, direction, execution);
-    const DeviceBuffer workspace(execution.workspace_bytes);
-    execution.workspace = workspace.data();
-    const std::size_t bytes = schedule_size(p, visibility, direction, execution);
-    memory.emplace(bytes);
-    schedule = build_schedule(p, visibility, direction, {memory->data(), bytes}, execution);
+    const ScheduleCall call(p, visibility, direction, {});
+    const DeviceBuffer workspace(call.workspace_size());
+    memory.emplace(call.size());
+    schedule = call.build(*memory, workspace);
     check_cuda(cudaDeviceSynchronize());
   }
 };
@@ -174,18 +171,14 @@ class DeviceCase {
     const CheckedCall<Args> call(args, execution);
     if (!workspace) workspace.emplace(call.workspace_size());
     workspace->poison(stream);
-    call.run({workspace->data(), call.workspace_size()});
+    call.run(*workspace);
   }
 
   template <class Args>
   static void run_kernels(const cuda::Kernels<Args>& kernels, const Args& args) {
     Plan<Args> plan;
     kernels.plan(args, cuda::current_device(), plan);
-    const DeviceBuffer workspace(plan.workspace_size);
-    Execution execution;
-    execution.workspace = workspace.data();
-    execution.workspace_bytes = plan.workspace_size;
-    plan.run(plan, args, execution);
+    plan.run(plan, args, DeviceWorkspace(plan.workspace_size));
     check_cuda(cudaDeviceSynchronize());
   }
 

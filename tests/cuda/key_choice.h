@@ -20,13 +20,8 @@ enum class KeyChoice : std::uint8_t {
 class DeviceKeyChoice {
  public:
   DeviceKeyChoice(const Data& data, KeyChoice choice)
-      : choice_(choice),
-        problem_(data.problem),
-        intervals_(data.intervals.size() * sizeof(KeyInterval)) {
-    if (data.has_intervals()) {
-      intervals_.upload(data.intervals.data());
-      bound_ = least_bound(data.intervals_view(), data.problem);
-    }
+      : choice_(choice), problem_(data.problem), intervals_(data.intervals) {
+    if (data.has_intervals()) bound_ = least_bound(data.intervals_view(), data.problem);
     if (choice == KeyChoice::key_list) list_keys(data);
     if (choice == KeyChoice::ranks) rank_keys();
   }
@@ -40,11 +35,11 @@ class DeviceKeyChoice {
       case KeyChoice::intervals:
         if (!data.has_intervals()) break;
         result.intervals = data.intervals_view();
-        result.intervals.data = reinterpret_cast<const KeyInterval*>(intervals_.data());
+        result.intervals.data = intervals_.as<KeyInterval>();
         result.bound = bound_;
         break;
       case KeyChoice::key_list:
-        result.key_list = {integers(keys_), integers(counts_), list_stride()};
+        result.key_list = {keys_->as<std::int32_t>(), counts_->as<std::int32_t>(), list_stride()};
         break;
       case KeyChoice::ranks:
         result.ranks = {{keys_->data(), contiguous_strides(problem_.rank_shape)},
@@ -55,15 +50,6 @@ class DeviceKeyChoice {
   }
 
  private:
-  static const std::int32_t* integers(const std::optional<DeviceBuffer>& buffer) {
-    return reinterpret_cast<const std::int32_t*>(buffer->data());
-  }
-
-  static void upload(const std::vector<std::int32_t>& from, std::optional<DeviceBuffer>& to) {
-    to.emplace(from.size() * sizeof(std::int32_t));
-    to->upload(from.data());
-  }
-
   std::int64_t list_stride() const { return (problem_.seqlen_k + 3) / 4 * 4; }
 
   void list_keys(const Data& data) {
@@ -83,8 +69,8 @@ class DeviceKeyChoice {
           static_cast<std::int32_t>(static_cast<std::int64_t>(keys.size()) - row * list_stride()));
     }
     keys.resize(static_cast<std::size_t>(rows * list_stride()));
-    upload(keys, keys_);
-    upload(counts, counts_);
+    keys_.emplace(keys);
+    counts_.emplace(counts);
   }
 
   // Limits go from a quarter to half of the keys.
@@ -100,8 +86,8 @@ class DeviceKeyChoice {
       for (std::int64_t i = 0; i < problem_.seqlen_q; ++i)
         limits.push_back(static_cast<std::int32_t>(n / 4 + 37 * i % (n / 4)));
     }
-    upload(ranks, keys_);
-    upload(limits, counts_);
+    keys_.emplace(ranks);
+    counts_.emplace(limits);
   }
 
   KeyChoice choice_;

@@ -12,9 +12,9 @@
 #include <tuple>
 #include <vector>
 
-#include "backend.h"
 #include "device.h"
 #include "flash_dmattn/flash_dmattn.h"
+#include "support/kv_stream.h"
 #include "support/random.h"
 #include "support/tensor.h"
 
@@ -89,21 +89,6 @@ inline std::vector<KvSizes> kv_sizes() {
       {"many_delayed", under_rule(1, 1, rule(4, 1500, 700, false), 9, 64, DType::bf16), 2, 2500}};
 }
 
-// Runs a call with a workspace on the device, and waits for it.
-template <class Args>
-void run_on_device(const CheckedCall<Args>& call) {
-  const DeviceBuffer workspace(call.workspace_size());
-  call.run({workspace.data(), call.workspace_size()});
-  check_cuda(cudaDeviceSynchronize());
-}
-
-inline Execution with_workspace(GuardedBuffer& memory) {
-  Execution execution;
-  execution.workspace = memory.data();
-  execution.workspace_bytes = memory.size();
-  return execution;
-}
-
 // A cache on the host and one on the device, which see the same tokens.
 class Caches {
  public:
@@ -111,8 +96,8 @@ class Caches {
       : shape_(shape),
         host_memory_(kv_cache_size(shape), "cache"),
         device_memory_(host_memory_.size()),
-        host(kv_cache_in({host_memory_.data(), host_memory_.size()}, shape)),
-        device(kv_cache_in({device_memory_.data(), host_memory_.size()}, on_device(shape))) {
+        host(kv_cache_in(host_memory_, shape)),
+        device(kv_cache_in(device_memory_, on_device(shape))) {
     clear(host, {}, "reference");
     clear(device, {}, "cuda");
   }
@@ -127,7 +112,7 @@ class Caches {
   void expect_same() const {
     GuardedBuffer copy(host_memory_.size(), "copy");
     device_memory_.download(copy.data());
-    const KvCache got = kv_cache_in({copy.data(), copy.size()}, shape_);
+    const KvCache got = kv_cache_in(copy, shape_);
     for (std::int64_t b = 0; b < shape_.batch; ++b) {
       ASSERT_EQ(got.seen[b], host.seen[b]) << "row " << b;
       for (std::int64_t h = 0; h < shape_.heads_kv; ++h) {
@@ -161,7 +146,7 @@ class Caches {
   std::vector<std::int32_t> positions(const KvCache& cache, bool is_device) const {
     GuardedBuffer copy(host_memory_.size(), "copy");
     if (is_device) device_memory_.download(copy.data());
-    const KvCache read = is_device ? kv_cache_in({copy.data(), copy.size()}, shape_) : cache;
+    const KvCache read = is_device ? kv_cache_in(copy, shape_) : cache;
     std::vector<std::int32_t> result;
     for (std::int64_t row = 0; row < shape_.batch * shape_.heads_kv; ++row) {
       for (std::int64_t slot = 0; slot < shape_.places() + cache.pending; ++slot) {
@@ -239,11 +224,20 @@ struct Tokens {
         device_scores(fill_scores(random, ordinary)),
         device_mask(fill_mask(random, ordinary)) {}
 
-  ScoreRows score_rows(bool on_device) {
-    return {on_device ? device_scores.data<float>() : scores.data<float>()};
+  // Set the tokens of a call on the host, or on the device.
+  template <class Args>
+  void give_host(Args& args) const {
+    args.k = k.const_view();
+    args.v = v.const_view();
+    args.scores = {scores.data<float>()};
+    args.mask = {mask.data<std::uint8_t>()};
   }
-  TokenMask token_mask(bool on_device) {
-    return {on_device ? device_mask.data<std::uint8_t>() : mask.data<std::uint8_t>()};
+  template <class Args>
+  void give_device(Args& args) const {
+    args.k = device_k.view();
+    args.v = device_v.view();
+    args.scores = {device_scores.data<float>()};
+    args.mask = {device_mask.data<std::uint8_t>()};
   }
 
  private:
@@ -272,69 +266,28 @@ struct Tokens {
 inline void fill_both(const KvSizes& sizes, Caches& caches, Random& random, bool ragged) {
   const KvCacheShape& s = sizes.shape;
   Tokens tokens(sizes, sizes.prompt, random);
-  const auto count = static_cast<std::size_t>(s.batch * s.heads_kv * sizes.prompt);
   std::vector<std::int32_t> lengths(static_cast<std::size_t>(s.batch));
   for (std::int32_t& length : lengths) {
     length = static_cast<std::int32_t>(ragged ? random.below(sizes.prompt + 1) : sizes.prompt);
   }
-  // Rows end at different positions, so each is a selection of its own, for its last query.
-  std::vector<KeyInterval> intervals(count);
-  const float* const scores = tokens.scores.data<float>();
-  const std::uint8_t* const mask = tokens.mask.data<std::uint8_t>();
-  for (std::int64_t b = 0; b < s.batch; ++b) {
-    const std::int64_t keys = lengths[static_cast<std::size_t>(b)];
-    std::vector<KeyInterval> of_row(static_cast<std::size_t>(s.heads_kv * keys));
-    const SelectionArgs select{.batch = 1,
-                               .heads = s.heads_kv,
-                               .seqlen_q = keys > 0 ? 1 : 0,
-                               .seqlen_k = keys,
-                               .keep = s.keep,
-                               .scores = scores + b * s.heads_kv * sizes.prompt,
-                               .scores_dtype = DType::f32,
-                               .scores_stride = {0, sizes.prompt, 1},
-                               .key_mask = mask + b * sizes.prompt,
-                               .key_mask_stride = {0, 0, 1},
-                               .intervals = of_row.data()};
-    GuardedBuffer workspace(select_workspace_size(select, {}), "workspace");
-    select_key_intervals(select, with_workspace(workspace));
-    for (std::int64_t h = 0; h < s.heads_kv; ++h) {
-      std::copy_n(of_row.begin() + h * keys, keys,
-                  intervals.begin() + (b * s.heads_kv + h) * sizes.prompt);
-    }
-  }
-  DeviceBuffer device_intervals(count * sizeof(KeyInterval));
-  device_intervals.upload(intervals.data());
-
-  DeviceBuffer device_lengths(lengths.size() * 4);
-  device_lengths.upload(lengths.data());
-
+  const std::vector<KeyInterval> intervals = select_last_query(
+      s, sizes.prompt, lengths, tokens.scores.data<float>(), tokens.mask.data<std::uint8_t>());
+  const DeviceBuffer device_intervals(intervals), device_lengths(lengths);
   FillArgs args{.cache = caches.host,
                 .seqlen_k = sizes.prompt,
-                .k = tokens.k.const_view(),
-                .v = tokens.v.const_view(),
-                .scores = tokens.score_rows(false),
                 .intervals = {intervals.data()},
                 .seqlen_q = 1,
-                .lengths = lengths.data(),
-                .mask = tokens.token_mask(false)};
+                .lengths = lengths.data()};
+  tokens.give_host(args);
   fill(args, {}, "reference");
   args.cache = caches.device;
-  args.k = tokens.device_k.view();
-  args.v = tokens.device_v.view();
-  args.scores = tokens.score_rows(true);
-  args.mask = tokens.token_mask(true);
-  args.intervals.data = reinterpret_cast<const KeyInterval*>(device_intervals.data());
-  args.lengths = reinterpret_cast<const std::int32_t*>(device_lengths.data());
+  args.intervals.data = device_intervals.as<KeyInterval>();
+  args.lengths = device_lengths.as<std::int32_t>();
+  tokens.give_device(args);
   fill(args, {}, "cuda");
   check_cuda(cudaDeviceSynchronize());
 }
 
-class KvCachesOfDevice : public ::testing::TestWithParam<KvSizes> {
- protected:
-  void SetUp() override {
-    const BackendInfo info = cuda_backend.info();
-    if (!info.available) GTEST_SKIP() << info.reason;
-  }
-};
+class KvCachesOfDevice : public OnDevice, public ::testing::WithParamInterface<KvSizes> {};
 
 }  // namespace flash_dmattn::testing

@@ -12,29 +12,22 @@
 
 // Every family of kernels computes the same as the CPU, at sizes at which the reference takes too long; where it
 // declines a direction, from and with what another leaves.
-namespace flash_dmattn {
+namespace flash_dmattn::testing {
 namespace {
-
-using testing::CaseWords;
-using testing::Data;
-using testing::DeviceCase;
-using testing::Results;
-using testing::Tensor;
-using testing::Walk;
 
 struct FamilyCase {
   const char* name;
   CaseWords words;
 };
 
-class CudaFamilies : public ::testing::TestWithParam<FamilyCase> {};
+class CudaFamilies : public OnDevice, public ::testing::WithParamInterface<FamilyCase> {};
 
 // Their distance as vectors. P and dS are rounded to 16 bits by each, the results once more: 2^-9 at most a time.
 void expect_agreement(const Tensor& actual, const Tensor& expected) {
-  EXPECT_TRUE(testing::same_nonfinite(actual, expected));
+  EXPECT_TRUE(same_nonfinite(actual, expected));
   double difference = 0;
   double size = 0;
-  expected.for_each([&](const testing::Index& i, double value) {
+  expected.for_each([&](const Index& i, double value) {
     if (!std::isfinite(value)) return;
     difference += std::pow(actual.get(i) - value, 2);
     size += value * value;
@@ -43,8 +36,6 @@ void expect_agreement(const Tensor& actual, const Tensor& expected) {
 }
 
 TEST_P(CudaFamilies, EachMatchesCpu) {
-  const BackendInfo info = cuda_backend.info();
-  if (!info.available) GTEST_SKIP() << info.reason;
   CaseWords words = GetParam().words;
   words.merge(CaseWords{{"name", GetParam().name},
                         {"dtype", "bf16"},
@@ -54,8 +45,8 @@ TEST_P(CudaFamilies, EachMatchesCpu) {
                         {"seqlen_k", "2100"},
                         {"head_dim", "128"},
                         {"causal", "1"}});
-  Data data(testing::case_from(words));
-  const Results cpu = testing::run(data, {.backend = "cpu", .execution = testing::on_pool()});
+  Data data(case_from(words));
+  const Results cpu = run(data, {.backend = "cpu", .execution = on_pool()});
 
   const cuda::DeviceProperties& device = cuda::current_device();
   for (const cuda::Family* const family : cuda::families()) {
@@ -97,4 +88,4 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& test) { return std::string(test.param.name); });
 
 }  // namespace
-}  // namespace flash_dmattn
+}  // namespace flash_dmattn::testing

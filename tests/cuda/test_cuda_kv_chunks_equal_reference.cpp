@@ -14,18 +14,11 @@ namespace {
 
 void append_both(const KvSizes& sizes, Caches& caches, Random& random, std::int64_t count) {
   Tokens tokens(sizes, count, random);
-  AppendArgs args{.cache = caches.host,
-                  .seqlen = count,
-                  .k = tokens.k.const_view(),
-                  .v = tokens.v.const_view(),
-                  .scores = tokens.score_rows(false),
-                  .mask = tokens.token_mask(false)};
+  AppendArgs args{.cache = caches.host, .seqlen = count};
+  tokens.give_host(args);
   append(args, {}, "reference");
   args.cache = caches.device;
-  args.k = tokens.device_k.view();
-  args.v = tokens.device_v.view();
-  args.scores = tokens.score_rows(true);
-  args.mask = tokens.token_mask(true);
+  tokens.give_device(args);
   append(args, {}, "cuda");
   check_cuda(cudaDeviceSynchronize());
   caches.host.pending += count;
@@ -37,15 +30,14 @@ void expect_same_intervals(const Caches& caches, std::int64_t queries) {
   const KvCacheShape& s = caches.host.shape;
   const std::int64_t keys = s.places() + caches.host.pending;
   std::vector<KeyInterval> expected(static_cast<std::size_t>(s.batch * s.heads_kv * keys));
-  std::vector<KeyInterval> got(expected.size());
-  DeviceBuffer on_device(expected.size() * sizeof(KeyInterval));
+  const DeviceBuffer on_device(expected.size() * sizeof(KeyInterval));
   PendingIntervalsArgs args{
       .cache = caches.host, .seqlen_q = queries, .intervals = expected.data()};
   PendingIntervalsCall(args, {}, "reference").run({});
   args.cache = caches.device;
-  args.intervals = reinterpret_cast<KeyInterval*>(on_device.data());
+  args.intervals = on_device.as<KeyInterval>();
   run_on_device(PendingIntervalsCall(args, {}, "cuda"));
-  on_device.download(got.data());
+  const auto got = download<KeyInterval>(on_device, s.batch * s.heads_kv * keys);
   const std::vector<std::int32_t> host_positions = caches.positions(caches.host, false);
   const std::vector<std::int32_t> device_positions = caches.positions(caches.device, true);
   for (std::int64_t row = 0; row < s.batch * s.heads_kv; ++row) {
@@ -69,12 +61,11 @@ void commit_both(Caches& caches, Random& random, bool all) {
   for (std::int32_t& count : keep) {
     count = static_cast<std::int32_t>(random.below(caches.host.pending + 1));
   }
-  DeviceBuffer device_keep(keep.size() * 4);
-  device_keep.upload(keep.data());
+  const DeviceBuffer device_keep(keep);
   CommitArgs args{.cache = caches.host, .keep = all ? nullptr : keep.data()};
   CommitCall(args, {}, "reference").run({});
   args.cache = caches.device;
-  if (!all) args.keep = reinterpret_cast<const std::int32_t*>(device_keep.data());
+  if (!all) args.keep = device_keep.as<std::int32_t>();
   run_on_device(CommitCall(args, {}, "cuda"));
   caches.host.pending = 0;
   caches.device.pending = 0;
@@ -114,12 +105,10 @@ TEST_P(CudaKvChunks, RowsAreCopied) {
   Caches to(larger.shape);
   std::vector<std::int32_t> index(static_cast<std::size_t>(larger.shape.batch));
   for (std::int32_t& b : index) b = static_cast<std::int32_t>(random.below(sizes.shape.batch));
-  DeviceBuffer device_index(index.size() * 4);
-  device_index.upload(index.data());
+  const DeviceBuffer device_index(index);
   to.host.pending = to.device.pending = from.host.pending;
   copy_rows({from.host, to.host, index.data()}, {}, "reference");
-  copy_rows({from.device, to.device, reinterpret_cast<const std::int32_t*>(device_index.data())},
-            {}, "cuda");
+  copy_rows({from.device, to.device, device_index.as<std::int32_t>()}, {}, "cuda");
   check_cuda(cudaDeviceSynchronize());
   to.expect_same();
   expect_same_intervals(to, to.host.pending);

@@ -42,24 +42,16 @@ void step(const KvSizes& sizes, Caches& caches, Random& random, ScoreUse use, do
                       .softcap = softcap,
                       .score_use = use,
                       .q = tokens.q.const_view(),
-                      .k = tokens.k.const_view(),
-                      .v = tokens.v.const_view(),
-                      .scores = tokens.score_rows(false),
-                      .mask = tokens.token_mask(false),
                       .out = out.view(),
                       .lse = lse.data<float>()};
-  const DecodeStepCall reference(args, {}, "reference");
-  GuardedBuffer workspace(reference.workspace_size(), "workspace");
-  reference.run({workspace.data(), workspace.size()});
+  tokens.give_host(args);
+  run_in_new_workspace(DecodeStepCall(args, {}, "reference"));
 
   args.cache = caches.device;
   args.q = tokens.device_q.view();
-  args.k = tokens.device_k.view();
-  args.v = tokens.device_v.view();
-  args.scores = tokens.score_rows(true);
-  args.mask = tokens.token_mask(true);
   args.out = device_out.view();
   args.lse = device_lse.data<float>();
+  tokens.give_device(args);
   run_on_device(DecodeStepCall(args, {}, "cuda"));
   device_out.download();
   device_lse.download();
@@ -105,38 +97,28 @@ TEST_P(CudaKvSteps, CapturedStepsEqualSteps) {
                       .heads_q = heads_q,
                       .scale = default_scale(s.head_dim),
                       .q = tokens.device_q.view(),
-                      .k = tokens.device_k.view(),
-                      .v = tokens.device_v.view(),
-                      .scores = tokens.score_rows(true),
                       .out = device_out.view(),
-                      .lse = reinterpret_cast<float*>(lse.data())};
+                      .lse = lse.as<float>()};
+  tokens.give_device(args);
   const DecodeStepCall eager_step(args, {}, "cuda");
-  const DeviceBuffer memory(eager_step.workspace_size());
-  const std::span<std::byte> workspace(memory.data(), eager_step.workspace_size());
+  const DeviceBuffer workspace(eager_step.workspace_size());
   constexpr int steps = 1000;
   for (int i = 0; i < steps; ++i) eager_step.run(workspace);
   check_cuda(cudaDeviceSynchronize());
 
-  cudaStream_t stream;
-  check_cuda(cudaStreamCreate(&stream));
   args.cache = captured.device;
   args.out = device_graph_out.view();
-  cudaGraph_t graph;
-  cudaGraphExec_t executable;
-  check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  DecodeStepCall(args, {.stream = stream}, "cuda").run(workspace);
-  check_cuda(cudaStreamEndCapture(stream, &graph));
-  check_cuda(cudaGraphInstantiate(&executable, graph, 0));
-  for (int i = 0; i < steps; ++i) check_cuda(cudaGraphLaunch(executable, stream));
-  check_cuda(cudaStreamSynchronize(stream));
-  cudaGraphExecDestroy(executable);
-  cudaGraphDestroy(graph);
-  cudaStreamDestroy(stream);
+  const Graph graph([&](cudaStream_t stream) {
+    DecodeStepCall(args, {.stream = stream}, "cuda").run(workspace);
+  });
+  graph.replay(steps);
   EXPECT_EQ(eager.device_bytes(), captured.device_bytes());
   device_out.download();
   device_graph_out.download();
   EXPECT_TRUE(graph_out.same_bits(out));
 }
+
+class CudaKvStepKernels : public OnDevice {};
 
 // The main kernel of the steps of a cache.
 std::string kernel_of(const KvSizes& sizes) {
@@ -157,9 +139,7 @@ std::string kernel_of(const KvSizes& sizes) {
   return "";
 }
 
-TEST(CudaKvStepKernels, EachIsRunBySomeSize) {
-  const BackendInfo info = cuda_backend.info();
-  if (!info.available) GTEST_SKIP() << info.reason;
+TEST_F(CudaKvStepKernels, EachIsRunBySomeSize) {
   std::set<std::string> run;
   for (const KvSizes& sizes : kv_sizes()) run.insert(kernel_of(sizes));
   for (const std::string& kernel : kernel_names("cuda")) {

@@ -16,17 +16,8 @@
 
 // Looks for races among the producers and consumers of a kernel. A wait or a fence that is missing shows as bits that
 // differ between launches, or from those of a kernel whose products overlap with nothing.
-namespace flash_dmattn {
+namespace flash_dmattn::testing {
 namespace {
-
-using testing::CaseWords;
-using testing::Data;
-using testing::DeviceCase;
-using testing::DeviceTensor;
-using testing::KeyChoice;
-using testing::LaunchBits;
-using testing::LaunchSums;
-using testing::Walk;
 
 struct RaceCase {
   const char* name;
@@ -98,7 +89,7 @@ Data data_of(const RaceCase& c, const HeadDims& dims) {
                         {"head_dim", dims.head_dim},
                         {"value_dim", dims.value_dim},
                         {"causal", "1"}});
-  return Data(testing::case_from(words));
+  return Data(case_from(words));
 }
 
 // Kernels by keys that hold dk and dv until they are complete; those by queries, and older ones, add in memory.
@@ -112,26 +103,29 @@ bool stores_dbias_once(const Problem& p) {
 
 // ---- Many launches --------------------------------------------------------------------------------------
 
+// Expects that further launches leave the same bits. The first has been.
+template <class Launch>
+void expect_same_bits(const DeviceCase::Outputs& outputs, const std::string& kernel, int launches,
+                      const Launch& launch) {
+  LaunchBits bits(outputs);
+  for (int i = 1; i < launches; ++i) {
+    launch();
+    ASSERT_TRUE(bits.are_the_same()) << "launch " << i << " of " << kernel;
+  }
+}
+
 void expect_same_bits_in_forwards(DeviceCase& device_case, int launches) {
   device_case.launch_forward();
-  LaunchBits bits(device_case.forward_outputs());
-  for (int launch = 1; launch < launches; ++launch) {
-    device_case.launch_forward();
-    ASSERT_TRUE(bits.are_the_same())
-        << "launch " << launch << " of " << device_case.forward_kernel();
-  }
+  expect_same_bits(device_case.forward_outputs(), device_case.forward_kernel(), launches,
+                   [&] { device_case.launch_forward(); });
 }
 
 // All gradients, of a deterministic problem.
 void expect_same_bits_in_backwards(DeviceCase& device_case, int launches) {
   device_case.launch_forward();
   device_case.launch_backward();
-  LaunchBits bits(device_case.gradients());
-  for (int launch = 1; launch < launches; ++launch) {
-    device_case.launch_backward();
-    ASSERT_TRUE(bits.are_the_same())
-        << "launch " << launch << " of " << device_case.backward_kernel();
-  }
+  expect_same_bits(device_case.gradients(), device_case.backward_kernel(), launches,
+                   [&] { device_case.launch_backward(); });
 }
 
 // dk and dv, and dbias where it is stored once; dq within the rounding of its sums.
@@ -140,24 +134,14 @@ void expect_same_key_gradients_in_backwards(DeviceCase& device_case, bool dbias,
   device_case.launch_backward();
   DeviceCase::Outputs outputs = device_case.key_gradients();
   if (dbias) outputs.push_back(&device_case.dbias());
-  LaunchBits bits(outputs);
   LaunchSums dq(device_case.dq());
-  for (int launch = 1; launch < launches; ++launch) {
+  expect_same_bits(outputs, device_case.backward_kernel(), launches, [&] {
     device_case.launch_backward();
-    ASSERT_TRUE(bits.are_the_same())
-        << "launch " << launch << " of " << device_case.backward_kernel();
-    ASSERT_TRUE(dq.are_close()) << "dq, launch " << launch << " of "
-                                << device_case.backward_kernel();
-  }
+    ASSERT_TRUE(dq.are_close()) << "dq of " << device_case.backward_kernel();
+  });
 }
 
-class CudaRaces : public ::testing::TestWithParam<RaceCase> {
- protected:
-  void SetUp() override {
-    const BackendInfo info = cuda_backend.info();
-    if (!info.available) GTEST_SKIP() << info.reason;
-  }
-};
+class CudaRaces : public OnDevice, public ::testing::WithParamInterface<RaceCase> {};
 
 TEST_P(CudaRaces, ThousandForwardsGiveSameBits) {
   for (const HeadDims& dims : race_head_dims) {
@@ -237,16 +221,11 @@ TEST_P(CudaRaces, BackwardMatchesKernelWithoutOverlap) {
 
 // The tensor cores and bulk copies read, in another proxy, shared memory that threads or cp.async have written. A
 // fence is between the two (docs/kernels/sm90.md); here a million tiles cross it.
-class CudaProxyFence : public ::testing::Test {
+class CudaProxyFence : public OnDevice {
  protected:
   static constexpr int tiles = 1'000'000;
   static constexpr int heads = 16;
   static constexpr int window = 1024;
-
-  void SetUp() override {
-    const BackendInfo info = cuda_backend.info();
-    if (!info.available) GTEST_SKIP() << info.reason;
-  }
 
   static Data long_data(const CaseWords& words, int seqlen = 4096) {
     const std::string length = std::to_string(seqlen);
@@ -255,7 +234,7 @@ class CudaProxyFence : public ::testing::Test {
         {"heads_kv", "8"},   {"seqlen_q", length}, {"seqlen_k", length},
         {"head_dim", "128"}, {"causal", "1"},      {"window", std::to_string(window)}};
     longer.insert(words.begin(), words.end());
-    return Data(testing::case_from(longer));
+    return Data(case_from(longer));
   }
 };
 
@@ -299,18 +278,6 @@ TEST_F(CudaProxyFence, MillionDenseBiasTilesGiveSameBits) {
 
 // ---- Streams and devices --------------------------------------------------------------------------------
 
-class Stream {
- public:
-  Stream() { testing::check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
-  ~Stream() { cudaStreamDestroy(stream_); }
-  Stream(const Stream&) = delete;
-  Stream& operator=(const Stream&) = delete;
-  operator cudaStream_t() const { return stream_; }
-
- private:
-  cudaStream_t stream_ = nullptr;
-};
-
 Data deterministic_data(const RaceCase& c) {
   Data data = data_of(c, {"128", "0"});
   data.problem.deterministic = true;
@@ -339,7 +306,7 @@ TEST_P(CudaRaces, ConcurrentStreamsGiveSameBits) {
         device_case->launch_backward(*stream);
       }
     }
-    testing::check_cuda(cudaDeviceSynchronize());
+    check_cuda(cudaDeviceSynchronize());
     ASSERT_TRUE(out.are_the_same() && gradients.are_the_same()) << "round " << round;
     ASSERT_TRUE(other_gradients.are_the_same()) << "of the other stream, round " << round;
   }
@@ -347,14 +314,14 @@ TEST_P(CudaRaces, ConcurrentStreamsGiveSameBits) {
 
 // The bits of a case on a device, after some launches.
 std::vector<std::byte> bits_on_device(int device, const RaceCase& c) {
-  testing::check_cuda(cudaSetDevice(device));
+  check_cuda(cudaSetDevice(device));
   Data data = deterministic_data(c);
   DeviceCase device_case(data, Walk::full_first, c.choice);
   for (int launch = 0; launch < 10; ++launch) {
     device_case.launch_forward();
     device_case.launch_backward();
   }
-  testing::check_cuda(cudaDeviceSynchronize());
+  check_cuda(cudaDeviceSynchronize());
   std::vector<std::byte> bits;
   for (const auto& outputs : {device_case.forward_outputs(), device_case.gradients()}) {
     for (const DeviceTensor* tensor : outputs) {
@@ -368,7 +335,7 @@ std::vector<std::byte> bits_on_device(int device, const RaceCase& c) {
 // One thread per device at the same time: the state that the library keeps for a device belongs to that device.
 TEST_P(CudaRaces, TwoDevicesGiveSameBits) {
   int devices = 0;
-  testing::check_cuda(cudaGetDeviceCount(&devices));
+  check_cuda(cudaGetDeviceCount(&devices));
   if (devices < 2) GTEST_SKIP() << "there is one GPU";
   const auto on_device = [](int device) {
     return std::async(std::launch::async, [=] { return bits_on_device(device, GetParam()); });
@@ -382,4 +349,4 @@ INSTANTIATE_TEST_SUITE_P(Situations, CudaRaces, ::testing::ValuesIn(race_cases()
                          [](const auto& test) { return std::string(test.param.name); });
 
 }  // namespace
-}  // namespace flash_dmattn
+}  // namespace flash_dmattn::testing

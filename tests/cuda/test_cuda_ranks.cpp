@@ -10,22 +10,17 @@
 
 #include "cuda/selection/selection.h"
 #include "device.h"
-#include "flash_dmattn/error.h"
+#include "support/expect_invalid.h"
 #include "support/random.h"
-#include "tile_list_comparison.h"
 
 // Ranks of keys and limits of queries against the choice made by sorting.
-namespace flash_dmattn {
+namespace flash_dmattn::testing {
 namespace {
 
-using testing::DeviceBuffer;
-using testing::download;
-using testing::Random;
+class SmallCudaRanks : public OnDevice {};
+class CudaRanks : public OnDevice {};
 
-class SmallCudaRanks : public testing::OnDevice {};
-class CudaRanks : public testing::OnDevice {};
-
-struct Shape {
+struct RankShape {
   std::array<std::int64_t, 2> scores;
   std::array<std::int64_t, 2> mask;
   std::int64_t seqlen_q;
@@ -64,7 +59,7 @@ struct Bias {
   }
 };
 
-RankArgs args_of(const Shape& shape, bool causal) {
+RankArgs args_of(const RankShape& shape, bool causal) {
   RankArgs args;
   args.batch = std::max({shape.scores[0], shape.mask[0], shape.bias[0]});
   args.heads = std::max({shape.scores[1], shape.mask[1], shape.bias[1]});
@@ -104,7 +99,7 @@ std::vector<std::int64_t> sorted_keys(const float* scores, std::int64_t seqlen_k
   return keys;
 }
 
-void expect_the_choice(const Shape& shape, bool causal, Random& random) {
+void expect_the_choice(const RankShape& shape, bool causal, Random& random) {
   RankArgs args = args_of(shape, causal);
   const std::int64_t score_rows = shape.scores[0] * shape.scores[1];
   std::vector<float> scores(static_cast<std::size_t>(score_rows * shape.seqlen_k));
@@ -114,25 +109,16 @@ void expect_the_choice(const Shape& shape, bool causal, Random& random) {
 
   const Bias bias(shape.bias[0] * args.bias_stride[0], shape.bias_dtype, random);
 
-  DeviceBuffer device_scores(scores.size() * sizeof(float));
-  DeviceBuffer device_mask(mask.size());
-  DeviceBuffer device_bias(bias.bytes.size());
-  device_scores.upload(scores.data());
-  device_mask.upload(mask.data());
-  device_bias.upload(bias.bytes.data());
+  const DeviceBuffer device_scores(scores), device_mask(mask), device_bias(bias.bytes);
   const std::int64_t limits = args.batch * args.heads * shape.seqlen_q;
-  DeviceBuffer rank(scores.size() * sizeof(std::int32_t));
-  DeviceBuffer limit(static_cast<std::size_t>(limits) * sizeof(std::int32_t));
+  const DeviceBuffer rank(scores.size() * sizeof(std::int32_t));
+  const DeviceBuffer limit(static_cast<std::size_t>(limits) * sizeof(std::int32_t));
   args.scores = device_scores.data();
-  args.mask = reinterpret_cast<const std::uint8_t*>(device_mask.data());
+  args.mask = device_mask.as<std::uint8_t>();
   args.bias = device_bias.data();
-  args.key_rank = reinterpret_cast<std::int32_t*>(rank.data());
-  args.rank_limit = reinterpret_cast<std::int32_t*>(limit.data());
-  Execution execution;
-  execution.workspace_bytes = cuda::rank_workspace_size(args);
-  DeviceBuffer workspace(execution.workspace_bytes);
-  execution.workspace = workspace.data();
-  cuda::rank_keys(args, execution);
+  args.key_rank = rank.as<std::int32_t>();
+  args.rank_limit = limit.as<std::int32_t>();
+  cuda::rank_keys(args, DeviceWorkspace(cuda::rank_workspace_size(args)));
 
   const auto ranks = download<std::int32_t>(rank, score_rows * shape.seqlen_k);
   const auto queries = download<std::int32_t>(limit, limits);
@@ -171,7 +157,7 @@ void expect_the_choice(const Shape& shape, bool causal, Random& random) {
 
 TEST_F(SmallCudaRanks, RanksMatchDefinition) {
   Random random(1);
-  const std::vector<Shape> shapes = {
+  const std::vector<RankShape> shapes = {
       {{7, 9}, {1, 1}, 5, 1, 1, 0},
       {{2, 2}, {2, 1}, 65, 132, 20, 4},
       {{1, 4}, {2, 2}, 40, 67, 9, 0},
@@ -186,7 +172,7 @@ TEST_F(SmallCudaRanks, RanksMatchDefinition) {
       {{2, 1}, {2, 4}, 33, 290, 50, 0, {1, 2}, DType::bf16},
       {{1, 1}, {}, 65, 33, 7, 1, {1, 1}, DType::bf16},
   };
-  for (const Shape& shape : shapes) {
+  for (const RankShape& shape : shapes) {
     for (const bool causal : {false, true}) {
       expect_the_choice(shape, causal, random);
       if (HasFatalFailure()) return;
@@ -201,32 +187,25 @@ TEST_F(CudaRanks, DigitSortedRowsMatchDefinition) {
 
 TEST_F(CudaRanks, InvalidArgumentIsNamed) {
   const RankArgs good = args_of({{2, 2}, {1, 4}, 5, 7, 3, 0}, true);
-  const auto rejected = [](const RankArgs& args) -> std::string {
-    try {
-      cuda::rank_keys(args, Execution{});
-    } catch (const InvalidArgument& error) {
-      return error.argument();
-    }
-    return "nothing";
+  const auto expect_rejected = [&](const std::string& argument, const auto& change) {
+    RankArgs args = good;
+    change(args);
+    expect_invalid([&] { cuda::rank_keys(args, {}); }, argument);
   };
-  RankArgs args = good;
-  args.scores_shape = {2, 3};
-  EXPECT_EQ(rejected(args), "scores_shape");
-  args = good;
-  args.mask_shape = {3, 4};
-  EXPECT_EQ(rejected(args), "mask_shape");
-  args.mask_shape = {};
-  EXPECT_EQ(rejected(args), "mask_shape");  // without a bias it is missed
-  args.bias_shape = {2, 3};
-  EXPECT_EQ(rejected(args), "bias_shape");
-  args.bias_shape = {2, 4};
-  args.bias_dtype = DType::f64;
-  EXPECT_EQ(rejected(args), "bias_dtype");
-  args = good;
-  args.window = -1;
-  EXPECT_EQ(rejected(args), "window");
-  EXPECT_EQ(rejected(good), "execution.workspace_bytes");
+  expect_rejected("scores_shape", [](RankArgs& args) { args.scores_shape = {2, 3}; });
+  expect_rejected("mask_shape", [](RankArgs& args) { args.mask_shape = {3, 4}; });
+  // Without a bias the mask is missed.
+  expect_rejected("mask_shape", [](RankArgs& args) { args.mask_shape = {}; });
+  expect_rejected("bias_shape",
+                  [](RankArgs& args) { args.mask_shape = {}, args.bias_shape = {2, 3}; });
+  expect_rejected("bias_dtype", [](RankArgs& args) {
+    args.mask_shape = {};
+    args.bias_shape = {2, 4};
+    args.bias_dtype = DType::f64;
+  });
+  expect_rejected("window", [](RankArgs& args) { args.window = -1; });
+  expect_rejected("execution.workspace_bytes", [](RankArgs&) {});
 }
 
 }  // namespace
-}  // namespace flash_dmattn
+}  // namespace flash_dmattn::testing

@@ -9,24 +9,18 @@
 #include "cuda/selection/selection.h"
 #include "device.h"
 #include "flash_dmattn/calls.h"
-#include "flash_dmattn/error.h"
 #include "float_types.h"
+#include "support/expect_invalid.h"
 #include "support/key_selection.h"
 #include "support/random.h"
 #include "tile_list_comparison.h"
 
 // Selection and tile lists on the device against those of the CPU, bit for bit.
-namespace flash_dmattn {
+namespace flash_dmattn::testing {
 namespace {
 
-using testing::check_cuda;
-using testing::DeviceBuffer;
-using testing::expect_same_lists;
-using testing::HostWorkspace;
-using testing::Random;
-
-class SmallCudaSelection : public testing::OnDevice {};
-class CudaSelection : public testing::OnDevice {};
+class SmallCudaSelection : public OnDevice {};
+class CudaSelection : public OnDevice {};
 
 enum class Scores { normal, equal, falling, rising, few, with_nan, drifting, infinite, two_ramps };
 constexpr int score_kinds = 9;
@@ -51,7 +45,7 @@ float score(Scores kind, Random& random, std::int64_t j, std::int64_t seqlen_k) 
   }
 }
 
-struct Layout {
+struct ScoreLayout {
   std::int64_t key_stride = 1;
   std::int64_t padding = 0;
   int mask_one_in = 0;  // this many keys are masked; 0: there is no mask
@@ -60,13 +54,13 @@ struct Layout {
 
 std::string describe(const SelectionArgs& args, Scores kind) {
   return "scores " + std::to_string(static_cast<int>(kind)) + " " +
-         std::string(name_of(args.scores_dtype)) + ", " + testing::text_of(args);
+         std::string(name_of(args.scores_dtype)) + ", " + text_of(args);
 }
 
 // One selection and its tile lists, on the host and on the device.
 class Comparison {
  public:
-  Comparison(const SelectionArgs& shape, Scores kind, const Layout& layout, Random& random)
+  Comparison(const SelectionArgs& shape, Scores kind, const ScoreLayout& layout, Random& random)
       : args_(shape), kind_(kind), layout_(layout) {
     const std::int64_t row = (args_.seqlen_k + layout.padding) * layout.key_stride;
     const std::int64_t rows = args_.batch * args_.heads;
@@ -102,41 +96,31 @@ class Comparison {
 
   void expect_same() {
     DeviceBuffer scores(scores_bytes());
-    DeviceBuffer mask(mask_.size());
-    DeviceBuffer intervals(mask_.size() * sizeof(KeyInterval));
     scores.upload(this->scores());
-    mask.upload(mask_.data());
+    const DeviceBuffer mask(mask_);
+    const DeviceBuffer intervals(mask_.size() * sizeof(KeyInterval));
     SelectionArgs on_device = args_;
     on_device.device = Device::cuda;
     on_device.scores = scores.data();
     if (layout_.mask_one_in > 0) {
-      on_device.key_mask = reinterpret_cast<const std::uint8_t*>(mask.data());
+      on_device.key_mask = mask.as<std::uint8_t>();
     }
-    on_device.intervals = reinterpret_cast<KeyInterval*>(intervals.data());
-    Execution execution;
-    const std::size_t bytes = select_workspace_size(on_device, execution);
-    DeviceBuffer workspace(bytes);
-    execution.workspace = workspace.data();
-    execution.workspace_bytes = bytes;
-    select_key_intervals(on_device, execution);
+    on_device.intervals = intervals.as<KeyInterval>();
+    run_on_device(SelectCall(on_device, {}));
     compare_intervals(intervals);
     if (!::testing::Test::HasFatalFailure() && tile_rows > 0)
       compare_tile_lists(on_device.intervals);
   }
 
   void compare_intervals(const DeviceBuffer& actual_intervals) {
-    std::vector<KeyInterval> actual(mask_.size());
-    if (!actual.empty()) actual_intervals.download(actual.data());
+    const auto actual =
+        download<KeyInterval>(actual_intervals, static_cast<std::int64_t>(mask_.size()));
     expected_.assign(mask_.size(), KeyInterval{-1, -1});
     SelectionArgs on_host = args_;
     on_host.scores = scores();
     if (layout_.mask_one_in > 0) on_host.key_mask = mask_.data();
     on_host.intervals = expected_.data();
-    Execution execution;
-    HostWorkspace workspace(select_workspace_size(on_host, execution));
-    execution.workspace = workspace.data();
-    execution.workspace_bytes = workspace.size();
-    select_key_intervals(on_host, execution);
+    run_in_new_workspace(SelectCall(on_host, {}));
     for (std::size_t i = 0; i < actual.size(); ++i) {
       ASSERT_TRUE(actual[i].first == expected_[i].first && actual[i].last == expected_[i].last)
           << describe(args_, kind_) << ": key " << i << ": expected [" << expected_[i].first << ", "
@@ -163,7 +147,7 @@ class Comparison {
  private:
   SelectionArgs args_;
   Scores kind_;
-  Layout layout_;
+  ScoreLayout layout_;
   std::vector<float> scores_;
   std::vector<std::uint16_t> narrow_;
   std::vector<std::uint8_t> mask_;
@@ -197,9 +181,9 @@ void compare_random(std::uint64_t seed, int rounds, std::int64_t longest,
     if (random.below(10) == 0) args.keep.window = 512 * random.below(4);
     args.keep.selection = random.below(3) == 0 ? Selection::global : Selection::per_query;
     args.causal = random.below(6) != 0;
-    if (rules == Rules::any) args.keep = testing::random_rule(args, head_windows, random);
+    if (rules == Rules::any) args.keep = random_rule(args, head_windows, random);
     args.scores_dtype = static_cast<DType>(random.below(3));
-    Layout layout;
+    ScoreLayout layout;
     layout.key_stride = random.below(4) == 0 ? 2 : 1;
     layout.padding = random.below(4);
     layout.mask_one_in = random.below(2) == 0 ? 0 : static_cast<int>(1 + random.below(6));
@@ -239,7 +223,7 @@ TEST_F(SmallCudaSelection, ClusteredRowsMatchCpu) {
         SelectionArgs args = shape_of(2, past + queries, window);
         args.seqlen_q = queries;
         args.scores_dtype = random.below(2) == 0 ? DType::f32 : DType::bf16;
-        Layout layout;
+        ScoreLayout layout;
         layout.mask_one_in = static_cast<int>(random.below(3)) * 2;
         Comparison comparison(args, static_cast<Scores>(random.below(score_kinds)), layout, random);
         comparison.expect_same();
@@ -280,7 +264,7 @@ TEST_F(CudaSelection, SparseRankWindowsMatchCpu) {
   for (const std::int64_t seqlen : {16384, 40001, 140003}) {
     for (const std::int64_t window : {1, 1024, 3000}) {
       for (const Scores kind : {Scores::normal, static_cast<Scores>(random.below(score_kinds))}) {
-        Layout layout;
+        ScoreLayout layout;
         layout.mask_one_in = static_cast<int>(random.below(3)) * 2;
         Comparison comparison(shape_of(2, seqlen, window), kind, layout, random);
         comparison.tile_rows = 128;
@@ -335,42 +319,27 @@ TEST_F(CudaSelection, ThousandsOfRowsMatchCpu) {
   }
 }
 
-// Scores change between replays; the graph's own stream is not the default one.
+// Scores change between replays.
 TEST_F(CudaSelection, GraphReplayMatchesCpu) {
   Random random(8);
   SelectionArgs args = shape_of(4, 20000, 300);
   Comparison comparison(args, Scores::normal, {}, random);
   DeviceBuffer scores(comparison.scores_bytes());
-  DeviceBuffer intervals(4 * 20000 * sizeof(KeyInterval));
+  const DeviceBuffer intervals(4 * 20000 * sizeof(KeyInterval));
   args.device = Device::cuda;
   args.scores = scores.data();
   args.scores_stride = {4 * 20000, 20000, 1};
-  args.intervals = reinterpret_cast<KeyInterval*>(intervals.data());
-  const std::size_t bytes = select_workspace_size(args, Execution{});
-  DeviceBuffer workspace(bytes);
-  cudaStream_t stream = nullptr;
-  check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  Execution execution;
-  execution.workspace = workspace.data();
-  execution.workspace_bytes = bytes;
-  execution.stream = stream;
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t replay = nullptr;
-  check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-  select_key_intervals(args, execution);
-  check_cuda(cudaStreamEndCapture(stream, &graph));
-  check_cuda(cudaGraphInstantiate(&replay, graph, 0));
+  args.intervals = intervals.as<KeyInterval>();
+  const DeviceBuffer workspace(SelectCall(args, {}).workspace_size());
+  const Graph graph(
+      [&](cudaStream_t stream) { SelectCall(args, {.stream = stream}).run(workspace); });
   for (int i = 0; i < 3; ++i) {
     comparison.refill(random);
     scores.upload(comparison.scores());
-    check_cuda(cudaGraphLaunch(replay, stream));
-    check_cuda(cudaStreamSynchronize(stream));
+    graph.replay(1);
     comparison.compare_intervals(intervals);
-    if (HasFatalFailure()) break;
+    if (HasFatalFailure()) return;
   }
-  check_cuda(cudaGraphExecDestroy(replay));
-  check_cuda(cudaGraphDestroy(graph));
-  check_cuda(cudaStreamDestroy(stream));
 }
 
 TEST_F(CudaSelection, CallOfAnotherDeviceThrows) {
@@ -382,12 +351,12 @@ TEST_F(CudaSelection, CallOfAnotherDeviceThrows) {
   DeviceBuffer scores(100 * sizeof(float));
   DeviceBuffer intervals(100 * sizeof(KeyInterval));
   args.scores = scores.data();
-  args.intervals = reinterpret_cast<KeyInterval*>(intervals.data());
+  args.intervals = intervals.as<KeyInterval>();
   const SelectCall call(args, {});
-  DeviceBuffer workspace(call.workspace_size());
+  const DeviceBuffer workspace(call.workspace_size());
   check_cuda(cudaSetDevice(1));
   try {
-    call.run({workspace.data(), call.workspace_size()});
+    call.run(workspace);
     ADD_FAILURE() << "it ran on another device";
   } catch (const std::runtime_error& error) {
     EXPECT_STREQ(error.what(),
@@ -399,27 +368,18 @@ TEST_F(CudaSelection, CallOfAnotherDeviceThrows) {
 TEST_F(CudaSelection, InvalidArgumentIsNamed) {
   SelectionArgs good = shape_of(1, 100, 10);
   good.device = Device::cuda;
-  const auto rejected = [](const SelectionArgs& args) -> std::string {
-    try {
-      select_key_intervals(args, Execution{});
-    } catch (const InvalidArgument& error) {
-      return error.argument();
-    }
-    return "nothing";
+  const auto expect_rejected = [&](const std::string& argument, const auto& change) {
+    SelectionArgs args = good;
+    change(args);
+    expect_invalid([&] { select_key_intervals(args, {}); }, argument);
   };
-  SelectionArgs args = good;
-  args.keep.window = -1;
-  EXPECT_EQ(rejected(args), "window");
-  for (const DType dtype : {DType::f64, SelectionArgs{}.scores_dtype}) {
-    args = good;
-    args.scores_dtype = dtype;
-    EXPECT_EQ(rejected(args), "scores_dtype");
-  }
-  args = good;
-  args.seqlen_k = std::int64_t{1} << 24;
-  EXPECT_EQ(rejected(args), "seqlen_k");
-  EXPECT_EQ(rejected(good), "scores");
+  expect_rejected("window", [](SelectionArgs& args) { args.keep.window = -1; });
+  expect_rejected("scores_dtype", [](SelectionArgs& args) { args.scores_dtype = DType::f64; });
+  expect_rejected("scores_dtype",
+                  [](SelectionArgs& args) { args.scores_dtype = SelectionArgs{}.scores_dtype; });
+  expect_rejected("seqlen_k", [](SelectionArgs& args) { args.seqlen_k = std::int64_t{1} << 24; });
+  expect_rejected("scores", [](SelectionArgs&) {});
 }
 
 }  // namespace
-}  // namespace flash_dmattn
+}  // namespace flash_dmattn::testing

@@ -13,17 +13,14 @@
 #include "tile_list_comparison.h"
 
 // Slots of hand-made intervals on the device.
-namespace flash_dmattn {
+namespace flash_dmattn::testing {
 namespace {
 
-using testing::DeviceBuffer;
-using testing::Random;
-
-class SmallCudaSlots : public testing::OnDevice {
+class SmallCudaSlots : public OnDevice {
  protected:
   void SetUp() override {
-    testing::OnDevice::SetUp();
-    if (IsSkipped() || HasFatalFailure()) return;
+    OnDevice::SetUp();
+    if (IsSkipped()) return;
     if (cuda::current_device().shared_bytes < cuda::slot_shared_bytes())
       GTEST_SKIP() << "slots take " << cuda::slot_shared_bytes() << " bytes of shared memory";
   }
@@ -97,21 +94,11 @@ void compare_slots(std::uint64_t seed, int rounds, std::int64_t longest) {
       const std::int64_t life = round % 2 == 0 ? longest_life : random.below(longest_life + 1);
       intervals[i] = {static_cast<std::int32_t>(first), static_cast<std::int32_t>(first + life)};
     }
-    DeviceBuffer on_device(intervals.size() * sizeof(KeyInterval));
-    on_device.upload(intervals.data());
-    args.intervals = {reinterpret_cast<const KeyInterval*>(on_device.data()),
-                      args.heads * args.seqlen_k, args.seqlen_k};
-
-    Problem problem;
-    problem.batch = args.batch;
-    problem.heads_q = problem.heads_kv = args.heads;
-    problem.seqlen_q = args.seqlen_q;
-    problem.seqlen_k = args.seqlen_k;
-    problem.causal = args.causal;
-    problem.intervals_shape = {args.batch, args.heads};
-    const KeyIntervals on_host{intervals.data(), args.heads * args.seqlen_k, args.seqlen_k};
-    args.bound = round % 3 == 0 ? testing::measured_on_both(args, intervals)
-                                : testing::least_bound(on_host, problem);
+    const DeviceBuffer on_device(intervals);
+    args.intervals = {on_device.as<KeyInterval>(), args.heads * args.seqlen_k, args.seqlen_k};
+    const Problem problem = problem_of(args);
+    args.bound = round % 3 == 0 ? measured_on_both(args, intervals)
+                                : least_bound(on_host(args, intervals).intervals, problem);
     const Visibility visibility{.intervals = args.intervals, .bound = args.bound};
     const cuda::SlotGeometry geometry{.tile_rows = args.tile_rows, .segments = 1 + random.below(5)};
     const cuda::SlotSchedule plan(problem, visibility, Direction::backward, geometry);
@@ -123,18 +110,13 @@ void compare_slots(std::uint64_t seed, int rounds, std::int64_t longest) {
       continue;
     }
     ++with_slots;
-    DeviceBuffer memory(plan.size);
-    DeviceBuffer workspace(plan.bytes);
-    Execution execution;
-    execution.workspace = workspace.data();
-    execution.workspace_bytes = plan.bytes;
-    ScheduleContents schedule = plan.build({memory.data(), plan.size}, execution);
+    const DeviceBuffer memory(plan.size);
+    ScheduleContents schedule = plan.build(memory, DeviceWorkspace(plan.bytes));
     ASSERT_EQ(schedule.kind, ScheduleKind::key_slots);
     ASSERT_FALSE(schedule.serves(Direction::forward));
     schedule.problem = problem;  // as the API does
 
-    std::vector<std::byte> host(plan.size);
-    memory.download(host.data());
+    auto host = download<std::byte>(memory, static_cast<std::int64_t>(plan.size));
     schedule.data = host.data();
     const cuda::KeySlots slots = cuda::key_slots(schedule.schedule(), geometry);
     ASSERT_EQ(slots.shape.slots, slot_count);
@@ -149,11 +131,12 @@ void compare_slots(std::uint64_t seed, int rounds, std::int64_t longest) {
   EXPECT_GT(with_slots, rounds / 4);
 }
 
+TileListArgs shape_of(std::int64_t seqlen) {
+  return {.batch = 1, .heads = 1, .seqlen_q = seqlen, .seqlen_k = seqlen};
+}
+
 TEST_F(SmallCudaSlots, NoVisibleKeyGivesEmptySchedule) {
-  Problem problem;
-  problem.batch = problem.heads_q = problem.heads_kv = 1;
-  problem.seqlen_q = problem.seqlen_k = 300;
-  problem.intervals_shape = {1, 1};
+  const Problem problem = problem_of(shape_of(300));
   const std::vector<KeyInterval> intervals(300);
   const Visibility visibility{.intervals = {.data = intervals.data()}, .bound = {.base = 0}};
   const cuda::SlotSchedule plan(problem, visibility, Direction::backward,
@@ -163,10 +146,7 @@ TEST_F(SmallCudaSlots, NoVisibleKeyGivesEmptySchedule) {
 
 // Tiles are numbered with 16 bits.
 TEST_F(SmallCudaSlots, TooManyTilesGiveEmptySchedule) {
-  Problem problem;
-  problem.batch = problem.heads_q = problem.heads_kv = 1;
-  problem.seqlen_q = problem.seqlen_k = 64 * (max_query_tiles + 1);
-  problem.intervals_shape = {1, 1};
+  const Problem problem = problem_of(shape_of(64 * (max_query_tiles + 1)));
   const KeyInterval not_read{};
   const Visibility visibility{.intervals = {.data = &not_read}, .bound = {.base = 9}};
   const cuda::SlotGeometry geometry{.tile_rows = 64, .segments = 8};
@@ -179,4 +159,4 @@ TEST_F(SmallCudaSlots, RandomIntervalsGiveValidSlots) { compare_slots(21, 12, 15
 TEST_F(CudaSlots, LongRandomIntervalsGiveValidSlots) { compare_slots(22, 60, 30000); }
 
 }  // namespace
-}  // namespace flash_dmattn
+}  // namespace flash_dmattn::testing

@@ -2,27 +2,21 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cuda/schedule/schedule.h"
 #include "cuda/selection/selection.h"
 #include "device.h"
-#include "flash_dmattn/error.h"
+#include "support/expect_invalid.h"
 #include "support/random.h"
 #include "tile_list_comparison.h"
 
 // Query tiles' key lists of hand-made intervals on the device.
-namespace flash_dmattn {
+namespace flash_dmattn::testing {
 namespace {
 
-using testing::DeviceBuffer;
-using testing::download;
-using testing::expect_same_lists;
-using testing::HostWorkspace;
-using testing::measured_on_both;
-using testing::Random;
-
-class SmallCudaTileLists : public testing::OnDevice {};
+class SmallCudaTileLists : public OnDevice {};
 
 // Intervals of every form and a bound that holds for them.
 TEST_F(SmallCudaTileLists, HandmadeIntervalsMatchCpu) {
@@ -55,11 +49,9 @@ TEST_F(SmallCudaTileLists, HandmadeIntervalsMatchCpu) {
     args.bound = {args.seqlen_k, 0};
     if (kind == 1) args.bound = {window, 1};
     if (kind == 2) args.bound = {2 * window, 1};
-    DeviceBuffer on_device(intervals.size() * sizeof(KeyInterval));
-    on_device.upload(intervals.data());
+    const DeviceBuffer on_device(intervals);
     if (kind != 3) {
-      args.intervals = {reinterpret_cast<const KeyInterval*>(on_device.data()),
-                        args.heads * args.seqlen_k, args.seqlen_k};
+      args.intervals = {on_device.as<KeyInterval>(), args.heads * args.seqlen_k, args.seqlen_k};
     }
     expect_same_lists(args, intervals);
     if (HasFatalFailure()) return;
@@ -80,10 +72,8 @@ TEST_F(SmallCudaTileLists, ThousandsOfTilesMatchCpu) {
   args.bound = {20, 1};
   std::vector<KeyInterval> intervals;
   for (std::int32_t j = 0; j < 8500; ++j) intervals.push_back({j, j + 1 + j % 20});
-  DeviceBuffer on_device(intervals.size() * sizeof(KeyInterval));
-  on_device.upload(intervals.data());
-  args.intervals = {reinterpret_cast<const KeyInterval*>(on_device.data()), args.seqlen_k,
-                    args.seqlen_k};
+  const DeviceBuffer on_device(intervals);
+  args.intervals = {on_device.as<KeyInterval>(), args.seqlen_k, args.seqlen_k};
   expect_same_lists(args, intervals);
 }
 
@@ -98,20 +88,12 @@ TEST_F(SmallCudaTileLists, BrokenBoundWritesNothingOutside) {
   args.bound = {10, 0};
   const std::int64_t tiles = 79;
   const std::int64_t capacity = cuda::tile_list_capacity(args);
-  DeviceBuffer begin(tiles * 8);
-  DeviceBuffer count(tiles * 4);
-  DeviceBuffer full(tiles * 4);
-  DeviceBuffer keys(static_cast<std::size_t>(tiles * capacity) * 4);
-  const std::size_t bytes = cuda::tile_lists_workspace_size(args);
-  DeviceBuffer workspace(bytes);
-  Execution execution;
-  execution.workspace = workspace.data();
-  execution.workspace_bytes = bytes;
-  cuda::build_tile_lists(
-      args,
-      {reinterpret_cast<std::int64_t*>(begin.data()), reinterpret_cast<std::int32_t*>(count.data()),
-       reinterpret_cast<std::int32_t*>(full.data()), reinterpret_cast<std::int32_t*>(keys.data())},
-      execution);
+  const DeviceBuffer begin(tiles * 8), count(tiles * 4), full(tiles * 4);
+  const DeviceBuffer keys(static_cast<std::size_t>(tiles * capacity) * 4);
+  cuda::build_tile_lists(args,
+                         {begin.as<std::int64_t>(), count.as<std::int32_t>(),
+                          full.as<std::int32_t>(), keys.as<std::int32_t>()},
+                         DeviceWorkspace(cuda::tile_lists_workspace_size(args)));
   for (const std::int32_t stored : download<std::int32_t>(count, tiles)) {
     EXPECT_LE(stored, capacity);
   }
@@ -136,50 +118,40 @@ TEST_F(SmallCudaTileLists, KeyListMatchesIntervals) {
     select.scores = scores.data();
     select.scores_dtype = DType::f32;
     select.intervals = intervals.data();
-    Execution on_host;
-    HostWorkspace select_workspace(select_workspace_size(select, on_host));
-    on_host.workspace = select_workspace.data();
-    on_host.workspace_bytes = select_workspace.size();
-    select_key_intervals(select, on_host);
+    run_in_new_workspace(SelectCall(select, {}));
 
-    DeviceBuffer device_scores(scores.size() * sizeof(float));
-    device_scores.upload(scores.data());
+    const DeviceBuffer device_scores(scores);
     SelectionArgs on_device = select;
     on_device.device = Device::cuda;
     on_device.scores = device_scores.data();
     const std::int64_t stride = key_list_stride(on_device);
-    DeviceBuffer keys(static_cast<std::size_t>(rows * stride) * 4);
-    DeviceBuffer sizes(static_cast<std::size_t>(rows) * 4);
-    DeviceBuffer workspace(select_list_workspace_size(on_device));
-    Execution execution;
-    execution.workspace = workspace.data();
-    execution.workspace_bytes = select_list_workspace_size(on_device);
-
-    const KeyList list = select_key_list(on_device, reinterpret_cast<std::int32_t*>(keys.data()),
-                                         reinterpret_cast<std::int32_t*>(sizes.data()), execution);
-    Problem problem;
-    problem.batch = select.batch;
-    problem.heads_q = problem.heads_kv = select.heads;
-    problem.seqlen_q = select.seqlen_q;
-    problem.seqlen_k = select.seqlen_k;
-    problem.causal = select.causal;
-    problem.key_list_shape = {select.batch, select.heads};
-    const Visibility visibility{.key_list = list};
+    const DeviceBuffer keys(static_cast<std::size_t>(rows * stride) * 4);
+    const DeviceBuffer sizes(static_cast<std::size_t>(rows) * 4);
+    const DeviceWorkspace workspace(select_list_workspace_size(on_device));
+    const KeyList list =
+        select_key_list(on_device, keys.as<std::int32_t>(), sizes.as<std::int32_t>(), workspace);
     const std::int64_t tile_rows = 1 + random.below(200);
-
-    TileListArgs args = tile_list_args(problem, {}, tile_rows);
-    args.intervals = {intervals.data(), args.heads * args.seqlen_k, args.seqlen_k};
-    const testing::OwnedTileLists owned = testing::make_tile_lists(args, testing::in_turn(1));
+    const TileListArgs args{
+        .batch = select.batch,
+        .heads = select.heads,
+        .seqlen_q = select.seqlen_q,
+        .seqlen_k = select.seqlen_k,
+        .tile_rows = tile_rows,
+        .causal = select.causal,
+        .intervals = {intervals.data(), select.heads * select.seqlen_k, select.seqlen_k}};
+    Problem problem = problem_of(args);
+    std::swap(problem.intervals_shape, problem.key_list_shape);
+    const Visibility visibility{.key_list = list};
+    const OwnedTileLists owned = make_tile_lists(args, in_turn(1));
     const QueryTileLists& expected = owned.lists;
     const std::int64_t lists = args.lists();
     const cuda::ListSchedule plan(problem, visibility, Direction::forward, tile_rows, true);
     EXPECT_EQ(plan.size, tile_list_bytes(lists, 0));
-    DeviceBuffer memory(plan.size);
-    const ScheduleContents schedule = plan.build({memory.data(), plan.size}, execution);
+    const DeviceBuffer memory(plan.size);
+    const ScheduleContents schedule = plan.build(memory, workspace);
     EXPECT_EQ(schedule.kind, ScheduleKind::key_list_tiles);
 
-    std::vector<std::byte> host(plan.size);
-    memory.download(host.data());
+    auto host = download<std::byte>(memory, static_cast<std::int64_t>(plan.size));
     ScheduleAllocator allocator(host.data());
     const TileListBuffers actual = take_tile_lists(allocator, lists, 0);
     const auto actual_keys = download<std::int32_t>(keys, rows * stride);
@@ -204,15 +176,8 @@ TEST(CudaKeyLists, SelectionThatNoListExpressesThrows) {
   const auto expect_error = [&](const auto& change, const std::string& argument) {
     SelectionArgs args = good;
     change(args);
-    for (const bool stride : {true, false}) {
-      try {
-        stride ? static_cast<void>(key_list_stride(args))
-               : static_cast<void>(select_list_workspace_size(args));
-        ADD_FAILURE() << "accepted a bad " << argument;
-      } catch (const InvalidArgument& error) {
-        EXPECT_EQ(error.argument(), argument) << error.what();
-      }
-    }
+    expect_invalid([&] { key_list_stride(args); }, argument);
+    expect_invalid([&] { select_list_workspace_size(args); }, argument);
   };
   static constexpr std::int64_t windows[] = {10};
   expect_error([](SelectionArgs& args) { args.keep.recent_window = 1; }, "recent_window");
@@ -244,4 +209,4 @@ TEST(CudaTileListSchedules, SizeFollowsFromShapesAndBound) {
 }
 
 }  // namespace
-}  // namespace flash_dmattn
+}  // namespace flash_dmattn::testing

@@ -56,13 +56,6 @@ void run(int blocks, int threads, std::size_t shared_bytes, const Body& body) {
   testing::check_cuda(cudaDeviceSynchronize());
 }
 
-class CudaUnit : public ::testing::Test {
- protected:
-  void SetUp() override {
-    int devices = 0;
-    const cudaError_t error = cudaGetDeviceCount(&devices);
-    if (error != cudaSuccess) GTEST_SKIP() << cudaGetErrorString(error);
-  }
-};
+using CudaUnit = testing::OnDevice;
 
 }  // namespace flash_dmattn::cuda::unit
