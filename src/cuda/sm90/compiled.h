@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 
 #include <stdexcept>
+#include <string>
 
 #include "cuda/attention/compiled.h"
 #include "cuda/primitives/convert.cuh"
@@ -20,7 +21,9 @@ void dispatch_bucket(DType dtype, int bucket, const Body& body) {
     if constexpr (is_compiled && has_kernels_of(Element<T>::dtype, D)) {
       body.template operator()<T, D>();
     } else {
-      throw std::logic_error("not compiled: kernels of this dtype and head_dim");
+      throw std::logic_error("not compiled: sm90 kernels of " +
+                             std::string(name_of(Element<T>::dtype)) + " with a head_dim of " +
+                             std::to_string(D));
     }
   };
   const auto with_dtype = [&]<class T>() {

@@ -69,25 +69,25 @@ struct Source {
 struct Sink {
   OutputRows original;
   OutputRows rows;  // written by the kernels
-  int head_dim;
+  int columns;      // the head dim of k, or of v
   bool copied;
 
   Sink(const OutputRows& to, int dim, bool needs_alignment, bool listed)
-      : original(to), rows(to), head_dim(dim) {
+      : original(to), rows(to), columns(dim) {
     const bool fits = to.data != nullptr && (to.aligned || !needs_alignment);
     copied = listed || (needs_alignment && !fits);
   }
 
   void place(const Shape& main_loop, WorkspaceAllocator& workspace) {
     if (!copied) return;
-    rows = dense_rows(main_loop, main_loop.seqlen_k, main_loop.heads_kv, head_dim, workspace);
+    rows = dense_rows(main_loop, main_loop.seqlen_k, main_loop.heads_kv, columns, workspace);
     if (original.data == nullptr) rows.data = nullptr;
   }
 
   // `shape` is the shape of the call, with all keys.
   void store(const Shape& shape, const ListedKeys& list, cudaStream_t stream) const {
     if (original.data == nullptr || rows.data == original.data) return;
-    const ScatterRows body{rows, original, shape, head_dim, list};
+    const ScatterRows body{rows, original, shape, columns, list};
     for_each(body.items(), body, stream);
   }
 };

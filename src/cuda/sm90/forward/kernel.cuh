@@ -2,7 +2,7 @@
 
 #include "cuda/sm90/dense/forward_producer.cuh"
 #include "cuda/sm90/forward/consumer.cuh"
-#include "cuda/sm90/forward/producer.cuh"
+#include "cuda/sm90/forward/gather_producer.cuh"
 
 // The forward of sm_90a, with one producer warpgroup and two or three consumer warpgroups of 64 queries each.
 // Persistent blocks take work tiles from a counter.
