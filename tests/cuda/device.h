@@ -184,15 +184,6 @@ class DeviceTensor {
     std::size_t bytes = 0;
   };
 
-  static std::int64_t bytes_of(Element element) {
-    switch (element) {
-      case Element::u8: return 1;
-      case Element::f32: return 4;
-      case Element::f64: return 8;
-      default: return 2;
-    }
-  }
-
   static Span span_of(const Tensor& tensor) {
     if (tensor.elements() == 0) return {};
     const std::int64_t size = bytes_of(tensor.element());

@@ -107,8 +107,9 @@ struct FindArrivalsKernel {
       const int pending = slot - cache.places;
       if (pending < 0 ? slot >= count : pending < sink_end) continue;
       const std::int32_t entry = p.entry(row, slot);
+      if (entry < 0) continue;  // it never competes, and its number may be as low as -2^31
       const int token = entry + first;
-      if (entry >= 0 && token >= 0 && token < cache.pending) arrivals[token] = slot;
+      if (token >= 0 && token < cache.pending) arrivals[token] = slot;
     }
   }
 };
