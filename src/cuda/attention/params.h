@@ -92,6 +92,9 @@ struct Shape {
   int seqlen_k = 0;
   int head_dim = 0;   // of q and k
   int value_dim = 0;  // of v and out, at most head_dim
+
+  // A row of k and one of v.
+  __host__ __device__ std::int64_t key_bytes() const { return 2 * (head_dim + value_dim); }
 };
 
 // The first query for which the delayed bias of a key counts; it may be before the first or after the last query.

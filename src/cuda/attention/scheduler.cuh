@@ -39,7 +39,7 @@ struct QueryTile {
     const int group = shape.heads_q / shape.heads_kv;
     const int tiles = ceil_div(shape.seqlen_q, rows);
     const int kv_heads = shape.batch * shape.heads_kv;  // over all batch elements
-    const std::int64_t head_bytes = 4 * static_cast<std::int64_t>(shape.seqlen_k) * shape.head_dim;
+    const std::int64_t head_bytes = shape.seqlen_k * shape.key_bytes();
     const std::int64_t fitting = section_bytes / max(head_bytes, std::int64_t{1});
     const int section =
         one_section || fitting > kv_heads ? kv_heads : max(1, static_cast<int>(fitting));
@@ -88,8 +88,9 @@ struct KeyTile {
   // multiprocessors idle.
   static __host__ __device__ int heads_of_l2(const Shape& shape) {
     const int all = all_heads(shape);
-    const std::int64_t bytes = 8 * static_cast<std::int64_t>(shape.batch) * shape.heads_q *
-                               shape.seqlen_q * shape.head_dim;
+    const int row_bytes = 6 * shape.head_dim + 2 * shape.value_dim;
+    const std::int64_t bytes =
+        static_cast<std::int64_t>(shape.batch) * shape.heads_q * shape.seqlen_q * row_bytes;
     if (bytes <= section_bytes) return all;
     const auto fitting = static_cast<int>(section_bytes * all / bytes);
     for (int heads = fitting; heads > fitting / 2; --heads)
