@@ -70,6 +70,14 @@ constexpr bool can_be_short(const ForwardVariant& variant) {
   return variant.dense == DenseAccess::none;
 }
 
+// Whether three warps of the producer can compute key info (forward/key_info_warps.cuh).
+constexpr bool can_compute_key_info(const ForwardVariant& variant) {
+  return can_be_short(variant) && variant.load == KeyLoad::tma && variant.has_key_info;
+}
+
+// The most keys of a call that is short and computes key info. With more, blocks would wait for it.
+inline constexpr int most_computed_key_info = 2048;
+
 // Whether a block that has one work tile recomputes rows itself (forward/fix_rows.cuh). In other kernels that call would
 // spill registers of the main loop.
 constexpr bool fixes_rows(int head_dim, const ForwardVariant& variant) {

@@ -2,13 +2,46 @@
 
 #include <algorithm>
 
+#include "cuda/attention/fp64_fallback.cuh"
 #include "cuda/attention/score.cuh"
 #include "cuda/sm90/key_info.h"
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Computes KeyInfo, with one thread for each range and bias. A bias is in units of the accumulator that it initializes,
-// that is, divided by the scale, or in units of log 2 if it is added after the scores are shaped.
+// The queries [first, last) that see a key by position and interval; none past the last key.
+__device__ inline KeyInterval key_range(const Shape& shape, const ScoreParams& score, int batch,
+                                        int kv_head, int key) {
+  if (key >= shape.seqlen_k) return {0, 0};
+  KeyInterval seen{0, shape.seqlen_q};
+  if (score.intervals.data != nullptr) {
+    seen = score.intervals.data[batch * score.intervals.stride_batch +
+                                kv_head * score.intervals.stride_head + key];
+  }
+  if (score.causal) seen.first = max(seen.first, key - (shape.seqlen_k - shape.seqlen_q));
+  return {min(max(seen.first, 0), shape.seqlen_q), min(max(seen.last, 0), shape.seqlen_q)};
+}
+
+// Whether the mask of keys shows a key, which exists.
+__device__ inline bool is_shown(const ScoreParams& score, const QueryHead& head, int key) {
+  if (score.mask.data == nullptr || score.mask.dense) return true;
+  return reinterpret_cast<const std::uint8_t*>(score.mask.data)[head.element(score.mask, 0, key)] !=
+         0;
+}
+
+// The bias of a key times `factor`, or -inf where mask or bias hide the key: in units of the accumulator that it
+// initializes, that is, divided by the scale, or in units of log 2 if it is added after the scores are shaped.
+// `masked_bias` replaces a bias that hides the key.
+template <class T>
+__device__ float key_bias(const Shape& shape, const ScoreParams& score, const QueryHead& head,
+                          int key, float factor, float masked_bias = negative_infinity) {
+  if (key >= shape.seqlen_k) return 0;
+  if (!is_shown(score, head, key)) return negative_infinity;
+  if (score.bias.data == nullptr || score.bias.dense) return 0;
+  const float value = load_bias<T>(score.bias, head.element(score.bias, 0, key));
+  return value > score.mask_value ? value * factor : masked_bias;
+}
+
+// Computes KeyInfo, with one thread for each range and bias.
 template <class T>
 struct PrepareKeyInfo {
   Shape shape;
@@ -28,58 +61,32 @@ struct PrepareKeyInfo {
   long items() const { return std::max(ranges(), biases()); }
 
   __device__ void operator()(long i) const {
-    if (i < ranges()) info.ranges[i] = range(place(i, info.range_heads));
+    if (i < ranges()) {
+      const Place at = place(i, info.range_heads);
+      info.ranges[i] = key_range(shape, score, at.head.batch, at.head.kv_head, at.key);
+    }
     if (i >= biases()) return;
     const Place at = place(i, info.bias_heads);
-    info.biases[i] = bias(at);
-    if (info.recent != 0) info.biases[i + info.recent] = is_shown(at) ? 0 : negative_infinity;
+    info.biases[i] = key_bias<T>(shape, score, at.head, at.key, bias_factor, masked_bias);
+    if (info.recent == 0) return;
+    const bool hidden = at.key < shape.seqlen_k && !is_shown(score, at.head, at.key);
+    info.biases[i + info.recent] = hidden ? negative_infinity : 0;
   }
 
  private:
   struct Place {
-    int batch;
-    int head;
+    QueryHead head;
     int key;  // seqlen_k past the last key
   };
 
+  // `heads` are key heads, or query heads if the mask or the bias has query heads.
   __device__ Place place(long i, int heads) const {
     const long row = i / info.padded_keys;
     const auto batch = static_cast<int>(row / heads);
     const auto head = static_cast<int>(row % heads);
     const int kv_head = heads == shape.heads_q ? head / (shape.heads_q / shape.heads_kv) : head;
     const int key = list.key(batch, kv_head, static_cast<int>(i % info.padded_keys));
-    return {batch, head, key < 0 ? shape.seqlen_k : key};
-  }
-
-  __device__ KeyInterval range(const Place& at) const {
-    if (at.key >= shape.seqlen_k) return {0, 0};
-    KeyInterval seen{0, shape.seqlen_q};
-    if (score.intervals.data != nullptr) {
-      seen = score.intervals.data[at.batch * score.intervals.stride_batch +
-                                  at.head * score.intervals.stride_head + at.key];
-    }
-    if (score.causal) seen.first = max(seen.first, at.key - (shape.seqlen_k - shape.seqlen_q));
-    return {min(max(seen.first, 0), shape.seqlen_q), min(max(seen.last, 0), shape.seqlen_q)};
-  }
-
-  __device__ std::int64_t index(const Broadcast& b, const Place& at) const {
-    // Heads are query heads if the mask or the bias has query heads.
-    const int group = info.bias_heads == shape.heads_q ? shape.heads_q / shape.heads_kv : 1;
-    return b.begin(at.batch, at.head, at.head / group) + at.key * b.key;
-  }
-
-  // Whether the mask shows the key.
-  __device__ bool is_shown(const Place& at) const {
-    if (at.key >= shape.seqlen_k || score.mask.data == nullptr || score.mask.dense) return true;
-    return reinterpret_cast<const std::uint8_t*>(score.mask.data)[index(score.mask, at)] != 0;
-  }
-
-  __device__ float bias(const Place& at) const {
-    if (at.key >= shape.seqlen_k) return 0;
-    if (!is_shown(at)) return negative_infinity;
-    if (score.bias.data == nullptr || score.bias.dense) return 0;
-    const float value = load_bias<T>(score.bias, index(score.bias, at));
-    return value > score.mask_value ? value * bias_factor : masked_bias;
+    return {{batch, head, kv_head}, key < 0 ? shape.seqlen_k : key};
   }
 };
 

@@ -3,6 +3,7 @@
 #include "cuda/sm90/dense/forward_producer.cuh"
 #include "cuda/sm90/forward/consumer.cuh"
 #include "cuda/sm90/forward/gather_producer.cuh"
+#include "cuda/sm90/forward/key_info_warps.cuh"
 
 // The forward of sm_90a, with one producer warpgroup and two or three consumer warpgroups of 64 queries each.
 // Persistent blocks take work tiles from a counter.
@@ -22,6 +23,7 @@ struct ForwardKernel {
   static constexpr bool delays = supports_delay(D, Variant);
   static constexpr bool overlaps = Variant.overlaps;
   static constexpr bool can_be_short = sm90::can_be_short(Variant);
+  static constexpr bool can_compute_key_info = sm90::can_compute_key_info(Variant);
   static constexpr bool fixes_rows = sm90::fixes_rows(D, Variant);
   static constexpr ForwardPolicy policy = forward_policy(D, Dv, Variant);
   static_assert(has_key_info || (load == KeyLoad::tma && dense == DenseAccess::none));
@@ -32,7 +34,7 @@ struct ForwardKernel {
   static constexpr int threads = policy.threads();
   static constexpr int min_blocks = 1;
   // The number of arrivals at the barrier of a filled buffer: one by one producer thread, or one by each thread for its
-  // cp.async copies, and with KeyLoad::any one more for its stores.
+  // cp.async copies, and with KeyLoad::any one more for its stores. Each warp that computes key info adds one.
   static constexpr int key_arrivals = load == KeyLoad::tma ? 1 : load == KeyLoad::any ? 256 : 128;
   static constexpr int q_arrivals = load == KeyLoad::any ? 256 : 1;
   static constexpr int dense_arrivals = 2;  // one each by the warps that load biases and bits
@@ -55,10 +57,12 @@ struct ForwardKernel {
   }
 
   __device__ void operator()(const Params& p, SharedStorage& storage) const {
+    const bool computes_key_info = can_compute_key_info && p.computes_key_info();
     if (threadIdx.x == 0) {
       constexpr int consumer_warps = 4 * policy.warpgroups;
+      const int info_arrivals = computes_key_info ? KeyInfoWarps<ForwardKernel>::warps : 0;
       storage.q_pipeline.init(q_arrivals, consumer_warps);
-      storage.k_pipeline.init(key_arrivals, consumer_warps);
+      storage.k_pipeline.init(key_arrivals + info_arrivals, consumer_warps);
       storage.v_pipeline.init(key_arrivals, consumer_warps);
       if constexpr (dense == DenseAccess::tiles) {
         storage.dense.pipeline.init(dense_arrivals, consumer_warps / policy.warpgroups);
@@ -68,6 +72,11 @@ struct ForwardKernel {
     __syncthreads();
     if (threadIdx.x < 128) {
       decrease_registers<policy.producer_registers>();
+      if constexpr (can_compute_key_info) {
+        if (computes_key_info && threadIdx.x >= KeyInfoWarps<ForwardKernel>::first_thread) {
+          return KeyInfoWarps<ForwardKernel>{{p, storage}}.run();
+        }
+      }
       Producer{{p, storage}}.run();
     } else {
       increase_registers<policy.consumer_registers>();

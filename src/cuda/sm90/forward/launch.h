@@ -12,7 +12,7 @@
 namespace flash_dmattn::cuda::sm90 {
 
 // The arrays of a forward in the caller's workspace. Their sizes follow from shapes and strides. A short call, whose
-// blocks have one work tile each, has at most key info, which saves launches.
+// blocks have one work tile each, has at most key info, and none if it computes it, which saves launches.
 struct ForwardWorkspace {
   KeyInfo info;
   int* next_work = nullptr;

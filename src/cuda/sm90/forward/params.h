@@ -27,7 +27,7 @@ struct ForwardKernelParams {
   CUtensorMap bias_map;  // a dense bias
   CUtensorMap mask_map;  // the bytes of a dense mask
   ForwardParams forward;
-  KeyInfo info;
+  KeyInfo info;            // without arrays in a call that computes it
   float bias_factor = 0;   // converts a bias to the unit of the scores that it is added to
   bool two_heads = false;  // the rows of a work tile belong to two heads, with DenseAccess::tiles
   int work_tiles = 0;
@@ -36,6 +36,9 @@ struct ForwardKernelParams {
   // [1] nonzero if some row's lse is NaN (see FixForwardKernel); null if this is unknown, or if each block recomputes
   // the rows of its only work tile
   std::uint32_t* needs_fix = nullptr;
+
+  // For kernels that can compute key info.
+  __host__ __device__ bool computes_key_info() const { return info.ranges == nullptr; }
 
   // Whether there is a dense mask that is not packed.
   __host__ __device__ bool reads_mask_bytes() const {

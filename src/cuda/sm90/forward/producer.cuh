@@ -118,32 +118,11 @@ struct TmaProducer : ProducerBase<Kernel> {
     pipeline.wait_empty(n);
     const std::uint32_t full = pipeline.full_of(n);
     if constexpr (Kernel::has_key_info) {
-      const int stage = Storage::info_stage(n);
-      constexpr int bias_bytes = keys * static_cast<int>(sizeof(float));
-      constexpr int range_bytes = keys * static_cast<int>(sizeof(KeyInterval));
-      const float* const biases = info.biases + at.key;
-      std::int64_t recent = 0;
-      if constexpr (Kernel::delays) {
-        if (p.info.recent != 0) {
-          const BiasBounds bounds(p.forward, info.row, Base::rows);
-          if (at.key + keys > bounds.all_end) recent = p.info.recent;
-          const bool delayed = recent != 0 && at.key < bounds.some_end;
-          storage.info.set_delayed(stage, delayed);
-          if (delayed) {
-            mbarrier_expect(full, bias_bytes);
-            bulk_load(shared_address(storage.info.delayed[stage]), biases, bias_bytes, full);
-          }
-        }
+      if (!(Kernel::can_compute_key_info && p.computes_key_info())) {
+        load_info(info, at, partial, n, full);
       }
-      mbarrier_arrive_expect(full, KeyTile::bytes + bias_bytes + (partial ? range_bytes : 0));
-      bulk_load(shared_address(storage.info.bias[stage]), biases + recent, bias_bytes, full);
-      if (partial) {
-        bulk_load(shared_address(storage.info.range[stage]), info.ranges + at.key, range_bytes,
-                  full);
-      }
-    } else {
-      mbarrier_arrive_expect(full, KeyTile::bytes);
     }
+    mbarrier_arrive_expect(full, KeyTile::bytes);
     load_tile<KeyTile>(p.k_map, shared_address(storage.k[pipeline.stage(n)]), full, at);
   }
 
@@ -156,6 +135,32 @@ struct TmaProducer : ProducerBase<Kernel> {
   }
 
  private:
+  __device__ void load_info(const Info& info, const Place& at, bool partial, int n,
+                            std::uint32_t full) const {
+    const int stage = Storage::info_stage(n);
+    constexpr int bias_bytes = keys * static_cast<int>(sizeof(float));
+    constexpr int range_bytes = keys * static_cast<int>(sizeof(KeyInterval));
+    const float* const biases = info.biases + at.key;
+    std::int64_t recent = 0;
+    if constexpr (Kernel::delays) {
+      if (p.info.recent != 0) {
+        const BiasBounds bounds(p.forward, info.row, Base::rows);
+        if (at.key + keys > bounds.all_end) recent = p.info.recent;
+        const bool delayed = recent != 0 && at.key < bounds.some_end;
+        storage.info.set_delayed(stage, delayed);
+        if (delayed) {
+          mbarrier_expect(full, bias_bytes);
+          bulk_load(shared_address(storage.info.delayed[stage]), biases, bias_bytes, full);
+        }
+      }
+    }
+    mbarrier_expect(full, bias_bytes + (partial ? range_bytes : 0));
+    bulk_load(shared_address(storage.info.bias[stage]), biases + recent, bias_bytes, full);
+    if (partial) {
+      bulk_load(shared_address(storage.info.range[stage]), info.ranges + at.key, range_bytes, full);
+    }
+  }
+
   template <class Tile>
   __device__ static void load_tile(const CUtensorMap& map, std::uint32_t tile, std::uint32_t full,
                                    const Place& at) {

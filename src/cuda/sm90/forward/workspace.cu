@@ -39,9 +39,16 @@ KeyInfo allocate_key_info(const Shape& shape, const ScoreParams& score,
 
 ForwardWorkspace::ForwardWorkspace(const ForwardChoice& choice, const ForwardParams& p,
                                    int multiprocessors, WorkspaceAllocator& workspace) {
-  if (choice.variant.has_key_info) info = allocate_key_info(p.shape, p.score, workspace, {}, true);
-  const int rows = forward_policy(choice.head_dim, choice.value_dim, choice.variant).rows();
-  if (can_be_short(choice.variant) && WorkTile::count(p.shape, rows) <= multiprocessors) return;
+  const ForwardVariant& variant = choice.variant;
+  const int rows = forward_policy(choice.head_dim, choice.value_dim, variant).rows();
+  const bool is_short = can_be_short(variant) && WorkTile::count(p.shape, rows) <= multiprocessors;
+  const bool computes_key_info = is_short && can_compute_key_info(variant) &&
+                                 p.shape.seqlen_k <= most_computed_key_info &&
+                                 p.score.bias_delay == 0;
+  if (variant.has_key_info && !computes_key_info) {
+    info = allocate_key_info(p.shape, p.score, workspace, {}, true);
+  }
+  if (is_short) return;
   next_work = workspace.take<int>(1);
   needs_fix = workspace.take<std::uint32_t>(1);
 }
