@@ -37,7 +37,7 @@ ALLOWED = {
     ("Forward", 128, 128): LocalAccesses(0, 0, 144),  # 0, 0, 130
     ("Forward", 192, 192): LocalAccesses(0, 0, 240),  # 0, 0, 227
     ("Forward", 192, 128): LocalAccesses(0, 16, 240),  # 0, 12, 227: over lists
-    ("Forward", 256, 256): LocalAccesses(0, 96, 224),  # 0, 86, 207
+    ("Forward", 256, 256): LocalAccesses(0, 96, 240),  # 0, 86, 227
     ("Backward", 64, 64): LocalAccesses(0, 0, 320),  # 0, 0, 233
     ("Backward", 96, 96): LocalAccesses(0, 0, 320),  # 0, 0, 235
     # 0, 3, 233: a part's number, where slots have delayed biases.

@@ -160,11 +160,6 @@ __device__ inline void bulk_wait_read() {
 // Waits until all of them are in global memory.
 __device__ inline void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Arrives when all cp.async of this thread are complete.
-__device__ inline void cp_async_arrive(std::uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // Orders this thread's accesses to shared memory before later accesses of the tensor cores and the TMA unit, which are in
 // another proxy. The threads that have written fence, before the barrier at which readers wait; docs/kernels/sm90.md
 // has the exception.

@@ -38,7 +38,6 @@ class ForwardConsumer : ConsumerScores<Kernel> {
     // There is work for every block.
     WorkTile work = storage_.work[0];
     storage_.k_pipeline.wait_full(0);
-    fence_copies();
     this->begin_scores(0);
     issue_scores(0, 0);
     this->load_dense_scores(0);
@@ -77,7 +76,6 @@ class ForwardConsumer : ConsumerScores<Kernel> {
       work = next;
     }
     storage_.v_pipeline.wait_full(n - 1);
-    fence_copies();
     issue_out(n - 1);
     wait_out(n - 1);
     const float offsets[2] = {offset<true>(0), offset<true>(1)};
@@ -98,12 +96,6 @@ class ForwardConsumer : ConsumerScores<Kernel> {
       named_barrier_arrive(Kernel::first_scheduler_barrier + warpgroup, 256);
     }
   }
-  // Fences rows of any strides that cp.async copied, because the tensor cores read them through the async proxy
-  // (docs/kernels/sm90.md). Called after the wait for the copies.
-  static __device__ void fence_copies() {
-    if constexpr (Kernel::load == KeyLoad::any) fence_async_proxy();
-  }
-
   // Whether the key tile whose scores were issued last is the last one of the work tile.
   __device__ bool is_last(const WorkTile& work, int visit) const {
     return has_dense_tiles ? (this->tile_flags_ & last_of_work_tile) != 0
@@ -133,13 +125,11 @@ class ForwardConsumer : ConsumerScores<Kernel> {
   // Issues S of tile n and O of tile n - 1 together; returns when S is complete.
   __device__ void issue(int n, int work_count) {
     storage_.k_pipeline.wait_full(n);
-    fence_copies();
     this->begin_scores(n);
     wait_for_turn();
     issue_scores(n, work_count);
     if constexpr (!Kernel::overlaps) wgmma_wait<0>();
     storage_.v_pipeline.wait_full(n - 1);
-    fence_copies();
     issue_out(n - 1);
     if constexpr (!Kernel::overlaps) wgmma_wait<0>();
     give_turn_to((warpgroup_ + 1) % warpgroups);

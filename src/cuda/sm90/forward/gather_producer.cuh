@@ -8,9 +8,9 @@ namespace flash_dmattn::cuda::sm90 {
 // + 8 of rows r, r + 16, ..., so that its addresses in shared memory are one register and constants. The order of a
 // list's keys in a tile is free: row r + 16 i has entry r * steps + i, so that a thread loads its indices at once.
 // Consecutive keys keep their order, so that results have the same bits as with TMA tiles. Indices are loaded one tile
-// ahead, before the copies of V, which hide their latency. The tensor cores read the rows through the async proxy. With
-// any strides the consumers fence; otherwise each thread waits for its copies to a buffer, fences and arrives, after
-// issuing the copies to the next buffer, or before waiting for consumers that may need the last one.
+// ahead, before the copies of V, which hide their latency. The tensor cores read the rows through the async proxy: each
+// thread waits for its copies to a buffer, fences and arrives, after issuing the copies to the next buffer, or before
+// waiting for consumers that may need the last one. Rows of q with any strides are passed on with their first keys.
 template <class Kernel>
 struct GatherProducer : ProducerBase<Kernel> {
   using Base = ProducerBase<Kernel>;
@@ -63,6 +63,8 @@ struct GatherProducer : ProducerBase<Kernel> {
         } else {
           announce<0>(storage.k_pipeline, n);
         }
+        // The copies of q are older than those of its first keys.
+        if (any_strides && visit == 0) mbarrier_arrive(storage.q_pipeline.full_of(work_count));
         of_v = of_k;
         of_k = ahead;
         v = source.v;
@@ -180,7 +182,7 @@ struct GatherProducer : ProducerBase<Kernel> {
     copy_tile<KeyTile>(p.forward.k, p.forward.shape.head_dim, source.k,
                        shared_address(storage.k[pipeline.stage(n)]), at.row);
     load_info(source, at.info, visit, n);
-    end_copies(pipeline.full_of(n));
+    cp_async_commit();
   }
 
   __device__ void load_v(const std::byte* v, const Indices& at, int n) const {
@@ -188,7 +190,7 @@ struct GatherProducer : ProducerBase<Kernel> {
     pipeline.wait_empty(n);
     copy_tile<ValueTile>(p.forward.v, p.forward.shape.value_dim, v,
                          shared_address(storage.v[pipeline.stage(n)]), at.row);
-    end_copies(pipeline.full_of(n));
+    cp_async_commit();
   }
 
   __device__ void hand_over(const WorkTile& work, int n) const {
@@ -206,26 +208,12 @@ struct GatherProducer : ProducerBase<Kernel> {
       copy_tile<QTile>(p.forward.q, p.forward.shape.head_dim,
                        rows_of_head(p.forward.q, work.batch, work.head),
                        shared_address(storage.q[pipeline.stage(n)]), row);
-      end_copies(pipeline.full_of(n));
-    }
-  }
-
-  // Called after the thread's copies to a buffer. With any strides the thread arrives once for its stores and once when
-  // its copies complete.
-  static __device__ void end_copies(std::uint32_t full) {
-    if constexpr (any_strides) {
-      fence_async_proxy();
-      mbarrier_arrive(full);
-      cp_async_arrive(full);
-    } else {
-      cp_async_commit();
     }
   }
 
   // Passes this thread's rows of buffer n to the consumers. It has issued copies to `Pending` buffers since.
   template <int Pending, class AnyPipeline>
   static __device__ void announce(const AnyPipeline& pipeline, int n) {
-    if constexpr (any_strides) return;
     cp_async_wait<Pending>();
     fence_async_proxy();
     mbarrier_arrive(pipeline.full_of(n));

@@ -34,9 +34,9 @@ struct ForwardKernel {
   static constexpr int threads = policy.threads();
   static constexpr int min_blocks = 1;
   // The number of arrivals at the barrier of a filled buffer: one by one producer thread, or one by each thread for its
-  // cp.async copies, and with KeyLoad::any one more for its stores. Each warp that computes key info adds one.
-  static constexpr int key_arrivals = load == KeyLoad::tma ? 1 : load == KeyLoad::any ? 256 : 128;
-  static constexpr int q_arrivals = load == KeyLoad::any ? 256 : 1;
+  // rows. Each warp that computes key info adds one.
+  static constexpr int key_arrivals = load == KeyLoad::tma ? 1 : 128;
+  static constexpr int q_arrivals = load == KeyLoad::any ? 128 : 1;
   static constexpr int dense_arrivals = 2;  // one each by the warps that load biases and bits
   // Named barriers; 0 is __syncthreads.
   static constexpr int producer_barrier = 1;
