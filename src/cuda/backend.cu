@@ -32,12 +32,13 @@ std::span<const Family* const> capped_families() {
 // The first kernels that compute a problem, where the first member of every family is tried before the second member of
 // any. Null, with the reasons, if no kernels do.
 template <class Args>
-const Kernels<Args>* find(const Problem& p, std::initializer_list<Kernels<Args> Family::*> seats,
-                          std::string& reasons) {
+const Kernels<Args>* find_kernels(const Problem& p,
+                                  std::initializer_list<Kernels<Args> Family::*> members,
+                                  std::string& reasons) {
   const DeviceProperties& device = current_device();
-  for (const auto seat : seats) {
+  for (const auto member : members) {
     for (const Family* family : families()) {
-      const Kernels<Args>& candidate = family->*seat;
+      const Kernels<Args>& candidate = family->*member;
       if (!candidate) continue;
       std::string reason = family->decline_device(device);
       if (reason.empty()) reason = candidate.decline(p);
@@ -50,11 +51,11 @@ const Kernels<Args>* find(const Problem& p, std::initializer_list<Kernels<Args> 
 }
 
 const Kernels<ForwardArgs>* find_forward(const Problem& p, std::string& reasons) {
-  return find<ForwardArgs>(p, {&Family::few_queries, &Family::forward}, reasons);
+  return find_kernels<ForwardArgs>(p, {&Family::few_queries, &Family::forward}, reasons);
 }
 
 const Kernels<BackwardArgs>* find_backward(const Problem& p, std::string& reasons) {
-  return find<BackwardArgs>(p, {&Family::backward}, reasons);
+  return find_kernels<BackwardArgs>(p, {&Family::backward}, reasons);
 }
 
 // The kernels as the API knows them.

@@ -123,13 +123,15 @@ struct QueryClip {
         causal(args.causal) {}
 
   // The interval of key `position`, which is visible to queries at positions below `end`.
-  __device__ KeyInterval until(int position, int end) const {
+  __device__ KeyInterval interval_until(int position, int end) const {
     const int last = min(max(end - shift, 0), seqlen_q);
     const int first = first_query(position);
     return first < last ? KeyInterval{first, last} : KeyInterval{0, 0};
   }
 
-  __device__ KeyInterval forever(int position) const { return {first_query(position), seqlen_q}; }
+  __device__ KeyInterval interval_to_last_query(int position) const {
+    return {first_query(position), seqlen_q};
+  }
 
  private:
   __device__ int first_query(int position) const { return causal ? max(position - shift, 0) : 0; }

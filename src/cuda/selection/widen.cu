@@ -154,17 +154,17 @@ struct AddUnchosen {
     const int batch = row / p.heads;
     const int head = row % p.heads;
     if (!p.mask.is_present(batch, head, key)) return {0, 0};
-    if (key < p.sink_ends[row]) return p.queries.forever(key);
+    if (key < p.sink_ends[row]) return p.queries.interval_to_last_query(key);
     const int chosen_end = p.chosen.at(batch, head, key).last + p.queries.shift;
     const int recent_end = p.recent > 0 ? key + p.recent : p.queries.shift;
-    return p.queries.until(key, max(chosen_end, recent_end));
+    return p.queries.interval_until(key, max(chosen_end, recent_end));
   }
 };
 
-bool by_head(const SelectionArgs& args) { return args.keep.head_windows != nullptr; }
+bool has_head_windows(const SelectionArgs& args) { return args.keep.head_windows != nullptr; }
 
 // The address of an element, or null where there is no array.
-const void* after(const void* data, std::int64_t elements, std::int64_t element_size) {
+const void* offset_pointer(const void* data, std::int64_t elements, std::int64_t element_size) {
   return data == nullptr ? nullptr : static_cast<const char*>(data) + elements * element_size;
 }
 
@@ -179,8 +179,8 @@ WidenedSelection::WidenedSelection(const SelectionArgs& args, const Execution&) 
   competing_.keep = {
       .window = keep.window, .selection = keep.selection, .score_threshold = keep.score_threshold};
   competing_.scores =
-      after(args.scores, begin_ * args.scores_stride[2], size_of(args.scores_dtype));
-  if (by_head(args)) {
+      offset_pointer(args.scores, begin_ * args.scores_stride[2], size_of(args.scores_dtype));
+  if (has_head_windows(args)) {
     for (std::int64_t h = 0; h < args.heads; ++h) {
       step_bytes_ = std::max(step_bytes_, BestKeys(competing_of_head(args, h)).bytes);
     }
@@ -230,8 +230,8 @@ void WidenedSelection::launch_all(const SelectionArgs& args, const Execution& ex
   }
   select_competing(args, execution);
   const std::int64_t keys = competing_.seqlen_k;
-  const Chosen chosen{chosen_, by_head(args) ? keys : args.heads * keys,
-                      by_head(args) ? args.batch * keys : keys, static_cast<int>(begin_),
+  const Chosen chosen{chosen_, has_head_windows(args) ? keys : args.heads * keys,
+                      has_head_windows(args) ? args.batch * keys : keys, static_cast<int>(begin_),
                       static_cast<int>(keys)};
   launch<AddUnchosen>(
       blocks, {chosen, mask, sink_ends, QueryClip(args), recent, heads, seqlen_k, args.intervals},
@@ -243,7 +243,7 @@ void WidenedSelection::select_competing(const SelectionArgs& args,
   Execution step = execution;
   step.workspace = step_;
   step.workspace_bytes = step_bytes_;
-  if (!by_head(args)) return best_.run(competing_, step);
+  if (!has_head_windows(args)) return best_.run(competing_, step);
   for (std::int64_t h = 0; h < args.heads; ++h) {
     const SelectionArgs one = competing_of_head(args, h);
     BestKeys(one).run(one, step);
@@ -255,9 +255,9 @@ SelectionArgs WidenedSelection::competing_of_head(const SelectionArgs& args,
   SelectionArgs one = competing_;
   one.heads = 1;
   one.keep.window = args.keep.head_windows[head];
-  one.scores = after(one.scores, head * one.scores_stride[1], size_of(one.scores_dtype));
-  one.key_mask =
-      static_cast<const std::uint8_t*>(after(one.key_mask, head * one.key_mask_stride[1], 1));
+  one.scores = offset_pointer(one.scores, head * one.scores_stride[1], size_of(one.scores_dtype));
+  one.key_mask = static_cast<const std::uint8_t*>(
+      offset_pointer(one.key_mask, head * one.key_mask_stride[1], 1));
   if (chosen_ != nullptr) one.intervals = chosen_ + head * one.batch * one.seqlen_k;
   return one;
 }

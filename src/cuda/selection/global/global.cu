@@ -87,7 +87,8 @@ __global__ void __launch_bounds__(threads) keep_best(RadixRows rows) {
     if (position >= rows.seqlen_k) break;
     const std::uint64_t number = rows.number(row, position);
     const bool chosen = number >= last && number >> rows.position_bits != ScoredKeys::never;
-    store(intervals + position, chosen ? rows.queries.forever(position) : KeyInterval{0, 0});
+    store(intervals + position,
+          chosen ? rows.queries.interval_to_last_query(position) : KeyInterval{0, 0});
   }
 }
 

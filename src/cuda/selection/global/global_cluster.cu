@@ -155,7 +155,7 @@ struct SelectInClusterKernel {
     for (int i = 0; i < thread_keys; ++i) {
       const int key = first_key + i * threads;
       if (key >= end) break;
-      const KeyInterval seen = rows.queries.forever(key);
+      const KeyInterval seen = rows.queries.interval_to_last_query(key);
       const bool is_chosen = (chosen >> i & 1u) != 0;
       if ((candidates >> i & 1u) == 0) {
         store(intervals + key, is_chosen ? seen : KeyInterval{0, 0});

@@ -143,7 +143,7 @@ __device__ inline void scatter_rank(const OrderedRows& rows, int row, int rank, 
   if (!valid) {
     store(interval, {0, 0});
   } else if (rank < rows.window) {
-    store(interval, rows.queries.forever(position));
+    store(interval, rows.queries.interval_to_last_query(position));
   }
 }
 

@@ -416,7 +416,7 @@ __device__ inline void compute_chunk(const OrderedRows& rows, int row, int index
     KeyInterval interval{0, 0};
     if (arriving[half] > thresholds.entry[half]) {
       const int until = shared.position[thresholds.entry[half]];
-      interval = rows.queries.until(own.position[half], until);
+      interval = rows.queries.interval_until(own.position[half], until);
     }
     store(rows.intervals_row(chunk.row) + own.position[half], interval);
   }
