@@ -126,3 +126,26 @@ def test_tokens_behind_a_border_see_the_keys_of_the_whole(rule):
             score = s[..., token].contiguous()
             out = cache.step(q[:, token], k[:, token], v[:, token], score)
             torch.testing.assert_close(out, whole[:, token], rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_exchange_on_another_stream_has_the_same_bits(rule):
+    n, ranks, rule = 512, 2, RULES[rule]
+    q, k, v, s = states(n * ranks)
+
+    def piece(wire):
+        rows = slice(wire.rank * n, wire.rank * n + n)
+        outs = []
+        for stream in (None, torch.cuda.Stream()):
+            for _ in range(5):
+                # Made on the current stream just before, and their memory is used again just after.
+                keys = [t[:, rows].clone() for t in (k, v)]
+                scores = s[..., rows].clone()
+                pending = begin(*keys, scores, group=wire, stream=stream, check=False, **rule)
+                del keys, scores
+                junk = [torch.full_like(k[:, rows], torch.nan) for _ in range(4)]
+                outs.append(attend(q[:, rows], pending))
+                del pending, junk
+        return all(torch.equal(out, outs[0]) for out in outs)
+
+    assert run_in_threads(ranks, piece) == [True] * ranks

@@ -31,15 +31,25 @@ class ThreadWire(Wire):
 
     def _all_to_all(self, message, sent, received):
         self.sent_to = [a + b for a, b in zip(self.sent_to, sent, strict=True)]
-        parts = self.meeting.of_all(self.rank, message.split(sent))
+        parts = self._of_all(message.split(sent))
         mine = [theirs[self.rank] for theirs in parts]
         assert [len(part) for part in mine] == received
-        return torch.cat(mine)
+        found = torch.cat(mine)
+        self._of_all(None)
+        return found
 
     def all_gather(self, part):
-        parts = self.meeting.of_all(self.rank, part)
+        parts = self._of_all(part)
         assert len({(other.dtype, other.shape) for other in parts}) == 1, "a collective would fail"
-        return torch.stack(parts)
+        found = torch.stack(parts)
+        self._of_all(None)
+        return found
+
+    def _of_all(self, value):
+        """The values of all ranks, whose streams have made them and have read those before."""
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        return self.meeting.of_all(self.rank, value)
 
 
 def run_in_threads(size, function, node_size=1):
