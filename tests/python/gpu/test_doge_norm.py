@@ -1,21 +1,21 @@
 """Norms of query and key in Doge's attention: torch's kernel rounds where DogeRMSNorm does."""
 
+from functools import partial
+
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from transformers import DogeConfig  # noqa: E402
 from transformers.models.doge.modeling_doge import DogeRMSNorm  # noqa: E402
 
-from flash_dmattn.integrations.transformers.doge import FlashDogeNorm  # noqa: E402
-from flash_dmattn.integrations.transformers.names import DOGE_NAME  # noqa: E402
+from flash_dmattn.integrations.transformers.doge import FlashDogeRMSNorm  # noqa: E402
 
 
-def results_of(norm, states):
+def results_of(function, states, weight):
     states = states.detach().requires_grad_()
-    out = norm(states)
+    out = function(states)
     seed = torch.linspace(-1, 1, out.numel(), device="cuda").view(out.shape).to(out.dtype)
-    return [out, *torch.autograd.grad(out, (states, norm.weight), seed)]
+    return [out, *torch.autograd.grad(out, (states, weight), seed)]
 
 
 @pytest.mark.parametrize("is_autocast", [False, True])
@@ -23,12 +23,10 @@ def results_of(norm, states):
 def test_norm_equals_that_of_the_model_to_a_rounding(dtype, is_autocast):
     norm = DogeRMSNorm(128).cuda().to(torch.float32 if is_autocast else dtype)
     torch.nn.init.normal_(norm.weight)
-    config = DogeConfig()
-    config._attn_implementation_internal = DOGE_NAME
-    norms = FlashDogeNorm.from_norm(norm, config), norm
+    norms = partial(FlashDogeRMSNorm.from_norm(norm), is_fused=True), norm
     states = torch.randn(2, 300, 4, 128, device="cuda").to(dtype)
     with torch.autocast("cuda", torch.bfloat16, enabled=is_autocast):
-        actual, expected = (results_of(norm, states) for norm in norms)
+        actual, expected = (results_of(function, states, norm.weight) for function in norms)
     eps = torch.finfo(dtype).eps
     for ours, theirs, tolerance in zip(actual, expected, (eps, 4 * eps, 16 * eps), strict=True):
         assert ours.dtype == theirs.dtype

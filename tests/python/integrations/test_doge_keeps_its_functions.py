@@ -14,7 +14,7 @@ from transformers.models.doge import modeling_doge
 from transformers.models.doge.modeling_doge import DogeAttention, DogeRMSNorm
 
 from flash_dmattn.integrations.transformers import enable_flash_dmattn
-from flash_dmattn.integrations.transformers.doge import FlashDogeNorm
+from flash_dmattn.integrations.transformers.doge import FlashDogeRMSNorm
 
 pytestmark = pytest.mark.transformers
 
@@ -63,7 +63,11 @@ def with_their_functions(layer, monkeypatch):
     """Norms compute as their base class, and a wrapper calls the rotary embedding in its place."""
     rotate = modeling_doge.apply_rotary_pos_emb
     monkeypatch.setattr(modeling_doge, "apply_rotary_pos_emb", lambda *a, **k: rotate(*a, **k))
-    monkeypatch.setattr(FlashDogeNorm, "forward", DogeRMSNorm.forward)
+    monkeypatch.setattr(
+        FlashDogeRMSNorm,
+        "forward",
+        lambda norm, states, is_fused=False: DogeRMSNorm.forward(norm, states),
+    )
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
@@ -121,6 +125,16 @@ def replace_forward(layer, monkeypatch):
     layer.q_norm.forward = types.MethodType(doubled, layer.q_norm)
 
 
+def replace_forward_of_class(layer, monkeypatch):
+    forward = DogeRMSNorm.forward
+
+    @functools.wraps(forward)
+    def double(norm, states):
+        return 2 * forward(norm, states)
+
+    monkeypatch.setattr(DogeRMSNorm, "forward", double)
+
+
 def replace_class(layer, monkeypatch):
     class Doubled(DogeRMSNorm):
         forward = doubled
@@ -158,6 +172,7 @@ def replace_rotate_half(layer, monkeypatch):
 
 REPLACEMENTS = [
     replace_forward,
+    replace_forward_of_class,
     replace_class,
     replace_module,
     hook,
@@ -195,6 +210,30 @@ def test_norms_replaced_before_enabling_are_called():
     other = enable_flash_dmattn(model).model.layers[0].self_attn
     other.load_state_dict(layer.state_dict())
     assert torch.equal(other(**inputs)[0], layer(**inputs)[0])
+
+
+def test_forward_of_class_replaced_before_enabling_is_called(monkeypatch):
+    layer, inputs = make_layer()
+    replace_forward_of_class(layer, monkeypatch)
+    other = make_layer()[0]
+    other.load_state_dict(layer.state_dict())
+    found = other(**inputs)[0]
+    assert torch.equal(found, layer(**inputs)[0])
+    monkeypatch.undo()
+    assert not torch.allclose(found, layer(**inputs)[0])
+
+
+def test_norms_of_an_enabled_model_are_initialised_by_transformers():
+    model = make_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7)
+    for part in (*model.modules(), *model.parameters()):
+        if hasattr(part, "_is_hf_initialized"):
+            del part._is_hf_initialized
+    model.init_weights()
+    norms = [module.weight for module in model.modules() if isinstance(module, DogeRMSNorm)]
+    assert len(norms) == 4 * LAYERS + 1 and all((weight == 1).all() for weight in norms)
 
 
 def test_backward_hooks_of_norms_run():
@@ -255,3 +294,11 @@ def test_eager_attention_is_left_alone():
     calls = names_of_calls(lambda: copy.deepcopy(model)(input_ids=ids))
     assert "aten::rms_norm" not in calls and "aten::roll" not in calls
     assert isinstance(model.model.layers[0].self_attn, DogeAttention)
+
+
+def test_eager_attention_reaches_a_norm_that_peft_copied():
+    peft = pytest.importorskip("peft")
+    options = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["q_norm"])
+    adapted, ids = peft.get_peft_model(make_model(), options), torch.arange(S)[None]
+    adapted.base_model.model.set_attn_implementation("eager")
+    assert "aten::rms_norm" not in names_of_calls(lambda: adapted(input_ids=ids))

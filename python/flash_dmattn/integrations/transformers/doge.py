@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from transformers.cache_utils import Cache
-from transformers.configuration_utils import PretrainedConfig
 from transformers.models.doge import modeling_doge
 from transformers.models.doge.modeling_doge import DogeAttention, DogeRMSNorm
 
@@ -45,26 +44,24 @@ class Context(NamedTuple):
     batch: RaggedBatch | None = None
 
 
-class FlashDogeNorm(DogeRMSNorm):
-    """`DogeRMSNorm` by torch's function, which rounds where that does and is one kernel on a GPU.
+class FlashDogeRMSNorm(DogeRMSNorm):
+    """`DogeRMSNorm` with torch's function, which rounds where that does and is one kernel on a GPU.
 
-    It is its base class in compiled code, which fuses the kernels of that, in float64, which that rounds to float32, and under
-    an implementation that is not in `DOGE_NAMES`.
+    The layer asks for it in every call, so that the layer's config decides; for other callers it is its base class. It is that
+    too in compiled code, which fuses the kernels of that, in float64, which that rounds to float32, and where somebody
+    replaced the forward of that. transformers initialises modules whose class has "RMSNorm" in its name.
     """
 
-    config: PretrainedConfig
-
     @classmethod
-    def from_norm(cls, norm: DogeRMSNorm, config: PretrainedConfig) -> FlashDogeNorm:
-        adopted = adopt_layer(norm, cls)
-        adopted.config = config
-        return adopted
+    def from_norm(cls, norm: DogeRMSNorm) -> FlashDogeRMSNorm:
+        return adopt_layer(norm, cls)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, is_fused: bool = False) -> torch.Tensor:
         if (
-            torch.compiler.is_compiling()
+            not is_fused
+            or torch.compiler.is_compiling()
             or hidden_states.dtype == torch.float64
-            or self.config._attn_implementation not in DOGE_NAMES
+            or not _is_stock(DogeRMSNorm.forward)
         ):
             return super().forward(hidden_states)
         shape = hidden_states.shape[-1:]
@@ -87,7 +84,7 @@ class FlashDogeAttention(DogeAttention):
         adopted = adopt_layer(layer, cls)
         for name, norm in list(adopted.named_children()):
             if type(norm) is DogeRMSNorm and "forward" not in vars(norm):  # nobody's own
-                setattr(adopted, name, FlashDogeNorm.from_norm(norm, adopted.config))
+                setattr(adopted, name, FlashDogeRMSNorm.from_norm(norm))
         return adopted
 
     def forward(
@@ -107,8 +104,8 @@ class FlashDogeAttention(DogeAttention):
         if context.batch is None:
             check_mask_keywords(kwargs, has_mask=attention_mask is not None)
         per_head = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query = self.q_norm(self.q_proj(hidden_states).view(per_head))
-        key = self.k_norm(self.k_proj(hidden_states).view(per_head))
+        query = _normalize(self.q_norm, self.q_proj(hidden_states).view(per_head))
+        key = _normalize(self.k_norm, self.k_proj(hidden_states).view(per_head))
         value = self.v_proj(hidden_states)
         scores = doge_scores(self, self.dt_proj(value))
         value = value.view(per_head)
@@ -152,6 +149,13 @@ class FlashDogeAttention(DogeAttention):
 def check_cache(cache: object) -> None:
     if not isinstance(cache, Cache):
         raise TypeError(f"{CACHE}: got {type(cache).__name__}, expected a transformers Cache")
+
+
+def _normalize(norm: torch.nn.Module, states: torch.Tensor) -> torch.Tensor:
+    """norm(states), by torch's function where nobody put a module or a forward of theirs in the place of our norm."""
+    if isinstance(norm, FlashDogeRMSNorm) and "forward" not in vars(norm):
+        return norm(states, is_fused=True)
+    return norm(states)
 
 
 def _rotate(
