@@ -294,9 +294,25 @@ def triton_dmattn_func(
     attn_bias: Tensor | None = None,
     is_causal: bool | None = False,
     softmax_scale: float | None = None,
-    **options,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    keep_window_size: int | Sequence[int] | None = None,
+    selection: str = "per_query",
+    selection_scores: Tensor | None = None,
+    recent_window: int = 0,
+    recent_competes: bool = True,
+    sink_tokens: int = 0,
+    score_threshold: float | None = None,
+    bias_delay: int = 0,
+    sink_logits: Tensor | None = None,
+    key_intervals: KeyIntervals | None = None,
+    deterministic: bool | None = None,
+    nonfinite: str = "saturate",
+    return_lse: bool = False,
+    return_attn_probs: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]:
-    """flash_dmattn_func by Triton kernels, for GPUs of any vendor. Arguments as in flash_dmattn_func without backend, except:
+    """flash_dmattn_func by Triton kernels, for GPUs of any vendor. Arguments as in flash_dmattn_func, except:
 
     query, key, value: float32, bfloat16 or float16, head dimension 1 to 256, on a GPU; on the CPU with
         TRITON_INTERPRET=1, which is for tests, and multiplies bfloat16 wrongly.
@@ -305,7 +321,11 @@ def triton_dmattn_func(
     Raises RuntimeError with the reason where it cannot run.
     """
     return flash_dmattn_func(
-        query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, backend="triton", **options
+        query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap, deterministic, return_attn_probs,
+        scale=scale, keep_window_size=keep_window_size, selection=selection, selection_scores=selection_scores,
+        recent_window=recent_window, recent_competes=recent_competes, sink_tokens=sink_tokens,
+        score_threshold=score_threshold, bias_delay=bias_delay, sink_logits=sink_logits, key_intervals=key_intervals,
+        nonfinite=nonfinite, return_lse=return_lse, backend="triton",
     )  # fmt: skip
 
 
@@ -317,9 +337,25 @@ def flex_dmattn_func(
     attn_bias: Tensor | None = None,
     is_causal: bool | None = None,
     softmax_scale: float | None = None,
-    **options,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    keep_window_size: int | Sequence[int] | None = None,
+    selection: str = "per_query",
+    selection_scores: Tensor | None = None,
+    recent_window: int = 0,
+    recent_competes: bool = True,
+    sink_tokens: int = 0,
+    score_threshold: float | None = None,
+    bias_delay: int = 0,
+    sink_logits: Tensor | None = None,
+    key_intervals: KeyIntervals | None = None,
+    deterministic: bool | None = None,
+    nonfinite: str = "saturate",
+    return_lse: bool = False,
+    return_attn_probs: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]:
-    """flash_dmattn_func by torch's FlexAttention, compiled for each new shape. Arguments as in flash_dmattn_func without backend.
+    """flash_dmattn_func by torch's FlexAttention, compiled for each new shape. Arguments as in flash_dmattn_func.
 
     It skips empty blocks of 128 x 128, so with scattered keys it does the work of dense attention. Numbers
     beyond fp32 inside a score are not handled: finite inputs as large as the dtype allows can give NaN.
@@ -329,5 +365,9 @@ def flex_dmattn_func(
     None there.
     """
     return flash_dmattn_func(
-        query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, backend="flex", **options
+        query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap, deterministic, return_attn_probs,
+        scale=scale, keep_window_size=keep_window_size, selection=selection, selection_scores=selection_scores,
+        recent_window=recent_window, recent_competes=recent_competes, sink_tokens=sink_tokens,
+        score_threshold=score_threshold, bias_delay=bias_delay, sink_logits=sink_logits, key_intervals=key_intervals,
+        nonfinite=nonfinite, return_lse=return_lse, backend="flex",
     )  # fmt: skip
