@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import types
 from typing import Any
 
@@ -213,6 +214,12 @@ def _forward_code(module: nn.Module) -> types.CodeType | None:
     return getattr(inspect.unwrap(type(module).forward), "__code__", None)
 
 
+def _constants(code: types.CodeType) -> list:
+    """The constants of a function, among them the keywords of its calls: several form a tuple, one before `**` is alone."""
+    groups = (c if isinstance(c, tuple) else (c,) for c in code.co_consts)
+    return list(itertools.chain.from_iterable(groups))
+
+
 def reason_against_scores(layer: nn.Module) -> str | None:
     """Why an attention layer gets no scores; None where it can have them."""
     parameters = inspect.signature(type(layer).forward).parameters
@@ -229,8 +236,7 @@ def reason_against_scores(layer: nn.Module) -> str | None:
         return "do not pass keywords from their input to the attention function"
     if not set(_CACHE_NAMES) & set(parameters):
         return "have no cache"
-    keywords = (names for names in _forward_code(layer).co_consts if isinstance(names, tuple))
-    if any("position_bias" in names for names in keywords):
+    if "position_bias" in _constants(_forward_code(layer)):
         return "add a bias of their own"
     if config.model_type.removesuffix("_text") in _REASONS:
         return _REASONS[config.model_type.removesuffix("_text")]

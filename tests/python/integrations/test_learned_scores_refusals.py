@@ -1,0 +1,131 @@
+"""Models, arguments and scores that learned scores cannot work with are refused with the reason."""
+
+import pytest
+import transformers
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from flash_dmattn.integrations.transformers import (
+    DynamicMaskCache,
+    add_learned_scores,
+    set_score_phase,
+)
+from scored_models import make_base, make_config, make_ids
+
+pytestmark = pytest.mark.transformers
+
+TINY = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+}  # fmt: skip
+
+
+def encoder():
+    return transformers.BertModel(transformers.BertConfig(**TINY))
+
+
+def encoder_decoder():
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=32, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8)
+    )
+
+
+def without_interface():
+    return transformers.BloomForCausalLM(
+        transformers.BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2)
+    )
+
+
+def sliding():
+    return make_base("Mistral", sliding_window=4)
+
+
+def attends_twice():
+    return transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**TINY))
+
+
+def doge():
+    return transformers.DogeForCausalLM(transformers.DogeConfig(**TINY))
+
+
+def adds_a_bias(forward):
+    """A model whose attention has a forward of its own, of which only the code is read."""
+    model = make_base()
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = type("Biased", (type(layer.self_attn),), {"forward": forward})
+    return model
+
+
+def adds_a_bias_alone():
+    def forward(self, hidden_states, cache=None, **kwargs):
+        interface = ALL_ATTENTION_FUNCTIONS["eager"]
+        return interface(self, hidden_states, position_bias=self.bias, **kwargs)
+
+    return adds_a_bias(forward)
+
+
+def adds_a_bias_among_keywords():
+    def forward(self, hidden_states, cache=None, **kwargs):
+        interface = ALL_ATTENTION_FUNCTIONS["eager"]
+        return interface(self, hidden_states, scaling=1.0, position_bias=self.bias, **kwargs)
+
+    return adds_a_bias(forward)
+
+
+REFUSED = {
+    encoder: "not causal|interface",
+    encoder_decoder: "encoder-decoder|interface",
+    without_interface: "none calls transformers' attention interface",
+    sliding: "have a sliding window of their own",
+    attends_twice: "attend twice by the same keys|interface",
+    adds_a_bias_alone: "add a bias of their own",
+    adds_a_bias_among_keywords: "add a bias of their own",
+    doge: "have scores of their own; call enable_flash_dmattn",
+}
+
+
+@pytest.mark.parametrize("make", REFUSED)
+def test_other_models_are_refused_with_the_reason(make):
+    with pytest.raises(
+        ValueError,
+        match=f"^model: got a .*without an attention layer that can have scores.*({REFUSED[make]})",
+    ):
+        add_learned_scores(make(), keep_window_size=4)
+
+
+def test_wrong_arguments_are_refused():
+    model = make_base()
+    for options, message in {
+        (("keep_window_size", 3), ("scorer", "norm")): "^scorer: got 'norm', expected one of",
+        (): "^keep_window_size: got None without score_threshold",
+        (("recent_window", 3),): "^recent_window: got 3 without keep_window_size",
+        (("keep_window_size", -1),): "^keep_window_size: got -1",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            add_learned_scores(model, **dict(options))
+    with pytest.raises(TypeError, match="^model: got LlamaConfig|^model: got a? ?LlamaConfig"):
+        add_learned_scores(model.config, keep_window_size=2)
+    with pytest.raises(ValueError, match="without learned scores"):
+        set_score_phase(model, "soft")
+    add_learned_scores(model, keep_window_size=3, scorer="random")
+    with pytest.raises(ValueError, match="^phase: got 'medium'"):
+        model.set_score_phase("medium")
+    with pytest.raises(ValueError, match="^phase: got 'soft' with scores that are no log gates"):
+        model.set_score_phase("soft")
+    with pytest.raises(ValueError, match="with learned scores, expected one without"):
+        add_learned_scores(model, keep_window_size=3)
+
+
+def test_scores_of_a_wrong_shape_are_refused():
+    model = add_learned_scores(make_base(), keep_window_size=3, scorer=lambda h, k, v: h[..., :1])
+    with pytest.raises(ValueError, match=r"^scorer: got torch.float32 of shape \(2, 21, 1\)"):
+        model(make_ids())
+
+
+def test_dropout_in_training_is_refused():
+    model = add_learned_scores(make_base(attention_dropout=0.1), keep_window_size=3).train()
+    with pytest.raises(ValueError, match="^dropout: got 0.1"):
+        model(make_ids())
+
+
+def test_slots_need_a_config_with_scores():
+    with pytest.raises(ValueError, match="without keep_window_size, expected"):
+        DynamicMaskCache(make_config("Llama"))
