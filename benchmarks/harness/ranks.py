@@ -27,6 +27,7 @@ def add_options(parser: argparse.ArgumentParser, budget: float) -> None:
     parser.add_argument("--json", type=Path, help="the record")
     parser.add_argument("--commit", help="of the sources, outside a checkout")
     parser.add_argument("--budget", type=float, default=budget, help="seconds")
+    parser.set_defaults(fail=parser.error)
 
 
 class Ranks:
@@ -36,6 +37,9 @@ class Ranks:
         """options: of `add_options`. note: the method, for the record."""
         self.began, self.budget, self.path = time.monotonic(), options.budget, options.json
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.record = {}
+        if self.rank == 0:
+            self.record = self._begin_record(options, note)
         watch = threading.Timer(options.budget + GRACE, lambda: os._exit(3))
         watch.daemon = True
         watch.start()
@@ -48,14 +52,21 @@ class Ranks:
         dist.init_process_group("nccl" if GPU else "gloo", timeout=timedelta(seconds=100))
         self.group = dist.group.WORLD
         self.cpu = dist.new_group(backend="gloo")  # who waits by it leaves the GPU idle
-        self.record = {}
-        if self.rank == 0:
-            origin = machine.origin(self.device.type, options.commit, "torchrun")
-            if self.size > 1:
-                origin["machine"]["name"] += f" x {self.size}"
-            self.record = origin | {"note": note, "rows": []}
-            if self.path is not None:  # refused before anything is measured
-                record.rows_to_extend(self.path, origin["commit"])
+
+    def _begin_record(self, options: argparse.Namespace, note: str) -> dict:
+        """A record without rows; one that cannot be written is refused before anything is measured."""
+        origin = machine.origin("cuda" if GPU else "cpu", options.commit, "torchrun")
+        if self.size > 1:
+            origin["machine"]["name"] += f" x {self.size}"
+        begun = origin | {"note": note, "rows": []}
+        if self.path is not None:
+            if not begun["commit"]:
+                options.fail(
+                    "--commit: got none outside a Git checkout, expected that of the sources"
+                )
+            record.validate(begun)
+            record.rows_to_extend(self.path, begun["commit"])
+        return begun
 
     def say(self, text: str) -> None:
         if self.rank == 0:

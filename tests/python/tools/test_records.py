@@ -1,11 +1,12 @@
 """Records of benchmarks: their schema, and that the records of this repository follow it."""
 
+import argparse
 import copy
 import re
 
 import pytest
 
-from harness import record, report
+from harness import ranks, record, report
 from harness.compare import ratios
 from harness.machine import RECORDS, output_of
 
@@ -59,6 +60,28 @@ def test_programs_of_commands_are_in_the_history_of_their_record():
         if not named:
             missing.append(f"{path.name}: {found['command']}")
     assert missing == []
+
+
+@pytest.mark.parametrize(
+    "words, error, message",
+    [
+        ([], SystemExit, "error: --commit: got none outside a Git checkout"),
+        (["--commit", "HEAD"], ValueError, "record.commit: got 'HEAD', expected a commit's hash"),
+    ],
+)
+def test_ranks_without_a_commit_fail_before_they_meet(
+    words, error, message, monkeypatch, tmp_path, capsys
+):
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(ranks.machine, "commit", str)
+    parser, path = argparse.ArgumentParser(), tmp_path / "record.json"
+    ranks.add_options(parser, budget=100)
+    with pytest.raises(error) as failure:
+        ranks.Ranks(parser.parse_args(["--json", str(path), *words]), "a method")
+    assert message in capsys.readouterr().err + str(failure.value)
+    assert not path.exists()
 
 
 def test_row_without_times_has_no_unit_of_time():
