@@ -50,7 +50,7 @@ def attention(
         _Saturated.apply(t, partial(_signs_of_infinities, undefined=rows))
         for t, rows in zip((q, k), undefined, strict=True)
     )
-    v = _Saturated.apply(v, _limit_gradient)
+    v = _Saturated.apply(v, _limit_values)
     bias = None if bias is None else _Saturated.apply(bias, None)
     if bias is not None and bias.requires_grad and bias.shape[2] == bias.shape[3] == 1:
         # torch's kernels do not compile the gradient of a number per head: it becomes one per query, of two at least.
@@ -156,14 +156,14 @@ class _SanitisedOutput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        return _limit_gradient(x)
+        return _limit_values(x)
 
     @staticmethod
     def backward(ctx, gradient):
         return gradient.nan_to_num(0, 0, 0)
 
 
-def _limit_gradient(x: Tensor) -> Tensor:
+def _limit_values(x: Tensor) -> Tensor:
     limit = torch.finfo(x.dtype).max
     return x.nan_to_num(limit, limit, -limit)
 

@@ -266,7 +266,8 @@ class Nodes:
         totals, earlier_sums = [], []
         for gathered in swap(*map(parts.split, gradients)):
             total = _zero_sums(gathered, before + size * c)
-            for rank in range(self.node == 0, size):  # the first of all sees no earlier key
+            first = 1 if self.node == 0 else 0  # the first rank of all sees no earlier key
+            for rank in range(first, size):
                 _add_rows(total, gathered[rank], route[rank])
             totals.append(total[:, before:])
             earlier_sums.append(self.border.round_gradient(total[:, :before], gathered.dtype))

@@ -156,8 +156,9 @@ def test_hidden_keys_of_any_value_change_nothing(value):
 @pytest.mark.parametrize("of", ["q", "k", "v", "dout"])
 def test_rows_that_do_not_see_a_nonfinite_value_keep_their_results(of, value):
     wrong = [[(130, value)] if name == of else [] for name in ("q", "k", "v", "dout")]
-    everything = torch.ones(1, LENGTH, dtype=torch.bool, device=DEVICE)  # for one compiled function
-    got, wanted = inputs_and_results(everything, wrong)
+    # A mask for one compiled function, but none where v is wrong: without one, too, values saturate.
+    everything = torch.ones(1, LENGTH, dtype=torch.bool, device=DEVICE)
+    got, wanted = inputs_and_results(None if of == "v" else everything, wrong)
     for tensor in got:
         assert tensor.isfinite().all()
     for result, tensor in enumerate(

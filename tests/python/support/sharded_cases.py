@@ -55,6 +55,7 @@ def cases(ranks):
         "falling, so that all seen keys are of rank 0": Case(even(48), 17, "falling"),
         "rising": Case(even(48), 17, "rising"),
         "signed zeros, NaN, masking fills": Case(even(40), 11, "odd"),
+        "window of 0": Case(even(24), 0),
         "window of 1": Case(even(40), 1, "ties"),
         "window beyond the sequence": Case(even(24), 24 * ranks + 5),
         "window of all but one": Case(even(24), 24 * ranks - 1, "ties"),
