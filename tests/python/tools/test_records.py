@@ -42,6 +42,7 @@ def test_commits_of_records_are_in_history():
 
 
 def test_programs_of_commands_are_in_the_history_of_their_record():
+    """A command is the text that was run, or says in words what no program of the history did; then a note has the method."""
     if output_of("git", "rev-parse", "--is-shallow-repository") != "false":
         pytest.skip("the checkout has no history")
     missing = []
@@ -57,7 +58,7 @@ def test_programs_of_commands_are_in_the_history_of_their_record():
             known = word.startswith("make ") or re.search(rf"(^|/){program}\W", files, re.MULTILINE)
             if not known:
                 missing.append(f"{path.name}: {word}")
-        if not named:
+        if not named and "note" not in found:
             missing.append(f"{path.name}: {found['command']}")
     assert missing == []
 
