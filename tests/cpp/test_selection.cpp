@@ -136,7 +136,7 @@ std::int64_t most_keys(const SelectionArgs& args, const KeyInterval* row, std::i
 TEST(Selection, RandomRulesMatchDefinition) {
   Random random(7);
   int rows = 0;
-  while (rows < 12000) {
+  while (rows < 24000) {
     SelectionArgs args = shape_of(random.below(24), random.below(24), 0);
     args.batch = 2;
     args.heads = 1 + random.below(3);
@@ -163,14 +163,40 @@ TEST(Selection, RandomRulesMatchDefinition) {
 
 TEST(Selection, LongRowsWithRulesMatchDefinition) {
   Random random(8);
-  for (int round = 0; round < (is_quick_run() ? 8 : 36); ++round) {
+  // 28 rounds have every dtype with every kind of scores.
+  for (int round = 0; round < (is_quick_run() ? 14 : 56); ++round) {
     SelectionArgs args = shape_of(1 + random.below(300), 1 + random.below(1200), 0);
-    args.scores_dtype = static_cast<DType>(random.below(4));
+    args.scores_dtype = static_cast<DType>(round % 4);
     std::vector<std::int64_t> head_windows;
     args.keep = random_rule(args, head_windows, random);
-    SelectionProblem problem(args, all_scores[random.below(std::size(all_scores))],
-                             random.below(2) == 0, Layout::contiguous, random);
+    SelectionProblem problem(args, all_scores[round % std::size(all_scores)], random.below(2) == 0,
+                             Layout::contiguous, random);
     expect_as_defined(problem, text_of(args));
+  }
+}
+
+TEST(Selection, DecodingSelectsSameKeysAsTraining) {
+  Random random(5);
+  std::vector<float> scores(97);
+  for (float& x : scores) x = static_cast<float>(random.below(20));
+  const KeySelection rule{.window = 11, .recent_window = 7, .sink_tokens = 2, .score_threshold = 3};
+  KeySelection delayed = rule;
+  delayed.recent_competes = false;
+  for (const KeySelection& keep : {KeySelection{.window = 11}, rule, delayed}) {
+    const auto select_for = [&](std::int64_t seqlen_q, std::int64_t seqlen_k) {
+      SelectionArgs args = shape_of(seqlen_q, seqlen_k, 0);
+      args.keep = keep;
+      return select(args, {scores.begin(), scores.begin() + seqlen_k});
+    };
+    const auto whole = select_for(97, 97);
+    for (std::int64_t length = 1; length <= 97; ++length) {
+      const auto last_query = select_for(1, length);
+      for (std::size_t j = 0; j < last_query.size(); ++j) {
+        const bool expected = whole[j].first <= length - 1 && length - 1 < whole[j].last;
+        ASSERT_EQ(last_query[j].first < last_query[j].last, expected)
+            << "recent " << keep.recent_window << ", " << length << " keys, key " << j;
+      }
+    }
   }
 }
 

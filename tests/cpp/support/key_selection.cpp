@@ -15,7 +15,9 @@ KeySelection random_rule(const SelectionArgs& shape, std::vector<std::int64_t>& 
     return random.below(16) == 0 ? longest : random.below(end);
   };
   KeySelection keep;
-  keep.window = random.below(5) == 0 ? every_key : random.below(keys + 3);
+  keep.window = random.below(keys + 3);
+  if (random.below(2) == 0) return keep;
+  if (random.below(5) == 0) keep.window = every_key;
   keep.selection = random.below(4) == 0 ? Selection::global : Selection::per_query;
   if (shape.causal && random.below(4) != 0) keep.recent_window = length(keys + 3);
   keep.recent_competes = random.below(2) == 0;

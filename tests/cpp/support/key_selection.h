@@ -10,8 +10,8 @@
 // Random rules of selections.
 namespace flash_dmattn::testing {
 
-// A rule for rows of this shape, with every part as often at one of its ends as between them. `head_windows` is the
-// memory of the windows of heads, where it has some.
+// A rule for rows of this shape: half of the time a window of each query alone, else every part as often at one of its
+// ends as between them. `head_windows` is the memory of the windows of heads, where it has some.
 KeySelection random_rule(const SelectionArgs& shape, std::vector<std::int64_t>& head_windows,
                          Random& random);
 
