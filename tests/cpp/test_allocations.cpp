@@ -142,8 +142,14 @@ TEST(Allocations, SelectionAndScheduleAllocateNothing) {
 }
 
 TEST(Allocations, KvCachesAllocateNothing) {
+  // A window of several blocks of keys, several tokens at once, and a dtype that is converted.
+  KvCacheShape shape = KvCalls::small;
+  shape.keep.window = 300;
+  shape.chunk = 5;
+  shape.head_dim = 16;
+  shape.dtype = DType::bf16;
   for (const char* backend : {"cpu", "reference"}) {
-    const KvCalls calls(backend, on_pool());
+    const KvCalls calls(backend, on_pool(), shape, shape.chunk);
     EXPECT_EQ(allocations_of([&] {
                 calls.clear();
                 calls.run();

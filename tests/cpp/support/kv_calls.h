@@ -13,55 +13,65 @@ namespace flash_dmattn::testing {
 
 // A correct call of each function of KV caches, which tests spoil.
 struct KvCalls {
-  KvCacheShape shape{.batch = 2,
-                     .heads_kv = 2,
-                     .keep = {.window = 4},
-                     .chunk = 3,
-                     .head_dim = 8,
-                     .dtype = DType::f32};
+  static constexpr KvCacheShape small{.batch = 2,
+                                      .heads_kv = 2,
+                                      .keep = {.window = 4},
+                                      .chunk = 3,
+                                      .head_dim = 8,
+                                      .dtype = DType::f32};
+  KvCacheShape shape;
+  std::int64_t tokens;  // that are appended, committed and filled in at once
   GuardedBuffer memory{kv_cache_size(shape), "cache"};
   GuardedBuffer other{kv_cache_size(shape), "other"};
   KvCache cache = kv_cache_in(memory, shape);
-  std::vector<float> numbers = std::vector<float>(2 * 4 * 8);
-  std::vector<KeyInterval> intervals = std::vector<KeyInterval>(2 * 2 * 7);
+  std::vector<float> numbers = std::vector<float>(shape.batch * tokens * 4 * shape.head_dim);
+  std::vector<KeyInterval> intervals =
+      std::vector<KeyInterval>(shape.batch * shape.heads_kv * (shape.places() + shape.chunk));
   std::vector<std::int32_t> index = {0, 1}, kept = {0, 1};
-  std::array<std::int64_t, 4> stride = contiguous_strides({2, 1, 2, 8});
+  std::array<std::int64_t, 4> stride = stride_of(tokens, shape.heads_kv);
+  std::array<std::int64_t, 4> stride_of_one = stride_of(1, shape.heads_kv);
   std::string_view backend;
-  GuardedBuffer workspace{1 << 16, "workspace"};
+  GuardedBuffer workspace{1 << 18, "workspace"};
   Execution execution;
 
   AppendArgs append_args{.cache = cache,
-                         .seqlen = 1,
+                         .seqlen = tokens,
                          .k = {numbers.data(), stride},
                          .v = {numbers.data(), stride},
                          .scores = {numbers.data()}};
-  PendingIntervalsArgs intervals_args{.cache = cache, .seqlen_q = 1, .intervals = intervals.data()};
+  PendingIntervalsArgs intervals_args{
+      .cache = cache, .seqlen_q = tokens, .intervals = intervals.data()};
   CommitArgs commit_args{.cache = cache, .keep = kept.data()};
   FillArgs fill_args{.cache = cache,
-                     .seqlen_k = 1,
+                     .seqlen_k = tokens,
                      .k = {numbers.data(), stride},
                      .v = {numbers.data(), stride},
                      .scores = {numbers.data()},
                      .intervals = {intervals.data()},
-                     .seqlen_q = 1};
+                     .seqlen_q = tokens};
   CopyRowsArgs copy_args{.from = cache, .to = kv_cache_in(other, shape), .index = index.data()};
   DecodeStepArgs step_args{.cache = cache,
                            .heads_q = 4,
                            .scale = 1,
-                           .q = {numbers.data(), contiguous_strides({2, 1, 4, 8})},
-                           .k = {numbers.data(), stride},
-                           .v = {numbers.data(), stride},
+                           .q = {numbers.data(), stride_of(1, 4)},
+                           .k = {numbers.data(), stride_of_one},
+                           .v = {numbers.data(), stride_of_one},
                            .scores = {numbers.data()},
-                           .out = {numbers.data(), contiguous_strides({2, 1, 4, 8})},
+                           .out = {numbers.data(), stride_of(1, 4)},
                            .lse = numbers.data()};
 
-  explicit KvCalls(std::string_view backend_name = {}, const Execution& on = in_turn(1))
-      : backend(backend_name), execution(on) {
+  explicit KvCalls(std::string_view backend_name = {}, const Execution& on = in_turn(1),
+                   const KvCacheShape& cache_shape = small, std::int64_t tokens_at_once = 1)
+      : shape(cache_shape), tokens(tokens_at_once), backend(backend_name), execution(on) {
     execution.workspace = workspace.data();
     execution.workspace_bytes = workspace.size();
-    intervals_args.cache.pending = commit_args.cache.pending = 1;
+    intervals_args.cache.pending = commit_args.cache.pending = tokens;
     clear();
     flash_dmattn::clear(copy_args.to, execution, backend);
+  }
+
+  std::array<std::int64_t, 4> stride_of(std::int64_t seqlen, std::int64_t heads) const {
+    return contiguous_strides({shape.batch, seqlen, heads, shape.head_dim});
   }
 
   void clear() const { flash_dmattn::clear(cache, execution, backend); }
