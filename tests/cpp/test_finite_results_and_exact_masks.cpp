@@ -313,7 +313,11 @@ TEST_P(FiniteAndMasked, NonFiniteInputsPropagateToDependentResults) {
           });
         }
         const bool masks = input == &Data::bias && !(value > 0);
+        const bool is_dout = input == &Data::dout;
+        EXPECT_EQ(all_finite(actual.out), masks || is_dout);
         EXPECT_EQ(all_finite(actual.dq), masks);
+        EXPECT_EQ(all_finite(actual.dk), masks);
+        EXPECT_FALSE(is_dout && all_finite(actual.dv));
       }
     }
   }
