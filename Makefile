@@ -20,7 +20,7 @@ WERROR := $(if $(CI),ON,OFF)
 
 COMPILER := $(if $(filter default undefined,$(origin CXX)),c++,$(CXX))
 BIN := $(CURDIR)/.venv/bin
-# pip compiles no module, for which it has one core. Python compiles those that it imports.
+# pip would compile modules on one core. Python compiles them when it imports them.
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PIP_INSTALL := $(PIP) --quiet install --no-compile
 export PYTHONDONTWRITEBYTECODE :=

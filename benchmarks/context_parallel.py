@@ -36,7 +36,7 @@ DTYPE = torch.bfloat16 if GPU else torch.float32
 NAMES = ("out", "dquery", "dkey", "dvalue", "dscores")
 NOTE = (
     "median of 5 rounds of successive calls, of the slowest rank; both: forward and backward; "
-    "headroom: keys and values after free rows, into which those of other ranks are received"
+    "headroom: keys and values after free rows, into which those of other ranks are received; without NVLink multicast"
 )
 
 

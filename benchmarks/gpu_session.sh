@@ -16,10 +16,9 @@
 #   speed       times, memory, rivals, which become the record, and a training; alone
 # Only on request, as they compile for minutes:
 #   portable    tests of the Triton and FlexAttention backends
-#   rivals      all cases of attention, FlexAttention too; alone
+#   rivals      dense, dynamic_mask, sliding, dense_masks, scaling and windows, with Triton and FlexAttention; alone
 #   decode      a token at a time: attention over caches, and a whole Doge after 4,096 and 524,288 tokens; alone
-# Each step ends within ten minutes on an H200 with 16 processor cores. Where a command may last ten minutes in all, give it
-# `cpp python sanitizers`, `compare` and `speed` one after the other. RESULTS gets a log of each part, table.tsv, compare.json and
+# Each step ends within ten minutes on an H200 with 16 processor cores. RESULTS gets a log of each part, table.tsv, compare.json and
 # record.json, whose place is benchmarks/records/<machine>/<date>-torch.json, and training.json; rivals: triton.json and sweeps.json;
 # decode: decode.json, token_4096.json and token_524288.json. All of them are records (benchmarks/harness/record.py).
 set -euo pipefail

@@ -39,7 +39,8 @@ DTYPE = "bfloat16" if GPU else "float32"
 NOTE = (
     "examples/long_context.py with activation checkpointing: forward, forward again, backward and optimizer; one sequence a step; "
     "median of 3 steps, of the slowest rank; both: a step; parts: time of attention's and the exchange's kernels in a profiled step; "
-    "values: tokens per second and GPU, MB of the busiest rank for a layer and a step, those of ring and Ulysses by formula"
+    "values: tokens per second and GPU, MB of the busiest rank for a layer and a step, those of ring and Ulysses by formula; "
+    "without NVLink multicast"
 )
 OURS, EXCHANGE = "flash_dmattn", "SendRecv"  # parts of the names of kernels
 

@@ -10,7 +10,7 @@
 
 // Computes blocks of the backward whose sums may leave fp32: ds alone reaches 2^265 when every input is near
 // 2^128. The common path makes the scores, since p has to equal the forward's. All later steps are in
-// double, element by element, at about a sixth of the speed.
+// double, element by element.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 // The sums of a tile and a block in double, and the rows of the block in fp32.

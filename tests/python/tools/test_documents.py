@@ -65,7 +65,7 @@ def test_reference_has_every_public_name():
     sorted({*DOCS.glob("notebook/*.md")} - {DOCS / "notebook" / "README.md"}),
     ids=lambda page: page.stem,
 )
-def test_experiment_of_the_notebook_is_one_table_with_prediction_and_verdict(page):
+def test_experiment_of_the_notebook_is_one_table_with_columns_of_predictions_and_verdicts(page):
     for section in re.split(r"^(?=##)", page.read_text(), flags=re.MULTILINE)[1:]:
         title, *lines = filter(None, section.splitlines())
         setup = [line for line in lines if not line.startswith("|")]
