@@ -159,7 +159,7 @@ def _run_by_age(
     bias_delay: int,
     own_row: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`run` in two calls: recent keys, without a bias, and older keys, with theirs, are disjoint sets, so that each element is
+    """`run_backend` in two calls: recent keys, without a bias, and older keys, with theirs, are disjoint sets, so that each element is
     computed once."""
     keys = visible.keys
     if keys is None:

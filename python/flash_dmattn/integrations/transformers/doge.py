@@ -47,9 +47,9 @@ class Context(NamedTuple):
 class FlashDogeRMSNorm(DogeRMSNorm):
     """`DogeRMSNorm` with torch's function, which rounds where that does and is one kernel on a GPU.
 
-    The layer asks for it in every call, so that the layer's config decides; for other callers it is its base class. It is that
-    too in compiled code, which fuses the kernels of that, in float64, which that rounds to float32, and where somebody
-    replaced the forward of that. transformers initialises modules whose class has "RMSNorm" in its name.
+    The layer asks for it in every call, so that the layer's config decides; for other callers it is its base class. The base
+    class also computes compiled code (inductor fuses its kernels), float64 (it rounds to float32, which torch's function does
+    not), and norms whose forward was replaced. transformers initialises modules whose class has "RMSNorm" in its name.
     """
 
     @classmethod
