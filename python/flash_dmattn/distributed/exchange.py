@@ -213,7 +213,8 @@ class Parts(NamedTuple):
 class Nodes:
     """Three exchanges: within nodes of g ranks, between them, and within again. Rank j of a node collects the j-th part of its
     node's winners, gives what the last query of the node sees of it to the j-th rank of every later node, and gives each rank of
-    its own node this part of what it sees. Three collectives each way; of them one is between nodes, of W / g rows for each later node, where two hops have 2 W."""
+    its own node this part of what it sees. Three collectives each way; of them one is between nodes, of W / g rows for each later
+    node, where two hops have 2 W. A single node has none between nodes, and no summary: `TwoHops`."""
 
     def __init__(self, wire: Wire, border: Border):
         self.wire, self.border = wire, border

@@ -143,7 +143,7 @@ class _Choice(NamedTuple):
     def _global_among_intervals(
         self, shown: KeyIntervals, allowed: AllowedElements | None
     ) -> Visibility:
-        rule, query, key, scores, *_ = self
+        rule = self.rule
         if rule.shows_unchosen_keys():
             raise ValueError(
                 "selection: got 'global' with recent_window or sink_tokens and key_intervals, expected 'per_query'"
@@ -151,10 +151,12 @@ class _Choice(NamedTuple):
         key_mask = shown.shown_keys()
         if allowed is not None:
             key_mask = key_mask & allowed.seen_by_any_query()
-        scores, key_mask = _expand_heads_together(*match_heads(query, key, scores, key_mask))
+        scores, key_mask = _expand_heads_together(
+            *match_heads(self.query, self.key, self.scores, key_mask)
+        )
         rule = rule.rule_of_heads(scores.shape[1])
         best = select_by_rule(scores, key_mask, rule, self.is_causal, shown.query_length)
-        best, intervals = match_heads(query, key, best.intervals, shown.intervals)
+        best, intervals = match_heads(self.query, self.key, best.intervals, shown.intervals)
         chosen = intersect(KeyIntervals(best, shown.query_length), shown.with_intervals(intervals))
         is_dense = allowed is not None and allowed.shape()[2] > 1
         return Visibility(allowed.mask if is_dense else None, False, chosen)
@@ -181,26 +183,26 @@ class _Choice(NamedTuple):
                 "keep_window_size: got a window under torch.func.vmap over a mask with a query dimension, which attention "
                 "does not support; expected the mask's own batch dimension"
             )
-        rule, query, key, scores, is_causal, by_rank, memo = self
-        shown = allowed.to_intervals(memo) if may_read() else None
+        query, key, scores = self.query, self.key, self.scores
+        shown = allowed.to_intervals(self.memo) if may_read() else None
         if shown is not None:
             chosen = self._best_of_intervals(shown)
             if chosen is not None:
                 return Visibility(keys=chosen)
-        if not rule.is_window():
+        if not self.rule.is_window():
             raise ValueError(
                 "keep_window_size: got a rule with recent keys, sinks, a threshold or a window for each head under a mask or bias "
                 "with a query dimension that no key intervals of documents describe; expected padding [B, Sk], or key_intervals"
             )
-        window = rule.keep_window_size
-        if by_rank:
-            ranks = KeyRanks(*ops.rank_keys(scores, *allowed, window, is_causal))
+        window = self.rule.keep_window_size
+        if self.by_rank:
+            ranks = KeyRanks(*ops.rank_keys(scores, *allowed, window, self.is_causal))
             mask = allowed.mask
             if mask is None:  # attention applies its bias itself
                 mask = scores.new_ones((1, 1, 1, key.shape[1]), dtype=torch.bool)
-            return Visibility(mask, is_causal, ranks)
+            return Visibility(mask, self.is_causal, ranks)
         scores, mask = match_heads(query, key, scores, allowed.to_mask())
-        mask = mask & causal_intervals(query, key).to_mask() if is_causal else mask
+        mask = mask & causal_intervals(query, key).to_mask() if self.is_causal else mask
         return Visibility(topk_mask(scores[:, :, None], mask, window, None))
 
 
