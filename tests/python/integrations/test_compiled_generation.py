@@ -8,11 +8,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from doge_generation import left_padding, make_ids, make_pair
 from flash_dmattn.integrations.transformers import DynamicMaskCache
 from operators_called import OperatorsCalled
+from transformers_version import IS_TRANSFORMERS_4
 
 pytestmark = [
     pytest.mark.transformers,
     pytest.mark.skipif(
-        transformers.__version__ < "5", reason="transformers 4 reads the length of a static cache"
+        IS_TRANSFORMERS_4, reason="transformers 4 reads the length of a static cache"
     ),
 ]
 B, S, STEPS = 2, 40, 12

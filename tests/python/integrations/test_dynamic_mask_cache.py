@@ -5,7 +5,6 @@ import re
 
 import pytest
 import torch
-import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -14,9 +13,9 @@ from flash_dmattn.integrations.transformers import DynamicMaskCache, enable_flas
 from flash_dmattn.integrations.transformers.cache_layer import DynamicMaskLayer
 from flash_dmattn.integrations.transformers.compat import CACHE
 from flash_dmattn.keys.rule import KeySelection
+from transformers_version import IS_TRANSFORMERS_4
 
 pytestmark = pytest.mark.transformers
-TRANSFORMERS_4 = transformers.__version__ < "5"
 
 B, S = 2, 40
 
@@ -61,7 +60,7 @@ def test_lengths_are_those_of_the_text(ours):
     assert [cache.get_seq_length(i) for i in range(3)] == [S] * 3
     assert cache.is_initialized and not cache.is_compileable and cache.is_sliding == [False] * 3
     assert cache.layers[0].keys.shape == (B, 2, WINDOW, 8)
-    if TRANSFORMERS_4:
+    if IS_TRANSFORMERS_4:
         assert cache.get_mask_sizes(torch.arange(S, S + 5), 0) == (5, S)
         assert cache.max_batch_size == B and cache.get_max_cache_shape() == -1
     else:
@@ -93,7 +92,7 @@ def test_dropped_tokens_leave_no_trace(dropped, number, ours):
     ids = make_ids(B, S + 7)
     ours(torch.cat([ids[:, S:], make_ids(B, dropped, seed=4)], dim=1), past_key_values=cache)
     assert cache.get_seq_length() == S + 7 + dropped
-    cache.crop(number(S + 7 if TRANSFORMERS_4 else -dropped))
+    cache.crop(number(S + 7 if IS_TRANSFORMERS_4 else -dropped))
     assert cache.get_seq_length() == S + 7 and cache.layers[0].slots.pending == 0
     torch.testing.assert_close(next_logits(ours, cache), expected)
 
@@ -108,7 +107,7 @@ def test_every_layer_of_a_static_cache_has_the_length(ours):
     ours(make_ids(B, 4), past_key_values=cache)
     assert cache.layers[2].slots.pending == 4
     assert [int(cache.get_seq_length(i)) for i in range(3)] == [S + 11] * 3
-    cache.crop(S + 9 if TRANSFORMERS_4 else -2)
+    cache.crop(S + 9 if IS_TRANSFORMERS_4 else -2)
     assert [int(cache.get_seq_length(i)) for i in range(3)] == [S + 9] * 3
     cache.reset()
     assert [cache.get_seq_length(i) for i in range(3)] == [0] * 3
@@ -120,7 +119,7 @@ def test_tokens_of_a_recorded_prompt_can_be_dropped(ours):
         cache = DynamicMaskCache(ours.config, **options)
         cache.activate_past_recording()
         ours(torch.cat([make_ids(B, S), make_ids(B, 3, seed=4)], dim=1), past_key_values=cache)
-        cache.crop(S if TRANSFORMERS_4 else -3)
+        cache.crop(S if IS_TRANSFORMERS_4 else -3)
         assert int(cache.get_seq_length()) == S
         torch.testing.assert_close(next_logits(ours, cache), expected)
 
@@ -173,7 +172,7 @@ def test_row_operations_work_on_offloaded_slots(ours):
         ours(make_ids(B, S), past_key_values=cache)
     caches[1].offload()
     for cache in caches:
-        cache.crop(S - 3 if TRANSFORMERS_4 else -3)
+        cache.crop(S - 3 if IS_TRANSFORMERS_4 else -3)
         cache.reorder_cache(torch.tensor([1, 0]))
     assert torch.equal(*(next_logits(ours, cache) for cache in caches))
 
@@ -215,7 +214,7 @@ def test_row_operations_on_empty_cache_do_nothing(method, ours):
     assert cache.get_seq_length() == 0
 
 
-@pytest.mark.skipif(TRANSFORMERS_4, reason="transformers 4 has one config for all layers")
+@pytest.mark.skipif(IS_TRANSFORMERS_4, reason="transformers 4 has one config for all layers")
 def test_each_layer_keeps_its_window():
     model = make_model()
     model.config.per_layer_config = {0: {"keep_window_size": 20}}
@@ -365,12 +364,12 @@ def test_bad_argument_raises_naming_it(message):
 def test_tokens_that_have_evicted_others_cannot_be_dropped(ours):
     cache = filled(ours, S, 3)
     with pytest.raises(RuntimeError, match="call activate_past_recording"):
-        cache.crop(S if TRANSFORMERS_4 else -3)
+        cache.crop(S if IS_TRANSFORMERS_4 else -3)
     with pytest.raises(ValueError, match="chunk: got 0, expected places"):
         DynamicMaskCache(ours.config, static=True, chunk=0).activate_past_recording()
     with pytest.raises(ValueError, match=f"got -100, expected -{S + 3} or more: the text has"):
         cache.crop(-100)
-    if not TRANSFORMERS_4:
+    if not IS_TRANSFORMERS_4:
         with pytest.raises(ValueError, match="got 3, expected 0 or less"):
             cache.crop(3)
 

@@ -16,6 +16,7 @@ from doge_generation import (
     make_pair,
 )
 from flash_dmattn.integrations.transformers import DynamicMaskCache, enable_flash_dmattn
+from transformers_version import IS_TRANSFORMERS_4
 
 pytestmark = pytest.mark.transformers
 
@@ -80,7 +81,7 @@ def test_prompt_without_mask_gives_same_tokens():
 def recording_cache(model, **options):
     """For assisted decoding; transformers 5 itself announces that it will crop."""
     cache = DynamicMaskCache(model.config, **options)
-    if transformers.__version__ < "5":
+    if IS_TRANSFORMERS_4:
         cache.activate_past_recording()
     return cache
 
@@ -92,7 +93,7 @@ def recording_cache(model, **options):
         False,
         pytest.param(
             True,
-            marks=pytest.mark.skipif(transformers.__version__ < "5", reason="transformers 5"),
+            marks=pytest.mark.skipif(IS_TRANSFORMERS_4, reason="transformers 5"),
         ),
     ],
     ids=["dynamic", "static"],

@@ -3,12 +3,12 @@ rule; forward and backward, padded and packed."""
 
 import pytest
 import torch
-import transformers
 
 from doge_generation import left_padding
 from flash_dmattn.integrations.transformers import add_learned_scores, remove_learned_scores
 from scored_models import FAMILIES, RULES, make_base, make_ids, make_scored
 from scores_by_definition import by_definition
+from transformers_version import IS_TRANSFORMERS_4
 
 pytestmark = pytest.mark.transformers
 S = 21
@@ -100,9 +100,7 @@ def test_new_soft_scores_and_wide_windows_change_nothing(family):
     torch.testing.assert_close(model(ids).logits, expected, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.skipif(
-    transformers.__version__ < "5", reason="tiny models are those of transformers 5"
-)
+@pytest.mark.skipif(IS_TRANSFORMERS_4, reason="tiny models are those of transformers 5")
 @pytest.mark.parametrize("name", ["Llava", "Qwen2VL", "Idefics3", "InternVL"])
 def test_text_decoders_of_multimodal_models_equal_definition(name):
     from scored_families import compare_scores

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import transformers
 from transformers import DynamicCache, StaticCache
 
 from doge_generation import left_padding
@@ -11,6 +10,7 @@ from flash_dmattn.integrations.transformers.compat import CACHE
 from flash_dmattn.integrations.transformers.learned_scores.scored_layers import ScoredCall
 from scored_models import FAMILIES, RULES, make_base, make_ids, make_scored
 from scores_by_definition import by_definition
+from transformers_version import IS_TRANSFORMERS_4
 
 pytestmark = pytest.mark.transformers
 PROMPT, NEW = 13, 9
@@ -109,9 +109,7 @@ def test_ways_of_generating_write_by_definition(rule, way):
         assert torch.equal(written, expected), name
 
 
-@pytest.mark.skipif(
-    transformers.__version__ < "5", reason="transformers 4 needs a token that ends a text"
-)
+@pytest.mark.skipif(IS_TRANSFORMERS_4, reason="transformers 4 needs a token that ends a text")
 @pytest.mark.parametrize("assistant", ["prompt", "model"])
 @pytest.mark.parametrize("rule", ["window", "all"])
 def test_assisted_decoding_writes_by_definition(rule, assistant):
@@ -217,9 +215,7 @@ def test_static_cache_takes_a_dense_mask_of_padding(rule):
     torch.testing.assert_close(found[padding.bool()], expected[padding.bool()])
 
 
-@pytest.mark.skipif(
-    transformers.__version__ < "5", reason="tiny models are those of transformers 5"
-)
+@pytest.mark.skipif(IS_TRANSFORMERS_4, reason="tiny models are those of transformers 5")
 def test_packed_texts_stay_apart_in_a_multimodal_model():
     """The masks of Gemma 3 with images are made before its text decoder makes a cache, by positions."""
     from tiny_models import model_classes, tiny_config, tiny_model

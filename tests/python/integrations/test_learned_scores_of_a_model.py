@@ -18,11 +18,12 @@ from flash_dmattn.integrations.transformers import (
 )
 from processes import run_in_processes
 from scored_models import RULES, make_base, make_config, make_ids, make_scored
+from transformers_version import IS_TRANSFORMERS_4
 
 pytestmark = pytest.mark.transformers
 # transformers 4 builds the causal mask from lengths that it takes as constants.
 since_transformers_5 = pytest.mark.skipif(
-    transformers.__version__ < "5", reason="transformers 4 makes its masks for one length"
+    IS_TRANSFORMERS_4, reason="transformers 4 makes its masks for one length"
 )
 
 
