@@ -137,11 +137,13 @@ class KeySelection(NamedTuple):
         rule = self.checked_rule()
         if rule.selection != "per_query":
             raise ValueError(
-                f"selection: got {rule.selection!r}, expected 'per_query': under another one a later token brings keys back"
+                f"selection: got {rule.selection!r}, expected 'per_query': under another one later tokens and later ranks bring "
+                "keys back"
             )
         if rule.keep_window_size is None:
             raise ValueError(
-                "keep_window_size: got None, expected a number of keys, with score_threshold the most that it may show"
+                "keep_window_size: got None, expected a number of keys, with score_threshold the most that it may show: without one "
+                "later tokens and later ranks see all keys"
             )
         return rule
 

@@ -21,11 +21,7 @@ from flash_dmattn.distributed import (
 )
 from flash_dmattn.distributed.wire import wire_of
 from processes import run_in_processes
-from sharded_cases import cases, compare_with_one_process, in_one_process
-
-
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+from sharded_cases import cases, compare_with_one_process, in_one_process, normal, whole_and_piece
 
 
 def compare_cases(rank, count):
@@ -78,15 +74,6 @@ def surroundings(rank, count):
 @pytest.mark.parametrize("count", [2, 4])
 def test_surroundings_equal_one_process(count):
     run_in_processes(count, surroundings, count)
-
-
-def whole_and_piece(rank, count, n=40, heads=2, w=17, seed=0, batch=2):
-    """q, k, v, dout, scores of the whole, and the rows of a rank."""
-    q, k, v, do = (
-        normal(batch, n * count, h, 16, seed=seed + i) for i, h in enumerate((4, heads, heads, 4))
-    )
-    s = (normal(batch, heads, n * count, seed=seed + 4) * 2).round() / 2
-    return q, k, v, do, s, slice(rank * n, rank * n + n)
 
 
 def two_steps_with_headroom(rank, count):
@@ -381,46 +368,6 @@ def moved_gradients_saturate_or_propagate(rank, count):
     assert saturated.isfinite().all()
     if rank == 0:
         assert propagated.isinf().any()
-
-
-def compiled(rank, backend):
-    q, k, v, do, s, rows = whole_and_piece(rank, 2)
-    # Compiled code is the first to use them.
-    group, mesh = dist.new_group(), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-
-    def at_once(q, k, v, s, **options):
-        return context_parallel_dmattn(q, k * 2, v, s, group=group, keep_window_size=17, **options)
-
-    def in_two_steps(q, k, v, s):
-        pending = begin(k * 2, v, s, group=mesh, keep_window_size=17, recent_window=5)
-        return attend(q, pending)
-
-    def in_documents(q, k, v, s):
-        return at_once(q, k, v, s, cu_seqlens=torch.tensor([0, 33, 70]))
-
-    # Inductor takes ten seconds of a core for each, begins with what aot_eager does, and at_once is the operators of in_two_steps.
-    layers = [in_two_steps] if backend == "inductor" else [at_once, in_documents]
-    for layer in layers:
-        results = []
-        run_compiled = torch.compile(layer, fullgraph=True, backend=backend)
-        for run in (run_compiled, layer, run_compiled):
-            leaves = [t[:, rows].clone().requires_grad_() for t in (q, k, v)]
-            leaves.append(s[..., rows].clone().requires_grad_())
-            is_again = len(results) == 2  # the same code
-            with torch._dynamo.config.patch(error_on_recompile=is_again):
-                out = run(*leaves)
-            results.append([out, *torch.autograd.grad(out, leaves, do[:, rows])])
-            layer(*leaves)  # counts
-        torch.testing.assert_close(results[1], results[0])
-        torch.testing.assert_close(results[2], results[0])
-        with torch.no_grad():  # in which the compiler removes whatever is not read
-            torch.testing.assert_close(run_compiled(*leaves), results[0][0].detach())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_calls_equal_eager_ones(backend):
-    run_in_processes(2, compiled, backend)
 
 
 def on_unequal_hosts(rank, sizes):

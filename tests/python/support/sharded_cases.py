@@ -289,3 +289,16 @@ def keys_seen(pending):
     assert not seen[..., -1].any()
     assert seen.max() <= 1 if seen.numel() else True
     return seen[..., :-1].bool()
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def whole_and_piece(rank, count, n=40, heads=2, w=17, seed=0, batch=2):
+    """q, k, v, dout, scores of the whole, and the rows of a rank."""
+    q, k, v, do = (
+        normal(batch, n * count, h, 16, seed=seed + i) for i, h in enumerate((4, heads, heads, 4))
+    )
+    s = (normal(batch, heads, n * count, seed=seed + 4) * 2).round() / 2
+    return q, k, v, do, s, slice(rank * n, rank * n + n)

@@ -59,7 +59,7 @@ def test_torchrun_starts_two_processes(tmp_path):
 
 
 def test_compiled_steps_on_pieces_equal_eager_ones_on_whole_sequences(tmp_path):
-    # Inductor takes 20 seconds of a core more; test_context_parallel.py has it on pieces.
+    # Inductor takes 20 seconds of a core more; test_compiled_pieces.py has it on pieces.
     one_layer = ("--layers", "1")  # each is compiled
     compiled = losses(tmp_path / "compiled", 2, *one_layer, "--checkpoint", "--compile", BACKEND)
     whole = losses(tmp_path / "whole", 2, *one_layer, "--cp", "1")

@@ -1,0 +1,50 @@
+"""Compiled attention over pieces of a sequence equals that of uncompiled code."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from flash_dmattn.distributed import attend, begin, context_parallel_dmattn
+from processes import run_in_processes
+from sharded_cases import whole_and_piece
+
+
+def compiled(rank, backend):
+    q, k, v, do, s, rows = whole_and_piece(rank, 2)
+    # Compiled code is the first to use them.
+    group, mesh = dist.new_group(), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+
+    def at_once(q, k, v, s, **options):
+        return context_parallel_dmattn(q, k * 2, v, s, group=group, keep_window_size=17, **options)
+
+    def in_two_steps(q, k, v, s):
+        pending = begin(k * 2, v, s, group=mesh, keep_window_size=17, recent_window=5)
+        return attend(q, pending)
+
+    def in_documents(q, k, v, s):
+        return at_once(q, k, v, s, cu_seqlens=torch.tensor([0, 33, 70]))
+
+    # Inductor takes ten seconds of a core for each, begins with what aot_eager does, and at_once is the operators of in_two_steps.
+    layers = [in_two_steps] if backend == "inductor" else [at_once, in_documents]
+    for layer in layers:
+        results = []
+        run_compiled = torch.compile(layer, fullgraph=True, backend=backend)
+        for run in (run_compiled, layer, run_compiled):
+            leaves = [t[:, rows].clone().requires_grad_() for t in (q, k, v)]
+            leaves.append(s[..., rows].clone().requires_grad_())
+            is_again = len(results) == 2  # the same code
+            with torch._dynamo.config.patch(error_on_recompile=is_again):
+                out = run(*leaves)
+            results.append([out, *torch.autograd.grad(out, leaves, do[:, rows])])
+            layer(*leaves)  # counts
+        torch.testing.assert_close(results[1], results[0])
+        torch.testing.assert_close(results[2], results[0])
+        with torch.no_grad():  # in which the compiler removes whatever is not read
+            torch.testing.assert_close(run_compiled(*leaves), results[0][0].detach())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_calls_equal_eager_ones(backend):
+    run_in_processes(2, compiled, backend)
