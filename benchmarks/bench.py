@@ -28,7 +28,7 @@ _MODULES = {
 }  # fmt: skip
 CASES = (*cases.NAMES, "selection", *_MODULES)
 SIDES = (
-    *sides.NAMES, "ours", "flash", "efficient", "eager", "ours_compiled", "eager_compiled", "sdpa_compiled", "rounded",
+    *sides.NAMES, "ours", "efficient", "eager", "ours_compiled", "eager_compiled", "sdpa_compiled", "rounded",
     "rounded_compiled", "generate", "eager_other_seed", "slots", "all_slots", "all_keys", "rows",
 )  # fmt: skip
 INTERRUPTED = 130
@@ -124,8 +124,8 @@ def _call(module: str) -> Callable[[argparse.Namespace], int]:
 
 
 def _case(text: str) -> str:
-    """The name of a case. Commands in older records have `dma`."""
-    return {"dma": "dynamic_mask"}.get(text, text)
+    """The name of a case. Commands in older records have `dma` and `pairs`."""
+    return {"dma": "dynamic_mask", "pairs": "dense_masks"}.get(text, text)
 
 
 def _positive(text: str) -> int:

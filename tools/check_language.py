@@ -19,8 +19,8 @@ DIALECT = re.compile(
     re.IGNORECASE,
 )
 NO_RESULT = re.compile(
-    r"def (test_(?:a|an|of|the|those|what)_\w+|test_[a-z0-9]+)\(|"
-    r"TEST\w*\(\w+, ((?:A|An|Of|The|Those|What)[A-Z]\w+)\)"
+    r"def (test_(?:a|an|of|the|those|what|where|whether|which)_\w+|test_[a-z0-9]+)\(|"
+    r"TEST\w*\(\w+, ((?:A|An|Of|The|Those|What|Where|Whether|Which)[A-Z]\w+)\)"
 )
 # A first sentence of a docstring that ends before any clause follows such a word.
 HEADLESS = re.compile(r"(As|By|From|Not|Since|So that|To|Where|With|Without)\b[^,:;]*?\.(\s|$)")

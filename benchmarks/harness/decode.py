@@ -29,7 +29,7 @@ _GPU_COPY_BYTES = 1 << 30
 POOL = 2  # states for each sequence of the side "rows", which steps rows of a pool
 # torch's implementations on a GPU.
 _SDPA = {
-    "flash": SDPBackend.FLASH_ATTENTION,
+    "fa2": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }

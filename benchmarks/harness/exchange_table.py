@@ -112,8 +112,8 @@ def main(options: argparse.Namespace) -> int:
 def cell(model: Model, name: str, length: int, ranks: int, node: int) -> str:
     ways = model.exchanges(length, ranks, node)[name]
     total, between, ms = (
-        " / ".join(f"{sum(map(of_hop, hops)) * scale:.{digits}f}" for hops in ways)
-        for of_hop, scale, digits in (
+        " / ".join(f"{sum(map(quantity, hops)) * scale:.{digits}f}" for hops in ways)
+        for quantity, scale, digits in (
             (Hop.bytes, 1e-6, 1),
             (lambda hop: hop.between, 1e-6, 1),
             (Hop.seconds, 1e3, 2),

@@ -39,8 +39,8 @@ def commit() -> str:
 def machine(device: str) -> dict:
     if device == "cuda":
         query = "--query-gpu=driver_version,clocks.sm,clocks.mem,clocks.max.sm"
-        of_gpus = output_of("nvidia-smi", query, "--format=csv,noheader")
-        driver, _, clocks = of_gpus.partition("\n")[0].partition(", ")
+        gpus = output_of("nvidia-smi", query, "--format=csv,noheader")
+        driver, _, clocks = gpus.partition("\n")[0].partition(", ")
         return {"name": torch.cuda.get_device_name(), "driver": driver, "clocks": clocks}
     text = Path("/proc/cpuinfo").read_text()
     fields = dict(re.findall(r"^(\w[\w ]*?)\s*: (.*)$", text, re.MULTILINE))

@@ -36,12 +36,12 @@ def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
         norms = kvpress.KnormPress(compression_ratio=0.75)
         threshold = _norm_threshold(model, ids)
         dms = kvpress.DMSPress(kvpress.KnormPress(), threshold, RECENT, decoding=True)
-        of_kvpress = functools.partial(_measure, model, ids, DynamicCache)
+        run_kvpress = functools.partial(_measure, model, ids, DynamicCache)
         sides = {
-            "all keys, SDPA": of_kvpress,
-            "KnormPress, kvpress": functools.partial(of_kvpress, norms),
+            "all keys, SDPA": run_kvpress,
+            "KnormPress, kvpress": functools.partial(run_kvpress, norms),
         }
-        sides["DMSPress, kvpress"] = functools.partial(of_kvpress, dms)
+        sides["DMSPress, kvpress"] = functools.partial(run_kvpress, dms)
         for press, places in ((norms, length // 4), (dms, length // 2)):
             for way in ("dense prompt", "prompt by intervals"):
                 side = f"{type(press).__name__}, add_press, {way}"

@@ -108,8 +108,8 @@ def draw(case: Case, dtype: torch.dtype, device: str) -> Inputs:
     bias = torch.empty(batch, heads_kv, n, n, device=device, dtype=dtype).normal_()
     mask = torch.empty(bias.shape, device=device, dtype=torch.bool)
     seen = torch.arange(1, n + 1, device=device)[:, None]
-    for of_head in mask.flatten(0, 1):  # random keys, so that no tile is empty
-        of_head.copy_((torch.rand(n, n, device=device) * seen < case.window).tril())
+    for head_mask in mask.flatten(0, 1):  # random keys, so that no tile is empty
+        head_mask.copy_((torch.rand(n, n, device=device) * seen < case.window).tril())
     return Inputs(case, q, k, v, dout, bias, mask)
 
 

@@ -63,8 +63,8 @@ def small_llama(options: argparse.Namespace, texts: PassKeyTexts) -> LlamaForCau
     for step in bar:
         rows = range(step * options.batch, (step + 1) * options.batch)
         ids, asked = (
-            torch.stack(of_rows).to(options.device)
-            for of_rows in zip(*(texts.with_answers(row) for row in rows), strict=True)
+            torch.stack(columns).to(options.device)
+            for columns in zip(*(texts.with_answers(row) for row in rows), strict=True)
         )
         with autocast(model):
             logits = model(ids, use_cache=False).logits[:, :-1]

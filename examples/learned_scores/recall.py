@@ -178,8 +178,8 @@ def runs(options: argparse.Namespace) -> list[Run]:
     budgets = [length // part for part in options.parts]
     found = []
     for kind in options.kinds:
-        of_kind = budgets if kind in SCORED else budgets[:1]
-        found += [Run(kind, budget) for budget in ([length] if kind == "dense" else of_kind)]
+        kind_budgets = budgets if kind in SCORED else budgets[:1]
+        found += [Run(kind, budget) for budget in ([length] if kind == "dense" else kind_budgets)]
     if options.same_words:
         same = budgets[min(1, len(budgets) - 1)]
         found += [Run("dense", length, True), Run("scores", same, True)]

@@ -86,9 +86,9 @@ def _seen_of_candidates(
     positions = position_of(notes)[None].long()
     begun = 0
     if border.begun is not None:
-        of_rows = border.begun[:, borders]
-        of_rows = of_rows.repeat_interleave(P // of_rows.shape[0], 0)
-        begun = of_rows[rows].t()[..., None].clamp(min=0)
+        begun_of_rows = border.begun[:, borders]
+        begun_of_rows = begun_of_rows.repeat_interleave(P // begun_of_rows.shape[0], 0)
+        begun = begun_of_rows[rows].t()[..., None].clamp(min=0)
     present = (positions >= begun) & (positions < begins)
     rule = border.rule_of_rows(rows, P // border.heads)
     scores = score_of(notes)[None]

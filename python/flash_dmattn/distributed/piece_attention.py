@@ -78,7 +78,7 @@ def context_parallel_dmattn(
 
     Every rank of the group has to call it, in the same order, and backward too: a loss on every rank has to use its out.
     """
-    of_attend = Options(
+    attend_options = Options(
         scale, softcap, deterministic, sink_logits, bias_delay, zero_sum, return_lse, backend
     )._asdict()
     pending = begin(
@@ -103,9 +103,9 @@ def context_parallel_dmattn(
         exchange=exchange,
         check=check,
         query=query,
-        options=of_attend,
+        options=attend_options,
     )
-    return attend(query, pending, **of_attend)
+    return attend(query, pending, **attend_options)
 
 
 def begin(
@@ -167,19 +167,19 @@ def begin(
 
     def make() -> tuple[Call, Options | None]:
         check_causality(is_causal)
-        of_attend = Options.from_arguments(options, query)
+        attend_options = Options.from_arguments(options, query)
         call = Call.checked_call(
             wire, key, value, scores, attn_bias, rule, key_mask, cu_seqlens, position_ids, lengths, headroom, exchange, nonfinite, query,
-            of_attend,
+            attend_options,
         )  # fmt: skip
-        return call, of_attend
+        return call, attend_options
 
     def numbers(made: tuple[Call, Options | None]) -> dict[str, int]:
-        call, of_attend = made
+        call, attend_options = made
         found = call.compared_numbers(scores, attn_bias)
-        return found if of_attend is None else found | of_attend.compared_numbers(query)
+        return found if attend_options is None else found | attend_options.compared_numbers(query)
 
-    call, of_attend = wire.agreed_result(check, make, numbers)
+    call, attend_options = wire.agreed_result(check, make, numbers)
     if call.border.places:
         with _on_stream(stream, call.key, call.value, call.bias, call.scores, call.present):
             states = Extend.apply(call.key, call.value, call.bias, call.scores, call)
@@ -200,8 +200,8 @@ def begin(
         call.present,
         call.documents,
         stream,
-        of_attend,
-        wire if of_attend is None and may_read() else None,
+        attend_options,
+        wire if attend_options is None and may_read() else None,
         check,
     )
 

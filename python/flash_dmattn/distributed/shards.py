@@ -164,8 +164,8 @@ def shown_in_piece(
     exists = positions >= 0
     document, end = None, n
     if piece.document is not None and n:
-        of_first = piece.document[..., :1].expand(-1, -1, W)
-        document = torch.cat([of_first, piece.document], -1)
+        first_document = piece.document[..., :1].expand(-1, -1, W)
+        document = torch.cat([first_document, piece.document], -1)
         end = piece.end[..., :1]
     shape = (*positions.shape[:2], n)
     own = torch.cat([torch.where(exists, positions - begin, -1), piece.own.expand(shape)], -1)

@@ -185,12 +185,12 @@ def ranks_of_host(ranks: Sequence[int]) -> int:
     return max(int(own), 1)
 
 
-def ranks_per_node(ranks: Sequence[int], of_host: int) -> int:
+def ranks_per_node(ranks: Sequence[int], host_size: int) -> int:
     """How many of a group share a host each time, where all hosts have as many consecutive ones; else 1.
 
-    ranks: of the group, in the default group. of_host: the ranks of each host in the default group.
+    ranks: of the group, in the default group. host_size: the ranks of each host in the default group.
     """
-    nodes = [len(list(same)) for _, same in groupby(rank // of_host for rank in ranks)]
+    nodes = [len(list(same)) for _, same in groupby(rank // host_size for rank in ranks)]
     return nodes[0] if len(set(nodes)) == 1 else 1
 
 

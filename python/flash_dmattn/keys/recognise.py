@@ -56,7 +56,7 @@ class AllowedElements(NamedTuple):
     def shape(self) -> torch.Size:
         """[B or 1, H or 1, Sq or 1, Sk]."""
         sizes = zip(*(part.shape for part in self.parts()), strict=True)
-        return torch.Size(0 if 0 in of_dim else max(of_dim) for of_dim in sizes)
+        return torch.Size(0 if 0 in lengths else max(lengths) for lengths in sizes)
 
     def parts(self) -> list[torch.Tensor]:
         return [part for part in (self.mask, self.bias) if part is not None]

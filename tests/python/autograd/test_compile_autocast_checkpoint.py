@@ -266,7 +266,7 @@ def test_results_do_not_depend_on_threads():
         torch.set_num_threads(threads)
 
 
-def test_whether_the_library_has_cuda_is_a_constant():
+def test_compiled_graph_reads_presence_of_cuda_as_a_constant():
     """On a GPU every selection reads it."""
     compiled = torch.compile(lambda x: x + _ops._has_cuda(), backend="eager", fullgraph=True)
     assert compiled(torch.zeros(1)) == _ops._has_cuda()

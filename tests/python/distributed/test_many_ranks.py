@@ -78,7 +78,7 @@ def test_nodes_send_one_part_of_one_state_to_each_later_node():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "of_host", "size"),
+    ("ranks", "host_size", "size"),
     [
         (range(16), 8, 8),
         (range(0, 16, 2), 8, 4),  # every second GPU
@@ -87,8 +87,8 @@ def test_nodes_send_one_part_of_one_state_to_each_later_node():
         ([0, 1, 2, 8], 8, 1),  # hosts have different numbers
     ],
 )
-def test_ranks_of_a_node_are_found(ranks, of_host, size):
-    assert ranks_per_node(list(ranks), of_host) == size
+def test_ranks_of_a_node_are_found(ranks, host_size, size):
+    assert ranks_per_node(list(ranks), host_size) == size
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ def test_layout_changes_no_bit(layout, window, head_dim):
 
 
 @pytest.mark.parametrize("heads", ["v", "h"])
-def test_where_a_mask_lies_changes_no_bit(heads):
+def test_layout_and_bytes_of_a_mask_change_no_bit(heads):
     """Its bytes as they are, 1 or another number, and packed, where a row does not begin at a multiple of 16."""
     length = 336
     problem = problem_of(64, length, length)

@@ -352,7 +352,7 @@ def test_selection_among_intervals_equals_dense_mask(data):
     assert torch.equal(chosen.to_mask() & number, expected)
 
 
-def test_which_masks_keep_the_choice_in_intervals():
+def test_masks_that_hide_old_keys_leave_a_choice_without_intervals():
     scores = torch.randn(1, 1, S)
     for allowed in (prefix_lm(S, 0), prefix_lm(S, 5), packed_documents(torch.tensor([0, 14, S]))):
         assert select_among(scores, allowed, KeySelection(4)) is not None

@@ -20,6 +20,7 @@ import check_language
         ("rows.cu.in", "// Rows anew.", "1: got 'anew'"),
         ("rows.py", '"""As other rows do. They are."""', "1: got 'As other rows do.', expected a subject"),
         ("test_rows.py", "def " "test_rows(): ...", "got the test name test_rows"),
+        ("test_rows.py", "def " "test_where_rows_lie(): ...", "got the test name test_where_rows_lie"),
         ("test_rows.cpp", "TEST(" "Rows, TheLastRow)", "got the test name TheLastRow"),
     ],
 )  # fmt: skip

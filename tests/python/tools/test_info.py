@@ -35,7 +35,7 @@ def test_info_says_what_runs_and_why_the_rest_does_not(capsys):
         assert backend.name in printed and backend.reason in printed
 
 
-def test_where_float32_runs_on_a_gpu_is_printed(capsys):
+def test_info_prints_the_backend_of_float32_on_gpus(capsys):
     assert main(["info"]) == 0
     on_gpu = "triton" if is_available("triton") else "not available (needs triton)"
     assert f"float32 on CUDA GPUs: {on_gpu}" in capsys.readouterr().out

@@ -232,7 +232,7 @@ def backward(problem, dout, out, lse, lse_low, flags, dlse, saturate, needs) -> 
         lse.new_empty((p.batch, shape.heads_q, shape.seqlen_k) if by_keys else 1),
         lse.new_empty(lse.shape if by_rows else 1),
     )
-    inputs, of_rows = p.inputs(), (rows(out), rows(dout), statistics)
+    inputs, row_tensors = p.inputs(), (rows(out), rows(dout), statistics)
     limits = (gradient_limit(p.dtype), gradient_limit(p.dtype))
     if (need_dq or by_rows) and shape.seqlen_q:
         tile_lists, listed = p.tile_lists()
@@ -240,7 +240,7 @@ def backward(problem, dout, out, lse, lse_low, flags, dlse, saturate, needs) -> 
             query_gradient_kernel[(heads * triton.cdiv(shape.seqlen_q, config.queries),)](
                 *inputs,
                 tile_lists,
-                *of_rows,
+                *row_tensors,
                 rows(dq),
                 sums,
                 flags,
@@ -257,7 +257,7 @@ def backward(problem, dout, out, lse, lse_low, flags, dlse, saturate, needs) -> 
             key_gradient_kernel[(p.batch * p.heads_kv * triton.cdiv(shape.seqlen_k, config.keys),)](
                 *inputs,
                 order,
-                *of_rows,
+                *row_tensors,
                 rows(dk),
                 rows(dv),
                 sums,
@@ -274,7 +274,7 @@ def backward(problem, dout, out, lse, lse_low, flags, dlse, saturate, needs) -> 
         total = sums.keys[:, :, None] if by_keys else sums.rows[..., None]
         dbias = _reduce_bias_sums(total, bias, p.heads_kv, saturate)
     elif by_elements:
-        dbias = _bias_gradient(p, of_rows, flags, saturate)
+        dbias = _bias_gradient(p, row_tensors, flags, saturate)
     return [dq if need_dq else None, dk if need_dk else None, dv if need_dv else None, dbias]
 
 
@@ -289,7 +289,7 @@ def _reduce_bias_sums(total: Tensor, bias: Tensor, heads_kv: int, saturate: bool
     return total.to(bias.dtype)
 
 
-def _bias_gradient(p: Problem, of_rows: tuple, flags: Tensor, saturate: bool) -> Tensor:
+def _bias_gradient(p: Problem, row_tensors: tuple, flags: Tensor, saturate: bool) -> Tensor:
     shape, bias = p.shape, p.bias.data
     dbias = torch.empty(bias.shape, dtype=bias.dtype, device=p.device)
     for config, keywords in p.plain_and_fp64("dbias"):
@@ -302,7 +302,7 @@ def _bias_gradient(p: Problem, of_rows: tuple, flags: Tensor, saturate: bool) ->
         keywords.pop("BIAS")
         bias_gradient_kernel[(blocks,)](
             *p.inputs(),
-            *of_rows,
+            *row_tensors,
             dbias,
             flags,
             shape,

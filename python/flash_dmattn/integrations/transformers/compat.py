@@ -21,18 +21,18 @@ from transformers.models.doge.modeling_doge import DogeModel
 # takes the old name until 5.40. No issue is known to us. Remove the old name when 5.24 is the oldest version.
 MODEL_ARGUMENTS = tuple(inspect.signature(DogeModel.forward).parameters)[1:]
 CACHE = "cache" if "cache" in MODEL_ARGUMENTS else "past_key_values"
-_CACHE_NAMES = ("cache", "past_key_values")
+CACHE_NAMES = ("cache", "past_key_values")
 
 
 def find_cache(options: Mapping[str, object]) -> object | None:
     """The cache among the arguments of a call, under either of its names."""
-    return next((options[name] for name in _CACHE_NAMES if options.get(name) is not None), None)
+    return next((options[name] for name in CACHE_NAMES if options.get(name) is not None), None)
 
 
 def pop_cache(options: dict) -> object | None:
     """`find_cache`, which is no longer among the arguments then."""
     cache = find_cache(options)
-    for name in _CACHE_NAMES:
+    for name in CACHE_NAMES:
         options.pop(name, None)
     return cache
 

@@ -235,15 +235,15 @@ class ContextParallelTrainerMixin:
         self, model: torch.nn.Module, inputs: dict[str, Any]
     ) -> tuple[Callable, dict[str, Any]]:
         found = (getattr(module, PIECES, None) for module in model.modules())
-        of_model = next((pieces for pieces in found if pieces is not None), None)
-        if of_model is None:
+        model_pieces = next((pieces for pieces in found if pieces is not None), None)
+        if model_pieces is None:
             return super()._prepare_context_parallel_inputs(model, inputs)
         known = {"input_ids", "labels", "position_ids", "attention_mask"}
         if unknown := inputs.keys() - known:
             raise ValueError(
                 f"inputs: got {sorted(unknown)} in a batch, expected {sorted(known)}, which can be cut"
             )
-        piece = of_model.group.shard(**inputs)
+        piece = model_pieces.group.shard(**inputs)
         pieces = {"input_ids": piece.input_ids, "position_ids": piece.position_ids}
         if piece.shift_labels is not None:
             pieces |= {"labels": piece.shift_labels, "shift_labels": piece.shift_labels}

@@ -155,12 +155,12 @@ class SlotManager(ContinuousBatchingManager):
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         allocators = caches.ATTN_TYPE_TO_ALLOCATOR
         with _making:
-            of_transformers = allocators[FULL_ATTENTION]
+            original_allocator = allocators[FULL_ATTENTION]
             allocators[FULL_ATTENTION] = AllocatorOfModel
             try:
                 processor = super()._create_batch_processor()
             finally:
-                allocators[FULL_ATTENTION] = of_transformers
+                allocators[FULL_ATTENTION] = original_allocator
         # A state is read as a whole, and has room for any number of tokens.
         processor.cache.read_cache_limit = 1
         processor.cache.max_decode_fast_path_length = _UNLIMITED

@@ -16,13 +16,13 @@ from ....keys.rule import KeySelection
 from ....ragged import RaggedBatch
 from ..cache import DynamicMaskCache
 from ..cache_layer import DynamicMaskLayer
-from ..compat import CACHE, adopt_layer
+from ..compat import CACHE, CACHE_NAMES, adopt_layer
 from ..names import BATCH, BATCHED_SCORES, PIECES, SCORED_CALL, SCORED_NAMES
 from ..scored_cache import update_with_scores
 
 # Arguments of layers whose keys are not of the layer's own input.
 _OTHER_SOURCES = ("encoder_hidden_states", "key_value_states", "cross_attention_states")
-_CACHE_NAMES = ("cache", "past_key_values", "layer_past")
+_CACHE_NAMES = (*CACHE_NAMES, "layer_past")
 # Reasons by `config.model_type` (without "_text") for layers that do more than their arguments tell.
 _REASONS = {
     "diffllama": "attend twice by the same keys, to other values each time",
