@@ -92,19 +92,20 @@ CacheRows rows_of(const CacheTensors& c, const OptionalTensor& index) {
   CacheRows rows{.count = count};
   rows.slot_stride =
       expect_dense_rows(c.scores, "score_cache", {count, heads, slots}, ScalarType::Float, c.k);
-  const std::int64_t of_positions =
+  const std::int64_t position_stride =
       expect_dense_rows(c.positions, "positions", {count, heads, slots}, ScalarType::Int, c.k);
-  if (of_positions != rows.slot_stride) {
-    throw InvalidArgument("positions", std::to_string(of_positions) + " elements from row to row",
+  if (position_stride != rows.slot_stride) {
+    throw InvalidArgument("positions",
+                          std::to_string(position_stride) + " elements from row to row",
                           std::to_string(rows.slot_stride) + ", as in score_cache");
   }
-  const std::int64_t of_counts =
+  const std::int64_t counts_stride =
       expect_dense_rows(c.counts, "counts", {count, heads, numbers}, ScalarType::Int, c.k);
-  if (of_counts % numbers != 0) {
-    throw InvalidArgument("counts", std::to_string(of_counts) + " elements from row to row",
+  if (counts_stride % numbers != 0) {
+    throw InvalidArgument("counts", std::to_string(counts_stride) + " elements from row to row",
                           "a multiple of " + std::to_string(numbers));
   }
-  rows.count_stride = of_counts / numbers;
+  rows.count_stride = counts_stride / numbers;
   rows.seen_stride = expect_dense_rows(c.seen, "seen", {count}, ScalarType::Int, c.k);
   if (!index) return rows;
   if (index->dim() != 1) throw InvalidArgument("rows", shape_text(*index), "one dimension");

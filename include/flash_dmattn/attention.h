@@ -91,8 +91,8 @@ struct BackwardArgs {
   Tensor4 dq{};  // [B, Sq, Hq, D]
   Tensor4 dk{};  // [B, Sk, Hkv, D]
   Tensor4 dv{};  // [B, Sk, Hkv, Dv]
-  Tensor4
-      dbias{};  // bias_shape, bias_dtype: summed in fp32 over the dimensions that were broadcast
+  // Its shape is bias_shape, its dtype bias_dtype: summed in fp32 over the dimensions that were broadcast.
+  Tensor4 dbias{};
 };
 
 // A backend by name: "cuda", "cpu", "reference". Empty: the first in order of preference that supports

@@ -58,8 +58,8 @@ class CheckedCall {
 };
 using ForwardCall = CheckedCall<ForwardArgs>;
 using BackwardCall = CheckedCall<BackwardArgs>;
-using SelectCall =
-    CheckedCall<SelectionArgs>;  // computes where its data is; `backend` has to be empty
+// A choice is computed where its data is; `backend` has to be empty.
+using SelectCall = CheckedCall<SelectionArgs>;
 using PendingIntervalsCall = CheckedCall<PendingIntervalsArgs>;
 using CommitCall = CheckedCall<CommitArgs>;
 using DecodeStepCall = CheckedCall<DecodeStepArgs>;

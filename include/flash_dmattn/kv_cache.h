@@ -146,8 +146,8 @@ struct FillArgs {
   // visible to the row's last token, the last query.
   KeyIntervals intervals{};  // [B, Hkv, S]
   std::int64_t seqlen_q = -1;
-  const std::int32_t* lengths =
-      nullptr;       // [B]: tokens of each row, later ones are ignored; null: S
+  // [B]: tokens of each row, later ones are ignored; null: S.
+  const std::int32_t* lengths = nullptr;
   TokenMask mask{};  // [B, S], that of the selection
 };
 void fill(const FillArgs& args, const Execution& execution, std::string_view backend = {});

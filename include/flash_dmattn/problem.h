@@ -26,8 +26,8 @@ using BroadcastShape = std::array<std::int64_t, 4>;
 // no_dtype are refused) but value_dim.
 struct Problem {
   std::int64_t batch = -1;
-  std::int64_t heads_q =
-      -1;  // a multiple of heads_kv; head h uses kv head h / (heads_q / heads_kv)
+  // A multiple of heads_kv; head h uses kv head h / (heads_q / heads_kv).
+  std::int64_t heads_q = -1;
   std::int64_t heads_kv = -1;
   std::int64_t seqlen_q = -1;  // any length may be 0
   std::int64_t seqlen_k = -1;

@@ -47,8 +47,8 @@ struct KeyBound {
 // [B|1, Hkv|1, n] keys in ascending order, of which every query sees all (or with `causal`, those in its
 // past). A `global` selection as a list takes half the memory of intervals or less. GPU only.
 struct KeyList {
-  const std::int32_t* keys =
-      nullptr;  // rows of `stride` entries; beyond count, any keys of [0, Sk)
+  // Rows of `stride` entries; beyond count, any keys of [0, Sk).
+  const std::int32_t* keys = nullptr;
   const std::int32_t* count = nullptr;  // [B|1, Hkv|1] dense
   std::int64_t stride = 0;              // a multiple of 4, and the keys aligned to 16 bytes
 };

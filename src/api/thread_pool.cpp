@@ -93,8 +93,8 @@ struct ThreadPool::State {
     for (std::thread& helper : helpers) helper.join();
   }
 
-  static inline thread_local const State* running =
-      nullptr;  // the pool whose body this thread is in
+  // The pool whose body this thread is in.
+  static inline thread_local const State* running = nullptr;
 
   std::mutex callers;  // held during a call
   std::mutex mutex;    // guards the members below, except `next`

@@ -24,7 +24,7 @@ namespace flash_dmattn::cpu {
 
 namespace {
 
-std::string why_not(const Problem& p) {
+std::string decline(const Problem& p) {
   if (p.dtype == DType::f64) return "f64 is computed by the reference backend";
   if (p.heads_kv > 0 && p.heads_q / p.heads_kv > largest_group) {
     return "more than " + std::to_string(largest_group) + " query heads share a kv head";
@@ -137,7 +137,7 @@ class BackwardCall {
   // Sets the pointers into the workspace, and returns its size. With a null base it only counts.
   std::size_t place(void* base, int workers);
 
-  const Candidate* candidate_ = &chosen();
+  const Candidate* candidate_ = &chosen_instruction_set();
   BackwardTask task_{};
   std::int64_t* slot_begin_ = nullptr;
   std::int64_t* slot_count_ = nullptr;
@@ -357,8 +357,8 @@ void BackwardCall::run(const BackwardArgs& args, const Execution& execution) con
     }
   } else {
     for_each_task(execution, units, [&](std::int64_t item, int worker) {
-      const std::int64_t unit =
-          units - 1 - item;  // the last units take longest under a causal mask
+      // The last units take longest under a causal mask.
+      const std::int64_t unit = units - 1 - item;
       if (t.slot_keys != nullptr) list_keys(unit);
       kernels.backward(t, unit, scratch_of(worker));
     });
@@ -372,7 +372,7 @@ void BackwardCall::run(const BackwardArgs& args, const Execution& execution) con
 
 // One set of kernels for every problem, of the chosen instruction set.
 const KernelSet* find_kernels(const Problem& p, Direction, std::string& reason) {
-  reason = why_not(p);
+  reason = decline(p);
   return reason.empty() ? kernel_set() : nullptr;
 }
 
@@ -384,7 +384,10 @@ namespace flash_dmattn {
 const Backend cpu_backend = {
     .name = "cpu",
     .device = Device::cpu,
-    .info = [] { return BackendInfo{"cpu", true, std::string(name_of(cpu::chosen().isa))}; },
+    .info =
+        [] {
+          return BackendInfo{"cpu", true, std::string(name_of(cpu::chosen_instruction_set().isa))};
+        },
     .find_kernels = cpu::find_kernels,
     .plan_schedule = [](const KernelSet&, const Problem& p, const Visibility& visibility, Direction,
                         const Execution& execution,
@@ -393,7 +396,7 @@ const Backend cpu_backend = {
     .plan_backward = plan_with_any_kernels<cpu::BackwardCall>,
     .kernels =
         [] {
-          const cpu::InstructionSet isa = cpu::chosen().isa;
+          const cpu::InstructionSet isa = cpu::chosen_instruction_set().isa;
           return std::vector{cpu::kernel_name("forward", isa), cpu::kernel_name("backward", isa)};
         },
     .needs_schedule = true,

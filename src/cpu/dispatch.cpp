@@ -50,7 +50,7 @@ InstructionSet largest_allowed() {
 
 // The largest allowed instruction set; without a cap, a smaller one that is faster.
 const Candidate& preferred() {
-  const std::span<const Candidate> all = allowed();
+  const std::span<const Candidate> all = allowed_instruction_sets();
   const bool avoids_largest = cap_of_choice() == nullptr && has_slow_bf16_products() &&
                               all.back().isa == InstructionSet::avx512_bf16;
   return avoids_largest ? all[all.size() - 2] : all.back();
@@ -63,7 +63,7 @@ std::atomic<const Candidate*>& current() {
 
 }  // namespace
 
-std::span<const Candidate> allowed() {
+std::span<const Candidate> allowed_instruction_sets() {
   static const std::span<const Candidate> all = [] {
     const InstructionSet largest = largest_allowed();
     const auto* const end = std::ranges::find_if(
@@ -73,13 +73,13 @@ std::span<const Candidate> allowed() {
   return all;
 }
 
-const Candidate& chosen() { return *current(); }
+const Candidate& chosen_instruction_set() { return *current(); }
 
 std::string kernel_name(std::string_view direction, InstructionSet isa) {
   std::string name = "cpu ";
   return name.append(direction).append(" ").append(name_of(isa));
 }
 
-void choose(const Candidate& candidate) { current() = &candidate; }
+void choose_instruction_set(const Candidate& candidate) { current() = &candidate; }
 
 }  // namespace flash_dmattn::cpu

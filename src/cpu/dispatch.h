@@ -22,20 +22,20 @@ struct Candidate {
 
 // The instruction sets of this build that the processor and FLASH_DMATTN_MAX_ISA allow, in ascending order. Throws at
 // every call if the cap is not the name of an instruction set.
-std::span<const Candidate> allowed();
+std::span<const Candidate> allowed_instruction_sets();
 
-// The fastest allowed instruction set, mostly the largest, or that of choose().
-const Candidate& chosen();
+// The fastest allowed instruction set, mostly the largest, or that of choose_instruction_set().
+const Candidate& chosen_instruction_set();
 
-// The kernels of all problems. A plan takes those of chosen().
+// The kernels of all problems. A plan takes those of chosen_instruction_set().
 inline const KernelSet* kernel_set() {
-  return reinterpret_cast<const KernelSet*>(chosen().kernels);
+  return reinterpret_cast<const KernelSet*>(chosen_instruction_set().kernels);
 }
 
 // The name of the main kernel of a direction.
 std::string kernel_name(std::string_view direction, InstructionSet isa);
 
-// For tests, while no computation runs. `candidate` is an element of allowed().
-void choose(const Candidate& candidate);
+// For tests, while no computation runs. `candidate` is an element of allowed_instruction_sets().
+void choose_instruction_set(const Candidate& candidate);
 
 }  // namespace flash_dmattn::cpu

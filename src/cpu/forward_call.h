@@ -24,7 +24,7 @@ class ForwardCall {
   // Sets the pointers into the workspace, and returns its size. With a null base it only counts.
   std::size_t place(void* base, int workers);
 
-  const Candidate* candidate_ = &chosen();
+  const Candidate* candidate_ = &chosen_instruction_set();
   ForwardTask task_{};
   int* splits_left_ = nullptr;  // few queries: [B, Hkv, tiles], splits not yet computed
   char* scratch_ = nullptr;

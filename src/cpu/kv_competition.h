@@ -126,8 +126,8 @@ class Competition {
   std::int32_t sink_end_ = 0;  // the pending keys before it are sinks
   std::int32_t competed_ = 0;
   std::int32_t* beaten_by_;  // [places + pending]: the token with which w better keys compete
-  std::int32_t*
-      arrivals_;  // [pending]: the slot of the key that begins to compete with a token, -1 for none
+  // [pending]: the slot of the key that begins to compete with a token, -1 for none.
+  std::int32_t* arrivals_;
 };
 
 }  // namespace flash_dmattn::cpu

@@ -41,8 +41,8 @@ struct Slots {
   const std::int32_t* seen = nullptr;       // [R]
   std::int64_t delay = 0;                   // the number of tokens after which a key competes
   std::int64_t stride = 0;
-  const std::int32_t* rows =
-      nullptr;  // [B]: the row of each in the batch, negative for none; null: b
+  // [B]: the row of each in the batch, negative for none; null: b.
+  const std::int32_t* rows = nullptr;
   // Distances from one row to the next, in elements.
   std::int64_t row_slots = 0;
   std::int64_t row_counts = 0;
@@ -69,8 +69,8 @@ struct Task {
   QueryTileLists tile_lists;  // begin is null without intervals
   int tile_queries;
   std::int64_t tiles;
-  bool
-      few_queries;  // the forward runs few_queries.h, and the backward adds q . k in the same order
+  // The forward runs few_queries.h, and the backward adds q . k in the same order.
+  bool few_queries;
 
   // Without intervals: k and v of all blocks in the layouts of products, [B, Hkv, blocks of keys] of
   // packed_block_bytes. Null: every tile packs the keys that it sees.

@@ -14,8 +14,8 @@ struct Key {
   double score;
   bool present;
   bool sink;  // among the first present keys
-  bool
-      eligible;  // may compete: present, no sink, and its score is a number at or above the threshold
+  // May compete: present, no sink, and its score is a number at or above the threshold.
+  bool eligible;
 };
 
 std::vector<Key> load_keys(const SelectionArgs& args, std::int64_t batch, std::int64_t head) {

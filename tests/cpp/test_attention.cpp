@@ -38,7 +38,8 @@ TEST_P(AttentionTable, ResultsAreWithinBounds) {
   if (is_quick_run()) {
     choose_by_name(c.name);
     run_and_compare(data, options);
-    cpu::choose(cpu::allowed().back());  // for tests that choose none
+    // For tests that choose none.
+    cpu::choose_instruction_set(cpu::allowed_instruction_sets().back());
     return;
   }
   const Bounds bounds(data);

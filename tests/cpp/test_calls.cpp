@@ -61,16 +61,16 @@ TEST(Calls, LaterChoiceOfInstructionSetChangesNoPlan) {
     const ForwardCall forward(call.forward_args, call.execution, "cpu");
     const std::string kernel = forward.kernel_name();
     const std::size_t size = forward.workspace_size();
-    const cpu::Candidate& planned = cpu::chosen();
-    for (const cpu::Candidate& candidate : cpu::allowed()) {
-      cpu::choose(candidate);
+    const cpu::Candidate& planned = cpu::chosen_instruction_set();
+    for (const cpu::Candidate& candidate : cpu::allowed_instruction_sets()) {
+      cpu::choose_instruction_set(candidate);
       EXPECT_EQ(forward.kernel_name(), kernel);
       EXPECT_EQ(forward.workspace_size(), size);
       run_in_new_workspace(forward);
       EXPECT_TRUE(call.results.out.same_bits(expected.results.out))
           << "while " << cpu::name_of(candidate.isa);
     }
-    cpu::choose(planned);
+    cpu::choose_instruction_set(planned);
   });
 }
 

@@ -12,8 +12,8 @@ namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 struct DenseDbias {
   const BackwardTask& t;
-  double* sums =
-      nullptr;  // [queries of the tile, dbias_heads, Sk]; only with DbiasKind::dense_shared
+  // [queries of the tile, dbias_heads, Sk]; only with DbiasKind::dense_shared.
+  double* sums = nullptr;
 
   bool is_wanted() const { return stores() || t.dbias_kind == DbiasKind::dense_shared; }
 

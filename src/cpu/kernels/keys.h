@@ -10,8 +10,8 @@ namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 struct Tile {
   std::int64_t batch, head;  // of k and v
-  std::int64_t
-      key_batch;  // of k, v, a bias and slots; another one where these have rows of their own, negative for none
+  // The batch of k, v, a bias and slots; another one where these have rows of their own, negative for none.
+  std::int64_t key_batch;
   std::int64_t first_query;
   int queries;
   int rows;                    // queries * G

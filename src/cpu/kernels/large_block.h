@@ -23,13 +23,13 @@ struct LargeSums {
 
   template <class Shape>
   void take(const Shape& shape, const Shape& values, ScratchAllocator& allocator) {
-    const std::int64_t of_k = std::int64_t{block_keys} * shape.head_columns;
-    const std::int64_t of_v = std::int64_t{block_keys} * values.head_columns;
+    const std::int64_t key_sums = std::int64_t{block_keys} * shape.head_columns;
+    const std::int64_t value_sums = std::int64_t{block_keys} * values.head_columns;
     dq = allocator.take<double>(std::int64_t{shape.padded_rows} * shape.head_columns);
-    dk = allocator.take<double>(of_k);
-    dv = allocator.take<double>(of_v);
-    k = allocator.take<float>(of_k);
-    v = allocator.take<float>(of_v);
+    dk = allocator.take<double>(key_sums);
+    dv = allocator.take<double>(value_sums);
+    k = allocator.take<float>(key_sums);
+    v = allocator.take<float>(value_sums);
     q = allocator.take<double>(shape.head_columns);
     dout = allocator.take<double>(values.head_columns);
   }

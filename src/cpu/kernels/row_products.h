@@ -253,8 +253,8 @@ template <class In>
 void multiply_values(const float* p, std::int64_t p_ld, int rows,
                      const RowAddresses<typename In::Storage>& values, int count, int head_dim,
                      float* out, std::int64_t out_ld) {
-  constexpr int sums =
-      lanes == 16 ? 16 : 8;  // in registers: all of two rows of D = 128 with AVX-512
+  // In registers: all of two rows of D = 128 with AVX-512.
+  constexpr int sums = lanes == 16 ? 16 : 8;
   for (int n = 0; n < count; n += value_group) {
     const int keys = count - n < value_group ? count - n : value_group;
     values.prefetch_pages(n, value_group);
