@@ -45,14 +45,14 @@ NOTE = (
 OURS, EXCHANGE = "flash_dmattn", "SendRecv"  # parts of the names of kernels
 
 
-def side_of(run: Ranks) -> str:
+def side_of(ranks: Ranks) -> str:
     one, many = ("GPU", "GPUs") if GPU else ("process", "processes")
-    return f"{run.size} {one if run.size == 1 else many}"
+    return f"{ranks.size} {one if ranks.size == 1 else many}"
 
 
-def add(run: Ranks, row: dict) -> None:
-    run.say(record.format_row(row))
-    run.add(row)
+def add(ranks: Ranks, row: dict) -> None:
+    ranks.say(record.format_row(row))
+    ranks.add(row)
 
 
 def options_of(length: int, is_compiled: bool, **changes) -> argparse.Namespace:
@@ -68,12 +68,12 @@ def title(what: str, length: int) -> str:
     )
 
 
-def formulas(length: int, ranks: int) -> dict[str, list]:
+def formulas(length: int, size: int) -> dict[str, list]:
     """MB that a rank receives for a layer in one step: forward, forward again for the backward, backward."""
     heads = SIZES["hidden"] // SIZES["head-dim"]
     model = Model(heads, heads // 2, SIZES["head-dim"], SIZES["window"])
     found = {}
-    for name, ways in model.exchanges(length, ranks, node=ranks).items():
+    for name, ways in model.exchanges(length, size, node=size).items():
         kind = name.split(" (")[-1].removesuffix(")")
         if kind in ("ring, all-gather", "Ulysses"):
             forward, backward = (sum(hop.bytes() for hop in hops) for hops in ways)
@@ -90,7 +90,7 @@ def kernel_ms(step) -> dict[str, float]:
     }
 
 
-def measure(run: Ranks, lengths: list[int], is_compiled: bool) -> None:
+def measure(ranks: Ranks, lengths: list[int], is_compiled: bool) -> None:
     options = options_of(max(lengths), is_compiled)
     mesh, device = long_context.make_mesh(options)
     trainee = long_context.make_trainee(options, mesh, device)
@@ -110,61 +110,63 @@ def measure(run: Ranks, lengths: list[int], is_compiled: bool) -> None:
 
     for length in lengths:
         torch._dynamo.reset()  # each length is compiled on its own
-        if not run.has(12 + 3 * (TIMED + 3) * length / 2**20 / run.size):
-            run.say(f"N {length}: no time left")
+        if not ranks.has(12 + 3 * (TIMED + 3) * length / 2**20 / ranks.size):
+            ranks.say(f"N {length}: no time left")
             break
         options.seq_len = length
         tokens = long_context.batch_of(text, 0, options, 0).to(device)
         try:
-            found = one_length(run, lambda tokens=tokens: step(tokens), mesh)
+            found = one_length(ranks, lambda tokens=tokens: step(tokens), mesh)
         except torch.OutOfMemoryError:
-            run.say(f"N {length}: does not fit")
+            ranks.say(f"N {length}: does not fit")
             break
         seconds = found["both"] / 1e3
         values = found["values"]
-        values["throughput per GPU"] = [length / seconds / run.size, "tokens/s"]
+        values["throughput per GPU"] = [length / seconds / ranks.size, "tokens/s"]
         if found["parts"]:
             values["attention"] = [found["parts"]["attention"] / found["both"], "share"]
-        if run.size > 1:
-            values |= formulas(length, run.size)
-        add(run, record.row(title("training step", length), side_of(run), DTYPE, **found))
+        if ranks.size > 1:
+            values |= formulas(length, ranks.size)
+        add(ranks, record.row(title("training step", length), side_of(ranks), DTYPE, **found))
 
 
-def one_length(run: Ranks, step, mesh) -> dict:
+def one_length(ranks: Ranks, step, mesh) -> dict:
     """Milliseconds of a step of the slowest rank, peak memory and traffic of the busiest."""
     for _ in range(2):
         step()
-    run.clear_memory()
+    ranks.clear_memory()
     times, group = [], mesh["cp"]
     before = exchanged_bytes(group)
     for _ in range(TIMED):
-        times.append(elapsed_ms(step, run.device.type))
+        times.append(elapsed_ms(step, ranks.device.type))
     after = exchanged_bytes(group)
     moved = max(after.sent - before.sent, after.received - before.received)
-    peak, parts, values = run.peak_mb(), {}, {}
-    if run.size > 1:
-        ours = max(run.everywhere(moved)) / TIMED / SIZES["layers"] / 1e6
+    peak, parts, values = ranks.peak_mb(), {}, {}
+    if ranks.size > 1:
+        ours = max(ranks.everywhere(moved)) / TIMED / SIZES["layers"] / 1e6
         values["ours per layer"] = [ours, "MB"]
     if GPU:
-        parts = {name: statistics.mean(run.everywhere(ms)) for name, ms in kernel_ms(step).items()}
+        parts = {
+            name: statistics.mean(ranks.everywhere(ms)) for name, ms in kernel_ms(step).items()
+        }
     return {
-        "both": max(run.everywhere(statistics.median(times))),
-        "peak_mb": max(run.everywhere(peak)),
+        "both": max(ranks.everywhere(statistics.median(times))),
+        "peak_mb": max(ranks.everywhere(peak)),
         "parts": parts or None,
         "values": values,
     }
 
 
-def losses(run: Ranks, steps: int, is_compiled: bool) -> None:
+def losses(ranks: Ranks, steps: int, is_compiled: bool) -> None:
     """The losses of the same batches on whole sequences and on pieces."""
-    for ranks in (1, run.size):
+    for size in (1, ranks.size):
         torch._dynamo.reset()
-        options = options_of(LOSS_LENGTH, is_compiled, steps=steps, cp=ranks, batch=LOSS_BATCH)
+        options = options_of(LOSS_LENGTH, is_compiled, steps=steps, cp=size, batch=LOSS_BATCH)
         found = long_context.train(options)
         values = {"loss of each step": [[step["loss"] for step in found], "nats/byte"]}
         case = title(f"losses of {LOSS_BATCH} sequences", LOSS_LENGTH)
-        side = "whole sequences" if ranks == 1 else f"{ranks} pieces"
-        add(run, record.row(case, side, DTYPE, values=values))
+        side = "whole sequences" if size == 1 else f"{size} pieces"
+        add(ranks, record.row(case, side, DTYPE, values=values))
 
 
 def main() -> None:
@@ -174,12 +176,12 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--losses", type=int, default=0, help="steps of the two trainings")
     options = parser.parse_args()
-    run = Ranks(options, NOTE)
+    ranks = Ranks(options, NOTE)
     if options.lengths:
-        measure(run, options.lengths, not options.eager)
-    if options.losses and run.has(25):
-        losses(run, options.losses, not options.eager)
-    run.finish()
+        measure(ranks, options.lengths, not options.eager)
+    if options.losses and ranks.has(25):
+        losses(ranks, options.losses, not options.eager)
+    ranks.finish()
 
 
 if __name__ == "__main__":
