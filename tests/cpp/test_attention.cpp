@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cfenv>
 #include <cmath>
 #include <functional>
@@ -179,6 +180,39 @@ TEST(Attention, LayoutsDoNotChangeBits) {
         expect_same_bits(in_layout(layout), contiguous);
       }
     }
+  }
+}
+
+// ---- One query of a generation step -----------------------------------------------------------------
+
+TEST(Attention, LastQueryAloneHasTheResultsOfTheWholeSequence) {
+  for (const char* dtype : {"bf16", "f16"}) {
+    SCOPED_TRACE(dtype);
+    const auto of_queries = [&](const char* seqlen_q) {
+      return Data(
+          case_from({"heads_q=4 heads_kv=2 seqlen_k=300 causal=1 bias=bv1k bias_fill=normal "
+                     "intervals=per_query intervals_shape=bv window=40",
+                     {{"dtype", dtype}, {"seqlen_q", seqlen_q}}}));
+    };
+    const Data whole = of_queries("300");
+    Data step = of_queries("1");
+    const auto of_last_query = [](const Index& i) { return Index{i[0], 299, i[2], i[3]}; };
+    step.q.fill([&](const Index& i) { return whole.q.get(of_last_query(i)); });
+    step.k.fill([&](const Index& i) { return whole.k.get(i); });
+    step.v.fill([&](const Index& i) { return whole.v.get(i); });
+    step.bias.fill([&](const Index& i) { return whole.bias.get(i); });
+    for (std::size_t j = 0; j < step.intervals.size(); ++j) {
+      step.intervals[j] = {0, whole.intervals[j].last == 300 ? 1 : 0};
+    }
+    Results all(whole), last(step), expected(step);
+    run_forward(whole, {}, all);
+    run_forward(step, {}, last);
+    expected.out.fill([&](const Index& i) { return all.out.get(of_last_query(i)); });
+    // Two units in the last place of the largest element, as each result is rounded once.
+    double largest = 0;
+    expected.out.for_each(
+        [&](const Index&, double x) { largest = std::max(largest, std::abs(x)); });
+    EXPECT_LE(errors(last.out, expected.out).max, 4 * unit_roundoff(last.out.element()) * largest);
   }
 }
 
