@@ -68,6 +68,15 @@ def headless_docstrings(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.body[0].lineno, found[0].strip()
 
 
+def locals_without_noun(path: Path) -> Iterator[tuple[int, str]]:
+    """Yields (line, name) of variables and arguments that are named "of" something."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        is_stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        name = node.id if is_stored else node.arg if isinstance(node, ast.arg) else ""
+        if name.startswith("of_"):
+            yield node.lineno, name
+
+
 def complaints(path: Path) -> Iterator[str]:
     for number, text, begins in texts(path):
         if begins and (found := NO_SUBJECT.match(text)):
@@ -77,6 +86,8 @@ def complaints(path: Path) -> Iterator[str]:
     if path.suffix == ".py":
         for number, sentence in headless_docstrings(path):
             yield f"{path}:{number}: got {sentence!r}, expected a subject and a verb"
+        for number, name in locals_without_noun(path):
+            yield f"{path}:{number}: got the name {name}, expected one that begins with its noun"
     if "test" in path.name:
         for found in NO_RESULT.finditer(path.read_text()):
             yield f"{path}: got the test name {found[1] or found[2]}, expected a name with a result"

@@ -224,9 +224,9 @@ TEST(InvalidArguments, ScheduleOfAnotherBackendOrDirectionThrows) {
   expect_invalid([&] { call.run_forward(); }, "schedule",
                  "got one built for backend cpu, expected one built for backend reference");
   call.backend = "cpu";
-  ScheduleContents of_the_forward = ScheduleContents::of(call.backward_args.schedule);
-  of_the_forward.serves_backward = false;
-  call.backward_args.schedule = of_the_forward.schedule();
+  ScheduleContents forward_schedule = ScheduleContents::of(call.backward_args.schedule);
+  forward_schedule.serves_backward = false;
+  call.backward_args.schedule = forward_schedule.schedule();
   expect_invalid([&] { call.run_backward(); }, "schedule",
                  "got one built for direction forward, expected one built for direction backward");
   call.forward_args.schedule = {};

@@ -40,8 +40,8 @@ void expect_every_unit_once(const SlotPartition& partition,
                             const std::vector<std::vector<SlotPart>>& parts) {
   Units<int> covered = no_units(partition.chains, partition.units);
   std::vector<int> ids(static_cast<std::size_t>(partition.cut_parts()), 0);
-  for (const auto& of_block : parts) {
-    for (const SlotPart& part : of_block) {
+  for (const auto& block_parts : parts) {
+    for (const SlotPart& part : block_parts) {
       for (int unit = part.unit_begin; unit < part.unit_end; ++unit) {
         ++at(covered, part.chain, unit);
         const SlotPart found = partition.part_of(part.chain, unit);
@@ -54,8 +54,8 @@ void expect_every_unit_once(const SlotPartition& partition,
       ASSERT_EQ(ids[static_cast<std::size_t>(part.id)]++, 0);
     }
   }
-  for (const auto& of_chain : covered) {
-    ASSERT_EQ(std::count(of_chain.begin(), of_chain.end(), 1), partition.units);
+  for (const auto& chain_counts : covered) {
+    ASSERT_EQ(std::count(chain_counts.begin(), chain_counts.end(), 1), partition.units);
   }
 }
 
@@ -86,8 +86,8 @@ void expect_progress(const SlotPartition& partition,
       }
     }
   }
-  for (const auto& of_head : added) {
-    ASSERT_EQ(std::count(of_head.begin(), of_head.end(), row_blocks), partition.units);
+  for (const auto& head_counts : added) {
+    ASSERT_EQ(std::count(head_counts.begin(), head_counts.end(), row_blocks), partition.units);
   }
 }
 
@@ -95,9 +95,9 @@ void expect_progress(const SlotPartition& partition,
 void expect_common_cuts(const SlotPartition& partition,
                         const std::vector<std::vector<SlotPart>>& parts) {
   std::vector<std::vector<int>> begins(static_cast<std::size_t>(partition.chains * partition.cuts));
-  for (const auto& of_block : parts) {
+  for (const auto& block_parts : parts) {
     int divided = 0;
-    for (const SlotPart& part : of_block) {
+    for (const SlotPart& part : block_parts) {
       if (part.piece < partition.whole) continue;
       begins[static_cast<std::size_t>(part.piece)].push_back(part.unit_begin %
                                                              partition.piece_units);
@@ -106,11 +106,11 @@ void expect_common_cuts(const SlotPartition& partition,
     ASSERT_LE(divided, 1);
   }
   const std::vector<int>& first = begins[static_cast<std::size_t>(partition.whole)];
-  for (const std::vector<int>& of_piece : begins) {
-    const auto size = static_cast<std::ptrdiff_t>(of_piece.size());
+  for (const std::vector<int>& piece_begins : begins) {
+    const auto size = static_cast<std::ptrdiff_t>(piece_begins.size());
     // The last piece of a chain may be shorter than the first.
-    ASSERT_LE(of_piece.size(), first.size());
-    ASSERT_EQ(of_piece, std::vector(first.begin(), first.begin() + size));
+    ASSERT_LE(piece_begins.size(), first.size());
+    ASSERT_EQ(piece_begins, std::vector(first.begin(), first.begin() + size));
   }
 }
 

@@ -32,7 +32,7 @@ std::vector<KeyInterval> select_last_query(const KvCacheShape& shape, std::int64
   std::vector<KeyInterval> intervals(static_cast<std::size_t>(shape.batch * heads * length));
   for (std::int64_t b = 0; b < shape.batch; ++b) {
     const std::int64_t keys = lengths[static_cast<std::size_t>(b)];
-    std::vector<KeyInterval> of_row(static_cast<std::size_t>(heads * keys));
+    std::vector<KeyInterval> row_intervals(static_cast<std::size_t>(heads * keys));
     const SelectionArgs selection{.batch = 1,
                                   .heads = heads,
                                   .seqlen_q = keys > 0 ? 1 : 0,
@@ -43,10 +43,11 @@ std::vector<KeyInterval> select_last_query(const KvCacheShape& shape, std::int64
                                   .scores_stride = {0, length, 1},
                                   .key_mask = mask + b * length,
                                   .key_mask_stride = {0, 0, 1},
-                                  .intervals = of_row.data()};
+                                  .intervals = row_intervals.data()};
     run_in_new_workspace(SelectCall(selection, in_turn(2)));
     for (std::int64_t h = 0; h < heads; ++h) {
-      std::copy_n(of_row.begin() + h * keys, keys, intervals.begin() + (b * heads + h) * length);
+      std::copy_n(row_intervals.begin() + h * keys, keys,
+                  intervals.begin() + (b * heads + h) * length);
     }
   }
   return intervals;

@@ -87,20 +87,20 @@ def test_additive_mask_masks_by_its_own_dtype(dtype, fill):
     assert split_additive(above)[0].all()
 
 
-@pytest.mark.parametrize("of_mask", [torch.float16, torch.float32])
-@pytest.mark.parametrize("of_bias", [torch.float16, torch.float32])
+@pytest.mark.parametrize("mask_dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("bias_dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_additive_mask_and_bias_of_other_dtypes_mask_by_their_own(dtype, of_bias, of_mask):
+def test_additive_mask_and_bias_of_other_dtypes_mask_by_their_own(dtype, bias_dtype, mask_dtype):
     """Where their dtypes differ, each masks by its own rule."""
     q, k, v = (torch.randn(1, 12, 2, 16, dtype=dtype) for _ in range(3))
-    mask = torch.randn(1, 1, 12, 12).to(of_mask)
-    bias = torch.randn(1, 2, 12).to(of_bias)
-    if of_mask != of_bias:  # visible keys have lower values than hidden ones
-        wide = mask if of_mask == torch.float32 else bias
+    mask = torch.randn(1, 1, 12, 12).to(mask_dtype)
+    bias = torch.randn(1, 2, 12).to(bias_dtype)
+    if mask_dtype != bias_dtype:  # visible keys have lower values than hidden ones
+        wide = mask if mask_dtype == torch.float32 else bias
         wide -= torch.full((12,), 6e4).index_fill(0, torch.tensor([3, 5]), 0)
     hidden = {torch.float16: -1e4, torch.float32: -1e30}
-    mask[..., 3] = hidden[of_mask]
-    bias[..., 5] = hidden[of_bias]
+    mask[..., 3] = hidden[mask_dtype]
+    bias[..., 5] = hidden[bias_dtype]
     out = _flash_dynamic_mask_attention_forward(q, k, v, mask, bias, 12, 12, is_causal=False)
     pairs = (mask.float() + bias[:, :, None].float()).index_fill(
         -1, torch.tensor([3, 5]), -torch.inf

@@ -179,7 +179,7 @@ def test_operators_check_what_they_are_given():
         ops.forward(q, k, v, torch.ones(1, 3, 9, 9).bool(), None, None, *options)
     rank = torch.zeros(1, 1, 1, 9, dtype=torch.int32)
     mask = torch.ones(1, 1, 9, 9).bool()
-    for of_mask, ranks, message in [
+    for mask_argument, ranks, message in [
         (mask, (rank, None), "rank_limit: got none"),
         (mask, (rank, rank.long().mT), "rank_limit: got"),
         (mask, (rank, rank), "problem.limit_shape: got"),
@@ -187,7 +187,7 @@ def test_operators_check_what_they_are_given():
         (None, (rank, rank.mT), "problem.rank_shape: got .* expected ranks only with a mask"),
     ]:
         with pytest.raises((ValueError, RuntimeError), match=message):
-            ops.forward(q, k, v, of_mask, None, None, None, None, *ranks, *options[4:])
+            ops.forward(q, k, v, mask_argument, None, None, None, None, *ranks, *options[4:])
     with pytest.raises((ValueError, RuntimeError), match="cpu takes a choice as a mask"):
         ops.forward(q, k, v, mask, None, None, None, None, rank, rank.mT, *options[4:-1], "cpu")
     out, lse = ops.forward(q, k, v, None, None, None, *options)
@@ -227,11 +227,11 @@ def test_ranks_and_limits_choose_among_what_the_mask_shows():
     expected = ops.forward(q, k, v, chosen, *nothing, None, None, *options)
     assert all(map(torch.equal, results, expected))
     wanted = (True, True, True, False)
-    of_ranks, of_mask = (
+    with_ranks, with_mask = (
         ops.backward(q, q, k, v, shown, *nothing, *ranks, *results, None, *options, *wanted)
         for shown, ranks in [(mask, (rank, limit)), (chosen, (None, None))]
     )
-    assert all(map(torch.equal, of_ranks, of_mask))
+    assert all(map(torch.equal, with_ranks, with_mask))
 
 
 # ---- Padding -----------------------------------------------------------------------------------------

@@ -75,12 +75,14 @@ def test_strided_bias_gives_same_result_and_gradient(window):
         found = flash_dmattn_func(q, k, v, attn_bias=bias, **options)
         expected = flash_dmattn_func(q, k, v, attn_bias=dense, **options)
         assert torch.equal(found, expected), name
-        (of_dense,) = torch.autograd.grad(expected.sin().sum(), dense)
-        (of_base,) = torch.autograd.grad(found.sin().sum(), base)
+        (dense_gradient,) = torch.autograd.grad(expected.sin().sum(), dense)
+        (base_gradient,) = torch.autograd.grad(found.sin().sum(), base)
         # Summed in double: the gradient of a bias that all keys share is 0, and its terms are up to 40.
         wide = base.detach().double().requires_grad_()
-        (wanted,) = torch.autograd.grad(view(wide).expand(B, HKV, SK), wide, of_dense.double())
-        torch.testing.assert_close(of_base, wanted.float(), msg=name)
+        (wanted,) = torch.autograd.grad(
+            view(wide).expand(B, HKV, SK), wide, dense_gradient.double()
+        )
+        torch.testing.assert_close(base_gradient, wanted.float(), msg=name)
 
 
 def test_vmap_equals_loop():

@@ -96,9 +96,9 @@ def two_steps_with_headroom(rank, count):
         out = attend(piece[0], pending)
         inputs = [*piece, scores, *(fronts if headroom else [])]
         results.append([out, *torch.autograd.grad(out, inputs, do[:, rows])])
-    *of_headroom, dkeys, dvalues = results.pop()
+    *with_headroom, dkeys, dvalues = results.pop()
     assert not dkeys.any() and not dvalues.any()  # a norm of all rows would add them to its own
-    assert all(torch.equal(a, b) for a, b in zip(results[0], of_headroom, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(results[0], with_headroom, strict=True))
     at_once = context_parallel_dmattn(
         *(t[:, rows] for t in (q, k, v)), s[..., rows], group=dist.group.WORLD, keep_window_size=17
     )

@@ -222,10 +222,10 @@ OTHER_BATCHES = {
 
 @pytest.mark.parametrize("name", OTHER_BATCHES)
 def test_another_batch_of_one_rank_raises_on_all(name):
-    batch, of_first = OTHER_BATCHES[name]
+    batch, first_rank_only = OTHER_BATCHES[name]
     all_ranks_disagree(
         f"'{name.split()[0]}'",
-        lambda wire: ContextParallel(wire).shard(**batch | ({} if wire.rank else of_first)),
+        lambda wire: ContextParallel(wire).shard(**batch | ({} if wire.rank else first_rank_only)),
     )
 
 

@@ -52,14 +52,14 @@ def compare(dim, bias_shape, options, with_sinks=False):
         distribute_tensor(t, mesh, [placement(t, at)]).requires_grad_()
         for t, at in zip(whole, head_dims, strict=True)
     ]
-    of_lse = Shard(1 if dim == "heads" else 0)
+    lse_placement = Shard(1 if dim == "heads" else 0)
     sharded_weights = [
         distribute_tensor(weight, mesh, [at])
-        for weight, at in zip(weights, (leaves[0].placements[0], of_lse), strict=True)
+        for weight, at in zip(weights, (leaves[0].placements[0], lse_placement), strict=True)
     ]
     with CommDebugMode() as communication:
         out, lse = attend(*leaves, **options)
-        assert out.placements == leaves[0].placements and lse.placements == (of_lse,)
+        assert out.placements == leaves[0].placements and lse.placements == (lse_placement,)
         found = torch.autograd.grad((out, lse), leaves, sharded_weights)
     gathers_scores = dim == "heads" and isinstance(options.get("keep_window_size"), tuple)
     adds_sinks = dim == "batch" and with_sinks  # their gradient is one of all rows

@@ -251,17 +251,17 @@ def test_nonfinite_inputs_reach_the_gradients_of_visible_keys_when_propagated(
     nonfinite = [~gradient[0].isfinite() for gradient in (dq, dk, dv, dbias)]
     if dbias.ndim == 4:
         nonfinite[3] = nonfinite[3].any(-2)
-    of_dq, of_dk, of_dv, of_dbias = nonfinite
-    assert torch.equal(of_dq, rows[..., None].expand_as(of_dq))
-    assert torch.equal(of_dk, keys[..., None].expand_as(of_dk))
-    assert torch.equal(of_dbias, keys.T)
-    reached = keys[..., None].expand_as(of_dv).clone()
+    dq_flags, dk_flags, dv_flags, dbias_flags = nonfinite
+    assert torch.equal(dq_flags, rows[..., None].expand_as(dq_flags))
+    assert torch.equal(dk_flags, keys[..., None].expand_as(dk_flags))
+    assert torch.equal(dbias_flags, keys.T)
+    reached = keys[..., None].expand_as(dv_flags).clone()
     if name == "v":
         reached[:] = False  # dv is P^T dout
     elif name == "dout":
         reached[..., :column] = False
         reached[..., column + 1 :] = False
-    assert torch.equal(of_dv, reached)
+    assert torch.equal(dv_flags, reached)
 
 
 @dtypes

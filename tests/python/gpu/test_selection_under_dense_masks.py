@@ -45,23 +45,23 @@ SHAPES = [  # scores' batch and heads, the mask's, lengths
 
 
 @pytest.mark.parametrize("fill", SCORES)
-@pytest.mark.parametrize(("of_scores", "of_mask", "lengths"), SHAPES)
-def test_ranks_and_limits_are_the_choice(of_scores, of_mask, lengths, fill):
+@pytest.mark.parametrize(("scores_sizes", "mask_sizes", "lengths"), SHAPES)
+def test_ranks_and_limits_are_the_choice(scores_sizes, mask_sizes, lengths, fill):
     length_q, length_k = lengths
-    heads = max(of_scores[1], of_mask[1])
-    mask = random_mask(*of_mask, *lengths)
+    heads = max(scores_sizes[1], mask_sizes[1])
+    mask = random_mask(*mask_sizes, *lengths)
     mask[..., length_q // 2, :] = False
     windows = {0, 1, length_k // 3, length_k - 1, length_k, length_k + 5}
     types = (torch.float32, torch.bfloat16, torch.float16)
     for dtype, window, causal in itertools.product(types, windows, (False, True)):
-        scores = SCORES[fill]((*of_scores, length_k)).to(dtype)
+        scores = SCORES[fill]((*scores_sizes, length_k)).to(dtype)
         rank, limit = rank_keys(scores.cuda(), mask.cuda(), window, causal)
-        assert rank.shape == (*of_scores, 1, length_k)
-        assert limit.shape == (max(of_scores[0], of_mask[0]), heads, length_q, 1)
-        of_heads = [t.repeat_interleave(heads // t.shape[1], 1) for t in (scores, rank.cpu(), mask)]
-        allowed = of_heads[2] & past(*lengths) if causal else of_heads[2]
-        expected = topk_mask(of_heads[0][:, :, None], allowed, window, None)
-        actual = allowed & (of_heads[1] < limit.cpu())
+        assert rank.shape == (*scores_sizes, 1, length_k)
+        assert limit.shape == (max(scores_sizes[0], mask_sizes[0]), heads, length_q, 1)
+        repeated = [t.repeat_interleave(heads // t.shape[1], 1) for t in (scores, rank.cpu(), mask)]
+        allowed = repeated[2] & past(*lengths) if causal else repeated[2]
+        expected = topk_mask(repeated[0][:, :, None], allowed, window, None)
+        actual = allowed & (repeated[1] < limit.cpu())
         assert torch.equal(actual, expected), (dtype, window, causal)
 
 
@@ -239,13 +239,18 @@ PAIR_BIASES = {  # batch and heads of the bias, of the mask, of the scores
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("name", PAIR_BIASES)
 def test_selection_scores_under_dense_bias_match_oracle(name, dtype, selection):
-    of_bias, of_mask, of_scores = PAIR_BIASES[name]
+    bias_sizes, mask_sizes, scores_sizes = PAIR_BIASES[name]
     lengths = (130, 264)
     q, k, v, _ = tensors(lengths, (4, 2), 64)
-    bias, scores = bias_that_masks(*of_bias, *lengths, dtype=dtype), torch.randn(*of_scores, 264)
+    bias, scores = (
+        bias_that_masks(*bias_sizes, *lengths, dtype=dtype),
+        torch.randn(*scores_sizes, 264),
+    )
     mask = None
-    if of_mask is not None:
-        mask = random_mask(2, 2, 264) if of_mask == "keys" else random_mask(*of_mask, *lengths)
+    if mask_sizes is not None:
+        mask = (
+            random_mask(2, 2, 264) if mask_sizes == "keys" else random_mask(*mask_sizes, *lengths)
+        )
     options = {"selection": selection, "keep_window_size": 40, "is_causal": True}
     inputs = [t.detach().cpu().float() for t in (q, k, v)]
     # On the CPU the choice is a mask, which torch makes.
@@ -332,24 +337,26 @@ def test_rank_operators_pass_opcheck():
     mask = random_mask(2, 1, 160, 160).cuda()
     scores = inputs[3].detach()
     bias = torch.randn(1, 4, 160, 160, device="cuda")
-    for of_mask, of_bias in [(mask, None), (mask, bias), (None, bias)]:
-        torch.library.opcheck(ops.rank_keys.default, (scores, of_mask, of_bias, 30, True))
+    for some_mask, some_bias in [(mask, None), (mask, bias), (None, bias)]:
+        torch.library.opcheck(ops.rank_keys.default, (scores, some_mask, some_bias, 30, True))
     rank, limit = rank_keys(scores, mask, 30, True)
     arguments = (*inputs[:3], mask, scores[:, :, None], None, None, None, rank, limit)
-    of_call = ([], True, 0, 0.125, 0.0, True, True, "")
-    torch.library.opcheck(ops.forward.default, (*arguments, *of_call))
+    call_options = ([], True, 0, 0.125, 0.0, True, True, "")
+    torch.library.opcheck(ops.forward.default, (*arguments, *call_options))
     detached = [t if t is None else t.detach() for t in arguments]
-    results = ops.forward(*detached, *of_call)
+    results = ops.forward(*detached, *call_options)
     needs = (True, True, True, True)
     dout = torch.randn_like(results[0])
-    torch.library.opcheck(ops.backward.default, (dout, *detached, *results, None, *of_call, *needs))
+    torch.library.opcheck(
+        ops.backward.default, (dout, *detached, *results, None, *call_options, *needs)
+    )
 
 
-@pytest.mark.parametrize("of_pairs", [False, True])
-def test_compiled_forward_is_one_graph(of_pairs):
+@pytest.mark.parametrize("has_dense_bias", [False, True])
+def test_compiled_forward_is_one_graph(has_dense_bias):
     q, k, v, scores = (t.detach() for t in tensors((160, 160), (4, 2), 64))
     mask = random_mask(2, 1, 160, 160).cuda()
-    bias = bias_that_masks(2, 2, 160, 160).cuda() if of_pairs else None
+    bias = bias_that_masks(2, 2, 160, 160).cuda() if has_dense_bias else None
 
     def forward(q, k, v, mask, bias, scores):
         return flash_dmattn_func(

@@ -106,8 +106,8 @@ def test_one_graph_serves_all_tokens(mode, tokens):
         ):
             assert_same_bits(ours, theirs, f"{where}, {name}")
         stream.assert_close(out, stream.out[rows, places])
-        of_stream = stream.lse[rows[..., None], heads[:, None], places[:, None]]
-        torch.testing.assert_close(lse, of_stream, atol=stream.atol, rtol=stream.rtol)
+        stream_lse = stream.lse[rows[..., None], heads[:, None], places[:, None]]
+        torch.testing.assert_close(lse, stream_lse, atol=stream.atol, rtol=stream.rtol)
     assert captured.lengths.tolist() == [begin + calls * tokens for begin in BEGIN]
     for (name, ours), theirs in zip(
         captured.tensors().items(), called.tensors().values(), strict=True

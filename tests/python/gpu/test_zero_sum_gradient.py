@@ -43,8 +43,8 @@ def test_zero_sum_holds_for_every_dtype_and_vmap():
     scores = torch.zeros(2, 3, 50, device="cuda", requires_grad=True)
     through = with_zero_sum_gradient(scores)
 
-    def gradient(of_output):
-        return torch.autograd.grad(through, scores, of_output, retain_graph=True)[0]
+    def gradient(dout):
+        return torch.autograd.grad(through, scores, dout, retain_graph=True)[0]
 
     several = torch.stack([random((2, 3, 50), seed).cuda() for seed in range(3)])
     for got, one in zip(torch.vmap(gradient)(several), several, strict=True):

@@ -47,8 +47,8 @@ def alone(model):
 def sectors(count, model):
     """num_blocks for a number of states: transformers counts memory in tokens of all keys."""
     state, *_ = slot_manager.states_of(model.config, model.dtype)
-    of_token = 2 * state.heads_kv * state.head_dim * state.dtype.itemsize
-    return count * state.nbytes() // (4 * of_token)
+    token_bytes = 2 * state.heads_kv * state.head_dim * state.dtype.itemsize
+    return count * state.nbytes() // (4 * token_bytes)
 
 
 def options(model, states=8, **others):

@@ -390,7 +390,7 @@ def test_additive_padding_mask_raises():
         ValueError, match="attention_mask: got torch.float32 .* with negative numbers"
     ):
         ours(ids, attention_mask=additive)
-    of_numbers = torch.ones(2, 12)
-    of_numbers[0, :4] = 0
-    expected = ours(ids, attention_mask=of_numbers.long()).logits
-    assert torch.equal(ours(ids, attention_mask=of_numbers).logits, expected)
+    mask_of_numbers = torch.ones(2, 12)
+    mask_of_numbers[0, :4] = 0
+    expected = ours(ids, attention_mask=mask_of_numbers.long()).logits
+    assert torch.equal(ours(ids, attention_mask=mask_of_numbers).logits, expected)

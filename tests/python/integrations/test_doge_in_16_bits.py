@@ -113,11 +113,11 @@ def test_cached_keys_have_the_scores_they_had(scores_of_calls):
 def test_option_gives_scores_of_eager(precision, scores_of_calls, monkeypatch):
     model, ids = make_doge(0)
     model, context = in_precision(model, precision)
-    of_eager = []
+    eager_scores = []
     prepare = DogeAttention.prepare_dynamic_mask
 
     def watch(self, hidden_states, dt_states, *args, **kwargs):
-        of_eager.append(dt_states.detach())
+        eager_scores.append(dt_states.detach())
         return prepare(self, hidden_states, dt_states, *args, **kwargs)
 
     monkeypatch.setattr(DogeAttention, "prepare_dynamic_mask", watch)
@@ -125,7 +125,7 @@ def test_option_gives_scores_of_eager(precision, scores_of_calls, monkeypatch):
         model(ids)
         enable_flash_dmattn(model, round_scores_like_eager=True)(ids)
         enable_flash_dmattn(model)(ids)
-    expected, rounded, wide = of_eager[0], scores_of_calls[0], scores_of_calls[3]
+    expected, rounded, wide = eager_scores[0], scores_of_calls[0], scores_of_calls[3]
     assert rounded.dtype == expected.dtype and torch.equal(rounded, expected)
     assert wide.dtype == torch.float32
     if precision == "bfloat16":

@@ -239,8 +239,8 @@ def test_norms_of_an_enabled_model_are_initialised_by_transformers():
 def test_backward_hooks_of_norms_run():
     layer, inputs = make_layer()
     seen = []
-    layer.q_norm.register_full_backward_hook(lambda *of_norm: seen.append("hook"))
-    layer.k_norm.register_full_backward_pre_hook(lambda *of_norm: seen.append("pre-hook"))
+    layer.q_norm.register_full_backward_hook(lambda *arguments: seen.append("hook"))
+    layer.k_norm.register_full_backward_pre_hook(lambda *arguments: seen.append("pre-hook"))
     results_of(layer, **inputs)
     assert sorted(seen) == ["hook", "pre-hook"]
 

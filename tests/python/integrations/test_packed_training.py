@@ -108,10 +108,10 @@ def test_trl_trains_as_on_the_documents_alone(family, feed, tmp_path):
 
     # TRL takes every Doge for a mixture of experts like Mixtral, and fails in the auxiliary loss of its router.
     has_option = family == "Doge" and hasattr(trl.SFTConfig, "router_aux_loss_coef")
-    of_doge = {"router_aux_loss_coef": 0.0} if has_option else {}
+    doge_options = {"router_aux_loss_coef": 0.0} if has_option else {}
     options = trl.SFTConfig(
         output_dir=str(tmp_path), max_steps=2, use_cpu=True, bf16=False, report_to=[], save_strategy="no",
-        disable_tqdm=True, max_grad_norm=0.0, **FEEDS[feed], **of_doge,
+        disable_tqdm=True, max_grad_norm=0.0, **FEEDS[feed], **doge_options,
     )  # fmt: skip
     rows = datasets.table.InMemoryTable.from_pylist([{"input_ids": t} for t in texts])
     data = datasets.Dataset(rows, fingerprint="documents")

@@ -32,7 +32,9 @@ def data():
     found = []
     for seed in range(8):
         tokens, labels, _ = batch_of("whole", seed)
-        found += [{"input_ids": t, "labels": of_t} for t, of_t in zip(tokens, labels, strict=True)]
+        found += [
+            {"input_ids": t, "labels": label} for t, label in zip(tokens, labels, strict=True)
+        ]
     return found
 
 

@@ -288,16 +288,16 @@ def test_keys_that_the_bias_masks_are_not_chosen():
 @pytest.mark.parametrize("heads", [(2, 2, 2), (4, 1, 2), (1, 2, 4), (2, None, 1)])
 def test_selection_under_dense_mask_and_bias_matches_definition(heads, selection):
     """Heads of the bias, of the mask, and of the scores."""
-    of_bias, of_mask, of_scores = heads
+    bias_heads, mask_heads, scores_heads = heads
     q, k, v = (torch.randn(2, 40, h, 16) for h in (4, 2, 2))
-    bias = torch.randn(1, of_bias, 40, 40)
+    bias = torch.randn(1, bias_heads, 40, 40)
     bias = bias.masked_fill(torch.rand_like(bias) < 0.3, -torch.inf)
-    mask = None if of_mask is None else torch.rand(2, of_mask, 40, 40) < 0.7
-    scores = torch.randn(2, of_scores, 40)
+    mask = None if mask_heads is None else torch.rand(2, mask_heads, 40, 40) < 0.7
+    scores = torch.randn(2, scores_heads, 40)
     matched = [t.repeat_interleave(4 // t.shape[1], 1) for t in (bias, scores)]
     allowed = (matched[0] > -torch.inf).expand(2, -1, -1, -1)
     if mask is not None:
-        allowed = allowed & mask.repeat_interleave(4 // of_mask, 1)
+        allowed = allowed & mask.repeat_interleave(4 // mask_heads, 1)
     causal = causal_pairs(40, 40)
     if selection == "per_query":
         shown = select(matched[1], 9, allowed & causal)

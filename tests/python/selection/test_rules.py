@@ -68,9 +68,9 @@ def definition(scores, rule, mask, **places):
             if name != "is_causal"
         }
         for h in range(heads):
-            of_head = rule._replace(keep_window_size=windows[h % len(windows)])
+            head_rule = rule._replace(keep_window_size=windows[h % len(windows)])
             rows.append(
-                visible_keys(scores[b, h], of_head, present=mask[b, h], is_causal=places["is_causal"], **own)
+                visible_keys(scores[b, h], head_rule, present=mask[b, h], is_causal=places["is_causal"], **own)
             )  # fmt: skip
     return torch.stack(rows).unflatten(0, (batch, heads))
 

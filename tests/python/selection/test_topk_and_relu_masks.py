@@ -105,10 +105,10 @@ def test_padding_mask_equals_its_mask_of_keys():
     bias, mask = make_scores(B, H, K), make_mask(B, K)
     expected = create_mask(bias, mask[:, None], B, Q, K, 4, LOWEST)
     assert torch.equal(create_mask(bias, mask, B, Q, K, 4, LOWEST), expected)
-    of_queries = make_mask(B, Q, seed=3)
-    of_keys = torch.cat([torch.ones(B, K - Q, dtype=torch.bool), of_queries], dim=1)
-    expected = create_mask(bias, of_keys, B, Q, K, 4, LOWEST)
-    assert torch.equal(create_mask(bias, of_queries, B, Q, K, 4, LOWEST), expected)
+    query_mask = make_mask(B, Q, seed=3)
+    whole_mask = torch.cat([torch.ones(B, K - Q, dtype=torch.bool), query_mask], dim=1)
+    expected = create_mask(bias, whole_mask, B, Q, K, 4, LOWEST)
+    assert torch.equal(create_mask(bias, query_mask, B, Q, K, 4, LOWEST), expected)
 
 
 def test_masks_have_no_gradient():

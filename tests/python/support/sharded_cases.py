@@ -256,11 +256,11 @@ def compare_with_one_process(whole, group, rank, exchange):
         return *out, *torch.autograd.grad(out[0], piece, do[:, rows], allow_unused=True)
 
     found = once()
-    of_rows = [whole.out[:, rows], whole.lse[..., rows]]
-    of_rows += [g if g is None else g[:, rows] for g in whole.gradients[:3]]
-    of_rows += [g if g is None else g[..., rows] for g in whole.gradients[3:]]
+    expected = [whole.out[:, rows], whole.lse[..., rows]]
+    expected += [g if g is None else g[:, rows] for g in whole.gradients[:3]]
+    expected += [g if g is None else g[..., rows] for g in whole.gradients[3:]]
     names = ("out", "lse", "dquery", "dkey", "dvalue", "dscores", "dbias")
-    for name, actual, wanted, again in zip(names, found, of_rows, once(), strict=False):
+    for name, actual, wanted, again in zip(names, found, expected, once(), strict=False):
         if wanted is None or actual is None:
             assert all(t is None or not t.any() for t in (wanted, actual)), name
             continue

@@ -19,6 +19,8 @@ import check_language
         ("CMakeLists.txt", "#" " Those rows.", "1: got a sentence that begins with 'Those'"),
         ("rows.cu.in", "// Rows anew.", "1: got 'anew'"),
         ("rows.py", '"""As other rows do. They are."""', "1: got 'As other rows do.', expected a subject"),
+        ("rows.py", "x = 1\nof_rows = 2", "2: got the name of_rows"),
+        ("rows.py", "def count(of_rows): ...", "1: got the name of_rows"),
         ("test_rows.py", "def " "test_rows(): ...", "got the test name test_rows"),
         ("test_rows.py", "def " "test_where_rows_lie(): ...", "got the test name test_where_rows_lie"),
         ("test_rows.cpp", "TEST(" "Rows, TheLastRow)", "got the test name TheLastRow"),
@@ -35,6 +37,7 @@ def test_fault_is_named_with_its_line(name, text, expected, tmp_path):
     [
         ("rows.py", "# The rows\n# Of these\ny = 'beside'"),
         ("rows.py", '"""As rows do, it ends."""'),
+        ("rows.py", "batch = Batch.of_rows(rows)"),
         ("rows.md", "The error `MB beside inputs`."),
         ("rows.md", "There are no more than 64 rows."),
         ("test_rows.py", "def test_empty_rows_raise(): ..."),

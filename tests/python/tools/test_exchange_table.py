@@ -46,7 +46,7 @@ def test_bytes_on_paper_are_those_that_are_counted(exchange, name, ranks, node):
         )
 
     found = run_in_threads(ranks, counted, node_size=node)
-    busiest = [max(max(of_rank[way]) for of_rank in found) for way in (0, 1)]
+    busiest = [max(max(rank_bytes[way]) for rank_bytes in found) for way in (0, 1)]
     on_paper = [
         sum(hop.bytes() for hop in hops) for hops in model.exchanges(n * ranks, ranks, node)[name]
     ]
@@ -58,8 +58,10 @@ def test_document_has_the_numbers_of_the_table(capsys):
     times = {}
     for block in capsys.readouterr().out.strip().split("\n\n"):
         ranks, *rows = block.splitlines()
-        for name, _, of_million, _ in (row.strip("| ").split(" | ") for row in rows if "; " in row):
-            times[ranks.split()[0], name] = of_million.partition("; ")[2]
+        for name, _, million_cell, _ in (
+            row.strip("| ").split(" | ") for row in rows if "; " in row
+        ):
+            times[ranks.split()[0], name] = million_cell.partition("; ")[2]
     document = (ROOT / "docs/howto/context-parallel.md").read_text()
     row = re.compile(r"^\| (.+?) \| ([^|]*; [^|]* % )?\| ([^|]*; [^|]* %) \|$", re.MULTILINE)
     written = {
