@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,6 +37,13 @@ def test_every_side_can_be_named():
     serving = pytest.importorskip("harness.serving", reason="needs transformers with Doge")
     ours = {*models.TRAINING_SIDES, *models.LEARNING_SIDES, *models.GENERATION_SIDES}
     assert {*sides.NAMES, *decode._SDPA, *ours, *serving.SIDES, "ours", "rows"} == set(bench.SIDES)
+
+
+def test_every_case_and_side_is_in_the_document():
+    page = (Path(__file__).parents[3] / "docs" / "benchmarking.md").read_text()
+    first_column = "".join(re.findall(r"^\| [^|]+", page, re.MULTILINE))
+    described = {"ours", *re.findall(r"`(\w+)`", first_column)}  # ours: with our backends
+    assert {*bench.CASES, *bench.SIDES} - described == set()
 
 
 def run(capsys, *arguments):
