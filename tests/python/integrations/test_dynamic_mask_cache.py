@@ -345,7 +345,7 @@ BAD_CALLS = {
     "got keep_window_size 10 in layer 0, expected 9": (
         lambda: call_with(DynamicMaskCache(make_model(window=WINDOW + 1).config))
     ),
-    "cache: got 2 layers, expected more than 2": (
+    f"{CACHE}: got 2 layers, expected more than 2": (
         lambda: call_with(DynamicMaskCache(make_model(num_hidden_layers=2).config))
     ),
     # No mask over queries and keys describes slots that differ from head to head.
