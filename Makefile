@@ -116,7 +116,7 @@ families: $(STAMPS)/package $(STAMPS)/test ## compare every family of transforme
 	OMP_NUM_THREADS=1 $(BIN)/python tools/families.py $(ARGS)
 
 # Runs only the Python tests whose results the CPU kernels compute: selection and its checks are compiled for the baseline, and test-cpp has
-# run the case table.
+# run the case table. test-transformers-4 runs those of models with AVX2.
 .PHONY: test-python-avx2
 test-python-avx2: $(STAMPS)/package $(STAMPS)/test ## Python tests with AVX2, the largest instruction set of most desktops, where the processor has more
 	@$(BIN)/python -m flash_dmattn info | grep -E '^ *cpu +yes +(avx512|amx)' >/dev/null || { \
@@ -159,8 +159,8 @@ test-kernels: $(STAMPS)/package $(STAMPS)/test ## load two versions in one proce
 	FLASH_DMATTN_TEST_KERNELS="build/kernels/one build/kernels/other" $(BIN)/python -m pytest tests/python/tools/test_two_versions.py
 
 .PHONY: test-transformers-4
-test-transformers-4: $(STAMPS)/package $(STAMPS)/test build/transformers-4/ready ## Python tests of transformers' own models, on transformers 4.x
-	OMP_NUM_THREADS=1 PYTHONPATH=build/transformers-4 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal \
+test-transformers-4: $(STAMPS)/package $(STAMPS)/test build/transformers-4/ready ## Python tests of transformers' own models, on transformers 4.x, with AVX2
+	FLASH_DMATTN_MAX_ISA=avx2 OMP_NUM_THREADS=1 PYTHONPATH=build/transformers-4 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal \
 	  -m transformers tests/python/integrations $(ARGS)
 
 # With torch it takes 5 GB of disk and a minute more: pip's newest torch has CUDA.

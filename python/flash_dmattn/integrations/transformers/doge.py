@@ -61,12 +61,17 @@ class FlashDogeRMSNorm(DogeRMSNorm):
             not is_fused
             or torch.compiler.is_compiling()
             or hidden_states.dtype == torch.float64
-            or not _is_stock(DogeRMSNorm.forward)
+            or not _has_stock_forward()
         ):
             return super().forward(hidden_states)
         shape = hidden_states.shape[-1:]
         normalized = F.rms_norm(hidden_states, shape, None, self.variance_epsilon)
         return self.weight * normalized.to(hidden_states.dtype)  # float32 under autocast
+
+
+def _has_stock_forward() -> bool:
+    """Whether nobody put a function of theirs in the place of `DogeRMSNorm.forward`, before or after this import."""
+    return getattr(DogeRMSNorm.forward, "__globals__", None) is vars(modeling_doge)
 
 
 class FlashDogeAttention(DogeAttention):
@@ -109,9 +114,11 @@ class FlashDogeAttention(DogeAttention):
         value = self.v_proj(hidden_states)
         scores = doge_scores(self, self.dt_proj(value))
         value = value.view(per_head)
-        # Query and key keep the dimension order of attention. If they were transposed to that of caches here, compiled code would
-        # write both twice, once for each order.
-        query, key = _rotate(query, key, *position_embeddings, context.memo)
+        # Other libraries replace the function in its module. Query and key keep the dimension order of attention: if they were
+        # transposed to that of caches here, compiled code would write both twice, once for each order.
+        query, key = modeling_doge.apply_rotary_pos_emb(
+            query, key, *position_embeddings, unsqueeze_dim=2
+        )
         if context.pieces is not None:
             states = cast_states((query, key, value), target_dtype(self, query))
             rule = KeySelection(self.keep_window_size)
@@ -156,41 +163,6 @@ def _normalize(norm: torch.nn.Module, states: torch.Tensor) -> torch.Tensor:
     if isinstance(norm, FlashDogeRMSNorm) and "forward" not in vars(norm):
         return norm(states, is_fused=True)
     return norm(states)
-
-
-def _rotate(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    memo: Memo | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`apply_rotary_pos_emb` of [B, S, H, D]. Where nobody replaced it, uncompiled, the sign of `rotate_half` goes to the
-    sines, which all layers share: the same bits by four operations a tensor, not seven."""
-    rotate = modeling_doge.apply_rotary_pos_emb
-    if (
-        not may_read()
-        or sin.requires_grad
-        or not _is_stock(rotate)
-        or not _is_stock(modeling_doge.rotate_half)
-    ):
-        return rotate(query, key, cos, sin, unsqueeze_dim=2)
-    half = sin.shape[-1] // 2
-    cos, sin = cos.unsqueeze(2), cached_result(memo, "signed by head", sin, _signed_by_head)
-    return query * cos + query.roll(half, -1) * sin, key * cos + key.roll(half, -1) * sin
-
-
-def _signed_by_head(sin: torch.Tensor) -> torch.Tensor:
-    """The sines of `rotate_half`, [B, S, 1, D], from sines [B, S, D]."""
-    signed = sin.unsqueeze(2).clone()
-    signed.narrow(-1, 0, sin.shape[-1] // 2).neg_()
-    return signed
-
-
-def _is_stock(function) -> bool:
-    """Whether a function of transformers' Doge is its own: other libraries and users put theirs in the place of one, and a
-    function of a module has no subclass."""
-    return getattr(function, "__globals__", None) is vars(modeling_doge)
 
 
 def _layer_of(cache: DynamicMaskCache, index: int) -> DynamicMaskLayer:
