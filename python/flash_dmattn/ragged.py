@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from ._core.checks import check_flag
+from ._core.checks import (
+    LARGEST_COUNT,
+    are_alike,
+    check_count,
+    check_flag,
+    check_tensor,
+    refuse_transforms,
+    resolve_flag,
+)
+from ._core.kv_checks import check_dtype_and_device, check_like
+from ._core.numerics import Numerics
 from .cache import KVSlots
 from .functional import flash_dmattn_func
 from .keys.select_intervals import select_key_intervals
@@ -46,6 +56,18 @@ class _Group(NamedTuple):
     lengths: Tensor | None = None
     real: Tensor | None = None
 
+    @property
+    def length(self) -> int:
+        """The tokens of each sequence, padding included."""
+        if isinstance(self.tokens, slice):
+            return (self.tokens.stop - self.tokens.start) // len(self.rows)
+        return self.tokens.shape[1]
+
+    @property
+    def continues(self) -> bool:
+        """Whether the tokens are later chunks of texts, of more than one token."""
+        return not self.begins and self.length > 1
+
 
 class RaggedBatch:
     """The sequences of a step, and the rows of a pool (KVSlots) that hold their states. All layers of a model share it."""
@@ -58,33 +80,34 @@ class RaggedBatch:
             offsets: sequence i brings the tokens [offsets[i], offsets[i + 1]) of the step: one more than there are sequences,
                 ascending, on the host, as how a step runs depends on them. A sequence without tokens is left out, and so are
                 tokens before the first offset and after the last one: they are padding.
-            rows: int32 [sequences], on the device of the pool, none of them twice. Copied.
+            rows: int32 [sequences], on the device of the pool, none of them twice. Copied. A negative one is none, except for a
+                later chunk of more than one token.
             begins: for each sequence, whether its text begins with these tokens. The keys of its row are then replaced, and
                 attention runs over the tokens alone. None: no text begins; a row may be empty all the same.
 
-        Raises ValueError for other numbers of offsets, rows or begins, and for offsets that descend.
+        Raises ValueError for other numbers of offsets, rows or begins, for offsets that descend, and, on a CPU, for a row of two
+        sequences with tokens and for a chunk without a row; TypeError for other types.
         """
+        offsets = _checked_offsets(offsets)
         sequences = len(offsets) - 1
+        check_tensor(rows, "rows")
         if rows.dtype != torch.int32 or tuple(rows.shape) != (sequences,):
             raise ValueError(
                 f"rows: got {rows.dtype} of shape {tuple(rows.shape)}, expected torch.int32 of shape ({sequences},), one for "
                 "each pair of neighbours in offsets"
             )
-        begins = [False] * sequences if begins is None else begins
-        if len(begins) != sequences:
-            raise ValueError(
-                f"begins: got {len(begins)} flags, expected {sequences}, one for each sequence"
-            )
+        begins = _checked_begins(begins, sequences)
         members: dict[tuple[int, bool], list[int]] = {}  # by length, and whether the text begins
         for number, (start, stop) in enumerate(pairwise(offsets)):
-            if stop < start or start < 0:
-                raise ValueError(
-                    f"offsets[{number}]: got {start} before {stop}, expected 0 or more, ascending"
-                )
             if start < stop:
-                key = (stop - start, bool(begins[number]))
-                members.setdefault(key, []).append(number)
+                members.setdefault((stop - start, begins[number]), []).append(number)
         self._length = offsets[-1] if members else 0
+        # The rows on the host, by the numbers of their sequences. None: they are read at each call.
+        self._host_rows: dict[int, int] | None = _rows_on_host(
+            rows, sorted(number for numbers in members.values() for number in numbers)
+        )
+        _check_rows_differ(self._host_rows)
+        _check_chunk_rows(self._host_rows, offsets, begins)
         self._groups = [
             _make_group(offsets, rows, numbers, begins_text)
             for begins_text, numbers in _group_sequences(
@@ -96,10 +119,35 @@ class RaggedBatch:
     def of_rows(cls, rows: Tensor) -> RaggedBatch:
         """A step in which token i goes to rows[i], int32 [tokens]: each of them decodes. A negative row is none. Rows are
         not copied but read at each call, so that a CUDA graph serves every choice."""
+        check_tensor(rows, "rows")
+        if rows.dtype != torch.int32 or rows.dim() != 1:
+            raise ValueError(
+                f"rows: got {rows.dtype} of shape {tuple(rows.shape)}, expected torch.int32 of one dimension"
+            )
         batch = object.__new__(cls)
+        batch._host_rows = None
         group = _Group(slice(0, len(rows)), rows, False)
         batch._length, batch._groups = len(rows), [group] if len(rows) else []
         return batch
+
+    def _check_rows(self, pool: KVSlots) -> None:
+        """Raises unless the pool has the rows, and each only once. Values are read on the CPU only."""
+        if not self._groups:
+            return
+        rows = self._groups[0].rows
+        if rows.device != pool.k.device:
+            raise TypeError(
+                f"rows: got a tensor on {rows.device}, expected {pool.k.device}, the device of pool"
+            )
+        host_rows = self._host_rows
+        if host_rows is None:
+            host_rows = _rows_on_host(rows, range(len(rows)))
+            _check_rows_differ(host_rows)
+        for number, row in host_rows.items():
+            if row >= pool.batch:
+                raise ValueError(
+                    f"rows[{number}]: got {row}, expected below {pool.batch}, the rows of pool, or negative"
+                )
 
     @property
     def _is_in_order(self) -> bool:
@@ -118,6 +166,76 @@ class RaggedBatch:
             return False
         (group,) = self._groups
         return group.tokens == slice(0, len(group.rows)) and not group.begins
+
+
+def _numbers_on_host(values: object, name: str, kind: str) -> list:
+    if isinstance(values, (Tensor, str)) or not isinstance(values, Iterable):
+        raise TypeError(
+            f"{name}: got {type(values).__name__}, expected a sequence of {kind} on the host"
+        )
+    return list(values)
+
+
+def _checked_offsets(offsets: object) -> list[int]:
+    numbers = _numbers_on_host(offsets, "offsets", "integers")
+    if not numbers:
+        raise ValueError("offsets: got none, expected one more than there are sequences")
+    for index, number in enumerate(numbers):
+        if type(number) is not int or number < 0:  # numpy's integers, for one, are fine
+            check_count(number, f"offsets[{index}]")
+            numbers[index] = int(number)
+    for index, (start, stop) in enumerate(pairwise(numbers)):
+        if stop < start:
+            raise ValueError(
+                f"offsets[{index}]: got {start} before {stop}, expected 0 or more, ascending"
+            )
+    if numbers[-1] > LARGEST_COUNT:
+        raise ValueError(
+            f"offsets[{len(numbers) - 1}]: got {numbers[-1]}, expected at most {LARGEST_COUNT}"
+        )
+    return numbers
+
+
+def _checked_begins(begins: object, sequences: int) -> list[bool]:
+    if begins is None:
+        return [False] * sequences
+    flags = _numbers_on_host(begins, "begins", "bools")
+    if len(flags) != sequences:
+        raise ValueError(
+            f"begins: got {len(flags)} flags, expected {sequences}, one for each sequence"
+        )
+    return [
+        flag if type(flag) is bool else resolve_flag(flag, f"begins[{number}]")
+        for number, flag in enumerate(flags)
+    ]
+
+
+def _rows_on_host(rows: Tensor, numbers: Iterable[int]) -> dict[int, int]:
+    """The rows of the sequences with these numbers; of none where reading them would wait for a device, or where they have no
+    values."""
+    if type(rows) is not Tensor or rows.device.type != "cpu" or torch.compiler.is_compiling():
+        return {}
+    values = rows.tolist()
+    return {number: values[number] for number in numbers}
+
+
+def _check_rows_differ(host_rows: dict[int, int]) -> None:
+    numbers: dict[int, int] = {}
+    for number, row in host_rows.items():
+        other = numbers.setdefault(row, number)
+        if row >= 0 and other != number:
+            raise ValueError(
+                f"rows[{number}]: got {row}, which rows[{other}] is, expected no row twice"
+            )
+
+
+def _check_chunk_rows(host_rows: dict[int, int], offsets: list[int], begins: list[bool]) -> None:
+    for number, row in host_rows.items():
+        length = offsets[number + 1] - offsets[number]
+        if row < 0 and length > 1 and not begins[number]:
+            raise ValueError(
+                f"rows[{number}]: got {row}, expected 0 or more for a later chunk of {length} tokens"
+            )
 
 
 def _group_sequences(
@@ -185,15 +303,16 @@ def extend_ragged(
     Returns:
         Zeros for tokens that belong to no sequence, whose lse is -inf.
 
-    Raises:
-        ValueError: fewer tokens than the batch has; a row that the pool does not have (on a CPU).
+    Raises, before any row is touched:
+        ValueError: fewer tokens than the batch has, or other shapes; a row that the pool does not have, or has twice (on a CPU).
+        TypeError: other types, dtypes or devices.
     """
-    length = query.shape[0]
-    if length < batch._length:
-        raise ValueError(f"query: got {length} tokens, expected {batch._length} or more")
+    length = _check_step(pool, batch, query, key, value, scores)
+    scale, softcap, *_ = Numerics.from_arguments(scale, None, softcap, "saturate", None)
     options = {
         "scale": scale, "softcap": softcap, "scores_are_bias": check_flag(scores_are_bias, "scores_are_bias"), "return_lse": True,
     }  # fmt: skip
+    return_lse = resolve_flag(return_lse, "return_lse")
     states = (query, key, value)
     if length == batch._length and batch._decodes_in_order:
         (group,) = batch._groups
@@ -203,10 +322,15 @@ def extend_ragged(
     if not batch._groups:
         out, lse = torch.zeros_like(query), scores.new_full((query.shape[1], length), -torch.inf)
         return (out, lse) if return_lse else out
-    places, results = [], []
-    for group in batch._groups:
+    groups = batch._groups
+    # Each check that is left comes before the first write: a copy of rows reads, on a CPU, the counts of the whole pool, and a
+    # decode step, on a GPU, counts the query heads that its kernel takes.
+    first = next((number for number, group in enumerate(groups) if group.continues), None)
+    copies = {} if first is None else {first: _copy_rows(pool, groups[first])}
+    places, results = [None] * len(groups), [None] * len(groups)
+    for number in sorted(range(len(groups)), key=lambda n: (groups[n].begins, groups[n].continues)):
+        group = groups[number]
         tokens, count = group.tokens, len(group.rows)
-        attend = _begin_texts if group.begins else _continue_texts
         if isinstance(tokens, slice):  # views
             own = [t[tokens].unflatten(0, (count, -1)) for t in states]
             own_scores = scores[:, tokens].unflatten(1, (count, -1)).transpose(0, 1)
@@ -214,13 +338,19 @@ def extend_ragged(
             own = [t[tokens] for t in states]
             own_scores = scores[:, tokens].transpose(0, 1)
             tokens = tokens.flatten()
-        own_out, own_lse = attend(pool, group, *own, own_scores, options)
+        if group.begins:
+            own_out, own_lse = _begin_texts(pool, group, *own, own_scores, options)
+        elif group.continues:
+            slots = copies.pop(number, None) or _copy_rows(pool, group)
+            own_out, own_lse = slots.extend(*own, own_scores, **options)
+            pool.over(group.rows).restore(slots)
+        else:
+            own_out, own_lse = pool.over(group.rows).step(*own, own_scores, **options)
         parts = (own_out, own_lse.transpose(1, 2)) if return_lse else (own_out,)
         parts = [part.flatten(0, 1) for part in parts]
         if group.real is not None:
             tokens, *parts = (t[group.real] for t in (tokens, *parts))
-        places.append(tokens)
-        results.append(parts)
+        places[number], results[number] = tokens, parts
     if length == batch._length and batch._is_in_order:
         places = None
     out, *lse = (
@@ -228,6 +358,67 @@ def extend_ragged(
         for parts, absent in zip(zip(*results, strict=True), (0, -torch.inf), strict=False)
     )
     return (out, lse[0].T) if return_lse else out
+
+
+def _check_step(
+    pool: object, batch: object, query: object, key: object, value: object, scores: object
+) -> int:
+    """The number of tokens. All groups are checked before the first one runs, which changes the pool."""
+    if not isinstance(pool, KVSlots):
+        raise TypeError(f"pool: got {type(pool).__name__}, expected KVSlots")
+    if not isinstance(batch, RaggedBatch):
+        raise TypeError(f"batch: got {type(batch).__name__}, expected RaggedBatch")
+    if pool.rows is not None or pool.pending:
+        found = "a view of some rows" if pool.rows is not None else f"{pool.pending} pending tokens"
+        raise ValueError(f"pool: got {found}, expected a cache of its own without pending tokens")
+    batch._check_rows(pool)
+    if not _states_fit(pool.k, query, key, value, scores):
+        _check_states(pool.k, query, key, value, scores)
+    length = query.shape[0]
+    if length < batch._length:
+        raise ValueError(f"query: got {length} tokens, expected {batch._length} or more")
+    refuse_transforms(query=query, key=key, value=value, scores=scores)
+    return length
+
+
+def _states_fit(slots: Tensor, query: object, key: object, value: object, scores: object) -> bool:
+    """Whether the tensors of a step fit the keys of a pool, [rows, Hkv, places, D]; False also where that takes longer to find:
+    it saves 4 µs of a step."""
+    if not are_alike(query, key, value) or type(scores) is not Tensor or len(query.shape) != 3:
+        return False
+    _, heads, _, head_dim = slots.shape
+    length, heads_q, query_dim = query.shape
+    return (
+        query.dtype is slots.dtype
+        and query.device == slots.device == scores.device
+        and key.shape == value.shape == (length, heads, head_dim)
+        and query_dim == head_dim
+        and heads > 0
+        and heads_q % heads == 0
+        and scores.dtype is torch.float32
+        and scores.layout is torch.strided
+        and scores.shape == (heads, length)
+    )
+
+
+def _check_states(slots: Tensor, query: object, key: object, value: object, scores: object) -> None:
+    check_tensor(query, "query")
+    _, heads, _, head_dim = slots.shape
+    shape = query.shape
+    if len(shape) != 3 or shape[2] != head_dim or (shape[1] % heads if heads else shape[1]):
+        raise ValueError(
+            f"query: got shape {tuple(shape)}, expected [T, Hq, {head_dim}] with Hq a multiple of {heads}"
+        )
+    dtype, device, length = slots.dtype, slots.device, shape[0]
+    check_dtype_and_device(query, "query", dtype, device)
+    for name, state in (("key", key), ("value", value)):
+        check_tensor(state, name)
+        if state.dim() == 3 and state.shape[0] != length:
+            raise ValueError(
+                f"{name}: got {state.shape[0]} tokens, expected {length}, those of query"
+            )
+        check_like(state, name, (length, heads, head_dim), dtype, device)
+    check_like(scores, "scores", (heads, length), torch.float32, device)
 
 
 def _place_results(
@@ -268,23 +459,9 @@ def _begin_texts(
     return result
 
 
-def _continue_texts(
-    pool: KVSlots,
-    group: _Group,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scores: Tensor,
-    options: dict,
-) -> tuple[Tensor, Tensor]:
-    """Attention of as many later tokens of each row to its slots and to each other: [n, length, Hq, D]."""
-    length = query.shape[1]
-    if length == 1:
-        return pool.over(group.rows).step(query, key, value, scores, **options)
-    # A row of the pool has no places for pending tokens. A copy of it has: copying costs less than their attention.
-    for_each_place, least = _value_for_device(_TOKENS_OF_A_PART, query.device)
-    most = max(for_each_place * pool.places, least)
-    slots = pool.select(group.rows, chunk=min(length, most))
-    result = slots.extend(query, key, value, scores, **options)
-    pool.over(group.rows).restore(slots)
-    return result
+def _copy_rows(pool: KVSlots, group: _Group) -> KVSlots:
+    """A copy of the rows with places for pending tokens, which the pool has not: copying costs less than their attention."""
+    for_each_place, least = _value_for_device(_TOKENS_OF_A_PART, pool.k.device)
+    return pool.select(
+        group.rows, chunk=min(group.length, max(for_each_place * pool.places, least))
+    )

@@ -49,7 +49,7 @@ def attention_inputs(
     backend: a name, or "" if none is requested.
     """
     is_autocast = torch._C._is_any_autocast_enabled()
-    if is_autocast or not _are_alike(query, key, value):
+    if is_autocast or not are_alike(query, key, value):
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             check_tensor(tensor, name)
         if is_autocast:
@@ -67,7 +67,7 @@ def attention_inputs(
     return query, key, value
 
 
-def _are_alike(query: object, key: object, value: object) -> bool:
+def are_alike(query: object, key: object, value: object) -> bool:
     """Whether the three are dense tensors of one supported dtype and one device; False also where that takes longer to
     find: it saves 2 µs of 30."""
     return (

@@ -17,10 +17,10 @@ def check_like(
     check_tensor(tensor, name)
     if tensor.shape != shape:
         raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {shape}")
-    _check_dtype_and_device(tensor, name, dtype, device)
+    check_dtype_and_device(tensor, name, dtype, device)
 
 
-def _check_dtype_and_device(
+def check_dtype_and_device(
     tensor: Tensor, name: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     if tensor.dtype != dtype or tensor.device != device:
@@ -76,7 +76,7 @@ def check_query(cache: Tensor, **tensor: Tensor) -> int:
             f"{name}: got shape {tuple(query.shape)}, expected [{batch}, n, Hq, {head_dim}] with Hq a multiple of "
             f"{heads}"
         )
-    _check_dtype_and_device(query, name, cache.dtype, cache.device)
+    check_dtype_and_device(query, name, cache.dtype, cache.device)
     return query.shape[1]
 
 
