@@ -18,9 +18,10 @@ DIALECT = re.compile(
     r"(?<!there )are none|so many|stands? (?:at|between|for|in)|that is none|the like|what follows|whoever)\b",
     re.IGNORECASE,
 )
+# "Each" with a verb names no unit.
 NO_RESULT = re.compile(
-    r"def (test_(?:a|an|of|the|those|what|where|whether|which)_\w+|test_[a-z0-9]+)\(|"
-    r"TEST\w*\(\w+, ((?:A|An|Of|The|Those|What|Where|Whether|Which)[A-Z]\w+)\)"
+    r"def (test_(?:a|an|of|the|those|what|where|whether|which|each_(?:equals|gives|has|is|matches|runs))_\w+|test_[a-z0-9]+)\(|"
+    r"TEST\w*\(\w+, ((?:A|An|Of|The|Those|What|Where|Whether|Which|Each(?:Equals|Gives|Has|Is|Matches|Runs))[A-Z]\w+)\)"
 )
 # A first sentence of a docstring that ends before any clause follows such a word.
 HEADLESS = re.compile(r"(As|By|From|Not|Since|So that|To|Where|With|Without)\b[^,:;]*?\.(\s|$)")

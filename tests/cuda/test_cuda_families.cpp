@@ -35,7 +35,7 @@ void expect_agreement(const Tensor& actual, const Tensor& expected) {
   EXPECT_LE(std::sqrt(difference), 0x1p-7 * std::sqrt(size)) << actual.name();
 }
 
-TEST_P(CudaFamilies, EachMatchesCpu) {
+TEST_P(CudaFamilies, EachCaseMatchesCpu) {
   CaseWords words = GetParam().words;
   words.merge(CaseWords{{"name", GetParam().name},
                         {"dtype", "bf16"},

@@ -139,7 +139,7 @@ std::string kernel_of(const KvSizes& sizes) {
   return "";
 }
 
-TEST_F(CudaKvStepKernels, EachIsRunBySomeSize) {
+TEST_F(CudaKvStepKernels, EachKernelIsRunByASize) {
   std::set<std::string> run;
   for (const KvSizes& sizes : kv_sizes()) run.insert(kernel_of(sizes));
   for (const std::string& kernel : kernel_names("cuda")) {

@@ -80,7 +80,7 @@ def in_float32(model, ids, options):
 
 
 @pytest.mark.parametrize("kind", ["plain", "padding", "packed"])
-def test_compiled_it_reads_nothing_from_the_device(model, kind):
+def test_compiled_step_reads_nothing_from_the_device(model, kind):
     ids, options = inputs(kind)
     expected = step_of(model, ids, options, compiled=False)()
     step = step_of(model, ids, options, compiled=True)

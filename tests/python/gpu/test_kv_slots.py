@@ -109,7 +109,7 @@ def test_split_over_more_than_a_cluster_equals_cpu(head_dim):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_speculation_and_drops_with_many_slots(head_dim):
+def test_speculation_and_drops_with_many_slots_equal_cpu(head_dim):
     for seed in range(8):
         window, prefill, _ = pieces_for_many_slots(seed)
         draw = random.Random(seed)

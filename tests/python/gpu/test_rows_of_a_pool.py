@@ -77,7 +77,7 @@ def test_rows_beyond_the_pool_are_none(place):
 
 @places
 @rules
-def test_rows_that_overflow_float32_are_those_of_the_row(place, rule):
+def test_rows_that_overflow_float32_equal_the_rows_alone(place, rule):
     """Scores that leave fp32 are computed again in double, from the keys of the row."""
     pool, _ = place.pool(rule)
     for rows in ((6, 0, 3), (2, 6, 4)):

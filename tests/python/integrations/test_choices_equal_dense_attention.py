@@ -419,7 +419,7 @@ for mask in (None, three_d, four_d):
 """
 
 
-def test_three_shape_scenarios_need_linear_memory():
+def test_masks_of_three_shapes_need_linear_memory():
     """A 3-d bias with no mask, a 3-d and a 4-d mask: nothing of N x N is made, per head or at all."""
     no_mask, three_d, four_d = run_measured(MEMORY)
     pairs = 6144 * 6144  # bytes of one mask for all heads

@@ -24,6 +24,8 @@ import check_language
         ("test_rows.py", "def " "test_rows(): ...", "got the test name test_rows"),
         ("test_rows.py", "def " "test_where_rows_lie(): ...", "got the test name test_where_rows_lie"),
         ("test_rows.cpp", "TEST(" "Rows, TheLastRow)", "got the test name TheLastRow"),
+        ("test_rows.py", "def " "test_each_is_read(): ...", "got the test name test_each_is_read"),
+        ("test_rows.cpp", "TEST_P(" "Rows, EachMatchesCpu)", "got the test name EachMatchesCpu"),
     ],
 )  # fmt: skip
 def test_fault_is_named_with_its_line(name, text, expected, tmp_path):
@@ -41,6 +43,7 @@ def test_fault_is_named_with_its_line(name, text, expected, tmp_path):
         ("rows.md", "The error `MB beside inputs`."),
         ("rows.md", "There are no more than 64 rows."),
         ("test_rows.py", "def test_empty_rows_raise(): ..."),
+        ("test_rows.cpp", "TEST(Rows, EachRowMatchesCpu)"),
     ],
 )
 def test_good_text_passes(name, text, tmp_path):
