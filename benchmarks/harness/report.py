@@ -14,6 +14,7 @@ from .cases import KEPT, RECENT, Case, useful_tflops
 from .machine import RECORDS
 from .pictures import plt  # after pictures has chosen how matplotlib draws
 from .record import TIMES, forward_and_backward, read
+from .sides import RIVALS
 
 ROOT = RECORDS.parents[1]
 DOCS = ROOT / "docs"
@@ -28,13 +29,15 @@ KINDS = {
     "per_query": "dynamic mask", "sliding": "sliding window", "documents": "packed documents",
     "dense_masks": "dense mask and bias", "forgetting": "forgetting attention", "evicted": "recent keys and the best",
 }  # fmt: skip
-# README's rows: three cases in two dtypes on a CPU, six cases in one dtype on a GPU.
+# README's rows, of those that have a rival: two dtypes on a CPU, one on a GPU.
 README_CASES = {
     "dense causal B1 H8 N4096 D128",
     "per_query B1 H8 N8192 D64 w1024",
     "per_query B1 H8 N16384 D64 w1024",
     "dense causal B1 H16 N8192 D128",
     "dense causal B1 H16 N32768 D128",
+    "dense causal B1 H16 N32768 D64",
+    "dense causal B1 H16 N16384 D192/128",
     "per_query B1 H16 Hkv8 N32768 D128 w2048",
     "per_query B2 H32 N4096 D128 w2048",
     "sliding B1 H16 Hkv8 N32768 D128 w2048",
@@ -44,6 +47,9 @@ README_CASES = {
 # By the length, of https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md, table 2: context
 # parallelism of 1, 2, 4 and 8.
 DENSE_SPEEDS = {32768: 3890, 65536: 2540, 131072: 1071, 262144: 548}
+
+# Rows by (case, dtype), then by side.
+Work = dict[tuple[str, str], dict[str, dict]]
 
 _TOKEN_CASE = re.compile(r"token after (\d+), (.*)")
 TOKENS_BEFORE = (256, 1024, 4096, 16384)  # the columns of the table of a generated token
@@ -56,21 +62,24 @@ def newest_records(suffix: str) -> list[tuple[str, dict]]:
 
 
 def table(records: list[tuple[str, dict]], to_root: str = "", cases: set[str] | None = None) -> str:
-    """A block per machine, a Markdown row per case and dtype: ours, and the rivals of the same run.
+    """A block per machine, a Markdown row per case and dtype: ours, the rivals of the same run, then those that other records of the
+    same machine and commit have.
 
-    to_root: the relative path from the document to the root. cases: the rows to write; None: all of attention.
+    to_root: the relative path from the document to the root. cases: the rows to write, if they have a rival; None: all of attention.
     """
     lines = []
     for path, record in records:
-        rows = [
-            row
-            for row in record["rows"]
-            if Case.parse(row["case"]) and (cases is None or row["case"] in cases)
-        ]
-        sides = list(dict.fromkeys(row["side"] for row in rows))
-        work: dict[tuple[str, str], dict[str, dict]] = {}
-        for row in rows:
-            work.setdefault((row["case"], row["dtype"]), {})[row["side"]] = row
+        work = rows_of_work(record, cases)
+        sides = list(dict.fromkeys(side for found in work.values() for side in found))
+        notes = []
+        for other_path, other in other_records(path, record):
+            found = rows_of_work(other, cases)
+            if added := add_rivals(work, found, sides):
+                sides += added
+                notes.append(_note_of_other_run(work, found, sides[0], added, to_root + other_path))
+        if cases is not None:
+            work = {key: found for key, found in work.items() if len(found) > 1}
+        sides = [side for side in sides if any(side in found for found in work.values())]
         lines += [
             f"{_source(path, record, to_root)}; ms, forward / backward:",
             "",
@@ -82,8 +91,58 @@ def table(records: list[tuple[str, dict]], to_root: str = "", cases: set[str] | 
             rates = dict(zip(TIMES, useful_tflops(found[sides[0]]), strict=True))
             cells = [_title(case), dtype, *times, forward_and_backward(rates)]
             lines.append(f"| {' | '.join(cells)} |")
-        lines.append("")
+        lines += ["", *(line for note in notes for line in (note, ""))]
     return "\n".join(lines)
+
+
+def rows_of_work(record: dict, cases: set[str] | None) -> Work:
+    """The rows of attention by case and dtype, then by side."""
+    work: Work = {}
+    for row in record["rows"]:
+        if Case.parse(row["case"]) and (cases is None or row["case"] in cases):
+            work.setdefault((row["case"], row["dtype"]), {}).setdefault(row["side"], row)
+    return work
+
+
+def other_records(path: str, record: dict) -> list[tuple[str, dict]]:
+    """The other records of a machine, a commit and a torch, as (path, record)."""
+    found = [
+        (str(p.relative_to(ROOT)), read(p)) for p in sorted((ROOT / path).parent.glob("*.json"))
+    ]
+    return [
+        (other_path, other)
+        for other_path, other in found
+        if other_path != path
+        and other["machine"]["name"] == record["machine"]["name"]
+        and other["commit"] == record["commit"]
+        and other["versions"]["torch"] == record["versions"]["torch"]
+    ]
+
+
+def add_rivals(work: Work, others: Work, sides: list[str]) -> list[str]:
+    """Adds rows of other rivals than `sides` to the work that has rows of its own; returns the names of these rivals."""
+    added = {}
+    for key, found in others.items():
+        for side, row in found.items():
+            if side in RIVALS and side not in sides and key in work and sides[0] in found:
+                work[key][side] = row
+                added[side] = None
+    return list(added)
+
+
+def _note_of_other_run(work: Work, others: Work, ours: str, added: list[str], path: str) -> str:
+    """Where the times of rivals are from, and how far their run was from that of the table."""
+    factors = [
+        others[key][ours][way] / found[ours][way]
+        for key, found in work.items()
+        for way in TIMES
+        if any(found.get(side) is others.get(key, {}).get(side, 0) for side in added)
+    ]
+    names = " and ".join(NAMES[side] for side in added)
+    return (
+        f"{names} ran in another process of the same commit ([record]({path})), alternating with ours, which there took "
+        f"{min(factors):.2f} to {max(factors):.2f} times as long as in this table."
+    )
 
 
 def _source(path: str, record: dict, to_root: str) -> str:

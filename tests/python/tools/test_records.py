@@ -96,6 +96,46 @@ def test_documents_hold_the_tables_of_the_newest_records():
         assert report.with_tables(document, tables) == document.read_text(), document
 
 
+def records_of(tmp_path, monkeypatch, **commits):
+    """report.table of the record `ours`, among others in its folder: name=(commit, {(case, side): ms})."""
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    for name, (commit, times) in commits.items():
+        rows = [record.row(case, side, "float32", ms, ms) for (case, side), ms in times.items()]
+        origin = {"machine": {"name": "a GPU"}, "commit": commit, "rows": rows}
+        record.write(tmp_path / f"{name}.json", VALID | origin)
+    return [("ours.json", record.read(tmp_path / "ours.json"))]
+
+
+DENSE, WINDOW = (
+    f"{kind} B1 H2 N64 D64{rest}" for kind, rest in (("dense causal", ""), ("sliding", " w8"))
+)
+
+
+def test_rival_of_another_record_of_the_commit_is_a_column(tmp_path, monkeypatch):
+    records = records_of(
+        tmp_path, monkeypatch,
+        ours=(COMMIT, {(DENSE, "cuda"): 2, (DENSE, "cudnn"): 3, (WINDOW, "cuda"): 4}),
+        rival=(COMMIT, {(DENSE, "cuda"): 3, (DENSE, "cudnn"): 9, (DENSE, "fa4"): 5, (WINDOW, "fa4"): 7}),
+        older=("0" * 12, {(DENSE, "cuda"): 3, (DENSE, "fa3"): 1}),
+    )  # fmt: skip
+    text = report.table(records)
+    assert "| work | dtype | ours | cuDNN | FlashAttention-4 | ours, useful" in text
+    assert f"| {DENSE} | float32 | 2 / 2 | 3 / 3 | 5 / 5 |" in text
+    assert (
+        "sliding window B1 H2 N64 D64 w8 | float32 | 4 / 4 |  |  |" in text
+    )  # ours is not in its run
+    assert (
+        "[record](rival.json)), alternating with ours, which there took 1.50 to 1.50 times" in text
+    )
+
+
+def test_chosen_rows_without_a_rival_are_left_out(tmp_path, monkeypatch):
+    ours = (COMMIT, {(DENSE, "cuda"): 2, (DENSE, "cudnn"): 3, (WINDOW, "cuda"): 4})
+    records = records_of(tmp_path, monkeypatch, ours=ours)
+    assert "sliding window" in report.table(records)
+    assert "sliding window" not in report.table(records, cases={DENSE, WINDOW})
+
+
 def test_written_record_is_read_back_with_one_line_per_row(tmp_path):
     path = tmp_path / "folder" / "record.json"
     found = VALID | {
