@@ -12,15 +12,15 @@ from .functional import (
     flex_dmattn_func,
     triton_dmattn_func,
 )
+from .generation.ragged import RaggedBatch, extend_ragged
+from .generation.with_kvcache import KVSlots, flash_dmattn_with_kvcache
 from .keys.best_keys import select_keys
 from .keys.intervals import KeyIntervals, intersect
 from .keys.patterns import from_padding, packed_documents, prefix_lm, sliding_window
 from .keys.select_intervals import select_key_intervals
 from .layers import DynamicMaskAttention
 from .merge import merge_attention
-from .ragged import RaggedBatch, extend_ragged
 from .scores import make_scores
-from .with_kvcache import KVSlots, flash_dmattn_with_kvcache
 
 torch_rules.register()
 

@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _serve(parser: cli.Parser, options: list[str]) -> int:
     try:
-        from .integrations.transformers_server import serve
+        from .integrations.serving.transformers_server import serve
     except ImportError as error:
         parser.error(
             f"serve: {error}; expected transformers 5.24 with what its server needs: "

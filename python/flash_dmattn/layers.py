@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ._core.checks import check_count, check_head_dim, check_positions, check_tensor, resolve_flag
 from ._core.kv_checks import check_mask
-from .cache import KVSlots
 from .functional import flash_dmattn_func
+from .generation.cache import KVSlots
 from .keys.rule import KeySelection
 from .scores import make_scores, with_zero_sum_gradient
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..functional import flash_dmattn_func
-from ..integrations.dtypes import fdma_peft_integration_check
+from ..integrations.attention_interface.dtypes import fdma_peft_integration_check
 from .compare import Verdict, compare_result
 from .memory import bytes_of, peak_bytes
 from .oracle import Problem, Result, causal_pairs, select

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..cache import KVSlots
+from ..generation.cache import KVSlots
 from ..keys.intervals import KeyIntervals
 from ..keys.rule import KeySelection
 from .arguments import checked_lengths

@@ -13,7 +13,7 @@ LEVELS = [
     {"_core"},
     {"keys"},
     {"_backends"},
-    {"", "distributed"},
+    {"", "generation", "distributed"},
     {"integrations", "check", "utils"},
 ]
 LONGEST_CHAIN = 5  # modules of one folder, each of which imports the one before

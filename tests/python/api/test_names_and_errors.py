@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flash_dmattn
 from flash_dmattn import flash_dmattn_func
 from flash_dmattn.utils.padding import pad_input, unpad_input
+from python_process import run_python
 
 
 def qkv(dtype=torch.float32):
@@ -34,6 +35,18 @@ def test_names_that_other_programs_use_exist():
             name.lower() in flash_dmattn.get_available_backends()
         )
     assert all(hasattr(flash_dmattn, name) for name in flash_dmattn.__all__)
+
+
+WITHOUT_TRANSFORMERS = """
+import sys
+sys.modules["transformers"] = None  # its import raises
+import flash_dmattn.integrations.flash_dynamic_mask_attention
+import flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils
+"""
+
+
+def test_modules_of_1_x_import_without_transformers():
+    run_python("-c", WITHOUT_TRANSFORMERS)
 
 
 SIGNATURES = [

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import ragged_steps
-from flash_dmattn import KVSlots, RaggedBatch, extend_ragged, ragged
+from flash_dmattn import KVSlots, RaggedBatch, extend_ragged
+from flash_dmattn.generation import ragged
 from pool_rows import RULES, Place
 
 BACKENDS = [Place("cpu"), Place("reference")]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ragged_steps
-from flash_dmattn import ragged
+from flash_dmattn.generation import ragged
 from pool_rows import RULES, Place
 
 

@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers import DogeConfig, DogeForCausalLM
 
-from flash_dmattn.integrations.layer_masks import is_causal_mask
+from flash_dmattn.integrations.attention_interface.layer_masks import is_causal_mask
 from flash_dmattn.integrations.transformers import enable_flash_dmattn, key_interval_mask
 from flash_dmattn.integrations.transformers.compat import CACHE
 from largest_tensor import LargestTensor

@@ -102,7 +102,7 @@ def test_continuous_batching_of_another_model_raises(app_of, tmp_path):
 
 
 def test_missing_server_is_named(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "flash_dmattn.integrations.transformers_server", None)
+    monkeypatch.setitem(sys.modules, "flash_dmattn.integrations.serving.transformers_server", None)
     with pytest.raises(SystemExit) as end:
         main(["serve", "anything"])
     assert end.value.code == 2

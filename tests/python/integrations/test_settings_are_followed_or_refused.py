@@ -16,7 +16,7 @@ from dense_attention import (
     dense_attention,
     make_states,
 )
-from flash_dmattn.integrations import keywords
+from flash_dmattn.integrations.attention_interface import keywords
 from flash_dmattn.integrations.flash_dynamic_mask_attention import (
     flash_dynamic_mask_attention_forward,
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ...cache import KVSlots
+from ...generation.cache import KVSlots
 from ...keys.rule import KeySelection
 from ..config_rules import CONFIG_NAME, LearnedScores, rules_of
 

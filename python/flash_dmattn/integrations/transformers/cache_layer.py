@@ -5,7 +5,7 @@ import transformers
 from transformers.cache_utils import CacheLayerMixin
 
 from ..._core.kv_checks import check_slot_kernels
-from ...cache import KVSlots
+from ...generation.cache import KVSlots
 from ...keys.rule import KeySelection
 from .compat import CACHE
 

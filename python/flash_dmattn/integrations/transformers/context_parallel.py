@@ -19,7 +19,7 @@ from ...distributed.pending import bias_without_sinks
 from ...distributed.piece_attention import attend, begin
 from ...distributed.wire import code_of
 from ...keys.rule import KeySelection
-from ..layer_masks import causal_mask
+from ..attention_interface.layer_masks import causal_mask
 from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer
 from .compat import CACHE, find_cache

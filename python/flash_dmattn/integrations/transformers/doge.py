@@ -11,16 +11,16 @@ from transformers.models.doge import modeling_doge
 from transformers.models.doge.modeling_doge import DogeAttention, DogeRMSNorm
 
 from ..._core.checks import may_read
+from ...generation.ragged import RaggedBatch, extend_ragged
 from ...keys.intervals import KeyIntervals
 from ...keys.recognise import Memo, cached_result, intervals_of_mask, split_additive, visible_counts
 from ...keys.rule import KeySelection
 from ...keys.select_intervals import select_key_intervals
-from ...ragged import RaggedBatch, extend_ragged
 from ...scores import doge_scores_of, with_zero_sum_gradient
-from ..dtypes import cast_states, target_dtype
-from ..keywords import check_mask_keywords
-from ..layer_masks import as_key_intervals, is_causal_mask, present_tokens
-from ..named_attention import attention_bshd
+from ..attention_interface.dtypes import cast_states, target_dtype
+from ..attention_interface.keywords import check_mask_keywords
+from ..attention_interface.layer_masks import as_key_intervals, is_causal_mask, present_tokens
+from ..attention_interface.named_attention import attention_bshd
 from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer
 from .compat import CACHE, adopt_layer, pop_cache

@@ -11,8 +11,8 @@ from transformers.configuration_utils import PretrainedConfig
 
 from ..._core.checks import may_read
 from ...keys.recognise import intervals_of_mask, intervals_of_rows
-from ..keywords import check_known_keywords
-from ..layer_masks import causal_mask
+from ..attention_interface.keywords import check_known_keywords
+from ..attention_interface.layer_masks import causal_mask
 from .compat import documents_of
 
 # Keywords for implementations that do not evaluate `mask_function` or that make additive masks, and one that says whether

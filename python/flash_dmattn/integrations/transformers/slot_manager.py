@@ -28,8 +28,8 @@ from transformers.generation.continuous_batching.continuous_api import (
 from transformers.generation.continuous_batching.utils import WorkloadHints, stream_context
 
 from ..._core.kv_checks import check_slot_kernels
-from ...cache import KVSlots
-from ...ragged import RaggedBatch
+from ...generation.cache import KVSlots
+from ...generation.ragged import RaggedBatch
 from ..serving.states import SlotState, states_of
 from .compat import CACHE, KEPT_MANAGER, drop_slot_manager
 from .names import BATCHED_DOGE, BATCHED_SCORES

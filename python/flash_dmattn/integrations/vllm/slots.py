@@ -22,8 +22,8 @@ from vllm.v1.attention.backends.short_conv_attn import (
 )
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
-from ...cache import KVSlots
-from ...ragged import RaggedBatch, copy_to_device, extend_ragged
+from ...generation.cache import KVSlots
+from ...generation.ragged import RaggedBatch, copy_to_device, extend_ragged
 from ..serving.states import SlotState
 from .settings import OPERATOR
 

@@ -11,17 +11,22 @@ from torch import Tensor, nn
 from ...._core.checks import may_read
 from ...._core.numerics import Numerics
 from ....dispatch import attention, with_lse
+from ....generation.ragged import extend_ragged
 from ....keys.intervals import KeyIntervals
 from ....keys.rule import KeySelection, rank_in_document
 from ....keys.select_intervals import select_key_intervals
 from ....keys.selection import ScoredRule, apply_selection
 from ....keys.visibility import Visibility
 from ....merge import add_sink
-from ....ragged import extend_ragged
-from ...dtypes import cast_states, target_dtype
-from ...keywords import check_mask_keywords
-from ...layer_masks import as_key_intervals, is_causal_mask, normalize_mask, present_tokens
-from ...named_attention import mask_driven_attention_forward
+from ...attention_interface.dtypes import cast_states, target_dtype
+from ...attention_interface.keywords import check_mask_keywords
+from ...attention_interface.layer_masks import (
+    as_key_intervals,
+    is_causal_mask,
+    normalize_mask,
+    present_tokens,
+)
+from ...attention_interface.named_attention import mask_driven_attention_forward
 from ..cache_layer import DynamicMaskLayer
 from ..compat import CACHE
 from .scored_layers import ScoredCall

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from ....generation.ragged import RaggedBatch
 from ....keys.rule import KeySelection
-from ....ragged import RaggedBatch
 from ..cache import DynamicMaskCache
 from ..cache_layer import DynamicMaskLayer
 from ..compat import CACHE, CACHE_NAMES, adopt_layer

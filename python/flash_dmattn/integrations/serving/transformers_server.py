@@ -9,9 +9,9 @@ from transformers.cli.serve import Serve
 from transformers.cli.serving import model_manager
 from transformers.models.doge.modeling_doge import DogeAttention
 
-from .transformers.compat import HAS_SLOTS_IN_BATCHES
-from .transformers.enable import enable_flash_dmattn
-from .transformers.names import NAME, NAMES
+from ..transformers.compat import HAS_SLOTS_IN_BATCHES
+from ..transformers.enable import enable_flash_dmattn
+from ..transformers.names import NAME, NAMES
 
 if not HAS_SLOTS_IN_BATCHES:
     raise ImportError(f"transformers {transformers.__version__} is installed")

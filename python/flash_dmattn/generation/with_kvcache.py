@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._core.availability import check_backend_runs
-from ._core.checks import (
+from .._core.availability import check_backend_runs
+from .._core.checks import (
     DTYPES,
     check_device,
     check_flag,
@@ -17,7 +17,7 @@ from ._core.checks import (
     resolve_backend,
     resolve_flag,
 )
-from ._core.kv_checks import (
+from .._core.kv_checks import (
     check_chunk,
     check_lengths,
     check_like,
@@ -26,13 +26,13 @@ from ._core.kv_checks import (
     check_tokens,
     refuse_gradients,
 )
-from ._core.numerics import Numerics
+from .._core.numerics import Numerics
+from ..dispatch import IN_PYTHON, run_backend, with_lse
+from ..keys.intervals import KeyIntervals
+from ..keys.rule import KeySelection
+from ..keys.select_intervals import select_key_intervals
+from ..keys.visibility import Visibility
 from .cache import KVSlots
-from .dispatch import IN_PYTHON, run_backend, with_lse
-from .keys.intervals import KeyIntervals
-from .keys.rule import KeySelection
-from .keys.select_intervals import select_key_intervals
-from .keys.visibility import Visibility
 
 __all__ = ["KVSlots", "flash_dmattn_with_kvcache"]
 

@@ -2,20 +2,20 @@
 
 import torch
 
-from .._core.checks import (
+from ..._core.checks import (
     check_bias,
     check_count,
     check_tensor,
     resolve_flag,
 )
-from .._core.numerics import Numerics
-from ..dispatch import attention, with_lse
-from ..keys.intervals import KeyIntervals
-from ..keys.recognise import Memo
-from ..keys.rule import KeySelection
-from ..keys.selection import ScoredRule, select_elements, squeeze_query_dimension
-from ..keys.visibility import Visibility
-from ..merge import check_sink_logits
+from ..._core.numerics import Numerics
+from ...dispatch import attention, with_lse
+from ...keys.intervals import KeyIntervals
+from ...keys.recognise import Memo
+from ...keys.rule import KeySelection
+from ...keys.selection import ScoredRule, select_elements, squeeze_query_dimension
+from ...keys.visibility import Visibility
+from ...merge import check_sink_logits
 from . import keywords, packed_sequences
 from .dtypes import cast_states
 from .layer_masks import normalize_mask

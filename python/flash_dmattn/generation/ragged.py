@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ._core.checks import (
+from .._core.checks import (
     LARGEST_COUNT,
     are_alike,
     check_count,
@@ -19,11 +19,11 @@ from ._core.checks import (
     refuse_transforms,
     resolve_flag,
 )
-from ._core.kv_checks import check_dtype_and_device, check_like
-from ._core.numerics import Numerics
+from .._core.kv_checks import check_dtype_and_device, check_like
+from .._core.numerics import Numerics
+from ..functional import flash_dmattn_func
+from ..keys.select_intervals import select_key_intervals
 from .cache import KVSlots
-from .functional import flash_dmattn_func
-from .keys.select_intervals import select_key_intervals
 
 T = TypeVar("T")
 

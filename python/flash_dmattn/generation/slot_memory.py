@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from ._core import ops
-from ._core.checks import check_count, check_head_dim, check_tensor, resolve_backend
-from ._core.kv_checks import (
+from .._core import ops
+from .._core.checks import check_count, check_head_dim, check_tensor, resolve_backend
+from .._core.kv_checks import (
     as_row_indices,
     check_head_windows,
     check_not_expanded,
     check_slot_kernels,
     check_slots,
 )
-from .keys.rule import KeySelection
+from ..keys.rule import KeySelection
 
 _ARRAYS = ("k", "v", "scores", "positions", "counts", "seen")
 _COUNTERS = 8  # numbers of a SlotCount

@@ -5,20 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._core import ops
-from ._core.checks import check_count, check_flag, check_tensor, may_read
-from ._core.kv_checks import (
+from .._core import ops
+from .._core.checks import check_count, check_flag, check_tensor, may_read
+from .._core.kv_checks import (
     as_row_indices,
     check_chunk,
     check_mask,
     check_query,
     refuse_gradients,
 )
-from ._core.numerics import Numerics
-from .dispatch import run_backend
-from .keys.intervals import KeyIntervals
-from .keys.select_intervals import select_key_intervals
-from .keys.visibility import Visibility
+from .._core.numerics import Numerics
+from ..dispatch import run_backend
+from ..keys.intervals import KeyIntervals
+from ..keys.select_intervals import select_key_intervals
+from ..keys.visibility import Visibility
 from .slot_memory import SlotMemory
 
 _VICTIM_POSITION = 7  # among the numbers of a SlotCount

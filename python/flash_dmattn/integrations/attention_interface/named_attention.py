@@ -4,9 +4,9 @@ import warnings
 
 import torch
 
-from .._core.checks import check_bias, resolve_flag
-from .._core.numerics import resolve_scale
-from ..keys.intervals import KeyIntervals
+from ..._core.checks import check_bias, resolve_flag
+from ..._core.numerics import resolve_scale
+from ...keys.intervals import KeyIntervals
 from .dtypes import target_dtype
 from .layer_attention import _flash_dynamic_mask_attention_forward, check_states
 from .layer_masks import has_queries, is_causal_mask

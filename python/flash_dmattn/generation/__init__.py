@@ -1,0 +1,1 @@
+"""KV caches of fixed size, and steps of a batch of texts with different lengths."""
