@@ -70,7 +70,7 @@ def recorded_large_rows() -> Iterator[list[int]]:
 
 def record_large_rows(statistics: Tensor | None) -> None:
     """Records the large rows of a call if a recorded_large_rows block is active. statistics: its first row is lse."""
-    if torch.compiler.is_compiling() or _large_rows is None or statistics is None:
+    if _large_rows is None or statistics is None or torch.compiler.is_compiling():
         return
     lse = statistics[0].detach()
     _large_rows.append(((lse.abs() > LARGE_LSE) & lse.isfinite()).sum())

@@ -165,8 +165,7 @@ def _bypass_dispatcher(operator, function: type[torch.autograd.Function]):
     def call(*inputs):
         if is_compiling() or is_transformed():
             return operator(*inputs)
-        if torch_rules.rules_are_missing():
-            torch_rules.register()
+        torch_rules.register()
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
             return function.apply(*inputs)
         with torch._C._AutoDispatchBelowAutograd():

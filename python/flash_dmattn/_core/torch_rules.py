@@ -21,7 +21,9 @@ def register() -> None:
     Called when this package is imported and before a call of attention, until none is missing: torch has no place for a
     rule before it has the module.
     """
-    for name in [name for name in _missing if name in sys.modules]:
+    for name in tuple(_missing):
+        if name not in sys.modules:
+            continue
         rules = _missing.pop(name, None)
         if rules is None:  # another thread registers them
             continue
@@ -32,7 +34,3 @@ def register() -> None:
                 f"{name} is without the rules of {PACKAGE}{rules}: {type(error).__name__}: {error}",
                 stacklevel=2,
             )
-
-
-def rules_are_missing() -> bool:
-    return bool(_missing)
