@@ -3,7 +3,7 @@
     torchrun --nproc_per_node 1 benchmarks/long_context_steps.py --json record.json
     torchrun --nproc_per_node 2 benchmarks/long_context_steps.py --json record.json --losses 40
 
-Each run adds its rows to the record. It ends within `--budget` seconds: what was not reached is said. Without a GPU: gloo and
+Each run adds its rows to the record. It ends within `--budget` seconds, and prints which length it did not reach. Without a GPU: gloo and
 small sizes, which tries the program.
 """
 
@@ -24,6 +24,7 @@ from flash_dmattn.distributed import ContextParallel, exchanged_bytes
 from harness import record
 from harness.clock import elapsed_ms, kernel_times
 from harness.exchange_table import Model
+from harness.models import draw_score_weights
 from harness.ranks import GPU, Ranks, add_options
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -48,11 +49,6 @@ OURS, EXCHANGE = "flash_dmattn", "SendRecv"  # parts of the names of kernels
 def side_of(ranks: Ranks) -> str:
     one, many = ("GPU", "GPUs") if GPU else ("process", "processes")
     return f"{ranks.size} {one if ranks.size == 1 else many}"
-
-
-def add(ranks: Ranks, row: dict) -> None:
-    ranks.say(record.format_row(row))
-    ranks.add(row)
 
 
 def options_of(length: int, is_compiled: bool, **changes) -> argparse.Namespace:
@@ -94,10 +90,7 @@ def measure(ranks: Ranks, lengths: list[int], is_compiled: bool) -> None:
     options = options_of(max(lengths), is_compiled)
     mesh, device = long_context.make_mesh(options)
     trainee = long_context.make_trainee(options, mesh, device)
-    # Otherwise all scores tie. With larger A exponents reach 8.6, from which on a GPU computes gradients in double.
-    for layer in trainee.doge.model.layers:
-        nn.init.normal_(layer.self_attn.A, std=0.1)
-        nn.init.normal_(layer.self_attn.dt_proj.weight, std=0.1)
+    draw_score_weights(trainee.doge)
     cp, every = ContextParallel(mesh["cp"]), ContextParallel(mesh["dp", "cp"]._flatten("dp_cp"))
     optimizer = torch.optim.AdamW(trainee.parameters(), lr=1e-4)
     text = long_context.standard_library().training
@@ -110,15 +103,15 @@ def measure(ranks: Ranks, lengths: list[int], is_compiled: bool) -> None:
 
     for length in lengths:
         torch._dynamo.reset()  # each length is compiled on its own
-        if not ranks.has(12 + 3 * (TIMED + 3) * length / 2**20 / ranks.size):
-            ranks.say(f"N {length}: no time left")
+        if not ranks.has_time_for(12 + 3 * (TIMED + 3) * length / 2**20 / ranks.size):
+            ranks.print_line(f"N {length}: no time left")
             break
         options.seq_len = length
         tokens = long_context.batch_of(text, 0, options, 0).to(device)
         try:
-            found = one_length(ranks, lambda tokens=tokens: step(tokens), mesh)
+            found = measure_length(ranks, lambda tokens=tokens: step(tokens), mesh)
         except torch.OutOfMemoryError:
-            ranks.say(f"N {length}: does not fit")
+            ranks.print_line(f"N {length}: does not fit")
             break
         seconds = found["both"] / 1e3
         values = found["values"]
@@ -127,10 +120,10 @@ def measure(ranks: Ranks, lengths: list[int], is_compiled: bool) -> None:
             values["attention"] = [found["parts"]["attention"] / found["both"], "share"]
         if ranks.size > 1:
             values |= formulas(length, ranks.size)
-        add(ranks, record.row(title("training step", length), side_of(ranks), DTYPE, **found))
+        ranks.add_row(record.row(title("training step", length), side_of(ranks), DTYPE, **found))
 
 
-def one_length(ranks: Ranks, step, mesh) -> dict:
+def measure_length(ranks: Ranks, step, mesh) -> dict:
     """Milliseconds of a step of the slowest rank, peak memory and traffic of the busiest."""
     for _ in range(2):
         step()
@@ -143,15 +136,15 @@ def one_length(ranks: Ranks, step, mesh) -> dict:
     moved = max(after.sent - before.sent, after.received - before.received)
     peak, parts, values = ranks.peak_mb(), {}, {}
     if ranks.size > 1:
-        ours = max(ranks.everywhere(moved)) / TIMED / SIZES["layers"] / 1e6
+        ours = max(ranks.gather_values(moved)) / TIMED / SIZES["layers"] / 1e6
         values["ours per layer"] = [ours, "MB"]
     if GPU:
         parts = {
-            name: statistics.mean(ranks.everywhere(ms)) for name, ms in kernel_ms(step).items()
+            name: statistics.mean(ranks.gather_values(ms)) for name, ms in kernel_ms(step).items()
         }
     return {
-        "both": max(ranks.everywhere(statistics.median(times))),
-        "peak_mb": max(ranks.everywhere(peak)),
+        "both": max(ranks.gather_values(statistics.median(times))),
+        "peak_mb": max(ranks.gather_values(peak)),
         "parts": parts or None,
         "values": values,
     }
@@ -166,7 +159,7 @@ def losses(ranks: Ranks, steps: int, is_compiled: bool) -> None:
         values = {"loss of each step": [[step["loss"] for step in found], "nats/byte"]}
         case = title(f"losses of {LOSS_BATCH} sequences", LOSS_LENGTH)
         side = "whole sequences" if size == 1 else f"{size} pieces"
-        add(ranks, record.row(case, side, DTYPE, values=values))
+        ranks.add_row(record.row(case, side, DTYPE, values=values))
 
 
 def main() -> None:
@@ -179,7 +172,7 @@ def main() -> None:
     ranks = Ranks(options, NOTE)
     if options.lengths:
         measure(ranks, options.lengths, not options.eager)
-    if options.losses and ranks.has(25):
+    if options.losses and ranks.has_time_for(25):
         losses(ranks, options.losses, not options.eager)
     ranks.finish()
 

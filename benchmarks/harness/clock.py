@@ -69,7 +69,7 @@ def elapsed_ms(call: Callable[[], object], device: str) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def captured(calls: list[Callable[[], object]], rounds: int = 1) -> Callable[[], None]:
+def capture_graph(calls: list[Callable[[], object]], rounds: int = 1) -> Callable[[], None]:
     """The replay of a CUDA graph of these calls, `rounds` times. Each call runs before the capture, which raises if it
     cannot run."""
     side = torch.cuda.Stream()
@@ -79,7 +79,8 @@ def captured(calls: list[Callable[[], object]], rounds: int = 1) -> Callable[[],
             call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
+    # NCCL's thread queries events at any time, which a capture in the default mode refuses.
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
         for call in calls * rounds:
             call()
     return graph.replay
@@ -88,7 +89,7 @@ def captured(calls: list[Callable[[], object]], rounds: int = 1) -> Callable[[],
 def graph_ms(calls: list[Callable[[], object]], at_least: int, repeats: int) -> float:
     """Milliseconds of one of these calls in a CUDA graph of `at_least` calls or more: the median of its replays."""
     rounds = math.ceil(at_least / len(calls))
-    replay = captured(calls, rounds)
+    replay = capture_graph(calls, rounds)
     start = time.perf_counter()
     while time.perf_counter() - start < _SECONDS_OF_REPLAYS:
         elapsed_ms(replay, "cuda")

@@ -71,13 +71,13 @@ def _row(case: str, side: str, call: Callable, device: str, length: int) -> dict
         with torch.no_grad():
             call(*leaves)
 
-    def both():
+    def forward_and_backward():
         torch.autograd.grad(call(*leaves), leaves, dout, allow_unused=True)
 
     graph = _least_us(lambda: call(*leaves), device)
     return record.row(
         case, side, str(dtype).removeprefix("torch."), forward=_least_us(without_gradients, device), unit="us",
-        both=_least_us(both, device), parts={"forward with graph": graph},
+        both=_least_us(forward_and_backward, device), parts={"forward with graph": graph},
     )  # fmt: skip
 
 

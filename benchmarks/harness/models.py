@@ -24,7 +24,7 @@ from transformers import (
 from flash_dmattn.integrations.transformers import DynamicMaskCache, enable_flash_dmattn
 
 from . import record
-from .clock import captured, count_kernels, elapsed_ms
+from .clock import capture_graph, count_kernels, elapsed_ms
 from .machine import BENCHMARKS
 
 _REPEATS = 9  # training steps, of which the median counts
@@ -52,11 +52,16 @@ def random_doge(device: str) -> DogeForCausalLM:
     config = DogeConfig(**_SIZES[device], max_position_embeddings=1 << 20, eos_token_id=None)
     with torch.device(device):
         model = DogeForCausalLM(config).to(getattr(torch, _DTYPES[device]))
-    # Otherwise all scores tie. With larger A exponents reach 8.6, from which on a GPU computes gradients in double.
+    draw_score_weights(model)
+    return model
+
+
+def draw_score_weights(model: DogeForCausalLM) -> None:
+    """Random weights of scores, which all tie with those of a new Doge. With a larger A exponents reach 8.6, from which on a GPU computes
+    gradients in double."""
     for layer in model.model.layers:
         torch.nn.init.normal_(layer.self_attn.A, std=0.1)
         torch.nn.init.normal_(layer.self_attn.dt_proj.weight, std=0.1)
-    return model
 
 
 def random_llama(device: str, model_class: type[PreTrainedModel]) -> PreTrainedModel:
@@ -310,7 +315,7 @@ def _timed_token(step: Callable, cache: DynamicCache, device: str, graph: bool =
     if device == "cuda" and graph:
         for _ in range(2):
             step()
-        step = captured([step])
+        step = capture_graph([step])
     step()
     count = _TOKENS[device]
     times = [

@@ -1,4 +1,4 @@
-"""The processes that torchrun starts for one benchmark: what they say, how long they may take, and the record of their rows."""
+"""The processes that torchrun starts for one benchmark: what they print, how long they may take, and the record of their rows."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def add_options(parser: argparse.ArgumentParser, budget: float) -> None:
 
 
 class Ranks:
-    """This process among the others, with NCCL between GPUs, or gloo. Rank 0 speaks and writes the record."""
+    """This process among the others, with NCCL between GPUs, or gloo. Rank 0 prints and writes the record."""
 
     def __init__(self, options: argparse.Namespace, note: str):
         """options: of `add_options`. note: the method, for the record."""
         self.began, self.budget, self.path = time.monotonic(), options.budget, options.json
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.record = {}
+        self.record, self.last_line = {}, "none"
         if self.rank == 0:
             self.record = self._begin_record(options, note)
-        watch = threading.Timer(options.budget + GRACE, lambda: os._exit(3))
+        watch = threading.Timer(options.budget + GRACE, self._end_process)
         watch.daemon = True
         watch.start()
         self.device = torch.device("cpu")
@@ -68,28 +68,37 @@ class Ranks:
             record.rows_to_extend(self.path, begun["commit"])
         return begun
 
-    def say(self, text: str) -> None:
+    def _end_process(self) -> None:
+        """Ends a process that may wait in a collective for ever, and names the last line that it reached."""
+        spent = f"spent {self.budget:.0f} s of --budget and {GRACE} s more"
+        print(f"rank {self.rank} ends: {spent}, after the line: {self.last_line}", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(3)
+
+    def print_line(self, text: str) -> None:
+        self.last_line = text
         if self.rank == 0:
             print(f"[{time.monotonic() - self.began:4.0f} s] {text}", flush=True)
 
-    def add(self, row: dict) -> None:
-        """Into the record, at once."""
+    def add_row(self, row: dict) -> None:
+        """Prints the row, and writes it into the record at once."""
+        self.print_line(record.format_row(row))
         if self.rank == 0 and self.path is not None:
             before = record.rows_to_extend(self.path, self.record["commit"])
             record.write(self.path, self.record | {"rows": [*before, row]})
 
-    def everywhere(self, value) -> list:
+    def gather_values(self, value) -> list:
         """The values of all ranks."""
         found = [None] * self.size
         dist.all_gather_object(found, value, group=self.cpu)
         return found
 
-    def has(self, seconds: float) -> bool:
-        """Whether as much time is left."""
+    def has_time_for(self, seconds: float) -> bool:
+        """Whether every rank has as much of its budget left."""
         left = self.budget - (time.monotonic() - self.began)
-        return min(self.everywhere(left)) > seconds
+        return min(self.gather_values(left)) > seconds
 
-    def meet(self) -> None:
+    def wait_for_all(self) -> None:
         if GPU:
             torch.cuda.synchronize()
         dist.barrier(group=self.cpu)
@@ -105,6 +114,6 @@ class Ranks:
         return torch.cuda.max_memory_allocated() / 2**20 if GPU else 0.0
 
     def finish(self) -> None:
-        self.meet()
+        self.wait_for_all()
         sys.stdout.flush()
         os._exit(0)  # threads of gloo outlive their group

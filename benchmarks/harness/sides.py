@@ -206,8 +206,8 @@ def _sdpa(inputs: Inputs) -> Step:
     )  # torch converts it to numbers
     expect_memory(2 * needed, "mask and a copy of it take", inputs.q.device)
     if case.kind == DENSE_MASKS:  # one tensor is mask and bias, and has one gradient
-        both = inputs.bias.masked_fill(~inputs.mask, -torch.inf)
-        return _sdpa_step(inputs, _per_query_head(both, case).requires_grad_())
+        masked_bias = inputs.bias.masked_fill(~inputs.mask, -torch.inf)
+        return _sdpa_step(inputs, _per_query_head(masked_bias, case).requires_grad_())
     if case.kind == FORGETTING:
         sums = inputs.log_fgate.cumsum(1).mT
         fading = sums[..., None] - sums[..., None, :]

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+import pieces_over_ranks
 from flash_dmattn import flash_dmattn_func
 from flash_dmattn.distributed import (
     ContextParallel,
@@ -44,6 +45,16 @@ def compare_cases(rank, count):
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_pieces_equal_one_process(count):
     run_in_processes(count, compare_cases, count)
+
+
+def pass_checks(rank, names):
+    for name in names:
+        pieces_over_ranks.run_check(name, "cpu")
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_checks_of_several_gpus_pass_over_gloo(count):
+    run_in_processes(count, pass_checks, list(pieces_over_ranks.CHECKS))
 
 
 # ---- What is around the call ---------------------------------------------------------------------

@@ -1,5 +1,5 @@
 """Pieces of a sequence on one GPU, ranks as threads: the keys and the bits of the whole. Backward needs a process for each rank, as
-all threads share autograd's thread of a device: benchmarks/context_parallel.py compares it on several GPUs."""
+all threads share autograd's thread of a device: test_context_parallel_over_nccl.py compares it on several GPUs."""
 
 import pytest
 import torch

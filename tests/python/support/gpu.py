@@ -19,8 +19,11 @@ def on_gpu(value, device="cuda"):
     return to_device(value, device)
 
 
-def capture(step):
-    """A graph of `step` on the current device, run once before, and the tensors that it writes."""
+def capture(step, error_mode="global"):
+    """A graph of `step` on the current device, run once before, and the tensors that it writes.
+
+    error_mode: the threads whose forbidden calls fail during the capture.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -28,7 +31,7 @@ def capture(step):
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     # torch's own stream for captures is of the device that was current at the first one.
-    with torch.cuda.graph(graph, stream=side):
+    with torch.cuda.graph(graph, stream=side, capture_error_mode=error_mode):
         captured = step()
     return graph, captured
 

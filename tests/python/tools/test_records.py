@@ -85,6 +85,17 @@ def test_ranks_without_a_commit_fail_before_they_meet(
     assert not path.exists()
 
 
+def test_rank_beyond_its_budget_names_its_last_line(monkeypatch, capsys):
+    statuses = []
+    monkeypatch.setattr(ranks.os, "_exit", statuses.append)
+    late = ranks.Ranks.__new__(ranks.Ranks)
+    late.rank, late.budget, late.last_line = 1, 100, "N 64: a row"
+    late._end_process()
+    assert statuses == [3]
+    expected = "rank 1 ends: spent 100 s of --budget and 12 s more, after the line: N 64: a row"
+    assert expected in capsys.readouterr().err
+
+
 def test_row_without_times_has_no_unit_of_time():
     found = record.row("recall", "gate", "float32", values={"recall": [0.98765432, "share"]})
     assert found["unit"] is None and found["values"] == {"recall": [0.987654, "share"]}
