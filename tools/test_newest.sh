@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # test_newest.sh PACKAGE...: the tests marked `transformers`, on the newest releases of these packages that pip finds now, in front of
 # the other packages of the Python that is first on the PATH. They go into build/newest. Releases that this Python has already are
-# not tested again. Prints versions and verdict in a box.
+# not tested again. Prints versions and verdict in a box, and a torch that is newer than this Python's and is none of the packages.
 set -uo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -25,22 +25,39 @@ versions() {
   python -c 'import importlib.metadata as m, sys; print(*(f"{p} {m.version(p)}" for p in sys.argv[1:]), sep=", ")' "$@"
 }
 
-newest=$(
+# newest_of PACKAGE...: the newest releases that pip finds, as `versions` prints them; downloads none.
+newest_of() {
+  local report
   report=$(install --dry-run --ignore-installed --no-deps --report - "$@") && python -c '
 import json, sys
 found = (item["metadata"] for item in json.load(sys.stdin)["install"])
 print(*sorted("{name} {version}".format(**one) for one in found), sep=", ")' <<<"$report"
-)
+}
+
+# untested_torch PACKAGE...: a line for the box about the newest torch where it is not among the packages; nothing if this Python has it.
+untested_torch() {
+  [[ " $* " == *" torch "* ]] && return
+  local found present
+  found=$(newest_of torch 2>/dev/null) present=$(versions torch)
+  if [ -z "$found" ]; then
+    echo "newest torch: NOT TESTED, pip finds none; here $present"
+  elif [ "$found" != "${present%%+*}" ]; then
+    echo "newest $found, here $present: NOT TESTED. The command that tests it: make test-newest NEWEST=\"$* torch\""
+  fi
+}
+
+newest=$(newest_of "$@")
+mapfile -t untested < <(untested_torch "$@")
 if [ -z "$newest" ]; then
-  in_box "newest releases of $*: NOT TESTED, pip finds none"
+  in_box "newest releases of $*: NOT TESTED, pip finds none" "${untested[@]}"
   exit 1
 elif [ "$newest" = "$(versions $(printf '%s\n' "$@" | sort))" ]; then
-  in_box "newest releases: $newest" "the same as in this environment, which make test tests"
+  in_box "newest releases: $newest" "the same as in this environment, which make test tests" "${untested[@]}"
   exit 0
 fi
 rm -rf "$folder" "$log"
 if ! install --no-compile --target "$folder" "$@"; then
-  in_box "newest releases: $newest" "NOT TESTED, pip cannot install them"
+  in_box "newest releases: $newest" "NOT TESTED, pip cannot install them" "${untested[@]}"
   exit 1
 fi
 export PYTHONPATH=$PWD/$folder OMP_NUM_THREADS=1
@@ -51,5 +68,5 @@ export PYTHONPATH=$PWD/$folder OMP_NUM_THREADS=1
 status=${PIPESTATUS[0]}
 verdict=PASSED
 [ "$status" = 0 ] || verdict=FAILED
-in_box "newest releases: $newest; with $(versions transformers torch)" "$verdict: $(tail -1 "$log" | tr -d =)"
+in_box "newest releases: $newest; with $(versions transformers torch)" "$verdict: $(tail -1 "$log" | tr -d =)" "${untested[@]}"
 exit "$status"
