@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack as _innermost_transform
@@ -42,14 +44,14 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, *inputs):
         with torch._C._AutoDispatchBelowAutograd():
             results = forward(*inputs)
-        return _save_for_backward(ctx, FORWARD, inputs, results)
+        return save_for_backward(ctx, FORWARD, inputs, results)
 
     @staticmethod
     def backward(ctx, dout, dstatistics):
         if dout is None and dstatistics is None:
             return (None,) * len(ctx.needs_input_grad)
         saved = ctx.saved_tensors
-        dout, dlse = _row_gradients(saved, dout, dstatistics)
+        dout, dlse = _row_gradients(FORWARD, saved, dout, dstatistics)
         arguments = (dout, *saved, dlse, *ctx.options)
         return _input_gradients(ctx, FORWARD, arguments)
 
@@ -61,24 +63,22 @@ class _SelectAndAttend(torch.autograd.Function):
     def forward(ctx, *inputs):
         with torch._C._AutoDispatchBelowAutograd():
             results = select_and_attend(*inputs)
-        return _save_for_backward(ctx, SELECT_AND_ATTEND, inputs, results)
+        return save_for_backward(ctx, SELECT_AND_ATTEND, inputs, results)
 
     @staticmethod
     def backward(ctx, dout, dstatistics, _):
         if dout is None and dstatistics is None:
             return (None,) * len(ctx.needs_input_grad)
-        saved = ctx.saved_tensors
-        dout, dlse = _row_gradients(saved, dout, dstatistics)
-        signature = SELECT_AND_ATTEND
-        names = (*signature.tensors, *signature.results, *signature.options)
-        named = dict(zip(names, (*saved, *ctx.options), strict=True))
+        signature, saved = SELECT_AND_ATTEND, ctx.saved_tensors
+        named = saved_by_name(signature, saved, ctx.options)
+        dout, dlse = _row_gradients(signature, saved, dout, dstatistics)
         bound = (named["window"], int(named["is_causal"]))
         # Intervals include causality.
         named |= {"dout": dout, "dlse": dlse, "key_bound": bound, "is_causal": False}
         return _input_gradients(ctx, signature, tuple(map(named.get, _BACKWARD_INPUTS)))
 
 
-def _save_for_backward(
+def save_for_backward(
     ctx, signature: Signature, inputs: tuple, results: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
     """The results, of which out and lse have a derivative, saved with the inputs for backward.
@@ -93,12 +93,24 @@ def _save_for_backward(
     return results
 
 
+def saved_by_name(
+    signature: Signature, tensors: Sequence[Tensor | None], options: tuple
+) -> dict[str, object]:
+    """The values that save_for_backward has saved: ctx.saved_tensors, which checkpointing lets a backward read once, and
+    ctx.options."""
+    return dict(zip(signature.saved, (*tensors, *options), strict=True))
+
+
 def _row_gradients(
-    saved: tuple[Tensor, ...], dout: Tensor | None, dstatistics: Tensor | None
+    signature: Signature,
+    tensors: Sequence[Tensor | None],
+    dout: Tensor | None,
+    dstatistics: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """dout and the gradient of lse, which is the first of the statistics. The saved tensors begin with q, k and v."""
+    """dout and the gradient of lse, which is the first of the statistics."""
     if dout is None:
-        q, _, v = saved[:3]
+        named = dict(zip(signature.saved, tensors, strict=False))
+        q, v = named["q"], named["v"]
         dout = q.new_zeros((*q.shape[:3], v.shape[3]))
     return dout, None if dstatistics is None else dstatistics[0]
 
@@ -111,10 +123,17 @@ def _input_gradients(ctx, signature: Signature, arguments: tuple) -> tuple[Tenso
     else:
         with torch._C._AutoDispatchBelowAutograd():
             gradients = backward(*arguments, *needed)
-    gradients_of_inputs: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+    return gradients_of_inputs(ctx, signature, gradients, needed)
+
+
+def gradients_of_inputs(
+    ctx, signature: Signature, gradients: Sequence[Tensor], needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """The results of an operator's backward in the order of its arguments; None where no gradient is needed."""
+    result: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
     for i, gradient, is_needed in zip(signature.differentiable, gradients, needed, strict=True):
-        gradients_of_inputs[i] = gradient if is_needed else None
-    return tuple(gradients_of_inputs)
+        result[i] = gradient if is_needed else None
+    return tuple(result)
 
 
 class _Gradients(torch.autograd.Function):

@@ -50,6 +50,8 @@ class Signature:
         assert self.arguments[: len(self.tensors)] == self.tensors, (
             f"{schema.name}: tensors come first"
         )
+        # The names of the values that the derivative saves, in this order.
+        self.saved = (*self.tensors, *self.results, *self.options)
         # The positions of the arguments that have a gradient, in the order of backward's results.
         self.differentiable = tuple(
             self.arguments.index(name) for name in GRADIENTS if name in self.arguments

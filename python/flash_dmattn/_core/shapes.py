@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from .library import NAMESPACE
-from .operators import GRADIENTS
-from .ops import BACKWARD, FORWARD
+from .operators import GRADIENTS, Signature
+from .ops import operators
 
 TILE_LIST_BLOCK = 128  # keys, by which lists of keys are padded (tile_list_block in src/cuda/selection/selection.h)
 
@@ -19,12 +21,26 @@ def _require_device_of(first, **others):
             raise TypeError(f"{name}: got a tensor on {tensor.device}, expected {first.device}")
 
 
-@torch.library.register_fake(f"{NAMESPACE}::forward")
-def _forward_fake(*arguments):
-    named = FORWARD.arguments_by_name(arguments)
-    q = named["q"]
-    _require_device_of(q, **{name: named[name] for name in FORWARD.tensors})
-    return _attention_results(q, named["v"])
+def _register_fake(name: str):
+    """Registers a function of an operator's arguments by their names."""
+    signature = Signature(getattr(operators, name).default)
+
+    def register(function: Callable[[dict], object]):
+        @torch.library.register_fake(f"{NAMESPACE}::{name}")
+        def fake(*arguments):
+            named = signature.arguments_by_name(arguments)
+            first, *others = signature.tensors
+            _require_device_of(named[first], **{other: named[other] for other in others})
+            return function(named)
+
+        return function
+
+    return register
+
+
+@_register_fake("forward")
+def _forward_fake(named):
+    return _attention_results(named["q"], named["v"])
 
 
 def _attention_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,16 +51,15 @@ def _attention_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, q.new_empty((2, batch, heads_q, seqlen_q), dtype=lse_dtype)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::select_and_attend")
-def _select_and_attend_fake(q, k, v, bias, *options):
-    _require_device_of(q, k=k, v=v, bias=bias)
-    return *_attention_results(q, v), bias.new_empty((*bias.shape, 2), dtype=torch.int32)
+@_register_fake("select_and_attend")
+def _select_and_attend_fake(named):
+    bias = named["bias"]
+    intervals = bias.new_empty((*bias.shape, 2), dtype=torch.int32)
+    return *_attention_results(named["q"], named["v"]), intervals
 
 
-@torch.library.register_fake(f"{NAMESPACE}::backward")
-def _backward_fake(*arguments):
-    named = BACKWARD.arguments_by_name(arguments)
-
+@_register_fake("backward")
+def _backward_fake(named):
     def gradient(name: str, result: str) -> Tensor:
         tensor = named["q"] if named[name] is None else named[name]
         return tensor.new_empty(tensor.shape if named[f"need_{result}"] else (0,))
@@ -52,25 +67,24 @@ def _backward_fake(*arguments):
     return tuple(gradient(name, result) for name, result in GRADIENTS.items())
 
 
-@torch.library.register_fake(f"{NAMESPACE}::select_key_intervals")
-def _select_fake(scores, key_mask, *options):
-    _require_device_of(scores, key_mask=key_mask)
+@_register_fake("select_key_intervals")
+def _select_fake(named):
+    scores = named["scores"]
     return scores.new_empty((*scores.shape, 2), dtype=torch.int32)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::select_key_list")
-def _select_list_fake(scores, key_mask, window):
-    _require_device_of(scores, key_mask=key_mask)
-    batch, heads, key_length = scores.shape
-    stride = -(-min(window, key_length) // TILE_LIST_BLOCK) * TILE_LIST_BLOCK
-    keys = scores.new_empty((batch, heads, stride), dtype=torch.int32)
-    return keys, scores.new_empty((batch, heads), dtype=torch.int32)
+@_register_fake("select_key_list")
+def _select_list_fake(named):
+    batch, heads, key_length = named["scores"].shape
+    stride = -(-min(named["window"], key_length) // TILE_LIST_BLOCK) * TILE_LIST_BLOCK
+    keys = named["scores"].new_empty((batch, heads, stride), dtype=torch.int32)
+    return keys, named["scores"].new_empty((batch, heads), dtype=torch.int32)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::rank_keys")
-def _rank_fake(scores, mask, bias, *options):
-    _require_device_of(scores, mask=mask, bias=bias)
-    dense = [t for t in (mask, bias) if t is not None]
+@_register_fake("rank_keys")
+def _rank_fake(named):
+    scores = named["scores"]
+    dense = [t for t in (named["mask"], named["bias"]) if t is not None]
     sizes = zip(scores.shape[:2], *(t.shape[:2] for t in dense), strict=True)
     batch, heads = (0 if 0 in size else max(size) for size in sizes)
     seqlen_q = max(t.shape[2] for t in dense)

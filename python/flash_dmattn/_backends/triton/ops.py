@@ -7,9 +7,15 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from ..._core.autograd import NO_SECOND_DERIVATIVE
+from ..._core.autograd import (
+    NO_SECOND_DERIVATIVE,
+    gradients_of_inputs,
+    save_for_backward,
+    saved_by_name,
+)
 from ..._core.library import NAMESPACE
 from ..._core.numerics import Numerics
+from ..._core.operators import GRADIENTS, Signature
 from ...keys.visibility import Visibility
 from . import launch
 
@@ -44,7 +50,8 @@ def attention(
     return out if out.shape[3] == value_dim else out[..., :value_dim], lse
 
 
-def _problem(q, k, v, mask, bias, key_intervals, key_bound, is_causal, scale, softcap):
+def _problem(named: dict[str, object]) -> launch.Problem:
+    q = named["q"]
     if q.dtype == torch.float64:
         raise TypeError(
             "query: got float64, expected float32, bfloat16 or float16; the reference backend has float64"
@@ -53,36 +60,42 @@ def _problem(q, k, v, mask, bias, key_intervals, key_bound, is_causal, scale, so
         raise RuntimeError(
             "query: got a tensor on the CPU, where Triton has no kernels; expected a GPU's"
         )
-    return launch.Problem(q, k, v, mask, bias, key_intervals, key_bound, is_causal, scale, softcap)
+    return launch.Problem(**{name: named[name] for name in FORWARD.arguments if name != "saturate"})
 
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? key_intervals"
 _RESULTS = "Tensor out, Tensor lse, Tensor lse_low, Tensor flags"
 _OPTIONS = "SymInt[] key_bound, bool is_causal, float scale, float softcap, bool saturate"
-_FOUR = "(Tensor, Tensor, Tensor, Tensor)"
+_GRADIENTS = "Tensor dq, Tensor dk, Tensor dv, Tensor dbias"
 
 
 @torch.library.custom_op(
-    f"{NAMESPACE}::triton_forward", mutates_args=(), schema=f"({_INPUTS}, {_OPTIONS}) -> {_FOUR}"
-)
-def forward(q, *others):
+    f"{NAMESPACE}::triton_forward", mutates_args=(),
+    schema=f"({_INPUTS}, {_OPTIONS}) -> ({_RESULTS})",
+)  # fmt: skip
+def forward(*arguments):
     """out, lse, lse_low, and int32 [B, Hkv]: 1 for heads that were computed in fp64."""
-    *others, saturate = others
-    with _device_of(q):
-        return launch.forward(_problem(q, *others), saturate)
+    named = FORWARD.arguments_by_name(arguments)
+    with _device_of(named["q"]):
+        return launch.forward(_problem(named), named["saturate"])
 
 
 @torch.library.custom_op(
     f"{NAMESPACE}::triton_backward", mutates_args=(),
-    schema=f"(Tensor dout, {_INPUTS}, {_RESULTS}, Tensor? dlse, {_OPTIONS}, bool[] needs) -> {_FOUR}",
+    schema=f"(Tensor dout, {_INPUTS}, {_RESULTS}, Tensor? dlse, {_OPTIONS}, bool[] needs) -> ({_GRADIENTS})",
 )  # fmt: skip
-def backward(dout, q, k, v, mask, bias, key_intervals, out, lse, lse_low, flags, dlse, *options):
+def backward(*arguments):
     """dq, dk, dv, dbias; empty where `needs` is False."""
-    *options, saturate, needs = options
-    problem = _problem(q, k, v, mask, bias, key_intervals, *options)
+    named = BACKWARD.arguments_by_name(arguments)
+    q = named["q"]
+    problem = _problem(named)
+    names = ("dout", *FORWARD.results, "dlse", "saturate", "needs")
     with _device_of(q):
-        gradients = launch.backward(problem, dout, out, lse, lse_low, flags, dlse, saturate, needs)
+        gradients = launch.backward(problem, **{name: named[name] for name in names})
     return tuple(q.new_empty(0) if g is None else g for g in gradients)
+
+
+FORWARD, BACKWARD = (Signature(operator._opoverload) for operator in (forward, backward))
 
 
 def _device_of(tensor: Tensor):
@@ -93,7 +106,9 @@ def _device_of(tensor: Tensor):
 
 
 @forward.register_fake
-def _forward_fake(q, k, *others):
+def _forward_fake(*arguments):
+    named = FORWARD.arguments_by_name(arguments)
+    q, k = named["q"], named["k"]
     batch, seqlen_q, heads_q, _ = q.shape
     lse = q.new_empty((batch, heads_q, seqlen_q), dtype=torch.float32)
     flags = q.new_empty((batch, k.shape[2]), dtype=torch.int32)
@@ -101,32 +116,29 @@ def _forward_fake(q, k, *others):
 
 
 @backward.register_fake
-def _backward_fake(dout, q, k, v, mask, bias, *others):
-    needs = others[-1]
-    tensors = (q, k, v, q if bias is None else bias)
+def _backward_fake(*arguments):
+    named = BACKWARD.arguments_by_name(arguments)
+    tensors = (named["q"] if named[name] is None else named[name] for name in GRADIENTS)
     return tuple(
-        t.new_empty(t.shape if needed else (0,)) for t, needed in zip(tensors, needs, strict=True)
+        t.new_empty(t.shape if needed else (0,))
+        for t, needed in zip(tensors, named["needs"], strict=True)
     )
 
 
 def _setup_context(ctx, inputs, output):
-    tensors, ctx.options = inputs[:6], inputs[6:]
-    _, _, lse_low, flags = output
-    ctx.save_for_backward(*tensors, *output)
-    ctx.mark_non_differentiable(lse_low, flags)
-    ctx.set_materialize_grads(False)
+    save_for_backward(ctx, FORWARD, inputs, output)
 
 
 def _forward_derivative(ctx, dout, dlse, dlse_low, dflags):
     if dout is None and dlse is None:
         return (None,) * len(ctx.needs_input_grad)
-    saved = ctx.saved_tensors
+    named = saved_by_name(FORWARD, ctx.saved_tensors, ctx.options)
     if dout is None:
-        dout = torch.zeros_like(saved[0])
-    wanted = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4)]
-    gradients = backward(dout, *saved, dlse, *ctx.options, wanted)
-    dq, dk, dv, dbias = (g if w else None for g, w in zip(gradients, wanted, strict=True))
-    return dq, dk, dv, None, dbias, *(None,) * (len(ctx.needs_input_grad) - 5)
+        dout = torch.zeros_like(named["q"])
+    needs = [ctx.needs_input_grad[i] for i in FORWARD.differentiable]
+    named |= {"dout": dout, "dlse": dlse, "needs": needs}
+    gradients = backward(*map(named.get, BACKWARD.arguments))
+    return gradients_of_inputs(ctx, FORWARD, gradients, needs)
 
 
 def _backward_derivative(ctx, *gradients):
