@@ -86,8 +86,8 @@ KeyBound take_bound(const Attention& call, const Tensor& like, const VisibleKeys
 // which is a small part of either, and cost its memory in every layer of a model in between. The
 // schedule and its workspace share one allocation, because an allocation costs the host a third of a launch.
 void take_schedule(Attention& call, const Tensor& like, const Options& options) {
-  const ScheduleCall scheduling(call.problem, call.in.visibility, options.direction, call.execution,
-                                options.backend);
+  const ScheduleCall& scheduling = call.scheduling.emplace(
+      call.problem, call.in.visibility, options.direction, call.execution, options.backend);
   const std::size_t bytes = scheduling.size();
   if (bytes == 0) return;
   const std::size_t end =

@@ -3,6 +3,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -18,6 +19,7 @@ struct Attention {
   CallDevice device;
   Problem problem;
   Inputs in;
+  std::optional<ScheduleCall> scheduling;  // of intervals or of a key list
   Schedule schedule;
   Execution execution;
   std::vector<Tensor> owned;       // memory that `in`, `schedule` and `workspace` point to
@@ -73,6 +75,14 @@ ConstTensor4 take_rows(Attention& call, const Tensor& tensor);
 
 // Builds the schedule of the call in memory of its own.
 void take_schedule(Attention& call, const Tensor& like, const Options& options);
+
+// A call of the operator's direction. It takes the backend that the schedule's call has found, if there is one.
+template <class Args>
+CheckedCall<Args> checked_call(const Attention& call, const Args& args,
+                               const std::string& backend) {
+  if (call.scheduling) return {args, call.execution, *call.scheduling};
+  return {args, call.execution, backend};
+}
 
 // q, k, v, mask and bias.
 Attention take_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,

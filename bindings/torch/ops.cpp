@@ -88,7 +88,7 @@ std::tuple<Tensor, Tensor> attend(const Attention& call, const Tensor& q,
                          .out = mutable_view4(out),
                          .lse = rows[0],
                          .lse_low = rows[1]};
-  run(ForwardCall(args, call.execution, backend), call.workspace, q);
+  run(checked_call(call, args, backend), call.workspace, q);
   return {out, lse};
 }
 
@@ -215,7 +215,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
   args.dk = view(need_dk, dk);
   args.dv = view(need_dv, dv);
   args.dbias = view(need_dbias, dbias);
-  run(BackwardCall(args, call.execution, backend), call.workspace, q);
+  run(checked_call(call, args, backend), call.workspace, q);
   return {dq, dk, dv, dbias};
 }
 

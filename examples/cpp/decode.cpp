@@ -106,7 +106,7 @@ class Decoder {
                                       threads_);
     args.schedule = scheduling.build(schedule_.of(scheduling.size()),
                                      workspace_.of(scheduling.workspace_size()));
-    run(fd::ForwardCall(args, threads_));
+    run(fd::ForwardCall(args, threads_, scheduling));
 
     run(fd::CommitCall({.cache = cache_}, threads_));
     cache_.pending = 0;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <concepts>
 #include <cstddef>
 #include <span>
 #include <string>
@@ -16,7 +17,7 @@
 //
 //   const ScheduleCall scheduling(problem, visibility, Direction::forward, execution);
 //   args.schedule = scheduling.build(allocate(scheduling.size()), allocate(scheduling.workspace_size()));
-//   const ForwardCall call(args, execution);
+//   const ForwardCall call(args, execution, scheduling);
 //   call.run(allocate(call.workspace_size()));
 //
 // The functions of attention.h, schedule.h and selection.h that take their workspace from an Execution construct such a
@@ -24,6 +25,8 @@
 namespace flash_dmattn {
 
 struct Backend;
+struct FoundBackend;
+struct KernelSet;
 
 class ScheduleCall {
  public:
@@ -35,16 +38,27 @@ class ScheduleCall {
   Schedule build(std::span<std::byte> memory, std::span<std::byte> workspace) const;
 
  private:
+  friend FoundBackend backend_found_by(const ScheduleCall&, const Problem&, Direction);
+
   const Backend* backend_;
+  const KernelSet* kernels_;
   Problem problem_;
+  Direction direction_;
   Execution execution_;
   SchedulePlan plan_;
 };
 
 template <class Args>
+concept AttentionArgs = std::same_as<Args, ForwardArgs> || std::same_as<Args, BackwardArgs>;
+
+template <class Args>
 class CheckedCall {
  public:
   CheckedCall(const Args& args, const Execution& execution, std::string_view backend = {});
+  // Takes the backend and the kernels that `scheduling` has found, on the same device, for the same problem and direction.
+  // Throws InvalidArgument if problem or direction differ.
+  CheckedCall(const Args& args, const Execution& execution, const ScheduleCall& scheduling)
+    requires AttentionArgs<Args>;
 
   std::size_t workspace_size() const noexcept { return plan_.workspace_size; }
   // The main kernel that `run` starts, one of kernel_names; "" for calls that have none.

@@ -56,6 +56,8 @@ struct Problem {
   std::array<std::int64_t, 2> key_list_shape{};   // [B|1, Hkv|1] of the key list
   BroadcastShape rank_shape{};   // ({B|1}, {Hq|Hkv|1}, 1, Sk) of the ranks, which go with a mask
   BroadcastShape limit_shape{};  // ({B|1}, {Hq|Hkv|1}, Sq, 1) of their limits
+
+  bool operator==(const Problem&) const = default;
 };
 
 // The head dimension of v, out and their gradients.

@@ -84,11 +84,25 @@ const Backend& backend_of(Device device) {
 
 ScheduleCall::ScheduleCall(const Problem& problem, const Visibility& visibility,
                            Direction direction, const Execution& execution, std::string_view name)
-    : problem_(problem), execution_(with_workers(execution)) {
+    : problem_(problem), direction_(direction), execution_(with_workers(execution)) {
   const FoundBackend found = choose_backend(problem, direction, name);
   backend_ = found.backend;
-  backend_->plan_schedule(*found.kernels, problem, validated(problem, visibility), direction,
-                          execution, plan_);
+  kernels_ = found.kernels;
+  backend_->plan_schedule(*kernels_, problem, validated(problem, visibility), direction, execution,
+                          plan_);
+}
+
+FoundBackend backend_found_by(const ScheduleCall& scheduling, const Problem& problem,
+                              Direction direction) {
+  if (direction != scheduling.direction_) {
+    throw InvalidArgument("scheduling", "one for direction " + name_of(scheduling.direction_),
+                          "one for direction " + name_of(direction));
+  }
+  if (problem != scheduling.problem_) {
+    throw InvalidArgument("scheduling", "one for another problem",
+                          "one for the problem of the arguments");
+  }
+  return {scheduling.backend_, scheduling.kernels_, ""};
 }
 
 Schedule ScheduleCall::build(std::span<std::byte> memory, std::span<std::byte> workspace) const {
@@ -140,9 +154,8 @@ std::size_t size_alone(const Args& args, Direction direction, const Execution& e
 }
 
 template <class Args>
-Args plan_attention(const Args& args, Direction direction, const Execution& execution,
-                    std::string_view name, Plan<Args>& plan) {
-  const FoundBackend found = choose_backend(args.problem, direction, name);
+Args plan_attention(const FoundBackend& found, const Args& args, const Execution& execution,
+                    Plan<Args>& plan) {
   Args valid = validated(args, *found.backend);
   plan_with(found, valid, execution, plan);
   return valid;
@@ -152,12 +165,26 @@ Args plan_attention(const Args& args, Direction direction, const Execution& exec
 
 ForwardArgs plan_call(const ForwardArgs& args, const Execution& execution, std::string_view name,
                       Plan<ForwardArgs>& plan) {
-  return plan_attention(args, Direction::forward, execution, name, plan);
+  return plan_attention(choose_backend(args.problem, Direction::forward, name), args, execution,
+                        plan);
 }
 
 BackwardArgs plan_call(const BackwardArgs& args, const Execution& execution, std::string_view name,
                        Plan<BackwardArgs>& plan) {
-  return plan_attention(args, Direction::backward, execution, name, plan);
+  return plan_attention(choose_backend(args.problem, Direction::backward, name), args, execution,
+                        plan);
+}
+
+ForwardArgs plan_call(const ForwardArgs& args, const Execution& execution,
+                      const ScheduleCall& scheduling, Plan<ForwardArgs>& plan) {
+  return plan_attention(backend_found_by(scheduling, args.problem, Direction::forward), args,
+                        execution, plan);
+}
+
+BackwardArgs plan_call(const BackwardArgs& args, const Execution& execution,
+                       const ScheduleCall& scheduling, Plan<BackwardArgs>& plan) {
+  return plan_attention(backend_found_by(scheduling, args.problem, Direction::backward), args,
+                        execution, plan);
 }
 
 template class CheckedCall<ForwardArgs>;

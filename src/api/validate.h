@@ -39,6 +39,10 @@ void check_output(std::string_view argument, const Tensor4& tensor,
 // A schedule that `backend` has built, with what it was built for.
 Schedule stamped(ScheduleContents schedule, const Problem& problem, const Backend& backend);
 
+inline std::string name_of(Direction direction) {
+  return direction == Direction::forward ? "forward" : "backward";
+}
+
 // Throws unless the schedule was built for this problem, direction and backend, or is empty where it may be.
 void check_schedule(const Problem& problem, const Schedule& schedule, Direction direction,
                     const Backend& backend);

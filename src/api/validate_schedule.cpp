@@ -48,8 +48,8 @@ void check_schedule(const Problem& p, const Schedule& given, Direction direction
   check_built_for("backend", std::string(schedule.backend), std::string(backend.name));
   if (!schedule.serves(direction)) {
     const bool forward = direction == Direction::forward;
-    check_built_for("direction", forward ? "backward" : "forward",
-                    forward ? "forward" : "backward");
+    check_built_for("direction", name_of(forward ? Direction::backward : Direction::forward),
+                    name_of(direction));
   }
   const Problem& built_for = schedule.problem;
   const auto check = [](std::string_view field, std::int64_t got, std::int64_t expected) {

@@ -91,6 +91,60 @@ TEST(Calls, CopyOfAScheduleCallBuildsTheSameSchedule) {
   EXPECT_EQ(schedule.bytes(), copy.size());
 }
 
+TEST_P(CheckedCalls, CallOfAScheduleCallEqualsTheSearchedOne) {
+  Call expected(GetParam());
+  expected.run_forward();
+  expected.run_backward();
+  Call call(GetParam());
+  const auto scheduling = [&](Direction direction) {
+    return ScheduleCall(call.data.problem, call.forward_args.in.visibility, direction,
+                        call.execution, GetParam());
+  };
+  const ForwardCall searched(call.forward_args, call.execution, GetParam());
+  const ForwardCall forward(call.forward_args, call.execution, scheduling(Direction::forward));
+  EXPECT_EQ(forward.kernel_name(), searched.kernel_name());
+  EXPECT_EQ(forward.workspace_size(), searched.workspace_size());
+  run_in_new_workspace(forward);
+  run_in_new_workspace(
+      BackwardCall(call.backward_args, call.execution, scheduling(Direction::backward)));
+  expect_same_bits(call.results, expected.results);
+}
+
+TEST(Calls, ScheduleCallOfAnotherProblemOrDirectionThrows) {
+  Call call;
+  const ScheduleCall scheduling(call.data.problem, call.forward_args.in.visibility,
+                                Direction::forward, call.execution);
+  expect_invalid([&] { BackwardCall(call.backward_args, call.execution, scheduling); },
+                 "scheduling",
+                 "got one for direction forward, expected one for direction backward");
+  const auto expect_other = [&](const auto& change) {
+    ForwardArgs args = call.forward_args;
+    change(args.problem);
+    expect_invalid([&] { ForwardCall(args, call.execution, scheduling); }, "scheduling",
+                   "got one for another problem, expected one for the problem of the arguments");
+  };
+  expect_other([](Problem& p) { p.scale *= 2; });
+  expect_other([](Problem& p) { p.causal = !p.causal; });
+  expect_other([](Problem& p) { p.bias_shape[0] = -1; });
+  expect_other([](Problem& p) { p.seqlen_k += 1; });
+  call.expect_nothing_written();
+}
+
+TEST(Calls, CallOfAScheduleCallChecksItsOtherArguments) {
+  Call call;
+  const ScheduleCall scheduling(call.data.problem, call.forward_args.in.visibility,
+                                Direction::forward, call.execution);
+  ForwardArgs args = call.forward_args;
+  args.schedule = {};
+  expect_invalid([&] { ForwardCall(args, call.execution, scheduling); }, "schedule",
+                 "got none, expected the schedule of the intervals, as backend \"cpu\" needs it "
+                 "(build_schedule)");
+  args = call.forward_args;
+  args.in.q.data = nullptr;
+  expect_invalid([&] { ForwardCall(args, call.execution, scheduling); }, "q");
+  call.expect_nothing_written();
+}
+
 TEST(Calls, SelectCallTakesNoBackend) {
   float score = 0;
   KeyInterval interval;
