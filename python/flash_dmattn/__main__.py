@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     try:
         backends()
-        finite.is_enabled()
+        finite.read_setting()
         cli.check_settings()
     except (ValueError, RuntimeError) as error:  # a setting in the environment that has no meaning
         parser.error(str(error).splitlines()[0])

@@ -108,6 +108,29 @@ def run_backend(
     The first of the statistics [.., B, Hq, Sq] is lse, which is taken from them where it is wanted: a view takes as
     long as an allocation.
     """
+    if not finite.is_enabled():
+        return _run_unchecked_backend(
+            query, key, value, bias, visible, numerics, backend, bias_delay, own_row
+        )
+    query, key, value, bias = finite.check_inputs(q=query, k=key, v=value, bias=bias)
+    out, statistics = _run_unchecked_backend(
+        query, key, value, bias, visible, numerics, backend, bias_delay, own_row
+    )
+    finite.check_outputs(out, statistics)
+    return out, statistics
+
+
+def _run_unchecked_backend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    visible: Visibility,
+    numerics: Numerics,
+    backend: str,
+    bias_delay: int = 0,
+    own_row: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
     backend = backend_of(query, backend)
     if bias_delay:
         bias, bias_delay = _bias_of_keys(bias, bias_delay), clamp_count(bias_delay)
@@ -159,7 +182,7 @@ def _run_by_age(
     bias_delay: int,
     own_row: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`run_backend` in two calls: recent keys, without a bias, and older keys, with theirs, are disjoint sets, so that each element is
+    """The call in two: recent keys, without a bias, and older keys, with theirs, are disjoint sets, so that each element is
     computed once."""
     keys = visible.keys
     if keys is None:
@@ -172,7 +195,8 @@ def _run_by_age(
     parts = []
     for part_bias, part in ((None, recent), (bias, old)):
         part_visible = Visibility(visible.mask, False, part)
-        parts.append(run_backend(query, key, value, part_bias, part_visible, numerics, backend))
+        part_call = (query, key, value, part_bias, part_visible, numerics, backend)
+        parts.append(_run_unchecked_backend(*part_call))
     if any(statistics is None for _, statistics in parts):
         raise NotImplementedError(
             "bias_delay: got backend='flex' on the CPU, where FlexAttention returns no log-sum-exp; expected another backend"
@@ -225,9 +249,6 @@ def _run_in_python(
     backend: str,
 ) -> tuple[Tensor, Tensor | None]:
     bias = bias if bias is None else add_query_dimension(bias)
-    checked = finite.is_enabled()
-    if checked:
-        query, key, value, bias = finite.check_inputs(q=query, k=key, v=value, bias=bias)
     if backend == "triton":
         from ._backends.triton.ops import (
             attention as implementation,  # imports triton, which may be missing
@@ -235,8 +256,6 @@ def _run_in_python(
     else:
         from ._backends.flex import attention as implementation
     out, lse = implementation(query, key, value, bias, visible, numerics)
-    if checked:
-        out, lse = finite.check_outputs(out, lse)
     return out, lse if lse is None else lse.unsqueeze(0)
 
 

@@ -8,6 +8,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from flash_dmattn._core import finite
 from flash_dmattn.check.run import poisoned_memory
 from quick_interpreter import quicken_interpreter
 
@@ -45,3 +46,9 @@ def uncompiled_flex(monkeypatch):
     from flash_dmattn._backends import flex
 
     monkeypatch.setattr(flex, "_compiled_flex_attention", lambda: flex_attention)
+
+
+@pytest.fixture
+def check_mode(monkeypatch):
+    """Calls are checked, as with FLASH_DMATTN_CHECK_FINITE=1, which a process reads once."""
+    monkeypatch.setattr(finite, "_setting", lambda: True)

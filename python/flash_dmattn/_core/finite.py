@@ -1,57 +1,107 @@
-"""Check mode for the backends that are written in Python: FLASH_DMATTN_CHECK_FINITE=1, as in the C++ library."""
+"""Check mode, FLASH_DMATTN_CHECK_FINITE=1: an error names the first element of a call's tensors that is inf or NaN."""
 
 from __future__ import annotations
 
 import os
+import warnings
+from functools import cache
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.compiler import is_compiling
 
-_MINUS_INF_IS_FINE = ("bias", "lse")
+from .checks import add_query_dimension, may_read
+
+_MINUS_INF_IS_FINE = ("bias", "lse")  # a mask, and a query that sees no key
 
 
-def is_enabled() -> bool:
-    """False while torch.compile traces: it cannot trace a branch on a value."""
-    if torch.compiler.is_compiling():
-        return False
+def read_setting() -> bool:
+    """Whether the environment switches the mode on. Raises ValueError for a value such as "true", whose user relies on the check."""
     value = os.environ.get("FLASH_DMATTN_CHECK_FINITE", "")
     if value not in ("", "0", "1"):
         raise ValueError(f"FLASH_DMATTN_CHECK_FINITE: got {value}, expected 0 or 1")
     return value == "1"
 
 
+_setting = cache(read_setting)  # a look into os.environ takes 3 µs, a short call 25
+
+
+def is_enabled() -> bool:
+    """Whether calls are checked. torch.compile cannot trace a branch on a value, so compiled code is not."""
+    if is_compiling():
+        _warn_that_compiled_code_is_unchecked()
+        return False
+    return _setting()
+
+
+def _warn_that_compiled_code_is_unchecked() -> None:
+    if _setting():
+        warnings.warn(
+            "FLASH_DMATTN_CHECK_FINITE: code compiled by torch.compile is not checked, run it uncompiled",
+            stacklevel=2,
+        )
+
+
+# torch.compile then calls the function while it traces. It would skip the warning.
+_warn_that_compiled_code_is_unchecked._dynamo_marked_constant = True
+
+
 def check_inputs(**tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors. Raises for the first value that is not finite, later also for one of their gradients."""
-    stages = ("forward input", "backward output")
-    return [t if t is None else _Checked.apply(t, name, *stages) for name, t in tensors.items()]
+    """The tensors, or views of them that later check the gradient of this call alone."""
+    return [t if t is None else _check_input(t, name) for name, t in tensors.items()]
 
 
-def check_outputs(out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    out = _Checked.apply(out, "out", "forward output", "backward input")
-    if lse is not None:
-        _raise_for_first("forward output", "lse", lse)
-    return out, lse
+def _check_input(tensor: Tensor, name: str) -> Tensor:
+    _raise_for_first("forward input", name, tensor)
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return tensor
+    view = tensor.view_as(tensor)
+    _check_gradient_of(view, "backward output", name)
+    return view
 
 
-class _Checked(torch.autograd.Function):
-    """The identity, forward and backward."""
+def check_outputs(out: Tensor, statistics: Tensor | None) -> None:
+    """statistics: [.., B, Hq, Sq], of which the first is lse."""
+    _raise_for_first("forward output", "out", out)
+    _check_gradient_of(out, "backward input", "out")
+    if statistics is not None:
+        _raise_for_first("forward output", "lse", statistics[0])
+        _check_gradient_of(statistics, "backward input", "lse")
 
-    @staticmethod
-    def forward(ctx, tensor, name, forward_stage, backward_stage):
-        ctx.name, ctx.stage = f"d{name}", backward_stage
-        _raise_for_first(forward_stage, name, tensor)
-        return tensor.view_as(tensor)
 
-    @staticmethod
-    def backward(ctx, gradient):
-        _raise_for_first(ctx.stage, ctx.name, gradient)
-        return gradient, None, None, None
+def _check_gradient_of(tensor: Tensor, stage: str, name: str) -> None:
+    def hook(gradient: Tensor | None) -> None:
+        if gradient is not None:
+            own = gradient[0] if name == "lse" else gradient
+            _raise_for_first(stage, f"d{name}", own)
+
+    if tensor.requires_grad:
+        tensor.register_hook(hook)
 
 
 def _raise_for_first(stage: str, name: str, tensor: Tensor) -> None:
+    if is_compiling():  # a hook of compiled autograd
+        return
+    tensor = _own_values(tensor)
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
+        return
+    if not may_read():
+        raise RuntimeError(
+            "FLASH_DMATTN_CHECK_FINITE: got a CUDA graph under capture, expected none: the check waits for the device"
+        )
+    if name.endswith("bias"):
+        tensor = add_query_dimension(tensor)
     wrong = ~tensor.isfinite()
     if name in _MINUS_INF_IS_FINE:
         wrong &= tensor != -torch.inf
     if wrong.any():
         first = wrong.nonzero()[0].tolist()
         raise RuntimeError(f"{stage} {name}{first} is {tensor[tuple(first)].item()}")
+
+
+def _own_values(tensor: Tensor) -> Tensor:
+    """The values in this process: of a DTensor its part, under torch.func.vmap all rows."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._core import ops
+from .._core import finite, ops
 from .._core.checks import check_count, check_flag, check_tensor, may_read
 from .._core.kv_checks import (
     as_row_indices,
@@ -212,6 +212,9 @@ class KVSlots(SlotMemory):
         numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None).with_scale_for(
             key.shape[3]
         )
+        is_checked = finite.is_enabled()
+        if is_checked:  # before the cache changes
+            finite.check_inputs(q=query, k=key, v=value)
         out, lse = ops.kv_decode_step(
             *self.tensors,
             self.rows,
@@ -228,6 +231,8 @@ class KVSlots(SlotMemory):
             self.backend,
         )
         self.is_empty = False
+        if is_checked:
+            finite.check_outputs(out, lse[None])
         return (out, lse) if return_lse else out
 
     def extend(

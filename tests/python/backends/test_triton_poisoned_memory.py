@@ -179,8 +179,7 @@ def test_selection_needs_no_quadratic_tensor(hidden, monkeypatch):
     assert largest.elements < length * length
 
 
-def test_check_mode_names_the_first_nonfinite_value(monkeypatch):
-    monkeypatch.setenv("FLASH_DMATTN_CHECK_FINITE", "1")
+def test_check_mode_names_the_first_nonfinite_value(check_mode):
     tensors = leaves(torch.float16)
     with torch.no_grad():
         tensors[3][0, 0, 7] = -torch.inf  # a mask
@@ -197,8 +196,7 @@ def test_check_mode_names_the_first_nonfinite_value(monkeypatch):
         attend(tensors)
 
 
-def test_check_mode_names_what_is_made_here(monkeypatch):
-    monkeypatch.setenv("FLASH_DMATTN_CHECK_FINITE", "1")
+def test_check_mode_names_what_is_made_here(check_mode):
     tensors = leaves(torch.float16)
     dout = torch.full_like(tensors[0], 6e4).detach()
     with pytest.raises(RuntimeError, match=r"backward output d\w+\[0, .*\] is -?(inf|nan)"):

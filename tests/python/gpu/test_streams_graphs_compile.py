@@ -316,12 +316,7 @@ def test_checkpointing_gives_same_gradients(use_reentrant):
     assert_close(actual, gradients(function, inputs))
 
 
-def test_check_mode_names_the_element():
-    if os.environ.get("FLASH_DMATTN_CHECK_FINITE") != "1":
-        # The library reads the variable once: this test, in a process that starts with it.
-        test = f"{__file__}::{test_check_mode_names_the_element.__name__}"
-        run_python("-m", "pytest", "-q", test, FLASH_DMATTN_CHECK_FINITE="1")
-        return
+def test_check_mode_names_the_element(check_mode):
     q, k, v, bias = (t.detach() for t in leaves())
     attend(q, k, v, bias, keep_window_size=50)
     k[1, 7, 1, 3] = torch.nan

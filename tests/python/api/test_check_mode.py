@@ -1,0 +1,222 @@
+"""FLASH_DMATTN_CHECK_FINITE=1: every call names the first element of its inputs, results and gradients that is inf or NaN. The files of
+Triton and FlexAttention have tests of their own."""
+
+import re
+
+import pytest
+import torch
+
+from flash_dmattn import KVSlots, RaggedBatch, extend_ragged, flash_dmattn_func
+from flash_dmattn._core import finite
+from operators_called import OperatorsCalled
+from python_process import run_python
+
+B, S, HQ, HKV, D, W = 2, 9, 4, 2, 8, 4
+INF, NAN = float("inf"), float("nan")
+# Choices of keys, each with the shape of a bias: all, by the operator that attends, of the row, and of every query head for itself.
+FORMS = {
+    "dense": ((B, HQ, S, S), {}),
+    "select_and_attend": ((B, HKV, S), {"keep_window_size": W, "is_causal": True}),
+    "global": ((B, HKV, S), {"keep_window_size": W, "selection": "global"}),
+    "query heads": ((B, HQ, S), {"keep_window_size": W, "is_causal": True}),
+    "delayed": ((B, HKV, S), {"bias_delay": 3, "is_causal": True}),
+}
+
+
+def raises(message):
+    return pytest.raises(RuntimeError, match=re.escape(message))
+
+
+def tensors(form, wrong="", index=(), value=0.0):
+    """Inputs and gradients of results, all 1 except the element of the tensor `wrong` at `index`."""
+    named = {
+        "q": torch.ones(B, S, HQ, D), "k": torch.ones(B, S, HKV, D), "v": torch.ones(B, S, HKV, D), "bias": torch.ones(FORMS[form][0]),
+        "dout": torch.ones(B, S, HQ, D), "dlse": torch.ones(B, HQ, S),
+    }  # fmt: skip
+    if wrong:
+        named[wrong][index] = value
+    return named
+
+
+def attend(form, named, **options):
+    leaves = [named[name].requires_grad_() for name in ("q", "k", "v", "bias")]
+    options |= FORMS[form][1] | {"return_lse": True}
+    results = flash_dmattn_func(*leaves[:3], attn_bias=leaves[3], **options)
+    return torch.autograd.grad(results, leaves, (named["dout"], named["dlse"]))
+
+
+@pytest.mark.parametrize("nonfinite", ["saturate", "propagate"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("form", FORMS)
+def test_nonfinite_value_is_named(form, backend, nonfinite, check_mode):
+    options = {"backend": backend, "nonfinite": nonfinite}
+    with OperatorsCalled() as called:
+        attend(form, tensors(form), **options)
+    is_one_operator = any("select_and_attend" in str(operator) for operator in called.all)
+    assert is_one_operator == (form == "select_and_attend")
+    has_pairs = len(FORMS[form][0]) == 4
+    for stage, name, index, value in (
+        ("forward", "q", (1, 4, 3, 7), INF),
+        ("forward", "k", (0, 6, 1, 2), NAN),
+        ("forward", "v", (0, 0, 0, 0), -INF),
+        ("forward", "bias", (1, 1, 3, 5) if has_pairs else (1, 1, 5), INF),
+        ("forward", "bias", (0, 1, 2, 5) if has_pairs else (0, 1, 5), NAN),
+        ("backward", "dout", (0, 1, 2, 3), NAN),
+        ("backward", "dlse", (1, 3, 2), -INF),
+    ):
+        place = [*index[:2], 0, index[2]] if name == "bias" and not has_pairs else [*index]
+        with raises(f"{stage} input {name}{place} is {value}"):
+            attend(form, tensors(form, name, index, value), **options)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bias_that_masks_is_no_error(form, check_mode):
+    masks = [torch.zeros(FORMS[form][0], dtype=torch.bool) for _ in range(2)]
+    masks[0][..., 3], masks[1][0] = True, True  # a key, and all keys of a row, whose lse is -inf
+    for mask in masks:
+        named = tensors(form)
+        named["bias"][mask] = -INF
+        for gradient in attend(form, named):
+            assert gradient.isfinite().all()
+
+
+def test_several_nonfinite_values_name_the_first(check_mode):
+    named = tensors("dense", "k", (1, 0, 0, 1), NAN)
+    named["k"][0, 5, 1, 1], named["v"][0, 0, 0, 0] = INF, NAN
+    with raises("forward input k[0, 5, 1, 1] is inf"):
+        attend("dense", named)
+
+
+@pytest.mark.parametrize("bias_shape", [(1, 1, 1), (1, 1, 2, 1)])
+def test_overflowing_gradient_is_named(bias_shape, check_mode):
+    """Two queries see one key, and the sum of their dout is beyond float32."""
+    q, k, v = (torch.zeros(1, n, 1, 8, requires_grad=True) for n in (2, 1, 1))
+    bias = torch.zeros(bias_shape, requires_grad=True)
+    out = flash_dmattn_func(q, k, v, attn_bias=bias, nonfinite="propagate")
+    dout = torch.zeros_like(q).index_fill(3, torch.tensor([5]), 3e38)
+    with raises("backward output dv[0, 0, 0, 5] is inf"):
+        torch.autograd.grad(out, (q, k, v, bias), dout)
+
+
+def test_gradient_of_other_uses_is_no_gradient_of_the_call(check_mode):
+    q = torch.ones(1, 3, 1, 8, requires_grad=True)
+    out = flash_dmattn_func(q, q, q)
+    (gradient,) = torch.autograd.grad(out.sum() + (q * INF).sum(), q)
+    assert gradient.isinf().all()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_delayed_bias_names_what_two_merged_calls_see_as_0(backend, check_mode):
+    """Triton attends to recent and to older keys; the merge gives both of them 0 for an element of dout that is not finite."""
+    named = tensors("delayed", "dout", (0, 1, 2, 3), NAN)
+    with raises("backward input dout[0, 1, 2, 3] is nan"):
+        attend("delayed", named, backend=backend)
+
+
+def test_vmap_is_checked(check_mode):
+    inputs = [torch.ones(3, *tensors("dense")[name].shape) for name in ("q", "k", "v")]
+    assert torch.vmap(flash_dmattn_func)(*inputs).isfinite().all()
+    inputs[1][2, 1, 4, 0, 6] = NAN
+    with raises("forward input k[2, 1, 4, 0, 6] is nan"):
+        torch.vmap(flash_dmattn_func)(*inputs)
+
+
+def test_tensors_without_values_are_no_error(check_mode):
+    q = torch.ones(1, 3, 1, 8, device="meta", requires_grad=True)
+    flash_dmattn_func(q, q, q).sum().backward()
+    assert q.grad.is_meta
+
+
+def test_captured_graph_is_refused(check_mode, monkeypatch):
+    monkeypatch.setattr(finite, "may_read", lambda: False)
+    q = torch.ones(1, 3, 1, 8)
+    with raises("got a CUDA graph under capture"):
+        flash_dmattn_func(q, q, q)
+
+
+def steps(cache, query, key, value, scores):
+    return cache.step(query, key, value, scores)
+
+
+def extends(cache, query, key, value, scores):
+    return cache.extend(query, key, value, scores)
+
+
+def steps_as_ragged_batch(cache, query, key, value, scores):
+    batch = RaggedBatch.of_rows(torch.arange(B, dtype=torch.int32))
+    one = (t[:, 0] for t in (query, key, value))
+    return extend_ragged(cache, batch, *one, scores[:, :, 0].T)
+
+
+@pytest.mark.parametrize("enter", [steps, extends, steps_as_ragged_batch])
+def test_step_of_a_cache_names_the_token_and_changes_nothing(enter, check_mode):
+    cache = KVSlots(B, HKV, W, D, chunk=3)
+    for wrong, heads in (("query", HQ), ("key", HKV), ("value", HKV)):
+        shapes = {"query": (B, 1, HQ, D), "key": (B, 1, HKV, D), "value": (B, 1, HKV, D)}
+        token = {name: torch.randn(shape) for name, shape in shapes.items()}
+        scores = torch.randn(B, HKV, 1)
+        enter(cache, **token, scores=scores)
+        before = [t.clone() for t in cache.tensors]
+        token[wrong][1, 0, heads - 1, 5] = NAN
+        with raises(f"forward input {wrong[0]}[1, 0, {heads - 1}, 5] is nan"):
+            enter(cache, **token, scores=scores)
+        assert all(map(torch.equal, before, cache.tensors))
+
+
+def test_results_of_a_step_are_checked(check_mode):
+    cache = KVSlots(1, 1, W, D)
+    token = (*torch.ones(3, 1, 1, 1, D), torch.ones(1, 1, 1))
+    cache.step(*token)
+    cache.v.fill_(INF)
+    with raises("forward output out[0, 0, 0, 0] is inf"):
+        cache.step(*token, nonfinite="propagate")
+
+
+def test_chunks_and_ragged_prompts_of_a_cache_are_checked(check_mode):
+    query, key, value = (torch.ones(B, 2, heads, D) for heads in (HQ, HKV, HKV))
+    scores = torch.ones(B, HKV, 2)
+    key[1, 1, 0, 3] = INF
+    cache = KVSlots(B, HKV, W, D, chunk=3)
+    with raises(f"forward input k[1, {W + 1}, 0, 3] is inf"):  # pending tokens follow the slots
+        cache.extend(query, key, value, scores)
+    for begins, place in ((True, 1), (False, W + 1)):
+        cache = KVSlots(B, HKV, W, D, chunk=3)
+        batch = RaggedBatch([0, 2, 4], torch.arange(B, dtype=torch.int32), [begins] * B)
+        tokens = (t.flatten(0, 1) for t in (query, key, value))
+        with raises(f"forward input k[1, {place}, 0, 3] is inf"):
+            extend_ragged(cache, batch, *tokens, scores.transpose(0, 1).flatten(1))
+
+
+def test_compiled_code_warns_that_it_is_unchecked(check_mode):
+    compiled = torch.compile(flash_dmattn_func, backend="aot_eager", fullgraph=True)
+    q = torch.ones(1, 3, 1, 8)
+    with pytest.warns(UserWarning, match="FLASH_DMATTN_CHECK_FINITE: code compiled"):
+        assert torch.equal(compiled(q, q, q), q)
+
+
+IN_A_PROCESS = """
+import torch
+from flash_dmattn import flash_dmattn_func
+try:
+    flash_dmattn_func(*torch.full((3, 1, 1, 1, 8), float("nan")))
+except (RuntimeError, ValueError) as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        (None, ""), ("", ""), ("0", ""), ("1", "forward input q[0, 0, 0, 0] is nan\n"),
+        *((v, f"FLASH_DMATTN_CHECK_FINITE: got {v}, expected 0 or 1\n") for v in ("true", "2")),
+    ],
+)  # fmt: skip
+def test_value_one_of_the_environment_switches_the_check_on(value, message):
+    assert run_python("-c", IN_A_PROCESS, FLASH_DMATTN_CHECK_FINITE=value).stdout == message
+
+
+@pytest.mark.parametrize("value", ["true", "2", "01", " ", "yes"])
+def test_other_values_of_the_environment_are_refused(value, monkeypatch):
+    monkeypatch.setenv("FLASH_DMATTN_CHECK_FINITE", value)
+    with pytest.raises(ValueError, match="expected 0 or 1"):
+        finite.read_setting()
