@@ -95,8 +95,9 @@ def _cumulative_gates(log_fgate: Tensor, query: Tensor, key: Tensor) -> Tensor:
     batch, length, heads = log_fgate.shape
     allowed = (query.shape[2], key.shape[2], 1)
     if batch not in (1, key.shape[0]) or length != key.shape[1] or heads not in allowed:
+        batches = "1" if key.shape[0] == 1 else f"{key.shape[0]} or 1"
         raise ValueError(
-            f"log_fgate: got shape {tuple(log_fgate.shape)}, expected [B, Sk, H] with B = {key.shape[0]} or 1, "
+            f"log_fgate: got shape {tuple(log_fgate.shape)}, expected [B, Sk, H] with B = {batches}, "
             f"Sk = {key.shape[1]} and H = {allowed[0]}, {allowed[1]} or 1"
         )
     if not log_fgate.is_floating_point():

@@ -141,7 +141,8 @@ class DynamicMaskAttention(nn.Module):
         key_mask: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """
+        """Attends causally to the keys that the rule shows. With a cache, appends the tokens to it and attends to what it holds.
+
         Args:
             hidden: [B, S, hidden_size].
             cache: see `make_cache`. A prompt comes first, then tokens one by one or several at a time; there is no
@@ -201,11 +202,11 @@ class DynamicMaskAttention(nn.Module):
         expected = (hidden.shape[0], self.heads_kv, self.keep_window_size, self.head_dim)
         if got != expected:
             raise ValueError(
-                f"cache: got one of (batch, heads_kv, keep_window_size, head_dim) {got}, expected {expected}"
+                f"cache: got a cache with (batch, heads_kv, keep_window_size, head_dim) {got}, expected {expected}"
             )
         if cache.rule != self.rule:
             raise ValueError(
-                f"cache: got one of {cache.rule.non_default_parts()}, expected {self.rule.non_default_parts()}"
+                f"cache: got a cache with the rule {cache.rule.non_default_parts()}, expected {self.rule.non_default_parts()}"
             )
 
     def _positions(

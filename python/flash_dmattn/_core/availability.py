@@ -96,20 +96,26 @@ def is_available(name: str) -> bool:
     return name in get_available_backends()
 
 
+def check_backend_name(name: str) -> None:
+    if name not in _ON_GPU:
+        known = ", ".join(map(repr, _ON_GPU))
+        raise ValueError(
+            f"backend: got {name!r}, expected one of {known}, or None for the first that supports the problem"
+        )
+
+
 def unavailable_reason(name: str) -> str:
     """Why the backend `name` does not run here, and which ones do; "" when it runs."""
+    check_backend_name(name)
     return _unavailable_reason(name)
 
 
 @cache
 def _unavailable_reason(name: str) -> str:
-    for backend in backends():
-        if backend.name == name:
-            if backend.available:
-                return ""
-            return f"{backend.reason}; available: {', '.join(get_available_backends())}"
-    known = ", ".join(backend.name for backend in backends())
-    raise ValueError(f"backend: got {name!r}, expected one of {known}")
+    backend = next(backend for backend in backends() if backend.name == name)
+    if backend.available:
+        return ""
+    return f"{backend.reason}; available: {', '.join(get_available_backends())}"
 
 
 def check_backend_runs(name: str) -> None:

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from .autograd import NO_FUNCTIONAL_GRADIENT, NO_TANGENT, is_transformed
-from .availability import check_backend_runs, unavailable_reason
+from .availability import check_backend_name, check_backend_runs, unavailable_reason
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 GPU_DTYPES = (torch.bfloat16, torch.float16)
@@ -243,6 +243,8 @@ def resolve_backend(backend: object) -> str:
         raise TypeError(
             f"backend: got {backend!r}, expected a name, or None for the first that supports the problem"
         )
+    if backend:
+        check_backend_name(backend)
     return backend
 
 

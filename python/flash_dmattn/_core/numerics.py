@@ -38,6 +38,11 @@ class Numerics(NamedTuple):
             resolve_deterministic(deterministic),
         )
 
+    @staticmethod
+    def check_arguments(scale: float | None, softcap: float | None, nonfinite: str) -> None:
+        """Raises for arguments that from_arguments does not take."""
+        Numerics.from_arguments(scale, None, softcap, nonfinite, None)
+
     def with_scale_for(self, head_dim: int) -> Numerics:
         scale, softcap, saturate, deterministic = self
         if scale is not None:

@@ -95,15 +95,15 @@ class KVSlots(SlotMemory):
             expected = (self.batch, self.k.shape[1], length)
             if tuple(scores.shape) != expected:
                 raise ValueError(f"scores: got shape {tuple(scores.shape)}, expected {expected}")
-            places = {}
+            last_query = {}
             if lengths is not None:
                 real = torch.arange(length, device=key.device) < lengths[:, None]
                 key_mask = real if key_mask is None else key_mask & real
                 if self.rule.recent_window:
-                    places["query_position"] = lengths.long() - 1
+                    last_query["query_position"] = lengths.long() - 1
             mask = None if key_mask is None else key_mask[:, None]
             intervals = select_key_intervals(
-                scores, **self.rule._asdict(), key_mask=mask, query_length=1, **places
+                scores, **self.rule._asdict(), key_mask=mask, query_length=1, **last_query
             )
         heads = (self.batch, self.k.shape[1])
         _check_intervals(intervals, *heads, length)
@@ -150,9 +150,10 @@ class KVSlots(SlotMemory):
         at = positions.gather(-1, index)
         is_key = self._taken_slots() & (entries != _NO_KEY)
         if may_read() and not self._positions_agree(is_key, index, at, seen):
+            recent = self.rule.recent_window
+            last = f", of which the last {recent} are the last before seen" if recent else ""
             raise ValueError(
-                f"positions: got others than those of tokens before {seen.tolist()}, expected ascending ones, of which the last "
-                f"{self.rule.recent_window} are the last before `seen`"
+                f"positions: got positions that these keys cannot have, expected ascending positions below seen, {seen.tolist()}{last}"
             )
         renumbered = torch.where(entries < 0, ~at, at)
         self.positions.copy_(renumbered.where(is_key, entries))
@@ -265,7 +266,7 @@ class KVSlots(SlotMemory):
                 query, key, value, scores, key_mask=key_mask, return_lse=return_lse, **options
             )
         self._check_tokens(key, value, scores, query)
-        Numerics.from_arguments(scale, None, softcap, nonfinite, None)
+        Numerics.check_arguments(scale, softcap, nonfinite)
         by_token = self.k.transpose(1, 2)
         length = check_chunk(by_token, key_mask, query=query, key=key, value=value, scores=scores)
         room = self.chunk - self.pending
@@ -400,5 +401,5 @@ def _check_intervals(intervals: KeyIntervals, batch: int, heads: int, length: in
     if not intervals.fits(batch, heads, length):
         got = tuple(intervals.intervals.shape[:3])
         raise ValueError(
-            f"intervals: got some for (batch, heads, keys) {got}, expected {(batch, heads, length)}"
+            f"intervals: got intervals for (batch, heads, keys) {got}, expected {(batch, heads, length)}"
         )

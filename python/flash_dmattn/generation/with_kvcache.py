@@ -97,11 +97,7 @@ def flash_dmattn_with_kvcache(
         if name != "score_cache" or tensor is not None:
             check_tensor(tensor, name)
     refuse_gradients(**caches, q=q, k=k, v=v, scores=scores)
-    together = (k, v) if score_cache is None else (k, v, scores)
-    if len({t is None for t in together}) > 1 or (score_cache is None and scores is not None):
-        raise ValueError(
-            "k, v, scores: got some of the new tokens' tensors, expected all or none, and scores with score_cache only"
-        )
+    _check_new_tokens(k, v, scores, score_cache)
     backend = resolve_backend(backend)
     numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None)
     rule = KeySelection(
@@ -113,8 +109,14 @@ def flash_dmattn_with_kvcache(
     ).checked_rule()
     scores_are_bias = check_flag(scores_are_bias, "scores_are_bias")
     return_lse = resolve_flag(return_lse, "return_lse")
-    if (slot_positions is None) != (slot_counts is None):
-        raise ValueError("slot_positions, slot_counts: got one of the two, expected both or none")
+    if slot_counts is None and slot_positions is not None:
+        raise ValueError(
+            "slot_counts: got None, expected int32 [B, Hkv, 8]: slot_positions are given"
+        )
+    if slot_positions is None and slot_counts is not None:
+        raise ValueError(
+            "slot_positions: got None, expected int32 [B, Hkv, S]: slot_counts are given"
+        )
     if slot_positions is None:
         if key_mask is not None:
             raise ValueError("key_mask: got a mask for a cache of all keys, expected cache_leftpad")
@@ -141,10 +143,13 @@ def flash_dmattn_with_kvcache(
         return with_lse(out, statistics, return_lse)
     if cache_leftpad is not None:
         raise ValueError("cache_leftpad: got numbers for a cache of slots, expected key_mask")
-    if keep_window_size is None or score_cache is None or k is None:
-        raise ValueError(
-            "keep_window_size, score_cache, k: got no value for one of them, which a cache of slots needs"
-        )
+    for name, given, expected in (
+        ("keep_window_size", keep_window_size, "the window of the slots' rule"),
+        ("score_cache", score_cache, "float32 [B, Hkv, S]"),
+        ("k", k, "the new tokens, [B, m, Hkv, D]"),
+    ):
+        if given is None:
+            raise ValueError(f"{name}: got None, expected {expected}: slot_positions are given")
     slots = KVSlots.from_tensors(
         k=k_cache.transpose(1, 2), v=v_cache.transpose(1, 2), scores=score_cache, positions=slot_positions,
         counts=slot_counts, seen=cache_seqlens, **rule._asdict(), backend=backend,
@@ -163,6 +168,23 @@ def flash_dmattn_with_kvcache(
         out, lse = slots.attend(q, return_lse=True, **options)
         slots.commit()
     return (out, lse) if return_lse else out
+
+
+def _check_new_tokens(
+    k: Tensor | None, v: Tensor | None, scores: Tensor | None, score_cache: Tensor | None
+) -> None:
+    """Raises unless all tensors of the new tokens are given, or none; scores belong to them where there is a score_cache."""
+    if score_cache is None and scores is not None:
+        raise ValueError("scores: got scores without score_cache, expected both or none")
+    if (k is None) == (v is None) and (score_cache is None or (k is None) == (scores is None)):
+        return
+    tensors = {"k": k, "v": v} | ({} if score_cache is None else {"scores": scores})
+    given = [name for name, tensor in tensors.items() if tensor is not None]
+    missing = [name for name, tensor in tensors.items() if tensor is None]
+    verb = "is" if len(given) == 1 else "are"
+    raise ValueError(
+        f"{missing[0]}: got None, expected the new tokens': {' and '.join(given)} {verb} given"
+    )
 
 
 def _check_all_keys(

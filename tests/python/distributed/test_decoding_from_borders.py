@@ -151,7 +151,7 @@ def test_positions_at_which_keys_would_not_leave_raise(name):
     before = cache.positions.clone()
     positions = later_positions(30)
     WRONG[name](positions)
-    with pytest.raises(ValueError, match="positions: got others than those of tokens before"):
+    with pytest.raises(ValueError, match="positions: got positions that these keys cannot have"):
         cache.renumber(positions, torch.tensor([TOKENS + 30]))
     assert torch.equal(cache.positions, before)
 

@@ -169,7 +169,7 @@ def test_bad_chunk_row_or_state_leaves_cache_unchanged():
         "index: got list": lambda: cache.select([0]),
         "state: got keep_window_size 5": lambda: cache.load_state_dict(other.state_dict()),
         "snapshot: got 3 rows": lambda: cache.restore(KVSlots(3, HKV, WINDOW, D, chunk=CHUNK)),
-        "intervals: got some for (batch, heads, keys) (2, 2, 6)": lambda: cache.fill(
+        "intervals: got intervals for (batch, heads, keys) (2, 2, 6)": lambda: cache.fill(
             **tokens(3), intervals=cache.pending_intervals(1)
         ),
         "snapshot: got keep_window_size 5": lambda: cache.restore(other),
@@ -412,6 +412,12 @@ def test_rows_on_another_device_are_not_read():
 # ---- flash_dmattn_with_kvcache ---------------------------------------------------------------------
 
 
+SLOTS = {
+    "slot_positions": torch.zeros(B, HKV, PLACES, dtype=torch.int32),
+    "slot_counts": torch.zeros(B, HKV, 8, dtype=torch.int32),
+}
+
+
 def all_keys(**spoiled):
     """A correct call on a cache of all keys, spoiled."""
     return {
@@ -430,8 +436,15 @@ def all_keys(**spoiled):
 @pytest.mark.parametrize(
     "message, spoiled",
     [
-        ("k, v, scores: got some", {"scores": None}),
-        ("slot_positions, slot_counts: got one", {"slot_counts": torch.zeros(B, HKV, 2).int()}),
+        ("scores: got None, expected the new tokens': k and v are given", {"scores": None}),
+        ("k: got None, expected the new tokens': scores is given", {"k": None, "v": None}),
+        ("v: got None, expected the new tokens': k is given", {"v": None, "score_cache": None, "scores": None}),
+        ("scores: got scores without score_cache, expected both or none", {"score_cache": None}),
+        ("slot_positions: got None, expected int32 [B, Hkv, S]", {"slot_counts": torch.zeros(B, HKV, 8).int()}),
+        ("slot_counts: got None, expected int32 [B, Hkv, 8]", {"slot_positions": torch.zeros(B, HKV, PLACES).int()}),
+        ("keep_window_size: got None, expected the window of the slots' rule", SLOTS | {"keep_window_size": None}),
+        ("score_cache: got None, expected float32 [B, Hkv, S]", SLOTS | {"score_cache": None, "scores": None}),
+        ("k: got None, expected the new tokens, [B, m, Hkv, D]", SLOTS | {"k": None, "v": None, "scores": None}),
         ("key_mask: got a mask for a cache of all keys", {"key_mask": torch.ones(B, 2).bool()}),
         ("score_cache: got None", {"score_cache": None, "scores": None}),
         ("keep_window_size: got -1", {"keep_window_size": -1}),
@@ -455,7 +468,8 @@ def all_keys(**spoiled):
         ("cache_leftpad: got shape (2, 1)", {"cache_leftpad": torch.zeros(B, 1).int()}),
         ("cache_leftpad[1]: got 10", {"cache_leftpad": torch.tensor([0, 10]).int()}),
         ("keep_window_size: got 2.5", {"keep_window_size": 2.5}),
-        ("backend: got 'abacus'", {"backend": "abacus"}),
+        ("backend: got 'abacus', expected one of 'cuda', 'triton', 'flex', 'cpu', 'reference', or None for the first",
+         {"backend": "abacus"}),
         ("scores_are_bias: got 'no'", {"scores_are_bias": "no"}),
         ("return_lse: got 'no'", {"return_lse": "no"}),
         ("k_cache: got an expanded tensor", {"k_cache": torch.zeros(1, PLACES, HKV, D).expand(B, -1, -1, -1)}),
@@ -505,7 +519,7 @@ def test_bad_layer_argument_leaves_cache_unchanged():
     layer(hidden, cache=cache)
     other = DynamicMaskAttention(32, HQ, HKV, WINDOW + 1)
     for message, call in {
-        "cache: got one of (batch, heads_kv, keep_window_size, head_dim) (2, 2, 4, 8), expected (2, 2, 5, 8)": (
+        "cache: got a cache with (batch, heads_kv, keep_window_size, head_dim) (2, 2, 4, 8), expected (2, 2, 5, 8)": (
             lambda: other(hidden[:, :1], cache=cache)
         ),
         "expected (1, 2, 4, 8)": lambda: layer(hidden[:1, :1], cache=cache),
