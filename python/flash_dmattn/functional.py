@@ -58,11 +58,11 @@ def flash_dmattn_func(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]:
     """Exact softmax attention over the visible keys, with an additive bias.
 
-    query: [B, Sq, Hq, D]; key: [B, Sk, Hkv, D]; value: [B, Sk, Hkv, Dv]. Hq is a multiple of Hkv. The length comes before
-        the heads, and where both have one size nothing can notice the other order, that of torch. D and Dv are from 1 to
-        256; a Dv below D is not padded by the library's own kernels, a larger one pads query and key with zeros. bfloat16, float16 or
+    query: [B, Sq, Hq, D]; key: [B, Sk, Hkv, D]; value: [B, Sk, Hkv, Dv]. Hq is a multiple of Hkv; D and Dv are from 1 to 256.
+        The layout is [B, S, H, D], not torch's [B, H, S, D]; if S = H a wrong layout is not detected. bfloat16, float16 or
         float32, on the CPU float64 too (through the slow reference backend); any strides. On a GPU float32 takes
         Triton's kernels, and is an error without Triton.
+    softmax_scale, is_causal: by position in this order; triton_dmattn_func and flex_dmattn_func take is_causal first, as in 1.x.
     attn_mask: bool, True where visible: [B, Sk] (padding), [B, H, Sk] (the same for every query) or
         [B, H, Sq, Sk]; H is Hq, Hkv or 1, every dimension may be 1. Two dimensions are always padding: write a mask of
         pairs [Sq, Sk] as mask[None, None].
@@ -206,32 +206,9 @@ def flash_dmattn_varlen_func(
     refuse_transforms(
         query=query, key=key, value=value, attn_bias=bias, selection_scores=scored_rule.scores
     )
-    rule = scored_rule.rule
-    if rule.hides_keys():
-        scores, allowed = scores_and_allowed(query, key, None, bias, scored_rule)
-    if rule.has_room_for(total_k) and scored_rule.scores is None:
-        intervals = packed_documents(
-            cu_seqlens_k,
-            cu_seqlens_q=cu_seqlens_q,
-            is_causal=is_causal,
-            key_length=total_k,
-            query_length=total_q,
-            max_seqlen_k=max_seqlen_k,
-        )
-    else:
-        key_mask, heads = None, scores.shape[1]
-        if allowed is not None:
-            scores, key_mask = match_heads(query, key, scores, allowed.seen_by_any_query())
-            heads = max(scores.shape[1], key_mask.shape[1])
-        intervals = select_key_intervals(
-            scores,
-            **rule.rule_of_heads(heads)._asdict(),
-            is_causal=is_causal,
-            key_mask=key_mask,
-            query_length=total_q,
-            cu_seqlens_k=cu_seqlens_k,
-            cu_seqlens_q=cu_seqlens_q,
-        )
+    intervals = _packed_intervals(
+        query, key, bias, scored_rule, is_causal, cu_seqlens_q, cu_seqlens_k, max_seqlen_k
+    )
     own_row = None
     if bias_delay and not same_offsets:
         own_row = KeyPositions.from_arguments(
@@ -249,6 +226,45 @@ def flash_dmattn_varlen_func(
         return_attn_probs,
         sink_logits,
         numerics.saturate,
+    )
+
+
+def _packed_intervals(
+    query: Tensor,
+    key: Tensor,
+    bias: Tensor | None,
+    scored_rule: ScoredRule,
+    is_causal: bool,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_k: int | None,
+) -> KeyIntervals:
+    """The keys that the queries of packed sequences see; query [1, total_q, Hq, D], key [1, total_k, Hkv, D]."""
+    rule = scored_rule.rule
+    total_q, total_k = query.shape[1], key.shape[1]
+    if rule.hides_keys():
+        scores, allowed = scores_and_allowed(query, key, None, bias, scored_rule)
+        if scored_rule.scores is not None or not rule.has_room_for(total_k):
+            key_mask, heads = None, scores.shape[1]
+            if allowed is not None:
+                scores, key_mask = match_heads(query, key, scores, allowed.seen_by_any_query())
+                heads = max(scores.shape[1], key_mask.shape[1])
+            return select_key_intervals(
+                scores,
+                **rule.rule_of_heads(heads)._asdict(),
+                is_causal=is_causal,
+                key_mask=key_mask,
+                query_length=total_q,
+                cu_seqlens_k=cu_seqlens_k,
+                cu_seqlens_q=cu_seqlens_q,
+            )
+    return packed_documents(
+        cu_seqlens_k,
+        cu_seqlens_q=cu_seqlens_q,
+        is_causal=is_causal,
+        key_length=total_k,
+        query_length=total_q,
+        max_seqlen_k=max_seqlen_k,
     )
 
 
@@ -314,6 +330,9 @@ def triton_dmattn_func(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]:
     """flash_dmattn_func by Triton kernels, for GPUs of any vendor. Arguments as in flash_dmattn_func, except:
 
+    is_causal, softmax_scale: by position in the order of 1.x, is_causal first; flash_dmattn_func takes softmax_scale first. False
+        is the default of 1.x, and means what None does.
+
     query, key, value: float32, bfloat16 or float16, head dimension 1 to 256, on a GPU; on the CPU with
         TRITON_INTERPRET=1, which is for tests, and multiplies bfloat16 wrongly.
     deterministic: without effect; gradients are always bit-identical from run to run.
@@ -355,7 +374,9 @@ def flex_dmattn_func(
     return_lse: bool = False,
     return_attn_probs: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]:
-    """flash_dmattn_func by torch's FlexAttention, compiled for each new shape. Arguments as in flash_dmattn_func.
+    """flash_dmattn_func by torch's FlexAttention, compiled for each new shape. Arguments as in flash_dmattn_func, except:
+
+    is_causal, softmax_scale: by position in the order of 1.x, is_causal first; flash_dmattn_func takes softmax_scale first.
 
     It skips empty blocks of 128 x 128, so with scattered keys it does the work of dense attention. Numbers
     beyond fp32 inside a score are not handled: finite inputs as large as the dtype allows can give NaN.
