@@ -27,9 +27,20 @@ from .cache import KVSlots
 
 T = TypeVar("T")
 
-# A later chunk of a text enters in parts, in each of which a GPU compares every key with every other: as many tokens as this times
-# the places of the cache, or a number whose comparisons take less time than the launches of one more part. A CPU launches nothing; other devices count as one.
-_TOKENS_OF_A_PART = {"cuda": (4, 4096), "cpu": (1, 128)}
+
+class PartSize(NamedTuple):
+    """A later chunk is processed in parts of max(per_place * places, least) tokens. On a GPU every key of a part is compared with
+    every other, which is quadratic; each part costs extra launches. A CPU launches nothing."""
+
+    per_place: int
+    least: int
+
+    def tokens(self, places: int) -> int:
+        return max(self.per_place * places, self.least)
+
+
+# By the type of the device; others are as a CPU.
+_PART_SIZES = {"cuda": PartSize(4, 4096), "cpu": PartSize(1, 128)}
 # Prompts whose lengths have as many bits run together, padded to the longest, from this number of lengths on: fewer launch less, each
 # by itself, than what gathers and chooses with padding. A CPU would compute the padding for longer.
 _LENGTHS_TO_PAD = {"cuda": 5, "cpu": 2**31}
@@ -461,7 +472,5 @@ def _begin_texts(
 
 def _copy_rows(pool: KVSlots, group: _Group) -> KVSlots:
     """A copy of the rows with places for pending tokens, which the pool has not: copying costs less than their attention."""
-    for_each_place, least = _value_for_device(_TOKENS_OF_A_PART, pool.k.device)
-    return pool.select(
-        group.rows, chunk=min(group.length, max(for_each_place * pool.places, least))
-    )
+    most = _value_for_device(_PART_SIZES, pool.k.device).tokens(pool.places)
+    return pool.select(group.rows, chunk=min(group.length, most))

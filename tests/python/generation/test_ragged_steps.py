@@ -30,7 +30,7 @@ def test_scores_may_choose_and_add_nothing(scores_are_bias):
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_chunks_in_several_parts_equal_each_alone(rule, monkeypatch):
-    monkeypatch.setitem(ragged._TOKENS_OF_A_PART, "cpu", (0, 6))
+    monkeypatch.setitem(ragged._PART_SIZES, "cpu", ragged.PartSize(0, 6))
     ragged_steps.check_sequences_alone(Place("cpu"), rule, random.Random(3))
 
 
