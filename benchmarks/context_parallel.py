@@ -17,8 +17,8 @@ from torch import Tensor
 
 from flash_dmattn import flash_dmattn_func
 from flash_dmattn.distributed import (
-    attend,
-    begin,
+    attend_to_pieces,
+    begin_exchange,
     boundary_places,
     context_parallel_dmattn,
     exchanged_bytes,
@@ -136,10 +136,10 @@ def measure_pieces(ranks: Ranks, length: int, exchange: str, headroom: bool) -> 
 
     def forward():
         with torch.no_grad():
-            attend(q, begin(*keys, **options))
+            attend_to_pieces(q, begin_exchange(*keys, **options))
 
     def forward_and_backward():
-        with_gradients(attend(q, begin(*keys, **options)), piece, dout)
+        with_gradients(attend_to_pieces(q, begin_exchange(*keys, **options)), piece, dout)
 
     found = {"forward": median_ms(ranks, forward), "both": median_ms(ranks, forward_and_backward)}
     found["peak_mb"] = ranks.peak_mb()
@@ -154,18 +154,18 @@ def measure_pieces(ranks: Ranks, length: int, exchange: str, headroom: bool) -> 
     }
     parts = {}
     with torch.no_grad():
-        parts["begin"] = median_ms(ranks, lambda: begin(*keys, **options))
+        parts["begin"] = median_ms(ranks, lambda: begin_exchange(*keys, **options))
         if headroom and length == LENGTHS[0]:
             checked = {**options, "check": True}
-            parts["begin, checked"] = median_ms(ranks, lambda: begin(*keys, **checked))
-        pending = begin(*keys, **options)
-        parts["attend"] = median_ms(ranks, lambda: attend(q, pending))
+            parts["begin, checked"] = median_ms(ranks, lambda: begin_exchange(*keys, **checked))
+        pending = begin_exchange(*keys, **options)
+        parts["attend"] = median_ms(ranks, lambda: attend_to_pieces(q, pending))
     leaves = [t.detach().requires_grad_() for t in (q, pending.key, pending.value, pending.bias)]
     free = pending._replace(
         key=leaves[1], value=leaves[2], scores=leaves[3].detach(), bias=leaves[3]
     )
     parts["attend both"] = median_ms(
-        ranks, lambda: with_gradients(attend(leaves[0], free), leaves, dout)
+        ranks, lambda: with_gradients(attend_to_pieces(leaves[0], free), leaves, dout)
     )
     found["parts"] = parts
     found = slowest(ranks.gather_values(found | {"values": moved}))
@@ -217,14 +217,14 @@ def measure_beside_projection(ranks: Ranks, length: int) -> dict[str, dict]:
         }  # fmt: skip
 
         def forward_and_backward(options=options):
-            pending = begin(*keys, **options)
+            pending = begin_exchange(*keys, **options)
             query = (hidden @ weight).view(1, n, HQ, D)
-            with_gradients(attend(query, pending, deterministic=True), leaves, dout)
+            with_gradients(attend_to_pieces(query, pending, deterministic=True), leaves, dout)
 
         def forward(options=options):
             with torch.no_grad():
-                pending = begin(*keys, **options)
-                attend((hidden @ weight).view(1, n, HQ, D), pending)
+                pending = begin_exchange(*keys, **options)
+                attend_to_pieces((hidden @ weight).view(1, n, HQ, D), pending)
 
         found[name] = {
             "forward": median_ms(ranks, forward),

@@ -5,8 +5,8 @@ from .boundary import boundary_places, boundary_state
 from .headroom import linear_with_headroom
 from .pending import Pending
 from .piece_attention import (
-    attend,
-    begin,
+    attend_to_pieces,
+    begin_exchange,
     context_parallel_dmattn,
 )
 from .wire import Traffic, exchanged_bytes
@@ -16,8 +16,8 @@ __all__ = [
     "Pending",
     "Piece",
     "Traffic",
-    "attend",
-    "begin",
+    "attend_to_pieces",
+    "begin_exchange",
     "boundary_places",
     "boundary_state",
     "context_parallel_dmattn",

@@ -64,7 +64,7 @@ class Call(NamedTuple):
         query: Tensor | None,
         options: Options | None,
     ) -> Call:
-        """query, options: of `attend`; None: not known yet."""
+        """query, options: of `attend_to_pieces`; None: not known yet."""
         rule = rule.checked_state_rule()
         headroom = resolve_flag(headroom, "headroom")
         key, value = autocast_tensors(key, value)

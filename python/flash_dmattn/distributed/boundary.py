@@ -27,7 +27,7 @@ def boundary_places(
     lengths: Sequence[int] | None = None,
 ) -> int:
     """The rows that `headroom` leaves in front of the keys and values of a rank with `tokens` tokens; other arguments as in
-    `begin`."""
+    `begin_exchange`."""
     wire = wire_of(group)
     rule = KeySelection(
         keep_window_size, "per_query", recent_window, True, sink_tokens

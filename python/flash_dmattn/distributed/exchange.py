@@ -120,8 +120,8 @@ def _join_ranks(parts: Tensor) -> Tensor:
 
 
 class Direct:
-    """Winners straight to every later rank, gradients straight to their owners: one collective each way, (R - 1) c rows of the
-    busiest rank. For two ranks nothing is less."""
+    """Each rank sends its winners to every later rank, and gradients to the ranks of their keys: one collective each way, with
+    (R - 1) c rows of the busiest rank. Two ranks exchange the least that is possible."""
 
     def __init__(self, wire: Wire, border: Border):
         self.wire, self.border = wire, border
@@ -143,7 +143,7 @@ class Direct:
             none = torch.full((P, W), -1, device=rows.device)
             return rows.new_zeros(()).expand(P, W, columns), no_key(notes).expand(P, W, -1), none
         notes, rows = map(_join_ranks, found)
-        if rank == 1:  # who sees all winners of the one before
+        if rank == 1:  # which sees all winners of rank 0
             missing = W - c
             route = torch.arange(c, device=rows.device)
             route = F.pad(torch.where(position_of(notes) < 0, -1, route), (0, missing), value=-1)
@@ -213,8 +213,8 @@ class Parts(NamedTuple):
 class Nodes:
     """Three exchanges: within nodes of g ranks, between them, and within again. Rank j of a node collects the j-th part of its
     node's winners, gives what the last query of the node sees of it to the j-th rank of every later node, and gives each rank of
-    its own node this part of what it sees. Three collectives each way; of them one is between nodes, of W / g rows for each later
-    node, where two hops have 2 W. A single node has none between nodes, and no summary: `TwoHops`."""
+    its own node this part of what it sees. Of the three collectives each way one is between nodes, with W / g rows for each later
+    node; `TwoHops` sends 2 W rows. A single node exchanges nothing between nodes and makes no summary, as `TwoHops`."""
 
     def __init__(self, wire: Wire, border: Border):
         self.wire, self.border = wire, border

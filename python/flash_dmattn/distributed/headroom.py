@@ -11,7 +11,7 @@ from .._core.checks import autocast_tensors, check_count
 def linear_with_headroom(
     hidden: Tensor, weight: Tensor, places: int, bias: Tensor | None = None
 ) -> Tensor:
-    """F.linear(hidden, weight, bias) after `places` rows of zeros, with its gradient: keys or values for `begin(headroom=True)`,
+    """F.linear(hidden, weight, bias) after `places` rows of zeros, with its gradient: keys or values for `begin_exchange(headroom=True)`,
     without a copy.
 
     hidden: [B, n, C]; weight: [F, C]; bias: [F] or None. Returns [B, places + n, F]. Later operations on rows

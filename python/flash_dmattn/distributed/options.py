@@ -1,4 +1,4 @@
-"""The options of `attend` in normal form, and what the ranks of a group compare of them."""
+"""The options of `attend_to_pieces` in normal form, and what the ranks of a group compare of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from .wire import code_of
 
 
 class Options(NamedTuple):
-    """Arguments of `attend`. All but return_lse, which changes nothing for other ranks, have to be the same on all of them."""
+    """Arguments of `attend_to_pieces`. All but return_lse, which changes nothing for other ranks, have to be the same on all
+    ranks."""
 
     scale: float | None = None
     softcap: float | None = None
@@ -39,21 +40,34 @@ class Options(NamedTuple):
     def from_arguments(
         cls, options: Mapping[str, Any] | None, query: Tensor | None
     ) -> Options | None:
-        """The options that `begin` gets for `attend`; None: it gets none."""
+        """The options that `begin_exchange` gets for `attend_to_pieces`; None: it gets none."""
         if options is None:
             return None
         if query is None:
-            raise ValueError("options: got options of attend without query, expected both or none")
+            raise ValueError(
+                "options: got options of attend_to_pieces without query, expected both or none"
+            )
         unknown = sorted(options.keys() - set(cls._fields))
         if unknown:
-            raise TypeError(f"options: got {unknown}, expected arguments of attend: {cls._fields}")
+            raise TypeError(
+                f"options: got {unknown}, expected arguments of attend_to_pieces: {cls._fields}"
+            )
         return cls(**options)
 
-    def equals(self, others: Options) -> bool:
-        return all(
-            a is b or not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
-            for a, b in zip(self, others, strict=True)
-        )
+    def check_same(self, begun: Options) -> None:
+        """Raises for the first option that is not as `begin_exchange` got it; a tensor has to be the same object."""
+        for name, got, expected in zip(self._fields, self, begun, strict=True):
+            if got is expected:
+                continue
+            if isinstance(got, Tensor) and isinstance(expected, Tensor):
+                raise ValueError(
+                    f"{name}: got another tensor than begin_exchange, expected the same"
+                )
+            if isinstance(got, Tensor) or isinstance(expected, Tensor) or got != expected:
+                got, expected = (
+                    "a tensor" if isinstance(t, Tensor) else t for t in (got, expected)
+                )
+                raise ValueError(f"{name}: got {got!r}, expected {expected!r} as in begin_exchange")
 
     def numerics(self, nonfinite: str) -> Numerics:
         return Numerics.from_arguments(
@@ -61,7 +75,7 @@ class Options(NamedTuple):
         )
 
     def check(self, query: Tensor, key: Tensor, n: int, bias: Tensor | None) -> None:
-        """Raises what `attend` would raise, where other ranks would already wait for this one.
+        """Raises what `attend_to_pieces` would raise, where other ranks would already wait for this one.
 
         key: [B, any, Hkv, D]. n: the tokens of this piece. bias: as in `Pending`.
         """

@@ -17,7 +17,7 @@ from .wire import Wire
 
 
 class Pending(NamedTuple):
-    """Keys of earlier ranks, then those of this rank: what `begin` returns, for `attend` and `boundary_state`.
+    """Keys of earlier ranks, then those of this rank: what `begin_exchange` returns, for `attend_to_pieces` and `boundary_state`.
 
     The first `places` keys are of earlier ranks, in the order of their positions; after them come places without a key, whose
     position is -1.
@@ -33,10 +33,12 @@ class Pending(NamedTuple):
     present: Tensor | None  # bool [B, 1 or Hkv, n]: which keys of this rank are there; None: all
     documents: Tensor | None  # int64 [B or 1, documents + 1]: their offsets in the whole sequence
     stream: torch.cuda.Stream | None = None  # which makes the tensors; None: the current one did
-    options: Options | None = None  # of `attend`, if `begin` has got and compared them
-    # Whose ranks compare what `attend` gets; None: they have, or cannot in compiled code.
+    options: Options | None = (
+        None  # of `attend_to_pieces`, if `begin_exchange` has got and compared them
+    )
+    # Whose ranks compare what `attend_to_pieces` gets; None: they have, or cannot in compiled code.
     wire: Wire | None = None
-    check: bool | None = None  # of `begin`
+    check: bool | None = None  # of `begin_exchange`
 
 
 def seen_keys(pending: Pending) -> tuple[Tensor, Visibility]:

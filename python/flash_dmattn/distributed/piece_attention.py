@@ -54,16 +54,19 @@ def context_parallel_dmattn(
     exchange: str = "auto",
     check: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """flash_dmattn_func over a sequence of which each rank of a group has a piece: this rank's rows of the result.
+    """flash_dmattn_func over a sequence of which each rank of a group has a piece, in the order of ranks.
+
+    Returns this rank's rows of `flash_dmattn_func` on the whole sequence, with the same keys (ties included), and the gradients of
+    that call. A rank receives only the keys that the last query before its piece sees: at most keep_window_size for each key head,
+    at any length.
 
         out = context_parallel_dmattn(q, k, v, scores, group=mesh["cp"], keep_window_size=2048)
 
-    is, for consecutive pieces in the order of ranks, the same rows of
+        # The whole sequence on one rank
+        out = flash_dmattn_func(q, k, v, attn_bias=scores, is_causal=True, keep_window_size=2048)
 
-        flash_dmattn_func(q, k, v, attn_bias=scores, is_causal=True, keep_window_size=2048)
-
-    with the same keys, ties included, and gradients likewise. Of all keys before its piece a rank receives those alone that the
-    last query before it sees, which are all that count from there on: at most keep_window_size for each key head, at any length.
+    Where ranks disagree on an argument that has to be the same, all of them raise an error in the first 100 calls of a group; in
+    later calls they may wait for each other for ever, unless check=True.
 
     query: [B, n, Hq, D], key, value: [B, n, Hkv, D], of this rank; n may differ (`lengths`) and may be 0.
     scores: [B, Hkv or 1, n], by which keys are chosen; float32 is best. They have no gradient but as a bias.
@@ -74,14 +77,14 @@ def context_parallel_dmattn(
         keys of one piece the sum is another, so scores may not be passed through with_zero_sum_gradient before.)
     scale, softcap, deterministic, nonfinite, sink_logits, bias_delay, return_lse, backend: as in flash_dmattn_func.
     selection, is_causal, recent_window, recent_competes, sink_tokens, score_threshold, key_mask, cu_seqlens, position_ids, lengths,
-        headroom, exchange, check: as in `begin`.
+        headroom, exchange, check: as in `begin_exchange`.
 
     Every rank of the group has to call it, in the same order, and backward too: a loss on every rank has to use its out.
     """
     attend_options = Options(
         scale, softcap, deterministic, sink_logits, bias_delay, zero_sum, return_lse, backend
     )._asdict()
-    pending = begin(
+    pending = begin_exchange(
         key,
         value,
         scores,
@@ -105,10 +108,10 @@ def context_parallel_dmattn(
         query=query,
         options=attend_options,
     )
-    return attend(query, pending, **attend_options)
+    return attend_to_pieces(query, pending, **attend_options)
 
 
-def begin(
+def begin_exchange(
     key: Tensor,
     value: Tensor,
     scores: Tensor,
@@ -151,14 +154,14 @@ def begin(
         2 keep_window_size rows (backward 3); "nodes", three collectives, one of them between hosts, of a part of keep_window_size rows for each
         later host. "auto" takes the first for two ranks, the third for 2 to 2 g hosts of g > 2 ranks (as torchrun's
         LOCAL_WORLD_SIZE tells), else the second.
-    nonfinite: as in flash_dmattn_func, for `attend` too.
-    check: whether ranks compare their arguments, so that all of them raise an error where they disagree; the host then waits for
-        the device. None: in the first 100 calls of a group. Without it ranks that disagree may wait for each other for ever; so do
-        ranks that disagree on `check`.
+    nonfinite: as in flash_dmattn_func, for `attend_to_pieces` too.
+    check: None compares the arguments of the ranks in the first 100 calls of a group, and in no later call; True in every call,
+        False in none. Where they differ, all ranks raise an error. The host waits for the device in a call that compares. In one
+        that does not, ranks that disagree may wait for each other for ever; so may ranks that disagree on `check`.
     stream: of a GPU, where the exchange and what belongs to it run, forward and backward, while the current stream continues with other
-        work (the projection of queries); `attend` waits for it. None: the current stream.
-    query, options: what `attend` will get (options: its arguments by name), so that it is checked and compared before anything is
-        exchanged. Without options `attend` compares, as a collective of all ranks, with the same `check`.
+        work (the projection of queries); `attend_to_pieces` waits for it. None: the current stream.
+    query, options: what `attend_to_pieces` will get (options: its arguments by name), so that it is checked and compared before
+        anything is exchanged. Without options `attend_to_pieces` compares, as a collective of all ranks, with the same `check`.
     """
     wire = wire_of(group)
     rule = KeySelection(
@@ -225,7 +228,7 @@ def _keep_for(stream: torch.cuda.Stream, tensors: Iterable[Tensor | None]) -> No
             tensor.record_stream(stream)
 
 
-def attend(
+def attend_to_pieces(
     query: Tensor,
     pending: Pending,
     *,
@@ -238,15 +241,15 @@ def attend(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The second step: attention of this piece's queries [B, n, Hq, D] to the keys that `begin` has put together.
+    """The second step: attention of this piece's queries [B, n, Hq, D] to the keys that `begin_exchange` has put together.
 
     Options as in context_parallel_dmattn. Returns out [B, n, Hq, D], or (out, lse [B, Hq, n]).
     """
     options = Options(
         scale, softcap, deterministic, sink_logits, bias_delay, zero_sum, return_lse, backend
     )
-    if pending.options is not None and not options.equals(pending.options):
-        raise ValueError(f"pending: got options {pending.options} in begin, expected {options}")
+    if pending.options is not None:
+        options.check_same(pending.options)
     if pending.wire is not None:
         n = pending.scores.shape[2] - pending.border.places
         pending.wire.agreed_result(

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from flash_dmattn.distributed import attend, begin, context_parallel_dmattn
+from flash_dmattn.distributed import attend_to_pieces, begin_exchange, context_parallel_dmattn
 from processes import run_in_processes
 from sharded_cases import whole_and_piece
 
@@ -19,8 +19,8 @@ def compiled(rank, backend):
         return context_parallel_dmattn(q, k * 2, v, s, group=group, keep_window_size=17, **options)
 
     def in_two_steps(q, k, v, s):
-        pending = begin(k * 2, v, s, group=mesh, keep_window_size=17, recent_window=5)
-        return attend(q, pending)
+        pending = begin_exchange(k * 2, v, s, group=mesh, keep_window_size=17, recent_window=5)
+        return attend_to_pieces(q, pending)
 
     def in_documents(q, k, v, s):
         return at_once(q, k, v, s, cu_seqlens=torch.tensor([0, 33, 70]))

@@ -13,8 +13,8 @@ import pieces_over_ranks
 from flash_dmattn import flash_dmattn_func
 from flash_dmattn.distributed import (
     ContextParallel,
-    attend,
-    begin,
+    attend_to_pieces,
+    begin_exchange,
     boundary_places,
     boundary_state,
     context_parallel_dmattn,
@@ -99,12 +99,12 @@ def two_steps_with_headroom(rank, count):
         if headroom:
             fronts = [torch.full((2, W, 2, 16), torch.nan).requires_grad_() for _ in keys]
             keys = [torch.cat(parts, 1) for parts in zip(fronts, keys, strict=True)]
-        pending = begin(
+        pending = begin_exchange(
             *keys, scores, group=dist.group.WORLD, keep_window_size=17, headroom=headroom
         )
         if headroom:
             assert pending.key.data_ptr() == keys[0].data_ptr()
-        out = attend(piece[0], pending)
+        out = attend_to_pieces(piece[0], pending)
         inputs = [*piece, scores, *(fronts if headroom else [])]
         results.append([out, *torch.autograd.grad(out, inputs, do[:, rows])])
     *with_headroom, dkeys, dvalues = results.pop()
@@ -135,10 +135,10 @@ def decoding_goes_on_from_the_last_border(rank, count):
     N = n * count
     whole = flash_dmattn_func(q, k, v, None, s, is_causal=True, keep_window_size=17)
     rows = slice(rank * n, rank * n + n)
-    pending = begin(
+    pending = begin_exchange(
         k[:, rows], v[:, rows], s[..., rows], group=dist.group.WORLD, keep_window_size=17
     )
-    torch.testing.assert_close(attend(q[:, rows], pending), whole[:, rows])
+    torch.testing.assert_close(attend_to_pieces(q[:, rows], pending), whole[:, rows])
     cache = boundary_state(pending)
     end = rows.stop
     assert cache.seen.tolist() == [end, end]
@@ -154,7 +154,7 @@ def decoding_goes_on_from_the_last_border(rank, count):
 def borders_of_documents_are_empty_or_go_on(rank, count):
     _, k, v, _, s, rows = whole_and_piece(rank, count)
     offsets = [0, 33, 80, 40 * count]  # the second document ends with the second piece
-    pending = begin(
+    pending = begin_exchange(
         k[:, rows], v[:, rows], s[..., rows], group=dist.group.WORLD, keep_window_size=17,
         cu_seqlens=offsets,
     )  # fmt: skip
@@ -335,7 +335,7 @@ def checkpoints_exchange_again(rank, count):
 def autocast_exchanges_sixteen_bits(rank, count):
     _, k, v, _, s, rows = whole_and_piece(rank, count)
     with torch.autocast("cpu", torch.bfloat16):
-        pending = begin(
+        pending = begin_exchange(
             k[:, rows], v[:, rows], s[..., rows], group=dist.group.WORLD, keep_window_size=17
         )
     assert pending.key.dtype == pending.value.dtype == torch.bfloat16

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, assume, given, settings
 
 from flash_dmattn import KVSlots
-from flash_dmattn.distributed import attend, begin, boundary, boundary_state
+from flash_dmattn.distributed import attend_to_pieces, begin_exchange, boundary, boundary_state
 from processes import run_in_processes
 from random_cases import random_cases
 from ranks_as_threads import run_in_threads
@@ -22,14 +22,14 @@ def compare_decoding(case, group, rank, ranks, seed):
     start, total = sum(case.lengths[:rank]), sum(case.lengths[:ranks])
     end = start + case.lengths[rank]
     rows = slice(start, end)
-    pending = begin(
+    pending = begin_exchange(
         k[:, rows], v[:, rows], s[..., rows], group=group, keep_window_size=case.window, **case.rule,
         attn_bias="scores" if case.bias == "scores" else None,
         key_mask=None if mask is None else mask[:, rows],
         cu_seqlens=None if offsets is None else offsets.clamp(max=total),
         lengths=case.lengths[:ranks],
     )  # fmt: skip
-    out = attend(q[:, rows], pending, **case.call)
+    out = attend_to_pieces(q[:, rows], pending, **case.call)
     torch.testing.assert_close(out, expected[:, rows], rtol=2e-5, atol=5e-6)
     cache = boundary_state(pending)
     begun = torch.zeros(case.batch, dtype=torch.int64)

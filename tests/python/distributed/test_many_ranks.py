@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flash_dmattn.distributed import begin
+from flash_dmattn.distributed import begin_exchange
 from flash_dmattn.distributed.exchange import choose_exchange
 from flash_dmattn.distributed.wire import ranks_per_node
 from ranks_as_threads import ThreadWire, _Meeting, run_in_threads
@@ -61,7 +61,7 @@ def test_nodes_send_one_part_of_one_state_to_each_later_node():
 
     def sent_by(wire):
         rows = slice(wire.rank * n, wire.rank * n + n)
-        begin(
+        begin_exchange(
             key[:, rows], key[:, rows], scores[..., rows],
             group=wire, keep_window_size=w, exchange="nodes", check=False,
         )  # fmt: skip

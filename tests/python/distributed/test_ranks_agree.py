@@ -1,12 +1,18 @@
 """Ranks compare their arguments in the first calls of a group, and where the caller asks for it."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from flash_dmattn.distributed import ContextParallel, attend, begin, context_parallel_dmattn
+from flash_dmattn.distributed import (
+    ContextParallel,
+    attend_to_pieces,
+    begin_exchange,
+    context_parallel_dmattn,
+)
 from flash_dmattn.distributed.wire import Wire
 from ranks_as_threads import run_in_threads
 
@@ -87,8 +93,8 @@ def test_another_argument_of_one_rank_raises_on_all(name):
 def test_another_option_of_attend_alone_raises_on_all(name):
     def two_steps(wire, heads=4, **options):
         k, s = torch.zeros(1, N, 2, 16), torch.zeros(1, 2, N)
-        pending = begin(k, k, s, group=wire, keep_window_size=4)
-        attend(torch.zeros(1, N, heads, 16), pending, **options)
+        pending = begin_exchange(k, k, s, group=wire, keep_window_size=4)
+        attend_to_pieces(torch.zeros(1, N, heads, 16), pending, **options)
 
     raises_on_all_ranks(name, OPTIONS_OF_LAST_RANK, two_steps)
 
@@ -266,7 +272,7 @@ WRONG_CALLS = {
 def begin_with(wire, options, query=True):
     k, s = torch.zeros(1, N, 2, 16), torch.zeros(1, 2, N)
     q = torch.zeros(1, N, 4, 16) if query else None
-    return begin(k, k, s, group=wire, keep_window_size=4, query=q, options=options)
+    return begin_exchange(k, k, s, group=wire, keep_window_size=4, query=q, options=options)
 
 
 @pytest.mark.parametrize("name", WRONG_CALLS)
@@ -280,18 +286,32 @@ def test_argument_that_cannot_be_compared_raises_on_all(name):
 def test_option_of_attend_after_a_query_of_begin_is_compared():
     def other_options(wire):
         pending = begin_with(wire, None)
-        attend(torch.zeros(1, N, 4, 16), pending, softcap=2.0 if wire.rank else None)
+        attend_to_pieces(torch.zeros(1, N, 4, 16), pending, softcap=2.0 if wire.rank else None)
 
     all_ranks_disagree("'softcap'", other_options)
 
 
 def test_options_of_begin_have_a_query_and_are_those_of_attend():
     def raised(wire):
-        with pytest.raises(ValueError, match="options: got options of attend without query"):
+        with pytest.raises(
+            ValueError, match="options: got options of attend_to_pieces without query"
+        ):
             begin_with(wire, {"softcap": 2.0}, query=False)
         pending = begin_with(wire, {"softcap": 2.0})
-        with pytest.raises(ValueError, match="pending: got options"):
-            attend(torch.zeros(1, N, 4, 16), pending, softcap=3.0)
+        query, sinks = torch.zeros(1, N, 4, 16), torch.zeros(4)
+        for message, wrong in {
+            "softcap: got 3.0, expected 2.0 as in begin_exchange": {"softcap": 3.0},
+            "softcap: got None, expected 2.0 as in begin_exchange": {},
+            "scale: got 0.5, expected None as in begin_exchange": {"softcap": 2.0, "scale": 0.5},
+            "sink_logits: got 'a tensor', expected None as": {"softcap": 2.0, "sink_logits": sinks},
+        }.items():
+            with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+                attend_to_pieces(query, pending, **wrong)
+        pending = begin_with(wire, {"sink_logits": sinks})
+        with pytest.raises(
+            ValueError, match="^sink_logits: got another tensor than begin_exchange"
+        ):
+            attend_to_pieces(query, pending, sink_logits=sinks.clone())
 
     run_in_threads(RANKS, raised)
 

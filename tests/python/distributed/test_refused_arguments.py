@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flash_dmattn.distributed import begin, boundary_state, context_parallel_dmattn
+from flash_dmattn.distributed import begin_exchange, boundary_state, context_parallel_dmattn
 from ranks_as_threads import run_in_threads
 
 N, RANKS = 8, 2
@@ -71,7 +71,7 @@ def test_group_of_another_type_raises():
 def test_boundary_state_of_another_bias_raises():
     def state(wire):
         k, s = torch.randn(1, N, 2, 16), torch.randn(1, 2, N)
-        boundary_state(begin(k, k, s, group=wire, keep_window_size=4, attn_bias=s + 1))
+        boundary_state(begin_exchange(k, k, s, group=wire, keep_window_size=4, attn_bias=s + 1))
 
     with pytest.raises(ValueError, match="pending: got another bias than the scores"):
         run_in_threads(RANKS, state)

@@ -5,7 +5,12 @@ import pytest
 import torch
 
 from flash_dmattn import flash_dmattn_func, select_key_intervals, select_keys
-from flash_dmattn.distributed import attend, begin, boundary_places, boundary_state
+from flash_dmattn.distributed import (
+    attend_to_pieces,
+    begin_exchange,
+    boundary_places,
+    boundary_state,
+)
 from ranks_as_threads import run_in_threads
 from sharded_cases import keys_seen
 
@@ -49,7 +54,9 @@ def test_pieces_see_the_keys_of_the_whole(rule, ranks, exchange, scores):
 
     def piece(wire):
         rows = slice(wire.rank * n, wire.rank * n + n)
-        pending = begin(k[:, rows], v[:, rows], s[..., rows], group=wire, exchange=exchange, **rule)
+        pending = begin_exchange(
+            k[:, rows], v[:, rows], s[..., rows], group=wire, exchange=exchange, **rule
+        )
         on_cpu = pending._replace(
             **{
                 name: t.cpu()
@@ -58,7 +65,7 @@ def test_pieces_see_the_keys_of_the_whole(rule, ranks, exchange, scores):
             }
         )
         assert torch.equal(keys_seen(on_cpu), seen[:, :, rows].cpu())
-        return attend(q[:, rows], pending)
+        return attend_to_pieces(q[:, rows], pending)
 
     found = torch.cat(run_in_threads(ranks, piece), 1)
     torch.testing.assert_close(found, whole, rtol=2**-7, atol=2**-7)
@@ -74,11 +81,11 @@ def test_documents_and_padding_see_the_keys_of_the_whole():
 
     def piece(wire):
         rows = slice(wire.rank * n, wire.rank * n + n)
-        pending = begin(
+        pending = begin_exchange(
             k[:, rows], v[:, rows], s[..., rows], group=wire, keep_window_size=200, cu_seqlens=offsets,
             key_mask=mask[:, rows],
         )  # fmt: skip
-        return attend(q[:, rows], pending)
+        return attend_to_pieces(q[:, rows], pending)
 
     found = torch.cat(run_in_threads(ranks, piece), 1)
     torch.testing.assert_close(found, whole, rtol=2**-7, atol=2**-7)
@@ -95,10 +102,10 @@ def test_headroom_is_filled_in_place():
         keys = [
             torch.cat([torch.full_like(t[:, :places], torch.nan), t[:, rows]], 1) for t in (k, v)
         ]
-        pending = begin(*keys, s[..., rows], group=wire, keep_window_size=w, headroom=True)
+        pending = begin_exchange(*keys, s[..., rows], group=wire, keep_window_size=w, headroom=True)
         assert pending.key.data_ptr() == keys[0].data_ptr()
         cache = boundary_state(pending)
-        return attend(q[:, rows], pending), cache
+        return attend_to_pieces(q[:, rows], pending), cache
 
     found = run_in_threads(ranks, piece)
     torch.testing.assert_close(
@@ -117,7 +124,7 @@ def test_tokens_behind_a_border_see_the_keys_of_the_whole(rule):
 
     def state(wire):
         rows = slice(wire.rank * n, wire.rank * n + n)
-        pending = begin(k[:, rows], v[:, rows], s[..., rows], group=wire, **rule)
+        pending = begin_exchange(k[:, rows], v[:, rows], s[..., rows], group=wire, **rule)
         return boundary_state(pending)
 
     for border, cache in enumerate(run_in_threads(ranks, state), 1):
@@ -141,10 +148,12 @@ def test_exchange_on_another_stream_has_the_same_bits(rule):
                 # Made on the current stream just before, and their memory is used again just after.
                 keys = [t[:, rows].clone() for t in (k, v)]
                 scores = s[..., rows].clone()
-                pending = begin(*keys, scores, group=wire, stream=stream, check=False, **rule)
+                pending = begin_exchange(
+                    *keys, scores, group=wire, stream=stream, check=False, **rule
+                )
                 del keys, scores
                 junk = [torch.full_like(k[:, rows], torch.nan) for _ in range(4)]
-                outs.append(attend(q[:, rows], pending))
+                outs.append(attend_to_pieces(q[:, rows], pending))
                 del pending, junk
         return all(torch.equal(out, outs[0]) for out in outs)
 

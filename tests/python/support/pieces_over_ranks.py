@@ -19,7 +19,12 @@ import torch
 import torch.distributed as dist
 
 from flash_dmattn import flash_dmattn_func, select_key_intervals
-from flash_dmattn.distributed import attend, begin, boundary_places, context_parallel_dmattn
+from flash_dmattn.distributed import (
+    attend_to_pieces,
+    begin_exchange,
+    boundary_places,
+    context_parallel_dmattn,
+)
 from flash_dmattn.distributed.pending import seen_keys
 
 NAMES = ("out", "dquery", "dkey", "dvalue", "dscores")
@@ -178,7 +183,7 @@ def keys_of_pieces_equal_whole(ranks, kind):
     expected = (expected - rows.start).clamp(0, n)
     expected = expected * (expected[..., :1] < expected[..., 1:])
     keys = torch.zeros((1, n, heads, 8), dtype=torch.bfloat16, device=ranks.device)
-    pending = begin(
+    pending = begin_exchange(
         keys,
         keys,
         scores[..., rows].contiguous(),
@@ -269,7 +274,7 @@ def headroom_has_bits_of_separate_keys(ranks):
         if headroom:
             keys = [torch.cat([torch.full_like(t[:, :places], torch.nan), t], 1) for t in keys]
         options = {"group": dist.group.WORLD, "keep_window_size": window, "headroom": headroom}
-        out = attend(q, begin(*keys, s, **options), deterministic=True)
+        out = attend_to_pieces(q, begin_exchange(*keys, s, **options), deterministic=True)
         results.append(with_gradients(out, [q, k, v, s], dout[:, rows]))
     return different_bits(*results[::-1], "headroom")
 
@@ -329,9 +334,9 @@ def exchange_on_own_stream_has_same_bits(ranks):
     results = []
     for stream in (None, torch.cuda.Stream()):
         options = {"group": dist.group.WORLD, "keep_window_size": sizes.window, "stream": stream}
-        pending = begin(*keys, **options)
+        pending = begin_exchange(*keys, **options)
         query = (hidden @ weight).view(1, -1, sizes.heads, sizes.head_dim)
-        out = attend(query, pending, deterministic=True)
+        out = attend_to_pieces(query, pending, deterministic=True)
         inputs = [hidden, weight, *keys]
         results.append([out.detach(), *torch.autograd.grad(out, inputs, dout[:, rows])])
     names = ("out", "dhidden", "dweight", "dkey", "dvalue", "dscores")

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 
 from flash_dmattn import flash_dmattn_func, select_key_intervals
-from flash_dmattn.distributed import begin as begin_exchange
-from flash_dmattn.distributed import context_parallel_dmattn
+from flash_dmattn.distributed import begin_exchange, context_parallel_dmattn
 from flash_dmattn.distributed.pending import seen_keys
 from flash_dmattn.keys.rule import KeySelection
 from rules_by_definition import visible_keys

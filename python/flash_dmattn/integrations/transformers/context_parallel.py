@@ -16,7 +16,7 @@ from ...distributed.arguments import offsets_of_positions
 from ...distributed.batch import ContextParallel, short_offsets
 from ...distributed.boundary import boundary_state
 from ...distributed.pending import bias_without_sinks
-from ...distributed.piece_attention import attend, begin
+from ...distributed.piece_attention import attend_to_pieces, begin_exchange
 from ...distributed.wire import code_of
 from ...keys.rule import KeySelection
 from ..attention_interface.layer_masks import causal_mask
@@ -49,14 +49,14 @@ class Pieces(NamedTuple):
         """Attention of a piece [B, n, H, D] over the whole sequences: [B, n, Hq, D]. A query that sees no key has 0.
 
         slots: the layer of a cache that receives the keys that tokens after the piece see. bias: attn_bias of
-        context_parallel_dmattn, where it is a tensor without that of sinks. options: of `attend`.
+        context_parallel_dmattn, where it is a tensor without that of sinks. options: of `attend_to_pieces`.
         """
         if slots is not None:
             try:
                 slots.check_kernels(key.transpose(1, 2))
             except Exception as error:
                 self.group.wire.raise_on_all_ranks(error)
-        pending = begin(
+        pending = begin_exchange(
             key,
             value,
             scores,
@@ -73,7 +73,7 @@ class Pieces(NamedTuple):
             slots.adopt(state, pending.border.shards.end())
         if isinstance(bias, torch.Tensor):
             pending = bias_without_sinks(pending)
-        return attend(query, pending, **options)
+        return attend_to_pieces(query, pending, **options)
 
 
 # Decoders in which nothing but attention takes place between tokens, by `config.model_type`.
