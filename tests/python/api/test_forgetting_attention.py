@@ -199,6 +199,9 @@ def test_bad_argument_raises_naming_it():
     for wrong in (log_fgate[:, :-1], log_fgate[:, :, :3], log_fgate[..., None]):
         with pytest.raises(ValueError, match="log_fgate: got shape"):
             forgetting_attention(q, k, v, wrong)
+    for batch, expected in ((1, "B = 1, Sk"), (len(q), f"B = {len(q)} or 1, Sk")):
+        with pytest.raises(ValueError, match=expected):
+            forgetting_attention(q[:batch], k[:batch], v[:batch], log_fgate[:batch, :-1])
     with pytest.raises(TypeError, match="log_fgate: got torch.int64"):
         forgetting_attention(q, k, v, log_fgate.long())
     for prune in (1.0, float("nan"), "-1", True):
