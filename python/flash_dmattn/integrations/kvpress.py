@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .attention_interface.layout import swap_heads_and_tokens
 from .transformers.learned_scores.add import add_learned_scores, scored_layers
 
 # Classes of kvpress whose `score` needs neither attention weights nor queries of the text, nor how many keys will be kept.
@@ -111,8 +112,8 @@ class _PressScorer:
         # An attribute that presses read. Not a module of the layer, which would have it in its files.
         vars(self.layer)["rotary_emb"] = self.rotary
         try:
-            states = hidden, key.transpose(1, 2), value.transpose(1, 2)
-            scores = self.press.score(self.layer, *states, None, {"hidden_states": hidden})
+            states = swap_heads_and_tokens(key, value)
+            scores = self.press.score(self.layer, hidden, *states, None, {"hidden_states": hidden})
         finally:
             del vars(self.layer)["rotary_emb"]
         scores = scores.transpose(1, 2).clone()

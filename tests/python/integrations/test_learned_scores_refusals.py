@@ -1,6 +1,7 @@
 """Models, arguments and scores that learned scores cannot work with are refused with the reason."""
 
 import pytest
+import torch
 import transformers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -124,6 +125,15 @@ def test_dropout_in_training_is_refused():
     model = add_learned_scores(make_base(attention_dropout=0.1), keep_window_size=3).train()
     with pytest.raises(ValueError, match="^dropout: got 0.1"):
         model(make_ids())
+
+
+def test_additive_mask_that_adds_to_visible_keys_is_refused():
+    model = add_learned_scores(make_base(), keep_window_size=3)
+    ids = make_ids()
+    mask = torch.zeros(1, 1, ids.shape[1], ids.shape[1])
+    mask[..., 1, 0] = -2
+    with pytest.raises(ValueError, match="^attention_mask: got an additive mask that adds other"):
+        model(ids, attention_mask=mask)
 
 
 def test_slots_need_a_config_with_scores():

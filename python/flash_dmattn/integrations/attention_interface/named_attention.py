@@ -10,6 +10,7 @@ from ...keys.intervals import KeyIntervals
 from .dtypes import target_dtype
 from .layer_attention import _flash_dynamic_mask_attention_forward, check_states
 from .layer_masks import has_queries, is_causal_mask
+from .layout import swap_heads_and_tokens
 
 
 def flash_dynamic_mask_attention_forward(
@@ -59,7 +60,7 @@ def flash_dynamic_mask_attention_forward(
             "attention_bias: got a tensor together with position_bias, expected one of them (aliases)"
         )
     check_states("[B, H, S, D]", query=query, key=key, value=value)
-    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    query, key, value = swap_heads_and_tokens(query, key, value)
     if position_bias is not None:
         attention_bias = check_bias(position_bias, "position_bias", query, key)
     has_window = window_size is not None or kwargs.get("keep_window_size") is not None

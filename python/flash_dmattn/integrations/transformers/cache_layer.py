@@ -7,6 +7,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..._core.kv_checks import check_slot_kernels
 from ...generation.cache import KVSlots
 from ...keys.rule import KeySelection
+from ..attention_interface.layout import swap_heads_and_tokens
 from .compat import CACHE
 
 _CROPS_TO_A_LENGTH = int(transformers.__version__.split(".")[0]) < 5
@@ -37,8 +38,9 @@ class DynamicMaskLayer(CacheLayerMixin):
             static: memory stays in place and lengths on the device, for CUDA graphs and torch.compile.
             chunk: places for tokens that are attended to before they are committed; without `static` there come
                 more by themselves.
-            counts_on_device: a static layer counts its tokens in a tensor that compiled code may read. Every layer of
-                a cache has as many, and models ask the first one: in the others each token would take a kernel more.
+            counts_on_device: a static layer counts its tokens in a tensor that compiled code may read. All layers of a
+                cache hold the same number of tokens and models read it from the first, so only that layer counts: a
+                counter in each layer would add one kernel per token and layer.
         """
         super().__init__()
         self.rule, self.chunk = rule.checked_cache_rule(), chunk
@@ -86,7 +88,7 @@ class DynamicMaskLayer(CacheLayerMixin):
             (self.slots.append, slice(filled, length), pending),
         ):
             if tokens:
-                keys, values = _tokens_first(key[:, :, part], value[:, :, part])
+                keys, values = swap_heads_and_tokens(key[:, :, part], value[:, :, part])
                 mask = None if key_mask is None else key_mask[:, part]
                 take(keys, values, scores[..., part], key_mask=mask)
         self._seen = length
@@ -94,7 +96,7 @@ class DynamicMaskLayer(CacheLayerMixin):
             self._length.fill_(length)
 
     @torch.no_grad()
-    def adopt(self, slots: KVSlots, tokens: int) -> None:
+    def adopt_slots(self, slots: KVSlots, tokens: int) -> None:
         """Continues after `tokens` tokens of which slots of the same shape hold what later ones see."""
         if not self.is_initialized:
             self.lazy_initialization(slots.k)
@@ -131,7 +133,7 @@ class DynamicMaskLayer(CacheLayerMixin):
                 f"{CACHE}: got {length} tokens at a time for a static cache without places for them, expected "
                 "one; give it some by DynamicMaskCache(chunk=...)"
             )
-        query, key, value = _tokens_first(query, key, value)
+        query, key, value = swap_heads_and_tokens(query, key, value)
         options = {"scale": scale, "softcap": softcap, "scores_are_bias": scores_are_bias}
         options["return_lse"] = True
         self.prefetch()
@@ -366,7 +368,7 @@ class DynamicMaskLayer(CacheLayerMixin):
     def _make_room(self, tokens: int) -> None:
         """Places for new tokens: all of them where they are recorded, else as many as a query sees keys.
 
-        Without any to come they are given back.
+        With one new token the places beyond `chunk` are freed.
         """
         if self.record_past:
             self._resize_chunk(max(tokens, RECORDED_TOKENS, self.slots.chunk))
@@ -390,14 +392,9 @@ class DynamicMaskLayer(CacheLayerMixin):
         scores, is_present = slots.scores[:, :, later].clone(), slots.pending_mask()[:, excess:]
         self._commit_tokens(excess)
         if keys.shape[2]:
-            slots.append(*_tokens_first(keys, values), scores, key_mask=is_present)
+            slots.append(*swap_heads_and_tokens(keys, values), scores, key_mask=is_present)
 
     def _commit_tokens(self, tokens: int | None = None) -> None:
         """The first pending tokens, by default all, enter the slots; the others are dropped."""
         if self.slots.pending:
             self.slots.commit(tokens)
-
-
-def _tokens_first(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """[B, H, S, D] as [B, S, H, D]."""
-    return tuple(t.transpose(1, 2) for t in states)

@@ -70,7 +70,7 @@ class Pieces(NamedTuple):
         )
         if slots is not None:
             state = boundary_state(pending, chunk=slots.chunk)
-            slots.adopt(state, pending.border.shards.end())
+            slots.adopt_slots(state, pending.border.shards.end())
         if isinstance(bias, torch.Tensor):
             pending = bias_without_sinks(pending)
         return attend_to_pieces(query, pending, **options)

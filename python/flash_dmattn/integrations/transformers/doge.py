@@ -11,7 +11,7 @@ from transformers.models.doge import modeling_doge
 from transformers.models.doge.modeling_doge import DogeAttention, DogeRMSNorm
 
 from ..._core.checks import may_read
-from ...generation.ragged import RaggedBatch, extend_ragged
+from ...generation.ragged import RaggedBatch
 from ...keys.intervals import KeyIntervals
 from ...keys.recognise import Memo, cached_result, intervals_of_mask, split_additive, visible_counts
 from ...keys.rule import KeySelection
@@ -19,13 +19,15 @@ from ...keys.select_intervals import select_key_intervals
 from ...scores import doge_scores_of, with_zero_sum_gradient
 from ..attention_interface.dtypes import cast_states, target_dtype
 from ..attention_interface.keywords import check_mask_keywords
-from ..attention_interface.layer_masks import as_key_intervals, is_causal_mask, present_tokens
+from ..attention_interface.layer_masks import as_key_intervals, is_causal_mask
+from ..attention_interface.layout import swap_heads_and_tokens
 from ..attention_interface.named_attention import attention_bshd
 from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer
 from .compat import CACHE, adopt_layer, pop_cache
 from .names import BATCHED_DOGE, CONTEXT, DOGE_NAMES
 from .scored_cache import update_with_scores
+from .slot_attention import attend_in_batch, attend_with_slots
 
 
 class Context(NamedTuple):
@@ -114,8 +116,10 @@ class FlashDogeAttention(DogeAttention):
         value = self.v_proj(hidden_states)
         scores = doge_scores(self, self.dt_proj(value))
         value = value.view(per_head)
-        # Other libraries replace the function in its module. Query and key keep the dimension order of attention: if they were
-        # transposed to that of caches here, compiled code would write both twice, once for each order.
+        # Query and key keep the dimension order of attention: if they were transposed to that of caches here, compiled code would
+        # write both twice, once for each order.
+        #
+        # The function is looked up in its module at each call, because other libraries replace it there.
         query, key = modeling_doge.apply_rotary_pos_emb(
             query, key, *position_embeddings, unsqueeze_dim=2
         )
@@ -129,24 +133,24 @@ class FlashDogeAttention(DogeAttention):
             )
             return self.o_proj(out.flatten(2)), None
         if context.batch is not None:
-            pool = cache.layer_to_allocator[self.layer_idx].pools[self.layer_idx]
-            states = (t[0].to(pool.k.dtype) for t in (query, key, value))
-            out = extend_ragged(pool, context.batch, *states, scores[0].float(), scale=self.scaling)
-            return self.o_proj(out.to(hidden_states.dtype)[None].flatten(2)), None
+            states = (query, key, value)
+            out = attend_in_batch(
+                cache, self.layer_idx, context.batch, states, scores, scale=self.scaling
+            )
+            return self.o_proj(out.to(hidden_states.dtype).flatten(2)), None
         if isinstance(cache, DynamicMaskCache):
             states = _States(query, key, value, scores, attention_mask, context)
-            out = _attend_with_slots(self, _layer_of(cache, self.layer_idx), states)
+            out = _attend_with_cache(self, _layer_of(cache, self.layer_idx), states)
             return self.o_proj(out.flatten(2)), None
         if cache is not None:
             check_cache(cache)
             where = () if cache_position is None else ({"cache_position": cache_position},)
             key, value, scores = update_with_scores(
-                cache, *_heads_first(key, value), scores, self.layer_idx, where
+                cache, *swap_heads_and_tokens(key, value), scores, self.layer_idx, where
             )
-            key, value = _heads_first(key, value)  # and back
-            if (
-                scores is None or self.round_scores_like_eager
-            ):  # eager attention rounds all of them together
+            key, value = swap_heads_and_tokens(key, value)
+            # Eager attention rounds the scores of all keys together.
+            if scores is None or self.round_scores_like_eager:
                 scores = doge_scores(self, self.dt_proj(value.flatten(2)))
         states = _States(query, key, value, scores, attention_mask, context)
         out = _attend(self, states, kwargs)
@@ -185,26 +189,22 @@ class _States(NamedTuple):
     context: Context
 
 
-def _attend_with_slots(
+def _attend_with_cache(
     self: DogeAttention, slots: DynamicMaskLayer, states: _States
 ) -> torch.Tensor:
     """Attention of new tokens to those of the cache and to each other: [B, S, Hq, D]."""
-    slots.check_rule(KeySelection(self.keep_window_size), self.layer_idx)
-    key_mask = present_tokens(states.mask, states.query.shape[1])
     query, key, value = cast_states(states[:3], target_dtype(self, states.query))
-    scores = states.scores.float()
-    if not slots.is_empty:
-        heads_first = _heads_first(query, key, value)
-        return slots.attend(*heads_first, scores, key_mask, scale=self.scaling)[0]
-    slots.check_kernels(key)  # before attention that the slots could not take over
-    out = _attend(self, states._replace(query=query, key=key, value=value), {})
-    slots.fill(*_heads_first(key, value), scores, key_mask)
-    return out
-
-
-def _heads_first(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """[B, S, H, D] as [B, H, S, D], the order of caches."""
-    return tuple(t.transpose(1, 2) for t in states)
+    cast = states._replace(query=query, key=key, value=value)
+    return attend_with_slots(
+        slots,
+        KeySelection(self.keep_window_size),
+        self.layer_idx,
+        cast[:3],
+        cast.scores,
+        cast.mask,
+        lambda _: _attend(self, cast, {}),
+        scale=self.scaling,
+    )
 
 
 def _attend(self: DogeAttention, states: _States, options: dict) -> torch.Tensor:
@@ -307,7 +307,7 @@ def _fill_blind_rows(
     blind = _blind_rows(mask, states.context.memo)
     if blind is None:
         return out
-    query, key, value = _heads_first(*states[:3])
+    query, key, value = swap_heads_and_tokens(*states[:3])
     groups = query.shape[1] // key.shape[1]
     mean = value.mean(2, keepdim=True)
     slope = (value - mean).detach().mT @ key * (scaling / key.shape[2])

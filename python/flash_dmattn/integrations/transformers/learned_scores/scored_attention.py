@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from ...._core.checks import may_read
 from ...._core.numerics import Numerics
 from ....dispatch import attention, with_lse
-from ....generation.ragged import extend_ragged
 from ....keys.intervals import KeyIntervals
 from ....keys.rule import KeySelection, rank_in_document
 from ....keys.select_intervals import select_key_intervals
@@ -24,11 +23,12 @@ from ...attention_interface.layer_masks import (
     as_key_intervals,
     is_causal_mask,
     normalize_mask,
-    present_tokens,
 )
+from ...attention_interface.layout import swap_heads_and_tokens
 from ...attention_interface.named_attention import mask_driven_attention_forward
 from ..cache_layer import DynamicMaskLayer
 from ..compat import CACHE
+from ..slot_attention import attend_in_batch, attend_with_slots
 from .scored_layers import ScoredCall
 
 
@@ -90,16 +90,17 @@ def _attend(
             f"scorer: got scores of {scores.shape[1]} heads, expected {key.shape[1]}, as many as keys have"
         )
     if call.batch is not None:
-        return _attend_in_batch(call, query, key, value, scaling, softcap, s_aux)
+        states = swap_heads_and_tokens(query, key, value)
+        return _attend_in_batch(call, states, scaling, softcap, s_aux)
     check_mask_keywords(kwargs, has_mask=mask is not None)
-    states = (t.transpose(1, 2) for t in (query, key, value))
-    states = cast_states(tuple(states), target_dtype(layer, query))
+    states = swap_heads_and_tokens(query, key, value)
+    states = cast_states(states, target_dtype(layer, query))
     numerics = Numerics.from_arguments(scaling, None, softcap, "saturate", None)
     states = _States(*states, scores, mask, numerics, s_aux)
     if call.pieces is not None:
         return _attend_to_pieces(call, states)
     if call.slots is not None:
-        return _attend_with_slots(call, states)
+        return _attend_with_cache(call, states)
     intervals = as_key_intervals(mask, query.shape[2], key.shape[2])
     if intervals is not None:
         states = states._replace(mask=intervals)
@@ -124,7 +125,7 @@ class _States(NamedTuple):
         )
         if additive is not None:
             raise ValueError(
-                "attention_mask: got one with other values than allowing and masking ones, expected a mask or key intervals"
+                "attention_mask: got an additive mask that adds other values than 0 to visible keys, expected a bool mask or key intervals"
             )
         return Visibility(mask, intervals is None, intervals)  # intervals include causality
 
@@ -247,10 +248,14 @@ def _check_layer_of_pieces(layer: nn.Module, slots: DynamicMaskLayer | None) -> 
 
 
 def _is_padding(mask: Tensor | KeyIntervals, call: ScoredCall, queries: int, keys: int) -> bool:
-    """Whether a mask is only causality and padding: every compact one with earlier keys is. A static cache knows where its
-    queries stand, and a mask does not tell."""
-    has_earlier = call.cache is not None and queries < keys
-    return isinstance(mask, KeyIntervals) and has_earlier or call.query_position is not None
+    """Whether a mask consists of causality and padding alone.
+
+    With earlier keys in the cache, masks of intervals do. For a static cache the answer is always yes: `_present_keys` refuses
+    its other masks.
+    """
+    if call.query_position is not None:  # of a static cache
+        return True
+    return isinstance(mask, KeyIntervals) and call.cache is not None and queries < keys
 
 
 def _present_keys(
@@ -279,32 +284,28 @@ def _present_keys(
 
 def _attend_in_batch(
     call: ScoredCall,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    states: tuple[Tensor, Tensor, Tensor],
     scaling: float | None,
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
-    """Attention of the tokens of a step, [1, H, T, D], each to its own sequence: [1, T, Hq, D]."""
-    index = call.layer.layer_idx
-    pool = call.cache.layer_to_allocator[index].pools[index]
-    states = (t[0].transpose(0, 1).to(pool.k.dtype) for t in (query, key, value))
-    out, lse = extend_ragged(
-        pool,
+    """Attention of the tokens of a step, [1, T, H, D], each to its own sequence: [1, T, Hq, D]."""
+    out, lse = attend_in_batch(
+        call.cache,
+        call.layer.layer_idx,
         call.batch,
-        *states,
-        call.scores[0].float(),
+        states,
+        call.scores,
         scale=scaling,
         softcap=softcap,
         scores_are_bias=False,
         return_lse=True,
     )
-    out, lse = out.to(query.dtype)[None], lse[None]
+    out = out.to(states[0].dtype)
     return out if s_aux is None else add_sink(out, lse, s_aux)[0]
 
 
-def _attend_with_slots(call: ScoredCall, states: _States) -> Tensor:
+def _attend_with_cache(call: ScoredCall, states: _States) -> Tensor:
     """Attention of new tokens to those that a DynamicMaskCache holds and to each other."""
     slots, layer = call.slots, call.layer
     if layer.score_phase != "hard":
@@ -312,12 +313,9 @@ def _attend_with_slots(call: ScoredCall, states: _States) -> Tensor:
             f"{CACHE}: got a DynamicMaskCache in the phase {layer.score_phase!r}, which attends to all keys; expected the phase "
             "'hard', or transformers' DynamicCache"
         )
-    slots.check_rule(layer.score_rule, layer.layer_idx)
-    key_mask = present_tokens(states.mask, states.query.shape[1])
     scores = states.scores.float()
-    query, key, value = (t.transpose(1, 2) for t in states[:3])
-    if slots.is_empty:
-        slots.check_kernels(key)
+
+    def attend_to_prompt(key_mask: Tensor | None) -> Tensor:
         if layer.dense_prefill:
             visible = states.visible()
         else:
@@ -325,9 +323,18 @@ def _attend_with_slots(call: ScoredCall, states: _States) -> Tensor:
             rule = layer.score_rule._asdict()
             chosen = select_key_intervals(scores, **rule, key_mask=key_mask_of_heads)
             visible = Visibility(keys=chosen)
-        out = states.attend(None, visible)
-        slots.fill(key, value, scores, key_mask)
-        return out
-    options = {"scale": states.numerics.scale, "softcap": states.numerics.softcap}
-    out, lse = slots.attend(query, key, value, scores, key_mask, **options, scores_are_bias=False)
-    return out if states.sink_logits is None else add_sink(out, lse, states.sink_logits)[0]
+        return states.attend(None, visible)
+
+    return attend_with_slots(
+        slots,
+        layer.score_rule,
+        layer.layer_idx,
+        states[:3],
+        scores,
+        states.mask,
+        attend_to_prompt,
+        scale=states.numerics.scale,
+        softcap=states.numerics.softcap,
+        scores_are_bias=False,
+        sink_logits=states.sink_logits,
+    )

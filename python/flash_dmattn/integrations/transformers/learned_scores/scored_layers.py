@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 
 from ....generation.ragged import RaggedBatch
 from ....keys.rule import KeySelection
+from ...attention_interface.layout import swap_heads_and_tokens
 from ..cache import DynamicMaskCache
 from ..cache_layer import DynamicMaskLayer
 from ..compat import CACHE, CACHE_NAMES, adopt_layer
@@ -101,7 +102,7 @@ class ScoredCall:
 
     def make_scores(self, key: Tensor, value: Tensor) -> Tensor:
         """Scores [B, Hkv, S] of keys and values [B, Hkv, S, D]."""
-        return self.layer.scorer(self.hidden, key.transpose(1, 2), value.transpose(1, 2))
+        return self.layer.scorer(self.hidden, *swap_heads_and_tokens(key, value))
 
     def scores_of(self, key: Tensor, value: Tensor) -> Tensor:
         if self.has_attended:  # slots would take the keys a second time
