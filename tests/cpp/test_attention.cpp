@@ -188,16 +188,16 @@ TEST(Attention, LayoutsDoNotChangeBits) {
 TEST(Attention, LastQueryAloneHasTheResultsOfTheWholeSequence) {
   for (const char* dtype : {"bf16", "f16"}) {
     SCOPED_TRACE(dtype);
-    const auto of_queries = [&](const char* seqlen_q) {
+    const auto data_with_queries = [&](const char* seqlen_q) {
       return Data(
           case_from({"heads_q=4 heads_kv=2 seqlen_k=300 causal=1 bias=bv1k bias_fill=normal "
                      "intervals=per_query intervals_shape=bv window=40",
                      {{"dtype", dtype}, {"seqlen_q", seqlen_q}}}));
     };
-    const Data whole = of_queries("300");
-    Data step = of_queries("1");
-    const auto of_last_query = [](const Index& i) { return Index{i[0], 299, i[2], i[3]}; };
-    step.q.fill([&](const Index& i) { return whole.q.get(of_last_query(i)); });
+    const Data whole = data_with_queries("300");
+    Data step = data_with_queries("1");
+    const auto index_in_whole = [](const Index& i) { return Index{i[0], 299, i[2], i[3]}; };
+    step.q.fill([&](const Index& i) { return whole.q.get(index_in_whole(i)); });
     step.k.fill([&](const Index& i) { return whole.k.get(i); });
     step.v.fill([&](const Index& i) { return whole.v.get(i); });
     step.bias.fill([&](const Index& i) { return whole.bias.get(i); });
@@ -207,7 +207,7 @@ TEST(Attention, LastQueryAloneHasTheResultsOfTheWholeSequence) {
     Results all(whole), last(step), expected(step);
     run_forward(whole, {}, all);
     run_forward(step, {}, last);
-    expected.out.fill([&](const Index& i) { return all.out.get(of_last_query(i)); });
+    expected.out.fill([&](const Index& i) { return all.out.get(index_in_whole(i)); });
     // Two units in the last place of the largest element, as each result is rounded once.
     double largest = 0;
     expected.out.for_each(

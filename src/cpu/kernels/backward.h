@@ -297,7 +297,7 @@ struct BackwardUnit {
   void add_block_sums(const KeyBlock& block) {
     for (int g = 0; g < t.key_sum_heads; ++g) {
       for (int n = 0; n < block.count; ++n) {
-        sums.of_key_bias(g, block.key(n)) += block_sums[g * block_keys + n];
+        sums.key_bias_sum(g, block.key(n)) += block_sums[g * block_keys + n];
       }
     }
   }

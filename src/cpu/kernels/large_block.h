@@ -139,7 +139,8 @@ void add_large_row(Unit& u, const Tile& tile, const KeyBlock& block, const Score
     switch (t.dbias_kind) {
       case DbiasKind::none: break;
       case DbiasKind::per_key:
-        if (u.has_bias(tile, row, n)) u.sums.of_key_bias(row % t.key_sum_heads, block.key(n)) += ds;
+        if (u.has_bias(tile, row, n))
+          u.sums.key_bias_sum(row % t.key_sum_heads, block.key(n)) += ds;
         break;
       case DbiasKind::per_query: u.row_sums[row] += ds; break;
       case DbiasKind::dense:

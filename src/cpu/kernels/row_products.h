@@ -12,19 +12,22 @@
 // block costs more than multiplying it.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
-// Adds pairs of neighbouring vectors until one is left; its lane i is the sum of rows[i].
+// Adds the lanes of each vector whose index differs in bit Step. The sums of a are in the lanes with that bit clear, those
+// of b in the others.
 template <int Step, int... I>
-Vec add_two(Vec a, Vec b, std::integer_sequence<int, I...>) {
-  // a folds into the lanes with bit Step clear, b into the lanes with it set.
+Vec fold_lanes(Vec a, Vec b, std::integer_sequence<int, I...>) {
   const Vec low = __builtin_shuffle(a, b, Int{((I & Step) != 0 ? lanes + (I ^ Step) : I)...});
   const Vec high = __builtin_shuffle(a, b, Int{((I & Step) != 0 ? lanes + I : (I ^ Step))...});
   return low + high;
 }
+
+// Folds pairs of neighbouring vectors until one is left; its lane i is the sum of rows[i].
 template <int Step = 1>
 [[gnu::always_inline]] inline Vec row_sums(Vec* rows) {
 #pragma GCC unroll 16
   for (int i = 0; i < lanes / (2 * Step); ++i) {
-    rows[i] = add_two<Step>(rows[2 * i], rows[2 * i + 1], std::make_integer_sequence<int, lanes>());
+    rows[i] =
+        fold_lanes<Step>(rows[2 * i], rows[2 * i + 1], std::make_integer_sequence<int, lanes>());
   }
   if constexpr (2 * Step < lanes) return row_sums<2 * Step>(rows);
   return rows[0];

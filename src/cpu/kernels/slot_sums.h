@@ -46,7 +46,7 @@ struct SlotSums {
   SlotForm& form(std::int64_t slot) const { return t.slot_forms[first_slot + slot]; }
   std::int64_t slot_of(std::int64_t key) const { return is_gathered() ? slot_of_key[key] : key; }
 
-  double& of_key_bias(int head, std::int64_t key) const {
+  double& key_bias_sum(int head, std::int64_t key) const {
     return t.key_sums[first_slot * t.key_sum_heads + head * slots + slot_of(key)];
   }
 
