@@ -12,57 +12,57 @@ struct KernelSet;  // src/backend.h
 
 namespace detail {
 
-template <class Call, class Plan>
-const Call& call_of(const Plan& plan) {
-  return *std::launder(reinterpret_cast<const Call*>(plan.call.data()));
+template <class Content, class Plan>
+const Content& content_of(const Plan& plan) {
+  return *std::launder(reinterpret_cast<const Content*>(plan.content.data()));
 }
 
-template <class Call, class Plan, class... Arguments>
-const Call& emplace(Plan& plan, const Arguments&... arguments) {
-  static_assert(std::is_trivially_copyable_v<Call> && alignof(Call) <= plan_alignment);
-  static_assert(sizeof(Call) <= sizeof(plan.call));
-  return *new (plan.call.data()) Call(arguments...);
+template <class Content, class Plan, class... Arguments>
+const Content& emplace(Plan& plan, const Arguments&... arguments) {
+  static_assert(std::is_trivially_copyable_v<Content> && alignof(Content) <= plan_alignment);
+  static_assert(sizeof(Content) <= sizeof(plan.content));
+  return *new (plan.content.data()) Content(arguments...);
 }
 
 }  // namespace detail
 
-// Plans a call as a value of `Call`, which has
-//   Call(const Args&, const Context&)                chooses and lays out; the context is an Execution or a device
+// Makes a plan whose content is a value of `Content`, a class of the backend, which has
+//   Content(const Args&, const Context&)             chooses and lays out; the context is an Execution or a device
 //   std::size_t bytes                                of the workspace
 //   void run(const Args&, const Execution&) const
-//   std::string kernel_name() const                  if the call has a main kernel
-template <class Call, class Args, class Context>
+//   std::string kernel_name() const                  if the plan has a main kernel
+template <class Content, class Args, class Context>
 void make_plan(const Args& args, const Context& context, Plan<Args>& plan) {
-  plan.workspace_size = detail::emplace<Call>(plan, args, context).bytes;
+  plan.workspace_size = detail::emplace<Content>(plan, args, context).bytes;
   plan.run = [](const Plan<Args>& own, const Args& own_args, const Execution& execution) {
-    detail::call_of<Call>(own).run(own_args, execution);
+    detail::content_of<Content>(own).run(own_args, execution);
   };
   plan.kernel_name = [](const Plan<Args>& own) {
-    if constexpr (requires(const Call& call) { call.kernel_name(); }) {
-      return detail::call_of<Call>(own).kernel_name();
+    if constexpr (requires(const Content& content) { content.kernel_name(); }) {
+      return detail::content_of<Content>(own).kernel_name();
     } else {
       return std::string();
     }
   };
 }
 
-// Plans a call of a backend whose kernels are for every problem.
-template <class Call, class Args>
+// The same for a backend whose kernels are for every problem.
+template <class Content, class Args>
 void plan_with_any_kernels(const KernelSet&, const Args& args, const Execution& execution,
                            Plan<Args>& plan) {
-  make_plan<Call>(args, execution, plan);
+  make_plan<Content>(args, execution, plan);
 }
 
-// Plans a schedule as a value of `Call`, which has members size and bytes, the workspace's, and
-//   Schedule build(std::span<std::byte> memory, const Execution&) const
-template <class Call>
-void make_schedule_plan(const Call& call, SchedulePlan& plan) {
-  detail::emplace<Call>(plan, call);
-  plan.size = call.size;
-  plan.workspace_size = call.bytes;
+// Makes a plan whose content is `content`, which has members size and bytes, the workspace's, and
+//   ScheduleContents build(std::span<std::byte> memory, const Execution&) const
+template <class Content>
+void make_schedule_plan(const Content& content, SchedulePlan& plan) {
+  detail::emplace<Content>(plan, content);
+  plan.size = content.size;
+  plan.workspace_size = content.bytes;
   plan.build = [](const SchedulePlan& own, std::span<std::byte> memory,
                   const Execution& execution) {
-    return detail::call_of<Call>(own).build(memory, execution).schedule();
+    return detail::content_of<Content>(own).build(memory, execution).schedule();
   };
 }
 

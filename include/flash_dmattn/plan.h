@@ -22,14 +22,14 @@ struct Plan {
   std::string (*kernel_name)(const Plan&) = nullptr;
   // Adds the address of the workspace and computes.
   void (*run)(const Plan&, const Args&, const Execution&) = nullptr;
-  alignas(plan_alignment) std::array<std::byte, 4608> call;  // of the backend's own type
+  alignas(plan_alignment) std::array<std::byte, 4608> content;  // of the backend's own type
 };
 
 struct SchedulePlan {
   std::size_t size = 0;  // of the schedule
   std::size_t workspace_size = 0;
   Schedule (*build)(const SchedulePlan&, std::span<std::byte> memory, const Execution&) = nullptr;
-  alignas(plan_alignment) std::array<std::byte, 512> call;
+  alignas(plan_alignment) std::array<std::byte, 512> content;
 };
 
 }  // namespace flash_dmattn

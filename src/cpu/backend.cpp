@@ -6,7 +6,7 @@
 #include <string>
 
 #include "cpu/dispatch.h"
-#include "cpu/forward_call.h"
+#include "cpu/forward_plan.h"
 #include "cpu/kv_cache.h"
 #include "cpu/make_task.h"
 #include "cpu/schedule.h"
@@ -124,11 +124,11 @@ std::int64_t unit_slots(const BackwardTask& t, std::int64_t unit) {
   return std::clamp<std::int64_t>(end + t.seqlen_k - t.seqlen_q, 0, t.seqlen_k);
 }
 
-class BackwardCall {
+class BackwardPlan {
  public:
   std::size_t bytes = 0;  // of the workspace
 
-  BackwardCall(const BackwardArgs& args, const Execution& execution);
+  BackwardPlan(const BackwardArgs& args, const Execution& execution);
   void run(const BackwardArgs& args, const Execution& execution) const;
   std::string kernel_name() const { return cpu::kernel_name("backward", candidate_->isa); }
 
@@ -146,7 +146,7 @@ class BackwardCall {
   std::int64_t scratch_bytes_ = 0;
 };
 
-BackwardCall::BackwardCall(const BackwardArgs& args, const Execution& execution) {
+BackwardPlan::BackwardPlan(const BackwardArgs& args, const Execution& execution) {
   const Problem& p = args.problem;
   if (is_empty(p)) return;
   BackwardTask& t = task_;
@@ -176,7 +176,7 @@ BackwardCall::BackwardCall(const BackwardArgs& args, const Execution& execution)
   bytes = place(nullptr, execution.workers);
 }
 
-std::size_t BackwardCall::place(void* base, int workers) {
+std::size_t BackwardPlan::place(void* base, int workers) {
   BackwardTask& t = task_;
   WorkspaceAllocator space(base);
   slot_begin_ = space.take<std::int64_t>(units() + 1);
@@ -322,7 +322,7 @@ NonFiniteElement first_nonfinite(const ConstTensor4& tensor,
   return found;
 }
 
-void BackwardCall::run(const BackwardArgs& args, const Execution& execution) const {
+void BackwardPlan::run(const BackwardArgs& args, const Execution& execution) const {
   if (const Problem& p = args.problem; is_empty(p)) {
     store_zeros(args.dk, p.dtype, {p.batch, p.seqlen_k, p.heads_kv, p.head_dim});
     store_zeros(args.dv, p.dtype, {p.batch, p.seqlen_k, p.heads_kv, value_dim_of(p)});
@@ -330,7 +330,7 @@ void BackwardCall::run(const BackwardArgs& args, const Execution& execution) con
     return;
   }
   const Kernels& kernels = candidate_->kernels_of(args.problem.dtype);
-  BackwardCall placed = *this;
+  BackwardPlan placed = *this;
   placed.place(execution.workspace, execution.workers);
   const BackwardTask& t = placed.task_;
   const std::int64_t units = this->units();
@@ -392,8 +392,8 @@ const Backend cpu_backend = {
     .plan_schedule = [](const KernelSet&, const Problem& p, const Visibility& visibility, Direction,
                         const Execution& execution,
                         SchedulePlan& plan) { cpu::plan_schedule(p, visibility, execution, plan); },
-    .plan_forward = plan_with_any_kernels<cpu::ForwardCall>,
-    .plan_backward = plan_with_any_kernels<cpu::BackwardCall>,
+    .plan_forward = plan_with_any_kernels<cpu::ForwardPlan>,
+    .plan_backward = plan_with_any_kernels<cpu::BackwardPlan>,
     .kernels =
         [] {
           const cpu::InstructionSet isa = cpu::chosen_instruction_set().isa;

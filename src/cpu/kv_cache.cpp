@@ -7,7 +7,7 @@
 #include <string>
 
 #include "arguments.h"
-#include "cpu/forward_call.h"
+#include "cpu/forward_plan.h"
 #include "cpu/kv_cache.h"
 #include "cpu/kv_competition.h"
 #include "cpu/make_task.h"
@@ -245,11 +245,11 @@ Slots slots_of(const KvCache& cache) {
           .row_seen = rows.seen_stride};
 }
 
-struct DecodeStepCall {
-  ForwardCall attention;
+struct DecodeStepPlan {
+  ForwardPlan attention;
   std::size_t bytes;
 
-  DecodeStepCall(const DecodeStepArgs& args, const Execution& execution)
+  DecodeStepPlan(const DecodeStepArgs& args, const Execution& execution)
       : attention(checked(args), execution, slots_of(args.cache)), bytes(attention.bytes) {}
 
   void run(const DecodeStepArgs& args, const Execution& execution) const {
@@ -294,7 +294,7 @@ const KvBackend kv_backend = {
                   PendingIntervalsArgs, Execution>,
     .plan_commit = make_plan<DirectCall<CommitArgs, scratch_workspace<CommitArgs>, commit>,
                              CommitArgs, Execution>,
-    .plan_decode_step = plan_with_any_kernels<DecodeStepCall>,
+    .plan_decode_step = plan_with_any_kernels<DecodeStepPlan>,
 };
 
 }  // namespace flash_dmattn::cpu

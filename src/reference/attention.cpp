@@ -296,12 +296,12 @@ const KernelSet* find_kernels(const Problem& p, Direction, std::string& reason) 
   return reason.empty() ? kernel_set() : nullptr;
 }
 
-struct ForwardCall : DirectCall<ForwardArgs, forward_workspace_size, forward> {
+struct ForwardPlan : DirectCall<ForwardArgs, forward_workspace_size, forward> {
   using DirectCall::DirectCall;
   std::string kernel_name() const { return "reference forward"; }
 };
 
-struct BackwardCall : DirectCall<BackwardArgs, backward_workspace_size, backward> {
+struct BackwardPlan : DirectCall<BackwardArgs, backward_workspace_size, backward> {
   using DirectCall::DirectCall;
   std::string kernel_name() const { return "reference backward"; }
 };
@@ -331,8 +331,8 @@ const Backend reference_backend = {
     .plan_schedule = [](const KernelSet&, const Problem&, const Visibility&, Direction,
                         const Execution&,
                         SchedulePlan& plan) { make_schedule_plan(reference::NoSchedule(), plan); },
-    .plan_forward = plan_with_any_kernels<reference::ForwardCall>,
-    .plan_backward = plan_with_any_kernels<reference::BackwardCall>,
+    .plan_forward = plan_with_any_kernels<reference::ForwardPlan>,
+    .plan_backward = plan_with_any_kernels<reference::BackwardPlan>,
     .kernels = [] { return std::vector<std::string>{"reference forward", "reference backward"}; },
     .needs_schedule = false,
     .kv = &reference::kv_backend,

@@ -363,11 +363,11 @@ ForwardArgs attention_of(const DecodeStepArgs& args, std::int64_t b, std::int64_
 }
 
 // The intervals [Hkv, places] of a row's slots, then the workspace of its attention.
-struct DecodeStepCall {
+struct DecodeStepPlan {
   std::size_t intervals_bytes;
   std::size_t bytes;
 
-  DecodeStepCall(const DecodeStepArgs& args, const Execution& execution)
+  DecodeStepPlan(const DecodeStepArgs& args, const Execution& execution)
       : intervals_bytes(align_up(
             static_cast<std::size_t>(args.cache.shape.heads_kv * args.cache.shape.places()) *
             sizeof(KeyInterval))),
@@ -417,7 +417,7 @@ const KvBackend kv_backend = {
         PendingIntervalsArgs, Execution>,
     .plan_commit =
         make_plan<DirectCall<CommitArgs, no_workspace<CommitArgs>, commit>, CommitArgs, Execution>,
-    .plan_decode_step = plan_with_any_kernels<DecodeStepCall>,
+    .plan_decode_step = plan_with_any_kernels<DecodeStepPlan>,
 };
 
 }  // namespace flash_dmattn::reference

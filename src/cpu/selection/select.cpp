@@ -162,11 +162,11 @@ void validate(const SelectionArgs& args, const Execution& execution) {
 }
 
 // The choice of keys, with a heap for each worker. Every row in progress has a heap, so there are no more heaps than rows.
-class SelectCall {
+class SelectPlan {
  public:
   std::size_t bytes;
 
-  SelectCall(const SelectionArgs& args, const Execution& execution) {
+  SelectPlan(const SelectionArgs& args, const Execution& execution) {
     validate(args, execution);
     heap_bytes_ = heap_bytes(args);
     const std::int64_t heaps = std::min<std::int64_t>(execution.workers, args.batch * args.heads);
@@ -191,7 +191,7 @@ constexpr std::int64_t unlimited_keys = std::numeric_limits<std::int64_t>::max()
 }  // namespace
 
 const SelectionBackend selection_backend = {
-    .plan_select = make_plan<SelectCall>,
+    .plan_select = make_plan<SelectPlan>,
     .tile_lists_workspace_size = tile_lists_workspace_size,
     .tile_list_entries = tile_list_entries,
     .build_tile_lists =

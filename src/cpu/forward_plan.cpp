@@ -1,4 +1,4 @@
-#include "cpu/forward_call.h"
+#include "cpu/forward_plan.h"
 
 #include <algorithm>
 #include <atomic>
@@ -26,7 +26,7 @@ int splits_of(const Task& t) {
 
 }  // namespace
 
-ForwardCall::ForwardCall(const ForwardArgs& args, const Execution& execution, const Slots& slots) {
+ForwardPlan::ForwardPlan(const ForwardArgs& args, const Execution& execution, const Slots& slots) {
   if (is_empty(args.problem)) return;
   const Kernels& kernels = candidate_->kernels_of(args.problem.dtype);
   ForwardTask& t = task_;
@@ -47,7 +47,7 @@ ForwardCall::ForwardCall(const ForwardArgs& args, const Execution& execution, co
   bytes = place(nullptr, execution.workers);
 }
 
-std::size_t ForwardCall::place(void* base, int workers) {
+std::size_t ForwardPlan::place(void* base, int workers) {
   ForwardTask& t = task_;
   WorkspaceAllocator space(base);
   if (t.splits > 0) {
@@ -60,10 +60,10 @@ std::size_t ForwardCall::place(void* base, int workers) {
   return space.used();
 }
 
-void ForwardCall::run(const ForwardArgs& args, const Execution& execution) const {
+void ForwardPlan::run(const ForwardArgs& args, const Execution& execution) const {
   if (is_empty(args.problem)) return;
   const Kernels& kernels = candidate_->kernels_of(args.problem.dtype);
-  ForwardCall placed = *this;
+  ForwardPlan placed = *this;
   placed.place(execution.workspace, execution.workers);
   const ForwardTask& t = placed.task_;
   const std::int64_t tiles = t.batch * t.heads_kv * t.tiles;

@@ -8,15 +8,15 @@
 #include "cpu/task.h"
 #include "flash_dmattn/attention.h"
 
-// Runs the forward on the workers. With `slots`, the call has one query, the keys of a (batch, kv head) are the
-// occupied slots of a KV cache, and the call also finds the cache's next victim.
+// The plan of a forward, which runs on the workers. With `slots`, the call has one query, the keys of a (batch, kv head) are
+// the occupied slots of a KV cache, and the call also finds the cache's next victim.
 namespace flash_dmattn::cpu {
 
-class ForwardCall {
+class ForwardPlan {
  public:
   std::size_t bytes = 0;  // of the workspace
 
-  ForwardCall(const ForwardArgs& args, const Execution& execution, const Slots& slots = {});
+  ForwardPlan(const ForwardArgs& args, const Execution& execution, const Slots& slots = {});
   void run(const ForwardArgs& args, const Execution& execution) const;
   std::string kernel_name() const { return cpu::kernel_name("forward", candidate_->isa); }
 
