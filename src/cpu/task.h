@@ -107,6 +107,15 @@ enum class SlotForm : std::uint8_t {
   halves,   // the upper halves of doubles: their exponents, and 20 bits of their mantissas
 };
 
+// Where gradients saturate. In bf16 that is at half of the largest number, so that a sum of two is still finite.
+constexpr float gradient_limit(DType dtype) {
+  switch (dtype) {
+    case DType::bf16: return 0x1.fep126f;
+    case DType::f16: return 65504;
+    default: return 0x1.fffffep127f;
+  }
+}
+
 // The consecutive tiles that one worker computes with its own dk and dv accumulators.
 inline constexpr int max_segments = 16;
 inline constexpr int max_head_dim = 256;

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "cpu/task.h"
 #include "flash_dmattn/types.h"
 
 // There are two kinds of element. A dtype is the type of the arrays; it converts to and from fp32 vectors.
@@ -13,7 +14,7 @@ struct F32 {
   using Packed = Vec;  // `lanes` stored elements
   static constexpr DType dtype = DType::f32;
   static constexpr float largest = float_max;
-  static constexpr float gradient_limit = float_max;
+  static constexpr float gradient_limit = cpu::gradient_limit(dtype);
   static Vec widen(Packed v) { return v; }
   static Packed narrow(Vec v) { return v; }
 };
@@ -23,7 +24,7 @@ struct Bf16 {
   using Packed = Half;
   static constexpr DType dtype = DType::bf16;
   static constexpr float largest = 0x1.fep127f;
-  static constexpr float gradient_limit = 0x1.fep126f;
+  static constexpr float gradient_limit = cpu::gradient_limit(dtype);
   static Vec widen(Packed v) { return from_bf16(v); }
   static Packed narrow(Vec v) { return to_bf16(v); }
 };
@@ -33,7 +34,7 @@ struct F16 {
   using Packed = Half;
   static constexpr DType dtype = DType::f16;
   static constexpr float largest = 65504;
-  static constexpr float gradient_limit = 65504;
+  static constexpr float gradient_limit = cpu::gradient_limit(dtype);
   static Vec widen(Packed v) { return from_f16(v); }
   static Packed narrow(Vec v) { return to_f16(v); }
 };
