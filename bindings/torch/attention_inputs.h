@@ -33,14 +33,15 @@ struct Attention {
   }
 };
 
-// The arguments of an operator that say which keys each query sees.
+// The arguments of an operator that say which keys each query sees. Operators initialise both structs without names: members
+// are in the order of the schemas in ops.cpp.
 struct VisibleKeys {
   const OptionalTensor& intervals;
-  const std::vector<std::int64_t>& bound;  // the members of a KeyBound, or nothing
-  const OptionalTensor& list;              // instead of intervals
+  const OptionalTensor& list;  // instead of intervals
   const OptionalTensor& count;
   const OptionalTensor& rank;
   const OptionalTensor& rank_limit;
+  const std::vector<std::int64_t>& bound;  // the members of a KeyBound, or nothing
 };
 
 struct Options {
@@ -51,7 +52,7 @@ struct Options {
   bool saturate;
   bool deterministic;
   const std::string& backend;
-  Direction direction;
+  Direction direction;  // no argument
 };
 
 inline std::array<std::int64_t, 4> query_shape(const Problem& p) {

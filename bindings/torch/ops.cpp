@@ -99,20 +99,9 @@ std::tuple<Tensor, Tensor> forward_op(
     const OptionalTensor& rank_limit, std::vector<std::int64_t> key_bound, bool is_causal,
     std::int64_t bias_delay, double scale, double softcap, bool saturate, bool deterministic,
     std::string backend) {
-  const VisibleKeys keys{.intervals = key_intervals,
-                         .bound = key_bound,
-                         .list = key_list,
-                         .count = key_count,
-                         .rank = key_rank,
-                         .rank_limit = rank_limit};
-  const Options options{.causal = is_causal,
-                        .bias_delay = bias_delay,
-                        .scale = scale,
-                        .softcap = softcap,
-                        .saturate = saturate,
-                        .deterministic = deterministic,
-                        .backend = backend,
-                        .direction = Direction::forward};
+  const VisibleKeys keys{key_intervals, key_list, key_count, key_rank, rank_limit, key_bound};
+  const Options options{is_causal, bias_delay,    scale,   softcap,
+                        saturate,  deterministic, backend, Direction::forward};
   return attend(prepare(q, k, v, mask, bias, keys, options, false), q, backend);
 }
 
@@ -124,14 +113,8 @@ std::tuple<Tensor, Tensor, Tensor> select_and_attend_op(const Tensor& q, const T
                                                         std::int64_t bias_delay, double scale,
                                                         double softcap, bool saturate,
                                                         bool deterministic, std::string backend) {
-  const Options options{.causal = is_causal,
-                        .bias_delay = bias_delay,
-                        .scale = scale,
-                        .softcap = softcap,
-                        .saturate = saturate,
-                        .deterministic = deterministic,
-                        .backend = backend,
-                        .direction = Direction::forward};
+  const Options options{is_causal, bias_delay,    scale,   softcap,
+                        saturate,  deterministic, backend, Direction::forward};
   Attention call = take_inputs(q, k, v, {}, bias, options, false);
   Problem& p = call.problem;
   const auto fits = [&](std::int64_t dim, std::int64_t size) {
@@ -160,20 +143,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
     const OptionalTensor& dlse, std::vector<std::int64_t> key_bound, bool is_causal,
     std::int64_t bias_delay, double scale, double softcap, bool saturate, bool deterministic,
     std::string backend, bool need_dq, bool need_dk, bool need_dv, bool need_dbias) {
-  const VisibleKeys keys{.intervals = key_intervals,
-                         .bound = key_bound,
-                         .list = key_list,
-                         .count = key_count,
-                         .rank = key_rank,
-                         .rank_limit = rank_limit};
-  const Options options{.causal = is_causal,
-                        .bias_delay = bias_delay,
-                        .scale = scale,
-                        .softcap = softcap,
-                        .saturate = saturate,
-                        .deterministic = deterministic,
-                        .backend = backend,
-                        .direction = Direction::backward};
+  const VisibleKeys keys{key_intervals, key_list, key_count, key_rank, rank_limit, key_bound};
+  const Options options{is_causal, bias_delay,    scale,   softcap,
+                        saturate,  deterministic, backend, Direction::backward};
   Attention call = prepare(q, k, v, mask, bias, keys, options, need_dbias);
   const Problem& p = call.problem;
   expect(dout, "dout", out_shape(p), q.scalar_type(), q, "q");
