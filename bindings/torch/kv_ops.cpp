@@ -217,7 +217,7 @@ void fill_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& score_c
       .seqlen_q = query_length,
       .lengths = row_numbers(lengths, "lengths", s.batch, k_cache),
       .mask = tokens.mask};
-  fill(args, device.execution(work_of(cache, s.places())), backend);
+  fill_cache(args, device.execution(work_of(cache, s.places())), backend);
 }
 
 void append_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& score_cache,
@@ -229,13 +229,13 @@ void append_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& score
   const KvCache cache = cache_of({k_cache, v_cache, score_cache, positions, counts, seen}, device,
                                  rule, score_threshold, pending);
   const Tokens tokens(cache, k, v, scores, mask, k_cache);
-  append({.cache = cache,
-          .seqlen = tokens.length,
-          .k = tokens.k,
-          .v = tokens.v,
-          .scores = tokens.scores,
-          .mask = tokens.mask},
-         device.execution(work_of(cache, tokens.length)), backend);
+  append_tokens({.cache = cache,
+                 .seqlen = tokens.length,
+                 .k = tokens.k,
+                 .v = tokens.v,
+                 .scores = tokens.scores,
+                 .mask = tokens.mask},
+                device.execution(work_of(cache, tokens.length)), backend);
 }
 
 Tensor pending_intervals_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& score_cache,

@@ -71,7 +71,7 @@ class Decoder {
  public:
   explicit Decoder(const fd::Execution& threads)
       : threads_(threads), cache_(fd::kv_cache_in(memory_.of(fd::kv_cache_size(shape)), shape)) {
-    fd::clear(cache_, threads_);
+    fd::clear_cache(cache_, threads_);
   }
 
   static constexpr fd::KvCacheShape shape = {.batch = 1,
@@ -83,12 +83,12 @@ class Decoder {
 
   // Attention of `length` tokens from `begin` on, a part of a prompt; out [length, heads_q, head_dim].
   void prefill(const Tokens& tokens, std::int64_t begin, std::int64_t length, float* out) {
-    fd::append({.cache = cache_,
-                .seqlen = length,
-                .k = {tokens.k.data() + begin * kv_stride[1], kv_stride},
-                .v = {tokens.v.data() + begin * kv_stride[1], kv_stride},
-                .scores = {tokens.scores.data() + begin * heads_kv, score_stride}},
-               threads_);
+    fd::append_tokens({.cache = cache_,
+                       .seqlen = length,
+                       .k = {tokens.k.data() + begin * kv_stride[1], kv_stride},
+                       .v = {tokens.v.data() + begin * kv_stride[1], kv_stride},
+                       .scores = {tokens.scores.data() + begin * heads_kv, score_stride}},
+                      threads_);
     cache_.pending += length;
 
     intervals_.resize(static_cast<std::size_t>(heads_kv * (window + cache_.pending)));

@@ -26,8 +26,8 @@
 // Sinks are in the first s slots. The other keys are in no order, and stay in their slots: a key that is no longer
 // recent, and competes or stays chosen, is not moved. A token takes the slot of a key that it makes invisible.
 //
-//   prefill at once      select_key_intervals, forward, then `fill`: the keys visible past the last query
-//   prefill by chunks    append, PendingIntervalsCall, forward over the slots and the pending tokens, CommitCall
+//   prefill at once      select_key_intervals, forward, then fill_cache: the keys visible past the last query
+//   prefill by chunks    append_tokens, PendingIntervalsCall, forward over the slots and the pending tokens, CommitCall
 //   speculation          the same, and commit as many tokens as were accepted
 //   decoding             DecodeStepCall: inserts a token, evicts the worst, attends, in one call
 //
@@ -73,8 +73,8 @@ constexpr std::int32_t position_of_entry(std::int32_t entry) { return entry < 0 
 
 // Where the rows of a cache are in its arrays. An engine that serves many sequences has arrays of R rows, one for each
 // sequence, and calls with the B of them that it advances, in any order: no row is copied, and a CUDA graph of the call
-// serves every choice of rows. Chunks (append, PendingIntervalsCall, CommitCall) take dense rows only, without an index:
-// copy_rows brings a row of the arrays to a cache with places for pending tokens, and back.
+// serves every choice of rows. Chunks (append_tokens, PendingIntervalsCall, CommitCall) take dense rows only, without an
+// index: copy_rows brings a row of the arrays to a cache with places for pending tokens, and back.
 struct CacheRows {
   // [B]: row b of the call is row index[b] of the arrays, and no other's. Negative: none; nothing is read or written, and
   // an output is 0. A GPU does the same for R or more. Null: row b.
@@ -86,8 +86,9 @@ struct CacheRows {
   std::int64_t seen_stride = dense_stride;   // of seen
 };
 
-// The memory of a cache, which the caller owns. k and v hold numbers from the start (clear): kernels may load a slot
-// without a key, though they give it no weight. The arrays have B rows, or R with an index, each dense except for k and v.
+// The memory of a cache, which the caller owns. k and v hold numbers from the start (clear_cache): kernels may load a
+// slot without a key, though they give it no weight. The arrays have B rows, or R with an index, each dense except for k
+// and v.
 struct KvCache {
   KvCacheShape shape{};
   Tensor4 k{};                        // [B, Hkv, slots, D]   D contiguous
@@ -98,7 +99,7 @@ struct KvCache {
   std::int32_t* seen = nullptr;       // [B]: tokens of the row so far, pending ones not included
   CacheRows rows{};
   // Number of pending tokens, the same in every row, in slots [places, places + pending). The caller updates it:
-  // += seqlen after append, 0 after commit.
+  // += seqlen after append_tokens, 0 after commit.
   std::int64_t pending = 0;
 };
 
@@ -116,13 +117,13 @@ struct TokenMask {
 
 // ---- Memory --------------------------------------------------------------------------------------
 
-// Size in bytes of a cache with dense, consecutive arrays, and such a cache in given memory, which must be
-// aligned to workspace_alignment. The content is undefined until `clear`; a copy of the memory is a copy of the cache.
+// Size in bytes of a cache with dense, consecutive arrays, and such a cache in given memory, which must be aligned to
+// workspace_alignment. The content is undefined until clear_cache; a copy of the memory is a copy of the cache.
 std::size_t kv_cache_size(const KvCacheShape& shape);
 KvCache kv_cache_in(std::span<std::byte> memory, const KvCacheShape& shape);
 
 // Empties every row.
-void clear(const KvCache& cache, const Execution& execution, std::string_view backend = {});
+void clear_cache(const KvCache& cache, const Execution& execution, std::string_view backend = {});
 
 // Makes row b of `to` a copy of row index[b] of `from`, its pending tokens included: reorders, repeats and selects
 // rows. Both caches have equal shapes except for batch and chunk, equal `pending`, and separate memory.
@@ -150,7 +151,7 @@ struct FillArgs {
   const std::int32_t* lengths = nullptr;
   TokenMask mask{};  // [B, S], that of the selection
 };
-void fill(const FillArgs& args, const Execution& execution, std::string_view backend = {});
+void fill_cache(const FillArgs& args, const Execution& execution, std::string_view backend = {});
 
 // ---- Chunks --------------------------------------------------------------------------------------
 
@@ -163,7 +164,8 @@ struct AppendArgs {
   ScoreRows scores{};        // [B, Hkv, n]
   TokenMask mask{};          // [B, n]
 };
-void append(const AppendArgs& args, const Execution& execution, std::string_view backend = {});
+void append_tokens(const AppendArgs& args, const Execution& execution,
+                   std::string_view backend = {});
 
 // PendingIntervalsCall finds the slots that the last `seqlen_q` pending tokens see as queries: one interval for each of
 // places + pending slots. Slots are in no order, so the intervals contain causality, and the attention over them is not

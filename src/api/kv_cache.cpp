@@ -94,7 +94,7 @@ KvCache kv_cache_in(std::span<std::byte> memory, const KvCacheShape& shape) {
   return lay_out(allocator, shape);
 }
 
-void clear(const KvCache& cache, const Execution& execution, std::string_view backend) {
+void clear_cache(const KvCache& cache, const Execution& execution, std::string_view backend) {
   const KvCache valid = validated(cache);
   choose_kv(valid.shape, backend).clear(valid, with_workers(execution));
 }
@@ -106,12 +106,12 @@ void copy_rows(const CopyRowsArgs& args, const Execution& execution, std::string
 
 // ---- Prefill and chunks --------------------------------------------------------------------------
 
-void fill(const FillArgs& args, const Execution& execution, std::string_view backend) {
+void fill_cache(const FillArgs& args, const Execution& execution, std::string_view backend) {
   const FillArgs valid = validated(args);
   choose_kv(valid.cache.shape, backend).fill(valid, with_workers(execution));
 }
 
-void append(const AppendArgs& args, const Execution& execution, std::string_view backend) {
+void append_tokens(const AppendArgs& args, const Execution& execution, std::string_view backend) {
   const AppendArgs valid = validated(args);
   choose_kv(valid.cache.shape, backend).append(valid, with_workers(execution));
 }

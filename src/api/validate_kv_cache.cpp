@@ -181,7 +181,7 @@ KvCache validated(const KvCache& cache) { return validated_as(cache, cache_names
 
 namespace {
 
-// Checks a cache whose content is read: counts of another rule, or of memory without `clear`, would be read as slots
+// Checks a cache whose content is read: counts of another rule, or of memory without clear_cache, would be read as slots
 // that do not exist. On the CPU only, because a GPU's callers keep them on the device. `name` is the argument in errors.
 void check_counts(const KvCache& cache, std::string_view name = "cache.counts") {
   const KvCacheShape& s = cache.shape;

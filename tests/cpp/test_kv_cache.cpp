@@ -155,7 +155,7 @@ TEST(KvCache, HalfAMillionTokensLeaveTheBestKeys) {
   GuardedBuffer memory(kv_cache_size(shape), "cache");
   EXPECT_LT(memory.size(), window * (2 * head_dim * 4 + 8) + 512);
   const KvCache cache = kv_cache_in(memory, shape);
-  clear(cache, in_turn(1));
+  clear_cache(cache, in_turn(1));
   Random random(1);
   std::vector<float> scores;
   std::vector<float> row(head_dim), out(head_dim);
@@ -288,7 +288,7 @@ TEST(KvCacheArguments, InvalidArgumentIsNamed) {
 TEST(KvCacheArguments, AppendWithoutRoomNamesTheChunk) {
   KvCalls calls;
   calls.append_args.cache.shape.chunk = 0;
-  expect_invalid([&] { append(calls.append_args, calls.execution); }, "seqlen",
+  expect_invalid([&] { append_tokens(calls.append_args, calls.execution); }, "seqlen",
                  "got 1, expected at most 0: cache.shape.chunk has room for 0 pending tokens, of "
                  "which 0 are taken");
 }

@@ -98,8 +98,8 @@ class Caches {
         device_memory_(host_memory_.size()),
         host(kv_cache_in(host_memory_, shape)),
         device(kv_cache_in(device_memory_, on_device(shape))) {
-    clear(host, {}, "reference");
-    clear(device, {}, "cuda");
+    clear_cache(host, {}, "reference");
+    clear_cache(device, {}, "cuda");
   }
 
   static KvCacheShape on_device(KvCacheShape shape) {
@@ -279,12 +279,12 @@ inline void fill_both(const KvSizes& sizes, Caches& caches, Random& random, bool
                 .seqlen_q = 1,
                 .lengths = lengths.data()};
   tokens.give_host(args);
-  fill(args, {}, "reference");
+  fill_cache(args, {}, "reference");
   args.cache = caches.device;
   args.intervals.data = device_intervals.as<KeyInterval>();
   args.lengths = device_lengths.as<std::int32_t>();
   tokens.give_device(args);
-  fill(args, {}, "cuda");
+  fill_cache(args, {}, "cuda");
   check_cuda(cudaDeviceSynchronize());
 }
 

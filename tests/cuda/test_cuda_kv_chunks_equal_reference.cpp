@@ -16,10 +16,10 @@ void append_both(const KvSizes& sizes, Caches& caches, Random& random, std::int6
   Tokens tokens(sizes, count, random);
   AppendArgs args{.cache = caches.host, .seqlen = count};
   tokens.give_host(args);
-  append(args, {}, "reference");
+  append_tokens(args, {}, "reference");
   args.cache = caches.device;
   tokens.give_device(args);
-  append(args, {}, "cuda");
+  append_tokens(args, {}, "cuda");
   check_cuda(cudaDeviceSynchronize());
   caches.host.pending += count;
   caches.device.pending += count;

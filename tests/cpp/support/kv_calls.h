@@ -67,20 +67,20 @@ struct KvCalls {
     execution.workspace_bytes = workspace.size();
     intervals_args.cache.pending = commit_args.cache.pending = tokens;
     clear();
-    flash_dmattn::clear(copy_args.to, execution, backend);
+    clear_cache(copy_args.to, execution, backend);
   }
 
   std::array<std::int64_t, 4> stride_of(std::int64_t seqlen, std::int64_t heads) const {
     return contiguous_strides({shape.batch, seqlen, heads, shape.head_dim});
   }
 
-  void clear() const { flash_dmattn::clear(cache, execution, backend); }
+  void clear() const { clear_cache(cache, execution, backend); }
 
   void run() const {
-    append(append_args, execution, backend);
+    append_tokens(append_args, execution, backend);
     PendingIntervalsCall(intervals_args, execution, backend).run(workspace_of(execution));
     CommitCall(commit_args, execution, backend).run(workspace_of(execution));
-    fill(fill_args, execution, backend);
+    fill_cache(fill_args, execution, backend);
     copy_rows(copy_args, execution, backend);
     DecodeStepCall(step_args, execution, backend).run(workspace_of(execution));
   }

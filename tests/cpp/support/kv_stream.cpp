@@ -65,7 +65,7 @@ KvStream::KvStream(const StreamOptions& options)
     options_.shape.keep.head_windows = options_.head_windows.data();
     cache_.shape = options_.shape;
   }
-  clear(cache_, in_turn(1), options.backend);
+  clear_cache(cache_, in_turn(1), options.backend);
 }
 
 KvStream::Input KvStream::draw(std::int64_t length) {
@@ -219,7 +219,7 @@ void KvStream::fill(std::int64_t length) {
                       .seqlen_q = 1,
                       .lengths = lengths.data(),
                       .mask = {mask.data()}};
-  flash_dmattn::fill(args, in_turn(2), options_.backend);
+  fill_cache(args, in_turn(2), options_.backend);
   cache_.pending = 0;
   for (std::size_t b = 0; b < committed_.size(); ++b) {
     committed_[b] = input.tokens[b];
@@ -261,13 +261,13 @@ void KvStream::append(std::int64_t length) {
   const std::int64_t heads_q = s.heads_kv * options_.group;
   const Input input = draw(length);
   const auto stride = by_token(s.batch, length, s.heads_kv, s.head_dim);
-  flash_dmattn::append({.cache = cache_,
-                        .seqlen = length,
-                        .k = {input.k.data(), stride},
-                        .v = {input.v.data(), stride},
-                        .scores = {input.scores.data()},
-                        .mask = {input.mask.data()}},
-                       in_turn(2), options_.backend);
+  append_tokens({.cache = cache_,
+                 .seqlen = length,
+                 .k = {input.k.data(), stride},
+                 .v = {input.v.data(), stride},
+                 .scores = {input.scores.data()},
+                 .mask = {input.mask.data()}},
+                in_turn(2), options_.backend);
   cache_.pending += length;
 
   GuardedBuffer memory(
@@ -332,7 +332,7 @@ void KvStream::reorder() {
     committed.push_back(committed_[static_cast<std::size_t>(index.back())]);
     waiting.push_back(pending_tokens_[static_cast<std::size_t>(index.back())]);
   }
-  clear(to, in_turn(1), options_.backend);
+  clear_cache(to, in_turn(1), options_.backend);
   copy_rows({.from = cache_, .to = to, .index = index.data()}, in_turn(2), options_.backend);
   std::swap(memory_, other_memory_);
   cache_ = to;
