@@ -2,7 +2,7 @@
 
 #include <vector>
 
-#include "cuda/sm90/backward/key_runs.h"
+#include "cuda/sm90/backward/work/key_runs.h"
 
 // The order in which blocks of keys add to dq when gradients are deterministic, as host and device compute it.
 namespace flash_dmattn::cuda::sm90 {

@@ -9,8 +9,8 @@
 #include "cuda/primitives/integers.h"
 #include "cuda/schedule/schedule.h"
 #include "cuda/sm90/backward/launch.h"
-#include "cuda/sm90/backward/preprocess.cuh"
-#include "cuda/sm90/backward/tensors.h"
+#include "cuda/sm90/backward/stages/preprocess.cuh"
+#include "cuda/sm90/backward/stages/tensors.h"
 #include "cuda/sm90/dense/rows.h"
 #include "cuda/stages/stages.h"
 

@@ -3,9 +3,9 @@
 #include <type_traits>
 
 #include "cuda/primitives/launch.h"
-#include "cuda/sm90/backward/find_visits.cuh"
 #include "cuda/sm90/backward/kernel.cuh"
 #include "cuda/sm90/backward/launch.h"
+#include "cuda/sm90/backward/stages/find_visits.cuh"
 #include "cuda/sm90/dense/rows.h"
 #include "cuda/sm90/dispatch.h"
 #include "cuda/sm90/slots/rows.cuh"

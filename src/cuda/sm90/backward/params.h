@@ -50,7 +50,7 @@ struct alignas(8) QueryVisit {
   std::uint32_t same_dense : 1;  // mask and bias equal those of the previous visit
 };
 
-// The query tiles that each block of keys visits, in all heads of the group (find_visits.cuh): one head after another,
+// The query tiles that each block of keys visits, in all heads of the group (stages/find_visits.cuh): one head after another,
 // or the heads of a tile together.
 struct QueryVisitLists {
   QueryVisit* visits = nullptr;  // [B, Hkv, key blocks, capacity]

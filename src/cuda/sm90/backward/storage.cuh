@@ -5,7 +5,7 @@
 #include "cuda/hopper/panel_tile.cuh"
 #include "cuda/hopper/pipeline.cuh"
 #include "cuda/primitives/semaphore.cuh"
-#include "cuda/sm90/backward/work.cuh"
+#include "cuda/sm90/backward/work/work.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 

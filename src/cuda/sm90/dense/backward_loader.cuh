@@ -1,7 +1,7 @@
 #pragma once
 
-#include "cuda/sm90/backward/query_visits.cuh"
 #include "cuda/sm90/backward/storage.cuh"
+#include "cuda/sm90/backward/work/query_visits.cuh"
 #include "cuda/sm90/dense/dbias_writer.cuh"
 #include "cuda/sm90/dense/rows.h"
 

@@ -2,8 +2,8 @@
 
 #include "cuda/attention/score.cuh"
 #include "cuda/hopper/ptx.cuh"
-#include "cuda/sm90/backward/query_visits.cuh"
 #include "cuda/sm90/backward/storage.cuh"
+#include "cuda/sm90/backward/work/query_visits.cuh"
 
 // Adds a dense mask and bias to a backward warp's scores, [16 keys, 64 queries], through the initial values of the
 // accumulators of S (-inf where masked), and stores dS for the gradient of the bias.

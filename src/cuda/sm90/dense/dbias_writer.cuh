@@ -1,8 +1,8 @@
 #pragma once
 
 #include "cuda/attention/bias_gradient.cuh"
-#include "cuda/sm90/backward/query_visits.cuh"
 #include "cuda/sm90/backward/storage.cuh"
+#include "cuda/sm90/backward/work/query_visits.cuh"
 #include "cuda/sm90/dense/rows.h"
 
 // The gradient of a dense bias, from the tiles of dS in shared memory. A block stores each element of its keys once. If

@@ -2,11 +2,11 @@
 
 #include "cuda/hopper/ptx.cuh"
 #include "cuda/primitives/convert.cuh"
-#include "cuda/sm90/backward/key_biases.cuh"
-#include "cuda/sm90/backward/key_gradients.h"
-#include "cuda/sm90/backward/key_visibility.cuh"
+#include "cuda/sm90/backward/keys/key_biases.cuh"
+#include "cuda/sm90/backward/keys/key_gradients.h"
+#include "cuda/sm90/backward/keys/key_visibility.cuh"
 #include "cuda/sm90/backward/storage.cuh"
-#include "cuda/sm90/backward/work.cuh"
+#include "cuda/sm90/backward/work/work.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "cuda/sm90/backward/storage.cuh"
-#include "cuda/sm90/backward/work.cuh"
+#include "cuda/sm90/backward/work/work.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "cuda/primitives/convert.cuh"
-#include "cuda/sm90/backward/work.cuh"
+#include "cuda/sm90/backward/work/work.cuh"
 #include "cuda/stages/postprocess.cuh"
 
 // Kernels before and after a main loop over slots.

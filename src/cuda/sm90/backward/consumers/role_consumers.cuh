@@ -1,6 +1,6 @@
 #pragma once
 
-#include "cuda/sm90/backward/consumer_steps.cuh"
+#include "cuda/sm90/backward/consumers/consumer_steps.cuh"
 
 // The two consumer warpgroups of a block whose 64 keys both have (ConsumerSplit::roles). The first computes P and dV,
 // the second dS and dK, and each a part of dQ:

@@ -3,7 +3,7 @@
 #include "cuda/attention/scheduler.cuh"
 #include "cuda/attention/tile_states.cuh"
 #include "cuda/primitives/warp.cuh"
-#include "cuda/sm90/backward/work.cuh"
+#include "cuda/sm90/backward/work/work.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 

@@ -3,7 +3,7 @@
 #include "cuda/attention/problem.h"
 #include "cuda/hopper/tensor_map.h"
 #include "cuda/primitives/launch.h"
-#include "cuda/sm90/backward/prepare.cuh"
+#include "cuda/sm90/backward/stages/copies.cuh"
 
 // Copies of a call's tensors for its main loop.
 namespace flash_dmattn::cuda::sm90 {

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "cuda/sm90/backward/consumer_steps.cuh"
+#include "cuda/sm90/backward/consumers/consumer_steps.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 

@@ -3,7 +3,7 @@
 #include "cuda/attention/rows.cuh"
 #include "cuda/primitives/convert.cuh"
 #include "cuda/sm90/backward/storage.cuh"
-#include "cuda/sm90/backward/work.cuh"
+#include "cuda/sm90/backward/work/work.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 

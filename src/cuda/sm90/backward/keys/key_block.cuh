@@ -2,12 +2,12 @@
 
 #include "cuda/attention/bias_gradient.cuh"
 #include "cuda/primitives/tile_copy.cuh"
-#include "cuda/sm90/backward/key_biases.cuh"
-#include "cuda/sm90/backward/key_gradients.h"
-#include "cuda/sm90/backward/key_visibility.cuh"
-#include "cuda/sm90/backward/loaded_visits.cuh"
+#include "cuda/sm90/backward/keys/key_biases.cuh"
+#include "cuda/sm90/backward/keys/key_gradients.h"
+#include "cuda/sm90/backward/keys/key_visibility.cuh"
 #include "cuda/sm90/backward/storage.cuh"
-#include "cuda/sm90/backward/work.cuh"
+#include "cuda/sm90/backward/work/loaded_visits.cuh"
+#include "cuda/sm90/backward/work/work.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 

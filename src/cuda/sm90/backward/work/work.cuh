@@ -2,7 +2,7 @@
 
 #include "cuda/attention/scheduler.cuh"
 #include "cuda/hopper/ptx.cuh"
-#include "cuda/sm90/backward/query_visits.cuh"
+#include "cuda/sm90/backward/work/query_visits.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
