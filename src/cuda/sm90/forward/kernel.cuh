@@ -56,11 +56,15 @@ struct ForwardKernel {
     return WorkTile::count(p.forward.shape, policy.rows());
   }
 
+  // Whether this call has no key info in memory, and warps of the producer compute it.
+  static __device__ bool computes_key_info(const Params& p) {
+    return can_compute_key_info && p.info.ranges == nullptr;
+  }
+
   __device__ void operator()(const Params& p, SharedStorage& storage) const {
-    const bool computes_key_info = can_compute_key_info && p.computes_key_info();
     if (threadIdx.x == 0) {
       constexpr int consumer_warps = 4 * policy.warpgroups;
-      const int info_arrivals = computes_key_info ? KeyInfoWarps<ForwardKernel>::warps : 0;
+      const int info_arrivals = computes_key_info(p) ? KeyInfoWarps<ForwardKernel>::warps : 0;
       storage.q_pipeline.init(q_arrivals, consumer_warps);
       storage.k_pipeline.init(key_arrivals + info_arrivals, consumer_warps);
       storage.v_pipeline.init(key_arrivals, consumer_warps);
@@ -73,7 +77,7 @@ struct ForwardKernel {
     if (threadIdx.x < 128) {
       decrease_registers<policy.producer_registers>();
       if constexpr (can_compute_key_info) {
-        if (computes_key_info && threadIdx.x >= KeyInfoWarps<ForwardKernel>::first_thread) {
+        if (computes_key_info(p) && threadIdx.x >= KeyInfoWarps<ForwardKernel>::first_thread) {
           return KeyInfoWarps<ForwardKernel>{{p, storage}}.run();
         }
       }

@@ -37,9 +37,6 @@ struct ForwardKernelParams {
   // the rows of its only work tile
   std::uint32_t* needs_fix = nullptr;
 
-  // For kernels that can compute key info.
-  __host__ __device__ bool computes_key_info() const { return info.ranges == nullptr; }
-
   // Whether there is a dense mask that is not packed.
   __host__ __device__ bool reads_mask_bytes() const {
     return forward.score.mask.dense && forward.score.packed_mask.bits == nullptr;

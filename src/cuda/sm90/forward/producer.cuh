@@ -118,9 +118,7 @@ struct TmaProducer : ProducerBase<Kernel> {
     pipeline.wait_empty(n);
     const std::uint32_t full = pipeline.full_of(n);
     if constexpr (Kernel::has_key_info) {
-      if (!(Kernel::can_compute_key_info && p.computes_key_info())) {
-        load_info(info, at, partial, n, full);
-      }
+      if (!Kernel::computes_key_info(p)) load_info(info, at, partial, n, full);
     }
     mbarrier_arrive_expect(full, KeyTile::bytes);
     load_tile<KeyTile>(p.k_map, shared_address(storage.k[pipeline.stage(n)]), full, at);
