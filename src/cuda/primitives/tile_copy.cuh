@@ -53,6 +53,15 @@ struct CopySteps {
   }
 };
 
+// Loads 8 elements one by one.
+__device__ inline uint4 load_unaligned_chunk(const void* from) {
+  const auto* const elements = static_cast<const std::uint16_t*>(from);
+  const auto two = [&](int i) {
+    return elements[i] | static_cast<std::uint32_t>(elements[i + 1]) << 16;
+  };
+  return {two(0), two(2), two(4), two(6)};
+}
+
 // The rows of one head, for a thread that copies one chunk of each. Columns from head_dim on are zero.
 template <class Tile, class Group>
 struct RowSource {
@@ -76,14 +85,6 @@ struct RowSource {
 
   // The same chunk of the n-th head after this one.
   __device__ const std::byte* of_head(int n) const { return data + n * head_step; }
-
-  static __device__ uint4 load_elements(const std::byte* from) {
-    const auto* elements = reinterpret_cast<const std::uint16_t*>(from);
-    const auto two = [&](int i) {
-      return elements[i] | static_cast<std::uint32_t>(elements[i + 1]) << 16;
-    };
-    return {two(0), two(2), two(4), two(6)};
-  }
 };
 
 // Copies to row r of the tile row index(r) of the head that is head(r) after the source's head, or zeros unless
@@ -111,7 +112,7 @@ __device__ inline void copy_g2s(Group group, const RowSource<Tile, Group>& sourc
       const bool valid = source.exists && exists(r);
       const std::byte* const from = source.of_head(head(r)) + index(r) * source.row;
       store_shared_16(tile + Tile::offset(r, chunk),
-                      valid ? source.load_elements(from) : uint4{0, 0, 0, 0});
+                      valid ? load_unaligned_chunk(from) : uint4{0, 0, 0, 0});
     }
   }
 }

@@ -4,6 +4,7 @@
 #include "cuda/attention/rows.cuh"
 #include "cuda/primitives/convert.cuh"
 #include "cuda/primitives/math.cuh"
+#include "cuda/primitives/tile_copy.cuh"
 #include "cuda/primitives/warp.cuh"
 #include "cuda/stages/nonfinite_rows.cuh"
 
@@ -152,16 +153,9 @@ struct BwdPreprocessKernel {
 
   template <bool Aligned>
   static __device__ Chunk load_chunk(const T* from) {
-    if constexpr (Aligned) {
-      const uint4 all = __ldg(reinterpret_cast<const uint4*>(from));
-      return {{all.x, all.y, all.z, all.w}};
-    } else {
-      const auto* const elements = reinterpret_cast<const std::uint16_t*>(from);
-      const auto two = [&](int i) {
-        return elements[i] | static_cast<std::uint32_t>(elements[i + 1]) << 16;
-      };
-      return {{two(0), two(2), two(4), two(6)}};
-    }
+    const uint4 all =
+        Aligned ? __ldg(reinterpret_cast<const uint4*>(from)) : load_unaligned_chunk(from);
+    return {{all.x, all.y, all.z, all.w}};
   }
 };
 

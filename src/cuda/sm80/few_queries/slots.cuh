@@ -125,8 +125,7 @@ class TokenRows {
 
   __device__ void load() {
     if (!exists_) return;
-    data_ = aligned_ ? __ldg(reinterpret_cast<const uint4*>(from_))
-                     : RowSource<Tile, Group>::load_elements(from_);
+    data_ = aligned_ ? __ldg(reinterpret_cast<const uint4*>(from_)) : load_unaligned_chunk(from_);
   }
 
   // Stores the new rows to row `column` of the tiles and to the slot.

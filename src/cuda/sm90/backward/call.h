@@ -46,7 +46,7 @@ inline Problem main_loop_problem(const BackwardArgs& args) {
 // which q . k has no effect.
 inline SourceForm query_form(float scale) {
   SourceForm form;
-  if (scale < 0) form.flipped_bits = 0x8000;
+  if (scale < 0) form.flipped_bits = 0x80008000;
   if (scale == 0) form.kept_bits = 0;
   return form;
 }

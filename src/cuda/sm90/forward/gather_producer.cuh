@@ -1,5 +1,6 @@
 #pragma once
 
+#include "cuda/primitives/tile_copy.cuh"
 #include "cuda/sm90/forward/producer.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -232,7 +233,8 @@ struct GatherProducer : ProducerBase<Kernel> {
 #pragma unroll
         for (int i = 0; i < Steps; ++i) {
           uint4 value{0, 0, 0, 0};
-          if (chunk + 8 * j < chunks) value = load_elements(data + index[i] * rows.row + j * 128);
+          if (chunk + 8 * j < chunks)
+            value = load_unaligned_chunk(data + index[i] * rows.row + j * 128);
           store_shared_16(to + j * Tile::panel_bytes + i * rows_at_once * panel_row_bytes, value);
         }
       }
@@ -254,14 +256,6 @@ struct GatherProducer : ProducerBase<Kernel> {
                       row + j * 128, bytes[j]);
       }
     }
-  }
-
-  static __device__ uint4 load_elements(const std::byte* from) {
-    const auto* const elements = reinterpret_cast<const std::uint16_t*>(from);
-    const auto two = [&](int i) {
-      return elements[i] | static_cast<std::uint32_t>(elements[i + 1]) << 16;
-    };
-    return {two(0), two(2), two(4), two(6)};
   }
 };
 

@@ -17,10 +17,10 @@ struct CopyRows {
   int batch;
   int head_dim;
   ListedKeys list = {};
-  // For every element, the bits that are kept and then the bits that are flipped, which can flip the sign or clear all
-  // bits.
-  std::uint16_t kept_bits = 0xffff;
-  std::uint16_t flipped_bits = 0;
+  // For every two elements, the bits that are kept and then the bits that are flipped, which can flip the signs or
+  // clear all bits.
+  std::uint32_t kept_bits = 0xffffffff;
+  std::uint32_t flipped_bits = 0;
 
   long items() const { return long{batch} * seqlen * heads * (head_dim / 8); }
 
@@ -31,20 +31,15 @@ struct CopyRows {
     const long head = item / chunks % heads;
     const long b = item / chunks / heads / seqlen;
     const long key = list.key(static_cast<int>(b), static_cast<int>(head), static_cast<int>(row));
-    std::uint32_t packed2[4] = {};
+    const auto changed = [&](std::uint32_t two) { return (two & kept_bits) ^ flipped_bits; };
+    uint4 words{0, 0, 0, 0};
     if (key >= 0) {
-      const auto* const source = reinterpret_cast<const std::uint16_t*>(
-          from.data + b * from.batch + key * from.row + head * from.head + offset);
-      for (int i = 0; i < 4; ++i)
-        packed2[i] = element(source[2 * i]) | element(source[2 * i + 1]) << 16;
+      words = load_unaligned_chunk(from.data + b * from.batch + key * from.row + head * from.head +
+                                   offset);
+      words = {changed(words.x), changed(words.y), changed(words.z), changed(words.w)};
     }
-    store_chunk(to.data + b * to.batch + row * to.row + head * to.head + offset, packed2,
-                to.aligned);
-  }
-
- private:
-  __device__ std::uint32_t element(std::uint16_t bits) const {
-    return (bits & kept_bits) ^ flipped_bits;
+    store_chunk(to.data + b * to.batch + row * to.row + head * to.head + offset,
+                {words.x, words.y, words.z, words.w}, to.aligned);
   }
 };
 

@@ -23,11 +23,13 @@ inline OutputRows dense_rows(const Shape& shape, int seqlen, int heads, int dim,
 
 // The way in which the main loop's copy of a tensor differs from the tensor.
 struct SourceForm {
-  ListedKeys list = {};  // the copy has only their rows
-  std::uint16_t kept_bits = 0xffff;
-  std::uint16_t flipped_bits = 0;
+  ListedKeys list = {};                  // the copy has only their rows
+  std::uint32_t kept_bits = 0xffffffff;  // as in CopyRows
+  std::uint32_t flipped_bits = 0;
 
-  bool changes() const { return list.keys != nullptr || kept_bits != 0xffff || flipped_bits != 0; }
+  bool changes() const {
+    return list.keys != nullptr || kept_bits != 0xffffffff || flipped_bits != 0;
+  }
 };
 
 // A tensor, or memory for a dense copy if the TMA unit cannot read the tensor or the copy differs from it.
