@@ -100,6 +100,19 @@ __device__ inline bool is_finite_packed2(std::uint32_t bits) {
   return (bits & exponent) != exponent && (bits >> 16 & exponent) != exponent;
 }
 
+// Eight packed elements with inf and NaN replaced by 0.
+template <class T>
+__device__ inline uint4 clear_non_finite_packed8(const uint4& words) {
+  const auto clear_packed2 = [](std::uint32_t bits) {
+    constexpr std::uint32_t exponent = Element<T>::exponent_mask;
+    if ((bits & exponent) == exponent) bits &= 0xffff0000u;
+    if ((bits >> 16 & exponent) == exponent) bits &= 0x0000ffffu;
+    return bits;
+  };
+  return {clear_packed2(words.x), clear_packed2(words.y), clear_packed2(words.z),
+          clear_packed2(words.w)};
+}
+
 // Packs a gradient, or ds before it is multiplied.
 template <class T>
 __device__ inline std::uint32_t pack_gradient(float x, float y, bool saturate) {

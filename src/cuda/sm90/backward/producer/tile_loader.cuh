@@ -7,15 +7,6 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Two packed elements with inf and NaN replaced by 0.
-template <class T>
-__device__ inline std::uint32_t clear_non_finite(std::uint32_t two) {
-  constexpr std::uint32_t exponent = Element<T>::exponent_mask;
-  if ((two & exponent) == exponent) two &= 0xffff0000u;
-  if ((two >> 16 & exponent) == exponent) two &= 0x0000ffffu;
-  return two;
-}
-
 // Loads K and V of a work, then for each query tile q with the rows' stats, and dout.
 template <class Kernel>
 struct TileLoader {
@@ -123,9 +114,7 @@ struct TileLoader {
       if (row + r < shape.seqlen_q && chunk < columns / 8) {
         words = *(reinterpret_cast<const uint4*>(row_of<T>(source, batch, row + r, head)) + chunk);
       }
-      store_shared_16(tile + Tile::offset(r, chunk),
-                      {clear_non_finite<T>(words.x), clear_non_finite<T>(words.y),
-                       clear_non_finite<T>(words.z), clear_non_finite<T>(words.w)});
+      store_shared_16(tile + Tile::offset(r, chunk), clear_non_finite_packed8<T>(words));
     }
     fence_async_proxy();
     __syncwarp();
