@@ -5,16 +5,27 @@
 // Bodies of for_each, whose items are units of rows.
 namespace flash_dmattn::cuda::kv {
 
+// An item's unit of a row, and the row: number `place` of those of head `h` of batch element `b`.
+struct RowUnit {
+  int unit;
+  int place;
+  int h;
+  int b;
+
+  __device__ RowUnit(long item, const RowCopy& copy, int places, int heads)
+      : unit(static_cast<int>(item % copy.units)),
+        place(static_cast<int>(item / copy.units % places)),
+        h(static_cast<int>(item / copy.units / places % heads)),
+        b(static_cast<int>(item / copy.units / places / heads)) {}
+};
+
 struct ClearRows {
   Slots cache;
   RowCopy copy;
 
   __device__ void operator()(long item) const {
-    const int unit = static_cast<int>(item % copy.units);
-    item /= copy.units;
-    const int slot = static_cast<int>(item % cache.slots);
-    const int h = static_cast<int>(item / cache.slots % cache.heads);
-    const int row = cache.rows(static_cast<int>(item / cache.slots / cache.heads));
+    const auto [unit, slot, h, b] = RowUnit(item, copy, cache.slots, cache.heads);
+    const int row = cache.rows(b);
     if (row < 0) return;
     for (const WrittenRows& rows : {cache.k, cache.v}) {
       std::byte* const to = rows.at(row, h, slot) + unit * copy.unit;
@@ -37,12 +48,7 @@ struct CopyRows {
   RowCopy copy;
 
   __device__ void operator()(long item) const {
-    const int unit = static_cast<int>(item % copy.units);
-    item /= copy.units;
-    const int places = to.places + to.pending;
-    const int slot = static_cast<int>(item % places);
-    const int h = static_cast<int>(item / places % to.heads);
-    const int b = static_cast<int>(item / places / to.heads);
+    const auto [unit, slot, h, b] = RowUnit(item, copy, to.places + to.pending, to.heads);
     const int to_row = to.rows(b);
     if (to_row < 0) return;
     const int from_row = index[b];
@@ -71,11 +77,7 @@ struct AppendTokens {
   RowCopy copy;
 
   __device__ void operator()(long item) const {
-    const int unit = static_cast<int>(item % copy.units);
-    item /= copy.units;
-    const int t = static_cast<int>(item % seqlen);
-    const int h = static_cast<int>(item / seqlen % cache.heads);
-    const int b = static_cast<int>(item / seqlen / cache.heads);
+    const auto [unit, t, h, b] = RowUnit(item, copy, seqlen, cache.heads);
     const int slot = cache.places + cache.pending + t;
     copy(cache.k.at(b, h, slot), k.at(b, h, t), unit);
     copy(cache.v.at(b, h, slot), v.at(b, h, t), unit);
@@ -96,13 +98,10 @@ struct MoveTokens {
   RowCopy copy;
 
   __device__ void operator()(long item) const {
-    const int unit = static_cast<int>(item % copy.units);
-    item /= copy.units;
-    const std::int32_t to = destinations[item];
+    const std::int32_t to = destinations[item / copy.units];
     if (to < 0) return;
-    const int from = cache.places + static_cast<int>(item % cache.pending);
-    const int h = static_cast<int>(item / cache.pending % cache.heads);
-    const int b = static_cast<int>(item / cache.pending / cache.heads);
+    const auto [unit, t, h, b] = RowUnit(item, copy, cache.pending, cache.heads);
+    const int from = cache.places + t;
     copy(cache.k.at(b, h, to), cache.k.at(b, h, from), unit);
     copy(cache.v.at(b, h, to), cache.v.at(b, h, from), unit);
   }
@@ -115,11 +114,7 @@ struct FillRows {
   RowCopy copy;
 
   __device__ void operator()(long item) const {
-    const int unit = static_cast<int>(item % copy.units);
-    item /= copy.units;
-    const int slot = static_cast<int>(item % cache.places);
-    const int h = static_cast<int>(item / cache.places % cache.heads);
-    const int b = static_cast<int>(item / cache.places / cache.heads);
+    const auto [unit, slot, h, b] = RowUnit(item, copy, cache.places, cache.heads);
     const int row = cache.rows(b);
     if (row < 0 || slot >= cache.count(row, h).count) return;
     const std::int32_t t = position_of_entry(cache.entries[cache.first(row, h) + slot]);
