@@ -21,12 +21,13 @@ struct FillSlotsKernel {
   static constexpr int min_blocks = 1;
   static constexpr int thread_keys = 4;  // neighbouring keys
   static constexpr int step_keys = threads * thread_keys;
+  using Numbers = BlockNumbers<threads>;
   using Sum = BlockSum<threads>;
 
   struct SharedStorage {
     typename BlockScan<threads>::Storage scan;
     typename Sum::Storage sum;
-    int counts[threads / warp_size];
+    typename Numbers::Storage numbers;
   };
 
   static long blocks(const Params& p) { return static_cast<long>(p.batch) * p.cache.heads; }
@@ -58,15 +59,9 @@ struct FillSlotsKernel {
         survives[i] = seen.first < seen.last && seen.last >= p.seqlen_q;
         survivors += survives[i] ? 1 : 0;
       }
-      const int through = warp_inclusive_sum(survivors, lane_id());
-      if (lane_id() == warp_size - 1) shared.counts[warp_id()] = through;
-      __syncthreads();
-      int slot = count + through - survivors;
-      for (int w = 0; w < threads / warp_size; ++w) {
-        if (w < warp_id()) slot += shared.counts[w];
-        count += shared.counts[w];
-      }
-      __syncthreads();
+      int total;
+      int slot = count + Numbers::first_number(shared.numbers, survivors, total);
+      count += total;
 #pragma unroll
       for (int i = 0; i < thread_keys; ++i) {
         if (!is_present[i]) continue;

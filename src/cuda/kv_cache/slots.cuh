@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/attention/slot_scan.cuh"
+#include "cuda/primitives/block.cuh"
 #include "cuda/primitives/warp.cuh"
 #include "flash_dmattn/kv_cache.h"
 
@@ -70,51 +71,6 @@ struct RowCopy {
     } else {
       reinterpret_cast<std::uint16_t*>(to)[i] = reinterpret_cast<const std::uint16_t*>(from)[i];
     }
-  }
-};
-
-// ---- By a block ---------------------------------------------------------------------------------------------
-
-// Numbers, in order, the threads of a block for which `chosen` is true.
-template <int Threads>
-class BlockNumbers {
- public:
-  struct Storage {
-    int counts[Threads / warp_size];
-  };
-
-  // Returns the number of this thread, and the number of chosen threads in `total`. Contains two barriers.
-  static __device__ int number(Storage& storage, bool chosen, int& total) {
-    const unsigned ballot = warp_ballot(chosen);
-    if (lane_id() == 0) storage.counts[warp_id()] = __popc(ballot);
-    __syncthreads();
-    int before = 0;
-    total = 0;
-    for (int w = 0; w < Threads / warp_size; ++w) {
-      if (w < warp_id()) before += storage.counts[w];
-      total += storage.counts[w];
-    }
-    __syncthreads();
-    return before + count_before(ballot, lane_id());
-  }
-};
-
-// Adds a number of every thread of a block. Contains two barriers.
-template <int Threads>
-class BlockSum {
- public:
-  struct Storage {
-    int sums[Threads / warp_size];
-  };
-
-  static __device__ int of(Storage& storage, int mine) {
-    const int of_warp = warp_sum(mine);
-    if (lane_id() == 0) storage.sums[warp_id()] = of_warp;
-    __syncthreads();
-    int sum = 0;
-    for (const int part : storage.sums) sum += part;
-    __syncthreads();
-    return sum;
   }
 };
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "arguments.h"
+#include "cuda/primitives/block.cuh"
 #include "cuda/selection/scored_keys.cuh"
 #include "selection/key_selection.h"
 
@@ -44,9 +45,8 @@ struct FindSinkEnds {
     int sinks;
     std::int32_t* ends;  // [rows]
   };
-  struct SharedStorage {
-    int count[threads / warp_size];  // present keys of each warp
-  };
+  using Numbers = BlockNumbers<threads>;
+  using SharedStorage = Numbers::Storage;
 
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
     const int row = static_cast<int>(blockIdx.x);
@@ -55,18 +55,11 @@ struct FindSinkEnds {
       const int key = begin + static_cast<int>(threadIdx.x);
       const bool is_present =
           key < p.seqlen_k && p.mask.is_present(row / p.heads, row % p.heads, key);
-      const int count = __syncthreads_count(is_present);
-      if (found + count <= p.sinks) {
-        found += count;
-        continue;
-      }
-      const unsigned present = warp_ballot(is_present);
-      if (lane_id() == 0) shared.count[warp_id()] = __popc(present);
-      __syncthreads();
-      int before = found + count_before(present, lane_id());
-      for (int warp = 0; warp < warp_id(); ++warp) before += shared.count[warp];
-      if (is_present && before == p.sinks) p.ends[row] = key;
-      return;
+      int count;
+      const int number = found + Numbers::number(shared, is_present, count);
+      if (is_present && number == p.sinks) p.ends[row] = key;
+      found += count;
+      if (found > p.sinks) return;
     }
     if (threadIdx.x == 0) p.ends[row] = p.seqlen_k;
   }

@@ -2,7 +2,7 @@
 
 #include "cuda/attention/scheduler.cuh"
 #include "cuda/attention/tile_states.cuh"
-#include "cuda/primitives/warp.cuh"
+#include "cuda/primitives/block.cuh"
 #include "cuda/sm90/backward/work/work.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -12,13 +12,13 @@ namespace flash_dmattn::cuda::sm90 {
 struct FindVisits {
   using Params = BackwardKernelParams;
   static constexpr int threads = 256;
-  static constexpr int warps = threads / warp_size;
   static constexpr int min_blocks = 1;
   static constexpr int rows = PackedMask::side;
+  using Numbers = BlockNumbers<threads>;
 
   struct SharedStorage {
     int bounds[2];
-    int found[warps];
+    Numbers::Storage numbers;
   };
 
   static long blocks(const Params& p) { return KeyTile::count(p.backward.shape, dense_block_keys); }
@@ -45,25 +45,19 @@ struct FindVisits {
       const int head = keys.kv_head * group + (together ? i % group : i / tiles);
       const std::uint32_t state = i < candidates ? state_of(p, keys, head, tile) : 0u;
       const bool some = (state & PackedMask::some) != 0;
-      const unsigned lanes = warp_ballot(some);
-      if (lane_id() == 0) shared.found[warp_id()] = __popc(lanes);
-      __syncthreads();
-      int before = count + count_before(lanes, lane_id());
-      for (int w = 0; w < warps; ++w) {
-        if (w < warp_id()) before += shared.found[w];
-        count += shared.found[w];
-      }
+      int total;
+      const int place = count + Numbers::number(shared.numbers, some, total);
+      count += total;
+      // Neighbouring lanes have the two heads of a tile.
+      const bool both = shuffle_xor(some, 1) && p.dense_dbias.sums_heads;
       if (some) {
-        // Neighbouring lanes have the two heads of a tile.
-        const bool both = p.dense_dbias.sums_heads && (lanes >> (lane_id() ^ 1) & 1) != 0;
-        to[before] = {.tile = tile,
-                      .head = static_cast<std::uint32_t>(head),
-                      .masked = (state & PackedMask::all) == 0,
-                      .first_of_two = both && lane_id() % 2 == 0,
-                      .second_of_two = both && lane_id() % 2 == 1,
-                      .same_dense = shared_dense && i % group != 0};
+        to[place] = {.tile = tile,
+                     .head = static_cast<std::uint32_t>(head),
+                     .masked = (state & PackedMask::all) == 0,
+                     .first_of_two = both && lane_id() % 2 == 0,
+                     .second_of_two = both && lane_id() % 2 == 1,
+                     .same_dense = shared_dense && i % group != 0};
       }
-      __syncthreads();
     }
     if (threadIdx.x == 0) p.visits.count[list] = count;
   }
