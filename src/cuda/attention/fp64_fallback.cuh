@@ -24,6 +24,12 @@ struct QueryHead {
   }
 };
 
+// Head `index` of [B, Hq].
+__device__ inline QueryHead query_head(const Shape& shape, int index) {
+  const int head = index % shape.heads_q;
+  return {index / shape.heads_q, head, head / shape.group_heads()};
+}
+
 template <class T>
 __device__ inline double fp64_dot(const T* a, const T* b, int head_dim) {
   double dot = 0;

@@ -93,6 +93,8 @@ struct Shape {
   int head_dim = 0;   // of q and k
   int value_dim = 0;  // of v and out, at most head_dim
 
+  // The number of query heads that share a kv head.
+  __host__ __device__ int group_heads() const { return heads_q / heads_kv; }
   // A row of k and one of v.
   __host__ __device__ std::int64_t key_bytes() const { return 2 * (head_dim + value_dim); }
 };

@@ -36,7 +36,7 @@ struct QueryTile {
   }
 
   __device__ QueryTile(const Shape& shape, int rows, bool one_section, int work) {
-    const int group = shape.heads_q / shape.heads_kv;
+    const int group = shape.group_heads();
     const int tiles = ceil_div(shape.seqlen_q, rows);
     const int kv_heads = shape.batch * shape.heads_kv;  // over all batch elements
     const std::int64_t head_bytes = shape.seqlen_k * shape.key_bytes();

@@ -122,7 +122,7 @@ ForwardChoice choose_forward(DType dtype, const ForwardParams& p) {
 
 bool has_two_heads(const ForwardParams& p) {
   const ScoreParams& score = p.score;
-  return p.shape.heads_q / p.shape.heads_kv % 2 == 0 && score.mask.head_q == 0 &&
+  return p.shape.group_heads() % 2 == 0 && score.mask.head_q == 0 &&
          score.packed_mask.head_q == 0 && score.bias.head_q == 0;
 }
 

@@ -84,7 +84,7 @@ struct PrepareKeyInfo {
     const long row = i / info.padded_keys;
     const auto batch = static_cast<int>(row / heads);
     const auto head = static_cast<int>(row % heads);
-    const int kv_head = heads == shape.heads_q ? head / (shape.heads_q / shape.heads_kv) : head;
+    const int kv_head = heads == shape.heads_q ? head / shape.group_heads() : head;
     const int key = list.key(batch, kv_head, static_cast<int>(i % info.padded_keys));
     return {{batch, head, kv_head}, key < 0 ? shape.seqlen_k : key};
   }

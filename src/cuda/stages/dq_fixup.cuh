@@ -106,7 +106,7 @@ struct DqFixupKernel {
     if (__syncthreads_or(any) == 0) return;
     const std::uint32_t suspect =
         p.saturate ? Element<T>::gradient_limit_packed2 & 0x7fffu : Element<T>::exponent_mask;
-    const int group = p.shape.heads_q / p.shape.heads_kv;
+    const int group = p.shape.group_heads();
     for (int g = 0; g < group; ++g) {
       const QueryHead head{batch, kv_head * group + g, kv_head};
       for (int row = part * warps + warp_id(); row < p.shape.seqlen_q; row += parts(p) * warps) {

@@ -76,12 +76,11 @@ struct Fp64BackwardKernel {
       double sum = 0;
       for (int b = batch; b < shape.batch; b += batches) {
         for (int h = head * shared_heads; h < (head + 1) * shared_heads; ++h) {
-          const QueryHead at{b, h, h / (shape.heads_q / shape.heads_kv)};
+          const QueryHead at{b, h, h / shape.group_heads()};
           for (int k = key; k < shape.seqlen_k; k += keys) sum += ds(p, at, row, k);
         }
       }
-      const QueryHead first{batch, head * shared_heads,
-                            head * shared_heads / (shape.heads_q / shape.heads_kv)};
+      const QueryHead first{batch, head * shared_heads, head * shared_heads / shape.group_heads()};
       store_gradient<T>(p.dbias, first.element(p.dbias, row, key), static_cast<float>(sum), false,
                         p.saturate);
     }
@@ -112,18 +111,14 @@ struct Fp64BackwardKernel {
   }
 
   static __device__ void compute_row(const Params& p, std::int64_t index) {
-    const std::int64_t head_index = index / p.shape.seqlen_q;
-    const int head = static_cast<int>(head_index % p.shape.heads_q);
-    fp64_dq_row<T>(p,
-                   {static_cast<int>(head_index / p.shape.heads_q), head,
-                    head / (p.shape.heads_q / p.shape.heads_kv)},
+    fp64_dq_row<T>(p, query_head(p.shape, static_cast<int>(index / p.shape.seqlen_q)),
                    static_cast<int>(index % p.shape.seqlen_q));
   }
 
   static __device__ void compute_key(const Params& p, std::int64_t index) {
     const int key = static_cast<int>(index % p.shape.seqlen_k);
     const std::int64_t head_index = index / p.shape.seqlen_k;
-    const int group = p.shape.heads_q / p.shape.heads_kv;
+    const int group = p.shape.group_heads();
     QueryHead head{static_cast<int>(head_index / p.shape.heads_kv), 0,
                    static_cast<int>(head_index % p.shape.heads_kv)};
     Sums sums;

@@ -48,10 +48,7 @@ struct NonFiniteRowsKernel {
     if ((*p.flags & row_not_finite) == 0) return;
     const int tiles = ceil_div(p.shape.seqlen_q, rows);
     const int first_row = static_cast<int>(blockIdx.x) % tiles * rows;
-    const int head_index = static_cast<int>(blockIdx.x) / tiles;
-    const int head_q = head_index % p.shape.heads_q;
-    const QueryHead head{head_index / p.shape.heads_q, head_q,
-                         head_q / (p.shape.heads_q / p.shape.heads_kv)};
+    const QueryHead head = query_head(p.shape, static_cast<int>(blockIdx.x) / tiles);
     find_rows(p, head, first_row, shared);
     if (shared.count == 0) return;
     if (p.dq.data != nullptr) {

@@ -67,7 +67,7 @@ struct KeyMajorBackwardKernel {
 
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
     Mainloop mainloop(p, shared);
-    const int group = p.shape.heads_q / p.shape.heads_kv;
+    const int group = p.shape.group_heads();
     // The heads of a group see the same keys and are visited together, unless a key mask or a key bias
     // differs among them.
     const auto of_query_head = [](const Broadcast& b) { return !b.dense && b.head_q != 0; };

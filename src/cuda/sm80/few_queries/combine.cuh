@@ -32,9 +32,7 @@ struct CombineKernel {
  protected:
   // The query head of a block, of query `index` % Sq.
   static __device__ QueryHead head_of(const Params& p, std::int64_t index) {
-    const int head = static_cast<int>(index / p.shape.seqlen_q % p.shape.heads_q);
-    return {static_cast<int>(index / p.shape.seqlen_q / p.shape.heads_q), head,
-            head / (p.shape.heads_q / p.shape.heads_kv)};
+    return query_head(p.shape, static_cast<int>(index / p.shape.seqlen_q));
   }
 
   template <class Present>

@@ -223,7 +223,7 @@ struct CombineStepKernel : CombineKernel<T, D> {
   __device__ void operator()(const Params& p, typename Base::SharedStorage& shared) const {
     const QueryHead head = Base::head_of(p, blockIdx.x);
     const std::int64_t index = head.batch * p.shape.heads_kv + head.kv_head;
-    const bool is_first_of_group = head.head % (p.shape.heads_q / p.shape.heads_kv) == 0;
+    const bool is_first_of_group = head.head % p.shape.group_heads() == 0;
     allow_next_kernel();
     wait_for_previous_kernel();
     const int row = p.rows(head.batch);

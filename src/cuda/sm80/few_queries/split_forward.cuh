@@ -96,7 +96,7 @@ struct SplitForwardKernel {
     work /= p.split.splits;
     const int first_row = work % p.split.row_tiles * P.rows();
     work /= p.split.row_tiles;
-    const int group_size = p.shape.heads_q / p.shape.heads_kv;
+    const int group_size = p.shape.group_heads();
     const GroupRows rows{work / p.shape.heads_kv, work % p.shape.heads_kv, group_size, first_row,
                          min(p.shape.seqlen_q * group_size - first_row, P.rows())};
     const int row_warp = warp_id() % P.row_warps;

@@ -196,7 +196,7 @@ struct BackwardCall {
     const int heads = KeyTile::all_heads(shape);
     params.section_heads = ordered || consecutive ? heads : KeyTile::heads_of_l2(shape);
     if (!ordered || consecutive || variant().has_dense()) return;
-    const int group = shape.heads_q / shape.heads_kv;
+    const int group = shape.group_heads();
     const int works = ceil_div(shape.seqlen_k, policy().work_keys());  // of a head
     const int at_once = device.multiprocessors / policy().cluster;
     const int most_heads = std::max(section_rounds * at_once / works, 1);

@@ -262,19 +262,21 @@ class DbiasClearer {
  private:
   static constexpr int rows = Kernel::policy.rows;
 
-  __device__ int group() const { return p_.backward.shape.heads_q / p_.backward.shape.heads_kv; }
+  __device__ int first_head() const { return work_.kv_head * p_.backward.shape.group_heads(); }
   // Heads of the group that have their own dbias.
-  __device__ int heads() const { return p_.backward.dbias.head_q != 0 ? group() : 1; }
+  __device__ int heads() const {
+    return p_.backward.dbias.head_q != 0 ? p_.backward.shape.group_heads() : 1;
+  }
   __device__ int tiles() const { return ceil_div(p_.backward.shape.seqlen_q, rows) * heads(); }
   __device__ std::uint32_t zeros() const { return shared_address(storage_.dense.zeros); }
 
   // Tiles are numbered in the order of the visits: the heads of a query tile follow each other.
   __device__ int number() const {
-    return at_.tile() * heads() + (heads() > 1 ? at_.head() - work_.kv_head * group() : 0);
+    return at_.tile() * heads() + (heads() > 1 ? at_.head() - first_head() : 0);
   }
 
   __device__ void clear(int number) const {
-    const int head = work_.kv_head * group() + (heads() > 1 ? number % heads() : 0);
+    const int head = first_head() + (heads() > 1 ? number % heads() : 0);
     const int tile = number / heads();
     if (p_.dense_dbias.by_tma) {
       if (elect_lane()) store_dbias_by_tma<Kernel>(p_, work_, head, tile, zeros(), 0);

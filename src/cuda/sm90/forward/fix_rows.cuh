@@ -13,7 +13,7 @@ namespace flash_dmattn::cuda::sm90 {
 template <class T>
 __device__ inline void fix_marked_rows(const ForwardParams& p, bool has_row, int batch, int head,
                                        int row) {
-  const QueryHead own{batch, head, head / (p.shape.heads_q / p.shape.heads_kv)};
+  const QueryHead own{batch, head, head / p.shape.group_heads()};
   unsigned left = warp_ballot(has_row && isnan(p.lse[own.row_index(p.shape, row)]));
   for (; left != 0; left &= left - 1) {
     const int lane = __ffs(static_cast<int>(left)) - 1;

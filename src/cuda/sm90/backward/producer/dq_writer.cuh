@@ -51,7 +51,7 @@ class VisitOrder {
 
   __device__ void begin_tile(const BackwardWork& work, const QueryVisits<Kernel::variant>& at) {
     const Shape& shape = p_.backward.shape;
-    const int heads = shape.heads_q / shape.heads_kv;
+    const int heads = shape.group_heads();
     const int head = at.head() - work.kv_head * heads;
     const int place = p_.visits.heads_together
                           ? at.tile() * heads + head
@@ -82,7 +82,7 @@ class SlotOrder {
 
   __device__ void begin_tile(const BackwardWork& work,
                              const QueryVisits<Kernel::variant>& at) const {
-    const int member = at.head() - work.kv_head * group();
+    const int member = at.head() - work.kv_head * p_.backward.shape.group_heads();
     if (member % order_heads != 0 || lane_id() != 0) return;
     const int step = first_step(work, at.tile()) + member / order_heads;
     // Later blocks need not wait until this block may add.
@@ -96,14 +96,13 @@ class SlotOrder {
   __device__ void finish() const {}
 
  private:
-  __device__ int group() const { return p_.backward.shape.heads_q / p_.backward.shape.heads_kv; }
   // Steps are numbered in the order of visits.
   __device__ int first_step(const BackwardWork& work, int tile) const {
     const Shape& shape = p_.backward.shape;
     return ((work.batch * shape.heads_kv + work.kv_head) *
                 ceil_div(shape.seqlen_q, slot_tile_rows) +
             tile) *
-           ceil_div(group(), order_heads);
+           ceil_div(shape.group_heads(), order_heads);
   }
   __device__ void publish(const BackwardWork& work, int step) const {
     bulk_wait();

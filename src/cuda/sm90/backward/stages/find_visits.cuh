@@ -30,7 +30,7 @@ struct FindVisits {
                                                                      [](int, const KeyRecord&) {});
     const int first_tile = queries.x / rows;
     const int tiles = max(ceil_div(queries.y, rows) - first_tile, 0);
-    const int group = p.backward.shape.heads_q / p.backward.shape.heads_kv;
+    const int group = p.backward.shape.group_heads();
     const int list = QueryVisitLists::list(p.backward.shape, keys.batch, keys.kv_head, keys.key);
     QueryVisit* const to = p.visits.visits + std::int64_t{list} * p.visits.capacity;
     // All heads of a tile then share one mask and one bias, and all are visited if one is.

@@ -35,11 +35,11 @@ class QueryVisits {
  public:
   __device__ QueryVisits(const BackwardKernelParams& p, const BackwardWork& work)
       : tile_(work.tile_begin),
-        head_(work.kv_head * group_of(p)),
+        head_(work.kv_head * p.backward.shape.group_heads()),
         tile_begin_(work.tile_begin),
         tile_end_(work.tile_end),
         head_begin_(head_),
-        group_(group_of(p)),
+        group_(p.backward.shape.group_heads()),
         left_(group_ * (work.tile_end - work.tile_begin)) {}
 
   __device__ int tile() const { return tile_; }
@@ -71,10 +71,6 @@ class QueryVisits {
   }
 
  private:
-  static __device__ int group_of(const BackwardKernelParams& p) {
-    return p.backward.shape.heads_q / p.backward.shape.heads_kv;
-  }
-
   int tile_;
   int head_;
   int tile_begin_;

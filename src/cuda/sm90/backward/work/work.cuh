@@ -36,7 +36,7 @@ __device__ inline BackwardWork work_of(const BackwardKernelParams& p, const Slot
 // The record of a key, with the bias for the first head of the group.
 __device__ inline KeyRecord first_record(const BackwardKernelParams& p, int batch, int kv_head,
                                          int key) {
-  const int head = kv_head * (p.backward.shape.heads_q / p.backward.shape.heads_kv);
+  const int head = kv_head * p.backward.shape.group_heads();
   const KeyInterval seen = p.info.ranges_of(batch, kv_head)[key];
   return {seen.first, seen.last, key, p.info.biases_of(batch, head, kv_head)[key]};
 }
