@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "cuda/attention/params.h"
+#include "cuda/primitives/integers.h"
 
 // Parameters of this family's backward kernels, and the layout of their fp32 sums.
 namespace flash_dmattn::cuda::sm80 {
@@ -43,8 +44,7 @@ struct DqAccumLayout {
   static constexpr int floats = rows * D;
 
   static constexpr std::int64_t count(const Shape& shape) {
-    return static_cast<std::int64_t>(shape.batch) * shape.heads_q *
-           ((shape.seqlen_q + rows - 1) / rows);
+    return std::int64_t{shape.batch} * shape.heads_q * ceil_div(shape.seqlen_q, rows);
   }
   // The offset at which the four floats of a lane begin.
   static constexpr int offset(int warp, int row_block, int column_block, int lane) {

@@ -2,6 +2,7 @@
 
 #include "cuda/attention/params.h"
 #include "cuda/primitives/convert.cuh"
+#include "cuda/primitives/integers.h"
 #include "cuda/primitives/math.cuh"
 #include "cuda/primitives/tile_copy.cuh"
 
@@ -31,7 +32,7 @@ struct BwdPostprocessDq {
     const int two_rows = static_cast<int>(item / chunks % (Layout::rows / 2));
     const int row = two_rows / 8 * 16 + two_rows % 8;  // in the tile
     const std::int64_t tile = item / chunks / (Layout::rows / 2);
-    const int tiles = (shape.seqlen_q + Layout::rows - 1) / Layout::rows;
+    const int tiles = ceil_div(shape.seqlen_q, Layout::rows);
     const int query = static_cast<int>(tile % tiles) * Layout::rows + row;
     if (chunk * 8 >= shape.head_dim || query >= shape.seqlen_q) return;
     const float* from = sums + tile * Layout::floats + Layout::offset(row, chunk);

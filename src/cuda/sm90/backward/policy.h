@@ -3,6 +3,7 @@
 #include <array>
 #include <cstdint>
 
+#include "cuda/primitives/integers.h"
 #include "cuda/sm90/policy.h"
 
 // Tile policies of the backward as data.
@@ -179,8 +180,7 @@ struct DqAccumLayout {
 
   template <class Shape>
   static constexpr std::int64_t count(const Shape& shape) {
-    return static_cast<std::int64_t>(shape.batch) * shape.heads_q *
-           ((shape.seqlen_q + rows - 1) / rows);
+    return std::int64_t{shape.batch} * shape.heads_q * ceil_div(shape.seqlen_q, rows);
   }
   // The offset of a thread's four floats of block `block`.
   static constexpr int thread_offset(int block, int thread) { return (block * 128 + thread) * 4; }

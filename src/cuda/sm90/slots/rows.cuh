@@ -22,10 +22,7 @@ struct PrepareSlotRecords {
     const std::int64_t row = batch * slots.row_batch + head * slots.row_head;
     const int key = slots.slots.arrivals[row * shape.seqlen_k + arrival];
     if (key < 0) return;
-    const KeyInterval seen = info.ranges[batch * info.range_batch + head * info.range_head + key];
-    const float bias =
-        info.biases[batch * info.bias_batch + head * (info.bias_head_q + info.bias_head_kv) + key];
-    slots.records[item] = {seen.first, seen.last, key, bias};
+    slots.records[item] = first_record(shape, info, batch, head, key);
   }
 };
 

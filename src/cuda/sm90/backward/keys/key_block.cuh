@@ -208,8 +208,8 @@ class KeyBlock {
     }
     if constexpr (policy.paired()) {
       using Tile = typename Storage::Partner::KeyTile;
-      const KeyRecord other =
-          first_record(p_, work_.batch, work_.kv_head, Kernel::partner_key(work_) + r);
+      const KeyRecord other = first_record(p_.backward.shape, p_.info, work_.batch, work_.kv_head,
+                                           Kernel::partner_key(work_) + r);
       if (is_unseen(other)) {
 #pragma unroll 1
         for (int chunk = thread % row_threads; chunk < Tile::chunks; chunk += row_threads) {

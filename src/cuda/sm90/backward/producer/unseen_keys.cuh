@@ -23,9 +23,7 @@ struct UnseenKeys {
       const int kv_head = i / groups % shape.heads_kv;
       const int first = i % groups * warp_size;
       // Keys past the end are padded with keys that no query sees.
-      const KeyInterval seen =
-          p.info
-              .ranges[batch * p.info.range_batch + kv_head * p.info.range_head + first + lane_id()];
+      const KeyInterval seen = p.info.ranges_of(batch, kv_head)[first + lane_id()];
       const bool unseen = first + lane_id() < shape.seqlen_k && seen.first >= seen.last;
 #pragma unroll 1
       for (unsigned left = warp_ballot(unseen); left != 0; left &= left - 1)

@@ -22,9 +22,7 @@ struct BackwardWork {
 // The index in arrays with one element for each query tile of each head.
 __device__ inline std::int64_t tile_index(const Shape& shape, int rows, int batch, int head,
                                           int tile) {
-  return (static_cast<std::int64_t>(batch) * shape.heads_q + head) *
-             ((shape.seqlen_q + rows - 1) / rows) +
-         tile;
+  return (std::int64_t{batch} * shape.heads_q + head) * ceil_div(shape.seqlen_q, rows) + tile;
 }
 
 // Iterates over the query tiles of a work, in all heads of the group. With neighbouring keys it visits one head after

@@ -34,11 +34,11 @@ __device__ inline BackwardWork work_of(const BackwardKernelParams& p, const Slot
 }
 
 // The record of a key, with the bias for the first head of the group.
-__device__ inline KeyRecord first_record(const BackwardKernelParams& p, int batch, int kv_head,
-                                         int key) {
-  const int head = kv_head * p.backward.shape.group_heads();
-  const KeyInterval seen = p.info.ranges_of(batch, kv_head)[key];
-  return {seen.first, seen.last, key, p.info.biases_of(batch, head, kv_head)[key]};
+__device__ inline KeyRecord first_record(const Shape& shape, const KeyInfo& info, int batch,
+                                         int kv_head, int key) {
+  const int head = kv_head * shape.group_heads();
+  const KeyInterval seen = info.ranges_of(batch, kv_head)[key];
+  return {seen.first, seen.last, key, info.biases_of(batch, head, kv_head)[key]};
 }
 
 // Finds the queries [begin, end) that see some key of a block of `Keys` neighbouring keys. Called by all threads of the
@@ -55,7 +55,7 @@ __device__ inline int2 find_queries(const BackwardKernelParams& p, const KeyTile
     const int thread = static_cast<int>(threadIdx.x);
     const bool has_key = thread < Keys;
     KeyRecord record{};
-    if (has_key) record = first_record(p, tile.batch, tile.kv_head, tile.key + thread);
+    if (has_key) record = first_record(shape, p.info, tile.batch, tile.kv_head, tile.key + thread);
     // The age of a listed key is that of the key, not of its place.
     if (Variant.delays && has_key) record.key = p.list.key(tile.batch, tile.kv_head, record.key);
     if (thread == 0) shared_bounds[0] = shape.seqlen_q;
