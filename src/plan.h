@@ -66,17 +66,17 @@ void make_schedule_plan(const Content& content, SchedulePlan& plan) {
   };
 }
 
-// A call that decides nothing: one function sizes its workspace, another runs it.
+// A plan that decides nothing: one function sizes its workspace, another runs it.
 template <class Args, auto workspace_size, auto function>
-struct DirectCall {
+struct DirectPlan {
   std::size_t bytes;
 
-  DirectCall(const Args& args, const Execution& execution)
+  DirectPlan(const Args& args, const Execution& execution)
       : bytes(workspace_size(args, execution)) {}
   void run(const Args& args, const Execution& execution) const { function(args, execution); }
 };
 
-// The workspace size of a DirectCall that needs none.
+// The workspace size of a DirectPlan that needs none.
 template <class Args>
 std::size_t no_workspace(const Args&, const Execution&) {
   return 0;

@@ -289,10 +289,10 @@ const KvBackend kv_backend = {
     .fill = fill,
     .append = append,
     .plan_pending_intervals =
-        make_plan<DirectCall<PendingIntervalsArgs, scratch_workspace<PendingIntervalsArgs>,
+        make_plan<DirectPlan<PendingIntervalsArgs, scratch_workspace<PendingIntervalsArgs>,
                              pending_intervals>,
                   PendingIntervalsArgs, Execution>,
-    .plan_commit = make_plan<DirectCall<CommitArgs, scratch_workspace<CommitArgs>, commit>,
+    .plan_commit = make_plan<DirectPlan<CommitArgs, scratch_workspace<CommitArgs>, commit>,
                              CommitArgs, Execution>,
     .plan_decode_step = plan_with_any_kernels<DecodeStepPlan>,
 };

@@ -8,23 +8,23 @@
 
 namespace flash_dmattn::cuda {
 
-// A call as the plans of a GPU hold it (plan.h). What a call decides depends on the device that was current, such as on its
-// number of multiprocessors, so the call throws std::runtime_error when another device is current.
-template <class Call>
-class OnDevice : public Call {
+// The content of a plan on a GPU (plan.h). What it decides depends on the device that was current, such as on its number of
+// multiprocessors, so it throws std::runtime_error when another device is current.
+template <class Content>
+class OnDevice : public Content {
  public:
-  using Call::Call;
-  explicit OnDevice(const Call& call) : Call(call) {}
+  using Content::Content;
+  explicit OnDevice(const Content& content) : Content(content) {}
 
   template <class Args>
   void run(const Args& args, const Execution& execution) const {
     require_current_device(device_);
-    Call::run(args, execution);
+    Content::run(args, execution);
   }
 
   auto build(std::span<std::byte> memory, const Execution& execution) const {
     require_current_device(device_);
-    return Call::build(memory, execution);
+    return Content::build(memory, execution);
   }
 
  private:

@@ -296,13 +296,13 @@ const KernelSet* find_kernels(const Problem& p, Direction, std::string& reason) 
   return reason.empty() ? kernel_set() : nullptr;
 }
 
-struct ForwardPlan : DirectCall<ForwardArgs, forward_workspace_size, forward> {
-  using DirectCall::DirectCall;
+struct ForwardPlan : DirectPlan<ForwardArgs, forward_workspace_size, forward> {
+  using DirectPlan::DirectPlan;
   std::string kernel_name() const { return "reference forward"; }
 };
 
-struct BackwardPlan : DirectCall<BackwardArgs, backward_workspace_size, backward> {
-  using DirectCall::DirectCall;
+struct BackwardPlan : DirectPlan<BackwardArgs, backward_workspace_size, backward> {
+  using DirectPlan::DirectPlan;
   std::string kernel_name() const { return "reference backward"; }
 };
 

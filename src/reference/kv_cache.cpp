@@ -413,10 +413,10 @@ const KvBackend kv_backend = {
     .fill = fill,
     .append = append,
     .plan_pending_intervals = make_plan<
-        DirectCall<PendingIntervalsArgs, no_workspace<PendingIntervalsArgs>, pending_intervals>,
+        DirectPlan<PendingIntervalsArgs, no_workspace<PendingIntervalsArgs>, pending_intervals>,
         PendingIntervalsArgs, Execution>,
     .plan_commit =
-        make_plan<DirectCall<CommitArgs, no_workspace<CommitArgs>, commit>, CommitArgs, Execution>,
+        make_plan<DirectPlan<CommitArgs, no_workspace<CommitArgs>, commit>, CommitArgs, Execution>,
     .plan_decode_step = plan_with_any_kernels<DecodeStepPlan>,
 };
 

@@ -192,12 +192,12 @@ void commit(const CommitArgs& args, const Execution& execution) {
 void plan_pending_intervals(const PendingIntervalsArgs& args, const Execution& execution,
                             Plan<PendingIntervalsArgs>& plan) {
   make_plan<
-      OnDevice<DirectCall<PendingIntervalsArgs, intervals_workspace_size, pending_intervals>>>(
+      OnDevice<DirectPlan<PendingIntervalsArgs, intervals_workspace_size, pending_intervals>>>(
       args, execution, plan);
 }
 
 void plan_commit(const CommitArgs& args, const Execution& execution, Plan<CommitArgs>& plan) {
-  make_plan<OnDevice<DirectCall<CommitArgs, commit_workspace_size, commit>>>(args, execution, plan);
+  make_plan<OnDevice<DirectPlan<CommitArgs, commit_workspace_size, commit>>>(args, execution, plan);
 }
 
 }  // namespace flash_dmattn::cuda::kv

@@ -49,11 +49,11 @@ bool has_lists(const Args& args) {
   return !args.schedule.empty();
 }
 
-class ForwardCall {
+class ForwardPlan {
  public:
   std::size_t bytes;
 
-  ForwardCall(const ForwardArgs& args, const DeviceProperties& device)
+  ForwardPlan(const ForwardArgs& args, const DeviceProperties& device)
       : params_(cuda::params_of(args)) {
     bytes = place(args, nullptr);
     choice_ = choose_forward(args.problem, params_, shared_class(device));
@@ -62,7 +62,7 @@ class ForwardCall {
   void run(const ForwardArgs& args, const Execution& execution) const {
     const Problem& p = args.problem;
     const auto stream = static_cast<cudaStream_t>(execution.stream);
-    ForwardCall placed = *this;
+    ForwardPlan placed = *this;
     placed.place(args, execution.workspace);
     ForwardParams& params = placed.params_;
     pack_mask(p, params.score, stream);
@@ -177,11 +177,11 @@ void run_key_major(const BackwardArgs& args, const BackwardChoice& choice,
   });
 }
 
-class BackwardCall {
+class BackwardPlan {
  public:
   std::size_t bytes;
 
-  BackwardCall(const BackwardArgs& args, const DeviceProperties& device)
+  BackwardPlan(const BackwardArgs& args, const DeviceProperties& device)
       : choice_(choose(args, is_dbias_aligned(args), args.dq.data != nullptr, device)),
         params_(params_of(args)) {
     // The workspace suffices for any set of gradients and any alignment of dbias.
@@ -247,7 +247,7 @@ const Family sm80_family = {
     .decline_device = sm80::decline_device,
     .forward = {.decline = sm80::decline_forward,
                 .schedule = {ScheduleKind::query_tile_lists, query_tile_rows},
-                .plan = make_plan<OnDevice<sm80::ForwardCall>>,
+                .plan = make_plan<OnDevice<sm80::ForwardPlan>>,
                 .names = sm80::forward_names},
     .few_queries = {.decline = sm80::few_queries::decline,
                     .schedule = {ScheduleKind::query_tile_lists, query_tile_rows},
@@ -255,7 +255,7 @@ const Family sm80_family = {
                     .names = sm80::few_queries::names},
     .backward = {.decline = sm80::decline,
                  .schedule = {ScheduleKind::query_tile_lists, query_tile_rows},
-                 .plan = make_plan<OnDevice<sm80::BackwardCall>>,
+                 .plan = make_plan<OnDevice<sm80::BackwardPlan>>,
                  .names = sm80::backward_names},
     .decode_step = {.decline = sm80::few_queries::decline_cache,
                     .plan = sm80::few_queries::plan_step,

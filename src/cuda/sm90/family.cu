@@ -33,11 +33,11 @@ std::string decline_forward(const Problem& p) {
   return decline_shape(p);
 }
 
-class ForwardCall {
+class ForwardPlan {
  public:
   std::size_t bytes;
 
-  ForwardCall(const ForwardArgs& args, const DeviceProperties& device)
+  ForwardPlan(const ForwardArgs& args, const DeviceProperties& device)
       : params_(params_of(args)),
         choice_(choose_forward(args.problem.dtype, params_)),
         multiprocessors_(device.multiprocessors) {
@@ -46,7 +46,7 @@ class ForwardCall {
 
   void run(const ForwardArgs& args, const Execution& execution) const {
     const auto stream = static_cast<cudaStream_t>(execution.stream);
-    ForwardCall placed = *this;
+    ForwardPlan placed = *this;
     placed.place(args, execution.workspace);
     ForwardParams& params = placed.params_;
     if (choice_.variant.dense == DenseAccess::tiles || has(args.problem.limit_shape))
@@ -95,7 +95,7 @@ const Family sm90_family = {
     .decline_device = sm90::decline_device,
     .forward = {.decline = sm90::decline_forward,
                 .schedule = {ScheduleKind::query_tile_lists, query_tile_rows},
-                .plan = make_plan<OnDevice<sm90::ForwardCall>>,
+                .plan = make_plan<OnDevice<sm90::ForwardPlan>>,
                 .names = sm90::forward_names},
     .backward = {.decline = sm90::decline_backward,
                  .schedule = {ScheduleKind::key_slots, sm90::slot_tile_rows, sm90::slot_segments},

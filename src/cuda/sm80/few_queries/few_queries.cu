@@ -25,12 +25,12 @@ void allocate_sums(const Problem& p, const Choice& choice, Params& params,
   params.outs = workspace.take<float>(parts * choice.head_dim);
 }
 
-// A call of few queries.
-class SplitCall {
+// The plan of a call with few queries.
+class SplitPlan {
  public:
   std::size_t bytes;
 
-  SplitCall(const ForwardArgs& args, const DeviceProperties& device)
+  SplitPlan(const ForwardArgs& args, const DeviceProperties& device)
       : choice_(choose(args.problem, shared_class(device))), params_(cuda::params_of(args)) {
     const Problem& p = args.problem;
     mark_elementwise(params_.score, p);
@@ -43,7 +43,7 @@ class SplitCall {
 
   void run(const ForwardArgs& args, const Execution& execution) const {
     const auto stream = static_cast<cudaStream_t>(execution.stream);
-    SplitCall placed = *this;
+    SplitPlan placed = *this;
     placed.place(args, execution.workspace);
     placed.params_.key_ranges = find_key_ranges(args.problem, args.in, placed.key_ranges_, stream);
     dispatch(choice_, [&]<class T, int D, SharedClass S>() {
@@ -86,12 +86,12 @@ Problem step_problem(const DecodeStepArgs& args) {
   return p;
 }
 
-// A decode step.
-class StepCall {
+// The plan of a decode step.
+class StepPlan {
  public:
   std::size_t bytes;
 
-  StepCall(const DecodeStepArgs& args, const DeviceProperties& device)
+  StepPlan(const DecodeStepArgs& args, const DeviceProperties& device)
       : problem_(step_problem(args)),
         choice_(choose(problem_, shared_class(device))),
         params_(forward_params(args, problem_)) {
@@ -120,7 +120,7 @@ class StepCall {
   }
 
   void run(const DecodeStepArgs&, const Execution& execution) const {
-    StepCall placed = *this;
+    StepPlan placed = *this;
     placed.place(execution.workspace);
     dispatch(choice_, [&]<class T, int D, SharedClass S>() {
       launch_step<T, D, S>(choice_, placed.params_, static_cast<cudaStream_t>(execution.stream));
@@ -130,7 +130,7 @@ class StepCall {
   std::string kernel_name() const { return step_name(choice_); }
 
  private:
-  // The same as in SplitCall.
+  // The same as in SplitPlan.
   std::size_t place(void* base) {
     WorkspaceAllocator workspace(base);
     allocate_sums(problem_, choice_, params_, workspace);
@@ -170,7 +170,7 @@ std::string decline(const Problem& p) {
 }
 
 void plan(const ForwardArgs& args, const DeviceProperties& device, Plan<ForwardArgs>& plan) {
-  make_plan<OnDevice<SplitCall>>(args, device, plan);
+  make_plan<OnDevice<SplitPlan>>(args, device, plan);
 }
 
 std::vector<std::string> names(const DeviceProperties& device) {
@@ -195,7 +195,7 @@ std::string decline_cache(const KvCacheShape& shape) {
 
 void plan_step(const DecodeStepArgs& args, const DeviceProperties& device,
                Plan<DecodeStepArgs>& plan) {
-  make_plan<OnDevice<StepCall>>(args, device, plan);
+  make_plan<OnDevice<StepPlan>>(args, device, plan);
 }
 
 std::vector<std::string> step_names(const DeviceProperties& device) {

@@ -4,8 +4,8 @@
 #include "cuda/device_plan.h"
 #include "cuda/primitives/integers.h"
 #include "cuda/primitives/launch.h"
-#include "cuda/sm90/backward/call.h"
 #include "cuda/sm90/backward/launch.h"
+#include "cuda/sm90/backward/plan.h"
 #include "cuda/sm90/compiled.h"
 #include "cuda/sm90/dense/rows.h"
 #include "cuda/sm90/kernel_choice.h"
@@ -87,22 +87,22 @@ std::string decline_backward(const Problem& p) {
   return "";
 }
 
-void BackwardCall::run(const BackwardArgs& args, const Execution& execution) const {
+void BackwardPlan::run(const BackwardArgs& args, const Execution& execution) const {
   const auto stream = static_cast<cudaStream_t>(execution.stream);
-  BackwardCall call = *this;
-  call.place(args, execution.workspace);
-  const BackwardParams& p = call.common;
+  BackwardPlan placed = *this;
+  placed.place(args, execution.workspace);
+  const BackwardParams& p = placed.common;
   const Problem& problem = args.problem;
   const DType dtype = problem.dtype;
-  const bool stores_dbias = p.dbias.data != nullptr && call.has_dbias_sums();
-  check(cudaMemsetAsync(call.zeroed, 0, call.zeroed_bytes, stream), "cudaMemsetAsync");
-  for (const Source* source : {&call.q, &call.k, &call.v, &call.dout}) source->make(stream);
+  const bool stores_dbias = p.dbias.data != nullptr && placed.has_dbias_sums();
+  check(cudaMemsetAsync(placed.zeroed, 0, placed.zeroed_bytes, stream), "cudaMemsetAsync");
+  for (const Source* source : {&placed.q, &placed.k, &placed.v, &placed.dout}) source->make(stream);
   // A main loop that follows a list stores only the elements of its keys.
-  if (p.dbias.data != nullptr && !call.has_dbias_sums() && has_list(problem))
+  if (p.dbias.data != nullptr && !placed.has_dbias_sums() && has_list(problem))
     store_dbias(args, nullptr, stream);
-  dispatch_bucket(dtype, call.choice.head_dim, [&]<class T, int D>() {
+  dispatch_bucket(dtype, placed.choice.head_dim, [&]<class T, int D>() {
     using Preprocess = PreprocessKernel<T>;
-    const typename Preprocess::Params params = call.preprocess_params<T>();
+    const typename Preprocess::Params params = placed.preprocess_params<T>();
     if (p.score.packed_mask.states != nullptr) {
       using Kernel = PackAndPreprocessKernel<T>;
       const typename Kernel::Params both{pack_mask_params(problem, p.score), params};
@@ -110,18 +110,18 @@ void BackwardCall::run(const BackwardArgs& args, const Execution& execution) con
     } else {
       launch<Preprocess>(Preprocess::blocks(params), params, stream);
     }
-    launch_backward<T, D>(call.choice, call.params, stream);
+    launch_backward<T, D>(placed.choice, placed.params, stream);
   });
-  call.dk.store(p.shape, call.params.list, stream);
-  call.dv.store(p.shape, call.params.list, stream);
-  call.scatter_dbias(stream);
+  placed.dk.store(p.shape, placed.params.list, stream);
+  placed.dv.store(p.shape, placed.params.list, stream);
+  placed.scatter_dbias(stream);
   fix_or_recompute_gradients(p, dtype, stream);
-  if (stores_dbias) store_dbias(args, call.dbias_sums, stream);
+  if (stores_dbias) store_dbias(args, placed.dbias_sums, stream);
 }
 
 void plan_backward(const BackwardArgs& args, const DeviceProperties& device,
                    Plan<BackwardArgs>& plan) {
-  make_plan<OnDevice<BackwardCall>>(args, device, plan);
+  make_plan<OnDevice<BackwardPlan>>(args, device, plan);
 }
 
 std::vector<std::string> backward_names(const DeviceProperties&) {

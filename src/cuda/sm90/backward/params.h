@@ -98,7 +98,7 @@ struct BackwardKernelParams {
   float* dq_accum = nullptr;   // [B, Hq, query tiles] DqAccumLayout; null if not wanted
   OrderSemaphores order;       // order of the additions to dq_accum
   SlotParams slots;
-  // For blocks of neighbouring keys (BackwardCall::set_block_order): the number of kv heads of a section (KeyTile), and
+  // For blocks of neighbouring keys (BackwardPlan::set_block_order): the number of kv heads of a section (KeyTile), and
   // of blocks of a run of a head. The runs of a head descend and ascend alternately; with runs of 1 all blocks ascend.
   int section_heads = 1;
   int run_blocks = 1;

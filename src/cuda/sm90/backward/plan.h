@@ -64,8 +64,8 @@ inline bool owns_dense_dbias(const Problem& p) {
   return is_dbias_of_one_block(p) && (p.bias_shape[1] == p.heads_q || p.heads_q == 2 * p.heads_kv);
 }
 
-// A backward: its kernel, the parameters of its launches, and its arrays in the caller's workspace.
-struct BackwardCall {
+// The plan of a backward: its kernel, the parameters of its launches, and its arrays in the caller's workspace.
+struct BackwardPlan {
   std::size_t bytes;  // of the workspace
 
   Problem problem;  // problem of the main loop
@@ -80,7 +80,7 @@ struct BackwardCall {
   float* dbias_sums = nullptr;    // dbias_accum_shape
   float* listed_dbias = nullptr;  // the same for the keys of a list
 
-  BackwardCall(const BackwardArgs& args, const DeviceProperties& device)
+  BackwardPlan(const BackwardArgs& args, const DeviceProperties& device)
       : problem(main_loop_problem(args)),
         choice(choose_backward(args)),
         common(params_of(args)),
