@@ -49,7 +49,7 @@ struct CacheRule {
     }
   }
 
-  __device__ HeadRule of_head(int head) const {
+  __device__ HeadRule head_rule(int head) const {
     HeadRule rule = common;
     if (by_head) rule.window = windows[head];
     return rule;
@@ -102,7 +102,7 @@ struct SlotScan {
   }
 
   // The sum over a warp, in every lane.
-  __device__ SlotScan of_warp() const {
+  __device__ SlotScan warp_sum() const {
     SlotScan sum = *this;
 #pragma unroll
     for (int step = 1; step < warp_size; step *= 2) {

@@ -39,7 +39,7 @@ struct FillSlotsKernel {
     if (row < 0) return;
     const std::int64_t first_slot = p.cache.first(row, h);
     const int length = p.lengths == nullptr ? p.seqlen_k : p.lengths[b];
-    const HeadRule rule = p.rule.of_head(h);
+    const HeadRule rule = p.rule.head_rule(h);
     const KeyInterval* const intervals =
         p.intervals.data + b * p.intervals.stride_batch + h * p.intervals.stride_head;
     int count = 0;

@@ -42,7 +42,7 @@ struct PendingParams {
     return keep == nullptr ? cache.pending : keep[row / cache.heads];
   }
   __device__ HeadRule rule_of(std::int64_t row) const {
-    return rule.of_head(static_cast<int>(row % cache.heads));
+    return rule.head_rule(static_cast<int>(row % cache.heads));
   }
   __device__ std::int32_t entry(std::int64_t row, int slot) const {
     return cache.entries[place(row, slot)];

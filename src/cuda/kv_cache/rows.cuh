@@ -85,7 +85,7 @@ struct AppendTokens {
     const std::int64_t at = cache.first(b, h) + slot;
     const float score = scores(b, h, t);
     const std::int32_t position = cache.seen[b] + cache.pending + t;
-    const std::int32_t entry = rule.of_head(h).admits(score) ? position : ~position;
+    const std::int32_t entry = rule.head_rule(h).admits(score) ? position : ~position;
     cache.scores[at] = score;
     cache.entries[at] = scores.is_present(b, t) ? entry : no_key;
   }

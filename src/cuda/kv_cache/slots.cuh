@@ -89,11 +89,11 @@ struct BlockScan {
       const std::int64_t at = first + slot;
       scan.add(sought, cache.scores[at], cache.entries[at], slot);
     }
-    scan = scan.of_warp();
+    scan = scan.warp_sum();
     if (lane_id() == 0) storage.scans[warp_id()] = scan;
     __syncthreads();
     if (warp_id() > 0) return scan;
-    return storage.scans[lane_id() % (Threads / warp_size)].of_warp();
+    return storage.scans[lane_id() % (Threads / warp_size)].warp_sum();
   }
 };
 

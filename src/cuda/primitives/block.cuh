@@ -27,8 +27,8 @@ class BlockNumbers {
   }
 
  private:
-  static __device__ int numbers_before_warp(Storage& storage, int of_warp, int& total) {
-    if (lane_id() == 0) storage.counts[warp_id()] = of_warp;
+  static __device__ int numbers_before_warp(Storage& storage, int warp_total, int& total) {
+    if (lane_id() == 0) storage.counts[warp_id()] = warp_total;
     __syncthreads();
     int before = 0;
     total = 0;
@@ -50,8 +50,8 @@ class BlockSum {
   };
 
   static __device__ int of(Storage& storage, int mine) {
-    const int of_warp = warp_sum(mine);
-    if (lane_id() == 0) storage.sums[warp_id()] = of_warp;
+    const int warp_total = warp_sum(mine);
+    if (lane_id() == 0) storage.sums[warp_id()] = warp_total;
     __syncthreads();
     int sum = 0;
     for (const int part : storage.sums) sum += part;

@@ -84,7 +84,7 @@ struct RowSource {
         full_width(head_dim == Tile::columns) {}
 
   // The same chunk of the n-th head after this one.
-  __device__ const std::byte* of_head(int n) const { return data + n * head_step; }
+  __device__ const std::byte* head_chunk(int n) const { return data + n * head_step; }
 };
 
 // Copies to row r of the tile row index(r) of the head that is head(r) after the source's head, or zeros unless
@@ -103,14 +103,14 @@ __device__ inline void copy_g2s(Group group, const RowSource<Tile, Group>& sourc
       const int r = row + i * Steps::rows_at_once;
       const bool valid = source.exists && exists(r);
       const std::byte* const from =
-          source.of_head(head(r)) + static_cast<std::int64_t>(index(r)) * source.row_step;
+          source.head_chunk(head(r)) + static_cast<std::int64_t>(index(r)) * source.row_step;
       cp_async_16(Steps::to(tile, base, group, i), valid ? from : source.data, valid);
     }
   } else {
 #pragma unroll 1
     for (int r = row; r < Tile::rows; r += Steps::rows_at_once) {
       const bool valid = source.exists && exists(r);
-      const std::byte* const from = source.of_head(head(r)) + index(r) * source.row;
+      const std::byte* const from = source.head_chunk(head(r)) + index(r) * source.row;
       store_shared_16(tile + Tile::offset(r, chunk),
                       valid ? load_unaligned_chunk(from) : uint4{0, 0, 0, 0});
     }

@@ -151,10 +151,10 @@ namespace {
 
 // The layout for a selection of one key, whose intervals are not read.
 per_query::Work ordered_rows(const SelectionArgs& args, WorkspaceAllocator& workspace) {
-  SelectionArgs of_one = args;
-  of_one.keep.window = 1;
-  of_one.intervals = workspace.take<KeyInterval>(args.batch * args.heads * args.seqlen_k);
-  return per_query::lay_out(of_one, rows_per_batch(of_one), per_query::Result::order, workspace);
+  SelectionArgs one_key = args;
+  one_key.keep.window = 1;
+  one_key.intervals = workspace.take<KeyInterval>(args.batch * args.heads * args.seqlen_k);
+  return per_query::lay_out(one_key, rows_per_batch(one_key), per_query::Result::order, workspace);
 }
 
 }  // namespace

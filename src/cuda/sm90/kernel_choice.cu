@@ -47,14 +47,15 @@ ForwardVariant choose_variant(const ForwardParams& p) {
         .load = KeyLoad::any, .has_key_info = true, .dense = DenseAccess::elements, .shapes = true};
   }
   if (has_tiles) {
-    const bool of_keys =
+    const bool has_key_arrays =
         score.mask.data != nullptr || score.bias.data != nullptr || score.intervals.data != nullptr;
-    return {.has_key_info = of_keys || shapes, .shapes = shapes};
+    return {.has_key_info = has_key_arrays || shapes, .shapes = shapes};
   }
   constexpr ForwardVariant gather{.load = KeyLoad::gather, .has_key_info = true};
-  const bool delays =
+  const bool supports_delay_of_call =
       score.bias_delay == 0 || supports_delay(head_dim_bucket(shape.head_dim), gather);
-  if (has_q_tiles && !shapes && delays && gathers(p.k) && gathers(p.v)) return gather;
+  if (has_q_tiles && !shapes && supports_delay_of_call && gathers(p.k) && gathers(p.v))
+    return gather;
   return {.load = KeyLoad::any, .has_key_info = true, .shapes = true};
 }
 

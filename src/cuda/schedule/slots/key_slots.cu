@@ -199,8 +199,8 @@ struct AssignSlotsKernel {
     const bool is_tile = tile < tiles;
     Events& total = shared.totals[parity][tile];
     const auto numbers = [&](int warp) {
-      WarpNumbers& of_warp = shared.numbers[warp];
-      return Events{of_warp.arrivals[tile], of_warp.departures[tile]};
+      WarpNumbers& warp_numbers = shared.numbers[warp];
+      return Events{warp_numbers.arrivals[tile], warp_numbers.departures[tile]};
     };
     if (is_tile) {
       Events sum{};
@@ -215,11 +215,11 @@ struct AssignSlotsKernel {
                          warp_inclusive_sum(sums.all.departures, lane_id())};
     if (lane_id() == warp_size - 1) shared.warp_sums[warp_id()] = through;
     __syncthreads();
-    const Events of_warp = lane_id() < warps ? shared.warp_sums[lane_id()] : Events{};
+    const Events warp_events = lane_id() < warps ? shared.warp_sums[lane_id()] : Events{};
     const bool is_before = lane_id() < warp_id();
     Events number = numbered;
-    number +=
-        {warp_sum(is_before ? of_warp.arrivals : 0), warp_sum(is_before ? of_warp.departures : 0)};
+    number += {warp_sum(is_before ? warp_events.arrivals : 0),
+               warp_sum(is_before ? warp_events.departures : 0)};
     number += through;
     number -= sums.all;
     number += sums.before;
@@ -232,7 +232,7 @@ struct AssignSlotsKernel {
         number += count;
       }
     }
-    numbered += {warp_sum(of_warp.arrivals), warp_sum(of_warp.departures)};
+    numbered += {warp_sum(warp_events.arrivals), warp_sum(warp_events.departures)};
     __syncthreads();
   }
 

@@ -96,8 +96,8 @@ struct PartitionRowKernel {
     }
     if (lane == 0) shared.warp_keys[warp_id()] = count;
     __syncthreads();
-    const int of_warp = lane < warps ? shared.warp_keys[lane] : 0;
-    const int before = warp_sum(lane < warp_id() ? of_warp : 0);
+    const int warp_count = lane < warps ? shared.warp_keys[lane] : 0;
+    const int before = warp_sum(lane < warp_id() ? warp_count : 0);
 #pragma unroll
     for (int w = 0; w < words; ++w) {
       const int first = warp_begin + (w * warp_size + lane) * warp_size;
@@ -109,7 +109,7 @@ struct PartitionRowKernel {
       }
     }
     __syncthreads();
-    return min(warp_sum(of_warp), p.nodes.capacity());
+    return min(warp_sum(warp_count), p.nodes.capacity());
   }
 
   static __device__ void complete_entries(const AllKeys::Items& all, int size,

@@ -128,14 +128,14 @@ struct DigitCounts {
   int in_row = 0;
   int in_earlier = 0;  // in the tiles before `tile`
 
-  __device__ DigitCounts(const std::uint32_t* of_tiles, int tiles, int tile) {
+  __device__ DigitCounts(const std::uint32_t* tile_counts, int tiles, int tile) {
     constexpr int together = 16;  // loads in flight at a time
     for (int first = 0; first < tiles; first += together) {
       int count[together];
 #pragma unroll
       for (int i = 0; i < together; ++i) {
         const int t = first + i;
-        count[i] = t < tiles ? static_cast<int>(of_tiles[t * RowPasses::digits]) : 0;
+        count[i] = t < tiles ? static_cast<int>(tile_counts[t * RowPasses::digits]) : 0;
       }
 #pragma unroll
       for (int i = 0; i < together; ++i) {

@@ -34,7 +34,7 @@ struct QueryWords {
   bool causal = false;
 
   __host__ __device__ int tiles() const { return ceil_div(seqlen_q, tile_queries); }
-  __device__ std::uint32_t* of_tile(std::int64_t matrix, int tile) const {
+  __device__ std::uint32_t* tile_words(std::int64_t matrix, int tile) const {
     return words + (matrix * tiles() + tile) * seqlen_k;
   }
 };
@@ -87,21 +87,21 @@ __global__ void __launch_bounds__(pack_threads) pack_queries(QueryWords p, MaskO
 #pragma unroll
     for (int i = 0; i < tile_queries; ++i) {
       if (i >= rows) continue;
-      const T* const of_row = from + i * dense.stride[2];
+      const T* const query_row = from + i * dense.stride[2];
       if (dense.aligned_words) {
-        const std::uint32_t elements = __ldg(reinterpret_cast<const std::uint32_t*>(of_row));
+        const std::uint32_t elements = __ldg(reinterpret_cast<const std::uint32_t*>(query_row));
 #pragma unroll
         for (int e = 0; e < thread_keys; ++e) {
           word[e] |= (dense.shows(reinterpret_cast<const T*>(&elements)[e]) ? 1u : 0u) << i;
         }
       } else {
         for (int e = 0; e < keys; ++e) {
-          word[e] |= (dense.shows(of_row[e * dense.stride[3]]) ? 1u : 0u) << i;
+          word[e] |= (dense.shows(query_row[e * dense.stride[3]]) ? 1u : 0u) << i;
         }
       }
     }
   }
-  std::uint32_t* const to = p.of_tile(matrix, tile) + key;
+  std::uint32_t* const to = p.tile_words(matrix, tile) + key;
 #pragma unroll
   for (int e = 0; e < thread_keys; ++e) {
     if (e >= keys) break;
@@ -142,11 +142,12 @@ __global__ void __launch_bounds__(limit_warps* warp_size) find_limits(LimitSearc
   const int tile = static_cast<int>(mine / p.heads % p.words.tiles());
   const auto batch = static_cast<int>(mine / p.heads / p.words.tiles());
   const auto matrix_of = [&](int batches, int heads) {
-    const std::int64_t of_batch = batches == 1 ? 0 : batch;
-    return of_batch * heads + std::int64_t{head} * heads / p.heads;
+    const std::int64_t batch_index = batches == 1 ? 0 : batch;
+    return batch_index * heads + std::int64_t{head} * heads / p.heads;
   };
   const int keys = p.words.seqlen_k;
-  const std::uint32_t* const words = p.words.of_tile(matrix_of(p.words.batch, p.words.heads), tile);
+  const std::uint32_t* const words =
+      p.words.tile_words(matrix_of(p.words.batch, p.words.heads), tile);
   const std::int32_t* const order = p.order + matrix_of(p.order_batch, p.order_heads) * keys;
 
   int missing = p.window;  // number of keys that query `lane` still lacks

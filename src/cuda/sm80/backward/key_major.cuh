@@ -70,8 +70,8 @@ struct KeyMajorBackwardKernel {
     const int group = p.shape.group_heads();
     // The heads of a group see the same keys and are visited together, unless a key mask or a key bias
     // differs among them.
-    const auto of_query_head = [](const Broadcast& b) { return !b.dense && b.head_q != 0; };
-    const bool apart = of_query_head(p.score.mask) || of_query_head(p.score.bias);
+    const auto differs_by_head = [](const Broadcast& b) { return !b.dense && b.head_q != 0; };
+    const bool apart = differs_by_head(p.score.mask) || differs_by_head(p.score.bias);
     const int heads = apart ? 1 : group;
     for (int member = 0; member < group; member += heads)
       mainloop.visit(mainloop.tile.kv_head * group + member, heads);

@@ -124,16 +124,16 @@ class QueryMajorBiasGradient {
 #pragma unroll
         for (int n = 0; n < n8; ++n) {
           const int column = position().column + 8 * n;
-          const float (&of_row)[2] = reinterpret_cast<const float (&)[2]>(ds[m][n][2 * h]);
+          const float (&row_ds)[2] = reinterpret_cast<const float (&)[2]>(ds[m][n][2 * h]);
           if (by_twos && column + 1 < size) {
-            store_gradient_x2<T>(p_.dbias, row_begin + keys[column], of_row[0], of_row[1],
+            store_gradient_x2<T>(p_.dbias, row_begin + keys[column], row_ds[0], row_ds[1],
                                  p_.saturate);
             continue;
           }
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             if (column + i < size) {
-              store_gradient<T>(p_.dbias, row_begin + keys[column + i] * p_.dbias.key, of_row[i],
+              store_gradient<T>(p_.dbias, row_begin + keys[column + i] * p_.dbias.key, row_ds[i],
                                 p_.dbias_accumulates, p_.saturate);
             }
           }

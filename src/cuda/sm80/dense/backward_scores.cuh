@@ -111,10 +111,10 @@ class DenseScores {
                                             static_cast<std::uint32_t>(n * 8 * Bias::row_bytes));
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
-        const float2 of_keys = Element<T>::widen_packed2(
+        const float2 key_biases = Element<T>::widen_packed2(
             hide_masking_biases<T>(m == 0 ? four_keys.x : four_keys.y, mask_values));
-        x[m][n][e] = fmaf(x[m][n][e], factor, of_keys.x);
-        x[m][n][2 + e] = fmaf(x[m][n][2 + e], factor, of_keys.y);
+        x[m][n][e] = fmaf(x[m][n][e], factor, key_biases.x);
+        x[m][n][2 + e] = fmaf(x[m][n][2 + e], factor, key_biases.y);
       }
     }
   }

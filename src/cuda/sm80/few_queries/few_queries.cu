@@ -31,7 +31,7 @@ class SplitPlan {
   std::size_t bytes;
 
   SplitPlan(const ForwardArgs& args, const DeviceProperties& device)
-      : choice_(choose(args.problem, shared_class(device))), params_(cuda::params_of(args)) {
+      : choice_(choose_kernel(args.problem, shared_class(device))), params_(cuda::params_of(args)) {
     const Problem& p = args.problem;
     mark_elementwise(params_.score, p);
     const std::int64_t most_keys =
@@ -93,7 +93,7 @@ class StepPlan {
 
   StepPlan(const DecodeStepArgs& args, const DeviceProperties& device)
       : problem_(step_problem(args)),
-        choice_(choose(problem_, shared_class(device))),
+        choice_(choose_kernel(problem_, shared_class(device))),
         params_(forward_params(args, problem_)) {
     const KvCache& cache = args.cache;
     params_.split = split_keys(problem_, policy(choice_), cache.shape.places(), device);
@@ -169,13 +169,13 @@ std::string decline(const Problem& p) {
   return sm80::decline(p);
 }
 
-void plan(const ForwardArgs& args, const DeviceProperties& device, Plan<ForwardArgs>& plan) {
+void plan_split(const ForwardArgs& args, const DeviceProperties& device, Plan<ForwardArgs>& plan) {
   make_plan<OnDevice<SplitPlan>>(args, device, plan);
 }
 
-std::vector<std::string> names(const DeviceProperties& device) {
+std::vector<std::string> split_names(const DeviceProperties& device) {
   std::vector<std::string> result;
-  for (const Choice& choice : choices(shared_class(device))) result.push_back(name(choice));
+  for (const Choice& choice : split_choices(shared_class(device))) result.push_back(name(choice));
   return result;
 }
 

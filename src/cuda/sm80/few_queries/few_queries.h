@@ -9,8 +9,8 @@ namespace flash_dmattn::cuda::sm80::few_queries {
 
 // The family's kernels for its member `few_queries`.
 std::string decline(const Problem& p);
-void plan(const ForwardArgs& args, const DeviceProperties& device, Plan<ForwardArgs>& plan);
-std::vector<std::string> names(const DeviceProperties& device);
+void plan_split(const ForwardArgs& args, const DeviceProperties& device, Plan<ForwardArgs>& plan);
+std::vector<std::string> split_names(const DeviceProperties& device);
 
 // A decode step, whose keys are the slots of a KV cache. The same kernel inserts the token into a slot.
 std::string decline_cache(const KvCacheShape& shape);

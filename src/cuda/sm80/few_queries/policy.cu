@@ -11,7 +11,7 @@ namespace flash_dmattn::cuda::sm80::few_queries {
 
 namespace {
 
-std::string name(std::string_view kind, const Choice& choice) {
+std::string kernel_name(std::string_view kind, const Choice& choice) {
   std::string text = "sm80 ";
   text.append(kind).append(" ").append(flash_dmattn::name_of(choice.dtype));
   text.append(" d").append(std::to_string(choice.head_dim));
@@ -22,9 +22,9 @@ std::string name(std::string_view kind, const Choice& choice) {
 
 }  // namespace
 
-std::string name(const Choice& choice) { return name("few_queries", choice); }
+std::string name(const Choice& choice) { return kernel_name("few_queries", choice); }
 
-std::string step_name(const Choice& choice) { return name("decode_step", choice); }
+std::string step_name(const Choice& choice) { return kernel_name("decode_step", choice); }
 
 std::vector<Choice> step_choices(SharedClass shared) {
   std::vector<Choice> result;
@@ -38,7 +38,7 @@ std::vector<Choice> step_choices(SharedClass shared) {
   return result;
 }
 
-std::vector<Choice> choices(SharedClass shared) {
+std::vector<Choice> split_choices(SharedClass shared) {
   std::vector<Choice> result;
   for (Choice choice : step_choices(shared)) {
     for (const bool elementwise : {false, true}) {
@@ -49,7 +49,7 @@ std::vector<Choice> choices(SharedClass shared) {
   return result;
 }
 
-Choice choose(const Problem& p, SharedClass shared) {
+Choice choose_kernel(const Problem& p, SharedClass shared) {
   const std::int64_t group = p.heads_kv == 0 ? 1 : p.heads_q / p.heads_kv;
   const auto differs_between_heads = [&](const BroadcastShape& shape) {
     return group > 1 && shape[1] > 1 && shape[1] == p.heads_q;

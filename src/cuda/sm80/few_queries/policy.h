@@ -68,11 +68,11 @@ std::string name(const Choice& choice);
 // The name of a decode step, such as "sm80 decode_step bf16 d128 rows16 163KB".
 std::string step_name(const Choice& choice);
 
-std::vector<Choice> choices(SharedClass shared);
+std::vector<Choice> split_choices(SharedClass shared);
 // The choices for decode steps, which have no masks or biases that differ between rows.
 std::vector<Choice> step_choices(SharedClass shared);
 
-Choice choose(const Problem& p, SharedClass shared);
+Choice choose_kernel(const Problem& p, SharedClass shared);
 
 // The division of a call's rows and keys among blocks. It depends on shapes and the GPU alone, so that a call can be
 // captured in a graph.

@@ -45,7 +45,7 @@ class SlotInfo {
   }
   // Decides how the step changes the slots. Rows and key info need not wait for it.
   __device__ void prepare() {
-    change_ = change_of_step(p_.rule.of_head(kv_head_), before_, seen_, score_new_, mask_ != 0);
+    change_ = change_of_step(p_.rule.head_rule(kv_head_), before_, seen_, score_new_, mask_ != 0);
   }
 
   __device__ bool has_values() const { return true; }
@@ -186,7 +186,7 @@ struct SlotKeys {
 
   static __device__ void finish(const Info& info, Storage& storage) {
     if (warp_id() >= Storage::most_warps) return;
-    const SlotScan scan = info.scan().of_warp();
+    const SlotScan scan = info.scan().warp_sum();
     if (lane_id() == 0) storage.scans[warp_id()] = scan;
   }
   static __device__ void store_cluster(const Params& p, const GroupRows&, const Info& info,
@@ -194,20 +194,20 @@ struct SlotKeys {
     if (rank != p.split.splits - 1 || warp_id() > 0) return;
     SlotScan scan = SlotScan::nothing();
     for (int n = lane_id(); n < p.split.splits; n += warp_size)
-      scan.add(of_block(*in_cluster_block(&storage, n)));
-    scan = scan.of_warp();
+      scan.add(block_scan(*in_cluster_block(&storage, n)));
+    scan = scan.warp_sum();
     const int2 after = info.counts_after();
     if (lane_id() == 0) info.slot_count() = scan.count(after.x, after.y);
   }
   static __device__ void store_split(const Params& p, const GroupRows&, const Info& info,
                                      const Storage& storage, int split) {
     if (threadIdx.x > 0) return;
-    p.scans[info.index() * p.split.splits + split] = of_block(storage);
+    p.scans[info.index() * p.split.splits + split] = block_scan(storage);
     if (split == 0) p.counts_after[info.index()] = info.counts_after();
   }
 
  private:
-  static __device__ SlotScan of_block(const Storage& storage) {
+  static __device__ SlotScan block_scan(const Storage& storage) {
     SlotScan scan = storage.scans[0];
     scan.add(storage.scans[1]);
     return scan;
@@ -236,7 +236,7 @@ struct CombineStepKernel : CombineKernel<T, D> {
       SlotScan scan = SlotScan::nothing();
       for (int n = lane_id(); n < p.split.splits; n += warp_size)
         scan.add(p.scans[index * p.split.splits + n]);
-      scan = scan.of_warp();
+      scan = scan.warp_sum();
       if (lane_id() == 0) p.count(row, head.kv_head) = scan.count(after.x, after.y);
     }
     if (head.head == 0 && threadIdx.x == 0) ++p.seen[row * p.rows.seen_stride];

@@ -104,10 +104,10 @@ __device__ inline void store_row(const ForwardParams& p, const QueryHead& head, 
   const bool ordinary =
       sums.sum > 0 && isfinite(sums.sum) && isfinite(largest) && fabsf(sums.max) < 1e38f;
   if (!warp_all(ordinary)) {
-    ForwardParams of_keys = p;
-    of_keys.shape.seqlen_k = keys;
-    present.move_to_row(of_keys);
-    fp64_row<T, true>(of_keys, head, query, present);
+    ForwardParams row_params = p;
+    row_params.shape.seqlen_k = keys;
+    present.move_to_row(row_params);
+    fp64_row<T, true>(row_params, head, query, present);
     return;
   }
   const float inverse = 1 / sums.sum;

@@ -98,14 +98,14 @@ __device__ inline void add_delayed_column_bias(float factor, const KeyInfo& key_
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int c = column + 8 * n + e;
-      const float of_key = key_info.bias[c];
+      const float key_bias = key_info.bias[c];
       const int begin = begin_of(c);
 #pragma unroll
       for (int m = 0; m < M16; ++m) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           float& s = x[m][n][2 * h + e];
-          const float bias = query_of(m, h) >= begin ? of_key : 0.0f;
+          const float bias = query_of(m, h) >= begin ? key_bias : 0.0f;
           s = bias == negative_infinity ? bias : fmaf(s, factor, bias);
         }
       }

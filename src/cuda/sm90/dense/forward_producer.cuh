@@ -208,7 +208,7 @@ struct DenseProducer : TmaProducer<Kernel> {
         const int use = n * warpgroups + i;
         const std::uint32_t full = expect_dense(use, bytes);
         if (bytes == 0) continue;
-        const std::uint32_t to = shared_address(storage.dense.of_use(use).bias);
+        const std::uint32_t to = shared_address(storage.dense.tile_of_use(use).bias);
 #pragma unroll
         for (int j = 0; j < Biases::panels; ++j) {
           tma_load(to + j * Biases::panel_bytes, p.bias_map, full, tiles.key() + j * panel_columns,
@@ -236,7 +236,7 @@ struct DenseProducer : TmaProducer<Kernel> {
       for (int i = 0; i < warpgroups; ++i) {
         const int use = n * warpgroups + i;
         const std::uint32_t full = expect_dense(use, queries * panel_row_bytes);
-        tma_load(shared_address(storage.dense.of_use(use).mask.bytes), p.mask_map, full,
+        tma_load(shared_address(storage.dense.tile_of_use(use).mask.bytes), p.mask_map, full,
                  tiles.key() / 2, tiles.work.row + i * queries, index.x, index.y);
       }
     });
@@ -264,7 +264,7 @@ struct DenseProducer : TmaProducer<Kernel> {
         const int row = tiles.work.row + i * queries;
         const std::int64_t row_tile = min(row / side, row_tiles - 1);
         const std::uint64_t* const from = bits + (row_tile * mask.words + word) * side + row % side;
-        const auto& to = storage.dense.of_use(use).mask.bits;
+        const auto& to = storage.dense.tile_of_use(use).mask.bits;
 #pragma unroll
         for (int j = 0; j < Tile::words; ++j) {
           if (j < words) bulk_load(shared_address(to[j]), from + j * side, word_bytes, full);

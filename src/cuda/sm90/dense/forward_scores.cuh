@@ -112,12 +112,12 @@ class DenseScores {
     for (int h = 0; h < Queries; ++h) {
 #pragma unroll
       for (int word = 0; word < Tile::words; ++word) {
-        uint2 of_64 = {0, 0};
-        if (HasBits) of_64 = load_shared_8(from + (word * PackedMask::side + 8 * h) * 8);
+        uint2 row_bits = {0, 0};
+        if (HasBits) row_bits = load_shared_8(from + (word * PackedMask::side + 8 * h) * 8);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const std::uint32_t of_32 = half == 0 ? of_64.x : of_64.y;
-          const Bits bits{of_32 << (7 - column()), of_32 << (6 - column())};
+          const std::uint32_t half_bits = half == 0 ? row_bits.x : row_bits.y;
+          const Bits bits{half_bits << (7 - column()), half_bits << (6 - column())};
 #pragma unroll
           for (int i = 0; i < 4; ++i) body(h, word * 8 + half * 4 + i, bits);
         }

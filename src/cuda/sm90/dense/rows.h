@@ -43,8 +43,8 @@ struct DenseRows {
 template <class Byte>
 __device__ inline int2 index_in_map(const BroadcastView<Byte>& bias, int batch, int head,
                                     int kv_head) {
-  const int of_group = bias.head_kv != 0 ? kv_head : 0;
-  return {bias.head_q != 0 ? head : of_group, bias.batch != 0 ? batch : 0};
+  const int group_index = bias.head_kv != 0 ? kv_head : 0;
+  return {bias.head_q != 0 ? head : group_index, bias.batch != 0 ? batch : 0};
 }
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -113,7 +113,7 @@ class ConsumerScores {
     auto& pipeline = storage_.dense.pipeline;
     const int use = n * warpgroups + warpgroup_;
     pipeline.wait_full(use);
-    const auto& tile = storage_.dense.of_use(use);
+    const auto& tile = storage_.dense.tile_of_use(use);
     has_two_heads() ? visit_dense_queries<1>(tile, visit) : visit_dense_queries<2>(tile, visit);
     pipeline.release(use);
   }

@@ -44,8 +44,8 @@ struct GatherProducer : ProducerBase<Kernel> {
     int work_count = 0;
     int number = static_cast<int>(blockIdx.x);
     Source source = get_source(number);  // there is work for every block
-    Indices of_k = fetch(source, 0);
-    Indices of_v{};
+    Indices k_indices = fetch(source, 0);
+    Indices v_indices{};
     const std::byte* v = nullptr;
     for (; number < p.work_tiles; ++work_count) {
       int taken = 0;
@@ -54,20 +54,20 @@ struct GatherProducer : ProducerBase<Kernel> {
 #pragma unroll 1
       for (int visit = 0; visit < visits; ++visit, ++n) {
         if (threadIdx.x == 0 && visit == visits - 1) taken = this->take_work();
-        load_k(source, of_k, visit, n);
+        load_k(source, k_indices, visit, n);
         if (visit > 0 && n > 1) announce<1>(storage.v_pipeline, n - 2);
-        Indices ahead = of_k;
+        Indices ahead = k_indices;
         if (visit + 1 < visits) ahead = fetch(source, visit + 1);
         if (n > 0) {
-          load_v(v, of_v, n - 1);
+          load_v(v, v_indices, n - 1);
           announce<1>(storage.k_pipeline, n);
         } else {
           announce<0>(storage.k_pipeline, n);
         }
         // The copies of q are older than those of its first keys.
         if (any_strides && visit == 0) mbarrier_arrive(storage.q_pipeline.full_of(work_count));
-        of_v = of_k;
-        of_k = ahead;
+        v_indices = k_indices;
+        k_indices = ahead;
         v = source.v;
       }
       // The consumers still compute two tiles, which hides the latency of the counter.
@@ -77,11 +77,11 @@ struct GatherProducer : ProducerBase<Kernel> {
       number = shared_number;
       if (number < p.work_tiles) {
         source = get_source(number);
-        of_k = fetch(source, 0);
+        k_indices = fetch(source, 0);
       }
       if (n > 1) announce<0>(storage.v_pipeline, n - 2);
     }
-    load_v(v, of_v, n - 1);
+    load_v(v, v_indices, n - 1);
     announce<0>(storage.v_pipeline, n - 1);
     if (threadIdx.x == 0) this->load_end_of_work(work_count);
   }

@@ -73,7 +73,7 @@ struct DenseStorage {
   std::uint32_t flags[KeyStages];
   Pipeline<Stages> pipeline;
 
-  __device__ Tile& of_use(int use) { return tile[pipeline.stage(use)]; }
+  __device__ Tile& tile_of_use(int use) { return tile[pipeline.stage(use)]; }
 };
 template <class Tile, int KeyStages>
 struct DenseStorage<Tile, 0, KeyStages> {};

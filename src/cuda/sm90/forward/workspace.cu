@@ -8,9 +8,9 @@ KeyInfo allocate_key_info(const Shape& shape, const ScoreParams& score,
                           WorkspaceAllocator& workspace, const ListedKeys& list,
                           bool has_recent_biases) {
   KeyInfo info;
-  const auto of_keys = [](const Broadcast& b) { return b.dense ? Broadcast{} : b; };
-  const Broadcast mask = of_keys(score.mask);
-  const Broadcast bias = of_keys(score.bias);
+  const auto key_broadcast = [](const Broadcast& b) { return b.dense ? Broadcast{} : b; };
+  const Broadcast mask = key_broadcast(score.mask);
+  const Broadcast bias = key_broadcast(score.bias);
   const bool per_batch = mask.batch != 0 || bias.batch != 0 || score.intervals.stride_batch != 0 ||
                          list.row_batch != 0;
   info.batch = per_batch ? shape.batch : 1;

@@ -118,14 +118,14 @@ struct AddSlotParts {
     constexpr int at_once = 4;
     for (int unit = part.unit_end; unit < end; unit += warp_size) {
       const int mine = min(unit + lane_id(), end - 1);
-      const SlotPart of_mine = slots.partition.part_of(part.chain, mine);
-      unsigned begins = warp_ballot(unit + lane_id() < end && of_mine.unit_begin == mine);
+      const SlotPart my_part = slots.partition.part_of(part.chain, mine);
+      unsigned begins = warp_ballot(unit + lane_id() < end && my_part.unit_begin == mine);
       while (begins != 0) {
         Sums loaded[at_once];
 #pragma unroll
         for (Sums& x : loaded) {
           if (begins != 0) {
-            x = Sums(slots, shuffle(of_mine.id, __ffs(static_cast<int>(begins)) - 1), 0, slot);
+            x = Sums(slots, shuffle(my_part.id, __ffs(static_cast<int>(begins)) - 1), 0, slot);
           }
           begins &= begins - 1;
         }
