@@ -53,22 +53,61 @@ struct SelectInClusterKernel {
     std::uint64_t arrival[most_chunk];
   };
 
+  // The consecutive keys of a block, of which a thread has every `threads`-th.
+  struct BlockKeys {
+    int row;
+    int rank;       // of the block in its cluster
+    int slices;     // keys of a thread
+    int first_key;  // of the thread
+    int end;
+
+    __device__ explicit BlockKeys(const Params& p)
+        : row(static_cast<int>(blockIdx.x) / p.blocks),
+          rank(static_cast<int>(blockIdx.x) % p.blocks),
+          slices(ceil_div(p.rows.seqlen_k, p.blocks * threads)),
+          first_key(rank * slices * threads + static_cast<int>(threadIdx.x)),
+          end(min((rank + 1) * slices * threads, p.rows.seqlen_k)) {}
+
+    __device__ int key(int i) const { return first_key + i * threads; }
+  };
+  using Codes = std::uint32_t[thread_keys];  // the score codes of a thread's keys
+
+  // A bit for each key of a thread.
+  struct KeyBits {
+    unsigned chosen = 0;
+    unsigned candidates = 0;
+  };
+
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
-    const RadixRows& rows = p.rows;
-    const int row = static_cast<int>(blockIdx.x) / p.blocks;
-    const int rank = static_cast<int>(blockIdx.x) % p.blocks;
+    const BlockKeys keys(p);
+    Codes code;  // `never` past the end
+    p.rows.keys.codes(p.rows.first_row + keys.row, keys.first_key, threads, keys.end, code);
+    prepare(p, keys, shared);
+    const std::uint32_t differing = differing_bits(code, keys.slices);
+    __syncthreads();
+    Found found[numbers] = {{0, p.rows.window, false}, {0, p.rows.window - p.chunk, false}};
+    int first[numbers] = {};
+    find_numbers(p, keys, code, differing, shared, found, first);
+    const KeyBits bits = compare_keys(code, found, first);
+    gather_candidates(p.rows, keys, code, bits.candidates, shared);
+    cluster_sync();  // from here on no block reads another block's memory
+    store_intervals(p, keys, bits);
+    if (keys.rank == 0 && p.chunk > 0) evict(p, shared, keys.row);
+  }
+
+ private:
+  static __device__ void prepare(const Params& p, const BlockKeys& keys, SharedStorage& shared) {
     const int thread = static_cast<int>(threadIdx.x);
-    const int slices = ceil_div(rows.seqlen_k, p.blocks * threads);  // keys of a thread
-    const int first_key = rank * slices * threads + thread;
-    const int end = min((rank + 1) * slices * threads, rows.seqlen_k);
-    std::uint32_t code[thread_keys];  // `never` past the end
-    rows.keys.codes(rows.first_row + row, first_key, threads, end, code);
     if (thread == 0) shared.candidates = 0;
-    if (rank == 0 && thread < p.chunk) {
-      shared.arrival[thread] = rows.number(row, rows.seqlen_k + thread);
+    if (keys.rank == 0 && thread < p.chunk) {
+      shared.arrival[thread] = p.rows.number(keys.row, p.rows.seqlen_k + thread);
     }
 #pragma unroll
     for (int digit = 0; digit < most_digits; ++digit) shared.counts[digit][thread] = 0;
+  }
+
+  // Above the highest bit of the result, all keys of the warp are equal.
+  static __device__ std::uint32_t differing_bits(const Codes& code, int slices) {
     auto least = static_cast<int>(code[0]);
     int most = least;
 #pragma unroll
@@ -77,13 +116,15 @@ struct SelectInClusterKernel {
       least = min(least, static_cast<int>(code[i]));
       most = max(most, static_cast<int>(code[i]));
     }
-    // Above the highest bit of `differing`, all keys of the warp are equal.
-    const auto differing = static_cast<std::uint32_t>(warp_min(least) ^ warp_max(most));
-    __syncthreads();
+    return static_cast<std::uint32_t>(warp_min(least) ^ warp_max(most));
+  }
 
-    Found found[numbers] = {{0, rows.window, false}, {0, rows.window - p.chunk, false}};
+  // Finds both numbers digit by digit, and of keys that tie with a number the first that is at least the number.
+  static __device__ void find_numbers(const Params& p, const BlockKeys& keys, const Codes& code,
+                                      std::uint32_t differing, SharedStorage& shared,
+                                      Found (&found)[numbers], int (&first)[numbers]) {
     std::uint32_t known = 0;  // mask of the bits of the digits found
-    int below = rows.number_bits - rows.position_bits;
+    int below = p.rows.number_bits - p.rows.position_bits;
     int digit = 0;
     int tables = 1;
     for (;; ++digit) {
@@ -93,78 +134,93 @@ struct SelectInClusterKernel {
 #pragma unroll
       for (int table = 0; table < numbers; ++table) {
         if (table >= tables) break;
-        const auto add = [&](std::uint32_t key, std::uint32_t amount) {
-          const bool counts = ((key ^ found[table].code) & known) == 0;
-          if (counts) {
-            atomicAdd(&shared.counts[digit][table * bins + (key >> below) % bins], amount);
-          }
-        };
-        if (is_one_digit) {
-          if (lane_id() == 0) add(code[0], static_cast<std::uint32_t>(slices * warp_size));
-          continue;
-        }
-#pragma unroll
-        for (int i = 0; i < thread_keys; ++i) {
-          if (i >= slices) break;
-          add(code[i], 1u);
-        }
+        count_digits(shared.counts[digit] + table * bins, found[table].code, known, below, code,
+                     keys.slices, is_one_digit);
       }
       cluster_sync();
-      find_digit(shared, found, digit, below, tables, rank, p.blocks);
+      find_digit(shared, found, digit, below, tables, keys.rank, p.blocks);
       __syncthreads();
 #pragma unroll
       for (int n = 0; n < numbers; ++n) found[n] = shared.found[n];
       if (below == 0 || (found[0].is_exact && found[1].is_exact)) break;
       known |= std::uint32_t{bins - 1} << below;
     }
-    int first[numbers] = {};
     if (!found[0].is_exact || !found[1].is_exact) {
-      collect_ties(shared, found, code, slices);
-      find_first(shared, digit, tables, rank, p.blocks);
+      collect_ties(shared, found, code, keys.slices);
+      find_first(shared, digit, tables, keys.rank, p.blocks);
       __syncthreads();
 #pragma unroll
       for (int n = 0; n < numbers; ++n) first[n] = shared.first[n];
     }
+  }
 
+  // Counts the digits of the thread's keys that begin with the `known` bits of `prefix`.
+  static __device__ void count_digits(std::uint32_t* counts, std::uint32_t prefix,
+                                      std::uint32_t known, int below, const Codes& code, int slices,
+                                      bool is_one_digit) {
+    const auto add = [&](std::uint32_t key, std::uint32_t amount) {
+      const bool begins_alike = ((key ^ prefix) & known) == 0;
+      if (begins_alike) atomicAdd(&counts[(key >> below) % bins], amount);
+    };
+    if (is_one_digit) {
+      if (lane_id() == 0) add(code[0], static_cast<std::uint32_t>(slices * warp_size));
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < thread_keys; ++i) {
+      if (i >= slices) break;
+      add(code[i], 1u);
+    }
+  }
+
+  static __device__ KeyBits compare_keys(const Codes& code, const Found (&found)[numbers],
+                                         const int (&first)[numbers]) {
     // The least code with which key i is at least number n. A tie before the first accepted tie needs a larger code.
     const auto least_code = [&](int i, int n) {
-      const std::uint32_t code_of_tie = found[n].code + (i * threads + thread < first[n] ? 1u : 0u);
-      return max(code_of_tie, ScoredKeys::never + 1);
+      const bool is_early = i * threads + static_cast<int>(threadIdx.x) < first[n];
+      return max(found[n].code + (is_early ? 1u : 0u), ScoredKeys::never + 1);
     };
-    unsigned chosen = 0;  // a bit for each key
-    unsigned candidates = 0;
+    KeyBits bits;
 #pragma unroll
     for (int i = 0; i < thread_keys; ++i) {
       const unsigned is_chosen = code[i] >= least_code(i, 0) ? 1 : 0;
       const unsigned is_safe = code[i] >= least_code(i, 1) ? 1 : 0;
-      chosen |= is_chosen << i;
-      candidates |= (is_chosen & ~is_safe) << i;
+      bits.chosen |= is_chosen << i;
+      bits.candidates |= (is_chosen & ~is_safe) << i;
     }
-    if (candidates != 0) {
-      SharedStorage& first_block = *in_cluster_block(&shared, 0);
-      int place = atomicAdd(&first_block.candidates, __popc(candidates));
-#pragma unroll
-      for (int i = 0; i < thread_keys; ++i) {
-        if ((candidates >> i & 1u) == 0) continue;
-        first_block.candidate[place++] = rows.number_of(code[i], first_key + i * threads);
-      }
-    }
-    cluster_sync();  // from here on no block reads another block's memory
-    KeyInterval* const intervals = p.intervals_row(row);
+    return bits;
+  }
+
+  // Collects the candidates of the row in the first block.
+  static __device__ void gather_candidates(const RadixRows& rows, const BlockKeys& keys,
+                                           const Codes& code, unsigned candidates,
+                                           SharedStorage& shared) {
+    if (candidates == 0) return;
+    SharedStorage& first_block = *in_cluster_block(&shared, 0);
+    int place = atomicAdd(&first_block.candidates, __popc(candidates));
 #pragma unroll
     for (int i = 0; i < thread_keys; ++i) {
-      const int key = first_key + i * threads;
-      if (key >= end) break;
-      const KeyInterval seen = rows.queries.interval_to_last_query(key);
-      const bool is_chosen = (chosen >> i & 1u) != 0;
-      if ((candidates >> i & 1u) == 0) {
+      if ((candidates >> i & 1u) == 0) continue;
+      first_block.candidate[place++] = rows.number_of(code[i], keys.key(i));
+    }
+  }
+
+  // Stores the intervals of all keys but the candidates, whose last query `evict` finds.
+  static __device__ void store_intervals(const Params& p, const BlockKeys& keys,
+                                         const KeyBits& bits) {
+    KeyInterval* const intervals = p.intervals_row(keys.row);
+#pragma unroll
+    for (int i = 0; i < thread_keys; ++i) {
+      const int key = keys.key(i);
+      if (key >= keys.end) break;
+      const KeyInterval seen = p.rows.queries.interval_to_last_query(key);
+      const bool is_chosen = (bits.chosen >> i & 1u) != 0;
+      if ((bits.candidates >> i & 1u) == 0) {
         store(intervals + key, is_chosen ? seen : KeyInterval{0, 0});
       }
     }
-    if (rank == 0 && p.chunk > 0) evict(p, shared, row);
   }
 
- private:
   // Finds the next digit of both numbers. Every block does this by itself.
   static __device__ void find_digit(SharedStorage& shared, const Found (&before)[numbers],
                                     int digit, int below, int tables, int rank, int blocks) {
@@ -194,7 +250,7 @@ struct SelectInClusterKernel {
 
   // Collects the keys of the block with the code found, as bits in the order of their positions.
   static __device__ void collect_ties(SharedStorage& shared, const Found (&found)[numbers],
-                                      const std::uint32_t (&code)[thread_keys], int slices) {
+                                      const Codes& code, int slices) {
     const int lane = lane_id();
 #pragma unroll
     for (int n = 0; n < numbers; ++n) {
