@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 
@@ -111,75 +112,67 @@ struct ForwardPolicy {
   constexpr int threads() const { return 128 * (1 + warpgroups); }
 };
 
-// There are three warpgroups where their registers suffice, which is without key info, with 80 keys at D 128, so that K
-// and V are read from the L2 once for 192 queries. With biases and ranges 160 registers are not enough.
-//
-// D 128 with key info has 128 keys in two stages. Four stages of 64 keys are 25 % slower, and 56 registers for the
-// producer 7 %. Lists are of 128 queries; 192 queries against 80 keys would be 4 % faster.
-//
-// D 96 has the room of D 128 in shared memory and fewer accumulators, for 112 keys in two stages.
-//
-// At D 256 the accumulators of 256 columns take 128 registers of a thread, and K and V take all of shared memory, for
-// 80 keys, or for 64 with key info. At D 192 these are 112 keys, or three stages of 64; with 128 columns of V they are
-// 128 keys in two stages, as at D 128 with key info.
-//
-// With a dense mask and bias, only D 64 has room for a second tile of q, for three warpgroups, which read biases when
-// they add them, and for the bytes of masks. This is 19 % faster, including the launch of the packing. At D 128 bytes
-// leave two dense stages, and each byte belongs to one row of scores, which is as fast as packing.
+// The inputs of a score besides q and k, by which policies differ.
+enum class ScoreInputs : std::uint8_t { none, key_info, dense_tiles };
+
+constexpr ScoreInputs score_inputs(const ForwardVariant& variant) {
+  if (variant.dense == DenseAccess::tiles) return ScoreInputs::dense_tiles;
+  return variant.has_key_info ? ScoreInputs::key_info : ScoreInputs::none;
+}
+
+struct ForwardPolicyRow {
+  int head_dim;
+  int value_dim;
+  ScoreInputs inputs;
+  ForwardPolicy policy;
+};
+
+// Two warpgroups are the rule. Three read K and V from the L2 once for 192 queries instead of 128, but have 160 registers
+// for a thread, which are too few for key info.
+inline constexpr std::array forward_policies = {
+    // head dim, of V, inputs        { warpgroups, keys, q stages, stages, dense stages, mask bytes, registers }
+    ForwardPolicyRow{64, 64, ScoreInputs::none, {3, 128, 2, 4, 0, false, 24, 160}},
+    ForwardPolicyRow{64, 64, ScoreInputs::key_info, {2, 128, 2, 4, 0, false, 40, 232}},
+    // Only D 64 has room for a second tile of q, for three warpgroups, which read biases when they add them, and for the
+    // bytes of masks. This is 19 % faster, including the launch of the packing.
+    ForwardPolicyRow{64, 64, ScoreInputs::dense_tiles, {3, 128, 2, 2, 4, true, 24, 160}},
+
+    // D 96 has the room of D 128 in shared memory and fewer accumulators, for 112 keys in two stages.
+    ForwardPolicyRow{96, 96, ScoreInputs::none, {3, 112, 2, 2, 0, false, 24, 160}},
+    ForwardPolicyRow{96, 96, ScoreInputs::key_info, {2, 128, 2, 2, 0, false, 40, 232}},
+    ForwardPolicyRow{96, 96, ScoreInputs::dense_tiles, {2, 128, 1, 2, 3, false, 40, 232}},
+
+    ForwardPolicyRow{128, 128, ScoreInputs::none, {3, 80, 2, 3, 0, false, 24, 160}},
+    // Four stages of 64 keys are 25 % slower, and 56 registers for the producer 7 %. Lists are of 128 queries; 192 queries
+    // against 80 keys would be 4 % faster.
+    ForwardPolicyRow{128, 128, ScoreInputs::key_info, {2, 128, 2, 2, 0, false, 40, 232}},
+    // Bytes of masks would leave two dense stages. Each byte belongs to one row of scores, which is as fast as packing.
+    ForwardPolicyRow{128, 128, ScoreInputs::dense_tiles, {2, 128, 1, 2, 3, false, 40, 232}},
+
+    // With 128 columns of V there is room for the keys of D 128 with key info.
+    ForwardPolicyRow{192, 128, ScoreInputs::none, {2, 128, 1, 2, 0, false, 24, 240}},
+    ForwardPolicyRow{192, 128, ScoreInputs::key_info, {2, 128, 1, 2, 0, false, 40, 232}},
+    ForwardPolicyRow{192, 192, ScoreInputs::none, {2, 112, 1, 2, 0, false, 24, 240}},
+    ForwardPolicyRow{192, 192, ScoreInputs::key_info, {2, 64, 1, 3, 0, false, 40, 232}},
+    ForwardPolicyRow{192, 192, ScoreInputs::dense_tiles, {2, 64, 1, 3, 3, false, 40, 232}},
+
+    // The accumulators of 256 columns take 128 registers of a thread, and K and V take all of shared memory.
+    ForwardPolicyRow{256, 256, ScoreInputs::none, {2, 80, 1, 2, 0, false, 24, 240}},
+    ForwardPolicyRow{256, 256, ScoreInputs::key_info, {2, 64, 1, 2, 0, false, 40, 232}},
+    ForwardPolicyRow{256, 256, ScoreInputs::dense_tiles, {2, 64, 1, 2, 3, false, 40, 232}},
+};
+
 constexpr ForwardPolicy forward_policy(int head_dim, int value_dim, const ForwardVariant& variant) {
-  const bool has_dense_tiles = variant.dense == DenseAccess::tiles;
-  ForwardPolicy policy{.warpgroups = 2,
-                       .keys = 128,
-                       .q_stages = 2,
-                       .stages = 2,
-                       .dense_stages = has_dense_tiles ? 3 : 0,
-                       .has_mask_bytes = false,
-                       .producer_registers = 40,
-                       .consumer_registers = 232};
+  const ScoreInputs inputs = score_inputs(variant);
+  const auto is_row = [&](const ForwardPolicyRow& row) {
+    return row.head_dim == head_dim && row.value_dim == value_dim && row.inputs == inputs;
+  };
+  ForwardPolicy policy =
+      std::find_if(forward_policies.begin(), forward_policies.end(), is_row)->policy;
   if (variant.load == KeyLoad::gather) {
+    // Every thread of the producer forms addresses.
     policy.producer_registers = 72;
     policy.consumer_registers = 216;
-  }
-  if (!variant.has_key_info && head_dim <= 128) {
-    policy.warpgroups = 3;
-    policy.producer_registers = 24;
-    policy.consumer_registers = 160;
-  }
-  switch (head_dim) {
-    case 64:
-      policy.stages = 4;
-      if (has_dense_tiles) {
-        policy.warpgroups = 3;
-        policy.stages = 2;
-        policy.dense_stages = 4;
-        policy.has_mask_bytes = true;
-        policy.producer_registers = 24;
-        policy.consumer_registers = 160;
-      }
-      break;
-    case 96:
-      if (has_dense_tiles) policy.q_stages = 1;
-      if (!variant.has_key_info) policy.keys = 112;
-      break;
-    case 128:
-      if (has_dense_tiles) policy.q_stages = 1;
-      if (!variant.has_key_info) {
-        policy.keys = 80;
-        policy.stages = 3;
-      }
-      break;
-    default:
-      policy.q_stages = 1;
-      policy.keys = variant.has_key_info ? 64 : head_dim == 192 ? 112 : 80;
-      if (variant.has_key_info && head_dim == 192) policy.stages = 3;
-      if (value_dim == 128) {
-        policy.keys = 128;
-        policy.stages = 2;
-      }
-      if (!variant.has_key_info) {
-        policy.producer_registers = 24;
-        policy.consumer_registers = 240;
-      }
   }
   return policy;
 }
