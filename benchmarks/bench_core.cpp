@@ -100,7 +100,7 @@ class Attention {
         .heads = c.heads_kv,
         .seqlen_q = c.seqlen,
         .seqlen_k = c.seqlen,
-        .keep = {.window = c.window},
+        .rule = {.window = c.window},
         .scores = bias_.data(),
         .scores_dtype = c.dtype,
         .intervals = intervals_.data(),

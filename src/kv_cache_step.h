@@ -24,13 +24,13 @@ struct HeadRule {
 };
 
 inline HeadRule rule_of_head(const KvCacheShape& shape, std::int64_t head) {
-  const KeySelection& keep = shape.keep;
-  const std::int64_t window = keep.head_windows == nullptr ? keep.window : keep.head_windows[head];
+  const KeySelection& rule = shape.rule;
+  const std::int64_t window = rule.head_windows == nullptr ? rule.window : rule.head_windows[head];
   return {.window = static_cast<std::int32_t>(window),
-          .sinks = static_cast<std::int32_t>(keep.sink_tokens),
-          .recent = static_cast<std::int32_t>(keep.recent_window),
-          .delayed = delay_of(keep) > 0,
-          .threshold = least_score(keep.score_threshold)};
+          .sinks = static_cast<std::int32_t>(rule.sink_tokens),
+          .recent = static_cast<std::int32_t>(rule.recent_window),
+          .delayed = delay_of(rule) > 0,
+          .threshold = least_score(rule.score_threshold)};
 }
 
 // The slots that a token changes: its own, and perhaps one other.

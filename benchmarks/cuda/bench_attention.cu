@@ -91,7 +91,7 @@ const KeyInterval* select(const Problem& p, int window, const Bf16* scores, Aren
                      .heads = p.heads_kv,
                      .seqlen_q = p.seqlen_q,
                      .seqlen_k = p.seqlen_k,
-                     .keep = {.window = window},
+                     .rule = {.window = window},
                      .scores = scores,
                      .scores_dtype = DType::bf16,
                      .intervals = arena.take<KeyInterval>(p.batch * p.heads_kv * p.seqlen_k)};

@@ -70,8 +70,8 @@ struct Steps {
     select.heads = c.rows;
     select.seqlen_k = c.seqlen;
     select.seqlen_q = c.seqlen_q > 0 ? c.seqlen_q : c.seqlen;
-    select.keep.window = c.window;
-    select.keep.selection = c.selection;
+    select.rule.window = c.window;
+    select.rule.selection = c.selection;
     select.scores_dtype = c.dtype;
     select.scores_stride = {0, c.seqlen, 1};
     select.intervals = arena.take<KeyInterval>(c.rows * c.seqlen);

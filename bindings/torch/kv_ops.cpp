@@ -123,7 +123,7 @@ KvCache cache_of(const CacheTensors& c, const CallDevice& device,
   const CacheRows rows = rows_of(c, index);
   KvCacheShape shape{.batch = index ? index->size(0) : count,
                      .heads_kv = heads,
-                     .keep = rule_of(rule, score_threshold, heads),
+                     .rule = rule_of(rule, score_threshold, heads),
                      .head_dim = c.k.size(3),
                      .dtype = dtype_of(c.k, "k_cache"),
                      .device = device.device()};

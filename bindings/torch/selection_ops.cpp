@@ -56,7 +56,7 @@ SelectionArgs selection_args(const Tensor& scores, std::int64_t window, bool is_
   args.heads = scores.size(1);
   args.seqlen_q = query_length;
   args.seqlen_k = scores.size(2);
-  args.keep.window = window;
+  args.rule.window = window;
   args.causal = is_causal;
   args.scores = scores.const_data_ptr();
   args.scores_dtype = dtype_of(scores, "scores");
@@ -82,19 +82,19 @@ Tensor select_op(const Tensor& scores, const OptionalTensor& key_mask,
   const CallDevice device(scores);
   const std::int64_t window = windows.empty() ? every_key : windows[0];
   SelectionArgs args = selection_args(scores, window, is_causal, query_length);
-  args.keep.selection = selection_of(selection);
+  args.rule.selection = selection_of(selection);
   take_key_mask(args, key_mask, scores);
-  args.keep.recent_window = recent_window;
-  args.keep.recent_competes = recent_competes;
-  args.keep.sink_tokens = sink_tokens;
-  if (score_threshold) args.keep.score_threshold = *score_threshold;
+  args.rule.recent_window = recent_window;
+  args.rule.recent_competes = recent_competes;
+  args.rule.sink_tokens = sink_tokens;
+  if (score_threshold) args.rule.score_threshold = *score_threshold;
   if (windows.size() > 1) {
     if (static_cast<std::int64_t>(windows.size()) != args.heads) {
       throw InvalidArgument(
           "windows", std::to_string(windows.size()) + " numbers",
           "none, one, or one for each of " + std::to_string(args.heads) + " heads");
     }
-    args.keep.head_windows = windows.data();
+    args.rule.head_windows = windows.data();
   }
   return select_intervals(args, device, scores);
 }
@@ -106,7 +106,7 @@ std::tuple<Tensor, Tensor> select_list_op(const Tensor& scores, const OptionalTe
   constexpr std::int64_t no_queries = 0;
   SelectionArgs args = selection_args(scores, window, false, no_queries);
   args.device = device.device();
-  args.keep.selection = Selection::global;
+  args.rule.selection = Selection::global;
   take_key_mask(args, key_mask, scores);
   const Tensor keys =
       allocate({args.batch, args.heads, key_list_stride(args)}, ScalarType::Int, scores);

@@ -76,7 +76,7 @@ class Decoder {
 
   static constexpr fd::KvCacheShape shape = {.batch = 1,
                                              .heads_kv = heads_kv,
-                                             .keep = {.window = window},
+                                             .rule = {.window = window},
                                              .chunk = chunk,
                                              .head_dim = head_dim,
                                              .dtype = fd::DType::f32};

@@ -64,7 +64,7 @@ bool run() {
       .heads = heads_kv,
       .seqlen_q = seqlen,
       .seqlen_k = seqlen,
-      .keep = {.window = window},
+      .rule = {.window = window},
       .scores = bias.data(),
       .scores_dtype = fd::DType::f32,
       .intervals = intervals.data(),

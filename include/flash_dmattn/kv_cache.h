@@ -52,7 +52,7 @@ struct KvCacheShape {
   std::int64_t heads_kv = -1;
   // The rule: per_query, with at least one place for a key. `window` is w, the slots for chosen keys of every head; a
   // head whose entry of `head_windows` is smaller leaves the others empty. A threshold has a window too, which caps it.
-  KeySelection keep{};
+  KeySelection rule{};
   std::int64_t chunk = 0;     // g >= 0, the largest number of pending tokens
   std::int64_t head_dim = 0;  // 1..256
   DType dtype = no_dtype;     // of k and v: f32, bf16 or f16
@@ -60,7 +60,7 @@ struct KvCacheShape {
 
   // s + w + W. Pending tokens are in the slots from there on.
   constexpr std::int64_t places() const {
-    return keep.sink_tokens + keep.window + keep.recent_window;
+    return rule.sink_tokens + rule.window + rule.recent_window;
   }
   constexpr std::int64_t slots() const { return places() + chunk; }
 };

@@ -49,7 +49,7 @@ struct SelectionArgs {
   std::int64_t heads = -1;      // Hkv of the result, or 1
   std::int64_t seqlen_q = -1;   // Sq; intervals are clipped to [0, Sq)
   std::int64_t seqlen_k = -1;   // Sk, below 2^31 as Sq is
-  KeySelection keep;
+  KeySelection rule;
   bool causal = true;  // aligned to the bottom right corner: key j from query j - (Sk - Sq) on
 
   const void* scores = nullptr;   // [B, Hkv, Sk]; compared as stored, so -0 and +0 tie

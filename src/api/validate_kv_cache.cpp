@@ -126,30 +126,30 @@ void check_tokens(const KvCacheShape& s, const ConstTensor4& k, const ConstTenso
 
 // The rule of a cache. Its memory has to be known.
 void check_rule(const KvCacheShape& s) {
-  const KeySelection& keep = s.keep;
-  if (keep.window == every_key) {
-    throw InvalidArgument("cache.shape.keep.window", "every_key",
+  const KeySelection& rule = s.rule;
+  if (rule.window == every_key) {
+    throw InvalidArgument("cache.shape.rule.window", "every_key",
                           "a number of keys, with a threshold the most that it may show");
   }
-  require_length("cache.shape.keep.window", keep.window);
-  require_length("cache.shape.keep.recent_window", keep.recent_window);
-  require_length("cache.shape.keep.sink_tokens", keep.sink_tokens);
+  require_length("cache.shape.rule.window", rule.window);
+  require_length("cache.shape.rule.recent_window", rule.recent_window);
+  require_length("cache.shape.rule.sink_tokens", rule.sink_tokens);
   if (s.places() < 1) {
-    throw InvalidArgument("cache.shape.keep.window", "0",
+    throw InvalidArgument("cache.shape.rule.window", "0",
                           "at least 1 where there are no recent keys and no sinks");
   }
   require_length("cache.shape.places()", s.places());
-  if (keep.selection != Selection::per_query) {
-    throw InvalidArgument("cache.shape.keep.selection",
-                          std::to_string(static_cast<int>(keep.selection)),
+  if (rule.selection != Selection::per_query) {
+    throw InvalidArgument("cache.shape.rule.selection",
+                          std::to_string(static_cast<int>(rule.selection)),
                           "per_query: under another one keys that were evicted return");
   }
-  if (std::isnan(keep.score_threshold)) {
-    throw InvalidArgument("cache.shape.keep.score_threshold", "NaN", "a number, or -inf for none");
+  if (std::isnan(rule.score_threshold)) {
+    throw InvalidArgument("cache.shape.rule.score_threshold", "NaN", "a number, or -inf for none");
   }
-  for (std::int64_t h = 0; keep.head_windows != nullptr && h < s.heads_kv; ++h) {
-    require_range("cache.shape.keep.head_windows[" + std::to_string(h) + "]", keep.head_windows[h],
-                  0, keep.window);
+  for (std::int64_t h = 0; rule.head_windows != nullptr && h < s.heads_kv; ++h) {
+    require_range("cache.shape.rule.head_windows[" + std::to_string(h) + "]", rule.head_windows[h],
+                  0, rule.window);
   }
 }
 
@@ -224,13 +224,13 @@ CopyRowsArgs validated(const CopyRowsArgs& args) {
     require_range(field, got, expected, expected);
   };
   same("to.shape.heads_kv", to.heads_kv, from.heads_kv);
-  same("to.shape.keep.window", to.keep.window, from.keep.window);
-  same("to.shape.keep.recent_window", to.keep.recent_window, from.keep.recent_window);
-  same("to.shape.keep.sink_tokens", to.keep.sink_tokens, from.keep.sink_tokens);
-  same("to.shape.keep.recent_competes", to.keep.recent_competes, from.keep.recent_competes);
-  if (to.keep.score_threshold != from.keep.score_threshold) {
-    throw InvalidArgument("to.shape.keep.score_threshold", std::to_string(to.keep.score_threshold),
-                          std::to_string(from.keep.score_threshold));
+  same("to.shape.rule.window", to.rule.window, from.rule.window);
+  same("to.shape.rule.recent_window", to.rule.recent_window, from.rule.recent_window);
+  same("to.shape.rule.sink_tokens", to.rule.sink_tokens, from.rule.sink_tokens);
+  same("to.shape.rule.recent_competes", to.rule.recent_competes, from.rule.recent_competes);
+  if (to.rule.score_threshold != from.rule.score_threshold) {
+    throw InvalidArgument("to.shape.rule.score_threshold", std::to_string(to.rule.score_threshold),
+                          std::to_string(from.rule.score_threshold));
   }
   same("to.shape.head_dim", to.head_dim, from.head_dim);
   same("to.shape.dtype", static_cast<int>(to.dtype), static_cast<int>(from.dtype));

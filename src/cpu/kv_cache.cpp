@@ -237,7 +237,7 @@ Slots slots_of(const KvCache& cache) {
           .scores = cache.scores,
           .positions = cache.positions,
           .seen = cache.seen,
-          .delay = delay_of(cache.shape.keep),
+          .delay = delay_of(cache.shape.rule),
           .stride = cache.shape.slots(),
           .rows = rows.index,
           .row_slots = rows.slot_stride,

@@ -51,7 +51,7 @@ class Competition {
   static constexpr std::int32_t never = std::numeric_limits<std::int32_t>::max();
 
   static std::size_t bytes(const KvCache& cache) {
-    return align_up(places_bytes(cache.shape.keep.window, sizeof(BestKeys::Key))) +
+    return align_up(places_bytes(cache.shape.rule.window, sizeof(BestKeys::Key))) +
            align_up(places_bytes(cache.shape.places() + cache.pending, sizeof(std::int32_t))) +
            align_up(places_bytes(cache.pending, sizeof(std::int32_t)));
   }
@@ -60,7 +60,7 @@ class Competition {
       : row_(row), tokens_(static_cast<std::int32_t>(tokens)) {
     const KvCache& cache = row.cache;
     auto* const keys = reinterpret_cast<BestKeys::Key*>(memory);
-    memory += align_up(places_bytes(cache.shape.keep.window, sizeof(BestKeys::Key)));
+    memory += align_up(places_bytes(cache.shape.rule.window, sizeof(BestKeys::Key)));
     beaten_by_ = reinterpret_cast<std::int32_t*>(memory);
     memory += align_up(places_bytes(row.places + cache.pending, sizeof(std::int32_t)));
     arrivals_ = reinterpret_cast<std::int32_t*>(memory);

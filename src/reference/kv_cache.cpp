@@ -67,7 +67,7 @@ struct Keys {
 
   template <class Body>
   void for_each(const Body& body) const {
-    const std::int64_t sinks = row.cache.shape.keep.sink_tokens, places = row.cache.shape.places();
+    const std::int64_t sinks = row.cache.shape.rule.sink_tokens, places = row.cache.shape.places();
     std::int64_t found = 0;
     for (std::int64_t slot = 0; slot < places + pending; ++slot) {
       if (!row.holds_key(slot)) continue;
@@ -84,18 +84,18 @@ struct Keys {
 class Rule {
  public:
   Rule(const Keys& keys, std::int64_t position)
-      : keep_(keys.row.cache.shape.keep),
-        window_(keep_.head_windows == nullptr ? keep_.window : keep_.head_windows[keys.row.h]),
+      : rule_(keys.row.cache.shape.rule),
+        window_(rule_.head_windows == nullptr ? rule_.window : rule_.head_windows[keys.row.h]),
         keys_(keys),
         position_(position) {}
 
   std::int64_t window() const { return window_; }
-  bool is_recent(const Key& key) const { return position_ - key.position < keep_.recent_window; }
+  bool is_recent(const Key& key) const { return position_ - key.position < rule_.recent_window; }
   bool is_admitted(const Key& key) const {
-    return !key.is_sink && window_ > 0 && double{key.score} >= keep_.score_threshold;
+    return !key.is_sink && window_ > 0 && double{key.score} >= rule_.score_threshold;
   }
   bool competes(const Key& key) const {
-    return is_admitted(key) && (keep_.recent_competes || !is_recent(key));
+    return is_admitted(key) && (rule_.recent_competes || !is_recent(key));
   }
   bool is_chosen(const Key& key) const {
     if (!competes(key)) return false;
@@ -112,7 +112,7 @@ class Rule {
   bool will_compete(const Key& key) const { return is_admitted(key) && !competes(key); }
 
  private:
-  const KeySelection& keep_;
+  const KeySelection& rule_;
   std::int64_t window_;
   Keys keys_;
   std::int64_t position_;
@@ -136,7 +136,7 @@ void keep_visible(const Row& row, std::int64_t position, const Key* more = nullp
 // Describes the slots, all keys in which the query at `position` sees.
 void describe_slots(const Row& row, std::int64_t position) {
   const Rule rule({row}, position);
-  const std::int64_t recent = row.cache.shape.keep.recent_window;
+  const std::int64_t recent = row.cache.shape.rule.recent_window;
   SlotCount& slots = row.count();
   slots.leaving = -1;
   Key worst{-1, 0, 0, false};
@@ -172,7 +172,7 @@ struct Token {
 // Inserts the token at `position`.
 void enter(const Row& row, const Token& token, std::int64_t position) {
   SlotCount& slots = row.count();
-  const Key key{-1, position, token.score, slots.count < row.cache.shape.keep.sink_tokens};
+  const Key key{-1, position, token.score, slots.count < row.cache.shape.rule.sink_tokens};
   const Keys keys{row, 0, token.is_present ? &key : nullptr};
   const Rule rule(keys, position), before(keys, position - 1);
   // The token begins to compete, or the key that is no longer recent.

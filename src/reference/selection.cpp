@@ -28,8 +28,8 @@ std::vector<Key> load_keys(const SelectionArgs& args, std::int64_t batch, std::i
     const double score = load(args.scores, args.scores_dtype, offset(args.scores_stride));
     const bool present =
         args.key_mask == nullptr || args.key_mask[offset(args.key_mask_stride)] != 0;
-    const bool sink = present && present_keys++ < args.keep.sink_tokens;
-    const bool eligible = present && !sink && score >= args.keep.score_threshold;
+    const bool sink = present && present_keys++ < args.rule.sink_tokens;
+    const bool eligible = present && !sink && score >= args.rule.score_threshold;
     keys.push_back({score, present, sink, eligible});
   }
   return keys;
@@ -39,10 +39,10 @@ std::vector<Key> load_keys(const SelectionArgs& args, std::int64_t batch, std::i
 
 std::vector<std::uint8_t> visible_pairs(const SelectionArgs& args, std::int64_t batch,
                                         std::int64_t head) {
-  const KeySelection& keep = args.keep;
+  const KeySelection& rule = args.rule;
   const std::vector<Key> keys = load_keys(args, batch, head);
   const std::size_t count = keys.size();
-  const std::int64_t window = keep.head_windows == nullptr ? keep.window : keep.head_windows[head];
+  const std::int64_t window = rule.head_windows == nullptr ? rule.window : rule.head_windows[head];
   const auto beats = [&](std::size_t a, std::size_t b) {
     return keys[a].score > keys[b].score || (keys[a].score == keys[b].score && a > b);
   };
@@ -51,8 +51,8 @@ std::vector<std::uint8_t> visible_pairs(const SelectionArgs& args, std::int64_t 
     const std::int64_t position = i + args.seqlen_k - args.seqlen_q;
     // The position at which the choice is made: `global` chooses once, from the row, and hides the future afterwards.
     const std::int64_t chosen_at =
-        keep.selection == Selection::global ? args.seqlen_k - 1 : position;
-    const std::int64_t delay = keep.recent_competes ? 0 : keep.recent_window;
+        rule.selection == Selection::global ? args.seqlen_k - 1 : position;
+    const std::int64_t delay = rule.recent_competes ? 0 : rule.recent_window;
     const auto candidate = [&](std::size_t j) {
       const auto age = chosen_at - static_cast<std::int64_t>(j);
       return keys[j].eligible && (!args.causal || age >= delay);
@@ -63,7 +63,7 @@ std::vector<std::uint8_t> visible_pairs(const SelectionArgs& args, std::int64_t 
       for (std::size_t other = 0; other < count; ++other) {
         if (candidate(other) && beats(other, j)) ++beaten_by;
       }
-      const bool recent = args.causal && age < keep.recent_window;
+      const bool recent = args.causal && age < rule.recent_window;
       const bool kept = keys[j].sink || recent || (candidate(j) && beaten_by < window);
       visible.push_back(keys[j].present && kept && (!args.causal || age >= 0));
     }

@@ -17,37 +17,37 @@ void require_window(std::string_view argument, std::int64_t window) {
 }  // namespace
 
 void require_key_selection(const SelectionArgs& args) {
-  const KeySelection& keep = args.keep;
-  if (keep.head_windows == nullptr) {
-    require_window("window", keep.window);
+  const KeySelection& rule = args.rule;
+  if (rule.head_windows == nullptr) {
+    require_window("window", rule.window);
   } else {
     for (std::int64_t h = 0; h < args.heads; ++h) {
-      require_window("head_windows", keep.head_windows[h]);
+      require_window("head_windows", rule.head_windows[h]);
     }
   }
-  if (keep.selection != Selection::per_query && keep.selection != Selection::global) {
-    throw InvalidArgument("selection", std::to_string(static_cast<int>(keep.selection)),
+  if (rule.selection != Selection::per_query && rule.selection != Selection::global) {
+    throw InvalidArgument("selection", std::to_string(static_cast<int>(rule.selection)),
                           "per_query or global");
   }
-  require_length("recent_window", keep.recent_window);
-  if (keep.recent_window > 0 && !args.causal) {
-    throw InvalidArgument("recent_window", std::to_string(keep.recent_window),
+  require_length("recent_window", rule.recent_window);
+  if (rule.recent_window > 0 && !args.causal) {
+    throw InvalidArgument("recent_window", std::to_string(rule.recent_window),
                           "0 without causality, as no key is recent then");
   }
-  require_length("sink_tokens", keep.sink_tokens);
-  if (std::isnan(keep.score_threshold)) {
+  require_length("sink_tokens", rule.sink_tokens);
+  if (std::isnan(rule.score_threshold)) {
     throw InvalidArgument("score_threshold", "NaN", "a number, or -inf for none");
   }
 }
 
 std::int64_t window_of(const SelectionArgs& args, std::int64_t head) {
-  const KeySelection& keep = args.keep;
-  return std::min(keep.head_windows == nullptr ? keep.window : keep.head_windows[head],
+  const KeySelection& rule = args.rule;
+  return std::min(rule.head_windows == nullptr ? rule.window : rule.head_windows[head],
                   args.seqlen_k);
 }
 
 std::int64_t widest_window(const SelectionArgs& args) {
-  if (args.keep.head_windows == nullptr) return window_of(args, 0);
+  if (args.rule.head_windows == nullptr) return window_of(args, 0);
   std::int64_t widest = 0;
   for (std::int64_t h = 0; h < args.heads; ++h) widest = std::max(widest, window_of(args, h));
   return widest;
@@ -67,11 +67,11 @@ KeyBound key_bound(const SelectionArgs& args) {
   require_length("heads", args.heads);
   require_length("seqlen_k", args.seqlen_k);
   require_key_selection(args);
-  const KeySelection& keep = args.keep;
-  const bool arriving = args.causal && keep.selection == Selection::per_query;
-  const bool is_recent = keep.recent_window > 0;
+  const KeySelection& rule = args.rule;
+  const bool arriving = args.causal && rule.selection == Selection::per_query;
+  const bool is_recent = rule.recent_window > 0;
   return {
-      .base = std::min(widest_window(args) + keep.recent_window + keep.sink_tokens, args.seqlen_k),
+      .base = std::min(widest_window(args) + rule.recent_window + rule.sink_tokens, args.seqlen_k),
       .per_query = arriving || is_recent ? 1 : 0};
 }
 

@@ -17,8 +17,8 @@ std::int64_t window_of(const SelectionArgs& args, std::int64_t head);
 std::int64_t widest_window(const SelectionArgs& args);
 
 // The number of positions for which a key does not compete.
-inline std::int64_t delay_of(const KeySelection& keep) {
-  return keep.recent_competes ? 0 : keep.recent_window;
+inline std::int64_t delay_of(const KeySelection& rule) {
+  return rule.recent_competes ? 0 : rule.recent_window;
 }
 
 // The lowest float at or above a threshold: the scores that reach one reach the other.

@@ -105,9 +105,9 @@ TEST(Allocations, SelectionAndScheduleAllocateNothing) {
   std::vector<KeyInterval> intervals(scores.size());
   for (const Selection kind : {Selection::per_query, Selection::global}) {
     SelectionArgs args{
-        .heads = heads, .seqlen_q = seqlen, .seqlen_k = seqlen, .keep = {.window = 60}};
+        .heads = heads, .seqlen_q = seqlen, .seqlen_k = seqlen, .rule = {.window = 60}};
     args.batch = 1;
-    args.keep.selection = kind;
+    args.rule.selection = kind;
     args.scores = scores.data();
     args.scores_dtype = DType::f32;
     args.intervals = intervals.data();
@@ -144,7 +144,7 @@ TEST(Allocations, SelectionAndScheduleAllocateNothing) {
 TEST(Allocations, KvCachesAllocateNothing) {
   // A window of several blocks of keys, several tokens at once, and a dtype that is converted.
   KvCacheShape shape = KvCalls::small;
-  shape.keep.window = 300;
+  shape.rule.window = 300;
   shape.chunk = 5;
   shape.head_dim = 16;
   shape.dtype = DType::bf16;

@@ -152,7 +152,7 @@ TEST(Calls, SelectCallTakesNoBackend) {
                            .heads = 1,
                            .seqlen_q = 1,
                            .seqlen_k = 1,
-                           .keep = {.window = 1},
+                           .rule = {.window = 1},
                            .scores = &score,
                            .scores_dtype = DType::f32,
                            .intervals = &interval};

@@ -33,7 +33,7 @@ StreamOptions random_options(std::uint64_t seed, const char* backend, StreamScor
   StreamOptions options{.scores = scores, .seed = seed, .backend = backend};
   options.shape = {.batch = 1 + random.below(3),
                    .heads_kv = 1 + random.below(2),
-                   .keep = {.window = random.below(10)},
+                   .rule = {.window = random.below(10)},
                    .chunk = random.below(8),
                    .head_dim = 1 + random.below(20),
                    .dtype = dtype};
@@ -42,18 +42,18 @@ StreamOptions random_options(std::uint64_t seed, const char* backend, StreamScor
   options.masked_share = random.below(2) == 0 ? 0 : 0.3;
   options.softcap = random.below(4) == 0 ? 2 : 0;
   options.use = random.below(4) == 0 ? ScoreUse::choose : ScoreUse::choose_and_bias;
-  KeySelection& keep = options.shape.keep;
+  KeySelection& rule = options.shape.rule;
   if (seed % 4 == 0) {
-    keep.window = std::max<std::int64_t>(keep.window, 1);
+    rule.window = std::max<std::int64_t>(rule.window, 1);
     return options;
   }
-  keep.recent_window = random.below(3) == 0 ? 0 : random.below(8);
-  keep.recent_competes = random.below(2) == 0;
-  keep.sink_tokens = random.below(2) == 0 ? 0 : random.below(5);
-  if (random.below(3) == 0) keep.score_threshold = thresholds[random.below(8)];
-  if (options.shape.places() == 0) keep.window = 1;
+  rule.recent_window = random.below(3) == 0 ? 0 : random.below(8);
+  rule.recent_competes = random.below(2) == 0;
+  rule.sink_tokens = random.below(2) == 0 ? 0 : random.below(5);
+  if (random.below(3) == 0) rule.score_threshold = thresholds[random.below(8)];
+  if (options.shape.places() == 0) rule.window = 1;
   for (std::int64_t h = 0; h < options.shape.heads_kv && seed % 3 == 0; ++h) {
-    options.head_windows.push_back(random.below(keep.window + 1));
+    options.head_windows.push_back(random.below(rule.window + 1));
   }
   return options;
 }
@@ -103,12 +103,12 @@ std::string reason_without_long_stream(const char* backend, StreamScores scores,
 }
 
 // The rule has enough slots for several blocks of keys, splits and whole vectors.
-void run_long_stream(const KeySelection& keep, const char* backend, StreamScores scores,
+void run_long_stream(const KeySelection& rule, const char* backend, StreamScores scores,
                      DType dtype) {
   StreamOptions options{.scores = scores, .nan_share = 0.1, .seed = 3, .backend = backend};
   options.shape = {
-      .batch = 2, .heads_kv = 2, .keep = keep, .chunk = 70, .head_dim = 32, .dtype = dtype};
-  options.masked_share = keep.recent_window > 0 ? 0.1 : 0;
+      .batch = 2, .heads_kv = 2, .rule = rule, .chunk = 70, .head_dim = 32, .dtype = dtype};
+  options.masked_share = rule.recent_window > 0 ? 0.1 : 0;
   options.group = 2;
   KvStream stream(options);
   ASSERT_NO_FATAL_FAILURE(stream.fill(1200));
@@ -129,8 +129,8 @@ TEST_P(KvCacheStreams, LongStreamEqualsAttentionOverShownKeys) {
       .window = 600, .recent_window = 300, .sink_tokens = 4, .score_threshold = -1};
   KeySelection delayed = rule;
   delayed.recent_competes = false;
-  for (const KeySelection& keep : {KeySelection{.window = 900}, rule, delayed}) {
-    ASSERT_NO_FATAL_FAILURE(run_long_stream(keep, backend, scores, dtype));
+  for (const KeySelection& tested : {KeySelection{.window = 900}, rule, delayed}) {
+    ASSERT_NO_FATAL_FAILURE(run_long_stream(tested, backend, scores, dtype));
   }
 }
 
@@ -149,7 +149,7 @@ TEST(KvCache, HalfAMillionTokensLeaveTheBestKeys) {
   constexpr std::int64_t tokens = 524288, window = 64, head_dim = 8;
   const KvCacheShape shape{.batch = 1,
                            .heads_kv = 1,
-                           .keep = {.window = window},
+                           .rule = {.window = window},
                            .head_dim = head_dim,
                            .dtype = DType::f32};
   GuardedBuffer memory(kv_cache_size(shape), "cache");
@@ -206,18 +206,18 @@ void expect_error(const std::string& argument, const std::function<void(KvCalls&
 
 TEST(KvCacheArguments, InvalidArgumentIsNamed) {
   const auto expect_rule_error = [](const std::string& argument, auto spoil) {
-    expect_error("cache.shape.keep." + argument,
-                 [&](KvCalls& c) { spoil(c.append_args.cache.shape.keep); });
+    expect_error("cache.shape.rule." + argument,
+                 [&](KvCalls& c) { spoil(c.append_args.cache.shape.rule); });
   };
-  expect_rule_error("window", [](KeySelection& keep) { keep.window = 0; });
-  expect_rule_error("window", [](KeySelection& keep) { keep.window = KeySelection{}.window; });
-  expect_rule_error("window", [](KeySelection& keep) { keep.window = every_key; });
-  expect_rule_error("recent_window", [](KeySelection& keep) { keep.recent_window = -1; });
-  expect_rule_error("sink_tokens", [](KeySelection& keep) { keep.sink_tokens = -1; });
-  expect_rule_error("selection", [](KeySelection& keep) { keep.selection = Selection::global; });
-  expect_rule_error("score_threshold", [](KeySelection& keep) { keep.score_threshold = NAN; });
+  expect_rule_error("window", [](KeySelection& rule) { rule.window = 0; });
+  expect_rule_error("window", [](KeySelection& rule) { rule.window = KeySelection{}.window; });
+  expect_rule_error("window", [](KeySelection& rule) { rule.window = every_key; });
+  expect_rule_error("recent_window", [](KeySelection& rule) { rule.recent_window = -1; });
+  expect_rule_error("sink_tokens", [](KeySelection& rule) { rule.sink_tokens = -1; });
+  expect_rule_error("selection", [](KeySelection& rule) { rule.selection = Selection::global; });
+  expect_rule_error("score_threshold", [](KeySelection& rule) { rule.score_threshold = NAN; });
   static constexpr std::int64_t windows[] = {4, 5};
-  expect_rule_error("head_windows[1]", [](KeySelection& keep) { keep.head_windows = windows; });
+  expect_rule_error("head_windows[1]", [](KeySelection& rule) { rule.head_windows = windows; });
   expect_error("cache.shape.batch", [](KvCalls& c) { c.append_args.cache.shape.batch = -1; });
   expect_error("cache.shape.head_dim",
                [](KvCalls& c) { c.append_args.cache.shape.head_dim = 257; });
@@ -257,7 +257,7 @@ TEST(KvCacheArguments, InvalidArgumentIsNamed) {
   expect_error("index[1]", [](KvCalls& c) { c.index[1] = 2; });
   expect_error("keep[0]", [](KvCalls& c) { c.commit_args.keep = (c.index = {2, 0}).data(); });
   expect_error("lengths[1]", [](KvCalls& c) { c.fill_args.lengths = (c.index = {1, 2}).data(); });
-  expect_error("to.shape.keep.window", [](KvCalls& c) { c.copy_args.to.shape.keep.window = 3; });
+  expect_error("to.shape.rule.window", [](KvCalls& c) { c.copy_args.to.shape.rule.window = 3; });
   expect_error("cache.shape.heads_kv",
                [](KvCalls& c) { c.append_args.cache.shape.heads_kv = KvCacheShape{}.heads_kv; });
   expect_error("seqlen", [](KvCalls& c) { c.append_args.seqlen = AppendArgs{}.seqlen; });
@@ -317,7 +317,7 @@ TEST(KvCache, DecodeStepNamesItsKernel) {
 
 TEST(KvCacheArguments, OtherDeviceIsDeclinedWithReason) {
   KvCacheShape shape{
-      .batch = 1, .heads_kv = 1, .keep = {.window = 4}, .head_dim = 8, .dtype = DType::f32};
+      .batch = 1, .heads_kv = 1, .rule = {.window = 4}, .head_dim = 8, .dtype = DType::f32};
   EXPECT_EQ(supports(shape), "");
   EXPECT_EQ(supports(shape, "reference"), "");
   EXPECT_THROW(supports(shape, "gpu"), InvalidArgument);
@@ -327,7 +327,7 @@ TEST(KvCacheArguments, OtherDeviceIsDeclinedWithReason) {
 
 TEST(KvCacheArguments, ShortOrUnalignedMemoryThrows) {
   const KvCacheShape shape{
-      .batch = 1, .heads_kv = 1, .keep = {.window = 4}, .head_dim = 8, .dtype = DType::f32};
+      .batch = 1, .heads_kv = 1, .rule = {.window = 4}, .head_dim = 8, .dtype = DType::f32};
   GuardedBuffer memory(kv_cache_size(shape), "cache");
   EXPECT_THROW(kv_cache_in({memory.data(), memory.size() - 1}, shape), InvalidArgument);
   EXPECT_THROW(kv_cache_in({memory.data() + 4, memory.size()}, shape), InvalidArgument);

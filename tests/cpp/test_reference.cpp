@@ -297,7 +297,7 @@ struct Scores {
     args.heads = 1;
     args.seqlen_q = seqlen_q;
     args.seqlen_k = static_cast<std::int64_t>(scores.size());
-    args.keep.window = window;
+    args.rule.window = window;
     args.scores = scores.data();
     args.scores_dtype = DType::f32;
     args.scores_stride = {0, 0, 1};
@@ -319,11 +319,11 @@ struct Scores {
 TEST(ReferenceSelection, FiveKeysMatchHandComputedVisibility) {
   Scores scores({5, 1, 3, 4, 2}, 5, 2);
   EXPECT_EQ(scores.visible(), "x.... xx... x.x.. x..x. x..x.");
-  scores.args.keep.selection = Selection::global;
+  scores.args.rule.selection = Selection::global;
   EXPECT_EQ(scores.visible(), "x.... x.... x.... x..x. x..x.");
   scores.args.causal = false;
   EXPECT_EQ(scores.visible(), "x..x. x..x. x..x. x..x. x..x.");
-  scores.args.keep.selection = Selection::per_query;
+  scores.args.rule.selection = Selection::per_query;
   EXPECT_EQ(scores.visible(), "x..x. x..x. x..x. x..x. x..x.");
 }
 
@@ -356,7 +356,7 @@ TEST(ReferenceSelection, RandomScoresGiveIntervals) {
     Scores scores(values, random.below(15) + 1, random.below(6));
     for (auto& element : scores.key_mask) element = random.uniform() < 0.8;
     scores.args.causal = round % 3 != 0;
-    scores.args.keep.selection = round % 2 == 0 ? Selection::per_query : Selection::global;
+    scores.args.rule.selection = round % 2 == 0 ? Selection::per_query : Selection::global;
     const auto intervals = reference::select_key_intervals(scores.args, 0, 0);  // throws otherwise
     const auto pairs = reference::visible_pairs(scores.args, 0, 0);
     for (std::size_t n = 0; n < pairs.size(); ++n) {

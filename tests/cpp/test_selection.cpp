@@ -98,7 +98,7 @@ SelectionArgs shape_of(std::int64_t seqlen_q, std::int64_t seqlen_k, std::int64_
   args.heads = 1;
   args.seqlen_q = seqlen_q;
   args.seqlen_k = seqlen_k;
-  args.keep.window = window;
+  args.rule.window = window;
   args.scores_dtype = DType::f32;
   return args;
 }
@@ -143,7 +143,7 @@ TEST(Selection, RandomRulesMatchDefinition) {
     args.causal = random.below(5) != 0;
     args.scores_dtype = static_cast<DType>(random.below(4));
     std::vector<std::int64_t> head_windows;
-    args.keep = random_rule(args, head_windows, random);
+    args.rule = random_rule(args, head_windows, random);
     const auto layout = static_cast<Layout>(random.below(4));
     const Scores kind = all_scores[random.below(std::size(all_scores))];
     SelectionProblem problem(args, kind, random.below(2) == 0, layout, random);
@@ -168,7 +168,7 @@ TEST(Selection, LongRowsWithRulesMatchDefinition) {
     SelectionArgs args = shape_of(1 + random.below(300), 1 + random.below(1200), 0);
     args.scores_dtype = static_cast<DType>(round % 4);
     std::vector<std::int64_t> head_windows;
-    args.keep = random_rule(args, head_windows, random);
+    args.rule = random_rule(args, head_windows, random);
     SelectionProblem problem(args, all_scores[round % std::size(all_scores)], random.below(2) == 0,
                              Layout::contiguous, random);
     expect_as_defined(problem, text_of(args));
@@ -182,10 +182,10 @@ TEST(Selection, DecodingSelectsSameKeysAsTraining) {
   const KeySelection rule{.window = 11, .recent_window = 7, .sink_tokens = 2, .score_threshold = 3};
   KeySelection delayed = rule;
   delayed.recent_competes = false;
-  for (const KeySelection& keep : {KeySelection{.window = 11}, rule, delayed}) {
+  for (const KeySelection& tested : {KeySelection{.window = 11}, rule, delayed}) {
     const auto select_for = [&](std::int64_t seqlen_q, std::int64_t seqlen_k) {
       SelectionArgs args = shape_of(seqlen_q, seqlen_k, 0);
-      args.keep = keep;
+      args.rule = tested;
       return select(args, {scores.begin(), scores.begin() + seqlen_k});
     };
     const auto whole = select_for(97, 97);
@@ -194,7 +194,7 @@ TEST(Selection, DecodingSelectsSameKeysAsTraining) {
       for (std::size_t j = 0; j < last_query.size(); ++j) {
         const bool expected = whole[j].first <= length - 1 && length - 1 < whole[j].last;
         ASSERT_EQ(last_query[j].first < last_query[j].last, expected)
-            << "recent " << keep.recent_window << ", " << length << " keys, key " << j;
+            << "recent " << tested.recent_window << ", " << length << " keys, key " << j;
       }
     }
   }
@@ -202,17 +202,17 @@ TEST(Selection, DecodingSelectsSameKeysAsTraining) {
 
 TEST(Selection, RecentKeysCompeteOrWait) {
   SelectionArgs args = shape_of(6, 6, 1);
-  args.keep.recent_window = 2;
+  args.rule.recent_window = 2;
   const std::vector<float> scores = {1, 5, 2, 3, 9, 4};
   // Key 1 is beaten by key 4 when that is written, or when it is no longer recent.
   expect_intervals(select(args, scores), {{0, 2}, {1, 4}, {2, 4}, {3, 5}, {4, 6}, {5, 6}});
-  args.keep.recent_competes = false;
+  args.rule.recent_competes = false;
   expect_intervals(select(args, scores), {{0, 3}, {1, 6}, {2, 4}, {3, 5}, {4, 6}, {5, 6}});
 }
 
 TEST(Selection, SinksAreTheFirstPresentKeys) {
   SelectionArgs args = shape_of(5, 5, 0);
-  args.keep.sink_tokens = 2;
+  args.rule.sink_tokens = 2;
   const std::uint8_t mask[] = {0, 1, 0, 1, 1};
   args.key_mask = mask;
   args.key_mask_stride = {0, 0, 1};
@@ -221,8 +221,8 @@ TEST(Selection, SinksAreTheFirstPresentKeys) {
 
 TEST(Selection, ThresholdKeepsScoresAtOrAboveIt) {
   SelectionArgs args = shape_of(4, 4, every_key);
-  args.keep.score_threshold = 0.5;
-  args.keep.recent_window = 1;
+  args.rule.score_threshold = 0.5;
+  args.rule.recent_window = 1;
   expect_intervals(select(args, {0.5f, 0.25f, NAN, 1}), {{0, 4}, {1, 2}, {2, 3}, {3, 4}});
 }
 
@@ -317,7 +317,7 @@ TEST_F(SelectionArguments, InvalidArgumentThrows) {
     change();
     expect_rejected(argument);
   };
-  with([&] { args_.keep.window = -1; }, "window");
+  with([&] { args_.rule.window = -1; }, "window");
   with([&] { args_.batch = -1; }, "batch");
   with([&] { args_.heads = -1; }, "heads");
   with([&] { args_.seqlen_q = -1; }, "seqlen_q");
@@ -326,18 +326,18 @@ TEST_F(SelectionArguments, InvalidArgumentThrows) {
   with([&] { args_.batch = args_.heads = args_.seqlen_k = longest; }, "batch");
   with([&] { args_.scores = nullptr; }, "scores");
   with([&] { args_.intervals = nullptr; }, "intervals");
-  with([&] { args_.keep.selection = static_cast<Selection>(9); }, "selection");
-  with([&] { args_.keep.recent_window = -1; }, "recent_window");
+  with([&] { args_.rule.selection = static_cast<Selection>(9); }, "selection");
+  with([&] { args_.rule.recent_window = -1; }, "recent_window");
   with(
       [&] {
-        args_.keep.recent_window = 1;
+        args_.rule.recent_window = 1;
         args_.causal = false;
       },
       "recent_window");
-  with([&] { args_.keep.sink_tokens = -1; }, "sink_tokens");
-  with([&] { args_.keep.score_threshold = NAN; }, "score_threshold");
+  with([&] { args_.rule.sink_tokens = -1; }, "sink_tokens");
+  with([&] { args_.rule.score_threshold = NAN; }, "score_threshold");
   const std::int64_t bad_windows[] = {-2};
-  with([&] { args_.keep.head_windows = bad_windows; }, "head_windows");
+  with([&] { args_.rule.head_windows = bad_windows; }, "head_windows");
   with([&] { args_.scores_dtype = static_cast<DType>(9); }, "scores_dtype");
   with([&] { args_.scores_dtype = SelectionArgs{}.scores_dtype; }, "scores_dtype");
   with([&] { execution_.workers = 0; }, "execution.workers");
@@ -348,8 +348,8 @@ TEST_F(SelectionArguments, InvalidArgumentThrows) {
 
 TEST_F(SelectionArguments, WindowIsNotReadWhereHeadsHaveWindows) {
   const std::int64_t windows[] = {2};
-  args_.keep.window = KeySelection{}.window;
-  args_.keep.head_windows = windows;
+  args_.rule.window = KeySelection{}.window;
+  args_.rule.head_windows = windows;
   EXPECT_NO_THROW(select_workspace_size(args_, execution_));
   EXPECT_EQ(key_bound(args_).base, 2);
 }
@@ -363,7 +363,7 @@ TEST_F(SelectionArguments, BoundOfInvalidArgumentThrows) {
   };
   with([&] { args_.heads = -1; }, "heads");
   with([&] { args_.seqlen_k = -1; }, "seqlen_k");
-  with([&] { args_.keep.window = -1; }, "window");
+  with([&] { args_.rule.window = -1; }, "window");
 }
 
 }  // namespace

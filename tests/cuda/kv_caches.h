@@ -35,11 +35,11 @@ inline constexpr std::int64_t windows_of_heads[] = {100, 17};
 // kernel combines; then rules with sinks, recent keys that compete or do not, thresholds and windows of heads, where
 // clusters combine the parts and where a second kernel does.
 inline std::vector<KvSizes> kv_sizes() {
-  const auto under_rule = [](std::int64_t batch, std::int64_t heads, const KeySelection& keep,
+  const auto under_rule = [](std::int64_t batch, std::int64_t heads, const KeySelection& rule,
                              std::int64_t chunk, std::int64_t head_dim, DType dtype) {
     return KvCacheShape{.batch = batch,
                         .heads_kv = heads,
-                        .keep = keep,
+                        .rule = rule,
                         .chunk = chunk,
                         .head_dim = head_dim,
                         .dtype = dtype};
@@ -131,9 +131,9 @@ class Caches {
           ASSERT_TRUE(slots.leaving_score == expected.leaving_score ||
                       (std::isnan(slots.leaving_score) && std::isnan(expected.leaving_score)));
         }
-        const KeySelection& keep = shape_.keep;
+        const KeySelection& rule = shape_.rule;
         const std::int64_t window =
-            keep.head_windows == nullptr ? keep.window : keep.head_windows[h];
+            rule.head_windows == nullptr ? rule.window : rule.head_windows[h];
         if (window == 0 || slots.competed < window) continue;
         ASSERT_EQ(entry_of(got, row, slots.victim), entry_of(host, row, expected.victim));
         ASSERT_EQ(slots.victim_score, expected.victim_score);

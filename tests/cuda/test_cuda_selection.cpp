@@ -160,7 +160,7 @@ SelectionArgs shape_of(std::int64_t rows, std::int64_t seqlen, std::int64_t wind
   args.heads = rows;
   args.seqlen_q = seqlen;
   args.seqlen_k = seqlen;
-  args.keep.window = window;
+  args.rule.window = window;
   args.scores_dtype = DType::f32;
   return args;
 }
@@ -176,12 +176,12 @@ void compare_random(std::uint64_t seed, int rounds, std::int64_t longest,
     args.batch = 1 + random.below(2);
     if (random.below(3) == 0) args.seqlen_q = random.below(args.seqlen_k + 100);
     if (random.below(3) == 0) args.seqlen_q = random.below(70);  // a chunk after many keys
-    args.keep.window = random.below(args.seqlen_k + 3);
-    if (random.below(2) == 0) args.keep.window = random.below(args.seqlen_k / 4 + 2);
-    if (random.below(10) == 0) args.keep.window = 512 * random.below(4);
-    args.keep.selection = random.below(3) == 0 ? Selection::global : Selection::per_query;
+    args.rule.window = random.below(args.seqlen_k + 3);
+    if (random.below(2) == 0) args.rule.window = random.below(args.seqlen_k / 4 + 2);
+    if (random.below(10) == 0) args.rule.window = 512 * random.below(4);
+    args.rule.selection = random.below(3) == 0 ? Selection::global : Selection::per_query;
     args.causal = random.below(6) != 0;
-    if (rules == Rules::any) args.keep = random_rule(args, head_windows, random);
+    if (rules == Rules::any) args.rule = random_rule(args, head_windows, random);
     args.scores_dtype = static_cast<DType>(random.below(3));
     ScoreLayout layout;
     layout.key_stride = random.below(4) == 0 ? 2 : 1;
@@ -296,7 +296,7 @@ TEST_F(CudaSelection, MillionKeyRowsMatchCpu) {
   for (const Scores kind : {Scores::normal, Scores::equal, Scores::two_ramps}) {
     for (const Selection selection : {Selection::per_query, Selection::global}) {
       SelectionArgs args = shape_of(1, (1 << 20) - 3, 1000);
-      args.keep.selection = selection;
+      args.rule.selection = selection;
       Comparison comparison(args, kind, {}, random);
       comparison.tile_rows = 512;
       comparison.expect_same();
@@ -310,7 +310,7 @@ TEST_F(CudaSelection, ThousandsOfRowsMatchCpu) {
   Random random(7);
   for (const Selection selection : {Selection::per_query, Selection::global}) {
     SelectionArgs args = shape_of(3000, 700, 100);
-    args.keep.selection = selection;
+    args.rule.selection = selection;
     args.scores_dtype = DType::bf16;
     Comparison comparison(args, Scores::normal, {}, random);
     comparison.tile_rows = 128;
@@ -373,7 +373,7 @@ TEST_F(CudaSelection, InvalidArgumentIsNamed) {
     change(args);
     expect_invalid([&] { select_key_intervals(args, {}); }, argument);
   };
-  expect_rejected("window", [](SelectionArgs& args) { args.keep.window = -1; });
+  expect_rejected("window", [](SelectionArgs& args) { args.rule.window = -1; });
   expect_rejected("scores_dtype", [](SelectionArgs& args) { args.scores_dtype = DType::f64; });
   expect_rejected("scores_dtype",
                   [](SelectionArgs& args) { args.scores_dtype = SelectionArgs{}.scores_dtype; });

@@ -108,8 +108,8 @@ TEST_F(SmallCudaTileLists, KeyListMatchesIntervals) {
     select.heads = 1 + random.below(3);
     select.seqlen_q = 1 + random.below(700);
     select.seqlen_k = 1 + random.below(1500);
-    select.keep.window = 1 + random.below(select.seqlen_k);
-    select.keep.selection = Selection::global;
+    select.rule.window = 1 + random.below(select.seqlen_k);
+    select.rule.selection = Selection::global;
     select.causal = round % 3 != 0;
     const std::int64_t rows = select.batch * select.heads;
     std::vector<float> scores(static_cast<std::size_t>(rows * select.seqlen_k));
@@ -171,7 +171,7 @@ TEST(CudaKeyLists, SelectionThatNoListExpressesThrows) {
   good.device = Device::cuda;
   good.batch = good.heads = 1;
   good.seqlen_k = 100;
-  good.keep.window = 10;
+  good.rule.window = 10;
   good.scores_dtype = DType::f32;
   const auto expect_error = [&](const auto& change, const std::string& argument) {
     SelectionArgs args = good;
@@ -180,10 +180,10 @@ TEST(CudaKeyLists, SelectionThatNoListExpressesThrows) {
     expect_invalid([&] { select_list_workspace_size(args); }, argument);
   };
   static constexpr std::int64_t windows[] = {10};
-  expect_error([](SelectionArgs& args) { args.keep.recent_window = 1; }, "recent_window");
-  expect_error([](SelectionArgs& args) { args.keep.sink_tokens = 1; }, "sink_tokens");
-  expect_error([](SelectionArgs& args) { args.keep.head_windows = windows; }, "head_windows");
-  expect_error([](SelectionArgs& args) { args.keep.window = -1; }, "window");
+  expect_error([](SelectionArgs& args) { args.rule.recent_window = 1; }, "recent_window");
+  expect_error([](SelectionArgs& args) { args.rule.sink_tokens = 1; }, "sink_tokens");
+  expect_error([](SelectionArgs& args) { args.rule.head_windows = windows; }, "head_windows");
+  expect_error([](SelectionArgs& args) { args.rule.window = -1; }, "window");
   expect_error([](SelectionArgs& args) { args.heads = -1; }, "heads");
 }
 

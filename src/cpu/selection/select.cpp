@@ -78,14 +78,14 @@ constexpr std::int64_t block_keys = 512;
 template <class Rank, class Read>
 void select_row(const SelectionArgs& args, std::int64_t capacity, const Read& read,
                 const std::uint8_t* key_mask, Rank* heap, KeyInterval* intervals) {
-  const KeySelection& keep = args.keep;
+  const KeySelection& rule = args.rule;
   const QueryRows rows(args);
-  const std::int64_t recent = keep.recent_window;
-  const std::int64_t delay = delay_of(keep);
-  const bool closes = args.causal && keep.selection == Selection::per_query;
+  const std::int64_t recent = rule.recent_window;
+  const std::int64_t delay = delay_of(rule);
+  const bool closes = args.causal && rule.selection == Selection::per_query;
   // A global selection is made at the last position, where the latest keys do not compete yet.
   const std::int64_t competing = closes ? args.seqlen_k : args.seqlen_k - delay;
-  std::int64_t sinks = keep.sink_tokens;
+  std::int64_t sinks = rule.sink_tokens;
   std::int64_t size = 0;
   for (std::int64_t j = 0; j < args.seqlen_k; ++j) {
     if (j % block_keys == 0) {
@@ -106,7 +106,7 @@ void select_row(const SelectionArgs& args, std::int64_t capacity, const Read& re
     // Most keys of a full heap end here, whether or not they reach the threshold: which do is hard to predict, and a wrong
     // prediction costs more than the rest of a key.
     if (size == capacity && rank < heap[0]) continue;
-    if (!(static_cast<double>(score) >= keep.score_threshold)) continue;
+    if (!(static_cast<double>(score) >= rule.score_threshold)) continue;
     if (size < capacity) {
       heap[size++] = rank;
       if (size == capacity) std::make_heap(heap, heap + size, std::greater<>());

@@ -43,9 +43,9 @@ struct CacheRule {
 
   CacheRule() = default;
   explicit CacheRule(const KvCacheShape& shape)
-      : common(rule_of_head(shape, 0)), by_head(shape.keep.head_windows != nullptr) {
+      : common(rule_of_head(shape, 0)), by_head(shape.rule.head_windows != nullptr) {
     for (std::int64_t h = 0; by_head && h < shape.heads_kv; ++h) {
-      windows[h] = static_cast<std::int32_t>(shape.keep.head_windows[h]);
+      windows[h] = static_cast<std::int32_t>(shape.rule.head_windows[h]);
     }
   }
 

@@ -136,7 +136,7 @@ struct PendingMemory {
     WorkspaceAllocator workspace(base);
     const KvCacheShape& s = cache.shape;
     const std::int64_t rows = rows_of(s);
-    if (delay_of(s.keep) > 0) arrivals = workspace.take<std::int32_t>(rows * cache.pending);
+    if (delay_of(s.rule) > 0) arrivals = workspace.take<std::int32_t>(rows * cache.pending);
     if (commits) {
       seen = workspace.take<std::int32_t>(rows);
       fates = workspace.take<Fate>(rows * (s.places() + cache.pending));

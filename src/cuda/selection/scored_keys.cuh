@@ -25,7 +25,7 @@ struct ScoredKeys {
         mask(args.key_mask),
         dtype(args.scores_dtype),
         heads(static_cast<int>(args.heads)),
-        least_code(code_at_or_above(args.keep.score_threshold, args.scores_dtype)) {
+        least_code(code_at_or_above(args.rule.score_threshold, args.scores_dtype)) {
     std::copy(args.scores_stride.begin(), args.scores_stride.end(), stride);
     std::copy(args.key_mask_stride.begin(), args.key_mask_stride.end(), mask_stride);
   }

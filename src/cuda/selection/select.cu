@@ -26,8 +26,8 @@ std::int64_t past_keys(const SelectionArgs& args) { return args.seqlen_k - args.
 // select it.
 int blocks_of_chunk(const SelectionArgs& args) {
   const bool is_chunk =
-      args.seqlen_q <= std::min<std::int64_t>(global::most_chunk, args.keep.window - 1);
-  if (!is_chunk || past_keys(args) <= args.keep.window) return 0;
+      args.seqlen_q <= std::min<std::int64_t>(global::most_chunk, args.rule.window - 1);
+  if (!is_chunk || past_keys(args) <= args.rule.window) return 0;
   return global::cluster_blocks(static_cast<int>(args.batch * args.heads),
                                 static_cast<int>(past_keys(args)));
 }
@@ -62,7 +62,7 @@ void for_each_batch(Rows& rows, std::int64_t all_rows, const Enqueue& enqueue) {
 void plan_select(const SelectionArgs& args, const Execution& execution, Plan<SelectionArgs>& plan) {
   validate(args);
   require_aligned("intervals", args.intervals, sizeof(KeyInterval));
-  widens(args.keep) ? make_plan<OnDevice<WidenedSelection>>(args, execution, plan)
+  widens(args.rule) ? make_plan<OnDevice<WidenedSelection>>(args, execution, plan)
                     : make_plan<OnDevice<BestKeys>>(args, execution, plan);
 }
 
@@ -85,9 +85,9 @@ void validate(const SelectionArgs& args) {
 }
 
 BestKeys::BestKeys(const SelectionArgs& args, const Execution&) {
-  if (args.batch * args.heads * args.seqlen_k == 0 || args.keep.window == 0) return;
-  const bool per_query = args.keep.selection == Selection::per_query && args.causal &&
-                         args.seqlen_q > 1 && args.keep.window < args.seqlen_k;
+  if (args.batch * args.heads * args.seqlen_k == 0 || args.rule.window == 0) return;
+  const bool per_query = args.rule.selection == Selection::per_query && args.causal &&
+                         args.seqlen_q > 1 && args.rule.window < args.seqlen_k;
   WorkspaceAllocator workspace(nullptr);
   if (!per_query) {
     method_ = Method::global;
@@ -152,7 +152,7 @@ namespace {
 // The layout for a selection of one key, whose intervals are not read.
 per_query::Work ordered_rows(const SelectionArgs& args, WorkspaceAllocator& workspace) {
   SelectionArgs one_key = args;
-  one_key.keep.window = 1;
+  one_key.rule.window = 1;
   one_key.intervals = workspace.take<KeyInterval>(args.batch * args.heads * args.seqlen_k);
   return per_query::lay_out(one_key, rows_per_batch(one_key), per_query::Result::order, workspace);
 }

@@ -154,7 +154,7 @@ struct AddUnchosen {
   }
 };
 
-bool has_head_windows(const SelectionArgs& args) { return args.keep.head_windows != nullptr; }
+bool has_head_windows(const SelectionArgs& args) { return args.rule.head_windows != nullptr; }
 
 // The address of an element, or null where there is no array.
 const void* offset_pointer(const void* data, std::int64_t elements, std::int64_t element_size) {
@@ -165,12 +165,12 @@ const void* offset_pointer(const void* data, std::int64_t elements, std::int64_t
 
 WidenedSelection::WidenedSelection(const SelectionArgs& args, const Execution&) {
   if (args.batch * args.heads * args.seqlen_k == 0) return;
-  const KeySelection& keep = args.keep;
-  begin_ = args.key_mask == nullptr ? std::min(keep.sink_tokens, args.seqlen_k) : 0;
+  const KeySelection& rule = args.rule;
+  begin_ = args.key_mask == nullptr ? std::min(rule.sink_tokens, args.seqlen_k) : 0;
   competing_ = args;
-  competing_.seqlen_k = std::max<std::int64_t>(args.seqlen_k - delay_of(keep) - begin_, 0);
-  competing_.keep = {
-      .window = keep.window, .selection = keep.selection, .score_threshold = keep.score_threshold};
+  competing_.seqlen_k = std::max<std::int64_t>(args.seqlen_k - delay_of(rule) - begin_, 0);
+  competing_.rule = {
+      .window = rule.window, .selection = rule.selection, .score_threshold = rule.score_threshold};
   competing_.scores =
       offset_pointer(args.scores, begin_ * args.scores_stride[2], size_of(args.scores_dtype));
   if (has_head_windows(args)) {
@@ -194,7 +194,7 @@ void WidenedSelection::run(const SelectionArgs& args, const Execution& execution
 std::size_t WidenedSelection::place(const SelectionArgs& args, void* base) {
   const std::int64_t rows = args.batch * args.heads;
   WorkspaceAllocator workspace(base);
-  if (args.key_mask != nullptr && args.keep.sink_tokens > 0) {
+  if (args.key_mask != nullptr && args.rule.sink_tokens > 0) {
     sink_ends_ = workspace.take<std::int32_t>(rows);
     competes_ = workspace.take<std::uint8_t>(rows * args.seqlen_k);
     competing_.key_mask = competes_;
@@ -213,8 +213,8 @@ void WidenedSelection::launch_all(const SelectionArgs& args, const Execution& ex
   const std::int64_t rows = args.batch * args.heads;
   const std::int64_t blocks = rows * ceil_div(seqlen_k, block_keys);
   // As many sinks and recent keys as there are keys are all of them, and their sums with a position fit 32 bits.
-  const int sinks = static_cast<int>(std::min(args.keep.sink_tokens, args.seqlen_k));
-  const int recent = static_cast<int>(std::min(args.keep.recent_window, args.seqlen_k));
+  const int sinks = static_cast<int>(std::min(args.rule.sink_tokens, args.seqlen_k));
+  const int recent = static_cast<int>(std::min(args.rule.recent_window, args.seqlen_k));
   const SinkEnds sink_ends{sinks, sink_ends_};
   const KeyMask mask(args);
   if (sink_ends_ != nullptr) {
@@ -247,7 +247,7 @@ SelectionArgs WidenedSelection::competing_of_head(const SelectionArgs& args,
                                                   std::int64_t head) const {
   SelectionArgs one = competing_;
   one.heads = 1;
-  one.keep.window = args.keep.head_windows[head];
+  one.rule.window = args.rule.head_windows[head];
   one.scores = offset_pointer(one.scores, head * one.scores_stride[1], size_of(one.scores_dtype));
   one.key_mask = static_cast<const std::uint8_t*>(
       offset_pointer(one.key_mask, head * one.key_mask_stride[1], 1));

@@ -10,8 +10,8 @@
 namespace flash_dmattn::cuda {
 
 // Whether a rule shows keys that were not chosen (recent keys and sinks), or has a window for each head.
-inline bool widens(const KeySelection& keep) {
-  return keep.recent_window > 0 || keep.sink_tokens > 0 || keep.head_windows != nullptr;
+inline bool widens(const KeySelection& rule) {
+  return rule.recent_window > 0 || rule.sink_tokens > 0 || rule.head_windows != nullptr;
 }
 
 // A selection by such a rule, as a call that a plan holds. The keys that compete are a selection of their own; a last

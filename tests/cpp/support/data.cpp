@@ -125,20 +125,20 @@ void fill_bias(const Case& c, Random& random, Data& data) {
 }
 
 KeySelection rule_of(const Case& c) {
-  KeySelection keep;
-  keep.window = c.window;
-  keep.selection = c.intervals == "global" ? Selection::global : Selection::per_query;
-  if (c.rule == "none") return keep;
-  keep.recent_window = 24;
-  keep.sink_tokens = 3;
-  keep.recent_competes = c.rule != "delayed";
+  KeySelection rule;
+  rule.window = c.window;
+  rule.selection = c.intervals == "global" ? Selection::global : Selection::per_query;
+  if (c.rule == "none") return rule;
+  rule.recent_window = 24;
+  rule.sink_tokens = 3;
+  rule.recent_competes = c.rule != "delayed";
   if (c.rule == "threshold") {
-    keep.window = every_key;
-    keep.score_threshold = 1;
+    rule.window = every_key;
+    rule.score_threshold = 1;
   } else if (c.rule != "recent" && c.rule != "delayed") {
     throw unknown("rule", c.rule);
   }
-  return keep;
+  return rule;
 }
 
 void select(const Case& c, Random& random, Data& data) {
@@ -150,7 +150,7 @@ void select(const Case& c, Random& random, Data& data) {
   args.heads = p.intervals_shape[1];
   args.seqlen_q = p.seqlen_q;
   args.seqlen_k = p.seqlen_k;
-  args.keep = rule_of(c);
+  args.rule = rule_of(c);
   args.causal = p.causal;
   args.scores = scores.data();
   args.scores_dtype = DType::f32;

@@ -15,7 +15,7 @@ namespace flash_dmattn::testing {
 struct KvCalls {
   static constexpr KvCacheShape small{.batch = 2,
                                       .heads_kv = 2,
-                                      .keep = {.window = 4},
+                                      .rule = {.window = 4},
                                       .chunk = 3,
                                       .head_dim = 8,
                                       .dtype = DType::f32};

@@ -37,7 +37,7 @@ std::vector<KeyInterval> select_last_query(const KvCacheShape& shape, std::int64
                                   .heads = heads,
                                   .seqlen_q = keys > 0 ? 1 : 0,
                                   .seqlen_k = keys,
-                                  .keep = shape.keep,
+                                  .rule = shape.rule,
                                   .scores = scores + b * heads * length,
                                   .scores_dtype = DType::f32,
                                   .scores_stride = {0, length, 1},
@@ -62,7 +62,7 @@ KvStream::KvStream(const StreamOptions& options)
       committed_(static_cast<std::size_t>(options.shape.batch)),
       pending_tokens_(committed_.size()) {
   if (!options_.head_windows.empty()) {
-    options_.shape.keep.head_windows = options_.head_windows.data();
+    options_.shape.rule.head_windows = options_.head_windows.data();
     cache_.shape = options_.shape;
   }
   clear_cache(cache_, in_turn(1), options.backend);
@@ -108,16 +108,16 @@ KvStream::Input KvStream::draw(std::int64_t length) {
 }
 
 std::vector<std::size_t> KvStream::competing(const std::vector<Token>& past, std::int64_t h) const {
-  const KeySelection& keep = options_.shape.keep;
+  const KeySelection& rule = options_.shape.rule;
   const auto score = [&](std::size_t j) { return past[j].scores[static_cast<std::size_t>(h)]; };
-  const std::int64_t delay = keep.recent_competes ? 0 : keep.recent_window;
-  const bool has_window = keep.head_windows == nullptr || keep.head_windows[h] > 0;
+  const std::int64_t delay = rule.recent_competes ? 0 : rule.recent_window;
+  const bool has_window = rule.head_windows == nullptr || rule.head_windows[h] > 0;
   std::vector<std::size_t> keys;
   std::int64_t present = 0;
   for (std::size_t j = 0; j < past.size(); ++j) {
-    if (!past[j].is_present || present++ < keep.sink_tokens) continue;
+    if (!past[j].is_present || present++ < rule.sink_tokens) continue;
     const auto age = static_cast<std::int64_t>(past.size() - 1 - j);
-    if (has_window && keep.window > 0 && age >= delay && double{score(j)} >= keep.score_threshold) {
+    if (has_window && rule.window > 0 && age >= delay && double{score(j)} >= rule.score_threshold) {
       keys.push_back(j);
     }
   }
@@ -128,9 +128,9 @@ std::vector<std::size_t> KvStream::competing(const std::vector<Token>& past, std
 }
 
 std::vector<std::size_t> KvStream::visible(const std::vector<Token>& past, std::int64_t h) const {
-  const KeySelection& keep = options_.shape.keep;
+  const KeySelection& rule = options_.shape.rule;
   const auto window =
-      static_cast<std::size_t>(keep.head_windows == nullptr ? keep.window : keep.head_windows[h]);
+      static_cast<std::size_t>(rule.head_windows == nullptr ? rule.window : rule.head_windows[h]);
   std::vector<std::size_t> keys = competing(past, h);
   keys.resize(std::min(keys.size(), window));
   std::set<std::size_t> seen(keys.begin(), keys.end());
@@ -138,7 +138,7 @@ std::vector<std::size_t> KvStream::visible(const std::vector<Token>& past, std::
   for (std::size_t j = 0; j < past.size(); ++j) {
     const auto age = static_cast<std::int64_t>(past.size() - 1 - j);
     if (!past[j].is_present) continue;
-    if (present++ < keep.sink_tokens || age < keep.recent_window) seen.insert(j);
+    if (present++ < rule.sink_tokens || age < rule.recent_window) seen.insert(j);
   }
   return {seen.begin(), seen.end()};
 }

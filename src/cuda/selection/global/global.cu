@@ -101,7 +101,7 @@ RadixRows lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator&
   rows.intervals = args.intervals;
   rows.rows = batch_rows;
   rows.seqlen_k = static_cast<int>(args.seqlen_k);
-  rows.window = static_cast<int>(std::min(args.keep.window, args.seqlen_k));
+  rows.window = static_cast<int>(std::min(args.rule.window, args.seqlen_k));
   rows.position_bits = bits_for(args.seqlen_k);
   rows.number_bits = rows.position_bits + score_bits(args.scores_dtype);
   const std::int64_t row_digits = std::int64_t{rows.searched_digits()} * rows.rows;

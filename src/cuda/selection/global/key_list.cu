@@ -15,7 +15,7 @@ SelectionArgs for_one_query(const SelectionArgs& args, KeyInterval* intervals) {
   SelectionArgs one = args;
   one.seqlen_q = 1;
   one.causal = false;
-  one.keep.selection = Selection::global;
+  one.rule.selection = Selection::global;
   one.intervals = intervals;
   return one;
 }
@@ -28,7 +28,7 @@ TileListArgs list_args(const SelectionArgs& select) {
           .tile_rows = 1,
           .causal = false,
           .intervals = {select.intervals, select.heads * select.seqlen_k, select.seqlen_k},
-          .bound = {std::min(select.keep.window, select.seqlen_k), 0}};
+          .bound = {std::min(select.rule.window, select.seqlen_k), 0}};
 }
 
 struct ListWorkspace {
@@ -54,14 +54,14 @@ struct ListWorkspace {
 
 // Throws InvalidArgument unless a list can express the selection.
 void require_list(const SelectionArgs& args) {
-  const KeySelection& keep = args.keep;
-  if (keep.recent_window > 0) {
-    throw InvalidArgument("recent_window", std::to_string(keep.recent_window), "0 for a key list");
+  const KeySelection& rule = args.rule;
+  if (rule.recent_window > 0) {
+    throw InvalidArgument("recent_window", std::to_string(rule.recent_window), "0 for a key list");
   }
-  if (keep.sink_tokens > 0) {
-    throw InvalidArgument("sink_tokens", std::to_string(keep.sink_tokens), "0 for a key list");
+  if (rule.sink_tokens > 0) {
+    throw InvalidArgument("sink_tokens", std::to_string(rule.sink_tokens), "0 for a key list");
   }
-  if (keep.head_windows != nullptr) {
+  if (rule.head_windows != nullptr) {
     throw InvalidArgument("head_windows", "a window for each head", "null for a key list");
   }
   cuda::validate(for_one_query(args, nullptr));

@@ -143,7 +143,7 @@ Work lay_out(const SelectionArgs& args, int batch_rows, Result result,
   OrderedRows& rows = work.rows;
   rows.rows = batch_rows;
   rows.seqlen_k = static_cast<int>(args.seqlen_k);
-  rows.window = static_cast<int>(args.keep.window);
+  rows.window = static_cast<int>(args.rule.window);
   rows.layout = {.position_bits = bits_for(args.seqlen_k),
                  .score_bits = score_bits(args.scores_dtype),
                  .seqlen_k = rows.seqlen_k};

@@ -185,7 +185,7 @@ SelectionArgs scores_of(const RankArgs& args) {
   scores.heads = args.scores_shape[1];
   scores.seqlen_q = args.seqlen_q;
   scores.seqlen_k = args.seqlen_k;
-  scores.keep.window = args.window;
+  scores.rule.window = args.window;
   scores.scores = args.scores;
   scores.scores_dtype = args.scores_dtype;
   scores.scores_stride = args.scores_stride;

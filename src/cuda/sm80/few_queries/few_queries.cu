@@ -187,7 +187,7 @@ std::string decline_cache(const KvCacheShape& shape) {
   if (shape.batch * shape.heads_kv * shape.slots() > std::numeric_limits<std::int32_t>::max()) {
     return "it counts slots in 31 bits";
   }
-  if (shape.keep.head_windows != nullptr && shape.heads_kv > CacheRule::most_head_windows) {
+  if (shape.rule.head_windows != nullptr && shape.heads_kv > CacheRule::most_head_windows) {
     return "it has windows for up to " + std::to_string(CacheRule::most_head_windows) + " heads";
   }
   return "";
