@@ -25,9 +25,12 @@ NO_RESULT = re.compile(
 )
 # A first sentence of a docstring that ends before any clause follows such a word.
 HEADLESS = re.compile(r"(As|By|From|Not|Since|So that|To|Where|With|Without)\b[^,:;]*?\.(\s|$)")
+# A name in C++ that is "of" something. After its class it is a named constructor: Block::of_threads().
+CPP_WITHOUT_NOUN = re.compile(r"(?<![\w:])of_\w+")
+CPP = (".cpp", ".cu", ".cuh", ".h")
 DOCUMENTED = (ast.AsyncFunctionDef, ast.ClassDef, ast.FunctionDef, ast.Module)
 MARKERS = {
-    **dict.fromkeys((".cpp", ".cu", ".cuh", ".h"), "//"),
+    **dict.fromkeys(CPP, "//"),
     **dict.fromkeys((".cmake", ".in", ".py", ".sh"), "#"),
 }
 NAMES = ("CMakeLists.txt", "Makefile", "run")  # whose comments begin with #
@@ -78,17 +81,29 @@ def locals_without_noun(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, name
 
 
+def cpp_names_without_noun(path: Path) -> Iterator[tuple[int, str]]:
+    """Yields (line, name) of variables and functions that are named "of" something."""
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        code = line.partition("//")[0]
+        if not re.search(r"\bstatic\b", code):  # the definition of a named constructor
+            yield from ((number, name) for name in CPP_WITHOUT_NOUN.findall(code))
+
+
 def complaints(path: Path) -> Iterator[str]:
     for number, text, begins in texts(path):
         if begins and (found := NO_SUBJECT.match(text)):
             yield f"{path}:{number}: got a sentence that begins with {found[0]!r}, expected its subject"
         for found in DIALECT.finditer(text):
             yield f"{path}:{number}: got {found[0]!r}, expected plain English"
+    names = []
     if path.suffix == ".py":
         for number, sentence in headless_docstrings(path):
             yield f"{path}:{number}: got {sentence!r}, expected a subject and a verb"
-        for number, name in locals_without_noun(path):
-            yield f"{path}:{number}: got the name {name}, expected one that begins with its noun"
+        names = locals_without_noun(path)
+    elif path.suffix in CPP:
+        names = cpp_names_without_noun(path)
+    for number, name in names:
+        yield f"{path}:{number}: got the name {name}, expected one that begins with its noun"
     if "test" in path.name:
         for found in NO_RESULT.finditer(path.read_text()):
             yield f"{path}: got the test name {found[1] or found[2]}, expected a name with a result"
