@@ -51,12 +51,6 @@ struct Node {
   int end_tile;
 };
 
-// The queries of a node.
-struct Queries {
-  int begin;
-  int end;
-};
-
 // The root, which has every key of a row with its interval.
 class AllKeys {
  public:
@@ -69,9 +63,8 @@ class AllKeys {
         tile_rows_(static_cast<int>(args.tile_rows)),
         seqlen_q_(static_cast<int>(args.seqlen_q)),
         seqlen_k_(static_cast<int>(args.seqlen_k)),
-        shift_(static_cast<int>(args.seqlen_k - args.seqlen_q)),
-        causal_shift_(args.causal ? shift_ : std::numeric_limits<int>::max()),
-        causal_(args.causal) {}
+        causal_shift_(args.causal ? static_cast<int>(args.seqlen_k - args.seqlen_q)
+                                  : std::numeric_limits<int>::max()) {}
 
   class Items {
    public:
@@ -81,14 +74,9 @@ class AllKeys {
       }
     }
     __device__ int size() const { return all_.seqlen_k_; }
-    // The queries that see a key; the interval may extend beyond the existing queries.
-    __device__ int2 interval(int key) const {
-      int2 interval = intervals_ == nullptr ? make_int2(0, all_.seqlen_q_) : intervals_[key];
-      interval.x = max(interval.x, key - all_.causal_shift_);
-      return interval;
-    }
-    __device__ Entry operator[](int key) const { return entry(key, interval(key)); }
-    __device__ Entry entry(int key, int2 queries) const {
+    __device__ Entry operator[](int key) const {
+      int2 queries = intervals_ == nullptr ? make_int2(0, all_.seqlen_q_) : intervals_[key];
+      queries.x = max(queries.x, key - all_.causal_shift_);
       const int first = max(queries.x, 0);
       const int last = min(queries.y, all_.seqlen_q_);
       if (first >= last) return {key, {0, 0}};
@@ -111,15 +99,6 @@ class AllKeys {
   __device__ Node node(int row, int) const {
     return {row, 0, seqlen_q_ == 0 ? 0 : by_tile_rows_.divide(seqlen_q_ - 1) + 1};
   }
-  __device__ Queries queries(const Node& node) const {
-    const std::int64_t end = static_cast<std::int64_t>(node.end_tile) * tile_rows_;
-    return {node.first_tile * tile_rows_,
-            static_cast<int>(min(end, static_cast<std::int64_t>(seqlen_q_)))};
-  }
-  // Keys that queries before `end` may see.
-  __device__ int keys_before(int end) const {
-    return causal_ ? min(max(end + shift_, 0), seqlen_k_) : seqlen_k_;
-  }
 
  private:
   const int2* intervals_;
@@ -130,9 +109,7 @@ class AllKeys {
   int tile_rows_;
   int seqlen_q_;
   int seqlen_k_;
-  int shift_;         // position of query 0
-  int causal_shift_;  // shift_, or without causality so large that no key is too late
-  bool causal_;
+  int causal_shift_;  // position of query 0, or without causality so large that no key is too late
 };
 
 // The lists of one level of nodes.

@@ -1,4 +1,4 @@
-#include "cuda/schedule/tile_lists/partition_row.cuh"
+#include "cuda/schedule/tile_lists/partition_keys.cuh"
 
 #include <algorithm>
 #include <array>
@@ -49,13 +49,10 @@ key_tree::Parts row_parts(const TileListArgs& args) {
   return parts;
 }
 
-using PartitionRowKernel = key_tree::PartitionRowKernel<key_tree::Tiles<node_tiles>>;
-
 // The lists between the intervals and the tiles, from the lowest level up.
 struct Tree {
   std::array<key_tree::Level, node_tile_bits.size()> levels;
   std::size_t count = 0;
-  bool is_one_kernel = false;  // no lists of nodes in memory
   key_tree::Parts parts;
   std::size_t bytes = 0;
 };
@@ -74,8 +71,6 @@ Tree make_tree(const TileListArgs& args, void* workspace) {
                             static_cast<int>(max_keys(args, queries)));
     children = level.nodes();
   }
-  tree.is_one_kernel = tree.count == 1 && PartitionRowKernel::takes(tree.levels[0], args.seqlen_k);
-  if (tree.is_one_kernel) return tree;
   for (std::size_t i = 0; i < tree.count; ++i) tree.levels[i].allocate(rows, allocator);
   tree.parts = row_parts(args);
   tree.parts.counts = allocator.take<int>(rows * tree.parts.parts * key_tree::max_lists);
@@ -214,11 +209,6 @@ QueryTileLists build_tile_lists(const TileListArgs& args, const TileListBuffers&
     return result;
   }
   const auto tiles_of_nodes = tiles_of_node.template operator()<node_tiles>();
-  if (tree.is_one_kernel) {
-    launch<PartitionRowKernel>(rows * tree.levels[0].nodes(),
-                               {key_tree::AllKeys(args), tree.levels[0], tiles_of_nodes}, stream);
-    return result;
-  }
   partition_rows(args, tree, tree.levels[tree.count - 1], stream);
   for (std::size_t i = tree.count - 1; i > 0; --i) {
     partition_nodes(args, tree.levels[i], tree.levels[i - 1], stream);
