@@ -86,10 +86,6 @@ struct Backend {
   // The first element that is inf or NaN; with `minus_inf`, -inf counts as finite.
   NonFiniteElement (*first_nonfinite)(const ConstTensor4&, const std::array<std::int64_t, 4>& shape,
                                       DType, bool minus_inf, const Execution&) = nullptr;
-  // Subtracts the mean of each row's nonzero elements from these elements. Both arrays are dense, [rows, columns], and may
-  // be the same.
-  void (*zero_sum)(const float* gradient, float* out, std::int64_t rows, std::int64_t columns,
-                   const Execution&) = nullptr;
 };
 
 // "" when the problem's memory is where a backend computes, else why it declines.

@@ -191,25 +191,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
   return {dq, dk, dv, dbias};
 }
 
-// Subtracts from the nonzero elements of each row of a gradient [..., columns] their mean.
-Tensor zero_sum_op(const Tensor& gradient) {
-  if (gradient.dim() == 0 || gradient.scalar_type() != ScalarType::Float) {
-    throw InvalidArgument("gradient", shape_text(gradient), "float32 of at least one dimension");
-  }
-  const CallDevice device(gradient);
-  const Tensor dense = as_contiguous(gradient);
-  const Tensor out = torch::stable::empty_like(dense);
-  const std::int64_t columns = dense.size(dense.dim() - 1);
-  const std::int64_t rows = columns == 0 ? 0 : dense.numel() / columns;
-  zero_sum({.device = device.device(),
-            .gradient = static_cast<const float*>(dense.const_data_ptr()),
-            .out = static_cast<float*>(out.mutable_data_ptr()),
-            .rows = rows,
-            .columns = columns},
-           device.execution(dense.numel()));
-  return out;
-}
-
 // One line for each backend: name, 1 or 0, reason; separated by tabs.
 std::string backends_op() {
   std::string lines;
@@ -257,7 +238,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FLASH_DMATTN_NAMESPACE, m) {
       "build_tile_lists(Tensor key_intervals, int tile_rows, SymInt query_length, SymInt[] "
       "key_bound) "
       "-> (Tensor keys, Tensor begin, Tensor count, Tensor full)");
-  m.def("zero_sum(Tensor gradient) -> Tensor");
   m.def("backends() -> str");
   m.def("kernel_names(str backend) -> str");
   m.def("record_kernels(bool on) -> str");
@@ -279,7 +259,6 @@ STABLE_TORCH_LIBRARY_IMPL(FLASH_DMATTN_NAMESPACE, CUDA, m) {
   implement(m);
   m.impl("select_key_list", TORCH_BOX(&select_list_op));
   m.impl("rank_keys", TORCH_BOX(&rank_op));
-  m.impl("zero_sum", TORCH_BOX(&zero_sum_op));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(FLASH_DMATTN_NAMESPACE, CompositeExplicitAutograd, m) {

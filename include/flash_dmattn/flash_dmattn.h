@@ -19,4 +19,3 @@
 #include "flash_dmattn/tile_lists.h"
 #include "flash_dmattn/types.h"
 #include "flash_dmattn/visibility.h"
-#include "flash_dmattn/zero_sum.h"

@@ -9,10 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
-from ._core import ops
-from ._core.checks import check_count, check_tensor, is_transformed
+from ._core.checks import check_count, check_tensor
 
 
 def make_scores(
@@ -265,24 +263,8 @@ class _WithZeroSumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> Tensor:
-        if _takes_one_kernel(gradient):
-            return ops.zero_sum(gradient)
         seen = gradient != 0
         # Divided before they are added: a sum of the largest numbers overflows.
         shared = (gradient / seen.sum(-1, keepdim=True)).sum(-1, keepdim=True)
         limit = torch.finfo(gradient.dtype).max
         return torch.where(seen, gradient - shared, gradient).clamp(-limit, limit)
-
-
-def _takes_one_kernel(gradient: Tensor) -> bool:
-    """Whether the operator zero_sum may replace torch's seven kernels: not under torch.compile, which fuses them, and not
-    where autograd, torch.func, forward mode or a subclass of tensors has to see torch's operators."""
-    return (
-        not is_compiling()
-        and type(gradient) is Tensor
-        and gradient.is_cuda
-        and gradient.dtype == torch.float32
-        and not gradient.requires_grad
-        and not is_transformed()
-        and ops.has_kernels_for(gradient)
-    )

@@ -7,9 +7,8 @@
 #include "arguments.h"
 #include "backend.h"
 #include "flash_dmattn/error.h"
-#include "flash_dmattn/zero_sum.h"
 
-// Selection, tile lists and the gradient of scores, on the device of the data.
+// Selection and tile lists, on the device of the data.
 namespace flash_dmattn {
 namespace {
 
@@ -130,16 +129,6 @@ std::size_t rank_workspace_size(const RankArgs& args) {
 void rank_keys(const RankArgs& args, const Execution& execution) {
   const auto rank = gpu_function(selection_of(args.device).rank_keys, args.device, "ranks of keys");
   rank(with_resolved_strides(args), execution);
-}
-
-void zero_sum(const ZeroSumArgs& args, const Execution& execution) {
-  require_length("rows", args.rows);
-  require_length("columns", args.columns);
-  require_pointer("gradient", args.gradient, args.rows * args.columns > 0);
-  require_pointer("out", args.out, args.rows * args.columns > 0);
-  const auto zero_sum =
-      gpu_function(backend_of(args.device).zero_sum, args.device, "gradients that sum to 0");
-  zero_sum(args.gradient, args.out, args.rows, args.columns, execution);
 }
 
 // ---- Query tiles' key lists ----------------------------------------------------------------------

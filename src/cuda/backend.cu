@@ -8,7 +8,6 @@
 #include "cuda/schedule/schedule.h"
 #include "cuda/selection/selection.h"
 #include "cuda/stages/check_finite.h"
-#include "cuda/stages/zero_sum.h"
 #include "family_table.h"
 #include "flash_dmattn/error.h"
 
@@ -200,7 +199,6 @@ const Backend cuda_backend = {
     .selection = &cuda::selection_backend,
     .kv = &cuda::kv_backend,
     .first_nonfinite = cuda::first_nonfinite,
-    .zero_sum = cuda::make_zero_sum,
 };
 
 }  // namespace flash_dmattn

@@ -19,7 +19,6 @@ select_key_list = operators.select_key_list.default
 rank_keys = operators.rank_keys.default
 measure_key_bound = operators.measure_key_bound.default
 build_tile_lists = operators.build_tile_lists.default
-zero_sum = operators.zero_sum.default
 backends = operators.backends.default
 kernel_names = operators.kernel_names.default
 record_kernels = operators.record_kernels.default
