@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from itertools import groupby
 
-PROGRAMS = {"cpu": ("bench_core",), "cuda": ("bench_attention", "bench_selection")}
+PROGRAMS = {"cpu": "bench_core", "cuda": "bench_selection"}
 OPTIONS = (
     "--benchmark_format=json",
     "--benchmark_repetitions=15",
@@ -17,14 +17,14 @@ OPTIONS = (
 
 
 def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
-    """The medians of the programs' benchmarks, a row for each case and dtype. They run at their own sizes."""
-    for program in PROGRAMS[options.device]:
-        command = [options.programs / program, *OPTIONS]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-        if done.returncode != 0:
-            print(f"{program} failed with status {done.returncode}", flush=True)
-        if done.stdout.rstrip().endswith("}"):  # else it ended in between
-            yield from rows_of(json.loads(done.stdout)["benchmarks"], options.device)
+    """The medians of the program's benchmarks, a row for each case and dtype. They run at their own sizes."""
+    program = PROGRAMS[options.device]
+    command = [options.programs / program, *OPTIONS]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        print(f"{program} failed with status {done.returncode}", flush=True)
+    if done.stdout.rstrip().endswith("}"):  # else it ended in between
+        yield from rows_of(json.loads(done.stdout)["benchmarks"], options.device)
 
 
 def rows_of(benchmarks: list[dict], side: str) -> Iterator[dict]:
