@@ -34,11 +34,7 @@ struct SelectionBackend {
   std::size_t (*measure_workspace_size)(const TileListArgs&, const Execution&);
   KeyBound (*measure_key_bound)(const TileListArgs&, const Execution&);
 
-  // Null where the device has no key lists and no ranks.
-  std::int64_t (*key_list_stride)(const SelectionArgs&) = nullptr;
-  std::size_t (*select_list_workspace_size)(const SelectionArgs&) = nullptr;
-  KeyList (*select_key_list)(const SelectionArgs&, std::int32_t* keys, std::int32_t* count,
-                             const Execution&) = nullptr;
+  // Null where the device has no ranks.
   std::size_t (*rank_workspace_size)(const RankArgs&) = nullptr;
   void (*rank_keys)(const RankArgs&, const Execution&) = nullptr;
 };
@@ -69,7 +65,7 @@ struct Backend {
   BackendInfo (*info)();
   // The kernels that compute a problem; null, with the reason, if the backend has none.
   const KernelSet* (*find_kernels)(const Problem&, Direction, std::string& reason);
-  // Plans the schedule of the problem's intervals or key list. The API records what the schedule was built for.
+  // Plans the schedule of the problem's intervals. The API records what the schedule was built for.
   void (*plan_schedule)(const KernelSet&, const Problem&, const Visibility&, Direction,
                         const Execution&, SchedulePlan&);
   // Outputs without data are not known yet, and the workspace suffices for any outputs.

@@ -26,27 +26,6 @@ void take_intervals(Attention& call, const Tensor& intervals, const Tensor& q) {
   call.in.visibility.intervals.data = static_cast<const KeyInterval*>(call.own(dense));
 }
 
-// Ascending keys [B, H, n] and how many of them there are [B, H].
-void take_key_list(Attention& call, const Tensor& keys, const OptionalTensor& count,
-                   const Tensor& q) {
-  const bool fits = keys.dim() == 3 && keys.scalar_type() == ScalarType::Int && count &&
-                    count->dim() == 2 && count->scalar_type() == ScalarType::Int &&
-                    count->size(0) == keys.size(0) && count->size(1) == keys.size(1);
-  if (!fits) {
-    throw InvalidArgument(
-        "key_list", shape_text(keys),
-        "int32 of shape [B or 1, Hkv or 1, n], and key_count of [B or 1, Hkv or 1]");
-  }
-  expect_on_device_of(keys, "key_list", q, "q");
-  expect_on_device_of(*count, "key_count", q, "q");
-  const Tensor dense = as_contiguous(keys);
-  call.problem.key_list_shape = {keys.size(0), keys.size(1)};
-  call.in.visibility.key_list = {
-      .keys = static_cast<const std::int32_t*>(call.own(dense)),
-      .count = static_cast<const std::int32_t*>(call.own(as_contiguous(*count))),
-      .stride = keys.size(2)};
-}
-
 // Ranks [B or 1, H or 1, 1, Sk] and limits [B or 1, H or 1, Sq, 1].
 void take_ranks(Attention& call, const OptionalTensor& key_rank, const OptionalTensor& rank_limit,
                 const Tensor& q) {
@@ -160,10 +139,8 @@ Attention prepare(const Tensor& q, const Tensor& k, const Tensor& v, const Optio
   if (keys.intervals) {
     take_intervals(call, *keys.intervals, q);
     call.in.visibility.bound = take_bound(call, q, keys);
-  } else if (keys.list) {
-    take_key_list(call, *keys.list, keys.count, q);
+    take_schedule(call, q, options);
   }
-  if (keys.intervals || keys.list) take_schedule(call, q, options);
   return call;
 }
 

@@ -99,26 +99,6 @@ Tensor select_op(const Tensor& scores, const OptionalTensor& key_mask,
   return select_intervals(args, device, scores);
 }
 
-// Ascending keys [B, H, n] of a global selection and their number [B, H].
-std::tuple<Tensor, Tensor> select_list_op(const Tensor& scores, const OptionalTensor& key_mask,
-                                          std::int64_t window) {
-  const CallDevice device(scores);
-  constexpr std::int64_t no_queries = 0;
-  SelectionArgs args = selection_args(scores, window, false, no_queries);
-  args.device = device.device();
-  args.rule.selection = Selection::global;
-  take_key_mask(args, key_mask, scores);
-  const Tensor keys =
-      allocate({args.batch, args.heads, key_list_stride(args)}, ScalarType::Int, scores);
-  const Tensor count = allocate({args.batch, args.heads}, ScalarType::Int, scores);
-  Execution execution = device.execution(scores.numel());
-  const OptionalTensor workspace =
-      give_workspace(execution, select_list_workspace_size(args), scores);
-  select_key_list(args, static_cast<std::int32_t*>(keys.mutable_data_ptr()),
-                  static_cast<std::int32_t*>(count.mutable_data_ptr()), execution);
-  return {keys, count};
-}
-
 namespace {
 
 std::int64_t broadcast_size(std::int64_t a, std::int64_t b) {

@@ -69,17 +69,6 @@ std::size_t select_workspace_size(const SelectionArgs& args, const Execution& ex
 // the call only enqueues work on execution.stream.
 void select_key_intervals(const SelectionArgs& args, const Execution& execution);
 
-// Entries that select_key_list writes for each row.
-std::int64_t key_list_stride(const SelectionArgs& args);
-
-std::size_t select_list_workspace_size(const SelectionArgs& args);
-
-// A global selection as a list: keys [batch, heads, key_list_stride], count [batch, heads]. Neither
-// `causal` nor `intervals` nor seqlen_q of the arguments is used; a device that is not a GPU is refused.
-// The call only enqueues work.
-KeyList select_key_list(const SelectionArgs& args, std::int32_t* keys, std::int32_t* count,
-                        const Execution& execution);
-
 // A choice per query among the keys that a dense mask or bias leaves, where no intervals express it.
 // The keys of a row have ranks, 0 for the best one; query i keeps the visible keys whose rank is below its
 // limit, and these are its `window` best ones. Two vectors thus replace a second mask. GPU only. The limit

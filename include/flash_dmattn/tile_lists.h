@@ -27,7 +27,7 @@ struct QueryTileLists {
   std::int64_t stride_head = 0;
 };
 
-// The arguments of build_tile_lists; the lists have the batch and heads of the intervals or of the key list.
+// The arguments of build_tile_lists; the lists have the batch and heads of the intervals.
 struct TileListArgs {
   std::int64_t batch = 0;  // B or 1
   std::int64_t heads = 0;  // Hkv or 1
@@ -40,9 +40,6 @@ struct TileListArgs {
   bool by_position = false;
   KeyIntervals intervals{};  // strides as in memory; null data: every key is visible to every query
   KeyBound bound{};          // must be known on a GPU, is not used on the CPU
-  // Instead of intervals, on a GPU. The tile lists are then prefixes of these lists, and need no memory for keys. (A
-  // list has more keys after its count.)
-  KeyList key_list{};
 
   std::int64_t tiles() const { return seqlen_q / tile_rows + (seqlen_q % tile_rows != 0 ? 1 : 0); }
   std::int64_t lists() const { return batch * heads * tiles(); }

@@ -44,27 +44,17 @@ struct KeyBound {
   constexpr bool known() const { return base >= 0; }
 };
 
-// [B|1, Hkv|1, n] keys in ascending order, of which every query sees all (or with `causal`, those in its
-// past). A `global` selection as a list takes half the memory of intervals or less. GPU only.
-struct KeyList {
-  // Rows of `stride` entries; beyond count, any keys of [0, Sk).
-  const std::int32_t* keys = nullptr;
-  const std::int32_t* count = nullptr;  // [B|1, Hkv|1] dense
-  std::int64_t stride = 0;              // a multiple of 4, and the keys aligned to 16 bytes
-};
-
 // A choice among the keys that a mask leaves: query i sees key j only if key_rank_j < rank_limit_i.
 struct KeyRanks {
   ConstTensor4 key_rank{};    // ({B|1}, {Hq|Hkv|1}, 1, Sk) int32, the keys contiguous
   ConstTensor4 rank_limit{};  // ({B|1}, {Hq|Hkv|1}, Sq, 1) int32
 };
 
-// One of the three, as the shapes in the problem state: intervals_shape, key_list_shape, rank_shape.
+// One of the two, as the shapes in the problem state: intervals_shape, rank_shape.
 // Without such a shape every key is visible.
 struct Visibility {
   KeyIntervals intervals{};
   KeyBound bound{};  // of the intervals; a GPU's schedule needs it, the CPU does not use it
-  KeyList key_list{};
   KeyRanks ranks{};
 };
 

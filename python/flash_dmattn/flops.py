@@ -5,7 +5,7 @@ them too, including for a counter that is already active; `import flash_dmattn` 
 which imports Triton and takes half a second. Import this module yourself before a counter is made that becomes active only after the first call.
 
 Counted are the products of D elements, or of those of a value, for each visible element as far as shapes tell: all elements of the score
-matrix, or those within the bound of key intervals, or those of a key list; two products forward, five backward.
+matrix, or those within the bound of key intervals; two products forward, five backward.
 Causality and masks, whose elements would have to be read, are not subtracted; torch does the same for its attention.
 """
 
@@ -34,9 +34,7 @@ def _elements(named: dict[str, object]) -> int:
         bound = (named["window"], int(named["is_causal"]))
     else:
         bound = named["key_bound"]
-    if named.get("key_list") is not None:
-        keys = min(keys, named["key_list"][2])
-    elif bound and bound[0] >= 0:
+    if bound and bound[0] >= 0:
         keys = min(keys, bound[0] + bound[1])
     return batch * heads_q * seqlen_q * keys
 

@@ -101,25 +101,6 @@ void select_key_intervals(const SelectionArgs& args, const Execution& execution)
   SelectCall(args, execution).run(workspace_of(execution));
 }
 
-std::int64_t key_list_stride(const SelectionArgs& args) {
-  const auto stride =
-      gpu_function(selection_of(args.device).key_list_stride, args.device, "key lists");
-  return stride(args);
-}
-
-std::size_t select_list_workspace_size(const SelectionArgs& args) {
-  const auto size =
-      gpu_function(selection_of(args.device).select_list_workspace_size, args.device, "key lists");
-  return size(args);
-}
-
-KeyList select_key_list(const SelectionArgs& args, std::int32_t* keys, std::int32_t* count,
-                        const Execution& execution) {
-  const auto select =
-      gpu_function(selection_of(args.device).select_key_list, args.device, "key lists");
-  return select(with_resolved_strides(args), keys, count, execution);
-}
-
 std::size_t rank_workspace_size(const RankArgs& args) {
   const auto size =
       gpu_function(selection_of(args.device).rank_workspace_size, args.device, "ranks of keys");

@@ -55,7 +55,7 @@ void check_broadcast_shape(std::string_view argument, const Problem& p,
   }
 }
 
-// [B|1, Hkv|1] of intervals or of a key list.
+// [B|1, Hkv|1] of intervals.
 void check_row_shape(std::string_view argument, const Problem& p,
                      const std::array<std::int64_t, 2>& shape) {
   const auto [batch, heads] = shape;
@@ -117,7 +117,7 @@ void check_rank_shapes(const Problem& p) {
                           "one limit for each of " + std::to_string(p.seqlen_q) +
                               " queries, and problem.rank_shape with it");
   }
-  if (!is_given(p.mask_shape) || is_given(p.intervals_shape) || is_given(p.key_list_shape)) {
+  if (!is_given(p.mask_shape) || is_given(p.intervals_shape)) {
     throw InvalidArgument("problem.rank_shape", shape_text(p.rank_shape),
                           "ranks only with a mask and without intervals");
   }
@@ -208,25 +208,6 @@ KeyIntervals validated_intervals(const Problem& p, const KeyIntervals& intervals
   return result;
 }
 
-KeyList validated_key_list(const Problem& p, const KeyList& list) {
-  if (!is_given(p.key_list_shape)) {
-    check_absent("visibility.key_list", list.keys, "problem.key_list_shape");
-    return {};
-  }
-  if (!has_elements(p.key_list_shape)) return list;
-  if (list.keys == nullptr || list.count == nullptr) {
-    throw InvalidArgument(
-        "visibility.key_list", "null data",
-        "keys and their counts for each row of shape " + shape_text(p.key_list_shape));
-  }
-  if (list.stride <= 0 || list.stride % 4 != 0) {
-    throw InvalidArgument("visibility.key_list.stride", std::to_string(list.stride),
-                          "a positive multiple of 4");
-  }
-  require_aligned("visibility.key_list", list.keys, 16);
-  return list;
-}
-
 // ---- Statistics of rows --------------------------------------------------------------------------
 
 void check_row_dtype(std::string_view argument, const ConstRowValues& values, const Problem& p) {
@@ -286,18 +267,12 @@ void validate(const Problem& p) {
   check_bias_dtype(p);
   check_bias_delay(p);
   check_row_shape("problem.intervals_shape", p, p.intervals_shape);
-  check_row_shape("problem.key_list_shape", p, p.key_list_shape);
-  if (is_given(p.intervals_shape) && is_given(p.key_list_shape)) {
-    throw InvalidArgument("problem.key_list_shape", shape_text(p.key_list_shape),
-                          "all zero with problem.intervals_shape");
-  }
   check_rank_shapes(p);
 }
 
 Visibility validated(const Problem& p, const Visibility& visibility) {
   Visibility result = visibility;
   result.intervals = validated_intervals(p, visibility.intervals);
-  result.key_list = validated_key_list(p, visibility.key_list);
   result.ranks.key_rank = validated_broadcast(
       "visibility.ranks.key_rank", visibility.ranks.key_rank, "problem.rank_shape", p.rank_shape);
   result.ranks.rank_limit =

@@ -9,11 +9,6 @@
 namespace flash_dmattn {
 namespace {
 
-// Batch and heads of the keys that a schedule lists; all zero where there is nothing to list.
-std::array<std::int64_t, 2> scheduled_shape(const Problem& p) {
-  return is_given(p.key_list_shape) ? p.key_list_shape : p.intervals_shape;
-}
-
 void check_built_for(std::string_view field, const std::string& got, const std::string& expected) {
   if (got == expected) return;
   throw InvalidArgument("schedule", "one built for " + std::string(field) + " " + got,
@@ -31,18 +26,16 @@ Schedule stamped(ScheduleContents schedule, const Problem& p, const Backend& bac
 void check_schedule(const Problem& p, const Schedule& given, Direction direction,
                     const Backend& backend) {
   const ScheduleContents schedule = ScheduleContents::of(given);
-  const std::array shape = scheduled_shape(p);
+  const std::array shape = p.intervals_shape;
   if (!is_given(shape)) {
     if (schedule.empty()) return;
-    throw InvalidArgument("schedule", "a schedule", "none without intervals or a key list");
+    throw InvalidArgument("schedule", "a schedule", "none without intervals");
   }
-  const bool listed = is_given(p.key_list_shape);
   if (schedule.empty()) {
     const bool has_tiles = has_elements(shape) && p.seqlen_q > 0;
-    if (!has_tiles || !(listed || backend.needs_schedule)) return;
+    if (!has_tiles || !backend.needs_schedule) return;
     throw InvalidArgument("schedule", "none",
-                          std::string("the schedule of the ") +
-                              (listed ? "key list" : "intervals") + ", as backend \"" +
+                          "the schedule of the intervals, as backend \"" +
                               std::string(backend.name) + "\" needs it (build_schedule)");
   }
   check_built_for("backend", std::string(schedule.backend), std::string(backend.name));
@@ -67,8 +60,6 @@ void check_schedule(const Problem& p, const Schedule& given, Direction direction
                   std::string(name_of(p.dtype)));
   check_built_for("problem.intervals_shape", shape_text(built_for.intervals_shape),
                   shape_text(p.intervals_shape));
-  check_built_for("problem.key_list_shape", shape_text(built_for.key_list_shape),
-                  shape_text(p.key_list_shape));
 }
 
 }  // namespace flash_dmattn

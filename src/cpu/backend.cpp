@@ -24,9 +24,6 @@ std::string decline(const Problem& p) {
   }
   if (p.limit_shape != BroadcastShape{})
     return "cpu takes a choice as a mask, not as ranks of keys";
-  if (p.key_list_shape != std::array<std::int64_t, 2>{}) {
-    return "cpu takes key intervals, not key lists";
-  }
   return decline_other_device(p, "cpu", Device::cpu);
 }
 

@@ -85,14 +85,9 @@ void plan_attention(const KernelSet& set, const Args& args, const Execution&, Pl
 
 // ---- Schedules ------------------------------------------------------------------------------------------
 
-// With a key list, every family uses prefixes of the list as tile lists. With intervals, each family has its own form
-// of schedule.
+// Each family has its own form of schedule.
 void plan_schedule(const KernelSet& set, const Problem& p, const Visibility& visibility,
                    Direction direction, const Execution&, SchedulePlan& plan) {
-  if (p.key_list_shape[0] != 0) {
-    return make_schedule_plan(
-        OnDevice(ListSchedule(p, visibility, direction, query_tile_rows, true)), plan);
-  }
   std::string unused;
   ScheduleForm form, other_form;
   if (direction == Direction::forward) {

@@ -22,10 +22,9 @@
 namespace flash_dmattn::cuda {
 
 struct ScheduleForm {
-  ScheduleKind kind =
-      ScheduleKind::none;      // query_tile_lists (a key list has them, too) or key_slots
-  std::int64_t tile_rows = 0;  // queries of a tile
-  std::int64_t segments = 1;   // of slots
+  ScheduleKind kind = ScheduleKind::none;  // query_tile_lists or key_slots
+  std::int64_t tile_rows = 0;              // queries of a tile
+  std::int64_t segments = 1;               // of slots
 
   bool operator==(const ScheduleForm&) const = default;
 };

@@ -290,9 +290,7 @@ void backward(const BackwardArgs& args, const Execution& execution) {
 }
 
 const KernelSet* find_kernels(const Problem& p, Direction, std::string& reason) {
-  reason = p.key_list_shape != std::array<std::int64_t, 2>{}
-               ? "reference takes key intervals, not key lists"
-               : decline_other_device(p, "reference", Device::cpu);
+  reason = decline_other_device(p, "reference", Device::cpu);
   return reason.empty() ? kernel_set() : nullptr;
 }
 

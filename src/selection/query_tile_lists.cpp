@@ -35,8 +35,7 @@ QueryTileLists view_of(const TileListBuffers& buffers, const TileListArgs& args)
 
 TileListArgs tile_list_args(const Problem& problem, const Visibility& visibility,
                             std::int64_t tile_rows) {
-  const bool listed = problem.key_list_shape != std::array<std::int64_t, 2>{};
-  const auto [batch, heads] = listed ? problem.key_list_shape : problem.intervals_shape;
+  const auto [batch, heads] = problem.intervals_shape;
   return {.batch = batch,
           .heads = heads,
           .seqlen_q = problem.seqlen_q,
@@ -44,12 +43,10 @@ TileListArgs tile_list_args(const Problem& problem, const Visibility& visibility
           .tile_rows = tile_rows,
           .causal = problem.causal,
           .intervals = visibility.intervals,
-          .bound = visibility.bound,
-          .key_list = visibility.key_list};
+          .bound = visibility.bound};
 }
 
-QueryTileLists query_tile_lists(const Schedule& given, const KeyList& key_list,
-                                std::int64_t tile_rows) {
+QueryTileLists query_tile_lists(const Schedule& given, std::int64_t tile_rows) {
   const ScheduleContents schedule = ScheduleContents::of(given);
   if (schedule.empty()) return {};
   if (schedule.kind == ScheduleKind::key_slots) {
@@ -59,16 +56,9 @@ QueryTileLists query_tile_lists(const Schedule& given, const KeyList& key_list,
     throw InvalidArgument("schedule", "tiles of " + std::to_string(schedule.tile_rows) + " queries",
                           "tiles of " + std::to_string(tile_rows));
   }
-  const bool listed = schedule.kind == ScheduleKind::key_list_tiles;
-  if (listed && (schedule.keys != key_list.keys || schedule.capacity != key_list.stride)) {
-    throw InvalidArgument("schedule", "one that was built for another key list",
-                          "one built for visibility.key_list");
-  }
   const TileListArgs shape = tile_list_args(schedule.problem, {}, tile_rows);
   ScheduleAllocator memory(schedule.data);
-  QueryTileLists lists = view_of(take_tile_lists(memory, shape.lists(), 0), shape);
-  if (listed) lists.keys = key_list.keys;
-  return lists;
+  return view_of(take_tile_lists(memory, shape.lists(), 0), shape);
 }
 
 }  // namespace flash_dmattn

@@ -21,13 +21,11 @@ std::size_t tile_list_bytes(std::int64_t lists, std::int64_t entries);
 // The view of the lists in `buffers`.
 QueryTileLists view_of(const TileListBuffers& buffers, const TileListArgs& args);
 
-// Arguments for the tile lists of a problem's intervals or key list.
+// Arguments for the tile lists of a problem's intervals.
 TileListArgs tile_list_args(const Problem& problem, const Visibility& visibility,
                             std::int64_t tile_rows);
 
-// The lists of a schedule; none if it is empty. With a key list, `keys` points to that list. Throws
-// InvalidArgument for tiles of other than `tile_rows` queries.
-QueryTileLists query_tile_lists(const Schedule& schedule, const KeyList& key_list,
-                                std::int64_t tile_rows);
+// The lists of a schedule; none if it is empty. Throws InvalidArgument for tiles of other than `tile_rows` queries.
+QueryTileLists query_tile_lists(const Schedule& schedule, std::int64_t tile_rows);
 
 }  // namespace flash_dmattn

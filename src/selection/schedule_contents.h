@@ -11,8 +11,7 @@ namespace flash_dmattn {
 enum class ScheduleKind : std::uint8_t {
   none,
   query_tile_lists,  // for each tile of queries, the keys that it visits
-  key_list_tiles,  // for each tile of queries, the number of keys of its row's KeyList that it visits
-  key_slots,       // for each block of slots, the sequence of keys of each slot
+  key_slots,         // for each block of slots, the sequence of keys of each slot
 };
 
 // The contents of a Schedule: the layout of its memory, and the problem it was built for, which every call checks.
@@ -23,10 +22,9 @@ struct ScheduleContents {
   std::byte* data = nullptr;
   std::size_t bytes = 0;
   std::int64_t tile_rows = 0;  // queries of a tile
-  // The capacity of a tile's list in keys, or the number of slots, or the stride of the KeyList; 0: lists are packed.
+  // The capacity of a tile's list in keys, or the number of slots; 0: lists are packed.
   std::int64_t capacity = 0;
-  std::int64_t segments = 1;           // of slots
-  const std::int32_t* keys = nullptr;  // of the KeyList
+  std::int64_t segments = 1;  // of slots
 
   // Filled in by the API.
   std::string_view backend{};

@@ -105,10 +105,6 @@ const std::vector<BadProblem> bad_problems = {
      [](Problem& p) { p.rank_shape = {1, 1, 1, 7}, p.limit_shape = {1, 1, 5, 1}; }},
     {"problem.intervals_shape", "got (2, 4), expected ({2|1}, {2|1}), or all zero for none",
      [](Problem& p) { p.intervals_shape = {2, 4}; }},
-    {"problem.key_list_shape", "got (1, 1), expected all zero with problem.intervals_shape",
-     [](Problem& p) { p.key_list_shape = {1, 1}; }},
-    {"problem.key_list_shape", "got (3, 1), expected ({2|1}, {2|1}), or all zero for none",
-     [](Problem& p) { p.key_list_shape = {3, 1}; }},
 };
 
 TEST(InvalidArguments, BadProblemThrows) {
@@ -161,13 +157,8 @@ const std::vector<BadInput> bad_inputs = {
     {"visibility.intervals",
      "got data, expected null data while problem.intervals_shape is all zero",
      [](Problem& p, Inputs&) { p.intervals_shape = {}; }},
-    {"schedule", "got a schedule, expected none without intervals or a key list",
+    {"schedule", "got a schedule, expected none without intervals",
      [](Problem& p, Inputs& in) { p.intervals_shape = {}, in.visibility.intervals = {}; }},
-    {"visibility.key_list", "got data, expected null data while problem.key_list_shape is all zero",
-     [](Problem&, Inputs& in) {
-       static constexpr std::int32_t key = 0;
-       in.visibility.key_list.keys = &key;
-     }},
 };
 
 TEST(InvalidArguments, BadInputThrows) {

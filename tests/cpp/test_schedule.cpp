@@ -61,7 +61,7 @@ TEST(Schedule, HasTileListsOfIntervals) {
   const Schedule schedule = s.build(memory, in_turn(1));
   const ScheduleContents contents = ScheduleContents::of(schedule);
   ASSERT_EQ(contents.kind, ScheduleKind::query_tile_lists);
-  const QueryTileLists actual = query_tile_lists(schedule, {}, contents.tile_rows);
+  const QueryTileLists actual = query_tile_lists(schedule, contents.tile_rows);
 
   TileListArgs args = tile_list_args(s.problem, s.visibility, contents.tile_rows);
   args.intervals.stride_batch = 3 * s.problem.seqlen_k;

@@ -20,7 +20,7 @@ inline Problem on_device(Problem problem) {
 }
 
 // How a run walks its intervals: without a schedule, or by one whose lists have full keys first or go by
-// position. A key list always has a schedule.
+// position.
 enum class Walk : std::uint8_t { intervals, full_first, by_position };
 
 // The schedule of a direction, on the device.
@@ -29,8 +29,7 @@ struct DeviceSchedule {
   Schedule schedule;
 
   DeviceSchedule(Problem p, const Visibility& visibility, Direction direction, Walk walk) {
-    const bool listed = visibility.key_list.keys != nullptr;
-    if (!listed && (walk == Walk::intervals || visibility.intervals.data == nullptr)) return;
+    if (walk == Walk::intervals || visibility.intervals.data == nullptr) return;
     p.deterministic = walk == Walk::by_position && direction == Direction::backward;
     const ScheduleCall call(p, visibility, direction, {});
     const DeviceBuffer workspace(call.workspace_size());

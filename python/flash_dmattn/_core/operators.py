@@ -29,8 +29,8 @@ LAYOUTS = {
     "lse": Layout.STATISTICS,
     **dict.fromkeys(
         (
-            "mask", "bias", "dbias", "key_intervals", "key_list", "key_count", "key_rank", "rank_limit", "scores",
-            "key_mask", "keys", "count", "dlse", "",
+            "mask", "bias", "dbias", "key_intervals", "key_rank", "rank_limit", "scores",
+            "key_mask", "dlse", "",
         ),
         Layout.SHARED,
     ),

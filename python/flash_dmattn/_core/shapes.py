@@ -11,8 +11,6 @@ from .library import NAMESPACE
 from .operators import GRADIENTS, Signature
 from .ops import operators
 
-TILE_LIST_BLOCK = 128  # keys, by which lists of keys are padded (tile_list_block in src/cuda/selection/selection.h)
-
 
 def _require_device_of(first, **others):
     """torch takes these functions when any argument is a meta tensor, even if the result is not one."""
@@ -71,14 +69,6 @@ def _backward_fake(named):
 def _select_fake(named):
     scores = named["scores"]
     return scores.new_empty((*scores.shape, 2), dtype=torch.int32)
-
-
-@_register_fake("select_key_list")
-def _select_list_fake(named):
-    batch, heads, key_length = named["scores"].shape
-    stride = -(-min(named["window"], key_length) // TILE_LIST_BLOCK) * TILE_LIST_BLOCK
-    keys = named["scores"].new_empty((batch, heads, stride), dtype=torch.int32)
-    return keys, named["scores"].new_empty((batch, heads), dtype=torch.int32)
 
 
 @_register_fake("rank_keys")

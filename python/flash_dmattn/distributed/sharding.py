@@ -91,6 +91,5 @@ for _operator in (
     ops.select_and_attend,
     ops.backward,
     ops.select_key_intervals,
-    ops.select_key_list,
 ):
     _register(_operator)

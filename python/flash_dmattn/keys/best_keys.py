@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._core import ops
 from .._core.checks import check_count, clamp_count
 from .rule import KeySelection
 from .select_intervals import per_key_scores, select_by_rule
@@ -38,10 +37,6 @@ def best_keys(scores: Tensor, key_mask: Tensor | None, window: int) -> tuple[Ten
     if size == 0:
         empty = scores.new_empty((*scores.shape[:2], 0), dtype=torch.int32)
         return empty, scores.new_zeros(scores.shape[:2], dtype=torch.int32)
-    if scores.is_cuda and ops.has_kernels_for(scores):
-        keys, counts = ops.select_key_list(scores, key_mask, window)
-        places = torch.arange(size, dtype=torch.int32, device=keys.device)
-        return torch.where(places < counts[..., None], keys[..., :size], -1), counts
     chosen = select_by_rule(scores, key_mask, KeySelection(window), True, 1).intervals
     return indices_of_true(chosen[..., 1] > 0, size)
 

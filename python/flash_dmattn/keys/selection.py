@@ -15,7 +15,7 @@ from .patterns import prefix_lm
 from .recognise import AllowedElements, Memo, mask_of_intervals, select_among
 from .rule import KeySelection
 from .select_intervals import select_by_rule
-from .visibility import KeyList, KeyRanks, TopKeysByBias, Visibility
+from .visibility import KeyRanks, TopKeysByBias, Visibility
 
 
 class ScoredRule(NamedTuple):
@@ -65,7 +65,7 @@ def apply_selection(
 
     bias: 3-d where it has one value per key.
     uses_library_kernels: whether the library's backends compute attention. They select by the bias themselves, and on a GPU
-        take lists and ranks.
+        take ranks.
     memo: results that the layers of one forward share, or None.
     """
     rule = scored_rule.rule
@@ -92,9 +92,6 @@ def apply_selection(
         scores, key_mask = match_heads(query, key, scores, allowed.seen_by_any_query())
     remaining_mask = visible.mask if is_dense else None  # its part outside the choice
     scores, key_mask = _expand_heads_together(scores, key_mask)
-    if on_gpu and rule.selection == "global" and rule.is_window() and rule.keep_window_size > 0:
-        chosen = KeyList(*ops.select_key_list(scores, key_mask, rule.keep_window_size))
-        return Visibility(remaining_mask, visible.is_causal, chosen)
     rule = rule.rule_of_heads(scores.shape[1])
     chosen = select_by_rule(scores, key_mask, rule, visible.is_causal, query.shape[1])
     return Visibility(remaining_mask, False, chosen)

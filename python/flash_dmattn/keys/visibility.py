@@ -13,30 +13,12 @@ class Operands(NamedTuple):
     """Keys in the order of the operators' arguments."""
 
     key_intervals: Tensor | None = None
-    key_list: Tensor | None = None
-    key_count: Tensor | None = None
     key_rank: Tensor | None = None
     rank_limit: Tensor | None = None
     key_bound: tuple[int, ...] = ()  # base (-1: unknown), per_query, consecutive; of key_intervals
 
 
 _ALL_KEYS = Operands()
-
-
-class KeyList(NamedTuple):
-    """Keys that every query sees, in ascending order; under causality, the past ones.
-
-    The form of a global selection on a GPU: less memory than intervals, and much less for its schedule.
-    """
-
-    keys: Tensor  # int32 [B or 1, Hkv or 1, n]
-    count: Tensor  # int32 [B or 1, Hkv or 1]: how many of them there are
-
-    def heads(self) -> int:
-        return self.keys.shape[1]
-
-    def operands(self) -> Operands:
-        return Operands(key_list=self.keys, key_count=self.count)
 
 
 class KeyRanks(NamedTuple):
@@ -70,7 +52,7 @@ class Visibility(NamedTuple):
 
     mask: Tensor | None = None  # bool [B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]
     is_causal: bool = False  # row i sees keys up to i + Sk - Sq
-    keys: KeyIntervals | KeyList | KeyRanks | TopKeysByBias | None = None
+    keys: KeyIntervals | KeyRanks | TopKeysByBias | None = None
 
     # A method, as in all named tuples here: torch.compile of torch 2.10 cannot trace properties of one.
     def heads(self) -> int:

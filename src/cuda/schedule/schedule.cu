@@ -12,20 +12,17 @@ namespace flash_dmattn::cuda {
 ListSchedule::ListSchedule(const Problem& p, const Visibility& visibility, Direction direction,
                            std::int64_t tile_rows, bool both_directions)
     : args_(tile_list_args(p, visibility, tile_rows)) {
-  const bool listed = args_.key_list.keys != nullptr;
-  const bool serves_both = both_directions && (listed || !p.deterministic);
+  const bool serves_both = both_directions && !p.deterministic;
   serves_forward_ = serves_both || direction == Direction::forward;
   serves_backward_ = serves_both || direction == Direction::backward;
   args_.by_position = direction == Direction::backward && p.deterministic;
   if (args_.lists() == 0 || args_.tiles() > max_query_tiles) return;
-  if (!listed) {
-    if (args_.intervals.data == nullptr || args_.bound.consecutive) return;
-    capacity_ = tile_list_capacity(args_);
-    // If lists have room for every key (a window as wide as the keys, a prefix, padding) they skip little, and kernels
-    // visit the keys from the first to the last faster than they follow lists.
-    if (capacity_ >= args_.seqlen_k) return;
-    entries_ = args_.lists() * capacity_;
-  }
+  if (args_.intervals.data == nullptr || args_.bound.consecutive) return;
+  capacity_ = tile_list_capacity(args_);
+  // If lists have room for every key (a window as wide as the keys, a prefix, padding) they skip little, and kernels
+  // visit the keys from the first to the last faster than they follow lists.
+  if (capacity_ >= args_.seqlen_k) return;
+  entries_ = args_.lists() * capacity_;
   size = tile_list_bytes(args_.lists(), entries_);
   bytes = tile_lists_workspace_size(args_);
 }
@@ -36,15 +33,13 @@ ScheduleContents ListSchedule::build(std::span<std::byte> memory,
   require_memory(memory, size);
   ScheduleAllocator allocator(memory.data());
   build_tile_lists(args_, take_tile_lists(allocator, args_.lists(), entries_), execution);
-  const bool listed = args_.key_list.keys != nullptr;
-  return {.kind = listed ? ScheduleKind::key_list_tiles : ScheduleKind::query_tile_lists,
+  return {.kind = ScheduleKind::query_tile_lists,
           .serves_forward = serves_forward_,
           .serves_backward = serves_backward_,
           .data = memory.data(),
           .bytes = size,
           .tile_rows = args_.tile_rows,
-          .capacity = listed ? args_.key_list.stride : capacity_,
-          .keys = args_.key_list.keys};
+          .capacity = capacity_};
 }
 
 // ---- Slots --------------------------------------------------------------------------------------

@@ -138,9 +138,6 @@ const SelectionBackend selection_backend = {
     .measure_workspace_size = [](const TileListArgs& args,
                                  const Execution&) { return measure_workspace_size(args); },
     .measure_key_bound = measure_key_bound,
-    .key_list_stride = key_list_stride,
-    .select_list_workspace_size = select_list_workspace_size,
-    .select_key_list = select_key_list,
     .rank_workspace_size = rank_workspace_size,
     .rank_keys = rank_keys,
 };

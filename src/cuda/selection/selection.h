@@ -22,11 +22,6 @@ extern const SelectionBackend selection_backend;  // select.cu
 // Throws InvalidArgument unless a GPU can sort the scores, which are f32, bf16 or f16, with Sk <= 2^23.
 void validate(const SelectionArgs& args);
 
-std::int64_t key_list_stride(const SelectionArgs& args);
-std::size_t select_list_workspace_size(const SelectionArgs& args);
-KeyList select_key_list(const SelectionArgs& args, std::int32_t* keys, std::int32_t* count,
-                        const Execution& execution);
-
 // Computes the order of the keys of all rows of scores, [batch, heads, Sk], and its inverse, with -1 and Sk for keys
 // that are never chosen.
 std::size_t order_workspace_size(const SelectionArgs& args);
@@ -41,8 +36,8 @@ void rank_keys(const RankArgs& args, const Execution& execution);
 // The length of a tile's list, a multiple of tile_list_block. The list of tile t of row r begins at
 // (r * tiles + t) * tile_list_capacity.
 //
-// From count up to the next multiple of tile_list_block a list is filled with key 0 (or with other keys, if a KeyList
-// is used directly), so that blocks of keys can be loaded without a test of each index.
+// From count up to the next multiple of tile_list_block a list is filled with key 0, so that blocks of keys can be
+// loaded without a test of each index.
 //
 // Both groups of a list ascend, so n entries of one group are consecutive positions exactly if keys[n - 1] - keys[0] ==
 // n - 1. Sliding windows and packed documents therefore need no search for runs.

@@ -107,7 +107,7 @@ bool is_dbias_aligned(const BackwardArgs& args) {
 
 BackwardParams params_of(const BackwardArgs& args) {
   BackwardParams params = cuda::params_of(args);
-  params.tile_lists = query_tile_lists(args.schedule, args.in.visibility.key_list, query_tile_rows);
+  params.tile_lists = query_tile_lists(args.schedule, query_tile_rows);
   return params;
 }
 

@@ -2,13 +2,12 @@
 
 #include "cuda/attention/params.h"
 #include "cuda/primitives/device_workspace.h"
-#include "cuda/sm90/listed_keys.h"
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Key info in memory, which PrepareKeyInfo computes from intervals, causality, key mask and key bias, for all keys or
-// for the keys of a key list. It does not include a dense mask or bias. Rows are padded with keys that no query sees,
-// so that a whole tile can be copied from any multiple of 64.
+// Key info in memory, which PrepareKeyInfo computes from intervals, causality, key mask and key bias. It does not
+// include a dense mask or bias. Rows are padded with keys that no query sees, so that a whole tile can be copied from
+// any multiple of 64.
 struct KeyInfo {
   static constexpr int padded(int keys) { return (keys + 63) / 64 * 64 + 128; }
 
@@ -38,10 +37,9 @@ struct KeyInfo {
   }
 };
 
-// Allocates key info. Its size follows from shapes and strides; with a list, shape.seqlen_k counts its positions.
+// Allocates key info. Its size follows from shapes and strides.
 // `has_recent_biases`: with KeyInfo::recent if biases have a delay.
 KeyInfo allocate_key_info(const Shape& shape, const ScoreParams& score,
-                          WorkspaceAllocator& workspace, const ListedKeys& list = {},
-                          bool has_recent_biases = false);
+                          WorkspaceAllocator& workspace, bool has_recent_biases = false);
 
 }  // namespace flash_dmattn::cuda::sm90

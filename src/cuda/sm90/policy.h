@@ -20,7 +20,7 @@ constexpr int head_dim_bucket(int head_dim) {
 // The way in which K and V are loaded to shared memory.
 enum class KeyLoad : std::uint8_t {
   tma,     // consecutive keys, tiles by the TMA unit
-  gather,  // rows of a key list, or of consecutive keys, by cp.async
+  gather,  // rows of a tile list, or of consecutive keys, by cp.async
   any,     // the same for rows with any strides, including q
 };
 

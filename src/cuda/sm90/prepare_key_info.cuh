@@ -48,7 +48,6 @@ struct PrepareKeyInfo {
   ScoreParams score;
   KeyInfo info;
   float bias_factor;
-  ListedKeys list = {};
   // The bias of a key that a delayed bias hides from the queries for which it counts.
   float masked_bias = negative_infinity;
 
@@ -76,7 +75,7 @@ struct PrepareKeyInfo {
  private:
   struct Place {
     QueryHead head;
-    int key;  // seqlen_k past the last key
+    int key;  // from seqlen_k on, padding
   };
 
   // `heads` are key heads, or query heads if the mask or the bias has query heads.
@@ -85,8 +84,7 @@ struct PrepareKeyInfo {
     const auto batch = static_cast<int>(row / heads);
     const auto head = static_cast<int>(row % heads);
     const int kv_head = heads == shape.heads_q ? head / shape.group_heads() : head;
-    const int key = list.key(batch, kv_head, static_cast<int>(i % info.padded_keys));
-    return {{batch, head, kv_head}, key < 0 ? shape.seqlen_k : key};
+    return {{batch, head, kv_head}, static_cast<int>(i % info.padded_keys)};
   }
 };
 

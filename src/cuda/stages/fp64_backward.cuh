@@ -7,9 +7,8 @@ namespace flash_dmattn::cuda {
 
 // Recomputes every gradient in double, for main loops without a slow path, if scores are so large that P needs lse as
 // two floats, or overflowed fp32 (lse_has_low). It is launched after every such backward, before the sums of dbias are
-// stored. A warp computes a key or a query row, and a thread an element of the gradient of a dense bias. Tile lists, if
-// any, come from a key list. If the flag is not set, this kernel acts as DqFixupKernel, which recomputes only rows of
-// dq.
+// stored. A warp computes a key or a query row, and a thread an element of the gradient of a dense bias. If the flag is
+// not set, this kernel acts as DqFixupKernel, which recomputes only rows of dq.
 template <class T>
 struct Fp64BackwardKernel {
   using Params = BackwardParams;
@@ -88,27 +87,10 @@ struct Fp64BackwardKernel {
    private:
     static __device__ double ds(const Params& p, QueryHead head, int row, int key) {
       const std::int64_t index = head.row_index(p.shape, row);
-      if (!isfinite(p.lse[index]) || !is_listed(p, head, key)) return 0;
+      if (!isfinite(p.lse[index])) return 0;
       return fp64_ds<T>(p, head, row, key, static_cast<double>(p.delta[index]));
     }
   };
-
-  // Whether a key is in the key list, if there is one. The list ascends, and the last query's list has all keys.
-  static __device__ bool is_listed(const Params& p, QueryHead head, int key) {
-    const KeysOfRows keys(p, head, p.shape.seqlen_q - 1);
-    if (keys.listed == nullptr) return true;
-    int begin = 0;
-    int end = keys.count;
-    while (begin < end) {
-      const int middle = begin + (end - begin) / 2;
-      if (keys.listed[middle] < key) {
-        begin = middle + 1;
-      } else {
-        end = middle;
-      }
-    }
-    return begin < keys.count && keys.listed[begin] == key;
-  }
 
   static __device__ void compute_row(const Params& p, std::int64_t index) {
     fp64_dq_row<T>(p, query_head(p.shape, static_cast<int>(index / p.shape.seqlen_q)),
@@ -124,8 +106,7 @@ struct Fp64BackwardKernel {
     Sums sums;
     for (int g = 0; g < group; ++g) {
       head.head = head.kv_head * group + g;
-      const int rows = is_listed(p, head, key) ? p.shape.seqlen_q : 0;
-      for (int row = 0; row < rows; row += warp_size) add_rows(p, head, row, key, sums);
+      for (int row = 0; row < p.shape.seqlen_q; row += warp_size) add_rows(p, head, row, key, sums);
       if (p.dbias.data != nullptr && !p.dbias.dense && (p.dbias.head_q != 0 || g + 1 == group)) {
         const auto sum = static_cast<float>(sums.dbias);
         if (lane_id() == 0)

@@ -15,7 +15,7 @@ namespace flash_dmattn::cuda {
 // without workspace.
 ForwardParams params_of(const ForwardArgs& args);
 
-// Allocates a packed mask if the problem has a dense mask or ranks, unless the kernel follows a key list and reads
+// Allocates a packed mask if the problem has a dense mask or ranks, unless the kernel follows tile lists and reads
 // single elements.
 PackedMask allocate_packed_mask(const Problem& p, bool has_lists, WorkspaceAllocator& workspace);
 

@@ -178,7 +178,7 @@ def test_operators_check_what_they_are_given():
     """
     ops = torch.ops.flash_dmattn
     q, k, v = qkv()
-    options = (None, None, None, None, [], False, 0, 1.0, 0.0, True, False, "")
+    options = (None, None, [], False, 0, 1.0, 0.0, True, False, "")
     intervals = torch.zeros(1, 1, 9, 2, dtype=torch.int32)
     with pytest.raises((ValueError, RuntimeError), match="v: got"):
         ops.forward(q, k, v[:, 1:], None, None, None, *options)
@@ -200,9 +200,9 @@ def test_operators_check_what_they_are_given():
         (None, (rank, rank.mT), "problem.rank_shape: got .* expected ranks only with a mask"),
     ]:
         with pytest.raises((ValueError, RuntimeError), match=message):
-            ops.forward(q, k, v, mask_argument, None, None, None, None, *ranks, *options[4:])
+            ops.forward(q, k, v, mask_argument, None, None, *ranks, *options[2:])
     with pytest.raises((ValueError, RuntimeError), match="cpu takes a choice as a mask"):
-        ops.forward(q, k, v, mask, None, None, None, None, rank, rank.mT, *options[4:-1], "cpu")
+        ops.forward(q, k, v, mask, None, None, rank, rank.mT, *options[2:-1], "cpu")
     out, lse = ops.forward(q, k, v, None, None, None, *options)
     wanted = (True, True, True, False)
     for name, *wrong in [
@@ -215,7 +215,7 @@ def test_operators_check_what_they_are_given():
     ]:
         with pytest.raises((ValueError, RuntimeError), match=name):
             ops.backward(
-                q, q, k, v, None, None, None, *options[:4], out, *wrong, *options[4:], *wanted
+                q, q, k, v, None, None, None, *options[:2], out, *wrong, *options[2:], *wanted
             )
     with pytest.raises((ValueError, RuntimeError), match="scores: got"):
         ops.select_key_intervals(torch.zeros(9), None, [3], "global", True, 9)
@@ -234,7 +234,7 @@ def test_ranks_and_limits_choose_among_what_the_mask_shows():
     rank = torch.randint(0, 5, (2, 2, 1, 5), dtype=torch.int32)
     limit = torch.randint(0, 6, (1, 4, 5, 1), dtype=torch.int32)
     options = ([], False, 0, 1.0, 0.0, True, False, "reference")
-    nothing = (None,) * 4
+    nothing = (None, None)
     results = ops.forward(q, k, v, mask, *nothing, rank, limit, *options)
     chosen = mask & (rank.repeat_interleave(2, 1) < limit)
     expected = ops.forward(q, k, v, chosen, *nothing, None, None, *options)

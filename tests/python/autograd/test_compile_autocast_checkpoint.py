@@ -16,7 +16,7 @@ from flash_dmattn._core import ops as _ops
 from flash_dmattn._core.numerics import Numerics
 from flash_dmattn.keys.recognise import AllowedElements
 from flash_dmattn.keys.selection import ScoredRule
-from flash_dmattn.keys.visibility import KeyList, KeyRanks, TopKeysByBias, Visibility
+from flash_dmattn.keys.visibility import KeyRanks, TopKeysByBias, Visibility
 
 ops = torch.ops.flash_dmattn
 
@@ -78,7 +78,7 @@ def test_attention_compiles_without_graph_breaks(name):
 
 
 @pytest.mark.parametrize(
-    "of", [AllowedElements, TopKeysByBias, ScoredRule, KeyList, KeyRanks, Numerics, Visibility]
+    "of", [AllowedElements, TopKeysByBias, ScoredRule, KeyRanks, Numerics, Visibility]
 )
 def test_named_tuples_have_fields_and_methods_alone(of):
     """torch 2.10 traces nothing else of them: no property, no attribute of the class."""

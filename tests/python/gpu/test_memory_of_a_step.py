@@ -47,17 +47,26 @@ def test_mask_backward_needs_no_quadratic_tensor(mask_dims):
         step()  # excludes memory that is loaded at first use
     peak, kept = peak_bytes(step, "cuda")
     rest = peak - bytes_of(kept) - 4 * bias.numel()
+    bound, numbers = 2e6, 0
+    if any(name.endswith("slots") for name in kernels):
+        # A row has delta and two numbers of its query tile. A key has its interval, two queries and its bias, a record of four
+        # numbers, and three of the schedule.
+        numbers = 3 + 2 + 3 + 4 + 3
+        # Sums of dk, dv and dbias of at most two parts of a block, for the keys of 128 slots that stay and that leave, and the
+        # schedule's keys of the slots at 64 queries. Neither grows with the length.
+        blocks = torch.cuda.get_device_properties(0).multi_processor_count
+        rest -= 4 * 2 * blocks * 2 * 128 * (2 * 128 + 1) + 4 * batch * heads * 64 * window
+        bound += 2**21  # the allocator rounds the schedule's memory up, too
     # The backward adds in fp32 to dk and dv, or where blocks own keys to dq.
     sums = 4 * (k.numel() + v.numel())
     by_keys = mask_dims in ("any", "additive") or rest < sums
     rest -= 4 * q.numel() if by_keys else sums
     # lse and what rounding took from it, as the forward saves them and as the backward's exponents take them.
-    numbers = 4
+    numbers += 4
     if any(name.endswith("block_key_info") for name in kernels):
         # A row also has delta and two numbers of its query tile; a key has two queries and its bias.
         numbers += 3 + 3
     extra = rest - 4 * numbers * batch * heads * length
-    bound = 2e6
     if mask_dims == 4:
         lists = 4 * batch * heads * (length // 128) * (window + 128)
         packed_bits = batch * length * length // 8

@@ -15,7 +15,7 @@ ROUTES = {
     "keys": (64, {}),
     "keys, D 128": (128, {}),
     "list": (64, {"keep_window_size": 30}),
-    "global list": (128, {"keep_window_size": 30, "selection": "global"}),
+    "global": (128, {"keep_window_size": 30, "selection": "global"}),
     "softcap": (64, {"softcap": 20.0}),
     "D 256": (256, {}),
     "pairs": (64, {"pairs": True}),

@@ -340,7 +340,7 @@ def test_rank_operators_pass_opcheck():
     for some_mask, some_bias in [(mask, None), (mask, bias), (None, bias)]:
         torch.library.opcheck(ops.rank_keys.default, (scores, some_mask, some_bias, 30, True))
     rank, limit = rank_keys(scores, mask, 30, True)
-    arguments = (*inputs[:3], mask, scores[:, :, None], None, None, None, rank, limit)
+    arguments = (*inputs[:3], mask, scores[:, :, None], None, rank, limit)
     call_options = ([], True, 0, 0.125, 0.0, True, True, "")
     torch.library.opcheck(ops.forward.default, (*arguments, *call_options))
     detached = [t if t is None else t.detach() for t in arguments]

@@ -197,7 +197,7 @@ def test_tensors_on_different_devices_are_named():
         flash_dmattn_func(q, k.cpu(), v)
     with pytest.raises(TypeError, match="key_intervals: got a tensor on cpu"):
         flash_dmattn_func(q, k, v, key_intervals=sliding_window(300, 9))
-    options = (None, None, None, None, [], True, 0, 0.25, 0.0, True, False, "")
+    options = (None, None, [], True, 0, 0.25, 0.0, True, False, "")
     with pytest.raises((ValueError, RuntimeError), match="mask: got cpu, expected the device of q"):
         ops.forward(q, k, v, torch.ones(1, 1, 1, 300).bool(), None, None, *options)
 
@@ -259,7 +259,7 @@ def test_operators_pass_opcheck(bound):
     intervals = select_key_intervals(bias, 50).intervals
     options = (bound, True, 0, 0.125, 0.0, True, True, "")  # deterministic: results are compared
     bias_4d = bias[:, :, None].detach().requires_grad_()
-    arguments = (q, k, v, None, bias_4d, intervals, *(None,) * 4)
+    arguments = (q, k, v, None, bias_4d, intervals, None, None)
     torch.library.opcheck(ops.forward.default, (*arguments, *options))
     detached = [t if t is None else t.detach() for t in arguments]
     results = ops.forward(*detached, *options)
@@ -272,23 +272,6 @@ def test_operators_pass_opcheck(bound):
     torch.library.opcheck(
         ops.select_key_intervals.default, (bias.detach(), None, [50], "per_query", True, 300)
     )
-    torch.library.opcheck(ops.select_key_list.default, (bias.detach(), None, 50))
-
-
-def test_key_list_is_the_global_selection():
-    for heads, seqlen, window in ((3, 1000, 200), (1, 77, 5), (2, 130, 129)):
-        scores = torch.randint(-9, 9, (2, heads, seqlen), device="cuda") / 4
-        scores[torch.rand_like(scores) < 0.5] = torch.nan
-        mask = torch.rand(2, 1, seqlen, device="cuda") < 0.8
-        mask = mask.expand(2, heads, seqlen)
-        keys, count = ops.select_key_list(scores, mask, window)
-        expected = select_key_intervals(
-            scores, window, selection="global", is_causal=False, key_mask=mask
-        ).to_mask()[:, :, 0]
-        for b in range(2):
-            for h in range(heads):
-                chosen = expected[b, h].nonzero()[:, 0]
-                assert torch.equal(keys[b, h, : int(count[b, h])].long(), chosen)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -31,7 +31,6 @@ std::int64_t max_keys(const TileListArgs& args, std::int64_t queries) {
 
 void validate(const TileListArgs& args) {
   validate_tile_list_args(args);
-  if (args.key_list.keys != nullptr) return;
   if (!args.bound.known()) {
     throw InvalidArgument("visibility.bound", "unknown", "one of key_bound or measure_key_bound");
   }
@@ -104,66 +103,6 @@ void partition_rows(const TileListArgs& args, const Tree& tree, const Children& 
       {ctas, key_tree::threads}, stream, all, children, tree.parts);
 }
 
-// The number of keys before `end` in an ascending list.
-__device__ int keys_before(const std::int32_t* keys, int count, int end) {
-  int low = 0;
-  while (low < count) {
-    const int middle = (low + count) / 2;
-    if (keys[middle] < end) {
-      low = middle + 1;
-    } else {
-      count = middle;
-    }
-  }
-  return low;
-}
-
-// The tiles of a key list. The list of each tile is a prefix of its row's list.
-struct TilesOfList {
-  KeyList list;
-  TileListBuffers buffers;
-  int tiles;
-  int tile_rows;
-  int seqlen_q;
-  int shift;  // position of query 0
-  bool causal;
-
-  __device__ void operator()(long i) const {
-    const long row = i / tiles;
-    const int first_query = static_cast<int>(i % tiles) * tile_rows;
-    const int last_query = min(first_query + tile_rows, seqlen_q) - 1;
-    const std::int32_t* const keys = list.keys + row * list.stride;
-    const int all = list.count[row];
-    buffers.begin[i] = row * list.stride;
-    buffers.count[i] = causal ? keys_before(keys, all, last_query + shift + 1) : all;
-    buffers.full[i] = causal ? keys_before(keys, all, first_query + shift + 1) : all;
-  }
-};
-
-QueryTileLists lists_of_key_list(const TileListArgs& args, const TileListBuffers& buffers,
-                                 const Execution& execution) {
-  validate(args);
-  const std::int64_t tiles = args.tiles();
-  const std::int64_t lists = args.batch * args.heads * tiles;
-  require_pointer("list.count", args.key_list.count, lists > 0);
-  require_pointer("begin", buffers.begin, lists > 0);
-  require_pointer("count", buffers.count, lists > 0);
-  require_pointer("full", buffers.full, lists > 0);
-  const TilesOfList body{.list = args.key_list,
-                         .buffers = buffers,
-                         .tiles = static_cast<int>(tiles),
-                         .tile_rows = static_cast<int>(std::min(args.tile_rows, args.seqlen_q)),
-                         .seqlen_q = static_cast<int>(args.seqlen_q),
-                         .shift = static_cast<int>(args.seqlen_k - args.seqlen_q),
-                         .causal = args.causal};
-  for_each(lists, body, static_cast<cudaStream_t>(execution.stream));
-  TileListBuffers with_keys = buffers;
-  with_keys.keys = nullptr;
-  QueryTileLists result = view_of(with_keys, args);
-  result.keys = args.key_list.keys;
-  return result;
-}
-
 }  // namespace
 
 std::int64_t tile_list_capacity(const TileListArgs& args) {
@@ -173,12 +112,11 @@ std::int64_t tile_list_capacity(const TileListArgs& args) {
 
 std::size_t tile_lists_workspace_size(const TileListArgs& args) {
   validate(args);
-  return args.key_list.keys != nullptr ? 0 : make_tree(args, nullptr).bytes;
+  return make_tree(args, nullptr).bytes;
 }
 
 QueryTileLists build_tile_lists(const TileListArgs& args, const TileListBuffers& buffers,
                                 const Execution& execution) {
-  if (args.key_list.keys != nullptr) return lists_of_key_list(args, buffers, execution);
   const std::int64_t capacity = tile_list_capacity(args);
   const std::int64_t rows = args.batch * args.heads;
   const std::int64_t tiles = args.tiles();

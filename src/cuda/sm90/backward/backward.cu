@@ -30,8 +30,7 @@ BackwardVariant choose_variant(const BackwardArgs& args) {
   const Problem& p = args.problem;
   if (is_dense(p.mask_shape) || is_dense(p.bias_shape)) {
     const ScoreParams score = score_of(p, args.in);
-    const bool tiles =
-        !has_list(p) && (!score.bias.dense || DenseRows(shape_of(p), score.bias).has_tensor_map());
+    const bool tiles = !score.bias.dense || DenseRows(shape_of(p), score.bias).has_tensor_map();
     return {KeyPlacement::block_key_info, tiles ? DenseAccess::tiles : DenseAccess::elements};
   }
   const bool has_intervals = args.in.visibility.intervals.data != nullptr;
@@ -43,7 +42,7 @@ BackwardVariant choose_variant(const BackwardArgs& args) {
       !differs_in_group(p.bias_shape)) {
     return {.placement = KeyPlacement::slots, .delays = p.bias_delay != 0};
   }
-  const bool has_info = has_intervals || has_list(p) || has(p.mask_shape) || has(p.bias_shape);
+  const bool has_info = has_intervals || has(p.mask_shape) || has(p.bias_shape);
   return {.placement = has_info ? KeyPlacement::block_key_info : KeyPlacement::block,
           .delays = p.bias_delay != 0};
 }
@@ -97,9 +96,6 @@ void BackwardPlan::run(const BackwardArgs& args, const Execution& execution) con
   const bool stores_dbias = p.dbias.data != nullptr && placed.has_dbias_sums();
   check(cudaMemsetAsync(placed.zeroed, 0, placed.zeroed_bytes, stream), "cudaMemsetAsync");
   for (const Source* source : {&placed.q, &placed.k, &placed.v, &placed.dout}) source->make(stream);
-  // A main loop that follows a list stores only the elements of its keys.
-  if (p.dbias.data != nullptr && !placed.has_dbias_sums() && has_list(problem))
-    store_dbias(args, nullptr, stream);
   dispatch_bucket(dtype, placed.choice.head_dim, [&]<class T, int D>() {
     using Preprocess = PreprocessKernel<T>;
     const typename Preprocess::Params params = placed.preprocess_params<T>();
@@ -112,9 +108,8 @@ void BackwardPlan::run(const BackwardArgs& args, const Execution& execution) con
     }
     launch_backward<T, D>(placed.choice, placed.params, stream);
   });
-  placed.dk.store(p.shape, placed.params.list, stream);
-  placed.dv.store(p.shape, placed.params.list, stream);
-  placed.scatter_dbias(stream);
+  placed.dk.store(p.shape, stream);
+  placed.dv.store(p.shape, stream);
   fix_or_recompute_gradients(p, dtype, stream);
   if (stores_dbias) store_dbias(args, placed.dbias_sums, stream);
 }

@@ -7,7 +7,6 @@
 #include "cuda/schedule/slots/key_slots.h"
 #include "cuda/sm90/backward/policy.h"
 #include "cuda/sm90/key_info.h"
-#include "cuda/sm90/listed_keys.h"
 #include "cuda/sm90/slots/parts.h"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -76,8 +75,7 @@ struct DenseDbias {
   bool by_tma = false;
 };
 
-// The parameters of the main loop. Its tensors may be copies, as q has the sign of the scale, and a key list leaves
-// only its keys.
+// The parameters of the main loop. Its tensors may be copies, as q has the sign of the scale.
 struct BackwardKernelParams {
   // Tensor maps are aligned to 64 bytes, because the TMA unit reads them.
   CUtensorMap q_map;
@@ -89,8 +87,6 @@ struct BackwardKernelParams {
   BackwardParams backward;
   float bias_factor = 0;  // converts a bias to the unit of the accumulators that begin with it
   float dq_scale = 0;
-  ListedKeys list;
-  Shape info_shape;  // has all keys, even if there is a `list`
   KeyInfo info;
   QueryVisitLists visits;
   DenseDbias dense_dbias;

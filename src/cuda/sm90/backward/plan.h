@@ -14,32 +14,8 @@
 #include "cuda/sm90/dense/rows.h"
 #include "cuda/stages/stages.h"
 
-// The parameters of a backward, for the call and for its main loop, which computes another problem if keys are listed
-// or the scale is not positive.
+// The parameters of a backward, for the call and for its main loop, whose scale is positive.
 namespace flash_dmattn::cuda::sm90 {
-
-inline bool has_list(const Problem& p) { return p.key_list_shape[0] != 0; }
-
-inline ListedKeys listed_keys(const BackwardArgs& args) {
-  const Problem& p = args.problem;
-  ListedKeys list;
-  if (!has_list(p)) return list;
-  const auto [batch, heads] = p.key_list_shape;
-  const KeyList& given = args.in.visibility.key_list;
-  list.keys = given.keys;
-  list.count = given.count;
-  list.stride = given.stride;
-  list.row_batch = batch > 1 ? heads : 0;
-  list.row_head = heads > 1 ? 1 : 0;
-  return list;
-}
-
-// The problem of the main loop, whose keys are the keys of the list, if there is one. The list may be empty.
-inline Problem main_loop_problem(const BackwardArgs& args) {
-  Problem p = args.problem;
-  if (has_list(p)) p.seqlen_k = std::max(args.in.visibility.key_list.stride, std::int64_t{1});
-  return p;
-}
 
 // The main loop needs a positive scale. A copy of q takes the sign of a negative scale. For a scale of 0, where scores
 // are only biases, the copy is 0. Accumulators begin with (bias - lse) / scale; the divisor is at least 1e-30, below
@@ -68,7 +44,7 @@ inline bool owns_dense_dbias(const Problem& p) {
 struct BackwardPlan {
   std::size_t bytes;  // of the workspace
 
-  Problem problem;  // problem of the main loop
+  Problem problem;
   BackwardChoice choice;
   BackwardParams common;  // parameters of the call, for kernels before and after the main loop
   BackwardKernelParams params{};
@@ -77,34 +53,27 @@ struct BackwardPlan {
   // Memory that is zeroed before the preprocess.
   std::byte* zeroed = nullptr;
   std::size_t zeroed_bytes = 0;
-  float* dbias_sums = nullptr;    // dbias_accum_shape
-  float* listed_dbias = nullptr;  // the same for the keys of a list
+  float* dbias_sums = nullptr;  // dbias_accum_shape
 
   BackwardPlan(const BackwardArgs& args, const DeviceProperties& device)
-      : problem(main_loop_problem(args)),
+      : problem(args.problem),
         choice(choose_backward(args)),
         common(params_of(args)),
         q(common.shape, args.in.q, common.shape.seqlen_q, common.shape.heads_q,
           common.shape.head_dim, query_form(common.score.scale)),
-        k(common.shape, args.in.k, shape().seqlen_k, common.shape.heads_kv, common.shape.head_dim,
-          {.list = listed_keys(args)}),
-        v(common.shape, args.in.v, shape().seqlen_k, common.shape.heads_kv, common.shape.value_dim,
-          {.list = listed_keys(args)}),
+        k(common.shape, args.in.k, common.shape.seqlen_k, common.shape.heads_kv,
+          common.shape.head_dim, {}),
+        v(common.shape, args.in.v, common.shape.seqlen_k, common.shape.heads_kv,
+          common.shape.value_dim, {}),
         dout(common.shape, args.dout, common.shape.seqlen_q, common.shape.heads_q,
              common.shape.value_dim, {}),
-        dk(rows_of(args.dk), common.shape.head_dim, variant().has_slots(), has_list(problem)),
-        dv(rows_of(args.dv), common.shape.value_dim, variant().has_slots(), has_list(problem)) {
-    if (has_list(problem)) {
-      common.tile_lists =
-          query_tile_lists(args.schedule, args.in.visibility.key_list, query_tile_rows);
-    }
-    params.list = listed_keys(args);
-    params.info_shape = common.shape;
+        dk(rows_of(args.dk), common.shape.head_dim, variant().has_slots()),
+        dv(rows_of(args.dv), common.shape.value_dim, variant().has_slots()) {
     if (variant().has_dense()) set_visits();
     if (variant().has_slots()) set_slots(args, device);
     const bool ordered = problem.deterministic && !variant().has_slots() && args.dq.data != nullptr;
     set_block_order(args.in.visibility.bound.consecutive, ordered, device);
-    bytes = allocate(args, nullptr);
+    bytes = allocate(nullptr);
   }
 
   void run(const BackwardArgs& args, const Execution& execution) const;
@@ -112,7 +81,7 @@ struct BackwardPlan {
 
   // Sets all that depends on the address of the workspace.
   void place(const BackwardArgs& args, void* base) {
-    allocate(args, base);
+    allocate(base);
     if (args.dbias.data != nullptr) set_dbias(args);
     set_main_loop();
     if (args.dq.data == nullptr) {
@@ -126,14 +95,13 @@ struct BackwardPlan {
     return backward_policy(choice.head_dim, choice.value_dim, variant());
   }
   bool has_dbias_sums() const {
-    return has(problem.bias_shape) && !(is_dense(problem.bias_shape) && owns_dbias());
+    return has(problem.bias_shape) && !(is_dense(problem.bias_shape) && owns_dense_dbias(problem));
   }
 
   template <class T>
   typename PreprocessKernel<T>::Params preprocess_params() const {
     const ScoreParams& score = params.backward.score;
-    PrepareKeyInfo<T> key_info{params.info_shape, score, params.info, params.bias_factor,
-                               params.list};
+    PrepareKeyInfo<T> key_info{common.shape, score, params.info, params.bias_factor};
     // A delayed bias of -inf would hide its key from every query.
     if (variant().delays) key_info.masked_bias = std::numeric_limits<float>::lowest();
     return {.common = common,
@@ -146,35 +114,7 @@ struct BackwardPlan {
             .accum_columns = choice.head_dim};
   }
 
-  // Copies the sums of the keys of a list to the sums of all keys.
-  void scatter_dbias(cudaStream_t stream) const {
-    if (!has_listed_dbias() || common.dbias.data == nullptr) return;
-    const BroadcastShape sums = dbias_accum_shape(problem);
-    const auto heads = static_cast<int>(sums[1]);
-    const ScatterSums body{.from = listed_dbias,
-                           .to = dbias_sums,
-                           .batch = common.shape.batch,
-                           .heads = heads,
-                           .group = heads / common.shape.heads_kv,
-                           .positions = shape().seqlen_k,
-                           .keys = common.shape.seqlen_k,
-                           .list = params.list};
-    for_each(body.items(), body, stream);
-  }
-
  private:
-  // The shape with the keys of the main loop.
-  Shape shape() const { return shape_of(problem); }
-
-  bool owns_dbias() const {
-    Problem p = problem;
-    p.seqlen_k = common.shape.seqlen_k;
-    return owns_dense_dbias(p);
-  }
-  bool has_listed_dbias() const {
-    return has(problem.bias_shape) && !is_dense(problem.bias_shape) && has_list(problem);
-  }
-
   // Sets the order of blocks of neighbouring keys. All heads are one section for windows and documents, which read few
   // queries (the shorter blocks of a document run last). They are also one section for blocks that add to dq in a fixed
   // order, because these wait for each other, with the exceptions below. Under causality a head's blocks end at the
@@ -192,7 +132,7 @@ struct BackwardPlan {
   void set_block_order(bool consecutive, bool ordered, const DeviceProperties& device) {
     constexpr int section_rounds = 16;  // rounds of blocks on all multiprocessors
     constexpr int many_heads = 32;
-    const Shape shape = this->shape();
+    const Shape& shape = common.shape;
     const int heads = KeyTile::all_heads(shape);
     params.section_heads = ordered || consecutive ? heads : KeyTile::heads_of_l2(shape);
     if (!ordered || consecutive || variant().has_dense()) return;
@@ -200,8 +140,7 @@ struct BackwardPlan {
     const int works = ceil_div(shape.seqlen_k, policy().work_keys());  // of a head
     const int at_once = device.multiprocessors / policy().cluster;
     const int most_heads = std::max(section_rounds * at_once / works, 1);
-    const bool is_triangle =
-        problem.causal && !has_list(problem) && shape.seqlen_q >= shape.seqlen_k;
+    const bool is_triangle = problem.causal && shape.seqlen_q >= shape.seqlen_k;
     if (is_triangle && group <= 2 && std::min(heads, most_heads) < many_heads) {
       params.section_heads = ceil_div(heads, ceil_div(heads, most_heads));
       params.run_blocks = std::max(at_once / params.section_heads, 1);
@@ -212,23 +151,22 @@ struct BackwardPlan {
   }
 
   // Sets the pointers into the workspace, and returns its size. With a null base it only counts.
-  std::size_t allocate(const BackwardArgs& args, void* base) {
+  std::size_t allocate(void* base) {
     WorkspaceAllocator workspace(base);
     for (Source* const source : {&q, &k, &v, &dout}) source->place(common.shape, workspace);
-    for (Sink* const sink : {&dk, &dv}) sink->place(shape(), workspace);
+    for (Sink* const sink : {&dk, &dv}) sink->place(common.shape, workspace);
     const Problem& p = problem;
     const std::int64_t rows = p.batch * p.heads_q * p.seqlen_q;
     common.lse_log2 = workspace.take<float>(rows);
     common.lse_log2_low = workspace.take<float>(rows);
     common.delta = workspace.take<float>(rows);
-    // Listed keys need no packed mask, because elements are read one by one and no tile is skipped.
-    common.score.packed_mask = allocate_packed_mask(p, has_list(p), workspace);
+    common.score.packed_mask = allocate_packed_mask(p, false, workspace);
     const std::int64_t tile_rows = policy().rows;
     const std::int64_t padded_rows =
         p.batch * p.heads_q * ceil_div(p.seqlen_q, tile_rows) * tile_rows;
     params.row_stats = workspace.take<float>(2 * padded_rows);
     if (variant().has_info())
-      params.info = allocate_key_info(shape(), common.score, workspace, params.list);
+      params.info = allocate_key_info(common.shape, common.score, workspace);
     if (variant().has_dense()) allocate_visits(workspace);
     if (variant().has_slots()) allocate_slots(workspace);
 
@@ -245,9 +183,7 @@ struct BackwardPlan {
       params.order.published = workspace.take<int>(p.batch * p.heads_kv *
                                                    (slots ? policy().cluster * steps : key_blocks));
     }
-    if (has_dbias_sums())
-      dbias_sums = workspace.take<float>(elements(dbias_accum_shape(args.problem)));
-    if (has_listed_dbias()) listed_dbias = workspace.take<float>(elements(dbias_accum_shape(p)));
+    if (has_dbias_sums()) dbias_sums = workspace.take<float>(elements(dbias_accum_shape(p)));
     zeroed_bytes = workspace.used() - begin;
     params.dq_accum = workspace.take<float>(padded_rows * choice.head_dim);
     return workspace.used();
@@ -262,9 +198,9 @@ struct BackwardPlan {
     if (has_dbias_sums() || !is_dense(p.bias_shape)) return;
     const bool sums_heads = p.bias_shape[1] != p.heads_q && common.dbias.data != nullptr;
     // The TMA unit writes 16 bytes at once, also at the end of a row.
-    const bool by_tma = !has_list(p) && p.seqlen_k % 8 == 0 &&
-                        DenseRows(common.shape, common.dbias).has_tensor_map();
-    params.dense_dbias = {.sums_heads = sums_heads, .clears = !has_list(p), .by_tma = by_tma};
+    const bool by_tma =
+        p.seqlen_k % 8 == 0 && DenseRows(common.shape, common.dbias).has_tensor_map();
+    params.dense_dbias = {.sums_heads = sums_heads, .clears = true, .by_tma = by_tma};
   }
 
   void set_main_loop() {
@@ -272,7 +208,6 @@ struct BackwardPlan {
     const float unit = score_unit(scale);
     BackwardParams& main_loop = params.backward;
     main_loop = common;
-    main_loop.shape = shape();
     main_loop.q = q.rows();
     main_loop.k = k.rows();
     main_loop.v = v.rows();
@@ -281,8 +216,6 @@ struct BackwardPlan {
     main_loop.dv = dv.rows;
     main_loop.score.factor = unit * log2e;
     main_loop.score.scale = std::abs(scale);  // for dk; q has the sign
-    if (has_listed_dbias() && common.dbias.data != nullptr)
-      main_loop.dbias = cuda::dbias_sums(problem, listed_dbias);
     params.bias_factor = 1 / unit;
     params.dq_scale = scale;
   }

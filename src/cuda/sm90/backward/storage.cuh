@@ -63,9 +63,7 @@ struct DenseStorage<DenseAccess::tiles, Tiles> : ScoreTilePipelines<Tiles> {
   Pipeline<Tiles> loaded;  // passes bits and biases from the loader to the consumers
 };
 template <int Tiles>
-struct DenseStorage<DenseAccess::elements, Tiles> : ScoreTilePipelines<Tiles> {
-  int keys[dense_block_keys];  // keys that exist, even if the block reaches past the end
-};
+struct DenseStorage<DenseAccess::elements, Tiles> : ScoreTilePipelines<Tiles> {};
 
 // The copies that one of two blocks has of the other's (BackwardPolicy::cluster): keys, in the columns of dq that this
 // block makes, and dS.

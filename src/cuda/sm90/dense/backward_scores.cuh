@@ -196,15 +196,7 @@ class DenseElementScores : public DenseScores<Kernel> {
   using Base::Base;
 
   template <class Visit>
-  __device__ void begin(const BackwardWork& work, const Visit&, int) {
-    for (int h = 0; h < 2; ++h) {
-      const int position = work.key + row() + 8 * h;
-      const int last = p_.backward.shape.seqlen_k - 1;
-      storage_.dense.keys[row() + 8 * h] =
-          max(p_.list.key(work.batch, work.kv_head, min(position, last)), 0);
-    }
-    __syncwarp();
-  }
+  __device__ void begin(const BackwardWork&, const Visit&, int) {}
 
   template <class Visit>
   __device__ void load_next(const Visit&, int) {}
@@ -217,7 +209,9 @@ class DenseElementScores : public DenseScores<Kernel> {
     const int last_query = p_.backward.shape.seqlen_q - 1;
     const int first_query = at.tile() * rows + 2 * (lane_id() % 4);
     const float factor = p_.bias_factor;
-    const int key[2] = {storage_.dense.keys[row()], storage_.dense.keys[row() + 8]};
+    const int last_key = p_.backward.shape.seqlen_k - 1;
+    const int first_key = storage_.work[0].key + row();
+    const int key[2] = {min(first_key, last_key), min(first_key + 8, last_key)};
 #pragma unroll
     for (int j = 0; j < rows / 8; ++j) {
       // Limits the loads in flight to the registers that there are.

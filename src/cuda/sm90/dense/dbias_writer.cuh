@@ -34,7 +34,7 @@ class DbiasRows {
     const OutputBroadcast& dbias = p_.backward.dbias;
     const int existing = min(rows, p_.backward.shape.seqlen_q - first_query);
     const int first_row = lane_id() / chunks;
-    if (count_ == 8 && p_.list.keys == nullptr && dbias.aligned_16B) {
+    if (count_ == 8 && dbias.aligned_16B) {
       std::byte* to =
           dbias.data + 2 * (begin_ + (first_query + first_row) * dbias.query + first_key_);
 #pragma unroll 4
@@ -60,7 +60,7 @@ class DbiasRows {
   // Stores or adds eight elements. `row`: the first element of the query's row.
   __device__ void store_or_add_chunk(std::int64_t row, uint4 eight) const {
     const OutputBroadcast& dbias = p_.backward.dbias;
-    if (p_.list.keys != nullptr || dbias.key != 1) {
+    if (dbias.key != 1) {
       store_or_add_one_by_one(row, eight);
     } else if (dbias.f32) {
       auto* const to = reinterpret_cast<float*>(dbias.data) + row + first_key_;
@@ -107,11 +107,9 @@ class DbiasRows {
     const OutputBroadcast& dbias = p_.backward.dbias;
 #pragma unroll 1
     for (int i = 0; i < count_; ++i) {
-      const int key = p_.list.key(work_.batch, work_.kv_head, first_key_ + i);
-      if (key >= 0) {
-        store_gradient<T>(dbias, row + key * dbias.key, Element<T>::widen_packed2(eight.x).x,
-                          p_.backward.dbias_accumulates, p_.backward.saturate);
-      }
+      store_gradient<T>(dbias, row + (first_key_ + i) * dbias.key,
+                        Element<T>::widen_packed2(eight.x).x, p_.backward.dbias_accumulates,
+                        p_.backward.saturate);
       eight = {__funnelshift_r(eight.x, eight.y, 16), __funnelshift_r(eight.y, eight.z, 16),
                __funnelshift_r(eight.z, eight.w, 16), eight.w >> 16};
     }

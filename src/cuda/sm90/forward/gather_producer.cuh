@@ -5,7 +5,7 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Gathers rows of a key list or of consecutive keys by index, with all 128 threads. Thread (r, c) copies chunks c and c
+// Gathers rows of a tile list or of consecutive keys by index, with all 128 threads. Thread (r, c) copies chunks c and c
 // + 8 of rows r, r + 16, ..., so that its addresses in shared memory are one register and constants. The order of a
 // list's keys in a tile is free: row r + 16 i has entry r * steps + i, so that a thread loads its indices at once.
 // Consecutive keys keep their order, so that results have the same bits as with TMA tiles. Indices are loaded one tile

@@ -5,20 +5,18 @@
 namespace flash_dmattn::cuda::sm90 {
 
 KeyInfo allocate_key_info(const Shape& shape, const ScoreParams& score,
-                          WorkspaceAllocator& workspace, const ListedKeys& list,
-                          bool has_recent_biases) {
+                          WorkspaceAllocator& workspace, bool has_recent_biases) {
   KeyInfo info;
   const auto key_broadcast = [](const Broadcast& b) { return b.dense ? Broadcast{} : b; };
   const Broadcast mask = key_broadcast(score.mask);
   const Broadcast bias = key_broadcast(score.bias);
-  const bool per_batch = mask.batch != 0 || bias.batch != 0 || score.intervals.stride_batch != 0 ||
-                         list.row_batch != 0;
+  const bool per_batch = mask.batch != 0 || bias.batch != 0 || score.intervals.stride_batch != 0;
   info.batch = per_batch ? shape.batch : 1;
-  const bool per_head = score.intervals.stride_head != 0 || list.row_head != 0;
+  const bool per_head = score.intervals.stride_head != 0;
   info.range_heads = per_head ? shape.heads_kv : 1;
   if (mask.head_q != 0 || bias.head_q != 0) {
     info.bias_heads = shape.heads_q;
-  } else if (mask.head_kv != 0 || bias.head_kv != 0 || list.row_head != 0) {
+  } else if (mask.head_kv != 0 || bias.head_kv != 0) {
     info.bias_heads = shape.heads_kv;
   }
   info.padded_keys = KeyInfo::padded(shape.seqlen_k);
@@ -46,7 +44,7 @@ ForwardWorkspace::ForwardWorkspace(const ForwardChoice& choice, const ForwardPar
                                  p.shape.seqlen_k <= most_computed_key_info &&
                                  p.score.bias_delay == 0;
   if (variant.has_key_info && !computes_key_info) {
-    info = allocate_key_info(p.shape, p.score, workspace, {}, true);
+    info = allocate_key_info(p.shape, p.score, workspace, true);
   }
   if (is_short) return;
   next_work = workspace.take<int>(1);

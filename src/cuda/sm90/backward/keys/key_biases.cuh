@@ -70,7 +70,7 @@ class KeyBiases<Rows, true> {
   __device__ void set(const BackwardKernelParams& p, int first_query, int h, const KeyRecord& key) {
     const bool here = (key.first < first_query + Rows) & (key.last > first_query);
     bias_[h] = here ? key.bias : negative_infinity;
-    recent_[h] = delayed_bias_begin(p.backward.score, p.info_shape, key.key) - first_query;
+    recent_[h] = delayed_bias_begin(p.backward.score, p.backward.shape, key.key) - first_query;
   }
 
   // Whether the delay of a key of some lane ends within the tile.

@@ -21,15 +21,17 @@ inline OutputRows dense_rows(const Shape& shape, int seqlen, int heads, int dim,
   return rows;
 }
 
+// Rows that were written, for the kernel that reads them.
+inline InputRows rows_read(const OutputRows& rows) {
+  return {rows.data, rows.batch, rows.row, rows.head, rows.aligned, rows.row_step};
+}
+
 // The way in which the main loop's copy of a tensor differs from the tensor.
 struct SourceForm {
-  ListedKeys list = {};                  // the copy has only their rows
   std::uint32_t kept_bits = 0xffffffff;  // as in CopyRows
   std::uint32_t flipped_bits = 0;
 
-  bool changes() const {
-    return list.keys != nullptr || kept_bits != 0xffffffff || flipped_bits != 0;
-  }
+  bool changes() const { return kept_bits != 0xffffffff || flipped_bits != 0; }
 };
 
 // A tensor, or memory for a dense copy if the TMA unit cannot read the tensor or the copy differs from it.
@@ -45,7 +47,6 @@ struct Source {
              .heads = heads,
              .batch = shape.batch,
              .head_dim = dim,
-             .list = form.list,
              .kept_bits = form.kept_bits,
              .flipped_bits = form.flipped_bits},
         copied(form.changes() || !has_tensor_map(copy.from, seqlen, heads, shape.batch)) {}
@@ -57,8 +58,7 @@ struct Source {
   // The rows that the kernels read.
   InputRows rows() const {
     if (!copied) return copy.from;
-    const OutputRows& to = copy.to;
-    return {to.data, to.batch, to.row, to.head, to.aligned, to.row_step};
+    return rows_read(copy.to);
   }
 
   void make(cudaStream_t stream) const {
@@ -66,30 +66,33 @@ struct Source {
   }
 };
 
-// A gradient of keys, or memory for a dense copy if its rows are unaligned (rows of slots must be aligned) or if it
-// belongs to the keys of a list. When the workspace is sized without outputs, the alignment is unknown.
+// A gradient of keys, or memory for a dense copy if its rows are unaligned (rows of slots must be aligned). When the
+// workspace is sized without outputs, the alignment is unknown.
 struct Sink {
   OutputRows original;
   OutputRows rows;  // written by the kernels
   int columns;      // the head dim of k, or of v
   bool copied;
 
-  Sink(const OutputRows& to, int dim, bool needs_alignment, bool listed)
-      : original(to), rows(to), columns(dim) {
+  Sink(const OutputRows& to, int dim, bool needs_alignment) : original(to), rows(to), columns(dim) {
     const bool fits = to.data != nullptr && (to.aligned || !needs_alignment);
-    copied = listed || (needs_alignment && !fits);
+    copied = needs_alignment && !fits;
   }
 
-  void place(const Shape& main_loop, WorkspaceAllocator& workspace) {
+  void place(const Shape& shape, WorkspaceAllocator& workspace) {
     if (!copied) return;
-    rows = dense_rows(main_loop, main_loop.seqlen_k, main_loop.heads_kv, columns, workspace);
+    rows = dense_rows(shape, shape.seqlen_k, shape.heads_kv, columns, workspace);
     if (original.data == nullptr) rows.data = nullptr;
   }
 
-  // `shape` is the shape of the call, with all keys.
-  void store(const Shape& shape, const ListedKeys& list, cudaStream_t stream) const {
+  void store(const Shape& shape, cudaStream_t stream) const {
     if (original.data == nullptr || rows.data == original.data) return;
-    const ScatterRows body{rows, original, shape, columns, list};
+    const CopyRows body{.from = rows_read(rows),
+                        .to = original,
+                        .seqlen = shape.seqlen_k,
+                        .heads = shape.heads_kv,
+                        .batch = shape.batch,
+                        .head_dim = columns};
     for_each(body.items(), body, stream);
   }
 };

@@ -56,8 +56,6 @@ __device__ inline int2 find_queries(const BackwardKernelParams& p, const KeyTile
     const bool has_key = thread < Keys;
     KeyRecord record{};
     if (has_key) record = first_record(shape, p.info, tile.batch, tile.kv_head, tile.key + thread);
-    // The age of a listed key is that of the key, not of its place.
-    if (Variant.delays && has_key) record.key = p.list.key(tile.batch, tile.kv_head, record.key);
     if (thread == 0) shared_bounds[0] = shape.seqlen_q;
     if (thread == 0) shared_bounds[1] = 0;
     __syncthreads();
