@@ -1,6 +1,5 @@
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -54,11 +53,6 @@ struct KvBackend {
                            Plan<DecodeStepArgs>&);
 };
 
-struct NonFiniteElement {
-  std::int64_t index = -1;  // index in row-major order, without strides; -1 if there is none
-  double value = 0;
-};
-
 struct Backend {
   std::string_view name;
   Device device;  // where it computes
@@ -79,9 +73,6 @@ struct Backend {
   // The rest is null if the backend lacks it.
   const SelectionBackend* selection = nullptr;
   const KvBackend* kv = nullptr;
-  // The first element that is inf or NaN; with `minus_inf`, -inf counts as finite.
-  NonFiniteElement (*first_nonfinite)(const ConstTensor4&, const std::array<std::int64_t, 4>& shape,
-                                      DType, bool minus_inf, const Execution&) = nullptr;
 };
 
 // "" when the problem's memory is where a backend computes, else why it declines.

@@ -121,8 +121,7 @@ std::size_t backward_workspace_size(const BackwardArgs& args, const Execution& e
                                     std::string_view backend = {});
 
 // Every element of every output is written. All check their arguments first and throw InvalidArgument
-// with nothing written; with FLASH_DMATTN_CHECK_FINITE=1 in the environment they throw NonFiniteError.
-// On a GPU they only enqueue work on execution.stream, except that the finite check waits for it.
+// with nothing written. On a GPU they only enqueue work on execution.stream.
 void forward(const ForwardArgs& args, const Execution& execution, std::string_view backend = {});
 void backward(const BackwardArgs& args, const Execution& execution, std::string_view backend = {});
 

@@ -21,11 +21,4 @@ class InvalidArgument : public std::invalid_argument {
   std::string argument_;
 };
 
-// Thrown in check mode (FLASH_DMATTN_CHECK_FINITE=1) for the first non-finite value found; what()
-// names the stage, the tensor, the index and the value.
-class NonFiniteError : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
-
 }  // namespace flash_dmattn

@@ -3,7 +3,6 @@
 #include <cstddef>
 #include <span>
 
-#include "api/check_finite.h"
 #include "arguments.h"
 #include "flash_dmattn/calls.h"
 
@@ -59,15 +58,7 @@ CheckedCall<Args>::CheckedCall(const Args& args, const Execution& execution,
 
 template <class Args>
 void CheckedCall<Args>::run(std::span<std::byte> workspace) const {
-  const Execution execution = with_workspace(execution_, workspace, plan_.workspace_size);
-  if constexpr (requires { check_inputs_finite(args_, execution); }) {
-    if (check_finite_enabled()) {
-      check_inputs_finite(args_, execution);
-      plan_.run(plan_, args_, execution);
-      return check_outputs_finite(args_, execution);
-    }
-  }
-  plan_.run(plan_, args_, execution);
+  plan_.run(plan_, args_, with_workspace(execution_, workspace, plan_.workspace_size));
 }
 
 }  // namespace flash_dmattn

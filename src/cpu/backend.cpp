@@ -59,7 +59,6 @@ const Backend cpu_backend = {
     .needs_schedule = true,
     .selection = &cpu::selection_backend,
     .kv = &cpu::kv_backend,
-    .first_nonfinite = cpu::first_nonfinite,
 };
 
 }  // namespace flash_dmattn

@@ -7,7 +7,6 @@
 #include "cuda/kv_cache/kv_cache.h"
 #include "cuda/schedule/schedule.h"
 #include "cuda/selection/selection.h"
-#include "cuda/stages/check_finite.h"
 #include "family_table.h"
 #include "flash_dmattn/error.h"
 
@@ -193,7 +192,6 @@ const Backend cuda_backend = {
     .needs_schedule = false,
     .selection = &cuda::selection_backend,
     .kv = &cuda::kv_backend,
-    .first_nonfinite = cuda::first_nonfinite,
 };
 
 }  // namespace flash_dmattn

@@ -9,7 +9,6 @@
 #include <tuple>
 #include <vector>
 
-#include "api/check_finite.h"
 #include "flash_dmattn/flash_dmattn.h"
 #include "support/cases.h"
 #include "support/expect_invalid.h"
@@ -291,20 +290,6 @@ TEST(KvCacheArguments, AppendWithoutRoomNamesTheChunk) {
   expect_invalid([&] { append_tokens(calls.append_args, calls.execution); }, "seqlen",
                  "got 1, expected at most 0: cache.shape.chunk has room for 0 pending tokens, of "
                  "which 0 are taken");
-}
-
-TEST(KvCacheArguments, CheckModeNamesNonFiniteToken) {
-  KvCalls calls;
-  calls.numbers[17] = std::numeric_limits<float>::infinity();
-  set_check_finite(true);
-  try {
-    DecodeStepCall(calls.step_args, calls.execution).run(workspace_of(calls.execution));
-    ADD_FAILURE() << "no error";
-  } catch (const NonFiniteError& error) {
-    EXPECT_NE(std::string(error.what()).find("[0, 0, 2, 1]"), std::string::npos) << error.what();
-  }
-  set_check_finite(false);
-  EXPECT_EQ(calls.cache.seen[0], 0);
 }
 
 TEST(KvCache, DecodeStepNamesItsKernel) {
