@@ -48,7 +48,8 @@ const Backend& backend_named(std::string_view name) {
   }
   std::string known;
   for (const Backend* backend : backend_table()) known += quoted(backend->name) + ", ";
-  throw InvalidArgument("backend", quoted(name), known + "or \"\" for the first that supports the problem");
+  throw InvalidArgument("backend", quoted(name),
+                        known + "or \"\" for the first that supports the problem");
 }
 
 std::vector<BackendInfo> backends() {

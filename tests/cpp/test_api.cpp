@@ -116,7 +116,8 @@ TEST(Backends, UnknownNameThrows) {
   Call call;
   call.backend = "gpu";
   const std::string message =
-      "got \"gpu\", expected \"cuda\", \"cpu\", \"reference\", or \"\" for the first that supports the "
+      "got \"gpu\", expected \"cuda\", \"cpu\", \"reference\", or \"\" for the first that supports "
+      "the "
       "problem";
   expect_invalid([&] { supports(call.data.problem, "gpu"); }, "backend", message);
   expect_invalid([&] { call.run_forward(); }, "backend", message);
