@@ -107,17 +107,6 @@ def show(options: argparse.Namespace) -> int:
     return 0
 
 
-def add_tests(options: argparse.Namespace) -> int:
-    """Writes the build and the results of tests into a record, as gpu_session.sh leaves them."""
-    found = record.read(options.record)
-    found["versions"]["build"] = options.build.read_text().strip()
-    fields = ("part", "result", "took", "last_words")
-    tests = options.tests.read_text().splitlines()
-    found["tests"] = [dict(zip(fields, test.split("\t"), strict=True)) for test in tests]
-    record.write(options.record, found)
-    return 0
-
-
 def _call(module: str) -> Callable[[argparse.Namespace], int]:
     """The `main` of a module of the harness."""
     return lambda options: importlib.import_module(f"harness.{module}").main(options)
@@ -185,19 +174,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     one = commands.add_parser("compare", help="ratios of sides, of records, or of two builds")
     one.set_defaults(call=_call("compare"), fail=one.error)
     one.add_argument("sources", nargs="+", metavar="SOURCE",
-        help="a record: its sides; two records or two builds: after and before. A build is a folder with python/, _C.so and "
-        "commit, as gpu_session.sh packs it: both are measured alternately, in random order")  # fmt: skip
+        help="a record: its sides; two records or two builds: after and before. A build is a folder with three things: "
+        "python/ of a checkout, bindings/torch/_C.so of its build folder, and a file named commit that holds its commit. Both "
+        "builds are measured alternately, in random order")  # fmt: skip
     one.add_argument("--rounds", type=_positive, default=5, help="of two builds")
     one.add_argument("--json", type=Path, metavar="FILE", help="write the record of two builds")
     one.add_argument("--run", nargs=argparse.REMAINDER, metavar="OPTION", help="of `run`, for two builds",
         default=["--case", "dense", "dynamic_mask", "groups", "sliding", "dense_masks", "--side", "cuda"])  # fmt: skip
-
-    one = commands.add_parser("add", help="write build and test results into a record")
-    one.set_defaults(call=add_tests, fail=one.error)
-    one.add_argument("record", type=Path, metavar="RECORD")
-    one.add_argument("--build", type=Path, required=True, metavar="FILE", help="compiler, flags")
-    one.add_argument("--tests", type=Path, required=True, metavar="FILE",
-        help="a line per test: part, result, time and last words, separated by tabs")  # fmt: skip
 
     one = commands.add_parser("evidence", help="a record of the quality of learned scores")
     one.set_defaults(call=_call("evidence"), fail=one.error)

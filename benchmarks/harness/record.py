@@ -15,7 +15,7 @@ _COMMIT = (str, type(None))  # None: a build that was never committed; the note 
 _RECORD = {"machine": dict, "commit": str, "command": str, "versions": dict, "rows": list}
 _RECORD_OPTIONS = {
     "note": str,  # the method, and other facts that a reader needs
-    "tests": list,  # what gpu_session.sh ran, and how it ended
+    "tests": list,  # of records up to 2026-11-24: other programs that were run, and how they ended
 }
 _MACHINE_OPTIONS = {
     "family_model": str,  # of a CPU

@@ -185,19 +185,6 @@ def test_programs_print_rows(capsys, tmp_path):
     assert record.read(file)["rows"] == [row]
 
 
-def test_add_writes_build_and_tests_into_record(capsys, tmp_path):
-    file, build, tests = (tmp_path / name for name in ("record.json", "build", "table.tsv"))
-    run(capsys, "--case", "dense", "--length", "32", "--dtype", "float32", "--json", str(file))
-    build.write_text("nvcc 13.0,-O3\n")
-    tests.write_text("cpp\tpassed\t202 s\t100% tests passed\nspeed\tFAILED (1)\t3 s\t\n")
-    assert bench.main(["add", str(file), "--build", str(build), "--tests", str(tests)]) == 0
-    found = record.read(file)
-    assert found["versions"]["build"] == "nvcc 13.0,-O3"
-    assert [(test["part"], test["result"], test["took"]) for test in found["tests"]] == [
-        ("cpp", "passed", "202 s"), ("speed", "FAILED (1)", "3 s"),
-    ]  # fmt: skip
-
-
 def test_last_level_cache_is_the_highest_level(tmp_path):
     assert machine.last_level_cache(tmp_path) == 0
     for level, size in [(1, "48K"), (3, "266240K"), (2, "2048K")]:
