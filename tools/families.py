@@ -19,7 +19,8 @@ import torch
 import transformers
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "python" / "support"))
+SUPPORT = ROOT / "tests" / "python" / "support"
+sys.path[:0] = [str(SUPPORT / "models"), str(SUPPORT / "definitions")]
 
 import flash_dmattn.integrations.transformers  # noqa: E402, F401
 from eager_comparison import Verdict, compare  # noqa: E402

@@ -28,7 +28,7 @@ def test_kernels_compile_and_fit(gpu, dtype, head_dim, precisions, monkeypatch):
     found = availability._backend_of_triton(triton)
     if "too old" in found.reason:
         pytest.skip(found.reason)
-    script = Path(__file__).parents[1] / "support" / "compiled_triton.py"
+    script = Path(__file__).parents[1] / "support" / "runtime" / "compiled_triton.py"
     without = dict.fromkeys(("TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION"))
     done = run_python(script, *target, dtype, head_dim, precisions, **without)
     assert "Warning" not in done.stderr, done.stderr[-3000:]

@@ -139,8 +139,8 @@ for function in FUNCTIONS.values():
     assert_close(captured, torch.autograd.grad(function(*inputs), inputs, dout))
 os._exit(0)  # at an ordinary end the threads of torch's autograd sometimes abort the process
 """
-    support = os.path.join(os.path.dirname(__file__), "..", "support")
-    path = os.pathsep.join([support, *filter(None, [os.environ.get("PYTHONPATH")])])
+    cases = os.path.join(os.path.dirname(__file__), "..", "support", "cases")
+    path = os.pathsep.join([cases, *filter(None, [os.environ.get("PYTHONPATH")])])
     run_python("-c", program, PYTHONPATH=path)
 
 

@@ -1,6 +1,6 @@
 """Context parallelism over ranks with a device each, compared with the whole sequence on every one of the devices.
 
-    torchrun --nproc_per_node 2 tests/python/support/pieces_over_ranks.py NAME
+    torchrun --nproc_per_node 2 tests/python/support/cases/pieces_over_ranks.py NAME
 
 Each rank computes the whole by itself, so only pieces pass through NCCL, or through gloo where there is no GPU. A failure on one rank
 is raised on all of them.
