@@ -148,14 +148,14 @@ def test_prefetch_restores_offloaded_slots(ours):
 @pytest.mark.parametrize("use", ["attend", "update", "fill", "prefetch"])
 def test_offloaded_slots_come_back_with_the_next_tokens(use):
     """Here they only seem to be elsewhere; tests on a GPU move them."""
-    states, scores = torch.randn(B, 2, 1, 8), torch.randn(B, 2, 1)
+    states, scores = torch.randn(B, 1, 2, 8), torch.randn(B, 2, 1)
     layer, moves = DynamicMaskLayer(KeySelection(4)), []
     layer.fill(states, states, scores)
     layer._move_slots, layer.device = moves.append, torch.device("cuda")
     if use == "attend":
         layer.attend(states, states, states, scores, scale=1.0)
     elif use == "update":
-        layer.update(states, states, scores=scores)
+        layer.update(states.transpose(1, 2), states.transpose(1, 2), scores=scores)
     elif use == "fill":
         layer.reset()
         layer.fill(states, states, scores)
@@ -268,7 +268,7 @@ def test_keys_without_kernels_on_a_gpu_are_refused_with_what_to_do():
     with FakeTensorMode():
         key = torch.zeros(B, 2, 3, 8, device="cuda")
         with pytest.raises(TypeError, match=rf"{CACHE}: got torch.float32 .* dtype=torch.bfloat16"):
-            layer.fill(key, key, torch.zeros(B, 2, 3, device="cuda"))
+            layer.fill(*(key.transpose(1, 2),) * 2, torch.zeros(B, 2, 3, device="cuda"))
         with pytest.raises(ValueError, match="head_dim: got 12"):
             layer.lazy_initialization(torch.zeros(B, 2, 3, 12, device="cuda").bfloat16())
         assert not layer.is_initialized

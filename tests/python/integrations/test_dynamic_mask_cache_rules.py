@@ -17,19 +17,15 @@ def config_of(stream):
     return LlamaConfig(num_hidden_layers=2, **parts)
 
 
-def heads_first(*states):
-    return [t.transpose(1, 2) for t in states]
-
-
 def fill(layer, stream, end):
     k, v, scores = stream.tokens(0, end)
-    layer.fill(*heads_first(k, v), scores, stream.mask[:, :end])
+    layer.fill(k, v, scores, stream.mask[:, :end])
 
 
 def attend(layer, stream, begin, end, change=lambda t: t):
     q, (k, v, scores) = stream.q[:, begin:end], stream.tokens(begin, end)
     out, _ = layer.attend(
-        *heads_first(change(q), change(k), change(v)), scores, stream.mask[:, begin:end], scale=8**-0.5
+        change(q), change(k), change(v), scores, stream.mask[:, begin:end], scale=8**-0.5
     )  # fmt: skip
     return out
 

@@ -69,15 +69,15 @@ class DynamicMaskLayer(CacheLayerMixin):
         """Takes over the first tokens, to which attention has been computed already.
 
         Args:
-            key, value: [B, Hkv, S, D].
+            key, value: [B, S, Hkv, D].
             scores: float32 [B, Hkv, S].
             key_mask: bool [B, S], False for padding; None: all are tokens.
         """
         if not self.is_initialized:
-            self.lazy_initialization(key, value)
+            self.lazy_initialization(*swap_heads_and_tokens(key, value))
         self._check_rows(key)
         self.prefetch()
-        length = key.shape[2]
+        length = key.shape[1]
         pending = 0
         if self.record_past:
             self._resize_chunk(max(self.chunk, RECORDED_TOKENS))
@@ -88,9 +88,8 @@ class DynamicMaskLayer(CacheLayerMixin):
             (self.slots.append, slice(filled, length), pending),
         ):
             if tokens:
-                keys, values = swap_heads_and_tokens(key[:, :, part], value[:, :, part])
                 mask = None if key_mask is None else key_mask[:, part]
-                take(keys, values, scores[..., part], key_mask=mask)
+                take(key[:, part], value[:, part], scores[..., part], key_mask=mask)
         self._seen = length
         if self._counts_on_device:
             self._length.fill_(length)
@@ -122,18 +121,17 @@ class DynamicMaskLayer(CacheLayerMixin):
         """Adds tokens and computes their attention: out [B, S, Hq, D] and its log-sum-exp [B, Hq, S].
 
         Args:
-            query: [B, Hq, S, D].
+            query: [B, S, Hq, D].
             key, value, scores, key_mask: as in `fill`.
             scale, softcap, scores_are_bias: as in `KVSlots.step`.
         """
         self._check_rows(query)
-        length = query.shape[2]
+        length = query.shape[1]
         if self.is_compileable and not self.chunk and length > 1:
             raise ValueError(
                 f"{CACHE}: got {length} tokens at a time for a static cache without places for them, expected "
                 "one; give it some by DynamicMaskCache(chunk=...)"
             )
-        query, key, value = swap_heads_and_tokens(query, key, value)
         options = {"scale": scale, "softcap": softcap, "scores_are_bias": scores_are_bias}
         options["return_lse"] = True
         self.prefetch()
@@ -170,7 +168,7 @@ class DynamicMaskLayer(CacheLayerMixin):
 
     @staticmethod
     def check_kernels(key: torch.Tensor) -> None:
-        """Raises where no kernel keeps keys like these, [B, Hkv, S, D], in slots."""
+        """Raises where no kernel keeps keys like these, of four dimensions and the last D, in slots."""
         check_slot_kernels(
             CACHE, key.dtype, key.shape[3], key.device,
             instead="Load the model with dtype=torch.bfloat16, generate under torch.autocast, or use transformers' "
@@ -214,12 +212,13 @@ class DynamicMaskLayer(CacheLayerMixin):
                 "add_learned_scores(model, ...), or use transformers' DynamicCache"
             )
         if self.is_empty:
-            self.fill(key_states, value_states, scores, key_mask)
+            self.fill(*swap_heads_and_tokens(key_states, value_states), scores, key_mask)
             return key_states, value_states
         self.prefetch()
         held = self.slots.places + self.slots.pending
         before = (t[:, :, :held].clone() for t in (self.keys, self.values))
-        self.attend(key_states, key_states, value_states, scores, key_mask, scale=1.0)
+        key, value = swap_heads_and_tokens(key_states, value_states)
+        self.attend(key, key, value, scores, key_mask, scale=1.0)
         new = (key_states, value_states)
         return tuple(torch.cat(parts, dim=2) for parts in zip(before, new, strict=True))
 

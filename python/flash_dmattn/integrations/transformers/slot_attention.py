@@ -10,7 +10,6 @@ from ...generation.ragged import RaggedBatch, extend_ragged
 from ...keys.rule import KeySelection
 from ...merge import add_sink
 from ..attention_interface.layer_masks import present_tokens
-from ..attention_interface.layout import swap_heads_and_tokens
 from .cache_layer import DynamicMaskLayer
 
 
@@ -38,7 +37,7 @@ def attend_with_slots(
     slots.check_rule(rule, layer_idx)
     key_mask = present_tokens(mask, states[0].shape[1])
     scores = scores.float()
-    query, key, value = swap_heads_and_tokens(*states)
+    query, key, value = states
     if slots.is_empty:
         slots.check_kernels(key)  # before attention that the slots could not take over
         out = attend_to_prompt(key_mask)
