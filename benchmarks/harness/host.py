@@ -63,8 +63,9 @@ def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
 def _row(case: str, side: str, call: Callable, device: str, length: int) -> dict:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     shapes = [(1, length, h, _HEAD_DIM) for h in (_HEADS_Q, _HEADS_KV, _HEADS_KV)]
-    shapes.append((1, _HEADS_KV, length))
     leaves = [torch.randn(s, device=device, dtype=dtype, requires_grad=True) for s in shapes]
+    # Scores of keys are best in float32, also for queries of 16 bits.
+    leaves.append(torch.randn(1, _HEADS_KV, length, device=device, requires_grad=True))
     dout = torch.randn_like(leaves[0])
 
     def without_gradients():

@@ -155,8 +155,8 @@ struct Tokens {
   Tokens(const KvCache& cache, const Tensor& k_, const Tensor& v_, const Tensor& scores_,
          const OptionalTensor& mask_, const Tensor& like)
       : length(k_.dim() == 4 ? k_.size(1) : 0),
-        dense_k(with_dense_rows(checked(cache, k_, "k", like))),
-        dense_v(with_dense_rows(checked(cache, v_, "v", like))),
+        dense_k(with_dense_rows(checked(cache, k_, "key", like))),
+        dense_v(with_dense_rows(checked(cache, v_, "value", like))),
         k(view4(dense_k)),
         v(view4(dense_v)) {
     const KvCacheShape& s = cache.shape;
@@ -296,9 +296,9 @@ std::tuple<Tensor, Tensor> decode_step_op(
                                  rule, score_threshold, 0, rows);
   const KvCacheShape& s = cache.shape;
   const Tokens tokens(cache, k, v, scores, mask, k_cache);
-  if (tokens.length != 1) throw InvalidArgument("k", shape_text(k), "one token of every row");
+  if (tokens.length != 1) throw InvalidArgument("key", shape_text(k), "one token of every row");
   const std::int64_t heads_q = q.dim() == 4 ? q.size(2) : 0;
-  expect(q, "q", {s.batch, 1, heads_q, s.head_dim}, k_cache.scalar_type(), k_cache);
+  expect(q, "query", {s.batch, 1, heads_q, s.head_dim}, k_cache.scalar_type(), k_cache);
   const Tensor dense_q = with_dense_rows(q);
   const Tensor out = allocate({s.batch, 1, heads_q, s.head_dim}, q.scalar_type(), q);
   const Tensor lse = allocate({s.batch, heads_q, 1}, ScalarType::Float, q);

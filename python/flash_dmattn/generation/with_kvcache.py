@@ -38,12 +38,12 @@ __all__ = ["KVSlots", "flash_dmattn_with_kvcache"]
 
 
 def flash_dmattn_with_kvcache(
-    q: Tensor,
+    query: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     score_cache: Tensor | None = None,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
     *,
     scores: Tensor | None = None,
     cache_seqlens: Tensor,
@@ -69,9 +69,9 @@ def flash_dmattn_with_kvcache(
     does not read lengths, so that calls can be captured in a CUDA graph.
 
     **All keys** (slot_positions not given): token t is in place t.
-    q: [B, n, Hq, D]; k_cache, v_cache: [B, S, Hkv, D]; score_cache: float32 [B, Hkv, S], one score per key, or None
+    query: [B, n, Hq, D]; k_cache, v_cache: [B, S, Hkv, D]; score_cache: float32 [B, Hkv, S], one score per key, or None
         where there is neither a bias nor a choice.
-    k, v, scores: the new tokens, [B, m, Hkv, D] twice and float32 [B, Hkv, m], which are written to the places from
+    key, value, scores: the new tokens, [B, m, Hkv, D] twice and float32 [B, Hkv, m], which are written to the places from
         cache_seqlens on. None: the cache holds them already.
     cache_seqlens: int32 [B], the tokens of each row before the call. It is not changed.
     cache_leftpad: int32 [B], where the tokens of each row begin.
@@ -83,7 +83,7 @@ def flash_dmattn_with_kvcache(
     they are bfloat16 or float16.
     k_cache, v_cache: [B, S, Hkv, D], for example KVSlots.k.transpose(1, 2); score_cache: float32 [B, Hkv, S].
     slot_positions: int32 [B, Hkv, S]; slot_counts: int32 [B, Hkv, 8], zeros for an empty cache.
-    k, v, scores: as above, one token or up to S - places, with a query for each; all of them are committed.
+    key, value, scores: as above, one token or up to S - places, with a query for each; all of them are committed.
     cache_seqlens: int32 [B], the tokens that each row has seen. The call adds the new ones.
     key_mask: bool [B, m], False for new tokens that are padding.
 
@@ -93,11 +93,11 @@ def flash_dmattn_with_kvcache(
     Returns out [B, n, Hq, D], or (out, lse [B, Hq, n]) with return_lse. There is no gradient.
     """
     caches = {"k_cache": k_cache, "v_cache": v_cache, "score_cache": score_cache}
-    for name, tensor in {"q": q, **caches, "cache_seqlens": cache_seqlens}.items():
+    for name, tensor in {"query": query, **caches, "cache_seqlens": cache_seqlens}.items():
         if name != "score_cache" or tensor is not None:
             check_tensor(tensor, name)
-    refuse_gradients(**caches, q=q, k=k, v=v, scores=scores)
-    _check_new_tokens(k, v, scores, score_cache)
+    refuse_gradients(**caches, query=query, key=key, value=value, scores=scores)
+    _check_new_tokens(key, value, scores, score_cache)
     backend = resolve_backend(backend)
     numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None)
     rule = KeySelection(
@@ -120,33 +120,35 @@ def flash_dmattn_with_kvcache(
     if slot_positions is None:
         if key_mask is not None:
             raise ValueError("key_mask: got a mask for a cache of all keys, expected cache_leftpad")
-        _check_all_keys(q, caches, k, v, scores, cache_seqlens, cache_leftpad)
+        _check_all_keys(query, caches, key, value, scores, cache_seqlens, cache_leftpad)
         if score_cache is None and rule.hides_keys() and rule.reads_scores():
             raise ValueError(
                 "score_cache: got None, expected the scores that keep_window_size chooses by"
             )
-        _check_backend(q, backend)
-        _write_tokens(k_cache, v_cache, score_cache, k, v, scores, cache_seqlens)
-        lengths = cache_seqlens if k is None else cache_seqlens + k.shape[1]
+        _check_backend(query, backend)
+        _write_tokens(k_cache, v_cache, score_cache, key, value, scores, cache_seqlens)
+        lengths = cache_seqlens if key is None else cache_seqlens + key.shape[1]
         everything = cache_leftpad is None and not rule.hides_keys()
-        length = _common_length(lengths, q.shape[1], k_cache.shape[1]) if everything else None
+        length = _common_length(lengths, query.shape[1], k_cache.shape[1]) if everything else None
         if length is None:
-            keys = _cache_intervals(score_cache, lengths, cache_leftpad, rule, q, k_cache)
+            keys = _cache_intervals(score_cache, lengths, cache_leftpad, rule, query, k_cache)
             visible = Visibility(keys=keys)
         else:
-            visible = Visibility(is_causal=q.shape[1] > 1)
+            visible = Visibility(is_causal=query.shape[1] > 1)
             k_cache, v_cache = k_cache[:, :length], v_cache[:, :length]
         bias = None
         if scores_are_bias and score_cache is not None:
-            bias = score_cache[:, :, None, :length].to(torch.promote_types(q.dtype, torch.float32))
-        out, statistics = run_backend(q, k_cache, v_cache, bias, visible, numerics, backend)
+            bias = score_cache[:, :, None, :length].to(
+                torch.promote_types(query.dtype, torch.float32)
+            )
+        out, statistics = run_backend(query, k_cache, v_cache, bias, visible, numerics, backend)
         return with_lse(out, statistics, return_lse)
     if cache_leftpad is not None:
         raise ValueError("cache_leftpad: got numbers for a cache of slots, expected key_mask")
     for name, given, expected in (
         ("keep_window_size", keep_window_size, "the window of the slots' rule"),
         ("score_cache", score_cache, "float32 [B, Hkv, S]"),
-        ("k", k, "the new tokens, [B, m, Hkv, D]"),
+        ("key", key, "the new tokens, [B, m, Hkv, D]"),
     ):
         if given is None:
             raise ValueError(f"{name}: got None, expected {expected}: slot_positions are given")
@@ -160,25 +162,29 @@ def flash_dmattn_with_kvcache(
         "nonfinite": nonfinite,
         "scores_are_bias": scores_are_bias,
     }
-    if k.dim() == 4 and k.shape[1] == 1:  # the operator checks all of them
-        out, lse = slots.step(q, k, v, scores, key_mask=key_mask, return_lse=True, **options)
+    if key.dim() == 4 and key.shape[1] == 1:  # the operator checks all of them
+        out, lse = slots.step(
+            query, key, value, scores, key_mask=key_mask, return_lse=True, **options
+        )
     else:
-        check_chunk(k_cache, key_mask, q=q, k=k, v=v, scores=scores)
-        slots.append(k, v, scores, key_mask=key_mask)
-        out, lse = slots.attend(q, return_lse=True, **options)
+        check_chunk(k_cache, key_mask, query=query, key=key, value=value, scores=scores)
+        slots.append(key, value, scores, key_mask=key_mask)
+        out, lse = slots.attend(query, return_lse=True, **options)
         slots.commit()
     return (out, lse) if return_lse else out
 
 
 def _check_new_tokens(
-    k: Tensor | None, v: Tensor | None, scores: Tensor | None, score_cache: Tensor | None
+    key: Tensor | None, value: Tensor | None, scores: Tensor | None, score_cache: Tensor | None
 ) -> None:
     """Raises unless all tensors of the new tokens are given, or none; scores belong to them where there is a score_cache."""
     if score_cache is None and scores is not None:
         raise ValueError("scores: got scores without score_cache, expected both or none")
-    if (k is None) == (v is None) and (score_cache is None or (k is None) == (scores is None)):
+    if (key is None) == (value is None) and (
+        score_cache is None or (key is None) == (scores is None)
+    ):
         return
-    tensors = {"k": k, "v": v} | ({} if score_cache is None else {"scores": scores})
+    tensors = {"key": key, "value": value} | ({} if score_cache is None else {"scores": scores})
     given = [name for name, tensor in tensors.items() if tensor is not None]
     missing = [name for name, tensor in tensors.items() if tensor is None]
     verb = "is" if len(given) == 1 else "are"
@@ -188,10 +194,10 @@ def _check_new_tokens(
 
 
 def _check_all_keys(
-    q: Tensor,
+    query: Tensor,
     caches: dict[str, Tensor | None],
-    k: Tensor | None,
-    v: Tensor | None,
+    key: Tensor | None,
+    value: Tensor | None,
     scores: Tensor | None,
     cache_seqlens: Tensor,
     cache_leftpad: Tensor | None,
@@ -209,34 +215,34 @@ def _check_all_keys(
     check_like(v_cache, "v_cache", tuple(k_cache.shape), k_cache.dtype, device)
     if score_cache is not None:
         check_like(score_cache, "score_cache", (batch, heads, size), torch.float32, device)
-    check_query(k_cache, q=q)
+    check_query(k_cache, query=query)
     new = 0
-    if k is not None:
-        new = check_tokens(k_cache, k=k, v=v, scores=scores)
+    if key is not None:
+        new = check_tokens(k_cache, key=key, value=value, scores=scores)
         for name, cache in caches.items():
             if cache is not None:
                 check_not_expanded(cache, name)
     if new > size:
-        raise ValueError(f"k: got {new} tokens, expected at most {size}, the places of k_cache")
+        raise ValueError(f"key: got {new} tokens, expected at most {size}, the places of k_cache")
     check_lengths(cache_seqlens, "cache_seqlens", batch, size - new, device)
     if cache_leftpad is not None:
         check_lengths(cache_leftpad, "cache_leftpad", batch, size, device)
 
 
-def _check_backend(q: Tensor, backend: str) -> None:
-    check_device(q, backend)
+def _check_backend(query: Tensor, backend: str) -> None:
+    check_device(query, backend)
     if backend not in ("", *IN_PYTHON) and not torch.compiler.is_compiling():
         check_backend_runs(backend)
 
 
-def _write_tokens(k_cache, v_cache, score_cache, k, v, scores, cache_seqlens) -> None:
+def _write_tokens(k_cache, v_cache, score_cache, key, value, scores, cache_seqlens) -> None:
     """Writes the new tokens after the cached ones."""
-    if k is None:
+    if key is None:
         return
-    rows = torch.arange(k.shape[0], device=k.device)[:, None]
-    places = cache_seqlens[:, None].long() + torch.arange(k.shape[1], device=k.device)
-    k_cache[rows, places] = _without_aliasing(k, k_cache)
-    v_cache[rows, places] = _without_aliasing(v, v_cache)
+    rows = torch.arange(key.shape[0], device=key.device)[:, None]
+    places = cache_seqlens[:, None].long() + torch.arange(key.shape[1], device=key.device)
+    k_cache[rows, places] = _without_aliasing(key, k_cache)
+    v_cache[rows, places] = _without_aliasing(value, v_cache)
     if score_cache is not None:
         new = _without_aliasing(scores, score_cache)
         score_cache.transpose(1, 2)[rows, places] = new.transpose(1, 2)
@@ -265,12 +271,12 @@ def _cache_intervals(
     lengths: Tensor,
     leftpad: Tensor | None,
     rule: KeySelection,
-    q: Tensor,
+    query: Tensor,
     k_cache: Tensor,
 ) -> KeyIntervals:
     """The intervals of the keys of rows of these lengths, for the last queries of each."""
-    size, queries = k_cache.shape[1], q.shape[1]
-    place = torch.arange(size, device=q.device, dtype=torch.int32)
+    size, queries = k_cache.shape[1], query.shape[1]
+    place = torch.arange(size, device=query.device, dtype=torch.int32)
     lengths = lengths.to(torch.int32)[:, None]
     real = place < lengths
     if leftpad is not None:
@@ -284,7 +290,7 @@ def _cache_intervals(
     shift = size - lengths
     from_end = (place - shift).clamp(min=0)
     if scores is None:
-        scores = q.new_zeros((q.shape[0], 1, size))
+        scores = query.new_zeros((query.shape[0], 1, size))
     batch, heads = scores.shape[:2]
     index = from_end[:, None].expand(batch, heads, size).long()
     shown = (place >= shift) & real.gather(1, from_end.long())

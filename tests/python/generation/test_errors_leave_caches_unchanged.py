@@ -105,11 +105,11 @@ BAD_NUMBERS = [
     "message, spoiled",
     [
         *BAD_NUMBERS,
-        ("q: got [2, 2, 4, 8]", {"query": torch.randn(B, 2, HQ, D)}),
-        ("k: got [2, 2, 2, 8], expected one token", tokens(2)),
-        ("q: got Double", {"query": STEP["query"].double()}),
-        ("k: got [2, 1, 3, 8]", {"key": torch.randn(B, 1, 3, D)}),
-        ("v: got [1, 1, 2, 8]", {"value": torch.randn(1, 1, HKV, D)}),
+        ("query: got [2, 2, 4, 8]", {"query": torch.randn(B, 2, HQ, D)}),
+        ("key: got [2, 2, 2, 8], expected one token", tokens(2)),
+        ("query: got Double", {"query": STEP["query"].double()}),
+        ("key: got [2, 1, 3, 8]", {"key": torch.randn(B, 1, 3, D)}),
+        ("value: got [1, 1, 2, 8]", {"value": torch.randn(1, 1, HKV, D)}),
         ("scores: got [2, 2, 2]", {"scores": torch.randn(B, HKV, 2)}),
         ("scores: got BFloat16", {"scores": STEP["scores"].bfloat16()}),
         ("key_mask: got shape (2, 2), expected (2, 1)", {"key_mask": torch.ones(B, 2).bool()}),
@@ -421,12 +421,12 @@ SLOTS = {
 def all_keys(**spoiled):
     """A correct call on a cache of all keys, spoiled."""
     return {
-        "q": torch.randn(B, 2, HQ, D),
+        "query": torch.randn(B, 2, HQ, D),
         "k_cache": torch.zeros(B, PLACES, HKV, D),
         "v_cache": torch.zeros(B, PLACES, HKV, D),
         "score_cache": torch.zeros(B, HKV, PLACES),
-        "k": torch.randn(B, 2, HKV, D),
-        "v": torch.randn(B, 2, HKV, D),
+        "key": torch.randn(B, 2, HKV, D),
+        "value": torch.randn(B, 2, HKV, D),
         "scores": torch.randn(B, HKV, 2),
         "cache_seqlens": torch.tensor([3, 7], dtype=torch.int32),
         "keep_window_size": WINDOW,
@@ -436,27 +436,27 @@ def all_keys(**spoiled):
 @pytest.mark.parametrize(
     "message, spoiled",
     [
-        ("scores: got None, expected the new tokens': k and v are given", {"scores": None}),
-        ("k: got None, expected the new tokens': scores is given", {"k": None, "v": None}),
-        ("v: got None, expected the new tokens': k is given", {"v": None, "score_cache": None, "scores": None}),
+        ("scores: got None, expected the new tokens': key and value are given", {"scores": None}),
+        ("key: got None, expected the new tokens': scores is given", {"key": None, "value": None}),
+        ("value: got None, expected the new tokens': key is given", {"value": None, "score_cache": None, "scores": None}),
         ("scores: got scores without score_cache, expected both or none", {"score_cache": None}),
         ("slot_positions: got None, expected int32 [B, Hkv, S]", {"slot_counts": torch.zeros(B, HKV, 8).int()}),
         ("slot_counts: got None, expected int32 [B, Hkv, 8]", {"slot_positions": torch.zeros(B, HKV, PLACES).int()}),
         ("keep_window_size: got None, expected the window of the slots' rule", SLOTS | {"keep_window_size": None}),
         ("score_cache: got None, expected float32 [B, Hkv, S]", SLOTS | {"score_cache": None, "scores": None}),
-        ("k: got None, expected the new tokens, [B, m, Hkv, D]", SLOTS | {"k": None, "v": None, "scores": None}),
+        ("key: got None, expected the new tokens, [B, m, Hkv, D]", SLOTS | {"key": None, "value": None, "scores": None}),
         ("key_mask: got a mask for a cache of all keys", {"key_mask": torch.ones(B, 2).bool()}),
         ("score_cache: got None", {"score_cache": None, "scores": None}),
         ("keep_window_size: got -1", {"keep_window_size": -1}),
         ("cache_seqlens: got list", {"cache_seqlens": [1, 2]}),
         ("scale: got 0", {"scale": 0.0}),
-        ("q: got shape (1, 2, 4, 8)", {"q": torch.randn(1, 2, HQ, D)}),
-        ("q: got shape (2, 2, 3, 8)", {"q": torch.randn(B, 2, 3, D)}),
-        ("q: got torch.bfloat16", {"q": torch.randn(B, 2, HQ, D).bfloat16()}),
-        ("k: got shape (1, 2, 2, 8)", {"k": torch.randn(1, 2, HKV, D)}),
-        ("k: got shape (2, 2, 1, 8)", {"k": torch.randn(B, 2, 1, D)}),
-        ("v: got shape (2, 1, 2, 8)", {"v": torch.randn(B, 1, HKV, D)}),
-        ("v: got torch.bfloat16", {"v": torch.randn(B, 2, HKV, D).bfloat16()}),
+        ("query: got shape (1, 2, 4, 8)", {"query": torch.randn(1, 2, HQ, D)}),
+        ("query: got shape (2, 2, 3, 8)", {"query": torch.randn(B, 2, 3, D)}),
+        ("query: got torch.bfloat16", {"query": torch.randn(B, 2, HQ, D).bfloat16()}),
+        ("key: got shape (1, 2, 2, 8)", {"key": torch.randn(1, 2, HKV, D)}),
+        ("key: got shape (2, 2, 1, 8)", {"key": torch.randn(B, 2, 1, D)}),
+        ("value: got shape (2, 1, 2, 8)", {"value": torch.randn(B, 1, HKV, D)}),
+        ("value: got torch.bfloat16", {"value": torch.randn(B, 2, HKV, D).bfloat16()}),
         ("scores: got shape (2, 1, 2)", {"scores": torch.randn(B, 1, 2)}),
         ("v_cache: got shape (2, 9, 2, 7)", {"v_cache": torch.zeros(B, PLACES, HKV, D - 1)}),
         ("score_cache: got shape (2, 2, 8)", {"score_cache": torch.zeros(B, HKV, PLACES - 1)}),
@@ -492,8 +492,8 @@ def test_tokens_that_alias_the_cache_are_written_unchanged():
     arguments = all_keys(
         k_cache=torch.randn(B, PLACES, HKV, D), cache_seqlens=torch.tensor([1, 1]).int()
     )
-    arguments["k"] = arguments["k_cache"][:, :2]
-    expected = arguments["k"].clone()
+    arguments["key"] = arguments["k_cache"][:, :2]
+    expected = arguments["key"].clone()
     flash_dmattn_with_kvcache(**arguments)
     assert torch.equal(arguments["k_cache"][:, 1:3], expected)
 
@@ -501,7 +501,7 @@ def test_tokens_that_alias_the_cache_are_written_unchanged():
 def test_double_precision_takes_scores_in_float32():
     arguments = all_keys()
     wide = {
-        name: t.double() if name in ("q", "k", "v", "k_cache", "v_cache") else t
+        name: t.double() if name in ("query", "key", "value", "k_cache", "v_cache") else t
         for name, t in all_keys(**arguments).items()
     }
     torch.testing.assert_close(

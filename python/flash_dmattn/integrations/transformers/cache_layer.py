@@ -266,8 +266,8 @@ class DynamicMaskLayer(CacheLayerMixin):
                     f"tokens_to_remove: got {tokens_to_remove}, expected {-length} or more: the text has {length} tokens"
                 )
             raise RuntimeError(
-                f"tokens_to_remove: got {tokens_to_remove}, but {self.slots.pending} tokens are pending, and the others "
-                "have evicted keys; call activate_past_recording before the tokens are added"
+                f"tokens_to_remove: got {tokens_to_remove}, expected {-self.slots.pending} or more: {self.slots.pending} tokens "
+                "are pending, and the others have evicted keys. Call activate_past_recording before the tokens are added"
             )
         self._commit_tokens(kept)
         self._count_tokens(tokens_to_remove)

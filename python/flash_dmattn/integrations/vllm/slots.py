@@ -103,7 +103,7 @@ class SlotAttention(nn.Module, MambaBase):
         self._memory: tuple[Tensor, ...] = ()
         layers = get_current_vllm_config().compilation_config.static_forward_context
         if prefix in layers:
-            raise ValueError(f"prefix: got {prefix!r}, which another layer has")
+            raise ValueError(f"prefix: got {prefix!r}, which another layer has, expected its own")
         layers[prefix] = self
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor) -> Tensor:

@@ -153,8 +153,8 @@ class ScoredAttention(nn.Module):
         result = super().forward(**kwargs)
         if not call.has_attended:
             raise RuntimeError(
-                f"{SCORED_CALL}: {type(self).__name__} did not pass its keywords to transformers' attention function; its "
-                "layers cannot have learned scores"
+                f"{SCORED_CALL}: got no call of transformers' attention function with the keywords of {type(self).__name__}, "
+                "expected one: its layers cannot have learned scores"
             )
         return result
 
