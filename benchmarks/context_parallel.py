@@ -199,7 +199,7 @@ def measure_graph(ranks: Ranks, length: int, exchange: str) -> dict:
 
 
 def measure_beside_projection(ranks: Ranks, length: int) -> dict[str, dict]:
-    """begin, the projection of queries and attend, with the exchange on the stream of the projection or on one of its own."""
+    """`begin_exchange`, the projection of queries and `attend_to_pieces`, with the exchange on the stream of the projection or on one of its own."""
     rows = rows_of_rank(ranks, length)
     _, *keys, dout = draw_inputs(ranks, length, rows)
     n, width = rows.stop - rows.start, 2 * HQ * D if not GPU else 2048

@@ -19,7 +19,7 @@ struct Attention {
   CallDevice device;
   Problem problem;
   Inputs in;
-  std::optional<ScheduleCall> scheduling;  // of intervals or of a key list
+  std::optional<ScheduleCall> scheduling;  // of intervals
   Schedule schedule;
   Execution execution;
   std::vector<Tensor> owned;       // memory that `in`, `schedule` and `workspace` point to

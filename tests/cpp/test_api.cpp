@@ -117,8 +117,7 @@ TEST(Backends, UnknownNameThrows) {
   call.backend = "gpu";
   const std::string message =
       "got \"gpu\", expected \"cuda\", \"cpu\", \"reference\", or \"\" for the first that supports "
-      "the "
-      "problem";
+      "the problem";
   expect_invalid([&] { supports(call.data.problem, "gpu"); }, "backend", message);
   expect_invalid([&] { call.run_forward(); }, "backend", message);
   expect_invalid([&] { call.run_backward(); }, "backend", message);

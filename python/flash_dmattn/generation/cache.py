@@ -274,6 +274,8 @@ class KVSlots(SlotMemory):
             raise ValueError(
                 f"chunk: got {self.chunk} with {self.pending} tokens pending, expected room for one more at least"
             )
+        if finite.is_enabled():  # before the cache changes
+            finite.check_inputs(q=query, k=key, v=value)
         parts = []
         for start in range(0, length, room):
             part = slice(start, start + room)

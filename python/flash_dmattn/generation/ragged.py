@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from .._core import finite
 from .._core.checks import (
     LARGEST_COUNT,
     are_alike,
@@ -325,6 +326,10 @@ def extend_ragged(
     }  # fmt: skip
     return_lse = resolve_flag(return_lse, "return_lse")
     states = (query, key, value)
+    if finite.is_enabled():  # before the pool changes
+        finite.check_inputs(
+            **{name: t[: batch._length] for name, t in zip("qkv", states, strict=True)}
+        )
     if length == batch._length and batch._decodes_in_order:
         (group,) = batch._groups
         one = (t.unsqueeze(1) for t in states)

@@ -6,7 +6,13 @@ import re
 import pytest
 import torch
 
-from flash_dmattn import KVSlots, RaggedBatch, extend_ragged, flash_dmattn_func
+from flash_dmattn import (
+    KVSlots,
+    RaggedBatch,
+    extend_ragged,
+    flash_dmattn_func,
+    flash_dmattn_with_kvcache,
+)
 from flash_dmattn._core import finite
 from operators_called import OperatorsCalled
 from python_process import run_python
@@ -148,8 +154,10 @@ def steps_as_ragged_batch(cache, query, key, value, scores):
     return extend_ragged(cache, batch, *one, scores[:, :, 0].T)
 
 
-@pytest.mark.parametrize("enter", [steps, extends, steps_as_ragged_batch])
-def test_step_of_a_cache_names_the_token_and_changes_nothing(enter, check_mode):
+@pytest.mark.parametrize(
+    "enter, token_index", [(steps, "1, 0"), (extends, "1, 0"), (steps_as_ragged_batch, "1")]
+)
+def test_step_of_a_cache_names_the_token_and_changes_nothing(enter, token_index, check_mode):
     cache = KVSlots(B, HKV, W, D, chunk=3)
     for wrong, heads in (("query", HQ), ("key", HKV), ("value", HKV)):
         shapes = {"query": (B, 1, HQ, D), "key": (B, 1, HKV, D), "value": (B, 1, HKV, D)}
@@ -158,7 +166,7 @@ def test_step_of_a_cache_names_the_token_and_changes_nothing(enter, check_mode):
         enter(cache, **token, scores=scores)
         before = [t.clone() for t in cache.tensors]
         token[wrong][1, 0, heads - 1, 5] = NAN
-        with raises(f"forward input {wrong[0]}[1, 0, {heads - 1}, 5] is nan"):
+        with raises(f"forward input {wrong[0]}[{token_index}, {heads - 1}, 5] is nan"):
             enter(cache, **token, scores=scores)
         assert all(map(torch.equal, before, cache.tensors))
 
@@ -177,14 +185,37 @@ def test_chunks_and_ragged_prompts_of_a_cache_are_checked(check_mode):
     scores = torch.ones(B, HKV, 2)
     key[1, 1, 0, 3] = INF
     cache = KVSlots(B, HKV, W, D, chunk=3)
-    with raises(f"forward input k[1, {W + 1}, 0, 3] is inf"):  # pending tokens follow the slots
+    before = [t.clone() for t in cache.tensors]
+
+    def is_unchanged():
+        return all(map(torch.equal, before, cache.tensors)) and cache.pending == 0
+
+    with raises("forward input k[1, 1, 0, 3] is inf"):
         cache.extend(query, key, value, scores)
-    for begins, place in ((True, 1), (False, W + 1)):
-        cache = KVSlots(B, HKV, W, D, chunk=3)
+    assert is_unchanged()
+    options = {
+        "cache_seqlens": cache.seen, "slot_positions": cache.positions, "slot_counts": cache.counts, "keep_window_size": W,
+    }  # fmt: skip
+    slots = (cache.k.transpose(1, 2), cache.v.transpose(1, 2), cache.scores)
+    with raises("forward input k[1, 1, 0, 3] is inf"):
+        flash_dmattn_with_kvcache(query, *slots, key, value, scores=scores, **options)
+    assert is_unchanged()
+    for begins in (True, False):
         batch = RaggedBatch([0, 2, 4], torch.arange(B, dtype=torch.int32), [begins] * B)
         tokens = (t.flatten(0, 1) for t in (query, key, value))
-        with raises(f"forward input k[1, {place}, 0, 3] is inf"):
+        with raises("forward input k[3, 0, 3] is inf"):
             extend_ragged(cache, batch, *tokens, scores.transpose(0, 1).flatten(1))
+        assert is_unchanged()
+
+
+def test_tokens_for_a_cache_of_all_keys_are_checked_before_it_changes(check_mode):
+    query, key, value = (torch.ones(B, 2, heads, D) for heads in (HQ, HKV, HKV))
+    caches = [torch.zeros(B, 5, HKV, D) for _ in range(2)]
+    value[0, 1, 0, 2] = torch.nan
+    lengths = torch.zeros(B, dtype=torch.int32)
+    with raises("forward input v[0, 1, 0, 2] is nan"):
+        flash_dmattn_with_kvcache(query, *caches, None, key, value, cache_seqlens=lengths)
+    assert not any(t.any() for t in caches)
 
 
 def test_compiled_code_warns_that_it_is_unchecked(check_mode):

@@ -72,15 +72,18 @@ def test_lengths_are_those_of_the_text(ours):
         assert all(cache.is_recording_past(i) for i in range(3))
 
 
-def test_update_returns_what_new_tokens_may_see(ours):
+@pytest.mark.parametrize("tokens", [1, 3])  # of which one takes the place of a key at once
+def test_update_returns_what_new_tokens_may_see(tokens, ours):
     layer = filled(ours, S).layers[1]
-    before = layer.keys.clone()
-    key, value = torch.randn(2, B, 2, 3, 8)
-    keys, values = layer.update(key, value, scores=torch.randn(B, 2, 3))
-    assert torch.equal(keys, torch.cat([before, key], dim=2)) and values.shape == keys.shape
-    assert layer.get_seq_length() == S + 3
+    before = [layer.keys.clone(), layer.values.clone()]
+    new = torch.randn(2, B, 2, tokens, 8).unbind()
+    scores = torch.full((B, 2, tokens), 9.0)  # the best ones
+    actual = layer.update(*new, scores=scores)
+    for found, parts in zip(actual, zip(before, new, strict=True), strict=True):
+        assert torch.equal(found, torch.cat(parts, dim=2))
+    assert layer.get_seq_length() == S + tokens
     fresh = type(layer)(layer.rule)
-    assert fresh.update(key, value, scores=torch.randn(B, 2, 3)) == (key, value)
+    assert fresh.update(*new, scores=scores) == new
 
 
 @pytest.mark.parametrize("number", [int, torch.tensor])  # which versions of transformers give
@@ -363,7 +366,7 @@ def test_bad_argument_raises_naming_it(message):
 
 def test_tokens_that_have_evicted_others_cannot_be_dropped(ours):
     cache = filled(ours, S, 3)
-    with pytest.raises(RuntimeError, match="call activate_past_recording"):
+    with pytest.raises(RuntimeError, match="Call activate_past_recording"):
         cache.crop(S if IS_TRANSFORMERS_4 else -3)
     with pytest.raises(ValueError, match="chunk: got 0, expected places"):
         DynamicMaskCache(ours.config, static=True, chunk=0).activate_past_recording()

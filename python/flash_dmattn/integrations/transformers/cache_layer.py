@@ -216,7 +216,7 @@ class DynamicMaskLayer(CacheLayerMixin):
             return key_states, value_states
         self.prefetch()
         held = self.slots.places + self.slots.pending
-        before = (t[:, :, :held].clone() for t in (self.keys, self.values))
+        before = [t[:, :, :held].clone() for t in (self.keys, self.values)]
         key, value = swap_heads_and_tokens(key_states, value_states)
         self.attend(key, key, value, scores, key_mask, scale=1.0)
         new = (key_states, value_states)

@@ -9,6 +9,7 @@ is raised on all of them.
 import os
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
 
 # A host may refuse NVLink multicast.
@@ -292,6 +293,9 @@ def ranks_with_other_windows_raise(ranks):
 
 def graph_has_bits_of_eager_run(ranks):
     """Forward and backward, collectives included, captured and replayed; on a GPU alone."""
+    sys.path.append(
+        str(Path(__file__).parents[1] / "runtime")
+    )  # pytest's paths do not reach torchrun's programs
     from gpu import capture
 
     *leaves, dout = draw(ranks, ranks.sizes.tokens, 3)
@@ -319,7 +323,7 @@ def graph_has_bits_of_eager_run(ranks):
 
 
 def exchange_on_own_stream_has_same_bits(ranks):
-    """begin, a projection of queries and attend, with the exchange on the stream of the projection or another; on a GPU alone."""
+    """`begin_exchange`, a projection of queries and `attend_to_pieces`, with the exchange on the stream of the projection or another; on a GPU alone."""
     sizes, tokens = ranks.sizes, ranks.sizes.tokens
     *leaves, dout = draw(ranks, tokens, 3)
     rows = ranks.rows(tokens)
