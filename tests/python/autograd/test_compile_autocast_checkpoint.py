@@ -166,7 +166,7 @@ def test_forward_operator_passes_opcheck(name):
     bound = [case["window"], 1] if "window" in case else []
     options = (bound, True, case.get("delay", 0), 0.25, 0.0, True, False, "")
     torch.library.opcheck(
-        ops.forward.default, (q, k, v, mask, bias, intervals, *(None,) * 4, *options)
+        ops.forward.default, (q, k, v, mask, bias, intervals, None, None, *options)
     )
 
 
@@ -183,9 +183,9 @@ def test_backward_operator_passes_opcheck(needs, bias_dims):
     q, k, v, scores = tensors(requires_grad=False)
     bias = scores if bias_dims == 3 else scores[:, :, None]
     options = ([], True, 6 * (bias_dims == 3), 0.25, 0.0, True, False, "")
-    results = ops.forward(q, k, v, None, bias, *(None,) * 5, *options)
+    results = ops.forward(q, k, v, None, bias, *(None,) * 3, *options)
     dlse = torch.randn_like(results[1][0]) if bias_dims == 3 else None
-    arguments = (torch.randn_like(q), q, k, v, None, bias, *(None,) * 5, *results, dlse, *options)
+    arguments = (torch.randn_like(q), q, k, v, None, bias, *(None,) * 3, *results, dlse, *options)
     torch.library.opcheck(ops.backward.default, (*arguments, *map(bool, needs)))
 
 
