@@ -48,7 +48,8 @@ def steps(model, cache, ids):
 def norms_by_definition(model, ids, visible_of):
     """Logits where layers attend to what visible_of(norms [B, H, S]) shows, bool [B, H, S, S]."""
 
-    def attend(module, query, key, value, mask, scaling=None, **kwargs):
+    # kvpress wraps functions that others register, and passes the dropout by position.
+    def attend(module, query, key, value, mask, dropout=0.0, scaling=None, **kwargs):
         groups = query.shape[1] // key.shape[1]
         logits = query @ key.repeat_interleave(groups, 1).mT * scaling
         visible = visible_of(key.norm(dim=-1)).repeat_interleave(groups, 1)
