@@ -61,6 +61,12 @@ def _check_input(tensor: Tensor, name: str) -> Tensor:
     return view
 
 
+def check_new_tokens(query: Tensor, key: Tensor | None, value: Tensor | None) -> None:
+    """Checks the tokens of a step where the mode is on. A cache calls it before it changes."""
+    if is_enabled():
+        check_inputs(q=query, k=key, v=value)
+
+
 def check_outputs(out: Tensor, statistics: Tensor | None) -> None:
     """statistics: [.., B, Hq, Sq], of which the first is lse."""
     _raise_for_first("forward output", "out", out)

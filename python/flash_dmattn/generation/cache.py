@@ -213,9 +213,7 @@ class KVSlots(SlotMemory):
         numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None).with_scale_for(
             key.shape[3]
         )
-        is_checked = finite.is_enabled()
-        if is_checked:  # before the cache changes
-            finite.check_inputs(q=query, k=key, v=value)
+        finite.check_new_tokens(query, key, value)
         out, lse = ops.kv_decode_step(
             *self.tensors,
             self.rows,
@@ -232,7 +230,7 @@ class KVSlots(SlotMemory):
             self.backend,
         )
         self.is_empty = False
-        if is_checked:
+        if finite.is_enabled():
             finite.check_outputs(out, lse[None])
         return (out, lse) if return_lse else out
 
@@ -274,8 +272,7 @@ class KVSlots(SlotMemory):
             raise ValueError(
                 f"chunk: got {self.chunk} with {self.pending} tokens pending, expected room for one more at least"
             )
-        if finite.is_enabled():  # before the cache changes
-            finite.check_inputs(q=query, k=key, v=value)
+        finite.check_new_tokens(query, key, value)
         parts = []
         for start in range(0, length, room):
             part = slice(start, start + room)

@@ -326,10 +326,7 @@ def extend_ragged(
     }  # fmt: skip
     return_lse = resolve_flag(return_lse, "return_lse")
     states = (query, key, value)
-    if finite.is_enabled():  # before the pool changes
-        finite.check_inputs(
-            **{name: t[: batch._length] for name, t in zip("qkv", states, strict=True)}
-        )
+    finite.check_new_tokens(*(t[: batch._length] for t in states))
     if length == batch._length and batch._decodes_in_order:
         (group,) = batch._groups
         one = (t.unsqueeze(1) for t in states)

@@ -127,7 +127,7 @@ def flash_dmattn_with_kvcache(
                 "score_cache: got None, expected the scores that keep_window_size chooses by"
             )
         _check_backend(query, backend)
-        _check_finite(query, key, value)
+        finite.check_new_tokens(query, key, value)
         _write_tokens(k_cache, v_cache, score_cache, key, value, scores, cache_seqlens)
         lengths = cache_seqlens if key is None else cache_seqlens + key.shape[1]
         everything = cache_leftpad is None and not rule.hides_keys()
@@ -170,7 +170,7 @@ def flash_dmattn_with_kvcache(
         )
     else:
         check_chunk(k_cache, key_mask, query=query, key=key, value=value, scores=scores)
-        _check_finite(query, key, value)
+        finite.check_new_tokens(query, key, value)
         slots.append(key, value, scores, key_mask=key_mask)
         out, lse = slots.attend(query, return_lse=True, **options)
         slots.commit()
@@ -236,12 +236,6 @@ def _check_backend(query: Tensor, backend: str) -> None:
     check_device(query, backend)
     if backend not in ("", *IN_PYTHON) and not torch.compiler.is_compiling():
         check_backend_runs(backend)
-
-
-def _check_finite(query: Tensor, key: Tensor | None, value: Tensor | None) -> None:
-    """Check mode, before the cache changes."""
-    if finite.is_enabled():
-        finite.check_inputs(q=query, k=key, v=value)
 
 
 def _write_tokens(k_cache, v_cache, score_cache, key, value, scores, cache_seqlens) -> None:
