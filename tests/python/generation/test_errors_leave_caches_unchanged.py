@@ -1,27 +1,12 @@
-"""Arguments of KV caches that mean nothing raise an error that names them, after which a cache holds what it held, also where a call
-does several things one after the other."""
-
-import re
-from contextlib import contextmanager
+"""Arguments of a KV cache or of a layer with one that mean nothing raise an error that names them, after which the cache holds what it held,
+also where a call does several things one after the other."""
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flash_dmattn import (
-    DynamicMaskAttention,
-    KVSlots,
-    RaggedBatch,
-    extend_ragged,
-    flash_dmattn_with_kvcache,
-)
-
-B, HKV, HQ, D, WINDOW, CHUNK, PLACES = 2, 2, 4, 8, 4, 3, 9
-
-
-def tokens(n, batch=B):
-    k, v = (torch.randn(batch, n, HKV, D) for _ in range(2))
-    return {"key": k, "value": v, "scores": torch.randn(batch, HKV, n)}
+from flash_dmattn import DynamicMaskAttention, KVSlots, flash_dmattn_with_kvcache
+from small_caches import BAD_NUMBERS, CHUNK, HKV, HQ, WINDOW, B, D, tokens, unchanged
 
 
 def chunk(n):
@@ -35,16 +20,6 @@ def filled(chunk=CHUNK):
     cache = KVSlots(B, HKV, WINDOW, D, chunk=chunk)
     cache.fill(**tokens(6))
     return cache
-
-
-@contextmanager
-def unchanged(cache, message):
-    before = [t.clone() for t in cache.tensors], cache.pending, cache.is_empty
-    with pytest.raises((ValueError, TypeError, RuntimeError), match=re.escape(message)):
-        yield
-    after = list(cache.tensors), cache.pending, cache.is_empty
-    assert before[1:] == after[1:]
-    assert all(map(torch.equal, before[0], after[0]))
 
 
 @pytest.mark.parametrize(
@@ -87,18 +62,6 @@ def test_float32_slot_tensors_on_gpu_raise():
             torch.zeros(s, dtype=torch.int32, device="cuda") for s in ((2, 2, 4), (2, 2, 2), 2)
         ]
         KVSlots.from_tensors(4, k, k, torch.zeros(2, 2, 4, device="cuda"), *integers)
-
-
-# A step and a chunk name them alike.
-BAD_NUMBERS = [
-    ("scale: got inf", {"scale": float("inf")}),
-    ("scale: got nan", {"scale": float("nan")}),
-    ("scale: got 0", {"scale": 0.0}),
-    ("softcap: got -1.0", {"softcap": -1.0}),
-    ("nonfinite: got 'no'", {"nonfinite": "no"}),
-    ("scores_are_bias: got 'False'", {"scores_are_bias": "False"}),
-    ("scores_are_bias: got None", {"scores_are_bias": None}),
-]
 
 
 @pytest.mark.parametrize(
@@ -271,242 +234,6 @@ def test_tangents_are_refused():
     ):
         with pytest.raises(RuntimeError, match="got a tensor with a tangent"):
             torch.func.jvp(call, (query,), (query,))
-
-
-# ---- extend_ragged ---------------------------------------------------------------------------------
-
-# A token of row 2, a prompt for row 0 and a later chunk of row 1: the parts of a step that change the pool one after the other.
-OFFSETS, BEGINS, TOKENS = [0, 1, 5, 7], [False, True, False], 7
-
-
-def pool_of_rows(**options):
-    pool = KVSlots(4, HKV, WINDOW, D, **options)
-    pool.fill(**tokens(6, batch=4))
-    return pool
-
-
-def batch_of(*rows, offsets=OFFSETS, begins=BEGINS):
-    return RaggedBatch(offsets, torch.tensor(rows, dtype=torch.int32), begins)
-
-
-def ragged_step(**spoiled):
-    """All arguments of a correct call except the pool, spoiled."""
-    query, key, value = (torch.randn(TOKENS, h, D) for h in (HQ, HKV, HKV))
-    scores = torch.randn(HKV, TOKENS)
-    states = {"query": query, "key": key, "value": value, "scores": scores}
-    return {"batch": batch_of(2, 0, 1)} | states | spoiled
-
-
-def decoding_rows(*rows):
-    """A spoiled batch in which each token decodes, and the states of its tokens."""
-    batch = RaggedBatch.of_rows(torch.tensor(rows, dtype=torch.int32))
-    states = {
-        name: torch.randn(len(rows), h, D)
-        for name, h in (("query", HQ), ("key", HKV), ("value", HKV))
-    }
-    return {"batch": batch, **states, "scores": torch.randn(HKV, len(rows))}  # fmt: skip
-
-
-META = torch.device("meta")
-
-
-@pytest.mark.parametrize(
-    "message, spoiled",
-    [
-        ("rows[0]: got 9, expected below 4, the rows of pool, or negative", {"batch": batch_of(9, 0, 1)}),
-        ("rows[1]: got 4, expected below 4", {"batch": batch_of(2, 4, 1)}),
-        ("rows[2]: got 9, expected below 4", {"batch": batch_of(2, 0, 9)}),
-        ("rows[1]: got 9, expected below 4", {"batch": batch_of(0, 9, offsets=[0, 2, 5], begins=None)}),
-        ("rows[2]: got 4, expected below 4", decoding_rows(1, -1, 4)),
-        ("rows[2]: got 1, which rows[0] is, expected no row twice", decoding_rows(1, -1, 1)),
-        ("rows: got a tensor on meta, expected cpu, the device of pool",
-         {"batch": RaggedBatch(OFFSETS, torch.zeros(3, dtype=torch.int32, device=META), BEGINS)}),
-        ("batch: got list, expected RaggedBatch", {"batch": [0, 2]}),
-        ("batch: got NoneType, expected RaggedBatch", {"batch": None}),
-        ("key: got 7 tokens, expected 6, those of query", {"query": torch.randn(6, HQ, D)}),
-        ("query: got 7 tokens, expected 9 or more", {"batch": batch_of(2, 0, 1, offsets=[2, 3, 7, 9])}),
-        ("query: got NoneType, expected a torch.Tensor", {"query": None}),
-        ("query: got list, expected a torch.Tensor", {"query": [1.0]}),
-        ("query: got shape (7, 3, 8), expected [T, Hq, 8] with Hq a multiple of 2", {"query": torch.randn(7, 3, D)}),
-        ("query: got shape (7, 4, 7), expected [T, Hq, 8]", {"query": torch.randn(7, HQ, D - 1)}),
-        ("query: got shape (1, 7, 4, 8), expected [T, Hq, 8]", {"query": torch.randn(1, 7, HQ, D)}),
-        ("query: got torch.float64 on cpu, expected torch.float32 on cpu", {"query": torch.randn(7, HQ, D).double()}),
-        ("query: got torch.float32 on meta, expected torch.float32 on cpu", {"query": torch.randn(7, HQ, D, device=META)}),
-        ("key: got 3 tokens, expected 7, those of query", {"key": torch.randn(3, HKV, D)}),
-        ("key: got 8 tokens, expected 7, those of query", {"key": torch.randn(8, HKV, D)}),
-        ("key: got shape (7, 1, 8), expected (7, 2, 8)", {"key": torch.randn(7, 1, D)}),
-        ("key: got NoneType, expected a torch.Tensor", {"key": None}),
-        ("key: got torch.bfloat16 on cpu", {"key": torch.randn(7, HKV, D).bfloat16()}),
-        ("value: got 6 tokens, expected 7, those of query", {"value": torch.randn(6, HKV, D)}),
-        ("value: got shape (7, 2, 9), expected (7, 2, 8)", {"value": torch.randn(7, HKV, D + 1)}),
-        ("value: got list, expected a torch.Tensor", {"value": [1.0]}),
-        ("value: got torch.float32 on meta", {"value": torch.randn(7, HKV, D, device=META)}),
-        ("scores: got shape (2, 6), expected (2, 7)", {"scores": torch.randn(HKV, 6)}),
-        ("scores: got shape (7, 2), expected (2, 7)", {"scores": torch.randn(7, HKV)}),
-        ("scores: got shape (7,), expected (2, 7)", {"scores": torch.randn(7)}),
-        ("scores: got NoneType, expected a torch.Tensor", {"scores": None}),
-        ("scores: got torch.bfloat16 on cpu, expected torch.float32 on cpu", {"scores": torch.randn(HKV, 7).bfloat16()}),
-        ("scores: got torch.float32 on meta", {"scores": torch.randn(HKV, 7, device=META)}),
-        *(case for case in BAD_NUMBERS if "nonfinite" not in case[1]),
-        ("return_lse: got 'no'", {"return_lse": "no"}),
-        ("scal", {"scal": 1.0}),
-    ],
-)  # fmt: skip
-def test_bad_ragged_step_leaves_pool_unchanged(message, spoiled):
-    pool = pool_of_rows()
-    with unchanged(pool, message):
-        extend_ragged(pool, **ragged_step(**spoiled))
-
-
-def test_ragged_step_on_another_pool_leaves_it_unchanged():
-    pool = pool_of_rows(chunk=CHUNK)
-    view = pool.over(torch.tensor([0, 1], dtype=torch.int32))
-    with unchanged(pool, "pool: got a view of some rows, expected a cache of its own"):
-        extend_ragged(view, **ragged_step())
-    pool.append(**tokens(2, batch=4))
-    with unchanged(pool, "pool: got 2 pending tokens, expected a cache of its own without"):
-        extend_ragged(pool, **ragged_step())
-    for other, name in (
-        (None, "NoneType"),
-        (pool.tensors, "tuple"),
-        (DynamicMaskAttention, "type"),
-    ):
-        with pytest.raises(TypeError, match=f"pool: got {name}, expected KVSlots"):
-            extend_ragged(other, **ragged_step())
-
-
-@pytest.mark.parametrize("row", [1, 2])
-@pytest.mark.parametrize("rows", [(2, 0, 1), (1, 0, 2)], ids=str)
-def test_ragged_step_on_memory_that_was_never_cleared_leaves_pool_unchanged(rows, row):
-    pool = pool_of_rows()
-    pool.counts[row, 0, 0] = WINDOW + 1
-    with unchanged(pool, ".count: got 5, expected 0 to 4"):
-        extend_ragged(pool, **ragged_step(batch=batch_of(*rows)))
-
-
-def test_ragged_step_on_unknown_backend_leaves_pool_unchanged():
-    pool = pool_of_rows()
-    pool.backend = "abacus"
-    with unchanged(pool, "abacus"):
-        extend_ragged(pool, **ragged_step())
-
-
-def test_ragged_step_with_a_tangent_leaves_pool_unchanged():
-    pool, step = pool_of_rows(), ragged_step()
-    with unchanged(pool, "value: got a tensor with a tangent"):
-        torch.func.jvp(
-            lambda value: extend_ragged(pool, **(step | {"value": value})),
-            (step["value"],),
-            (step["value"],),
-        )
-
-
-def test_rows_on_another_device_are_not_read():
-    """Reading them would wait for a GPU; on the meta device it raises."""
-    rows = torch.full((3,), 9, dtype=torch.int32, device=META)
-    pool = KVSlots(4, HKV, WINDOW, D, device=META)
-    for batch in (RaggedBatch(OFFSETS, rows, BEGINS), RaggedBatch.of_rows(rows)):
-        batch._check_rows(pool)
-
-
-# ---- flash_dmattn_with_kvcache ---------------------------------------------------------------------
-
-
-SLOTS = {
-    "slot_positions": torch.zeros(B, HKV, PLACES, dtype=torch.int32),
-    "slot_counts": torch.zeros(B, HKV, 8, dtype=torch.int32),
-}
-
-
-def all_keys(**spoiled):
-    """A correct call on a cache of all keys, spoiled."""
-    return {
-        "query": torch.randn(B, 2, HQ, D),
-        "k_cache": torch.zeros(B, PLACES, HKV, D),
-        "v_cache": torch.zeros(B, PLACES, HKV, D),
-        "score_cache": torch.zeros(B, HKV, PLACES),
-        "key": torch.randn(B, 2, HKV, D),
-        "value": torch.randn(B, 2, HKV, D),
-        "scores": torch.randn(B, HKV, 2),
-        "cache_seqlens": torch.tensor([3, 7], dtype=torch.int32),
-        "keep_window_size": WINDOW,
-    } | spoiled
-
-
-@pytest.mark.parametrize(
-    "message, spoiled",
-    [
-        ("scores: got None, expected the new tokens': key and value are given", {"scores": None}),
-        ("key: got None, expected the new tokens': scores is given", {"key": None, "value": None}),
-        ("value: got None, expected the new tokens': key is given", {"value": None, "score_cache": None, "scores": None}),
-        ("scores: got scores without score_cache, expected both or none", {"score_cache": None}),
-        ("slot_positions: got None, expected int32 [B, Hkv, S]", {"slot_counts": torch.zeros(B, HKV, 8).int()}),
-        ("slot_counts: got None, expected int32 [B, Hkv, 8]", {"slot_positions": torch.zeros(B, HKV, PLACES).int()}),
-        ("keep_window_size: got None, expected the window of the slots' rule", SLOTS | {"keep_window_size": None}),
-        ("score_cache: got None, expected float32 [B, Hkv, S]", SLOTS | {"score_cache": None, "scores": None}),
-        ("key: got None, expected the new tokens, [B, m, Hkv, D]", SLOTS | {"key": None, "value": None, "scores": None}),
-        ("key_mask: got a mask for a cache of all keys", {"key_mask": torch.ones(B, 2).bool()}),
-        ("score_cache: got None", {"score_cache": None, "scores": None}),
-        ("keep_window_size: got -1", {"keep_window_size": -1}),
-        ("cache_seqlens: got list", {"cache_seqlens": [1, 2]}),
-        ("scale: got 0", {"scale": 0.0}),
-        ("query: got shape (1, 2, 4, 8)", {"query": torch.randn(1, 2, HQ, D)}),
-        ("query: got shape (2, 2, 3, 8)", {"query": torch.randn(B, 2, 3, D)}),
-        ("query: got torch.bfloat16", {"query": torch.randn(B, 2, HQ, D).bfloat16()}),
-        ("key: got shape (1, 2, 2, 8)", {"key": torch.randn(1, 2, HKV, D)}),
-        ("key: got shape (2, 2, 1, 8)", {"key": torch.randn(B, 2, 1, D)}),
-        ("value: got shape (2, 1, 2, 8)", {"value": torch.randn(B, 1, HKV, D)}),
-        ("value: got torch.bfloat16", {"value": torch.randn(B, 2, HKV, D).bfloat16()}),
-        ("scores: got shape (2, 1, 2)", {"scores": torch.randn(B, 1, 2)}),
-        ("v_cache: got shape (2, 9, 2, 7)", {"v_cache": torch.zeros(B, PLACES, HKV, D - 1)}),
-        ("score_cache: got shape (2, 2, 8)", {"score_cache": torch.zeros(B, HKV, PLACES - 1)}),
-        ("score_cache: got torch.bfloat16", {"score_cache": torch.zeros(B, HKV, PLACES).bfloat16()}),
-        ("cache_seqlens: got shape (1,)", {"cache_seqlens": torch.zeros(1).int()}),
-        ("cache_seqlens: got torch.float32", {"cache_seqlens": torch.zeros(B)}),
-        ("cache_seqlens[1]: got 8, expected 0 to 7", {"cache_seqlens": torch.tensor([0, 8]).int()}),
-        ("cache_seqlens[0]: got -1", {"cache_seqlens": torch.tensor([-1, 0]).int()}),
-        ("cache_leftpad: got shape (2, 1)", {"cache_leftpad": torch.zeros(B, 1).int()}),
-        ("cache_leftpad[1]: got 10", {"cache_leftpad": torch.tensor([0, 10]).int()}),
-        ("keep_window_size: got 2.5", {"keep_window_size": 2.5}),
-        ("backend: got 'abacus', expected one of 'cuda', 'triton', 'flex', 'cpu', 'reference', or None for the first",
-         {"backend": "abacus"}),
-        ("scores_are_bias: got 'no'", {"scores_are_bias": "no"}),
-        ("return_lse: got 'no'", {"return_lse": "no"}),
-        ("k_cache: got an expanded tensor", {"k_cache": torch.zeros(1, PLACES, HKV, D).expand(B, -1, -1, -1)}),
-        ("k_cache: got a tensor that requires a gradient",
-         {"k_cache": torch.zeros(B, PLACES, HKV, D, requires_grad=True)}),
-    ],
-)  # fmt: skip
-def test_bad_full_cache_argument_leaves_cache_unchanged(message, spoiled):
-    arguments = all_keys(**spoiled)
-    names = ("k_cache", "v_cache", "score_cache", "cache_seqlens")
-    caches = [arguments[name] for name in names if torch.is_tensor(arguments[name])]
-    before = [t.clone() for t in caches]
-    with pytest.raises((ValueError, TypeError, RuntimeError), match=re.escape(message)):
-        flash_dmattn_with_kvcache(**arguments)
-    assert all(map(torch.equal, before, caches))
-
-
-def test_tokens_that_alias_the_cache_are_written_unchanged():
-    """Written from where they are to where they belong, although the places overlap."""
-    arguments = all_keys(
-        k_cache=torch.randn(B, PLACES, HKV, D), cache_seqlens=torch.tensor([1, 1]).int()
-    )
-    arguments["key"] = arguments["k_cache"][:, :2]
-    expected = arguments["key"].clone()
-    flash_dmattn_with_kvcache(**arguments)
-    assert torch.equal(arguments["k_cache"][:, 1:3], expected)
-
-
-def test_double_precision_takes_scores_in_float32():
-    arguments = all_keys()
-    wide = {
-        name: t.double() if name in ("query", "key", "value", "k_cache", "v_cache") else t
-        for name, t in all_keys(**arguments).items()
-    }
-    torch.testing.assert_close(
-        flash_dmattn_with_kvcache(**wide).float(), flash_dmattn_with_kvcache(**arguments)
-    )
 
 
 # ---- DynamicMaskAttention --------------------------------------------------------------------------
