@@ -33,9 +33,8 @@ class Pending(NamedTuple):
     present: Tensor | None  # bool [B, 1 or Hkv, n]: which keys of this rank are there; None: all
     documents: Tensor | None  # int64 [B or 1, documents + 1]: their offsets in the whole sequence
     stream: torch.cuda.Stream | None = None  # which makes the tensors; None: the current one did
-    options: Options | None = (
-        None  # of `attend_to_pieces`, if `begin_exchange` has got and compared them
-    )
+    # The options of `attend_to_pieces` that `begin_exchange` has got and compared; None: it got none.
+    options: Options | None = None
     # Whose ranks compare what `attend_to_pieces` gets; None: they have, or cannot in compiled code.
     wire: Wire | None = None
     check: bool | None = None  # of `begin_exchange`
