@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+from cpu_backends import CPU_BACKENDS
 from flash_dmattn import (
     KVSlots,
     RaggedBatch,
@@ -111,7 +112,7 @@ def test_gradient_of_other_uses_is_no_gradient_of_the_call(check_mode):
     assert gradient.isinf().all()
 
 
-@pytest.mark.parametrize("backend", ["cpu", "triton"])
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_delayed_bias_names_what_two_merged_calls_see_as_0(backend, check_mode):
     """Triton attends to recent and to older keys; the merge gives both of them 0 for an element of dout that is not finite."""
     named = tensors("delayed", "dout", (0, 1, 2, 3), NAN)
