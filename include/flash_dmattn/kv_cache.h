@@ -130,7 +130,8 @@ void clear_cache(const KvCache& cache, const Execution& execution, std::string_v
 struct CopyRowsArgs {
   KvCache from{};  // without an index of its own
   KvCache to{};
-  const std::int32_t* index = nullptr;  // [to.shape.batch], each in [0, from.shape.batch)
+  // [to.shape.batch], each in [0, from.shape.batch). A GPU, which does not check it, copies nothing for another.
+  const std::int32_t* index = nullptr;
 };
 void copy_rows(const CopyRowsArgs& args, const Execution& execution, std::string_view backend = {});
 

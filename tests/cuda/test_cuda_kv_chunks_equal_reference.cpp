@@ -1,6 +1,8 @@
 #include <gtest/gtest.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <string>
 #include <utility>
@@ -114,6 +116,24 @@ TEST_P(CudaKvChunks, RowsAreCopied) {
   expect_same_intervals(to, to.host.pending);
   commit_both(to, random, false);
   to.expect_same();
+}
+
+// Before an array of a cache are others of its memory, which a kernel that reads row -1 would copy.
+TEST_P(CudaKvChunks, RowsOutOfRangeAreNotCopied) {
+  const KvSizes& sizes = GetParam();
+  Random random(4);
+  Caches from(sizes.shape);
+  Caches to(sizes.shape);
+  append_both(sizes, from, random, sizes.shape.chunk);
+  append_both(sizes, to, random, sizes.shape.chunk);
+  const std::vector<std::byte> before = to.device_bytes();
+  const auto batch = static_cast<std::int32_t>(sizes.shape.batch);
+  for (const std::int32_t row : {-1, batch, std::numeric_limits<std::int32_t>::max()}) {
+    const DeviceBuffer index(std::vector<std::int32_t>(sizes.shape.batch, row));
+    copy_rows({from.device, to.device, index.as<std::int32_t>()}, {}, "cuda");
+    check_cuda(cudaDeviceSynchronize());
+    EXPECT_TRUE(to.device_bytes() == before) << "row " << row;
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Sizes, CudaKvChunks, ::testing::ValuesIn(kv_sizes()),

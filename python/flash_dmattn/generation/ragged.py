@@ -93,7 +93,8 @@ class RaggedBatch:
                 ascending, on the host, as how a step runs depends on them. A sequence without tokens is left out, and so are
                 tokens before the first offset and after the last one: they are padding.
             rows: int32 [sequences], on the device of the pool, none of them twice. Copied. A negative one is none, except for a
-                later chunk of more than one token.
+                later chunk of more than one token: a CPU refuses it, a GPU does not read rows to check them, and attends to the
+                chunk alone.
             begins: for each sequence, whether its text begins with these tokens. The keys of its row are then replaced, and
                 attention runs over the tokens alone. None: no text begins; a row may be empty all the same.
 

@@ -73,12 +73,13 @@ void clear(const KvCache& cache, const Execution& execution) {
 }
 
 void copy_rows(const CopyRowsArgs& args, const Execution& execution) {
-  const Slots from = slots_of(args.from);
+  Slots from = slots_of(args.from);
+  from.rows.index = args.index;
   const KvCacheShape& s = args.to.shape;
   Slots to = slots_of(args.to);
   to.pending = from.pending;
   const RowCopy copy = row_copy(s, from.k, from.v, to.k, to.v);
-  for_each(rows_of(s) * (to.places + to.pending) * copy.units, CopyRows{from, to, args.index, copy},
+  for_each(rows_of(s) * (to.places + to.pending) * copy.units, CopyRows{from, to, copy},
            stream_of(execution));
 }
 

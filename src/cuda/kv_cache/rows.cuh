@@ -41,17 +41,16 @@ struct ClearRows {
   }
 };
 
-// Copies row index[b] of `from` to row b of `to`.
+// Copies to row b of `to` its row of `from`, whose index is that of the call.
 struct CopyRows {
   Slots from, to;
-  const std::int32_t* index;
   RowCopy copy;
 
   __device__ void operator()(long item) const {
     const auto [unit, slot, h, b] = RowUnit(item, copy, to.places + to.pending, to.heads);
     const int to_row = to.rows(b);
-    if (to_row < 0) return;
-    const int from_row = index[b];
+    const int from_row = from.rows(b);
+    if (to_row < 0 || from_row < 0) return;
     const SlotCount count = from.count(from_row, h);
     if (slot >= count.count && slot < to.places && slot > 0) return;
     copy(to.k.at(to_row, h, slot), from.k.at(from_row, h, slot), unit);

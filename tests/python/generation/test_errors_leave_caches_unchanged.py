@@ -129,6 +129,7 @@ def test_bad_chunk_row_or_state_leaves_cache_unchanged():
         "keep: got [3]": lambda: cache.commit(torch.tensor([0, 1, 2])),
         "count: got 3": lambda: cache.drop(3),
         "index[1]: got 2": lambda: cache.select(torch.tensor([0, 2])),
+        "index[0]: got -1": lambda: cache.select(torch.tensor([-1, 0])),
         "index: got list": lambda: cache.select([0]),
         "state: got keep_window_size 5": lambda: cache.load_state_dict(other.state_dict()),
         "snapshot: got 3 rows": lambda: cache.restore(KVSlots(3, HKV, WINDOW, D, chunk=CHUNK)),

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import pool_rows
+from flash_dmattn import KVSlots, RaggedBatch, extend_ragged
 from gpu import capture
-from pool_rows import ROWS, RULES, Place, contents
+from pool_rows import HEADS, ROWS, RULES, Place, contents
 
 places = pytest.mark.parametrize(
     "place",
@@ -73,6 +74,43 @@ def test_rows_beyond_the_pool_are_none(place):
     before = blocks.clone()
     out = pool.over(place.rows(ROWS, 2**31 - 1)).step(*place.tokens(2))
     assert torch.equal(out, torch.zeros_like(out)) and torch.equal(blocks, before)
+
+
+def pool_between_rows(place, rule):
+    """A pool before and after which the memory has a row of another one, and the blocks of all rows."""
+    pool, blocks = place.pool(rule)
+    names = ("k", "v", "scores", "positions", "counts", "seen")
+    own = {name: t[1:-1] for name, t in zip(names, pool.tensors, strict=True)}
+    return KVSlots.from_tensors(**own, **rule), blocks
+
+
+@places
+@rules
+def test_copies_of_rows_beyond_the_pool_are_empty(place, rule):
+    pool, _ = pool_between_rows(place, rule)
+    copies = pool.select(place.rows(-1, 2, ROWS - 2, 2**31 - 1))
+    expected = contents(pool.select(place.rows(2)))
+    nothing = [(0, {})] * HEADS
+    assert contents(copies) == [*nothing, *expected, *nothing, *nothing]
+    assert not any(t[[0, 2, 3]].any() for t in copies.tensors)
+
+
+@places
+@rules
+def test_chunks_without_a_row_attend_after_no_tokens_and_change_nothing(place, rule):
+    pool, blocks = pool_between_rows(place, rule)
+    *states, scores = place.tokens(3, 4)
+    alone = pool.select(place.rows(0, 2, 0), chunk=4)
+    alone.counts[::2], alone.seen[::2] = 0, 0
+    expected = alone.extend(*states, scores)
+    before = blocks.clone()
+    batch = RaggedBatch([0, 4, 8, 12], place.rows(-1, 2, ROWS - 2))
+    out = extend_ragged(
+        pool, batch, *(t.flatten(0, 1) for t in states), scores.transpose(0, 1).flatten(1)
+    )
+    assert torch.equal(out.unflatten(0, (3, 4)), expected)
+    changed = [row for row in range(ROWS) if not torch.equal(blocks[row], before[row])]
+    assert changed == [3]
 
 
 @places
