@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -151,6 +153,27 @@ def check_lengths(numbers: Tensor, name: str, rows: int, most: int, device: torc
     for row, number in enumerate(numbers.tolist()):
         if not 0 <= number <= most:
             raise ValueError(f"{name}[{row}]: got {number}, expected 0 to {most}")
+
+
+def rows_on_host(rows: Tensor, numbers: Iterable[int]) -> dict[int, int]:
+    """The rows of the sequences with these numbers; of none where reading them would wait for a device, or where they have no
+    values."""
+    if type(rows) is not Tensor or not rows.is_cpu or torch.compiler.is_compiling():
+        return {}
+    values = rows.tolist()
+    return {number: values[number] for number in numbers}
+
+
+def check_rows_differ(host_rows: dict[int, int]) -> None:
+    if len(set(host_rows.values())) == len(host_rows):
+        return  # most calls, in a quarter of the time
+    numbers: dict[int, int] = {}
+    for number, row in host_rows.items():
+        other = numbers.setdefault(row, number)
+        if row >= 0 and other != number:
+            raise ValueError(
+                f"rows[{number}]: got {row}, which rows[{other}] is, expected no row twice"
+            )
 
 
 def refuse_gradients(**tensors: Tensor | None) -> None:

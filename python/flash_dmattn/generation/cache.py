@@ -109,7 +109,7 @@ class KVSlots(SlotMemory):
         _check_intervals(intervals, *heads, length)
         ops.kv_fill(
             *self.tensors,
-            self.rows,
+            self._checked_rows(),
             *self._rule_arguments,
             key,
             value,
@@ -216,7 +216,7 @@ class KVSlots(SlotMemory):
         finite.check_new_tokens(query, key, value)
         out, lse = ops.kv_decode_step(
             *self.tensors,
-            self.rows,
+            self._checked_rows(),
             *self._rule_arguments,
             query,
             key,

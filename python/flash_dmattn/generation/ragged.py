@@ -20,7 +20,12 @@ from .._core.checks import (
     refuse_transforms,
     resolve_flag,
 )
-from .._core.kv_checks import check_dtype_and_device, check_like
+from .._core.kv_checks import (
+    check_dtype_and_device,
+    check_like,
+    check_rows_differ,
+    rows_on_host,
+)
 from .._core.numerics import Numerics
 from ..functional import flash_dmattn_func
 from ..keys.select_intervals import select_key_intervals
@@ -116,10 +121,10 @@ class RaggedBatch:
                 members.setdefault((stop - start, begins[number]), []).append(number)
         self._length = offsets[-1] if members else 0
         # The rows on the host, by the numbers of their sequences. None: they are read at each call.
-        self._host_rows: dict[int, int] | None = _rows_on_host(
+        self._host_rows: dict[int, int] | None = rows_on_host(
             rows, sorted(number for numbers in members.values() for number in numbers)
         )
-        _check_rows_differ(self._host_rows)
+        check_rows_differ(self._host_rows)
         _check_chunk_rows(self._host_rows, offsets, begins)
         self._groups = [
             _make_group(offsets, rows, numbers, begins_text)
@@ -154,8 +159,8 @@ class RaggedBatch:
             )
         host_rows = self._host_rows
         if host_rows is None:
-            host_rows = _rows_on_host(rows, range(len(rows)))
-            _check_rows_differ(host_rows)
+            host_rows = rows_on_host(rows, range(len(rows)))
+            check_rows_differ(host_rows)
         for number, row in host_rows.items():
             if row >= pool.batch:
                 raise ValueError(
@@ -221,25 +226,6 @@ def _checked_begins(begins: object, sequences: int) -> list[bool]:
         flag if type(flag) is bool else resolve_flag(flag, f"begins[{number}]")
         for number, flag in enumerate(flags)
     ]
-
-
-def _rows_on_host(rows: Tensor, numbers: Iterable[int]) -> dict[int, int]:
-    """The rows of the sequences with these numbers; of none where reading them would wait for a device, or where they have no
-    values."""
-    if type(rows) is not Tensor or rows.device.type != "cpu" or torch.compiler.is_compiling():
-        return {}
-    values = rows.tolist()
-    return {number: values[number] for number in numbers}
-
-
-def _check_rows_differ(host_rows: dict[int, int]) -> None:
-    numbers: dict[int, int] = {}
-    for number, row in host_rows.items():
-        other = numbers.setdefault(row, number)
-        if row >= 0 and other != number:
-            raise ValueError(
-                f"rows[{number}]: got {row}, which rows[{other}] is, expected no row twice"
-            )
 
 
 def _check_chunk_rows(host_rows: dict[int, int], offsets: list[int], begins: list[bool]) -> None:

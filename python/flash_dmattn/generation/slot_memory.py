@@ -16,8 +16,10 @@ from .._core.kv_checks import (
     as_row_indices,
     check_head_windows,
     check_not_expanded,
+    check_rows_differ,
     check_slot_kernels,
     check_slots,
+    rows_on_host,
 )
 from ..keys.rule import KeySelection
 
@@ -168,11 +170,17 @@ class SlotMemory:
                 "back"
             )
 
+    def _checked_rows(self) -> Tensor | None:
+        """`rows` for an operator that changes them. Raises for a row that is there twice, where that needs no device."""
+        if self.rows is not None:
+            check_rows_differ(rows_on_host(self.rows, range(self.batch)))
+        return self.rows
+
     def over(self, rows: Tensor) -> Self:
         """A view of some rows, in any order: the batch of an engine that keeps a row for each of its sequences.
 
         rows: int32 [B], none of them twice, on the device of the cache. A negative one is no row: nothing is read or written,
-            and the result of `step` is 0. They are read at each call, by a CUDA graph too.
+            and the result of `step` is 0. They are read at each call, by a CUDA graph too; a CPU then raises for a row twice.
 
         `step`, `fill`, `snapshot` and `restore` of the view follow the rows; without pending tokens.
         """
@@ -251,7 +259,7 @@ class SlotMemory:
         rows = torch.arange(self.batch, dtype=torch.int32, device=self.k.device)
         ops.kv_copy_rows(
             *self.tensors,
-            self.rows,
+            self._checked_rows(),
             *snapshot.tensors,
             *self._rule_arguments,
             snapshot.pending,

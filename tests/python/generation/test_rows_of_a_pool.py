@@ -84,6 +84,25 @@ def test_row_beyond_the_pool_raises():
 @pytest.mark.parametrize(
     "call",
     [
+        lambda view: view.step(*CPU.tokens(4)),
+        lambda view: view.fill(*CPU.tokens(4, 9)[1:]),
+        lambda view: view.restore(CPU.pool(RULES[0])[0].select(CPU.rows(0, 1, 2, 3))),
+    ],
+    ids=["step", "fill", "restore"],
+)
+def test_row_twice_raises_and_changes_nothing(call):
+    pool, blocks = CPU.pool(RULES[0])
+    view = pool.over(CPU.rows(4, -1, -1, 2))
+    view.rows[3] = 4
+    before = blocks.clone()
+    with pytest.raises(ValueError, match=r"^rows\[3\]: got 4, which rows\[0\] is, expected no row"):
+        call(view)
+    assert torch.equal(blocks, before)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
         lambda view: view.append(*CPU.tokens(1, 2)[1:]),
         lambda view: view.commit(0),
         lambda view: view.select(CPU.rows(0)),
