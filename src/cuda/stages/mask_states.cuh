@@ -30,7 +30,7 @@ struct FindMaskStates {
     const PackMaskParams& p = params;
     const auto* const mask =
         reinterpret_cast<const std::byte*>(p.mask.data) + p.begin(p.mask, matrix) + key;
-    const int pieces = min(p.keys - key, PackedMask::side) / 16;
+    const int chunks = min(p.keys - key, PackedMask::side) / 16;
     for (; row < end_row; row += rows_at_once) {
       std::uint32_t some = 0;
 #pragma unroll
@@ -38,7 +38,7 @@ struct FindMaskStates {
         const std::byte* const from = mask + min(row + i, end_row - 1) * p.mask.query;
 #pragma unroll
         for (int j = 0; j < PackedMask::side / 16; ++j) {
-          if (j >= pieces) continue;
+          if (j >= chunks) continue;
           const uint4 bytes = __ldg(reinterpret_cast<const uint4*>(from) + j);
           some |= bytes.x | bytes.y | bytes.z | bytes.w;
         }

@@ -34,7 +34,7 @@ struct PackMaskParams {
   }
 };
 
-// A block packs 64 rows x 1024 keys; a warp has 8 rows, and a lane two pieces of 16 keys of each row. All loads of a
+// A block packs 64 rows x 1024 keys; a warp has 8 rows, and a lane two chunks of 16 keys of each row. All loads of a
 // lane are in flight at once. On an H200 this reads 3.6 TB/s with 1 KB of a row, and 1.1 TB/s with half of that (2.2 if
 // the loads are issued one after the other). The bytes are read once, so they are loaded evict-first, which keeps the
 // written bits in the L2 and gains 5 to 9 %. 16 warps in two blocks of a multiprocessor are 7 to 9 % slower, and 2 KB
@@ -47,10 +47,10 @@ struct PackMaskKernel {
   static constexpr int min_blocks = Ranked ? 2 : 3;
   static constexpr int side = PackedMask::side;
   static constexpr int warp_rows = side / warps;
-  static constexpr int piece_keys = 16;
-  static constexpr int pieces = 2;
-  static constexpr int piece_words = 8;  // words of the 32 pieces that a warp's lanes have
-  static constexpr int block_words = pieces * piece_words;
+  static constexpr int chunk_keys = 16;
+  static constexpr int chunks = 2;
+  static constexpr int warp_words = 8;  // words of one chunk of every lane of a warp
+  static constexpr int block_words = chunks * warp_words;
   static constexpr int block_keys = block_words * side;
   static constexpr int word_bytes = side * 8 + 16;  // padding of 16 puts words in different banks
 
@@ -76,10 +76,10 @@ struct PackMaskKernel {
       return;
     }
     const WarpRows rows(p, block);
-    uint4 bytes[warp_rows][pieces];
+    uint4 bytes[warp_rows][chunks];
     if (block.full) load_bytes(p, block, rows, bytes);
 #pragma unroll
-    for (int j = 0; j < pieces; ++j) pack_piece(p, block, rows, j, bytes, shared);
+    for (int j = 0; j < chunks; ++j) pack_chunk(p, block, rows, j, bytes, shared);
     __syncthreads();
     store_words(p, block, shared);
     if (threadIdx.x < block_words) store_state(p, block, merge_rows(shared));
@@ -100,8 +100,8 @@ struct PackMaskKernel {
           key(index % key_blocks(p) * block_keys),
           full(p.aligned && key + block_keys <= p.keys) {}
 
-    // The first of a lane's 16 keys in piece j.
-    __device__ int key_of(int j) const { return key + (j * warp_size + lane_id()) * piece_keys; }
+    // The first key of the lane's chunk j.
+    __device__ int key_of(int j) const { return key + (j * warp_size + lane_id()) * chunk_keys; }
   };
 
   struct WarpRows {
@@ -136,11 +136,11 @@ struct PackMaskKernel {
   }
 
   static __device__ void load_bytes(const Params& p, const Block& block, const WarpRows& rows,
-                                    uint4 (&bytes)[warp_rows][pieces]) {
+                                    uint4 (&bytes)[warp_rows][chunks]) {
 #pragma unroll
     for (int i = 0; i < warp_rows; ++i) {
 #pragma unroll
-      for (int j = 0; j < pieces; ++j) {
+      for (int j = 0; j < chunks; ++j) {
         const int key = block.key_of(j);
         const auto* const from =
             reinterpret_cast<const uint4*>(rows.bytes + i * p.mask.query + key);
@@ -149,15 +149,15 @@ struct PackMaskKernel {
     }
   }
 
-  // Packs the bits of a lane's 16 keys in piece j, and finds which words of the piece have some or all bits set.
-  static __device__ void pack_piece(const Params& p, const Block& block, const WarpRows& rows,
-                                    int j, const uint4 (&bytes)[warp_rows][pieces],
+  // Packs the bits of the lane's chunk j, and finds which words of the warp's chunks j have some or all bits set.
+  static __device__ void pack_chunk(const Params& p, const Block& block, const WarpRows& rows,
+                                    int j, const uint4 (&bytes)[warp_rows][chunks],
                                     SharedStorage& shared) {
     const int key = block.key_of(j);
-    const int existing = max(min(p.keys - key, piece_keys), 0);
+    const int existing = max(min(p.keys - key, chunk_keys), 0);
     // A tile may be full even if some of its keys do not exist.
     const std::uint32_t missing = ~((1u << existing) - 1) & 0xffffu;
-    int ranks[piece_keys];
+    int ranks[chunk_keys];
     if constexpr (Ranked) load_ranks(p, block.matrix, key, existing, block.full, ranks);
     std::uint32_t some = 0;
     std::uint32_t all = 0xffff;
@@ -172,16 +172,16 @@ struct PackMaskKernel {
       if constexpr (Ranked) bits &= bits_below(ranks, rows.rank_limits[i]);
       some |= bits;
       if (i < rows.count) all &= bits | missing;
-      std::byte* const to = &shared.bits[piece_words * j + lane_id() / 4]
+      std::byte* const to = &shared.bits[warp_words * j + lane_id() / 4]
                                         [(warp_id() * warp_rows + i) * 8 + lane_id() % 4 * 2];
       *reinterpret_cast<std::uint16_t*>(to) = static_cast<std::uint16_t>(bits);
     }
     const unsigned some_lanes = warp_ballot(some != 0);
     const unsigned full_lanes = warp_ballot(all == 0xffffu);
     const int word = lane_id();  // four lanes have the keys of a word
-    if (word < piece_words) {
-      shared.some[warp_id()][piece_words * j + word] = (some_lanes >> (4 * word) & 0xf) != 0;
-      shared.all[warp_id()][piece_words * j + word] = (full_lanes >> (4 * word) & 0xf) == 0xf;
+    if (word < warp_words) {
+      shared.some[warp_id()][warp_words * j + word] = (some_lanes >> (4 * word) & 0xf) != 0;
+      shared.all[warp_id()][warp_words * j + word] = (full_lanes >> (4 * word) & 0xf) == 0xf;
     }
   }
 
