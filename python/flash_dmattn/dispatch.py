@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 from torch.compiler import is_compiling
 
@@ -99,11 +101,13 @@ def run_backend(
     backend: str = "",
     bias_delay: int = 0,
     own_row: Tensor | None = None,
+    held_keys: Callable[[], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """out and statistics of arguments in normal form.
 
     bias_delay: the bias of a key, one value, is added for queries at least that many positions after it.
     own_row: as in split_by_age, where a key's position is not its index.
+    held_keys: which places of a cache hold a key, bool [B, Hkv or 1, Sk]; check mode looks at no others.
 
     The first of the statistics [.., B, Hq, Sq] is lse, which is taken from them where it is wanted: a view takes as
     long as an allocation.
@@ -112,7 +116,8 @@ def run_backend(
         return _run_unchecked_backend(
             query, key, value, bias, visible, numerics, backend, bias_delay, own_row
         )
-    query, key, value, bias = finite.check_inputs(q=query, k=key, v=value, bias=bias)
+    held = None if held_keys is None else held_keys()
+    query, key, value, bias = finite.check_inputs(held, q=query, k=key, v=value, bias=bias)
     out, statistics = _run_unchecked_backend(
         query, key, value, bias, visible, numerics, backend, bias_delay, own_row
     )

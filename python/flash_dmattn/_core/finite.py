@@ -47,13 +47,22 @@ def _warn_that_compiled_code_is_unchecked() -> None:
 _warn_that_compiled_code_is_unchecked._dynamo_marked_constant = True
 
 
-def check_inputs(**tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors, or views of them that later check the gradient of this call alone."""
-    return [t if t is None else _check_input(t, name) for name, t in tensors.items()]
+def check_inputs(held: Tensor | None = None, **tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors, or views of them that later check the gradient of this call alone.
+
+    tensors: q, k, v and bias. held: bool [B, Hkv or 1, Sk], the places of a cache that hold a key; None: all.
+    """
+    read = {}
+    if held is not None:
+        by_token = held.transpose(1, 2)[..., None]
+        read = {"k": by_token, "v": by_token, "bias": held[:, :, None]}
+    return [
+        t if t is None else _check_input(t, name, read.get(name)) for name, t in tensors.items()
+    ]
 
 
-def _check_input(tensor: Tensor, name: str) -> Tensor:
-    _raise_for_first("forward input", name, tensor)
+def _check_input(tensor: Tensor, name: str, read: Tensor | None) -> Tensor:
+    _raise_for_first("forward input", name, tensor, read)
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
     view = tensor.view_as(tensor)
@@ -61,10 +70,19 @@ def _check_input(tensor: Tensor, name: str) -> Tensor:
     return view
 
 
-def check_new_tokens(query: Tensor, key: Tensor | None, value: Tensor | None) -> None:
-    """Checks the tokens of a step where the mode is on. A cache calls it before it changes."""
-    if is_enabled():
-        check_inputs(q=query, k=key, v=value)
+def check_new_tokens(
+    query: Tensor, key: Tensor | None, value: Tensor | None, rows: Tensor | None = None
+) -> None:
+    """Checks the tokens of a step where the mode is on. A cache calls it before it changes.
+
+    rows: int32, the rows of a pool that the first dimension goes to. The tokens of a negative one are not read.
+    """
+    if not is_enabled():
+        return
+    for name, tensor in (("q", query), ("k", key), ("v", value)):
+        if tensor is not None:
+            read = None if rows is None else (rows >= 0).view(-1, *[1] * (tensor.dim() - 1))
+            _raise_for_first("forward input", name, tensor, read)
 
 
 def check_outputs(out: Tensor, statistics: Tensor | None) -> None:
@@ -86,7 +104,8 @@ def _check_gradient_of(tensor: Tensor, stage: str, name: str) -> None:
         tensor.register_hook(hook)
 
 
-def _raise_for_first(stage: str, name: str, tensor: Tensor) -> None:
+def _raise_for_first(stage: str, name: str, tensor: Tensor, read: Tensor | None = None) -> None:
+    """read: bool, which elements are read, by broadcasting; None: all."""
     if is_compiling():  # a hook of compiled autograd
         return
     tensor = _own_values(tensor)
@@ -101,6 +120,8 @@ def _raise_for_first(stage: str, name: str, tensor: Tensor) -> None:
     wrong = ~tensor.isfinite()
     if name in _MINUS_INF_IS_FINE:
         wrong &= tensor != -torch.inf
+    if read is not None:
+        wrong &= read
     if wrong.any():
         first = wrong.nonzero()[0].tolist()
         raise RuntimeError(f"{stage} {name}{first} is {tensor[tuple(first)].item()}")

@@ -166,6 +166,12 @@ class KVSlots(SlotMemory):
         """Which slots have been taken, bool [B, Hkv, places + chunk]."""
         return torch.arange(self.k.shape[2], device=self.k.device) < self.counts[..., :1]
 
+    def _held_keys(self) -> Tensor:
+        """Which slots hold a key, bool [B, Hkv, places + pending]."""
+        held = self._taken_slots()
+        held[..., self.places :] = True
+        return (held & (self.positions != _NO_KEY))[..., : self.places + self.pending]
+
     def _positions_agree(self, is_key: Tensor, index: Tensor, at: Tensor, seen: Tensor) -> bool:
         """Whether keys of these indices among the tokens of `fill` can be at these positions, all of them [B, Hkv, slots].
 
@@ -213,7 +219,7 @@ class KVSlots(SlotMemory):
         numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None).with_scale_for(
             key.shape[3]
         )
-        finite.check_new_tokens(query, key, value)
+        finite.check_new_tokens(query, key, value, self.rows)
         out, lse = ops.kv_decode_step(
             *self.tensors,
             self._checked_rows(),
@@ -349,7 +355,9 @@ class KVSlots(SlotMemory):
         bias = self.scores[:, :, None, :end] if scores_are_bias else None
         numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None)
         k, v = (t[:, :, :end].transpose(1, 2) for t in (self.k, self.v))
-        out, statistics = run_backend(query, k, v, bias, visible, numerics, self.backend)
+        out, statistics = run_backend(
+            query, k, v, bias, visible, numerics, self.backend, held_keys=self._held_keys
+        )
         return (out, statistics[0]) if return_lse else out
 
     def commit(self, keep: int | Tensor | None = None) -> None:

@@ -167,6 +167,14 @@ class RaggedBatch:
                     f"rows[{number}]: got {row}, expected below {pool.batch}, the rows of pool, or negative"
                 )
 
+    def _rows_of_tokens(self, query: Tensor) -> Tensor:
+        """The rows of the tokens of a step for check mode, int32 [T]: negative where nothing reads the token, else any."""
+        rows = torch.full(query.shape[:1], -1, dtype=torch.int32, device=query.device)
+        for group in self._groups:
+            decodes = not (group.begins or group.continues)
+            rows[group.tokens] = group.rows.view_as(rows[group.tokens]) if decodes else 0
+        return rows
+
     @property
     def _is_in_order(self) -> bool:
         """Whether the groups have all tokens before the last offset, one group after the other."""
@@ -313,7 +321,8 @@ def extend_ragged(
     }  # fmt: skip
     return_lse = resolve_flag(return_lse, "return_lse")
     states = (query, key, value)
-    finite.check_new_tokens(*(t[: batch._length] for t in states))
+    if finite.is_enabled():
+        finite.check_new_tokens(*states, batch._rows_of_tokens(query))
     if length == batch._length and batch._decodes_in_order:
         (group,) = batch._groups
         one = (t.unsqueeze(1) for t in states)

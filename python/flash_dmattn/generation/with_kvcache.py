@@ -143,7 +143,14 @@ def flash_dmattn_with_kvcache(
             bias = score_cache[:, :, None, :length].to(
                 torch.promote_types(query.dtype, torch.float32)
             )
-        out, statistics = run_backend(query, k_cache, v_cache, bias, visible, numerics, backend)
+
+        def held_keys() -> Tensor:
+            places = torch.arange(k_cache.shape[1], device=query.device)
+            return _hold_tokens(places, lengths, cache_leftpad)[:, None]
+
+        out, statistics = run_backend(
+            query, k_cache, v_cache, bias, visible, numerics, backend, held_keys=held_keys
+        )
         return with_lse(out, statistics, return_lse)
     if cache_leftpad is not None:
         raise ValueError("cache_leftpad: got numbers for a cache of slots, expected key_mask")
@@ -269,6 +276,12 @@ def _common_length(lengths: Tensor, queries: int, size: int) -> int | None:
     return length if queries <= length <= size else None
 
 
+def _hold_tokens(places: Tensor, lengths: Tensor, leftpad: Tensor | None) -> Tensor:
+    """Which of these places of a row hold a token, bool [B, places]."""
+    held = places < lengths[:, None]
+    return held if leftpad is None else held & (places >= leftpad[:, None])
+
+
 def _cache_intervals(
     scores: Tensor | None,
     lengths: Tensor,
@@ -280,10 +293,9 @@ def _cache_intervals(
     """The intervals of the keys of rows of these lengths, for the last queries of each."""
     size, queries = k_cache.shape[1], query.shape[1]
     place = torch.arange(size, device=query.device, dtype=torch.int32)
-    lengths = lengths.to(torch.int32)[:, None]
-    real = place < lengths
-    if leftpad is not None:
-        real = real & (place >= leftpad[:, None])
+    lengths = lengths.to(torch.int32)
+    real = _hold_tokens(place, lengths, leftpad)
+    lengths = lengths[:, None]
     if not rule.hides_keys():
         first = (place - (lengths - queries)).clamp(min=0)
         last = torch.where(real, queries, 0).to(torch.int32)

@@ -219,6 +219,78 @@ def test_tokens_for_a_cache_of_all_keys_are_checked_before_it_changes(check_mode
     assert not any(t.any() for t in caches)
 
 
+@pytest.mark.parametrize("rule", [{}, {"keep_window_size": 3}], ids=["all", "window"])
+@pytest.mark.parametrize("name", ["k_cache", "v_cache", "score_cache"])
+def test_nan_in_cache_memory_without_tokens_is_no_error(name, rule, check_mode):
+    caches = {name: torch.ones(B, S, HKV, D) for name in ("k_cache", "v_cache")}
+    caches["score_cache"] = torch.ones(B, HKV, S)
+    options = {
+        "cache_seqlens": torch.tensor([5, 7], dtype=torch.int32),
+        "cache_leftpad": torch.tensor([2, 0], dtype=torch.int32),
+    } | rule
+    query = torch.ones(B, 2, HQ, D)
+    expected = flash_dmattn_with_kvcache(query, **caches, **options)
+    by_token = caches[name].transpose(1, 2) if name == "score_cache" else caches[name]
+    by_token[0, :2], by_token[0, 5:], by_token[1, 7:] = NAN, NAN, NAN
+    assert torch.equal(flash_dmattn_with_kvcache(query, **caches, **options), expected)
+    by_token[0, 4] = NAN
+    with raises("forward input"):
+        flash_dmattn_with_kvcache(query, **caches, **options)
+
+
+def test_nan_score_of_an_evicted_key_is_no_error(check_mode):
+    """A recent key may have no score. Where no token takes its slot, the slot keeps the NaN."""
+    cache = KVSlots(1, 1, 1, D, recent_window=1, chunk=2)
+    token = torch.ones(3, 1, 1, 1, D)
+    for score, is_key in ((1.0, True), (NAN, True), (1.0, False)):
+        cache.step(*token, torch.full((1, 1, 1), score), key_mask=torch.tensor([[is_key]]))
+    assert cache.scores[:, :, : cache.places].isnan().any()
+    states = torch.ones(3, 1, 2, 1, D)
+    assert torch.equal(cache.extend(*states, torch.ones(1, 1, 2)), states[0])
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+@pytest.mark.parametrize("enter", ["step", "ragged step", "ragged batch"])
+def test_nan_in_tokens_of_no_row_is_no_error(enter, name, check_mode):
+    rows = torch.tensor([1, -1, 0], dtype=torch.int32)
+    token = {n: torch.ones(3, h, D) for n, h in (("query", HQ), ("key", HKV), ("value", HKV))}
+    scores = torch.ones(HKV, 3)
+
+    def run():
+        cache = KVSlots(B, HKV, W, D)
+        if enter == "step":
+            one = {n: t[:, None] for n, t in token.items()}
+            return cache.over(rows).step(**one, scores=scores.T[:, :, None])[:, 0]
+        decodes = enter == "ragged step"
+        batch = RaggedBatch.of_rows(rows) if decodes else RaggedBatch([0, 1, 2, 3], rows)
+        return extend_ragged(cache, batch, **token, scores=scores)
+
+    expected = run()
+    token[name][1] = NAN
+    assert torch.equal(run(), expected) and not expected[1].any()
+    token[name][2] = NAN
+    with raises(f"forward input {name[0]}[2, "):
+        run()
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_nan_in_padding_of_a_ragged_batch_is_no_error(name, check_mode):
+    token = {n: torch.ones(9, h, D) for n, h in (("query", HQ), ("key", HKV), ("value", HKV))}
+    batch = RaggedBatch(
+        [1, 4, 5, 8], torch.tensor([2, 0, 1], dtype=torch.int32), [True, False, False]
+    )
+
+    def run():
+        return extend_ragged(KVSlots(3, HKV, W, D), batch, **token, scores=torch.ones(HKV, 9))
+
+    expected = run()
+    token[name][0], token[name][8] = NAN, NAN
+    assert torch.equal(run(), expected)
+    token[name][7] = NAN
+    with raises(f"forward input {name[0]}[7, "):
+        run()
+
+
 def test_compiled_code_warns_that_it_is_unchecked(check_mode):
     compiled = torch.compile(flash_dmattn_func, backend="aot_eager", fullgraph=True)
     q = torch.ones(1, 3, 1, 8)
