@@ -87,20 +87,20 @@ void plan_attention(const KernelSet& set, const Args& args, const Execution&, Pl
 // Each family has its own form of schedule.
 void plan_schedule(const KernelSet& set, const Problem& p, const Visibility& visibility,
                    Direction direction, const Execution&, SchedulePlan& plan) {
-  std::string unused;
-  ScheduleForm form, other_form;
-  if (direction == Direction::forward) {
-    form = kernels_of<Kernels<ForwardArgs>>(set).schedule;
-    if (const auto* other = find_backward(p, unused)) other_form = other->schedule;
-  } else {
-    form = kernels_of<Kernels<BackwardArgs>>(set).schedule;
-    if (const auto* other = find_forward(p, unused)) other_form = other->schedule;
-  }
+  const bool forward = direction == Direction::forward;
+  const ScheduleForm form = forward ? kernels_of<Kernels<ForwardArgs>>(set).schedule
+                                    : kernels_of<Kernels<BackwardArgs>>(set).schedule;
   switch (form.kind) {
-    case ScheduleKind::query_tile_lists:
+    case ScheduleKind::query_tile_lists: {
+      std::string unused;
+      const auto follow_it = [&](const auto* other) {
+        return other != nullptr && other->schedule == form;
+      };
+      const bool both_follow =
+          forward ? follow_it(find_backward(p, unused)) : follow_it(find_forward(p, unused));
       return make_schedule_plan(
-          OnDevice(ListSchedule(p, visibility, direction, form.tile_rows, form == other_form)),
-          plan);
+          OnDevice(ListSchedule(p, visibility, direction, form.tile_rows, both_follow)), plan);
+    }
     case ScheduleKind::key_slots:
       return make_schedule_plan(
           OnDevice(SlotSchedule(p, visibility, direction, {form.tile_rows, form.segments})), plan);
