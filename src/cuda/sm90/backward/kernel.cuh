@@ -93,23 +93,7 @@ struct BackwardKernel {
   __device__ void operator()(const Params& p, SharedStorage& storage) const {
     const bool ordered = p.order.started != nullptr;
     if (threadIdx.x == 0) {
-      constexpr int consumer_warps = 4 * BackwardPolicy::warpgroups;
-      storage.key_pipeline.init(1, consumer_warps);
-      storage.q_pipeline.init(1, consumer_warps);
-      storage.dout_pipeline.init(1, consumer_warps);
-      if constexpr (policy.split == ConsumerSplit::roles)
-        storage.ds_pipeline.init(4, consumer_warps * policy.cluster);
-      if constexpr (policy.split == ConsumerSplit::keys && policy.late_dq)
-        storage.ds_pipeline.init(consumer_warps, consumer_warps);
-      if constexpr (policy.paired()) storage.received.init(1, 1);
-      if constexpr (has_slots) storage.slots.pipeline.init(warp_size, consumer_warps);
-      if constexpr (Variant.has_dense()) {
-        storage.dense.computed.init(consumer_warps, 1);
-      }
-      if constexpr (Variant.dense == DenseAccess::tiles) {
-        storage.dense.loaded.init(1, consumer_warps);
-      }
-      fence_mbarrier_init();
+      init_pipelines(storage);
       if (rank() == 0) {
         storage.order =
             ordered ? atomicAdd(p.order.started, 1) : static_cast<int>(blockIdx.x) / policy.cluster;
@@ -176,6 +160,26 @@ struct BackwardKernel {
   }
 
  private:
+  static __device__ void init_pipelines(SharedStorage& storage) {
+    constexpr int consumer_warps = 4 * BackwardPolicy::warpgroups;
+    storage.key_pipeline.init(1, consumer_warps);
+    storage.q_pipeline.init(1, consumer_warps);
+    storage.dout_pipeline.init(1, consumer_warps);
+    if constexpr (policy.split == ConsumerSplit::roles)
+      storage.ds_pipeline.init(4, consumer_warps * policy.cluster);
+    if constexpr (policy.split == ConsumerSplit::keys && policy.late_dq)
+      storage.ds_pipeline.init(consumer_warps, consumer_warps);
+    if constexpr (policy.paired()) storage.received.init(1, 1);
+    if constexpr (has_slots) storage.slots.pipeline.init(warp_size, consumer_warps);
+    if constexpr (Variant.has_dense()) {
+      storage.dense.computed.init(consumer_warps, 1);
+    }
+    if constexpr (Variant.dense == DenseAccess::tiles) {
+      storage.dense.loaded.init(1, consumer_warps);
+    }
+    fence_mbarrier_init();
+  }
+
   template <class Consumer>
   static __device__ void consume(const Params& p, SharedStorage& storage) {
     Consumer consumer(p, storage);
