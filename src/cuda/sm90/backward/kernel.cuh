@@ -16,15 +16,10 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// The role of a warp of the producer warpgroup; the other warpgroups are consumers.
-enum class WarpRole : std::uint8_t {
-  load_tiles,
-  write_dq,
-  load_slots,
-  clear_unseen_keys,         // with slots
-  write_dbias = load_slots,  // with a dense mask or bias
-  load_dense = clear_unseen_keys,
-};
+// The warps of the producer warpgroup; the other warpgroups are consumers. The last two serve slots, or a dense mask or bias.
+enum ProducerWarp : int { load_tiles, write_dq, first_of_variant };
+enum SlotWarp : int { load_slots = first_of_variant, clear_unseen_keys };
+enum DenseWarp : int { write_dbias = first_of_variant, load_dense };
 
 // The key-major backward of sm_90a. A block keeps K, V, dK, dV and the gradient of the key biases of 128 keys (64
 // above D 128), and visits the query tiles that see some of them. dq is added to fp32 sums in memory. The keys are neighbours,
@@ -105,13 +100,13 @@ struct BackwardKernel {
     if (threadIdx.x < 128) {
       decrease_registers<BackwardPolicy::producer_registers>();
       const int warp = warp_id();
-      if (warp == static_cast<int>(WarpRole::load_tiles)) {
+      if (warp == load_tiles) {
         const TileLoader<BackwardKernel> loader{p, storage};
         int n = 0;
         for_each_work(p, storage, [&](const BackwardWork& work, const SlotPart&, int) {
           n = loader.run(work, n);
         });
-      } else if (warp == static_cast<int>(WarpRole::write_dq)) {
+      } else if (warp == write_dq) {
         storage.semaphore.work = order * policy.cluster + rank();
         using Writer = DqWriter<BackwardKernel>;
         typename Writer::Order order(p, storage, predecessor);
@@ -119,7 +114,7 @@ struct BackwardKernel {
         for_each_work(p, storage,
                       [&](const BackwardWork& work, const SlotPart&, int) { writer.run(work); });
         order.finish();
-      } else if (has_slots && warp == static_cast<int>(WarpRole::load_slots)) {
+      } else if (has_slots && warp == load_slots) {
         if constexpr (has_slots) {
           const SlotLoader<BackwardKernel> loader{p, storage};
           int round = 0;
@@ -128,12 +123,12 @@ struct BackwardKernel {
                           round = loader.run(work, part, work_count, round);
                         });
         }
-      } else if (has_slots && warp == static_cast<int>(WarpRole::clear_unseen_keys)) {
+      } else if (has_slots && warp == clear_unseen_keys) {
         if constexpr (has_slots) UnseenKeys<BackwardKernel>{p}.clear();
-      } else if (Variant.has_dense() && warp == static_cast<int>(WarpRole::write_dbias)) {
+      } else if (Variant.has_dense() && warp == write_dbias) {
         if constexpr (Variant.has_dense())
           DbiasWriter<BackwardKernel>{p, storage}.run(storage.work[0]);
-      } else if (Variant.has_dense() && warp == static_cast<int>(WarpRole::load_dense)) {
+      } else if (Variant.has_dense() && warp == load_dense) {
         if constexpr (Variant.dense == DenseAccess::tiles) {
           DenseTileLoader<BackwardKernel>{p, storage}.run(storage.work[0]);
         } else if constexpr (Variant.has_dense()) {
