@@ -1,6 +1,9 @@
-"""The Python blocks of the README and of the site's pages run, and the reference has every public name."""
+"""The Python blocks of the README and of the site's pages run, their C++ compiles, and the reference has every public name."""
 
+import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,17 @@ PAGES = [
 ]
 PAGES += [*sorted(DOCS.glob("tutorial/*.md")), *sorted(DOCS.glob("howto/*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+CPP_BLOCK = re.compile(r"^ *```(?:cpp|c\+\+)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+# The names that the blocks use and leave out.
+LEFT_OUT = """
+std::int64_t B, Hkv, N, w;
+float *scores, *lse;
+flash_dmattn::KeyInterval* intervals;
+flash_dmattn::Problem problem;
+flash_dmattn::Inputs inputs;
+std::span<std::byte> memory;
+flash_dmattn::Tensor4 out, dout, dq, dk, dv;
+"""
 
 
 NAMED_FILE = re.compile(r"`([\w./]+\.(?:py|cpp|cuh|cu|h|sh|cmake|csv|svg))`")
@@ -53,6 +67,23 @@ def test_blocks_run_in_their_order(page, tmp_path, monkeypatch):
         save_doge(tmp_path / "doge")
         code = code.replace(f'"{PRETRAINED}"', repr(str(tmp_path / "doge")))
     exec(compile(code, str(page), "exec"), {"__name__": page.stem})
+
+
+def test_cpp_blocks_compile():
+    compiler = os.environ.get("CXX", "c++").split()
+    if not shutil.which(compiler[0]):
+        pytest.skip("there is no C++ compiler")
+    include = ["-I", str(DOCS.parent / "include")]
+    command = [*compiler, "-std=c++20", "-fsyntax-only", *include, "-x", "c++", "-"]
+    pages = [DOCS.parent / "README.md", *DOCS.rglob("*.md")]
+    blocks = [block for page in pages for block in CPP_BLOCK.findall(page.read_text())]
+    assert blocks
+    for block in blocks:
+        headers = "\n".join(re.findall(r"^#include .*", block, re.MULTILINE))
+        statements = re.sub(r"^#include .*", "", block, flags=re.MULTILINE)
+        code = f"{headers}\n{LEFT_OUT}\nvoid block() {{\n{statements}\n}}\n"
+        compiled = subprocess.run(command, input=code, text=True, capture_output=True)
+        assert compiled.returncode == 0, f"{block}\n{compiled.stderr}"
 
 
 def test_reference_has_every_public_name():
