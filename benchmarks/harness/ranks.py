@@ -110,8 +110,8 @@ class Ranks:
             torch.cuda.reset_peak_memory_stats()
 
     def peak_mb(self) -> float:
-        """The peak of memory since `clear_memory`."""
-        return torch.cuda.max_memory_allocated() / 2**20 if GPU else 0.0
+        """Millions of bytes: the peak of memory since `clear_memory`."""
+        return torch.cuda.max_memory_allocated() / 1e6 if GPU else 0.0
 
     def finish(self) -> None:
         self.wait_for_all()

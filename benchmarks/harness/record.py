@@ -37,9 +37,9 @@ _MEASUREMENTS = {
     "both": _NUMBER,  # forward and backward timed as one
     "parts": dict,  # further times, by name
     "values": dict,  # what is no time, by name: [a number or a list of them, its unit]
-    "peak_mb": _NUMBER,  # allocated by forward and backward beyond query, key, value and bias
-    "results_mb": _NUMBER,  # outputs and gradients among it
-    "cache_mib": _NUMBER,  # KV cache
+    "peak_mb": _NUMBER,  # bytes / 1e6; of attention: beyond query, key, value and bias
+    "results_mb": _NUMBER,  # bytes / 1e6 of outputs and gradients among it
+    "cache_mib": _NUMBER,  # bytes / 2^20 of the KV cache
     "visited_mib": _NUMBER,  # all KV caches that cold calls cycle through
     "of_copy_bandwidth": _NUMBER,  # bandwidth over keys and values / bandwidth of a copy
     "kernels": int,  # launches

@@ -96,6 +96,12 @@ def test_rank_beyond_its_budget_names_its_last_line(monkeypatch, capsys):
     assert expected in capsys.readouterr().err
 
 
+def test_peak_of_ranks_is_in_millions_of_bytes(monkeypatch):
+    monkeypatch.setattr(ranks, "GPU", True)
+    monkeypatch.setattr(ranks.torch.cuda, "max_memory_allocated", lambda: 3_000_000)
+    assert ranks.Ranks.__new__(ranks.Ranks).peak_mb() == 3
+
+
 def test_row_without_times_has_no_unit_of_time():
     found = record.row("recall", "gate", "float32", values={"recall": [0.98765432, "share"]})
     assert found["unit"] is None and found["values"] == {"recall": [0.987654, "share"]}
