@@ -25,6 +25,8 @@ NAMES = {
     "fa2": "FlashAttention-2", "fa3": "FlashAttention-3", "fa4": "FlashAttention-4", "cudnn": "cuDNN",
     "fla": "flash-linear-attention",
 }  # fmt: skip
+# The page of Triton may compare with an older CUDA backend than the other pages.
+TRITON_NAMES = {"cuda": "CUDA backend of that commit"}
 KINDS = {
     "per_query": "dynamic mask", "sliding": "sliding window", "documents": "packed documents",
     "dense_masks": "dense mask and bias", "forgetting": "forgetting attention", "evicted": "recent keys and the best",
@@ -61,11 +63,17 @@ def newest_records(suffix: str) -> list[tuple[str, dict]]:
     return [(str(p.relative_to(ROOT)), read(p)) for p in newest.values()]
 
 
-def table(records: list[tuple[str, dict]], to_root: str = "", cases: set[str] | None = None) -> str:
+def table(
+    records: list[tuple[str, dict]],
+    to_root: str = "",
+    cases: set[str] | None = None,
+    names: dict[str, str] = NAMES,
+) -> str:
     """A block per machine, a Markdown row per case and dtype: ours, the rivals of the same run, then those that other records of the
     same machine and commit have.
 
     to_root: the relative path from the document to the root. cases: the rows to write, if they have a rival; None: all of attention.
+    names: the heads of the columns, by side.
     """
     lines = []
     for path, record in records:
@@ -83,7 +91,7 @@ def table(records: list[tuple[str, dict]], to_root: str = "", cases: set[str] | 
         lines += [
             f"{_source(path, record, to_root)}; ms, forward / backward:",
             "",
-            f"| work | dtype | {' | '.join(NAMES[side] for side in sides)} | {NAMES[sides[0]]}, useful TFLOP/s |",
+            f"| work | dtype | {' | '.join(names[side] for side in sides)} | {names[sides[0]]}, useful TFLOP/s |",
             f"|---|---|{'---|' * len(sides)}---|",
         ]
         for (case, dtype), found in work.items():
@@ -328,7 +336,9 @@ def documents() -> dict[Path, dict[str, str]]:
             "cpu table": table(on_cpus, "../"),
             "gpu table": table(on_gpus, "../"),
         },
-        DOCS / "kernels" / "triton.md": {"triton table": table(newest_records("triton"), "../../")},
+        DOCS / "kernels" / "triton.md": {
+            "triton table": table(newest_records("triton"), "../../", names=NAMES | TRITON_NAMES)
+        },
     }
     for path, record in newest_records("token"):
         if "threads" in record["machine"]:  # of a CPU
