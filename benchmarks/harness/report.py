@@ -1,4 +1,4 @@
-"""Writes the tables and pictures of the documents from the newest records, so that none is ever typed by hand."""
+"""Writes the generated tables (cpu, gpu, token, triton) and pictures of the documents from the newest records."""
 
 from __future__ import annotations
 
