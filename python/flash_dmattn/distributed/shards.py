@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..keys.best_keys import best_keys, indices_of_true
 from ..keys.positions import KeyPositions, ShownKeys
-from ..keys.rule import KeySelection, choose_among
+from ..keys.rule import KeySelection, intervals_of_rule
 
 
 class Shards(NamedTuple):
@@ -122,7 +122,7 @@ def keys_seen_before(
         own = positions - border + 1  # in rows of which row 0 is the last query
         none = torch.zeros_like(own)
         last = none + 1 if present is None else present.long()
-        seen = choose_among(scores, ShownKeys(none, last, own, none), rule, True, 1)
+        seen = intervals_of_rule(scores, ShownKeys(none, last, own, none), rule, True, 1)
         found, _ = indices_of_true(seen[..., 1] > 0, size)
     found = found[..., :size].long()
     missing = size - found.shape[-1]
@@ -144,7 +144,7 @@ def keys_of_piece(
     """
     n = scores.shape[2] - positions.shape[2]
     shown = shown_in_piece(positions, n, present, documents, begin)
-    return shown.own, choose_among(scores, shown, rule, True, n)
+    return shown.own, intervals_of_rule(scores, shown, rule, True, n)
 
 
 def shown_in_piece(

@@ -1,4 +1,4 @@
-"""Masks with a query dimension as key intervals, and the per-query choice among the keys they allow.
+"""Masks with a query dimension as key intervals.
 
 The masks of language models (causal, padded, packed, prefix, sliding window) show every key to
 consecutive queries: `KeyIntervals` describe them exactly.
@@ -8,13 +8,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .._core.checks import MASK_VALUE, may_read
 from .intervals import KeyIntervals
-from .positions import ShownKeys
-from .rule import KeySelection, choose_among
 from .torch_operators import count_ranges
 
 # Mask elements per step: bounds the memory for recognising a mask.
@@ -207,102 +204,6 @@ def visible_counts(allowed: KeyIntervals) -> torch.Tensor:
     """How many keys every query sees: int32 [B, H, Sq]."""
     first, last = allowed.intervals.long().unbind(-1)
     return count_ranges(first, last, allowed.query_length).int()
-
-
-class _Order(NamedTuple):
-    """The numbers that a choice among intervals reads from the device."""
-
-    most_visible: int  # keys that a query sees
-    is_in_order: bool  # keys appear and leave as `select_among` needs it
-    group_count: int  # of keys that leave together, at most in a row
-
-
-def _find_order(allowed: KeyIntervals) -> _Order:
-    visible, _, left_before, in_order = _interval_order(allowed.intervals)
-    documents = _documents(visible, allowed.intervals[..., 1], left_before)
-    return _Order(
-        int(visible_counts(allowed).max()),
-        bool((in_order | ~visible).all()),
-        int(documents.max()),
-    )
-
-
-def _interval_order(intervals: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The facts of each key: whether any query sees it; a lower bound of its first query; the last query of all earlier keys;
-    whether its start and end are in order."""
-    first, last = intervals.unbind(-1)
-    visible = last > first
-    appears = torch.where(visible, first, 0).cummax(-1).values
-    left_before = F.pad(last.cummax(-1).values[..., :-1], (1, 0))
-    in_order = (first == appears) & ((last == left_before) | (first >= left_before))
-    return visible, appears, left_before, in_order
-
-
-def _documents(
-    visible: torch.Tensor, last: torch.Tensor, left_before: torch.Tensor
-) -> torch.Tensor:
-    """The number of each key's group of keys that leave together."""
-    return (visible & (last > left_before)).cumsum(-1)
-
-
-def select_among(
-    scores: torch.Tensor, allowed: KeyIntervals, rule: KeySelection, memo: Memo | None = None
-) -> KeyIntervals | None:
-    """The keys that a rule keeps of those that every query is allowed, as intervals where that is possible.
-
-    It usually is, because while a key is visible, ever more keys that beat it appear, so once it is out it
-    stays out, provided that no key that beats it leaves. So keys must appear in the order of their
-    position and leave together (causal, padding, prefix), or leave in groups, each before the next
-    appears (packed documents). Query i is at position i + Sk - Sq.
-
-    Args:
-        scores: float [B or 1, H or 1, Sk]; higher is better, equal scores: the later key; NaN: never.
-        allowed: [B or 1, H or 1, Sk, 2].
-
-    Compiled code reads no values, nor does a CUDA graph that is captured. They take intervals without a bound, which
-    the masks of models are, and assert that order when they run, and that keys appear one at a time except at the
-    first query: the bound of the result.
-
-    Returns:
-        None when no intervals describe the choice (under a sliding window wider than `keep_window_size`, for
-        one).
-    """
-    reading = may_read()
-    if 0 in allowed.intervals.shape or allowed.query_length == 0:
-        return allowed
-    if not reading:
-        if allowed.bound is not None:
-            return None  # windows, for one; masks of models come without a bound
-    else:
-        order = cached_result(
-            memo,
-            "order",
-            allowed.intervals,
-            lambda _: _find_order(allowed),
-        )
-        if rule.has_room_for(order.most_visible) and not scores.isnan().any():
-            return allowed
-        if not order.is_in_order:
-            return None
-    first, last = allowed.intervals.unbind(-1)
-    visible, appears, left_before, in_order = _interval_order(allowed.intervals)
-    if not reading:
-        one_at_a_time = (first == 0) | (first > F.pad(appears[..., :-1], (1, 0)))
-        torch._assert_async(
-            ((in_order & one_at_a_time) | ~visible).all(),
-            "flash_dmattn: a compiled choice among keys of these intervals is not supported; expected keys that "
-            "appear one by one and leave together",
-        )
-    document = None
-    if not reading or order.group_count > 1:
-        document = _documents(visible, last, left_before)
-    own = torch.arange(allowed.key_length, device=first.device)[None, None]
-    own = own - (allowed.key_length - allowed.query_length)
-    shown = ShownKeys(first.long(), last.long(), own, appears.long(), document)
-    intervals = choose_among(scores, shown, rule, True, allowed.query_length)
-    if not reading:  # every query sees no more keys than the rule keeps, and brings one at most
-        return KeyIntervals(intervals, allowed.query_length, rule.key_bound(True))
-    return KeyIntervals(intervals, allowed.query_length).measured()
 
 
 def _has_no_values(tensor: torch.Tensor) -> bool:

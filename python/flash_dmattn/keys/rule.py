@@ -228,7 +228,7 @@ class KeySelection(NamedTuple):
 _DEFAULTS = KeySelection()
 
 
-def choose_among(
+def intervals_of_rule(
     scores: Tensor, shown: ShownKeys, rule: KeySelection, is_causal: bool, query_length: int
 ) -> Tensor:
     """int32 intervals [B, H, Sk, 2] of the keys that a rule leaves of those that are shown.

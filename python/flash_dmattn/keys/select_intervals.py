@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._core import ops
-from .._core.checks import check_tensor, resolve_flag
+from .._core.checks import check_tensor, may_read, resolve_flag
 from . import torch_operators
 from .intervals import KeyIntervals, broadcast_shapes, unchecked_intervals
-from .positions import KeyPositions, check_length
-from .rule import KeySelection, choose_among
+from .positions import KeyPositions, ShownKeys, check_length
+from .recognise import Memo, cached_result, visible_counts
+from .rule import KeySelection, intervals_of_rule
 
 
 def select_key_intervals(
@@ -120,7 +123,7 @@ def select_at(
 ) -> KeyIntervals:
     """The keys that a rule keeps where they are not at their index, or in documents; scores [B, H, key_length]."""
     rule.check_causality(is_causal)
-    chosen = choose_among(
+    chosen = intervals_of_rule(
         keys.scores_by_position(scores),
         keys.shown_keys(is_causal),
         rule,
@@ -131,6 +134,61 @@ def select_at(
     if keys.same_length:
         bound = rule.key_bound(is_causal, documents=keys.document is not None)
     return unchecked_intervals(keys.intervals_by_index(chosen), keys.query_length, bound)
+
+
+def select_among_intervals(
+    scores: Tensor, allowed: KeyIntervals, rule: KeySelection, memo: Memo | None = None
+) -> KeyIntervals | None:
+    """The keys that a rule keeps of those that every query is allowed, as intervals where that is possible.
+
+    It usually is, because while a key is visible, ever more keys that beat it appear, so once it is out it
+    stays out, provided that no key that beats it leaves. So keys must appear in the order of their
+    position and leave together (causal, padding, prefix), or leave in groups, each before the next
+    appears (packed documents). Query i is at position i + Sk - Sq.
+
+    Args:
+        scores: float [B or 1, H or 1, Sk]; higher is better, equal scores: the later key; NaN: never.
+        allowed: [B or 1, H or 1, Sk, 2].
+
+    Compiled code reads no values, nor does a CUDA graph that is captured. They take intervals without a bound, which
+    the masks of models are, and assert that order when they run, and that keys appear one at a time except at the
+    first query: the bound of the result.
+
+    Returns:
+        None when no intervals describe the choice (under a sliding window wider than `keep_window_size`, for
+        one).
+    """
+    reading = may_read()
+    if 0 in allowed.intervals.shape or allowed.query_length == 0:
+        return allowed
+    if not reading:
+        if allowed.bound is not None:
+            return None  # windows, for one; masks of models come without a bound
+    else:
+        order = cached_result(memo, "order", allowed.intervals, lambda _: _find_order(allowed))
+        if rule.has_room_for(order.most_visible) and not scores.isnan().any():
+            return allowed
+        if not order.is_in_order:
+            return None
+    first, last = allowed.intervals.unbind(-1)
+    visible, appears, left_before, in_order = _interval_order(allowed.intervals)
+    if not reading:
+        one_at_a_time = (first == 0) | (first > F.pad(appears[..., :-1], (1, 0)))
+        torch._assert_async(
+            ((in_order & one_at_a_time) | ~visible).all(),
+            "flash_dmattn: a compiled choice among keys of these intervals is not supported; expected keys that "
+            "appear one by one and leave together",
+        )
+    document = None
+    if not reading or order.group_count > 1:
+        document = _documents(visible, last, left_before)
+    own = torch.arange(allowed.key_length, device=first.device)[None, None]
+    own = own - (allowed.key_length - allowed.query_length)
+    shown = ShownKeys(first.long(), last.long(), own, appears.long(), document)
+    intervals = intervals_of_rule(scores, shown, rule, True, allowed.query_length)
+    if not reading:  # every query sees no more keys than the rule keeps, and brings one at most
+        return KeyIntervals(intervals, allowed.query_length, rule.key_bound(True))
+    return KeyIntervals(intervals, allowed.query_length).measured()
 
 
 def per_key_scores(scores: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -160,3 +218,37 @@ def _per_key(tensor: Tensor, argument: str) -> Tensor:
         f"{argument}: got shape {tuple(tensor.shape)}, expected one value per key: [B, H, key_length], "
         "[B, H, 1, key_length] or [B, key_length]"
     )
+
+
+class _Order(NamedTuple):
+    """The numbers that a choice among intervals reads from the device."""
+
+    most_visible: int  # keys that a query sees
+    is_in_order: bool  # keys appear and leave as `select_among_intervals` needs it
+    group_count: int  # of keys that leave together, at most in a row
+
+
+def _find_order(allowed: KeyIntervals) -> _Order:
+    visible, _, left_before, in_order = _interval_order(allowed.intervals)
+    documents = _documents(visible, allowed.intervals[..., 1], left_before)
+    return _Order(
+        int(visible_counts(allowed).max()),
+        bool((in_order | ~visible).all()),
+        int(documents.max()),
+    )
+
+
+def _interval_order(intervals: Tensor) -> tuple[Tensor, ...]:
+    """The facts of each key: whether any query sees it; a lower bound of its first query; the last query of all earlier keys;
+    whether its start and end are in order."""
+    first, last = intervals.unbind(-1)
+    visible = last > first
+    appears = torch.where(visible, first, 0).cummax(-1).values
+    left_before = F.pad(last.cummax(-1).values[..., :-1], (1, 0))
+    in_order = (first == appears) & ((last == left_before) | (first >= left_before))
+    return visible, appears, left_before, in_order
+
+
+def _documents(visible: Tensor, last: Tensor, left_before: Tensor) -> Tensor:
+    """The number of each key's group of keys that leave together."""
+    return (visible & (last > left_before)).cumsum(-1)

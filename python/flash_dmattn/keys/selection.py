@@ -12,9 +12,9 @@ from .._core.checks import MASK_VALUE, add_query_dimension, may_read, selection_
 from .dense import topk_mask
 from .intervals import KeyIntervals, broadcasts, intersect
 from .patterns import prefix_lm
-from .recognise import AllowedElements, Memo, mask_of_intervals, select_among
+from .recognise import AllowedElements, Memo, mask_of_intervals
 from .rule import KeySelection
-from .select_intervals import select_by_rule
+from .select_intervals import select_among_intervals, select_by_rule
 from .visibility import KeyRanks, TopKeysByBias, Visibility
 
 
@@ -166,7 +166,7 @@ class _Choice(NamedTuple):
         if intervals is not shown.intervals:
             shown = shown.with_intervals(intervals)
         rule = self.rule.rule_of_heads(max(scores.shape[1], shown.heads))
-        return select_among(scores, shown, rule, self.memo)
+        return select_among_intervals(scores, shown, rule, self.memo)
 
     def under_dense_mask(self, allowed: AllowedElements) -> Visibility:
         """Selects the best of the keys that a mask with a query dimension allows.
