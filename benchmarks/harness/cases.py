@@ -67,8 +67,8 @@ class Case:
         return cls(found[1], seqlen, head_dim, window, heads_q, heads_kv, batch, value_dim)
 
     @property
-    def pairs(self) -> int:
-        """Visible (query, key) pairs of all heads: query i sees min(i + 1, window) keys. Under EVICTED RECENT more, and without
+    def visible_elements(self) -> int:
+        """Visible (query, key) elements of all heads: query i sees min(i + 1, window) keys. Under EVICTED RECENT more, and without
         a window KEPT of the older ones on average."""
         n, w = self.seqlen, min(self.window or self.seqlen, self.seqlen)
         if self.kind == EVICTED:
@@ -80,11 +80,11 @@ class Case:
         return self.batch * self.heads_q * (first + later)
 
     def useful_flops(self, direction: str) -> int:
-        """Products of 2 D FLOPs per (query, key) pair: one with the columns of keys and one with those of values forward,
+        """Products of 2 D FLOPs per element: one with the columns of keys and one with those of values forward,
         three and two backward."""
         with_keys, with_values = {"forward": (1, 1), "backward": (3, 2)}[direction]
         terms = with_keys * self.head_dim + with_values * (self.value_dim or self.head_dim)
-        return 2 * terms * self.pairs
+        return 2 * terms * self.visible_elements
 
 
 def _sweep(lengths, windows, **rest) -> list[Case]:

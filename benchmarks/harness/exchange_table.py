@@ -44,8 +44,8 @@ class Model:
 
     def compute(self, length: int, ranks: int) -> tuple[float, float]:
         """Seconds of forward and backward on one rank."""
-        pairs = length / ranks * min(self.window, length) * self.heads * self.head_dim
-        return 4 * pairs / FORWARD, 10 * pairs / BACKWARD
+        products = length / ranks * min(self.window, length) * self.heads * self.head_dim
+        return 4 * products / FORWARD, 10 * products / BACKWARD
 
     def exchanges(
         self, length: int, ranks: int, node: int

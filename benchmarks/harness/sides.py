@@ -95,7 +95,7 @@ def draw(case: Case, dtype: torch.dtype, device: str) -> Inputs:
         documents = packed_documents(begins, key_length=n, max_seqlen_k=case.window)
         return Inputs(case, q, k, v, dout, intervals=documents)
     if case.kind == FORGETTING:
-        if case.window:  # the pair at this distance has faded
+        if case.window:  # the element at this distance has faded
             gates = torch.full((batch, n, heads), PRUNE / (case.window - 0.5), device=device)
         else:
             gates = F.logsigmoid(6 + torch.randn(batch, n, heads, device=device))
@@ -215,11 +215,11 @@ def _sdpa(inputs: Inputs) -> Step:
         shown = shown & (fading >= PRUNE) if case.window else shown
         return _sdpa_step(inputs, fading.masked_fill(~shown, -torch.inf).to(inputs.q.dtype))
     if case.kind in (BIASED, BIASED_TOP, DELAYED, DELAYED_TOP):
-        return _sdpa_step(inputs, _per_query_head(_key_bias_of_pairs(inputs), case))
+        return _sdpa_step(inputs, _per_query_head(_key_bias_of_elements(inputs), case))
     return _sdpa_step(inputs, _per_query_head(_chosen(inputs).to_mask(), case))
 
 
-def _key_bias_of_pairs(inputs: Inputs) -> Tensor:
+def _key_bias_of_elements(inputs: Inputs) -> Tensor:
     """A bias per key as [B, Hkv, N, N], with its delay, and -inf where a query does not see the key."""
     case, chosen = inputs.case, _chosen(inputs)
     age = torch.arange(case.seqlen, device=inputs.bias.device)

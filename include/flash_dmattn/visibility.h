@@ -6,7 +6,7 @@
 
 // Keys that a query sees, in addition to masks, biases and causality.
 //
-// The score of dynamic mask attention belongs to the key, not to the (query, key) pair. Under causal per-query
+// The score of dynamic mask attention belongs to the key, not to the (query, key) element. Under causal per-query
 // top-w selection key j is visible to a query at position t >= j while fewer than w of the keys at
 // positions 0..t beat it. The number of keys that beat it only grows with t, so every key is visible
 // in one interval of queries, and two integers per key replace the Sq x Sk mask. Sliding windows,

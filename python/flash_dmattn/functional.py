@@ -65,7 +65,7 @@ def flash_dmattn_func(
     softmax_scale, is_causal: by position in this order; triton_dmattn_func and flex_dmattn_func take is_causal first, as in 1.x.
     attn_mask: bool, True where visible: [B, Sk] (padding), [B, H, Sk] (the same for every query) or
         [B, H, Sq, Sk]; H is Hq, Hkv or 1, every dimension may be 1. Two dimensions are always padding: write a mask of
-        pairs [Sq, Sk] as mask[None, None].
+        elements [Sq, Sk] as mask[None, None].
     attn_bias: added to the scaled scores; shapes as attn_mask; dtype of query or float32. Values mask by the rule of
         its own dtype: at or below -1e4 in float16, -1e30 in others. Its gradient has its own shape.
         One that chooses keys is best in float32: in 16 bits many scores are equal, and rounding decides.

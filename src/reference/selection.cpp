@@ -37,8 +37,8 @@ std::vector<Key> load_keys(const SelectionArgs& args, std::int64_t batch, std::i
 
 }  // namespace
 
-std::vector<std::uint8_t> visible_pairs(const SelectionArgs& args, std::int64_t batch,
-                                        std::int64_t head) {
+std::vector<std::uint8_t> visible_elements(const SelectionArgs& args, std::int64_t batch,
+                                           std::int64_t head) {
   const KeySelection& rule = args.rule;
   const std::vector<Key> keys = load_keys(args, batch, head);
   const std::size_t count = keys.size();
@@ -73,7 +73,7 @@ std::vector<std::uint8_t> visible_pairs(const SelectionArgs& args, std::int64_t 
 
 std::vector<KeyInterval> select_key_intervals(const SelectionArgs& args, std::int64_t batch,
                                               std::int64_t head) {
-  const std::vector<std::uint8_t> visible = visible_pairs(args, batch, head);
+  const std::vector<std::uint8_t> visible = visible_elements(args, batch, head);
   std::vector<KeyInterval> intervals;
   for (std::int64_t j = 0; j < args.seqlen_k; ++j) {
     KeyInterval interval{0, 0};

@@ -10,8 +10,8 @@
 namespace flash_dmattn::reference {
 
 // [Sq, Sk], 1 where query i sees key j. The interval output of `args` is not used.
-std::vector<std::uint8_t> visible_pairs(const SelectionArgs& args, std::int64_t batch,
-                                        std::int64_t head);
+std::vector<std::uint8_t> visible_elements(const SelectionArgs& args, std::int64_t batch,
+                                           std::int64_t head);
 
 // The same as intervals [Sk]; {0, 0} for a key that no query sees. Throws std::logic_error if the
 // queries that see a key are not consecutive.

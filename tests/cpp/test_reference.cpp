@@ -307,10 +307,10 @@ struct Scores {
 
   std::string visible() const {
     std::string rows;
-    const auto pairs = reference::visible_pairs(args, 0, 0);
-    for (std::size_t n = 0; n < pairs.size(); ++n) {
+    const auto elements = reference::visible_elements(args, 0, 0);
+    for (std::size_t n = 0; n < elements.size(); ++n) {
       if (n > 0 && n % scores.size() == 0) rows += ' ';
-      rows += pairs[n] != 0 ? 'x' : '.';
+      rows += elements[n] != 0 ? 'x' : '.';
     }
     return rows;
   }
@@ -358,11 +358,11 @@ TEST(ReferenceSelection, RandomScoresGiveIntervals) {
     scores.args.causal = round % 3 != 0;
     scores.args.rule.selection = round % 2 == 0 ? Selection::per_query : Selection::global;
     const auto intervals = reference::select_key_intervals(scores.args, 0, 0);  // throws otherwise
-    const auto pairs = reference::visible_pairs(scores.args, 0, 0);
-    for (std::size_t n = 0; n < pairs.size(); ++n) {
+    const auto elements = reference::visible_elements(scores.args, 0, 0);
+    for (std::size_t n = 0; n < elements.size(); ++n) {
       const KeyInterval interval = intervals[n % values.size()];
       const auto query = static_cast<std::int64_t>(n / values.size());
-      ASSERT_EQ(pairs[n] != 0, interval.first <= query && query < interval.last);
+      ASSERT_EQ(elements[n] != 0, interval.first <= query && query < interval.last);
     }
   }
 }

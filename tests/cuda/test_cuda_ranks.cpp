@@ -41,7 +41,7 @@ constexpr std::array<std::uint32_t, 6> bias_values(DType dtype) {
   }
 }
 
-// Elements and whether they show their pairs.
+// The elements of a bias, and whether each of them shows its key.
 struct Bias {
   std::vector<std::byte> bytes;
   std::vector<bool> shows;
@@ -130,10 +130,10 @@ void expect_the_choice(const RankShape& shape, bool causal, Random& random) {
     const std::int64_t first = row_of(shape.scores) * shape.seqlen_k;
     const auto keys = sorted_keys(scores.data() + first, shape.seqlen_k);
     for (std::int64_t i = 0; i < shape.seqlen_q; ++i) {
-      const auto shows = [&](const auto& pairs, const auto& of, const auto& stride,
+      const auto shows = [&](const auto& elements, const auto& of, const auto& stride,
                              std::int64_t j) {
         if (of[1] == 0) return true;
-        return pairs[static_cast<std::size_t>(row_of(of) * stride[1] + i * stride[2] + j)] != 0;
+        return elements[static_cast<std::size_t>(row_of(of) * stride[1] + i * stride[2] + j)] != 0;
       };
       std::vector<bool> expected(static_cast<std::size_t>(shape.seqlen_k));
       const auto sees = [&](std::int64_t j) {

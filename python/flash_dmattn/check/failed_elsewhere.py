@@ -12,7 +12,7 @@ from ..functional import flash_dmattn_func
 from ..integrations.attention_interface.dtypes import fdma_peft_integration_check
 from .compare import Verdict, compare_result
 from .memory import bytes_of, peak_bytes
-from .oracle import Problem, Result, causal_pairs, select
+from .oracle import Problem, Result, causal_elements, select
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def wide_mask_and_bias(setting: Setting) -> Iterator[Verdict]:
     """Length 4096, window 2048, head dim 128, a 4-d mask and a 4-d bias: results differed there."""
     length = 64 if setting.small else 4096 if setting.full or setting.device != "cpu" else 1024
     bias = setting.normal(1, 1, length, length)
-    causal = causal_pairs(length, length).to(setting.device)
+    causal = causal_elements(length, length).to(setting.device)
     best = bias.masked_fill(~causal, -torch.inf).topk(length // 2, dim=-1).indices
     mask = torch.zeros_like(bias, dtype=torch.bool).scatter_(-1, best, True) & causal
     problem = setting.problem(length, length, 128, mask=mask, bias=bias)
@@ -99,7 +99,7 @@ def choice_of_keys(setting: Setting) -> Iterator[Verdict]:
     length, window, padding = (60, 8, 10) if setting.small else (300, 32, 40)
     bias = setting.normal(2, 2, length)
     bias[0, :, :padding] = torch.finfo(setting.dtype).min  # the usual fill of padding
-    allowed = causal_pairs(length, length).to(setting.device)
+    allowed = causal_elements(length, length).to(setting.device)
     allowed = allowed & (bias > torch.finfo(setting.dtype).min)[:, :, None]
     problem = setting.problem(length, length, 32, heads=(2, 2), batch=2, bias=bias[:, :, None])
     problem.shown = select(bias, window, allowed)
@@ -147,7 +147,7 @@ def memory(setting: Setting) -> Iterator[Verdict]:
     """3-d bias with no, a 3-d and a 4-d mask: no N x N tensor is built.
 
     Memory allowed in addition to inputs, results and gradients: the gradients once more in float32, one bit
-    for every pair (a packed mask) and a mebibyte per thread for tiles.
+    for every element (a packed mask) and a mebibyte per thread for tiles.
     """
     if setting.small:
         raise NotImplementedError("the interpreter takes memory of its own")

@@ -52,7 +52,7 @@ def per_head(tensor: Tensor, problem: Problem) -> Tensor:
     return tensor.expand(batch, heads_q, seqlen_q, problem.k.shape[1])
 
 
-def visible_pairs(problem: Problem) -> Tensor:
+def visible_elements(problem: Problem) -> Tensor:
     batch, seqlen_q, heads_q, _ = problem.q.shape
     seqlen_k = problem.k.shape[1]
     visible = problem.q.new_ones((batch, heads_q, seqlen_q, seqlen_k), dtype=torch.bool)
@@ -64,12 +64,12 @@ def visible_pairs(problem: Problem) -> Tensor:
     if problem.bias is not None:
         limit = -1e4 if problem.bias.dtype == torch.float16 else -1e30
         shown = per_head(problem.bias.detach().double(), problem) > limit
-        visible = visible & (shown | ~biased_pairs(problem))
+        visible = visible & (shown | ~biased_elements(problem))
     return visible
 
 
-def biased_pairs(problem: Problem) -> Tensor:
-    """The pairs whose score has a bias, [Sq, Sk]."""
+def biased_elements(problem: Problem) -> Tensor:
+    """The elements whose score has a bias, [Sq, Sk]."""
     seqlen_q, seqlen_k = problem.q.shape[1], problem.k.shape[1]
     position = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=problem.q.device)
     age = position[:, None] - torch.arange(seqlen_k, device=problem.q.device)
@@ -88,7 +88,7 @@ def sum_to_shape(tensor: Tensor, shape: torch.Size, heads_kv: int) -> Tensor:
 def attention(problem: Problem, dtype: torch.dtype = torch.float64) -> Result:
     """Forward and, when the problem has dout, backward, with products rounded to `dtype`."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    visible = visible_pairs(problem)
+    visible = visible_elements(problem)
     group = problem.q.shape[2] // problem.k.shape[2]
     heads_kv = problem.k.shape[2]
     scale = problem.q.shape[3] ** -0.5 if problem.scale is None else problem.scale
@@ -105,7 +105,7 @@ def attention(problem: Problem, dtype: torch.dtype = torch.float64) -> Result:
         scores, slope = problem.softcap * squashed, 1 - squashed * squashed
     if problem.bias is not None:
         bias = per_head(problem.bias.detach().to(wide), problem)
-        scores = torch.where(biased_pairs(problem), scores + bias, scores)
+        scores = torch.where(biased_elements(problem), scores + bias, scores)
     largest = torch.finfo(torch.promote_types(problem.q.dtype, torch.float32)).max
     scores = scores.clamp(-largest, largest)
     scores = scores.masked_fill(~visible, -torch.inf)
@@ -139,7 +139,7 @@ def attention(problem: Problem, dtype: torch.dtype = torch.float64) -> Result:
         t.unflatten(1, (heads_kv, group)).sum(2).transpose(1, 2).to(dtype) for t in (dk, dv)
     )
     if problem.bias is not None:
-        ds = ds.masked_fill(~biased_pairs(problem), 0)
+        ds = ds.masked_fill(~biased_elements(problem), 0)
         rounded = problem.bias.dtype if dtype != torch.float64 else dtype
         result.dbias = sum_to_shape(ds, problem.bias.shape, heads_kv).to(rounded)
         if dtype == torch.float64:
@@ -156,5 +156,5 @@ def select(scores: Tensor, window: int, allowed: Tensor) -> Tensor:
     return candidates & (candidates.float() @ beats.float() < window)
 
 
-def causal_pairs(seqlen_q: int, seqlen_k: int) -> Tensor:
+def causal_elements(seqlen_q: int, seqlen_k: int) -> Tensor:
     return torch.ones(seqlen_q, seqlen_k, dtype=torch.bool).tril(seqlen_k - seqlen_q)

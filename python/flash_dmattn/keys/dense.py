@@ -1,7 +1,7 @@
 """Boolean masks made from attention scores, for callers that want the mask itself.
 
 The attention functions do not need such a mask: they take `keep_window_size` or key intervals, which cost
-O(N) memory. A mask made here has one element per (query, key) pair that it distinguishes.
+O(N) memory. A mask made here has every (query, key) element that it distinguishes.
 
 Every mask is a choice, not a function to differentiate: scores are detached, and no gradient flows
 through the result.

@@ -257,7 +257,7 @@ def scores_and_allowed(query, key, mask, bias, scored_rule: ScoredRule):
         got = "no scores" if scores is None else f"{name} of shape {tuple(scores.shape)}"
         raise ValueError(
             f"keep_window_size: got {got}, expected one score per key in attn_bias or selection_scores: "
-            f"[B, H, {seqlen_k}] or [B, H, 1, {seqlen_k}]. For scores per pair, build a mask with "
+            f"[B, H, {seqlen_k}] or [B, H, 1, {seqlen_k}]. For a score per element, build a mask with "
             "flash_dmattn.utils.mask.create_mask"
         )
     # A bias that masks hides its keys from the selection. Where it is the score, these are the worst keys anyway, which

@@ -39,7 +39,7 @@ struct Data {
 
   // vis_ij of attention.h for query head `head`, implemented independently of the library.
   bool visible(std::int64_t batch, std::int64_t head, std::int64_t query, std::int64_t key) const;
-  // Whether the score of a pair has a bias.
+  // Whether the score of an element has a bias.
   bool biased(std::int64_t query, std::int64_t key) const;
   // The element of `tensor`, a mask or a bias, for (query, key).
   double broadcast(const Tensor& tensor, std::int64_t batch, std::int64_t head, std::int64_t query,

@@ -102,10 +102,10 @@ def test_additive_mask_and_bias_of_other_dtypes_mask_by_their_own(dtype, bias_dt
     mask[..., 3] = hidden[mask_dtype]
     bias[..., 5] = hidden[bias_dtype]
     out = _flash_dynamic_mask_attention_forward(q, k, v, mask, bias, 12, 12, is_causal=False)
-    pairs = (mask.float() + bias[:, :, None].float()).index_fill(
+    elements = (mask.float() + bias[:, :, None].float()).index_fill(
         -1, torch.tensor([3, 5]), -torch.inf
     )
-    expected = flash_dmattn_func(q, k, v, attn_bias=pairs)
+    expected = flash_dmattn_func(q, k, v, attn_bias=elements)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-3 if dtype == torch.float32 else 4e-3)
 
 

@@ -40,7 +40,7 @@ FORMULAS = {
 
 
 def dense(layer, hidden, present, score="doge"):
-    """The paper's equations with a mask over pairs."""
+    """The paper's equations with a mask over elements."""
     length = hidden.shape[1]
     q, k, v = (
         project(hidden).view(B, length, -1, layer.head_dim)

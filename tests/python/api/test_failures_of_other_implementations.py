@@ -1,4 +1,4 @@
-"""Calls for which other implementations of dynamic mask attention failed. The case table has a mask and a bias of 4097 x 4097 pairs."""
+"""Calls for which other implementations of dynamic mask attention failed. The case table has a mask and a bias of 4097 x 4097 elements."""
 
 import pytest
 import torch

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func, select_key_intervals
-from flash_dmattn.check.oracle import Problem, attention, causal_pairs, select
+from flash_dmattn.check.oracle import Problem, attention, causal_elements, select
 
 B, S, HQ, HKV = 2, 30, 4, 2
 OFFSETS = torch.tensor([0, 11, 12, S], dtype=torch.int32)
@@ -88,7 +88,7 @@ def nearly_equal_scores(batch=B):
 @pytest.mark.parametrize("is_bias", [True, False])
 def test_selection_matches_oracle(selection, is_bias):
     q, k, v, dout = tensors()
-    scores, causal = nearly_equal_scores(), causal_pairs(S, S).expand(B, HKV, S, S)
+    scores, causal = nearly_equal_scores(), causal_elements(S, S).expand(B, HKV, S, S)
     allowed = causal if selection == "per_query" else torch.ones_like(causal)
     bias = scores[:, :, None] if is_bias else None
     problem = Problem(q, k, v, dout, bias=bias, shown=select(scores, 7, allowed), causal=True)
@@ -101,9 +101,9 @@ def test_selection_matches_oracle(selection, is_bias):
 
 
 def documents():
-    """[Sq, Sk]: pairs in one document, causal."""
+    """[Sq, Sk]: elements in one document, causal."""
     document = torch.searchsorted(OFFSETS[1:].long(), torch.arange(S), right=True)
-    return causal_pairs(S, S) & (document[:, None] == document)
+    return causal_elements(S, S) & (document[:, None] == document)
 
 
 @pytest.mark.parametrize("kind", ["documents", "window", "random"])
@@ -111,11 +111,11 @@ def test_choice_under_a_dense_mask_matches_oracle(kind):
     q, k, v, dout = tensors()
     mask = {
         "documents": documents(),
-        "window": causal_pairs(S, S).triu(-12),
+        "window": causal_elements(S, S).triu(-12),
         "random": torch.rand(S, S) < 0.7,
     }[kind].expand(B, 1, S, S)
     scores = nearly_equal_scores()
-    allowed = (mask & causal_pairs(S, S)).expand(B, HKV, S, S)
+    allowed = (mask & causal_elements(S, S)).expand(B, HKV, S, S)
     problem = Problem(
         q, k, v, dout, mask, scores[:, :, None], select(scores, 4, allowed), causal=True
     )
@@ -137,4 +137,4 @@ def test_selection_within_documents_matches_oracle():
 def test_selected_intervals_match_oracle():
     scores = nearly_equal_scores()
     chosen = select_key_intervals(scores, 5).to_mask()
-    assert torch.equal(chosen, select(scores, 5, causal_pairs(S, S).expand(B, HKV, S, S)))
+    assert torch.equal(chosen, select(scores, 5, causal_elements(S, S).expand(B, HKV, S, S)))

@@ -1,4 +1,4 @@
-"""Forgetting attention against its formula over all pairs, in float64."""
+"""Forgetting attention against its formula over all elements, in float64."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def draw(heads=4, kv_heads=2, gates=None, rows=N, length=N, batch=B, mean=2.0):
 
 
 def formula(q, k, v, log_fgate, prune=None, documents=None, scale=None):
-    """As flash-linear-attention's naive_forgetting_attn has it, with pairs left out."""
+    """As flash-linear-attention's naive_forgetting_attn has it, with elements left out."""
     rows, length, heads = q.shape[1], k.shape[1], q.shape[2]
     k, v = (t.repeat_interleave(heads // k.shape[2], 2) for t in (k, v))
     c = log_fgate.cumsum(1).transpose(1, 2)
@@ -67,7 +67,7 @@ def test_last_query_is_at_last_key(rows):
 
 
 @pytest.mark.parametrize("prune", [-0.5, -3.0, -1e3, 0.0])
-def test_pruned_pairs_are_left_out(prune):
+def test_pruned_elements_are_left_out(prune):
     inputs = draw(4, 4)
     assert_equal(inputs, lambda *t: formula(*t, prune=prune)[0], prune=prune)
     _, shown = formula(*inputs, prune=prune)

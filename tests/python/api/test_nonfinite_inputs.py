@@ -33,7 +33,7 @@ def make_inputs(dtype, query_heads, key_heads):
 
 
 def visibility(kind):
-    """Options of a call, and the pairs that they show, bool [Sq, Sk]."""
+    """Options of a call, and the elements that they show, bool [Sq, Sk]."""
     row, key = torch.arange(SQ)[:, None], torch.arange(SQ)
     if kind == "causal":
         return {"is_causal": True}, key <= row
@@ -54,8 +54,8 @@ def expected_positions(inputs, shown):
     unknown = q.any(-1)[:, :, None] | k.any(-1)[:, None] | wrong["bias"][:, None]
     rows = (unknown & shown).any(-1)  # [H, Sq]
 
-    def meets(pairs, columns):
-        return (pairs.float() @ columns.float()) > 0
+    def meets(elements, columns):
+        return (elements.float() @ columns.float()) > 0
 
     out = rows[..., None] | meets(shown, v)
     ds = rows | out.any(-1) | dout.any(-1)
@@ -70,14 +70,14 @@ def expected_positions(inputs, shown):
 @backends
 @pytest.mark.parametrize("kind", ["causal", "window", "mask"])
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias", "dout"])
-def test_propagate_shows_what_visible_pairs_touch_and_nothing_else(name, kind, backend):
+def test_propagate_shows_what_visible_elements_touch_and_nothing_else(name, kind, backend):
     wrong_values = [(torch.float32, value) for value in VALUES]
     if backend == "triton":  # interpreted, it is slow, and multiplies bf16 wrongly
         if name != "bias":  # of which -inf masks; elsewhere it does what inf does
             wrong_values.remove((torch.float32, -torch.inf))
         if kind == "causal":
             wrong_values += [(torch.float16, torch.nan)]
-        else:  # the same kernels, which find other pairs visible
+        else:  # the same kernels, which find other elements visible
             wrong_values = [(torch.float32, torch.nan)]
     else:
         wrong_values += itertools.product((torch.float16, torch.bfloat16), VALUES)

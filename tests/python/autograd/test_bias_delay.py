@@ -11,7 +11,7 @@ from flash_dmattn import (
     from_padding,
     select_key_intervals,
 )
-from flash_dmattn.check.oracle import causal_pairs
+from flash_dmattn.check.oracle import causal_elements
 from flash_dmattn.kernels import recorded_kernels
 
 
@@ -51,7 +51,7 @@ def test_delayed_bias_equals_dense_attention(backend, delay, lengths, bias_heads
 
     assert_same(
         ours,
-        lambda *t: dense_in_double(*t, causal_pairs(*lengths), delay=delay, softcap=softcap)[0],
+        lambda *t: dense_in_double(*t, causal_elements(*lengths), delay=delay, softcap=softcap)[0],
         tensors,
     )
 
@@ -66,7 +66,9 @@ def test_delayed_bias_that_all_keys_share_equals_dense_attention(backend):
         return flash_dmattn_func(q, k, v, attn_bias=bias, bias_delay=3, **options)
 
     def expected(q, k, v, bias):
-        return dense_in_double(q, k, v, bias.expand(-1, -1, 41), causal_pairs(41, 41), delay=3)[0]
+        return dense_in_double(q, k, v, bias.expand(-1, -1, 41), causal_elements(41, 41), delay=3)[
+            0
+        ]
 
     assert_same(ours, expected, (q, k, v, bias))
 
@@ -111,7 +113,7 @@ def test_delayed_bias_under_a_dense_mask_equals_dense_attention():
         lambda q, k, v, bias: flash_dmattn_func(
             q, k, v, attn_mask=mask, attn_bias=bias, bias_delay=3, is_causal=True
         ),
-        lambda *t: dense_in_double(*t, mask & causal_pairs(41, 41), delay=3)[0],
+        lambda *t: dense_in_double(*t, mask & causal_elements(41, 41), delay=3)[0],
         tensors,
     )
 

@@ -78,8 +78,8 @@ def test_flops_count_the_columns_of_value():
     q, k, v, _ = leaves_of(8, torch.float32)
     with FlopCounterMode(display=False) as counter:
         flash_dmattn_func(q, k, v).sum().backward()
-    pairs = B * HQ * S * S
-    assert counter.get_total_flops() == 2 * pairs * ((D + 8) + (3 * D + 2 * 8))
+    elements = B * HQ * S * S
+    assert counter.get_total_flops() == 2 * elements * ((D + 8) + (3 * D + 2 * 8))
 
 
 def test_default_scale_follows_query_head_dim():

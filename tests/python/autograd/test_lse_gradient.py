@@ -13,7 +13,7 @@ from flash_dmattn import (
     select_key_intervals,
     sliding_window,
 )
-from flash_dmattn.check.oracle import causal_pairs
+from flash_dmattn.check.oracle import causal_elements
 from flash_dmattn.keys.intervals import KeyIntervals
 from flash_dmattn.merge import add_sink
 
@@ -45,7 +45,7 @@ def gradients(function, tensors, weights):
 def test_gradient_of_out_and_lse_equals_dense_attention(backend, window, softcap):
     tensors = inputs(heads=(4, 2))
     weights = weights_of(tensors[0])
-    seen = causal_pairs(37, 37)
+    seen = causal_elements(37, 37)
     if window is not None:
         seen = select_key_intervals(tensors[3], window).to_mask().repeat_interleave(2, 1)
 
@@ -180,7 +180,7 @@ def test_sink_equals_a_key_without_a_value(backend):
         return flash_dmattn_func(q, k, v, attn_bias=bias, sink_logits=sinks, **options)
 
     def by_softmax(q, k, v, bias, sinks):
-        return dense_in_double(q, k, v, bias, causal_pairs(37, 37), sinks=sinks)
+        return dense_in_double(q, k, v, bias, causal_elements(37, 37), sinks=sinks)
 
     expected = gradients(by_softmax, tensors, weights)
     for actual, exact in zip(gradients(ours, tensors, weights), expected, strict=True):

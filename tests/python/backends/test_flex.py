@@ -50,9 +50,9 @@ def test_forward_matches_oracle(intervals):
     "dtype, bias_dtype, form, compiled",
     [
         (torch.float16, torch.float32, "keys", ON_GPU),
-        (torch.float16, torch.float16, "pairs", ON_GPU),
+        (torch.float16, torch.float16, "elements", ON_GPU),
         (torch.bfloat16, torch.float16, "chosen keys", ON_GPU),
-        (torch.float16, torch.float32, "pairs beside scores", True),
+        (torch.float16, torch.float32, "elements beside scores", True),
     ],
 )
 def test_bias_masks_by_the_rule_of_its_dtype(request, dtype, bias_dtype, form, compiled):
@@ -198,8 +198,8 @@ def test_block_mask_needs_no_quadratic_tensor():
         partial_count, partial, full_count, full = _blocks(q, q, None, Visibility(keys=intervals))
     assert largest.elements <= 2 * length
     shown = intervals.to_mask()[0, 0]
-    for row, pairs in enumerate(shown.split(128)):
-        for column, block in enumerate(pairs.split(128, dim=1)):
+    for row, elements in enumerate(shown.split(128)):
+        for column, block in enumerate(elements.split(128, dim=1)):
             listed_partial = column in partial[0, 0, row, : partial_count[0, 0, row]]
             listed_full = column in full[0, 0, row, : full_count[0, 0, row]]
             whole = block.all() and block.shape == (128, 128)

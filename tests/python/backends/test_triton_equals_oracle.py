@@ -19,7 +19,7 @@ from flash_dmattn import triton_dmattn_func  # noqa: E402
 # Warnings of numpy about inf and NaN in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 ON_GPU = torch.cuda.is_available()
-# The interpreter takes about a second for a thousand pairs, and multiplies bf16 wrongly.
+# The interpreter takes about a second for a thousand elements, and multiplies bf16 wrongly.
 DTYPES = (
     [torch.float32, torch.bfloat16, torch.float16] if ON_GPU else [torch.float32, torch.float16]
 )

@@ -15,7 +15,7 @@ from flash_dmattn import (
 from flash_dmattn.check.cases import CASES, make_case, run
 from flash_dmattn.check.compare import assert_close, assert_matches_oracle
 from flash_dmattn.check.failed_elsewhere import forward_and_backward
-from flash_dmattn.check.oracle import Problem, Result, attention, causal_pairs, select
+from flash_dmattn.check.oracle import Problem, Result, attention, causal_elements, select
 from gpu import on_gpu
 
 GPU_CASES = [
@@ -68,7 +68,7 @@ def test_length_4096_with_4d_mask_and_4d_bias_matches_oracle():
     """Here the outputs and gradients of other CUDA kernels differed from plain attention."""
     problem = random_problem(4096, 8, 8, 128)
     problem.bias = torch.randn(1, 8, 4096, 4096, dtype=torch.bfloat16, device="cuda")
-    causal = causal_pairs(4096, 4096).cuda()
+    causal = causal_elements(4096, 4096).cuda()
     shown = problem.bias.masked_fill(~causal, -torch.inf).topk(2048, dim=-1).indices
     problem.mask = torch.zeros_like(problem.bias, dtype=torch.bool).scatter_(-1, shown, True)
     problem.mask &= causal
@@ -137,12 +137,12 @@ def test_packed_documents_match_oracle(is_causal, options, same_lengths):
     shown = packed_documents(offsets_k, cu_seqlens_q=offsets, is_causal=is_causal).to_mask()
     if options:
         one_choice = options.get("selection") == "global"
-        pairs = packed_documents(
+        documents = packed_documents(
             offsets_k, cu_seqlens_q=offsets, is_causal=is_causal and not one_choice
         )
-        pairs, shown = pairs.to_mask().cpu(), shown.cpu()
+        documents, shown = documents.to_mask().cpu(), shown.cpu()
         scores = bias.detach().t()[None].float().cpu()
-        shown = (select(scores, 6, pairs.expand(1, 2, -1, -1)) & shown).cuda()
+        shown = (select(scores, 6, documents.expand(1, 2, -1, -1)) & shown).cuda()
     q, k, v = (t.detach()[None] for t in leaves)
     problem = Problem(q, k, v, dout[None], None, bias.detach().t()[None, :, None], shown)
     dbias = bias.grad.t()[None, :, None]

@@ -18,8 +18,8 @@ ROUTES = {
     "global": (128, {"keep_window_size": 30, "selection": "global"}),
     "softcap": (64, {"softcap": 20.0}),
     "D 256": (256, {}),
-    "pairs": (64, {"pairs": True}),
-    "pairs, softcap": (64, {"pairs": True, "softcap": 20.0}),
+    "elements": (64, {"elements": True}),
+    "elements, softcap": (64, {"elements": True, "softcap": 20.0}),
 }
 DTYPES = [torch.bfloat16, torch.float16]
 routes = pytest.mark.parametrize("route", ROUTES)
@@ -32,12 +32,12 @@ class Setting:
     def __init__(self, route, dtype):
         head_dim, options = ROUTES[route]
         self.options = {**options, "is_causal": True}
-        pairs = self.options.pop("pairs", False)
+        has_elements = self.options.pop("elements", False)
         shapes = [(1, LENGTH, h, head_dim) for h in (4, 2, 2)]
-        shapes += [(1, 2, LENGTH, LENGTH) if pairs else (1, 2, LENGTH)]
+        shapes += [(1, 2, LENGTH, LENGTH) if has_elements else (1, 2, LENGTH)]
         self.leaves = [torch.randn(s, device="cuda").to(dtype).requires_grad_() for s in shapes]
-        self.mask = torch.rand(1, 1, LENGTH, LENGTH, device="cuda") < 0.8 if pairs else None
-        if pairs:
+        self.mask = torch.rand(1, 1, LENGTH, LENGTH, device="cuda") < 0.8 if has_elements else None
+        if has_elements:
             self.mask |= torch.eye(LENGTH, dtype=torch.bool, device="cuda")
         self.dout = torch.randn(shapes[0], device="cuda").to(dtype)
 

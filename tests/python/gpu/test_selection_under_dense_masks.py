@@ -117,7 +117,7 @@ def recorded(call):
 
 
 def assert_same_choice(with_ranks, with_mask, units=None):
-    """Deterministic calls that visit the same pairs: in the same tiles, bit for bit, where one family computes both. One
+    """Deterministic calls that visit the same elements: in the same tiles, bit for bit, where one family computes both. One
     that declines ranks may take the mask alone: then within rounding, in `units` of each result."""
     (actual, family), (expected, other) = recorded(with_ranks), recorded(with_mask)
     units = units or [1] * len(expected)
@@ -132,7 +132,7 @@ def test_single_family_process_passes_bit_tests():
     """The tests that compare bits, in a process whose kernels are all of one family."""
     if len(set(families(kernel_names("cuda")))) == 1:
         return  # this process
-    names = "chosen_pairs or overflow or has_its_gradient or key_bias"
+    names = "chosen_elements or overflow or has_its_gradient or key_bias"
     assert_passes_in_the_older_family(__file__, names)
 
 
@@ -155,7 +155,7 @@ SITUATIONS = {
 
 
 @pytest.mark.parametrize("name", SITUATIONS)
-def test_attention_is_that_of_the_chosen_pairs(name):
+def test_attention_is_that_of_the_chosen_elements(name):
     options = dict(SITUATIONS[name])
     lengths, window = options.pop("lengths", (200, 264)), options.pop("window", 50)
     heads, score_heads = options.pop("heads", (4, 2)), options.pop("score_heads", None)

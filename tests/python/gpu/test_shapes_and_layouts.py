@@ -8,7 +8,7 @@ import torch
 from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func, select_key_intervals
 from flash_dmattn.check.compare import assert_matches_oracle
 from flash_dmattn.check.failed_elsewhere import forward_and_backward
-from flash_dmattn.check.oracle import Problem, causal_pairs, select
+from flash_dmattn.check.oracle import Problem, causal_elements, select
 
 BATCH, HEADS_Q, HEADS_KV = 2, 4, 2
 
@@ -38,21 +38,21 @@ VALUE_DIMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("route", ["one for each key", "selection", "pairs"])
+@pytest.mark.parametrize("route", ["one for each key", "selection", "elements"])
 @pytest.mark.parametrize(("head_dim", "value_dim"), [*((d, d) for d in HEAD_DIMS), *VALUE_DIMS])
 def test_every_head_dim_matches_oracle(head_dim, value_dim, route):
     dtype = torch.float16 if head_dim % 16 == 0 else torch.bfloat16
-    seqlen_k = 132 if route == "pairs" else 131  # of pairs in fours, a kernel of their own
+    seqlen_k = 132 if route == "elements" else 131  # of elements in fours, a kernel of their own
     problem = problem_of(head_dim, seqlen_k=seqlen_k, dtype=dtype, value_dim=value_dim)
     options = {}
-    if route == "pairs":
+    if route == "elements":
         problem.mask = torch.rand(BATCH, 1, 70, seqlen_k, device="cuda") < 0.7
         problem.bias = normal(BATCH, HEADS_KV, 70, seqlen_k, dtype=dtype)
     else:
         problem.bias = normal(BATCH, HEADS_KV, 1, seqlen_k, dtype=dtype)
     if route == "selection":
         options["keep_window_size"] = 20
-        allowed = causal_pairs(70, seqlen_k).cuda().expand(BATCH, HEADS_KV, -1, -1)
+        allowed = causal_elements(70, seqlen_k).cuda().expand(BATCH, HEADS_KV, -1, -1)
         problem.shown = select(problem.bias[:, :, 0].float(), 20, allowed)
     assert_matches_oracle(forward_and_backward(problem, **options), problem)
 
@@ -68,7 +68,7 @@ def test_key_and_value_of_one_projection_match_oracle(head_dim, value_dim, selec
     options = {}
     if selects:
         problem.bias = normal(BATCH, HEADS_KV, 1, 131)
-        allowed = causal_pairs(70, 131).cuda().expand(BATCH, HEADS_KV, -1, -1)
+        allowed = causal_elements(70, 131).cuda().expand(BATCH, HEADS_KV, -1, -1)
         problem.shown = select(problem.bias[:, :, 0].float(), 20, allowed)
         options["keep_window_size"] = 20
     assert_matches_oracle(forward_and_backward(problem, **options), problem)
@@ -149,7 +149,7 @@ EMPTY = {
 }
 
 
-@pytest.mark.parametrize("options", ["plain", "selection", "global", "pairs"])
+@pytest.mark.parametrize("options", ["plain", "selection", "global", "elements"])
 @pytest.mark.parametrize("name", EMPTY)
 def test_empty_problem_gives_empty_result(name, options):
     batch, seqlen_q, seqlen_k, heads_q, heads_kv = EMPTY[name]
@@ -157,7 +157,7 @@ def test_empty_problem_gives_empty_result(name, options):
     k, v = (normal(batch, seqlen_k, heads_kv, 64).requires_grad_() for _ in range(2))
     bias = normal(batch, heads_kv, seqlen_k).requires_grad_()
     mask, keep = None, {}
-    if options == "pairs":
+    if options == "elements":
         bias = normal(batch, heads_q, seqlen_q, seqlen_k).requires_grad_()
         mask = torch.ones(batch, 1, seqlen_q, seqlen_k, dtype=torch.bool, device="cuda")
     elif options != "plain":
@@ -253,7 +253,7 @@ def test_layout_and_bytes_of_a_mask_change_no_bit(heads):
 
 @pytest.mark.parametrize("shape", ["mask", "bias", "both"])
 def test_dense_layouts_match_oracle(shape):
-    """Masks and biases of pairs whose rows lie anywhere: every width of load, and the slow path."""
+    """Masks and biases of elements whose rows lie anywhere: every width of load, and the slow path."""
     problem = problem_of(64, 130, 264)
     mask = torch.rand(BATCH, HEADS_KV, 130, 264, device="cuda") < 0.6
     bias = normal(BATCH, HEADS_KV, 130, 264)

@@ -15,7 +15,7 @@ from flash_dmattn import (
     select_key_intervals,
     sliding_window,
 )
-from flash_dmattn.check.oracle import causal_pairs, select
+from flash_dmattn.check.oracle import causal_elements, select
 
 
 def test_repr_has_the_shape_and_not_the_numbers():
@@ -60,7 +60,7 @@ def test_selection_is_its_definition(problem, selection, is_causal):
         query_length=seqlen_q,
     )  # fmt: skip
     causal = (
-        causal_pairs(seqlen_q, seqlen_k) if is_causal else torch.ones(seqlen_q, seqlen_k).bool()
+        causal_elements(seqlen_q, seqlen_k) if is_causal else torch.ones(seqlen_q, seqlen_k).bool()
     )
     keys = torch.ones(scores.shape, dtype=torch.bool) if mask is None else mask.expand_as(scores)
     keys = keys[:, :, None].expand(-1, -1, seqlen_q, -1)
@@ -129,7 +129,7 @@ def test_packed_documents_match_definition(lengths_k, lengths_q, is_causal):
     cu_q = None if lengths_q is None else torch.tensor([0, *lengths_q]).cumsum(0).int()
     lengths_q = lengths_k if lengths_q is None else lengths_q
     blocks = [
-        causal_pairs(q, k) if is_causal else torch.ones(q, k, dtype=torch.bool)
+        causal_elements(q, k) if is_causal else torch.ones(q, k, dtype=torch.bool)
         for q, k in zip(lengths_q, lengths_k, strict=True)
     ]
     total_q, total_k = sum(lengths_q), sum(lengths_k)
@@ -211,7 +211,7 @@ def test_attention_keeps_what_the_definition_keeps(selection, mask_kind, is_caus
     seqlen = 40
     q, k, v = (torch.randn(2, seqlen, heads, 16) for heads in (4, 2, 2))
     bias = torch.randint(6, (2, 2, seqlen)).float()
-    causal = causal_pairs(seqlen, seqlen)
+    causal = causal_elements(seqlen, seqlen)
     padding = torch.arange(seqlen) >= torch.tensor([[7], [0]])
     mask = {
         "none": None,
@@ -242,7 +242,7 @@ def test_every_query_head_chooses_for_itself():
     seqlen = 40
     q, k, v = (torch.randn(2, seqlen, heads, 16) for heads in (4, 2, 2))
     bias = torch.randn(2, 4, seqlen)
-    shown = select(bias, 9, causal_pairs(seqlen, seqlen).expand(2, 4, -1, -1))
+    shown = select(bias, 9, causal_elements(seqlen, seqlen).expand(2, 4, -1, -1))
     actual = flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, keep_window_size=9)
     torch.testing.assert_close(actual, attend_by_mask(q, k, v, bias, shown), rtol=1e-5, atol=1e-6)
     # Scores of query heads with a bias and a mask of key heads.
@@ -256,7 +256,7 @@ def test_every_query_head_chooses_for_itself():
 def test_mask_and_scores_with_broadcast_heads_equal_definition():
     q, k, v = (torch.randn(2, 40, heads, 16) for heads in (4, 2, 2))
     packed = [packed_documents(torch.tensor([0, end, 40])).to_mask() for end in (11, 25)]
-    causal = causal_pairs(40, 40)
+    causal = causal_elements(40, 40)
     for mask in (torch.cat(packed, 1), torch.cat(packed, 0), torch.rand(1, 2, 40, 40) < 0.5):
         for shape in [(1, 1, 40), (2, 1, 40), (1, 2, 40)]:
             bias = torch.randn(shape)
@@ -276,7 +276,7 @@ def test_keys_that_the_bias_masks_are_not_chosen():
         scores = torch.randn(1, 2, seqlen)
         allowed = bias > torch.finfo(torch.float32).min
         allowed = allowed[:, :, None] if dims == 3 else allowed
-        shown = select(scores, 5, allowed & causal_pairs(seqlen, seqlen))
+        shown = select(scores, 5, allowed & causal_elements(seqlen, seqlen))
         actual = flash_dmattn_func(
             q, k, v, attn_bias=bias, is_causal=True, keep_window_size=5, selection_scores=scores
         )
@@ -298,7 +298,7 @@ def test_selection_under_dense_mask_and_bias_matches_definition(heads, selection
     allowed = (matched[0] > -torch.inf).expand(2, -1, -1, -1)
     if mask is not None:
         allowed = allowed & mask.repeat_interleave(4 // mask_heads, 1)
-    causal = causal_pairs(40, 40)
+    causal = causal_elements(40, 40)
     if selection == "per_query":
         shown = select(matched[1], 9, allowed & causal)
     else:
@@ -318,7 +318,7 @@ def test_nonfinite_scores_choose_by_definition(mask, window):
     q, k, v = (torch.randn(1, 40, 2, 16) for _ in range(3))
     values = torch.tensor([-torch.inf, -torch.inf, torch.nan, torch.inf, 1.0, 2.0])
     scores = values[torch.randint(len(values), (1, 2, 40))]
-    causal = causal_pairs(40, 40)
+    causal = causal_elements(40, 40)
     given = {
         None: None,
         "padding": torch.arange(40)[None] >= 4,

@@ -1,4 +1,4 @@
-"""Rules of published methods, as docs/howto/learned-scores.md has them, against their definition over all pairs."""
+"""Rules of published methods, as docs/howto/learned-scores.md has them, against their definition over all elements."""
 
 import pytest
 import torch

@@ -10,7 +10,7 @@ import torch
 
 import bench
 from flash_dmattn import select_key_intervals
-from flash_dmattn.check.oracle import causal_pairs
+from flash_dmattn.check.oracle import causal_elements
 from harness import attention, cases, decode, machine, record, sides
 from harness.cases import (
     DENSE,
@@ -260,11 +260,11 @@ def test_interrupt_keeps_finished_rows(capsys, monkeypatch, tmp_path):
 def test_packed_documents_are_as_many_dense_sequences():
     packed = Case(DOCUMENTS, 96, 16, 32, heads_q=2, heads_kv=1)
     batch = Case(DENSE, 32, 16, heads_q=2, heads_kv=1, batch=3)
-    assert packed.pairs == batch.pairs
+    assert packed.visible_elements == batch.visible_elements
     rows = attention.measure(packed, "float32", "cpu", ["cpu", "sdpa"], 1)
     assert [row["side"] for row in rows] == ["cpu", "sdpa"]
     visible = draw(packed, torch.float32, "cpu").intervals.to_mask()
-    assert int(visible.sum()) * packed.heads_q == packed.pairs
+    assert int(visible.sum()) * packed.heads_q == packed.visible_elements
 
 
 def test_side_without_a_backward_has_a_row_without_one():
@@ -276,12 +276,12 @@ def test_side_without_a_backward_has_a_row_without_one():
 
 
 @pytest.mark.parametrize("window", [None, 5, 40, 100])
-def test_useful_work_counts_visible_pairs(window):
+def test_useful_work_counts_visible_elements(window):
     case = Case(PER_QUERY, 64, 16, window, heads_q=4, heads_kv=2, batch=3)
-    visible = causal_pairs(64, 64).sum(-1).clamp(max=window or 64).sum().item()
-    assert case.pairs == 3 * 4 * visible
-    assert case.useful_flops("forward") == 4 * 16 * case.pairs
-    row = record.row(case, "cpu", "float32", forward=1e-9 * case.pairs)
+    visible = causal_elements(64, 64).sum(-1).clamp(max=window or 64).sum().item()
+    assert case.visible_elements == 3 * 4 * visible
+    assert case.useful_flops("forward") == 4 * 16 * case.visible_elements
+    row = record.row(case, "cpu", "float32", forward=1e-9 * case.visible_elements)
     assert cases.useful_tflops(row)[0] == pytest.approx(64)
 
 
@@ -310,7 +310,7 @@ def test_evicted_keys_are_as_many_as_useful_work_counts():
         case = Case(EVICTED, 2048, 16, window, heads_q=4, heads_kv=4)
         scores = draw(case, torch.float32, "cpu").scores
         visible = select_key_intervals(scores, **sides.rule_of(case)).to_mask()
-        assert int(visible.sum()) == pytest.approx(case.pairs, rel=tolerance)
+        assert int(visible.sum()) == pytest.approx(case.visible_elements, rel=tolerance)
 
 
 def test_peak_counts_the_mask_that_a_rival_needs():

@@ -5,10 +5,10 @@ import torch
 from flash_dmattn.check.cases import to_device
 from flash_dmattn.check.compare import assert_matches_oracle
 from flash_dmattn.check.failed_elsewhere import forward_and_backward
-from flash_dmattn.check.oracle import Problem, causal_pairs, select
+from flash_dmattn.check.oracle import Problem, causal_elements, select
 
 # A key bias or a dense bias; keys selected by it, or by separate scores.
-FORMS = ("keys", "pairs", "chosen keys", "keys beside scores", "pairs beside scores")
+FORMS = ("keys", "elements", "chosen keys", "keys beside scores", "elements beside scores")
 WINDOW = 9
 
 
@@ -35,10 +35,10 @@ def problem_of(form, dtype, bias_dtype, lengths=(24, 64)):
         torch.randn(1, length, heads, 16).to(dtype)
         for length, heads in ((length_q, 4), (length_k, 2), (length_k, 2), (length_q, 4))
     )
-    rows = length_q if form.startswith("pairs") else 1
+    rows = length_q if form.startswith("elements") else 1
     bias = bias_around_mask_value(1, 2, rows, length_k, dtype=bias_dtype)
     problem = Problem(q, k, v, dout, bias=bias, causal=True)
-    causal = causal_pairs(length_q, length_k).expand(1, 2, -1, -1)
+    causal = causal_elements(length_q, length_k).expand(1, 2, -1, -1)
     if form == "chosen keys":
         problem.shown = select(bias[:, :, 0].double(), WINDOW, causal)
         return problem, {"keep_window_size": WINDOW}

@@ -1,4 +1,4 @@
-"""Attention over all pairs by torch's own operators in double, with autograd's gradients."""
+"""Attention over all elements by torch's own operators in double, with autograd's gradients."""
 
 from __future__ import annotations
 
