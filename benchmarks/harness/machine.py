@@ -15,11 +15,8 @@ from flash_dmattn._core.availability import backends
 
 BENCHMARKS = Path(__file__).parents[1]
 RECORDS = BENCHMARKS / "records"
-PACKAGES = (
-    "torch",
-    "transformers",
-    "kvpress",
-)  # whose versions a record has, where they are imported
+# A record has their versions, where they are imported.
+PACKAGES = ("torch", "transformers", "kvpress")
 
 
 def output_of(*command: str) -> str:

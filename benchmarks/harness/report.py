@@ -220,7 +220,8 @@ def draw_slots(path: Path) -> None:
     heads, window, tokens, width = 2, 5, 14, 8
     cache = KVSlots(1, heads, window, width)
     scores = torch.randn(1, heads, tokens)
-    figure, panels = plt.subplots(  # so narrow that its text is legible on a phone
+    # It is so narrow that its text is legible on a phone.
+    figure, panels = plt.subplots(
         1, heads, figsize=(4.7, 4.4), sharey=True, gridspec_kw={"wspace": 0}, layout="constrained"
     )
     for token in range(tokens):

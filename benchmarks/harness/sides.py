@@ -201,9 +201,9 @@ def _sdpa(inputs: Inputs) -> Step:
     if case.kind == DENSE:
         return _sdpa_step(inputs)
     heads = 1 if case.kind in (SLIDING, DOCUMENTS) else case.heads_q
-    needed = (
-        (9 if case.kind == FORGETTING else 5) * case.batch * heads * case.seqlen**2
-    )  # torch converts it to numbers
+    # torch converts the mask to numbers.
+    bytes_per_element = 9 if case.kind == FORGETTING else 5
+    needed = bytes_per_element * case.batch * heads * case.seqlen**2
     expect_memory(2 * needed, "mask and a copy of it take", inputs.q.device)
     if case.kind == DENSE_MASKS:  # one tensor is mask and bias, and has one gradient
         masked_bias = inputs.bias.masked_fill(~inputs.mask, -torch.inf)

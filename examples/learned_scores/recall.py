@@ -217,9 +217,8 @@ def main(arguments: list[str] | None = None) -> None:
         for run in runs(options):
             rows.append(measure(run, seed, options))
             print(rows[-1], flush=True)
-            if (
-                options.output is not None
-            ):  # after every run, so that an end before the last loses none
+            # The file is written after every run, so that an end before the last loses none.
+            if options.output is not None:
                 options.output.parent.mkdir(parents=True, exist_ok=True)
                 results = {"settings": settings, "rows": rows}
                 options.output.write_text(json.dumps(results, indent=1) + "\n")

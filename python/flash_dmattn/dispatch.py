@@ -62,9 +62,8 @@ def attention(
     """
     backend = resolve_backend(backend)
     inputs = attention_inputs(query, key, value, "B, S, H, D", backend)
-    if (
-        inputs[0] is not query
-    ):  # padded to the head dimension of value, which has no part in the scale
+    # Where query was padded to the head dimension of value, the scale is that of the unpadded one.
+    if inputs[0] is not query:
         numerics = numerics.with_scale_for(query.shape[3])
     query, key, value = inputs
     if bias is not None:
@@ -255,9 +254,8 @@ def _run_in_python(
 ) -> tuple[Tensor, Tensor | None]:
     bias = bias if bias is None else add_query_dimension(bias)
     if backend == "triton":
-        from ._backends.triton.ops import (
-            attention as implementation,  # imports triton, which may be missing
-        )
+        # The module imports triton, which may be missing.
+        from ._backends.triton.ops import attention as implementation
     else:
         from ._backends.flex import attention as implementation
     out, lse = implementation(query, key, value, bias, visible, numerics)

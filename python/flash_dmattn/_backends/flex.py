@@ -14,18 +14,16 @@ from .._core.numerics import Numerics
 from ..keys.visibility import Visibility
 
 _BLOCK = 128  # queries and keys of a block of the BlockMask
-_RECOMPILATIONS = (
-    256  # beyond torch's limit of 8 per function, flex would quietly make N x N tensors
-)
+# Beyond torch's limit of 8 per function flex would make N x N tensors without a word.
+_RECOMPILATIONS = 256
 # Below 128 queries torch 2.10 to 2.13 take their decoding kernel, which has no tiles for lengths that are no
 # power of 2 and then raises.
 _OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
 # torch keeps as many tiles of dense masks and biases in shared memory as of keys: 278 KB of an H200's
 # 227 at head dimension 128.
 _DENSE_OPTIONS = _OPTIONS | {"bwd_num_stages": 1}
-_NARROW_DENSE_OPTIONS = _DENSE_OPTIONS | {
-    "fwd_num_stages": 2
-}  # and forward up to head dimension 64
+# Up to head dimension 64 the forward has two stages, too.
+_NARROW_DENSE_OPTIONS = _DENSE_OPTIONS | {"fwd_num_stages": 2}
 # The end of the scores' range: times log2(e) it is still within fp32.
 _LARGEST_SCORE = 1e38
 

@@ -112,9 +112,8 @@ def attention(problem: Problem, dtype: torch.dtype = torch.float64) -> Result:
 
     highest = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.sum(-1, keepdim=True)
     highest = highest.masked_fill(~visible.any(-1, keepdim=True), 0)
-    counting = scores[
-        scores > highest - 745
-    ]  # the others have a probability of 0, in double as well
+    # The other scores have a probability of 0, in double as well.
+    counting = scores[scores > highest - 745]
     largest_score = counting.abs().max().item() if counting.numel() else 0.0
     p = scores.sub_(highest).exp_()
     total = p.sum(-1, keepdim=True)

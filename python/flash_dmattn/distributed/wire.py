@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._core.checks import may_read
 
-CHECKED_CALLS = (
-    100  # of a group, where the caller does not say otherwise: the first steps of a model
-)
+# Calls of a group that are compared where the caller does not say otherwise: the first steps of a model.
+CHECKED_CALLS = 100
 COMPARED = 32  # the most numbers of a call that ranks compare; their message has a fixed size
 # Its name from torch 2.13 on, and before.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

@@ -88,9 +88,8 @@ def test_group_sees_key_until_it_has_faded_for_all_heads():
 
 
 @pytest.mark.parametrize("prune", [None, -2.0])
-@pytest.mark.parametrize(
-    "lengths", [[20, 1, 0, 49], [70], [30, 30]], ids=str
-)  # 10 tokens of padding
+# [30, 30] has 10 tokens of padding.
+@pytest.mark.parametrize("lengths", [[20, 1, 0, 49], [70], [30, 30]], ids=str)
 def test_packed_sequences_do_not_see_each_other(prune, lengths):
     offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     total = int(offsets[-1])

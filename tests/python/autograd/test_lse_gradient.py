@@ -227,9 +227,8 @@ def test_products_beyond_float32_give_finite_gradients(size, logit):
             grads, torch.autograd.grad(expected, wide, [w.double() for w in weights]), strict=True
         ):
             assert actual.isfinite().all()
-            certain = (
-                right.abs() > 1e-3 * right.abs().max()
-            )  # others are differences of larger numbers
+            # Smaller elements are differences of larger numbers.
+            certain = right.abs() > 1e-3 * right.abs().max()
             limit = torch.finfo(torch.float32).max
             right = right.clamp(-limit, limit)[certain]
             torch.testing.assert_close(actual.double()[certain], right, rtol=2e-3, atol=0.0)

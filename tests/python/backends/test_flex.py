@@ -161,9 +161,8 @@ def test_rows_that_do_not_see_a_nonfinite_value_keep_their_results(of, value):
     got, wanted = inputs_and_results(None if of == "v" else everything, wrong)
     for tensor in got:
         assert tensor.isfinite().all()
-    for result, tensor in enumerate(
-        got[:2]
-    ):  # out and dq of earlier rows equal the results of finite inputs
+    # out and dq of earlier rows equal the results of finite inputs.
+    for result, tensor in enumerate(got[:2]):
         torch.testing.assert_close(tensor[:, :130], wanted[result][:, :130], rtol=1e-2, atol=1e-2)
     if of in ("q", "dout"):  # dk and dv of keys after it
         for result, tensor in enumerate(got[2:], 2):

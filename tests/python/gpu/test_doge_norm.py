@@ -32,7 +32,6 @@ def test_norm_equals_that_of_the_model_to_a_rounding(dtype, is_autocast):
         assert ours.dtype == theirs.dtype
         largest = theirs.abs().max().item()
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * largest)
-    if (
-        dtype != torch.float32
-    ):  # another order of the sum moves few roundings; another place of it, every third
+    # Another order of the sum moves few roundings; another place of it, every third.
+    if dtype != torch.float32:
         assert (actual[0] != expected[0]).float().mean() < 0.02

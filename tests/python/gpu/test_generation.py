@@ -141,9 +141,8 @@ def test_nothing_waits_for_the_device():
     model, ids = ours_in_bfloat16(make_large()), make_ids(B, S).cuda()
     cache = prefilled(model, ids)
     token, mask = ids[:, :1].clone(), torch.ones(B, S + 9, dtype=torch.long, device="cuda")
-    model(
-        token, past_key_values=cache, attention_mask=mask
-    )  # kernels are loaded at their first use
+    # Kernels are loaded at their first use.
+    model(token, past_key_values=cache, attention_mask=mask)
     model(token, past_key_values=cache)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -170,9 +169,8 @@ def test_one_graph_serves_all_tokens(is_compiled):
         tokens[i].copy_(table[tokens[i]])
         return logits
 
-    graph, logits = capture(
-        lambda: step(0)
-    )  # one step without a graph; the captured one does not run
+    # One step runs without a graph; the captured one does not run.
+    graph, logits = capture(lambda: step(0))
     step(1)
     for turn in range(1000):
         graph.replay()

@@ -205,14 +205,8 @@ def test_overflowing_scores_respect_ranks():
     assert_same_choice(
         lambda: step(inputs, mask.cuda(), keep_window_size=20, deterministic=True),
         lambda: step(inputs, chosen.cuda(), deterministic=True),
-        units=[
-            1,
-            1e38,
-            1e19,
-            1e19,
-            1,
-            1,
-        ],  # of out, lse, dq (a sum of keys), dk (of queries), dv, dbias
+        # out, lse, dq (a sum of keys), dk (of queries), dv, dbias
+        units=[1, 1e38, 1e19, 1e19, 1, 1],
     )
 
 
@@ -225,7 +219,7 @@ def bias_that_masks(*shape, dtype=torch.bfloat16):
     return bias
 
 
-PAIR_BIASES = {  # batch and heads of the bias, of the mask, of the scores
+ELEMENT_BIASES = {  # batch and heads of the bias, of the mask, of the scores
     "of key heads": ((2, 2), (2, 1), (2, 2)),
     "without a mask": ((2, 2), None, (2, 2)),
     "one for all": ((1, 1), (2, 2), (1, 2)),
@@ -237,9 +231,9 @@ PAIR_BIASES = {  # batch and heads of the bias, of the mask, of the scores
 
 @pytest.mark.parametrize("selection", ["per_query", "global"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-@pytest.mark.parametrize("name", PAIR_BIASES)
+@pytest.mark.parametrize("name", ELEMENT_BIASES)
 def test_selection_scores_under_dense_bias_match_oracle(name, dtype, selection):
-    bias_sizes, mask_sizes, scores_sizes = PAIR_BIASES[name]
+    bias_sizes, mask_sizes, scores_sizes = ELEMENT_BIASES[name]
     lengths = (130, 264)
     q, k, v, _ = tensors(lengths, (4, 2), 64)
     bias, scores = (

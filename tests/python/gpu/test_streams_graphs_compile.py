@@ -181,9 +181,8 @@ def test_side_streams_give_same_bits():
         for _ in range(20):
             busy = busy @ busy
             busy = busy / busy.norm()
-        scaled = [
-            (t.detach() + 0 * busy[0, 0]).to(t.dtype) for t in inputs
-        ]  # only ready after `busy`
+        # The inputs are ready only after `busy`.
+        scaled = [(t.detach() + 0 * busy[0, 0]).to(t.dtype) for t in inputs]
         actual = gradients(FUNCTIONS["per_query"], scaled)
     stream.synchronize()
     assert_close(actual, expected)

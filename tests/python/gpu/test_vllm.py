@@ -51,9 +51,8 @@ def doge(tmp_path_factory):
     torch.manual_seed(0)
     model = make_model(WINDOW, hidden_size=256, intermediate_size=384, max_position_embeddings=1024)
     folder = tmp_path_factory.mktemp("doge")
-    model.to(torch.bfloat16).save_pretrained(
-        folder
-    )  # and its frequencies of RoPE, so load it again
+    # The frequencies of RoPE become bf16, too, so the model is loaded again.
+    model.to(torch.bfloat16).save_pretrained(folder)
     eager, exact = (
         brute_force_of(DogeForCausalLM.from_pretrained(folder, dtype=dtype)).to("cuda")
         for dtype in (torch.bfloat16, torch.float32)

@@ -69,9 +69,8 @@ def assert_same_training(eager, ours, ids, labels, **inputs):
 
     exact = copy.deepcopy(eager).double()
     by_eager, by_ours, expected = map(trained, (eager, ours, exact))
-    if (
-        not expected.loss.isfinite()
-    ):  # eager adds two fills with the lowest float64 under left padding
+    # Under left padding eager attention adds two fills with the lowest float64.
+    if not expected.loss.isfinite():
         exact, expected = eager, by_eager
     assert (by_ours.loss - expected.loss).abs() <= 16 * EPS * expected.loss
     torch.testing.assert_close(

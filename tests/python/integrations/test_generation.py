@@ -36,9 +36,10 @@ WAYS = {
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+# After a padding of 33 the prompt is shorter than the window.
 @pytest.mark.parametrize(
     ("way", "pad"), [("greedy", 13), *((way, pad) for way in WAYS for pad in (0, 33))]
-)  # after a padding of 33 the prompt is shorter than the window
+)
 def test_each_generation_mode_gives_tokens_of_full_cache(way, pad, static):
     oracle, ours = make_pair()
     cache = DynamicMaskCache(ours.config, static=static)

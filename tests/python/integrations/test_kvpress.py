@@ -71,9 +71,8 @@ def test_scored_prompt_is_cut_and_later_tokens_stay():
         causal = torch.ones(length, length, dtype=torch.bool).tril()
         visible = causal.expand(*norms.shape[:2], -1, -1).clone()
         for query in range(PROMPT, length):
-            later = (
-                query - PROMPT
-            )  # keys of the prompt make room for them, for the query itself none does
+            # Keys of the prompt make room for those after it, but none for the query itself.
+            later = query - PROMPT
             kept = norms[..., :PROMPT].argsort(-1)[..., : keep - later]
             visible[:, :, query, :PROMPT] = torch.zeros_like(
                 norms[..., :PROMPT], dtype=torch.bool

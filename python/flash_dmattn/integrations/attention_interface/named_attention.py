@@ -112,9 +112,8 @@ def mask_driven_attention_forward(
         _check_causality(module, query, attention_mask, resolve_flag(is_causal, "is_causal"))
     options = {name: value for name, value in kwargs.items() if name not in _KEYWORDS_OF_THE_MASK}
     if options.get("position_bias") is not None:
-        options["window_size"] = key.shape[
-            2
-        ]  # it is no score: a `window_size` of the layer means something else
+        # The bias is no score, so every key is kept: a `window_size` of the layer means something else.
+        options["window_size"] = key.shape[2]
     return flash_dynamic_mask_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, is_causal=False, **options
     )

@@ -54,9 +54,8 @@ def serve(arguments: list[str], program: str) -> None:
         options += ["--attn-implementation", NAME]
     if not {"--continuous-batching", "--no-continuous-batching"} & set(options):
         options.append("--continuous-batching")
-    model_manager.ModelManager = (
-        FlashModelManager  # the server imports it from there when it starts
-    )
+    # The server imports the class from this module when it starts.
+    model_manager.ModelManager = FlashModelManager
     app = typer.Typer(add_completion=False)
     app.command()(Serve)
     app(args=options, prog_name=program)

@@ -221,9 +221,8 @@ class _Positions(NamedTuple):
             return torch.searchsorted(self.cache_position, self.key_positions(), out_int32=True)
         if self.keys_are_queries():
             return self.key_indices()
-        first = self.key_indices() + (
-            self.kv_offset - self.q_offset
-        )  # int64 if the offsets are tensors [1]
+        # int64 where the offsets are tensors [1].
+        first = self.key_indices() + (self.kv_offset - self.q_offset)
         return first.clamp(0, self.q_length).int()
 
     def present_keys(self, padding: torch.Tensor | None) -> torch.Tensor | None:

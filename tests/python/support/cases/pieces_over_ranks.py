@@ -31,11 +31,8 @@ from flash_dmattn.distributed.pending import seen_keys
 NAMES = ("out", "dquery", "dkey", "dvalue", "dscores")
 EXCHANGES = ("direct", "two_hops")
 KINDS = ("normal", "ties", "falling", "rule", "documents")
-KINDS_OF_SAME_BITS = (
-    "normal",
-    "ties",
-    "falling",
-)  # a window alone, whose tiles of visible keys are those of the whole
+# Their rule is a window alone, whose tiles of visible keys are those of the whole.
+KINDS_OF_SAME_BITS = ("normal", "ties", "falling")
 
 # 16 bits round 2.9e-3 of the norm of dk away over two H100s, 2.4e-3 on one: the two together are below 2**-7. Over two ranks of a CPU
 # a row differs by 4.6e-3 at most. A key whose gradient is lost changes its row by about all of it, whatever the norm is.
@@ -293,9 +290,8 @@ def ranks_with_other_windows_raise(ranks):
 
 def graph_has_bits_of_eager_run(ranks):
     """Forward and backward, collectives included, captured and replayed; on a GPU alone."""
-    sys.path.append(
-        str(Path(__file__).parents[1] / "runtime")
-    )  # pytest's paths do not reach torchrun's programs
+    # pytest's paths do not reach torchrun's programs.
+    sys.path.append(str(Path(__file__).parents[1] / "runtime"))
     from gpu import capture
 
     *leaves, dout = draw(ranks, ranks.sizes.tokens, 3)
