@@ -40,25 +40,25 @@ def run(options: argparse.Namespace) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    found = machine.origin(options.device, options.commit) | {"rows": []}
+    new_record = machine.origin(options.device, options.commit) | {"rows": []}
     path = options.json
     if options.record:
-        path = machine.record_path(options.record, found["machine"])
-    if path and not found["commit"]:
+        path = machine.record_path(options.record, new_record["machine"])
+    if path and not new_record["commit"]:
         options.fail("--commit: got none outside a Git checkout, expected that of the sources")
     if path:
-        record.write(path, found)  # fails before anything is measured, rather than after
-    print(f"{found['machine']['name']}, torch {torch.__version__}", flush=True)
+        record.write(path, new_record)  # fails before anything is measured, rather than after
+    print(f"{new_record['machine']['name']}, torch {torch.__version__}", flush=True)
     try:
         for row in _measured(options):
             print(record.format_row(row), flush=True)
-            found["rows"].append(row)
+            new_record["rows"].append(row)
             if path:
-                record.write(path, found)
+                record.write(path, new_record)
     except KeyboardInterrupt:
-        print(f"\nInterrupted after {len(found['rows'])} rows.", file=sys.stderr)
+        print(f"\nInterrupted after {len(new_record['rows'])} rows.", file=sys.stderr)
         return INTERRUPTED
-    if not found["rows"]:
+    if not new_record["rows"]:
         print(f"Nothing was measured: no side ran {' '.join(options.case)}.", file=sys.stderr)
         return 1
     if path:
@@ -96,7 +96,7 @@ def _measured(options: argparse.Namespace) -> Iterator[dict]:
 
 
 def show(options: argparse.Namespace) -> int:
-    rows = [row for found in options.records for row in found["rows"]]
+    rows = [row for one_record in options.records for row in one_record["rows"]]
     print("\n".join(map(record.format_row, rows)))
     if options.plot is None:
         return 0

@@ -97,7 +97,7 @@ def median_ms(ranks: Ranks, body: Callable[[], object], together: bool = True) -
 
 def measure_whole(ranks: Ranks, length: int) -> dict:
     """Times of the whole on rank 0, while the others wait."""
-    found = None
+    measurements = None
     if ranks.rank == 0:
         *leaves, dout = draw_inputs(ranks, length)
         ranks.clear_memory()
@@ -109,13 +109,13 @@ def measure_whole(ranks: Ranks, length: int) -> dict:
         def forward_and_backward():
             with_gradients(attend_to_whole(leaves), leaves, dout)
 
-        found = {
+        measurements = {
             "forward": median_ms(ranks, forward, together=False),
             "both": median_ms(ranks, forward_and_backward, together=False),
             "peak_mb": ranks.peak_mb(),
         }
     ranks.wait_for_all()
-    return ranks.gather_values(found)[0]
+    return ranks.gather_values(measurements)[0]
 
 
 def measure_pieces(ranks: Ranks, length: int, exchange: str, headroom: bool) -> dict:
@@ -141,8 +141,11 @@ def measure_pieces(ranks: Ranks, length: int, exchange: str, headroom: bool) -> 
     def forward_and_backward():
         with_gradients(attend_to_pieces(q, begin_exchange(*keys, **options)), piece, dout)
 
-    found = {"forward": median_ms(ranks, forward), "both": median_ms(ranks, forward_and_backward)}
-    found["peak_mb"] = ranks.peak_mb()
+    measurements = {
+        "forward": median_ms(ranks, forward),
+        "both": median_ms(ranks, forward_and_backward),
+    }
+    measurements["peak_mb"] = ranks.peak_mb()
     before = exchanged_bytes(ranks.group)
     forward()
     middle = exchanged_bytes(ranks.group)
@@ -167,18 +170,20 @@ def measure_pieces(ranks: Ranks, length: int, exchange: str, headroom: bool) -> 
     parts["attend both"] = median_ms(
         ranks, lambda: with_gradients(attend_to_pieces(leaves[0], free), leaves, dout)
     )
-    found["parts"] = parts
-    found = slowest(ranks.gather_values(found | {"values": moved}))
-    found["values"] = {name: [number, "MB"] for name, number in found["values"].items()}
-    return found
+    measurements["parts"] = parts
+    measurements = slowest(ranks.gather_values(measurements | {"values": moved}))
+    measurements["values"] = {
+        name: [number, "MB"] for name, number in measurements["values"].items()
+    }
+    return measurements
 
 
-def slowest(found: list[dict]) -> dict:
+def slowest(measurements: list[dict]) -> dict:
     return {
-        key: slowest([f[key] for f in found])
+        key: slowest([f[key] for f in measurements])
         if isinstance(value, dict)
-        else max(f[key] for f in found)
-        for key, value in found[0].items()
+        else max(f[key] for f in measurements)
+        for key, value in measurements[0].items()
     }
 
 
@@ -207,7 +212,7 @@ def measure_beside_projection(ranks: Ranks, length: int) -> dict[str, dict]:
     weight = (torch.randn((width, HQ * D), device=ranks.device) / width**0.5).to(DTYPE)
     weight.requires_grad_()
     leaves = [hidden, weight, *keys]
-    found = {}
+    times_by_stream = {}
     streams = {"one stream": None}
     if GPU:
         streams["own stream"] = torch.cuda.Stream()
@@ -226,15 +231,15 @@ def measure_beside_projection(ranks: Ranks, length: int) -> dict[str, dict]:
                 pending = begin_exchange(*keys, **options)
                 attend_to_pieces((hidden @ weight).view(1, n, HQ, D), pending)
 
-        found[name] = {
+        times_by_stream[name] = {
             "forward": median_ms(ranks, forward),
             "both": median_ms(ranks, forward_and_backward),
         }
     with torch.no_grad():
         projection = median_ms(ranks, lambda: hidden @ weight)
-    for times in found.values():
+    for times in times_by_stream.values():
         times["parts"] = {"projection": projection}
-    return {name: slowest(ranks.gather_values(times)) for name, times in found.items()}
+    return {name: slowest(ranks.gather_values(times)) for name, times in times_by_stream.items()}
 
 
 def measure(ranks: Ranks) -> None:
@@ -260,13 +265,13 @@ def measure(ranks: Ranks) -> None:
             sides["graph, two hops"] = measure_graph(ranks, length, "two_hops")
             ranks.clear_memory()
         if length == LENGTHS[1]:
-            for name, found in measure_beside_projection(ranks, length).items():
-                sides[f"projection, {name}"] = found
+            for name, times in measure_beside_projection(ranks, length).items():
+                sides[f"projection, {name}"] = times
             ranks.clear_memory()
-        for side, found in sides.items():
-            measured = {k: v for k, v in found.items() if k != "forward"}
+        for side, times in sides.items():
+            measured = {k: v for k, v in times.items() if k != "forward"}
             name = side if side == "one GPU" else f"{ranks.size} GPUs, {side}"
-            ranks.add_row(record.row(case, name, kind, found["forward"], **measured))
+            ranks.add_row(record.row(case, name, kind, times["forward"], **measured))
 
 
 def main() -> None:

@@ -68,13 +68,13 @@ def formulas(length: int, size: int) -> dict[str, list]:
     """MB that a rank receives for a layer in one step: forward, forward again for the backward, backward."""
     heads = SIZES["hidden"] // SIZES["head-dim"]
     model = Model(heads, heads // 2, SIZES["head-dim"], SIZES["window"])
-    found = {}
+    values = {}
     for name, ways in model.exchanges(length, size, node=size).items():
         kind = name.split(" (")[-1].removesuffix(")")
         if kind in ("ring, all-gather", "Ulysses"):
             forward, backward = (sum(hop.bytes() for hop in hops) for hops in ways)
-            found[f"{kind} per layer"] = [(2 * forward + backward) / 1e6, "MB"]
-    return found
+            values[f"{kind} per layer"] = [(2 * forward + backward) / 1e6, "MB"]
+    return values
 
 
 def kernel_ms(step) -> dict[str, float]:
@@ -109,18 +109,23 @@ def measure(ranks: Ranks, lengths: list[int], is_compiled: bool) -> None:
         options.seq_len = length
         tokens = long_context.batch_of(text, 0, options, 0).to(device)
         try:
-            found = measure_length(ranks, lambda tokens=tokens: step(tokens), mesh)
+            measurements = measure_length(ranks, lambda tokens=tokens: step(tokens), mesh)
         except torch.OutOfMemoryError:
             ranks.print_line(f"N {length}: does not fit")
             break
-        seconds = found["both"] / 1e3
-        values = found["values"]
+        seconds = measurements["both"] / 1e3
+        values = measurements["values"]
         values["throughput per GPU"] = [length / seconds / ranks.size, "tokens/s"]
-        if found["parts"]:
-            values["attention"] = [found["parts"]["attention"] / found["both"], "share"]
+        if measurements["parts"]:
+            values["attention"] = [
+                measurements["parts"]["attention"] / measurements["both"],
+                "share",
+            ]
         if ranks.size > 1:
             values |= formulas(length, ranks.size)
-        ranks.add_row(record.row(title("training step", length), side_of(ranks), DTYPE, **found))
+        ranks.add_row(
+            record.row(title("training step", length), side_of(ranks), DTYPE, **measurements)
+        )
 
 
 def measure_length(ranks: Ranks, step, mesh) -> dict:
@@ -155,8 +160,8 @@ def losses(ranks: Ranks, steps: int, is_compiled: bool) -> None:
     for size in (1, ranks.size):
         torch._dynamo.reset()
         options = options_of(LOSS_LENGTH, is_compiled, steps=steps, cp=size, batch=LOSS_BATCH)
-        found = long_context.train(options)
-        values = {"loss of each step": [[step["loss"] for step in found], "nats/byte"]}
+        trained_steps = long_context.train(options)
+        values = {"loss of each step": [[step["loss"] for step in trained_steps], "nats/byte"]}
         case = title(f"losses of {LOSS_BATCH} sequences", LOSS_LENGTH)
         side = "whole sequences" if size == 1 else f"{size} pieces"
         ranks.add_row(record.row(case, side, DTYPE, values=values))

@@ -27,6 +27,9 @@ NO_RESULT = re.compile(
 HEADLESS = re.compile(r"(As|By|From|Not|Since|So that|To|Where|With|Without)\b[^,:;]*?\.(\s|$)")
 # A name in C++ that is "of" something. After its class it is a named constructor: Block::of_threads().
 CPP_WITHOUT_NOUN = re.compile(r"(?<![\w:])of_\w+")
+# A variable or an argument with such a name does not say what it holds.
+WITHOUT_NOUN = ("behind", "found", "given", "made", "own")
+FOLDERS_OF_NOUNS = {"_backends", "_core", "benchmarks", "check", "generation", "keys"}
 CPP = (".cpp", ".cu", ".cuh", ".h")
 DOCUMENTED = (ast.AsyncFunctionDef, ast.ClassDef, ast.FunctionDef, ast.Module)
 MARKERS = {
@@ -52,9 +55,9 @@ def texts(path: Path) -> Iterator[tuple[int, str, bool]]:
     for number, line in enumerate(text.splitlines(), 1):
         if not marker:
             yield number, re.sub("`[^`]*`", "", line), False
-        elif found := re.search(rf"(?:^|\s){marker}+ (.*)", line):
+        elif match := re.search(rf"(?:^|\s){marker}+ (.*)", line):
             whole = line.lstrip().startswith(marker)
-            yield number, found[1], whole and not in_comment
+            yield number, match[1], whole and not in_comment
             in_comment = whole
         else:
             in_comment = False
@@ -68,16 +71,17 @@ def headless_docstrings(path: Path) -> Iterator[tuple[int, str]]:
     """Yields (line, first sentence) of docstrings that have no subject."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, DOCUMENTED) and (docstring := ast.get_docstring(node)):
-            if found := HEADLESS.match(docstring):
-                yield node.body[0].lineno, found[0].strip()
+            if match := HEADLESS.match(docstring):
+                yield node.body[0].lineno, match[0].strip()
 
 
 def locals_without_noun(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields (line, name) of variables and arguments that are named "of" something."""
+    """Yields (line, name) of variables and arguments that are named "of" something, or, in some folders, are WITHOUT_NOUN."""
+    refused = WITHOUT_NOUN if FOLDERS_OF_NOUNS & set(path.parts) else ()
     for node in ast.walk(ast.parse(path.read_text())):
         is_stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
         name = node.id if is_stored else node.arg if isinstance(node, ast.arg) else ""
-        if name.startswith("of_"):
+        if name.startswith("of_") or name in refused:
             yield node.lineno, name
 
 
@@ -91,10 +95,10 @@ def cpp_names_without_noun(path: Path) -> Iterator[tuple[int, str]]:
 
 def complaints(path: Path) -> Iterator[str]:
     for number, text, begins in texts(path):
-        if begins and (found := NO_SUBJECT.match(text)):
-            yield f"{path}:{number}: got a sentence that begins with {found[0]!r}, expected its subject"
-        for found in DIALECT.finditer(text):
-            yield f"{path}:{number}: got {found[0]!r}, expected plain English"
+        if begins and (match := NO_SUBJECT.match(text)):
+            yield f"{path}:{number}: got a sentence that begins with {match[0]!r}, expected its subject"
+        for match in DIALECT.finditer(text):
+            yield f"{path}:{number}: got {match[0]!r}, expected plain English"
     names = []
     if path.suffix == ".py":
         for number, sentence in headless_docstrings(path):
@@ -105,8 +109,8 @@ def complaints(path: Path) -> Iterator[str]:
     for number, name in names:
         yield f"{path}:{number}: got the name {name}, expected one that begins with its noun"
     if "test" in path.name:
-        for found in NO_RESULT.finditer(path.read_text()):
-            yield f"{path}: got the test name {found[1] or found[2]}, expected a name with a result"
+        for match in NO_RESULT.finditer(path.read_text()):
+            yield f"{path}: got the test name {match[1] or match[2]}, expected a name with a result"
 
 
 def main() -> int:
@@ -114,10 +118,10 @@ def main() -> int:
     for path in map(Path, sys.argv[1:]):
         paths += sorted(path.rglob("*")) if path.is_dir() else [path]
     paths = [path for path in paths if path.is_file() and marker_of(path) is not None]
-    found = [line for path in paths for line in complaints(path)]
-    for line in found:
+    lines = [line for path in paths for line in complaints(path)]
+    for line in lines:
         print(line, file=sys.stderr)
-    return 1 if found else 0
+    return 1 if lines else 0
 
 
 if __name__ == "__main__":

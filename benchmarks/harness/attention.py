@@ -51,9 +51,11 @@ def _selections(options: argparse.Namespace) -> Iterator[dict]:
                     return select_key_intervals(scores, 2048, **keywords)
 
                 times[rule].append(timed(select, options.device)[0])
-        for rule, (_, *found) in times.items():  # the first is the warm-up
+        for rule, (_, *measured_ms) in times.items():  # the first is the warm-up
             case = f"selection {rule} 8 rows N{length} w2048"
-            yield record.row(case, options.device, "float32", forward=statistics.median(found))
+            yield record.row(
+                case, options.device, "float32", forward=statistics.median(measured_ms)
+            )
 
 
 def measure(case: Case, dtype: str, device: str, names: list[str], repeats: int) -> list[dict]:
@@ -77,7 +79,7 @@ def measure(case: Case, dtype: str, device: str, names: list[str], repeats: int)
         except sides.REASONS as reason:
             decline([name], reason)
     try:
-        found = costs(steps, device, repeats) if steps else {}
+        costs_by_side = costs(steps, device, repeats) if steps else {}
     except RuntimeError as reason:  # all sides together may need more memory than there is
         decline(steps, reason)
         return []
@@ -85,5 +87,5 @@ def measure(case: Case, dtype: str, device: str, names: list[str], repeats: int)
         record.row(
             case, name, dtype, cost.forward_ms, cost.backward_ms, peak_mb=cost.peak_bytes / 1e6
         )
-        for name, cost in found.items()
+        for name, cost in costs_by_side.items()
     ]

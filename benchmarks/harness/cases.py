@@ -57,14 +57,14 @@ class Case:
     @classmethod
     def parse(cls, title: str) -> Case | None:
         """The case of this title; None for that of other work."""
-        found = _TITLE.fullmatch(title)
-        if found is None:
+        match = _TITLE.fullmatch(title)
+        if match is None:
             return None
         batch, heads_q, heads_kv, seqlen, head_dim, value_dim, window = (
-            number and int(number) for number in found.groups()[1:]
+            number and int(number) for number in match.groups()[1:]
         )
         heads_kv = heads_kv or heads_q
-        return cls(found[1], seqlen, head_dim, window, heads_q, heads_kv, batch, value_dim)
+        return cls(match[1], seqlen, head_dim, window, heads_q, heads_kv, batch, value_dim)
 
     @property
     def visible_elements(self) -> int:
@@ -153,13 +153,13 @@ NAMES = tuple(dict.fromkeys(name for table in CASES.values() for name in table))
 
 def cases_of(device: str, name: str, lengths=None, windows=None) -> list[Case]:
     """The cases of a name; `lengths` and `windows` replace their own."""
-    found = [
+    cases = [
         dataclasses.replace(case, seqlen=n, window=w)
         for case in CASES[device].get(name, [])
         for n in lengths or [case.seqlen]
         for w in (windows if windows and case.window else [case.window])
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(cases))
 
 
 def useful_tflops(row: dict) -> tuple[float | None, float | None] | None:

@@ -99,8 +99,8 @@ def graph_ms(calls: list[Callable[[], object]], at_least: int, repeats: int) -> 
 
 def count_kernels(call: Callable[[], object]) -> tuple[int, float]:
     """How many kernels and copies a call launches, and the sum of their milliseconds."""
-    found = kernel_times(call).values()
-    return sum(count for count, _ in found), sum(ms for _, ms in found)
+    kernels = kernel_times(call).values()
+    return sum(count for count, _ in kernels), sum(ms for _, ms in kernels)
 
 
 def kernel_times(call: Callable[[], object]) -> dict[str, tuple[int, float]]:
@@ -138,13 +138,15 @@ def costs(steps: dict[str, Step], device: str, repeats: int) -> dict[str, Cost]:
     while device != "cpu" and time.perf_counter() - begin < _SECONDS_OF_WARM_UP:
         one_round()
     rounds = [one_round() for _ in range(repeats)]
-    found = {}
+    costs_by_side = {}
     for name, step in steps.items():
         forward, backward = map(
             statistics.median, zip(*(times[name] for times in rounds), strict=True)
         )
-        found[name] = Cost(forward, backward if step.leaves else None, peak_of(step, device))
-    return found
+        costs_by_side[name] = Cost(
+            forward, backward if step.leaves else None, peak_of(step, device)
+        )
+    return costs_by_side
 
 
 def peak_of(step: Step, device: str) -> int:

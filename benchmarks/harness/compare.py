@@ -23,10 +23,10 @@ def main(options: argparse.Namespace) -> int:
     if len(paths) > 2 or len(builds) not in (0, 2):
         options.fail("SOURCE: expected a record, two records, or two builds")
     if builds:
-        found = _measure_builds(builds, options)
+        new_record = _measure_builds(builds, options)
         if options.json:
-            record.write(options.json, found)
-        rows = found["rows"]
+            record.write(options.json, new_record)
+        rows = new_record["rows"]
     else:
         try:
             records = [record.read(path) for path in paths]
@@ -46,9 +46,9 @@ def ratios(rows: list[dict]) -> list[str]:
         group = groups.setdefault((row["case"], row["dtype"], side if when in _WHEN else ""), {})
         group.setdefault(row["side"], []).append(row)
     lines = []
-    for (case, dtype, _), found in groups.items():
+    for (case, dtype, _), runs_by_side in groups.items():
         base = None
-        for side, runs in found.items():
+        for side, runs in runs_by_side.items():
             values = {t: [run[t] for run in runs if run.get(t) is not None] for t in _TIMES}
             medians = {time: statistics.median(few) for time, few in values.items() if few}
             base = base or medians
@@ -62,8 +62,8 @@ def ratios(rows: list[dict]) -> list[str]:
 def _before_and_after(before: dict, after: dict) -> list[dict]:
     return [
         row | {"side": f"{when} {row['side']}"}
-        for when, found in zip(_WHEN, (before, after), strict=True)
-        for row in found["rows"]
+        for when, one_record in zip(_WHEN, (before, after), strict=True)
+        for row in one_record["rows"]
     ]
 
 
@@ -72,12 +72,14 @@ def _measure_builds(builds: list[Path], options: argparse.Namespace) -> dict:
     rows: dict[str, list[dict]] = {when: [] for when in _WHEN}
     for number in range(options.rounds):
         for when in random.sample(_WHEN, 2):
-            found = _measure(builds[_WHEN.index(when)], options.run)
-            place = {"commit": found["commit"], "run": number}
-            rows[when] += [row | place | {"side": f"{when} {row['side']}"} for row in found["rows"]]
+            one_record = _measure(builds[_WHEN.index(when)], options.run)
+            place = {"commit": one_record["commit"], "run": number}
+            rows[when] += [
+                row | place | {"side": f"{when} {row['side']}"} for row in one_record["rows"]
+            ]
             print(f"round {number + 1} of {options.rounds}: {when}", flush=True)
     command = " ".join(["bench.py", *sys.argv[1:]])
-    return found | {"command": command, "rows": rows["before"] + rows["after"]}
+    return one_record | {"command": command, "rows": rows["before"] + rows["after"]}
 
 
 def _measure(build: Path, arguments: list[str]) -> dict:

@@ -21,10 +21,10 @@ _NOTE = (
 def rows(folder: Path) -> Iterator[dict]:
     """A row for each method and budget of distil (results.json), and for each training of recall (recall*.json)."""
     for path in sorted(folder.glob("**/results.json")):
-        found = json.loads(path.read_text())
-        settings = found["settings"]
+        results = json.loads(path.read_text())
+        settings = results["settings"]
         unit = "nats/byte" if settings["model"] == "None" else "nats/token"
-        for method, budgets in found["quality"].items():
+        for method, budgets in results["quality"].items():
             for budget, quality in budgets.items():
                 case = f"distil seed {settings['seed']} keys {budget}"
                 values = {
@@ -33,11 +33,11 @@ def rows(folder: Path) -> Iterator[dict]:
                 }
                 yield record.row(case, method, _DTYPES[settings["device"]], values=values)
     for path in sorted(folder.glob("**/recall*.json")):
-        found = json.loads(path.read_text())
-        settings = found["settings"]
+        results = json.loads(path.read_text())
+        settings = results["settings"]
         lengths = ", ".join(f"{length:,}" for length in settings["lengths"])
         task = f"recall {settings['pairs']} pairs of {2 * settings['words']:,} words in {lengths} tokens"
-        for run in found["rows"]:
+        for run in results["rows"]:
             case = f"{task}{', filler of the same words' if run['same_words'] else ''} seed {run['seed']}"
             values = {f"recall {n}": [share, "share"] for n, share in run["recall"].items()}
             if "recall_with_all_keys" in run:
@@ -47,11 +47,11 @@ def rows(folder: Path) -> Iterator[dict]:
 
 
 def main(options: argparse.Namespace) -> int:
-    found = list(rows(options.folder))
-    if not found:
+    new_rows = list(rows(options.folder))
+    if not new_rows:
         options.fail(f"FOLDER: got no results.json and no recall*.json in {options.folder}")
-    device = "cuda" if found[0]["dtype"] == _DTYPES["cuda"] else "cpu"
+    device = "cuda" if new_rows[0]["dtype"] == _DTYPES["cuda"] else "cpu"
     origin = machine.origin(device, options.commit)
-    record.write(options.json, origin | {"note": _NOTE, "rows": found})
+    record.write(options.json, origin | {"note": _NOTE, "rows": new_rows})
     print(f"wrote {options.json}")
     return 0

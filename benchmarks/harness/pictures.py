@@ -94,8 +94,8 @@ def draw_sweep(
 
 def _sweeps(rows: list[dict]) -> dict[str, list[dict]]:
     """Rows by the parameter (N or w) that they vary."""
-    found = {along: sweep(rows, along) for along in _AXES}
-    return {along: rows for along, rows in found.items() if rows}
+    sweeps = {along: sweep(rows, along) for along in _AXES}
+    return {along: rows for along, rows in sweeps.items() if rows}
 
 
 def draw(rows: list[dict], path: Path) -> bool:
@@ -106,9 +106,9 @@ def draw(rows: list[dict], path: Path) -> bool:
     figure, panels = plt.subplots(
         len(sweeps), 2, figsize=(9, 3.4 * len(sweeps)), layout="constrained", squeeze=False
     )
-    for (along, found), (left, right) in zip(sweeps.items(), panels, strict=True):
-        draw_sweep(left, found, along, seconds)
-        draw_sweep(right, found, along, memory)
+    for (along, swept_rows), (left, right) in zip(sweeps.items(), panels, strict=True):
+        draw_sweep(left, swept_rows, along, seconds)
+        draw_sweep(right, swept_rows, along, memory)
         left.legend(fontsize=7)
     save(figure, path)
     return True
@@ -117,11 +117,11 @@ def draw(rows: list[dict], path: Path) -> bool:
 def draw_panels(rows: list[dict], folder: Path, name: str) -> None:
     """The panels of `draw` as files of their own, which are legible on a phone: <name>-<seqlen or window>-<seconds or
     memory>.svg."""
-    for along, found in _sweeps(rows).items():
+    for along, swept_rows in _sweeps(rows).items():
         for value in (seconds, memory):
-            if any(value(row) is not None for row in found):
+            if any(value(row) is not None for row in swept_rows):
                 figure, axes = plt.subplots(figsize=PANEL, layout="constrained")
-                draw_sweep(axes, found, along, value)
+                draw_sweep(axes, swept_rows, along, value)
                 figure.legend(loc="outside lower center", fontsize=9)  # no room over the lines
                 save(figure, folder / f"{name}-{along}-{value.__name__}.svg")
 

@@ -89,9 +89,9 @@ class Ranks:
 
     def gather_values(self, value) -> list:
         """The values of all ranks."""
-        found = [None] * self.size
-        dist.all_gather_object(found, value, group=self.cpu)
-        return found
+        values = [None] * self.size
+        dist.all_gather_object(values, value, group=self.cpu)
+        return values
 
     def has_time_for(self, seconds: float) -> bool:
         """Whether every rank has as much of its budget left."""

@@ -97,20 +97,20 @@ def _check_value(value: list, name: str) -> None:
         )
 
 
-def _check(found: object, name: str, required: dict, options: dict) -> None:
+def _check(part: object, name: str, required: dict, options: dict) -> None:
     """Raises ValueError unless `found` has the required fields, no others than the options, and their types."""
-    if not isinstance(found, dict):
-        raise ValueError(f"{name}: got {found!r}, expected an object")
+    if not isinstance(part, dict):
+        raise ValueError(f"{name}: got {part!r}, expected an object")
     kinds = options | required
-    for field in dict.fromkeys([*required, *found]):
-        if field not in found:
+    for field in dict.fromkeys([*required, *part]):
+        if field not in part:
             raise ValueError(f"{name}.{field}: got none, expected one")
         if field not in kinds:
             raise ValueError(f"{name}: got {field!r}, expected one of {', '.join(kinds)}")
-        value, kind = found[field], kinds[field]
+        value, kind = part[field], kinds[field]
         if not isinstance(value, kind) or isinstance(value, bool):
             raise ValueError(f"{name}.{field}: got {value!r}, expected {kind}")
-    commit = found.get("commit")
+    commit = part.get("commit")
     if commit is not None and not re.fullmatch("[0-9a-f]{7,40}(-dirty)?", commit):
         raise ValueError(f"{name}.commit: got {commit!r}, expected a commit's hash")
 
@@ -120,8 +120,8 @@ def row(case, side, dtype, forward=None, backward=None, unit="ms", **rest) -> di
     measured = {key: value for key, value in rest.items() if value is not None}
     if forward is None and backward is None and not {"both", "parts"} & measured.keys():
         unit = None
-    found = {"case": str(case), "side": side, "dtype": dtype, "unit": unit}
-    return _rounded(found | {"forward": forward, "backward": backward} | measured)
+    fields = {"case": str(case), "side": side, "dtype": dtype, "unit": unit}
+    return _rounded(fields | {"forward": forward, "backward": backward} | measured)
 
 
 def _rounded(value: object) -> object:

@@ -78,25 +78,29 @@ def table(
     lines = []
     for path, record in records:
         work = rows_of_work(record, cases)
-        sides = list(dict.fromkeys(side for found in work.values() for side in found))
+        sides = list(dict.fromkeys(side for by_side in work.values() for side in by_side))
         notes = []
         for other_path, other in other_records(path, record):
-            found = rows_of_work(other, cases)
-            if added := add_rivals(work, found, sides):
+            other_work = rows_of_work(other, cases)
+            if added := add_rivals(work, other_work, sides):
                 sides += added
-                notes.append(_note_of_other_run(work, found, sides[0], added, to_root + other_path))
+                notes.append(
+                    _note_of_other_run(work, other_work, sides[0], added, to_root + other_path)
+                )
         if cases is not None:
-            work = {key: found for key, found in work.items() if len(found) > 1}
-        sides = [side for side in sides if any(side in found for found in work.values())]
+            work = {key: by_side for key, by_side in work.items() if len(by_side) > 1}
+        sides = [side for side in sides if any(side in by_side for by_side in work.values())]
         lines += [
             f"{_source(path, record, to_root)}; ms, forward / backward:",
             "",
             f"| work | dtype | {' | '.join(names[side] for side in sides)} | {names[sides[0]]}, useful TFLOP/s |",
             f"|---|---|{'---|' * len(sides)}---|",
         ]
-        for (case, dtype), found in work.items():
-            times = [forward_and_backward(found[side]) if side in found else "" for side in sides]
-            rates = dict(zip(TIMES, useful_tflops(found[sides[0]]), strict=True))
+        for (case, dtype), by_side in work.items():
+            times = [
+                forward_and_backward(by_side[side]) if side in by_side else "" for side in sides
+            ]
+            rates = dict(zip(TIMES, useful_tflops(by_side[sides[0]]), strict=True))
             cells = [_title(case), dtype, *times, forward_and_backward(rates)]
             lines.append(f"| {' | '.join(cells)} |")
         lines += ["", *(line for note in notes for line in (note, ""))]
@@ -114,12 +118,12 @@ def rows_of_work(record: dict, cases: set[str] | None) -> Work:
 
 def other_records(path: str, record: dict) -> list[tuple[str, dict]]:
     """The other records of a machine, a commit and a torch, as (path, record)."""
-    found = [
+    records = [
         (str(p.relative_to(ROOT)), read(p)) for p in sorted((ROOT / path).parent.glob("*.json"))
     ]
     return [
         (other_path, other)
-        for other_path, other in found
+        for other_path, other in records
         if other_path != path
         and other["machine"]["name"] == record["machine"]["name"]
         and other["commit"] == record["commit"]
@@ -130,9 +134,9 @@ def other_records(path: str, record: dict) -> list[tuple[str, dict]]:
 def add_rivals(work: Work, others: Work, sides: list[str]) -> list[str]:
     """Adds rows of other rivals than `sides` to the work that has rows of its own; returns the names of these rivals."""
     added = {}
-    for key, found in others.items():
-        for side, row in found.items():
-            if side in RIVALS and side not in sides and key in work and sides[0] in found:
+    for key, rows_by_side in others.items():
+        for side, row in rows_by_side.items():
+            if side in RIVALS and side not in sides and key in work and sides[0] in rows_by_side:
                 work[key][side] = row
                 added[side] = None
     return list(added)
@@ -141,10 +145,10 @@ def add_rivals(work: Work, others: Work, sides: list[str]) -> list[str]:
 def _note_of_other_run(work: Work, others: Work, ours: str, added: list[str], path: str) -> str:
     """Where the times of rivals are from, and how far their run was from that of the table."""
     factors = [
-        others[key][ours][way] / found[ours][way]
-        for key, found in work.items()
+        others[key][ours][way] / rows_by_side[ours][way]
+        for key, rows_by_side in work.items()
         for way in TIMES
-        if any(found.get(side) is others.get(key, {}).get(side, 0) for side in added)
+        if any(rows_by_side.get(side) is others.get(key, {}).get(side, 0) for side in added)
     ]
     names = " and ".join(NAMES[side] for side in added)
     return (
@@ -168,12 +172,12 @@ def _source(path: str, record: dict, to_root: str) -> str:
 
 def token_table(path: str, record: dict) -> str:
     """A generated token with either cache, a column per length of the text before it."""
-    found = {}
+    token_rows = {}
     for row in record["rows"]:
         if title := _TOKEN_CASE.fullmatch(row["case"]):
-            found[row["side"], int(title[1])] = row
+            token_rows[row["side"], int(title[1])] = row
             model = title[2]
-    lengths = [n for n in TOKENS_BEFORE if ("eager", n) in found]
+    lengths = [n for n in TOKENS_BEFORE if ("eager", n) in token_rows]
     sides = {
         "eager": ("eager attention, `DynamicCache`", "its keys and values"),
         "ours": ("ours, `DynamicMaskCache`", "its slots"),
@@ -185,7 +189,7 @@ def token_table(path: str, record: dict) -> str:
         f"|---|{'---|' * len(lengths)}",
     ]
     for side, (times, memory) in sides.items():
-        rows = [found[side, n] for n in lengths]
+        rows = [token_rows[side, n] for n in lengths]
         cells = [f"{row['forward']:.1f} ms, {1e3 / row['forward']:.0f} tokens/s" for row in rows]
         lines.append(f"| {times} | {' | '.join(cells)} |")
         cells = [f"{row['cache_mib']:.1f} MiB" for row in rows]
@@ -201,7 +205,7 @@ def _title(case: str) -> str:
 def put_between_markers(text: str, name: str, content: str) -> str:
     """Replaces the text between `<!-- name -->` and the next `<!-- end -->`."""
     markers = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-    return markers.sub(lambda found: found[1] + content + found[2], text)
+    return markers.sub(lambda match: match[1] + content + match[2], text)
 
 
 def draw_intervals(axes: plt.Axes) -> None:
@@ -328,7 +332,7 @@ def with_tables(document: Path, tables: dict[str, str]) -> str:
 def documents() -> dict[Path, dict[str, str]]:
     """The tables of the newest records, by document."""
     on_cpus, on_gpus = newest_records("cpu"), newest_records("torch")
-    found = {
+    tables = {
         ROOT / "README.md": {
             "cpu table": table(on_cpus, cases=README_CASES),
             "gpu table": table(on_gpus, cases=README_CASES),
@@ -343,8 +347,8 @@ def documents() -> dict[Path, dict[str, str]]:
     }
     for path, record in newest_records("token"):
         if "threads" in record["machine"]:  # of a CPU
-            found[DOCS / "generation.md"] = {"token table": token_table(path, record)}
-    return found
+            tables[DOCS / "generation.md"] = {"token table": token_table(path, record)}
+    return tables
 
 
 def main(options: object) -> int:

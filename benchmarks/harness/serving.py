@@ -84,11 +84,11 @@ def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
                 try:
                     with _started(model, length, max(_CONCURRENCY[device])) as manager:
                         if is_load:
-                            found = _open_loop(manager, model, length, arrival * saturation)
+                            loop = _open_loop(manager, model, length, arrival * saturation)
                         else:
-                            found = _closed_loop(manager, model, length, arrival)
-                            saturation, _ = found["values"]["completed"]
-                    yield record.row(case, side, dtype, **found)
+                            loop = _closed_loop(manager, model, length, arrival)
+                            saturation, _ = loop["values"]["completed"]
+                    yield record.row(case, side, dtype, **loop)
                 except Exception as error:  # the other sides are worth their time
                     print(record.declined(case, side, dtype, error), flush=True)
 

@@ -35,8 +35,8 @@ def __getattr__(name: str):
 
     Not at import: once a process has initialised CUDA, its forked children cannot use the GPU.
     """
-    backend, found, rest = name.partition("_AVAILABLE")
-    if found and not rest and backend in ("CPU", "CUDA", "TRITON", "FLEX"):
+    backend, suffix, rest = name.partition("_AVAILABLE")
+    if suffix and not rest and backend in ("CPU", "CUDA", "TRITON", "FLEX"):
         return is_available(backend.lower())
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

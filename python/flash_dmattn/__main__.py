@@ -31,10 +31,10 @@ def main(arguments: list[str] | None = None) -> int:
         help="transformers' server for a model with this attention; takes the options of `transformers serve`",
         add_help=False,
     )
-    given = sys.argv[1:] if arguments is None else arguments
-    if given[:1] == ["serve"]:  # its options are not ours
-        return _serve(parser, given[1:])
-    parsed = parser.parse_args(given)
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["serve"]:  # its options are not ours
+        return _serve(parser, words[1:])
+    parsed = parser.parse_args(words)
     if parsed.command is None:
         parser.print_help(sys.stderr)
         return 2

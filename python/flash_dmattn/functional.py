@@ -213,7 +213,7 @@ def flash_dmattn_varlen_func(
     if bias_delay and not same_offsets:
         own_row = KeyPositions.from_arguments(
             total_k, total_q, cu_seqlens_k=cu_seqlens_k, cu_seqlens_q=cu_seqlens_q
-        ).own
+        ).own_row
     out, statistics = run_backend(
         query, key, value, bias, Visibility(keys=intervals), numerics, backend, bias_delay, own_row
     )

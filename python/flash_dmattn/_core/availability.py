@@ -76,14 +76,14 @@ def _flex_backend() -> Backend:
 @cache
 def backends() -> tuple[Backend, ...]:
     """All backends: available ones first, in order of preference."""
-    found = [_triton_backend(), _flex_backend()]
+    listed = [_triton_backend(), _flex_backend()]
     for line in ops.backends().splitlines():
         name, available, reason = line.split("\t")
         if name == "cuda" and available == "1" and not torch.cuda.is_available():
             available, reason = "0", f"torch {torch.__version__} cannot use the GPU ({reason})"
-        found.append(Backend(name, available == "1", reason))
+        listed.append(Backend(name, available == "1", reason))
     order = _ON_CPU if gpu() is None else _ON_GPU
-    return tuple(sorted(found, key=lambda b: (not b.available, order.index(b.name))))
+    return tuple(sorted(listed, key=lambda b: (not b.available, order.index(b.name))))
 
 
 def get_available_backends() -> list[str]:

@@ -267,12 +267,12 @@ def broadcast_argument(tensor: Tensor, name: str, query: Tensor, key: Tensor) ->
         tensor = tensor.unsqueeze(1)
     batch, seqlen_q, heads_q, _ = query.shape
     _, seqlen_k, heads_kv, _ = key.shape
-    own = tensor.shape
+    sizes = tensor.shape
     fits = (
-        (len(own) == 3 or (len(own) == 4 and (own[2] == seqlen_q or own[2] == 1)))
-        and (own[0] == batch or own[0] == 1)
-        and (own[1] == heads_q or own[1] == heads_kv or own[1] == 1)
-        and (own[-1] == seqlen_k or own[-1] == 1)
+        (len(sizes) == 3 or (len(sizes) == 4 and (sizes[2] == seqlen_q or sizes[2] == 1)))
+        and (sizes[0] == batch or sizes[0] == 1)
+        and (sizes[1] == heads_q or sizes[1] == heads_kv or sizes[1] == 1)
+        and (sizes[-1] == seqlen_k or sizes[-1] == 1)
     )
     if not fits:
         raise ValueError(

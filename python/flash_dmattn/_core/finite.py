@@ -97,8 +97,8 @@ def check_outputs(out: Tensor, statistics: Tensor | None) -> None:
 def _check_gradient_of(tensor: Tensor, stage: str, name: str) -> None:
     def hook(gradient: Tensor | None) -> None:
         if gradient is not None:
-            own = gradient[0] if name == "lse" else gradient
-            _raise_for_first(stage, f"d{name}", own)
+            checked = gradient[0] if name == "lse" else gradient
+            _raise_for_first(stage, f"d{name}", checked)
 
     if tensor.requires_grad:
         tensor.register_hook(hook)

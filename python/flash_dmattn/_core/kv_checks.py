@@ -126,31 +126,31 @@ def check_head_windows(windows: int, device: torch.device) -> None:
         )
 
 
-def as_row_indices(numbers: Tensor, name: str, rows: int | None = None) -> Tensor:
+def as_row_indices(indices: Tensor, name: str, rows: int | None = None) -> Tensor:
     """int32 [rows] of integers, dense; `rows` may be any number."""
-    _check_row_indices(numbers, name, rows)
-    if numbers.dtype == torch.int64:  # beyond int32 they stay out of range
-        numbers = numbers.clamp(-1, 2**31 - 1)
-    return numbers.to(torch.int32).contiguous()
+    _check_row_indices(indices, name, rows)
+    if indices.dtype == torch.int64:  # beyond int32 they stay out of range
+        indices = indices.clamp(-1, 2**31 - 1)
+    return indices.to(torch.int32).contiguous()
 
 
-def _check_row_indices(numbers: Tensor, name: str, rows: int | None) -> None:
-    check_tensor(numbers, name)
-    if numbers.dim() != 1 or (rows is not None and numbers.shape[0] != rows):
+def _check_row_indices(indices: Tensor, name: str, rows: int | None) -> None:
+    check_tensor(indices, name)
+    if indices.dim() != 1 or (rows is not None and indices.shape[0] != rows):
         expected = "one dimension" if rows is None else (rows,)
-        raise ValueError(f"{name}: got shape {tuple(numbers.shape)}, expected {expected}")
-    if numbers.dtype not in _INTEGERS:
-        raise TypeError(f"{name}: got {numbers.dtype}, expected torch.int32")
+        raise ValueError(f"{name}: got shape {tuple(indices.shape)}, expected {expected}")
+    if indices.dtype not in _INTEGERS:
+        raise TypeError(f"{name}: got {indices.dtype}, expected torch.int32")
 
 
-def check_lengths(numbers: Tensor, name: str, rows: int, most: int, device: torch.device) -> None:
+def check_lengths(lengths: Tensor, name: str, rows: int, most: int, device: torch.device) -> None:
     """Raises unless `numbers` are integers [rows] from 0 to `most`. Values are read on the CPU only, because reading
     them from a GPU waits."""
-    _check_row_indices(numbers, name, rows)
-    check_on_device(numbers, name, device)
-    if type(numbers) is not Tensor or device.type != "cpu" or torch.compiler.is_compiling():
+    _check_row_indices(lengths, name, rows)
+    check_on_device(lengths, name, device)
+    if type(lengths) is not Tensor or device.type != "cpu" or torch.compiler.is_compiling():
         return
-    for row, number in enumerate(numbers.tolist()):
+    for row, number in enumerate(lengths.tolist()):
         if not 0 <= number <= most:
             raise ValueError(f"{name}[{row}]: got {number}, expected 0 to {most}")
 

@@ -144,7 +144,7 @@ def keys_of_piece(
     """
     n = scores.shape[2] - positions.shape[2]
     shown = shown_in_piece(positions, n, present, documents, begin)
-    return shown.own, intervals_of_rule(scores, shown, rule, True, n)
+    return shown.own_row, intervals_of_rule(scores, shown, rule, True, n)
 
 
 def shown_in_piece(
@@ -168,7 +168,7 @@ def shown_in_piece(
         document = torch.cat([first_document, piece.document], -1)
         end = piece.end[..., :1]
     shape = (*positions.shape[:2], n)
-    own = torch.cat([torch.where(exists, positions - begin, -1), piece.own.expand(shape)], -1)
+    own = torch.cat([torch.where(exists, positions - begin, -1), piece.own_row.expand(shape)], -1)
     last = torch.cat([torch.where(exists, end, 0), last.expand(shape)], -1)
     first = own.clamp(min=0)
     return ShownKeys(first, last, own, first, document)

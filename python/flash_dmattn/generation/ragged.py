@@ -341,20 +341,20 @@ def extend_ragged(
         group = groups[number]
         tokens, count = group.tokens, len(group.rows)
         if isinstance(tokens, slice):  # views
-            own = [t[tokens].unflatten(0, (count, -1)) for t in states]
+            own_states = [t[tokens].unflatten(0, (count, -1)) for t in states]
             own_scores = scores[:, tokens].unflatten(1, (count, -1)).transpose(0, 1)
         else:
-            own = [t[tokens] for t in states]
+            own_states = [t[tokens] for t in states]
             own_scores = scores[:, tokens].transpose(0, 1)
             tokens = tokens.flatten()
         if group.begins:
-            own_out, own_lse = _begin_texts(pool, group, *own, own_scores, options)
+            own_out, own_lse = _begin_texts(pool, group, *own_states, own_scores, options)
         elif group.continues:
             slots = copies.pop(number, None) or _copy_rows(pool, group)
-            own_out, own_lse = slots.extend(*own, own_scores, **options)
+            own_out, own_lse = slots.extend(*own_states, own_scores, **options)
             pool.over(group.rows).restore(slots)
         else:
-            own_out, own_lse = pool.over(group.rows).step(*own, own_scores, **options)
+            own_out, own_lse = pool.over(group.rows).step(*own_states, own_scores, **options)
         parts = (own_out, own_lse.transpose(1, 2)) if return_lse else (own_out,)
         parts = [part.flatten(0, 1) for part in parts]
         if group.real is not None:
@@ -378,8 +378,8 @@ def _check_step(
     if not isinstance(batch, RaggedBatch):
         raise TypeError(f"batch: got {type(batch).__name__}, expected RaggedBatch")
     if pool.rows is not None or pool.pending:
-        found = "a view of some rows" if pool.rows is not None else f"{pool.pending} pending tokens"
-        raise ValueError(f"pool: got {found}, expected a cache of its own without pending tokens")
+        state = "a view of some rows" if pool.rows is not None else f"{pool.pending} pending tokens"
+        raise ValueError(f"pool: got {state}, expected a cache of its own without pending tokens")
     batch._check_rows(pool)
     if not _states_fit(pool.k, query, key, value, scores):
         _check_states(pool.k, query, key, value, scores)

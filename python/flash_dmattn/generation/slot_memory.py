@@ -191,8 +191,8 @@ class SlotMemory:
                 f"dimension on {self.k.device}"
             )
         if self.rows is not None or self.pending:
-            found = "a view" if self.rows is not None else f"{self.pending} pending tokens"
-            raise ValueError(f"rows: got rows of a cache with {found}, expected a cache without")
+            state = "a view" if self.rows is not None else f"{self.pending} pending tokens"
+            raise ValueError(f"rows: got rows of a cache with {state}, expected a cache without")
         self.is_empty = False  # from now on any row may be filled
         view = copy.copy(self)
         view.rows = rows.contiguous()
@@ -284,11 +284,11 @@ class SlotMemory:
             )
         _check_rule("state", state, self.rule)
         for name in _ARRAYS:
-            own = getattr(self, name)
+            array = getattr(self, name)
             check_tensor(state[name], f"state[{name!r}]")
-            if state[name].shape != own.shape:
+            if state[name].shape != array.shape:
                 raise ValueError(
-                    f"state: got {name} of shape {tuple(state[name].shape)}, expected {tuple(own.shape)}"
+                    f"state: got {name} of shape {tuple(state[name].shape)}, expected {tuple(array.shape)}"
                 )
         check_slots(self.places, state["pending"], self.k.shape[2])
         for name in _ARRAYS:

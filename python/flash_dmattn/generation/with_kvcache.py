@@ -154,12 +154,12 @@ def flash_dmattn_with_kvcache(
         return with_lse(out, statistics, return_lse)
     if cache_leftpad is not None:
         raise ValueError("cache_leftpad: got numbers for a cache of slots, expected key_mask")
-    for name, given, expected in (
+    for name, argument, expected in (
         ("keep_window_size", keep_window_size, "the window of the slots' rule"),
         ("score_cache", score_cache, "float32 [B, Hkv, S]"),
         ("key", key, "the new tokens, [B, m, Hkv, D]"),
     ):
-        if given is None:
+        if argument is None:
             raise ValueError(f"{name}: got None, expected {expected}: slot_positions are given")
     slots = KVSlots.from_tensors(
         k=k_cache.transpose(1, 2), v=v_cache.transpose(1, 2), scores=score_cache, positions=slot_positions,
@@ -195,11 +195,11 @@ def _check_new_tokens(
     ):
         return
     tensors = {"key": key, "value": value} | ({} if score_cache is None else {"scores": scores})
-    given = [name for name, tensor in tensors.items() if tensor is not None]
+    given_names = [name for name, tensor in tensors.items() if tensor is not None]
     missing = [name for name, tensor in tensors.items() if tensor is None]
-    verb = "is" if len(given) == 1 else "are"
+    verb = "is" if len(given_names) == 1 else "are"
     raise ValueError(
-        f"{missing[0]}: got None, expected the new tokens': {' and '.join(given)} {verb} given"
+        f"{missing[0]}: got None, expected the new tokens': {' and '.join(given_names)} {verb} given"
     )
 
 
@@ -271,8 +271,8 @@ def _common_length(lengths: Tensor, queries: int, size: int) -> int | None:
     """
     if type(lengths) is not Tensor or lengths.device.type != "cpu" or torch.compiler.is_compiling():
         return None
-    found = set(lengths.tolist())
-    length = found.pop() if len(found) == 1 else 0
+    distinct = set(lengths.tolist())
+    length = distinct.pop() if len(distinct) == 1 else 0
     return length if queries <= length <= size else None
 
 

@@ -49,6 +49,6 @@ def indices_of_true(mask: Tensor, size: int) -> tuple[Tensor, Tensor]:
     # One more element takes all other indices.
     rank_or_end = torch.where(mask, rank - 1, size).clamp(max=size)
     index = torch.arange(mask.shape[-1], dtype=torch.int32, device=mask.device)
-    found = index.new_full((*mask.shape[:-1], size + 1), -1)
-    found.scatter_(-1, rank_or_end.long(), index.expand(mask.shape))
-    return found[..., :size], counts
+    indices = index.new_full((*mask.shape[:-1], size + 1), -1)
+    indices.scatter_(-1, rank_or_end.long(), index.expand(mask.shape))
+    return indices[..., :size], counts

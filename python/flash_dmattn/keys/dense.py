@@ -69,8 +69,8 @@ def topk_mask(
         some_scores, some_allowed = (
             t[..., some, :] if t.shape[-2] > 1 else t for t in (scores, allowed)
         )
-        numbers = ~some_scores.isnan() if min_dtype is None else some_scores > min_dtype
-        some_allowed = some_allowed & numbers
+        is_number = ~some_scores.isnan() if min_dtype is None else some_scores > min_dtype
+        some_allowed = some_allowed & is_number
         some_kept = _keep_best(some_scores, some_allowed, window_size)
         if block_size is not None:
             some_kept = _keep_by_block(some_kept, block_size) & some_allowed

@@ -129,7 +129,7 @@ def split_by_age(
     if own_row is None:
         own_row = KeyPositions.from_arguments(
             keys.key_length, keys.query_length, device=first.device
-        ).own
+        ).own_row
     end = own_row + clamp_count(age)  # where the key is no longer recent
     parts = (first, torch.minimum(last, end)), (torch.maximum(first, end), last)
     return tuple(
@@ -208,11 +208,11 @@ def intersect(*parts: KeyIntervals) -> KeyIntervals:
     last = reduce(torch.minimum, (part.intervals[..., 1] for part in parts))
     bound, tile = None, QUERY_TILE_ROWS
     for part in parts:  # not min(), which compiled code cannot have with a key
-        given = part.bound
-        if given is None:
+        part_bound = part.bound
+        if part_bound is None:
             continue
-        if bound is None or given[0] + tile * given[1] < bound[0] + tile * bound[1]:
-            bound = given
+        if bound is None or part_bound[0] + tile * part_bound[1] < bound[0] + tile * bound[1]:
+            bound = part_bound
     consecutive = all(part.consecutive for part in parts)
     return clipped_intervals(first, last, query_length, bound, consecutive)
 

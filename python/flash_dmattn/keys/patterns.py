@@ -28,7 +28,7 @@ def sliding_window(
     window, lookahead = clamp_count(window), clamp_count(lookahead)
     keys = KeyPositions.from_arguments(key_length, query_length, device=device, **positions)
     bound = (window + lookahead, 1) if keys.same_length else None
-    return _make_intervals(keys, keys.own - lookahead, keys.own + window, bound)
+    return _make_intervals(keys, keys.own_row - lookahead, keys.own_row + window, bound)
 
 
 def prefix_lm(
@@ -47,10 +47,10 @@ def prefix_lm(
     if device is None and isinstance(prefix_length, Tensor):
         device = prefix_length.device
     keys = KeyPositions.from_arguments(key_length, query_length, device=device, **positions)
-    prefix = _check_prefix(prefix_length, keys.own.device)
-    shape = torch.broadcast_shapes(keys.own.shape, keys.end.shape)
+    prefix = _check_prefix(prefix_length, keys.own_row.device)
+    shape = torch.broadcast_shapes(keys.own_row.shape, keys.end.shape)
     check_batches(shape[:2], {"prefix_length": prefix})
-    first = torch.where(keys.position < prefix.reshape(-1, 1, 1), 0, keys.own)
+    first = torch.where(keys.position < prefix.reshape(-1, 1, 1), 0, keys.own_row)
     return _make_intervals(keys, first, None, (key_length, 0))
 
 
@@ -94,7 +94,7 @@ def packed_documents(
     bound = None
     if max_seqlen_k is not None and keys.same_length:
         bound = (max_seqlen_k if is_causal else 2 * max_seqlen_k, 1)
-    return _make_intervals(keys, keys.own if is_causal else None, None, bound)
+    return _make_intervals(keys, keys.own_row if is_causal else None, None, bound)
 
 
 def from_padding(key_mask: Tensor, query_length: int | None = None, **positions) -> KeyIntervals:
@@ -130,7 +130,7 @@ def until_faded(
     keys = KeyPositions.from_arguments(
         key_length, query_length, device=cumulative.device, **positions
     )
-    return _make_intervals(keys, keys.own, last - (key_length - query_length), None)
+    return _make_intervals(keys, keys.own_row, last - (key_length - query_length), None)
 
 
 def _check_prefix(prefix_length: int | Tensor, device) -> Tensor:

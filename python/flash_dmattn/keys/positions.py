@@ -23,7 +23,7 @@ class ShownKeys(NamedTuple):
 
     first: Tensor  # the row from which it is shown
     last: Tensor  # the end of these rows; `first` or less: never shown
-    own: Tensor  # the row at the key's position, perhaps outside of the query's rows
+    own_row: Tensor  # the row at the key's position, perhaps outside of the query's rows
     appears: Tensor  # the row at which it competes unless it does so later, rising
     document: Tensor | None = None  # its number, rising; None: all keys leave together
 
@@ -34,7 +34,7 @@ class KeyPositions(NamedTuple):
     Tensors are [B or 1, H or 1, key_length], int64.
     """
 
-    own: Tensor  # the row at the key's position, which may be outside of the query
+    own_row: Tensor  # the row at the key's position, which may be outside of the query
     begin: Tensor  # [begin, end) are the rows of its document, or all; the range of a key that is not present is empty
     end: Tensor
     position: Tensor  # in its document
@@ -89,33 +89,33 @@ class KeyPositions(NamedTuple):
         shift = key_length - query_length if not documents else 0
         if query_position is not None:
             shift = _query_row(query_position)
-        own = position - shift
-        begin, end = torch.zeros_like(own), torch.full_like(own, query_length)
+        own_row = position - shift
+        begin, end = torch.zeros_like(own_row), torch.full_like(own_row, query_length)
         document = None
         if documents:
             if key_positions is None and query_position is None:
                 check_offsets(cu_seqlens_k, "cu_seqlens_k", key_length, batched=True)
-            own, begin, end, position, document = _place_in_documents(
+            own_row, begin, end, position, document = _place_in_documents(
                 position, shift, query_length, cu_seqlens_k, cu_seqlens_q
             )
         if key_mask is not None:
             end = torch.where(_present_keys(key_mask, key_length), end, 0)
         order = None
         if key_positions is not None:
-            by_position = own if document is None else (document << 32) + position
+            by_position = own_row if document is None else (document << 32) + position
             order = by_position.argsort(dim=-1, stable=True)
         same_length = cu_seqlens_q is None
-        return cls(own, begin, end, position, document, order, query_length, same_length)
+        return cls(own_row, begin, end, position, document, order, query_length, same_length)
 
     def shown_keys(self, is_causal: bool) -> ShownKeys:
         """The keys for a choice, by position."""
-        first = torch.maximum(self.begin, self.own) if is_causal else self.begin
-        keys = (first, self.end, self.own, first, self.document)
+        first = torch.maximum(self.begin, self.own_row) if is_causal else self.begin
+        keys = (first, self.end, self.own_row, first, self.document)
         if self.order is not None:
             keys = (self._sort_by_position(key) for key in keys)
-        first, last, own, appears, document = keys
+        first, last, own_row, appears, document = keys
         # A key that is not present has an empty range of rows, in which it beats no other key.
-        return ShownKeys(first, last, own, appears.clamp(min=0), document)
+        return ShownKeys(first, last, own_row, appears.clamp(min=0), document)
 
     def _sort_by_position(self, tensor: Tensor | None) -> Tensor | None:
         if tensor is None:
@@ -232,7 +232,7 @@ def _place_in_documents(
 
     begin_k, end_k = offsets_of_keys(cu_k)
     if cu_seqlens_q is None:
-        own, begin, end = position - shift, begin_k - shift, end_k - shift
+        own_row, begin, end = position - shift, begin_k - shift, end_k - shift
     else:
         cu_q = check_offsets(cu_seqlens_q, "cu_seqlens_q", query_length, batched=True).long()
         if cu_q.shape[-1] != cu_k.shape[-1]:
@@ -242,8 +242,8 @@ def _place_in_documents(
             )
         begin, end = offsets_of_keys(cu_q.reshape(-1, 1, cu_q.shape[-1]).expand(*batch, -1))
         # Counted from their ends, query and key have the same position in a document.
-        own = position - end_k + end
-    return own, begin.clamp(min=0), end.clamp(max=query_length), position - begin_k, document
+        own_row = position - end_k + end
+    return own_row, begin.clamp(min=0), end.clamp(max=query_length), position - begin_k, document
 
 
 def _present_keys(key_mask: Tensor, key_length: int) -> Tensor:

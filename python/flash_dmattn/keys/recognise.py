@@ -119,7 +119,7 @@ def refuse_negative(mask: torch.Tensor, memo: Memo | None = None) -> None:
     additive mask, which means the opposite."""
     if mask.is_floating_point() or mask.dtype == torch.bool or _has_no_values(mask):
         return
-    if cached_result(memo, "negative", mask, lambda numbers: bool((numbers < 0).any())):
+    if cached_result(memo, "negative", mask, lambda integers: bool((integers < 0).any())):
         raise ValueError(
             f"attention_mask: got {mask.dtype} of shape {tuple(mask.shape)} with negative numbers, expected bool or "
             "integers, nonzero for visible keys; an additive mask has four dimensions and is of floating point"

@@ -235,13 +235,13 @@ def intervals_of_rule(
 
     scores: [B or 1, H or 1, Sk].
     """
-    first, last, own, appears, document = shown
+    first, last, own_row, appears, document = shown
     scores = rule.expand_scores(scores)
     shape = torch.broadcast_shapes(scores.shape, first.shape, last.shape)
     visible = first < last
     competes_at = appears
     if not rule.recent_competes:
-        competes_at = torch.maximum(appears, own + rule.recent_window)
+        competes_at = torch.maximum(appears, own_row + rule.recent_window)
     eligible = visible
     is_sink = None
     if rule.sink_tokens > 0:
@@ -272,7 +272,7 @@ def intervals_of_rule(
         kept_until = torch.minimum(last, rows.gather(-1, beaten_by))
     end = torch.where(chosen, kept_until, 0)
     if rule.recent_window > 0:
-        end = torch.maximum(end, torch.minimum(last, own + rule.recent_window))
+        end = torch.maximum(end, torch.minimum(last, own_row + rule.recent_window))
     if is_sink is not None:
         end = torch.where(is_sink, last, end)
     first, end = torch.broadcast_tensors(first.clamp(min=0), end.clamp(max=query_length))

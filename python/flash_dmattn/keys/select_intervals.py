@@ -182,9 +182,9 @@ def select_among_intervals(
     document = None
     if not reading or order.group_count > 1:
         document = _documents(visible, last, left_before)
-    own = torch.arange(allowed.key_length, device=first.device)[None, None]
-    own = own - (allowed.key_length - allowed.query_length)
-    shown = ShownKeys(first.long(), last.long(), own, appears.long(), document)
+    own_row = torch.arange(allowed.key_length, device=first.device)[None, None]
+    own_row = own_row - (allowed.key_length - allowed.query_length)
+    shown = ShownKeys(first.long(), last.long(), own_row, appears.long(), document)
     intervals = intervals_of_rule(scores, shown, rule, True, allowed.query_length)
     if not reading:  # every query sees no more keys than the rule keeps, and brings one at most
         return KeyIntervals(intervals, allowed.query_length, rule.key_bound(True))

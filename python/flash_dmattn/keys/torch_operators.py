@@ -73,7 +73,7 @@ def _kth_smallest_before(values: Tensor, k: Tensor) -> Tensor:
     n = values.shape[-1]
     index = torch.arange(n, device=values.device).expand_as(values)
     begin, end = torch.zeros_like(values), index
-    remaining, found = k.expand_as(values), torch.zeros_like(values)
+    remaining, kth = k.expand_as(values), torch.zeros_like(values)
     for bit in reversed(range(max(n - 1, 1).bit_length())):
         ones = values >> bit & 1
         zeros_before = F.pad((1 - ones).cumsum(-1), (1, 0))
@@ -82,13 +82,13 @@ def _kth_smallest_before(values: Tensor, k: Tensor) -> Tensor:
         zeros_inside = zeros_end - zeros_begin
         to_ones = remaining >= zeros_inside
         remaining = torch.where(to_ones, remaining - zeros_inside, remaining)
-        found = found + (to_ones.long() << bit)
+        kth = kth + (to_ones.long() << bit)
         begin = torch.where(to_ones, zeros + begin - zeros_begin, zeros_begin)
         end = torch.where(to_ones, zeros + end - zeros_end, zeros_end)
         zeros_before = zeros_before[..., :-1]
         place = torch.where(ones == 1, zeros + index - zeros_before, zeros_before)
         values = torch.empty_like(values).scatter_(-1, place, values)
-    return found
+    return kth
 
 
 def build_tile_lists(

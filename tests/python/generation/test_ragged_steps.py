@@ -45,9 +45,9 @@ def test_bits_of_a_sequence_are_the_same_beside_others(rule, lengths):
         pool, _ = place.pool(rule)
         outs = []
         for start, length in ((0, lengths[0]), lengths):
-            own = slice(start, start + length)
+            tokens = slice(start, start + length)
             parts = [ragged_steps.tokens_of(place, count) for count in others]
-            parts.insert(1, (*(t[own] for t in states), scores[:, own]))
+            parts.insert(1, (*(t[tokens] for t in states), scores[:, tokens]))
             offsets = [0, *torch.tensor([len(part[0]) for part in parts]).cumsum(0).tolist()]
             begins = [True] * len(parts)
             number = min(1, len(others))

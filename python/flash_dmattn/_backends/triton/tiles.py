@@ -123,12 +123,12 @@ def broadcast_head(part, batch, head, group):
 def load_broadcast(part, head, rows, keys, shape, KIND: tl.constexpr):
     """The elements of a mask or bias, 0 where they do not exist. rows and keys broadcast."""
     if KIND == KEY:
-        found = tl.load(head + keys.to(tl.int64) * part.key, mask=keys < shape.seqlen_k, other=0)
+        values = tl.load(head + keys.to(tl.int64) * part.key, mask=keys < shape.seqlen_k, other=0)
     else:
         exists = (rows < shape.seqlen_q) & (keys < shape.seqlen_k)
         offsets = rows.to(tl.int64) * part.query + keys.to(tl.int64) * part.key
-        found = tl.load(head + offsets, mask=exists, other=0)
-    return found
+        values = tl.load(head + offsets, mask=exists, other=0)
+    return values
 
 
 @triton.jit
