@@ -42,105 +42,130 @@ bool report(const char* name, const std::vector<float>& values) {
   return finite;
 }
 
-bool run() {
-  std::mt19937 generator(0);
-  const std::int64_t q_size = batch * seqlen * heads_q * head_dim;
-  const std::int64_t kv_size = batch * seqlen * heads_kv * head_dim;
-  const auto q = random_vector(q_size, generator);
-  const auto k = random_vector(kv_size, generator);
-  const auto v = random_vector(kv_size, generator);
-  const auto dout = random_vector(q_size, generator);
-  // One learned score per key: it chooses the keys, and it is added to the attention score.
-  const auto bias = random_vector(batch * heads_kv * seqlen, generator);
+// One layer's data. The bias is one learned score per key: it chooses the keys, and it is added to the attention score.
+struct Layer {
+  std::vector<float> q, k, v, dout, bias;
 
-  fd::ThreadPool pool;
-  const fd::Execution threads = pool.execution();
-  Memory workspace;
+  explicit Layer(std::mt19937& generator)
+      : q(random_vector(batch * seqlen * heads_q * head_dim, generator)),
+        k(random_vector(batch * seqlen * heads_kv * head_dim, generator)),
+        v(random_vector(batch * seqlen * heads_kv * head_dim, generator)),
+        dout(random_vector(batch * seqlen * heads_q * head_dim, generator)),
+        bias(random_vector(batch * heads_kv * seqlen, generator)) {}
+};
 
-  // Scores -> the interval of queries in which each key is visible.
-  std::vector<fd::KeyInterval> intervals(bias.size());
+const auto q_stride = fd::contiguous_strides({batch, seqlen, heads_q, head_dim});
+const auto kv_stride = fd::contiguous_strides({batch, seqlen, heads_kv, head_dim});
+const auto bias_stride = fd::contiguous_strides({batch, heads_kv, 1, seqlen});
+
+const fd::Problem problem = {
+    .batch = batch,
+    .heads_q = heads_q,
+    .heads_kv = heads_kv,
+    .seqlen_q = seqlen,
+    .seqlen_k = seqlen,
+    .head_dim = head_dim,
+    .dtype = fd::DType::f32,
+    .scale = fd::default_scale(head_dim),
+    .causal = true,
+    .bias_shape = {batch, heads_kv, 1, seqlen},
+    .bias_dtype = fd::DType::f32,
+    .intervals_shape = {batch, heads_kv},
+};
+
+// Scores -> the interval of queries in which each key is visible.
+fd::KeyBound select_keys(const std::vector<float>& scores, std::vector<fd::KeyInterval>& intervals,
+                         fd::Execution execution, Memory& workspace) {
   const fd::SelectionArgs selection = {
       .batch = batch,
       .heads = heads_kv,
       .seqlen_q = seqlen,
       .seqlen_k = seqlen,
       .rule = {.window = window},
-      .scores = bias.data(),
+      .scores = scores.data(),
       .scores_dtype = fd::DType::f32,
       .intervals = intervals.data(),
   };
-  fd::Execution selecting = threads;
-  selecting.workspace_bytes = fd::select_workspace_size(selection, threads);
-  selecting.workspace = workspace.of(selecting.workspace_bytes).data();
-  fd::select_key_intervals(selection, selecting);
+  execution.workspace_bytes = fd::select_workspace_size(selection, execution);
+  execution.workspace = workspace.of(execution.workspace_bytes).data();
+  fd::select_key_intervals(selection, execution);
+  return fd::key_bound(selection);
+}
 
-  // The problem and its data.
-  const fd::Problem problem = {
-      .batch = batch,
-      .heads_q = heads_q,
-      .heads_kv = heads_kv,
-      .seqlen_q = seqlen,
-      .seqlen_k = seqlen,
-      .head_dim = head_dim,
-      .dtype = fd::DType::f32,
-      .scale = fd::default_scale(head_dim),
-      .causal = true,
-      .bias_shape = {batch, heads_kv, 1, seqlen},
-      .bias_dtype = fd::DType::f32,
-      .intervals_shape = {batch, heads_kv},
-  };
-  const auto q_stride = fd::contiguous_strides({batch, seqlen, heads_q, head_dim});
-  const auto kv_stride = fd::contiguous_strides({batch, seqlen, heads_kv, head_dim});
-  const auto bias_stride = fd::contiguous_strides(problem.bias_shape);
+// The schedule of the visible keys for one direction, in `memory`.
+fd::Schedule build_schedule(const fd::Visibility& visibility, fd::Direction direction,
+                            const fd::Execution& threads, Memory& memory, Memory& workspace) {
+  const fd::ScheduleCall call(problem, visibility, direction, threads);
+  return call.build(memory.of(call.size()), workspace.of(call.workspace_size()));
+}
+
+void attend(const fd::ForwardArgs& forward, const fd::Execution& threads, Memory& workspace) {
+  const fd::ForwardCall call(forward, threads);
+  call.run(workspace.of(call.workspace_size()));
+}
+
+void attend_backward(const fd::BackwardArgs& backward, const fd::Execution& threads,
+                     Memory& workspace) {
+  const fd::BackwardCall call(backward, threads);
+  call.run(workspace.of(call.workspace_size()));
+}
+
+void print_backends() {
+  for (const fd::BackendInfo& backend : fd::backends()) {
+    std::printf("backend %.*s: %s\n", static_cast<int>(backend.name.size()), backend.name.data(),
+                backend.reason.c_str());
+  }
+}
+
+// Forward and backward of a layer; false if an element of a result is not finite.
+bool compute_layer(const Layer& layer) {
+  fd::ThreadPool pool;
+  const fd::Execution threads = pool.execution();
+  Memory workspace;
+
+  std::vector<fd::KeyInterval> intervals(layer.bias.size());
+  const fd::KeyBound bound = select_keys(layer.bias, intervals, threads, workspace);
   const fd::Inputs inputs = {
-      .q = {q.data(), q_stride},
-      .k = {k.data(), kv_stride},
-      .v = {v.data(), kv_stride},
-      .bias = {bias.data(), bias_stride},
-      .visibility = {.intervals = {intervals.data()}, .bound = fd::key_bound(selection)},
+      .q = {layer.q.data(), q_stride},
+      .k = {layer.k.data(), kv_stride},
+      .v = {layer.v.data(), kv_stride},
+      .bias = {layer.bias.data(), bias_stride},
+      .visibility = {.intervals = {intervals.data()}, .bound = bound},
+  };
+  Memory forward_memory, backward_memory;  // of the schedules
+  const auto schedule_for = [&](fd::Direction direction, Memory& memory) {
+    return build_schedule(inputs.visibility, direction, threads, memory, workspace);
   };
 
-  // The schedule of the visible keys, for each direction.
-  const auto schedule_in = [&](Memory& memory, fd::Direction direction) {
-    const fd::ScheduleCall call(problem, inputs.visibility, direction, threads);
-    return call.build(memory.of(call.size()), workspace.of(call.workspace_size()));
-  };
-  Memory forward_memory, backward_memory;
-
-  std::vector<float> out(q.size());
+  std::vector<float> out(layer.q.size());
   std::vector<float> lse(static_cast<std::size_t>(batch * heads_q * seqlen));
   const fd::ForwardArgs forward = {
       .problem = problem,
       .in = inputs,
-      .schedule = schedule_in(forward_memory, fd::Direction::forward),
+      .schedule = schedule_for(fd::Direction::forward, forward_memory),
       .out = {out.data(), q_stride},
       .lse = lse.data(),
   };
-  const fd::ForwardCall forward_call(forward, threads);
-  forward_call.run(workspace.of(forward_call.workspace_size()));
+  attend(forward, threads, workspace);
 
-  std::vector<float> dq(q.size()), dk(k.size()), dv(v.size()), dbias(bias.size());
+  std::vector<float> dq(out.size()), dk(layer.k.size()), dv(layer.v.size()),
+      dbias(layer.bias.size());
   const fd::BackwardArgs backward = {
       .problem = problem,
       .in = inputs,
       .schedule = forward.schedule.serves(fd::Direction::backward)
                       ? forward.schedule
-                      : schedule_in(backward_memory, fd::Direction::backward),
+                      : schedule_for(fd::Direction::backward, backward_memory),
       .out = forward.out,
       .lse = lse.data(),
-      .dout = {dout.data(), q_stride},
+      .dout = {layer.dout.data(), q_stride},
       .dq = {dq.data(), q_stride},
       .dk = {dk.data(), kv_stride},
       .dv = {dv.data(), kv_stride},
       .dbias = {dbias.data(), bias_stride},
   };
-  const fd::BackwardCall backward_call(backward, threads);
-  backward_call.run(workspace.of(backward_call.workspace_size()));
+  attend_backward(backward, threads, workspace);
 
-  for (const fd::BackendInfo& backend : fd::backends()) {
-    std::printf("backend %.*s: %s\n", static_cast<int>(backend.name.size()), backend.name.data(),
-                backend.reason.c_str());
-  }
   std::printf("%lld queries, %lld keys visible to each, a schedule of %zu bytes\n",
               static_cast<long long>(seqlen), static_cast<long long>(window),
               forward.schedule.bytes());
@@ -158,7 +183,10 @@ bool run() {
 
 int main() {
   try {
-    return run() ? 0 : 1;
+    std::mt19937 generator(0);
+    const Layer layer(generator);
+    print_backends();
+    return compute_layer(layer) ? 0 : 1;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "error: %s\n", error.what());
     return 1;
