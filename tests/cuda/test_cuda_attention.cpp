@@ -58,7 +58,7 @@ INSTANTIATE_TEST_SUITE_P(Cases, CudaTable, ::testing::ValuesIn(supported_cases()
 class CudaKernels : public OnDevice {};
 
 // ResultsAreWithinBounds runs these combinations of every case.
-TEST_F(CudaKernels, EachKernelIsRunByACase) {
+TEST_F(CudaKernels, CasesRunEveryKernel) {
   std::set<std::string> run;
   for (const Case& c : supported_cases()) {
     Data data(c);

@@ -168,7 +168,7 @@ def test_flex_returns_lse_as_second_result():
 
 
 @pytest.mark.parametrize("backend", [None, ""])
-def test_no_backend_is_first_that_supports_the_problem(backend):
+def test_backend_none_takes_first_that_supports_the_problem(backend):
     q, k, v = qkv()
     expected = flash_dmattn_func(q, k, v)
     assert torch.equal(flash_dmattn_func(q, k, v, backend=backend), expected)

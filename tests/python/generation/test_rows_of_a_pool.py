@@ -24,8 +24,8 @@ def test_steps_over_rows_equal_steps_of_copies(place, rule):
 
 @places
 @rules
-def test_rows_that_are_none_give_zero_and_change_nothing(place, rule):
-    pool_rows.check_rows_that_are_none(place, rule)
+def test_negative_rows_give_zero_and_change_nothing(place, rule):
+    pool_rows.check_negative_rows(place, rule)
 
 
 @places

@@ -17,7 +17,7 @@ places = pytest.mark.parametrize(
 rules = pytest.mark.parametrize("rule", [*RULES, {"keep_window_size": 5000}])
 CHECKS = (
     pool_rows.check_steps_equal_steps_of_copies,
-    pool_rows.check_rows_that_are_none,
+    pool_rows.check_negative_rows,
     pool_rows.check_neighbours_change_nothing,
     pool_rows.check_filled_rows,
     pool_rows.check_chunks_of_copies,

@@ -82,7 +82,7 @@ def test_phase_off_has_the_cache_of_transformers():
     assert batched(model, prompts) == expected
 
 
-def test_kept_manager_is_none_of_another_phase():
+def test_kept_manager_is_not_used_in_another_phase():
     model = make_scored()
     prompts = prompts_of(4, 19)
     expected = batched(model, prompts, keep=True)
@@ -97,7 +97,7 @@ def test_kept_manager_is_none_of_another_phase():
     assert batched(model, prompts, keep=True) == [alone(make_base(), prompt) for prompt in prompts]
 
 
-def test_kept_manager_is_none_of_another_rule():
+def test_kept_manager_is_not_used_under_another_rule():
     model = make_scored()
     prompts = prompts_of(4, 19)
     batched(model, prompts, keep=True)

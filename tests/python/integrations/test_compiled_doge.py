@@ -73,7 +73,7 @@ only_one_on_4 = pytest.mark.skipif(
     "name",
     [pytest.param(name, marks=() if name == "padding" else only_one_on_4) for name in CASES],
 )
-def test_compiled_training_equals_eager_with_what_the_mask_needs(name):
+def test_compiled_training_equals_eager_and_has_only_operators_of_its_mask(name):
     torch._dynamo.reset()
     options, inputs = CASES[name]
     # Layers share what is made of a mask; the other cases are of what a single layer makes.

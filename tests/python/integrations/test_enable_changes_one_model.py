@@ -114,7 +114,7 @@ def test_copies_compute_the_same(copied, tmp_path):
     assert torch.equal(model(ids).logits, expected)
 
 
-def test_eager_gets_its_own_arguments_back():
+def test_eager_attention_receives_original_arguments():
     model, ids = DogeForCausalLM(make_config()).eval(), make_ids()
     model.set_attn_implementation("eager")
     expected = model(ids).logits

@@ -213,7 +213,7 @@ def builder(llm, monkeypatch):
     return layer.get_attn_backend().get_builder_cls()(spec, names, config, torch.device("cpu"))
 
 
-def test_graphs_read_rows_at_one_place_and_padding_has_none(builder):
+def test_graph_rows_have_a_fixed_address_and_those_of_padding_are_negative(builder):
     (rows,) = (
         group.rows
         for group in builder.build(0, step_of([1] * 3, [9, 5, 7], [4, 2, 6], 1)).batch._groups

@@ -81,7 +81,7 @@ def test_settings_without_states_raise(changes, message):
         (["vllm::flash_dmattn_extend"], ["vllm::flash_dmattn_extend"]),
     ],
 )
-def test_graphs_that_are_split_are_split_at_our_operator(given, expected):
+def test_piecewise_graphs_split_at_dmattn_operator(given, expected):
     settings = settings_of(make_model().config, splitting_ops=given)
     SlotModelConfig.verify_and_update_config(settings)
     assert settings.compilation_config.splitting_ops == expected

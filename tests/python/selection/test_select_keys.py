@@ -22,7 +22,7 @@ def by_definition(scores, window, present):
 
 @pytest.mark.parametrize("window", [0, 1, 7, 39, 40, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_keys_are_those_of_the_definition(window, dtype):
+def test_selected_keys_equal_definition(window, dtype):
     scores = (torch.randn(2, 3, 40) * 2).round().to(dtype)
     scores[0, 1, ::3] = torch.nan
     scores[1, 0, 5:9] = torch.tensor([0.0, -0.0, -torch.inf, torch.inf])

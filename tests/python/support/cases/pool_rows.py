@@ -79,7 +79,7 @@ def check_steps_equal_steps_of_copies(place, rule):
         assert torch.equal(blocks[others], before[others])
 
 
-def check_rows_that_are_none(place, rule):
+def check_negative_rows(place, rule):
     pool, blocks = place.pool(rule)
     states = place.tokens(4)
     alone = pool.select(place.rows(0, 3, 1, 2))
