@@ -109,7 +109,7 @@ def test_wrong_arguments_are_refused():
     add_learned_scores(model, keep_window_size=3, scorer="random")
     with pytest.raises(ValueError, match="^phase: got 'medium'"):
         model.set_score_phase("medium")
-    with pytest.raises(ValueError, match="^phase: got 'soft' with scores that are no log gates"):
+    with pytest.raises(ValueError, match="^phase: got 'soft' with scores that are not log gates"):
         model.set_score_phase("soft")
     with pytest.raises(ValueError, match="with learned scores, expected one without"):
         add_learned_scores(model, keep_window_size=3)

@@ -116,14 +116,14 @@ def set_score_phase(model: nn.Module, phase: str) -> nn.Module:
     """Chooses what the scores of a model do: "soft", "hard" or "off" (see `add_learned_scores`).
 
     Raises:
-        ValueError: another phase, a model without scores, or "soft" with scores that are no log gates.
+        ValueError: another phase, a model without scores, or "soft" with scores that are not log gates.
     """
     if phase not in PHASES:
         raise ValueError(f"phase: got {phase!r}, expected one of {PHASES}")
     layers = scored_layers(model)
     if phase == "soft" and not all(getattr(layer.scorer, "is_gate", True) for layer in layers):
         raise ValueError(
-            "phase: got 'soft' with scores that are no log gates, expected 'hard' or 'off'; gates are the scorers 'hidden', "
+            "phase: got 'soft' with scores that are not log gates, expected 'hard' or 'off'; gates are the scorers 'hidden', "
             "'mlp', 'value' and your own"
         )
     for layer in layers:
@@ -160,7 +160,7 @@ def scored_layers(model: nn.Module) -> list[ScoredAttention]:
     layers = [module for module in model.modules() if isinstance(module, ScoredAttention)]
     if not layers:
         raise ValueError(
-            f"model: got a {type(model).__name__} without learned scores, expected one of add_learned_scores"
+            f"model: got a {type(model).__name__} without learned scores, expected a model prepared by add_learned_scores"
         )
     return layers
 
