@@ -329,7 +329,7 @@ class KVSlots(SlotMemory):
         """The slots that the last `query_length` pending tokens see, causality included."""
         if not 0 <= query_length <= self.pending:
             raise ValueError(
-                f"query: got {query_length} queries, expected at most the {self.pending} pending tokens"
+                f"query: got {query_length} queries, expected at most one for each of the {self.pending} pending tokens, which append adds"
             )
         intervals = ops.kv_pending_intervals(
             *self._arguments, self.pending, query_length, self.backend
