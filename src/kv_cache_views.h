@@ -20,7 +20,8 @@ inline std::int32_t length_of(const FillArgs& args, std::int64_t b) {
   return args.lengths == nullptr ? static_cast<std::int32_t>(args.seqlen_k) : args.lengths[b];
 }
 inline std::int32_t kept_of(const CommitArgs& args, std::int64_t b) {
-  return args.keep == nullptr ? static_cast<std::int32_t>(args.cache.pending) : args.keep[b];
+  return args.kept_tokens == nullptr ? static_cast<std::int32_t>(args.cache.pending)
+                                     : args.kept_tokens[b];
 }
 
 // Views slots [B, Hkv, slots, D] as [B, slots, Hkv, D], as attention reads its keys.

@@ -258,12 +258,13 @@ Tensor pending_intervals_op(const Tensor& k_cache, const Tensor& v_cache, const 
 void commit_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& score_cache,
                const Tensor& positions, const Tensor& counts, const Tensor& seen,
                std::vector<std::int64_t> rule, double score_threshold, std::int64_t pending,
-               const OptionalTensor& keep, std::string backend) {
+               const OptionalTensor& kept_tokens, std::string backend) {
   const CallDevice device(k_cache);
   const KvCache cache = cache_of({k_cache, v_cache, score_cache, positions, counts, seen}, device,
                                  rule, score_threshold, pending);
-  const CommitArgs args{.cache = cache,
-                        .keep = row_numbers(keep, "keep", cache.shape.batch, k_cache)};
+  const CommitArgs args{
+      .cache = cache,
+      .kept_tokens = row_numbers(kept_tokens, "kept_tokens", cache.shape.batch, k_cache)};
   run(CommitCall(args, device.execution(work_of(cache, pending)), backend), k_cache);
 }
 
@@ -340,7 +341,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FLASH_DMATTN_NAMESPACE, m) {
   m.def(
       "kv_commit(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) score_cache, Tensor(d!) "
       "positions, Tensor(e!) counts, Tensor(f!) seen, SymInt[] rule, float score_threshold, "
-      "SymInt pending, Tensor? keep, str backend) -> ()");
+      "SymInt pending, Tensor? kept_tokens, str backend) -> ()");
   m.def(
       "kv_copy_rows(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) score_cache, Tensor(d!) "
       "positions, Tensor(e!) counts, Tensor(f!) seen, Tensor? rows, Tensor from_k, Tensor from_v, "

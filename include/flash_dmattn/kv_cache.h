@@ -188,11 +188,11 @@ Problem pending_problem(const KvCache& cache, std::int64_t heads_q, std::int64_t
 Inputs pending_inputs(const KvCache& cache, const ConstTensor4& q, std::int64_t seqlen_q,
                       const KeyInterval* intervals, ScoreUse use = ScoreUse::choose_and_bias);
 
-// CommitCall lets the first keep[b] pending tokens of row b enter the slots in their order, each as in a step. The other
-// tokens are dropped, and no token is pending afterwards: cache.pending = 0.
+// CommitCall lets the first kept_tokens[b] pending tokens of row b enter the slots in their order, each as in a step.
+// The other tokens are dropped, and no token is pending afterwards: cache.pending = 0.
 struct CommitArgs {
   KvCache cache{};
-  const std::int32_t* keep = nullptr;  // [B], each in [0, cache.pending]; null: all
+  const std::int32_t* kept_tokens = nullptr;  // [B], each in [0, cache.pending]; null: all
 };
 
 // ---- Decoding ------------------------------------------------------------------------------------

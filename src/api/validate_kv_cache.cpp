@@ -289,7 +289,8 @@ CommitArgs validated(const CommitArgs& args) {
   CommitArgs result = args;
   result.cache = validated(args.cache);
   require_dense_rows(result.cache, cache_names);
-  check_values("keep", args.cache.shape, args.keep, args.cache.shape.batch, args.cache.pending);
+  check_values("kept_tokens", args.cache.shape, args.kept_tokens, args.cache.shape.batch,
+               args.cache.pending);
   check_counts(result.cache);
   return result;
 }

@@ -255,7 +255,8 @@ TEST(KvCacheArguments, InvalidArgumentIsNamed) {
   expect_error("index", [](KvCalls& c) { c.copy_args.index = nullptr; });
   expect_error("index[1]", [](KvCalls& c) { c.index[1] = 2; });
   expect_error("index[0]", [](KvCalls& c) { c.index[0] = -1; });
-  expect_error("keep[0]", [](KvCalls& c) { c.commit_args.keep = (c.index = {2, 0}).data(); });
+  expect_error("kept_tokens[0]",
+               [](KvCalls& c) { c.commit_args.kept_tokens = (c.index = {2, 0}).data(); });
   expect_error("lengths[1]", [](KvCalls& c) { c.fill_args.lengths = (c.index = {1, 2}).data(); });
   expect_error("to.shape.rule.window", [](KvCalls& c) { c.copy_args.to.shape.rule.window = 3; });
   expect_error("cache.shape.heads_kv",

@@ -64,10 +64,10 @@ void commit_both(Caches& caches, Random& random, bool all) {
     count = static_cast<std::int32_t>(random.below(caches.host.pending + 1));
   }
   const DeviceBuffer device_keep(keep);
-  CommitArgs args{.cache = caches.host, .keep = all ? nullptr : keep.data()};
+  CommitArgs args{.cache = caches.host, .kept_tokens = all ? nullptr : keep.data()};
   CommitCall(args, {}, "reference").run({});
   args.cache = caches.device;
-  if (!all) args.keep = device_keep.as<std::int32_t>();
+  if (!all) args.kept_tokens = device_keep.as<std::int32_t>();
   run_on_device(CommitCall(args, {}, "cuda"));
   caches.host.pending = 0;
   caches.device.pending = 0;

@@ -360,19 +360,21 @@ class KVSlots(SlotMemory):
         )
         return (out, statistics[0]) if return_lse else out
 
-    def commit(self, keep: int | Tensor | None = None) -> None:
-        """The first `keep` pending tokens enter the slots one after the other, as in `step`; the others are dropped.
+    def commit(self, kept_tokens: int | Tensor | None = None) -> None:
+        """The first `kept_tokens` pending tokens enter the slots one after the other, as in `step`; the others are dropped.
 
-        keep: a number, or int32 [B] on the cache's device; all by default."""
+        kept_tokens: a number, or int32 [B] on the cache's device; all by default."""
         pending = self.pending
-        if isinstance(keep, Tensor):
-            keep = as_row_indices(keep, "keep")
-        elif keep is not None:
-            check_count(keep, "keep")
-            if keep > pending:
-                raise ValueError(f"keep: got {keep}, expected at most the {pending} pending tokens")
-            pending, keep = keep, None
-        ops.kv_commit(*self._arguments, pending, keep, self.backend)
+        if isinstance(kept_tokens, Tensor):
+            kept_tokens = as_row_indices(kept_tokens, "kept_tokens")
+        elif kept_tokens is not None:
+            check_count(kept_tokens, "kept_tokens")
+            if kept_tokens > pending:
+                raise ValueError(
+                    f"kept_tokens: got {kept_tokens}, expected at most the {pending} pending tokens"
+                )
+            pending, kept_tokens = kept_tokens, None
+        ops.kv_commit(*self._arguments, pending, kept_tokens, self.backend)
         self.pending = 0
 
     def drop(self, count: int) -> None:

@@ -150,12 +150,12 @@ struct PendingMemory {
 
 // Finds what becomes of every key, or the queries that see it.
 PendingParams follow_keys(const KvCache& cache, const PendingMemory& memory,
-                          const std::int32_t* keep, std::int64_t seqlen_q, KeyInterval* intervals,
-                          const Execution& execution) {
+                          const std::int32_t* kept_tokens, std::int64_t seqlen_q,
+                          KeyInterval* intervals, const Execution& execution) {
   const PendingParams params{.cache = slots_of(cache),
                              .rule = CacheRule(cache.shape),
                              .batch = static_cast<int>(cache.shape.batch),
-                             .keep = keep,
+                             .kept_tokens = kept_tokens,
                              .seqlen_q = static_cast<int>(seqlen_q),
                              .arrivals = memory.arrivals,
                              .fates = memory.fates,
@@ -181,7 +181,8 @@ std::size_t commit_workspace_size(const CommitArgs& args, const Execution&) {
 
 void commit(const CommitArgs& args, const Execution& execution) {
   const PendingMemory memory(args.cache, true, execution.workspace);
-  const PendingParams params = follow_keys(args.cache, memory, args.keep, 0, nullptr, execution);
+  const PendingParams params =
+      follow_keys(args.cache, memory, args.kept_tokens, 0, nullptr, execution);
   launch_rows<CommitKernel>({params, memory.places, memory.destinations}, execution);
   const RowCopy copy = row_copy(args.cache.shape, params.cache.k, params.cache.v);
   for_each(rows_of(args.cache.shape) * args.cache.pending * copy.units,

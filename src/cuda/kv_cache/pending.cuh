@@ -23,8 +23,8 @@ struct PendingParams {
   Slots cache;
   CacheRule rule;
   int batch;
-  const std::int32_t* keep;  // [B] number of pending tokens that count; null for all
-  int seqlen_q;              // number of queries of the intervals
+  const std::int32_t* kept_tokens;  // [B] number of pending tokens that count; null for all
+  int seqlen_q;                     // number of queries of the intervals
   // Workspace, if keys compete with a delay: [B, Hkv, pending] the slot of the key that begins to compete with each
   // token, -1 for none. Null: the token's own key does.
   std::int32_t* arrivals = nullptr;
@@ -39,7 +39,7 @@ struct PendingParams {
     return row * cache.slots + slot;
   }
   __device__ int kept(std::int64_t row) const {
-    return keep == nullptr ? cache.pending : keep[row / cache.heads];
+    return kept_tokens == nullptr ? cache.pending : kept_tokens[row / cache.heads];
   }
   __device__ HeadRule rule_of(std::int64_t row) const {
     return rule.head_rule(static_cast<int>(row % cache.heads));

@@ -41,7 +41,7 @@ struct KvCalls {
                          .scores = {numbers.data()}};
   PendingIntervalsArgs intervals_args{
       .cache = cache, .seqlen_q = tokens, .intervals = intervals.data()};
-  CommitArgs commit_args{.cache = cache, .keep = kept.data()};
+  CommitArgs commit_args{.cache = cache, .kept_tokens = kept.data()};
   FillArgs fill_args{.cache = cache,
                      .seqlen_k = tokens,
                      .k = {numbers.data(), stride},

@@ -308,15 +308,15 @@ void KvStream::append(std::int64_t length) {
 }
 
 void KvStream::commit(bool rows_differ) {
-  std::vector<std::int32_t> keep;
+  std::vector<std::int32_t> kept;
   for (std::size_t b = 0; b < committed_.size(); ++b) {
     auto& waiting = pending_tokens_[b];
-    keep.push_back(static_cast<std::int32_t>(rows_differ ? random_.below(cache_.pending + 1)
+    kept.push_back(static_cast<std::int32_t>(rows_differ ? random_.below(cache_.pending + 1)
                                                          : cache_.pending));
-    committed_[b].insert(committed_[b].end(), waiting.begin(), waiting.begin() + keep.back());
+    committed_[b].insert(committed_[b].end(), waiting.begin(), waiting.begin() + kept.back());
     waiting.clear();
   }
-  const CommitArgs args{.cache = cache_, .keep = rows_differ ? keep.data() : nullptr};
+  const CommitArgs args{.cache = cache_, .kept_tokens = rows_differ ? kept.data() : nullptr};
   run_in_new_workspace(CommitCall(args, in_turn(2), options_.backend));
   cache_.pending = 0;
 }

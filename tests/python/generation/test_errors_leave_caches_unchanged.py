@@ -124,9 +124,9 @@ def test_bad_chunk_row_or_state_leaves_cache_unchanged():
         "pending: got 2 tokens": lambda: cache.step(**STEP),
         "query: got 3 queries": lambda: cache.attend(torch.randn(B, 3, HQ, D)),
         "scale: got 0": lambda: cache.attend(torch.randn(B, 1, HQ, D), scale=0.0),
-        "keep: got 3": lambda: cache.commit(3),
-        "keep[1]: got 5": lambda: cache.commit(torch.tensor([0, 5])),
-        "keep: got [3]": lambda: cache.commit(torch.tensor([0, 1, 2])),
+        "kept_tokens: got 3": lambda: cache.commit(3),
+        "kept_tokens[1]: got 5": lambda: cache.commit(torch.tensor([0, 5])),
+        "kept_tokens: got [3]": lambda: cache.commit(torch.tensor([0, 1, 2])),
         "count: got 3": lambda: cache.drop(3),
         "index[1]: got 2": lambda: cache.select(torch.tensor([0, 2])),
         "index[0]: got -1": lambda: cache.select(torch.tensor([-1, 0])),
@@ -143,7 +143,7 @@ def test_bad_chunk_row_or_state_leaves_cache_unchanged():
         "index: got shape (1, 2)": lambda: cache.select(torch.tensor([[0, 1]])),
         "index[0]": lambda: cache.select(torch.tensor([2**32])),
         "index: got shape (1,), expected (2,)": lambda: cache.reorder(torch.tensor([1])),
-        "keep: got torch.float32": lambda: cache.commit(torch.tensor([1.0, 1.0])),
+        "kept_tokens: got torch.float32": lambda: cache.commit(torch.tensor([1.0, 1.0])),
         "state: got none of v, expected": lambda: cache.load_state_dict(
             {name: value for name, value in state.items() if name != "v"}
         ),
