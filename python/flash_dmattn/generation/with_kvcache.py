@@ -127,31 +127,10 @@ def flash_dmattn_with_kvcache(
                 "score_cache: got None, expected the scores that keep_window_size chooses by"
             )
         _check_backend(query, backend)
-        finite.check_new_tokens(query, key, value)
-        _write_tokens(k_cache, v_cache, score_cache, key, value, scores, cache_seqlens)
-        lengths = cache_seqlens if key is None else cache_seqlens + key.shape[1]
-        everything = cache_leftpad is None and not rule.hides_keys()
-        length = _common_length(lengths, query.shape[1], k_cache.shape[1]) if everything else None
-        if length is None:
-            keys = _cache_intervals(score_cache, lengths, cache_leftpad, rule, query, k_cache)
-            visible = Visibility(keys=keys)
-        else:
-            visible = Visibility(is_causal=query.shape[1] > 1)
-            k_cache, v_cache = k_cache[:, :length], v_cache[:, :length]
-        bias = None
-        if scores_are_bias and score_cache is not None:
-            bias = score_cache[:, :, None, :length].to(
-                torch.promote_types(query.dtype, torch.float32)
-            )
-
-        def held_keys() -> Tensor:
-            places = torch.arange(k_cache.shape[1], device=query.device)
-            return _hold_tokens(places, lengths, cache_leftpad)[:, None]
-
-        out, statistics = run_backend(
-            query, k_cache, v_cache, bias, visible, numerics, backend, held_keys=held_keys
-        )
-        return with_lse(out, statistics, return_lse)
+        out, lse = _attend_to_all_keys(
+            query, caches, key, value, scores, cache_seqlens, cache_leftpad, rule, numerics, scores_are_bias, backend
+        )  # fmt: skip
+        return (out, lse) if return_lse else out
     if cache_leftpad is not None:
         raise ValueError("cache_leftpad: got numbers for a cache of slots, expected key_mask")
     for name, argument, expected in (
@@ -165,23 +144,72 @@ def flash_dmattn_with_kvcache(
         k=k_cache.transpose(1, 2), v=v_cache.transpose(1, 2), scores=score_cache, positions=slot_positions,
         counts=slot_counts, seen=cache_seqlens, **rule._asdict(), backend=backend,
     )  # fmt: skip
-    options = {
-        "scale": scale,
-        "softcap": softcap,
-        "nonfinite": nonfinite,
-        "scores_are_bias": scores_are_bias,
-    }
-    if key.dim() == 4 and key.shape[1] == 1:  # the operator checks all of them
-        out, lse = slots.step(
-            query, key, value, scores, key_mask=key_mask, return_lse=True, **options
-        )
-    else:
-        check_chunk(k_cache, key_mask, query=query, key=key, value=value, scores=scores)
-        finite.check_new_tokens(query, key, value)
-        slots.append(key, value, scores, key_mask=key_mask)
-        out, lse = slots.attend(query, return_lse=True, **options)
-        slots.commit()
+    out, lse = _attend_to_slots(
+        slots, k_cache, query, key, value, scores, key_mask,
+        scale=scale, softcap=softcap, nonfinite=nonfinite, scores_are_bias=scores_are_bias,
+    )  # fmt: skip
     return (out, lse) if return_lse else out
+
+
+def _attend_to_all_keys(
+    query: Tensor,
+    caches: dict[str, Tensor | None],
+    key: Tensor | None,
+    value: Tensor | None,
+    scores: Tensor | None,
+    cache_seqlens: Tensor,
+    cache_leftpad: Tensor | None,
+    rule: KeySelection,
+    numerics: Numerics,
+    scores_are_bias: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Writes new tokens into a cache of all keys, and returns (out, lse); the arguments are checked."""
+    k_cache, v_cache, score_cache = caches.values()
+    finite.check_new_tokens(query, key, value)
+    _write_tokens(k_cache, v_cache, score_cache, key, value, scores, cache_seqlens)
+    lengths = cache_seqlens if key is None else cache_seqlens + key.shape[1]
+    everything = cache_leftpad is None and not rule.hides_keys()
+    length = _common_length(lengths, query.shape[1], k_cache.shape[1]) if everything else None
+    if length is None:
+        keys = _cache_intervals(score_cache, lengths, cache_leftpad, rule, query, k_cache)
+        visible = Visibility(keys=keys)
+    else:
+        visible = Visibility(is_causal=query.shape[1] > 1)
+        k_cache, v_cache = k_cache[:, :length], v_cache[:, :length]
+    bias = None
+    if scores_are_bias and score_cache is not None:
+        bias = score_cache[:, :, None, :length].to(torch.promote_types(query.dtype, torch.float32))
+
+    def held_keys() -> Tensor:
+        places = torch.arange(k_cache.shape[1], device=query.device)
+        return _hold_tokens(places, lengths, cache_leftpad)[:, None]
+
+    out, statistics = run_backend(
+        query, k_cache, v_cache, bias, visible, numerics, backend, held_keys=held_keys
+    )
+    return with_lse(out, statistics, True)
+
+
+def _attend_to_slots(
+    slots: KVSlots,
+    k_cache: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: Tensor,
+    key_mask: Tensor | None,
+    **options: object,
+) -> tuple[Tensor, Tensor]:
+    """Adds new tokens to the slots, and returns (out, lse). k_cache: the keys of the slots in the caller's layout."""
+    if key.dim() == 4 and key.shape[1] == 1:  # the operator checks all of them
+        return slots.step(query, key, value, scores, key_mask=key_mask, return_lse=True, **options)
+    check_chunk(k_cache, key_mask, query=query, key=key, value=value, scores=scores)
+    finite.check_new_tokens(query, key, value)
+    slots.append(key, value, scores, key_mask=key_mask)
+    out, lse = slots.attend(query, return_lse=True, **options)
+    slots.commit()
+    return out, lse
 
 
 def _check_new_tokens(
