@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .checks import check_count, check_on_device, check_tensor, refuse_transforms
 
-_MOST_HEAD_WINDOWS = 128  # on a GPU: CacheRule::most_head_windows in src/cuda/attention/slot_scan.cuh
+# On a GPU: CacheRule::most_head_windows in src/cuda/attention/slot_scan.cuh.
+_MOST_HEAD_WINDOWS = 128
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
