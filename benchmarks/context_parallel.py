@@ -161,10 +161,12 @@ def measure_pieces(ranks: Ranks, length: int, exchange: str, headroom: bool) -> 
         if headroom and length == LENGTHS[0]:
             checked = {**options, "check": True}
             parts["begin, checked"] = median_ms(ranks, lambda: begin_exchange(*keys, **checked))
-        pending = begin_exchange(*keys, **options)
-        parts["attend"] = median_ms(ranks, lambda: attend_to_pieces(q, pending))
-    leaves = [t.detach().requires_grad_() for t in (q, pending.key, pending.value, pending.bias)]
-    free = pending._replace(
+        exchanged = begin_exchange(*keys, **options)
+        parts["attend"] = median_ms(ranks, lambda: attend_to_pieces(q, exchanged))
+    leaves = [
+        t.detach().requires_grad_() for t in (q, exchanged.key, exchanged.value, exchanged.bias)
+    ]
+    free = exchanged._replace(
         key=leaves[1], value=leaves[2], scores=leaves[3].detach(), bias=leaves[3]
     )
     parts["attend both"] = median_ms(
@@ -222,14 +224,14 @@ def measure_beside_projection(ranks: Ranks, length: int) -> dict[str, dict]:
         }  # fmt: skip
 
         def forward_and_backward(options=options):
-            pending = begin_exchange(*keys, **options)
+            exchanged = begin_exchange(*keys, **options)
             query = (hidden @ weight).view(1, n, HQ, D)
-            with_gradients(attend_to_pieces(query, pending, deterministic=True), leaves, dout)
+            with_gradients(attend_to_pieces(query, exchanged, deterministic=True), leaves, dout)
 
         def forward(options=options):
             with torch.no_grad():
-                pending = begin_exchange(*keys, **options)
-                attend_to_pieces((hidden @ weight).view(1, n, HQ, D), pending)
+                exchanged = begin_exchange(*keys, **options)
+                attend_to_pieces((hidden @ weight).view(1, n, HQ, D), exchanged)
 
         times_by_stream[name] = {
             "forward": median_ms(ranks, forward),

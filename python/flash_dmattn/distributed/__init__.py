@@ -2,8 +2,8 @@
 
 from .batch import ContextParallel, Piece
 from .boundary import boundary_places, boundary_state
+from .exchanged_keys import ExchangedKeys
 from .headroom import linear_with_headroom
-from .pending import Pending
 from .piece_attention import (
     attend_to_pieces,
     begin_exchange,
@@ -13,7 +13,7 @@ from .wire import Traffic, exchanged_bytes
 
 __all__ = [
     "ContextParallel",
-    "Pending",
+    "ExchangedKeys",
     "Piece",
     "Traffic",
     "attend_to_pieces",

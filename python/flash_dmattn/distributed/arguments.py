@@ -25,16 +25,16 @@ from ..keys.positions import check_offsets
 from ..keys.rule import KeySelection
 from .exchange import EXCHANGES, Exchange, choose_exchange
 from .options import Options
-from .shards import Border, Shards, begins_of_documents
+from .pieces import Boundary, PieceOffsets, begins_of_documents
 from .wire import Wire, code_of
 
 SCORES = "scores"  # as attn_bias: the scores that choose are added, too
 
 
-class Call(NamedTuple):
-    """The arguments of one call, which are right."""
+class CheckedArguments(NamedTuple):
+    """The arguments of one call in normal form, which are right."""
 
-    border: Border
+    boundary: Boundary
     exchange: Exchange
     key: Tensor  # [B, n, Hkv, D], after `places` free rows if there is headroom
     value: Tensor
@@ -46,7 +46,7 @@ class Call(NamedTuple):
     documents: Tensor | None  # int64 [B or 1, documents + 1]
 
     @classmethod
-    def checked_call(
+    def from_call(
         cls,
         wire: Wire,
         key: Tensor,
@@ -63,7 +63,7 @@ class Call(NamedTuple):
         nonfinite: str,
         query: Tensor | None,
         options: Options | None,
-    ) -> Call:
+    ) -> CheckedArguments:
         """query, options: of `attend_to_pieces`; None: not known yet."""
         rule = rule.checked_state_rule()
         headroom = resolve_flag(headroom, "headroom")
@@ -73,13 +73,13 @@ class Call(NamedTuple):
         rule.check_heads(heads)
         check_tensor(scores, "scores")
         n = scores.shape[-1] if scores.dim() else 0
-        shards = Shards.from_lengths(wire.rank, checked_lengths(lengths, wire, n))
-        documents = _documents(cu_seqlens, position_ids, batch, shards.begins[-1], key.device)
-        begun = None if documents is None else begins_of_documents(documents, shards.begins)
-        border = Border.from_rule(shards, rule, heads, begun, resolve_nonfinite(nonfinite))
-        expected = n + (border.places if headroom else 0)
+        pieces = PieceOffsets.from_lengths(wire.rank, checked_lengths(lengths, wire, n))
+        documents = _documents(cu_seqlens, position_ids, batch, pieces.begins[-1], key.device)
+        begun = None if documents is None else begins_of_documents(documents, pieces.begins)
+        boundary = Boundary.from_rule(pieces, rule, heads, begun, resolve_nonfinite(nonfinite))
+        expected = n + (boundary.places if headroom else 0)
         if rows != expected:
-            words = f"{border.places} places and {n} tokens" if headroom else f"{n} tokens"
+            words = f"{boundary.places} places and {n} tokens" if headroom else f"{n} tokens"
             raise ValueError(
                 f"key: got {rows} rows, expected {expected}: as many as scores have ({words})"
             )
@@ -105,10 +105,9 @@ class Call(NamedTuple):
             bias = scores
         if query is not None:
             (options or Options()).check(query, key, n, bias)
-        made = choose_exchange(exchange, wire)(wire, border)
         return cls(
-            border,
-            made,
+            boundary,
+            choose_exchange(exchange, wire)(wire, boundary),
             key,
             value,
             headroom,
@@ -121,7 +120,7 @@ class Call(NamedTuple):
 
     def compared_numbers(self, scores: Tensor, attn_bias: str | Tensor | None) -> dict[str, int]:
         """The numbers that have to be the same on all ranks, by their names. scores, attn_bias: as given."""
-        rule, begins = self.border.rule, self.border.shards.begins
+        rule, begins = self.boundary.rule, self.boundary.pieces.begins
         batch, _, heads, head_dim = self.key.shape
         documents = () if self.documents is None else tuple(map(tuple, self.documents.tolist()))
         rows_learn, bias_learns = (
@@ -141,7 +140,7 @@ class Call(NamedTuple):
             "documents": code_of(documents),
             "attn_bias": _code_of_form(attn_bias),
             "exchange": list(EXCHANGES.values()).index(type(self.exchange)),
-            "nonfinite": int(self.border.saturate),
+            "nonfinite": int(self.boundary.saturate),
             "requires_grad": rows_learn + 2 * bias_learns,
         }
 

@@ -11,9 +11,9 @@ from ..generation.cache import KVSlots
 from ..keys.intervals import KeyIntervals
 from ..keys.rule import KeySelection
 from .arguments import checked_lengths
-from .extend import take_rows
-from .pending import Pending
-from .shards import Border, Shards, keys_seen_before
+from .earlier_keys import take_rows
+from .exchanged_keys import ExchangedKeys
+from .pieces import Boundary, PieceOffsets, keys_seen_before
 from .wire import wire_of
 
 
@@ -32,11 +32,11 @@ def boundary_places(
     rule = KeySelection(
         keep_window_size, "per_query", recent_window, True, sink_tokens
     ).checked_rule()
-    shards = Shards.from_lengths(wire.rank, checked_lengths(lengths, wire, tokens))
-    return Border.from_rule(shards, rule, 1).places
+    pieces = PieceOffsets.from_lengths(wire.rank, checked_lengths(lengths, wire, tokens))
+    return Boundary.from_rule(pieces, rule, 1).places
 
 
-def boundary_state(pending: Pending, *, chunk: int = 0) -> KVSlots:
+def boundary_state(exchanged: ExchangedKeys, *, chunk: int = 0) -> KVSlots:
     """A KV cache of the keys that tokens after this rank's piece see. Generation continues from the last rank's cache.
 
     chunk: of the cache. If a document continues after the piece, positions and `seen` count from its beginning; if none does,
@@ -44,10 +44,10 @@ def boundary_state(pending: Pending, *, chunk: int = 0) -> KVSlots:
 
     Raises ValueError for another bias than the scores, as a cache keeps one value for each key.
     """
-    if pending.bias is not None and not pending.bias_is_score:
-        raise ValueError("pending: got another bias than the scores, expected 'scores' or None")
-    border, rule = pending.border, pending.border.rule
-    key, value, scores = (t.detach() for t in (pending.key, pending.value, pending.scores))
+    if exchanged.bias is not None and not exchanged.bias_is_score:
+        raise ValueError("exchanged: got another bias than the scores, expected 'scores' or None")
+    boundary, rule = exchanged.boundary, exchanged.boundary.rule
+    key, value, scores = (t.detach() for t in (exchanged.key, exchanged.value, exchanged.scores))
     batch, length, heads, head_dim = key.shape
     cache = KVSlots(
         batch,
@@ -59,11 +59,11 @@ def boundary_state(pending: Pending, *, chunk: int = 0) -> KVSlots:
         **rule._asdict(),
     )
     begun = torch.zeros((1, 1, 1), dtype=torch.int64, device=key.device)
-    if border.begun is not None:
-        begun = border.begun[:, border.shards.rank + 1, None, None]
-    seen = (border.shards.end() - begun.view(-1)).expand(batch)
+    if boundary.begun is not None:
+        begun = boundary.begun[:, boundary.pieces.rank + 1, None, None]
+    seen = (boundary.pieces.end() - begun.view(-1)).expand(batch)
     if length:
-        places, positions = _state_of_keys(pending, begun)
+        places, positions = _state_of_keys(exchanged, begun)
         there = places >= 0
         rows = places.clamp(min=0)
         scores = torch.where(there, scores.gather(-1, rows), torch.nan)
@@ -76,31 +76,31 @@ def boundary_state(pending: Pending, *, chunk: int = 0) -> KVSlots:
     return cache
 
 
-def _state_of_keys(pending: Pending, begun: Tensor) -> tuple[Tensor, Tensor]:
-    """The places among the keys of `pending`, int64 [B, Hkv, S], of those that the last query of this piece sees, -1 for none, and
+def _state_of_keys(exchanged: ExchangedKeys, begun: Tensor) -> tuple[Tensor, Tensor]:
+    """The places among the keys of `exchanged`, int64 [B, Hkv, S], of those that the last query of this piece sees, -1 for none, and
     their positions in the whole sequence.
 
     The last recent_window of them are those of the last positions, whether there is a key or not: `KVSlots.fill` finds recent keys
     by their index. Before them are the others, in their order. begun: where the document that continues has begun.
     """
-    shards, rule = pending.border.shards, pending.border.rule
-    own = torch.arange(shards.begin(), shards.end(), device=pending.key.device)
-    batch, heads, length = pending.scores.shape
-    positions = torch.cat([pending.positions.long(), own.expand(batch, heads, -1)], -1)
+    pieces, rule = exchanged.boundary.pieces, exchanged.boundary.rule
+    own = torch.arange(pieces.begin(), pieces.end(), device=exchanged.key.device)
+    batch, heads, length = exchanged.scores.shape
+    positions = torch.cat([exchanged.positions.long(), own.expand(batch, heads, -1)], -1)
     present = (positions >= 0) & (positions >= begun)
-    if pending.present is not None:
-        present[..., pending.border.places :] &= pending.present
+    if exchanged.present is not None:
+        present[..., exchanged.boundary.places :] &= exchanged.present
     size, recent = rule.place_count(), rule.recent_window
     seen = keys_seen_before(
-        shards.end(),
-        pending.scores.detach().flatten(0, 1)[None],
+        pieces.end(),
+        exchanged.scores.detach().flatten(0, 1)[None],
         positions.flatten(0, 1)[None],
         present.flatten(0, 1)[None],
-        pending.border.rule_of_rows(slice(None), batch),
+        exchanged.boundary.rule_of_rows(slice(None), batch),
         size,
     )[0].unflatten(0, (batch, heads))
     at = positions.gather(-1, seen.clamp(min=0))
-    first_recent = shards.end() - recent
+    first_recent = pieces.end() - recent
     in_order = torch.arange(size, device=seen.device)
     index = torch.where(at >= first_recent, at - first_recent + size - recent, in_order)
     index = torch.where(seen < 0, size, index)  # which is cut off

@@ -8,7 +8,7 @@ Letters of the shapes:
   P  pairs (b, kv head)            F  columns of a row: those of key and value, or of their gradients
   c  winners of a rank             M  columns of notes, int32
   W  places for keys of earlier ranks
-  L  candidates for these places   K  borders between ranks, for which places are chosen
+  L  candidates for these places   K  boundaries between ranks, for which places are chosen
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .shards import Border, keys_seen_before
+from .pieces import Boundary, keys_seen_before
 from .wire import Wire, pack, unpack
 
 
 class Exchange(Protocol):
     wire: Wire
-    border: Border
+    boundary: Boundary
 
     def route_shape(self, P: int) -> tuple[int, ...]: ...
 
@@ -68,7 +68,7 @@ def _take_rows(candidates: Tensor, places: Tensor, missing: Tensor | float) -> T
 
 
 def _add_rows(total: Tensor, rows: Tensor, places: Tensor) -> None:
-    """The transpose of `_take_rows` for one border: adds rows [P, W, F] to total [P, L + 1, F] at places [P, W], of which none but -1
+    """The transpose of `_take_rows` for one boundary: adds rows [P, W, F] to total [P, L + 1, F] at places [P, W], of which none but -1
     occurs twice. The last row of the total takes what has no place."""
     last = total.shape[1] - 1
     index = torch.where(places < 0, last, places)[..., None].expand(rows.shape)
@@ -76,21 +76,21 @@ def _add_rows(total: Tensor, rows: Tensor, places: Tensor) -> None:
 
 
 def _seen_of_candidates(
-    border: Border, notes: Tensor, borders: slice, rows: slice, P: int, size: int
+    boundary: Boundary, notes: Tensor, boundaries: slice, rows: slice, P: int, size: int
 ) -> Tensor:
-    """Places [borders, rows, size] of the keys that the last query before each of the borders sees among candidates with notes
+    """Places [boundaries, rows, size] of the keys that the last query before each of the boundaries sees among candidates with notes
     [rows, L, M]; rows: of P."""
-    begins = border.shards.begins[borders]
+    begins = boundary.pieces.begins[boundaries]
     # fill is used because a copy from a list would wait for the device.
     begins = torch.stack([torch.full((1, 1), begin, device=notes.device) for begin in begins])
     positions = position_of(notes)[None].long()
     begun = 0
-    if border.begun is not None:
-        begun_of_rows = border.begun[:, borders]
+    if boundary.begun is not None:
+        begun_of_rows = boundary.begun[:, boundaries]
         begun_of_rows = begun_of_rows.repeat_interleave(P // begun_of_rows.shape[0], 0)
         begun = begun_of_rows[rows].t()[..., None].clamp(min=0)
     present = (positions >= begun) & (positions < begins)
-    rule = border.rule_of_rows(rows, P // border.heads)
+    rule = boundary.rule_of_rows(rows, P // boundary.heads)
     scores = score_of(notes)[None]
     return keys_seen_before(begins, scores, positions, present, rule, size)
 
@@ -123,12 +123,12 @@ class Direct:
     """Each rank sends its winners to every later rank, and gradients to the ranks of their keys: one collective each way, with
     (R - 1) c rows of the busiest rank. Two ranks exchange the least that is possible."""
 
-    def __init__(self, wire: Wire, border: Border):
-        self.wire, self.border = wire, border
+    def __init__(self, wire: Wire, boundary: Boundary):
+        self.wire, self.boundary = wire, boundary
         self.earlier, self.later = range(wire.rank), range(wire.rank + 1, wire.size)
 
     def route_shape(self, P: int) -> tuple[int, ...]:
-        return P, self.border.places
+        return P, self.boundary.places
 
     def collect(self, rows: Tensor, notes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         found = _swap_parts(
@@ -138,7 +138,7 @@ class Direct:
             *(_copies_of_part(t, self.later) for t in (notes, rows)),
         )
         P, c, columns = rows.shape
-        W, rank = self.border.places, self.wire.rank
+        W, rank = self.boundary.places, self.wire.rank
         if rank == 0:
             none = torch.full((P, W), -1, device=rows.device)
             return rows.new_zeros(()).expand(P, W, columns), no_key(notes).expand(P, W, -1), none
@@ -151,12 +151,12 @@ class Direct:
                 return rows, notes, route
         else:
             own = slice(rank, rank + 1)
-            route = _seen_of_candidates(self.border, notes, own, slice(0, P), P, W)[0]
+            route = _seen_of_candidates(self.boundary, notes, own, slice(0, P), P, W)[0]
         empty = no_key(notes)
         return _take_rows(rows, route[None], 0)[0], _take_rows(notes, route[None], empty)[0], route
 
     def give_back(self, route: Tensor, *gradients: Tensor) -> list[Tensor] | None:
-        rank, c = self.wire.rank, self.border.winners
+        rank, c = self.wire.rank, self.boundary.winners
         parts = gradients
         if rank == 0:
             parts = [g[:, :0] for g in gradients]
@@ -216,34 +216,34 @@ class Nodes:
     its own node this part of what it sees. Of the three collectives each way one is between nodes, with W / g rows for each later
     node; `TwoHops` sends 2 W rows. A single node exchanges nothing between nodes and makes no summary, as `TwoHops`."""
 
-    def __init__(self, wire: Wire, border: Border):
-        self.wire, self.border = wire, border
+    def __init__(self, wire: Wire, boundary: Boundary):
+        self.wire, self.boundary = wire, boundary
         self.size = size = self.ranks_of_node()
         self.node, self.local = divmod(wire.rank, size)
         self.mates = range(self.node * size, (self.node + 1) * size)
         self.earlier = range(self.local, self.mates.start, size)
         self.later = range(wire.rank + size, wire.size, size)
-        most, _ = border.rule.key_bound(is_causal=True)
+        most, _ = boundary.rule.key_bound(is_causal=True)
         # Keys of a node that later ones may see; 0: there is one node.
-        self.summary = min(most, size * border.winners) if wire.size > size else 0
+        self.summary = min(most, size * boundary.winners) if wire.size > size else 0
 
     def ranks_of_node(self) -> int:
         return self.wire.node_size
 
     def route_shape(self, P: int) -> tuple[int, ...]:
         rows = P // Parts.for_ranks(P, self.size).groups
-        return rows, self.summary + self.size * self.border.places
+        return rows, self.summary + self.size * self.boundary.places
 
     def collect(self, rows: Tensor, notes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         P, _, columns = rows.shape
-        parts, border, empty = Parts.for_ranks(P, self.size), self.border, no_key(notes)
+        parts, boundary, empty = Parts.for_ranks(P, self.size), self.boundary, no_key(notes)
         own = parts.rows_of(self.local, P)
         swap = partial(_swap_parts, self.wire, self.mates, self.mates)
         notes, rows = map(_join_ranks, swap(parts.copies(notes), parts.split(rows)))
         routes = []
         if self.summary:
             end = slice(self.mates.stop, self.mates.stop + 1)
-            summary = _seen_of_candidates(border, notes, end, own, P, self.summary)
+            summary = _seen_of_candidates(boundary, notes, end, own, P, self.summary)
             routes.append(summary[0])
             given = _take_rows(notes, summary, empty)[0], _take_rows(rows, summary, 0)[0]
             given = (_copies_of_part(t, self.later) for t in given)
@@ -252,14 +252,14 @@ class Nodes:
                 before = map(_join_ranks, found)
                 both = zip(before, (notes, rows), strict=True)
                 notes, rows = (torch.cat(pair, 1) for pair in both)
-        borders = slice(self.mates.start, self.mates.stop)
-        route = _seen_of_candidates(border, notes, borders, own, P, border.places)
+        boundaries = slice(self.mates.start, self.mates.stop)
+        route = _seen_of_candidates(boundary, notes, boundaries, own, P, boundary.places)
         notes, rows = swap(_take_rows(notes, route, empty), _take_rows(rows, route, 0))
         routes.append(route.transpose(0, 1).flatten(1))
         return parts.join(rows, columns), parts.one_copy(notes), torch.cat(routes, 1)
 
     def give_back(self, route: Tensor, *gradients: Tensor) -> list[Tensor] | None:
-        size, c, before = self.size, self.border.winners, len(self.earlier) * self.summary
+        size, c, before = self.size, self.boundary.winners, len(self.earlier) * self.summary
         parts = Parts.for_ranks(gradients[0].shape[0], size)
         swap = partial(_swap_parts, self.wire, self.mates, self.mates)
         summary, route = route.split([self.summary, route.shape[1] - self.summary], 1)
@@ -271,7 +271,7 @@ class Nodes:
             for rank in range(first, size):
                 _add_rows(total, gathered[rank], route[rank])
             totals.append(total[:, before:])
-            earlier_sums.append(self.border.round_gradient(total[:, :before], gathered.dtype))
+            earlier_sums.append(self.boundary.round_gradient(total[:, :before], gathered.dtype))
         if self.summary:
             self._add_later(totals, earlier_sums, summary)
         # In float32: one rounding more would be a third of the distance from one process.

@@ -13,7 +13,7 @@ from torch import Tensor
 from .._core.library import NAMESPACE
 from ..keys.rule import KeySelection
 from .exchange import EXCHANGES, Exchange
-from .shards import Border, Shards, keys_of_piece
+from .pieces import Boundary, PieceOffsets, keys_of_piece
 from .wire import wire_of
 
 
@@ -53,15 +53,15 @@ def _is_watched() -> bool:
 
 def _operands(exchange: Exchange) -> tuple:
     """An exchange as arguments of the operators."""
-    border, rule = exchange.border, exchange.border.rule
+    boundary, rule = exchange.boundary, exchange.boundary.rule
     name = next(name for name, kind in EXCHANGES.items() if type(exchange) is kind)
     return (
-        border.begun,
-        list(border.shards.begins),
-        border.heads,
+        boundary.begun,
+        list(boundary.pieces.begins),
+        boundary.heads,
         list(rule.windows()),
         *rule.operands(),
-        border.saturate,
+        boundary.saturate,
         name,
         exchange.wire.group.group_name,
     )
@@ -72,8 +72,8 @@ def _exchange(
 ) -> Exchange:
     wire = wire_of(dist.distributed_c10d._resolve_process_group(group))
     rule = _rule(windows, recent, competes, sinks, threshold)
-    shards = Shards(wire.rank, tuple(begins))
-    return EXCHANGES[name](wire, Border.from_rule(shards, rule, heads, begun, saturate))
+    pieces = PieceOffsets(wire.rank, tuple(begins))
+    return EXCHANGES[name](wire, Boundary.from_rule(pieces, rule, heads, begun, saturate))
 
 
 def _rule(windows: list[int], *options) -> KeySelection:
@@ -109,28 +109,28 @@ def _choose_keys_of_piece_fake(scores, *operands):
     "exchange_keys", f"(Tensor rows, Tensor notes, {_OF_EXCHANGE}) -> (Tensor, Tensor, Tensor)"
 )
 def exchange_keys(rows, notes, *operands):
-    made = _exchange(*operands)
+    results = _exchange(*operands).collect(rows, notes)
     # A result of an operator is no view of another one.
-    return tuple(t.clone(memory_format=torch.contiguous_format) for t in made.collect(rows, notes))
+    return tuple(t.clone(memory_format=torch.contiguous_format) for t in results)
 
 
 @exchange_keys.register_fake
 def _exchange_keys_fake(rows, notes, *operands):
-    made = _exchange(*operands)
-    places, P = made.border.places, rows.shape[0]
+    exchange = _exchange(*operands)
+    places, P = exchange.boundary.places, rows.shape[0]
     return (
         rows.new_empty((P, places, rows.shape[2])),
         notes.new_empty((P, places, notes.shape[2])),
-        rows.new_empty(made.route_shape(P), dtype=torch.int64),
+        rows.new_empty(exchange.route_shape(P), dtype=torch.int64),
     )
 
 
 @_operator("return_gradients", f"(Tensor route, Tensor[] gradients, {_OF_EXCHANGE}) -> Tensor[]")
 def return_gradients(route, gradients, *operands):
-    made = _exchange(*operands)
-    sums = made.give_back(route, *gradients)
+    exchange = _exchange(*operands)
+    sums = exchange.give_back(route, *gradients)
     if sums is None:
-        return [t.zero_() for t in _like_sums(made, gradients)]
+        return [t.zero_() for t in _like_sums(exchange, gradients)]
     return [t.clone(memory_format=torch.contiguous_format) for t in sums]
 
 
@@ -139,8 +139,8 @@ def _return_gradients_fake(route, gradients, *operands):
     return _like_sums(_exchange(*operands), gradients)
 
 
-def _like_sums(made: Exchange, gradients: list[Tensor]) -> list[Tensor]:
-    winners = made.border.winners
+def _like_sums(exchange: Exchange, gradients: list[Tensor]) -> list[Tensor]:
+    winners = exchange.boundary.winners
     return [
         g.new_empty(
             (g.shape[0], winners, g.shape[2]), dtype=torch.promote_types(g.dtype, torch.float32)

@@ -77,7 +77,7 @@ class Options(NamedTuple):
     def check(self, query: Tensor, key: Tensor, n: int, bias: Tensor | None) -> None:
         """Raises what `attend_to_pieces` would raise, where other ranks would already wait for this one.
 
-        key: [B, any, Hkv, D]. n: the tokens of this piece. bias: as in `Pending`.
+        key: [B, any, Hkv, D]. n: the tokens of this piece. bias: as in `ExchangedKeys`.
         """
         check_tensor(query, "query")
         (cast,) = autocast_tensors(query)

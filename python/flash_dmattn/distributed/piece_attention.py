@@ -15,10 +15,10 @@ from ..keys.rule import KeySelection
 from ..keys.selection import ScoredRule
 from ..keys.visibility import Visibility
 from ..scores import with_zero_sum_gradient
-from .arguments import Call, check_causality
-from .extend import Extend
+from .arguments import CheckedArguments, check_causality
+from .earlier_keys import PrependEarlierKeys
+from .exchanged_keys import ExchangedKeys, seen_keys
 from .options import Options
-from .pending import Pending, seen_keys
 from .wire import wire_of
 
 
@@ -84,7 +84,7 @@ def context_parallel_dmattn(
     attend_options = Options(
         scale, softcap, deterministic, sink_logits, bias_delay, zero_sum, return_lse, backend
     )._asdict()
-    pending = begin_exchange(
+    exchanged = begin_exchange(
         key,
         value,
         scores,
@@ -108,7 +108,7 @@ def context_parallel_dmattn(
         query=query,
         options=attend_options,
     )
-    return attend_to_pieces(query, pending, **attend_options)
+    return attend_to_pieces(query, exchanged, **attend_options)
 
 
 def begin_exchange(
@@ -136,7 +136,7 @@ def begin_exchange(
     stream: torch.cuda.Stream | None = None,
     query: Tensor | None = None,
     options: Mapping[str, Any] | None = None,
-) -> Pending:
+) -> ExchangedKeys:
     """The first of the two steps of context_parallel_dmattn: exchanges keys, for which it needs no query.
 
     key, value, scores, group, keep_window_size, attn_bias: as there.
@@ -168,40 +168,43 @@ def begin_exchange(
         keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
     )
 
-    def make() -> tuple[Call, Options | None]:
+    def check_arguments() -> tuple[CheckedArguments, Options | None]:
         check_causality(is_causal)
         attend_options = Options.from_arguments(options, query)
-        call = Call.checked_call(
+        arguments = CheckedArguments.from_call(
             wire, key, value, scores, attn_bias, rule, key_mask, cu_seqlens, position_ids, lengths, headroom, exchange, nonfinite, query,
             attend_options,
         )  # fmt: skip
-        return call, attend_options
+        return arguments, attend_options
 
-    def numbers(made: tuple[Call, Options | None]) -> dict[str, int]:
-        call, attend_options = made
-        found = call.compared_numbers(scores, attn_bias)
-        return found if attend_options is None else found | attend_options.compared_numbers(query)
+    def compared_numbers(checked: tuple[CheckedArguments, Options | None]) -> dict[str, int]:
+        arguments, attend_options = checked
+        numbers = arguments.compared_numbers(scores, attn_bias)
+        if attend_options is None:
+            return numbers
+        return numbers | attend_options.compared_numbers(query)
 
-    call, attend_options = wire.agreed_result(check, make, numbers)
-    if call.border.places:
-        with _on_stream(stream, call.key, call.value, call.bias, call.scores, call.present):
-            states = Extend.apply(call.key, call.value, call.bias, call.scores, call)
+    arguments, attend_options = wire.agreed_result(check, check_arguments, compared_numbers)
+    states = arguments.key, arguments.value, arguments.bias, arguments.scores
+    if arguments.boundary.places:
+        with _on_stream(stream, *states, arguments.present):
+            states = PrependEarlierKeys.apply(*states, arguments)
     else:
-        none = call.scores.new_empty((*call.scores.shape[:2], 0), dtype=torch.int32)
-        states = call.key, call.value, call.bias, call.scores, none
+        none = arguments.scores.new_empty((*arguments.scores.shape[:2], 0), dtype=torch.int32)
+        states = *states, none
     key, value, bias, scores, positions = states
-    if bias is not None and not call.bias.requires_grad:
+    if bias is not None and not arguments.bias.requires_grad:
         bias = bias.detach()
-    return Pending(
-        call.border,
+    return ExchangedKeys(
+        arguments.boundary,
         key,
         value,
-        (bias if call.bias_is_score else scores).detach(),
+        (bias if arguments.bias_is_score else scores).detach(),
         bias,
-        call.bias_is_score,
+        arguments.bias_is_score,
         positions,
-        call.present,
-        call.documents,
+        arguments.present,
+        arguments.documents,
         stream,
         attend_options,
         wire if attend_options is None and may_read() else None,
@@ -230,7 +233,7 @@ def _keep_for(stream: torch.cuda.Stream, tensors: Iterable[Tensor | None]) -> No
 
 def attend_to_pieces(
     query: Tensor,
-    pending: Pending,
+    exchanged: ExchangedKeys,
     *,
     scale: float | None = None,
     softcap: float | None = None,
@@ -248,37 +251,43 @@ def attend_to_pieces(
     options = Options(
         scale, softcap, deterministic, sink_logits, bias_delay, zero_sum, return_lse, backend
     )
-    if pending.options is not None:
-        options.check_same(pending.options)
-    if pending.wire is not None:
-        n = pending.scores.shape[2] - pending.border.places
-        pending.wire.agreed_result(
-            pending.check,
-            lambda: options.check(query, pending.key, n, pending.bias),
+    if exchanged.options is not None:
+        options.check_same(exchanged.options)
+    if exchanged.wire is not None:
+        n = exchanged.scores.shape[2] - exchanged.boundary.places
+        exchanged.wire.agreed_result(
+            exchanged.check,
+            lambda: options.check(query, exchanged.key, n, exchanged.bias),
             lambda _: options.compared_numbers(query),
         )
-    rule = pending.border.rule
-    if pending.stream is not None:
-        current = torch.cuda.current_stream(pending.stream.device)
-        current.wait_stream(pending.stream)
-        made = (pending.key, pending.value, pending.scores, pending.positions, pending.bias)
-        _keep_for(current, made)
-    numerics = options.numerics("saturate" if pending.border.saturate else "propagate")
-    bias = pending.bias
+    rule = exchanged.boundary.rule
+    if exchanged.stream is not None:
+        current = torch.cuda.current_stream(exchanged.stream.device)
+        current.wait_stream(exchanged.stream)
+        states = (
+            exchanged.key,
+            exchanged.value,
+            exchanged.scores,
+            exchanged.positions,
+            exchanged.bias,
+        )
+        _keep_for(current, states)
+    numerics = options.numerics("saturate" if exchanged.boundary.saturate else "propagate")
+    bias = exchanged.bias
     if zero_sum and bias is not None:
         bias = with_zero_sum_gradient(bias)
     own_row = None
-    if rule.is_window() and pending.documents is None and not bias_delay:
+    if rule.is_window() and exchanged.documents is None and not bias_delay:
         # Keys are in the order of their positions, and a window needs no more of them.
         visible = Visibility(None, True)
-        scored_rule = ScoredRule(rule, None if pending.bias_is_score else pending.scores)
+        scored_rule = ScoredRule(rule, None if exchanged.bias_is_score else exchanged.scores)
     else:
-        own_row, visible = seen_keys(pending)
+        own_row, visible = seen_keys(exchanged)
         scored_rule = ScoredRule()
     out, statistics = attention(
         query,
-        pending.key,
-        pending.value,
+        exchanged.key,
+        exchanged.value,
         bias,
         visible,
         scored_rule,

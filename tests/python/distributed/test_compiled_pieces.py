@@ -19,8 +19,8 @@ def compiled(rank, backend):
         return context_parallel_dmattn(q, k * 2, v, s, group=group, keep_window_size=17, **options)
 
     def in_two_steps(q, k, v, s):
-        pending = begin_exchange(k * 2, v, s, group=mesh, keep_window_size=17, recent_window=5)
-        return attend_to_pieces(q, pending)
+        exchanged = begin_exchange(k * 2, v, s, group=mesh, keep_window_size=17, recent_window=5)
+        return attend_to_pieces(q, exchanged)
 
     def in_documents(q, k, v, s):
         return at_once(q, k, v, s, cu_seqlens=torch.tensor([0, 33, 70]))

@@ -64,8 +64,8 @@ def surroundings(rank, count):
     for check in (
         two_steps_with_headroom,
         device_mesh_is_a_group,
-        decoding_goes_on_from_the_last_border,
-        borders_of_documents_are_empty_or_go_on,
+        decoding_continues_from_the_last_boundary,
+        boundaries_of_documents_are_empty_or_continue,
         sixteen_bits_round_once_more_than_one_process,
         ranks_that_disagree_raise_everywhere,
         one_rank_with_an_error_raises_everywhere,
@@ -99,12 +99,12 @@ def two_steps_with_headroom(rank, count):
         if headroom:
             fronts = [torch.full((2, W, 2, 16), torch.nan).requires_grad_() for _ in keys]
             keys = [torch.cat(parts, 1) for parts in zip(fronts, keys, strict=True)]
-        pending = begin_exchange(
+        exchanged = begin_exchange(
             *keys, scores, group=dist.group.WORLD, keep_window_size=17, headroom=headroom
         )
         if headroom:
-            assert pending.key.data_ptr() == keys[0].data_ptr()
-        out = attend_to_pieces(piece[0], pending)
+            assert exchanged.key.data_ptr() == keys[0].data_ptr()
+        out = attend_to_pieces(piece[0], exchanged)
         inputs = [*piece, scores, *(fronts if headroom else [])]
         results.append([out, *torch.autograd.grad(out, inputs, do[:, rows])])
     *with_headroom, dkeys, dvalues = results.pop()
@@ -129,17 +129,17 @@ def device_mesh_is_a_group(rank, count):
         context_parallel_dmattn(*call, group=mesh, keep_window_size=17)
 
 
-def decoding_goes_on_from_the_last_border(rank, count):
+def decoding_continues_from_the_last_boundary(rank, count):
     steps, n = 12, 40
     q, k, v, _, s, _ = whole_and_piece(rank, count, n=n + steps)
     N = n * count
     whole = flash_dmattn_func(q, k, v, None, s, is_causal=True, keep_window_size=17)
     rows = slice(rank * n, rank * n + n)
-    pending = begin_exchange(
+    exchanged = begin_exchange(
         k[:, rows], v[:, rows], s[..., rows], group=dist.group.WORLD, keep_window_size=17
     )
-    torch.testing.assert_close(attend_to_pieces(q[:, rows], pending), whole[:, rows])
-    cache = boundary_state(pending)
+    torch.testing.assert_close(attend_to_pieces(q[:, rows], exchanged), whole[:, rows])
+    cache = boundary_state(exchanged)
     end = rows.stop
     assert cache.seen.tolist() == [end, end]
     for i in range(end, end + steps):
@@ -151,14 +151,14 @@ def decoding_goes_on_from_the_last_border(rank, count):
     assert (filled.diff(dim=-1) > 0).all() and filled.max() < end + steps
 
 
-def borders_of_documents_are_empty_or_go_on(rank, count):
+def boundaries_of_documents_are_empty_or_continue(rank, count):
     _, k, v, _, s, rows = whole_and_piece(rank, count)
     offsets = [0, 33, 80, 40 * count]  # the second document ends with the second piece
-    pending = begin_exchange(
+    exchanged = begin_exchange(
         k[:, rows], v[:, rows], s[..., rows], group=dist.group.WORLD, keep_window_size=17,
         cu_seqlens=offsets,
     )  # fmt: skip
-    cache = boundary_state(pending)
+    cache = boundary_state(exchanged)
     begun = max(b for b in offsets if b <= rows.stop)
     tokens = rows.stop - begun
     assert cache.seen.tolist() == [tokens] * 2
@@ -262,7 +262,7 @@ def a_batch_is_cut_and_gathered(rank, count):
     (gradient,) = torch.autograd.grad(loss, own)
     assert torch.equal(gradient[:, valid:], torch.zeros(2, 16 - valid))
     torch.testing.assert_close(gradient[:, :valid] / count, torch.full((2, valid), 1 / labels))
-    # Tokens that move over borders.
+    # Tokens that move over boundaries.
     whole = normal(2, 16 * count, 3, seed=6).requires_grad_()
     weight = normal(2, 16 * count, 3, seed=7)
     rows = slice(rank * 16, rank * 16 + 16)
@@ -335,11 +335,11 @@ def checkpoints_exchange_again(rank, count):
 def autocast_exchanges_sixteen_bits(rank, count):
     _, k, v, _, s, rows = whole_and_piece(rank, count)
     with torch.autocast("cpu", torch.bfloat16):
-        pending = begin_exchange(
+        exchanged = begin_exchange(
             k[:, rows], v[:, rows], s[..., rows], group=dist.group.WORLD, keep_window_size=17
         )
-    assert pending.key.dtype == pending.value.dtype == torch.bfloat16
-    assert pending.scores.dtype == torch.float32
+    assert exchanged.key.dtype == exchanged.value.dtype == torch.bfloat16
+    assert exchanged.scores.dtype == torch.float32
 
 
 def a_saved_exchange_does_not_run_again(rank, count):

@@ -11,7 +11,7 @@ BEGINS = {
     "one row for all": [[0, 7, 33, 52]],
     "each row its own": [[0, 7, 33, 52], [0, 20, 21, 40]],
     "one document of the second row": [[0, 7, 33, 52], [0, 0, 0, 0]],
-    "at borders of pieces": [[0, 20, 40, 59]],
+    "at boundaries of pieces": [[0, 20, 40, 59]],
 }
 
 

@@ -137,8 +137,8 @@ def _other_positions(function):
 
 
 def _smaller_summary(function):
-    def init(self, wire, border):
-        function(self, wire, border)
+    def init(self, wire, boundary):
+        function(self, wire, boundary)
         self.summary = max(0, self.summary - 1)
 
     return init
@@ -153,20 +153,20 @@ MUTANTS = {
     "gradients of two hops are not returned": ("exchange.TwoHops.give_back", _skip_first, "ties"),
     "gradients of nodes are not returned": ("exchange.Nodes.give_back", _skip_first, "ties"),
     "a node gives a key less": ("exchange.Nodes.__init__", _smaller_summary, "ties"),
-    "the last rank but one gives nothing": ("shards.Shards.is_last", _last_two, "ties"),
+    "the last rank but one gives nothing": ("pieces.PieceOffsets.is_last", _last_two, "ties"),
     "a gradient is not added": ("exchange._add_rows", _one_sum_less, "ties"),
-    "a rank loses its best keys": ("extend.keys_seen_before", _one_key_less, "ties"),
-    "a border loses a key": ("exchange.keys_seen_before", _one_key_less, "ties"),
-    "keys in another order": ("extend.keys_seen_before", _other_order, "all equal"),
+    "a rank loses its best keys": ("earlier_keys.keys_seen_before", _one_key_less, "ties"),
+    "a boundary loses a key": ("exchange.keys_seen_before", _one_key_less, "ties"),
+    "keys in another order": ("earlier_keys.keys_seen_before", _other_order, "all equal"),
     "positions one off": ("exchange.position_of", _other_positions, "recent keys"),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_comparison_fails_for_a_mistake(name, monkeypatch):
+    import flash_dmattn.distributed.earlier_keys
     import flash_dmattn.distributed.exchange
-    import flash_dmattn.distributed.extend
-    import flash_dmattn.distributed.shards  # noqa: F401
+    import flash_dmattn.distributed.pieces  # noqa: F401
 
     path, broken, case = MUTANTS[name]
     module, _, attribute = path.rpartition(".")

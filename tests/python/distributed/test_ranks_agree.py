@@ -93,8 +93,8 @@ def test_another_argument_of_one_rank_raises_on_all(name):
 def test_another_option_of_attend_alone_raises_on_all(name):
     def two_steps(wire, heads=4, **options):
         k, s = torch.zeros(1, N, 2, 16), torch.zeros(1, 2, N)
-        pending = begin_exchange(k, k, s, group=wire, keep_window_size=4)
-        attend_to_pieces(torch.zeros(1, N, heads, 16), pending, **options)
+        exchanged = begin_exchange(k, k, s, group=wire, keep_window_size=4)
+        attend_to_pieces(torch.zeros(1, N, heads, 16), exchanged, **options)
 
     raises_on_all_ranks(name, OPTIONS_OF_LAST_RANK, two_steps)
 
@@ -285,8 +285,8 @@ def test_argument_that_cannot_be_compared_raises_on_all(name):
 
 def test_option_of_attend_after_a_query_of_begin_is_compared():
     def other_options(wire):
-        pending = begin_with(wire, None)
-        attend_to_pieces(torch.zeros(1, N, 4, 16), pending, softcap=2.0 if wire.rank else None)
+        exchanged = begin_with(wire, None)
+        attend_to_pieces(torch.zeros(1, N, 4, 16), exchanged, softcap=2.0 if wire.rank else None)
 
     all_ranks_disagree("'softcap'", other_options)
 
@@ -297,7 +297,7 @@ def test_options_of_begin_have_a_query_and_are_those_of_attend():
             ValueError, match="options: got options of attend_to_pieces without query"
         ):
             begin_with(wire, {"softcap": 2.0}, query=False)
-        pending = begin_with(wire, {"softcap": 2.0})
+        exchanged = begin_with(wire, {"softcap": 2.0})
         query, sinks = torch.zeros(1, N, 4, 16), torch.zeros(4)
         for message, wrong in {
             "softcap: got 3.0, expected 2.0 as in begin_exchange": {"softcap": 3.0},
@@ -306,12 +306,12 @@ def test_options_of_begin_have_a_query_and_are_those_of_attend():
             "sink_logits: got 'a tensor', expected None as": {"softcap": 2.0, "sink_logits": sinks},
         }.items():
             with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-                attend_to_pieces(query, pending, **wrong)
-        pending = begin_with(wire, {"sink_logits": sinks})
+                attend_to_pieces(query, exchanged, **wrong)
+        exchanged = begin_with(wire, {"sink_logits": sinks})
         with pytest.raises(
             ValueError, match="^sink_logits: got another tensor than begin_exchange"
         ):
-            attend_to_pieces(query, pending, sink_logits=sinks.clone())
+            attend_to_pieces(query, exchanged, sink_logits=sinks.clone())
 
     run_in_threads(RANKS, raised)
 

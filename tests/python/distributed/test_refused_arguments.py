@@ -73,5 +73,5 @@ def test_boundary_state_of_another_bias_raises():
         k, s = torch.randn(1, N, 2, 16), torch.randn(1, 2, N)
         boundary_state(begin_exchange(k, k, s, group=wire, keep_window_size=4, attn_bias=s + 1))
 
-    with pytest.raises(ValueError, match="pending: got another bias than the scores"):
+    with pytest.raises(ValueError, match="exchanged: got another bias than the scores"):
         run_in_threads(RANKS, state)

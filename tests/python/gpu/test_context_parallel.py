@@ -54,18 +54,18 @@ def test_pieces_see_the_keys_of_the_whole(rule, ranks, exchange, scores):
 
     def piece(wire):
         rows = slice(wire.rank * n, wire.rank * n + n)
-        pending = begin_exchange(
+        exchanged = begin_exchange(
             k[:, rows], v[:, rows], s[..., rows], group=wire, exchange=exchange, **rule
         )
-        on_cpu = pending._replace(
+        on_cpu = exchanged._replace(
             **{
                 name: t.cpu()
-                for name, t in pending._asdict().items()
+                for name, t in exchanged._asdict().items()
                 if isinstance(t, torch.Tensor)
             }
         )
         assert torch.equal(keys_seen(on_cpu), seen[:, :, rows].cpu())
-        return attend_to_pieces(q[:, rows], pending)
+        return attend_to_pieces(q[:, rows], exchanged)
 
     found = torch.cat(run_in_threads(ranks, piece), 1)
     torch.testing.assert_close(found, whole, rtol=2**-7, atol=2**-7)
@@ -81,11 +81,11 @@ def test_documents_and_padding_see_the_keys_of_the_whole():
 
     def piece(wire):
         rows = slice(wire.rank * n, wire.rank * n + n)
-        pending = begin_exchange(
+        exchanged = begin_exchange(
             k[:, rows], v[:, rows], s[..., rows], group=wire, keep_window_size=200, cu_seqlens=offsets,
             key_mask=mask[:, rows],
         )  # fmt: skip
-        return attend_to_pieces(q[:, rows], pending)
+        return attend_to_pieces(q[:, rows], exchanged)
 
     found = torch.cat(run_in_threads(ranks, piece), 1)
     torch.testing.assert_close(found, whole, rtol=2**-7, atol=2**-7)
@@ -102,10 +102,12 @@ def test_headroom_is_filled_in_place():
         keys = [
             torch.cat([torch.full_like(t[:, :places], torch.nan), t[:, rows]], 1) for t in (k, v)
         ]
-        pending = begin_exchange(*keys, s[..., rows], group=wire, keep_window_size=w, headroom=True)
-        assert pending.key.data_ptr() == keys[0].data_ptr()
-        cache = boundary_state(pending)
-        return attend_to_pieces(q[:, rows], pending), cache
+        exchanged = begin_exchange(
+            *keys, s[..., rows], group=wire, keep_window_size=w, headroom=True
+        )
+        assert exchanged.key.data_ptr() == keys[0].data_ptr()
+        cache = boundary_state(exchanged)
+        return attend_to_pieces(q[:, rows], exchanged), cache
 
     found = run_in_threads(ranks, piece)
     torch.testing.assert_close(
@@ -117,18 +119,18 @@ def test_headroom_is_filled_in_place():
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_tokens_behind_a_border_see_the_keys_of_the_whole(rule):
+def test_tokens_after_a_boundary_see_the_keys_of_the_whole(rule):
     n, ranks, steps, rule = 512, 2, 40, RULES[rule]
     q, k, v, s = states(n * ranks + steps)
     whole = flash_dmattn_func(q, k, v, attn_bias=s, key_intervals=select_key_intervals(s, **rule))
 
     def state(wire):
         rows = slice(wire.rank * n, wire.rank * n + n)
-        pending = begin_exchange(k[:, rows], v[:, rows], s[..., rows], group=wire, **rule)
-        return boundary_state(pending)
+        exchanged = begin_exchange(k[:, rows], v[:, rows], s[..., rows], group=wire, **rule)
+        return boundary_state(exchanged)
 
-    for border, cache in enumerate(run_in_threads(ranks, state), 1):
-        for i in range(border * n, border * n + steps):
+    for boundary, cache in enumerate(run_in_threads(ranks, state), 1):
+        for i in range(boundary * n, boundary * n + steps):
             token = slice(i, i + 1)
             score = s[..., token].contiguous()
             out = cache.step(q[:, token], k[:, token], v[:, token], score)
@@ -148,13 +150,13 @@ def test_exchange_on_another_stream_has_the_same_bits(rule):
                 # Made on the current stream just before, and their memory is used again just after.
                 keys = [t[:, rows].clone() for t in (k, v)]
                 scores = s[..., rows].clone()
-                pending = begin_exchange(
+                exchanged = begin_exchange(
                     *keys, scores, group=wire, stream=stream, check=False, **rule
                 )
                 del keys, scores
                 junk = [torch.full_like(k[:, rows], torch.nan) for _ in range(4)]
-                outs.append(attend_to_pieces(q[:, rows], pending))
-                del pending, junk
+                outs.append(attend_to_pieces(q[:, rows], exchanged))
+                del exchanged, junk
         return all(torch.equal(out, outs[0]) for out in outs)
 
     assert run_in_threads(ranks, piece) == [True] * ranks

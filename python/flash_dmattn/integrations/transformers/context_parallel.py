@@ -15,7 +15,7 @@ from ..._core.checks import check_tensor
 from ...distributed.arguments import offsets_of_positions
 from ...distributed.batch import ContextParallel, short_offsets
 from ...distributed.boundary import boundary_state
-from ...distributed.pending import bias_without_sinks
+from ...distributed.exchanged_keys import bias_without_sinks
 from ...distributed.piece_attention import attend_to_pieces, begin_exchange
 from ...distributed.wire import code_of
 from ...keys.rule import KeySelection
@@ -56,7 +56,7 @@ class Pieces(NamedTuple):
                 slots.check_kernels(key)
             except Exception as error:
                 self.group.wire.raise_on_all_ranks(error)
-        pending = begin_exchange(
+        exchanged = begin_exchange(
             key,
             value,
             scores,
@@ -69,11 +69,11 @@ class Pieces(NamedTuple):
             **rule._asdict(),
         )
         if slots is not None:
-            state = boundary_state(pending, chunk=slots.chunk)
-            slots.adopt_slots(state, pending.border.shards.end())
+            state = boundary_state(exchanged, chunk=slots.chunk)
+            slots.adopt_slots(state, exchanged.boundary.pieces.end())
         if isinstance(bias, torch.Tensor):
-            pending = bias_without_sinks(pending)
-        return attend_to_pieces(query, pending, **options)
+            exchanged = bias_without_sinks(exchanged)
+        return attend_to_pieces(query, exchanged, **options)
 
 
 # Decoders in which nothing but attention takes place between tokens, by `config.model_type`.

@@ -26,7 +26,7 @@ from flash_dmattn.distributed import (
     boundary_places,
     context_parallel_dmattn,
 )
-from flash_dmattn.distributed.pending import seen_keys
+from flash_dmattn.distributed.exchanged_keys import seen_keys
 
 NAMES = ("out", "dquery", "dkey", "dvalue", "dscores")
 EXCHANGES = ("direct", "two_hops")
@@ -181,7 +181,7 @@ def keys_of_pieces_equal_whole(ranks, kind):
     expected = (expected - rows.start).clamp(0, n)
     expected = expected * (expected[..., :1] < expected[..., 1:])
     keys = torch.zeros((1, n, heads, 8), dtype=torch.bfloat16, device=ranks.device)
-    pending = begin_exchange(
+    exchanged = begin_exchange(
         keys,
         keys,
         scores[..., rows].contiguous(),
@@ -189,12 +189,12 @@ def keys_of_pieces_equal_whole(ranks, kind):
         cu_seqlens=offsets,
         **rule,
     )
-    found = seen_keys(pending)[1].keys.intervals.long()
-    places = pending.border.places
+    found = seen_keys(exchanged)[1].keys.intervals.long()
+    places = exchanged.boundary.places
     actual = torch.zeros_like(expected)
     actual[:, :, rows] = found[:, :, places:]
-    exists = (pending.positions >= 0)[..., None]
-    at = pending.positions.long().clamp(min=0)[..., None].expand(-1, -1, -1, 2)
+    exists = (exchanged.positions >= 0)[..., None]
+    at = exchanged.positions.long().clamp(min=0)[..., None].expand(-1, -1, -1, 2)
     actual.scatter_add_(2, at, found[:, :, :places] * exists)
     different = (actual != expected).any(-1).sum().item()
     return [f"{different} keys have another interval"] if different else []
@@ -334,9 +334,9 @@ def exchange_on_own_stream_has_same_bits(ranks):
     results = []
     for stream in (None, torch.cuda.Stream()):
         options = {"group": dist.group.WORLD, "keep_window_size": sizes.window, "stream": stream}
-        pending = begin_exchange(*keys, **options)
+        exchanged = begin_exchange(*keys, **options)
         query = (hidden @ weight).view(1, -1, sizes.heads, sizes.head_dim)
-        out = attend_to_pieces(query, pending, deterministic=True)
+        out = attend_to_pieces(query, exchanged, deterministic=True)
         inputs = [hidden, weight, *keys]
         results.append([out.detach(), *torch.autograd.grad(out, inputs, dout[:, rows])])
     names = ("out", "dhidden", "dweight", "dkey", "dvalue", "dscores")

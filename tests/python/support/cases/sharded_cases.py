@@ -8,7 +8,7 @@ import torch
 
 from flash_dmattn import flash_dmattn_func, select_key_intervals
 from flash_dmattn.distributed import begin_exchange, context_parallel_dmattn
-from flash_dmattn.distributed.pending import seen_keys
+from flash_dmattn.distributed.exchanged_keys import seen_keys
 from flash_dmattn.keys.rule import KeySelection
 from rules_by_definition import visible_keys
 
@@ -69,7 +69,7 @@ def cases(ranks):
         "documents": Case(even(48), 17, documents="random"),
         "documents, ties, uneven": Case(uneven, 13, "ties", documents="random"),
         "documents of each row": Case(even(48), 17, documents="rows"),
-        "documents end at borders": Case(even(40), 13, documents="borders"),
+        "documents end at boundaries": Case(even(40), 13, documents="boundaries"),
         "one document, window beyond a piece": Case(even(24), 30, documents="one"),
         "documents with padding after": Case(even(40), 13, documents="padded", mask="random"),
         "documents of one token": Case(even(24), 40, documents="tiny"),
@@ -136,7 +136,7 @@ def tensors(case, seed):
         "": lambda: None,
         "random": lambda: [cuts()],
         "rows": lambda: [cuts(), cuts()],
-        "borders": lambda: [sorted([0, 5, edge, edge, N - 3, N])],
+        "boundaries": lambda: [sorted([0, 5, edge, edge, N - 3, N])],
         "one": lambda: [[0, N]],
         "padded": lambda: [[0, 11, min(edge + 9, N - 26), N - 25]],
         "tiny": lambda: [[*range(N - 15), N]],
@@ -268,20 +268,20 @@ def compare_with_one_process(whole, group, rank, exchange):
             actual, wanted, rtol=2e-5, atol=5e-6, msg=lambda m, n=name: f"{n}: {m}"
         )
 
-    pending = begin_exchange(*piece[1:4], **options)
-    seen = keys_seen(pending)
+    exchanged = begin_exchange(*piece[1:4], **options)
+    seen = keys_seen(exchanged)
     wanted = keys_by_definition(case, s, bias, mask, offsets, rows)
     assert torch.equal(seen, wanted), "keys"
 
 
-def keys_seen(pending):
+def keys_seen(exchanged):
     """bool [B, Hkv, n, N], of the keys that queries of a rank see."""
-    _, visible = seen_keys(pending)
+    _, visible = seen_keys(exchanged)
     mask = visible.keys.to_mask()
-    begins = pending.border.shards.begins
+    begins = exchanged.boundary.pieces.begins
     B, H, n, _ = mask.shape
-    own = torch.arange(pending.border.shards.begin(), pending.border.shards.end())
-    positions = torch.cat([pending.positions.long(), own.expand(B, H, -1)], -1)
+    own = torch.arange(exchanged.boundary.pieces.begin(), exchanged.boundary.pieces.end())
+    positions = torch.cat([exchanged.positions.long(), own.expand(B, H, -1)], -1)
     seen = torch.zeros(B, H, n, begins[-1] + 1, dtype=torch.int32)
     at = positions.where(positions >= 0, begins[-1])
     seen.scatter_add_(-1, at[:, :, None].expand(mask.shape), mask.int())

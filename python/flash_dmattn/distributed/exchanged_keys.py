@@ -12,18 +12,18 @@ from ..keys.rule import find_sinks
 from ..keys.visibility import Visibility
 from .operators import choose_keys
 from .options import Options
-from .shards import Border, shown_in_piece
+from .pieces import Boundary, shown_in_piece
 from .wire import Wire
 
 
-class Pending(NamedTuple):
+class ExchangedKeys(NamedTuple):
     """Keys of earlier ranks, then those of this rank: what `begin_exchange` returns, for `attend_to_pieces` and `boundary_state`.
 
     The first `places` keys are of earlier ranks, in the order of their positions; after them come places without a key, whose
     position is -1.
     """
 
-    border: Border
+    boundary: Boundary
     key: Tensor  # [B, places + n, Hkv, D]
     value: Tensor
     scores: Tensor  # float32 [B, Hkv, places + n], NaN: never chosen
@@ -40,29 +40,29 @@ class Pending(NamedTuple):
     check: bool | None = None  # of `begin_exchange`
 
 
-def seen_keys(pending: Pending) -> tuple[Tensor, Visibility]:
+def seen_keys(exchanged: ExchangedKeys) -> tuple[Tensor, Visibility]:
     """The row at each key's position, int64 [B, Hkv, places + n], and the keys that queries see."""
-    border = pending.border
+    boundary = exchanged.boundary
     own, chosen = choose_keys(
-        pending.scores,
-        pending.positions,
-        pending.present,
-        pending.documents,
-        border.shards.begin(),
-        border.rule,
+        exchanged.scores,
+        exchanged.positions,
+        exchanged.present,
+        exchanged.documents,
+        boundary.pieces.begin(),
+        boundary.rule,
     )
-    n = pending.scores.shape[2] - border.places
-    return own, Visibility(keys=KeyIntervals(chosen, n, border.rule.key_bound(is_causal=True)))
+    n = exchanged.scores.shape[2] - boundary.places
+    return own, Visibility(keys=KeyIntervals(chosen, n, boundary.rule.key_bound(is_causal=True)))
 
 
-def bias_without_sinks(pending: Pending) -> Pending:
+def bias_without_sinks(exchanged: ExchangedKeys) -> ExchangedKeys:
     """The same with a bias of 0 for sinks, which then have no gradient of it."""
-    border, places = pending.border, pending.border.places
-    if not border.rule.sink_tokens or pending.bias is None:
-        return pending
-    n = pending.scores.shape[2] - places
+    boundary, places = exchanged.boundary, exchanged.boundary.places
+    if not boundary.rule.sink_tokens or exchanged.bias is None:
+        return exchanged
+    n = exchanged.scores.shape[2] - places
     shown = shown_in_piece(
-        pending.positions, n, pending.present, pending.documents, border.shards.begin()
+        exchanged.positions, n, exchanged.present, exchanged.documents, boundary.pieces.begin()
     )
-    is_sink = find_sinks(shown, border.rule)
-    return pending._replace(bias=torch.where(is_sink, 0, pending.bias))
+    is_sink = find_sinks(shown, boundary.rule)
+    return exchanged._replace(bias=torch.where(is_sink, 0, exchanged.bias))

@@ -22,16 +22,16 @@ def compare_decoding(case, group, rank, ranks, seed):
     start, total = sum(case.lengths[:rank]), sum(case.lengths[:ranks])
     end = start + case.lengths[rank]
     rows = slice(start, end)
-    pending = begin_exchange(
+    exchanged = begin_exchange(
         k[:, rows], v[:, rows], s[..., rows], group=group, keep_window_size=case.window, **case.rule,
         attn_bias="scores" if case.bias == "scores" else None,
         key_mask=None if mask is None else mask[:, rows],
         cu_seqlens=None if offsets is None else offsets.clamp(max=total),
         lengths=case.lengths[:ranks],
     )  # fmt: skip
-    out = attend_to_pieces(q[:, rows], pending, **case.call)
+    out = attend_to_pieces(q[:, rows], exchanged, **case.call)
     torch.testing.assert_close(out, expected[:, rows], rtol=2e-5, atol=5e-6)
-    cache = boundary_state(pending)
+    cache = boundary_state(exchanged)
     begun = torch.zeros(case.batch, dtype=torch.int64)
     stop = torch.full((case.batch,), sum(case.lengths))
     if offsets is not None:
@@ -78,7 +78,7 @@ def decode_all(rank, count):
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_every_case_goes_on_as_one_process(count):
+def test_decoding_after_pieces_equals_one_process(count):
     run_in_processes(count, decode_all, count)
 
 

@@ -5,26 +5,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .arguments import Call
+from .arguments import CheckedArguments
 from .exchange import bias_of, no_key, position_of, score_of
 from .operators import collect, give_back
-from .shards import Border, keys_seen_before
+from .pieces import Boundary, keys_seen_before
 
 
-class Extend(torch.autograd.Function):
+class PrependEarlierKeys(torch.autograd.Function):
     """(key, value, bias, scores) of a call -> key, value [B, W + n, Hkv, D], bias and scores [B, Hkv, W + n], positions int32
-    [B, Hkv, W], W = border.places. The gradients of the W rows in front return to their owners; scores have none, and bias has one
+    [B, Hkv, W], W = boundary.places. The gradients of the W rows in front return to their owners; scores have none, and bias has one
     where it is learned. (Marked as not differentiable they could not be compiled for all lengths by torch 2.11.)"""
 
     @staticmethod
-    def forward(ctx, key, value, bias, scores, call: Call):
-        W = call.border.places
-        key, value = (_add_places(t, W, call.headroom) for t in (key, value))
+    def forward(ctx, key, value, bias, scores, arguments: CheckedArguments):
+        W = arguments.boundary.places
+        key, value = (_add_places(t, W, arguments.headroom) for t in (key, value))
         columns = [_pad_front(scores, W, torch.nan)]
-        if bias is not None and not call.bias_is_score:
+        if bias is not None and not arguments.bias_is_score:
             columns.append(_pad_front(bias, W, 0.0))
-        places, *winners = _winners(key, value, columns, scores, call)
-        rows, notes, route = collect(call.exchange, *(t.flatten(0, 1) for t in winners))
+        places, *winners = _winners(key, value, columns, scores, arguments)
+        rows, notes, route = collect(arguments.exchange, *(t.flatten(0, 1) for t in winners))
         heads = scores.shape[:2]
         rows, notes = rows.unflatten(0, heads), notes.unflatten(0, heads)
         # On the first rank these are empty. A compiler would remove an exchange whose results nobody reads, and others would wait.
@@ -35,19 +35,23 @@ class Extend(torch.autograd.Function):
         for column in columns[1:]:
             column[..., :W] = bias_of(notes)[..., 0]
         positions = position_of(notes)
-        # The call itself is not kept, because it would keep the keys that have been copied.
-        ctx.border, ctx.exchange, ctx.headroom = call.border, call.exchange, call.headroom
+        # The arguments themselves are not kept, because they would keep the keys that have been copied.
+        ctx.boundary, ctx.exchange, ctx.headroom = (
+            arguments.boundary,
+            arguments.exchange,
+            arguments.headroom,
+        )
         ctx.save_for_backward(places, route)
         ctx.bias_learns = ctx.needs_input_grad[2]
         scores, bias = columns[0], None if len(columns) == 1 else columns[1]
-        if call.bias_is_score:
+        if arguments.bias_is_score:
             scores, bias = None, columns[0]
         return key, value, bias, scores, positions
 
     @staticmethod
     def backward(ctx, dkey, dvalue, dbias, *_):
         places, route = ctx.saved_tensors
-        W = ctx.border.places
+        W = ctx.boundary.places
         # They come from attention alone, so that they may change in place.
         dkey, dvalue = (t.contiguous() for t in (dkey, dvalue))
         front = torch.cat([dkey[:, :W], dvalue[:, :W]], -1).transpose(1, 2)
@@ -61,7 +65,7 @@ class Extend(torch.autograd.Function):
             for gradient, total in zip(
                 (dkey, dvalue), sums[0].split([dkey.shape[3], dvalue.shape[3]], -1), strict=True
             ):
-                _add_rows(gradient, places, total, ctx.border)
+                _add_rows(gradient, places, total, ctx.boundary)
             if ctx.bias_learns:
                 dbias.scatter_(-1, places, dbias.gather(-1, places) + sums[1][..., 0])
         if ctx.headroom:
@@ -73,43 +77,43 @@ class Extend(torch.autograd.Function):
 
 
 def _winners(
-    key: Tensor, value: Tensor, columns: list[Tensor], scores: Tensor, call: Call
+    key: Tensor, value: Tensor, columns: list[Tensor], scores: Tensor, arguments: CheckedArguments
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The keys that later ranks may see: their places as rows of the extended keys, int64 [B, Hkv, c], ascending; then as many rows in
     front as keys are missing, each of them once. Their rows [B, Hkv, c, D + Dv] and notes, int32 [B, Hkv, c, 2 or 3]."""
     batch, heads, n = scores.shape
-    c, W = call.border.winners, call.border.places
+    c, W = arguments.boundary.winners, arguments.boundary.places
     in_front = torch.arange(c, device=scores.device)
-    if call.border.shards.is_last():  # nobody sees its keys, and it chooses none
+    if arguments.boundary.pieces.is_last():  # nobody sees its keys, and it chooses none
         rows = key.new_zeros((batch, heads, c, key.shape[3] + value.shape[3]))
         notes = no_key(scores.new_empty(1 + len(columns))).expand(batch, heads, c, -1)
         return in_front.expand(batch, heads, c), rows, notes
-    found = _choose_places(scores, call)
+    found = _choose_places(scores, arguments)
     missing = found < 0
     places = torch.where(missing, in_front, found + W)
     rows = torch.cat([take_rows(key, places), take_rows(value, places)], -1)
-    positions = torch.where(missing, -1, found + call.border.shards.begin())
+    positions = torch.where(missing, -1, found + arguments.boundary.pieces.begin())
     score, *bias = (column.gather(-1, places).view(torch.int32) for column in columns)
     return places, rows, torch.stack([score, positions.int(), *bias], -1)
 
 
-def _choose_places(scores: Tensor, call: Call) -> Tensor:
+def _choose_places(scores: Tensor, arguments: CheckedArguments) -> Tensor:
     """int64 [B, Hkv, c], of the keys of this piece, ascending and then -1."""
-    border, present = call.border, call.present
-    shards, (batch, heads, n) = border.shards, scores.shape
-    positions = torch.arange(shards.begin(), shards.end(), device=scores.device)
-    if border.begun is not None:
-        goes_on = positions >= border.begun[:, shards.rank + 1, None, None]
+    boundary, present = arguments.boundary, arguments.present
+    pieces, (batch, heads, n) = boundary.pieces, scores.shape
+    positions = torch.arange(pieces.begin(), pieces.end(), device=scores.device)
+    if boundary.begun is not None:
+        goes_on = positions >= boundary.begun[:, pieces.rank + 1, None, None]
         present = goes_on if present is None else present & goes_on
     if present is not None:
         present = present.expand(batch, heads, n).flatten(0, 1)[None]
     return keys_seen_before(
-        shards.end(),
+        pieces.end(),
         scores.flatten(0, 1)[None],
         positions[None, None],
         present,
-        border.rule_of_rows(slice(None), batch),
-        border.winners,
+        boundary.rule_of_rows(slice(None), batch),
+        boundary.winners,
     )[0].unflatten(0, (batch, heads))
 
 
@@ -141,9 +145,9 @@ def take_rows(rows: Tensor, places: Tensor) -> Tensor:
     return rows.gather(2, _index(rows, places))
 
 
-def _add_rows(rows: Tensor, places: Tensor, more: Tensor, border: Border) -> None:
+def _add_rows(rows: Tensor, places: Tensor, more: Tensor, boundary: Boundary) -> None:
     """Adds float32 [B, H, c, D] to rows [B, L, H, D] at places, none of which occurs twice."""
     rows = rows.transpose(1, 2)
     index = _index(rows, places)
     total = rows.gather(2, index) + more  # float32
-    rows.scatter_(2, index, border.round_gradient(total, rows.dtype))
+    rows.scatter_(2, index, boundary.round_gradient(total, rows.dtype))

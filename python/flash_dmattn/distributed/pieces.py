@@ -14,14 +14,14 @@ from ..keys.positions import KeyPositions, ShownKeys
 from ..keys.rule import KeySelection, intervals_of_rule
 
 
-class Shards(NamedTuple):
-    """One piece for each rank, in their order; `begins` has the end of the sequence, too."""
+class PieceOffsets(NamedTuple):
+    """Where the piece of each rank begins, in the order of ranks; `begins` has the end of the sequence, too."""
 
     rank: int
     begins: tuple[int, ...]
 
     @classmethod
-    def from_lengths(cls, rank: int, lengths: Sequence[int]) -> Shards:
+    def from_lengths(cls, rank: int, lengths: Sequence[int]) -> PieceOffsets:
         return cls(rank, (0, *accumulate(lengths)))
 
     def begin(self) -> int:
@@ -40,14 +40,14 @@ class Shards(NamedTuple):
         return max(b - a for a, b in zip(self.begins, self.begins[1:], strict=False))
 
 
-class Border(NamedTuple):
-    """The facts that ranks know of each other before they exchange anything.
+class Boundary(NamedTuple):
+    """Facts of the boundaries between pieces that every rank knows before anything is exchanged.
 
     A rank sends the `winners` keys of its piece that later pieces may see, and has `places` for keys of earlier pieces: the
     same numbers on every rank, whatever the scores are.
     """
 
-    shards: Shards
+    pieces: PieceOffsets
     rule: KeySelection
     heads: int
     # int64 [B or 1, R + 1]: where the document that continues at each of `begins` has begun; None: there is one document.
@@ -59,17 +59,17 @@ class Border(NamedTuple):
     @classmethod
     def from_rule(
         cls,
-        shards: Shards,
+        pieces: PieceOffsets,
         rule: KeySelection,
         heads: int,
         begun: Tensor | None = None,
         saturate: bool = True,
-    ) -> Border:
-        # A query sees no more keys than that; those that the last query before a border sees are all that later queries see.
+    ) -> Boundary:
+        # A query sees no more keys than that; those that the last query before a boundary sees are all that later queries see.
         most, _ = rule.key_bound(is_causal=True)
-        winners = min(most, shards.longest())
-        places = min(most, (shards.ranks() - 1) * winners)
-        return cls(shards, rule, heads, begun, winners, places, saturate)
+        winners = min(most, pieces.longest())
+        places = min(most, (pieces.ranks() - 1) * winners)
+        return cls(pieces, rule, heads, begun, winners, places, saturate)
 
     def round_gradient(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """A sum of gradients in a narrower dtype."""
@@ -86,13 +86,13 @@ class Border(NamedTuple):
         return self.rule._replace(keep_window_size=tuple(windows * batch)[rows])
 
 
-def begins_of_documents(offsets: Tensor, borders: Sequence[int]) -> Tensor:
-    """Start of the document that contains the first position after each border, or the border itself if no document contains it.
-    int64 [B or 1, borders].
+def begins_of_documents(offsets: Tensor, boundaries: Sequence[int]) -> Tensor:
+    """Start of the document that contains the first position after each boundary, or the boundary itself if no document contains it.
+    int64 [B or 1, boundaries].
 
     offsets: [B or 1, documents + 1], of packed documents in the whole sequence.
     """
-    at = torch.stack([torch.full((1,), b, device=offsets.device) for b in borders], 1)
+    at = torch.stack([torch.full((1,), b, device=offsets.device) for b in boundaries], 1)
     at = at.expand(offsets.shape[0], -1)
     document = torch.searchsorted(offsets, at.contiguous(), right=True)
     begun = offsets.gather(1, (document - 1).clamp(min=0))
@@ -100,26 +100,26 @@ def begins_of_documents(offsets: Tensor, borders: Sequence[int]) -> Tensor:
 
 
 def keys_seen_before(
-    border: int | Tensor,
+    boundary: int | Tensor,
     scores: Tensor,
     positions: Tensor,
     present: Tensor | None,
     rule: KeySelection,
     size: int,
 ) -> Tensor:
-    """Indices of the keys that the last query before a border sees, ascending, padded with -1: int64 [K, P, size].
+    """Indices of the keys that the last query before a boundary sees, ascending, padded with -1: int64 [K, P, size].
 
-    border: the position after that query; a number or [K, 1, 1].
+    boundary: the position after that query; a number or [K, 1, 1].
     scores: float32 [K or 1, P, L], of keys in the order of their positions; NaN is never chosen.
     positions: int64 [K or 1, P or 1, L], of those that are present.
-    present: bool [K, P, L]: there is a key, it is before the border, and its document continues there; None: all are present.
+    present: bool [K, P, L]: there is a key, it is before the boundary, and its document continues there; None: all are present.
     rule: of P heads.
     """
     scores = scores if present is None else scores.expand(present.shape)
     if rule.is_window():
         found, _ = best_keys(scores, present, rule.keep_window_size)
     else:
-        own = positions - border + 1  # in rows of which row 0 is the last query
+        own = positions - boundary + 1  # in rows of which row 0 is the last query
         none = torch.zeros_like(own)
         last = none + 1 if present is None else present.long()
         seen = intervals_of_rule(scores, ShownKeys(none, last, own, none), rule, True, 1)
