@@ -116,10 +116,14 @@ def check_positions(positions: Tensor, name: str) -> None:
         raise TypeError(f"{name}: got {positions.dtype}, expected int64 or int32")
 
 
-def check_count(value: object, name: str) -> None:
-    """An integer, 0 or more."""
+def check_integer(value: object, name: str) -> None:
     if isinstance(value, bool) or not isinstance(value, _INTEGERS):
         raise TypeError(f"{name}: got {value!r}, expected an integer")
+
+
+def check_count(value: object, name: str) -> None:
+    """An integer, 0 or more."""
+    check_integer(value, name)
     if value < 0:
         raise ValueError(f"{name}: got {value}, expected 0 or more")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from .._core.checks import (
     widen_bias,
 )
 from .._core.numerics import resolve_nonfinite
-from ..keys.positions import check_offsets
+from ..keys.positions import check_length, check_offsets
 from ..keys.rule import KeySelection
 from .exchange import EXCHANGES, Exchange, choose_exchange
 from .options import Options
@@ -122,7 +122,10 @@ class CheckedArguments(NamedTuple):
         """The numbers that have to be the same on all ranks, by their names. scores, attn_bias: as given."""
         rule, begins = self.boundary.rule, self.boundary.pieces.begins
         batch, _, heads, head_dim = self.key.shape
-        documents = () if self.documents is None else tuple(map(tuple, self.documents.tolist()))
+        documents = ()
+        if self.documents is not None:  # which may be on a GPU: only here is it waited for
+            offsets = check_offsets(self.documents.cpu(), "cu_seqlens", begins[-1], batched=True)
+            documents = tuple(map(tuple, offsets.tolist()))
         rows_learn, bias_learns = (
             torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
             for tensors in ((self.key, self.value), (self.bias,))
@@ -183,10 +186,12 @@ def _check_rows(key: Tensor, value: Tensor) -> None:
 def checked_lengths(lengths: Sequence[int] | None, wire: Wire, n: int) -> tuple[int, ...]:
     if lengths is None:
         return (n,) * wire.size
-    if isinstance(lengths, Tensor) or len(lengths) != wire.size:
-        raise ValueError(
-            f"lengths: got {lengths!r}, expected a number for each of {wire.size} ranks"
-        )
+    expected = f"expected a number for each of {wire.size} ranks"
+    if isinstance(lengths, Tensor) or not isinstance(lengths, Collection):
+        raise TypeError(f"lengths: got {type(lengths).__name__}, {expected}")
+    if len(lengths) != wire.size:
+        raise ValueError(f"lengths: got {lengths!r}, {expected}")
+    lengths = tuple(lengths)
     for length in lengths:
         check_count(length, "lengths")
     if lengths[wire.rank] != n:
@@ -244,20 +249,33 @@ def _documents(
         raise ValueError(
             "position_ids: got positions together with cu_seqlens, expected one of them"
         )
-    if not isinstance(cu_seqlens, Tensor):
-        cu_seqlens = torch.tensor(list(cu_seqlens), dtype=torch.int32)
-    check_offsets(cu_seqlens, "cu_seqlens", total, batched=True)
-    offsets = cu_seqlens.to(device=device, dtype=torch.int64)
+    offsets = checked_offsets(cu_seqlens, total, batched=True)
+    if offsets.dim() == 2 and offsets.shape[0] not in (1, batch):
+        raise ValueError(
+            f"cu_seqlens: got shape {tuple(offsets.shape)}, expected [documents + 1] or [{batch}, documents + 1]"
+        )
+    offsets = offsets.to(device=device, dtype=torch.int64)
     return offsets.reshape(-1, offsets.shape[-1])
 
 
-def offsets_of_positions(
-    position_ids: Tensor, batch: int, total: int, *, read: bool = False
+def checked_offsets(
+    cu_seqlens: Tensor | Iterable[int], total: int, *, batched: bool = False
 ) -> Tensor:
-    """int64 [B or 1, N + 1]: where documents begin, and then the total as often as there is room.
+    """Offsets of packed documents in `total` tokens. The values of a tensor on a GPU are not read."""
+    if not isinstance(cu_seqlens, Tensor):
+        if isinstance(cu_seqlens, str) or not isinstance(cu_seqlens, Iterable):
+            raise TypeError(
+                f"cu_seqlens: got {type(cu_seqlens).__name__}, expected a tensor or a sequence of offsets"
+            )
+        offsets = list(cu_seqlens)
+        for offset in offsets:
+            check_length(offset, "cu_seqlens")  # torch would round a float
+        cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
+    return check_offsets(cu_seqlens, "cu_seqlens", total, batched=batched)
 
-    read: whether a GPU may be waited for, to raise for another order of tokens; on the CPU that is always raised.
-    """
+
+def checked_positions(position_ids: Tensor, batch: int, total: int) -> Tensor:
+    """[B or 1, N]."""
     check_tensor(position_ids, "position_ids")
     if position_ids.dim() == 1:
         position_ids = position_ids[None]
@@ -269,6 +287,17 @@ def offsets_of_positions(
             f"position_ids: got {position_ids.dtype} of shape {tuple(position_ids.shape)}, expected integers of the whole "
             f"sequence, [{batch} or 1, {total}]"
         )
+    return position_ids
+
+
+def offsets_of_positions(
+    position_ids: Tensor, batch: int, total: int, *, read: bool = False
+) -> Tensor:
+    """int64 [B or 1, N + 1]: where documents begin, and then the total as often as there is room.
+
+    read: whether a GPU may be waited for, to raise for another order of tokens; on the CPU that is always raised.
+    """
+    position_ids = checked_positions(position_ids, batch, total)
     begins = position_ids.diff(dim=1, prepend=position_ids[:, :1] - 2) != 1
     # Padding has the position 0 or 1.
     first = position_ids[:, :1].clamp(min=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._core.checks import check_count, check_tensor
-from .arguments import offsets_of_positions
+from .._core.checks import NUMBERS, check_count, check_integer, check_tensor
+from ..keys.positions import check_offsets
+from .arguments import checked_offsets, checked_positions, offsets_of_positions
 from .wire import Wire, code_of, wire_of
 
 IGNORED = -100  # the label that losses ignore
@@ -74,7 +75,7 @@ class ContextParallel:
         *,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
         multiple: int = 1,
         pad_token_id: int = 0,
     ) -> Piece:
@@ -85,7 +86,8 @@ class ContextParallel:
             cut, as the label of a piece's last token is the first token of the next piece.
         position_ids: int [B or 1, N]; where they begin again a document begins. By default they count the tokens of each
             document. attention_mask: [B, N], 0 for padding; with padding a row is one document.
-        cu_seqlens: int [documents + 1], offsets of packed documents, B = 1. The first token of a document is no label.
+        cu_seqlens: int [documents + 1], a tensor or a list: offsets of packed documents, B = 1. The first token of a document is
+            no label.
         multiple: the length of a piece is a multiple of it.
 
         Raises ValueError on all ranks where one has another batch, in the first calls of the group.
@@ -95,23 +97,30 @@ class ContextParallel:
             "labels": labels,
             "position_ids": position_ids,
             "attention_mask": attention_mask,
-            "cu_seqlens": cu_seqlens,
         }
 
-        def make() -> tuple[Tensor | None, Tensor | None]:
+        def check_arguments() -> tuple[Tensor | None, Tensor | None, Tensor | None]:
             _check_batch(tensors, multiple, pad_token_id)
+            given = None
+            if cu_seqlens is not None:
+                given = checked_offsets(cu_seqlens, input_ids.shape[1])
             mask = attention_mask
             if mask is not None and bool(mask.all()):
                 mask = None
-            return mask, _offsets_of_batch(input_ids, position_ids, mask, cu_seqlens)
+            return mask, given, _offsets_of_batch(input_ids, position_ids, mask, given)
 
-        def numbers(_) -> dict[str, int]:
-            codes = {name: _code_of_values(name, t) for name, t in tensors.items()}
+        def compared_numbers(checked: tuple[Tensor | None, ...]) -> dict[str, int]:
+            _, given, _ = checked
+            if given is not None:  # which may be on a GPU: values are read below, too
+                check_offsets(given.cpu(), "cu_seqlens", input_ids.shape[1])
+            compared = tensors | {"cu_seqlens": given}
+            codes = {name: _code_of_values(name, t) for name, t in compared.items()}
             return codes | {"multiple": multiple, "pad_token_id": pad_token_id}
 
-        attention_mask, offsets = self.wire.agreed_result(None, make, numbers)
+        checked = self.wire.agreed_result(None, check_arguments, compared_numbers)
+        attention_mask, _, offsets = checked
         batch, length = input_ids.shape
-        tokens = self.size * max(multiple, 1)
+        tokens = self.size * multiple
         padded = -(-length // tokens) * tokens
         index = torch.arange(padded, device=input_ids.device)[None]
         begins = torch.zeros_like(index)
@@ -124,8 +133,8 @@ class ContextParallel:
             position_ids = index - begins
         else:
             position_ids = position_ids.reshape(-1, length)
-            behind = torch.arange(1, padded - length + 1, device=index.device)
-            position_ids = torch.cat([position_ids, position_ids[:, -1:] + behind], 1)
+            steps = torch.arange(1, padded - length + 1, device=index.device)
+            position_ids = torch.cat([position_ids, position_ids[:, -1:] + steps], 1)
         shifted = None
         if labels is not None:
             shifted = F.pad(labels, (0, padded - length + 1), value=IGNORED)
@@ -154,9 +163,13 @@ class ContextParallel:
 
         length: N, where pieces are padded (`Piece.length`).
         """
-        self.wire.agreed_result(
-            None, lambda: check_tensor(local, "local"), lambda _: _codes_of(local)
-        )
+
+        def check_arguments() -> None:
+            _check_local(local)
+            if length is not None:
+                check_count(length, "length")
+
+        self.wire.agreed_result(None, check_arguments, lambda _: _codes_of(local))
         parts = self.wire.all_gather(local.detach().contiguous())
         whole = parts.transpose(0, 1).flatten(1, 2)
         return whole if length is None else whole[:, :length]
@@ -168,7 +181,10 @@ class ContextParallel:
         mean. A rank without labels has a total of 0 and takes part.
         """
 
-        def make() -> Tensor:
+        def checked_count() -> Tensor:
+            check_tensor(total, "total")
+            if not isinstance(count, NUMBERS):
+                raise TypeError(f"count: got {count!r}, expected a number or a torch.Tensor")
             counts = torch.as_tensor(count, device=total.device).to(torch.float64)
             if counts.shape != total.shape:
                 raise ValueError(
@@ -176,28 +192,26 @@ class ContextParallel:
                 )
             return counts
 
-        count = self.wire.agreed_result(None, make, lambda _: _codes_of(total))
+        count = self.wire.agreed_result(None, checked_count, lambda _: _codes_of(total))
         return _Mean.apply(total, count, self.wire)
 
     def roll(self, local: Tensor, shifts: int) -> Tensor:
         """This rank's piece of torch.roll(whole, shifts, dims=1), with its gradient; pieces [B, n, ...] are equally long and have
         at least |shifts| tokens."""
 
-        def check() -> None:
-            check_tensor(local, "local")
-            if local.dim() < 2:
-                raise ValueError(f"local: got shape {tuple(local.shape)}, expected [B, n, ...]")
-            check_count(abs(shifts), "shifts")
+        def check_arguments() -> None:
+            _check_local(local)
+            check_integer(shifts, "shifts")
             if abs(shifts) > local.shape[1]:
                 raise ValueError(
                     f"shifts: got {shifts}, expected at most the {local.shape[1]} tokens of a piece"
                 )
 
-        def numbers(_) -> dict[str, int]:
+        def compared_numbers(_) -> dict[str, int]:
             learns = torch.is_grad_enabled() and local.requires_grad
             return _codes_of(local) | {"shifts": shifts, "requires_grad": int(learns)}
 
-        self.wire.agreed_result(None, check, numbers)
+        self.wire.agreed_result(None, check_arguments, compared_numbers)
         return local if shifts == 0 else _Roll.apply(local, shifts, self.wire)
 
 
@@ -208,12 +222,22 @@ def _check_batch(tensors: Mapping[str, Tensor | None], multiple: int, pad_token_
     shape = tensors["input_ids"].shape
     if len(shape) != 2:
         raise ValueError(f"input_ids: got shape {tuple(shape)}, expected [B, N]")
+    if tensors["position_ids"] is not None:
+        checked_positions(tensors["position_ids"], *shape)
     check_count(multiple, "multiple")
+    if not multiple:
+        raise ValueError("multiple: got 0, expected 1 or more")
     check_count(pad_token_id, "pad_token_id")
     for name in ("labels", "attention_mask"):
         tensor = tensors[name]
         if tensor is not None and tensor.shape != shape:
             raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {tuple(shape)}")
+
+
+def _check_local(local: Tensor) -> None:
+    check_tensor(local, "local")
+    if local.dim() < 2:
+        raise ValueError(f"local: got shape {tuple(local.shape)}, expected [B, n, ...]")
 
 
 def _codes_of(tensor: Tensor) -> dict[str, int]:

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._core.checks import check_count
 from ..generation.cache import KVSlots
 from ..keys.intervals import KeyIntervals
 from ..keys.rule import KeySelection
 from .arguments import checked_lengths
 from .earlier_keys import take_rows
-from .exchanged_keys import ExchangedKeys
+from .exchanged_keys import ExchangedKeys, check_exchanged
 from .pieces import Boundary, PieceOffsets, keys_seen_before
 from .wire import wire_of
 
@@ -29,6 +30,7 @@ def boundary_places(
     """The rows that `headroom` leaves in front of the keys and values of a rank with `tokens` tokens; other arguments as in
     `begin_exchange`."""
     wire = wire_of(group)
+    check_count(tokens, "tokens")
     rule = KeySelection(
         keep_window_size, "per_query", recent_window, True, sink_tokens
     ).checked_rule()
@@ -44,6 +46,7 @@ def boundary_state(exchanged: ExchangedKeys, *, chunk: int = 0) -> KVSlots:
 
     Raises ValueError for another bias than the scores, as a cache keeps one value for each key.
     """
+    check_exchanged(exchanged)
     if exchanged.bias is not None and not exchanged.bias_is_score:
         raise ValueError("exchanged: got another bias than the scores, expected 'scores' or None")
     boundary, rule = exchanged.boundary, exchanged.boundary.rule

@@ -324,6 +324,6 @@ def choose_exchange(name: str, wire: Wire) -> type[Direct] | type[TwoHops] | typ
         # Beyond, two hops move less between nodes: of n nodes of g ranks 2 (n - 1) / n states, not (n - 1) / g.
         if wire.node_size > 2 and 2 <= nodes <= 2 * wire.node_size:
             name = "nodes"
-    if name not in EXCHANGES:
+    if not isinstance(name, str) or name not in EXCHANGES:
         raise ValueError(f"exchange: got {name!r}, expected 'auto' or one of {tuple(EXCHANGES)}")
     return EXCHANGES[name]

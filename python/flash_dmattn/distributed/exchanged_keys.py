@@ -40,6 +40,13 @@ class ExchangedKeys(NamedTuple):
     check: bool | None = None  # of `begin_exchange`
 
 
+def check_exchanged(exchanged: object) -> None:
+    if not isinstance(exchanged, ExchangedKeys):
+        raise TypeError(
+            f"exchanged: got {type(exchanged).__name__}, expected the result of begin_exchange"
+        )
+
+
 def seen_keys(exchanged: ExchangedKeys) -> tuple[Tensor, Visibility]:
     """The row at each key's position, int64 [B, Hkv, places + n], and the keys that queries see."""
     boundary = exchanged.boundary

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._core.checks import autocast_tensors, check_count
+from .._core.checks import autocast_tensors, check_count, check_tensor
 
 
 def linear_with_headroom(
@@ -18,10 +18,18 @@ def linear_with_headroom(
     (norms, a rotary embedding) may run over all of them.
     """
     check_count(places, "places")
+    check_tensor(hidden, "hidden")
+    check_tensor(weight, "weight")
     if hidden.dim() != 3 or weight.dim() != 2 or hidden.shape[2] != weight.shape[1]:
         raise ValueError(
             f"hidden, weight: got shapes {tuple(hidden.shape)}, {tuple(weight.shape)}, expected [B, n, C] and [F, C]"
         )
+    if bias is not None:
+        check_tensor(bias, "bias")
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(
+                f"bias: got shape {tuple(bias.shape)}, expected {tuple(weight.shape[:1])}"
+            )
     hidden, weight = autocast_tensors(hidden, weight)
     return _Projection.apply(
         hidden, weight, None if bias is None else bias.to(hidden.dtype), places

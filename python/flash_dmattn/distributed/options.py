@@ -43,6 +43,8 @@ class Options(NamedTuple):
         """The options that `begin_exchange` gets for `attend_to_pieces`; None: it gets none."""
         if options is None:
             return None
+        if not isinstance(options, Mapping):
+            raise TypeError(f"options: got {type(options).__name__}, expected a mapping")
         if query is None:
             raise ValueError(
                 "options: got options of attend_to_pieces without query, expected both or none"

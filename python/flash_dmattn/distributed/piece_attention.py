@@ -17,7 +17,7 @@ from ..keys.visibility import Visibility
 from ..scores import with_zero_sum_gradient
 from .arguments import CheckedArguments, check_causality
 from .earlier_keys import PrependEarlierKeys
-from .exchanged_keys import ExchangedKeys, seen_keys
+from .exchanged_keys import ExchangedKeys, check_exchanged, seen_keys
 from .options import Options
 from .wire import wire_of
 
@@ -170,6 +170,7 @@ def begin_exchange(
 
     def check_arguments() -> tuple[CheckedArguments, Options | None]:
         check_causality(is_causal)
+        _check_stream(stream)
         attend_options = Options.from_arguments(options, query)
         arguments = CheckedArguments.from_call(
             wire, key, value, scores, attn_bias, rule, key_mask, cu_seqlens, position_ids, lengths, headroom, exchange, nonfinite, query,
@@ -212,6 +213,12 @@ def begin_exchange(
     )
 
 
+def _check_stream(stream: object) -> None:
+    if stream is None or torch.compiler.is_compiling() or isinstance(stream, torch.cuda.Stream):
+        return
+    raise TypeError(f"stream: got {type(stream).__name__}, expected a torch.cuda.Stream or None")
+
+
 @contextmanager
 def _on_stream(stream: torch.cuda.Stream | None, *tensors: Tensor | None) -> Iterator[None]:
     """Runs on a stream, or on the current one, what reads tensors that the current one has made."""
@@ -248,6 +255,7 @@ def attend_to_pieces(
 
     Options as in context_parallel_dmattn. Returns out [B, n, Hq, D], or (out, lse [B, Hq, n]).
     """
+    check_exchanged(exchanged)
     options = Options(
         scale, softcap, deterministic, sink_logits, bias_delay, zero_sum, return_lse, backend
     )

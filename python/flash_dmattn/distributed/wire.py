@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._core.checks import may_read
+from .._core.checks import may_read, resolve_flag
 
 # Calls of a group that are compared where the caller does not say otherwise: the first steps of a model.
 CHECKED_CALLS = 100
@@ -96,15 +96,16 @@ class Wire:
         waits for its result.
         check: None: in the first calls of a group, of which all ranks have made as many.
         """
-        made, error = None, None
+        made, error, compares = None, None, None
         try:
+            compares = None if check is None else resolve_flag(check, "check")
             made = make()
         except Exception as raised:  # whatever it is, other ranks have to hear of it
             error = raised
         if may_read():  # compiled code that reads a count is compiled again for each
             self.calls += 1
             is_first = self.calls <= CHECKED_CALLS
-            if self.size > 1 and (is_first if check is None else check):
+            if self.size > 1 and (is_first if compares is None else compares):
                 self._compare(error, lambda: numbers(made))
         if error is not None:
             raise error

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flash_dmattn.distributed import context_parallel_dmattn
+from flash_dmattn.distributed import ContextParallel, context_parallel_dmattn
 from ranks_as_threads import run_in_threads
 
 RANKS, N = 3, 20
@@ -40,3 +40,17 @@ def test_positions_and_offsets_give_the_same_results(name):
     for found, expected in zip(by_positions, by_offsets, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert not torch.equal(by_positions[-1][0], whole[-1][0])
+
+
+def test_shard_with_a_list_of_offsets_equals_a_tensor():
+    tokens = torch.arange(RANKS * N)[None]
+    by_list, by_tensor = (
+        run_in_threads(
+            RANKS,
+            lambda wire, given=given: ContextParallel(wire).shard(tokens, tokens, cu_seqlens=given),
+        )
+        for given in ([0, 7, 33, 52], torch.tensor([0, 7, 33, 52]))
+    )
+    for found, expected in zip(by_list, by_tensor, strict=True):
+        for name in ("position_ids", "shift_labels", "cu_seqlens"):
+            assert torch.equal(getattr(found, name), getattr(expected, name))

@@ -262,6 +262,11 @@ WRONG_CALLS = {
     ),
     "shifts": (lambda cp, n: cp.roll(torch.zeros(1, N), 1.0 if n else 1), TypeError),
     "local": (lambda cp, n: cp.roll(torch.zeros(N) if n else torch.zeros(1, N), 1), ValueError),
+    "length": (lambda cp, n: cp.gather(torch.zeros(1, N), "x" if n else N), TypeError),
+    "total": (lambda cp, n: cp.mean("x" if n else torch.zeros(()), 1), TypeError),
+    "cu_seqlens": (lambda cp, n: cp.shard(TOKENS, cu_seqlens=[2 if n else 0, N]), ValueError),
+    "lengths": (lambda cp, n: call(cp.wire, lengths=N if n else None), TypeError),
+    "check": (lambda cp, n: call(cp.wire, check="no" if n else None), TypeError),
     "options": (
         lambda cp, n: call(cp.wire) if not n else begin_with(cp.wire, {"softcp": 2.0}),
         TypeError,

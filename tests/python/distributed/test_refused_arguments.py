@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from flash_dmattn.distributed import begin_exchange, boundary_state, context_parallel_dmattn
+from flash_dmattn.distributed import (
+    ContextParallel,
+    attend_to_pieces,
+    begin_exchange,
+    boundary_places,
+    boundary_state,
+    context_parallel_dmattn,
+)
 from ranks_as_threads import run_in_threads
 
 N, RANKS = 8, 2
@@ -45,9 +52,20 @@ REFUSED = {
         {"position_ids": torch.arange(2 * N)[None], "cu_seqlens": [0, 2 * N]}, ValueError, "position_ids: got positions together",
     ),
     "falling_offsets": ({"cu_seqlens": [0, 9, 5]}, ValueError, "cu_seqlens: got"),
+    "fractional_offset": ({"cu_seqlens": [0, 2.5, 4]}, TypeError, "^cu_seqlens: got 2.5, expected an integer"),
+    "offset_of_none": ({"cu_seqlens": [0, None, 4]}, TypeError, "^cu_seqlens: got None, expected an integer"),
+    "offset_beyond_int32": ({"cu_seqlens": [0, 2**40]}, ValueError, "^cu_seqlens: got 1099511627776, expected less"),
+    "offsets_as_text": ({"cu_seqlens": "ab"}, TypeError, "^cu_seqlens: got str, expected a tensor or a sequence of offsets"),
+    "one_offset": ({"cu_seqlens": 4}, TypeError, "^cu_seqlens: got int, expected a tensor or a sequence of offsets"),
+    "offsets_of_other_rows": (
+        {"cu_seqlens": torch.tensor([[0, 4], [0, 5]])}, ValueError, r"^cu_seqlens: got shape \(2, 2\), expected",
+    ),
     "lengths_of_others": ({"lengths": [N, N, N]}, ValueError, "lengths: got"),
+    "one_length": ({"lengths": N}, TypeError, "^lengths: got int, expected a number for each of 2 ranks"),
+    "check_as_text": ({"check": "no"}, TypeError, "^check: got 'no', expected True or False"),
     "another_length": ({"lengths": [N + 1, N + 1]}, ValueError, "lengths: got 9"),
     "unknown_exchange": ({"exchange": "ring"}, ValueError, "exchange: got 'ring'"),
+    "list_of_exchanges": ({"exchange": ["direct"]}, ValueError, r"^exchange: got \['direct'\]"),
     "unknown_bias": ({"attn_bias": "score"}, ValueError, "attn_bias: got 'score'"),
     "bias_of_pairs": ({"attn_bias": torch.randn(1, 2, N, N)}, ValueError, "attn_bias: got shape"),
     "query_of_another_length": ({"query": torch.randn(1, N - 1, 4, 16)}, ValueError, "query: got 7 queries"),
@@ -61,6 +79,66 @@ def test_bad_argument_raises_naming_it(name):
     changes, error, words = REFUSED[name]
     with pytest.raises(error, match=words):
         run_in_threads(RANKS, lambda wire: call(wire, **changes))
+
+
+IDS = torch.zeros(1, N, dtype=torch.int64)
+
+
+def begin(wire, **changes):
+    k = torch.zeros(1, N, 2, 16)
+    arguments = {"scores": torch.zeros(1, 2, N), "keep_window_size": 4, **changes}
+    return begin_exchange(k, k, group=wire, **arguments)
+
+
+REFUSED_CALLS = {
+    "shard offsets that begin later": (
+        lambda cp: cp.shard(IDS, cu_seqlens=torch.tensor([2, 8])),
+        ValueError, r"cu_seqlens: got \[2, 8\], expected offsets that begin at 0, never fall and end at 8 at most",
+    ),
+    "shard offsets beyond the batch": (lambda cp: cp.shard(IDS, cu_seqlens=[0, 9]), ValueError, r"cu_seqlens: got \[0, 9\]"),
+    "shard falling offsets": (lambda cp: cp.shard(IDS, cu_seqlens=[0, 5, 3, 8]), ValueError, r"cu_seqlens: got \[0, 5, 3, 8\]"),
+    "shard float offsets": (
+        lambda cp: cp.shard(IDS, cu_seqlens=torch.tensor([0.0, 2.5, 8.0])), ValueError, "cu_seqlens: got torch.float32",
+    ),
+    "shard no offsets": (lambda cp: cp.shard(IDS, cu_seqlens=[]), ValueError, r"cu_seqlens: got torch.int32 of shape \(0,\)"),
+    "shard offsets of rows": (
+        lambda cp: cp.shard(IDS, cu_seqlens=torch.tensor([[0, 8]])), ValueError, "cu_seqlens: got torch.int64 of shape",
+    ),
+    "shard fractional offset": (lambda cp: cp.shard(IDS, cu_seqlens=[0, 2.5, 8]), TypeError, "cu_seqlens: got 2.5, expected an integer"),
+    "shard one offset": (lambda cp: cp.shard(IDS, cu_seqlens=8), TypeError, "cu_seqlens: got int, expected a tensor or a sequence"),
+    "shard positions of other tokens": (
+        lambda cp: cp.shard(IDS, position_ids=torch.arange(N - 1)[None], attention_mask=torch.zeros(1, N)),
+        ValueError, "position_ids: got torch.int64 of shape",
+    ),
+    "shard multiple of 0": (lambda cp: cp.shard(IDS, multiple=0), ValueError, "multiple: got 0, expected 1 or more"),
+    "gather a vector": (lambda cp: cp.gather(torch.zeros(N)), ValueError, r"local: got shape \(8,\), expected \[B, n, ...\]"),
+    "gather a length as text": (lambda cp: cp.gather(IDS, "x"), TypeError, "length: got 'x', expected an integer"),
+    "mean of text": (lambda cp: cp.mean("x", 3), TypeError, "total: got str, expected a torch.Tensor"),
+    "mean over text": (lambda cp: cp.mean(torch.zeros(()), "x"), TypeError, "count: got 'x', expected a number"),
+    "roll by text": (lambda cp: cp.roll(IDS, "x"), TypeError, "shifts: got 'x', expected an integer"),
+    "begin with a stream as text": (
+        lambda cp: begin(cp.wire, stream="x"), TypeError, "stream: got str, expected a torch.cuda.Stream or None",
+    ),
+    "begin with options as a list": (
+        lambda cp: begin(cp.wire, query=torch.zeros(1, N, 4, 16), options=[1]), TypeError, "options: got list, expected a mapping",
+    ),
+    "attend to nothing": (
+        lambda cp: attend_to_pieces(torch.zeros(1, N, 4, 16), None),
+        TypeError, "exchanged: got NoneType, expected the result of begin_exchange",
+    ),
+    "attend to a list": (
+        lambda cp: attend_to_pieces(torch.zeros(1, N, 4, 16), [begin(cp.wire)]), TypeError, "exchanged: got list, expected the result",
+    ),
+    "state of nothing": (lambda cp: boundary_state(None), TypeError, "exchanged: got NoneType, expected the result"),
+    "places of text": (lambda cp: boundary_places(cp.wire, "x", 2), TypeError, "tokens: got 'x', expected an integer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED_CALLS)
+def test_wrong_call_raises_naming_the_argument(name):
+    wrong_call, error, words = REFUSED_CALLS[name]
+    with pytest.raises(error, match=f"^{words}"):
+        run_in_threads(RANKS, lambda wire: wrong_call(ContextParallel(wire)))
 
 
 def test_group_of_another_type_raises():

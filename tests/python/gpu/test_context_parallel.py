@@ -6,6 +6,7 @@ import torch
 
 from flash_dmattn import flash_dmattn_func, select_key_intervals, select_keys
 from flash_dmattn.distributed import (
+    ContextParallel,
     attend_to_pieces,
     begin_exchange,
     boundary_places,
@@ -160,3 +161,17 @@ def test_exchange_on_another_stream_has_the_same_bits(rule):
         return all(torch.equal(out, outs[0]) for out in outs)
 
     assert run_in_threads(ranks, piece) == [True] * ranks
+
+
+def test_wrong_offsets_on_a_gpu_raise_while_ranks_compare():
+    """Their values are read there, not in later calls."""
+    q, k, v, s = states(64)
+    offsets = torch.tensor([2, 64], device="cuda")
+    ids = torch.zeros(1, 64, dtype=torch.int64, device="cuda")
+    options = {"keep_window_size": 8, "lengths": (64, 64), "cu_seqlens": offsets}
+    for wrong in (
+        lambda wire: ContextParallel(wire).shard(ids, cu_seqlens=offsets),
+        lambda wire: begin_exchange(k, v, s, group=wire, **options),
+    ):
+        with pytest.raises(ValueError, match=r"^cu_seqlens: got \[2, 64\], expected offsets"):
+            run_in_threads(2, wrong)
