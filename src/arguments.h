@@ -40,8 +40,8 @@ inline void require_length(std::string_view argument, std::int64_t value) {
 inline void require_range(std::string_view argument, std::int64_t value, std::int64_t least,
                           std::int64_t most) {
   if (value >= least && value <= most) return;
-  throw InvalidArgument(argument, std::to_string(value),
-                        std::to_string(least) + " to " + std::to_string(most));
+  const std::string range = least == most ? "" : std::to_string(least) + " to ";
+  throw InvalidArgument(argument, std::to_string(value), range + std::to_string(most));
 }
 
 // Rows [batch, heads] of `length` elements each.

@@ -24,12 +24,29 @@ std::array<std::int64_t, 4> strides_of(const Tensor& tensor) {
 
 }  // namespace
 
+// The package's errors in Python write shapes like this: "shape (2, 3)", "shape (2,)".
 std::string shape_text(Shape shape) {
-  std::string text = "[";
+  std::string text = "shape (";
   for (std::size_t d = 0; d < shape.size(); ++d) {
     text += (d == 0 ? "" : ", ") + std::to_string(shape[d]);
   }
-  return text + "]";
+  return text + (shape.size() == 1 ? ",)" : ")");
+}
+
+std::string dtype_text(ScalarType type) {
+  switch (type) {
+    case ScalarType::Float: return "torch.float32";
+    case ScalarType::BFloat16: return "torch.bfloat16";
+    case ScalarType::Half: return "torch.float16";
+    case ScalarType::Double: return "torch.float64";
+    case ScalarType::Bool: return "torch.bool";
+    case ScalarType::Byte: return "torch.uint8";
+    case ScalarType::Char: return "torch.int8";
+    case ScalarType::Short: return "torch.int16";
+    case ScalarType::Int: return "torch.int32";
+    case ScalarType::Long: return "torch.int64";
+    default: return torch::headeronly::toString(type);
+  }
 }
 
 DType dtype_of(const Tensor& tensor, std::string_view argument) {
@@ -39,19 +56,17 @@ DType dtype_of(const Tensor& tensor, std::string_view argument) {
     case ScalarType::Half: return DType::f16;
     case ScalarType::Double: return DType::f64;
     default:
-      throw InvalidArgument(argument, torch::headeronly::toString(type),
-                            "float32, bfloat16, float16 or float64");
+      throw InvalidArgument(argument, dtype_text(type), "float32, bfloat16, float16 or float64");
   }
 }
 
 void expect(const Tensor& tensor, std::string_view argument, Shape shape, ScalarType type,
             const Tensor& other, std::string_view other_argument) {
   if (!std::ranges::equal(tensor.sizes(), shape)) {
-    throw InvalidArgument(argument, shape_text(tensor), "shape " + shape_text(shape));
+    throw InvalidArgument(argument, shape_text(tensor), shape_text(shape));
   }
   if (tensor.scalar_type() != type) {
-    throw InvalidArgument(argument, torch::headeronly::toString(tensor.scalar_type()),
-                          torch::headeronly::toString(type));
+    throw InvalidArgument(argument, dtype_text(tensor.scalar_type()), dtype_text(type));
   }
   expect_on_device_of(tensor, argument, other, other_argument);
 }

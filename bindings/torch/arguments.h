@@ -28,6 +28,7 @@ using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using Shape = torch::headeronly::IntHeaderOnlyArrayRef;
 
+std::string dtype_text(ScalarType type);
 std::string shape_text(Shape shape);
 inline std::string shape_text(const Tensor& tensor) { return shape_text(tensor.sizes()); }
 

@@ -112,7 +112,7 @@ Attention take_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const O
   call.in.v = take_rows(call, v);
   if (mask) {
     if (mask->scalar_type() != ScalarType::Bool) {
-      throw InvalidArgument("mask", torch::headeronly::toString(mask->scalar_type()), "bool");
+      throw InvalidArgument("mask", dtype_text(mask->scalar_type()), "torch.bool");
     }
     expect_on_device_of(*mask, "mask", q, "q");
     const Broadcast m = broadcast_argument(*mask, "mask", true);

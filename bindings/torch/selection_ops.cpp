@@ -159,7 +159,7 @@ std::tuple<Tensor, Tensor> rank_op(const Tensor& scores, const OptionalTensor& m
   }
   if (mask) {
     if (mask->scalar_type() != ScalarType::Bool) {
-      throw InvalidArgument("mask", torch::headeronly::toString(mask->scalar_type()), "bool");
+      throw InvalidArgument("mask", dtype_text(mask->scalar_type()), "torch.bool");
     }
     take_dense(args, *mask, "mask", scores, args.mask_shape, args.mask_stride);
     args.mask = static_cast<const std::uint8_t*>(mask->const_data_ptr());

@@ -294,6 +294,14 @@ TEST(KvCacheArguments, AppendWithoutRoomNamesTheChunk) {
                  "which 0 are taken");
 }
 
+TEST(KvCacheArguments, CopyToAnotherHeadDimNamesTheExpectedOne) {
+  KvCalls calls;
+  const std::int64_t expected = calls.copy_args.from.shape.head_dim;
+  calls.copy_args.to.shape.head_dim = expected + 1;
+  expect_invalid([&] { copy_rows(calls.copy_args, calls.execution); }, "to.shape.head_dim",
+                 "got " + std::to_string(expected + 1) + ", expected " + std::to_string(expected));
+}
+
 TEST(KvCache, DecodeStepNamesItsKernel) {
   const KvCalls calls;
   const DecodeStepCall step(calls.step_args, calls.execution, "cpu");

@@ -254,6 +254,12 @@ class SlotMemory:
         if not isinstance(snapshot, SlotMemory):
             raise TypeError(f"snapshot: got {type(snapshot).__name__}, expected KVSlots")
         _check_rule("snapshot", snapshot.rule._asdict(), self.rule)
+        for name, dim in (("heads_kv", 1), ("head_dim", 3)):
+            got, expected = snapshot.k.shape[dim], self.k.shape[dim]
+            if got != expected:
+                raise ValueError(f"snapshot: got {name} {got}, expected {expected}")
+        if snapshot.k.dtype != self.k.dtype:
+            raise TypeError(f"snapshot: got {snapshot.k.dtype}, expected {self.k.dtype}")
         if snapshot.batch not in (1, self.batch):
             raise ValueError(f"snapshot: got {snapshot.batch} rows, expected {self.batch} or one")
         rows = torch.arange(self.batch, dtype=torch.int32, device=self.k.device)

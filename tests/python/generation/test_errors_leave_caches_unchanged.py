@@ -68,13 +68,13 @@ def test_float32_slot_tensors_on_gpu_raise():
     "message, spoiled",
     [
         *BAD_NUMBERS,
-        ("query: got [2, 2, 4, 8]", {"query": torch.randn(B, 2, HQ, D)}),
-        ("key: got [2, 2, 2, 8], expected one token", tokens(2)),
-        ("query: got Double", {"query": STEP["query"].double()}),
-        ("key: got [2, 1, 3, 8]", {"key": torch.randn(B, 1, 3, D)}),
-        ("value: got [1, 1, 2, 8]", {"value": torch.randn(1, 1, HKV, D)}),
-        ("scores: got [2, 2, 2]", {"scores": torch.randn(B, HKV, 2)}),
-        ("scores: got BFloat16", {"scores": STEP["scores"].bfloat16()}),
+        ("query: got shape (2, 2, 4, 8)", {"query": torch.randn(B, 2, HQ, D)}),
+        ("key: got shape (2, 2, 2, 8), expected one token", tokens(2)),
+        ("query: got torch.float64", {"query": STEP["query"].double()}),
+        ("key: got shape (2, 1, 3, 8)", {"key": torch.randn(B, 1, 3, D)}),
+        ("value: got shape (1, 1, 2, 8)", {"value": torch.randn(1, 1, HKV, D)}),
+        ("scores: got shape (2, 2, 2)", {"scores": torch.randn(B, HKV, 2)}),
+        ("scores: got torch.bfloat16", {"scores": STEP["scores"].bfloat16()}),
         ("key_mask: got shape (2, 2), expected (2, 1)", {"key_mask": torch.ones(B, 2).bool()}),
         ("key_mask: got torch.float32", {"key_mask": torch.ones(B, 1)}),
         ("heads_q: got 3", {"query": torch.randn(B, 1, 3, D)}),
@@ -126,7 +126,7 @@ def test_bad_chunk_row_or_state_leaves_cache_unchanged():
         "scale: got 0": lambda: cache.attend(torch.randn(B, 1, HQ, D), scale=0.0),
         "kept_tokens: got 3": lambda: cache.commit(3),
         "kept_tokens[1]: got 5": lambda: cache.commit(torch.tensor([0, 5])),
-        "kept_tokens: got [3]": lambda: cache.commit(torch.tensor([0, 1, 2])),
+        "kept_tokens: got shape (3,)": lambda: cache.commit(torch.tensor([0, 1, 2])),
         "count: got 3": lambda: cache.drop(3),
         "index[1]: got 2": lambda: cache.select(torch.tensor([0, 2])),
         "index[0]: got -1": lambda: cache.select(torch.tensor([-1, 0])),
@@ -137,6 +137,13 @@ def test_bad_chunk_row_or_state_leaves_cache_unchanged():
             **tokens(3), intervals=cache.pending_intervals(1)
         ),
         "snapshot: got keep_window_size 5": lambda: cache.restore(other),
+        "snapshot: got head_dim 16, expected 8": lambda: cache.restore(
+            KVSlots(B, HKV, WINDOW, 2 * D)
+        ),
+        "snapshot: got heads_kv 1, expected 2": lambda: cache.restore(KVSlots(B, 1, WINDOW, D)),
+        "snapshot: got torch.bfloat16, expected torch.float32": lambda: cache.restore(
+            KVSlots(B, HKV, WINDOW, D, dtype=torch.bfloat16)
+        ),
         "snapshot: got dict": lambda: cache.restore(state),
         "index: got torch.bool": lambda: cache.select(torch.tensor([True, False])),
         "index: got torch.float32": lambda: cache.select(torch.tensor([1.0])),
