@@ -23,6 +23,8 @@ def kernel_names(backend: str) -> list[str]:
 
     A name is family, direction, dtype and variant, separated by spaces. Raises ValueError for another backend.
     """
+    if not isinstance(backend, str):
+        raise TypeError(f'backend: got {backend!r}, expected "cuda", "cpu" or "reference"')
     return ops.kernel_names(backend).splitlines()
 
 

@@ -7,7 +7,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ._core.checks import check_count, check_head_dim, check_positions, check_tensor, resolve_flag
+from ._core.checks import (
+    check_count,
+    check_floating,
+    check_head_dim,
+    check_positions,
+    check_tensor,
+    resolve_flag,
+)
 from ._core.kv_checks import check_mask
 from .functional import flash_dmattn_func
 from .generation.cache import KVSlots
@@ -94,6 +101,7 @@ class DynamicMaskAttention(nn.Module):
         check_head_dim(head_dim, "head_dim: got")
         if rope is not None and not callable(rope):
             raise TypeError(f"rope: got {type(rope).__name__}, expected a function or None")
+        check_floating(dtype, "dtype")
         if score_input is None:
             score_input = "value" if score == "doge" else "hidden"
         if score_input not in SCORE_INPUTS:
@@ -163,7 +171,8 @@ class DynamicMaskAttention(nn.Module):
         )
         scores = self.scores(hidden if self.score_input == "hidden" else value.flatten(2))
         if self.rope is not None:
-            query, key = self.rope(query, key, self._positions(length, cache, positions, hidden))
+            rotated = self.rope(query, key, self._positions(length, cache, positions, hidden))
+            query, key = _checked_rotation(rotated, query, key)
         dtype = value.dtype
         if cache is not None:
             query, key, value = (t.to(cache.k.dtype) for t in (query, key, value))
@@ -216,6 +225,19 @@ class DynamicMaskAttention(nn.Module):
             return positions
         counted = torch.arange(length, device=hidden.device)[None]
         return counted if cache is None else counted + cache.seen[:, None] + cache.pending
+
+
+def _checked_rotation(rotated: object, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """The results of `rope` for a query and a key."""
+    if not isinstance(rotated, (tuple, list)) or len(rotated) != 2:
+        raise TypeError(f"rope: got {type(rotated).__name__}, expected (query, key)")
+    for name, given, found in zip(("query", "key"), (query, key), rotated, strict=True):
+        check_tensor(found, f"rope's {name}")
+        if found.shape != given.shape:
+            raise ValueError(
+                f"rope: got a {name} of shape {tuple(found.shape)}, expected {tuple(given.shape)}"
+            )
+    return rotated
 
 
 def _check_positions(positions: Tensor | None, hidden: Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._core.checks import check_count, check_tensor
+from ._core.checks import check_count, check_floating, check_tensor
 
 
 def make_scores(
@@ -51,6 +51,7 @@ def make_scores(
         check_count(value, name)
         if not value:
             raise ValueError(f"{name}: got 0, expected 1 or more")
+    check_floating(dtype, "dtype")
     if callable(score):
         return _FunctionScores(features, heads, score)
     if not isinstance(score, str) or score not in _FORMS:

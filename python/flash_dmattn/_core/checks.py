@@ -128,6 +128,13 @@ def check_count(value: object, name: str) -> None:
         raise ValueError(f"{name}: got {value}, expected 0 or more")
 
 
+def check_floating(dtype: object, name: str) -> None:
+    """A floating dtype, or None for torch's default."""
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return
+    raise TypeError(f"{name}: got {dtype!r}, expected a floating torch.dtype")
+
+
 def check_head_dim(head_dim: int, got: str) -> None:
     """got: the argument and what it has, with which the error begins."""
     if not 1 <= head_dim <= LARGEST_HEAD_DIM:

@@ -56,5 +56,20 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
         raise ValueError(
             f"indices: got shape {tuple(indices.shape)}, expected one for each of {hidden_states.shape[0]} tokens"
         )
+    _check_values(indices, batch * seqlen)
     padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
     return padded.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))
+
+
+def _check_values(indices: Tensor, rows: int) -> None:
+    """Values are checked on the CPU only: on a GPU the check would wait for it."""
+    if indices.dtype != torch.int64:
+        raise TypeError(f"indices: got {indices.dtype}, expected torch.int64")
+    if type(indices) is not Tensor or not indices.is_cpu or torch.compiler.is_compiling():
+        return
+    outside = ((indices < 0) | (indices >= rows)).nonzero()
+    if len(outside):
+        place = int(outside[0])
+        raise ValueError(
+            f"indices[{place}]: got {int(indices[place])}, expected 0 or more and less than {rows}"
+        )

@@ -19,6 +19,8 @@ from flash_dmattn import (
     select_key_intervals,
     sliding_window,
 )
+from flash_dmattn.kernels import kernel_names
+from flash_dmattn.scores import make_scores
 from flash_dmattn.utils.padding import pad_input, unpad_input
 
 
@@ -231,6 +233,17 @@ def test_zero_in_the_place_of_flash_attentions_dropout_raises():
         (TypeError, "attention_mask: got list", lambda: unpad_input(BIAS.mT, [1])),
         (ValueError, "indices: got shape (3,)", lambda: pad_input(BIAS, torch.arange(3), 2, 5)),
         (ValueError, "batch: got -2", lambda: pad_input(BIAS, torch.arange(2), -2, -5)),
+        (TypeError, "indices: got torch.float32, expected torch.int64",
+         lambda: pad_input(BIAS, torch.zeros(2), 2, 5)),
+        (ValueError, "indices[1]: got 99, expected 0 or more and less than 10",
+         lambda: pad_input(BIAS, torch.tensor([0, 99]), 2, 5)),
+        (ValueError, "indices[0]: got -1, expected 0 or more",
+         lambda: pad_input(BIAS, torch.tensor([-1, 3]), 2, 5)),
+        (TypeError, 'backend: got None, expected "cuda", "cpu" or "reference"', lambda: kernel_names(None)),
+        (TypeError, "dtype: got torch.int32, expected a floating torch.dtype",
+         lambda: make_scores(8, 2, dtype=torch.int32)),
+        (TypeError, "dtype: got 'bf16', expected a floating torch.dtype",
+         lambda: make_scores(8, 2, lambda hidden: hidden, dtype="bf16")),
     ],
 )  # fmt: skip
 def test_bad_argument_of_a_helper_raises_naming_it(error, message, make):

@@ -203,6 +203,8 @@ def test_bad_argument_raises_naming_it():
         DynamicMaskAttention(30, 4)
     with pytest.raises(TypeError, match="rope: got int, expected a function or None"):
         DynamicMaskAttention(HIDDEN, 4, rope=10000)
+    with pytest.raises(TypeError, match="dtype: got 'bf16', expected a floating torch.dtype"):
+        DynamicMaskAttention(HIDDEN, 4, dtype="bf16")
     layer, hidden = make_layer(), torch.randn(B, S, HIDDEN)
     cache = layer.make_cache(B, chunk=0)
     layer(hidden, cache=cache)  # a prompt may have a gradient; what it leaves in the cache has none
@@ -210,6 +212,23 @@ def test_bad_argument_raises_naming_it():
         layer(hidden[:, :1], cache=cache)
     with torch.no_grad(), pytest.raises(ValueError, match="chunk: got 0 with 0 tokens pending"):
         layer(hidden, cache=cache)
+
+
+WRONG_ROPES = {
+    "a tensor alone": (lambda q, k, positions: q, TypeError, r"^rope: got Tensor, expected \(query, key\)"),
+    "three results": (lambda q, k, positions: (q, k, k), TypeError, "^rope: got tuple, expected"),
+    "no key": (lambda q, k, positions: (q, None), TypeError, "^rope's key: got NoneType, expected a torch.Tensor"),
+    "fewer queries": (lambda q, k, positions: (q[:, 1:], k), ValueError, "^rope: got a query of shape"),
+    "more key heads": (lambda q, k, positions: (q, q), ValueError, "^rope: got a key of shape"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_ROPES)
+def test_wrong_result_of_rope_raises_naming_it(name):
+    wrong, error, words = WRONG_ROPES[name]
+    layer = DynamicMaskAttention(HIDDEN, HEADS, KV_HEADS, WINDOW, rope=wrong)
+    with pytest.raises(error, match=words):
+        layer(torch.randn(B, S, HIDDEN))
 
 
 @pytest.mark.parametrize("rope", [None, rope])
