@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable
 
@@ -17,6 +18,25 @@ _HIDDEN_FEATURES = 64  # of the MLP
 Scorer = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+def check_scorer(scorer: object) -> None:
+    if isinstance(scorer, str) and scorer in NAMES:
+        return
+    if not callable(scorer):
+        names = ", ".join(map(repr, NAMES))
+        raise ValueError(f"scorer: got {scorer!r}, expected one of {names}, a function or a module")
+    function = scorer.forward if isinstance(scorer, nn.Module) else scorer
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of some functions in C
+        return
+    try:
+        signature.bind(None, None, None)
+    except TypeError as error:
+        raise TypeError(
+            f"scorer: got a function of {signature}, expected one of (hidden, key, value)"
+        ) from error
+
+
 def make_scorer(
     scorer: str | Scorer, hidden_size: int, heads: int, value_size: int, device: torch.device
 ) -> nn.Module:
@@ -24,6 +44,7 @@ def make_scorer(
 
     value_size: features of the values of all heads.
     """
+    check_scorer(scorer)
     if isinstance(scorer, nn.Module):
         return FunctionScorer(copy.deepcopy(scorer).to(device))
     if callable(scorer):
@@ -41,10 +62,7 @@ def make_scorer(
             nn.LogSigmoid(),
         )
         return GateScorer("hidden", make_scores(hidden_size, heads, gates))
-    if scorer in _BASELINES:
-        return FunctionScorer(_BASELINES[scorer], is_gate=False)
-    names = ", ".join(map(repr, NAMES))
-    raise ValueError(f"scorer: got {scorer!r}, expected one of {names}, a function or a module")
+    return FunctionScorer(_BASELINES[scorer], is_gate=False)
 
 
 class _Linear(nn.Linear):

@@ -94,6 +94,40 @@ def test_scores_of_other_layers_are_refused(tmp_path):
         load_scores(make_base(num_hidden_layers=3), tmp_path)
 
 
+def test_scores_of_other_sizes_are_refused_and_leave_the_model(tmp_path):
+    save_scores(make_scored(), tmp_path)
+    model = make_base(num_key_value_heads=1)
+    names = list(model.state_dict())
+    with pytest.raises(
+        ValueError, match=r"^folder: got .* of layer 0 of shape \(2,\), expected \(1,\)"
+    ):
+        load_scores(model, tmp_path)
+    assert list(model.state_dict()) == names
+    assert not hasattr(model, "set_score_phase")
+
+
+SPOILED = {
+    "no scorer": ('{"layers": [0]}', "learned_scores.json without 'scorer', expected a file of save_scores"),
+    "broken JSON": ('{"layers": [0', "learned_scores.json with .*line 1 column.*, expected JSON"),
+    "a list": ("[]", "learned_scores.json with a list, expected an object"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_spoiled_settings_are_refused_by_their_path(name, tmp_path):
+    text, words = SPOILED[name]
+    save_scores(make_scored(), tmp_path)
+    (tmp_path / "learned_scores.json").write_text(text)
+    with pytest.raises(ValueError, match=f"^folder: got .*{words}"):
+        load_scores(make_base(), tmp_path)
+
+
+def test_folder_of_another_type_raises():
+    for call in (lambda: load_scores(make_base(), 3), lambda: save_scores(make_scored(), 3)):
+        with pytest.raises(TypeError, match="^folder: got int, expected a path"):
+            call()
+
+
 def test_folder_without_scores_is_refused(tmp_path):
     make_base().save_pretrained(tmp_path)
     with pytest.raises(FileNotFoundError, match="^folder: got .* without learned_scores.json"):

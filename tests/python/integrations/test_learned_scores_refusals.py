@@ -115,6 +115,26 @@ def test_wrong_arguments_are_refused():
         add_learned_scores(model, keep_window_size=3)
 
 
+WRONG_OPTIONS = {
+    "function of one": ({"scorer": lambda hidden: hidden}, TypeError, r"scorer: got a function of \(hidden\), expected one of"),
+    "module of one": ({"scorer": torch.nn.Linear(4, 2)}, TypeError, r"scorer: got a function of .*expected one of \(hidden, key, value\)"),
+    "number": ({"scorer": 3}, ValueError, "scorer: got 3, expected one of"),
+    "windows of three heads": (
+        {"keep_window_size": [1, 2, 3]}, ValueError, "keep_window_size: got 3 sizes, expected one, or 2: one for each key head",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_OPTIONS)
+def test_wrong_option_is_refused_and_leaves_the_model(name):
+    options, error, words = WRONG_OPTIONS[name]
+    model = make_base()
+    config, names = model.config, list(model.state_dict())
+    with pytest.raises(error, match=f"^{words}"):
+        add_learned_scores(model, **{"keep_window_size": 3} | options)
+    assert model.config is config and list(model.state_dict()) == names
+
+
 def test_scores_of_a_wrong_shape_are_refused():
     model = add_learned_scores(make_base(), keep_window_size=3, scorer=lambda h, k, v: h[..., :1])
     with pytest.raises(ValueError, match=r"^scorer: got torch.float32 of shape \(2, 21, 1\)"):

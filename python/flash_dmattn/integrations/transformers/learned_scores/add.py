@@ -9,9 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...._core.checks import resolve_flag
-from ... import scorers
 from ...config_rules import CONFIG_NAME, LearnedScores, make_rule
-from ...scorers import Scorer, make_scorer
+from ...scorers import Scorer, check_scorer, make_scorer
 from ..batching import make_manager
 from ..compat import drop_slot_manager, own_config, set_continuous_batching
 from ..families import reason_to_refuse
@@ -83,15 +82,16 @@ def add_learned_scores(
 
     Raises:
         ValueError: no layer can have scores, with the reasons; the model has scores already.
-        TypeError: the model is no module.
+        TypeError: the model is no module; the scorer is a function of other arguments.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
     rule = make_rule(keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold)
-    if isinstance(scorer, str) and scorer not in scorers.NAMES:
-        make_scorer(scorer, 1, 1, 1, None)  # raises
+    check_scorer(scorer)
     dense_prefill = resolve_flag(dense_prefill, "dense_prefill")
     layers = _layers_to_change(model)
+    for _, _, layer in layers:
+        rule.check_heads(sizes_of(layer)[1])
     own_config(model)
     stored = LearnedScores(
         rule,

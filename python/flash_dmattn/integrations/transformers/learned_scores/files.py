@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from os import PathLike
 from pathlib import Path
 
 from safetensors import safe_open
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ...config_rules import CONFIG_NAME, LearnedScores
 from ...scorers import Scorer
-from .add import add_learned_scores, scored_layers
+from .add import add_learned_scores, remove_learned_scores, scored_layers
 from .scored_layers import ScoredAttention
 
 _TENSORS, _RULE = "learned_scores.safetensors", "learned_scores.json"
@@ -27,7 +28,7 @@ def save_scores(model: nn.Module, folder: str | Path) -> None:
 
     Raises ValueError for a model without scores.
     """
-    folder = Path(folder)
+    folder = _checked_folder(folder)
     layers = scored_layers(model)
     tensors = {
         f"{layer.layer_idx}.{name}": _whole_tensor(tensor.detach()).contiguous()
@@ -51,37 +52,67 @@ def load_scores(model: nn.Module, folder: str | Path, scorer: Scorer | None = No
     model: one with the same layers; where it has no scores, they are added by the rule of the folder.
     scorer: the function or module that was given to `add_learned_scores`, of which the folder has parameters alone.
 
-    Returns the same model. Raises FileNotFoundError without such a file, and ValueError for a model of other layers.
+    Returns the same model. Raises FileNotFoundError without such a file, and ValueError for another file, and for a model of
+    other layers or sizes, which stays as it is.
     """
-    folder = Path(folder)
+    folder = _checked_folder(folder)
     stored, tensors = _read_scores(folder)
     scores = LearnedScores.from_dict(stored)
     if scores.scorer == "custom" and scorer is None:
         raise ValueError(
             f"scorer: got None for the scores in {folder}, which a function or module made; expected it"
         )
-    try:
-        layers = scored_layers(model)
-    except ValueError:
+    is_new = not any(isinstance(module, ScoredAttention) for module in model.modules())
+    if is_new:
         kind = scorer if scores.scorer == "custom" else scores.scorer
         rule = scores.rule._asdict()
         del rule["selection"]
         add_learned_scores(model, scorer=kind, dense_prefill=scores.dense_prefill, **rule)
-        layers = scored_layers(model)
-    found = tuple(layer.layer_idx for layer in layers)
-    if found != scores.layers:
+    try:
+        states = _states_of_layers(scored_layers(model), scores.layers, tensors, folder)
+    except ValueError:
+        if is_new:
+            remove_learned_scores(model)
+        raise
+    for module, state in states:
+        module.load_state_dict(state)
+    return model
+
+
+def _checked_folder(folder: object) -> Path:
+    if not isinstance(folder, (str, PathLike)):
+        raise TypeError(f"folder: got {type(folder).__name__}, expected a path")
+    return Path(folder)
+
+
+def _states_of_layers(
+    layers: list[ScoredAttention], stored: tuple[int, ...], tensors: dict[str, Tensor], folder: Path
+) -> list[tuple[nn.Module, dict[str, Tensor]]]:
+    """(scorer, state) of each layer. Raises ValueError where the layers or the shapes of their parameters are others."""
+    numbers = tuple(layer.layer_idx for layer in layers)
+    if numbers != stored:
         raise ValueError(
-            f"model: got one with scores in layers {found}, expected {scores.layers}, those in {folder}"
+            f"model: got one with scores in layers {numbers}, expected {stored}, those in {folder}"
         )
-    for layer in layers:
-        prefix = f"{layer.layer_idx}."
-        own = {
+    states = []
+    for number, layer in zip(numbers, layers, strict=True):
+        module, prefix = _scorer_in_use(layer), f"{number}."
+        state = {
             name.removeprefix(prefix): tensor
             for name, tensor in tensors.items()
             if name.startswith(prefix)
         }
-        _scorer_in_use(layer).load_state_dict(own)
-    return model
+        own, got = (
+            {name: tuple(tensor.shape) for name, tensor in s.items()}
+            for s in (module.state_dict(), state)
+        )
+        for name in sorted(own.keys() | got.keys()):
+            if own.get(name) != got.get(name):
+                raise ValueError(
+                    f"folder: got {folder} with {name} of layer {number} of shape {got.get(name)}, expected {own.get(name)}"
+                )
+        states.append((module, state))
+    return states
 
 
 def _scorer_in_use(layer: ScoredAttention) -> nn.Module:
@@ -111,8 +142,8 @@ def _read_scores(folder: Path) -> tuple[dict, dict[str, Tensor]]:
     if (folder / _RULE).exists():
         with safe_open(folder / _TENSORS, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-        return json.loads((folder / _RULE).read_text()), tensors
-    stored = _settings_of_config(json.loads((folder / "config.json").read_text()))
+        return _checked_settings(_read_json(folder / _RULE), folder / _RULE), tensors
+    stored = _settings_of_config(_read_json(folder / "config.json"))
     if stored is None:
         raise FileNotFoundError(
             f"folder: got {folder} without {_RULE} and without {CONFIG_NAME} in its config.json, expected a folder of "
@@ -125,7 +156,26 @@ def _read_scores(folder: Path) -> tuple[dict, dict[str, Tensor]]:
                 before, found, after = name.partition(f".{_PART}.")
                 if found:
                     tensors[f"{_layer_number(before)}.{after}"] = file.get_tensor(name)
-    return stored, tensors
+    return _checked_settings(stored, folder / "config.json"), tensors
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        stored = json.loads(path.read_text())
+    except ValueError as error:  # of JSON or UTF-8
+        raise ValueError(f"folder: got {path} with {error}, expected JSON") from None
+    if not isinstance(stored, dict):
+        raise ValueError(f"folder: got {path} with a {type(stored).__name__}, expected an object")
+    return stored
+
+
+def _checked_settings(stored: dict, path: Path) -> dict:
+    missing = [name for name in ("scorer", "layers", "dense_prefill") if name not in stored]
+    if missing:
+        raise ValueError(
+            f"folder: got {path} without {missing[0]!r}, expected a file of save_scores or of save_pretrained"
+        )
+    return stored
 
 
 def _settings_of_config(config: dict) -> dict | None:
