@@ -222,7 +222,7 @@ struct KeyMajorBackwardKernel {
       typename Warp::ScoreAccumulator x;    // S or dP
       typename Warp::ScoreOperand operand;  // P or dS
       if constexpr (HasDense) {
-        if (is_dv) warp.dense_scores.copy_bias(at, warp.exchange_tile(n));
+        if (is_dv) warp.dense_scores.copy_bias(at, warp.transfer_tile(n));
       }
       warp.template multiply_part<0>(first, x);
       if (is_dv) warp.compute_p(queries, n, at, bounds, x, operand);

@@ -5,7 +5,7 @@
 #include "cuda/attention/scheduler.cuh"
 #include "cuda/primitives/tile_copy.cuh"
 #include "cuda/sm80/backward/key_bias_gradient.cuh"
-#include "cuda/sm80/backward/p_exchange.cuh"
+#include "cuda/sm80/backward/p_transfer.cuh"
 #include "cuda/sm80/backward/query_pipeline.cuh"
 #include "cuda/sm80/dense/backward_scores.cuh"
 #include "cuda/sm80/params.h"
@@ -64,7 +64,7 @@ struct KeyMajorWarp {
   static constexpr int n8 = rows / 8;
   using ScoreAccumulator = Accumulator<warp_keys, rows>;
   using ScoreOperand = std::uint32_t[m16][n8 / 2][4];
-  using Exchange = PExchange<T, m16, n8>;
+  using Transfer = PTransfer<T, m16, n8>;
 
   __device__ KeyMajorWarp(const KeyMajorParams& params, SharedStorage& storage, const KeyTile& keys)
       : p(params),
@@ -107,21 +107,21 @@ struct KeyMajorWarp {
       if (p.score.form == ScoreForm::nonpositive_scale)
         for_each_element(s, [&](float& x, int, int, int) { x *= p.score.inner; });
       if (key_bias) add_key_bias(s);
-      if constexpr (HasDense) dense_scores.apply(at, exchange_tile(n), s);
+      if constexpr (HasDense) dense_scores.apply(at, transfer_tile(n), s);
       if (partial) mask_rows(shared.key_info, role_warp * warp_keys, lane, at.row, s);
       if (fallback) {
         compute_p_with_fallback<T, HasDense>(
             p, {tile.batch, at.head, tile.kv_head}, at.row, flags, lse + 2 * (lane % 4),
             [&](int m, int h) { return key_of(m, h); }, s);
       }
-      exchange(n).store_p(factor, lse, fallback, s, p_operand);
+      transfer(n).store_p(factor, lse, fallback, s, p_operand);
     } else if (key_bias) {
       multiply_part<1>(q, s);
       add_key_bias(s);
-      exchange(n).store_p(factor, lse, false, s, p_operand);
+      transfer(n).store_p(factor, lse, false, s, p_operand);
     } else {
       multiply_part<1>(q, s);
-      exchange(n).store_p(factor, lse, false, s, p_operand);
+      transfer(n).store_p(factor, lse, false, s, p_operand);
     }
   }
 
@@ -132,7 +132,7 @@ struct KeyMajorWarp {
   // Computes dS from dP, as an operand of this warp's product, and in shared memory for dq and a dense dbias.
   __device__ void compute_ds(const Pipeline& queries, int n, const ScoreAccumulator& dp,
                              ScoreOperand& ds) {
-    exchange(n).load_p_and_make_ds(queries.delta(n), p.saturate, dp, ds);
+    transfer(n).load_p_and_make_ds(queries.delta(n), p.saturate, dp, ds);
     if (p.dbias.data != nullptr && !(HasDense && p.dbias.dense)) key_bias_gradient.add(ds);
     __syncwarp();  // all lanes have read P
 #pragma unroll
@@ -150,12 +150,12 @@ struct KeyMajorWarp {
   __device__ std::uint32_t scores_tile(int n) const {
     return shared_address(shared.scores[static_cast<unsigned>(n) % 2]);
   }
-  // The part of the score tile through which two warps exchange P. A dense bias is copied there first.
-  __device__ std::uint32_t exchange_tile(int n) const {
+  // The part of the score tile through which a dv warp transfers P. A dense bias is copied there first.
+  __device__ std::uint32_t transfer_tile(int n) const {
     static_assert(warp_keys * Scores::row_bytes == DenseScores<T>::Bias::bytes);
     return scores_tile(n) + static_cast<std::uint32_t>(role_warp * warp_keys * Scores::row_bytes);
   }
-  __device__ Exchange exchange(int n) const { return Exchange(exchange_tile(n), lane); }
+  __device__ Transfer transfer(int n) const { return Transfer(transfer_tile(n), lane); }
 
   // The key of accumulator rows (m, h) of the lane.
   __device__ int key_of(int m, int h) const {

@@ -10,14 +10,14 @@ namespace flash_dmattn::cuda::sm80 {
 // The address of the lane's 16 bytes of block (m, k) of an operand in shared memory, [M16][K16][32 lanes]. `words` is
 // the address for block (0, 0).
 template <int K16>
-__device__ inline std::uint32_t exchange_address(std::uint32_t words, int m, int k) {
+__device__ inline std::uint32_t transfer_address(std::uint32_t words, int m, int k) {
   return words + static_cast<std::uint32_t>((m * K16 + k) * warp_size * 16);
 }
 
 template <int M16, int K16>
-__device__ inline void store_exchange_block(std::uint32_t words, int m, int k,
+__device__ inline void store_transfer_block(std::uint32_t words, int m, int k,
                                             const std::uint32_t (&operand)[M16][K16][4]) {
-  store_shared_16(exchange_address<K16>(words, m, k),
+  store_shared_16(transfer_address<K16>(words, m, k),
                   {operand[m][k][0], operand[m][k][1], operand[m][k][2], operand[m][k][3]});
 }
 
@@ -31,7 +31,7 @@ __device__ inline void clamp_p(std::uint32_t words, std::uint32_t (&p)[M16][K16]
     for (int k = 0; k < K16; ++k) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) p[m][k][i] = saturate_packed2<T>(p[m][k][i]);
-      store_exchange_block(words, m, k, p);
+      store_transfer_block(words, m, k, p);
     }
   }
 }
@@ -45,7 +45,7 @@ __device__ inline void clamp_ds(std::uint32_t words, bool saturate,
   for (int m = 0; m < M16; ++m) {
 #pragma unroll
     for (int k = 0; k < K16; ++k) {
-      const uint4 block = load_shared_16(exchange_address<K16>(words, m, k));
+      const uint4 block = load_shared_16(transfer_address<K16>(words, m, k));
       const std::uint32_t p[4] = {block.x, block.y, block.z, block.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

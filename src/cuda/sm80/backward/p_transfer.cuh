@@ -4,16 +4,16 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// The exchange of P of transposed scores, [keys, queries]: a dv warp computes it and a dk warp with the same keys reads
+// The transfer of P of transposed scores, [keys, queries]: a dv warp computes it and a dk warp with the same keys reads
 // it through shared memory, as the packed A operand, [M16][K16][32 lanes] of 16 bytes.
 template <class T, int M16, int N8>
-class PExchange {
+class PTransfer {
  public:
   static constexpr int k16 = N8 / 2;
   using Scores = float[M16][N8][4];
   using Operand = std::uint32_t[M16][k16][4];
 
-  __device__ PExchange(std::uint32_t shared, int lane)
+  __device__ PTransfer(std::uint32_t shared, int lane)
       : words_(shared + static_cast<std::uint32_t>(lane * 16)), first_column_(2 * (lane % 4)) {}
 
   // Stores P = exp2(factor s - lse), or s if it is P already (`done`), to shared memory and to `p`. `lse` has the
@@ -35,7 +35,7 @@ class PExchange {
       }
       pack_columns(k, s, p, bits);
 #pragma unroll
-      for (int m = 0; m < M16; ++m) store_exchange_block(words_, m, k, p);
+      for (int m = 0; m < M16; ++m) store_transfer_block(words_, m, k, p);
     }
     if (warp_any(exceeds_probability(bits))) clamp_p<T>(words_, p);
   }
@@ -49,7 +49,7 @@ class PExchange {
       const float2 delta_of[2] = {two_columns(delta, 2 * k), two_columns(delta, 2 * k + 1)};
 #pragma unroll
       for (int m = 0; m < M16; ++m) {
-        const uint4 block = load_shared_16(exchange_address<k16>(words_, m, k));
+        const uint4 block = load_shared_16(transfer_address<k16>(words_, m, k));
         const std::uint32_t p[4] = {block.x, block.y, block.z, block.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
