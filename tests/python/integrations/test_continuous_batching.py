@@ -183,22 +183,21 @@ def test_model_afterwards_generates_as_before(model, alone):
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, **cache
         )
         assert out[0, len(prompt) :].tolist() == alone(prompt)
-    assert slot_manager.SlotAllocator not in slot_manager.caches.ATTN_TYPE_TO_ALLOCATOR.values()
 
 
 def test_cache_of_another_model_made_meanwhile_is_that_of_transformers(model, monkeypatch):
-    create = slot_manager.ContinuousBatchingManager._create_batch_processor
+    from transformers.generation.continuous_batching import cache as caches
+
+    group = caches.group_layers_by_attn_type
     eager, made, name = brute_force_of(model), [], model.config._attn_implementation
 
-    def create_both(self):
+    def make_another_cache_first(config):
         monkeypatch.undo()
         other = eager.init_continuous_batching(GenerationConfig(**GREEDY), options(model))
-        made.append(create(other))
-        return create(self)
+        made.append(other._create_batch_processor())
+        return group(config)
 
-    monkeypatch.setattr(
-        slot_manager.ContinuousBatchingManager, "_create_batch_processor", create_both
-    )
+    monkeypatch.setattr(caches, "group_layers_by_attn_type", make_another_cache_first)
     manager = model.init_continuous_batching(GenerationConfig(**GREEDY), options(model))
     made.append(manager._create_batch_processor())
     kinds = [type(p.cache.cache_allocators["full_attention"]).__name__ for p in made]

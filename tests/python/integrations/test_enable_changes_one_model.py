@@ -2,6 +2,8 @@
 
 import copy
 import inspect
+import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,34 +11,30 @@ import transformers
 from transformers import DogeConfig, DogeForCausalLM
 from transformers.models.doge.modeling_doge import DogeAttention
 
+import transformers_members
 from flash_dmattn.integrations.transformers import enable_flash_dmattn
+from flash_dmattn.integrations.transformers.compat import HAS_SLOTS_IN_BATCHES
+from flash_dmattn.integrations.transformers.compat.copied_functions import with_globals
 from flash_dmattn.integrations.transformers.doge import FlashDogeAttention
 from flash_dmattn.integrations.transformers.names import DOGE_NAME
 from python_process import run_python
 
 pytestmark = pytest.mark.transformers
 
-IMPORT = """
-import sys
+IMPORTS = """
 import transformers, transformers.masking_utils, transformers.modeling_utils, transformers.cache_utils
 import transformers.generation.utils, transformers.models.doge.modeling_doge
-def members():
-    found = {}
-    for module in [m for n, m in sys.modules.items() if n.split(".")[0] == "transformers" and m is not None]:
-        for name, value in list(vars(module).items()):
-            if not callable(value) or getattr(value, "__module__", None) != module.__name__:
-                continue
-            found[module.__name__, name] = id(value)
-            if isinstance(value, type):
-                found |= {(module.__name__, name, key): id(member) for key, member in vars(value).items()}
-    return found
-before = members()
-finders, hooks = list(sys.meta_path), list(sys.path_hooks)
-import flash_dmattn.integrations.transformers
-after = members()
-changed = sorted(".".join(key) for key in before if after.get(key) != before[key])
-print(*changed, sep="\\n")
 """
+
+
+def changed_by(action, imports=IMPORTS):
+    """The members of transformers that an action changes, in a process of its own."""
+    support = str(Path(transformers_members.__file__).parent)
+    begin = f"import sys; sys.path.insert(0, {support!r}); from transformers_members import *"
+    end = "print(*changed_members(before), sep='\\n')"
+    return run_python(
+        "-c", "\n".join((begin, imports, "before = members()", action, end))
+    ).stdout.split()
 
 
 def make_config(**options):
@@ -51,10 +49,43 @@ def make_ids():
 
 
 def test_import_patches_only_what_compat_describes():
-    assert run_python("-c", IMPORT).stdout.split() == [
+    assert changed_by("import flash_dmattn.integrations.transformers") == [
         "transformers.modeling_utils.PreTrainedModel._check_and_adjust_attn_implementation",
         "transformers.modeling_utils.PreTrainedModel.get_correct_attn_implementation",
     ]
+
+
+MODEL = """
+from transformers import DogeConfig, DogeForCausalLM, GenerationConfig
+from flash_dmattn.integrations.transformers import enable_flash_dmattn
+model = DogeForCausalLM(DogeConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, keep_window_size=5, eos_token_id=None))
+enable_flash_dmattn(model, cache="dynamic_mask")
+"""
+GENERATE = (
+    "model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=2, do_sample=False, pad_token_id=0)"
+)
+BATCH = """
+done = model.generate_batch([[3, 4, 5]], generation_config=GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1))
+assert len(next(iter(done.values())).generated_tokens) == 2
+"""
+IMPORTS_OF_BATCHES = "import transformers.generation.continuous_batching.continuous_api"
+
+
+def test_generate_with_our_cache_changes_nothing_of_transformers():
+    assert changed_by(GENERATE, "import torch" + IMPORTS + MODEL) == []
+
+
+@pytest.mark.skipif(not HAS_SLOTS_IN_BATCHES, reason="slots in batches need transformers 5.24")
+def test_generate_batch_with_slots_changes_nothing_of_transformers():
+    assert changed_by(BATCH, IMPORTS_OF_BATCHES + IMPORTS + MODEL) == []
+
+
+def test_copied_function_finds_other_globals_and_an_unknown_name_raises():
+    ours = with_globals(make_ids, torch=types.SimpleNamespace(randint=lambda *_: "ours"))
+    assert ours() == "ours" and isinstance(make_ids(), torch.Tensor)
+    with pytest.raises(AttributeError, match="has no nothing$"):
+        with_globals(make_ids, nothing=None)
 
 
 def test_model_of_the_same_config_stays_as_it_is():

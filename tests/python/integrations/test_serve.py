@@ -10,6 +10,7 @@ from doge_generation import brute_force_of, make_model
 from flash_dmattn.__main__ import main
 from flash_dmattn.integrations.transformers.compat import HAS_SLOTS_IN_BATCHES
 from small_checkpoint import save_doge
+from transformers_members import changed_members, members
 
 pytestmark = [
     pytest.mark.transformers,
@@ -44,9 +45,7 @@ def folder(tmp_path):
 def app_of(monkeypatch):
     """The application that the server would run."""
     import uvicorn
-    from transformers.cli.serving import model_manager
 
-    monkeypatch.setattr(model_manager, "ModelManager", model_manager.ModelManager)
     apps = []
     monkeypatch.setattr(uvicorn.Server, "run", lambda self: apps.append(self.config.app))
 
@@ -84,6 +83,19 @@ def test_completion_equals_generate(app_of, folder, options):
     )
     expected = tokenizer.decode(out[0, inputs.input_ids.shape[1] :])
     assert complete(app, folder, text) == expected
+
+
+@needs_server
+def test_serving_changes_nothing_of_transformers(app_of, folder):
+    import transformers.cli.serve
+    import transformers.cli.serving.model_manager
+    import transformers.cli.serving.server
+    import transformers.generation.continuous_batching  # noqa: F401
+
+    before = members()
+    app = app_of(folder, "--device", "cpu", "--cb-num-blocks", "64")
+    complete(app, folder, "a window")
+    assert changed_members(before) == []
 
 
 @needs_server

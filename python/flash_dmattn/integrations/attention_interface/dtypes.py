@@ -11,7 +11,7 @@ def target_dtype(module: torch.nn.Module, query: torch.Tensor) -> torch.dtype | 
     if torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     config = getattr(module, "config", None)
-    if hasattr(config, "_pre_quantization_dtype"):
+    if hasattr(config, "_pre_quantization_dtype"):  # of a quantized model, until transformers 4.57
         return config._pre_quantization_dtype
     weights = (m.weight for m in module.modules() if isinstance(m, torch.nn.Linear))
     return next((w.dtype for w in weights if w.is_floating_point()), None)

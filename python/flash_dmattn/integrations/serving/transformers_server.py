@@ -5,21 +5,19 @@ from __future__ import annotations
 import transformers
 import typer
 from transformers import PreTrainedModel
-from transformers.cli.serve import Serve
-from transformers.cli.serving import model_manager
+from transformers.cli.serving.model_manager import ModelManager
 from transformers.models.doge.modeling_doge import DogeAttention
 
 from ..transformers.compat import HAS_SLOTS_IN_BATCHES
+from ..transformers.compat.server import serve_with
 from ..transformers.enable import enable_flash_dmattn
 from ..transformers.names import NAME, NAMES
 
 if not HAS_SLOTS_IN_BATCHES:
     raise ImportError(f"transformers {transformers.__version__} is installed")
 
-_ModelManager = model_manager.ModelManager
 
-
-class FlashModelManager(_ModelManager):
+class FlashModelManager(ModelManager):
     """transformers' loader of models, which also takes the names of this package for `--attn-implementation`."""
 
     def __init__(self, *args, continuous_batching: bool = False, **kwargs):
@@ -54,8 +52,6 @@ def serve(arguments: list[str], program: str) -> None:
         options += ["--attn-implementation", NAME]
     if not {"--continuous-batching", "--no-continuous-batching"} & set(options):
         options.append("--continuous-batching")
-    # The server imports the class from this module when it starts.
-    model_manager.ModelManager = FlashModelManager
     app = typer.Typer(add_completion=False)
-    app.command()(Serve)
+    app.command()(serve_with(FlashModelManager))
     app(args=options, prog_name=program)

@@ -1,16 +1,14 @@
 """The slots of one attention layer as a layer of a transformers `Cache`."""
 
 import torch
-import transformers
 from transformers.cache_utils import CacheLayerMixin
 
 from ..._core.kv_checks import check_slot_kernels
 from ...generation.cache import KVSlots
 from ...keys.rule import KeySelection
 from ..attention_interface.layout import swap_heads_and_tokens
-from .compat import CACHE
+from .compat import CACHE, CROPS_TO_A_LENGTH
 
-_CROPS_TO_A_LENGTH = int(transformers.__version__.split(".")[0]) < 5
 RECORDED_TOKENS = 128  # tokens that can be dropped again, at least
 
 
@@ -255,7 +253,7 @@ class DynamicMaskLayer(CacheLayerMixin):
             return
         tokens_to_remove = int(tokens_to_remove)  # a tensor in some versions of transformers
         if tokens_to_remove > 0:
-            if not _CROPS_TO_A_LENGTH:
+            if not CROPS_TO_A_LENGTH:
                 raise ValueError(f"tokens_to_remove: got {tokens_to_remove}, expected 0 or less")
             tokens_to_remove = min(0, tokens_to_remove - int(self.get_seq_length()))
         kept = self.slots.pending + tokens_to_remove

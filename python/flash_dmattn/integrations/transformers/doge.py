@@ -72,8 +72,11 @@ class FlashDogeRMSNorm(DogeRMSNorm):
 
 
 def _has_stock_forward() -> bool:
-    """Whether nobody put a function of theirs in the place of `DogeRMSNorm.forward`, before or after this import."""
-    return getattr(DogeRMSNorm.forward, "__globals__", None) is vars(modeling_doge)
+    """Whether nobody put a function of theirs in the place of `DogeRMSNorm.forward`, before or after this import. A function around
+    it may have its module's name, and then refers to it."""
+    forward = DogeRMSNorm.forward
+    is_of_module = getattr(forward, "__module__", None) == DogeRMSNorm.__module__
+    return is_of_module and not hasattr(forward, "__wrapped__")
 
 
 class FlashDogeAttention(DogeAttention):

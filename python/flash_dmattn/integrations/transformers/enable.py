@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import types
-
 import torch
 from transformers import PreTrainedModel
 from transformers.models.doge.modeling_doge import (
@@ -21,7 +19,9 @@ from .compat import (
     MODEL_ARGUMENTS,
     find_cache,
     own_config,
+    set_cache_of_generate,
     set_continuous_batching,
+    store_name,
 )
 from .doge import Context, FlashDogeAttention, check_cache
 from .families import reason_to_refuse
@@ -98,10 +98,12 @@ def enable_flash_dmattn(
     replace_layers(model, round_scores_like_eager=round_scores_like_eager)
     for module in model.modules():
         if isinstance(module, FlashDogeAttention):
-            module.config._attn_implementation_internal = DOGE_NAME
+            store_name(module.config, DOGE_NAME)
     for module in doge_models:
         set_continuous_batching(module, STORED_NAMES, make_manager)
-        _set_default_cache(module, cache)
+        setattr(module, _DEFAULT_CACHE, cache)
+        if cache is not None:
+            set_cache_of_generate(module, _default_cache)
     _set_pieces([*doge_models, *scored], context_parallel)
     return model
 
@@ -219,8 +221,10 @@ def _begin_forward(model: DogeModel, args: tuple, options: dict) -> tuple[tuple,
     if cache is not None:
         check_cache(cache)
     # Training reads no cache.
-    if use_cache and cache is None and not torch.is_grad_enabled() and _has_default_cache(model):
-        cache = arguments[CACHE] = DynamicMaskCache(model.config)
+    elif use_cache and not torch.is_grad_enabled():
+        cache = _default_cache(model)
+        if cache is not None:
+            arguments[CACHE] = cache
     kind, mask = None, None
     if cache is None and arguments.get("cache_position") is None and is_causal_config(model.config):
         kind, mask = mask_kind(arguments, bool(use_cache))
@@ -247,35 +251,9 @@ def _refuse_additive_padding(padding: object) -> None:
     )
 
 
-# ---- The default cache, and generation --------------------------------------------------------------
-
-
-def _set_default_cache(model: DogePreTrainedModel, cache: str | None) -> None:
-    """The attribute for calls of the model, and a method of this model for `generate`."""
-    setattr(model, _DEFAULT_CACHE, cache)
-    if cache is not None and hasattr(model, "_prepare_cache_for_generation"):
-        model._prepare_cache_for_generation = types.MethodType(_prepare_cache_for_generation, model)
-
-
-def _has_default_cache(model: torch.nn.Module) -> bool:
-    return (
-        getattr(model, _DEFAULT_CACHE, None) == _CACHE
-        and model.config._attn_implementation in DOGE_NAMES
-    )
-
-
-def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-    """`_prepare_cache_for_generation`: `generate` makes the cache of a model before it calls it."""
-    given = find_cache(model_kwargs), generation_config.cache_implementation
-    if (
-        given == (None, None)
-        and generation_config.use_cache is not False
-        and _has_default_cache(self)
-    ):
-        cache = DynamicMaskCache(self.config)
-        if getattr(generation_config, "is_assistant", False):
-            cache.activate_past_recording()
-        model_kwargs[CACHE] = cache
+def _default_cache(model: PreTrainedModel) -> DynamicMaskCache | None:
+    """The cache of calls of a model that bring none, and of its `generate`; None: transformers' own."""
+    is_ours = getattr(model, _DEFAULT_CACHE, None) == _CACHE
+    if not is_ours or model.config._attn_implementation not in DOGE_NAMES:
         return None
-    prepare = type(self)._prepare_cache_for_generation
-    return prepare(self, generation_config, model_kwargs, *args, **kwargs)
+    return DynamicMaskCache(model.config)

@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
 from ..._core.checks import LARGEST_HEAD_DIM
+from .compat import can_set_implementation
 
 _SINKS = "has attention sinks of each token, or an attention of its own with sinks"
 _INDEXER = (
@@ -46,7 +47,7 @@ def reason_to_refuse(model: PreTrainedModel) -> str | None:
     reason = _REASONS.get(config.model_type.removesuffix("_text"))
     if reason is not None:
         return reason
-    if not model._can_set_attn_implementation():
+    if not can_set_implementation(model):
         return "computes attention itself, without transformers' AttentionInterface"
     channels = _head_dim(config)
     if channels > LARGEST_HEAD_DIM:

@@ -13,7 +13,7 @@ from ..._core.checks import may_read
 from ...keys.recognise import intervals_of_mask, intervals_of_rows
 from ..attention_interface.keywords import check_known_keywords
 from ..attention_interface.layer_masks import causal_mask
-from .compat import documents_of
+from .compat import BIDIRECTIONAL, documents_of
 
 # Keywords for implementations that do not evaluate `mask_function` or that make additive masks, and one that says whether
 # None may replace causality, which the result of this function always includes.
@@ -97,7 +97,7 @@ def key_interval_mask(
         first = positions.first_queries()
     elif documents is not None:
         return _hide_padding(intervals_of_documents(documents), present, batch_size)
-    elif mask_function is getattr(masking_utils, "bidirectional_mask_function", None):
+    elif mask_function is BIDIRECTIONAL:
         if allow_is_bidirectional_skip and positions.all_keys_are_tokens(present):
             return None
         if q_length == 1:

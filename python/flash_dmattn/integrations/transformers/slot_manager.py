@@ -1,25 +1,21 @@
 """Continuous batching of transformers (`generate_batch`) with slots, for a Doge or a model with learned scores: a sequence has
 one block of memory, whatever its length.
 
-transformers 5.24 has no hook for a cache of another kind. `SlotManager` is its manager, which puts `AllocatorOfModel` in the
-place of the allocator of full attention while its cache is made. Its other classes run as they are.
+transformers 5.24 has no hook for a cache of another kind. `SlotManager` is its manager, whose cache has `SlotAllocator` in the place
+of the allocator of full attention. Its other classes run as they are.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from itertools import pairwise
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
-from transformers.configuration_utils import PretrainedConfig
 from transformers.generation.continuous_batching import PagedAttentionCache
-from transformers.generation.continuous_batching import cache as caches
 from transformers.generation.continuous_batching.cache_allocators import (
     FULL_ATTENTION,
     CacheAllocator,
-    FullAttentionCacheAllocator,
 )
 from transformers.generation.continuous_batching.continuous_api import (
     ContinuousBatchingManager,
@@ -31,11 +27,9 @@ from ..._core.kv_checks import check_slot_kernels
 from ...generation.cache import KVSlots
 from ...generation.ragged import RaggedBatch
 from ..serving.states import SlotState, states_of
-from .compat import CACHE, KEPT_MANAGER, drop_slot_manager
-from .names import BATCHED_DOGE, BATCHED_SCORES
+from .compat import CACHE, KEPT_MANAGER, create_processor, drop_slot_manager, store_name
 
 _UNLIMITED = 2**62  # tokens
-_making = threading.Lock()  # held while the allocators of transformers are other ones
 
 
 class SlotAllocator(CacheAllocator):
@@ -111,15 +105,6 @@ class SlotAllocator(CacheAllocator):
         raise NotImplementedError("slots are read by the attention of their layer")
 
 
-class AllocatorOfModel(FullAttentionCacheAllocator):
-    """Makes the allocator that the attention of a model needs: another thread may make a cache of another model meanwhile."""
-
-    def __new__(cls, index: int, config: PretrainedConfig, **others) -> CacheAllocator:
-        has_slots = config._attn_implementation in (BATCHED_DOGE, BATCHED_SCORES)
-        made = SlotAllocator if has_slots else FullAttentionCacheAllocator
-        return made(index=index, config=config, **others)
-
-
 class SlotManager(ContinuousBatchingManager):
     """transformers' manager of requests, over slots."""
 
@@ -150,17 +135,10 @@ class SlotManager(ContinuousBatchingManager):
             return
         self._original_attn_impl = name
         for layer in layers:
-            layer.config._attn_implementation_internal = layer.batched_name
+            store_name(layer.config, layer.batched_name)
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
-        allocators = caches.ATTN_TYPE_TO_ALLOCATOR
-        with _making:
-            original_allocator = allocators[FULL_ATTENTION]
-            allocators[FULL_ATTENTION] = AllocatorOfModel
-            try:
-                processor = super()._create_batch_processor()
-            finally:
-                allocators[FULL_ATTENTION] = original_allocator
+        processor = create_processor(self, SlotAllocator)
         # A state is read as a whole, and has room for any number of tokens.
         processor.cache.read_cache_limit = 1
         processor.cache.max_decode_fast_path_length = _UNLIMITED

@@ -12,7 +12,7 @@ from ...._core.checks import resolve_flag
 from ...config_rules import CONFIG_NAME, LearnedScores, make_rule
 from ...scorers import Scorer, check_scorer, make_scorer
 from ..batching import make_manager
-from ..compat import drop_slot_manager, own_config, set_continuous_batching
+from ..compat import drop_slot_manager, own_config, set_continuous_batching, store_name
 from ..families import reason_to_refuse
 from ..names import PIECES, SCORED_NAME, SCORED_NAMES
 from .decoder_hooks import add_mask_hooks, remove_mask_hooks
@@ -128,9 +128,7 @@ def set_score_phase(model: nn.Module, phase: str) -> nn.Module:
         )
     for layer in layers:
         layer.score_phase = phase
-        layer.config._attn_implementation_internal = (
-            layer.base_attention if phase == "off" else SCORED_NAME
-        )
+        store_name(layer.config, layer.base_attention if phase == "off" else SCORED_NAME)
     return model
 
 

@@ -3,9 +3,7 @@ find out that they are only causality or packed texts."""
 
 from __future__ import annotations
 
-import ast
 import inspect
-import textwrap
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +12,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from ...._core.checks import may_read
 from ..batching import PagedAttentionCache, batch_of
-from ..compat import find_cache
+from ..compat import find_cache, positions_of_texts
 from ..mask_functions import intervals_of_documents, is_causal_config, mask_kind
 from ..names import BATCH, PIECES, SCORED_NAME, SCORED_NAMES
 from .scored_layers import ScoredAttention, is_attention
@@ -46,7 +44,7 @@ def remove_mask_hooks(model: nn.Module) -> None:
 class _MaskHook:
     def __init__(self, decoder: PreTrainedModel, names: tuple[str, ...]):
         self.names = names  # of the decoder's arguments, in order
-        self.positions = _positions_of_texts(decoder)
+        self.positions = positions_of_texts(decoder)
 
     def __call__(
         self, decoder: PreTrainedModel, args: tuple, options: dict
@@ -127,7 +125,7 @@ def _takes_masks_of_windows(decoder: PreTrainedModel) -> bool:
         and bool(config.sliding_window)
         and getattr(config, "is_causal", True)
         and not getattr(config, "use_bidirectional_attention", False)
-        and _positions_of_texts(decoder) is not None
+        and positions_of_texts(decoder) is not None
         and _passes_masks_by_type(decoder)
     )
 
@@ -161,29 +159,6 @@ def _passes_masks_by_type(decoder: PreTrainedModel) -> bool:
     finally:
         hook.remove()
     return False
-
-
-def _positions_of_texts(decoder: PreTrainedModel) -> tuple[int, ...] | None:
-    """How many dimensions `position_ids` can have where the mask of a decoder takes packed texts apart by them.
-
-    None: its mask never does, and is plain causality (OPT). Where positions have several axes (Qwen2-VL), transformers
-    makes the masks of those that are given, except where all axes are made from one.
-    """
-    source = textwrap.dedent(inspect.getsource(type(decoder).forward))
-    given = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Dict):  # of the arguments for several masks
-            pairs = zip(node.keys, node.values, strict=True)
-            given += [
-                v for k, v in pairs if isinstance(k, ast.Constant) and k.value == "position_ids"
-            ]
-        elif isinstance(node, ast.Call) and "mask" in ast.unparse(node.func):
-            given += [word.value for word in node.keywords if word.arg == "position_ids"]
-    if not given:
-        return None
-    if all(ast.unparse(value) == "position_ids" for value in given):
-        return 1, 2
-    return (2,) if "position_ids[None, ...].expand(4," in source else ()
 
 
 def _decoders(model: nn.Module) -> list[PreTrainedModel]:

@@ -133,7 +133,7 @@ def _whole_tensor(tensor: Tensor) -> Tensor:
 
 
 def _base_name(model: nn.Module) -> str:
-    names = (m.config._name_or_path for m in model.modules() if isinstance(m, PreTrainedModel))
+    names = (m.config.name_or_path for m in model.modules() if isinstance(m, PreTrainedModel))
     return next(names, "")
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
-import types
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from ....keys.rule import KeySelection
 from ...attention_interface.layout import swap_heads_and_tokens
 from ..cache import DynamicMaskCache
 from ..cache_layer import DynamicMaskLayer
-from ..compat import CACHE, CACHE_NAMES, adopt_layer
+from ..compat import CACHE, CACHE_NAMES, adds_a_bias, adopt_layer, calls_attention_interface
 from ..names import BATCH, BATCHED_SCORES, PIECES, SCORED_CALL, SCORED_NAMES
 from ..scored_cache import update_with_scores
 
@@ -204,21 +202,7 @@ def _empty_layer(layer_class: type[nn.Module]) -> ScoredAttention:
 
 def is_attention(module: nn.Module) -> bool:
     """Whether a module calls transformers' attention interface."""
-    if isinstance(module, ScoredAttention):
-        return True
-    code = _forward_code(module)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
-
-
-def _forward_code(module: nn.Module) -> types.CodeType | None:
-    """The code of a module's `forward`, without decorators: the names that it refers to are facts, where a text has comments."""
-    return getattr(inspect.unwrap(type(module).forward), "__code__", None)
-
-
-def _constants(code: types.CodeType) -> list:
-    """The constants of a function, among them the keywords of its calls: several form a tuple, one before `**` is alone."""
-    groups = (c if isinstance(c, tuple) else (c,) for c in code.co_consts)
-    return list(itertools.chain.from_iterable(groups))
+    return isinstance(module, ScoredAttention) or calls_attention_interface(module)
 
 
 def reason_against_scores(layer: nn.Module) -> str | None:
@@ -237,7 +221,7 @@ def reason_against_scores(layer: nn.Module) -> str | None:
         return "do not pass keywords from their input to the attention function"
     if not set(_CACHE_NAMES) & set(parameters):
         return "have no cache"
-    if "position_bias" in _constants(_forward_code(layer)):
+    if adds_a_bias(layer):
         return "add a bias of their own"
     if config.model_type.removesuffix("_text") in _REASONS:
         return _REASONS[config.model_type.removesuffix("_text")]

@@ -1,0 +1,80 @@
+"""The manager, and the cache, of continuous batching."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Container
+from typing import TYPE_CHECKING
+
+import transformers
+from packaging import version
+from transformers import PreTrainedModel
+
+from .copied_functions import with_globals
+
+if TYPE_CHECKING:
+    from transformers.generation.continuous_batching.cache_allocators import CacheAllocator
+    from transformers.generation.continuous_batching.continuous_api import (
+        ContinuousBatchingManager,
+        ContinuousBatchProcessor,
+    )
+
+KEPT_MANAGER = (
+    "_cached_continuous_batching_manager"  # attribute of a model: with `persistent_manager`
+)
+HAS_SLOTS_IN_BATCHES = version.parse(transformers.__version__).release[:2] == (5, 24)
+
+
+def set_continuous_batching(
+    model: PreTrainedModel, names: Container[str], make_manager: Callable | None
+) -> None:
+    """Makes `make_manager(model, ...)` the manager of continuous batching of this model, under implementations of these
+    names; None: the model refuses it at its start.
+
+    4.57: it begins with any implementation, in a thread whose errors are only logged, and answers are cut off. Later
+    versions raise for unknown implementations; up to 5.24 none takes a cache of another kind. #48305 (open) asks for states of
+    one size per request, and #48735 (open) for paging by call instead of by model. Remove with `create_processor`.
+    """
+
+    def init_continuous_batching(self, *args, **kwargs):
+        name = str(self.config._attn_implementation)
+        if name.removeprefix("paged|") not in names:
+            drop_slot_manager(self)  # which transformers would take for its own
+            return type(self).init_continuous_batching(self, *args, **kwargs)
+        if make_manager is not None and name in names:
+            return make_manager(self, *args, **kwargs)
+        raise ValueError(
+            f"attn_implementation: got {name!r}, expected another one: continuous batching (generate_batch) has a paged "
+            "cache, which flash_dmattn does not support. For a Doge it has slots, with transformers 5.24 and "
+            f"enable_flash_dmattn; this is {transformers.__version__}. Use generate"
+        )
+
+    if hasattr(model, "init_continuous_batching"):
+        model.init_continuous_batching = types.MethodType(init_continuous_batching, model)
+
+
+def drop_slot_manager(model: PreTrainedModel) -> None:
+    """Ends the manager with slots that a model keeps: its slots have one rule, and its CUDA graphs the model's parameters."""
+    if getattr(getattr(model, KEPT_MANAGER, None), "has_slots", False):
+        model.destroy_cached_continuous_batching_manager()
+
+
+def create_processor(
+    manager: ContinuousBatchingManager, allocator: type[CacheAllocator]
+) -> ContinuousBatchProcessor:
+    """`manager._create_batch_processor()` as transformers has it, with a cache whose allocator of full attention is this one.
+
+    5.24: #47809 has an allocator for each type of attention, in a table that it does not let others extend. Remove when that table
+    is a registry, or when a manager has an attribute for the class of its cache.
+    """
+    from transformers.generation.continuous_batching import cache as caches
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+
+    class SlotCache(caches.PagedAttentionCache):
+        def __init__(self, *args, **kwargs):
+            table = {**caches.ATTN_TYPE_TO_ALLOCATOR, caches.FULL_ATTENTION: allocator}
+            make = with_globals(caches.PagedAttentionCache.__init__, ATTN_TYPE_TO_ALLOCATOR=table)
+            make(self, *args, **kwargs)
+
+    create = ContinuousBatchingManager._create_batch_processor
+    return with_globals(create, PagedAttentionCache=SlotCache)(manager)
