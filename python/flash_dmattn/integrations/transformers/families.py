@@ -29,8 +29,8 @@ _REASONS = {
     ),
     **dict.fromkeys(
         (
-            "bigbird_pegasus", "gemma4_audio", "longformer", "nemotron3_5_asr", "nemotron_asr_streaming",
-            "nemotron_asr_streaming_encoder", "t5gemma2",
+            "bigbird_pegasus", "gemma4_assistant", "gemma4_audio", "gemma4_unified_assistant", "longformer",
+            "nemotron3_5_asr", "nemotron_asr_streaming", "nemotron_asr_streaming_encoder", "t5gemma2",
         ),
         _ARITHMETIC,
     ),
