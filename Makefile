@@ -117,8 +117,8 @@ test-python: $(STAMPS)/package $(STAMPS)/test ## Python tests, on the installed 
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
 
 .PHONY: families
-families: $(STAMPS)/package $(STAMPS)/test ## compare every family of transformers with eager attention, write docs/model-families.md (options: ARGS=...)
-	OMP_NUM_THREADS=1 $(BIN)/python tools/families.py $(ARGS)
+families: $(STAMPS)/package $(STAMPS)/test build/families/ready ## compare every family of transformers with eager attention, write docs/model-families.md (options: ARGS=...)
+	OMP_NUM_THREADS=1 PYTHONPATH=build/families $(BIN)/python tools/families.py $(ARGS)
 
 # Runs only the Python tests whose results the CPU kernels compute: selection and its checks are compiled for the baseline, and test-cpp has
 # run the case table. test-transformers-4 runs those of models with AVX2.
@@ -246,9 +246,9 @@ $(STAMPS)/package: $(PACKAGE_SOURCES) $(STAMPS)/tools $(STAMPS)/torch | compiler
 	  -C cmake.define.FLASH_DMATTN_CUDA=$(CUDA)
 	@touch $@
 
-build/transformers-4/ready: pyproject.toml $(STAMPS)/venv
+build/transformers-4/ready build/families/ready: build/%/ready: pyproject.toml $(STAMPS)/venv
 	rm -rf $(@D)
-	$(PIP_INSTALL) --no-deps --target $(@D) --group transformers-4
+	$(PIP_INSTALL) --no-deps --target $(@D) --group $*
 	@touch $@
 
 build/googletest/ready build/benchmark/ready: build/%/ready: | compiler

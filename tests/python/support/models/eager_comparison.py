@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tiny_inputs import inputs_for, inputs_with_images
+from tiny_inputs import inputs_for, inputs_with_images, inputs_with_sound
 from tiny_models import CannotBeBuilt, ModelClass, tiny_config, tiny_model
 from tiny_sizes import PADDED
 
@@ -50,9 +50,10 @@ def compare(model_class: ModelClass, name: str) -> Verdict:
         with _Watch(seen):
             first, second = (_logits(eager(**inputs)).detach() for _ in range(2))
     except Exception as error:
-        return (
-            Verdict("untested", _in_words(error)) if _may_attend(model_class) else Verdict("none")
-        )
+        if not _may_attend(model_class):
+            return Verdict("none")
+        reason = _refusal(model_class, name)
+        return Verdict("refused", reason) if reason else Verdict("untested", _in_words(error))
     if not torch.equal(first, second):
         return Verdict("untested", "eager attention is not the same twice")
     if not seen["softmax"]:
@@ -76,6 +77,20 @@ def compare(model_class: ModelClass, name: str) -> Verdict:
         reason = "where padding does not reach the results of real tokens, as it does under eager attention too"
         return verdict._replace(reason=reason)
     return verdict
+
+
+def _refusal(model_class: ModelClass, name: str) -> str:
+    """The reason for which a name is refused for a class, without a model that could be called; empty: it is not refused."""
+    try:
+        with torch.device("meta"):
+            getattr(transformers, model_class.name)._from_config(
+                tiny_config(model_class), attn_implementation=name
+            )
+    except ValueError as error:
+        return _in_words(error) if str(error).startswith("attn_implementation: got") else ""
+    except Exception:
+        return ""
+    return ""
 
 
 def _results_that_see_padding(eager: torch.nn.Module, inputs: dict, expected: Results) -> set[str]:
@@ -159,6 +174,7 @@ def results(model: torch.nn.Module, inputs: dict, model_class: ModelClass) -> Re
                     lambda: _decode(model, inputs, key, mask),
                 )
         add("images", lambda: logits(**inputs_with_images(model)))
+        add("sound", lambda: logits(**inputs_with_sound(model)))
     return found
 
 

@@ -17,16 +17,17 @@ RULE = {"keep_window_size": 4, "recent_window": 2, "sink_tokens": 1}
 
 def compare_scores(model_class: ModelClass) -> Verdict:
     """The verdict on learned scores in a class: "equal", "refused", "raises", "wrong" or "untested"."""
+    model = None
     try:
         model = tiny_model(model_class, tiny_config(model_class), "eager")
         inputs = inputs_for(model)
         expected = _logits(model, inputs)
     except Exception as error:
-        return Verdict("untested", _in_words(error))
-    try:
-        add_learned_scores(model, **RULE)
-    except ValueError as error:
-        return Verdict("refused", _in_words(error))
+        untested = Verdict("untested", _in_words(error))
+        return untested if model is None else _add_scores(model) or untested
+    refused = _add_scores(model)
+    if refused is not None:
+        return refused
     errors = []
     try:
         model.set_score_phase("soft")
@@ -48,6 +49,15 @@ def compare_scores(model_class: ModelClass) -> Verdict:
     if not torch.equal(_logits(model, inputs), expected):
         return Verdict("wrong", "the model differs after remove_learned_scores")
     return Verdict("equal" if max(errors) <= TOLERANCE else "wrong", "", max(errors))
+
+
+def _add_scores(model: torch.nn.Module) -> Verdict | None:
+    """The verdict where a model is refused."""
+    try:
+        add_learned_scores(model, **RULE)
+    except ValueError as error:
+        return Verdict("refused", _in_words(error))
+    return None
 
 
 def _logits(model: torch.nn.Module, inputs: dict) -> torch.Tensor:

@@ -19,6 +19,9 @@ def inputs_for(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         Exception: what `forward` raises for the first of these.
     """
     names = inspect.signature(model.forward).parameters
+    family = getattr(getattr(model, "config", None), "model_type", None)
+    if family in _FAMILIES:
+        return _FAMILIES[family](model, names)
     text, pixels = _text(names), _pixels(model, names)
     others = (functools.partial(_sound_or_video, names, *kind) for kind in _SOUND_AND_VIDEO)
     errors = []
@@ -49,12 +52,14 @@ def inputs_with_images(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     config = model.config
     token = getattr(config, "image_token_id", None) or config.image_token_index
     pixels = _pixels(model, names)
-    accepted = inspect.signature(model.get_image_features).parameters
+    encode = getattr(model, "get_image_features", None) or model.model.get_image_features
+    accepted = inspect.signature(encode).parameters
     if "image_sizes" in accepted and accepted["image_sizes"].default is inspect.Parameter.empty:
         pixels["image_sizes"] = torch.tensor([pixels["pixel_values"].shape[-2:]] * 2)
     with torch.no_grad():
-        features = model.get_image_features(**{k: v for k, v in pixels.items() if k in accepted})
-    features = getattr(features, "pooler_output", features)
+        encoded = encode(**{k: v for k, v in pixels.items() if k in accepted})
+    features = getattr(encoded, "pooler_output", encoded)
+    features = encoded.last_hidden_state if features is None else features
     if not isinstance(features, torch.Tensor):
         features = torch.cat([part.flatten(0, -2) for part in features])
     image = torch.full((2, features.flatten(0, -2).shape[0] // 2), token)
@@ -64,6 +69,26 @@ def inputs_with_images(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     if "mm_token_type_ids" in names:
         inputs["mm_token_type_ids"] = (inputs["input_ids"] == token).long()
     return inputs
+
+
+def inputs_with_sound(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Tokens with sound in each row, as many as the encoder of Nemotron 3.5 Transcribe makes of its frames.
+
+    Raises:
+        CannotBeBuilt: another model.
+    """
+    config, count = model.config, 4
+    if config.model_type != "nemo_speechlm":
+        raise CannotBeBuilt("no tokens for sound")
+    frames = count * config.audio_config.subsampling_factor
+    sound = torch.full((2, count), config.audio_token_id)
+    first, last = tokens(TOKENS, seed=1).split([PADDED, TOKENS - PADDED], 1)
+    shape = (2, frames, config.audio_config.asr_config.num_mel_bins)
+    return {
+        "input_ids": torch.cat([first, sound, last], 1),
+        "input_features": torch.randn(shape, generator=torch.Generator().manual_seed(3)),
+        "input_features_mask": torch.ones(2, frames, dtype=torch.long),
+    }
 
 
 def _text(names: Container[str]) -> dict[str, torch.Tensor]:
@@ -148,4 +173,55 @@ def _pixels(model: torch.nn.Module, names: Container[str]) -> dict[str, torch.Te
 
 _PATCHES = 16  # of an image
 # Families with a dimension of images in a row.
-_SEVERAL_IMAGES = ("granite_docling", "idefics", "idefics2", "idefics3", "smolvlm")
+_SEVERAL_IMAGES = (
+    "granite_docling", "idefics", "idefics2", "idefics3", "perception_lm", "smolvlm",
+)  # fmt: skip
+
+
+def _video_between_words(
+    model: torch.nn.Module, names: Container[str], frames: int = 2
+) -> dict[str, torch.Tensor]:
+    """InstructBlipVideo: a fixed number of tokens for each frame."""
+    config, words = model.config, _text(names)
+    size = config.vision_config.image_size
+    del words["decoder_input_ids"]
+    video = torch.full((2, config.num_query_tokens * frames), config.video_token_index)
+    first, last = words["input_ids"].split([PADDED, TOKENS - PADDED], 1)
+    pixels = torch.randn(2, frames, 3, size, size, generator=torch.Generator().manual_seed(3))
+    return {**words, "input_ids": torch.cat([first, video, last], 1), "pixel_values": pixels}
+
+
+def _robot(model: torch.nn.Module, names: Container[str]) -> dict[str, torch.Tensor]:
+    """PI0: the state of a robot, what one camera sees, and noise in the place of its next actions."""
+    config, generator = model.config, torch.Generator().manual_seed(3)
+    vision = config.vlm_config.vision_config
+    patches = (vision.image_size // vision.patch_size) ** 2
+    image = torch.full((2, patches), config.vlm_config.image_token_id)
+    ids = torch.cat([image, tokens(TOKENS, seed=1)], 1)
+    shapes = {
+        "state": (2, config.max_state_dim),
+        "noise": (2, config.chunk_size, config.max_action_dim),
+        "pixel_values": (2, 1, 3, vision.image_size, vision.image_size),
+    }
+    return {
+        **{name: torch.randn(shape, generator=generator) for name, shape in shapes.items()},
+        "timestep": torch.tensor([0.25, 0.75]),
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_attention_mask": torch.ones(2, 1, dtype=torch.bool),
+    }
+
+
+def _sound_for_each_token(model: torch.nn.Module, names: Container[str]) -> dict[str, torch.Tensor]:
+    """Voxtral Realtime: frames that make one feature, which is added to all tokens, of which there are different numbers."""
+    shape = (2, model.config.downsample_factor, model.config.audio_config.hidden_size)
+    frames = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    return {**_text(names), "encoder_inputs_embeds": frames}
+
+
+# Families whose inputs are not told from the names of arguments.
+_FAMILIES = {
+    "instructblipvideo": _video_between_words,
+    "pi0": _robot,
+    "voxtral_realtime": _sound_for_each_token,
+}

@@ -61,9 +61,19 @@ SIZES = {
 EVEN_IF_NONE = ("head_dim", "num_key_value_heads")
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
+# Arguments without which a family has no config to shrink.
+REQUIRED = {
+    "gemma4_assistant": {
+        "text_config": {
+            "model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+        },
+    },
+}  # fmt: skip
+
 # Arguments of a config by its `model_type`, in the place of what `shrink` makes of the defaults.
 _CONVOLUTIONS = {"hidden_sizes": (16, 16), "depths": (1, 1), "num_stages": 2}
 _VQ = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "latent_channels": 8, "embed_dim": 8}  # fmt: skip
+_TIMM = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
 _WINDOWS = {"embed_dim": 16, "depths": [2, 1], "num_heads": [2, 4], "window_size": 4, "patch_size": 4}  # fmt: skip
 FAMILIES = {
     "apertus1p5": {"image_token_offset": 128, "audio_token_offset": 160},
@@ -82,6 +92,7 @@ FAMILIES = {
     "convnext": _CONVOLUTIONS,
     "convnextv2": _CONVOLUTIONS,
     "cvt": {"embed_dim": (16, 32, 64), "num_heads": (1, 2, 4), "depth": (1, 2, 3), "drop_path_rate": (0.0, 0.0, 0.0)},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "diffusion_gemma_text": {
         "global_head_dim": 16, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16,
@@ -110,10 +121,19 @@ FAMILIES = {
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 0, "mask_token_id": 3},
     "esmc": {"num_key_value_heads": None, "vocab_size": VOCABULARY},
     "falcon_h1": {"mamba_d_ssm": 128},
+    "fast_vlm": {
+        "vision_config": {
+            "model_type": "timm_wrapper", "architecture": "fastvit_mci3", "hidden_size": 64,
+            "model_args": {"layers": (1,) * 5, "embed_dims": (32,) * 5, "inference_mode": True},
+        },
+    },
     "florence_vision": {
         "depths": (1, 1), "patch_size": (7, 3), "patch_stride": (4, 2), "patch_padding": (3, 1),
         "patch_prenorm": (False, True), "embed_dim": (32, 64), "num_heads": (2, 4), "num_groups": (2, 4),
         "window_size": 4,
+    },
+    "gemma3n_vision": {
+        "architecture": "mobilenetv5_base", "model_args": {"channel_multiplier": 0.05}, "hidden_size": 2048,
     },
     "gemma4_text": {"global_head_dim": 16},
     "gemma4_unified_text": {"global_head_dim": 16},
@@ -123,12 +143,16 @@ FAMILIES = {
     "granitemoehybrid": {"layers_block_type": ["mamba", "attention"]},
     "inkling_vision": {"n_layers": 2, "hidden_size": 32},
     "instructblip": {"image_token_index": FIRST_SPECIAL, "num_query_tokens": 4},
+    "instructblipvideo": {"video_token_index": FIRST_SPECIAL, "num_query_tokens": 4},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "janus_vqgan": {**_VQ, "num_embeddings": 32, "image_token_embed_dim": 64},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "kosmos-2": {"latent_query_num": PADDED},
     "levit": {"image_size": 64, "patch_size": 16},
     "lilt": {"hidden_size": 96},
+    "llama4_vision_model": {
+        "intermediate_size": 256, "projector_input_dim": 64, "projector_output_dim": 64, "vision_output_dim": 64,
+    },
     "longcat_flash": {"head_dim": 8, "num_layers": 1, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "mistral_large4_text": {"kv_source_layers": [0, 1, 2]},
@@ -141,11 +165,21 @@ FAMILIES = {
     "muse_spark_audio": {"hidden_sizes": (8, 16, 16, 32), "depths": (1, 1, 1, 1), "num_hidden_layers": 4},
     "musicgen_decoder": {"num_codebooks": 1},
     "musicgen_melody_decoder": {"num_codebooks": 1},
+    "nemotron3_5_transcribe_asr_audio": {"num_key_value_heads": 4},
+    "nemotron3_5_transcribe_word_timestamp": {"num_key_value_heads": 4},
+    "nemotron3_diarization": {"head_config": {"audio_hidden_size": 64}},
+    "nemotron3_diarization_audio": {"num_key_value_heads": 4},
     "paddleocr_vl_text": {"rope_parameters": {**ROPE, "mrope_section": [3, 3, 2]}},
     "pegasus_x": {"num_global_tokens": 2, "block_size": 4},
     "perceiver": {
         "num_latents": 8, "d_latents": 64, "num_self_attends_per_block": 2, "num_self_attention_heads": 4,
         "num_cross_attention_heads": 1, "vocab_size": VOCABULARY,
+    },
+    "perception_lm": {
+        "vision_config": {
+            "model_type": "timm_wrapper", "architecture": "vit_pe_core_large_patch14_336",
+            "model_args": {**_TIMM, "global_pool": "", "ref_feat_shape": (4, 4)},
+        },
     },
     "pp_formulanet_vision": {"decoder_hidden_size": 64},
     "qwen4_exp_text": {
@@ -163,8 +197,10 @@ FAMILIES = {
     "step3p5": {"sliding_window": 6},
     "swin": _WINDOWS,
     "swinv2": {**_WINDOWS, "pretrained_window_sizes": [0, 0]},
+    "timm_wrapper": {"architecture": "vit_tiny_patch16_224", "model_args": _TIMM},
     "unlimited_ocr_text": {"num_key_value_heads": 4},
     "wavtokenizer_encoder": {"hidden_size": 512},
+    "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 4, "depths": [1, 1, 1, 1, 1, 1, 1]},
     "visual_bert": {"visual_embedding_dim": 64},
     "xmod": {"default_language": "en_XX"},
     "xlstm": {"qk_dim_factor": 1.0},
