@@ -79,13 +79,18 @@ def add_press(
         recent_window=1 if recent_window is None else recent_window,
         sink_tokens=sink_tokens,
         score_threshold=threshold,
-        scorer=press.score,
+        scorer=_score_without_layer,
         dense_prefill=dense_prefill,
     )
     for layer in scored_layers(model):
         layer.scorer.is_gate = False
         layer.scorer.function = _PressScorer(press, layer, rotary, scores_tokens, kept)
     return model
+
+
+def _score_without_layer(hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The scorer of a layer until it has its _PressScorer, which needs the layer."""
+    raise RuntimeError("a press scores keys only where it has its layer")
 
 
 class _PressScorer:
