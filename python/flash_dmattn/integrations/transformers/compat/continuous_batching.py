@@ -19,9 +19,8 @@ if TYPE_CHECKING:
         ContinuousBatchProcessor,
     )
 
-KEPT_MANAGER = (
-    "_cached_continuous_batching_manager"  # attribute of a model: with `persistent_manager`
-)
+# The attribute of a model that holds its manager, with `persistent_manager`.
+KEPT_MANAGER = "_cached_continuous_batching_manager"
 HAS_SLOTS_IN_BATCHES = version.parse(transformers.__version__).release[:2] == (5, 24)
 
 

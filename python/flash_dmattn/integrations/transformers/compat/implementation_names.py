@@ -46,7 +46,8 @@ def can_set_implementation(model: PreTrainedModel) -> bool:
 def store_name(config: PretrainedConfig, name: str) -> None:
     """Sets the name of an implementation in one config alone.
 
-    4.57 to 5.24: the setter of `config._attn_implementation` reaches the configs of its parts. No issue is known to us. Remove when the name is in the layers that it is for.
+    4.57 to 5.24: the setter of `config._attn_implementation` reaches the configs of its parts. No issue is known to us. Remove when the name
+    is in the layers that it is for.
     """
     config._attn_implementation_internal = name
 
