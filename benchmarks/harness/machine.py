@@ -15,7 +15,7 @@ from flash_dmattn._core.availability import backends
 
 BENCHMARKS = Path(__file__).parents[1]
 RECORDS = BENCHMARKS / "records"
-# A record has their versions, where they are imported.
+# A record has their versions, where they are imported. torch's own tells the build of CUDA, which its package on PyPI does not.
 PACKAGES = ("torch", "transformers", "kvpress")
 
 
@@ -60,7 +60,11 @@ def origin(device: str, known_commit: str | None = None, launcher: str = "") -> 
         "machine": machine(device),
         "commit": known_commit or commit(),
         "command": " ".join([*words, Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "versions": {package: version(package) for package in PACKAGES if package in sys.modules},
+        "versions": {
+            name: getattr(sys.modules[name], "__version__", None) or version(name)
+            for name in PACKAGES
+            if name in sys.modules
+        },
     }
 
 

@@ -66,10 +66,16 @@ GENERATE = (
     "model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=2, do_sample=False, pad_token_id=0)"
 )
 BATCH = """
-done = model.generate_batch([[3, 4, 5]], generation_config=GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1))
+small = ContinuousBatchingConfig(page_size=4, num_blocks=64, max_batch_tokens=64)  # the default fills the memory
+done = model.generate_batch(
+    [[3, 4, 5]], generation_config=GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1),
+    continuous_batching_config=small)
 assert len(next(iter(done.values())).generated_tokens) == 2
 """
-IMPORTS_OF_BATCHES = "import transformers.generation.continuous_batching.continuous_api"
+IMPORTS_OF_BATCHES = """
+import transformers.generation.continuous_batching.continuous_api
+from transformers import ContinuousBatchingConfig
+"""
 
 
 def test_generate_with_our_cache_changes_nothing_of_transformers():
