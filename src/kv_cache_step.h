@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "flash_dmattn/kv_cache.h"
-#include "selection/key_selection.h"
+#include "selection/selection_rule.h"
 
 // How a token changes the slots of a KV cache, for the CPU and for GPUs. It follows from the SlotCount of a head, so
 // that no key has to be read first.
@@ -24,7 +24,7 @@ struct HeadRule {
 };
 
 inline HeadRule rule_of_head(const KvCacheShape& shape, std::int64_t head) {
-  const KeySelection& rule = shape.rule;
+  const SelectionRule& rule = shape.rule;
   const std::int64_t window = rule.head_windows == nullptr ? rule.window : rule.head_windows[head];
   return {.window = static_cast<std::int32_t>(window),
           .sinks = static_cast<std::int32_t>(rule.sink_tokens),

@@ -69,8 +69,8 @@ T* data_of(const Tensor& tensor) {
 }
 
 // A rule from an operator's arguments, which it may point to.
-KeySelection rule_of(const std::vector<std::int64_t>& rule, double score_threshold,
-                     std::int64_t heads) {
+SelectionRule rule_of(const std::vector<std::int64_t>& rule, double score_threshold,
+                      std::int64_t heads) {
   const auto windows = static_cast<std::int64_t>(rule.size()) - 3;
   if (windows < 1 || (windows != 1 && windows != heads)) {
     throw InvalidArgument("rule", std::to_string(windows) + " windows",

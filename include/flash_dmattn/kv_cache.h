@@ -16,7 +16,7 @@
 #include "flash_dmattn/visibility.h"
 
 // The KV cache of exactly s + w + W keys per kv head, for generation with causal per-query selection by a rule
-// (KeySelection): s sinks, the w best of the keys that compete, and the W recent keys. Both s and W may be 0.
+// (SelectionRule): s sinks, the w best of the keys that compete, and the W recent keys. Both s and W may be 0.
 //
 // A key that w better keys beat never returns: its score is fixed, and the number of better keys only grows. So the
 // keys that the last query sees are all that any later query can see of the past, at any context length. The cache has
@@ -52,7 +52,7 @@ struct KvCacheShape {
   std::int64_t heads_kv = -1;
   // The rule: per_query, with at least one place for a key. `window` is w, the slots for chosen keys of every head; a
   // head whose entry of `head_windows` is smaller leaves the others empty. A threshold has a window too, which caps it.
-  KeySelection rule{};
+  SelectionRule rule{};
   std::int64_t chunk = 0;     // g >= 0, the largest number of pending tokens
   std::int64_t head_dim = 0;  // 1..256
   DType dtype = no_dtype;     // of k and v: f32, bf16 or f16

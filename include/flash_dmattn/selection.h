@@ -26,7 +26,7 @@ inline constexpr std::int64_t every_key = std::numeric_limits<std::int64_t>::max
 //   - its score is not NaN, score >= score_threshold, and it is among the best `window` of the keys that compete.
 // Sinks do not compete. A key beats another when its score is higher, or equal and the key is more recent (larger j).
 // Without `causal`, every query may see every key, per_query equals global, and no key is recent.
-struct KeySelection {
+struct SelectionRule {
   std::int64_t window = -1;  // w >= 0, or every_key; to be given unless head_windows is
   Selection selection = Selection::per_query;
   std::int64_t recent_window = 0;  // W >= 0; above 0 with `causal` only
@@ -39,7 +39,7 @@ struct KeySelection {
   // it runs, so it must be valid and unchanged until the call has run.
   const std::int64_t* head_windows = nullptr;
 
-  bool operator==(const KeySelection&) const = default;
+  bool operator==(const SelectionRule&) const = default;
 };
 
 // Arguments of select_key_intervals. A key whose mask is 0 is not present: it is never visible and competes with none.
@@ -49,7 +49,7 @@ struct SelectionArgs {
   std::int64_t heads = -1;      // Hkv of the result, or 1
   std::int64_t seqlen_q = -1;   // Sq; intervals are clipped to [0, Sq)
   std::int64_t seqlen_k = -1;   // Sk, below 2^31 as Sq is
-  KeySelection rule;
+  SelectionRule rule;
   bool causal = true;  // aligned to the bottom right corner: key j from query j - (Sk - Sq) on
 
   const void* scores = nullptr;   // [B, Hkv, Sk]; compared as stored, so -0 and +0 tie

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 from ._core import ops
-from ._core.operators import Signature
+from ._core.signatures import Signature
 
 
 def _register(operator, signature: Signature, with_keys: int, with_values: int) -> None:

@@ -20,7 +20,7 @@ from ._core.checks import (
     resolve_flag,
 )
 from ._core.numerics import Numerics
-from .dispatch import IN_PYTHON, attention, check_bias_delay, run_backend, with_lse
+from ._dispatch import IN_PYTHON, attention, check_bias_delay, run_backend, with_lse
 from .keys.intervals import KeyIntervals
 from .keys.patterns import packed_documents
 from .keys.positions import KeyPositions, check_offsets

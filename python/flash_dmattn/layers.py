@@ -18,7 +18,7 @@ from ._core.checks import (
 from ._core.kv_checks import check_mask
 from .functional import flash_dmattn_func
 from .generation.cache import KVSlots
-from .keys.rule import KeySelection
+from .keys.rule import SelectionRule
 from .scores import make_scores, with_zero_sum_gradient
 
 SCORE_INPUTS = ("hidden", "value")
@@ -83,7 +83,7 @@ class DynamicMaskAttention(nn.Module):
                 raise ValueError(f"{name}: got 0, expected 1 or more")
         if heads_q % heads_kv:
             raise ValueError(f"heads_q: got {heads_q}, expected a multiple of heads_kv, {heads_kv}")
-        self.rule = KeySelection(
+        self.rule = SelectionRule(
             keep_window_size,
             recent_window=recent_window,
             recent_competes=recent_competes,

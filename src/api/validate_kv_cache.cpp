@@ -126,7 +126,7 @@ void check_tokens(const KvCacheShape& s, const ConstTensor4& k, const ConstTenso
 
 // The rule of a cache. Its memory has to be known.
 void check_rule(const KvCacheShape& s) {
-  const KeySelection& rule = s.rule;
+  const SelectionRule& rule = s.rule;
   if (rule.window == every_key) {
     throw InvalidArgument("cache.shape.rule.window", "every_key",
                           "a number of keys, with a threshold the most that it may show");

@@ -112,7 +112,7 @@ class Rule {
   bool will_compete(const Key& key) const { return is_admitted(key) && !competes(key); }
 
  private:
-  const KeySelection& rule_;
+  const SelectionRule& rule_;
   std::int64_t window_;
   Keys keys_;
   std::int64_t position_;

@@ -39,7 +39,7 @@ std::vector<Key> load_keys(const SelectionArgs& args, std::int64_t batch, std::i
 
 std::vector<std::uint8_t> visible_elements(const SelectionArgs& args, std::int64_t batch,
                                            std::int64_t head) {
-  const KeySelection& rule = args.rule;
+  const SelectionRule& rule = args.rule;
   const std::vector<Key> keys = load_keys(args, batch, head);
   const std::size_t count = keys.size();
   const std::int64_t window = rule.head_windows == nullptr ? rule.window : rule.head_windows[head];

@@ -41,7 +41,7 @@ StreamOptions random_options(std::uint64_t seed, const char* backend, StreamScor
   options.masked_share = random.below(2) == 0 ? 0 : 0.3;
   options.softcap = random.below(4) == 0 ? 2 : 0;
   options.use = random.below(4) == 0 ? ScoreUse::choose : ScoreUse::choose_and_bias;
-  KeySelection& rule = options.shape.rule;
+  SelectionRule& rule = options.shape.rule;
   if (seed % 4 == 0) {
     rule.window = std::max<std::int64_t>(rule.window, 1);
     return options;
@@ -102,7 +102,7 @@ std::string reason_without_long_stream(const char* backend, StreamScores scores,
 }
 
 // The rule has enough slots for several blocks of keys, splits and whole vectors.
-void run_long_stream(const KeySelection& rule, const char* backend, StreamScores scores,
+void run_long_stream(const SelectionRule& rule, const char* backend, StreamScores scores,
                      DType dtype) {
   StreamOptions options{.scores = scores, .nan_share = 0.1, .seed = 3, .backend = backend};
   options.shape = {
@@ -124,11 +124,11 @@ TEST_P(KvCacheStreams, LongStreamEqualsAttentionOverShownKeys) {
   const auto& [backend, scores, dtype] = GetParam();
   const std::string reason = reason_without_long_stream(backend, scores, dtype);
   if (!reason.empty()) GTEST_SKIP() << reason;
-  const KeySelection rule{
+  const SelectionRule rule{
       .window = 600, .recent_window = 300, .sink_tokens = 4, .score_threshold = -1};
-  KeySelection delayed = rule;
+  SelectionRule delayed = rule;
   delayed.recent_competes = false;
-  for (const KeySelection& tested : {KeySelection{.window = 900}, rule, delayed}) {
+  for (const SelectionRule& tested : {SelectionRule{.window = 900}, rule, delayed}) {
     ASSERT_NO_FATAL_FAILURE(run_long_stream(tested, backend, scores, dtype));
   }
 }
@@ -208,15 +208,15 @@ TEST(KvCacheArguments, InvalidArgumentIsNamed) {
     expect_error("cache.shape.rule." + argument,
                  [&](KvCalls& c) { spoil(c.append_args.cache.shape.rule); });
   };
-  expect_rule_error("window", [](KeySelection& rule) { rule.window = 0; });
-  expect_rule_error("window", [](KeySelection& rule) { rule.window = KeySelection{}.window; });
-  expect_rule_error("window", [](KeySelection& rule) { rule.window = every_key; });
-  expect_rule_error("recent_window", [](KeySelection& rule) { rule.recent_window = -1; });
-  expect_rule_error("sink_tokens", [](KeySelection& rule) { rule.sink_tokens = -1; });
-  expect_rule_error("selection", [](KeySelection& rule) { rule.selection = Selection::global; });
-  expect_rule_error("score_threshold", [](KeySelection& rule) { rule.score_threshold = NAN; });
+  expect_rule_error("window", [](SelectionRule& rule) { rule.window = 0; });
+  expect_rule_error("window", [](SelectionRule& rule) { rule.window = SelectionRule{}.window; });
+  expect_rule_error("window", [](SelectionRule& rule) { rule.window = every_key; });
+  expect_rule_error("recent_window", [](SelectionRule& rule) { rule.recent_window = -1; });
+  expect_rule_error("sink_tokens", [](SelectionRule& rule) { rule.sink_tokens = -1; });
+  expect_rule_error("selection", [](SelectionRule& rule) { rule.selection = Selection::global; });
+  expect_rule_error("score_threshold", [](SelectionRule& rule) { rule.score_threshold = NAN; });
   static constexpr std::int64_t windows[] = {4, 5};
-  expect_rule_error("head_windows[1]", [](KeySelection& rule) { rule.head_windows = windows; });
+  expect_rule_error("head_windows[1]", [](SelectionRule& rule) { rule.head_windows = windows; });
   expect_error("cache.shape.batch", [](KvCalls& c) { c.append_args.cache.shape.batch = -1; });
   expect_error("cache.shape.head_dim",
                [](KvCalls& c) { c.append_args.cache.shape.head_dim = 257; });

@@ -14,9 +14,9 @@
 #include "support/buffer.h"
 #include "support/cases.h"
 #include "support/expect_invalid.h"
-#include "support/key_selection.h"
 #include "support/random.h"
 #include "support/run.h"
+#include "support/selection_rules.h"
 #include "support/tensor.h"
 
 namespace flash_dmattn::testing {
@@ -179,10 +179,11 @@ TEST(Selection, DecodingSelectsSameKeysAsTraining) {
   Random random(5);
   std::vector<float> scores(97);
   for (float& x : scores) x = static_cast<float>(random.below(20));
-  const KeySelection rule{.window = 11, .recent_window = 7, .sink_tokens = 2, .score_threshold = 3};
-  KeySelection delayed = rule;
+  const SelectionRule rule{
+      .window = 11, .recent_window = 7, .sink_tokens = 2, .score_threshold = 3};
+  SelectionRule delayed = rule;
   delayed.recent_competes = false;
-  for (const KeySelection& tested : {KeySelection{.window = 11}, rule, delayed}) {
+  for (const SelectionRule& tested : {SelectionRule{.window = 11}, rule, delayed}) {
     const auto select_for = [&](std::int64_t seqlen_q, std::int64_t seqlen_k) {
       SelectionArgs args = shape_of(seqlen_q, seqlen_k, 0);
       args.rule = tested;
@@ -348,7 +349,7 @@ TEST_F(SelectionArguments, InvalidArgumentThrows) {
 
 TEST_F(SelectionArguments, WindowIsNotReadWhereHeadsHaveWindows) {
   const std::int64_t windows[] = {2};
-  args_.rule.window = KeySelection{}.window;
+  args_.rule.window = SelectionRule{}.window;
   args_.rule.head_windows = windows;
   EXPECT_NO_THROW(select_workspace_size(args_, execution_));
   EXPECT_EQ(key_bound(args_).base, 2);

@@ -35,7 +35,7 @@ inline constexpr std::int64_t windows_of_heads[] = {100, 17};
 // kernel combines; then rules with sinks, recent keys that compete or do not, thresholds and windows of heads, where
 // clusters combine the parts and where a second kernel does.
 inline std::vector<KvSizes> kv_sizes() {
-  const auto under_rule = [](std::int64_t batch, std::int64_t heads, const KeySelection& rule,
+  const auto under_rule = [](std::int64_t batch, std::int64_t heads, const SelectionRule& rule,
                              std::int64_t chunk, std::int64_t head_dim, DType dtype) {
     return KvCacheShape{.batch = batch,
                         .heads_kv = heads,
@@ -50,15 +50,15 @@ inline std::vector<KvSizes> kv_sizes() {
   };
   const auto rule = [](std::int64_t sinks, std::int64_t window, std::int64_t recent, bool competes,
                        double threshold = -std::numeric_limits<double>::infinity()) {
-    return KeySelection{.window = window,
-                        .recent_window = recent,
-                        .recent_competes = competes,
-                        .sink_tokens = sinks,
-                        .score_threshold = threshold};
+    return SelectionRule{.window = window,
+                         .recent_window = recent,
+                         .recent_competes = competes,
+                         .sink_tokens = sinks,
+                         .score_threshold = threshold};
   };
-  KeySelection by_head = rule(2, 100, 40, true);
+  SelectionRule by_head = rule(2, 100, 40, true);
   by_head.head_windows = windows_of_heads;
-  KeySelection by_head_delayed = rule(2, 100, 40, false, 0);
+  SelectionRule by_head_delayed = rule(2, 100, 40, false, 0);
   by_head_delayed.head_windows = windows_of_heads;
   return {
       {"one_slot", shape(2, 2, 1, 3, 64, DType::bf16), 2, 5},
@@ -131,7 +131,7 @@ class Caches {
           ASSERT_TRUE(slots.leaving_score == expected.leaving_score ||
                       (std::isnan(slots.leaving_score) && std::isnan(expected.leaving_score)));
         }
-        const KeySelection& rule = shape_.rule;
+        const SelectionRule& rule = shape_.rule;
         const std::int64_t window =
             rule.head_windows == nullptr ? rule.window : rule.head_windows[h];
         if (window == 0 || slots.competed < window) continue;

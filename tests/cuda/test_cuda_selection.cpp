@@ -11,8 +11,8 @@
 #include "flash_dmattn/calls.h"
 #include "float_types.h"
 #include "support/expect_invalid.h"
-#include "support/key_selection.h"
 #include "support/random.h"
+#include "support/selection_rules.h"
 #include "tile_list_comparison.h"
 
 // Selection and tile lists on the device against those of the CPU, bit for bit.

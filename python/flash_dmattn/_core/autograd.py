@@ -11,9 +11,9 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from . import torch_rules
-from .library import NAMESPACE
-from .operators import GRADIENTS, Signature
+from .load import NAMESPACE
 from .ops import BACKWARD, FORWARD, SELECT_AND_ATTEND, backward, forward, select_and_attend
+from .signatures import GRADIENTS, Signature
 
 # Error texts for unsupported derivatives. The caller prefixes the package's or the argument's name.
 NO_TANGENT = (

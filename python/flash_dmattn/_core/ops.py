@@ -7,8 +7,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .library import NAMESPACE
-from .operators import Signature
+from .load import NAMESPACE
+from .signatures import Signature
 
 operators = getattr(torch.ops, NAMESPACE)
 forward = operators.forward.default

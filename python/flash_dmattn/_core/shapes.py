@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .library import NAMESPACE
-from .operators import GRADIENTS, Signature
+from .load import NAMESPACE
 from .ops import operators
+from .signatures import GRADIENTS, Signature
 
 
 def _require_device_of(first, **others):

@@ -6,7 +6,7 @@ import importlib
 import sys
 import warnings
 
-from .library import PACKAGE
+from .load import PACKAGE
 
 # The module of torch, and ours that registers on import. torch's are slow to import, and most processes need neither.
 _missing = {

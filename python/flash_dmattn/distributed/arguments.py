@@ -22,7 +22,7 @@ from .._core.checks import (
 )
 from .._core.numerics import resolve_nonfinite
 from ..keys.positions import check_length, check_offsets
-from ..keys.rule import KeySelection
+from ..keys.rule import SelectionRule
 from .exchange import EXCHANGES, Exchange, choose_exchange
 from .options import Options
 from .pieces import Boundary, PieceOffsets, begins_of_documents
@@ -53,7 +53,7 @@ class CheckedArguments(NamedTuple):
         value: Tensor,
         scores: Tensor,
         attn_bias: str | Tensor | None,
-        rule: KeySelection,
+        rule: SelectionRule,
         key_mask: Tensor | None,
         cu_seqlens: Tensor | Sequence[int] | None,
         position_ids: Tensor | None,

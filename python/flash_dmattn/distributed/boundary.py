@@ -10,7 +10,7 @@ from torch import Tensor
 from .._core.checks import check_count
 from ..generation.cache import KVSlots
 from ..keys.intervals import KeyIntervals
-from ..keys.rule import KeySelection
+from ..keys.rule import SelectionRule
 from .arguments import checked_lengths
 from .earlier_keys import take_rows
 from .exchanged_keys import ExchangedKeys, check_exchanged
@@ -31,7 +31,7 @@ def boundary_places(
     `begin_exchange`."""
     wire = wire_of(group)
     check_count(tokens, "tokens")
-    rule = KeySelection(
+    rule = SelectionRule(
         keep_window_size, "per_query", recent_window, True, sink_tokens
     ).checked_rule()
     pieces = PieceOffsets.from_lengths(wire.rank, checked_lengths(lengths, wire, tokens))

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._core.library import NAMESPACE
-from ..keys.rule import KeySelection
+from .._core.load import NAMESPACE
+from ..keys.rule import SelectionRule
 from .exchange import EXCHANGES, Exchange
 from .pieces import Boundary, PieceOffsets, keys_of_piece
 from .wire import wire_of
@@ -37,7 +37,7 @@ def choose_keys(
     present: Tensor | None,
     documents: Tensor | None,
     begin: int,
-    rule: KeySelection,
+    rule: SelectionRule,
 ) -> tuple[Tensor, Tensor]:
     """`keys_of_piece`, likewise: inductor of torch 2.13 made other intervals of documents."""
     if not _is_watched():
@@ -76,9 +76,9 @@ def _exchange(
     return EXCHANGES[name](wire, Boundary.from_rule(pieces, rule, heads, begun, saturate))
 
 
-def _rule(windows: list[int], *options) -> KeySelection:
+def _rule(windows: list[int], *options) -> SelectionRule:
     window = tuple(windows) if len(windows) > 1 else windows[0]
-    return KeySelection(window, "per_query", *options)
+    return SelectionRule(window, "per_query", *options)
 
 
 # The operands of a rule and of an exchange in the schemas of operators.

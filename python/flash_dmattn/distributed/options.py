@@ -18,7 +18,7 @@ from .._core.checks import (
 )
 from .._core.kv_checks import check_query
 from .._core.numerics import Numerics
-from ..dispatch import check_bias_delay
+from .._dispatch import check_bias_delay
 from ..merge import check_sink_logits
 from .wire import code_of
 

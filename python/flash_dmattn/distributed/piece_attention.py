@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .._core.checks import may_read
-from ..dispatch import attention, with_lse
-from ..keys.rule import KeySelection
+from .._dispatch import attention, with_lse
+from ..keys.rule import SelectionRule
 from ..keys.selection import ScoredRule
 from ..keys.visibility import Visibility
 from ..scores import with_zero_sum_gradient
@@ -164,7 +164,7 @@ def begin_exchange(
         anything is exchanged. Without options `attend_to_pieces` compares, as a collective of all ranks, with the same `check`.
     """
     wire = wire_of(group)
-    rule = KeySelection(
+    rule = SelectionRule(
         keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
     )
 

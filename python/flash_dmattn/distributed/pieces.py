@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..keys.best_keys import best_keys, indices_of_true
 from ..keys.positions import KeyPositions, ShownKeys
-from ..keys.rule import KeySelection, intervals_of_rule
+from ..keys.rule import SelectionRule, intervals_of_rule
 
 
 class PieceOffsets(NamedTuple):
@@ -48,7 +48,7 @@ class Boundary(NamedTuple):
     """
 
     pieces: PieceOffsets
-    rule: KeySelection
+    rule: SelectionRule
     heads: int
     # int64 [B or 1, R + 1]: where the document that continues at each of `begins` has begun; None: there is one document.
     begun: Tensor | None
@@ -60,7 +60,7 @@ class Boundary(NamedTuple):
     def from_rule(
         cls,
         pieces: PieceOffsets,
-        rule: KeySelection,
+        rule: SelectionRule,
         heads: int,
         begun: Tensor | None = None,
         saturate: bool = True,
@@ -78,7 +78,7 @@ class Boundary(NamedTuple):
             gradient = gradient.clamp(-limit, limit)
         return gradient.to(dtype)
 
-    def rule_of_rows(self, rows: slice, batch: int) -> KeySelection:
+    def rule_of_rows(self, rows: slice, batch: int) -> SelectionRule:
         """The rule for some of the rows (b, head) as if they were heads."""
         windows = self.rule.windows()
         if len(windows) < 2:
@@ -104,7 +104,7 @@ def keys_seen_before(
     scores: Tensor,
     positions: Tensor,
     present: Tensor | None,
-    rule: KeySelection,
+    rule: SelectionRule,
     size: int,
 ) -> Tensor:
     """Indices of the keys that the last query before a boundary sees, ascending, padded with -1: int64 [K, P, size].
@@ -135,7 +135,7 @@ def keys_of_piece(
     present: Tensor | None,
     documents: Tensor | None,
     begin: int,
-    rule: KeySelection,
+    rule: SelectionRule,
 ) -> tuple[Tensor, Tensor]:
     """The row at each key's position, int64 [B, H, W + n], and the intervals int32 [B, H, W + n, 2] of the n queries that see it.
 

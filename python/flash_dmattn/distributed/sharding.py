@@ -16,7 +16,7 @@ from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
 
 from .._core import ops
-from .._core.operators import GRADIENTS, LAYOUTS, Layout, Signature
+from .._core.signatures import GRADIENTS, LAYOUTS, Layout, Signature
 
 
 def _register(operator) -> None:

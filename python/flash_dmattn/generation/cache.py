@@ -15,7 +15,7 @@ from .._core.kv_checks import (
     refuse_gradients,
 )
 from .._core.numerics import Numerics
-from ..dispatch import run_backend
+from .._dispatch import run_backend
 from ..keys.intervals import KeyIntervals
 from ..keys.select_intervals import select_key_intervals
 from ..keys.visibility import Visibility
@@ -48,7 +48,7 @@ class KVSlots(SlotMemory):
     heads for each kv head (32 with a head_dim above 128 where a block has 99 KB of shared memory). Windows of their own
     are for at most 128 kv heads there.
 
-    Attributes: rule, a KeySelection; k, v [B, Hkv, places + chunk, D]; scores float32 [B, Hkv, places + chunk]; counts
+    Attributes: rule, a SelectionRule; k, v [B, Hkv, places + chunk, D]; scores float32 [B, Hkv, places + chunk]; counts
     int32 [B, Hkv, 8], of which [..., 0] is the number of slots that have been taken, the first ones; positions int32
     [B, Hkv, places + chunk], in those slots that of a key that competes, -1 - position of one that does not (a sink, a
     recent key with too low a score), and -2**31 where the key has left; seen int32 [B], the number of tokens so far (the

@@ -21,7 +21,7 @@ from .._core.kv_checks import (
     check_slots,
     rows_on_host,
 )
-from ..keys.rule import KeySelection
+from ..keys.rule import SelectionRule
 
 _ARRAYS = ("k", "v", "scores", "positions", "counts", "seen")
 _COUNTERS = 8  # numbers of a SlotCount
@@ -65,7 +65,7 @@ class SlotMemory:
             sink_tokens,
             score_threshold,
         )
-        self._set_rule(KeySelection(*rule), heads_kv)
+        self._set_rule(SelectionRule(*rule), heads_kv)
         check_head_dim(head_dim, "head_dim: got")
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(f"dtype: got {dtype}, expected float32, bfloat16 or float16")
@@ -122,7 +122,7 @@ class SlotMemory:
             sink_tokens,
             score_threshold,
         )
-        cache._set_rule(KeySelection(*rule), k.shape[1])
+        cache._set_rule(SelectionRule(*rule), k.shape[1])
         check_slots(cache.places, pending, k.shape[2])
         check_slot_kernels("k", k.dtype, k.shape[3], k.device, instead=_FLOAT32_ON_A_GPU)
         check_head_windows(len(cache.rule.windows()), k.device)
@@ -130,7 +130,7 @@ class SlotMemory:
         cache.pending, cache.is_empty = pending, False
         return cache
 
-    def _set_rule(self, rule: KeySelection, heads_kv: int) -> None:
+    def _set_rule(self, rule: SelectionRule, heads_kv: int) -> None:
         self.rule = rule.checked_cache_rule()
         self.rule.check_heads(heads_kv)
         self._rule_arguments = self.rule.cache_arguments()
@@ -314,7 +314,7 @@ class SlotMemory:
         return cache
 
 
-def _check_rule(name: str, got: Mapping, rule: KeySelection) -> None:
+def _check_rule(name: str, got: Mapping, rule: SelectionRule) -> None:
     for part, expected in rule._asdict().items():
         if part in got and got[part] != expected:
             raise ValueError(f"{name}: got {part} {got[part]}, expected {expected}")

@@ -28,9 +28,9 @@ from .._core.kv_checks import (
     refuse_gradients,
 )
 from .._core.numerics import Numerics
-from ..dispatch import IN_PYTHON, run_backend, with_lse
+from .._dispatch import IN_PYTHON, run_backend, with_lse
 from ..keys.intervals import KeyIntervals
-from ..keys.rule import KeySelection
+from ..keys.rule import SelectionRule
 from ..keys.select_intervals import select_key_intervals
 from ..keys.visibility import Visibility
 from .cache import KVSlots
@@ -101,7 +101,7 @@ def flash_dmattn_with_kvcache(
     _check_new_tokens(key, value, scores, score_cache)
     backend = resolve_backend(backend)
     numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None)
-    rule = KeySelection(
+    rule = SelectionRule(
         keep_window_size,
         recent_window=recent_window,
         recent_competes=recent_competes,
@@ -159,7 +159,7 @@ def _attend_to_all_keys(
     scores: Tensor | None,
     cache_seqlens: Tensor,
     cache_leftpad: Tensor | None,
-    rule: KeySelection,
+    rule: SelectionRule,
     numerics: Numerics,
     scores_are_bias: bool,
     backend: str,
@@ -314,7 +314,7 @@ def _cache_intervals(
     scores: Tensor | None,
     lengths: Tensor,
     leftpad: Tensor | None,
-    rule: KeySelection,
+    rule: SelectionRule,
     query: Tensor,
     k_cache: Tensor,
 ) -> KeyIntervals:

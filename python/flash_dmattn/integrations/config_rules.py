@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from transformers.configuration_utils import PretrainedConfig
 
-from ..keys.rule import KeySelection
+from ..keys.rule import SelectionRule
 
 CONFIG_NAME = "learned_scores"  # the attribute of a config
 
@@ -15,7 +15,7 @@ CONFIG_NAME = "learned_scores"  # the attribute of a config
 class LearnedScores(NamedTuple):
     """The part of a config about learned scores. The parameters of the scorers are the model's."""
 
-    rule: KeySelection
+    rule: SelectionRule
     scorer: str  # "custom" for a function or module
     layers: tuple[int, ...]  # the layers that have scores
     dense_prefill: bool = False
@@ -35,8 +35,8 @@ class LearnedScores(NamedTuple):
 
     @classmethod
     def from_dict(cls, stored: dict) -> LearnedScores:
-        rule = {name: value for name, value in stored.items() if name in KeySelection._fields}
-        rule = KeySelection(**rule).checked_rule()
+        rule = {name: value for name, value in stored.items() if name in SelectionRule._fields}
+        rule = SelectionRule(**rule).checked_rule()
         return cls(rule, stored["scorer"], tuple(stored["layers"]), stored["dense_prefill"])
 
     @classmethod
@@ -51,8 +51,8 @@ def make_rule(
     recent_competes: bool,
     sink_tokens: int,
     score_threshold: float | None,
-) -> KeySelection:
-    rule = KeySelection(
+) -> SelectionRule:
+    rule = SelectionRule(
         keep_window_size, "per_query", recent_window, recent_competes, sink_tokens, score_threshold
     ).checked_rule()
     if not rule.hides_keys():
@@ -62,7 +62,7 @@ def make_rule(
     return rule
 
 
-def rules_of(config: PretrainedConfig) -> list[KeySelection]:
+def rules_of(config: PretrainedConfig) -> list[SelectionRule]:
     """The rule of every layer of a model whose layers score their keys (Doge). Raises where no cache can follow it."""
     if getattr(config, "sliding_window", None) is not None:
         raise ValueError(
@@ -73,15 +73,15 @@ def rules_of(config: PretrainedConfig) -> list[KeySelection]:
     return [_rule_of(layer, type(config).__name__) for layer in layers]
 
 
-def _rule_of(layer: PretrainedConfig, name: str) -> KeySelection:
+def _rule_of(layer: PretrainedConfig, name: str) -> SelectionRule:
     parts = {
-        part: getattr(layer, part, None) for part in KeySelection._fields if part != "selection"
+        part: getattr(layer, part, None) for part in SelectionRule._fields if part != "selection"
     }
     if parts["keep_window_size"] is None:
         raise ValueError(
             f"config: got {name} without keep_window_size, expected that of a model with dynamic masks (Doge) or learned scores"
         )
-    rule = KeySelection(**{part: value for part, value in parts.items() if value is not None})
+    rule = SelectionRule(**{part: value for part, value in parts.items() if value is not None})
     try:
         return rule.checked_cache_rule()
     except (TypeError, ValueError) as error:

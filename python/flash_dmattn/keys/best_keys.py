@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._core.checks import check_count, clamp_count
-from .rule import KeySelection
+from .rule import SelectionRule
 from .select_intervals import per_key_scores, select_by_rule
 
 
@@ -37,7 +37,7 @@ def best_keys(scores: Tensor, key_mask: Tensor | None, window: int) -> tuple[Ten
     if size == 0:
         empty = scores.new_empty((*scores.shape[:2], 0), dtype=torch.int32)
         return empty, scores.new_zeros(scores.shape[:2], dtype=torch.int32)
-    chosen = select_by_rule(scores, key_mask, KeySelection(window), True, 1).intervals
+    chosen = select_by_rule(scores, key_mask, SelectionRule(window), True, 1).intervals
     return indices_of_true(chosen[..., 1] > 0, size)
 
 

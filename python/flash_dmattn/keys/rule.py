@@ -29,7 +29,7 @@ from .positions import ShownKeys
 SELECTIONS = ("per_query", "global")
 
 
-class KeySelection(NamedTuple):
+class SelectionRule(NamedTuple):
     """A rule: the arguments of these names of the public functions, which describe them.
 
     The query at position t sees a present key at position j <= t when it is one of the first `sink_tokens` present keys,
@@ -45,7 +45,7 @@ class KeySelection(NamedTuple):
     sink_tokens: int = 0
     score_threshold: float | None = None  # None: no threshold
 
-    def checked_rule(self) -> KeySelection:
+    def checked_rule(self) -> SelectionRule:
         window = self.keep_window_size
         # Most calls set at most keep_window_size: this saves 3 µs of 30.
         is_count = type(window) is int and 0 <= window <= LARGEST_COUNT
@@ -132,7 +132,7 @@ class KeySelection(NamedTuple):
         """The operators' arguments after query_length."""
         return self.recent_window, self.recent_competes, self.sink_tokens, self.score_threshold
 
-    def checked_state_rule(self) -> KeySelection:
+    def checked_state_rule(self) -> SelectionRule:
         """The rule of a cache or of ranks that hold the keys which it shows to later queries, and no others."""
         rule = self.checked_rule()
         if rule.selection != "per_query":
@@ -147,7 +147,7 @@ class KeySelection(NamedTuple):
             )
         return rule
 
-    def checked_cache_rule(self) -> KeySelection:
+    def checked_cache_rule(self) -> SelectionRule:
         """The rule of a cache, which has a place at least."""
         rule = self.checked_state_rule()
         if rule.place_count() < 1:
@@ -200,7 +200,7 @@ class KeySelection(NamedTuple):
             eligible = above if eligible is None else eligible & above
         return scores if eligible is None else torch.where(eligible, scores, float("nan"))
 
-    def rule_of_heads(self, heads: int) -> KeySelection:
+    def rule_of_heads(self, heads: int) -> SelectionRule:
         """The rule of as many heads of scores: where they are query heads, those of a group have the window of their key head."""
         windows = self.windows()
         if len(windows) < 2 or heads <= len(windows):
@@ -225,11 +225,11 @@ class KeySelection(NamedTuple):
         return scores.expand(-1, windows, -1)
 
 
-_DEFAULTS = KeySelection()
+_DEFAULTS = SelectionRule()
 
 
 def intervals_of_rule(
-    scores: Tensor, shown: ShownKeys, rule: KeySelection, is_causal: bool, query_length: int
+    scores: Tensor, shown: ShownKeys, rule: SelectionRule, is_causal: bool, query_length: int
 ) -> Tensor:
     """int32 intervals [B, H, Sk, 2] of the keys that a rule leaves of those that are shown.
 
@@ -280,7 +280,7 @@ def intervals_of_rule(
     return (torch.stack([first, end], dim=-1) * is_seen.unsqueeze(-1)).int()
 
 
-def find_sinks(shown: ShownKeys, rule: KeySelection) -> Tensor:
+def find_sinks(shown: ShownKeys, rule: SelectionRule) -> Tensor:
     """Which keys are sinks, bool [B or 1, H or 1, Sk]."""
     visible = shown.first < shown.last
     return visible & (rank_in_document(visible, shown.document) < rule.sink_tokens)

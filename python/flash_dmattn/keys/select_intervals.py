@@ -15,7 +15,7 @@ from . import torch_operators
 from .intervals import KeyIntervals, broadcast_shapes, unchecked_intervals
 from .positions import KeyPositions, ShownKeys, check_length
 from .recognise import Memo, cached_result, visible_counts
-from .rule import KeySelection, intervals_of_rule
+from .rule import SelectionRule, intervals_of_rule
 
 
 def select_key_intervals(
@@ -69,7 +69,7 @@ def select_key_intervals(
     intervals of shape [B, H, key_length, 2], is_causal included. O(key_length log keep_window_size); with documents or
     positions the keys are sorted first.
     """
-    rule = KeySelection(
+    rule = SelectionRule(
         keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
     ).checked_rule()
     is_causal = resolve_flag(is_causal, "is_causal")
@@ -97,7 +97,7 @@ def select_key_intervals(
 def select_by_rule(
     scores: Tensor,
     key_mask: Tensor | None,
-    rule: KeySelection,
+    rule: SelectionRule,
     is_causal: bool,
     query_length: int,
 ) -> KeyIntervals:
@@ -119,7 +119,7 @@ def select_by_rule(
 
 
 def select_at(
-    keys: KeyPositions, scores: Tensor, rule: KeySelection, is_causal: bool
+    keys: KeyPositions, scores: Tensor, rule: SelectionRule, is_causal: bool
 ) -> KeyIntervals:
     """The keys that a rule keeps where they are not at their index, or in documents; scores [B, H, key_length]."""
     rule.check_causality(is_causal)
@@ -137,7 +137,7 @@ def select_at(
 
 
 def select_among_intervals(
-    scores: Tensor, allowed: KeyIntervals, rule: KeySelection, memo: Memo | None = None
+    scores: Tensor, allowed: KeyIntervals, rule: SelectionRule, memo: Memo | None = None
 ) -> KeyIntervals | None:
     """The keys that a rule keeps of those that every query is allowed, as intervals where that is possible.
 

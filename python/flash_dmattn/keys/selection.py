@@ -13,7 +13,7 @@ from .dense import topk_mask
 from .intervals import KeyIntervals, broadcasts, intersect
 from .patterns import prefix_lm
 from .recognise import AllowedElements, Memo, mask_of_intervals
-from .rule import KeySelection
+from .rule import SelectionRule
 from .select_intervals import select_among_intervals, select_by_rule
 from .visibility import KeyRanks, TopKeysByBias, Visibility
 
@@ -21,15 +21,15 @@ from .visibility import KeyRanks, TopKeysByBias, Visibility
 class ScoredRule(NamedTuple):
     """A rule with the scores that it reads, selection_scores of the public functions."""
 
-    rule: KeySelection = KeySelection()
+    rule: SelectionRule = SelectionRule()
     scores: Tensor | None = None  # None: the bias
 
     @staticmethod
     def from_arguments(scores: Tensor | None, *rule: object) -> ScoredRule:
-        """Makes it from the arguments of the public functions; `rule`: those of KeySelection, in its order."""
+        """Makes it from the arguments of the public functions; `rule`: those of SelectionRule, in its order."""
         if scores is None and rule == _NO_PARTS:
             return NO_RULE
-        return ScoredRule(KeySelection(*rule), scores)
+        return ScoredRule(SelectionRule(*rule), scores)
 
     def checked_rule(self, query: Tensor, key: Tensor) -> ScoredRule:
         if self is NO_RULE:
@@ -115,7 +115,7 @@ def _is_by_bias(
 class _Choice(NamedTuple):
     """The choice of the best of the keys that intervals or a mask with a query dimension show."""
 
-    rule: KeySelection
+    rule: SelectionRule
     query: Tensor
     key: Tensor
     scores: Tensor  # [B, H, Sk]

@@ -10,7 +10,7 @@
 #include "cpu/selection/selection.h"
 #include "float_types.h"
 #include "plan.h"
-#include "selection/key_selection.h"
+#include "selection/selection_rule.h"
 #include "tasks.h"
 
 // Selection sweeps over the positions of a row with a heap of the w best keys so far, the worst on top. An
@@ -78,7 +78,7 @@ constexpr std::int64_t block_keys = 512;
 template <class Rank, class Read>
 void select_row(const SelectionArgs& args, std::int64_t capacity, const Read& read,
                 const std::uint8_t* key_mask, Rank* heap, KeyInterval* intervals) {
-  const KeySelection& rule = args.rule;
+  const SelectionRule& rule = args.rule;
   const QueryRows rows(args);
   const std::int64_t recent = rule.recent_window;
   const std::int64_t delay = delay_of(rule);
@@ -155,7 +155,7 @@ void validate(const SelectionArgs& args, const Execution& execution) {
   require_length("seqlen_k", args.seqlen_k);
   require_rows(args.batch, args.heads, args.seqlen_k);
   require_workers(execution);
-  require_key_selection(args);
+  require_selection(args);
   if (args.scores_dtype > DType::f64) {
     throw InvalidArgument("scores_dtype", name_of(args.scores_dtype), "f32, bf16, f16 or f64");
   }

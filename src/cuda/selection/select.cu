@@ -9,7 +9,7 @@
 #include "cuda/selection/per_query/per_query.h"
 #include "cuda/selection/selection.h"
 #include "cuda/selection/widen.h"
-#include "selection/key_selection.h"
+#include "selection/selection_rule.h"
 
 namespace flash_dmattn::cuda {
 namespace {
@@ -78,7 +78,7 @@ void validate(const SelectionArgs& args) {
     throw InvalidArgument("seqlen_k", std::to_string(args.seqlen_k),
                           "at most " + std::to_string(per_query::max_keys) + " on a GPU");
   }
-  require_key_selection(args);
+  require_selection(args);
   if (args.scores_dtype > DType::f16) {
     throw InvalidArgument("scores_dtype", name_of(args.scores_dtype), "f32, bf16 or f16 on a GPU");
   }

@@ -6,7 +6,7 @@
 #include "arguments.h"
 #include "cuda/primitives/block.cuh"
 #include "cuda/selection/scored_keys.cuh"
-#include "selection/key_selection.h"
+#include "selection/selection_rule.h"
 
 namespace flash_dmattn::cuda {
 namespace {
@@ -165,7 +165,7 @@ const void* offset_pointer(const void* data, std::int64_t elements, std::int64_t
 
 WidenedSelection::WidenedSelection(const SelectionArgs& args, const Execution&) {
   if (args.batch * args.heads * args.seqlen_k == 0) return;
-  const KeySelection& rule = args.rule;
+  const SelectionRule& rule = args.rule;
   begin_ = args.key_mask == nullptr ? std::min(rule.sink_tokens, args.seqlen_k) : 0;
   competing_ = args;
   competing_.seqlen_k = std::max<std::int64_t>(args.seqlen_k - delay_of(rule) - begin_, 0);

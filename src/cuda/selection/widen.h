@@ -10,7 +10,7 @@
 namespace flash_dmattn::cuda {
 
 // Whether a rule shows keys that were not chosen (recent keys and sinks), or has a window for each head.
-inline bool widens(const KeySelection& rule) {
+inline bool widens(const SelectionRule& rule) {
   return rule.recent_window > 0 || rule.sink_tokens > 0 || rule.head_windows != nullptr;
 }
 

@@ -124,8 +124,8 @@ void fill_bias(const Case& c, Random& random, Data& data) {
   }
 }
 
-KeySelection rule_of(const Case& c) {
-  KeySelection rule;
+SelectionRule rule_of(const Case& c) {
+  SelectionRule rule;
   rule.window = c.window;
   rule.selection = c.intervals == "global" ? Selection::global : Selection::per_query;
   if (c.rule == "none") return rule;

@@ -108,7 +108,7 @@ KvStream::Input KvStream::draw(std::int64_t length) {
 }
 
 std::vector<std::size_t> KvStream::competing(const std::vector<Token>& past, std::int64_t h) const {
-  const KeySelection& rule = options_.shape.rule;
+  const SelectionRule& rule = options_.shape.rule;
   const auto score = [&](std::size_t j) { return past[j].scores[static_cast<std::size_t>(h)]; };
   const std::int64_t delay = rule.recent_competes ? 0 : rule.recent_window;
   const bool has_window = rule.head_windows == nullptr || rule.head_windows[h] > 0;
@@ -128,7 +128,7 @@ std::vector<std::size_t> KvStream::competing(const std::vector<Token>& past, std
 }
 
 std::vector<std::size_t> KvStream::visible(const std::vector<Token>& past, std::int64_t h) const {
-  const KeySelection& rule = options_.shape.rule;
+  const SelectionRule& rule = options_.shape.rule;
   const auto window =
       static_cast<std::size_t>(rule.head_windows == nullptr ? rule.window : rule.head_windows[h]);
   std::vector<std::size_t> keys = competing(past, h);

@@ -148,7 +148,7 @@ def test_float32_on_a_cuda_gpu_takes_triton(monkeypatch):
         taken.append(backend)
         return query, None
 
-    monkeypatch.setattr("flash_dmattn.dispatch._run_in_python", run_in_python)
+    monkeypatch.setattr("flash_dmattn._dispatch._run_in_python", run_in_python)
     with FakeTensorMode():
         inputs = [torch.empty(2, 9, heads, 8, device="cuda") for heads in (4, 2, 2)]
         monkeypatch.setattr("flash_dmattn._core.checks.unavailable_reason", lambda backend: "")

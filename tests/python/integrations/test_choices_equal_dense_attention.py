@@ -40,7 +40,7 @@ from flash_dmattn.keys.recognise import (
     mask_of_intervals,
     split_additive,
 )
-from flash_dmattn.keys.rule import KeySelection
+from flash_dmattn.keys.rule import SelectionRule
 from flash_dmattn.keys.select_intervals import select_among_intervals
 from flash_dmattn.utils.mask import topk_mask
 from largest_tensor import LargestTensor
@@ -343,7 +343,7 @@ def test_selection_among_intervals_equals_dense_mask(data):
     )
     present = torch.tensor(data.draw(st.lists(st.booleans(), min_size=length, max_size=length)))
     allowed = KeyIntervals(allowed.intervals * present[:, None], allowed.query_length)
-    chosen = select_among_intervals(scores, allowed, KeySelection(keep))
+    chosen = select_among_intervals(scores, allowed, SelectionRule(keep))
     if chosen is None:
         return
     # Where few keys are allowed nothing is chosen, and a NaN is left to the bias to mask.
@@ -355,9 +355,9 @@ def test_selection_among_intervals_equals_dense_mask(data):
 def test_masks_that_hide_old_keys_leave_a_choice_without_intervals():
     scores = torch.randn(1, 1, S)
     for allowed in (prefix_lm(S, 0), prefix_lm(S, 5), packed_documents(torch.tensor([0, 14, S]))):
-        assert select_among_intervals(scores, allowed, KeySelection(4)) is not None
-    assert select_among_intervals(scores, sliding_window(S, 4), KeySelection(4)) is not None
-    assert select_among_intervals(scores, sliding_window(S, 5), KeySelection(4)) is None
+        assert select_among_intervals(scores, allowed, SelectionRule(4)) is not None
+    assert select_among_intervals(scores, sliding_window(S, 4), SelectionRule(4)) is not None
+    assert select_among_intervals(scores, sliding_window(S, 5), SelectionRule(4)) is None
 
 
 @pytest.mark.parametrize("make", [torch.from_numpy, torch.from_dlpack])

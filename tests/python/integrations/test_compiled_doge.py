@@ -8,7 +8,7 @@ from transformers import DogeConfig, DogeForCausalLM, masking_utils
 from doge_generation import left_padding
 from flash_dmattn import KeyIntervals, sliding_window
 from flash_dmattn.integrations.transformers import enable_flash_dmattn, key_interval_mask
-from flash_dmattn.keys.rule import KeySelection
+from flash_dmattn.keys.rule import SelectionRule
 from flash_dmattn.keys.select_intervals import select_among_intervals
 from transformers_version import IS_TRANSFORMERS_4
 
@@ -153,11 +153,11 @@ def test_selection_without_intervals_equals_eager_or_raises():
     """Where that is known before the values are, the choice has another form; else it raises when it runs."""
     torch._dynamo.reset()
     window, scores = sliding_window(S, 9), torch.randn(1, 1, S)
-    assert select_among_intervals(scores, window, KeySelection(KEEP)) is None
+    assert select_among_intervals(scores, window, SelectionRule(KEEP)) is None
     compiled = torch.compile(select_among_intervals, backend="eager", fullgraph=True)
-    assert compiled(scores, window, KeySelection(KEEP)) is None
+    assert compiled(scores, window, SelectionRule(KEEP)) is None
     with pytest.raises(RuntimeError, match="compiled choice"):
-        compiled(scores, KeyIntervals(window.intervals, S), KeySelection(KEEP))
+        compiled(scores, KeyIntervals(window.intervals, S), SelectionRule(KEEP))
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])

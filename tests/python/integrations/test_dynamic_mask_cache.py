@@ -12,7 +12,7 @@ from doge_generation import WINDOW, make_ids, make_model, make_pair
 from flash_dmattn.integrations.transformers import DynamicMaskCache, enable_flash_dmattn
 from flash_dmattn.integrations.transformers.cache_layer import DynamicMaskLayer
 from flash_dmattn.integrations.transformers.compat import CACHE
-from flash_dmattn.keys.rule import KeySelection
+from flash_dmattn.keys.rule import SelectionRule
 from transformers_version import IS_TRANSFORMERS_4
 
 pytestmark = pytest.mark.transformers
@@ -152,7 +152,7 @@ def test_prefetch_restores_offloaded_slots(ours):
 def test_offloaded_slots_come_back_with_the_next_tokens(use):
     """Here they only seem to be elsewhere; tests on a GPU move them."""
     states, scores = torch.randn(B, 1, 2, 8), torch.randn(B, 2, 1)
-    layer, moves = DynamicMaskLayer(KeySelection(4)), []
+    layer, moves = DynamicMaskLayer(SelectionRule(4)), []
     layer.fill(states, states, scores)
     layer._move_slots, layer.device = moves.append, torch.device("cuda")
     if use == "attend":

@@ -14,7 +14,7 @@ from flash_dmattn import (
     select_key_intervals,
     sliding_window,
 )
-from flash_dmattn.keys.rule import KeySelection
+from flash_dmattn.keys.rule import SelectionRule
 from rules_by_definition import visible_keys
 
 THRESHOLDS = [None, None, -torch.inf, torch.inf, 0.0, 0.5, 1.0, 0.3]
@@ -35,7 +35,7 @@ def random_rule(generator, length, heads, is_causal):
     threshold = pick(generator, THRESHOLDS)
     if threshold is not None and below(generator, 3) == 0:
         window = None
-    return KeySelection(
+    return SelectionRule(
         window,
         pick(generator, ["per_query", "per_query", "global"]),
         pick(generator, [0, 1, 3, length, length + 5]) if is_causal else 0,

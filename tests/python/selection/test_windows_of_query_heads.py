@@ -66,7 +66,7 @@ def test_windows_that_do_not_divide_heads_of_scores_raise(kind):
 
 
 def test_windows_that_do_not_divide_heads_make_no_rule():
-    from flash_dmattn.keys.rule import KeySelection
+    from flash_dmattn.keys.rule import SelectionRule
 
     with pytest.raises(ValueError, match="6 heads of scores are no multiple of 4"):
-        KeySelection((1, 2, 3, 4)).rule_of_heads(6)
+        SelectionRule((1, 2, 3, 4)).rule_of_heads(6)

@@ -13,9 +13,9 @@ from ..._core.autograd import (
     save_for_backward,
     saved_by_name,
 )
-from ..._core.library import NAMESPACE
+from ..._core.load import NAMESPACE
 from ..._core.numerics import Numerics
-from ..._core.operators import GRADIENTS, Signature
+from ..._core.signatures import GRADIENTS, Signature
 from ...keys.visibility import Visibility
 from . import launch
 

@@ -9,10 +9,10 @@ from ..._core.checks import (
     resolve_flag,
 )
 from ..._core.numerics import Numerics
-from ...dispatch import attention, with_lse
+from ..._dispatch import attention, with_lse
 from ...keys.intervals import KeyIntervals
 from ...keys.recognise import Memo
-from ...keys.rule import KeySelection
+from ...keys.rule import SelectionRule
 from ...keys.selection import ScoredRule, select_elements, squeeze_query_dimension
 from ...keys.visibility import Visibility
 from ...merge import check_sink_logits
@@ -191,7 +191,7 @@ def _make_rule(
         return mask, None, ScoredRule()
     has_no_queries = intervals is None and (mask is None or mask.dim() == 3)
     mode = "global" if has_no_queries else "per_query"
-    return mask, intervals, ScoredRule(KeySelection(keep, mode), scores)
+    return mask, intervals, ScoredRule(SelectionRule(keep, mode), scores)
 
 
 def _resolve_keep_window_size(

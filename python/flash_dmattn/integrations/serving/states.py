@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...generation.cache import KVSlots
-from ...keys.rule import KeySelection
+from ...keys.rule import SelectionRule
 from ..config_rules import CONFIG_NAME, LearnedScores, rules_of
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class SlotState(NamedTuple):
     """
 
     heads_kv: int
-    rule: KeySelection
+    rule: SelectionRule
     head_dim: int
     dtype: torch.dtype
 

@@ -5,7 +5,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..._core.kv_checks import check_slot_kernels
 from ...generation.cache import KVSlots
-from ...keys.rule import KeySelection
+from ...keys.rule import SelectionRule
 from ..attention_interface.layout import swap_heads_and_tokens
 from .compat import CACHE, CROPS_TO_A_LENGTH
 
@@ -24,7 +24,7 @@ class DynamicMaskLayer(CacheLayerMixin):
 
     def __init__(
         self,
-        rule: KeySelection,
+        rule: SelectionRule,
         *,
         static: bool = False,
         chunk: int = 0,
@@ -155,7 +155,7 @@ class DynamicMaskLayer(CacheLayerMixin):
                 f"{CACHE}: got tokens of {states.shape[0]} rows, expected {self.batch_size}"
             )
 
-    def check_rule(self, rule: KeySelection, layer_idx: int) -> None:
+    def check_rule(self, rule: SelectionRule, layer_idx: int) -> None:
         """Raises unless the slots follow the rule of an attention layer."""
         for part, own, expected in zip(rule._fields, self.rule, rule, strict=True):
             if own != expected:

@@ -18,7 +18,7 @@ from ...distributed.boundary import boundary_state
 from ...distributed.exchanged_keys import bias_without_sinks
 from ...distributed.piece_attention import attend_to_pieces, begin_exchange
 from ...distributed.wire import code_of
-from ...keys.rule import KeySelection
+from ...keys.rule import SelectionRule
 from ..attention_interface.layer_masks import causal_mask
 from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer
@@ -40,7 +40,7 @@ class Pieces(NamedTuple):
         key: torch.Tensor,
         value: torch.Tensor,
         scores: torch.Tensor,
-        rule: KeySelection,
+        rule: SelectionRule,
         slots: DynamicMaskLayer | None,
         *,
         bias: str | torch.Tensor | None = "scores",

@@ -14,7 +14,7 @@ from ..._core.checks import may_read
 from ...generation.ragged import RaggedBatch
 from ...keys.intervals import KeyIntervals
 from ...keys.recognise import Memo, cached_result, intervals_of_mask, split_additive, visible_counts
-from ...keys.rule import KeySelection
+from ...keys.rule import SelectionRule
 from ...keys.select_intervals import select_key_intervals
 from ...scores import doge_scores_of, with_zero_sum_gradient
 from ..attention_interface.dtypes import cast_states, target_dtype
@@ -128,7 +128,7 @@ class FlashDogeAttention(DogeAttention):
         )
         if context.pieces is not None:
             states = cast_states((query, key, value), target_dtype(self, query))
-            rule = KeySelection(self.keep_window_size)
+            rule = SelectionRule(self.keep_window_size)
             slots = None if cache is None else _layer_of(cache, self.layer_idx)
             is_zero_sum = not self.round_scores_like_eager
             out = context.pieces.attend(
@@ -200,7 +200,7 @@ def _attend_with_cache(
     cast = states._replace(query=query, key=key, value=value)
     return attend_with_slots(
         slots,
-        KeySelection(self.keep_window_size),
+        SelectionRule(self.keep_window_size),
         self.layer_idx,
         cast[:3],
         cast.scores,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from ...generation.ragged import RaggedBatch, extend_ragged
-from ...keys.rule import KeySelection
+from ...keys.rule import SelectionRule
 from ...merge import add_sink
 from ..attention_interface.layer_masks import present_tokens
 from .cache_layer import DynamicMaskLayer
@@ -15,7 +15,7 @@ from .cache_layer import DynamicMaskLayer
 
 def attend_with_slots(
     slots: DynamicMaskLayer,
-    rule: KeySelection,
+    rule: SelectionRule,
     layer_idx: int,
     states: tuple[Tensor, Tensor, Tensor],
     scores: Tensor,

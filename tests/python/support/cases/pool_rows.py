@@ -9,7 +9,7 @@ import torch
 
 from flash_dmattn import KVSlots
 from flash_dmattn.integrations.serving.states import SlotState
-from flash_dmattn.keys.rule import KeySelection
+from flash_dmattn.keys.rule import SelectionRule
 from token_streams import TOLERANCE
 
 HEADS, GROUP, DIM, ROWS = 2, 3, 8, 7
@@ -38,7 +38,7 @@ class Place(NamedTuple):
     def pool(self, rule):
         """A pool in the blocks of an engine, each of which has a state of another layer and some bytes besides; with a prompt
         of another length in every row. Returns the blocks, too."""
-        state = SlotState(HEADS, KeySelection(**rule), DIM, self.dtype)
+        state = SlotState(HEADS, SelectionRule(**rule), DIM, self.dtype)
         size = 2 * state.nbytes() + 384
         blocks = torch.zeros(ROWS, size, dtype=torch.uint8, device=self.device)
         pool = state.pool(blocks, state.nbytes())

@@ -9,7 +9,7 @@ import torch
 from flash_dmattn import flash_dmattn_func, select_key_intervals
 from flash_dmattn.distributed import begin_exchange, context_parallel_dmattn
 from flash_dmattn.distributed.exchanged_keys import seen_keys
-from flash_dmattn.keys.rule import KeySelection
+from flash_dmattn.keys.rule import SelectionRule
 from rules_by_definition import visible_keys
 
 NAN = math.nan
@@ -36,7 +36,7 @@ class Case:
     dv: int = 16
 
     def selection(self):
-        return KeySelection(self.window, **self.rule)
+        return SelectionRule(self.window, **self.rule)
 
 
 def cases(ranks):
@@ -197,7 +197,7 @@ def keys_by_definition(case, s, bias, mask, offsets, rows):
             scores = s[b, h]
             if bias is not None:
                 scores = scores.masked_fill(bias[b, h] <= -1e30, NAN)
-            rule = KeySelection(windows[h], **case.rule)
+            rule = SelectionRule(windows[h], **case.rule)
             present = present_in[b, h] & in_documents
             found[b, h] = visible_keys(
                 scores, rule, is_causal=True, query_positions=at[rows], query_documents=document[rows], key_positions=at,

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ...._core.checks import may_read
 from ...._core.numerics import Numerics
-from ....dispatch import attention, with_lse
+from ...._dispatch import attention, with_lse
 from ....keys.intervals import KeyIntervals
-from ....keys.rule import KeySelection, rank_in_document
+from ....keys.rule import SelectionRule, rank_in_document
 from ....keys.select_intervals import select_key_intervals
 from ....keys.selection import ScoredRule, apply_selection
 from ....keys.visibility import Visibility
@@ -148,7 +148,7 @@ def _attend_to_all(call: ScoredCall, states: _States) -> Tensor:
     return states.attend(bias, visible, layer.score_rule.recent_window)
 
 
-def _without_sinks(bias: Tensor, rule: KeySelection, visible: Visibility) -> Tensor:
+def _without_sinks(bias: Tensor, rule: SelectionRule, visible: Visibility) -> Tensor:
     """A bias [B, Hkv, Sk] that is 0 for the first keys of each document, whose scores decide nothing.
 
     visible: what the mask of the layer shows. A document of a dense mask begins where a query sees itself alone.
@@ -202,7 +202,7 @@ def _attend_to_chosen(call: ScoredCall, states: _States) -> Tensor:
     return states.attend(bias, visible, delay)
 
 
-def _bias_to_learn(scores: Tensor, rule: KeySelection) -> tuple[Tensor | None, int]:
+def _bias_to_learn(scores: Tensor, rule: SelectionRule) -> tuple[Tensor | None, int]:
     """The bias of value 0 through which scores learn, that of sinks still in it, and its delay; None where nothing learns."""
     if not (torch.is_grad_enabled() and scores.requires_grad):
         return None, 0

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ....generation.ragged import RaggedBatch
-from ....keys.rule import KeySelection
+from ....keys.rule import SelectionRule
 from ...attention_interface.layout import swap_heads_and_tokens
 from ..cache import DynamicMaskCache
 from ..cache_layer import DynamicMaskLayer
@@ -132,7 +132,7 @@ class ScoredAttention(nn.Module):
 
     batched_name = BATCHED_SCORES
     scorer: nn.Module
-    score_rule: KeySelection
+    score_rule: SelectionRule
     score_phase: str
     dense_prefill: bool  # whether a prompt attends to all of itself
     base_attention: str  # the implementation of the phase "off"
@@ -177,7 +177,7 @@ def base_class(layer: ScoredAttention) -> type[nn.Module]:
 
 
 def with_scorer(
-    layer: nn.Module, scorer: nn.Module, rule: KeySelection, dense_prefill: bool
+    layer: nn.Module, scorer: nn.Module, rule: SelectionRule, dense_prefill: bool
 ) -> ScoredAttention:
     """The layer with scores, which takes over everything that it has."""
     scored = adopt_layer(layer, scored_class(type(layer)))

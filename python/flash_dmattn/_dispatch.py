@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ._backends import library
+from ._backends import cpp
 from ._core import finite
 from ._core.autograd import is_transformed
 from ._core.checks import (
@@ -153,7 +153,7 @@ def _run_unchecked_backend(
     if backend in IN_PYTHON:
         out, statistics = _run_in_python(query, key, value, bias, visible, numerics, backend)
     else:
-        out, statistics = library.attention(
+        out, statistics = cpp.attention(
             query, key, value, bias, visible, numerics, backend, bias_delay
         )
     record_large_rows(statistics)

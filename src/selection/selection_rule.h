@@ -8,7 +8,7 @@
 namespace flash_dmattn {
 
 // Throws InvalidArgument for an invalid rule. The sizes of the arguments have been checked.
-void require_key_selection(const SelectionArgs& args);
+void require_selection(const SelectionArgs& args);
 
 // The number of keys that a head keeps, at most Sk.
 std::int64_t window_of(const SelectionArgs& args, std::int64_t head);
@@ -17,7 +17,7 @@ std::int64_t window_of(const SelectionArgs& args, std::int64_t head);
 std::int64_t widest_window(const SelectionArgs& args);
 
 // The number of positions for which a key does not compete.
-inline std::int64_t delay_of(const KeySelection& rule) {
+inline std::int64_t delay_of(const SelectionRule& rule) {
   return rule.recent_competes ? 0 : rule.recent_window;
 }
 

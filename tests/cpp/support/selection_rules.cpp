@@ -1,12 +1,12 @@
-#include "support/key_selection.h"
+#include "support/selection_rules.h"
 
 #include <iterator>
 #include <limits>
 
 namespace flash_dmattn::testing {
 
-KeySelection random_rule(const SelectionArgs& shape, std::vector<std::int64_t>& head_windows,
-                         Random& random) {
+SelectionRule random_rule(const SelectionArgs& shape, std::vector<std::int64_t>& head_windows,
+                          Random& random) {
   constexpr double infinity = std::numeric_limits<double>::infinity();
   constexpr std::int64_t longest = std::numeric_limits<std::int32_t>::max();
   constexpr double thresholds[] = {-infinity, 0.0, -0.5, 0.25, 2.0, 1e30, infinity};
@@ -14,7 +14,7 @@ KeySelection random_rule(const SelectionArgs& shape, std::vector<std::int64_t>& 
   const auto length = [&](std::int64_t end) {
     return random.below(16) == 0 ? longest : random.below(end);
   };
-  KeySelection rule;
+  SelectionRule rule;
   rule.window = random.below(keys + 3);
   if (random.below(2) == 0) return rule;
   if (random.below(5) == 0) rule.window = every_key;
@@ -34,7 +34,7 @@ KeySelection random_rule(const SelectionArgs& shape, std::vector<std::int64_t>& 
 }
 
 std::string text_of(const SelectionArgs& args) {
-  const KeySelection& rule = args.rule;
+  const SelectionRule& rule = args.rule;
   return "B " + std::to_string(args.batch) + ", H " + std::to_string(args.heads) + ", Sq " +
          std::to_string(args.seqlen_q) + ", Sk " + std::to_string(args.seqlen_k) + ", causal " +
          std::to_string(args.causal) + ", w " + std::to_string(rule.window) +

@@ -1,4 +1,4 @@
-#include "selection/key_selection.h"
+#include "selection/selection_rule.h"
 
 #include <algorithm>
 #include <cmath>
@@ -16,8 +16,8 @@ void require_window(std::string_view argument, std::int64_t window) {
 
 }  // namespace
 
-void require_key_selection(const SelectionArgs& args) {
-  const KeySelection& rule = args.rule;
+void require_selection(const SelectionArgs& args) {
+  const SelectionRule& rule = args.rule;
   if (rule.head_windows == nullptr) {
     require_window("window", rule.window);
   } else {
@@ -41,7 +41,7 @@ void require_key_selection(const SelectionArgs& args) {
 }
 
 std::int64_t window_of(const SelectionArgs& args, std::int64_t head) {
-  const KeySelection& rule = args.rule;
+  const SelectionRule& rule = args.rule;
   return std::min(rule.head_windows == nullptr ? rule.window : rule.head_windows[head],
                   args.seqlen_k);
 }
@@ -66,8 +66,8 @@ float least_score(double threshold) {
 KeyBound key_bound(const SelectionArgs& args) {
   require_length("heads", args.heads);
   require_length("seqlen_k", args.seqlen_k);
-  require_key_selection(args);
-  const KeySelection& rule = args.rule;
+  require_selection(args);
+  const SelectionRule& rule = args.rule;
   const bool arriving = args.causal && rule.selection == Selection::per_query;
   const bool is_recent = rule.recent_window > 0;
   return {
