@@ -12,7 +12,10 @@ from torch import Tensor
 
 def peak_bytes(call: Callable[[], object], device: str) -> tuple[int, object]:
     """The peak beyond earlier allocations, and the result of the call."""
-    gc.collect()  # else tensors in cycles that earlier calls left could be freed during this one
+    # Tensors in cycles that earlier calls left could be freed during this one. Where a cycle holds a graph of autograd that holds
+    # another cycle, a collection frees the first alone.
+    while gc.collect():
+        pass
     if torch.device(device).type != "cpu":
         gpu = torch.get_device_module(torch.device(device))
         gpu.synchronize()

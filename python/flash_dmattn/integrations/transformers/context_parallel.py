@@ -27,7 +27,7 @@ from .learned_scores.scored_layers import ScoredAttention, is_attention
 from .names import PIECES
 
 
-class Pieces(NamedTuple):
+class PieceForward(NamedTuple):
     """The group of one forward, and the arguments of attention that all layers share."""
 
     group: ContextParallel
@@ -117,7 +117,7 @@ class ModelOfPieces:
         self.group = ContextParallel(group)
 
     def changed_arguments(self, arguments_by_name: Mapping[str, object]) -> dict[str, object]:
-        """The arguments of a decoder's forward that change: layers get padding and documents from `Pieces`."""
+        """The arguments of a decoder's forward that change: layers get padding and documents from `PieceForward`."""
         cache = find_cache(arguments_by_name)
         mask, positions = map(arguments_by_name.get, ("attention_mask", "position_ids"))
 
@@ -149,9 +149,9 @@ class ModelOfPieces:
         mask: torch.Tensor | None,
         positions: torch.Tensor,
         batch: int,
-    ) -> Pieces:
+    ) -> PieceForward:
         if mask is not None:
-            return Pieces(self.group, mask.bool(), None)
+            return PieceForward(self.group, mask.bool(), None)
         # A piece that begins inside a document does not know it from its own positions.
         whole = self.group.gather(positions)
         offsets = offsets_of_positions(whole, batch, whole.shape[1])
@@ -160,7 +160,7 @@ class ModelOfPieces:
             raise ValueError(
                 "position_ids: got positions that begin again with a cache, expected one text in each row"
             )
-        return Pieces(self.group, None, offsets)
+        return PieceForward(self.group, None, offsets)
 
 
 def _check_piece(cache: object, mask: object, positions: object, batch: int, length: int) -> None:

@@ -36,7 +36,7 @@ class Context(NamedTuple):
     mask_kind: "causal": the mask is only that; "padded": causal among the keys that it shows at all; "packed":
         causal within documents, so that every query sees its own key; None: another mask, or keys of a cache.
     memo: results that the layers share.
-    pieces: attention over sequences of which this rank has a piece (context_parallel.Pieces); None: it has the whole.
+    pieces: attention over sequences of which this rank has a piece (context_parallel.PieceForward); None: it has the whole.
     batch: the sequences of a step of continuous batching, whose cache has slots for each of them.
     """
 

@@ -14,5 +14,5 @@ STORED_NAMES = (NAMES[-1], *DOGE_NAMES)
 CONTEXT = "flash_dmattn_context"  # a DogeModel passes its layers a `doge.Context`
 SCORED_CALL = "flash_dmattn_scores"  # a layer passes the attention function a `ScoredCall`
 BATCH = "flash_dmattn_batch"  # a decoder passes its scored layers the `RaggedBatch` of a step
-# The attribute of a decoder whose sequences are on several ranks; it passes its layers `context_parallel.Pieces`.
+# The attribute of a decoder whose sequences are on several ranks; it passes its layers `context_parallel.PieceForward`.
 PIECES = "flash_dmattn_pieces"

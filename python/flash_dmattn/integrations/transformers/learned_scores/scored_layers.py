@@ -48,7 +48,7 @@ class ScoredCall:
         pieces: Any = None,
     ):
         """batch: the sequences of a step of continuous batching, whose cache has slots for each of them. pieces: attention over
-        sequences of which this rank has a piece (context_parallel.Pieces); None: it has the whole."""
+        sequences of which this rank has a piece (context_parallel.PieceForward); None: it has the whole."""
         self.layer, self.hidden, self.batch, self.pieces = layer, hidden, batch, pieces
         self.cache = getattr(cache, "self_attention_cache", cache)  # of an EncoderDecoderCache
         self.slots: DynamicMaskLayer | None = None
