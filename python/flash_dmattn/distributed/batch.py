@@ -101,19 +101,19 @@ class ContextParallel:
 
         def check_arguments() -> tuple[Tensor | None, Tensor | None, Tensor | None]:
             _check_batch(tensors, multiple, pad_token_id)
-            given = None
+            offsets = None
             if cu_seqlens is not None:
-                given = checked_offsets(cu_seqlens, input_ids.shape[1])
+                offsets = checked_offsets(cu_seqlens, input_ids.shape[1])
             mask = attention_mask
             if mask is not None and bool(mask.all()):
                 mask = None
-            return mask, given, _offsets_of_batch(input_ids, position_ids, mask, given)
+            return mask, offsets, _offsets_of_batch(input_ids, position_ids, mask, offsets)
 
         def compared_numbers(checked: tuple[Tensor | None, ...]) -> dict[str, int]:
-            _, given, _ = checked
-            if given is not None:  # which may be on a GPU: values are read below, too
-                check_offsets(given.cpu(), "cu_seqlens", input_ids.shape[1])
-            compared = tensors | {"cu_seqlens": given}
+            _, offsets, _ = checked
+            if offsets is not None:  # which may be on a GPU: values are read below, too
+                check_offsets(offsets.cpu(), "cu_seqlens", input_ids.shape[1])
+            compared = tensors | {"cu_seqlens": offsets}
             codes = {name: _code_of_values(name, t) for name, t in compared.items()}
             return codes | {"multiple": multiple, "pad_token_id": pad_token_id}
 

@@ -87,9 +87,9 @@ def _state_of_keys(exchanged: ExchangedKeys, begun: Tensor) -> tuple[Tensor, Ten
     by their index. Before them are the others, in their order. begun: where the document that continues has begun.
     """
     pieces, rule = exchanged.boundary.pieces, exchanged.boundary.rule
-    own = torch.arange(pieces.begin(), pieces.end(), device=exchanged.key.device)
+    own_positions = torch.arange(pieces.begin(), pieces.end(), device=exchanged.key.device)
     batch, heads, length = exchanged.scores.shape
-    positions = torch.cat([exchanged.positions.long(), own.expand(batch, heads, -1)], -1)
+    positions = torch.cat([exchanged.positions.long(), own_positions.expand(batch, heads, -1)], -1)
     present = (positions >= 0) & (positions >= begun)
     if exchanged.present is not None:
         present[..., exchanged.boundary.places :] &= exchanged.present

@@ -28,8 +28,8 @@ class PrependEarlierKeys(torch.autograd.Function):
         heads = scores.shape[:2]
         rows, notes = rows.unflatten(0, heads), notes.unflatten(0, heads)
         # On the first rank these are empty. A compiler would remove an exchange whose results nobody reads, and others would wait.
-        found = rows.transpose(1, 2).split([key.shape[3], value.shape[3]], -1)
-        for extended, part in zip((key, value), found, strict=True):
+        earlier_rows = rows.transpose(1, 2).split([key.shape[3], value.shape[3]], -1)
+        for extended, part in zip((key, value), earlier_rows, strict=True):
             extended[:, :W] = part
         columns[0][..., :W] = score_of(notes)
         for column in columns[1:]:
@@ -55,11 +55,11 @@ class PrependEarlierKeys(torch.autograd.Function):
         # They come from attention alone, so that they may change in place.
         dkey, dvalue = (t.contiguous() for t in (dkey, dvalue))
         front = torch.cat([dkey[:, :W], dvalue[:, :W]], -1).transpose(1, 2)
-        given = [front.flatten(0, 1)]
+        earlier_gradients = [front.flatten(0, 1)]
         if ctx.bias_learns:
             dbias = dbias.contiguous()
-            given.append(dbias[..., :W].flatten(0, 1)[..., None])
-        sums = give_back(ctx.exchange, route, *given)
+            earlier_gradients.append(dbias[..., :W].flatten(0, 1)[..., None])
+        sums = give_back(ctx.exchange, route, *earlier_gradients)
         if sums is not None:
             sums = [total.unflatten(0, places.shape[:2]) for total in sums]
             for gradient, total in zip(
@@ -83,16 +83,16 @@ def _winners(
     front as keys are missing, each of them once. Their rows [B, Hkv, c, D + Dv] and notes, int32 [B, Hkv, c, 2 or 3]."""
     batch, heads, n = scores.shape
     c, W = arguments.boundary.winners, arguments.boundary.places
-    in_front = torch.arange(c, device=scores.device)
+    front_places = torch.arange(c, device=scores.device)
     if arguments.boundary.pieces.is_last():  # nobody sees its keys, and it chooses none
         rows = key.new_zeros((batch, heads, c, key.shape[3] + value.shape[3]))
         notes = no_key(scores.new_empty(1 + len(columns))).expand(batch, heads, c, -1)
-        return in_front.expand(batch, heads, c), rows, notes
-    found = _choose_places(scores, arguments)
-    missing = found < 0
-    places = torch.where(missing, in_front, found + W)
+        return front_places.expand(batch, heads, c), rows, notes
+    chosen_places = _choose_places(scores, arguments)
+    missing = chosen_places < 0
+    places = torch.where(missing, front_places, chosen_places + W)
     rows = torch.cat([take_rows(key, places), take_rows(value, places)], -1)
-    positions = torch.where(missing, -1, found + arguments.boundary.pieces.begin())
+    positions = torch.where(missing, -1, chosen_places + arguments.boundary.pieces.begin())
     score, *bias = (column.gather(-1, places).view(torch.int32) for column in columns)
     return places, rows, torch.stack([score, positions.int(), *bias], -1)
 

@@ -63,8 +63,8 @@ def _take_rows(candidates: Tensor, places: Tensor, missing: Tensor | float) -> T
     K, P, W = places.shape
     candidates = candidates.expand(K, *candidates.shape)
     index = places.clamp(min=0)[..., None].expand(K, P, W, candidates.shape[-1])
-    found = candidates.gather(2, index)
-    return torch.where(places[..., None] < 0, missing, found)
+    rows = candidates.gather(2, index)
+    return torch.where(places[..., None] < 0, missing, rows)
 
 
 def _add_rows(total: Tensor, rows: Tensor, places: Tensor) -> None:
@@ -100,13 +100,13 @@ def _swap_parts(wire: Wire, to: range, since: range, *parts: Tensor) -> list[Ten
     nothing where there are none."""
     message = pack(*parts)
     sent, received = [0] * wire.size, [0] * wire.size
-    for ranks, numbers in ((to, sent), (since, received)):
+    for ranks, byte_counts in ((to, sent), (since, received)):
         for rank in ranks:
-            numbers[rank] = message.shape[1]
-    found = wire.swap(message.reshape(-1), sent, received)
+            byte_counts[rank] = message.shape[1]
+    received_message = wire.swap(message.reshape(-1), sent, received)
     if not since:
         return []
-    return unpack(found, len(since), *(part.new_empty(part.shape[1:]) for part in parts))
+    return unpack(received_message, len(since), *(part.new_empty(part.shape[1:]) for part in parts))
 
 
 def _copies_of_part(part: Tensor, ranks: range) -> Tensor:
@@ -131,7 +131,7 @@ class Direct:
         return P, self.boundary.places
 
     def collect(self, rows: Tensor, notes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        found = _swap_parts(
+        earlier_parts = _swap_parts(
             self.wire,
             self.later,
             self.earlier,
@@ -142,7 +142,7 @@ class Direct:
         if rank == 0:
             none = torch.full((P, W), -1, device=rows.device)
             return rows.new_zeros(()).expand(P, W, columns), no_key(notes).expand(P, W, -1), none
-        notes, rows = map(_join_ranks, found)
+        notes, rows = map(_join_ranks, earlier_parts)
         if rank == 1:  # which sees all winners of rank 0
             missing = W - c
             route = torch.arange(c, device=rows.device)
@@ -150,8 +150,8 @@ class Direct:
             if not missing:
                 return rows, notes, route
         else:
-            own = slice(rank, rank + 1)
-            route = _seen_of_candidates(self.boundary, notes, own, slice(0, P), P, W)[0]
+            own_boundary = slice(rank, rank + 1)
+            route = _seen_of_candidates(self.boundary, notes, own_boundary, slice(0, P), P, W)[0]
         empty = no_key(notes)
         return _take_rows(rows, route[None], 0)[0], _take_rows(notes, route[None], empty)[0], route
 
@@ -166,8 +166,8 @@ class Direct:
                 _add_rows(part, gradient, route)
             parts = [part[:, :-1] for part in parts]
         parts = [part.unflatten(1, (rank, c)).transpose(0, 1) for part in parts]
-        found = _swap_parts(self.wire, self.earlier, self.later, *parts)
-        return [_sum_in_order(part) for part in found] if self.later else None
+        later_parts = _swap_parts(self.wire, self.earlier, self.later, *parts)
+        return [_sum_in_order(part) for part in later_parts] if self.later else None
 
 
 class Parts(NamedTuple):
@@ -237,23 +237,23 @@ class Nodes:
     def collect(self, rows: Tensor, notes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         P, _, columns = rows.shape
         parts, boundary, empty = Parts.for_ranks(P, self.size), self.boundary, no_key(notes)
-        own = parts.rows_of(self.local, P)
+        local_rows = parts.rows_of(self.local, P)
         swap = partial(_swap_parts, self.wire, self.mates, self.mates)
         notes, rows = map(_join_ranks, swap(parts.copies(notes), parts.split(rows)))
         routes = []
         if self.summary:
             end = slice(self.mates.stop, self.mates.stop + 1)
-            summary = _seen_of_candidates(boundary, notes, end, own, P, self.summary)
+            summary = _seen_of_candidates(boundary, notes, end, local_rows, P, self.summary)
             routes.append(summary[0])
-            given = _take_rows(notes, summary, empty)[0], _take_rows(rows, summary, 0)[0]
-            given = (_copies_of_part(t, self.later) for t in given)
-            found = _swap_parts(self.wire, self.later, self.earlier, *given)
-            if found:
-                before = map(_join_ranks, found)
+            summary_parts = _take_rows(notes, summary, empty)[0], _take_rows(rows, summary, 0)[0]
+            summary_parts = (_copies_of_part(t, self.later) for t in summary_parts)
+            earlier_summaries = _swap_parts(self.wire, self.later, self.earlier, *summary_parts)
+            if earlier_summaries:
+                before = map(_join_ranks, earlier_summaries)
                 both = zip(before, (notes, rows), strict=True)
                 notes, rows = (torch.cat(pair, 1) for pair in both)
         boundaries = slice(self.mates.start, self.mates.stop)
-        route = _seen_of_candidates(boundary, notes, boundaries, own, P, boundary.places)
+        route = _seen_of_candidates(boundary, notes, boundaries, local_rows, P, boundary.places)
         notes, rows = swap(_take_rows(notes, route, empty), _take_rows(rows, route, 0))
         routes.append(route.transpose(0, 1).flatten(1))
         return parts.join(rows, columns), parts.one_copy(notes), torch.cat(routes, 1)
@@ -275,14 +275,16 @@ class Nodes:
         if self.summary:
             self._add_later(totals, earlier_sums, summary)
         # In float32: one rounding more would be a third of the distance from one process.
-        found = swap(*(t[:, :-1].unflatten(1, (size, c)).transpose(0, 1) for t in totals))
-        return [parts.join(part, g.shape[2]) for part, g in zip(found, gradients, strict=True)]
+        winner_sums = swap(*(t[:, :-1].unflatten(1, (size, c)).transpose(0, 1) for t in totals))
+        return [
+            parts.join(part, g.shape[2]) for part, g in zip(winner_sums, gradients, strict=True)
+        ]
 
     def _add_later(self, totals: list[Tensor], earlier_sums: list[Tensor], summary: Tensor) -> None:
         """Gives sums to earlier nodes, and adds those of later ones for the keys of the summary."""
         shape = len(self.earlier), self.summary
-        given = (t.unflatten(1, shape).transpose(0, 1) for t in earlier_sums)
-        later_sums = _swap_parts(self.wire, self.earlier, self.later, *given)
+        node_sums = (t.unflatten(1, shape).transpose(0, 1) for t in earlier_sums)
+        later_sums = _swap_parts(self.wire, self.earlier, self.later, *node_sums)
         for total, more in zip(totals, later_sums, strict=False):
             for gradient in more:
                 _add_rows(total, gradient, summary)

@@ -50,7 +50,7 @@ def check_exchanged(exchanged: object) -> None:
 def seen_keys(exchanged: ExchangedKeys) -> tuple[Tensor, Visibility]:
     """The row at each key's position, int64 [B, Hkv, places + n], and the keys that queries see."""
     boundary = exchanged.boundary
-    own, chosen = choose_keys(
+    own_row, chosen = choose_keys(
         exchanged.scores,
         exchanged.positions,
         exchanged.present,
@@ -59,7 +59,9 @@ def seen_keys(exchanged: ExchangedKeys) -> tuple[Tensor, Visibility]:
         boundary.rule,
     )
     n = exchanged.scores.shape[2] - boundary.places
-    return own, Visibility(keys=KeyIntervals(chosen, n, boundary.rule.key_bound(is_causal=True)))
+    return own_row, Visibility(
+        keys=KeyIntervals(chosen, n, boundary.rule.key_bound(is_causal=True))
+    )
 
 
 def bias_without_sinks(exchanged: ExchangedKeys) -> ExchangedKeys:

@@ -101,8 +101,8 @@ def choose_keys_of_piece(scores, positions, present, documents, begin, windows, 
 
 @choose_keys_of_piece.register_fake
 def _choose_keys_of_piece_fake(scores, *operands):
-    own = scores.new_empty(scores.shape, dtype=torch.int64)
-    return own, scores.new_empty((*scores.shape, 2), dtype=torch.int32)
+    own_row = scores.new_empty(scores.shape, dtype=torch.int64)
+    return own_row, scores.new_empty((*scores.shape, 2), dtype=torch.int32)
 
 
 @_operator(

@@ -117,16 +117,16 @@ def keys_seen_before(
     """
     scores = scores if present is None else scores.expand(present.shape)
     if rule.is_window():
-        found, _ = best_keys(scores, present, rule.keep_window_size)
+        indices, _ = best_keys(scores, present, rule.keep_window_size)
     else:
-        own = positions - boundary + 1  # in rows of which row 0 is the last query
-        none = torch.zeros_like(own)
-        last = none + 1 if present is None else present.long()
-        seen = intervals_of_rule(scores, ShownKeys(none, last, own, none), rule, True, 1)
-        found, _ = indices_of_true(seen[..., 1] > 0, size)
-    found = found[..., :size].long()
-    missing = size - found.shape[-1]
-    return torch.nn.functional.pad(found, (0, missing), value=-1) if missing else found
+        own_row = positions - boundary + 1  # in rows of which row 0 is the last query
+        zeros = torch.zeros_like(own_row)
+        last = zeros + 1 if present is None else present.long()
+        seen = intervals_of_rule(scores, ShownKeys(zeros, last, own_row, zeros), rule, True, 1)
+        indices, _ = indices_of_true(seen[..., 1] > 0, size)
+    indices = indices[..., :size].long()
+    missing = size - indices.shape[-1]
+    return torch.nn.functional.pad(indices, (0, missing), value=-1) if missing else indices
 
 
 def keys_of_piece(
@@ -168,7 +168,9 @@ def shown_in_piece(
         document = torch.cat([first_document, piece.document], -1)
         end = piece.end[..., :1]
     shape = (*positions.shape[:2], n)
-    own = torch.cat([torch.where(exists, positions - begin, -1), piece.own_row.expand(shape)], -1)
+    own_row = torch.cat(
+        [torch.where(exists, positions - begin, -1), piece.own_row.expand(shape)], -1
+    )
     last = torch.cat([torch.where(exists, end, 0), last.expand(shape)], -1)
-    first = own.clamp(min=0)
-    return ShownKeys(first, last, own, first, document)
+    first = own_row.clamp(min=0)
+    return ShownKeys(first, last, own_row, first, document)

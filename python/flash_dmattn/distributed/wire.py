@@ -32,7 +32,7 @@ def code_of(*values: object) -> int:
     return zlib.crc32(repr(values).encode())
 
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 class Traffic(NamedTuple):
@@ -63,7 +63,7 @@ class Wire:
 
         message: uint8 [sum(sent)]. The numbers are known on the host, which waits for no device.
         """
-        found = self._all_to_all(message, list(sent), list(received))
+        received_message = self._all_to_all(message, list(sent), list(received))
         others = [r for r in range(self.size) if r != self.rank]
         before = self.traffic
         self.traffic = Traffic(
@@ -71,45 +71,45 @@ class Wire:
             before.received + sum(received[r] for r in others),
             before.collectives + 1,
         )
-        return found
+        return received_message
 
     def _all_to_all(self, message: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        found = message.new_empty(sum(received))
-        dist.all_to_all_single(found, message, received, sent, group=self.group)
-        return found
+        received_message = message.new_empty(sum(received))
+        dist.all_to_all_single(received_message, message, received, sent, group=self.group)
+        return received_message
 
     def all_gather(self, part: Tensor) -> Tensor:
         """[R, ...] of the parts of all ranks."""
-        found = part.new_empty((self.size, *part.shape))
-        _all_gather(found.view(-1), part.reshape(-1), group=self.group)
-        return found
+        parts = part.new_empty((self.size, *part.shape))
+        _all_gather(parts.view(-1), part.reshape(-1), group=self.group)
+        return parts
 
     def agreed_result(
         self,
         check: bool | None,
-        make: Callable[[], Made],
-        numbers: Callable[[Made], dict[str, int]],
-    ) -> Made:
-        """Returns what `make` returns. Raises on all ranks where one raises an error, or has another number than the others.
+        make_result: Callable[[], Result],
+        compared_numbers: Callable[[Result], dict[str, int]],
+    ) -> Result:
+        """Returns what `make_result` returns. Raises on all ranks where one raises an error, or has another number than the others.
 
         Uses one collective of a fixed size, so that ranks with different arguments, or in different functions, still match. The host
         waits for its result.
         check: None: in the first calls of a group, of which all ranks have made as many.
         """
-        made, error, compares = None, None, None
+        result, error, compares = None, None, None
         try:
             compares = None if check is None else resolve_flag(check, "check")
-            made = make()
+            result = make_result()
         except Exception as raised:  # whatever it is, other ranks have to hear of it
             error = raised
         if may_read():  # compiled code that reads a count is compiled again for each
             self.calls += 1
             is_first = self.calls <= CHECKED_CALLS
             if self.size > 1 and (is_first if compares is None else compares):
-                self._compare(error, lambda: numbers(made))
+                self._compare(error, lambda: compared_numbers(result))
         if error is not None:
             raise error
-        return made
+        return result
 
     def raise_on_all_ranks(self, error: Exception) -> None:
         """Raises the error, and another one on the ranks that compare at the same time."""
@@ -119,17 +119,19 @@ class Wire:
 
         self.agreed_result(None, fail, dict)
 
-    def _compare(self, error: Exception | None, numbers: Callable[[], dict[str, int]]) -> None:
-        own = {}
+    def _compare(
+        self, error: Exception | None, compared_numbers: Callable[[], dict[str, int]]
+    ) -> None:
+        own_numbers = {}
         try:
-            own = numbers() if error is None else {}
-            message = _message_of(own)
+            own_numbers = compared_numbers() if error is None else {}
+            message = _message_of(own_numbers)
         except Exception as raised:
             error = raised
         if error is not None:
             message = [1] + [0] * (COMPARED + 1)
         message = torch.tensor(message, dtype=torch.int64, device=self._device())
-        failed, functions, *found = self.all_gather(message).t().tolist()
+        failed, functions, *numbers_of_ranks = self.all_gather(message).t().tolist()
         if error is not None:
             raise error
         if any(failed):
@@ -139,9 +141,9 @@ class Wire:
             )
         if len(set(functions)) > 1:
             raise ValueError(
-                f"group: got ranks in different functions, expected the same call on all; this one compares {', '.join(own)}"
+                f"group: got ranks in different functions, expected the same call on all; this one compares {', '.join(own_numbers)}"
             )
-        _check_equal(dict(zip(own, found, strict=False)))
+        _check_equal(dict(zip(own_numbers, numbers_of_ranks, strict=False)))
 
     def _device(self) -> str:
         """The device on which ranks compare: the CPU, if the group has collectives for it (NCCL has none). Tensors do not decide it, as
@@ -159,8 +161,8 @@ def _message_of(numbers: dict[str, int]) -> list[int]:
     return message + [0] * (COMPARED + 2 - len(message))
 
 
-def _check_equal(found: dict[str, list[int]]) -> None:
-    different = {name: values for name, values in found.items() if len(set(values)) > 1}
+def _check_equal(numbers_by_name: dict[str, list[int]]) -> None:
+    different = {name: values for name, values in numbers_by_name.items() if len(set(values)) > 1}
     if different:
         raise ValueError(
             f"group: got ranks that disagree, expected the same on all: {different} in the order of ranks "
@@ -176,13 +178,13 @@ def ranks_of_host(ranks: Sequence[int]) -> int:
 
     ranks: of a group, in the default group.
     """
-    own = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "1")
     if dist.get_backend() not in WITHOUT_STORE:
         store, key = dist.distributed_c10d._get_default_store(), "flash_dmattn.local_world_size/"
-        store.set(f"{key}{dist.get_rank()}", own)
-        if {store.get(f"{key}{rank}") for rank in ranks} != {own.encode()}:
+        store.set(f"{key}{dist.get_rank()}", local_world_size)
+        if {store.get(f"{key}{rank}") for rank in ranks} != {local_world_size.encode()}:
             return 1
-    return max(int(own), 1)
+    return max(int(local_world_size), 1)
 
 
 def ranks_per_node(ranks: Sequence[int], host_size: int) -> int:
