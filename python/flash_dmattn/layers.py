@@ -231,11 +231,11 @@ def _checked_rotation(rotated: object, query: Tensor, key: Tensor) -> tuple[Tens
     """The results of `rope` for a query and a key."""
     if not isinstance(rotated, (tuple, list)) or len(rotated) != 2:
         raise TypeError(f"rope: got {type(rotated).__name__}, expected (query, key)")
-    for name, given, found in zip(("query", "key"), (query, key), rotated, strict=True):
-        check_tensor(found, f"rope's {name}")
-        if found.shape != given.shape:
+    for name, state, rotated_state in zip(("query", "key"), (query, key), rotated, strict=True):
+        check_tensor(rotated_state, f"rope's {name}")
+        if rotated_state.shape != state.shape:
             raise ValueError(
-                f"rope: got a {name} of shape {tuple(found.shape)}, expected {tuple(given.shape)}"
+                f"rope: got a {name} of shape {tuple(rotated_state.shape)}, expected {tuple(state.shape)}"
             )
     return rotated
 

@@ -157,10 +157,10 @@ class DynamicMaskLayer(CacheLayerMixin):
 
     def check_rule(self, rule: SelectionRule, layer_idx: int) -> None:
         """Raises unless the slots follow the rule of an attention layer."""
-        for part, own, expected in zip(rule._fields, self.rule, rule, strict=True):
-            if own != expected:
+        for part, value, expected in zip(rule._fields, self.rule, rule, strict=True):
+            if value != expected:
                 raise ValueError(
-                    f"{CACHE}: got {part} {own} in layer {layer_idx}, expected {expected}: a "
+                    f"{CACHE}: got {part} {value} in layer {layer_idx}, expected {expected}: a "
                     "DynamicMaskCache(model.config) of this model"
                 )
 

@@ -121,23 +121,23 @@ class ModelOfPieces:
         cache = find_cache(arguments_by_name)
         mask, positions = map(arguments_by_name.get, ("attention_mask", "position_ids"))
 
-        def make() -> torch.Tensor:
+        def checked_tokens() -> torch.Tensor:
             tokens = arguments_by_name.get("input_ids")
             tokens = arguments_by_name.get("inputs_embeds") if tokens is None else tokens
             check_tensor(tokens, "input_ids")
             _check_piece(cache, mask, positions, *tokens.shape[:2])
             return tokens
 
-        def numbers(tokens: torch.Tensor) -> dict[str, int]:
+        def compared_numbers(tokens: torch.Tensor) -> dict[str, int]:
             batch, length = tokens.shape[:2]
-            given = {
+            presence = {
                 "attention_mask": int(mask is not None),
                 CACHE: int(cache is not None),
             }
-            return {"batch": batch, "tokens": length} | given
+            return {"batch": batch, "tokens": length} | presence
 
         # With a mask no positions are gathered, so a rank without one would wait.
-        tokens = self.group.wire.agreed_result(None, make, numbers)
+        tokens = self.group.wire.agreed_result(None, checked_tokens, compared_numbers)
         batch = tokens.shape[0]
         pieces = self._pieces(cache, mask, positions, batch)
         mask = causal_mask(batch, tokens.device)
@@ -234,8 +234,8 @@ class ContextParallelTrainerMixin:
     def _prepare_context_parallel_inputs(
         self, model: torch.nn.Module, inputs: dict[str, Any]
     ) -> tuple[Callable, dict[str, Any]]:
-        found = (getattr(module, PIECES, None) for module in model.modules())
-        model_pieces = next((pieces for pieces in found if pieces is not None), None)
+        pieces_of_modules = (getattr(module, PIECES, None) for module in model.modules())
+        model_pieces = next((pieces for pieces in pieces_of_modules if pieces is not None), None)
         if model_pieces is None:
             return super()._prepare_context_parallel_inputs(model, inputs)
         known = {"input_ids", "labels", "position_ids", "attention_mask"}

@@ -240,13 +240,13 @@ def _refuse_additive_padding(padding: object) -> None:
     is_float = isinstance(padding, torch.Tensor) and padding.is_floating_point()
     if not is_float or padding.dim() > 3:
         return
-    found = "whose numbers compiled code cannot read"
+    fault = "whose numbers compiled code cannot read"
     if may_read():
         if not (padding < 0).any():
             return
-        found = "with negative numbers"
+        fault = "with negative numbers"
     raise ValueError(
-        f"attention_mask: got {padding.dtype} of shape {tuple(padding.shape)} {found}, expected bool or integers, nonzero "
+        f"attention_mask: got {padding.dtype} of shape {tuple(padding.shape)} {fault}, expected bool or integers, nonzero "
         "for tokens and 0 for padding; an additive mask has four dimensions, [B, 1, S, S]"
     )
 

@@ -43,8 +43,8 @@ def set_cache_of_generate(
     """
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        given = find_cache(model_kwargs), generation_config.cache_implementation
-        is_wanted = given == (None, None) and generation_config.use_cache is not False
+        cache_choice = find_cache(model_kwargs), generation_config.cache_implementation
+        is_wanted = cache_choice == (None, None) and generation_config.use_cache is not False
         cache = make_cache(self) if is_wanted else None
         if cache is None:
             prepare = type(self)._prepare_cache_for_generation

@@ -36,18 +36,20 @@ def positions_of_texts(decoder: PreTrainedModel) -> tuple[int, ...] | None:
     makes the masks of those that are given, except where all axes are made from one.
     """
     source = textwrap.dedent(inspect.getsource(type(decoder).forward))
-    given = []
+    position_arguments = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Dict):  # of the arguments for several masks
             pairs = zip(node.keys, node.values, strict=True)
-            given += [
+            position_arguments += [
                 v for k, v in pairs if isinstance(k, ast.Constant) and k.value == "position_ids"
             ]
         elif isinstance(node, ast.Call) and "mask" in ast.unparse(node.func):
-            given += [word.value for word in node.keywords if word.arg == "position_ids"]
-    if not given:
+            position_arguments += [
+                word.value for word in node.keywords if word.arg == "position_ids"
+            ]
+    if not position_arguments:
         return None
-    if all(ast.unparse(value) == "position_ids" for value in given):
+    if all(ast.unparse(value) == "position_ids" for value in position_arguments):
         return 1, 2
     return (2,) if "position_ids[None, ...].expand(4," in source else ()
 

@@ -101,9 +101,9 @@ def add_learned_scores(
     ).as_dict()
     for parent, name, layer in layers:
         hidden_size, heads, value_size = sizes_of(layer)
-        made = make_scorer(scorer, hidden_size, heads, value_size, device_of(layer))
-        made.train(layer.training)
-        setattr(parent, name, with_scorer(layer, made, rule, dense_prefill))
+        layer_scorer = make_scorer(scorer, hidden_size, heads, value_size, device_of(layer))
+        layer_scorer.train(layer.training)
+        setattr(parent, name, with_scorer(layer, layer_scorer, rule, dense_prefill))
         setattr(layer.config, CONFIG_NAME, stored)
     for module in _pretrained_models(model):
         set_continuous_batching(module, SCORED_NAMES, make_manager)
@@ -174,7 +174,7 @@ def _is_sharded(layer: nn.Module) -> bool:
 
 def _layers_to_change(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
     """(parent, name, layer) of the layers that can have scores."""
-    found, reasons = [], {}
+    layers, reasons = [], {}
     for decoder in _pretrained_models(model):
         config = decoder.config
         if getattr(config, "is_encoder_decoder", False):
@@ -192,17 +192,17 @@ def _layers_to_change(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]
             if _is_sharded(layer):
                 reason = "are sharded themselves; call add_learned_scores before fully_shard"
             if reason is None:
-                found.append((parent, name, layer))
+                layers.append((parent, name, layer))
             else:
                 reasons.setdefault(reason, type(layer).__name__)
     for decoder in _pretrained_models(model):
-        if any(layer in set(decoder.modules()) for _, _, layer in found):
+        if any(layer in set(decoder.modules()) for _, _, layer in layers):
             reason = reason_to_refuse(decoder)
             if reason is not None:
                 raise ValueError(f"model: got a {type(decoder).__name__}, which {reason}")
     if "are of an encoder-decoder" in reasons:
-        found = []
-    if not found:
+        layers = []
+    if not layers:
         # Layers of images say least.
         ordered = sorted(reasons, key=lambda reason: reason.startswith("are no layers"))
         details = "; ".join(f"{reasons[reason]} layers {reason}" for reason in ordered)
@@ -211,4 +211,4 @@ def _layers_to_change(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]
             f"model: got a {type(model).__name__} without an attention layer that can have scores, expected a decoder of "
             f"transformers: {details}"
         )
-    return found
+    return layers

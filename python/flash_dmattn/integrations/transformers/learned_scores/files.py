@@ -89,27 +89,28 @@ def _states_of_layers(
     layers: list[ScoredAttention], stored: tuple[int, ...], tensors: dict[str, Tensor], folder: Path
 ) -> list[tuple[nn.Module, dict[str, Tensor]]]:
     """(scorer, state) of each layer. Raises ValueError where the layers or the shapes of their parameters are others."""
-    numbers = tuple(layer.layer_idx for layer in layers)
-    if numbers != stored:
+    layer_indices = tuple(layer.layer_idx for layer in layers)
+    if layer_indices != stored:
         raise ValueError(
-            f"model: got one with scores in layers {numbers}, expected {stored}, those in {folder}"
+            f"model: got one with scores in layers {layer_indices}, expected {stored}, those in {folder}"
         )
     states = []
-    for number, layer in zip(numbers, layers, strict=True):
-        module, prefix = _scorer_in_use(layer), f"{number}."
+    for layer_idx, layer in zip(layer_indices, layers, strict=True):
+        module, prefix = _scorer_in_use(layer), f"{layer_idx}."
         state = {
             name.removeprefix(prefix): tensor
             for name, tensor in tensors.items()
             if name.startswith(prefix)
         }
-        own, got = (
+        own_shapes, stored_shapes = (
             {name: tuple(tensor.shape) for name, tensor in s.items()}
             for s in (module.state_dict(), state)
         )
-        for name in sorted(own.keys() | got.keys()):
-            if own.get(name) != got.get(name):
+        for name in sorted(own_shapes.keys() | stored_shapes.keys()):
+            if own_shapes.get(name) != stored_shapes.get(name):
                 raise ValueError(
-                    f"folder: got {folder} with {name} of layer {number} of shape {got.get(name)}, expected {own.get(name)}"
+                    f"folder: got {folder} with {name} of layer {layer_idx} of shape {stored_shapes.get(name)}, expected "
+                    f"{own_shapes.get(name)}"
                 )
         states.append((module, state))
     return states
@@ -153,8 +154,8 @@ def _read_scores(folder: Path) -> tuple[dict, dict[str, Tensor]]:
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():
-                before, found, after = name.partition(f".{_PART}.")
-                if found:
+                before, separator, after = name.partition(f".{_PART}.")
+                if separator:
                     tensors[f"{_layer_number(before)}.{after}"] = file.get_tensor(name)
     return _checked_settings(stored, folder / "config.json"), tensors
 
