@@ -135,17 +135,23 @@ def train(options: argparse.Namespace) -> list[dict]:
         norm = nn.utils.clip_grad_norm_(trainee.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        found = {"step": step, "loss": loss.item(), "gradient_norm": float(norm.full_tensor())}
+        step_record = {
+            "step": step,
+            "loss": loss.item(),
+            "gradient_norm": float(norm.full_tensor()),
+        }
         seconds = time.perf_counter() - began
-        found["tokens_per_second_and_rank"] = options.batch * options.seq_len / seconds / every.size
-        found["exchanged_mb"] = (exchanged_bytes(mesh["cp"]).received - moved.received) / 1e6
+        step_record["tokens_per_second_and_rank"] = (
+            options.batch * options.seq_len / seconds / every.size
+        )
+        step_record["exchanged_mb"] = (exchanged_bytes(mesh["cp"]).received - moved.received) / 1e6
         if cuda:
-            found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        record.append(found)
+            step_record["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        record.append(step_record)
         if every.rank == 0:
-            numbers = " ".join(f"{name} {value:.6g}" for name, value in found.items())
-            left = seconds * (options.steps - step - 1) / 60
-            print(f"{numbers} of {options.steps}, {left:.1f} minutes left", flush=True)
+            fields = " ".join(f"{name} {value:.6g}" for name, value in step_record.items())
+            minutes_left = seconds * (options.steps - step - 1) / 60
+            print(f"{fields} of {options.steps}, {minutes_left:.1f} minutes left", flush=True)
         if saved and ((step + 1) % options.save_every == 0 or step + 1 == options.steps):
             save(saved, trainee, optimizer, step + 1)
             if every.rank == 0:

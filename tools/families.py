@@ -76,7 +76,7 @@ REASONS = {
     r"is_causal: got False": "asks for attention without causality under a causal mask",
 }
 
-Found = dict[ModelClass, Verdict]
+Verdicts = dict[ModelClass, Verdict]
 
 
 def main() -> int:
@@ -87,27 +87,29 @@ def main() -> int:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    found: Found = {}
+    verdicts: Verdicts = {}
     for model_class in model_classes():
         if not options.classes or model_class.name in options.classes:
-            verdict = found[model_class] = compare(model_class, options.name)
+            verdict = verdicts[model_class] = compare(model_class, options.name)
             print(
                 f"{model_class.name}: {verdict.kind} {verdict.error:.1e} {verdict.reason}",
                 flush=True,
             )
-    scored = {c: compare_scores(c) for c in found if set(GENERATING) & set(c.tasks)}
+    scored = {c: compare_scores(c) for c in verdicts if set(GENERATING) & set(c.tasks)}
     for model_class, verdict in scored.items():
         print(
             f"{model_class.name} with scores: {verdict.kind} {verdict.error:.1e} {verdict.reason}"
         )
     if not options.classes and not options.no_docs:
-        write(BEGIN, section(found))
+        write(BEGIN, section(verdicts))
         write(SCORES_BEGIN, section_of_scores(scored))
-    both = [*found.items(), *scored.items()]
+    both = [*verdicts.items(), *scored.items()]
     wrong = [model_class.name for model_class, verdict in both if verdict.kind == "wrong"]
     # The name is accepted for these, and nothing shows that they equal eager attention.
-    unproved = [c.name for c, v in found.items() if v.kind == "untested" and "BASE" not in c.tasks]
-    print(f"{len(found)} classes, wrong: {', '.join(wrong) or 'none'}")
+    unproved = [
+        c.name for c, v in verdicts.items() if v.kind == "untested" and "BASE" not in c.tasks
+    ]
+    print(f"{len(verdicts)} classes, wrong: {', '.join(wrong) or 'none'}")
     print(f"of a task and not tested: {', '.join(unproved) or 'none'}")
     return 1 if wrong or unproved else 0
 
@@ -119,10 +121,10 @@ def write(begin: str, text: str) -> None:
     PAGE.write_text(f"{before}{begin}\n{text}\n{END}{after}")
 
 
-def section(found: Found) -> str:
+def section(verdicts: Verdicts) -> str:
     """Two lists: the models of tasks, and text and image models of other families."""
-    main = {c: v for c, v in found.items() if "BASE" not in c.tasks}
-    others = {c: v for c, v in found.items() if "BASE" in c.tasks}
+    main = {c: v for c, v in verdicts.items() if "BASE" not in c.tasks}
+    others = {c: v for c, v in verdicts.items() if "BASE" in c.tasks}
     families = {c.family for c in main}
     return "\n".join(
         [
@@ -140,40 +142,40 @@ def section(found: Found) -> str:
     )
 
 
-def section_of_scores(found: Found) -> str:
-    text = "\n".join([f"{len(found)} classes: {_counts(found)}.", "", *_table(found)])
+def section_of_scores(verdicts: Verdicts) -> str:
+    text = "\n".join([f"{len(verdicts)} classes: {_counts(verdicts)}.", "", *_table(verdicts)])
     return text.replace(TITLES["refused"], "refused by `add_learned_scores`")
 
 
-def _counts(found: Found) -> str:
-    kinds = [verdict.kind for verdict in found.values()]
+def _counts(verdicts: Verdicts) -> str:
+    kinds = [verdict.kind for verdict in verdicts.values()]
     return ", ".join(f"{kinds.count(kind)} {TITLES[kind]}" for kind in TITLES if kind in kinds)
 
 
-def _table(found: Found) -> list[str]:
+def _table(verdicts: Verdicts) -> list[str]:
     rows: dict[tuple[str, str], list[ModelClass]] = {}
-    for model_class, verdict in found.items():
+    for model_class, verdict in verdicts.items():
         reason = _reason(model_class, verdict)
         rows.setdefault((verdict.kind, reason), []).append(model_class)
     order = list(TITLES)
     equal = rows.pop(("equal", ""), [])
     lines = [
-        f"Equal: {_families(equal, found)}.",
+        f"Equal: {_families(equal, verdicts)}.",
         "",
         "| verdict | why | families |",
         "|---|---|---|",
     ]
     for kind, reason in sorted(rows, key=lambda row: (order.index(row[0]), -len(rows[row]))):
-        lines.append(f"| {TITLES[kind]} | {reason} | {_families(rows[kind, reason], found)} |")
+        lines.append(f"| {TITLES[kind]} | {reason} | {_families(rows[kind, reason], verdicts)} |")
     return lines
 
 
-def _families(classes: list[ModelClass], found: Found) -> str:
+def _families(classes: list[ModelClass], verdicts: Verdicts) -> str:
     """Families, with the names of classes if only some of a family are listed."""
     names = []
     for family in dict.fromkeys(c.family for c in classes):
         here = [c for c in classes if c.family == family]
-        everywhere = [c for c in found if c.family == family]
+        everywhere = [c for c in verdicts if c.family == family]
         names.append(
             family
             if len(here) == len(everywhere)

@@ -52,12 +52,12 @@ def quality_without_training(
 
     digits: tokens at the end of a text that are an answer.
     """
-    found = {"dense": {texts.shape[1]: quality_of(model, texts, digits)}}
+    qualities = {"dense": {texts.shape[1]: quality_of(model, texts, digits)}}
     for method in UNTRAINED:
-        found[method] = {
+        qualities[method] = {
             b: quality_of_rule(model, texts, rule_of(method, b), digits) for b in budgets
         }
-    return found
+    return qualities
 
 
 def quality_of_scores(

@@ -181,8 +181,8 @@ def main(arguments: list[str] | None = None) -> dict:
         if is_first:
             keep_results(results, options)
     if is_first:
-        for method, found in results["quality"].items():
-            for budget, quality in found.items():
+        for method, qualities in results["quality"].items():
+            for budget, quality in qualities.items():
                 print(
                     f"{method:10} {budget:5} keys: loss {quality['loss']:.3f}, pass keys {quality['pass_keys']:.2f}"
                 )

@@ -30,9 +30,9 @@ Curve = dict[int, list[float]]  # a value of each seed, by budget or length
 
 def recall_rows(folder: Path) -> tuple[int, list[dict]]:
     """The last length of training, and the rows of all recall*.json."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("recall*.json"))]
-    length = found[0]["settings"]["lengths"][-1] if found else 0
-    return length, [row for one in found for row in one["rows"]]
+    records = [json.loads(path.read_text()) for path in sorted(folder.glob("recall*.json"))]
+    length = records[0]["settings"]["lengths"][-1] if records else 0
+    return length, [row for record in records for row in record["rows"]]
 
 
 def name_of(row: dict) -> str:
@@ -63,8 +63,8 @@ def quality_curves(paths: list[Path]) -> tuple[dict[str, Curve], dict[str, Curve
     """Loss and pass keys by budget, by the names of results.json."""
     loss, keys = (defaultdict(lambda: defaultdict(list)) for _ in range(2))
     for path in paths:
-        for method, found in json.loads(path.read_text())["quality"].items():
-            for budget, quality in found.items():
+        for method, qualities in json.loads(path.read_text())["quality"].items():
+            for budget, quality in qualities.items():
                 loss[method][int(budget)].append(quality["loss"])
                 keys[method][int(budget)].append(quality["pass_keys"])
     return loss, keys

@@ -176,14 +176,16 @@ def stages_of(run: Run, options: argparse.Namespace) -> list[Stage]:
 def runs(options: argparse.Namespace) -> list[Run]:
     length = options.lengths[-1]
     budgets = [length // part for part in options.parts]
-    found = []
+    all_runs = []
     for kind in options.kinds:
         kind_budgets = budgets if kind in SCORED else budgets[:1]
-        found += [Run(kind, budget) for budget in ([length] if kind == "dense" else kind_budgets)]
+        all_runs += [
+            Run(kind, budget) for budget in ([length] if kind == "dense" else kind_budgets)
+        ]
     if options.same_words:
         same = budgets[min(1, len(budgets) - 1)]
-        found += [Run("dense", length, True), Run("scores", same, True)]
-    return found
+        all_runs += [Run("dense", length, True), Run("scores", same, True)]
+    return all_runs
 
 
 def texts_of(run: Run, seed: int, options: argparse.Namespace) -> Texts:
@@ -198,12 +200,12 @@ def measure(run: Run, seed: int, options: argparse.Namespace) -> dict:
     texts = texts_of(run, seed, options)
     train(model, texts, run, stages_of(run, options), options)
     lengths = [options.lengths[-1] * factor for factor in options.longer]
-    other = texts_of(run, 1000 + seed, options)
-    found = {length: recall(model, other, length, options) for length in lengths}
-    row = {**run._asdict(), "seed": seed, "recall": found}
+    test_texts = texts_of(run, 1000 + seed, options)
+    recalls = {length: recall(model, test_texts, length, options) for length in lengths}
+    row = {**run._asdict(), "seed": seed, "recall": recalls}
     if run.kind in SCORED:  # whether what is missing was not chosen, or not learned
         set_score_phase(model, "off")
-        row["recall_with_all_keys"] = recall(model, other, lengths[0], options)
+        row["recall_with_all_keys"] = recall(model, test_texts, lengths[0], options)
     row["seconds"] = round(time.perf_counter() - begin, 1)
     return row
 

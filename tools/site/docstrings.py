@@ -37,7 +37,7 @@ class Descriptions(griffe.Extension):
 
 def in_sections(docstring: str, names: set[str], title: str) -> str:
     """The docstring with each run of descriptions as a section."""
-    docstring = _SECTION.sub(lambda found: textwrap.dedent(found[1]), docstring + "\n")
+    docstring = _SECTION.sub(lambda match: textwrap.dedent(match[1]), docstring + "\n")
     out: list[str] = []
     others: list[tuple[str, str]] = []  # names that share the description which is being read
     inside = False
@@ -47,13 +47,13 @@ def in_sections(docstring: str, names: set[str], title: str) -> str:
         others.clear()
 
     for line in _apart(docstring, names):
-        found = _DESCRIPTION.match(line)
-        described = found[1].split(", ") if found else []
+        match = _DESCRIPTION.match(line)
+        described = match[1].split(", ") if match else []
         if described and set(described) <= names:
             finish()
             out += [] if inside else ["", title]
             inside = True
-            out.append(f"    {described[0]}: {found[2]}")
+            out.append(f"    {described[0]}: {match[2]}")
             others += [(described[0], name) for name in described[1:]]
         elif inside and line.startswith("    "):
             out.append(f"    {line}")
@@ -69,8 +69,8 @@ def _apart(docstring: str, names: set[str]) -> Iterator[str]:
     """The lines, and after "; " a line of its own for what begins with names."""
     for line in docstring.splitlines():
         begin = 0
-        for found in _NEXT.finditer(line):
-            if _DESCRIPTION.match(line) and set(found[1].split(", ")) <= names:
-                yield line[begin : found.start()]
-                begin = found.start(1)
+        for match in _NEXT.finditer(line):
+            if _DESCRIPTION.match(line) and set(match[1].split(", ")) <= names:
+                yield line[begin : match.start()]
+                begin = match.start(1)
         yield line[begin:]

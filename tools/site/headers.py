@@ -64,8 +64,8 @@ def section(lines: list[str]) -> str:
 def names(code: str) -> list[str]:
     """Names declared by the unindented lines of a declaration."""
     outer = [line for line in code.splitlines() if not line.startswith((" ", "}", "extern"))]
-    found = [p.match(line) for line in outer for p in (_TYPE, _VALUE, _FUNCTION)]
-    return list(dict.fromkeys(match[1] for match in found if match))
+    matches = [p.match(line) for line in outer for p in (_TYPE, _VALUE, _FUNCTION)]
+    return list(dict.fromkeys(match[1] for match in matches if match))
 
 
 def prose(comment: list[str]) -> str:

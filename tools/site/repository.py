@@ -32,8 +32,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     address = page.file.src_uri
     source = PAGES.get(address, f"docs/{address}")
 
-    def lead(found: re.Match) -> str:
-        return _target(found[1], source, address, config)
+    def lead(match: re.Match) -> str:
+        return _target(match[1], source, address, config)
 
     _check_indents(markdown, source)
     return _LINK.sub(lead, _set_apart(markdown))
@@ -57,8 +57,8 @@ def _target(link: str, source: str, address: str, config: MkDocsConfig) -> str:
 def on_page_content(content: str, page: Page, **_) -> None:
     """Warns of lists and tables that GitHub shows and Python-Markdown takes for text."""
     text = re.sub(r"<pre.*?</pre>", "", content, flags=re.DOTALL)
-    for found in re.finditer(r"^(?:(?:[-*+]|\d+\.) |\|).*$", text, re.MULTILINE):
-        log.warning(f"{page.file.src_uri}: an empty line is missing before {found[0]!r}")
+    for match in re.finditer(r"^(?:(?:[-*+]|\d+\.) |\|).*$", text, re.MULTILINE):
+        log.warning(f"{page.file.src_uri}: an empty line is missing before {match[0]!r}")
 
 
 def _set_apart(markdown: str) -> str:
