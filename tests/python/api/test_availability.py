@@ -49,8 +49,8 @@ def test_broken_triton_is_reported(module, words, tmp_path, monkeypatch):
     (tmp_path / "triton.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "triton", raising=False)
-    found = availability._triton_backend()
-    assert not found.available and words in found.reason
+    backend = availability._triton_backend()
+    assert not backend.available and words in backend.reason
 
 
 def test_old_triton_on_amd_is_reported(tmp_path, monkeypatch):
@@ -58,16 +58,16 @@ def test_old_triton_on_amd_is_reported(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "triton", raising=False)
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    found = availability._triton_backend()
-    assert not found.available
-    assert "triton 3.6.0 is too old, expected 3.9 or newer on AMD's GPUs" in found.reason
+    backend = availability._triton_backend()
+    assert not backend.available
+    assert "triton 3.6.0 is too old, expected 3.9 or newer on AMD's GPUs" in backend.reason
 
 
 def test_torch_without_flex_attention_is_reported(monkeypatch):
     monkeypatch.delattr(torch.nn.attention, "flex_attention", raising=False)
     monkeypatch.setitem(sys.modules, "torch.nn.attention.flex_attention", None)
-    found = availability._flex_backend()
-    assert not found.available and "has no FlexAttention" in found.reason
+    backend = availability._flex_backend()
+    assert not backend.available and "has no FlexAttention" in backend.reason
 
 
 def test_everything_works_beside_a_broken_triton(tmp_path):

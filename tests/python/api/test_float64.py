@@ -27,11 +27,11 @@ def assert_equals_oracle(problem, **options):
     gradients = torch.autograd.grad(out, leaves, problem.dout)
     expected = attention(problem)
     names = ("out", "lse", "dq", "dk", "dv", "dbias")
-    for name, found in zip(names, (out, lse, *gradients), strict=False):
+    for name, actual in zip(names, (out, lse, *gradients), strict=False):
         wanted = getattr(expected, name)
         size = max(wanted.abs().max().item(), 0.1)
         torch.testing.assert_close(
-            found, wanted, rtol=0, atol=2e-14 * size, msg=lambda text, name=name: f"{name}: {text}"
+            actual, wanted, rtol=0, atol=2e-14 * size, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
@@ -60,12 +60,12 @@ def test_values_beyond_float32_stay_exact(size):
     out = flash_dmattn_func(*leaves, is_causal=True)
     gradients = torch.autograd.grad(out, leaves, dout)
     expected = attention(Problem(q, k, v, dout, causal=True))
-    for found, wanted in zip(
+    for actual, wanted in zip(
         (out / size, gradients[0] / size, gradients[1] / size, gradients[2]),
         (expected.out, expected.dq, expected.dk, expected.dv),
         strict=True,
     ):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13)
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-13)
 
 
 def test_scores_beyond_float32_stay_exact():
@@ -127,11 +127,11 @@ def test_selection_within_documents_matches_oracle():
     scores = nearly_equal_scores(1)
     shown = select(scores, 4, documents().expand(1, HKV, S, S))
     expected = attention(Problem(q, k, v, bias=scores[:, :, None], shown=shown)).out
-    found = flash_dmattn_varlen_func(
+    out = flash_dmattn_varlen_func(
         q[0], k[0], v[0], OFFSETS, OFFSETS, S, S, attn_bias=scores[0].mT, is_causal=True,
         keep_window_size=4,
     )  # fmt: skip
-    torch.testing.assert_close(found, expected[0], rtol=0, atol=1e-14)
+    torch.testing.assert_close(out, expected[0], rtol=0, atol=1e-14)
 
 
 def test_selected_intervals_match_oracle():

@@ -245,5 +245,5 @@ def test_values_may_have_a_smaller_head_dimension(function):
     out = function(q, k, v[..., :5], is_causal=True)
     assert torch.equal(out, expected)
     dout = torch.randn_like(out)
-    found, wanted = (torch.autograd.grad(t, (q, k, v), dout) for t in (out, expected))
-    torch.testing.assert_close(found, wanted)
+    gradients, wanted = (torch.autograd.grad(t, (q, k, v), dout) for t in (out, expected))
+    torch.testing.assert_close(gradients, wanted)

@@ -89,10 +89,15 @@ def test_arguments_keep_their_names_and_order(module, name, in_order, by_name):
 @pytest.mark.parametrize("name", ["triton_dmattn_func", "flex_dmattn_func"])
 def test_functions_of_one_backend_name_the_arguments_of_all(name):
     function = getattr(flash_dmattn, name)
-    own, general = (dict(inspect.signature(f).parameters) for f in (function, flash_dmattn_func))
-    assert own.keys() == general.keys() - {"backend"}
-    assert all(own[n].annotation == general[n].annotation for n in own)
-    assert all(own[n].default == general[n].default for n in own.keys() - {"is_causal"})
+    parameters, general_parameters = (
+        dict(inspect.signature(f).parameters) for f in (function, flash_dmattn_func)
+    )
+    assert parameters.keys() == general_parameters.keys() - {"backend"}
+    assert all(parameters[n].annotation == general_parameters[n].annotation for n in parameters)
+    assert all(
+        parameters[n].default == general_parameters[n].default
+        for n in parameters.keys() - {"is_causal"}
+    )
     for wrong in ("windwo", "backend"):
         with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword .*{wrong}"):
             function(*qkv(), **{wrong: "cpu"})

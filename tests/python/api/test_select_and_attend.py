@@ -40,9 +40,9 @@ def test_select_and_attend_equals_a_choice_made_before(bias_shape, is_causal, wa
     chosen = select_key_intervals(scores, W, is_causal=is_causal, query_length=SQ)
     expected = attend_and_differentiate(inputs, wanted, key_intervals=chosen)
     with OperatorsCalled() as called:
-        found = attend_and_differentiate(inputs, wanted, keep_window_size=W, is_causal=is_causal)
+        results = attend_and_differentiate(inputs, wanted, keep_window_size=W, is_causal=is_causal)
     assert ours(called) == ["select_and_attend", "backward"]
-    for actual, value in zip(found, expected, strict=True):
+    for actual, value in zip(results, expected, strict=True):
         assert torch.equal(actual, value)
 
 
@@ -50,9 +50,9 @@ def test_16_bits_choose_by_a_float32_bias():
     inputs = tensors((B, HKV, SK), torch.bfloat16)
     chosen = select_key_intervals(inputs[3], W, query_length=SQ)
     expected = attend_and_differentiate(inputs, (1, 1, 1, 1), key_intervals=chosen)
-    found = attend_and_differentiate(inputs, (1, 1, 1, 1), keep_window_size=W, is_causal=True)
-    assert found[-1].dtype == torch.float32
-    for actual, wanted in zip(found, expected, strict=True):
+    results = attend_and_differentiate(inputs, (1, 1, 1, 1), keep_window_size=W, is_causal=True)
+    assert results[-1].dtype == torch.float32
+    for actual, wanted in zip(results, expected, strict=True):
         assert torch.equal(actual, wanted)
 
 
@@ -72,11 +72,11 @@ def test_strided_bias_gives_same_result_and_gradient(window):
         bias = view(base)
         dense = bias.detach().expand(B, HKV, SK).contiguous().requires_grad_()
         options = {"is_causal": True, "keep_window_size": window}
-        found = flash_dmattn_func(q, k, v, attn_bias=bias, **options)
+        out = flash_dmattn_func(q, k, v, attn_bias=bias, **options)
         expected = flash_dmattn_func(q, k, v, attn_bias=dense, **options)
-        assert torch.equal(found, expected), name
+        assert torch.equal(out, expected), name
         (dense_gradient,) = torch.autograd.grad(expected.sin().sum(), dense)
-        (base_gradient,) = torch.autograd.grad(found.sin().sum(), base)
+        (base_gradient,) = torch.autograd.grad(out.sin().sum(), base)
         # Summed in double: the gradient of a bias that all keys share is 0, and its terms are up to 40.
         wide = base.detach().double().requires_grad_()
         (wanted,) = torch.autograd.grad(
@@ -91,10 +91,10 @@ def test_vmap_equals_loop():
     def attend(q, k, v, bias):
         return flash_dmattn_func(q, k, v, attn_bias=bias, keep_window_size=W, is_causal=True)
 
-    found = torch.func.vmap(attend)(*inputs)
+    mapped_out = torch.func.vmap(attend)(*inputs)
     expected = torch.stack([attend(*one) for one in zip(*inputs, strict=True)])
-    assert torch.equal(found, expected)
-    gradients = [torch.autograd.grad(out.sin().sum(), inputs) for out in (found, expected)]
+    assert torch.equal(mapped_out, expected)
+    gradients = [torch.autograd.grad(out.sin().sum(), inputs) for out in (mapped_out, expected)]
     torch.testing.assert_close(*gradients)
 
 
@@ -123,6 +123,6 @@ def test_errors_name_the_bias():
         "4, 2, 50": bias.repeat(2, 1, 1),
         "torch.int32": bias.int(),
     }
-    for got, given in wrong.items():
+    for got, wrong_bias in wrong.items():
         with pytest.raises(ValueError, match=rf"bias: got (shape \()?{got}"):
-            attend(q, k, v, given, *options)
+            attend(q, k, v, wrong_bias, *options)

@@ -24,8 +24,8 @@ ops = torch.ops.flash_dmattn
 def tensors(*, seqlen=33, heads=(4, 2), head_dim=16, dtype=torch.float32, requires_grad=True):
     heads_q, heads_kv = heads
     shapes = [(2, seqlen, h, head_dim) for h in (heads_q, heads_kv, heads_kv)]
-    made = [torch.randn(shape, dtype=dtype) for shape in (*shapes, (2, heads_kv, seqlen))]
-    return [t.requires_grad_(requires_grad) for t in made]
+    leaves = [torch.randn(shape, dtype=dtype) for shape in (*shapes, (2, heads_kv, seqlen))]
+    return [t.requires_grad_(requires_grad) for t in leaves]
 
 
 def gradients(function, inputs):

@@ -43,35 +43,35 @@ def chosen(q, k, v, bias):
 @pytest.mark.parametrize("value_dim", VALUE_DIMS)
 def test_value_head_dim_equals_torch(value_dim, call):
     leaves = leaves_of(value_dim, torch.float64 if call is plain else torch.float32)
-    found = []
+    results = []
     for function in (of_torch, call):
         out = function(*leaves)
         assert out.shape == (B, S, HQ, value_dim)
         dout = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
-        found.append([out, *torch.autograd.grad(out, leaves, dout)])
+        results.append([out, *torch.autograd.grad(out, leaves, dout)])
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if call is not plain else {}
-    torch.testing.assert_close(found[1], found[0], **tolerance)
+    torch.testing.assert_close(results[1], results[0], **tolerance)
 
 
 @pytest.mark.parametrize("call", [plain, chosen])
 def test_value_of_a_fused_projection_equals_its_copy(call):
     q, _, _, bias = leaves_of(8, torch.float32)
     fused = torch.randn(B, S, HKV, D + 8).requires_grad_()
-    found = []
+    results = []
     for value_of in (lambda t: t[..., D:], lambda t: t[..., D:].contiguous()):
         out = call(q, fused[..., :D], value_of(fused), bias)
-        found.append([out, *torch.autograd.grad(out.square().sum(), (q, fused, bias))])
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+        results.append([out, *torch.autograd.grad(out.square().sum(), (q, fused, bias))])
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
 
 
 def test_gradient_of_lse_alone_leaves_value_zero():
     q, k, v, bias = leaves_of(8, torch.float32)
     _, lse = flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, return_lse=True)
-    found = torch.autograd.grad(lse.sum(), (q, k, v))
-    assert found[2].shape == v.shape and not found[2].any()
+    gradients = torch.autograd.grad(lse.sum(), (q, k, v))
+    assert gradients[2].shape == v.shape and not gradients[2].any()
     padded = F.pad(v, (0, D - 8))
     _, lse = flash_dmattn_func(q, k, padded, attn_bias=bias, is_causal=True, return_lse=True)
-    torch.testing.assert_close(found[:2], torch.autograd.grad(lse.sum(), (q, k)))
+    torch.testing.assert_close(gradients[:2], torch.autograd.grad(lse.sum(), (q, k)))
 
 
 def test_flops_count_the_columns_of_value():
@@ -85,15 +85,15 @@ def test_flops_count_the_columns_of_value():
 def test_default_scale_follows_query_head_dim():
     for function in (flash_dmattn_func, triton_dmattn_func):
         q, k, v, bias = (t.detach() for t in leaves_of(40, torch.float32))
-        given = function(q, k, v, attn_bias=bias, softmax_scale=D**-0.5)
-        torch.testing.assert_close(function(q, k, v, attn_bias=bias), given)
+        expected = function(q, k, v, attn_bias=bias, softmax_scale=D**-0.5)
+        torch.testing.assert_close(function(q, k, v, attn_bias=bias), expected)
 
 
 def test_compiled_value_head_dim_equals_eager():
     leaves = leaves_of(40, torch.float32)
     compiled = torch.compile(chosen, backend="aot_eager", fullgraph=True)
-    found = [torch.autograd.grad(f(*leaves).sum(), leaves) for f in (chosen, compiled)]
-    torch.testing.assert_close(found[1], found[0])
+    gradients = [torch.autograd.grad(f(*leaves).sum(), leaves) for f in (chosen, compiled)]
+    torch.testing.assert_close(gradients[1], gradients[0])
 
 
 def test_unsupported_value_head_dim_raises():

@@ -138,11 +138,11 @@ def test_bad_score_argument_raises_naming_it():
 
 @pytest.mark.parametrize("score", ["gate", "linear", "doge"])
 def test_scores_initialised_on_meta_begin_like_others(score):
-    made = make_scores(C, 2, score)
-    empty = make_scores(C, 2, score, device="meta").to_empty(device="cpu")
-    for module in empty.modules():
+    scorer = make_scores(C, 2, score)
+    meta_scorer = make_scores(C, 2, score, device="meta").to_empty(device="cpu")
+    for module in meta_scorer.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
-    assert torch.equal(empty.proj.bias, made.proj.bias)
+    assert torch.equal(meta_scorer.proj.bias, scorer.proj.bias)
     if score != "gate":
-        assert torch.equal(empty.A, made.A)
+        assert torch.equal(meta_scorer.A, scorer.A)

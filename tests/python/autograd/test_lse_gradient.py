@@ -218,13 +218,15 @@ def test_products_beyond_float32_give_finite_gradients(size, logit):
         (add_sink, add_sink_by_softmax, (outs[0], lses[0], torch.randn(3) + logit)),
         (lambda a, b, c, d: merge_attention([a, b], [c, d]), merge_two_by_softmax, (*outs, *lses)),
     ):
-        given = [t.clone().requires_grad_() for t in tensors]
-        wide = [t.double().requires_grad_() for t in tensors]
-        results, expected = ours(*given), exact(*wide)
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        wide_leaves = [t.double().requires_grad_() for t in tensors]
+        results, expected = ours(*leaves), exact(*wide_leaves)
         weights = [(torch.rand_like(r) * 2 - 1) * size for r in results]
-        grads = torch.autograd.grad(results, given, weights)
+        grads = torch.autograd.grad(results, leaves, weights)
         for actual, right in zip(
-            grads, torch.autograd.grad(expected, wide, [w.double() for w in weights]), strict=True
+            grads,
+            torch.autograd.grad(expected, wide_leaves, [w.double() for w in weights]),
+            strict=True,
         ):
             assert actual.isfinite().all()
             # Smaller elements are differences of larger numbers.

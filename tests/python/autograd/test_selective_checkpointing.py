@@ -43,9 +43,9 @@ def test_attention_runs_once_where_it_is_saved(saved, window):
 
     expected = gradients(body, inputs)
     with recorded_kernels() as kernels:
-        found = gradients(checkpointed, inputs)
+        checkpointed_gradients = gradients(checkpointed, inputs)
     assert sum("forward" in name for name in kernels) == (1 if saved else 2)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(checkpointed_gradients, expected, rtol=0, atol=0)
 
 
 def test_compiled_checkpointing_equals_eager():

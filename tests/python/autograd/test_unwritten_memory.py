@@ -34,13 +34,13 @@ def test_gradients_do_not_depend_on_unwritten_memory(fill_memory, name, queries,
     k, v = (torch.randn(2, 53, 2, 16, dtype=dtype).requires_grad_() for _ in range(2))
     s = torch.randn(2, 2, 53).requires_grad_()
     dout, dlse = torch.randn(2, queries, 4, 16, dtype=dtype), torch.randn(2, 4, queries)
-    found = []
+    runs = []
     for is_filled in (False, True):
         fill_memory(is_filled)
         out, lse = flash_dmattn_func(
             q, k, v, attn_bias=s, is_causal=True, return_lse=True, **OPTIONS[name]
         )
         results, directions = ((out, lse), (dout, dlse)) if with_lse else ((out,), (dout,))
-        found.append([out, lse, *torch.autograd.grad(results, (q, k, v, s), directions)])
-    for plain, filled in zip(*found, strict=True):
+        runs.append([out, lse, *torch.autograd.grad(results, (q, k, v, s), directions)])
+    for plain, filled in zip(*runs, strict=True):
         assert torch.equal(plain, filled)

@@ -25,9 +25,9 @@ PRECISIONS = "all" if "FLASH_DMATTN_TEST_RELEASE" in os.environ else "fp32"
 def test_kernels_compile_and_fit(gpu, dtype, head_dim, precisions, monkeypatch):
     *target, kilobytes = TARGETS[gpu]
     monkeypatch.setattr(torch.version, "hip", "7.0" if target[0] == "hip" else None)
-    found = availability._backend_of_triton(triton)
-    if "too old" in found.reason:
-        pytest.skip(found.reason)
+    backend = availability._backend_of_triton(triton)
+    if "too old" in backend.reason:
+        pytest.skip(backend.reason)
     script = Path(__file__).parents[1] / "support" / "runtime" / "compiled_triton.py"
     without = dict.fromkeys(("TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION"))
     done = run_python(script, *target, dtype, head_dim, precisions, **without)

@@ -38,8 +38,8 @@ def results(tensors, function=attention, dout=None, **options):
     return [out, *torch.autograd.grad(out, [t for t in tensors if t.requires_grad], dout)]
 
 
-def assert_same(found, expected):
-    for one, other in zip(found, expected, strict=True):
+def assert_same(actual, expected):
+    for one, other in zip(actual, expected, strict=True):
         assert torch.equal(one, other)
 
 
@@ -60,8 +60,8 @@ def test_strided_inputs_equal_contiguous(lay_out, window):
     tensors = leaves()
     dout = torch.randn_like(tensors[0]).detach()
     laid_out = [lay_out(t).requires_grad_() for t in tensors]
-    found = results(laid_out, dout=lay_out(dout), keep_window_size=window)
-    assert_same(found, results(tensors, dout=dout, keep_window_size=window))
+    strided_results = results(laid_out, dout=lay_out(dout), keep_window_size=window)
+    assert_same(strided_results, results(tensors, dout=dout, keep_window_size=window))
 
 
 def test_broadcast_inputs_equal_expanded():
@@ -131,8 +131,8 @@ def test_triton_call_compiles_without_graph_breaks(window):
     compiled = torch.compile(attention, backend=backend, fullgraph=True)
     for lengths in ((5, 9), (7, 12)):  # the second ones are dynamic
         tensors = leaves(seqlen_q=lengths[0], seqlen_k=lengths[1])
-        found = results(tensors, compiled, keep_window_size=window)
-        assert_same(found, results(tensors, keep_window_size=window))
+        compiled_results = results(tensors, compiled, keep_window_size=window)
+        assert_same(compiled_results, results(tensors, keep_window_size=window))
 
 
 @needs_gpu
@@ -146,9 +146,9 @@ def test_side_stream_gives_same_result():
             slow = slow @ slow * 1e-4
         zero = slow[0, 0].nan_to_num(0, 0, 0) * 0
         later = [(t.detach() + zero.to(t.dtype)).requires_grad_() for t in tensors]
-        found = results(later, keep_window_size=200)
+        stream_results = results(later, keep_window_size=200)
     torch.cuda.synchronize()
-    assert_same(found, expected)
+    assert_same(stream_results, expected)
 
 
 @needs_gpu
@@ -157,12 +157,12 @@ def test_graph_replay_gives_same_result(hidden, monkeypatch):
     if hidden:
         monkeypatch.setattr(_ops, "has_kernels_for", lambda tensor: False)
     tensors = leaves(torch.bfloat16)
-    graph, found = capture(lambda: results(tensors, keep_window_size=WINDOW))
+    graph, captured_results = capture(lambda: results(tensors, keep_window_size=WINDOW))
     with torch.no_grad():
         for tensor in tensors:
             tensor.normal_()
     graph.replay()
-    assert_same(found, results(tensors, keep_window_size=WINDOW))
+    assert_same(captured_results, results(tensors, keep_window_size=WINDOW))
 
 
 @needs_gpu
@@ -181,5 +181,5 @@ def test_second_device_gives_same_result():
         pytest.skip("there is one GPU")
     tensors = leaves(torch.bfloat16)
     there = [t.detach().to("cuda:1").requires_grad_() for t in tensors]
-    found = results(there, keep_window_size=WINDOW)
-    assert_same([t.to(DEVICE) for t in found], results(tensors, keep_window_size=WINDOW))
+    second_results = results(there, keep_window_size=WINDOW)
+    assert_same([t.to(DEVICE) for t in second_results], results(tensors, keep_window_size=WINDOW))

@@ -174,8 +174,8 @@ def sixteen_bits_round_once_more_than_one_process(rank, count):
         leaves = [t.bfloat16().to(dtype).requires_grad_() for t in (q, k, v)]
         leaves.append(s.to(wide).requires_grad_())
         out = flash_dmattn_func(*leaves[:3], None, leaves[3], is_causal=True, keep_window_size=w)
-        found = [out.detach(), *torch.autograd.grad(out, leaves, do.bfloat16().to(dtype))]
-        return [t.double() for t in found]
+        results = [out.detach(), *torch.autograd.grad(out, leaves, do.bfloat16().to(dtype))]
+        return [t.double() for t in results]
 
     exact, single = one_process(torch.float64), one_process(torch.bfloat16)
     for exchange in ("direct", "two_hops"):
@@ -184,8 +184,8 @@ def sixteen_bits_round_once_more_than_one_process(rank, count):
         out = context_parallel_dmattn(
             *piece, group=dist.group.WORLD, keep_window_size=w, exchange=exchange
         )
-        found = [out, *torch.autograd.grad(out, piece, do[:, rows].bfloat16())]
-        for i, (actual, one, wanted) in enumerate(zip(found, single, exact, strict=True)):
+        results = [out, *torch.autograd.grad(out, piece, do[:, rows].bfloat16())]
+        for i, (actual, one, wanted) in enumerate(zip(results, single, exact, strict=True)):
             part = (..., rows) if i == 4 else (slice(None), rows)
             ours, theirs = (t.double() - wanted[part] for t in (actual, one[part]))
             atol = 2**-8 * wanted.abs().max()
@@ -244,8 +244,8 @@ def a_batch_is_cut_and_gathered(rank, count):
     assert packed.cu_seqlens.tolist() == [[0, 21, N]]
     again = cp.shard(tokens[:1], tokens[:1], cu_seqlens=torch.tensor([0, 21, N]))
     assert torch.equal(cp.gather(again.position_ids, N), positions)
-    for found in (packed, again):
-        labels = cp.gather(found.shift_labels, N)[0]
+    for piece in (packed, again):
+        labels = cp.gather(piece.shift_labels, N)[0]
         assert (labels == -100).nonzero()[:, 0].tolist() == [20, N - 1]
     mask = torch.ones(2, N, dtype=torch.long)
     mask[0, :5] = 0
@@ -253,13 +253,13 @@ def a_batch_is_cut_and_gathered(rank, count):
     assert torch.equal(cp.gather(masked.key_mask, N), mask.bool())
     # The mean: of all labels, with the gradient that averaging over ranks makes right.
     values = normal(2, 16 * count, seed=5)
-    own = values[:, rank * 16 : rank * 16 + 16].clone().requires_grad_()
+    own_values = values[:, rank * 16 : rank * 16 + 16].clone().requires_grad_()
     valid = 3 * rank  # rank 0 has no label
-    loss = cp.mean(own[:, :valid].sum(), 2 * valid)
+    loss = cp.mean(own_values[:, :valid].sum(), 2 * valid)
     total = sum(values[:, r * 16 : r * 16 + 3 * r].sum() for r in range(count))
     labels = sum(6 * r for r in range(count))
     torch.testing.assert_close(loss, total / labels)
-    (gradient,) = torch.autograd.grad(loss, own)
+    (gradient,) = torch.autograd.grad(loss, own_values)
     assert torch.equal(gradient[:, valid:], torch.zeros(2, 16 - valid))
     torch.testing.assert_close(gradient[:, :valid] / count, torch.full((2, valid), 1 / labels))
     # Tokens that move over boundaries.
@@ -270,10 +270,10 @@ def a_batch_is_cut_and_gathered(rank, count):
         expected = torch.roll(whole, shifts, 1)
         (wanted,) = torch.autograd.grad(expected, whole, weight)
         local = whole.detach()[:, rows].requires_grad_()
-        found = cp.roll(local, shifts)
-        assert torch.equal(found, expected[:, rows])
+        rolled = cp.roll(local, shifts)
+        assert torch.equal(rolled, expected[:, rows])
         if shifts:
-            (gradient,) = torch.autograd.grad(found, local, weight[:, rows])
+            (gradient,) = torch.autograd.grad(rolled, local, weight[:, rows])
             assert torch.equal(gradient, wanted[:, rows])
 
 
@@ -310,8 +310,8 @@ def bytes_are_those_of_the_formula(rank, count):
                 share * (1.5 * state + copies * w * heads * 4),  # sums return in float32
             )
             calls = 2
-        for found, wanted in zip((middle, after), expected, strict=True):
-            part = found.received - (before if found is middle else middle).received
+        for traffic, wanted in zip((middle, after), expected, strict=True):
+            part = traffic.received - (before if traffic is middle else middle).received
             assert wanted <= part <= wanted + 4 * count * 16, (exchange, part, wanted)
         assert middle.collectives - before.collectives == calls
         assert after.collectives - middle.collectives == calls

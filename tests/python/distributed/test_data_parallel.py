@@ -51,8 +51,8 @@ def compare(rank):
     for checkpointed in (False, True):
         expected = gradients_of(make_model(checkpointed), x)
         for parallel in (data_parallel, fully_sharded):
-            found = gradients_of(parallel(make_model(checkpointed)), mine)
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
+            gradients = gradients_of(parallel(make_model(checkpointed)), mine)
+            torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-7)
 
 
 def data_parallel(model):

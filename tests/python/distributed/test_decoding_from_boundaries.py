@@ -95,8 +95,8 @@ def test_random_pieces_go_on_as_one_process(case):
 def test_comparison_fails_where_a_key_is_missing(monkeypatch):
     state = boundary._state_of_keys
 
-    def with_a_key_less(*given):
-        places, positions = state(*given)
+    def with_a_key_less(*arguments):
+        places, positions = state(*arguments)
         return torch.where(places == places.max(), -1, places), positions
 
     monkeypatch.setattr(boundary, "_state_of_keys", with_a_key_less)

@@ -34,11 +34,13 @@ def test_positions_and_offsets_give_the_same_results(name):
     begins = [max(b for b in row if b <= i) for row in BEGINS[name] for i in index.tolist()]
     positions = index - torch.tensor(begins).view(len(offsets), -1)
     by_positions, by_offsets, whole = (
-        run_in_threads(RANKS, lambda wire, given=given: rows_and_gradients(wire, **given))
-        for given in ({"position_ids": positions}, {"cu_seqlens": offsets}, {})
+        run_in_threads(
+            RANKS, lambda wire, documents=documents: rows_and_gradients(wire, **documents)
+        )
+        for documents in ({"position_ids": positions}, {"cu_seqlens": offsets}, {})
     )
-    for found, expected in zip(by_positions, by_offsets, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    for actual, expected in zip(by_positions, by_offsets, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     assert not torch.equal(by_positions[-1][0], whole[-1][0])
 
 
@@ -47,10 +49,12 @@ def test_shard_with_a_list_of_offsets_equals_a_tensor():
     by_list, by_tensor = (
         run_in_threads(
             RANKS,
-            lambda wire, given=given: ContextParallel(wire).shard(tokens, tokens, cu_seqlens=given),
+            lambda wire, offsets=offsets: ContextParallel(wire).shard(
+                tokens, tokens, cu_seqlens=offsets
+            ),
         )
-        for given in ([0, 7, 33, 52], torch.tensor([0, 7, 33, 52]))
+        for offsets in ([0, 7, 33, 52], torch.tensor([0, 7, 33, 52]))
     )
-    for found, expected in zip(by_list, by_tensor, strict=True):
+    for actual, expected in zip(by_list, by_tensor, strict=True):
         for name in ("position_ids", "shift_labels", "cu_seqlens"):
-            assert torch.equal(getattr(found, name), getattr(expected, name))
+            assert torch.equal(getattr(actual, name), getattr(expected, name))

@@ -15,19 +15,19 @@ def test_rows_and_gradients_are_those_of_linear(dtype, with_bias):
     leaves = [t.requires_grad_() for t in leaves]
     bias = leaves[2] if with_bias else None
     expected = F.linear(hidden, weight, bias)
-    found = linear_with_headroom(hidden, weight, 5, bias)
-    assert found.shape == (2, 14, 8) and found.dtype == dtype
-    torch.testing.assert_close(found[:, 5:], expected)
-    assert not found[:, :5].any()
+    out = linear_with_headroom(hidden, weight, 5, bias)
+    assert out.shape == (2, 14, 8) and out.dtype == dtype
+    torch.testing.assert_close(out[:, 5:], expected)
+    assert not out[:, :5].any()
     dout = torch.randn(2, 9, 8, dtype=dtype)
     wanted = torch.autograd.grad(expected, leaves, dout)
-    torch.testing.assert_close(torch.autograd.grad(found[:, 5:], leaves, dout), wanted)
+    torch.testing.assert_close(torch.autograd.grad(out[:, 5:], leaves, dout), wanted)
 
 
 def test_linear_with_headroom_has_the_dtype_of_autocast():
     with torch.autocast("cpu", torch.bfloat16):
-        found = linear_with_headroom(torch.randn(1, 4, 12), torch.randn(8, 12), 3)
-    assert found.dtype == torch.bfloat16
+        out = linear_with_headroom(torch.randn(1, 4, 12), torch.randn(8, 12), 3)
+    assert out.dtype == torch.bfloat16
 
 
 HIDDEN, WEIGHT = torch.zeros(1, 4, 12), torch.zeros(6, 12)

@@ -122,8 +122,8 @@ def _one_sum_less(function):
 
 def _one_key_less(function):
     def seen(*arguments):
-        found = function(*arguments)
-        return torch.where(found == found.max(), -1, found)
+        places = function(*arguments)
+        return torch.where(places == places.max(), -1, places)
 
     return seen
 

@@ -78,8 +78,8 @@ def one_rank_raises_on_all(rank, words, rank_call, error=ValueError):
 
 def raises_on_all_ranks(name, changed, rank_call):
     def changed_on_the_last(wire):
-        own = changed[name] if wire.rank == RANKS - 1 else {}
-        rank_call(wire, **OF_OTHERS.get(name, {}) | own)
+        own_changes = changed[name] if wire.rank == RANKS - 1 else {}
+        rank_call(wire, **OF_OTHERS.get(name, {}) | own_changes)
 
     all_ranks_disagree(f"'{name}'", changed_on_the_last)
 
@@ -163,13 +163,13 @@ def test_later_calls_compare_nothing_unless_asked(monkeypatch):
     monkeypatch.setattr(module, "CHECKED_CALLS", 2)
 
     def comparisons(wire):
-        made = []
+        gathered_parts = []
         gather = wire.all_gather
-        wire.all_gather = lambda part: made.append(part) or gather(part)
+        wire.all_gather = lambda part: gathered_parts.append(part) or gather(part)
         counts = []
         for check in (None, None, None, True, False):
             call(wire, check=check)
-            counts.append(len(made))
+            counts.append(len(gathered_parts))
         return counts
 
     assert run_in_threads(RANKS, comparisons) == [[1, 2, 2, 3, 3]] * RANKS
@@ -324,9 +324,9 @@ def test_options_of_begin_have_a_query_and_are_those_of_attend():
 def test_query_under_autocast_is_checked_as_attention_takes_it(monkeypatch):
     from flash_dmattn.distributed import options as module
 
-    found = []
-    monkeypatch.setattr(module, "check_device", lambda query, backend: found.append(query.dtype))
+    dtypes = []
+    monkeypatch.setattr(module, "check_device", lambda query, backend: dtypes.append(query.dtype))
     with torch.autocast("cpu", torch.bfloat16):
         query, key = torch.zeros(1, N, 4, 16), torch.zeros(1, N, 2, 16, dtype=torch.bfloat16)
         module.Options().check(query, key, N, None)
-    assert found == [torch.bfloat16]
+    assert dtypes == [torch.bfloat16]

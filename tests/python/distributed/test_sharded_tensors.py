@@ -60,11 +60,11 @@ def compare(dim, bias_shape, options, with_sinks=False):
     with CommDebugMode() as communication:
         out, lse = attend(*leaves, **options)
         assert out.placements == leaves[0].placements and lse.placements == (lse_placement,)
-        found = torch.autograd.grad((out, lse), leaves, sharded_weights)
+        sharded_gradients = torch.autograd.grad((out, lse), leaves, sharded_weights)
     gathers_scores = dim == "heads" and isinstance(options.get("keep_window_size"), tuple)
     adds_sinks = dim == "batch" and with_sinks  # their gradient is one of all rows
     assert communication.get_total_counts() == gathers_scores + adds_sinks
-    for actual, wanted in zip([out, lse, *found], [*expected, *gradients], strict=True):
+    for actual, wanted in zip([out, lse, *sharded_gradients], [*expected, *gradients], strict=True):
         torch.testing.assert_close(actual.full_tensor(), wanted)
 
 

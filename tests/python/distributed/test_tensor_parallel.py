@@ -58,14 +58,14 @@ def compare(rank, rule):
     layer = parallelize_module(make_layer(), mesh["tp"], columns | {"out": RowwiseParallel()})
     n = N // 2
     rows = slice(mesh.get_local_rank("cp") * n, (mesh.get_local_rank("cp") + 1) * n)
-    found = layer(
+    out = layer(
         hidden[:, rows],
         lambda q, k, v, s: context_parallel_dmattn(q, k, v, s, group=mesh["cp"], **rule),
     )
-    torch.testing.assert_close(found, expected[:, rows], rtol=2e-5, atol=5e-6)
-    found.backward(dout[:, rows])
-    for (name, own), other in zip(layer.named_parameters(), one.parameters(), strict=True):
-        gradient = own.grad.full_tensor()
+    torch.testing.assert_close(out, expected[:, rows], rtol=2e-5, atol=5e-6)
+    out.backward(dout[:, rows])
+    for (name, parameter), other in zip(layer.named_parameters(), one.parameters(), strict=True):
+        gradient = parameter.grad.full_tensor()
         dist.all_reduce(gradient, group=mesh.get_group("cp"))
         torch.testing.assert_close(
             gradient, other.grad, rtol=2e-5, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}"

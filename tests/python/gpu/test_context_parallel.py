@@ -38,8 +38,8 @@ def test_select_keys_equals_the_cpu(window):
     mask = torch.rand(2, 1000) < 0.7
     for key_mask in (None, mask):
         on_gpu = select_keys(scores.cuda(), window, None if key_mask is None else key_mask.cuda())
-        for found, wanted in zip(on_gpu, select_keys(scores, window, key_mask), strict=True):
-            assert torch.equal(found.cpu(), wanted)
+        for actual, wanted in zip(on_gpu, select_keys(scores, window, key_mask), strict=True):
+            assert torch.equal(actual.cpu(), wanted)
 
 
 @pytest.mark.parametrize("exchange", ["direct", "two_hops"])
@@ -68,8 +68,8 @@ def test_pieces_see_the_keys_of_the_whole(rule, ranks, exchange, scores):
         assert torch.equal(keys_seen(on_cpu), seen[:, :, rows].cpu())
         return attend_to_pieces(q[:, rows], exchanged)
 
-    found = torch.cat(run_in_threads(ranks, piece), 1)
-    torch.testing.assert_close(found, whole, rtol=2**-7, atol=2**-7)
+    out = torch.cat(run_in_threads(ranks, piece), 1)
+    torch.testing.assert_close(out, whole, rtol=2**-7, atol=2**-7)
 
 
 def test_documents_and_padding_see_the_keys_of_the_whole():
@@ -88,8 +88,8 @@ def test_documents_and_padding_see_the_keys_of_the_whole():
         )  # fmt: skip
         return attend_to_pieces(q[:, rows], exchanged)
 
-    found = torch.cat(run_in_threads(ranks, piece), 1)
-    torch.testing.assert_close(found, whole, rtol=2**-7, atol=2**-7)
+    out = torch.cat(run_in_threads(ranks, piece), 1)
+    torch.testing.assert_close(out, whole, rtol=2**-7, atol=2**-7)
 
 
 def test_headroom_is_filled_in_place():
@@ -110,12 +110,12 @@ def test_headroom_is_filled_in_place():
         cache = boundary_state(exchanged)
         return attend_to_pieces(q[:, rows], exchanged), cache
 
-    found = run_in_threads(ranks, piece)
+    piece_results = run_in_threads(ranks, piece)
     torch.testing.assert_close(
-        torch.cat([out for out, _ in found], 1), whole, rtol=2**-7, atol=2**-7
+        torch.cat([out for out, _ in piece_results], 1), whole, rtol=2**-7, atol=2**-7
     )
     kept, counts = select_keys(s, w)
-    positions = found[-1][1].positions.sort(-1).values
+    positions = piece_results[-1][1].positions.sort(-1).values
     assert torch.equal(positions, kept) and (counts == w).all()
 
 

@@ -51,8 +51,8 @@ def step_of(model, ids, options, compiled):
     parameters = [p for p in model.parameters() if p.requires_grad]
 
     def step():
-        found = loss(ids, options)
-        return [found, *torch.autograd.grad(found, parameters, allow_unused=True)]
+        step_loss = loss(ids, options)
+        return [step_loss, *torch.autograd.grad(step_loss, parameters, allow_unused=True)]
 
     return step
 

@@ -112,6 +112,6 @@ def test_long_sequence_needs_linear_memory():
 
     step()
     peak, kept = peak_bytes(step, "cuda")
-    own = bytes_of([*leaves, dout, *kept]) + 4 * 16 * length  # and lse
-    on_top = (peak + bytes_of([*leaves, dout])) / own - 1
+    needed_bytes = bytes_of([*leaves, dout, *kept]) + 4 * 16 * length  # and lse
+    on_top = (peak + bytes_of([*leaves, dout])) / needed_bytes - 1
     assert on_top <= 0.45, f"{100 * on_top:.1f} % on top of inputs, results and gradients"

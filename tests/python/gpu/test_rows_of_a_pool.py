@@ -37,8 +37,8 @@ def test_steps_over_rows_equal_those_on_the_cpu(place, rule):
     torch.manual_seed(0)
     pool, _ = place.pool(rule)
     on_cpu = Place(dtype=place.dtype).pool(rule)[0]
-    for own, got in zip(on_cpu.tensors, pool.tensors, strict=True):
-        own.copy_(got)
+    for cpu_tensor, tensor in zip(on_cpu.tensors, pool.tensors, strict=True):
+        cpu_tensor.copy_(tensor)
     for rows in ((4, -1, 6), (2, 5, 4, 3, 0, 1, 6), (-1,)):
         states = place.tokens(len(rows))
         expected = on_cpu.over(torch.tensor(rows, dtype=torch.int32)).step(
@@ -58,8 +58,8 @@ def test_changed_rows_of_a_graph_are_followed(place, rule):
     graph, out = capture(lambda: pool.over(rows).step(*states))
     for chosen in ((3, 0, 5), (5, -1, 6), (1, 2, -1)):
         rows.copy_(place.rows(*chosen))
-        for own, new in zip(states, place.tokens(3), strict=True):
-            own.copy_(new)
+        for state, new_state in zip(states, place.tokens(3), strict=True):
+            state.copy_(new_state)
         alone = pool.select(place.rows(*(max(row, 0) for row in chosen)))
         expected = alone.step(*states)
         graph.replay()
@@ -80,8 +80,8 @@ def pool_between_rows(place, rule):
     """A pool before and after which the memory has a row of another one, and the blocks of all rows."""
     pool, blocks = place.pool(rule)
     names = ("k", "v", "scores", "positions", "counts", "seen")
-    own = {name: t[1:-1] for name, t in zip(names, pool.tensors, strict=True)}
-    return KVSlots.from_tensors(**own, **rule), blocks
+    inner_tensors = {name: t[1:-1] for name, t in zip(names, pool.tensors, strict=True)}
+    return KVSlots.from_tensors(**inner_tensors, **rule), blocks
 
 
 @places

@@ -84,7 +84,7 @@ class Text:
 def assert_same_bits(actual, expected, where):
     torch.testing.assert_close(
         actual, expected, atol=0, rtol=0,
-        msg=lambda found: f"{where}: a replayed graph and the call differ. {found}",
+        msg=lambda text: f"{where}: a replayed graph and the call differ. {text}",
     )  # fmt: skip
 
 

@@ -71,11 +71,11 @@ def test_differentiable_gradient_equals_torch():
 
 def test_tangent_equals_torch():
     wanted, tangent = random((2, 3, 50)), random((2, 3, 50), 1)
-    found = []
+    tangents = []
     for device in ("cpu", "cuda"):
         with forward_ad.dual_level():
             dual = forward_ad.make_dual(wanted.to(device), tangent.to(device))
             scores = torch.zeros(2, 3, 50, device=device, requires_grad=True)
             (got,) = torch.autograd.grad(with_zero_sum_gradient(scores), scores, dual)
-            found.append(forward_ad.unpack_dual(got).tangent.cpu())
-    torch.testing.assert_close(*found)
+            tangents.append(forward_ad.unpack_dual(got).tangent.cpu())
+    torch.testing.assert_close(*tangents)

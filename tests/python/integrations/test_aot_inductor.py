@@ -109,5 +109,5 @@ def test_logits_are_those_of_python(tmp_path):
         text=True,
     ).stdout.splitlines()
     for line, logits in zip(lines, expected, strict=True):
-        found = torch.tensor([float(x) for x in line.split()])
-        torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
+        program_logits = torch.tensor([float(x) for x in line.split()])
+        torch.testing.assert_close(program_logits, logits, rtol=1e-4, atol=1e-5)

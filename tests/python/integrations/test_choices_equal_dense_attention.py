@@ -110,10 +110,10 @@ def test_4d_scores_equal_dense_mask(mask_shape, heads):
 def test_every_key_is_kept_when_the_window_is_not_smaller(mask, keep):
     states, bias = make_states(), torch.randn(B, HKV, S, requires_grad=True)
     allowed = padded_causal()
-    given = {None: None, "padded": allowed, "additive": torch.where(allowed, 0.0, LOWEST)}[mask]
+    attn_mask = {None: None, "padded": allowed, "additive": torch.where(allowed, 0.0, LOWEST)}[mask]
     visible = causal().expand(B, 1, S, S) if mask is None else allowed
     expected = dense_attention(*states, visible, bias)
-    assert_same((*states, bias), attend(*states, given, bias, keep_window_size=keep), expected)
+    assert_same((*states, bias), attend(*states, attn_mask, bias, keep_window_size=keep), expected)
 
 
 def test_additive_mask_with_other_values_acts_as_bias():
@@ -194,10 +194,11 @@ def test_mask_of_another_length_raises():
 def test_masks_made_of_intervals_are_recognised(intervals):
     mask = intervals.to_mask()
     for form in (mask, torch.where(mask, 0.0, float("-inf")), torch.where(mask, 0.0, LOWEST)):
-        found = intervals_of_mask(form.expand(B, HQ, -1, -1))
-        assert found.intervals.shape[:2] == (1, 1)  # expanded dimensions are read once
-        assert found.query_length == intervals.query_length
-        assert torch.equal(found.to_mask(), mask)
+        recognised_intervals = intervals_of_mask(form.expand(B, HQ, -1, -1))
+        # Expanded dimensions are read once.
+        assert recognised_intervals.intervals.shape[:2] == (1, 1)
+        assert recognised_intervals.query_length == intervals.query_length
+        assert torch.equal(recognised_intervals.to_mask(), mask)
 
 
 def test_other_masks_are_not_recognised():
@@ -273,13 +274,13 @@ def test_choice_among_key_intervals_equals_choice_under_mask(name, heads, select
         options = {
             "keep_window_size": 5, "selection_scores": scores, "is_causal": is_causal, "selection": selection,
         }  # fmt: skip
-        found = flash_dmattn_func(q, k, v, key_intervals=shown, **options)
+        out = flash_dmattn_func(q, k, v, key_intervals=shown, **options)
         expected = flash_dmattn_func(q, k, v, attn_mask=shown.to_mask(), **options)
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(out, expected)
         some = torch.rand(2, 1, 1, S) < 0.8
-        found = flash_dmattn_func(q, k, v, some, key_intervals=shown, **options)
+        out = flash_dmattn_func(q, k, v, some, key_intervals=shown, **options)
         expected = flash_dmattn_func(q, k, v, some & shown.to_mask(), **options)
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(out, expected)
 
 
 def test_inference_before_training_changes_nothing():

@@ -189,18 +189,18 @@ def test_cache_of_another_model_made_meanwhile_is_that_of_transformers(model, mo
     from transformers.generation.continuous_batching import cache as caches
 
     group = caches.group_layers_by_attn_type
-    eager, made, name = brute_force_of(model), [], model.config._attn_implementation
+    eager, processors, name = brute_force_of(model), [], model.config._attn_implementation
 
     def make_another_cache_first(config):
         monkeypatch.undo()
         other = eager.init_continuous_batching(GenerationConfig(**GREEDY), options(model))
-        made.append(other._create_batch_processor())
+        processors.append(other._create_batch_processor())
         return group(config)
 
     monkeypatch.setattr(caches, "group_layers_by_attn_type", make_another_cache_first)
     manager = model.init_continuous_batching(GenerationConfig(**GREEDY), options(model))
-    made.append(manager._create_batch_processor())
-    kinds = [type(p.cache.cache_allocators["full_attention"]).__name__ for p in made]
+    processors.append(manager._create_batch_processor())
+    kinds = [type(p.cache.cache_allocators["full_attention"]).__name__ for p in processors]
     assert kinds == ["FullAttentionCacheAllocator", "SlotAllocator"]
     manager.destroy()
     model.set_attn_implementation(name)

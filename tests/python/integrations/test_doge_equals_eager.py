@@ -329,16 +329,16 @@ def test_mask_functions_make_intervals(pad):
     positions = {"cache_position": torch.arange(S)}
     if not IS_TRANSFORMERS_4:
         positions = {"q_length": S, "q_offset": 0}
-    made = key_interval_mask(batch_size=B, kv_length=S, attention_mask=mask, **positions)
+    intervals = key_interval_mask(batch_size=B, kv_length=S, attention_mask=mask, **positions)
     if pad is None:
-        assert is_causal_mask(made)
+        assert is_causal_mask(intervals)
         return
-    assert made.dtype == torch.int32 and made.shape == (B, 1, S, 2)
+    assert intervals.dtype == torch.int32 and intervals.shape == (B, 1, S, 2)
     expected = transformers.masking_utils.sdpa_mask(
         batch_size=B, kv_length=S, attention_mask=mask, allow_is_causal_skip=False, **positions
     )
     rows = torch.arange(S)[:, None]
-    shown = (made[:, :, None, :, 0] <= rows) & (rows < made[:, :, None, :, 1])
+    shown = (intervals[:, :, None, :, 0] <= rows) & (rows < intervals[:, :, None, :, 1])
     assert torch.equal(shown, expected)
 
 

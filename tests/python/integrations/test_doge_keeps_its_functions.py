@@ -206,10 +206,10 @@ def test_forward_of_class_replaced_before_enabling_is_called(monkeypatch):
     replace_forward_of_class(layer, monkeypatch)
     other = make_layer()[0]
     other.load_state_dict(layer.state_dict())
-    found = other(**inputs)[0]
-    assert torch.equal(found, layer(**inputs)[0])
+    out = other(**inputs)[0]
+    assert torch.equal(out, layer(**inputs)[0])
     monkeypatch.undo()
-    assert not torch.allclose(found, layer(**inputs)[0])
+    assert not torch.allclose(out, layer(**inputs)[0])
 
 
 def test_norms_of_an_enabled_model_are_initialised_by_transformers():

@@ -79,8 +79,8 @@ def test_update_returns_what_new_tokens_may_see(tokens, ours):
     new = torch.randn(2, B, 2, tokens, 8).unbind()
     scores = torch.full((B, 2, tokens), 9.0)  # the best ones
     actual = layer.update(*new, scores=scores)
-    for found, parts in zip(actual, zip(before, new, strict=True), strict=True):
-        assert torch.equal(found, torch.cat(parts, dim=2))
+    for state, parts in zip(actual, zip(before, new, strict=True), strict=True):
+        assert torch.equal(state, torch.cat(parts, dim=2))
     assert layer.get_seq_length() == S + tokens
     fresh = type(layer)(layer.rule)
     assert fresh.update(*new, scores=scores) == new

@@ -95,5 +95,5 @@ def test_saved_config_has_the_rule(tmp_path):
     }
     LlamaConfig(num_hidden_layers=2, **rule).save_pretrained(tmp_path)
     config = LlamaConfig.from_pretrained(tmp_path)
-    found = DynamicMaskCache(config).layers[1].rule
-    assert found.non_default_parts() == rule | {"keep_window_size": (5, 2)}
+    layer_rule = DynamicMaskCache(config).layers[1].rule
+    assert layer_rule.non_default_parts() == rule | {"keep_window_size": (5, 2)}

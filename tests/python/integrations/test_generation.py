@@ -161,9 +161,9 @@ def test_enabled_model_uses_dynamic_mask_cache():
     with torch.no_grad():
         assert isinstance(ours(ids).past_key_values, DynamicMaskCache)
         assert ours(ids, use_cache=False).past_key_values is None
-    given = ours.generate(ids, max_new_tokens=2, return_dict_in_generate=True, use_cache=True,
+    generated = ours.generate(ids, max_new_tokens=2, return_dict_in_generate=True, use_cache=True,
                           past_key_values=transformers.DynamicCache())  # fmt: skip
-    assert not isinstance(given.past_key_values, DynamicMaskCache)
+    assert not isinstance(generated.past_key_values, DynamicMaskCache)
     ours.set_attn_implementation("eager")
     with torch.no_grad():
         assert not isinstance(ours(ids).past_key_values, DynamicMaskCache)
@@ -194,13 +194,13 @@ def test_model_loaded_by_name_generates_as_eager(kind, way, tmp_path):
         "static": lambda: transformers.StaticCache(config=stock.config, max_cache_len=S + 24),
     }
     ids, mask = make_ids(B, S), left_padding(B, S, 13)
-    expected, found = (
+    expected, tokens = (
         model.generate(
             ids, attention_mask=mask, past_key_values=caches[kind](), **FRESH, **WAYS[way]
         )
         for model in (eager, stock)
     )
-    assert torch.equal(found, expected)
+    assert torch.equal(tokens, expected)
 
 
 @pytest.mark.filterwarnings("ignore:attn_implementation")

@@ -37,12 +37,12 @@ def distinct_ids(length):
 def steps(model, cache, ids):
     """Logits of a prompt and of the tokens after it, one at a time."""
     with torch.no_grad():
-        found = [model(ids[:, :PROMPT], past_key_values=cache).logits]
-        found += [
+        logits = [model(ids[:, :PROMPT], past_key_values=cache).logits]
+        logits += [
             model(ids[:, i : i + 1], past_key_values=cache).logits
             for i in range(PROMPT, PROMPT + NEW)
         ]
-    return torch.cat(found, 1)
+    return torch.cat(logits, 1)
 
 
 def norms_by_definition(model, ids, visible_of):
@@ -109,8 +109,8 @@ def test_sparse_prefill_is_an_option(dense_prefill):
     base, ids = make_base(), make_ids(PROMPT)
     expected = base(ids).logits
     model = add_press(base, NormPress(), 4, dense_prefill=dense_prefill)
-    found = model(ids, past_key_values=DynamicCache(config=model.config)).logits
-    assert ((found - expected).abs().max() < 1e-4) == dense_prefill
+    logits = model(ids, past_key_values=DynamicCache(config=model.config)).logits
+    assert ((logits - expected).abs().max() < 1e-4) == dense_prefill
     remove_learned_scores(model)
     assert torch.equal(base(ids).logits, expected)
     assert not any(hasattr(layer.self_attn, "rotary_emb") for layer in base.model.layers)
@@ -205,11 +205,11 @@ def test_kept_keys_and_next_logits_are_those_of_kvpress(family, name, kvpress, t
     with torch.no_grad():
         torch.manual_seed(0)
         model(ids[:, :PROMPT], past_key_values=cache)
-        found = model(ids[:, PROMPT : PROMPT + 1], past_key_values=cache).logits
+        logits = model(ids[:, PROMPT : PROMPT + 1], past_key_values=cache).logits
         slots = DynamicMaskCache(model.config)
         torch.manual_seed(0)
         model(ids[:, :PROMPT], past_key_values=slots)
-    torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
+    torch.testing.assert_close(logits, expected, atol=3e-5, rtol=1e-4)
     for layer, keys in zip(slots.layers, kept, strict=True):
         assert layer.keys.shape[2] == keep + 1  # the last key of the prompt, which is recent
         assert (torch.cdist(keys, layer.keys).amin(-1) < 1e-4).all()
@@ -226,8 +226,8 @@ def test_thresholds_equal_kvpress(family, name, threshold, decoding, kvpress, th
     theirs.set_attn_implementation("sdpa")
     expected, _ = their_steps(theirs, press, ids)
     model = add_press(make_base(family), press)
-    found = steps(model, DynamicCache(config=model.config), ids)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    logits = steps(model, DynamicCache(config=model.config), ids)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["SnapKVPress", "TOVAPress", "ObservedAttentionPress"])

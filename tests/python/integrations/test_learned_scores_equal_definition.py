@@ -35,10 +35,10 @@ def logits_and_gradients(model, name):
 
 def assert_equals_definition(model, name, phase):
     model.set_score_phase(phase)
-    found = logits_and_gradients(model, name)
+    results = logits_and_gradients(model, name)
     with by_definition(model):
         expected = logits_and_gradients(model, name)
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(results, expected, strict=True):
         if theirs is None:
             assert ours is None or not ours.any()
         else:
@@ -106,8 +106,8 @@ def test_text_decoders_of_multimodal_models_equal_definition(name):
     from scored_families import compare_scores
     from tiny_models import model_classes
 
-    found = {model_class.name: model_class for model_class in model_classes()}
-    assert compare_scores(found[f"{name}ForConditionalGeneration"]).kind == "equal"
+    classes = {model_class.name: model_class for model_class in model_classes()}
+    assert compare_scores(classes[f"{name}ForConditionalGeneration"]).kind == "equal"
 
 
 def test_custom_scorers_get_hidden_keys_and_values():
@@ -141,5 +141,5 @@ def test_scores_without_end_have_finite_gradients():
     model = add_learned_scores(make_base(), **RULES["all"], scorer=Own())
     for phase in ("soft", "hard"):
         model.set_score_phase(phase)
-        for found in logits_and_gradients(model, "left"):
-            assert found is None or found.isfinite().all()
+        for result in logits_and_gradients(model, "left"):
+            assert result is None or result.isfinite().all()

@@ -62,7 +62,7 @@ def test_steps_and_chunks_equal_definition(rule, name):
     model, ids = make_scored(rule=rule), make_ids(PROMPT + NEW)
     mask = padded(PROMPT + NEW)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    cache, found = make_cache(model, name), []
+    cache, logits = make_cache(model, name), []
     cuts = [0, 7, PROMPT, *range(PROMPT + 1, PROMPT + NEW + 1)]
     with torch.no_grad():
         for start, stop in zip(cuts, cuts[1:], strict=False):
@@ -70,10 +70,10 @@ def test_steps_and_chunks_equal_definition(rule, name):
                 ids[:, start:stop], attention_mask=mask[:, :stop], position_ids=positions[:, start:stop],
                 past_key_values=cache, use_cache=True,
             )  # fmt: skip
-            found.append(out.logits)
-    found, expected = torch.cat(found, 1), by_definition_of(model, ids, mask)
+            logits.append(out.logits)
+    logits, expected = torch.cat(logits, 1), by_definition_of(model, ids, mask)
     tokens = mask.bool()
-    torch.testing.assert_close(found[tokens], expected[tokens], atol=5e-5, rtol=1e-4)
+    torch.testing.assert_close(logits[tokens], expected[tokens], atol=5e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", CACHES)
@@ -208,11 +208,13 @@ def test_static_cache_takes_a_dense_mask_of_padding(rule):
     causal = torch.ones(PROMPT, PROMPT, dtype=torch.bool).tril()
     mask = torch.nn.functional.pad(causal & padding[:, None, None].bool(), (0, NEW + 3))
     with torch.no_grad():
-        found, expected = (
-            model(ids, attention_mask=given, past_key_values=CACHES["static"](model)).logits
-            for given in (mask, padding)
+        logits, expected = (
+            model(
+                ids, attention_mask=attention_mask, past_key_values=CACHES["static"](model)
+            ).logits
+            for attention_mask in (mask, padding)
         )
-    torch.testing.assert_close(found[padding.bool()], expected[padding.bool()])
+    torch.testing.assert_close(logits[padding.bool()], expected[padding.bool()])
 
 
 @pytest.mark.skipif(IS_TRANSFORMERS_4, reason="tiny models are those of transformers 5")
@@ -220,23 +222,24 @@ def test_packed_texts_stay_apart_in_a_multimodal_model():
     """The masks of Gemma 3 with images are made before its text decoder makes a cache, by positions."""
     from tiny_models import model_classes, tiny_config, tiny_model
 
-    found = {model_class.name: model_class for model_class in model_classes()}
-    multimodal = found["Gemma3ForConditionalGeneration"]
+    classes = {model_class.name: model_class for model_class in model_classes()}
+    multimodal = classes["Gemma3ForConditionalGeneration"]
     model = tiny_model(multimodal, tiny_config(multimodal), "eager")
     ids = make_ids(PROMPT)
     with torch.no_grad():
         expected = model(ids, position_ids=POSITIONS, use_cache=True).logits
         add_learned_scores(model, keep_window_size=PROMPT)
-        found = model(ids, position_ids=POSITIONS, use_cache=True).logits
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+        logits = model(ids, position_ids=POSITIONS, use_cache=True).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_slots_of_layers_with_other_numbers_in_the_cache_are_refused():
     pytest.importorskip("transformers", minversion="5.24")
     from tiny_models import model_classes, tiny_config, tiny_model
 
-    found = {model_class.name: model_class for model_class in model_classes()}["HrmTextForCausalLM"]
-    model = tiny_model(found, tiny_config(found), "eager")
+    classes = {model_class.name: model_class for model_class in model_classes()}
+    hrm_class = classes["HrmTextForCausalLM"]
+    model = tiny_model(hrm_class, tiny_config(hrm_class), "eager")
     add_learned_scores(model, keep_window_size=PROMPT)
     cache = DynamicMaskCache(model.config)
     with pytest.raises(

@@ -251,11 +251,11 @@ def test_compiled_model_is_one_graph(family, name, phase):
 
     compiled = torch.compile(compute, fullgraph=True, backend="aot_eager_decomp_partition")
     parameters = [p for p in model.parameters() if p.requires_grad]
-    found, expected = (
+    results, expected = (
         [loss, *torch.autograd.grad(loss, parameters, allow_unused=True)]
         for loss in (compiled(ids), compute(ids))
     )
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-6)
 
 
 def opt():
@@ -287,8 +287,8 @@ def test_compiled_decoder_whose_mask_ignores_positions_sees_one_text(make, name)
     expected = model(ids, use_cache=False, **INPUTS[name])[0]
     add_learned_scores(model, keep_window_size=21)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    found = compiled(ids, use_cache=False, **INPUTS[name])[0]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    out = compiled(ids, use_cache=False, **INPUTS[name])[0]
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
 @since_transformers_5
@@ -328,13 +328,13 @@ def test_removed_from_a_compiled_model_scores_leave_its_bits():
 def test_compiled_prompt_fills_a_cache_like_an_uncompiled_one():
     torch._dynamo.reset()
     model, ids = make_scored(), make_ids()
-    found = []
+    logits = []
     with torch.no_grad():
         for prompt in (model, torch.compile(model, fullgraph=True, backend="eager")):
             out = prompt(ids, use_cache=True)
             step = model(ids[:, :1], past_key_values=out.past_key_values)
-            found.append([out.logits, step.logits])
-    torch.testing.assert_close(found[1], found[0])
+            logits.append([out.logits, step.logits])
+    torch.testing.assert_close(logits[1], logits[0])
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -348,8 +348,8 @@ def test_documents_of_a_dense_mask_are_those_of_positions(compiled):
     expected = model(ids, use_cache=False, position_ids=positions).logits
     if compiled:
         model = torch.compile(model, fullgraph=True, backend="eager")
-    found = model(ids, use_cache=False, position_ids=positions, attention_mask=mask).logits
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    logits = model(ids, use_cache=False, position_ids=positions, attention_mask=mask).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
 
 
 @since_transformers_5
@@ -358,7 +358,7 @@ def test_documents_of_a_dense_mask_are_those_of_positions(compiled):
 def test_compiled_step_of_a_static_cache_is_one_graph(rule, kind):
     torch._dynamo.reset()
     model, ids = make_scored(rule=rule).requires_grad_(False), make_ids(12)
-    found = []
+    logits = []
     for compiled in (False, True):
         if kind == "slots":
             cache = DynamicMaskCache(model.config, static=True)
@@ -367,10 +367,10 @@ def test_compiled_step_of_a_static_cache_is_one_graph(rule, kind):
         with torch.no_grad():
             model(ids[:, :9], past_key_values=cache)
             step = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
-            found.append(
+            logits.append(
                 [step(ids[:, i : i + 1], past_key_values=cache).logits for i in (9, 10, 11)]
             )
-    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(logits[1], logits[0])
 
 
 def _compare_sharded(rank, folder):
@@ -392,13 +392,13 @@ def _compare_sharded(rank, folder):
         saved = load_scores(make_base(), folder)
         mine = ids[2 * rank : 2 * rank + 2]
         sharded(mine, labels=mine).loss.backward()
-        own = dict(make_scored().named_parameters())
+        base_parameters = dict(make_scored().named_parameters())
         for name, parameter in saved.named_parameters():
-            torch.testing.assert_close(parameter, own[name])
+            torch.testing.assert_close(parameter, base_parameters[name])
         for name, parameter in sharded.named_parameters():
             gradient = parameter.grad
-            found = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-            torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=1e-6)
+            whole_gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            torch.testing.assert_close(whole_gradient, expected[name], rtol=1e-4, atol=1e-6)
         with pytest.raises(ValueError, match="with learned scores, expected one without"):
             add_learned_scores(sharded, keep_window_size=3)
 

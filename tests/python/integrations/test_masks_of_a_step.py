@@ -73,7 +73,7 @@ def test_mask_of_a_step_equals_that_of_transformers(cache, padding, tokens):
             padding[1, S : S + 1] = False  # among the new tokens, too
     config, cache = make_step(cache, padding)
     embeddings = torch.empty(B, tokens, 0)
-    made = masking_utils.create_causal_mask(config, embeddings, padding, cache)
+    mask = masking_utils.create_causal_mask(config, embeddings, padding, cache)
     key_length, key_offset = cache.get_mask_sizes(tokens, 0)
     expected = masking_utils.sdpa_mask(
         batch_size=B,
@@ -85,14 +85,14 @@ def test_mask_of_a_step_equals_that_of_transformers(cache, padding, tokens):
         allow_is_causal_skip=False,
     )
     rows = torch.arange(tokens)[:, None]
-    if made is None:
+    if mask is None:
         assert tokens == 1  # at the last key
-    if made is None or is_causal_mask(made):
+    if mask is None or is_causal_mask(mask):
         shown = torch.arange(key_length) <= rows + key_length - tokens
         shown = shown.expand(B, 1, -1, -1)
     else:
-        assert made.dtype == torch.int32 and made.shape == (B, 1, key_length, 2)
-        first, last = made[:, :, None].unbind(-1)
+        assert mask.dtype == torch.int32 and mask.shape == (B, 1, key_length, 2)
+        first, last = mask[:, :, None].unbind(-1)
         assert ((first >= 0) & (first <= last) & (last <= tokens)).all()
         shown = (first <= rows) & (rows < last)
     assert torch.equal(shown, expected)
@@ -101,8 +101,8 @@ def test_mask_of_a_step_equals_that_of_transformers(cache, padding, tokens):
 def test_positions_with_gaps_give_right_mask():
     """transformers 4 gives the positions of all queries."""
     position, padding = torch.tensor([3, 4, 8]), torch.arange(12)[None] != 5
-    made = key_interval_mask(1, 12, cache_position=position, attention_mask=padding)
-    first, last = made[:, :, None].unbind(-1)
+    intervals = key_interval_mask(1, 12, cache_position=position, attention_mask=padding)
+    first, last = intervals[:, :, None].unbind(-1)
     rows = torch.arange(3)[:, None]
     shown = (first <= rows) & (rows < last)
     expected = (torch.arange(12) <= position[:, None]) & padding
@@ -115,18 +115,18 @@ def test_length_tensor_of_one_dimension_is_accepted(is_padded):
     """Static caches of transformers 5.4 and 5.5 have such a length."""
     padding = left_padding(B, 8, 3).bool() if is_padded else None
     expected = key_interval_mask(B, 8, 3, torch.tensor(4), 0, attention_mask=padding)
-    made = key_interval_mask(B, 8, 3, torch.tensor([4]), 0, attention_mask=padding)
-    assert made.dtype == torch.int32
-    assert torch.equal(made, expected)
+    intervals = key_interval_mask(B, 8, 3, torch.tensor([4]), 0, attention_mask=padding)
+    assert intervals.dtype == torch.int32
+    assert torch.equal(intervals, expected)
 
 
 def test_mask_has_batch_of_the_model():
     padding = left_padding(1, 8, 3).bool()
     for queries, offset in ((8, 0), (1, 7)):
-        made, expected = (
+        intervals, expected = (
             key_interval_mask(3, 8, queries, offset, attention_mask=mask)
             for mask in (padding, padding.expand(3, -1))
         )
-        assert made.shape == (3, 1, 8, 2)
-        assert torch.equal(made, expected)
+        assert intervals.shape == (3, 1, 8, 2)
+        assert torch.equal(intervals, expected)
     assert key_interval_mask(2, 0, 3, attention_mask=torch.ones(2, 0).bool()).shape == (2, 1, 0, 2)

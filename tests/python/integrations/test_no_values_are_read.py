@@ -103,9 +103,9 @@ def test_captured_model_step_reads_no_values(family, inputs, monkeypatch):
         monkeypatch.setattr(torch.cuda, function, lambda: True)
     monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
     with OperatorsCalled() as called:
-        found = step()
+        results = step()
     assert called.all and not called.reads()
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.transformers

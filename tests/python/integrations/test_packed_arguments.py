@@ -56,9 +56,9 @@ def test_rows_with_different_documents_equal_single_calls():
 
 @pytest.mark.parametrize("name", [*OFFSET_ARGUMENTS, *LONGEST])
 def test_incomplete_packed_arguments_raise(name):
-    given = {name: (OFFSET_ARGUMENTS | LONGEST)[name]}
+    arguments = {name: (OFFSET_ARGUMENTS | LONGEST)[name]}
     with pytest.raises(ValueError, match="cu_seq_lens_[qk]: got None"):
-        attend(*make_states(batch=1), None, None, **given)
+        attend(*make_states(batch=1), None, None, **arguments)
 
 
 @pytest.mark.parametrize("packed", [OFFSET_ARGUMENTS, {"position_ids": POSITIONS}])

@@ -100,11 +100,13 @@ def test_trl_trains_as_on_the_documents_alone(family, feed, tmp_path):
     model.zero_grad()
     model.set_attn_implementation("flash_dmattn")
 
-    found = []
+    step_gradients = []
 
     class Gradients(transformers.TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
-            found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+            step_gradients.append(
+                [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            )
 
     # TRL takes every Doge for a mixture of experts like Mixtral, and fails in the auxiliary loss of its router.
     has_option = family == "Doge" and hasattr(trl.SFTConfig, "router_aux_loss_coef")
@@ -123,5 +125,5 @@ def test_trl_trains_as_on_the_documents_alone(family, feed, tmp_path):
     assert batch["input_ids"].shape == (1, 40) and (batch["position_ids"] == 0).sum() == 3
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    assert all(torch.isfinite(torch.tensor(losses))) and len(found) == 2
-    torch.testing.assert_close(found[0], alone[1:], rtol=1e-4, atol=1e-6)
+    assert all(torch.isfinite(torch.tensor(losses))) and len(step_gradients) == 2
+    torch.testing.assert_close(step_gradients[0], alone[1:], rtol=1e-4, atol=1e-6)

@@ -39,16 +39,21 @@ def heads_first():
 
 
 def call_with_heads_first(**options):
-    given = dict(zip(("query", "key", "value"), heads_first(), strict=True))
-    given |= {"module": Layer(), "attention_mask": None} | options
-    return flash_dynamic_mask_attention_forward(**given)
+    arguments = dict(zip(("query", "key", "value"), heads_first(), strict=True))
+    arguments |= {"module": Layer(), "attention_mask": None} | options
+    return flash_dynamic_mask_attention_forward(**arguments)
 
 
 def call_with_tokens_first(**options):
     names = ("query_states", "key_states", "value_states")
-    given = dict(zip(names, make_states(), strict=True))
-    given |= {"attention_mask": None, "attention_bias": None, "query_length": S, "key_length": S}
-    return _flash_dynamic_mask_attention_forward(**given | {"is_causal": True} | options)
+    arguments = dict(zip(names, make_states(), strict=True))
+    arguments |= {
+        "attention_mask": None,
+        "attention_bias": None,
+        "query_length": S,
+        "key_length": S,
+    }
+    return _flash_dynamic_mask_attention_forward(**arguments | {"is_causal": True} | options)
 
 
 def test_settings_come_from_the_module_or_the_call():
@@ -156,18 +161,18 @@ def test_masks_of_integers_over_two_keys_are_no_intervals(shape):
     states = (query[:, :, : shape[2]], key[:, :, :2], value[:, :, :2])
     mask = torch.ones(shape, dtype=torch.int32)
     mask[..., 0, 1] = 0
-    found, expected = (
+    out, expected = (
         flash_dynamic_mask_attention_forward(Layer(), *states, m)[0] for m in (mask, mask.bool())
     )
-    assert torch.equal(found, expected)
+    assert torch.equal(out, expected)
 
 
 def test_intervals_of_two_queries_remain_intervals():
     states = [t[:, :, :2] for t in heads_first()]
     intervals = torch.tensor([[0, 2], [1, 2]], dtype=torch.int32).expand(B, 1, 2, 2)
-    found, _ = flash_dynamic_mask_attention_forward(Layer(), *states, intervals)
+    out, _ = flash_dynamic_mask_attention_forward(Layer(), *states, intervals)
     expected, _ = flash_dynamic_mask_attention_forward(Layer(), *states, None)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(out, expected)
     either = torch.tensor([[0, 1], [0, 0]], dtype=torch.int32).expand(B, 1, 2, 2)
     with pytest.raises(
         ValueError, match="attention_mask: got int32 of shape .* which is a mask or intervals"
@@ -233,11 +238,11 @@ WRONG_TOKENS_FIRST = {
     "call, name, values",
     [
         (call, name, values)
-        for call, own in (
+        for call, wrong_arguments in (
             (call_with_heads_first, WRONG_HEADS_FIRST),
             (call_with_tokens_first, WRONG_TOKENS_FIRST),
         )
-        for name, values in (WRONG | own).items()
+        for name, values in (WRONG | wrong_arguments).items()
     ],
 )
 def test_errors_name_the_argument_of_the_caller(call, name, values):

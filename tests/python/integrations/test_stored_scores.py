@@ -148,5 +148,5 @@ def test_static_cache_steps_share_one_graph():
     torch.testing.assert_close(logits[1], logits[0], atol=2e-4, rtol=2e-4)
     (graph,) = counter.graphs
     linear = [node for node in graph.graph.nodes if node.target is torch.nn.functional.linear]
-    made = [node.meta["example_value"].shape for node in linear]
-    assert [tokens for _, tokens, size in made if size == 2] == [1] * 3  # by dt_proj
+    shapes = [node.meta["example_value"].shape for node in linear]
+    assert [tokens for _, tokens, size in shapes if size == 2] == [1] * 3  # by dt_proj

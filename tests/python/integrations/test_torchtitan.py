@@ -38,11 +38,11 @@ def loss_and_gradients(model, tokens, labels, positions):
         logits.flatten(0, 1).float(), labels.flatten(), reduction="sum"
     )
     losses.backward()
-    found = [losses.detach()]
+    results = [losses.detach()]
     for parameter in model.parameters():
         gradient = parameter.grad
-        found.append(gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient)
-    return found
+        results.append(gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient)
+    return results
 
 
 def batch():
@@ -68,10 +68,10 @@ def pieces_equal_the_whole(rank, count):
     inputs, labels, extra = prepare_context_parallel_input(
         inputs, labels, {"positions": positions}, mesh, torch.device("cpu"), None
     )
-    found = loss_and_gradients(model, inputs, labels, extra["positions"])
-    for part in found:
+    results = loss_and_gradients(model, inputs, labels, extra["positions"])
+    for part in results:
         dist.all_reduce(part)
-    for actual, wanted in zip(found, expected, strict=True):
+    for actual, wanted in zip(results, expected, strict=True):
         assert (actual - wanted).norm() <= 1e-4 * wanted.norm()
     scores = [p for name, p in model.named_parameters() if "inner_attention" in name]
     assert len(scores) == 4 and all(p.grad.any() for p in scores)
@@ -117,10 +117,10 @@ def parallelized_equals_the_whole(rank, degrees):
     inputs, labels, extra = prepare_context_parallel_input(
         inputs[mine], labels[mine], {"positions": positions[mine]}, dims.get_mesh("cp"), torch.device("cpu"), None
     )  # fmt: skip
-    found = loss_and_gradients(model, inputs, labels, extra["positions"])
-    dist.all_reduce(found[0])
-    found[0] /= tp
-    for actual, wanted in zip(found, expected, strict=True):
+    results = loss_and_gradients(model, inputs, labels, extra["positions"])
+    dist.all_reduce(results[0])
+    results[0] /= tp
+    for actual, wanted in zip(results, expected, strict=True):
         assert (actual - wanted).norm() <= 1e-4 * wanted.norm()
 
 
@@ -155,9 +155,9 @@ def test_example_is_a_config_whose_attention_chooses_keys(name):
         ["--module", "torchtitan_llama", "--config", name, "--training.seq_len", "4096"]
     )
     config.model_spec.model.update_from_config(config=config)
-    found = list(config.model_spec.traverse(DynamicMaskInnerAttention.Config))
+    attention_configs = list(config.model_spec.traverse(DynamicMaskInnerAttention.Config))
     assert config.training.seq_len == 4096
-    assert len(found) == len(config.model_spec.model.layers)
+    assert len(attention_configs) == len(config.model_spec.model.layers)
     assert config.parallelism.context_parallel_load_balancer is None
 
 

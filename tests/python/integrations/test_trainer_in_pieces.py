@@ -29,13 +29,11 @@ MODELS = {"Doge": make_doge, "Llama with scores": make_llama}
 
 
 def data():
-    found = []
+    rows = []
     for seed in range(8):
         tokens, labels, _ = batch_of("whole", seed)
-        found += [
-            {"input_ids": t, "labels": label} for t, label in zip(tokens, labels, strict=True)
-        ]
-    return found
+        rows += [{"input_ids": t, "labels": label} for t, label in zip(tokens, labels, strict=True)]
+    return rows
 
 
 def train(folder, name, pieces):
@@ -132,8 +130,10 @@ def compare_with_fsdp(rank):
     mean = ContextParallel(every).mean(total, (piece.shift_labels != -100).sum())
     torch.testing.assert_close(mean, loss, rtol=1e-5, atol=0)
     mean.backward()
-    for (name, own), other in zip(sharded.named_parameters(), model.parameters(), strict=True):
-        gradient = own.grad.full_tensor()
+    for (name, parameter), other in zip(
+        sharded.named_parameters(), model.parameters(), strict=True
+    ):
+        gradient = parameter.grad.full_tensor()
         assert (gradient - other.grad).abs().max() <= 3e-5 * other.grad.abs().max(), name
 
 

@@ -73,7 +73,7 @@ def test_settings_without_states_raise(changes, message):
 
 
 @pytest.mark.parametrize(
-    "given, expected",
+    "splitting_ops, expected",
     [
         (None, ["vllm::attention", "vllm::flash_dmattn_extend"]),
         ([], []),
@@ -81,8 +81,8 @@ def test_settings_without_states_raise(changes, message):
         (["vllm::flash_dmattn_extend"], ["vllm::flash_dmattn_extend"]),
     ],
 )
-def test_piecewise_graphs_split_at_dmattn_operator(given, expected):
-    settings = settings_of(make_model().config, splitting_ops=given)
+def test_piecewise_graphs_split_at_dmattn_operator(splitting_ops, expected):
+    settings = settings_of(make_model().config, splitting_ops=splitting_ops)
     SlotModelConfig.verify_and_update_config(settings)
     assert settings.compilation_config.splitting_ops == expected
 

@@ -319,16 +319,16 @@ def test_nonfinite_scores_choose_by_definition(mask, window):
     values = torch.tensor([-torch.inf, -torch.inf, torch.nan, torch.inf, 1.0, 2.0])
     scores = values[torch.randint(len(values), (1, 2, 40))]
     causal = causal_elements(40, 40)
-    given = {
+    attn_mask = {
         None: None,
         "padding": torch.arange(40)[None] >= 4,
         "causal": causal[None, None],
         "random": torch.rand(1, 1, 40, 40) < 0.8,
     }[mask]
-    allowed = causal if given is None else causal & given.view(1, 1, -1, 40)
+    allowed = causal if attn_mask is None else causal & attn_mask.view(1, 1, -1, 40)
     shown = select(scores, window, allowed.expand(1, 2, 40, 40))
     actual = flash_dmattn_func(
-        q, k, v, given, is_causal=True, keep_window_size=window, selection_scores=scores
+        q, k, v, attn_mask, is_causal=True, keep_window_size=window, selection_scores=scores
     )
     expected = flash_dmattn_func(q, k, v, shown)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)

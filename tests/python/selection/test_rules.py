@@ -62,7 +62,7 @@ def definition(scores, rule, mask, **places):
     windows = list(rule.windows()) or [None]
     rows = []
     for b in range(batch):
-        own = {
+        row_places = {
             name: value[b] if value.dim() == 2 else value
             for name, value in places.items()
             if name != "is_causal"
@@ -70,7 +70,7 @@ def definition(scores, rule, mask, **places):
         for h in range(heads):
             head_rule = rule._replace(keep_window_size=windows[h % len(windows)])
             rows.append(
-                visible_keys(scores[b, h], head_rule, present=mask[b, h], is_causal=places["is_causal"], **own)
+                visible_keys(scores[b, h], head_rule, present=mask[b, h], is_causal=places["is_causal"], **row_places)
             )  # fmt: skip
     return torch.stack(rows).unflatten(0, (batch, heads))
 

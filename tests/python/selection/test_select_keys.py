@@ -10,12 +10,12 @@ from flash_dmattn.keys.best_keys import indices_of_true
 def by_definition(scores, window, present):
     """The keys of one row that fewer than `window` better ones beat, by two loops."""
     chosen = []
-    for j, own in enumerate(scores.tolist()):
+    for j, score in enumerate(scores.tolist()):
         beaten = sum(
-            bool(present[i]) and (other > own or (other == own and i > j))
-            for i, other in enumerate(scores.tolist())
+            bool(present[i]) and (other_score > score or (other_score == score and i > j))
+            for i, other_score in enumerate(scores.tolist())
         )
-        if present[j] and own == own and beaten < window:
+        if present[j] and score == score and beaten < window:
             chosen.append(j)
     return chosen
 

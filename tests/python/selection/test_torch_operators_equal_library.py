@@ -42,9 +42,9 @@ def test_selection_is_the_librarys(
 
 def test_selection_by_torch_matches_definition():
     scores = torch.randint(6, (2, 3, 90)).float()
-    found = torch_operators.select_key_intervals(scores, None, [11], "per_query", True, 90)
+    intervals = torch_operators.select_key_intervals(scores, None, [11], "per_query", True, 90)
     assert torch.equal(
-        KeyIntervals(found, 90).to_mask(), select(scores, 11, causal_elements(90, 90))
+        KeyIntervals(intervals, 90).to_mask(), select(scores, 11, causal_elements(90, 90))
     )
 
 
@@ -67,8 +67,8 @@ def test_tile_lists_are_the_librarys(shape, query_length, tile_rows, bound_known
 
 
 def assert_same_lists(tile_lists, expected):
-    for found, wanted in zip(tile_lists[2:], expected[2:], strict=True):
-        assert torch.equal(found, wanted)
+    for actual, wanted in zip(tile_lists[2:], expected[2:], strict=True):
+        assert torch.equal(actual, wanted)
     for one, other in zip(lists_of(tile_lists), lists_of(expected), strict=True):
         assert torch.equal(one, other)
 

@@ -37,13 +37,13 @@ def test_query_heads_have_the_window_of_their_key_head(kind, heads_of_scores, he
 
     expected = []
     for head in range(4):
-        own = dict(rule)
+        head_rule = dict(rule)
         if kind == "padding":
-            own["attn_mask"] = of_head(rule["attn_mask"], head)
+            head_rule["attn_mask"] = of_head(rule["attn_mask"], head)
         one = slice(head // 2, head // 2 + 1)
         expected.append(
             attend(q[:, :, [head]], k[:, :, one], v[:, :, one], of_head(bias, head),
-                   of_head(scores, head), (2, 5)[head // 2], **own)
+                   of_head(scores, head), (2, 5)[head // 2], **head_rule)
         )  # fmt: skip
     actual = attend(q, k, v, bias, scores, (2, 5), **rule)
     torch.testing.assert_close(actual, torch.cat(expected, 2), atol=2e-6, rtol=1e-5)

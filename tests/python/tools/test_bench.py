@@ -57,9 +57,9 @@ def test_rows_are_printed_written_and_drawn(capsys, tmp_path):
     wanted = ["--case", "dense", "scaling", "dense_masks", *SMALL, "--json", str(file)]
     printed = run(capsys, *wanted)
     assert "per_query B1 H8 N96 D64 w16" in printed and "TFLOP/s" in printed
-    found = record.read(file)
-    assert found["machine"]["name"] and found["versions"]["torch"] == torch.__version__
-    titles = {(Case.parse(row["case"]), row["side"]) for row in found["rows"]}
+    content = record.read(file)
+    assert content["machine"]["name"] and content["versions"]["torch"] == torch.__version__
+    titles = {(Case.parse(row["case"]), row["side"]) for row in content["rows"]}
     assert {(case.kind, case.seqlen, side) for case, side in titles} == {
         (kind, n, side)
         for kind in (DENSE, PER_QUERY, DENSE_MASKS)
@@ -67,13 +67,13 @@ def test_rows_are_printed_written_and_drawn(capsys, tmp_path):
         for side in ("cpu", "sdpa")
     }
     assert all(
-        row[name] > 0 for row in found["rows"] for name in ("forward", "backward", "peak_mb")
+        row[name] > 0 for row in content["rows"] for name in ("forward", "backward", "peak_mb")
     )
     assert bench.main(["show", str(file), "--plot", str(picture)]) == 0
     assert "per_query B1 H8 N96 D64 w16" in capsys.readouterr().out
     assert "sequence length N" in picture.read_text()
     assert bench.main(["compare", str(file), str(file)]) == 0
-    assert capsys.readouterr().out.count("ratio 1.000 / 1.000") == 2 * len(found["rows"])
+    assert capsys.readouterr().out.count("ratio 1.000 / 1.000") == 2 * len(content["rows"])
 
 
 def test_pictures_have_panels_of_what_varies(capsys, tmp_path):
@@ -321,8 +321,8 @@ def test_peak_counts_the_mask_that_a_rival_needs():
 
 
 def test_length_option_replaces_case_length():
-    found = cases_of("cpu", "scaling", [128], [32, 64])
-    assert [(case.seqlen, case.window) for case in found] == [(128, 32), (128, 64)]
+    cases = cases_of("cpu", "scaling", [128], [32, 64])
+    assert [(case.seqlen, case.window) for case in cases] == [(128, 32), (128, 64)]
     assert [case.window for case in cases_of("cpu", "dense", [128], [32, 64])] == [None]
 
 

@@ -34,11 +34,11 @@ def test_right_backend_passes(small, capsys, tmp_path):
     assert main(["check", "--backend", "cpu", "--quick", "--json", str(file)]) == 0
     printed = capsys.readouterr().out
     assert "cpu: " in printed and " 0 failed" in printed and "dbias" in printed
-    found = json.loads(file.read_text())
-    assert found["complete"] and not found["failed"]
-    assert found["environment"]["torch"] == torch.__version__
-    assert {row["case"] for row in found["rows"]} == {*NAMES, "choice of keys", "determinism"}
-    for row in found["rows"]:
+    report = json.loads(file.read_text())
+    assert report["complete"] and not report["failed"]
+    assert report["environment"]["torch"] == torch.__version__
+    assert {row["case"] for row in report["rows"]} == {*NAMES, "choice of keys", "determinism"}
+    for row in report["rows"]:
         assert row["verdict"] == "pass" and (row["error"] is None or row["error"] <= row["bound"])
 
 
@@ -117,8 +117,8 @@ def test_interrupt_keeps_what_is_finished(small, capsys, monkeypatch, tmp_path):
     file = tmp_path / "check.json"
     assert check_of(interrupted, monkeypatch, "--json", str(file)) == 130
     assert "Interrupted after" in capsys.readouterr().err
-    found = json.loads(file.read_text())
-    assert not found["complete"] and {row["case"] for row in found["rows"]} == {"plain_f32"}
+    report = json.loads(file.read_text())
+    assert not report["complete"] and {row["case"] for row in report["rows"]} == {"plain_f32"}
 
 
 def test_missing_backend_prints_reason(capsys, tmp_path):
@@ -127,20 +127,20 @@ def test_missing_backend_prints_reason(capsys, tmp_path):
     for backend in missing:
         assert main(["check", "--backend", backend.name, "--json", str(file)]) == 2
         assert f"{backend.name} cannot run here: {backend.reason}" in capsys.readouterr().err
-        found = json.loads(file.read_text())
-        assert found["failed"] and backend.reason in json.dumps(found["environment"])
+        report = json.loads(file.read_text())
+        assert report["failed"] and backend.reason in json.dumps(report["environment"])
     if not missing:
         pytest.skip("every backend runs on this machine")
 
 
-@pytest.mark.parametrize("found", ["cuda", "xpu"])
-def test_backends_are_checked_where_they_run(found, monkeypatch):
-    monkeypatch.setattr(check_run, "gpu", lambda: found)
+@pytest.mark.parametrize("gpu_device", ["cuda", "xpu"])
+def test_backends_are_checked_where_they_run(gpu_device, monkeypatch):
+    monkeypatch.setattr(check_run, "gpu", lambda: gpu_device)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert [check_run.device_of(name) for name in ("cpu", "flex", "triton")] == [
         "cpu",
-        found,
-        found,
+        gpu_device,
+        gpu_device,
     ]
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert check_run.device_of("triton") == "cpu"

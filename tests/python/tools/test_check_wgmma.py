@@ -47,9 +47,9 @@ def test_local_memory_in_innermost_product_loop_fails():
 
 @pytest.mark.parametrize(("name", "expected"), [(FORWARD_128, 1), (FORWARD_256, 0)])
 def test_outer_loops_have_a_recorded_count(name, expected):
-    found = faults(name, outer="@P2 STL.64 [R1], R2")
-    assert len(found) == expected
-    assert all("loops around those" in fault for fault in found)
+    loop_faults = faults(name, outer="@P2 STL.64 [R1], R2")
+    assert len(loop_faults) == expected
+    assert all("loops around those" in fault for fault in loop_faults)
 
 
 def test_producers_have_a_recorded_number():

@@ -93,9 +93,9 @@ def byte_pair_tokenizer(folder, words):
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([words], trainer)
-    found = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    found.save_pretrained(folder)
-    return found
+    fast_tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast_tokenizer.save_pretrained(folder)
+    return fast_tokenizer
 
 
 def test_model_of_a_folder_is_trained_and_measured(tmp_path):

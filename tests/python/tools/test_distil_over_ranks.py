@@ -72,9 +72,9 @@ CLASSES = {"DDP": "DistributedDataParallel", "FSDP2": "FSDPModule"}
 
 def compare_with_one(rank, folder, way, losses, scores):
     join_accelerate(rank, way)
-    found, tensors, wrapped = scores_after_training(folder / "two", BATCH // 2)
+    rank_losses, tensors, wrapped = scores_after_training(folder / "two", BATCH // 2)
     assert CLASSES[way] in {base.__name__ for base in type(wrapped).__mro__}
-    torch.testing.assert_close(found, losses, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(rank_losses, losses, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(tensors, scores, rtol=1e-4, atol=1e-5)
     run_the_program(rank, folder / "program")
 
@@ -101,16 +101,18 @@ def test_scores_of_two_processes_are_those_of_one(way, tmp_path):
 
 def test_accumulated_steps_are_those_of_a_larger_batch(tmp_path):
     expected = scores_after_training(tmp_path / "one", BATCH)[:2]
-    found = scores_after_training(tmp_path / "two", BATCH // 2, gradient_accumulation_steps=2)[:2]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    losses_and_scores = scores_after_training(
+        tmp_path / "two", BATCH // 2, gradient_accumulation_steps=2
+    )[:2]
+    torch.testing.assert_close(losses_and_scores, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_checkpointed_layers_draw_the_same_gates_again(tmp_path):
     drawn = {"temperature": 0.1, "weight": 4.0}
     expected = scores_after_training(tmp_path / "whole", BATCH, **drawn)[:2]
     options = {"gradient_checkpointing": True}
-    *found, model = scores_after_training(tmp_path / "parts", BATCH, **drawn, **options)
-    torch.testing.assert_close(tuple(found), expected, rtol=1e-4, atol=1e-5)
+    *losses_and_scores, model = scores_after_training(tmp_path / "parts", BATCH, **drawn, **options)
+    torch.testing.assert_close(tuple(losses_and_scores), expected, rtol=1e-4, atol=1e-5)
     assert not any(m._forward_hooks for name, m in model.named_modules() if "scorer" in name)
     with pytest.raises(ValueError, match="^gradient_checkpointing_kwargs: got use_reentrant=True"):
         options["gradient_checkpointing_kwargs"] = {"use_reentrant": True}

@@ -45,8 +45,8 @@ def test_bytes_on_paper_are_those_that_are_counted(exchange, name, ranks, node):
             both.received - forward.received,
         )
 
-    found = run_in_threads(ranks, counted, node_size=node)
-    busiest = [max(max(rank_bytes[way]) for rank_bytes in found) for way in (0, 1)]
+    bytes_of_ranks = run_in_threads(ranks, counted, node_size=node)
+    busiest = [max(max(rank_bytes[way]) for rank_bytes in bytes_of_ranks) for way in (0, 1)]
     on_paper = [
         sum(hop.bytes() for hop in hops) for hops in model.exchanges(n * ranks, ranks, node)[name]
     ]

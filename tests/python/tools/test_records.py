@@ -23,8 +23,8 @@ VALID = {
 
 @pytest.mark.parametrize("path", sorted(RECORDS.glob("*/*.json")), ids=lambda path: path.stem)
 def test_record_of_this_repository_is_valid(path):
-    found = record.read(path)
-    assert found["rows"] and all(record.format_row(row) for row in found["rows"])
+    content = record.read(path)
+    assert content["rows"] and all(record.format_row(row) for row in content["rows"])
 
 
 def test_commits_of_records_are_in_history():
@@ -33,8 +33,8 @@ def test_commits_of_records_are_in_history():
         pytest.skip("the checkout has no history")
     missing = []
     for path in sorted(RECORDS.glob("*/*.json")):
-        found = record.read(path)
-        parts = [found, *found["rows"], *found.get("tests", [])]
+        content = record.read(path)
+        parts = [content, *content["rows"], *content.get("tests", [])]
         for commit in sorted({part["commit"] for part in parts if part.get("commit")}):
             if not any(one.startswith(commit.removesuffix("-dirty")) for one in history):
                 missing.append(f"{path.name}: {commit}")
@@ -47,19 +47,19 @@ def test_programs_of_commands_are_in_the_history_of_their_record():
         pytest.skip("the checkout has no history")
     missing = []
     for path in sorted(RECORDS.glob("*/*.json")):
-        found = record.read(path)
-        commit = found["commit"].removesuffix("-dirty")
+        content = record.read(path)
+        commit = content["commit"].removesuffix("-dirty")
         files = output_of("git", "ls-tree", "-r", "--name-only", "--full-tree", commit)
         named = re.findall(
-            r"[\w/-]+\.py|-m [\w.]+|\bmake \w+|\bbench_\w+\b(?!\.)", found["command"]
+            r"[\w/-]+\.py|-m [\w.]+|\bmake \w+|\bbench_\w+\b(?!\.)", content["command"]
         )
         for word in named:
             program = word.removeprefix("-m ").replace(".", "/").removesuffix("/py")
             known = word.startswith("make ") or re.search(rf"(^|/){program}\W", files, re.MULTILINE)
             if not known:
                 missing.append(f"{path.name}: {word}")
-        if not named and "note" not in found:
-            missing.append(f"{path.name}: {found['command']}")
+        if not named and "note" not in content:
+            missing.append(f"{path.name}: {content['command']}")
     assert missing == []
 
 
@@ -103,9 +103,9 @@ def test_peak_of_ranks_is_in_millions_of_bytes(monkeypatch):
 
 
 def test_row_without_times_has_no_unit_of_time():
-    found = record.row("recall", "gate", "float32", values={"recall": [0.98765432, "share"]})
-    assert found["unit"] is None and found["values"] == {"recall": [0.987654, "share"]}
-    assert record.format_row(found).endswith("recall 0.98765 share")
+    row = record.row("recall", "gate", "float32", values={"recall": [0.98765432, "share"]})
+    assert row["unit"] is None and row["values"] == {"recall": [0.987654, "share"]}
+    assert record.format_row(row).endswith("recall 0.98765 share")
 
 
 def test_documents_hold_the_tables_of_the_newest_records():
@@ -154,12 +154,12 @@ def test_chosen_rows_without_a_rival_are_left_out(tmp_path, monkeypatch):
 
 def test_written_record_is_read_back_with_one_line_per_row(tmp_path):
     path = tmp_path / "folder" / "record.json"
-    found = VALID | {
+    content = VALID | {
         "tests": [{"part": "cpp", "result": "passed"}],
         "rows": [ROW, ROW | {"run": 1}],
     }
-    record.write(path, found)
-    assert record.read(path) == found
+    record.write(path, content)
+    assert record.read(path) == content
     assert sum('"case"' in line for line in path.read_text().splitlines()) == 2
 
 
@@ -198,13 +198,13 @@ def test_rows_are_added_to_those_of_the_same_commit_alone(tmp_path):
     ],
 )  # fmt: skip
 def test_invalid_record_names_the_field(place, value, message):
-    found = copy.deepcopy(VALID)
-    parent = found
+    content = copy.deepcopy(VALID)
+    parent = content
     for key in place[:-1]:
         parent = parent[key]
     parent[place[-1]] = value
     with pytest.raises(ValueError, match=message):
-        record.validate(found)
+        record.validate(content)
 
 
 def test_ratio_is_median_over_first_side():

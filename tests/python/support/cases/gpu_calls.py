@@ -15,10 +15,10 @@ from flash_dmattn import (
 def leaves(seqlen=300, heads=(4, 2), head_dim=64, dtype=torch.bfloat16, device="cuda", batch=2):
     heads_q, heads_kv = heads
     shapes = [(batch, seqlen, h, head_dim) for h in (heads_q, heads_kv, heads_kv)]
-    made = [
+    tensors = [
         torch.randn(s, dtype=dtype, device=device) for s in (*shapes, (batch, heads_kv, seqlen))
     ]
-    return [t.requires_grad_() for t in made]
+    return [t.requires_grad_() for t in tensors]
 
 
 def attend(q, k, v, bias, **options):

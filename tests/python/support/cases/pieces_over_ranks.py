@@ -189,13 +189,13 @@ def keys_of_pieces_equal_whole(ranks, kind):
         cu_seqlens=offsets,
         **rule,
     )
-    found = seen_keys(exchanged)[1].keys.intervals.long()
+    piece_intervals = seen_keys(exchanged)[1].keys.intervals.long()
     places = exchanged.boundary.places
     actual = torch.zeros_like(expected)
-    actual[:, :, rows] = found[:, :, places:]
+    actual[:, :, rows] = piece_intervals[:, :, places:]
     exists = (exchanged.positions >= 0)[..., None]
     at = exchanged.positions.long().clamp(min=0)[..., None].expand(-1, -1, -1, 2)
-    actual.scatter_add_(2, at, found[:, :, :places] * exists)
+    actual.scatter_add_(2, at, piece_intervals[:, :, :places] * exists)
     different = (actual != expected).any(-1).sum().item()
     return [f"{different} keys have another interval"] if different else []
 
@@ -203,16 +203,16 @@ def keys_of_pieces_equal_whole(ranks, kind):
 def out_of_pieces_has_bits_of_whole(ranks, kind):
     """On a GPU alone: a CPU rounds some elements of other rules otherwise."""
     return [
-        f"{exchange}: {(found[0] != expected[0]).sum().item()} elements of out have other bits"
-        for exchange, found, expected in pieces_of_one_kind(ranks, kind)
-        if not torch.equal(found[0], expected[0])
+        f"{exchange}: {(results[0] != expected[0]).sum().item()} elements of out have other bits"
+        for exchange, results, expected in pieces_of_one_kind(ranks, kind)
+        if not torch.equal(results[0], expected[0])
     ]
 
 
 def pieces_equal_whole_within_rounding(ranks, kind):
     wrong = []
-    for exchange, found, expected in pieces_of_one_kind(ranks, kind):
-        for name, actual, wanted in zip(NAMES, found, expected, strict=True):
+    for exchange, results, expected in pieces_of_one_kind(ranks, kind):
+        for name, actual, wanted in zip(NAMES, results, expected, strict=True):
             for distance, bound in ((norm_distance, NORM_BOUND), (row_distance, ROW_BOUND)):
                 value = distance(actual, wanted)
                 if not value <= bound:
@@ -238,8 +238,8 @@ def pieces_are_as_far_from_double_as_whole(ranks):
     whole = attend_to_whole(leaves, dout, rule)
     rows, wrong = ranks.rows(tokens), []
     for exchange in EXCHANGES:
-        found = attend_to_piece(ranks, leaves, dout, exchange=exchange, **rule)
-        tensors = zip(NAMES, found, rows_of(whole, rows), rows_of(exact, rows), strict=True)
+        results = attend_to_piece(ranks, leaves, dout, exchange=exchange, **rule)
+        tensors = zip(NAMES, results, rows_of(whole, rows), rows_of(exact, rows), strict=True)
         for name, actual, one, wanted in tensors:
             squares = [(t.double() - wanted).square().sum() for t in (actual, one)]
             ours, theirs = (sum(gather_values(ranks, t.item())) ** 0.5 for t in squares)
@@ -368,17 +368,17 @@ GPU_CHECKS = {
 
 
 def gather_values(ranks, value):
-    found = [None] * ranks.size
-    dist.all_gather_object(found, value)
-    return found
+    values_of_ranks = [None] * ranks.size
+    dist.all_gather_object(values_of_ranks, value)
+    return values_of_ranks
 
 
 def run_check(name, device):
     """Fails on every rank where a check found something wrong on one."""
     ranks = ranks_of_this_host(device)
     check, *arguments = (CHECKS | GPU_CHECKS)[name]
-    found = gather_values(ranks, check(ranks, *arguments))
-    wrong = [f"rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts]
+    texts_of_ranks = gather_values(ranks, check(ranks, *arguments))
+    wrong = [f"rank {rank}: {text}" for rank, texts in enumerate(texts_of_ranks) for text in texts]
     assert not wrong, "\n".join([name, *wrong])
 
 

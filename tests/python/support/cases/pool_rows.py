@@ -53,14 +53,14 @@ def contents(cache):
     """The number of tokens of each row and head, and its keys with their values and scores by entry, in no order."""
     k, v, scores, entries, counts, seen = (t.cpu() for t in cache.tensors)
     rows = torch.cat([k.float(), v.float(), scores[..., None]], dim=-1).tolist()
-    found = []
+    head_contents = []
     for b in range(cache.batch):
         for h in range(HEADS):
             taken = range(int(counts[b, h, 0]))
             keys = {int(entries[b, h, s]): rows[b][h][s] for s in taken}
             keys.pop(-(2**31), None)
-            found.append((int(seen[b]), keys))
-    return found
+            head_contents.append((int(seen[b]), keys))
+    return head_contents
 
 
 def check_steps_equal_steps_of_copies(place, rule):
@@ -107,10 +107,10 @@ def check_neighbours_change_nothing(place, rule):
         pool, _ = place.pool(rule)
         pool.over(place.rows(row)).fill(*prompt)
         outs = []
-        for own in mine:
+        for states in mine:
             order = torch.randperm(ROWS).tolist()
             around = place.tokens(ROWS)
-            for tensor, part in zip(around, own, strict=True):
+            for tensor, part in zip(around, states, strict=True):
                 tensor[order.index(row)] = part[0]
             outs.append(pool.over(place.rows(*order)).step(*around)[order.index(row)])
         results.append(torch.stack(outs))
@@ -143,8 +143,8 @@ def check_chunks_of_copies(place, rule):
     states = place.tokens(1, 13)
     index = place.rows(2)
     whole = pool.select(index, chunk=13)
-    own = pool.over(index).snapshot()
-    assert own.chunk == 0 and contents(own) == contents(whole)
+    snapshot = pool.over(index).snapshot()
+    assert snapshot.chunk == 0 and contents(snapshot) == contents(whole)
     expected = whole.extend(*states)
     cut = pool.select(index, chunk=4)
     tolerance = TOLERANCE[place.dtype]
@@ -165,9 +165,9 @@ def check_drafts_of_rows(place, rule):
     copies.commit(place.rows(*kept))
     pool.over(index).restore(copies)
     tolerance = TOLERANCE[place.dtype]
-    for b, (own, count) in enumerate(zip(expected, kept, strict=True)):
+    for b, (snapshot, count) in enumerate(zip(expected, kept, strict=True)):
         for i in range(count):
             query, key, value = (t[b : b + 1, i : i + 1] for t in states[:3])
-            step = own.step(query, key, value, states[3][b : b + 1, :, i : i + 1])
+            step = snapshot.step(query, key, value, states[3][b : b + 1, :, i : i + 1])
             torch.testing.assert_close(out[b, i], step[0, 0], atol=tolerance, rtol=tolerance)
-        assert contents(pool.select(index[b : b + 1])) == contents(own)
+        assert contents(pool.select(index[b : b + 1])) == contents(snapshot)

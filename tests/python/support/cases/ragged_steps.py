@@ -50,12 +50,12 @@ def check_sequences_alone(place, rule, draw, *, scores_are_bias=True, softcap=No
         padding = draw.choice((0, 3))
         states = [torch.randn_like(t) for t in tokens_of(place, offsets[-1] + padding)]
         for number, start, length in zip(running, offsets, lengths, strict=False):
-            own = slice(done[number], done[number] + length)
+            text_part = slice(done[number], done[number] + length)
             for index, (step, text) in enumerate(zip(states, texts[number], strict=True)):
                 if index == 3:
-                    step[:, start : start + length] = text[:, own]
+                    step[:, start : start + length] = text[:, text_part]
                 else:
-                    step[start : start + length] = text[own]
+                    step[start : start + length] = text[text_part]
         batch = RaggedBatch(
             offsets,
             place.rows(*(rows[number] for number in running)),

@@ -182,7 +182,7 @@ def keys_by_definition(case, s, bias, mask, offsets, rows):
     B, H, N = case.batch, case.heads, s.shape[-1]
     s = s.expand(B, H, N)
     at = torch.arange(N)
-    found = torch.zeros(B, H, len(at[rows]), N, dtype=torch.bool)
+    seen = torch.zeros(B, H, len(at[rows]), N, dtype=torch.bool)
     added = s if case.bias == "scores" else bias
     present_in = present_keys(case, added, mask)
     windows = case.window if isinstance(case.window, tuple) else (case.window,) * H
@@ -199,11 +199,11 @@ def keys_by_definition(case, s, bias, mask, offsets, rows):
                 scores = scores.masked_fill(bias[b, h] <= -1e30, NAN)
             rule = SelectionRule(windows[h], **case.rule)
             present = present_in[b, h] & in_documents
-            found[b, h] = visible_keys(
+            seen[b, h] = visible_keys(
                 scores, rule, is_causal=True, query_positions=at[rows], query_documents=document[rows], key_positions=at,
                 key_documents=document, present=present, last_position=None,
             )  # fmt: skip
-    return found
+    return seen
 
 
 class Whole(NamedTuple):
@@ -254,12 +254,12 @@ def compare_with_one_process(whole, group, rank, exchange):
         out = context_parallel_dmattn(*piece[:4], **options, **call, return_lse=True)
         return *out, *torch.autograd.grad(out[0], piece, do[:, rows], allow_unused=True)
 
-    found = once()
+    results = once()
     expected = [whole.out[:, rows], whole.lse[..., rows]]
     expected += [g if g is None else g[:, rows] for g in whole.gradients[:3]]
     expected += [g if g is None else g[..., rows] for g in whole.gradients[3:]]
     names = ("out", "lse", "dquery", "dkey", "dvalue", "dscores", "dbias")
-    for name, actual, wanted, again in zip(names, found, expected, once(), strict=False):
+    for name, actual, wanted, again in zip(names, results, expected, once(), strict=False):
         if wanted is None or actual is None:
             assert all(t is None or not t.any() for t in (wanted, actual)), name
             continue
@@ -280,8 +280,8 @@ def keys_seen(exchanged):
     mask = visible.keys.to_mask()
     begins = exchanged.boundary.pieces.begins
     B, H, n, _ = mask.shape
-    own = torch.arange(exchanged.boundary.pieces.begin(), exchanged.boundary.pieces.end())
-    positions = torch.cat([exchanged.positions.long(), own.expand(B, H, -1)], -1)
+    own_positions = torch.arange(exchanged.boundary.pieces.begin(), exchanged.boundary.pieces.end())
+    positions = torch.cat([exchanged.positions.long(), own_positions.expand(B, H, -1)], -1)
     seen = torch.zeros(B, H, n, begins[-1] + 1, dtype=torch.int32)
     at = positions.where(positions >= 0, begins[-1])
     seen.scatter_add_(-1, at[:, :, None].expand(mask.shape), mask.int())

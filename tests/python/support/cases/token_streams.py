@@ -313,5 +313,5 @@ def check_not_finite(stream, name, value, mode):
     for way, parts in outs.items():
         torch.testing.assert_close(
             torch.cat(parts, 1), expected, atol=stream.atol, rtol=stream.rtol, equal_nan=True,
-            msg=lambda found, way=way: f"{way}, {name} = {value}, {mode!r}: {found}",
+            msg=lambda text, way=way: f"{way}, {name} = {value}, {mode!r}: {text}",
         )  # fmt: skip

@@ -16,8 +16,8 @@ def visible_keys(
     threshold = -torch.inf if rule.score_threshold is None else rule.score_threshold
     sink = torch.zeros(len(scores), dtype=torch.bool)
     for document in key_documents.unique():
-        own = ((key_documents == document) & present).nonzero()[:, 0]
-        sink[own[key_positions[own].argsort()][: rule.sink_tokens]] = True
+        document_keys = ((key_documents == document) & present).nonzero()[:, 0]
+        sink[document_keys[key_positions[document_keys].argsort()][: rule.sink_tokens]] = True
     later = key_positions[:, None] > key_positions
     beats = (scores[:, None] > scores) | ((scores[:, None] == scores) & later)
     same = query_documents[:, None] == key_documents

@@ -115,9 +115,12 @@ def assert_same_generation(oracle, ours, ids, cache=None, **options):
         "return_dict_in_generate": True, "output_logits": True, **options,
     }  # fmt: skip
     results = []
-    for model, own in ((oracle, {}), (ours, {} if cache is None else {"past_key_values": cache})):
+    for model, cache_options in (
+        (oracle, {}),
+        (ours, {} if cache is None else {"past_key_values": cache}),
+    ):
         torch.manual_seed(7)
-        results.append(model.generate(ids, **options, **own))
+        results.append(model.generate(ids, **options, **cache_options))
     expected, actual = results
     assert torch.equal(actual.sequences, expected.sequences)
     assert len(actual.logits) == len(expected.logits)

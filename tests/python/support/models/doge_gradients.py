@@ -54,7 +54,7 @@ def median_distances(
             for kind, distance in _distances(model, exact).items():
                 samples[side].setdefault(kind, []).append(distance)
     return {
-        side: {kind: statistics.median(found) for kind, found in kinds.items()}
+        side: {kind: statistics.median(distances) for kind, distances in kinds.items()}
         for side, kinds in samples.items()
     }
 

@@ -86,13 +86,13 @@ def compare_step(model, pieces, kind, tolerance, checkpointed=False, compiled=Fa
     dist.all_reduce(total)
     torch.testing.assert_close(total, loss.detach(), rtol=1e-5, atol=0)
     largest = {}
-    for (name, own), other in zip(pieces.named_parameters(), model.parameters(), strict=True):
-        assert (own.grad is None) == (other.grad is None), name
-        if own.grad is None:
+    for (name, parameter), other in zip(pieces.named_parameters(), model.parameters(), strict=True):
+        assert (parameter.grad is None) == (other.grad is None), name
+        if parameter.grad is None:
             continue
-        dist.all_reduce(own.grad)
+        dist.all_reduce(parameter.grad)
         largest[name] = other.grad.abs().max()
-        assert (own.grad - other.grad).abs().max() <= tolerance * largest[name], name
+        assert (parameter.grad - other.grad).abs().max() <= tolerance * largest[name], name
     return largest
 
 
@@ -106,17 +106,17 @@ def compare_generation(rank, model, pieces):
     piece = ContextParallel(dist.group.WORLD).shard(tokens)
     assert dist.get_world_size() * piece.input_ids.shape[1] == N
     caches = DynamicMaskCache(pieces.config), DynamicMaskCache(model.config)
-    found = pieces(piece.input_ids, position_ids=piece.position_ids, past_key_values=caches[0])
+    output = pieces(piece.input_ids, position_ids=piece.position_ids, past_key_values=caches[0])
     end = (rank + 1) * piece.input_ids.shape[1]
     expected = model(tokens[:, :end], past_key_values=caches[1]).logits[:, -1:]
     assert caches[0].get_seq_length() == end == caches[1].get_seq_length()
-    found = found.logits[:, -1:]
+    logits = output.logits[:, -1:]
     for _ in range(2):
         enable_flash_dmattn(pieces)  # whole sequences again
     for position in range(end, end + 6):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        token, where = found.argmax(-1), torch.full((BATCH, 1), position)
-        found, expected = (
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        token, where = logits.argmax(-1), torch.full((BATCH, 1), position)
+        logits, expected = (
             m(token, position_ids=where, past_key_values=cache).logits
             for m, cache in zip((pieces, model), caches, strict=True)
         )

@@ -96,7 +96,7 @@ def _refusal(model_class: ModelClass, name: str) -> str:
 def _results_that_see_padding(eager: torch.nn.Module, inputs: dict, expected: Results) -> set[str]:
     """Names of results of real tokens that change with the tokens in the place of padding. The result of a query without
     visible keys is then part of them: the mean of all values in eager attention, 0 in others, torch's among them."""
-    found = set()
+    names = set()
     for key, padded in _padded(inputs).items():
         if isinstance(expected.get(key), torch.Tensor):
             ids, mask = padded["input_ids"], padded["attention_mask"]
@@ -104,8 +104,8 @@ def _results_that_see_padding(eager: torch.nn.Module, inputs: dict, expected: Re
             with torch.no_grad():
                 changed = _real(_logits(eager(**others)), mask)
             if _error(changed, expected[key], expected["plain"].abs().max()) > TOLERANCE:
-                found |= {key, f"decoding, {key}"}
-    return found
+                names |= {key, f"decoding, {key}"}
+    return names
 
 
 def _may_attend(model_class: ModelClass) -> bool:
@@ -143,13 +143,13 @@ def results(model: torch.nn.Module, inputs: dict, model_class: ModelClass) -> Re
     names = inspect.signature(model.forward).parameters
     free = {"use_cache": False} if "use_cache" in names else {}
     key = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
-    found: Results = {}
+    outcomes: Results = {}
 
     def add(name: str, function: Callable[[], torch.Tensor | list[torch.Tensor]]) -> None:
         try:
-            found[name] = function()
+            outcomes[name] = function()
         except Exception as error:
-            found[name] = error
+            outcomes[name] = error
 
     def logits(**changes) -> torch.Tensor:
         with torch.no_grad():
@@ -175,7 +175,7 @@ def results(model: torch.nn.Module, inputs: dict, model_class: ModelClass) -> Re
                 )
         add("images", lambda: logits(**inputs_with_images(model)))
         add("sound", lambda: logits(**inputs_with_sound(model)))
-    return found
+    return outcomes
 
 
 def _padded(inputs: dict) -> dict[str, dict]:

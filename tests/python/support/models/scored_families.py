@@ -38,9 +38,9 @@ def compare_scores(model_class: ModelClass) -> Verdict:
                 torch.nn.init.normal_(parameter)
         for phase in ("soft", "hard"):
             model.set_score_phase(phase)
-            found = _logits(model, inputs)
+            logits = _logits(model, inputs)
             with by_definition(model):
-                errors.append(_difference(found, _logits(model, inputs)))
+                errors.append(_difference(logits, _logits(model, inputs)))
     except Exception as error:
         return Verdict("raises", _in_words(error))
     if not torch.equal(_logits(model.set_score_phase("off"), inputs), expected):
@@ -65,9 +65,9 @@ def _logits(model: torch.nn.Module, inputs: dict) -> torch.Tensor:
         return model(**inputs).logits
 
 
-def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Relative to the largest expected value; NaN counts as the largest difference."""
-    error = ((found - expected).abs().amax() / expected.abs().amax()).item()
+    error = ((actual - expected).abs().amax() / expected.abs().amax()).item()
     return error if error == error else float("inf")
 
 

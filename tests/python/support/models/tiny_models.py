@@ -58,7 +58,7 @@ def model_classes() -> list[ModelClass]:
         if family not in families:
             for name in (names,) if isinstance(names, str) else names:
                 tasks.setdefault((family, name), []).append("BASE")
-    return [ModelClass(*key, tuple(found)) for key, found in tasks.items()]
+    return [ModelClass(*key, tuple(class_tasks)) for key, class_tasks in tasks.items()]
 
 
 def tiny_config(model_class: ModelClass) -> PreTrainedConfig:

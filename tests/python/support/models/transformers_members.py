@@ -5,18 +5,18 @@ import sys
 
 def members():
     """The identities of members of transformers' modules and of their classes, and of entries of their tables, by their names."""
-    found = {}
+    identities = {}
     for module in [m for name, m in sys.modules.items() if name.split(".")[0] == "transformers"]:
         for name, value in list(vars(module).items() if module is not None else ()):
             where = f"{module.__name__}.{name}"
             if type(value) is dict and not name.startswith("__"):
-                found |= {f"{where}[{key}]": id(entry) for key, entry in value.items()}
+                identities |= {f"{where}[{key}]": id(entry) for key, entry in value.items()}
             if not callable(value) or getattr(value, "__module__", None) != module.__name__:
                 continue
-            found[where] = id(value)
+            identities[where] = id(value)
             if isinstance(value, type):
-                found |= {f"{where}.{key}": id(member) for key, member in vars(value).items()}
-    return found
+                identities |= {f"{where}.{key}": id(member) for key, member in vars(value).items()}
+    return identities
 
 
 def changed_members(before):

@@ -50,17 +50,17 @@ def _make_types_once(interpreter) -> None:
     core.pointer_type.__hash__ = core.dtype.__hash__  # by the name; its class has an __eq__ alone
 
     def attributes_of_value(kind) -> dict:
-        made = core.tensor.__new__(core.tensor)
-        init_value(made, None, kind)
-        return vars(made)
+        tensor = core.tensor.__new__(core.tensor)
+        init_value(tensor, None, kind)
+        return vars(tensor)
 
     attributes_of_scalar = cache(attributes_of_value)
 
     @cache
     def attributes_of_type(element, *sizes) -> dict:
-        made = core.block_type.__new__(core.block_type)
-        init_type(made, element, list(sizes))
-        return {**vars(made), "sizes": sizes, "attributes_of_value": attributes_of_value(made)}
+        block = core.block_type.__new__(core.block_type)
+        init_type(block, element, list(sizes))
+        return {**vars(block), "sizes": sizes, "attributes_of_value": attributes_of_value(block)}
 
     def make_type(self, element_ty, shape):
         sizes = (s.value if isinstance(s, core.constexpr) else s for s in shape)

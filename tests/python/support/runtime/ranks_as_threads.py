@@ -15,9 +15,9 @@ class _Meeting:
     def of_all(self, rank, value):
         self.values[rank] = value
         self.barrier.wait()
-        found = list(self.values)
+        values_of_ranks = list(self.values)
         self.barrier.wait()
-        return found
+        return values_of_ranks
 
 
 class ThreadWire(Wire):
@@ -34,16 +34,16 @@ class ThreadWire(Wire):
         parts = self._of_all(message.split(sent))
         mine = [theirs[self.rank] for theirs in parts]
         assert [len(part) for part in mine] == received
-        found = torch.cat(mine)
+        received_message = torch.cat(mine)
         self._of_all(None)
-        return found
+        return received_message
 
     def all_gather(self, part):
         parts = self._of_all(part)
         assert len({(other.dtype, other.shape) for other in parts}) == 1, "a collective would fail"
-        found = torch.stack(parts)
+        stacked_parts = torch.stack(parts)
         self._of_all(None)
-        return found
+        return stacked_parts
 
     def _of_all(self, value):
         """The values of all ranks, whose streams have made them and have read those before."""
