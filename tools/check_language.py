@@ -29,7 +29,6 @@ HEADLESS = re.compile(r"(As|By|From|Not|Since|So that|To|Where|With|Without)\b[^
 CPP_WITHOUT_NOUN = re.compile(r"(?<![\w:])of_\w+")
 # A variable or an argument with such a name does not say what it holds.
 WITHOUT_NOUN = ("behind", "found", "given", "made", "own")
-FOLDERS_OF_NOUNS = {"_backends", "_core", "benchmarks", "check", "generation", "keys"}
 CPP = (".cpp", ".cu", ".cuh", ".h")
 DOCUMENTED = (ast.AsyncFunctionDef, ast.ClassDef, ast.FunctionDef, ast.Module)
 MARKERS = {
@@ -76,12 +75,11 @@ def headless_docstrings(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def locals_without_noun(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields (line, name) of variables and arguments that are named "of" something, or, in some folders, are WITHOUT_NOUN."""
-    refused = WITHOUT_NOUN if FOLDERS_OF_NOUNS & set(path.parts) else ()
+    """Yields (line, name) of variables and arguments that are named "of" something or are WITHOUT_NOUN."""
     for node in ast.walk(ast.parse(path.read_text())):
         is_stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
         name = node.id if is_stored else node.arg if isinstance(node, ast.arg) else ""
-        if name.startswith("of_") or name in refused:
+        if name.startswith("of_") or name in WITHOUT_NOUN:
             yield node.lineno, name
 
 

@@ -21,8 +21,8 @@ import check_language
         ("rows.py", '"""As other rows do. They are."""', "1: got 'As other rows do.', expected a subject"),
         ("rows.py", "x = 1\nof_rows = 2", "2: got the name of_rows"),
         ("rows.py", "def count(of_rows): ...", "1: got the name of_rows"),
-        ("keys/rows.py", "found = 2", "1: got the name found"),
-        ("keys/rows.py", "def count(given): ...", "1: got the name given"),
+        ("rows.py", "found = 2", "1: got the name found"),
+        ("rows.py", "def count(given): ...", "1: got the name given"),
         ("rows.cuh", "int x;\nconst int of_warp = x;", "2: got the name of_warp"),
         ("rows.h", "Rows of_head(int head) const;", "1: got the name of_head"),
         ("test_rows.py", "def " "test_rows(): ...", "got the test name test_rows"),
@@ -33,10 +33,9 @@ import check_language
     ],
 )  # fmt: skip
 def test_fault_is_named_with_its_line(name, text, expected, tmp_path):
-    (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(text)
-    (found,) = check_language.complaints(tmp_path / name)
-    assert expected in found
+    (complaint,) = check_language.complaints(tmp_path / name)
+    assert expected in complaint
 
 
 @pytest.mark.parametrize(
@@ -44,7 +43,7 @@ def test_fault_is_named_with_its_line(name, text, expected, tmp_path):
     [
         ("rows.py", "# The rows\n# Of these\ny = 'beside'"),
         ("rows.py", '"""As rows do, it ends."""'),
-        ("rows.py", "found = 2"),
+        ("rows.py", "found_rows = 2"),
         ("rows.py", "batch = Batch.of_rows(rows)"),
         (
             "rows.cuh",
