@@ -4,12 +4,13 @@
 """
 
 import pytest
+import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.24")
 
 import flash_dmattn.integrations.transformers  # noqa: E402, F401
 from eager_comparison import compare  # noqa: E402
-from tiny_models import model_classes  # noqa: E402
+from tiny_models import model_classes, tiny_config, tiny_model  # noqa: E402
 
 CLASSES = {model_class.name: model_class for model_class in model_classes()}
 # The reason why a class is here. Layers of encoders, of decoders and of cross attention differ in `is_causal`, where they have it.
@@ -87,3 +88,36 @@ def test_family_equals_eager(name):
 def test_family_is_refused_when_built(name):
     verdict = compare(CLASSES[name], "flash_dmattn")
     assert verdict.kind == "refused", verdict
+
+
+NAMED_BY = {
+    "from_config": lambda c: tiny_model(c, tiny_config(c), {"text_config": "flash_dmattn"}),
+    "set_attn_implementation": lambda c: eager(c, lambda m: m.set_attn_implementation({"text_config": "flash_dmattn"})),
+    "the text model": lambda c: eager(c, lambda m: m.model.set_attn_implementation("flash_dmattn")),
+    "the config": lambda c: eager(c, lambda m: setattr(m.config.text_config, "_attn_implementation", "flash_dmattn")),
+}  # fmt: skip
+
+
+def eager(model_class, change):
+    model = tiny_model(model_class, tiny_config(model_class), "eager")
+    change(model)
+    return model
+
+
+@pytest.mark.parametrize("way", NAMED_BY)
+@pytest.mark.parametrize(
+    "name", ["Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"]
+)
+def test_name_of_a_text_model_alone_whose_mask_is_changed_is_refused(name, way):
+    """The text model is one of a family that is accepted, and cannot refuse by itself."""
+    reason = f"^attn_implementation: got .* for {name}, which computes with the values"
+    with pytest.raises(ValueError, match=reason):
+        NAMED_BY[way](CLASSES[name])(inputs_embeds=torch.zeros(1, 1, 8))
+
+
+def test_decoder_alone_of_a_refused_family_is_refused():
+    config = tiny_config(CLASSES["T5Gemma2ForConditionalGeneration"])
+    with pytest.raises(ValueError, match="^attn_implementation: got .* for T5Gemma2Decoder, which"):
+        transformers.T5Gemma2ForConditionalGeneration._from_config(
+            config, attn_implementation={"encoder": "eager", "decoder": "flash_dmattn"}
+        )

@@ -24,7 +24,7 @@ from .compat import (
     store_name,
 )
 from .doge import Context, FlashDogeAttention, check_cache
-from .families import reason_to_refuse
+from .families import error_of, reason_to_refuse, watch_text_model
 from .learned_scores.scored_layers import ScoredAttention
 from .mask_functions import is_causal_config, mask_kind
 from .names import CONTEXT, DOGE_NAME, DOGE_NAMES, NAME, NAMES, PIECES, STORED_NAMES
@@ -137,6 +137,7 @@ def resolve_name(model: PreTrainedModel, name: str | None) -> str | None:
     Raises:
         ValueError: attention of this name would not equal the model's own.
     """
+    watch_text_model(model)
     if name not in STORED_NAMES and name != NAME:
         return None
     if any(isinstance(module, DogeAttention) for module in model.modules()):
@@ -147,9 +148,7 @@ def resolve_name(model: PreTrainedModel, name: str | None) -> str | None:
     set_continuous_batching(model, STORED_NAMES, None)
     reason = reason_to_refuse(model)
     if reason is not None:
-        raise ValueError(
-            f"attn_implementation: got {name!r} for {type(model).__name__}, which {reason}. Use another one"
-        )
+        raise error_of(model, name, reason)
     return NAMES[-1]
 
 

@@ -7,6 +7,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from ..._core.checks import LARGEST_HEAD_DIM
 from .compat import can_set_implementation
+from .names import NAMES
 
 _SINKS = "has attention sinks of each token, or an attention of its own with sinks"
 _INDEXER = (
@@ -30,11 +31,34 @@ _REASONS = {
     **dict.fromkeys(
         (
             "bigbird_pegasus", "gemma4_assistant", "gemma4_audio", "gemma4_unified_assistant", "longformer",
-            "nemotron3_5_asr", "nemotron_asr_streaming", "nemotron_asr_streaming_encoder", "t5gemma2",
+            "nemotron3_5_asr", "nemotron_asr_streaming", "nemotron_asr_streaming_encoder", "t5gemma2", "t5gemma2_decoder",
+            "t5gemma2_encoder",
         ),
         _ARITHMETIC,
     ),
 }  # fmt: skip
+# These models change the masks of a text model that another family has, too.
+_CHANGING_MASKS_OF_TEXT = ("gemma4_assistant", "gemma4_unified_assistant")
+
+
+def watch_text_model(model: PreTrainedModel) -> None:
+    """Lets a model refuse our name for its text model, now and in its calls: there the text model may have got it by itself."""
+    if model.config.model_type in _CHANGING_MASKS_OF_TEXT:
+        refuse_text_model(model)
+        if refuse_text_model not in model._forward_pre_hooks.values():
+            model.register_forward_pre_hook(refuse_text_model)
+
+
+def refuse_text_model(model: PreTrainedModel, *_) -> None:
+    name = model.config.get_text_config()._attn_implementation
+    if name in NAMES:
+        raise error_of(model, name, _REASONS[model.config.model_type])
+
+
+def error_of(model: PreTrainedModel, name: str, reason: str) -> ValueError:
+    return ValueError(
+        f"attn_implementation: got {name!r} for {type(model).__name__}, which {reason}. Use another one"
+    )
 
 
 def reason_to_refuse(model: PreTrainedModel) -> str | None:
