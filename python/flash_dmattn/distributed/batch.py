@@ -178,11 +178,13 @@ class ContextParallel:
         """The sum of `total` over all ranks, divided by the sum of `count`, with a gradient for this rank's total.
 
         As DDP and FSDP average gradients over ranks, the gradient counts R times: what they average is then the gradient of this
-        mean. A rank without labels has a total of 0 and takes part.
+        mean. A rank without labels has a total of 0 and takes part; without any, the mean is 0.
         """
 
         def checked_count() -> Tensor:
             check_tensor(total, "total")
+            if not total.is_floating_point():
+                raise TypeError(f"total: got {total.dtype}, expected a floating point dtype")
             if not isinstance(count, NUMBERS):
                 raise TypeError(f"count: got {count!r}, expected a number or a torch.Tensor")
             counts = torch.as_tensor(count, device=total.device).to(torch.float64)
@@ -279,8 +281,9 @@ class _Mean(torch.autograd.Function):
     def forward(ctx, total: Tensor, count: Tensor, wire: Wire) -> Tensor:
         both = torch.stack([total.detach().double(), count])
         dist.all_reduce(both, group=wire.group)
-        ctx.factor = wire.size / both[1].clamp(min=1)
-        return (both[0] / both[1].clamp(min=1)).to(total.dtype)
+        count = both[1].where(both[1] != 0, 1)  # weights may add up to less than 1
+        ctx.factor = wire.size / count
+        return (both[0] / count).to(total.dtype)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):

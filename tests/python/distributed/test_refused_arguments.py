@@ -114,6 +114,9 @@ REFUSED_CALLS = {
     "gather a vector": (lambda cp: cp.gather(torch.zeros(N)), ValueError, r"local: got shape \(8,\), expected \[B, n, ...\]"),
     "gather a length as text": (lambda cp: cp.gather(IDS, "x"), TypeError, "length: got 'x', expected an integer"),
     "mean of text": (lambda cp: cp.mean("x", 3), TypeError, "total: got str, expected a torch.Tensor"),
+    "mean of integers": (
+        lambda cp: cp.mean(torch.tensor(5), 2), TypeError, "total: got torch.int64, expected a floating point dtype",
+    ),
     "mean over text": (lambda cp: cp.mean(torch.zeros(()), "x"), TypeError, "count: got 'x', expected a number"),
     "roll by text": (lambda cp: cp.roll(IDS, "x"), TypeError, "shifts: got 'x', expected an integer"),
     "begin with a stream as text": (
