@@ -3,8 +3,11 @@
 import pytest
 import torch
 
-from dense_attention import HKV, S, assert_same, attend, dense_attention, make_states
+from dense_attention import HKV, HQ, S, assert_same, attend, dense_attention, make_states
 from flash_dmattn import packed_documents
+from flash_dmattn.integrations.attention_interface.named_attention import (
+    mask_driven_attention_forward,
+)
 
 OFFSETS = torch.tensor([0, 20, 21, S], dtype=torch.int32)
 POSITIONS = torch.cat([torch.arange(n) for n in (20, 1, 16)])[None]
@@ -32,6 +35,19 @@ def expected_of(states):
 def test_packed_documents_equal_dense_attention_under_their_mask(packed, mask):
     states = make_states(batch=1)
     assert_same(states, attend(*states, mask, None, **packed), expected_of(states))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_offsets_hide_keys_of_a_dense_mask_of_a_model(dtype):
+    states, visible = make_states(batch=1), torch.rand(1, HQ, S, S) < 0.7
+    visible |= torch.eye(S, dtype=torch.bool)
+    given = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
+    given = given if dtype.is_floating_point else visible.to(dtype)
+    found, _ = mask_driven_attention_forward(
+        torch.nn.Identity(), *(t.transpose(1, 2) for t in states), given, **OFFSET_ARGUMENTS
+    )
+    own = packed_documents(OFFSETS, is_causal=False).to_mask()
+    assert_same(states, found, dense_attention(*states, visible & own, None))
 
 
 @pytest.mark.parametrize("mask", [None, ONES.expand(2, -1)])

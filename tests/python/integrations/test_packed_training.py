@@ -71,6 +71,35 @@ def test_loss_and_gradients_are_those_of_the_documents_alone(family, collator):
     torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-6)
 
 
+WINDOWS = {"sliding_window": 5, "head_dim": 8}
+KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
+WITH_WINDOWS = {
+    "MistralForCausalLM": WINDOWS,
+    "Gemma3ForCausalLM": WINDOWS | KINDS,
+    "GptOssForCausalLM": WINDOWS | KINDS | {"num_local_experts": 2, "num_experts_per_tok": 1},
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", WITH_WINDOWS)
+def test_offsets_alone_separate_documents_in_layers_with_windows(name, compiled):
+    """transformers makes the masks of windows without offsets, and those of GPT-OSS without positions."""
+    cls = getattr(transformers, name)
+    model = cls(cls.config_class(**SIZES, **WITH_WINDOWS[name])).eval()
+    ids = torch.randint(3, VOCABULARY, (2, 20))
+    offsets = torch.tensor([0, 13, 20, 40], dtype=torch.int32)
+    packed = {f"cu_seq_lens_{side}": offsets for side in "qk"}
+    packed |= {f"max_length_{side}": 20 for side in "qk"}
+    with torch.no_grad():
+        alone = [
+            model(t[None], use_cache=False).logits[0] for t in ids.flatten().split([13, 7, 20])
+        ]
+        model.set_attn_implementation("flash_dmattn")
+        call = torch.compile(model, backend="eager") if compiled else model
+        found = call(ids, use_cache=False, **packed).logits
+    torch.testing.assert_close(found.flatten(0, 1), torch.cat(alone), rtol=1e-4, atol=1e-5)
+
+
 FEEDS = {  # the longest text fills a row, and the two others share one; or all are one batch
     "packing": {"packing": True, "max_length": 21, "per_device_train_batch_size": 2},
     "padding_free": {"padding_free": True, "max_length": None, "per_device_train_batch_size": 3},

@@ -11,7 +11,7 @@ from ...keys.intervals import KeyIntervals, intersect
 from ...keys.positions import check_offsets
 from ...keys.recognise import Memo, cached_result, refuse_negative, split_additive
 from .keywords import refuse_packed_by_layer
-from .layer_masks import is_key_mask, window_mask
+from .layer_masks import as_key_intervals, is_key_mask, window_mask
 
 
 class PackedArguments(NamedTuple):
@@ -81,6 +81,41 @@ def sequences_or_mask(
     if window is None:
         return attention_mask if sequences is None else sequences
     return window if sequences is None else intersect(window, sequences)
+
+
+def hide_other_sequences(
+    mask: torch.Tensor | KeyIntervals,
+    arguments: PackedArguments,
+    batch: int,
+    query_length: int,
+    key_length: int,
+) -> torch.Tensor | KeyIntervals:
+    """A mask with a query dimension without the keys of other sequences, where offsets are given. transformers makes the masks of
+    sliding windows without offsets, and those of some families (GPT-OSS) without positions."""
+    arguments.check()
+    # Their lengths are not needed, and may be on a GPU.
+    offsets = arguments._replace(max_length_q=None, max_length_k=None)
+    packed = _packed_from_offsets(
+        offsets, None, total_q=batch * query_length, total_k=batch * key_length
+    )
+    if packed is None or len(packed.cu_seqlens_q) == 2:
+        return mask
+
+    def numbers(offsets: torch.Tensor, length: int) -> torch.Tensor:
+        tokens = torch.arange(batch * length, dtype=offsets.dtype, device=offsets.device)
+        return torch.searchsorted(offsets, tokens, right=True).view(batch, length)
+
+    queries = numbers(packed.cu_seqlens_q, query_length)
+    keys = numbers(packed.cu_seqlens_k, key_length)
+    first = torch.searchsorted(queries, keys, out_int32=True)
+    last = torch.searchsorted(queries, keys, right=True, out_int32=True)
+    own = KeyIntervals(torch.stack([first, last], dim=-1)[:, None], query_length, consecutive=True)
+    intervals = as_key_intervals(mask, query_length, key_length)
+    if intervals is not None:
+        return intersect(intervals, own)
+    if mask.is_floating_point():
+        return mask.masked_fill(~own.to_mask(), -torch.inf)
+    return mask * own.to_mask()
 
 
 def _packed_from_offsets(
