@@ -5,7 +5,8 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
-import flash_dmattn.integrations.transformers  # noqa: E402, F401
+from flash_dmattn.integrations.transformers import enable_flash_dmattn  # noqa: E402
+from scored_models import make_scored  # noqa: E402
 
 pytestmark = pytest.mark.transformers
 
@@ -19,8 +20,8 @@ OPTIONS = {"Llama": {}, "Doge": {"keep_window_size": 6}}
 families = pytest.mark.parametrize("family", OPTIONS)
 
 
-def make_model(family):
-    config = getattr(transformers, f"{family}Config")(**SIZES, **OPTIONS[family])
+def make_model(family, **options):
+    config = getattr(transformers, f"{family}Config")(**SIZES, **OPTIONS[family], **options)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     for name, parameter in model.named_parameters():  # else Doge's scores are all equal
         if name.endswith(".A") or "dt_proj" in name:
@@ -98,6 +99,30 @@ def test_offsets_alone_separate_documents_in_layers_with_windows(name, compiled)
         call = torch.compile(model, backend="eager") if compiled else model
         found = call(ids, use_cache=False, **packed).logits
     torch.testing.assert_close(found.flatten(0, 1), torch.cat(alone), rtol=1e-4, atol=1e-5)
+
+
+SCORED = {
+    "a Doge": lambda: make_model("Doge"),
+    "a Doge with windows": lambda: make_model("Doge", sliding_window=5),
+    "learned scores": lambda: make_scored(rule="all"),
+}
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_offsets_separate_documents_under_the_padding_of_scored_layers(name):
+    model = SCORED[name]().eval()
+    if "Doge" in name:
+        enable_flash_dmattn(model)
+    ids, padding = torch.randint(3, 60, (2, 20)), torch.ones(2, 20, dtype=torch.long)
+    padding[1, -4:] = 0
+    packed = dict.fromkeys(
+        ("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 13, 20, 40], dtype=torch.int32)
+    )
+    with torch.no_grad():
+        texts = ids.flatten()[:36].split([13, 7, 16])
+        alone = [model(t[None], use_cache=False).logits[0] for t in texts]
+        found = model(ids, attention_mask=padding, use_cache=False, **packed).logits
+    torch.testing.assert_close(found.flatten(0, 1)[:36], torch.cat(alone), rtol=1e-4, atol=1e-5)
 
 
 FEEDS = {  # the longest text fills a row, and the two others share one; or all are one batch

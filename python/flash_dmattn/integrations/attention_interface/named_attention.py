@@ -11,7 +11,7 @@ from .dtypes import target_dtype
 from .layer_attention import _flash_dynamic_mask_attention_forward, check_states
 from .layer_masks import has_queries, is_causal_mask
 from .layout import swap_heads_and_tokens
-from .packed_sequences import PackedArguments, hide_other_sequences
+from .packed_sequences import hide_other_sequences
 
 
 def flash_dynamic_mask_attention_forward(
@@ -112,13 +112,9 @@ def mask_driven_attention_forward(
     if is_causal is not None:
         _check_causality(module, query, attention_mask, resolve_flag(is_causal, "is_causal"))
     options = {name: value for name, value in kwargs.items() if name not in _KEYWORDS_OF_THE_MASK}
-    if has_queries(attention_mask):
-        offsets = [options.get(name) for name in PackedArguments._fields[1:]]
-        attention_mask = hide_other_sequences(
-            attention_mask,
-            PackedArguments(None, *offsets),
-            *(query.shape[0], query.shape[2], key.shape[2]),
-        )
+    attention_mask = hide_other_sequences(
+        attention_mask, options, query.shape[0], query.shape[2], key.shape[2]
+    )
     if options.get("position_bias") is not None:
         # The bias is no score, so every key is kept: a `window_size` of the layer means something else.
         options["window_size"] = key.shape[2]

@@ -1,6 +1,7 @@
 """Sequences packed into the rows of a batch, as transformers describes them: by offsets, or by positions that begin
 again."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from ...keys.intervals import KeyIntervals, intersect
 from ...keys.positions import check_offsets
 from ...keys.recognise import Memo, cached_result, refuse_negative, split_additive
 from .keywords import refuse_packed_by_layer
-from .layer_masks import as_key_intervals, is_key_mask, window_mask
+from .layer_masks import as_key_intervals, has_queries, is_key_mask, window_mask
 
 
 class PackedArguments(NamedTuple):
@@ -84,17 +85,21 @@ def sequences_or_mask(
 
 
 def hide_other_sequences(
-    mask: torch.Tensor | KeyIntervals,
-    arguments: PackedArguments,
+    mask: torch.Tensor | None,
+    keywords: Mapping[str, object],
     batch: int,
     query_length: int,
     key_length: int,
-) -> torch.Tensor | KeyIntervals:
-    """A mask with a query dimension without the keys of other sequences, where offsets are given. transformers makes the masks of
-    sliding windows without offsets, and those of some families (GPT-OSS) without positions."""
-    arguments.check()
-    # Their lengths are not needed, and may be on a GPU.
-    offsets = arguments._replace(max_length_q=None, max_length_k=None)
+) -> torch.Tensor | None:
+    """A mask of a model, without the keys of other sequences if it has a query dimension and the keywords have offsets. transformers
+    makes the masks of sliding windows without offsets, and those of some families (GPT-OSS) without positions."""
+    if not has_queries(mask):
+        return mask
+    # The lengths of sequences are not needed, and may be on a GPU.
+    offsets = PackedArguments(
+        None, keywords.get("cu_seq_lens_q"), keywords.get("cu_seq_lens_k"), None, None
+    )
+    offsets.check()
     packed = _packed_from_offsets(
         offsets, None, total_q=batch * query_length, total_k=batch * key_length
     )
@@ -112,7 +117,7 @@ def hide_other_sequences(
     own = KeyIntervals(torch.stack([first, last], dim=-1)[:, None], query_length, consecutive=True)
     intervals = as_key_intervals(mask, query_length, key_length)
     if intervals is not None:
-        return intersect(intervals, own)
+        return intersect(intervals, own).intervals
     if mask.is_floating_point():
         return mask.masked_fill(~own.to_mask(), -torch.inf)
     return mask * own.to_mask()

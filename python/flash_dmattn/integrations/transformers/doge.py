@@ -22,6 +22,7 @@ from ..attention_interface.keywords import check_mask_keywords
 from ..attention_interface.layer_masks import as_key_intervals, is_causal_mask
 from ..attention_interface.layout import swap_heads_and_tokens
 from ..attention_interface.named_attention import attention_bshd
+from ..attention_interface.packed_sequences import hide_other_sequences
 from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer
 from .compat import CACHE, adopt_layer, pop_cache
@@ -113,6 +114,11 @@ class FlashDogeAttention(DogeAttention):
             attention_mask = None
         if context.batch is None:
             check_mask_keywords(kwargs, has_mask=attention_mask is not None)
+        if cache is None and context.mask_kind != "packed":
+            batch, length = hidden_states.shape[:2]
+            mask = hide_other_sequences(attention_mask, kwargs, batch, length, length)
+            if mask is not attention_mask:
+                attention_mask, context = mask, context._replace(mask_kind=None)
         per_head = (*hidden_states.shape[:-1], -1, self.head_dim)
         query = _normalize(self.q_norm, self.q_proj(hidden_states).view(per_head))
         key = _normalize(self.k_norm, self.k_proj(hidden_states).view(per_head))

@@ -26,6 +26,7 @@ from ...attention_interface.layer_masks import (
 )
 from ...attention_interface.layout import swap_heads_and_tokens
 from ...attention_interface.named_attention import mask_driven_attention_forward
+from ...attention_interface.packed_sequences import hide_other_sequences
 from ..cache_layer import DynamicMaskLayer
 from ..compat import CACHE
 from ..slot_attention import attend_in_batch, attend_with_slots
@@ -93,6 +94,7 @@ def _attend(
         states = swap_heads_and_tokens(query, key, value)
         return _attend_in_batch(call, states, scaling, softcap, s_aux)
     check_mask_keywords(kwargs, has_mask=mask is not None)
+    mask = hide_other_sequences(mask, kwargs, query.shape[0], query.shape[2], key.shape[2])
     states = swap_heads_and_tokens(query, key, value)
     states = cast_states(states, target_dtype(layer, query))
     numerics = Numerics.from_arguments(scaling, None, softcap, "saturate", None)
