@@ -264,9 +264,9 @@ def a_batch_is_cut_and_gathered(rank, count):
     torch.testing.assert_close(gradient[:, :valid] / count, torch.full((2, valid), 1 / labels))
     # Weights that add up to less than 1, and no labels at all.
     for weight, divisor in ((2**-4, count * 2**-4), (0, 1)):
-        loss = cp.mean(own.sum(), weight)
+        loss = cp.mean(own_values.sum(), weight)
         torch.testing.assert_close(loss, values.sum() / divisor)
-        (gradient,) = torch.autograd.grad(loss, own)
+        (gradient,) = torch.autograd.grad(loss, own_values)
         assert torch.equal(gradient, torch.full((2, 16), count / divisor))
     # Tokens that move over boundaries.
     whole = normal(2, 16 * count, 3, seed=6).requires_grad_()

@@ -41,13 +41,13 @@ def test_packed_documents_equal_dense_attention_under_their_mask(packed, mask):
 def test_offsets_hide_keys_of_a_dense_mask_of_a_model(dtype):
     states, visible = make_states(batch=1), torch.rand(1, HQ, S, S) < 0.7
     visible |= torch.eye(S, dtype=torch.bool)
-    given = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
-    given = given if dtype.is_floating_point else visible.to(dtype)
-    found, _ = mask_driven_attention_forward(
-        torch.nn.Identity(), *(t.transpose(1, 2) for t in states), given, **OFFSET_ARGUMENTS
+    mask = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
+    mask = mask if dtype.is_floating_point else visible.to(dtype)
+    out, _ = mask_driven_attention_forward(
+        torch.nn.Identity(), *(t.transpose(1, 2) for t in states), mask, **OFFSET_ARGUMENTS
     )
-    own = packed_documents(OFFSETS, is_causal=False).to_mask()
-    assert_same(states, found, dense_attention(*states, visible & own, None))
+    same_document = packed_documents(OFFSETS, is_causal=False).to_mask()
+    assert_same(states, out, dense_attention(*states, visible & same_document, None))
 
 
 @pytest.mark.parametrize("mask", [None, ONES.expand(2, -1)])

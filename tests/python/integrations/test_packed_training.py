@@ -97,8 +97,8 @@ def test_offsets_alone_separate_documents_in_layers_with_windows(name, compiled)
         ]
         model.set_attn_implementation("flash_dmattn")
         call = torch.compile(model, backend="eager") if compiled else model
-        found = call(ids, use_cache=False, **packed).logits
-    torch.testing.assert_close(found.flatten(0, 1), torch.cat(alone), rtol=1e-4, atol=1e-5)
+        logits = call(ids, use_cache=False, **packed).logits
+    torch.testing.assert_close(logits.flatten(0, 1), torch.cat(alone), rtol=1e-4, atol=1e-5)
 
 
 SCORED = {
@@ -121,8 +121,8 @@ def test_offsets_separate_documents_under_the_padding_of_scored_layers(name):
     with torch.no_grad():
         texts = ids.flatten()[:36].split([13, 7, 16])
         alone = [model(t[None], use_cache=False).logits[0] for t in texts]
-        found = model(ids, attention_mask=padding, use_cache=False, **packed).logits
-    torch.testing.assert_close(found.flatten(0, 1)[:36], torch.cat(alone), rtol=1e-4, atol=1e-5)
+        logits = model(ids, attention_mask=padding, use_cache=False, **packed).logits
+    torch.testing.assert_close(logits.flatten(0, 1)[:36], torch.cat(alone), rtol=1e-4, atol=1e-5)
 
 
 FEEDS = {  # the longest text fills a row, and the two others share one; or all are one batch

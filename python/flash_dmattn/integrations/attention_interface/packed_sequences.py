@@ -106,21 +106,23 @@ def hide_other_sequences(
     if packed is None or len(packed.cu_seqlens_q) == 2:
         return mask
 
-    def numbers(offsets: torch.Tensor, length: int) -> torch.Tensor:
+    def sequence_numbers(offsets: torch.Tensor, length: int) -> torch.Tensor:
         tokens = torch.arange(batch * length, dtype=offsets.dtype, device=offsets.device)
         return torch.searchsorted(offsets, tokens, right=True).view(batch, length)
 
-    queries = numbers(packed.cu_seqlens_q, query_length)
-    keys = numbers(packed.cu_seqlens_k, key_length)
+    queries = sequence_numbers(packed.cu_seqlens_q, query_length)
+    keys = sequence_numbers(packed.cu_seqlens_k, key_length)
     first = torch.searchsorted(queries, keys, out_int32=True)
     last = torch.searchsorted(queries, keys, right=True, out_int32=True)
-    own = KeyIntervals(torch.stack([first, last], dim=-1)[:, None], query_length, consecutive=True)
+    same_sequence = KeyIntervals(
+        torch.stack([first, last], dim=-1)[:, None], query_length, consecutive=True
+    )
     intervals = as_key_intervals(mask, query_length, key_length)
     if intervals is not None:
-        return intersect(intervals, own).intervals
+        return intersect(intervals, same_sequence).intervals
     if mask.is_floating_point():
-        return mask.masked_fill(~own.to_mask(), -torch.inf)
-    return mask * own.to_mask()
+        return mask.masked_fill(~same_sequence.to_mask(), -torch.inf)
+    return mask * same_sequence.to_mask()
 
 
 def _packed_from_offsets(
