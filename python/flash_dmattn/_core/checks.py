@@ -180,13 +180,13 @@ def refuse_transforms(**tensors: Tensor | None) -> None:
 
 def _check_types(query: Tensor, key: Tensor, value: Tensor) -> None:
     dtype, device = query.dtype, query.device
+    if dtype not in DTYPES:
+        raise TypeError(f"query: got {dtype}, expected float32, bfloat16, float16 or float64")
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype != dtype or tensor.device != device:
             raise TypeError(
                 f"{name}: got {tensor.dtype} on {tensor.device}, expected that of query, {dtype} on {device}"
             )
-    if dtype not in DTYPES:
-        raise TypeError(f"query: got {dtype}, expected float32, bfloat16, float16 or float64")
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> int:

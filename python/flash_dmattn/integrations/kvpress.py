@@ -46,11 +46,13 @@ def add_press(
         recent_window: keys that are kept whatever their scores: by default a query's own, and with a DMSPress that continues
             after the prompt (`decoding=True`) those of its sliding window, t - j <= sliding_window_size.
         sink_tokens: the first keys, which are kept.
-        dense_prefill: the prompt attends to all of itself, as in kvpress. False: by intervals, in O(N w) time.
+        dense_prefill: the first tokens of a cache attend to all of themselves, as in kvpress; in a prompt that comes in chunks
+            (`prefill_chunk_size`), those of the first chunk. False: by intervals, in O(N w) time.
 
     A token that comes alone, after the prompt, is scored by a DMSPress with `decoding=True`. By other presses it is kept, as
     in kvpress, and by any other DMSPress so are the last `sliding_window_size` tokens of the prompt. But where kvpress' cache
-    grows, here the worst key makes room once keep_window_size are kept.
+    grows, here the worst key makes room once keep_window_size are kept. Tokens that come together after the prompt are scored: assisted
+    decoding and prompt lookup, which verify several at once, need not write the text of greedy decoding.
 
     Returns:
         The same model.
