@@ -1,6 +1,6 @@
 """Dynamic mask attention: exact attention over the keys that a learned score chooses, in O(N w)."""
 
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata as _metadata
 
 from ._core import autograd, shapes, torch_rules  # noqa: F401
 from ._core.availability import Backend, backends, get_available_backends, is_available
@@ -25,8 +25,8 @@ from .scores import make_scores
 torch_rules.register()
 
 try:
-    __version__ = version("flash-dmattn")
-except PackageNotFoundError:  # used from a source tree
+    __version__ = _metadata.version("flash-dmattn")
+except _metadata.PackageNotFoundError:  # used from a source tree
     __version__ = "0+source"
 
 
