@@ -231,7 +231,12 @@ def with_lse(
                 "sink_logits: got backend='flex' on the CPU, where FlexAttention returns no log-sum-exp; expected another backend"
             )
         check_sink_logits(sink_logits, out)
+        is_checked = finite.is_enabled()
+        if is_checked:
+            (sink_logits,) = finite.check_inputs(sink_logits=sink_logits)
         out, lse = add_sink(out, lse, sink_logits, saturate)
+        if is_checked:
+            finite.check_outputs(out, None)
     with_probabilities = resolve_flag(return_attn_probs, "return_attn_probs")
     if not resolve_flag(return_lse, "return_lse"):
         if not with_probabilities:

@@ -78,7 +78,7 @@ def flash_dmattn_func(
     return_lse: also return the log-sum-exp of the scores, float32 and differentiable (see merge_attention).
     return_attn_probs: the same by the name of 1.x, with None as a third result.
     keep_window_size: number of keys that a query keeps: the ones with the highest scores, the more recent of equal
-        ones; a sequence has a number for each key head, which its query heads share.
+        ones; a sequence has one number, or one for each key head, which its query heads share.
     selection: "per_query": the best among the keys the query may see; "global": the best of the row, the same for all
         queries.
     selection_scores: the scores by which keep_window_size chooses, one value per key: [B, H, Sk] or
@@ -243,6 +243,11 @@ def _packed_intervals(
     rule = scored_rule.rule
     total_q, total_k = query.shape[1], key.shape[1]
     if rule.hides_keys():
+        if rule.reads_scores() and bias is None and scored_rule.scores is None:
+            raise ValueError(
+                "keep_window_size: got no scores, expected one score per key in attn_bias or selection_scores: [total_k, H] "
+                f"with total_k = {total_k}"
+            )
         scores, allowed = scores_and_allowed(query, key, None, bias, scored_rule)
         if scored_rule.scores is not None or not rule.has_room_for(total_k):
             key_mask, heads = None, scores.shape[1]

@@ -48,7 +48,7 @@ struct Kernels {
 struct DecodeStep {
   // The reason why the step does not support such a cache; "" if it does.
   std::string (*decline)(const KvCacheShape&) = nullptr;
-  // The same as in Kernels.
+  // Chooses the kernels of a step, as `plan` in Kernels does for attention.
   void (*plan)(const DecodeStepArgs&, const DeviceProperties&, Plan<DecodeStepArgs>&) = nullptr;
   std::vector<std::string> (*names)(const DeviceProperties&) = nullptr;
 

@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 
 from .checks import add_query_dimension, may_read
 
-_MINUS_INF_IS_FINE = ("bias", "lse")  # a mask, and a query that sees no key
+_MINUS_INF_IS_FINE = ("bias", "lse", "sink_logits")  # a mask, a query that sees no key, and no sink
 
 
 def read_setting() -> bool:
@@ -50,7 +50,7 @@ _warn_that_compiled_code_is_unchecked._dynamo_marked_constant = True
 def check_inputs(held: Tensor | None = None, **tensors: Tensor | None) -> list[Tensor | None]:
     """The tensors, or views of them that later check the gradient of this call alone.
 
-    tensors: q, k, v and bias. held: bool [B, Hkv or 1, Sk], the places of a cache that hold a key; None: all.
+    tensors: q, k, v, bias and sink_logits. held: bool [B, Hkv or 1, Sk], the places of a cache that hold a key; None: all.
     """
     read = {}
     if held is not None:

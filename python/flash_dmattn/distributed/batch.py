@@ -85,7 +85,7 @@ class ContextParallel:
         input_ids: int [B, N]. labels: int [B, N], one for each token, not shifted: here they are shifted before the sequence is
             cut, as the label of a piece's last token is the first token of the next piece.
         position_ids: int [B or 1, N]; where they begin again a document begins. By default they count the tokens of each
-            document. attention_mask: [B, N], 0 for padding; with padding a row is one document.
+            document. attention_mask: bool or integers [B, N], 0 for padding; with padding a row is one document.
         cu_seqlens: int [documents + 1], a tensor or a list: offsets of packed documents, B = 1. The first token of a document is
             no label.
         multiple: the length of a piece is a multiple of it.
@@ -172,13 +172,18 @@ class ContextParallel:
         self.wire.agreed_result(None, check_arguments, lambda _: _codes_of(local))
         parts = self.wire.all_gather(local.detach().contiguous())
         whole = parts.transpose(0, 1).flatten(1, 2)
+        if length is not None and length > whole.shape[1]:
+            raise ValueError(
+                f"length: got {length}, expected at most {whole.shape[1]}, the tokens of all pieces"
+            )
         return whole if length is None else whole[:, :length]
 
     def mean(self, total: Tensor, count: Tensor | int) -> Tensor:
         """The sum of `total` over all ranks, divided by the sum of `count`, with a gradient for this rank's total.
 
         As DDP and FSDP average gradients over ranks, the gradient counts R times: what they average is then the gradient of this
-        mean. A rank without labels has a total of 0 and takes part; without any, the mean is 0.
+        mean. A rank without labels has a total of 0 and takes part. Where the counts add up to 0, the result is the
+        sum of the totals.
         """
 
         def checked_count() -> Tensor:
@@ -187,6 +192,8 @@ class ContextParallel:
                 raise TypeError(f"total: got {total.dtype}, expected a floating point dtype")
             if not isinstance(count, NUMBERS):
                 raise TypeError(f"count: got {count!r}, expected a number or a torch.Tensor")
+            if not isinstance(count, Tensor) and not count >= 0:
+                raise ValueError(f"count: got {count!r}, expected 0 or more")
             counts = torch.as_tensor(count, device=total.device).to(torch.float64)
             if counts.shape != total.shape:
                 raise ValueError(
@@ -234,6 +241,15 @@ def _check_batch(tensors: Mapping[str, Tensor | None], multiple: int, pad_token_
         tensor = tensors[name]
         if tensor is not None and tensor.shape != shape:
             raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {tuple(shape)}")
+    for name in ("input_ids", "labels"):
+        tensor = tensors[name]
+        if tensor is not None and tensor.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name}: got {tensor.dtype}, expected torch.int32 or torch.int64")
+    mask = tensors["attention_mask"]
+    if mask is not None and (mask.is_floating_point() or mask.is_complex()):
+        raise TypeError(
+            f"attention_mask: got {mask.dtype}, expected torch.bool or integers, 0 for padding; an additive mask is none"
+        )
 
 
 def _check_local(local: Tensor) -> None:

@@ -276,7 +276,8 @@ class KVSlots(SlotMemory):
         room = self.chunk - self.pending
         if room < 1:
             raise ValueError(
-                f"chunk: got {self.chunk} with {self.pending} tokens pending, expected room for one more at least"
+                f"chunk: got {self.chunk} with {self.pending} tokens pending, expected at least {self.pending + 1}: make the cache "
+                "with KVSlots(..., chunk=N)"
             )
         finite.check_new_tokens(query, key, value)
         parts = []

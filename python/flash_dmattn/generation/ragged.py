@@ -304,7 +304,8 @@ def extend_ragged(
     Args:
         pool: the states of one layer, without pending tokens.
         batch: the sequences of the step, and their rows.
-        query: [T, Hq, D]; key, value: [T, Hkv, D]; scores: float32 [Hkv, T].
+        query: [T, Hq, D]; key, value: [T, Hkv, D]; scores: float32 [Hkv, T], heads
+            first as in KVSlots, unlike the [total_k, H] of flash_dmattn_varlen_func.
         scale, softcap, scores_are_bias: as in KVSlots.step. return_lse: also return lse [Hq, T].
 
     Returns:

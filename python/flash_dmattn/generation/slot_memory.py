@@ -28,6 +28,15 @@ _COUNTERS = 8  # numbers of a SlotCount
 _FLOAT32_ON_A_GPU = "Use one of them, or flash_dmattn_with_kvcache on a cache of all keys"
 
 
+def _resolve_slot_backend(backend: object) -> str:
+    if backend in ("triton", "flex"):
+        raise ValueError(
+            f"backend: got {backend!r}, which has no KV cache, expected 'cuda', 'cpu', 'reference', or None for the first that "
+            "supports the problem"
+        )
+    return resolve_backend(backend)
+
+
 class SlotMemory:
     """The tensors of a KVSlots and the rule that says how many keys they hold."""
 
@@ -69,7 +78,7 @@ class SlotMemory:
         check_head_dim(head_dim, "head_dim: got")
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(f"dtype: got {dtype}, expected float32, bfloat16 or float16")
-        self.backend = resolve_backend(backend)
+        self.backend = _resolve_slot_backend(backend)
         self.pending, self.is_empty = 0, True
         shape = (batch, heads_kv, self.places + chunk)
         # Zeros: a kernel may load a slot without a key.
@@ -126,7 +135,7 @@ class SlotMemory:
         check_slots(cache.places, pending, k.shape[2])
         check_slot_kernels("k", k.dtype, k.shape[3], k.device, instead=_FLOAT32_ON_A_GPU)
         check_head_windows(len(cache.rule.windows()), k.device)
-        cache.backend = resolve_backend(backend)
+        cache.backend = _resolve_slot_backend(backend)
         cache.pending, cache.is_empty = pending, False
         return cache
 

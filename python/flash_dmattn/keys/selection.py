@@ -245,8 +245,10 @@ def squeeze_query_dimension(scores: Tensor | None) -> Tensor | None:
     return scores.squeeze(2) if has_one_query else scores
 
 
-def scores_and_allowed(query, key, mask, bias, scored_rule: ScoredRule):
-    """Scores [B, H, Sk], and the dense mask to choose under, or None for all keys."""
+def scores_and_allowed(
+    query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, scored_rule: ScoredRule
+) -> tuple[Tensor, AllowedElements | None]:
+    """Scores [B, H, Sk], and the elements that mask and bias allow, or None for all."""
     seqlen_k = key.shape[1]
     name, scores, hiding = "attn_bias", bias, None
     if scored_rule.scores is not None:
@@ -280,7 +282,7 @@ def scores_and_allowed(query, key, mask, bias, scored_rule: ScoredRule):
     return scores, AllowedElements(mask, hiding)
 
 
-def match_heads(query, key, *parts):
+def match_heads(query: Tensor, key: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
     """The parts for every query head, unless all of them are one for each key head or for all."""
     if all(broadcasts(part.shape[1], key.shape[2]) for part in parts):
         return parts

@@ -69,7 +69,7 @@ struct BwdPostprocessBias {
   }
 };
 
-// The same from sums whose shape is `parts` times larger in each dimension. A warp adds the sums of each element in a
+// Adds up a bias gradient from sums whose shape is `parts` times larger in each dimension. A warp adds the sums of each element in a
 // fixed order.
 template <class T>
 struct BwdPostprocessSummedBias {

@@ -26,7 +26,7 @@ __device__ inline void ldmatrix_x4(std::uint32_t (&r)[4], std::uint32_t address)
                : "memory");
 }
 
-// The same, with every matrix transposed.
+// Loads four 8x8 matrices and transposes each.
 __device__ inline void ldmatrix_x4_trans(std::uint32_t (&r)[4], std::uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -272,7 +272,7 @@ __device__ inline void compiler_fence() { asm volatile("" ::: "memory"); }
 // Makes the value unknown to the compiler, which then neither recomputes it nor shares it with an equal value.
 __device__ inline void make_opaque(int& value) { asm volatile("" : "+r"(value)); }
 __device__ inline void make_opaque(std::uint32_t& value) { asm volatile("" : "+r"(value)); }
-// The same for a pointer to global memory.
+// Makes a pointer to global memory unknown to the compiler.
 template <class T>
 __device__ inline void make_opaque(T*& pointer) {
   asm volatile("" : "+l"(pointer));

@@ -229,7 +229,7 @@ __device__ inline void copy_s2g(ThreadGroup<Size> group, std::uint32_t tile, int
   }
 }
 
-// The same, where the tile's row 0 is row `first` of the head.
+// Copies from a tile whose row 0 is row `first` of the head.
 template <class Tile, int Size>
 __device__ inline void copy_s2g(ThreadGroup<Size> group, std::uint32_t tile, int begin, int end,
                                 int first, const OutputRows& to, int batch, int head,

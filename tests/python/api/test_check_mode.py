@@ -134,6 +134,20 @@ def test_tensors_without_values_are_no_error(check_mode):
     assert q.grad.is_meta
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_nonfinite_sink_and_its_gradient_are_named(backend, check_mode):
+    named = tensors("dense")
+    sinks = torch.tensor([0.0, -INF, NAN, 0.0])  # -inf is no sink
+    q, k, v = (named[name] for name in ("q", "k", "v"))
+    with raises("forward input sink_logits[2] is nan"):
+        flash_dmattn_func(q, k, v, sink_logits=sinks, backend=backend)
+    sinks = sinks.nan_to_num(nan=0.0, neginf=-INF).requires_grad_()
+    out = flash_dmattn_func(q, k, v, sink_logits=sinks, backend=backend)
+    named["dout"][0, 2, 1, 3] = INF
+    with raises("backward input dout[0, 2, 1, 3] is inf"):
+        torch.autograd.grad(out, sinks, named["dout"])
+
+
 def test_captured_graph_is_refused(check_mode, monkeypatch):
     monkeypatch.setattr(finite, "may_read", lambda: False)
     q = torch.ones(1, 3, 1, 8)

@@ -208,7 +208,7 @@ BATCH = {
     "input_ids": TOKENS,
     "labels": TOKENS,
     "position_ids": torch.arange(N)[None],
-    "attention_mask": torch.ones(2, N),
+    "attention_mask": torch.ones(2, N, dtype=torch.int64),
 }
 LONG = torch.arange(2 * 8191).view(2, -1)
 # Arguments of all ranks, and those of the first.
@@ -216,12 +216,12 @@ OTHER_BATCHES = {
     "input_ids": (BATCH, {"input_ids": TOKENS.flip(0)}),
     "labels": (BATCH, {"labels": TOKENS + 1}),
     "position_ids": (BATCH, {"position_ids": torch.arange(N)[None] + 1}),
-    "attention_mask": (BATCH, {"attention_mask": torch.ones(2, N).tril()}),
+    "attention_mask": (BATCH, {"attention_mask": torch.ones(2, N, dtype=torch.int64).tril()}),
     "multiple": (BATCH, {"multiple": 4}),
     "pad_token_id": (BATCH, {"pad_token_id": 7}),
     "input_ids in another order": ({"input_ids": LONG}, {"input_ids": LONG.flip(0)}),
     "attention_mask of other numbers": (
-        {"input_ids": TOKENS, "attention_mask": torch.zeros(2, N)}, {"attention_mask": torch.full((2, N), 0.5)},
+        {"input_ids": TOKENS, "attention_mask": torch.zeros(2, N, dtype=torch.int64)}, {"attention_mask": torch.full((2, N), 256)},
     ),
 }  # fmt: skip
 

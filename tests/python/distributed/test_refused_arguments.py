@@ -110,9 +110,17 @@ REFUSED_CALLS = {
         lambda cp: cp.shard(IDS, position_ids=torch.arange(N - 1)[None], attention_mask=torch.zeros(1, N)),
         ValueError, "position_ids: got torch.int64 of shape",
     ),
+    "shard additive mask": (
+        lambda cp: cp.shard(IDS, attention_mask=torch.zeros(1, N)), TypeError, "attention_mask: got torch.float32, expected torch.bool",
+    ),
+    "shard float tokens": (lambda cp: cp.shard(IDS.float()), TypeError, "input_ids: got torch.float32, expected torch.int32 or"),
+    "shard bool labels": (lambda cp: cp.shard(IDS, IDS.bool()), TypeError, "labels: got torch.bool, expected torch.int32 or"),
     "shard multiple of 0": (lambda cp: cp.shard(IDS, multiple=0), ValueError, "multiple: got 0, expected 1 or more"),
     "gather a vector": (lambda cp: cp.gather(torch.zeros(N)), ValueError, r"local: got shape \(8,\), expected \[B, n, ...\]"),
     "gather a length as text": (lambda cp: cp.gather(IDS, "x"), TypeError, "length: got 'x', expected an integer"),
+    "gather more tokens": (lambda cp: cp.gather(IDS, 99), ValueError, "length: got 99, expected at most 16, the tokens of all pieces"),
+    "mean over a negative count": (lambda cp: cp.mean(torch.zeros(()), -2), ValueError, "count: got -2, expected 0 or more"),
+    "mean over NaN": (lambda cp: cp.mean(torch.zeros(()), float("nan")), ValueError, "count: got nan, expected 0 or more"),
     "mean of text": (lambda cp: cp.mean("x", 3), TypeError, "total: got str, expected a torch.Tensor"),
     "mean of integers": (
         lambda cp: cp.mean(torch.tensor(5), 2), TypeError, "total: got torch.int64, expected a floating point dtype",

@@ -30,6 +30,8 @@ def filled(chunk=CHUNK):
         ("batch: got 1.5", {"batch": 1.5}),
         ("chunk: got -2", {"chunk": -2}),
         ("dtype: got torch.float64", {"dtype": torch.float64}),
+        ("backend: got 'triton', which has no KV cache", {"backend": "triton"}),
+        ("backend: got 'flex', which has no KV cache", {"backend": "flex"}),
     ],
 )
 def test_bad_kv_slots_size_raises(message, options):
