@@ -21,6 +21,7 @@ from .._core.kv_checks import (
     check_slots,
     rows_on_host,
 )
+from .._dispatch import IN_PYTHON
 from ..keys.rule import SelectionRule
 
 _ARRAYS = ("k", "v", "scores", "positions", "counts", "seen")
@@ -29,7 +30,7 @@ _FLOAT32_ON_A_GPU = "Use one of them, or flash_dmattn_with_kvcache on a cache of
 
 
 def _resolve_slot_backend(backend: object) -> str:
-    if backend in ("triton", "flex"):
+    if backend in IN_PYTHON:
         raise ValueError(
             f"backend: got {backend!r}, which has no KV cache, expected 'cuda', 'cpu', 'reference', or None for the first that "
             "supports the problem"

@@ -102,8 +102,8 @@ def mask_driven_attention_forward(
     """`flash_dynamic_mask_attention_forward` for models that know this attention by its name.
 
     The mask decides what a query sees, as in the eager attention of every model: without a mask it sees all keys, and
-    under a mask [B, 1, 1, Sk] all keys that the mask shows; offsets of packed sequences hide the keys of others. A layer's `is_causal` is ignored: many layers
-    have none, or a wrong one, because eager attention never reads it. transformers' mask functions call
+    under a mask [B, 1, 1, Sk] all keys that the mask shows; offsets of packed sequences hide the keys of others. A layer's
+    `is_causal` is ignored: many layers have none, or a wrong one, because eager attention never reads it. transformers' mask functions call
     `key_interval_mask`, whose masks include causality.
 
     Raises:
