@@ -91,7 +91,7 @@ def _module(case: str) -> ModuleType:
 
 
 def _measured(options: argparse.Namespace) -> Iterator[dict]:
-    for name in options.case:
+    for name in dict.fromkeys(options.case):
         yield from _module(name).measure_rows(name, options)
 
 

@@ -25,9 +25,20 @@ def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
         yield from _selections(options)
     chosen = options.side or sides.default_sides(options.device)
     names = [side for side in sides.NAMES if side in chosen]
-    for case in cases_of(options.device, name, options.length, options.window):
+    for case in _new_cases(name, options):
         for dtype in options.dtype:
             yield from measure(case, dtype, options.device, names, options.repeats)
+
+
+def _new_cases(name: str, options: argparse.Namespace) -> list[Case]:
+    """The cases of a name without those of the names before it: `scaling` has the case of `dynamic_mask` too."""
+
+    def listed(name: str) -> list[Case]:
+        return cases_of(options.device, name, options.length, options.window)
+
+    names_before = options.case[: options.case.index(name)]
+    measured = {case for other in names_before for case in listed(other)}
+    return [case for case in listed(name) if case not in measured]
 
 
 _SELECTIONS = {

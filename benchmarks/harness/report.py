@@ -25,8 +25,7 @@ NAMES = {
     "fa2": "FlashAttention-2", "fa3": "FlashAttention-3", "fa4": "FlashAttention-4", "cudnn": "cuDNN",
     "fla": "flash-linear-attention",
 }  # fmt: skip
-# The page of Triton may compare with an older CUDA backend than the other pages.
-TRITON_NAMES = {"cuda": "CUDA backend of that commit"}
+TRITON_NAMES = {"cuda": "our CUDA backend"}  # on the page of Triton, which is ours too
 KINDS = {
     "per_query": "dynamic mask", "sliding": "sliding window", "documents": "packed documents",
     "dense_masks": "dense mask and bias", "forgetting": "forgetting attention", "evicted": "recent keys and the best",

@@ -320,6 +320,14 @@ def test_peak_counts_the_mask_that_a_rival_needs():
     assert peak_of(step, "cpu") > step.mask_bytes
 
 
+def test_configuration_of_two_cases_is_measured_once(capsys, tmp_path):
+    record_file = tmp_path / "bench.json"
+    case_names = ["--case", "dynamic_mask", "scaling", "dynamic_mask"]
+    run(capsys, *case_names, *SMALL, "--side", "cpu", "--json", str(record_file))
+    titles = [row["case"] for row in record.read(record_file)["rows"]]
+    assert titles == [f"per_query B1 H8 N{length} D64 w16" for length in (64, 96)]
+
+
 def test_length_option_replaces_case_length():
     cases = cases_of("cpu", "scaling", [128], [32, 64])
     assert [(case.seqlen, case.window) for case in cases] == [(128, 32), (128, 64)]
