@@ -17,9 +17,7 @@ from flash_dmattn.check.memory import peak_bytes
 # A GPU's clock follows its load with a delay: without a warm-up a case would be timed at the clock of the case before it.
 _SECONDS_OF_WARM_UP = 0.5
 _SECONDS_OF_REPLAYS = 0.1  # of a graph, before the replays that count
-# About 4 ms, in which Python runs ahead of the GPU: the launches of a backward in Triton take up to 2 ms of Python, and a GPU that
-# waits for them is timed with the host's noise (0.31 to 0.63 ms for one forward).
-_CYCLES_AHEAD = 8_000_000
+_CYCLES_AHEAD = 2_000_000  # about a millisecond, in which Python runs ahead of the GPU
 
 
 @dataclass(frozen=True)
