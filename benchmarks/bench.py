@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from types import ModuleType
 import torch
 
 from harness import cases, machine, record, sides
+from harness.options import Different, commit, positive
 
 # The module that measures a case; all others are of attention.
 _MODULES = {
@@ -36,6 +39,7 @@ INTERRUPTED = 130
 
 def run(options: argparse.Namespace) -> int:
     """Measures, prints every row at once, and writes it into the record at once."""
+    _check_cases(options)
     _check_sides(options)
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -47,12 +51,12 @@ def run(options: argparse.Namespace) -> int:
     if path and not new_record["commit"]:
         options.fail("--commit: got none outside a Git checkout, expected that of the sources")
     if path:
-        record.write(path, new_record)  # fails before anything is measured, rather than after
+        _expect_writable(path, options)
     print(f"{new_record['machine']['name']}, torch {torch.__version__}", flush=True)
     try:
         for row in _measured(options):
             print(record.format_row(row), flush=True)
-            new_record["rows"].append(row)
+            new_record["rows"] = record.with_row(new_record["rows"], row)
             if path:
                 record.write(path, new_record)
     except KeyboardInterrupt:
@@ -64,6 +68,27 @@ def run(options: argparse.Namespace) -> int:
     if path:
         print(f"wrote {path}")
     return 0
+
+
+def _expect_writable(path: Path, options: argparse.Namespace) -> None:
+    """Ends the program before anything is measured, rather than after."""
+    try:
+        record.expect_writable(path)
+    except OSError as error:
+        options.fail(f"{'--record' if options.record else '--json'}: {error}")
+
+
+def _check_cases(options: argparse.Namespace) -> None:
+    """Ends the program for a case that cannot be measured here."""
+    for name in options.case:
+        try:
+            getattr(_module(name), "expect_case_runs", _expect_nothing)(name, options)
+        except (ImportError, sides.Declined) as reason:
+            options.fail(f"--case: got {name}, which does not run here: {reason}")
+
+
+def _expect_nothing(case: str, options: argparse.Namespace) -> None:
+    """The check of a module whose cases run on every machine."""
 
 
 def _check_sides(options: argparse.Namespace) -> None:
@@ -92,7 +117,10 @@ def _module(case: str) -> ModuleType:
 
 def _measured(options: argparse.Namespace) -> Iterator[dict]:
     for name in dict.fromkeys(options.case):
-        yield from _module(name).measure_rows(name, options)
+        try:
+            yield from _module(name).measure_rows(name, options)
+        except sides.REASONS as reason:  # the other cases are worth their time
+            print(record.declined(name, "", "", reason), flush=True)
 
 
 def show(options: argparse.Namespace) -> int:
@@ -100,8 +128,12 @@ def show(options: argparse.Namespace) -> int:
     print("\n".join(map(record.format_row, rows)))
     if options.plot is None:
         return 0
-    from harness import pictures  # needs matplotlib, which nothing else does
+    try:
+        from harness import pictures  # needs matplotlib, which nothing else does
 
+        pictures.expect_format(options.plot)
+    except (ImportError, ValueError) as error:
+        options.fail(f"--plot: {error}")
     if not pictures.draw(rows, options.plot):
         options.fail("--plot: got no attention at several lengths or windows, expected some")
     return 0
@@ -115,12 +147,6 @@ def _call(module: str) -> Callable[[argparse.Namespace], int]:
 def _case(text: str) -> str:
     """The name of a case. Commands in older records have `dma` and `pairs`."""
     return {"dma": "dynamic_mask", "pairs": "dense_masks"}.get(text, text)
-
-
-def _positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected 1 or more")
-    return int(text)
 
 
 def _record(text: str) -> dict:
@@ -147,20 +173,22 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     one = commands.add_parser("run", help="measure on this machine")
     one.set_defaults(call=run, fail=one.error)
     add = one.add_argument
-    add("--case", nargs="+", type=_case, choices=CASES, default=["dense", "dynamic_mask", "scaling"], metavar="CASE",
+    add("--case", nargs="+", action=Different, type=_case, choices=CASES, default=["dense", "dynamic_mask", "scaling"], metavar="CASE",
         help=f"any of {', '.join(CASES)}; default: dense dynamic_mask scaling")  # fmt: skip
-    add("--side", nargs="+", choices=SIDES, default=[], metavar="SIDE",
+    add("--side", nargs="+", action=Different, choices=SIDES, default=[], metavar="SIDE",
         help=f"any of {', '.join(SIDES)}; default: ours, and the rivals of torch that run here without compiling")  # fmt: skip
-    add("--dtype", nargs="+", choices=("float32", "bfloat16", "float16"),
+    add("--dtype", nargs="+", action=Different, choices=("float32", "bfloat16", "float16"),
         help="default: bfloat16, on the CPU float32 too")  # fmt: skip
     add("--device", type=_device, choices=("cpu", "cuda"), help="default: the GPU if there is one")
-    add("--length", nargs="+", type=_positive, metavar="N", help="instead of the case's lengths")
-    add("--window", nargs="+", type=_positive, metavar="W", help="instead of the case's windows")
-    add("--repeats", type=_positive, default=5, help="rounds, of which the median counts")
-    add("--threads", type=_positive, help="of the CPU; default: torch's")
+    add("--length", nargs="+", action=Different, type=positive, metavar="N",
+        help="instead of the case's lengths")  # fmt: skip
+    add("--window", nargs="+", action=Different, type=positive, metavar="W",
+        help="instead of the case's windows")  # fmt: skip
+    add("--repeats", type=positive, default=5, help="rounds, of which the median counts")
+    add("--threads", type=positive, help="of the CPU; default: torch's")
     add("--programs", type=Path, default=Path("build/bench/benchmarks"), metavar="FOLDER",
         help="of the programs that the case `kernels` runs; default: build/bench/benchmarks")  # fmt: skip
-    add("--commit", help="of the sources; default: Git's")
+    add("--commit", type=commit, help="of the sources; default: Git's")
     output = one.add_mutually_exclusive_group()
     output.add_argument("--json", type=Path, metavar="FILE", help="write a record there")
     output.add_argument("--record", metavar="NAME",
@@ -177,7 +205,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="a record: its sides; two records or two builds: after and before. A build is a folder with three things: "
         "python/ of a checkout, _C.so, which is in bindings/torch of its build folder, and a file named commit that holds its commit. Both "
         "builds are measured alternately, in random order")  # fmt: skip
-    one.add_argument("--rounds", type=_positive, default=5, help="of two builds")
+    one.add_argument("--rounds", type=positive, default=5, help="of two builds")
     one.add_argument("--json", type=Path, metavar="FILE", help="write the record of two builds")
     one.add_argument("--run", nargs=argparse.REMAINDER, metavar="OPTION", help="of `run`, for two builds",
         default=["--case", "dense", "dynamic_mask", "groups", "sliding", "dense_masks", "--side", "cuda"])  # fmt: skip
@@ -188,12 +216,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     one.add_argument(
         "--json", type=Path, required=True, metavar="FILE", help="write the record there"
     )
-    one.add_argument("--commit", help="of the sources; default: Git's")
+    one.add_argument("--commit", type=commit, help="of the sources; default: Git's")
 
     one = commands.add_parser("exchange", help="the bytes of context parallelism, on paper")
     one.set_defaults(call=_call("exchange_table"), fail=one.error)
     for name, size in (("heads", 16), ("heads-kv", 8), ("head-dim", 128), ("window", 2048)):
-        one.add_argument(f"--{name}", type=_positive, default=size, help=f"default: {size}")
+        one.add_argument(f"--{name}", type=positive, default=size, help=f"default: {size}")
 
     one = commands.add_parser("report", help="write the documents' tables and pictures")
     one.set_defaults(call=_call("report"), fail=one.error)
@@ -210,9 +238,22 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     try:
         return options.call(options)
+    except BrokenPipeError:
+        raise
     except OSError as error:  # an output that cannot be written
         options.fail(str(error))
 
 
+def main_of_pipe() -> int:
+    """The exit status of `main`, also where a reader like `head` closes the pipe."""
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        status = 128 + signal.SIGPIPE
+    return status
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main_of_pipe())

@@ -25,6 +25,7 @@ from harness import record
 from harness.clock import elapsed_ms, kernel_times
 from harness.exchange_table import Model
 from harness.models import draw_score_weights
+from harness.options import Different, positive
 from harness.ranks import GPU, Ranks, add_options
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -157,7 +158,7 @@ def measure_length(ranks: Ranks, step, mesh) -> dict:
 
 def losses(ranks: Ranks, steps: int, is_compiled: bool) -> None:
     """The losses of the same batches on whole sequences and on pieces."""
-    for size in (1, ranks.size):
+    for size in dict.fromkeys((1, ranks.size)):
         torch._dynamo.reset()
         options = options_of(LOSS_LENGTH, is_compiled, steps=steps, cp=size, batch=LOSS_BATCH)
         trained_steps = long_context.train(options)
@@ -170,15 +171,20 @@ def losses(ranks: Ranks, steps: int, is_compiled: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser, budget=100)
-    parser.add_argument("--lengths", type=int, nargs="*", default=LENGTHS)
+    parser.add_argument(
+        "--lengths", type=positive, nargs="*", action=Different, default=LENGTHS, help="tokens; none: only losses",
+    )  # fmt: skip
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument("--losses", type=int, default=0, help="steps of the two trainings")
+    parser.add_argument("--losses", type=positive, help="steps of the two trainings")
     options = parser.parse_args()
     ranks = Ranks(options, NOTE)
     if options.lengths:
         measure(ranks, options.lengths, not options.eager)
-    if options.losses and ranks.has_time_for(25):
-        losses(ranks, options.losses, not options.eager)
+    if options.losses:
+        if ranks.has_time_for(25):
+            losses(ranks, options.losses, not options.eager)
+        else:
+            ranks.print_line("losses: no time left")
     ranks.finish()
 
 

@@ -11,13 +11,19 @@ import torch
 from flash_dmattn import select_key_intervals
 
 from . import record, sides
-from .cases import Case, cases_of
+from .cases import CASES, Case, cases_of
 from .clock import costs, timed
 
 
 def side_names(name: str, device: str) -> tuple[str, ...]:
     """Sides that `--side` can choose for a case; none where it chooses nothing."""
     return () if name == "selection" else sides.names_on(device)
+
+
+def expect_case_runs(name: str, options: argparse.Namespace) -> None:
+    """Raises Declined for a case that another device has alone."""
+    if name != "selection" and name not in CASES[options.device]:
+        raise sides.Declined(f"it has no sizes for {options.device}")
 
 
 def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:

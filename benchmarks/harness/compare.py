@@ -9,12 +9,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from . import record
 
 _TIMES = (*record.TIMES, "both")
 _WHEN = ("before", "after")
+_PARTS = ("python", "_C.so", "commit")  # of a build
+INTERRUPTED = 130
 
 
 def main(options: argparse.Namespace) -> int:
@@ -22,19 +25,29 @@ def main(options: argparse.Namespace) -> int:
     builds = [path for path in paths if path.is_dir()]
     if len(paths) > 2 or len(builds) not in (0, 2):
         options.fail("SOURCE: expected a record, two records, or two builds")
+    status = 0
     if builds:
-        new_record = _measure_builds(builds, options)
-        if options.json:
-            record.write(options.json, new_record)
-        rows = new_record["rows"]
+        _check_builds(builds, options)
+        rows = []
+        try:
+            for new_record in _measure_builds(builds, options):
+                rows = new_record["rows"]
+                if options.json:
+                    record.write(options.json, new_record)
+        except KeyboardInterrupt:
+            print(f"\nInterrupted after {len(rows)} rows.", file=sys.stderr)
+            status = INTERRUPTED
     else:
         try:
             records = [record.read(path) for path in paths]
         except ValueError as error:
             options.fail(str(error))
         rows = records[0]["rows"] if len(records) == 1 else _before_and_after(*records)
-    print("\n".join(ratios(rows)))
-    return 0
+    lines = ratios(rows)
+    if not lines and not builds:
+        options.fail("SOURCE: got no times, expected some")
+    print("\n".join(lines))
+    return status
 
 
 def ratios(rows: list[dict]) -> list[str]:
@@ -51,6 +64,8 @@ def ratios(rows: list[dict]) -> list[str]:
         for side, runs in runs_by_side.items():
             values = {t: [run[t] for run in runs if run.get(t) is not None] for t in _TIMES}
             medians = {time: statistics.median(few) for time, few in values.items() if few}
+            if not medians:  # a row of memory or of quality
+                continue
             base = base or medians
             times = " / ".join(f"{time:.4g}" for time in medians.values())
             ratio = " / ".join(f"{medians[t] / base[t]:.3f}" for t in medians if t in base)
@@ -67,8 +82,22 @@ def _before_and_after(before: dict, after: dict) -> list[dict]:
     ]
 
 
-def _measure_builds(builds: list[Path], options: argparse.Namespace) -> dict:
-    """A record of rounds, each of which measures both builds in processes of their own, in random order."""
+def _check_builds(builds: list[Path], options: argparse.Namespace) -> None:
+    """Ends the program before anything is measured, rather than after."""
+    for build in builds:
+        missing = [name for name in _PARTS if not (build / name).exists()]
+        if missing:
+            options.fail(f"SOURCE: got {build} without {', '.join(missing)}, expected a build")
+    if options.json:
+        try:
+            record.expect_writable(options.json)
+        except OSError as error:
+            options.fail(f"--json: {error}")
+
+
+def _measure_builds(builds: list[Path], options: argparse.Namespace) -> Iterator[dict]:
+    """The record of rounds, each of which measures both builds in processes of their own, in random order, as it grows."""
+    command = " ".join(["bench.py", *sys.argv[1:]])
     rows: dict[str, list[dict]] = {when: [] for when in _WHEN}
     for number in range(options.rounds):
         for when in random.sample(_WHEN, 2):
@@ -78,8 +107,7 @@ def _measure_builds(builds: list[Path], options: argparse.Namespace) -> dict:
                 row | place | {"side": f"{when} {row['side']}"} for row in one_record["rows"]
             ]
             print(f"round {number + 1} of {options.rounds}: {when}", flush=True)
-    command = " ".join(["bench.py", *sys.argv[1:]])
-    return one_record | {"command": command, "rows": rows["before"] + rows["after"]}
+            yield one_record | {"command": command, "rows": rows["before"] + rows["after"]}
 
 
 def _measure(build: Path, arguments: list[str]) -> dict:

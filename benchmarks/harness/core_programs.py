@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from itertools import groupby
 
+from .sides import Declined
+
 PROGRAMS = {"cpu": "bench_core", "cuda": "bench_selection"}
+# Cases of the one for a CPU are those of attention, whose side is `cpu`.
+SIDES = {"cpu": "library", "cuda": "cuda"}
 OPTIONS = (
     "--benchmark_format=json",
     "--benchmark_repetitions=15",
     "--benchmark_report_aggregates_only",
 )
+
+
+def expect_case_runs(name: str, options: argparse.Namespace) -> None:
+    """Raises Declined where the program is not built."""
+    program = options.programs / PROGRAMS[options.device]
+    if not (program.is_file() and os.access(program, os.X_OK)):
+        raise Declined(f"--programs has no program {program}")
 
 
 def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
@@ -24,7 +36,7 @@ def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
     if done.returncode != 0:
         print(f"{program} failed with status {done.returncode}", flush=True)
     if done.stdout.rstrip().endswith("}"):  # else it ended in between
-        yield from rows_of(json.loads(done.stdout)["benchmarks"], options.device)
+        yield from rows_of(json.loads(done.stdout)["benchmarks"], SIDES[options.device])
 
 
 def rows_of(benchmarks: list[dict], side: str) -> Iterator[dict]:

@@ -20,8 +20,7 @@ _NOTE = (
 
 def rows(folder: Path) -> Iterator[dict]:
     """A row for each method and budget of distil (results.json), and for each training of recall (recall*.json)."""
-    for path in sorted(folder.glob("**/results.json")):
-        results = json.loads(path.read_text())
+    for results in _read(folder, "results.json", ("settings", "quality")):
         settings = results["settings"]
         unit = "nats/byte" if settings["model"] == "None" else "nats/token"
         for method, budgets in results["quality"].items():
@@ -32,8 +31,7 @@ def rows(folder: Path) -> Iterator[dict]:
                     "right digits": [quality["pass_keys"], "share"],
                 }
                 yield record.row(case, method, _DTYPES[settings["device"]], values=values)
-    for path in sorted(folder.glob("**/recall*.json")):
-        results = json.loads(path.read_text())
+    for results in _read(folder, "recall*.json", ("settings", "rows")):
         settings = results["settings"]
         lengths = ", ".join(f"{length:,}" for length in settings["lengths"])
         task = f"recall {settings['pairs']} pairs of {2 * settings['words']:,} words in {lengths} tokens"
@@ -46,12 +44,31 @@ def rows(folder: Path) -> Iterator[dict]:
             yield record.row(case, side, _DTYPES[settings["device"]], values=values)
 
 
+def _read(folder: Path, name: str, fields: tuple[str, ...]) -> Iterator[dict]:
+    """The contents of the files of a name. Raises ValueError for one that another program has written, or half of one."""
+    for path in sorted(folder.glob(f"**/{name}")):
+        try:
+            results = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        if not isinstance(results, dict) or not results.keys() >= set(fields):
+            raise ValueError(f"{path}: got no {' and '.join(fields)}, expected them")
+        yield results
+
+
 def main(options: argparse.Namespace) -> int:
-    new_rows = list(rows(options.folder))
+    new_rows: list[dict] = []
+    try:
+        for row in rows(options.folder):
+            new_rows = record.with_row(new_rows, row)
+    except ValueError as error:
+        options.fail(f"FOLDER: {error}")
     if not new_rows:
         options.fail(f"FOLDER: got no results.json and no recall*.json in {options.folder}")
     device = "cuda" if new_rows[0]["dtype"] == _DTYPES["cuda"] else "cpu"
     origin = machine.origin(device, options.commit)
+    if not origin["commit"]:
+        options.fail("--commit: got none outside a Git checkout, expected that of the sources")
     record.write(options.json, origin | {"note": _NOTE, "rows": new_rows})
     print(f"wrote {options.json}")
     return 0

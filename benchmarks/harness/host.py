@@ -40,8 +40,16 @@ def side_names(name: str, device: str) -> tuple[str, ...]:
 
 
 def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
-    device, threads = options.device, torch.get_num_threads()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    try:
+        yield from _rows(options)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _rows(options: argparse.Namespace) -> Iterator[dict]:
+    device = options.device
     for length in options.length or [128 if device == "cuda" else 8]:
         window = sliding_window(length, _WINDOW, device=device)
         calls = {
@@ -57,7 +65,6 @@ def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
         for (kind, side), call in calls.items():
             if not options.side or side in options.side:
                 yield _row(f"call N{length} {kind}", side, call, device, length)
-    torch.set_num_threads(threads)
 
 
 def _row(case: str, side: str, call: Callable, device: str, length: int) -> dict:

@@ -13,14 +13,19 @@ from flash_dmattn.check.memory import bytes_of, peak_bytes
 
 from . import record
 from .cases import PER_QUERY, Case
+from .sides import Declined
 
 _MASKED = Case(PER_QUERY, 4096, 128, 2048, heads_q=32, heads_kv=32, batch=2)
 _LONG = Case(PER_QUERY, 131072, 128, 2048, heads_q=16, heads_kv=8)
 
 
-def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
+def expect_case_runs(name: str, options: argparse.Namespace) -> None:
+    """Raises Declined without a GPU."""
     if options.device != "cuda":
-        return
+        raise Declined("it is about the memory of a GPU")
+
+
+def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
     batch, heads, n = _MASKED.batch, _MASKED.heads_kv, _MASKED.seqlen
     yield _row("no mask", _MASKED)
     yield _row("3-d mask", _MASKED, torch.rand(batch, heads, n, device="cuda") < 0.9)

@@ -30,9 +30,17 @@ _FIXED = ("kind", "batch", "heads_q", "heads_kv", "head_dim", "value_dim")
 
 
 def seconds(row: dict) -> float | None:
-    """Seconds of forward plus backward."""
-    backward = row["backward"]
-    return None if backward is None else (row["forward"] + backward) / 1e3
+    """Seconds of forward plus backward; None where one of them was not measured."""
+    times = [row["both"]] if "both" in row else [row["forward"], row["backward"]]
+    per_second = {"ms": 1e3, "us": 1e6, None: 1}[row["unit"]]
+    return None if None in times else sum(times) / per_second
+
+
+def expect_format(path: Path) -> None:
+    """Raises ValueError for the name of a picture that matplotlib cannot write."""
+    formats = plt.Figure().canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in formats:
+        raise ValueError(f"got {path}, expected a name that ends in one of {', '.join(formats)}")
 
 
 def memory(row: dict) -> float | None:
@@ -57,7 +65,7 @@ def sweep(rows: Iterable[dict], along: str) -> list[dict]:
 
 def _label(side: str, row: dict) -> str:
     masked = side == "sdpa" and row["window"]
-    return _LABELS[side] + (", N×N mask" if masked else "")
+    return _LABELS.get(side, side) + (", N×N mask" if masked else "")
 
 
 def draw_sweep(
@@ -70,10 +78,10 @@ def draw_sweep(
         points = {row[along]: value(row) for row in mine if value(row) is not None}
         if not points:
             continue
-        marker, style = _STYLES[dtype]
+        marker, style = _STYLES.get(dtype, ("x", "-."))
         axes.loglog(
             *zip(*sorted(points.items()), strict=True), marker=marker, linestyle=style, markersize=4,
-            color=_COLOURS[side], label=f"{_label(side, one)}, {dtype}",
+            color=_COLOURS.get(side), label=f"{_label(side, one)}, {dtype}",
         )  # fmt: skip
     ticks = sorted({row[along] for row in rows})
     axes.set_xticks(ticks, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in ticks])
@@ -109,7 +117,8 @@ def draw(rows: list[dict], path: Path) -> bool:
     for (along, swept_rows), (left, right) in zip(sweeps.items(), panels, strict=True):
         draw_sweep(left, swept_rows, along, seconds)
         draw_sweep(right, swept_rows, along, memory)
-        left.legend(fontsize=7)
+        if left.lines:
+            left.legend(fontsize=7)
     save(figure, path)
     return True
 

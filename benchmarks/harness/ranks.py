@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from . import machine, record
+from .options import commit
 
 GPU = torch.cuda.is_available()
 GRACE = 12  # seconds after the budget at which a process ends, as a collective may wait for ever
@@ -25,9 +26,19 @@ GRACE = 12  # seconds after the budget at which a process ends, as a collective 
 
 def add_options(parser: argparse.ArgumentParser, budget: float) -> None:
     parser.add_argument("--json", type=Path, help="the record")
-    parser.add_argument("--commit", help="of the sources, outside a checkout")
-    parser.add_argument("--budget", type=float, default=budget, help="seconds")
+    parser.add_argument("--commit", type=commit, help="of the sources, outside a checkout")
+    parser.add_argument("--budget", type=_seconds, default=budget, help="seconds")
     parser.set_defaults(fail=parser.error)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= threading.TIMEOUT_MAX - GRACE:
+        raise argparse.ArgumentTypeError(f"got {text}, expected more than 0 seconds")
+    return seconds
 
 
 class Ranks:
@@ -35,6 +46,9 @@ class Ranks:
 
     def __init__(self, options: argparse.Namespace, note: str):
         """options: of `add_options`. note: the method, for the record."""
+        if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys():
+            program = f"torchrun --nproc_per_node 2 {sys.argv[0]}"
+            options.fail(f"got no rank of this process, expected that of torchrun: {program}")
         self.began, self.budget, self.path = time.monotonic(), options.budget, options.json
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.record, self.last_line = {}, "none"
@@ -65,7 +79,11 @@ class Ranks:
                     "--commit: got none outside a Git checkout, expected that of the sources"
                 )
             record.validate(begun)
-            record.rows_to_extend(self.path, begun["commit"])
+            try:
+                record.rows_to_extend(self.path, begun["commit"])
+                record.expect_writable(self.path)
+            except (OSError, ValueError) as error:
+                options.fail(f"--json: {error}")
         return begun
 
     def _end_process(self) -> None:
@@ -85,7 +103,7 @@ class Ranks:
         self.print_line(record.format_row(row))
         if self.rank == 0 and self.path is not None:
             before = record.rows_to_extend(self.path, self.record["commit"])
-            record.write(self.path, self.record | {"rows": [*before, row]})
+            record.write(self.path, self.record | {"rows": record.with_row(before, row)})
 
     def gather_values(self, value) -> list:
         """The values of all ranks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -79,11 +80,16 @@ def validate(record: dict) -> dict:
         if row["unit"] not in (("ms", "us") if has_times else (None,)):
             expected = "ms or us" if has_times else "null, as it has no times"
             raise ValueError(f"{name}.unit: got {row['unit']!r}, expected {expected}")
-        key = tuple(row.get(field) for field in ("case", "side", "dtype", *_ROW_OPTIONS))
+        key = _key(row)
         if key in seen:
             raise ValueError(f"{name}: got {key} again, expected a `run` that tells them apart")
         seen.add(key)
     return record
+
+
+def _key(row: dict) -> tuple:
+    """The fields that tell the rows of a record apart."""
+    return tuple(row.get(field) for field in ("case", "side", "dtype", *_ROW_OPTIONS))
 
 
 def _check_value(value: list, name: str) -> None:
@@ -111,8 +117,13 @@ def _check(part: object, name: str, required: dict, options: dict) -> None:
         if not isinstance(value, kind) or isinstance(value, bool):
             raise ValueError(f"{name}.{field}: got {value!r}, expected {kind}")
     commit = part.get("commit")
-    if commit is not None and not re.fullmatch("[0-9a-f]{7,40}(-dirty)?", commit):
+    if commit is not None and not is_commit(commit):
         raise ValueError(f"{name}.commit: got {commit!r}, expected a commit's hash")
+
+
+def is_commit(text: str) -> bool:
+    """Whether a record can have it as its commit."""
+    return re.fullmatch("[0-9a-f]{7,40}(-dirty)?", text) is not None
 
 
 def row(case, side, dtype, forward=None, backward=None, unit="ms", **rest) -> dict:
@@ -169,6 +180,16 @@ def read(path: Path) -> dict:
         raise ValueError(f"{path}: {error}") from error
 
 
+def with_row(rows: list[dict], row: dict) -> list[dict]:
+    """The rows and one more, which gets the number of a `run` where they have its configuration: no measurement is lost."""
+    keys = {_key(one) for one in rows}
+    run = 0
+    while _key(row) in keys:
+        run += 1
+        row = row | {"run": run}
+    return [*rows, row]
+
+
 def rows_to_extend(path: Path, commit: str) -> list[dict]:
     """The rows of a record, none where there is no file. Raises ValueError where they are of another commit than new ones."""
     if not path.exists():
@@ -181,8 +202,18 @@ def rows_to_extend(path: Path, commit: str) -> list[dict]:
     return before["rows"]
 
 
+def expect_writable(path: Path) -> None:
+    """Makes the folder. Raises OSError where `write` would; what the file holds stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    existed = path.exists()
+    with path.open("a"):
+        pass
+    if not existed:
+        path.unlink()
+
+
 def write(path: Path, record: dict) -> None:
-    """Makes the folder, too."""
+    """Makes the folder, too. A program that ends in between leaves the file as it was."""
     lists = [key for key in ("tests", "rows") if key in validate(record)]
     fields = [
         f" {json.dumps(key)}: {json.dumps(record[key])}" for key in record if key not in lists
@@ -191,4 +222,14 @@ def write(path: Path, record: dict) -> None:
         items = ",\n".join(f"  {json.dumps(item)}" for item in record[key])
         fields.append(f" {json.dumps(key)}: [\n{items}\n ]")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("{\n" + ",\n".join(fields) + "\n}\n")
+    text = "{\n" + ",\n".join(fields) + "\n}\n"
+    if path.exists() and not path.is_file():  # a device, a pipe
+        path.write_text(text)
+        return
+    path = path.resolve()  # a link stays one
+    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        new.write_text(text)
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)

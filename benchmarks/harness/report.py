@@ -77,6 +77,8 @@ def table(
     lines = []
     for path, record in records:
         work = rows_of_work(record, cases)
+        if not work:
+            continue
         sides = list(dict.fromkeys(side for by_side in work.values() for side in by_side))
         notes = []
         for other_path, other in other_records(path, record):
@@ -89,6 +91,8 @@ def table(
         if cases is not None:
             work = {key: by_side for key, by_side in work.items() if len(by_side) > 1}
         sides = [side for side in sides if any(side in by_side for by_side in work.values())]
+        if not work:
+            continue
         lines += [
             f"{_source(path, record, to_root)}; ms, forward / backward:",
             "",
@@ -99,18 +103,22 @@ def table(
             times = [
                 forward_and_backward(by_side[side]) if side in by_side else "" for side in sides
             ]
-            rates = dict(zip(TIMES, useful_tflops(by_side[sides[0]]), strict=True))
-            cells = [_title(case), dtype, *times, forward_and_backward(rates)]
+            rates = ""
+            if sides[0] in by_side:
+                numbers = useful_tflops(by_side[sides[0]])
+                rates = forward_and_backward(dict(zip(TIMES, numbers, strict=True)))
+            cells = [_title(case), dtype, *times, rates]
             lines.append(f"| {' | '.join(cells)} |")
         lines += ["", *(line for note in notes for line in (note, ""))]
     return "\n".join(lines)
 
 
 def rows_of_work(record: dict, cases: set[str] | None) -> Work:
-    """The rows of attention by case and dtype, then by side."""
+    """The rows of attention by case and dtype, then by side, of the sides that a table has."""
     work: Work = {}
     for row in record["rows"]:
-        if Case.parse(row["case"]) and (cases is None or row["case"] in cases):
+        is_wanted = cases is None or row["case"] in cases
+        if Case.parse(row["case"]) and is_wanted and row["side"] in NAMES:
             work.setdefault((row["case"], row["dtype"]), {}).setdefault(row["side"], row)
     return work
 
@@ -169,18 +177,20 @@ def _source(path: str, record: dict, to_root: str) -> str:
     )
 
 
-def token_table(path: str, record: dict) -> str:
-    """A generated token with either cache, a column per length of the text before it."""
+def token_table(path: str, record: dict) -> str | None:
+    """A generated token with either cache, a column per length of the text before it; None where no length has both."""
     token_rows = {}
     for row in record["rows"]:
         if title := _TOKEN_CASE.fullmatch(row["case"]):
             token_rows[row["side"], int(title[1])] = row
             model = title[2]
-    lengths = [n for n in TOKENS_BEFORE if ("eager", n) in token_rows]
     sides = {
         "eager": ("eager attention, `DynamicCache`", "its keys and values"),
         "ours": ("ours, `DynamicMaskCache`", "its slots"),
     }
+    lengths = [n for n in TOKENS_BEFORE if all((side, n) in token_rows for side in sides)]
+    if not lengths:
+        return None
     lines = [
         f"A token of a {model}, float32, batch 1: {_source(path, record, '../')}; the fastest of many:",
         "",
@@ -311,13 +321,10 @@ def draw_long_context(record: dict, path: Path) -> None:
     pictures.save(figure, path)
 
 
-def draw_panels(on_cpu: dict, on_gpu: dict) -> None:
-    """The pictures of the site's pages, one panel each."""
+def draw_intervals_alone(path: Path) -> None:
     figure, axes = plt.subplots(figsize=pictures.PANEL, layout="constrained")
     draw_intervals(axes)
-    pictures.save(figure, PANELS / "intervals.svg")
-    pictures.draw_panels(on_cpu["rows"], PANELS, "cpu")
-    pictures.draw_panels(on_gpu["rows"], PANELS, "gpu")
+    pictures.save(figure, path)
 
 
 def with_tables(document: Path, tables: dict[str, str]) -> str:
@@ -345,8 +352,8 @@ def documents() -> dict[Path, dict[str, str]]:
         },
     }
     for path, record in newest_records("token"):
-        if "threads" in record["machine"]:  # of a CPU
-            tables[DOCS / "generation.md"] = {"token table": token_table(path, record)}
+        if "threads" in record["machine"] and (written := token_table(path, record)):  # of a CPU
+            tables[DOCS / "generation.md"] = {"token table": written}
     return tables
 
 
@@ -354,8 +361,11 @@ def main(options: object) -> int:
     """Writes all tables and pictures."""
     for document, tables in documents().items():
         document.write_text(with_tables(document, tables))
-    on_cpu = newest_records("cpu")[0][1]
-    draw_overview(on_cpu, IMAGES / "overview.svg")
+    swept = [r for _, r in newest_records("cpu") if pictures.sweep(r["rows"], "seqlen")]
+    if swept:
+        draw_overview(swept[0], IMAGES / "overview.svg")
+        pictures.draw_panels(swept[0]["rows"], PANELS, "cpu")
+    draw_intervals_alone(PANELS / "intervals.svg")
     draw_slots(IMAGES / "slots.svg")
     for _, record in newest_records("evicted"):
         draw_evicted(record, IMAGES / "evicted.svg")
@@ -363,5 +373,5 @@ def main(options: object) -> int:
         draw_long_context(record, IMAGES / "long-context.svg")
     for _, record in newest_records("sweeps"):
         pictures.draw(record["rows"], IMAGES / "cost.svg")
-        draw_panels(on_cpu, record)
+        pictures.draw_panels(record["rows"], PANELS, "gpu")
     return 0

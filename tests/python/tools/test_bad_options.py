@@ -1,5 +1,6 @@
 """A bad option of a command line is an error with exit status 2, before any work is done."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import bench
 import flash_dmattn.__main__
 import flash_dmattn.check.run
 from flash_dmattn.__main__ import main
+from harness import record
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +55,15 @@ def test_bad_option_prints_one_line(arguments, message, capsys, tmp_path):
         (["run", "--case", "nonsense"], "argument --case: invalid choice: 'nonsense'"),
         (["run", "--side", "fa9"], "argument --side: invalid choice: 'fa9'"),
         (["run", "--length", "0"], "argument --length: got 0, expected 1 or more"),
+        (["run", "--window", "many"], "argument --window: got many, expected 1 or more"),
+        (["run", "--commit", "mine"], "argument --commit: got mine, expected a commit's hash"),
+        (["run", "--device", "cpu", "--case", "dense", "groups"],
+         "--case: got groups, which does not run here: it has no sizes for cpu"),
+        (["run", "--device", "cpu", "--case", "dense", "memory"],
+         "--case: got memory, which does not run here: it is about the memory of a GPU"),
+        (["run", "--device", "cpu", "--case", "kernels", "--programs", "{folder}"],
+         "--case: got kernels, which does not run here: --programs has no program {folder}/bench_core"),
+        (["run", "--device", "cpu", "--json", "{folder}"], "--json: [Errno 21] Is a directory: '{folder}'"),
         (["run", "--device", "cpu", "--side", "fa3"], "--side: got fa3, which does not run on cpu"),
         (["run", "--device", "cpu", "--case", "dense", "--side", "rounded"],
          "--side: got rounded, expected one of cpu, sdpa for the case dense"),
@@ -62,6 +73,7 @@ def test_bad_option_prints_one_line(arguments, message, capsys, tmp_path):
         (["show", "{file}"], "argument RECORD: {file}: Expecting value"),
         (["show", "{file}x"], "argument RECORD: [Errno 2] No such file or directory"),
         (["compare", "{file}", "{file}"], "{file}: Expecting value"),
+        (["compare", "{folder}", "{folder}"], "SOURCE: got {folder} without python, _C.so, commit, expected a build"),
         (["compare", "{folder}"], "expected a record, two records, or two builds"),
     ],
 )  # fmt: skip
@@ -70,6 +82,39 @@ def test_bench_names_the_option(arguments, message, capsys, tmp_path):
     names["file"].touch()
     error = error_of(bench.main, [argument.format(**names) for argument in arguments], capsys)
     assert message.format(**names) in error
+
+
+def test_case_without_its_package_is_refused(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "kvpress", None)
+    monkeypatch.delitem(sys.modules, "harness.presses", raising=False)
+    error = error_of(bench.main, ["run", "--device", "cpu", "--case", "dense", "presses"], capsys)
+    assert "--case: got presses, which does not run here: " in error and "kvpress" in error
+
+
+def test_picture_of_unknown_format_is_refused(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    record_file = tmp_path / "record.json"
+    row = record.row("a case", "cpu", "float32", forward=1.0)
+    origin = {
+        "machine": {"name": "a"},
+        "commit": "0123456",
+        "command": "",
+        "versions": {"torch": "2"},
+    }
+    record.write(record_file, origin | {"rows": [row]})
+    with pytest.raises(SystemExit):
+        bench.main(["show", str(record_file), "--plot", "picture.xyz"])
+    assert "--plot: got picture.xyz, expected a name that ends in one of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("program", ["context_parallel", "long_context_steps"])
+def test_program_for_torchrun_names_it_without_ranks(program, capsys, monkeypatch):
+    pytest.importorskip("transformers.models.doge")
+    module = importlib.import_module(program)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", [f"{program}.py"])
+    error = error_of(lambda arguments: module.main(), [], capsys)
+    assert f"expected that of torchrun: torchrun --nproc_per_node 2 {program}.py" in error
 
 
 def test_record_needs_a_commit(capsys, monkeypatch, tmp_path):

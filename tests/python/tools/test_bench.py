@@ -11,7 +11,7 @@ import torch
 import bench
 from flash_dmattn import select_key_intervals
 from flash_dmattn.check.oracle import causal_elements
-from harness import attention, cases, decode, machine, record, sides
+from harness import attention, cases, compare, decode, machine, record, sides
 from harness.cases import (
     DENSE,
     DENSE_MASKS,
@@ -168,7 +168,7 @@ def test_ragged_steps_have_rows(capsys, tmp_path, monkeypatch):
 def test_programs_print_rows(capsys, tmp_path):
     program, file = tmp_path / "bench_core", tmp_path / "bench.json"
     case, dtype = "per_query B1 H8 N64 D64 w16", "float32"
-    row = record.row(case, "cpu", dtype, 1.5, 2.5, parts={"select": 0.5})
+    row = record.row(case, "library", dtype, 1.5, 2.5, parts={"select": 0.5})
     times = {"select": 0.5, "forward": 1.5, "backward": 2.5}
     benchmarks = [
         {
@@ -328,6 +328,88 @@ def test_configuration_of_two_cases_is_measured_once(capsys, tmp_path):
     assert titles == [f"per_query B1 H8 N{length} D64 w16" for length in (64, 96)]
 
 
+def test_repeated_sizes_and_dtypes_are_measured_once(capsys, tmp_path):
+    record_file = tmp_path / "bench.json"
+    sizes = ["--length", "64", "64", "--window", "16", "16", "--dtype", "float32", "float32"]
+    cases = ["--case", "dynamic_mask", "selection", "--side", "cpu"]
+    run(capsys, *cases, *sizes, "--json", str(record_file))
+    titles = [row["case"] for row in record.read(record_file)["rows"]]
+    assert titles[0] == "per_query B1 H8 N64 D64 w16"
+    assert len(titles) == len(set(titles)) == 1 + len(attention._SELECTIONS)
+
+
+def test_case_that_fails_leaves_the_others_their_rows(capsys, monkeypatch, tmp_path):
+    def exhausted(*rest):
+        raise RuntimeError("can't allocate memory\nand more")
+
+    monkeypatch.setattr(attention, "_selections", exhausted)
+    record_file = tmp_path / "bench.json"
+    cases = ["--case", "selection", "dense", "--length", "32", "--side", "cpu"]
+    printed = run(capsys, *cases, "--dtype", "float32", "--json", str(record_file))
+    assert "declined: can't allocate memory\n" in printed
+    assert len(record.read(record_file)["rows"]) == 1
+
+
+def test_run_without_rows_leaves_the_record(capsys, monkeypatch, tmp_path):
+    record_file = tmp_path / "bench.json"
+    record_file.write_text("of another run")
+    monkeypatch.setattr(bench, "_measured", lambda options: iter(()))
+    assert bench.main([*RUN, "--json", str(record_file)]) == 1
+    assert record_file.read_text() == "of another run"
+    assert bench.main([*RUN, "--json", str(tmp_path / "new.json")]) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
+
+
+@pytest.mark.parametrize("side", ["before cuda", "2 GPUs, pieces", "library"])
+def test_sides_without_a_colour_of_their_own_are_drawn(side, tmp_path):
+    pictures = pytest.importorskip("harness.pictures")
+    rows = [
+        record.row(Case(PER_QUERY, n, 64, 16), side, "float32", 1.0, both=3.0) for n in (64, 128)
+    ]
+    assert pictures.seconds(rows[0]) == 3e-3
+    assert pictures.draw(rows, tmp_path / "picture.svg")
+    assert side in (tmp_path / "picture.svg").read_text()
+
+
+def builds_of(tmp_path):
+    folders = [tmp_path / name for name in ("one", "other")]
+    for folder in folders:
+        (folder / "python").mkdir(parents=True)
+        for name in ("_C.so", "commit"):
+            (folder / name).touch()
+    return list(map(str, folders))
+
+
+def test_interrupted_comparison_of_builds_keeps_finished_rounds(capsys, monkeypatch, tmp_path):
+    row = record.row("a case", "cpu", "float32", 1.0)
+    origin = {
+        "machine": {"name": "a"},
+        "commit": "0123456",
+        "command": "",
+        "versions": {"torch": "2"},
+    }
+    calls = []
+
+    def measured(*rest):
+        calls.append(rest)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return origin | {"rows": [row]}
+
+    monkeypatch.setattr(compare, "_measure", measured)
+    record_file = tmp_path / "record.json"
+    assert bench.main(["compare", *builds_of(tmp_path), "--json", str(record_file)]) == 130
+    assert len(record.read(record_file)["rows"]) == 3
+    assert "Interrupted after 3 rows" in capsys.readouterr().err
+
+
+def test_comparison_of_builds_refuses_an_output_before_it_measures(capsys, monkeypatch, tmp_path):
+    monkeypatch.delattr(compare, "_measure")
+    with pytest.raises(SystemExit):
+        bench.main(["compare", *builds_of(tmp_path), "--json", str(tmp_path)])
+    assert "--json: [Errno 21] Is a directory" in capsys.readouterr().err
+
+
 def test_length_option_replaces_case_length():
     cases = cases_of("cpu", "scaling", [128], [32, 64])
     assert [(case.seqlen, case.window) for case in cases] == [(128, 32), (128, 64)]
@@ -362,3 +444,12 @@ def test_evidence_becomes_a_record(capsys, tmp_path):
     assert distil["values"] == {"loss": [1.5, "nats/byte"], "right digits": [0.75, "share"]}
     assert recall["side"] == "scores 16" and recall["values"] == {"recall 128": [1.0, "share"]}
     assert recall["case"] == "recall 8 pairs of 128 words in 64, 128 tokens seed 2"
+    (folder / "again").mkdir()
+    (folder / "again" / "results.json").write_text((folder / "seed1" / "results.json").read_text())
+    assert bench.main(arguments) == 0
+    assert [row.get("run") for row in record.read(file)["rows"]] == [None, 1, None]
+    for text in ("{", "{}"):
+        (folder / "recall.json").write_text(text)
+        with pytest.raises(SystemExit):
+            bench.main(arguments)
+        assert f"FOLDER: {folder / 'recall.json'}: " in capsys.readouterr().err

@@ -64,14 +64,15 @@ def test_programs_of_commands_are_in_the_history_of_their_record():
 
 
 @pytest.mark.parametrize(
-    "words, error, message",
+    "words, message",
     [
-        ([], SystemExit, "error: --commit: got none outside a Git checkout"),
-        (["--commit", "HEAD"], ValueError, "record.commit: got 'HEAD', expected a commit's hash"),
+        ([], "error: --commit: got none outside a Git checkout"),
+        (["--commit", "HEAD"], "argument --commit: got HEAD, expected a commit's hash"),
+        (["--budget", "0"], "argument --budget: got 0, expected more than 0 seconds"),
     ],
 )
 def test_ranks_without_a_commit_fail_before_they_meet(
-    words, error, message, monkeypatch, tmp_path, capsys
+    words, message, monkeypatch, tmp_path, capsys
 ):
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
@@ -79,10 +80,32 @@ def test_ranks_without_a_commit_fail_before_they_meet(
     monkeypatch.setattr(ranks.machine, "commit", str)
     parser, path = argparse.ArgumentParser(), tmp_path / "record.json"
     ranks.add_options(parser, budget=100)
-    with pytest.raises(error) as failure:
+    with pytest.raises(SystemExit):
         ranks.Ranks(parser.parse_args(["--json", str(path), *words]), "a method")
-    assert message in capsys.readouterr().err + str(failure.value)
+    assert message in capsys.readouterr().err
     assert not path.exists()
+
+
+def test_ranks_refuse_a_record_of_another_commit(monkeypatch, tmp_path, capsys):
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    parser, path = argparse.ArgumentParser(), tmp_path / "record.json"
+    ranks.add_options(parser, budget=100)
+    record.write(path, VALID)
+    with pytest.raises(SystemExit):
+        options = ["--json", str(path), "--commit", "fedcba987654"]
+        ranks.Ranks(parser.parse_args(options), "a method")
+    assert f"--json: {path}: got rows of commit {COMMIT}, expected" in capsys.readouterr().err
+
+
+def test_ranks_that_measure_again_add_a_run(monkeypatch, tmp_path, capsys):
+    again = ranks.Ranks.__new__(ranks.Ranks)
+    again.rank, again.began, again.path = 0, 0.0, tmp_path / "record.json"
+    again.record = VALID | {"rows": []}
+    for _ in range(2):
+        again.add_row(ROW)
+    assert record.read(again.path)["rows"] == [ROW, ROW | {"run": 1}]
 
 
 def test_rank_beyond_its_budget_names_its_last_line(monkeypatch, capsys):
@@ -161,6 +184,39 @@ def test_written_record_is_read_back_with_one_line_per_row(tmp_path):
     record.write(path, content)
     assert record.read(path) == content
     assert sum('"case"' in line for line in path.read_text().splitlines()) == 2
+
+
+def test_repeated_row_gets_the_number_of_its_run():
+    rows = []
+    for _ in range(3):
+        rows = record.with_row(rows, ROW)
+    assert rows == [ROW, ROW | {"run": 1}, ROW | {"run": 2}]
+    record.validate(VALID | {"rows": rows})
+
+
+def test_write_that_fails_leaves_the_record(monkeypatch, tmp_path):
+    path = tmp_path / "record.json"
+    record.write(path, VALID)
+
+    def full(*rest):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(record.os, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        record.write(path, VALID | {"rows": []})
+    assert record.read(path) == VALID
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_record_without_attention_leaves_tables_and_pictures(monkeypatch, tmp_path):
+    report = pytest.importorskip("harness.report")
+    host = VALID | {"rows": [record.row("call N8 dense", "ours", "float32", 1.0, unit="us")]}
+    monkeypatch.setattr(report, "newest_records", lambda suffix: [("a/record.json", host)])
+    monkeypatch.setattr(report, "RECORDS", tmp_path)
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(report, "other_records", lambda path, record: [])
+    assert report.table([("a/record.json", host)]) == ""
+    assert report.token_table("a/record.json", host) is None
 
 
 def test_rows_are_added_to_those_of_the_same_commit_alone(tmp_path):
