@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
+
+from command_line import between, device
 
 LONGEST = 32768  # a context of which the picture of keys takes 8 GB of memory
 
@@ -54,27 +55,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--output", type=Path, default=Path("demo-output"), help="folder for text and pictures")
     add("--seed", type=between(0), default=0, help="of initial weights, batches and generated text")
     return parser.parse_args(arguments)
-
-
-def between(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"got {text}, expected {least} to {most}")
-        return int(text)
-
-    return number
-
-
-def device(text: str) -> str:
-    """A device that torch can use, or auto."""
-    import torch
-
-    try:
-        torch.empty(0, device="cpu" if text == "auto" else text)
-    except (AssertionError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise argparse.ArgumentTypeError(f"got {text}: {reason}") from None
-    return text
 
 
 def is_out_of_memory(error: Exception) -> bool:

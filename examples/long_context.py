@@ -29,6 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import DogeConfig, DogeForCausalLM
 
+from command_line import between, new_folder, rate
 from doge_demo.corpus import random_batch, standard_library
 from flash_dmattn.distributed import ContextParallel, exchanged_bytes
 from flash_dmattn.integrations.transformers import enable_flash_dmattn
@@ -123,6 +124,10 @@ def train(options: argparse.Namespace) -> list[dict]:
     cp, every = ContextParallel(mesh["cp"]), ContextParallel(mesh["dp", "cp"]._flatten("dp_cp"))
     optimizer = torch.optim.AdamW(trainee.parameters(), lr=options.learning_rate)
     text, first, record = standard_library().training, 0, []
+    if options.seq_len > len(text):
+        options.fail(
+            f"--seq-len: got {options.seq_len}, expected at most the {len(text)} of the text"
+        )
     saved = options.output and options.output / "state"
     if saved and (saved / ".metadata").exists():
         first = load(saved, trainee, optimizer)
@@ -203,37 +208,51 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--seq-len", type=int, default=65536, help="tokens of a sequence")
-    add("--cp", type=int, help="ranks that share a sequence; all of them by default")
-    add("--batch", type=int, help="sequences of a step; by default one for each group of ranks")
-    add("--steps", type=int, default=50)
-    add("--window", type=int, default=2048, help="keys that a query keeps")
-    add("--layers", type=int, default=8)
-    add("--hidden", type=int, default=1024)
-    add("--head-dim", type=int, default=128)
-    add("--learning-rate", type=float, default=1e-3)
-    add("--seed", type=int, default=0)
+    add("--seq-len", type=between(1), default=65536, help="tokens of a sequence")
+    add("--cp", type=between(1), help="ranks that share a sequence; all of them by default")
+    add(
+        "--batch",
+        type=between(1),
+        help="sequences of a step; by default one for each group of ranks",
+    )
+    add("--steps", type=between(1), default=50)
+    add("--window", type=between(1), default=2048, help="keys that a query keeps")
+    add("--layers", type=between(1), default=8)
+    add("--hidden", type=between(2), default=1024)
+    add("--head-dim", type=between(2), default=128)
+    add("--learning-rate", type=rate, default=1e-3)
+    add("--seed", type=between(0), default=0)
     add("--checkpoint", action="store_true", help="compute layers again in the backward")
     add(
         "--compile", nargs="?", const="inductor", metavar="BACKEND",
         help="compile each layer, by inductor unless another backend of torch.compile is named",
     )  # fmt: skip
-    add("--save-every", type=int, default=50, help="steps")
-    add("--output", type=Path, help="folder of the state, the record and the picture")
+    add("--save-every", type=between(1), default=50, help="steps")
+    add("--output", type=new_folder, help="folder of the state, the record and the picture")
     options = parser.parse_args(arguments)
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     options.cp = ranks if options.cp is None else options.cp
-    if options.cp < 1 or ranks % options.cp:
+    if ranks % options.cp:
         parser.error(f"--cp: got {options.cp}, expected a divisor of {ranks} ranks")
     options.dp = ranks // options.cp
     options.batch = options.dp if options.batch is None else options.batch
     if options.batch % options.dp:
         parser.error(f"--batch: got {options.batch}, expected a multiple of {options.dp}")
+    heads = options.hidden // options.head_dim
+    if options.hidden % options.head_dim or (heads > 1 and heads % 2) or options.head_dim % 2:
+        parser.error(
+            f"--hidden, --head-dim: got {options.hidden}, {options.head_dim}, expected an even head dimension and as many features as "
+            "one head or an even number of heads has"
+        )
+    options.fail = parser.error
     return options
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
+    if not (dist.is_initialized() or {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys()):
+        program = f"torchrun --nproc_per_node 2 {sys.argv[0]}"
+        options.fail(f"got no rank of this process, expected that of torchrun: {program}")
     record = train(options)
     if options.output and dist.get_rank() == 0:
         draw_losses(record, options.output / "losses.png")

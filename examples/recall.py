@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from command_line import between, check_texts, device, new_picture, rate, run_program
 from flash_dmattn import DynamicMaskAttention
 from recall_texts import Texts
 
@@ -101,8 +102,9 @@ def train(kind: str, options: argparse.Namespace) -> list[float]:
         for layer in model.layers:
             nn.init.constant_(layer.attention.scores.A, 0.5)
     optimizer = torch.optim.AdamW(model.parameters(), options.rate, weight_decay=0.01)
+    total = max(options.steps, 3)  # the schedule has a rise and a fall
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, options.rate, options.steps, pct_start=max(0.1, 2 / options.steps)
+        optimizer, options.rate, total, pct_start=max(0.1, 2 / total)
     )
     recall = []
     for _ in range(options.steps):
@@ -160,25 +162,37 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="scores that are trained")
-    add("--length", type=int, default=128, help="tokens of a text")
-    add("--pairs", type=int, default=8, help="at most an eighth of the length")
+    add("--length", type=between(8), default=128, help="tokens of a text")
+    add("--pairs", type=between(1), default=8, help="at most an eighth of the length")
     add(
         "--window",
-        type=int,
+        type=between(1, 2**30),
         default=16,
         help="keys that a query keeps; of the most recent ones twice as many",
     )
-    add("--words", type=int, default=64, help="of pairs, and as many of filler")
-    add("--width", type=int, default=64, help="features of a token")
-    add("--heads", type=int, default=2, help="of attention")
-    add("--layers", type=int, default=2, help="of attention and MLP")
-    add("--steps", type=int, default=300, help="of training")
-    add("--batch", type=int, default=32, help="texts of a step")
-    add("--rate", type=float, default=3e-3, help="the largest learning rate")
-    add("--seed", type=int, default=0, help="of parameters and texts")
-    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--output", type=Path, default=None, help="a picture, .svg or .png, which needs matplotlib")
-    return parser.parse_args(arguments)
+    add("--words", type=between(2), default=64, help="of pairs, and as many of filler")
+    add("--width", type=between(2), default=64, help="features of a token")
+    add("--heads", type=between(1), default=2, help="of attention")
+    add("--layers", type=between(1), default=2, help="of attention and MLP")
+    add("--steps", type=between(1), default=300, help="of training")
+    add("--batch", type=between(1), default=32, help="texts of a step")
+    add("--rate", type=rate, default=3e-3, help="the largest learning rate")
+    add("--seed", type=between(0), default=0, help="of parameters and texts")
+    add(
+        "--device",
+        type=device,
+        choices=("cpu", "cuda"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
+    )
+    add(
+        "--output",
+        type=new_picture,
+        default=None,
+        help="a picture, .svg or .png, which needs matplotlib",
+    )
+    options = parser.parse_args(arguments)
+    check_texts(parser, options, options.length)
+    return options
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -197,4 +211,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -28,12 +28,12 @@ class Quality(TypedDict):
     pass_keys: float  # the share of right digits
 
 
-def rule_of(method: str, budget: int) -> dict:
-    """The arguments of add_learned_scores by which a query sees `budget` keys."""
+def rule_of(method: str, budget: int, learned_by: str = "hidden") -> dict:
+    """The arguments of add_learned_scores by which a query sees `budget` keys. learned_by: the scorer of the method "learned"."""
     if method == "streaming":  # sinks and recent keys (arXiv 2309.17453)
         return {"keep_window_size": 0, "recent_window": budget - SINKS, "sink_tokens": SINKS, "scorer": "random"}  # fmt: skip
     recent = budget // 2
-    scorer = "hidden" if method == "learned" else method
+    scorer = learned_by if method == "learned" else method
     return {
         "keep_window_size": budget - recent - SINKS, "recent_window": recent, "sink_tokens": SINKS, "scorer": scorer,
     }  # fmt: skip
@@ -61,11 +61,17 @@ def quality_without_training(
 
 
 def quality_of_scores(
-    model: PreTrainedModel, texts: Tensor, budgets: list[int], scores: Path, digits: int = DIGITS
+    model: PreTrainedModel,
+    texts: Tensor,
+    budgets: list[int],
+    scores: Path,
+    digits: int = DIGITS,
+    scorer: str = "hidden",
 ) -> dict[int, Quality]:
     """The result of quality_without_training with the scores in a folder of save_scores."""
     return {
-        b: quality_of_rule(model, texts, rule_of("learned", b), digits, scores) for b in budgets
+        b: quality_of_rule(model, texts, rule_of("learned", b, scorer), digits, scores)
+        for b in budgets
     }
 
 

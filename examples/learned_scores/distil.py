@@ -32,13 +32,16 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.trainer_utils import get_last_checkpoint
 
+from command_line import between, device, new_folder, rate, run_program, share
 from doge_demo.corpus import standard_library
 from flash_dmattn.integrations.transformers import (
     DynamicMaskCache,
     add_learned_scores,
     remove_learned_scores,
     save_scores,
+    set_score_phase,
 )
 
 from .budgets import SINKS, autocast, quality_of_scores, quality_without_training
@@ -54,10 +57,13 @@ def small_llama(options: argparse.Namespace, texts: PassKeyTexts) -> LlamaForCau
         max_position_embeddings=options.length, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(options.device)
-    rate, steps = options.pretraining_rate, options.pretraining_steps
-    optimizer = torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.95), weight_decay=0.1)
+    largest_rate, steps = options.pretraining_rate, options.pretraining_steps
+    optimizer = torch.optim.AdamW(
+        model.parameters(), largest_rate, betas=(0.9, 0.95), weight_decay=0.1
+    )
+    total = max(steps, 3)  # the schedule has a rise and a fall
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, rate, steps, pct_start=max(0.05, 2 / steps)
+        optimizer, largest_rate, total, pct_start=max(0.05, 2 / total)
     )
     bar = tqdm(range(steps), desc="pretraining", dynamic_ncols=True)
     for step in bar:
@@ -130,9 +136,16 @@ def train_scores(
         schedule=replace(RECIPES[recipe], share=options.share),
         distils=options.train == "scores",
     )
-    trainer.train(resume_from_checkpoint=options.resume or None)
+    # A recipe that had not begun when the run ended has none.
+    checkpoint = last_checkpoint(options, recipe) if options.resume else None
+    trainer.train(resume_from_checkpoint=checkpoint)
     save_scores(model, scores_folder(options, recipe))
     return [{"recipe": recipe, **row} for row in trainer.state.log_history]
+
+
+def last_checkpoint(options: argparse.Namespace, recipe: str) -> str | None:
+    folder = options.output / "checkpoints" / recipe
+    return get_last_checkpoint(folder) if folder.is_dir() else None
 
 
 def scores_folder(options: argparse.Namespace, recipe: str) -> Path:
@@ -154,19 +167,22 @@ def main(arguments: list[str] | None = None) -> dict:
         model = small_llama(options, texts)
         held_out = held_out_texts(corpus, options.length, options.tests)
     else:
-        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(options.model)
+            model = AutoModelForCausalLM.from_pretrained(options.model).to(options.device)
+        except OSError as error:  # neither a folder nor a name of the hub
+            options.fail(f"--model: got {options.model}: {str(error).splitlines()[0]}")
         ids = tokenizer(options.text.read_text(), return_tensors="pt").input_ids[0]
         kept_back = max(2 * options.length, len(ids) // 10)
         if len(ids) < kept_back + options.length:
-            raise ValueError(
+            options.fail(
                 f"--text: got {len(ids)} tokens, expected {3 * options.length} or more, 3 texts of --length"
             )
         texts = TokenTexts(ids[:-kept_back], options.length)
         held_out, digits = held_out_tokens(
             ids[-kept_back:], tokenizer, options.length, options.tests
         )
-        model = AutoModelForCausalLM.from_pretrained(options.model).to(options.device)
-    results = {"settings": {k: str(v) for k, v in vars(options).items()}, "log": []}
+    results = {"settings": {k: str(v) for k, v in vars(options).items() if k != "fail"}, "log": []}
     budgets = [options.length // part for part in options.parts]
     results["quality"] = quality_without_training(model, held_out, budgets, digits)
     if is_first:
@@ -177,7 +193,9 @@ def main(arguments: list[str] | None = None) -> dict:
             write(model, held_out[0], min(options.length, 512))
         remove_learned_scores(model)
         folder = scores_folder(options, recipe)
-        results["quality"][recipe] = quality_of_scores(model, held_out, budgets, folder, digits)
+        results["quality"][recipe] = quality_of_scores(
+            model, held_out, budgets, folder, digits, options.scorer
+        )
         if is_first:
             keep_results(results, options)
     if is_first:
@@ -197,6 +215,7 @@ def keep_results(results: dict, options: argparse.Namespace) -> None:
 @torch.no_grad()
 def write(model: PreTrainedModel, prompt: Tensor, count: int) -> None:
     """Generates with a cache of the rule's keys, and prints how many it holds."""
+    set_score_phase(model, "hard")  # a recipe, or a training of few steps, may end in the soft one
     cache = DynamicMaskCache(model.config)
     ids = prompt[None].to(model.device)
     with autocast(model):
@@ -207,13 +226,26 @@ def write(model: PreTrainedModel, prompt: Tensor, count: int) -> None:
     print(f"generated {written.shape[1]} tokens with a cache of {keys} keys a head")
 
 
+def readable(text: str) -> Path:
+    """A file of text."""
+    try:
+        Path(text).open().close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return Path(text)
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
     add("--model", help="a folder or name of from_pretrained; by default a small Llama is trained")
-    add("--text", type=Path, help="a file of text, with --model; its last tenth is for the tests")
+    add(
+        "--text",
+        type=readable,
+        help="a file of text, with --model; its last tenth is for the tests",
+    )
     add("--train", choices=("scores", "all"), default="scores")
     add(
         "--recipes",
@@ -222,26 +254,37 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         default=["learned"],
         help="trainings, one after the other",
     )
-    add("--scorer", default="hidden", help="hidden, mlp or value")
-    add("--length", type=int, default=256, help="tokens of a text")
-    add("--keep", type=int, default=22, help="old keys that a query keeps in the hard phase")
-    add("--recent", type=int, default=8, help="keys that are always seen")
-    add("--share", type=float, default=1 / 8, help="of old keys, at the end")
-    add("--steps", type=int, default=400, help="of the scores' training")
-    add("--batch", type=int, default=8, help="texts of a step")
+    add("--scorer", choices=("hidden", "mlp", "value"), default="hidden", help="what makes scores")
+    add("--length", type=between(32), default=256, help="tokens of a text")
+    add("--keep", type=between(1), default=22, help="old keys that a query keeps in the hard phase")
+    add("--recent", type=between(1), default=8, help="keys that are always seen")
+    add("--share", type=share, default=1 / 8, help="of old keys, at the end")
+    add("--steps", type=between(1), default=400, help="of the scores' training")
+    add("--batch", type=between(1), default=8, help="texts of a step")
     add("--gradient-checkpointing", action="store_true", help="layers run again for the backward")
-    add("--rate", type=float, default=1e-2, help="the largest learning rate")
-    add("--seed", type=int, default=0)
+    add("--rate", type=rate, default=1e-2, help="the largest learning rate")
+    add("--seed", type=between(0), default=0)
     add("--resume", action="store_true", help="from the last checkpoint")
-    add("--pretraining-steps", type=int, default=1700, help="of the small Llama")
-    add("--pretraining-rate", type=float, default=3e-3, help="the largest learning rate of it")
-    add("--width", type=int, default=128, help="features of the small Llama")
-    add("--layers", type=int, default=3, help="of the small Llama")
-    add("--parts", type=int, nargs="+", default=[2, 4, 8, 16, 32], help="budgets, as length / part")
-    add("--tests", type=int, default=128, help="texts by which budgets are compared")
-    add("--threads", type=int, default=1)
-    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--output", type=Path, default=Path("build/learned_scores"), help="a folder")
+    add("--pretraining-steps", type=between(1), default=1700, help="of the small Llama")
+    add("--pretraining-rate", type=rate, default=3e-3, help="the largest learning rate of it")
+    add("--width", type=between(8), default=128, help="features of the small Llama")
+    add("--layers", type=between(1), default=3, help="of the small Llama")
+    add(
+        "--parts",
+        type=between(1),
+        nargs="+",
+        default=[2, 4, 8, 16, 32],
+        help="budgets, as length / part",
+    )
+    add("--tests", type=between(1), default=128, help="texts by which budgets are compared")
+    add("--threads", type=between(1), default=1)
+    add(
+        "--device",
+        type=device,
+        choices=("cpu", "cuda"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
+    )
+    add("--output", type=new_folder, default="build/learned_scores", help="a folder")
     options = parser.parse_args(arguments)
     if (options.model is None) != (options.text is None):
         parser.error("--model and --text: got one without the other, expected both or neither")
@@ -249,8 +292,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(
             "--recipes: got several with --train all, expected one, which changes the base"
         )
+    least = SINKS + 2
+    if options.length // max(options.parts) < least:
+        parser.error(
+            f"--parts: got {max(options.parts)}, expected at most {options.length // least}, by which a query sees {least} keys"
+        )
+    if options.model is None and options.width % 8:
+        parser.error(f"--width: got {options.width}, expected a multiple of 8")
+    if options.resume and not any(last_checkpoint(options, recipe) for recipe in options.recipes):
+        parser.error(f"--resume: got no checkpoint in {options.output}, expected one")
+    options.fail = parser.error
     return options
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

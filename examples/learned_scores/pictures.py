@@ -42,7 +42,8 @@ def name_of(row: dict) -> str:
 def recall_by_budget(length: int, rows: list[dict]) -> dict[str, Curve]:
     curves = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        curves[name_of(row)][row["budget"]].append(row["recall"][str(length)])
+        if str(length) in row["recall"]:  # else it has only other lengths
+            curves[name_of(row)][row["budget"]].append(row["recall"][str(length)])
     return curves
 
 
@@ -56,7 +57,7 @@ def recall_by_length(length: int, rows: list[dict]) -> dict[str, Curve]:
         name = f"{name_of(row)}, {row['budget']}" if is_scored else name_of(row)
         for tested, share in row["recall"].items():
             curves[name][int(tested)].append(share)
-    return {name: curve for name, curve in curves.items() if min(curve[length]) > 0.5}
+    return {name: curve for name, curve in curves.items() if min(curve.get(length, [0.0])) > 0.5}
 
 
 def quality_curves(paths: list[Path]) -> tuple[dict[str, Curve], dict[str, Curve]]:
@@ -122,6 +123,8 @@ def main(arguments: list[str] | None = None) -> None:
         title = f"Trained to {length} tokens"
         draw_recall(folder / "lengths.svg", recall_by_length(length, rows), title, "tokens")
     paths = sorted(folder.glob("seed*/results.json"))
+    if not rows and not paths:
+        parser.error(f"folder: got {folder}, expected one with recall*.json or seed*/results.json")
     if paths:
         loss, keys = quality_curves(paths)
         recipes = ("dense", "learned", *(name for name in loss if name not in METHODS))

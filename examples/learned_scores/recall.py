@@ -16,7 +16,6 @@ import argparse
 import gc
 import json
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaModel
 
+from command_line import between, check_texts, device, new_file, rate, run_program
 from flash_dmattn import make_scores
 from flash_dmattn.integrations.transformers import add_learned_scores, set_score_phase
 from recall_texts import Texts
@@ -119,8 +119,9 @@ def train(
     on_gpu = options.device == "cuda"
     steps = sum(stage.steps for stage in stages)
     optimizer = torch.optim.AdamW(model.parameters(), options.rate, weight_decay=0.01, fused=on_gpu)
+    total = max(steps, 3)  # the schedule has a rise and a fall
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, options.rate, steps, pct_start=max(0.1, 2 / steps)
+        optimizer, options.rate, total, pct_start=max(0.1, 2 / total)
     )
     bar = tqdm(total=steps, desc=str(run), leave=False, dynamic_ncols=True)
     for stage in stages:
@@ -234,54 +235,72 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="what is trained")
     add(
         "--lengths",
-        type=int,
+        type=between(8),
         nargs="+",
         default=[128],
         help="tokens of a text, one after the other",
     )
-    add("--steps", type=int, nargs="+", default=[400], help="of training at each length")
-    add("--pairs", type=int, default=8, help="of a text, fewer where it is short")
+    add("--steps", type=between(1), nargs="+", default=[400], help="of training at each length")
+    add("--pairs", type=between(1), default=8, help="of a text, fewer where it is short")
     add(
         "--parts",
-        type=int,
+        type=between(1),
         nargs="+",
         default=[4, 8, 16, 32],
         help="budgets: the last length / part",
     )
-    add("--longer", type=int, nargs="+", default=[1, 2, 4], help="factors of lengths in tests")
+    add(
+        "--longer",
+        type=between(1),
+        nargs="+",
+        default=[1, 2, 4],
+        help="factors of lengths in tests",
+    )
     add(
         "--same-words", action=argparse.BooleanOptionalAction, default=True, help="such filler, too"
     )
-    add("--words", type=int, default=64, help="of pairs, and as many of filler")
-    add("--width", type=int, default=64, help="features of a token")
-    add("--heads", type=int, default=2, help="of attention")
-    add("--layers", type=int, default=2, help="of attention and MLP")
-    add("--tests", type=int, default=8, help="batches of a test")
+    add("--words", type=between(2), default=64, help="of pairs, and as many of filler")
+    add("--width", type=between(2), default=64, help="features of a token")
+    add("--heads", type=between(1), default=2, help="of attention")
+    add("--layers", type=between(1), default=2, help="of attention and MLP")
+    add("--tests", type=between(1), default=8, help="batches of a test")
     add(
         "--batch",
-        type=int,
+        type=between(1),
         nargs="+",
         default=[32],
         help="texts of a step at each length; one number: at the last, and as many tokens at others",
     )
-    add("--rate", type=float, default=3e-3, help="the largest learning rate")
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of parameters and texts")
-    add("--threads", type=int, default=1)
+    add("--rate", type=rate, default=3e-3, help="the largest learning rate")
+    add("--seeds", type=between(0), nargs="+", default=[0, 1, 2], help="of parameters and texts")
+    add("--threads", type=between(1), default=1)
     add("--graphs", action="store_true", help="CUDA graphs of the steps")
-    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--output", type=Path, default=None, help="a .json of all results")
+    add(
+        "--device",
+        type=device,
+        choices=("cpu", "cuda"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
+    )
+    add("--output", type=new_file, default=None, help="a .json of all results")
     options = parser.parse_args(arguments)
     if len(options.batch) == 1:
         tokens = options.batch[0] * options.lengths[-1]
-        options.batch = [tokens // length for length in options.lengths]
+        options.batch = [max(1, tokens // length) for length in options.lengths]
     for name in ("steps", "batch"):
         count = len(getattr(options, name))
         if count != len(options.lengths):
             parser.error(
                 f"--{name}: got {count} numbers, expected {len(options.lengths)}, one for each of --lengths"
             )
+    if max(options.parts) > options.lengths[-1]:
+        parser.error(
+            f"--parts: got {max(options.parts)}, expected at most the last of --lengths, {options.lengths[-1]}"
+        )
+    if options.graphs and options.device != "cuda":
+        parser.error(f"--graphs: got it with --device {options.device}, expected --device cuda")
+    check_texts(parser, options, max(options.lengths[-1] * max(options.longer), *options.lengths))
     return options
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -99,6 +99,7 @@ def test_interrupt_is_clean(tmp_path):
     [
         (["--steps", "0"], "argument --steps: got 0, expected 1 to"),
         (["--context", "1"], "argument --context: got 1, expected 2 to 32768"),
+        (["--steps", "many"], "argument --steps: got many, expected 1 to"),
         (["--seed", "-1"], "argument --seed: got -1, expected 0 to"),
         (["--device", "bogus"], "argument --device: got bogus: Expected one of"),
     ],

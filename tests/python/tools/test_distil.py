@@ -45,6 +45,91 @@ def test_distillation_ends_with_scores_and_curves_and_goes_on(tmp_path, capsys):
     assert [row["step"] for row in again["log"] if "own_loss" in row][:8] == list(range(1, 9))
 
 
+def test_recipe_that_had_not_begun_begins_when_a_run_goes_on(tmp_path, monkeypatch):
+    options = [*TINY, "--steps", "2", "--output", str(tmp_path)]
+    distil.main(options)
+    monkeypatch.setattr(distil, "write", lambda *rest: None)
+    results = distil.main([*options, "--recipes", "learned", "without_budget", "--resume"])
+    assert {"learned", "without_budget"} <= results["quality"].keys()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--scorer", "mlp"], ["--scorer", "value"], ["--recipes", "soft_to_the_last"]],
+    ids=lambda options: options[1],
+)
+def test_every_scorer_and_recipe_is_measured(options, tmp_path):
+    steps = ["--steps", "1", "--pretraining-steps", "1"]
+    results = distil.main([*TINY, *steps, *options, "--output", str(tmp_path)])
+    assert list(results["quality"])[-1] in ("learned", "soft_to_the_last")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--steps", "0"], "argument --steps: got 0, expected 1 to"),
+        (["--rate", "fast"], "argument --rate: got fast, expected a number above 0"),
+        (["--share", "2"], "argument --share: got 2, expected a number above 0, at most 1"),
+        (["--length", "16"], "argument --length: got 16, expected 32 to"),
+        (["--parts", "64"], "--parts: got 64, expected at most 24, by which a query sees 4 keys"),
+        (["--width", "12"], "--width: got 12, expected a multiple of 8"),
+        (["--resume"], "--resume: got no checkpoint in {folder}, expected one"),
+        (["--model", "{folder}/none", "--text", "{folder}/none"], "argument --text: [Errno 2]"),
+        (["--model", "{folder}/none", "--text", "{file}"], "--model: got {folder}/none: "),
+        (["--output", "{file}"], "argument --output: [Errno 17] File exists: '{file}'"),
+    ],
+)  # fmt: skip
+def test_bad_option_of_distillation_is_refused_before_it_trains(
+    options, message, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(distil, "small_llama", None)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    names = {"folder": tmp_path, "file": tmp_path / "file"}
+    names["file"].touch()
+    words = [word.format(**names) for word in ["--output", "{folder}", *options]]
+    with pytest.raises(SystemExit):
+        distil.main([*TINY, *words])
+    error = capsys.readouterr().err
+    assert message.format(**names) in error
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--lengths", "4"], "argument --lengths: got 4, expected 8 to"),
+        (["--parts", "256"], "--parts: got 256, expected at most the last of --lengths, 128"),
+        (["--words", "8"], "--words: got 8, expected 16 or more, 2 for each pair"),
+        (["--graphs"], "--graphs: got it with --device cpu, expected --device cuda"),
+        (["--output", "{file}/x.json"], "argument --output: [Errno 17] File exists"),
+    ],
+)
+def test_bad_option_of_recall_is_refused(options, message, tmp_path, capsys):
+    file = tmp_path / "file"
+    file.touch()
+    words = [option.format(file=file) for option in options]
+    with pytest.raises(SystemExit):
+        recall.parse(["--device", "cpu", *words])
+    assert message in capsys.readouterr().err
+
+
+def test_pictures_of_an_empty_folder_are_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        pictures.main([str(tmp_path)])
+    assert "expected one with recall*.json or seed*/results.json" in capsys.readouterr().err
+
+
+def test_recall_without_the_last_length_is_drawn(tmp_path):
+    for name, length in (("recall", 128), ("recall_longer", 256)):
+        row = {
+            "kind": "scores", "budget": 32, "seed": 0, "same_words": False, "recall": {str(length): 0.9},
+        }  # fmt: skip
+        settings = {"lengths": [128]}
+        content = json.dumps({"settings": settings, "rows": [row]})
+        (tmp_path / f"{name}.json").write_text(content)
+    pictures.main([str(tmp_path)])
+    assert (tmp_path / "lengths.svg").exists()
+
+
 def test_options_that_do_not_go_together_are_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         distil.main([*TINY, "--train", "all", "--recipes", "learned", "without_budget"])
@@ -98,7 +183,7 @@ def byte_pair_tokenizer(folder, words):
     return fast_tokenizer
 
 
-def test_model_of_a_folder_is_trained_and_measured(tmp_path):
+def test_model_of_a_folder_is_trained_and_measured(tmp_path, capsys):
     words = "for name in names:\n    print(name)  # 12 names, 345 in all\n" * 200
     tokenizer = byte_pair_tokenizer(tmp_path / "base", words)
     config = LlamaConfig(
@@ -109,13 +194,24 @@ def test_model_of_a_folder_is_trained_and_measured(tmp_path):
     options = ["--model", str(tmp_path / "base"), "--text", str(tmp_path / "words.txt")]
     results = distil.main([*TINY, "--steps", "4", *options, "--output", str(tmp_path / "out")])
     assert set(results["quality"]) == {"dense", "streaming", "key_norm", "random", "learned"}
-    with pytest.raises(ValueError, match="^--text: got .* tokens, expected 30000 or more"):
+    with pytest.raises(SystemExit):
         distil.main([*TINY, *options, "--length", "10000", "--output", str(tmp_path / "out")])
+    assert "tokens, expected 30000 or more, 3 texts" in capsys.readouterr().err
     ids = tokenizer(words, return_tensors="pt").input_ids[0]
     texts, digits = text.held_out_tokens(ids, tokenizer, 96, 5)
     for row in texts:
         number = tokenizer.decode(row[-digits:])
         assert number.isdigit() and tokenizer.decode(row).count(f"\n# KEY={number}") == 2
+
+
+@pytest.mark.parametrize("steps", ["1", "2"])
+def test_recall_of_few_steps_has_rows(steps, tmp_path):
+    path = tmp_path / "recall.json"
+    recall.main(
+        ["--lengths", "16", "--steps", steps, "--pairs", "2", "--words", "8", "--kinds", "scores", "--parts", "4", "--longer", "1",
+         "--tests", "1", "--seeds", "1", "--device", "cpu", "--no-same-words", "--output", str(path)]
+    )  # fmt: skip
+    assert len(json.loads(path.read_text())["rows"]) == 1
 
 
 def test_recall_writes_every_run(tmp_path):

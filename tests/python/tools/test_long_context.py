@@ -50,6 +50,25 @@ def test_losses_are_those_of_whole_sequences_and_of_a_run_that_was_stopped(tmp_p
         assert (tmp_path / "stopped" / "losses.png").stat().st_size > 0
 
 
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--save-every", "0"], "argument --save-every: got 0, expected 1 to"),
+        (["--hidden", "96"], "--hidden, --head-dim: got 96, 128, expected"),
+        (["--output", "{file}"], "argument --output: [Errno 17] File exists"),
+        ([], "got no rank of this process, expected that of torchrun: torchrun --nproc_per_node 2"),
+    ],
+)
+def test_bad_option_is_refused_before_ranks_meet(options, message, tmp_path, monkeypatch, capsys):
+    import long_context
+
+    (tmp_path / "file").touch()
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit):
+        long_context.main([option.format(file=tmp_path / "file") for option in options])
+    assert message in capsys.readouterr().err
+
+
 def test_torchrun_starts_two_processes(tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     program = Path(__file__).parents[3] / "examples" / "long_context.py"
