@@ -65,7 +65,13 @@ def _serve(parser: cli.Parser, options: list[str]) -> int:
             f"serve: {error}; expected transformers 5.24 with what its server needs: "
             'pip install "transformers[serving]==5.24.*"'
         )
-    serve(options, f"{parser.prog} serve")
+    try:
+        serve(options, f"{parser.prog} serve")
+    except (OSError, ValueError) as error:
+        # A model that is neither a folder nor a name of the hub, an option that the model does not take.
+        if isinstance(error, ValueError) and not str(error).startswith("--"):
+            raise
+        parser.error(f"serve: {' '.join(str(error).split())}")
     return 0
 
 

@@ -94,7 +94,7 @@ def steps_of(backend: str, dtypes: list[str] | None, full: bool) -> Iterator[Ste
     small = interpreted(backend)
     function = triton_dmattn_func if small else flash_dmattn_func_auto(backend)
     device = device_of(backend)
-    for dtype in dtypes or dtypes_of(backend):
+    for dtype in dict.fromkeys(dtypes or dtypes_of(backend)):
         names = [n for n, row in CASES.items() if row["dtype"] == dtype]
         if not full:
             names = [n for n in names if CASES[n]["slow"] == "0"][::QUICK_ONE_IN]

@@ -99,7 +99,7 @@ def test_serving_changes_nothing_of_transformers(app_of, folder):
 
 
 @needs_server
-def test_continuous_batching_of_another_model_raises(app_of, tmp_path):
+def test_continuous_batching_of_another_model_raises(app_of, tmp_path, capsys):
     save_doge(tmp_path)
     config = LlamaConfig(
         vocab_size=256,
@@ -109,8 +109,20 @@ def test_continuous_batching_of_another_model_raises(app_of, tmp_path):
         num_attention_heads=2,
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="^--continuous-batching: got it for a LlamaForCausalLM"):
+    with pytest.raises(SystemExit) as end:
         main(["serve", str(tmp_path), "--device", "cpu"])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert "serve: --continuous-batching: got it for a LlamaForCausalLM" in error
+
+
+@needs_server
+def test_missing_model_is_one_line(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(SystemExit) as end:
+        main(["serve", str(tmp_path / "none"), "--device", "cpu"])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and str(tmp_path / "none") in error.splitlines()[-1]
 
 
 def test_missing_server_is_named(monkeypatch, capsys):

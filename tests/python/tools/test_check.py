@@ -105,6 +105,11 @@ def test_error_other_than_refusal_fails(small, capsys, monkeypatch, error):
     assert expected in capsys.readouterr().out
 
 
+def test_repeated_dtype_is_checked_once():
+    steps = list(check_run.steps_of("cpu", ["f32", "f32"], full=False))
+    assert len(steps) == len({(step.case, step.dtype) for step in steps})
+
+
 def test_interrupt_keeps_what_is_finished(small, capsys, monkeypatch, tmp_path):
     calls = []
 
