@@ -113,6 +113,11 @@ def complaints(path: Path) -> Iterator[str]:
 
 def main() -> int:
     paths = []
+    missing = [word for word in sys.argv[1:] if not Path(word).exists()]
+    if missing or not sys.argv[1:]:
+        got = ", ".join(missing) or "nothing"
+        print(f"check_language.py: got {got}, expected files and folders", file=sys.stderr)
+        return 2
     for path in map(Path, sys.argv[1:]):
         paths += sorted(path.rglob("*")) if path.is_dir() else [path]
     paths = [path for path in paths if path.is_file() and marker_of(path) is not None]

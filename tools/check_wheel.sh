@@ -3,6 +3,10 @@
 # compares the backends that run with double precision there. PYTHON chooses the interpreter.
 set -euo pipefail
 
+if [ $# -lt 2 ] || [ ! -f "$1" ]; then
+  echo "check_wheel.sh: got ${1:-nothing} and $(($# ? $# - 1 : 0)) versions, expected a wheel and versions of torch" >&2
+  exit 2
+fi
 wheel=$(realpath "$1")
 shift
 for version in "$@"; do

@@ -81,14 +81,23 @@ Verdicts = dict[ModelClass, Verdict]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("classes", nargs="*", help="these alone; then the page stays as it is")
+    parser.add_argument(
+        "classes", nargs="*", metavar="CLASS", help="these alone; then the page stays as it is"
+    )
     parser.add_argument("--name", default="flash_dmattn", help="of attn_implementation")
     parser.add_argument("--no-docs", action="store_true", help="the page stays as it is")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     verdicts: Verdicts = {}
-    for model_class in model_classes():
+    known_classes = list(model_classes())
+    known_names = {model_class.name for model_class in known_classes}
+    for name in options.classes:
+        if name not in known_names:
+            parser.error(
+                f"CLASS: got {name}, expected a class of transformers {transformers.__version__} for language or images"
+            )
+    for model_class in known_classes:
         if not options.classes or model_class.name in options.classes:
             verdict = verdicts[model_class] = compare(model_class, options.name)
             print(

@@ -120,6 +120,10 @@ def main() -> None:
     if not re.fullmatch(r"_\w+", options.namespace):
         parser.error(f"--namespace: got {options.namespace}, expected an underscore and a name")
     folder = options.folder.resolve()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)  # fails before the build, rather than after it
+    except OSError as error:
+        parser.error(f"folder: {error}")
     library = build(options.build.resolve(), options.namespace, options.cuda, options.define)
     write_variant(folder, library, options.namespace, options.cuda)
     commands = json.loads((options.build / "compile_commands.json").read_text())
