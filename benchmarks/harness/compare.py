@@ -101,7 +101,7 @@ def _measure_builds(builds: list[Path], options: argparse.Namespace) -> Iterator
     rows: dict[str, list[dict]] = {when: [] for when in _WHEN}
     for number in range(options.rounds):
         for when in random.sample(_WHEN, 2):
-            one_record = _measure(builds[_WHEN.index(when)], options.run)
+            one_record = _measure(builds[_WHEN.index(when)], options)
             place = {"commit": one_record["commit"], "run": number}
             rows[when] += [
                 row | place | {"side": f"{when} {row['side']}"} for row in one_record["rows"]
@@ -110,7 +110,7 @@ def _measure_builds(builds: list[Path], options: argparse.Namespace) -> Iterator
             yield one_record | {"command": command, "rows": rows["before"] + rows["after"]}
 
 
-def _measure(build: Path, arguments: list[str]) -> dict:
+def _measure(build: Path, options: argparse.Namespace) -> dict:
     """The record of this driver's `run` with the package of a build."""
     driver = Path(__file__).parents[1] / "bench.py"
     commit = (build / "commit").read_text().strip()
@@ -121,9 +121,11 @@ def _measure(build: Path, arguments: list[str]) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "record.json"
         done = subprocess.run(
-            [sys.executable, driver, "run", "--json", path, "--commit", commit, *arguments],
+            [sys.executable, driver, "run", "--json", path, "--commit", commit, *options.run],
             capture_output=True, text=True, env=os.environ | package,
         )  # fmt: skip
+        if done.returncode == 2:  # bad options
+            options.fail(f"--run: {build}: {done.stderr.splitlines()[-1]}")
         if done.returncode != 0:
             raise SystemExit(f"{build}: {done.stdout}{done.stderr}")
         return record.read(path)

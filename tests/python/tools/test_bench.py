@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -402,6 +403,19 @@ def test_interrupted_comparison_of_builds_keeps_finished_rounds(capsys, monkeypa
     assert bench.main(["compare", *builds_of(tmp_path), "--json", str(record_file)]) == 130
     assert len(record.read(record_file)["rows"]) == 3
     assert "Interrupted after 3 rows" in capsys.readouterr().err
+
+
+def test_bad_option_of_a_build_is_one_line(capsys, monkeypatch, tmp_path):
+    builds = builds_of(tmp_path)
+    for folder in builds:
+        (Path(folder) / "commit").write_text("0123456")
+    refused = "usage: bench.py run\nbench.py run: error: --case: got groups"
+    done = SimpleNamespace(returncode=2, stdout="", stderr=refused)
+    monkeypatch.setattr(compare.subprocess, "run", lambda *command, **options: done)
+    with pytest.raises(SystemExit):
+        bench.main(["compare", *builds])
+    error = capsys.readouterr().err
+    assert "--run: " in error and error.endswith("error: --case: got groups\n")
 
 
 def test_comparison_of_builds_refuses_an_output_before_it_measures(capsys, monkeypatch, tmp_path):
