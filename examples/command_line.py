@@ -93,7 +93,7 @@ def run_program(main: Callable[[], object]) -> None:
     try:
         main()
     except KeyboardInterrupt:
-        print("\nInterrupted. What is finished is kept.", file=sys.stderr)
+        print("\nInterrupted.", file=sys.stderr)
         sys.exit(130)
 
 

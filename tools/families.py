@@ -205,4 +205,8 @@ def _reason(model_class: ModelClass, verdict: Verdict) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("\nInterrupted: the page stays as it is.", file=sys.stderr)
+        sys.exit(130)

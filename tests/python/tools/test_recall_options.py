@@ -3,6 +3,7 @@
 import pytest
 
 import recall
+from command_line import run_program
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,15 @@ def test_bad_option_is_refused_before_it_trains(options, message, tmp_path, caps
     with pytest.raises(SystemExit):
         recall.parse([option.format(file=file) for option in options])
     assert message in capsys.readouterr().err
+
+
+def test_interrupted_program_is_one_line(capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as end:
+        run_program(interrupted)
+    assert end.value.code == 130 and capsys.readouterr().err == "\nInterrupted.\n"
 
 
 @pytest.mark.parametrize("steps", ["1", "2"])
