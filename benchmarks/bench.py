@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -119,7 +117,11 @@ def _measured(options: argparse.Namespace) -> Iterator[dict]:
     for name in dict.fromkeys(options.case):
         try:
             yield from _module(name).measure_rows(name, options)
-        except sides.REASONS as reason:  # the other cases are worth their time
+        except (
+            sides.Declined,
+            MemoryError,
+            RuntimeError,
+        ) as reason:  # torch's error of memory is a RuntimeError
             print(record.declined(name, "", "", reason), flush=True)
 
 
@@ -238,22 +240,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     try:
         return options.call(options)
-    except BrokenPipeError:
-        raise
     except OSError as error:  # an output that cannot be written
         options.fail(str(error))
 
 
-def main_of_pipe() -> int:
-    """The exit status of `main`, also where a reader like `head` closes the pipe."""
-    try:
-        status = main()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-        status = 128 + signal.SIGPIPE
-    return status
-
-
 if __name__ == "__main__":
-    sys.exit(main_of_pipe())
+    sys.exit(main())

@@ -161,9 +161,6 @@ def faults_of(listing):
 
 
 def main():
-    if len(sys.argv) < 3:
-        print("check_wgmma.py: expected CUOBJDUMP COMPILER ARGUMENTS...", file=sys.stderr)
-        return 2
     cuobjdump, command = sys.argv[1], sys.argv[2:]
     run = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     sys.stderr.write(run.stderr)

@@ -7,10 +7,6 @@
 # bar.sync before the arrival (CUDA 13.0). test_cuda_races compares the bits of a thousand launches of these kernels instead.
 set -euo pipefail
 
-if [ $# -lt 2 ]; then
-  echo "compute_sanitizer.sh: got $# arguments, expected TOOL TEST ARGUMENT..." >&2
-  exit 2
-fi
 tool=$1
 shift
 sanitizer=$(command -v compute-sanitizer || command -v /usr/local/cuda/bin/compute-sanitizer) || {

@@ -3,10 +3,6 @@
 # with. Where the system has none for what the compiler compiles for, Debian's packages are unpacked into FOLDER, which needs no root.
 set -euo pipefail
 
-if [ $# -lt 3 ]; then
-  echo "cpp_library.sh: got $# arguments, expected NAME FOLDER COMPILER..." >&2
-  exit 2
-fi
 name=$1 folder=$2
 shift 2
 case $name in

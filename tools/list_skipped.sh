@@ -2,10 +2,6 @@
 # list_skipped.sh BUILD_FOLDER: the tests that the last run of ctest skipped, and the reasons; and what tests did not compare.
 set -euo pipefail
 
-if [ ! -f "${1:-}/Testing/Temporary/LastTest.log" ]; then
-  echo "list_skipped.sh: got ${1:-nothing}, expected a build folder in which ctest has run" >&2
-  exit 2
-fi
 awk '/^(SKIPPED|NOT COMPARED)/ { print }        # a whole executable: tests/cpp/main.cpp
      reason      { print "SKIPPED " $0; reason = 0 }
      /: Skipped$/ { reason = 1 }                # one test: GoogleTest prints the reason on the next line
