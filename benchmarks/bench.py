@@ -19,7 +19,7 @@ from types import ModuleType
 import torch
 
 from harness import cases, machine, record, sides
-from harness.options import Different, commit, positive
+from harness.options import INTERRUPTED, Different, commit, expect_commit, expect_output, positive
 
 # The module that measures a case; all others are of attention.
 _MODULES = {
@@ -32,7 +32,6 @@ SIDES = (
     *sides.NAMES, "ours", "efficient", "eager", "ours_compiled", "eager_compiled", "sdpa_compiled", "rounded",
     "rounded_compiled", "generate", "eager_other_seed", "slots", "all_slots", "all_keys", "rows",
 )  # fmt: skip
-INTERRUPTED = 130
 
 
 def run(options: argparse.Namespace) -> int:
@@ -46,10 +45,9 @@ def run(options: argparse.Namespace) -> int:
     path = options.json
     if options.record:
         path = machine.record_path(options.record, new_record["machine"])
-    if path and not new_record["commit"]:
-        options.fail("--commit: got none outside a Git checkout, expected that of the sources")
     if path:
-        _expect_writable(path, options)
+        expect_commit(new_record, options.fail)
+        expect_output(path, "--record" if options.record else "--json", options.fail)
     print(f"{new_record['machine']['name']}, torch {torch.__version__}", flush=True)
     try:
         for row in _measured(options):
@@ -66,14 +64,6 @@ def run(options: argparse.Namespace) -> int:
     if path:
         print(f"wrote {path}")
     return 0
-
-
-def _expect_writable(path: Path, options: argparse.Namespace) -> None:
-    """Ends the program before anything is measured, rather than after."""
-    try:
-        record.expect_writable(path)
-    except OSError as error:
-        options.fail(f"{'--record' if options.record else '--json'}: {error}")
 
 
 def _check_cases(options: argparse.Namespace) -> None:
@@ -114,7 +104,7 @@ def _module(case: str) -> ModuleType:
 
 
 def _measured(options: argparse.Namespace) -> Iterator[dict]:
-    for name in dict.fromkeys(options.case):
+    for name in options.case:
         try:
             yield from _module(name).measure_rows(name, options)
         except (

@@ -52,6 +52,14 @@ def device(text: str) -> str:
     return text
 
 
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Adds --device: the GPU where there is one."""
+    import torch
+
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=device, choices=("cpu", "cuda"), default=default)
+
+
 def new_file(text: str) -> Path:
     """A file that can be written. Its folder is made; what it holds stays."""
     path = Path(text)

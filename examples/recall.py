@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from command_line import between, check_texts, device, new_picture, rate, run_program
+from command_line import add_device, between, check_texts, new_picture, rate, run_program
 from flash_dmattn import DynamicMaskAttention
+from one_cycle import one_cycle
 from recall_texts import Texts
 
 IGNORED = -100  # a place that asks for nothing
@@ -102,10 +103,7 @@ def train(kind: str, options: argparse.Namespace) -> list[float]:
         for layer in model.layers:
             nn.init.constant_(layer.attention.scores.A, 0.5)
     optimizer = torch.optim.AdamW(model.parameters(), options.rate, weight_decay=0.01)
-    total = max(options.steps, 3)  # the schedule has a rise and a fall
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, options.rate, total, pct_start=max(0.1, 2 / total)
-    )
+    schedule = one_cycle(optimizer, options.rate, options.steps, rise=0.1)
     recall = []
     for _ in range(options.steps):
         text, places, answers = texts.draw(options.length, options.batch)
@@ -178,12 +176,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--batch", type=between(1), default=32, help="texts of a step")
     add("--rate", type=rate, default=3e-3, help="the largest learning rate")
     add("--seed", type=between(0), default=0, help="of parameters and texts")
-    add(
-        "--device",
-        type=device,
-        choices=("cpu", "cuda"),
-        default="cuda" if torch.cuda.is_available() else "cpu",
-    )
+    add_device(parser)
     add(
         "--output",
         type=new_picture,

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from . import record
+from .options import INTERRUPTED, expect_output
 
 _TIMES = (*record.TIMES, "both")
 _WHEN = ("before", "after")
 _PARTS = ("python", "_C.so", "commit")  # of a build
-INTERRUPTED = 130
 
 
 def main(options: argparse.Namespace) -> int:
@@ -89,10 +89,7 @@ def _check_builds(builds: list[Path], options: argparse.Namespace) -> None:
         if missing:
             options.fail(f"SOURCE: got {build} without {', '.join(missing)}, expected a build")
     if options.json:
-        try:
-            record.expect_writable(options.json)
-        except OSError as error:
-            options.fail(f"--json: {error}")
+        expect_output(options.json, "--json", options.fail)
 
 
 def _measure_builds(builds: list[Path], options: argparse.Namespace) -> Iterator[dict]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import transformers  # noqa: F401 - for its version
 
 from . import machine, record
+from .options import expect_commit
 
 _DTYPES = {"cpu": "float32", "cuda": "bfloat16"}  # of a training on a device
 _NOTE = (
@@ -67,8 +68,7 @@ def main(options: argparse.Namespace) -> int:
         options.fail(f"FOLDER: got no results.json and no recall*.json in {options.folder}")
     device = "cuda" if new_rows[0]["dtype"] == _DTYPES["cuda"] else "cpu"
     origin = machine.origin(device, options.commit)
-    if not origin["commit"]:
-        options.fail("--commit: got none outside a Git checkout, expected that of the sources")
+    expect_commit(origin, options.fail)
     record.write(options.json, origin | {"note": _NOTE, "rows": new_rows})
     print(f"wrote {options.json}")
     return 0

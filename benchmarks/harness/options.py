@@ -1,10 +1,15 @@
-"""Values of options, as argparse takes them: a wrong one is an error that names what it got and what was expected."""
+"""Options of the benchmarks: a wrong one ends the program with a line that names what it got and what was expected, before
+anything is measured."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from pathlib import Path
 
 from . import record
+
+INTERRUPTED = 130  # the exit status
 
 
 def positive(text: str) -> int:
@@ -26,3 +31,17 @@ class Different(argparse.Action):
 
     def __call__(self, parser, namespace, values, option_string=None):
         setattr(namespace, self.dest, list(dict.fromkeys(values)))
+
+
+def expect_output(path: Path, option: str, fail: Callable[[str], None]) -> None:
+    """Calls `fail` for a record that could not be written."""
+    try:
+        record.expect_writable(path)
+    except OSError as error:
+        fail(f"{option}: {error}")
+
+
+def expect_commit(origin: dict, fail: Callable[[str], None]) -> None:
+    """Calls `fail` for a record that has no commit."""
+    if not origin["commit"]:
+        fail("--commit: got none outside a Git checkout, expected that of the sources")

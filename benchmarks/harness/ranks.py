@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from . import machine, record
-from .options import commit
+from .options import commit, expect_commit
 
 GPU = torch.cuda.is_available()
 GRACE = 12  # seconds after the budget at which a process ends, as a collective may wait for ever
@@ -74,10 +74,7 @@ class Ranks:
             origin["machine"]["name"] += f" x {self.size}"
         begun = origin | {"note": note, "rows": []}
         if self.path is not None:
-            if not begun["commit"]:
-                options.fail(
-                    "--commit: got none outside a Git checkout, expected that of the sources"
-                )
+            expect_commit(begun, options.fail)
             record.validate(begun)
             try:
                 record.rows_to_extend(self.path, begun["commit"])

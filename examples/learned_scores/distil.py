@@ -34,7 +34,7 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from command_line import between, device, new_folder, rate, run_program, share
+from command_line import add_device, between, new_folder, rate, run_program, share
 from doge_demo.corpus import standard_library
 from flash_dmattn.integrations.transformers import (
     DynamicMaskCache,
@@ -43,6 +43,7 @@ from flash_dmattn.integrations.transformers import (
     save_scores,
     set_score_phase,
 )
+from one_cycle import one_cycle
 
 from .budgets import SINKS, autocast, quality_of_scores, quality_without_training
 from .text import DIGITS, PassKeyTexts, held_out_texts, held_out_tokens
@@ -61,10 +62,7 @@ def small_llama(options: argparse.Namespace, texts: PassKeyTexts) -> LlamaForCau
     optimizer = torch.optim.AdamW(
         model.parameters(), largest_rate, betas=(0.9, 0.95), weight_decay=0.1
     )
-    total = max(steps, 3)  # the schedule has a rise and a fall
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, largest_rate, total, pct_start=max(0.05, 2 / total)
-    )
+    schedule = one_cycle(optimizer, largest_rate, steps, rise=0.05)
     bar = tqdm(range(steps), desc="pretraining", dynamic_ncols=True)
     for step in bar:
         rows = range(step * options.batch, (step + 1) * options.batch)
@@ -278,12 +276,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     add("--tests", type=between(1), default=128, help="texts by which budgets are compared")
     add("--threads", type=between(1), default=1)
-    add(
-        "--device",
-        type=device,
-        choices=("cpu", "cuda"),
-        default="cuda" if torch.cuda.is_available() else "cpu",
-    )
+    add_device(parser)
     add("--output", type=new_folder, default="build/learned_scores", help="a folder")
     options = parser.parse_args(arguments)
     if (options.model is None) != (options.text is None):

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaModel
 
-from command_line import between, check_texts, device, new_file, rate, run_program
+from command_line import add_device, between, check_texts, new_file, rate, run_program
 from flash_dmattn import make_scores
 from flash_dmattn.integrations.transformers import add_learned_scores, set_score_phase
+from one_cycle import one_cycle
 from recall_texts import Texts
 
 # soft_first: learned scores after a half of the steps with all keys. doge: exp(A softplus(z)) for the gate.
@@ -119,10 +120,7 @@ def train(
     on_gpu = options.device == "cuda"
     steps = sum(stage.steps for stage in stages)
     optimizer = torch.optim.AdamW(model.parameters(), options.rate, weight_decay=0.01, fused=on_gpu)
-    total = max(steps, 3)  # the schedule has a rise and a fall
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, options.rate, total, pct_start=max(0.1, 2 / total)
-    )
+    schedule = one_cycle(optimizer, options.rate, steps, rise=0.1)
     bar = tqdm(total=steps, desc=str(run), leave=False, dynamic_ncols=True)
     for stage in stages:
         for layer in model.modules():
@@ -275,12 +273,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--seeds", type=between(0), nargs="+", default=[0, 1, 2], help="of parameters and texts")
     add("--threads", type=between(1), default=1)
     add("--graphs", action="store_true", help="CUDA graphs of the steps")
-    add(
-        "--device",
-        type=device,
-        choices=("cpu", "cuda"),
-        default="cuda" if torch.cuda.is_available() else "cpu",
-    )
+    add_device(parser)
     add("--output", type=new_file, default=None, help="a .json of all results")
     options = parser.parse_args(arguments)
     if len(options.batch) == 1:
