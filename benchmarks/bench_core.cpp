@@ -1,4 +1,4 @@
-// Times select, schedule, forward and backward of causal dynamic mask attention (per_query selection, a
+// Times select, forward and backward of causal dynamic mask attention (per_query selection, a
 // bias of one score per key, its gradient included), without torch or Python, for profilers:
 //
 //   cmake --preset bench && cmake --build --preset bench
@@ -116,21 +116,13 @@ class Attention {
         .visibility = {.intervals = {intervals_.data()}},
     };
     select();
-    // The CPU's schedule serves both directions.
-    scheduling_ = std::make_unique<fd::ScheduleCall>(problem_, in.visibility,
-                                                     fd::Direction::forward, execution_);
-    build_schedule();
-    const fd::ForwardArgs forward = {.problem = problem_,
-                                     .in = in,
-                                     .schedule = schedule_,
-                                     .out = {out_.data(), q_stride},
-                                     .lse = lse_.data()};
+    const fd::ForwardArgs forward = {
+        .problem = problem_, .in = in, .out = {out_.data(), q_stride}, .lse = lse_.data()};
     forward_ = std::make_unique<fd::ForwardCall>(forward, execution_);
     backward_ = std::make_unique<fd::BackwardCall>(
         fd::BackwardArgs{
             .problem = problem_,
             .in = in,
-            .schedule = schedule_,
             .out = forward.out,
             .lse = lse_.data(),
             .dout = {dout_.data(), q_stride},
@@ -150,11 +142,6 @@ class Attention {
     fd::select_key_intervals(selection_, execution);
   }
 
-  void build_schedule() {
-    schedule_ = scheduling_->build(schedule_memory_.of(scheduling_->size()),
-                                   workspace_.of(scheduling_->workspace_size()));
-  }
-
   void forward_run() { forward_->run(workspace_.of(forward_->workspace_size())); }
   void backward_run() { backward_->run(workspace_.of(backward_->workspace_size())); }
 
@@ -165,10 +152,8 @@ class Attention {
   Elements q_, k_, v_, bias_, dout_, out_, dq_, dk_, dv_, dbias_;
   std::vector<float> lse_;
   std::vector<fd::KeyInterval> intervals_;
-  Memory workspace_, schedule_memory_;
+  Memory workspace_;
   fd::SelectionArgs selection_;
-  fd::Schedule schedule_;
-  std::unique_ptr<fd::ScheduleCall> scheduling_;
   std::unique_ptr<fd::ForwardCall> forward_;
   std::unique_ptr<fd::BackwardCall> backward_;
 };
@@ -178,7 +163,6 @@ class Attention {
 int main(int argc, char** argv) {
   constexpr std::pair<const char*, void (Attention::*)()> parts[] = {
       {"select", &Attention::select},
-      {"schedule", &Attention::build_schedule},
       {"forward", &Attention::forward_run},
       {"backward", &Attention::backward_run}};
   for (const Case& c : cases) {

@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
-#include <span>
 #include <string>
 #include <string_view>
 
@@ -78,14 +77,6 @@ inline void require_workspace(const Execution& execution, std::size_t bytes) {
   if (bytes == 0) return;
   require_pointer("execution.workspace", execution.workspace, true);
   require_aligned("execution.workspace", execution.workspace, workspace_alignment);
-}
-
-// Memory of a schedule.
-inline void require_memory(std::span<const std::byte> memory, std::size_t bytes) {
-  if (memory.size() < bytes) {
-    throw InvalidArgument("memory", std::to_string(memory.size()) + " bytes",
-                          "at least " + std::to_string(bytes) + " (schedule_size)");
-  }
 }
 
 // Strides of a [sizes] array, with dense_stride replaced by the stride of a dense array.

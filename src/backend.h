@@ -12,12 +12,13 @@
 #include "flash_dmattn/plan.h"
 #include "flash_dmattn/selection.h"
 #include "selection/query_tile_lists.h"
-#include "selection/schedule_contents.h"
 
 // The one interface between the API and the backends: everything that a device does is a member of its Backend.
 // Arguments have been validated when a backend sees them, the stride of every dimension of size 1 of mask, bias, dbias
 // and intervals is 0, and no stride is dense_stride. A backend only declines problems, in words.
 namespace flash_dmattn {
+
+enum class Direction : std::uint8_t { forward, backward };
 
 // The kernels of a backend that compute the problems of one direction, or the decode steps of a cache. Each backend has
 // its own type.
@@ -59,16 +60,12 @@ struct Backend {
   BackendInfo (*info)();
   // The kernels that compute a problem; null, with the reason, if the backend has none.
   const KernelSet* (*find_kernels)(const Problem&, Direction, std::string& reason);
-  // Plans the schedule of the problem's intervals. The API records what the schedule was built for.
-  void (*plan_schedule)(const KernelSet&, const Problem&, const Visibility&, Direction,
-                        const Execution&, SchedulePlan&);
   // Outputs without data are not known yet, and the workspace suffices for any outputs.
   void (*plan_forward)(const KernelSet&, const ForwardArgs&, const Execution&, Plan<ForwardArgs>&);
   void (*plan_backward)(const KernelSet&, const BackwardArgs&, const Execution&,
                         Plan<BackwardArgs>&);
   // The names of all main kernels that can run on this machine.
   std::vector<std::string> (*kernels)();
-  bool needs_schedule;  // where there are intervals
 
   // The rest is null if the backend lacks it.
   const SelectionBackend* selection = nullptr;
@@ -83,10 +80,9 @@ inline std::string decline_other_device(const Problem& problem, std::string_view
          " memory, and the problem's is " + std::string(name_of(problem.device));
 }
 
-// src/cuda/backend.cu, or absent.cpp in a build without CUDA. Every pointer of its arguments, the schedule's
-// included, is to memory of the current device, of which Execution::stream is a cudaStream_t. Calls only
-// enqueue work: no synchronisation, no allocation, capturable in a graph. Without a schedule of key intervals
-// it visits all from the first to the last key that a tile's queries see.
+// src/cuda/backend.cu, or absent.cpp in a build without CUDA. Every pointer of its arguments is to memory of the
+// current device, of which Execution::stream is a cudaStream_t. Calls only
+// enqueue work: no synchronisation, no allocation, capturable in a graph.
 extern const Backend cuda_backend;
 extern const Backend cpu_backend;        // src/cpu/backend.cpp
 extern const Backend reference_backend;  // src/reference/attention.cpp

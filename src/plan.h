@@ -53,19 +53,6 @@ void plan_with_any_kernels(const KernelSet&, const Args& args, const Execution& 
   make_plan<Content>(args, execution, plan);
 }
 
-// Makes a plan whose content is `content`, which has members size and bytes, the workspace's, and
-//   ScheduleContents build(std::span<std::byte> memory, const Execution&) const
-template <class Content>
-void make_schedule_plan(const Content& content, SchedulePlan& plan) {
-  detail::emplace<Content>(plan, content);
-  plan.size = content.size;
-  plan.workspace_size = content.bytes;
-  plan.build = [](const SchedulePlan& own, std::span<std::byte> memory,
-                  const Execution& execution) {
-    return detail::content_of<Content>(own).build(memory, execution).schedule();
-  };
-}
-
 // A plan that decides nothing: one function sizes its workspace, another runs it.
 template <class Args, auto workspace_size, auto function>
 struct DirectPlan {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -31,15 +32,22 @@ class BasicWorkspaceAllocator {
     return reinterpret_cast<T*>(piece);
   }
 
+  // `bytes` that the pieces taken later overlap, for work that ends before those are written.
+  std::byte* lend(std::size_t bytes) {
+    most_ = std::max(most_, used_ + bytes);
+    return base_ == nullptr ? nullptr : base_ + used_;
+  }
+
   std::size_t used() const { return used_; }
+  // The size of the workspace, with memory that was lent.
+  std::size_t bytes() const { return std::max(used_, most_); }
 
  private:
   std::byte* base_;
   std::size_t used_ = 0;
+  std::size_t most_ = 0;
 };
 
 using WorkspaceAllocator = BasicWorkspaceAllocator<HostWorkspaceLayout>;
-// Allocator of schedules, whose layout is the same on every device.
-using ScheduleAllocator = BasicWorkspaceAllocator<HostWorkspaceLayout>;
 
 }  // namespace flash_dmattn

@@ -95,8 +95,10 @@ struct Steps {
     slot_shape.slots = cuda::tile_list_capacity(slot_lists);  // as many as two tiles see keys
     slot_lists.tile_rows = slot_tile_rows;
     slot_shape.segments = slot_segments;
-    const auto slot_bytes = static_cast<std::int64_t>(cuda::key_slot_bytes(slot_shape));
-    ScheduleAllocator slot_memory(arena.take<std::byte>(slot_bytes));
+    cuda::WorkspaceAllocator counted(nullptr);
+    cuda::take_key_slots(counted, slot_shape);
+    cuda::WorkspaceAllocator slot_memory(
+        arena.take<std::byte>(static_cast<std::int64_t>(counted.used())));
     slots = cuda::take_key_slots(slot_memory, slot_shape);
     execution.workspace_bytes =
         std::max({select_workspace_size(select, execution), cuda::tile_lists_workspace_size(lists),

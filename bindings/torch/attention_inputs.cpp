@@ -61,22 +61,6 @@ KeyBound take_bound(const Attention& call, const Tensor& like, const VisibleKeys
 
 }  // namespace
 
-// The schedule lives as long as one call. Keeping it from forward to backward would save its construction,
-// which is a small part of either, and cost its memory in every layer of a model in between. The
-// schedule and its workspace share one allocation, because an allocation costs the host a third of a launch.
-void take_schedule(Attention& call, const Tensor& like, const Options& options) {
-  const ScheduleCall& scheduling = call.scheduling.emplace(
-      call.problem, call.in.visibility, options.direction, call.execution, options.backend);
-  const std::size_t bytes = scheduling.size();
-  if (bytes == 0) return;
-  const std::size_t end =
-      (bytes + workspace_alignment - 1) / workspace_alignment * workspace_alignment;
-  const Tensor memory = allocate_bytes(end + scheduling.workspace_size(), like);
-  call.owned.push_back(memory);
-  call.workspace = bytes_of(memory).subspan(end);
-  call.schedule = scheduling.build(bytes_of(memory).first(bytes), call.workspace);
-}
-
 Attention take_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
                       const OptionalTensor& bias, const Options& options,
                       bool bias_needs_gradient) {
@@ -139,7 +123,6 @@ Attention prepare(const Tensor& q, const Tensor& k, const Tensor& v, const Optio
   if (keys.intervals) {
     take_intervals(call, *keys.intervals, q);
     call.in.visibility.bound = take_bound(call, q, keys);
-    take_schedule(call, q, options);
   }
   return call;
 }

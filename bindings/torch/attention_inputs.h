@@ -3,8 +3,6 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <optional>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -19,11 +17,8 @@ struct Attention {
   CallDevice device;
   Problem problem;
   Inputs in;
-  std::optional<ScheduleCall> scheduling;  // of intervals
-  Schedule schedule;
   Execution execution;
-  std::vector<Tensor> owned;       // memory that `in`, `schedule` and `workspace` point to
-  std::span<std::byte> workspace;  // in which the schedule was built, free for the steps after it
+  std::vector<Tensor> owned;  // memory that `in` points to
 
   explicit Attention(const Tensor& q) : device(q) { owned.reserve(8); }
 
@@ -49,8 +44,6 @@ struct Options {
   double softcap;
   bool saturate;
   bool deterministic;
-  const std::string& backend;
-  Direction direction;  // no argument
 };
 
 inline std::array<std::int64_t, 4> query_shape(const Problem& p) {
@@ -72,22 +65,11 @@ inline std::array<std::int64_t, 4> out_shape(const Problem& p) {
 // Takes `tensor` into the call and returns its view.
 ConstTensor4 take_rows(Attention& call, const Tensor& tensor);
 
-// Builds the schedule of the call in memory of its own.
-void take_schedule(Attention& call, const Tensor& like, const Options& options);
-
-// A call of the operator's direction. It takes the backend that the schedule's call has found, if there is one.
-template <class Args>
-CheckedCall<Args> checked_call(const Attention& call, const Args& args,
-                               const std::string& backend) {
-  if (call.scheduling) return {args, call.execution, *call.scheduling};
-  return {args, call.execution, backend};
-}
-
 // q, k, v, mask and bias.
 Attention take_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
                       const OptionalTensor& bias, const Options& options, bool bias_needs_gradient);
 
-// The same, what is visible, and its schedule.
+// The same, and what is visible.
 Attention prepare(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
                   const OptionalTensor& bias, const VisibleKeys& keys, const Options& options,
                   bool bias_needs_gradient);

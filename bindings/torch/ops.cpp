@@ -1,6 +1,5 @@
 #include <atomic>
 #include <mutex>
-#include <span>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -67,14 +66,14 @@ std::string kernel_names_op(std::string backend) {
   return lines;
 }
 
-// Runs a call in `workspace`, or in one of its own if that is too small.
+// Runs a call in a workspace of its own.
 template <class Args>
-void run(const CheckedCall<Args>& call, std::span<std::byte> workspace, const Tensor& like) {
+void run_recorded(const CheckedCall<Args>& call, const Tensor& like) {
   kernel_recorder().add(call);
-  call.workspace_size() <= workspace.size() ? call.run(workspace) : binding::run(call, like);
+  run(call, like);
 }
 
-// out and lse of a call that has its schedule.
+// out and lse of a call.
 std::tuple<Tensor, Tensor> attend(const Attention& call, const Tensor& q,
                                   const std::string& backend) {
   const Problem& p = call.problem;
@@ -82,13 +81,9 @@ std::tuple<Tensor, Tensor> attend(const Attention& call, const Tensor& q,
   const Tensor lse = allocate({2, p.batch, p.heads_q, p.seqlen_q}, row_type(p), q);
   const auto rows = row_values(lse);
 
-  const ForwardArgs args{.problem = p,
-                         .in = call.in,
-                         .schedule = call.schedule,
-                         .out = mutable_view4(out),
-                         .lse = rows[0],
-                         .lse_low = rows[1]};
-  run(checked_call(call, args, backend), call.workspace, q);
+  const ForwardArgs args{
+      .problem = p, .in = call.in, .out = mutable_view4(out), .lse = rows[0], .lse_low = rows[1]};
+  run_recorded(ForwardCall(args, call.execution, backend), q);
   return {out, lse};
 }
 
@@ -101,8 +96,7 @@ std::tuple<Tensor, Tensor> forward_op(const Tensor& q, const Tensor& k, const Te
                                       std::int64_t bias_delay, double scale, double softcap,
                                       bool saturate, bool deterministic, std::string backend) {
   const VisibleKeys keys{key_intervals, key_rank, rank_limit, key_bound};
-  const Options options{is_causal, bias_delay,    scale,   softcap,
-                        saturate,  deterministic, backend, Direction::forward};
+  const Options options{is_causal, bias_delay, scale, softcap, saturate, deterministic};
   return attend(prepare(q, k, v, mask, bias, keys, options, false), q, backend);
 }
 
@@ -114,8 +108,7 @@ std::tuple<Tensor, Tensor, Tensor> select_and_attend_op(const Tensor& q, const T
                                                         std::int64_t bias_delay, double scale,
                                                         double softcap, bool saturate,
                                                         bool deterministic, std::string backend) {
-  const Options options{is_causal, bias_delay,    scale,   softcap,
-                        saturate,  deterministic, backend, Direction::forward};
+  const Options options{is_causal, bias_delay, scale, softcap, saturate, deterministic};
   Attention call = take_inputs(q, k, v, {}, bias, options, false);
   Problem& p = call.problem;
   const auto fits = [&](std::int64_t dim, std::int64_t size) {
@@ -131,7 +124,6 @@ std::tuple<Tensor, Tensor, Tensor> select_and_attend_op(const Tensor& q, const T
   call.in.visibility.intervals.data = static_cast<const KeyInterval*>(call.own(intervals));
   call.in.visibility.bound = {.base = window, .per_query = is_causal ? 1 : 0};
   p.causal = false;  // intervals include causality
-  take_schedule(call, q, options);
   const auto [out, lse] = attend(call, q, backend);
   return {out, lse, intervals};
 }
@@ -145,8 +137,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
     bool deterministic, std::string backend, bool need_dq, bool need_dk, bool need_dv,
     bool need_dbias) {
   const VisibleKeys keys{key_intervals, key_rank, rank_limit, key_bound};
-  const Options options{is_causal, bias_delay,    scale,   softcap,
-                        saturate,  deterministic, backend, Direction::backward};
+  const Options options{is_causal, bias_delay, scale, softcap, saturate, deterministic};
   Attention call = prepare(q, k, v, mask, bias, keys, options, need_dbias);
   const Problem& p = call.problem;
   expect(dout, "dout", out_shape(p), q.scalar_type(), q, "q");
@@ -174,7 +165,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
   BackwardArgs args;
   args.problem = p;
   args.in = call.in;
-  args.schedule = call.schedule;
   args.out = take_rows(call, out);
   args.dout = take_rows(call, dout);
   args.lse = rows[0];
@@ -188,7 +178,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
   args.dk = view(need_dk, dk);
   args.dv = view(need_dv, dv);
   args.dbias = view(need_dbias, dbias);
-  run(checked_call(call, args, backend), call.workspace, q);
+  run_recorded(BackwardCall(args, call.execution, backend), q);
   return {dq, dk, dv, dbias};
 }
 

@@ -96,17 +96,13 @@ class Decoder {
     const fd::PendingIntervalsArgs seen = {
         .cache = cache_, .seqlen_q = length, .intervals = intervals_.data()};
     run(fd::PendingIntervalsCall(seen, threads_));
-    fd::ForwardArgs args = {
+    const fd::ForwardArgs args = {
         .problem = fd::pending_problem(cache_, heads_q, length, fd::default_scale(head_dim)),
         .in = fd::pending_inputs(cache_, {tokens.q.data() + begin * q_stride[1], q_stride}, length,
                                  intervals_.data()),
         .out = {out, q_stride},
         .lse = lse_.data()};
-    const fd::ScheduleCall scheduling(args.problem, args.in.visibility, fd::Direction::forward,
-                                      threads_);
-    args.schedule = scheduling.build(schedule_.of(scheduling.size()),
-                                     workspace_.of(scheduling.workspace_size()));
-    run(fd::ForwardCall(args, threads_, scheduling));
+    run(fd::ForwardCall(args, threads_));
 
     run(fd::CommitCall({.cache = cache_}, threads_));
     cache_.pending = 0;
@@ -137,7 +133,7 @@ class Decoder {
   }
 
   fd::Execution threads_;
-  Memory memory_, schedule_, workspace_;
+  Memory memory_, workspace_;
   fd::KvCache cache_;
   std::vector<fd::KeyInterval> intervals_;
   std::vector<float> lse_;

@@ -1,5 +1,4 @@
-// Dynamic mask attention, forward and backward, on random data: scores -> key intervals -> schedule ->
-// attention. The caller owns all memory; the library is told where to compute and where to write.
+// Dynamic mask attention, forward and backward, on random data: scores -> key intervals -> attention. The caller owns all memory; the library is told where to compute and where to write.
 
 #include <flash_dmattn/flash_dmattn.h>
 
@@ -92,13 +91,6 @@ fd::KeyBound select_keys(const std::vector<float>& scores, std::vector<fd::KeyIn
   return fd::key_bound(selection);
 }
 
-// The schedule of the visible keys for one direction, in `memory`.
-fd::Schedule build_schedule(const fd::Visibility& visibility, fd::Direction direction,
-                            const fd::Execution& threads, Memory& memory, Memory& workspace) {
-  const fd::ScheduleCall call(problem, visibility, direction, threads);
-  return call.build(memory.of(call.size()), workspace.of(call.workspace_size()));
-}
-
 void attend(const fd::ForwardArgs& forward, const fd::Execution& threads, Memory& workspace) {
   const fd::ForwardCall call(forward, threads);
   call.run(workspace.of(call.workspace_size()));
@@ -132,17 +124,12 @@ bool compute_layer(const Layer& layer) {
       .bias = {layer.bias.data(), bias_stride},
       .visibility = {.intervals = {intervals.data()}, .bound = bound},
   };
-  Memory forward_memory, backward_memory;  // of the schedules
-  const auto schedule_for = [&](fd::Direction direction, Memory& memory) {
-    return build_schedule(inputs.visibility, direction, threads, memory, workspace);
-  };
 
   std::vector<float> out(layer.q.size());
   std::vector<float> lse(static_cast<std::size_t>(batch * heads_q * seqlen));
   const fd::ForwardArgs forward = {
       .problem = problem,
       .in = inputs,
-      .schedule = schedule_for(fd::Direction::forward, forward_memory),
       .out = {out.data(), q_stride},
       .lse = lse.data(),
   };
@@ -153,9 +140,6 @@ bool compute_layer(const Layer& layer) {
   const fd::BackwardArgs backward = {
       .problem = problem,
       .in = inputs,
-      .schedule = forward.schedule.serves(fd::Direction::backward)
-                      ? forward.schedule
-                      : schedule_for(fd::Direction::backward, backward_memory),
       .out = forward.out,
       .lse = lse.data(),
       .dout = {layer.dout.data(), q_stride},
@@ -166,9 +150,8 @@ bool compute_layer(const Layer& layer) {
   };
   attend_backward(backward, threads, workspace);
 
-  std::printf("%lld queries, %lld keys visible to each, a schedule of %zu bytes\n",
-              static_cast<long long>(seqlen), static_cast<long long>(window),
-              forward.schedule.bytes());
+  std::printf("%lld queries, %lld keys visible to each\n", static_cast<long long>(seqlen),
+              static_cast<long long>(window));
   bool finite = true;
   finite &= report("out", out);
   finite &= report("lse", lse);

@@ -9,7 +9,6 @@
 
 #include "flash_dmattn/execution.h"
 #include "flash_dmattn/problem.h"
-#include "flash_dmattn/schedule.h"
 #include "flash_dmattn/types.h"
 #include "flash_dmattn/visibility.h"
 
@@ -70,9 +69,8 @@ struct ConstRowValues {
 struct ForwardArgs {
   Problem problem{};
   Inputs in{};
-  Schedule schedule{};  // of in.visibility, for the forward
-  Tensor4 out{};        // [B, Sq, Hq, Dv]
-  RowValues lse{};      // natural logarithm
+  Tensor4 out{};    // [B, Sq, Hq, Dv]
+  RowValues lse{};  // natural logarithm
   // The part of lse that rounding removed; may be null. With it the backward keeps its precision where |lse|
   // is large.
   RowValues lse_low{};
@@ -81,8 +79,7 @@ struct ForwardArgs {
 struct BackwardArgs {
   Problem problem{};
   Inputs in{};
-  Schedule schedule{};  // of in.visibility, for the backward
-  ConstTensor4 out{};   // as forward wrote them
+  ConstTensor4 out{};  // as forward wrote them
   ConstRowValues lse{};
   ConstRowValues lse_low{};  // may be null
   ConstTensor4 dout{};       // [B, Sq, Hq, Dv]

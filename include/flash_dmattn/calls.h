@@ -1,6 +1,5 @@
 #pragma once
 
-#include <concepts>
 #include <cstddef>
 #include <span>
 #include <string>
@@ -15,50 +14,17 @@
 // `workspace_size`, `kernel_name` and `run` read one plan. Calls can be copied, and run more than once.
 // On a GPU a call is for the device that was current when it was made: on another one it throws std::runtime_error.
 //
-//   const ScheduleCall scheduling(problem, visibility, Direction::forward, execution);
-//   args.schedule = scheduling.build(allocate(scheduling.size()), allocate(scheduling.workspace_size()));
-//   const ForwardCall call(args, execution, scheduling);
+//   const ForwardCall call(args, execution);
 //   call.run(allocate(call.workspace_size()));
 //
-// The functions of attention.h, schedule.h and selection.h that take their workspace from an Execution construct such a
+// The functions of attention.h, selection.h and kv_cache.h that take their workspace from an Execution construct such a
 // call.
 namespace flash_dmattn {
-
-struct Backend;
-struct FoundBackend;
-struct KernelSet;
-
-class ScheduleCall {
- public:
-  ScheduleCall(const Problem& problem, const Visibility& visibility, Direction direction,
-               const Execution& execution, std::string_view backend = {});
-
-  std::size_t size() const noexcept { return plan_.size; }
-  std::size_t workspace_size() const noexcept { return plan_.workspace_size; }
-  Schedule build(std::span<std::byte> memory, std::span<std::byte> workspace) const;
-
- private:
-  friend FoundBackend backend_found_by(const ScheduleCall&, const Problem&, Direction);
-
-  const Backend* backend_;
-  const KernelSet* kernels_;
-  Problem problem_;
-  Direction direction_;
-  Execution execution_;
-  SchedulePlan plan_;
-};
-
-template <class Args>
-concept AttentionArgs = std::same_as<Args, ForwardArgs> || std::same_as<Args, BackwardArgs>;
 
 template <class Args>
 class CheckedCall {
  public:
   CheckedCall(const Args& args, const Execution& execution, std::string_view backend = {});
-  // Takes the backend and the kernels that `scheduling` has found, on the same device, for the same problem and direction.
-  // Throws InvalidArgument if problem or direction differ.
-  CheckedCall(const Args& args, const Execution& execution, const ScheduleCall& scheduling)
-    requires AttentionArgs<Args>;
 
   std::size_t workspace_size() const noexcept { return plan_.workspace_size; }
   // The main kernel that `run` starts, one of kernel_names; "" for calls that have none.

@@ -3,7 +3,6 @@
 // The whole C++ API of flash_dmattn. The usual order of calls:
 //
 //   select_key_intervals   scores -> key intervals             (or intervals made by hand)
-//   build_schedule         what is visible -> how it is visited (for each direction)
 //   forward, backward
 //
 // Generation keeps the keys that later queries can see in a KV cache (kv_cache.h).
@@ -14,7 +13,6 @@
 #include "flash_dmattn/kv_cache.h"
 #include "flash_dmattn/plan.h"
 #include "flash_dmattn/problem.h"
-#include "flash_dmattn/schedule.h"
 #include "flash_dmattn/selection.h"
 #include "flash_dmattn/tile_lists.h"
 #include "flash_dmattn/types.h"

@@ -2,14 +2,12 @@
 
 #include <array>
 #include <cstddef>
-#include <span>
 #include <string>
 
 #include "flash_dmattn/execution.h"
-#include "flash_dmattn/schedule.h"
 
 // A plan is the decision of a backend, made once, before the caller allocates memory: the kernel, and the layout of the
-// workspace or of the schedule. Its content is internal to the library. It is a value that holds no pointers except those
+// workspace. Its content is internal to the library. It is a value that holds no pointers except those
 // of the call's arguments, so a copy is as good as the original.
 namespace flash_dmattn {
 
@@ -23,13 +21,6 @@ struct Plan {
   // Adds the address of the workspace and computes.
   void (*run)(const Plan&, const Args&, const Execution&) = nullptr;
   alignas(plan_alignment) std::array<std::byte, 4608> content;  // of the backend's own type
-};
-
-struct SchedulePlan {
-  std::size_t size = 0;  // of the schedule
-  std::size_t workspace_size = 0;
-  Schedule (*build)(const SchedulePlan&, std::span<std::byte> memory, const Execution&) = nullptr;
-  alignas(plan_alignment) std::array<std::byte, 512> content;
 };
 
 }  // namespace flash_dmattn

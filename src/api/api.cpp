@@ -81,55 +81,6 @@ const Backend& backend_of(Device device) {
   throw InvalidArgument("device", name_of(device), "cpu: " + reason);
 }
 
-// ---- Schedules -----------------------------------------------------------------------------------
-
-ScheduleCall::ScheduleCall(const Problem& problem, const Visibility& visibility,
-                           Direction direction, const Execution& execution, std::string_view name)
-    : problem_(problem), direction_(direction), execution_(with_workers(execution)) {
-  const FoundBackend found = choose_backend(problem, direction, name);
-  backend_ = found.backend;
-  kernels_ = found.kernels;
-  backend_->plan_schedule(*kernels_, problem, validated(problem, visibility), direction, execution,
-                          plan_);
-}
-
-FoundBackend backend_found_by(const ScheduleCall& scheduling, const Problem& problem,
-                              Direction direction) {
-  if (direction != scheduling.direction_) {
-    throw InvalidArgument("scheduling", "one for direction " + name_of(scheduling.direction_),
-                          "one for direction " + name_of(direction));
-  }
-  if (problem != scheduling.problem_) {
-    throw InvalidArgument("scheduling", "one for another problem",
-                          "one for the problem of the arguments");
-  }
-  return {scheduling.backend_, scheduling.kernels_, ""};
-}
-
-Schedule ScheduleCall::build(std::span<std::byte> memory, std::span<std::byte> workspace) const {
-  const Execution execution = with_workspace(execution_, workspace, plan_.workspace_size);
-  require_aligned("memory", memory.data(), workspace_alignment);
-  return stamped(ScheduleContents::of(plan_.build(plan_, memory, execution)), problem_, *backend_);
-}
-
-std::size_t schedule_size(const Problem& problem, const Visibility& visibility, Direction direction,
-                          const Execution& execution, std::string_view name) {
-  return ScheduleCall(problem, visibility, direction, execution, name).size();
-}
-
-std::size_t schedule_workspace_size(const Problem& problem, const Visibility& visibility,
-                                    Direction direction, const Execution& execution,
-                                    std::string_view name) {
-  return ScheduleCall(problem, visibility, direction, execution, name).workspace_size();
-}
-
-Schedule build_schedule(const Problem& problem, const Visibility& visibility, Direction direction,
-                        std::span<std::byte> memory, const Execution& execution,
-                        std::string_view name) {
-  const ScheduleCall call(problem, visibility, direction, execution, name);
-  return call.build(memory, workspace_of(execution));
-}
-
 // ---- Attention -----------------------------------------------------------------------------------
 
 namespace {
@@ -150,14 +101,15 @@ std::size_t size_alone(const Args& args, Direction direction, const Execution& e
   const FoundBackend found = choose_backend(args.problem, direction, name);
   require_workers(execution);
   Plan<Args> plan;
-  plan_with(found, with_validated_inputs(args, *found.backend), execution, plan);
+  plan_with(found, with_validated_inputs(args), execution, plan);
   return plan.workspace_size;
 }
 
 template <class Args>
-Args plan_attention(const FoundBackend& found, const Args& args, const Execution& execution,
-                    Plan<Args>& plan) {
-  Args valid = validated(args, *found.backend);
+Args plan_attention(const Args& args, Direction direction, const Execution& execution,
+                    std::string_view name, Plan<Args>& plan) {
+  const FoundBackend found = choose_backend(args.problem, direction, name);
+  Args valid = validated(args);
   plan_with(found, valid, execution, plan);
   return valid;
 }
@@ -166,26 +118,12 @@ Args plan_attention(const FoundBackend& found, const Args& args, const Execution
 
 ForwardArgs plan_call(const ForwardArgs& args, const Execution& execution, std::string_view name,
                       Plan<ForwardArgs>& plan) {
-  return plan_attention(choose_backend(args.problem, Direction::forward, name), args, execution,
-                        plan);
+  return plan_attention(args, Direction::forward, execution, name, plan);
 }
 
 BackwardArgs plan_call(const BackwardArgs& args, const Execution& execution, std::string_view name,
                        Plan<BackwardArgs>& plan) {
-  return plan_attention(choose_backend(args.problem, Direction::backward, name), args, execution,
-                        plan);
-}
-
-ForwardArgs plan_call(const ForwardArgs& args, const Execution& execution,
-                      const ScheduleCall& scheduling, Plan<ForwardArgs>& plan) {
-  return plan_attention(backend_found_by(scheduling, args.problem, Direction::forward), args,
-                        execution, plan);
-}
-
-BackwardArgs plan_call(const BackwardArgs& args, const Execution& execution,
-                       const ScheduleCall& scheduling, Plan<BackwardArgs>& plan) {
-  return plan_attention(backend_found_by(scheduling, args.problem, Direction::backward), args,
-                        execution, plan);
+  return plan_attention(args, Direction::backward, execution, name, plan);
 }
 
 template class CheckedCall<ForwardArgs>;

@@ -14,11 +14,6 @@ ForwardArgs plan_call(const ForwardArgs& args, const Execution& execution, std::
                       Plan<ForwardArgs>& plan);
 BackwardArgs plan_call(const BackwardArgs& args, const Execution& execution,
                        std::string_view backend, Plan<BackwardArgs>& plan);
-// Each takes the backend that a schedule's call has found.
-ForwardArgs plan_call(const ForwardArgs& args, const Execution& execution,
-                      const ScheduleCall& scheduling, Plan<ForwardArgs>& plan);
-BackwardArgs plan_call(const BackwardArgs& args, const Execution& execution,
-                       const ScheduleCall& scheduling, Plan<BackwardArgs>& plan);
 SelectionArgs plan_call(const SelectionArgs& args, const Execution& execution,
                         std::string_view backend, Plan<SelectionArgs>& plan);
 PendingIntervalsArgs plan_call(const PendingIntervalsArgs& args, const Execution& execution,
@@ -49,12 +44,6 @@ inline Execution with_workspace(const Execution& execution, std::span<std::byte>
 template <class Args>
 CheckedCall<Args>::CheckedCall(const Args& args, const Execution& execution, std::string_view name)
     : execution_(with_workers(execution)), args_(plan_call(args, execution, name, plan_)) {}
-
-template <class Args>
-CheckedCall<Args>::CheckedCall(const Args& args, const Execution& execution,
-                               const ScheduleCall& scheduling)
-  requires AttentionArgs<Args>
-    : execution_(with_workers(execution)), args_(plan_call(args, execution, scheduling, plan_)) {}
 
 template <class Args>
 void CheckedCall<Args>::run(std::span<std::byte> workspace) const {

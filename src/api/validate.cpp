@@ -296,31 +296,26 @@ Inputs validated(const Problem& p, const Inputs& in) {
 
 }  // namespace
 
-ForwardArgs with_validated_inputs(const ForwardArgs& args, const Backend& backend) {
-  ForwardArgs result = args;
+template <class Args>
+Args with_validated_inputs(const Args& args) {
+  Args result = args;
   result.in = validated(args.problem, args.in);
-  check_schedule(args.problem, args.schedule, Direction::forward, backend);
   return result;
 }
+template ForwardArgs with_validated_inputs(const ForwardArgs& args);
+template BackwardArgs with_validated_inputs(const BackwardArgs& args);
 
-BackwardArgs with_validated_inputs(const BackwardArgs& args, const Backend& backend) {
-  BackwardArgs result = args;
-  result.in = validated(args.problem, args.in);
-  check_schedule(args.problem, args.schedule, Direction::backward, backend);
-  return result;
-}
-
-ForwardArgs validated(const ForwardArgs& args, const Backend& backend) {
+ForwardArgs validated(const ForwardArgs& args) {
   const Problem& p = args.problem;
-  ForwardArgs result = with_validated_inputs(args, backend);
+  ForwardArgs result = with_validated_inputs(args);
   check_output("out", args.out, out_shape(p));
   check_lse(args.lse, args.lse_low, p);
   return result;
 }
 
-BackwardArgs validated(const BackwardArgs& args, const Backend& backend) {
+BackwardArgs validated(const BackwardArgs& args) {
   const Problem& p = args.problem;
-  BackwardArgs result = with_validated_inputs(args, backend);
+  BackwardArgs result = with_validated_inputs(args);
   check_input("out", args.out, out_shape(p));
   check_lse(args.lse, args.lse_low, p);
   check_input("dout", args.dout, out_shape(p));

@@ -7,7 +7,6 @@
 #include <string>
 #include <string_view>
 
-#include "backend.h"
 #include "flash_dmattn/attention.h"
 
 // The checks of all arguments, before anything is written. Each throws InvalidArgument.
@@ -20,14 +19,14 @@ void validate(const Problem& problem);
 // their size is 1, and no stride is dense_stride.
 Visibility validated(const Problem& problem, const Visibility& visibility);
 
-// Checks what workspace sizes depend on (the problem has been validated): the inputs and the schedule. Returns
-// the arguments as backends see them.
-ForwardArgs with_validated_inputs(const ForwardArgs& args, const Backend& backend);
-BackwardArgs with_validated_inputs(const BackwardArgs& args, const Backend& backend);
+// Checks the inputs, which workspace sizes depend on (the problem has been validated). Returns the arguments as backends
+// see them.
+template <class Args>
+Args with_validated_inputs(const Args& args);
 
 // Check all arguments of a call and return them as backends see them.
-ForwardArgs validated(const ForwardArgs& args, const Backend& backend);
-BackwardArgs validated(const BackwardArgs& args, const Backend& backend);
+ForwardArgs validated(const ForwardArgs& args);
+BackwardArgs validated(const BackwardArgs& args);
 
 // Throw unless a tensor of this shape has data and contiguous rows within the limits; unless besides no two elements
 // of an output overlap.
@@ -35,17 +34,6 @@ void check_input(std::string_view argument, const ConstTensor4& tensor,
                  const std::array<std::int64_t, 4>& shape);
 void check_output(std::string_view argument, const Tensor4& tensor,
                   const std::array<std::int64_t, 4>& shape);
-
-// A schedule that `backend` has built, with what it was built for.
-Schedule stamped(ScheduleContents schedule, const Problem& problem, const Backend& backend);
-
-inline std::string name_of(Direction direction) {
-  return direction == Direction::forward ? "forward" : "backward";
-}
-
-// Throws unless the schedule was built for this problem, direction and backend, or is empty where it may be.
-void check_schedule(const Problem& problem, const Schedule& schedule, Direction direction,
-                    const Backend& backend);
 
 // ---- Shapes ----
 

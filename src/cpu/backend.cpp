@@ -8,7 +8,6 @@
 #include "cpu/forward_plan.h"
 #include "cpu/kv_cache.h"
 #include "cpu/make_task.h"
-#include "cpu/schedule.h"
 #include "cpu/selection/selection.h"
 #include "cpu/strided_elements.h"
 #include "plan.h"
@@ -46,9 +45,6 @@ const Backend cpu_backend = {
           return BackendInfo{"cpu", true, std::string(name_of(cpu::chosen_instruction_set().isa))};
         },
     .find_kernels = cpu::find_kernels,
-    .plan_schedule = [](const KernelSet&, const Problem& p, const Visibility& visibility, Direction,
-                        const Execution& execution,
-                        SchedulePlan& plan) { cpu::plan_schedule(p, visibility, execution, plan); },
     .plan_forward = plan_with_any_kernels<cpu::ForwardPlan>,
     .plan_backward = plan_with_any_kernels<cpu::BackwardPlan>,
     .kernels =
@@ -56,7 +52,6 @@ const Backend cpu_backend = {
           const cpu::InstructionSet isa = cpu::chosen_instruction_set().isa;
           return std::vector{cpu::kernel_name("forward", isa), cpu::kernel_name("backward", isa)};
         },
-    .needs_schedule = true,
     .selection = &cpu::selection_backend,
     .kv = &cpu::kv_backend,
 };

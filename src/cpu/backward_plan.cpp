@@ -26,11 +26,12 @@ DbiasKind dbias_kind(const Task& t, const Term& dbias) {
 
 }  // namespace
 
-BackwardPlan::BackwardPlan(const BackwardArgs& args, const Execution& execution) {
+BackwardPlan::BackwardPlan(const BackwardArgs& args, const Execution& execution)
+    : schedule_(args.problem, args.in.visibility, execution) {
   const Problem& p = args.problem;
   if (is_empty(p)) return;
   BackwardTask& t = task_;
-  static_cast<Task&>(t) = task_of(p, args.in, args.schedule);
+  static_cast<Task&>(t) = task_of(p, args.in);
   t.out = rows_of(args.out);
   t.dout = rows_of(args.dout);
   t.lse = static_cast<const float*>(args.lse.data);
@@ -55,8 +56,11 @@ BackwardPlan::BackwardPlan(const BackwardArgs& args, const Execution& execution)
 std::size_t BackwardPlan::place(void* base, int workers) {
   BackwardTask& t = task_;
   WorkspaceAllocator space(base);
+  // These two are written here, so the memory that the schedule is built in must not overlap them.
   slot_begin_ = space.take<std::int64_t>(units_of(t) + 1);
   slot_count_ = space.take<std::int64_t>(units_of(t));
+  schedule_.place(space);
+  t.tile_lists = schedule_.lists();
   std::int64_t slots = 0;
   for (std::int64_t unit = 0; unit < units_of(t); ++unit) {
     const std::int64_t count = count_slots(t, unit);
@@ -81,7 +85,7 @@ std::size_t BackwardPlan::place(void* base, int workers) {
   t.dbias_sums = space.take<double>(t.dbias_parts > 1 ? t.dbias_parts * t.slabs * t.slab_sums : 0);
   if (shares_keys(t)) t.packed_keys = space.take<char>(all_key_blocks(t) * t.packed_block_bytes);
   scratch_ = space.take<char>(scratch_bytes_ * workers);
-  return space.used();
+  return space.bytes();
 }
 
 void BackwardPlan::run(const BackwardArgs& args, const Execution& execution) const {
@@ -94,6 +98,7 @@ void BackwardPlan::run(const BackwardArgs& args, const Execution& execution) con
   const Kernels& kernels = candidate_->kernels_of(args.problem.dtype);
   BackwardPlan placed = *this;
   placed.place(execution.workspace, execution.workers);
+  placed.schedule_.build(execution);
   const BackwardTask& t = placed.task_;
   const std::int64_t units = units_of(t);
   const auto scratch_of = [&](int worker) { return placed.scratch_ + worker * scratch_bytes_; };

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cpu/dispatch.h"
+#include "cpu/schedule.h"
 #include "cpu/task.h"
 #include "flash_dmattn/attention.h"
 
@@ -23,6 +24,7 @@ class BackwardPlan {
   // Sets the pointers into the workspace, and returns its size. With a null base it only counts.
   std::size_t place(void* base, int workers);
 
+  ListSchedule schedule_;
   const Candidate* candidate_ = &chosen_instruction_set();
   BackwardTask task_{};
   std::int64_t* slot_begin_ = nullptr;

@@ -17,7 +17,7 @@ constexpr std::int64_t target_units = 16;
 void cut_segments(BackwardTask& t, std::int64_t wanted) {
   t.segments = static_cast<int>(
       std::clamp<std::int64_t>(std::min<std::int64_t>(wanted, t.tiles), 1, max_segments));
-  const bool grows = t.causal && t.tile_lists.begin == nullptr;
+  const bool grows = t.causal && t.intervals.data == nullptr;
   for (int i = 0; i <= t.segments; ++i) {
     const double share = static_cast<double>(i) / t.segments;
     t.segment_tile[i] = static_cast<std::int64_t>(

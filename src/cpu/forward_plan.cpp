@@ -26,11 +26,12 @@ int splits_of(const Task& t) {
 
 }  // namespace
 
-ForwardPlan::ForwardPlan(const ForwardArgs& args, const Execution& execution, const Slots& slots) {
+ForwardPlan::ForwardPlan(const ForwardArgs& args, const Execution& execution, const Slots& slots)
+    : schedule_(args.problem, args.in.visibility, execution) {
   if (is_empty(args.problem)) return;
   const Kernels& kernels = candidate_->kernels_of(args.problem.dtype);
   ForwardTask& t = task_;
-  static_cast<Task&>(t) = task_of(args.problem, args.in, args.schedule);
+  static_cast<Task&>(t) = task_of(args.problem, args.in);
   t.slots = slots;
   if (slots.counts != nullptr && t.bias.data != nullptr) t.bias.batch = slots.row_slots;
   t.out = rows_of(args.out);
@@ -50,6 +51,8 @@ ForwardPlan::ForwardPlan(const ForwardArgs& args, const Execution& execution, co
 std::size_t ForwardPlan::place(void* base, int workers) {
   ForwardTask& t = task_;
   WorkspaceAllocator space(base);
+  schedule_.place(space);
+  t.tile_lists = schedule_.lists();
   if (t.splits > 0) {
     t.split_sums = space.take<char>(t.batch * t.heads_kv * t.tiles * t.splits * t.split_bytes);
     splits_left_ = space.take<int>(t.batch * t.heads_kv * t.tiles);
@@ -57,7 +60,7 @@ std::size_t ForwardPlan::place(void* base, int workers) {
     t.packed_keys = space.take<char>(all_key_blocks(t) * t.packed_block_bytes);
   }
   scratch_ = space.take<char>(scratch_bytes_ * workers);
-  return space.used();
+  return space.bytes();
 }
 
 void ForwardPlan::run(const ForwardArgs& args, const Execution& execution) const {
@@ -65,6 +68,7 @@ void ForwardPlan::run(const ForwardArgs& args, const Execution& execution) const
   const Kernels& kernels = candidate_->kernels_of(args.problem.dtype);
   ForwardPlan placed = *this;
   placed.place(execution.workspace, execution.workers);
+  placed.schedule_.build(execution);
   const ForwardTask& t = placed.task_;
   const std::int64_t tiles = t.batch * t.heads_kv * t.tiles;
   const auto scratch_of = [&](int worker) { return placed.scratch_ + worker * scratch_bytes_; };

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cpu/dispatch.h"
+#include "cpu/schedule.h"
 #include "cpu/task.h"
 #include "flash_dmattn/attention.h"
 
@@ -24,6 +25,7 @@ class ForwardPlan {
   // Sets the pointers into the workspace, and returns its size. With a null base it only counts.
   std::size_t place(void* base, int workers);
 
+  ListSchedule schedule_;
   const Candidate* candidate_ = &chosen_instruction_set();
   ForwardTask task_{};
   int* splits_left_ = nullptr;  // few queries: [B, Hkv, tiles], splits not yet computed

@@ -31,7 +31,7 @@ Term term_of(const ConstTensor4& tensor, DType dtype, const Problem& p,
   return term;
 }
 
-Task task_of(const Problem& p, const Inputs& in, const Schedule& schedule) {
+Task task_of(const Problem& p, const Inputs& in) {
   Task t{};
   t.batch = p.batch;
   t.heads_kv = p.heads_kv;
@@ -55,7 +55,6 @@ Task task_of(const Problem& p, const Inputs& in, const Schedule& schedule) {
   t.bias = term_of(in.bias, p.bias_dtype, p, p.bias_shape);
   t.intervals = in.visibility.intervals;
   t.tile_queries = static_cast<int>(tile_queries(p));
-  t.tile_lists = query_tile_lists(schedule, t.tile_queries);
   t.tiles = (p.seqlen_q + t.tile_queries - 1) / t.tile_queries;
   t.few_queries = t.seqlen_q <= max_queries && t.tile_queries * t.group <= max_rows;
   return t;

@@ -14,7 +14,8 @@ inline constexpr std::int64_t largest_group = 1 << 16;
 Rows rows_of(const ConstTensor4& tensor);
 Term term_of(const ConstTensor4& tensor, DType dtype, const Problem& problem,
              const BroadcastShape& shape);
-Task task_of(const Problem& problem, const Inputs& in, const Schedule& schedule);
+// Without tile lists, which are in the workspace.
+Task task_of(const Problem& problem, const Inputs& in);
 
 // Whether tiles share packed keys: without intervals every tile of a head visits the same blocks of keys. A
 // single tile has nothing to share, and needs less scratch per worker unshared.

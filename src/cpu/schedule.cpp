@@ -1,11 +1,8 @@
 #include "cpu/schedule.h"
 
 #include <algorithm>
-#include <string>
 
-#include "arguments.h"
 #include "cpu/selection/selection.h"
-#include "plan.h"
 
 namespace flash_dmattn::cpu {
 namespace {
@@ -26,41 +23,28 @@ std::int64_t tile_queries(const Problem& p) {
   return std::clamp<std::int64_t>(p.seqlen_q, 1, queries);
 }
 
-namespace {
+ListSchedule::ListSchedule(const Problem& p, const Visibility& visibility,
+                           const Execution& execution)
+    : args_(tile_list_args(p, visibility, tile_queries(p))) {
+  if (args_.lists() == 0) return;
+  entries_ = tile_list_entries(args_, execution);
+  build_bytes_ = tile_lists_workspace_size(args_, execution);
+}
 
-struct ListSchedule {
-  TileListArgs args;
-  std::size_t size = 0;
-  std::size_t bytes;
+void ListSchedule::place(WorkspaceAllocator& workspace) {
+  buffers_ = take_tile_lists(workspace, args_.lists(), entries_);
+  build_space_ = workspace.lend(build_bytes_);
+}
 
-  ListSchedule(const Problem& p, const Visibility& visibility, const Execution& execution)
-      : args(tile_list_args(p, visibility, tile_queries(p))),
-        bytes(tile_lists_workspace_size(args, execution)) {
-    if (args.lists() > 0) size = tile_list_bytes(args.lists(), tile_list_entries(args, execution));
-  }
+void ListSchedule::build(Execution execution) const {
+  if (args_.lists() == 0) return;
+  execution.workspace = build_space_;
+  execution.workspace_bytes = build_bytes_;
+  build_tile_lists(args_, buffers_, entries_, execution);
+}
 
-  ScheduleContents build(std::span<std::byte> memory, const Execution& execution) const {
-    if (args.lists() == 0) return {};
-    const std::size_t without_keys = tile_list_bytes(args.lists(), 0);
-    require_memory(memory, without_keys);
-    const auto capacity =
-        static_cast<std::int64_t>((memory.size() - without_keys) / sizeof(std::int32_t));
-    ScheduleAllocator allocator(memory.data());
-    build_tile_lists(args, take_tile_lists(allocator, args.lists(), capacity), capacity, execution);
-    return {.kind = ScheduleKind::query_tile_lists,
-            .serves_forward = true,
-            .serves_backward = true,
-            .data = memory.data(),
-            .bytes = memory.size(),
-            .tile_rows = args.tile_rows};
-  }
-};
-
-}  // namespace
-
-void plan_schedule(const Problem& p, const Visibility& visibility, const Execution& execution,
-                   SchedulePlan& plan) {
-  make_schedule_plan(ListSchedule(p, visibility, execution), plan);
+QueryTileLists ListSchedule::lists() const {
+  return args_.lists() == 0 ? QueryTileLists{} : view_of(buffers_, args_);
 }
 
 }  // namespace flash_dmattn::cpu

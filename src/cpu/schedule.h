@@ -1,10 +1,10 @@
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
-#include "flash_dmattn/plan.h"
-#include "selection/schedule_contents.h"
+#include "flash_dmattn/execution.h"
+#include "selection/query_tile_lists.h"
+#include "workspace_allocator.h"
 
 // The CPU's schedule consists of query tile lists, the same for both directions.
 namespace flash_dmattn::cpu {
@@ -12,7 +12,23 @@ namespace flash_dmattn::cpu {
 // The number of queries of a tile.
 std::int64_t tile_queries(const Problem& problem);
 
-void plan_schedule(const Problem& problem, const Visibility& visibility, const Execution& execution,
-                   SchedulePlan& plan);
+// The tile lists of a call's intervals, as a part of its plan; none without intervals.
+class ListSchedule {
+ public:
+  // Reads the intervals.
+  ListSchedule(const Problem& problem, const Visibility& visibility, const Execution& execution);
+
+  // Takes memory for the lists, and lends what only `build` needs.
+  void place(WorkspaceAllocator& workspace);
+  void build(Execution execution) const;
+  QueryTileLists lists() const;
+
+ private:
+  TileListArgs args_;
+  std::int64_t entries_ = 0;
+  std::size_t build_bytes_ = 0;
+  TileListBuffers buffers_;
+  void* build_space_ = nullptr;
+};
 
 }  // namespace flash_dmattn::cpu

@@ -16,11 +16,9 @@ const Backend cuda_backend = {
       why = reason;
       return nullptr;
     },
-    .plan_schedule = nullptr,
     .plan_forward = nullptr,
     .plan_backward = nullptr,
     .kernels = [] { return std::vector<std::string>(); },
-    .needs_schedule = false,
 };
 
 }  // namespace flash_dmattn

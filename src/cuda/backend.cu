@@ -1,11 +1,6 @@
 #include "backend.h"
 
-#include <stdexcept>
-
-#include "cuda/attention/params.h"
-#include "cuda/device_plan.h"
 #include "cuda/kv_cache/kv_cache.h"
-#include "cuda/schedule/schedule.h"
 #include "cuda/selection/selection.h"
 #include "family_table.h"
 #include "flash_dmattn/error.h"
@@ -48,14 +43,6 @@ const Kernels<Args>* find_kernels(const Problem& p,
   return nullptr;
 }
 
-const Kernels<ForwardArgs>* find_forward(const Problem& p, std::string& reasons) {
-  return find_kernels<ForwardArgs>(p, {&Family::few_queries, &Family::forward}, reasons);
-}
-
-const Kernels<BackwardArgs>* find_backward(const Problem& p, std::string& reasons) {
-  return find_kernels<BackwardArgs>(p, {&Family::backward}, reasons);
-}
-
 // The kernels as the API knows them.
 template <class Kernels>
 const KernelSet* set_of(const Kernels* kernels) {
@@ -72,7 +59,9 @@ const KernelSet* find_kernels(const Problem& p, Direction direction, std::string
   if (!reason.empty()) return nullptr;
   const bool forward = direction == Direction::forward;
   const KernelSet* const set =
-      forward ? set_of(find_forward(p, reason)) : set_of(find_backward(p, reason));
+      forward
+          ? set_of(find_kernels<ForwardArgs>(p, {&Family::few_queries, &Family::forward}, reason))
+          : set_of(find_kernels<BackwardArgs>(p, {&Family::backward}, reason));
   if (set == nullptr) reason.insert(0, forward ? "forward: " : "backward: ");
   return set;
 }
@@ -80,32 +69,6 @@ const KernelSet* find_kernels(const Problem& p, Direction direction, std::string
 template <class Args>
 void plan_attention(const KernelSet& set, const Args& args, const Execution&, Plan<Args>& plan) {
   kernels_of<Kernels<Args>>(set).plan(args, current_device(), plan);
-}
-
-// ---- Schedules ------------------------------------------------------------------------------------------
-
-// Each family has its own form of schedule.
-void plan_schedule(const KernelSet& set, const Problem& p, const Visibility& visibility,
-                   Direction direction, const Execution&, SchedulePlan& plan) {
-  const bool forward = direction == Direction::forward;
-  const ScheduleForm form = forward ? kernels_of<Kernels<ForwardArgs>>(set).schedule
-                                    : kernels_of<Kernels<BackwardArgs>>(set).schedule;
-  switch (form.kind) {
-    case ScheduleKind::query_tile_lists: {
-      std::string unused;
-      const auto follow_it = [&](const auto* other) {
-        return other != nullptr && other->schedule == form;
-      };
-      const bool both_follow =
-          forward ? follow_it(find_backward(p, unused)) : follow_it(find_forward(p, unused));
-      return make_schedule_plan(
-          OnDevice(ListSchedule(p, visibility, direction, form.tile_rows, both_follow)), plan);
-    }
-    case ScheduleKind::key_slots:
-      return make_schedule_plan(
-          OnDevice(SlotSchedule(p, visibility, direction, {form.tile_rows, form.segments})), plan);
-    default: throw std::logic_error("a family of kernels names a schedule that it cannot have");
-  }
 }
 
 // ---- KV caches ------------------------------------------------------------------------------------------
@@ -185,11 +148,9 @@ const Backend cuda_backend = {
     .device = Device::cuda,
     .info = cuda::info,
     .find_kernels = cuda::find_kernels,
-    .plan_schedule = cuda::plan_schedule,
     .plan_forward = cuda::plan_attention<ForwardArgs>,
     .plan_backward = cuda::plan_attention<BackwardArgs>,
     .kernels = cuda::kernel_names,
-    .needs_schedule = false,
     .selection = &cuda::selection_backend,
     .kv = &cuda::kv_backend,
 };

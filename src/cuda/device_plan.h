@@ -1,8 +1,5 @@
 #pragma once
 
-#include <cstddef>
-#include <span>
-
 #include "cuda/device.h"
 #include "plan.h"
 
@@ -14,17 +11,11 @@ template <class Content>
 class OnDevice : public Content {
  public:
   using Content::Content;
-  explicit OnDevice(const Content& content) : Content(content) {}
 
   template <class Args>
   void run(const Args& args, const Execution& execution) const {
     require_current_device(device_);
     Content::run(args, execution);
-  }
-
-  auto build(std::span<std::byte> memory, const Execution& execution) const {
-    require_current_device(device_);
-    return Content::build(memory, execution);
   }
 
  private:

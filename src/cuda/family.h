@@ -11,7 +11,6 @@
 #include "flash_dmattn/attention.h"
 #include "flash_dmattn/kv_cache.h"
 #include "plan.h"
-#include "selection/schedule_contents.h"
 
 // A family is a set of kernels for one generation of matrix instructions. One table lists the families, newest
 // first; a call runs on the first family that does not decline it. Everything that a single family decides
@@ -21,22 +20,13 @@
 // follow the forward of another.
 namespace flash_dmattn::cuda {
 
-struct ScheduleForm {
-  ScheduleKind kind = ScheduleKind::none;  // query_tile_lists or key_slots
-  std::int64_t tile_rows = 0;              // queries of a tile
-  std::int64_t segments = 1;               // of slots
-
-  bool operator==(const ScheduleForm&) const = default;
-};
-
 // The kernels of a family for one kind of call.
 template <class Args>
 struct Kernels {
   // The reason why these kernels do not compute the problem; "" if they do.
   std::string (*decline)(const Problem&) = nullptr;
-  // The schedule that these kernels follow if there are intervals.
-  ScheduleForm schedule;
-  // Chooses a kernel, whose name is one of `names`, and lays out the workspace.
+  // Chooses a kernel, whose name is one of `names`, and lays out the workspace, with the schedule that the kernel
+  // follows if there are intervals.
   void (*plan)(const Args&, const DeviceProperties&, Plan<Args>&) = nullptr;
   // The names of all main kernels that the build has for a GPU.
   std::vector<std::string> (*names)(const DeviceProperties&) = nullptr;

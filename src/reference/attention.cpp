@@ -304,12 +304,6 @@ struct BackwardPlan : DirectPlan<BackwardArgs, backward_workspace_size, backward
   std::string kernel_name() const { return "reference backward"; }
 };
 
-struct NoSchedule {
-  std::size_t size = 0;
-  std::size_t bytes = 0;
-  ScheduleContents build(std::span<std::byte>, const Execution&) const { return {}; }
-};
-
 }  // namespace
 
 const KernelSet* kernel_set() {
@@ -326,13 +320,9 @@ const Backend reference_backend = {
     .device = Device::cpu,
     .info = [] { return BackendInfo{"reference", true, "loops in double"}; },
     .find_kernels = reference::find_kernels,
-    .plan_schedule = [](const KernelSet&, const Problem&, const Visibility&, Direction,
-                        const Execution&,
-                        SchedulePlan& plan) { make_schedule_plan(reference::NoSchedule(), plan); },
     .plan_forward = plan_with_any_kernels<reference::ForwardPlan>,
     .plan_backward = plan_with_any_kernels<reference::BackwardPlan>,
     .kernels = [] { return std::vector<std::string>{"reference forward", "reference backward"}; },
-    .needs_schedule = false,
     .kv = &reference::kv_backend,
 };
 

@@ -3,20 +3,25 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "flash_dmattn/schedule.h"
+#include "flash_dmattn/problem.h"
 #include "flash_dmattn/tile_lists.h"
 #include "workspace_allocator.h"
 
-// The schedule of kernels that iterate over the keys of a tile of queries.
+// Tile lists as the schedule of kernels that iterate over the keys of a tile of queries.
 namespace flash_dmattn {
 
 // The maximum number of tiles of a row for which a GPU builds a schedule: half tiles are numbered in 16 bits.
 inline constexpr std::int64_t max_query_tiles = 0x7fff;
 
-// The arrays of a schedule, one after the other, and their bytes.
-TileListBuffers take_tile_lists(ScheduleAllocator& memory, std::int64_t lists,
-                                std::int64_t entries);
-std::size_t tile_list_bytes(std::int64_t lists, std::int64_t entries);
+// The arrays of tile lists in a workspace.
+template <class Layout>
+TileListBuffers take_tile_lists(BasicWorkspaceAllocator<Layout>& workspace, std::int64_t lists,
+                                std::int64_t entries) {
+  return {.begin = workspace.template take<std::int64_t>(lists),
+          .count = workspace.template take<std::int32_t>(lists),
+          .full = workspace.template take<std::int32_t>(lists),
+          .keys = workspace.template take<std::int32_t>(entries)};
+}
 
 // The view of the lists in `buffers`.
 QueryTileLists view_of(const TileListBuffers& buffers, const TileListArgs& args);
@@ -24,8 +29,5 @@ QueryTileLists view_of(const TileListBuffers& buffers, const TileListArgs& args)
 // Arguments for the tile lists of a problem's intervals.
 TileListArgs tile_list_args(const Problem& problem, const Visibility& visibility,
                             std::int64_t tile_rows);
-
-// The lists of a schedule; none if it is empty. Throws InvalidArgument for tiles of other than `tile_rows` queries.
-QueryTileLists query_tile_lists(const Schedule& schedule, std::int64_t tile_rows);
 
 }  // namespace flash_dmattn

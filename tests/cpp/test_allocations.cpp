@@ -71,10 +71,8 @@ TEST_P(AttentionAllocations, ForwardAndBackwardAllocateNothing) {
     if (c.slow || !supports(c.problem, GetParam()).empty()) continue;
     const Data data(c);
     Results results(data);
-    const OwnedSchedule for_forward = make_schedule(data, Direction::forward, GetParam());
-    const OwnedSchedule for_backward = make_schedule(data, Direction::backward, GetParam());
-    const ForwardArgs forwards = forward_args(data, for_forward.schedule, results);
-    const BackwardArgs backwards = backward_args(data, for_backward.schedule, results);
+    const ForwardArgs forwards = forward_args(data, results);
+    const BackwardArgs backwards = backward_args(data, results);
 
     std::size_t forward_bytes = 0, backward_bytes = 0;
     EXPECT_EQ(allocations_of([&] {
@@ -96,7 +94,7 @@ TEST_P(AttentionAllocations, ForwardAndBackwardAllocateNothing) {
 
 INSTANTIATE_TEST_SUITE_P(Backends, AttentionAllocations, ::testing::Values("cpu", "reference", ""));
 
-TEST(Allocations, SelectionAndScheduleAllocateNothing) {
+TEST(Allocations, SelectionAllocatesNothing) {
   constexpr std::int64_t heads = 3, seqlen = 700;
   const Execution execution = on_pool();
   Random random(5);
@@ -113,31 +111,6 @@ TEST(Allocations, SelectionAndScheduleAllocateNothing) {
     args.intervals = intervals.data();
     const Workspace space(select_workspace_size(args, execution), execution);
     EXPECT_EQ(allocations_of([&] { select_key_intervals(args, space); }), 0);
-
-    const Problem problem{.batch = 1,
-                          .heads_q = heads,
-                          .heads_kv = heads,
-                          .seqlen_q = seqlen,
-                          .seqlen_k = seqlen,
-                          .head_dim = 64,
-                          .dtype = DType::f32,
-                          .scale = 1,
-                          .causal = true,
-                          .intervals_shape = {1, heads}};
-    const Visibility visibility{.intervals = {.data = intervals.data()}};
-    constexpr Direction direction = Direction::forward;
-    std::size_t workspace_bytes = 0, bytes = 0;
-    EXPECT_EQ(allocations_of([&] {
-                workspace_bytes =
-                    schedule_workspace_size(problem, visibility, direction, execution);
-                bytes = schedule_size(problem, visibility, direction, execution);
-              }),
-              0);
-    const Workspace schedule_space(workspace_bytes, execution);
-    GuardedBuffer memory(bytes, "schedule");
-    EXPECT_EQ(allocations_of(
-                  [&] { build_schedule(problem, visibility, direction, memory, schedule_space); }),
-              0);
   }
 }
 

@@ -1,7 +1,8 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <memory>
-#include <optional>
+#include <string>
 #include <utility>
 
 #include "support/call.h"
@@ -74,74 +75,20 @@ TEST(Calls, LaterChoiceOfInstructionSetChangesNoPlan) {
   });
 }
 
-TEST(Calls, CopyOfAScheduleCallBuildsTheSameSchedule) {
-  const Call call;
-  const Problem& p = call.data.problem;
-  std::optional<ScheduleCall> original(std::in_place, p, call.forward_args.in.visibility,
-                                       Direction::forward, call.execution, "cpu");
-  const ScheduleCall copy = *original;
-  EXPECT_EQ(copy.size(), original->size());
-  EXPECT_EQ(copy.workspace_size(), original->workspace_size());
-  EXPECT_EQ(copy.size(), call.forward_schedule.schedule.bytes());
-  original.reset();
-  GuardedBuffer memory(copy.size(), "schedule");
-  GuardedBuffer workspace(copy.workspace_size(), "workspace");
-  const Schedule schedule = copy.build(memory, workspace);
-  EXPECT_TRUE(schedule.serves(Direction::forward));
-  EXPECT_EQ(schedule.bytes(), copy.size());
-}
-
-TEST_P(CheckedCalls, CallOfAScheduleCallEqualsTheSearchedOne) {
-  Call expected(GetParam());
-  expected.run_forward();
-  expected.run_backward();
-  Call call(GetParam());
-  const auto scheduling = [&](Direction direction) {
-    return ScheduleCall(call.data.problem, call.forward_args.in.visibility, direction,
-                        call.execution, GetParam());
+// The CPU sizes a call's tile lists by its intervals.
+TEST(Calls, IntervalsThatGrowAfterTheCallWasMadeThrow) {
+  Call call("cpu");
+  const auto show = [&](std::int32_t queries) {
+    std::fill(call.data.intervals.begin(), call.data.intervals.end(), KeyInterval{0, queries});
   };
-  const ForwardCall searched(call.forward_args, call.execution, GetParam());
-  const ForwardCall forward(call.forward_args, call.execution, scheduling(Direction::forward));
-  EXPECT_EQ(forward.kernel_name(), searched.kernel_name());
-  EXPECT_EQ(forward.workspace_size(), searched.workspace_size());
-  run_in_new_workspace(forward);
-  run_in_new_workspace(
-      BackwardCall(call.backward_args, call.execution, scheduling(Direction::backward)));
-  expect_same_bits(call.results, expected.results);
-}
-
-TEST(Calls, ScheduleCallOfAnotherProblemOrDirectionThrows) {
-  Call call;
-  const ScheduleCall scheduling(call.data.problem, call.forward_args.in.visibility,
-                                Direction::forward, call.execution);
-  expect_invalid([&] { BackwardCall(call.backward_args, call.execution, scheduling); },
-                 "scheduling",
-                 "got one for direction forward, expected one for direction backward");
-  const auto expect_other = [&](const auto& change) {
-    ForwardArgs args = call.forward_args;
-    change(args.problem);
-    expect_invalid([&] { ForwardCall(args, call.execution, scheduling); }, "scheduling",
-                   "got one for another problem, expected one for the problem of the arguments");
-  };
-  expect_other([](Problem& p) { p.scale *= 2; });
-  expect_other([](Problem& p) { p.causal = !p.causal; });
-  expect_other([](Problem& p) { p.bias_shape[0] = -1; });
-  expect_other([](Problem& p) { p.seqlen_k += 1; });
-  call.expect_nothing_written();
-}
-
-TEST(Calls, CallOfAScheduleCallChecksItsOtherArguments) {
-  Call call;
-  const ScheduleCall scheduling(call.data.problem, call.forward_args.in.visibility,
-                                Direction::forward, call.execution);
-  ForwardArgs args = call.forward_args;
-  args.schedule = {};
-  expect_invalid([&] { ForwardCall(args, call.execution, scheduling); }, "schedule",
-                 "got none, expected the schedule of the intervals, as backend \"cpu\" needs it "
-                 "(build_schedule)");
-  args = call.forward_args;
-  args.in.q.data = nullptr;
-  expect_invalid([&] { ForwardCall(args, call.execution, scheduling); }, "q");
+  show(0);
+  const ForwardCall forward(call.forward_args, call.execution, "cpu");
+  const BackwardCall backward(call.backward_args, call.execution, "cpu");
+  show(5);
+  const std::string message =
+      "got 14 keys in all tiles, expected at most 0, as when the call was made";
+  expect_invalid([&] { run_in_new_workspace(forward); }, "intervals", message);
+  expect_invalid([&] { run_in_new_workspace(backward); }, "intervals", message);
   call.expect_nothing_written();
 }
 

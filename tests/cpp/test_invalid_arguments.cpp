@@ -3,10 +3,8 @@
 #include <cstdint>
 #include <limits>
 #include <string>
-#include <tuple>
 #include <vector>
 
-#include "selection/schedule_contents.h"
 #include "support/call.h"
 
 // Every bad argument raises an error that names it, and nothing is written.
@@ -113,11 +111,7 @@ TEST(InvalidArguments, BadProblemThrows) {
     Call call;
     spoil(call.forward_args.problem);
     spoil(call.backward_args.problem);
-    const Execution& execution = call.execution;
     expect_invalid([&] { supports(call.forward_args.problem); }, argument, message);
-    const auto& [problem, in] = std::tie(call.forward_args.problem, call.forward_args.in);
-    expect_invalid([&] { schedule_size(problem, in.visibility, Direction::forward, execution); },
-                   argument, message);
     call.expect_rejected(argument, message);
   }
 }
@@ -128,7 +122,6 @@ struct BadInput {
   void (*spoil)(Problem&, Inputs&);
 };
 
-// These cases use backend "cpu", which needs a schedule.
 const std::vector<BadInput> bad_inputs = {
     {"q", "got null data, expected data of shape (2, 5, 4, 8)",
      [](Problem&, Inputs& in) { in.q.data = nullptr; }},
@@ -157,8 +150,6 @@ const std::vector<BadInput> bad_inputs = {
     {"visibility.intervals",
      "got data, expected null data while problem.intervals_shape is all zero",
      [](Problem& p, Inputs&) { p.intervals_shape = {}; }},
-    {"schedule", "got a schedule, expected none without intervals",
-     [](Problem& p, Inputs& in) { p.intervals_shape = {}, in.visibility.intervals = {}; }},
 };
 
 TEST(InvalidArguments, BadInputThrows) {
@@ -169,64 +160,6 @@ TEST(InvalidArguments, BadInputThrows) {
     spoil(call.backward_args.problem, call.backward_args.in);
     call.expect_rejected(argument, message);
   }
-}
-
-// A schedule that was built for another problem, and the expected value of the differing field.
-struct BadSchedule {
-  std::string field;
-  std::string got, expected;
-  void (*spoil)(Problem&);
-};
-
-TEST(InvalidArguments, ScheduleOfAnotherProblemThrows) {
-  const std::vector<BadSchedule> cases = {
-      {"problem.causal", "0", "1", [](Problem& p) { p.causal = false; }},
-      {"problem.seqlen_q", "4", "5", [](Problem& p) { p.seqlen_q = 4; }},
-      {"problem.seqlen_k", "6", "7",
-       [](Problem& p) { p.seqlen_k = 6, p.mask_shape = p.bias_shape = {}; }},
-      {"problem.heads_q", "2", "4", [](Problem& p) { p.heads_q = 2; }},
-      {"problem.head_dim", "16", "8", [](Problem& p) { p.head_dim = 16; }},
-      {"problem.dtype", "bf16", "f32", [](Problem& p) { p.dtype = DType::bf16; }},
-      {"problem.intervals_shape", "(1, 1)", "(2, 1)",
-       [](Problem& p) { p.intervals_shape = {1, 1}; }},
-  };
-  for (const auto& [field, got, expected, spoil] : cases) {
-    SCOPED_TRACE(field);
-    Call call("cpu");
-    Problem other = call.data.problem;
-    spoil(other);
-    const Visibility visibility = call.forward_args.in.visibility;
-    GuardedBuffer memory(schedule_size(other, visibility, Direction::forward, in_turn(1), "cpu"),
-                         "schedule");
-    const Schedule schedule =
-        build_schedule(other, visibility, Direction::forward, memory, call.execution, "cpu");
-    call.forward_args.schedule = call.backward_args.schedule = schedule;
-    const std::string built_for = "one built for " + field + " ";
-    const std::string message = "got " + built_for + got + ", expected " + built_for + expected;
-    expect_invalid([&] { call.run_forward(); }, "schedule", message);
-    expect_invalid([&] { call.run_backward(); }, "schedule", message);
-    call.expect_nothing_written();
-  }
-}
-
-TEST(InvalidArguments, ScheduleOfAnotherBackendOrDirectionThrows) {
-  Call call("cpu");
-  call.backend = "reference";
-  expect_invalid([&] { call.run_forward(); }, "schedule",
-                 "got one built for backend cpu, expected one built for backend reference");
-  call.backend = "cpu";
-  ScheduleContents forward_schedule = ScheduleContents::of(call.backward_args.schedule);
-  forward_schedule.serves_backward = false;
-  call.backward_args.schedule = forward_schedule.schedule();
-  expect_invalid([&] { call.run_backward(); }, "schedule",
-                 "got one built for direction forward, expected one built for direction backward");
-  call.forward_args.schedule = {};
-  expect_invalid([&] { call.run_forward(); }, "schedule",
-                 "got none, expected the schedule of the intervals, as backend \"cpu\" needs it "
-                 "(build_schedule)");
-  call.expect_nothing_written();
-  call.backend = "reference";  // needs none
-  EXPECT_NO_THROW(call.run_forward());
 }
 
 TEST(InvalidArguments, WrongDtypeOfLseThrows) {

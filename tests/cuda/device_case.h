@@ -19,25 +19,9 @@ inline Problem on_device(Problem problem) {
   return problem;
 }
 
-// How a run walks its intervals: without a schedule, or by one whose lists have full keys first or go by
-// position.
-enum class Walk : std::uint8_t { intervals, full_first, by_position };
-
-// The schedule of a direction, on the device.
-struct DeviceSchedule {
-  std::optional<DeviceBuffer> memory;
-  Schedule schedule;
-
-  DeviceSchedule(Problem p, const Visibility& visibility, Direction direction, Walk walk) {
-    if (walk == Walk::intervals || visibility.intervals.data == nullptr) return;
-    p.deterministic = walk == Walk::by_position && direction == Direction::backward;
-    const ScheduleCall call(p, visibility, direction, {});
-    const DeviceBuffer workspace(call.workspace_size());
-    memory.emplace(call.size());
-    schedule = call.build(*memory, workspace);
-    check_cuda(cudaDeviceSynchronize());
-  }
-};
+// How a run walks its intervals: by the schedule of their least bound, or, as a bound of all keys allows no schedule,
+// from the first to the last key that a tile sees.
+enum class Walk : std::uint8_t { schedule, intervals };
 
 // A case on the device: its tensors and the arguments of both directions.
 class DeviceCase {
@@ -60,18 +44,14 @@ class DeviceCase {
         dbias_(results_.dbias),
         choice_(data, choice),
         problem_(on_device(choice_.problem())),
-        inputs_(inputs_of(data)),
-        forward_schedule_(problem_, inputs_.visibility, Direction::forward, walk),
-        backward_schedule_(problem_, inputs_.visibility, Direction::backward, walk) {
+        inputs_(inputs_of(data, walk)) {
     forward_args_ = {.problem = problem_,
                      .in = inputs_,
-                     .schedule = forward_schedule_.schedule,
                      .out = out_.view(),
                      .lse = lse_.data<float>(),
                      .lse_low = lse_low_.data<float>()};
     backward_args_ = {.problem = problem_,
                       .in = inputs_,
-                      .schedule = backward_schedule_.schedule,
                       .out = out_.view(),
                       .lse = lse_.data<float>(),
                       .lse_low = lse_low_.data<float>(),
@@ -113,20 +93,14 @@ class DeviceCase {
     return take_results();
   }
 
-  // The same with the kernels of one family, except a direction that it declines. The schedules are of the family that
-  // the API chooses; another has none.
+  // The same with the kernels of one family, except a direction that it declines.
   Results run_by(const cuda::Family& family) && {
-    const auto belongs = [&](const std::string& kernel) {
-      return kernel.starts_with(std::string(family.name) + " ");
-    };
     if (family.forward.decline(forward_args_.problem).empty()) {
-      if (!belongs(forward_kernel())) forward_args_.schedule = {};
       run_kernels(family.forward, forward_args_);
     } else {
       launch_forward();
     }
     if (family.backward.decline(backward_args_.problem).empty()) {
-      if (!belongs(backward_kernel())) backward_args_.schedule = {};
       run_kernels(family.backward, backward_args_);
     } else {
       launch_backward();
@@ -147,7 +121,7 @@ class DeviceCase {
     return std::move(results_);
   }
 
-  Inputs inputs_of(const Data& data) {
+  Inputs inputs_of(const Data& data, Walk walk) {
     Inputs in;
     in.q = q_.view();
     in.k = k_.view();
@@ -155,6 +129,7 @@ class DeviceCase {
     if (data.has_mask()) in.mask = mask_.view();
     if (data.has_bias()) in.bias = bias_.view();
     in.visibility = choice_.visibility(data);
+    if (walk == Walk::intervals) in.visibility.bound = {.base = data.problem.seqlen_k};
     return in;
   }
 
@@ -187,8 +162,6 @@ class DeviceCase {
   DeviceKeyChoice choice_;
   Problem problem_;
   Inputs inputs_;
-  DeviceSchedule forward_schedule_;
-  DeviceSchedule backward_schedule_;
   ForwardArgs forward_args_;
   BackwardArgs backward_args_;
   std::optional<DeviceBuffer> forward_workspace_;

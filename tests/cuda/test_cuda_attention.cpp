@@ -13,7 +13,7 @@
 namespace flash_dmattn::testing {
 namespace {
 
-Results run(Data& data, Walk walk = Walk::full_first) { return DeviceCase(data, walk).run(); }
+Results run(Data& data, Walk walk = Walk::schedule) { return DeviceCase(data, walk).run(); }
 
 std::vector<Case> supported_cases() {
   std::vector<Case> cases;
@@ -41,7 +41,7 @@ TEST_P(CudaTable, ResultsAreWithinBounds) {
     bounds.expect(run(data, Walk::intervals));
   }
   data.problem.deterministic = true;
-  for (const Walk walk : {Walk::by_position, Walk::full_first, Walk::intervals}) {
+  for (const Walk walk : {Walk::schedule, Walk::intervals}) {
     SCOPED_TRACE("deterministic, walk " + std::to_string(static_cast<int>(walk)));
     const Results first = run(data, walk);
     bounds.expect(first);
@@ -64,7 +64,7 @@ TEST_F(CudaKernels, CasesRunEveryKernel) {
     Data data(c);
     for (const bool deterministic : {false, true}) {
       data.problem.deterministic = deterministic;
-      for (const Walk walk : {Walk::full_first, Walk::intervals}) {
+      for (const Walk walk : {Walk::schedule, Walk::intervals}) {
         const DeviceCase device_case(data, walk);
         run.insert(device_case.forward_kernel());
         run.insert(device_case.backward_kernel());
@@ -134,7 +134,7 @@ TEST_P(CudaDeterminism, TwentyRunsGiveSameBits) {
                         {"causal", "1"}});
   Data data(case_from(words));
   data.problem.deterministic = true;
-  for (const Walk walk : {Walk::by_position, Walk::full_first, Walk::intervals}) {
+  for (const Walk walk : {Walk::schedule, Walk::intervals}) {
     const Results first = run(data, walk);
     for (int repeat = 1; repeat < 20; ++repeat) expect_same_bits(first, run(data, walk));
     if (!data.has_intervals()) break;

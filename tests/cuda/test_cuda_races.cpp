@@ -145,7 +145,7 @@ class CudaRaces : public OnDevice, public ::testing::WithParamInterface<RaceCase
 TEST_P(CudaRaces, ThousandForwardsGiveSameBits) {
   for (const HeadDims& dims : race_head_dims) {
     Data data = data_of(GetParam(), dims);
-    DeviceCase device_case(data, Walk::full_first, GetParam().choice);
+    DeviceCase device_case(data, Walk::schedule, GetParam().choice);
     expect_same_bits_in_forwards(device_case, 1000);
   }
 }
@@ -154,7 +154,7 @@ TEST_P(CudaRaces, ThousandDeterministicBackwardsGiveSameBits) {
   for (const HeadDims& dims : race_head_dims) {
     Data data = data_of(GetParam(), dims);
     data.problem.deterministic = true;
-    DeviceCase device_case(data, Walk::full_first, GetParam().choice);
+    DeviceCase device_case(data, Walk::schedule, GetParam().choice);
     expect_same_bits_in_backwards(device_case, 1000);
   }
 }
@@ -164,7 +164,7 @@ TEST_P(CudaRaces, ThousandBackwardsGiveSameKeyGradients) {
   int compared = 0;
   for (const HeadDims& dims : race_head_dims) {
     Data data = data_of(GetParam(), dims);
-    DeviceCase device_case(data, Walk::full_first, GetParam().choice);
+    DeviceCase device_case(data, Walk::schedule, GetParam().choice);
     if (!stores_key_gradients_once(device_case.backward_kernel())) continue;
     expect_same_key_gradients_in_backwards(device_case, stores_dbias_once(data.problem), 1000);
     ++compared;
@@ -184,7 +184,7 @@ class WithoutOverlap {
 
 TEST_P(CudaRaces, ForwardMatchesKernelWithoutOverlap) {
   Data data = data_of(GetParam(), {"128", "0"});
-  DeviceCase device_case(data, Walk::full_first, GetParam().choice);
+  DeviceCase device_case(data, Walk::schedule, GetParam().choice);
   std::optional<LaunchBits> bits;
   {
     const WithoutOverlap without_overlap;
@@ -201,7 +201,7 @@ TEST_P(CudaRaces, ForwardMatchesKernelWithoutOverlap) {
 TEST_P(CudaRaces, BackwardMatchesKernelWithoutOverlap) {
   Data data = data_of(GetParam(), {"128", "0"});
   data.problem.deterministic = true;
-  DeviceCase device_case(data, Walk::full_first, GetParam().choice);
+  DeviceCase device_case(data, Walk::schedule, GetParam().choice);
   device_case.launch_forward();
   std::optional<LaunchBits> bits;
   {
@@ -240,7 +240,7 @@ class CudaProxyFence : public OnDevice {
 // Rows of K and V. A head has 32 query tiles of 8 or 9 tiles of its list, except for the first eight.
 TEST_F(CudaProxyFence, MillionGatheredTilesGiveSameBits) {
   Data data = long_data(selection.words);
-  DeviceCase device_case(data, Walk::full_first);
+  DeviceCase device_case(data, Walk::schedule);
   constexpr int tiles_of_launch = heads * (32 * 8 - 8 * 8 / 2);
   expect_same_bits_in_forwards(device_case, tiles / tiles_of_launch + 1);
 }
@@ -249,7 +249,7 @@ TEST_F(CudaProxyFence, MillionGatheredTilesGiveSameBits) {
 TEST_F(CudaProxyFence, MillionBlockTilesGiveSameBits) {
   Data data = long_data({});
   data.problem.deterministic = true;
-  DeviceCase device_case(data, Walk::full_first);
+  DeviceCase device_case(data, Walk::schedule);
   constexpr int tiles_of_launch = heads * (32 * 64 - 31 * 32);
   expect_same_bits_in_backwards(device_case, tiles / tiles_of_launch + 1);
 }
@@ -258,7 +258,7 @@ TEST_F(CudaProxyFence, MillionBlockTilesGiveSameBits) {
 TEST_F(CudaProxyFence, MillionSlotTilesGiveSameBits) {
   Data data = long_data(selection.words);
   data.problem.deterministic = true;
-  DeviceCase device_case(data, Walk::full_first);
+  DeviceCase device_case(data, Walk::schedule);
   constexpr int tiles_of_launch = heads * (window + 128) / 128 * 64;
   expect_same_bits_in_backwards(device_case, tiles / tiles_of_launch + 1);
 }
@@ -268,7 +268,7 @@ TEST_F(CudaProxyFence, MillionSlotTilesGiveSameBits) {
 TEST_F(CudaProxyFence, MillionDenseBiasTilesGiveSameBits) {
   Data data = long_data({{"bias", "bvqk"}, {"bias_fill", "normal"}}, 2048);
   data.problem.deterministic = true;
-  DeviceCase device_case(data, Walk::full_first);
+  DeviceCase device_case(data, Walk::schedule);
   const std::string kernel = device_case.backward_kernel();
   EXPECT_TRUE(!kernel.starts_with("sm90 ") || kernel.ends_with(" dense")) << kernel;
   constexpr int tiles_of_launch = heads * (16 * 32 - 15 * 16);
@@ -287,8 +287,8 @@ Data deterministic_data(const RaceCase& c) {
 TEST_P(CudaRaces, ConcurrentStreamsGiveSameBits) {
   Data data = deterministic_data(GetParam());
   Data other_data = deterministic_data(selection);  // blocks wait in both directions
-  DeviceCase here(data, Walk::full_first, GetParam().choice);
-  DeviceCase there(other_data, Walk::full_first);
+  DeviceCase here(data, Walk::schedule, GetParam().choice);
+  DeviceCase there(other_data, Walk::schedule);
   const Stream streams[2];
   for (DeviceCase* const device_case : {&here, &there}) {
     device_case->launch_forward();
@@ -315,7 +315,7 @@ TEST_P(CudaRaces, ConcurrentStreamsGiveSameBits) {
 std::vector<std::byte> bits_on_device(int device, const RaceCase& c) {
   check_cuda(cudaSetDevice(device));
   Data data = deterministic_data(c);
-  DeviceCase device_case(data, Walk::full_first, c.choice);
+  DeviceCase device_case(data, Walk::schedule, c.choice);
   for (int launch = 0; launch < 10; ++launch) {
     device_case.launch_forward();
     device_case.launch_backward();

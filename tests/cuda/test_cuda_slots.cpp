@@ -101,24 +101,26 @@ void compare_slots(std::uint64_t seed, int rounds, std::int64_t longest) {
                                 : least_bound(on_host(args, intervals).intervals, problem);
     const Visibility visibility{.intervals = args.intervals, .bound = args.bound};
     const cuda::SlotGeometry geometry{.tile_rows = args.tile_rows, .segments = 1 + random.below(5)};
-    const cuda::SlotSchedule plan(problem, visibility, Direction::backward, geometry);
+    cuda::SlotSchedule schedule(problem, visibility, geometry);
     TileListArgs two_tiles = args;
     two_tiles.tile_rows *= 2;
     const std::int64_t slot_count = cuda::tile_list_capacity(two_tiles);
     if (2 * slot_count > args.seqlen_k) {
-      ASSERT_EQ(plan.size, 0);
+      ASSERT_FALSE(schedule.exists());
       continue;
     }
     ++with_slots;
-    const DeviceBuffer memory(plan.size);
-    ScheduleContents schedule = plan.build(memory, DeviceWorkspace(plan.bytes));
-    ASSERT_EQ(schedule.kind, ScheduleKind::key_slots);
-    ASSERT_FALSE(schedule.serves(Direction::forward));
-    schedule.problem = problem;  // as the API does
+    cuda::WorkspaceAllocator counted(nullptr);
+    schedule.place(counted);
+    const DeviceBuffer memory(counted.bytes());
+    cuda::WorkspaceAllocator on_gpu(memory.data());
+    schedule.place(on_gpu);
+    schedule.build({});
 
-    auto host = download<std::byte>(memory, static_cast<std::int64_t>(plan.size));
-    schedule.data = host.data();
-    const cuda::KeySlots slots = cuda::key_slots(schedule.schedule(), geometry);
+    auto host = download<std::byte>(memory, static_cast<std::int64_t>(counted.bytes()));
+    cuda::WorkspaceAllocator downloaded(host.data());
+    schedule.place(downloaded);
+    const cuda::KeySlots slots = schedule.slots();
     ASSERT_EQ(slots.shape.slots, slot_count);
     for (std::int64_t row = 0; row < rows; ++row) {
       const std::int64_t begin = row * args.seqlen_k;
@@ -135,24 +137,19 @@ TileListArgs shape_of(std::int64_t seqlen) {
   return {.batch = 1, .heads = 1, .seqlen_q = seqlen, .seqlen_k = seqlen};
 }
 
-TEST_F(SmallCudaSlots, NoVisibleKeyGivesEmptySchedule) {
+TEST_F(SmallCudaSlots, NoVisibleKeyGivesNoSchedule) {
   const Problem problem = problem_of(shape_of(300));
   const std::vector<KeyInterval> intervals(300);
   const Visibility visibility{.intervals = {.data = intervals.data()}, .bound = {.base = 0}};
-  const cuda::SlotSchedule plan(problem, visibility, Direction::backward,
-                                {.tile_rows = 64, .segments = 8});
-  EXPECT_EQ(plan.size, 0);
+  EXPECT_FALSE(cuda::SlotSchedule(problem, visibility, {.tile_rows = 64, .segments = 8}).exists());
 }
 
 // Tiles are numbered with 16 bits.
-TEST_F(SmallCudaSlots, TooManyTilesGiveEmptySchedule) {
+TEST_F(SmallCudaSlots, TooManyTilesGiveNoSchedule) {
   const Problem problem = problem_of(shape_of(64 * (max_query_tiles + 1)));
   const KeyInterval not_read{};
   const Visibility visibility{.intervals = {.data = &not_read}, .bound = {.base = 9}};
-  const cuda::SlotGeometry geometry{.tile_rows = 64, .segments = 8};
-  const cuda::SlotSchedule plan(problem, visibility, Direction::backward, geometry);
-  EXPECT_EQ(plan.size, 0);
-  EXPECT_EQ(plan.bytes, 0);
+  EXPECT_FALSE(cuda::SlotSchedule(problem, visibility, {.tile_rows = 64, .segments = 8}).exists());
 }
 
 TEST_F(SmallCudaSlots, RandomIntervalsGiveValidSlots) { compare_slots(21, 12, 1500); }

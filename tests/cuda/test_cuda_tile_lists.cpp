@@ -98,7 +98,7 @@ TEST_F(SmallCudaTileLists, BrokenBoundWritesNothingOutside) {
   }
 }
 
-// The schedule of a direction follows from shapes and bound alone.
+// The memory of a schedule follows from shapes and bound alone.
 TEST(CudaTileListSchedules, SizeFollowsFromShapesAndBound) {
   Problem p;
   p.batch = 1;
@@ -109,10 +109,15 @@ TEST(CudaTileListSchedules, SizeFollowsFromShapesAndBound) {
   static constexpr KeyInterval interval{0, 1};
   const auto size = [&](const KeyBound& bound) {
     const Visibility visibility{.intervals = {&interval, 0, 0}, .bound = bound};
-    return cuda::ListSchedule(p, visibility, Direction::backward, 128, true).size;
+    cuda::ListSchedule schedule(p, visibility, cuda::ListSchedule::Order::full_first);
+    cuda::WorkspaceAllocator workspace(nullptr);
+    schedule.place(workspace);
+    return workspace.used();
   };
   constexpr std::int64_t lists = 2 * 1024;
-  EXPECT_EQ(size({.base = 1000, .per_query = 1}), tile_list_bytes(lists, lists * 1152));
+  cuda::WorkspaceAllocator expected(nullptr);
+  take_tile_lists(expected, lists, lists * 1152);
+  EXPECT_EQ(size({.base = 1000, .per_query = 1}), expected.used());
   EXPECT_EQ(size({.base = 1000, .per_query = 1, .consecutive = true}), 0u);
   EXPECT_EQ(size({.consecutive = true}), 0u);
   EXPECT_EQ(size({.base = p.seqlen_k}), 0u);  // lists of all keys

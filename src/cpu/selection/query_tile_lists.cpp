@@ -227,8 +227,8 @@ QueryTileLists build_tile_lists(const TileListArgs& args, const TileListBuffers&
     entries += buffers.count[t];
   }
   if (entries > capacity) {
-    throw InvalidArgument("memory", "room for " + std::to_string(capacity) + " keys",
-                          "room for " + std::to_string(entries) + " (schedule_size)");
+    throw InvalidArgument("intervals", std::to_string(entries) + " keys in all tiles",
+                          "at most " + std::to_string(capacity) + ", as when the call was made");
   }
 
   auto* cursors = static_cast<Cursors*>(execution.workspace);

@@ -3,110 +3,91 @@
 #include <string>
 
 #include "arguments.h"
+#include "cuda/attention/params.h"
 #include "cuda/selection/selection.h"
 
 namespace flash_dmattn::cuda {
-
-// ---- Query tiles' key lists ---------------------------------------------------------------------
-
-ListSchedule::ListSchedule(const Problem& p, const Visibility& visibility, Direction direction,
-                           std::int64_t tile_rows, bool both_directions)
-    : args_(tile_list_args(p, visibility, tile_rows)) {
-  const bool serves_both = both_directions && !p.deterministic;
-  serves_forward_ = serves_both || direction == Direction::forward;
-  serves_backward_ = serves_both || direction == Direction::backward;
-  args_.by_position = direction == Direction::backward && p.deterministic;
-  if (args_.lists() == 0 || args_.tiles() > max_query_tiles) return;
-  if (args_.intervals.data == nullptr || args_.bound.consecutive) return;
-  capacity_ = tile_list_capacity(args_);
-  // If lists have room for every key (a window as wide as the keys, a prefix, padding) they skip little, and kernels
-  // visit the keys from the first to the last faster than they follow lists.
-  if (capacity_ >= args_.seqlen_k) return;
-  entries_ = args_.lists() * capacity_;
-  size = tile_list_bytes(args_.lists(), entries_);
-  bytes = tile_lists_workspace_size(args_);
-}
-
-ScheduleContents ListSchedule::build(std::span<std::byte> memory,
-                                     const Execution& execution) const {
-  if (size == 0) return {};
-  require_memory(memory, size);
-  ScheduleAllocator allocator(memory.data());
-  build_tile_lists(args_, take_tile_lists(allocator, args_.lists(), entries_), execution);
-  return {.kind = ScheduleKind::query_tile_lists,
-          .serves_forward = serves_forward_,
-          .serves_backward = serves_backward_,
-          .data = memory.data(),
-          .bytes = size,
-          .tile_rows = args_.tile_rows,
-          .capacity = capacity_};
-}
-
-// ---- Slots --------------------------------------------------------------------------------------
-
 namespace {
 
-KeySlotShape slot_shape(const TileListArgs& args, std::int64_t slots, std::int64_t segments) {
-  return {.rows = args.batch * args.heads,
-          .seqlen_k = args.seqlen_k,
-          .slots = slots,
-          .segments = segments};
+// Whether kernels may follow a schedule of the intervals.
+bool can_have_schedule(const TileListArgs& args) {
+  return args.lists() > 0 && args.tiles() <= max_query_tiles && args.intervals.data != nullptr &&
+         !args.bound.consecutive;
+}
+
+Execution in_space(Execution execution, std::byte* space, std::size_t bytes) {
+  execution.workspace = space;
+  execution.workspace_bytes = bytes;
+  return execution;
 }
 
 }  // namespace
 
-SlotSchedule::SlotSchedule(const Problem& p, const Visibility& visibility, Direction direction,
+// ---- Query tiles' key lists ---------------------------------------------------------------------
+
+ListSchedule::ListSchedule(const Problem& p, const Visibility& visibility, Order order)
+    : args_(tile_list_args(p, visibility, query_tile_rows)) {
+  args_.by_position = order == Order::by_position;
+  if (!can_have_schedule(args_)) return;
+  capacity_ = tile_list_capacity(args_);
+  // If lists have room for every key (a window as wide as the keys, a prefix, padding) they skip little, and kernels
+  // visit the keys from the first to the last faster than they follow lists.
+  exists_ = capacity_ < args_.seqlen_k;
+  if (exists_) build_bytes_ = tile_lists_workspace_size(args_);
+}
+
+void ListSchedule::place(WorkspaceAllocator& workspace) {
+  if (!exists_) return;
+  buffers_ = take_tile_lists(workspace, args_.lists(), args_.lists() * capacity_);
+  build_space_ = workspace.lend(build_bytes_);
+}
+
+void ListSchedule::build(Execution execution) const {
+  if (!exists_) return;
+  build_tile_lists(args_, buffers_, in_space(execution, build_space_, build_bytes_));
+}
+
+QueryTileLists ListSchedule::lists() const {
+  return exists_ ? view_of(buffers_, args_) : QueryTileLists{};
+}
+
+// ---- Slots --------------------------------------------------------------------------------------
+
+SlotSchedule::SlotSchedule(const Problem& p, const Visibility& visibility,
                            const SlotGeometry& geometry)
-    : args_(tile_list_args(p, visibility, geometry.tile_rows)), direction_(direction) {
+    : args_(tile_list_args(p, visibility, geometry.tile_rows)) {
   if (geometry.segments < 1) {
     throw InvalidArgument("segments", std::to_string(geometry.segments), "at least 1");
   }
-  if (args_.lists() == 0 || args_.tiles() > max_query_tiles) return;
-  if (args_.intervals.data == nullptr || args_.bound.consecutive) return;
+  if (!can_have_schedule(args_)) return;
   TileListArgs two_tiles = args_;
   two_tiles.tile_rows *= 2;
-  shape_ = slot_shape(args_, tile_list_capacity(two_tiles), geometry.segments);
-  if (shape_.slots == 0 || 2 * shape_.slots > args_.seqlen_k) return;
-  size = key_slot_bytes(shape_);
-  bytes = slot_workspace_size(args_);
+  shape_ = {.rows = args_.batch * args_.heads,
+            .seqlen_k = args_.seqlen_k,
+            .slots = tile_list_capacity(two_tiles),
+            .segments = geometry.segments};
+  exists_ = shape_.slots > 0 && 2 * shape_.slots <= args_.seqlen_k;
+  if (exists_) build_bytes_ = slot_workspace_size(args_);
 }
 
-ScheduleContents SlotSchedule::build(std::span<std::byte> memory,
-                                     const Execution& execution) const {
-  if (size == 0) return {};
-  require_memory(memory, size);
-  ScheduleAllocator allocator(memory.data());
-  assign_slots(args_, shape_, take_key_slots(allocator, shape_), execution);
-  return {.kind = ScheduleKind::key_slots,
-          .serves_forward = direction_ == Direction::forward,
-          .serves_backward = direction_ == Direction::backward,
-          .data = memory.data(),
-          .bytes = size,
-          .tile_rows = args_.tile_rows,
-          .capacity = shape_.slots,
-          .segments = shape_.segments};
+void SlotSchedule::place(WorkspaceAllocator& workspace) {
+  if (!exists_) return;
+  buffers_ = take_key_slots(workspace, shape_);
+  build_space_ = workspace.lend(build_bytes_);
 }
 
-KeySlots key_slots(const Schedule& given, const SlotGeometry& geometry) {
-  const ScheduleContents schedule = ScheduleContents::of(given);
-  if (schedule.empty()) return {};
-  if (schedule.kind != ScheduleKind::key_slots || schedule.tile_rows != geometry.tile_rows ||
-      schedule.segments != geometry.segments) {
-    throw InvalidArgument("schedule",
-                          "tiles of " + std::to_string(schedule.tile_rows) + " queries in " +
-                              std::to_string(schedule.segments) + " segments",
-                          "slots for tiles of " + std::to_string(geometry.tile_rows) +
-                              " queries in " + std::to_string(geometry.segments) + " segments");
-  }
-  const TileListArgs args = tile_list_args(schedule.problem, {}, geometry.tile_rows);
+void SlotSchedule::build(Execution execution) const {
+  if (!exists_) return;
+  assign_slots(args_, shape_, buffers_, in_space(execution, build_space_, build_bytes_));
+}
+
+KeySlots SlotSchedule::slots() const {
   KeySlots slots;
-  slots.shape = slot_shape(args, schedule.capacity, geometry.segments);
-  ScheduleAllocator memory(schedule.data);
-  const KeySlotBuffers buffers = take_key_slots(memory, slots.shape);
-  slots.count = buffers.count;
-  slots.arrivals = buffers.arrivals;
-  slots.successor = buffers.successor;
-  slots.starts = buffers.starts;
+  slots.shape = shape_;
+  slots.count = buffers_.count;
+  slots.arrivals = buffers_.arrivals;
+  slots.successor = buffers_.successor;
+  slots.starts = buffers_.starts;
   return slots;
 }
 

@@ -2,34 +2,41 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <span>
 
+#include "cuda/primitives/device_workspace.h"
 #include "cuda/schedule/slots/key_slots.h"
 #include "selection/query_tile_lists.h"
-#include "selection/schedule_contents.h"
 
-// Schedules of a GPU, as plans. Their size follows from shapes and the bound of the intervals alone, and they are built
-// without waiting for the device. A kernel family selects the kind of schedule that its kernels of a direction follow.
+// Schedules of a GPU, each a part of the plan of a call, whose kernels follow it. Their size follows from shapes and the
+// bound of the intervals alone, and they are built without waiting for the device.
 namespace flash_dmattn::cuda {
 
 // Query tiles' key lists. There are none for intervals of consecutive keys, which kernels visit from the first to the
-// last, nor if a list has room for every key, because it would skip little. If gradients are deterministic, the
-// backward's lists are sorted by position.
-struct ListSchedule {
-  std::size_t size = 0;   // of the schedule
-  std::size_t bytes = 0;  // of the workspace
+// last, nor if a list has room for every key, because it would skip little.
+class ListSchedule {
+ public:
+  // The order of each list: full keys first, or all keys by their position, which additions in a fixed order need.
+  enum class Order : bool { full_first, by_position };
 
-  // `both_directions`: the kernels of the other direction follow lists of such tiles, too.
-  ListSchedule(const Problem& problem, const Visibility& visibility, Direction direction,
-               std::int64_t tile_rows, bool both_directions);
-  ScheduleContents build(std::span<std::byte> memory, const Execution& execution) const;
+  ListSchedule(const Problem& problem, const Visibility& visibility, Order order);
+
+  bool exists() const { return exists_; }
+  std::int64_t capacity() const { return capacity_; }  // keys of each list
+
+  // Takes memory for the lists, and lends what only `build` needs.
+  void place(WorkspaceAllocator& workspace);
+  // Enqueues the launches, before any that write memory taken after `place`.
+  void build(Execution execution) const;
+  // Without lists there are no tiles, and without memory null pointers.
+  QueryTileLists lists() const;
 
  private:
   TileListArgs args_;
-  std::int64_t entries_ = 0;   // entries of all lists
-  std::int64_t capacity_ = 0;  // capacity of each list
-  bool serves_forward_;
-  bool serves_backward_;
+  bool exists_ = false;
+  std::int64_t capacity_ = 0;
+  TileListBuffers buffers_;
+  std::size_t build_bytes_ = 0;
+  std::byte* build_space_ = nullptr;
 };
 
 // The way in which a kernel cuts the queries.
@@ -41,21 +48,24 @@ struct SlotGeometry {
 // Slots of a key-major kernel. There are none for intervals of consecutive keys, which are neighbours anyway, nor if there
 // would be more slots than half of the keys: neighbouring keys then waste less time than arrivals and departures take
 // (key_slots.h).
-struct SlotSchedule {
-  std::size_t size = 0;
-  std::size_t bytes = 0;
+class SlotSchedule {
+ public:
+  SlotSchedule(const Problem& problem, const Visibility& visibility, const SlotGeometry& geometry);
 
-  SlotSchedule(const Problem& problem, const Visibility& visibility, Direction direction,
-               const SlotGeometry& geometry);
-  ScheduleContents build(std::span<std::byte> memory, const Execution& execution) const;
+  bool exists() const { return exists_; }
+
+  // As in ListSchedule.
+  void place(WorkspaceAllocator& workspace);
+  void build(Execution execution) const;
+  KeySlots slots() const;
 
  private:
   TileListArgs args_;
+  bool exists_ = false;
   KeySlotShape shape_;
-  Direction direction_;
+  KeySlotBuffers buffers_;
+  std::size_t build_bytes_ = 0;
+  std::byte* build_space_ = nullptr;
 };
-
-// Returns the slots of such a schedule. Throws InvalidArgument for another kind or geometry.
-KeySlots key_slots(const Schedule& schedule, const SlotGeometry& geometry);
 
 }  // namespace flash_dmattn::cuda

@@ -44,17 +44,13 @@ std::string decline_forward(const Problem& p) {
   return decline(p);
 }
 
-template <class Args>
-bool has_lists(const Args& args) {
-  return !args.schedule.empty();
-}
-
 class ForwardPlan {
  public:
   std::size_t bytes;
 
   ForwardPlan(const ForwardArgs& args, const DeviceProperties& device)
-      : params_(cuda::params_of(args)) {
+      : schedule_(args.problem, args.in.visibility, ListSchedule::Order::full_first),
+        params_(cuda::params_of(args)) {
     bytes = place(args, nullptr);
     choice_ = choose_forward(args.problem, params_, shared_class(device));
   }
@@ -65,6 +61,7 @@ class ForwardPlan {
     ForwardPlan placed = *this;
     placed.place(args, execution.workspace);
     ForwardParams& params = placed.params_;
+    placed.schedule_.build(execution);
     pack_mask(p, params.score, stream);
     params.key_ranges = find_key_ranges(p, args.in, placed.key_ranges_, stream);
     dispatch(choice_, [&]<class T, int D, SharedClass S>() {
@@ -78,11 +75,15 @@ class ForwardPlan {
   // Sets the pointers into the workspace, and returns its size. With a null base it only counts.
   std::size_t place(const ForwardArgs& args, void* base) {
     WorkspaceAllocator workspace(base);
-    params_.score.packed_mask = allocate_packed_mask(args.problem, has_lists(args), workspace);
-    key_ranges_ = allocate_key_ranges(args.problem, args.in, has_lists(args), workspace);
-    return workspace.used();
+    schedule_.place(workspace);
+    params_.tile_lists = schedule_.lists();
+    const bool has_lists = schedule_.exists();
+    params_.score.packed_mask = allocate_packed_mask(args.problem, has_lists, workspace);
+    key_ranges_ = allocate_key_ranges(args.problem, args.in, has_lists, workspace);
+    return workspace.bytes();
   }
 
+  ListSchedule schedule_;
   ForwardParams params_;
   KeyRangeWorkspace key_ranges_;
   ForwardChoice choice_;
@@ -105,15 +106,10 @@ bool is_dbias_aligned(const BackwardArgs& args) {
          (args.dbias.data == nullptr || is_aligned(args.dbias.data, args.dbias.stride));
 }
 
-BackwardParams params_of(const BackwardArgs& args) {
-  BackwardParams params = cuda::params_of(args);
-  params.tile_lists = query_tile_lists(args.schedule, query_tile_rows);
-  return params;
-}
-
 BackwardParams with_workspace(BackwardParams params, const BackwardArgs& args,
                               const BackwardWorkspace& workspace) {
   const Problem& p = args.problem;
+  params.tile_lists = workspace.schedule.lists();
   params.score.packed_mask = workspace.packed_mask;
   params.lse_log2 = workspace.lse_log2;
   params.lse_log2_low = workspace.lse_log2_low;
@@ -182,13 +178,15 @@ class BackwardPlan {
   std::size_t bytes;
 
   BackwardPlan(const BackwardArgs& args, const DeviceProperties& device)
-      : choice_(choose(args, is_dbias_aligned(args), args.dq.data != nullptr, device)),
+      : schedule_(args.problem, args.in.visibility,
+                  args.problem.deterministic ? ListSchedule::Order::by_position
+                                             : ListSchedule::Order::full_first),
+        choice_(choose(args, is_dbias_aligned(args), args.dq.data != nullptr, device)),
         params_(params_of(args)) {
     // The workspace suffices for any set of gradients and any alignment of dbias.
     const auto bytes_of = [&](bool aligned) {
-      return BackwardWorkspace(args.problem, args.in, has_lists(args),
-                               choose(args, aligned, true, device), nullptr)
-          .bytes;
+      const BackwardChoice choice = choose(args, aligned, true, device);
+      return BackwardWorkspace(args.problem, args.in, schedule_, choice, nullptr).bytes;
     };
     const bool is_known = args.dbias.data != nullptr && is_dbias_aligned(args);
     bytes = is_known ? bytes_of(true) : std::max(bytes_of(true), bytes_of(false));
@@ -201,14 +199,15 @@ class BackwardPlan {
     if (p.deterministic && adds_in_memory && !choice_.ordered) {
       throw std::logic_error("a deterministic backward without an order: " + name(choice_));
     }
-    const BackwardWorkspace workspace(p, args.in, has_lists(args), choice_, execution.workspace);
+    const BackwardWorkspace workspace(p, args.in, schedule_, choice_, execution.workspace);
     const BackwardParams params = with_workspace(params_, args, workspace);
     const bool wants_dbias = params.dbias.data != nullptr;
 
+    workspace.schedule.build(execution);
     check(cudaMemsetAsync(workspace.zeroed_begin, 0, workspace.zeroed_bytes, stream),
           "cudaMemsetAsync");
     // A main loop that follows lists stores only the elements of dbias that it visits.
-    if (wants_dbias && !params.dbias_accumulates && has_lists(args))
+    if (wants_dbias && !params.dbias_accumulates && schedule_.exists())
       store_dbias(args, nullptr, stream);
     preprocess_backward(params, p.dtype, stream);
     is_key_major(choice_.loop) ? run_key_major(args, choice_, workspace, params, stream)
@@ -221,14 +220,15 @@ class BackwardPlan {
   std::string kernel_name() const { return name(choice_); }
 
  private:
-  static BackwardChoice choose(const BackwardArgs& args, bool dbias_aligned, bool wants_dq,
-                               const DeviceProperties& device) {
+  BackwardChoice choose(const BackwardArgs& args, bool dbias_aligned, bool wants_dq,
+                        const DeviceProperties& device) const {
     return choose_backward(
         args.problem,
-        {.has_lists = has_lists(args), .dbias_aligned = dbias_aligned, .wants_dq = wants_dq},
+        {.has_lists = schedule_.exists(), .dbias_aligned = dbias_aligned, .wants_dq = wants_dq},
         shared_class(device));
   }
 
+  ListSchedule schedule_;
   BackwardChoice choice_;
   BackwardParams params_;
 };
@@ -246,15 +246,12 @@ const Family sm80_family = {
     .name = "sm80",
     .decline_device = sm80::decline_device,
     .forward = {.decline = sm80::decline_forward,
-                .schedule = {ScheduleKind::query_tile_lists, query_tile_rows},
                 .plan = make_plan<OnDevice<sm80::ForwardPlan>>,
                 .names = sm80::forward_names},
     .few_queries = {.decline = sm80::few_queries::decline,
-                    .schedule = {ScheduleKind::query_tile_lists, query_tile_rows},
                     .plan = sm80::few_queries::plan_split,
                     .names = sm80::few_queries::split_names},
     .backward = {.decline = sm80::decline,
-                 .schedule = {ScheduleKind::query_tile_lists, query_tile_rows},
                  .plan = make_plan<OnDevice<sm80::BackwardPlan>>,
                  .names = sm80::backward_names},
     .decode_step = {.decline = sm80::few_queries::decline_cache,

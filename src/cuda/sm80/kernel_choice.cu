@@ -117,7 +117,7 @@ ForwardChoice choose_forward(const Problem& p, const ForwardParams& params, Shar
   ForwardChoice choice{p.dtype, head_dim_bucket(static_cast<int>(p.head_dim)), shared,
                        ForwardLoop::key_range};
   const ScoreParams& score = params.score;
-  const bool has_lists = params.tile_lists.keys != nullptr;
+  const bool has_lists = params.tile_lists.tiles != 0;
   if (!score.mask.dense && !score.bias.dense) {
     if (has_lists) choice.loop = ForwardLoop::key_list;
     return choice;

@@ -45,9 +45,13 @@ ZeroedArrays take_zeroed(const Problem& p, const BackwardChoice& choice,
 
 }  // namespace
 
-BackwardWorkspace::BackwardWorkspace(const Problem& p, const Inputs& in, bool has_lists,
-                                     const BackwardChoice& choice, void* base) {
+BackwardWorkspace::BackwardWorkspace(const Problem& p, const Inputs& in,
+                                     const ListSchedule& planned, const BackwardChoice& choice,
+                                     void* base)
+    : schedule(planned) {
   WorkspaceAllocator workspace(base);
+  schedule.place(workspace);
+  const bool has_lists = schedule.exists();
   const std::int64_t rows = p.batch * p.heads_q * p.seqlen_q;
   lse_log2 = workspace.take<float>(rows);
   lse_log2_low = workspace.take<float>(rows);
@@ -65,7 +69,7 @@ BackwardWorkspace::BackwardWorkspace(const Problem& p, const Inputs& in, bool ha
   } else {
     key_ranges = allocate_key_ranges(p, in, has_lists, workspace);
   }
-  bytes = workspace.used();
+  bytes = workspace.bytes();
 }
 
 bool accumulates_dbias(const Problem& p, const BackwardChoice& choice) {

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cuda/schedule/schedule.h"
 #include "cuda/sm80/kernel_choice.h"
 #include "cuda/sm80/params.h"
 #include "cuda/stages/stages.h"
@@ -30,9 +31,10 @@ struct BackwardWorkspace {
   std::size_t zeroed_bytes;
   PackedMask packed_mask;
   KeyRangeWorkspace key_ranges;
+  ListSchedule schedule;
   std::size_t bytes;
 
-  BackwardWorkspace(const Problem& p, const Inputs& in, bool has_lists,
+  BackwardWorkspace(const Problem& p, const Inputs& in, const ListSchedule& planned,
                     const BackwardChoice& choice, void* base);
 };
 

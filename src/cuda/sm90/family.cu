@@ -1,6 +1,7 @@
 #include "cuda/attention/problem.h"
 #include "cuda/device_plan.h"
-#include "cuda/sm90/backward/launch.h"
+#include "cuda/schedule/schedule.h"
+#include "cuda/sm90/backward/plan.h"
 #include "cuda/sm90/compiled.h"
 #include "cuda/sm90/forward/launch.h"
 #include "cuda/stages/stages.h"
@@ -38,9 +39,11 @@ class ForwardPlan {
   std::size_t bytes;
 
   ForwardPlan(const ForwardArgs& args, const DeviceProperties& device)
-      : params_(params_of(args)),
-        choice_(choose_forward(args.problem.dtype, params_)),
+      : schedule_(args.problem, args.in.visibility, ListSchedule::Order::full_first),
+        params_(params_of(args)),
         multiprocessors_(device.multiprocessors) {
+    params_.tile_lists = schedule_.lists();
+    choice_ = choose_forward(args.problem.dtype, params_);
     bytes = place(args, nullptr);
   }
 
@@ -49,6 +52,7 @@ class ForwardPlan {
     ForwardPlan placed = *this;
     placed.place(args, execution.workspace);
     ForwardParams& params = placed.params_;
+    placed.schedule_.build(execution);
     if (choice_.variant.dense == DenseAccess::tiles || has(args.problem.limit_shape))
       pack_mask(args.problem, params.score, stream);
     params.key_ranges = find_key_ranges(args.problem, args.in, placed.key_ranges_, stream);
@@ -63,15 +67,18 @@ class ForwardPlan {
   // Sets the pointers into the workspace, and returns its size. With a null base it only counts.
   std::size_t place(const ForwardArgs& args, void* base) {
     WorkspaceAllocator allocator(base);
-    const bool has_lists = params_.tile_lists.keys != nullptr;
+    schedule_.place(allocator);
+    params_.tile_lists = schedule_.lists();
+    const bool has_lists = schedule_.exists();
     key_ranges_ = allocate_key_ranges(args.problem, args.in, has_lists, allocator);
     workspace_ = ForwardWorkspace(choice_, params_, multiprocessors_, allocator);
     params_.score.packed_mask = reads_mask_bytes(choice_, params_)
                                     ? allocate_mask_states(args.problem, allocator)
                                     : allocate_packed_mask(args.problem, has_lists, allocator);
-    return allocator.used();
+    return allocator.bytes();
   }
 
+  ListSchedule schedule_;
   ForwardParams params_;
   ForwardChoice choice_;
   int multiprocessors_;
@@ -94,12 +101,10 @@ const Family sm90_family = {
     .name = "sm90",
     .decline_device = sm90::decline_device,
     .forward = {.decline = sm90::decline_forward,
-                .schedule = {ScheduleKind::query_tile_lists, query_tile_rows},
                 .plan = make_plan<OnDevice<sm90::ForwardPlan>>,
                 .names = sm90::forward_names},
     .backward = {.decline = sm90::decline_backward,
-                 .schedule = {ScheduleKind::key_slots, sm90::slot_tile_rows, sm90::slot_segments},
-                 .plan = sm90::plan_backward,
+                 .plan = make_plan<OnDevice<sm90::BackwardPlan>>,
                  .names = sm90::backward_names},
 };
 

@@ -35,7 +35,7 @@ ForwardVariant choose_variant(const ForwardParams& p) {
   // While a workspace is measured, the output is unknown and may have any strides, which need the most workspace.
   const bool has_q_tiles =
       p.out.data != nullptr && p.out.aligned && tma(p.q, shape.seqlen_q, shape.heads_q);
-  const bool has_tiles = has_q_tiles && p.tile_lists.keys == nullptr &&
+  const bool has_tiles = has_q_tiles && p.tile_lists.tiles == 0 &&
                          tma(p.k, shape.seqlen_k, shape.heads_kv) &&
                          tma(p.v, shape.seqlen_k, shape.heads_kv);
   if (score.mask.dense || score.bias.dense) {

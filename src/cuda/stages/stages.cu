@@ -48,7 +48,6 @@ ForwardParams params_of(const ForwardArgs& args) {
   params.k = rows_of(args.in.k);
   params.v = rows_of(args.in.v);
   params.out = rows_of(args.out);
-  params.tile_lists = query_tile_lists(args.schedule, query_tile_rows);
   params.lse = static_cast<float*>(args.lse.data);
   params.lse_low = static_cast<float*>(args.lse_low.data);
   params.saturate = args.problem.nonfinite == NonFinite::saturate;

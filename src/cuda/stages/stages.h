@@ -11,8 +11,7 @@ namespace flash_dmattn::cuda {
 
 // ---- Before the main loop -------------------------------------------------------------------------------
 
-// Makes parameters from the arguments of a call, with tile lists of query_tile_rows queries if it has a schedule, and
-// without workspace.
+// Makes parameters from the arguments of a call, without tile lists and workspace.
 ForwardParams params_of(const ForwardArgs& args);
 
 // Allocates a packed mask if the problem has a dense mask or ranks, unless the kernel follows tile lists and reads
@@ -30,7 +29,7 @@ PackMaskParams pack_mask_params(const Problem& p, const ScoreParams& score);
 // Fills score.packed_mask if there is one, or only its states if it has no bits.
 void pack_mask(const Problem& p, const ScoreParams& score, cudaStream_t stream);
 
-// Makes the parameters of a backward, to which the family adds tile_lists and dbias.
+// Makes the parameters of a backward, to which the family adds tile lists, workspace and dbias.
 BackwardParams params_of(const BackwardArgs& args);
 
 struct KeyBlockQueries;

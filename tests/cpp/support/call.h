@@ -19,7 +19,6 @@ namespace flash_dmattn::testing {
 struct Call {
   Data data;
   Results results;
-  OwnedSchedule forward_schedule, backward_schedule;
   ForwardArgs forward_args;
   BackwardArgs backward_args;
   Execution execution;
@@ -28,11 +27,8 @@ struct Call {
 
   explicit Call(std::string_view name = "cpu", const CaseWords& words = {})
       : data(case_from(with_defaults(words))), results(data), backend(name) {
-    forward_schedule = make_schedule(data, Direction::forward, backend);
-    backward_schedule = make_schedule(data, Direction::backward, backend);
-
-    forward_args = testing::forward_args(data, forward_schedule.schedule, results);
-    backward_args = testing::backward_args(data, backward_schedule.schedule, results);
+    forward_args = testing::forward_args(data, results);
+    backward_args = testing::backward_args(data, results);
 
     execution = in_turn(2);
     workspace = GuardedBuffer(

@@ -286,11 +286,6 @@ void KvStream::append(std::int64_t length) {
   forward_args.problem.softcap = options_.softcap;
   forward_args.in =
       pending_inputs(cache_, {input.q.data(), q_stride}, length, intervals, options_.use);
-  const ScheduleCall scheduling(forward_args.problem, forward_args.in.visibility,
-                                Direction::forward, in_turn(2), options_.backend);
-  GuardedBuffer schedule(scheduling.size(), "schedule");
-  GuardedBuffer schedule_space(scheduling.workspace_size(), "workspace");
-  forward_args.schedule = scheduling.build(schedule, schedule_space);
   forward_args.out = {out.data(), q_stride};
   forward_args.lse = lse.data();
   run_in_new_workspace(ForwardCall(forward_args, in_turn(2), options_.backend));

@@ -77,15 +77,6 @@ OwnedTileLists make_tile_lists(const TileListArgs& args, const Execution& execut
   return owned;
 }
 
-OwnedSchedule make_schedule(const Data& data, Direction direction, std::string_view backend) {
-  if (!data.has_intervals()) return {};
-  const ScheduleCall call(data.problem, data.inputs().visibility, direction, in_turn(1), backend);
-  OwnedSchedule owned{.schedule = {}, .memory = GuardedBuffer(call.size(), "schedule")};
-  GuardedBuffer workspace(call.workspace_size(), "schedule workspace");
-  owned.schedule = call.build(owned.memory, workspace);
-  return owned;
-}
-
 RowValues row_values(Tensor& tensor) {
   if (tensor.element() == Element::f64) return tensor.data<double>();
   return tensor.data<float>();
@@ -106,23 +97,20 @@ Results::Results(const Data& data) {
   dbias = Tensor("dbias", element_of(p.bias_dtype), p.bias_shape, layout, true);
 }
 
-ForwardArgs forward_args(const Data& data, const Schedule& schedule, Results& results) {
+ForwardArgs forward_args(const Data& data, Results& results) {
   return {.problem = data.problem,
           .in = data.inputs(),
-          .schedule = schedule,
           .out = results.out.view(),
           .lse = row_values(results.lse),
           .lse_low = row_values(results.lse_low)};
 }
 
-BackwardArgs backward_args(const Data& data, const Schedule& schedule, Results& results,
-                           const Wanted& wanted) {
+BackwardArgs backward_args(const Data& data, Results& results, const Wanted& wanted) {
   const auto gradient = [](bool is_wanted, Tensor& tensor) {
     return is_wanted ? tensor.view() : Tensor4{};
   };
   return {.problem = data.problem,
           .in = data.inputs(),
-          .schedule = schedule,
           .out = results.out.const_view(),
           .lse = row_values(results.lse),
           .lse_low = row_values(results.lse_low),
@@ -135,8 +123,7 @@ BackwardArgs backward_args(const Data& data, const Schedule& schedule, Results& 
 }
 
 void run_forward(const Data& data, const RunOptions& options, Results& results) {
-  const OwnedSchedule owned = make_schedule(data, Direction::forward, options.backend);
-  ForwardArgs args = forward_args(data, owned.schedule, results);
+  ForwardArgs args = forward_args(data, results);
   if (!options.lse_low) args.lse_low = nullptr;
   run_in_new_workspace(ForwardCall(args, options.execution, options.backend),
                        options.workspace_fill);
@@ -145,8 +132,7 @@ void run_forward(const Data& data, const RunOptions& options, Results& results) 
 }
 
 void run_backward(const Data& data, const RunOptions& options, Results& results) {
-  const OwnedSchedule owned = make_schedule(data, Direction::backward, options.backend);
-  BackwardArgs args = backward_args(data, owned.schedule, results, options.wanted);
+  BackwardArgs args = backward_args(data, results, options.wanted);
   if (!options.lse_low) args.lse_low = nullptr;
   run_in_new_workspace(BackwardCall(args, options.execution, options.backend),
                        options.workspace_fill);

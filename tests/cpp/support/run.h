@@ -51,13 +51,6 @@ struct OwnedTileLists {
 };
 OwnedTileLists make_tile_lists(const TileListArgs& args, const Execution& execution);
 
-// The schedule of `data` for a direction, in a guarded buffer of exactly its size.
-struct OwnedSchedule {
-  Schedule schedule;
-  GuardedBuffer memory;
-};
-OwnedSchedule make_schedule(const Data& data, Direction direction, std::string_view backend);
-
 struct Wanted {
   bool dq = true;
   bool dk = true;
@@ -83,9 +76,8 @@ struct Results {
 RowValues row_values(Tensor& tensor);
 
 // The arguments of the calls, with results as their outputs.
-ForwardArgs forward_args(const Data& data, const Schedule& schedule, Results& results);
-BackwardArgs backward_args(const Data& data, const Schedule& schedule, Results& results,
-                           const Wanted& wanted = {});
+ForwardArgs forward_args(const Data& data, Results& results);
+BackwardArgs backward_args(const Data& data, Results& results, const Wanted& wanted = {});
 
 // Both functions use a workspace of exactly workspace_size bytes, and fail the running test if anything outside
 // of the outputs' elements and the workspace was written.

@@ -346,17 +346,11 @@ struct SlotWorkspace {
 
 }  // namespace
 
-KeySlotBuffers take_key_slots(ScheduleAllocator& memory, const KeySlotShape& shape) {
-  return {.count = memory.take<std::int32_t>(shape.rows),
-          .arrivals = memory.take<std::int32_t>(shape.rows * shape.seqlen_k),
-          .successor = memory.take<std::int32_t>(shape.rows * shape.seqlen_k),
-          .starts = memory.take<std::int32_t>(shape.rows * shape.segments * shape.slots)};
-}
-
-std::size_t key_slot_bytes(const KeySlotShape& shape) {
-  ScheduleAllocator counted(nullptr);
-  take_key_slots(counted, shape);
-  return counted.used();
+KeySlotBuffers take_key_slots(WorkspaceAllocator& workspace, const KeySlotShape& shape) {
+  return {.count = workspace.take<std::int32_t>(shape.rows),
+          .arrivals = workspace.take<std::int32_t>(shape.rows * shape.seqlen_k),
+          .successor = workspace.take<std::int32_t>(shape.rows * shape.seqlen_k),
+          .starts = workspace.take<std::int32_t>(shape.rows * shape.segments * shape.slots)};
 }
 
 int slot_shared_bytes() { return sizeof(AssignSlotsKernel::SharedStorage); }

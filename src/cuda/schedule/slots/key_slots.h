@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cuda/primitives/device_workspace.h"
 #include "flash_dmattn/execution.h"
 #include "selection/query_tile_lists.h"
 
@@ -44,9 +45,8 @@ struct KeySlots : KeySlotArrays<const std::int32_t> {
   KeySlotShape shape;
 };
 
-// Takes the arrays of a schedule from memory, one after another, or computes their bytes.
-KeySlotBuffers take_key_slots(ScheduleAllocator& memory, const KeySlotShape& shape);
-std::size_t key_slot_bytes(const KeySlotShape& shape);
+// The arrays in a workspace.
+KeySlotBuffers take_key_slots(WorkspaceAllocator& workspace, const KeySlotShape& shape);
 
 std::size_t slot_workspace_size(const TileListArgs& args);
 

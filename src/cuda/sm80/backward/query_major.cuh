@@ -110,12 +110,12 @@ struct QueryMajorBackwardKernel {
       typename DqTile::Accumulators dq;
       clear(dq);
 
-      const bool keys_ascend = Ordered && has_ascending_keys();
       dbias.clear(row_end, P.warps, 0, kv.begin() * P.keys);
       for (int n = kv.begin(); kv.has(n); ++n) {
-        const int order = keys_ascend ? kv.key(n, kv.size(n) - 1) : last_order_index;
+        // The last key of the tile is its order index. Lists of a deterministic call go by position.
+        const int order = Ordered ? kv.key(n, kv.size(n) - 1) : 0;
         kv.acquire(n);
-        if (keys_ascend) semaphore.advance(order);
+        if (Ordered) semaphore.advance(order);
         if ((kv.state(n) & Pipeline::KeyInfo::touched) != 0) {
           ScoreAccumulators probabilities;
           ScoreAccumulators slopes;
@@ -168,18 +168,6 @@ struct QueryMajorBackwardKernel {
         clear_non_finite<T, QueryRows>(block, shared_address(shared.dout));
       if ((flags & q_not_finite) != 0)
         clear_non_finite<T, QueryRows>(block, shared_address(shared.q));
-    }
-
-    // Whether the keys that the block visits can be its order indices. The full and the partial keys of a list ascend
-    // separately, but not together.
-    __device__ bool has_ascending_keys() const {
-      if (p.tile_lists.keys == nullptr) return true;
-      const std::int64_t list = tile.batch * p.tile_lists.stride_batch +
-                                tile.kv_head * p.tile_lists.stride_head +
-                                tile.row / static_cast<int>(p.tile_lists.tile_rows);
-      const int* const keys = p.tile_lists.keys + p.tile_lists.begin[list];
-      const int full = p.tile_lists.full[list];
-      return full == 0 || full == p.tile_lists.count[list] || keys[full - 1] < keys[full];
     }
 
     // Computes P of a key tile, also in shared memory, and the slope of a softcap.

@@ -6,12 +6,12 @@
 #include "cuda/attention/problem.h"
 #include "cuda/device_plan.h"
 #include "cuda/primitives/math.cuh"
+#include "cuda/schedule/schedule.h"
 #include "cuda/sm80/dispatch.h"
 #include "cuda/sm80/few_queries/launch.h"
 #include "cuda/stages/stages.h"
 #include "flash_dmattn/error.h"
 #include "kv_cache_views.h"
-#include "selection/schedule_contents.h"
 
 namespace flash_dmattn::cuda::sm80::few_queries {
 namespace {
@@ -31,12 +31,12 @@ class SplitPlan {
   std::size_t bytes;
 
   SplitPlan(const ForwardArgs& args, const DeviceProperties& device)
-      : choice_(choose_kernel(args.problem, shared_class(device))), params_(cuda::params_of(args)) {
+      : schedule_(args.problem, args.in.visibility, ListSchedule::Order::full_first),
+        choice_(choose_kernel(args.problem, shared_class(device))),
+        params_(cuda::params_of(args)) {
     const Problem& p = args.problem;
     mark_elementwise(params_.score, p);
-    const std::int64_t most_keys =
-        args.schedule.empty() ? p.seqlen_k
-                              : std::min(p.seqlen_k, ScheduleContents::of(args.schedule).capacity);
+    const std::int64_t most_keys = schedule_.exists() ? schedule_.capacity() : p.seqlen_k;
     params_.split = split_keys(p, policy(choice_), most_keys, device);
     bytes = place(args, nullptr);
   }
@@ -45,6 +45,7 @@ class SplitPlan {
     const auto stream = static_cast<cudaStream_t>(execution.stream);
     SplitPlan placed = *this;
     placed.place(args, execution.workspace);
+    placed.schedule_.build(execution);
     placed.params_.key_ranges = find_key_ranges(args.problem, args.in, placed.key_ranges_, stream);
     dispatch(choice_, [&]<class T, int D, SharedClass S>() {
       launch_split<T, D, S>(choice_, placed.params_, stream);
@@ -57,9 +58,11 @@ class SplitPlan {
   // Sets the pointers into the workspace, and returns its size. With a null base it only counts.
   std::size_t place(const ForwardArgs& args, void* base) {
     WorkspaceAllocator workspace(base);
-    key_ranges_ = allocate_key_ranges(args.problem, args.in, !args.schedule.empty(), workspace);
+    schedule_.place(workspace);
+    params_.tile_lists = schedule_.lists();
+    key_ranges_ = allocate_key_ranges(args.problem, args.in, schedule_.exists(), workspace);
     allocate_sums(args.problem, choice_, params_, workspace);
-    return workspace.used();
+    return workspace.bytes();
   }
 
   // A mask or a bias that differs between the query heads of a group is read like one with a query dimension.
@@ -72,6 +75,7 @@ class SplitPlan {
     }
   }
 
+  ListSchedule schedule_;
   Choice choice_;
   Params params_;
   KeyRangeWorkspace key_ranges_;

@@ -1,7 +1,6 @@
 #include <string_view>
 
 #include "cuda/attention/problem.h"
-#include "cuda/device_plan.h"
 #include "cuda/primitives/integers.h"
 #include "cuda/primitives/launch.h"
 #include "cuda/sm90/backward/launch.h"
@@ -26,7 +25,7 @@ std::string_view name_of(const BackwardVariant& variant) {
   return "";
 }
 
-BackwardVariant choose_variant(const BackwardArgs& args) {
+BackwardVariant choose_variant(const BackwardArgs& args, bool has_slots) {
   const Problem& p = args.problem;
   if (is_dense(p.mask_shape) || is_dense(p.bias_shape)) {
     const ScoreParams score = score_of(p, args.in);
@@ -38,8 +37,7 @@ BackwardVariant choose_variant(const BackwardArgs& args) {
   const auto differs_in_group = [&](const BroadcastShape& shape) {
     return shape[1] == p.heads_q && p.heads_q != p.heads_kv && shape[1] > 1;
   };
-  if (has_intervals && !args.schedule.empty() && !differs_in_group(p.mask_shape) &&
-      !differs_in_group(p.bias_shape)) {
+  if (has_slots && !differs_in_group(p.mask_shape) && !differs_in_group(p.bias_shape)) {
     return {.placement = KeyPlacement::slots, .delays = p.bias_delay != 0};
   }
   const bool has_info = has_intervals || has(p.mask_shape) || has(p.bias_shape);
@@ -49,9 +47,9 @@ BackwardVariant choose_variant(const BackwardArgs& args) {
 
 }  // namespace
 
-BackwardChoice choose_backward(const BackwardArgs& args) {
+BackwardChoice choose_backward(const BackwardArgs& args, bool has_slots) {
   const Problem& p = args.problem;
-  const BackwardVariant variant = choose_variant(args);
+  const BackwardVariant variant = choose_variant(args, has_slots);
   const int head_dim = head_dim_bucket(static_cast<int>(p.head_dim), variant);
   const int smallest = smallest_value_dim(head_dim);
   return {p.dtype, head_dim, value_dim_of(p) <= smallest ? smallest : head_dim,
@@ -91,6 +89,7 @@ void BackwardPlan::run(const BackwardArgs& args, const Execution& execution) con
   BackwardPlan placed = *this;
   placed.place(args, execution.workspace);
   const BackwardParams& p = placed.common;
+  if (variant().has_slots()) placed.schedule.build(execution);
   const Problem& problem = args.problem;
   const DType dtype = problem.dtype;
   const bool stores_dbias = p.dbias.data != nullptr && placed.has_dbias_sums();
@@ -112,11 +111,6 @@ void BackwardPlan::run(const BackwardArgs& args, const Execution& execution) con
   placed.dv.store(p.shape, stream);
   fix_or_recompute_gradients(p, dtype, stream);
   if (stores_dbias) store_dbias(args, placed.dbias_sums, stream);
-}
-
-void plan_backward(const BackwardArgs& args, const DeviceProperties& device,
-                   Plan<BackwardArgs>& plan) {
-  make_plan<OnDevice<BackwardPlan>>(args, device, plan);
 }
 
 std::vector<std::string> backward_names(const DeviceProperties&) {

@@ -28,7 +28,7 @@ struct BackwardChoice {
 // The name of a choice, such as "sm90 backward bf16 d128 block".
 std::string name(const BackwardChoice& choice);
 
-BackwardChoice choose_backward(const BackwardArgs& args);
+BackwardChoice choose_backward(const BackwardArgs& args, bool has_slots);
 
 // Launches the kernels of one dtype and head-dim bucket D, with the kernels before and after them. instances/ has a
 // template of their files.
@@ -38,8 +38,6 @@ void launch_backward(const BackwardChoice& choice, const BackwardKernelParams& p
 
 // The functions of the backward for the family's table (cuda/family.h).
 std::string decline_backward(const Problem& problem);
-void plan_backward(const BackwardArgs& args, const DeviceProperties& device,
-                   Plan<BackwardArgs>& plan);
 std::vector<std::string> backward_names(const DeviceProperties& device);
 
 }  // namespace flash_dmattn::cuda::sm90

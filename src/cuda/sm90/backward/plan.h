@@ -45,6 +45,7 @@ struct BackwardPlan {
   std::size_t bytes;  // of the workspace
 
   Problem problem;
+  SlotSchedule schedule;  // followed by the variants with slots
   BackwardChoice choice;
   BackwardParams common;  // parameters of the call, for kernels before and after the main loop
   BackwardKernelParams params{};
@@ -57,7 +58,8 @@ struct BackwardPlan {
 
   BackwardPlan(const BackwardArgs& args, const DeviceProperties& device)
       : problem(args.problem),
-        choice(choose_backward(args)),
+        schedule(problem, args.in.visibility, {slot_tile_rows, slot_segments}),
+        choice(choose_backward(args, schedule.exists())),
         common(params_of(args)),
         q(common.shape, args.in.q, common.shape.seqlen_q, common.shape.heads_q,
           common.shape.head_dim, query_form(common.score.scale)),
@@ -186,7 +188,7 @@ struct BackwardPlan {
     if (has_dbias_sums()) dbias_sums = workspace.take<float>(elements(dbias_accum_shape(p)));
     zeroed_bytes = workspace.used() - begin;
     params.dq_accum = workspace.take<float>(padded_rows * choice.head_dim);
-    return workspace.used();
+    return workspace.bytes();
   }
 
   void set_dbias(const BackwardArgs& args) {
@@ -240,7 +242,7 @@ struct BackwardPlan {
   void set_slots(const BackwardArgs& args, const DeviceProperties& device) {
     const Problem& p = args.problem;
     SlotParams& slots = params.slots;
-    slots.slots = key_slots(args.schedule, {slot_tile_rows, slot_segments});
+    slots.slots = schedule.slots();
     const auto [batch, heads] = p.intervals_shape;
     slots.row_head = heads > 1 ? 1 : 0;
     slots.row_batch = batch > 1 ? heads : 0;
@@ -262,6 +264,8 @@ struct BackwardPlan {
     const std::int64_t rows = std::int64_t{slots.partition.cut_parts()} * 2 * slots.work_slots;
     slots.part_sums = workspace.take<float>(rows * (choice.head_dim + choice.value_dim));
     slots.part_dbias = workspace.take<float>(rows);
+    schedule.place(workspace);
+    slots.slots = schedule.slots();
   }
 };
 
