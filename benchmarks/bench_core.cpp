@@ -136,10 +136,8 @@ class Attention {
   }
 
   void select() {
-    fd::Execution execution = execution_;
-    execution.workspace_bytes = fd::select_workspace_size(selection_, execution);
-    execution.workspace = workspace_.of(execution.workspace_bytes).data();
-    fd::select_key_intervals(selection_, execution);
+    const fd::SelectCall call(selection_, execution_);
+    call.run(workspace_.of(call.workspace_size()));
   }
 
   void forward_run() { forward_->run(workspace_.of(forward_->workspace_size())); }

@@ -18,15 +18,13 @@
 // and intervals is 0, and no stride is dense_stride. A backend only declines problems, in words.
 namespace flash_dmattn {
 
-enum class Direction : std::uint8_t { forward, backward };
-
-// The kernels of a backend that compute the problems of one direction, or the decode steps of a cache. Each backend has
-// its own type.
-struct KernelSet;
+// Plans a call: decides its kernels and lays out its workspace.
+template <class Args>
+using PlanFunction = void (*)(const Args&, const Execution&, Plan<Args>&);
 
 // The functions of selection.h, and the tile lists of query_tile_lists.h. Sizes follow from the arguments alone on a GPU.
 struct SelectionBackend {
-  void (*plan_select)(const SelectionArgs&, const Execution&, Plan<SelectionArgs>&);
+  PlanFunction<SelectionArgs> plan_select;
 
   std::size_t (*tile_lists_workspace_size)(const TileListArgs&, const Execution&);
   std::int64_t (*tile_list_entries)(const TileListArgs&, const Execution&);
@@ -41,29 +39,23 @@ struct SelectionBackend {
 
 // The functions of kv_cache.h.
 struct KvBackend {
-  // The kernels of the decode steps of such a cache; null, with the reason, if the backend keeps none.
-  const KernelSet* (*find_kernels)(const KvCacheShape&, std::string& reason);
+  // The plans of the decode steps of such a cache; null, with the reason, if the backend keeps none.
+  PlanFunction<DecodeStepArgs> (*find_decode_step)(const KvCacheShape&, std::string& reason);
   void (*clear)(const KvCache&, const Execution&);
   void (*copy_rows)(const CopyRowsArgs&, const Execution&);
   void (*fill)(const FillArgs&, const Execution&);
   void (*append)(const AppendArgs&, const Execution&);
-  void (*plan_pending_intervals)(const PendingIntervalsArgs&, const Execution&,
-                                 Plan<PendingIntervalsArgs>&);
-  void (*plan_commit)(const CommitArgs&, const Execution&, Plan<CommitArgs>&);
-  void (*plan_decode_step)(const KernelSet&, const DecodeStepArgs&, const Execution&,
-                           Plan<DecodeStepArgs>&);
+  PlanFunction<PendingIntervalsArgs> plan_pending_intervals;
+  PlanFunction<CommitArgs> plan_commit;
 };
 
 struct Backend {
   std::string_view name;
   Device device;  // where it computes
   BackendInfo (*info)();
-  // The kernels that compute a problem; null, with the reason, if the backend has none.
-  const KernelSet* (*find_kernels)(const Problem&, Direction, std::string& reason);
-  // Outputs without data are not known yet, and the workspace suffices for any outputs.
-  void (*plan_forward)(const KernelSet&, const ForwardArgs&, const Execution&, Plan<ForwardArgs>&);
-  void (*plan_backward)(const KernelSet&, const BackwardArgs&, const Execution&,
-                        Plan<BackwardArgs>&);
+  // The plans of a problem's calls; null, with the reason, if the backend does not compute it.
+  PlanFunction<ForwardArgs> (*find_forward)(const Problem&, std::string& reason);
+  PlanFunction<BackwardArgs> (*find_backward)(const Problem&, std::string& reason);
   // The names of all main kernels that can run on this machine.
   std::vector<std::string> (*kernels)();
 

@@ -8,8 +8,6 @@
 // How backends write plans (flash_dmattn/plan.h).
 namespace flash_dmattn {
 
-struct KernelSet;  // src/backend.h
-
 namespace detail {
 
 template <class Content, class Plan>
@@ -27,15 +25,15 @@ const Content& emplace(Plan& plan, const Arguments&... arguments) {
 }  // namespace detail
 
 // Makes a plan whose content is a value of `Content`, a class of the backend, which has
-//   Content(const Args&, const Context&)             chooses and lays out; the context is an Execution or a device
+//   Content(const Args&, const Execution&)           chooses and lays out
 //   std::size_t bytes                                of the workspace
 //   void run(const Args&, const Execution&) const
 //   std::string kernel_name() const                  if the plan has a main kernel
-template <class Content, class Args, class Context>
-void make_plan(const Args& args, const Context& context, Plan<Args>& plan) {
-  plan.workspace_size = detail::emplace<Content>(plan, args, context).bytes;
-  plan.run = [](const Plan<Args>& own, const Args& own_args, const Execution& execution) {
-    detail::content_of<Content>(own).run(own_args, execution);
+template <class Content, class Args>
+void make_plan(const Args& args, const Execution& execution, Plan<Args>& plan) {
+  plan.workspace_size = detail::emplace<Content>(plan, args, execution).bytes;
+  plan.run = [](const Plan<Args>& own, const Args& own_args, const Execution& own_execution) {
+    detail::content_of<Content>(own).run(own_args, own_execution);
   };
   plan.kernel_name = [](const Plan<Args>& own) {
     if constexpr (requires(const Content& content) { content.kernel_name(); }) {
@@ -44,13 +42,6 @@ void make_plan(const Args& args, const Context& context, Plan<Args>& plan) {
       return std::string();
     }
   };
-}
-
-// The same for a backend whose kernels are for every problem.
-template <class Content, class Args>
-void plan_with_any_kernels(const KernelSet&, const Args& args, const Execution& execution,
-                           Plan<Args>& plan) {
-  make_plan<Content>(args, execution, plan);
 }
 
 // A plan that decides nothing: one function sizes its workspace, another runs it.

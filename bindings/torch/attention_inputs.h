@@ -1,6 +1,5 @@
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -45,22 +44,6 @@ struct Options {
   bool saturate;
   bool deterministic;
 };
-
-inline std::array<std::int64_t, 4> query_shape(const Problem& p) {
-  return {p.batch, p.seqlen_q, p.heads_q, p.head_dim};
-}
-
-inline std::array<std::int64_t, 4> key_shape(const Problem& p) {
-  return {p.batch, p.seqlen_k, p.heads_kv, p.head_dim};
-}
-
-inline std::array<std::int64_t, 4> value_shape(const Problem& p) {
-  return {p.batch, p.seqlen_k, p.heads_kv, p.value_dim};
-}
-
-inline std::array<std::int64_t, 4> out_shape(const Problem& p) {
-  return {p.batch, p.seqlen_q, p.heads_q, p.value_dim};
-}
 
 // Takes `tensor` into the call and returns its view.
 ConstTensor4 take_rows(Attention& call, const Tensor& tensor);

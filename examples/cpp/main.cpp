@@ -74,7 +74,7 @@ const fd::Problem problem = {
 
 // Scores -> the interval of queries in which each key is visible.
 fd::KeyBound select_keys(const std::vector<float>& scores, std::vector<fd::KeyInterval>& intervals,
-                         fd::Execution execution, Memory& workspace) {
+                         const fd::Execution& threads, Memory& workspace) {
   const fd::SelectionArgs selection = {
       .batch = batch,
       .heads = heads_kv,
@@ -85,9 +85,8 @@ fd::KeyBound select_keys(const std::vector<float>& scores, std::vector<fd::KeyIn
       .scores_dtype = fd::DType::f32,
       .intervals = intervals.data(),
   };
-  execution.workspace_bytes = fd::select_workspace_size(selection, execution);
-  execution.workspace = workspace.of(execution.workspace_bytes).data();
-  fd::select_key_intervals(selection, execution);
+  const fd::SelectCall call(selection, threads);
+  call.run(workspace.of(call.workspace_size()));
   return fd::key_bound(selection);
 }
 

@@ -110,15 +110,9 @@ std::vector<std::string> kernel_names(std::string_view backend);
 // Throws InvalidArgument for a name that no backend has and for a problem that is not one.
 std::string supports(const Problem& problem, std::string_view backend = {});
 
-// Workspace bytes of a call. The arguments are those of the call; outputs need not be set, and the CPU
-// reads the intervals.
-std::size_t forward_workspace_size(const ForwardArgs& args, const Execution& execution,
-                                   std::string_view backend = {});
-std::size_t backward_workspace_size(const BackwardArgs& args, const Execution& execution,
-                                    std::string_view backend = {});
-
-// Every element of every output is written. All check their arguments first and throw InvalidArgument
-// with nothing written. On a GPU they only enqueue work on execution.stream.
+// Every element of every output is written. Both check their arguments first and throw InvalidArgument
+// with nothing written. The workspace is that of Execution, of ForwardCall::workspace_size bytes (calls.h), or
+// BackwardCall's. On a GPU they only enqueue work on execution.stream.
 void forward(const ForwardArgs& args, const Execution& execution, std::string_view backend = {});
 void backward(const BackwardArgs& args, const Execution& execution, std::string_view backend = {});
 

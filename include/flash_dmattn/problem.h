@@ -64,6 +64,20 @@ constexpr std::int64_t value_dim_of(const Problem& p) {
   return p.value_dim == 0 ? p.head_dim : p.value_dim;
 }
 
+// The shapes of q, k, v and out.
+constexpr std::array<std::int64_t, 4> query_shape(const Problem& p) {
+  return {p.batch, p.seqlen_q, p.heads_q, p.head_dim};
+}
+constexpr std::array<std::int64_t, 4> key_shape(const Problem& p) {
+  return {p.batch, p.seqlen_k, p.heads_kv, p.head_dim};
+}
+constexpr std::array<std::int64_t, 4> value_shape(const Problem& p) {
+  return {p.batch, p.seqlen_k, p.heads_kv, value_dim_of(p)};
+}
+constexpr std::array<std::int64_t, 4> out_shape(const Problem& p) {
+  return {p.batch, p.seqlen_q, p.heads_q, value_dim_of(p)};
+}
+
 // 1 / sqrt(head_dim).
 double default_scale(std::int64_t head_dim);
 

@@ -62,11 +62,9 @@ struct SelectionArgs {
   KeyInterval* intervals = nullptr;  // out: [B, Hkv, Sk] dense
 };
 
-std::size_t select_workspace_size(const SelectionArgs& args, const Execution& execution);
-
 // Writes every interval; never-visible keys get {0, 0}. O(Sk log w) time per row, rows in parallel.
 // Throws InvalidArgument. On a GPU: scores f32, bf16 or f16, Sk <= 2^23, `intervals` aligned to 8 bytes;
-// the call only enqueues work on execution.stream.
+// the call only enqueues work on execution.stream. The workspace has SelectCall::workspace_size bytes (calls.h).
 void select_key_intervals(const SelectionArgs& args, const Execution& execution);
 
 // A choice per query among the keys that a dense mask or bias leaves, where no intervals express it.

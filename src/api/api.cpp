@@ -18,18 +18,27 @@
 namespace flash_dmattn {
 namespace {
 
-// The backend that computes a validated problem in a direction.
-FoundBackend find_backend(const Problem& problem, Direction direction, std::string_view name) {
-  return find_backend(problem.device, name, [&](const Backend& backend, std::string& reason) {
-    return backend.find_kernels(problem, direction, reason);
+template <class Args>
+using FindPlan = PlanFunction<Args> (*)(const Problem&, std::string& reason);
+
+// The backend that computes a validated problem; `find_plan` is the member of a direction.
+template <class Args>
+FoundBackend<Args> find_backend(const Problem& problem, std::string_view name,
+                                FindPlan<Args> Backend::* find_plan) {
+  return find_backend<Args>(problem.device, name, [&](const Backend& backend, std::string& reason) {
+    return (backend.*find_plan)(problem, reason);
   });
 }
 
-FoundBackend choose_backend(const Problem& problem, Direction direction, std::string_view name) {
-  validate(problem);
-  const FoundBackend found = find_backend(problem, direction, name);
-  require_backend(found, name, "one that supports the problem");
-  return found;
+template <class Args>
+Args plan_attention(const Args& args, const Execution& execution, std::string_view name,
+                    FindPlan<Args> Backend::* find_plan, Plan<Args>& plan) {
+  validate(args.problem);
+  const auto found = require_backend(find_backend(args.problem, name, find_plan), name,
+                                     "one that supports the problem");
+  Args valid = validated(args);
+  found.plan(valid, execution, plan);
+  return valid;
 }
 
 }  // namespace
@@ -64,8 +73,8 @@ std::vector<std::string> kernel_names(std::string_view name) {
 
 std::string supports(const Problem& problem, std::string_view name) {
   validate(problem);
-  std::string reasons = find_backend(problem, Direction::forward, name).reasons;
-  return reasons.empty() ? find_backend(problem, Direction::backward, name).reasons : reasons;
+  std::string reasons = find_backend(problem, name, &Backend::find_forward).reasons;
+  return reasons.empty() ? find_backend(problem, name, &Backend::find_backward).reasons : reasons;
 }
 
 const Backend& backend_of(Device device) {
@@ -83,61 +92,18 @@ const Backend& backend_of(Device device) {
 
 // ---- Attention -----------------------------------------------------------------------------------
 
-namespace {
-
-void plan_with(const FoundBackend& found, const ForwardArgs& args, const Execution& execution,
-               Plan<ForwardArgs>& plan) {
-  found.backend->plan_forward(*found.kernels, args, execution, plan);
-}
-void plan_with(const FoundBackend& found, const BackwardArgs& args, const Execution& execution,
-               Plan<BackwardArgs>& plan) {
-  found.backend->plan_backward(*found.kernels, args, execution, plan);
-}
-
-// The workspace of a call whose outputs are not set yet.
-template <class Args>
-std::size_t size_alone(const Args& args, Direction direction, const Execution& execution,
-                       std::string_view name) {
-  const FoundBackend found = choose_backend(args.problem, direction, name);
-  require_workers(execution);
-  Plan<Args> plan;
-  plan_with(found, with_validated_inputs(args), execution, plan);
-  return plan.workspace_size;
-}
-
-template <class Args>
-Args plan_attention(const Args& args, Direction direction, const Execution& execution,
-                    std::string_view name, Plan<Args>& plan) {
-  const FoundBackend found = choose_backend(args.problem, direction, name);
-  Args valid = validated(args);
-  plan_with(found, valid, execution, plan);
-  return valid;
-}
-
-}  // namespace
-
 ForwardArgs plan_call(const ForwardArgs& args, const Execution& execution, std::string_view name,
                       Plan<ForwardArgs>& plan) {
-  return plan_attention(args, Direction::forward, execution, name, plan);
+  return plan_attention(args, execution, name, &Backend::find_forward, plan);
 }
 
 BackwardArgs plan_call(const BackwardArgs& args, const Execution& execution, std::string_view name,
                        Plan<BackwardArgs>& plan) {
-  return plan_attention(args, Direction::backward, execution, name, plan);
+  return plan_attention(args, execution, name, &Backend::find_backward, plan);
 }
 
 template class CheckedCall<ForwardArgs>;
 template class CheckedCall<BackwardArgs>;
-
-std::size_t forward_workspace_size(const ForwardArgs& args, const Execution& execution,
-                                   std::string_view name) {
-  return size_alone(args, Direction::forward, execution, name);
-}
-
-std::size_t backward_workspace_size(const BackwardArgs& args, const Execution& execution,
-                                    std::string_view name) {
-  return size_alone(args, Direction::backward, execution, name);
-}
 
 void forward(const ForwardArgs& args, const Execution& execution, std::string_view name) {
   ForwardCall(args, execution, name).run(workspace_of(execution));

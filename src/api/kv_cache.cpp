@@ -20,9 +20,9 @@ namespace {
 
 // ---- Backends ------------------------------------------------------------------------------------
 
-// The kernels of the decode steps of such a cache; null, with the reason, if the backend keeps none.
-const KernelSet* find_kernels(const Backend& backend, const KvCacheShape& shape,
-                              std::string& reason) {
+// The plans of the decode steps of such a cache; null, with the reason, if the backend keeps none.
+PlanFunction<DecodeStepArgs> find_decode_step(const Backend& backend, const KvCacheShape& shape,
+                                              std::string& reason) {
   if (backend.device != shape.device) {
     reason = "computes in " + std::string(name_of(backend.device)) + " memory";
     return nullptr;
@@ -32,19 +32,18 @@ const KernelSet* find_kernels(const Backend& backend, const KvCacheShape& shape,
     reason = info.available ? "keeps no KV caches" : info.reason;
     return nullptr;
   }
-  return backend.kv->find_kernels(shape, reason);
+  return backend.kv->find_decode_step(shape, reason);
 }
 
-FoundBackend find_backend(const KvCacheShape& shape, std::string_view name) {
-  return find_backend(shape.device, name, [&](const Backend& backend, std::string& reason) {
-    return find_kernels(backend, shape, reason);
-  });
+FoundBackend<DecodeStepArgs> find_backend(const KvCacheShape& shape, std::string_view name) {
+  return find_backend<DecodeStepArgs>(shape.device, name,
+                                      [&](const Backend& backend, std::string& reason) {
+                                        return find_decode_step(backend, shape, reason);
+                                      });
 }
 
-FoundBackend choose_backend(const KvCacheShape& shape, std::string_view name) {
-  const FoundBackend found = find_backend(shape, name);
-  require_backend(found, name, "one that keeps the cache");
-  return found;
+FoundBackend<DecodeStepArgs> choose_backend(const KvCacheShape& shape, std::string_view name) {
+  return require_backend(find_backend(shape, name), name, "one that keeps the cache");
 }
 
 // The functions of the backend that keeps such caches.
@@ -170,8 +169,7 @@ CommitArgs plan_call(const CommitArgs& args, const Execution& execution, std::st
 DecodeStepArgs plan_call(const DecodeStepArgs& args, const Execution& execution,
                          std::string_view backend, Plan<DecodeStepArgs>& plan) {
   const DecodeStepArgs valid = validated(args);
-  const FoundBackend found = choose_backend(valid.cache.shape, backend);
-  found.backend->kv->plan_decode_step(*found.kernels, valid, execution, plan);
+  choose_backend(valid.cache.shape, backend).plan(valid, execution, plan);
   return valid;
 }
 

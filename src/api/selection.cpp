@@ -65,24 +65,14 @@ TileListArgs tile_list_args(const MeasureArgs& args) {
 
 // ---- Selection -----------------------------------------------------------------------------------
 
-namespace {
-
-SelectionArgs plan_selection(const SelectionArgs& args, const Execution& execution,
-                             Plan<SelectionArgs>& plan) {
-  const SelectionArgs resolved = with_resolved_strides(args);
-  selection_of(args.device).plan_select(resolved, execution, plan);
-  return resolved;
-}
-
-}  // namespace
-
 SelectionArgs plan_call(const SelectionArgs& args, const Execution& execution,
                         std::string_view backend, Plan<SelectionArgs>& plan) {
   if (!backend.empty()) {
     throw InvalidArgument("backend", "\"" + std::string(backend) + "\"",
                           "\"\", as the device of the scores selects");
   }
-  const SelectionArgs resolved = plan_selection(args, execution, plan);
+  const SelectionArgs resolved = with_resolved_strides(args);
+  selection_of(args.device).plan_select(resolved, execution, plan);
   const bool has_keys = args.batch * args.heads * args.seqlen_k > 0;
   require_pointer("scores", args.scores, has_keys);
   require_pointer("intervals", args.intervals, has_keys);
@@ -90,12 +80,6 @@ SelectionArgs plan_call(const SelectionArgs& args, const Execution& execution,
 }
 
 template class CheckedCall<SelectionArgs>;
-
-std::size_t select_workspace_size(const SelectionArgs& args, const Execution& execution) {
-  Plan<SelectionArgs> plan;
-  plan_selection(args, execution, plan);
-  return plan.workspace_size;
-}
 
 void select_key_intervals(const SelectionArgs& args, const Execution& execution) {
   SelectCall(args, execution).run(workspace_of(execution));

@@ -296,18 +296,10 @@ Inputs validated(const Problem& p, const Inputs& in) {
 
 }  // namespace
 
-template <class Args>
-Args with_validated_inputs(const Args& args) {
-  Args result = args;
-  result.in = validated(args.problem, args.in);
-  return result;
-}
-template ForwardArgs with_validated_inputs(const ForwardArgs& args);
-template BackwardArgs with_validated_inputs(const BackwardArgs& args);
-
 ForwardArgs validated(const ForwardArgs& args) {
   const Problem& p = args.problem;
-  ForwardArgs result = with_validated_inputs(args);
+  ForwardArgs result = args;
+  result.in = validated(p, args.in);
   check_output("out", args.out, out_shape(p));
   check_lse(args.lse, args.lse_low, p);
   return result;
@@ -315,7 +307,8 @@ ForwardArgs validated(const ForwardArgs& args) {
 
 BackwardArgs validated(const BackwardArgs& args) {
   const Problem& p = args.problem;
-  BackwardArgs result = with_validated_inputs(args);
+  BackwardArgs result = args;
+  result.in = validated(p, args.in);
   check_input("out", args.out, out_shape(p));
   check_lse(args.lse, args.lse_low, p);
   check_input("dout", args.dout, out_shape(p));

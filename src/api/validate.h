@@ -19,12 +19,7 @@ void validate(const Problem& problem);
 // their size is 1, and no stride is dense_stride.
 Visibility validated(const Problem& problem, const Visibility& visibility);
 
-// Checks the inputs, which workspace sizes depend on (the problem has been validated). Returns the arguments as backends
-// see them.
-template <class Args>
-Args with_validated_inputs(const Args& args);
-
-// Check all arguments of a call and return them as backends see them.
+// Check all arguments of a call, whose problem has been validated, and return them as backends see them.
 ForwardArgs validated(const ForwardArgs& args);
 BackwardArgs validated(const BackwardArgs& args);
 
@@ -36,20 +31,6 @@ void check_output(std::string_view argument, const Tensor4& tensor,
                   const std::array<std::int64_t, 4>& shape);
 
 // ---- Shapes ----
-
-// The shapes of q, k, v and out.
-inline std::array<std::int64_t, 4> query_shape(const Problem& p) {
-  return {p.batch, p.seqlen_q, p.heads_q, p.head_dim};
-}
-inline std::array<std::int64_t, 4> key_shape(const Problem& p) {
-  return {p.batch, p.seqlen_k, p.heads_kv, p.head_dim};
-}
-inline std::array<std::int64_t, 4> value_shape(const Problem& p) {
-  return {p.batch, p.seqlen_k, p.heads_kv, value_dim_of(p)};
-}
-inline std::array<std::int64_t, 4> out_shape(const Problem& p) {
-  return {p.batch, p.seqlen_q, p.heads_q, value_dim_of(p)};
-}
 
 template <std::size_t Size>
 bool has_elements(const std::array<std::int64_t, Size>& shape) {

@@ -9,7 +9,6 @@
 #include "cpu/kv_cache.h"
 #include "cpu/make_task.h"
 #include "cpu/selection/selection.h"
-#include "cpu/strided_elements.h"
 #include "plan.h"
 
 // The CPU's row of the table of backends. Like everything except the kernels, it is compiled for the baseline.
@@ -26,10 +25,10 @@ std::string decline(const Problem& p) {
   return decline_other_device(p, "cpu", Device::cpu);
 }
 
-// One set of kernels for every problem, of the chosen instruction set.
-const KernelSet* find_kernels(const Problem& p, Direction, std::string& reason) {
+template <class Content, class Args>
+PlanFunction<Args> find_plan(const Problem& p, std::string& reason) {
   reason = decline(p);
-  return reason.empty() ? kernel_set() : nullptr;
+  return reason.empty() ? make_plan<Content, Args> : nullptr;
 }
 
 }  // namespace
@@ -44,9 +43,8 @@ const Backend cpu_backend = {
         [] {
           return BackendInfo{"cpu", true, std::string(name_of(cpu::chosen_instruction_set().isa))};
         },
-    .find_kernels = cpu::find_kernels,
-    .plan_forward = plan_with_any_kernels<cpu::ForwardPlan>,
-    .plan_backward = plan_with_any_kernels<cpu::BackwardPlan>,
+    .find_forward = cpu::find_plan<cpu::ForwardPlan, ForwardArgs>,
+    .find_backward = cpu::find_plan<cpu::BackwardPlan, BackwardArgs>,
     .kernels =
         [] {
           const cpu::InstructionSet isa = cpu::chosen_instruction_set().isa;

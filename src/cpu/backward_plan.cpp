@@ -5,7 +5,7 @@
 #include "cpu/backward_units.h"
 #include "cpu/make_task.h"
 #include "cpu/reduce_dbias.h"
-#include "cpu/strided_elements.h"
+#include "float_types.h"
 #include "tasks.h"
 #include "workspace_allocator.h"
 
@@ -22,6 +22,23 @@ DbiasKind dbias_kind(const Task& t, const Term& dbias) {
                      (dbias.kv_head != 0 || t.heads_kv == 1) &&
                      (dbias.group_head != 0 || t.group == 1);
   return owned ? DbiasKind::dense : DbiasKind::dense_shared;
+}
+
+// Does nothing if the tensor has no data.
+void store_zeros(const Tensor4& tensor, DType dtype, const std::array<std::int64_t, 4>& shape) {
+  if (tensor.data == nullptr) return;
+  const auto& stride = tensor.stride;
+  for (std::int64_t i0 = 0; i0 < shape[0]; ++i0) {
+    for (std::int64_t i1 = 0; i1 < shape[1]; ++i1) {
+      for (std::int64_t i2 = 0; i2 < shape[2]; ++i2) {
+        for (std::int64_t i3 = 0; i3 < shape[3]; ++i3) {
+          const std::int64_t offset =
+              i0 * stride[0] + i1 * stride[1] + i2 * stride[2] + i3 * stride[3];
+          store(tensor.data, dtype, offset, 0);
+        }
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -27,11 +27,6 @@ std::span<const Candidate> allowed_instruction_sets();
 // The fastest allowed instruction set, mostly the largest, or that of choose_instruction_set().
 const Candidate& chosen_instruction_set();
 
-// The kernels of all problems. A plan takes those of chosen_instruction_set().
-inline const KernelSet* kernel_set() {
-  return reinterpret_cast<const KernelSet*>(chosen_instruction_set().kernels);
-}
-
 // The name of the main kernel of a direction.
 std::string kernel_name(std::string_view direction, InstructionSet isa);
 

@@ -6,18 +6,20 @@ namespace {
 
 constexpr const char* reason = "this build has no CUDA backend";
 
+template <class Args>
+PlanFunction<Args> find_plan(const Problem&, std::string& why) {
+  why = reason;
+  return nullptr;
+}
+
 }  // namespace
 
 const Backend cuda_backend = {
     .name = "cuda",
     .device = Device::cuda,
     .info = [] { return BackendInfo{"cuda", false, reason}; },
-    .find_kernels = [](const Problem&, Direction, std::string& why) -> const KernelSet* {
-      why = reason;
-      return nullptr;
-    },
-    .plan_forward = nullptr,
-    .plan_backward = nullptr,
+    .find_forward = find_plan<ForwardArgs>,
+    .find_backward = find_plan<BackwardArgs>,
     .kernels = [] { return std::vector<std::string>(); },
 };
 

@@ -22,20 +22,22 @@ std::span<const Family* const> capped_families() {
   throw InvalidArgument("FLASH_DMATTN_CUDA_FAMILY", cap, known);
 }
 
-// The first kernels that compute a problem, where the first member of every family is tried before the second member of
-// any. Null, with the reasons, if no kernels do.
-template <class Args>
-const Kernels<Args>* find_kernels(const Problem& p,
-                                  std::initializer_list<Kernels<Args> Family::*> members,
-                                  std::string& reasons) {
+// The plans of the first kernels that compute calls of a subject, where the first member of every family is tried before
+// the second member of any. Null, with the reasons, if no kernels do.
+template <class Args, class Subject>
+PlanFunction<Args> find_plan(const Subject& subject,
+                             std::initializer_list<Kernels<Args, Subject> Family::*> members,
+                             std::string& reasons) {
+  reasons = decline_driver();
+  if (!reasons.empty()) return nullptr;
   const DeviceProperties& device = current_device();
   for (const auto member : members) {
     for (const Family* family : families()) {
-      const Kernels<Args>& candidate = family->*member;
+      const Kernels<Args, Subject>& candidate = family->*member;
       if (!candidate) continue;
       std::string reason = family->decline_device(device);
-      if (reason.empty()) reason = candidate.decline(p);
-      if (reason.empty()) return &candidate;
+      if (reason.empty()) reason = candidate.decline(subject);
+      if (reason.empty()) return candidate.plan;
       reasons.append(reasons.empty() ? "" : "; ").append(family->name).append(": ");
       reasons.append(reason);
     }
@@ -43,63 +45,39 @@ const Kernels<Args>* find_kernels(const Problem& p,
   return nullptr;
 }
 
-// The kernels as the API knows them.
-template <class Kernels>
-const KernelSet* set_of(const Kernels* kernels) {
-  return reinterpret_cast<const KernelSet*>(kernels);
-}
-template <class Kernels>
-const Kernels& kernels_of(const KernelSet& set) {
-  return reinterpret_cast<const Kernels&>(set);
-}
-
-const KernelSet* find_kernels(const Problem& p, Direction direction, std::string& reason) {
-  reason = decline_other_device(p, "cuda", Device::cuda);
-  if (reason.empty()) reason = decline_driver();
-  if (!reason.empty()) return nullptr;
-  const bool forward = direction == Direction::forward;
-  const KernelSet* const set =
-      forward
-          ? set_of(find_kernels<ForwardArgs>(p, {&Family::few_queries, &Family::forward}, reason))
-          : set_of(find_kernels<BackwardArgs>(p, {&Family::backward}, reason));
-  if (set == nullptr) reason.insert(0, forward ? "forward: " : "backward: ");
-  return set;
-}
-
+// The same for attention, whose problem has memory of its own.
 template <class Args>
-void plan_attention(const KernelSet& set, const Args& args, const Execution&, Plan<Args>& plan) {
-  kernels_of<Kernels<Args>>(set).plan(args, current_device(), plan);
+PlanFunction<Args> find_attention(const Problem& p, std::string_view direction,
+                                  std::initializer_list<Kernels<Args> Family::*> members,
+                                  std::string& reason) {
+  reason = decline_other_device(p, "cuda", Device::cuda);
+  if (!reason.empty()) return nullptr;
+  const PlanFunction<Args> plan = find_plan(p, members, reason);
+  if (plan == nullptr && decline_driver().empty()) reason.insert(0, direction);
+  return plan;
 }
 
-// ---- KV caches ------------------------------------------------------------------------------------------
+PlanFunction<ForwardArgs> find_forward(const Problem& p, std::string& reason) {
+  return find_attention<ForwardArgs>(p, "forward: ", {&Family::few_queries, &Family::forward},
+                                     reason);
+}
 
-// The decode step of the first family that supports a cache.
-const KernelSet* find_step(const KvCacheShape& shape, std::string& reason) {
-  reason = decline_driver();
-  if (!reason.empty()) return nullptr;
-  for (const Family* family : families()) {
-    if (!family->decode_step) continue;
-    std::string declined = family->decline_device(current_device());
-    if (declined.empty()) declined = family->decode_step.decline(shape);
-    if (declined.empty()) return set_of(&family->decode_step);
-    reason.append(reason.empty() ? "" : "; ").append(family->name).append(": ").append(declined);
-  }
-  return nullptr;
+PlanFunction<BackwardArgs> find_backward(const Problem& p, std::string& reason) {
+  return find_attention<BackwardArgs>(p, "backward: ", {&Family::backward}, reason);
+}
+
+PlanFunction<DecodeStepArgs> find_decode_step(const KvCacheShape& shape, std::string& reason) {
+  return find_plan<DecodeStepArgs, KvCacheShape>(shape, {&Family::decode_step}, reason);
 }
 
 constexpr KvBackend kv_backend = {
-    .find_kernels = find_step,
+    .find_decode_step = find_decode_step,
     .clear = kv::clear,
     .copy_rows = kv::copy_rows,
     .fill = kv::fill,
     .append = kv::append,
     .plan_pending_intervals = kv::plan_pending_intervals,
     .plan_commit = kv::plan_commit,
-    .plan_decode_step =
-        [](const KernelSet& set, const DecodeStepArgs& args, const Execution&,
-           Plan<DecodeStepArgs>& plan) {
-          kernels_of<DecodeStep>(set).plan(args, current_device(), plan);
-        },
 };
 
 // ---- The row of the table -------------------------------------------------------------------------------
@@ -147,9 +125,8 @@ const Backend cuda_backend = {
     .name = "cuda",
     .device = Device::cuda,
     .info = cuda::info,
-    .find_kernels = cuda::find_kernels,
-    .plan_forward = cuda::plan_attention<ForwardArgs>,
-    .plan_backward = cuda::plan_attention<BackwardArgs>,
+    .find_forward = cuda::find_forward,
+    .find_backward = cuda::find_backward,
     .kernels = cuda::kernel_names,
     .selection = &cuda::selection_backend,
     .kv = &cuda::kv_backend,

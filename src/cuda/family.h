@@ -7,10 +7,10 @@
 #include <string_view>
 #include <vector>
 
+#include "backend.h"
 #include "cuda/device.h"
 #include "flash_dmattn/attention.h"
 #include "flash_dmattn/kv_cache.h"
-#include "plan.h"
 
 // A family is a set of kernels for one generation of matrix instructions. One table lists the families, newest
 // first; a call runs on the first family that does not decline it. Everything that a single family decides
@@ -20,26 +20,15 @@
 // follow the forward of another.
 namespace flash_dmattn::cuda {
 
-// The kernels of a family for one kind of call.
-template <class Args>
+// The kernels of a family for one kind of call: attention of a problem, or the step of a KV cache of a shape.
+template <class Args, class Subject = Problem>
 struct Kernels {
-  // The reason why these kernels do not compute the problem; "" if they do.
-  std::string (*decline)(const Problem&) = nullptr;
+  // The reason why these kernels do not compute such calls; "" if they do.
+  std::string (*decline)(const Subject&) = nullptr;
   // Chooses a kernel, whose name is one of `names`, and lays out the workspace, with the schedule that the kernel
   // follows if there are intervals.
-  void (*plan)(const Args&, const DeviceProperties&, Plan<Args>&) = nullptr;
+  PlanFunction<Args> plan = nullptr;
   // The names of all main kernels that the build has for a GPU.
-  std::vector<std::string> (*names)(const DeviceProperties&) = nullptr;
-
-  explicit operator bool() const { return plan != nullptr; }
-};
-
-// The step of a KV cache, which inserts a token and computes its query's attention over the slots.
-struct DecodeStep {
-  // The reason why the step does not support such a cache; "" if it does.
-  std::string (*decline)(const KvCacheShape&) = nullptr;
-  // Chooses the kernels of a step, as `plan` in Kernels does for attention.
-  void (*plan)(const DecodeStepArgs&, const DeviceProperties&, Plan<DecodeStepArgs>&) = nullptr;
   std::vector<std::string> (*names)(const DeviceProperties&) = nullptr;
 
   explicit operator bool() const { return plan != nullptr; }
@@ -54,7 +43,8 @@ struct Family {
   // family's `forward`.
   Kernels<ForwardArgs> few_queries = {};
   Kernels<BackwardArgs> backward = {};
-  DecodeStep decode_step = {};
+  // Inserts a token into a cache and computes its query's attention over the slots.
+  Kernels<DecodeStepArgs, KvCacheShape> decode_step = {};
 };
 
 // The families, newest first, without families above the cap (device.h). Throws InvalidArgument if the cap is not the

@@ -289,9 +289,10 @@ void backward(const BackwardArgs& args, const Execution& execution) {
   if (dbias_sums != nullptr) store_dbias(args, dbias_sums);
 }
 
-const KernelSet* find_kernels(const Problem& p, Direction, std::string& reason) {
+template <class Content, class Args>
+PlanFunction<Args> find_plan(const Problem& p, std::string& reason) {
   reason = decline_other_device(p, "reference", Device::cpu);
-  return reason.empty() ? kernel_set() : nullptr;
+  return reason.empty() ? make_plan<Content, Args> : nullptr;
 }
 
 struct ForwardPlan : DirectPlan<ForwardArgs, forward_workspace_size, forward> {
@@ -306,11 +307,6 @@ struct BackwardPlan : DirectPlan<BackwardArgs, backward_workspace_size, backward
 
 }  // namespace
 
-const KernelSet* kernel_set() {
-  static constexpr char kernels = 0;
-  return reinterpret_cast<const KernelSet*>(&kernels);
-}
-
 }  // namespace flash_dmattn::reference
 
 namespace flash_dmattn {
@@ -319,9 +315,8 @@ const Backend reference_backend = {
     .name = "reference",
     .device = Device::cpu,
     .info = [] { return BackendInfo{"reference", true, "loops in double"}; },
-    .find_kernels = reference::find_kernels,
-    .plan_forward = plan_with_any_kernels<reference::ForwardPlan>,
-    .plan_backward = plan_with_any_kernels<reference::BackwardPlan>,
+    .find_forward = reference::find_plan<reference::ForwardPlan, ForwardArgs>,
+    .find_backward = reference::find_plan<reference::BackwardPlan, BackwardArgs>,
     .kernels = [] { return std::vector<std::string>{"reference forward", "reference backward"}; },
     .kv = &reference::kv_backend,
 };

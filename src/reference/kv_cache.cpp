@@ -407,17 +407,17 @@ struct DecodeStepPlan {
 }  // namespace
 
 const KvBackend kv_backend = {
-    .find_kernels = [](const KvCacheShape&, std::string&) { return kernel_set(); },
+    .find_decode_step =
+        [](const KvCacheShape&, std::string&) {
+          return PlanFunction<DecodeStepArgs>(make_plan<DecodeStepPlan, DecodeStepArgs>);
+        },
     .clear = clear,
     .copy_rows = copy_rows,
     .fill = fill,
     .append = append,
     .plan_pending_intervals = make_plan<
-        DirectPlan<PendingIntervalsArgs, no_workspace<PendingIntervalsArgs>, pending_intervals>,
-        PendingIntervalsArgs, Execution>,
-    .plan_commit =
-        make_plan<DirectPlan<CommitArgs, no_workspace<CommitArgs>, commit>, CommitArgs, Execution>,
-    .plan_decode_step = plan_with_any_kernels<DecodeStepPlan>,
+        DirectPlan<PendingIntervalsArgs, no_workspace<PendingIntervalsArgs>, pending_intervals>>,
+    .plan_commit = make_plan<DirectPlan<CommitArgs, no_workspace<CommitArgs>, commit>>,
 };
 
 }  // namespace flash_dmattn::reference

@@ -76,8 +76,8 @@ TEST_P(AttentionAllocations, ForwardAndBackwardAllocateNothing) {
 
     std::size_t forward_bytes = 0, backward_bytes = 0;
     EXPECT_EQ(allocations_of([&] {
-                forward_bytes = forward_workspace_size(forwards, execution, GetParam());
-                backward_bytes = backward_workspace_size(backwards, execution, GetParam());
+                forward_bytes = ForwardCall(forwards, execution, GetParam()).workspace_size();
+                backward_bytes = BackwardCall(backwards, execution, GetParam()).workspace_size();
               }),
               0)
         << c.name;
@@ -109,7 +109,7 @@ TEST(Allocations, SelectionAllocatesNothing) {
     args.scores = scores.data();
     args.scores_dtype = DType::f32;
     args.intervals = intervals.data();
-    const Workspace space(select_workspace_size(args, execution), execution);
+    const Workspace space(SelectCall(args, execution).workspace_size(), execution);
     EXPECT_EQ(allocations_of([&] { select_key_intervals(args, space); }), 0);
   }
 }

@@ -15,14 +15,6 @@ namespace {
 
 class CheckedCalls : public ::testing::TestWithParam<const char*> {};
 
-TEST_P(CheckedCalls, SizeEqualsThatOfTheFunctions) {
-  const Call call(GetParam());
-  EXPECT_EQ(ForwardCall(call.forward_args, call.execution, GetParam()).workspace_size(),
-            forward_workspace_size(call.forward_args, call.execution, GetParam()));
-  EXPECT_EQ(BackwardCall(call.backward_args, call.execution, GetParam()).workspace_size(),
-            backward_workspace_size(call.backward_args, call.execution, GetParam()));
-}
-
 TEST_P(CheckedCalls, CopyOutlivesTheOriginal) {
   Call expected(GetParam());
   expected.run_forward();

@@ -232,7 +232,8 @@ TEST(InvalidArguments, BadBackwardArgumentThrows) {
 
 TEST(InvalidArguments, BadExecutionThrows) {
   Call call("reference");
-  const std::size_t needed = forward_workspace_size(call.forward_args, call.execution, "reference");
+  const std::size_t needed =
+      ForwardCall(call.forward_args, call.execution, "reference").workspace_size();
   ASSERT_GT(needed, 0u);
 
   call.execution.workspace_bytes = needed - 1;
@@ -248,8 +249,8 @@ TEST(InvalidArguments, BadExecutionThrows) {
                  "got an address 8 bytes off alignment, expected an address aligned to 64 bytes");
   call.execution.workers = 0;
   expect_invalid([&] { call.run_forward(); }, "execution.workers", "got 0, expected at least 1");
-  expect_invalid([&] { forward_workspace_size(call.forward_args, call.execution); },
-                 "execution.workers", "got 0, expected at least 1");
+  expect_invalid([&] { ForwardCall(call.forward_args, call.execution); }, "execution.workers",
+                 "got 0, expected at least 1");
   expect_invalid([&] { call.run_backward(); }, "execution.workers", "got 0, expected at least 1");
   call.expect_nothing_written();
 }

@@ -279,12 +279,16 @@ TEST(Selection, EmptyProblemNeedsNoMemory) {
 TEST(Selection, WorkspaceGrowsWithRowsInProgress) {
   constexpr std::int64_t longest = (std::int64_t{1} << 31) - 1;
   SelectionArgs args = shape_of(longest, longest, longest);
+  const double score = 0;
+  KeyInterval interval;
+  args.scores = &score;
   args.scores_dtype = DType::f64;
+  args.intervals = &interval;
   Execution execution;
-  const std::size_t one_heap = select_workspace_size(args, execution);
+  const std::size_t one_heap = SelectCall(args, execution).workspace_size();
   EXPECT_GE(one_heap, std::size_t{16} * longest);
   execution.workers = std::numeric_limits<int>::max();
-  EXPECT_EQ(select_workspace_size(args, execution), one_heap);
+  EXPECT_EQ(SelectCall(args, execution).workspace_size(), one_heap);
 }
 
 class SelectionArguments : public ::testing::Test {
@@ -351,7 +355,7 @@ TEST_F(SelectionArguments, WindowIsNotReadWhereHeadsHaveWindows) {
   const std::int64_t windows[] = {2};
   args_.rule.window = SelectionRule{}.window;
   args_.rule.head_windows = windows;
-  EXPECT_NO_THROW(select_workspace_size(args_, execution_));
+  EXPECT_NO_THROW(SelectCall(args_, execution_));
   EXPECT_EQ(key_bound(args_).base, 2);
 }
 

@@ -151,7 +151,7 @@ class DeviceCase {
   template <class Args>
   static void run_kernels(const cuda::Kernels<Args>& kernels, const Args& args) {
     Plan<Args> plan;
-    kernels.plan(args, cuda::current_device(), plan);
+    kernels.plan(args, {}, plan);
     plan.run(plan, args, DeviceWorkspace(plan.workspace_size));
     check_cuda(cudaDeviceSynchronize());
   }

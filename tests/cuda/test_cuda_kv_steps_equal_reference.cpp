@@ -7,7 +7,7 @@
 #include <span>
 #include <string>
 
-#include "cuda/family.h"
+#include "backend.h"
 #include "kv_caches.h"
 
 // Decode steps on the device equal those of the reference, one by one and as a graph that is replayed.
@@ -127,16 +127,12 @@ std::string kernel_of(const KvSizes& sizes) {
       .heads_q = sizes.shape.heads_kv * sizes.group,
       .scale = default_scale(sizes.shape.head_dim),
   };
-  const cuda::DeviceProperties& device = cuda::current_device();
-  for (const cuda::Family* family : cuda::families()) {
-    const cuda::DecodeStep& step = family->decode_step;
-    if (!step || !family->decline_device(device).empty()) continue;
-    if (!step.decline(args.cache.shape).empty()) continue;
-    Plan<DecodeStepArgs> plan;
-    step.plan(args, device, plan);
-    return plan.kernel_name(plan);
-  }
-  return "";
+  std::string reason;
+  const auto plan_step = cuda_backend.kv->find_decode_step(args.cache.shape, reason);
+  if (plan_step == nullptr) return "";
+  Plan<DecodeStepArgs> plan;
+  plan_step(args, {}, plan);
+  return plan.kernel_name(plan);
 }
 
 TEST_F(CudaKvStepKernels, EachKernelIsRunByASize) {

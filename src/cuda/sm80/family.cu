@@ -48,11 +48,11 @@ class ForwardPlan {
  public:
   std::size_t bytes;
 
-  ForwardPlan(const ForwardArgs& args, const DeviceProperties& device)
+  ForwardPlan(const ForwardArgs& args, const Execution&)
       : schedule_(args.problem, args.in.visibility, ListSchedule::Order::full_first),
         params_(cuda::params_of(args)) {
     bytes = place(args, nullptr);
-    choice_ = choose_forward(args.problem, params_, shared_class(device));
+    choice_ = choose_forward(args.problem, params_, shared_class(current_device()));
   }
 
   void run(const ForwardArgs& args, const Execution& execution) const {
@@ -177,19 +177,17 @@ class BackwardPlan {
  public:
   std::size_t bytes;
 
-  BackwardPlan(const BackwardArgs& args, const DeviceProperties& device)
+  BackwardPlan(const BackwardArgs& args, const Execution&)
       : schedule_(args.problem, args.in.visibility,
                   args.problem.deterministic ? ListSchedule::Order::by_position
                                              : ListSchedule::Order::full_first),
-        choice_(choose(args, is_dbias_aligned(args), args.dq.data != nullptr, device)),
+        choice_(choose_backward(args.problem,
+                                {.has_lists = schedule_.exists(),
+                                 .dbias_aligned = is_dbias_aligned(args),
+                                 .wants_dq = args.dq.data != nullptr},
+                                shared_class(current_device()))),
         params_(params_of(args)) {
-    // The workspace suffices for any set of gradients and any alignment of dbias.
-    const auto bytes_of = [&](bool aligned) {
-      const BackwardChoice choice = choose(args, aligned, true, device);
-      return BackwardWorkspace(args.problem, args.in, schedule_, choice, nullptr).bytes;
-    };
-    const bool is_known = args.dbias.data != nullptr && is_dbias_aligned(args);
-    bytes = is_known ? bytes_of(true) : std::max(bytes_of(true), bytes_of(false));
+    bytes = BackwardWorkspace(args.problem, args.in, schedule_, choice_, nullptr).bytes;
   }
 
   void run(const BackwardArgs& args, const Execution& execution) const {
@@ -220,14 +218,6 @@ class BackwardPlan {
   std::string kernel_name() const { return name(choice_); }
 
  private:
-  BackwardChoice choose(const BackwardArgs& args, bool dbias_aligned, bool wants_dq,
-                        const DeviceProperties& device) const {
-    return choose_backward(
-        args.problem,
-        {.has_lists = schedule_.exists(), .dbias_aligned = dbias_aligned, .wants_dq = wants_dq},
-        shared_class(device));
-  }
-
   ListSchedule schedule_;
   BackwardChoice choice_;
   BackwardParams params_;
@@ -246,13 +236,13 @@ const Family sm80_family = {
     .name = "sm80",
     .decline_device = sm80::decline_device,
     .forward = {.decline = sm80::decline_forward,
-                .plan = make_plan<OnDevice<sm80::ForwardPlan>>,
+                .plan = make_plan<OnDevice<sm80::ForwardPlan>, ForwardArgs>,
                 .names = sm80::forward_names},
     .few_queries = {.decline = sm80::few_queries::decline,
                     .plan = sm80::few_queries::plan_split,
                     .names = sm80::few_queries::split_names},
     .backward = {.decline = sm80::decline,
-                 .plan = make_plan<OnDevice<sm80::BackwardPlan>>,
+                 .plan = make_plan<OnDevice<sm80::BackwardPlan>, BackwardArgs>,
                  .names = sm80::backward_names},
     .decode_step = {.decline = sm80::few_queries::decline_cache,
                     .plan = sm80::few_queries::plan_step,

@@ -38,10 +38,10 @@ class ForwardPlan {
  public:
   std::size_t bytes;
 
-  ForwardPlan(const ForwardArgs& args, const DeviceProperties& device)
+  ForwardPlan(const ForwardArgs& args, const Execution&)
       : schedule_(args.problem, args.in.visibility, ListSchedule::Order::full_first),
         params_(params_of(args)),
-        multiprocessors_(device.multiprocessors) {
+        multiprocessors_(current_device().multiprocessors) {
     params_.tile_lists = schedule_.lists();
     choice_ = choose_forward(args.problem.dtype, params_);
     bytes = place(args, nullptr);
@@ -101,10 +101,10 @@ const Family sm90_family = {
     .name = "sm90",
     .decline_device = sm90::decline_device,
     .forward = {.decline = sm90::decline_forward,
-                .plan = make_plan<OnDevice<sm90::ForwardPlan>>,
+                .plan = make_plan<OnDevice<sm90::ForwardPlan>, ForwardArgs>,
                 .names = sm90::forward_names},
     .backward = {.decline = sm90::decline_backward,
-                 .plan = make_plan<OnDevice<sm90::BackwardPlan>>,
+                 .plan = make_plan<OnDevice<sm90::BackwardPlan>, BackwardArgs>,
                  .names = sm90::backward_names},
 };
 

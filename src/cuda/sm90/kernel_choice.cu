@@ -32,9 +32,7 @@ ForwardVariant choose_variant(const ForwardParams& p) {
   // Addresses of rows are formed with 32-bit strides.
   const auto gathers = [](const InputRows& tensor) { return tensor.aligned && tensor.row >= 0; };
   const bool shapes = shapes_scores(p);
-  // While a workspace is measured, the output is unknown and may have any strides, which need the most workspace.
-  const bool has_q_tiles =
-      p.out.data != nullptr && p.out.aligned && tma(p.q, shape.seqlen_q, shape.heads_q);
+  const bool has_q_tiles = p.out.aligned && tma(p.q, shape.seqlen_q, shape.heads_q);
   const bool has_tiles = has_q_tiles && p.tile_lists.tiles == 0 &&
                          tma(p.k, shape.seqlen_k, shape.heads_kv) &&
                          tma(p.v, shape.seqlen_k, shape.heads_kv);

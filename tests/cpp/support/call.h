@@ -31,10 +31,11 @@ struct Call {
     backward_args = testing::backward_args(data, results);
 
     execution = in_turn(2);
-    workspace = GuardedBuffer(
-        std::max({forward_workspace_size(forward_args, execution, backend),
-                  backward_workspace_size(backward_args, execution, backend), workspace_alignment}),
-        "workspace");
+    workspace =
+        GuardedBuffer(std::max({ForwardCall(forward_args, execution, backend).workspace_size(),
+                                BackwardCall(backward_args, execution, backend).workspace_size(),
+                                workspace_alignment}),
+                      "workspace");
     execution.workspace = workspace.data();
     execution.workspace_bytes = workspace.size();
   }
@@ -52,8 +53,6 @@ struct Call {
   // Expects every function that takes the arguments to throw for `argument`, and to write nothing.
   void expect_rejected(const std::string& argument, const std::string& message) {
     const auto expect = [&](const auto& action) { expect_invalid(action, argument, message); };
-    expect([&] { forward_workspace_size(forward_args, execution, backend); });
-    expect([&] { backward_workspace_size(backward_args, execution, backend); });
     expect([&] { run_forward(); });
     expect([&] { run_backward(); });
     expect_nothing_written();

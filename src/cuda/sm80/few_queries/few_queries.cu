@@ -30,14 +30,14 @@ class SplitPlan {
  public:
   std::size_t bytes;
 
-  SplitPlan(const ForwardArgs& args, const DeviceProperties& device)
+  SplitPlan(const ForwardArgs& args, const Execution&)
       : schedule_(args.problem, args.in.visibility, ListSchedule::Order::full_first),
-        choice_(choose_kernel(args.problem, shared_class(device))),
+        choice_(choose_kernel(args.problem, shared_class(current_device()))),
         params_(cuda::params_of(args)) {
     const Problem& p = args.problem;
     mark_elementwise(params_.score, p);
     const std::int64_t most_keys = schedule_.exists() ? schedule_.capacity() : p.seqlen_k;
-    params_.split = split_keys(p, policy(choice_), most_keys, device);
+    params_.split = split_keys(p, policy(choice_), most_keys, current_device());
     bytes = place(args, nullptr);
   }
 
@@ -95,12 +95,12 @@ class StepPlan {
  public:
   std::size_t bytes;
 
-  StepPlan(const DecodeStepArgs& args, const DeviceProperties& device)
+  StepPlan(const DecodeStepArgs& args, const Execution&)
       : problem_(step_problem(args)),
-        choice_(choose_kernel(problem_, shared_class(device))),
+        choice_(choose_kernel(problem_, shared_class(current_device()))),
         params_(forward_params(args, problem_)) {
     const KvCache& cache = args.cache;
-    params_.split = split_keys(problem_, policy(choice_), cache.shape.places(), device);
+    params_.split = split_keys(problem_, policy(choice_), cache.shape.places(), current_device());
     if (params_.split.row_tiles > 1) {
       throw InvalidArgument(
           "heads_q", std::to_string(args.heads_q),
@@ -173,8 +173,8 @@ std::string decline(const Problem& p) {
   return sm80::decline(p);
 }
 
-void plan_split(const ForwardArgs& args, const DeviceProperties& device, Plan<ForwardArgs>& plan) {
-  make_plan<OnDevice<SplitPlan>>(args, device, plan);
+void plan_split(const ForwardArgs& args, const Execution& execution, Plan<ForwardArgs>& plan) {
+  make_plan<OnDevice<SplitPlan>>(args, execution, plan);
 }
 
 std::vector<std::string> split_names(const DeviceProperties& device) {
@@ -197,9 +197,8 @@ std::string decline_cache(const KvCacheShape& shape) {
   return "";
 }
 
-void plan_step(const DecodeStepArgs& args, const DeviceProperties& device,
-               Plan<DecodeStepArgs>& plan) {
-  make_plan<OnDevice<StepPlan>>(args, device, plan);
+void plan_step(const DecodeStepArgs& args, const Execution& execution, Plan<DecodeStepArgs>& plan) {
+  make_plan<OnDevice<StepPlan>>(args, execution, plan);
 }
 
 std::vector<std::string> step_names(const DeviceProperties& device) {

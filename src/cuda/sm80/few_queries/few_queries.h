@@ -9,13 +9,12 @@ namespace flash_dmattn::cuda::sm80::few_queries {
 
 // The family's kernels for its member `few_queries`.
 std::string decline(const Problem& p);
-void plan_split(const ForwardArgs& args, const DeviceProperties& device, Plan<ForwardArgs>& plan);
+void plan_split(const ForwardArgs& args, const Execution& execution, Plan<ForwardArgs>& plan);
 std::vector<std::string> split_names(const DeviceProperties& device);
 
 // A decode step, whose keys are the slots of a KV cache. The same kernel inserts the token into a slot.
 std::string decline_cache(const KvCacheShape& shape);
-void plan_step(const DecodeStepArgs& args, const DeviceProperties& device,
-               Plan<DecodeStepArgs>& plan);
+void plan_step(const DecodeStepArgs& args, const Execution& execution, Plan<DecodeStepArgs>& plan);
 std::vector<std::string> step_names(const DeviceProperties& device);
 
 }  // namespace flash_dmattn::cuda::sm80::few_queries

@@ -56,7 +56,7 @@ struct BackwardPlan {
   std::size_t zeroed_bytes = 0;
   float* dbias_sums = nullptr;  // dbias_accum_shape
 
-  BackwardPlan(const BackwardArgs& args, const DeviceProperties& device)
+  BackwardPlan(const BackwardArgs& args, const Execution&)
       : problem(args.problem),
         schedule(problem, args.in.visibility, {slot_tile_rows, slot_segments}),
         choice(choose_backward(args, schedule.exists())),
@@ -71,6 +71,7 @@ struct BackwardPlan {
              common.shape.value_dim, {}),
         dk(rows_of(args.dk), common.shape.head_dim, variant().has_slots()),
         dv(rows_of(args.dv), common.shape.value_dim, variant().has_slots()) {
+    const DeviceProperties& device = current_device();
     if (variant().has_dense()) set_visits();
     if (variant().has_slots()) set_slots(args, device);
     const bool ordered = problem.deterministic && !variant().has_slots() && args.dq.data != nullptr;
