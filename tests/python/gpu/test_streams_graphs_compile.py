@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from flash_dmattn import (
     KeyIntervals,
@@ -288,14 +287,6 @@ def test_autocast_casts_inputs(dtype):
         lambda q, k, v, b: FUNCTIONS["per_query"](q.to(dtype), k.to(dtype), v.to(dtype), b), inputs
     )
     assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_gives_same_gradients(use_reentrant):
-    inputs = leaves()
-    function = FUNCTIONS["per_query"]
-    actual = gradients(lambda *t: checkpoint(function, *t, use_reentrant=use_reentrant), inputs)
-    assert_close(actual, gradients(function, inputs))
 
 
 def test_check_mode_names_the_element(check_mode):
