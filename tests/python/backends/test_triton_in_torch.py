@@ -104,15 +104,6 @@ def test_row_with_one_key_has_no_gradient():
         assert not gradient.any() if DEVICE == "cuda" else gradient.abs().max() < 1e-5
 
 
-def test_autocast_casts_inputs():
-    tensors = leaves()
-    with torch.autocast(DEVICE, torch.float16):
-        out, *gradients = results(tensors)
-    assert out.dtype == torch.float16
-    low = [t.detach().half().requires_grad_() for t in tensors[:3]] + tensors[3:]
-    assert_same([out.float(), *gradients], [t.float() for t in results(low)])
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_gives_same_gradients(reentrant):
     def sparse(*tensors):
