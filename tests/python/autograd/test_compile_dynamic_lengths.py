@@ -15,11 +15,13 @@ from flash_dmattn import (
 )
 from flash_dmattn.utils.mask import create_mask
 
-LENGTHS = range(11, 35, 2)
+LENGTHS = (11, 12, 17, 24, 33)
 
 
 def choice(q, k, v, bias):
-    return flash_dmattn_func(q, k, v, attn_bias=bias, keep_window_size=4, is_causal=True)
+    options = {"attn_bias": bias, "keep_window_size": 4, "is_causal": True, "return_lse": True}
+    out, lse = flash_dmattn_func(q, k, v, **options)
+    return out + lse.mT[..., None]
 
 
 RULE = {"recent_window": 3, "recent_competes": False, "sink_tokens": 1, "score_threshold": -1.5}
@@ -42,8 +44,18 @@ def rule_at_positions(q, k, v, bias):
 
 
 def global_choice(q, k, v, bias):
-    options = {"keep_window_size": 4, "selection": "global"}
+    options = {"keep_window_size": 4, "selection": "global", "softcap": 3.0}
     return flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, **options)
+
+
+def padding(q, k, v, bias):
+    present = torch.arange(q.shape[1])[None] >= 3
+    return flash_dmattn_func(q, k, v, present, bias, keep_window_size=9)
+
+
+def value_of_more_columns(q, k, v, bias):
+    wide = torch.cat([v, v.sin()], -1)
+    return flash_dmattn_func(q, k, wide, attn_bias=bias, is_causal=True)[..., 4:12]
 
 
 def delayed_bias(q, k, v, bias):
@@ -116,6 +128,8 @@ FUNCTIONS = [
     rule_in_documents,
     rule_at_positions,
     global_choice,
+    padding,
+    value_of_more_columns,
     delayed_bias,
     delayed_bias_of_a_choice,
     intersection,

@@ -115,22 +115,6 @@ def test_row_without_keys_has_no_gradient_of_lse(backend):
     assert all(t.grad.isfinite().all() for t in (q, k, bias))
 
 
-def test_compiled_gradient_of_lse_equals_eager():
-    torch._dynamo.reset()
-    tensors = inputs()
-    weights = weights_of(tensors[0])
-
-    def attend(q, k, v, bias):
-        options = {"is_causal": True, "keep_window_size": 5, "return_lse": True}
-        return flash_dmattn_func(q, k, v, attn_bias=bias, **options)
-
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    for ours, expected in zip(
-        gradients(compiled, tensors, weights), gradients(attend, tensors, weights), strict=True
-    ):
-        assert torch.equal(ours, expected)
-
-
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_merged_attention_equals_attention_over_all_keys(backend):
     tensors = inputs()
