@@ -95,15 +95,10 @@ def test_intervals_are_a_pytree():
 
 
 FORWARD_CASES = {
-    "plain": {},
-    "bias": {"bias": (2, 2, 1, 33)},
-    "key_bias": {"bias": (2, 2, 33)},
     "delayed_bias": {"bias": (2, 2, 33), "delay": 6},
-    "dense_bias": {"bias": (1, 4, 33, 33)},
+    "dense_bias_and_mask": {"bias": (1, 4, 33, 33), "mask": (2, 1, 33, 33)},
     "float32_bias": {"bias": (2, 1, 1, 33), "dtype": torch.bfloat16},
-    "intervals": {"bias": (2, 2, 1, 33), "window": 5},
-    "mask": {"mask": (2, 1, 33, 33)},
-    "transposed": {"transposed": True, "bias": (2, 2, 1, 33)},
+    "transposed_intervals": {"bias": (2, 2, 1, 33), "window": 5, "transposed": True},
     "half": {"dtype": torch.float16, "requires_grad": False},
 }
 
@@ -135,8 +130,9 @@ def test_select_and_attend_passes_opcheck(requires_grad):
     torch.library.opcheck(ops.select_and_attend.default, (*inputs, *options))
 
 
-@pytest.mark.parametrize("bias_dims", [3, 4])
-@pytest.mark.parametrize("needs", [(1, 1, 1, 1), (1, 0, 1, 0), (0, 0, 0, 1)])
+@pytest.mark.parametrize(
+    "needs, bias_dims", [((1, 1, 1, 1), 3), ((1, 1, 1, 1), 4), ((1, 0, 1, 0), 4), ((0, 0, 0, 1), 3)]
+)
 def test_backward_operator_passes_opcheck(needs, bias_dims):
     q, k, v, scores = tensors(requires_grad=False)
     bias = scores if bias_dims == 3 else scores[:, :, None]
@@ -157,8 +153,7 @@ def test_selection_operators_pass_opcheck():
         torch.library.opcheck(ops.select_key_intervals.default, arguments)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype, compiled", [(torch.bfloat16, False), (torch.float16, True)])
 def test_autocast_casts_inputs(dtype, compiled):
     torch._dynamo.reset()
     inputs = tensors()

@@ -27,10 +27,6 @@ def choice(q, k, v, bias):
 RULE = {"recent_window": 3, "recent_competes": False, "sink_tokens": 1, "score_threshold": -1.5}
 
 
-def rule(q, k, v, bias):
-    return flash_dmattn_func(q, k, v, attn_bias=bias, keep_window_size=4, is_causal=True, **RULE)
-
-
 def rule_in_documents(q, k, v, bias):
     offsets = torch.tensor([0, 5, 0]) + torch.tensor([0, 0, 1]) * q.shape[1]
     options = {"selection_scores": bias[0].t(), "keep_window_size": [3, 2], "is_causal": True}
@@ -94,19 +90,11 @@ def packed_with_longest(q, k, v, bias):
     return flash_dmattn_varlen_func(q[0], k[0], v[0], offsets, offsets, longest, longest)
 
 
-def third_of_keys(q, k, v, bias):
+def parts_of_the_length(q, k, v, bias):
     length = q.shape[1]
-    return flash_dmattn_func(q, k, v, attn_bias=bias, keep_window_size=length // 3)
-
-
-def window_of_half(q, k, v, bias):
-    length = q.shape[1]
-    return flash_dmattn_func(q, k, v, key_intervals=sliding_window(length, length // 2))
-
-
-def prefix_of_half(q, k, v, bias):
-    length = q.shape[1]
-    return flash_dmattn_func(q, k, v, key_intervals=prefix_lm(length, length // 2))
+    third = flash_dmattn_func(q, k, v, attn_bias=bias, keep_window_size=length // 3)
+    window = flash_dmattn_func(q, k, v, key_intervals=sliding_window(length, length // 2))
+    return third + window + flash_dmattn_func(q, k, v, key_intervals=prefix_lm(length, length // 2))
 
 
 def choice_under_a_mask(q, k, v, bias):
@@ -124,7 +112,6 @@ def made_mask(q, k, v, bias):
 
 FUNCTIONS = [
     choice,
-    rule,
     rule_in_documents,
     rule_at_positions,
     global_choice,
@@ -136,9 +123,7 @@ FUNCTIONS = [
     intersection_with_padding,
     packed,
     packed_with_longest,
-    third_of_keys,
-    window_of_half,
-    prefix_of_half,
+    parts_of_the_length,
     choice_under_a_mask,
     made_mask,
 ]
@@ -154,7 +139,6 @@ WITHOUT_GRADIENT = [
     choice,
     rule_in_documents,
     global_choice,
-    delayed_bias,
     intersection_with_padding,
     made_mask,
 ]

@@ -107,7 +107,9 @@ def test_attention_passes_gradcheck(name, bias_shape):
     shapes = [(2, 5, 4, 3), (2, 7, 2, 3), (2, 7, 2, 3), bias_shape]
     leaves = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
     torch.autograd.gradcheck(
-        lambda q, k, v, bias: flash_dmattn_func(q, k, v, attn_bias=bias, **options), leaves
+        lambda q, k, v, bias: flash_dmattn_func(q, k, v, attn_bias=bias, **options),
+        leaves,
+        fast_mode=True,
     )
 
 
@@ -120,6 +122,7 @@ def test_varlen_passes_gradcheck():
             q, k, v, offsets_q, offsets_k, attn_bias=bias, is_causal=True, keep_window_size=2
         ),
         leaves,
+        fast_mode=True,
     )
 
 
