@@ -37,10 +37,13 @@ import sys
 sys.modules["transformers"] = None  # its import raises
 import flash_dmattn.integrations.flash_dynamic_mask_attention
 import flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils
+from flash_dmattn._core import availability
+assert availability.backends.cache_info().currsize == 0
 """
 
 
-def test_modules_of_1_x_import_without_transformers():
+def test_modules_of_1_x_import_without_transformers_and_do_not_initialise_cuda():
+    """A process that has asked CUDA anything cannot use the GPU in forked children."""
     run_python("-c", WITHOUT_TRANSFORMERS)
 
 
