@@ -297,11 +297,6 @@ def test_check_mode_names_the_element(check_mode):
     with pytest.raises(RuntimeError, match=r"forward input k\[1, 7, 1, 3\] is nan"):
         attend(q, k, v, bias)
     k[1, 7, 1, 3], k[1, 200, 0, 0] = 0, 0
-    bias[0, 1, 5] = torch.inf
-    bias[0, 0, 5] = -torch.inf
-    with pytest.raises(RuntimeError, match=r"forward input bias\[0, 1, 0, 5\] is inf"):
-        attend(q, k, v, bias)
-    bias[0, 1, 5] = 0
     q.requires_grad_()
     out = attend(q, k, v, bias)
     dout = torch.zeros_like(out)
