@@ -288,3 +288,5 @@ def test_unknown_argument_of_func_auto_raises():
         flash_dmattn_func_auto(nonfinit="saturate")
     with pytest.raises(TypeError, match="flash_dmattn_func_auto: got 'bogus', expected"):
         flash_dmattn_func_auto("cpu", bogus=1)
+    with pytest.raises(ValueError, match="backend: got 'abacus'"):
+        flash_dmattn_func_auto("abacus")

@@ -16,7 +16,6 @@ from flash_dmattn import (
 )
 from flash_dmattn._core import finite
 from operators_called import OperatorsCalled
-from python_process import run_python
 
 B, S, HQ, HKV, D, W = 2, 9, 4, 2, 8, 4
 INF, NAN = float("inf"), float("nan")
@@ -312,29 +311,31 @@ def test_compiled_code_warns_that_it_is_unchecked(check_mode):
         assert torch.equal(compiled(q, q, q), q)
 
 
-IN_A_PROCESS = """
-import torch
-from flash_dmattn import flash_dmattn_func
-try:
-    flash_dmattn_func(*torch.full((3, 1, 1, 1, 8), float("nan")))
-except (RuntimeError, ValueError) as error:
-    print(error)
-"""
+@pytest.fixture
+def set_environment(monkeypatch):
+    """A value of the environment, None for none, as the first call of a process reads it."""
+
+    def set_value(value):
+        monkeypatch.delenv("FLASH_DMATTN_CHECK_FINITE", raising=False)
+        if value is not None:
+            monkeypatch.setenv("FLASH_DMATTN_CHECK_FINITE", value)
+        finite._setting.cache_clear()
+
+    yield set_value
+    monkeypatch.undo()
+    finite._setting.cache_clear()
 
 
-@pytest.mark.parametrize(
-    "value, message",
-    [
-        (None, ""), ("", ""), ("0", ""), ("1", "forward input q[0, 0, 0, 0] is nan\n"),
-        *((v, f"FLASH_DMATTN_CHECK_FINITE: got {v}, expected 0 or 1\n") for v in ("true", "2")),
-    ],
-)  # fmt: skip
-def test_value_one_of_the_environment_switches_the_check_on(value, message):
-    assert run_python("-c", IN_A_PROCESS, FLASH_DMATTN_CHECK_FINITE=value).stdout == message
-
-
-@pytest.mark.parametrize("value", ["true", "2", "01", " ", "yes"])
-def test_other_values_of_the_environment_are_refused(value, monkeypatch):
-    monkeypatch.setenv("FLASH_DMATTN_CHECK_FINITE", value)
-    with pytest.raises(ValueError, match="expected 0 or 1"):
-        finite.read_setting()
+def test_value_one_of_the_environment_alone_switches_the_check_on(set_environment):
+    inputs = torch.full((3, 1, 1, 1, 8), NAN)
+    for value in (None, "", "0"):
+        set_environment(value)
+        flash_dmattn_func(*inputs)
+    set_environment("1")
+    with raises("forward input q[0, 0, 0, 0] is nan"):
+        flash_dmattn_func(*inputs)
+    for value in ("true", "2", "01", " ", "yes"):
+        set_environment(value)
+        message = f"FLASH_DMATTN_CHECK_FINITE: got {value}, expected 0 or 1"
+        with pytest.raises(ValueError, match=message):
+            flash_dmattn_func(*inputs)

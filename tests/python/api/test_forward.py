@@ -6,11 +6,7 @@ import pytest
 import torch
 
 import flash_dmattn
-from flash_dmattn import (
-    flash_dmattn_func,
-    sliding_window,
-    triton_dmattn_func,
-)
+from flash_dmattn import flash_dmattn_func, triton_dmattn_func
 from flash_dmattn.check.compare import assert_close
 from flash_dmattn.check.oracle import Problem, attention
 
@@ -105,13 +101,6 @@ def test_strided_head_dim_equals_contiguous():
     assert torch.equal(flash_dmattn_func(q, k, v), expected)
 
 
-def test_inputs_are_views_of_one_projection():
-    packed = torch.randn(2, 23, 3, 2, 16)
-    q, k, v = packed.unbind(2)
-    expected = flash_dmattn_func(q.contiguous(), k.contiguous(), v.contiguous(), is_causal=True)
-    assert torch.equal(flash_dmattn_func(q, k, v, is_causal=True), expected)
-
-
 @pytest.mark.parametrize("length", [(0, 5), (5, 0), (0, 0)])
 def test_empty_sequences_give_zeros(length):
     q, k, v = (t.requires_grad_() for t in qkv(seqlen_q=length[0], seqlen_k=length[1]))
@@ -173,19 +162,14 @@ def test_backend_none_takes_first_that_supports_the_problem(backend):
     expected = flash_dmattn_func(q, k, v)
     assert torch.equal(flash_dmattn_func(q, k, v, backend=backend), expected)
     assert torch.equal(flash_dmattn.flash_dmattn_func_auto(backend)(q, k, v), expected)
+    scaled = flash_dmattn.flash_dmattn_func_auto(backend, scale=0.5)
+    assert torch.equal(scaled(q, k, v), flash_dmattn_func(q, k, v, scale=0.5))
     assert flash_dmattn.KVSlots(1, 1, 4, 8, backend=backend).backend == ""
     lengths = torch.full((q.shape[0],), k.shape[1], dtype=torch.int32)
     with torch.no_grad():
         flash_dmattn.flash_dmattn_with_kvcache(
             q[:, -1:], k, v, cache_seqlens=lengths, backend=backend
         )
-
-
-def test_intervals_and_causal_both_apply():
-    q, k, v = qkv(seqlen_q=23)
-    both = sliding_window(23, 5, lookahead=4)
-    out = flash_dmattn_func(q, k, v, is_causal=True, key_intervals=both)
-    torch.testing.assert_close(out, flash_dmattn_func(q, k, v, key_intervals=sliding_window(23, 5)))
 
 
 def test_one_query_against_a_cache_equals_the_last_row():
@@ -223,8 +207,10 @@ def test_meta_tensors_give_shapes():
     q, k, v = (t.to("meta") for t in qkv())
     mask = torch.ones(2, 1, 17, 23, dtype=torch.bool, device="meta")
     bias = torch.randn(2, 2, 23, device="meta")
-    out = flash_dmattn_func(q, k, v, mask, bias, is_causal=True, keep_window_size=5)
-    assert out.is_meta and out.shape == q.shape
+    options = {"is_causal": True, "keep_window_size": 5, "return_lse": True}
+    for attn_mask in (None, mask):
+        out, lse = flash_dmattn_func(q, k, v, attn_mask, bias, **options)
+        assert out.is_meta and out.shape == q.shape and lse.shape == (2, 4, 17)
 
 
 @pytest.mark.parametrize("dtype", LOW_AND_FULL)

@@ -6,7 +6,7 @@ LONG_SEQUENCE = """
 import torch
 from flash_dmattn import flash_dmattn_func
 
-length, heads, head_dim, window = 131072, 2, 64, 512
+length, heads, head_dim, window = 65536, 2, 64, 512
 q, k, v = (torch.randn(1, length, heads, head_dim, requires_grad=True) for _ in range(3))
 bias = torch.randn(1, heads, length, requires_grad=True)
 out = flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, keep_window_size=window)
@@ -17,6 +17,7 @@ print(peak())
 """
 
 
-def test_forward_and_backward_of_131072_keys_stay_below_1_5_gigabytes():
+def test_forward_and_backward_of_65536_keys_stay_below_0_9_gigabytes():
+    """0.54 GB. A bit for each pair of one head would be as much again."""
     (peak,) = run_measured(LONG_SEQUENCE)
-    assert peak < 1.5e9, f"{peak / 1e9:.2f} GB"
+    assert peak < 0.9e9, f"{peak / 1e9:.2f} GB"

@@ -47,17 +47,9 @@ for program in sys.argv[1:]:
 """
 
 
-def run_in_forks(*programs: str) -> str:
-    """Their output to stderr."""
-    return run_python("-c", FORKS, *programs).stderr
-
-
-def test_rules_register_in_either_order_of_imports():
+def test_rules_register_in_either_order_and_refused_ones_warn():
     """The package alone imports neither module, and leaves the import system as it is."""
-    run_in_forks(f"import {MODULES}, flash_dmattn\n{USES}", f"{IMPORT_ALONE}\n{USES}")
-
-
-def test_rule_that_torch_refuses_is_a_warning():
+    registered = f"import {MODULES}, flash_dmattn\n{USES}", f"{IMPORT_ALONE}\n{USES}"
     orders = f"{COUNTER}, flash_dmattn", f"flash_dmattn, {COUNTER}"
-    warned = run_in_forks(*map(REFUSED.format, orders))
-    assert warned.count(f"{COUNTER} is without the rules of flash_dmattn.flops") == 2
+    output = run_python("-c", FORKS, *registered, *map(REFUSED.format, orders)).stderr
+    assert output.count(f"{COUNTER} is without the rules of flash_dmattn.flops") == 2

@@ -15,18 +15,16 @@ from flash_dmattn import (
 )
 from flash_dmattn.utils.mask import create_mask
 
-LENGTHS = range(11, 35, 2)
+LENGTHS = (11, 12, 17, 24, 33)
 
 
 def choice(q, k, v, bias):
-    return flash_dmattn_func(q, k, v, attn_bias=bias, keep_window_size=4, is_causal=True)
+    options = {"attn_bias": bias, "keep_window_size": 4, "is_causal": True, "return_lse": True}
+    out, lse = flash_dmattn_func(q, k, v, **options)
+    return out + lse.mT[..., None]
 
 
 RULE = {"recent_window": 3, "recent_competes": False, "sink_tokens": 1, "score_threshold": -1.5}
-
-
-def rule(q, k, v, bias):
-    return flash_dmattn_func(q, k, v, attn_bias=bias, keep_window_size=4, is_causal=True, **RULE)
 
 
 def rule_in_documents(q, k, v, bias):
@@ -42,8 +40,18 @@ def rule_at_positions(q, k, v, bias):
 
 
 def global_choice(q, k, v, bias):
-    options = {"keep_window_size": 4, "selection": "global"}
+    options = {"keep_window_size": 4, "selection": "global", "softcap": 3.0}
     return flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, **options)
+
+
+def padding(q, k, v, bias):
+    present = torch.arange(q.shape[1])[None] >= 3
+    return flash_dmattn_func(q, k, v, present, bias, keep_window_size=9)
+
+
+def value_of_more_columns(q, k, v, bias):
+    wide = torch.cat([v, v.sin()], -1)
+    return flash_dmattn_func(q, k, wide, attn_bias=bias, is_causal=True)[..., 4:12]
 
 
 def delayed_bias(q, k, v, bias):
@@ -82,19 +90,11 @@ def packed_with_longest(q, k, v, bias):
     return flash_dmattn_varlen_func(q[0], k[0], v[0], offsets, offsets, longest, longest)
 
 
-def third_of_keys(q, k, v, bias):
+def parts_of_the_length(q, k, v, bias):
     length = q.shape[1]
-    return flash_dmattn_func(q, k, v, attn_bias=bias, keep_window_size=length // 3)
-
-
-def window_of_half(q, k, v, bias):
-    length = q.shape[1]
-    return flash_dmattn_func(q, k, v, key_intervals=sliding_window(length, length // 2))
-
-
-def prefix_of_half(q, k, v, bias):
-    length = q.shape[1]
-    return flash_dmattn_func(q, k, v, key_intervals=prefix_lm(length, length // 2))
+    third = flash_dmattn_func(q, k, v, attn_bias=bias, keep_window_size=length // 3)
+    window = flash_dmattn_func(q, k, v, key_intervals=sliding_window(length, length // 2))
+    return third + window + flash_dmattn_func(q, k, v, key_intervals=prefix_lm(length, length // 2))
 
 
 def choice_under_a_mask(q, k, v, bias):
@@ -112,19 +112,18 @@ def made_mask(q, k, v, bias):
 
 FUNCTIONS = [
     choice,
-    rule,
     rule_in_documents,
     rule_at_positions,
     global_choice,
+    padding,
+    value_of_more_columns,
     delayed_bias,
     delayed_bias_of_a_choice,
     intersection,
     intersection_with_padding,
     packed,
     packed_with_longest,
-    third_of_keys,
-    window_of_half,
-    prefix_of_half,
+    parts_of_the_length,
     choice_under_a_mask,
     made_mask,
 ]
@@ -140,7 +139,6 @@ WITHOUT_GRADIENT = [
     choice,
     rule_in_documents,
     global_choice,
-    delayed_bias,
     intersection_with_padding,
     made_mask,
 ]

@@ -39,8 +39,7 @@ def gradients(function, tensors, weights):
     return torch.autograd.grad(loss, tensors)
 
 
-@pytest.mark.parametrize("softcap", [0.0, 3.0])
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("window, softcap", [(None, 3.0), (5, 0.0)])
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_gradient_of_out_and_lse_equals_dense_attention(backend, window, softcap):
     tensors = inputs(heads=(4, 2))
@@ -68,7 +67,7 @@ def test_out_and_lse_pass_gradcheck(window):
         options = {"is_causal": True, "keep_window_size": window}
         return flash_dmattn_func(q, k, v, attn_bias=bias, return_lse=True, **options)
 
-    assert torch.autograd.gradcheck(attend, tensors)
+    assert torch.autograd.gradcheck(attend, tensors, fast_mode=True)
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
@@ -115,24 +114,7 @@ def test_row_without_keys_has_no_gradient_of_lse(backend):
     assert all(t.grad.isfinite().all() for t in (q, k, bias))
 
 
-def test_compiled_gradient_of_lse_equals_eager():
-    torch._dynamo.reset()
-    tensors = inputs()
-    weights = weights_of(tensors[0])
-
-    def attend(q, k, v, bias):
-        options = {"is_causal": True, "keep_window_size": 5, "return_lse": True}
-        return flash_dmattn_func(q, k, v, attn_bias=bias, **options)
-
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    for ours, expected in zip(
-        gradients(compiled, tensors, weights), gradients(attend, tensors, weights), strict=True
-    ):
-        assert torch.equal(ours, expected)
-
-
-@pytest.mark.parametrize("backend", CPU_BACKENDS)
-def test_merged_attention_equals_attention_over_all_keys(backend):
+def test_merged_attention_equals_attention_over_all_keys():
     tensors = inputs()
     weights = weights_of(tensors[0])
     window = sliding_window(37, 6)
@@ -140,15 +122,11 @@ def test_merged_attention_equals_attention_over_all_keys(backend):
     older = KeyIntervals(torch.stack([last, torch.full_like(last, 37)], -1), 37)
 
     def whole(q, k, v, bias):
-        return flash_dmattn_func(
-            q, k, v, attn_bias=bias, is_causal=True, backend=backend, return_lse=True
-        )
+        return flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, return_lse=True)
 
     def merged(q, k, v, bias):
         parts = [
-            flash_dmattn_func(
-                q, k, v, attn_bias=bias, key_intervals=keys, backend=backend, return_lse=True
-            )
+            flash_dmattn_func(q, k, v, attn_bias=bias, key_intervals=keys, return_lse=True)
             for keys in (window, older)
         ]
         return merge_attention(*zip(*parts, strict=True))
@@ -170,14 +148,13 @@ def test_merged_attention_of_no_keys_is_zero_with_zero_gradients():
     assert all((t.grad == 0).all() for t in (*outs, *lses))
 
 
-@pytest.mark.parametrize("backend", CPU_BACKENDS)
-def test_sink_equals_a_key_without_a_value(backend):
+def test_sink_equals_a_key_without_a_value():
     tensors = (*inputs(), torch.randn(2, requires_grad=True))
     weights = weights_of(tensors[0])
 
     def ours(q, k, v, bias, sinks):
-        options = {"is_causal": True, "backend": backend, "return_lse": True}
-        return flash_dmattn_func(q, k, v, attn_bias=bias, sink_logits=sinks, **options)
+        options = {"is_causal": True, "sink_logits": sinks, "return_lse": True}
+        return flash_dmattn_func(q, k, v, attn_bias=bias, **options)
 
     def by_softmax(q, k, v, bias, sinks):
         return dense_in_double(q, k, v, bias, causal_elements(37, 37), sinks=sinks)

@@ -1,7 +1,5 @@
 """The FlexAttention backend within what torch's FlexAttention supports: on the CPU that is the forward."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -9,9 +7,9 @@ from biases_that_mask import check_bias_that_masks, problem_of
 from flash_dmattn import flash_dmattn_func, flex_dmattn_func, select_key_intervals
 from flash_dmattn.check.cases import CASES, make_case, run
 from flash_dmattn.check.compare import assert_close, assert_matches_oracle
-from flash_dmattn.check.oracle import Problem, Result, attention
+from flash_dmattn.check.oracle import Problem, attention, causal_elements
 from flash_dmattn.check.run import is_refusal
-from gpu import on_gpu
+from gpu import on_cpu, on_gpu
 from largest_tensor import LargestTensor
 from nonfinite_table import ROWS, expected, make_inputs
 from nonfinite_table import assert_close as assert_like_the_table
@@ -23,9 +21,18 @@ needs_gpu = pytest.mark.skipif(
 )
 
 
-# Every case takes torch a quarter of a minute to compile on the CPU.
+@pytest.fixture
+def compiled_on_gpu(request):
+    """torch takes a quarter of a minute to compile on the CPU. Uncompiled, it asks the same functions for scores and masks, but reads
+    no lists of blocks."""
+    if not ON_GPU:
+        request.getfixturevalue("uncompiled_flex")
+
+
 @pytest.mark.parametrize("intervals", [True, False])
-def test_forward_matches_oracle(intervals):
+def test_forward_matches_oracle(request, intervals):
+    if not intervals:
+        request.getfixturevalue("compiled_on_gpu")
     q, k, v = (torch.randn(2, n, h, 40) for n, h in ((140, 4), (210, 2), (210, 2)))
     bias = torch.randn(2, 2, 210)
     bias[:, :, 7:20] = torch.finfo(torch.float32).min
@@ -44,20 +51,19 @@ def test_forward_matches_oracle(intervals):
     assert_close("out", out, expected.out, yardstick.out, expected.largest_score)
 
 
-# On a GPU backward, too. On the CPU one case is compiled: uncompiled, torch asks the same functions for scores and masks, but reads
-# no lists of blocks.
+# On a GPU backward, too. On the CPU one case is compiled.
 @pytest.mark.parametrize(
-    "dtype, bias_dtype, form, compiled",
+    "dtype, bias_dtype, form",
     [
-        (torch.float16, torch.float32, "keys", ON_GPU),
-        (torch.float16, torch.float16, "elements", ON_GPU),
-        (torch.bfloat16, torch.float16, "chosen keys", ON_GPU),
-        (torch.float16, torch.float32, "elements beside scores", True),
+        (torch.float16, torch.float32, "keys"),
+        (torch.float16, torch.float16, "elements"),
+        (torch.bfloat16, torch.float16, "chosen keys"),
+        (torch.float16, torch.float32, "elements beside scores"),
     ],
 )
-def test_bias_masks_by_the_rule_of_its_dtype(request, dtype, bias_dtype, form, compiled):
-    if not compiled:
-        request.getfixturevalue("uncompiled_flex")
+def test_bias_masks_by_the_rule_of_its_dtype(request, dtype, bias_dtype, form):
+    if form != "elements beside scores":
+        request.getfixturevalue("compiled_on_gpu")
     if ON_GPU:
         check_bias_that_masks(flex_dmattn_func, form, dtype, bias_dtype, "cuda")
         return
@@ -103,6 +109,7 @@ def test_unsupported_flex_call_raises_reason():
 
 
 # All rows without a second infinite term, as flex adds infinite terms by their signs.
+@pytest.mark.usefixtures("compiled_on_gpu")
 @pytest.mark.parametrize("row", [r for r in ROWS if "inf - inf" not in r and r != "q and k = inf"])
 def test_saturated_nonfinite_inputs_match_rule(row):
     """The table of docs/numerics.md."""
@@ -142,6 +149,7 @@ def inputs_and_results(mask, wrong):
     return results
 
 
+@pytest.mark.usefixtures("compiled_on_gpu")
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_hidden_keys_of_any_value_change_nothing(value):
     mask = torch.ones(1, LENGTH, dtype=torch.bool, device=DEVICE)
@@ -152,6 +160,7 @@ def test_hidden_keys_of_any_value_change_nothing(value):
         assert got.isfinite().all()
 
 
+@pytest.mark.usefixtures("compiled_on_gpu")
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("of", ["q", "k", "v", "dout"])
 def test_rows_that_do_not_see_a_nonfinite_value_keep_their_results(of, value):
@@ -186,22 +195,26 @@ def test_check_mode_names_an_output_gradient(check_mode):
         flex_dmattn_func(q, q, q).backward(dout)
 
 
-def test_block_mask_needs_no_quadratic_tensor():
+@pytest.mark.parametrize("kind", ["intervals", "causality", "causality and a mask"])
+def test_block_mask_lists_visible_blocks_and_needs_no_quadratic_tensor(kind):
     from flash_dmattn._backends.flex import _blocks
     from flash_dmattn.keys.visibility import Visibility
 
-    length = 2000
-    q = torch.empty(1, 2, length, 16)
-    intervals = select_key_intervals(torch.randn(1, 1, length), 50)
+    length_q, length_k = 1700, 2000
+    q, k = torch.empty(1, 2, length_q, 16), torch.empty(1, 2, length_k, 16)
+    intervals = select_key_intervals(torch.randn(1, 1, length_k), 50, query_length=length_q)
+    mask = torch.ones(1, 1, 1, length_k, dtype=torch.bool) if "mask" in kind else None
+    visible = Visibility(keys=intervals) if kind == "intervals" else Visibility(mask, True)
     with LargestTensor() as largest:
-        partial_count, partial, full_count, full = _blocks(q, q, None, Visibility(keys=intervals))
-    assert largest.elements <= 2 * length
-    shown = intervals.to_mask()[0, 0]
+        partial_count, partial, full_count, full = _blocks(q, k, None, visible)
+    assert largest.elements <= 2 * length_k
+    shown = causal_elements(length_q, length_k)
+    shown = intervals.to_mask()[0, 0] if kind == "intervals" else shown
     for row, elements in enumerate(shown.split(128)):
         for column, block in enumerate(elements.split(128, dim=1)):
             listed_partial = column in partial[0, 0, row, : partial_count[0, 0, row]]
             listed_full = column in full[0, 0, row, : full_count[0, 0, row]]
-            whole = block.all() and block.shape == (128, 128)
+            whole = mask is None and block.all() and block.shape == (128, 128)
             assert listed_full == whole and (listed_partial or listed_full or not block.any())
 
 
@@ -226,7 +239,5 @@ def test_dense_mask_and_bias_match_oracle(head_dim):
 
 def assert_case(row):
     case = make_case(row)
-    result = run(on_gpu(case), flex_dmattn_func)
-    tensors = {f.name: getattr(result, f.name) for f in dataclasses.fields(Result)}
-    moved = {n: t.cpu() if isinstance(t, torch.Tensor) else t for n, t in tensors.items()}
-    assert_matches_oracle(Result(**moved), case.problem, saturate=case.nonfinite == "saturate")
+    result = on_cpu(run(on_gpu(case), flex_dmattn_func))
+    assert_matches_oracle(result, case.problem, saturate=case.nonfinite == "saturate")

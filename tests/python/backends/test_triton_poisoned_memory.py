@@ -82,42 +82,29 @@ def test_nothing_past_the_end_is_read(dtype, way, monkeypatch):
     assert flags and not torch.stack(flags).any()  # the fp64 kernels would forgive such a read
 
 
-@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nonfinite_output_gradients_count_as_zero(dtype, value):
+def test_nonfinite_output_gradients_count_as_zero(dtype):
     tensors = leaves(dtype)
     dout = torch.randn_like(tensors[0]).detach()
     hit = torch.rand(dout.shape, device=DEVICE) < 0.02
-    results = attend(tensors, dout.masked_fill(hit, value), is_causal=True)
+    values = dout.new_tensor([torch.inf, -torch.inf, torch.nan])
+    values = values[torch.randint(3, dout.shape, device=DEVICE)]
+    results = attend(tensors, torch.where(hit, values, dout), is_causal=True)
     expected = attend(tensors, dout.masked_fill(hit, 0), is_causal=True)
     for a, b in zip(results, expected, strict=True):
         assert a.isfinite().all()  # one was computed in fp64
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 if dtype != torch.float32 else 1e-5)
 
 
-@pytest.mark.parametrize("value", [torch.inf, torch.nan])
-def test_nonfinite_output_gradients_stay_visible_when_propagated(value):
-    tensors = leaves(torch.float32, 37, 37)
-    dout = torch.randn_like(tensors[0]).detach()
-    dout[0, 20, 0, 3] = value
-    _, dq, dk, dv, _ = attend(tensors, dout, is_causal=True, nonfinite="propagate")
-    for gradient in (dq, dk, dv):
-        assert not gradient.isfinite().all()
-    for gradient in (dq[:, :20], dq[:, 21:], dk[:, 21:], dv[:, 21:]):  # what row 20 cannot reach
-        assert gradient.isfinite().all()
-    assert not dv[0, :21, 0, 3].isfinite().any()
-
-
 @pytest.mark.parametrize("nonfinite", ["saturate", "propagate"])
-@pytest.mark.parametrize("value", [torch.inf, torch.nan])
-def test_hidden_keys_of_any_value_change_nothing(value, nonfinite):
+def test_hidden_keys_of_any_value_change_nothing(nonfinite):
     tensors = leaves(torch.float32)
     mask = torch.ones(1, 45, dtype=torch.bool, device=DEVICE)
     mask[:, 5:9] = False
     expected = attend(tensors, attn_mask=mask)
     with torch.no_grad():
-        tensors[1][:, 5:9] = value
-        tensors[2][:, 5:9] = value
+        for tensor in tensors[1:3]:
+            tensor[:, 5:7], tensor[:, 7:9] = torch.inf, torch.nan
     results = attend(tensors, attn_mask=mask, nonfinite=nonfinite)
     for a, b in zip(results, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -211,18 +198,3 @@ def test_wrong_dtypes_and_second_derivatives_are_refused():
     (dq,) = torch.autograd.grad(out.sum(), tensors[0], create_graph=True)
     with pytest.raises(RuntimeError, match="create_graph: got True, expected False"):
         dq.sum().backward()
-
-
-def test_triton_compiles_without_graph_breaks():
-    tensors = leaves(torch.float32)
-
-    def attention(q, k, v, bias):
-        return triton_dmattn_func(q, k, v, attn_bias=bias, is_causal=True)
-
-    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
-    for function in (attention, compiled):
-        out = function(*tensors)
-        results = [out, *torch.autograd.grad(out.sum(), tensors)]
-        if function is attention:
-            expected = results
-    assert_equal(results, expected)

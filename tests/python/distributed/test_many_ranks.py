@@ -10,17 +10,19 @@ from ranks_as_threads import ThreadWire, _Meeting, run_in_threads
 from sharded_cases import Case, cases, compare_with_one_process, in_one_process
 
 
-def compare(case, ranks, exchange, node_size=1):
+def compare(case, ranks, exchanges):
+    """exchanges: with the size of a node each."""
     whole = in_one_process(case, seed=ranks)
-    run_in_threads(
-        ranks, lambda wire: compare_with_one_process(whole, wire, wire.rank, exchange), node_size
-    )
+    for exchange, node_size in exchanges:
+        run_in_threads(
+            ranks,
+            lambda wire, exchange=exchange: compare_with_one_process(
+                whole, wire, wire.rank, exchange
+            ),
+            node_size,
+        )
 
 
-EXCHANGES = [("direct", 1), ("two_hops", 1), ("nodes", 2), ("nodes", 4), ("nodes", 8)]
-
-
-@pytest.mark.parametrize(("exchange", "node_size"), EXCHANGES)
 @pytest.mark.parametrize(
     "name",
     [
@@ -31,27 +33,26 @@ EXCHANGES = [("direct", 1), ("two_hops", 1), ("nodes", 2), ("nodes", 4), ("nodes
         "a window for each head",
     ],
 )
-def test_eight_ranks_equal_one_process(name, exchange, node_size):
-    compare(cases(8)[name], 8, exchange, node_size)
+def test_eight_ranks_equal_one_process(name):
+    exchanges = ("direct", 1), ("two_hops", 1), ("nodes", 2), ("nodes", 4), ("nodes", 8)
+    compare(cases(8)[name], 8, exchanges)
 
 
 @pytest.mark.parametrize("name", ["ties", "documents of each row", "sinks of documents"])
-@pytest.mark.parametrize("node_size", [4, 8])
-def test_sixteen_ranks_of_several_nodes_equal_one_process(name, node_size):
-    compare(cases(16)[name], 16, "nodes", node_size)
+def test_sixteen_ranks_of_several_nodes_equal_one_process(name):
+    compare(cases(16)[name], 16, [("nodes", 4), ("nodes", 8)])
 
 
-@pytest.mark.parametrize(("exchange", "node_size"), [("two_hops", 1), ("nodes", 8)])
 @pytest.mark.parametrize(
-    "case",
+    "case, exchange",
     [
-        Case([6] * 64, 17, "ties", batch=1),
-        Case([4] * 64, 9, batch=1, rule={"recent_window": 7, "sink_tokens": 2}),
+        (Case([6] * 64, 17, "ties", batch=1), ("two_hops", 1)),
+        (Case([4] * 64, 9, batch=1, rule={"recent_window": 7, "sink_tokens": 2}), ("nodes", 8)),
     ],
     ids=["window", "rule"],
 )
-def test_sixty_four_ranks_equal_one_process(case, exchange, node_size):
-    compare(case, 64, exchange, node_size)
+def test_sixty_four_ranks_equal_one_process(case, exchange):
+    compare(case, 64, [exchange])
 
 
 def test_nodes_send_one_part_of_one_state_to_each_later_node():
@@ -175,5 +176,4 @@ def test_comparison_fails_for_a_mistake(name, monkeypatch):
         target = getattr(target, part)
     monkeypatch.setattr(target, attribute, broken(getattr(target, attribute)))
     with pytest.raises(AssertionError):
-        for exchange, node_size in (("direct", 1), ("two_hops", 1), ("nodes", 2)):
-            compare(cases(4)[case], 4, exchange, node_size)
+        compare(cases(4)[case], 4, [("direct", 1), ("two_hops", 1), ("nodes", 2)])

@@ -19,11 +19,11 @@ from ranks_as_threads import run_in_threads
 N, RANKS = 8, 3
 
 
-def call(wire, batch=1, heads=4, value_dim=16, **changes):
-    k, v = torch.zeros(batch, N, 2, 16), torch.zeros(batch, N, 2, value_dim)
+def call(wire, batch=1, n=N, heads=4, heads_kv=2, dims=(16, 16), dtype=torch.float32, **changes):
+    k, v = (torch.zeros(batch, n, heads_kv, dim, dtype=dtype) for dim in dims)
     arguments = {
-        "query": torch.zeros(batch, N, heads, 16),
-        "scores": torch.zeros(batch, 2, N),
+        "query": torch.zeros(batch, n, heads, dims[0], dtype=dtype),
+        "scores": torch.zeros(batch, heads_kv, n),
         "keep_window_size": 4,
         **changes,
     }
@@ -33,9 +33,15 @@ def call(wire, batch=1, heads=4, value_dim=16, **changes):
 # The last rank has these, all others the defaults or OF_OTHERS.
 OF_LAST_RANK = {
     "batch": {"batch": 2},
-    "value_dim": {"value_dim": 8},
+    "lengths": {"n": N - 1},
+    "heads": {"heads_kv": 1},
+    "head_dim": {"dims": (15, 16)},
+    "value_dim": {"dims": (16, 8)},
+    "dtype": {"dtype": torch.bfloat16},
+    "requires_grad": {"scores": torch.zeros(1, 2, N).requires_grad_()},
     "scores": {"scores": torch.zeros(1, 2, N).bfloat16()},
     "attn_bias": {"attn_bias": torch.zeros(1, 1, N)},
+    "attn_bias of none": {"attn_bias": None},
     "keep_window_size": {"keep_window_size": 5},
     "rule": {"recent_competes": False},
     "exchange": {"exchange": "direct"},
@@ -81,7 +87,7 @@ def raises_on_all_ranks(name, changed, rank_call):
         own_changes = changed[name] if wire.rank == RANKS - 1 else {}
         rank_call(wire, **OF_OTHERS.get(name, {}) | own_changes)
 
-    all_ranks_disagree(f"'{name}'", changed_on_the_last)
+    all_ranks_disagree(f"'{name.split()[0]}'", changed_on_the_last)
 
 
 @pytest.mark.parametrize("name", [*OF_LAST_RANK, *OPTIONS_OF_LAST_RANK])
@@ -122,6 +128,7 @@ def test_other_results_and_masks_of_one_rank_raise_nothing():
 
 
 ERRORS_OF_LAST_RANK = {
+    "key_mask": ({"key_mask": torch.ones(1, N - 1).bool()}, ValueError),
     "softcap": ({"softcap": -1.0}, ValueError),
     "scale": ({"scale": "1"}, TypeError),
     "query": ({"query": torch.zeros(1, N, 4, 16).bfloat16()}, TypeError),

@@ -3,53 +3,21 @@
 import pytest
 import torch
 
-import pool_rows
 from flash_dmattn import KVSlots
-from pool_rows import ROWS, RULES, Place
+from pool_rows import CHECKS, ROWS, RULES, Place, check_drafts_of_rows
 
 CPU = Place()
-places = pytest.mark.parametrize(
+
+
+@pytest.mark.parametrize(
     "place",
     [Place("cpu"), Place("cpu", dtype=torch.bfloat16), Place("reference")],
     ids=["cpu", "cpu-bf16", "reference"],
 )
-rules = pytest.mark.parametrize("rule", RULES, ids=["window", "rule", "large"])
-
-
-@places
-@rules
-def test_steps_over_rows_equal_steps_of_copies(place, rule):
-    pool_rows.check_steps_equal_steps_of_copies(place, rule)
-
-
-@places
-@rules
-def test_negative_rows_give_zero_and_change_nothing(place, rule):
-    pool_rows.check_negative_rows(place, rule)
-
-
-@places
-@rules
-def test_results_of_a_row_do_not_depend_on_other_rows(place, rule):
-    pool_rows.check_neighbours_change_nothing(place, rule)
-
-
-@places
-@rules
-def test_filled_rows_equal_a_filled_cache(place, rule):
-    pool_rows.check_filled_rows(place, rule)
-
-
-@places
-@rules
-def test_chunks_go_through_a_copy_with_places_for_them(place, rule):
-    pool_rows.check_chunks_of_copies(place, rule)
-
-
-@places
-@rules
-def test_drafts_go_through_a_copy_that_keeps_the_first_ones(place, rule):
-    pool_rows.check_drafts_of_rows(place, rule)
+@pytest.mark.parametrize("rule", RULES, ids=["window", "rule", "large"])
+@pytest.mark.parametrize("check", [*CHECKS, check_drafts_of_rows], ids=lambda check: check.__name__)
+def test_rows_behave_as_caches_of_their_own(place, rule, check):
+    check(place, rule)
 
 
 def test_changed_rows_of_a_view_are_followed():

@@ -31,6 +31,14 @@ def states(length, scores="normal"):
     return q, k, v, (s * 2).round() / 2 if scores == "ties" else s
 
 
+def piece_of(wire, n):
+    return slice(wire.rank * n, wire.rank * n + n)
+
+
+def exchange(wire, rows, k, v, s, **options):
+    return begin_exchange(k[:, rows], v[:, rows], s[..., rows], group=wire, **options)
+
+
 @pytest.mark.parametrize("window", [1, 100, 128, 1000, 5000])
 def test_select_keys_equals_the_cpu(window):
     scores = (torch.randn(2, 3, 1000) * 8).round()
@@ -42,11 +50,11 @@ def test_select_keys_equals_the_cpu(window):
             assert torch.equal(actual.cpu(), wanted)
 
 
-@pytest.mark.parametrize("exchange", ["direct", "two_hops"])
+@pytest.mark.parametrize("way", ["direct", "two_hops"])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("scores", ["normal", "ties"])
-def test_pieces_see_the_keys_of_the_whole(rule, ranks, exchange, scores):
+def test_pieces_see_the_keys_of_the_whole(rule, ranks, way, scores):
     n, rule = 512, RULES[rule]
     q, k, v, s = states(n * ranks, scores)
     chosen = select_key_intervals(s, **rule)
@@ -54,18 +62,11 @@ def test_pieces_see_the_keys_of_the_whole(rule, ranks, exchange, scores):
     whole = flash_dmattn_func(q, k, v, attn_bias=s, key_intervals=chosen)
 
     def piece(wire):
-        rows = slice(wire.rank * n, wire.rank * n + n)
-        exchanged = begin_exchange(
-            k[:, rows], v[:, rows], s[..., rows], group=wire, exchange=exchange, **rule
-        )
-        on_cpu = exchanged._replace(
-            **{
-                name: t.cpu()
-                for name, t in exchanged._asdict().items()
-                if isinstance(t, torch.Tensor)
-            }
-        )
-        assert torch.equal(keys_seen(on_cpu), seen[:, :, rows].cpu())
+        rows = piece_of(wire, n)
+        exchanged = exchange(wire, rows, k, v, s, exchange=way, **rule)
+        named = exchanged._asdict().items()
+        on_cpu = {name: t.cpu() for name, t in named if isinstance(t, torch.Tensor)}
+        assert torch.equal(keys_seen(exchanged._replace(**on_cpu)), seen[:, :, rows].cpu())
         return attend_to_pieces(q[:, rows], exchanged)
 
     out = torch.cat(run_in_threads(ranks, piece), 1)
@@ -81,11 +82,9 @@ def test_documents_and_padding_see_the_keys_of_the_whole():
     whole = flash_dmattn_func(q, k, v, attn_bias=s, key_intervals=chosen)
 
     def piece(wire):
-        rows = slice(wire.rank * n, wire.rank * n + n)
-        exchanged = begin_exchange(
-            k[:, rows], v[:, rows], s[..., rows], group=wire, keep_window_size=200, cu_seqlens=offsets,
-            key_mask=mask[:, rows],
-        )  # fmt: skip
+        rows = piece_of(wire, n)
+        options = {"keep_window_size": 200, "cu_seqlens": offsets, "key_mask": mask[:, rows]}
+        exchanged = exchange(wire, rows, k, v, s, **options)
         return attend_to_pieces(q[:, rows], exchanged)
 
     out = torch.cat(run_in_threads(ranks, piece), 1)
@@ -98,7 +97,7 @@ def test_headroom_is_filled_in_place():
     whole = flash_dmattn_func(q, k, v, None, s, is_causal=True, keep_window_size=w)
 
     def piece(wire):
-        rows = slice(wire.rank * n, wire.rank * n + n)
+        rows = piece_of(wire, n)
         places = boundary_places(wire, n, w)
         keys = [
             torch.cat([torch.full_like(t[:, :places], torch.nan), t[:, rows]], 1) for t in (k, v)
@@ -126,9 +125,7 @@ def test_tokens_after_a_boundary_see_the_keys_of_the_whole(rule):
     whole = flash_dmattn_func(q, k, v, attn_bias=s, key_intervals=select_key_intervals(s, **rule))
 
     def state(wire):
-        rows = slice(wire.rank * n, wire.rank * n + n)
-        exchanged = begin_exchange(k[:, rows], v[:, rows], s[..., rows], group=wire, **rule)
-        return boundary_state(exchanged)
+        return boundary_state(exchange(wire, piece_of(wire, n), k, v, s, **rule))
 
     for boundary, cache in enumerate(run_in_threads(ranks, state), 1):
         for i in range(boundary * n, boundary * n + steps):
@@ -144,7 +141,7 @@ def test_exchange_on_another_stream_has_the_same_bits(rule):
     q, k, v, s = states(n * ranks)
 
     def piece(wire):
-        rows = slice(wire.rank * n, wire.rank * n + n)
+        rows = piece_of(wire, n)
         outs = []
         for stream in (None, torch.cuda.Stream()):
             for _ in range(5):

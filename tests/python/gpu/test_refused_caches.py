@@ -28,19 +28,6 @@ def test_float32_model_cache_raises(static):
     model(ids, past_key_values=DynamicMaskCache(model.bfloat16().config, static=static))
 
 
-@pytest.mark.parametrize("options", [{"dtype": torch.float32}, {"head_dim": 12}])
-def test_unsupported_slots_raise(options):
-    sizes = {
-        "batch": 1,
-        "heads_kv": 1,
-        "keep_window_size": 4,
-        "head_dim": 64,
-        "dtype": torch.bfloat16,
-    }
-    with pytest.raises((TypeError, ValueError), match=f"{next(iter(options))}: got .* on cuda:0"):
-        KVSlots(**(sizes | options), device="cuda")
-
-
 def test_larger_group_than_a_step_has_rows_raises():
     cache = KVSlots(1, 1, 4, 64, dtype=torch.bfloat16, device="cuda")
     q = torch.randn(1, 1, 65, 64, device="cuda").bfloat16()

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-import pool_rows
 from flash_dmattn import KVSlots, RaggedBatch, extend_ragged
 from gpu import capture
-from pool_rows import HEADS, ROWS, RULES, Place, contents
+from pool_rows import CHECKS, HEADS, ROWS, RULES, Place, contents
 
 places = pytest.mark.parametrize(
     "place",
@@ -15,13 +14,6 @@ places = pytest.mark.parametrize(
 )
 # The last has as many slots as several blocks of a cluster divide.
 rules = pytest.mark.parametrize("rule", [*RULES, {"keep_window_size": 5000}])
-CHECKS = (
-    pool_rows.check_steps_equal_steps_of_copies,
-    pool_rows.check_negative_rows,
-    pool_rows.check_neighbours_change_nothing,
-    pool_rows.check_filled_rows,
-    pool_rows.check_chunks_of_copies,
-)
 
 
 @places

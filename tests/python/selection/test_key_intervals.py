@@ -197,91 +197,82 @@ def test_key_intervals_check_what_they_hold():
 # ---- keep_window_size in the attention function ------------------------------------------------------
 
 
-def attend_by_mask(q, k, v, bias, shown):
-    return flash_dmattn_func(q, k, v, shown, bias)
+N = 40
+CAUSAL = causal_elements(N, N)
+MASKS = {
+    "none": lambda: None,
+    "padding": lambda: torch.arange(N) >= torch.tensor([[7], [0]]),
+    "causal_4d": lambda: CAUSAL[None, None],
+    "left_4d": lambda: CAUSAL & (torch.arange(N) >= torch.tensor([[7], [0]]))[:, None, None],
+    "packed_4d": lambda: packed_documents(torch.tensor([0, 11, 30, N])).to_mask(),
+    "packed_heads_4d": lambda: torch.cat(
+        [packed_documents(torch.tensor([0, end, N])).to_mask() for end in (11, 25)], 1
+    ),
+    "prefix_4d": lambda: prefix_lm(N, 15).to_mask(),
+    "random_4d": lambda: torch.rand(2, 1, N, N) < 0.5,
+    "random_heads_4d": lambda: torch.rand(1, 2, N, N) < 0.5,
+    "window_4d": lambda: sliding_window(N, 13).to_mask(),
+}
+
+
+def of_query_heads(tensor):
+    return tensor.repeat_interleave(4 // tensor.shape[1], 1)
+
+
+def assert_keeps_what_the_definition_keeps(
+    mask, bias, scores=None, *, window=9, selection="per_query", is_causal=True
+):
+    """Against the same call with a mask of the elements that every query head keeps."""
+    q, k, v = (torch.randn(2, N, heads, 16) for heads in (4, 2, 2))
+    allowed = torch.ones(2, 4, N, N, dtype=torch.bool)
+    if mask is not None:
+        allowed &= of_query_heads(mask[:, None, None] if mask.dim() == 2 else mask)
+    if bias is not None:
+        elements = bias if bias.dim() == 4 else bias[:, :, None]
+        allowed &= of_query_heads(elements > torch.finfo(torch.float32).min)
+    causal = CAUSAL if is_causal else torch.ones_like(CAUSAL)
+    chosen_by = of_query_heads(bias if scores is None else scores).expand(2, -1, -1)
+    if selection == "per_query":
+        shown = select(chosen_by, window, allowed & causal)
+    else:
+        keys = allowed.any(2, keepdim=True).expand_as(allowed)
+        shown = select(chosen_by, window, keys) & allowed & causal
+    actual = flash_dmattn_func(
+        q, k, v, mask, bias, is_causal=is_causal, keep_window_size=window, selection=selection,
+        selection_scores=scores,
+    )  # fmt: skip
+    expected = flash_dmattn_func(q, k, v, shown, bias)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("selection", ["per_query", "global"])
-@pytest.mark.parametrize(
-    "mask_kind",
-    ["none", "padding", "causal_4d", "left_4d", "packed_4d", "prefix_4d", "random_4d", "window_4d"],
-)
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_attention_keeps_what_the_definition_keeps(selection, mask_kind, is_causal):
-    seqlen = 40
-    q, k, v = (torch.randn(2, seqlen, heads, 16) for heads in (4, 2, 2))
-    bias = torch.randint(6, (2, 2, seqlen)).float()
-    causal = causal_elements(seqlen, seqlen)
-    padding = torch.arange(seqlen) >= torch.tensor([[7], [0]])
-    mask = {
-        "none": None,
-        "padding": padding,
-        "causal_4d": causal[None, None],
-        "left_4d": causal & padding[:, None, None],
-        "random_4d": torch.rand(2, 1, seqlen, seqlen) < 0.5,
-        "packed_4d": packed_documents(torch.tensor([0, 11, 30, seqlen])).to_mask(),
-        "prefix_4d": prefix_lm(seqlen, 15).to_mask(),
-        "window_4d": sliding_window(seqlen, 13).to_mask(),
-    }[mask_kind]
-    allowed = torch.ones(2, 2, seqlen, seqlen, dtype=torch.bool)
-    if mask is not None:
-        allowed = allowed & (mask[:, None, None] if mask.dim() == 2 else mask)
-    if selection == "per_query":
-        shown = select(bias, 9, allowed & causal if is_causal else allowed)
-    else:
-        keys = allowed.any(2, keepdim=True).expand_as(allowed)
-        shown = select(bias, 9, keys) & allowed
-        shown = shown & causal if is_causal else shown
-    actual = flash_dmattn_func(
-        q, k, v, mask, bias, is_causal=is_causal, keep_window_size=9, selection=selection
-    )
-    torch.testing.assert_close(actual, attend_by_mask(q, k, v, bias, shown), rtol=1e-5, atol=1e-6)
+def test_attention_keeps_what_the_definition_keeps(selection, mask, is_causal):
+    bias = torch.randint(6, (2, 2, N)).float()
+    options = {"selection": selection, "is_causal": is_causal}
+    assert_keeps_what_the_definition_keeps(MASKS[mask](), bias, **options)
 
 
 def test_every_query_head_chooses_for_itself():
-    seqlen = 40
-    q, k, v = (torch.randn(2, seqlen, heads, 16) for heads in (4, 2, 2))
-    bias = torch.randn(2, 4, seqlen)
-    shown = select(bias, 9, causal_elements(seqlen, seqlen).expand(2, 4, -1, -1))
-    actual = flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, keep_window_size=9)
-    torch.testing.assert_close(actual, attend_by_mask(q, k, v, bias, shown), rtol=1e-5, atol=1e-6)
-    # Scores of query heads with a bias and a mask of key heads.
-    small = torch.randn(2, 2, seqlen)
-    actual = flash_dmattn_func(
-        q, k, v, attn_bias=small, is_causal=True, keep_window_size=9, selection_scores=bias
-    )
-    torch.testing.assert_close(actual, attend_by_mask(q, k, v, small, shown), rtol=1e-5, atol=1e-6)
+    assert_keeps_what_the_definition_keeps(None, torch.randn(2, 4, N))
+    assert_keeps_what_the_definition_keeps(None, torch.randn(2, 2, N), torch.randn(2, 4, N))
 
 
-def test_mask_and_scores_with_broadcast_heads_equal_definition():
-    q, k, v = (torch.randn(2, 40, heads, 16) for heads in (4, 2, 2))
-    packed = [packed_documents(torch.tensor([0, end, 40])).to_mask() for end in (11, 25)]
-    causal = causal_elements(40, 40)
-    for mask in (torch.cat(packed, 1), torch.cat(packed, 0), torch.rand(1, 2, 40, 40) < 0.5):
-        for shape in [(1, 1, 40), (2, 1, 40), (1, 2, 40)]:
-            bias = torch.randn(shape)
-            allowed = (mask & causal).expand(2, 2, 40, 40)
-            shown = select(bias.expand(2, 2, 40), 9, allowed)
-            actual = flash_dmattn_func(q, k, v, mask, bias, is_causal=True, keep_window_size=9)
-            expected = attend_by_mask(q, k, v, bias, shown)
-            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("mask", ["packed_4d", "packed_heads_4d", "random_heads_4d"])
+def test_mask_and_scores_with_broadcast_heads_equal_definition(mask):
+    for shape in [(1, 1, N), (2, 1, N), (1, 2, N)]:
+        assert_keeps_what_the_definition_keeps(MASKS[mask](), torch.randn(shape))
+
+
+def masking_bias(*shape):
+    bias = torch.randn(shape)
+    return bias.masked_fill(torch.rand(shape) < 0.4, torch.finfo(torch.float32).min)
 
 
 def test_keys_that_the_bias_masks_are_not_chosen():
-    seqlen = 40
-    q, k, v = (torch.randn(1, seqlen, 2, 16) for _ in range(3))
-    for dims in (3, 4):
-        bias = torch.randn(1, 2, seqlen) if dims == 3 else torch.randn(1, 2, seqlen, seqlen)
-        bias = bias.masked_fill(torch.rand_like(bias) < 0.5, torch.finfo(torch.float32).min)
-        scores = torch.randn(1, 2, seqlen)
-        allowed = bias > torch.finfo(torch.float32).min
-        allowed = allowed[:, :, None] if dims == 3 else allowed
-        shown = select(scores, 5, allowed & causal_elements(seqlen, seqlen))
-        actual = flash_dmattn_func(
-            q, k, v, attn_bias=bias, is_causal=True, keep_window_size=5, selection_scores=scores
-        )
-        expected = attend_by_mask(q, k, v, bias, shown)
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    for shape in ((2, 2, N), (2, 2, N, N)):
+        assert_keeps_what_the_definition_keeps(None, masking_bias(*shape), torch.randn(2, 2, N))
 
 
 @pytest.mark.parametrize("selection", ["per_query", "global"])
@@ -289,49 +280,22 @@ def test_keys_that_the_bias_masks_are_not_chosen():
 def test_selection_under_dense_mask_and_bias_matches_definition(heads, selection):
     """Heads of the bias, of the mask, and of the scores."""
     bias_heads, mask_heads, scores_heads = heads
-    q, k, v = (torch.randn(2, 40, h, 16) for h in (4, 2, 2))
-    bias = torch.randn(1, bias_heads, 40, 40)
-    bias = bias.masked_fill(torch.rand_like(bias) < 0.3, -torch.inf)
-    mask = None if mask_heads is None else torch.rand(2, mask_heads, 40, 40) < 0.7
-    scores = torch.randn(2, scores_heads, 40)
-    matched = [t.repeat_interleave(4 // t.shape[1], 1) for t in (bias, scores)]
-    allowed = (matched[0] > -torch.inf).expand(2, -1, -1, -1)
-    if mask is not None:
-        allowed = allowed & mask.repeat_interleave(4 // mask_heads, 1)
-    causal = causal_elements(40, 40)
-    if selection == "per_query":
-        shown = select(matched[1], 9, allowed & causal)
-    else:
-        shown = select(matched[1], 9, allowed.any(2, keepdim=True).expand_as(allowed))
-        shown = shown & allowed & causal
-    actual = flash_dmattn_func(
-        q, k, v, mask, bias, is_causal=True, keep_window_size=9, selection=selection,
-        selection_scores=scores,
-    )  # fmt: skip
-    torch.testing.assert_close(actual, attend_by_mask(q, k, v, bias, shown), rtol=1e-5, atol=1e-6)
+    mask = None if mask_heads is None else torch.rand(2, mask_heads, N, N) < 0.7
+    assert_keeps_what_the_definition_keeps(
+        mask,
+        masking_bias(1, bias_heads, N, N),
+        torch.randn(2, scores_heads, N),
+        selection=selection,
+    )
 
 
-@pytest.mark.parametrize("window", [3, 30, 40])
-@pytest.mark.parametrize("mask", [None, "padding", "causal", "random"])
+@pytest.mark.parametrize("window", [3, 30, N])
+@pytest.mark.parametrize("mask", ["none", "padding", "causal_4d", "random_4d"])
 def test_nonfinite_scores_choose_by_definition(mask, window):
     """-inf is the worst score and still one; NaN is none. Whatever the window, and whatever form it takes."""
-    q, k, v = (torch.randn(1, 40, 2, 16) for _ in range(3))
     values = torch.tensor([-torch.inf, -torch.inf, torch.nan, torch.inf, 1.0, 2.0])
-    scores = values[torch.randint(len(values), (1, 2, 40))]
-    causal = causal_elements(40, 40)
-    attn_mask = {
-        None: None,
-        "padding": torch.arange(40)[None] >= 4,
-        "causal": causal[None, None],
-        "random": torch.rand(1, 1, 40, 40) < 0.8,
-    }[mask]
-    allowed = causal if attn_mask is None else causal & attn_mask.view(1, 1, -1, 40)
-    shown = select(scores, window, allowed.expand(1, 2, 40, 40))
-    actual = flash_dmattn_func(
-        q, k, v, attn_mask, is_causal=True, keep_window_size=window, selection_scores=scores
-    )
-    expected = flash_dmattn_func(q, k, v, shown)
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    scores = values[torch.randint(len(values), (2, 2, N))]
+    assert_keeps_what_the_definition_keeps(MASKS[mask](), None, scores, window=window)
 
 
 @pytest.mark.parametrize("window", [40, 1000])

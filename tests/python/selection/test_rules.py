@@ -204,10 +204,19 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("backend", CPU_BACKENDS)
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_attention_under_a_rule_equals_dense_attention(rule, backend):
+# The choice is made before a backend has it: Triton, which is interpreted, gets one.
+@pytest.mark.parametrize(
+    "name, backend",
+    [
+        (name, b)
+        for name in RULES
+        for b in CPU_BACKENDS
+        if b != "triton" or name == "windows of heads"
+    ],
+)
+def test_attention_under_a_rule_equals_dense_attention(name, backend):
     torch.manual_seed(1)
+    rule = RULES[name]
     q, k, v = (torch.randn(2, 40, heads, 16) for heads in (4, 2, 2))
     bias = torch.randn(2, 2, 40)
     padding = torch.ones(2, 40, dtype=torch.bool)

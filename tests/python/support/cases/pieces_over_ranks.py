@@ -268,13 +268,21 @@ def headroom_has_bits_of_separate_keys(ranks):
     results = []
     for headroom in (False, True):
         q, k, v, s = (t.detach().clone().requires_grad_() for t in rows_of(leaves, rows))
-        keys = [k, v]
+        keys, fronts = [k, v], []
         if headroom:
-            keys = [torch.cat([torch.full_like(t[:, :places], torch.nan), t], 1) for t in keys]
+            fronts = [torch.full_like(t[:, :places], torch.nan).requires_grad_() for t in keys]
+            keys = [torch.cat(parts, 1) for parts in zip(fronts, keys, strict=True)]
         options = {"group": dist.group.WORLD, "keep_window_size": window, "headroom": headroom}
-        out = attend_to_pieces(q, begin_exchange(*keys, s, **options), deterministic=True)
-        results.append(with_gradients(out, [q, k, v, s], dout[:, rows]))
-    return different_bits(*results[::-1], "headroom")
+        exchanged = begin_exchange(*keys, s, **options)
+        out = attend_to_pieces(q, exchanged, deterministic=True)
+        results.append(with_gradients(out, [q, k, v, s, *fronts], dout[:, rows]))
+    *with_headroom, dkeys, dvalues = results.pop()
+    wrong = different_bits(with_headroom, results[0], "headroom")
+    if exchanged.key.data_ptr() != keys[0].data_ptr():
+        wrong.append("keys are received elsewhere")
+    if dkeys.any() or dvalues.any():  # a norm of all rows would add them to its own
+        wrong.append("free rows have a gradient")
+    return wrong
 
 
 def ranks_with_other_windows_raise(ranks):

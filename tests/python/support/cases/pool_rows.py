@@ -153,6 +153,12 @@ def check_chunks_of_copies(place, rule):
     assert contents(pool.select(index)) == contents(whole)
 
 
+CHECKS = (
+    check_steps_equal_steps_of_copies, check_negative_rows, check_neighbours_change_nothing, check_filled_rows,
+    check_chunks_of_copies,
+)  # fmt: skip
+
+
 def check_drafts_of_rows(place, rule):
     """Tokens of which a row keeps the first ones, through a copy with places for them: as steps of those that stay."""
     pool, _ = place.pool(rule)

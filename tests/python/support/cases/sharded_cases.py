@@ -177,12 +177,12 @@ def attention_in_one_process(case, q, k, v, s, bias, mask, offsets, sink_logits)
     return flash_dmattn_func(q, k, v, mask, added, is_causal=True, **rule, **choice, **call)
 
 
-def keys_by_definition(case, s, bias, mask, offsets, rows):
-    """bool [B, Hkv, rows, N]."""
+def keys_by_definition(case, s, bias, mask, offsets):
+    """bool [B, Hkv, N, N]."""
     B, H, N = case.batch, case.heads, s.shape[-1]
     s = s.expand(B, H, N)
     at = torch.arange(N)
-    seen = torch.zeros(B, H, len(at[rows]), N, dtype=torch.bool)
+    seen = torch.zeros(B, H, N, N, dtype=torch.bool)
     added = s if case.bias == "scores" else bias
     present_in = present_keys(case, added, mask)
     windows = case.window if isinstance(case.window, tuple) else (case.window,) * H
@@ -200,7 +200,7 @@ def keys_by_definition(case, s, bias, mask, offsets, rows):
             rule = SelectionRule(windows[h], **case.rule)
             present = present_in[b, h] & in_documents
             seen[b, h] = visible_keys(
-                scores, rule, is_causal=True, query_positions=at[rows], query_documents=document[rows], key_positions=at,
+                scores, rule, is_causal=True, query_positions=at, query_documents=document, key_positions=at,
                 key_documents=document, present=present, last_position=None,
             )  # fmt: skip
     return seen
@@ -215,6 +215,7 @@ class Whole(NamedTuple):
     out: torch.Tensor
     lse: torch.Tensor
     gradients: tuple  # by query, key, value, scores, and bias if there is one of its own
+    keys: torch.Tensor  # that each query sees, by definition
 
 
 def in_one_process(case, seed):
@@ -225,7 +226,8 @@ def in_one_process(case, seed):
     whole_bias = None if bias is None else leaves[-1]
     out, lse = attention_in_one_process(case, *leaves[:4], whole_bias, mask, offsets, sinks)
     gradients = torch.autograd.grad(out, leaves, do, allow_unused=True)
-    return Whole(case, inputs, sinks, out.detach(), lse.detach(), gradients)
+    keys = keys_by_definition(case, s, bias, mask, offsets)
+    return Whole(case, inputs, sinks, out.detach(), lse.detach(), gradients, keys)
 
 
 def compare_with_one_process(whole, group, rank, exchange):
@@ -269,9 +271,7 @@ def compare_with_one_process(whole, group, rank, exchange):
         )
 
     exchanged = begin_exchange(*piece[1:4], **options)
-    seen = keys_seen(exchanged)
-    wanted = keys_by_definition(case, s, bias, mask, offsets, rows)
-    assert torch.equal(seen, wanted), "keys"
+    assert torch.equal(keys_seen(exchanged), whole.keys[:, :, rows]), "keys"
 
 
 def keys_seen(exchanged):

@@ -21,7 +21,8 @@ def dense_in_double(
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     bias = bias.double().repeat_interleave(heads // bias.shape[1], 1)[:, :, None]
-    age = torch.arange(length_q)[:, None] + length_k - length_q - torch.arange(length_k)
+    queries, keys = (torch.arange(n, device=q.device) for n in (length_q, length_k))
+    age = queries[:, None] + length_k - length_q - keys
     scores = torch.where((age >= delay) | (delay == 0), scores + bias, scores)
     scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:

@@ -19,6 +19,12 @@ def on_gpu(value, device="cuda"):
     return to_device(value, device)
 
 
+def on_cpu(result):
+    """A result of the checks in memory of the CPU."""
+    moved = {n: t.cpu() if isinstance(t, torch.Tensor) else t for n, t in vars(result).items()}
+    return type(result)(**moved)
+
+
 def capture(step, error_mode="global"):
     """A graph of `step` on the current device, run once before, and the tensors that it writes.
 
