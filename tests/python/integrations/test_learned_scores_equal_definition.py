@@ -104,10 +104,9 @@ def test_new_soft_scores_and_wide_windows_change_nothing(family):
 @pytest.mark.parametrize("name", ["Llava", "Qwen2VL", "Idefics3", "InternVL"])
 def test_text_decoders_of_multimodal_models_equal_definition(name):
     from scored_families import compare_scores
-    from tiny_models import model_classes
+    from tiny_models import class_named
 
-    classes = {model_class.name: model_class for model_class in model_classes()}
-    assert compare_scores(classes[f"{name}ForConditionalGeneration"]).kind == "equal"
+    assert compare_scores(class_named(f"{name}ForConditionalGeneration")).kind == "equal"
 
 
 def test_custom_scorers_get_hidden_keys_and_values():
