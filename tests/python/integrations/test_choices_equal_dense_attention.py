@@ -33,12 +33,7 @@ from flash_dmattn import (
 from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils import (
     _flash_dynamic_mask_attention_forward,
 )
-from flash_dmattn.keys.recognise import (
-    Memo,
-    intervals_of_mask,
-    mask_of_intervals,
-    split_additive,
-)
+from flash_dmattn.keys.recognise import Memo, intervals_of_mask, mask_of_intervals, split_additive
 from flash_dmattn.keys.rule import SelectionRule
 from flash_dmattn.keys.select_intervals import select_among_intervals
 from flash_dmattn.utils.mask import topk_mask
@@ -124,9 +119,7 @@ def test_additive_mask_with_other_values_acts_as_bias():
     out = attend(*states, distance, bias.repeat_interleave(HQ // HKV, 1), keep_window_size=None)
     assert_same((*states, bias), out, expected)
     assert_same(
-        states,
-        attend(*states, distance, None),
-        dense_attention(*states, padded_causal(), distance),
+        states, attend(*states, distance, None), dense_attention(*states, padded_causal(), distance)
     )
 
 

@@ -4,13 +4,11 @@ import copy
 
 import pytest
 import torch
-import transformers
 from transformers import DogeForCausalLM
 
 import doge_generation
 from doge_generation import VOCABULARY, WINDOW, left_padding, make_ids
-from flash_dmattn.integrations.attention_interface.layer_masks import is_causal_mask
-from flash_dmattn.integrations.transformers import enable_flash_dmattn, key_interval_mask
+from flash_dmattn.integrations.transformers import enable_flash_dmattn
 from flash_dmattn.integrations.transformers.compat import CACHE
 from largest_tensor import LargestTensor
 from transformers_version import IS_TRANSFORMERS_4
@@ -228,12 +226,13 @@ def test_sixteen_thousand_tokens_train_without_a_pair_tensor():
     model = enable_flash_dmattn(
         make_model(num_hidden_layers=1, keep_window_size=64, max_position_embeddings=length)
     )
-    ids = torch.randint(1, VOCABULARY, (1, length))
-    with LargestTensor() as largest:
-        loss = model(ids, labels=ids).loss
-        loss.backward()
-    assert loss.isfinite() and all(p.grad.isfinite().all() for p in model.parameters())
-    assert largest.elements <= length * VOCABULARY  # the logits
+    ids, padding = torch.randint(1, VOCABULARY, (1, length)), left_padding(1, length, 99)
+    for mask in (None, padding):
+        with LargestTensor() as largest:
+            loss = model(ids, attention_mask=mask, labels=ids).loss
+            loss.backward()
+        assert loss.isfinite() and all(p.grad.isfinite().all() for p in model.parameters())
+        assert largest.elements <= length * VOCABULARY  # the logits
 
 
 def test_switching_implementation_restores_eager():
@@ -273,26 +272,6 @@ def test_unsupported_setting_raises_reason():
             ValueError, match="attention_dropout: got 0.1, .* attention_dropout=0.0"
         ):
             call(model)
-
-
-@pytest.mark.parametrize("pad", [None, "left", "right"])
-def test_mask_functions_make_intervals(pad):
-    """The masks of transformers' own function, in O(N) memory."""
-    mask = None if pad is None else padding(pad).bool()
-    positions = {"cache_position": torch.arange(S)}
-    if not IS_TRANSFORMERS_4:
-        positions = {"q_length": S, "q_offset": 0}
-    intervals = key_interval_mask(batch_size=B, kv_length=S, attention_mask=mask, **positions)
-    if pad is None:
-        assert is_causal_mask(intervals)
-        return
-    assert intervals.dtype == torch.int32 and intervals.shape == (B, 1, S, 2)
-    expected = transformers.masking_utils.sdpa_mask(
-        batch_size=B, kv_length=S, attention_mask=mask, allow_is_causal_skip=False, **positions
-    )
-    rows = torch.arange(S)[:, None]
-    shown = (intervals[:, :, None, :, 0] <= rows) & (rows < intervals[:, :, None, :, 1])
-    assert torch.equal(shown, expected)
 
 
 @pytest.mark.parametrize(

@@ -86,21 +86,12 @@ def recording_cache(model, **options):
     return cache
 
 
-# transformers 4 refuses assisted generation for every static cache.
-@pytest.mark.parametrize(
-    "static",
-    [
-        False,
-        pytest.param(
-            True,
-            marks=pytest.mark.skipif(IS_TRANSFORMERS_4, reason="transformers 5"),
-        ),
-    ],
-    ids=["dynamic", "static"],
-)
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("length", [6, S, 120])
 def test_prompt_lookup_gives_greedy_tokens(length, static):
     """Some guesses are accepted, some dropped; `crop` follows every step."""
+    if static and IS_TRANSFORMERS_4:
+        pytest.skip("transformers 4 refuses assisted generation for every static cache")
     oracle, ours = make_pair()
     ids, options = make_ids(1, length), {"logits_processor": [RepeatsOfThree()]}
     options["eos_token_id"] = 0  # transformers 4 needs one

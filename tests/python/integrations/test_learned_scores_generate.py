@@ -146,28 +146,21 @@ def test_cache_without_scores_is_refused():
             model(ids[:, :1], past_key_values=cache)
 
 
-def test_slots_of_a_model_without_scores_are_refused():
-    model = make_scored(rule="window")
-    cache = DynamicMaskCache(model.config)
-    with torch.no_grad(), pytest.raises(ValueError, match="scores: got none.*add_learned_scores"):
-        model.set_score_phase("off")(make_ids(), past_key_values=cache)
-    with torch.no_grad(), pytest.raises(ValueError, match="got a DynamicMaskCache in the phase"):
-        model.set_score_phase("soft")(make_ids(), past_key_values=DynamicMaskCache(model.config))
+SLOTS = CACHES["slots"]
+REFUSED = {  # the rule and the phase of a model, its cache, and the message
+    "without scores": ("window", "off", SLOTS, "scores: got none.*add_learned_scores"),
+    "all keys": ("window", "soft", SLOTS, f"{CACHE}: got a DynamicMaskCache in the phase 'soft'"),
+    "another rule": ("all", "hard", lambda _: SLOTS(make_scored(rule="window")), f"{CACHE}: got keep_window_size"),
+    "static": ("all", "soft", CACHES["static"], f"{CACHE}: got a static one"),
+}  # fmt: skip
 
 
-def test_slots_of_another_rule_are_refused():
-    cache = DynamicMaskCache(make_scored(rule="window").config)
-    with (
-        torch.no_grad(),
-        pytest.raises(ValueError, match=f"^{CACHE}: got keep_window_size"),
-    ):
-        make_scored(rule="all")(make_ids(), past_key_values=cache)
-
-
-def test_soft_phase_refuses_static_caches():
-    model = make_scored(rule="all").set_score_phase("soft")
-    with torch.no_grad(), pytest.raises(ValueError, match=f"^{CACHE}: got a static one"):
-        model(make_ids(PROMPT), past_key_values=CACHES["static"](model))
+@pytest.mark.parametrize("name", REFUSED)
+def test_cache_that_does_not_fit_is_refused(name):
+    rule, phase, cache, message = REFUSED[name]
+    model = make_scored(rule=rule).set_score_phase(phase)
+    with torch.no_grad(), pytest.raises(ValueError, match=f"^{message}"):
+        model(make_ids(PROMPT), past_key_values=cache(model))
 
 
 # ---- Packed prompts ---------------------------------------------------------------------------------

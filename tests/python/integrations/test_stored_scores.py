@@ -8,12 +8,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache, StaticCache
 
-from doge_generation import (
-    assert_same_generation,
-    keep_recent_of_equal_scores,
-    make_ids,
-    make_pair,
-)
+from doge_generation import assert_same_generation, keep_recent_of_equal_scores, make_ids, make_pair
 from transformers_version import IS_TRANSFORMERS_4
 
 pytestmark = pytest.mark.transformers
