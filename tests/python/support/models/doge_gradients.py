@@ -70,10 +70,13 @@ def assert_the_choice_is_that_of_float32(distances: dict[str, dict[str, float]])
         assert ours <= (0.5 if kind in SCORED else 1.0) * eager, (kind, ours, eager)
 
 
-def assert_the_error_of_delta_does_not_add_up(distances: dict[str, dict[str, float]]) -> None:
-    """Distances of models without a selection. If the error added up, A's would be 3 to 4 times eager's on a CPU."""
+def assert_the_error_of_delta_does_not_add_up(
+    distances: dict[str, dict[str, float]], most: float = 2
+) -> None:
+    """Distances of models without a selection. most: of A's, in those of eager attention. On a CPU it is 0.2 to 0.5, and would be
+    1.5 to 5 if the error added up."""
     ours, eager = (distances[side]["A"] for side in ("ours", "eager"))
-    assert ours <= 2 * eager, (ours, eager)
+    assert ours <= most * eager, (ours, eager)
 
 
 def _backward(model: DogeForCausalLM, ids: torch.Tensor) -> None:
