@@ -226,11 +226,13 @@ INPUTS = {
 }
 
 
-# A layer takes a second or more to compile; a second one, which a Gemma needs for its windows, has the masks of the first. Each
-# kind of decoder has every input, and both phases have packed texts.
+# A layer takes a second or more to compile; a second one, which a Gemma needs for its windows, has the masks of the first. In
+# the soft phase the masks that transformers makes would do, too.
 COMPILED = [
-    ("Llama", "padding", "hard"),
+    ("Llama", "no_mask", "hard"),
+    ("Llama", "padding", "soft"),
     ("Llama", "packed", "soft"),
+    ("Llama", "packed", "hard"),
     ("Gemma2", "padding", "soft"),
     ("Gemma2", "packed", "hard"),
     ("Gemma3", "no_mask", "hard"),
@@ -318,7 +320,6 @@ def test_removed_from_a_compiled_model_scores_leave_its_bits():
 
 @since_transformers_5
 def test_compiled_prompt_fills_a_cache_like_an_uncompiled_one():
-    """Which is the case of a Llama without a mask, too."""
     torch._dynamo.reset()
     model, ids = make_scored(num_hidden_layers=1), make_ids()
     logits = []
