@@ -35,7 +35,7 @@ WAYS = {
 
 # After a padding of 33 the prompt is shorter than the window. The second row has none.
 @pytest.mark.parametrize(
-    ("way", "pad"), [("greedy", 13), *((way, 0) for way in WAYS), *((way, 33) for way in WAYS)]
+    ("way", "pad"), [("greedy", 13), ("greedy", 0), ("beams", 0), *((way, 33) for way in WAYS)]
 )
 def test_each_generation_mode_gives_tokens_of_full_cache(way, pad):
     oracle, ours = make_pair()
