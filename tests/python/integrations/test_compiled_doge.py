@@ -3,13 +3,14 @@
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
-from transformers import DogeConfig, DogeForCausalLM, masking_utils
+from transformers import masking_utils
 
 from doge_generation import left_padding
 from flash_dmattn import KeyIntervals, sliding_window
 from flash_dmattn.integrations.transformers import enable_flash_dmattn, key_interval_mask
 from flash_dmattn.keys.rule import SelectionRule
 from flash_dmattn.keys.select_intervals import select_among_intervals
+from scored_models import VOCABULARY, make_base
 from transformers_version import IS_TRANSFORMERS_4
 
 pytestmark = pytest.mark.transformers
@@ -18,24 +19,13 @@ since_transformers_5 = pytest.mark.skipif(
     IS_TRANSFORMERS_4, reason="transformers 4 makes its masks for one length"
 )
 
-VOCABULARY, B, S, KEEP = 64, 2, 20, 5
+B, S, KEEP = 2, 20, 5
 # aot_eager alone runs softplus_backward with other strides than it was traced with.
 BACKEND = "aot_eager_decomp_partition"
 
 
 def make_model(**options):
-    config = DogeConfig(
-        **{
-            "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48,
-            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-            "keep_window_size": KEEP, "max_position_embeddings": 64, **options,
-        }
-    )  # fmt: skip
-    model = DogeForCausalLM(config)
-    for name, parameter in model.named_parameters():
-        if name.endswith(".A") or "dt_proj" in name:
-            torch.nn.init.normal_(parameter)
-    return enable_flash_dmattn(model)
+    return enable_flash_dmattn(make_base("Doge", **options)).train()
 
 
 def training_of(model):
@@ -63,31 +53,6 @@ CASES = {
 # Operators of the selection within documents, and of the output of queries that see no key; and the cases that must not have them.
 RANKS, BLIND = "argsort", "scatter_add_"
 ABSENT = {"no_mask": {RANKS, BLIND}, "padding": {RANKS}, "packed": {BLIND}}
-# A case takes seconds, and nothing here depends on transformers but the masks that it makes.
-only_one_on_4 = pytest.mark.skipif(
-    IS_TRANSFORMERS_4, reason="on transformers 4 only padding is compiled"
-)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name == "padding" else only_one_on_4) for name in CASES],
-)
-def test_compiled_training_equals_eager_and_has_only_operators_of_its_mask(name):
-    torch._dynamo.reset()
-    options, inputs = CASES[name]
-    # Layers share what is made of a mask; the other cases are of what a single layer makes.
-    model = make_model(**options, num_hidden_layers=2 if name in ABSENT else 1)
-    ids = torch.randint(0, VOCABULARY, (B, S))
-    loss, counter = training_of(model), CompileCounterWithBackend(BACKEND)
-    compiled = torch.compile(loss, backend=counter, fullgraph=True)
-    actual, expected = (loss_and_gradients(f, model, ids, inputs) for f in (compiled, loss))
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
-    (graph,) = counter.graphs
-    if name in ABSENT and not IS_TRANSFORMERS_4:
-        called = {str(node.target) for node in graph.graph.nodes}
-        expected = {RANKS, BLIND} - ABSENT[name]
-        assert {RANKS, BLIND} & called == expected  # their names are still these
 
 
 def inputs_of_length(name, length):
@@ -100,13 +65,40 @@ def inputs_of_length(name, length):
     return {}
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "padding",
+        *(
+            pytest.param(name, marks=since_transformers_5)
+            for name in ("no_mask", "packed", "sliding_window")
+        ),
+    ],
+)
+def test_compiled_training_equals_eager_and_has_only_operators_of_its_mask(name):
+    torch._dynamo.reset()
+    options, inputs = CASES[name]
+    # Layers share what is made of a mask; the other cases are of what a single layer makes.
+    model = make_model(**options, num_hidden_layers=2 if name == "padding" else 1)
+    ids = torch.randint(0, VOCABULARY, (B, S))
+    loss, counter = training_of(model), CompileCounterWithBackend(BACKEND)
+    compiled = torch.compile(loss, backend=counter, fullgraph=True)
+    actual, expected = (loss_and_gradients(f, model, ids, inputs) for f in (compiled, loss))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+    (graph,) = counter.graphs
+    if name in ABSENT and not IS_TRANSFORMERS_4:
+        called = {str(node.target) for node in graph.graph.nodes}
+        expected = {RANKS, BLIND} - ABSENT[name]
+        assert {RANKS, BLIND} & called == expected  # their names are still these
+
+
+# test_exported_program_equals_eager has lengths without a mask.
 @since_transformers_5
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"no_mask"}))
 def test_lengths_share_one_graph(name):
     torch._dynamo.reset()
     counter = CompileCounter()
-    layers = 2 if name == "no_mask" else 1
-    loss = training_of(make_model(**CASES[name][0], num_hidden_layers=layers))
+    loss = training_of(make_model(**CASES[name][0], num_hidden_layers=1))
     compiled = torch.compile(loss, backend=counter, fullgraph=True, dynamic=True)
     with torch.no_grad():
         for length in (11, 16, 19, 40, 60):

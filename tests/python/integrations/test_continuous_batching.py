@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from transformers import DogeConfig, DogeForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from doge_generation import VOCABULARY, WINDOW, brute_force_of, greedy_tokens_by_prompt, make_model
 from flash_dmattn.integrations.transformers import DynamicMaskCache, enable_flash_dmattn
@@ -63,19 +63,25 @@ def free_states(manager):
     return cache.pool.num_free_sectors, cache.num_sectors
 
 
-@pytest.mark.parametrize("budget, states", [(64, 12), (13, 12), (7, 3), (3, 2)])
-def test_tokens_equal_generate_however_chunks_are_cut(model, alone, budget, states):
-    torch.manual_seed(budget)
-    prompts = [prompt_of(length) for length in LENGTHS]
+def assert_equals_generate(model, alone, prompts, states=8, config=None, **others):
+    """Every sequence of a batch has the tokens of its prompt alone."""
     done = model.generate_batch(
         prompts,
-        generation_config=GenerationConfig(**GREEDY),
-        continuous_batching_config=options(model, states, max_batch_tokens=budget),
-    )
-    assert [result.prompt_ids for result in done.values()] == prompts
-    for result in done.values():
+        generation_config=config or GenerationConfig(**GREEDY),
+        continuous_batching_config=options(model, states, **others),
+    ).values()
+    count = 1 if config is None else config.num_return_sequences
+    assert [result.prompt_ids for result in done] == [p for p in prompts for _ in range(count)]
+    for result in done:
         assert result.error is None
         assert result.generated_tokens == alone(result.prompt_ids)
+
+
+@pytest.mark.parametrize("budget, states", [(64, 12), (13, 12), (3, 2)])
+def test_tokens_equal_generate_however_chunks_are_cut(model, alone, budget, states):
+    torch.manual_seed(0)  # the same prompts
+    prompts = [prompt_of(length) for length in LENGTHS]
+    assert_equals_generate(model, alone, prompts, states, max_batch_tokens=budget)
 
 
 def test_requests_may_come_late_and_be_cancelled(model, alone):
@@ -115,13 +121,7 @@ def test_prompt_of_one_token_has_an_empty_state(model, alone):
     """Its first step is one in which every sequence brings a token, and the state held another text before."""
     torch.manual_seed(5)
     prompts = [prompt_of(length) for length in (40, 1, 30, 1, 1)]
-    done = model.generate_batch(
-        prompts,
-        generation_config=GenerationConfig(**GREEDY),
-        continuous_batching_config=options(model, states=1),
-    )
-    for result in done.values():
-        assert result.generated_tokens == alone(result.prompt_ids)
+    assert_equals_generate(model, alone, prompts, states=1)
 
 
 def test_forks_equal_their_prompt(model, alone):
@@ -129,14 +129,7 @@ def test_forks_equal_their_prompt(model, alone):
     prompts = [prompt_of(length) for length in (1, 25, 60)]
     config = GenerationConfig(**GREEDY)
     config.num_return_sequences = 3  # which the config refuses for equal sequences
-    done = model.generate_batch(
-        prompts,
-        generation_config=config,
-        continuous_batching_config=options(model, 5, max_batch_tokens=16),
-    )
-    assert len(done) == 9
-    for result in done.values():
-        assert result.generated_tokens == alone(result.prompt_ids)
+    assert_equals_generate(model, alone, prompts, 5, config, max_batch_tokens=16)
 
 
 def test_many_requests_leave_no_state(model):
@@ -171,11 +164,7 @@ def test_many_requests_leave_no_state(model):
 def test_model_afterwards_generates_as_before(model, alone):
     prompt = prompt_of(50)
     name = model.config._attn_implementation
-    model.generate_batch(
-        [prompt],
-        generation_config=GenerationConfig(**GREEDY),
-        continuous_batching_config=options(model),
-    )
+    assert_equals_generate(model, alone, [prompt])
     assert model.config._attn_implementation == name
     ids = torch.tensor([prompt])
     for cache in ({}, {"cache": DynamicMaskCache(model.config)}):
@@ -186,6 +175,7 @@ def test_model_afterwards_generates_as_before(model, alone):
 
 
 def test_cache_of_another_model_made_meanwhile_is_that_of_transformers(model, monkeypatch):
+    """A Doge with its own attention has no slots, and transformers' own cache of all keys."""
     from transformers.generation.continuous_batching import cache as caches
 
     group = caches.group_layers_by_attn_type
@@ -206,27 +196,26 @@ def test_cache_of_another_model_made_meanwhile_is_that_of_transformers(model, mo
     model.set_attn_implementation(name)
 
 
-def test_another_version_of_transformers_is_named():
+def of_another_version():
     model = make_model()
     set_continuous_batching(model, (model.config._attn_implementation,), None)
-    with pytest.raises(ValueError, match="with transformers 5.24 and enable_flash_dmattn; this is"):
-        model.generate_batch([[3, 4, 5]], generation_config=GenerationConfig(**GREEDY))
+    return model
 
 
-def test_sliding_window_raises():
-    model = DogeForCausalLM(
-        DogeConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-                   keep_window_size=8, sliding_window=16)
-    )  # fmt: skip
-    enable_flash_dmattn(model)
-    with pytest.raises(ValueError, match="sliding_window: got 16"):
-        model.generate_batch([[3, 4, 5]], generation_config=GenerationConfig(**GREEDY))
+REFUSED = {
+    "with transformers 5.24 and enable_flash_dmattn; this is": of_another_version,
+    "sliding_window: got 16": lambda: enable_flash_dmattn(make_model(sliding_window=16)),
+    # Experts that depend on other tokens.
+    "^config.is_moe: got True": lambda: enable_flash_dmattn(
+        make_model(is_moe=True, num_experts=16, num_experts_per_tok=2)
+    ),
+}
 
 
-def test_experts_that_depend_on_other_tokens_raise():
-    model = enable_flash_dmattn(make_model(is_moe=True, num_experts=16, num_experts_per_tok=2))
-    with pytest.raises(ValueError, match="^config.is_moe: got True"):
-        model.generate_batch([[3, 4, 5]], generation_config=GenerationConfig(**GREEDY))
+@pytest.mark.parametrize("message", REFUSED)
+def test_model_without_slots_is_refused_with_the_reason(message):
+    with pytest.raises(ValueError, match=message):
+        REFUSED[message]().generate_batch([[3, 4, 5]], generation_config=GenerationConfig(**GREEDY))
 
 
 def test_paged_cache_without_slots_raises(model):
@@ -236,17 +225,3 @@ def test_paged_cache_without_slots_raises(model):
 
     with pytest.raises(TypeError, match=f"^{CACHE}: got a paged cache without slots"):
         model(torch.tensor([[3, 4]]), cache=Paged(), use_cache=False)
-
-
-def test_eager_layers_keep_the_cache_of_transformers(model, alone):
-    """A Doge with its own attention has no slots, and transformers' own cache of all keys."""
-    eager = brute_force_of(model)
-    assert (
-        "SlotManager"
-        not in type(
-            eager.init_continuous_batching(
-                generation_config=GenerationConfig(**GREEDY),
-                continuous_batching_config=options(model),
-            )
-        ).__name__
-    )

@@ -16,8 +16,6 @@ from flash_dmattn.integrations.transformers import enable_flash_dmattn
 
 pytestmark = pytest.mark.transformers
 
-PRECISIONS = ["bfloat16", "float16", "autocast"]
-
 
 @pytest.fixture
 def scores_of_calls(monkeypatch):
@@ -40,26 +38,28 @@ def in_precision(model, precision):
     return model.to(getattr(torch, precision)), torch.autocast("cpu", enabled=False)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
-)
+# One seed is enough: the distances are a third of those that the test allows.
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_are_nearer_to_the_float32_models(dtype):
-    assert_the_choice_is_that_of_float32(median_distances(dtype))
+    assert_the_choice_is_that_of_float32(median_distances(dtype, seeds=1))
 
 
-@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("autocast", [False, True])
 def test_gradient_of_A_without_selection_is_near_float32(autocast):
-    distances = median_distances(torch.bfloat16, autocast=autocast, window=LENGTH)
-    assert_the_error_of_delta_does_not_add_up(distances)
+    distances = median_distances(torch.bfloat16, autocast=autocast, window=LENGTH, seeds=3)
+    assert_the_error_of_delta_does_not_add_up(distances, most=1)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ["bfloat16", "float16", "autocast"])
 def test_scores_are_float32_in_training(precision, scores_of_calls):
     model, ids = make_doge(0)
+    with torch.no_grad():
+        exact = model(ids, labels=ids).loss
     model, context = in_precision(enable_flash_dmattn(model), precision)
     with context:
         loss = model(ids, labels=ids).loss
     loss.backward()
+    assert abs(loss - exact) < 2e-3 * exact
     assert len(scores_of_calls) == 3
     assert all(scores.dtype == torch.float32 for scores in scores_of_calls)
     for name, parameter in model.named_parameters():
@@ -109,7 +109,7 @@ def test_cached_keys_have_the_scores_they_had(scores_of_calls):
         torch.testing.assert_close(scores, whole[..., : scores.shape[-1]], rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
 def test_option_gives_scores_of_eager(precision, scores_of_calls, monkeypatch):
     model, ids = make_doge(0)
     model, context = in_precision(model, precision)

@@ -9,7 +9,10 @@ from transformers import LlamaConfig
 from flash_dmattn.integrations.transformers import DynamicMaskCache
 from token_streams import RULES, Stream
 
-WINDOWS = [6, (5, 2)]
+# Every rule has one window, of all heads or of each.
+rules = pytest.mark.parametrize(
+    ("rule", "window"), list(zip(RULES, [6, (5, 2)] * 3, strict=True)), ids=str
+)
 
 
 def config_of(stream):
@@ -31,8 +34,7 @@ def attend(layer, stream, begin, end, change=lambda t: t):
 
 
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
-@pytest.mark.parametrize("rule", RULES, ids=str)
+@rules
 def test_chunks_and_steps_equal_full_attention(rule, window, static):
     stream = Stream(60, window, kind="ties", padding="anywhere", rule=rule)
     cache = DynamicMaskCache(config_of(stream), static=static, chunk=7)
@@ -51,8 +53,7 @@ def test_chunks_and_steps_equal_full_attention(rule, window, static):
 
 
 @pytest.mark.parametrize("prompt", [9, 200])  # more than can be dropped
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
-@pytest.mark.parametrize("rule", RULES, ids=str)
+@rules
 def test_dropped_tokens_leave_no_trace(rule, window, prompt):
     stream = Stream(prompt + 180, window, kind="ties", padding="anywhere", rule=rule)
     layer = DynamicMaskCache(config_of(stream)).layers[0]

@@ -2,100 +2,76 @@
 
 import copy
 import inspect
+import os
+import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from transformers import DogeConfig, DogeForCausalLM
+from transformers import DogeForCausalLM
 from transformers.models.doge.modeling_doge import DogeAttention
 
-import transformers_members
 from flash_dmattn.integrations.transformers import enable_flash_dmattn
-from flash_dmattn.integrations.transformers.compat import HAS_SLOTS_IN_BATCHES
 from flash_dmattn.integrations.transformers.compat.copied_functions import with_globals
 from flash_dmattn.integrations.transformers.doge import FlashDogeAttention
 from flash_dmattn.integrations.transformers.names import DOGE_NAME
 from python_process import run_python
+from scored_models import make_base, make_config, make_ids
 
 pytestmark = pytest.mark.transformers
 
-IMPORTS = """
-import transformers, transformers.masking_utils, transformers.modeling_utils, transformers.cache_utils
+# The members of transformers' modules that the import changes, and those that generation with our caches changes.
+PROGRAM = """
+import torch, transformers, transformers.masking_utils, transformers.modeling_utils, transformers.cache_utils
 import transformers.generation.utils, transformers.models.doge.modeling_doge
+from transformers import DogeConfig, DogeForCausalLM, GenerationConfig
+from transformers_members import changed_members, members
+has_batches = hasattr(transformers, "ContinuousBatchingConfig")
+if has_batches:
+    import transformers.generation.continuous_batching.continuous_api
+
+before = members()
+import flash_dmattn.integrations.transformers as ours
+print(*changed_members(before), sep=",")
+
+before = members()
+model = ours.enable_flash_dmattn(DogeForCausalLM(DogeConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, keep_window_size=5, eos_token_id=None)), cache="dynamic_mask")
+model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=2, do_sample=False, pad_token_id=0)
+if has_batches and ours.compat.HAS_SLOTS_IN_BATCHES:
+    small = transformers.ContinuousBatchingConfig(page_size=4, num_blocks=64, max_batch_tokens=64)
+    done = model.generate_batch(
+        [[3, 4, 5]], generation_config=GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1),
+        continuous_batching_config=small)
+    assert len(next(iter(done.values())).generated_tokens) == 2
+print(*changed_members(before), sep=",")
 """
 
 
-def changed_by(action, imports=IMPORTS):
-    """The members of transformers that an action changes, in a process of its own."""
-    support = str(Path(transformers_members.__file__).parent)
-    begin = f"import sys; sys.path.insert(0, {support!r}); from transformers_members import *"
-    end = "print(*changed_members(before), sep='\\n')"
-    return run_python(
-        "-c", "\n".join((begin, imports, "before = members()", action, end))
-    ).stdout.split()
-
-
-def make_config(**options):
-    return DogeConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, keep_window_size=5, eos_token_id=None, **options,
-    )  # fmt: skip
-
-
-def make_ids():
-    return torch.randint(3, 64, (2, 17))
-
-
-def test_import_patches_only_what_compat_describes():
-    assert changed_by("import flash_dmattn.integrations.transformers") == [
+def test_import_patches_only_what_compat_describes_and_generation_nothing():
+    run = run_python("-c", PROGRAM, PYTHONPATH=os.pathsep.join(sys.path))
+    by_import, by_generation = run.stdout.splitlines()
+    assert by_import.split(",") == [
         "transformers.modeling_utils.PreTrainedModel._check_and_adjust_attn_implementation",
         "transformers.modeling_utils.PreTrainedModel.get_correct_attn_implementation",
     ]
-
-
-MODEL = """
-from transformers import DogeConfig, DogeForCausalLM, GenerationConfig
-from flash_dmattn.integrations.transformers import enable_flash_dmattn
-model = DogeForCausalLM(DogeConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, keep_window_size=5, eos_token_id=None))
-enable_flash_dmattn(model, cache="dynamic_mask")
-"""
-GENERATE = (
-    "model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=2, do_sample=False, pad_token_id=0)"
-)
-BATCH = """
-small = ContinuousBatchingConfig(page_size=4, num_blocks=64, max_batch_tokens=64)  # the default fills the memory
-done = model.generate_batch(
-    [[3, 4, 5]], generation_config=GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1),
-    continuous_batching_config=small)
-assert len(next(iter(done.values())).generated_tokens) == 2
-"""
-IMPORTS_OF_BATCHES = """
-import transformers.generation.continuous_batching.continuous_api
-from transformers import ContinuousBatchingConfig
-"""
-
-
-def test_generate_with_our_cache_changes_nothing_of_transformers():
-    assert changed_by(GENERATE, "import torch" + IMPORTS + MODEL) == []
-
-
-@pytest.mark.skipif(not HAS_SLOTS_IN_BATCHES, reason="slots in batches need transformers 5.24")
-def test_generate_batch_with_slots_changes_nothing_of_transformers():
-    assert changed_by(BATCH, IMPORTS_OF_BATCHES + IMPORTS + MODEL) == []
+    assert by_generation == ""
 
 
 def test_copied_function_finds_other_globals_and_an_unknown_name_raises():
-    ours = with_globals(make_ids, torch=types.SimpleNamespace(randint=lambda *_: "ours"))
-    assert ours() == "ours" and isinstance(make_ids(), torch.Tensor)
+    def three():
+        return torch.tensor(3)
+
+    ours = with_globals(three, torch=types.SimpleNamespace(tensor=lambda _: "ours"))
+    assert ours() == "ours" and three() == 3
     with pytest.raises(AttributeError, match="has no nothing$"):
-        with_globals(make_ids, nothing=None)
+        with_globals(three, nothing=None)
 
 
 def test_model_of_the_same_config_stays_as_it_is():
-    config = make_config()
+    config = make_config("Doge")
     first, second = DogeForCausalLM(config), DogeForCausalLM(config)
     enable_flash_dmattn(first)
     third = DogeForCausalLM(config)
@@ -107,7 +83,7 @@ def test_model_of_the_same_config_stays_as_it_is():
 
 
 def test_name_set_on_one_model_leaves_the_config_of_others():
-    config = make_config()
+    config = make_config("Doge")
     first, second = DogeForCausalLM(config), DogeForCausalLM(config)
     first.set_attn_implementation("flash_dmattn")
     assert first.config._attn_implementation == DOGE_NAME
@@ -115,7 +91,7 @@ def test_name_set_on_one_model_leaves_the_config_of_others():
 
 
 def test_layers_keep_parameters_and_hooks():
-    model = DogeForCausalLM(make_config())
+    model = make_base("Doge")
     names = dict(model.named_parameters())
     seen = []
     handle = model.model.layers[0].self_attn.register_forward_hook(
@@ -132,7 +108,7 @@ def test_layers_keep_parameters_and_hooks():
 
 @pytest.mark.parametrize("copied", ["deepcopy", "saved and loaded", "pickled"])
 def test_copies_compute_the_same(copied, tmp_path):
-    model, ids = enable_flash_dmattn(DogeForCausalLM(make_config())).eval(), make_ids()
+    model, ids = enable_flash_dmattn(make_base("Doge")), make_ids()
     expected = model(ids).logits
     if copied == "deepcopy":
         other = copy.deepcopy(model)
@@ -151,22 +127,11 @@ def test_copies_compute_the_same(copied, tmp_path):
     assert torch.equal(model(ids).logits, expected)
 
 
-def test_eager_attention_receives_original_arguments():
-    model, ids = DogeForCausalLM(make_config()).eval(), make_ids()
-    model.set_attn_implementation("eager")
-    expected = model(ids).logits
-    enable_flash_dmattn(model, cache="dynamic_mask")
-    model.set_attn_implementation("eager")
-    assert torch.equal(model(ids).logits, expected)
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, expected)
-
-
 def test_subclass_of_the_layer_is_refused():
     class Own(DogeAttention):
         pass
 
-    model = DogeForCausalLM(make_config())
+    model = make_base("Doge")
     model.model.layers[1].self_attn = Own(model.config, 1)
     with pytest.raises(ValueError, match="^model: got attention layers of class Own, expected"):
         enable_flash_dmattn(model)
@@ -174,19 +139,16 @@ def test_subclass_of_the_layer_is_refused():
 
 def test_single_attention_layer_is_refused():
     with pytest.raises(ValueError, match="^model: got a single DogeAttention, expected the model"):
-        enable_flash_dmattn(DogeAttention(make_config(), 0))
+        enable_flash_dmattn(DogeAttention(make_config("Doge"), 0))
 
 
 def test_model_without_scores_is_refused_with_what_to_use():
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
-    )  # fmt: skip
     with pytest.raises(ValueError, match=r'set_attn_implementation\("flash_dmattn"\)'):
-        enable_flash_dmattn(transformers.LlamaForCausalLM(config))
+        enable_flash_dmattn(make_base())
 
 
 def test_shifted_labels_give_the_same_loss():
-    model, ids = enable_flash_dmattn(DogeForCausalLM(make_config())), make_ids()
+    model, ids = enable_flash_dmattn(make_base("Doge")), make_ids()
     labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
     loss = model(ids, labels=ids, shift_labels=labels, use_cache=False).loss
     torch.testing.assert_close(loss, model(ids, labels=ids, use_cache=False).loss)
@@ -194,7 +156,7 @@ def test_shifted_labels_give_the_same_loss():
 
 def test_both_names_of_the_cache_are_taken():
     """`past_key_values` until transformers 5.23, `cache` since."""
-    model, ids = enable_flash_dmattn(DogeForCausalLM(make_config())).eval(), make_ids()
+    model, ids = enable_flash_dmattn(make_base("Doge")), make_ids()
     expected = model(ids, use_cache=False).logits
     names = set(inspect.signature(DogeForCausalLM.forward).parameters) & {
         "cache",

@@ -70,32 +70,22 @@ def test_scorers_equal_definition(scorer):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_off_is_the_base_model_bit_for_bit(family):
+def test_off_new_soft_and_wide_hard_scores_change_nothing(family):
+    """Where they are off or removed, to the bit."""
     model, ids = make_base(family), make_ids()
     expected, names = model(ids).logits, set(model.state_dict())
     kinds = [type(module) for module in model.modules()]
     add_learned_scores(model, **RULES["all"])
     assert set(model.state_dict()) > names
+    assert (model(ids).logits - expected).abs().max() > 1e-2
+    model.set_score_phase("soft")
+    torch.testing.assert_close(model(ids).logits, expected, atol=2e-5, rtol=1e-4)
     model.set_score_phase("off")
     assert torch.equal(model(ids).logits, expected)
     remove_learned_scores(model)
-    assert torch.equal(model(ids).logits, expected)
-    assert (
-        set(model.state_dict()) == names and [type(module) for module in model.modules()] == kinds
-    )
+    assert torch.equal(model(ids).logits, expected) and set(model.state_dict()) == names
+    assert [type(module) for module in model.modules()] == kinds
     assert not hasattr(model.config, "learned_scores") and not hasattr(model, "set_score_phase")
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_new_soft_scores_and_wide_windows_change_nothing(family):
-    model, ids = make_base(family), make_ids()
-    expected = model(ids).logits
-    add_learned_scores(model, keep_window_size=5, recent_window=3, sink_tokens=1)
-    hard = model(ids).logits
-    assert (hard - expected).abs().max() > 1e-2
-    model.set_score_phase("soft")
-    torch.testing.assert_close(model(ids).logits, expected, atol=2e-5, rtol=1e-4)
-    remove_learned_scores(model)
     add_learned_scores(model, keep_window_size=len(ids[0]))
     torch.testing.assert_close(model(ids).logits, expected, atol=2e-5, rtol=1e-4)
 
@@ -104,10 +94,9 @@ def test_new_soft_scores_and_wide_windows_change_nothing(family):
 @pytest.mark.parametrize("name", ["Llava", "Qwen2VL", "Idefics3", "InternVL"])
 def test_text_decoders_of_multimodal_models_equal_definition(name):
     from scored_families import compare_scores
-    from tiny_models import model_classes
+    from tiny_models import class_named
 
-    classes = {model_class.name: model_class for model_class in model_classes()}
-    assert compare_scores(classes[f"{name}ForConditionalGeneration"]).kind == "equal"
+    assert compare_scores(class_named(f"{name}ForConditionalGeneration")).kind == "equal"
 
 
 def test_custom_scorers_get_hidden_keys_and_values():

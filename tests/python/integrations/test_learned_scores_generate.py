@@ -8,7 +8,7 @@ from doge_generation import left_padding
 from flash_dmattn.integrations.transformers import DynamicMaskCache, add_learned_scores
 from flash_dmattn.integrations.transformers.compat import CACHE
 from flash_dmattn.integrations.transformers.learned_scores.scored_layers import ScoredCall
-from scored_models import FAMILIES, RULES, make_base, make_ids, make_scored
+from scored_models import FAMILIES, make_base, make_ids, make_scored
 from scores_by_definition import by_definition
 from transformers_version import IS_TRANSFORMERS_4
 
@@ -20,13 +20,6 @@ CACHES = {
     "slots": lambda model: DynamicMaskCache(model.config),
     "static_slots": lambda model: DynamicMaskCache(model.config, static=True),
 }
-
-
-def make_cache(model, name):
-    layers = len(model.config.learned_scores["layers"])
-    if name == "static_slots" and layers < model.config.num_hidden_layers:
-        pytest.skip("static slots beside sliding layers")
-    return CACHES[name](model)
 
 
 PADDING = left_padding(2, PROMPT, 4)
@@ -56,13 +49,16 @@ def generate(model, **options):
 
 
 @pytest.mark.parametrize("name", CACHES)
-@pytest.mark.parametrize("rule", ["window", "all", "competing", "heads", "streaming"])
-def test_steps_and_chunks_equal_definition(rule, name):
-    """A prompt in two parts, then tokens one at a time, padded on the left."""
+@pytest.mark.parametrize(
+    ("rule", "places"),
+    [("window", 5), ("all", 9), ("competing", 7), ("heads", 8), ("streaming", 7)],
+)
+def test_steps_and_chunks_equal_definition(rule, places, name):
+    """A prompt in two parts, then tokens one at a time, padded on the left. Slots hold the keys of the rule alone."""
     model, ids = make_scored(rule=rule), make_ids(PROMPT + NEW)
     mask = padded(PROMPT + NEW)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    cache, logits = make_cache(model, name), []
+    cache, logits = CACHES[name](model), []
     cuts = [0, 7, PROMPT, *range(PROMPT + 1, PROMPT + NEW + 1)]
     with torch.no_grad():
         for start, stop in zip(cuts, cuts[1:], strict=False):
@@ -71,18 +67,20 @@ def test_steps_and_chunks_equal_definition(rule, name):
                 past_key_values=cache, use_cache=True,
             )  # fmt: skip
             logits.append(out.logits)
+    if name == "slots":
+        assert cache.layers[0].keys.shape[2] == places
     logits, expected = torch.cat(logits, 1), by_definition_of(model, ids, mask)
     tokens = mask.bool()
     torch.testing.assert_close(logits[tokens], expected[tokens], atol=5e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", CACHES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_write_by_definition(family, name):
-    for rule in ("window", "all"):
-        model = make_scored(family, rule)
-        written = generate(model, past_key_values=make_cache(model, name))
-        assert_writes_by_definition(model, written)
+def test_families_write_by_definition(family):
+    """Under a cache of each kind; families with sliding layers, which keep their own, under every cache."""
+    model = make_scored(family)
+    slides = len(model.config.learned_scores["layers"]) < model.config.num_hidden_layers
+    for name in ("dynamic", "static", "slots") if slides else ("static", "slots"):
+        assert_writes_by_definition(model, generate(model, past_key_values=CACHES[name](model)))
 
 
 WAYS = {
@@ -93,17 +91,16 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("rule", ["window", "all"])
-def test_ways_of_generating_write_by_definition(rule, way):
+def test_ways_of_generating_write_by_definition(way):
     """Without a cache, where the whole text is computed again for every token, and under every cache."""
-    model = make_scored(rule=rule)
+    model = make_scored()
     torch.manual_seed(3)
     with by_definition(model):
         expected = generate(model, **WAYS[way], use_cache=False)
     for name in ("none", "dynamic", "static", "slots"):
         if name == "static" and way in ("sampling", "beams"):
             continue  # for another number of rows
-        cache = {"past_key_values": make_cache(model, name)} if name != "none" else {}
+        cache = {"past_key_values": CACHES[name](model)} if name != "none" else {}
         torch.manual_seed(3)
         written = generate(model, **WAYS[way], **cache, use_cache=name != "none")
         assert torch.equal(written, expected), name
@@ -111,13 +108,12 @@ def test_ways_of_generating_write_by_definition(rule, way):
 
 @pytest.mark.skipif(IS_TRANSFORMERS_4, reason="transformers 4 needs a token that ends a text")
 @pytest.mark.parametrize("assistant", ["prompt", "model"])
-@pytest.mark.parametrize("rule", ["window", "all"])
-def test_assisted_decoding_writes_by_definition(rule, assistant):
-    """Drafts from the prompt, or of the model without its scores. GPT-2, whose first layer knows positions: elsewhere equal tokens tie there, and the last digit of a score depends on
-    how many tokens a call has."""
-    model = make_scored("GPT2", rule)
+def test_assisted_decoding_writes_by_definition(assistant):
+    """Drafts from the prompt, or of the model without its scores. GPT-2, whose first layer knows positions: elsewhere equal
+    tokens tie there, and the last digit of a score depends on how many tokens a call has."""
+    model = make_scored("GPT2")
     ids = make_ids(PROMPT, batch=1)
-    cache = make_cache(model, "slots")
+    cache = DynamicMaskCache(model.config)
     options = {"prompt_lookup_num_tokens": 3}
     if assistant == "model":
         options = {"assistant_model": make_base("GPT2")}
@@ -127,15 +123,6 @@ def test_assisted_decoding_writes_by_definition(rule, assistant):
             **options,
         )  # fmt: skip
     assert_writes_by_definition(model, written)
-
-
-@pytest.mark.parametrize("rule", ["window", "all", "streaming"])
-def test_slots_hold_the_keys_of_the_rule_at_any_length(rule):
-    model = make_scored(rule=rule)
-    cache = DynamicMaskCache(model.config)
-    generate(model, past_key_values=cache, max_new_tokens=60)
-    parts = ("keep_window_size", "recent_window", "sink_tokens")
-    assert cache.layers[0].keys.shape[2] == sum(RULES[rule].get(part, 0) for part in parts)
 
 
 def test_sliding_layers_keep_their_own_cache():
@@ -159,28 +146,21 @@ def test_cache_without_scores_is_refused():
             model(ids[:, :1], past_key_values=cache)
 
 
-def test_slots_of_a_model_without_scores_are_refused():
-    model = make_scored(rule="window")
-    cache = DynamicMaskCache(model.config)
-    with torch.no_grad(), pytest.raises(ValueError, match="scores: got none.*add_learned_scores"):
-        model.set_score_phase("off")(make_ids(), past_key_values=cache)
-    with torch.no_grad(), pytest.raises(ValueError, match="got a DynamicMaskCache in the phase"):
-        model.set_score_phase("soft")(make_ids(), past_key_values=DynamicMaskCache(model.config))
+SLOTS = CACHES["slots"]
+REFUSED = {  # the rule and the phase of a model, its cache, and the message
+    "without scores": ("window", "off", SLOTS, "scores: got none.*add_learned_scores"),
+    "all keys": ("window", "soft", SLOTS, f"{CACHE}: got a DynamicMaskCache in the phase 'soft'"),
+    "another rule": ("all", "hard", lambda _: SLOTS(make_scored(rule="window")), f"{CACHE}: got keep_window_size"),
+    "static": ("all", "soft", CACHES["static"], f"{CACHE}: got a static one"),
+}  # fmt: skip
 
 
-def test_slots_of_another_rule_are_refused():
-    cache = DynamicMaskCache(make_scored(rule="window").config)
-    with (
-        torch.no_grad(),
-        pytest.raises(ValueError, match=f"^{CACHE}: got keep_window_size"),
-    ):
-        make_scored(rule="all")(make_ids(), past_key_values=cache)
-
-
-def test_soft_phase_refuses_static_caches():
-    model = make_scored(rule="all").set_score_phase("soft")
-    with torch.no_grad(), pytest.raises(ValueError, match=f"^{CACHE}: got a static one"):
-        model(make_ids(PROMPT), past_key_values=CACHES["static"](model))
+@pytest.mark.parametrize("name", REFUSED)
+def test_cache_that_does_not_fit_is_refused(name):
+    rule, phase, cache, message = REFUSED[name]
+    model = make_scored(rule=rule).set_score_phase(phase)
+    with torch.no_grad(), pytest.raises(ValueError, match=f"^{message}"):
+        model(make_ids(PROMPT), past_key_values=cache(model))
 
 
 # ---- Packed prompts ---------------------------------------------------------------------------------
@@ -202,9 +182,8 @@ def test_mask_of_packed_texts_is_refused_by_caches_without_texts(name):
         model(make_ids(PROMPT), attention_mask=mask, past_key_values=CACHES[name](model))
 
 
-@pytest.mark.parametrize("rule", ["window", "all"])
-def test_static_cache_takes_a_dense_mask_of_padding(rule):
-    model, ids, padding = make_scored(rule=rule), make_ids(PROMPT), PADDING
+def test_static_cache_takes_a_dense_mask_of_padding():
+    model, ids, padding = make_scored(), make_ids(PROMPT), PADDING
     causal = torch.ones(PROMPT, PROMPT, dtype=torch.bool).tril()
     mask = torch.nn.functional.pad(causal & padding[:, None, None].bool(), (0, NEW + 3))
     with torch.no_grad():
@@ -220,10 +199,9 @@ def test_static_cache_takes_a_dense_mask_of_padding(rule):
 @pytest.mark.skipif(IS_TRANSFORMERS_4, reason="tiny models are those of transformers 5")
 def test_packed_texts_stay_apart_in_a_multimodal_model():
     """The masks of Gemma 3 with images are made before its text decoder makes a cache, by positions."""
-    from tiny_models import model_classes, tiny_config, tiny_model
+    from tiny_models import class_named, tiny_config, tiny_model
 
-    classes = {model_class.name: model_class for model_class in model_classes()}
-    multimodal = classes["Gemma3ForConditionalGeneration"]
+    multimodal = class_named("Gemma3ForConditionalGeneration")
     model = tiny_model(multimodal, tiny_config(multimodal), "eager")
     ids = make_ids(PROMPT)
     with torch.no_grad():
@@ -235,10 +213,9 @@ def test_packed_texts_stay_apart_in_a_multimodal_model():
 
 def test_slots_of_layers_with_other_numbers_in_the_cache_are_refused():
     pytest.importorskip("transformers", minversion="5.24")
-    from tiny_models import model_classes, tiny_config, tiny_model
+    from tiny_models import class_named, tiny_config, tiny_model
 
-    classes = {model_class.name: model_class for model_class in model_classes()}
-    hrm_class = classes["HrmTextForCausalLM"]
+    hrm_class = class_named("HrmTextForCausalLM")
     model = tiny_model(hrm_class, tiny_config(hrm_class), "eager")
     add_learned_scores(model, keep_window_size=PROMPT)
     cache = DynamicMaskCache(model.config)

@@ -6,10 +6,11 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5")
 from transformers import DynamicCache, StaticCache, masking_utils  # noqa: E402
 
-from doge_generation import left_padding, make_ids, make_pair  # noqa: E402
+from doge_generation import left_padding, make_ids, make_model  # noqa: E402
 from flash_dmattn.integrations.attention_interface.layer_masks import is_causal_mask  # noqa: E402
 from flash_dmattn.integrations.transformers import (  # noqa: E402
     DynamicMaskCache,
+    enable_flash_dmattn,
     key_interval_mask,
 )
 from operators_called import OperatorsCalled  # noqa: E402
@@ -28,7 +29,7 @@ CACHES = {
 @torch.no_grad()
 def make_step(cache, padding):
     """A config, and a cache that holds S tokens."""
-    _, ours = make_pair()
+    ours = enable_flash_dmattn(make_model(num_hidden_layers=1))
     cache = CACHES[cache](ours.config)
     padding = None if padding is None else padding[:, :S].long()
     ours(make_ids(B, S), attention_mask=padding, past_key_values=cache)

@@ -73,29 +73,20 @@ def test_selection_reads_no_values(selection):
 
 
 @pytest.mark.transformers
-@pytest.mark.parametrize("inputs", ["no_mask", "padding", "packed"])
+@pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("family", ["Doge", "Llama"])
 def test_captured_model_step_reads_no_values(family, inputs, monkeypatch):
     """Outside of a CUDA graph transformers itself reads positions, and our masks are read to be known exactly."""
-    transformers = pytest.importorskip("transformers", minversion="5")
+    pytest.importorskip("transformers", minversion="5")
     from transformers.utils import import_utils
 
-    import flash_dmattn.integrations.transformers  # noqa: F401
+    from scored_models import make_base, make_ids
 
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, use_cache=False, **({"keep_window_size": 5} if family == "Doge" else {}),
-    )  # fmt: skip
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model, ids = make_base(family), make_ids(N)
     model.set_attn_implementation("flash_dmattn")
-    for name, parameter in model.named_parameters():
-        if name.endswith(".A"):
-            torch.nn.init.normal_(parameter)
-    ids = torch.randint(0, 64, (2, N))
-    options = INPUTS[inputs]
 
     def step():
-        loss = model(ids, labels=ids, **options).loss
+        loss = model(ids, labels=ids, use_cache=False, **INPUTS[inputs]).loss
         return loss, *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
 
     expected = step()
@@ -109,30 +100,18 @@ def test_captured_model_step_reads_no_values(family, inputs, monkeypatch):
 
 
 @pytest.mark.transformers
-@pytest.mark.parametrize(
-    ("family", "name", "more"),
-    [
-        ("Llama", "no_mask", 0),
-        ("Llama", "padding", 0),
-        ("Llama", "packed", 0),
-        ("Doge", "no_mask", 0),
-        ("Doge", "padding", 0),
-        ("Doge", "packed", 1),  # whether a layer's choice is consecutive
-    ],
-)
-def test_layers_share_what_was_read(family, name, more):
-    transformers = pytest.importorskip("transformers", minversion="5")
-    import flash_dmattn.integrations.transformers  # noqa: F401
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("family", ["Doge", "Llama"])
+def test_layers_share_what_was_read(family, name):
+    """For packed texts a Doge reads whether the choice of each layer is consecutive."""
+    pytest.importorskip("transformers", minversion="5")
+    from scored_models import make_base, make_ids
 
     counts = []
     for layers in (1, 4):
-        config = getattr(transformers, f"{family}Config")(
-            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
-            num_key_value_heads=2, **({"keep_window_size": 5} if family == "Doge" else {}),
-        )  # fmt: skip
-        model = getattr(transformers, f"{family}ForCausalLM")(config)
+        model = make_base(family, num_hidden_layers=layers)
         model.set_attn_implementation("flash_dmattn")
         with OperatorsCalled() as called:
-            model(torch.randint(0, 64, (2, N)), use_cache=False, **INPUTS[name])
+            model(make_ids(N), use_cache=False, **INPUTS[name])
         counts.append(len(called.reads()))
-    assert counts[1] - counts[0] == 3 * more
+    assert counts[1] - counts[0] == (3 if (family, name) == ("Doge", "packed") else 0)

@@ -1,9 +1,10 @@
-"""A bad option of a command line is an error with exit status 2, before any work is done."""
+"""A bad option of a command line, or argument of a script, is an error with exit status 2, before any work is done."""
 
 import importlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ import flash_dmattn.__main__
 import flash_dmattn.check.run
 from flash_dmattn.__main__ import main
 from harness import record
+
+TOOLS = Path(__file__).parents[3] / "tools"
 
 
 @pytest.fixture(autouse=True)
@@ -161,3 +164,29 @@ def test_missing_gpu_is_named(capsys):
     assert "argument --device: got cuda" in error_of(
         bench.main, ["run", "--device", "cuda"], capsys
     )
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["check_wheel.sh"], "got nothing and 0 versions, expected a wheel and versions of torch"),
+        (["check_wheel.sh", "none.whl", "2.10"], "got none.whl and 1 versions, expected a wheel"),
+        (["wheels.sh", "none"], "got none, expected cpu, aarch64 or cuda"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_script_without_its_arguments_names_them(words, message):
+    name, *arguments = words
+    run = subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True)
+    assert run.returncode == 2 and run.stderr.startswith(f"{name}: {message}")
+    assert run.stderr.count("\n") == 1
+
+
+def test_layout_that_cannot_be_written_is_refused_before_the_build(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    options = ["--namespace", "_name", "--build", tmp_path / "build"]
+    command = [sys.executable, TOOLS / "kernels_layout.py", file / "folder", *options]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 2 and f"folder: [Errno 20] Not a directory: '{file}" in run.stderr
+    assert not (tmp_path / "build").exists()

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without d
 
 STEPS, BATCH = 6, 4
 TINY = [
-    "--length", "96", "--width", "32", "--layers", "2", "--batch", "2", "--pretraining-steps", "24", "--tests", "2",
+    "--length", "96", "--width", "32", "--layers", "2", "--batch", "2", "--pretraining-steps", "2", "--tests", "2",
     "--parts", "4", "--keep", "8", "--recent", "4", "--device", "cpu",
 ]  # fmt: skip
 
@@ -82,7 +82,9 @@ def compare_with_one(rank, folder, way, losses, scores):
 def run_the_program(rank, folder):
     """Its results are those of the first process alone, and a checkpoint resumes it."""
     from learned_scores import distil
+    from small_corpus import small_corpus
 
+    distil.standard_library = small_corpus
     options = [*TINY, "--output", str(folder)]
     results = distil.main([*options, "--steps", "4"])
     assert bool(results) == (rank == 0)

@@ -81,7 +81,7 @@ def _dynamic_mask(self, hidden_states, dt_states, keep_window_size, attention_ma
     return scores.masked_fill(~chosen, lowest)
 
 
-def make_ids(batch, length, seed=0):
+def make_ids(batch=2, length=40, seed=0):
     """No token twice in a row of the batch."""
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randperm(VOCABULARY - 1, generator=generator)[:length] + 1 for _ in range(batch)]
@@ -108,22 +108,21 @@ class RepeatsOfThree(LogitsProcessor):
         return scores
 
 
-def assert_same_generation(oracle, ours, ids, cache=None, **options):
-    """Token for token, and logits to rounding. `cache`: for ours; the brute force has transformers' own."""
+def assert_same_generation(oracle, ours, ids, *caches, **options):
+    """Token for token, and logits to rounding. caches: for ours, one after the other; the brute force has transformers' own."""
     options = {
         "attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False,
         "return_dict_in_generate": True, "output_logits": True, **options,
     }  # fmt: skip
-    results = []
-    for model, cache_options in (
-        (oracle, {}),
-        (ours, {} if cache is None else {"past_key_values": cache}),
-    ):
+
+    def generate(model, **cache):
         torch.manual_seed(7)
-        results.append(model.generate(ids, **options, **cache_options))
-    expected, actual = results
-    assert torch.equal(actual.sequences, expected.sequences)
-    assert len(actual.logits) == len(expected.logits)
-    for ours_at, theirs_at in zip(actual.logits, expected.logits, strict=True):
-        torch.testing.assert_close(ours_at, theirs_at, atol=2e-4, rtol=2e-4)
+        return model.generate(ids, **options, **cache)
+
+    expected = generate(oracle)
+    for cache in caches or (None,):
+        actual = generate(ours, **({} if cache is None else {"past_key_values": cache}))
+        assert torch.equal(actual.sequences, expected.sequences)
+        for ours_at, theirs_at in zip(actual.logits, expected.logits, strict=True):
+            torch.testing.assert_close(ours_at, theirs_at, atol=2e-4, rtol=2e-4)
     return actual

@@ -10,7 +10,7 @@ from transformers import DogeConfig, DogeForCausalLM
 
 from flash_dmattn.integrations.transformers import enable_flash_dmattn
 
-LENGTH, WINDOW, SEEDS = 400, 96, 5
+LENGTH, WINDOW = 400, 96
 SCORED = ("dt_proj", "A", "q_proj", "k_proj", "v_proj")  # what the choice of keys moves most
 _VOCABULARY = 401
 
@@ -35,14 +35,19 @@ def make_doge(seed: int, window: int = WINDOW) -> tuple[DogeForCausalLM, torch.T
 
 
 def median_distances(
-    dtype: torch.dtype, device: str = "cpu", *, autocast: bool = False, window: int = WINDOW
+    dtype: torch.dtype,
+    device: str = "cpu",
+    *,
+    autocast: bool = False,
+    window: int = WINDOW,
+    seeds: int = 5,
 ) -> dict[str, dict[str, float]]:
     """Relative distance of each kind of parameter's gradient for "eager" and "ours", in the worst layer.
 
     The median over the seeds. The yardstick is eager attention in float32 on the CPU.
     """
     samples = {"eager": {}, "ours": {}}
-    for seed in range(SEEDS):
+    for seed in range(seeds):
         exact, ids = make_doge(seed, window)
         low = copy.deepcopy(exact).to(device, torch.float32 if autocast else dtype)
         models = {"eager": copy.deepcopy(low), "ours": enable_flash_dmattn(low)}
@@ -65,10 +70,13 @@ def assert_the_choice_is_that_of_float32(distances: dict[str, dict[str, float]])
         assert ours <= (0.5 if kind in SCORED else 1.0) * eager, (kind, ours, eager)
 
 
-def assert_the_error_of_delta_does_not_add_up(distances: dict[str, dict[str, float]]) -> None:
-    """Distances of models without a selection. If the error added up, A's would be 3 to 4 times eager's on a CPU."""
+def assert_the_error_of_delta_does_not_add_up(
+    distances: dict[str, dict[str, float]], most: float = 2
+) -> None:
+    """Distances of models without a selection. most: of A's, in those of eager attention. On a CPU it is 0.2 to 0.5, and would be
+    1.5 to 5 if the error added up."""
     ours, eager = (distances[side]["A"] for side in ("ours", "eager"))
-    assert ours <= 2 * eager, (ours, eager)
+    assert ours <= most * eager, (ours, eager)
 
 
 def _backward(model: DogeForCausalLM, ids: torch.Tensor) -> None:

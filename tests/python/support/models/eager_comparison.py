@@ -169,10 +169,7 @@ def results(model: torch.nn.Module, inputs: dict, model_class: ModelClass) -> Re
             add("decoding", lambda: _decode(model, inputs, key, None))
             if key == "input_ids" and "attention_mask" in names:
                 mask = _padded(inputs)["left padding"]["attention_mask"]
-                add(
-                    "decoding, left padding",
-                    lambda: _decode(model, inputs, key, mask),
-                )
+                add("decoding, left padding", lambda: _decode(model, inputs, key, mask))
         add("images", lambda: logits(**inputs_with_images(model)))
         add("sound", lambda: logits(**inputs_with_sound(model)))
     return outcomes

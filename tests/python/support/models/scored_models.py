@@ -1,4 +1,5 @@
-"""Tiny decoders of many families, with weights large enough for attention to matter, and learned scores that differ."""
+"""Tiny decoders of many families, with weights large enough for attention to matter; Doges have scores that differ, others can get
+learned ones."""
 
 import torch
 import transformers
@@ -32,6 +33,7 @@ FAMILIES = {
     "GPTNeoX": {"num_key_value_heads": ...},  # not an argument
     "GPT2": {"num_key_value_heads": ..., "intermediate_size": ..., "head_dim": ...},
 }
+DOGE = {"keep_window_size": 5}
 RULES = {
     "window": {"keep_window_size": 5},
     "all": {"keep_window_size": 4, "recent_window": 3, "sink_tokens": 2},
@@ -45,7 +47,7 @@ RULES = {
 def make_config(family, **options):
     names = {"Gemma3": "Gemma3TextConfig"}
     config_class = getattr(transformers, names.get(family, f"{family}Config"))
-    sizes = {**_SIZES, **FAMILIES[family], **options}
+    sizes = {**_SIZES, **(DOGE if family == "Doge" else FAMILIES[family]), **options}
     return config_class(**{name: size for name, size in sizes.items() if size is not ...})
 
 

@@ -61,6 +61,10 @@ def model_classes() -> list[ModelClass]:
     return [ModelClass(*key, tuple(class_tasks)) for key, class_tasks in tasks.items()]
 
 
+def class_named(name: str) -> ModelClass:
+    return next(model_class for model_class in model_classes() if model_class.name == name)
+
+
 def tiny_config(model_class: ModelClass) -> PreTrainedConfig:
     """The config that the class takes: for the text model of a composite family, the config of the text."""
     config = shrink(CONFIG_MAPPING[model_class.family](**REQUIRED.get(model_class.family, {})))

@@ -1,0 +1,12 @@
+"""A corpus of the examples that is made at once: to read the whole standard library takes seconds."""
+
+from pathlib import Path
+
+import torch
+
+from doge_demo.corpus import Corpus
+
+
+def small_corpus():
+    text = torch.frombuffer(bytearray(Path(torch.__file__).read_bytes()), dtype=torch.uint8)
+    return Corpus(text, text, 1)
