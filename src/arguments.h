@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -77,6 +78,16 @@ inline void require_workspace(const Execution& execution, std::size_t bytes) {
   if (bytes == 0) return;
   require_pointer("execution.workspace", execution.workspace, true);
   require_aligned("execution.workspace", execution.workspace, workspace_alignment);
+}
+
+// The execution of a part of a call, in memory of its own.
+inline Execution with_workspace(const Execution& execution, std::span<std::byte> workspace,
+                                std::size_t needed) {
+  Execution result = execution;
+  result.workspace = workspace.data();
+  result.workspace_bytes = workspace.size();
+  require_workspace(result, needed);
+  return result;
 }
 
 // Strides of a [sizes] array, with dense_stride replaced by the stride of a dense array.

@@ -73,8 +73,8 @@ inline std::string decline_other_device(const Problem& problem, std::string_view
 }
 
 // src/cuda/backend.cu, or absent.cpp in a build without CUDA. Every pointer of its arguments is to memory of the
-// current device, of which Execution::stream is a cudaStream_t. Calls only
-// enqueue work: no synchronisation, no allocation, capturable in a graph.
+// current device, of which Execution::stream is a cudaStream_t. Calls only enqueue work: no synchronisation, no
+// allocation, capturable in a graph.
 extern const Backend cuda_backend;
 extern const Backend cpu_backend;        // src/cpu/backend.cpp
 extern const Backend reference_backend;  // src/reference/attention.cpp

@@ -32,15 +32,6 @@ inline const Execution& with_workers(const Execution& execution) {
   return execution;
 }
 
-inline Execution with_workspace(const Execution& execution, std::span<std::byte> workspace,
-                                std::size_t needed) {
-  Execution result = execution;
-  result.workspace = workspace.data();
-  result.workspace_bytes = workspace.size();
-  require_workspace(result, needed);
-  return result;
-}
-
 template <class Args>
 CheckedCall<Args>::CheckedCall(const Args& args, const Execution& execution, std::string_view name)
     : execution_(with_workers(execution)), args_(plan_call(args, execution, name, plan_)) {}

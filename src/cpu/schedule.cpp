@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "arguments.h"
 #include "cpu/selection/selection.h"
 
 namespace flash_dmattn::cpu {
@@ -36,11 +37,10 @@ void ListSchedule::place(WorkspaceAllocator& workspace) {
   build_space_ = workspace.lend(build_bytes_);
 }
 
-void ListSchedule::build(Execution execution) const {
+void ListSchedule::build(const Execution& execution) const {
   if (args_.lists() == 0) return;
-  execution.workspace = build_space_;
-  execution.workspace_bytes = build_bytes_;
-  build_tile_lists(args_, buffers_, entries_, execution);
+  build_tile_lists(args_, buffers_, entries_,
+                   with_workspace(execution, {build_space_, build_bytes_}, build_bytes_));
 }
 
 QueryTileLists ListSchedule::lists() const {

@@ -20,7 +20,7 @@ class ListSchedule {
 
   // Takes memory for the lists, and lends what only `build` needs.
   void place(WorkspaceAllocator& workspace);
-  void build(Execution execution) const;
+  void build(const Execution& execution) const;
   QueryTileLists lists() const;
 
  private:
@@ -28,7 +28,7 @@ class ListSchedule {
   std::int64_t entries_ = 0;
   std::size_t build_bytes_ = 0;
   TileListBuffers buffers_;
-  void* build_space_ = nullptr;
+  std::byte* build_space_ = nullptr;
 };
 
 }  // namespace flash_dmattn::cpu

@@ -28,8 +28,6 @@ template <class Args, class Subject>
 PlanFunction<Args> find_plan(const Subject& subject,
                              std::initializer_list<Kernels<Args, Subject> Family::*> members,
                              std::string& reasons) {
-  reasons = decline_driver();
-  if (!reasons.empty()) return nullptr;
   const DeviceProperties& device = current_device();
   for (const auto member : members) {
     for (const Family* family : families()) {
@@ -51,9 +49,10 @@ PlanFunction<Args> find_attention(const Problem& p, std::string_view direction,
                                   std::initializer_list<Kernels<Args> Family::*> members,
                                   std::string& reason) {
   reason = decline_other_device(p, "cuda", Device::cuda);
+  if (reason.empty()) reason = decline_driver();
   if (!reason.empty()) return nullptr;
   const PlanFunction<Args> plan = find_plan(p, members, reason);
-  if (plan == nullptr && decline_driver().empty()) reason.insert(0, direction);
+  if (plan == nullptr) reason.insert(0, direction);
   return plan;
 }
 
@@ -67,6 +66,8 @@ PlanFunction<BackwardArgs> find_backward(const Problem& p, std::string& reason) 
 }
 
 PlanFunction<DecodeStepArgs> find_decode_step(const KvCacheShape& shape, std::string& reason) {
+  reason = decline_driver();
+  if (!reason.empty()) return nullptr;
   return find_plan<DecodeStepArgs, KvCacheShape>(shape, {&Family::decode_step}, reason);
 }
 

@@ -15,12 +15,6 @@ bool can_have_schedule(const TileListArgs& args) {
          !args.bound.consecutive;
 }
 
-Execution in_space(Execution execution, std::byte* space, std::size_t bytes) {
-  execution.workspace = space;
-  execution.workspace_bytes = bytes;
-  return execution;
-}
-
 }  // namespace
 
 // ---- Query tiles' key lists ---------------------------------------------------------------------
@@ -42,9 +36,10 @@ void ListSchedule::place(WorkspaceAllocator& workspace) {
   build_space_ = workspace.lend(build_bytes_);
 }
 
-void ListSchedule::build(Execution execution) const {
+void ListSchedule::build(const Execution& execution) const {
   if (!exists_) return;
-  build_tile_lists(args_, buffers_, in_space(execution, build_space_, build_bytes_));
+  build_tile_lists(args_, buffers_,
+                   with_workspace(execution, {build_space_, build_bytes_}, build_bytes_));
 }
 
 QueryTileLists ListSchedule::lists() const {
@@ -76,9 +71,10 @@ void SlotSchedule::place(WorkspaceAllocator& workspace) {
   build_space_ = workspace.lend(build_bytes_);
 }
 
-void SlotSchedule::build(Execution execution) const {
+void SlotSchedule::build(const Execution& execution) const {
   if (!exists_) return;
-  assign_slots(args_, shape_, buffers_, in_space(execution, build_space_, build_bytes_));
+  assign_slots(args_, shape_, buffers_,
+               with_workspace(execution, {build_space_, build_bytes_}, build_bytes_));
 }
 
 KeySlots SlotSchedule::slots() const {

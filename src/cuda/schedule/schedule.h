@@ -26,7 +26,7 @@ class ListSchedule {
   // Takes memory for the lists, and lends what only `build` needs.
   void place(WorkspaceAllocator& workspace);
   // Enqueues the launches, before any that write memory taken after `place`.
-  void build(Execution execution) const;
+  void build(const Execution& execution) const;
   // Without lists there are no tiles, and without memory null pointers.
   QueryTileLists lists() const;
 
@@ -56,7 +56,7 @@ class SlotSchedule {
 
   // As in ListSchedule.
   void place(WorkspaceAllocator& workspace);
-  void build(Execution execution) const;
+  void build(const Execution& execution) const;
   KeySlots slots() const;
 
  private:

@@ -243,13 +243,12 @@ struct BackwardPlan {
   void set_slots(const BackwardArgs& args, const DeviceProperties& device) {
     const Problem& p = args.problem;
     SlotParams& slots = params.slots;
-    slots.slots = schedule.slots();
     const auto [batch, heads] = p.intervals_shape;
     slots.row_head = heads > 1 ? 1 : 0;
     slots.row_batch = batch > 1 ? heads : 0;
     slots.work_slots = policy().work_keys();
     slots.row_blocks =
-        static_cast<int>(ceil_div(slots.slots.shape.slots, std::int64_t{slots.work_slots}));
+        static_cast<int>(ceil_div(schedule.slots().shape.slots, std::int64_t{slots.work_slots}));
     const auto tiles = static_cast<int>(ceil_div(p.seqlen_q, std::int64_t{slot_tile_rows}));
     slots.segment_tiles = ceil_div(tiles, slot_segments);
     slots.partition = SlotPartition(static_cast<int>(p.batch * p.heads_kv) * slots.row_blocks,
