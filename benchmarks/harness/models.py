@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from flash_dmattn.integrations.transformers import DynamicMaskCache, enable_flash_dmattn
+from flash_dmattn.integrations.transformers.compat import CACHE
 
 from . import record
 from .clock import capture_graph, count_kernels, elapsed_ms
@@ -238,7 +239,7 @@ def _generate(device: str, context: int) -> dict:
     def more(count: int) -> None:
         nonlocal text
         text = model.generate(
-            text, past_key_values=cache, max_new_tokens=count, do_sample=False, use_cache=True,
+            text, **{CACHE: cache}, max_new_tokens=count, do_sample=False, use_cache=True,
             attention_mask=torch.ones_like(text),
         )  # fmt: skip
 
@@ -286,7 +287,7 @@ def _read_cache(device: str, context: int) -> DynamicMaskCache:
     static = {"static": True, "chunk": _CHUNK} if device == "cuda" else {}
     cache = DynamicMaskCache(model.config, **static)
     for part in _random_ids(device, context)[:, :-1].split(_PART, dim=1):
-        model(part, past_key_values=cache, logits_to_keep=1)
+        model(part, **{CACHE: cache}, logits_to_keep=1)
     return cache
 
 
@@ -303,7 +304,7 @@ def _greedy_step(forward: Callable, cache: DynamicCache, device: str) -> Callabl
     token = _random_ids(device, 1)
 
     def step() -> None:
-        logits = forward(token, past_key_values=cache, use_cache=True).logits
+        logits = forward(token, **{CACHE: cache}, use_cache=True).logits
         token.copy_(logits[:, -1:].argmax(-1))
 
     return step

@@ -20,6 +20,7 @@ from transformers import Cache, DynamicCache, LlamaForCausalLM
 from flash_dmattn.check.memory import peak_bytes
 from flash_dmattn.integrations.kvpress import add_press
 from flash_dmattn.integrations.transformers import DynamicMaskCache, remove_learned_scores
+from flash_dmattn.integrations.transformers.compat import CACHE
 
 from .clock import elapsed_ms
 from .models import cache_mib, llama_title, random_llama, rows_of_sides
@@ -53,7 +54,7 @@ def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
 def _norm_threshold(model: LlamaForCausalLM, ids: Tensor) -> float:
     """The score of a KnormPress that a quarter of the prompt's keys passes, over all layers and heads."""
     cache = DynamicCache(config=model.config)
-    model(ids, past_key_values=cache, logits_to_keep=1)
+    model(ids, **{CACHE: cache}, logits_to_keep=1)
     norms = torch.cat([layer.keys.float().norm(dim=-1).flatten() for layer in cache.layers])
     return -norms[:: max(1, norms.numel() >> 20)].quantile(0.25).item()
 
@@ -79,7 +80,7 @@ def _measure(
 
     def read() -> Cache:
         cache = cache_class(config=model.config)
-        model(ids, past_key_values=cache, logits_to_keep=1)
+        model(ids, **{CACHE: cache}, logits_to_keep=1)
         return cache
 
     def write(cache: Cache, first: int) -> list[float]:
@@ -87,7 +88,7 @@ def _measure(
         for position in range(first, first + _TOKENS):
             at = torch.tensor([position], device=ids.device)
             places = {"cache_position": at, "position_ids": at[None]}
-            token = functools.partial(model, ids[:, :1], past_key_values=cache, **places)
+            token = functools.partial(model, ids[:, :1], **{CACHE: cache}, **places)
             times.append(elapsed_ms(token, device))
         return times
 

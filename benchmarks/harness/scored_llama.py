@@ -23,6 +23,7 @@ from flash_dmattn.integrations.transformers import (
     add_learned_scores,
     set_score_phase,
 )
+from flash_dmattn.integrations.transformers.compat import CACHE
 from flash_dmattn.integrations.transformers.learned_scores.scored_attention import (
     scored_attention_forward,
 )
@@ -157,7 +158,7 @@ def _token_of_slots(model: LlamaModel, context: int) -> dict:
     set_score_phase(model, "hard")
     cache = DynamicMaskCache(model.config)
     ids = torch.randint(1024, (1, context), device=model.device)
-    prompt = elapsed_ms(lambda: model(ids, past_key_values=cache), model.device.type)
+    prompt = elapsed_ms(lambda: model(ids, **{CACHE: cache}), model.device.type)
     return _token(model, cache) | {"parts": {"prompt": prompt}}
 
 
@@ -174,7 +175,7 @@ def _token(model: LlamaModel, cache: DynamicCache) -> dict:
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
 
     def run() -> None:
-        model(token, past_key_values=cache)
+        model(token, **{CACHE: cache})
 
     run()
     ms = _median_ms(run, model.device.type)

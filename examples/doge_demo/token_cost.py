@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from flash_dmattn.integrations.transformers import DynamicMaskCache
+from flash_dmattn.integrations.transformers.compat import CACHE
 
 from .cost import LEAST_POINTS, Cost
 from .training import precision_of
@@ -37,7 +38,7 @@ def measure_tokens(
         began = time.perf_counter()
         cache = _CACHES[implementation](config=model.config)
         with precision_of(model.device):
-            model(ids[:, :length], past_key_values=cache, logits_to_keep=1)
+            model(ids[:, :length], **{CACHE: cache}, logits_to_keep=1)
             model.set_attn_implementation(implementation)
             steps = [_timed(model, ids[:, [at]], cache) for at in range(length, length + _TOKENS)]
             model.set_attn_implementation("flash_dmattn")
@@ -48,7 +49,7 @@ def measure_tokens(
 
 def _timed(model: torch.nn.Module, token: torch.Tensor, cache: DynamicCache) -> float:
     began = time.perf_counter()
-    model(token, past_key_values=cache).logits.sum().item()  # waits for a GPU
+    model(token, **{CACHE: cache}).logits.sum().item()  # waits for a GPU
     return time.perf_counter() - began
 
 

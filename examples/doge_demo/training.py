@@ -10,6 +10,7 @@ from tqdm import tqdm
 from transformers import DogeConfig, DogeForCausalLM
 
 from flash_dmattn.integrations.transformers import DynamicMaskCache, enable_flash_dmattn
+from flash_dmattn.integrations.transformers.compat import CACHE
 
 from .corpus import Corpus, even_batch, random_batch
 
@@ -139,7 +140,7 @@ def write_text(model: DogeForCausalLM, prompt: str, length: int, seed: int) -> s
         written = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=DynamicMaskCache(model.config),
+            **{CACHE: DynamicMaskCache(model.config)},
             max_new_tokens=length,
             do_sample=True,
             temperature=0.8,

@@ -43,6 +43,7 @@ from flash_dmattn.integrations.transformers import (
     save_scores,
     set_score_phase,
 )
+from flash_dmattn.integrations.transformers.compat import CACHE
 from one_cycle import one_cycle
 
 from .budgets import SINKS, autocast, quality_of_scores, quality_without_training
@@ -218,7 +219,7 @@ def write(model: PreTrainedModel, prompt: Tensor, count: int) -> None:
     ids = prompt[None].to(model.device)
     with autocast(model):
         written = model.generate(
-            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=count, do_sample=False
+            ids, attention_mask=torch.ones_like(ids), **{CACHE: cache}, max_new_tokens=count, do_sample=False
         )  # fmt: skip
     keys = cache.layers[0].keys.shape[2]
     print(f"generated {written.shape[1]} tokens with a cache of {keys} keys a head")
