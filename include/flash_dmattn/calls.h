@@ -17,8 +17,10 @@
 //   const ForwardCall call(args, execution);
 //   call.run(allocate(call.workspace_size()));
 //
-// The functions of attention.h, selection.h and kv_cache.h that take their workspace from an Execution construct such a
-// call.
+// On a CPU a forward or backward reads the intervals when it is made, with the Execution's workers, and is for the
+// intervals as they were then: make it after whatever writes them has run.
+//
+// `forward`, `backward` and `select_key_intervals` construct such a call.
 namespace flash_dmattn {
 
 template <class Args>

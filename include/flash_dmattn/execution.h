@@ -18,7 +18,7 @@ struct Execution {
   ParallelFor parallel_for = nullptr;  // null: the calling thread runs all workers one by one
   void* parallel_context = nullptr;
   void* workspace = nullptr;  // aligned to workspace_alignment; its content need not be initialised
-  std::size_t workspace_bytes = 0;  // at least the matching *_workspace_size
+  std::size_t workspace_bytes = 0;  // at least what the call or its *_workspace_size names
   void* stream = nullptr;           // cudaStream_t of the CUDA backend; unused on the CPU
 };
 

@@ -124,7 +124,7 @@ struct MeasureArgs {
 
 std::size_t measure_workspace_size(const MeasureArgs& args, const Execution& execution);
 
-// A bound that holds for the intervals over tiles of queries, which is enough for a schedule. On a
+// A bound that holds for the intervals over tiles of queries, which is enough for a GPU. On a
 // GPU this is the one function that waits for the device: it counts there, then synchronises
 // execution.stream. Throws InvalidArgument, and std::runtime_error while the stream is being captured.
 KeyBound measure_key_bound(const MeasureArgs& args, const Execution& execution);

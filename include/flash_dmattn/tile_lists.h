@@ -35,8 +35,7 @@ struct TileListArgs {
   std::int64_t seqlen_k = 0;
   std::int64_t tile_rows = 0;
   bool causal = false;  // clips every interval to queries at or after the key
-  // All keys of a tile by position. Both orders give the same results; deterministic gradients on a GPU are faster
-  // with this one.
+  // All keys of a tile by position, instead of those that all its queries see first.
   bool by_position = false;
   KeyIntervals intervals{};  // strides as in memory; null data: every key is visible to every query
   KeyBound bound{};          // must be known on a GPU, is not used on the CPU

@@ -54,7 +54,7 @@ struct KeyRanks {
 // Without such a shape every key is visible.
 struct Visibility {
   KeyIntervals intervals{};
-  KeyBound bound{};  // of the intervals; a GPU needs it, the CPU does not use it
+  KeyBound bound{};  // of the intervals; a GPU throws without it, the CPU does not use it
   KeyRanks ranks{};
 };
 

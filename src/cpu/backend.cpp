@@ -28,7 +28,9 @@ std::string decline(const Problem& p) {
 template <class Content, class Args>
 PlanFunction<Args> find_plan(const Problem& p, std::string& reason) {
   reason = decline(p);
-  return reason.empty() ? make_plan<Content, Args> : nullptr;
+  if (!reason.empty()) return nullptr;
+  chosen_instruction_set();  // throws for a FLASH_DMATTN_MAX_ISA that names none
+  return make_plan<Content, Args>;
 }
 
 }  // namespace

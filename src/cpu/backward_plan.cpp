@@ -5,6 +5,7 @@
 #include "cpu/backward_units.h"
 #include "cpu/make_task.h"
 #include "cpu/reduce_dbias.h"
+#include "flash_dmattn/error.h"
 #include "float_types.h"
 #include "tasks.h"
 #include "workspace_allocator.h"
@@ -114,8 +115,13 @@ void BackwardPlan::run(const BackwardArgs& args, const Execution& execution) con
   }
   const Kernels& kernels = candidate_->kernels_of(args.problem.dtype);
   BackwardPlan placed = *this;
-  placed.place(execution.workspace, execution.workers);
-  placed.schedule_.build(execution);
+  const std::size_t needed = placed.place(execution.workspace, execution.workers);
+  placed.schedule_.build(
+      execution);  // in front of the slots, whose number follows from the intervals as well
+  if (needed > bytes) {
+    throw InvalidArgument("visibility.intervals", "keys that more queries see",
+                          "intervals as when the call was made");
+  }
   const BackwardTask& t = placed.task_;
   const std::int64_t units = units_of(t);
   const auto scratch_of = [&](int worker) { return placed.scratch_ + worker * scratch_bytes_; };

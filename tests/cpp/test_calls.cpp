@@ -79,8 +79,23 @@ TEST(Calls, IntervalsThatGrowAfterTheCallWasMadeThrow) {
   show(5);
   const std::string message =
       "got 14 keys in all tiles, expected at most 0, as when the call was made";
-  expect_invalid([&] { run_in_new_workspace(forward); }, "intervals", message);
-  expect_invalid([&] { run_in_new_workspace(backward); }, "intervals", message);
+  expect_invalid([&] { run_in_new_workspace(forward); }, "visibility.intervals", message);
+  expect_invalid([&] { run_in_new_workspace(backward); }, "visibility.intervals", message);
+  call.expect_nothing_written();
+}
+
+// Its tile lists may then have as many entries as before, but more keys, each of which has sums.
+TEST(Calls, BackwardWhoseKeysGrowInNumberAfterItWasMadeThrows) {
+  Call call("cpu", "seqlen_q=600 seqlen_k=600 causal=0 intervals_shape=11");
+  const auto show = [&](std::int32_t keys, std::int32_t queries) {
+    std::fill(call.data.intervals.begin(), call.data.intervals.end(), KeyInterval{0, 0});
+    std::fill_n(call.data.intervals.begin(), keys, KeyInterval{0, queries});
+  };
+  show(2, 600);
+  const BackwardCall backward(call.backward_args, call.execution, "cpu");
+  show(20, 1);
+  expect_invalid([&] { run_in_new_workspace(backward); }, "visibility.intervals",
+                 "got keys that more queries see, expected intervals as when the call was made");
   call.expect_nothing_written();
 }
 

@@ -5,7 +5,7 @@
 #include "cuda/schedule/schedule.h"
 #include "cuda/selection/selection.h"
 #include "device.h"
-#include "flash_dmattn/error.h"
+#include "support/expect_invalid.h"
 #include "support/random.h"
 #include "tile_list_comparison.h"
 
@@ -107,21 +107,22 @@ TEST(CudaTileListSchedules, SizeFollowsFromShapesAndBound) {
   p.causal = true;
   p.intervals_shape = {1, 2};
   static constexpr KeyInterval interval{0, 1};
-  const auto size = [&](const KeyBound& bound) {
+  const auto place = [&](const KeyBound& bound) {
     const Visibility visibility{.intervals = {&interval, 0, 0}, .bound = bound};
     cuda::ListSchedule schedule(p, visibility, cuda::ListSchedule::Order::full_first);
     cuda::WorkspaceAllocator workspace(nullptr);
     schedule.place(workspace);
-    return workspace.used();
+    return workspace;
   };
   constexpr std::int64_t lists = 2 * 1024;
   cuda::WorkspaceAllocator expected(nullptr);
   take_tile_lists(expected, lists, lists * 1152);
-  EXPECT_EQ(size({.base = 1000, .per_query = 1}), expected.used());
-  EXPECT_EQ(size({.base = 1000, .per_query = 1, .consecutive = true}), 0u);
-  EXPECT_EQ(size({.consecutive = true}), 0u);
-  EXPECT_EQ(size({.base = p.seqlen_k}), 0u);  // lists of all keys
-  EXPECT_THROW(size({}), InvalidArgument);
+  EXPECT_EQ(place({.base = 1000, .per_query = 1}).used(), expected.used());
+  EXPECT_EQ(place({.base = 1000, .per_query = 1, .consecutive = true}).bytes(), 0u);
+  EXPECT_EQ(place({.consecutive = true}).bytes(), 0u);
+  EXPECT_EQ(place({.base = p.seqlen_k}).bytes(), 0u);  // lists of all keys
+  expect_invalid([&] { place({}); }, "visibility.bound",
+                 "got unknown, expected one of key_bound or measure_key_bound");
 }
 
 }  // namespace

@@ -227,7 +227,7 @@ QueryTileLists build_tile_lists(const TileListArgs& args, const TileListBuffers&
     entries += buffers.count[t];
   }
   if (entries > capacity) {
-    throw InvalidArgument("intervals", std::to_string(entries) + " keys in all tiles",
+    throw InvalidArgument("visibility.intervals", std::to_string(entries) + " keys in all tiles",
                           "at most " + std::to_string(capacity) + ", as when the call was made");
   }
 

@@ -1,7 +1,5 @@
 #include "cuda/schedule/schedule.h"
 
-#include <string>
-
 #include "arguments.h"
 #include "cuda/attention/params.h"
 #include "cuda/selection/selection.h"
@@ -51,9 +49,6 @@ QueryTileLists ListSchedule::lists() const {
 SlotSchedule::SlotSchedule(const Problem& p, const Visibility& visibility,
                            const SlotGeometry& geometry)
     : args_(tile_list_args(p, visibility, geometry.tile_rows)) {
-  if (geometry.segments < 1) {
-    throw InvalidArgument("segments", std::to_string(geometry.segments), "at least 1");
-  }
   if (!can_have_schedule(args_)) return;
   TileListArgs two_tiles = args_;
   two_tiles.tile_rows *= 2;

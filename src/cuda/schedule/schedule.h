@@ -54,7 +54,7 @@ class SlotSchedule {
 
   bool exists() const { return exists_; }
 
-  // As in ListSchedule.
+  // As in ListSchedule; `slots` is of a schedule that exists.
   void place(WorkspaceAllocator& workspace);
   void build(const Execution& execution) const;
   KeySlots slots() const;

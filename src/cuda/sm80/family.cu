@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <stdexcept>
 
 #include "cuda/attention/problem.h"

@@ -1,6 +1,5 @@
 #include "cuda/sm80/few_queries/few_queries.h"
 
-#include <algorithm>
 #include <limits>
 
 #include "cuda/attention/problem.h"
