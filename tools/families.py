@@ -10,6 +10,7 @@ import importlib.util
 import os
 import re
 import sys
+import textwrap
 import warnings
 from pathlib import Path
 
@@ -169,7 +170,7 @@ def _table(verdicts: Verdicts) -> list[str]:
     order = list(TITLES)
     equal = rows.pop(("equal", ""), [])
     lines = [
-        f"Equal: {_families(equal, verdicts)}.",
+        *textwrap.wrap(f"Equal: {_families(equal, verdicts)}.", 120, break_on_hyphens=False),
         "",
         "| verdict | why | families |",
         "|---|---|---|",
