@@ -76,8 +76,8 @@ void for_each_task(const Execution& execution, std::int64_t count, const Task& t
   pull_tasks<1>(execution, count, task);
 }
 
-// The same, but each worker begins with its own part of [0, count) and then helps with the others: if consecutive tasks
-// read consecutive memory, each worker reads one stream.
+// Runs each task once, as for_each_task does, but each worker begins with its own part of [0, count) and then helps with
+// the others: if consecutive tasks read consecutive memory, each worker reads one stream.
 template <class Task>
 void for_each_task_in_parts(const Execution& execution, std::int64_t count, const Task& task) {
   pull_tasks<64>(execution, count, task);

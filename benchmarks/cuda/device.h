@@ -72,7 +72,7 @@ void time(::benchmark::State& state, cudaStream_t stream, int calls, const Call&
   check(cudaEventDestroy(end), "event");
 }
 
-// The same of replays of a graph of the call.
+// Times replays of a graph of the call.
 template <class Call>
 void time_graph(::benchmark::State& state, cudaStream_t stream, int calls, const Call& call) {
   cudaGraph_t graph = nullptr;

@@ -52,7 +52,7 @@ ConstTensor4 take_rows(Attention& call, const Tensor& tensor);
 Attention take_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
                       const OptionalTensor& bias, const Options& options, bool bias_needs_gradient);
 
-// The same, and what is visible.
+// q, k, v, mask, bias and what is visible.
 Attention prepare(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
                   const OptionalTensor& bias, const VisibleKeys& keys, const Options& options,
                   bool bias_needs_gradient);

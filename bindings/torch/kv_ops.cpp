@@ -357,7 +357,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FLASH_DMATTN_NAMESPACE, m) {
       "Tensor lse)");
 }
 
-// The same functions for every device: the library finds the backend.
+// Every device has one set of functions: the library finds the backend.
 static void implement(auto& m) {
   m.impl("kv_fill", TORCH_BOX(&fill_op));
   m.impl("kv_append", TORCH_BOX(&append_op));

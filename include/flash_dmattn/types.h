@@ -51,7 +51,7 @@ struct Tensor4 {
   std::array<std::int64_t, 4> stride{};
 };
 
-// The same for inputs.
+// A strided 4-d array that is only read.
 struct ConstTensor4 {
   const void* data = nullptr;
   std::array<std::int64_t, 4> stride{};

@@ -167,7 +167,7 @@ struct Kernels {
                       void* scratch);                           // splits for each tile
   void (*merge_splits)(const ForwardTask&, std::int64_t item);  // B * Hkv * tiles items
   void (*backward)(const BackwardTask&, std::int64_t unit, void* scratch);
-  // The same where units share dbias: segments * slabs * dbias_parts items.
+  // `backward` where units share dbias: segments * slabs * dbias_parts items.
   void (*shared_dbias)(const BackwardTask&, std::int64_t item, void* scratch);
   void (*add_dbias_parts)(const BackwardTask&, std::int64_t tile, std::int64_t slab);
   void (*reduce)(const BackwardTask&, std::int64_t item);  // B * Hkv * key_blocks items

@@ -43,7 +43,7 @@ PlanFunction<Args> find_plan(const Subject& subject,
   return nullptr;
 }
 
-// The same for attention, whose problem may be in the memory of another device. Reasons begin with the direction.
+// find_plan for attention, whose problem may be in the memory of another device. Reasons begin with the direction.
 template <class Args>
 PlanFunction<Args> find_attention(const Problem& p, std::string_view direction,
                                   std::initializer_list<Kernels<Args> Family::*> members,

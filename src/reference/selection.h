@@ -13,7 +13,7 @@ namespace flash_dmattn::reference {
 std::vector<std::uint8_t> visible_elements(const SelectionArgs& args, std::int64_t batch,
                                            std::int64_t head);
 
-// The same as intervals [Sk]; {0, 0} for a key that no query sees. Throws std::logic_error if the
+// visible_elements as intervals [Sk]; {0, 0} for a key that no query sees. Throws std::logic_error if the
 // queries that see a key are not consecutive.
 std::vector<KeyInterval> select_key_intervals(const SelectionArgs& args, std::int64_t batch,
                                               std::int64_t head);

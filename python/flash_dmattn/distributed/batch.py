@@ -57,7 +57,7 @@ class ContextParallel:
         self.wire = wire_of(group)
 
     def __deepcopy__(self, memo: dict) -> ContextParallel:
-        """The same: a copy of a model is on the same ranks."""
+        """Returns itself: a copy of a model is on the same ranks."""
         return self
 
     @property

@@ -65,7 +65,7 @@ def seen_keys(exchanged: ExchangedKeys) -> tuple[Tensor, Visibility]:
 
 
 def bias_without_sinks(exchanged: ExchangedKeys) -> ExchangedKeys:
-    """The same with a bias of 0 for sinks, which then have no gradient of it."""
+    """The keys with a bias of 0 for sinks, which then have no gradient of it."""
     boundary, places = exchanged.boundary, exchanged.boundary.places
     if not boundary.rule.sink_tokens or exchanged.bias is None:
         return exchanged

@@ -235,7 +235,7 @@ template <class In, int Rows, int Vectors, bool Whole>
   }
 }
 
-// The same for columns [d, head_dim): Vectors at a time, then half as many.
+// Weighted sums of the columns [d, head_dim): Vectors at a time, then half as many.
 template <class In, int Rows, int Vectors>
 [[gnu::always_inline]] inline void value_group_rows(const float* p, std::int64_t p_ld,
                                                     const typename In::Storage* const* values,

@@ -35,7 +35,7 @@ struct Pipeline {
     if (elect_lane()) mbarrier_arrive(empty_of(n));
   }
 
-  // The same for a buffer of which block `rank` of the cluster has a copy.
+  // Releases use n of a buffer of which block `rank` of the cluster has a copy.
   __device__ void release_in_cluster(int n, int rank) const {
     __syncwarp();
     if (elect_lane()) mbarrier_arrive_in_cluster(in_cluster_block(empty_of(n), rank));
@@ -46,8 +46,9 @@ struct Pipeline {
     if (elect_lane()) mbarrier_arrive(full_of(n));
   }
 
-  // The same as release() for a buffer that only products read, for which the whole warp has waited, or whose numbers
-  // every lane has used. No read is left to order then. In the forward the barrier and its branch cost 1 to 2 %.
+  // Releases use n of a buffer that only products read, for which the whole warp has waited, or whose numbers every lane
+  // has used. No read is left then that release() would have to order. In the forward its barrier and branch cost 1 to
+  // 2 %.
   __device__ void release_operand(int n) const {
     if (lane_id() == 0) mbarrier_arrive(empty_of(n));
   }

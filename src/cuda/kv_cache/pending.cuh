@@ -213,7 +213,7 @@ struct FindFatesKernel {
     }
     return bits;
   }
-  // The same where some of the others are more recent, those with a larger position.
+  // Which of the others beat a score where some are more recent: those with a larger position.
   static __device__ unsigned comparisons(const SharedStorage& shared, int begin, float score,
                                          std::int32_t position) {
     unsigned bits = 0;

@@ -88,7 +88,7 @@ __device__ inline void cp_async_16(std::uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// The same for the first `bytes` bytes, followed by zeros. `bytes` may be 0, and the other bytes are not read.
+// Copies the first `bytes` of 16 bytes and fills the rest with zeros. `bytes` may be 0; the other bytes are not read.
 __device__ inline void cp_async_part(std::uint32_t to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                : "memory");

@@ -40,7 +40,7 @@ constexpr ForwardPolicy forward_policy(int head_dim_bucket, SharedClass shared) 
   return {.warps = 8, .warp_rows = 16, .keys = 32, .min_blocks = 1};
 }
 
-// The same with a dense mask or bias, whose tile is also in shared memory. At D 128 with 32 rows per warp there is no
+// With a dense mask or bias its tile is in shared memory as well. At D 128 with 32 rows per warp there is then no
 // room for a second block. At D 64, three blocks of 4 warps of 16 rows take 20 % longer, and so do 8 warps of 16 rows
 // and tiles of 32 keys.
 constexpr ForwardPolicy dense_forward_policy(int head_dim_bucket, SharedClass shared) {

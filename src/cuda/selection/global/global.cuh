@@ -80,7 +80,7 @@ struct ClusterRows {
 // has no clusters.
 int cluster_blocks(int rows, int seqlen_k);
 
-// The same as select_best; it also supports a chunk of fewer than w queries.
+// Writes the intervals that select_best writes; it also supports a chunk of fewer than w queries.
 void select_in_clusters(const ClusterRows& rows, cudaStream_t stream);
 
 // Writes the intervals of a batch, in which the w best keys that may be chosen are visible.

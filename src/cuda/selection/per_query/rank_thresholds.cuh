@@ -257,7 +257,7 @@ __device__ inline int gather_window(const OrderedRows& rows, const Chunk& chunk,
   return min(entries, window_entries);
 }
 
-// The same as gather_window, from the ranks before the chunk's end. Setting bits sorts their positions.
+// Gathers what gather_window does, from the ranks before the chunk's end. Setting bits sorts their positions.
 __device__ inline int gather_few_ranks(const OrderedRows& rows, const Chunk& chunk,
                                        ChunkStorage& shared) {
   const int thread = static_cast<int>(threadIdx.x);

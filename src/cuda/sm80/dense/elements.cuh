@@ -39,8 +39,8 @@ class DenseElements {
     apply_ranks(position, x);
   }
 
-  // The same. In a tile of consecutive existing keys with aligned_x2 elements, the elements of 16 rows are loaded in
-  // pairs without branches, so that all loads are in flight before the first value is used.
+  // `apply` for a tile of consecutive existing keys with aligned_x2 elements. It loads the elements of 16 rows in pairs
+  // without branches, so that all loads are in flight before the first value is used.
   template <int M16, int N8, class KeyInfo>
   __device__ void apply_x2(const KeyInfo& key_info, bool partial, LanePosition position,
                            float (&x)[M16][N8][4]) const {

@@ -133,7 +133,7 @@ class StepPlan {
   std::string kernel_name() const { return step_name(choice_); }
 
  private:
-  // The same as in SplitPlan.
+  // Lays out the workspace, as SplitPlan::place does.
   std::size_t place(void* base) {
     WorkspaceAllocator workspace(base);
     allocate_sums(problem_, choice_, params_, workspace);

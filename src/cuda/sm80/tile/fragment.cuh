@@ -86,7 +86,7 @@ __device__ inline void add_column_bias(float factor, const KeyInfo& key_info, La
   }
 }
 
-// The same for biases with a delay. begin_of(column) is the first query for which the bias of a column counts, and
+// x = factor x + bias of the key, from the query on where it counts. begin_of(column) is the first query for which the bias of a column counts, and
 // query_of(m, h) the query of the lane's row 16 m + 8 h; `column` is the lane's first. Hoisted together, the loads would
 // spill registers.
 template <int M16, int N8, class KeyInfo, class BeginOf, class QueryOf>

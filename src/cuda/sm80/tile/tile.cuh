@@ -122,7 +122,7 @@ __device__ inline void multiply(float (&c)[M16][N8][4], const A& a, const B& b) 
   multiply_columns<T, K, 0, N8, Ahead>(c, a, b);
 }
 
-// The same with A in registers. The accumulator layout of two n8 blocks is the operand layout of one k16 block, so that
+// c += A B^T with A in registers. The accumulator layout of two n8 blocks is the operand layout of one k16 block, so that
 // probabilities are multiplied in the registers that hold them.
 template <class T, int K, int M16, int N8, class B>
 __device__ inline void multiply(float (&c)[M16][N8][4], const std::uint32_t (&a)[M16][K / 16][4],

@@ -94,7 +94,7 @@ class _MaskHook:
 
 
 class _WindowMaskHook(_MaskHook):
-    """The same for a decoder some of whose layers slide and have no scores: masks by the types of its layers."""
+    """The masks of a decoder some of whose layers slide and have no scores, by the types of its layers."""
 
     def __call__(
         self, decoder: PreTrainedModel, args: tuple, options: dict

@@ -37,7 +37,8 @@ class BlockOrder {
   Semaphore semaphore_;
 };
 
-// The same with a dense mask or bias: each block visits its own selection of tiles, ordered by their index among all.
+// The order of additions with a dense mask or bias: each block visits its own selection of tiles, ordered by their index
+// among all.
 template <class Kernel>
 class VisitOrder {
   using Semaphore = typename Kernel::SharedStorage::Semaphore;
@@ -71,7 +72,7 @@ class VisitOrder {
   int last_ = -1;  // the last index at which the block may add
 };
 
-// The same for parts of chains of slots, by counts of the blocks that have added to the tiles of two heads of a group.
+// The order of parts of chains of slots, by counts of the blocks that have added to the tiles of two heads of a group.
 // Blocks then follow each other at a distance of two tiles for any group: at the distance of a round of eight heads, q,
 // dout and dq of all rounds in flight do not fit into the L2.
 template <class Kernel>

@@ -76,7 +76,7 @@ struct PreprocessKernel {
   }
 };
 
-// The same with a dense mask, which the first blocks pack. The other blocks start where blocks of the mask have ended,
+// The preprocessing of a call with a dense mask, which the first blocks pack. The other blocks start where blocks of the mask have ended,
 // and keep DRAM busy while the last of these load.
 template <class T>
 struct PackAndPreprocessKernel {
