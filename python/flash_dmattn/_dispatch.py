@@ -23,6 +23,7 @@ from ._core.checks import (
     resolve_backend,
     resolve_flag,
 )
+from ._core.gradients import repeat_interleave, share
 from ._core.numerics import Numerics
 from .kernels import record_large_rows
 from .keys.intervals import KeyIntervals, broadcasts, intersect, split_by_age
@@ -67,7 +68,7 @@ def attention(
         numerics = numerics.with_scale_for(query.shape[3])
     query, key, value = inputs
     if bias is not None:
-        bias = bias_argument(bias, query, key)
+        bias = bias_argument(bias, query, key, numerics.saturate)
     scored_rule = scored_rule.checked_rule(query, key)
     if not is_compiling() and is_transformed():
         refuse_transforms(
@@ -146,10 +147,11 @@ def _run_unchecked_backend(
     numerics = numerics.with_scale_for(query.shape[3])
     if visible.keys is not None and not broadcasts(visible.heads(), key.shape[2]):
         # Every query head chose for itself, so each gets a key head of its own.
-        mask, bias = (repeat_heads(t, query, key) for t in (visible.mask, bias))
+        saturate = numerics.saturate
+        mask, bias = (repeat_heads(t, query, key, saturate) for t in (visible.mask, bias))
         visible = visible._replace(mask=mask)
         group = query.shape[2] // key.shape[2]
-        key, value = (t.repeat_interleave(group, 2) for t in (key, value))
+        key, value = (repeat_interleave(t, group, 2, saturate) for t in (key, value))
     if backend in IN_PYTHON:
         out, statistics = _run_in_python(query, key, value, bias, visible, numerics, backend)
     else:
@@ -195,12 +197,13 @@ def _run_by_age(
         keys = prefix_lm(length, prefix, query_length=query.shape[1], device=key.device)
     elif visible.is_causal:
         keys = intersect(keys, causal_intervals(query, key))
-    recent, old = split_by_age(keys, bias_delay, own_row)
+    inputs = zip(*(share(t, 2, numerics.saturate) for t in (query, key, value)), strict=True)
     parts = []
-    for part_bias, part in ((None, recent), (bias, old)):
+    for qkv, part_bias, part in zip(
+        inputs, (None, bias), split_by_age(keys, bias_delay, own_row), strict=True
+    ):
         part_visible = Visibility(visible.mask, False, part)
-        part_call = (query, key, value, part_bias, part_visible, numerics, backend)
-        parts.append(_run_unchecked_backend(*part_call))
+        parts.append(_run_unchecked_backend(*qkv, part_bias, part_visible, numerics, backend))
     if any(statistics is None for _, statistics in parts):
         raise NotImplementedError(
             "bias_delay: got backend='flex' on the CPU, where FlexAttention returns no log-sum-exp; expected another backend"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ._core.checks import check_tensor
+from ._core.gradients import widen
 from .functional import flash_dmattn_func
 from .keys.intervals import KeyIntervals, cut_query_rows
 from .keys.patterns import packed_documents, until_faded
@@ -62,6 +63,10 @@ def forgetting_attention(
     length, rows = key.shape[1], query.shape[1]
     shown = _visible_intervals(cumulative.detach(), prune, cu_seqlens, query, key)
     parts = []
+    dtype = key.dtype
+    if rows > ROWS:  # The calls' gradients of key and value are added, in float32.
+        wide = torch.promote_types(dtype, torch.float32)
+        key, value = widen(key, wide), widen(value, wide)
     for begin in range(0, max(rows, 1), ROWS):
         end = min(begin + ROWS, rows)
         seen = length - rows + end  # by the last of these rows
@@ -70,8 +75,8 @@ def forgetting_attention(
         parts.append(
             flash_dmattn_func(
                 query[:, begin:end],
-                key[:, :seen],
-                value[:, :seen],
+                key[:, :seen].to(dtype),
+                value[:, :seen].to(dtype),
                 attn_bias=with_zero_sum_gradient(
                     bias.to(torch.promote_types(query.dtype, torch.float32))
                 ),
@@ -106,7 +111,7 @@ def _cumulative_gates(log_fgate: Tensor, query: Tensor, key: Tensor) -> Tensor:
         raise ValueError(
             f"query: got {query.shape[1]} queries, expected at most {length}, one for each key"
         )
-    return log_fgate.transpose(1, 2).double().clamp(min=LOWEST).cumsum(-1)
+    return widen(log_fgate.transpose(1, 2), torch.float64).clamp(min=LOWEST).cumsum(-1)
 
 
 def _visible_intervals(

@@ -19,6 +19,7 @@ from ._core.checks import (
     resolve_backend,
     resolve_flag,
 )
+from ._core.gradients import expand
 from ._core.numerics import Numerics
 from ._dispatch import IN_PYTHON, attention, check_bias_delay, run_backend, with_lse
 from .keys.intervals import KeyIntervals
@@ -193,7 +194,9 @@ def flash_dmattn_varlen_func(
     if same_offsets:
         cu_seqlens_q = cu_seqlens_k
     query, key, value = query[None], key[None], value[None]
-    bias = bias_argument(_unpack_per_key(attn_bias, query, key, "attn_bias"), query, key)
+    saturate = numerics.saturate
+    bias = _unpack_per_key(attn_bias, query, key, "attn_bias", saturate)
+    bias = bias_argument(bias, query, key, saturate)
     scored_rule = ScoredRule.from_arguments(
         _unpack_per_key(selection_scores, query, key, "selection_scores"),
         keep_window_size,
@@ -273,7 +276,9 @@ def _packed_intervals(
     )
 
 
-def _unpack_per_key(values: Tensor | None, query: Tensor, key: Tensor, name: str) -> Tensor | None:
+def _unpack_per_key(
+    values: Tensor | None, query: Tensor, key: Tensor, name: str, saturate: bool = True
+) -> Tensor | None:
     """[1, H, total_k] of [total_k, H]."""
     if values is None:
         return None
@@ -284,7 +289,7 @@ def _unpack_per_key(values: Tensor | None, query: Tensor, key: Tensor, name: str
         raise ValueError(
             f"{name}: got shape {shape}, expected [total_k, H] with total_k = {total_k} and H = {heads[0]}, {heads[1]} or 1"
         )
-    return values.expand(total_k, -1).t()[None]
+    return expand(values, (total_k, shape[1]), saturate).t()[None]
 
 
 def flash_dmattn_func_auto(backend: str | None = None, **options) -> Callable:

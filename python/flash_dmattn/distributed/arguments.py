@@ -20,6 +20,7 @@ from .._core.checks import (
     resolve_flag,
     widen_bias,
 )
+from .._core.gradients import expand
 from .._core.numerics import resolve_nonfinite
 from ..keys.positions import check_length, check_offsets
 from ..keys.rule import SelectionRule
@@ -215,7 +216,7 @@ def _per_key(values: Tensor, name: str, key: Tensor, n: int) -> Tensor:
     if not values.is_floating_point() or values.dtype == torch.float64:
         raise TypeError(f"{name}: got {values.dtype}, expected float32 or 16 bits")
     check_on_device(values, name, key.device)
-    return widen_bias(values, torch.float32).expand(batch, heads, n)
+    return expand(widen_bias(values, torch.float32), (batch, heads, n))
 
 
 def _checked_mask(

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._core.gradients import narrow_gradient
 from ..keys.best_keys import best_keys, indices_of_true
 from ..keys.positions import KeyPositions, ShownKeys
 from ..keys.rule import SelectionRule, intervals_of_rule
@@ -73,10 +74,7 @@ class Boundary(NamedTuple):
 
     def round_gradient(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """A sum of gradients in a narrower dtype."""
-        if self.saturate and dtype != gradient.dtype:
-            limit = torch.finfo(dtype).max
-            gradient = gradient.clamp(-limit, limit)
-        return gradient.to(dtype)
+        return narrow_gradient(gradient, dtype, self.saturate)
 
     def rule_of_rows(self, rows: slice, batch: int) -> SelectionRule:
         """The rule for some of the rows (b, head) as if they were heads."""

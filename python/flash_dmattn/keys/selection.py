@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._core import ops
 from .._core.checks import MASK_VALUE, add_query_dimension, may_read, selection_scores_argument
+from .._core.gradients import repeat_interleave
 from .dense import topk_mask
 from .intervals import KeyIntervals, broadcasts, intersect
 from .patterns import prefix_lm
@@ -289,9 +290,11 @@ def match_heads(query: Tensor, key: Tensor, *parts: Tensor) -> tuple[Tensor, ...
     return tuple(repeat_heads(part, query, key) for part in parts)
 
 
-def repeat_heads(tensor: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+def repeat_heads(
+    tensor: Tensor | None, query: Tensor, key: Tensor, saturate: bool = True
+) -> Tensor | None:
     """Repeats the key heads of a mask or bias for every query head of their groups."""
     heads_q, heads_kv = query.shape[2], key.shape[2]
     if tensor is None or broadcasts(tensor.shape[1], heads_q):
         return tensor
-    return tensor.repeat_interleave(heads_q // heads_kv, 1)
+    return repeat_interleave(tensor, heads_q // heads_kv, 1, saturate)

@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from flash_dmattn import flash_dmattn_func
+from flash_dmattn import (
+    flash_dmattn_func,
+    flash_dmattn_varlen_func,
+    forgetting,
+    forgetting_attention,
+)
 from flash_dmattn.check.compare import GRADIENT_LIMIT
 
 LOW = [torch.bfloat16, torch.float16]
@@ -77,3 +82,63 @@ def test_scores_beyond_fp32_saturate():
     out, lse = flash_dmattn_func(q, k, v, attn_bias=bias, return_lse=True)
     out.sum().backward()
     assert_finite(out, lse, q.grad, k.grad, v.grad, bias.grad)
+
+
+# ---- Gradients that autograd adds or rounds, between an operator and the caller's tensors -----------
+
+KEYS = 64
+
+
+def offsets(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def packed(call, q, k, v, bias, *rest, **options):
+    return call(q[0], k[0], v[0], *rest, attn_bias=bias, **options)[None]
+
+
+CALLS = {
+    "scores of query heads": lambda q, k, v, bias, **options: flash_dmattn_func(
+        q, k, v, attn_bias=bias, is_causal=True, keep_window_size=20, **options
+    ),
+    "bias of key heads, scores of query heads": lambda q, k, v, bias, **options: flash_dmattn_func(
+        q, k, v, attn_bias=bias[:, :2], selection_scores=bias, keep_window_size=20, **options
+    ),
+    "delay and other offsets of queries": lambda q, k, v, bias, **options: packed(
+        flash_dmattn_varlen_func, q, k, v, bias[0].t(), offsets(0, 20, KEYS), offsets(0, 24, KEYS),
+        is_causal=True, bias_delay=4, **options,
+    ),
+    "value for all keys": lambda q, k, v, bias, **options: packed(
+        flash_dmattn_varlen_func, q, k, v, bias[0, :, :1].t(), *[offsets(0, KEYS)] * 2, **options
+    ),
+    "bias of another dtype": lambda q, k, v, bias, **options: flash_dmattn_func(
+        *(t.detach().float() for t in (q, k, v)), attn_bias=bias, is_causal=True, **options
+    ),
+    "forget gates in two calls": lambda q, k, v, bias: forgetting_attention(
+        q, k, v, -bias.mT.abs()
+    ),
+}  # fmt: skip
+
+
+def gradients_at_the_limit(name, dtype, **options):
+    q, k, v = leaves(dtype, seqlen=KEYS, heads=(8, 2), head_dim=8)
+    inputs = (q, k, v, torch.randn(1, 8, KEYS, dtype=dtype, requires_grad=True))
+    out = CALLS[name](*inputs, **options)
+    dout = torch.full_like(out, torch.finfo(out.dtype).max)
+    return torch.autograd.grad(out, inputs, dout, materialize_grads=True)
+
+
+@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_outside_the_operators_saturate(name, dtype, monkeypatch):
+    monkeypatch.setattr(forgetting, "ROWS", KEYS // 2)
+    for gradient in gradients_at_the_limit(name, dtype):
+        assert_finite(gradient)
+        assert gradient.abs().max().double() <= limit_of(dtype)
+
+
+def test_sums_over_query_heads_that_choose_overflow_under_propagate():
+    gradients = gradients_at_the_limit(
+        "scores of query heads", torch.float16, nonfinite="propagate"
+    )
+    assert (gradients[2] == torch.inf).any()

@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from ..._core.checks import MASK_VALUE
+from ..._core.gradients import gradient_limit
 from . import configs
 from .backward import BiasSums, Statistics, delta_kernel, query_gradient_kernel
 from .backward_bias import bias_gradient_kernel
@@ -18,12 +19,6 @@ from .tiles import LARGEST_PLAIN, Broadcast, Intervals, Rows, Shape
 
 _ROWS_AT_ONCE = 64  # of the kernels that only read rows
 _BIAS_CHUNK = 2048  # keys of a row of dbias for one program: enough programs, long enough a loop
-# Where gradients saturate; bf16 at half of its maximum, so that a sum of two is still finite.
-_GRADIENT_LIMIT = {torch.bfloat16: torch.finfo(torch.bfloat16).max / 2}
-
-
-def gradient_limit(dtype: torch.dtype) -> float:
-    return _GRADIENT_LIMIT.get(dtype, torch.finfo(dtype).max)
 
 
 class Problem:

@@ -1,0 +1,97 @@
+"""Changes of shape and dtype whose gradient is a sum or is rounded. With `saturate` finite gradients give a finite one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# Where gradients saturate; bf16 at half of its maximum, so that a sum of two is still finite.
+_GRADIENT_LIMIT = {torch.bfloat16: torch.finfo(torch.bfloat16).max / 2}
+
+
+def gradient_limit(dtype: torch.dtype) -> float:
+    return _GRADIENT_LIMIT.get(dtype, torch.finfo(dtype).max)
+
+
+def narrow_gradient(gradient: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:
+    """A gradient in another dtype, within its limit if `saturate`."""
+    if saturate:
+        limit = min(gradient_limit(dtype), torch.finfo(gradient.dtype).max)
+        gradient = gradient.clamp(-limit, limit)
+    return gradient.to(dtype)
+
+
+def expand(tensor: Tensor, shape: Sequence[int], saturate: bool = True) -> Tensor:
+    """tensor.expand(shape). torch would add the gradients of the copies in their own dtype, which 16 bits may leave."""
+    if not _has_gradient(tensor) or tuple(tensor.shape) == tuple(shape):
+        return tensor.expand(shape)
+    return _Expanded.apply(tensor, tuple(shape), saturate)
+
+
+def share(tensor: Tensor, uses: int, saturate: bool) -> tuple[Tensor, ...]:
+    """The tensor for each of several uses, whose gradients are added in a wider dtype."""
+    return expand(tensor, (uses, *tensor.shape), saturate).unbind()
+
+
+def repeat_interleave(tensor: Tensor, repeats: int, dim: int, saturate: bool) -> Tensor:
+    """tensor.repeat_interleave(repeats, dim)."""
+    shape = (*tensor.shape[: dim + 1], repeats, *tensor.shape[dim + 1 :])
+    return expand(tensor.unsqueeze(dim + 1), shape, saturate).flatten(dim, dim + 1)
+
+
+def widen(tensor: Tensor, dtype: torch.dtype, saturate: bool = True) -> Tensor:
+    """tensor.to(dtype). Autograd adds the gradients of later uses in that dtype."""
+    return _Widened.apply(tensor, dtype, saturate) if _has_gradient(tensor) else tensor.to(dtype)
+
+
+def _has_gradient(tensor: Tensor) -> bool:
+    return torch.is_grad_enabled() and tensor.requires_grad
+
+
+class _Expanded(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tensor: Tensor, shape: tuple[int, ...], saturate: bool) -> Tensor:
+        return tensor.expand(shape)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        tensor, _, ctx.saturate = inputs
+        ctx.shape = tensor.shape
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        new = gradient.dim() - len(ctx.shape)
+        repeated = (d for d, size in enumerate(ctx.shape, new) if size != gradient.shape[d])
+        dims = [*range(new), *repeated]
+        dtype, scale = gradient.dtype, 1.0
+        wide = torch.float32 if dtype is torch.float16 else torch.float64
+        if dtype is torch.float64 and ctx.saturate:  # nothing is wider
+            copies = gradient.numel() // max(ctx.shape.numel(), 1)
+            scale = 0.5 ** copies.bit_length()
+            gradient = gradient * scale
+        total = gradient.sum(dims, dtype=wide).view(ctx.shape)
+        if scale != 1:
+            limit = gradient_limit(dtype) * scale
+            return total.clamp(-limit, limit) / scale, None, None
+        return narrow_gradient(total, dtype, ctx.saturate), None, None
+
+
+class _Widened(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tensor: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:
+        return tensor.view_as(tensor) if tensor.dtype is dtype else tensor.to(dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        tensor, _, ctx.saturate = inputs
+        ctx.dtype = tensor.dtype
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return narrow_gradient(gradient, ctx.dtype, ctx.saturate), None, None
