@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ._core.checks import check_tensor
-from ._core.gradients import widen
+from ._core.gradients import prefixes, widen
 from .functional import flash_dmattn_func
 from .keys.intervals import KeyIntervals, cut_query_rows
 from .keys.patterns import packed_documents, until_faded
@@ -62,21 +62,25 @@ def forgetting_attention(
     cumulative = _cumulative_gates(log_fgate, query, key)
     length, rows = key.shape[1], query.shape[1]
     shown = _visible_intervals(cumulative.detach(), prune, cu_seqlens, query, key)
+    begins = range(0, max(rows, 1), ROWS)
+    ends = [min(begin + ROWS, rows) for begin in begins]
+    seen_lengths = [length - rows + end for end in ends]  # by the last of these rows
     parts = []
-    dtype = key.dtype
-    if rows > ROWS:  # The calls' gradients of key and value are added, in float32.
-        wide = torch.promote_types(dtype, torch.float32)
-        key, value = widen(key, wide), widen(value, wide)
-    for begin in range(0, max(rows, 1), ROWS):
-        end = min(begin + ROWS, rows)
-        seen = length - rows + end  # by the last of these rows
+    for begin, end, seen, seen_key, seen_value in zip(
+        begins,
+        ends,
+        seen_lengths,
+        prefixes(key, seen_lengths),
+        prefixes(value, seen_lengths),
+        strict=True,
+    ):
         middle = max(seen - (end - begin + 1) // 2 - 1, 0)
         bias = cumulative[..., middle : middle + 1].detach() - cumulative[..., :seen]
         parts.append(
             flash_dmattn_func(
                 query[:, begin:end],
-                key[:, :seen].to(dtype),
-                value[:, :seen].to(dtype),
+                seen_key,
+                seen_value,
                 attn_bias=with_zero_sum_gradient(
                     bias.to(torch.promote_types(query.dtype, torch.float32))
                 ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -41,8 +41,20 @@ def repeat_interleave(tensor: Tensor, repeats: int, dim: int, saturate: bool) ->
     return expand(tensor.unsqueeze(dim + 1), shape, saturate).flatten(dim, dim + 1)
 
 
+def prefixes(tensor: Tensor, lengths: Sequence[int]) -> Iterator[Tensor]:
+    """tensor[:, :n] for each length n. Their gradients are added to one sum in float32, where torch would make a tensor of
+    the full length for each."""
+    if len(lengths) == 1 or not _has_gradient(tensor):
+        yield from (tensor[:, :n] for n in lengths)
+        return
+    total = _Total.apply(tensor, torch.promote_types(tensor.dtype, torch.float32))
+    for n in lengths:
+        prefix, total = _Prefix.apply(tensor.detach(), total, n)
+        yield prefix
+
+
 def widen(tensor: Tensor, dtype: torch.dtype, saturate: bool = True) -> Tensor:
-    """tensor.to(dtype). Autograd adds the gradients of later uses in that dtype."""
+    """tensor.to(dtype)."""
     return _Widened.apply(tensor, dtype, saturate) if _has_gradient(tensor) else tensor.to(dtype)
 
 
@@ -80,12 +92,53 @@ class _Expanded(torch.autograd.Function):
         return narrow_gradient(total, dtype, ctx.saturate), None, None
 
 
+class _Total(torch.autograd.Function):
+    """A tensor without memory, whose gradient becomes that of `tensor`."""
+
+    @staticmethod
+    def forward(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return tensor.new_zeros((), dtype=dtype).expand(tensor.shape)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return narrow_gradient(gradient, ctx.dtype, saturate=True), None
+
+
+class _Prefix(torch.autograd.Function):
+    """tensor[:, :length], whose gradient is added to that of `total`, and `total` for the next prefix."""
+
+    @staticmethod
+    def forward(tensor: Tensor, total: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        return tensor[:, :length], total.view_as(total)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        _, total, ctx.length = inputs
+        ctx.shape, ctx.dtype = total.shape, total.dtype
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, dprefix: Tensor | None, sum_of_later: Tensor | None):
+        if dprefix is None:
+            return None, sum_of_later, None
+        if sum_of_later is None:
+            total = dprefix.new_zeros(ctx.shape, dtype=ctx.dtype)
+        else:
+            total = sum_of_later.contiguous()  # already so, except while torch.compile traces
+        total[:, : ctx.length] += dprefix  # no one else has this sum
+        return None, total, None
+
+
 class _Widened(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
     def forward(tensor: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:
-        return tensor.view_as(tensor) if tensor.dtype is dtype else tensor.to(dtype)
+        return tensor.to(dtype)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:

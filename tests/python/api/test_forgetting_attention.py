@@ -176,8 +176,10 @@ def test_digits_are_kept_at_131072_keys():
     assert (plain - exact).abs().max() > 2e-4
 
 
-def test_compiled_call_has_one_graph():
+@pytest.mark.parametrize("rows", [2**13, 32])
+def test_compiled_call_has_one_graph(rows, monkeypatch):
     torch._dynamo.reset()
+    monkeypatch.setattr(forgetting, "ROWS", rows)
     inputs = draw()
     compiled = torch.compile(forgetting_attention, backend="aot_eager", fullgraph=True)
     results = []
