@@ -42,6 +42,7 @@ class SlotMemory:
     """The tensors of a KVSlots and the rule that says how many keys they hold."""
 
     rows: Tensor | None = None
+    _pool: Self | None = None  # the cache of a view, which alone knows of pending tokens
 
     def __init__(
         self,
@@ -205,7 +206,7 @@ class SlotMemory:
             raise ValueError(f"rows: got rows of a cache with {state}, expected a cache without")
         self.is_empty = False  # from now on any row may be filled
         view = copy.copy(self)
-        view.rows = rows.contiguous()
+        view.rows, view._pool = rows.contiguous(), self
         return view
 
     def clear(self) -> None:
@@ -254,15 +255,15 @@ class SlotMemory:
         """A copy, for `restore`: the way back to an earlier token, as evicted keys do not return. Of a view whose rows all
         exist, a cache of its own."""
         if self.rows is not None:
-            pool = copy.copy(self)
-            pool.rows = None
-            return pool.select(self.rows)
+            return self._pool.select(self.rows)
         return self.select(torch.arange(self.batch, dtype=torch.int32, device=self.k.device))
 
     def restore(self, snapshot: SlotMemory) -> None:
-        """The content of a snapshot, in place. One of a single row (a shared prefix) goes to every row."""
+        """The content of a snapshot or a view, in place. One of a single row (a shared prefix) goes to every row."""
         if not isinstance(snapshot, SlotMemory):
             raise TypeError(f"snapshot: got {type(snapshot).__name__}, expected KVSlots")
+        if snapshot.rows is not None or snapshot.k is self.k:
+            snapshot = snapshot.snapshot()  # a row may be written before it is read
         _check_rule("snapshot", snapshot.rule._asdict(), self.rule)
         for name, dim in (("heads_kv", 1), ("head_dim", 3)):
             got, expected = snapshot.k.shape[dim], self.k.shape[dim]

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from flash_dmattn import KVSlots
-from pool_rows import CHECKS, ROWS, RULES, Place, check_drafts_of_rows
+from pool_rows import (
+    CHECKS,
+    ROWS,
+    RULES,
+    Place,
+    check_drafts_of_rows,
+    contents,
+)
 
 CPU = Place()
 
@@ -39,6 +46,33 @@ def test_pool_with_a_view_is_not_empty():
     view.fill(k, k, torch.randn(1, 2, 4))
     assert not pool.is_empty
     assert not pool.select(torch.tensor([1])).is_empty
+
+
+@pytest.mark.parametrize("rule", RULES, ids=["window", "rule", "large"])
+@pytest.mark.parametrize(
+    "restored",
+    [
+        lambda pool: pool.select(CPU.rows(0, 0)),
+        lambda pool: pool.over(CPU.rows(6, 5)),
+        lambda pool: pool.over(CPU.rows(1, 3)),
+    ],
+    ids=["another cache", "other rows of the pool", "the rows themselves"],
+)
+@pytest.mark.parametrize("rows", [(3, 1), (4,)], ids=str)
+def test_restored_view_gives_its_own_rows(rows, restored, rule):
+    pool, _ = CPU.pool(rule)
+    expected = pool.select(CPU.rows(*(rows * 2)[:2]))
+    cache = restored(pool)
+    cache.restore(pool.over(CPU.rows(*rows)))
+    assert contents(cache.snapshot()) == contents(expected)
+
+
+def test_cache_restored_through_a_view_of_itself_has_its_rows_permuted():
+    pool = CPU.pool(RULES[0])[0].snapshot()
+    order = torch.randperm(ROWS).int()
+    before = pool.snapshot()
+    pool.over(order).restore(pool)
+    assert contents(pool.select(order)) == contents(before)
 
 
 def test_row_beyond_the_pool_raises():
