@@ -212,10 +212,7 @@ class KVSlots(SlotMemory):
         scale, softcap, nonfinite: as in flash_dmattn_func. return_lse: also return lse [B, Hq, 1].
         """
         self._check_tokens(key, value, scores, query, key_mask=key_mask)
-        if self.pending:
-            raise ValueError(
-                f"pending: got {self.pending} tokens, expected none; commit them first"
-            )
+        self._refuse_pending()
         numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None).with_scale_for(
             key.shape[3]
         )
@@ -323,6 +320,7 @@ class KVSlots(SlotMemory):
 
     def pending_mask(self) -> Tensor:
         """bool [B, pending]: the pending tokens that are not padding."""
+        self._refuse_rows()
         pending = self.positions[:, :, self.places : self.places + self.pending]
         return (pending != _NO_KEY).all(1)
 
@@ -380,6 +378,7 @@ class KVSlots(SlotMemory):
 
     def drop(self, count: int) -> None:
         """Drops the last `count` pending tokens; the others stay pending. Raises ValueError for more than `pending`."""
+        self._refuse_rows()
         check_count(count, "count")
         if count > self.pending:
             raise ValueError(

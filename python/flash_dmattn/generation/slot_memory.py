@@ -184,8 +184,16 @@ class SlotMemory:
     def _checked_rows(self) -> Tensor | None:
         """`rows` for an operator that changes them. Raises for a row that is there twice, where that needs no device."""
         if self.rows is not None:
+            self._pool._refuse_pending()
             check_rows_differ(rows_on_host(self.rows, range(self.batch)))
+            self._pool.is_empty = False  # it may have been cleared
         return self.rows
+
+    def _refuse_pending(self) -> None:
+        if self.pending:
+            raise ValueError(
+                f"pending: got {self.pending} tokens, expected none; commit them first"
+            )
 
     def over(self, rows: Tensor) -> Self:
         """A view of some rows, in any order: the batch of an engine that keeps a row for each of its sequences.
@@ -193,7 +201,7 @@ class SlotMemory:
         rows: int32 [B], none of them twice, on the device of the cache. A negative one is no row: nothing is read or written,
             and the result of `step` is 0. They are read at each call, by a CUDA graph too; a CPU then raises for a row twice.
 
-        `step`, `fill`, `snapshot` and `restore` of the view follow the rows; without pending tokens.
+        `step`, `fill`, `snapshot` and `restore` of the view follow the rows. Those that change them raise while tokens are pending.
         """
         check_tensor(rows, "rows")
         if rows.dim() != 1 or rows.dtype != torch.int32 or rows.device != self.k.device:
@@ -273,6 +281,11 @@ class SlotMemory:
             raise TypeError(f"snapshot: got {snapshot.k.dtype}, expected {self.k.dtype}")
         if snapshot.batch not in (1, self.batch):
             raise ValueError(f"snapshot: got {snapshot.batch} rows, expected {self.batch} or one")
+        room, limit = (self.chunk, "the chunk") if self.rows is None else (0, "in a view")
+        if snapshot.pending > room:
+            raise ValueError(
+                f"snapshot: got {snapshot.pending} pending tokens, expected at most {room}, {limit}"
+            )
         rows = torch.arange(self.batch, dtype=torch.int32, device=self.k.device)
         ops.kv_copy_rows(
             *self.tensors,
@@ -283,7 +296,7 @@ class SlotMemory:
             rows if snapshot.batch == self.batch else torch.zeros_like(rows),
             self.backend,
         )
-        self.pending, self.is_empty = snapshot.pending, snapshot.is_empty
+        self.pending, self.is_empty = snapshot.pending, self.rows is None and snapshot.is_empty
 
     def state_dict(self) -> dict[str, Tensor | int]:
         """The tensors to save, which are no copies."""

@@ -166,6 +166,15 @@ def test_bad_chunk_row_or_state_leaves_cache_unchanged():
             call()
 
 
+def test_snapshot_with_more_pending_tokens_than_the_cache_takes_raises():
+    snapshot = filled()
+    snapshot.append(**tokens(3))
+    view = filled(chunk=0).over(torch.arange(B, dtype=torch.int32))
+    for cache, limit in ((filled(chunk=2), "2, the chunk"), (view, "0, in a view")):
+        with unchanged(cache, f"snapshot: got 3 pending tokens, expected at most {limit}"):
+            cache.restore(snapshot)
+
+
 def test_commit_on_unknown_backend_raises():
     cache = filled()
     cache.append(**tokens(3))
