@@ -3,9 +3,12 @@
 import pytest
 import torch
 
-from flash_dmattn import KVSlots
+from flash_dmattn import DynamicMaskAttention, KVSlots
 from pool_rows import (
     CHECKS,
+    DIM,
+    GROUP,
+    HEADS,
     ROWS,
     RULES,
     Place,
@@ -118,6 +121,20 @@ def test_snapshot_of_a_view_made_before_append_has_the_pending_tokens():
         assert cache.pending == 2
         cache.commit()
     assert contents(snapshot) == contents(expected)
+
+
+def test_layer_with_a_view_counts_the_tokens_of_its_rows():
+    pool = CPU.pool(RULES[0])[0]
+    seen = []
+
+    def rope(query, key, positions):
+        seen.append(positions.flatten().tolist())
+        return query, key
+
+    layer = DynamicMaskAttention(32, HEADS * GROUP, HEADS, 5, head_dim=DIM, rope=rope)
+    with torch.no_grad():
+        layer(torch.randn(3, 1, 32), cache=pool.over(CPU.rows(3, -7, 1)))
+    assert [seen[0][0], seen[0][2]] == pool.seen[[3, 1]].sub(1).tolist()
 
 
 def test_row_beyond_the_pool_raises():
