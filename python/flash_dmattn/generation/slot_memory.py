@@ -329,12 +329,13 @@ class SlotMemory:
         heads = self.k.shape[1]
         slots = (batch, heads, self.places + chunk)
         cache = copy.copy(self)
-        # Two allocations: an engine makes such caches in every layer of a step.
+        # Few allocations: an engine makes such caches in every layer of a step. One for each dtype, as torch.save refuses views of
+        # memory in several.
         cache.k, cache.v = self.k.new_zeros((2, *slots, self.k.shape[3]))
-        shapes = (batch, heads, _COUNTERS), slots, slots, (batch,)
+        cache.scores = self.scores.new_zeros(slots)
+        shapes = (batch, heads, _COUNTERS), slots, (batch,)
         parts = self.seen.new_zeros(sum(map(prod, shapes))).split([*map(prod, shapes)])
-        cache.counts, scores, cache.positions, cache.seen = map(Tensor.view, parts, shapes)
-        cache.scores = scores.view(torch.float32)
+        cache.counts, cache.positions, cache.seen = map(Tensor.view, parts, shapes)
         return cache
 
 
