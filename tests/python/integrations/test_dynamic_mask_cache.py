@@ -297,6 +297,20 @@ def test_wrong_number_of_rows_leaves_cache_unchanged(ours):
     assert cache.get_seq_length() == S
 
 
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_tokens_in_another_dtype_than_the_cache_raise_naming_it(tokens, static, ours):
+    cache, ids = filled(ours, S, static=static), make_ids(B, S)
+    message = f"^{CACHE}: got tokens in torch.bfloat16, expected torch.float32, in which its first"
+    with pytest.raises(TypeError, match=message), torch.autocast("cpu", torch.bfloat16):
+        ours(ids[:, :tokens], past_key_values=cache)
+    assert int(cache.get_seq_length()) == S
+    cache.reset()
+    with pytest.raises(TypeError, match=message):
+        copy.deepcopy(ours).bfloat16()(ids, past_key_values=cache)
+    next_logits(ours, cache)
+
+
 def test_static_cache_without_room_raises(ours):
     cache = filled(ours, S, static=True, chunk=0)
     with pytest.raises(
