@@ -10,6 +10,7 @@ from .._core.checks import check_count, check_flag, check_tensor, may_read
 from .._core.kv_checks import (
     as_row_indices,
     check_chunk,
+    check_dtype_and_device,
     check_mask,
     check_query,
     refuse_gradients,
@@ -399,6 +400,8 @@ class KVSlots(SlotMemory):
             check_tensor(tensor, name)
         if key.dim() != 4:
             raise ValueError(f"key: got shape {tuple(key.shape)}, expected [B, n, Hkv, D]")
+        if key.dtype != self.k.dtype:  # the operators do not name the cache
+            check_dtype_and_device(key, "key", self.k.dtype, self.k.device, "the cache")
         if key_mask is not None:
             check_mask(key_mask, (self.batch, key.shape[1]), self.k.device)
         refuse_gradients(query=query, key=key, value=value, scores=scores)
