@@ -224,7 +224,10 @@ class DynamicMaskAttention(nn.Module):
         if positions is not None:
             return positions
         counted = torch.arange(length, device=hidden.device)[None]
-        return counted if cache is None else counted + cache.seen[:, None] + cache.pending
+        if cache is None:
+            return counted
+        seen = cache.seen if cache.rows is None else cache.seen[cache.rows.clamp(min=0)]
+        return counted + seen[:, None] + cache.pending
 
 
 def _checked_rotation(rotated: object, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

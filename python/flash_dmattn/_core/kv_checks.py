@@ -15,21 +15,26 @@ _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
 def check_like(
-    tensor: object, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    tensor: object,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    of: str = "",
 ) -> None:
     check_tensor(tensor, name)
     if tensor.shape != shape:
         raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {shape}")
-    check_dtype_and_device(tensor, name, dtype, device)
+    check_dtype_and_device(tensor, name, dtype, device, of)
 
 
 def check_dtype_and_device(
-    tensor: Tensor, name: str, dtype: torch.dtype, device: torch.device
+    tensor: Tensor, name: str, dtype: torch.dtype, device: torch.device, of: str = ""
 ) -> None:
+    """of: the argument whose dtype and device these are, for the error."""
     if tensor.dtype != dtype or tensor.device != device:
-        raise TypeError(
-            f"{name}: got {tensor.dtype} on {tensor.device}, expected {dtype} on {device}"
-        )
+        expected = f"{dtype} on {device}, those of {of}" if of else f"{dtype} on {device}"
+        raise TypeError(f"{name}: got {tensor.dtype} on {tensor.device}, expected {expected}")
 
 
 def check_not_expanded(tensor: Tensor, name: str) -> None:
@@ -62,14 +67,15 @@ def check_tokens(cache: Tensor, **tensors: Tensor | None) -> int:
     batch, _, heads, head_dim = cache.shape
     count = key.shape[1] if isinstance(key, Tensor) and key.dim() == 4 else 0
     for name_of_state, state in tuple(tensors.items())[:2]:
-        check_like(state, name_of_state, (batch, count, heads, head_dim), cache.dtype, cache.device)
+        shape = (batch, count, heads, head_dim)
+        check_like(state, name_of_state, shape, cache.dtype, cache.device, "the cache")
     if scores is not None:
         check_like(scores, name, (batch, heads, count), torch.float32, cache.device)
     return count
 
 
-def check_query(cache: Tensor, **tensor: Tensor) -> int:
-    """The number n of queries [B, n, Hq, D]."""
+def check_query(cache: Tensor, *, of: str = "the cache", **tensor: Tensor) -> int:
+    """The number n of queries [B, n, Hq, D]. of: as in `check_dtype_and_device`."""
     ((name, query),) = tensor.items()
     check_tensor(query, name)
     batch, _, heads, head_dim = cache.shape
@@ -79,7 +85,7 @@ def check_query(cache: Tensor, **tensor: Tensor) -> int:
             f"{name}: got shape {tuple(query.shape)}, expected [{batch}, n, Hq, {head_dim}] with Hq a multiple of "
             f"{heads}"
         )
-    check_dtype_and_device(query, name, cache.dtype, cache.device)
+    check_dtype_and_device(query, name, cache.dtype, cache.device, of)
     return query.shape[1]
 
 
@@ -141,7 +147,7 @@ def _check_row_indices(indices: Tensor, name: str, rows: int | None) -> None:
         expected = "one dimension" if rows is None else (rows,)
         raise ValueError(f"{name}: got shape {tuple(indices.shape)}, expected {expected}")
     if indices.dtype not in _INTEGERS:
-        raise TypeError(f"{name}: got {indices.dtype}, expected torch.int32")
+        raise TypeError(f"{name}: got {indices.dtype}, expected torch.int32 or other integers")
 
 
 def check_lengths(lengths: Tensor, name: str, rows: int, most: int, device: torch.device) -> None:

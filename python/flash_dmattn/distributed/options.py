@@ -83,7 +83,7 @@ class Options(NamedTuple):
         """
         check_tensor(query, "query")
         (cast,) = autocast_tensors(query)
-        queries = check_query(key, query=cast)
+        queries = check_query(key, of="key", query=cast)
         if queries != n:
             raise ValueError(f"query: got {queries} queries, expected one for each of {n} tokens")
         self.numerics("saturate")

@@ -10,6 +10,7 @@ from .._core.checks import check_count, check_flag, check_tensor, may_read
 from .._core.kv_checks import (
     as_row_indices,
     check_chunk,
+    check_dtype_and_device,
     check_mask,
     check_query,
     refuse_gradients,
@@ -212,10 +213,7 @@ class KVSlots(SlotMemory):
         scale, softcap, nonfinite: as in flash_dmattn_func. return_lse: also return lse [B, Hq, 1].
         """
         self._check_tokens(key, value, scores, query, key_mask=key_mask)
-        if self.pending:
-            raise ValueError(
-                f"pending: got {self.pending} tokens, expected none; commit them first"
-            )
+        self._refuse_pending()
         numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None).with_scale_for(
             key.shape[3]
         )
@@ -323,6 +321,7 @@ class KVSlots(SlotMemory):
 
     def pending_mask(self) -> Tensor:
         """bool [B, pending]: the pending tokens that are not padding."""
+        self._refuse_rows()
         pending = self.positions[:, :, self.places : self.places + self.pending]
         return (pending != _NO_KEY).all(1)
 
@@ -380,6 +379,7 @@ class KVSlots(SlotMemory):
 
     def drop(self, count: int) -> None:
         """Drops the last `count` pending tokens; the others stay pending. Raises ValueError for more than `pending`."""
+        self._refuse_rows()
         check_count(count, "count")
         if count > self.pending:
             raise ValueError(
@@ -400,6 +400,8 @@ class KVSlots(SlotMemory):
             check_tensor(tensor, name)
         if key.dim() != 4:
             raise ValueError(f"key: got shape {tuple(key.shape)}, expected [B, n, Hkv, D]")
+        if key.dtype != self.k.dtype:  # the operators do not name the cache
+            check_dtype_and_device(key, "key", self.k.dtype, self.k.device, "the cache")
         if key_mask is not None:
             check_mask(key_mask, (self.batch, key.shape[1]), self.k.device)
         refuse_gradients(query=query, key=key, value=value, scores=scores)

@@ -420,14 +420,14 @@ def _check_states(slots: Tensor, query: object, key: object, value: object, scor
             f"query: got shape {tuple(shape)}, expected [T, Hq, {head_dim}] with Hq a multiple of {heads}"
         )
     dtype, device, length = slots.dtype, slots.device, shape[0]
-    check_dtype_and_device(query, "query", dtype, device)
+    check_dtype_and_device(query, "query", dtype, device, "pool")
     for name, state in (("key", key), ("value", value)):
         check_tensor(state, name)
         if state.dim() == 3 and state.shape[0] != length:
             raise ValueError(
                 f"{name}: got {state.shape[0]} tokens, expected {length}, those of query"
             )
-        check_like(state, name, (length, heads, head_dim), dtype, device)
+        check_like(state, name, (length, heads, head_dim), dtype, device, "pool")
     check_like(scores, "scores", (heads, length), torch.float32, device)
 
 

@@ -42,6 +42,7 @@ class SlotMemory:
     """The tensors of a KVSlots and the rule that says how many keys they hold."""
 
     rows: Tensor | None = None
+    _pool: Self | None = None  # the cache of a view, which alone knows of pending tokens
 
     def __init__(
         self,
@@ -183,8 +184,16 @@ class SlotMemory:
     def _checked_rows(self) -> Tensor | None:
         """`rows` for an operator that changes them. Raises for a row that is there twice, where that needs no device."""
         if self.rows is not None:
+            self._pool._refuse_pending()
             check_rows_differ(rows_on_host(self.rows, range(self.batch)))
+            self._pool.is_empty = False  # it may have been cleared
         return self.rows
+
+    def _refuse_pending(self) -> None:
+        if self.pending:
+            raise ValueError(
+                f"pending: got {self.pending} tokens, expected none; commit them first"
+            )
 
     def over(self, rows: Tensor) -> Self:
         """A view of some rows, in any order: the batch of an engine that keeps a row for each of its sequences.
@@ -192,7 +201,7 @@ class SlotMemory:
         rows: int32 [B], none of them twice, on the device of the cache. A negative one is no row: nothing is read or written,
             and the result of `step` is 0. They are read at each call, by a CUDA graph too; a CPU then raises for a row twice.
 
-        `step`, `fill`, `snapshot` and `restore` of the view follow the rows; without pending tokens.
+        `step`, `fill`, `snapshot` and `restore` of the view follow the rows. Those that change them raise while tokens are pending.
         """
         check_tensor(rows, "rows")
         if rows.dim() != 1 or rows.dtype != torch.int32 or rows.device != self.k.device:
@@ -205,7 +214,7 @@ class SlotMemory:
             raise ValueError(f"rows: got rows of a cache with {state}, expected a cache without")
         self.is_empty = False  # from now on any row may be filled
         view = copy.copy(self)
-        view.rows = rows.contiguous()
+        view.rows, view._pool = rows.contiguous(), self
         return view
 
     def clear(self) -> None:
@@ -254,15 +263,15 @@ class SlotMemory:
         """A copy, for `restore`: the way back to an earlier token, as evicted keys do not return. Of a view whose rows all
         exist, a cache of its own."""
         if self.rows is not None:
-            pool = copy.copy(self)
-            pool.rows = None
-            return pool.select(self.rows)
+            return self._pool.select(self.rows)
         return self.select(torch.arange(self.batch, dtype=torch.int32, device=self.k.device))
 
     def restore(self, snapshot: SlotMemory) -> None:
-        """The content of a snapshot, in place. One of a single row (a shared prefix) goes to every row."""
+        """The content of a snapshot or a view, in place. One of a single row (a shared prefix) goes to every row."""
         if not isinstance(snapshot, SlotMemory):
             raise TypeError(f"snapshot: got {type(snapshot).__name__}, expected KVSlots")
+        if snapshot.rows is not None or snapshot.k is self.k:
+            snapshot = snapshot.snapshot()  # a row may be written before it is read
         _check_rule("snapshot", snapshot.rule._asdict(), self.rule)
         for name, dim in (("heads_kv", 1), ("head_dim", 3)):
             got, expected = snapshot.k.shape[dim], self.k.shape[dim]
@@ -272,6 +281,11 @@ class SlotMemory:
             raise TypeError(f"snapshot: got {snapshot.k.dtype}, expected {self.k.dtype}")
         if snapshot.batch not in (1, self.batch):
             raise ValueError(f"snapshot: got {snapshot.batch} rows, expected {self.batch} or one")
+        room, limit = (self.chunk, "the chunk") if self.rows is None else (0, "in a view")
+        if snapshot.pending > room:
+            raise ValueError(
+                f"snapshot: got {snapshot.pending} pending tokens, expected at most {room}, {limit}"
+            )
         rows = torch.arange(self.batch, dtype=torch.int32, device=self.k.device)
         ops.kv_copy_rows(
             *self.tensors,
@@ -282,7 +296,7 @@ class SlotMemory:
             rows if snapshot.batch == self.batch else torch.zeros_like(rows),
             self.backend,
         )
-        self.pending, self.is_empty = snapshot.pending, snapshot.is_empty
+        self.pending, self.is_empty = snapshot.pending, self.rows is None and snapshot.is_empty
 
     def state_dict(self) -> dict[str, Tensor | int]:
         """The tensors to save, which are no copies."""
@@ -315,12 +329,13 @@ class SlotMemory:
         heads = self.k.shape[1]
         slots = (batch, heads, self.places + chunk)
         cache = copy.copy(self)
-        # Two allocations: an engine makes such caches in every layer of a step.
+        # Few allocations: an engine makes such caches in every layer of a step. One for each dtype, as torch.save refuses views of
+        # memory in several.
         cache.k, cache.v = self.k.new_zeros((2, *slots, self.k.shape[3]))
-        shapes = (batch, heads, _COUNTERS), slots, slots, (batch,)
+        cache.scores = self.scores.new_zeros(slots)
+        shapes = (batch, heads, _COUNTERS), slots, (batch,)
         parts = self.seen.new_zeros(sum(map(prod, shapes))).split([*map(prod, shapes)])
-        cache.counts, scores, cache.positions, cache.seen = map(Tensor.view, parts, shapes)
-        cache.scores = scores.view(torch.float32)
+        cache.counts, cache.positions, cache.seen = map(Tensor.view, parts, shapes)
         return cache
 
 

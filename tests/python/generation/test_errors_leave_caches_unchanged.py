@@ -147,7 +147,9 @@ def test_bad_chunk_row_or_state_leaves_cache_unchanged():
             KVSlots(B, HKV, WINDOW, D, dtype=torch.bfloat16)
         ),
         "snapshot: got dict": lambda: cache.restore(state),
-        "index: got torch.bool": lambda: cache.select(torch.tensor([True, False])),
+        "index: got torch.bool, expected torch.int32 or other integers": lambda: cache.select(
+            torch.tensor([True, False])
+        ),
         "index: got torch.float32": lambda: cache.select(torch.tensor([1.0])),
         "index: got shape (1, 2)": lambda: cache.select(torch.tensor([[0, 1]])),
         "index[0]": lambda: cache.select(torch.tensor([2**32])),
@@ -164,6 +166,38 @@ def test_bad_chunk_row_or_state_leaves_cache_unchanged():
     }.items():
         with unchanged(cache, message):
             call()
+
+
+def test_snapshot_with_more_pending_tokens_than_the_cache_takes_raises():
+    snapshot = filled()
+    snapshot.append(**tokens(3))
+    view = filled(chunk=0).over(torch.arange(B, dtype=torch.int32))
+    for cache, limit in ((filled(chunk=2), "2, the chunk"), (view, "0, in a view")):
+        with unchanged(cache, f"snapshot: got 3 pending tokens, expected at most {limit}"):
+            cache.restore(snapshot)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_tokens_in_another_dtype_raise_naming_the_cache(count):
+    cache, states = filled(), {name: t.bfloat16() for name, t in chunk(count).items()}
+    states["scores"] = states["scores"].float()
+    new = {name: tensor for name, tensor in states.items() if name != "query"}
+    for call in (
+        lambda: cache.extend(**states),
+        lambda: cache.step(**states),
+        lambda: cache.append(**new),
+        lambda: cache.fill(**new),
+    ):
+        with unchanged(
+            cache,
+            "key: got torch.bfloat16 on cpu, expected torch.float32 on cpu, those of the cache",
+        ):
+            call()
+    caches = {"k_cache": torch.zeros(B, 9, HKV, D), "v_cache": torch.zeros(B, 9, HKV, D)}
+    with pytest.raises(TypeError, match="^query: got .* on cpu, those of the cache$"):
+        flash_dmattn_with_kvcache(
+            **caches | {"query": states["query"]}, cache_seqlens=torch.zeros(B, dtype=torch.int32)
+        )
 
 
 def test_commit_on_unknown_backend_raises():

@@ -61,7 +61,7 @@ META = torch.device("meta")
         ("query: got shape (7, 3, 8), expected [T, Hq, 8] with Hq a multiple of 2", {"query": torch.randn(7, 3, D)}),
         ("query: got shape (7, 4, 7), expected [T, Hq, 8]", {"query": torch.randn(7, HQ, D - 1)}),
         ("query: got shape (1, 7, 4, 8), expected [T, Hq, 8]", {"query": torch.randn(1, 7, HQ, D)}),
-        ("query: got torch.float64 on cpu, expected torch.float32 on cpu", {"query": torch.randn(7, HQ, D).double()}),
+        ("query: got torch.float64 on cpu, expected torch.float32 on cpu, those of pool", {"query": torch.randn(7, HQ, D).double()}),
         ("query: got torch.float32 on meta, expected torch.float32 on cpu", {"query": torch.randn(7, HQ, D, device=META)}),
         ("key: got 3 tokens, expected 7, those of query", {"key": torch.randn(3, HKV, D)}),
         ("key: got 8 tokens, expected 7, those of query", {"key": torch.randn(8, HKV, D)}),

@@ -1,8 +1,12 @@
-"""However long the stream, the cache holds w keys: 524,288 tokens through small slots."""
+"""However long the stream, the cache holds w keys: 524,288 tokens through small slots. Its memory can be saved."""
 
+import io
+
+import pytest
 import torch
 
 from flash_dmattn import KVSlots
+from small_caches import CHUNK, HKV, HQ, WINDOW, B, D, tokens
 
 
 def test_half_a_million_tokens_need_constant_memory():
@@ -29,3 +33,40 @@ def test_half_a_million_tokens_need_constant_memory():
     out, lse = cache.step(q, k, k, torch.full((1, 2, 1), -9.0), return_lse=True)
     assert out.isfinite().all() and lse.isfinite().all()  # the token itself is not among the best
     assert cache.seen.tolist() == [tokens + 1]
+
+
+def saved_and_loaded(value, **options):
+    file = io.BytesIO()
+    torch.save(value, file)
+    return torch.load(io.BytesIO(file.getvalue()), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "copied",
+    [
+        lambda cache: cache,
+        lambda cache: cache.select(torch.tensor([1, 0])),
+        lambda cache: cache.snapshot(),
+        lambda cache: cache.repeat(3),
+        lambda cache: cache.over(torch.tensor([1, 0], dtype=torch.int32)),
+    ],
+    ids=["made", "select", "snapshot", "repeat", "view"],
+)
+def test_loaded_cache_has_the_bits_of_the_saved_one(copied, dtype):
+    cache = KVSlots(B, HKV, WINDOW, D, chunk=CHUNK, dtype=dtype)
+    prompt = tokens(9)
+    cache.fill(**prompt | {name: prompt[name].to(dtype) for name in ("key", "value")})
+    cache = copied(cache)
+    loaded = [saved_and_loaded(cache, weights_only=False)]
+    if cache.rows is None:
+        loaded.append(KVSlots(cache.batch, HKV, WINDOW, D, chunk=CHUNK, dtype=dtype))
+        loaded[1].load_state_dict(saved_and_loaded(cache.state_dict(), weights_only=True))
+    query, key, value = (torch.randn(cache.batch, 1, h, D, dtype=dtype) for h in (HQ, HKV, HKV))
+    step = query, key, value, torch.randn(cache.batch, HKV, 1)
+    caches = [cache, *loaded]
+    for _ in range(2):
+        for tensors in zip(*(c.tensors for c in caches), strict=True):
+            assert all(torch.equal(t, tensors[0]) for t in tensors)
+        outs = [c.step(*step) for c in caches]
+        assert all(torch.equal(out, outs[0]) for out in outs)

@@ -3,8 +3,19 @@
 import pytest
 import torch
 
-from flash_dmattn import KVSlots
-from pool_rows import CHECKS, ROWS, RULES, Place, check_drafts_of_rows
+from flash_dmattn import DynamicMaskAttention, KVSlots
+from pool_rows import (
+    CHECKS,
+    DIM,
+    GROUP,
+    HEADS,
+    ROWS,
+    RULES,
+    Place,
+    check_drafts_of_rows,
+    contents,
+)
+from small_caches import unchanged
 
 CPU = Place()
 
@@ -41,6 +52,91 @@ def test_pool_with_a_view_is_not_empty():
     assert not pool.select(torch.tensor([1])).is_empty
 
 
+def test_pool_that_a_view_fills_after_clear_is_not_empty():
+    pool = KVSlots(3, 2, 5, 8)
+    view = pool.over(CPU.rows(1))
+    pool.clear()
+    k = torch.randn(1, 4, 2, 8)
+    view.fill(k, k, torch.randn(1, 2, 4))
+    assert not pool.is_empty
+
+
+@pytest.mark.parametrize("rule", RULES, ids=["window", "rule", "large"])
+@pytest.mark.parametrize(
+    "restored",
+    [
+        lambda pool: pool.select(CPU.rows(0, 0)),
+        lambda pool: pool.over(CPU.rows(6, 5)),
+        lambda pool: pool.over(CPU.rows(1, 3)),
+    ],
+    ids=["another cache", "other rows of the pool", "the rows themselves"],
+)
+@pytest.mark.parametrize("rows", [(3, 1), (4,)], ids=str)
+def test_restored_view_gives_its_own_rows(rows, restored, rule):
+    pool, _ = CPU.pool(rule)
+    expected = pool.select(CPU.rows(*(rows * 2)[:2]))
+    cache = restored(pool)
+    cache.restore(pool.over(CPU.rows(*rows)))
+    assert contents(cache.snapshot()) == contents(expected)
+
+
+def test_cache_restored_through_a_view_of_itself_has_its_rows_permuted():
+    pool = CPU.pool(RULES[0])[0].snapshot()
+    order = torch.randperm(ROWS).int()
+    before = pool.snapshot()
+    pool.over(order).restore(pool)
+    assert contents(pool.select(order)) == contents(before)
+
+
+def pool_with_a_view_and_pending_tokens():
+    pool = CPU.pool(RULES[0])[0].select(CPU.rows(0, 1, 2, 3), chunk=3)
+    view = pool.over(CPU.rows(3, 1))
+    pool.append(*CPU.tokens(4, 2)[1:])
+    return pool, view
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda view, _: view.step(*CPU.tokens(2)),
+        lambda view, _: view.extend(*CPU.tokens(2)),
+        lambda view, _: view.fill(*CPU.tokens(2, 9)[1:]),
+        lambda view, other: view.restore(other),
+    ],
+    ids=["step", "extend", "fill", "restore"],
+)
+def test_view_made_before_append_raises_while_tokens_are_pending(call):
+    pool, view = pool_with_a_view_and_pending_tokens()
+    other = CPU.pool(RULES[0])[0].select(CPU.rows(4, 5))
+    with unchanged(pool, "pending: got 2 tokens, expected none; commit them first"):
+        call(view, other)
+    pool.commit()
+    call(view, other)
+
+
+def test_snapshot_of_a_view_made_before_append_has_the_pending_tokens():
+    pool, view = pool_with_a_view_and_pending_tokens()
+    snapshot, expected = view.snapshot(), pool.select(CPU.rows(3, 1))
+    for cache in (snapshot, expected):
+        assert cache.pending == 2
+        cache.commit()
+    assert contents(snapshot) == contents(expected)
+
+
+def test_layer_with_a_view_counts_the_tokens_of_its_rows():
+    pool = CPU.pool(RULES[0])[0]
+    seen = []
+
+    def rope(query, key, positions):
+        seen.append(positions.flatten().tolist())
+        return query, key
+
+    layer = DynamicMaskAttention(32, HEADS * GROUP, HEADS, 5, head_dim=DIM, rope=rope)
+    with torch.no_grad():
+        layer(torch.randn(3, 1, 32), cache=pool.over(CPU.rows(3, -7, 1)))
+    assert [seen[0][0], seen[0][2]] == pool.seen[[3, 1]].sub(1).tolist()
+
+
 def test_row_beyond_the_pool_raises():
     pool, blocks = CPU.pool(RULES[0])
     before = blocks.clone()
@@ -73,6 +169,8 @@ def test_row_twice_raises_and_changes_nothing(call):
     [
         lambda view: view.append(*CPU.tokens(1, 2)[1:]),
         lambda view: view.commit(0),
+        lambda view: view.drop(0),
+        lambda view: view.pending_mask(),
         lambda view: view.select(CPU.rows(0)),
         lambda view: view.clear(),
         lambda view: view.over(CPU.rows(0)),

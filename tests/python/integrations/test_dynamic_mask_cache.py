@@ -223,6 +223,27 @@ def test_each_layer_keeps_its_window():
     assert [layer.rule.keep_window_size for layer in cache.layers] == [20, WINDOW, WINDOW]
 
 
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(
+    ("method", "argument", "rows"),
+    [
+        ("reorder_cache", torch.tensor([1, 0]), [1, 0]),
+        ("batch_select_indices", torch.tensor([1]), [1]),
+        ("batch_repeat_interleave", 2, [0, 0, 1, 1]),
+    ],
+)
+def test_cache_saved_after_row_operations_continues_with_its_bits(
+    method, argument, rows, static, ours, tmp_path
+):
+    cache, ids = filled(ours, S, static=static), make_ids(B, 6, seed=9)[rows]
+    getattr(cache, method)(argument)
+    torch.save(cache, tmp_path / "cache.pt")
+    loaded = torch.load(tmp_path / "cache.pt", weights_only=False)
+    for token in ids.split(1, dim=1):
+        expected, got = (ours(token, past_key_values=c).logits for c in (cache, loaded))
+        assert torch.equal(got, expected)
+
+
 # ---- Precision -------------------------------------------------------------------------------------
 
 
@@ -274,6 +295,20 @@ def test_wrong_number_of_rows_leaves_cache_unchanged(ours):
     after = [layer.slots.tensors for layer in cache.layers]
     assert all(map(torch.equal, sum(before, []), sum(after, ())))
     assert cache.get_seq_length() == S
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_tokens_in_another_dtype_than_the_cache_raise_naming_it(tokens, static, ours):
+    cache, ids = filled(ours, S, static=static), make_ids(B, S)
+    message = f"^{CACHE}: got tokens in torch.bfloat16, expected torch.float32, in which its first"
+    with pytest.raises(TypeError, match=message), torch.autocast("cpu", torch.bfloat16):
+        ours(ids[:, :tokens], past_key_values=cache)
+    assert int(cache.get_seq_length()) == S
+    cache.reset()
+    with pytest.raises(TypeError, match=message):
+        copy.deepcopy(ours).bfloat16()(ids, past_key_values=cache)
+    next_logits(ours, cache)
 
 
 def test_static_cache_without_room_raises(ours):

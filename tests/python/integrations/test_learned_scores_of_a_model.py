@@ -3,6 +3,7 @@ torch.compile work on it."""
 
 import copy
 import io
+import re
 
 import pytest
 import torch
@@ -129,8 +130,19 @@ def test_folder_of_another_type_raises():
 
 def test_folder_without_scores_is_refused(tmp_path):
     make_base().save_pretrained(tmp_path)
-    with pytest.raises(FileNotFoundError, match="^folder: got .* without learned_scores.json"):
-        load_scores(make_base(), tmp_path)
+    save_scores(make_scored(), tmp_path / "partial")
+    (tmp_path / "partial" / "learned_scores.safetensors").unlink()
+    (tmp_path / "empty").mkdir()
+    for name, words in {
+        "": " without learned_scores.json and without learned_scores in",
+        "empty": " without learned_scores.json",
+        "missing": ", which is no folder, without learned_scores.json",
+        "config.json": ", which is no folder, without learned_scores.json",
+        "partial": " with learned_scores.json but without learned_scores.safetensors, expected both",
+    }.items():
+        message = f"^folder: got {re.escape(str(tmp_path / name))}{words}.* of save_scores"
+        with pytest.raises(FileNotFoundError, match=message):
+            load_scores(make_base(), tmp_path / name)
 
 
 # ---- Training ---------------------------------------------------------------------------------------

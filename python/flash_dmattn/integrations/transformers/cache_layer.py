@@ -154,6 +154,11 @@ class DynamicMaskLayer(CacheLayerMixin):
             raise ValueError(
                 f"{CACHE}: got tokens of {states.shape[0]} rows, expected {self.batch_size}"
             )
+        if states.dtype != self.dtype:
+            raise TypeError(
+                f"{CACHE}: got tokens in {states.dtype}, expected {self.dtype}, in which its first ones were: all of them come "
+                "from one model, and all or none under torch.autocast"
+            )
 
     def check_rule(self, rule: SelectionRule, layer_idx: int) -> None:
         """Raises unless the slots follow the rule of an attention layer."""

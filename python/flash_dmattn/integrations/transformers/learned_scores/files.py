@@ -140,14 +140,20 @@ def _base_name(model: nn.Module) -> str:
 
 def _read_scores(folder: Path) -> tuple[dict, dict[str, Tensor]]:
     """The settings and the scorers' parameters, by "layer.name"."""
+    config = folder / "config.json"
     if (folder / _RULE).exists():
+        if not (folder / _TENSORS).exists():
+            raise FileNotFoundError(
+                f"folder: got {folder} with {_RULE} but without {_TENSORS}, expected both files of save_scores"
+            )
         with safe_open(folder / _TENSORS, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
         return _checked_settings(_read_json(folder / _RULE), folder / _RULE), tensors
-    stored = _settings_of_config(_read_json(folder / "config.json"))
+    stored = _settings_of_config(_read_json(config)) if config.exists() else None
     if stored is None:
+        kind = "" if folder.is_dir() else ", which is no folder,"
         raise FileNotFoundError(
-            f"folder: got {folder} without {_RULE} and without {CONFIG_NAME} in its config.json, expected a folder of "
+            f"folder: got {folder}{kind} without {_RULE} and without {CONFIG_NAME} in a config.json, expected a folder of "
             "save_scores, or of save_pretrained of a model with learned scores"
         )
     tensors = {}
@@ -157,7 +163,7 @@ def _read_scores(folder: Path) -> tuple[dict, dict[str, Tensor]]:
                 before, separator, after = name.partition(f".{_PART}.")
                 if separator:
                     tensors[f"{_layer_number(before)}.{after}"] = file.get_tensor(name)
-    return _checked_settings(stored, folder / "config.json"), tensors
+    return _checked_settings(stored, config), tensors
 
 
 def _read_json(path: Path) -> dict:
