@@ -21,6 +21,11 @@ ROUTES = {
     "elements": (64, {"elements": True}),
     "elements, softcap": (64, {"elements": True, "softcap": 20.0}),
 }
+# Where Python adds the gradients of query heads, or of two calls.
+ADDED = {
+    "scores of query heads": (64, {"keep_window_size": 30, "bias_heads": 4}),
+    "delay in Triton": (64, {"bias_delay": 30, "backend": "triton"}),
+}
 DTYPES = [torch.bfloat16, torch.float16]
 routes = pytest.mark.parametrize("route", ROUTES)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "f16"])
@@ -30,11 +35,12 @@ class Setting:
     """q, k, v, a bias and dout of a route."""
 
     def __init__(self, route, dtype):
-        head_dim, options = ROUTES[route]
+        head_dim, options = (ROUTES | ADDED)[route]
         self.options = {**options, "is_causal": True}
         has_elements = self.options.pop("elements", False)
         shapes = [(1, LENGTH, h, head_dim) for h in (4, 2, 2)]
-        shapes += [(1, 2, LENGTH, LENGTH) if has_elements else (1, 2, LENGTH)]
+        heads = self.options.pop("bias_heads", 2)
+        shapes += [(1, heads, LENGTH, LENGTH) if has_elements else (1, heads, LENGTH)]
         self.leaves = [torch.randn(s, device="cuda").to(dtype).requires_grad_() for s in shapes]
         self.mask = torch.rand(1, 1, LENGTH, LENGTH, device="cuda") < 0.8 if has_elements else None
         if has_elements:
@@ -50,7 +56,7 @@ class Setting:
         return [out.detach(), *torch.autograd.grad(out, self.leaves, dout)]
 
 
-@routes
+@pytest.mark.parametrize("route", ROUTES | ADDED)
 @dtypes
 @pytest.mark.parametrize("largest", ["all", "q", "v", "dout"])
 def test_inputs_at_dtype_limit_give_finite_gradients(route, dtype, largest):
