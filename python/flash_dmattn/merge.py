@@ -101,26 +101,29 @@ class _Merged(torch.autograd.Function):
         douts = [(share * dout).to(dout.dtype) for share, _ in zip(weights, outs, strict=False)]
         dlses = dsink = None
         if any(ctx.needs_input_grad[:2]):
-            products, scale = _scaled_products(dout, outs, lses.dtype)
+            products, scales = _scaled_products(dout, outs, lses.dtype)
             mean = (shares[: len(outs)] * products).sum(0)
             dlogits = [
-                _logit_gradient(products[i] - mean, scale, dlse, shares[i])
+                _logit_gradient(products[i] - mean, scales, dlse, shares[i])
                 for i in range(len(outs))
             ]
             dlses = _narrow_gradient(torch.stack(dlogits), lses.dtype, ctx.saturate)
         if ctx.needs_input_grad[1]:
-            rows = _logit_gradient(-mean, scale, dlse, shares[-1]).transpose(-2, -1).flatten(0, -2)
+            rows = _logit_gradient(-mean, scales, dlse, shares[-1]).transpose(-2, -1).flatten(0, -2)
             dsink = _narrow_gradient(rows.sum(0), sink_logits.dtype, ctx.saturate)
         return dlses, dsink, None, *douts
 
 
 def _append_sink(lses: Tensor, sink_logits: Tensor | None, saturate: bool) -> Tensor:
-    if sink_logits is None:
-        return lses
-    sink = sink_logits.to(lses.dtype)
-    if saturate:
-        sink = sink.clamp(max=torch.finfo(lses.dtype).max)  # -inf: no sink
-    return torch.cat([lses, sink[:, None].expand_as(lses[0])[None]])
+    """The logits of a softmax over the sets and the sink. Saturated, they are finite, or -inf for what is not there."""
+    logits = lses
+    if sink_logits is not None:
+        sink = sink_logits.to(lses.dtype)
+        logits = torch.cat([lses, sink[:, None].expand_as(lses[0])[None]])
+    if saturate:  # as attention does with scores
+        limit = torch.finfo(lses.dtype).max
+        logits = logits.nan_to_num(-limit, limit, -torch.inf)
+    return logits
 
 
 def _shares(logits: Tensor) -> Tensor:
@@ -132,29 +135,36 @@ def _shares(logits: Tensor) -> Tensor:
 
 def _scaled_products(
     dout: Tensor, outs: Sequence[Tensor], dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """dout . out of each set, [sets, .., Hq, Sq], and the factor, [.., Hq, Sq], by which they are too small, both in double.
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """dout . out of each set, [sets, .., Hq, Sq], and two factors, [.., Hq, Sq], by which they are too small, all in double.
 
-    A row of dout is first scaled to a sum of at most 1/2, so that no product with finite numbers leaves float32.
+    A row of dout is first scaled to a sum of at most 1/2, so that no product with finite numbers leaves float32. A row whose
+    reciprocal would be subnormal, which some modes flush to 0, is scaled by 2^-32 before, and so has a second factor.
     """
     lowest, highest = dout.detach().aminmax(dim=-1, keepdim=True)
     largest = torch.maximum(lowest.abs(), highest.abs()).double()
+    is_large = largest > torch.finfo(dtype).max * 2.0**-32
+    first = torch.ones_like(largest).masked_fill(is_large, 2.0**-32)
     # 2^126: the reciprocal of a row of zeros or of subnormal numbers.
-    factor = (1 / (2 * dout.shape[-1] * largest)).clamp(max=2.0**126).to(dtype)
-    scaled = factor * dout
+    second = (1 / (2 * dout.shape[-1] * (first * largest))).clamp(max=2.0**126).to(dtype)
+    scaled = (first.to(dtype) * dout).mul_(second)
     products = torch.stack([(scaled * out).sum(-1).transpose(-2, -1) for out in outs])
-    return products.double(), 1 / factor[..., 0].transpose(-2, -1).double()
+    scales = tuple(1 / f[..., 0].transpose(-2, -1).double() for f in (first, second))
+    return products.double(), scales
 
 
-def _logit_gradient(difference: Tensor, scale: Tensor, dlse: Tensor, share: Tensor) -> Tensor:
+def _logit_gradient(
+    difference: Tensor, scales: tuple[Tensor, Tensor], dlse: Tensor, share: Tensor
+) -> Tensor:
     """The gradient of a logit, in double. One without a share in the softmax has none, whatever dlse is."""
-    return torch.where(share > 0, share * (scale * difference + dlse), 0)
+    first, second = scales
+    return torch.where(share == 0, 0, share * (second * difference * first + dlse))
 
 
 def _narrow_gradient(gradient: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:
     if saturate:
         limit = torch.finfo(dtype).max
-        gradient = gradient.clamp(-limit, limit)
+        gradient = gradient.clamp(-limit, limit).nan_to_num(limit)
     return gradient.to(dtype)
 
 

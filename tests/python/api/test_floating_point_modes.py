@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from flash_dmattn import flash_dmattn_func
+from flash_dmattn.merge import add_sink
 
 
 @pytest.fixture
@@ -42,3 +43,18 @@ def test_flushed_subnormal_numbers_do_not_depend_on_the_thread(sizes):
     for result in results:
         assert all(map(torch.equal, result, expected))
     assert all(map(torch.equal, step(*call), plain))  # the threads have their own modes again
+
+
+def test_gradient_of_a_sink_under_a_large_dout_does_not_need_subnormal_numbers():
+    out, lse = torch.randn(1, 5, 2, 128), torch.randn(1, 2, 5)
+    sinks = torch.zeros(2, requires_grad=True)
+    dout = torch.randn_like(out) * 1e37
+    changed, _ = add_sink(out, lse, sinks)
+    (expected,) = torch.autograd.grad(changed, sinks, dout, retain_graph=True)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush subnormal numbers")
+    try:
+        (gradient,) = torch.autograd.grad(changed, sinks, dout)
+    finally:
+        torch.set_flush_denormal(False)
+    assert expected.isfinite().all() and torch.equal(gradient, expected)

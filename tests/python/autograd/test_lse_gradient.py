@@ -289,6 +289,70 @@ def test_infinite_sink_is_visible_where_numbers_propagate(nonfinite):
     assert (out[:, :, 0] == 0).all() and lse[:, 1:].isfinite().all()
 
 
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_nan_sink_saturates_like_a_nan_score_or_propagates(backend):
+    """The table of docs/numerics.md: a score that is NaN is the lowest finite one."""
+    q, k, v, bias = inputs()
+
+    def results(nan, nonfinite):
+        sinks = torch.tensor([nan, 0.5], requires_grad=True)
+        options = {
+            "is_causal": True,
+            "return_lse": True,
+            "nonfinite": nonfinite,
+            "backend": backend,
+        }
+        out, lse = flash_dmattn_func(q, k, v, attn_bias=bias, sink_logits=sinks, **options)
+        loss = out.sum() + lse.sum()
+        return out, lse, *torch.autograd.grad(loss, (q, bias, sinks))
+
+    expected = results(torch.finfo(torch.float32).min, "saturate")
+    for result, right in zip(results(torch.nan, "saturate"), expected, strict=True):
+        assert torch.equal(result, right)
+    assert expected[-1][0] == 0 and expected[-1][1] != 0
+    out, lse, *gradients = results(torch.nan, "propagate")
+    assert out[:, :, 0].isnan().all() and lse[:, 0].isnan().all()
+    assert out[:, :, 1:].isfinite().all() and lse[:, 1:].isfinite().all()
+    assert all(gradient.isnan().any() for gradient in gradients)
+    assert gradients[-1][0].isnan() and gradients[-1][1].isfinite()
+
+
+def test_nan_sink_of_a_row_without_keys_takes_its_weight():
+    out, lse = add_sink(
+        torch.zeros(1, 1, 1, 4), torch.full((1, 1, 1), -torch.inf), torch.tensor([torch.nan])
+    )
+    assert (out == 0).all() and (lse == torch.finfo(torch.float32).min).all()
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("name", ["outs", "lses"])
+def test_nonfinite_parts_give_lses_finite_gradients_where_they_saturate(name, value):
+    parts = {
+        "outs": [torch.ones(1, 2, 1, 4) for _ in range(2)],
+        "lses": [torch.zeros(1, 1, 2) for _ in range(2)],
+    }
+    parts[name][0].view(-1)[0] = value
+    leaves = [t.requires_grad_() for t in (*parts["outs"], *parts["lses"])]
+    out, lse = merge_attention(**parts)
+    assert lse.isfinite().all()
+    assert name == "outs" or out.isfinite().all()
+    gradients = torch.autograd.grad(out.sum() + lse.sum(), leaves)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_float64_gradient_of_a_sink_under_the_largest_dout_is_exact():
+    q, k, v, _ = (t.detach().double() for t in inputs())
+    sinks = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    out = flash_dmattn_func(
+        q, k, 1e-3 * v, is_causal=True, sink_logits=sinks
+    )  # sums stay in double
+    signs = torch.ones_like(out)
+    signs[:, 1::2] = -1
+    (gradient,) = torch.autograd.grad(out, sinks, 1.7e308 * signs, retain_graph=True)
+    (expected,) = torch.autograd.grad(out, sinks, signs)
+    torch.testing.assert_close(gradient / 1.7e308, expected, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradient_of_a_sink_saturates_in_16_bits(dtype):
     sink = torch.zeros(2, dtype=dtype, requires_grad=True)
