@@ -29,6 +29,11 @@ NO_SECOND_DERIVATIVE = (
     "backward"
 )
 
+NO_TRANSFORM = (
+    "got a call under a transform of torch.func (vmap, for one), expected none: context parallelism exchanges keys of "
+    "ordinary tensors"
+)
+
 # Inputs of backward without the need_* flags: dout, then tensors and results of forward, dlse and forward's options.
 _BACKWARD_INPUTS = ("dout", *FORWARD.tensors, *FORWARD.results, "dlse", *FORWARD.options)
 assert BACKWARD.arguments == (*_BACKWARD_INPUTS, *(f"need_{name}" for name in GRADIENTS.values()))

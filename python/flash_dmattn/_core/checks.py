@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from .autograd import NO_FUNCTIONAL_GRADIENT, NO_TANGENT, is_transformed
+from .autograd import NO_FUNCTIONAL_GRADIENT, NO_TANGENT, NO_TRANSFORM, is_transformed
 from .availability import check_backend_name, check_backend_runs, unavailable_reason
 from .gradients import widen
 
@@ -165,18 +165,28 @@ def may_read() -> bool:
     return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
-def refuse_transforms(**tensors: Tensor | None) -> None:
+def refuse_transforms(**tensors: object) -> None:
     """Forward-mode derivatives do not exist, and torch would silently make them 0. torch.func's reverse mode
     does not look into custom operators."""
     if is_compiling() or not is_transformed():
         return
     for name, tensor in tensors.items():
-        if tensor is None:
+        if not isinstance(tensor, Tensor):
             continue
         if forward_ad.unpack_dual(tensor).tangent is not None:
             raise RuntimeError(f"{name}: {NO_TANGENT}")
         if torch._C._functorch.is_gradtrackingtensor(tensor):
             raise RuntimeError(f"{name}: {NO_FUNCTIONAL_GRADIENT}")
+
+
+def refuse_all_transforms(**tensors: object) -> None:
+    """refuse_transforms for functions that torch.func cannot call at all, with tensors of its own or without."""
+    refuse_transforms(**tensors)
+    if is_compiling() or not torch._C._are_functorch_transforms_active():
+        return
+    is_mapped = torch._C._functorch.is_batchedtensor
+    names = (name for name, t in tensors.items() if isinstance(t, Tensor) and is_mapped(t))
+    raise RuntimeError(f"{next(names, 'flash_dmattn')}: {NO_TRANSFORM}")
 
 
 def _check_types(query: Tensor, key: Tensor, value: Tensor) -> None:

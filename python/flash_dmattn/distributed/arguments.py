@@ -17,6 +17,8 @@ from .._core.checks import (
     check_on_device,
     check_tensor,
     clamp_count,
+    refuse_all_transforms,
+    refuse_transforms,
     resolve_flag,
     widen_bias,
 )
@@ -86,6 +88,16 @@ class CheckedArguments(NamedTuple):
             )
         scores = _per_key(scores, "scores", key, n)
         bias_is_score = isinstance(attn_bias, str)
+        refuse = refuse_all_transforms if boundary.places else refuse_transforms
+        refuse(
+            query=query,
+            key=key,
+            value=value,
+            scores=scores,
+            attn_bias=attn_bias,
+            key_mask=key_mask,
+            sink_logits=options.sink_logits if options else None,
+        )
         if bias_is_score and attn_bias != SCORES:
             raise ValueError(f"attn_bias: got {attn_bias!r}, expected 'scores', a tensor or None")
         present = _checked_mask(key_mask, batch, n, key.device)

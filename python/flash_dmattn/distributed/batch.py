@@ -11,7 +11,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._core.checks import NUMBERS, check_count, check_integer, check_tensor
+from .._core.checks import (
+    NUMBERS,
+    check_count,
+    check_integer,
+    check_tensor,
+    refuse_all_transforms,
+)
 from ..keys.positions import check_offsets
 from .arguments import checked_offsets, checked_positions, offsets_of_positions
 from .wire import Wire, code_of, wire_of
@@ -188,6 +194,7 @@ class ContextParallel:
 
         def checked_count() -> Tensor:
             check_tensor(total, "total")
+            refuse_all_transforms(total=total, count=count)
             if not total.is_floating_point():
                 raise TypeError(f"total: got {total.dtype}, expected a floating point dtype")
             if not isinstance(count, NUMBERS):
@@ -254,6 +261,7 @@ def _check_batch(tensors: Mapping[str, Tensor | None], multiple: int, pad_token_
 
 def _check_local(local: Tensor) -> None:
     check_tensor(local, "local")
+    refuse_all_transforms(local=local)
     if local.dim() < 2:
         raise ValueError(f"local: got shape {tuple(local.shape)}, expected [B, n, ...]")
 
@@ -314,7 +322,9 @@ class _Roll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        return _roll_tokens(gradient, -ctx.shifts, ctx.wire), None, None
+        # create_graph: the gradient of tokens that other ranks have sent returns to them.
+        roll = _Roll.apply if torch.is_grad_enabled() else _roll_tokens
+        return roll(gradient, -ctx.shifts, ctx.wire), None, None
 
 
 def _roll_tokens(local: Tensor, shifts: int, wire: Wire) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._core.autograd import NO_SECOND_DERIVATIVE
 from .arguments import CheckedArguments
 from .exchange import bias_of, no_key, position_of, score_of
 from .operators import collect, give_back
@@ -49,7 +50,13 @@ class PrependEarlierKeys(torch.autograd.Function):
         return key, value, bias, scores, positions
 
     @staticmethod
-    def backward(ctx, dkey, dvalue, dbias, *_):
+    def backward(ctx, *gradients):
+        if torch.is_grad_enabled():  # create_graph
+            return _FirstDerivative.apply(ctx, *gradients)
+        return PrependEarlierKeys._return_gradients(ctx, *gradients)
+
+    @staticmethod
+    def _return_gradients(ctx, dkey, dvalue, dbias, *_):
         places, route = ctx.saved_tensors
         W = ctx.boundary.places
         # They come from attention alone, so that they may change in place.
@@ -74,6 +81,18 @@ class PrependEarlierKeys(torch.autograd.Function):
         else:
             dkey, dvalue = dkey[:, W:], dvalue[:, W:]
         return dkey, dvalue, dbias[..., W:] if ctx.bias_learns else None, None, None
+
+
+class _FirstDerivative(torch.autograd.Function):
+    """The gradients of PrependEarlierKeys, which have none themselves."""
+
+    @staticmethod
+    def forward(_, prepended, *gradients):
+        return PrependEarlierKeys._return_gradients(prepended, *gradients)
+
+    @staticmethod
+    def backward(*_):
+        raise RuntimeError(NO_SECOND_DERIVATIVE)
 
 
 def _winners(

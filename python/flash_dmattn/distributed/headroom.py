@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._core.checks import autocast_tensors, check_count, check_tensor
+from .._core.checks import (
+    autocast_tensors,
+    check_count,
+    check_tensor,
+    refuse_all_transforms,
+)
 
 
 def linear_with_headroom(
@@ -30,6 +35,7 @@ def linear_with_headroom(
             raise ValueError(
                 f"bias: got shape {tuple(bias.shape)}, expected {tuple(weight.shape[:1])}"
             )
+    refuse_all_transforms(hidden=hidden, weight=weight, bias=bias)
     hidden, weight = autocast_tensors(hidden, weight)
     return _Projection.apply(
         hidden, weight, None if bias is None else bias.to(hidden.dtype), places

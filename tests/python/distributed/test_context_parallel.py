@@ -142,6 +142,14 @@ def a_batch_is_cut_and_gathered(rank, count):
         if shifts:
             (gradient,) = torch.autograd.grad(rolled, local, weight[:, rows])
             assert torch.equal(gradient, wanted[:, rows])
+    # A second derivative returns tokens, too.
+    first, second = (
+        torch.autograd.grad(roll(leaf).pow(3).sum(), leaf, create_graph=True)[0]
+        for roll, leaf in ((lambda t: torch.roll(t, 5, 1), whole), (lambda t: cp.roll(t, 5), local))
+    )
+    (wanted,) = torch.autograd.grad((first * torch.roll(whole, -3, 1)).sum(), whole)
+    (gradient,) = torch.autograd.grad((second * cp.roll(local, -3)).sum(), local)
+    torch.testing.assert_close(gradient, wanted[:, rows])
 
 
 def bytes_are_those_of_the_formula(rank, count):

@@ -10,6 +10,7 @@ from flash_dmattn.distributed import (
     boundary_places,
     boundary_state,
     context_parallel_dmattn,
+    linear_with_headroom,
 )
 from ranks_as_threads import run_in_threads
 
@@ -17,14 +18,14 @@ N, RANKS = 8, 2
 
 
 def call(wire, **changes):
-    arguments = {
-        "query": torch.randn(1, N, 4, 16),
-        "key": torch.randn(1, N, 2, 16),
-        "value": torch.randn(1, N, 2, 16),
-        "scores": torch.randn(1, 2, N),
-        "keep_window_size": 4,
-        **changes,
+    make = {
+        "query": lambda: torch.randn(1, N, 4, 16),
+        "key": lambda: torch.randn(1, N, 2, 16),
+        "value": lambda: torch.randn(1, N, 2, 16),
+        "scores": lambda: torch.randn(1, 2, N),
+        "keep_window_size": lambda: 4,
     }
+    arguments = {name: make[name]() for name in make if name not in changes} | changes
     return context_parallel_dmattn(group=wire, **arguments)
 
 
@@ -164,3 +165,66 @@ def test_boundary_state_of_another_bias_raises():
 
     with pytest.raises(ValueError, match="exchanged: got another bias than the scores"):
         run_in_threads(RANKS, state)
+
+
+TRANSFORMED = {
+    "vmap of query": (lambda f, q, k: torch.vmap(lambda x: f(query=x))(q[None]), "query: got a call under a transform of torch.func"),
+    "vmap of key": (lambda f, q, k: torch.vmap(lambda x: f(key=x))(k[None]), "key: got a call under a transform of torch.func"),
+    "vmap of another tensor": (
+        lambda f, q, k: torch.vmap(lambda x: x + f(query=q, key=k).sum())(torch.ones(2)), "flash_dmattn: got a call under a transform",
+    ),
+    "grad of query": (lambda f, q, k: torch.func.grad(lambda x: f(query=x).sum())(q), "query: got a tensor of torch.func.grad"),
+    "grad of key": (lambda f, q, k: torch.func.grad(lambda x: f(key=x).sum())(k), "key: got a tensor of torch.func.grad"),
+    "jvp of key": (lambda f, q, k: torch.func.jvp(lambda x: f(key=x), (k,), (k,)), "key: got a tensor with a tangent"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_context_parallelism_under_a_transform_of_torch_func_raises_naming_the_tensor(name):
+    transform, words = TRANSFORMED[name]
+
+    def refused(wire):
+        q, k = torch.randn(1, N, 4, 16), torch.randn(1, N, 2, 16)
+        tensors = {"query": q, "key": k, "value": k.clone(), "scores": k[..., 0].mT}
+        with pytest.raises(RuntimeError, match=f"^{words}"):
+            transform(lambda **changes: call(wire, **tensors | changes), q, k)
+
+    run_in_threads(RANKS, refused)
+
+
+@pytest.mark.parametrize("name", ["mean", "roll", "gather", "projection"])
+def test_help_of_context_parallelism_under_vmap_raises_naming_the_tensor(name):
+    def refused(wire):
+        cp = ContextParallel(wire)
+        function, words = {
+            "mean": (lambda x: cp.mean(x.sum(), 1), "total"),
+            "roll": (lambda x: cp.roll(x, 1), "local"),
+            "gather": (cp.gather, "local"),
+            "projection": (
+                lambda x: linear_with_headroom(x[..., None], torch.ones(1, 1), 2),
+                "hidden",
+            ),
+        }[name]
+        with pytest.raises(RuntimeError, match=f"^{words}: got a call under a transform"):
+            torch.vmap(function)(torch.randn(2, 1, N))
+
+    run_in_threads(RANKS, refused)
+
+
+@pytest.mark.parametrize("attn_bias", ["scores", None])
+def test_second_derivatives_of_pieces_say_on_all_ranks_that_there_are_none(attn_bias):
+    def refused(wire):
+        torch.manual_seed(wire.rank)
+        k, s = torch.randn(1, N, 2, 16), torch.randn(1, 2, N)
+        leaves = [k.requires_grad_(), s.requires_grad_(attn_bias is not None)]
+        out = call(wire, key=k, scores=s, attn_bias=attn_bias)
+        leaves = [t for t in leaves if t.requires_grad]
+        loss = out.square().sum()
+        expected = torch.autograd.grad(loss, leaves, retain_graph=True)
+        gradients = torch.autograd.grad(loss, leaves, create_graph=True)
+        assert all(map(torch.equal, gradients, expected))
+        for gradient in gradients:
+            with pytest.raises(RuntimeError, match="^create_graph: got True, expected False"):
+                gradient.sum().backward(retain_graph=True)
+
+    run_in_threads(RANKS, refused)
