@@ -8,6 +8,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from flash_dmattn.integrations.transformers import (
     DynamicMaskCache,
     add_learned_scores,
+    remove_learned_scores,
     set_score_phase,
 )
 from scored_models import make_base, make_config, make_ids
@@ -159,3 +160,29 @@ def test_additive_mask_that_adds_to_visible_keys_is_refused():
 def test_slots_need_a_config_with_scores():
     with pytest.raises(ValueError, match="without keep_window_size, expected"):
         DynamicMaskCache(make_config("Llama"))
+
+
+@pytest.mark.parametrize("phase", ["soft", "hard"])
+@pytest.mark.parametrize("name", ["eager", "sdpa", "flash_dmattn"])
+def test_attention_implementation_of_a_model_with_scores_changes_only_in_the_phase_off(name, phase):
+    ids = make_ids(1, 30)
+    model = make_base("Llama")
+    model.set_attn_implementation("sdpa")
+    base = model(ids).logits
+    add_learned_scores(model, keep_window_size=3).set_score_phase(phase)
+    scored = model(ids).logits
+    stored = "dynamic_mask_attention" if name == "flash_dmattn" else name
+    words = f"attn_implementation: got '{stored}' for a LlamaForCausalLM .* phase '{phase}'"
+    with pytest.raises(ValueError, match=words):
+        model.set_attn_implementation(name)
+    assert torch.equal(model(ids).logits, scored)
+    model.set_score_phase("off")
+    model.set_attn_implementation(name)
+    expected = model(ids).logits
+    torch.testing.assert_close(expected, base, atol=1e-5, rtol=1e-5)
+    assert model.config._attn_implementation == stored
+    model.set_score_phase(phase)
+    assert torch.equal(model(ids).logits, scored)
+    remove_learned_scores(model)
+    assert model.config._attn_implementation == stored
+    assert torch.equal(model(ids).logits, expected)

@@ -27,7 +27,16 @@ from .doge import Context, FlashDogeAttention, check_cache
 from .families import error_of, reason_to_refuse, watch_text_model
 from .learned_scores.scored_layers import ScoredAttention
 from .mask_functions import is_causal_config, mask_kind
-from .names import CONTEXT, DOGE_NAME, DOGE_NAMES, NAME, NAMES, PIECES, STORED_NAMES
+from .names import (
+    CONTEXT,
+    DOGE_NAME,
+    DOGE_NAMES,
+    NAME,
+    NAMES,
+    PIECES,
+    SCORED_NAMES,
+    STORED_NAMES,
+)
 
 _CACHE = "dynamic_mask"
 _DEFAULT_CACHE = "_flash_dmattn_cache"  # attribute of a model
@@ -135,9 +144,10 @@ def resolve_name(model: PreTrainedModel, name: str | None) -> str | None:
     """The name that a config stores when one of ours is set for a model; None: it is none of ours.
 
     Raises:
-        ValueError: attention of this name would not equal the model's own.
+        ValueError: attention of this name would not equal the model's own, or would turn its learned scores off.
     """
     watch_text_model(model)
+    _refuse_another_name(model, name)
     if name not in STORED_NAMES and name != NAME:
         return None
     if any(isinstance(module, DogeAttention) for module in model.modules()):
@@ -150,6 +160,17 @@ def resolve_name(model: PreTrainedModel, name: str | None) -> str | None:
     if reason is not None:
         raise error_of(model, name, reason)
     return NAMES[-1]
+
+
+def _refuse_another_name(model: PreTrainedModel, name: str | None) -> None:
+    """Raises for a name under which learned scores would choose no keys, while their phase says that they do."""
+    phases = {m.score_phase for m in model.modules() if isinstance(m, ScoredAttention)} - {"off"}
+    if phases and name not in SCORED_NAMES:
+        raise ValueError(
+            f"attn_implementation: got {name!r} for a {type(model).__name__} with learned scores in the phase "
+            f"{phases.pop()!r}, expected a model without them, as every key would be visible: call "
+            'model.set_score_phase("off") or remove_learned_scores(model) first'
+        )
 
 
 def _check_layers(model: torch.nn.Module) -> None:

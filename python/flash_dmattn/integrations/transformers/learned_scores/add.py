@@ -59,7 +59,8 @@ def add_learned_scores(
       nor sinks have one. At first nothing differs from the base model.
     - "hard": attention to the keys that the rule leaves. Scores choose and change nothing else; where they learn, their
       gradient is that of a bias of old keys.
-    - "off": the base model and its attention implementation, bit for bit.
+    - "off": the base model and its attention implementation, bit for bit. `model.set_attn_implementation` can choose
+      another one in this phase alone.
 
     Scorers:
 
@@ -126,7 +127,10 @@ def set_score_phase(model: nn.Module, phase: str) -> nn.Module:
             "phase: got 'soft' with scores that are not log gates, expected 'hard' or 'off'; gates are the scorers 'hidden', "
             "'mlp', 'value' and your own"
         )
-    for layer in layers:
+    names = [layer.config._attn_implementation for layer in layers]  # before the first is stored
+    for layer, name in zip(layers, names, strict=True):
+        if layer.score_phase == "off" and name not in SCORED_NAMES:
+            layer.base_attention = name  # which may have been set since
         layer.score_phase = phase
         store_name(layer.config, layer.base_attention if phase == "off" else SCORED_NAME)
     return model
