@@ -8,12 +8,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig
 
-from doge_generation import WINDOW, make_ids, make_model
+from doge_generation import WINDOW, left_padding, make_ids, make_model
 from flash_dmattn.integrations.transformers import DynamicMaskCache, enable_flash_dmattn
 from flash_dmattn.integrations.transformers.cache_layer import DynamicMaskLayer
 from flash_dmattn.integrations.transformers.compat import CACHE
 from flash_dmattn.keys.rule import SelectionRule
-from scored_models import make_base
+from scored_models import VOCABULARY, make_base, make_scored
 from transformers_version import IS_TRANSFORMERS_4
 
 pytestmark = pytest.mark.transformers
@@ -398,3 +398,87 @@ def test_cached_keys_have_no_gradient(ours):
         ours(make_ids(B, S), labels=make_ids(B, S), past_key_values=cache).loss.backward()
         with pytest.raises(RuntimeError, match="requires a gradient"):
             ours(make_ids(B, 1), past_key_values=cache)
+
+
+# ---- Masks that differ from those of earlier calls ---------------------------------------------------
+
+
+def with_zeros(columns):
+    mask = torch.ones(B, S + 1, dtype=torch.long)
+    mask[0, columns] = 0
+    return mask
+
+
+# The mask of a prompt of S tokens and that of the next token.
+LATE_MASKS = {
+    "a token hidden later": (with_zeros([])[:, :S], with_zeros([12])),
+    "a token hidden later, None before": (None, with_zeros([12])),
+    "the new token only": (None, torch.ones(B, 1, dtype=torch.long)),
+    "fewer tokens than the cache": (None, torch.ones(B, S - 1, dtype=torch.long)),
+    "padding shown later": (with_zeros([0, 1])[:, :S], with_zeros([])),
+    "padding, then None": (with_zeros([0, 1])[:, :S], None),
+}
+
+
+@pytest.mark.parametrize("name", LATE_MASKS)
+@pytest.mark.parametrize("family", ["Doge", "Llama"])
+def test_mask_that_differs_from_earlier_ones_is_refused_and_leaves_the_cache(family, name):
+    if family == "Doge":
+        model = enable_flash_dmattn(make_model())
+    else:
+        model = make_scored("Llama", "window")
+    first, then = LATE_MASKS[name]
+    cache, ids = DynamicMaskCache(model.config), make_ids(B, S + 1) % VOCABULARY
+    model(ids[:, :S], attention_mask=first, past_key_values=cache)
+    untouched = copy.deepcopy(cache)
+    with pytest.raises(ValueError, match="^attention_mask: got .*expected"):
+        model(ids[:, S:], attention_mask=then, past_key_values=cache)
+    assert cache.get_seq_length() == S
+    good = with_zeros([] if first is None else (first[0] == 0).nonzero().flatten())
+    results = [
+        model(ids[:, S:], attention_mask=good, past_key_values=c).logits for c in (cache, untouched)
+    ]
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    "change", ["reorder_cache", "batch_select_indices", "batch_repeat_interleave"]
+)
+def test_hidden_tokens_are_those_of_the_rows_that_are_kept(change, ours):
+    padding = left_padding(B, S + 1, 7)
+    cache, ids = DynamicMaskCache(ours.config), make_ids(B, S + 1)
+    ours(ids[:, :S], attention_mask=padding[:, :S], past_key_values=cache)
+    rows = torch.arange(B).flip(0) if change != "batch_repeat_interleave" else 2
+    getattr(cache, change)(rows)
+    kept = (
+        padding.flip(0) if change != "batch_repeat_interleave" else padding.repeat_interleave(2, 0)
+    )
+    tokens = make_ids(len(kept), 1)
+    with pytest.raises(ValueError, match="^attention_mask: got a mask that hides others"):
+        ours(tokens, attention_mask=kept.flip(0), past_key_values=cache)
+    ours(tokens, attention_mask=kept, past_key_values=cache)
+
+
+def test_mask_after_dropped_or_forgotten_tokens_is_compared_with_those_left(ours):
+    cache, ids = filled(ours, S), make_ids(B, S + 3)
+    cache.activate_past_recording()
+    ours(ids[:, S:], attention_mask=torch.ones(B, S + 3, dtype=torch.long), past_key_values=cache)
+    cache.crop(S + 1 if IS_TRANSFORMERS_4 else -2)
+    with pytest.raises(
+        ValueError, match="^attention_mask: got a mask that hides others of the first 41"
+    ):
+        ours(ids[:, :1], attention_mask=with_zeros([3]), past_key_values=cache)
+    cache.reset()
+    ours(ids[:, :S], attention_mask=with_zeros([3])[:, :S], past_key_values=cache)
+    ours(ids[:, :1], attention_mask=with_zeros([3]), past_key_values=cache)
+
+
+def test_padding_among_new_tokens_counts_as_hidden_in_later_masks(ours):
+    mask = torch.ones(B, S + 7, dtype=torch.long)
+    mask[0, S : S + 2] = 0  # a turn that is padded on the left
+    cache, ids = filled(ours, S), make_ids(B, S + 7)
+    for end in (S + 5, S + 6, S + 7):
+        new = ids[:, cache.get_seq_length() : end]
+        ours(new, attention_mask=mask[:, :end], past_key_values=cache)
+    with pytest.raises(ValueError, match="^attention_mask: got None that hides others"):
+        ours(ids[:, :1], past_key_values=cache)

@@ -44,7 +44,7 @@ def make_step(cache, padding):
         ("static", False, 7),
         ("static", True, 10),
         ("slots", False, 0),
-        ("slots", True, 3),
+        ("slots", True, 5),  # 2 compare the mask of earlier tokens, on the CPU alone
         ("static slots", False, 0),
         ("static slots", True, 9),
     ],

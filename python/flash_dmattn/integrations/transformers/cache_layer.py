@@ -3,6 +3,7 @@
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from ..._core.checks import may_read
 from ..._core.kv_checks import check_slot_kernels
 from ...generation.cache import KVSlots
 from ...keys.rule import SelectionRule
@@ -10,6 +11,12 @@ from ..attention_interface.layout import swap_heads_and_tokens
 from .compat import CACHE, CROPS_TO_A_LENGTH
 
 RECORDED_TOKENS = 128  # tokens that can be dropped again, at least
+
+
+class HeldTokens(int):
+    """The number of tokens in a layer, by which a mask function that gets it as the offset of its keys finds the layer."""
+
+    layer: "DynamicMaskLayer"
 
 
 class DynamicMaskLayer(CacheLayerMixin):
@@ -49,6 +56,8 @@ class DynamicMaskLayer(CacheLayerMixin):
         # Tokens so far, pending ones included; of a static layer, whether there are any. _length counts them there.
         self._seen = 0
         self._length: torch.Tensor | None = None
+        # How many tokens of each row the masks have hidden so far; () for none. None: the host does not know it.
+        self._padding: tuple[int, ...] | None = None
 
     # ---- What attention uses ------------------------------------------------------------------------
 
@@ -91,6 +100,8 @@ class DynamicMaskLayer(CacheLayerMixin):
         self._seen = length
         if self._counts_on_device:
             self._length.fill_(length)
+        self._padding = None if self.is_compileable else ()
+        self._count_padding(key_mask)
 
     @torch.no_grad()
     def adopt_slots(self, slots: KVSlots, tokens: int) -> None:
@@ -100,7 +111,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         self._check_rows(slots.k)
         self.prefetch()
         self.slots.restore(slots)
-        self._seen = tokens
+        self._seen, self._padding = tokens, None
         if self._counts_on_device:
             self._length.fill_(tokens)
 
@@ -147,6 +158,7 @@ class DynamicMaskLayer(CacheLayerMixin):
             outs, lses = zip(*parts, strict=True)
             out, lse = torch.cat(outs, dim=1), torch.cat(lses, dim=2)
         self._count_tokens(length)
+        self._count_padding(key_mask)
         return out, lse
 
     def _check_rows(self, states: torch.Tensor) -> None:
@@ -158,6 +170,34 @@ class DynamicMaskLayer(CacheLayerMixin):
             raise TypeError(
                 f"{CACHE}: got tokens in {states.dtype}, expected {self.dtype}, in which its first ones were: all of them come "
                 "from one model, and all or none under torch.autocast"
+            )
+
+    def check_mask(self, mask: torch.Tensor | None, tokens: int) -> None:
+        """Raises where the mask of a call, [B, positions], does not show the tokens before as the masks of earlier calls did: keys
+        were chosen by those. Numbers of a mask on a GPU are not read, nor are those of a static layer.
+
+        tokens: new ones, of which nothing is known yet.
+        """
+        if self.is_empty or self.is_compileable:
+            return
+        if mask is not None and mask.shape[-1] < self._seen:
+            raise ValueError(
+                f"attention_mask: got {mask.shape[-1]} positions, expected {self._seen + tokens}: those of {self._seen} tokens in the "
+                f"cache, and of {tokens} new ones"
+            )
+        if self._padding is None or not (mask is None or mask.is_cpu):
+            return
+        expected = [self._seen - hidden for hidden in self._padding or (0,) * self.batch_size]
+        shown = [self._seen]
+        if mask is not None:
+            shown = mask[:, : self._seen].bool().sum(1, dtype=torch.int32).tolist()
+        if len(shown) == 1:
+            shown *= self.batch_size
+        if shown != expected:
+            raise ValueError(
+                f"attention_mask: got {'None' if mask is None else 'a mask'} that hides others of the first {self._seen} tokens than "
+                f"the masks before, expected the same: the keys of a DynamicMaskCache were chosen by those. {CACHE}=DynamicCache() "
+                "follows every mask"
             )
 
     def check_rule(self, rule: SelectionRule, layer_idx: int) -> None:
@@ -237,7 +277,12 @@ class DynamicMaskLayer(CacheLayerMixin):
         """Masks cover new tokens only, because slots hold different tokens in each head."""
         if isinstance(query_length, torch.Tensor):  # transformers 4: the positions of the queries
             query_length = query_length.shape[0]
-        return query_length, self.get_seq_length()
+        length = self.get_seq_length()
+        if self.is_compileable or not may_read():
+            return query_length, length
+        held = HeldTokens(length)
+        held.layer = self
+        return query_length, held
 
     def get_max_length(self) -> int:
         return -1
@@ -274,6 +319,8 @@ class DynamicMaskLayer(CacheLayerMixin):
             )
         self._commit_tokens(kept)
         self._count_tokens(tokens_to_remove)
+        if tokens_to_remove and self._padding:
+            self._padding = None
 
     def reset(self) -> None:
         """Forgets all tokens; the memory stays. New ones are not recorded until that is activated again."""
@@ -331,12 +378,24 @@ class DynamicMaskLayer(CacheLayerMixin):
         elif self._counts_on_device:
             self._length.add_(tokens)
 
+    def _count_padding(self, key_mask: torch.Tensor | None) -> None:
+        if key_mask is None or self._padding is None:
+            return
+        if not (may_read() and key_mask.is_cpu):
+            self._padding = None
+            return
+        hidden = (~key_mask).sum(1).tolist()
+        before = self._padding or (0,) * len(hidden)
+        self._padding = tuple(map(sum, zip(before, hidden, strict=True)))
+
     @torch.no_grad()
     def _select_rows(self, rows: torch.Tensor) -> None:
         """The rows of the batch with these numbers; in a static layer of as many rows, in the same memory."""
         if self.is_empty:
             return
         rows = rows.to(self.keys.device)
+        if self._padding:
+            self._padding = tuple(self._padding[row] for row in rows.tolist())
         if self.is_compileable and len(rows) == self.batch_size:
             self.slots.reorder(rows)
         else:

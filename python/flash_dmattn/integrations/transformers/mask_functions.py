@@ -13,6 +13,7 @@ from ..._core.checks import may_read
 from ...keys.recognise import intervals_of_mask, intervals_of_rows
 from ..attention_interface.keywords import check_known_keywords
 from ..attention_interface.layer_masks import causal_mask
+from .cache_layer import HeldTokens
 from .compat import BIDIRECTIONAL, documents_of
 
 # Keywords for implementations that do not evaluate `mask_function` or that make additive masks, and one that says whether
@@ -62,6 +63,9 @@ def key_interval_mask(
             f"attention_mask: got {attention_mask.dtype} of shape {tuple(attention_mask.shape)}, expected bool or "
             "integers, nonzero for real tokens; as a bool an additive one would be its opposite"
         )
+    if isinstance(kv_offset, HeldTokens) and may_read():
+        tokens = q_length if cache_position is None else cache_position.shape[0]
+        kv_offset.layer.check_mask(attention_mask, tokens)
     if use_vmap:
         mask = masking_utils.sdpa_mask(
             batch_size=batch_size,
