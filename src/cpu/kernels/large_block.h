@@ -49,8 +49,10 @@ inline double from_upper_half(float half) {
   return load_as<double>(&word);
 }
 inline float to_upper_half(double value) {
-  const auto word = load_as<std::uint64_t>(&value) + 0x80000000u;  // rounds
-  const auto half = static_cast<std::uint32_t>(word >> 32);
+  const auto word = load_as<std::uint64_t>(&value);
+  // Rounds; a NaN of all ones, which torch's softmax gives, would become 0.
+  const std::uint64_t rounding = value == value ? 0x80000000u : 0;
+  const auto half = static_cast<std::uint32_t>((word + rounding) >> 32);
   return load_as<float>(&half);
 }
 

@@ -104,6 +104,24 @@ def test_propagate_shows_what_visible_elements_touch_and_nothing_else(name, kind
                 assert not infinite.any(), (dtype, value, result_name, infinite.nonzero()[0])
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout", "dlse"])
+@pytest.mark.parametrize("length", [5, 100])
+def test_nan_of_all_ones_propagates_like_any_other(length, name):
+    """A vector comparison makes such a NaN, and integer arithmetic that rounds it may carry into the sign."""
+    all_ones = torch.tensor(-1, dtype=torch.int32).view(torch.float32)
+    positions = []
+    for nan in (torch.tensor(torch.nan), all_ones):
+        torch.manual_seed(0)
+        inputs = {n: torch.randn(1, length, 2, D) for n in ("q", "k", "v", "dout")}
+        inputs["dlse"] = torch.randn(1, 2, length)
+        inputs[name].view(-1)[2] = nan
+        leaves = [inputs[n].requires_grad_() for n in ("q", "k", "v")]
+        results = flash_dmattn_func(*leaves, is_causal=True, return_lse=True, nonfinite="propagate")
+        gradients = torch.autograd.grad(results, leaves, (inputs["dout"], inputs["dlse"]))
+        positions.append([t.isfinite() for t in (*results, *gradients)])
+    assert all(map(torch.equal, *positions)) and not all(t.all() for t in positions[0])
+
+
 def attend(backend):
     def out_and_lse(q, k, v, bias):
         return BACKENDS[backend](q, k, v, attn_bias=bias, return_lse=True)

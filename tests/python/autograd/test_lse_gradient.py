@@ -304,7 +304,7 @@ def test_nan_sink_saturates_like_a_nan_score_or_propagates(backend):
         }
         out, lse = flash_dmattn_func(q, k, v, attn_bias=bias, sink_logits=sinks, **options)
         loss = out.sum() + lse.sum()
-        return out, lse, *torch.autograd.grad(loss, (q, bias, sinks))
+        return out, lse, *torch.autograd.grad(loss, (q, k, v, bias, sinks))
 
     expected = results(torch.finfo(torch.float32).min, "saturate")
     for result, right in zip(results(torch.nan, "saturate"), expected, strict=True):
