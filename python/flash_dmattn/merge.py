@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ._core.checks import check_on_device, check_tensor
+from ._core.gradients import narrow_gradient
 from ._core.numerics import resolve_nonfinite
 
 
@@ -83,7 +84,11 @@ class _Merged(torch.autograd.Function):
         logits = _append_sink(lses, sink_logits, saturate)
         shares = _shares(logits).transpose(-2, -1)[..., None]
         parts = (share * out for share, out in zip(shares, outs, strict=False))
-        return reduce(torch.add, parts).to(outs[0].dtype), logits.logsumexp(0)
+        out = reduce(torch.add, parts)
+        if saturate:  # A mean of numbers at the limit may round beyond it.
+            limit = torch.finfo(outs[0].dtype).max
+            out = out.clamp(-limit, limit)
+        return out.to(outs[0].dtype), logits.logsumexp(0)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -107,10 +112,10 @@ class _Merged(torch.autograd.Function):
                 _logit_gradient(products[i] - mean, scales, dlse, shares[i])
                 for i in range(len(outs))
             ]
-            dlses = _narrow_gradient(torch.stack(dlogits), lses.dtype, ctx.saturate)
+            dlses = narrow_gradient(torch.stack(dlogits), lses.dtype, ctx.saturate)
         if ctx.needs_input_grad[1]:
             rows = _logit_gradient(-mean, scales, dlse, shares[-1]).transpose(-2, -1).flatten(0, -2)
-            dsink = _narrow_gradient(rows.sum(0), sink_logits.dtype, ctx.saturate)
+            dsink = narrow_gradient(rows.sum(0), sink_logits.dtype, ctx.saturate)
         return dlses, dsink, None, *douts
 
 
@@ -159,13 +164,6 @@ def _logit_gradient(
     """The gradient of a logit, in double. One without a share in the softmax has none, whatever dlse is."""
     first, second = scales
     return torch.where(share == 0, 0, share * (second * difference * first + dlse))
-
-
-def _narrow_gradient(gradient: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:
-    if saturate:
-        limit = torch.finfo(dtype).max
-        gradient = gradient.clamp(-limit, limit).nan_to_num(limit)
-    return gradient.to(dtype)
 
 
 def check_sink_logits(sink_logits: Tensor, out: Tensor, name: str = "sink_logits") -> None:

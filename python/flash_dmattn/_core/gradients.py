@@ -16,10 +16,10 @@ def gradient_limit(dtype: torch.dtype) -> float:
 
 
 def narrow_gradient(gradient: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:
-    """A gradient in another dtype, within its limit if `saturate`."""
+    """A gradient in another dtype; if `saturate`, within its limit, which NaN becomes."""
     if saturate:
         limit = min(gradient_limit(dtype), torch.finfo(gradient.dtype).max)
-        gradient = gradient.clamp(-limit, limit)
+        gradient = gradient.clamp(-limit, limit).nan_to_num(limit)
     return gradient.to(dtype)
 
 

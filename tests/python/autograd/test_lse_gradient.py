@@ -13,6 +13,7 @@ from flash_dmattn import (
     select_key_intervals,
     sliding_window,
 )
+from flash_dmattn.check.compare import GRADIENT_LIMIT
 from flash_dmattn.check.oracle import causal_elements
 from flash_dmattn.keys.intervals import KeyIntervals
 from flash_dmattn.merge import add_sink
@@ -358,7 +359,7 @@ def test_gradient_of_a_sink_saturates_in_16_bits(dtype):
     sink = torch.zeros(2, dtype=dtype, requires_grad=True)
     _, lse = add_sink(torch.zeros(1, 4, 2, 8), torch.zeros(1, 2, 4), sink)
     lse.backward(torch.full_like(lse, 3e38))
-    assert torch.equal(sink.grad, torch.full_like(sink, torch.finfo(dtype).max))
+    assert torch.equal(sink.grad, torch.full_like(sink, GRADIENT_LIMIT[dtype]))
 
 
 def test_lse_alone_is_differentiated_under_checkpointing():
@@ -409,3 +410,12 @@ def test_bad_argument_is_named(message, call):
     with pytest.raises((ValueError, TypeError)) as caught:
         call(torch.randn(1, 9, 2, 8))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_merged_outs_at_the_limit_of_their_dtype_stay_finite(dtype):
+    torch.manual_seed(0)
+    outs = [torch.full((1, 64, 2, 8), torch.finfo(dtype).max, dtype=dtype) for _ in range(3)]
+    out, _ = merge_attention(outs, list(torch.randn(3, 1, 2, 64)))
+    assert out.isfinite().all()
+    torch.testing.assert_close(out, outs[0])
