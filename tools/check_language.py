@@ -24,7 +24,9 @@ NO_RESULT = re.compile(
     r"TEST\w*\(\w+, ((?:A|An|Of|The|Those|What|Where|Whether|Which|Each(?:Equals|Gives|Has|Is|Matches|Runs))[A-Z]\w+)\)"
 )
 # A first sentence of a docstring that ends before any clause follows such a word.
-HEADLESS = re.compile(r"(As|By|From|Not|Since|So that|To|Where|With|Without)\b[^,:;]*?\.(\s|$)")
+HEADLESS = re.compile(
+    r"(As|By|Else|From|Not|Since|So that|To|Where|With|Without)\b[^,:;]*?\.(\s|$)"
+)
 # A name in C++ that is "of" something. After its class it is a named constructor: Block::of_threads().
 CPP_WITHOUT_NOUN = re.compile(r"(?<![\w:])of_\w+")
 # A variable or an argument with such a name does not say what it holds.

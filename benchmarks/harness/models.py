@@ -58,8 +58,8 @@ def random_doge(device: str) -> DogeForCausalLM:
 
 
 def draw_score_weights(model: DogeForCausalLM) -> None:
-    """Random weights of scores, which all tie with those of a new Doge. With a larger A exponents reach 8.6, from which on a GPU computes
-    gradients in double."""
+    """Draws random weights of scores; with those of a new Doge all scores would tie. A stays small, because a GPU computes gradients in
+    double where exponents reach 8.6."""
     for layer in model.model.layers:
         torch.nn.init.normal_(layer.self_attn.A, std=0.1)
         torch.nn.init.normal_(layer.self_attn.dt_proj.weight, std=0.1)

@@ -104,7 +104,7 @@ def _check_value(value: list, name: str) -> None:
 
 
 def _check(part: object, name: str, required: dict, options: dict) -> None:
-    """Raises ValueError unless `found` has the required fields, no others than the options, and their types."""
+    """Raises ValueError unless `part` has all required fields, no others than these and the options, and values of their types."""
     if not isinstance(part, dict):
         raise ValueError(f"{name}: got {part!r}, expected an object")
     kinds = options | required

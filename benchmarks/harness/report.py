@@ -45,7 +45,7 @@ README_CASES = {
     "dense_masks B1 H2 Hkv1 N32768 D64 w1024",
 }
 
-# By the length, of https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md, table 2: context
+# Keyed by the length. Source: https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md, table 2: context
 # parallelism of 1, 2, 4 and 8.
 DENSE_SPEEDS = {32768: 3890, 65536: 2540, 131072: 1071, 262144: 548}
 

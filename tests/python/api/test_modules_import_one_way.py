@@ -59,7 +59,7 @@ def level_of(name):
 
 
 def chain_lengths():
-    """For each folder the most of its modules of which each imports the one before; an `__init__`, which re-exports, is none."""
+    """For each folder the number of modules in its longest chain of imports; an `__init__`, which re-exports, does not count."""
     lengths, longest = {}, defaultdict(int)
     for name in TopologicalSorter(GRAPH).static_order():
         siblings = [other for other in GRAPH[name] if folder_of(other) == folder_of(name)]

@@ -234,7 +234,7 @@ def test_bad_prompt_argument_raises():
 
 
 def test_count_beyond_the_window_raises():
-    """As of a cache with another window, or of memory that was never cleared."""
+    """Such a count comes from a cache with another window, or from memory that was never cleared."""
     cache = filled(chunk=0)
     cache.counts[1, 0, 0] = WINDOW + 1
     for call in (

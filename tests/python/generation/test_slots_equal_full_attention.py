@@ -134,7 +134,7 @@ def test_scores_mask_by_the_rule_of_float32(dtype, mode):
     "name, other", [("scale", 0.5), ("softcap", 4.0), ("scores_are_bias", True)]
 )
 def test_each_option_changes_the_result(name, other):
-    """Else the other tests would prove nothing of them."""
+    """The other tests would prove nothing of an option without an effect."""
     stream = Stream(30, 6, scale=0.9, softcap=2.0, scores_are_bias=False)
     stream.options[name] = other
     with pytest.raises(AssertionError):
@@ -145,7 +145,7 @@ def test_each_option_changes_the_result(name, other):
     "part", ["recent_window", "recent_competes", "sink_tokens", "score_threshold"]
 )
 def test_each_part_of_a_rule_changes_the_result(part):
-    """Else the other tests would prove nothing of it."""
+    """The other tests would prove nothing of a part without an effect."""
     stream = Stream(40, 5, rule=DELAYED)
     without = {
         "recent_window": 0,

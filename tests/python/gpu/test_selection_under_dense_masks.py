@@ -200,7 +200,7 @@ def test_overflowing_scores_respect_ranks():
 
 
 def bias_that_masks(*shape, dtype=torch.bfloat16):
-    """By the lowest number that masks in its dtype, and by -inf."""
+    """A bias with two fills that mask: the number at which its dtype begins to mask, and -inf."""
     lowest = -1e4 if dtype == torch.float16 else -1e30
     bias = torch.randn(shape, dtype=dtype)
     for fill in (lowest, -torch.inf):

@@ -20,7 +20,7 @@ OPTIONS = {
 
 @pytest.fixture(autouse=True)
 def inductor_may_measure():
-    """Which it refuses while algorithms are deterministic."""
+    """Inductor measures variants, which it refuses while algorithms are deterministic."""
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)

@@ -137,7 +137,7 @@ def test_four_dimensional_mask_equals_eager(kind, additive):
 
 @pytest.mark.skipif(IS_TRANSFORMERS_4, reason="DogeCDMoE of transformers 4 fails itself")
 def test_mixture_of_experts_equals_eager():
-    """Whose router reads the queries of padding, too, which see no key."""
+    """The router of a mixture of experts also reads queries of padding, which see no key."""
     model, ids = make_model(is_moe=True, num_experts=16, num_experts_per_tok=4), make_ids()
     mask = padding("left")
     labels = ids.masked_fill(mask == 0, -100)

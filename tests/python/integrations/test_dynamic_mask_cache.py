@@ -129,7 +129,7 @@ def test_tokens_of_a_recorded_prompt_can_be_dropped(ours):
 
 
 def test_recording_without_a_crop_changes_nothing(ours):
-    """As after assisted decoding: more tokens than there are places; the oldest are committed."""
+    """Assisted decoding gives more tokens than there are places; the oldest are committed."""
     expected = next_logits(ours, filled(ours, S, 200))
     for lengths in ([S, 200], [S, 100, 1, 99], [S, 127, 73]):
         cache, ids = DynamicMaskCache(ours.config, static=True), make_ids(B, S + 200)

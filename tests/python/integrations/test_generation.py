@@ -53,7 +53,7 @@ def test_each_generation_mode_gives_tokens_of_full_cache(way, pad):
 
 
 def test_other_window_gives_other_tokens():
-    """Else the other tests would prove nothing."""
+    """The other tests would prove nothing without it."""
     oracle, ours = make_pair()
     for layer in oracle.model.layers:
         layer.self_attn.keep_window_size = 300
@@ -201,7 +201,7 @@ def test_model_loaded_by_name_has_no_scores_for_slots(tmp_path):
 
 
 def test_repeated_and_selected_rows_equal_full_cache():
-    """As contrastive search does: every row three times, then some of them."""
+    """Contrastive search repeats every row three times and then takes some of them."""
     oracle, ours = make_pair()
     caches = [transformers.DynamicCache(), DynamicMaskCache(ours.config)]
     ids, more = make_ids(B, S), make_ids(3 * B, 5, seed=1)

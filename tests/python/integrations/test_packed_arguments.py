@@ -86,7 +86,7 @@ def test_packed_arguments_with_padding_raise(packed):
 
 
 def test_positions_that_begin_where_padding_ends_are_no_documents():
-    """As generation counts them: 1, 1, 1, 0, 1, 2 ..."""
+    """Generation counts positions so: 1, 1, 1, 0, 1, 2 ..."""
     padding = ONES.clone()
     padding[0, :3] = False
     positions = (padding.long().cumsum(1) - 1).masked_fill(~padding, 1)

@@ -83,7 +83,7 @@ def test_pieces_equal_the_whole(count):
 
 
 def parallelized_equals_the_whole(rank, degrees):
-    """By TorchTitan's own function, as its Trainer calls it."""
+    """Calls TorchTitan's own function, as its Trainer does."""
     from torch.distributed.fsdp import FSDPModule
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims, parallel_dims

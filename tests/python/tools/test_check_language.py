@@ -19,6 +19,7 @@ import check_language
         ("CMakeLists.txt", "#" " Those rows.", "1: got a sentence that begins with 'Those'"),
         ("rows.cu.in", "// Rows anew.", "1: got 'anew'"),
         ("rows.py", '"""As other rows do. They are."""', "1: got 'As other rows do.', expected a subject"),
+        ("rows.py", '"""Else rows would end."""', "1: got 'Else rows would end.', expected a subject"),
         ("rows.py", "x = 1\nof_rows = 2", "2: got the name of_rows"),
         ("rows.py", "def count(of_rows): ...", "1: got the name of_rows"),
         ("rows.py", "found = 2", "1: got the name found"),

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def load(folder: str):
-    """As kernels.get_local_kernel does: the module has the name of the metadata's id."""
+    """Loads as kernels.get_local_kernel does: the module has the name of the metadata's id."""
     (variant,) = Path(folder, "build").iterdir()
     name = json.loads((variant / "metadata.json").read_text())["id"]
     if name in sys.modules:

@@ -26,7 +26,7 @@ PARTS = {
     "xclip_vision_model": "XCLIPVisionModel",
 }  # fmt: skip
 
-# By the name that transformers has for an attribute in all families (see `attribute_map` of configs).
+# Keyed by the name that transformers has for an attribute in all families (see `attribute_map` of configs).
 SIZES = {
     "hidden_size": 64, "d_model": 64, "n_embd": 64, "embed_dim": 64, "hidden_dim": 64, "dim": 64, "emb_dim": 64,
     "embedding_size": 64, "word_embed_proj_dim": 64, "encoder_hidden_size": 64, "out_hidden_size": 64,
