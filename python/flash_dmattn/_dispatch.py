@@ -23,7 +23,7 @@ from ._core.checks import (
     resolve_backend,
     resolve_flag,
 )
-from ._core.gradients import repeat_interleave, share
+from ._core.gradients import expand_for_uses, repeat_interleave
 from ._core.numerics import Numerics
 from .kernels import record_large_rows
 from .keys.intervals import KeyIntervals, broadcasts, intersect, split_by_age
@@ -67,13 +67,13 @@ def attention(
     if inputs[0] is not query:
         numerics = numerics.with_scale_for(query.shape[3])
     query, key, value = inputs
-    if bias is not None:
-        bias = bias_argument(bias, query, key, numerics.saturate)
-    scored_rule = scored_rule.checked_rule(query, key)
     if not is_compiling() and is_transformed():
         refuse_transforms(
             query=query, key=key, value=value, attn_bias=bias, selection_scores=scored_rule.scores
         )
+    if bias is not None:
+        bias = bias_argument(bias, query, key, numerics.saturate)
+    scored_rule = scored_rule.checked_rule(query, key)
     mask, is_causal, keys = visible
     if keys is not None:
         _check_intervals(keys, query, key)
@@ -197,10 +197,10 @@ def _run_by_age(
         keys = prefix_lm(length, prefix, query_length=query.shape[1], device=key.device)
     elif visible.is_causal:
         keys = intersect(keys, causal_intervals(query, key))
-    inputs = zip(*(share(t, 2, numerics.saturate) for t in (query, key, value)), strict=True)
+    twice = (expand_for_uses(t, 2, numerics.saturate) for t in (query, key, value))
     parts = []
     for qkv, part_bias, part in zip(
-        inputs, (None, bias), split_by_age(keys, bias_delay, own_row), strict=True
+        zip(*twice, strict=True), (None, bias), split_by_age(keys, bias_delay, own_row), strict=True
     ):
         part_visible = Visibility(visible.mask, False, part)
         parts.append(_run_unchecked_backend(*qkv, part_bias, part_visible, numerics, backend))

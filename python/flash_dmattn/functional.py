@@ -193,6 +193,13 @@ def flash_dmattn_varlen_func(
     cu_seqlens_k = cu_seqlens_k.to(torch.int32).contiguous()
     if same_offsets:
         cu_seqlens_q = cu_seqlens_k
+    refuse_transforms(
+        query=query,
+        key=key,
+        value=value,
+        attn_bias=attn_bias,
+        selection_scores=selection_scores,
+    )
     query, key, value = query[None], key[None], value[None]
     saturate = numerics.saturate
     bias = _unpack_per_key(attn_bias, query, key, "attn_bias", saturate)
@@ -206,9 +213,6 @@ def flash_dmattn_varlen_func(
         sink_tokens,
         score_threshold,
     ).checked_rule(query, key)
-    refuse_transforms(
-        query=query, key=key, value=value, attn_bias=bias, selection_scores=scored_rule.scores
-    )
     intervals = _packed_intervals(
         query, key, bias, scored_rule, is_causal, cu_seqlens_q, cu_seqlens_k, max_seqlen_k
     )

@@ -30,7 +30,7 @@ def expand(tensor: Tensor, shape: Sequence[int], saturate: bool = True) -> Tenso
     return _Expanded.apply(tensor, tuple(shape), saturate)
 
 
-def share(tensor: Tensor, uses: int, saturate: bool) -> tuple[Tensor, ...]:
+def expand_for_uses(tensor: Tensor, uses: int, saturate: bool) -> tuple[Tensor, ...]:
     """The tensor for each of several uses, whose gradients are added in a wider dtype."""
     return expand(tensor, (uses, *tensor.shape), saturate).unbind()
 

@@ -35,7 +35,7 @@ class ExchangedKeys(NamedTuple):
     stream: torch.cuda.Stream | None = None  # which makes the tensors; None: the current one did
     # The options of `attend_to_pieces` that `begin_exchange` has got and compared; None: it got none.
     options: Options | None = None
-    # Whose ranks compare what `attend_to_pieces` gets; None: they have, or cannot in compiled code.
+    # The wire whose ranks compare what `attend_to_pieces` gets; None: they have, or cannot in compiled code.
     wire: Wire | None = None
     check: bool | None = None  # of `begin_exchange`
 

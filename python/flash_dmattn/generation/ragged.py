@@ -45,10 +45,10 @@ class PartSize(NamedTuple):
         return max(self.per_place * places, self.least)
 
 
-# By the type of the device; others are as a CPU.
+# Keyed by the type of the device; other devices have the numbers of a CPU.
 _PART_SIZES = {"cuda": PartSize(4, 4096), "cpu": PartSize(1, 128)}
-# Prompts whose lengths have as many bits run together, padded to the longest, from this number of lengths on: fewer launch less, each
-# by itself, than what gathers and chooses with padding. A CPU would compute the padding for longer.
+# Prompts whose lengths have the same number of bits run together, padded to the longest, if there are at least this many different
+# lengths. With fewer, a launch for each prompt takes less time than gathering and padding; on a CPU padding always takes more.
 _LENGTHS_TO_PAD = {"cuda": 5, "cpu": 2**31}
 
 

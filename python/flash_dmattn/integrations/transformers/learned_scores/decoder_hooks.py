@@ -1,5 +1,5 @@
-"""The decoders of scored layers pass them the batch of a step, and masks of compiled models, whose code cannot
-find out that they are only causality or packed texts."""
+"""Hooks of decoders with scored layers. They pass the layers the batch of a step and, in compiled code, which cannot read a mask, the
+mask as causality or packed texts."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class _MaskHook:
 
 
 class _WindowMaskHook(_MaskHook):
-    """The masks of a decoder some of whose layers slide and have no scores, by the types of its layers."""
+    """Masks by the type of a layer, for a decoder in which some layers have a sliding window and no scores."""
 
     def __call__(
         self, decoder: PreTrainedModel, args: tuple, options: dict
@@ -131,7 +131,7 @@ def _takes_masks_of_windows(decoder: PreTrainedModel) -> bool:
 
 
 class _Reached(Exception):
-    """A call of a decoder has reached its first attention layer, with this mask."""
+    """Raised where a call of a decoder reaches its first attention layer, to hand over the mask of that layer."""
 
     def __init__(self, mask: object):
         self.mask = mask
