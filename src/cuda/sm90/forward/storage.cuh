@@ -12,7 +12,7 @@ template <int Stages, int Keys, bool Exists>
 struct DelayedBiasStorage {
   alignas(128) float delayed[Stages][Keys];
   int begin[Stages][Keys];  // the first query for which a gathered key's bias counts
-  // Whether the tile has any. Gathering warps tell it each for its keys.
+  // Whether the tile has such a bias. Each gathering warp sets its own flag, for its keys.
   alignas(4) bool exists[Stages][4];
 
   __device__ bool has_delayed(int stage) const {
