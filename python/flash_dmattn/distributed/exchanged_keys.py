@@ -19,8 +19,8 @@ from .wire import Wire
 class ExchangedKeys(NamedTuple):
     """The result of `begin_exchange`: keys of earlier ranks, then those of this rank.
 
-    The first `places` rows are for keys of earlier ranks. The keys come first, in the order of their positions. The
-    places that are left hold no key and have the position -1.
+    `attend_to_pieces` and `boundary_state` take it. The first `places` rows are for keys of earlier ranks. The keys
+    come first, in the order of their positions. The places that are left hold no key and have the position -1.
     """
 
     boundary: Boundary
@@ -30,15 +30,10 @@ class ExchangedKeys(NamedTuple):
     bias: Tensor | None  # float32 [B, Hkv, places + n]; None: no bias is added
     bias_is_score: bool
     positions: Tensor  # int32 [B, Hkv, places], positions in the whole sequence
-    present: (
-        Tensor | None
-    )  # bool [B, 1 or Hkv, n]: which of this rank's keys are present; None: all
-    documents: (
-        Tensor | None
-    )  # int64 [B or 1, documents + 1]: offsets of the documents in the whole sequence
-    stream: torch.cuda.Stream | None = (
-        None  # the stream that makes the tensors; None: the current stream made them
-    )
+    present: Tensor | None  # bool [B, 1 or Hkv, n]: which keys of this rank are present; None: all
+    documents: Tensor | None  # int64 [B or 1, documents + 1]: offsets in the whole sequence
+    # The CUDA stream that makes the tensors. None: the current stream has made them.
+    stream: torch.cuda.Stream | None = None
     # The options for `attend_to_pieces` that `begin_exchange` got and compared; None: it got no options.
     options: Options | None = None
     # The ranks of this wire compare the options of `attend_to_pieces`. None: `begin_exchange` has compared them, or the

@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 
 class Traffic(NamedTuple):
-    """What a rank has exchanged with the other ranks of its group: bytes sent, bytes received, and collectives."""
+    """Counts of one rank's exchanges with the other ranks of its group: bytes sent, bytes received, and collectives."""
 
     sent: int
     received: int
