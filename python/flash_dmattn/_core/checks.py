@@ -37,9 +37,8 @@ LARGEST_COUNT = 2**31 - 1
 LARGEST_HEAD_DIM = 256
 _INTEGERS = (int, Integral, torch.SymInt)
 _BOOLS = (bool, torch.SymBool)
-FLOAT32_MAX = torch.finfo(
-    torch.float32
-).max  # limits scale and softcap: kernels round them to float32
+# The limit of scale and softcap, which kernels round to float32.
+FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def attention_inputs(

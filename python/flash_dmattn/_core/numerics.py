@@ -61,9 +61,7 @@ def _resolve_scale(scale: float | None, softmax_scale: float | None) -> float | 
 
 
 def resolve_scale(scale: object, name: str) -> float:
-    check_number(
-        scale, name
-    )  # a True here is most often is_causal, passed in softmax_scale's place
+    check_number(scale, name)  # a True is most often is_causal in softmax_scale's place
     if not abs(scale) <= FLOAT32_MAX:
         raise ValueError(f"{name}: got {scale}, expected a number within the range of float32")
     if scale == 0:
