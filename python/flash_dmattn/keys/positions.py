@@ -40,9 +40,7 @@ class KeyPositions(NamedTuple):
     end: Tensor
     position: Tensor  # the key's position in its document
     document: Tensor | None  # the number of the key's document; None: there is one document
-    order: (
-        Tensor | None
-    )  # the keys' indices in the order of positions; None: keys are in this order
+    order: Tensor | None  # the keys' indices by position; None: indices are in this order
     query_length: int
     same_length: bool  # whether each document has its queries and its keys in the same places
 

@@ -188,9 +188,7 @@ def select_among_intervals(
     own_row = own_row - (allowed.key_length - allowed.query_length)
     shown = ShownKeys(first.long(), last.long(), own_row, appears.long(), document)
     intervals = intervals_of_rule(scores, shown, rule, True, allowed.query_length)
-    if (
-        not reading
-    ):  # each query sees at most the keys that the rule keeps, and adds at most one key
+    if not reading:  # a query sees at most the keys that the rule keeps, and adds at most one
         return KeyIntervals(intervals, allowed.query_length, rule.key_bound(True))
     return KeyIntervals(intervals, allowed.query_length).measured()
 

@@ -44,7 +44,7 @@ class TopKeysByBias(NamedTuple):
     keep_window_size: int
 
     def heads(self) -> int:
-        return 1  # a bias for each query head is not chosen this way
+        return 1  # a bias for each query head is never a TopKeysByBias
 
 
 class Visibility(NamedTuple):

@@ -4,5 +4,6 @@ from torch import Tensor
 
 
 def swap_heads_and_tokens(*states: Tensor) -> tuple[Tensor, ...]:
-    """Views [B, S, H, D], the order of this package's attention, of [B, H, S, D], that of transformers and of its caches, and back."""
+    """Swaps two dimensions: this package's attention takes [B, S, H, D]; transformers and its caches take [B, H, S,
+    D]."""
     return tuple(t.transpose(1, 2) for t in states)
