@@ -87,8 +87,7 @@ def backends() -> tuple[Backend, ...]:
 
 
 def get_available_backends() -> list[str]:
-    """Returns the names of the backends that run here, the preferred one first. The slow "reference" is the last
-    one."""
+    """Returns the names of the backends that run here, in order of preference. The slow "reference" comes last."""
     return [backend.name for backend in backends() if backend.available]
 
 

@@ -47,8 +47,8 @@ def best_keys(scores: Tensor, key_mask: Tensor | None, window: int) -> tuple[Ten
 def indices_of_true(mask: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Finds the elements of a mask [.., L] that are true. Returns (indices, counts).
 
-    indices: int32 [.., size], the first `size` of them, ascending, padded with -1. counts: int32 [..], how many are
-        true.
+    indices: int32 [.., size], the first `size` true elements, ascending, padded with -1.
+    counts: int32 [..], how many elements are true.
     """
     rank = mask.cumsum(-1, dtype=torch.int32)
     counts = rank[..., -1] if mask.shape[-1] else rank.sum(-1, dtype=torch.int32)

@@ -17,8 +17,7 @@ def topk_indices(attention_bias: torch.Tensor, window_size: int, **kwargs) -> to
     """Returns the positions of the `window_size` best keys of every row, in ascending order.
 
     Args:
-        attention_bias: scores, float [..., K]. Of two keys with equal scores, the more recent one is better. NaN is
-            worst.
+        attention_bias: scores, float [..., K]. Of equal scores, the more recent key is better. NaN is worst.
         window_size: how many keys to keep; more than K keeps all K.
 
     Returns:

@@ -48,6 +48,5 @@ def fdma_peft_integration_check(
 def cast_states(
     states: tuple[torch.Tensor, ...], target_dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, ...]:
-    """Casts query, key and value to the model's dtype. A float32 bias keeps its dtype: rounding would change the
-    scores."""
+    """Casts query, key and value to the model's dtype. A float32 bias stays: rounding would change the scores."""
     return fdma_peft_integration_check(*states, None, target_dtype)[:3]

@@ -50,8 +50,7 @@ def window_mask(
     key_length: int,
     device: torch.device,
 ) -> KeyIntervals | None:
-    """Returns the sliding window for a call without a mask. It ends at the query if causal; else the query is its
-    middle."""
+    """Returns the window for a call without a mask: it ends at the query if causal, else the query is in its middle."""
     if window_size is None or key_length <= window_size:
         return None
     lookahead = 0 if is_causal else window_size - 1
@@ -81,8 +80,7 @@ def as_key_intervals(
 
 
 def present_tokens(mask: torch.Tensor | None, length: int) -> torch.Tensor | None:
-    """Returns whether each new token of a cache of slots is not padding, bool [B, S], or None if there is no
-    padding."""
+    """Returns whether each new token of a cache of slots is not padding, bool [B, S]; None: there is no padding."""
     if mask is None:
         return None
     intervals = as_key_intervals(mask, length)

@@ -4,6 +4,5 @@ from torch import Tensor
 
 
 def swap_heads_and_tokens(*states: Tensor) -> tuple[Tensor, ...]:
-    """Swaps two dimensions: this package's attention takes [B, S, H, D]; transformers and its caches take [B, H, S,
-    D]."""
+    """Returns views that swap [B, S, H, D], the order of this package, and [B, H, S, D], the order of transformers."""
     return tuple(t.transpose(1, 2) for t in states)

@@ -92,8 +92,7 @@ class DynamicMaskCache(Cache):
 def _layers_of(
     scores: LearnedScores, config: PretrainedConfig, static: bool, chunk: int
 ) -> list[CacheLayerMixin]:
-    """Makes cache layers: slots for layers with learned scores, and transformers' layers for the others, which
-    slide."""
+    """Makes slots for layers with learned scores, and transformers' cache layers for the others, which slide."""
     others = DynamicCache(config=config).layers or [None] * config.num_hidden_layers
     if static and len(scores.layers) < len(others):
         raise ValueError(

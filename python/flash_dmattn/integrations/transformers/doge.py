@@ -98,8 +98,8 @@ class FlashDogeAttention(DogeAttention):
 
     @classmethod
     def from_layer(cls, layer: DogeAttention) -> FlashDogeAttention:
-        """Makes a layer that takes over the parameters, modules, buffers and hooks of `layer`. Do not use `layer`
-        afterwards."""
+        """Makes a layer that takes over the parameters, modules, buffers and hooks of `layer`, which is then
+        unusable."""
         adopted = adopt_layer(layer, cls)
         for name, norm in list(adopted.named_children()):
             if type(norm) is DogeRMSNorm and "forward" not in vars(norm):  # nobody's own

@@ -65,8 +65,7 @@ def error_of(model: PreTrainedModel, name: str, reason: str) -> ValueError:
 
 
 def reason_to_refuse(model: PreTrainedModel) -> str | None:
-    """Returns why attention under this package's name would differ from a model's eager attention, or None if it is
-    equal.
+    """Returns why attention under this package's name would differ from eager attention, or None if it is equal.
 
     Under this name, as in eager attention, the mask alone decides what a query sees. So a model works if its layers
     take the mask that transformers' mask functions make, pass it to transformers' `AttentionInterface`, and do nothing

@@ -138,8 +138,7 @@ def registered_attention_mask(
 
 
 def documents_of_positions(position_ids: torch.Tensor) -> torch.Tensor:
-    """Returns the number of each token's document, int64 [B, S]. A document begins where positions [B, S] begin
-    again."""
+    """Returns each token's document number, int64 [B, S]. A document begins where positions [B, S] begin again."""
     return F.pad(position_ids.diff() != 1, (1, 0)).cumsum(1)
 
 
@@ -157,8 +156,7 @@ def is_causal_config(config: PretrainedConfig) -> bool:
 
 
 def mask_kind(arguments_by_name: dict, use_cache: bool) -> tuple[str | None, torch.Tensor | None]:
-    """Returns the kind of mask that transformers makes from a call's arguments (see `doge.Context`), and the mask if
-    known.
+    """Returns the kind of mask that transformers makes from arguments (see `doge.Context`), and the mask if known.
 
     Otherwise the kind could be found only by reading values, which compiled code cannot do.
     """
@@ -186,8 +184,7 @@ def mask_kind(arguments_by_name: dict, use_cache: bool) -> tuple[str | None, tor
 
 
 class _Positions(NamedTuple):
-    """The positions of queries and keys, from arguments of `key_interval_mask`. It does not read offsets on the
-    device."""
+    """The positions of queries and keys, from arguments of `key_interval_mask`. Offsets on the device are not read."""
 
     q_length: int
     kv_length: int
@@ -228,8 +225,7 @@ class _Positions(NamedTuple):
         return self.q_length + self.q_offset == self.kv_length + self.kv_offset
 
     def first_queries(self) -> torch.Tensor:
-        """Returns the index of the first query at or after each key, int32 [Sk], or the number of queries if there is
-        none."""
+        """Returns the index of the first query at or after each key, int32 [Sk]; the number of queries if none is."""
         if self.cache_position is not None:
             return torch.searchsorted(self.cache_position, self.key_positions(), out_int32=True)
         if self.keys_are_queries():

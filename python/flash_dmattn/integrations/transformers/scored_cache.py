@@ -126,8 +126,7 @@ def _make_layer(layer_class: type[CacheLayerMixin], attributes: dict) -> CacheLa
 
 
 def _is_empty(layer: CacheLayerMixin) -> bool:
-    """Returns whether a layer is known to hold no key. In compiled code it is False: reading it would break the
-    graph."""
+    """Whether a layer is known to hold no key. False in compiled code, where finding out would break the graph."""
     if not layer.is_initialized:
         return True
     return not torch.compiler.is_compiling() and int(layer.get_seq_length()) == 0

@@ -33,7 +33,7 @@ _UNLIMITED = 2**62  # tokens
 
 
 class SlotAllocator(CacheAllocator):
-    """Gives each sequence one block with the states of all layers. For transformers, a block holds one token and never
+    """Gives each sequence one block with the states of all layers. To transformers, a block is a token that never
     fills."""
 
     supports_block_sharing = False  # a state describes one whole prefix, and no part of it

@@ -53,8 +53,7 @@ def set_continuous_batching(
 
 
 def drop_slot_manager(model: PreTrainedModel) -> None:
-    """Ends a manager with slots that a model keeps, because its slots and CUDA graphs depend on the rule and the
-    parameters."""
+    """Ends a manager with slots that a model keeps: its slots depend on the rule, its CUDA graphs on the parameters."""
     if getattr(getattr(model, KEPT_MANAGER, None), "has_slots", False):
         model.destroy_cached_continuous_batching_manager()
 

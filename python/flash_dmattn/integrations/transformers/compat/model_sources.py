@@ -55,6 +55,5 @@ def positions_of_texts(decoder: PreTrainedModel) -> tuple[int, ...] | None:
 
 
 def _forward_code(module: nn.Module) -> types.CodeType | None:
-    """Returns the code object of a module's `forward`, without decorators. Its names are facts, while text has
-    comments."""
+    """Returns the code object of a module's `forward`, without decorators. Unlike the text, it has no comments."""
     return getattr(inspect.unwrap(type(module).forward), "__code__", None)

@@ -144,8 +144,7 @@ class _Reached(Exception):
 
 
 def _passes_masks_by_type(decoder: PreTrainedModel) -> bool:
-    """Whether a decoder passes its layers masks from a mapping of layer types. Calls the decoder up to its first
-    layer."""
+    """Whether a decoder passes its layers masks by layer type. Calls the decoder up to its first layer to find out."""
 
     def end_call(layer: nn.Module, args: tuple, options: dict) -> None:
         raise _Reached(options.get("attention_mask"))

@@ -90,8 +90,7 @@ def _checked_folder(folder: object) -> Path:
 def _states_of_layers(
     layers: list[ScoredAttention], stored: tuple[int, ...], tensors: dict[str, Tensor], folder: Path
 ) -> list[tuple[nn.Module, dict[str, Tensor]]]:
-    """Returns (scorer, state) of each layer. Raises ValueError if the layers or the shapes of their parameters
-    differ."""
+    """Returns (scorer, state) of each layer. Raises ValueError if the layers or their parameters' shapes differ."""
     layer_indices = tuple(layer.layer_idx for layer in layers)
     if layer_indices != stored:
         raise ValueError(
@@ -120,8 +119,7 @@ def _states_of_layers(
 
 
 def _scorer_in_use(layer: ScoredAttention) -> nn.Module:
-    """Returns the scorer of a layer. If PEFT has wrapped it for `modules_to_save`, this is the active adapter's
-    scorer."""
+    """Returns a layer's scorer. If PEFT has wrapped it for `modules_to_save`, it is the active adapter's scorer."""
     copies = getattr(layer.scorer, "modules_to_save", None)
     if copies is None:
         return layer.scorer

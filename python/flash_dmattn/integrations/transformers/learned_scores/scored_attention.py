@@ -110,8 +110,7 @@ def _attend(
 
 
 class _States(NamedTuple):
-    """The arguments of attention in a causal layer: query, key and value [B, S, H, D], scores [B, Hkv, S], and the
-    mask."""
+    """The arguments of causal attention: query, key and value [B, S, H, D], scores [B, Hkv, S], and the mask."""
 
     query: Tensor
     key: Tensor

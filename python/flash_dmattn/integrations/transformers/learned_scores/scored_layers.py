@@ -64,8 +64,7 @@ class ScoredCall:
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
-        """Returns all keys and values so far, as a cache does. With slots it returns the new ones: attention adds them
-        later."""
+        """Returns all keys and values so far, as a cache does; with slots only the new ones, which attention adds."""
         scores = self.make_scores(key, value)
         new = key.shape[2]
         if isinstance(self.cache, DynamicMaskCache):
@@ -117,8 +116,7 @@ class ScoredCall:
 
 
 def _first_position(cache: Cache, index: int, update_arguments: tuple) -> Tensor | int | None:
-    """Returns the position of the first new token in a static cache, or None if new tokens are the last keys of the
-    cache."""
+    """Returns the position of the first new token in a static cache. None: new tokens are the cache's last keys."""
     layer = cache.layers[index] if index < len(cache.layers) else None
     if not getattr(layer, "is_compileable", False):
         return None
