@@ -331,8 +331,8 @@ def mask_argument(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | N
 
 
 def bias_argument(bias: Tensor | None, query: Tensor, key: Tensor, saturate: bool) -> Tensor | None:
-    """Checks attn_bias, and returns it as [B or 1, Hq or Hkv or 1, Sk or 1] or [B or 1, Hq or Hkv or 1, Sq or 1, Sk or
-    1]."""
+    """Checks attn_bias, and returns it as [B or 1, Hq or Hkv or 1, Sk or 1], or with a query dimension as
+    [B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]."""
     if bias is None:
         return None
     bias = check_bias(bias, "attn_bias", query, key)
@@ -369,6 +369,5 @@ def selection_scores_argument(scores: Tensor, query: Tensor, key: Tensor) -> Ten
 
 
 def clamp_count(count: int) -> int:
-    """Limits a count of positions to the largest int32, so that sums stay within int64. No row has a larger
-    position."""
+    """Limits a count of positions to the largest int32, so that sums stay within int64. No row is beyond it."""
     return LARGEST_COUNT if isinstance(count, int) and count > LARGEST_COUNT else count

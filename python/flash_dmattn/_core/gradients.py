@@ -113,8 +113,7 @@ class _Total(torch.autograd.Function):
 
 
 class _Prefix(torch.autograd.Function):
-    """Returns tensor[:, :length], and `total` for the next prefix. The prefix's gradient is added to that of
-    `total`."""
+    """Returns tensor[:, :length], and `total` for the next prefix. Backward adds the prefix's gradient to total's."""
 
     @staticmethod
     def forward(tensor: Tensor, total: Tensor, length: int) -> tuple[Tensor, Tensor]:

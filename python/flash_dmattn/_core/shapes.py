@@ -1,5 +1,4 @@
-"""Fake kernels, which give the shapes, dtypes and strides of operators' results. Importing this module registers
-them."""
+"""Fake kernels: shapes, dtypes and strides of the operators' results. Importing this module registers them."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ from .signatures import GRADIENTS, Signature
 
 
 def _require_device_of(first, **others):
-    """Raises unless all tensors are on one device: torch calls fake kernels as soon as one argument is a meta
-    tensor."""
+    """Raises unless all tensors are on one device: torch calls fake kernels if any argument is a meta tensor."""
     for name, tensor in others.items():
         if tensor is not None and tensor.device != first.device:
             raise TypeError(f"{name}: got a tensor on {tensor.device}, expected {first.device}")

@@ -24,8 +24,8 @@ from .wire import code_of
 
 
 class Options(NamedTuple):
-    """Arguments of `attend_to_pieces`. Except return_lse, which affects one rank only, all ranks have to pass the
-    same."""
+    """Arguments of `attend_to_pieces`. They must be the same on all ranks, except return_lse, which affects one
+    rank."""
 
     scale: float | None = None
     softcap: float | None = None

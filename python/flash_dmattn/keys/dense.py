@@ -84,8 +84,7 @@ def relu_mask(
     block_size: int | None = None,
     **kwargs,
 ) -> torch.Tensor:
-    """Makes a mask that is True where an allowed key has a positive score. Arguments and result are as in
-    `topk_mask`."""
+    """Makes a mask that is True where an allowed key has a positive score. See `topk_mask` for the arguments."""
     _refuse_keywords(kwargs, "relu_mask")
     scores, allowed = _align_dimensions(attention_bias, attention_mask)
     allowed = allowed & (scores > min_dtype)

@@ -150,8 +150,7 @@ def _check_prefix(prefix_length: int | Tensor, device) -> Tensor:
 def _make_intervals(
     keys: KeyPositions, first: Tensor | None, last: Tensor | None, bound: tuple[int, int] | None
 ) -> KeyIntervals:
-    """Makes intervals [first, last), clipped to the rows that may see each key. None: the first or last of these
-    rows."""
+    """Makes intervals [first, last), clipped to the rows that may see each key. None: the range of these rows."""
     first = keys.begin if first is None else torch.maximum(first, keys.begin)
     last = keys.end if last is None else torch.minimum(last, keys.end)
     in_order = keys.order is None

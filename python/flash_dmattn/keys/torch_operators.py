@@ -27,8 +27,7 @@ def select_key_intervals(
     sink_tokens: int = 0,
     score_threshold: float | None = None,
 ) -> Tensor:
-    """Does what the operator select_key_intervals does, for rules that are windows: scores [B, H, Sk] -> int32 [B, H,
-    Sk, 2]."""
+    """Does what the operator select_key_intervals does for windows: scores [B, H, Sk] -> int32 [B, H, Sk, 2]."""
     assert (recent_window, sink_tokens, score_threshold) == (0, 0, None)
     key_length = scores.shape[-1]
     eligible = ~scores.isnan()
@@ -140,8 +139,7 @@ def build_tile_lists(
 
 
 def count_ranges(begin: Tensor, end: Tensor, size: int) -> Tensor:
-    """Counts the ranges [begin, end), int64 [B, H, n], that contain each of 0 to size - 1. Returns int64 [B, H,
-    size]."""
+    """Counts the ranges [begin, end), int64 [B, H, n], that contain each of 0 to size - 1: int64 [B, H, size]."""
     changes = begin.new_zeros((*begin.shape[:2], size + 1))
     one = torch.ones_like(begin)
     changes.scatter_add_(2, begin, one).scatter_add_(2, end, -one)

@@ -179,8 +179,7 @@ class DynamicMaskLayer(CacheLayerMixin):
     def check_mask(self, mask: torch.Tensor | None, tokens: int) -> None:
         """Raises if a call's mask [B, positions] does not show the earlier tokens as the masks of earlier calls did.
 
-        The earlier masks have chosen the cached keys. Values of a mask on a GPU are not read. A static layer checks
-        nothing.
+        The earlier masks chose the cached keys. Values of a mask on a GPU are not read. A static layer has no check.
 
         tokens: the number of new tokens, for which there was no mask yet.
         """

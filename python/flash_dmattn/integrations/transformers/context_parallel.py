@@ -126,8 +126,7 @@ class ModelOfPieces:
         self.group = ContextParallel(group)
 
     def changed_arguments(self, arguments_by_name: Mapping[str, object]) -> dict[str, object]:
-        """Returns the changed arguments of a decoder's forward. Layers get padding and documents from
-        `PieceForward`."""
+        """Returns changed arguments of a decoder's forward. `PieceForward` gives layers padding and documents."""
         cache = find_cache(arguments_by_name)
         mask, positions = map(arguments_by_name.get, ("attention_mask", "position_ids"))
 

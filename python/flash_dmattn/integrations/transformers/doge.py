@@ -98,8 +98,7 @@ class FlashDogeAttention(DogeAttention):
 
     @classmethod
     def from_layer(cls, layer: DogeAttention) -> FlashDogeAttention:
-        """Makes a layer that takes over the parameters, modules, buffers and hooks of `layer`, which is then
-        unusable."""
+        """Makes a layer that takes over parameters, modules, buffers and hooks of `layer`. Do not use `layer` again."""
         adopted = adopt_layer(layer, cls)
         for name, norm in list(adopted.named_children()):
             if type(norm) is DogeRMSNorm and "forward" not in vars(norm):  # nobody's own

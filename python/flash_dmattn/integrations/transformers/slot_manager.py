@@ -33,8 +33,7 @@ _UNLIMITED = 2**62  # tokens
 
 
 class SlotAllocator(CacheAllocator):
-    """Gives each sequence one block with the states of all layers. To transformers, a block is a token that never
-    fills."""
+    """Gives each sequence one block with the states of all layers. To transformers a block is one token, never full."""
 
     supports_block_sharing = False  # a state describes one whole prefix, and no part of it
     supports_block_table = True

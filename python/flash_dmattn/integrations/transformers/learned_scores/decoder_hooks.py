@@ -24,8 +24,7 @@ from .scored_layers import ScoredAttention, is_attention
 def add_mask_hooks(model: nn.Module) -> None:
     """Lets the decoders in a model pass the masks that their layers need.
 
-    This needs scores in all layers, or sliding windows in the layers without scores. Otherwise transformers makes the
-    masks.
+    All layers must have scores, or those without scores must have sliding windows: else transformers makes the masks.
     """
     for decoder in _decoders(model):
         attention = [module for module in decoder.modules() if is_attention(module)]
