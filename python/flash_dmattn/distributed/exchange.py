@@ -38,7 +38,7 @@ class Exchange(Protocol):
 
     def collect(self, rows: Tensor, notes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sends the winners' rows and notes. Returns the rows and notes of the keys that this rank sees, and their
-        route: the places from which their gradients return."""
+        route, by which their gradients return."""
 
     def give_back(self, route: Tensor, *gradients: Tensor) -> list[Tensor] | None:
         """Returns the gradients [P, W, F] of the keys that this rank has seen to the ranks that sent them.

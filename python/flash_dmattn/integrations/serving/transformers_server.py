@@ -21,7 +21,7 @@ class FlashModelManager(ModelManager):
     """transformers' loader of models, which also takes the names of this package for `--attn-implementation`."""
 
     def __init__(self, *args, continuous_batching: bool = False, **kwargs):
-        self.batches = continuous_batching  # set first, because super() may load a model
+        self.batches = continuous_batching  # set before a model is loaded
         super().__init__(*args, continuous_batching=continuous_batching, **kwargs)
 
     def _validate_args(self) -> None:
