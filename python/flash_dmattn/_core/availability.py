@@ -13,21 +13,21 @@ from . import ops
 
 @dataclass(frozen=True)
 class Backend:
-    """One backend. `reason`: the hardware it runs on when it is available, else why it is not."""
+    """One backend. reason: the hardware on which it runs, or why it is not available."""
 
     name: str
     available: bool
     reason: str
 
 
-# The versions 3.6 and 3.9 have compiled the kernels. For AMD 3.6 does not compile fp64 products.
+# Triton 3.6 and 3.9 are known to compile the kernels. Triton 3.6 does not compile fp64 products for AMD's GPUs.
 _OLDEST_TRITON, _OLDEST_TRITON_OF_AMD = (3, 6), (3, 9)
 _ON_GPU = ("cuda", "triton", "flex", "cpu", "reference")
 _ON_CPU = ("cpu", "flex", "triton", "cuda", "reference")
 
 
 def gpu() -> str | None:
-    """The kind of GPU that torch can use, "cuda" or "xpu"."""
+    """Returns the kind of GPU that torch can use, "cuda" or "xpu", or None."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator and accelerator.type in ("cuda", "xpu") else None
 
@@ -37,7 +37,7 @@ def _triton_backend() -> Backend:
         import triton
 
         return _backend_of_triton(triton)
-    except Exception as error:  # a broken installation fails in ways of its own
+    except Exception as error:  # a broken installation may raise any error
         reason = f"triton cannot be imported: {type(error).__name__}: {error}"
         return Backend("triton", False, reason)
 
@@ -75,7 +75,7 @@ def _flex_backend() -> Backend:
 
 @cache
 def backends() -> tuple[Backend, ...]:
-    """All backends: available ones first, in order of preference."""
+    """Returns all backends: the available ones first, each group in order of preference."""
     listed = [_triton_backend(), _flex_backend()]
     for line in ops.backends().splitlines():
         name, available, reason = line.split("\t")
@@ -87,12 +87,12 @@ def backends() -> tuple[Backend, ...]:
 
 
 def get_available_backends() -> list[str]:
-    """Names of the backends that run here, the preferred one first; the slow "reference" is the last."""
+    """Returns the names of the backends that run here, in order of preference. The slow "reference" comes last."""
     return [backend.name for backend in backends() if backend.available]
 
 
 def is_available(name: str) -> bool:
-    """Whether the backend of this name runs here; False for unknown names."""
+    """Returns whether the backend `name` runs here; False for an unknown name."""
     return name in get_available_backends()
 
 
@@ -105,7 +105,7 @@ def check_backend_name(name: str) -> None:
 
 
 def unavailable_reason(name: str) -> str:
-    """Why the backend `name` does not run here, and which ones do; "" when it runs."""
+    """Returns why the backend `name` does not run here, and which backends do; "" if it runs."""
     check_backend_name(name)
     return _unavailable_reason(name)
 
@@ -119,12 +119,12 @@ def _unavailable_reason(name: str) -> str:
 
 
 def check_backend_runs(name: str) -> None:
-    """Raises RuntimeError with the reason where the backend `name` does not run here."""
+    """Raises RuntimeError with the reason if the backend `name` does not run here."""
     reason = unavailable_reason(name)
     if reason:
         raise RuntimeError(f"backend: got {name!r}, which cannot run: {reason}")
 
 
-# Constants of torch.compile, which would trace into the cached function and its imports.
+# With this mark, torch.compile takes the results as constants. Otherwise it would trace into the functions' imports.
 get_available_backends._dynamo_marked_constant = True
 unavailable_reason._dynamo_marked_constant = True

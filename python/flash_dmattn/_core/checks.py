@@ -20,7 +20,8 @@ from .gradients import widen
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 GPU_DTYPES = (torch.bfloat16, torch.float16)
 
-# The mask value of each dtype of a bias: a bias at or below it masks its element; see mask_value in include/flash_dmattn/types.h.
+# The mask value for each dtype of a bias. A bias at or below it masks its element (mask_value in
+# include/flash_dmattn/types.h).
 MASK_VALUE = {
     torch.float64: -1e30,
     torch.float32: -1e30,
@@ -36,16 +37,17 @@ LARGEST_COUNT = 2**31 - 1
 LARGEST_HEAD_DIM = 256
 _INTEGERS = (int, Integral, torch.SymInt)
 _BOOLS = (bool, torch.SymBool)
-FLOAT32_MAX = torch.finfo(torch.float32).max  # of scale and softcap, which kernels round to float32
+# The limit of scale and softcap, which kernels round to float32.
+FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def attention_inputs(
     query: Tensor, key: Tensor, value: Tensor, layout: str, backend: str = ""
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Checks query, key and value, casts them as torch.autocast prescribes, and pads query and key to a larger head
-    dimension of value: zeros add nothing to query . key.
+    """Checks query, key and value, casts them as torch.autocast prescribes, and pads query and key with zeros.
 
-    A bias keeps its dtype: float32 with 16-bit inputs is supported.
+    It pads if the head dimension of value is larger; zeros add nothing to query . key. A bias keeps its dtype: a
+    float32 bias with 16-bit inputs is supported.
     layout: "B, S, H, D", or "total, H, D" for packed sequences.
     backend: a name, or "" if none is requested.
     """
@@ -69,8 +71,10 @@ def attention_inputs(
 
 
 def are_alike(query: object, key: object, value: object) -> bool:
-    """Whether the three are dense tensors of one supported dtype and one device; False also where that takes longer to
-    find: it saves 2 µs of 30."""
+    """Returns True if the three are known to be dense tensors of one supported dtype and one device.
+
+    This quick test saves 2 µs of 30. It may return False for tensors that a slower test would accept.
+    """
     return (
         type(query) is type(key) is type(value) is Tensor
         and query.dtype is key.dtype is value.dtype
@@ -82,7 +86,7 @@ def are_alike(query: object, key: object, value: object) -> bool:
 
 
 def autocast_tensors(*tensors: Tensor) -> Sequence[Tensor]:
-    """The tensors, of one device, in the dtype that torch.autocast prescribes where it is enabled."""
+    """Casts tensors of one device to the dtype that torch.autocast prescribes, if autocast is enabled."""
     if not torch._C._is_any_autocast_enabled():
         return tensors
     device_type = tensors[0].device.type
@@ -123,51 +127,54 @@ def check_integer(value: object, name: str) -> None:
 
 
 def check_count(value: object, name: str) -> None:
-    """An integer, 0 or more."""
+    """Raises unless `value` is an integer, 0 or more."""
     check_integer(value, name)
     if value < 0:
         raise ValueError(f"{name}: got {value}, expected 0 or more")
 
 
 def check_floating(dtype: object, name: str) -> None:
-    """A floating dtype, or None for torch's default."""
+    """Raises unless `dtype` is a floating dtype, or None for torch's default."""
     if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         return
     raise TypeError(f"{name}: got {dtype!r}, expected a floating torch.dtype")
 
 
 def check_head_dim(head_dim: int, got: str) -> None:
-    """got: the argument and what it has, with which the error begins."""
+    """Raises for an unsupported head dimension. got: the begin of the error, such as "query: got head dimension"."""
     if not 1 <= head_dim <= LARGEST_HEAD_DIM:
         raise ValueError(f"{got} {head_dim}, expected 1 to {LARGEST_HEAD_DIM}")
 
 
 def resolve_flag(value: object, name: str) -> bool:
-    """A bool; None is False. A text like "False" would be true."""
+    """Returns a flag as a bool, False for None. Raises TypeError for a string: bool("False") would be True."""
     if value is None or isinstance(value, _BOOLS):
         return bool(value)
-    if not isinstance(value, (str, Tensor)) and value in (0, 1):  # numpy's bool, for one
+    if not isinstance(value, (str, Tensor)) and value in (0, 1):  # such as numpy's bool
         return bool(value)
     raise TypeError(f"{name}: got {value!r}, expected True or False")
 
 
 def check_flag(value: object, name: str) -> bool:
-    """resolve_flag for a flag that is True by default: None might mean either."""
+    """Calls resolve_flag for a flag that is True by default, and raises for None, which could mean True or False."""
     if value is None:
         raise TypeError(f"{name}: got None, expected True or False")
     return resolve_flag(value, name)
 
 
 def may_read() -> bool:
-    """Whether values of tensors may be read: not in compiled code, nor while a CUDA graph is captured."""
+    """Whether the values of tensors may be read. They may not in compiled code and while a CUDA graph is captured."""
     if is_compiling():
         return False
     return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def refuse_transforms(**tensors: object) -> None:
-    """Forward-mode derivatives do not exist, and torch would silently make them 0. torch.func's reverse mode
-    does not look into custom operators."""
+    """Raises for tensors under forward-mode differentiation or torch.func's reverse mode.
+
+    Attention has no forward-mode derivatives, and torch would silently make them 0. torch.func's reverse mode does not
+    look into custom operators.
+    """
     if is_compiling() or not is_transformed():
         return
     for name, tensor in tensors.items():
@@ -180,7 +187,7 @@ def refuse_transforms(**tensors: object) -> None:
 
 
 def refuse_all_transforms(**tensors: object) -> None:
-    """refuse_transforms for functions that torch.func cannot call at all, with tensors of its own or without."""
+    """Raises under every transform of torch.func, even if none of the tensors takes part in it."""
     refuse_transforms(**tensors)
     if is_compiling() or not torch._C._are_functorch_transforms_active():
         return
@@ -258,7 +265,7 @@ def check_device(query: Tensor, backend: str) -> None:
 
 
 def resolve_backend(backend: object) -> str:
-    """The name of a backend; "" for None, which takes the first that supports the problem."""
+    """Returns the name of a backend, or "" for None: the first backend that supports the problem."""
     if backend is None:
         return ""
     if not isinstance(backend, str):
@@ -271,17 +278,17 @@ def resolve_backend(backend: object) -> str:
 
 
 def backend_of(query: Tensor, backend: str) -> str:
-    """Returns the named backend; without a name "triton" for float32 on a CUDA GPU, for which the library has no
-    kernels, otherwise "" (the library's choice)."""
+    """Returns `backend` if it names one. Otherwise returns "triton" for float32 on a CUDA GPU, for which the library
+    has no kernels, and "" (the library's choice) in all other cases."""
     on_triton = not backend and query.dtype == torch.float32 and query.is_cuda
     return "triton" if on_triton else backend
 
 
 def broadcast_argument(tensor: Tensor, name: str, query: Tensor, key: Tensor) -> Tensor:
-    """A mask or bias as [B or 1, Hq or Hkv or 1, Sk or 1], the same for every query, or with Sq or 1 as the third of four
-    dimensions; nothing expanded.
+    """Checks a mask or bias, and returns it with three or four dimensions. Nothing is expanded.
 
-    2-d is [B, Sk].
+    A mask or bias for all queries is [B or 1, Hq or Hkv or 1, Sk or 1]. With a query dimension it is
+    [B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]. A tensor of two dimensions is [B, Sk], and gets a head dimension.
     """
     check_tensor(tensor, name)
     shape = tensor.shape
@@ -306,12 +313,12 @@ def broadcast_argument(tensor: Tensor, name: str, query: Tensor, key: Tensor) ->
 
 
 def add_query_dimension(tensor: Tensor) -> Tensor:
-    """A mask or bias with all four dimensions."""
+    """Returns a mask or bias with four dimensions."""
     return tensor.unsqueeze(2) if tensor.dim() == 3 else tensor
 
 
 def mask_argument(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """[B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]."""
+    """Checks attn_mask, and returns it as [B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]."""
     if mask is None:
         return None
     mask = add_query_dimension(broadcast_argument(mask, "attn_mask", query, key))
@@ -324,7 +331,8 @@ def mask_argument(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | N
 
 
 def bias_argument(bias: Tensor | None, query: Tensor, key: Tensor, saturate: bool) -> Tensor | None:
-    """[B or 1, Hq or Hkv or 1, Sk or 1] or [B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]."""
+    """Checks attn_bias, and returns it as [B or 1, Hq or Hkv or 1, Sk or 1], or with a query dimension as
+    [B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]."""
     if bias is None:
         return None
     bias = check_bias(bias, "attn_bias", query, key)
@@ -332,11 +340,11 @@ def bias_argument(bias: Tensor | None, query: Tensor, key: Tensor, saturate: boo
 
 
 def widen_bias(bias: Tensor, dtype: torch.dtype, saturate: bool = True) -> Tensor:
-    """Returns the bias in float32 (float64 if `dtype` is). Elements that mask by the rule of the old dtype become
+    """Returns the bias in float32, or in float64 if `dtype` is float64. Elements that mask in the old dtype become
     -inf."""
-    if bias.dtype == torch.float16:  # whose fills are numbers in a wider dtype
+    if bias.dtype == torch.float16:  # its mask values do not mask in a wider dtype
         bias = bias.masked_fill(bias <= MASK_VALUE[torch.float16], float("-inf"))
-    # No call of torch's for a bias that has the dtype: it takes 4 µs of 30.
+    # A bias that has the dtype already skips torch's call, which takes 4 µs of 30.
     wide = _wide_dtype(dtype)
     return bias if bias.dtype is wide else widen(bias, wide, saturate)
 
@@ -346,7 +354,7 @@ def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_bias(bias: Tensor, name: str, query: Tensor, key: Tensor) -> Tensor:
-    """`bias_argument` in the dtype that it has."""
+    """Checks a bias like `bias_argument`, but keeps its dtype."""
     bias = broadcast_argument(bias, name, query, key)
     if not bias.is_floating_point():
         masks = "; boolean masks go into attn_mask" if bias.dtype == torch.bool else ""
@@ -361,5 +369,5 @@ def selection_scores_argument(scores: Tensor, query: Tensor, key: Tensor) -> Ten
 
 
 def clamp_count(count: int) -> int:
-    """A count of positions, at most the largest int32, beyond which no row is: so that sums stay within int64."""
+    """Limits a count of positions to the largest int32, so that sums stay within int64. No row is beyond it."""
     return LARGEST_COUNT if isinstance(count, int) and count > LARGEST_COUNT else count

@@ -1,4 +1,4 @@
-"""Check mode, FLASH_DMATTN_CHECK_FINITE=1: an error names the first element of a call's tensors that is inf or NaN."""
+"""Check mode, FLASH_DMATTN_CHECK_FINITE=1: a call raises an error that names the first element that is inf or NaN."""
 
 from __future__ import annotations
 
@@ -13,22 +13,26 @@ from torch.compiler import is_compiling
 
 from .checks import add_query_dimension, may_read
 
-_MINUS_INF_IS_FINE = ("bias", "lse", "sink_logits")  # a mask, a query that sees no key, and no sink
+# -inf is a mask in a bias, a query that sees no key in lse, and no sink in sink_logits.
+_MINUS_INF_IS_FINE = ("bias", "lse", "sink_logits")
 
 
 def read_setting() -> bool:
-    """Whether the environment switches the mode on. Raises ValueError for a value such as "true", whose user relies on the check."""
+    """Returns whether the environment switches check mode on.
+
+    Raises ValueError for any value but 0 and 1: a user who sets "true" relies on the check.
+    """
     value = os.environ.get("FLASH_DMATTN_CHECK_FINITE", "")
     if value not in ("", "0", "1"):
         raise ValueError(f"FLASH_DMATTN_CHECK_FINITE: got {value}, expected 0 or 1")
     return value == "1"
 
 
-_setting = cache(read_setting)  # a look into os.environ takes 3 µs, a short call 25
+_setting = cache(read_setting)  # reading os.environ takes 3 µs; a short call takes 25 µs
 
 
 def is_enabled() -> bool:
-    """Whether calls are checked. torch.compile cannot trace a branch on a value, so compiled code is not."""
+    """Whether calls are checked. Compiled code is not: torch.compile cannot trace a branch on a tensor's value."""
     if is_compiling():
         _warn_that_compiled_code_is_unchecked()
         return False
@@ -43,14 +47,16 @@ def _warn_that_compiled_code_is_unchecked() -> None:
         )
 
 
-# torch.compile then calls the function while it traces. It would skip the warning.
+# With this mark, torch.compile calls the function while it traces. Otherwise it would skip the warning.
 _warn_that_compiled_code_is_unchecked._dynamo_marked_constant = True
 
 
 def check_inputs(held: Tensor | None = None, **tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors, or views of them that later check the gradient of this call alone.
+    """Checks the tensors and returns them. A tensor that needs a gradient is returned as a view with a hook, which
+    checks the gradient of this call alone.
 
-    tensors: q, k, v, bias and sink_logits. held: bool [B, Hkv or 1, Sk], the places of a cache that hold a key; None: all.
+    tensors: q, k, v, bias and sink_logits.
+    held: bool [B, Hkv or 1, Sk], the places of a cache that hold a key; None: all places.
     """
     read = {}
     if held is not None:
@@ -73,9 +79,9 @@ def _check_input(tensor: Tensor, name: str, read: Tensor | None) -> Tensor:
 def check_new_tokens(
     query: Tensor, key: Tensor | None, value: Tensor | None, rows: Tensor | None = None
 ) -> None:
-    """Checks the tokens of a step where the mode is on. A cache calls it before it changes.
+    """Checks the tokens of a step in check mode. A cache calls this function before it changes.
 
-    rows: int32, the rows of a pool that the first dimension goes to. The tokens of a negative one are not read.
+    rows: int32, the pool's row for each entry of the first dimension. Tokens with a negative row are not read.
     """
     if not is_enabled():
         return
@@ -86,7 +92,7 @@ def check_new_tokens(
 
 
 def check_outputs(out: Tensor, statistics: Tensor | None) -> None:
-    """statistics: [.., B, Hq, Sq], of which the first is lse."""
+    """Checks out and lse, and their gradients in backward. statistics: [.., B, Hq, Sq]; statistics[0] is lse."""
     _raise_for_first("forward output", "out", out)
     _check_gradient_of(out, "backward input", "out")
     if statistics is not None:
@@ -105,7 +111,7 @@ def _check_gradient_of(tensor: Tensor, stage: str, name: str) -> None:
 
 
 def _raise_for_first(stage: str, name: str, tensor: Tensor, read: Tensor | None = None) -> None:
-    """read: bool, which elements are read, by broadcasting; None: all."""
+    """Raises for the first element that is not finite. read: bool, which elements are read (broadcast); None: all."""
     if is_compiling():  # a hook of compiled autograd
         return
     tensor = _own_values(tensor)
@@ -128,7 +134,7 @@ def _raise_for_first(stage: str, name: str, tensor: Tensor, read: Tensor | None 
 
 
 def _own_values(tensor: Tensor) -> Tensor:
-    """The values in this process: of a DTensor its part, under torch.func.vmap all rows."""
+    """Returns the values in this process: the local part of a DTensor, and all rows under torch.func.vmap."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -1,4 +1,4 @@
-"""Changes of shape and dtype whose gradient is a sum or is rounded. With `saturate` finite gradients give a finite one."""
+"""Changes of shape and dtype that sum or round the gradient. With `saturate`, finite gradients stay finite."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-# Where gradients saturate; bf16 at half of its maximum, so that a sum of two is still finite.
+# The limit of a gradient. For bfloat16 it is half of the dtype's maximum, so that a sum of two gradients is still
+# finite.
 _GRADIENT_LIMIT = {torch.bfloat16: torch.finfo(torch.bfloat16).max / 2}
 
 
@@ -16,7 +17,7 @@ def gradient_limit(dtype: torch.dtype) -> float:
 
 
 def narrow_gradient(gradient: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:
-    """A gradient in another dtype; if `saturate`, within its limit, which NaN becomes."""
+    """Converts a gradient to `dtype`. With `saturate`, values are clamped to the limit and NaN becomes the limit."""
     if saturate:
         limit = min(gradient_limit(dtype), torch.finfo(gradient.dtype).max)
         gradient = gradient.clamp(-limit, limit).nan_to_num(limit)
@@ -24,26 +25,29 @@ def narrow_gradient(gradient: Tensor, dtype: torch.dtype, saturate: bool) -> Ten
 
 
 def expand(tensor: Tensor, shape: Sequence[int], saturate: bool = True) -> Tensor:
-    """tensor.expand(shape). torch would add the gradients of the copies in their own dtype, which 16 bits may leave."""
+    """Returns tensor.expand(shape). torch would sum the copies' gradients in their dtype, and 16 bits may overflow."""
     if not _has_gradient(tensor) or tuple(tensor.shape) == tuple(shape):
         return tensor.expand(shape)
     return _Expanded.apply(tensor, tuple(shape), saturate)
 
 
 def expand_for_uses(tensor: Tensor, uses: int, saturate: bool) -> tuple[Tensor, ...]:
-    """The tensor for each of several uses, whose gradients are added in a wider dtype."""
+    """Returns one copy of the tensor for each of its uses. The gradients of the copies are added in a wider dtype."""
     return expand(tensor, (uses, *tensor.shape), saturate).unbind()
 
 
 def repeat_interleave(tensor: Tensor, repeats: int, dim: int, saturate: bool) -> Tensor:
-    """tensor.repeat_interleave(repeats, dim)."""
+    """Returns tensor.repeat_interleave(repeats, dim)."""
     shape = (*tensor.shape[: dim + 1], repeats, *tensor.shape[dim + 1 :])
     return expand(tensor.unsqueeze(dim + 1), shape, saturate).flatten(dim, dim + 1)
 
 
 def prefixes(tensor: Tensor, lengths: Sequence[int]) -> Iterator[Tensor]:
-    """tensor[:, :n] for each length n. Their gradients are added to one sum in float32, where torch would make a tensor of
-    the full length for each."""
+    """Yields tensor[:, :n] for each length n.
+
+    The gradients of the prefixes are added to one sum in float32. torch would make a tensor of the full length for the
+    gradient of each prefix.
+    """
     if len(lengths) == 1 or not _has_gradient(tensor):
         yield from (tensor[:, :n] for n in lengths)
         return
@@ -54,7 +58,7 @@ def prefixes(tensor: Tensor, lengths: Sequence[int]) -> Iterator[Tensor]:
 
 
 def widen(tensor: Tensor, dtype: torch.dtype, saturate: bool = True) -> Tensor:
-    """tensor.to(dtype)."""
+    """Returns tensor.to(dtype)."""
     return _Widened.apply(tensor, dtype, saturate) if _has_gradient(tensor) else tensor.to(dtype)
 
 
@@ -81,7 +85,7 @@ class _Expanded(torch.autograd.Function):
         dims = [*range(new), *repeated]
         dtype, scale = gradient.dtype, 1.0
         wide = torch.float32 if dtype is torch.float16 else torch.float64
-        if dtype is torch.float64 and ctx.saturate:  # nothing is wider
+        if dtype is torch.float64 and ctx.saturate:  # no dtype is wider than float64
             copies = gradient.numel() // max(ctx.shape.numel(), 1)
             scale = 0.5 ** copies.bit_length()
             gradient = gradient * scale
@@ -93,7 +97,7 @@ class _Expanded(torch.autograd.Function):
 
 
 class _Total(torch.autograd.Function):
-    """A tensor without memory, whose gradient becomes that of `tensor`."""
+    """Makes a placeholder without memory. The gradient of the placeholder becomes the gradient of `tensor`."""
 
     @staticmethod
     def forward(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -109,7 +113,7 @@ class _Total(torch.autograd.Function):
 
 
 class _Prefix(torch.autograd.Function):
-    """tensor[:, :length], whose gradient is added to that of `total`, and `total` for the next prefix."""
+    """Returns tensor[:, :length], and `total` for the next prefix. Backward adds the prefix's gradient to total's."""
 
     @staticmethod
     def forward(tensor: Tensor, total: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -128,8 +132,8 @@ class _Prefix(torch.autograd.Function):
         if sum_of_later is None:
             total = dprefix.new_zeros(ctx.shape, dtype=ctx.dtype)
         else:
-            total = sum_of_later.contiguous()  # already so, except while torch.compile traces
-        total[:, : ctx.length] += dprefix  # no one else has this sum
+            total = sum_of_later.contiguous()  # it is, except while torch.compile traces
+        total[:, : ctx.length] += dprefix  # in place: no other node reads this sum
         return None, total, None
 
 

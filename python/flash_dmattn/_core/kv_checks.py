@@ -1,4 +1,4 @@
-"""Checks of the arguments of KV caches. A cache changes in place, so all of them come before the first write."""
+"""Checks of the arguments of KV caches. A cache changes in place, so all checks come before the first write."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .checks import check_count, check_on_device, check_tensor, refuse_transforms
 
-# On a GPU: CacheRule::most_head_windows in src/cuda/attention/slot_scan.cuh.
+# The limit on a GPU, CacheRule::most_head_windows in src/cuda/attention/slot_scan.cuh.
 _MOST_HEAD_WINDOWS = 128
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
@@ -31,7 +31,7 @@ def check_like(
 def check_dtype_and_device(
     tensor: Tensor, name: str, dtype: torch.dtype, device: torch.device, of: str = ""
 ) -> None:
-    """of: the argument whose dtype and device these are, for the error."""
+    """Raises for another dtype or device. of: the argument that `dtype` and `device` come from, for the error."""
     if tensor.dtype != dtype or tensor.device != device:
         expected = f"{dtype} on {device}, those of {of}" if of else f"{dtype} on {device}"
         raise TypeError(f"{name}: got {tensor.dtype} on {tensor.device}, expected {expected}")
@@ -46,7 +46,7 @@ def check_not_expanded(tensor: Tensor, name: str) -> None:
 
 
 def check_chunk(cache: Tensor, key_mask: Tensor | None, **tensors: Tensor) -> int:
-    """The number of new tokens, each with a query.
+    """Checks new tokens that have one query each, and returns their number.
 
     cache: the cache's keys as [B, any number, Hkv, D].
     tensors: query, key, value and scores by the caller's names, in this order.
@@ -62,7 +62,10 @@ def check_chunk(cache: Tensor, key_mask: Tensor | None, **tensors: Tensor) -> in
 
 
 def check_tokens(cache: Tensor, **tensors: Tensor | None) -> int:
-    """The number n of tokens: key and value [B, n, Hkv, D], and scores float32 [B, Hkv, n] or None, in this order."""
+    """Checks new tokens, and returns their number n.
+
+    tensors: key and value [B, n, Hkv, D], and scores float32 [B, Hkv, n] or None, in this order.
+    """
     (_, key), _, (name, scores) = tensors.items()
     batch, _, heads, head_dim = cache.shape
     count = key.shape[1] if isinstance(key, Tensor) and key.dim() == 4 else 0
@@ -75,7 +78,7 @@ def check_tokens(cache: Tensor, **tensors: Tensor | None) -> int:
 
 
 def check_query(cache: Tensor, *, of: str = "the cache", **tensor: Tensor) -> int:
-    """The number n of queries [B, n, Hq, D]. of: as in `check_dtype_and_device`."""
+    """Checks queries [B, n, Hq, D], and returns their number n. of: as in `check_dtype_and_device`."""
     ((name, query),) = tensor.items()
     check_tensor(query, name)
     batch, _, heads, head_dim = cache.shape
@@ -94,7 +97,7 @@ def check_mask(mask: Tensor, shape: tuple[int, int], device: torch.device) -> No
 
 
 def check_slots(places: int, pending: int, slots: int) -> None:
-    """places: the slots that the rule of a cache needs."""
+    """Raises if `places` or `pending` do not fit into `slots`. places: how many slots the cache's rule needs."""
     if places > slots:
         raise ValueError(
             f"keep_window_size: got a rule with {places} keys, expected at most {slots}, the slots of k"
@@ -126,7 +129,7 @@ def check_slot_kernels(
 
 
 def check_head_windows(windows: int, device: torch.device) -> None:
-    """Raises for more windows of single heads than kernels take as parameters."""
+    """Raises if more heads have windows of their own than the CUDA kernels take as parameters."""
     if device.type == "cuda" and windows > _MOST_HEAD_WINDOWS:
         raise ValueError(
             f"keep_window_size: got {windows} sizes on {device}, expected at most {_MOST_HEAD_WINDOWS} there, or one"
@@ -134,9 +137,9 @@ def check_head_windows(windows: int, device: torch.device) -> None:
 
 
 def as_row_indices(indices: Tensor, name: str, rows: int | None = None) -> Tensor:
-    """int32 [rows] of integers, dense; `rows` may be any number."""
+    """Checks integers [rows], and returns them as a contiguous int32 tensor. rows: None: any number."""
     _check_row_indices(indices, name, rows)
-    if indices.dtype == torch.int64:  # beyond int32 they stay out of range
+    if indices.dtype == torch.int64:  # a number beyond int32 stays out of range
         indices = indices.clamp(-1, 2**31 - 1)
     return indices.to(torch.int32).contiguous()
 
@@ -151,8 +154,10 @@ def _check_row_indices(indices: Tensor, name: str, rows: int | None) -> None:
 
 
 def check_lengths(lengths: Tensor, name: str, rows: int, most: int, device: torch.device) -> None:
-    """Raises unless `numbers` are integers [rows] from 0 to `most`. Values are read on the CPU only, because reading
-    them from a GPU waits."""
+    """Raises unless `lengths` are integers [rows] from 0 to `most`.
+
+    Values are checked on the CPU only, because reading them from a GPU would wait for it.
+    """
     _check_row_indices(lengths, name, rows)
     check_on_device(lengths, name, device)
     if type(lengths) is not Tensor or device.type != "cpu" or torch.compiler.is_compiling():
@@ -163,8 +168,10 @@ def check_lengths(lengths: Tensor, name: str, rows: int, most: int, device: torc
 
 
 def rows_on_host(rows: Tensor, numbers: Iterable[int]) -> dict[int, int]:
-    """The rows of the sequences with these numbers; of none where reading them would wait for a device, or where they have no
-    values."""
+    """Returns the row of each sequence in `numbers`.
+
+    The result is empty if reading the rows would wait for a device, or if they have no values.
+    """
     if type(rows) is not Tensor or not rows.is_cpu or torch.compiler.is_compiling():
         return {}
     values = rows.tolist()
@@ -173,7 +180,7 @@ def rows_on_host(rows: Tensor, numbers: Iterable[int]) -> dict[int, int]:
 
 def check_rows_differ(host_rows: dict[int, int]) -> None:
     if len(set(host_rows.values())) == len(host_rows):
-        return  # most calls, in a quarter of the time
+        return  # most calls end here, which takes a quarter of the time
     numbers: dict[int, int] = {}
     for number, row in host_rows.items():
         other = numbers.setdefault(row, number)

@@ -1,4 +1,4 @@
-"""The library with the C++ operators."""
+"""Loads the library with the C++ operators."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 
 import torch
 
-PACKAGE = __package__.rpartition(".")[0]  # which may have another name than ours
+PACKAGE = __package__.rpartition(".")[0]  # may differ from flash_dmattn
 
 
 def _load_library() -> str:
     """Loads _C.so of this package, or the file that FLASH_DMATTN_LIBRARY names (a build that is not installed).
 
-    A library with a namespace of its own (FLASH_DMATTN_NAMESPACE in CMake) has its name, as in NAMESPACE.abi3.so.
+    A library with a namespace of its own (FLASH_DMATTN_NAMESPACE in CMake) is named after it: NAMESPACE.abi3.so.
 
     Returns:
-        The namespace of its operators.
+        The namespace of the library's operators.
     """
     named = os.environ.get("FLASH_DMATTN_LIBRARY")
     folders = sys.modules[PACKAGE].__path__
@@ -45,5 +45,5 @@ def _is_command_line() -> bool:
     return sys.argv[:1] == ["-m"] and "-m" in options and PACKAGE in options
 
 
-# The namespace of the operators in torch.ops. Two builds with a namespace each can be loaded in one process.
+# The namespace of the operators in torch.ops. One process can load two builds that have different namespaces.
 NAMESPACE = _load_library()

@@ -14,10 +14,10 @@ from .checks import FLOAT32_MAX, NUMBERS, resolve_flag
 
 
 class Numerics(NamedTuple):
-    """The numbers and flags of a call, in the order of the operators' arguments."""
+    """The numerical options of a call in the order of the operators' arguments."""
 
     scale: float | None  # the factor on query . key; None: 1 / sqrt(D)
-    softcap: float  # 0: none
+    softcap: float  # 0: no softcap
     saturate: bool
     deterministic: bool
 
@@ -29,7 +29,7 @@ class Numerics(NamedTuple):
         nonfinite: str,
         deterministic: bool | None,
     ) -> Numerics:
-        """Makes it from the arguments of the public functions; errors name these."""
+        """Makes a Numerics from arguments of the public functions. Errors name these arguments."""
         has_scale = scale is not None or softmax_scale is not None
         return Numerics(
             _resolve_scale(scale, softmax_scale) if has_scale else None,
@@ -40,7 +40,7 @@ class Numerics(NamedTuple):
 
     @staticmethod
     def check_arguments(scale: float | None, softcap: float | None, nonfinite: str) -> None:
-        """Raises for arguments that from_arguments does not take."""
+        """Raises for arguments that `from_arguments` does not accept."""
         Numerics.from_arguments(scale, None, softcap, nonfinite, None)
 
     def with_scale_for(self, head_dim: int) -> Numerics:
@@ -61,7 +61,7 @@ def _resolve_scale(scale: float | None, softmax_scale: float | None) -> float | 
 
 
 def resolve_scale(scale: object, name: str) -> float:
-    check_number(scale, name)  # True is most often is_causal in the place of softmax_scale
+    check_number(scale, name)  # a True is most often is_causal in softmax_scale's place
     if not abs(scale) <= FLOAT32_MAX:
         raise ValueError(f"{name}: got {scale}, expected a number within the range of float32")
     if scale == 0:
@@ -101,7 +101,7 @@ def _resolve_softcap(softcap: float) -> float:
 
 
 def resolve_nonfinite(nonfinite: str) -> bool:
-    """Whether non-finite values saturate."""
+    """Returns whether non-finite values saturate."""
     if nonfinite not in ("saturate", "propagate"):
         raise ValueError(f"nonfinite: got {nonfinite!r}, expected 'saturate' or 'propagate'")
     return nonfinite == "saturate"

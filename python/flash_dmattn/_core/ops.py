@@ -39,14 +39,14 @@ def _has_cuda() -> bool:
     return _cuda_is_available()
 
 
-# torch.compile would trace into a cached function, and cannot trace an operator that returns text. This is
-# torch.compiler.assume_constant_result without its import of the compiler: two seconds, and an error of its
-# own where Triton is broken.
+# torch.compile would trace into a cached function, and cannot trace an operator that returns text. The mark does what
+# torch.compiler.assume_constant_result does, without importing the compiler: the import takes two seconds, and raises
+# an error of its own if Triton is broken.
 _has_cuda._dynamo_marked_constant = True
 
 
 def has_kernels_for(tensor: Tensor) -> bool:
-    """Whether the library selects keys and builds tile lists on the device of `tensor`; otherwise keys/torch_operators.py
+    """Whether the library selects keys and builds tile lists on this tensor's device; if not, keys/torch_operators.py
     does."""
     return tensor.is_cpu or tensor.is_meta or (tensor.is_cuda and _has_cuda())
 

@@ -1,4 +1,4 @@
-"""Shapes, dtypes and strides of the operators' results (fake kernels); importing this module registers them."""
+"""Fake kernels: shapes, dtypes and strides of the operators' results. Importing this module registers them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .signatures import GRADIENTS, Signature
 
 
 def _require_device_of(first, **others):
-    """torch takes these functions when any argument is a meta tensor, even if the result is not one."""
+    """Raises unless all tensors are on one device: torch calls fake kernels if any argument is a meta tensor."""
     for name, tensor in others.items():
         if tensor is not None and tensor.device != first.device:
             raise TypeError(f"{name}: got a tensor on {tensor.device}, expected {first.device}")
 
 
 def _register_fake(name: str):
-    """Registers a function of an operator's arguments by their names."""
+    """Registers a fake kernel, which gets the operator's arguments as a dictionary by name."""
     signature = Signature(getattr(operators, name).default)
 
     def register(function: Callable[[dict], object]):
@@ -42,7 +42,7 @@ def _forward_fake(named):
 
 
 def _attention_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse."""
+    """Makes empty tensors for out and the statistics (lse first)."""
     batch, seqlen_q, heads_q, _ = q.shape
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_empty((batch, seqlen_q, heads_q, v.shape[3]))

@@ -1,6 +1,7 @@
-"""Tensor layouts of each operator by argument name, read by shape inference, derivatives, sharding and FLOP rules.
+"""The tensor layout of each operator's arguments, by name.
 
-The schemas in C++ are the one list of arguments, tensors first; these rules look an argument up by its name.
+Shape inference, derivatives, sharding and FLOP rules read it. The C++ schemas are the only list of arguments, tensors
+first; these rules look an argument up by its name.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Layout(Enum):
     SHARED = (0, 1)  # [B or 1, H or 1, ...]: masks, biases and choices; dlse [B, H, S]
 
     def dim_of(self, axis: int) -> int:
-        """The dimension of the batch (0) or of the heads (1)."""
+        """Returns the dimension of an axis: the batch (axis 0) or the heads (axis 1)."""
         return self.value[axis]
 
 
@@ -35,7 +36,8 @@ LAYOUTS = {
         Layout.SHARED,
     ),
 }  # fmt: skip
-GRADIENTS = {"q": "dq", "k": "dk", "v": "dv", "bias": "dbias"}  # of the arguments that have one
+# The name of each argument's gradient, for the arguments that have one.
+GRADIENTS = {"q": "dq", "k": "dk", "v": "dv", "bias": "dbias"}
 
 
 class Signature:
@@ -58,7 +60,7 @@ class Signature:
         )
 
     def arguments_by_name(self, arguments: Sequence) -> dict[str, object]:
-        """The positional arguments of a call by their names."""
+        """Returns the positional arguments of a call as a dictionary by name."""
         return dict(zip(self.arguments, arguments, strict=False))
 
 

@@ -1,4 +1,4 @@
-"""Rules for the operators in modules of torch that are slow to import: FLOP counting and sharding."""
+"""Registers rules for the operators with torch's FLOP counting and sharding, once their modules have been imported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import warnings
 
 from .load import PACKAGE
 
-# The module of torch, and ours that registers on import. torch's are slow to import, and most processes need neither.
+# Each module of torch, and the module of this package that registers rules with it on import. torch's modules are slow
+# to import, and most processes need neither.
 _missing = {
     "torch.utils.flop_counter": ".flops",
     "torch.distributed.tensor": ".distributed.sharding",
@@ -16,10 +17,10 @@ _missing = {
 
 
 def register() -> None:
-    """Registers the rules of torch's modules that have been imported.
+    """Registers the rules for those modules of torch that have been imported.
 
-    Called when this package is imported and before a call of attention, until none is missing: torch has no place for a
-    rule before it has the module.
+    It is called when this package is imported, and before each call of attention until all rules are registered. torch
+    takes a rule only after it has imported the module.
     """
     for name in tuple(_missing):
         if name not in sys.modules:
@@ -29,7 +30,7 @@ def register() -> None:
             continue
         try:
             importlib.import_module(rules, PACKAGE)
-        except Exception as error:  # no reason for attention not to run
+        except Exception as error:  # attention runs without the rules
             warnings.warn(
                 f"{name} is without the rules of {PACKAGE}{rules}: {type(error).__name__}: {error}",
                 stacklevel=2,

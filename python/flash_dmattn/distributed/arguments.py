@@ -31,19 +31,19 @@ from .options import Options
 from .pieces import Boundary, PieceOffsets, begins_of_documents
 from .wire import Wire, code_of
 
-SCORES = "scores"  # as attn_bias: the scores that choose are added, too
+SCORES = "scores"  # the value of attn_bias that also adds the scores as a bias
 
 
 class CheckedArguments(NamedTuple):
-    """The arguments of one call in normal form, which are right."""
+    """The checked arguments of one call in normal form."""
 
     boundary: Boundary
     exchange: Exchange
-    key: Tensor  # [B, n, Hkv, D], after `places` free rows if there is headroom
+    key: Tensor  # [B, n, Hkv, D]; with headroom, `places` free rows come first
     value: Tensor
     headroom: bool
-    scores: Tensor  # float32 [B, Hkv, n]; NaN: never chosen
-    bias: Tensor | None  # float32 [B, Hkv, n]; the same values as scores where these are added
+    scores: Tensor  # float32 [B, Hkv, n]; a key whose score is NaN is never chosen
+    bias: Tensor | None  # float32 [B, Hkv, n]; equals `scores` if bias_is_score
     bias_is_score: bool
     present: Tensor | None  # bool [B, Hkv or 1, n]
     documents: Tensor | None  # int64 [B or 1, documents + 1]
@@ -67,7 +67,7 @@ class CheckedArguments(NamedTuple):
         query: Tensor | None,
         options: Options | None,
     ) -> CheckedArguments:
-        """query, options: of `attend_to_pieces`; None: not known yet."""
+        """Checks the arguments of a call. query, options: for `attend_to_pieces`; None: they are not known yet."""
         rule = rule.checked_state_rule()
         headroom = resolve_flag(headroom, "headroom")
         key, value = autocast_tensors(key, value)
@@ -106,7 +106,7 @@ class CheckedArguments(NamedTuple):
             bias = scores
         elif attn_bias is not None:
             bias = _per_key(attn_bias, "attn_bias", key, n)
-        # A bias that masks hides its key, as in flash_dmattn_func: from the choice, and from the sinks.
+        # As in flash_dmattn_func, a bias that masks its key excludes the key from the choice and from the sinks.
         if bias is not None and rule.sink_tokens > 0:
             shown = bias.detach() > MASK_VALUE[bias.dtype]
             present = shown if present is None else present & shown
@@ -132,11 +132,11 @@ class CheckedArguments(NamedTuple):
         )
 
     def compared_numbers(self, scores: Tensor, attn_bias: str | Tensor | None) -> dict[str, int]:
-        """The numbers that have to be the same on all ranks, by their names. scores, attn_bias: as given."""
+        """Returns the numbers that must be equal on all ranks, by name. scores, attn_bias: the caller's arguments."""
         rule, begins = self.boundary.rule, self.boundary.pieces.begins
         batch, _, heads, head_dim = self.key.shape
         documents = ()
-        if self.documents is not None:  # which may be on a GPU: only here is it waited for
+        if self.documents is not None:  # may be on a GPU: the host waits for it only here
             offsets = check_offsets(self.documents.cpu(), "cu_seqlens", begins[-1], batched=True)
             documents = tuple(map(tuple, offsets.tolist()))
         rows_learn, bias_learns = (
@@ -162,12 +162,13 @@ class CheckedArguments(NamedTuple):
 
 
 def _as_one(numbers: Sequence[int]) -> int:
-    """The number, where they are one, or their hash, which is that of other processes too."""
+    """Returns the number that all of them equal, or else a hash of them that every process computes alike."""
     return numbers[0] if len(set(numbers)) == 1 else code_of(*numbers)
 
 
 def _code_of_form(values: Tensor | str | None) -> int:
-    """A number for the dtype and all dimensions but the last one, which is each rank's own, or for a word or None."""
+    """Encodes a word, None, or a tensor's dtype and shape as a number. Ranks may differ in the last dimension, which is
+    left out."""
     if isinstance(values, Tensor):
         return code_of(values.dtype, *values.shape[:-1])
     return code_of(values)
@@ -215,7 +216,7 @@ def checked_lengths(lengths: Sequence[int] | None, wire: Wire, n: int) -> tuple[
 
 
 def _per_key(values: Tensor, name: str, key: Tensor, n: int) -> Tensor:
-    """float32 [B, Hkv, n]."""
+    """Checks a tensor with one value per key, and returns it as float32 [B, Hkv, n]."""
     check_tensor(values, name)
     batch, _, heads, _ = key.shape
     if values.dim() == 4 and values.shape[2] == 1:
@@ -253,7 +254,7 @@ def _documents(
     total: int,
     device: torch.device,
 ) -> Tensor | None:
-    """int64 [B or 1, documents + 1]."""
+    """Returns the offsets of the documents, int64 [B or 1, documents + 1], or None if the call names no documents."""
     if cu_seqlens is None:
         if position_ids is None:
             return None
@@ -274,7 +275,7 @@ def _documents(
 def checked_offsets(
     cu_seqlens: Tensor | Iterable[int], total: int, *, batched: bool = False
 ) -> Tensor:
-    """Offsets of packed documents in `total` tokens. The values of a tensor on a GPU are not read."""
+    """Checks the offsets of packed documents in `total` tokens. It does not read the values of a tensor on a GPU."""
     if not isinstance(cu_seqlens, Tensor):
         if isinstance(cu_seqlens, str) or not isinstance(cu_seqlens, Iterable):
             raise TypeError(
@@ -288,7 +289,7 @@ def checked_offsets(
 
 
 def checked_positions(position_ids: Tensor, batch: int, total: int) -> Tensor:
-    """[B or 1, N]."""
+    """Checks the positions of the whole sequence, and returns them as [B or 1, N]."""
     check_tensor(position_ids, "position_ids")
     if position_ids.dim() == 1:
         position_ids = position_ids[None]
@@ -306,13 +307,13 @@ def checked_positions(position_ids: Tensor, batch: int, total: int) -> Tensor:
 def offsets_of_positions(
     position_ids: Tensor, batch: int, total: int, *, read: bool = False
 ) -> Tensor:
-    """int64 [B or 1, N + 1]: where documents begin, and then the total as often as there is room.
+    """Returns where documents begin, int64 [B or 1, N + 1]. All entries after the last document are `total`.
 
-    read: whether a GPU may be waited for, to raise for another order of tokens; on the CPU that is always raised.
+    read: whether the host may wait for a GPU to check the order of the tokens. The order is always checked on the CPU.
     """
     position_ids = checked_positions(position_ids, batch, total)
     begins = position_ids.diff(dim=1, prepend=position_ids[:, :1] - 2) != 1
-    # Padding has the position 0 or 1.
+    # Padding tokens have the position 0 or 1.
     first = position_ids[:, :1].clamp(min=1)
     if (read or position_ids.is_cpu) and bool((begins & (position_ids > first)).any()):
         raise ValueError(

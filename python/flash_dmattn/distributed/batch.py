@@ -22,16 +22,17 @@ from ..keys.positions import check_offsets
 from .arguments import checked_offsets, checked_positions, offsets_of_positions
 from .wire import Wire, code_of, wire_of
 
-IGNORED = -100  # the label that losses ignore
+IGNORED = -100  # losses ignore tokens with this label
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of one rank of a batch of N tokens a row, padded to R n.
+    """One rank's piece of a batch whose rows have N tokens. The batch is padded to R n tokens, and each piece has n.
 
-    input_ids, position_ids: int [B, n]. shift_labels: int [B, n], the label of each token's next one, -100 where there is none.
-    key_mask: bool [B, n]; None: there is no padding that a token could see.
-    cu_seqlens: offsets of the documents in the whole sequence; None: there is one in each row.
+    input_ids, position_ids: int [B, n].
+    shift_labels: int [B, n]; each token has the label of the token after it, or -100 if there is none.
+    key_mask: bool [B, n]; None: the batch has no padding that a token could see.
+    cu_seqlens: the offsets of the documents in the whole sequence; None: each row is one document.
     length: N.
     """
 
@@ -43,12 +44,12 @@ class Piece:
     length: int
 
     def attention_options(self) -> dict[str, Any]:
-        """Arguments of context_parallel_dmattn."""
+        """Returns the arguments of context_parallel_dmattn that depend on the batch."""
         return {"key_mask": self.key_mask, "cu_seqlens": self.cu_seqlens}
 
 
 class ContextParallel:
-    """The ranks that share the sequences of a batch; each of them is given the whole batch and keeps a piece.
+    """The ranks that share the sequences of a batch. Each rank gets the whole batch and keeps its piece.
 
         cp = ContextParallel(mesh["cp"])
         piece = cp.shard(input_ids, labels)
@@ -56,14 +57,14 @@ class ContextParallel:
         losses = F.cross_entropy(logits.flatten(0, 1), piece.shift_labels.flatten(), reduction="sum")
         cp.mean(losses, (piece.shift_labels != -100).sum()).backward()
 
-    group: ProcessGroup, or DeviceMesh of one dimension.
+    group: a ProcessGroup, or a DeviceMesh of one dimension.
     """
 
     def __init__(self, group):
         self.wire = wire_of(group)
 
     def __deepcopy__(self, memo: dict) -> ContextParallel:
-        """Returns itself: a copy of a model is on the same ranks."""
+        """Returns this object itself, because a copy of a model is on the same ranks."""
         return self
 
     @property
@@ -85,18 +86,21 @@ class ContextParallel:
         multiple: int = 1,
         pad_token_id: int = 0,
     ) -> Piece:
-        """This rank's piece of a batch, which is the same on all ranks. Pieces are consecutive, in the order of ranks, and equally
-        long; padding comes after the sequence.
+        """Returns this rank's piece of a batch. Every rank has to pass the same batch.
 
-        input_ids: int [B, N]. labels: int [B, N], one for each token, not shifted: here they are shifted before the sequence is
-            cut, as the label of a piece's last token is the first token of the next piece.
-        position_ids: int [B or 1, N]; where they begin again a document begins. By default they count the tokens of each
-            document. attention_mask: bool or integers [B, N], 0 for padding; with padding a row is one document.
-        cu_seqlens: int [documents + 1], a tensor or a list: offsets of packed documents, B = 1. The first token of a document is
-            no label.
-        multiple: the length of a piece is a multiple of it.
+        Pieces are consecutive, in the order of ranks, and equally long. Padding comes after the sequence.
 
-        Raises ValueError on all ranks where one has another batch, in the first calls of the group.
+        input_ids: int [B, N].
+        labels: int [B, N], one for each token, not shifted. This function shifts them before it cuts the sequence,
+            because the label of a piece's last token is the first token of the next piece.
+        position_ids: int [B or 1, N]; a document begins where positions begin again. By default they count the tokens
+            of each document.
+        attention_mask: bool or integers [B, N], 0 for padding; a row with padding is one document.
+        cu_seqlens: int [documents + 1], a tensor or a list: the offsets of packed documents, B = 1. The first token of
+            a document is not a label of the token before it.
+        multiple: the length of a piece is a multiple of this number.
+
+        In the group's first calls, all ranks raise ValueError if their batches differ.
         """
         tensors = {
             "input_ids": input_ids,
@@ -117,7 +121,7 @@ class ContextParallel:
 
         def compared_numbers(checked: tuple[Tensor | None, ...]) -> dict[str, int]:
             _, offsets, _ = checked
-            if offsets is not None:  # which may be on a GPU: values are read below, too
+            if offsets is not None:  # may be on a GPU; the values below are read from it, too
                 check_offsets(offsets.cpu(), "cu_seqlens", input_ids.shape[1])
             compared = tensors | {"cu_seqlens": offsets}
             codes = {name: _code_of_values(name, t) for name, t in compared.items()}
@@ -165,9 +169,9 @@ class ContextParallel:
         return whole[:, self.rank * n : (self.rank + 1) * n].contiguous()
 
     def gather(self, local: Tensor, length: int | None = None) -> Tensor:
-        """The whole [B, N, ...] of pieces [B, n, ...], on every rank, without a gradient.
+        """Joins the pieces [B, n, ...] of all ranks to the whole [B, N, ...] on every rank. The result has no gradient.
 
-        length: N, where pieces are padded (`Piece.length`).
+        length: N (`Piece.length`), if the pieces are padded.
         """
 
         def check_arguments() -> None:
@@ -185,11 +189,11 @@ class ContextParallel:
         return whole if length is None else whole[:, :length]
 
     def mean(self, total: Tensor, count: Tensor | int) -> Tensor:
-        """The sum of `total` over all ranks, divided by the sum of `count`, with a gradient for this rank's total.
+        """Divides the sum of `total` over all ranks by the sum of `count`. Each rank's total gets a gradient.
 
-        As DDP and FSDP average gradients over ranks, the gradient counts R times: what they average is then the gradient of this
-        mean. A rank without labels has a total of 0 and takes part. Where the counts add up to 0, the result is the
-        sum of the totals.
+        DDP and FSDP average gradients over the R ranks, so this function multiplies the gradient by R: the average is
+        then the gradient of the mean. A rank without labels has to call it as well, with a total of 0. If the counts
+        add up to 0, the result is the sum of the totals.
         """
 
         def checked_count() -> Tensor:
@@ -212,8 +216,10 @@ class ContextParallel:
         return _Mean.apply(total, count, self.wire)
 
     def roll(self, local: Tensor, shifts: int) -> Tensor:
-        """This rank's piece of torch.roll(whole, shifts, dims=1), with its gradient; pieces [B, n, ...] are equally long and have
-        at least |shifts| tokens."""
+        """Returns this rank's piece of torch.roll(whole, shifts, dims=1), which has a gradient.
+
+        Pieces [B, n, ...] are equally long and have at least |shifts| tokens.
+        """
 
         def check_arguments() -> None:
             _check_local(local)
@@ -276,7 +282,7 @@ def _offsets_of_batch(
     attention_mask: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> Tensor | None:
-    """int64 [B or 1, documents + 1]; None: there is one document in each row."""
+    """Returns the offsets of the documents, int64 [B or 1, documents + 1], or None if each row is one document."""
     if cu_seqlens is not None:
         return cu_seqlens.to(device=input_ids.device, dtype=torch.int64).reshape(1, -1)
     if position_ids is None or attention_mask is not None:
@@ -286,7 +292,7 @@ def _offsets_of_batch(
 
 
 def _code_of_values(name: str, tensor: Tensor | None) -> int:
-    """A number for the shape and the values of a tensor of a batch, in their order. A device is waited for."""
+    """Encodes a tensor's shape and its values in their order as a number. The host waits for the device."""
     if tensor is None:
         return 0
     values = (tensor.bool() if name == "attention_mask" else tensor).flatten().long()
@@ -295,7 +301,7 @@ def _code_of_values(name: str, tensor: Tensor | None) -> int:
 
 
 def short_offsets(offsets: Tensor, length: int) -> Tensor | None:
-    """Drops most of the offsets after the last document; None: there is one document in each row."""
+    """Drops the offsets that no row needs after its last document. Returns None if each row is one document."""
     documents = int((offsets < length).sum(1).max())
     return None if documents == 1 else offsets[:, : documents + 1].contiguous()
 
@@ -322,7 +328,7 @@ class _Roll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        # create_graph: the gradient of tokens that other ranks have sent returns to them.
+        # With create_graph, this roll needs a gradient too: it returns to the ranks that sent the tokens.
         roll = _Roll.apply if torch.is_grad_enabled() else _roll_tokens
         return roll(gradient, -ctx.shifts, ctx.wire), None, None
 

@@ -1,4 +1,4 @@
-"""The keys that tokens after a piece see: how many they are, and a KV cache of them."""
+"""The keys that tokens after a piece see: the number of these keys, and a KV cache that holds them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ def boundary_places(
     sink_tokens: int = 0,
     lengths: Sequence[int] | None = None,
 ) -> int:
-    """The rows that `headroom` leaves in front of the keys and values of a rank with `tokens` tokens; other arguments as in
-    `begin_exchange`."""
+    """Returns how many rows `headroom` leaves in front of a rank's keys and values.
+
+    tokens: the number of tokens of this rank. The other arguments are as in `begin_exchange`.
+    """
     wire = wire_of(group)
     check_count(tokens, "tokens")
     rule = SelectionRule(
@@ -39,12 +41,14 @@ def boundary_places(
 
 
 def boundary_state(exchanged: ExchangedKeys, *, chunk: int = 0) -> KVSlots:
-    """A KV cache of the keys that tokens after this rank's piece see. Generation continues from the last rank's cache.
+    """Returns a KV cache of the keys that tokens after this piece see. Generation continues from the last rank's cache.
 
-    chunk: of the cache. If a document continues after the piece, positions and `seen` count from its beginning; if none does,
-    the cache is empty. Its `capped` counts no keys that left before this piece.
+    If a document continues after the piece, positions and `seen` count from the document's beginning. If no document
+    does, the cache is empty. The cache's `capped` does not count keys that left before this piece.
 
-    Raises ValueError for another bias than the scores, as a cache keeps one value for each key.
+    chunk: the cache's maximum number of pending tokens.
+
+    Raises ValueError if the bias is not the scores, because a cache keeps one value for each key.
     """
     check_exchanged(exchanged)
     if exchanged.bias is not None and not exchanged.bias_is_score:
@@ -70,7 +74,7 @@ def boundary_state(exchanged: ExchangedKeys, *, chunk: int = 0) -> KVSlots:
         there = places >= 0
         rows = places.clamp(min=0)
         scores = torch.where(there, scores.gather(-1, rows), torch.nan)
-        # One query sees the keys that are present.
+        # The intervals are those of a single query, which sees every key that is present.
         intervals = torch.stack([torch.zeros_like(there), there], -1).int()
         key, value = (take_rows(t, rows).transpose(1, 2) for t in (key, value))
         cache.fill(key, value, scores, KeyIntervals(intervals, 1))
@@ -80,11 +84,14 @@ def boundary_state(exchanged: ExchangedKeys, *, chunk: int = 0) -> KVSlots:
 
 
 def _state_of_keys(exchanged: ExchangedKeys, begun: Tensor) -> tuple[Tensor, Tensor]:
-    """The places among the keys of `exchanged`, int64 [B, Hkv, S], of those that the last query of this piece sees, -1 for none, and
-    their positions in the whole sequence.
+    """Finds the keys that the last query of this piece sees. Returns (places, positions), each int64 [B, Hkv, S].
 
-    The last recent_window of them are those of the last positions, whether there is a key or not: `KVSlots.fill` finds recent keys
-    by their index. Before them are the others, in their order. begun: where the document that continues has begun.
+    places: indices among the keys of `exchanged`, -1 for no key. `KVSlots.fill` finds recent keys by their index, so
+        the last recent_window entries are for the last recent_window positions, whether a key is there or not. The
+        entries before them are the other keys in their order.
+    positions: the positions of these keys in the whole sequence.
+
+    begun: where the document that continues after the piece begins.
     """
     pieces, rule = exchanged.boundary.pieces, exchanged.boundary.rule
     own_positions = torch.arange(pieces.begin(), pieces.end(), device=exchanged.key.device)
@@ -106,6 +113,6 @@ def _state_of_keys(exchanged: ExchangedKeys, begun: Tensor) -> tuple[Tensor, Ten
     first_recent = pieces.end() - recent
     in_order = torch.arange(size, device=seen.device)
     index = torch.where(at >= first_recent, at - first_recent + size - recent, in_order)
-    index = torch.where(seen < 0, size, index)  # which is cut off
+    index = torch.where(seen < 0, size, index)  # the last column, which is cut off
     places = seen.new_full((batch, heads, size + 1), -1).scatter_(-1, index, seen)[..., :size]
     return places, positions.gather(-1, places.clamp(min=0))

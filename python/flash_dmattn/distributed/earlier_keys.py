@@ -1,4 +1,4 @@
-"""Keys of earlier ranks in front of the keys of this one, and the gradients of both."""
+"""Puts keys of earlier ranks in front of this rank's keys, and returns their gradients."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ from .pieces import Boundary, keys_seen_before
 
 
 class PrependEarlierKeys(torch.autograd.Function):
-    """(key, value, bias, scores) of a call -> key, value [B, W + n, Hkv, D], bias and scores [B, Hkv, W + n], positions int32
-    [B, Hkv, W], W = boundary.places. The gradients of the W rows in front return to their owners; scores have none, and bias has one
-    where it is learned. (Marked as not differentiable they could not be compiled for all lengths by torch 2.11.)"""
+    """Puts W = boundary.places keys of earlier ranks in front of the key, value, bias and scores of a call.
+
+    Results:
+        key, value: [B, W + n, Hkv, D]. The gradients of the first W rows return to the ranks that own these keys.
+        bias: [B, Hkv, W + n]; it has a gradient if the bias is learned.
+        scores: [B, Hkv, W + n]; they have no gradient. (If they were marked as not differentiable, torch 2.11 could not
+            compile this function for all lengths.)
+        positions: int32 [B, Hkv, W], of the W keys.
+    """
 
     @staticmethod
     def forward(ctx, key, value, bias, scores, arguments: CheckedArguments):
@@ -28,7 +34,8 @@ class PrependEarlierKeys(torch.autograd.Function):
         rows, notes, route = collect(arguments.exchange, *(t.flatten(0, 1) for t in winners))
         heads = scores.shape[:2]
         rows, notes = rows.unflatten(0, heads), notes.unflatten(0, heads)
-        # On the first rank these are empty. A compiler would remove an exchange whose results nobody reads, and others would wait.
+        # The first rank gets no keys but reads the results too: a compiler would remove an exchange whose results are
+        # not read, and the other ranks would wait.
         earlier_rows = rows.transpose(1, 2).split([key.shape[3], value.shape[3]], -1)
         for extended, part in zip((key, value), earlier_rows, strict=True):
             extended[:, :W] = part
@@ -36,7 +43,7 @@ class PrependEarlierKeys(torch.autograd.Function):
         for column in columns[1:]:
             column[..., :W] = bias_of(notes)[..., 0]
         positions = position_of(notes)
-        # The arguments themselves are not kept, because they would keep the keys that have been copied.
+        # ctx keeps single fields of `arguments`: the whole would keep the memory of the keys, which have been copied.
         ctx.boundary, ctx.exchange, ctx.headroom = (
             arguments.boundary,
             arguments.exchange,
@@ -59,7 +66,7 @@ class PrependEarlierKeys(torch.autograd.Function):
     def _return_gradients(ctx, dkey, dvalue, dbias, *_):
         places, route = ctx.saved_tensors
         W = ctx.boundary.places
-        # They come from attention alone, so that they may change in place.
+        # Only attention produces these gradients, so they may be changed in place.
         dkey, dvalue = (t.contiguous() for t in (dkey, dvalue))
         front = torch.cat([dkey[:, :W], dvalue[:, :W]], -1).transpose(1, 2)
         earlier_gradients = [front.flatten(0, 1)]
@@ -84,7 +91,7 @@ class PrependEarlierKeys(torch.autograd.Function):
 
 
 class _FirstDerivative(torch.autograd.Function):
-    """The gradients of PrependEarlierKeys, which have none themselves."""
+    """Computes the gradients of PrependEarlierKeys. A second derivative raises an error."""
 
     @staticmethod
     def forward(_, prepended, *gradients):
@@ -98,12 +105,17 @@ class _FirstDerivative(torch.autograd.Function):
 def _winners(
     key: Tensor, value: Tensor, columns: list[Tensor], scores: Tensor, arguments: CheckedArguments
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The keys that later ranks may see: their places as rows of the extended keys, int64 [B, Hkv, c], ascending; then as many rows in
-    front as keys are missing, each of them once. Their rows [B, Hkv, c, D + Dv] and notes, int32 [B, Hkv, c, 2 or 3]."""
+    """Collects the keys of this piece that later ranks may see. Returns (places, rows, notes).
+
+    places: int64 [B, Hkv, c], ascending indices of these keys among the extended keys. If there are fewer than c keys,
+        each missing one has a place of its own among the W rows in front.
+    rows: [B, Hkv, c, D + Dv], the key and value at each place.
+    notes: int32 [B, Hkv, c, 2 or 3], the score, the position and, if there is one, the bias at each place.
+    """
     batch, heads, n = scores.shape
     c, W = arguments.boundary.winners, arguments.boundary.places
     front_places = torch.arange(c, device=scores.device)
-    if arguments.boundary.pieces.is_last():  # nobody sees its keys, and it chooses none
+    if arguments.boundary.pieces.is_last():  # no rank sees its keys, so it chooses none
         rows = key.new_zeros((batch, heads, c, key.shape[3] + value.shape[3]))
         notes = no_key(scores.new_empty(1 + len(columns))).expand(batch, heads, c, -1)
         return front_places.expand(batch, heads, c), rows, notes
@@ -117,7 +129,7 @@ def _winners(
 
 
 def _choose_places(scores: Tensor, arguments: CheckedArguments) -> Tensor:
-    """int64 [B, Hkv, c], of the keys of this piece, ascending and then -1."""
+    """Chooses the keys of this piece that later ranks may see: ascending indices, padded with -1, int64 [B, Hkv, c]."""
     boundary, present = arguments.boundary, arguments.present
     pieces, (batch, heads, n) = boundary.pieces, scores.shape
     positions = torch.arange(pieces.begin(), pieces.end(), device=scores.device)
@@ -137,7 +149,10 @@ def _choose_places(scores: Tensor, arguments: CheckedArguments) -> Tensor:
 
 
 def _add_places(rows: Tensor, places: int, headroom: bool) -> Tensor:
-    """rows [B, places + n, H, D], of which the first are zeros."""
+    """Returns rows [B, places + n, H, D] whose first `places` rows are zeros.
+
+    With headroom, `rows` already has the places, and they are zeroed in place.
+    """
     if headroom:
         extended = rows.detach()
     else:
@@ -149,23 +164,23 @@ def _add_places(rows: Tensor, places: int, headroom: bool) -> Tensor:
 
 
 def _pad_front(values: Tensor, places: int, filler: float) -> Tensor:
-    """[B, H, places + n]."""
+    """Puts `places` columns of `filler` in front of the values. Returns [B, H, places + n]."""
     return torch.nn.functional.pad(values, (places, 0), value=filler)
 
 
 def _index(rows: Tensor, places: Tensor) -> Tensor:
-    """The index [B, H, c, D] of places [B, H, c] for gather and scatter along the keys of [B, H, L, D]."""
+    """Expands places [B, H, c] to an index [B, H, c, D] for gather and scatter along the keys of [B, H, L, D]."""
     return places[..., None].expand(-1, -1, -1, rows.shape[3])
 
 
 def take_rows(rows: Tensor, places: Tensor) -> Tensor:
-    """[B, H, c, D] of rows [B, L, H, D]."""
+    """Gathers rows [B, L, H, D] at places [B, H, c]. Returns [B, H, c, D]."""
     rows = rows.transpose(1, 2)
     return rows.gather(2, _index(rows, places))
 
 
 def _add_rows(rows: Tensor, places: Tensor, more: Tensor, boundary: Boundary) -> None:
-    """Adds float32 [B, H, c, D] to rows [B, L, H, D] at places, none of which occurs twice."""
+    """Adds `more`, float32 [B, H, c, D], to rows [B, L, H, D] at places [B, H, c]. No place occurs twice."""
     rows = rows.transpose(1, 2)
     index = _index(rows, places)
     total = rows.gather(2, index) + more  # float32

@@ -1,14 +1,19 @@
-"""How the winners of every rank reach the ranks that see them, and how their gradients come back.
+"""Sends the winners of every rank to the ranks that see them, and returns their gradients.
 
-A rank gives the rows of its winners with their notes: the bits of the score, the position, and the bits of a bias. It gets rows and
-notes of the keys of earlier ranks that it sees, in the order of their positions; a place without a key has rows of zeros and the
-notes of `no_key`. Sizes follow from shapes alone, so that the host waits for nothing and a CUDA graph can be captured.
+The winners of a rank are its keys that later ranks may see. The rank sends each winner as a row (its key and value) and
+notes: the bits of its score, its position, and the bits of its bias if there is one. The rank receives the rows and
+notes of the keys of earlier ranks that it sees, in the order of their positions. A place without a key has a row of
+zeros and the notes of `no_key`. Sizes follow from shapes alone, so the host never waits for the device, and a CUDA
+graph can be captured.
 
 Letters of the shapes:
-  P  pairs (b, kv head)            F  columns of a row: those of key and value, or of their gradients
-  c  winners of a rank             M  columns of notes, int32
+  P  pairs (b, kv head)
+  c  winners of a rank
   W  places for keys of earlier ranks
-  L  candidates for these places   K  boundaries between ranks, for which places are chosen
+  L  candidates for these places
+  K  boundaries between ranks, for which places are chosen
+  F  columns of a row: those of key and value, or of their gradients
+  M  columns of the notes, int32
 """
 
 from __future__ import annotations
@@ -32,15 +37,19 @@ class Exchange(Protocol):
     def route_shape(self, P: int) -> tuple[int, ...]: ...
 
     def collect(self, rows: Tensor, notes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows and notes of the keys that this rank sees, and the route by which their gradients return."""
+        """Sends the winners' rows and notes. Returns the rows and notes of the keys that this rank sees, and their
+        route, by which their gradients return."""
 
     def give_back(self, route: Tensor, *gradients: Tensor) -> list[Tensor] | None:
-        """The sums over all later ranks, in their order and in float32, of gradients [P, W, F]: [P, c, F] for the winners of
-        this rank; None where no rank is later."""
+        """Returns the gradients [P, W, F] of the keys that this rank has seen to the ranks that sent them.
+
+        Returns the gradients of this rank's winners, [P, c, F]: the sums over all later ranks, in the order of ranks
+        and in float32. Returns None on the last rank.
+        """
 
 
 def no_key(notes: Tensor) -> Tensor:
-    """Notes [M] of a place without a key: a score of NaN, the position -1, a bias of 0."""
+    """Returns the notes [M] of a place without a key: the score NaN, the position -1 and, if M is 3, the bias 0."""
     nan = torch.full((1,), math.nan, device=notes.device).view(torch.int32)
     rest = torch.zeros(notes.shape[-1] - 2, dtype=torch.int32, device=notes.device)
     return torch.cat([nan, torch.full_like(nan, -1), rest])
@@ -59,7 +68,7 @@ def bias_of(notes: Tensor) -> Tensor:
 
 
 def _take_rows(candidates: Tensor, places: Tensor, missing: Tensor | float) -> Tensor:
-    """candidates [P, L, F] at places [K, P, W], and `missing` where a place is -1: [K, P, W, F]."""
+    """Gathers candidates [P, L, F] at places [K, P, W]. Returns [K, P, W, F], with `missing` for each place of -1."""
     K, P, W = places.shape
     candidates = candidates.expand(K, *candidates.shape)
     index = places.clamp(min=0)[..., None].expand(K, P, W, candidates.shape[-1])
@@ -68,8 +77,10 @@ def _take_rows(candidates: Tensor, places: Tensor, missing: Tensor | float) -> T
 
 
 def _add_rows(total: Tensor, rows: Tensor, places: Tensor) -> None:
-    """The transpose of `_take_rows` for one boundary: adds rows [P, W, F] to total [P, L + 1, F] at places [P, W], of which none but -1
-    occurs twice. The last row of the total takes what has no place."""
+    """Adds rows [P, W, F] to total [P, L + 1, F] at places [P, W]: the transpose of `_take_rows` for one boundary.
+
+    Only the place -1 may occur more than once. Its rows go to the last row of `total`, which callers drop.
+    """
     last = total.shape[1] - 1
     index = torch.where(places < 0, last, places)[..., None].expand(rows.shape)
     total.scatter_(1, index, total.gather(1, index) + rows)
@@ -78,10 +89,12 @@ def _add_rows(total: Tensor, rows: Tensor, places: Tensor) -> None:
 def _seen_of_candidates(
     boundary: Boundary, notes: Tensor, boundaries: slice, rows: slice, P: int, size: int
 ) -> Tensor:
-    """Places [boundaries, rows, size] of the keys that the last query before each of the boundaries sees among candidates with notes
-    [rows, L, M]; rows: of P."""
+    """Finds the candidates that the last query before each boundary sees: places [boundaries, rows, size].
+
+    notes: [rows, L, M], of the candidates. boundaries: a slice of the K boundaries. rows: a slice of the P rows.
+    """
     begins = boundary.pieces.begins[boundaries]
-    # fill is used because a copy from a list would wait for the device.
+    # torch.full: a copy from a list would wait for the device.
     begins = torch.stack([torch.full((1, 1), begin, device=notes.device) for begin in begins])
     positions = position_of(notes)[None].long()
     begun = 0
@@ -96,8 +109,8 @@ def _seen_of_candidates(
 
 
 def _swap_parts(wire: Wire, to: range, since: range, *parts: Tensor) -> list[Tensor]:
-    """Sends part i of each tensor [len(to), ...] to the i-th of these ranks, and returns what those of `since` sent, [len(since), ...];
-    nothing where there are none."""
+    """Sends part i of each tensor [len(to), ...] to rank to[i]. Returns the parts that the ranks `since` sent to this
+    rank, [len(since), ...] for each tensor, or an empty list if `since` is empty."""
     message = pack(*parts)
     sent, received = [0] * wire.size, [0] * wire.size
     for ranks, byte_counts in ((to, sent), (since, received)):
@@ -110,18 +123,21 @@ def _swap_parts(wire: Wire, to: range, since: range, *parts: Tensor) -> list[Ten
 
 
 def _copies_of_part(part: Tensor, ranks: range) -> Tensor:
-    """[len(ranks), ...] of one part that all of them get."""
+    """Expands one part to [len(ranks), ...], so that every rank of `ranks` gets it."""
     return part[None].expand(len(ranks), *part.shape)
 
 
 def _join_ranks(parts: Tensor) -> Tensor:
-    """[ranks, P, L, F] -> [P, ranks L, F]."""
+    """Joins the candidates of all ranks: [ranks, P, L, F] -> [P, ranks L, F]."""
     return parts.transpose(0, 1).flatten(1, 2)
 
 
 class Direct:
-    """Each rank sends its winners to every later rank, and gradients to the ranks of their keys: one collective each way, with
-    (R - 1) c rows of the busiest rank. Two ranks exchange the least that is possible."""
+    """Sends each rank's winners straight to every later rank, and gradients straight to the ranks that own the keys.
+
+    Forward and backward use one collective each, in which the busiest rank moves (R - 1) c rows. With two ranks no
+    exchange can move less.
+    """
 
     def __init__(self, wire: Wire, boundary: Boundary):
         self.wire, self.boundary = wire, boundary
@@ -143,7 +159,7 @@ class Direct:
             none = torch.full((P, W), -1, device=rows.device)
             return rows.new_zeros(()).expand(P, W, columns), no_key(notes).expand(P, W, -1), none
         notes, rows = map(_join_ranks, earlier_parts)
-        if rank == 1:  # which sees all winners of rank 0
+        if rank == 1:  # rank 1 sees all winners of rank 0
             missing = W - c
             route = torch.arange(c, device=rows.device)
             route = F.pad(torch.where(position_of(notes) < 0, -1, route), (0, missing), value=-1)
@@ -171,8 +187,10 @@ class Direct:
 
 
 class Parts(NamedTuple):
-    """How rows [P, L, F] are cut into one part for each of some ranks: into groups of rows, and where there are more ranks than rows
-    into blocks of columns."""
+    """Cuts rows [P, L, F] into one part for each rank: into groups of rows, and each group into blocks of columns.
+
+    There is more than one block only if the number of ranks does not divide P.
+    """
 
     groups: int
     blocks: int
@@ -183,12 +201,12 @@ class Parts(NamedTuple):
         return cls(groups, ranks // groups)
 
     def rows_of(self, part: int, P: int) -> slice:
-        """Which of P rows a part has."""
+        """Returns which of the P rows a part has."""
         group, size = part // self.blocks, P // self.groups
         return slice(group * size, (group + 1) * size)
 
     def split(self, rows: Tensor) -> Tensor:
-        """[P, L, F] -> [parts, rows of a part, L, columns of a part]. A single column, that of a bias, is in every block."""
+        """Cuts [P, L, F] into [parts, rows of a part, L, columns of a part]. A bias (F = 1) is in every block."""
         if rows.shape[2] == 1:
             return self.copies(rows)
         missing = -rows.shape[2] % self.blocks
@@ -203,7 +221,7 @@ class Parts(NamedTuple):
         return parts.flatten(3).flatten(0, 1)[..., :columns]
 
     def copies(self, notes: Tensor) -> Tensor:
-        """[P, L, M] -> [parts, rows of a part, L, M]: all of it to each block of columns."""
+        """Cuts [P, L, M] into [parts, rows of a part, L, M]. Every block of columns gets all M columns."""
         return notes.unflatten(0, (self.groups, -1)).repeat_interleave(self.blocks, 0)
 
     def one_copy(self, parts: Tensor) -> Tensor:
@@ -211,10 +229,14 @@ class Parts(NamedTuple):
 
 
 class Nodes:
-    """Three exchanges: within nodes of g ranks, between them, and within again. Rank j of a node collects the j-th part of its
-    node's winners, gives what the last query of the node sees of it to the j-th rank of every later node, and gives each rank of
-    its own node this part of what it sees. Of the three collectives each way one is between nodes, with W / g rows for each later
-    node; `TwoHops` sends 2 W rows. A single node exchanges nothing between nodes and makes no summary, as `TwoHops`."""
+    """Exchanges keys in three collectives: within nodes of g ranks, then between nodes, then within nodes again.
+
+    Rank j of a node collects part j of the winners of its node. It sends the keys among them that the node's last query
+    sees (the summary) to rank j of every later node. It then sends every rank of its own node part j of the keys that
+    this rank sees. Backward uses three collectives, too. One of the three runs between nodes, with W / g rows for each
+    later node; `TwoHops` sends 2 W rows. A single node makes no summary and exchanges nothing between nodes (see
+    `TwoHops`).
+    """
 
     def __init__(self, wire: Wire, boundary: Boundary):
         self.wire, self.boundary = wire, boundary
@@ -224,7 +246,7 @@ class Nodes:
         self.earlier = range(self.local, self.mates.start, size)
         self.later = range(wire.rank + size, wire.size, size)
         most, _ = boundary.rule.key_bound(is_causal=True)
-        # Keys of a node that later ones may see; 0: there is one node.
+        # The number of keys of a node that later nodes may see; 0 if there is one node.
         self.summary = min(most, size * boundary.winners) if wire.size > size else 0
 
     def ranks_of_node(self) -> int:
@@ -267,21 +289,21 @@ class Nodes:
         totals, earlier_sums = [], []
         for gathered in swap(*map(parts.split, gradients)):
             total = _zero_sums(gathered, before + size * c)
-            first = 1 if self.node == 0 else 0  # the first rank of all sees no earlier key
+            first = 1 if self.node == 0 else 0  # rank 0 of the group sees no earlier key
             for rank in range(first, size):
                 _add_rows(total, gathered[rank], route[rank])
             totals.append(total[:, before:])
             earlier_sums.append(self.boundary.round_gradient(total[:, :before], gathered.dtype))
         if self.summary:
             self._add_later(totals, earlier_sums, summary)
-        # In float32: one rounding more would be a third of the distance from one process.
+        # The sums stay float32: another rounding would be a third of the total distance from the result of one process.
         winner_sums = swap(*(t[:, :-1].unflatten(1, (size, c)).transpose(0, 1) for t in totals))
         return [
             parts.join(part, g.shape[2]) for part, g in zip(winner_sums, gradients, strict=True)
         ]
 
     def _add_later(self, totals: list[Tensor], earlier_sums: list[Tensor], summary: Tensor) -> None:
-        """Gives sums to earlier nodes, and adds those of later ones for the keys of the summary."""
+        """Sends `earlier_sums` to earlier nodes, and adds the sums of later nodes for the keys of the summary."""
         shape = len(self.earlier), self.summary
         node_sums = (t.unflatten(1, shape).transpose(0, 1) for t in earlier_sums)
         later_sums = _swap_parts(self.wire, self.earlier, self.later, *node_sums)
@@ -291,15 +313,19 @@ class Nodes:
 
 
 class TwoHops(Nodes):
-    """One node of all ranks: rank i collects the i-th part of all winners, and gives each rank this part of what it sees. Two
-    collectives each way, less than 2 W rows whatever R is and wherever the best keys are."""
+    """Treats all ranks as one node.
+
+    Rank i collects part i of all winners, and sends each rank part i of the keys that this rank sees. Forward and
+    backward use two collectives each. A rank moves less than 2 W rows for any R and any scores.
+    """
 
     def ranks_of_node(self) -> int:
         return self.wire.size
 
 
 def _zero_sums(gathered: Tensor, candidates: int) -> Tensor:
-    """[P, candidates + 1, F] for sums of gathered [ranks, P, W, F]; the last row takes what has no place."""
+    """Returns zeros [P, candidates + 1, F], to which gradients [ranks, P, W, F] are added. The last row takes gradients
+    of places without a key."""
     wide = torch.promote_types(gathered.dtype, torch.float32)
     return gathered.new_zeros((gathered.shape[1], candidates + 1, gathered.shape[3]), dtype=wide)
 
@@ -319,11 +345,12 @@ EXCHANGES = {"direct": Direct, "two_hops": TwoHops, "nodes": Nodes}
 
 
 def choose_exchange(name: str, wire: Wire) -> type[Direct] | type[TwoHops] | type[Nodes]:
-    """The exchange of a name; "auto" is the one that takes less time."""
+    """Returns the exchange of this name. "auto" chooses one that is fast for this number of ranks and nodes."""
     if name == "auto":
         nodes = wire.size // wire.node_size
         name = "direct" if wire.size <= 2 else "two_hops"
-        # Beyond, two hops move less between nodes: of n nodes of g ranks 2 (n - 1) / n states, not (n - 1) / g.
+        # With more nodes, two hops move less data between nodes. For n nodes of g ranks, two hops move 2 (n - 1) / n
+        # states, and "nodes" moves (n - 1) / g.
         if wire.node_size > 2 and 2 <= nodes <= 2 * wire.node_size:
             name = "nodes"
     if not isinstance(name, str) or name not in EXCHANGES:

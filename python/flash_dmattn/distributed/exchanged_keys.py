@@ -1,4 +1,4 @@
-"""Keys of earlier ranks and of this one, between the two steps of context parallelism."""
+"""The keys of earlier ranks and of this rank, which the first step of context parallelism hands to the second."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ from .wire import Wire
 
 
 class ExchangedKeys(NamedTuple):
-    """Keys of earlier ranks, then those of this rank: what `begin_exchange` returns, for `attend_to_pieces` and `boundary_state`.
+    """The result of `begin_exchange`: keys of earlier ranks, then those of this rank.
 
-    The first `places` keys are of earlier ranks, in the order of their positions; after them come places without a key, whose
-    position is -1.
+    `attend_to_pieces` and `boundary_state` take it. The first `places` rows are for keys of earlier ranks. The keys
+    come first, in the order of their positions. The places that are left hold no key and have the position -1.
     """
 
     boundary: Boundary
     key: Tensor  # [B, places + n, Hkv, D]
     value: Tensor
-    scores: Tensor  # float32 [B, Hkv, places + n], NaN: never chosen
-    bias: Tensor | None  # float32, of the same shape; None: none is added
+    scores: Tensor  # float32 [B, Hkv, places + n]; a key whose score is NaN is never chosen
+    bias: Tensor | None  # float32 [B, Hkv, places + n]; None: no bias is added
     bias_is_score: bool
-    positions: Tensor  # int32 [B, Hkv, places], in the whole sequence
-    present: Tensor | None  # bool [B, 1 or Hkv, n]: which keys of this rank are there; None: all
-    documents: Tensor | None  # int64 [B or 1, documents + 1]: their offsets in the whole sequence
-    stream: torch.cuda.Stream | None = None  # which makes the tensors; None: the current one did
-    # The options of `attend_to_pieces` that `begin_exchange` has got and compared; None: it got none.
+    positions: Tensor  # int32 [B, Hkv, places], positions in the whole sequence
+    present: Tensor | None  # bool [B, 1 or Hkv, n]: which keys of this rank are present; None: all
+    documents: Tensor | None  # int64 [B or 1, documents + 1]: offsets in the whole sequence
+    # The CUDA stream that makes the tensors. None: the current stream has made them.
+    stream: torch.cuda.Stream | None = None
+    # The options for `attend_to_pieces` that `begin_exchange` got and compared; None: it got no options.
     options: Options | None = None
-    # The wire whose ranks compare what `attend_to_pieces` gets; None: they have, or cannot in compiled code.
+    # The ranks of this wire compare the options of `attend_to_pieces`. None: `begin_exchange` has compared them, or the
+    # code is compiled and cannot compare.
     wire: Wire | None = None
-    check: bool | None = None  # of `begin_exchange`
+    check: bool | None = None  # the argument of `begin_exchange`
 
 
 def check_exchanged(exchanged: object) -> None:
@@ -48,7 +50,7 @@ def check_exchanged(exchanged: object) -> None:
 
 
 def seen_keys(exchanged: ExchangedKeys) -> tuple[Tensor, Visibility]:
-    """The row at each key's position, int64 [B, Hkv, places + n], and the keys that queries see."""
+    """Returns the row at each key's position, int64 [B, Hkv, places + n], and the keys that each query sees."""
     boundary = exchanged.boundary
     own_row, chosen = choose_keys(
         exchanged.scores,
@@ -65,7 +67,7 @@ def seen_keys(exchanged: ExchangedKeys) -> tuple[Tensor, Visibility]:
 
 
 def bias_without_sinks(exchanged: ExchangedKeys) -> ExchangedKeys:
-    """The keys with a bias of 0 for sinks, which then have no gradient of it."""
+    """Returns the keys with the bias of sinks set to 0, so that the bias of a sink gets no gradient."""
     boundary, places = exchanged.boundary, exchanged.boundary.places
     if not boundary.rule.sink_tokens or exchanged.bias is None:
         return exchanged

@@ -1,4 +1,4 @@
-"""Projections whose results leave room in front for the keys of other ranks."""
+"""Projections that leave free rows in front of their results, for keys of other ranks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from .._core.checks import (
 def linear_with_headroom(
     hidden: Tensor, weight: Tensor, places: int, bias: Tensor | None = None
 ) -> Tensor:
-    """F.linear(hidden, weight, bias) after `places` rows of zeros, with its gradient: keys or values for `begin_exchange(headroom=True)`,
-    without a copy.
+    """Computes F.linear(hidden, weight, bias) with `places` rows of zeros in front. The result has a gradient.
 
-    hidden: [B, n, C]; weight: [F, C]; bias: [F] or None. Returns [B, places + n, F]. Later operations on rows
-    (norms, a rotary embedding) may run over all of them.
+    This makes keys or values for `begin_exchange(headroom=True)` without a copy. Later operations on rows (norms, a
+    rotary embedding) may run over all rows.
+
+    hidden: [B, n, C]; weight: [F, C]; bias: [F] or None. Returns [B, places + n, F].
     """
     check_count(places, "places")
     check_tensor(hidden, "hidden")

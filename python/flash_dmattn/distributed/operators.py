@@ -1,7 +1,8 @@
-"""The exchange as a pair of operators, and the choice of keys as one, which torch.compile and selective checkpointing see by their names.
+"""The exchange as a pair of operators, and the choice of keys as a third one.
 
-Their tensors are those of winners and places alone: to save the results of `exchange_keys` in a checkpoint costs a state of w keys,
-and the exchange does not run again.
+torch.compile and selective checkpointing see them by their names. The exchange takes only the winners and returns only
+the keys in `places`, so a checkpoint that saves the results of `exchange_keys` saves w keys and does not run the
+exchange again.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from .wire import wire_of
 
 
 def collect(exchange: Exchange, rows: Tensor, notes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`Exchange.collect`, as an operator where somebody looks at operators."""
+    """Calls `Exchange.collect`. Under torch.compile or a dispatch mode it calls the operator."""
     if not _is_watched():
         return exchange.collect(rows, notes)
     return exchange_keys(rows, notes, *_operands(exchange))
 
 
 def give_back(exchange: Exchange, route: Tensor, *gradients: Tensor) -> list[Tensor] | None:
-    """`Exchange.give_back`, likewise. The operator has a result on every rank: a compiler removes one that nobody reads."""
+    """Calls `Exchange.give_back`. Under torch.compile or a dispatch mode it calls the operator.
+
+    The operator has a result on every rank, because a compiler removes an operator whose results are not read.
+    """
     if not _is_watched():
         return exchange.give_back(route, *gradients)
     return return_gradients(route, list(gradients), *_operands(exchange))
@@ -39,7 +43,10 @@ def choose_keys(
     begin: int,
     rule: SelectionRule,
 ) -> tuple[Tensor, Tensor]:
-    """`keys_of_piece`, likewise: inductor of torch 2.13 made other intervals of documents."""
+    """Calls `keys_of_piece`. Under torch.compile or a dispatch mode it calls the operator.
+
+    The inductor of torch 2.13 compiled `keys_of_piece` to code with different intervals for documents.
+    """
     if not _is_watched():
         return keys_of_piece(scores, positions, present, documents, begin, rule)
     options = (list(rule.windows()), *rule.operands())
@@ -47,12 +54,12 @@ def choose_keys(
 
 
 def _is_watched() -> bool:
-    # Other calls skip the operator, which takes 0.1 ms more of the host.
+    # Other calls skip the operator, because it adds 0.1 ms of host time.
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _operands(exchange: Exchange) -> tuple:
-    """An exchange as arguments of the operators."""
+    """Returns an exchange as the operators' arguments."""
     boundary, rule = exchange.boundary, exchange.boundary.rule
     name = next(name for name, kind in EXCHANGES.items() if type(exchange) is kind)
     return (
@@ -81,7 +88,7 @@ def _rule(windows: list[int], *options) -> SelectionRule:
     return SelectionRule(window, "per_query", *options)
 
 
-# The operands of a rule and of an exchange in the schemas of operators.
+# The arguments for a rule and for an exchange in the operators' schemas.
 _OF_RULE = "SymInt[] windows, SymInt recent_window, bool recent_competes, SymInt sink_tokens, float? score_threshold"
 _OF_EXCHANGE = f"Tensor? begun, SymInt[] begins, SymInt heads, {_OF_RULE}, bool saturate, str exchange, str group"
 
@@ -110,7 +117,7 @@ def _choose_keys_of_piece_fake(scores, *operands):
 )
 def exchange_keys(rows, notes, *operands):
     results = _exchange(*operands).collect(rows, notes)
-    # A result of an operator is no view of another one.
+    # A result of an operator must not be a view of another result.
     return tuple(t.clone(memory_format=torch.contiguous_format) for t in results)
 
 

@@ -24,8 +24,8 @@ from .wire import code_of
 
 
 class Options(NamedTuple):
-    """Arguments of `attend_to_pieces`. All but return_lse, which changes nothing for other ranks, have to be the same on all
-    ranks."""
+    """Arguments of `attend_to_pieces`. They must be the same on all ranks, except return_lse, which affects one
+    rank."""
 
     scale: float | None = None
     softcap: float | None = None
@@ -40,7 +40,7 @@ class Options(NamedTuple):
     def from_arguments(
         cls, options: Mapping[str, Any] | None, query: Tensor | None
     ) -> Options | None:
-        """The options that `begin_exchange` gets for `attend_to_pieces`; None: it gets none."""
+        """Makes Options from the options that `begin_exchange` got. Returns None if it got no options."""
         if options is None:
             return None
         if not isinstance(options, Mapping):
@@ -57,7 +57,7 @@ class Options(NamedTuple):
         return cls(**options)
 
     def check_same(self, begun: Options) -> None:
-        """Raises for the first option that is not as `begin_exchange` got it; a tensor has to be the same object."""
+        """Raises for the first option that `begin_exchange` got differently. A tensor has to be the same object."""
         for name, got, expected in zip(self._fields, self, begun, strict=True):
             if got is expected:
                 continue
@@ -77,9 +77,9 @@ class Options(NamedTuple):
         )
 
     def check(self, query: Tensor, key: Tensor, n: int, bias: Tensor | None) -> None:
-        """Raises what `attend_to_pieces` would raise, where other ranks would already wait for this one.
+        """Raises what `attend_to_pieces` would raise, before other ranks wait for this one.
 
-        key: [B, any, Hkv, D]. n: the tokens of this piece. bias: as in `ExchangedKeys`.
+        key: [B, any number, Hkv, D]. n: the number of tokens in this piece. bias: as in `ExchangedKeys`.
         """
         check_tensor(query, "query")
         (cast,) = autocast_tensors(query)
@@ -94,11 +94,11 @@ class Options(NamedTuple):
             check_sink_logits(self.sink_logits, query)
         backend = resolve_backend(self.backend)
         if backend:
-            unavailable_reason(backend)  # of an unknown one it raises
+            unavailable_reason(backend)  # raises if the backend is unknown
         check_device(cast, backend)
 
     def compared_numbers(self, query: Tensor) -> dict[str, int]:
-        """The numbers that have to be the same on all ranks, by the names of the arguments."""
+        """Returns the numbers that must be equal on all ranks, by the names of the arguments."""
         numerics = self.numerics("saturate").with_scale_for(query.shape[3])
         sink_logits = self.sink_logits
         return {

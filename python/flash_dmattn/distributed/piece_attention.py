@@ -54,32 +54,35 @@ def context_parallel_dmattn(
     exchange: str = "auto",
     check: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """flash_dmattn_func over a sequence of which each rank of a group has a piece, in the order of ranks.
+    """Computes flash_dmattn_func over a sequence that is cut into one piece for each rank, in the order of ranks.
 
-    Returns this rank's rows of `flash_dmattn_func` on the whole sequence, with the same keys (ties included), and the gradients of
-    that call. A rank receives only the keys that the last query before its piece sees: at most keep_window_size for each key head,
-    at any length.
+    Returns this rank's rows of the result of `flash_dmattn_func` on the whole sequence. Queries see the same keys as in
+    that call (ties included), and gradients are the same. A rank receives only the keys that the last query before its
+    piece sees: at most keep_window_size for each key head, at any sequence length.
 
         out = context_parallel_dmattn(q, k, v, scores, group=mesh["cp"], keep_window_size=2048)
 
         # The whole sequence on one rank
         out = flash_dmattn_func(q, k, v, attn_bias=scores, is_causal=True, keep_window_size=2048)
 
-    Where ranks disagree on an argument that has to be the same, all of them raise an error in the first 100 calls of a group; in
-    later calls they may wait for each other for ever, unless check=True.
+    If ranks disagree on an argument that has to be the same, all ranks raise an error in the first 100 calls of a
+    group. In later calls they may wait for each other for ever, unless check=True.
 
-    query: [B, n, Hq, D], key, value: [B, n, Hkv, D], of this rank; n may differ (`lengths`) and may be 0.
-    scores: [B, Hkv or 1, n], by which keys are chosen; float32 is best. They have no gradient but as a bias.
-    group: ProcessGroup, or DeviceMesh of one dimension (mesh["cp"]).
-    keep_window_size: as in flash_dmattn_func; a sequence has a number for each key head.
-    attn_bias: "scores": the scores are added, too; None: nothing; [B, Hkv or 1, n]: another bias, with its gradient.
-    zero_sum: the gradient of the bias sums to 0 over the keys of each head, as DynamicMaskAttention and Doge make it. (Over the
-        keys of one piece the sum is another, so scores may not be passed through with_zero_sum_gradient before.)
+    query: [B, n, Hq, D]; key, value: [B, n, Hkv, D]: the tokens of this rank. n may differ between ranks (see
+        `lengths`) and may be 0.
+    scores: [B, Hkv or 1, n], the scores by which keys are chosen; float32 is best. They have a gradient only as a bias.
+    group: a ProcessGroup, or a DeviceMesh of one dimension (mesh["cp"]).
+    keep_window_size: as in flash_dmattn_func; a sequence has one number for each key head.
+    attn_bias: "scores" adds the scores as a bias; None adds no bias; a tensor [B, Hkv or 1, n] is another bias, which
+        gets a gradient.
+    zero_sum: makes the gradient of the bias sum to 0 over the keys of each head, as DynamicMaskAttention and Doge do.
+        (Do not pass the scores through with_zero_sum_gradient yourself: it would sum over the keys of one piece.)
     scale, softcap, deterministic, nonfinite, sink_logits, bias_delay, return_lse, backend: as in flash_dmattn_func.
     selection, is_causal, recent_window, recent_competes, sink_tokens, score_threshold, key_mask, cu_seqlens, position_ids, lengths,
         headroom, exchange, check: as in `begin_exchange`.
 
-    Every rank of the group has to call it, in the same order, and backward too: a loss on every rank has to use its out.
+    Every rank of the group has to make the same calls in the same order. Every rank has to run backward, too, so the
+    loss of every rank has to depend on `out`.
     """
     attend_options = Options(
         scale, softcap, deterministic, sink_logits, bias_delay, zero_sum, return_lse, backend
@@ -137,31 +140,38 @@ def begin_exchange(
     query: Tensor | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> ExchangedKeys:
-    """The first of the two steps of context_parallel_dmattn: exchanges keys, for which it needs no query.
+    """Exchanges keys, the first of the two steps of context_parallel_dmattn. The exchange needs no query.
 
-    key, value, scores, group, keep_window_size, attn_bias: as there.
-    selection, is_causal: "per_query" and True; others are refused.
+    key, value, scores, group, keep_window_size, attn_bias: as in context_parallel_dmattn.
+    selection, is_causal: "per_query" and True; other values raise an error.
     recent_window, recent_competes, sink_tokens, score_threshold: as in flash_dmattn_func; a threshold needs keep_window_size.
         A sliding window of W keys is keep_window_size=0, recent_window=W.
     key_mask: bool [B, n], False for padding.
     cu_seqlens: int [documents + 1] (or [B, documents + 1]), offsets of packed documents in the whole sequence, the same on all
-        ranks; tokens after the last offset are padding. Documents may extend over any number of ranks.
-    position_ids: int [B or 1, N] of the whole sequence, instead of cu_seqlens: a document begins where positions begin again.
-    lengths: the tokens of every rank, where they are not all equal.
-    headroom: key and value begin with `boundary_places` uninitialised rows, into which the keys of other ranks are written:
-        [B, places + n, Hkv, D]. Without headroom, own keys are copied after such rows.
-    exchange: "direct", one collective and up to (R - 1) keep_window_size rows; "two_hops", two collectives and fewer than
-        2 keep_window_size rows (backward 3); "nodes", three collectives, one of them between hosts, of a part of keep_window_size rows for each
-        later host. "auto" takes the first for two ranks, the third for 2 to 2 g hosts of g > 2 ranks (as torchrun's
-        LOCAL_WORLD_SIZE tells), else the second.
-    nonfinite: as in flash_dmattn_func, for `attend_to_pieces` too.
-    check: None compares the arguments of the ranks in the first 100 calls of a group, and in no later call; True in every call,
-        False in none. Where they differ, all ranks raise an error. The host waits for the device in a call that compares. In one
-        that does not, ranks that disagree may wait for each other for ever; so may ranks that disagree on `check`.
-    stream: of a GPU, where the exchange and what belongs to it run, forward and backward, while the current stream continues with other
-        work (the projection of queries); `attend_to_pieces` waits for it. None: the current stream.
-    query, options: what `attend_to_pieces` will get (options: its arguments by name), so that it is checked and compared before
-        anything is exchanged. Without options `attend_to_pieces` compares, as a collective of all ranks, with the same `check`.
+        ranks. Tokens after the last offset are padding. A document may extend over any number of ranks.
+    position_ids: int [B or 1, N], positions of the whole sequence, instead of cu_seqlens. A document begins where
+        positions begin again.
+    lengths: the number of tokens of each rank, if the ranks have different numbers of tokens.
+    headroom: key and value are [B, places + n, Hkv, D]. The first `places` rows (`boundary_places`) are uninitialised,
+        and keys of other ranks are written to them. Without headroom, key and value are copied to tensors with such
+        rows.
+    exchange: how keys reach the ranks that see them.
+        "direct": one collective; a rank moves up to (R - 1) keep_window_size rows.
+        "two_hops": two collectives; a rank moves fewer than 2 keep_window_size rows (3 in backward).
+        "nodes": three collectives. One of them is between hosts, and moves a part of keep_window_size rows for each
+            later host.
+        "auto": "direct" for two ranks, "nodes" for 2 to 2 g hosts of g > 2 ranks (by torchrun's LOCAL_WORLD_SIZE),
+            otherwise "two_hops".
+    nonfinite: as in flash_dmattn_func. It applies to `attend_to_pieces` too.
+    check: whether the ranks compare their arguments. None: in the first 100 calls of a group only; True: in every call;
+        False: in no call. If the arguments differ, all ranks raise an error. In a call that compares, the host waits
+        for the device. In a call that does not, ranks that disagree may wait for each other for ever. Ranks that
+        disagree on `check` may also wait for ever.
+    stream: the CUDA stream that runs the exchange, forward and backward, while the current stream continues with other
+        work (the projection of queries). `attend_to_pieces` waits for this stream. None: the current stream.
+    query, options: what `attend_to_pieces` will get, where options are its arguments by name. The ranks then check and
+        compare them before the exchange. Without options, `attend_to_pieces` compares them in a collective of its own,
+        according to `check`.
     """
     wire = wire_of(group)
     rule = SelectionRule(
@@ -221,7 +231,7 @@ def _check_stream(stream: object) -> None:
 
 @contextmanager
 def _on_stream(stream: torch.cuda.Stream | None, *tensors: Tensor | None) -> Iterator[None]:
-    """Runs on a stream, or on the current one, what reads tensors that the current one has made."""
+    """Runs the block on `stream`, after the current stream has made `tensors`. None: on the current stream."""
     if stream is None:
         yield
         return
@@ -232,7 +242,7 @@ def _on_stream(stream: torch.cuda.Stream | None, *tensors: Tensor | None) -> Ite
 
 
 def _keep_for(stream: torch.cuda.Stream, tensors: Iterable[Tensor | None]) -> None:
-    """Their memory is not used for others before the stream has read them."""
+    """Keeps the allocator from reusing the memory of `tensors` before `stream` has read them."""
     for tensor in tensors:
         if tensor is not None:
             tensor.record_stream(stream)
@@ -251,9 +261,9 @@ def attend_to_pieces(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The second step: attention of this piece's queries [B, n, Hq, D] to the keys that `begin_exchange` has put together.
+    """Computes attention of this piece's queries [B, n, Hq, D] to the keys that `begin_exchange` returned.
 
-    Options as in context_parallel_dmattn. Returns out [B, n, Hq, D], or (out, lse [B, Hq, n]).
+    The options are as in context_parallel_dmattn. Returns out [B, n, Hq, D], or (out, lse [B, Hq, n]) with return_lse.
     """
     check_exchanged(exchanged)
     options = Options(
@@ -286,7 +296,7 @@ def attend_to_pieces(
         bias = with_zero_sum_gradient(bias)
     own_row = None
     if rule.is_window() and exchanged.documents is None and not bias_delay:
-        # Keys are in the order of their positions, and a window needs no more of them.
+        # A window needs only the order of the keys, and they are in the order of their positions.
         visible = Visibility(None, True)
         scored_rule = ScoredRule(rule, None if exchanged.bias_is_score else exchanged.scores)
     else:

@@ -1,4 +1,4 @@
-"""Consecutive pieces of one sequence, and the keys of earlier pieces that a later one still sees."""
+"""Consecutive pieces of one sequence, and the keys of earlier pieces that later pieces still see."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..keys.rule import SelectionRule, intervals_of_rule
 
 
 class PieceOffsets(NamedTuple):
-    """Where the piece of each rank begins, in the order of ranks; `begins` has the end of the sequence, too."""
+    """The position at which each rank's piece begins. The last entry of `begins` is the end of the sequence."""
 
     rank: int
     begins: tuple[int, ...]
@@ -42,20 +42,20 @@ class PieceOffsets(NamedTuple):
 
 
 class Boundary(NamedTuple):
-    """Facts of the boundaries between pieces that every rank knows before anything is exchanged.
+    """Facts about the boundaries between pieces. Every rank knows them before the exchange.
 
-    A rank sends the `winners` keys of its piece that later pieces may see, and has `places` for keys of earlier pieces: the
-    same numbers on every rank, whatever the scores are.
+    A rank sends `winners` keys of its piece, which later pieces may see, and has `places` rows for keys of earlier
+    pieces. Both numbers are the same on every rank and do not depend on the scores.
     """
 
     pieces: PieceOffsets
     rule: SelectionRule
     heads: int
-    # int64 [B or 1, R + 1]: where the document that continues at each of `begins` has begun; None: there is one document.
+    # int64 [B or 1, R + 1]: the begin of the document that continues at each of `begins`; None: there is one document.
     begun: Tensor | None
     winners: int
     places: int
-    saturate: bool  # gradients in 16 bits; False: inf stays
+    saturate: bool  # whether gradients in 16 bits saturate; False: inf stays
 
     @classmethod
     def from_rule(
@@ -66,18 +66,19 @@ class Boundary(NamedTuple):
         begun: Tensor | None = None,
         saturate: bool = True,
     ) -> Boundary:
-        # A query sees no more keys than that; those that the last query before a boundary sees are all that later queries see.
+        # A query sees at most this many keys. Later queries see no keys before a boundary but those that the last query
+        # before the boundary sees.
         most, _ = rule.key_bound(is_causal=True)
         winners = min(most, pieces.longest())
         places = min(most, (pieces.ranks() - 1) * winners)
         return cls(pieces, rule, heads, begun, winners, places, saturate)
 
     def round_gradient(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-        """A sum of gradients in a narrower dtype."""
+        """Converts a sum of gradients to a narrower dtype."""
         return narrow_gradient(gradient, dtype, self.saturate)
 
     def rule_of_rows(self, rows: slice, batch: int) -> SelectionRule:
-        """The rule for some of the rows (b, head) as if they were heads."""
+        """Returns the rule for a slice of the rows (b, head), each of which counts as a head."""
         windows = self.rule.windows()
         if len(windows) < 2:
             return self.rule
@@ -85,10 +86,10 @@ class Boundary(NamedTuple):
 
 
 def begins_of_documents(offsets: Tensor, boundaries: Sequence[int]) -> Tensor:
-    """Start of the document that contains the first position after each boundary, or the boundary itself if no document contains it.
-    int64 [B or 1, boundaries].
+    """Finds where the document that contains the first position after each boundary begins, int64 [B or 1, boundaries].
 
-    offsets: [B or 1, documents + 1], of packed documents in the whole sequence.
+    If no document contains this position, the entry is the boundary itself.
+    offsets: [B or 1, documents + 1], offsets of packed documents in the whole sequence.
     """
     at = torch.stack([torch.full((1,), b, device=offsets.device) for b in boundaries], 1)
     at = at.expand(offsets.shape[0], -1)
@@ -105,19 +106,21 @@ def keys_seen_before(
     rule: SelectionRule,
     size: int,
 ) -> Tensor:
-    """Indices of the keys that the last query before a boundary sees, ascending, padded with -1: int64 [K, P, size].
+    """Finds the keys that the last query before a boundary sees: ascending indices, padded with -1, int64 [K, P, size].
 
-    boundary: the position after that query; a number or [K, 1, 1].
-    scores: float32 [K or 1, P, L], of keys in the order of their positions; NaN is never chosen.
-    positions: int64 [K or 1, P or 1, L], of those that are present.
-    present: bool [K, P, L]: there is a key, it is before the boundary, and its document continues there; None: all are present.
-    rule: of P heads.
+    boundary: the position after the last query; a number or [K, 1, 1].
+    scores: float32 [K or 1, P, L], the scores of keys in the order of their positions; a key whose score is NaN is
+        never chosen.
+    positions: int64 [K or 1, P or 1, L], the positions of the keys that are present.
+    present: bool [K, P, L], whether there is a key, it is before the boundary, and its document continues at the
+        boundary. None: all keys are present.
+    rule: a rule for P heads.
     """
     scores = scores if present is None else scores.expand(present.shape)
     if rule.is_window():
         indices, _ = best_keys(scores, present, rule.keep_window_size)
     else:
-        own_row = positions - boundary + 1  # in rows of which row 0 is the last query
+        own_row = positions - boundary + 1  # the last query is row 0
         zeros = torch.zeros_like(own_row)
         last = zeros + 1 if present is None else present.long()
         seen = intervals_of_rule(scores, ShownKeys(zeros, last, own_row, zeros), rule, True, 1)
@@ -135,10 +138,11 @@ def keys_of_piece(
     begin: int,
     rule: SelectionRule,
 ) -> tuple[Tensor, Tensor]:
-    """The row at each key's position, int64 [B, H, W + n], and the intervals int32 [B, H, W + n, 2] of the n queries that see it.
+    """Returns the row at each key's position, int64 [B, H, W + n], and the interval of the n queries that see each key,
+    int32 [B, H, W + n, 2].
 
-    scores: [B, H, W + n], of W keys of earlier ranks and those of a piece that begins at the position `begin`; other arguments as
-    in `shown_in_piece`.
+    scores: [B, H, W + n], the scores of W keys of earlier ranks, then of the n keys of this piece.
+    The other arguments are as in `shown_in_piece`.
     """
     n = scores.shape[2] - positions.shape[2]
     shown = shown_in_piece(positions, n, present, documents, begin)
@@ -148,16 +152,18 @@ def keys_of_piece(
 def shown_in_piece(
     positions: Tensor, n: int, present: Tensor | None, documents: Tensor | None, begin: int
 ) -> ShownKeys:
-    """The rows of n queries, a piece that begins at the position `begin`, to which W keys of earlier ranks and n of the piece are shown.
+    """Finds the rows to which each key is shown, among the n queries of a piece that begins at position `begin`. There
+    are W keys of earlier ranks and then the n keys of the piece.
 
-    positions: int32 [B, H, W], of the former; -1: there is no key. present: bool [B, 1 or H, n]. documents: int64 offsets
-    [B or 1, documents + 1].
+    positions: int32 [B, H, W], the positions of the keys of earlier ranks; -1: there is no key.
+    present: bool [B, 1 or H, n], whether a key of the piece is present; None: all are.
+    documents: int64 [B or 1, documents + 1], offsets of the documents in the whole sequence.
     """
     W = positions.shape[2]
     offsets = None if documents is None else (documents - begin).clamp(0, n)
     piece = KeyPositions.from_arguments(n, n, cu_seqlens_k=offsets, device=positions.device)
     last = piece.end if present is None else torch.where(present, piece.end, 0)
-    # Keys of earlier ranks are of the document to which the first token here belongs.
+    # Keys of earlier ranks belong to the same document as the first token of this piece.
     positions = positions.long()
     exists = positions >= 0
     document, end = None, n

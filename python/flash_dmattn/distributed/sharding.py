@@ -1,10 +1,11 @@
-"""How attention and selection are sharded over devices: torch.distributed.tensor's rules for the operators.
+"""Rules of torch.distributed.tensor that shard the operators of attention and selection over devices.
 
-Importing this module registers them. The first call of attention after an import of torch.distributed.tensor does so, too.
+Importing this module registers the rules. The first call of attention after an import of torch.distributed.tensor
+registers them, too.
 
-A call is computed without communication where all tensors are sharded alike: by batch elements, or by heads of key with
-the query heads of their groups. A mask, bias or choice that all of them share is replicated, and the gradient of such a
-bias is a partial sum. Other placements are redistributed to one of these.
+A call needs no communication if all tensors are sharded alike: by batch elements, or by key heads together with the
+query heads of their groups. A mask, bias or choice that all batch elements or heads share is replicated, and the
+gradient of a replicated bias is a partial sum. torch redistributes tensors with other placements to one of these.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ def _register(operator) -> None:
             _split_placements(signature, named, axis, size) for axis, size in _splits(named)
         ]
 
-    # torch keeps a rule's result by the tensors alone where no argument is declared to matter.
+    # Without this declaration, torch caches the result of a rule by the tensors alone and ignores the other arguments.
     propagator = DTensor._op_dispatcher.sharding_propagator
     tensors = len(signature.tensors)
     propagator.op_to_schema_info[operator] = RuntimeSchemaInfo(tensors, needs_pytree=True)
 
 
 def _splits(named: dict[str, object]) -> list[tuple[int, int]]:
-    """(axis, size): the batch (0) and the key heads (1), where a call may be split by them."""
+    """Returns (axis, size) of each axis by which a call may be split: the batch (axis 0) and the key heads (axis 1)."""
     if "k" in named:
         tensor, sizes = named["k"], (named["k"].shape[0], named["k"].shape[2])
     else:
@@ -57,7 +58,7 @@ def _replicated_placements(
 def _split_placements(
     signature: Signature, named: dict[str, object], axis: int, size: int
 ) -> tuple[Sequence, Sequence]:
-    """The placements of results and arguments where an axis of this size is split."""
+    """Returns the placements of the results and of the arguments if an axis of this size is split."""
     inputs = [_placement(name, named[name], axis, size) for name in signature.tensors]
     outputs = [_result(name, named, axis, size) for name in signature.results]
     return outputs, _append_options(signature, inputs)
@@ -73,11 +74,11 @@ def _placement(name: str, tensor, axis: int, size: int) -> Placement | None:
 
 def _result(name: str, named: dict[str, object], axis: int, size: int) -> Placement:
     if not named.get(f"need_{name}", True):
-        return Replicate()  # of no elements
+        return Replicate()  # an empty tensor
     if name == GRADIENTS["bias"]:
         bias = _placement("bias", named["bias"], axis, size)
         return Partial() if bias == Replicate() else bias
-    if name == "key_intervals":  # of a choice by the bias
+    if name == "key_intervals":  # chosen by the bias, so they are placed like it
         return _placement("bias", named["bias"], axis, size)
     return Shard(LAYOUTS[name].dim_of(axis))
 

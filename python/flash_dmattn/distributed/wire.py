@@ -17,18 +17,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._core.checks import may_read, resolve_flag
 
-# Calls of a group that are compared where the caller does not say otherwise: the first steps of a model.
+# By default ranks compare their arguments in this many calls of a group, which are the first steps of a model.
 CHECKED_CALLS = 100
-COMPARED = 32  # the most numbers of a call that ranks compare; their message has a fixed size
-# Its name from torch 2.13 on, and before.
+COMPARED = 32  # Ranks compare at most 32 numbers of a call, because the message has a fixed size.
+# torch 2.13 renamed all_gather_into_tensor to all_gather_single.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-WITHOUT_STORE = ("fake", "mpi")  # backends
-_ALIGNMENT = 16  # bytes: of each part of a message, so that it can be viewed in its dtype
+WITHOUT_STORE = ("fake", "mpi")  # backends that use no store
+_ALIGNMENT = 16  # bytes; each part of a message is aligned, so that it can be viewed in its dtype
 
 
 def code_of(*values: object) -> int:
-    """A number that is the same in every process for equal values, by what they print. (hash is not, for strings, nor does it tell
-    -1 from -2.)"""
+    """Hashes the `repr` of values, so that equal values have the same number in every process.
+
+    Python's `hash` of a string differs between processes, and its hashes of -1 and -2 are equal.
+    """
     return zlib.crc32(repr(values).encode())
 
 
@@ -36,7 +38,7 @@ Result = TypeVar("Result")
 
 
 class Traffic(NamedTuple):
-    """Everything that a rank has exchanged with the others of its group: bytes that it sent and received, and collectives."""
+    """Counts of one rank's exchanges with the other ranks of its group: bytes sent, bytes received, and collectives."""
 
     sent: int
     received: int
@@ -47,7 +49,7 @@ class Wire:
     """The collectives of one group as a rank sees them."""
 
     def __init__(self, group: ProcessGroup):
-        self._group = ref(group)  # the key of _wires, which a value must not keep
+        self._group = ref(group)  # weak: a value of _wires must not keep its key alive
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         ranks = dist.get_process_group_ranks(group)
         self.node_size = ranks_per_node(ranks, ranks_of_host(ranks))
@@ -59,9 +61,9 @@ class Wire:
         return self._group()
 
     def swap(self, message: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Sends sent[r] bytes of a message to each rank r, and returns received[r] bytes of each, in the order of ranks.
+        """Sends sent[r] bytes of a message to each rank r. Returns received[r] bytes from each rank r, in rank order.
 
-        message: uint8 [sum(sent)]. The numbers are known on the host, which waits for no device.
+        message: uint8 [sum(sent)]. The host knows the byte counts, so it waits for no device.
         """
         received_message = self._all_to_all(message, list(sent), list(received))
         others = [r for r in range(self.size) if r != self.rank]
@@ -79,7 +81,7 @@ class Wire:
         return received_message
 
     def all_gather(self, part: Tensor) -> Tensor:
-        """[R, ...] of the parts of all ranks."""
+        """Returns the parts of all R ranks, [R, ...]."""
         parts = part.new_empty((self.size, *part.shape))
         _all_gather(parts.view(-1), part.reshape(-1), group=self.group)
         return parts
@@ -90,19 +92,19 @@ class Wire:
         make_result: Callable[[], Result],
         compared_numbers: Callable[[Result], dict[str, int]],
     ) -> Result:
-        """Returns what `make_result` returns. Raises on all ranks where one raises an error, or has another number than the others.
+        """Returns what `make_result` returns. If it raises on any rank, or if the ranks' numbers differ, all raise.
 
-        Uses one collective of a fixed size, so that ranks with different arguments, or in different functions, still match. The host
-        waits for its result.
-        check: None: in the first calls of a group, of which all ranks have made as many.
+        The ranks compare with one collective of a fixed size, so that the collectives of ranks with different
+        arguments, or in different functions, still match. The host waits for the result of the collective.
+        check: whether the ranks compare. None: only in a group's first calls, which every rank counts alike.
         """
         result, error, compares = None, None, None
         try:
             compares = None if check is None else resolve_flag(check, "check")
             result = make_result()
-        except Exception as raised:  # whatever it is, other ranks have to hear of it
+        except Exception as raised:  # of any type: the other ranks must learn of it
             error = raised
-        if may_read():  # compiled code that reads a count is compiled again for each
+        if may_read():  # torch.compile would recompile for each value of self.calls
             self.calls += 1
             is_first = self.calls <= CHECKED_CALLS
             if self.size > 1 and (is_first if compares is None else compares):
@@ -112,7 +114,7 @@ class Wire:
         return result
 
     def raise_on_all_ranks(self, error: Exception) -> None:
-        """Raises the error, and another one on the ranks that compare at the same time."""
+        """Raises `error` on this rank, and a ValueError on the other ranks that compare at the same time."""
 
         def fail():
             raise error
@@ -146,9 +148,11 @@ class Wire:
         _check_equal(dict(zip(own_numbers, numbers_of_ranks, strict=False)))
 
     def _device(self) -> str:
-        """The device on which ranks compare: the CPU, if the group has collectives for it (NCCL has none). Tensors do not decide it, as
-        those of some ranks may be on another device."""
-        config = dist.get_backend_config(self.group)  # as "cpu:gloo,cuda:nccl"
+        """Returns the device on which ranks compare: the CPU if the group has collectives for it (NCCL has none).
+
+        The device of the arguments does not decide this, because ranks may have arguments on different devices.
+        """
+        config = dist.get_backend_config(self.group)  # such as "cpu:gloo,cuda:nccl"
         kinds = [backend.partition(":")[0] for backend in config.split(",")]
         return "cpu" if "cpu" in kinds else kinds[0]
 
@@ -171,12 +175,13 @@ def _check_equal(numbers_by_name: dict[str, list[int]]) -> None:
 
 
 def ranks_of_host(ranks: Sequence[int]) -> int:
-    """How many ranks torchrun started on each host, where these ranks have the same number, else 1. Waits for all of them.
+    """Returns how many ranks torchrun started on each host, or 1 if `ranks` report different numbers. Waits for them.
 
-    A rank's LOCAL_WORLD_SIZE is that of its own host, but all ranks have to choose the same exchange. They meet in the store
-    because a collective would need a device, which tensors alone tell, and could not run while a CUDA graph is captured.
+    LOCAL_WORLD_SIZE counts the ranks of a rank's own host, but all ranks have to choose the same exchange. They compare
+    it through the store: a collective would need a device, which only tensors name, and cannot run under CUDA graph
+    capture.
 
-    ranks: of a group, in the default group.
+    ranks: the ranks of a group, numbered as in the default group.
     """
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "1")
     if dist.get_backend() not in WITHOUT_STORE:
@@ -188,9 +193,9 @@ def ranks_of_host(ranks: Sequence[int]) -> int:
 
 
 def ranks_per_node(ranks: Sequence[int], host_size: int) -> int:
-    """How many of a group share a host each time, where all hosts have as many consecutive ones; else 1.
+    """Returns how many consecutive ranks of a group share each host if this number is the same for all hosts, else 1.
 
-    ranks: of the group, in the default group. host_size: the ranks of each host in the default group.
+    ranks: the ranks of the group, numbered as in the default group. host_size: the number of ranks on each host.
     """
     nodes = [len(list(same)) for _, same in groupby(rank // host_size for rank in ranks)]
     return nodes[0] if len(set(nodes)) == 1 else 1
@@ -200,7 +205,7 @@ _wires: WeakKeyDictionary[ProcessGroup, Wire] = WeakKeyDictionary()
 
 
 def wire_of(group) -> Wire:
-    """The Wire of a process group or of a device mesh of one dimension."""
+    """Returns the Wire of a process group or of a device mesh of one dimension."""
     if isinstance(group, Wire):
         return group
     if isinstance(group, DeviceMesh):
@@ -227,21 +232,23 @@ def _known_wire(group: ProcessGroup) -> Wire:
 
 @torch.compiler.assume_constant_result
 def _meet_while_compiling(name: str) -> None:
-    """Lets the ranks of a group meet now, where compiled code is the first to use it. Tracing may replace the group by a fake one,
-    which its name resolves."""
+    """Makes the group's Wire now, which lets its ranks meet, in case compiled code is the first to use the group.
+
+    Tracing may replace the group by a fake one, so the group is looked up by its name.
+    """
     _known_wire(dist.distributed_c10d._resolve_process_group(name))
 
 
 def exchanged_bytes(group) -> Traffic:
-    """Everything that this rank has exchanged in calls of context parallelism so far: bytes sent and received, and collectives.
+    """Returns the bytes that this rank has sent and received in calls of context parallelism, and its collectives.
 
-    group: ProcessGroup or DeviceMesh of one dimension; the first use of a group waits for all of its ranks.
+    group: a ProcessGroup, or a DeviceMesh of one dimension. The first use of a group waits for all of its ranks.
     """
     return wire_of(group).traffic
 
 
 def pack(*parts: Tensor) -> Tensor:
-    """uint8 [R, bytes] of parts [R, ...]."""
+    """Packs parts [R, ...] into one message, uint8 [R, bytes]."""
     columns = []
     for part in parts:
         flat = part.flatten(1).contiguous().view(torch.uint8)
@@ -253,17 +260,17 @@ def pack(*parts: Tensor) -> Tensor:
 
 
 def packed_bytes(*likes: Tensor) -> int:
-    """The bytes that a message has for one rank; likes: parts of it, without the first dimension."""
+    """Returns the bytes of one rank's row of a message. likes: tensors like its parts, without the first dimension."""
     return sum(-(-like.nbytes // _ALIGNMENT) * _ALIGNMENT for like in likes)
 
 
 def unpack(message: Tensor, ranks: int, *likes: Tensor) -> list[Tensor]:
-    """Parts [ranks, ...] of a message; likes: one of each part, without the first dimension."""
+    """Returns the parts [ranks, ...] of a message. likes: a tensor like each part, without the first dimension."""
     message = message.view(ranks, -1)
     parts, begin = [], 0
     for like in likes:
         part = message[:, begin : begin + like.nbytes]
-        # A row of the message is a multiple of the alignment, so that the part may be viewed where it is.
+        # Each row's size is a multiple of the alignment, so that the part can be viewed in its dtype without a copy.
         parts.append(part.view(like.dtype).view(ranks, *like.shape))
         begin += packed_bytes(like)
     return parts

@@ -1,4 +1,4 @@
-"""A KV cache of the keys that later queries can see under per-query selection by a rule, and of no others."""
+"""A KV cache that holds only the keys that later queries can see under per-query selection by a rule."""
 
 from __future__ import annotations
 
@@ -22,45 +22,55 @@ from ..keys.select_intervals import select_key_intervals
 from ..keys.visibility import Visibility
 from .slot_memory import SlotMemory
 
-_VICTIM_POSITION = 7  # among the numbers of a SlotCount
-_NO_KEY = -(2**31)  # in `positions`
+_VICTIM_POSITION = 7  # the index of the victim's position in the last dimension of `counts`
+_NO_KEY = -(2**31)  # the entry of `positions` for a slot without a key
 
 
 class KVSlots(SlotMemory):
-    """The keys of one attention layer that a rule shows to its last token, per (batch, kv head) and at any context length.
+    """A cache of the keys of one attention layer that a rule shows to the last token, for each batch row and kv head.
 
-    A key that no query sees any more never returns, so attention over the slots equals attention over the whole past
-    under the same rule, exactly. Slots are in no order: each carries its score and position, and of
-    equal scores the more recent key wins. A masked token is no key, but counts as a token. A token whose score is NaN is
-    a key, which may be a sink or recent.
+    Its size does not depend on the context length. A key that no query sees any more never returns, so attention over
+    the slots equals attention over the whole past under the same rule, exactly. Slots are in no order: each slot
+    carries the score and position of its key. Of two keys with equal scores, the more recent one wins. A masked token
+    has no key, but counts as a token. A token whose score is NaN has a key, which may be a sink or recent.
 
     keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold: the rule, as in select_key_intervals,
-        with one window or one for each kv head. There are sink_tokens + keep_window_size + recent_window slots for every
-        head, with the largest window. score_threshold needs keep_window_size, the most keys that it may show; `capped`
-        counts those that it would show in addition.
+        with one window for all kv heads or one for each. Every head has sink_tokens + keep_window_size + recent_window
+        slots, where keep_window_size is the largest window. score_threshold needs keep_window_size, which limits how
+        many keys the threshold may show; `capped` counts the keys beyond this limit.
     selection: "per_query".
-    chunk: maximum number of pending tokens. `append` adds them (part of a prompt, or speculated tokens), queries see
-        them, and `commit(n)` moves n of them to the slots and drops the others.
+    chunk: the maximum number of pending tokens. `append` adds pending tokens (part of a prompt, or speculated tokens),
+        queries see them, and `commit(n)` moves n of them to the slots and drops the others.
 
-    All methods but `select`, `repeat` and `snapshot` change the tensors in place, wait for no device and can be captured
-    in a CUDA graph. Rows of the batch are independent, and may have different numbers of tokens.
+    All methods except `select`, `repeat` and `snapshot` change the tensors in place, wait for no device and can be
+    captured in a CUDA graph. Rows of the batch are independent, and may have different numbers of tokens.
 
-    On a CUDA GPU slots are bfloat16 or float16 with a head_dim that is a multiple of 8, and `step` takes at most 64 query
-    heads for each kv head (32 with a head_dim above 128 where a block has 99 KB of shared memory). Windows of their own
-    are for at most 128 kv heads there.
+    On a CUDA GPU, slots are bfloat16 or float16 and head_dim is a multiple of 8. `step` takes at most 64 query heads
+    for each kv head there (32 if head_dim is above 128 and a block has 99 KB of shared memory). At most 128 kv heads
+    may have windows of their own there.
 
-    Attributes: rule, a SelectionRule; k, v [B, Hkv, places + chunk, D]; scores float32 [B, Hkv, places + chunk]; counts
-    int32 [B, Hkv, 8], of which [..., 0] is the number of slots that have been taken, the first ones; positions int32
-    [B, Hkv, places + chunk], in those slots that of a key that competes, -1 - position of one that does not (a sink, a
-    recent key with too low a score), and -2**31 where the key has left; seen int32 [B], the number of tokens so far (the
-    position of the next token, for RoPE); pending, the number of pending tokens, the same in every row; is_empty, whether
-    there has been no token since the cache was made or cleared; rows, int32 [B] in a view of some rows (`over`), else None.
+    Attributes:
+        rule: a SelectionRule.
+        k, v: [B, Hkv, places + chunk, D].
+        scores: float32 [B, Hkv, places + chunk].
+        counts: int32 [B, Hkv, 8]. counts[..., 0] is the number of taken slots. Slots are taken from the first one on.
+        positions: int32 [B, Hkv, places + chunk]. In a taken slot it is
+            position, if the key competes;
+            -1 - position, if the key does not compete (a sink, or a recent key with too low a score);
+            -2**31, if the key has left.
+        seen: int32 [B], the number of tokens so far (the position of the next token, for RoPE).
+        pending: the number of pending tokens, the same in every row.
+        is_empty: whether there has been no token since the cache was made or cleared.
+        rows: int32 [B] in a view of some rows (`over`), otherwise None.
     """
 
     @property
     def capped(self) -> Tensor:
-        """int64 [B, Hkv]: the keys that have competed so far beyond the window, thus where it binds. Each of them, or one
-        that it beat, was hidden from some query. 0 for a head whose window is 0: none of its keys competes."""
+        """The number of keys that have competed so far beyond the window, int64 [B, Hkv].
+
+        If it is above 0, the window binds: for each of these keys, some query did not see this key or one that it beat.
+        It is 0 for a head whose window is 0, because none of its keys competes.
+        """
         self._refuse_rows()
         windows = self.rule.windows()
         window = windows[0]
@@ -78,13 +88,13 @@ class KVSlots(SlotMemory):
         lengths: Tensor | None = None,
         key_mask: Tensor | None = None,
     ) -> None:
-        """Replaces the content by the keys of a prompt that attention has run over under the same rule.
+        """Replaces the cache's content by the keys of a prompt, over which attention has run under the same rule.
 
         key, value: [B, S, Hkv, D]; scores: float32 [B, Hkv, S].
-        intervals: the result of select_key_intervals for this rule and these scores, for all heads, whose last query is
-            the last token of every row; computed by default.
-        lengths: int32 [B], number of tokens of each row if rows are padded on the right to S.
-        key_mask: bool [B, S], False for padding, as in `intervals` if they are given.
+        intervals: the result of select_key_intervals for this rule, these scores and all heads. Its last query has to
+            be the last token of every row. By default it is computed.
+        lengths: int32 [B], the number of tokens of each row, if rows are padded on the right to S.
+        key_mask: bool [B, S], False for padding. If `intervals` are given, it is the mask that they were made with.
         """
         self._check_tokens(key, value, scores)
         length = key.shape[1]
@@ -125,14 +135,14 @@ class KVSlots(SlotMemory):
         self.is_empty = False
 
     def renumber(self, positions: Tensor, seen: Tensor) -> None:
-        """Gives the keys of `fill` other positions: for context parallelism, where they are not at their index.
+        """Gives the keys of `fill` other positions. Under context parallelism a key's position is not its index.
 
-        positions: int32 [B, Hkv, S], of the tokens of `fill`. Where there are keys they ascend; those of the last recent_window tokens
-            are the last before `seen`, and the others are before these.
+        positions: int32 [B, Hkv, S], the positions of the tokens of `fill`. The positions of keys have to ascend. The
+            last recent_window tokens have the last positions before `seen`; the other tokens have earlier positions.
         seen: int [B], the number of tokens so far.
 
-        Raises ValueError for other positions, for which it waits for the device; where values cannot be read, while a CUDA graph is
-        captured, other positions break the cache.
+        Waits for the device, and raises ValueError for other positions. While a CUDA graph is captured, values cannot
+        be read: other positions then break the cache.
         """
         self._refuse_rows()
         check_tensor(positions, "positions")
@@ -147,7 +157,7 @@ class KVSlots(SlotMemory):
         seen = as_row_indices(seen, "seen", self.batch)
         entries = self.positions
         index = torch.where(entries < 0, ~entries, entries)
-        index = index.clamp(max=positions.shape[2] - 1).long()  # no key: any
+        index = index.clamp(max=positions.shape[2] - 1).long()  # any index will do without a key
         at = positions.gather(-1, index)
         is_key = self._taken_slots() & (entries != _NO_KEY)
         if may_read() and not self._positions_agree(is_key, index, at, seen):
@@ -164,19 +174,21 @@ class KVSlots(SlotMemory):
         self.seen.copy_(seen)
 
     def _taken_slots(self) -> Tensor:
-        """Which slots have been taken, bool [B, Hkv, places + chunk]."""
+        """Returns whether each slot has been taken, bool [B, Hkv, places + chunk]."""
         return torch.arange(self.k.shape[2], device=self.k.device) < self.counts[..., :1]
 
     def _held_keys(self) -> Tensor:
-        """Which slots hold a key, bool [B, Hkv, places + pending]."""
+        """Returns whether each slot holds a key, bool [B, Hkv, places + pending]."""
         held = self._taken_slots()
         held[..., self.places :] = True
         return (held & (self.positions != _NO_KEY))[..., : self.places + self.pending]
 
     def _positions_agree(self, is_key: Tensor, index: Tensor, at: Tensor, seen: Tensor) -> bool:
-        """Whether keys of these indices among the tokens of `fill` can be at these positions, all of them [B, Hkv, slots].
+        """Returns whether keys with these indices among the tokens of `fill` can have the positions `at`.
 
-        A recent key leaves when as many tokens have followed it as are recent: at another position it would keep its slot."""
+        A recent key leaves once recent_window tokens have followed it, so at another position it would keep its slot.
+        is_key, index, at: [B, Hkv, slots].
+        """
         before, seen, recent = (
             self.seen[:, None, None],
             seen[:, None, None],
@@ -204,13 +216,14 @@ class KVSlots(SlotMemory):
         scores_are_bias: bool = True,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """One token of every row enters, keys that it hides leave, and its query attends: out [B, 1, Hq, D].
+        """Adds one token to every row, drops the keys that it hides, and attends: out [B, 1, Hq, D].
 
-        query: [B, 1, Hq, D]; key, value: [B, 1, Hkv, D]; scores: float32 [B, Hkv, 1]. Without recent_window the token may
-            itself be the worst key, and is then invisible to its own query.
+        query: [B, 1, Hq, D]; key, value: [B, 1, Hkv, D]; scores: float32 [B, Hkv, 1]. Without recent_window, the new
+            token may itself have the worst key, which its own query then does not see.
         key_mask: bool [B, 1], False for a token that is padding.
-        scores_are_bias: a key's score is added to its attention score, as in dynamic mask attention.
-        scale, softcap, nonfinite: as in flash_dmattn_func. return_lse: also return lse [B, Hq, 1].
+        scores_are_bias: whether a key's score is added to its attention score, as in dynamic mask attention.
+        scale, softcap, nonfinite: as in flash_dmattn_func.
+        return_lse: whether to return (out, lse), with lse [B, Hq, 1].
         """
         self._check_tokens(key, value, scores, query, key_mask=key_mask)
         self._refuse_pending()
@@ -252,9 +265,9 @@ class KVSlots(SlotMemory):
         scores_are_bias: bool = True,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """New tokens of every row attend to the slots and to each other, and enter, `chunk` at a time: out [B, n, Hq, D].
+        """Adds n tokens to every row, `chunk` at a time. The tokens attend to the slots and to each other.
 
-        query, key, value, scores, key_mask: as in `step`, of n tokens. So are the options; lse is [B, Hq, n].
+        Returns out [B, n, Hq, D], or (out, lse [B, Hq, n]) with return_lse. Arguments are as in `step`, for n tokens.
         """
         check_tensor(query, "query")
         options = {
@@ -297,8 +310,10 @@ class KVSlots(SlotMemory):
     def append(
         self, key: Tensor, value: Tensor, scores: Tensor, *, key_mask: Tensor | None = None
     ) -> None:
-        """Adds n pending tokens. key, value: [B, n, Hkv, D]; scores: float32 [B, Hkv, n]; key_mask: bool [B, n],
-        False for padding. Raises ValueError for more than chunk - pending tokens."""
+        """Adds n pending tokens. Raises ValueError if n is above chunk - pending.
+
+        key, value: [B, n, Hkv, D]; scores: float32 [B, Hkv, n]; key_mask: bool [B, n], False for padding.
+        """
         self._refuse_rows()
         self._check_tokens(key, value, scores, key_mask=key_mask)
         room = self.chunk - self.pending
@@ -320,13 +335,13 @@ class KVSlots(SlotMemory):
         self.is_empty = False
 
     def pending_mask(self) -> Tensor:
-        """bool [B, pending]: the pending tokens that are not padding."""
+        """Returns whether each pending token is not padding, bool [B, pending]."""
         self._refuse_rows()
         pending = self.positions[:, :, self.places : self.places + self.pending]
         return (pending != _NO_KEY).all(1)
 
     def pending_intervals(self, query_length: int) -> KeyIntervals:
-        """The slots that the last `query_length` pending tokens see, causality included."""
+        """Returns which slots the last `query_length` pending tokens see. The intervals include causality."""
         if not 0 <= query_length <= self.pending:
             raise ValueError(
                 f"query: got {query_length} queries, expected at most one for each of the {self.pending} pending tokens, which append adds"
@@ -346,7 +361,7 @@ class KVSlots(SlotMemory):
         scores_are_bias: bool = True,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention of the last pending tokens, query [B, n, Hq, D], to slots and pending tokens."""
+        """Computes attention of the last n pending tokens, query [B, n, Hq, D], to the slots and the pending tokens."""
         refuse_gradients(query=query)
         queries = check_query(self.k.transpose(1, 2), query=query)
         scores_are_bias = check_flag(scores_are_bias, "scores_are_bias")
@@ -361,9 +376,10 @@ class KVSlots(SlotMemory):
         return (out, statistics[0]) if return_lse else out
 
     def commit(self, kept_tokens: int | Tensor | None = None) -> None:
-        """The first `kept_tokens` pending tokens enter the slots one after the other, as in `step`; the others are dropped.
+        """Moves the first `kept_tokens` pending tokens to the slots, one by one as in `step`. Drops the others.
 
-        kept_tokens: a number, or int32 [B] on the cache's device; all by default."""
+        kept_tokens: a number, or int32 [B] on the cache's device. By default all pending tokens are kept.
+        """
         pending = self.pending
         if isinstance(kept_tokens, Tensor):
             kept_tokens = as_row_indices(kept_tokens, "kept_tokens")
@@ -378,7 +394,7 @@ class KVSlots(SlotMemory):
         self.pending = 0
 
     def drop(self, count: int) -> None:
-        """Drops the last `count` pending tokens; the others stay pending. Raises ValueError for more than `pending`."""
+        """Drops the last `count` pending tokens; the others stay pending. Raises ValueError if fewer are pending."""
         self._refuse_rows()
         check_count(count, "count")
         if count > self.pending:
@@ -400,7 +416,7 @@ class KVSlots(SlotMemory):
             check_tensor(tensor, name)
         if key.dim() != 4:
             raise ValueError(f"key: got shape {tuple(key.shape)}, expected [B, n, Hkv, D]")
-        if key.dtype != self.k.dtype:  # the operators do not name the cache
+        if key.dtype != self.k.dtype:  # checked here: the operators' errors do not name the cache
             check_dtype_and_device(key, "key", self.k.dtype, self.k.device, "the cache")
         if key_mask is not None:
             check_mask(key_mask, (self.batch, key.shape[1]), self.k.device)

@@ -1,4 +1,4 @@
-"""A step of an engine in which every sequence brings any number of tokens: one call for prompts, chunks and decoding."""
+"""A step of an engine in which each sequence adds any number of tokens: one call for prompts, chunks and decoding."""
 
 from __future__ import annotations
 
@@ -35,8 +35,11 @@ T = TypeVar("T")
 
 
 class PartSize(NamedTuple):
-    """A later chunk is processed in parts of max(per_place * places, least) tokens. On a GPU every key of a part is compared with
-    every other, which is quadratic; each part costs extra launches. A CPU launches nothing."""
+    """The size of the parts in which a later chunk is processed: max(per_place * places, least) tokens.
+
+    A GPU compares every key of a part with every other one, which takes quadratic time, but each part costs extra
+    kernel launches. A CPU launches no kernels.
+    """
 
     per_place: int
     least: int
@@ -45,10 +48,11 @@ class PartSize(NamedTuple):
         return max(self.per_place * places, self.least)
 
 
-# Keyed by the type of the device; other devices have the numbers of a CPU.
+# The keys are device types. Other devices have the CPU's numbers.
 _PART_SIZES = {"cuda": PartSize(4, 4096), "cpu": PartSize(1, 128)}
-# Prompts whose lengths have the same number of bits run together, padded to the longest, if there are at least this many different
-# lengths. With fewer, a launch for each prompt takes less time than gathering and padding; on a CPU padding always takes more.
+# Prompts whose lengths have the same number of bits run together, padded to the longest, if at least this many of these
+# lengths differ. With fewer lengths, one launch for each prompt takes less time than gathering and padding. On a CPU,
+# padding always takes longer.
 _LENGTHS_TO_PAD = {"cuda": 5, "cpu": 2**31}
 
 
@@ -57,14 +61,14 @@ def _value_for_device(table: dict[str, T], device: torch.device) -> T:
 
 
 class _Group(NamedTuple):
-    """Sequences of a step that run together.
+    """The n sequences of a step that run together.
 
-    tokens: their places in the step: a slice, of sequences of one length after each other, or int64 [n, length], those of shorter
-        sequences padded on the right.
-    rows: int32 [n]. A negative one is none.
-    begins: the tokens begin their sequences, so that what the rows hold belongs to others.
-    lengths: of the sequences, int32 [n]; None: all have `length` tokens.
-    real: the places in tokens.flatten() that are no padding, int64; None: all.
+    tokens: the indices of their tokens in the step. A slice, if the sequences have one length and follow each other;
+        otherwise int64 [n, length], where shorter sequences are padded on the right.
+    rows: int32 [n]. A negative number means no row.
+    begins: whether the tokens begin their sequences. The rows then hold keys of other sequences.
+    lengths: int32 [n], the lengths of the sequences; None: all have `length` tokens.
+    real: int64, the indices in tokens.flatten() that are not padding; None: all of them.
     """
 
     tokens: slice | Tensor
@@ -75,14 +79,14 @@ class _Group(NamedTuple):
 
     @property
     def length(self) -> int:
-        """The tokens of each sequence, padding included."""
+        """The number of tokens of each sequence, padding included."""
         if isinstance(self.tokens, slice):
             return (self.tokens.stop - self.tokens.start) // len(self.rows)
         return self.tokens.shape[1]
 
     @property
     def continues(self) -> bool:
-        """Whether the tokens are later chunks of texts, of more than one token."""
+        """Whether the tokens are later chunks of their texts, with more than one token each."""
         return not self.begins and self.length > 1
 
 
@@ -94,17 +98,19 @@ class RaggedBatch:
     ) -> None:
         """
         Args:
-            offsets: sequence i brings the tokens [offsets[i], offsets[i + 1]) of the step: one more than there are sequences,
-                ascending, on the host, as how a step runs depends on them. A sequence without tokens is left out, and so are
-                tokens before the first offset and after the last one: they are padding.
-            rows: int32 [sequences], on the device of the pool, none of them twice. Copied. A negative one is none, except for a
-                later chunk of more than one token: a CPU refuses it, a GPU does not read rows to check them, and attends to the
-                chunk alone.
-            begins: for each sequence, whether its text begins with these tokens. The keys of its row are then replaced, and
-                attention runs over the tokens alone. None: no text begins; a row may be empty all the same.
+            offsets: ascending integers, one more than there are sequences. Sequence i adds the tokens
+                [offsets[i], offsets[i + 1]) of the step. They are on the host, because they decide how the step runs. A
+                sequence without tokens is left out. Tokens before the first offset and after the last one are padding.
+            rows: int32 [sequences], on the device of the pool, no row twice. They are copied. A negative number means
+                no row. A later chunk of more than one token needs a row: without one, a CPU raises ValueError; a GPU
+                does not read the rows, so it cannot check them, and attends to the chunk alone.
+            begins: for each sequence, whether its text begins with these tokens. If so, the keys of its row are
+                replaced, and attention runs over the tokens alone. None: no text begins. A row may still be empty.
 
-        Raises ValueError for other numbers of offsets, rows or begins, for offsets that descend, and, on a CPU, for a row of two
-        sequences with tokens and for a chunk without a row; TypeError for other types.
+        Raises:
+            ValueError: the numbers of offsets, rows or begins do not match, or offsets descend. On a CPU also: two
+                sequences with tokens have the same row, or a chunk has no row.
+            TypeError: an argument has another type.
         """
         offsets = _checked_offsets(offsets)
         sequences = len(offsets) - 1
@@ -120,7 +126,7 @@ class RaggedBatch:
             if start < stop:
                 members.setdefault((stop - start, begins[number]), []).append(number)
         self._length = offsets[-1] if members else 0
-        # The rows on the host, by the numbers of their sequences. None: they are read at each call.
+        # The rows on the host, keyed by the numbers of their sequences. None: they are read at each call.
         self._host_rows: dict[int, int] | None = rows_on_host(
             rows, sorted(number for numbers in members.values() for number in numbers)
         )
@@ -135,8 +141,10 @@ class RaggedBatch:
 
     @classmethod
     def of_rows(cls, rows: Tensor) -> RaggedBatch:
-        """A step in which token i goes to rows[i], int32 [tokens]: each of them decodes. A negative row is none. Rows are
-        not copied but read at each call, so that a CUDA graph serves every choice."""
+        """Makes a decoding step in which token i goes to rows[i]. rows: int32 [tokens]; a negative number means no row.
+
+        Rows are not copied but read at each call, so that one CUDA graph can run with any rows.
+        """
         check_tensor(rows, "rows")
         if rows.dtype != torch.int32 or rows.dim() != 1:
             raise ValueError(
@@ -149,7 +157,7 @@ class RaggedBatch:
         return batch
 
     def _check_rows(self, pool: KVSlots) -> None:
-        """Raises unless the pool has the rows, and each only once. Values are read on the CPU only."""
+        """Raises unless the pool has all rows and each row occurs only once. It reads the values on the CPU only."""
         if not self._groups:
             return
         rows = self._groups[0].rows
@@ -168,7 +176,7 @@ class RaggedBatch:
                 )
 
     def _rows_of_tokens(self, query: Tensor) -> Tensor:
-        """The rows of the tokens of a step for check mode, int32 [T]: negative where nothing reads the token, else any."""
+        """Returns the row of each token for check mode, int32 [T]: negative if nothing reads the token."""
         rows = torch.full(query.shape[:1], -1, dtype=torch.int32, device=query.device)
         for group in self._groups:
             decodes = not (group.begins or group.continues)
@@ -177,7 +185,7 @@ class RaggedBatch:
 
     @property
     def _is_in_order(self) -> bool:
-        """Whether the groups have all tokens before the last offset, one group after the other."""
+        """Whether the groups cover all tokens before the last offset, one group after the other."""
         end = 0
         for group in self._groups:
             if not isinstance(group.tokens, slice) or group.tokens.start != end:
@@ -207,7 +215,7 @@ def _checked_offsets(offsets: object) -> list[int]:
     if not numbers:
         raise ValueError("offsets: got none, expected one more than there are sequences")
     for index, number in enumerate(numbers):
-        if type(number) is not int or number < 0:  # numpy's integers, for one, are fine
+        if type(number) is not int or number < 0:  # other integers, such as numpy's, are accepted
             check_count(number, f"offsets[{index}]")
             numbers[index] = int(number)
     for index, (start, stop) in enumerate(pairwise(numbers)):
@@ -248,8 +256,11 @@ def _check_chunk_rows(host_rows: dict[int, int], offsets: list[int], begins: lis
 def _group_sequences(
     members: dict[tuple[int, bool], list[int]], least: int
 ) -> list[tuple[bool, list[int]]]:
-    """The sequences of each group, and whether their texts begin: those of one length, and prompts of `least` or more lengths with
-    as many bits, which are less than twice the tokens when all are padded to the longest."""
+    """Returns (whether the texts begin, sequences) of each group.
+
+    Sequences of one length form a group. Prompts whose lengths have the same number of bits form a group if they have
+    `least` or more different lengths: padding to the longest then less than doubles the tokens.
+    """
     sizes = Counter(length.bit_length() for length, begins in members if begins)
     groups: dict[tuple[bool, int, int], list[int]] = {}
     for (length, begins), numbers in members.items():
@@ -264,7 +275,7 @@ def _make_group(offsets: Sequence[int], rows: Tensor, numbers: list[int], begins
     sizes = {offsets[number + 1] - offsets[number] for number in numbers}
     if end - first == len(numbers) and len(sizes) == 1:
         return _Group(slice(offsets[first], offsets[end]), rows[first:end].clone(), begins)
-    cpu = {"device": "cpu"}  # whatever the default is
+    cpu = {"device": "cpu"}  # torch's default device may be another one
     starts = torch.tensor([offsets[number] for number in numbers], **cpu)[:, None]
     lengths = [offsets[number + 1] - offsets[number] for number in numbers]
     step = torch.arange(max(lengths), **cpu)
@@ -279,7 +290,7 @@ def _make_group(offsets: Sequence[int], rows: Tensor, numbers: list[int], begins
 
 
 def copy_to_device(device: torch.device, tensor: Tensor) -> Tensor:
-    """A copy on a device, for which the host does not wait, as it is made from pinned memory."""
+    """Copies a tensor to a device. The host does not wait, because the copy is made from pinned memory."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
@@ -297,23 +308,25 @@ def extend_ragged(
     scores_are_bias: bool = True,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The tokens of a step enter the slots of their sequences and attend to them: out [T, Hq, D].
+    """Adds the tokens of a step to the slots of their sequences, and attends to these slots. Returns out [T, Hq, D].
 
-    Every result is that of the sequence alone, to rounding, and no row is touched that is not of the batch.
+    Each sequence has the result that it would have alone, except for rounding. Only rows of the batch change.
 
     Args:
         pool: the states of one layer, without pending tokens.
         batch: the sequences of the step, and their rows.
-        query: [T, Hq, D]; key, value: [T, Hkv, D]; scores: float32 [Hkv, T], heads
-            first as in KVSlots, unlike the [total_k, H] of flash_dmattn_varlen_func.
-        scale, softcap, scores_are_bias: as in KVSlots.step. return_lse: also return lse [Hq, T].
+        query: [T, Hq, D]; key, value: [T, Hkv, D].
+        scores: float32 [Hkv, T]. Heads come first as in KVSlots; flash_dmattn_varlen_func takes [total_k, H].
+        scale, softcap, scores_are_bias: as in KVSlots.step.
+        return_lse: whether to return (out, lse), with lse [Hq, T].
 
     Returns:
-        Zeros for tokens that belong to no sequence, whose lse is -inf.
+        out, or (out, lse). Tokens that belong to no sequence have zeros in out, and -inf in lse.
 
-    Raises, before any row is touched:
-        ValueError: fewer tokens than the batch has, or other shapes; a row that the pool does not have, or has twice (on a CPU).
-        TypeError: other types, dtypes or devices.
+    Raises, before any row changes:
+        ValueError: there are fewer tokens than the batch has, or shapes do not match. On a CPU also: the pool does not
+            have a row, or a row occurs twice.
+        TypeError: an argument has another type, dtype or device.
     """
     length = _check_step(pool, batch, query, key, value, scores)
     scale, softcap, *_ = Numerics.from_arguments(scale, None, softcap, "saturate", None)
@@ -333,8 +346,8 @@ def extend_ragged(
         out, lse = torch.zeros_like(query), scores.new_full((query.shape[1], length), -torch.inf)
         return (out, lse) if return_lse else out
     groups = batch._groups
-    # Each check that is left comes before the first write: a copy of rows reads, on a CPU, the counts of the whole pool, and a
-    # decode step, on a GPU, counts the query heads that its kernel takes.
+    # The remaining checks run before the first write. On a CPU, a copy of rows checks the counts of the whole pool; on
+    # a GPU, a decode step checks that its kernel takes this number of query heads.
     first = next((number for number, group in enumerate(groups) if group.continues), None)
     copies = {} if first is None else {first: _copy_rows(pool, groups[first])}
     places, results = [None] * len(groups), [None] * len(groups)
@@ -373,7 +386,7 @@ def extend_ragged(
 def _check_step(
     pool: object, batch: object, query: object, key: object, value: object, scores: object
 ) -> int:
-    """The number of tokens. All groups are checked before the first one runs, which changes the pool."""
+    """Checks all groups before the first one runs and changes the pool. Returns the number of tokens."""
     if not isinstance(pool, KVSlots):
         raise TypeError(f"pool: got {type(pool).__name__}, expected KVSlots")
     if not isinstance(batch, RaggedBatch):
@@ -392,8 +405,10 @@ def _check_step(
 
 
 def _states_fit(slots: Tensor, query: object, key: object, value: object, scores: object) -> bool:
-    """Whether the tensors of a step fit the keys of a pool, [rows, Hkv, places, D]; False also where that takes longer to find:
-    it saves 4 µs of a step."""
+    """Returns True if the tensors of a step are known to fit a pool with slots [rows, Hkv, places, D].
+
+    This quick test saves 4 µs of a step. It returns False for tensors that fit only by a slower test.
+    """
     if not are_alike(query, key, value) or type(scores) is not Tensor or len(query.shape) != 3:
         return False
     _, heads, _, head_dim = slots.shape
@@ -434,7 +449,10 @@ def _check_states(slots: Tensor, query: object, key: object, value: object, scor
 def _place_results(
     parts: Sequence[Tensor], places: list[slice | Tensor] | None, length: int, absent: float
 ) -> Tensor:
-    """The results of groups, [tokens of the group, ...], at their places of a step of `length` tokens. None: in their order."""
+    """Puts the results of the groups, [tokens of the group, ...], at their places in a step of `length` tokens.
+
+    places: None: the groups are in order. absent: the result of a token that belongs to no group.
+    """
     if places is None:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
     step = parts[0].new_full((length, *parts[0].shape[1:]), absent)
@@ -452,8 +470,10 @@ def _begin_texts(
     scores: Tensor,
     options: dict,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over prompts, [n, length, Hq, D], whose keys then fill the rows. Padding comes after all of them, so that no
-    query of theirs sees it."""
+    """Computes attention over prompts, [n, length, Hq, D], and then fills the rows with their keys.
+
+    Padding comes after the tokens of each prompt, so that no query of a prompt sees padding.
+    """
     rule = pool.rule
     keys = None
     if not rule.has_room_for(query.shape[1]):
@@ -464,12 +484,12 @@ def _begin_texts(
         query, key, value, None, bias, is_causal=True, key_intervals=keys, backend=pool.backend or None, **options
     )  # fmt: skip
     if group.lengths is not None:
-        keys = None  # of the longest prompt
+        keys = None  # these intervals are for the longest prompt
     pool.over(group.rows).fill(key, value, scores, keys, lengths=group.lengths)
     return result
 
 
 def _copy_rows(pool: KVSlots, group: _Group) -> KVSlots:
-    """A copy of the rows with places for pending tokens, which the pool has not: copying costs less than their attention."""
+    """Copies the rows to a cache with room for pending tokens, which the pool lacks. Their attention takes longer."""
     most = _value_for_device(_PART_SIZES, pool.k.device).tokens(pool.places)
     return pool.select(group.rows, chunk=min(group.length, most))

@@ -1,4 +1,4 @@
-"""The memory of a KV cache of slots: made, viewed by rows, copied, saved."""
+"""The memory of a KV cache of slots: the tensors, views of rows, copies, and saved states."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .._dispatch import IN_PYTHON
 from ..keys.rule import SelectionRule
 
 _ARRAYS = ("k", "v", "scores", "positions", "counts", "seen")
-_COUNTERS = 8  # numbers of a SlotCount
+_COUNTERS = 8  # the size of the last dimension of `counts`
 _FLOAT32_ON_A_GPU = "Use one of them, or flash_dmattn_with_kvcache on a cache of all keys"
 
 
@@ -42,7 +42,7 @@ class SlotMemory:
     """The tensors of a KVSlots and the rule that says how many keys they hold."""
 
     rows: Tensor | None = None
-    _pool: Self | None = None  # the cache of a view, which alone knows of pending tokens
+    _pool: Self | None = None  # of a view: its cache, which alone knows about pending tokens
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class SlotMemory:
         self.backend = _resolve_slot_backend(backend)
         self.pending, self.is_empty = 0, True
         shape = (batch, heads_kv, self.places + chunk)
-        # Zeros: a kernel may load a slot without a key.
+        # Slots are zeros, because a kernel may load a slot without a key.
         self.k = torch.zeros((*shape, head_dim), dtype=dtype, device=device)
         check_slot_kernels("dtype", dtype, head_dim, self.k.device, instead=_FLOAT32_ON_A_GPU)
         check_head_windows(len(self.rule.windows()), self.k.device)
@@ -112,11 +112,11 @@ class SlotMemory:
         pending: int = 0,
         backend: str | None = None,
     ) -> Self:
-        """A cache over tensors that exist, which it changes in place. With counts and seen of zeros it is empty; k and
-        v hold finite numbers from the start, such as zeros.
+        """Makes a cache over existing tensors, which it changes in place. It is empty if counts and seen are zeros.
 
-        Rows are dense, and may be any distance apart: in blocks of an engine's memory, for one. Pending tokens need tensors
-        that are contiguous except for k and v.
+        k and v have to hold finite numbers from the start, such as zeros. Each row is dense, but rows may be any
+        distance apart, as in blocks of an engine's memory. With pending tokens, all tensors except k and v have to be
+        contiguous.
         """
         cache = object.__new__(cls)
         for name, tensor in zip(_ARRAYS, (k, v, scores, positions, counts, seen), strict=True):
@@ -152,7 +152,7 @@ class SlotMemory:
 
     @property
     def places(self) -> int:
-        """The slots of a head for its keys; pending tokens are in those after them."""
+        """The number of slots of a head for its keys. The slots after them are for pending tokens."""
         return self.rule.place_count()
 
     @property
@@ -165,12 +165,12 @@ class SlotMemory:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors, in the order of the operators' arguments."""
+        """The tensors in the order of the operators' arguments."""
         return self.k, self.v, self.scores, self.positions, self.counts, self.seen
 
     @property
     def _arguments(self) -> tuple:
-        """The first arguments of the operators that take no `rows`."""
+        """The first arguments of operators without an argument `rows`."""
         self._refuse_rows()
         return *self.tensors, *self._rule_arguments
 
@@ -182,7 +182,7 @@ class SlotMemory:
             )
 
     def _checked_rows(self) -> Tensor | None:
-        """`rows` for an operator that changes them. Raises for a row that is there twice, where that needs no device."""
+        """Returns `rows` for an operator that changes them. On a CPU, raises for a row that occurs twice."""
         if self.rows is not None:
             self._pool._refuse_pending()
             check_rows_differ(rows_on_host(self.rows, range(self.batch)))
@@ -196,12 +196,14 @@ class SlotMemory:
             )
 
     def over(self, rows: Tensor) -> Self:
-        """A view of some rows, in any order: the batch of an engine that keeps a row for each of its sequences.
+        """Returns a view of some rows in any order, for an engine that keeps one row for each of its sequences.
 
-        rows: int32 [B], none of them twice, on the device of the cache. A negative one is no row: nothing is read or written,
-            and the result of `step` is 0. They are read at each call, by a CUDA graph too; a CPU then raises for a row twice.
+        rows: int32 [B], no row twice, on the device of the cache. A negative number means no row: nothing is read or
+            written, and the result of `step` is 0. The rows are read at each call, also by a CUDA graph. A CPU raises
+            then if a row occurs twice.
 
-        `step`, `fill`, `snapshot` and `restore` of the view follow the rows. Those that change them raise while tokens are pending.
+        `step`, `fill`, `snapshot` and `restore` of the view use these rows. `step`, `fill` and `restore` raise while
+        tokens are pending.
         """
         check_tensor(rows, "rows")
         if rows.dim() != 1 or rows.dtype != torch.int32 or rows.device != self.k.device:
@@ -226,8 +228,11 @@ class SlotMemory:
         self.is_empty = True
 
     def select(self, index: Tensor, *, chunk: int | None = None) -> Self:
-        """Returns a cache whose row i is a copy of row index[i], pending tokens included. index: integers [rows];
-        raises for others. chunk: its maximum number of pending tokens, by default that of this cache."""
+        """Returns a cache whose row i is a copy of row index[i], pending tokens included.
+
+        index: integers [rows]; other values raise an error. chunk: the new cache's maximum number of pending tokens, by
+        default the maximum of this cache.
+        """
         arguments = self._arguments
         index = as_row_indices(index, "index")
         if chunk is not None:
@@ -248,26 +253,32 @@ class SlotMemory:
         return selected
 
     def repeat(self, count: int) -> Self:
-        """Returns a cache with each row repeated `count` times, consecutively (as torch.repeat_interleave), pending
-        tokens included."""
+        """Returns a cache with `count` copies of each row and its pending tokens, as torch.repeat_interleave."""
         check_count(count, "count")
         rows = torch.arange(self.batch, dtype=torch.int32, device=self.k.device)
         return self.select(rows.repeat_interleave(count))
 
     def reorder(self, index: Tensor) -> None:
-        """Row i becomes row index[i], in place (through a copy): beams. index: integers [B]; raises for others.
-        Pending tokens move with their rows."""
+        """Replaces row i by row index[i], in place (through a copy), as beam search needs. Pending tokens move along.
+
+        index: integers [B]; other values raise an error.
+        """
         self.restore(self.select(as_row_indices(index, "index", self.batch)))
 
     def snapshot(self) -> Self:
-        """A copy, for `restore`: the way back to an earlier token, as evicted keys do not return. Of a view whose rows all
-        exist, a cache of its own."""
+        """Returns a copy for `restore`. Only a copy leads back to an earlier token, because evicted keys do not return.
+
+        The snapshot of a view is a cache of its own. All rows of the view have to exist.
+        """
         if self.rows is not None:
             return self._pool.select(self.rows)
         return self.select(torch.arange(self.batch, dtype=torch.int32, device=self.k.device))
 
     def restore(self, snapshot: SlotMemory) -> None:
-        """The content of a snapshot or a view, in place. One of a single row (a shared prefix) goes to every row."""
+        """Copies the content of a snapshot or a view into this cache, in place.
+
+        A snapshot of a single row (a shared prefix) is copied to every row.
+        """
         if not isinstance(snapshot, SlotMemory):
             raise TypeError(f"snapshot: got {type(snapshot).__name__}, expected KVSlots")
         if snapshot.rows is not None or snapshot.k is self.k:
@@ -299,13 +310,13 @@ class SlotMemory:
         self.pending, self.is_empty = snapshot.pending, self.rows is None and snapshot.is_empty
 
     def state_dict(self) -> dict[str, Tensor | int]:
-        """The tensors to save, which are no copies."""
+        """Returns the tensors to save. They are not copies."""
         self._refuse_rows()
         numbers = {"pending": self.pending, "is_empty": self.is_empty}
         return dict(zip(_ARRAYS, self.tensors, strict=True)) | self.rule._asdict() | numbers
 
     def load_state_dict(self, state: Mapping[str, Tensor | int]) -> None:
-        """Copies a saved state into the tensors, which may have another dtype and device."""
+        """Copies a saved state into the tensors. The saved tensors may have another dtype and device."""
         self._refuse_rows()
         missing = [name for name in (*_ARRAYS, "keep_window_size", "pending") if name not in state]
         if missing:
@@ -329,8 +340,8 @@ class SlotMemory:
         heads = self.k.shape[1]
         slots = (batch, heads, self.places + chunk)
         cache = copy.copy(self)
-        # Few allocations: an engine makes such caches in every layer of a step. One for each dtype, as torch.save refuses views of
-        # memory in several.
+        # One allocation for each dtype: an engine makes such caches in every layer of a step, and torch.save refuses
+        # views of one memory in several dtypes.
         cache.k, cache.v = self.k.new_zeros((2, *slots, self.k.shape[3]))
         cache.scores = self.scores.new_zeros(slots)
         shapes = (batch, heads, _COUNTERS), slots, (batch,)

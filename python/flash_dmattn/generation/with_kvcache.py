@@ -70,28 +70,32 @@ def flash_dmattn_with_kvcache(
     does not read lengths, so that calls can be captured in a CUDA graph.
 
     **All keys** (slot_positions not given): token t is in place t.
-    query: [B, n, Hq, D]; k_cache, v_cache: [B, S, Hkv, D]; score_cache: float32 [B, Hkv, S], one score per key, or None
-        where there is neither a bias nor a choice.
-    key, value, scores: the new tokens, [B, m, Hkv, D] twice and float32 [B, Hkv, m], which are written to the places from
-        cache_seqlens on. None: the cache holds them already.
-    cache_seqlens: int32 [B], the tokens of each row before the call. It is not changed.
-    cache_leftpad: int32 [B], where the tokens of each row begin.
-    keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold: which keys a query sees, as in
-        select_key_intervals; by default all.
+    query: [B, n, Hq, D].
+    k_cache, v_cache: [B, S, Hkv, D].
+    score_cache: float32 [B, Hkv, S], one score per key. None: there is neither a bias nor a choice of keys.
+    key, value, scores: the m new tokens: key and value [B, m, Hkv, D], scores float32 [B, Hkv, m]. They are written to
+        the places from cache_seqlens on. None: the cache holds the new tokens already.
+    cache_seqlens: int32 [B], the number of tokens of each row before the call. The call does not change it.
+    cache_leftpad: int32 [B], the place where the tokens of each row begin.
+    keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold: the rule that says which keys a
+        query sees, as in select_key_intervals. By default it sees all keys.
 
-    **Slots** (slot_positions and slot_counts given): the tensors of a KVSlots cache under this rule, whose largest window
-    is given by keep_window_size. It has KVSlots.places slots for keys, and room for S - places pending tokens. On a GPU
-    they are bfloat16 or float16.
-    k_cache, v_cache: [B, S, Hkv, D], for example KVSlots.k.transpose(1, 2); score_cache: float32 [B, Hkv, S].
-    slot_positions: int32 [B, Hkv, S]; slot_counts: int32 [B, Hkv, 8], zeros for an empty cache.
-    key, value, scores: as above, one token or up to S - places, with a query for each; all of them are committed.
-    cache_seqlens: int32 [B], the tokens that each row has seen. The call adds the new ones.
+    **Slots** (slot_positions and slot_counts given): the tensors are those of a KVSlots cache under this rule, and
+    keep_window_size gives its largest window. The cache has KVSlots.places slots for keys, and room for S - places
+    pending tokens. On a GPU its slots are bfloat16 or float16.
+    k_cache, v_cache: [B, S, Hkv, D], for example KVSlots.k.transpose(1, 2).
+    score_cache: float32 [B, Hkv, S].
+    slot_positions: int32 [B, Hkv, S].
+    slot_counts: int32 [B, Hkv, 8], zeros for an empty cache.
+    key, value, scores: as above, for one token or up to S - places tokens. There is one query for each of them, and all
+        of them are committed.
+    cache_seqlens: int32 [B], the number of tokens that each row has seen. The call adds the number of new tokens.
     key_mask: bool [B, m], False for new tokens that are padding.
 
     scale, softcap, nonfinite, backend: as in flash_dmattn_func.
-    scores_are_bias: the score of a key is added to its attention score, as in dynamic mask attention.
+    scores_are_bias: whether the score of a key is added to its attention score, as in dynamic mask attention.
 
-    Returns out [B, n, Hq, D], or (out, lse [B, Hq, n]) with return_lse. There is no gradient.
+    Returns out [B, n, Hq, D], or (out, lse [B, Hq, n]) with return_lse. The results have no gradient.
     """
     caches = {"k_cache": k_cache, "v_cache": v_cache, "score_cache": score_cache}
     for name, tensor in {"query": query, **caches, "cache_seqlens": cache_seqlens}.items():
@@ -164,7 +168,7 @@ def _attend_to_all_keys(
     scores_are_bias: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Writes new tokens into a cache of all keys, and returns (out, lse); the arguments are checked."""
+    """Writes new tokens into a cache of all keys, and returns (out, lse). The caller has checked the arguments."""
     k_cache, v_cache, score_cache = caches.values()
     finite.check_new_tokens(query, key, value)
     _write_tokens(k_cache, v_cache, score_cache, key, value, scores, cache_seqlens)
@@ -201,8 +205,8 @@ def _attend_to_slots(
     key_mask: Tensor | None,
     **options: object,
 ) -> tuple[Tensor, Tensor]:
-    """Adds new tokens to the slots, and returns (out, lse). k_cache: the keys of the slots in the caller's layout."""
-    if key.dim() == 4 and key.shape[1] == 1:  # the operator checks all of them
+    """Adds new tokens to the slots, and returns (out, lse). k_cache: the slots' keys in the caller's layout."""
+    if key.dim() == 4 and key.shape[1] == 1:  # the operator of `step` checks all arguments
         return slots.step(query, key, value, scores, key_mask=key_mask, return_lse=True, **options)
     check_chunk(k_cache, key_mask, query=query, key=key, value=value, scores=scores)
     finite.check_new_tokens(query, key, value)
@@ -215,7 +219,7 @@ def _attend_to_slots(
 def _check_new_tokens(
     key: Tensor | None, value: Tensor | None, scores: Tensor | None, score_cache: Tensor | None
 ) -> None:
-    """Raises unless all tensors of the new tokens are given, or none; scores belong to them where there is a score_cache."""
+    """Raises unless key and value are both given or both None. With a score_cache, the same holds for scores."""
     if score_cache is None and scores is not None:
         raise ValueError("scores: got scores without score_cache, expected both or none")
     if (key is None) == (value is None) and (
@@ -287,15 +291,16 @@ def _write_tokens(k_cache, v_cache, score_cache, key, value, scores, cache_seqle
 
 
 def _without_aliasing(new: Tensor, cache: Tensor) -> Tensor:
-    """New tokens that may be a part of the cache itself."""
+    """Returns the new tokens, copied if they are a part of the cache itself."""
     shares = not torch.compiler.is_compiling() and torch._C._is_alias_of(new, cache)
     return new.clone() if shares else new
 
 
 def _common_length(lengths: Tensor, queries: int, size: int) -> int | None:
-    """The length of all rows where they have the same and the host reads it for nothing: on the CPU, outside of a trace.
+    """Returns the length of the rows if all rows have the same one and the host can read it without waiting, else None.
 
-    All keys up to it are visible then, and intervals need not be made, which take a fifth of a call over 8,192 keys.
+    The host can read it on the CPU, outside of a trace. All keys up to this length are then visible, so no intervals
+    are needed; making them takes a fifth of a call over 8,192 keys.
     """
     if type(lengths) is not Tensor or lengths.device.type != "cpu" or torch.compiler.is_compiling():
         return None
@@ -305,7 +310,7 @@ def _common_length(lengths: Tensor, queries: int, size: int) -> int | None:
 
 
 def _hold_tokens(places: Tensor, lengths: Tensor, leftpad: Tensor | None) -> Tensor:
-    """Which of these places of a row hold a token, bool [B, places]."""
+    """Returns whether each of these places of a row holds a token, bool [B, places]."""
     held = places < lengths[:, None]
     return held if leftpad is None else held & (places >= leftpad[:, None])
 
@@ -318,7 +323,7 @@ def _cache_intervals(
     query: Tensor,
     k_cache: Tensor,
 ) -> KeyIntervals:
-    """The intervals of the keys of rows of these lengths, for the last queries of each."""
+    """Returns the intervals of the keys in rows of these lengths. The queries are the last ones of each row."""
     size, queries = k_cache.shape[1], query.shape[1]
     place = torch.arange(size, device=query.device, dtype=torch.int32)
     lengths = lengths.to(torch.int32)
@@ -329,7 +334,7 @@ def _cache_intervals(
         last = torch.where(real, queries, 0).to(torch.int32)
         intervals = torch.stack((first.expand_as(last), last), -1)[:, None]
         return KeyIntervals(intervals, queries, (size, 0), consecutive=True)
-    # Selection ends with the last key, so the rows are shifted to end together.
+    # In selection, the last query belongs to the last key, so the rows are shifted until they end at the same place.
     shift = size - lengths
     from_end = (place - shift).clamp(min=0)
     if scores is None:

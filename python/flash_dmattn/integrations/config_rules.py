@@ -13,7 +13,7 @@ CONFIG_NAME = "learned_scores"  # the attribute of a config
 
 
 class LearnedScores(NamedTuple):
-    """The part of a config about learned scores. The parameters of the scorers are the model's."""
+    """The part of a config that describes learned scores. The parameters of the scorers belong to the model."""
 
     rule: SelectionRule
     scorer: str  # "custom" for a function or module
@@ -21,7 +21,7 @@ class LearnedScores(NamedTuple):
     dense_prefill: bool = False
 
     def as_dict(self) -> dict:
-        """Numbers, strings and lists, for JSON."""
+        """Returns numbers, strings and lists, for JSON."""
         rule = self.rule._asdict()
         del rule["selection"]
         if isinstance(rule["keep_window_size"], tuple):
@@ -63,7 +63,7 @@ def make_rule(
 
 
 def rules_of(config: PretrainedConfig) -> list[SelectionRule]:
-    """The rule of every layer of a model whose layers score their keys (Doge). Raises where no cache can follow it."""
+    """Returns the rules of a model whose layers score their keys (Doge). Raises if no cache can follow them."""
     if getattr(config, "sliding_window", None) is not None:
         raise ValueError(
             f"config.sliding_window: got {config.sliding_window}, expected None: a key that leaves the window makes place for "

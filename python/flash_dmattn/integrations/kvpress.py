@@ -1,7 +1,7 @@
-"""Presses of NVIDIA's kvpress as scores of keys, by which keys leave the cache.
+"""Lets presses of NVIDIA's kvpress score keys. The scores decide which keys leave the cache.
 
-kvpress itself cuts a cache after the prompt, or replaces keys in it by fake ones. Here a query sees intervals and a
-`DynamicMaskCache` holds what the rule leaves, so that keys that have left take no memory.
+kvpress itself cuts a cache after the prompt, or replaces keys in the cache by fake ones. Here attention uses intervals,
+and a `DynamicMaskCache` holds only the keys that the rule keeps, so that keys that have left take no memory.
 
     from kvpress import DMSPress, KVzapPress
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .attention_interface.layout import swap_heads_and_tokens
 from .transformers.learned_scores.add import add_learned_scores, scored_layers
 
-# Classes of kvpress whose `score` needs neither attention weights nor queries of the text, nor how many keys will be kept.
+# Classes of kvpress whose `score` needs no attention weights, no queries of the text, and no number of keys to keep.
 WITHOUT_QUERIES = frozenset(
     {
         "CURPress", "ExpectedAttentionPress", "ExpectedAttentionStatsPress", "KVzapPress", "KeyDiffPress", "KnormPress",
@@ -41,18 +41,21 @@ def add_press(
         model: as in `add_learned_scores`.
         press: a `ScorerPress` whose scores need no queries, one of your own, or a `DMSPress` of such a press. Its
             compression_ratio is not used, since the number of keys is fixed.
-        keep_window_size: how many keys are kept by their scores. With a DMSPress the most that its threshold may keep; None
-            keeps all of them, for which a `DynamicMaskCache` has no room.
-        recent_window: keys that are kept whatever their scores: by default a query's own, and with a DMSPress that continues
-            after the prompt (`decoding=True`) those of its sliding window, t - j <= sliding_window_size.
-        sink_tokens: the first keys, which are kept.
-        dense_prefill: the first tokens of a cache attend to all of themselves, as in kvpress; in a prompt that comes in chunks
-            (`prefill_chunk_size`), those of the first chunk. False: by intervals, in O(N w) time.
+        keep_window_size: how many keys are kept by their scores. With a DMSPress, it limits how many keys the threshold
+            may keep. None sets no limit, and then no `DynamicMaskCache` is possible.
+        recent_window: how many recent keys are kept whatever their scores. The default is the query's own key, or, for
+            a DMSPress that continues after the prompt (`decoding=True`), its sliding window, t - j <=
+            sliding_window_size.
+        sink_tokens: how many of the first keys are always kept.
+        dense_prefill: whether the first tokens of a cache attend to all of each other, as in kvpress. If a prompt comes
+            in chunks (`prefill_chunk_size`), these are the tokens of the first chunk. False: attention follows the
+            rule, in O(N w) time.
 
-    A token that comes alone, after the prompt, is scored by a DMSPress with `decoding=True`. By other presses it is kept, as
-    in kvpress, and by any other DMSPress so are the last `sliding_window_size` tokens of the prompt. But where kvpress' cache
-    grows, here the worst key makes room once keep_window_size are kept. Tokens that come together after the prompt are scored: assisted
-    decoding and prompt lookup, which verify several at once, need not write the text of greedy decoding.
+    A DMSPress with `decoding=True` scores a single token that comes after the prompt. Other presses keep such a token,
+    as in kvpress, and any other DMSPress also keeps the last `sliding_window_size` tokens of the prompt. kvpress' cache
+    then grows; here the worst key makes room once keep_window_size keys are kept. Several tokens that come together
+    after the prompt are scored. So assisted decoding and prompt lookup, which verify several tokens at once, may write
+    another text than greedy decoding.
 
     Returns:
         The same model.
@@ -91,14 +94,15 @@ def add_press(
 
 
 def _score_without_layer(hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The scorer of a layer until it has its _PressScorer, which needs the layer."""
+    """The temporary scorer of a layer, until the layer exists: _PressScorer needs the layer."""
     raise RuntimeError("a press scores keys only where it has its layer")
 
 
 class _PressScorer:
-    """The scores [B, S, Hkv] of a press for one layer.
+    """Computes the scores [B, S, Hkv] of a press for one layer.
 
-    scores_tokens: whether a token alone is scored; else it is kept. kept: so are the last ones of a prompt.
+    scores_tokens: whether a single token is scored; otherwise it is kept.
+    kept: how many of the last tokens of a prompt are kept, too.
     """
 
     def __init__(
@@ -116,7 +120,7 @@ class _PressScorer:
     def __call__(self, hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if key.shape[1] == 1 and not self.scores_tokens:
             return key.new_full(key.shape[:3], float("inf"), dtype=torch.float32)
-        # An attribute that presses read. Not a module of the layer, which would have it in its files.
+        # Presses read this attribute. It is not set as a module, because the layer's files would then include it.
         vars(self.layer)["rotary_emb"] = self.rotary
         try:
             states = swap_heads_and_tokens(key, value)
@@ -134,7 +138,7 @@ def _check_press(press: object) -> None:
             f"press: got {type(press).__name__}, expected a ScorerPress or a DMSPress of kvpress"
         )
     defining = [base for base in type(press).__mro__ if "score" in vars(base)]
-    for owner in (type(press), *defining[:1]):  # one of your own may inherit its score
+    for owner in (type(press), *defining[:1]):  # a press of the user's may inherit its score
         if owner.__module__.startswith("kvpress.") and owner.__name__ not in WITHOUT_QUERIES:
             raise ValueError(
                 f"press: got {type(press).__name__}, whose choice depends on queries, on other layers or on how many keys are kept; "

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ..scores import make_scores, scores_of_heads
 
-FIRST_LOGIT = 3.0  # where the logit of every gate begins, as in make_scores
-_HIDDEN_FEATURES = 64  # of the MLP
+FIRST_LOGIT = 3.0  # the first logit of every gate, as in make_scores
+_HIDDEN_FEATURES = 64  # the width of the MLP's hidden layer
 
 Scorer = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -40,9 +40,9 @@ def check_scorer(scorer: object) -> None:
 def make_scorer(
     scorer: str | Scorer, hidden_size: int, heads: int, value_size: int, device: torch.device
 ) -> nn.Module:
-    """A module of one layer: hidden [B, S, hidden_size], key and value [B, S, heads, D] -> scores [B, heads, S].
+    """Makes one layer's scorer: hidden [B, S, hidden_size], key and value [B, S, heads, D] -> scores [B, heads, S].
 
-    value_size: features of the values of all heads.
+    value_size: the number of features in the values of all heads.
     """
     check_scorer(scorer)
     if isinstance(scorer, nn.Module):
@@ -66,7 +66,10 @@ def make_scorer(
 
 
 class _Linear(nn.Linear):
-    """A Linear that computes in the dtype of its input, whatever its parameters have (16 bits in a model of 16 bits, or under FSDP2)."""
+    """A Linear that computes in the dtype of its input.
+
+    Its parameters may have another dtype: 16 bits in a 16-bit model or under FSDP2.
+    """
 
     def forward(self, hidden: Tensor) -> Tensor:
         weight, bias = (t.to(hidden.dtype) for t in (self.weight, self.bias))
@@ -74,11 +77,11 @@ class _Linear(nn.Linear):
 
 
 class GateScorer(nn.Module):
-    """Log gates, log sigmoid(z) <= 0, of the layer's input or of its values.
+    """Computes log gates, log sigmoid(z) <= 0, from the layer's input or from its values.
 
-    All gates begin at `first_score`, whatever the token: the last projection begins at 0, and z at FIRST_LOGIT, where its
-    gradient is large enough to train. A bias that all keys share changes nothing in a softmax, so that attention with
-    scores relative to `first_score` begins as attention without scores.
+    All gates begin at `first_score` for every token: the weight of the last projection begins at 0, and z begins at
+    FIRST_LOGIT, where its gradient is large enough to train. A bias that all keys share changes nothing in a softmax,
+    so attention with scores relative to `first_score` begins as attention without scores.
     """
 
     is_gate = True
@@ -99,7 +102,7 @@ class GateScorer(nn.Module):
 
 
 class FunctionScorer(nn.Module):
-    """The scores [B, S, heads] of a function or module, as float32 [B, heads, S]."""
+    """Converts the scores [B, S, heads] of a function or module to float32 [B, heads, S]."""
 
     first_score = 0.0
 
@@ -112,7 +115,7 @@ class FunctionScorer(nn.Module):
 
 
 def key_norm_scores(hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Minus the length of the key, by which long keys go first (arXiv 2406.11430)."""
+    """Returns minus the length of each key, so that long keys leave first (arXiv 2406.11430)."""
     return -torch.linalg.vector_norm(key, dim=-1, dtype=torch.float32)
 
 

@@ -6,8 +6,8 @@
     )
     Trainer.Config(model_spec=spec, parallelism=parallelism, ...)
 
-Every attention layer of the decoder gets a score for each key, the log gate of its value, as `make_scores(..., "gate")` has of hidden
-states. Documents of a packed sequence see each other, as with TorchTitan's own ScaledDotProductAttention.
+Every attention layer of the decoder scores each key by the log gate of its value, as `make_scores(..., "gate")` does
+from hidden states. Documents of a packed sequence see each other, as with TorchTitan's own ScaledDotProductAttention.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _FIRST_BIAS = 3.0  # gates begin open: sigmoid(3) = 0.95
 class DynamicMaskInnerAttention(ScaledDotProductAttention):
     """The inner attention of a GQAttention in which each query sees the keys with the best learned scores.
 
-    It is a ScaledDotProductAttention for `apply_cp_to_forward`, which gives it pieces as DTensors of the mesh "cp"; these go through
-    context_parallel_dmattn, whose ranks exchange the keys that later queries see instead of all keys.
+    It subclasses ScaledDotProductAttention for `apply_cp_to_forward`, which passes it pieces as DTensors of the mesh
+    "cp". These pieces go through context_parallel_dmattn, whose ranks exchange only the keys that later queries see.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ScaledDotProductAttention.Config):
-        """heads_kv, head_dim: of keys. The others as in flash_dmattn_func."""
+        """heads_kv, head_dim: the number of key heads and their dimension. Other fields are as in flash_dmattn_func."""
 
         heads_kv: int
         head_dim: int
@@ -48,7 +48,7 @@ class DynamicMaskInnerAttention(ScaledDotProductAttention):
         sink_tokens: int = 0
 
         def build(self, **kwargs) -> DynamicMaskInnerAttention:
-            # Scores are cut like key heads by tensor parallelism.
+            # Tensor parallelism cuts the scores in the same way as the key heads.
             if self.sharding_config is not None:
                 cut = dense_param_placement(tp=spmd.S(0))
                 states = {"weight": cut, "bias": cut}
@@ -71,8 +71,10 @@ class DynamicMaskInnerAttention(ScaledDotProductAttention):
 
     @staticmethod
     def prepare_cp_metadata(attention_metadata: Any, *, permutation: object = None) -> Any:
-        """The metadata of attention over pieces, which is that of the whole. Raises ValueError for a permutation of the sequence: pieces are
-        consecutive, and a key is seen by later ranks alone."""
+        """Returns the metadata of attention over pieces, which equals the metadata of the whole sequence.
+
+        Raises ValueError for a permutation of the sequence: pieces are consecutive, and only later ranks see a key.
+        """
         if permutation is not None:
             raise ValueError(
                 f"permutation: got {permutation!r}, expected None (context_parallel_load_balancer=None): pieces of the sequence are "
@@ -81,7 +83,7 @@ class DynamicMaskInnerAttention(ScaledDotProductAttention):
         return attention_metadata
 
     def scores(self, value: Tensor) -> Tensor:
-        """float32 [B, Hkv, n] of values [B, n, Hkv, D]."""
+        """Returns the scores of values [B, n, Hkv, D], float32 [B, Hkv, n]."""
         weight, bias = (
             t.to_local() if isinstance(t, DTensor) else t for t in (self.weight, self.bias)
         )
@@ -118,10 +120,12 @@ class DynamicMaskInnerAttention(ScaledDotProductAttention):
 
 
 def with_dynamic_masks(spec: ModelSpec, keep_window_size: int, **rule: int) -> ModelSpec:
-    """The spec of a decoder (llama3, qwen3) whose attention layers are dynamic mask attention; its configs are changed.
+    """Changes the configs of a decoder's spec (llama3, qwen3) to dynamic mask attention, and returns the spec.
 
-    rule: recent_window, sink_tokens, as in flash_dmattn_func. Raises ValueError for a model without a GQAttention, and, when it is
-    made parallel, for a load balancer of context parallelism or a backend that gathers all keys.
+    rule: recent_window, sink_tokens, as in flash_dmattn_func.
+
+    Raises ValueError for a model without a GQAttention. When the model is made parallel, it raises for a load balancer
+    of context parallelism, or for a backend that gathers all keys.
     """
     layers = [config for _, config, *_ in spec.traverse(GQAttention.Config)]
     if not layers:

@@ -13,18 +13,21 @@ from .select_intervals import per_key_scores, select_by_rule
 def select_keys(
     scores: Tensor, keep_window_size: int, key_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The positions of the `keep_window_size` best keys of each row.
+    """Returns the positions of the `keep_window_size` best keys of each row.
 
         keys, counts = select_keys(scores, 1024)
         best = key.gather(1, keys.clamp(min=0).transpose(1, 2)[..., None].expand(-1, -1, -1, D).long())
 
     scores: [B, H, Sk] (or [B, H, 1, Sk], or [B, Sk]), any floating dtype. The choice has no gradient.
-    keep_window_size: how many keys, 0 or more.
-    key_mask: bool [B, Sk] or [B, H, Sk], False: the key is not present.
+    keep_window_size: how many keys to choose, 0 or more.
+    key_mask: bool [B, Sk] or [B, H, Sk]; False: the key is not present.
 
-    Higher scores win; of equal ones the more recent key. NaN and hidden keys are never chosen. Returns keys, int32
-    [B, H, min(keep_window_size, Sk)], ascending, padded with -1, and their number, int32 [B, H]. The host waits
-    for no device. O(Sk log keep_window_size).
+    Higher scores win; of two keys with equal scores, the more recent one wins. Keys that are hidden or have the score
+    NaN are never chosen. The host waits for no device. The time is O(Sk log keep_window_size).
+
+    Returns (keys, counts):
+        keys: int32 [B, H, min(keep_window_size, Sk)], ascending positions, padded with -1.
+        counts: int32 [B, H], the number of chosen keys.
     """
     check_count(keep_window_size, "keep_window_size")
     scores, key_mask = per_key_scores(scores, key_mask)
@@ -32,7 +35,7 @@ def select_keys(
 
 
 def best_keys(scores: Tensor, key_mask: Tensor | None, window: int) -> tuple[Tensor, Tensor]:
-    """`select_keys` of arguments in normal form: scores and key_mask [B, H, Sk]."""
+    """Does what `select_keys` does, for arguments in normal form: scores and key_mask [B, H, Sk]."""
     size = min(window, scores.shape[2])
     if size == 0:
         empty = scores.new_empty((*scores.shape[:2], 0), dtype=torch.int32)
@@ -42,11 +45,14 @@ def best_keys(scores: Tensor, key_mask: Tensor | None, window: int) -> tuple[Ten
 
 
 def indices_of_true(mask: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The first `size` indices at which a mask [.., L] is true, int32 [.., size], ascending, padded with -1; and
-    how many values are true, int32 [..]."""
+    """Finds the elements of a mask [.., L] that are true. Returns (indices, counts).
+
+    indices: int32 [.., size], the first `size` true elements, ascending, padded with -1.
+    counts: int32 [..], how many elements are true.
+    """
     rank = mask.cumsum(-1, dtype=torch.int32)
     counts = rank[..., -1] if mask.shape[-1] else rank.sum(-1, dtype=torch.int32)
-    # One more element takes all other indices.
+    # An additional last element takes all other indices.
     rank_or_end = torch.where(mask, rank - 1, size).clamp(max=size)
     index = torch.arange(mask.shape[-1], dtype=torch.int32, device=mask.device)
     indices = index.new_full((*mask.shape[:-1], size + 1), -1)

@@ -1,24 +1,23 @@
 """Boolean masks made from attention scores, for callers that want the mask itself.
 
-The attention functions do not need such a mask: they take `keep_window_size` or key intervals, which cost
-O(N) memory. A mask made here has every (query, key) element that it distinguishes.
+The attention functions do not need such a mask: they take `keep_window_size` or key intervals, which cost O(N) memory.
+A mask made here has one element for each (query, key) pair.
 
-Every mask is a choice, not a function to differentiate: scores are detached, and no gradient flows
-through the result.
+The scores are detached, and no gradient flows through a mask.
 """
 
 import torch
 
 from .._core.checks import MASK_VALUE, check_count, check_tensor
 
-_ROW_CHUNK_ELEMENTS = 1 << 24  # scores in one step; bounds the temporaries of a 4-d mask
+_ROW_CHUNK_ELEMENTS = 1 << 24  # scores in one step, which limits the temporaries of a 4-d mask
 
 
 def topk_indices(attention_bias: torch.Tensor, window_size: int, **kwargs) -> torch.Tensor:
-    """The positions of the `window_size` best keys of every row, in ascending order.
+    """Returns the positions of the `window_size` best keys of every row, in ascending order.
 
     Args:
-        attention_bias: scores, float [..., K]. Equal scores: the more recent key is better; NaN is worst.
+        attention_bias: scores, float [..., K]. Of equal scores, the more recent key is better. NaN is worst.
         window_size: how many keys to keep; more than K keeps all K.
 
     Returns:
@@ -41,13 +40,13 @@ def topk_mask(
     block_size: int | None = None,
     **kwargs,
 ) -> torch.Tensor:
-    """True where a key is among the `window_size` best allowed keys of its row.
+    """Makes a mask that is True where a key is among the `window_size` best allowed keys of its row.
 
     Args:
         attention_bias: scores, float [B, H, K] or [B, H, Q, K]; sizes of 1 broadcast.
         attention_mask: allowed keys, bool, broadcastable against the scores after 3-d shapes got a
             query dimension of 1; None allows all.
-        window_size: how many keys a row keeps. Equal scores: the more recent key wins.
+        window_size: how many keys a row keeps. Of two keys with equal scores, the more recent one wins.
         min_dtype: a score at or below it is never kept; None: no score is too low. NaN is never kept.
         block_size: if given, blocks of this many neighbouring keys are kept or dropped together, by
             majority; a key that is not allowed stays out.
@@ -85,7 +84,7 @@ def relu_mask(
     block_size: int | None = None,
     **kwargs,
 ) -> torch.Tensor:
-    """True where an allowed key has a positive score. Arguments and result as in `topk_mask`."""
+    """Makes a mask that is True where an allowed key has a positive score. See `topk_mask` for the arguments."""
     _refuse_keywords(kwargs, "relu_mask")
     scores, allowed = _align_dimensions(attention_bias, attention_mask)
     allowed = allowed & (scores > min_dtype)
@@ -106,7 +105,7 @@ def create_mask(
     block_size: int | None = None,
     type: str = "topk",
 ) -> torch.Tensor:
-    """The mask of dynamic mask attention: the keys that every query keeps.
+    """Makes the mask of dynamic mask attention, which shows each query the keys that it keeps.
 
     | bias       | mask               | choice                                  | result       |
     |------------|--------------------|-----------------------------------------|--------------|
@@ -147,7 +146,7 @@ def create_mask(
 
 
 def _refuse_keywords(keywords: dict[str, object], function: str) -> None:
-    """Raises TypeError for a keyword that 1.x took and that is not None."""
+    """Raises TypeError for a keyword of version 1.x that is not None."""
     for name, value in keywords.items():
         if value is not None:
             raise TypeError(
@@ -184,7 +183,7 @@ def _dimensions(mask: torch.Tensor | None) -> int:
 def _align_dimensions(
     scores: torch.Tensor, allowed: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores and allowed keys, both 4-d."""
+    """Returns the scores and the allowed keys, both 4-d."""
     check_tensor(scores, "attention_bias")
     if not scores.is_floating_point():
         raise TypeError(f"attention_bias: got {scores.dtype}, expected a floating dtype")
@@ -195,7 +194,7 @@ def _align_dimensions(
 
 
 def _keep_best(scores: torch.Tensor, allowed: torch.Tensor, count: int) -> torch.Tensor:
-    """The `count` best allowed keys of every row; of equal scores, the last ones."""
+    """Returns which keys are the `count` best allowed ones of their row. Of equal scores, the last ones win."""
     if count >= allowed.shape[-1]:
         return allowed
     if count == 0:
@@ -209,7 +208,7 @@ def _keep_best(scores: torch.Tensor, allowed: torch.Tensor, count: int) -> torch
 
 
 def _keep_by_block(kept: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Every block of `block_size` keys (the last may be shorter) takes the value of its majority."""
+    """Sets every block of `block_size` keys (the last may be shorter) to the value of its majority."""
     check_count(block_size, "block_size")
     if block_size < 1:
         raise ValueError(f"block_size: got {block_size}, expected at least 1")
@@ -224,7 +223,7 @@ def _keep_by_block(kept: torch.Tensor, block_size: int) -> torch.Tensor:
 def _padding_mask(
     mask: torch.Tensor, batch_size: int, query_len: int, key_len: int
 ) -> torch.Tensor:
-    """A padding mask [B, key_len]; one of the queries' length is preceded by allowed keys."""
+    """Returns a padding mask [B, key_len]. If a mask has the queries' length, allowed keys are put in front of it."""
     mask = _bool_mask(mask)
     if mask.shape == (batch_size, key_len):
         return mask

@@ -31,13 +31,12 @@ class KeyIntervals:
     intervals: int32 [B or 1, Hkv or 1, key_length, 2]; the last dimension is (first, last). A key whose
         first >= last is never visible.
     query_length: the number of query rows that the intervals refer to.
-    bound: (base, per_query), when it is known that any n consecutive queries together see at most
-        base + per_query * n keys. It bounds the memory of lists of keys on a GPU. Without one it
-        has to count first, which waits for the GPU at every call (and a CUDA graph cannot be captured);
-        `measured` does that once. Too small a bound loses keys.
-    consecutive: every query sees consecutive keys, or nearly, as in windows and packed documents. It changes
-        no result: a GPU then makes no lists and needs no bound. It is quicker for such keys, and slower for
-        others.
+    bound: (base, per_query): any n consecutive queries together see at most base + per_query * n keys. On a GPU it
+        limits the memory of lists of keys. Without a bound, every call has to count the keys first: it waits for the
+        GPU and cannot be captured in a CUDA graph. `measured` counts them once. If a bound is too small, attention
+        loses keys.
+    consecutive: every query sees consecutive keys, or nearly, as in windows and packed documents. The flag changes no
+        result: with it, a GPU makes no lists and needs no bound, which is faster for such keys and slower for others.
     """
 
     intervals: Tensor
@@ -75,18 +74,18 @@ class KeyIntervals:
         return self.intervals.shape[1]
 
     def fits(self, batch: int, heads: int, key_length: int) -> bool:
-        """Whether there is an interval for each key of [batch, heads], if only by broadcasting."""
+        """Whether there is an interval for each key of [batch, heads], if need be after broadcasting."""
         own_batch, own_heads, own_length, _ = self.intervals.shape
         fits = broadcasts(own_batch, batch) and broadcasts(own_heads, heads)
         return fits and own_length == key_length
 
     def shown_keys(self) -> Tensor:
-        """Which keys some query sees, bool [B or 1, Hkv or 1, key_length]."""
+        """Returns whether any query sees each key, bool [B or 1, Hkv or 1, key_length]."""
         first, last = self.intervals.unbind(-1)
         return first < last
 
     def bound_operand(self) -> tuple[int, int, int]:
-        """The operators' key_bound."""
+        """Returns the operators' argument key_bound."""
         base, per_query = (-1, 0) if self.bound is None else self.bound  # -1: unknown
         return base, per_query, int(self.consecutive)
 
@@ -94,13 +93,15 @@ class KeyIntervals:
         return self.with_intervals(self.intervals.to(device))
 
     def with_intervals(self, intervals: Tensor) -> KeyIntervals:
-        """Other intervals with the same bound and properties."""
+        """Returns other intervals with this bound and this `consecutive`."""
         return KeyIntervals(intervals, self.query_length, self.bound, self.consecutive)
 
     def measured(self) -> KeyIntervals:
-        """The same intervals with a known bound, and known to be consecutive where they are; unchanged where
-        the library has no kernels for the device. The bound is that of attention's tiles, 64 queries or more which begin at
-        a multiple of their number: other consecutive queries may see more keys."""
+        """Returns the same intervals with a measured bound, and with `consecutive` set if they are consecutive.
+
+        The bound holds for attention's tiles: 64 or more queries that begin at a multiple of their number. Other
+        consecutive queries may see more keys. If the library has no kernels for the device, nothing is measured.
+        """
         if self.bound is not None or not ops.has_kernels_for(self.intervals):
             return self
         bound = ops.measure_key_bound(self.intervals, self.query_length)
@@ -108,9 +109,9 @@ class KeyIntervals:
         return KeyIntervals(self.intervals, self.query_length, tuple(bound), consecutive)
 
     def to_mask(self) -> Tensor:
-        """The mask that equals the intervals: bool [B or 1, Hkv or 1, query_length, key_length].
+        """Returns the mask that equals the intervals, bool [B or 1, Hkv or 1, query_length, key_length].
 
-        For display and for tests: this is the quadratic array that the intervals avoid.
+        It is for display and for tests: this is the quadratic array that the intervals avoid.
         """
         rows = torch.arange(self.query_length, device=self.intervals.device)[:, None]
         first, last = self.intervals[:, :, None].unbind(-1)
@@ -120,8 +121,9 @@ class KeyIntervals:
 def split_by_age(
     keys: KeyIntervals, age: int, own_row: Tensor | None = None
 ) -> tuple[KeyIntervals, KeyIntervals]:
-    """The keys that a query sees in two parts: those fewer than `age` positions before it or after it, and the others.
+    """Splits the keys that a query sees into two parts: recent keys and older keys.
 
+    A recent key is after the query or fewer than `age` positions before it.
     own_row: the row at each key's position, [B or 1, H or 1, key_length]; by default the last query is at
         the last key.
     """
@@ -141,15 +143,17 @@ def split_by_age(
 
 
 def broadcasts(size: int, to: int) -> bool:
-    """Whether a size broadcasts. (Compiled code takes a number and a symbol for different in `size in (1, to)`, even where they are equal.)"""
+    """Whether a size broadcasts to another one. (In compiled code `size in (1, to)` can be False for a number and a
+    symbol that are equal.)"""
     return size == 1 or size == to
 
 
 def _are_consecutive(intervals: Tensor) -> bool:
-    """Whether blocks of neighbouring keys execute few more queries than lists of keys would; waits for a GPU.
+    """Whether a kernel is faster with blocks of neighbouring keys than with lists of keys. Waits for a GPU.
 
-    A kernel has blocks of 128 keys or tiles of 128 queries: it executes all queries that see a key of the block,
-    or for each key the queries that see it, rounded up. The first takes three quarters of the time for the same work.
+    With blocks of 128 keys, a kernel computes all queries that see any key of the block. With lists for tiles of 128
+    queries, it computes for each key the queries that see it, rounded up to tiles. For the same number of queries,
+    blocks take three quarters of the time.
     """
     block = 128
     first, last = intervals.long().unbind(-1)
@@ -162,7 +166,7 @@ def _are_consecutive(intervals: Tensor) -> bool:
     return bool(block * together.clamp(min=0).sum() <= 4 / 3 * with_lists)
 
 
-# Intervals pass through torch.compile and checkpointing as their tensor.
+# torch.compile and checkpointing handle KeyIntervals as a pytree whose leaf is their tensor.
 _pytree.register_pytree_node(
     KeyIntervals,
     lambda value: ([value.intervals], (value.query_length, value.bound, value.consecutive)),
@@ -172,7 +176,7 @@ _pytree.register_pytree_node(
 
 
 def unchecked_intervals(leaf, query_length, bound, consecutive=False) -> KeyIntervals:
-    # Leaves of a pytree may have any type while it is being mapped over.
+    # While a pytree is mapped over, its leaves may have any type, so the checks are skipped.
     value = object.__new__(KeyIntervals)
     object.__setattr__(value, "intervals", leaf)
     object.__setattr__(value, "query_length", query_length)
@@ -182,20 +186,20 @@ def unchecked_intervals(leaf, query_length, bound, consecutive=False) -> KeyInte
 
 
 def cut_query_rows(intervals: KeyIntervals, begin: int, end: int, key_length: int) -> KeyIntervals:
-    """The intervals of the query rows begin to end and of the first keys."""
+    """Returns the intervals of the query rows [begin, end) and of the first `key_length` keys."""
     first, last = (intervals.intervals[:, :, :key_length] - begin).unbind(-1)
     return clipped_intervals(first, last, end - begin, intervals.bound, intervals.consecutive)
 
 
 def intersect(*parts: KeyIntervals) -> KeyIntervals:
-    """The keys that all parts show. Batch and head dimensions broadcast."""
+    """Returns the intervals of the keys that all parts show. Batch and head dimensions broadcast."""
     if not parts:
         raise ValueError("intersect: got no intervals, expected one or more")
     for part in parts:
         if not isinstance(part, KeyIntervals):
             raise TypeError(f"intersect: got {type(part).__name__}, expected KeyIntervals")
     query_length, key_length = parts[0].query_length, parts[0].key_length
-    # A set would hash them, which makes them constants of torch.compile.
+    # A set would hash the lengths, which would make them constants of torch.compile.
     for part in parts[1:]:
         if part.query_length != query_length or part.key_length != key_length:
             lengths = [(part.query_length, part.key_length) for part in parts]
@@ -233,7 +237,7 @@ def clipped_intervals(
     bound: tuple[int, int] | None,
     consecutive: bool = True,
 ) -> KeyIntervals:
-    """Clips to the query rows; an empty interval becomes (0, 0)."""
+    """Clips intervals to the query rows. An empty interval becomes (0, 0)."""
     first, last = first.clamp(min=0), last.clamp(max=query_length)
     intervals = torch.stack([first, last], dim=-1) * (first < last).unsqueeze(-1)
     return KeyIntervals(intervals.to(torch.int32), query_length, bound, consecutive)

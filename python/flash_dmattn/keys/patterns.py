@@ -1,4 +1,4 @@
-"""Intervals that follow from positions: windows, prefixes, documents, padding, scores that fade."""
+"""Intervals that follow from positions: windows, prefixes, documents, padding, and scores that fade."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sliding_window(
     device: torch.device | str | None = None,
     **positions,
 ) -> KeyIntervals:
-    """Every query sees its own position, the `window` - 1 before it and the `lookahead` after it.
+    """Shows every query its own position, the `window` - 1 positions before it and the `lookahead` positions after it.
 
     positions: key_mask, cu_seqlens_k, cu_seqlens_q, key_positions and query_position, as in select_key_intervals.
     """
@@ -39,7 +39,7 @@ def prefix_lm(
     device: torch.device | str | None = None,
     **positions,
 ) -> KeyIntervals:
-    """The first `prefix_length` keys (of each document) are visible to every query (of it), the others causally.
+    """Shows the first `prefix_length` keys of each document to all of its queries, and its other keys causally.
 
     prefix_length: an int, or an integer tensor [B].
     positions: key_mask, cu_seqlens_k, cu_seqlens_q, key_positions and query_position, as in select_key_intervals.
@@ -64,16 +64,16 @@ def packed_documents(
     max_seqlen_k: int | None = None,
     **positions,
 ) -> KeyIntervals:
-    """Documents packed one after the other: a query sees the keys of its own document only.
+    """Shows a query the keys of its own document only. Documents are packed one after the other.
 
-    cu_seqlens_k, cu_seqlens_q: integer [documents + 1], where each document begins, and the total at the
-        end; rising from 0. cu_seqlens_q defaults to cu_seqlens_k. Empty documents are allowed. [B, documents + 1] where
-        rows of the batch have documents of their own.
-    is_causal: aligned to the bottom right corner of each document.
+    cu_seqlens_k, cu_seqlens_q: integer [documents + 1], rising from 0: where each document begins, and then the total.
+        Rows of the batch may have documents of their own: [B, documents + 1]. Empty documents are allowed. cu_seqlens_q
+        defaults to cu_seqlens_k.
+    is_causal: whether causality, aligned to the bottom right corner of each document, also hides keys.
     key_length, query_length: the packed lengths, by default the last offsets (reading them synchronises
         with a GPU). Keys past the last document are never visible.
-    max_seqlen_k: the number of keys of the longest document, where it is known. For documents that have as
-        many queries as keys (cu_seqlens_q is not given, or is cu_seqlens_k) it makes the `bound`.
+    max_seqlen_k: the number of keys of the longest document, if it is known. It gives the intervals their `bound` if
+        each document has equal numbers of queries and keys (cu_seqlens_q is not given, or is cu_seqlens_k).
     positions: key_mask, key_positions and query_position, as in select_key_intervals.
     """
     is_causal = resolve_flag(is_causal, "is_causal")
@@ -117,10 +117,10 @@ def from_padding(key_mask: Tensor, query_length: int | None = None, **positions)
 def until_faded(
     cumulative: Tensor, prune: float, heads: int, query_length: int, **positions
 ) -> KeyIntervals:
-    """A query at position t sees key j <= t while cumulative[t] - cumulative[j] >= prune.
+    """Shows key j to the query at position t >= j while cumulative[t] - cumulative[j] >= prune.
 
-    cumulative: [B, H, key_length], never rising; prune: at most 0.
-    heads: H, or a divisor of it: heads of a group see what any of them does.
+    cumulative: [B, H, key_length], never rising. prune: at most 0.
+    heads: H, or a divisor of H: each head of a group then sees all keys that any head of the group sees.
     """
     key_length = cumulative.shape[2]
     falling = -cumulative.contiguous()
@@ -150,7 +150,7 @@ def _check_prefix(prefix_length: int | Tensor, device) -> Tensor:
 def _make_intervals(
     keys: KeyPositions, first: Tensor | None, last: Tensor | None, bound: tuple[int, int] | None
 ) -> KeyIntervals:
-    """Rows [first, last) of each key, of those that it may be shown to; None: from the first, to the last of them."""
+    """Makes intervals [first, last), clipped to the rows that may see each key. None: the range of these rows."""
     first = keys.begin if first is None else torch.maximum(first, keys.begin)
     last = keys.end if last is None else torch.minimum(last, keys.end)
     in_order = keys.order is None

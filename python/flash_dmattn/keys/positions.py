@@ -15,17 +15,17 @@ _ONE_FOR_EACH_ROW = ("query_position", "prefix_length")
 
 
 class ShownKeys(NamedTuple):
-    """The rows of the query to which keys are shown before any choice; all [B or 1, H or 1, Sk], int64.
+    """The query rows to which each key is shown before any choice. All tensors are int64 [B or 1, H or 1, Sk].
 
-    A key is beaten by keys that appear later; so keys appear in their order and leave together, or in groups that are
-    documents, each before the next one appears.
+    Keys that appear later may beat a key. So keys have to appear in their order, and leave either all together or by
+    document, where each document leaves before the next one appears.
     """
 
-    first: Tensor  # the row from which it is shown
-    last: Tensor  # the end of these rows; `first` or less: never shown
+    first: Tensor  # the first row to which the key is shown
+    last: Tensor  # the row after the last one; the key is never shown if it is `first` or less
     own_row: Tensor  # the row at the key's position, perhaps outside of the query's rows
-    appears: Tensor  # the row at which it competes unless it does so later, rising
-    document: Tensor | None = None  # its number, rising; None: all keys leave together
+    appears: Tensor  # the first row at which the key may compete; rising
+    document: Tensor | None = None  # the key's document, rising; None: all keys leave together
 
 
 class KeyPositions(NamedTuple):
@@ -35,13 +35,14 @@ class KeyPositions(NamedTuple):
     """
 
     own_row: Tensor  # the row at the key's position, which may be outside of the query
-    begin: Tensor  # [begin, end) are the rows of its document, or all; the range of a key that is not present is empty
+    # [begin, end) are the rows of the key's document, or all rows. The range is empty if the key is not present.
+    begin: Tensor
     end: Tensor
-    position: Tensor  # in its document
-    document: Tensor | None  # its number; None: all keys are of one
-    order: Tensor | None  # the indices of keys by position; None: they are in this order
+    position: Tensor  # the key's position in its document
+    document: Tensor | None  # the number of the key's document; None: there is one document
+    order: Tensor | None  # the keys' indices by position; None: indices are in this order
     query_length: int
-    same_length: bool  # documents have as many queries as keys, in the same places
+    same_length: bool  # whether each document has its queries and its keys in the same places
 
     @classmethod
     def from_arguments(
@@ -57,9 +58,9 @@ class KeyPositions(NamedTuple):
         device: torch.device | str | None = None,
         batch_and_heads: Sequence[int] = (1, 1),
     ) -> KeyPositions:
-        """The arguments are described at select_key_intervals.
+        """Makes KeyPositions from arguments that select_key_intervals describes.
 
-        batch_and_heads: sizes of the scores, with which those of the arguments have to broadcast.
+        batch_and_heads: the batch and head sizes of the scores. The arguments' sizes have to broadcast with them.
         """
         tensors = {
             "key_positions": key_positions,
@@ -108,13 +109,13 @@ class KeyPositions(NamedTuple):
         return cls(own_row, begin, end, position, document, order, query_length, same_length)
 
     def shown_keys(self, is_causal: bool) -> ShownKeys:
-        """The keys for a choice, by position."""
+        """Returns the keys for a choice, in the order of their positions."""
         first = torch.maximum(self.begin, self.own_row) if is_causal else self.begin
         keys = (first, self.end, self.own_row, first, self.document)
         if self.order is not None:
             keys = (self._sort_by_position(key) for key in keys)
         first, last, own_row, appears, document = keys
-        # A key that is not present has an empty range of rows, in which it beats no other key.
+        # A key that is not present has an empty range of rows, so it beats no other key.
         return ShownKeys(first, last, own_row, appears.clamp(min=0), document)
 
     def _sort_by_position(self, tensor: Tensor | None) -> Tensor | None:
@@ -124,11 +125,11 @@ class KeyPositions(NamedTuple):
         return tensor.gather(-1, order)
 
     def scores_by_position(self, scores: Tensor) -> Tensor:
-        """scores [B, H, key_length] in the order of `shown_keys`."""
+        """Returns scores [B, H, key_length] in the order of `shown_keys`."""
         return scores if self.order is None else self._sort_by_position(scores)
 
     def intervals_by_index(self, intervals: Tensor) -> Tensor:
-        """Intervals [B, H, key_length, 2] in the order of the keys."""
+        """Returns intervals [B, H, key_length, 2] in the order of the keys' indices."""
         if self.order is None:
             return intervals
         order = self.order.expand(intervals.shape[:3])
@@ -138,7 +139,7 @@ class KeyPositions(NamedTuple):
 
 
 def check_lengths(key_length: int, query_length: int | None) -> int:
-    """The query length."""
+    """Checks both lengths, and returns the query length. It defaults to the key length."""
     check_length(key_length, "key_length")
     if query_length is None:
         return key_length
@@ -147,7 +148,8 @@ def check_lengths(key_length: int, query_length: int | None) -> int:
 
 
 def check_batches(batch_and_heads: Sequence[int], tensors: dict[str, Tensor | None]) -> None:
-    """Raises ValueError for a tensor [B or 1, H or 1, ..] whose batch or heads do not broadcast with those given or before it."""
+    """Raises ValueError for a tensor [B or 1, H or 1, ..] whose batch or head size does not broadcast with
+    `batch_and_heads` and the tensors before it."""
     sizes = list(batch_and_heads)
     for name, tensor in tensors.items():
         if tensor is None:
@@ -163,7 +165,7 @@ def check_batches(batch_and_heads: Sequence[int], tensors: dict[str, Tensor | No
 
 
 def check_length(length: int, name: str) -> None:
-    """Rows are int32."""
+    """Raises unless `length` is a count that fits into int32, the dtype of rows."""
     check_count(length, name)
     if length >= 2**31:
         raise ValueError(f"{name}: got {length}, expected less than 2^31")
@@ -178,10 +180,10 @@ def check_offsets(
     name_of_longest: str = "max_seqlen_k",
     batched: bool = False,
 ) -> Tensor:
-    """Offsets of packed documents. Their values are checked on the CPU only: on a GPU the check would wait for it.
+    """Checks the offsets of packed documents. Values are checked on the CPU only: on a GPU the check would wait for it.
 
-    longest: the greatest length of a document, which the caller's argument of that name promises.
-    batched: rows [B, sequences + 1] are allowed, too.
+    longest: the greatest length of a document that the caller has promised.
+    batched: whether offsets may also be [B, sequences + 1].
     """
     check_tensor(offsets, name)
     dims = (1, 2) if batched else (1,)
@@ -218,7 +220,7 @@ def _place_in_documents(
     cu_seqlens_k: Tensor,
     cu_seqlens_q: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """own, begin, end, position in the document, document; of keys at positions in the packed row."""
+    """Returns (own row, begin, end, position in the document, document) of keys at `position` in the packed row."""
     cu_k = check_offsets(cu_seqlens_k, "cu_seqlens_k", batched=True).long()
     cu_k = cu_k.reshape(-1, 1, cu_k.shape[-1])
     batch = torch.broadcast_shapes(position.shape[:2], cu_k.shape[:2])
@@ -226,7 +228,7 @@ def _place_in_documents(
     document = torch.searchsorted(cu_k[..., 1:].contiguous(), position.contiguous(), right=True)
 
     def offsets_of_keys(offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """Begin and end of each key's document; keys after the last document are in an empty one."""
+        """Returns where each key's document begins and ends. Keys after the last document are in an empty document."""
         offsets = torch.cat([offsets, offsets[..., -1:]], dim=-1)
         return offsets.gather(-1, document), offsets.gather(-1, document + 1)
 
@@ -241,7 +243,7 @@ def _place_in_documents(
                 "expected as many documents in both"
             )
         begin, end = offsets_of_keys(cu_q.reshape(-1, 1, cu_q.shape[-1]).expand(*batch, -1))
-        # Counted from their ends, query and key have the same position in a document.
+        # A query and the key at its position have the same distance from the end of their document.
         own_row = position - end_k + end
     return own_row, begin.clamp(min=0), end.clamp(max=query_length), position - begin_k, document
 
@@ -272,7 +274,7 @@ def _per_key_integers(tensor: Tensor, name: str, key_length: int) -> Tensor:
 
 
 def _query_row(query_position: int | Tensor) -> int | Tensor:
-    """[B, 1, 1], or a number."""
+    """Checks query_position, and returns a number, or a tensor [B, 1, 1]."""
     if not isinstance(query_position, Tensor):
         check_count(query_position, "query_position")
         return query_position
@@ -291,7 +293,7 @@ def _is_integer(tensor: Tensor) -> bool:
 def _common_device(
     tensors: dict[str, Tensor | None], device: torch.device | str | None
 ) -> torch.device | str | None:
-    """The device of the tensors, which have to agree; `device` where there are none."""
+    """Returns the device of the tensors, which have to agree, or `device` if there are no tensors."""
     for name, tensor in tensors.items():
         if tensor is None:
             continue

@@ -19,10 +19,10 @@ _BLOCK_ELEMENTS = 1 << 22
 
 
 class Memo:
-    """Results computed from tensors that the layers of a model share, kept for one forward.
+    """Keeps results that are computed from tensors shared by a model's layers, for one forward.
 
-    The model makes a memo when a forward begins and passes it to its layers. Nothing outlives the forward: a tensor
-    can change between two of them without a trace (collectives, DLPack, raw pointers, graph replay).
+    The model makes a memo when a forward begins and passes it to its layers. Nothing outlives the forward: between two
+    forwards a tensor can change without a trace (collectives, DLPack, raw pointers, graph replay).
     """
 
     def __init__(self):
@@ -30,8 +30,10 @@ class Memo:
 
 
 def cached_result(memo: Memo | None, name: str, tensor: torch.Tensor, find: Callable):
-    """Returns find(tensor), called once per name and tensor if a memo is given. Compiled code cannot read values and therefore
-    skips the memo; it would treat a length in a name as a constant."""
+    """Returns find(tensor). With a memo, `find` is called once for each name and tensor.
+
+    Compiled code cannot read values, so it skips the memo. It would also treat a length in a name as a constant.
+    """
     if memo is None or not may_read():
         return find(tensor)
     known = memo.known.get(name)
@@ -41,9 +43,9 @@ def cached_result(memo: Memo | None, name: str, tensor: torch.Tensor, find: Call
 
 
 class AllowedElements(NamedTuple):
-    """Elements that queries may see apart from causality: where a mask is True and a bias does not mask.
+    """The elements that queries may see apart from causality: the mask is True there, and the bias does not mask.
 
-    Both are [B or 1, H or 1, Sq or 1, Sk], with or without heads of their own; one of them may be None.
+    Mask and bias are [B or 1, H or 1, Sq or 1, Sk]. One of them may be None.
     """
 
     mask: torch.Tensor | None
@@ -51,7 +53,7 @@ class AllowedElements(NamedTuple):
 
     # A method: torch.compile of torch 2.10 cannot trace properties of a named tuple.
     def shape(self) -> torch.Size:
-        """[B or 1, H or 1, Sq or 1, Sk]."""
+        """Returns the common shape of mask and bias, [B or 1, H or 1, Sq or 1, Sk]."""
         sizes = zip(*(part.shape for part in self.parts()), strict=True)
         return torch.Size(0 if 0 in lengths else max(lengths) for lengths in sizes)
 
@@ -59,7 +61,7 @@ class AllowedElements(NamedTuple):
         return [part for part in (self.mask, self.bias) if part is not None]
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
-        """bool [B or 1, H or 1, stop - start, Sk]."""
+        """Returns the allowed elements of the rows [start, stop), bool [B or 1, H or 1, stop - start, Sk]."""
         heads = self.shape()[1]
         allowed = None
         for part in self.parts():
@@ -71,11 +73,11 @@ class AllowedElements(NamedTuple):
         return allowed
 
     def to_mask(self) -> torch.Tensor:
-        """The mask and the bias as one bool mask: the mask itself where there is no bias."""
+        """Returns the mask and the bias as one bool mask. Without a bias this is the mask itself."""
         return self.mask if self.bias is None else self.rows(0, self.shape()[2])
 
     def seen_by_any_query(self) -> torch.Tensor:
-        """The keys that some query may see, bool [B, H, Sk]."""
+        """Returns whether any query may see each key, bool [B, H, Sk]."""
         if self.bias is None:
             return self.mask.any(2)
         batch, heads, seqlen_q, seqlen_k = self.shape()
@@ -88,7 +90,7 @@ class AllowedElements(NamedTuple):
         return seen
 
     def to_intervals(self, memo: Memo | None = None) -> KeyIntervals | None:
-        """The result of `intervals_of_mask` for these masks."""
+        """Returns what `intervals_of_mask` would return for mask and bias together."""
         if self.bias is None:
             return intervals_of_mask(self.mask, memo)
         if _has_no_values(self.bias):
@@ -97,17 +99,17 @@ class AllowedElements(NamedTuple):
 
 
 def intervals_of_mask(mask: torch.Tensor, memo: Memo | None = None) -> KeyIntervals | None:
-    """The key intervals of a mask [B, H, Sq, Sk], or None when no intervals describe it.
+    """Returns the key intervals of a mask [B, H, Sq, Sk], or None if no intervals describe it.
 
-    Every element is read (a sample would prove nothing), in blocks of rows, so the extra memory is
-    O(B H Sk). Only a memo saves the second reading.
+    The function reads every element (a sample would prove nothing), in blocks of rows, so the extra memory is O(B H
+    Sk). Only a memo saves reading the mask again.
 
     Args:
         mask: bool, or additive floating point where 0 allows and anything at or below -1e4 (float16) or -1e30
             (other dtypes) masks. Dimensions expanded with stride 0 are read once.
 
     Returns:
-        None also when an additive mask holds other values, and for a tensor without values (on meta).
+        None also if an additive mask has other values, and for a tensor without values (on meta).
     """
     if _has_no_values(mask):
         return None
@@ -115,8 +117,10 @@ def intervals_of_mask(mask: torch.Tensor, memo: Memo | None = None) -> KeyInterv
 
 
 def refuse_negative(mask: torch.Tensor, memo: Memo | None = None) -> None:
-    """Raises for negative integers, where values may be read: nonzero integers show keys, and a negative one suggests an
-    additive mask, which means the opposite."""
+    """Raises for negative integers, if values may be read.
+
+    A nonzero integer shows its key. A negative one suggests an additive mask, in which it would hide the key.
+    """
     if mask.is_floating_point() or mask.dtype == torch.bool or _has_no_values(mask):
         return
     if cached_result(memo, "negative", mask, lambda integers: bool((integers < 0).any())):
@@ -127,12 +131,12 @@ def refuse_negative(mask: torch.Tensor, memo: Memo | None = None) -> None:
 
 
 def split_additive(mask: torch.Tensor, memo: Memo | None = None) -> tuple[torch.Tensor, bool]:
-    """The elements that an additive mask allows, as bool, and whether it also adds other values than 0 to them."""
+    """Returns the elements that an additive mask allows, as bool, and whether it adds values other than 0 to them."""
     return cached_result(memo, "dense", mask, _split_additive)
 
 
 def mask_of_intervals(allowed: KeyIntervals, memo: Memo | None = None) -> torch.Tensor:
-    """The mask of intervals, for a choice that no intervals describe."""
+    """Returns the mask that equals the intervals, for a choice that no intervals describe."""
 
     def make(intervals: torch.Tensor) -> torch.Tensor:
         mask = allowed.with_intervals(_drop_expanded(intervals)).to_mask()
@@ -158,7 +162,7 @@ def _split_additive(mask: torch.Tensor) -> tuple[torch.Tensor, bool]:
 
 
 def _drop_expanded(mask: torch.Tensor) -> torch.Tensor:
-    """The mask with each batch element and head that is in memory, once."""
+    """Narrows expanded batch and head dimensions (stride 0) to size 1, so that each element is there once."""
     for dim in (0, 1):
         if mask.shape[dim] > 1 and mask.stride(dim) == 0:
             mask = mask.narrow(dim, 0, 1)
@@ -168,13 +172,13 @@ def _drop_expanded(mask: torch.Tensor) -> torch.Tensor:
 def intervals_of_rows(
     rows: Callable[[int, int], torch.Tensor | None], shape: torch.Size, device: torch.device
 ) -> KeyIntervals | None:
-    """The key intervals of a mask of `shape` [B, H, Sq, Sk] that is read by blocks of rows.
+    """Returns the key intervals of a mask of `shape` [B, H, Sq, Sk], which it reads in blocks of rows.
 
     Args:
         rows: (start, stop) -> bool [B, H, stop - start, Sk], or None to give up.
 
     Returns:
-        None when a key is visible to queries with a gap between them.
+        None if `rows` gives up, or if the queries that see a key have a gap between them.
     """
     batch, heads, query_length, key_length = shape
     first = torch.full((batch, heads, key_length), query_length, dtype=torch.int32, device=device)
@@ -187,7 +191,8 @@ def intervals_of_rows(
         if block is None:
             return None
         seen = block.sum(2, dtype=torch.int32)
-        # argmax finds the first of equal elements. It reads bytes: indices of all rows would be four times the block.
+        # argmax finds the first of equal elements. It reads bytes: int32 indices of all rows would take four times as
+        # much memory as the block.
         bits = block.to(torch.uint8)
         begin = start + bits.argmax(2).int()
         end = stop - bits.flip(2).argmax(2).int()
@@ -201,7 +206,7 @@ def intervals_of_rows(
 
 
 def visible_counts(allowed: KeyIntervals) -> torch.Tensor:
-    """How many keys every query sees: int32 [B, H, Sq]."""
+    """Returns how many keys each query sees, int32 [B, H, Sq]."""
     first, last = allowed.intervals.long().unbind(-1)
     return count_ranges(first, last, allowed.query_length).int()
 
@@ -216,7 +221,7 @@ def _rows_of_block(row_elements: int) -> int:
 
 
 def _allowed_block(block: torch.Tensor) -> torch.Tensor | None:
-    """The allowed elements of a few rows of a bool or additive mask; None when it adds other values."""
+    """Returns the allowed elements in rows of a bool or additive mask, or None if an additive mask has other values."""
     if not block.is_floating_point():
         return block.bool()
     allowed = block == 0

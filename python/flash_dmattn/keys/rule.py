@@ -1,8 +1,8 @@
-"""Which keys a query sees by their scores, as a rule and in torch operations.
+"""Rules that say which keys a query sees by their scores, and torch operations that follow them.
 
-The operator select_key_intervals follows a rule where keys are at their index in one row. The functions here also serve
-documents, explicit positions and keys that other intervals show. No value is read back from a GPU, so none of them waits
-for it, and all can be captured in a CUDA graph.
+The operator select_key_intervals follows a rule if each key's position is its index. The functions here also handle
+documents, explicit positions and keys that other intervals show. They read no value back from a GPU, so they do not
+wait for it and can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SELECTIONS = ("per_query", "global")
 
 
 class SelectionRule(NamedTuple):
-    """A rule: the arguments of these names of the public functions, which describe them.
+    """A rule. Its parts are arguments of the public functions, whose documentation describes them.
 
     The query at position t sees a present key at position j <= t when it is one of the first `sink_tokens` present keys,
     or t - j < recent_window, or its score is not NaN, at or above `score_threshold`, and among the best
@@ -86,7 +86,7 @@ class SelectionRule(NamedTuple):
         return rule
 
     def non_default_parts(self) -> dict:
-        """The parts that are not the defaults."""
+        """Returns the parts that differ from their defaults."""
         return {
             name: value
             for name, value in self._asdict().items()
@@ -100,15 +100,15 @@ class SelectionRule(NamedTuple):
             )
 
     def hides_keys(self) -> bool:
-        """Whether any key is hidden."""
+        """Whether the rule can hide keys."""
         return self.keep_window_size is not None or self.score_threshold is not None
 
     def shows_unchosen_keys(self) -> bool:
-        """Whether keys are visible that were not chosen."""
+        """Whether the rule shows keys that are not chosen by their scores."""
         return self.recent_window > 0 or self.sink_tokens > 0
 
     def is_window(self) -> bool:
-        """Whether it is one number of keys and nothing else."""
+        """Whether the rule is a single number of keys and nothing else."""
         return not (
             self.shows_unchosen_keys()
             or self.keep_window_size is None
@@ -117,11 +117,11 @@ class SelectionRule(NamedTuple):
         )
 
     def reads_scores(self) -> bool:
-        """Whether scores decide anything."""
+        """Whether the rule reads scores."""
         return self.score_threshold is not None or any(self.windows() or (1,))
 
     def windows(self) -> Sequence[int]:
-        """The operators' form: none, one for all heads, or one for each."""
+        """Returns the windows as the operators take them: none, one for all heads, or one for each head."""
         if self.keep_window_size is None:
             return ()
         if isinstance(self.keep_window_size, tuple):
@@ -129,11 +129,11 @@ class SelectionRule(NamedTuple):
         return (self.keep_window_size,)
 
     def operands(self) -> tuple:
-        """The operators' arguments after query_length."""
+        """Returns the operators' arguments that follow query_length."""
         return self.recent_window, self.recent_competes, self.sink_tokens, self.score_threshold
 
     def checked_state_rule(self) -> SelectionRule:
-        """The rule of a cache or of ranks that hold the keys which it shows to later queries, and no others."""
+        """Checks the rule for a cache, or for ranks, that hold only the keys that it shows to later queries."""
         rule = self.checked_rule()
         if rule.selection != "per_query":
             raise ValueError(
@@ -148,7 +148,7 @@ class SelectionRule(NamedTuple):
         return rule
 
     def checked_cache_rule(self) -> SelectionRule:
-        """The rule of a cache, which has a place at least."""
+        """Checks the rule for a cache, which needs at least one place."""
         rule = self.checked_state_rule()
         if rule.place_count() < 1:
             raise ValueError(
@@ -157,7 +157,7 @@ class SelectionRule(NamedTuple):
         return rule
 
     def check_heads(self, heads: int) -> None:
-        """Raises ValueError unless there is one window, or one for each of as many key heads."""
+        """Raises ValueError unless there is one window, or one for each of `heads` key heads."""
         sizes = len(self.windows())
         if sizes > 1 and sizes != heads:
             raise ValueError(
@@ -165,43 +165,43 @@ class SelectionRule(NamedTuple):
             )
 
     def place_count(self) -> int:
-        """The most keys that a query sees; there has to be a window."""
+        """Returns the most keys that a query sees. The rule has to have a window."""
         return self.sink_tokens + max(self.windows()) + self.recent_window
 
     def cache_arguments(self) -> tuple[list[int], float]:
-        """The operators' arguments after the six tensors of a cache."""
+        """Returns the operators' arguments that follow the six tensors of a cache."""
         threshold = -math.inf if self.score_threshold is None else self.score_threshold
         numbers = [self.sink_tokens, self.recent_window, int(self.recent_competes)]
         return [*numbers, *self.windows()], threshold
 
     def has_room_for(self, key_length: int) -> bool:
-        """Whether it hides no key whose score is a number."""
+        """Whether the rule hides no key out of `key_length`, except those whose score is NaN."""
         return self.score_threshold is None and all(w >= key_length for w in self.windows())
 
     def key_bound(self, is_causal: bool, documents: bool = False) -> tuple[int, int] | None:
-        """KeyIntervals.bound where it follows from the rule; None for a threshold alone.
+        """Returns KeyIntervals.bound if it follows from the rule, or None for a threshold without a window.
 
-        documents: rows consist of documents, with as many queries as keys.
+        documents: whether rows consist of documents with equal numbers of queries and keys.
         """
         if self.keep_window_size is None:
             return None
         seen = max(self.windows()) + self.recent_window + self.sink_tokens
         arriving = is_causal and self.selection == "per_query"
         if documents and not arriving:
-            # n consecutive queries see the kept keys of their first and last document, and of those between no more keys than
-            # these have queries.
+            # n consecutive queries see the kept keys of their first and their last document. Each document in between
+            # has at most as many keys as queries.
             return 2 * seen, 1
         return seen, int(arriving or self.recent_window > 0)
 
     def competing_scores(self, scores: Tensor, eligible: Tensor | None) -> Tensor:
-        """The scores of the keys that compete, NaN for the others."""
+        """Returns the scores of the keys that compete, and NaN for the other keys."""
         if self.score_threshold is not None:
             above = scores.double() >= self.score_threshold
             eligible = above if eligible is None else eligible & above
         return scores if eligible is None else torch.where(eligible, scores, float("nan"))
 
     def rule_of_heads(self, heads: int) -> SelectionRule:
-        """The rule of as many heads of scores: where they are query heads, those of a group have the window of their key head."""
+        """Returns the rule for `heads` heads of scores. Each query head of a group has the window of its key head."""
         windows = self.windows()
         if len(windows) < 2 or heads <= len(windows):
             return self
@@ -214,7 +214,7 @@ class SelectionRule(NamedTuple):
         return self._replace(keep_window_size=tuple(w for w in windows for _ in range(group)))
 
     def expand_scores(self, scores: Tensor) -> Tensor:
-        """scores [B, H, Sk] for as many heads as have a window."""
+        """Expands scores [B, H, Sk] to one head for each window."""
         windows = len(self.windows())
         if windows < 2 or scores.shape[1] == windows:
             return scores
@@ -231,7 +231,7 @@ _DEFAULTS = SelectionRule()
 def intervals_of_rule(
     scores: Tensor, shown: ShownKeys, rule: SelectionRule, is_causal: bool, query_length: int
 ) -> Tensor:
-    """int32 intervals [B, H, Sk, 2] of the keys that a rule leaves of those that are shown.
+    """Returns the intervals, int32 [B, H, Sk, 2], of the shown keys that a rule keeps.
 
     scores: [B or 1, H or 1, Sk].
     """
@@ -253,7 +253,7 @@ def intervals_of_rule(
     scores = rule.competing_scores(scores.detach(), eligible).expand(shape)
     if document is not None:
         scores = rank_by_document(scores, document)
-    # Chosen as if every key appeared with a query of its own: row t is the moment when key t appears.
+    # The choice is made as if every key appeared with a query of its own: key t appears at row t.
     library = ops if ops.has_kernels_for(scores) else torch_operators
     length = shape[-1]
     moments = library.select_key_intervals(
@@ -262,7 +262,7 @@ def intervals_of_rule(
     chosen = moments[..., 1] > moments[..., 0]
     beaten_by = moments[..., 1]
     if not per_query:
-        # A key of a later document beats every earlier one, after those have left.
+        # A key of a later document beats every key of earlier documents, but these keys have left by then.
         leaves_before = length if document is None else _end_of_document(document, length)
         chosen = chosen & (beaten_by >= leaves_before)
         kept_until = last
@@ -281,16 +281,16 @@ def intervals_of_rule(
 
 
 def find_sinks(shown: ShownKeys, rule: SelectionRule) -> Tensor:
-    """Which keys are sinks, bool [B or 1, H or 1, Sk]."""
+    """Returns whether each key is a sink, bool [B or 1, H or 1, Sk]."""
     visible = shown.first < shown.last
     return visible & (rank_in_document(visible, shown.document) < rule.sink_tokens)
 
 
 def rank_by_document(scores: Tensor, document: Tensor) -> Tensor:
-    """Ranks that keep the order of scores within a document and put each document above all earlier ones.
+    """Ranks keys by score within a document, and each document above all earlier documents.
 
-    A key is then never beaten by one of a document that ended before it appeared. Of equal scores the
-    later key has the higher rank; NaN stays NaN.
+    A key of a document that ended before another key appeared then never beats this key. Of two keys with equal scores,
+    the later one has the higher rank. NaN stays NaN.
     """
     if scores.dtype == torch.float64:  # 64 bits leave no room for the document
         in_document = _rank(scores)
@@ -304,7 +304,7 @@ def rank_by_document(scores: Tensor, document: Tensor) -> Tensor:
 
 
 def _rank(values: Tensor) -> Tensor:
-    """The number of values below each value; the later of equal values counts as larger."""
+    """Returns the number of values below each value. Of two equal values, the later one counts as larger."""
     order = values.argsort(dim=-1, stable=True)
     rank = torch.empty_like(order)
     return rank.scatter_(
@@ -313,7 +313,7 @@ def _rank(values: Tensor) -> Tensor:
 
 
 def rank_in_document(visible: Tensor, document: Tensor | None) -> Tensor:
-    """The number of visible keys before each one in its document."""
+    """Returns the number of visible keys before each key in its document."""
     before = visible.long().cumsum(-1) - visible.long()
     if document is None:
         return before
@@ -323,7 +323,7 @@ def rank_in_document(visible: Tensor, document: Tensor | None) -> Tensor:
 
 
 def _end_of_document(document: Tensor, length: int) -> Tensor:
-    """The index after the last key of each key's document."""
+    """Returns the index after the last key of each key's document."""
     keys = torch.arange(length, device=document.device)
     ends = F.pad(document[..., 1:] != document[..., :-1], (0, 1), value=True)
     end = torch.where(ends, keys + 1, length)

@@ -35,39 +35,42 @@ def select_key_intervals(
     key_positions: Tensor | None = None,
     query_position: int | Tensor | None = None,
 ) -> KeyIntervals:
-    """The keys that a rule keeps by their scores, for every query.
+    """Returns the intervals of the keys that a rule keeps for each query by their scores.
 
     With causality, the query at position t sees a present key at position j <= t when
         - it is one of the first `sink_tokens` present keys (of its document), or
-        - t - j < recent_window: its own key is the first of these, or
+        - t - j < recent_window (the query's own key is one of these), or
         - its score is not NaN, at or above `score_threshold`, and among the best `keep_window_size` of those that compete.
 
     scores: [B, H, key_length] (or [B, H, 1, key_length], or [B, key_length]), any floating dtype. The
         choice is not differentiable: no gradient flows to the scores.
-    keep_window_size: how many of the keys that compete a query keeps; 0 or more, or a sequence with a number for each head
-        of the scores. None: all that reach the threshold.
+    keep_window_size: how many of the competing keys a query keeps, 0 or more, or a sequence with one number for each
+        head of the scores. None: a query keeps all keys that reach the threshold.
     selection: "per_query": query i keeps the best among the keys it may see; "global": the best of the
         row, the same for all queries (then causal).
     is_causal: query row i may see keys up to i + key_length - query_length.
-    recent_window: the most recent keys that a query sees whatever their scores, its own among them. DMS trains with
-        t - j <= W, which is recent_window=W + 1; WG-KV with t - j < W. Needs is_causal.
-    recent_competes: True: every key competes from the moment it is written, so that a query sees the recent keys and the
-        best of all. False: only keys with t - j >= recent_window compete, so that it sees the best of the older ones.
+    recent_window: how many of the most recent keys a query sees whatever their scores, its own key included. Needs
+        is_causal. DMS trains with t - j <= W, which is recent_window=W + 1; WG-KV trains with t - j < W.
+    recent_competes: True: every key competes as soon as it is written, so a query sees the recent keys and the best of
+        all keys. False: only keys with t - j >= recent_window compete, so a query sees the recent keys and the best of
+        the older keys.
     sink_tokens: the first present keys, which stay visible and do not compete.
-    score_threshold: the least score. Without keep_window_size the number of visible keys is not known from the shapes:
-        `measured` counts it once, where otherwise every call on a GPU waits for a count.
-    key_mask: bool, False: the key is not present. [B, key_length] or [B, H, key_length].
+    score_threshold: the least score of a key that is kept. Without keep_window_size, shapes do not limit the number of
+        visible keys: every call on a GPU then waits for a count, unless `measured` has counted once.
+    key_mask: bool [B, key_length] or [B, H, key_length]; False: the key is not present.
     query_length: defaults to key_length.
-    cu_seqlens_k, cu_seqlens_q: documents packed one after the other, as in packed_documents; int32 [documents + 1], or
-        [B, documents + 1] where rows of the batch have documents of their own. A query chooses among the keys of its own.
-    key_positions: the position of each key in its row, where it is not the key's index: integers [key_length],
-        [B, key_length] or [B, H, key_length], no two of a row alike. With documents, cu_seqlens_k are offsets of positions.
-    query_position: the position of the first query row; integer, or integers [B]. The other rows follow it. By default
-        key_length - query_length; with documents 0.
+    cu_seqlens_k, cu_seqlens_q: offsets of documents packed one after the other, as in packed_documents: int32
+        [documents + 1], or [B, documents + 1] if rows of the batch have documents of their own. A query chooses among
+        the keys of its own document.
+    key_positions: the position of each key in its row, if it is not the key's index: integers [key_length],
+        [B, key_length] or [B, H, key_length]. No two keys of a row may have the same position. With documents,
+        cu_seqlens_k are offsets of positions.
+    query_position: the position of the first query row, an integer or integers [B]. The other rows follow it. The
+        default is key_length - query_length, or 0 with documents.
 
-    Higher scores win; of equal ones the more recent key. NaN and hidden keys are never chosen. Returns
-    intervals of shape [B, H, key_length, 2], is_causal included. O(key_length log keep_window_size); with documents or
-    positions the keys are sorted first.
+    Higher scores win; of two keys with equal scores, the more recent one wins. Keys that are hidden or have the score
+    NaN are never chosen. The intervals have the shape [B, H, key_length, 2] and include is_causal. The time is
+    O(key_length log keep_window_size); with documents or positions the keys are sorted first.
     """
     rule = SelectionRule(
         keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
@@ -101,7 +104,7 @@ def select_by_rule(
     is_causal: bool,
     query_length: int,
 ) -> KeyIntervals:
-    """The keys that a rule keeps, of arguments in normal form: scores and key_mask [B, H, key_length]."""
+    """Does what select_key_intervals does, for arguments in normal form: scores and key_mask [B, H, key_length]."""
     rule.check_causality(is_causal)
     if not ops.has_kernels_for(scores) and not rule.is_window():
         keys = KeyPositions.from_arguments(
@@ -121,7 +124,7 @@ def select_by_rule(
 def select_at(
     keys: KeyPositions, scores: Tensor, rule: SelectionRule, is_causal: bool
 ) -> KeyIntervals:
-    """The keys that a rule keeps where they are not at their index, or in documents; scores [B, H, key_length]."""
+    """Selects keys in documents, or keys whose position is not their index. scores: [B, H, key_length]."""
     rule.check_causality(is_causal)
     chosen = intervals_of_rule(
         keys.scores_by_position(scores),
@@ -139,31 +142,30 @@ def select_at(
 def select_among_intervals(
     scores: Tensor, allowed: KeyIntervals, rule: SelectionRule, memo: Memo | None = None
 ) -> KeyIntervals | None:
-    """The keys that a rule keeps of those that every query is allowed, as intervals where that is possible.
+    """Selects the keys that a rule keeps among the keys that each query is allowed to see. Returns intervals, or None.
 
-    It usually is, because while a key is visible, ever more keys that beat it appear, so once it is out it
-    stays out, provided that no key that beats it leaves. So keys must appear in the order of their
-    position and leave together (causal, padding, prefix), or leave in groups, each before the next
-    appears (packed documents). Query i is at position i + Sk - Sq.
+    Usually intervals describe the choice: while a key is visible, more and more keys that beat it appear, so a key that
+    has dropped out stays out, unless a key that beats it leaves. So keys have to appear in the order of their
+    positions, and leave all together (causal, padding, prefix) or in groups, where each group leaves before the next
+    one appears (packed documents). Query i is at position i + Sk - Sq.
 
     Args:
-        scores: float [B or 1, H or 1, Sk]; higher is better, equal scores: the later key; NaN: never.
+        scores: float [B or 1, H or 1, Sk]. Higher scores win; of two equal scores, the later key wins; NaN never wins.
         allowed: [B or 1, H or 1, Sk, 2].
 
-    Compiled code reads no values, nor does a CUDA graph that is captured. They take intervals without a bound, which
-    the masks of models are, and assert that order when they run, and that keys appear one at a time except at the
-    first query: the bound of the result.
+    Compiled code and CUDA graph capture read no values. They accept only intervals without a bound, such as the masks
+    of models, and assert at run time that keys appear in this order, and one at a time except at the first query. The
+    bound of the result needs the latter.
 
     Returns:
-        None when no intervals describe the choice (under a sliding window wider than `keep_window_size`, for
-        one).
+        None if no intervals describe the choice, for example under a sliding window wider than `keep_window_size`.
     """
     reading = may_read()
     if 0 in allowed.intervals.shape or allowed.query_length == 0:
         return allowed
     if not reading:
         if allowed.bound is not None:
-            return None  # windows, for one; masks of models come without a bound
+            return None  # such as windows; masks of models come without a bound
     else:
         order = cached_result(memo, "order", allowed.intervals, lambda _: _find_order(allowed))
         if rule.has_room_for(order.most_visible) and not scores.isnan().any():
@@ -186,13 +188,13 @@ def select_among_intervals(
     own_row = own_row - (allowed.key_length - allowed.query_length)
     shown = ShownKeys(first.long(), last.long(), own_row, appears.long(), document)
     intervals = intervals_of_rule(scores, shown, rule, True, allowed.query_length)
-    if not reading:  # every query sees no more keys than the rule keeps, and brings one at most
+    if not reading:  # a query sees at most the keys that the rule keeps, and adds at most one
         return KeyIntervals(intervals, allowed.query_length, rule.key_bound(True))
     return KeyIntervals(intervals, allowed.query_length).measured()
 
 
 def per_key_scores(scores: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Checked scores and mask in normal form, [B, H, key_length] both."""
+    """Checks scores and key_mask, and returns both in normal form, [B, H, key_length]."""
     scores = _per_key(scores, "scores").detach()
     if not scores.is_floating_point():
         raise TypeError(f"scores: got {scores.dtype}, expected a floating dtype")
@@ -206,7 +208,7 @@ def per_key_scores(scores: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Ten
 
 
 def _per_key(tensor: Tensor, argument: str) -> Tensor:
-    """[B, H, key_length] of a tensor with one value per key."""
+    """Returns a tensor with one value per key as [B, H, key_length]."""
     check_tensor(tensor, argument)
     if tensor.dim() == 2:
         return tensor[:, None]
@@ -223,9 +225,9 @@ def _per_key(tensor: Tensor, argument: str) -> Tensor:
 class _Order(NamedTuple):
     """The numbers that a choice among intervals reads from the device."""
 
-    most_visible: int  # keys that a query sees
-    is_in_order: bool  # keys appear and leave as `select_among_intervals` needs it
-    group_count: int  # of keys that leave together, at most in a row
+    most_visible: int  # the most keys that a query sees
+    is_in_order: bool  # whether keys appear and leave as `select_among_intervals` needs
+    group_count: int  # the most groups of keys that leave together in a row
 
 
 def _find_order(allowed: KeyIntervals) -> _Order:
@@ -239,8 +241,8 @@ def _find_order(allowed: KeyIntervals) -> _Order:
 
 
 def _interval_order(intervals: Tensor) -> tuple[Tensor, ...]:
-    """The facts of each key: whether any query sees it; a lower bound of its first query; the last query of all earlier keys;
-    whether its start and end are in order."""
+    """Returns four facts of each key: whether any query sees it, a lower bound of its first query, the last query of
+    all earlier keys, and whether its start and end are in order."""
     first, last = intervals.unbind(-1)
     visible = last > first
     appears = torch.where(visible, first, 0).cummax(-1).values
@@ -250,5 +252,5 @@ def _interval_order(intervals: Tensor) -> tuple[Tensor, ...]:
 
 
 def _documents(visible: Tensor, last: Tensor, left_before: Tensor) -> Tensor:
-    """The number of each key's group of keys that leave together."""
+    """Numbers the groups of keys that leave together, and returns the number of each key's group."""
     return (visible & (last > left_before)).cumsum(-1)

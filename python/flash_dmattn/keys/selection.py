@@ -1,4 +1,4 @@
-"""The selection of the best keys of every query, made before attention, as a form of visibility."""
+"""Selects the best keys of every query before attention. The result is a Visibility."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .visibility import KeyRanks, TopKeysByBias, Visibility
 
 
 class ScoredRule(NamedTuple):
-    """A rule with the scores that it reads, selection_scores of the public functions."""
+    """A rule with the scores that it reads: the argument selection_scores of the public functions."""
 
     rule: SelectionRule = SelectionRule()
     scores: Tensor | None = None  # None: the bias
 
     @staticmethod
     def from_arguments(scores: Tensor | None, *rule: object) -> ScoredRule:
-        """Makes it from the arguments of the public functions; `rule`: those of SelectionRule, in its order."""
+        """Makes a ScoredRule from arguments of the public functions. rule: the arguments of SelectionRule in order."""
         if scores is None and rule == _NO_PARTS:
             return NO_RULE
         return ScoredRule(SelectionRule(*rule), scores)
@@ -64,9 +64,9 @@ def apply_selection(
 ) -> Visibility:
     """Selects the best of the visible keys for every query.
 
-    bias: 3-d where it has one value per key.
-    uses_library_kernels: whether the library's backends compute attention. They select by the bias themselves, and on a GPU
-        take ranks.
+    bias: 3-d if it has one value per key.
+    uses_library_kernels: whether the library's backends compute attention. They can select keys by the bias themselves,
+        and on a GPU they take ranks.
     memo: results that the layers of one forward share, or None.
     """
     rule = scored_rule.rule
@@ -76,7 +76,7 @@ def apply_selection(
             return Visibility(None, visible.is_causal, TopKeysByBias(rule.keep_window_size))
     scores, allowed = scores_and_allowed(query, key, visible.mask, bias, scored_rule)
     if rule.has_room_for(key.shape[1]) and scored_rule.scores is None:
-        return visible  # a key whose bias is NaN is masked by it
+        return visible  # a bias of NaN masks its key
     if query.shape[1] == 0:
         return visible
     if scores.requires_grad:
@@ -91,7 +91,7 @@ def apply_selection(
     key_mask = None
     if allowed is not None:
         scores, key_mask = match_heads(query, key, scores, allowed.seen_by_any_query())
-    remaining_mask = visible.mask if is_dense else None  # its part outside the choice
+    remaining_mask = visible.mask if is_dense else None  # the part that the choice does not include
     scores, key_mask = _expand_heads_together(scores, key_mask)
     rule = rule.rule_of_heads(scores.shape[1])
     chosen = select_by_rule(scores, key_mask, rule, visible.is_causal, query.shape[1])
@@ -101,7 +101,8 @@ def apply_selection(
 def _is_by_bias(
     scored_rule: ScoredRule, query: Tensor, key: Tensor, bias: Tensor | None, mask: Tensor | None
 ) -> bool:
-    """Whether it is TopKeysByBias: a window that hides some key, chosen by a bias for each key or for all heads."""
+    """Whether TopKeysByBias describes the choice: a window that hides some key, chosen by a bias for each key or for
+    all heads."""
     rule = scored_rule.rule
     if bias is None or bias.dim() != 3 or mask is not None or scored_rule.scores is not None:
         return False
@@ -114,7 +115,7 @@ def _is_by_bias(
 
 
 class _Choice(NamedTuple):
-    """The choice of the best of the keys that intervals or a mask with a query dimension show."""
+    """A choice of the best keys among those that intervals, or a mask with a query dimension, show."""
 
     rule: SelectionRule
     query: Tensor
@@ -125,7 +126,7 @@ class _Choice(NamedTuple):
     memo: Memo | None
 
     def among_intervals(self, shown: KeyIntervals, allowed: AllowedElements | None) -> Visibility:
-        """allowed: a mask or a bias that hides some of the keys that intervals show."""
+        """Selects the best of the keys that `shown` shows. allowed: a mask or a bias that hides some of them."""
         if self.rule.selection == "global":
             return self._global_among_intervals(shown, allowed)
         if allowed is None:
@@ -160,7 +161,7 @@ class _Choice(NamedTuple):
         return Visibility(allowed.mask if is_dense else None, False, chosen)
 
     def _best_of_intervals(self, shown: KeyIntervals) -> KeyIntervals | None:
-        """The best keys as intervals; None if intervals cannot describe the result."""
+        """Returns the best keys as intervals, or None if intervals cannot describe the result."""
         if self.is_causal:
             shown = intersect(shown, causal_intervals(self.query, self.key))
         scores, intervals = match_heads(self.query, self.key, self.scores, shown.intervals)
@@ -172,9 +173,9 @@ class _Choice(NamedTuple):
     def under_dense_mask(self, allowed: AllowedElements) -> Visibility:
         """Selects the best of the keys that a mask with a query dimension allows.
 
-        They are intervals under the usual masks, which are recognised by reading the mask. That can neither be compiled
-        nor captured in a CUDA graph; then, and under any other mask, the result is the mask plus ranks of keys, or,
-        without GPU kernels, a second mask of the same size.
+        The usual masks are recognised by reading them, and the result is intervals. A mask cannot be read in compiled
+        code or while a CUDA graph is captured. Then, and for any other mask, the result is the mask plus ranks of keys,
+        or, without GPU kernels, a second mask of the same size.
         """
         if any(map(torch._C._functorch.is_batchedtensor, allowed.parts())):
             raise RuntimeError(
@@ -205,12 +206,12 @@ class _Choice(NamedTuple):
 
 
 def causal_intervals(query: Tensor, key: Tensor) -> KeyIntervals:
-    """Causality as intervals."""
+    """Returns causality as intervals."""
     return prefix_lm(key.shape[1], 0, query_length=query.shape[1], device=key.device)
 
 
 def _expand_heads_together(scores: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Expands both to one shape."""
+    """Expands scores and key_mask to their common shape."""
     if key_mask is None:
         return scores, None
     shape = torch.broadcast_shapes(scores.shape, key_mask.shape)
@@ -241,7 +242,7 @@ def select_elements(
 
 
 def squeeze_query_dimension(scores: Tensor | None) -> Tensor | None:
-    """Scores or a bias as [B, H, Sk] where they are the same for every query."""
+    """Returns scores or a bias as [B, H, Sk] if they are the same for every query."""
     has_one_query = scores is not None and scores.dim() == 4 and scores.shape[2] == 1
     return scores.squeeze(2) if has_one_query else scores
 
@@ -249,7 +250,7 @@ def squeeze_query_dimension(scores: Tensor | None) -> Tensor | None:
 def scores_and_allowed(
     query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, scored_rule: ScoredRule
 ) -> tuple[Tensor, AllowedElements | None]:
-    """Scores [B, H, Sk], and the elements that mask and bias allow, or None for all."""
+    """Returns scores [B, H, Sk], and the elements that mask and bias allow, or None if they allow all."""
     seqlen_k = key.shape[1]
     name, scores, hiding = "attn_bias", bias, None
     if scored_rule.scores is not None:
@@ -263,8 +264,8 @@ def scores_and_allowed(
             f"[B, H, {seqlen_k}] or [B, H, 1, {seqlen_k}]. For a score per element, build a mask with "
             "flash_dmattn.utils.mask.create_mask"
         )
-    # A bias that masks hides its keys from the selection. Where it is the score, these are the worst keys anyway, which
-    # sinks may not be.
+    # A bias that masks hides its keys from the selection. If the bias is the score, these keys are the worst ones
+    # anyway, but they could still be sinks.
     if bias is not None and bias.dim() == 3 and scored_rule.rule.sink_tokens > 0:
         hiding = bias.detach()[:, :, None]
     elif scores is not bias and bias is not None:
@@ -284,7 +285,7 @@ def scores_and_allowed(
 
 
 def match_heads(query: Tensor, key: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
-    """The parts for every query head, unless all of them are one for each key head or for all."""
+    """Repeats the parts for every query head, unless each part has one head for each key head, or one for all heads."""
     if all(broadcasts(part.shape[1], key.shape[2]) for part in parts):
         return parts
     return tuple(repeat_heads(part, query, key) for part in parts)

@@ -1,6 +1,7 @@
 """Selection and tile lists in torch's own operators, for GPUs without kernels of the C++ library.
 
-No tensor here is of the size Sq x Sk: time O(Sk log Sk) and O(entries log entries), no loop over keys.
+No tensor here has Sq x Sk elements, and there is no loop over keys. The time is O(Sk log Sk) and O(entries log
+entries).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MOST_ENTRIES = 2**24  # of lists whose sizes are not known; beyond that they are counted first
+MOST_ENTRIES = 2**24  # lists that may have more entries are counted first
 
 
 def select_key_intervals(
@@ -26,7 +27,7 @@ def select_key_intervals(
     sink_tokens: int = 0,
     score_threshold: float | None = None,
 ) -> Tensor:
-    """The operator of that name: int32 [B, H, Sk, 2] of scores [B, H, Sk], for rules of windows alone."""
+    """Does what the operator select_key_intervals does for windows: scores [B, H, Sk] -> int32 [B, H, Sk, 2]."""
     assert (recent_window, sink_tokens, score_threshold) == (0, 0, None)
     key_length = scores.shape[-1]
     eligible = ~scores.isnan()
@@ -34,15 +35,15 @@ def select_key_intervals(
         eligible = eligible & key_mask
     ranked = _positions_by_rank(scores, eligible)
     rank = torch.arange(key_length, device=scores.device)
-    shift = key_length - query_length  # of rows to positions
+    shift = key_length - query_length  # position minus row
     first = ranked - shift if is_causal else torch.zeros_like(ranked)
     # [heads or 1, 1]
-    # fill is used because a copy from a list would wait for the GPU.
+    # torch.full: a copy from a list would wait for the GPU.
     sizes = windows or [key_length]
     window = torch.stack([torch.full((1,), size, device=scores.device) for size in sizes])
     last = torch.where(rank < window, query_length, 0).expand_as(ranked)
     if is_causal and selection == "per_query" and any(0 < w < key_length for w in windows):
-        # From the position of the window-th key that beats this one on, it is never visible again.
+        # A key leaves at the position of the window-th key that beats it, and is never visible again.
         out_at = _kth_smallest_before(ranked, (window - 1).clamp(min=0))
         last = torch.where((rank < window) | (window == 0), last, out_at - shift)
     first, last = first.clamp(min=0), last.clamp(max=query_length)
@@ -55,7 +56,8 @@ def select_key_intervals(
 
 
 def _positions_by_rank(scores: Tensor, eligible: Tensor) -> Tensor:
-    """int64 [B, H, Sk]: the best key first, of equal ones the more recent; at the end those not eligible."""
+    """Sorts the positions of keys, int64 [B, H, Sk]: the best key first, the more recent of two equal keys first, and
+    keys that are not eligible last."""
     last = scores.shape[-1] - 1
     ranked = last - (scores + 0.0).flip(-1).argsort(dim=-1, descending=True, stable=True)  # -0 is 0
     return ranked.gather(
@@ -64,11 +66,12 @@ def _positions_by_rank(scores: Tensor, eligible: Tensor) -> Tensor:
 
 
 def _kth_smallest_before(values: Tensor, k: Tensor) -> Tensor:
-    """[B, H, n] for a permutation of 0..n - 1 in each row: at r the k-th smallest (from 0) of values[: r].
-    Undefined where r <= k. k: [H or 1, 1].
+    """Finds, for each r, the k-th smallest (from 0) of values[: r]. Returns [B, H, n], undefined where r <= k.
 
-    A wavelet matrix: bit by bit from the highest, every r counts how many of its values have a 0 there, goes
-    to the half with its value, and the values are partitioned by that bit, stably.
+    values: a permutation of 0..n - 1 in each row. k: [H or 1, 1].
+
+    The algorithm is a wavelet matrix. For each bit from the highest one on, every r counts how many of its values have
+    a 0 in this bit, and goes to the half that has its result. The values are then partitioned by this bit, stably.
     """
     n = values.shape[-1]
     index = torch.arange(n, device=values.device).expand_as(values)
@@ -94,9 +97,9 @@ def _kth_smallest_before(values: Tensor, k: Tensor) -> Tensor:
 def build_tile_lists(
     intervals: Tensor, tile_rows: int, query_length: int, bound: list[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The operator of that name: keys [entries], and begin, count and full [B, H, tiles].
+    """Does what the operator build_tile_lists does. Returns keys [entries], and begin, count and full [B, H, tiles].
 
-    bound: where it is given and small, it determines the memory, and the host does not wait for the device.
+    bound: a small bound determines the size of the lists, so that the host does not wait for the device.
     """
     batch, heads, key_length, _ = intervals.shape
     tiles = -(-query_length // tile_rows)
@@ -116,7 +119,7 @@ def build_tile_lists(
     capacity = min(key_length, bound[0] + bound[1] * tile_rows) * lists if bound else None
     if capacity is None or capacity > MOST_ENTRIES:
         capacity = int(count.sum())  # waits for the device
-    # Entries in key order, then sorted by tile with full keys first.
+    # Entries are made in key order, and then sorted by tile with full keys first.
     entries_before = (tile_end - tile_begin).flatten().cumsum(0)
     entry = torch.arange(capacity, device=intervals.device)
     key = torch.searchsorted(entries_before, entry, right=True)
@@ -129,14 +132,14 @@ def build_tile_lists(
     order = torch.where(exists, order, 2 * lists).argsort(stable=True)
     keys = (key % max(key_length, 1))[order].int()
     shape = (batch, heads, tiles)
-    # Intervals that break their bound lose keys; no element outside of `keys` is read.
+    # If intervals break their bound, keys are lost, but no element outside of `keys` is read.
     count = count.flatten().minimum((capacity - begin).clamp(min=0))
     full = full.flatten().minimum(count)
     return keys, begin.view(shape), count.int().view(shape), full.int().view(shape)
 
 
 def count_ranges(begin: Tensor, end: Tensor, size: int) -> Tensor:
-    """Number of ranges [begin, end), int64 [B, H, n], that contain each of 0 to size - 1: int64 [B, H, size]."""
+    """Counts the ranges [begin, end), int64 [B, H, n], that contain each of 0 to size - 1: int64 [B, H, size]."""
     changes = begin.new_zeros((*begin.shape[:2], size + 1))
     one = torch.ones_like(begin)
     changes.scatter_add_(2, begin, one).scatter_add_(2, end, -one)

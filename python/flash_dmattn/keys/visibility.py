@@ -1,4 +1,4 @@
-"""Which keys a query sees: one value from the functions to the operators."""
+"""Visibility, the one value that tells the operators which keys a query sees."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .intervals import KeyIntervals
 
 
 class Operands(NamedTuple):
-    """Keys in the order of the operators' arguments."""
+    """The operators' arguments that say which keys a query sees, in order."""
 
     key_intervals: Tensor | None = None
     key_rank: Tensor | None = None
     rank_limit: Tensor | None = None
-    key_bound: tuple[int, ...] = ()  # base (-1: unknown), per_query, consecutive; of key_intervals
+    key_bound: tuple[int, ...] = ()  # KeyIntervals.bound_operand()
 
 
 _ALL_KEYS = Operands()
@@ -37,14 +37,14 @@ class KeyRanks(NamedTuple):
 class TopKeysByBias(NamedTuple):
     """The keys with the highest bias among a query's past keys.
 
-    The operator select_and_attend chooses them itself: the most frequent choice, with a trip through the dispatcher, views
-    and a function of autograd less than one made before.
+    The operator select_and_attend makes this choice itself, because it is the most frequent one: this saves a trip
+    through the dispatcher, views and an autograd function.
     """
 
     keep_window_size: int
 
     def heads(self) -> int:
-        return 1  # a bias of query heads is no such choice
+        return 1  # a bias for each query head is never a TopKeysByBias
 
 
 class Visibility(NamedTuple):
@@ -56,7 +56,7 @@ class Visibility(NamedTuple):
 
     # A method, as in all named tuples here: torch.compile of torch 2.10 cannot trace properties of one.
     def heads(self) -> int:
-        """Heads of `keys`: 1, Hkv, or Hq if every query head has its own keys."""
+        """Returns the number of heads of `keys`: 1, Hkv, or Hq if every query head has its own keys."""
         if self.keys is None:
             return 1
         return self.keys.heads if isinstance(self.keys, KeyIntervals) else self.keys.heads()

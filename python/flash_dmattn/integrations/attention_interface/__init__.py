@@ -1,1 +1,4 @@
-"""Attention of one layer with the arguments that transformers passes. No module here imports transformers, so the 1.x names need none."""
+"""Attention of one layer with the arguments that transformers passes.
+
+No module here imports transformers, so the names of version 1.x work without it.
+"""

@@ -4,7 +4,10 @@ import torch
 
 
 def target_dtype(module: torch.nn.Module, query: torch.Tensor) -> torch.dtype | None:
-    """Dtype to which a float32 query is cast: autocast's, else the layer's weights'. None for other queries."""
+    """Returns the dtype to which a float32 query is cast: autocast's dtype, or else the dtype of the layer's weights.
+
+    Returns None for queries of other dtypes.
+    """
     if query.dtype != torch.float32:
         return None
     device_type = query.device.type
@@ -45,5 +48,5 @@ def fdma_peft_integration_check(
 def cast_states(
     states: tuple[torch.Tensor, ...], target_dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, ...]:
-    """Query, key and value in the model's dtype. A float32 bias stays: rounded, it would move the scores."""
+    """Casts query, key and value to the model's dtype. A float32 bias stays: rounding would change the scores."""
     return fdma_peft_integration_check(*states, None, target_dtype)[:3]

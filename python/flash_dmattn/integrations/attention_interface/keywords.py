@@ -1,4 +1,4 @@
-"""Keywords of transformers' attention functions that this package does not take."""
+"""Checks keywords of transformers' attention functions, and refuses those that this package does not support."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Attention of the states of a layer, [B, S, H, D], under the masks and keywords that transformers passes."""
+"""Attention of a layer's states, [B, S, H, D], with the masks and keywords that transformers passes."""
 
 import torch
 
@@ -56,10 +56,10 @@ def _flash_dynamic_mask_attention_forward(
     memo: Memo | None = None,
     **kwargs,
 ) -> torch.Tensor:
-    """Attention in which every query sees the `keep_window_size` keys with the highest bias.
+    """Computes attention in which every query sees the `keep_window_size` keys with the highest bias.
 
-    The selection is made when there are more keys than that, among allowed keys only, and no gradient
-    flows through it. Its form depends on which input has a query dimension:
+    Keys are selected among the allowed keys, if there are more than `keep_window_size` keys. No gradient flows through
+    the selection. Its form depends on which input has a query dimension:
 
     | mask                        | bias       | selection                                        |
     |-----------------------------|------------|-----------------------------------------------|
@@ -181,9 +181,9 @@ def _make_rule(
     query: torch.Tensor,
     key: torch.Tensor,
 ) -> tuple[torch.Tensor | None, KeyIntervals | None, ScoredRule]:
-    """The mask and the intervals of a call that selects, and its rule.
+    """Returns the mask, the intervals and the rule of a call that selects keys.
 
-    4-d scores select elements: the mask then contains the selection.
+    4-d scores select single elements: the mask then contains the selection.
     """
     scores = squeeze_query_dimension(attention_bias.detach())
     if scores.dim() == 4:
@@ -197,7 +197,7 @@ def _make_rule(
 def _resolve_keep_window_size(
     keep_window_size: int | None, window_size: int | None, attention_bias: torch.Tensor | None
 ) -> int | None:
-    """The number of keys that a query keeps, from both of its names."""
+    """Returns the number of keys that a query keeps, from either name of the argument."""
     for name, size in (("keep_window_size", keep_window_size), ("window_size", window_size)):
         if size is None:
             continue

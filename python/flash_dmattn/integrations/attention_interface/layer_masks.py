@@ -1,4 +1,4 @@
-"""The masks of transformers' layers in the form that attention takes."""
+"""Converts the masks of transformers' layers to the form that attention takes."""
 
 import torch
 
@@ -9,15 +9,15 @@ from ...keys.recognise import Memo, intervals_of_mask, refuse_negative, split_ad
 
 
 def causal_mask(batch: int, device: torch.device | str | None) -> torch.Tensor:
-    """The mask of plain causality, int32 [B, 1, 0, 2]: intervals of no key, because causality is all there is.
+    """Returns the mask that says plain causality, int32 [B, 1, 0, 2]: intervals of 0 keys.
 
-    It has four dimensions because transformers passes such masks on as they are.
+    It has four dimensions because transformers passes a mask with four dimensions on unchanged.
     """
     return torch.empty((batch, 1, 0, 2), dtype=torch.int32, device=device)
 
 
 def is_causal_mask(mask: object) -> bool:
-    """Whether a mask is that of `causal_mask`."""
+    """Whether `mask` has the form that `causal_mask` returns."""
     return (
         isinstance(mask, torch.Tensor)
         and mask.dtype == torch.int32
@@ -39,7 +39,7 @@ def is_key_mask(mask: torch.Tensor | KeyIntervals, query_length: int, key_length
     if isinstance(mask, KeyIntervals) or mask.dim() == 0 or mask.shape[-1] != key_length:
         return False
     if mask.dim() < 4:
-        return not mask.is_floating_point()  # others are refused
+        return not mask.is_floating_point()  # floating point masks of this form are refused
     return mask.shape[2] == 1 and query_length > 1
 
 
@@ -50,7 +50,7 @@ def window_mask(
     key_length: int,
     device: torch.device,
 ) -> KeyIntervals | None:
-    """The window where there is no mask: causal, it ends at the query, else the query is in its middle."""
+    """Returns the window for a call without a mask: it ends at the query if causal, else the query is in its middle."""
     if window_size is None or key_length <= window_size:
         return None
     lookahead = 0 if is_causal else window_size - 1
@@ -62,10 +62,10 @@ def window_mask(
 def as_key_intervals(
     mask: torch.Tensor | KeyIntervals | None, query_length: int, key_length: int | None = None
 ) -> KeyIntervals | None:
-    """The intervals that a model passed along as its mask, int32 [B, H, Sk, 2]; None for other masks.
+    """Returns the intervals that a model passed as its mask, int32 [B, H, Sk, 2], or None for other masks.
 
-    Code that may not read values takes them for consecutive, which masks of models are: then no bound has to be read from
-    a GPU.
+    Code that may not read values assumes that the intervals are consecutive, as masks of models are: then it does not
+    have to read a bound from a GPU.
     """
     if not isinstance(mask, torch.Tensor):
         return mask
@@ -80,7 +80,7 @@ def as_key_intervals(
 
 
 def present_tokens(mask: torch.Tensor | None, length: int) -> torch.Tensor | None:
-    """Which of the new tokens of a cache of slots are not padding, bool [B, S]; None: all."""
+    """Returns whether each new token of a cache of slots is not padding, bool [B, S]; None: there is no padding."""
     if mask is None:
         return None
     intervals = as_key_intervals(mask, length)
@@ -93,8 +93,10 @@ def present_tokens(mask: torch.Tensor | None, length: int) -> torch.Tensor | Non
 
 
 def _is_two_by_two_mask(mask: torch.Tensor, query_length: int) -> bool:
-    """Whether an int32 [B, H, 2, 2] argument of two queries is a dense mask. In intervals the end of a key that the last
-    query sees is 2."""
+    """Whether an int32 [B, H, 2, 2] argument for two queries is a dense mask.
+
+    In intervals, a key that the last query sees ends at 2.
+    """
     if mask.shape[2] != 2 or query_length != 2 or not may_read() or mask.amax() > 1:
         return False
     if mask[..., 0].any():
@@ -115,10 +117,10 @@ def normalize_mask(
     chooses: bool,
     memo: Memo | None,
 ) -> tuple[torch.Tensor | None, KeyIntervals | None, torch.Tensor | None]:
-    """The mask as bool [B, H, Sk] or [B, H, Sq, Sk], or as intervals, and the bias.
+    """Returns (mask, intervals, bias). The mask is bool [B, H, Sk] or [B, H, Sq, Sk], unless intervals describe it.
 
-    An additive mask with other values than allowing and masking ones is split into a mask and a bias.
-    chooses: a choice of keys follows, which recognises intervals in a bool mask by itself.
+    An additive mask that has values besides allowing and masking ones is split into a mask and a bias.
+    chooses: whether a choice of keys follows. The choice recognises intervals in a bool mask by itself.
     """
     query_length, key_length = query.shape[1], key.shape[1]
     intervals = as_key_intervals(mask, query_length, key_length)

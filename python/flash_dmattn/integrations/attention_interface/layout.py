@@ -4,5 +4,5 @@ from torch import Tensor
 
 
 def swap_heads_and_tokens(*states: Tensor) -> tuple[Tensor, ...]:
-    """Views [B, S, H, D], the order of this package's attention, of [B, H, S, D], that of transformers and of its caches, and back."""
+    """Returns views that swap [B, S, H, D], the order of this package, and [B, H, S, D], the order of transformers."""
     return tuple(t.transpose(1, 2) for t in states)

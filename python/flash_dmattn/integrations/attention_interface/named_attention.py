@@ -30,7 +30,7 @@ def flash_dynamic_mask_attention_forward(
     dropout: float = 0.0,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Dynamic mask attention in the form of transformers' attention functions.
+    """Computes dynamic mask attention in the form of transformers' attention functions.
 
     Args:
         module: the attention layer. `module.is_causal` (default True) and `module.keep_window_size` or

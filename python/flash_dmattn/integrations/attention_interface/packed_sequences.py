@@ -51,9 +51,9 @@ def sequences_or_mask(
     selects: bool,
     memo: Memo | None,
 ) -> PackedSequences | torch.Tensor | KeyIntervals | None:
-    """The packed sequences of a call, or its mask, to which the window and the sequences of each row have been added.
+    """Returns the packed sequences of a call, or its mask combined with the window and the sequences of each row.
 
-    A mask with a query dimension contains both and is returned as it is.
+    A mask with a query dimension contains both already and is returned unchanged.
     """
     batch, query_length = query.shape[:2]
     window = None
@@ -91,8 +91,11 @@ def hide_other_sequences(
     query_length: int,
     key_length: int,
 ) -> torch.Tensor | None:
-    """A mask of a model, without the keys of other sequences if it has a query dimension and the keywords have offsets. transformers
-    makes the masks of sliding windows without offsets, and those of some families (GPT-OSS) without positions."""
+    """Hides keys of other sequences in a model's mask, if it has a query dimension and the keywords have offsets.
+
+    transformers makes the masks of sliding windows without offsets, and the masks of some families (GPT-OSS) without
+    positions.
+    """
     if not has_queries(mask):
         return mask
     # The lengths of sequences are not needed, and may be on a GPU.
@@ -128,7 +131,7 @@ def hide_other_sequences(
 def _packed_from_offsets(
     arguments: PackedArguments, key_mask: torch.Tensor | None, *, total_q: int, total_k: int
 ) -> PackedSequences | None:
-    """key_mask: a mask without a query dimension, here and below."""
+    """Finds packed sequences by offsets. key_mask: a mask without a query dimension, here and below."""
     _, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k = arguments
     if all(value is None for value in arguments[1:]):
         return None
@@ -173,9 +176,10 @@ def _packed_from_positions(
     length: int,
     memo: Memo | None,
 ) -> PackedSequences | None:
-    """Sequences begin where positions begin again inside a row. None: nowhere, or these are not positions [1 or B, length].
+    """Finds packed sequences, which begin where positions begin again inside a row.
 
-    With padding, positions begin again where it ends; only between two visible tokens do they begin a sequence.
+    Returns None if positions begin again nowhere, or are not [1 or B, length]. Positions also begin again where padding
+    ends, so a sequence begins only between two visible tokens.
     """
 
     def find(positions: torch.Tensor) -> PackedSequences | None:
@@ -231,7 +235,7 @@ def attend(
     keep_window_size: int | None,
     **options,
 ) -> torch.Tensor:
-    """Attention inside each packed sequence, with a global selection in each."""
+    """Computes attention inside each packed sequence, with a global selection in each sequence."""
     if bias is not None:
         if bias.dim() != 3:
             raise ValueError(
@@ -255,7 +259,7 @@ def attend(
 def _sequence_begins(
     position_ids: torch.Tensor, key_mask: torch.Tensor | None, batch: int, length: int
 ) -> torch.Tensor | None:
-    """Which tokens, but the first of a row, begin a sequence: bool [B, length - 1]."""
+    """Returns whether each token begins a sequence, bool [B, length - 1]; the first token of a row is left out."""
     if length == 1:
         return None
     if position_ids.dim() == 1:
@@ -270,7 +274,7 @@ def _sequence_begins(
 
 
 def _per_key(key_mask: torch.Tensor) -> torch.Tensor:
-    """bool [B, H, Sk]."""
+    """Converts a mask without a query dimension to bool [B, H, Sk]."""
     if key_mask.is_floating_point():
         key_mask, _ = split_additive(key_mask)
     allowed = key_mask.bool()

@@ -1,2 +1,4 @@
-"""Engines that serve many sequences: the states of sequences in transformers' continuous batching and in vLLM, and the server of
-transformers. An engine gives the memory and the rows; `flash_dmattn.extend_ragged` is the attention of its steps."""
+"""Support for engines that serve many sequences: transformers' continuous batching and server, and vLLM.
+
+An engine provides the memory and the rows. `flash_dmattn.extend_ragged` computes the attention of its steps.
+"""

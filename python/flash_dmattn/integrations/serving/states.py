@@ -1,4 +1,4 @@
-"""The state of a sequence in one attention layer, and the memory of an engine as the states of many."""
+"""The state of a sequence in one attention layer, and an engine's memory as the states of many sequences."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 
 _COUNTERS = ("counts", "seen")
 _ORDER = (*_COUNTERS, "k", "v", "scores", "positions")
-_ALIGNMENT = 128  # bytes: a cache line of a GPU, and more than its widest load
+_ALIGNMENT = 128  # bytes; a GPU's cache line, which is larger than its widest load
 
 
 class SlotState(NamedTuple):
-    """The sizes of the state that a sequence has in one layer, whatever its length: the slots of a KVSlots for each kv head.
+    """The sizes of a sequence's state in one layer: the slots of a KVSlots for each kv head.
 
-    rule: which keys it keeps. dtype: of keys and values.
+    The sizes do not depend on the sequence's length.
+    rule: which keys the state keeps. dtype: the dtype of keys and values.
     """
 
     heads_kv: int
@@ -32,8 +33,10 @@ class SlotState(NamedTuple):
     dtype: torch.dtype
 
     def parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and dtypes of the tensors of a state by their names in `KVSlots.from_tensors`, in the order of memory. What
-        is 0 in an empty state comes first."""
+        """Returns each tensor's shape and dtype, by its name in `KVSlots.from_tensors`, in memory order.
+
+        Tensors that are 0 in an empty state come first.
+        """
         slots = KVSlots(
             1,
             self.heads_kv,
@@ -46,18 +49,19 @@ class SlotState(NamedTuple):
         return {name: (tuple(t.shape[1:]), t.dtype) for name, t in tensors}
 
     def nbytes(self) -> int:
-        """A multiple of 128, so that states that follow each other are aligned."""
+        """Returns the size of a state in bytes. It is a multiple of 128, so that consecutive states are aligned."""
         return sum(_size(*part) for part in self.parts().values())
 
     def counter_nbytes(self) -> int:
-        """The first bytes of a state. A state in which they are 0 is empty."""
+        """Returns how many of the first bytes of a state hold counters. A state is empty if these bytes are 0."""
         parts = self.parts()
         return sum(_size(*parts[name]) for name in _COUNTERS)
 
     def pool(self, blocks: Tensor, offset: int = 0) -> KVSlots:
-        """The states in memory of an engine, as a cache of one row for each block.
+        """Returns the states in an engine's memory as a cache with one row for each block.
 
-        blocks: uint8 [rows, bytes], dense rows any distance apart. offset: of the state in each, a multiple of 128.
+        blocks: uint8 [rows, bytes]; rows are dense, and any distance apart.
+        offset: the state's offset in each block, a multiple of 128.
         """
         tensors = {}
         for name, (shape, dtype) in self.parts().items():
@@ -68,8 +72,10 @@ class SlotState(NamedTuple):
 
 
 def states_of(config: PretrainedConfig, dtype: torch.dtype, parts: int = 1) -> list[SlotState]:
-    """The states of a model's layers, of a Doge or with learned scores, in each of `parts` that share its key heads. Raises
-    where its sequences cannot have states of one size."""
+    """Returns the states of the layers of a Doge, or of a model with learned scores.
+
+    parts: the number of processes that share the key heads. Raises if the sequences cannot have states of one size.
+    """
     name = type(config).__name__
     if getattr(config, "is_moe", False):
         raise ValueError(

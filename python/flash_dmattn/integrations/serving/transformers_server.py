@@ -1,4 +1,4 @@
-"""`python -m flash_dmattn serve MODEL`: the server of transformers, for models whose attention is that of this package."""
+"""`python -m flash_dmattn serve MODEL`: the server of transformers, for models that use this package's attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FlashModelManager(ModelManager):
     """transformers' loader of models, which also takes the names of this package for `--attn-implementation`."""
 
     def __init__(self, *args, continuous_batching: bool = False, **kwargs):
-        self.batches = continuous_batching  # before a model is loaded
+        self.batches = continuous_batching  # set before a model is loaded
         super().__init__(*args, continuous_batching=continuous_batching, **kwargs)
 
     def _validate_args(self) -> None:
@@ -46,7 +46,10 @@ class FlashModelManager(ModelManager):
 
 
 def serve(arguments: list[str], program: str) -> None:
-    """Runs the server with the options of `transformers serve`, and continuous batching under our name by default."""
+    """Runs the server with the options of `transformers serve`.
+
+    By default it uses this package's attention and continuous batching.
+    """
     options = list(arguments)
     if not any(option.startswith("--attn-implementation") for option in options):
         options += ["--attn-implementation", NAME]

@@ -1,4 +1,4 @@
-"""Continuous batching with slots. Versions of transformers without its classes have no paged cache, and models get no manager."""
+"""Continuous batching with slots. In versions of transformers without a paged cache, models get no manager."""
 
 from .compat import HAS_SLOTS_IN_BATCHES
 

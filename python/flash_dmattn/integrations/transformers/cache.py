@@ -19,8 +19,8 @@ class DynamicMaskCache(Cache):
 
         model.generate(**inputs, past_key_values=DynamicMaskCache(model.config))
 
-    Every result is that of a cache of all keys, to rounding, except rows with left padding in a prompt that comes
-    in several chunks (see docs/generation.md).
+    Except for rounding, every result equals the result with a cache of all keys. The exception is a row with left
+    padding in a prompt that comes in several chunks (see docs/generation.md).
     """
 
     def __init__(
@@ -33,17 +33,17 @@ class DynamicMaskCache(Cache):
     ):
         """
         Args:
-            config: the model's config, with learned scores, or with the rule of its layers: keep_window_size (of all key heads,
-                or a sequence with one for each), and where they are not the defaults recent_window, recent_competes,
-                sink_tokens and score_threshold, all as in `select_key_intervals`.
-            static: memory stays in place and no step of decoding reads from the device, for CUDA graphs and
-                torch.compile; `generate` compiles the model then on a GPU.
-            selection: "per_query" is possible.
-            chunk: number of tokens stored in addition to the rule's keys, for chunked prompts and assisted decoding;
-                default 128 with `static`, otherwise grown as needed.
+            config: the model's config. It has learned scores, or the rule of the model's layers: keep_window_size (one
+                number for all key heads, or one for each), and recent_window, recent_competes, sink_tokens and
+                score_threshold unless they have their defaults, all as in `select_key_intervals`.
+            static: whether memory stays in place and decoding steps read nothing from the device, for CUDA graphs and
+                torch.compile. On a GPU, `generate` then compiles the model.
+            selection: only "per_query" is possible.
+            chunk: the number of tokens that are stored in addition to the rule's keys, for chunked prompts and assisted
+                decoding. The default is 128 with `static`; otherwise places are added as needed.
 
         Raises:
-            ValueError: a choice of keys under which evicted keys return, or whose number no window limits.
+            ValueError: evicted keys could return under the rule, or no window limits the number of keys.
         """
         if not isinstance(config, PretrainedConfig):
             raise TypeError(
@@ -75,16 +75,16 @@ class DynamicMaskCache(Cache):
             layer.activate_past_recording()
 
     def offload(self, layer_idx: int | None = None, only_non_sliding: bool = True) -> None:
-        """Moves a layer, by default all of them, to the CPU: between two turns of a chat. The next call moves it
-        back.
+        """Moves a layer, by default every layer, to the CPU, for example between two turns of a chat.
 
-        Not for a static cache. `only_non_sliding`: no layer here slides.
+        The next call moves it back. A static cache cannot be moved. `only_non_sliding` changes nothing, because no
+        layer here slides.
         """
         for layer in self.layers if layer_idx is None else [self.layers[layer_idx]]:
             layer.offload()
 
     def prefetch(self, layer_idx: int | None = None, only_non_sliding: bool = True) -> None:
-        """Moves an offloaded layer, by default all of them, back to its device, on the current stream."""
+        """Moves an offloaded layer, by default every layer, back to its device on the current stream."""
         for layer in self.layers if layer_idx is None else [self.layers[layer_idx]]:
             layer.prefetch()
 
@@ -92,7 +92,7 @@ class DynamicMaskCache(Cache):
 def _layers_of(
     scores: LearnedScores, config: PretrainedConfig, static: bool, chunk: int
 ) -> list[CacheLayerMixin]:
-    """Slots for the layers that have learned scores, and transformers' layers for the others, which slide."""
+    """Makes slots for layers with learned scores, and transformers' cache layers for the others, which slide."""
     others = DynamicCache(config=config).layers or [None] * config.num_hidden_layers
     if static and len(scores.layers) < len(others):
         raise ValueError(

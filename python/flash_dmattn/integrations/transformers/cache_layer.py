@@ -1,4 +1,4 @@
-"""The slots of one attention layer as a layer of a transformers `Cache`."""
+"""A layer of a transformers `Cache` that holds the slots of one attention layer."""
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -10,11 +10,14 @@ from ...keys.rule import SelectionRule
 from ..attention_interface.layout import swap_heads_and_tokens
 from .compat import CACHE, CROPS_TO_A_LENGTH
 
-RECORDED_TOKENS = 128  # tokens that can be dropped again, at least
+RECORDED_TOKENS = 128  # at least this many tokens can be dropped again
 
 
 class HeldTokens(int):
-    """The number of tokens in a layer, by which a mask function that gets it as the offset of its keys finds the layer."""
+    """The number of tokens in a layer, together with the layer.
+
+    A mask function gets this number as the offset of its keys, and finds the layer through it.
+    """
 
     layer: "DynamicMaskLayer"
 
@@ -23,7 +26,7 @@ class DynamicMaskLayer(CacheLayerMixin):
     """The slots of one attention layer.
 
     `fill` stores the first tokens after their attention; `attend` stores later tokens and computes their attention.
-    Their number is `get_seq_length`, though only those that the rule shows (and pending ones) are held.
+    `get_seq_length` counts all tokens, but the layer holds only the keys that the rule shows, and pending tokens.
     """
 
     is_sliding = False
@@ -40,12 +43,12 @@ class DynamicMaskLayer(CacheLayerMixin):
         """
         Args:
             rule: which keys a query sees.
-            static: memory stays in place and lengths on the device, for CUDA graphs and torch.compile.
-            chunk: places for tokens that are attended to before they are committed; without `static` there come
-                more by themselves.
-            counts_on_device: a static layer counts its tokens in a tensor that compiled code may read. All layers of a
-                cache hold the same number of tokens and models read it from the first, so only that layer counts: a
-                counter in each layer would add one kernel per token and layer.
+            static: whether memory stays in place and lengths stay on the device, for CUDA graphs and torch.compile.
+            chunk: the number of places for tokens that are attended to before they are committed. Without `static`, the
+                layer adds places as needed.
+            counts_on_device: whether a static layer counts its tokens in a tensor that compiled code may read. All
+                layers of a cache hold the same number of tokens, and models read it from the first layer, so only that
+                layer counts: a counter in each layer would add one kernel per token and layer.
         """
         super().__init__()
         self.rule, self.chunk = rule.checked_cache_rule(), chunk
@@ -53,10 +56,11 @@ class DynamicMaskLayer(CacheLayerMixin):
         self.record_past = False
         self.slots: KVSlots | None = None
         self._counts_on_device = static and counts_on_device
-        # Tokens so far, pending ones included; of a static layer, whether there are any. _length counts them there.
+        # The number of tokens so far, pending ones included. In a static layer it only says whether there are any, and
+        # _length counts them.
         self._seen = 0
         self._length: torch.Tensor | None = None
-        # How many tokens of each row the masks have hidden so far; () for none. None: the host does not know it.
+        # How many tokens of each row the masks have hidden so far; (): no tokens. None: the host does not know.
         self._padding: tuple[int, ...] | None = None
 
     # ---- What attention uses ------------------------------------------------------------------------
@@ -73,7 +77,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         scores: torch.Tensor,
         key_mask: torch.Tensor | None = None,
     ) -> None:
-        """Takes over the first tokens, to which attention has been computed already.
+        """Stores the first tokens, whose attention has been computed already.
 
         Args:
             key, value: [B, S, Hkv, D].
@@ -105,7 +109,7 @@ class DynamicMaskLayer(CacheLayerMixin):
 
     @torch.no_grad()
     def adopt_slots(self, slots: KVSlots, tokens: int) -> None:
-        """Continues after `tokens` tokens of which slots of the same shape hold what later ones see."""
+        """Continues after `tokens` tokens. slots: slots of the same shape with the keys that later tokens see."""
         if not self.is_initialized:
             self.lazy_initialization(slots.k)
         self._check_rows(slots.k)
@@ -127,7 +131,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         softcap: float = 0.0,
         scores_are_bias: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds tokens and computes their attention: out [B, S, Hq, D] and its log-sum-exp [B, Hq, S].
+        """Adds tokens and computes their attention. Returns out [B, S, Hq, D] and its log-sum-exp [B, Hq, S].
 
         Args:
             query: [B, S, Hq, D].
@@ -173,10 +177,11 @@ class DynamicMaskLayer(CacheLayerMixin):
             )
 
     def check_mask(self, mask: torch.Tensor | None, tokens: int) -> None:
-        """Raises where the mask of a call, [B, positions], does not show the tokens before as the masks of earlier calls did: keys
-        were chosen by those. Numbers of a mask on a GPU are not read, nor are those of a static layer.
+        """Raises if a call's mask [B, positions] does not show the earlier tokens as the masks of earlier calls did.
 
-        tokens: new ones, of which nothing is known yet.
+        The earlier masks chose the cached keys. Values of a mask on a GPU are not read. A static layer has no check.
+
+        tokens: the number of new tokens, for which there was no mask yet.
         """
         if self.is_empty or self.is_compileable:
             return
@@ -211,7 +216,7 @@ class DynamicMaskLayer(CacheLayerMixin):
 
     @staticmethod
     def check_kernels(key: torch.Tensor) -> None:
-        """Raises where no kernel keeps keys like these, of four dimensions and the last D, in slots."""
+        """Raises if no kernel supports slots for keys like `key`, which has four dimensions, the last of which is D."""
         check_slot_kernels(
             CACHE, key.dtype, key.shape[3], key.device,
             instead="Load the model with dtype=torch.bfloat16, generate under torch.autocast, or use transformers' "
@@ -223,12 +228,12 @@ class DynamicMaskLayer(CacheLayerMixin):
     def lazy_initialization(
         self, key_states: torch.Tensor, value_states: torch.Tensor | None = None
     ) -> None:
-        """Memory for keys like these, [B, Hkv, any number, D]."""
+        """Allocates memory for keys like `key_states`, [B, Hkv, any number, D]."""
         batch, heads, _, head_dim = key_states.shape
         self.dtype, self.device = key_states.dtype, key_states.device
         self.check_kernels(key_states)
         if self._counts_on_device:
-            # slots.seen changes with a step, so compiled code would read it again in later layers.
+            # Each step changes slots.seen, so compiled code would have to read it again in later layers.
             self._length = torch.zeros((), dtype=torch.int64, device=self.device)
             if not torch.compiler.is_compiling():
                 torch._dynamo.mark_static_address(self._length)
@@ -266,7 +271,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         return tuple(torch.cat(parts, dim=2) for parts in zip(before, new, strict=True))
 
     def get_seq_length(self) -> int | torch.Tensor:
-        """Number of tokens; for a static cache a tensor on the device."""
+        """Returns the number of tokens. For a static cache it is a tensor on the device."""
         if self.is_empty or not self.is_compileable:
             return self._seen
         if self._counts_on_device:
@@ -274,7 +279,10 @@ class DynamicMaskLayer(CacheLayerMixin):
         return self.slots.seen[0].long() + self.slots.pending
 
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int | torch.Tensor]:
-        """Masks cover new tokens only, because slots hold different tokens in each head."""
+        """Returns the length and offset of the keys that a mask covers: the new tokens only.
+
+        Slots hold different tokens in each head, so a mask cannot cover them.
+        """
         if isinstance(query_length, torch.Tensor):  # transformers 4: the positions of the queries
             query_length = query_length.shape[0]
         length = self.get_seq_length()
@@ -297,8 +305,10 @@ class DynamicMaskLayer(CacheLayerMixin):
 
     @torch.no_grad()
     def crop(self, tokens_to_remove: int) -> None:
-        """Drops the last `-tokens_to_remove` tokens and commits the others; in transformers 4 a positive number is
-        the length to cut the text to."""
+        """Drops the last `-tokens_to_remove` tokens and commits the others.
+
+        In transformers 4, a positive number is the length to which the text is cut.
+        """
         if self.is_empty:
             return
         tokens_to_remove = int(tokens_to_remove)  # a tensor in some versions of transformers
@@ -323,7 +333,7 @@ class DynamicMaskLayer(CacheLayerMixin):
             self._padding = None
 
     def reset(self) -> None:
-        """Forgets all tokens; the memory stays. New ones are not recorded until that is activated again."""
+        """Forgets all tokens and keeps the memory. New tokens are not recorded until recording is activated again."""
         self.record_past = False
         if self.is_initialized:
             self.slots.clear()
@@ -390,7 +400,8 @@ class DynamicMaskLayer(CacheLayerMixin):
 
     @torch.no_grad()
     def _select_rows(self, rows: torch.Tensor) -> None:
-        """The rows of the batch with these numbers; in a static layer of as many rows, in the same memory."""
+        """Replaces the rows of the batch by the rows with these numbers. A static layer keeps its memory if the number
+        of rows stays the same."""
         if self.is_empty:
             return
         rows = rows.to(self.keys.device)
@@ -402,7 +413,7 @@ class DynamicMaskLayer(CacheLayerMixin):
             self._hold_slots(self.slots.select(rows))
 
     def _move_slots(self, device: torch.device | str) -> None:
-        """Synchronous, because the host may read the tensors next."""
+        """Moves the slots to a device. The copy is synchronous, because the host may read the tensors next."""
         k, v, scores, positions, counts, seen = (tensor.to(device) for tensor in self.slots.tensors)
         self._hold_slots(
             KVSlots.from_tensors(
@@ -412,7 +423,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         )  # fmt: skip
 
     def _resize_chunk(self, chunk: int) -> None:
-        """Other places for pending tokens; the memory of a static layer stays."""
+        """Changes the number of places for pending tokens, except in a static layer, whose memory stays."""
         if self.is_compileable or chunk == self.slots.chunk:
             return
         batch, heads, _, head_dim = self.keys.shape
@@ -427,9 +438,9 @@ class DynamicMaskLayer(CacheLayerMixin):
         self._hold_slots(resized)
 
     def _make_room(self, tokens: int) -> None:
-        """Places for new tokens: all of them where they are recorded, else as many as a query sees keys.
+        """Makes places for new tokens: for all of them if they are recorded, else for as many as a query can see keys.
 
-        With one new token the places beyond `chunk` are freed.
+        With one new token, the places beyond `chunk` are freed.
         """
         if self.record_past:
             self._resize_chunk(max(tokens, RECORDED_TOKENS, self.slots.chunk))
@@ -456,6 +467,6 @@ class DynamicMaskLayer(CacheLayerMixin):
             slots.append(*swap_heads_and_tokens(keys, values), scores, key_mask=is_present)
 
     def _commit_tokens(self, tokens: int | None = None) -> None:
-        """The first pending tokens, by default all, enter the slots; the others are dropped."""
+        """Moves the first `tokens` pending tokens to the slots, by default all. Drops the others."""
         if self.slots.pending:
             self.slots.commit(tokens)

@@ -1,4 +1,7 @@
-"""Decoders of which each rank of a group has a piece of every sequence. Imports torch.distributed, which a torch may not have."""
+"""Decoders under context parallelism: each rank of a group has a piece of every sequence.
+
+This module imports torch.distributed, which some builds of torch lack.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +49,13 @@ class PieceForward(NamedTuple):
         bias: str | torch.Tensor | None = "scores",
         **options,
     ) -> torch.Tensor:
-        """Attention of a piece [B, n, H, D] over the whole sequences: [B, n, Hq, D]. A query that sees no key has 0.
+        """Computes attention of a piece [B, n, H, D] over the whole sequences. Returns [B, n, Hq, D].
 
-        slots: the layer of a cache that receives the keys that tokens after the piece see. bias: attn_bias of
-        context_parallel_dmattn, where it is a tensor without that of sinks. options: of `attend_to_pieces`.
+        The result of a query that sees no key is 0.
+
+        slots: the layer of a cache that receives the keys that tokens after the piece see.
+        bias: as attn_bias of context_parallel_dmattn. If it is a tensor, the bias of sinks is left out.
+        options: the options of `attend_to_pieces`.
         """
         if slots is not None:
             try:
@@ -76,7 +82,7 @@ class PieceForward(NamedTuple):
         return attend_to_pieces(query, exchanged, **options)
 
 
-# Decoders in which nothing but attention takes place between tokens, by `config.model_type`.
+# Decoders in which only attention mixes tokens, by `config.model_type`.
 _FAMILIES = ("doge", "llama", "mistral", "qwen2", "qwen3")
 
 
@@ -84,7 +90,10 @@ class ModelOfPieces:
     """The attribute that `enable_flash_dmattn(model, context_parallel=...)` gives each decoder and each model around it."""
 
     def __init__(self, models: list[PreTrainedModel], group):
-        """models: those that contain layers with scores, or Doge models. Raises where pieces of a sequence would give another result."""
+        """Raises if a model's results on pieces would differ from those on the whole sequence.
+
+        models: Doge models, or models that contain layers with scores.
+        """
         decoders = []
         for model in models:
             family, name = model.config.model_type, type(model).__name__
@@ -117,7 +126,7 @@ class ModelOfPieces:
         self.group = ContextParallel(group)
 
     def changed_arguments(self, arguments_by_name: Mapping[str, object]) -> dict[str, object]:
-        """The arguments of a decoder's forward that change: layers get padding and documents from `PieceForward`."""
+        """Returns changed arguments of a decoder's forward. `PieceForward` gives layers padding and documents."""
         cache = find_cache(arguments_by_name)
         mask, positions = map(arguments_by_name.get, ("attention_mask", "position_ids"))
 
@@ -136,7 +145,7 @@ class ModelOfPieces:
             }
             return {"batch": batch, "tokens": length} | presence
 
-        # With a mask no positions are gathered, so a rank without one would wait.
+        # Ranks with a mask do not gather positions, so a rank without a mask would wait for them.
         tokens = self.group.wire.agreed_result(None, checked_tokens, compared_numbers)
         batch = tokens.shape[0]
         pieces = self._pieces(cache, mask, positions, batch)
@@ -152,7 +161,7 @@ class ModelOfPieces:
     ) -> PieceForward:
         if mask is not None:
             return PieceForward(self.group, mask.bool(), None)
-        # A piece that begins inside a document does not know it from its own positions.
+        # The positions of a piece alone do not tell whether it begins inside a document.
         whole = self.group.gather(positions)
         offsets = offsets_of_positions(whole, batch, whole.shape[1])
         offsets = short_offsets(offsets, whole.shape[1])
@@ -184,8 +193,10 @@ def _check_piece(cache: object, mask: object, positions: object, batch: int, len
 
 
 def check_labels(model: PreTrainedModel, args: tuple, options: dict) -> None:
-    """A hook before the forward of a ForCausalLM. It raises on every rank for labels that would be shifted within a piece, and for counts
-    of labels that differ between ranks."""
+    """A hook before the forward of a ForCausalLM.
+
+    It raises on every rank if labels would be shifted within a piece, or if counts of labels differ between ranks.
+    """
     pieces = getattr(model, PIECES, None)
     if pieces is None:
         return
@@ -227,8 +238,9 @@ class ContextParallelTrainerMixin:
         class MyTrainer(ContextParallelTrainerMixin, Trainer):
             pass
 
-    The data loader has to give one batch to all ranks of the group, as that of accelerate's ParallelismConfig(cp_size=...) does, whose own
-    cutting, in head-tail order, is not used: the method that does it in 4.57 to 5.24 is overridden.
+    The data loader has to give the same batch to all ranks of the group. accelerate's loader does so under
+    ParallelismConfig(cp_size=...). accelerate's own cutting, in head-tail order, is not used: this class overrides the
+    method that calls it in transformers 4.57 to 5.24.
     """
 
     def _prepare_context_parallel_inputs(

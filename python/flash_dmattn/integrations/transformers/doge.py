@@ -1,4 +1,4 @@
-"""The attention layer of a Doge with one score per key instead of a mask per (query, key) pair."""
+"""Doge's attention layer with one score for each key instead of a mask element for each (query, key) pair."""
 
 from __future__ import annotations
 
@@ -34,11 +34,14 @@ from .slot_attention import attend_in_batch, attend_with_slots
 class Context(NamedTuple):
     """The state of one forward of a DogeModel, which all of its layers share.
 
-    mask_kind: "causal": the mask is only that; "padded": causal among the keys that it shows at all; "packed":
-        causal within documents, so that every query sees its own key; None: another mask, or keys of a cache.
+    mask_kind: what the mask is.
+        "causal": causality and nothing else.
+        "padded": causality among the keys that are not padding.
+        "packed": causality within documents, so that every query sees its own key.
+        None: another mask, or a mask over keys of a cache.
     memo: results that the layers share.
-    pieces: attention over sequences of which this rank has a piece (context_parallel.PieceForward); None: it has the whole.
-    batch: the sequences of a step of continuous batching, whose cache has slots for each of them.
+    pieces: context_parallel.PieceForward, if this rank has a piece of each sequence; None: it has whole sequences.
+    batch: the sequences of a step of continuous batching. Its cache has slots for each sequence.
     """
 
     mask_kind: str | None = None
@@ -48,11 +51,12 @@ class Context(NamedTuple):
 
 
 class FlashDogeRMSNorm(DogeRMSNorm):
-    """`DogeRMSNorm` with torch's function, which rounds where that does and is one kernel on a GPU.
+    """`DogeRMSNorm` with torch's function, which rounds at the same places and is one kernel on a GPU.
 
-    The layer asks for it in every call, so that the layer's config decides; for other callers it is its base class. The base
-    class also computes compiled code (inductor fuses its kernels), float64 (it rounds to float32, which torch's function does
-    not), and norms whose forward was replaced. transformers initialises modules whose class has "RMSNorm" in its name.
+    The attention layer requests torch's function in each call, so that the layer's config decides. For other callers
+    this class acts as its base class. The base class also handles compiled code (inductor fuses its kernels), float64
+    (it rounds to float32, which torch's function does not), and norms whose forward was replaced. transformers
+    initialises modules whose class has "RMSNorm" in its name.
     """
 
     @classmethod
@@ -73,8 +77,10 @@ class FlashDogeRMSNorm(DogeRMSNorm):
 
 
 def _has_stock_forward() -> bool:
-    """Whether nobody put a function of theirs in the place of `DogeRMSNorm.forward`, before or after this import. A function around
-    it may have its module's name, and then refers to it."""
+    """Whether `DogeRMSNorm.forward` is transformers' own function, and was not replaced before or after this import.
+
+    A wrapper around it may carry its module's name, but then has the attribute `__wrapped__`.
+    """
     forward = DogeRMSNorm.forward
     is_of_module = getattr(forward, "__module__", None) == DogeRMSNorm.__module__
     return is_of_module and not hasattr(forward, "__wrapped__")
@@ -83,7 +89,8 @@ def _has_stock_forward() -> bool:
 class FlashDogeAttention(DogeAttention):
     """`DogeAttention` that chooses its keys by intervals, and builds no tensor with one element per (query, key) pair.
 
-    Under an implementation that is not in `DOGE_NAMES` (after `model.set_attn_implementation("eager")`) it is its base class.
+    Under an implementation that is not in `DOGE_NAMES` (after `model.set_attn_implementation("eager")`), the layer acts
+    as its base class.
     """
 
     round_scores_like_eager = False
@@ -91,7 +98,7 @@ class FlashDogeAttention(DogeAttention):
 
     @classmethod
     def from_layer(cls, layer: DogeAttention) -> FlashDogeAttention:
-        """A layer with the parameters, modules, buffers and hooks of `layer`, which is not to be used any more."""
+        """Makes a layer that takes over parameters, modules, buffers and hooks of `layer`. Do not use `layer` again."""
         adopted = adopt_layer(layer, cls)
         for name, norm in list(adopted.named_children()):
             if type(norm) is DogeRMSNorm and "forward" not in vars(norm):  # nobody's own
@@ -172,7 +179,7 @@ def check_cache(cache: object) -> None:
 
 
 def _normalize(norm: torch.nn.Module, states: torch.Tensor) -> torch.Tensor:
-    """norm(states), by torch's function where nobody put a module or a forward of theirs in the place of our norm."""
+    """Returns norm(states). It uses torch's function unless this package's norm, or its forward, was replaced."""
     if isinstance(norm, FlashDogeRMSNorm) and "forward" not in vars(norm):
         return norm(states, is_fused=True)
     return norm(states)
@@ -201,7 +208,7 @@ class _States(NamedTuple):
 def _attend_with_cache(
     self: DogeAttention, slots: DynamicMaskLayer, states: _States
 ) -> torch.Tensor:
-    """Attention of new tokens to those of the cache and to each other: [B, S, Hq, D]."""
+    """Computes attention of new tokens to the cached tokens and to each other. Returns [B, S, Hq, D]."""
     query, key, value = cast_states(states[:3], target_dtype(self, states.query))
     cast = states._replace(query=query, key=key, value=value)
     return attend_with_slots(
@@ -217,7 +224,7 @@ def _attend_with_cache(
 
 
 def _attend(self: DogeAttention, states: _States, options: dict) -> torch.Tensor:
-    """Attention of queries over all keys of the text so far: [B, Sq, Hq, D]."""
+    """Computes attention of queries over all keys of the text so far. Returns [B, Sq, Hq, D]."""
     query, key, value, scores, attention_mask, context = states
     query_length, key_length = query.shape[1], key.shape[1]
     allowed = _doge_mask(attention_mask, query_length, key_length, context.memo)
@@ -249,7 +256,7 @@ def _attend(self: DogeAttention, states: _States, options: dict) -> torch.Tensor
 
 
 def doge_scores(attention: DogeAttention, step: torch.Tensor) -> torch.Tensor:
-    """`exp(A · softplus(step))`: how much a key adds to its scores, and by which it is chosen.
+    """Returns `exp(A · softplus(step))`, the score by which a key is chosen and which is added to its attention scores.
 
     Args:
         attention: a Doge attention layer.
@@ -267,7 +274,7 @@ def doge_scores(attention: DogeAttention, step: torch.Tensor) -> torch.Tensor:
 def _doge_mask(
     mask: torch.Tensor | None, query_length: int, key_length: int, memo: Memo | None
 ) -> torch.Tensor | KeyIntervals | None:
-    """A mask by the rule of Doge: in one that is not bool, every value but 0 masks."""
+    """Converts a mask by Doge's rule: in a mask that is not bool, every value but 0 masks."""
     if mask is None:
         return None
 
@@ -327,7 +334,7 @@ def _fill_blind_rows(
 
 
 def _blind_rows(mask: torch.Tensor | KeyIntervals, memo: Memo | None) -> torch.Tensor | None:
-    """The queries that may see no key, bool [B, H, Sq]; None where it is known that there are none."""
+    """Returns which queries may see no key, bool [B, H, Sq], or None if it is known that every query may see one."""
 
     def find(_: torch.Tensor) -> torch.Tensor | None:
         blind = visible_counts(mask) == 0 if isinstance(mask, KeyIntervals) else ~mask.any(-1)

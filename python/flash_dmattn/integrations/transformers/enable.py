@@ -1,4 +1,4 @@
-"""`enable_flash_dmattn`: a Doge model whose layers choose their keys by intervals, and pieces of sequences."""
+"""`enable_flash_dmattn`: makes a Doge model choose its keys by intervals, and gives models pieces of sequences."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def enable_flash_dmattn(
     open: of equal scores (all of them in a fresh model, and those of equal tokens in the first layer)
     the more recent keys are kept. `model.set_attn_implementation("eager")` undoes it.
 
-    In a 16-bit model the scores of keys are float32 all the same, so that the choice is the float32
-    model's; eager attention rounds them, and its choice is partly noise.
+    In a 16-bit model the scores of keys are still float32, so that the model chooses as a float32 model does. Eager
+    attention rounds the scores, which makes its choice partly noise.
 
     Only this model changes: its attention layers become `FlashDogeAttention`, with the same parameters and hooks, and its
     config becomes a copy, because others may share it.
@@ -65,9 +65,9 @@ def enable_flash_dmattn(
     Args:
         model: a Doge model, or anything that contains its attention layers (a PEFT model, for one). With context_parallel also a
             Llama, Mistral, Qwen2 or Qwen3 with the scores of `add_learned_scores`, of which nothing else changes.
-        round_scores_like_eager: scores in the model's dtype, to reproduce a run of eager attention.
-        cache: "dynamic_mask" makes `DynamicMaskCache` the cache of calls that bring none and of `generate`, so that
-            memory and time of a token do not grow with the text; None keeps transformers' default cache of all keys.
+        round_scores_like_eager: whether scores have the model's dtype, to reproduce a run of eager attention.
+        cache: "dynamic_mask" makes `DynamicMaskCache` the cache of `generate` and of calls without a cache, so that the
+            memory and time for a token do not grow with the text. None keeps transformers' default cache of all keys.
         context_parallel: ProcessGroup, or DeviceMesh of one dimension (mesh["cp"]), whose ranks have consecutive pieces of
             every sequence, as `flash_dmattn.distributed.ContextParallel.shard` cuts them: calls get a piece's input_ids,
             position_ids and padding, and for the loss shift_labels and num_items_in_batch. None: whole sequences, again for
@@ -118,7 +118,7 @@ def enable_flash_dmattn(
 
 
 def _models_with_scores(model: torch.nn.Module) -> list[PreTrainedModel]:
-    """The models of transformers in a model whose layers have learned scores."""
+    """Returns the transformers models in `model` whose layers have learned scores."""
     return [
         module
         for module in model.modules()
@@ -128,7 +128,7 @@ def _models_with_scores(model: torch.nn.Module) -> list[PreTrainedModel]:
 
 
 def _set_pieces(models: list[PreTrainedModel], group) -> None:
-    """Gives models pieces of their sequences, or with None whole ones."""
+    """Lets models get pieces of their sequences. group: None: models get whole sequences again."""
     pieces = check_labels = None
     if group is not None:
         from .context_parallel import ModelOfPieces, check_labels  # and torch.distributed
@@ -141,7 +141,7 @@ def _set_pieces(models: list[PreTrainedModel], group) -> None:
 
 
 def resolve_name(model: PreTrainedModel, name: str | None) -> str | None:
-    """The name that a config stores when one of ours is set for a model; None: it is none of ours.
+    """Returns the name that a config stores if `name` is one of this package's names, else None.
 
     Raises:
         ValueError: attention of this name would not equal the model's own, or would turn its learned scores off.
@@ -163,7 +163,7 @@ def resolve_name(model: PreTrainedModel, name: str | None) -> str | None:
 
 
 def _refuse_another_name(model: PreTrainedModel, name: str | None) -> None:
-    """Raises for a name under which learned scores would choose no keys, while their phase says that they do."""
+    """Raises for a name under which learned scores would choose no keys although their phase says that they do."""
     phases = {m.score_phase for m in model.modules() if isinstance(m, ScoredAttention)} - {"off"}
     if phases and name not in SCORED_NAMES:
         raise ValueError(
@@ -174,7 +174,7 @@ def _refuse_another_name(model: PreTrainedModel, name: str | None) -> None:
 
 
 def _check_layers(model: torch.nn.Module) -> None:
-    """Raises where the attention layers of a model cannot be replaced."""
+    """Raises if the attention layers of a model cannot be replaced."""
     layers = [module for module in model.modules() if isinstance(module, DogeAttention)]
     if not layers:
         raise ValueError(
@@ -200,7 +200,7 @@ def _check_layers(model: torch.nn.Module) -> None:
 
 
 def replace_layers(model: torch.nn.Module, **settings: bool) -> None:
-    """Gives a model Doge layers of ours, and a config of its own."""
+    """Gives a model this package's Doge layers, and a config of its own."""
     own_config(model)
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
@@ -255,8 +255,10 @@ def _begin_forward(model: DogeModel, args: tuple, options: dict) -> tuple[tuple,
 
 
 def _refuse_additive_padding(padding: object) -> None:
-    """transformers takes every number but 0 in a mask [B, S] for a token. Where none can be read, an additive mask is not
-    told from one of ones and zeros, and neither is taken."""
+    """Raises for a floating point mask [B, S] that may be additive: transformers takes every number but 0 for a token.
+
+    If values cannot be read, an additive mask cannot be told from a mask of ones and zeros, so both are refused.
+    """
     is_float = isinstance(padding, torch.Tensor) and padding.is_floating_point()
     if not is_float or padding.dim() > 3:
         return
@@ -272,7 +274,7 @@ def _refuse_additive_padding(padding: object) -> None:
 
 
 def _default_cache(model: PreTrainedModel) -> DynamicMaskCache | None:
-    """The cache of calls of a model that bring none, and of its `generate`; None: transformers' own."""
+    """Returns the cache of `generate` and of calls without a cache, or None for transformers' own cache."""
     is_ours = getattr(model, _DEFAULT_CACHE, None) == _CACHE
     if not is_ours or model.config._attn_implementation not in DOGE_NAMES:
         return None

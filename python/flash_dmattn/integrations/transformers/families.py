@@ -1,4 +1,4 @@
-"""The models for which attention under our name would not equal their own."""
+"""Refuses models for which attention under this package's name would differ from their own attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _INDEXER = (
 _ARITHMETIC = (
     "computes with the values of the attention mask; masks of flash_dmattn are key intervals"
 )
-# Reasons by `config.model_type` (without "_text") for models whose layers do more than their config tells.
+# Reasons to refuse models whose layers do more than their config tells, by `config.model_type` (without "_text").
 _REASONS = {
     **dict.fromkeys(
         (
@@ -37,12 +37,15 @@ _REASONS = {
         _ARITHMETIC,
     ),
 }  # fmt: skip
-# These models change the masks of a text model that another family has, too.
+# These models change the masks of their text model, whose family is used elsewhere, too.
 _CHANGING_MASKS_OF_TEXT = ("gemma4_assistant", "gemma4_unified_assistant")
 
 
 def watch_text_model(model: PreTrainedModel) -> None:
-    """Lets a model refuse our name for its text model, now and in its calls: there the text model may have got it by itself."""
+    """Lets a model refuse this package's name for its text model, now and at each call.
+
+    By the time of a call, the name may have been set for the text model directly.
+    """
     if model.config.model_type in _CHANGING_MASKS_OF_TEXT:
         refuse_text_model(model)
         if refuse_text_model not in model._forward_pre_hooks.values():
@@ -62,10 +65,11 @@ def error_of(model: PreTrainedModel, name: str, reason: str) -> ValueError:
 
 
 def reason_to_refuse(model: PreTrainedModel) -> str | None:
-    """Why attention under our name would not equal a model's eager attention; None where it does.
+    """Returns why attention under this package's name would differ from eager attention, or None if it is equal.
 
-    Under our name the mask alone decides what a query sees, as in eager attention. So a model works if its layers pass
-    the mask that transformers' mask functions make to transformers' `AttentionInterface`, and do nothing else with it.
+    Under this name, as in eager attention, the mask alone decides what a query sees. So a model works if its layers
+    take the mask that transformers' mask functions make, pass it to transformers' `AttentionInterface`, and do nothing
+    else with it.
     """
     config = model.config
     reason = _REASONS.get(config.model_type.removesuffix("_text"))
@@ -80,7 +84,7 @@ def reason_to_refuse(model: PreTrainedModel) -> str | None:
 
 
 def _head_dim(config: PretrainedConfig) -> int:
-    """The largest head dimension that a config names."""
+    """Returns the largest head dimension that a config names."""
     try:
         layers = list(config.per_layer_config)
     except AttributeError:  # earlier versions, and configs without layers of their own

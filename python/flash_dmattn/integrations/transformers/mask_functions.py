@@ -1,4 +1,4 @@
-"""The masks of transformers' models as key intervals: a function of its mask interface."""
+"""A function of transformers' mask interface, which makes the masks of models as key intervals."""
 
 import warnings
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def key_interval_mask(
     use_vmap: bool = False,
     **kwargs,
 ) -> torch.Tensor | None:
-    """The attention mask of a model as key intervals; a function of transformers' mask interface.
+    """Makes the attention mask of a model as key intervals. It is a function of transformers' mask interface.
 
     Args:
         batch_size, q_length, kv_length: B, Sq and Sk.
@@ -50,9 +50,11 @@ def key_interval_mask(
         kwargs: known arguments of transformers' other mask functions, ignored; others raise.
 
     Returns:
-        None where every query is known to see every key. Else int32 [B, 1, 0, 2], where causality is known to be all of
-        the mask (see `causal_mask`); or intervals, int32 [B, 1, Sk, 2]; or bool [B, 1, Sq, Sk] when no intervals describe
-        the mask, or one query sees the future.
+        One of:
+            None, if every query is known to see every key;
+            int32 [B, 1, 0, 2], if the mask is known to be causality and nothing else (see `causal_mask`);
+            intervals, int32 [B, 1, Sk, 2];
+            bool [B, 1, Sq, Sk], if no intervals describe the mask, or if a single query sees the future.
 
     Raises:
         TypeError: an unknown keyword; padding of floating point.
@@ -105,7 +107,8 @@ def key_interval_mask(
         if allow_is_bidirectional_skip and positions.all_keys_are_tokens(present):
             return None
         if q_length == 1:
-            # Models use the mask of one query for all of theirs, too. Intervals that end at 1 would show them nothing.
+            # Models also use the mask of one query for several queries. Intervals that end at 1 would show these
+            # nothing.
             if present is None:
                 present = torch.ones(1, kv_length, dtype=torch.bool, device=device)
             return present[:, None, None].expand(batch_size, -1, -1, -1)
@@ -120,8 +123,10 @@ def key_interval_mask(
 def registered_attention_mask(
     *args, config: PretrainedConfig | None = None, **kwargs
 ) -> torch.Tensor | None:
-    """`key_interval_mask`, except for a Doge whose layers are transformers' own: they add their scores to a mask of all
-    pairs, bool [B, 1, Sq, Sk]."""
+    """Calls `key_interval_mask`, except for a Doge with transformers' own layers.
+
+    These layers add their scores to a mask with one element for each (query, key) pair, bool [B, 1, Sq, Sk].
+    """
     if getattr(config, "model_type", None) != "doge":
         return key_interval_mask(*args, **kwargs)
     warnings.warn(
@@ -133,27 +138,27 @@ def registered_attention_mask(
 
 
 def documents_of_positions(position_ids: torch.Tensor) -> torch.Tensor:
-    """The number of each token's document, int64 [B, S], where positions [B, S] begin again with each."""
+    """Returns each token's document number, int64 [B, S]. A document begins where positions [B, S] begin again."""
     return F.pad(position_ids.diff() != 1, (1, 0)).cumsum(1)
 
 
 def intervals_of_documents(documents: torch.Tensor) -> torch.Tensor:
-    """Causality within documents of these numbers, which do not fall: int32 [B, 1, S, 2]."""
+    """Returns causality within documents as intervals, int32 [B, 1, S, 2]. documents: numbers that do not fall."""
     last = torch.searchsorted(documents, documents, right=True, out_int32=True)
     first = torch.arange(last.shape[1], dtype=torch.int32, device=last.device).expand_as(last)
     return torch.stack([first, last], dim=-1)[:, None]
 
 
 def is_causal_config(config: PretrainedConfig) -> bool:
-    """Whether transformers' mask of all tokens would be plain causality."""
+    """Whether transformers' mask would be plain causality if there is no padding."""
     has_window = getattr(config, "sliding_window", None) is not None
     return not has_window and getattr(config, "is_causal", True)
 
 
 def mask_kind(arguments_by_name: dict, use_cache: bool) -> tuple[str | None, torch.Tensor | None]:
-    """The kind of mask that transformers makes of a call's arguments (see `doge.Context`), and the mask where it is known.
+    """Returns the kind of mask that transformers makes from arguments (see `doge.Context`), and the mask if known.
 
-    The kind can otherwise be found only by reading values, which compiled code cannot do.
+    Otherwise the kind could be found only by reading values, which compiled code cannot do.
     """
     padding, positions = (
         arguments_by_name.get("attention_mask"),
@@ -179,7 +184,7 @@ def mask_kind(arguments_by_name: dict, use_cache: bool) -> tuple[str | None, tor
 
 
 class _Positions(NamedTuple):
-    """The positions of queries and keys, from the arguments of `key_interval_mask`. Offsets on the device are not read."""
+    """The positions of queries and keys, from arguments of `key_interval_mask`. Offsets on the device are not read."""
 
     q_length: int
     kv_length: int
@@ -189,7 +194,7 @@ class _Positions(NamedTuple):
     device: torch.device | str | None
 
     def key_indices(self) -> torch.Tensor:
-        """int32 [Sk]: 0, 1, ..."""
+        """Returns 0, 1, ..., int32 [Sk]."""
         return torch.arange(self.kv_length, dtype=torch.int32, device=self.device)
 
     def key_positions(self) -> torch.Tensor:
@@ -220,17 +225,17 @@ class _Positions(NamedTuple):
         return self.q_length + self.q_offset == self.kv_length + self.kv_offset
 
     def first_queries(self) -> torch.Tensor:
-        """Index of the first query at or after each key, int32 [Sk]; where there is none, the number of queries."""
+        """Returns the index of the first query at or after each key, int32 [Sk]; the number of queries if none is."""
         if self.cache_position is not None:
             return torch.searchsorted(self.cache_position, self.key_positions(), out_int32=True)
         if self.keys_are_queries():
             return self.key_indices()
-        # int64 where the offsets are tensors [1].
+        # If the offsets are tensors [1], the difference is int64.
         first = self.key_indices() + (self.kv_offset - self.q_offset)
         return first.clamp(0, self.q_length).int()
 
     def present_keys(self, padding: torch.Tensor | None) -> torch.Tensor | None:
-        """Which keys are real tokens, bool [B, Sk]; None without padding."""
+        """Returns whether each key is a real token, bool [B, Sk], or None without padding."""
         if padding is None:
             return None
         length = padding.shape[-1]
@@ -253,7 +258,7 @@ class _Positions(NamedTuple):
 def _hide_padding(
     intervals: torch.Tensor, present: torch.Tensor | None, batch_size: int
 ) -> torch.Tensor:
-    """The intervals, which broadcast to [B, 1, Sk, 2], where a key is a real token, elsewhere (0, 0): [B, 1, Sk, 2]."""
+    """Sets the intervals of padding to (0, 0). Returns [B, 1, Sk, 2]; `intervals` broadcast to this shape."""
     if present is None:
         return intervals.expand(batch_size, 1, -1, -1)
     rows = intervals * present.view(present.shape[0], 1, present.shape[1], 1)
@@ -266,8 +271,10 @@ def _mask_of_function(
     positions: _Positions,
     present: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Sliding windows and custom masks: evaluated exactly, a block of rows at a time. Compiled code cannot find
-    out whether intervals describe them, and takes the mask."""
+    """Evaluates sliding windows and custom masks exactly, one block of rows at a time.
+
+    Compiled code cannot find out whether intervals describe the mask, so it gets the mask itself.
+    """
     query, key = positions.query_positions(), positions.key_positions()
     batch = torch.arange(batch_size, device=key.device)[:, None, None, None]
     head = torch.zeros_like(batch[:1])

@@ -1,7 +1,7 @@
-"""The scores of keys in transformers' own caches: computed when a key is written, like the key itself.
+"""Stores the scores of keys in transformers' own caches. A score is computed when its key is written.
 
-Scores are stored in a cache layer of the same class as the keys, as keys of one channel, so that cropping, reordering
-and repeating act alike.
+A cache layer of the same class as the keys' layer stores the scores, as keys of one channel, so that cropping,
+reordering and repeating act on keys and scores alike.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def update_with_scores(
     index: int,
     update_arguments: tuple,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """`past.update` for layer `index`.
+    """Calls `past.update` for layer `index`, and stores the scores of the new tokens.
 
     Args:
         key, value: the new tokens, [B, Hkv, S, D].
@@ -27,8 +27,8 @@ def update_with_scores(
         update_arguments: further arguments of `update`.
 
     Returns:
-        Keys and values of all tokens, and their scores [B, Hkv, Sk], or None where some have come without: then they have
-        to be computed again from the values.
+        The keys and values of all tokens, and their scores [B, Hkv, Sk]. If some tokens came without a score, None
+        replaces the scores: the caller then has to compute all scores again from the values.
     """
     layer = past.layers[index] if index < len(past.layers) else None
     is_first = layer is None or _is_empty(layer)
@@ -46,10 +46,10 @@ def update_with_scores(
 
 
 class _ScoredLayer(CacheLayerMixin):
-    """A layer with a second one for scores, which stays on the device when the layer is offloaded."""
+    """A cache layer with a second layer for scores. The scores stay on the device when the layer is offloaded."""
 
     score_layer: CacheLayerMixin
-    lacks_scores: bool  # some tokens have come without scores
+    lacks_scores: bool  # whether some tokens have come without scores
 
     def update(self, *args, **kwargs):
         self.lacks_scores = True
@@ -82,7 +82,7 @@ class _ScoredLayer(CacheLayerMixin):
                 layer.activate_past_recording()
 
     def without_scores(self) -> CacheLayerMixin:
-        """A layer of transformers' own class with the same tokens."""
+        """Returns a layer of transformers' own class with the same tokens."""
         attributes = {**vars(self)}
         del attributes["score_layer"], attributes["lacks_scores"]
         return _make_layer(type(self).__mro__[2], attributes)
@@ -92,7 +92,7 @@ class _ScoredLayer(CacheLayerMixin):
 
 
 def _add_scores(layer: CacheLayerMixin) -> _ScoredLayer:
-    """A layer with the same tokens as one of transformers, and room for their scores."""
+    """Returns a layer with the same tokens as a layer of transformers, and with room for their scores."""
     attributes = {**vars(layer), "score_layer": _layer_of_scores(layer), "lacks_scores": False}
     return _make_scored(type(layer), attributes)
 
@@ -126,7 +126,7 @@ def _make_layer(layer_class: type[CacheLayerMixin], attributes: dict) -> CacheLa
 
 
 def _is_empty(layer: CacheLayerMixin) -> bool:
-    """Whether a layer is known to hold no key. Compiled code cannot know it without a graph break: False."""
+    """Whether a layer is known to hold no key. False in compiled code, where finding out would break the graph."""
     if not layer.is_initialized:
         return True
     return not torch.compiler.is_compiling() and int(layer.get_seq_length()) == 0

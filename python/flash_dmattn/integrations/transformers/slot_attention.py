@@ -25,13 +25,15 @@ def attend_with_slots(
     sink_logits: Tensor | None = None,
     **options,
 ) -> Tensor:
-    """Attention of new tokens to those that a DynamicMaskCache holds and to each other: [B, S, Hq, D].
+    """Computes attention of new tokens to the keys in a DynamicMaskCache and to each other. Returns [B, S, Hq, D].
 
     Args:
-        rule: of the attention layer `layer_idx`, which the slots have to follow.
-        states: query [B, S, Hq, D], key and value [B, S, Hkv, D]. scores: [B, Hkv, S].
-        mask: the layer's; only its padding is read.
-        attend_to_prompt: attention of the first tokens of the cache, by which of them are present, bool [B, S] (None: all).
+        rule: the rule of the attention layer `layer_idx`. The slots have to follow it.
+        states: query [B, S, Hq, D], key and value [B, S, Hkv, D].
+        scores: [B, Hkv, S].
+        mask: the layer's mask. Only its padding is read.
+        attend_to_prompt: computes attention of the cache's first tokens. Its argument says which of them are present,
+            bool [B, S] (None: all).
         options: scale, softcap and scores_are_bias of `DynamicMaskLayer.attend`.
     """
     slots.check_rule(rule, layer_idx)
@@ -55,12 +57,16 @@ def attend_in_batch(
     scores: Tensor,
     **options,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of the tokens of a step of continuous batching, each to its own sequence: [1, T, Hq, D] in the dtype of the pool.
+    """Computes attention of a continuous batching step. Each token attends to its own sequence.
 
     Args:
         cache: transformers' paged cache, whose allocators hold slots (slot_manager).
-        states: query [1, T, Hq, D], key and value [1, T, Hkv, D]. scores: [1, Hkv, T].
-        options: of `extend_ragged`. With return_lse the log-sum-exp [1, Hq, T] is returned too.
+        states: query [1, T, Hq, D], key and value [1, T, Hkv, D].
+        scores: [1, Hkv, T].
+        options: the options of `extend_ragged`.
+
+    Returns:
+        [1, T, Hq, D] in the dtype of the pool. With return_lse, also the log-sum-exp [1, Hq, T].
     """
     pool = cache.layer_to_allocator[layer_idx].pools[layer_idx]
     query, key, value = (t[0].to(pool.k.dtype) for t in states)

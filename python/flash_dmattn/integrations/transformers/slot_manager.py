@@ -1,8 +1,8 @@
-"""Continuous batching of transformers (`generate_batch`) with slots, for a Doge or a model with learned scores: a sequence has
-one block of memory, whatever its length.
+"""Continuous batching of transformers (`generate_batch`) with slots, for a Doge or a model with learned scores.
 
-transformers 5.24 has no hook for a cache of another kind. `SlotManager` is its manager, whose cache has `SlotAllocator` in the place
-of the allocator of full attention. Its other classes run as they are.
+A sequence of any length has one block of memory. transformers 5.24 has no hook for another kind of cache. `SlotManager`
+is a subclass of its manager whose cache uses `SlotAllocator` instead of the allocator of full attention. transformers'
+other classes run unchanged.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _UNLIMITED = 2**62  # tokens
 
 
 class SlotAllocator(CacheAllocator):
-    """Gives each sequence one block: the states of all layers. To transformers a block is one token that never fills."""
+    """Gives each sequence one block with the states of all layers. To transformers a block is one token, never full."""
 
-    supports_block_sharing = False  # a state is that of one prefix, and no prefix of it
+    supports_block_sharing = False  # a state describes one whole prefix, and no part of it
     supports_block_table = True
     rows_per_token = 1
     layer_type = FULL_ATTENTION
@@ -53,7 +53,7 @@ class SlotAllocator(CacheAllocator):
         states = states_of(config, cache_dtype)
         self.states = {layer: states[layer] for layer in layer_indices}
         page = max(state.nbytes() for state in self.states.values())
-        self.stream = None  # on which the model runs; None: the current one
+        self.stream = None  # the stream on which the model runs; None: the current stream
         self._before_cache_tensor_init(index, layer_indices, 1, page, allow_block_sharing)
         self.pools: dict[int, KVSlots] = {}
 
@@ -77,8 +77,8 @@ class SlotAllocator(CacheAllocator):
         if self.block_table.get(request_id):
             return
         self.block_table[request_id] = block = self.pool.get_free_blocks(self.index, 1)
-        # A prompt's first token may come alone, in a step that reads no length and thus cannot know. The step of the request
-        # that had the block may still be in flight.
+        # The block is emptied here, because a prompt's first token may come alone, in a step that reads no lengths and
+        # cannot tell that a text begins. The step of the request that had the block before may still be in flight.
         with stream_context(self.stream):
             self._counters[block[0]].zero_()
 
@@ -106,7 +106,7 @@ class SlotAllocator(CacheAllocator):
 
 
 class SlotManager(ContinuousBatchingManager):
-    """transformers' manager of requests, over slots."""
+    """transformers' manager of requests, with slots."""
 
     has_slots = True
 
@@ -119,8 +119,8 @@ class SlotManager(ContinuousBatchingManager):
                 f"model: got {parts} parts of it (tensor parallelism), expected 1: the scores of a key head may be made from "
                 "all heads"
             )
-        # Steps in which every sequence brings one token read their rows from block tables, and no length on the host, so that
-        # a CUDA graph can have them.
+        # Steps in which every sequence adds one token read their rows from block tables, and read no length on the
+        # host, so that a CUDA graph can run them.
         config = self.continuous_batching_config
         config.max_blocks_per_request = 1
         config.use_cuda_graph = (False, config.cuda_graph_booleans[1])
@@ -128,7 +128,7 @@ class SlotManager(ContinuousBatchingManager):
     def switch_to_cb_friendly_attn(
         self, model: PreTrainedModel, auto_switch_to_flash: bool = True
     ) -> None:
-        """Gives the model's attention the name with which transformers makes no mask of all pairs."""
+        """Gives the model's attention a name under which transformers makes no mask with all (query, key) pairs."""
         layers = _layers_of(model)
         name = model.config._attn_implementation
         if name == layers[0].batched_name:
@@ -139,7 +139,7 @@ class SlotManager(ContinuousBatchingManager):
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         processor = create_processor(self, SlotAllocator)
-        # A state is read as a whole, and has room for any number of tokens.
+        # A state is always read as a whole, and has room for any number of tokens.
         processor.cache.read_cache_limit = 1
         processor.cache.max_decode_fast_path_length = _UNLIMITED
         for allocator in processor.cache.cache_allocators.values():
@@ -148,7 +148,7 @@ class SlotManager(ContinuousBatchingManager):
 
 
 def _layers_of(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The attention layers of this package."""
+    """Returns this package's attention layers in a model."""
     return [module for module in model.modules() if hasattr(module, "batched_name")]
 
 
@@ -162,7 +162,8 @@ def make_manager(
     continuous_batching_config: ContinuousBatchingConfig | None = None,
     workload_hints: WorkloadHints | None = None,
 ) -> SlotManager:
-    """`PreTrainedModel.init_continuous_batching` for a Doge with layers of ours, or a model with learned scores."""
+    """Does what `PreTrainedModel.init_continuous_batching` does, for a Doge with this package's layers, or a model with
+    learned scores."""
     phase = getattr(_layers_of(model)[0], "score_phase", "hard")
     if phase != "hard":
         raise ValueError(
@@ -181,7 +182,7 @@ def make_manager(
     )  # fmt: skip
     generation_config = generation_config or model.generation_config
     if generation_config.eos_token_id is None:
-        generation_config.eos_token_id = -1  # no token, to transformers
+        generation_config.eos_token_id = -1  # transformers takes -1 for no token
     return SlotManager(
         model=model,
         generation_config=generation_config,
@@ -193,7 +194,7 @@ def make_manager(
 
 
 def batch_of(cache: PagedAttentionCache, arguments: Mapping[str, object]) -> RaggedBatch:
-    """The sequences of a step, by the arguments of the model's forward."""
+    """Makes the batch of a step from the arguments of the model's forward."""
     allocator = cache.cache_allocators.get(FULL_ATTENTION)
     if not isinstance(allocator, SlotAllocator):
         raise TypeError(
@@ -201,7 +202,7 @@ def batch_of(cache: PagedAttentionCache, arguments: Mapping[str, object]) -> Rag
         )
     table = arguments.get("block_table")
     if table is not None:
-        # Sequences that pad a CUDA graph have no row: -1.
+        # Sequences that pad a CUDA graph have the row -1, which means no row.
         return RaggedBatch.of_rows(table[allocator.index, :, 0])
     first = arguments["cu_seq_lens_q"][:-1]
     indices = arguments["write_index"][allocator.index]

@@ -1,25 +1,27 @@
-"""A plugin of vLLM, which finds `register` by its entry point: Doge, and models with learned scores, whose sequences have
-states of one size."""
+"""A plugin of vLLM for Doge and models with learned scores, whose sequences have states of one size.
+
+vLLM finds `register` by its entry point.
+"""
 
 from __future__ import annotations
 
 import logging
 
-SUPPORTED = ((0, 26), (0, 34))  # versions of vLLM: from the first on, to before the last
+SUPPORTED = ((0, 26), (0, 34))  # vLLM versions: the first is included, the last is not
 _MODELS = {
     "DogeForCausalLM": "doge:DogeForCausalLM",
     "ScoredLlamaForCausalLM": "scored_llama:ScoredLlamaForCausalLM",
 }
 _OTHER_DOGES = ("DogeModel", "DogeForSequenceClassification")
-_LLAMAS = ("LlamaForCausalLM", "MistralForCausalLM")  # of vLLM
-_reasons: list[str] = []  # against the models of this package, in this process
+_LLAMAS = ("LlamaForCausalLM", "MistralForCausalLM")  # vLLM's own models
+_reasons: list[str] = []  # why the models of this package cannot run in this process
 
 
 def register() -> None:
-    """Tells vLLM the models of this package, in each of its processes.
+    """Registers the models of this package with vLLM, in each of its processes.
 
-    Where it cannot, and under a version that is not supported, they are there and raise: vLLM itself would run a Doge without
-    its scores. Other models are not touched.
+    If this fails, or if the version is not supported, the registered models raise an error, because vLLM itself would
+    run a Doge without its scores. Other models are not touched.
     """
     import vllm
     from vllm import ModelRegistry
@@ -30,7 +32,7 @@ def register() -> None:
     else:
         try:
             _register_models(ModelRegistry)
-        except Exception as error:  # whatever it is, other models run
+        except Exception as error:  # of any type: other models still run
             _reasons.append(
                 f"vllm: version {vllm.__version__} cannot have the models of flash_dmattn ({type(error).__name__}: {error})"
             )
@@ -55,14 +57,14 @@ def _register_models(registry) -> None:
 
 
 def reason_to_refuse() -> str:
-    """The message of RefusedModel."""
+    """Returns the message of RefusedModel."""
     return "; ".join(_reasons) or (
         f"architectures: got one of {_OTHER_DOGES}, which vLLM would run without masks and scores; expected 'DogeForCausalLM'"
     )
 
 
 def is_supported(version: str) -> bool:
-    """Whether a version of vLLM is in the range."""
+    """Whether a version of vLLM is in the supported range."""
     first, end = SUPPORTED
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     return first <= numbers < end

@@ -1,4 +1,4 @@
-"""Doge in vLLM: layers of vLLM around attention over slots."""
+"""Doge in vLLM: vLLM's layers with attention over slots."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DogeAttention(ScoredAttention):
             config, state, vllm_config.quant_config, prefix,
             scores_are_bias=True, bias=bias, bias_o_proj=bias,
         )  # fmt: skip
-        # The score of a head comes from the values of all heads, so each process has a part of every sum.
+        # The score of a head comes from the values of all heads, so each process computes a part of every sum.
         self.dt_proj = RowParallelLinear(
             self.heads_kv * self.head_dim, self.heads_kv, bias=bias, prefix=f"{prefix}.dt_proj"
         )
@@ -113,7 +113,7 @@ class DogeModel(nn.Module):
 
 
 class DogeForCausalLM(nn.Module, HasSlots):
-    """DogeForCausalLM of transformers, with its weights by their names."""
+    """transformers' DogeForCausalLM in vLLM, with the same names of weights."""
 
     hf_to_vllm_mapper = LlamaModel.hf_to_vllm_mapper
     packed_modules_mapping = {

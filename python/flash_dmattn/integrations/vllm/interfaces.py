@@ -15,8 +15,10 @@ from ..serving.states import states_of
 
 
 class HasSlots(HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching):
-    """A model whose layers have slots. vLLM calls only a layer with a paged cache attention. All layers of a model have states of one
-    size, each of which vLLM copies as bytes."""
+    """A model whose layers have slots. All layers have states of one size, and vLLM copies each state as bytes.
+
+    It is attention-free to vLLM, which calls only a layer with a paged cache attention.
+    """
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""A model that raises, under the names of models that vLLM cannot run."""
+"""A model that only raises an error. It has the names of models that vLLM cannot run."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from . import reason_to_refuse
 
 
 class RefusedModel(nn.Module):
-    """Raises, with the reason: vLLM itself would run a Doge without its scores."""
+    """Raises an error with the reason, because vLLM itself would run a Doge without its scores."""
 
     def __init__(self, *, vllm_config, prefix: str = ""):
         raise ValueError(reason_to_refuse())
 
-    # vLLM asks for these before it makes a model.
+    # vLLM checks that a class has these methods before it makes a model.
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""An attention layer of vLLM over slots: projections, rotation and scores."""
+"""An attention layer for vLLM with slots: projections, rotation and scores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .slots import SlotAttention
 
 
 class ScoredAttention(nn.Module):
-    """A layer whose subclass gives keys their scores. Heads are divided among the processes of tensor parallelism."""
+    """An attention layer whose subclasses give keys their scores. Tensor parallelism divides its heads."""
 
     def __init__(
         self,
@@ -28,9 +28,9 @@ class ScoredAttention(nn.Module):
     ):
         """
         Args:
-            state: of one sequence, with the key heads of this process.
+            state: the state of one sequence, with the key heads of this process.
             scores_are_bias: as in KVSlots.step.
-            bias, bias_o_proj: whether the projections of the input and that of the output have one.
+            bias, bias_o_proj: whether the input projections and the output projection have a bias.
         """
         super().__init__()
         parts = get_tensor_model_parallel_world_size()
@@ -57,11 +57,14 @@ class ScoredAttention(nn.Module):
         )
 
     def normalize(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalises queries and keys [T, H, D] before the rotation, in a subclass."""
+        """Subclasses may normalise queries and keys [T, H, D] here, before the rotation."""
         return query, key
 
     def scores_of(self, hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Scores float32 [Hkv, T] of the layer's input [T, features], rotated keys and values [T, Hkv, D], of own heads."""
+        """Returns the scores of this process's key heads, float32 [Hkv, T].
+
+        hidden: the layer's input [T, features]. key, value: [T, Hkv, D], the keys after the rotation.
+        """
         raise NotImplementedError
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:

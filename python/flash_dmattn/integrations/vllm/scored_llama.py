@@ -19,7 +19,7 @@ from .scored_layer import ScoredAttention
 
 
 class ScoredLlamaAttention(ScoredAttention):
-    """Scores decide which keys stay, in the phase "hard", and change nothing else."""
+    """An attention layer in the phase "hard": scores decide which keys stay, and change nothing else."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class ScoredLlamaAttention(ScoredAttention):
         prefix: str = "",
         **others,
     ):
-        """others: what vLLM's own layer reads from its arguments, and this one from `config`."""
+        """others: arguments of vLLM's own layer, which this layer reads from `config` instead."""
         parts = get_tensor_model_parallel_world_size()
         states = states_of(config, get_current_vllm_config().model_config.dtype, parts)
         state = states[extract_layer_index(prefix)]
@@ -49,8 +49,11 @@ class ScoredLlamaAttention(ScoredAttention):
 
 
 class ScoredLlamaForCausalLM(LlamaForCausalLM, HasSlots):
-    """The model of a checkpoint of `add_learned_scores` of a Llama or a Mistral:
-    `--hf-overrides '{"architectures": ["ScoredLlamaForCausalLM"]}'`. ScoredLlamaConfig refuses other families."""
+    """The model for checkpoints of a Llama or a Mistral with `add_learned_scores`.
+
+    Run vLLM with `--hf-overrides '{"architectures": ["ScoredLlamaForCausalLM"]}'`. ScoredLlamaConfig refuses other
+    families.
+    """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         layer = partial(LlamaDecoderLayer, attn_layer_type=ScoredLlamaAttention)

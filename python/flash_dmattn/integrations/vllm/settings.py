@@ -1,4 +1,4 @@
-"""The settings of vLLM under which models with slots run."""
+"""Checks and changes the settings of vLLM for models with slots."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from vllm.model_executor.models.config import MambaModelConfig, VerifyAndUpdateC
 from ..config_rules import CONFIG_NAME, LearnedScores
 from ..serving.states import states_of
 
-OPERATOR = "flash_dmattn_extend"  # of torch.ops.vllm, at which compiled graphs are split
-_LLAMAS = ("llama", "mistral")  # families whose layers are those of vLLM's Llama
+OPERATOR = "flash_dmattn_extend"  # in torch.ops.vllm; compiled graphs are split at it
+_LLAMAS = ("llama", "mistral")  # families whose layers equal vLLM's Llama layers
 
 
 class SlotModelConfig(MambaModelConfig):
-    """vLLM calls it before it makes a model of this package."""
+    """Checks the settings. vLLM calls it before it makes a model of this package."""
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Raises ValueError for settings under which results would not be exact or which no slots have."""
+        """Raises ValueError for settings that slots do not support, or under which results would not be exact."""
         model, cache, parallel = (
             vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
         )  # fmt: skip
@@ -61,10 +61,10 @@ class ScoredLlamaConfig(SlotModelConfig):
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Raises ValueError for other families and for scorers that vLLM cannot have, too."""
+        """Raises ValueError as the base class does, and for other families or scorers that vLLM cannot run."""
         config = vllm_config.model_config.hf_text_config
         if config.model_type not in _LLAMAS:
-            # Parameters of the same names may belong to layers with multipliers, other rotations or none.
+            # Another family may use the same parameter names in layers with multipliers, another rotation or none.
             raise ValueError(
                 f"config.model_type: got {config.model_type!r} for ScoredLlamaForCausalLM, expected one of {_LLAMAS}"
             )
@@ -85,7 +85,7 @@ class ScoredLlamaConfig(SlotModelConfig):
 
 
 class StockModelConfig(VerifyAndUpdateConfig):
-    """Refuses models of vLLM itself, which would run a Doge, or learned scores, as attention to all keys."""
+    """Refuses vLLM's own models for a Doge or learned scores, because they would attend to all keys."""
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:

@@ -1,7 +1,7 @@
-"""The attention of a layer in vLLM, whose sequences have states like those of state-space models: one block of memory each.
+"""The attention of a layer in vLLM. Each sequence has one block of memory as its state, as in state-space models.
 
-vLLM gives a sequence a block when it begins, takes it back when it ends, is cancelled or is preempted (it then begins again),
-and copies blocks where it caches prefixes. Block 0 belongs to no sequence.
+vLLM gives a sequence a block when the sequence begins, and takes it back when the sequence ends, is cancelled or is
+preempted (it then begins again). vLLM copies blocks when it caches prefixes. Block 0 belongs to no sequence.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from .settings import OPERATOR
 
 
 class SlotMetadata(ShortConvAttentionMetadata):
-    """batch: the sequences of a step; length: its tokens, of which there may be more, as padding."""
+    """batch: the sequences of a step. length: the number of its tokens; tensors may have more, as padding."""
 
     batch: RaggedBatch
     length: int
 
 
 class SlotMetadataBuilder(ShortConvAttentionMetadataBuilder):
-    """The sequences of a step. vLLM's runners know the class above by name."""
+    """Makes the metadata of a step. vLLM's runners know the class above by name."""
 
     metadata_cls = SlotMetadata
     needs_causal_conv1d_metadata = False
@@ -47,7 +47,7 @@ class SlotMetadataBuilder(ShortConvAttentionMetadataBuilder):
         context = vllm_config.compilation_config.static_forward_context
         self._layers: list[SlotAttention] = [context[name] for name in layer_names]
         most = vllm_config.scheduler_config.max_num_seqs
-        self._rows = torch.empty(most, dtype=torch.int32, device=device)  # which CUDA graphs read
+        self._rows = torch.empty(most, dtype=torch.int32, device=device)  # CUDA graphs read it
 
     def build(self, common_prefix_len, common_attn_metadata, *args, **kwargs) -> SlotMetadata:
         metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
@@ -61,8 +61,8 @@ class SlotMetadataBuilder(ShortConvAttentionMetadataBuilder):
         if max(lengths) > 1:
             metadata.batch, metadata.length = RaggedBatch(offsets, rows, begins), offsets[-1]
             return metadata
-        # Each token is one of a sequence, or padding. vLLM replays a CUDA graph of decoding, which knows of no beginning, for
-        # prompts of one token, too.
+        # Each token is a sequence's only one, or padding. vLLM also replays a CUDA graph of decoding, which does not
+        # handle beginnings, for prompts of one token.
         first = [number for number, begin in enumerate(begins) if begin and lengths[number]]
         if first:
             emptied = blocks[copy_to_device(blocks.device, torch.tensor(first))].long()
@@ -92,8 +92,8 @@ class SlotAttention(nn.Module, MambaBase):
     ):
         """
         Args:
-            state: of one sequence, with the key heads of this process.
-            prefix: the name of the layer, of which there is no other.
+            state: the state of one sequence, with the key heads of this process.
+            prefix: the name of the layer, which no other layer has.
             scores_are_bias: as in KVSlots.step.
         """
         super().__init__()
@@ -120,7 +120,7 @@ class SlotAttention(nn.Module, MambaBase):
 
     @kv_cache.setter
     def kv_cache(self, memory: tuple[Tensor, ...]) -> None:
-        """One tensor uint8 [blocks, bytes], dense rows any distance apart; or none."""
+        """Sets the memory: one tensor uint8 [blocks, bytes], whose rows are dense and any distance apart, or none."""
         self._memory = memory
         self.pool = self.state.pool(memory[0]) if len(memory) else None
 

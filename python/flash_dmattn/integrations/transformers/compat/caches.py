@@ -1,4 +1,4 @@
-"""The caches of models: the name of the argument, the cache of `generate`, and what `crop` takes."""
+"""The caches of models: the name of their argument, the cache of `generate`, and the argument of `crop`."""
 
 import inspect
 import types
@@ -20,12 +20,12 @@ CROPS_TO_A_LENGTH = "max_length" in inspect.signature(Cache.crop).parameters
 
 
 def find_cache(options: Mapping[str, object]) -> object | None:
-    """The cache among the arguments of a call, under either of its names."""
+    """Returns the cache among the arguments of a call, under either of its names."""
     return next((options[name] for name in CACHE_NAMES if options.get(name) is not None), None)
 
 
 def pop_cache(options: dict) -> object | None:
-    """`find_cache`, which is no longer among the arguments then."""
+    """Removes the cache from the arguments of a call, and returns it."""
     cache = find_cache(options)
     for name in CACHE_NAMES:
         options.pop(name, None)
@@ -35,8 +35,8 @@ def pop_cache(options: dict) -> object | None:
 def set_cache_of_generate(
     model: PreTrainedModel, make_cache: Callable[[PreTrainedModel], Cache | None]
 ) -> None:
-    """Lets `make_cache(model)` make the cache of this model's `generate` where neither a cache nor the name of one is given;
-    None: transformers makes it.
+    """Lets `make_cache(model)` make the cache of this model's `generate` unless the call passes a cache or the name of
+    one. If it returns None, transformers makes the cache.
 
     4.57 to 5.24: `generate` makes a cache before it calls the model, of a class in a list that others cannot extend. #41505
     left it to the model, and 5.24 makes it again. Remove when models, or a registry, make it.

@@ -1,4 +1,4 @@
-"""The manager, and the cache, of continuous batching."""
+"""The manager and the cache of continuous batching."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ HAS_SLOTS_IN_BATCHES = version.parse(transformers.__version__).release[:2] == (5
 def set_continuous_batching(
     model: PreTrainedModel, names: Container[str], make_manager: Callable | None
 ) -> None:
-    """Makes `make_manager(model, ...)` the manager of continuous batching of this model, under implementations of these
-    names; None: the model refuses it at its start.
+    """Lets `make_manager(model, ...)` make this model's manager of continuous batching under implementations of these
+    names. If make_manager is None, the model refuses continuous batching when it starts.
 
     4.57: it begins with any implementation, in a thread whose errors are only logged, and answers are cut off. Later
     versions raise for unknown implementations; up to 5.24 none takes a cache of another kind. #48305 (open) asks for states of
@@ -38,7 +38,7 @@ def set_continuous_batching(
     def init_continuous_batching(self, *args, **kwargs):
         name = str(self.config._attn_implementation)
         if name.removeprefix("paged|") not in names:
-            drop_slot_manager(self)  # which transformers would take for its own
+            drop_slot_manager(self)  # transformers would take it for its own manager
             return type(self).init_continuous_batching(self, *args, **kwargs)
         if make_manager is not None and name in names:
             return make_manager(self, *args, **kwargs)
@@ -53,7 +53,7 @@ def set_continuous_batching(
 
 
 def drop_slot_manager(model: PreTrainedModel) -> None:
-    """Ends the manager with slots that a model keeps: its slots have one rule, and its CUDA graphs the model's parameters."""
+    """Ends a manager with slots that a model keeps: its slots depend on the rule, its CUDA graphs on the parameters."""
     if getattr(getattr(model, KEPT_MANAGER, None), "has_slots", False):
         model.destroy_cached_continuous_batching_manager()
 
@@ -61,7 +61,7 @@ def drop_slot_manager(model: PreTrainedModel) -> None:
 def create_processor(
     manager: ContinuousBatchingManager, allocator: type[CacheAllocator]
 ) -> ContinuousBatchProcessor:
-    """`manager._create_batch_processor()` as transformers has it, with a cache whose allocator of full attention is this one.
+    """Calls transformers' `manager._create_batch_processor()` with a cache that uses this allocator for full attention.
 
     5.24: #47809 has an allocator for each type of attention, in a table that it does not let others extend. Remove when that table
     is a registry, or when a manager has an attribute for the class of its cache.

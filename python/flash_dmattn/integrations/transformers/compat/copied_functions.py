@@ -1,11 +1,13 @@
-"""Functions of transformers that refer to a class of ours."""
+"""Copies of transformers' functions that refer to a class of this package."""
 
 import types
 
 
 def with_globals(function: types.FunctionType, **values: object) -> types.FunctionType:
-    """A copy of a function that finds these values under global names of its module, which stays as it is: other threads use it
-    meanwhile. Raises AttributeError where the module has no such name."""
+    """Returns a copy of a function that finds these values under global names of its module.
+
+    The module stays unchanged, because other threads use it. Raises AttributeError if the module has no such name.
+    """
     missing = values.keys() - function.__globals__.keys()
     if missing:
         raise AttributeError(f"{function.__module__} has no {', '.join(sorted(missing))}")

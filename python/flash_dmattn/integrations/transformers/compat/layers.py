@@ -7,8 +7,9 @@ import torch
 
 
 def adopt_layer(layer: torch.nn.Module, layer_class: type[torch.nn.Module]) -> torch.nn.Module:
-    """A layer of another class with the parameters, modules, buffers and hooks of `layer`, which is not to be used any more.
+    """Makes a layer of another class that takes over the parameters, modules, buffers and hooks of `layer`.
 
+    Do not use `layer` afterwards.
     Every version: torch's modules have no such conversion. Remove when models get their attention layers from a registry.
     """
     adopted = layer_class.__new__(layer_class)
@@ -18,9 +19,11 @@ def adopt_layer(layer: torch.nn.Module, layer_class: type[torch.nn.Module]) -> t
 
 
 def _adopt_hooked_forward(layer: torch.nn.Module, replaced: torch.nn.Module) -> None:
-    """Accelerate's hooks (`device_map`) keep the `forward` of a layer beneath their own; `layer` has taken over the
-    attributes of `replaced`, and gets its own `forward` there. huggingface/accelerate#1971 does so for copies. Remove when
-    accelerate hooks modules without replacing `forward`."""
+    """Replaces the `forward` that accelerate's hooks (`device_map`) call by the `forward` of `layer`.
+
+    The hooks keep a layer's own `forward` under another name, and `layer` has taken over the attributes of `replaced`.
+    huggingface/accelerate#1971 does so for copies. Remove when accelerate hooks modules without replacing `forward`.
+    """
     if "_old_forward" not in vars(replaced):
         return
     layer._old_forward = types.MethodType(type(layer).forward, layer)

@@ -11,7 +11,7 @@ BIDIRECTIONAL = getattr(masking_utils, "bidirectional_mask_function", None)
 
 
 def documents_of(mask_function: Callable) -> torch.Tensor | None:
-    """The number of each token's document, int [B, S], where a mask function is causality within packed documents.
+    """Returns the number of each token's document, int [B, S], if a mask function is causality within packed documents.
 
     4.57 to 5.24: the functions are closures, in the order of #40753. No issue asks for more. Remove when mask functions carry
     their kind. Compiled code cannot look into a closure, and gets None.
@@ -32,7 +32,7 @@ def documents_of(mask_function: Callable) -> torch.Tensor | None:
 
 
 def _is_local_of(function: Callable, maker: str) -> bool:
-    """Whether a function of transformers' masking module made another one."""
+    """Whether the function `maker` of transformers' masking module made `function`."""
     is_of_module = getattr(function, "__module__", None) == masking_utils.__name__
     return is_of_module and function.__qualname__.startswith(f"{maker}.<locals>")
 

@@ -1,4 +1,4 @@
-"""Facts about models that only their code tells.
+"""Facts about models that can be read only from their code.
 
 4.57 to 5.24: transformers does not say which modules are attention layers, what they add to their scores, or by which positions a decoder
 makes its masks; `PreTrainedModel` itself reads sources to find out whether attention can be set. No issue is known to us. Remove
@@ -24,16 +24,16 @@ def calls_attention_interface(module: nn.Module) -> bool:
 def adds_a_bias(layer: nn.Module) -> bool:
     """Whether an attention layer passes the attention function a `position_bias`."""
     constants = _forward_code(layer).co_consts
-    # Among them the keywords of calls: several form a tuple, one before `**` is alone.
+    # The keywords of calls are among the constants: several keywords form a tuple, and a keyword before `**` is alone.
     groups = (c if isinstance(c, tuple) else (c,) for c in constants)
     return "position_bias" in itertools.chain.from_iterable(groups)
 
 
 def positions_of_texts(decoder: PreTrainedModel) -> tuple[int, ...] | None:
-    """How many dimensions `position_ids` can have where the mask of a decoder takes packed texts apart by them.
+    """Returns how many dimensions `position_ids` can have for a decoder whose mask separates packed texts by positions.
 
-    None: its mask never does, and is plain causality (OPT). Where positions have several axes (Qwen2-VL), transformers
-    makes the masks of those that are given, except where all axes are made from one.
+    Returns None if its mask never does this and is plain causality (OPT). If positions have several axes (Qwen2-VL),
+    transformers makes masks from the given positions, except if all axes are made from one.
     """
     source = textwrap.dedent(inspect.getsource(type(decoder).forward))
     position_arguments = []
@@ -55,5 +55,5 @@ def positions_of_texts(decoder: PreTrainedModel) -> tuple[int, ...] | None:
 
 
 def _forward_code(module: nn.Module) -> types.CodeType | None:
-    """The code of a module's `forward`, without decorators: the names that it refers to are facts, where a text has comments."""
+    """Returns the code object of a module's `forward`, without decorators. Unlike the text, it has no comments."""
     return getattr(inspect.unwrap(type(module).forward), "__code__", None)

@@ -1,4 +1,4 @@
-"""The server of transformers with another loader of models."""
+"""Runs the server of transformers with another class for loading models."""
 
 import builtins
 import functools
@@ -11,7 +11,7 @@ from .copied_functions import with_globals
 
 
 def serve_with(manager: type[ModelManager]) -> type[Serve]:
-    """`transformers serve` whose loader of models is of this class.
+    """Returns a `transformers serve` that loads models with the class `manager`.
 
     5.24: `Serve.__init__` imports the class by name, makes a loader, and runs the server until it ends. A copy of
     that function has an import of its own. No issue is known to us. Remove when the class is an attribute of `Serve`, or when its

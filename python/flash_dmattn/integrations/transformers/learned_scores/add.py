@@ -41,7 +41,7 @@ def add_learned_scores(
     scorer: str | Scorer = "hidden",
     dense_prefill: bool = False,
 ) -> nn.Module:
-    """Gives the attention layers of a pretrained decoder scores by which queries keep keys.
+    """Gives the attention layers of a pretrained decoder scores, by which queries keep keys.
 
         model = AutoModelForCausalLM.from_pretrained(...)
         add_learned_scores(model, keep_window_size=1024, recent_window=256, sink_tokens=4)
@@ -53,30 +53,32 @@ def add_learned_scores(
     same parameters and hooks, and the config becomes a copy: no other model changes. `remove_learned_scores` undoes it.
     Before training, scores are equal and the most recent keys win.
 
-    Phases, of which `model.set_score_phase` chooses one:
+    Phases (`model.set_score_phase` chooses one):
 
-    - "soft": attention to all keys, with the log gates of old keys as a bias, through which they learn. Neither recent keys
-      nor sinks have one. At first nothing differs from the base model.
-    - "hard": attention to the keys that the rule leaves. Scores choose and change nothing else; where they learn, their
-      gradient is that of a bias of old keys.
-    - "off": the base model and its attention implementation, bit for bit. `model.set_attn_implementation` can choose
-      another one in this phase alone.
+    - "soft": attention to all keys. The log gates of old keys are a bias, through which they learn. Recent keys and
+      sinks have no bias. Before training, results equal those of the base model.
+    - "hard": attention to the keys that the rule keeps. Scores choose keys and change nothing else. If they learn,
+      their gradient is the gradient of a bias of old keys.
+    - "off": the base model and its attention implementation, bit for bit. Only in this phase can
+      `model.set_attn_implementation` choose another implementation.
 
     Scorers:
 
-    - "hidden": log sigmoid(z), z a linear projection of the layer's input; "mlp": z from two layers; "value": z a projection
-      of the values. They begin with equal gates, near 1.
-    - "key_norm": minus the length of the key; "random". They do not learn.
-    - a function or module (hidden [B, S, features], key [B, S, Hkv, D], value [B, S, Hkv, D]) -> [B, S, Hkv], for the soft
-      phase log gates, 0 or less.
+    - "hidden": log sigmoid(z), where z is a linear projection of the layer's input. It begins with equal gates, near 1.
+    - "mlp": as "hidden", but z comes from two layers.
+    - "value": as "hidden", but z is a projection of the values.
+    - "key_norm": minus the length of the key. It does not learn.
+    - "random": does not learn.
+    - a function or module (hidden [B, S, features], key [B, S, Hkv, D], value [B, S, Hkv, D]) -> [B, S, Hkv]. For the
+      soft phase it has to return log gates, 0 or less.
 
     Args:
         model: a decoder of transformers, or anything that contains one (a PEFT model, a multimodal model).
         keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold: which keys a query sees, as in
             select_key_intervals. A cache then holds sink_tokens + keep_window_size + recent_window keys for each key head.
-        scorer: what gives a key its score, one of those above; a module is copied for every layer.
-        dense_prefill: the first tokens of a cache attend to all of themselves, and the rule begins with the tokens after
-            them: what eviction after the prompt does. By default the prompt follows the rule, in O(N w) time.
+        scorer: what gives a key its score, one of the scorers above. A module is copied for every layer.
+        dense_prefill: whether the first tokens of a cache attend to all of each other and the rule begins with the
+            tokens after them, as in eviction after the prompt. By default the prompt follows the rule, in O(N w) time.
 
     Returns:
         The same model.
@@ -130,14 +132,14 @@ def set_score_phase(model: nn.Module, phase: str) -> nn.Module:
     names = [layer.config._attn_implementation for layer in layers]  # before the first is stored
     for layer, name in zip(layers, names, strict=True):
         if layer.score_phase == "off" and name not in SCORED_NAMES:
-            layer.base_attention = name  # which may have been set since
+            layer.base_attention = name  # it may have been changed in the phase "off"
         layer.score_phase = phase
         store_name(layer.config, layer.base_attention if phase == "off" else SCORED_NAME)
     return model
 
 
 def remove_learned_scores(model: nn.Module) -> nn.Module:
-    """Undoes `add_learned_scores`: the layers, the config and the attention implementation of before.
+    """Undoes `add_learned_scores`: restores the layers, the config and the attention implementation.
 
     Raises:
         ValueError: the model has no scores.
@@ -158,7 +160,7 @@ def remove_learned_scores(model: nn.Module) -> nn.Module:
 
 
 def scored_layers(model: nn.Module) -> list[ScoredAttention]:
-    """The layers that have scores; ValueError where there is none."""
+    """Returns the layers that have scores. Raises ValueError if no layer has scores."""
     layers = [module for module in model.modules() if isinstance(module, ScoredAttention)]
     if not layers:
         raise ValueError(
@@ -177,7 +179,7 @@ def _is_sharded(layer: nn.Module) -> bool:
 
 
 def _layers_to_change(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    """(parent, name, layer) of the layers that can have scores."""
+    """Returns (parent, name, layer) of each layer that can have scores."""
     layers, reasons = [], {}
     for decoder in _pretrained_models(model):
         config = decoder.config
@@ -207,7 +209,7 @@ def _layers_to_change(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]
     if "are of an encoder-decoder" in reasons:
         layers = []
     if not layers:
-        # Layers of images say least.
+        # The reasons of image layers come last, because they say the least.
         ordered = sorted(reasons, key=lambda reason: reason.startswith("are no layers"))
         details = "; ".join(f"{reasons[reason]} layers {reason}" for reason in ordered)
         details = details or "none calls transformers' attention interface"

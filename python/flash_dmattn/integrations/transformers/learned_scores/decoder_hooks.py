@@ -1,5 +1,8 @@
-"""Hooks of decoders with scored layers. They pass the layers the batch of a step and, in compiled code, which cannot read a mask, the
-mask as causality or packed texts."""
+"""Hooks of decoders with scored layers.
+
+They pass the batch of a step to the layers. In compiled code, which cannot read a mask, they pass the mask as causality
+or packed texts.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from .scored_layers import ScoredAttention, is_attention
 def add_mask_hooks(model: nn.Module) -> None:
     """Lets the decoders in a model pass the masks that their layers need.
 
-    Only where all layers have scores, or the others have sliding windows: else transformers makes the masks.
+    All layers must have scores, or those without scores must have sliding windows: else transformers makes the masks.
     """
     for decoder in _decoders(model):
         attention = [module for module in decoder.modules() if is_attention(module)]
@@ -43,14 +46,16 @@ def remove_mask_hooks(model: nn.Module) -> None:
 
 class _MaskHook:
     def __init__(self, decoder: PreTrainedModel, names: tuple[str, ...]):
-        self.names = names  # of the decoder's arguments, in order
+        self.names = names  # the names of the decoder's arguments, in order
         self.positions = positions_of_texts(decoder)
 
     def __call__(
         self, decoder: PreTrainedModel, args: tuple, options: dict
     ) -> tuple[tuple, dict] | None:
-        """Adds to the decoder's arguments the pieces of its sequences, or the batch of a step of continuous batching; in code that may
-        not read values the mask of the arguments, where it is known."""
+        """Adds to the decoder's arguments the pieces of its sequences, or the batch of a step of continuous batching.
+
+        In code that may not read values, it also adds the mask if the arguments determine it.
+        """
         config, cache = decoder.config, find_cache(options)
         pieces = getattr(decoder, PIECES, None)
         if pieces is not None:
@@ -94,7 +99,7 @@ class _MaskHook:
 
 
 class _WindowMaskHook(_MaskHook):
-    """Masks by the type of a layer, for a decoder in which some layers have a sliding window and no scores."""
+    """Passes masks by layer type, for a decoder in which some layers have a sliding window and no scores."""
 
     def __call__(
         self, decoder: PreTrainedModel, args: tuple, options: dict
@@ -107,7 +112,7 @@ class _WindowMaskHook(_MaskHook):
         self, config: PretrainedConfig, arguments: dict, kind: str, mask: Tensor
     ) -> dict[str, Tensor]:
         intervals = mask
-        if kind == "causal":  # which `mask` says without intervals
+        if kind == "causal":  # `mask` says this without intervals
             tokens = arguments.get("inputs_embeds")
             tokens = arguments["input_ids"] if tokens is None else tokens[..., 0]
             intervals = intervals_of_documents(torch.zeros_like(tokens, dtype=torch.long))
@@ -131,14 +136,14 @@ def _takes_masks_of_windows(decoder: PreTrainedModel) -> bool:
 
 
 class _Reached(Exception):
-    """Raised where a call of a decoder reaches its first attention layer, to hand over the mask of that layer."""
+    """Raised when a call of a decoder reaches its first attention layer. It carries this layer's mask."""
 
     def __init__(self, mask: object):
         self.mask = mask
 
 
 def _passes_masks_by_type(decoder: PreTrainedModel) -> bool:
-    """Whether a decoder passes its layers the masks of a mapping from types of layers, by a call that ends at the first one."""
+    """Whether a decoder passes its layers masks by layer type. Calls the decoder up to its first layer to find out."""
 
     def end_call(layer: nn.Module, args: tuple, options: dict) -> None:
         raise _Reached(options.get("attention_mask"))
@@ -154,7 +159,7 @@ def _passes_masks_by_type(decoder: PreTrainedModel) -> bool:
     except _Reached as reached:
         return any(reached.mask is mask for mask in masks.values())
     except Exception:
-        # A decoder that takes a tensor, or whose weights are elsewhere, makes its own masks.
+        # A decoder that takes only a tensor, or whose weights are elsewhere, makes its own masks.
         return False
     finally:
         hook.remove()
@@ -162,7 +167,7 @@ def _passes_masks_by_type(decoder: PreTrainedModel) -> bool:
 
 
 def _decoders(model: nn.Module) -> list[PreTrainedModel]:
-    """The innermost models that hold layers with scores."""
+    """Returns the innermost models that hold layers with scores."""
     holders = [
         module
         for module in model.modules()

@@ -21,10 +21,12 @@ _PART = "scorer"  # the name of a layer's scorer in the names of its parameters
 
 
 def save_scores(model: nn.Module, folder: str | Path) -> None:
-    """Writes the scorers of a model, and nothing else of it. Of a sharded model every process calls it, and the first writes.
+    """Writes the scorers of a model, and nothing else of it.
 
-    folder: gets learned_scores.safetensors, the parameters, and learned_scores.json: the rule, the kind of the scorer, the
-        layers, and the name of the base model.
+    For a sharded model, every process has to call this function, and the first process writes.
+
+    folder: gets learned_scores.safetensors (the parameters) and learned_scores.json (the rule, the kind of scorer, the
+        layers, and the name of the base model).
 
     Raises ValueError for a model without scores.
     """
@@ -47,13 +49,13 @@ def save_scores(model: nn.Module, folder: str | Path) -> None:
 
 
 def load_scores(model: nn.Module, folder: str | Path, scorer: Scorer | None = None) -> nn.Module:
-    """Gives a model the scorers of `save_scores`, or those in a folder of `save_pretrained`.
+    """Gives a model the scorers that `save_scores` or `save_pretrained` has written.
 
-    model: one with the same layers; where it has no scores, they are added by the rule of the folder.
-    scorer: the function or module that was given to `add_learned_scores`, of which the folder has parameters alone.
+    model: a model with the same layers. If it has no scores, they are added by the rule in the folder.
+    scorer: the function or module that `add_learned_scores` got. The folder has only its parameters.
 
-    Returns the same model. Raises FileNotFoundError without such a file, and ValueError for another file, and for a model of
-    other layers or sizes, which stays as it is.
+    Returns the same model. Raises FileNotFoundError if the folder has no such file, and ValueError if the file is
+    another one or the model has other layers or sizes. The model then stays unchanged.
     """
     folder = _checked_folder(folder)
     stored, tensors = _read_scores(folder)
@@ -88,7 +90,7 @@ def _checked_folder(folder: object) -> Path:
 def _states_of_layers(
     layers: list[ScoredAttention], stored: tuple[int, ...], tensors: dict[str, Tensor], folder: Path
 ) -> list[tuple[nn.Module, dict[str, Tensor]]]:
-    """(scorer, state) of each layer. Raises ValueError where the layers or the shapes of their parameters are others."""
+    """Returns (scorer, state) of each layer. Raises ValueError if the layers or their parameters' shapes differ."""
     layer_indices = tuple(layer.layer_idx for layer in layers)
     if layer_indices != stored:
         raise ValueError(
@@ -117,7 +119,7 @@ def _states_of_layers(
 
 
 def _scorer_in_use(layer: ScoredAttention) -> nn.Module:
-    """The scorer of a layer; of one that PEFT has wrapped, for `modules_to_save`, the one that the active adapter trains."""
+    """Returns a layer's scorer. If PEFT has wrapped it for `modules_to_save`, it is the active adapter's scorer."""
     copies = getattr(layer.scorer, "modules_to_save", None)
     if copies is None:
         return layer.scorer
@@ -129,7 +131,7 @@ def _scorer_in_use(layer: ScoredAttention) -> nn.Module:
 
 
 def _whole_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor."""
+    """Returns the whole tensor if it is sharded."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -139,7 +141,7 @@ def _base_name(model: nn.Module) -> str:
 
 
 def _read_scores(folder: Path) -> tuple[dict, dict[str, Tensor]]:
-    """The settings and the scorers' parameters, by "layer.name"."""
+    """Returns the settings, and the scorers' parameters by "layer.name"."""
     config = folder / "config.json"
     if (folder / _RULE).exists():
         if not (folder / _TENSORS).exists():
@@ -186,7 +188,7 @@ def _checked_settings(stored: dict, path: Path) -> dict:
 
 
 def _settings_of_config(config: dict) -> dict | None:
-    """The settings in a config or in one of its parts."""
+    """Returns the settings in a config or in one of its parts, or None."""
     if CONFIG_NAME in config:
         return config[CONFIG_NAME]
     parts = (_settings_of_config(part) for part in config.values() if isinstance(part, dict))
@@ -194,5 +196,5 @@ def _settings_of_config(config: dict) -> dict | None:
 
 
 def _layer_number(name: str) -> int:
-    """The number in "model.layers.3.self_attn"."""
+    """Returns the layer's number in a name such as "model.layers.3.self_attn"."""
     return int(next(part for part in name.split(".") if part.isdigit()))

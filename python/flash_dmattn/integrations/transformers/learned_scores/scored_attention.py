@@ -110,7 +110,7 @@ def _attend(
 
 
 class _States(NamedTuple):
-    """The arguments of attention: query, key and value [B, S, H, D], the scores [B, Hkv, S] of keys, and the mask of a causal layer."""
+    """The arguments of causal attention: query, key and value [B, S, H, D], scores [B, Hkv, S], and the mask."""
 
     query: Tensor
     key: Tensor
@@ -139,7 +139,7 @@ class _States(NamedTuple):
 
 
 def _attend_to_all(call: ScoredCall, states: _States) -> Tensor:
-    """The soft phase: old keys, neither recent ones nor sinks, have their log gates as a bias."""
+    """The soft phase: the log gates of old keys are their bias. Recent keys and sinks have no bias."""
     layer = call.layer
     if call.query_position is not None:
         raise ValueError(
@@ -151,9 +151,9 @@ def _attend_to_all(call: ScoredCall, states: _States) -> Tensor:
 
 
 def _without_sinks(bias: Tensor, rule: SelectionRule, visible: Visibility) -> Tensor:
-    """A bias [B, Hkv, Sk] that is 0 for the first keys of each document, whose scores decide nothing.
+    """Sets a bias [B, Hkv, Sk] to 0 for the sinks of each document, because their scores decide nothing.
 
-    visible: what the mask of the layer shows. A document of a dense mask begins where a query sees itself alone.
+    visible: what the layer's mask shows. In a dense mask, a document begins where a query sees only itself.
     """
     if not rule.sink_tokens:
         return bias
@@ -172,17 +172,17 @@ def _without_sinks(bias: Tensor, rule: SelectionRule, visible: Visibility) -> Te
 
 
 def _shown_before_documents(mask: Tensor, shown: Tensor) -> Tensor:
-    """How many keys some query sees before the document of each, [..., S], by a mask [..., S, S]."""
+    """Returns, for each key, how many shown keys come before its document, [..., S]. mask: [..., S, S]."""
     places = torch.arange(mask.shape[-1], device=mask.device)
     begins = torch.where(mask.int().argmax(-1) == places, places, 0).cummax(-1).values
     return F.pad(shown.cumsum(-1), (1, 0)).gather(-1, begins)
 
 
 def _attend_to_chosen(call: ScoredCall, states: _States) -> Tensor:
-    """The hard phase: the keys that the rule leaves, as the base model attends to them.
+    """The hard phase: attention of the base model, to the keys that the rule keeps.
 
-    Scores decide which these are and change nothing else, so that a cache holds keys and no gates. The choice has no
-    derivative; scores learn by that of a bias of old keys, sinks left out, whose value is 0.
+    Scores choose these keys and change nothing else, so a cache holds keys and no gates. The choice has no derivative.
+    Scores learn through the gradient of a bias of value 0 on old keys, without sinks.
     """
     rule = call.layer.score_rule
     bias, delay = _bias_to_learn(states.scores, rule)
@@ -205,15 +205,18 @@ def _attend_to_chosen(call: ScoredCall, states: _States) -> Tensor:
 
 
 def _bias_to_learn(scores: Tensor, rule: SelectionRule) -> tuple[Tensor | None, int]:
-    """The bias of value 0 through which scores learn, that of sinks still in it, and its delay; None where nothing learns."""
+    """Returns the bias of value 0 through which scores learn, and its delay. The bias is None if nothing learns.
+
+    It still includes sinks.
+    """
     if not (torch.is_grad_enabled() and scores.requires_grad):
         return None, 0
-    # A score of -inf, which never is among the best, has no gradient.
+    # A key with a score of -inf is never among the best, so it gets no gradient.
     return (scores - scores.detach()).nan_to_num(), rule.recent_window
 
 
 def _attend_to_pieces(call: ScoredCall, states: _States) -> Tensor:
-    """The hard phase over sequences of which this rank has a piece."""
+    """The hard phase under context parallelism: this rank has a piece of each sequence."""
     layer, slots = call.layer, call.slots
     try:
         _check_layer_of_pieces(layer, slots)
@@ -252,10 +255,10 @@ def _check_layer_of_pieces(layer: nn.Module, slots: DynamicMaskLayer | None) -> 
 def _is_padding(mask: Tensor | KeyIntervals, call: ScoredCall, queries: int, keys: int) -> bool:
     """Whether a mask consists of causality and padding alone.
 
-    With earlier keys in the cache, masks of intervals do. For a static cache the answer is always yes: `_present_keys` refuses
-    its other masks.
+    Masks of intervals do, if the cache holds earlier keys. For a static cache the answer is always yes: `_present_keys`
+    refuses its other masks.
     """
-    if call.query_position is not None:  # of a static cache
+    if call.query_position is not None:  # a static cache
         return True
     return isinstance(mask, KeyIntervals) and call.cache is not None and queries < keys
 
@@ -263,7 +266,10 @@ def _is_padding(mask: Tensor | KeyIntervals, call: ScoredCall, queries: int, key
 def _present_keys(
     mask: Tensor | KeyIntervals | None, query_position: Tensor | int | None
 ) -> Tensor | None:
-    """Which keys some query sees, bool [B, 1, Sk]; None: all. query_position: of the first query, in a static cache."""
+    """Returns whether any query sees each key, bool [B, 1, Sk], or None for all keys.
+
+    query_position: the position of the first query, in a static cache.
+    """
     if mask is None:
         return None
     if isinstance(mask, KeyIntervals):
@@ -291,7 +297,7 @@ def _attend_in_batch(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
-    """Attention of the tokens of a step, [1, T, H, D], each to its own sequence: [1, T, Hq, D]."""
+    """Computes attention of a step's tokens, [1, T, H, D], each to its own sequence. Returns [1, T, Hq, D]."""
     out, lse = attend_in_batch(
         call.cache,
         call.layer.layer_idx,
@@ -308,7 +314,7 @@ def _attend_in_batch(
 
 
 def _attend_with_cache(call: ScoredCall, states: _States) -> Tensor:
-    """Attention of new tokens to those that a DynamicMaskCache holds and to each other."""
+    """Computes attention of new tokens to the keys in a DynamicMaskCache and to each other."""
     slots, layer = call.slots, call.layer
     if layer.score_phase != "hard":
         raise ValueError(

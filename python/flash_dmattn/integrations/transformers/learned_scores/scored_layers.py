@@ -1,4 +1,4 @@
-"""Attention layers of transformers that give their keys scores, and which layers can."""
+"""Attention layers of transformers that give their keys scores, and the test for layers that can."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..compat import CACHE, CACHE_NAMES, adds_a_bias, adopt_layer, calls_attenti
 from ..names import BATCH, BATCHED_SCORES, PIECES, SCORED_CALL, SCORED_NAMES
 from ..scored_cache import update_with_scores
 
-# Arguments of layers whose keys are not of the layer's own input.
+# Arguments of layers whose keys do not come from the layer's own input.
 _OTHER_SOURCES = ("encoder_hidden_states", "key_value_states", "cross_attention_states")
 _CACHE_NAMES = (*CACHE_NAMES, "layer_past")
 # Reasons by `config.model_type` (without "_text") for layers that do more than their arguments tell.
@@ -47,10 +47,14 @@ class ScoredCall:
         batch: RaggedBatch | None = None,
         pieces: Any = None,
     ):
-        """batch: the sequences of a step of continuous batching, whose cache has slots for each of them. pieces: attention over
-        sequences of which this rank has a piece (context_parallel.PieceForward); None: it has the whole."""
+        """
+        Args:
+            batch: the sequences of a continuous batching step. Its cache has slots for each sequence.
+            pieces: context_parallel.PieceForward, if this rank has a piece of each sequence; None: it has whole
+                sequences.
+        """
         self.layer, self.hidden, self.batch, self.pieces = layer, hidden, batch, pieces
-        self.cache = getattr(cache, "self_attention_cache", cache)  # of an EncoderDecoderCache
+        self.cache = getattr(cache, "self_attention_cache", cache)  # in an EncoderDecoderCache
         self.slots: DynamicMaskLayer | None = None
         self.scores: Tensor | None = None  # of all keys [B, Hkv, Sk]; of the new ones with slots
         self.query_position: Tensor | int | None = None  # None: the last query is the last key
@@ -60,7 +64,7 @@ class ScoredCall:
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
-        """Returns what a cache would: all keys and values so far. With slots it returns the new ones, which attention adds later."""
+        """Returns all keys and values so far, as a cache does; with slots only the new ones, which attention adds."""
         scores = self.make_scores(key, value)
         new = key.shape[2]
         if isinstance(self.cache, DynamicMaskCache):
@@ -95,11 +99,11 @@ class ScoredCall:
         return key, value
 
     def __getattr__(self, name: str):
-        """Passes on to the cache whatever else a layer reads of it."""
+        """Returns any other attribute from the cache."""
         return getattr(self.cache, name)
 
     def make_scores(self, key: Tensor, value: Tensor) -> Tensor:
-        """Scores [B, Hkv, S] of keys and values [B, Hkv, S, D]."""
+        """Returns the scores [B, Hkv, S] of keys and values [B, Hkv, S, D]."""
         return self.layer.scorer(self.hidden, *swap_heads_and_tokens(key, value))
 
     def scores_of(self, key: Tensor, value: Tensor) -> Tensor:
@@ -112,7 +116,7 @@ class ScoredCall:
 
 
 def _first_position(cache: Cache, index: int, update_arguments: tuple) -> Tensor | int | None:
-    """The position of the first new token in a cache with room for later keys; None: new tokens are its last ones."""
+    """Returns the position of the first new token in a static cache. None: new tokens are the cache's last keys."""
     layer = cache.layers[index] if index < len(cache.layers) else None
     if not getattr(layer, "is_compileable", False):
         return None
@@ -126,8 +130,8 @@ def _first_position(cache: Cache, index: int, update_arguments: tuple) -> Tensor
 class ScoredAttention(nn.Module):
     """The part that an attention layer of any family gets for its scores.
 
-    Under another attention implementation than those of `SCORED_NAMES`, and in the phase "off", it is its base class. Nothing is kept from
-    one call to the next: the scores go with the arguments to the attention function.
+    In the phase "off", and under an attention implementation that is not in `SCORED_NAMES`, the layer acts as its base
+    class. It keeps nothing from one call to the next: the scores reach the attention function as arguments.
     """
 
     batched_name = BATCHED_SCORES
@@ -162,7 +166,7 @@ class ScoredAttention(nn.Module):
 
 @functools.cache
 def scored_class(layer_class: type[nn.Module]) -> type[ScoredAttention]:
-    """The subclass of a family's attention layer that has scores."""
+    """Makes the subclass of a family's attention layer that has scores."""
     names = tuple(inspect.signature(layer_class.forward).parameters)[1:]
     attributes = {
         "argument_names": names,
@@ -179,7 +183,7 @@ def base_class(layer: ScoredAttention) -> type[nn.Module]:
 def with_scorer(
     layer: nn.Module, scorer: nn.Module, rule: SelectionRule, dense_prefill: bool
 ) -> ScoredAttention:
-    """The layer with scores, which takes over everything that it has."""
+    """Returns a layer with scores, which takes over everything that `layer` has."""
     scored = adopt_layer(layer, scored_class(type(layer)))
     scored.base_attention = layer.config._attn_implementation
     scored.score_rule, scored.score_phase, scored.dense_prefill = rule, "hard", dense_prefill
@@ -206,7 +210,7 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def reason_against_scores(layer: nn.Module) -> str | None:
-    """Why an attention layer gets no scores; None where it can have them."""
+    """Returns why an attention layer cannot have scores, or None if it can."""
     parameters = inspect.signature(type(layer).forward).parameters
     has_keywords = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
     config = getattr(layer, "config", None)
@@ -240,7 +244,7 @@ def _window_of_its_own(layer: nn.Module) -> bool:
 
 
 def sizes_of(layer: nn.Module) -> tuple[int, int, int]:
-    """Features of the layer's input, its key heads, and features of the values of all heads."""
+    """Returns the number of features of the layer's input, of its key heads, and of features of all heads' values."""
     config = layer.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(layer, "v_head_dim", None) or getattr(layer, "head_dim", None)
