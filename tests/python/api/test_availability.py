@@ -50,7 +50,7 @@ def test_torch_without_flex_attention_is_reported(monkeypatch):
     assert not backend.available and "has no FlexAttention" in backend.reason
 
 
-def test_everything_works_beside_a_broken_triton(tmp_path):
+def test_broken_triton_affects_no_other_backend(tmp_path):
     """In a process of its own: info, the list, the constants and the functions agree."""
     (tmp_path / "triton.py").write_text("raise OSError('no such driver')")
     program = (

@@ -109,7 +109,7 @@ def test_additive_mask_and_bias_of_other_dtypes_mask_by_their_own(dtype, bias_dt
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-3 if dtype == torch.float32 else 4e-3)
 
 
-def test_mask_of_scores_leaves_out_what_masks():
+def test_masking_scores_are_left_out_of_created_mask():
     for dtype, masks_at in ((torch.float16, -1e4), (torch.bfloat16, -1e30), (torch.float32, -1e30)):
         scores = torch.tensor([[[masks_at, 0.99 * masks_at, -torch.inf, 0.0]]], dtype=dtype)
         kept = create_mask(scores, None, 1, 1, 4, 4, None)

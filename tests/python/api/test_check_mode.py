@@ -76,7 +76,7 @@ def test_nonfinite_value_is_named(form, backend, nonfinite, check_mode):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_bias_that_masks_is_no_error(form, check_mode):
+def test_masking_bias_raises_nothing(form, check_mode):
     masks = [torch.zeros(FORMS[form][0], dtype=torch.bool) for _ in range(2)]
     masks[0][..., 3], masks[1][0] = True, True  # a key, and all keys of a row, whose lse is -inf
     for mask in masks:
@@ -104,7 +104,7 @@ def test_overflowing_gradient_is_named(bias_shape, check_mode):
         torch.autograd.grad(out, (q, k, v, bias), dout)
 
 
-def test_gradient_of_other_uses_is_no_gradient_of_the_call(check_mode):
+def test_infinite_gradient_from_outside_the_call_raises_nothing(check_mode):
     q = torch.ones(1, 3, 1, 8, requires_grad=True)
     out = flash_dmattn_func(q, q, q)
     (gradient,) = torch.autograd.grad(out.sum() + (q * INF).sum(), q)
@@ -112,7 +112,7 @@ def test_gradient_of_other_uses_is_no_gradient_of_the_call(check_mode):
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
-def test_delayed_bias_names_what_two_merged_calls_see_as_0(backend, check_mode):
+def test_delayed_bias_with_nan_dout_names_the_element(backend, check_mode):
     """Triton attends to recent and to older keys; the merge gives both of them 0 for an element of dout that is not finite."""
     named = tensors("delayed", "dout", (0, 1, 2, 3), NAN)
     with raises("backward input dout[0, 1, 2, 3] is nan"):
@@ -127,7 +127,7 @@ def test_vmap_is_checked(check_mode):
         torch.vmap(flash_dmattn_func)(*inputs)
 
 
-def test_tensors_without_values_are_no_error(check_mode):
+def test_tensors_without_values_raise_nothing(check_mode):
     q = torch.ones(1, 3, 1, 8, device="meta", requires_grad=True)
     flash_dmattn_func(q, q, q).sum().backward()
     assert q.grad.is_meta
@@ -234,7 +234,7 @@ def test_tokens_for_a_cache_of_all_keys_are_checked_before_it_changes(check_mode
 
 @pytest.mark.parametrize("rule", [{}, {"keep_window_size": 3}], ids=["all", "window"])
 @pytest.mark.parametrize("name", ["k_cache", "v_cache", "score_cache"])
-def test_nan_in_cache_memory_without_tokens_is_no_error(name, rule, check_mode):
+def test_nan_in_unused_cache_memory_raises_nothing(name, rule, check_mode):
     caches = {name: torch.ones(B, S, HKV, D) for name in ("k_cache", "v_cache")}
     caches["score_cache"] = torch.ones(B, HKV, S)
     options = {
@@ -251,7 +251,7 @@ def test_nan_in_cache_memory_without_tokens_is_no_error(name, rule, check_mode):
         flash_dmattn_with_kvcache(query, **caches, **options)
 
 
-def test_nan_score_of_an_evicted_key_is_no_error(check_mode):
+def test_nan_score_of_evicted_key_raises_nothing(check_mode):
     """A recent key may have no score. Where no token takes its slot, the slot keeps the NaN."""
     cache = KVSlots(1, 1, 1, D, recent_window=1, chunk=2)
     token = torch.ones(3, 1, 1, 1, D)
@@ -264,7 +264,7 @@ def test_nan_score_of_an_evicted_key_is_no_error(check_mode):
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 @pytest.mark.parametrize("enter", ["step", "ragged step", "ragged batch"])
-def test_nan_in_tokens_of_no_row_is_no_error(enter, name, check_mode):
+def test_nan_in_token_without_row_raises_nothing(enter, name, check_mode):
     rows = torch.tensor([1, -1, 0], dtype=torch.int32)
     token = {n: torch.ones(3, h, D) for n, h in (("query", HQ), ("key", HKV), ("value", HKV))}
     scores = torch.ones(HKV, 3)
@@ -287,7 +287,7 @@ def test_nan_in_tokens_of_no_row_is_no_error(enter, name, check_mode):
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
-def test_nan_in_padding_of_a_ragged_batch_is_no_error(name, check_mode):
+def test_nan_in_padding_of_ragged_batch_raises_nothing(name, check_mode):
     token = {n: torch.ones(9, h, D) for n, h in (("query", HQ), ("key", HKV), ("value", HKV))}
     batch = RaggedBatch(
         [1, 4, 5, 8], torch.tensor([2, 0, 1], dtype=torch.int32), [True, False, False]
@@ -326,7 +326,7 @@ def set_environment(monkeypatch):
     finite._setting.cache_clear()
 
 
-def test_value_one_of_the_environment_alone_switches_the_check_on(set_environment):
+def test_check_runs_only_if_environment_variable_is_1(set_environment):
     inputs = torch.full((3, 1, 1, 1, 8), NAN)
     for value in (None, "", "0"):
         set_environment(value)

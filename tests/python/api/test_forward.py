@@ -128,7 +128,7 @@ def test_zero_heads_give_empty_result():
     assert k.grad.shape == k.shape and (bias.grad == 0).all()
 
 
-def test_scale_and_softmax_scale_are_one_thing():
+def test_scale_and_softmax_scale_give_same_result():
     q, k, v = qkv()
     expected = attention(Problem(q, k, v, scale=0.3)).out.float()
     for arguments in ({"scale": 0.3}, {"softmax_scale": 0.3}):
@@ -136,7 +136,7 @@ def test_scale_and_softmax_scale_are_one_thing():
 
 
 @pytest.mark.parametrize("name", ["flash_dmattn_func", "flash_dmattn_varlen_func"])
-def test_return_attn_probs_has_none_as_third_result(name):
+def test_return_attn_probs_gives_none_as_third_result(name):
     inputs = [t[:1] for t in qkv()]
     if name == "flash_dmattn_varlen_func":
         inputs = [t[0] for t in inputs]

@@ -70,7 +70,7 @@ def expected_positions(inputs, shown):
 @backends
 @pytest.mark.parametrize("kind", ["causal", "window", "mask"])
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias", "dout"])
-def test_propagate_shows_what_visible_elements_touch_and_nothing_else(name, kind, backend):
+def test_propagate_reaches_only_results_of_visible_elements(name, kind, backend):
     wrong_values = [(torch.float32, value) for value in VALUES]
     if backend == "triton":  # interpreted, it is slow, and multiplies bf16 wrongly
         if name != "bias":  # of which -inf masks; elsewhere it does what inf does
@@ -106,7 +106,7 @@ def test_propagate_shows_what_visible_elements_touch_and_nothing_else(name, kind
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout", "dlse"])
 @pytest.mark.parametrize("length", [5, 100])
-def test_nan_of_all_ones_propagates_like_any_other(length, name):
+def test_nan_with_all_bits_set_propagates(length, name):
     """A vector comparison makes such a NaN, and integer arithmetic that rounds it may carry into the sign."""
     all_ones = torch.tensor(-1, dtype=torch.int32).view(torch.float32)
     positions = []
@@ -178,7 +178,7 @@ def test_visible_element_of_zero_probability_propagates(gap, dtype, backend):
         assert dk[:, 2].all() and dv[:, 2].all() and not dk[:, :2].any()
 
 
-def test_intervals_hide_what_nobody_sees():
+def test_nonfinite_key_outside_all_intervals_changes_nothing():
     q, k, v = (torch.randn(1, 4, 1, 8) for _ in range(3))
     k[:, 2], v[:, 2] = torch.nan, torch.inf
     nobody = KeyIntervals(torch.tensor([[[[0, 4], [0, 4], [0, 0], [0, 4]]]], dtype=torch.int32), 4)

@@ -47,7 +47,7 @@ for program in sys.argv[1:]:
 """
 
 
-def test_rules_register_in_either_order_and_refused_ones_warn():
+def test_rules_register_in_any_import_order_and_refused_rules_warn():
     """The package alone imports neither module, and leaves the import system as it is."""
     registered = f"import {MODULES}, flash_dmattn\n{USES}", f"{IMPORT_ALONE}\n{USES}"
     orders = f"{COUNTER}, flash_dmattn", f"flash_dmattn, {COUNTER}"

@@ -46,7 +46,7 @@ def test_select_and_attend_equals_a_choice_made_before(bias_shape, is_causal, wa
         assert torch.equal(actual, value)
 
 
-def test_16_bits_choose_by_a_float32_bias():
+def test_16_bit_call_selects_by_float32_bias():
     inputs = tensors((B, HKV, SK), torch.bfloat16)
     chosen = select_key_intervals(inputs[3], W, query_length=SQ)
     expected = attend_and_differentiate(inputs, (1, 1, 1, 1), key_intervals=chosen)
@@ -112,7 +112,7 @@ def test_other_selections_use_the_forward_operator():
         assert "forward" in ours(called) and "select_and_attend" not in ours(called)
 
 
-def test_errors_name_the_bias():
+def test_bad_bias_raises_naming_it():
     q, k, v, bias = (t.detach() for t in tensors((B, HKV, SK)))
     options = (W, True, 0, 0.25, 0.0, True, False, "")
     attend = torch.ops.flash_dmattn.select_and_attend

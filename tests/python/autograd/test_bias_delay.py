@@ -108,7 +108,7 @@ def test_delayed_bias_is_one_kernel_in_each_direction(choice):
     assert [name.split()[1] for name in kernels] == ["forward", "backward"]
 
 
-def test_varlen_is_one_kernel_where_queries_and_keys_have_the_same_lengths():
+def test_varlen_with_equal_lengths_is_one_kernel():
     q, k, v, bias = (t.detach()[0] for t in inputs())
     offsets = torch.tensor([0, 9, 9, 41], dtype=torch.int32)
     results = []

@@ -47,7 +47,7 @@ def per_query(q, k, v, b):
 @pytest.mark.parametrize(
     "of", [AllowedElements, TopKeysByBias, ScoredRule, KeyRanks, Numerics, Visibility]
 )
-def test_named_tuples_have_fields_and_methods_alone(of):
+def test_named_tuples_have_only_fields_and_methods(of):
     """torch 2.10 traces nothing else of them: no property, no attribute of the class."""
     public = {name: member for name, member in vars(of).items() if not name.startswith("_")}
     others = [name for name, member in public.items() if not callable(member)]

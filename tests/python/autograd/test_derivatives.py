@@ -69,7 +69,7 @@ def test_selection_has_no_gradient():
     assert scores.grad is None and bias.grad is not None
 
 
-def test_second_derivatives_say_that_there_are_none():
+def test_second_derivative_raises():
     leaves = inputs()
     grads = torch.autograd.grad(attend(*leaves).square().sum(), leaves, create_graph=True)
     with pytest.raises(RuntimeError, match="create_graph: got True, expected False"):
@@ -77,7 +77,7 @@ def test_second_derivatives_say_that_there_are_none():
 
 
 @pytest.mark.parametrize("index, name", list(enumerate(["query", "key", "value", "attn_bias"])))
-def test_forward_mode_says_that_there_is_none(index, name):
+def test_forward_mode_raises_naming_the_tensor(index, name):
     leaves = [t.detach() for t in inputs()]
 
     def of_one(tensor):

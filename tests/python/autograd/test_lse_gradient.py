@@ -318,7 +318,7 @@ def test_nan_sink_saturates_like_a_nan_score_or_propagates(backend):
     assert gradients[-1][0].isnan() and gradients[-1][1].isfinite()
 
 
-def test_nan_sink_of_a_row_without_keys_takes_its_weight():
+def test_nan_sink_of_a_row_without_keys_takes_all_weight():
     out, lse = add_sink(
         torch.zeros(1, 1, 1, 4), torch.full((1, 1, 1), -torch.inf), torch.tensor([torch.nan])
     )
@@ -327,7 +327,7 @@ def test_nan_sink_of_a_row_without_keys_takes_its_weight():
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("name", ["outs", "lses"])
-def test_nonfinite_parts_give_lses_finite_gradients_where_they_saturate(name, value):
+def test_nonfinite_parts_under_saturation_give_lses_finite_gradients(name, value):
     parts = {
         "outs": [torch.ones(1, 2, 1, 4) for _ in range(2)],
         "lses": [torch.zeros(1, 1, 2) for _ in range(2)],

@@ -20,7 +20,7 @@ def one_thread():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
-def test_gates_recall_and_a_window_of_twice_the_size_does_not():
+def test_gates_recall_and_window_of_twice_the_size_fails():
     options = recall.parse([*SIZES, "--device", "cpu"])
     assert recall.at_the_end(recall.train("gate", options)) >= 0.95
     assert recall.at_the_end(recall.train("window", options)) <= 0.1  # by chance 1 of 32

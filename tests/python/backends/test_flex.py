@@ -81,7 +81,7 @@ def test_bias_masks_by_the_rule_of_its_dtype(request, dtype, bias_dtype, form):
     "bias_dtype, value, masks",
     [(torch.float32, -2e4, False), (torch.float16, -9.9e3, False), (torch.float16, -1e4, True)],
 )
-def test_row_of_low_biases_is_hidden_by_the_rule_of_their_dtype(bias_dtype, value, masks):
+def test_row_of_low_biases_is_hidden_by_their_dtype(bias_dtype, value, masks):
     q, v = torch.zeros(1, 3, 2, 16, dtype=torch.float16), torch.randn(1, 5, 2, 16).half()
     bias = torch.full((1, 2, 5), value, dtype=bias_dtype)
     out = flex_dmattn_func(q, v, v, attn_bias=bias)

@@ -183,7 +183,7 @@ def test_check_mode_names_the_first_nonfinite_value(check_mode):
         attend(tensors)
 
 
-def test_check_mode_names_what_is_made_here(check_mode):
+def test_check_mode_names_overflow_in_the_backward(check_mode):
     tensors = leaves(torch.float16)
     dout = torch.full_like(tensors[0], 6e4).detach()
     with pytest.raises(RuntimeError, match=r"backward output d\w+\[0, .*\] is -?(inf|nan)"):

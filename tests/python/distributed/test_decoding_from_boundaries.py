@@ -86,7 +86,7 @@ def test_decoding_after_pieces_equals_one_process(count):
     max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 @given(case=random_cases(biases=("scores", "none")))
-def test_random_pieces_go_on_as_one_process(case):
+def test_decoding_after_random_pieces_equals_one_process(case):
     assume(case.selection().place_count() > 0)  # a cache has a place
     ranks = len(case.lengths) - 1
     run_in_threads(ranks, lambda wire: compare_decoding(case, wire, wire.rank, ranks, 5))
@@ -122,7 +122,7 @@ def later_positions(by):
 
 
 @pytest.mark.parametrize("rule", [{}, {"recent_competes": False}, {"sink_tokens": 2}], ids=str)
-def test_keys_at_later_positions_leave_as_before(rule):
+def test_keys_leave_the_same_after_shifted_positions(rule):
     caches = [filled_cache(**rule), filled_cache(**rule)]
     positions = later_positions(30)
     positions[..., :-RECENT] -= 20  # older keys are further away
@@ -146,7 +146,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_positions_at_which_keys_would_not_leave_raise(name):
+def test_impossible_positions_raise_and_change_nothing(name):
     cache = filled_cache()
     before = cache.positions.clone()
     positions = later_positions(30)

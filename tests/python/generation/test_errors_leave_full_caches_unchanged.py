@@ -83,7 +83,7 @@ def test_bad_full_cache_argument_leaves_cache_unchanged(message, spoiled):
     assert all(map(torch.equal, before, caches))
 
 
-def test_tokens_that_alias_the_cache_are_written_unchanged():
+def test_tokens_aliasing_the_cache_are_written_correctly():
     """Written from where they are to where they belong, although the places overlap."""
     arguments = all_keys(
         k_cache=torch.randn(B, PLACES, HKV, D), cache_seqlens=torch.tensor([1, 1]).int()
@@ -94,7 +94,7 @@ def test_tokens_that_alias_the_cache_are_written_unchanged():
     assert torch.equal(arguments["k_cache"][:, 1:3], expected)
 
 
-def test_double_precision_takes_scores_in_float32():
+def test_double_cache_accepts_float32_scores():
     arguments = all_keys()
     wide = {
         name: t.double() if name in ("query", "key", "value", "k_cache", "v_cache") else t

@@ -198,7 +198,7 @@ def test_nonfinite_tokens_follow_the_mode(value, name, mode):
 
 
 @EXAMPLES
-def test_rows_and_states_keep_what_the_rule_needs(window, rule):
+def test_copied_caches_continue_under_the_rule(window, rule):
     """Reordered, repeated, restored and saved caches continue like the one that they are copies of."""
     stream = Stream(30, window, kind="ties", padding="anywhere", rule=rule)
     cache = stream.slots(chunk=4)

@@ -28,7 +28,7 @@ def batched(model, prompts, use_cuda_graph):
     return [result.generated_tokens for result in done.values()]
 
 
-def test_graphs_change_no_token_and_padding_no_sequence():
+def test_graphs_and_padding_change_no_tokens():
     torch.manual_seed(0)
     model = enable_flash_dmattn(make_model(window=64).to("cuda", torch.bfloat16))
     prompts = [torch.randint(3, VOCABULARY, (length,)).tolist() for length in (40, 70, 100, 33)]

@@ -20,7 +20,7 @@ def results_of(function, states, weight):
 
 @pytest.mark.parametrize("is_autocast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_norm_equals_that_of_the_model_to_a_rounding(dtype, is_autocast):
+def test_norm_equals_model_norm_within_rounding(dtype, is_autocast):
     norm = DogeRMSNorm(128).cuda().to(torch.float32 if is_autocast else dtype)
     torch.nn.init.normal_(norm.weight)
     norms = partial(FlashDogeRMSNorm.from_norm(norm), is_fused=True), norm

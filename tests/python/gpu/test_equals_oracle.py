@@ -74,7 +74,7 @@ def test_selection_inside_the_call_matches_oracle(selection, seqlen, window):
 @pytest.mark.parametrize("selection", ["per_query", "global"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_selection_is_that_of_the_cpu(selection, is_causal, dtype):
+def test_selection_equals_cpu(selection, is_causal, dtype):
     for seqlen_k, seqlen_q, window in [(1, 1, 1), (77, 33, 5), (33, 77, 40), (3000, 3000, 129)]:
         scores = (torch.randint(-9, 9, (2, 3, seqlen_k)) / 4).to(dtype)
         scores[torch.rand(scores.shape) < 0.05] = torch.nan

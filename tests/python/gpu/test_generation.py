@@ -137,7 +137,7 @@ def prefilled(model, ids):
     return cache
 
 
-def test_nothing_waits_for_the_device():
+def test_calls_do_not_wait_for_the_device():
     model, ids = ours_in_bfloat16(make_large()), make_ids(B, S).cuda()
     cache = prefilled(model, ids)
     token, mask = ids[:, :1].clone(), torch.ones(B, S + 9, dtype=torch.long, device="cuda")

@@ -252,7 +252,7 @@ def test_hidden_keys_of_any_value_change_nothing(route, dtype, value, nonfinite,
 @either_order
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 @routes
-def test_rows_do_not_meet_the_keys_after_them(route, dtype, value, deterministic):
+def test_nonfinite_later_keys_leave_earlier_rows_unchanged(route, dtype, value, deterministic):
     setting = Setting(route, dtype)
     first = 150  # in the middle of a tile
     expected = setting.gradients(deterministic=deterministic)
@@ -266,7 +266,7 @@ def test_rows_do_not_meet_the_keys_after_them(route, dtype, value, deterministic
 
 
 @routes
-def test_rows_that_see_nothing_get_and_give_no_gradient(route):
+def test_rows_without_visible_keys_have_no_gradient(route):
     setting = Setting(route, torch.bfloat16)
     with torch.no_grad():
         setting.leaves[3][..., :20] = torch.finfo(torch.bfloat16).min  # queries 0 to 19 see nothing
@@ -282,7 +282,7 @@ def test_rows_that_see_nothing_get_and_give_no_gradient(route):
 @pytest.mark.parametrize("nonfinite", ["saturate", "propagate"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("scored", [False, True])
-def test_tiles_of_queries_that_see_nothing_show_no_hidden_value(dtype, nonfinite, head_dim, scored):
+def test_tiles_without_visible_keys_ignore_hidden_values(dtype, nonfinite, head_dim, scored):
     """More queries than keys: the first two hundred come before every key, and all keys are NaN."""
     q = torch.randn(1, 300, 4, head_dim, device="cuda").to(dtype)
     k, v = (torch.full((1, 100, 2, head_dim), torch.nan, device="cuda").to(dtype) for _ in range(2))

@@ -46,7 +46,7 @@ SHAPES = [  # scores' batch and heads, the mask's, lengths
 
 @pytest.mark.parametrize("fill", SCORES)
 @pytest.mark.parametrize(("scores_sizes", "mask_sizes", "lengths"), SHAPES)
-def test_ranks_and_limits_are_the_choice(scores_sizes, mask_sizes, lengths, fill):
+def test_ranks_and_limits_equal_the_selection(scores_sizes, mask_sizes, lengths, fill):
     length_q, length_k = lengths
     heads = max(scores_sizes[1], mask_sizes[1])
     mask = random_mask(*mask_sizes, *lengths)
@@ -128,7 +128,7 @@ def assert_same_choice(with_ranks, with_mask, units=None):
             torch.testing.assert_close(got / unit, wanted / unit, rtol=2e-2, atol=2e-2)
 
 
-def test_single_family_process_passes_bit_tests():
+def test_bit_tests_pass_with_one_kernel_family():
     """The tests that compare bits, in a process whose kernels are all of one family."""
     if len(set(families(kernel_names("cuda")))) == 1:
         return  # this process

@@ -23,7 +23,7 @@ ops = torch.ops.flash_dmattn
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_nothing_waits_for_the_device(name):
+def test_calls_do_not_wait_for_the_device(name):
     inputs = leaves()
     gradients(FUNCTIONS[name], inputs)  # kernels are loaded at their first use
     out = torch.ones((), device="cuda")
@@ -155,7 +155,7 @@ def test_unknown_bound_is_measured_and_refused_in_a_graph():
         flash_dmattn_func(q, k, v, attn_bias=bias, key_intervals=unknown)
 
 
-def test_consecutive_keys_need_neither_bound_nor_list():
+def test_consecutive_keys_without_bound_equal_listed_keys():
     inputs = leaves(seqlen=700, heads=(4, 2))
     window = sliding_window(700, 200, device="cuda")
     listed = KeyIntervals(window.intervals, 700, window.bound)

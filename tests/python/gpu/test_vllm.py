@@ -74,7 +74,7 @@ def ask(llm, prompts):
 
 
 @pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "graphs"])
-def test_tokens_are_those_of_eager_attention_to_rounding(doge, monkeypatch, enforce_eager):
+def test_tokens_equal_eager_attention_within_rounding(doge, monkeypatch, enforce_eager):
     folder, exact, prompts, most = doge
     steps = []
     extend = slots.extend_ragged

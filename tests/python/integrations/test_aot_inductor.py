@@ -70,7 +70,7 @@ def compile_program(folder):
     return program
 
 
-def test_logits_are_those_of_python(tmp_path):
+def test_logits_equal_python(tmp_path):
     model = enable_flash_dmattn(make_base("Doge", num_hidden_layers=1))
 
     class Logits(torch.nn.Module):

@@ -101,7 +101,7 @@ def test_4d_scores_equal_dense_mask(mask_shape, heads):
 
 @pytest.mark.parametrize("keep", [None, S])
 @pytest.mark.parametrize("mask", [None, "padded", "additive"])
-def test_every_key_is_kept_when_the_window_is_not_smaller(mask, keep):
+def test_window_of_at_least_all_keys_keeps_every_key(mask, keep):
     states, bias = make_states(), torch.randn(B, HKV, S, requires_grad=True)
     allowed = padded_causal()
     attn_mask = {None: None, "padded": allowed, "additive": torch.where(allowed, 0.0, LOWEST)}[mask]
@@ -123,7 +123,7 @@ def test_additive_mask_with_other_values_acts_as_bias():
     )
 
 
-def test_key_intervals_are_a_mask():
+def test_key_intervals_equal_their_dense_mask():
     states, bias = make_states(), torch.randn(B, HKV, S, requires_grad=True)
     documents = packed_documents(torch.tensor([0, 20, S]))
     chosen = topk_mask(bias, documents.to_mask().expand(B, 1, S, S), KEEP, LOWEST)
@@ -132,7 +132,7 @@ def test_key_intervals_are_a_mask():
         assert_same((*states, bias), attend(*states, mask, bias, is_causal=False), expected)
 
 
-def test_window_size_is_another_name():
+def test_window_size_replaces_keep_window_size():
     states, bias = make_states(), torch.randn(B, HKV, S)
     out = attend(*states, None, bias)
     assert torch.equal(attend(*states, None, bias, keep_window_size=None, window_size=KEEP), out)
@@ -343,7 +343,7 @@ def test_selection_among_intervals_equals_dense_mask(data):
     assert torch.equal(chosen.to_mask() & number, expected)
 
 
-def test_masks_that_hide_old_keys_leave_a_choice_without_intervals():
+def test_masks_that_hide_old_keys_make_selection_without_intervals():
     scores = torch.randn(1, 1, S)
     for allowed in (prefix_lm(S, 0), prefix_lm(S, 5), packed_documents(torch.tensor([0, 14, S]))):
         assert select_among_intervals(scores, allowed, SelectionRule(4)) is not None

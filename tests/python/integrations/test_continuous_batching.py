@@ -84,7 +84,7 @@ def test_tokens_equal_generate_however_chunks_are_cut(model, alone, budget, stat
     assert_equals_generate(model, alone, prompts, states, max_batch_tokens=budget)
 
 
-def test_requests_may_come_late_and_be_cancelled(model, alone):
+def test_late_requests_beside_cancelled_ones_equal_generate(model, alone):
     torch.manual_seed(1)
     random.seed(1)
     prompts = [prompt_of(random.choice(LENGTHS)) for _ in range(12)]
@@ -117,7 +117,7 @@ def test_requests_may_come_late_and_be_cancelled(model, alone):
         manager.stop(block=True)
 
 
-def test_prompt_of_one_token_has_an_empty_state(model, alone):
+def test_prompt_of_one_token_begins_with_an_empty_state(model, alone):
     """Its first step is one in which every sequence brings a token, and the state held another text before."""
     torch.manual_seed(5)
     prompts = [prompt_of(length) for length in (40, 1, 30, 1, 1)]
@@ -161,7 +161,7 @@ def test_many_requests_leave_no_state(model):
         manager.stop(block=True)
 
 
-def test_model_afterwards_generates_as_before(model, alone):
+def test_model_generates_the_same_after_batching(model, alone):
     prompt = prompt_of(50)
     name = model.config._attn_implementation
     assert_equals_generate(model, alone, [prompt])
@@ -174,7 +174,7 @@ def test_model_afterwards_generates_as_before(model, alone):
         assert out[0, len(prompt) :].tolist() == alone(prompt)
 
 
-def test_cache_of_another_model_made_meanwhile_is_that_of_transformers(model, monkeypatch):
+def test_cache_of_another_model_stays_that_of_transformers(model, monkeypatch):
     """A Doge with its own attention has no slots, and transformers' own cache of all keys."""
     from transformers.generation.continuous_batching import cache as caches
 

@@ -187,7 +187,7 @@ def test_scores_to_the_end_of_float32_have_eagers_result(largest):
     assert_same_training(eager, ours, ids, ids)
 
 
-def test_fresh_model_learns_its_scores():
+def test_new_model_learns_its_scores():
     """A is 0 at first, which makes all scores equal: a sliding window, and A has a gradient."""
     torch.manual_seed(0)
     model = enable_flash_dmattn(DogeForCausalLM(copy.deepcopy(make_model().config)))

@@ -40,7 +40,7 @@ def in_precision(model, precision):
 
 # One seed is enough: the distances are a third of those that the test allows.
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_are_nearer_to_the_float32_models(dtype):
+def test_16_bit_gradients_are_nearer_to_float32_than_eager(dtype):
     assert_the_choice_is_that_of_float32(median_distances(dtype, seeds=1))
 
 
@@ -96,7 +96,7 @@ def test_scores_are_float32_in_generation(precision, cache, scores_of_calls):
 
 
 @torch.no_grad()
-def test_cached_keys_have_the_scores_they_had(scores_of_calls):
+def test_cached_keys_keep_their_scores(scores_of_calls):
     """Token by token as all at once, in the first layer, up to the rounding of a projection."""
     model, ids = make_doge(0, window=16)
     model = enable_flash_dmattn(model.bfloat16()).eval()
@@ -110,7 +110,7 @@ def test_cached_keys_have_the_scores_they_had(scores_of_calls):
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
-def test_option_gives_scores_of_eager(precision, scores_of_calls, monkeypatch):
+def test_rounding_option_gives_scores_of_eager(precision, scores_of_calls, monkeypatch):
     model, ids = make_doge(0)
     model, context = in_precision(model, precision)
     eager_scores = []

@@ -231,7 +231,7 @@ def test_hooks_of_norms_run():
     assert {"backward", "pre-backward", layer.q_norm, layer.k_norm} <= set(seen)
 
 
-def test_sines_that_change_are_read_again():
+def test_changed_sines_are_read_again():
     """In inference mode, too, and with a gradient; nothing of the first call is left."""
     layer, inputs = make_layer()
     cos, sin = inputs["position_embeddings"]
@@ -245,7 +245,7 @@ def test_sines_that_change_are_read_again():
     assert gradient.abs().max() > 0
 
 
-def test_eager_attention_is_left_alone():
+def test_eager_attention_stays_unchanged():
     model, ids = enable_flash_dmattn(make_model(), cache="dynamic_mask"), torch.arange(S)[None]
     expected = make_model(enabled=False)
     expected.load_state_dict(model.state_dict())

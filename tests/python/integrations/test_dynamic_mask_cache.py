@@ -269,7 +269,7 @@ def test_scores_are_float32_in_16_bits(precision, ours):
 
 
 @pytest.mark.parametrize("family", ["Doge", "Llama"])
-def test_attention_of_others_is_an_error(family):
+def test_model_without_our_attention_raises(family):
     model, cache = make_base(family), DynamicMaskCache(make_model().config)
     with pytest.raises(ValueError, match="scores: got none.*enable_flash_dmattn"):
         model.generate(torch.arange(5)[None], past_key_values=cache, max_new_tokens=3)
@@ -444,7 +444,7 @@ def test_mask_that_differs_from_earlier_ones_is_refused_and_leaves_the_cache(fam
 @pytest.mark.parametrize(
     "change", ["reorder_cache", "batch_select_indices", "batch_repeat_interleave"]
 )
-def test_hidden_tokens_are_those_of_the_rows_that_are_kept(change, ours):
+def test_hidden_tokens_follow_their_rows(change, ours):
     padding = left_padding(B, S + 1, 7)
     cache, ids = DynamicMaskCache(ours.config), make_ids(B, S + 1)
     ours(ids[:, :S], attention_mask=padding[:, :S], past_key_values=cache)

@@ -52,7 +52,7 @@ def test_each_generation_mode_gives_tokens_of_full_cache(way, pad):
     assert caches[1].layers[1].keys.shape[2] == WINDOW
 
 
-def test_other_window_gives_other_tokens():
+def test_different_window_gives_different_tokens():
     """The other tests would prove nothing without it."""
     oracle, ours = make_pair()
     for layer in oracle.model.layers:
@@ -65,7 +65,7 @@ def test_other_window_gives_other_tokens():
     ("length", "window"),
     [*((n, WINDOW) for n in (1, WINDOW - 1, WINDOW, WINDOW + 1)), (S, 1), (S, 300)],
 )
-def test_prompts_near_window_length_and_other_windows_give_same_tokens(length, window):
+def test_prompts_and_windows_of_any_length_give_same_tokens(length, window):
     oracle, ours = make_pair(window=window)
     assert_same_generation(
         oracle, ours, make_ids(B, length), DynamicMaskCache(ours.config), **FRESH

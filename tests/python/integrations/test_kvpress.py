@@ -62,7 +62,7 @@ def norms_by_definition(model, ids, visible_of):
         return model(ids, use_cache=False).logits
 
 
-def test_scored_prompt_is_cut_and_later_tokens_stay():
+def test_scored_prompt_is_pruned_and_later_tokens_stay():
     """Dense prompt; then the 9 shortest keys of the prompt and all later ones, but with w places those are the w - new."""
     keep, ids = 9, distinct_ids(PROMPT + NEW)
 
@@ -116,7 +116,7 @@ def test_sparse_prefill_is_an_option(dense_prefill):
     assert not any(hasattr(layer.self_attn, "rotary_emb") for layer in base.model.layers)
 
 
-def test_object_that_is_no_press_raises():
+def test_object_other_than_a_usable_press_raises():
     with pytest.raises(TypeError, match="^press: got dict, expected a ScorerPress"):
         add_press(make_base(), {}, 4)
     press = DMSPress(press=NormPress(), threshold=None, sliding_window_size=4, decoding=True)
@@ -187,7 +187,7 @@ def make_press(kvpress, name):
         ("Qwen3", "KnormPress"),
     ],
 )
-def test_kept_keys_and_next_logits_are_those_of_kvpress(family, name, kvpress, their_steps):
+def test_kept_keys_and_next_logits_equal_kvpress(family, name, kvpress, their_steps):
     press = make_press(kvpress, name)
     ids = distinct_ids(PROMPT + NEW)
     theirs = make_base(family)
@@ -248,7 +248,7 @@ def test_own_press_with_a_score_of_queries_is_refused(kvpress):
         add_press(make_base(), Own(), 4)
 
 
-def test_every_scorer_press_is_served_or_refused_by_name(kvpress):
+def test_every_scorer_press_is_served_or_refused(kvpress):
     """A new release fails here, until somebody has decided about its presses."""
     from flash_dmattn.integrations.kvpress import WITHOUT_QUERIES
 

@@ -70,7 +70,7 @@ def test_scorers_equal_definition(scorer):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_off_new_soft_and_wide_hard_scores_change_nothing(family):
+def test_scores_without_effect_keep_the_logits(family):
     """Where they are off or removed, to the bit."""
     model, ids = make_base(family), make_ids()
     expected, names = model(ids).logits, set(model.state_dict())
@@ -115,7 +115,7 @@ def test_custom_scorers_get_hidden_keys_and_values():
         assert_equals_definition(model, "left", phase)
 
 
-def test_scores_without_end_have_finite_gradients():
+def test_scores_of_minus_infinity_have_finite_gradients():
     """A scorer that closes some gates for good."""
 
     class Own(torch.nn.Module):

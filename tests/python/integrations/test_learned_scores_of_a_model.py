@@ -114,7 +114,7 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("name", SPOILED)
-def test_spoiled_settings_are_refused_by_their_path(name, tmp_path):
+def test_spoiled_settings_raise_naming_the_folder(name, tmp_path):
     text, words = SPOILED[name]
     save_scores(make_scored(), tmp_path)
     (tmp_path / "learned_scores.json").write_text(text)
@@ -122,7 +122,7 @@ def test_spoiled_settings_are_refused_by_their_path(name, tmp_path):
         load_scores(make_base(), tmp_path)
 
 
-def test_folder_of_another_type_raises():
+def test_folder_of_wrong_type_raises():
     for call in (lambda: load_scores(make_base(), 3), lambda: save_scores(make_scored(), 3)):
         with pytest.raises(TypeError, match="^folder: got int, expected a path"):
             call()
@@ -285,7 +285,7 @@ def qwen2_vl():
 @pytest.mark.parametrize(
     ("make", "name"), [(opt, "packed"), (opt, "no_mask"), (qwen2_vl, "packed")]
 )
-def test_compiled_decoder_whose_mask_ignores_positions_sees_one_text(make, name):
+def test_compiled_decoder_with_mask_without_positions_sees_one_text(make, name):
     """For transformers, too, texts of several positions 0 are one there."""
     torch._dynamo.reset()
     torch.manual_seed(1)
@@ -298,7 +298,7 @@ def test_compiled_decoder_whose_mask_ignores_positions_sees_one_text(make, name)
 
 
 @since_transformers_5
-def test_decoder_that_passes_masks_by_type_is_found_by_a_call():
+def test_decoder_that_passes_masks_by_type_is_detected():
     """However it is written."""
     from flash_dmattn.integrations.transformers.learned_scores.decoder_hooks import (
         _passes_masks_by_type,
@@ -318,7 +318,7 @@ def test_decoder_that_passes_masks_by_type_is_found_by_a_call():
 
 
 @since_transformers_5
-def test_removed_from_a_compiled_model_scores_leave_its_bits():
+def test_removing_scores_from_compiled_model_restores_its_bits():
     torch._dynamo.reset()
     model, ids = make_base(num_hidden_layers=1), make_ids()
     expected = model(ids, use_cache=False, **INPUTS["packed"]).logits
@@ -344,7 +344,7 @@ def test_compiled_prompt_fills_a_cache_like_an_uncompiled_one():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_documents_of_a_dense_mask_are_those_of_positions(compiled):
+def test_documents_of_a_dense_mask_equal_those_of_positions(compiled):
     """Compiled code cannot make intervals of such a mask."""
     torch._dynamo.reset()
     model, ids = make_scored(num_hidden_layers=1).set_score_phase("soft"), make_ids()

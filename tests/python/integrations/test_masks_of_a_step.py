@@ -65,7 +65,7 @@ def test_step_mask_needs_at_most_n_operators(cache, is_padded, most):
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("padding", [None, "none missing", "left", "too long", "too short"])
 @pytest.mark.parametrize("cache", CACHES)
-def test_mask_of_a_step_equals_that_of_transformers(cache, padding, tokens):
+def test_step_mask_equals_mask_of_transformers(cache, padding, tokens):
     if padding is not None:
         more = {"too long": 4, "too short": -1}.get(padding, 0)
         missing = 0 if padding == "none missing" else MISSING

@@ -102,7 +102,7 @@ def test_captured_model_step_reads_no_values(family, inputs, monkeypatch):
 @pytest.mark.transformers
 @pytest.mark.parametrize("name", INPUTS)
 @pytest.mark.parametrize("family", ["Doge", "Llama"])
-def test_layers_share_what_was_read(family, name):
+def test_layers_read_masks_and_positions_once(family, name):
     """For packed texts a Doge reads whether the choice of each layer is consecutive."""
     pytest.importorskip("transformers", minversion="5")
     from scored_models import make_base, make_ids

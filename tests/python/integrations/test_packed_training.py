@@ -37,7 +37,7 @@ def gradients(model, loss):
 
 @families
 @pytest.mark.parametrize("collator", ["positions", "trl"])
-def test_loss_and_gradients_are_those_of_the_documents_alone(family, collator):
+def test_loss_and_gradients_equal_separate_documents(family, collator):
     texts, model = documents(), make_base(family).train()
     batch = collated(texts)
     if collator == "trl":
@@ -110,7 +110,7 @@ FEEDS = {  # the longest text fills a row, and the two others share one; or all 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of TRL's own defaults
 @pytest.mark.parametrize("feed", FEEDS)
 @families
-def test_trl_trains_as_on_the_documents_alone(family, feed, tmp_path):
+def test_trl_training_equals_separate_documents(family, feed, tmp_path):
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
     tokenizers = pytest.importorskip("tokenizers")

@@ -78,7 +78,7 @@ def train_in_pieces(rank, folder, name, expected):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_trainer_has_the_losses_of_one_process(tmp_path, name):
+def test_trainer_losses_equal_one_process(tmp_path, name):
     try:  # the Trainer imports it where it is installed
         import datasets  # noqa: F401
     except ModuleNotFoundError:
@@ -137,5 +137,5 @@ def compare_with_fsdp(rank):
         assert (gradient - other.grad).abs().max() <= 3e-5 * other.grad.abs().max(), name
 
 
-def test_fsdp_over_batches_and_pieces_has_the_gradients_of_one_process():
+def test_fsdp_gradients_over_batches_and_pieces_equal_one_process():
     run_in_processes(4, compare_with_fsdp)

@@ -18,7 +18,7 @@ from flash_dmattn import (
 from flash_dmattn.check.oracle import causal_elements, select
 
 
-def test_repr_has_the_shape_and_not_the_numbers():
+def test_repr_shows_shape_without_values():
     assert repr(sliding_window(4096, 8)) == (
         "KeyIntervals(intervals=<torch.int32 (1, 1, 4096, 2) on cpu>, query_length=4096, bound=(8, 1), consecutive=True)"
     )
@@ -52,7 +52,7 @@ def selection_problems(draw):
 
 @settings(max_examples=400, deadline=None)
 @given(selection_problems(), st.sampled_from(["per_query", "global"]), st.booleans())
-def test_selection_is_its_definition(problem, selection, is_causal):
+def test_selection_matches_definition(problem, selection, is_causal):
     scores, mask, window, seqlen_q = problem
     seqlen_k = scores.shape[-1]
     intervals = select_key_intervals(
@@ -76,7 +76,7 @@ def test_equal_scores_make_a_sliding_window():
     assert torch.equal(chosen.to_mask(), sliding_window(50, 8).to_mask())
 
 
-def test_selection_of_a_prefix_does_not_depend_on_what_follows():
+def test_selection_of_a_prefix_ignores_later_keys():
     scores = torch.randn(1, 2, 300)
     whole = select_key_intervals(scores, 20).to_mask()
     part = select_key_intervals(scores[..., :200], 20).to_mask()
@@ -182,12 +182,12 @@ def test_intervals_keep_their_properties():
         (lambda: select_key_intervals(torch.randn(1, 1, 0), 5), True),
     ],
 )
-def test_measured_intervals_know_whether_they_are_consecutive(make, consecutive):
+def test_consecutive_intervals_are_detected(make, consecutive):
     known = make()
     assert KeyIntervals(known.intervals, known.query_length).measured().consecutive == consecutive
 
 
-def test_key_intervals_check_what_they_hold():
+def test_bad_key_intervals_raise():
     with pytest.raises(ValueError, match="int32"):
         KeyIntervals(torch.zeros(1, 1, 4, 2), 4)
     with pytest.raises(ValueError, match="shape"):
@@ -248,7 +248,7 @@ def assert_keeps_what_the_definition_keeps(
 @pytest.mark.parametrize("selection", ["per_query", "global"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_attention_keeps_what_the_definition_keeps(selection, mask, is_causal):
+def test_attention_keeps_the_keys_of_the_definition(selection, mask, is_causal):
     bias = torch.randint(6, (2, 2, N)).float()
     options = {"selection": selection, "is_causal": is_causal}
     assert_keeps_what_the_definition_keeps(MASKS[mask](), bias, **options)

@@ -355,7 +355,7 @@ def test_window_of_no_keys_needs_no_scores():
     assert (flash_dmattn_func(q, q, q, keep_window_size=0, is_causal=True) == 0).all()
 
 
-def test_sinks_are_keys_that_the_bias_shows():
+def test_masked_keys_are_no_sinks():
     q = torch.randn(1, 9, 2, 8)
     bias = torch.zeros(1, 2, 9)
     bias[..., :2] = -torch.inf

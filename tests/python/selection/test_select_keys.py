@@ -40,7 +40,7 @@ def test_selected_keys_equal_definition(window, dtype):
                 assert keys[b, h].tolist() == wanted + [-1] * missing
 
 
-def test_keys_are_those_that_the_last_query_sees():
+def test_selected_keys_are_those_the_last_query_sees():
     scores = torch.randn(2, 2, 300)
     keys, counts = select_keys(scores, 64)
     seen = select_key_intervals(scores, 64).to_mask()[:, :, -1]

@@ -92,7 +92,7 @@ def test_topk_indices_are_ascending_and_prefer_recent_keys():
     assert topk_indices(bias, 9).tolist() == [[[0, 1, 2, 3, 4, 5]]]
 
 
-def test_blocks_go_by_majority_and_never_show_a_masked_key():
+def test_blocks_follow_the_majority_and_hide_masked_keys():
     bias = torch.tensor([[[9.0, 8.0, 0.0, 0.0, 7.0, 0.0, 0.0, 6.0]]])
     kept = topk_mask(bias, None, 4, LOWEST, block_size=3)
     assert kept[0, 0].tolist() == [True] * 3 + [False] * 5

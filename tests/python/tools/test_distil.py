@@ -26,7 +26,7 @@ def quick_corpus(monkeypatch):
     monkeypatch.setattr(distil, "standard_library", small_corpus)
 
 
-def test_distillation_ends_with_scores_and_curves_and_goes_on(tmp_path, capsys):
+def test_distillation_writes_scores_and_curves_and_resumes(tmp_path, capsys):
     recipes = ["learned", "hard_from_the_first"]
     results = distil.main([*TINY, "--recipes", *recipes, "--output", str(tmp_path)])
     assert (tmp_path / "scores" / "learned_scores.safetensors").exists()

@@ -95,13 +95,13 @@ def run_the_program(rank, folder):
 
 
 @pytest.mark.parametrize("way", CLASSES)
-def test_scores_of_two_processes_are_those_of_one(way, tmp_path):
+def test_scores_of_two_processes_equal_one_process(way, tmp_path):
     losses, scores, _ = scores_after_training(tmp_path / "one", BATCH)
     assert len(losses) == STEPS and losses[0] > 0
     run_in_processes(2, compare_with_one, tmp_path, way, losses, scores)
 
 
-def test_accumulated_steps_are_those_of_a_larger_batch(tmp_path):
+def test_accumulated_steps_equal_a_larger_batch(tmp_path):
     expected = scores_after_training(tmp_path / "one", BATCH)[:2]
     losses_and_scores = scores_after_training(
         tmp_path / "two", BATCH // 2, gradient_accumulation_steps=2

@@ -110,7 +110,7 @@ def test_notebook_has_fewer_than_600_lines():
     assert sum(len(page.read_text().splitlines()) for page in DOCS.glob("notebook/*.md")) < 600
 
 
-def test_decision_is_at_most_four_short_lines():
+def test_decision_has_at_most_four_short_lines():
     entries = re.split(r"\n(?=- \*\*|\n|#)", (DOCS / "decisions.md").read_text())
     entries = [entry.strip() for entry in entries if entry.startswith("- ")]
     assert len(entries) > 100

@@ -82,7 +82,7 @@ def test_bad_option_is_refused_before_it_trains(
     assert end.value.code == 2 and message.format(**names) in capsys.readouterr().err
 
 
-def test_interrupted_program_is_one_line(capsys):
+def test_interrupted_program_prints_one_line(capsys):
     def interrupted():
         raise KeyboardInterrupt
 

@@ -48,7 +48,7 @@ def train(rank, folder):
             long_context.main([*SIZES, *output, *options])
 
 
-def test_losses_are_those_of_whole_sequences_and_of_a_run_that_was_stopped(tmp_path):
+def test_losses_equal_whole_sequences_and_a_resumed_run(tmp_path):
     run_in_processes(2, train, tmp_path)
     whole, pieces, compiled, stopped = (
         json.loads((tmp_path / name / "record.json").read_text())

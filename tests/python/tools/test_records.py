@@ -262,7 +262,7 @@ def test_ratio_is_median_over_first_side():
     assert second.endswith("3 / 6 ms, ratio 1.500 / 1.500")
 
 
-def test_ratios_before_and_after_are_of_the_same_side():
+def test_before_and_after_are_compared_per_side():
     rows = [
         record.row("a case", f"{when} {side}", "float32", forward=ms)
         for when, side, ms in [("before", "cpu", 2), ("before", "sdpa", 5), ("after", "cpu", 1), ("after", "sdpa", 5)]

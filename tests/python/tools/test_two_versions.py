@@ -48,7 +48,7 @@ def libraries_of_their_own(monkeypatch):
     monkeypatch.delenv("FLASH_DMATTN_LIBRARY", raising=False)
 
 
-def test_two_versions_live_in_one_process():
+def test_two_versions_work_in_one_process():
     one, other = map(load, FOLDERS)
     assert one.__name__ != other.__name__
     assert one._core.ops.NAMESPACE == one.__name__
