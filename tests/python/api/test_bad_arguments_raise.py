@@ -1,4 +1,4 @@
-"""Arguments that mean nothing raise an error that names them; none is silently ignored."""
+"""A meaningless argument raises an error that names it, and no argument is silently ignored."""
 
 import re
 
@@ -112,7 +112,7 @@ def test_backend_of_wrong_type_raises():
 
 
 def test_scale_requiring_a_gradient_raises():
-    """It would silently get none."""
+    """Without the error, scale would silently get no gradient."""
     scale = torch.ones((), requires_grad=True)
     with pytest.raises(RuntimeError, match="scale: got a tensor that requires a gradient"):
         flash_dmattn_func(*qkv(), scale=scale)
@@ -226,7 +226,7 @@ def test_zero_at_position_of_flash_attention_dropout_raises():
         (TypeError, "key_mask: got torch.float32", lambda: select_key_intervals(BIAS, 3, key_mask=BIAS)),
         (TypeError, "key_mask: got a tensor on meta",
          lambda: select_key_intervals(BIAS, 3, key_mask=BIAS.bool().to("meta"))),
-        # A shorter mask would pack other tokens than those it keeps.
+        # A shorter mask would pack the wrong tokens.
         (ValueError, "attention_mask: got shape (2, 8)", lambda: unpad_input(BIAS.mT, torch.ones(2, 8))),
         (ValueError, "attention_mask: got shape (3, 9)", lambda: unpad_input(BIAS.mT, torch.ones(3, 9))),
         (ValueError, "unused_mask: got shape (1, 9)",

@@ -1,4 +1,4 @@
-"""Exact results of the forward pass, and the shapes and names of its arguments."""
+"""The forward pass has exact results in simple cases, and accepts all shapes and names of its arguments."""
 
 import math
 
@@ -183,7 +183,7 @@ def test_one_query_against_a_cache_equals_the_last_row():
 
 @pytest.mark.parametrize("selection", ["per_query", "global"])
 def test_selection_without_queries_gives_empty_result(selection):
-    """A bias with a query dimension has no elements then."""
+    """Without queries, a bias with a query dimension has no elements."""
     q, k, v = qkv(seqlen_q=0)
     q.requires_grad_()
     options = {"attn_bias": torch.randn(2, 2, 0, 23), "selection_scores": torch.randn(2, 2, 23)}
@@ -203,7 +203,7 @@ def test_float32_bias_with_float64_inputs_is_exact(dtype):
 
 
 def test_meta_tensors_give_shapes():
-    """Masks have no values there, and nothing may ask for them."""
+    """Masks on the meta device have no values, so nothing may read them."""
     q, k, v = (t.to("meta") for t in qkv())
     mask = torch.ones(2, 1, 17, 23, dtype=torch.bool, device="meta")
     bias = torch.randn(2, 2, 23, device="meta")

@@ -1,4 +1,4 @@
-"""Names, defaults and errors of the attention functions, and their helpers."""
+"""The attention functions and their helpers keep their names and defaults, and raise clear errors."""
 
 import importlib
 import inspect
@@ -43,7 +43,7 @@ assert availability.backends.cache_info().currsize == 0
 
 
 def test_modules_of_1_x_import_without_transformers_and_do_not_initialise_cuda():
-    """A process that has asked CUDA anything cannot use the GPU in forked children."""
+    """Once a process has initialised CUDA, its forked children cannot use the GPU."""
     run_python("-c", WITHOUT_TRANSFORMERS)
 
 
@@ -167,7 +167,7 @@ def test_declining_backend_raises_reason():
 
 
 def test_operators_with_bad_arguments_raise():
-    """The operators themselves, called by someone else than this package.
+    """Calls the operators directly, as code outside this package might.
 
     Errors of the C++ library arrive as ValueError or RuntimeError, depending on the version of torch.
     """
@@ -222,7 +222,7 @@ def test_operators_with_bad_arguments_raise():
 
 
 def test_ranks_and_limits_select_only_unmasked_keys():
-    """On the reference backend; GPUs have them from rank_keys."""
+    """Tests the reference backend; on GPUs rank_keys makes ranks and limits."""
     ops = torch.ops.flash_dmattn
     q, k, v = (torch.randn(2, 5, h, 8) for h in (4, 2, 2))
     mask = torch.rand(2, 1, 5, 5) < 0.7

@@ -1,4 +1,4 @@
-"""Packed sequences of different lengths, against one call for each sequence."""
+"""Compares packed sequences of different lengths with one call per sequence."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Steps in which every sequence brings any number of tokens, against each sequence alone."""
+"""Compares ragged steps, in which each sequence has any number of new tokens, with each sequence alone."""
 
 import random
 import re

@@ -1,4 +1,4 @@
-"""A view of some rows of a pool on the CPU: by the backend's kernels and by the reference."""
+"""A view of some rows of a pool works on the CPU, with the backend's kernels and with the reference."""
 
 import pytest
 import torch
