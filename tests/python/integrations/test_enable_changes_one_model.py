@@ -1,4 +1,4 @@
-"""enable_flash_dmattn changes the model that it is given, and nothing else."""
+"""enable_flash_dmattn changes only the model that it gets."""
 
 import copy
 import inspect
@@ -21,7 +21,7 @@ from scored_models import make_base, make_config, make_ids
 
 pytestmark = pytest.mark.transformers
 
-# The members of transformers' modules that the import changes, and those that generation with our caches changes.
+# Prints which members of transformers' modules the import changes, and which generation with our caches changes.
 PROGRAM = """
 import torch, transformers, transformers.masking_utils, transformers.modeling_utils, transformers.cache_utils
 import transformers.generation.utils, transformers.models.doge.modeling_doge

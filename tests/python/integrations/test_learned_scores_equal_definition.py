@@ -1,5 +1,7 @@
-"""Layers of other families with learned scores attend as their words say: to all keys with gates, or to the keys of the
-rule; forward and backward, padded and packed."""
+"""Layers of other families with learned scores equal their definition, forward and backward, padded and packed.
+
+In the soft phase they attend to all keys with gates, in the hard phase to the keys of the rule.
+"""
 
 import pytest
 import torch
@@ -71,7 +73,7 @@ def test_scorers_equal_definition(scorer):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_without_effect_keep_the_logits(family):
-    """Where they are off or removed, to the bit."""
+    """New soft scores and a hard window of all keys change nothing beyond rounding; scores that are off or removed change no bit."""
     model, ids = make_base(family), make_ids()
     expected, names = model(ids).logits, set(model.state_dict())
     kinds = [type(module) for module in model.modules()]
@@ -116,7 +118,7 @@ def test_custom_scorers_get_hidden_keys_and_values():
 
 
 def test_scores_of_minus_infinity_have_finite_gradients():
-    """A scorer that closes some gates for good."""
+    """The scorer closes some gates completely, with a score of -inf."""
 
     class Own(torch.nn.Module):
         def __init__(self):

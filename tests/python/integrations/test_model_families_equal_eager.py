@@ -13,7 +13,7 @@ from eager_comparison import compare  # noqa: E402
 from tiny_models import model_classes, tiny_config, tiny_model  # noqa: E402
 
 CLASSES = {model_class.name: model_class for model_class in model_classes()}
-# The reason why a class is here. Layers of encoders, of decoders and of cross attention differ in `is_causal`, where they have it.
+# {class: why it is tested}. Layers of encoders, of decoders and of cross attention differ in `is_causal`, if they have it.
 EQUAL = {
     "AlignTextModel": "an encoder whose layers say nothing of causality",
     "BartForCausalLM": "a decoder alone",
@@ -109,7 +109,7 @@ def eager(model_class, change):
     "name", ["Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"]
 )
 def test_name_for_only_the_text_model_of_a_refused_model_raises(name, way):
-    """The text model is one of a family that is accepted, and cannot refuse by itself."""
+    """The text model belongs to a family that is accepted, so only the outer model can refuse the name."""
     reason = f"^attn_implementation: got .* for {name}, which computes with the values"
     with pytest.raises(ValueError, match=reason):
         NAMED_BY[way](CLASSES[name])(inputs_embeds=torch.zeros(1, 1, 8))

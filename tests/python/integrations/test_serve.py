@@ -1,4 +1,4 @@
-"""`python -m flash_dmattn serve`: transformers' server with a Doge, without a socket."""
+"""Tests `python -m flash_dmattn serve`, transformers' server with a Doge, without opening a socket."""
 
 import sys
 
@@ -34,7 +34,7 @@ needs_server = pytest.mark.skipif(
 
 @pytest.fixture
 def folder(tmp_path):
-    """A model without ties among scores, and a tokenizer of bytes."""
+    """A folder with a model without ties among scores, and a tokenizer of bytes."""
     save_doge(tmp_path)
     torch.manual_seed(0)
     make_model(vocab_size=256).save_pretrained(tmp_path)

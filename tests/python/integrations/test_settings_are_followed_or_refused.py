@@ -1,4 +1,4 @@
-"""Settings of a layer and keywords of a call are followed, or refused in words."""
+"""Settings of a layer and keywords of a call are either followed or refused with a reason."""
 
 import pytest
 import torch
@@ -111,7 +111,7 @@ def test_named_implementation_equals_function(window):
 
 @pytest.mark.parametrize("name", ["window_size", "keep_window_size"])
 def test_window_without_scores_raises(name):
-    """One of the module is the default of calls that have scores."""
+    """A module's window is the default only for calls with scores."""
     calls = {
         "window_size": (call_with_tokens_first, call_with_heads_first),
         "keep_window_size": (call_with_tokens_first,),
@@ -283,7 +283,7 @@ def test_additive_masks_without_a_query_dimension_are_refused(shape):
 @pytest.mark.parametrize("shape", [(B, S), (B, 1, S), (B, 1, 1, S), (B, 1, S, S)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_additive_masks_of_integers_are_refused(dtype, shape):
-    """As bool masks, they would hide what they allow."""
+    """Read as bool masks, they would hide what they allow."""
     mask = torch.zeros(shape, dtype=dtype)
     call_with_heads_first(attention_mask=mask)
     mask[..., 2:4] = -1
