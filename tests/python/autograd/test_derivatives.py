@@ -1,4 +1,4 @@
-"""Derivatives: which are computed, from what strides, and that they are derivatives."""
+"""Requested derivatives are computed correctly for any strides, and unsupported ones raise."""
 
 import itertools
 from functools import partial
@@ -138,7 +138,7 @@ COMPILED = {"compiled": {}, "compiled with a choice": {"keep_window_size": 7}}
 
 
 def forms_of_attention():
-    """Functions of the query that do not name their arguments in errors, compiled ones with and without a transform."""
+    """Returns functions of the query whose errors do not name arguments; compiled ones have the transform inside or outside."""
     q, *others = (t.detach() for t in inputs())
     for name, raw in RAW.items():
         yield name, lambda q, raw=raw: raw(q, *others), lambda f: f
@@ -153,7 +153,7 @@ def forms_of_attention():
 
 
 def test_transforms_of_compiled_and_raw_calls_are_refused():
-    """torch itself would make forward-mode derivatives 0."""
+    """Without the error, torch would silently make forward-mode derivatives 0."""
     q = inputs()[0].detach()
     transforms = {
         "with a tangent": lambda f: lambda q: torch.func.jvp(f, (q,), (q,))[1],

@@ -1,4 +1,4 @@
-"""Finite gradients for finite inputs, and the treatment of inputs that are not finite."""
+"""Finite inputs have finite gradients, and non-finite inputs follow the chosen mode."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Selective checkpointing that saves attention by the operators' names computes everything else again."""
+"""Selective checkpointing that saves attention by the operators' names recomputes everything else."""
 
 from functools import partial
 

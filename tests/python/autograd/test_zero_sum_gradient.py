@@ -1,4 +1,4 @@
-"""The gradient of scores sums to 0 over the keys, whatever rounding does to the gradient that attention returns."""
+"""The gradient of scores sums to 0 over the keys, despite the rounding of the gradient that attention returns."""
 
 import torch
 

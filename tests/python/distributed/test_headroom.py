@@ -1,4 +1,4 @@
-"""linear_with_headroom is F.linear after rows of zeros."""
+"""linear_with_headroom gives the rows of F.linear after rows of zeros."""
 
 import pytest
 import torch

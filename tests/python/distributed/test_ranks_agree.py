@@ -1,4 +1,4 @@
-"""Ranks compare their arguments in the first calls of a group, and where the caller asks for it."""
+"""Ranks compare their arguments in the first calls of a group, and in later calls if the caller asks for it."""
 
 import re
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ def call(wire, batch=1, n=N, heads=4, heads_kv=2, dims=(16, 16), dtype=torch.flo
     return context_parallel_dmattn(key=k, value=v, group=wire, **arguments)
 
 
-# The last rank has these, all others the defaults or OF_OTHERS.
+# Arguments of the last rank; all other ranks have the defaults or OF_OTHERS.
 OF_LAST_RANK = {
     "batch": {"batch": 2},
     "lengths": {"n": N - 1},
@@ -70,7 +70,7 @@ def all_ranks_disagree(words, rank_call):
 
 
 def one_rank_raises_on_all(rank, words, rank_call, error=ValueError):
-    """rank_call(wire, is_wrong) raises an error on one rank alone."""
+    """Asserts that a call which is wrong on one rank raises on all. rank_call: called as (wire, is_wrong)."""
 
     def raised(wire):
         is_wrong = wire.rank == rank
@@ -143,7 +143,7 @@ ERRORS_OF_LAST_RANK = {
 
 @pytest.mark.parametrize("name", ERRORS_OF_LAST_RANK)
 def test_option_that_raises_on_one_rank_raises_on_all(name):
-    """Before anything is exchanged: after it, others would wait for the gradients of that rank."""
+    """The error comes before the exchange. After it, the other ranks would wait for the gradients of the failed one."""
 
     def one_call(wire, is_last):
         wire.swap = None
@@ -218,7 +218,7 @@ BATCH = {
     "attention_mask": torch.ones(2, N, dtype=torch.int64),
 }
 LONG = torch.arange(2 * 8191).view(2, -1)
-# Arguments of all ranks, and those of the first.
+# (arguments of all ranks, arguments that differ on the first rank).
 OTHER_BATCHES = {
     "input_ids": (BATCH, {"input_ids": TOKENS.flip(0)}),
     "labels": (BATCH, {"labels": TOKENS + 1}),
@@ -254,12 +254,12 @@ def test_batch_that_raises_on_one_rank_raises_on_all():
     ("backends", "expected"), [("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cpu")]
 )
 def test_comparison_uses_a_device_of_the_group(monkeypatch, backends, expected):
-    """Wherever the tensors of this rank are: ranks with tensors on other devices have to meet."""
+    """The device depends on the group alone, because ranks may have tensors on different devices."""
     monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
     assert Wire._device(SimpleNamespace(group=None)) == expected
 
 
-# Calls of one rank that raise, with the words; the others call the same with right arguments.
+# {argument: (a call with a wrong argument on rank n and right ones on the others, the error)}
 WRONG_CALLS = {
     "pad_token_id": (lambda cp, n: cp.shard(TOKENS, pad_token_id=None if n else 0), TypeError),
     "multiple": (lambda cp, n: cp.shard(TOKENS, multiple=2**70 if n else 1), TypeError),

@@ -1,4 +1,4 @@
-"""Arguments that context parallelism cannot take are refused by name, before anything is exchanged."""
+"""Context parallelism refuses arguments that it does not support, by name and before anything is exchanged."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""transformers' Doge model on the GPU, under autocast: our attention against eager attention."""
+"""Compares our attention with eager attention in transformers' Doge model on the GPU, under autocast."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""On the GPU, too, a 16-bit Doge keeps the keys that the float32 model keeps."""
+"""A 16-bit Doge keeps the same keys as the float32 model, also on the GPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Norms of query and key in Doge's attention: torch's kernel rounds where DogeRMSNorm does."""
+"""torch's kernel for the norms of query and key in Doge's attention rounds where DogeRMSNorm does."""
 
 from functools import partial
 
@@ -32,6 +32,6 @@ def test_norm_equals_model_norm_within_rounding(dtype, is_autocast):
         assert ours.dtype == theirs.dtype
         largest = theirs.abs().max().item()
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * largest)
-    # Another order of the sum moves few roundings; another place of it, every third.
+    # A different order of the sum changes few roundings; rounding at a different place changes every third.
     if dtype != torch.float32:
         assert (actual[0] != expected[0]).float().mean() < 0.02

@@ -1,4 +1,4 @@
-"""The results of the CUDA backend: against the oracle (which computes on the GPU too) and the CPU's."""
+"""Compares the results of the CUDA backend with the oracle, which also computes on the GPU, and with the CPU backend."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_case_matches_oracle(name):
 @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_bias_masks_by_the_rule_of_its_dtype(dtype, bias_dtype, form):
-    # Few queries, and more than their kernels take.
+    # One length uses the kernels for few queries, the other exceeds their limit.
     for length in (24, 150):
         check_bias_that_masks(
             flash_dmattn_func, form, dtype, bias_dtype, "cuda", lengths=(length, length + 114)

@@ -1,4 +1,4 @@
-"""Steps in which every sequence brings any number of tokens, on the GPU, against attention over whole sequences on the CPU."""
+"""Compares ragged steps on the GPU, in which each sequence has any number of new tokens, with attention over whole sequences on the CPU."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""A view of some rows of a pool on the GPU: by itself, against the CPU, and in a graph with rows of its own each time."""
+"""Tests a view of some rows of a pool on the GPU: alone, against the CPU, and in a graph that is replayed with other rows."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ places = pytest.mark.parametrize(
     [Place("cuda", "cuda", torch.bfloat16), Place("cuda", "cuda", torch.float16)],
     ids=["bf16", "f16"],
 )
-# The last has as many slots as several blocks of a cluster divide.
+# The last place has enough slots for several blocks of a cluster to share.
 rules = pytest.mark.parametrize("rule", [*RULES, {"keep_window_size": 5000}])
 
 
@@ -69,7 +69,7 @@ def test_rows_beyond_the_pool_count_as_absent(place):
 
 
 def pool_between_rows(place, rule):
-    """A pool before and after which the memory has a row of another one, and the blocks of all rows."""
+    """Returns a pool that lies in memory between two rows of another one, and the blocks of all rows."""
     pool, blocks = place.pool(rule)
     names = ("k", "v", "scores", "positions", "counts", "seen")
     inner_tensors = {name: t[1:-1] for name, t in zip(names, pool.tensors, strict=True)}
@@ -108,7 +108,7 @@ def test_chunks_without_a_row_attend_to_themselves_and_change_nothing(place, rul
 @places
 @rules
 def test_rows_that_overflow_float32_equal_the_rows_alone(place, rule):
-    """Scores that leave fp32 are computed again in double, from the keys of the row."""
+    """Scores that overflow fp32 are recomputed in double from the row's keys."""
     pool, _ = place.pool(rule)
     for rows in ((6, 0, 3), (2, 6, 4)):
         index = place.rows(*rows)

@@ -286,7 +286,7 @@ def qwen2_vl():
     ("make", "name"), [(opt, "packed"), (opt, "no_mask"), (qwen2_vl, "packed")]
 )
 def test_compiled_decoder_with_mask_without_positions_sees_one_text(make, name):
-    """For transformers, too, texts of several positions 0 are one there."""
+    """transformers itself also treats a row with several positions 0 as one text there."""
     torch._dynamo.reset()
     torch.manual_seed(1)
     model, ids = make().eval(), torch.randint(3, 64, (1, 21))

@@ -1,4 +1,4 @@
-"""Key intervals: the constructors, and selection against its definition."""
+"""Tests the constructors of key intervals, and compares selection with its definition."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_repr_shows_shape_without_values():
     )
 
 
-# Few different values, so that ties are the rule; and values that compare in unusual ways.
+# There are few distinct values, so that ties are common, and values that compare in unusual ways.
 SCORE_VALUES = [-1e38, -1.5, -0.0, 0.0, 0.25, 0.5, 3e38, -torch.inf, torch.inf, torch.nan]
 
 
@@ -222,7 +222,7 @@ def of_query_heads(tensor):
 def assert_keeps_what_the_definition_keeps(
     mask, bias, scores=None, *, window=9, selection="per_query", is_causal=True
 ):
-    """Against the same call with a mask of the elements that every query head keeps."""
+    """Compares a call with the same call under a mask of the elements that each query head keeps."""
     q, k, v = (torch.randn(2, N, heads, 16) for heads in (4, 2, 2))
     allowed = torch.ones(2, 4, N, N, dtype=torch.bool)
     if mask is not None:
@@ -278,7 +278,7 @@ def test_keys_that_the_bias_masks_are_not_chosen():
 @pytest.mark.parametrize("selection", ["per_query", "global"])
 @pytest.mark.parametrize("heads", [(2, 2, 2), (4, 1, 2), (1, 2, 4), (2, None, 1)])
 def test_selection_under_dense_mask_and_bias_matches_definition(heads, selection):
-    """Heads of the bias, of the mask, and of the scores."""
+    """Bias, mask and scores may have different numbers of heads."""
     bias_heads, mask_heads, scores_heads = heads
     mask = None if mask_heads is None else torch.rand(2, mask_heads, N, N) < 0.7
     assert_keeps_what_the_definition_keeps(
@@ -292,7 +292,7 @@ def test_selection_under_dense_mask_and_bias_matches_definition(heads, selection
 @pytest.mark.parametrize("window", [3, 30, N])
 @pytest.mark.parametrize("mask", ["none", "padding", "causal_4d", "random_4d"])
 def test_nonfinite_scores_choose_by_definition(mask, window):
-    """-inf is the worst score and still one; NaN is none. Whatever the window, and whatever form it takes."""
+    """A score of -inf is the worst, but still a score; NaN is no score. This holds for any window and form of call."""
     values = torch.tensor([-torch.inf, -torch.inf, torch.nan, torch.inf, 1.0, 2.0])
     scores = values[torch.randint(len(values), (2, 2, N))]
     assert_keeps_what_the_definition_keeps(MASKS[mask](), None, scores, window=window)
@@ -328,7 +328,7 @@ def test_window_of_zero_keys_shows_none(mask):
     ],
 )  # fmt: skip
 def test_length_beyond_int32_raises(message, call):
-    """Rows of queries are int32: a larger one would turn negative, and its keys invisible."""
+    """Query rows are int32, so a larger row would become negative and its keys invisible."""
     with pytest.raises((ValueError, TypeError)) as caught:
         call()
     assert message in str(caught.value)

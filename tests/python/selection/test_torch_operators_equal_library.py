@@ -1,4 +1,4 @@
-"""Selection and tile lists in torch's operators, which GPUs without kernels of the library use: the same as the library's."""
+"""Selection and tile lists in torch's operators equal those of the library. GPUs without kernels of the library use them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A bad option of a command line, or argument of a script, is an error with exit status 2, before any work is done."""
+"""A bad option or argument of a program ends it with exit status 2 before it does any work."""
 
 import importlib
 import os

@@ -1,4 +1,4 @@
-"""benchmarks/bench.py: its measurements and its output; never how fast anything is."""
+"""Tests the measurements and output of benchmarks/bench.py, but never how fast anything is."""
 
 import dataclasses
 import itertools
@@ -49,7 +49,7 @@ def test_every_case_and_side_is_in_the_document():
 
 
 def run(capsys, *arguments):
-    """The rows of a run, which it prints too."""
+    """Runs the benchmark and returns what it prints, among it every row."""
     assert bench.main([*RUN, *arguments]) == 0
     return capsys.readouterr().out
 
@@ -292,7 +292,7 @@ def test_useful_work_counts_visible_elements(window):
     [(kind, None if kind == DENSE else 16) for kind in KINDS] + [(EVICTED, None)],
 )
 def test_sides_give_same_result(monkeypatch, kind, window):
-    """Attention that is timed side by side is the same, except for the bias, by which torch's side only selects."""
+    """All timed sides compute the same attention, except that torch's side uses the bias only to select keys."""
     monkeypatch.setattr(sides, "RECENT", 24)
     inputs = draw(Case(kind, 96, 16, window, heads_q=4, heads_kv=2, batch=2), torch.float32, "cpu")
     if kind in (PER_QUERY, GLOBAL):
@@ -323,7 +323,7 @@ def test_peak_counts_the_mask_that_a_rival_needs():
 
 
 def test_repeated_configurations_are_measured_once(capsys, tmp_path):
-    """Two cases may share one, and sizes and dtypes may be named twice."""
+    """Two cases may share a configuration, and sizes and dtypes may be given twice."""
     file = tmp_path / "bench.json"
     cases = ["--case", "dynamic_mask", "scaling", "dynamic_mask", "selection", "--side", "cpu"]
     sizes = ["--length", "64", "64", "--window", "16", "16", "--dtype", "float32", "float32"]

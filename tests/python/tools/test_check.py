@@ -1,4 +1,4 @@
-"""`python -m flash_dmattn check`: its verdicts on a right backend, a wrong one and a missing one."""
+"""`python -m flash_dmattn check` accepts a correct backend, and fails for a wrong or a missing one."""
 
 import json
 
@@ -24,7 +24,7 @@ def small(monkeypatch):
 
 
 def check_of(function, monkeypatch, *arguments):
-    """The exit status with `function` in the place of the CPU backend."""
+    """Runs the check with `function` in place of the CPU backend, and returns its exit status."""
     monkeypatch.setattr(check_run, "flash_dmattn_func_auto", lambda backend: function)
     return main(["check", "--backend", "cpu", *arguments])
 
@@ -43,7 +43,7 @@ def test_right_backend_passes(small, capsys, tmp_path):
 
 
 class Spoilt(torch.autograd.Function):
-    """A gradient with one wrong element."""
+    """A function whose gradient has one wrong element."""
 
     @staticmethod
     def forward(ctx, tensor, value):

@@ -1,4 +1,4 @@
-"""tools/check_language.py, on files with one fault each."""
+"""Runs tools/check_language.py on files with one fault each."""
 
 import pytest
 

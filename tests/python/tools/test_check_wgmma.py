@@ -1,4 +1,4 @@
-"""Findings of tools/check_wgmma.py in listings of cuobjdump."""
+"""tools/check_wgmma.py finds spills in listings of cuobjdump."""
 
 import pytest
 
@@ -9,7 +9,7 @@ FORWARD_256 = "_ZN4sm9013ForwardKernelI6__halfLi256ELi256EEE"
 
 
 def listing(name, *instructions):
-    """A listing of instructions at 0x00, 0x10, 0x20 ..."""
+    """Returns a listing with instructions at 0x00, 0x10, 0x20 ..."""
     lines = [
         f"        /*{16 * i:04x}*/                   {text} ;"
         for i, text in enumerate(instructions)
@@ -18,7 +18,7 @@ def listing(name, *instructions):
 
 
 def two_loops(innermost="NOP", outer="NOP", rest="NOP"):
-    """A loop from 0x10 to 0x40 around one from 0x20 to 0x30."""
+    """Returns instructions with a loop from 0x10 to 0x40 around one from 0x20 to 0x30."""
     return (
         rest,
         outer,

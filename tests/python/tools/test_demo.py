@@ -1,4 +1,4 @@
-"""examples/demo.py, at a size where nothing is learnt."""
+"""Runs examples/demo.py at a size too small to learn anything."""
 
 import argparse
 
@@ -17,7 +17,7 @@ TINY = ["--context", "48", "--window", "8", "--seed", "3"]
 
 
 def test_demo_runs_to_the_end(tmp_path, capsys, monkeypatch):
-    """Without time for measurements there are three points for each side, and the rest is named."""
+    """Without time for measurements, each side has three points, and the output names the rest."""
     for lengths in ("LENGTHS", "LENGTHS_ON_GPU"):
         monkeypatch.setattr(
             cost, lengths, {"eager": (16, 32, 64), "flash_dmattn": (16, 32, 64, 128)}

@@ -1,4 +1,4 @@
-"""The bytes of context parallelism on paper are those that ranks count."""
+"""The calculated bytes of context parallelism equal those that ranks count."""
 
 import re
 from pathlib import Path
