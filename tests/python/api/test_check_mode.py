@@ -81,10 +81,8 @@ def test_nonfinite_value_is_named(form, backend, nonfinite, check_mode):
 @pytest.mark.parametrize("form", FORMS)
 def test_masking_bias_raises_nothing(form, check_mode):
     masks = [torch.zeros(FORMS[form][0], dtype=torch.bool) for _ in range(2)]
-    masks[0][..., 3], masks[1][0] = (
-        True,
-        True,
-    )  # masks one key, and all keys of a row, whose lse is then -inf
+    # The masks hide one key, and all keys of a row, whose lse is then -inf.
+    masks[0][..., 3], masks[1][0] = True, True
     for mask in masks:
         named = tensors(form)
         named["bias"][mask] = -INF

@@ -118,9 +118,8 @@ def test_extend_without_tokens_returns_empty():
 
 def test_bad_chunk_row_or_state_leaves_cache_unchanged():
     cache = filled()
-    other = KVSlots(
-        B, HKV, WINDOW + 1, D, chunk=CHUNK - 1
-    )  # the same number of places, used differently
+    # The other cache has the same number of places, but uses them differently.
+    other = KVSlots(B, HKV, WINDOW + 1, D, chunk=CHUNK - 1)
     cache.append(**tokens(2))
     state = filled().state_dict()
     for message, call in {

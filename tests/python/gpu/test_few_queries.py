@@ -12,7 +12,7 @@ SHAPES = [  # (batch, queries, keys, heads_q, heads_kv, head_dim)
     (1, 1, 131072, 4, 2, 128),  # each kv head has half of the GPU
     (1, 1, 1, 4, 2, 64),
     (2, 3, 5000, 6, 2, 64),
-    (40, 1, 300, 16, 8, 128),  # more kv heads than thread blocks that run at a time
+    (40, 1, 300, 16, 8, 128),  # more kv heads than multiprocessors
     (1, 64, 3000, 8, 1, 128),  # several tiles of rows
     (1, 17, 2049, 2, 2, 256),
 ]

@@ -179,9 +179,8 @@ def test_scores_to_the_end_of_float32_have_eagers_result(largest):
         layer.self_attn.dt_proj.register_forward_hook(
             lambda _, __, step: exponents.append(torch.nn.functional.softplus(step))
         )
-    for index, layer in enumerate(
-        eager.model.layers
-    ):  # a layer's values depend on the layers before it
+    # A layer's values depend on the layers before it.
+    for index, layer in enumerate(eager.model.layers):
         exponents.clear()
         eager(ids)
         layer.self_attn.A.data = largest / exponents[index].amax((0, 1))

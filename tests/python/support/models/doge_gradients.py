@@ -11,13 +11,8 @@ from transformers import DogeConfig, DogeForCausalLM
 from flash_dmattn.integrations.transformers import enable_flash_dmattn
 
 LENGTH, WINDOW = 400, 96
-SCORED = (
-    "dt_proj",
-    "A",
-    "q_proj",
-    "k_proj",
-    "v_proj",
-)  # parameters that depend most on the selected keys
+# The gradients of these parameters depend most on which keys are selected.
+SCORED = ("dt_proj", "A", "q_proj", "k_proj", "v_proj")
 _VOCABULARY = 401
 
 
