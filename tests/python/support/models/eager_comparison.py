@@ -257,7 +257,8 @@ def _logits(out: object) -> torch.Tensor:
 
 
 def _error(got, expected, scale: torch.Tensor) -> float:
-    """Returns the largest difference relative to the largest value. `scale`, the size of all tensors, bounds a tensor of small values."""
+    """Returns the largest difference, relative to the largest expected value but at least to `scale`, which matters for a tensor of small
+    values."""
     if isinstance(expected, list):
         scale = 1e-2 * max(t.abs().max() for t in expected if t.numel())
         return max(_error(*pair, scale) for pair in zip(got, expected, strict=True))
