@@ -21,7 +21,7 @@ import torch
 from harness import cases, machine, record, sides
 from harness.options import INTERRUPTED, Different, commit, expect_commit, expect_output, positive
 
-# The module that measures a case; all others are of attention.
+# {case: the module that measures it}; the module `attention` measures all other cases.
 _MODULES = {
     "decode": "decode", "host": "host", "kernels": "core_programs", "memory": "memory", "presses": "presses",
     "ragged": "ragged", "scored_text": "scored_llama", "scored_token": "scored_llama", "serving": "serving", "token": "models",
@@ -35,7 +35,7 @@ SIDES = (
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, prints every row at once, and writes it into the record at once."""
+    """Measures the cases. Prints each row as soon as it is measured and writes it to the record."""
     _check_cases(options)
     _check_sides(options)
     if options.threads:
@@ -76,11 +76,11 @@ def _check_cases(options: argparse.Namespace) -> None:
 
 
 def _expect_nothing(case: str, options: argparse.Namespace) -> None:
-    """The check of a module whose cases run on every machine."""
+    """Checks nothing, for modules whose cases run on every machine."""
 
 
 def _check_sides(options: argparse.Namespace) -> None:
-    """Ends the program for a side that cannot run here, and for a case that none of the sides measures."""
+    """Ends the program for a side that cannot run here, or for a case that no given side measures."""
     for side in set(options.side).intersection(sides.NAMES):
         try:
             sides.expect_runs(side, options.device)
@@ -94,12 +94,12 @@ def _check_sides(options: argparse.Namespace) -> None:
 
 
 def _no_names(case: str, device: str) -> tuple[str, ...]:
-    """The sides of a module that always measures all of its sides."""
+    """Returns no sides, for modules that always measure all of theirs."""
     return ()
 
 
 def _module(case: str) -> ModuleType:
-    """The module of the harness that measures a case."""
+    """Returns the harness module that measures a case."""
     return importlib.import_module(f"harness.{_MODULES.get(case, 'attention')}")
 
 
@@ -111,7 +111,7 @@ def _measured(options: argparse.Namespace) -> Iterator[dict]:
             sides.Declined,
             MemoryError,
             RuntimeError,
-        ) as reason:  # torch's error of memory is a RuntimeError
+        ) as reason:  # torch's out-of-memory error is a RuntimeError
             print(record.declined(name, "", "", reason), flush=True)
 
 
@@ -121,7 +121,7 @@ def show(options: argparse.Namespace) -> int:
     if options.plot is None:
         return 0
     try:
-        from harness import pictures  # needs matplotlib, which nothing else does
+        from harness import pictures  # only pictures needs matplotlib
 
         pictures.expect_format(options.plot)
     except (ImportError, ValueError) as error:
@@ -132,12 +132,12 @@ def show(options: argparse.Namespace) -> int:
 
 
 def _call(module: str) -> Callable[[argparse.Namespace], int]:
-    """The `main` of a module of the harness."""
+    """Returns a function that imports a harness module and calls its `main`."""
     return lambda options: importlib.import_module(f"harness.{module}").main(options)
 
 
 def _case(text: str) -> str:
-    """The name of a case. Commands in older records have `dma` and `pairs`."""
+    """Returns the name of a case. Older records have commands with the former names `dma` and `pairs`."""
     return {"dma": "dynamic_mask", "pairs": "dense_masks"}.get(text, text)
 
 
@@ -151,7 +151,7 @@ def _record(text: str) -> dict:
 def _device(text: str) -> str:
     try:
         torch.empty(0, device=text)
-    except (AssertionError, RuntimeError) as error:  # a torch without CUDA, a machine without a GPU
+    except (AssertionError, RuntimeError) as error:  # torch has no CUDA, or the machine no GPU
         raise argparse.ArgumentTypeError(f"got {text}: {str(error).splitlines()[0]}") from None
     return text
 

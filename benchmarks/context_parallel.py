@@ -1,9 +1,10 @@
-"""Times of context parallelism on the GPUs of one host, and of the whole sequence on one of them.
+"""Times context parallelism on the GPUs of one host, and the whole sequence on one of them.
 
     torchrun --nproc_per_node 2 benchmarks/context_parallel.py --json record.json
 
-`bench.py compare` divides the times of a record. It ends within `--budget` seconds, and prints which length it did not reach.
-Without a GPU: gloo and small sizes, which tries the program. tests/python/gpu/test_context_parallel_over_nccl.py compares results.
+`bench.py compare` prints the ratios of a record's times. The program ends within `--budget` seconds and prints which length it did not
+reach. Without a GPU it uses gloo and small sizes, only to try the program. tests/python/gpu/test_context_parallel_over_nccl.py checks
+the results.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def rows_of_rank(ranks: Ranks, length: int) -> slice:
 
 
 def draw_inputs(ranks: Ranks, length: int, rows: slice | None = None) -> list[Tensor]:
-    """q, k, v, scores as leaves, and dout: the same on every device, as blocks of the sequence are drawn one by one."""
+    """Returns q, k, v and scores as leaves, and dout. The sequence is drawn block by block, so that every rank gets the same numbers."""
     rows = slice(0, length) if rows is None else rows
     block, parts = 16384 if GPU else 64, []
     for at in range(rows.start // block * block, rows.stop, block):
@@ -73,7 +74,7 @@ def with_gradients(out: Tensor, leaves: list[Tensor], dout: Tensor) -> list[Tens
 
 
 def median_ms(ranks: Ranks, body: Callable[[], object], together: bool = True) -> float:
-    """Milliseconds of a body on this rank, one of several in succession; the GPU has worked for a third of a second before."""
+    """Returns the milliseconds per run of `body` on this rank, in a series of runs after a third of a second of warm-up."""
 
     def repeat_body(count: int) -> None:
         for _ in range(count):
@@ -96,7 +97,7 @@ def median_ms(ranks: Ranks, body: Callable[[], object], together: bool = True) -
 
 
 def measure_whole(ranks: Ranks, length: int) -> dict:
-    """Times of the whole on rank 0, while the others wait."""
+    """Times the whole sequence on rank 0, while the other ranks wait."""
     measurements = None
     if ranks.rank == 0:
         *leaves, dout = draw_inputs(ranks, length)
@@ -190,7 +191,7 @@ def slowest(measurements: list[dict]) -> dict:
 
 
 def measure_graph(ranks: Ranks, length: int, exchange: str) -> dict:
-    """Forward and backward, collectives included, captured once and replayed."""
+    """Times the replay of a CUDA graph of forward and backward, collectives included."""
     *piece, dout = draw_inputs(ranks, length, rows_of_rank(ranks, length))
     options = {
         "group": ranks.group, "keep_window_size": WINDOW, "exchange": exchange, "check": False, "deterministic": True,
@@ -206,7 +207,8 @@ def measure_graph(ranks: Ranks, length: int, exchange: str) -> dict:
 
 
 def measure_beside_projection(ranks: Ranks, length: int) -> dict[str, dict]:
-    """`begin_exchange`, the projection of queries and `attend_to_pieces`, with the exchange on the stream of the projection or on one of its own."""
+    """Times `begin_exchange`, the projection of queries and `attend_to_pieces`. The exchange runs on the projection's stream or on its
+    own."""
     rows = rows_of_rank(ranks, length)
     _, *keys, dout = draw_inputs(ranks, length, rows)
     n, width = rows.stop - rows.start, 2 * HQ * D if not GPU else 2048

@@ -1,10 +1,10 @@
-"""A training step of examples/long_context.py at growing lengths on one GPU and on several, and its losses on whole sequences and pieces.
+"""Times training steps of examples/long_context.py by length and number of GPUs, and compares losses on whole sequences and pieces.
 
     torchrun --nproc_per_node 1 benchmarks/long_context_steps.py --json record.json
     torchrun --nproc_per_node 2 benchmarks/long_context_steps.py --json record.json --losses 40
 
-Each run adds its rows to the record. It ends within `--budget` seconds, and prints which length it did not reach. Without a GPU: gloo and
-small sizes, which tries the program.
+Each run adds its rows to the record. It ends within `--budget` seconds and prints which length it did not reach. Without a GPU it uses
+gloo and small sizes, only to try the program.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SIZES = {"window": 2048, "layers": 8, "hidden": 1024, "head-dim": 128}
 if not GPU:
     SIZES = {"window": 64, "layers": 2, "hidden": 64, "head-dim": 16}
 LOSS_LENGTH, LOSS_BATCH = (16384, 4) if GPU else (256, 2)
-TIMED = 3  # steps, of which the median counts
+TIMED = 3  # timed steps; the row has their median
 DTYPE = "bfloat16" if GPU else "float32"
 NOTE = (
     "examples/long_context.py with activation checkpointing: forward, forward again, backward and optimizer; one sequence a step; "
@@ -44,7 +44,7 @@ NOTE = (
     "values: tokens per second and GPU, MB of the busiest rank for a layer and a step, those of ring and Ulysses by formula; "
     "without NVLink multicast"
 )
-OURS, EXCHANGE = "flash_dmattn", "SendRecv"  # parts of the names of kernels
+OURS, EXCHANGE = "flash_dmattn", "SendRecv"  # substrings of kernel names
 
 
 def side_of(ranks: Ranks) -> str:
@@ -66,7 +66,8 @@ def title(what: str, length: int) -> str:
 
 
 def formulas(length: int, size: int) -> dict[str, list]:
-    """MB that a rank receives for a layer in one step: forward, forward again for the backward, backward."""
+    """Returns the MB that a rank receives per layer and step with ring and with Ulysses. A step runs forward twice, once again for the
+    backward."""
     heads = SIZES["hidden"] // SIZES["head-dim"]
     model = Model(heads, heads // 2, SIZES["head-dim"], SIZES["window"])
     values = {}
@@ -79,7 +80,7 @@ def formulas(length: int, size: int) -> dict[str, list]:
 
 
 def kernel_ms(step) -> dict[str, float]:
-    """The time of kernels in one step, by what they are for."""
+    """Returns the kernel milliseconds of one step for attention and for the exchange."""
     times = kernel_times(step)
     return {
         name: sum(ms for kernel, (_, ms) in times.items() if part in kernel)
@@ -103,7 +104,7 @@ def measure(ranks: Ranks, lengths: list[int], is_compiled: bool) -> None:
         optimizer.zero_grad()
 
     for length in lengths:
-        torch._dynamo.reset()  # each length is compiled on its own
+        torch._dynamo.reset()  # each length is compiled separately
         if not ranks.has_time_for(12 + 3 * (TIMED + 3) * length / 2**20 / ranks.size):
             ranks.print_line(f"N {length}: no time left")
             break
@@ -130,7 +131,7 @@ def measure(ranks: Ranks, lengths: list[int], is_compiled: bool) -> None:
 
 
 def measure_length(ranks: Ranks, step, mesh) -> dict:
-    """Milliseconds of a step of the slowest rank, peak memory and traffic of the busiest."""
+    """Returns the milliseconds of a step on the slowest rank, and the highest peak memory and traffic of any rank."""
     for _ in range(2):
         step()
     ranks.clear_memory()
@@ -157,7 +158,7 @@ def measure_length(ranks: Ranks, step, mesh) -> dict:
 
 
 def losses(ranks: Ranks, steps: int, is_compiled: bool) -> None:
-    """The losses of the same batches on whole sequences and on pieces."""
+    """Trains on the same batches as whole sequences and as pieces, and adds the losses to the record."""
     for size in dict.fromkeys((1, ranks.size)):
         torch._dynamo.reset()
         options = options_of(LOSS_LENGTH, is_compiled, steps=steps, cp=size, batch=LOSS_BATCH)

@@ -1,4 +1,4 @@
-"""Values of the examples' options, as argparse takes them: a wrong one is a line that names the option, before anything is trained."""
+"""Types of the examples' options for argparse. A wrong value prints one line that names the option, before any training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def between(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
-    """A whole number."""
+    """Returns an argparse type for a whole number in this range."""
 
     def number(text: str) -> int:
         if not text.strip().lstrip("+-").isdecimal() or not least <= int(text) <= most:
@@ -22,7 +22,7 @@ def between(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
 
 
 def rate(text: str) -> float:
-    """A learning rate."""
+    """Parses a learning rate."""
     return _number(text, 0, float("inf"), "a number above 0")
 
 
@@ -41,7 +41,7 @@ def _number(text: str, least: float, most: float, expected: str) -> float:
 
 
 def device(text: str) -> str:
-    """A device that torch can use, or auto."""
+    """Parses a device that torch can use, or auto."""
     import torch
 
     try:
@@ -53,7 +53,7 @@ def device(text: str) -> str:
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """Adds --device: the GPU where there is one."""
+    """Adds the option --device, by default the GPU if there is one."""
     import torch
 
     default = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,7 +61,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def new_file(text: str) -> Path:
-    """A file that can be written. Its folder is made; what it holds stays."""
+    """Parses the path of a file that can be written. Creates its folder and does not change the file."""
     path = Path(text)
     existed = path.exists()
     try:
@@ -76,7 +76,7 @@ def new_file(text: str) -> Path:
 
 
 def new_picture(text: str) -> Path:
-    """A .svg or .png that can be written by matplotlib."""
+    """Parses the path of a .svg or .png file that matplotlib can write."""
     if Path(text).suffix not in (".svg", ".png"):
         raise argparse.ArgumentTypeError(f"got {text}, expected a name that ends in .svg or .png")
     if importlib.util.find_spec("matplotlib") is None:
@@ -85,7 +85,7 @@ def new_picture(text: str) -> Path:
 
 
 def new_folder(text: str) -> Path:
-    """A folder that can be written, which is made."""
+    """Parses the path of a writable folder, and creates the folder."""
     path = Path(text)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def new_folder(text: str) -> Path:
 
 
 def run_program(main: Callable[[], object]) -> None:
-    """Runs a program, which an interrupt ends with a line."""
+    """Runs a program. An interrupt ends it with one line."""
     try:
         main()
     except KeyboardInterrupt:
@@ -106,8 +106,8 @@ def run_program(main: Callable[[], object]) -> None:
 
 
 def check_texts(parser: argparse.ArgumentParser, options: argparse.Namespace, length: int) -> None:
-    """Ends a program whose texts of recall, the longest of `length` tokens, have no room for their pairs, or its heads none for
-    their features."""
+    """Ends the program if the recall texts, at most `length` tokens long, have no room for their pairs, or the width none for its
+    heads."""
     pairs = min(options.pairs, length // 8)
     if options.words < 2 * pairs:
         parser.error(f"--words: got {options.words}, expected {2 * pairs} or more, 2 for each pair")

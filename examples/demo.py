@@ -11,7 +11,7 @@ from pathlib import Path
 
 from command_line import between, device
 
-LONGEST = 32768  # a context of which the picture of keys takes 8 GB of memory
+LONGEST = 32768  # at this context length the picture of keys takes 8 GB of memory
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -58,7 +58,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory ran out. On the CPU torch has no class of errors for it."""
+    """Returns whether an error means that memory ran out. On the CPU torch has no error class for this."""
     import torch
 
     kinds = (MemoryError, torch.OutOfMemoryError)

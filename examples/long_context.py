@@ -1,11 +1,11 @@
-"""Trains a Doge from scratch on one long sequence a step, whose pieces are on several GPUs.
+"""Trains a Doge from scratch with one long sequence per step, split over several GPUs.
 
     torchrun --nproc_per_node 2 examples/long_context.py --seq-len 262144
     torchrun --nproc_per_node 2 examples/long_context.py --seq-len 262144 --cp 1     # the same batches, whole sequences
 
-Ranks form a mesh (dp, cp): parameters are sharded over all of them (FSDP2), every sequence over cp. The text is Python's standard
-library, as bytes. Without a GPU it runs on processes of the CPU. A run with --output continues where it was stopped, bit for bit, and
-leaves a record and a picture of its losses there.
+Ranks form a mesh (dp, cp): parameters are sharded over all ranks (FSDP2), and every sequence over cp. The text is Python's standard
+library as bytes. Without a GPU the ranks are processes on the CPU. A run with --output resumes bit for bit where it was stopped, and
+writes a record and a picture of its losses there.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from flash_dmattn.integrations.transformers import enable_flash_dmattn
 
 VOCABULARY = 256  # bytes
 RECORD = "record.json"
-TOKENS_OF_LOGITS = 8192  # at a time: the logits of a million tokens would not fit
+TOKENS_OF_LOGITS = 8192  # tokens whose logits exist at a time; those of a million would not fit
 
 
 class Trainee(nn.Module):
-    """A Doge and the sum of its losses, whose logits exist for some tokens at a time: by Liger's kernels where they are installed and
-    there is a GPU, else in a loop."""
+    """A Doge with the sum of its losses. Logits exist only for some tokens at a time, with Liger's kernels if they are installed and there
+    is a GPU, otherwise in a loop."""
 
     def __init__(self, doge: DogeForCausalLM):
         super().__init__()
@@ -99,7 +99,7 @@ def make_trainee(options: argparse.Namespace, mesh: DeviceMesh, device: torch.de
 
 
 def batch_of(text: Tensor, step: int, options: argparse.Namespace, dp_rank: int) -> Tensor:
-    """The sequences of a step: the same whatever the number of pieces is, and when a run continues."""
+    """Returns the sequences of a step. They depend neither on the number of pieces nor on whether the run was resumed."""
     generator = torch.Generator().manual_seed(options.seed * 1000003 + step)
     batch = random_batch(text, options.batch, options.seq_len, generator)
     return batch.tensor_split(options.dp)[dp_rank]
@@ -117,7 +117,7 @@ def make_mesh(options: argparse.Namespace) -> tuple[DeviceMesh, torch.device]:
 
 
 def train(options: argparse.Namespace) -> list[dict]:
-    """The record of each step, on every rank; that of steps before a stop, too, on rank 0."""
+    """Trains, and returns the record of each step on every rank. On rank 0 it includes the steps before a stop."""
     mesh, device = make_mesh(options)
     cuda = device.type == "cuda"
     trainee = make_trainee(options, mesh, device)
@@ -167,7 +167,7 @@ def train(options: argparse.Namespace) -> list[dict]:
 def backward(
     trainee: Trainee, tokens: Tensor, cp: ContextParallel, every: ContextParallel
 ) -> Tensor:
-    """The mean loss over the batches and pieces of all ranks, after its backward."""
+    """Runs forward and backward. Returns the mean loss over the batches and pieces of all ranks."""
     piece = cp.shard(tokens, tokens, multiple=8)
     total = trainee(piece.input_ids, piece.position_ids, piece.shift_labels)
     loss = every.mean(total, (piece.shift_labels != -100).sum())
@@ -181,7 +181,7 @@ def save(folder: Path, trainee: Trainee, optimizer: torch.optim.Optimizer, step:
 
 
 def load(folder: Path, trainee: Trainee, optimizer: torch.optim.Optimizer) -> int:
-    """The step with which the training continues."""
+    """Loads the checkpoint in a folder, and returns the step with which the training continues."""
     model, states = get_state_dict(trainee, optimizer)
     state = {"model": model, "optimizer": states, "step": 0}
     dcp.load(state, checkpoint_id=folder)
@@ -192,7 +192,7 @@ def load(folder: Path, trainee: Trainee, optimizer: torch.optim.Optimizer) -> in
 
 
 def draw_losses(record: list[dict], path: Path) -> None:
-    """The loss of every step, where matplotlib is installed."""
+    """Draws the loss of every step if matplotlib is installed."""
     if importlib.util.find_spec("matplotlib") is None:
         return
     from matplotlib.figure import Figure
@@ -258,7 +258,7 @@ def main(arguments: list[str] | None = None) -> None:
         draw_losses(record, options.output / "losses.png")
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # threads of gloo outlive their group
+    os._exit(0)  # gloo's threads outlive their group
 
 
 if __name__ == "__main__":

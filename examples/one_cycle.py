@@ -5,6 +5,6 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 
 def one_cycle(optimizer: Optimizer, rate: float, steps: int, rise: float) -> OneCycleLR:
-    """A schedule that rises to `rate` in the share `rise` of the steps, two of them at least, and falls in the others."""
-    total = max(steps, 3)  # a rise and a fall
+    """Returns a schedule that rises to `rate` over the share `rise` of the steps, at least two steps, and falls over the others."""
+    total = max(steps, 3)  # the fewest steps with a rise and a fall
     return OneCycleLR(optimizer, rate, total, pct_start=max(rise, 2 / total))

@@ -22,7 +22,7 @@ from flash_dmattn import DynamicMaskAttention
 from one_cycle import one_cycle
 from recall_texts import Texts
 
-IGNORED = -100  # a place that asks for nothing
+IGNORED = -100  # label of a position that asks for nothing
 Score = str | Callable[[Tensor], Tensor]
 KINDS = {
     "gate": "log sigmoid(z)",
@@ -33,7 +33,8 @@ KINDS = {
 
 
 class Model(nn.Module):
-    """Embedding with a share of the word before, layers of attention and MLP, and the embedding again."""
+    """A model of layers with attention and an MLP. The embedding of a word includes a share of the previous word and is also used for the
+    output."""
 
     def __init__(self, words: int, width: int, heads: int, window: int, score: Score, layers: int):
         super().__init__()
@@ -68,7 +69,7 @@ class Layer(nn.Module):
 
 
 def rotate(query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """A rotary embedding."""
+    """Applies a rotary embedding."""
     half = query.shape[-1] // 2
     frequency = 10000.0 ** (-torch.arange(half, device=query.device) / half)
     angles = positions[..., None, None] * frequency
@@ -82,24 +83,24 @@ def rotate(query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tenso
 
 
 def equal_scores(heads: int) -> Callable[[Tensor], Tensor]:
-    """Scores by which a query keeps the most recent keys."""
+    """Returns equal scores, so that a query keeps the most recent keys."""
     return lambda hidden: hidden.new_zeros((*hidden.shape[:2], heads))
 
 
 def window_of(kind: str, options: argparse.Namespace) -> int:
-    """The most recent keys get twice the room, and still recall nothing."""
+    """Returns the window of a kind. The most recent keys get a window of twice the size, and still recall nothing."""
     return 2 * options.window if kind == "window" else options.window
 
 
 def train(kind: str, options: argparse.Namespace) -> list[float]:
-    """The share of right answers at every step."""
+    """Trains a model and returns the share of right answers at every step."""
     torch.manual_seed(options.seed)
     texts = Texts(options.pairs, options.words, options.device, options.seed)
     score = equal_scores(options.heads) if kind == "window" else kind
     window = window_of(kind, options)
     model = Model(options.words, options.width, options.heads, window, score, options.layers)
     model.to(options.device)
-    if kind == "doge":  # whose factors begin at 0
+    if kind == "doge":  # its factors A begin at 0
         for layer in model.layers:
             nn.init.constant_(layer.attention.scores.A, 0.5)
     optimizer = torch.optim.AdamW(model.parameters(), options.rate, weight_decay=0.01)
@@ -122,13 +123,13 @@ def train(kind: str, options: argparse.Namespace) -> list[float]:
 
 
 def at_the_end(recall: list[float]) -> float:
-    """Mean recall of the last steps."""
+    """Returns the mean recall of the last steps."""
     last = recall[-max(1, min(50, len(recall) // 10)) :]
     return sum(last) / len(last)
 
 
 def draw(curves: dict[str, list[float]], options: argparse.Namespace, path: Path) -> None:
-    """Right answers against steps, a mean of ten steps each."""
+    """Draws the share of right answers against the step, as means of ten steps."""
     import matplotlib
 
     matplotlib.use("Agg")

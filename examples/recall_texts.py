@@ -5,18 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_ASKED_PLACES = 4  # a quarter of the text asks
+_ASKED_PLACES = 4  # one quarter of the text asks for keys
 
 
 class Texts:
-    """Words 0 to 2 `words` - 1: keys, values, and as many of filler, or the filler of the same words."""
+    """Texts of words 0 to 2 `words` - 1. Keys and values are the lower half of the words and filler the upper half. With `same_words`,
+    the filler is of the lower half, too."""
 
     def __init__(self, pairs: int, words: int, device: str, seed: int, same_words: bool = False):
         self.pairs, self.words, self.device, self.same_words = pairs, words, device, same_words
         self.random = torch.Generator(device).manual_seed(seed)
 
     def draw(self, length: int, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Texts [batch, length], the places that ask [batch, pairs] and their answers [batch, pairs].
+        """Returns texts [batch, length], the places that ask [batch, pairs] and their answers [batch, pairs].
 
         A short text has no more pairs than an eighth of its length.
         """
@@ -35,5 +36,5 @@ class Texts:
         return {"device": self.device, "generator": self.random}
 
     def _distinct(self, high: int, batch: int, count: int) -> Tensor:
-        """[batch, count] different numbers below `high`."""
+        """Returns [batch, count] numbers below `high`, distinct within a row."""
         return torch.rand(batch, high, **self._on()).argsort(1)[:, :count]

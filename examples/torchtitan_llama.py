@@ -15,7 +15,7 @@ from flash_dmattn.integrations.torchtitan import with_dynamic_masks
 
 
 def llama3_8b_dynamic_masks() -> Trainer.Config:
-    """131,072 tokens on 8 GPUs, from scratch: the longest that the rotary embedding of the config has."""
+    """Trains from scratch with 131,072 tokens on 8 GPUs, the longest sequence that the config's rotary embedding supports."""
     config = llama3_8b()
     config.model_spec = with_dynamic_masks(model_registry("8B"), keep_window_size=2048)
     config.parallelism = in_pieces(8)
@@ -25,7 +25,7 @@ def llama3_8b_dynamic_masks() -> Trainer.Config:
 
 
 def llama3_debugmodel_dynamic_masks() -> Trainer.Config:
-    """A small model on two GPUs."""
+    """Trains a small model on two GPUs."""
     config = llama3_debugmodel()
     config.model_spec = with_dynamic_masks(model_registry("debugmodel"), keep_window_size=256)
     config.parallelism = in_pieces(2)
@@ -33,7 +33,7 @@ def llama3_debugmodel_dynamic_masks() -> Trainer.Config:
 
 
 def in_pieces(ranks: int) -> ParallelismConfig:
-    """Consecutive pieces, of which each goes to attention as it is."""
+    """Splits a sequence into consecutive pieces, without a load balancer."""
     return ParallelismConfig(
         context_parallel_degree=ranks,
         context_parallel_load_balancer=None,

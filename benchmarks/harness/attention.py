@@ -1,4 +1,4 @@
-"""Forward, backward and peak memory of attention cases, with alternating sides."""
+"""Measures forward, backward and peak memory of attention cases, with the sides run alternately."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .clock import costs, timed
 
 
 def side_names(name: str, device: str) -> tuple[str, ...]:
-    """Sides that `--side` can choose for a case; none where it chooses nothing."""
+    """Returns the sides that `--side` can select for a case; none if the case ignores `--side`."""
     return () if name == "selection" else sides.names_on(device)
 
 
 def expect_case_runs(name: str, options: argparse.Namespace) -> None:
-    """Raises Declined for a case that another device has alone."""
+    """Raises Declined for a case that exists only for another device."""
     if name != "selection" and name not in CASES[options.device]:
         raise sides.Declined(f"it has no sizes for {options.device}")
 
@@ -37,7 +37,8 @@ def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
 
 
 def _new_cases(name: str, options: argparse.Namespace) -> list[Case]:
-    """The cases of a name without those of the names before it: `scaling` has the case of `dynamic_mask` too."""
+    """Returns the cases called `name`, without those that an earlier name includes. For example, `scaling` includes the case of
+    `dynamic_mask`."""
 
     def listed(name: str) -> list[Case]:
         return cases_of(options.device, name, options.length, options.window)
@@ -57,7 +58,7 @@ _SELECTIONS = {
 
 
 def _selections(options: argparse.Namespace) -> Iterator[dict]:
-    """The choice of keys alone, by each rule alternately."""
+    """Times only the selection of keys, with the rules alternately."""
     for length in options.length or [32768, 524288]:
         scores = torch.randn(1, 8, length, device=options.device)
         times = {rule: [] for rule in _SELECTIONS}
@@ -68,7 +69,7 @@ def _selections(options: argparse.Namespace) -> Iterator[dict]:
                     return select_key_intervals(scores, 2048, **keywords)
 
                 times[rule].append(timed(select, options.device)[0])
-        for rule, (_, *measured_ms) in times.items():  # the first is the warm-up
+        for rule, (_, *measured_ms) in times.items():  # the first run is a warm-up
             case = f"selection {rule} 8 rows N{length} w2048"
             yield record.row(
                 case, options.device, "float32", forward=statistics.median(measured_ms)
@@ -76,7 +77,7 @@ def _selections(options: argparse.Namespace) -> Iterator[dict]:
 
 
 def measure(case: Case, dtype: str, device: str, names: list[str], repeats: int) -> list[dict]:
-    """The rows of one case. A side that has none prints the reason."""
+    """Returns the rows of one case, and prints the reason for each side that cannot run it."""
 
     def decline(names, reason: Exception) -> None:
         for name in names:
@@ -91,7 +92,7 @@ def measure(case: Case, dtype: str, device: str, names: list[str], repeats: int)
     for name in names:
         try:
             step = sides.build(name, inputs)
-            step.backward(step.forward())  # compiles, and raises where it cannot
+            step.backward(step.forward())  # compiles, and raises if the side cannot run the case
             steps[name] = step
         except sides.REASONS as reason:
             decline([name], reason)

@@ -1,4 +1,4 @@
-"""Attention that is measured: cases by name."""
+"""The attention cases that the benchmarks measure, by name."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ KINDS = (
     DENSE, PER_QUERY, GLOBAL, SLIDING, DOCUMENTS, DENSE_MASKS, FORGETTING, BIASED_TOP, BIASED, DELAYED_TOP, DELAYED,
     EVICTED,
 )  # fmt: skip
-RECENT = 512  # keys that EVICTED and the kinds of recent and top-w show, and queries after which a delayed bias counts
-KEPT = 1 / 8  # of the older keys under EVICTED
-THRESHOLD = -statistics.NormalDist().inv_cdf(KEPT)  # of normal scores
+# Size of the recent window (EVICTED, BIASED_TOP, DELAYED_TOP), and the delay of a delayed bias (DELAYED, DELAYED_TOP).
+RECENT = 512
+KEPT = 1 / 8  # share of the older keys that EVICTED keeps without a window
+# A normally distributed score exceeds it with probability KEPT.
+THRESHOLD = -statistics.NormalDist().inv_cdf(KEPT)
 _TITLE = re.compile(
     rf"({'|'.join(KINDS)}) B(\d+) H(\d+)(?: Hkv(\d+))? N(\d+) D(\d+)(?:/(\d+))?(?: w(\d+))?"
 )
@@ -27,14 +29,19 @@ _TITLE = re.compile(
 class Case:
     """Causal attention of `batch` sequences.
 
-    kind: DENSE; PER_QUERY and GLOBAL: a query sees the `window` keys with the highest bias, one bias per
-        key; SLIDING: the last `window` keys; DOCUMENTS: packed documents of `window` tokens each; DENSE_MASKS:
-        a dense mask and bias, about `window` random keys per query; FORGETTING: forget gates of every query head, under
-        which a key fades within `window` queries and is pruned then, without a window never; BIASED: every earlier key,
-        with one bias per key; DELAYED: the same, where the bias counts from RECENT queries after its key; BIASED_TOP and
-        DELAYED_TOP: a query sees the last RECENT keys and the `window` with the highest bias; EVICTED: a query sees the
-        last RECENT keys and, with a `window`, that many of the older ones, those with the highest scores; without one, those
-        with a score above a threshold, KEPT of them.
+    The kinds:
+        DENSE: a query sees every earlier key.
+        PER_QUERY, GLOBAL: a query sees the `window` keys with the highest bias, one bias per key.
+        SLIDING: a query sees the last `window` keys.
+        DOCUMENTS: packed documents of `window` tokens each.
+        DENSE_MASKS: a dense mask and a dense bias, with about `window` random keys per query.
+        FORGETTING: one forget gate per query head. With a window, a key fades within `window` queries and is then pruned; without
+            one, no key is pruned.
+        BIASED: a query sees every earlier key, with one bias per key.
+        DELAYED: as BIASED, but a key's bias applies only from RECENT queries after the key.
+        BIASED_TOP, DELAYED_TOP: a query sees the last RECENT keys and the `window` keys with the highest bias.
+        EVICTED: a query sees the last RECENT keys and some of the older ones. With a window, these are the `window` keys with
+            the highest scores; without one, the keys whose score exceeds THRESHOLD, a share KEPT of them.
     """
 
     kind: str
@@ -56,7 +63,7 @@ class Case:
 
     @classmethod
     def parse(cls, title: str) -> Case | None:
-        """The case of this title; None for that of other work."""
+        """Returns the case with this title, or None if the title is not that of an attention case."""
         match = _TITLE.fullmatch(title)
         if match is None:
             return None
@@ -68,8 +75,8 @@ class Case:
 
     @property
     def visible_elements(self) -> int:
-        """Visible (query, key) elements of all heads: query i sees min(i + 1, window) keys. Under EVICTED RECENT more, and without
-        a window KEPT of the older ones on average."""
+        """The number of visible (query, key) elements of all heads. Query i sees min(i + 1, window) keys. EVICTED adds RECENT keys
+        and, without a window, on average a share KEPT of the older keys."""
         n, w = self.seqlen, min(self.window or self.seqlen, self.seqlen)
         if self.kind == EVICTED:
             w = min((self.window or 0) + RECENT, n)
@@ -80,8 +87,8 @@ class Case:
         return self.batch * self.heads_q * (first + later)
 
     def useful_flops(self, direction: str) -> int:
-        """Products of 2 D FLOPs per element: one with the columns of keys and one with those of values forward,
-        three and two backward."""
+        """Counts 2 D FLOPs per visible element and product. Forward has one product over the key dimension and one over the value
+        dimension; backward has three and two."""
         with_keys, with_values = {"forward": (1, 1), "backward": (3, 2)}[direction]
         terms = with_keys * self.head_dim + with_values * (self.value_dim or self.head_dim)
         return 2 * terms * self.visible_elements
@@ -152,7 +159,7 @@ NAMES = tuple(dict.fromkeys(name for table in CASES.values() for name in table))
 
 
 def cases_of(device: str, name: str, lengths=None, windows=None) -> list[Case]:
-    """The cases of a name; `lengths` and `windows` replace their own."""
+    """Returns the cases called `name`. `lengths` and `windows`, where given, replace those of the cases."""
     cases = [
         dataclasses.replace(case, seqlen=n, window=w)
         for case in CASES[device].get(name, [])
@@ -163,7 +170,8 @@ def cases_of(device: str, name: str, lengths=None, windows=None) -> list[Case]:
 
 
 def useful_tflops(row: dict) -> tuple[float | None, float | None] | None:
-    """Useful TFLOP/s of a row's forward and backward (None if not measured); None for rows that are not attention."""
+    """Returns a row's useful TFLOP/s, forward and backward, with None for a direction that was not measured. Returns None for a row
+    that does not measure attention."""
     case = Case.parse(row["case"])
     if case is None:
         return None

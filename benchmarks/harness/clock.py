@@ -1,4 +1,4 @@
-"""Milliseconds of a call, on the processor or on the GPU, and the peak of its memory."""
+"""Measures how long a call takes on the CPU or the GPU, and its peak memory."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from torch import Tensor
 
 from flash_dmattn.check.memory import peak_bytes
 
-# A GPU's clock follows its load with a delay: without a warm-up a case would be timed at the clock of the case before it.
+# A GPU's clock follows its load with a delay. Without a warm-up, a case would run at the clock of the case before it.
 _SECONDS_OF_WARM_UP = 0.5
-_SECONDS_OF_REPLAYS = 0.1  # of a graph, before the replays that count
-_CYCLES_AHEAD = 2_000_000  # about a millisecond, in which Python runs ahead of the GPU
+_SECONDS_OF_REPLAYS = 0.1  # warm-up replays of a graph before the timed ones
+# The GPU sleeps for about a millisecond, so that Python can launch ahead of it.
+_CYCLES_AHEAD = 2_000_000
 
 
 @dataclass(frozen=True)
 class Step:
-    """A forward, the inputs that it is differentiated by, and the gradient of its output."""
+    """A forward function, its inputs that require a gradient, and the gradient of its output."""
 
     forward: Callable[[], Tensor]
-    leaves: list[Tensor]  # empty where a side has no backward
+    leaves: list[Tensor]  # empty if the side has no backward
     dout: Tensor
-    mask_bytes: int = 0  # of a mask that was made for this side alone
+    mask_bytes: int = 0  # size of a mask that only this side needs
 
     def backward(self, out: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(out, self.leaves, self.dout) if self.leaves else ()
@@ -37,11 +38,11 @@ class Step:
 class Cost:
     forward_ms: float
     backward_ms: float | None  # None: the side has no backward
-    peak_bytes: int  # of forward and backward together, beyond query, key, value and bias
+    peak_bytes: int  # peak over forward and backward, not counting query, key, value and bias
 
 
 def timed(call: Callable, device: str, *arguments: object) -> tuple[float, object]:
-    """Milliseconds of one call, and its result."""
+    """Calls once. Returns the milliseconds it took, and its result."""
     if device == "cpu":
         start = time.perf_counter()
         result = call(*arguments)
@@ -61,7 +62,7 @@ def wait(device: str) -> None:
 
 
 def elapsed_ms(call: Callable[[], object], device: str) -> float:
-    """Milliseconds until the call has ended on the device, launches included."""
+    """Returns the milliseconds from the call until the device has finished, launches included."""
     wait(device)
     start = time.perf_counter()
     call()
@@ -70,8 +71,8 @@ def elapsed_ms(call: Callable[[], object], device: str) -> float:
 
 
 def capture_graph(calls: list[Callable[[], object]], rounds: int = 1) -> Callable[[], None]:
-    """The replay of a CUDA graph of these calls, `rounds` times. Each call runs before the capture, which raises if it
-    cannot run."""
+    """Captures the calls, repeated `rounds` times, in a CUDA graph and returns its replay. Each call runs once before the capture
+    and raises there if it cannot run."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -87,7 +88,7 @@ def capture_graph(calls: list[Callable[[], object]], rounds: int = 1) -> Callabl
 
 
 def graph_ms(calls: list[Callable[[], object]], at_least: int, repeats: int) -> float:
-    """Milliseconds of one of these calls in a CUDA graph of `at_least` calls or more: the median of its replays."""
+    """Captures at least `at_least` calls in a CUDA graph. Returns the milliseconds per call, the median of `repeats` replays."""
     rounds = math.ceil(at_least / len(calls))
     replay = capture_graph(calls, rounds)
     start = time.perf_counter()
@@ -98,13 +99,13 @@ def graph_ms(calls: list[Callable[[], object]], at_least: int, repeats: int) -> 
 
 
 def count_kernels(call: Callable[[], object]) -> tuple[int, float]:
-    """How many kernels and copies a call launches, and the sum of their milliseconds."""
+    """Returns how many kernels and copies a call launches, and their total milliseconds."""
     kernels = kernel_times(call).values()
     return sum(count for count, _ in kernels), sum(ms for _, ms in kernels)
 
 
 def kernel_times(call: Callable[[], object]) -> dict[str, tuple[int, float]]:
-    """The kernels and copies that a call launches, by name: how many, and the sum of their milliseconds."""
+    """Returns, for each kernel or copy that a call launches, its number of launches and their total milliseconds, by name."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
@@ -114,10 +115,12 @@ def kernel_times(call: Callable[[], object]) -> dict[str, tuple[int, float]]:
 
 
 def costs(steps: dict[str, Step], device: str, repeats: int) -> dict[str, Cost]:
-    """Median costs of each side over `repeats` rounds after warm-up. Each round has a random order of sides, so that
-    neither a drifting clock nor the preceding side favours one. A round times all forwards, then all
-    backwards, because a call starts at the clock that the preceding one has left. On an H200 that is 1.65 to 1.68 GHz
-    after long forwards and 1.70 to 1.82 GHz after backwards: a side without a backward would slow the next forward."""
+    """Returns the median cost of each side over `repeats` rounds, after a warm-up.
+
+    Each round shuffles the sides, so that neither clock drift nor the preceding side favours one. A round times all forwards, then
+    all backwards, because a call starts at the clock that the preceding one left: on an H200, 1.65 to 1.68 GHz after long forwards
+    and 1.70 to 1.82 GHz after backwards. If forwards and backwards alternated, a side without a backward would slow the next forward.
+    """
     draw = random.Random(0)
 
     def in_any_order() -> list[str]:
@@ -150,7 +153,7 @@ def costs(steps: dict[str, Step], device: str, repeats: int) -> dict[str, Cost]:
 
 
 def peak_of(step: Step, device: str) -> int:
-    """Bytes of outputs, gradients, intermediate tensors, and the mask."""
+    """Returns the peak bytes of a step: outputs, gradients and intermediate tensors, plus the mask."""
 
     def run():
         out = step.forward()

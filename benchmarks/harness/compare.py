@@ -1,4 +1,4 @@
-"""Ratios of times: of the sides of one record, of two records, or of two builds measured alternately."""
+"""Compares the times of the sides of one record, of two records, or of two builds measured alternately."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .options import INTERRUPTED, expect_output
 
 _TIMES = (*record.TIMES, "both")
 _WHEN = ("before", "after")
-_PARTS = ("python", "_C.so", "commit")  # of a build
+_PARTS = ("python", "_C.so", "commit")  # the files of a build's folder
 
 
 def main(options: argparse.Namespace) -> int:
@@ -51,8 +51,8 @@ def main(options: argparse.Namespace) -> int:
 
 
 def ratios(rows: list[dict]) -> list[str]:
-    """A line for each side of a case: medians of its runs, and their ratios to the medians of the case's first side.
-    Sides called "before X" and "after X" are compared with each other alone."""
+    """Returns one line per case and side: the medians of its runs and their ratios to the medians of the case's first side. Sides
+    called "before X" and "after X" are compared only with each other."""
     groups: dict[tuple, dict[str, list[dict]]] = {}
     for row in rows:
         when, _, side = row["side"].partition(" ")
@@ -83,7 +83,7 @@ def _before_and_after(before: dict, after: dict) -> list[dict]:
 
 
 def _check_builds(builds: list[Path], options: argparse.Namespace) -> None:
-    """Ends the program before anything is measured, rather than after."""
+    """Ends the program before the first measurement if a build is incomplete or the record cannot be written."""
     for build in builds:
         missing = [name for name in _PARTS if not (build / name).exists()]
         if missing:
@@ -93,7 +93,8 @@ def _check_builds(builds: list[Path], options: argparse.Namespace) -> None:
 
 
 def _measure_builds(builds: list[Path], options: argparse.Namespace) -> Iterator[dict]:
-    """The record of rounds, each of which measures both builds in processes of their own, in random order, as it grows."""
+    """Measures both builds in every round, each in its own process and in random order. Yields the record so far after each
+    measurement."""
     command = " ".join(["bench.py", *sys.argv[1:]])
     rows: dict[str, list[dict]] = {when: [] for when in _WHEN}
     for number in range(options.rounds):
@@ -108,7 +109,7 @@ def _measure_builds(builds: list[Path], options: argparse.Namespace) -> Iterator
 
 
 def _measure(build: Path, options: argparse.Namespace) -> dict:
-    """The record of this driver's `run` with the package of a build."""
+    """Runs this driver's `run` in a new process with the package of a build, and returns its record."""
     driver = Path(__file__).parents[1] / "bench.py"
     commit = (build / "commit").read_text().strip()
     package = {

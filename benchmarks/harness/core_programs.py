@@ -1,4 +1,4 @@
-"""The stages of the C++ library one by one, without torch: the programs of FLASH_DMATTN_BENCHMARKS, which use Google Benchmark."""
+"""Times each stage of the C++ library without torch, with the Google Benchmark programs that FLASH_DMATTN_BENCHMARKS builds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from itertools import groupby
 from .sides import Declined
 
 PROGRAMS = {"cpu": "bench_core", "cuda": "bench_selection"}
-# Cases of the one for a CPU are those of attention, whose side is `cpu`.
+# The CPU program measures cases that harness/attention.py measures too, there with the side `cpu`.
 SIDES = {"cpu": "library", "cuda": "cuda"}
 OPTIONS = (
     "--benchmark_format=json",
@@ -22,25 +22,25 @@ OPTIONS = (
 
 
 def expect_case_runs(name: str, options: argparse.Namespace) -> None:
-    """Raises Declined where the program is not built."""
+    """Raises Declined if the program is not built."""
     program = options.programs / PROGRAMS[options.device]
     if not (program.is_file() and os.access(program, os.X_OK)):
         raise Declined(f"--programs has no program {program}")
 
 
 def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
-    """The medians of the program's benchmarks, a row for each case and dtype. They run at their own sizes."""
+    """Runs the program at its own sizes. Yields a row per case and dtype, with the medians of its benchmarks."""
     program = PROGRAMS[options.device]
     command = [options.programs / program, *OPTIONS]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:
         print(f"{program} failed with status {done.returncode}", flush=True)
-    if done.stdout.rstrip().endswith("}"):  # else it ended in between
+    if done.stdout.rstrip().endswith("}"):  # otherwise the program ended too early
         yield from rows_of(json.loads(done.stdout)["benchmarks"], SIDES[options.device])
 
 
 def rows_of(benchmarks: list[dict], side: str) -> Iterator[dict]:
-    """Rows of records. Names are <case>/<dtype>/<part>/..., where the rest is Google Benchmark's."""
+    """Yields rows of a record from benchmarks named <case>/<dtype>/<part>/...; Google Benchmark adds what comes after the part."""
     medians = [b for b in benchmarks if b.get("aggregate_name") == "median"]
     for (case, dtype), group in groupby(medians, lambda b: tuple(b["run_name"].split("/")[:2])):
         group = list(group)

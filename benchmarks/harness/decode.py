@@ -1,7 +1,7 @@
-"""A token at a time, from a cache of slots and from all keys, compared with the bandwidth of a copy.
+"""Times one decoding step, over a cache of slots and over all keys, and compares it with the bandwidth of a copy.
 
 `forward` is the time with cold caches: calls cycle through enough KV caches that each is read from memory. The part `warm`
-reuses one. On a GPU both are from replays of a CUDA graph of at least 24 calls.
+reuses one KV cache. On a GPU both come from replays of a CUDA graph of at least 24 calls.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .sides import REASONS, expect_memory
 
 _GPU_CACHE_BYTES = 240 * 10**6  # four times an L2 of 60 MB
 _GPU_COPY_BYTES = 1 << 30
-POOL = 2  # states for each sequence of the side "rows", which steps rows of a pool
-# torch's implementations on a GPU.
+POOL = 2  # states per sequence in the pool of the side "rows"
+# torch's attention backends on a GPU, by side.
 _SDPA = {
     "fa2": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -37,8 +37,12 @@ _SDPA = {
 
 @dataclasses.dataclass(frozen=True)
 class DecodeCase:
-    """One token per sequence. keys: in the cache; slots: they are the w best of any context; recent: the number of slots
-    for recent keys, where the others are for the best of all."""
+    """A step of one token per sequence.
+
+    keys: keys in the cache of a sequence.
+    slots: whether the cache has one slot per key, which hold the best keys of a context of any length.
+    recent: how many of the slots hold recent keys; the others hold the best of all keys.
+    """
 
     keys: int
     slots: bool = False
@@ -101,13 +105,13 @@ def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
 
 
 def cache_bytes(device: str) -> int:
-    """Bytes of the caches that cold calls cycle through: the last one read has then left the processor's caches."""
+    """Returns how many bytes of KV caches the cold calls cycle through, so that none is still in the processor's caches."""
     return _GPU_CACHE_BYTES if device == "cuda" else working_set()
 
 
 def copy_bandwidth(device: str, repeats: int) -> float:
-    """GB/s that a plain copy reads and writes: the best of several; on a GPU the better of a copy by the driver and one
-    by a kernel."""
+    """Returns the GB/s that a plain copy reads and writes, the best of several. On a GPU this is the faster of a driver copy and a
+    kernel."""
     size = _GPU_COPY_BYTES if device == "cuda" else cache_bytes(device)
     source = torch.ones(size // 4, dtype=torch.float32, device=device)
     target = torch.ones_like(source)
@@ -126,8 +130,10 @@ def _normal(dtype: torch.dtype, device: str, *shape: int) -> Tensor:
 def _slots(
     case: DecodeCase, dtype: torch.dtype, device: str, states: int = 1
 ) -> Callable[[], Tensor]:
-    """Insertion and attention; half of the tokens are good enough to evict a key. states: of a pool for each row of the batch, of
-    which the rows are a random choice."""
+    """Returns a step that inserts a token and attends. About half of the tokens score high enough to evict a key.
+
+    states: states in the pool per row of the batch. With more than one, the rows are a random choice of the pool's states.
+    """
     pool = states * case.batch
     sizes = (pool, case.heads_kv, case.keys - case.recent, case.head_dim)
     cache = KVSlots(*sizes, recent_window=case.recent, dtype=dtype, device=device)
@@ -148,7 +154,7 @@ def _all_keys(case: DecodeCase, dtype: torch.dtype, device: str) -> Callable[[],
     k, v = (_normal(dtype, device, *shape).transpose(1, 2) for _ in range(2))
     q = _normal(dtype, device, case.batch, 1, case.heads_q, case.head_dim)
     if device == "cuda":
-        # Lengths are left out, as for SDPA: other kernels would turn them into intervals.
+        # SDPA gets no lengths either, and with lengths other kernels would first turn them into intervals.
         return lambda: flash_dmattn_func(q, k, v)
     lengths = torch.full((case.batch,), case.keys, dtype=torch.int32, device=device)
     return lambda: flash_dmattn_with_kvcache(q, k, v, cache_seqlens=lengths)

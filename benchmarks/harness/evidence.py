@@ -1,4 +1,4 @@
-"""A record of the quality of learned scores, from what examples/learned_scores wrote into a folder (`make evidence`)."""
+"""Writes a record of the quality of learned scores from the results of examples/learned_scores in a folder (`make evidence`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import transformers  # noqa: F401 - for its version
 from . import machine, record
 from .options import expect_commit
 
-_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}  # of a training on a device
+_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}  # the dtype of a training, by device
 _NOTE = (
     "distil: a method, or a recipe of training, by the keys that a query sees; recall: a score, and the keys that a query sees. "
     "Values are of held-out texts"
@@ -20,7 +20,7 @@ _NOTE = (
 
 
 def rows(folder: Path) -> Iterator[dict]:
-    """A row for each method and budget of distil (results.json), and for each training of recall (recall*.json)."""
+    """Yields a row per method and budget of distil (results.json), and a row per training of recall (recall*.json)."""
     for results in _read(folder, "results.json", ("settings", "quality")):
         settings = results["settings"]
         unit = "nats/byte" if settings["model"] == "None" else "nats/token"
@@ -46,7 +46,7 @@ def rows(folder: Path) -> Iterator[dict]:
 
 
 def _read(folder: Path, name: str, fields: tuple[str, ...]) -> Iterator[dict]:
-    """The contents of the files of a name. Raises ValueError for one that another program has written, or half of one."""
+    """Yields the contents of all files called `name`. Raises ValueError for a file that is truncated or that another program wrote."""
     for path in sorted(folder.glob(f"**/{name}")):
         try:
             results = json.loads(path.read_text())

@@ -1,6 +1,7 @@
-"""The bytes that context parallelism moves and their time, on paper, for 2 to 64 ranks.
+"""Calculates, without measuring, how many bytes context parallelism moves and how long that takes, for 2 to 64 ranks.
 
-For each rank and layer, in 16 bits: bytes of the busiest rank, and the share of them in the time of attention where nothing hides them.
+The numbers are per rank and layer, for 16-bit tensors: the bytes of the busiest rank, and the time of the exchange as a share of the
+time of attention, if no computation hides it.
 """
 
 from __future__ import annotations
@@ -9,16 +10,17 @@ import argparse
 from dataclasses import dataclass
 from typing import NamedTuple
 
-FORWARD, BACKWARD = 533e12, 471e12  # useful FLOP/s of an H200 with w 2048, docs/benchmarks.md
+# Useful FLOP/s of an H200 at w 2048, from docs/benchmarks.md.
+FORWARD, BACKWARD = 533e12, 471e12
 LENGTHS = (2**17, 2**20, 2**22)
-RANKS = ((2, 2), (8, 8), (16, 8), (64, 8))  # and those of a node
-# Bytes a second of a GPU, and seconds of a collective that depends on the one before.
+RANKS = ((2, 2), (8, 8), (16, 8), (64, 8))  # (ranks, ranks per node)
+# (bytes per second and GPU, latency in seconds of a collective that depends on the previous one)
 NVLINK, INFINIBAND = (350e9, 25e-6), (45e9, 80e-6)
-NOTE = 8  # bytes of a score and a position
+NOTE = 8  # bytes of a key's score and position
 
 
 class Hop(NamedTuple):
-    """The bytes of one collective to ranks of the same node and of others."""
+    """The bytes that one collective moves within a node and between nodes."""
 
     within: float
     between: float
@@ -39,18 +41,18 @@ class Model:
     window: int
 
     def row(self) -> int:
-        """Bytes of one token's keys and values."""
+        """Returns the bytes of one token's keys and values."""
         return self.heads_kv * self.head_dim * 2 * 2
 
     def compute(self, length: int, ranks: int) -> tuple[float, float]:
-        """Seconds of forward and backward on one rank."""
+        """Returns the seconds of forward and of backward on one rank."""
         products = length / ranks * min(self.window, length) * self.heads * self.head_dim
         return 4 * products / FORWARD, 10 * products / BACKWARD
 
     def exchanges(
         self, length: int, ranks: int, node: int
     ) -> dict[str, tuple[list[Hop], list[Hop]]]:
-        """The successive collectives of forward and backward; node: the ranks of one."""
+        """Returns the successive collectives of forward and of backward for each form of exchange. node: ranks per node."""
         share, n, nodes = (ranks - 1) / ranks, length / ranks, ranks // node
 
         def to_all(total: float) -> Hop:
@@ -64,12 +66,16 @@ class Model:
         places = min(self.window, (ranks - 1) * winners)
         summary = min(self.window, node * winners)
         all_keys = share * length * self.row()
-        ring = Hop(all_keys, 0) if nodes == 1 else Hop(0, all_keys)  # the node's last rank
+        # With several nodes, the row is that of a node's last rank, whose neighbour is on another node.
+        ring = Hop(all_keys, 0) if nodes == 1 else Hop(0, all_keys)
         heads = share * n * self.head_dim * 2
 
         def both_ways(hops, parts: int) -> tuple[list[Hop], list[Hop]]:
-            """hops: of the bytes of a row; a note is in as many parts as share a head, and its gradient is half of it. Sums that return to
-            their owner are in float32."""
+            """Returns the collectives of forward and backward.
+
+            hops: maps the bytes of a row to its collectives. A row has the keys and values of a token and its notes, one for each of
+            the parts that share a head. A note's gradient has half its bytes. Sums that return to their owner are in float32.
+            """
             notes = max(1, parts // self.heads_kv) * self.heads_kv * NOTE
             sums, *partial = hops(self.row() + notes / 2)
             if partial:

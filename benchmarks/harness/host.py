@@ -1,7 +1,7 @@
-"""The host's time for a call: attention so short that kernels take none of it.
+"""Times the host's part of a call, with attention so short that the kernels do not matter.
 
-A time is the least of many short runs, which other programs of the machine disturb least. On a GPU calls are issued without
-waiting for them, so kernels must take less time than the host needs to launch them.
+Each time is the minimum of many short runs, which other programs on the machine disturb least. On a GPU the host issues calls without
+waiting for them, so the kernels must take less time than the host needs to launch them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _row(case: str, side: str, call: Callable, device: str, length: int) -> dict
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     shapes = [(1, length, h, _HEAD_DIM) for h in (_HEADS_Q, _HEADS_KV, _HEADS_KV)]
     leaves = [torch.randn(s, device=device, dtype=dtype, requires_grad=True) for s in shapes]
-    # Scores of keys are best in float32, also for queries of 16 bits.
+    # Key scores are best kept in float32, even if queries have 16 bits.
     leaves.append(torch.randn(1, _HEADS_KV, length, device=device, requires_grad=True))
     dout = torch.randn_like(leaves[0])
 

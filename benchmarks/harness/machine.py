@@ -1,4 +1,4 @@
-"""The hardware, the versions and the sources that times depend on."""
+"""Describes the hardware, the package versions and the source commit that times depend on."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from flash_dmattn._core.availability import backends
 
 BENCHMARKS = Path(__file__).parents[1]
 RECORDS = BENCHMARKS / "records"
-# A record has their versions, where they are imported. torch's own tells the build of CUDA, which its package on PyPI does not.
+# A record has the version of each of these packages that is imported. `torch.__version__` names its CUDA build; the version in torch's
+# package metadata does not.
 PACKAGES = ("torch", "transformers", "kvpress")
 
 
 def output_of(*command: str) -> str:
-    """Output of a command; "" if it fails or does not exist."""
+    """Returns a command's output, or "" if the command fails or does not exist."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=BENCHMARKS, check=False)
     except OSError:
@@ -29,7 +30,7 @@ def output_of(*command: str) -> str:
 
 
 def commit() -> str:
-    """The commit of the sources; "" outside a Git checkout."""
+    """Returns the commit of the sources, or "" outside a Git checkout."""
     return output_of("git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
 
 
@@ -51,9 +52,10 @@ def machine(device: str) -> dict:
 
 
 def origin(device: str, known_commit: str | None = None, launcher: str = "") -> dict:
-    """The origin of the numbers of this program: the fields of a record that every program writes.
+    """Returns the fields that say where a record's numbers come from: machine, commit, command and versions.
 
-    known_commit: of the sources, where they have no history. launcher: the program that started this one.
+    known_commit: the commit of the sources if they are not a Git checkout.
+    launcher: the program that started this one.
     """
     words = [launcher] if launcher else []
     return {
@@ -69,14 +71,14 @@ def origin(device: str, known_commit: str | None = None, launcher: str = "") -> 
 
 
 def record_path(name: str, machine: dict) -> Path:
-    """records/<machine>/<date>-<name>.json"""
+    """Returns the path records/<machine>/<date>-<name>.json."""
     words = re.sub(r"\(\w+\)|\b(NVIDIA|CPU|Processor)\b|@.*", "", machine["name"]).split()
     folder = "-".join([*words, machine.get("isa", "")]).strip("-").lower()
     return RECORDS / folder / f"{datetime.date.today():%Y-%m-%d}-{name}.json"
 
 
 def last_level_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Bytes of the highest level of the processor's caches; 0 where Linux does not tell."""
+    """Returns the size in bytes of the CPU's last-level cache, or 0 if Linux does not report it."""
     levels = {
         int((index / "level").read_text()): (index / "size").read_text()
         for index in folder.glob("index*")
@@ -85,7 +87,7 @@ def last_level_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) 
 
 
 def working_set() -> int:
-    """Bytes that a benchmark has to go through until nothing that it read first is left in the processor's caches: four
-    times the last level, at least 256 MiB, at most a quarter of the available memory."""
+    """Returns how many bytes a benchmark must read to evict what it read first from the CPU's caches: four times the last-level
+    cache, at least 256 MiB, at most a quarter of the available memory."""
     available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     return min(max(4 * last_level_cache(), 256 << 20), (int(available[1]) << 10) // 4)

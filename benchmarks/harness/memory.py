@@ -1,4 +1,4 @@
-"""The memory of a training step on a GPU: with each form of mask, and at a long sequence."""
+"""Measures the memory of a training step on a GPU, with each form of mask and at a long sequence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LONG = Case(PER_QUERY, 131072, 128, 2048, heads_q=16, heads_kv=8)
 
 
 def expect_case_runs(name: str, options: argparse.Namespace) -> None:
-    """Raises Declined without a GPU."""
+    """Raises Declined if the device is not a GPU."""
     if options.device != "cuda":
         raise Declined("it is about the memory of a GPU")
 
@@ -50,7 +50,7 @@ def _row(mask_name: str, case: Case, mask: Tensor | None = None) -> dict:
         out = flash_dmattn_func(q, k, v, attn_mask=mask, attn_bias=bias, **choice)
         return out, *torch.autograd.grad(out, leaves, dout)
 
-    step()  # loads what is loaded at first use
+    step()  # the first step also loads what is loaded lazily
     peak, results = peak_bytes(step, "cuda")
     sizes = {"peak_mb": peak / 1e6, "results_mb": bytes_of(results) / 1e6}
     return record.row(f"memory, {mask_name}, {case}", "cuda", "bfloat16", **sizes)

@@ -1,4 +1,4 @@
-"""A Doge: a training step, the loss of a training, and a generated token as the text before it grows."""
+"""Measures a Doge: a training step, the loss of a training, and a generated token as the text before it grows."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ from . import record
 from .clock import capture_graph, count_kernels, elapsed_ms
 from .machine import BENCHMARKS
 
-_REPEATS = 9  # training steps, of which the median counts
-_ROUNDS = 7  # of tokens timed together; the median counts on a GPU, the least on the CPU
-_TOKENS = {"cuda": 50, "cpu": 12}
-_ROOM = 2048  # tokens after the context in a static cache of all keys
-_PART = 16384  # tokens of a prompt that the model reads at a time
-_CHUNK = 1024  # of these, attended to together by a DynamicMaskCache
-_LENGTHS = {"cuda": [4096, 524288], "cpu": [256, 1024, 4096, 16384]}  # before a generated token
+_REPEATS = 9  # timed training steps; the row has their median
+_ROUNDS = 7  # rounds of tokens; the row has their median on a GPU, their minimum on a CPU
+_TOKENS = {"cuda": 50, "cpu": 12}  # tokens per round, timed together
+_ROOM = 2048  # room for tokens after the context in a static cache of all keys
+_PART = 16384  # prompt tokens per forward pass of the model
+_CHUNK = 1024  # prompt tokens that a DynamicMaskCache attends to at a time
+# Tokens before the generated one.
+_LENGTHS = {"cuda": [4096, 524288], "cpu": [256, 1024, 4096, 16384]}
 _DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
 _SIZES = {
     "cuda": {
@@ -58,15 +59,16 @@ def random_doge(device: str) -> DogeForCausalLM:
 
 
 def draw_score_weights(model: DogeForCausalLM) -> None:
-    """Draws random weights of scores; with those of a new Doge all scores would tie. A stays small, because a GPU computes gradients in
-    double where exponents reach 8.6."""
+    """Randomises the weights that compute scores, because all scores of a new Doge tie. A stays small, because a GPU computes
+    gradients in double where exponents reach 8.6."""
     for layer in model.model.layers:
         torch.nn.init.normal_(layer.self_attn.A, std=0.1)
         torch.nn.init.normal_(layer.self_attn.dt_proj.weight, std=0.1)
 
 
 def random_llama(device: str, model_class: type[PreTrainedModel]) -> PreTrainedModel:
-    """8 layers of hidden 1,024 on a GPU, else 2 of 256; heads of 64, half as many of keys."""
+    """Returns a Llama with 8 layers of width 1,024 on a GPU, or 2 layers of width 256 on a CPU. The head dimension is 64, with half as
+    many key heads as query heads."""
     hidden, layers = (1024, 8) if device == "cuda" else (256, 2)
     config = LlamaConfig(
         vocab_size=1024, hidden_size=hidden, intermediate_size=11 * hidden // 4, num_hidden_layers=layers,
@@ -97,7 +99,7 @@ def _random_ids(device: str, length: int) -> Tensor:
 def rows_of_sides(
     case: str, sides: dict[str, Callable], options: argparse.Namespace
 ) -> Iterator[dict]:
-    """A row of what each side returns; a side that fails prints the reason."""
+    """Measures each side and yields its row. If a side fails, prints the reason instead."""
     dtype = _DTYPES[options.device]
     for side, measure in sides.items():
         torch._dynamo.reset()
@@ -110,7 +112,7 @@ def rows_of_sides(
 
 
 def _kernels(step: Callable[[], None], device: str) -> dict:
-    """The launches of a step and the sum of their times, in a row's fields; nothing on the CPU."""
+    """Returns a step's number of kernel launches and their total time as fields of a row; no fields on a CPU."""
     if device == "cpu":
         return {}
     count, ms = count_kernels(step)
@@ -133,12 +135,13 @@ def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
 # ---- Training ----------------------------------------------------------------------------------------
 
 _ATTENTION = ("ours", "ours_compiled", "eager", "eager_compiled")
-# On request: scores rounded to the dtype as in eager attention, which shows what float32 scores cost.
+# The `rounded` sides run only if `--side` names them. They round scores to the dtype as eager attention does, which shows the cost of
+# float32 scores.
 TRAINING_SIDES = (*_ATTENTION, "rounded", "rounded_compiled")
 
 
 def _training_steps(options: argparse.Namespace) -> Iterator[dict]:
-    """Forward, loss and backward, launches included."""
+    """Yields the rows of training steps: forward, loss and backward, launches included."""
     for length in options.length or [2048, 8192]:
         chosen = [side for side in TRAINING_SIDES if side in (options.side or _ATTENTION)]
         sides = {
@@ -175,12 +178,12 @@ def _training_step(side: str, device: str, length: int) -> dict:
     return {"both": statistics.median(times)} | _kernels(step, device)
 
 
-# With another seed eager attention shows how far apart two equally good trainings are.
+# Eager attention with another seed shows how far apart two equally good trainings are.
 LEARNING_SIDES = {"ours": 0, "eager": 0, "eager_other_seed": 1}
 
 
 def _trainings(options: argparse.Namespace) -> Iterator[dict]:
-    """The model of examples/demo.py, trained on the same batches by each side."""
+    """Trains the model of examples/demo.py with each side, on the same batches."""
     sides = {
         side: functools.partial(_training, side.split("_")[0], seed, options.device)
         for side, seed in LEARNING_SIDES.items()
@@ -210,9 +213,12 @@ def _training(attention: str, seed: int, device: str) -> dict:
 
 
 def _tokens(options: argparse.Namespace) -> Iterator[dict]:
-    """A token of a text alone in its batch. On a GPU `ours` and `sdpa_compiled` are a CUDA graph per token, the latter
-    over transformers' StaticCache of all keys; `generate` compiles the step by itself, its own work included; `eager` is
-    transformers' DynamicCache without a graph. Ours reads its text; random keys replace that of the others."""
+    """Yields the rows of one generated token at batch size 1.
+
+    On a GPU, `ours` and `sdpa_compiled` replay a CUDA graph per token; `sdpa_compiled` attends to transformers' StaticCache of all
+    keys. `generate` compiles the step itself, and its time includes its own work. `eager` uses transformers' DynamicCache without a
+    graph. Our caches have read a text; the others hold random keys.
+    """
     default = GENERATION_SIDES if options.device == "cuda" else ("ours", "eager")
     for context in options.length or _LENGTHS[options.device]:
         sides = {
@@ -275,14 +281,14 @@ GENERATION_SIDES = {
 
 
 def _reader(device: str, context: int) -> tuple[DogeForCausalLM, DynamicMaskCache]:
-    """A model with our attention, and a cache that has read all of a text but its last token."""
+    """Returns a model with our attention, and a cache that has read a text without its last token."""
     model = enable_flash_dmattn(random_doge(device)).eval()
     return model, copy.deepcopy(_read_cache(device, context))
 
 
 @functools.lru_cache(maxsize=1)
 def _read_cache(device: str, context: int) -> DynamicMaskCache:
-    """Every side's model has the same weights, so that a text is read once."""
+    """Reads a text once for all sides, whose models have the same weights."""
     model = enable_flash_dmattn(random_doge(device)).eval()
     static = {"static": True, "chunk": _CHUNK} if device == "cuda" else {}
     cache = DynamicMaskCache(model.config, **static)
@@ -300,7 +306,7 @@ def fill_with_random_keys(cache: Cache, model: PreTrainedModel, context: int) ->
 
 
 def _greedy_step(forward: Callable, cache: DynamicCache, device: str) -> Callable[[], None]:
-    """A call that reads the last token and writes the next one in its place."""
+    """Returns a call that feeds the last token to the model and overwrites it with the next one."""
     token = _random_ids(device, 1)
 
     def step() -> None:
@@ -311,7 +317,7 @@ def _greedy_step(forward: Callable, cache: DynamicCache, device: str) -> Callabl
 
 
 def _timed_token(step: Callable, cache: DynamicCache, device: str, graph: bool = True) -> dict:
-    """Milliseconds and kernel launches per token in a long run."""
+    """Returns the milliseconds and kernel launches per token of a long run."""
     step()
     if device == "cuda" and graph:
         for _ in range(2):

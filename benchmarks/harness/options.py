@@ -1,5 +1,5 @@
-"""Options of the benchmarks: a wrong one ends the program with a line that names what it got and what was expected, before
-anything is measured."""
+"""Checks the options of the benchmarks. A wrong one ends the program before the first measurement, with a line that names the value
+it got and what was expected."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def commit(text: str) -> str:
 
 
 class Different(argparse.Action):
-    """Several values without repetitions, as no configuration is measured twice."""
+    """An option with several values. Repeated ones are dropped, so that no configuration is measured twice."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         setattr(namespace, self.dest, list(dict.fromkeys(values)))
 
 
 def expect_output(path: Path, option: str, fail: Callable[[str], None]) -> None:
-    """Calls `fail` for a record that could not be written."""
+    """Calls `fail` if the record cannot be written to this path."""
     try:
         record.expect_writable(path)
     except OSError as error:
@@ -42,6 +42,6 @@ def expect_output(path: Path, option: str, fail: Callable[[str], None]) -> None:
 
 
 def expect_commit(origin: dict, fail: Callable[[str], None]) -> None:
-    """Calls `fail` for a record that has no commit."""
+    """Calls `fail` if the commit of the sources is unknown."""
     if not origin["commit"]:
         fail("--commit: got none outside a Git checkout, expected that of the sources")

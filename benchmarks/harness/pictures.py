@@ -1,4 +1,4 @@
-"""Time and memory against the length and against the window."""
+"""Draws time and memory against the sequence length and against the window."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ _LABELS = {
 }  # fmt: skip
 _STYLES = {"bfloat16": ("s", "-"), "float32": ("o", "--"), "float16": ("^", ":")}
 _AXES = {"seqlen": "sequence length N", "window": "window w"}
-PANEL = (4.2, 4.0)  # inches of a picture of one panel
+PANEL = (4.2, 4.0)  # width and height in inches of a picture with one panel
 _FIXED = ("kind", "batch", "heads_q", "heads_kv", "head_dim", "value_dim")
 
 
 def seconds(row: dict) -> float | None:
-    """Seconds of forward plus backward; None where one of them was not measured."""
+    """Returns the seconds of forward plus backward, or None if one of them was not measured."""
     times = [row["both"]] if "both" in row else [row["forward"], row["backward"]]
     per_second = {"ms": 1e3, "us": 1e6, None: 1}[row["unit"]]
     return None if None in times else sum(times) / per_second
 
 
 def expect_format(path: Path) -> None:
-    """Raises ValueError for the name of a picture that matplotlib cannot write."""
+    """Raises ValueError if matplotlib cannot write the format that the path ends in."""
     formats = plt.Figure().canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in formats:
         raise ValueError(f"got {path}, expected a name that ends in one of {', '.join(formats)}")
 
 
 def memory(row: dict) -> float | None:
-    return row["peak_mb"] / 1e3 if row.get("peak_mb") else None  # 0: not counted
+    return row["peak_mb"] / 1e3 if row.get("peak_mb") else None  # 0 means not measured
 
 
 def sweep(rows: Iterable[dict], along: str) -> list[dict]:
-    """Rows of one kind of attention that differ in `along` alone: the largest such set with several values. A row has
-    the fields of its case, too."""
+    """Returns the largest set of rows whose cases differ only in `along`, or an empty list if no set has several values of it. Each
+    row also gets the fields of its case."""
     other = "window" if along == "seqlen" else "seqlen"
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
@@ -71,7 +71,7 @@ def _label(side: str, row: dict) -> str:
 def draw_sweep(
     axes: plt.Axes, rows: list[dict], along: str, value: Callable[[dict], float | None]
 ) -> None:
-    """A line for every side and dtype, log-log."""
+    """Draws one line per side and dtype on logarithmic axes."""
     one = rows[0]
     for side, dtype in dict.fromkeys((row["side"], row["dtype"]) for row in rows):
         mine = [row for row in rows if (row["side"], row["dtype"]) == (side, dtype)]
@@ -101,13 +101,14 @@ def draw_sweep(
 
 
 def _sweeps(rows: list[dict]) -> dict[str, list[dict]]:
-    """Rows by the parameter (N or w) that they vary."""
+    """Returns, for each parameter (N or w) that the rows vary, the rows of its sweep."""
     sweeps = {along: sweep(rows, along) for along in _AXES}
     return {along: rows for along, rows in sweeps.items() if rows}
 
 
 def draw(rows: list[dict], path: Path) -> bool:
-    """Time and memory, a row of panels for each of N and w that the rows vary. False if they vary neither."""
+    """Draws time and memory, with a row of panels for each parameter (N or w) that the rows vary. Returns False if they vary
+    neither."""
     sweeps = _sweeps(rows)
     if not sweeps:
         return False
@@ -124,8 +125,8 @@ def draw(rows: list[dict], path: Path) -> bool:
 
 
 def draw_panels(rows: list[dict], folder: Path, name: str) -> None:
-    """The panels of `draw` as files of their own, which are legible on a phone: <name>-<seqlen or window>-<seconds or
-    memory>.svg."""
+    """Writes each panel of `draw` to its own file, which is legible on a phone:
+    <name>-<seqlen or window>-<seconds or memory>.svg."""
     for along, swept_rows in _sweeps(rows).items():
         for value in (seconds, memory):
             if any(value(row) is not None for row in swept_rows):
@@ -136,7 +137,7 @@ def draw_panels(rows: list[dict], folder: Path, name: str) -> None:
 
 
 def save(figure: plt.Figure, path: Path) -> None:
-    """The same numbers give the same file."""
+    """Writes the figure reproducibly: the same numbers give the same file."""
     plt.rcParams["svg.hashsalt"] = "flash_dmattn"
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

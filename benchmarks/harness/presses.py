@@ -1,7 +1,8 @@
-"""Presses of kvpress by kvpress itself and by `add_press`: the time and memory of a prompt and of the tokens after it.
+"""Compares kvpress with `add_press`: time and memory of a prompt, and of the tokens generated after it.
 
-Needs kvpress 0.5.5 and a transformers that it takes. A KnormPress keeps a quarter of the prompt's keys, and a DMSPress those whose
-score passes a threshold, by which about a quarter does. kvpress hides the keys of a DMSPress in the cache; here they leave it.
+Needs kvpress 0.5.5 and a version of transformers that it supports. KnormPress keeps a quarter of the prompt's keys. DMSPress keeps the
+keys whose score passes a threshold, chosen so that about a quarter pass. kvpress masks the dropped keys of a DMSPress, which stay in
+the cache; `add_press` removes them.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from flash_dmattn.integrations.transformers.compat import CACHE
 from .clock import elapsed_ms
 from .models import cache_mib, llama_title, random_llama, rows_of_sides
 
-RECENT = 256  # keys of a DMSPress that no threshold takes
-_TOKENS = 65  # after a prompt; the first does not count
+RECENT = 256  # most recent keys, which a DMSPress keeps whatever their score
+_TOKENS = 65  # generated tokens per prompt; the first is a warm-up
 
 
 @torch.no_grad()
@@ -52,7 +53,7 @@ def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
 
 
 def _norm_threshold(model: LlamaForCausalLM, ids: Tensor) -> float:
-    """The score of a KnormPress that a quarter of the prompt's keys passes, over all layers and heads."""
+    """Returns the KnormPress score that a quarter of the prompt's keys exceed, over all layers and heads."""
     cache = DynamicCache(config=model.config)
     model(ids, **{CACHE: cache}, logits_to_keep=1)
     norms = torch.cat([layer.keys.float().norm(dim=-1).flatten() for layer in cache.layers])
@@ -75,7 +76,7 @@ def _measure(
     cache_class: type[Cache],
     press: Callable[[object], AbstractContextManager] = nullcontext,
 ) -> dict:
-    """A prompt, then tokens one at a time: medians of three prompts, and of the tokens after the first."""
+    """Times a prompt and then one token at a time. Returns the medians of three prompts and of the tokens after the first."""
     device = model.device.type
 
     def read() -> Cache:
@@ -97,7 +98,7 @@ def _measure(
         prompt = statistics.median(elapsed_ms(read, device) for _ in range(3))
         peak, cache = peak_bytes(read, device)
         held = cache_mib(cache)
-        # cuDNN, which torch prefers, makes a plan for every new length of a cache that grows.
+        # torch prefers cuDNN, which builds a new plan each time the cache grows.
         torch.backends.cuda.enable_cudnn_sdp(False)
         tokens = write(cache, ids.shape[1])
         more, _ = peak_bytes(lambda: write(cache, ids.shape[1] + _TOKENS), device)

@@ -1,4 +1,4 @@
-"""A step of an engine over one layer: sequences that decode, prompts and later chunks in one call of `extend_ragged`."""
+"""Times a step of a serving engine over one layer: one call of `extend_ragged` with prompts, later chunks and decoding sequences."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from flash_dmattn import KVSlots, RaggedBatch, extend_ragged
 from . import record
 from .clock import count_kernels, elapsed_ms
 
-_ROUNDS = 20  # of a step, of which the median counts
-_POOL = 64  # states
-_HEADS = {"cuda": (8, 4, 128), "cpu": (4, 2, 64)}  # of queries, of keys, their dimension
+_ROUNDS = 20  # timed runs of a step; the row has their median
+_POOL = 64  # states in the pool
+_HEADS = {"cuda": (8, 4, 128), "cpu": (4, 2, 64)}  # (query heads, key heads, head dimension)
 _DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
-# (tokens of each sequence, how many of these sequences begin)
+# {title: (tokens of each sequence, how many of the first sequences begin a prompt)}
 STEPS = {
     "29 decode": ([1] * 29, 0),
     "a prompt of 2000": ([2000], 1),
@@ -47,7 +47,8 @@ def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
 
 
 def _step(lengths: list[int], begins: int, window: int, device: str) -> Callable[[], object]:
-    """A call for as many sequences as there are lengths, whose states are full where they do not begin."""
+    """Returns a call that extends one sequence per length. The first `begins` sequences start empty; the states of the others are
+    full."""
     heads_q, heads_kv, head_dim = _HEADS[device]
     dtype = getattr(torch, _DTYPES[device])
 

@@ -1,4 +1,4 @@
-"""The processes that torchrun starts for one benchmark: what they print, how long they may take, and the record of their rows."""
+"""Coordinates the processes that torchrun starts for one benchmark: their output, their time budget, and the record of their rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from . import machine, record
 from .options import commit, expect_commit
 
 GPU = torch.cuda.is_available()
-GRACE = 12  # seconds after the budget at which a process ends, as a collective may wait for ever
+# A process ends this many seconds after its budget, because a collective may hang.
+GRACE = 12
 
 
 def add_options(parser: argparse.ArgumentParser, budget: float) -> None:
@@ -42,10 +43,14 @@ def _seconds(text: str) -> float:
 
 
 class Ranks:
-    """This process among the others, with NCCL between GPUs, or gloo. Rank 0 prints and writes the record."""
+    """This process as one rank of several, which use NCCL on GPUs and gloo otherwise. Rank 0 prints and writes the record."""
 
     def __init__(self, options: argparse.Namespace, note: str):
-        """options: of `add_options`. note: the method, for the record."""
+        """Joins the process group and begins the record.
+
+        options: the parsed options of `add_options`.
+        note: the record's description of the method.
+        """
         if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys():
             program = f"torchrun --nproc_per_node 2 {sys.argv[0]}"
             options.fail(f"got no rank of this process, expected that of torchrun: {program}")
@@ -65,10 +70,10 @@ class Ranks:
             torch.set_num_threads(1)
         dist.init_process_group("nccl" if GPU else "gloo", timeout=timedelta(seconds=100))
         self.group = dist.group.WORLD
-        self.cpu = dist.new_group(backend="gloo")  # who waits by it leaves the GPU idle
+        self.cpu = dist.new_group(backend="gloo")  # a rank that waits in it leaves the GPU idle
 
     def _begin_record(self, options: argparse.Namespace, note: str) -> dict:
-        """A record without rows; one that cannot be written is refused before anything is measured."""
+        """Returns a record without rows. Ends the program before the first measurement if the record cannot be written."""
         origin = machine.origin("cuda" if GPU else "cpu", options.commit, "torchrun")
         if self.size > 1:
             origin["machine"]["name"] += f" x {self.size}"
@@ -84,7 +89,7 @@ class Ranks:
         return begun
 
     def _end_process(self) -> None:
-        """Ends a process that may wait in a collective for ever, and names the last line that it reached."""
+        """Ends the process, which may hang in a collective, and prints the last line that it reached."""
         spent = f"spent {self.budget:.0f} s of --budget and {GRACE} s more"
         print(f"rank {self.rank} ends: {spent}, after the line: {self.last_line}", file=sys.stderr)
         sys.stderr.flush()
@@ -96,20 +101,20 @@ class Ranks:
             print(f"[{time.monotonic() - self.began:4.0f} s] {text}", flush=True)
 
     def add_row(self, row: dict) -> None:
-        """Prints the row, and writes it into the record at once."""
+        """Prints the row and immediately adds it to the record's file."""
         self.print_line(record.format_row(row))
         if self.rank == 0 and self.path is not None:
             before = record.rows_to_extend(self.path, self.record["commit"])
             record.write(self.path, self.record | {"rows": record.with_row(before, row)})
 
     def gather_values(self, value) -> list:
-        """The values of all ranks."""
+        """Returns the values of all ranks."""
         values = [None] * self.size
         dist.all_gather_object(values, value, group=self.cpu)
         return values
 
     def has_time_for(self, seconds: float) -> bool:
-        """Whether every rank has as much of its budget left."""
+        """Returns whether every rank has more than `seconds` of its budget left."""
         left = self.budget - (time.monotonic() - self.began)
         return min(self.gather_values(left)) > seconds
 
@@ -125,10 +130,10 @@ class Ranks:
             torch.cuda.reset_peak_memory_stats()
 
     def peak_mb(self) -> float:
-        """Millions of bytes: the peak of memory since `clear_memory`."""
+        """Returns the peak memory since `clear_memory` in millions of bytes, 0 without a GPU."""
         return torch.cuda.max_memory_allocated() / 1e6 if GPU else 0.0
 
     def finish(self) -> None:
         self.wait_for_all()
         sys.stdout.flush()
-        os._exit(0)  # threads of gloo outlive their group
+        os._exit(0)  # gloo's threads outlive their group

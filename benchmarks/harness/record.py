@@ -1,4 +1,4 @@
-"""Records: one schema for every measurement, one line of JSON per row."""
+"""Reads, checks and writes records. All measurements share one schema, with one line of JSON per row."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ _COMMIT = (str, type(None))  # None: a build that was never committed; the note 
 _RECORD = {"machine": dict, "commit": str, "command": str, "versions": dict, "rows": list}
 _RECORD_OPTIONS = {
     "note": str,  # the method, and other facts that a reader needs
-    "tests": list,  # of records up to 2026-11-24: other programs that were run, and how they ended
+    "tests": list,  # only in records up to 2026-11-24: other programs that ran, and their results
 }
 _MACHINE_OPTIONS = {
-    "family_model": str,  # of a CPU
+    "family_model": str,  # CPU only
     "isa": str,
     "last_level_cache_mib": _NUMBER,
     "threads": int,
-    "driver": str,  # of a GPU
-    "clocks": str,  # SM and memory now, highest SM
+    "driver": str,  # GPU only
+    "clocks": str,  # GPU only: current SM and memory clock, highest SM clock
 }
 _ROW = {
     "case": str,
     "side": str,  # what ran the case: a backend, a rival, or before and after a change
     "dtype": str,
-    "unit": (str, type(None)),  # of all times of the row; None: it has no times
+    "unit": (str, type(None)),  # unit of all times in the row; None if it has no times
     "forward": _NULLABLE,
     "backward": _NULLABLE,
 }
 _MEASUREMENTS = {
-    "both": _NUMBER,  # forward and backward timed as one
+    "both": _NUMBER,  # time of forward and backward together
     "parts": dict,  # further times, by name
-    "values": dict,  # what is no time, by name: [a number or a list of them, its unit]
-    "peak_mb": _NUMBER,  # bytes / 1e6; of attention: beyond query, key, value and bias
-    "results_mb": _NUMBER,  # bytes / 1e6 of outputs and gradients among it
+    "values": dict,  # other quantities, by name: [a number or a list of numbers, the unit]
+    "peak_mb": _NUMBER,  # bytes / 1e6; for attention, without query, key, value and bias
+    "results_mb": _NUMBER,  # bytes / 1e6 of outputs and gradients, a part of peak_mb
     "cache_mib": _NUMBER,  # bytes / 2^20 of the KV cache
-    "visited_mib": _NUMBER,  # all KV caches that cold calls cycle through
-    "of_copy_bandwidth": _NUMBER,  # bandwidth over keys and values / bandwidth of a copy
-    "kernels": int,  # launches
+    "visited_mib": _NUMBER,  # bytes / 2^20 of all KV caches that cold calls cycle through
+    "of_copy_bandwidth": _NUMBER,  # bandwidth of reading the cache / bandwidth of a copy
+    "kernels": int,  # number of kernel launches
 }
 UNITS = (
     "share", "nats/byte", "nats/token", "bits/byte", "logits", "keys", "requests", "requests/s", "tokens/s", "TB/s", "MB", "bytes", "us",
 )  # fmt: skip
 _ROW_OPTIONS = {
-    "commit": _COMMIT,  # the build of this row, where it is not the record's
-    "run": int,  # tells repetitions apart
+    "commit": _COMMIT,  # the commit of this row's build, if it differs from the record's
+    "run": int,  # number of the repetition
 }
 _TEST = {"part": str, "result": str}
 _TEST_OPTIONS = {"took": str, "last_words": str, "commit": str}
 
 
 def validate(record: dict) -> dict:
-    """The record. Raises ValueError for one that the schema does not allow."""
+    """Returns the record. Raises ValueError if the schema does not allow it."""
     _check(record, "record", _RECORD, _RECORD_OPTIONS)
     _check(record["machine"], "machine", {"name": str}, _MACHINE_OPTIONS)
     _check(record["versions"], "versions", {"torch": str}, dict.fromkeys(record["versions"], str))
@@ -88,12 +88,12 @@ def validate(record: dict) -> dict:
 
 
 def _key(row: dict) -> tuple:
-    """The fields that tell the rows of a record apart."""
+    """Returns the fields that identify a row within its record."""
     return tuple(row.get(field) for field in ("case", "side", "dtype", *_ROW_OPTIONS))
 
 
 def _check_value(value: list, name: str) -> None:
-    """Raises ValueError unless `value` is a number or a list of numbers, and its unit."""
+    """Raises ValueError unless `value` is [a number or a list of numbers, a known unit]."""
     number, unit = value if len(value) == 2 else (None, None)
     numbers = number if isinstance(number, list) else [number]
     is_of_numbers = all(isinstance(n, _NUMBER) and not isinstance(n, bool) for n in numbers)
@@ -104,7 +104,7 @@ def _check_value(value: list, name: str) -> None:
 
 
 def _check(part: object, name: str, required: dict, options: dict) -> None:
-    """Raises ValueError unless `part` has all required fields, no others than these and the options, and values of their types."""
+    """Raises ValueError if `part` lacks a required field, has an unknown one, or has a value of the wrong type."""
     if not isinstance(part, dict):
         raise ValueError(f"{name}: got {part!r}, expected an object")
     kinds = options | required
@@ -122,12 +122,13 @@ def _check(part: object, name: str, required: dict, options: dict) -> None:
 
 
 def is_commit(text: str) -> bool:
-    """Whether a record can have it as its commit."""
+    """Returns whether the text is a valid commit for a record."""
     return re.fullmatch("[0-9a-f]{7,40}(-dirty)?", text) is not None
 
 
 def row(case, side, dtype, forward=None, backward=None, unit="ms", **rest) -> dict:
-    """A row with six digits of every number, without what is None in `rest`. unit: of its times, if it has any."""
+    """Returns a row with every number rounded to six digits. Fields of `rest` with the value None are left out. unit: the unit of its
+    times, if it has any."""
     measured = {key: value for key, value in rest.items() if value is not None}
     if forward is None and backward is None and not {"both", "parts"} & measured.keys():
         unit = None
@@ -144,7 +145,7 @@ def _rounded(value: object) -> object:
 
 
 def format_row(row: dict) -> str:
-    """A row for a reader: forward / backward, useful TFLOP/s of attention, and the rest by name."""
+    """Formats a row for printing: forward / backward, the useful TFLOP/s of attention, then all other fields by name."""
     cells = []
     if any(row[way] is not None for way in TIMES):
         cells.append(f"{forward_and_backward(row)} {row['unit']}")
@@ -161,19 +162,19 @@ def format_row(row: dict) -> str:
 
 
 def declined(case: object, side: str, dtype: str, reason: Exception) -> str:
-    """The line of a side that has no row."""
+    """Formats the line that is printed for a side that could not be measured."""
     text = (str(reason) or type(reason).__name__).splitlines()[0]
     return f"{case!s:<46} {side:<13} {dtype:<9}  declined: {text}"
 
 
 def forward_and_backward(numbers: dict) -> str:
-    """Three digits of forward / backward."""
+    """Formats forward / backward with three digits."""
     shown = [numbers[way] for way in TIMES]
     return " / ".join("–" if x is None else f"{x:.0f}" if x >= 100 else f"{x:.3g}" for x in shown)
 
 
 def read(path: Path) -> dict:
-    """Raises ValueError for a file that is no record."""
+    """Reads a record. Raises ValueError if the file is not a valid one."""
     try:
         return validate(json.loads(path.read_text()))
     except ValueError as error:
@@ -181,7 +182,8 @@ def read(path: Path) -> dict:
 
 
 def with_row(rows: list[dict], row: dict) -> list[dict]:
-    """The rows and one more, which gets the number of a `run` where they have its configuration: no measurement is lost."""
+    """Returns the rows and the new one. If they already have its configuration, the new row gets the number of its `run`, so that no
+    measurement is lost."""
     keys = {_key(one) for one in rows}
     run = 0
     while _key(row) in keys:
@@ -191,7 +193,7 @@ def with_row(rows: list[dict], row: dict) -> list[dict]:
 
 
 def rows_to_extend(path: Path, commit: str) -> list[dict]:
-    """The rows of a record, none where there is no file. Raises ValueError where they are of another commit than new ones."""
+    """Returns the rows of the record at `path`, none if there is no file. Raises ValueError if the record is of another commit."""
     if not path.exists():
         return []
     before = read(path)
@@ -203,7 +205,7 @@ def rows_to_extend(path: Path, commit: str) -> list[dict]:
 
 
 def expect_writable(path: Path) -> None:
-    """Makes the folder. Raises OSError where `write` would; what the file holds stays."""
+    """Creates the folder. Raises OSError if `write` would fail. The file's content does not change."""
     path.parent.mkdir(parents=True, exist_ok=True)
     existed = path.exists()
     with path.open("a"):
@@ -213,7 +215,7 @@ def expect_writable(path: Path) -> None:
 
 
 def write(path: Path, record: dict) -> None:
-    """Makes the folder, too. A program that ends in between leaves the file as it was."""
+    """Creates the folder and replaces the file atomically, so that an interrupted program leaves the old file intact."""
     lists = [key for key in ("tests", "rows") if key in validate(record)]
     fields = [
         f" {json.dumps(key)}: {json.dumps(record[key])}" for key in record if key not in lists
@@ -226,7 +228,7 @@ def write(path: Path, record: dict) -> None:
     if path.exists() and not path.is_file():  # a device, a pipe
         path.write_text(text)
         return
-    path = path.resolve()  # a link stays one
+    path = path.resolve()  # a symbolic link remains one
     new = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
         new.write_text(text)

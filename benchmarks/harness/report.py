@@ -1,4 +1,4 @@
-"""Writes the generated tables (cpu, gpu, token, triton) and pictures of the documents from the newest records."""
+"""Writes the generated tables (cpu, gpu, token, triton) and pictures of the documentation from the newest records."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ NAMES = {
     "fa2": "FlashAttention-2", "fa3": "FlashAttention-3", "fa4": "FlashAttention-4", "cudnn": "cuDNN",
     "fla": "flash-linear-attention",
 }  # fmt: skip
-TRITON_NAMES = {"cuda": "our CUDA backend"}  # on the page of Triton, which is ours too
+# On the page of the Triton backend, "ours" would be ambiguous.
+TRITON_NAMES = {"cuda": "our CUDA backend"}
 KINDS = {
     "per_query": "dynamic mask", "sliding": "sliding window", "documents": "packed documents",
     "dense_masks": "dense mask and bias", "forgetting": "forgetting attention", "evicted": "recent keys and the best",
 }  # fmt: skip
-# README's rows, of those that have a rival: two dtypes on a CPU, one on a GPU.
+# The cases in README's tables. A case with no rival in the record is left out.
 README_CASES = {
     "dense causal B1 H8 N4096 D128",
     "per_query B1 H8 N8192 D64 w1024",
@@ -45,11 +46,11 @@ README_CASES = {
     "dense_masks B1 H2 Hkv1 N32768 D64 w1024",
 }
 
-# Keyed by the length. Source: https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md, table 2: context
-# parallelism of 1, 2, 4 and 8.
+# Tokens per second and GPU by sequence length, with context parallelism of 1, 2, 4 and 8. Source:
+# https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md, table 2.
 DENSE_SPEEDS = {32768: 3890, 65536: 2540, 131072: 1071, 262144: 548}
 
-# Rows by (case, dtype), then by side.
+# {(case, dtype): {side: row}}
 Work = dict[tuple[str, str], dict[str, dict]]
 
 _TOKEN_CASE = re.compile(r"token after (\d+), (.*)")
@@ -57,7 +58,7 @@ TOKENS_BEFORE = (256, 1024, 4096, 16384)  # the columns of the table of a genera
 
 
 def newest_records(suffix: str) -> list[tuple[str, dict]]:
-    """The newest `*-<suffix>.json` of every machine, as (path, record)."""
+    """Returns the newest `*-<suffix>.json` of every machine, as (path, record)."""
     newest = {path.parent: path for path in sorted(RECORDS.glob(f"*/*-{suffix}.json"))}
     return [(str(p.relative_to(ROOT)), read(p)) for p in newest.values()]
 
@@ -68,11 +69,12 @@ def table(
     cases: set[str] | None = None,
     names: dict[str, str] = NAMES,
 ) -> str:
-    """A block per machine, a Markdown row per case and dtype: ours, the rivals of the same run, then those that other records of the
-    same machine and commit have.
+    """Returns a Markdown table per machine, with a row per case and dtype. The columns are our backend, the rivals of the same run,
+    and then rivals from other records of the same machine and commit.
 
-    to_root: the relative path from the document to the root. cases: the rows to write, if they have a rival; None: all of attention.
-    names: the heads of the columns, by side.
+    to_root: the relative path from the document to the repository's root.
+    cases: the cases to write, each only if a rival measured it; None writes all attention cases.
+    names: the column heading of each side.
     """
     lines = []
     for path, record in records:
@@ -114,7 +116,7 @@ def table(
 
 
 def rows_of_work(record: dict, cases: set[str] | None) -> Work:
-    """The rows of attention by case and dtype, then by side, of the sides that a table has."""
+    """Groups a record's attention rows by case and dtype, then by side. Leaves out sides that have no column in a table."""
     work: Work = {}
     for row in record["rows"]:
         is_wanted = cases is None or row["case"] in cases
@@ -124,7 +126,7 @@ def rows_of_work(record: dict, cases: set[str] | None) -> Work:
 
 
 def other_records(path: str, record: dict) -> list[tuple[str, dict]]:
-    """The other records of a machine, a commit and a torch, as (path, record)."""
+    """Returns the other records of the same machine, commit and torch version, as (path, record)."""
     records = [
         (str(p.relative_to(ROOT)), read(p)) for p in sorted((ROOT / path).parent.glob("*.json"))
     ]
@@ -139,7 +141,7 @@ def other_records(path: str, record: dict) -> list[tuple[str, dict]]:
 
 
 def add_rivals(work: Work, others: Work, sides: list[str]) -> list[str]:
-    """Adds rows of other rivals than `sides` to the work that has rows of its own; returns the names of these rivals."""
+    """Adds rows of rivals that are not in `sides` to `work`, for cases that `work` already has. Returns the names of these rivals."""
     added = {}
     for key, rows_by_side in others.items():
         for side, row in rows_by_side.items():
@@ -150,7 +152,7 @@ def add_rivals(work: Work, others: Work, sides: list[str]) -> list[str]:
 
 
 def _note_of_other_run(work: Work, others: Work, ours: str, added: list[str], path: str) -> str:
-    """Where the times of rivals are from, and how far their run was from that of the table."""
+    """Returns a sentence that says which run the rivals' times come from, and how much slower or faster ours ran there."""
     factors = [
         others[key][ours][way] / rows_by_side[ours][way]
         for key, rows_by_side in work.items()
@@ -165,7 +167,7 @@ def _note_of_other_run(work: Work, others: Work, ours: str, added: list[str], pa
 
 
 def _source(path: str, record: dict, to_root: str) -> str:
-    """The origin of numbers: the machine, the version of torch, the commit, and a link to the record."""
+    """Returns where the numbers come from: machine, torch version, commit, and a link to the record."""
     about = record["machine"]
     threads = ""
     if "threads" in about:
@@ -178,7 +180,8 @@ def _source(path: str, record: dict, to_root: str) -> str:
 
 
 def token_table(path: str, record: dict) -> str | None:
-    """A generated token with either cache, a column per length of the text before it; None where no length has both."""
+    """Returns a table of the cost of a generated token with each cache, with one column per text length. Returns None if no length
+    has rows of both caches."""
     token_rows = {}
     for row in record["rows"]:
         if title := _TOKEN_CASE.fullmatch(row["case"]):
@@ -218,7 +221,7 @@ def put_between_markers(text: str, name: str, content: str) -> str:
 
 
 def draw_intervals(axes: plt.Axes) -> None:
-    """The visible keys of each query: n = 96, w = 16, scores with a few strong keys."""
+    """Draws which keys each query sees, for n = 96, w = 16 and scores with a few strong keys."""
     torch.manual_seed(3)
     n = 96
     scores = torch.randn(1, 1, n) + 3 * (torch.rand(1, 1, n) < 0.06)
@@ -228,12 +231,12 @@ def draw_intervals(axes: plt.Axes) -> None:
 
 
 def draw_slots(path: Path) -> None:
-    """A cache of 5 slots and two key heads while 14 tokens arrive: the tokens that it holds after each."""
+    """Draws which tokens a cache of 5 slots and two key heads holds after each of 14 tokens."""
     torch.manual_seed(5)
     heads, window, tokens, width = 2, 5, 14, 8
     cache = KVSlots(1, heads, window, width)
     scores = torch.randn(1, heads, tokens)
-    # It is so narrow that its text is legible on a phone.
+    # The figure is narrow so that its text is legible on a phone.
     figure, panels = plt.subplots(
         1, heads, figsize=(4.7, 4.4), sharey=True, gridspec_kw={"wspace": 0}, layout="constrained"
     )
@@ -279,7 +282,7 @@ def draw_overview(record: dict, path: Path) -> None:
 
 
 def draw_evicted(record: dict, path: Path) -> None:
-    """Time against the length where old keys are evicted: a share of them is kept, and a number of them."""
+    """Draws time against length with eviction of old keys. The left panel keeps a share of them, the right a fixed number."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharey=True)
     for panel, window in zip(axes, (None, 2048), strict=True):
         rows = [row for row in record["rows"] if Case.parse(row["case"]).window == window]
@@ -291,7 +294,7 @@ def draw_evicted(record: dict, path: Path) -> None:
 
 
 def draw_long_context(record: dict, path: Path) -> None:
-    """Speed of a training step against the length, and losses on whole sequences and on pieces."""
+    """Draws the speed of a training step against the length, and the losses of trainings on whole sequences and on pieces."""
     speeds, losses = {}, {}
     for row in record["rows"]:
         if row["case"].startswith("losses"):
@@ -328,7 +331,7 @@ def draw_intervals_alone(path: Path) -> None:
 
 
 def with_tables(document: Path, tables: dict[str, str]) -> str:
-    """The text of a document with these tables, by the names of their markers."""
+    """Returns the document's text with each table written between the markers of its name."""
     text = document.read_text()
     for name, content in tables.items():
         text = put_between_markers(text, name, content)
@@ -336,7 +339,7 @@ def with_tables(document: Path, tables: dict[str, str]) -> str:
 
 
 def documents() -> dict[Path, dict[str, str]]:
-    """The tables of the newest records, by document."""
+    """Returns {document: {marker name: table}} from the newest records."""
     on_cpus, on_gpus = newest_records("cpu"), newest_records("torch")
     tables = {
         ROOT / "README.md": {
@@ -352,7 +355,8 @@ def documents() -> dict[Path, dict[str, str]]:
         },
     }
     for path, record in newest_records("token"):
-        if "threads" in record["machine"] and (written := token_table(path, record)):  # of a CPU
+        # Only a CPU's record has threads.
+        if "threads" in record["machine"] and (written := token_table(path, record)):
             tables[DOCS / "generation.md"] = {"token table": written}
     return tables
 

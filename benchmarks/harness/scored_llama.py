@@ -1,7 +1,7 @@
-"""A Llama with learned scores against attention to all keys: prompts and training steps in each phase, and tokens.
+"""Compares a Llama with learned scores and one that attends to all keys: prompts and training steps in each phase, and tokens.
 
-The rule keeps 1,024 keys, 256 recent ones and 4 sinks. Weights are random, which changes no time: scores differ from key to key.
-Attention to all keys is torch's SDPA, on a GPU once with each of its fast backends alone.
+The rule keeps 1,024 keys, 256 recent ones and 4 sinks. Weights are random but scores differ from key to key, so times are those of a
+trained model. Attention to all keys is torch's SDPA; on a GPU it runs once with each of its fast backends.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from .clock import elapsed_ms
 from .models import cache_mib, fill_with_random_keys, llama_title, random_llama, rows_of_sides
 
 RULE = {"keep_window_size": 1024, "recent_window": 256, "sink_tokens": 4}
-FLASH = "all keys, FlashAttention-2"  # the one in torch
+FLASH = "all keys, FlashAttention-2"  # torch's implementation
 BACKENDS = {"all keys, cuDNN": SDPBackend.CUDNN_ATTENTION, FLASH: SDPBackend.FLASH_ATTENTION}
 FLEX = "soft, FlexAttention"
 _KINDS = {"cuda": (*BACKENDS, "soft", "hard", FLEX), "cpu": (FLASH, "soft", "hard")}
 _LENGTHS = {"cuda": [4096, 32768, 131072], "cpu": [4096]}
-_CONTEXTS = {"cuda": [4096, 524288], "cpu": [4096]}  # before a token
+_CONTEXTS = {"cuda": [4096, 524288], "cpu": [4096]}  # tokens before the timed one
 
 
 def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
@@ -50,13 +50,13 @@ def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
 
 
 class FlexSoft:
-    """The soft phase by torch's FlexAttention, compiled, with a captured bias that takes a gradient."""
+    """The soft phase with torch's compiled FlexAttention, whose score function captures a bias that needs a gradient."""
 
     def __init__(self):
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         self.attend = torch.compile(flex_attention, dynamic=False)
-        self.make_mask = torch.compile(create_block_mask)  # else N x N in memory
+        self.make_mask = torch.compile(create_block_mask)  # eager code would allocate N x N
         self.mask = None
 
     def __call__(self, module, query, key, value, attention_mask, dropout=0.0, **kwargs):
@@ -77,7 +77,7 @@ class FlexSoft:
 
 
 def _texts(model: LlamaModel, options: argparse.Namespace) -> Iterator[dict]:
-    """Prompts, and training steps with checkpointed layers."""
+    """Yields the rows of prompts and of training steps with checkpointed layers."""
     for length in options.length or _LENGTHS[options.device]:
         ids = torch.randint(1024, (1, length), device=options.device)
         for work, run in (("prompt", read), ("scores' step", train_scores), ("step", train_all)):
@@ -110,7 +110,8 @@ def _text(
 
 
 def _median_ms(run: Callable[[], object], device: str) -> float:
-    """Three runs or 5 seconds of them, and of short ones more."""
+    """Returns the median of three runs, or of fewer if they take 5 seconds. Runs of less than half a second in all are repeated up to
+    20 times."""
     times = []
     while (len(times) < 3 and sum(times) < 5e3) or (sum(times) < 500 and len(times) < 20):
         times.append(elapsed_ms(run, device))
@@ -143,7 +144,7 @@ def step(model: LlamaModel, ids: Tensor) -> None:
 
 
 def _tokens(model: LlamaModel, options: argparse.Namespace) -> Iterator[dict]:
-    """One token after a context: slots of the rule, which have read it, and all keys, whose numbers are random."""
+    """Yields the rows of one token after a context. The slots have read the context; the cache of all keys has random numbers."""
     for context in options.length or _CONTEXTS[options.device]:
         sides = {
             "hard, slots": functools.partial(_token_of_slots, model, context),
@@ -166,7 +167,7 @@ def _token_of_all_keys(model: LlamaModel, context: int) -> dict:
     set_score_phase(model, "off")
     cache = DynamicCache(config=model.config)
     fill_with_random_keys(cache, model, context)
-    # Not cuDNN, which makes a plan for every new length of a cache that grows.
+    # cuDNN is not used, because it builds a new plan each time the cache grows.
     with sdpa_kernel(BACKENDS[FLASH]):
         return _token(model, cache)
 

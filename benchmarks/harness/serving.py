@@ -1,5 +1,8 @@
-"""Many requests at once through transformers' engine (continuous batching): a Doge with slots, the same Doge with slots for all
-keys, and a Llama of the same sizes with transformers' own cache. Weights are random: time depends on shapes alone."""
+"""Times many concurrent requests in transformers' continuous batching engine.
+
+Compares a Doge with slots, the same Doge with slots for all keys, and a Llama of the same size with transformers' own cache. Weights
+are random, because time depends only on shapes.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,14 @@ from flash_dmattn.integrations.transformers import enable_flash_dmattn
 from . import record
 from .models import random_doge, title
 
-_NEW = {"cuda": 128, "cpu": 16}  # tokens of a request
-_LENGTHS = {"cuda": [512, 8192, 32768, 131072], "cpu": [64, 1024]}  # of a prompt
-_CONCURRENCY = {"cuda": (1, 8, 32, 128), "cpu": (1, 8)}  # requests at any time
-_LOADS = (0.5, 0.8, 0.95)  # of the requests a second that the most at any time get
-# Requests whose times count: for each at a time, and at least; as many as run at a time come before them.
+_NEW = {"cuda": 128, "cpu": 16}  # generated tokens per request
+_LENGTHS = {"cuda": [512, 8192, 32768, 131072], "cpu": [64, 1024]}  # prompt tokens
+_CONCURRENCY = {"cuda": (1, 8, 32, 128), "cpu": (1, 8)}  # concurrent requests of a closed loop
+# Arrival rates of the open loop, relative to the requests per second at the highest concurrency.
+_LOADS = (0.5, 0.8, 0.95)
+# Timed requests: 2 per concurrent request, and at least 8. In a closed loop, one warm-up request per concurrent request precedes them.
 _COUNTED = (2, 8)
-_STEP_TOKENS = {"cuda": 8192, "cpu": 256}  # of prompts, in a step of the engine
+_STEP_TOKENS = {"cuda": 8192, "cpu": 256}  # most tokens in a step of the engine
 _DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
 
 
@@ -42,7 +46,7 @@ def _slots(device: str, length: int) -> DogeForCausalLM:
 
 
 def _all_slots(device: str, length: int) -> DogeForCausalLM:
-    """A model whose window no key of a request leaves: the same kernels, and memory for all keys."""
+    """Returns a model whose window is as long as a request. It runs the same kernels and holds all keys."""
     model = random_doge(device)
     model.config.keep_window_size = length + _NEW[device]
     for layer in model.model.layers:
@@ -69,7 +73,7 @@ def side_names(name: str, device: str) -> tuple[str, ...]:
 
 
 def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
-    """A row of each side for each length of prompts and number of requests at a time (closed loop), and for each load (open loop)."""
+    """Yields a row per side, prompt length and concurrency (closed loop), and per side, prompt length and load (open loop)."""
     device, dtype = options.device, _DTYPES[options.device]
     chosen = [side for side in SIDES if side in (options.side or SIDES)]
     for length in options.length or _LENGTHS[device]:
@@ -95,10 +99,10 @@ def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
 
 @contextlib.contextmanager
 def _started(model: PreTrainedModel, length: int, most: int) -> Iterator[ContinuousBatchingManager]:
-    """An engine with room for `most` requests, or for as many as fit into a GPU."""
+    """Starts an engine with room for `most` requests, or on a GPU for as many as fit into its memory."""
     device = model.device.type
     engine = ContinuousBatchingConfig(max_batch_tokens=_STEP_TOKENS[device], max_memory_percent=0.7)
-    if device == "cpu":  # room for the prompts, and no more
+    if device == "cpu":  # room for the requests and little more
         engine.num_blocks = 2 * most * (length + _NEW[device]) // engine.page_size + 8
     greedy = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
     manager = model.init_continuous_batching(greedy, engine)
@@ -114,7 +118,7 @@ def _started(model: PreTrainedModel, length: int, most: int) -> Iterator[Continu
 def _closed_loop(
     manager: ContinuousBatchingManager, model: PreTrainedModel, length: int, concurrency: int
 ) -> dict:
-    """Requests of which a new one begins whenever one ends, also while the last of those that count runs."""
+    """Keeps `concurrency` requests running: a new one starts whenever one ends, also while the last timed request runs."""
     prompts = _prompts(model, length)
     results = []
     for _ in range(concurrency):
@@ -129,7 +133,7 @@ def _closed_loop(
 def _open_loop(
     manager: ContinuousBatchingManager, model: PreTrainedModel, length: int, rate: float
 ) -> dict:
-    """Requests come at random times, `rate` per second (Poisson), whether earlier ones have ended or not."""
+    """Adds requests at random times, `rate` per second (Poisson), whether or not earlier ones have ended."""
     if not rate:
         raise ValueError("rate: got 0, as no number of requests at a time could be measured")
     prompts, draw = _prompts(model, length), random.Random(0)
@@ -163,7 +167,7 @@ def _add(manager: ContinuousBatchingManager, model: PreTrainedModel, prompt: lis
 def _result(
     manager: ContinuousBatchingManager, timeout: float, may_wait: bool = False
 ) -> GenerationOutput | None:
-    """The next request that ended; None after `timeout` seconds where that is no failure."""
+    """Waits for the next request that ends. If none ends within `timeout` seconds, returns None with `may_wait` and raises without."""
     result = manager.get_result(timeout=timeout)
     if result is not None and result.error is not None or result is None and not may_wait:
         raise RuntimeError(result.error if result else f"no result in {timeout} seconds")
@@ -173,8 +177,12 @@ def _result(
 def _times(
     results: list[GenerationOutput], moments: list[float], before: int, model: PreTrainedModel
 ) -> dict:
-    """ms to the first token (TTFT), between tokens (ITL), and per token after the first (TPOT); requests and tokens per second.
-    The first `before` results come before those that count. moments: one of each, which give the rate."""
+    """Returns milliseconds to the first token (TTFT), between tokens (ITL) and per token after the first (TPOT), and requests and
+    tokens per second.
+
+    moments: one time per result, from which the rate is computed.
+    before: how many of the first results are a warm-up.
+    """
     seconds = moments[-1] - moments[before - 1]
     results = results[before:]
     first = [result.timestamps[0] - result.created_time for result in results]

@@ -1,4 +1,4 @@
-"""The measured sides of attention: our backends, and the rivals. All get the same numbers."""
+"""The measured sides of attention: our backends and the rivals. All get the same inputs."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ from .cases import (
 from .clock import Step
 
 OURS = ("cuda", "triton", "cpu")
-MODULES = {  # of rivals outside torch
+MODULES = {  # of the rivals that are not in torch
     "fa3": "fa3_fwd_interface", "fa4": "flash_attn.cute", "fla": "fla.ops.forgetting_attn.parallel",
 }  # fmt: skip
-PRUNE = -16.0  # of FORGETTING
+PRUNE = -16.0  # FORGETTING with a window prunes elements whose log decay is below it
 
 
 class Declined(Exception):
-    """A side does not run a case, for the reason in the message."""
+    """Raised by a side that cannot run a case; the message has the reason."""
 
 
-# Exceptions of drawing, building and timing a side.
+# The exceptions that drawing the inputs of a side, building it or timing it may raise.
 REASONS = (Declined, MemoryError, RuntimeError, TypeError, ValueError)
 
 
@@ -69,11 +69,11 @@ class Inputs:
     mask: Tensor | None = None  # [B, Hkv, N, N]
     intervals: KeyIntervals | None = None
     log_fgate: Tensor | None = None  # float32 [B, N, Hq]
-    scores: Tensor | None = None  # float32 [B, Hkv, N], of EVICTED
+    scores: Tensor | None = None  # float32 [B, Hkv, N], only for EVICTED
 
 
 def draw(case: Case, dtype: torch.dtype, device: str) -> Inputs:
-    """Raises Declined where the device cannot hold them."""
+    """Draws the inputs of a case. Raises Declined if the device cannot hold them."""
     batch, n, heads, heads_kv = case.batch, case.seqlen, case.heads_q, case.heads_kv
     needed = 4 * batch * n * (heads + heads_kv) * case.head_dim * dtype.itemsize
     if case.kind == DENSE_MASKS:
@@ -95,7 +95,7 @@ def draw(case: Case, dtype: torch.dtype, device: str) -> Inputs:
         documents = packed_documents(begins, key_length=n, max_seqlen_k=case.window)
         return Inputs(case, q, k, v, dout, intervals=documents)
     if case.kind == FORGETTING:
-        if case.window:  # the element at this distance has faded
+        if case.window:  # gates at which an element fades at this distance
             gates = torch.full((batch, n, heads), PRUNE / (case.window - 0.5), device=device)
         else:
             gates = F.logsigmoid(6 + torch.randn(batch, n, heads, device=device))
@@ -108,13 +108,13 @@ def draw(case: Case, dtype: torch.dtype, device: str) -> Inputs:
     bias = torch.empty(batch, heads_kv, n, n, device=device, dtype=dtype).normal_()
     mask = torch.empty(bias.shape, device=device, dtype=torch.bool)
     seen = torch.arange(1, n + 1, device=device)[:, None]
-    for head_mask in mask.flatten(0, 1):  # random keys, so that no tile is empty
+    for head_mask in mask.flatten(0, 1):  # keys are random, so that no tile is empty
         head_mask.copy_((torch.rand(n, n, device=device) * seen < case.window).tril())
     return Inputs(case, q, k, v, dout, bias, mask)
 
 
 def rule_of(case: Case) -> dict[str, object]:
-    """Which keys a query sees by their scores, as arguments; none where scores choose nothing."""
+    """Returns the arguments that select keys by their scores; none for a case without selection."""
     if case.kind in (PER_QUERY, GLOBAL):
         return {"keep_window_size": case.window, "selection": case.kind}
     if case.kind in (BIASED_TOP, DELAYED_TOP):
@@ -129,7 +129,7 @@ def rule_of(case: Case) -> dict[str, object]:
 
 
 def _chosen(inputs: Inputs) -> KeyIntervals | None:
-    """The intervals of a case, for a rival; None where it has none."""
+    """Returns the key intervals of a case, for a rival, or None if the case has none."""
     scores = inputs.bias if inputs.scores is None else inputs.scores
     rule = rule_of(inputs.case)
     return select_key_intervals(scores, **rule) if rule else inputs.intervals
@@ -140,7 +140,7 @@ def _leaves(*tensors: Tensor | None) -> list[Tensor]:
 
 
 def _our_step(backend: str, inputs: Inputs) -> Step:
-    """The call as a user makes it: with selection, schedule, and the gradient of the bias."""
+    """Returns a step with the call that a user makes, which includes selection, schedule and the gradient of the bias."""
     case, attention = inputs.case, flash_dmattn_func_auto(backend)
     if case.kind == FORGETTING:
         leaves = _leaves(inputs.q, inputs.k, inputs.v, inputs.log_fgate)
@@ -165,7 +165,7 @@ def _our_step(backend: str, inputs: Inputs) -> Step:
 def _sdpa_step(
     inputs: Inputs, mask: Tensor | None = None, backend: SDPBackend | None = None
 ) -> Step:
-    """scaled_dot_product_attention, causal or with a mask that is ready before the clock starts."""
+    """Returns a step of scaled_dot_product_attention, either causal or with a mask that is built before timing."""
     case = inputs.case
     q, k, v = _leaves(*(t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v)))
     leaves = [q, k, v] if mask is None or not mask.requires_grad else [q, k, v, mask]
@@ -175,7 +175,7 @@ def _sdpa_step(
         options, group = {"is_causal": True, "enable_gqa": group > 1}, 1
 
     def forward():
-        # With enable_gqa and a mask torch would hold the N x N scores: keys are repeated, as its users do.
+        # With enable_gqa and a mask, torch would store the N x N scores. Its users avoid that by repeating the keys, and so do we.
         keys, values = k, v
         if group > 1:
             keys, values = (t.repeat_interleave(group, 1) for t in (k, v))
@@ -189,23 +189,23 @@ def _sdpa_step(
 
 
 def _per_query_head(mask: Tensor, case: Case) -> Tensor:
-    """Repeated to one mask per query head, as torch requires."""
+    """Repeats a mask per key head to one per query head, as torch requires."""
     if mask.shape[1] in (1, case.heads_q):
         return mask
     return mask.repeat_interleave(case.heads_q // mask.shape[1], 1)
 
 
 def _sdpa(inputs: Inputs) -> Step:
-    """Whichever implementation torch chooses for a mask of N x N."""
+    """Returns a step of whichever implementation torch chooses for an N x N mask."""
     case = inputs.case
     if case.kind == DENSE:
         return _sdpa_step(inputs)
     heads = 1 if case.kind in (SLIDING, DOCUMENTS) else case.heads_q
-    # torch converts the mask to numbers.
+    # torch converts the mask to floating point.
     bytes_per_element = 9 if case.kind == FORGETTING else 5
     needed = bytes_per_element * case.batch * heads * case.seqlen**2
     expect_memory(2 * needed, "mask and a copy of it take", inputs.q.device)
-    if case.kind == DENSE_MASKS:  # one tensor is mask and bias, and has one gradient
+    if case.kind == DENSE_MASKS:  # SDPA takes mask and bias as one tensor, with one gradient
         masked_bias = inputs.bias.masked_fill(~inputs.mask, -torch.inf)
         return _sdpa_step(inputs, _per_query_head(masked_bias, case).requires_grad_())
     if case.kind == FORGETTING:
@@ -220,7 +220,7 @@ def _sdpa(inputs: Inputs) -> Step:
 
 
 def _key_bias_of_elements(inputs: Inputs) -> Tensor:
-    """A bias per key as [B, Hkv, N, N], with its delay, and -inf where a query does not see the key."""
+    """Expands a bias per key to [B, Hkv, N, N], with its delay, and with -inf where a query does not see the key."""
     case, chosen = inputs.case, _chosen(inputs)
     age = torch.arange(case.seqlen, device=inputs.bias.device)
     age = age[:, None] - age
@@ -239,7 +239,7 @@ def _dense_only(backend: SDPBackend) -> Callable[[Inputs], Step]:
 
 
 def _flex(inputs: Inputs) -> Step:
-    """torch's FlexAttention itself; its mask, by blocks and by elements, is ready before the clock starts."""
+    """Returns a step of torch's FlexAttention. Its block mask and its mask of elements are built before timing."""
     from flash_dmattn._backends.flex import compiled_flex, flex_mask_options
     from flash_dmattn.keys.visibility import Visibility
 
@@ -259,7 +259,7 @@ def _flex(inputs: Inputs) -> Step:
 
 
 def _delayed(bias: Tensor, group: int) -> Callable:
-    """FlexAttention's function of a score, which adds a bias [B, Hkv, N] to those of keys RECENT queries back and more."""
+    """Returns FlexAttention's score function. It adds a bias [B, Hkv, N] to the scores of keys at least RECENT queries back."""
 
     def score(score, b, h, q, k):
         return score + torch.where(q - k >= RECENT, bias[b, h // group, k], 0.0)
@@ -268,7 +268,7 @@ def _delayed(bias: Tensor, group: int) -> Callable:
 
 
 def _fa3(inputs: Inputs) -> Step:
-    """FlashAttention-3's forward, of the package fa3-fwd, which has no backward and no window."""
+    """Returns a step of FlashAttention-3 from the package fa3-fwd, which has no backward and no window."""
     if inputs.case.kind != DENSE:
         raise Declined("its package has no masks")
     attention = _imported("fa3").flash_attn_func
@@ -277,7 +277,7 @@ def _fa3(inputs: Inputs) -> Step:
 
 
 def _fa4(inputs: Inputs) -> Step:
-    """FlashAttention-4, of the package flash-attn-4: causal, with a window where there is one."""
+    """Returns a causal step of FlashAttention-4 from the package flash-attn-4, with the case's window if it has one."""
     case = inputs.case
     if case.kind not in (DENSE, SLIDING):
         raise Declined("has no masks here")
@@ -293,7 +293,7 @@ def _fa4(inputs: Inputs) -> Step:
 
 
 def _fla(inputs: Inputs) -> Step:
-    """flash-linear-attention's Triton kernel of forgetting attention. It prunes nothing, but has windows."""
+    """Returns a step of flash-linear-attention's Triton kernel for forgetting attention. It has windows but does not prune."""
     case = inputs.case
     if case.kind != FORGETTING:
         raise Declined("has gates, and no masks")
@@ -312,7 +312,7 @@ def _imported(rival: str):
 
 
 def expect_memory(needed: int, what: str, device: torch.device | str) -> None:
-    """Raises Declined for more bytes than the device has."""
+    """Raises Declined if `needed` bytes are more than the device has."""
     if torch.device(device).type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
     else:
@@ -333,21 +333,21 @@ RIVALS: dict[str, Callable[[Inputs], Step]] = {
 
 
 NAMES = (*OURS, *RIVALS)
-_DEVICES = {"cpu": ("cpu",), "sdpa": ("cpu", "cuda")}  # all others: a GPU
+_DEVICES = {"cpu": ("cpu",), "sdpa": ("cpu", "cuda")}  # all other sides need a GPU
 
 
 def build(name: str, inputs: Inputs) -> Step:
-    """The step of a side. Raises Declined where it does not run the case."""
+    """Returns the step of a side. Raises Declined if the side cannot run the case."""
     return RIVALS[name](inputs) if name in RIVALS else _our_step(name, inputs)
 
 
 def names_on(device: str) -> tuple[str, ...]:
-    """The sides that run on a device."""
+    """Returns the sides that exist for a device."""
     return tuple(name for name in NAMES if device in _DEVICES.get(name, ("cuda",)))
 
 
 def expect_runs(name: str, device: str) -> None:
-    """Raises Declined for a side that runs no case on this device."""
+    """Raises Declined if the side cannot run any case on this device."""
     if name not in names_on(device):
         raise Declined(f"does not run on {device}")
     if name in OURS and (reason := unavailable_reason(name)):
@@ -357,7 +357,7 @@ def expect_runs(name: str, device: str) -> None:
 
 
 def default_sides(device: str) -> list[str]:
-    """Our best backend and torch's implementations that run without compiling."""
+    """Returns our best backend and torch's implementations that need no compilation."""
     if device == "cpu":
         return ["cpu", "sdpa"]
     ours = [name for name in get_available_backends() if name in OURS]

@@ -1,4 +1,4 @@
-"""The sources of Python's standard library as bytes, split by file."""
+"""Reads the sources of Python's standard library as bytes, split by file into training and held-out text."""
 
 import sysconfig
 import zlib
@@ -13,7 +13,7 @@ _HELD_OUT_ONE_IN = 20
 
 @dataclass
 class Corpus:
-    """uint8 [bytes] each; files are separated by a zero byte, and no file is in both parts."""
+    """Training and held-out text, uint8 [bytes] each. A zero byte separates files, and no file is in both parts."""
 
     training: torch.Tensor
     held_out: torch.Tensor
@@ -21,7 +21,7 @@ class Corpus:
 
 
 def standard_library() -> Corpus:
-    """The .py files of this interpreter, without tests and tables. The split depends on their names."""
+    """Reads the .py files of this interpreter, without tests and tables. The files' names decide the split."""
     root = Path(sysconfig.get_path("stdlib"))
     training, held_out = [], []
     for path in sorted(root.rglob("*.py")):
@@ -41,12 +41,12 @@ def standard_library() -> Corpus:
 def random_batch(
     text: torch.Tensor, batch_size: int, context: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """Sequences that begin anywhere: uint8 [bytes] -> int64 [batch_size, context]."""
+    """Returns sequences that begin at random places: uint8 [bytes] -> int64 [batch_size, context]."""
     starts = torch.randint(len(text) - context + 1, (batch_size,), generator=generator)
     return torch.stack([text[start : start + context] for start in starts.tolist()]).long()
 
 
 def even_batch(text: torch.Tensor, batch_size: int, context: int) -> torch.Tensor:
-    """Sequences spread evenly over the text, always the same ones: int64 [batch_size, context]."""
+    """Returns the same sequences at every call, spread evenly over the text: int64 [batch_size, context]."""
     starts = torch.linspace(0, len(text) - context, batch_size).long()
     return torch.stack([text[start : start + context] for start in starts.tolist()]).long()

@@ -1,4 +1,4 @@
-"""Time and memory of one training step as the sequence grows, for eager attention and for ours."""
+"""Measures time and memory of one training step as the sequence grows, for eager attention and for ours."""
 
 import os
 import time
@@ -21,14 +21,14 @@ LENGTHS_ON_GPU = {
 }
 
 
-LEAST_POINTS = 3  # of a line, however long they take
-_REPEATS = 2  # timed; one more run is for the memory
+LEAST_POINTS = 3  # points that a line has at least, however long they take
+_REPEATS = 2  # timed runs; one more run measures the memory
 
 
 @dataclass
 class Cost:
-    """One forward and backward pass over a sequence and its peak memory beyond parameters and their gradients, or one token after a
-    sequence and its cache."""
+    """The cost of a forward and backward pass over a sequence, with peak memory beyond parameters and their gradients, or of one token
+    after a sequence, with its cache."""
 
     length: int
     seconds: float
@@ -40,8 +40,8 @@ def lengths_of(implementation: str, device: str) -> tuple[int, ...]:
 
 
 def measure(implementation: str, window: int, seconds: float, seed: int, device: str) -> list[Cost]:
-    """The costs of one implementation at all its lengths, or at as many as fit into `seconds`, but `LEAST_POINTS` at least where
-    there is memory for them."""
+    """Returns the costs of one implementation at all its lengths, or at as many as fit into `seconds`. At least `LEAST_POINTS` lengths
+    are measured, if memory suffices."""
     deadline = time.perf_counter() + seconds
     torch.manual_seed(seed)
     lengths = lengths_of(implementation, device)
@@ -62,7 +62,7 @@ def measure(implementation: str, window: int, seconds: float, seed: int, device:
     costs: list[Cost] = []
     took = peak = 0
     for length in lengths:
-        # Doubling the length costs at most four times as much: stop before the time is up.
+        # Doubling the length costs at most four times as much, so stop before the time is up.
         too_long = time.perf_counter() + (_REPEATS + 1) * 4 * took > deadline
         if (too_long and len(costs) >= LEAST_POINTS) or 4 * peak > 0.7 * available_bytes(device):
             break

@@ -1,4 +1,4 @@
-"""The demo from beginning to end."""
+"""Runs the demo from beginning to end."""
 
 import argparse
 import logging
@@ -18,7 +18,7 @@ from .training import History, held_out_bits_per_byte, make_model, train, write_
 
 _PROMPT = "import os\n\n\ndef "
 _SAMPLE_BYTES = 400
-_COST_SECONDS = 15  # for each implementation
+_COST_SECONDS = 15  # time for the measurements of each implementation
 
 
 def run(options: argparse.Namespace) -> int:
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     torch.manual_seed(options.seed)
     output = options.output
     output.mkdir(parents=True, exist_ok=True)
-    (output / "sample.txt").touch()  # fails before the training rather than after it
+    (output / "sample.txt").touch()  # an unwritable folder fails before the training, not after it
 
     device = options.device
     if device == "auto":
@@ -109,7 +109,7 @@ _FILES = ("sample.txt", "loss.png", "keys.png", "cost.png", "token.png")
 
 
 def _missing_steps(history: History, options: argparse.Namespace) -> str:
-    """Which steps the time of the training left out; "" where it left out none."""
+    """Returns a note on the steps that the training had no time for, or ""."""
     steps = len(history.bits_per_byte)
     if steps == options.steps:
         return ""
@@ -118,7 +118,7 @@ def _missing_steps(history: History, options: argparse.Namespace) -> str:
 
 
 def _missing_lengths(costs: dict[str, list[Cost]], lengths: dict[str, Sequence[int]]) -> str:
-    """Which lengths were not measured; "" where all were."""
+    """Returns a note on the lengths that were not measured, or ""."""
     reached = {name: max((p.length for p in points), default=0) for name, points in costs.items()}
     missing = [
         f"{name} ends at {reached[name]} of {lengths[name][-1]}"
@@ -130,12 +130,12 @@ def _missing_lengths(costs: dict[str, list[Cost]], lengths: dict[str, Sequence[i
 
 
 def _printable(text: str) -> str:
-    """The text with a replacement for each character that steers a terminal."""
+    """Replaces every character that controls a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _cost_rows(costs: dict[str, list[Cost]]) -> list[tuple[str, str]]:
-    """The longest sequence that eager attention reached, and the longest of ours."""
+    """Returns rows for the longest sequence that eager attention reached, and for the longest of ours."""
     eager, ours = ({c.length: c for c in costs[name]} for name in ("eager", "flash_dmattn"))
     rows = []
     shared = max(eager.keys() & ours.keys(), default=None)
@@ -153,7 +153,7 @@ def _cost(cost: Cost) -> str:
 
 
 def _token_rows(costs: dict[str, list[Cost]]) -> list[tuple[str, str]]:
-    """The longest text after which both have generated."""
+    """Returns rows for the longest text after which both have generated."""
     eager, ours = ({c.length: c for c in costs[name]} for name in ("eager", "flash_dmattn"))
     longest = max(eager.keys() & ours.keys(), default=None)
     if longest is None:

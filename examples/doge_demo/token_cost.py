@@ -1,4 +1,4 @@
-"""Time and memory of a generated token as the text grows: eager attention over all keys, and ours over the window's.
+"""Measures time and memory of a generated token as the text grows, for eager attention over all keys and ours over the window's.
 
 A token of the demo's model is a byte.
 """
@@ -23,8 +23,8 @@ _TOKENS = 12
 def measure_tokens(
     model: torch.nn.Module, implementation: str, seconds: float, seed: int
 ) -> list[Cost]:
-    """Costs of a token and its cache after as many of `CONTEXTS` as fit into `seconds`, at least `LEAST_POINTS`. The model reads
-    random bytes, always with flash_dmattn."""
+    """Returns the costs of a token and its cache after as many of `CONTEXTS` as fit into `seconds`, at least `LEAST_POINTS`. The model
+    reads random bytes, always with flash_dmattn."""
     deadline = time.perf_counter() + seconds
     ids = torch.randint(
         256, (1, CONTEXTS[-1] + _TOKENS), generator=torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The model, its training and the text that it writes."""
+"""Makes and trains the demo's model, and generates text with it."""
 
 import math
 import time
@@ -20,7 +20,7 @@ _HELD_OUT_SEQUENCES = 8
 
 
 def make_model(context: int, window: int, layers: int = 4) -> DogeForCausalLM:
-    """A Doge model over bytes, 0.8 million parameters per layer, with exact selection by intervals."""
+    """Returns a Doge model over bytes with 0.8 million parameters per layer and exact selection by intervals."""
     config = DogeConfig(
         vocab_size=256,
         hidden_size=256,
@@ -43,7 +43,7 @@ def make_model(context: int, window: int, layers: int = 4) -> DogeForCausalLM:
 class History:
     """The record of a training."""
 
-    bits_per_byte: list[float] = field(default_factory=list)  # of every step's batch
+    bits_per_byte: list[float] = field(default_factory=list)  # loss of every step's batch
     seconds: float = 0.0
     bytes_seen: int = 0
     gradients_checked: int = 0
@@ -104,14 +104,14 @@ def train(
 
 
 def precision_of(device: torch.device) -> AbstractContextManager:
-    """Products in bfloat16 on a GPU, whose attention kernels take no float32."""
+    """Returns autocast to bfloat16 on a GPU, whose attention kernels do not accept float32."""
     if device.type != "cuda":
         return nullcontext()
     return torch.autocast("cuda", torch.bfloat16)
 
 
 def check_gradients(model: torch.nn.Module, step: int) -> int:
-    """The number of gradients; FloatingPointError when one is not finite."""
+    """Returns the number of gradients. Raises FloatingPointError if one is not finite."""
     named = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
     for name, gradient in named:
         if not gradient.isfinite().all():
@@ -121,7 +121,7 @@ def check_gradients(model: torch.nn.Module, step: int) -> int:
 
 @torch.no_grad()
 def held_out_bits_per_byte(model: DogeForCausalLM, corpus: Corpus, context: int) -> float:
-    """The mean over sequences spread evenly over the held-out files."""
+    """Returns the mean over sequences spread evenly over the held-out files."""
     model.eval()
     with precision_of(model.device):
         losses = [
@@ -132,7 +132,7 @@ def held_out_bits_per_byte(model: DogeForCausalLM, corpus: Corpus, context: int)
 
 
 def write_text(model: DogeForCausalLM, prompt: str, length: int, seed: int) -> str:
-    """The prompt and `length` bytes that the model writes after it."""
+    """Returns the prompt and the `length` bytes that the model generates after it."""
     model.eval()
     torch.manual_seed(seed)
     ids = torch.tensor([list(prompt.encode())], device=model.device)
@@ -150,6 +150,6 @@ def write_text(model: DogeForCausalLM, prompt: str, length: int, seed: int) -> s
 
 
 def _schedule(step: int, progress: float) -> float:
-    """Linear warm-up, then a cosine down to a tenth."""
+    """Returns the factor of the learning rate: a linear warm-up, then a cosine down to a tenth."""
     warmup = min(1.0, (step + 1) / _WARMUP_STEPS)
     return warmup * (0.55 + 0.45 * math.cos(math.pi * progress))

@@ -1,4 +1,4 @@
-"""The cost of a budget of keys: loss and pass keys of a model that keeps fewer and fewer, by learned scores and by others."""
+"""Measures the cost of a budget of keys: loss and pass keys of a model that keeps ever fewer keys, by learned and by other scores."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from flash_dmattn.integrations.transformers import (
 
 from .text import DIGITS
 
-SINKS = 2  # of every method
+SINKS = 2  # sinks of every method
 UNTRAINED = ("streaming", "key_norm", "random")
-_TOKENS = 4096  # of a batch, whose logits have to fit
+_TOKENS = 4096  # tokens per batch, whose logits must fit into memory
 
 
 class Quality(TypedDict):
-    loss: float  # nats of a byte or token of text, without the answers
-    pass_keys: float  # the share of right digits
+    loss: float  # nats per byte or token of text, without the answers
+    pass_keys: float  # share of right digits
 
 
 def rule_of(method: str, budget: int, learned_by: str = "hidden") -> dict:
-    """The arguments of add_learned_scores by which a query sees `budget` keys. learned_by: the scorer of the method "learned"."""
+    """Returns the arguments of add_learned_scores with which a query sees `budget` keys. learned_by: the scorer of the method "learned"."""
     if method == "streaming":  # sinks and recent keys (arXiv 2309.17453)
         return {"keep_window_size": 0, "recent_window": budget - SINKS, "sink_tokens": SINKS, "scorer": "random"}  # fmt: skip
     recent = budget // 2
@@ -40,7 +40,7 @@ def rule_of(method: str, budget: int, learned_by: str = "hidden") -> dict:
 
 
 def autocast(model: PreTrainedModel) -> torch.autocast:
-    """The precision of training: bf16 on a GPU, whose attention has no float32."""
+    """Returns the precision of training, which is bf16 on a GPU, because its attention has no float32."""
     device = model.device.type
     return torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
 
@@ -48,9 +48,9 @@ def autocast(model: PreTrainedModel) -> torch.autocast:
 def quality_without_training(
     model: PreTrainedModel, texts: Tensor, budgets: list[int], digits: int = DIGITS
 ) -> dict[str, dict[int, Quality]]:
-    """The quality of a model without scores, with all keys and with the choices that need no training, by budget.
+    """Returns a model's quality by budget, with all keys and with the methods that need no training.
 
-    digits: tokens at the end of a text that are an answer.
+    digits: how many tokens at the end of a text are the answer.
     """
     qualities = {"dense": {texts.shape[1]: quality_of(model, texts, digits)}}
     for method in UNTRAINED:
@@ -68,7 +68,7 @@ def quality_of_scores(
     digits: int = DIGITS,
     scorer: str = "hidden",
 ) -> dict[int, Quality]:
-    """The result of quality_without_training with the scores in a folder of save_scores."""
+    """Returns the same result as quality_without_training for the scores that save_scores wrote into a folder."""
     return {
         b: quality_of_rule(model, texts, rule_of("learned", b, scorer), digits, scores)
         for b in budgets

@@ -1,13 +1,13 @@
-"""Gives a pretrained model learned scores: trains them against the model itself, and shows what budgets of keys cost.
+"""Adds learned scores to a pretrained model, trains them against the model itself, and shows the cost of budgets of keys.
 
 python -m learned_scores.distil                                            (in examples/; a small Llama, pretrained here)
 python -m learned_scores.distil --model Qwen/Qwen3-0.6B --text book.txt --length 4096 --keep 252 --recent 256 --batch 1
 accelerate launch -m learned_scores.distil --model ...                     (DDP, or FSDP2 by accelerate's config)
 
-The base is frozen (--train all trains it, too). The loss is the divergence from the model with its scores off, plus a term
-for gates that keep more old keys than the target, which falls from 1 to --share. While it is soft, gates are drawn open or
-closed (training.stochastic_gates). The last quarter of the steps is hard.
---recipes compares this with trainings that leave a part of it out. --resume continues from the last checkpoint of --output.
+The base is frozen; --train all trains it, too. The loss is the divergence from the model with its scores off, plus a term for gates that
+keep more old keys than the target. The target falls from 1 to --share. In the soft phase, gates are drawn open or closed
+(training.stochastic_gates). The last quarter of the steps is hard.
+--recipes compares this with trainings that leave out a part of it. --resume continues from the last checkpoint of --output.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from .training import RECIPES, ScoreTrainer, freeze_all_but_scores
 
 
 def small_llama(options: argparse.Namespace, texts: PassKeyTexts) -> LlamaForCausalLM:
-    """A model of bytes, trained with all keys in minutes on a core."""
+    """Trains a small model of bytes with all keys, which takes minutes on a core."""
     config = LlamaConfig(
         vocab_size=256, hidden_size=options.width, intermediate_size=2 * options.width,
         num_hidden_layers=options.layers, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.68 * options.width**-0.5,
@@ -76,7 +76,7 @@ def small_llama(options: argparse.Namespace, texts: PassKeyTexts) -> LlamaForCau
         each = F.cross_entropy(logits.float().transpose(1, 2), ids[:, 1:], reduction="none")
         answer = each[asked[:, 1:]].mean()
         optimizer.zero_grad()
-        (each.mean() + 2.0 * answer).backward()  # a few digits among hundreds of bytes
+        (each.mean() + 2.0 * answer).backward()  # an answer is a few digits among hundreds of bytes
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
@@ -135,7 +135,7 @@ def train_scores(
         schedule=replace(RECIPES[recipe], share=options.share),
         distils=options.train == "scores",
     )
-    # A recipe that had not begun when the run ended has none.
+    # A recipe that had not begun when the run ended has no checkpoint.
     checkpoint = last_checkpoint(options, recipe) if options.resume else None
     trainer.train(resume_from_checkpoint=checkpoint)
     save_scores(model, scores_folder(options, recipe))
@@ -155,7 +155,7 @@ def main(arguments: list[str] | None = None) -> dict:
     options = parse(arguments)
     torch.set_num_threads(options.threads)
     is_first = PartialState(cpu=options.device == "cpu").is_main_process
-    # Each process has a GPU of its own from here on.
+    # From here on, each process has its own GPU.
     set_seed(options.seed)
     options.output.mkdir(parents=True, exist_ok=True)
     digits = DIGITS
@@ -207,14 +207,14 @@ def main(arguments: list[str] | None = None) -> dict:
 
 
 def keep_results(results: dict, options: argparse.Namespace) -> None:
-    """Writes what there is, after every recipe, so that an end before the last loses none."""
+    """Writes the results so far. Called after every recipe, so that an interrupted run loses none."""
     (options.output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 @torch.no_grad()
 def write(model: PreTrainedModel, prompt: Tensor, count: int) -> None:
-    """Generates with a cache of the rule's keys, and prints how many it holds."""
-    set_score_phase(model, "hard")  # a recipe, or a training of few steps, may end in the soft one
+    """Generates with a cache of the rule's keys, and prints how many keys it holds."""
+    set_score_phase(model, "hard")  # some recipes and very short trainings end in the soft phase
     cache = DynamicMaskCache(model.config)
     ids = prompt[None].to(model.device)
     with autocast(model):
@@ -226,7 +226,7 @@ def write(model: PreTrainedModel, prompt: Tensor, count: int) -> None:
 
 
 def readable(text: str) -> Path:
-    """A file of text."""
+    """Parses the path of a text file."""
     try:
         Path(text).open().close()
     except OSError as error:

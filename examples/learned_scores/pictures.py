@@ -23,13 +23,13 @@ NAMES = {
     "without_noise": "gates not drawn",
     "hard_from_the_first": "hard from the first step", "soft_to_the_last": "soft to the last step",
 }  # fmt: skip
-METHODS = ("dense", "learned", "streaming", "key_norm", "random")  # of budgets.svg
+METHODS = ("dense", "learned", "streaming", "key_norm", "random")  # the lines of budgets.svg
 SHARES = ("right answers", "right digits")
-Curve = dict[int, list[float]]  # a value of each seed, by budget or length
+Curve = dict[int, list[float]]  # {budget or length: the value of each seed}
 
 
 def recall_rows(folder: Path) -> tuple[int, list[dict]]:
-    """The last length of training, and the rows of all recall*.json."""
+    """Returns the last training length, and the rows of all recall*.json."""
     records = [json.loads(path.read_text()) for path in sorted(folder.glob("recall*.json"))]
     length = records[0]["settings"]["lengths"][-1] if records else 0
     return length, [row for record in records for row in record["rows"]]
@@ -42,13 +42,13 @@ def name_of(row: dict) -> str:
 def recall_by_budget(length: int, rows: list[dict]) -> dict[str, Curve]:
     curves = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        if str(length) in row["recall"]:  # else it has only other lengths
+        if str(length) in row["recall"]:  # otherwise the row has only other lengths
             curves[name_of(row)][row["budget"]].append(row["recall"][str(length)])
     return curves
 
 
 def recall_by_length(length: int, rows: list[dict]) -> dict[str, Curve]:
-    """All keys, and the budgets of learned scores that were learned."""
+    """Returns the curves of all keys and of each budget of learned scores, without those that have not learned the task at `length`."""
     curves = defaultdict(lambda: defaultdict(list))
     for row in rows:
         is_scored = row["kind"] == "scores"
@@ -61,7 +61,7 @@ def recall_by_length(length: int, rows: list[dict]) -> dict[str, Curve]:
 
 
 def quality_curves(paths: list[Path]) -> tuple[dict[str, Curve], dict[str, Curve]]:
-    """Loss and pass keys by budget, by the names of results.json."""
+    """Returns the curves of loss and of pass keys by budget, with the names in results.json."""
     loss, keys = (defaultdict(lambda: defaultdict(list)) for _ in range(2))
     for path in paths:
         for method, qualities in json.loads(path.read_text())["quality"].items():
@@ -72,7 +72,7 @@ def quality_curves(paths: list[Path]) -> tuple[dict[str, Curve], dict[str, Curve
 
 
 def training_curves(paths: list[Path]) -> tuple[dict[str, Curve], dict[str, Curve]]:
-    """Loss and the mean gate of old keys by the step of training, by the names of recipes."""
+    """Returns the curves of loss and of the mean gate of old keys by training step, for each recipe."""
     loss, kept = (defaultdict(lambda: defaultdict(list)) for _ in range(2))
     for path in paths:
         for row in json.loads(path.read_text())["log"]:

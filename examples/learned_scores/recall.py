@@ -1,13 +1,13 @@
-"""Associative recall from scratch: a small Llama that keeps keys by scores, by other choices of equal size, and all of them.
+"""Trains a small Llama for associative recall from scratch, with keys chosen by scores, by other rules of equal size, or with all keys.
 
 python -m learned_scores.recall [--lengths 128] [--seeds 0 1 2] [--output recall.json]    (in examples/)
 python -m learned_scores.recall --lengths 64 256 1024 --steps 400 300 300 --pairs 32 --words 4096 --width 128    (a GPU)
 
-A text is filler, with (key, value) pairs scattered over its first half; its last quarter asks for the keys again. Every kind
-trains with its budget of keys from the first step, except `soft_first`; learned scores have every budget, the others the
-largest one. In texts that are shorter than the last ones a query sees at most a half, so that keys have to be chosen from the
-first step: where it sees all, scores learn less, and 64 keys then recall less than 32. Tests are at other lengths, too, and of
-learned scores with all keys. With `--pairs 1` the task is a pass key.
+A text is filler, with (key, value) pairs scattered over its first half. Its last quarter asks for the keys again. Except for
+`soft_first`, every kind trains with its budget of keys from the first step. Learned scores are trained with every budget, the other kinds
+only with the largest. In texts shorter than the last ones a query sees at most half of the keys, so that scores must choose from the
+first step. If a query sees all keys, scores learn less, and 64 keys then recall less than 32. Models are also tested at other lengths,
+and those with learned scores with all keys. With `--pairs 1` the task is a pass key.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from flash_dmattn.integrations.transformers import add_learned_scores, set_score
 from one_cycle import one_cycle
 from recall_texts import Texts
 
-# soft_first: learned scores after a half of the steps with all keys. doge: exp(A softplus(z)) for the gate.
+# soft_first: the first half of the steps sees all keys. doge: the score is exp(A softplus(z)) instead of the gate.
 KINDS = ("dense", "scores", "soft_first", "window", "doge", "key_norm", "random")
-SCORED = ("scores", "soft_first")  # with every budget
+SCORED = ("scores", "soft_first")  # kinds that are trained with every budget
 
 
 class Run(NamedTuple):
@@ -45,7 +45,7 @@ class Run(NamedTuple):
 
 
 class Reader(nn.Module):
-    """A Llama of few layers. The embedding of a word has a share of the word before, so that two layers are enough."""
+    """A Llama of few layers. The embedding of a word includes a share of the previous word, so that two layers are enough."""
 
     def __init__(self, kind: str, budget: int, options: argparse.Namespace):
         super().__init__()
@@ -65,7 +65,7 @@ class Reader(nn.Module):
             add_learned_scores(self.llama, scorer=scorers.get(kind, kind), **rule)
 
     def forward(self, text: Tensor, places: Tensor) -> Tensor:
-        """Logits of the answers, [B, pairs, words]."""
+        """Returns the logits of the answers, [B, pairs, words]."""
         words, on_gpu = self.llama.embed_tokens, text.is_cuda
         with torch.autocast(text.device.type, torch.bfloat16, enabled=on_gpu, cache_enabled=False):
             embedded = words(text)
@@ -76,13 +76,13 @@ class Reader(nn.Module):
 
 
 def rule_of(kind: str, keys: int) -> dict[str, int]:
-    """The rule by which a query sees `keys` keys."""
+    """Returns the rule by which a query sees `keys` keys."""
     recent = keys if kind == "window" else keys // 4
     return {"keep_window_size": keys - recent, "recent_window": recent}
 
 
 class DogeForm(nn.Module):
-    """Scores exp(A softplus(z)), A from 0.5, as a scorer."""
+    """A scorer that computes exp(A softplus(z)), where A begins at 0.5."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -94,7 +94,7 @@ class DogeForm(nn.Module):
 
 
 class Loss(nn.Module):
-    """All of a step before its backward, as one module, which a CUDA graph can hold."""
+    """The forward of a step as one module, which a CUDA graph can capture."""
 
     def __init__(self, model: Reader):
         super().__init__()
@@ -105,13 +105,13 @@ class Loss(nn.Module):
 
 
 class Stage(NamedTuple):
-    """Steps in one phase of the scores, on texts of one shape, of which a query sees `keys` keys."""
+    """Training steps in one phase of the scores, on texts of one shape. A query sees `keys` keys."""
 
     steps: int
     length: int
     batch: int
     keys: int
-    phase: str | None = None  # None: as the model is
+    phase: str | None = None  # None: the model's current phase
 
 
 def train(
@@ -130,7 +130,7 @@ def train(
             set_score_phase(model, stage.phase)
         loss_of = Loss(model)
         if options.graphs:  # a small model's step is many kernels of a few microseconds
-            gc.collect()  # an earlier graph that dies during the capture would end it
+            gc.collect()  # an earlier graph that is freed during the capture would make it fail
             sample = texts.draw(stage.length, stage.batch)
             loss_of = torch.cuda.make_graphed_callables(loss_of, sample)
         for _ in range(stage.steps):
@@ -145,7 +145,7 @@ def train(
 
 @torch.no_grad()
 def recall(model: Reader, texts: Texts, length: int, options: argparse.Namespace) -> float:
-    """The share of right answers."""
+    """Returns the share of right answers."""
     right = []
     for _ in range(options.tests):
         text, places, answers = texts.draw(length, options.batch[-1])
@@ -154,7 +154,7 @@ def recall(model: Reader, texts: Texts, length: int, options: argparse.Namespace
 
 
 def stages_of(run: Run, options: argparse.Namespace) -> list[Stage]:
-    """The stages of a training, from short texts to long ones."""
+    """Returns the stages of a training, from short texts to long ones."""
     stages = []
     for steps, length, batch in zip(options.steps, options.lengths, options.batch, strict=True):
         is_last = length == options.lengths[-1]
@@ -192,7 +192,7 @@ def texts_of(run: Run, seed: int, options: argparse.Namespace) -> Texts:
 
 
 def measure(run: Run, seed: int, options: argparse.Namespace) -> dict:
-    """Trains and tests a model: a row of the results."""
+    """Trains and tests a model, and returns a row of the results."""
     begin = time.perf_counter()
     torch.manual_seed(seed)
     model = Reader(run.kind, run.budget, options).to(options.device)
@@ -202,7 +202,8 @@ def measure(run: Run, seed: int, options: argparse.Namespace) -> dict:
     test_texts = texts_of(run, 1000 + seed, options)
     recalls = {length: recall(model, test_texts, length, options) for length in lengths}
     row = {**run._asdict(), "seed": seed, "recall": recalls}
-    if run.kind in SCORED:  # whether what is missing was not chosen, or not learned
+    # Recall with all keys shows whether a missing answer was not kept or not learned.
+    if run.kind in SCORED:
         set_score_phase(model, "off")
         row["recall_with_all_keys"] = recall(model, test_texts, lengths[0], options)
     row["seconds"] = round(time.perf_counter() - begin, 1)

@@ -11,12 +11,13 @@ from doge_demo.corpus import Corpus
 
 DIGITS = 4
 _BEFORE = b"\n# KEY="
-_BYTES_OF_A_QUESTION = 32  # at least; the more there are, the sooner a base learns to answer
+# The least number of bytes per question. The more questions there are, the sooner a base learns to answer.
+_BYTES_OF_A_QUESTION = 32
 
 
 class PassKeyTexts(Dataset):
-    """Texts int64 [length], each of a seed of its own. They ask for their number once to `length` / 32 times, at
-    last at their end."""
+    """Texts int64 [length], each drawn with its own seed. A text asks for its number one to `length` / 32 times, the last time at its
+    end."""
 
     def __init__(self, text: Tensor, length: int, count: int, seed: int = 0):
         self.text, self.length, self.count, self.seed = text, length, count, seed
@@ -29,7 +30,7 @@ class PassKeyTexts(Dataset):
         return {"input_ids": ids, "labels": ids}
 
     def with_answers(self, index: int) -> tuple[Tensor, Tensor]:
-        """A text and which of its bytes are digits of an answer, bool [length]."""
+        """Returns a text, and which of its bytes are digits of an answer, bool [length]."""
         random = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
         most = max(1, self.length // _BYTES_OF_A_QUESTION)
         questions = int(torch.randint(1, most + 1, (), generator=random))
@@ -65,7 +66,7 @@ def _with_lines(
 
 
 def held_out_texts(corpus: Corpus, length: int, count: int) -> Tensor:
-    """[count, length], always the same ones, with one question."""
+    """Returns the same `count` texts at every call, [count, length], with one question each."""
     random = torch.Generator().manual_seed(7)
     rows = [pass_key_text(corpus.held_out, length, 1, random)[0] for _ in range(count)]
     return torch.stack(rows)
@@ -83,7 +84,7 @@ def held_out_tokens(
         line = _tokens(tokenizer, _BEFORE.decode() + number)
         shared = (line[: len(before)] == before[: len(line)]).long().cumprod(0).sum()
         digits = digits or len(line) - int(shared)
-        if len(line) - shared == digits:  # a few numbers have other tokens
+        if len(line) - shared == digits:  # a few numbers have a different number of tokens
             rows.append(_with_lines(ids, line, digits, length, 1, random)[0])
     return torch.stack(rows), digits
 

@@ -1,4 +1,4 @@
-"""Training of learned scores on transformers' Trainer, so on one device, DDP or FSDP2 alike."""
+"""Trains learned scores with transformers' Trainer, on one device or with DDP or FSDP2."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from flash_dmattn.integrations.transformers import set_score_phase
 class Schedule:
     """The phases of a training, as shares of its steps."""
 
-    soft: float = 0.75  # the rest is hard
-    narrowing: float = 0.5  # until then the target of the budget falls, from 1
-    share: float = 0.125  # of old keys that gates are to keep at the end
-    weight: float = 4.0  # of the budget's term in the loss
-    temperature: float | None = 0.1  # of stochastic gates; None: gates as they are
+    soft: float = 0.75  # share of steps in the soft phase; the rest is hard
+    narrowing: float = 0.5  # share of steps over which the budget's target falls from 1
+    share: float = 0.125  # target share of old keys that gates keep at the end
+    weight: float = 4.0  # weight of the budget's term in the loss
+    temperature: float | None = 0.1  # of stochastic gates; None: plain gates
 
     def phase(self, progress: float) -> str:
         return "soft" if progress < self.soft else "hard"
@@ -54,8 +54,8 @@ class ScoreTrainer(Trainer):
             raise ValueError(
                 "gradient_checkpointing_kwargs: got use_reentrant=True, expected False: the term of the budget would have no gradient"
             )
-        self.watched: WatchedScores | None = None  # of the last step
-        self.parts: dict[str, float] = {}  # of the last step's loss, for the log
+        self.watched: WatchedScores | None = None  # scores of the last step
+        self.parts: dict[str, float] = {}  # parts of the last step's loss, for the log
 
     def compute_loss(
         self, model, inputs, return_outputs=False, num_items_in_batch=None
@@ -84,12 +84,12 @@ class ScoreTrainer(Trainer):
             over = (share - self.schedule.target(progress)).clamp(min=0)
             self.parts["kept_share"] = share.mean().item()
             loss = loss + self.schedule.weight * over.square().mean()
-        if not model.training:  # no backward pass follows
+        if not model.training:  # there is no backward pass
             self._watch(None)
         return (loss, outputs) if return_outputs else loss
 
     def _watch(self, model: nn.Module | None, temperature: float | None = None) -> None:
-        """Watches the scores of a model until the next call: in the backward pass checkpointed layers run again."""
+        """Watches the scores of a model until the next call, because checkpointed layers run again in the backward pass."""
         if self.watched is not None:
             self.watched.remove()
         self.watched = None if model is None else WatchedScores(model, temperature)
@@ -121,8 +121,10 @@ def divergence(student: Tensor, teacher: Tensor, mask: Tensor | None) -> Tensor:
 
 
 class WatchedScores:
-    """The scores [B, Hkv, S] of the layers of a model in a forward pass. temperature: layers get `stochastic_gates` instead, in
-    the forward pass and wherever they run before `remove`."""
+    """Records the scores [B, Hkv, S] of a model's layers in a forward pass.
+
+    temperature: if given, layers get `stochastic_gates` instead of their scores, in every run until `remove`.
+    """
 
     def __init__(self, model: nn.Module, temperature: float | None):
         self.temperature, self.is_forward = temperature, True
@@ -136,7 +138,7 @@ class WatchedScores:
         return None if self.temperature is None else stochastic_gates(scores, self.temperature)
 
     def end_forward(self) -> list[Tensor]:
-        """The scores of all layers, in their order."""
+        """Returns the scores of all layers in order."""
         self.is_forward = False
         return self.scores
 
@@ -159,7 +161,7 @@ def stochastic_gates(scores: Tensor, temperature: float) -> Tensor:
 
 
 def share_of_old_keys(scores: list[Tensor], recent_window: int) -> Tensor:
-    """The mean gate of the keys that become old, [layers, Hkv]."""
+    """Returns the mean gate of the keys that become old, [layers, Hkv]."""
     ends = [layer.shape[2] - recent_window for layer in scores]
     return torch.stack(
         [layer[..., :end].exp().mean((0, 2)) for layer, end in zip(scores, ends, strict=True)]

@@ -17,7 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 def pytest_collection_finish():
-    """A full collection of garbage need not look through the objects of all modules every time: here that takes 0.2 seconds."""
+    """Excludes the objects of all modules from garbage collection, where they cost 0.2 seconds per full collection."""
     gc.collect()
     gc.freeze()
 
@@ -28,7 +28,7 @@ def pytest_unconfigure():
 
 @pytest.fixture(scope="session", autouse=True)
 def poisoned():
-    """The library's outputs and workspace come from torch, so whatever it forgets to write shows."""
+    """Fills new memory with NaN. The library's outputs and workspace come from torch, so elements that it forgets to write show."""
     with poisoned_memory():
         yield
 
@@ -40,7 +40,7 @@ def fixed_seed():
 
 @pytest.fixture
 def uncompiled_flex(monkeypatch):
-    """torch compiles FlexAttention for seconds. Uncompiled, it asks the same functions for scores and masks."""
+    """Leaves FlexAttention uncompiled, because compiling takes seconds. It calls the same functions for scores and masks."""
     from torch.nn.attention.flex_attention import flex_attention
 
     from flash_dmattn._backends import flex
@@ -50,5 +50,5 @@ def uncompiled_flex(monkeypatch):
 
 @pytest.fixture
 def check_mode(monkeypatch):
-    """Calls are checked, as with FLASH_DMATTN_CHECK_FINITE=1, which a process reads once."""
+    """Turns the check on, as FLASH_DMATTN_CHECK_FINITE=1 does, which a process reads only once."""
     monkeypatch.setattr(finite, "_setting", lambda: True)

@@ -1,4 +1,4 @@
-"""The package's reports of its backends, with and without CUDA in the build and in the machine."""
+"""The package reports which backends are available, with and without CUDA in the build and a GPU in the machine."""
 
 import os
 import shutil
@@ -50,8 +50,8 @@ def test_torch_without_flex_attention_is_reported(monkeypatch):
     assert not backend.available and "has no FlexAttention" in backend.reason
 
 
-def test_everything_works_beside_a_broken_triton(tmp_path):
-    """In a process of its own: info, the list, the constants and the functions agree."""
+def test_broken_triton_affects_no_other_backend(tmp_path):
+    """In a separate process, info, the list, the constants and the functions agree."""
     (tmp_path / "triton.py").write_text("raise OSError('no such driver')")
     program = (
         "import torch, flash_dmattn\n"
@@ -75,7 +75,7 @@ def test_everything_works_beside_a_broken_triton(tmp_path):
 
 @pytest.mark.parametrize("best", ["triton", "flex", "cuda", "cpu"])
 def test_default_is_best_backend(best, monkeypatch):
-    """Triton and flex where a GPU is not the library's; else the library, which takes tensors of both."""
+    """Triton or flex is the default on a GPU that the library does not support. Otherwise the library is, on CPU and GPU."""
     monkeypatch.setattr(functional, "get_available_backends", lambda: [best, "cpu", "reference"])
     monkeypatch.setattr(functional, "check_backend_runs", lambda name: None)
     function = flash_dmattn.flash_dmattn_func_auto()

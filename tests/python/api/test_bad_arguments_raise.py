@@ -1,4 +1,4 @@
-"""Arguments that mean nothing raise an error that names them; none is silently ignored."""
+"""A meaningless argument raises an error that names it, and no argument is silently ignored."""
 
 import re
 
@@ -106,13 +106,13 @@ def test_bad_attention_argument_raises_naming_it(function, error, message, optio
         getattr(flash_dmattn, function)(**arguments)
 
 
-def test_backend_that_is_no_name_raises():
+def test_backend_of_wrong_type_raises():
     with pytest.raises(TypeError, match="backend: got 3, expected a name"):
         flash_dmattn_func(*qkv(), backend=3)
 
 
-def test_scale_that_requires_a_gradient_raises():
-    """It would silently get none."""
+def test_scale_requiring_a_gradient_raises():
+    """Without the error, scale would silently get no gradient."""
     scale = torch.ones((), requires_grad=True)
     with pytest.raises(RuntimeError, match="scale: got a tensor that requires a gradient"):
         flash_dmattn_func(*qkv(), scale=scale)
@@ -121,7 +121,7 @@ def test_scale_that_requires_a_gradient_raises():
 
 
 @pytest.mark.parametrize("flag", [True, np.True_, 1])
-def test_flag_given_as_number_is_accepted(flag):
+def test_numeric_flag_is_accepted(flag):
     q, k, v = qkv()
     expected = flash_dmattn_func(q, k, v, is_causal=True)
     assert torch.equal(flash_dmattn_func(q, k, v, is_causal=flag), expected)
@@ -169,7 +169,7 @@ def test_bad_varlen_argument_raises_naming_it(error, message, options):
         flash_dmattn_varlen_func(*(t[0] for t in qkv()), **offsets | options)
 
 
-def test_zero_in_the_place_of_flash_attentions_dropout_raises():
+def test_zero_at_position_of_flash_attention_dropout_raises():
     offsets = torch.tensor([0, 4, 9])
     packed = (*(t[0] for t in qkv()), offsets, offsets, 5, 5)
     with pytest.raises(ValueError, match="softmax_scale: got 0.*dropout_p.*leave it out"):
@@ -226,7 +226,7 @@ def test_zero_in_the_place_of_flash_attentions_dropout_raises():
         (TypeError, "key_mask: got torch.float32", lambda: select_key_intervals(BIAS, 3, key_mask=BIAS)),
         (TypeError, "key_mask: got a tensor on meta",
          lambda: select_key_intervals(BIAS, 3, key_mask=BIAS.bool().to("meta"))),
-        # A shorter mask would pack other tokens than those it keeps.
+        # A shorter mask would pack the wrong tokens.
         (ValueError, "attention_mask: got shape (2, 8)", lambda: unpad_input(BIAS.mT, torch.ones(2, 8))),
         (ValueError, "attention_mask: got shape (3, 9)", lambda: unpad_input(BIAS.mT, torch.ones(3, 9))),
         (ValueError, "unused_mask: got shape (1, 9)",

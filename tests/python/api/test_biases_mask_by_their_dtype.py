@@ -1,4 +1,4 @@
-"""A bias masks at or below a number that depends on its own dtype, whatever that of query, key and value."""
+"""A bias masks at or below a value that depends on the bias's own dtype, whatever the dtype of query, key and value."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from flash_dmattn.utils.mask import create_mask
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BIAS_DTYPES = [*DTYPES, torch.float64]
 VISIBLE, MASKED = True, False
-# A bias alone in its row: out is value where it is a number.
+# Biases of a row's only key: out equals its value if the bias does not mask.
 VALUES = [
     (torch.float16, -9992.0, VISIBLE),
     (torch.float16, -1e4, MASKED),
@@ -73,7 +73,7 @@ def test_bias_of_packed_sequences_masks_by_its_own_dtype():
             out = flash_dmattn_varlen_func(
                 q, k, v, offsets, offsets, attn_bias=alone, is_causal=True, keep_window_size=window
             )
-            assert torch.equal(out[4], v[4])  # of keys 2, 3 and 4 the last is seen
+            assert torch.equal(out[4], v[4])  # of keys 2, 3 and 4, only key 4 is visible
 
 
 @pytest.mark.parametrize("dtype, fill", [(torch.float16, -1e4), (torch.float32, -1e30)])
@@ -91,7 +91,7 @@ def test_additive_mask_masks_by_its_own_dtype(dtype, fill):
 @pytest.mark.parametrize("bias_dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_additive_mask_and_bias_of_other_dtypes_mask_by_their_own(dtype, bias_dtype, mask_dtype):
-    """Where their dtypes differ, each masks by its own rule."""
+    """Mask and bias with different dtypes each mask by the rule of their own dtype."""
     q, k, v = (torch.randn(1, 12, 2, 16, dtype=dtype) for _ in range(3))
     mask = torch.randn(1, 1, 12, 12).to(mask_dtype)
     bias = torch.randn(1, 2, 12).to(bias_dtype)
@@ -109,7 +109,7 @@ def test_additive_mask_and_bias_of_other_dtypes_mask_by_their_own(dtype, bias_dt
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-3 if dtype == torch.float32 else 4e-3)
 
 
-def test_mask_of_scores_leaves_out_what_masks():
+def test_masking_scores_are_left_out_of_created_mask():
     for dtype, masks_at in ((torch.float16, -1e4), (torch.bfloat16, -1e30), (torch.float32, -1e30)):
         scores = torch.tensor([[[masks_at, 0.99 * masks_at, -torch.inf, 0.0]]], dtype=dtype)
         kept = create_mask(scores, None, 1, 1, 4, 4, None)

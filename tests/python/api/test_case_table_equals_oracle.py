@@ -1,4 +1,4 @@
-"""Forward and backward of the quick cases of the table, against the oracle. The C++ tests run all on every instruction set."""
+"""Compares forward and backward of the table's quick cases with the oracle. The C++ tests run all cases on every instruction set."""
 
 import pytest
 

@@ -1,5 +1,7 @@
-"""FLASH_DMATTN_CHECK_FINITE=1: every call names the first element of its inputs, results and gradients that is inf or NaN. The files of
-Triton and FlexAttention have tests of their own."""
+"""With FLASH_DMATTN_CHECK_FINITE=1, every call names the first element of its inputs, results and gradients that is inf or NaN.
+
+test_triton_poisoned_memory.py and test_flex.py test their backends.
+"""
 
 import re
 
@@ -19,7 +21,8 @@ from operators_called import OperatorsCalled
 
 B, S, HQ, HKV, D, W = 2, 9, 4, 2, 8, 4
 INF, NAN = float("inf"), float("nan")
-# Choices of keys, each with the shape of a bias: all, by the operator that attends, of the row, and of every query head for itself.
+# Bias shapes and options of each form of call: no selection, `select_and_attend`, global selection, selection per query head, and a
+# delayed bias.
 FORMS = {
     "dense": ((B, HQ, S, S), {}),
     "select_and_attend": ((B, HKV, S), {"keep_window_size": W, "is_causal": True}),
@@ -34,7 +37,7 @@ def raises(message):
 
 
 def tensors(form, wrong="", index=(), value=0.0):
-    """Inputs and gradients of results, all 1 except the element of the tensor `wrong` at `index`."""
+    """Returns inputs and gradients of the results. All elements are 1 except the one of the tensor `wrong` at `index`."""
     named = {
         "q": torch.ones(B, S, HQ, D), "k": torch.ones(B, S, HKV, D), "v": torch.ones(B, S, HKV, D), "bias": torch.ones(FORMS[form][0]),
         "dout": torch.ones(B, S, HQ, D), "dlse": torch.ones(B, HQ, S),
@@ -76,9 +79,10 @@ def test_nonfinite_value_is_named(form, backend, nonfinite, check_mode):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_bias_that_masks_is_no_error(form, check_mode):
+def test_masking_bias_raises_nothing(form, check_mode):
     masks = [torch.zeros(FORMS[form][0], dtype=torch.bool) for _ in range(2)]
-    masks[0][..., 3], masks[1][0] = True, True  # a key, and all keys of a row, whose lse is -inf
+    # The masks hide one key, and all keys of a row, whose lse is then -inf.
+    masks[0][..., 3], masks[1][0] = True, True
     for mask in masks:
         named = tensors(form)
         named["bias"][mask] = -INF
@@ -95,7 +99,7 @@ def test_several_nonfinite_values_name_the_first(check_mode):
 
 @pytest.mark.parametrize("bias_shape", [(1, 1, 1), (1, 1, 2, 1)])
 def test_overflowing_gradient_is_named(bias_shape, check_mode):
-    """Two queries see one key, and the sum of their dout is beyond float32."""
+    """Two queries see the same key, and the sum of their dout exceeds the range of float32."""
     q, k, v = (torch.zeros(1, n, 1, 8, requires_grad=True) for n in (2, 1, 1))
     bias = torch.zeros(bias_shape, requires_grad=True)
     out = flash_dmattn_func(q, k, v, attn_bias=bias, nonfinite="propagate")
@@ -104,7 +108,7 @@ def test_overflowing_gradient_is_named(bias_shape, check_mode):
         torch.autograd.grad(out, (q, k, v, bias), dout)
 
 
-def test_gradient_of_other_uses_is_no_gradient_of_the_call(check_mode):
+def test_infinite_gradient_from_outside_the_call_raises_nothing(check_mode):
     q = torch.ones(1, 3, 1, 8, requires_grad=True)
     out = flash_dmattn_func(q, q, q)
     (gradient,) = torch.autograd.grad(out.sum() + (q * INF).sum(), q)
@@ -112,8 +116,9 @@ def test_gradient_of_other_uses_is_no_gradient_of_the_call(check_mode):
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
-def test_delayed_bias_names_what_two_merged_calls_see_as_0(backend, check_mode):
-    """Triton attends to recent and to older keys; the merge gives both of them 0 for an element of dout that is not finite."""
+def test_delayed_bias_with_nan_dout_names_the_element(backend, check_mode):
+    """Triton merges two calls, for recent and for older keys. Both receive 0 for a dout element that is not finite, so the check has to
+    come before the merge."""
     named = tensors("delayed", "dout", (0, 1, 2, 3), NAN)
     with raises("backward input dout[0, 1, 2, 3] is nan"):
         attend("delayed", named, backend=backend)
@@ -127,7 +132,7 @@ def test_vmap_is_checked(check_mode):
         torch.vmap(flash_dmattn_func)(*inputs)
 
 
-def test_tensors_without_values_are_no_error(check_mode):
+def test_tensors_without_values_raise_nothing(check_mode):
     q = torch.ones(1, 3, 1, 8, device="meta", requires_grad=True)
     flash_dmattn_func(q, q, q).sum().backward()
     assert q.grad.is_meta
@@ -136,7 +141,7 @@ def test_tensors_without_values_are_no_error(check_mode):
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_nonfinite_sink_and_its_gradient_are_named(backend, check_mode):
     named = tensors("dense")
-    sinks = torch.tensor([0.0, -INF, NAN, 0.0])  # -inf is no sink
+    sinks = torch.tensor([0.0, -INF, NAN, 0.0])  # -inf means no sink
     q, k, v = (named[name] for name in ("q", "k", "v"))
     with raises("forward input sink_logits[2] is nan"):
         flash_dmattn_func(q, k, v, sink_logits=sinks, backend=backend)
@@ -234,7 +239,7 @@ def test_tokens_for_a_cache_of_all_keys_are_checked_before_it_changes(check_mode
 
 @pytest.mark.parametrize("rule", [{}, {"keep_window_size": 3}], ids=["all", "window"])
 @pytest.mark.parametrize("name", ["k_cache", "v_cache", "score_cache"])
-def test_nan_in_cache_memory_without_tokens_is_no_error(name, rule, check_mode):
+def test_nan_in_unused_cache_memory_raises_nothing(name, rule, check_mode):
     caches = {name: torch.ones(B, S, HKV, D) for name in ("k_cache", "v_cache")}
     caches["score_cache"] = torch.ones(B, HKV, S)
     options = {
@@ -251,8 +256,8 @@ def test_nan_in_cache_memory_without_tokens_is_no_error(name, rule, check_mode):
         flash_dmattn_with_kvcache(query, **caches, **options)
 
 
-def test_nan_score_of_an_evicted_key_is_no_error(check_mode):
-    """A recent key may have no score. Where no token takes its slot, the slot keeps the NaN."""
+def test_nan_score_of_evicted_key_raises_nothing(check_mode):
+    """A recent key may have NaN as its score. If no token takes its slot after eviction, the slot still holds the NaN."""
     cache = KVSlots(1, 1, 1, D, recent_window=1, chunk=2)
     token = torch.ones(3, 1, 1, 1, D)
     for score, is_key in ((1.0, True), (NAN, True), (1.0, False)):
@@ -264,7 +269,7 @@ def test_nan_score_of_an_evicted_key_is_no_error(check_mode):
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 @pytest.mark.parametrize("enter", ["step", "ragged step", "ragged batch"])
-def test_nan_in_tokens_of_no_row_is_no_error(enter, name, check_mode):
+def test_nan_in_token_without_row_raises_nothing(enter, name, check_mode):
     rows = torch.tensor([1, -1, 0], dtype=torch.int32)
     token = {n: torch.ones(3, h, D) for n, h in (("query", HQ), ("key", HKV), ("value", HKV))}
     scores = torch.ones(HKV, 3)
@@ -287,7 +292,7 @@ def test_nan_in_tokens_of_no_row_is_no_error(enter, name, check_mode):
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
-def test_nan_in_padding_of_a_ragged_batch_is_no_error(name, check_mode):
+def test_nan_in_padding_of_ragged_batch_raises_nothing(name, check_mode):
     token = {n: torch.ones(9, h, D) for n, h in (("query", HQ), ("key", HKV), ("value", HKV))}
     batch = RaggedBatch(
         [1, 4, 5, 8], torch.tensor([2, 0, 1], dtype=torch.int32), [True, False, False]
@@ -313,7 +318,7 @@ def test_compiled_code_warns_that_it_is_unchecked(check_mode):
 
 @pytest.fixture
 def set_environment(monkeypatch):
-    """A value of the environment, None for none, as the first call of a process reads it."""
+    """Sets the environment variable, or deletes it for None, as if no call had read it yet."""
 
     def set_value(value):
         monkeypatch.delenv("FLASH_DMATTN_CHECK_FINITE", raising=False)
@@ -326,7 +331,7 @@ def set_environment(monkeypatch):
     finite._setting.cache_clear()
 
 
-def test_value_one_of_the_environment_alone_switches_the_check_on(set_environment):
+def test_check_runs_only_if_environment_variable_is_1(set_environment):
     inputs = torch.full((3, 1, 1, 1, 8), NAN)
     for value in (None, "", "0"):
         set_environment(value)

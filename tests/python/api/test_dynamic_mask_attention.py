@@ -1,4 +1,4 @@
-"""The layer: its training against N x N maths, and generation through its cache against its training."""
+"""Compares the layer's training with N x N maths, and its generation through a cache with one call."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ FORMULAS = {
 
 
 def dense(layer, hidden, present, score="doge"):
-    """The paper's equations with a mask over elements."""
+    """The paper's equations with a dense mask."""
     length = hidden.shape[1]
     q, k, v = (
         project(hidden).view(B, length, -1, layer.head_dim)
@@ -146,7 +146,7 @@ def test_scores_of_the_ordinary_range_have_the_bits_of_exp(dtype):
 @pytest.mark.parametrize("A", [20.0, 80.0, 1e4, 1e30, 3e38, -80.0, -3e38])
 @pytest.mark.parametrize("repeated", [False, True])
 def test_every_A_gives_finite_numbers(A, repeated):
-    """Equal tokens tie: where all keys do, scores have a gradient, however large they are."""
+    """Repeated tokens have tied scores. If all keys tie, scores of any size have a gradient."""
     layer, hidden = make_layer(), torch.randn(B, S, HIDDEN)
     hidden = (hidden[:, :1].expand(B, S, HIDDEN) if repeated else hidden).clone().requires_grad_()
     torch.nn.init.constant_(layer.scores.A, A)
@@ -207,7 +207,7 @@ def test_bad_argument_raises_naming_it():
         DynamicMaskAttention(HIDDEN, 4, dtype="bf16")
     layer, hidden = make_layer(), torch.randn(B, S, HIDDEN)
     cache = layer.make_cache(B, chunk=0)
-    layer(hidden, cache=cache)  # a prompt may have a gradient; what it leaves in the cache has none
+    layer(hidden, cache=cache)  # a prompt may require a gradient, but the cached keys do not
     with pytest.raises(RuntimeError, match="requires a gradient"):
         layer(hidden[:, :1], cache=cache)
     with torch.no_grad(), pytest.raises(ValueError, match="chunk: got 0 with 0 tokens pending"):

@@ -7,7 +7,7 @@ from flash_dmattn import flash_dmattn_func
 from flash_dmattn.check.failed_elsewhere import FAILED_ELSEWHERE, Setting
 from verdicts import assert_all_passed
 
-# Where memory and sizes are to be wrong, the two of 16 bits are one.
+# For errors of memory or sizes, the two 16-bit dtypes are equivalent, so one is enough.
 CALLS = [(name, dtype) for name in FAILED_ELSEWHERE for dtype in (torch.float32, torch.bfloat16)]
 CALLS += [(name, torch.float16) for name in ("choice of keys", "PEFT cast", "determinism")]
 

@@ -1,4 +1,4 @@
-"""float64 calls are right to float64: no number of them passes through a narrower type."""
+"""float64 calls are accurate to float64: no value passes through a narrower type."""
 
 import pytest
 import torch
@@ -101,7 +101,7 @@ def test_selection_matches_oracle(selection, is_bias):
 
 
 def documents():
-    """[Sq, Sk]: elements in one document, causal."""
+    """Returns a causal mask [Sq, Sk] of the elements within one document."""
     document = torch.searchsorted(OFFSETS[1:].long(), torch.arange(S), right=True)
     return causal_elements(S, S) & (document[:, None] == document)
 

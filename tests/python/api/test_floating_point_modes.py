@@ -1,4 +1,4 @@
-"""Modes of the calling thread hold for all of a call, whichever threads compute it."""
+"""The floating-point modes of the calling thread apply to the whole call, whichever threads compute it."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from flash_dmattn.merge import add_sink
 
 @pytest.fixture
 def two_threads():
-    """torch's threads, which have begun with their own modes before the caller changes its."""
+    """Runs torch with two threads, which have their own modes before the caller changes its modes."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     torch.randn(400, 400) @ torch.randn(400, 400)

@@ -1,4 +1,4 @@
-"""Forgetting attention against its formula over all elements, in float64."""
+"""Compares forgetting attention with its formula over all elements, in float64."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def draw(heads=4, kv_heads=2, gates=None, rows=N, length=N, batch=B, mean=2.0):
 
 
 def formula(q, k, v, log_fgate, prune=None, documents=None, scale=None):
-    """The definition of flash-linear-attention's naive_forgetting_attn, with elements left out."""
+    """The definition in flash-linear-attention's naive_forgetting_attn, with pruned elements left out."""
     rows, length, heads = q.shape[1], k.shape[1], q.shape[2]
     k, v = (t.repeat_interleave(heads // k.shape[2], 2) for t in (k, v))
     c = log_fgate.cumsum(1).transpose(1, 2)
@@ -135,7 +135,7 @@ def test_forgetting_in_several_calls_equals_one(options, monkeypatch):
 
 @pytest.mark.parametrize("closed", [-torch.inf, -1e6, -200.0])
 def test_closed_gate_hides_all_keys_before_it(closed):
-    """Queries after it see only keys after it, at the same numbers as without what was before."""
+    """Queries after a closed gate see only keys after it, with the same results as if nothing came before."""
     q, k, v, log_fgate = draw(4, 4)
     with torch.no_grad():
         log_fgate[:, [20, 45]] = closed
@@ -159,12 +159,12 @@ def test_float64_forgetting_equals_definition():
 
 @pytest.mark.slow
 def test_digits_are_kept_at_131072_keys():
-    """c falls to -14,000, where the digits of a float32 end at 1e-3. Those of a call's scores end at 3e-5."""
+    """The sum c of log gates falls to -14,000, where float32 resolves 1e-3. The scores of a call resolve 3e-5."""
     n, rows = 2**17, 64
     q, k, v = torch.randn(3, 1, n, 1, D)
     log_fgate = F.logsigmoid(torch.randn(1, n, 1) + 2.6)
     assert log_fgate.sum() < -13e3
-    seen = 4096  # of keys before these nothing is left
+    seen = 4096  # earlier keys have faded completely
     last = (
         t[:, -size:].double()
         for t, size in zip((q, k, v, log_fgate), (rows, *[seen] * 3), strict=True)

@@ -1,4 +1,4 @@
-"""Exact results of the forward pass, and the shapes and names of its arguments."""
+"""The forward pass has exact results in simple cases, and accepts all shapes and names of its arguments."""
 
 import math
 
@@ -128,7 +128,7 @@ def test_zero_heads_give_empty_result():
     assert k.grad.shape == k.shape and (bias.grad == 0).all()
 
 
-def test_scale_and_softmax_scale_are_one_thing():
+def test_scale_and_softmax_scale_give_same_result():
     q, k, v = qkv()
     expected = attention(Problem(q, k, v, scale=0.3)).out.float()
     for arguments in ({"scale": 0.3}, {"softmax_scale": 0.3}):
@@ -136,7 +136,7 @@ def test_scale_and_softmax_scale_are_one_thing():
 
 
 @pytest.mark.parametrize("name", ["flash_dmattn_func", "flash_dmattn_varlen_func"])
-def test_return_attn_probs_has_none_as_third_result(name):
+def test_return_attn_probs_gives_none_as_third_result(name):
     inputs = [t[:1] for t in qkv()]
     if name == "flash_dmattn_varlen_func":
         inputs = [t[0] for t in inputs]
@@ -183,7 +183,7 @@ def test_one_query_against_a_cache_equals_the_last_row():
 
 @pytest.mark.parametrize("selection", ["per_query", "global"])
 def test_selection_without_queries_gives_empty_result(selection):
-    """A bias with a query dimension has no elements then."""
+    """Without queries, a bias with a query dimension has no elements."""
     q, k, v = qkv(seqlen_q=0)
     q.requires_grad_()
     options = {"attn_bias": torch.randn(2, 2, 0, 23), "selection_scores": torch.randn(2, 2, 23)}
@@ -203,7 +203,7 @@ def test_float32_bias_with_float64_inputs_is_exact(dtype):
 
 
 def test_meta_tensors_give_shapes():
-    """Masks have no values there, and nothing may ask for them."""
+    """Masks on the meta device have no values, so nothing may read them."""
     q, k, v = (t.to("meta") for t in qkv())
     mask = torch.ones(2, 1, 17, 23, dtype=torch.bool, device="meta")
     bias = torch.randn(2, 2, 23, device="meta")

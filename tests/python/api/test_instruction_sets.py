@@ -26,7 +26,7 @@ for name in [name for name, row in CASES.items() if row["slow"] == "0"][::80]:
 """
 
 
-# The other tests run on the largest one, and once more on avx2 (make test-python-avx2).
+# The other tests run on the largest instruction set, and once more on avx2 (make test-python-avx2).
 @pytest.mark.parametrize("name", ["generic", "avx512"])
 def test_smaller_instruction_set_matches_oracle(name):
     reason = next(backend.reason for backend in backends() if backend.name == "cpu")

@@ -1,4 +1,4 @@
-"""The memory of long sequences: O(N w), measured on a process of its own."""
+"""Long sequences need O(N w) memory, measured in a separate process."""
 
 from peak_memory import run_measured
 
@@ -18,6 +18,6 @@ print(peak())
 
 
 def test_forward_and_backward_of_65536_keys_stay_below_0_9_gigabytes():
-    """0.54 GB. A bit for each pair of one head would be as much again."""
+    """The call takes 0.54 GB. One bit per (query, key) pair of one head would double that."""
     (peak,) = run_measured(LONG_SEQUENCE)
     assert peak < 0.9e9, f"{peak / 1e9:.2f} GB"

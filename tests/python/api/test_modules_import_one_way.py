@@ -1,4 +1,4 @@
-"""Imports inside the package go one way, at the top of a module, in a function and for types alike."""
+"""Imports inside the package go one way, whether at the top of a module, in a function or only for types."""
 
 import ast
 from collections import defaultdict
@@ -8,7 +8,7 @@ from pathlib import Path
 import flash_dmattn
 
 ROOT = Path(flash_dmattn.__file__).parent
-# The folders of each level import from their own and from earlier levels. "" has the modules of the package itself.
+# The folders of a level import only from their own and earlier levels. "" is the package itself.
 LEVELS = [
     {"_core"},
     {"keys"},
@@ -16,7 +16,7 @@ LEVELS = [
     {"", "generation", "distributed"},
     {"integrations", "check", "utils"},
 ]
-LONGEST_CHAIN = 5  # modules of one folder, each of which imports the one before
+LONGEST_CHAIN = 5  # modules of one folder that import each other in a row
 
 
 def name_of(path):
@@ -33,7 +33,7 @@ def folder_of(name):
 
 
 def imported(name):
-    """The modules that a module imports, with the packages around them, whose `__init__` runs first."""
+    """Returns the modules that a module imports, and their parent packages, whose `__init__` runs first."""
     folder = folder_of(name).split(".")
     for node in ast.walk(ast.parse(FILES[name].read_text())):
         if not isinstance(node, ast.ImportFrom) or not node.level:
@@ -59,7 +59,7 @@ def level_of(name):
 
 
 def chain_lengths():
-    """For each folder the number of modules in its longest chain of imports; an `__init__`, which re-exports, does not count."""
+    """Returns the length of each folder's longest chain of imports. An `__init__` only re-exports and does not count."""
     lengths, longest = {}, defaultdict(int)
     for name in TopologicalSorter(GRAPH).static_order():
         siblings = [other for other in GRAPH[name] if folder_of(other) == folder_of(name)]

@@ -1,4 +1,4 @@
-"""Names, defaults and errors of the attention functions, and their helpers."""
+"""The attention functions and their helpers keep their names and defaults, and raise clear errors."""
 
 import importlib
 import inspect
@@ -43,7 +43,7 @@ assert availability.backends.cache_info().currsize == 0
 
 
 def test_modules_of_1_x_import_without_transformers_and_do_not_initialise_cuda():
-    """A process that has asked CUDA anything cannot use the GPU in forked children."""
+    """Once a process has initialised CUDA, its forked children cannot use the GPU."""
     run_python("-c", WITHOUT_TRANSFORMERS)
 
 
@@ -85,7 +85,7 @@ def test_arguments_keep_their_names_and_order(module, name, in_order, by_name):
 
 
 @pytest.mark.parametrize("name", ["triton_dmattn_func", "flex_dmattn_func"])
-def test_functions_of_one_backend_name_the_arguments_of_all(name):
+def test_backend_functions_have_arguments_of_general_function(name):
     function = getattr(flash_dmattn, name)
     parameters, general_parameters = (
         dict(inspect.signature(f).parameters) for f in (function, flash_dmattn_func)
@@ -104,7 +104,7 @@ def test_functions_of_one_backend_name_the_arguments_of_all(name):
 # ---- Backends ----------------------------------------------------------------------------------------
 
 
-def test_available_backends_run_and_the_others_say_why_not():
+def test_available_backends_run_and_others_give_a_reason():
     names = flash_dmattn.get_available_backends()
     assert names[0] != "reference" and names[-1] == "reference"
     q, k, v = qkv()
@@ -166,8 +166,8 @@ def test_declining_backend_raises_reason():
 # ---- Errors ------------------------------------------------------------------------------------------
 
 
-def test_operators_check_what_they_are_given():
-    """The operators themselves, called by someone else than this package.
+def test_operators_with_bad_arguments_raise():
+    """Calls the operators directly, as code outside this package might.
 
     Errors of the C++ library arrive as ValueError or RuntimeError, depending on the version of torch.
     """
@@ -221,8 +221,8 @@ def test_operators_check_what_they_are_given():
             ops.build_tile_lists(torch.zeros(1, 1, 9, 2, dtype=torch.int32), tile_rows, 9, [])
 
 
-def test_ranks_and_limits_choose_among_what_the_mask_shows():
-    """On the reference backend; GPUs have them from rank_keys."""
+def test_ranks_and_limits_select_only_unmasked_keys():
+    """Tests the reference backend; on GPUs rank_keys makes ranks and limits."""
     ops = torch.ops.flash_dmattn
     q, k, v = (torch.randn(2, 5, h, 8) for h in (4, 2, 2))
     mask = torch.rand(2, 1, 5, 5) < 0.7

@@ -1,4 +1,4 @@
-"""Where inf and NaN in q, k, v, bias and dout show, and what becomes of them where they saturate."""
+"""inf and NaN in q, k, v, bias and dout either propagate to defined results or saturate by the documented rule."""
 
 import itertools
 
@@ -16,7 +16,7 @@ BACKENDS = {
     "reference": flash_dmattn_func_auto("reference"),
     "triton": triton_dmattn_func,
 }
-# Query heads and key heads. Interpreted, Triton takes as much longer as there are more; its case table has groups of every kind.
+# (query heads, key heads). Interpreted Triton takes time in proportion to the heads, so it gets few; its case table has all group sizes.
 HEADS = {"cpu": (4, 2), "reference": (4, 2), "triton": (2, 1)}
 backends = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -33,7 +33,7 @@ def make_inputs(dtype, query_heads, key_heads):
 
 
 def visibility(kind):
-    """Options of a call, and the elements that they show, bool [Sq, Sk]."""
+    """Returns the options of a call, and which elements they show, bool [Sq, Sk]."""
     row, key = torch.arange(SQ)[:, None], torch.arange(SQ)
     if kind == "causal":
         return {"is_causal": True}, key <= row
@@ -44,7 +44,7 @@ def visibility(kind):
 
 
 def expected_positions(inputs, shown):
-    """Masks of the elements of out, lse, dq, dk, dv and dbias that must be non-finite."""
+    """Returns masks of the elements of out, lse, dq, dk, dv and dbias that must be non-finite."""
     query_heads, key_heads = inputs["q"].shape[2], inputs["k"].shape[2]
     group = query_heads // key_heads
     wrong = {name: ~t.float()[0].isfinite() for name, t in inputs.items()}
@@ -70,14 +70,14 @@ def expected_positions(inputs, shown):
 @backends
 @pytest.mark.parametrize("kind", ["causal", "window", "mask"])
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias", "dout"])
-def test_propagate_shows_what_visible_elements_touch_and_nothing_else(name, kind, backend):
+def test_propagate_reaches_only_results_of_visible_elements(name, kind, backend):
     wrong_values = [(torch.float32, value) for value in VALUES]
     if backend == "triton":  # interpreted, it is slow, and multiplies bf16 wrongly
-        if name != "bias":  # of which -inf masks; elsewhere it does what inf does
+        if name != "bias":  # in a bias -inf masks; elsewhere it acts like inf
             wrong_values.remove((torch.float32, -torch.inf))
         if kind == "causal":
             wrong_values += [(torch.float16, torch.nan)]
-        else:  # the same kernels, which find other elements visible
+        else:  # the same kernels with other visible elements
             wrong_values = [(torch.float32, torch.nan)]
     else:
         wrong_values += itertools.product((torch.float16, torch.bfloat16), VALUES)
@@ -106,8 +106,8 @@ def test_propagate_shows_what_visible_elements_touch_and_nothing_else(name, kind
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout", "dlse"])
 @pytest.mark.parametrize("length", [5, 100])
-def test_nan_of_all_ones_propagates_like_any_other(length, name):
-    """A vector comparison makes such a NaN, and integer arithmetic that rounds it may carry into the sign."""
+def test_nan_with_all_bits_set_propagates(length, name):
+    """A vector comparison produces such a NaN, and rounding it in integer arithmetic may carry into the sign."""
     all_ones = torch.tensor(-1, dtype=torch.int32).view(torch.float32)
     positions = []
     for nan in (torch.tensor(torch.nan), all_ones):
@@ -152,7 +152,7 @@ def test_saturated_nonfinite_inputs_match_rule(row, backend):
     + [(5000.0, torch.float32, "triton")],
 )
 def test_visible_element_of_zero_probability_propagates(gap, dtype, backend):
-    """Where the probability underflows depends on the precision of a backend; visibility does not."""
+    """The precision of a backend decides where a probability underflows, but not which elements are visible."""
 
     def results(nonfinite, hidden=False, **wrong):
         q, dout = torch.ones(2, 1, 5, 1, 8, dtype=dtype)
@@ -178,7 +178,7 @@ def test_visible_element_of_zero_probability_propagates(gap, dtype, backend):
         assert dk[:, 2].all() and dv[:, 2].all() and not dk[:, :2].any()
 
 
-def test_intervals_hide_what_nobody_sees():
+def test_nonfinite_key_outside_all_intervals_changes_nothing():
     q, k, v = (torch.randn(1, 4, 1, 8) for _ in range(3))
     k[:, 2], v[:, 2] = torch.nan, torch.inf
     nobody = KeyIntervals(torch.tensor([[[[0, 4], [0, 4], [0, 0], [0, 4]]]], dtype=torch.int32), 4)

@@ -1,4 +1,4 @@
-"""The rules that modules of torch keep for the operators are there, whichever is imported first, and cost nobody else."""
+"""torch's modules get their rules for our operators whichever is imported first, and programs that use neither pay nothing."""
 
 import torch.distributed as dist
 
@@ -34,7 +34,8 @@ import {}
 q = torch.randn(1, 4, 1, 8)
 flash_dmattn.flash_dmattn_func(q, q, q)
 """
-# Each in a fork of a process that has imported torch alone, which takes longer than all of them. gloo's threads outlive the interpreter.
+# Each program runs in a fork of a process that has imported only torch, because that import takes longer than all programs together.
+# gloo's threads outlive the interpreter.
 FORKS = """
 import os, sys, torch
 for program in sys.argv[1:]:
@@ -47,8 +48,8 @@ for program in sys.argv[1:]:
 """
 
 
-def test_rules_register_in_either_order_and_refused_ones_warn():
-    """The package alone imports neither module, and leaves the import system as it is."""
+def test_rules_register_in_any_import_order_and_refused_rules_warn():
+    """Importing only the package imports neither of torch's modules and does not change the import system."""
     registered = f"import {MODULES}, flash_dmattn\n{USES}", f"{IMPORT_ALONE}\n{USES}"
     orders = f"{COUNTER}, flash_dmattn", f"flash_dmattn, {COUNTER}"
     output = run_python("-c", FORKS, *registered, *map(REFUSED.format, orders)).stderr

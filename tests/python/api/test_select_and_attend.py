@@ -1,4 +1,4 @@
-"""A choice by the bias is made by the operator that attends to the keys: with the results of a choice made before."""
+"""select_and_attend selects keys by the bias and attends to them in one operator, with the results of a separate selection."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_select_and_attend_equals_a_choice_made_before(bias_shape, is_causal, wa
         assert torch.equal(actual, value)
 
 
-def test_16_bits_choose_by_a_float32_bias():
+def test_16_bit_call_selects_by_float32_bias():
     inputs = tensors((B, HKV, SK), torch.bfloat16)
     chosen = select_key_intervals(inputs[3], W, query_length=SQ)
     expected = attend_and_differentiate(inputs, (1, 1, 1, 1), key_intervals=chosen)
@@ -58,7 +58,7 @@ def test_16_bits_choose_by_a_float32_bias():
 
 @pytest.mark.parametrize("window", [W, None])
 def test_strided_bias_gives_same_result_and_gradient(window):
-    """A bias for each key as it lies in memory, and its gradient."""
+    """A bias per key may have any strides, and so may its gradient."""
     q, k, v, _ = tensors((1,))
     forms = {
         "strided": (torch.randn(SK, HKV, B), lambda base: base.permute(2, 1, 0)),
@@ -77,7 +77,7 @@ def test_strided_bias_gives_same_result_and_gradient(window):
         assert torch.equal(out, expected), name
         (dense_gradient,) = torch.autograd.grad(expected.sin().sum(), dense)
         (base_gradient,) = torch.autograd.grad(out.sin().sum(), base)
-        # Summed in double: the gradient of a bias that all keys share is 0, and its terms are up to 40.
+        # The sum is in double, because the gradient of a bias that all keys share is 0 while its terms reach 40.
         wide = base.detach().double().requires_grad_()
         (wanted,) = torch.autograd.grad(
             view(wide).expand(B, HKV, SK), wide, dense_gradient.double()
@@ -112,7 +112,7 @@ def test_other_selections_use_the_forward_operator():
         assert "forward" in ours(called) and "select_and_attend" not in ours(called)
 
 
-def test_errors_name_the_bias():
+def test_bad_bias_raises_naming_it():
     q, k, v, bias = (t.detach() for t in tensors((B, HKV, SK)))
     options = (W, True, 0, 0.25, 0.0, True, False, "")
     attend = torch.ops.flash_dmattn.select_and_attend

@@ -1,4 +1,4 @@
-"""Packed sequences of different lengths, against one call for each sequence."""
+"""Compares packed sequences of different lengths with one call per sequence."""
 
 import pytest
 import torch
@@ -86,14 +86,14 @@ def test_16_bit_varlen_equals_single_calls(dtype):
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
 
 
-def test_tokens_past_the_last_sequence_take_no_part():
+def test_tokens_past_the_last_sequence_are_ignored():
     leaves, offsets = packed(LENGTHS["equal"], 2, torch.float32)
     q, k, v, bias = leaves
     out = flash_dmattn_varlen_func(q, k, v, *(o[:-1] for o in offsets), attn_bias=bias)
     assert (out[int(offsets[0][-2]) :] == 0).all() and (out[:5] != 0).all()
 
 
-def test_int64_offsets_and_a_transposed_bias_are_taken():
+def test_int64_offsets_and_transposed_bias_are_accepted():
     leaves, offsets = packed(LENGTHS["equal"], 2, torch.float32)
     q, k, v, bias = leaves
     options = {"is_causal": True, "keep_window_size": 6}

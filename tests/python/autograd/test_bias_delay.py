@@ -1,4 +1,4 @@
-"""A bias that counts for old keys alone, against dense attention in double."""
+"""Compares a delayed bias, which applies only to old keys, with dense attention in double."""
 
 import pytest
 import torch
@@ -87,7 +87,7 @@ def test_delayed_bias_over_chosen_keys_equals_dense_attention(backend):
         {"attn_mask": padding, "is_causal": True, **rule},
         {"key_intervals": from_padding(padding), "is_causal": True, **rule},
     ]
-    for visible in forms[:1] if backend == "triton" else forms:  # the choice is made before
+    for visible in forms[:1] if backend == "triton" else forms:  # keys are selected before the call
         assert_same(
             lambda q, k, v, bias, visible=visible: flash_dmattn_func(
                 q, k, v, attn_bias=bias, bias_delay=4, backend=backend, **visible
@@ -108,7 +108,7 @@ def test_delayed_bias_is_one_kernel_in_each_direction(choice):
     assert [name.split()[1] for name in kernels] == ["forward", "backward"]
 
 
-def test_varlen_is_one_kernel_where_queries_and_keys_have_the_same_lengths():
+def test_varlen_with_equal_lengths_is_one_kernel():
     q, k, v, bias = (t.detach()[0] for t in inputs())
     offsets = torch.tensor([0, 9, 9, 41], dtype=torch.int32)
     results = []

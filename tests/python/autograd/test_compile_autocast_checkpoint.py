@@ -1,4 +1,4 @@
-"""torch.compile, opcheck, autocast, checkpointing: the operators as torch sees them."""
+"""The operators work under torch.compile, opcheck, autocast and checkpointing."""
 
 import pytest
 import torch
@@ -47,15 +47,15 @@ def per_query(q, k, v, b):
 @pytest.mark.parametrize(
     "of", [AllowedElements, TopKeysByBias, ScoredRule, KeyRanks, Numerics, Visibility]
 )
-def test_named_tuples_have_fields_and_methods_alone(of):
-    """torch 2.10 traces nothing else of them: no property, no attribute of the class."""
+def test_named_tuples_have_only_fields_and_methods(of):
+    """torch 2.10 traces neither properties nor class attributes of named tuples."""
     public = {name: member for name, member in vars(of).items() if not name.startswith("_")}
     others = [name for name, member in public.items() if not callable(member)]
     assert others == list(of._fields)
 
 
 def test_attention_compiled_with_inductor_equals_eager():
-    """With scores whose gradient sums to 0, as those of layers."""
+    """The scores have a gradient that sums to 0, like those of layers."""
     torch._dynamo.reset()
 
     def block(q, k, v, b):
@@ -200,7 +200,7 @@ def test_results_do_not_depend_on_threads():
 
 
 def test_compiled_graph_reads_presence_of_cuda_as_a_constant():
-    """On a GPU every selection reads it."""
+    """Every selection on a GPU reads this constant."""
     compiled = torch.compile(lambda x: x + _ops._has_cuda(), backend="eager", fullgraph=True)
     assert compiled(torch.zeros(1)) == _ops._has_cuda()
 

@@ -1,4 +1,4 @@
-"""One dynamic graph serves all lengths: torch.compile(fullgraph=True, dynamic=True)."""
+"""With torch.compile(fullgraph=True, dynamic=True), one graph serves all lengths."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def intersection(q, k, v, bias):
 
 
 def intersection_with_padding(q, k, v, bias):
-    """The bound of padding is the length."""
+    """Attends with padding, whose bound is the length."""
     chosen, padding = select_key_intervals(bias, 4), from_padding(bias[:, 0] > -1)
     return flash_dmattn_func(q, k, v, attn_bias=bias, key_intervals=intersect(chosen, padding))
 
@@ -84,7 +84,7 @@ def packed(q, k, v, bias):
 
 
 def packed_with_longest(q, k, v, bias):
-    """The bound of the intervals follows from the longest document."""
+    """Attends to packed documents, whose bound follows from the longest."""
     offsets = torch.tensor([0, 5, 0]) + torch.tensor([0, 0, 1]) * q.shape[1]
     longest = q.shape[1] - 3  # at least 5, the first one, and more than the other
     return flash_dmattn_varlen_func(q[0], k[0], v[0], offsets, offsets, longest, longest)
@@ -134,7 +134,7 @@ def tensors(length, requires_grad=False):
     return [torch.randn(shape, requires_grad=requires_grad) for shape in shapes]
 
 
-# One of each operator that is called where nothing has a gradient.
+# One function per operator that is called if nothing requires a gradient.
 WITHOUT_GRADIENT = [
     choice,
     rule_in_documents,
@@ -156,7 +156,7 @@ def test_lengths_share_one_graph(function):
 
 
 def out_and_gradients(function, inputs, weight):
-    """Some functions do not add the bias: it has no gradient then."""
+    """Returns out and gradients. A function that does not add the bias gives it no gradient."""
     out = function(*inputs)
     return out, *torch.autograd.grad((out * weight).sum(), inputs, materialize_grads=True)
 
@@ -188,7 +188,7 @@ def test_exported_program_equals_eager(function):
 
 
 def test_each_scale_compiles_its_own_graph():
-    """A graph for each: the float of an operator is a constant of its graph, torch's own attention included."""
+    """A float argument of an operator is a constant of its graph, also for torch's own attention."""
     compiled = torch.compile(
         lambda q, scale: flash_dmattn_func(q, q, q, scale=scale),
         backend="eager",

@@ -1,4 +1,4 @@
-"""Derivatives: which are computed, from what strides, and that they are derivatives."""
+"""Requested derivatives are computed correctly for any strides, and unsupported ones raise."""
 
 import itertools
 from functools import partial
@@ -69,7 +69,7 @@ def test_selection_has_no_gradient():
     assert scores.grad is None and bias.grad is not None
 
 
-def test_second_derivatives_say_that_there_are_none():
+def test_second_derivative_raises():
     leaves = inputs()
     grads = torch.autograd.grad(attend(*leaves).square().sum(), leaves, create_graph=True)
     with pytest.raises(RuntimeError, match="create_graph: got True, expected False"):
@@ -77,7 +77,7 @@ def test_second_derivatives_say_that_there_are_none():
 
 
 @pytest.mark.parametrize("index, name", list(enumerate(["query", "key", "value", "attn_bias"])))
-def test_forward_mode_says_that_there_is_none(index, name):
+def test_forward_mode_raises_naming_the_tensor(index, name):
     leaves = [t.detach() for t in inputs()]
 
     def of_one(tensor):
@@ -138,7 +138,7 @@ COMPILED = {"compiled": {}, "compiled with a choice": {"keep_window_size": 7}}
 
 
 def forms_of_attention():
-    """Functions of the query that do not name their arguments in errors, compiled ones with and without a transform."""
+    """Returns functions of the query whose errors do not name arguments; compiled ones have the transform inside or outside."""
     q, *others = (t.detach() for t in inputs())
     for name, raw in RAW.items():
         yield name, lambda q, raw=raw: raw(q, *others), lambda f: f
@@ -153,7 +153,7 @@ def forms_of_attention():
 
 
 def test_transforms_of_compiled_and_raw_calls_are_refused():
-    """torch itself would make forward-mode derivatives 0."""
+    """Without the error, torch would silently make forward-mode derivatives 0."""
     q = inputs()[0].detach()
     transforms = {
         "with a tangent": lambda f: lambda q: torch.func.jvp(f, (q,), (q,))[1],

@@ -1,4 +1,4 @@
-"""torch.export of attention whose keys a rule chooses."""
+"""torch.export works for attention whose keys are selected by a rule."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Operations that torch's FlopCounterMode counts."""
+"""torch's FlopCounterMode counts the operations of our attention."""
 
 import pytest
 import torch

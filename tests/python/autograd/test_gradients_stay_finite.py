@@ -1,4 +1,4 @@
-"""Finite gradients for finite inputs, and the treatment of inputs that are not finite."""
+"""Finite inputs have finite gradients, and non-finite inputs follow the chosen mode."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_gradients_saturate_or_overflow(dtype):
 
 
 @pytest.mark.parametrize("dtype", ALL)
-def test_rows_that_see_nothing_get_and_give_no_gradient(dtype):
+def test_rows_without_visible_keys_have_no_gradient(dtype):
     q, k, v = leaves(dtype)
     bias = torch.full((1, 1, 150, 150), torch.finfo(dtype).min, dtype=dtype)
     bias[:, :, 20:] = 0

@@ -1,4 +1,4 @@
-"""value with a head dimension of its own, as torch's scaled_dot_product_attention takes it."""
+"""value may have its own head dimension, as in torch's scaled_dot_product_attention."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func, triton_dmattn_func
 
-B, S, HQ, HKV, D = 2, 37, 4, 2, 16  # whose scale, 1 / 4, no rounding changes
+B, S, HQ, HKV, D = 2, 37, 4, 2, 16  # the scale of D 16 is 1 / 4, which multiplies without rounding
 VALUE_DIMS = [1, 8, 40, 256]
 
 

@@ -1,4 +1,4 @@
-"""Scores of keys: their formulas, their dtype in every precision, and numbers at the ends of the range."""
+"""Scores of keys match their formulas, have the right dtype in every precision, and stay finite at the ends of the range."""
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ def test_finite_numbers_give_finite_doge_scores_and_gradients(dtype, gradient):
 
 
 def test_slope_of_doge_score_matches_formula_beyond_the_limit_of_a_factor():
-    """A 3e36 and softplus 2.4e-36 make an exponent of 7: the gradient of softplus is beyond 2^64, that of step is not."""
+    """A of 3e36 and a softplus of 2.4e-36 make an exponent of 7. The gradient of softplus exceeds 2^64, but that of step does not."""
     A = torch.tensor([3e36], requires_grad=True)
     step = torch.full((1, 1, 1), -82.0, requires_grad=True)
     doge_scores_of(A, step).backward(torch.full((1, 1, 1), 1e-20))
@@ -108,7 +108,7 @@ def test_layer_runs_on_meta_and_compiles_to_one_graph():
     ).is_meta
     torch._dynamo.reset()
     mlp = torch.nn.Sequential(torch.nn.Linear(C, 2), torch.nn.LogSigmoid())
-    for score in ("doge", mlp):  # the other names are operators of torch alone
+    for score in ("doge", mlp):  # the other scores use only torch's operators
         layer, hidden = DynamicMaskAttention(C, 4, 2, 3, score=score), torch.randn(B, S, C)
         compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
         results = []

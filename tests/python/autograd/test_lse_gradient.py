@@ -1,4 +1,4 @@
-"""The gradient of the log-sum-exp, and what is made of it: merged attention and sinks."""
+"""Tests the gradient of the log-sum-exp, and merged attention and sinks, which are built on it."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def inputs(dtype=torch.float32, length=37, heads=(2, 1), batch=2, head_dim=16):
 
 
 def weights_of(query):
-    """Random weights for the elements of out and lse, of which a loss is the sum."""
+    """Returns random weights for out and lse; a loss is their weighted sum."""
     batch, length, heads, head_dim = query.shape
     sizes = (batch, length, heads, head_dim), (batch, heads, length)
     return [torch.randn(size, dtype=torch.float64) for size in sizes]
@@ -78,7 +78,7 @@ def test_loss_of_lse_alone_gives_gradients(backend):
         q, k, v, attn_bias=bias, is_causal=True, backend=backend, return_lse=True
     )
     lse.sum().backward()
-    # The gradient of a row's lse by its scores are the probabilities, which sum to 1; v has no part in it.
+    # The gradient of a row's lse with respect to its scores is the probabilities, which sum to 1. It does not depend on v.
     assert torch.allclose(bias.grad.sum(), torch.tensor(2.0 * 37 * 2), rtol=1e-5)
     assert (v.grad == 0).all()
 
@@ -188,7 +188,7 @@ def merge_two_by_softmax(*tensors):
 @pytest.mark.parametrize("size", [1e15, 3e38])
 @pytest.mark.parametrize("logit", [0.0, -20.0, -3e38])
 def test_products_beyond_float32_give_finite_gradients(size, logit):
-    """Exact where they are in the range of float32, else its end."""
+    """A gradient within the range of float32 is exact, and one beyond it saturates."""
     torch.manual_seed(4)
     outs = [(torch.rand(2, 9, 3, 16) * 2 - 1) * size for _ in range(2)]
     lses = [torch.randn(2, 3, 9), torch.randn(2, 3, 9) + logit]
@@ -207,7 +207,7 @@ def test_products_beyond_float32_give_finite_gradients(size, logit):
             strict=True,
         ):
             assert actual.isfinite().all()
-            # Smaller elements are differences of larger numbers.
+            # Smaller elements are differences of larger numbers, so they are less exact.
             certain = right.abs() > 1e-3 * right.abs().max()
             limit = torch.finfo(torch.float32).max
             right = right.clamp(-limit, limit)[certain]
@@ -292,7 +292,7 @@ def test_infinite_sink_is_visible_where_numbers_propagate(nonfinite):
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_nan_sink_saturates_like_a_nan_score_or_propagates(backend):
-    """The table of docs/numerics.md: a score that is NaN is the lowest finite one."""
+    """By the table of docs/numerics.md, a NaN score becomes the lowest finite number."""
     q, k, v, bias = inputs()
 
     def results(nan, nonfinite):
@@ -318,7 +318,7 @@ def test_nan_sink_saturates_like_a_nan_score_or_propagates(backend):
     assert gradients[-1][0].isnan() and gradients[-1][1].isfinite()
 
 
-def test_nan_sink_of_a_row_without_keys_takes_its_weight():
+def test_nan_sink_of_a_row_without_keys_takes_all_weight():
     out, lse = add_sink(
         torch.zeros(1, 1, 1, 4), torch.full((1, 1, 1), -torch.inf), torch.tensor([torch.nan])
     )
@@ -327,7 +327,7 @@ def test_nan_sink_of_a_row_without_keys_takes_its_weight():
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("name", ["outs", "lses"])
-def test_nonfinite_parts_give_lses_finite_gradients_where_they_saturate(name, value):
+def test_nonfinite_parts_under_saturation_give_lses_finite_gradients(name, value):
     parts = {
         "outs": [torch.ones(1, 2, 1, 4) for _ in range(2)],
         "lses": [torch.zeros(1, 1, 2) for _ in range(2)],

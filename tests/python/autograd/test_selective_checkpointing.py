@@ -1,4 +1,4 @@
-"""Selective checkpointing that saves attention by the operators' names computes everything else again."""
+"""Selective checkpointing that saves attention by the operators' names recomputes everything else."""
 
 from functools import partial
 
@@ -33,7 +33,7 @@ def gradients(function, inputs):
 
 @pytest.mark.parametrize("saved", [True, False])
 @pytest.mark.parametrize("window", [5, None])
-def test_attention_runs_once_where_it_is_saved(saved, window):
+def test_saved_attention_runs_once(saved, window):
     inputs = tensors()
     options = {"context_fn": saves_attention} if saved else {}
     body = partial(block, window=window)

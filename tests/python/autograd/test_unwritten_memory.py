@@ -1,4 +1,4 @@
-"""Results are the same whatever is in memory before: workspaces and results are not read before they are written."""
+"""Results do not depend on earlier contents of memory, because workspaces and results are written before they are read."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ OPTIONS = {
 
 @pytest.fixture
 def fill_memory():
-    """torch.empty gives NaN, or the largest integer."""
+    """Makes torch.empty return NaN, or the largest integer."""
     before = torch.are_deterministic_algorithms_enabled()
 
     def fill(is_filled):

@@ -1,4 +1,4 @@
-"""The gradient of scores sums to 0 over the keys, whatever rounding does to the gradient that attention returns."""
+"""The gradient of scores sums to 0 over the keys, despite the rounding of the gradient that attention returns."""
 
 import torch
 
@@ -37,7 +37,7 @@ def test_largest_numbers_stay_finite():
     assert gradient_for(mixed).isfinite().all()
 
 
-def test_nothing_is_recorded_without_a_gradient():
+def test_call_without_gradient_records_nothing():
     scores = torch.randn(1, 2, 5)
     assert with_zero_sum_gradient(scores) is scores
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The FlexAttention backend within what torch's FlexAttention supports: on the CPU that is the forward."""
+"""Tests the FlexAttention backend as far as torch's FlexAttention supports it, which on the CPU is only the forward."""
 
 import pytest
 import torch
@@ -23,8 +23,8 @@ needs_gpu = pytest.mark.skipif(
 
 @pytest.fixture
 def compiled_on_gpu(request):
-    """torch takes a quarter of a minute to compile on the CPU. Uncompiled, it asks the same functions for scores and masks, but reads
-    no lists of blocks."""
+    """Compiles FlexAttention only on a GPU, because on the CPU torch takes a quarter of a minute. Uncompiled code calls the same functions
+    for scores and masks, but does not read lists of blocks."""
     if not ON_GPU:
         request.getfixturevalue("uncompiled_flex")
 
@@ -51,7 +51,7 @@ def test_forward_matches_oracle(request, intervals):
     assert_close("out", out, expected.out, yardstick.out, expected.largest_score)
 
 
-# On a GPU backward, too. On the CPU one case is compiled.
+# On a GPU, the cases include backward. On the CPU, one case is compiled.
 @pytest.mark.parametrize(
     "dtype, bias_dtype, form",
     [
@@ -81,7 +81,7 @@ def test_bias_masks_by_the_rule_of_its_dtype(request, dtype, bias_dtype, form):
     "bias_dtype, value, masks",
     [(torch.float32, -2e4, False), (torch.float16, -9.9e3, False), (torch.float16, -1e4, True)],
 )
-def test_row_of_low_biases_is_hidden_by_the_rule_of_their_dtype(bias_dtype, value, masks):
+def test_row_of_low_biases_is_hidden_by_their_dtype(bias_dtype, value, masks):
     q, v = torch.zeros(1, 3, 2, 16, dtype=torch.float16), torch.randn(1, 5, 2, 16).half()
     bias = torch.full((1, 2, 5), value, dtype=bias_dtype)
     out = flex_dmattn_func(q, v, v, attn_bias=bias)
@@ -108,11 +108,11 @@ def test_unsupported_flex_call_raises_reason():
         flex_dmattn_func(q, q, q, nonfinite="propagate")
 
 
-# All rows without a second infinite term, as flex adds infinite terms by their signs.
+# The rows have no second infinite term, because flex adds infinite terms by their signs.
 @pytest.mark.usefixtures("compiled_on_gpu")
 @pytest.mark.parametrize("row", [r for r in ROWS if "inf - inf" not in r and r != "q and k = inf"])
 def test_saturated_nonfinite_inputs_match_rule(row):
-    """The table of docs/numerics.md."""
+    """The results follow the table of docs/numerics.md."""
     inputs = make_inputs(row, 41, 16, torch.float32, DEVICE)
     leaves = [inputs[name].requires_grad_(ON_GPU) for name in ("q", "k", "v", "bias")]
     out = flex_dmattn_func(*leaves[:3], attn_bias=leaves[3])
@@ -133,7 +133,7 @@ LENGTH = 200
 
 
 def inputs_and_results(mask, wrong):
-    """out and, on a GPU, dq, dk, dv; wrong: where q, k, v and dout have which value."""
+    """Returns out and, on a GPU, dq, dk and dv. wrong: the wrong values of q, k, v and dout, and their places."""
     torch.manual_seed(1)
     tensors = [torch.randn(1, LENGTH, h, 64, device=DEVICE) for h in (4, 2, 2, 4)]
     for tensor, changes in zip(tensors, wrong, strict=True):
@@ -165,7 +165,7 @@ def test_hidden_keys_of_any_value_change_nothing(value):
 @pytest.mark.parametrize("of", ["q", "k", "v", "dout"])
 def test_rows_that_do_not_see_a_nonfinite_value_keep_their_results(of, value):
     wrong = [[(130, value)] if name == of else [] for name in ("q", "k", "v", "dout")]
-    # A mask for one compiled function, but none where v is wrong: without one, too, values saturate.
+    # A mask keeps it to one compiled function. If v is wrong there is no mask, because values must also saturate without one.
     everything = torch.ones(1, LENGTH, dtype=torch.bool, device=DEVICE)
     got, wanted = inputs_and_results(None if of == "v" else everything, wrong)
     for tensor in got:
@@ -218,7 +218,7 @@ def test_block_mask_lists_visible_blocks_and_needs_no_quadratic_tensor(kind):
             assert listed_full == whole and (listed_partial or listed_full or not block.any())
 
 
-# Numbers beyond fp32 inside a score are torch's affair.
+# torch decides how numbers beyond fp32 inside a score behave.
 @needs_gpu
 @pytest.mark.parametrize("name", [n for n, row in CASES.items() if row["inputs"] != "limits"])
 def test_gpu_case_matches_oracle(name):
@@ -233,7 +233,7 @@ def test_gpu_case_matches_oracle(name):
 @needs_gpu
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_dense_mask_and_bias_match_oracle(head_dim):
-    """torch's own tile sizes for 128 do not fit into an H200's shared memory."""
+    """torch's default tile sizes for head dim 128 do not fit into an H200's shared memory."""
     assert_case(CASES["mask_bhqk_bias_bhqk_bf16"] | {"head_dim": str(head_dim)})
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels on the table of cases: all of it on a GPU; without one, interpreted, small cases of it."""
+"""Runs the Triton kernels on the table of cases: on a GPU all of them, otherwise the small ones in the interpreter."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton")
 
 from flash_dmattn import triton_dmattn_func  # noqa: E402
 
-# Warnings of numpy about inf and NaN in the interpreter.
+# In the interpreter, numpy warns about inf and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 ON_GPU = torch.cuda.is_available()
 # The interpreter takes about a second for a thousand elements, and multiplies bf16 wrongly.
@@ -48,15 +48,15 @@ def test_case_matches_oracle(name):
     "name", ["per_query_f32", "global_f16", "random_intervals_f16", "size_5x0"]
 )
 def test_case_with_selection_of_torch_matches_oracle(name, monkeypatch):
-    """This is the path of GPUs that the library has no kernels for."""
+    """GPUs without kernels of the library select keys with torch's operators."""
     monkeypatch.setattr(_ops, "has_kernels_for", lambda tensor: False)
     test_case_matches_oracle(name)
 
 
 @pytest.mark.parametrize("seed", range(200 if ON_GPU else 2))
 def test_dv_is_finite_for_every_seed(seed):
-    """Here another Triton backward had NaN and inf in dv alone: from memory that nothing had written, and
-    from lanes past the end."""
+    """In this case another implementation's Triton backward had NaN and inf only in dv. They came from unwritten memory and from lanes
+    past the end."""
     generator = torch.Generator().manual_seed(seed)
     length = 256 if ON_GPU else 48
     dtype = torch.bfloat16 if ON_GPU else torch.float32
@@ -68,7 +68,7 @@ def test_dv_is_finite_for_every_seed(seed):
     assert_matches_oracle(result, case.problem)
 
 
-# The choice by scores is made before the kernels, whatever the backend.
+# Keys are selected by scores before the kernels run, whatever the backend.
 @pytest.mark.parametrize(
     "dtype, bias_dtype, form",
     [

@@ -1,4 +1,4 @@
-"""The Triton kernels compile for other GPUs, and fit into their shared memory; nothing runs."""
+"""The Triton kernels compile for other GPUs and fit into their shared memory. The tests do not run them."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton")
 TARGETS = {"MI300": ("hip", "gfx942", "64", 64), "RTX 30": ("cuda", "86", "32", 99)}  # KB last
 
 
-# The largest tiles of both; make release-check has the kernels in double of both, too.
+# The largest tiles of both GPUs; make release-check also compiles their kernels in double.
 PRECISIONS = "all" if "FLASH_DMATTN_TEST_RELEASE" in os.environ else "fp32"
 
 

@@ -1,4 +1,4 @@
-"""The Triton backend in PyTorch: strides, empty tensors, autocast, checkpoints, streams, graphs."""
+"""The Triton backend works in PyTorch with strides, empty tensors, autocast, checkpoints, streams and graphs."""
 
 import itertools
 
@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton")
 from flash_dmattn import triton_dmattn_func  # noqa: E402
 from gpu import capture  # noqa: E402
 
-# Warnings of numpy about inf and NaN in the interpreter.
+# In the interpreter, numpy warns about inf and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has neither")
@@ -32,7 +32,7 @@ def attention(q, k, v, bias, **options):
 
 
 def results(tensors, function=attention, dout=None, **options):
-    """out and the gradients of those that require one."""
+    """Returns out, and the gradients of the tensors that require one."""
     out = function(*tensors, **options)
     dout = torch.ones_like(out) if dout is None else dout
     return [out, *torch.autograd.grad(out, [t for t in tensors if t.requires_grad], dout)]
@@ -44,7 +44,7 @@ def assert_same(actual, expected):
 
 
 def odd_strides(tensor):
-    """Every second element of every dimension of NaN-filled memory."""
+    """Copies a tensor to every second element, in every dimension, of memory filled with NaN."""
     memory = tensor.new_full([2 * size + 1 for size in tensor.shape], torch.nan)
     return memory[tuple(slice(1, 2 * size + 1, 2) for size in tensor.shape)].copy_(tensor.detach())
 
@@ -64,7 +64,7 @@ def test_strided_inputs_equal_contiguous(lay_out, window):
 
 
 def test_broadcast_inputs_equal_expanded():
-    """Strides of 0 in every dimension but the last; a gradient of one element."""
+    """The inputs have stride 0 in every dimension except the last, and the gradient has one element."""
     wide = leaves()
     tensors = [t[:1, :1, :1].expand(t.shape).detach().requires_grad_() for t in wide]
     dout = torch.ones((), device=DEVICE).expand(wide[0].shape)
@@ -96,7 +96,7 @@ def test_subset_of_gradients_equals_all():
 
 
 def test_row_with_one_key_has_no_gradient():
-    """In fp32: dout . out is summed as dout . v is."""
+    """The gradient is 0 in fp32, because dout . out is summed in the same order as dout . v."""
     tensors = leaves(seqlen_k=1)
     _, dq, dk, _, dbias = results(tensors, dout=torch.randn_like(tensors[0]))
     for gradient in (dq, dk, dbias):

@@ -1,4 +1,4 @@
-"""The Triton kernels read no memory that they must not, and non-finite numbers reach no result that they must not."""
+"""The Triton kernels never read memory outside their inputs or before it is written, and hidden non-finite numbers reach no result."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton")
 from flash_dmattn import select_key_intervals, sliding_window, triton_dmattn_func  # noqa: E402
 from flash_dmattn._backends.triton import launch  # noqa: E402
 
-# Warnings of numpy about inf and NaN in the interpreter.
+# In the interpreter, numpy warns about inf and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
@@ -22,7 +22,8 @@ WAYS = {
     "intervals": {"is_causal": True, "keep_window_size": 9},
     "not causal": {},
 }
-KEY_HEADS = {"dense": 1, "intervals": 2, "not causal": 1}  # two take the interpreter twice as long
+# The interpreter takes twice as long for two heads.
+KEY_HEADS = {"dense": 1, "intervals": 2, "not causal": 1}
 
 
 def leaves(dtype, seqlen_q=37, seqlen_k=45, head_dim=20, bias=None, key_heads=1):
@@ -33,7 +34,7 @@ def leaves(dtype, seqlen_q=37, seqlen_k=45, head_dim=20, bias=None, key_heads=1)
 
 
 def attend(tensors, dout=None, **options):
-    """out, dq, dk, dv, dbias"""
+    """Returns out, dq, dk, dv and dbias."""
     out = triton_dmattn_func(*tensors[:3], attn_bias=tensors[3], **options)
     dout = torch.ones_like(out) if dout is None else dout
     return [out, *torch.autograd.grad(out, tensors, dout)]
@@ -47,7 +48,7 @@ def assert_equal(results, expected):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nothing_unwritten_is_read(dtype, way):
-    """Memory from the allocator full of NaN (torch fills it, and all that is freed and given again)."""
+    """All memory from the allocator, new or reused, is filled with NaN by torch."""
     tensors = leaves(dtype, key_heads=KEY_HEADS[way])
     assert deterministic.fill_uninitialized_memory  # by the fixture of conftest.py
     filled = attend(tensors, **WAYS[way])
@@ -61,7 +62,7 @@ def test_nothing_unwritten_is_read(dtype, way):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nothing_past_the_end_is_read(dtype, way, monkeypatch):
-    """Inputs inside NaN-filled memory."""
+    """The inputs lie inside memory filled with NaN."""
 
     def inside(tensor):
         memory = torch.full([s + 9 for s in tensor.shape], torch.nan, dtype=dtype, device=DEVICE)
@@ -130,7 +131,7 @@ def test_two_runs_of_triton_are_bit_identical():
 
 
 def launched(tensors, dout, key_intervals=None, key_bound=()):
-    """The gradients, causal, without the operators: a mode of torch does not see what happens in them."""
+    """Returns the gradients of a causal call without torch's operators, because a dispatch mode cannot look inside an operator."""
     q, k, v, bias = (t.detach() for t in tensors)
     bias = bias[:, :, None] if bias.dim() == 3 else bias
     arguments = (None, bias, key_intervals, list(key_bound), True, 0.25, 0.0)
@@ -183,7 +184,7 @@ def test_check_mode_names_the_first_nonfinite_value(check_mode):
         attend(tensors)
 
 
-def test_check_mode_names_what_is_made_here(check_mode):
+def test_check_mode_names_overflow_in_the_backward(check_mode):
     tensors = leaves(torch.float16)
     dout = torch.full_like(tensors[0], 6e4).detach()
     with pytest.raises(RuntimeError, match=r"backward output d\w+\[0, .*\] is -?(inf|nan)"):

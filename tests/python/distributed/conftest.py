@@ -1,4 +1,4 @@
-"""Tests of several ranks. Where torch has no distributed, their files cannot be imported, and are skipped."""
+"""Skips tests of several ranks if torch has no distributed package, because their files cannot be imported then."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def pytest_pycollect_makemodule(module_path, parent):
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """A rank is a thread or a process already."""
+    """Runs torch with one thread, because each rank is already a thread or a process."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""Compiled attention over pieces of a sequence equals that of uncompiled code."""
+"""Compiled attention over pieces of a sequence equals uncompiled attention."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from sharded_cases import whole_and_piece
 
 def compiled(rank, backend):
     q, k, v, do, s, rows = whole_and_piece(rank, 2)
-    # Compiled code is the first to use them.
+    # The group's first calls come from compiled code.
     group, mesh = dist.new_group(), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
 
     def in_two_steps(q, k, v, s):
@@ -25,8 +25,8 @@ def compiled(rank, backend):
         options = {"group": group, "keep_window_size": 17, "cu_seqlens": offsets}
         return context_parallel_dmattn(q, k * 2, v, s, **options)
 
-    # Inductor takes half a minute of a core, and begins with what aot_eager does: it compiles on the rank that sees keys of another
-    # one, without a comparison of arguments, which compiled code does not make.
+    # Inductor takes half a minute of a core and begins with what aot_eager does. So it compiles only on the rank that sees another
+    # rank's keys. Compiled code does not compare arguments.
     with_inductor = backend == "inductor"
     run_compiled = layer = in_two_steps if with_inductor else in_documents
     if rank or not with_inductor:
@@ -35,7 +35,7 @@ def compiled(rank, backend):
     for run in (run_compiled, layer, run_compiled):
         leaves = [t[:, rows].clone().requires_grad_() for t in (q, k, v)]
         leaves.append(s[..., rows].clone().requires_grad_())
-        is_again = len(results) == 2  # the same code
+        is_again = len(results) == 2  # runs code that is already compiled
         with torch._dynamo.config.patch(error_on_recompile=is_again):
             out = run(*leaves)
         results.append([out, *torch.autograd.grad(out, leaves, do[:, rows])])
@@ -43,7 +43,7 @@ def compiled(rank, backend):
     torch.testing.assert_close(results[1], results[0])
     torch.testing.assert_close(results[2], results[0])
     if with_inductor:
-        with torch.no_grad():  # in which the compiler removes whatever is not read
+        with torch.no_grad():  # the compiler then removes everything that is not read
             torch.testing.assert_close(run_compiled(*leaves), results[0][0].detach())
 
 

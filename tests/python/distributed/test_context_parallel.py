@@ -1,4 +1,4 @@
-"""Attention over a sequence cut into pieces: the rows, gradients and keys of one process, by gloo."""
+"""Attention over a sequence split over processes with gloo has the rows, gradients and keys of one process."""
 
 import os
 from functools import partial
@@ -38,7 +38,7 @@ def compare_cases(rank, count):
     assert not failed, "\n".join(failed)
 
 
-@pytest.mark.parametrize("count", [2, 4])  # other numbers are random pieces of threads
+@pytest.mark.parametrize("count", [2, 4])  # test_random_pieces.py tests other numbers, with threads
 def test_pieces_equal_one_process(count):
     run_in_processes(count, compare_cases, count)
 
@@ -53,7 +53,7 @@ def test_checks_of_several_gpus_pass_over_gloo(count):
     run_in_processes(count, pass_checks, list(pieces_over_ranks.CHECKS))
 
 
-# ---- What is around the call ---------------------------------------------------------------------
+# ---- Helpers around the call ---------------------------------------------------------------------
 
 
 def surroundings(rank, count):
@@ -99,7 +99,7 @@ def a_batch_is_cut_and_gathered(rank, count):
     labels = cp.gather(piece.shift_labels, N)
     assert torch.equal(labels[:, :-1], tokens[:, 1:]) and (labels[:, -1] == -100).all()
     assert torch.equal(cp.gather(piece.position_ids)[0], torch.arange(16 * count))
-    # Documents: positions begin again, and their first tokens are no labels.
+    # At a new document positions begin again, and its first token is no label.
     positions = torch.cat([torch.arange(21), torch.arange(N - 21)])[None]
     packed = cp.shard(tokens[:1], tokens[:1], position_ids=positions)
     assert packed.cu_seqlens.tolist() == [[0, 21, N]]
@@ -112,7 +112,7 @@ def a_batch_is_cut_and_gathered(rank, count):
     mask[0, :5] = 0
     masked = cp.shard(tokens, attention_mask=mask)
     assert torch.equal(cp.gather(masked.key_mask, N), mask.bool())
-    # The mean: of all labels, with the gradient that averaging over ranks makes right.
+    # The mean is over the labels of all ranks. Its gradient is right once it is averaged over the ranks.
     values = normal(2, 16 * count, seed=5)
     own_values = values[:, rank * 16 : rank * 16 + 16].clone().requires_grad_()
     valid = 3 * rank  # rank 0 has no label
@@ -123,13 +123,13 @@ def a_batch_is_cut_and_gathered(rank, count):
     (gradient,) = torch.autograd.grad(loss, own_values)
     assert torch.equal(gradient[:, valid:], torch.zeros(2, 16 - valid))
     torch.testing.assert_close(gradient[:, :valid] / count, torch.full((2, valid), 1 / labels))
-    # Weights that add up to less than 1, and no labels at all.
+    # Weights may add up to less than 1, or there may be no labels at all.
     for weight, divisor in ((2**-4, count * 2**-4), (0, 1)):
         loss = cp.mean(own_values.sum(), weight)
         torch.testing.assert_close(loss, values.sum() / divisor)
         (gradient,) = torch.autograd.grad(loss, own_values)
         assert torch.equal(gradient, torch.full((2, 16), count / divisor))
-    # Tokens that move over boundaries.
+    # Rolled tokens move over boundaries.
     whole = normal(2, 16 * count, 3, seed=6).requires_grad_()
     weight = normal(2, 16 * count, 3, seed=7)
     rows = slice(rank * 16, rank * 16 + 16)
@@ -142,7 +142,7 @@ def a_batch_is_cut_and_gathered(rank, count):
         if shifts:
             (gradient,) = torch.autograd.grad(rolled, local, weight[:, rows])
             assert torch.equal(gradient, wanted[:, rows])
-    # A second derivative returns tokens, too.
+    # A second derivative also moves tokens back.
     first, second = (
         torch.autograd.grad(roll(leaf).pow(3).sum(), leaf, create_graph=True)[0]
         for roll, leaf in ((lambda t: torch.roll(t, 5, 1), whole), (lambda t: cp.roll(t, 5), local))
@@ -178,7 +178,7 @@ def bytes_are_those_of_the_formula(rank, count):
             )
             calls = 1
         else:
-            copies = max(1, count // heads)  # of the notes, where blocks of columns are sent
+            copies = max(1, count // heads)  # copies of the notes, if blocks of columns are sent
             share = 2 * (count - 1) / count
             expected = (
                 share * (state + copies * w * heads * note),
@@ -239,7 +239,7 @@ def moved_gradients_saturate_or_propagate(rank, count):
             *leaves, torch.zeros(1, 1, 8), group=dist.group.WORLD, keep_window_size=8 * count,
             nonfinite=nonfinite,
         )  # fmt: skip
-        dout = torch.full_like(out, 6e4)  # a value's gradient leaves 16 bits
+        dout = torch.full_like(out, 6e4)  # overflows a value's 16-bit gradient
         results.append(torch.autograd.grad(out, leaves, dout)[2])
     saturated, propagated = results
     assert saturated.isfinite().all()

@@ -66,5 +66,5 @@ def fully_sharded(model):
     return fully_shard(model, mesh=mesh)
 
 
-def test_gradients_are_those_of_one_process():
+def test_gradients_equal_one_process():
     run_in_processes(2, compare)

@@ -1,4 +1,4 @@
-"""Tokens after a piece continue from its boundary state alone: the rows of one process, under every rule."""
+"""Decoding after a piece needs only its boundary state and equals one process, under every rule."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ STEPS = 9
 
 
 def compare_decoding(case, group, rank, ranks, seed):
-    """The lengths of a case are those of the ranks, and then of tokens that no rank has."""
+    """Compares decoding with one process. The lengths of a case are those of the ranks' pieces, then of tokens that no rank has."""
     q, k, v, s, _, _, mask, offsets = tensors(case, seed)
     expected, lse = attention_in_one_process(case, q, k, v, s, None, mask, offsets, None)
     start, total = sum(case.lengths[:rank]), sum(case.lengths[:ranks])
@@ -39,7 +39,7 @@ def compare_decoding(case, group, rank, ranks, seed):
         ends = torch.nn.functional.pad(offsets, (0, 1), value=end)
         stop = ends.gather(1, at)[:, 0].expand(case.batch)
         begun = offsets.gather(1, at - 1)[:, 0].expand(case.batch)
-        if end == total:  # the documents that the ranks know of end there
+        if end == total:  # the last document that the ranks know ends here
             begun = stop = torch.full((case.batch,), end)
         begun = torch.where(stop > end, begun, end)
     assert torch.equal(cache.seen.long(), end - begun)
@@ -57,7 +57,7 @@ def compare_decoding(case, group, rank, ranks, seed):
 
 
 def decodable_cases(ranks):
-    """The cases with one value for each key and a cache that holds keys, and tokens after their sequence."""
+    """Returns the cases with one score per key and a cache that holds keys, with tokens after the sequence."""
     for name, case in cases(ranks).items():
         if name == "window of 0":
             continue
@@ -86,8 +86,8 @@ def test_decoding_after_pieces_equals_one_process(count):
     max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 @given(case=random_cases(biases=("scores", "none")))
-def test_random_pieces_go_on_as_one_process(case):
-    assume(case.selection().place_count() > 0)  # a cache has a place
+def test_decoding_after_random_pieces_equals_one_process(case):
+    assume(case.selection().place_count() > 0)  # a cache needs at least one place
     ranks = len(case.lengths) - 1
     run_in_threads(ranks, lambda wire: compare_decoding(case, wire, wire.rank, ranks, 5))
 
@@ -109,7 +109,7 @@ TOKENS, RECENT = 12, 4
 
 
 def filled_cache(**rule):
-    """12 tokens, whose last four are recent; it sees them and others."""
+    """Returns a cache after 12 tokens. It holds the last four as recent keys, and others."""
     torch.manual_seed(0)
     cache = KVSlots(1, 2, 4, 16, recent_window=RECENT, **rule)
     key = torch.randn(1, TOKENS, 2, 16)
@@ -122,7 +122,7 @@ def later_positions(by):
 
 
 @pytest.mark.parametrize("rule", [{}, {"recent_competes": False}, {"sink_tokens": 2}], ids=str)
-def test_keys_at_later_positions_leave_as_before(rule):
+def test_keys_leave_the_same_after_shifted_positions(rule):
     caches = [filled_cache(**rule), filled_cache(**rule)]
     positions = later_positions(30)
     positions[..., :-RECENT] -= 20  # older keys are further away
@@ -146,7 +146,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_positions_at_which_keys_would_not_leave_raise(name):
+def test_impossible_positions_raise_and_change_nothing(name):
     cache = filled_cache()
     before = cache.positions.clone()
     positions = later_positions(30)

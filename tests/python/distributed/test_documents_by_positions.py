@@ -1,4 +1,4 @@
-"""Documents that are given by positions of tokens are those that are given by offsets."""
+"""Documents described by token positions equal documents described by offsets."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""linear_with_headroom is F.linear after rows of zeros."""
+"""linear_with_headroom gives the rows of F.linear after rows of zeros."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from flash_dmattn.distributed import linear_with_headroom
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_rows_and_gradients_are_those_of_linear(dtype, with_bias):
+def test_rows_and_gradients_equal_linear(dtype, with_bias):
     hidden, weight = torch.randn(2, 9, 12, dtype=dtype), torch.randn(8, 12, dtype=dtype)
     leaves = [hidden, weight] + ([torch.randn(8, dtype=dtype)] if with_bias else [])
     leaves = [t.requires_grad_() for t in leaves]

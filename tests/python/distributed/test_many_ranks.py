@@ -1,4 +1,4 @@
-"""More ranks than processors, as threads of one process; and the mistakes that the comparison has to notice."""
+"""Tests more ranks than processors, as threads of one process, and that the comparison notices mistakes."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from sharded_cases import Case, cases, compare_with_one_process, in_one_process
 
 
 def compare(case, ranks, exchanges):
-    """exchanges: with the size of a node each."""
+    """Compares a case with one process. exchanges: (exchange, ranks per node)."""
     whole = in_one_process(case, seed=ranks)
     for exchange, node_size in exchanges:
         run_in_threads(

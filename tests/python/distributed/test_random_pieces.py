@@ -1,4 +1,4 @@
-"""Random lengths of pieces, documents, padding and rules: the rows, gradients and keys of one process."""
+"""With random pieces, documents, padding and rules, ranks have the rows, gradients and keys of one process."""
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Ranks compare their arguments in the first calls of a group, and where the caller asks for it."""
+"""Ranks compare their arguments in the first calls of a group, and in later calls if the caller asks for it."""
 
 import re
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ def call(wire, batch=1, n=N, heads=4, heads_kv=2, dims=(16, 16), dtype=torch.flo
     return context_parallel_dmattn(key=k, value=v, group=wire, **arguments)
 
 
-# The last rank has these, all others the defaults or OF_OTHERS.
+# Arguments of the last rank; all other ranks have the defaults or OF_OTHERS.
 OF_LAST_RANK = {
     "batch": {"batch": 2},
     "lengths": {"n": N - 1},
@@ -70,7 +70,7 @@ def all_ranks_disagree(words, rank_call):
 
 
 def one_rank_raises_on_all(rank, words, rank_call, error=ValueError):
-    """rank_call(wire, is_wrong) raises an error on one rank alone."""
+    """Asserts that a call which is wrong on one rank raises on all. rank_call: called as (wire, is_wrong)."""
 
     def raised(wire):
         is_wrong = wire.rank == rank
@@ -105,7 +105,7 @@ def test_another_option_of_attend_alone_raises_on_all(name):
     raises_on_all_ranks(name, OPTIONS_OF_LAST_RANK, two_steps)
 
 
-def test_thresholds_of_one_hash_raise_as_others_do():
+def test_different_thresholds_with_equal_hash_raise():
     assert hash(-1.0) == hash(-2.0)
     all_ranks_disagree("'rule'", lambda wire: call(wire, score_threshold=-1.0 - (wire.rank == 0)))
 
@@ -118,7 +118,7 @@ def test_numbers_beyond_64_bits_are_compared():
     )
 
 
-def test_other_results_and_masks_of_one_rank_raise_nothing():
+def test_ranks_with_different_masks_and_results_raise_nothing():
     def results(wire):
         changes = {"return_lse": True, "key_mask": torch.ones(1, N).bool(), "backend": None}
         return call(wire, **(changes if wire.rank == 1 else {}))
@@ -143,7 +143,7 @@ ERRORS_OF_LAST_RANK = {
 
 @pytest.mark.parametrize("name", ERRORS_OF_LAST_RANK)
 def test_option_that_raises_on_one_rank_raises_on_all(name):
-    """Before anything is exchanged: after it, others would wait for the gradients of that rank."""
+    """The error comes before the exchange. After it, the other ranks would wait for the gradients of the failed one."""
 
     def one_call(wire, is_last):
         wire.swap = None
@@ -164,7 +164,7 @@ def test_ranks_in_different_functions_raise_on_all():
     run_in_threads(RANKS, raised)
 
 
-def test_later_calls_compare_nothing_unless_asked(monkeypatch):
+def test_later_calls_compare_only_on_request(monkeypatch):
     from flash_dmattn.distributed import wire as module
 
     monkeypatch.setattr(module, "CHECKED_CALLS", 2)
@@ -218,7 +218,7 @@ BATCH = {
     "attention_mask": torch.ones(2, N, dtype=torch.int64),
 }
 LONG = torch.arange(2 * 8191).view(2, -1)
-# Arguments of all ranks, and those of the first.
+# (arguments of all ranks, arguments that differ on the first rank).
 OTHER_BATCHES = {
     "input_ids": (BATCH, {"input_ids": TOKENS.flip(0)}),
     "labels": (BATCH, {"labels": TOKENS + 1}),
@@ -253,13 +253,13 @@ def test_batch_that_raises_on_one_rank_raises_on_all():
 @pytest.mark.parametrize(
     ("backends", "expected"), [("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cpu")]
 )
-def test_comparison_runs_where_the_group_can(monkeypatch, backends, expected):
-    """Wherever the tensors of this rank are: ranks with tensors on other devices have to meet."""
+def test_comparison_uses_a_device_of_the_group(monkeypatch, backends, expected):
+    """The device depends on the group alone, because ranks may have tensors on different devices."""
     monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
     assert Wire._device(SimpleNamespace(group=None)) == expected
 
 
-# Calls of one rank that raise, with the words; the others call the same with right arguments.
+# {argument: (a call with a wrong argument on rank n and right ones on the others, the error)}
 WRONG_CALLS = {
     "pad_token_id": (lambda cp, n: cp.shard(TOKENS, pad_token_id=None if n else 0), TypeError),
     "multiple": (lambda cp, n: cp.shard(TOKENS, multiple=2**70 if n else 1), TypeError),
@@ -288,14 +288,14 @@ def begin_with(wire, options, query=True):
 
 
 @pytest.mark.parametrize("name", WRONG_CALLS)
-def test_argument_that_cannot_be_compared_raises_on_all(name):
+def test_wrong_argument_of_one_rank_raises_on_all(name):
     wrong_call, error = WRONG_CALLS[name]
     one_rank_raises_on_all(
         RANKS - 1, f"^{name}: got", lambda wire, n: wrong_call(ContextParallel(wire), n), error
     )
 
 
-def test_option_of_attend_after_a_query_of_begin_is_compared():
+def test_attend_options_are_compared_if_begin_had_a_query():
     def other_options(wire):
         exchanged = begin_with(wire, None)
         attend_to_pieces(torch.zeros(1, N, 4, 16), exchanged, softcap=2.0 if wire.rank else None)
@@ -303,7 +303,7 @@ def test_option_of_attend_after_a_query_of_begin_is_compared():
     all_ranks_disagree("'softcap'", other_options)
 
 
-def test_options_of_begin_have_a_query_and_are_those_of_attend():
+def test_begin_options_without_query_or_unequal_to_attend_raise():
     def raised(wire):
         with pytest.raises(
             ValueError, match="options: got options of attend_to_pieces without query"

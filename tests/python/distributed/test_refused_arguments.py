@@ -1,4 +1,4 @@
-"""Arguments that context parallelism cannot take are refused by name, before anything is exchanged."""
+"""Context parallelism refuses arguments that it does not support, by name and before anything is exchanged."""
 
 import pytest
 import torch
@@ -153,7 +153,7 @@ def test_wrong_call_raises_naming_the_argument(name):
         run_in_threads(RANKS, lambda wire: wrong_call(ContextParallel(wire)))
 
 
-def test_group_of_another_type_raises():
+def test_group_of_wrong_type_raises():
     with pytest.raises(TypeError, match="group: got str"):
         call("cp")
 
@@ -193,7 +193,7 @@ def test_context_parallelism_under_a_transform_of_torch_func_raises_naming_the_t
 
 
 @pytest.mark.parametrize("name", ["mean", "roll", "gather", "projection"])
-def test_help_of_context_parallelism_under_vmap_raises_naming_the_tensor(name):
+def test_context_parallel_helper_under_vmap_raises_naming_the_tensor(name):
     def refused(wire):
         cp = ContextParallel(wire)
         function, words = {
@@ -212,7 +212,7 @@ def test_help_of_context_parallelism_under_vmap_raises_naming_the_tensor(name):
 
 
 @pytest.mark.parametrize("attn_bias", ["scores", None])
-def test_second_derivatives_of_pieces_say_on_all_ranks_that_there_are_none(attn_bias):
+def test_second_derivative_of_pieces_raises_on_all_ranks(attn_bias):
     def refused(wire):
         torch.manual_seed(wire.rank)
         k, s = torch.randn(1, N, 2, 16), torch.randn(1, 2, N)

@@ -1,4 +1,4 @@
-"""Attention over DTensors: sharded by batch elements or heads, without communication, and right."""
+"""Attention over DTensors that are sharded by batch elements or heads is correct without communication."""
 
 import torch
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
@@ -11,7 +11,7 @@ B, S, HQ, HKV, D = 2, 24, 4, 2, 8
 
 DELAYED = {"recent_window": 4, "recent_competes": False, "sink_tokens": 2, "score_threshold": -1.0}
 
-# Shape of the bias and arguments. Heads with windows of their own stay together: their scores are gathered.
+# (shape of the bias, arguments). Heads with different windows stay together, so their scores are gathered.
 CASES = [
     ((B, HKV, S), {"keep_window_size": 5}),
     ((B, HQ, S), {}),
@@ -62,7 +62,7 @@ def compare(dim, bias_shape, options, with_sinks=False):
         assert out.placements == leaves[0].placements and lse.placements == (lse_placement,)
         sharded_gradients = torch.autograd.grad((out, lse), leaves, sharded_weights)
     gathers_scores = dim == "heads" and isinstance(options.get("keep_window_size"), tuple)
-    adds_sinks = dim == "batch" and with_sinks  # their gradient is one of all rows
+    adds_sinks = dim == "batch" and with_sinks  # their gradient sums over all rows
     assert communication.get_total_counts() == gathers_scores + adds_sinks
     for actual, wanted in zip([out, lse, *sharded_gradients], [*expected, *gradients], strict=True):
         torch.testing.assert_close(actual.full_tensor(), wanted)

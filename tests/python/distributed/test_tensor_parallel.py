@@ -1,5 +1,5 @@
-"""Tensor parallelism with context parallelism, on 2 x 2 processes: scores are cut like key heads, and each part of the heads has its
-own exchange."""
+"""Combines tensor and context parallelism on 2 x 2 processes. Scores are split like key heads, and each part of the heads has its own
+exchange."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ N, WIDTH, HEAD_DIM, HEADS_KV = 64, 32, 16, 4
 
 
 class Layer(nn.Module):
-    """Attention whose heads are those of the weights that it has."""
+    """Attention with as many heads as its weights have."""
 
     def __init__(self):
         super().__init__()

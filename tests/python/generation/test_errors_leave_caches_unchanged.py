@@ -1,5 +1,5 @@
-"""Arguments of a KV cache or of a layer with one that mean nothing raise an error that names them, after which the cache holds what it held,
-also where a call does several things one after the other."""
+"""A meaningless argument of a KV cache, or of a layer with one, raises an error that names it. The cache is unchanged afterwards, also if
+a call does several things one after the other."""
 
 import pytest
 import torch
@@ -118,7 +118,8 @@ def test_extend_without_tokens_returns_empty():
 
 def test_bad_chunk_row_or_state_leaves_cache_unchanged():
     cache = filled()
-    other = KVSlots(B, HKV, WINDOW + 1, D, chunk=CHUNK - 1)  # as many places, of another meaning
+    # The other cache has the same number of places, but uses them differently.
+    other = KVSlots(B, HKV, WINDOW + 1, D, chunk=CHUNK - 1)
     cache.append(**tokens(2))
     state = filled().state_dict()
     for message, call in {
@@ -234,7 +235,7 @@ def test_bad_prompt_argument_raises():
 
 
 def test_count_beyond_the_window_raises():
-    """Such a count comes from a cache with another window, or from memory that was never cleared."""
+    """Such a count comes from a cache with another window or from uninitialised memory."""
     cache = filled(chunk=0)
     cache.counts[1, 0, 0] = WINDOW + 1
     for call in (
@@ -268,7 +269,7 @@ def test_gradients_are_refused():
 
 
 def test_tangents_are_refused():
-    """torch would take them for 0."""
+    """torch would treat the tangents as 0."""
     query, cache = STEP["query"], filled(chunk=0)
     caches = {"k_cache": torch.zeros(2, 9, 2, 8), "v_cache": torch.zeros(2, 9, 2, 8)}
     lengths = torch.zeros(2, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Arguments of flash_dmattn_with_kvcache that mean nothing raise an error that names them, and its caches stay as they were."""
+"""A meaningless argument of flash_dmattn_with_kvcache raises an error that names it and leaves the caches unchanged."""
 
 import re
 
@@ -15,7 +15,7 @@ SLOTS = {
 
 
 def all_keys(**spoiled):
-    """A correct call on a cache of all keys, spoiled."""
+    """Returns the arguments of a correct call on a cache of all keys, with those in `spoiled` replaced."""
     return {
         "query": torch.randn(B, 2, HQ, D),
         "k_cache": torch.zeros(B, PLACES, HKV, D),
@@ -83,8 +83,8 @@ def test_bad_full_cache_argument_leaves_cache_unchanged(message, spoiled):
     assert all(map(torch.equal, before, caches))
 
 
-def test_tokens_that_alias_the_cache_are_written_unchanged():
-    """Written from where they are to where they belong, although the places overlap."""
+def test_tokens_aliasing_the_cache_are_written_correctly():
+    """The new tokens lie in the cache's own memory, and their source and destination overlap."""
     arguments = all_keys(
         k_cache=torch.randn(B, PLACES, HKV, D), cache_seqlens=torch.tensor([1, 1]).int()
     )
@@ -94,7 +94,7 @@ def test_tokens_that_alias_the_cache_are_written_unchanged():
     assert torch.equal(arguments["k_cache"][:, 1:3], expected)
 
 
-def test_double_precision_takes_scores_in_float32():
+def test_double_cache_accepts_float32_scores():
     arguments = all_keys()
     wide = {
         name: t.double() if name in ("query", "key", "value", "k_cache", "v_cache") else t

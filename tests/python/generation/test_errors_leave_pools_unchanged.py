@@ -1,4 +1,4 @@
-"""Arguments of a ragged step that mean nothing raise an error that names them before any row of the pool changes."""
+"""A meaningless argument of a ragged step raises an error that names it before any row of the pool changes."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from flash_dmattn import DynamicMaskAttention, KVSlots, RaggedBatch, extend_ragged
 from small_caches import BAD_NUMBERS, CHUNK, HKV, HQ, WINDOW, D, tokens, unchanged
 
-# A token of row 2, a prompt for row 0 and a later chunk of row 1: the parts of a step that change the pool one after the other.
+# A step changes the pool in three parts, one after the other: a token of row 2, a prompt for row 0, and a later chunk of row 1.
 OFFSETS, BEGINS, TOKENS = [0, 1, 5, 7], [False, True, False], 7
 
 
@@ -21,7 +21,7 @@ def batch_of(*rows, offsets=OFFSETS, begins=BEGINS):
 
 
 def ragged_step(**spoiled):
-    """All arguments of a correct call except the pool, spoiled."""
+    """Returns the arguments of a correct call without the pool, with those in `spoiled` replaced."""
     query, key, value = (torch.randn(TOKENS, h, D) for h in (HQ, HKV, HKV))
     scores = torch.randn(HKV, TOKENS)
     states = {"query": query, "key": key, "value": value, "scores": scores}
@@ -29,7 +29,7 @@ def ragged_step(**spoiled):
 
 
 def decoding_rows(*rows):
-    """A spoiled batch in which each token decodes, and the states of its tokens."""
+    """Returns a wrong batch in which each sequence decodes one token, and the states of these tokens."""
     batch = RaggedBatch.of_rows(torch.tensor(rows, dtype=torch.int32))
     states = {
         name: torch.randn(len(rows), h, D)

@@ -1,4 +1,4 @@
-"""However long the stream, the cache holds w keys: 524,288 tokens through small slots. Its memory can be saved."""
+"""A cache holds w keys however long the stream is, here 524,288 tokens, and its memory can be saved and loaded."""
 
 import io
 
@@ -31,7 +31,7 @@ def test_half_a_million_tokens_need_constant_memory():
 
     q, k = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 2, 8)
     out, lse = cache.step(q, k, k, torch.full((1, 2, 1), -9.0), return_lse=True)
-    assert out.isfinite().all() and lse.isfinite().all()  # the token itself is not among the best
+    assert out.isfinite().all() and lse.isfinite().all()  # the new token scores too low to keep
     assert cache.seen.tolist() == [tokens + 1]
 
 

@@ -1,4 +1,4 @@
-"""Steps in which every sequence brings any number of tokens, against each sequence alone."""
+"""Compares ragged steps, in which each sequence has any number of new tokens, with each sequence alone."""
 
 import random
 import re
@@ -17,26 +17,26 @@ BACKENDS = [Place("cpu"), Place("reference")]
 
 @pytest.mark.parametrize("place", BACKENDS, ids=lambda place: place.backend)
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_steps_of_many_sequences_equal_each_alone(place, rule):
+def test_ragged_steps_equal_single_sequences(place, rule):
     ragged_steps.check_sequences_alone(place, rule, random.Random(1))
 
 
 @pytest.mark.parametrize("scores_are_bias", [True, False])
-def test_scores_may_choose_and_add_nothing(scores_are_bias):
+def test_scores_as_bias_or_selection_equal_single_sequences(scores_are_bias):
     ragged_steps.check_sequences_alone(
         Place("cpu"), RULES[1], random.Random(2), scores_are_bias=scores_are_bias, softcap=3.0
     )
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_chunks_in_several_parts_equal_each_alone(rule, monkeypatch):
+def test_split_chunks_equal_single_sequences(rule, monkeypatch):
     monkeypatch.setitem(ragged._PART_SIZES, "cpu", ragged.PartSize(0, 6))
     ragged_steps.check_sequences_alone(Place("cpu"), rule, random.Random(3))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("lengths", [(1, 1), (17, 1), (23, 9), (40, 4)], ids=str)
-def test_bits_of_a_sequence_are_the_same_beside_others(rule, lengths):
+def test_sequence_has_same_bits_in_any_batch(rule, lengths):
     torch.manual_seed(4)
     place = Place("cpu")
     *states, scores = ragged_steps.tokens_of(place, sum(lengths))
@@ -61,12 +61,12 @@ def test_bits_of_a_sequence_are_the_same_beside_others(rule, lengths):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_prompts_that_are_padded_equal_each_alone(rule, monkeypatch):
+def test_padded_prompts_equal_single_sequences(rule, monkeypatch):
     monkeypatch.setitem(ragged._LENGTHS_TO_PAD, "cpu", 2)
     ragged_steps.check_sequences_alone(Place("cpu"), rule, random.Random(4))
 
 
-def test_rows_of_no_sequence_stay_as_they_are():
+def test_rows_without_sequence_stay_unchanged():
     torch.manual_seed(3)
     place = Place("cpu")
     pool, blocks = place.pool(RULES[0])
@@ -130,7 +130,7 @@ def test_bad_rows_of_decoding_batch_raise(message, rows):
         RaggedBatch.of_rows(rows)
 
 
-def test_row_of_sequence_without_tokens_may_be_another_ones():
+def test_sequence_without_tokens_may_share_a_row():
     batch = RaggedBatch([0, 3, 3, 4], torch.tensor([1, 1, 0], dtype=torch.int32))
     assert [group.rows.tolist() for group in batch._groups] == [[1], [0]]
 
@@ -196,14 +196,14 @@ def test_batch_without_rows_gives_zeros(tokens):
 
 
 @pytest.mark.parametrize("offsets", [[0, 1, 2], [0, 1, 3], [0, 17, 40]])
-def test_rows_of_a_batch_are_those_when_it_was_made(offsets):
+def test_batch_keeps_rows_after_source_tensor_changes(offsets):
     rows = torch.tensor([5, 3], dtype=torch.int32)
     batch = RaggedBatch(offsets, rows, [offsets[1] > 1] * 2)
     rows.fill_(7)
     assert [row for group in batch._groups for row in group.rows.tolist()] == [5, 3]
 
 
-def test_batch_made_under_another_default_device_is_the_same(monkeypatch):
+def test_batch_does_not_depend_on_default_device(monkeypatch):
     monkeypatch.setitem(ragged._LENGTHS_TO_PAD, "cpu", 2)
     rows = torch.tensor([5, 3, 1], dtype=torch.int32)
     with torch.device("meta"):
@@ -212,7 +212,7 @@ def test_batch_made_under_another_default_device_is_the_same(monkeypatch):
     assert batch._groups[0].lengths.tolist() == [17, 23]
 
 
-def test_rows_of_a_decoding_batch_are_read_at_each_call():
+def test_decoding_batch_reads_its_rows_at_each_call():
     rows = torch.tensor([5, 3], dtype=torch.int32)
     batch = RaggedBatch.of_rows(rows)
     rows.fill_(7)
@@ -220,14 +220,14 @@ def test_rows_of_a_decoding_batch_are_read_at_each_call():
     assert group.rows.tolist() == [7, 7]
 
 
-def test_neighbours_of_one_length_are_views():
+def test_adjacent_sequences_of_equal_length_are_views():
     rows = torch.tensor([5, 3, 4, 1], dtype=torch.int32)
     batch = RaggedBatch([2, 3, 4, 24, 44], rows)
     groups = [(group.rows.tolist(), group.tokens) for group in batch._groups]
     assert groups == [([5, 3], slice(2, 4)), ([4, 1], slice(4, 44))]
 
 
-def test_sequences_on_another_device_are_grouped_as_on_a_cpu():
+def test_groups_do_not_depend_on_the_device():
     offsets, begins = [0, 3, 7, 8, 9], [True, True, False, False]
     lengths = [
         [len(group.rows) for group in RaggedBatch(offsets, rows, begins)._groups]

@@ -1,4 +1,4 @@
-"""A view of some rows of a pool on the CPU: by the backend's kernels and by the reference."""
+"""A view of some rows of a pool works on the CPU, with the backend's kernels and with the reference."""
 
 import pytest
 import torch
@@ -27,11 +27,11 @@ CPU = Place()
 )
 @pytest.mark.parametrize("rule", RULES, ids=["window", "rule", "large"])
 @pytest.mark.parametrize("check", [*CHECKS, check_drafts_of_rows], ids=lambda check: check.__name__)
-def test_rows_behave_as_caches_of_their_own(place, rule, check):
+def test_rows_behave_like_separate_caches(place, rule, check):
     check(place, rule)
 
 
-def test_changed_rows_of_a_view_are_followed():
+def test_view_follows_changed_rows():
     pool, _ = CPU.pool(RULES[0])
     rows = CPU.rows(0)
     view = pool.over(rows)
@@ -52,7 +52,7 @@ def test_pool_with_a_view_is_not_empty():
     assert not pool.select(torch.tensor([1])).is_empty
 
 
-def test_pool_that_a_view_fills_after_clear_is_not_empty():
+def test_pool_filled_by_a_view_after_clear_is_not_empty():
     pool = KVSlots(3, 2, 5, 8)
     view = pool.over(CPU.rows(1))
     pool.clear()
@@ -80,7 +80,7 @@ def test_restored_view_gives_its_own_rows(rows, restored, rule):
     assert contents(cache.snapshot()) == contents(expected)
 
 
-def test_cache_restored_through_a_view_of_itself_has_its_rows_permuted():
+def test_restoring_a_view_of_itself_permutes_rows():
     pool = CPU.pool(RULES[0])[0].snapshot()
     order = torch.randperm(ROWS).int()
     before = pool.snapshot()
@@ -154,7 +154,7 @@ def test_row_beyond_the_pool_raises():
     ],
     ids=["step", "fill", "restore"],
 )
-def test_row_twice_raises_and_changes_nothing(call):
+def test_repeated_row_raises_and_changes_nothing(call):
     pool, blocks = CPU.pool(RULES[0])
     view = pool.over(CPU.rows(4, -1, -1, 2))
     view.rows[3] = 4
@@ -177,20 +177,20 @@ def test_row_twice_raises_and_changes_nothing(call):
         lambda view: view.state_dict(),
     ],
 )
-def test_functions_that_take_no_rows_raise_for_a_view(call):
+def test_functions_without_rows_raise_for_a_view(call):
     pool, _ = CPU.pool(RULES[0])
     with pytest.raises(ValueError, match="^rows: got"):
         call(pool.over(CPU.rows(1)))
 
 
-def test_rows_of_another_type_raise():
+def test_rows_of_wrong_type_raise():
     pool, _ = CPU.pool(RULES[0])
     for rows in (torch.tensor([1]), CPU.rows(1)[None], torch.tensor([1.0])):
         with pytest.raises(TypeError, match="^rows: got"):
             pool.over(rows)
 
 
-def test_rows_any_distance_apart_take_no_chunk():
+def test_append_to_rows_with_gaps_raises():
     pool, _ = CPU.pool(RULES[0])
     wide = pool.select(torch.arange(ROWS, dtype=torch.int32), chunk=3)
     apart = KVSlots.from_tensors(5, *(torch.stack([t, t], 1)[:, 0] for t in wide.tensors))

@@ -1,5 +1,7 @@
-"""Slots and a full cache against attention over all tokens, for windows alone and for rules with recent keys, sinks, thresholds and
-windows of heads: any split of a stream into chunks and steps gives the same."""
+"""Slots and a full cache give the results of attention over all tokens, however a stream is split into chunks and steps.
+
+The tests have only windows, and rules with recent keys, sinks, thresholds and windows per head.
+"""
 
 import pytest
 import torch
@@ -24,13 +26,13 @@ from token_streams import (
 
 BY_HEAD = {"recent_window": 3, "sink_tokens": 1}
 DELAYED = {"recent_window": 4, "recent_competes": False, "sink_tokens": 2, "score_threshold": -0.5}
-# Windows with the other parts of a rule, None for a window alone.
+# (window, the other parts of a rule, or None for only a window).
 EXAMPLES = pytest.mark.parametrize("window, rule", [(4, None), ((4, 2), BY_HEAD), (5, DELAYED)])
 
 
 @st.composite
 def rules(draw):
-    """A window alone in a third; or a window (of each head) and the other parts of a rule that shows something."""
+    """Draws only a window in a third of the cases, otherwise a window (or one per head) and other parts of a rule that shows some key."""
     if draw(st.sampled_from([True, False, False])):
         return draw(st.integers(1, 12)), None
     window = draw(st.integers(0, 7) | st.tuples(st.integers(0, 7), st.integers(0, 7)))
@@ -134,7 +136,7 @@ def test_scores_mask_by_the_rule_of_float32(dtype, mode):
     "name, other", [("scale", 0.5), ("softcap", 4.0), ("scores_are_bias", True)]
 )
 def test_each_option_changes_the_result(name, other):
-    """The other tests would prove nothing of an option without an effect."""
+    """If an option had no effect, the other tests would prove nothing about it."""
     stream = Stream(30, 6, scale=0.9, softcap=2.0, scores_are_bias=False)
     stream.options[name] = other
     with pytest.raises(AssertionError):
@@ -145,7 +147,7 @@ def test_each_option_changes_the_result(name, other):
     "part", ["recent_window", "recent_competes", "sink_tokens", "score_threshold"]
 )
 def test_each_part_of_a_rule_changes_the_result(part):
-    """The other tests would prove nothing of a part without an effect."""
+    """If a part of a rule had no effect, the other tests would prove nothing about it."""
     stream = Stream(40, 5, rule=DELAYED)
     without = {
         "recent_window": 0,
@@ -177,7 +179,7 @@ def test_ragged_padded_full_cache_equals_single_rows():
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("length", [2, 3, 20, 25])
 def test_full_cache_equals_left_padding_of_zero(length, queries):
-    """The same as through intervals, which a left padding of no tokens brings."""
+    """A left padding of 0 tokens makes the call use intervals, which give the same result."""
     caches = [torch.randn(2, 25, 2, 8), torch.randn(2, 25, 2, 8), torch.randn(2, 2, 25)]
     for cache, tokens in zip(caches, (1, 1, 2), strict=True):
         cache.narrow(tokens, length, 25 - length).fill_(torch.nan)
@@ -198,8 +200,8 @@ def test_nonfinite_tokens_follow_the_mode(value, name, mode):
 
 
 @EXAMPLES
-def test_rows_and_states_keep_what_the_rule_needs(window, rule):
-    """Reordered, repeated, restored and saved caches continue like the one that they are copies of."""
+def test_copied_caches_continue_under_the_rule(window, rule):
+    """Reordered, repeated, restored and loaded caches continue like the original."""
     stream = Stream(30, window, kind="ties", padding="anywhere", rule=rule)
     cache = stream.slots(chunk=4)
 
@@ -241,7 +243,7 @@ def test_capped_counts_the_keys_beyond_the_window():
 
 
 def test_capped_is_zero_for_heads_without_a_window():
-    """None of their keys competes."""
+    """Without a window, no key of a head competes."""
     stream = Stream(20, (0, 3), rule={"score_threshold": float("-inf"), "recent_window": 2})
     cache = stream.slots()
     cache.fill(*stream.tokens(0, 12))
@@ -306,7 +308,7 @@ def test_compiled_chunk_has_one_graph():
 
 @pytest.mark.parametrize("mode", ["all keys", "slots"])
 def test_compiled_with_kvcache_has_one_graph(mode):
-    """Lengths are read on the device only: one graph for all steps."""
+    """Lengths are read only on the device, so one graph serves all steps."""
     torch._dynamo.reset()
     stream, size = Stream(12, 3), 15
     caches = [torch.zeros(2, size, 2, 8), torch.zeros(2, size, 2, 8), torch.zeros(2, 2, size)]
@@ -346,7 +348,7 @@ def test_bad_rule_raises(message, rule):
 
 def test_states_of_other_rules_raise():
     cache = KVSlots(1, 2, 4, 8, recent_window=2)
-    other = KVSlots(1, 2, 3, 8, recent_window=3)  # as many places
+    other = KVSlots(1, 2, 3, 8, recent_window=3)  # the same number of places
     with pytest.raises(ValueError, match="snapshot: got keep_window_size 3, expected 4"):
         cache.restore(other)
     other = KVSlots(1, 2, 4, 8, recent_window=2, recent_competes=False)

@@ -1,5 +1,5 @@
-"""Tests of the CUDA kernels. Where they cannot run, each file is imported, so that its names and cases are checked, and then
-skipped as a whole, before its thousands of cases are made."""
+"""Skips tests of the CUDA kernels where they cannot run. Each file is still imported, which checks its names and cases, and then skipped
+as a whole before pytest makes its thousands of cases."""
 
 import pytest
 

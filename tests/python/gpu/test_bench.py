@@ -1,4 +1,4 @@
-"""benchmarks/bench.py on a GPU: its rows; never how fast anything is."""
+"""Tests the rows of benchmarks/bench.py on a GPU, but never how fast anything is."""
 
 import pytest
 

@@ -32,7 +32,7 @@ def normal(*shape):
 
 @pytest.mark.parametrize("way", ["intervals", "selection"])
 def test_rows_beyond_31_bits_match_oracle(way):
-    """q, k, v, out, their gradients and the fp32 sums; the last rows by the oracle, which sees only these."""
+    """q, k, v, out, their gradients and the fp32 sums have more than 2^31 elements. The oracle computes only the last rows."""
     length, heads, head_dim, window = 2**20 + 77, 17, 128, 64
     q, k, v = (normal(1, length, heads, head_dim).requires_grad_() for _ in range(3))
     bias = normal(1, heads, length).requires_grad_()
@@ -40,7 +40,7 @@ def test_rows_beyond_31_bits_match_oracle(way):
     assert q.numel() > LIMIT
     if way == "intervals":
         options = {"key_intervals": sliding_window(length, window, device="cuda")}
-    else:  # of equal scores the most recent are the best: the same window, but by lists
+    else:  # equal scores select the most recent keys, the same window but by lists
         equal = torch.zeros(1, heads, length, device="cuda")
         options = {"keep_window_size": window, "selection_scores": equal}
     out, lse = flash_dmattn_func(
@@ -57,7 +57,7 @@ def test_rows_beyond_31_bits_match_oracle(way):
         TENSORS, results, _by_rows(attention(problem)), _by_rows(attention(problem, q.dtype)),
         strict=True,
     ):  # fmt: skip
-        half = slice(rows // 2, None)  # whose windows lie within the rows
+        half = slice(rows // 2, None)  # the windows of this half lie within the rows
         assert_close(name, actual[:, -rows // 2 :], wanted[:, half], yardstick[:, half])
 
 
@@ -70,7 +70,7 @@ def _by_rows(result):
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("length", [8192, 8191])
 def test_elements_beyond_31_bits_match_oracle(length, batch):
-    """A mask, a bias and its gradient; a batch that shares the bias adds to fp32 sums of its size."""
+    """A mask, a bias and its gradient have more than 2^31 elements. A batch that shares the bias adds to fp32 sums of the same size."""
     heads = 33
     q, k, v = (normal(batch, length, heads, 64).requires_grad_() for _ in range(3))
     dout = normal(batch, length, heads, 64)
@@ -94,7 +94,7 @@ def test_elements_beyond_31_bits_match_oracle(length, batch):
 
 
 def apart(tensor, dim, step):
-    """The same values, `step` elements from one to the next along `dim`; NaN in between."""
+    """Returns the same values with a stride of `step` elements along `dim`, and NaN in between."""
     shape = tensor.shape
     inner = tensor.numel() // shape[dim]
     memory = torch.full(

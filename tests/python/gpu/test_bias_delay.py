@@ -1,4 +1,4 @@
-"""A delayed bias on the GPU, in one kernel in each direction, against the definition in double."""
+"""A delayed bias on the GPU, which takes one kernel in each direction, equals the definition in double."""
 
 import pytest
 import torch

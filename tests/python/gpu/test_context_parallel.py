@@ -1,5 +1,8 @@
-"""Pieces of a sequence on one GPU, ranks as threads: the keys and the bits of the whole. Backward needs a process for each rank, as
-all threads share autograd's thread of a device: test_context_parallel_over_nccl.py compares it on several GPUs."""
+"""Pieces of a sequence on one GPU, with ranks as threads, have the keys and bits of the whole.
+
+Backward needs a process per rank, because all threads share autograd's thread of a device. test_context_parallel_over_nccl.py compares
+it on several GPUs.
+"""
 
 import pytest
 import torch
@@ -145,7 +148,7 @@ def test_exchange_on_another_stream_has_the_same_bits(rule):
         outs = []
         for stream in (None, torch.cuda.Stream()):
             for _ in range(5):
-                # Made on the current stream just before, and their memory is used again just after.
+                # The tensors are made on the current stream just before, and their memory is reused just after.
                 keys = [t[:, rows].clone() for t in (k, v)]
                 scores = s[..., rows].clone()
                 exchanged = begin_exchange(
@@ -161,7 +164,7 @@ def test_exchange_on_another_stream_has_the_same_bits(rule):
 
 
 def test_wrong_offsets_on_a_gpu_raise_while_ranks_compare():
-    """Their values are read there, not in later calls."""
+    """The values of offsets are read only while ranks compare, not in later calls."""
     q, k, v, s = states(64)
     offsets = torch.tensor([2, 64], device="cuda")
     ids = torch.zeros(1, 64, dtype=torch.int64, device="cuda")

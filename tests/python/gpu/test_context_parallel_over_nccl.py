@@ -1,4 +1,4 @@
-"""Pieces of a sequence on two GPUs: the keys, the bits and the gradients of the whole on one, with NCCL between processes."""
+"""Pieces of a sequence on two GPUs, with NCCL between processes, have the keys, bits and gradients of the whole on one GPU."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Continuous batching of a Doge on a GPU: CUDA graphs of steps in which each sequence brings one token."""
+"""Continuous batching of a Doge on a GPU uses CUDA graphs for steps in which each sequence has one new token."""
 
 import pytest
 import torch
@@ -28,11 +28,11 @@ def batched(model, prompts, use_cuda_graph):
     return [result.generated_tokens for result in done.values()]
 
 
-def test_graphs_change_no_token_and_padding_no_sequence():
+def test_graphs_and_padding_change_no_tokens():
     torch.manual_seed(0)
     model = enable_flash_dmattn(make_model(window=64).to("cuda", torch.bfloat16))
     prompts = [torch.randint(3, VOCABULARY, (length,)).tolist() for length in (40, 70, 100, 33)]
     without = batched(model, prompts, use_cuda_graph=False)
     assert batched(model, prompts, use_cuda_graph=True) == without
-    # Three sequences take the graph of four, with a negative row.
+    # Three sequences use the graph for four, whose last row is negative.
     assert batched(model, prompts[:3], use_cuda_graph=True) == without[:3]

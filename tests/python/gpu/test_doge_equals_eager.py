@@ -1,4 +1,4 @@
-"""transformers' Doge model on the GPU, under autocast: our attention against eager attention."""
+"""Compares our attention with eager attention in transformers' Doge model on the GPU, under autocast."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def step(model, implementation, ids, mask=None):
 
 
 @pytest.mark.parametrize("padding", [None, "left", "right"])
-def test_loss_and_gradients_are_those_of_eager(model, padding):
+def test_loss_and_gradients_equal_eager(model, padding):
     ids = torch.randint(256, (2, LENGTH), device="cuda")
     mask = None
     if padding:
@@ -45,7 +45,7 @@ def test_loss_and_gradients_are_those_of_eager(model, padding):
             assert alike > 0.98, f"{name}: {alike:.4f}"
 
 
-def test_greedy_generation_with_a_cache_is_that_of_eager(model):
+def test_greedy_generation_with_a_cache_equals_eager(model):
     ids = torch.randint(256, (1, 100), device="cuda")
     texts = []
     for implementation in ("flash_dmattn", "eager"):

@@ -1,4 +1,4 @@
-"""On the GPU, too, a 16-bit Doge keeps the keys that the float32 model keeps."""
+"""A 16-bit Doge keeps the same keys as the float32 model, also on the GPU."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from doge_gradients import (  # noqa: E402
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_are_nearer_to_the_float32_models(dtype):
+def test_16_bit_gradients_are_nearer_to_float32_than_eager(dtype):
     assert_the_choice_is_that_of_float32(median_distances(dtype, "cuda"))
 
 

@@ -1,4 +1,4 @@
-"""Norms of query and key in Doge's attention: torch's kernel rounds where DogeRMSNorm does."""
+"""torch's kernel for the norms of query and key in Doge's attention rounds where DogeRMSNorm does."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ def results_of(function, states, weight):
 
 @pytest.mark.parametrize("is_autocast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_norm_equals_that_of_the_model_to_a_rounding(dtype, is_autocast):
+def test_norm_equals_model_norm_within_rounding(dtype, is_autocast):
     norm = DogeRMSNorm(128).cuda().to(torch.float32 if is_autocast else dtype)
     torch.nn.init.normal_(norm.weight)
     norms = partial(FlashDogeRMSNorm.from_norm(norm), is_fused=True), norm
@@ -32,6 +32,6 @@ def test_norm_equals_that_of_the_model_to_a_rounding(dtype, is_autocast):
         assert ours.dtype == theirs.dtype
         largest = theirs.abs().max().item()
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * largest)
-    # Another order of the sum moves few roundings; another place of it, every third.
+    # A different order of the sum changes few roundings; rounding at a different place changes every third.
     if dtype != torch.float32:
         assert (actual[0] != expected[0]).float().mean() < 0.02

@@ -1,4 +1,4 @@
-"""A training step of a Doge on the GPU: compiled it waits for nothing, and all of it is one CUDA graph."""
+"""A compiled training step of a Doge on the GPU does not wait for the device, and the whole step is one CUDA graph."""
 
 import copy
 
@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers", minversion="5")
 from doge_demo.training import make_model  # noqa: E402
 
 B, LENGTH, WINDOW = 2, 300, 64
-# aot_eager alone runs softplus_backward with other strides than it was traced with.
+# aot_eager alone runs softplus_backward with strides that differ from those of its trace.
 BACKEND = "aot_eager_decomp_partition"
 
 
@@ -37,7 +37,7 @@ def inputs(kind):
 
 
 def positions(first):
-    """Positions of a text of `first` tokens and a text of the others, in one row."""
+    """Returns the positions of a row with two texts, the first of `first` tokens."""
     return torch.cat([torch.arange(first), torch.arange(LENGTH - first)])[None].cuda()
 
 
@@ -58,9 +58,9 @@ def step_of(model, ids, options, compiled):
 
 
 def assert_same(actual, expected, exact):
-    """Not further apart than bf16 takes the step from float32's: operators may round elsewhere.
+    """Asserts that two steps differ at most as much as bf16 differs from float32, because operators may round at different places.
 
-    The error of the loss, one number, can be small by chance; it is allowed a sixteenth of bf16's unit of rounding.
+    The loss is a single number whose error may be small by chance, so it may differ by a sixteenth of bf16's unit of rounding.
     """
     for i, (got, wanted, wide) in enumerate(zip(actual, expected, exact, strict=True)):
         if wanted is None:

@@ -1,4 +1,4 @@
-"""The results of the CUDA backend: against the oracle (which computes on the GPU too) and the CPU's."""
+"""Compares the results of the CUDA backend with the oracle, which also computes on the GPU, and with the CPU backend."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_case_matches_oracle(name):
 @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_bias_masks_by_the_rule_of_its_dtype(dtype, bias_dtype, form):
-    # Few queries, and more than their kernels take.
+    # One length uses the kernels for few queries, the other exceeds their limit.
     for length in (24, 150):
         check_bias_that_masks(
             flash_dmattn_func, form, dtype, bias_dtype, "cuda", lengths=(length, length + 114)
@@ -74,7 +74,7 @@ def test_selection_inside_the_call_matches_oracle(selection, seqlen, window):
 @pytest.mark.parametrize("selection", ["per_query", "global"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_selection_is_that_of_the_cpu(selection, is_causal, dtype):
+def test_selection_equals_cpu(selection, is_causal, dtype):
     for seqlen_k, seqlen_q, window in [(1, 1, 1), (77, 33, 5), (33, 77, 40), (3000, 3000, 129)]:
         scores = (torch.randint(-9, 9, (2, 3, seqlen_k)) / 4).to(dtype)
         scores[torch.rand(scores.shape) < 0.05] = torch.nan

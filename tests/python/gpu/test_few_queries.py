@@ -1,4 +1,4 @@
-"""Few queries over many keys on the GPU: splits, graphs, streams."""
+"""Tests few queries over many keys on the GPU, which split the keys, in graphs and on several streams."""
 
 import pytest
 import torch
@@ -9,10 +9,10 @@ from flash_dmattn.check.oracle import causal_elements
 from gpu import capture
 
 SHAPES = [  # (batch, queries, keys, heads_q, heads_kv, head_dim)
-    (1, 1, 131072, 4, 2, 128),  # one kv head on half of the GPU
+    (1, 1, 131072, 4, 2, 128),  # each kv head has half of the GPU
     (1, 1, 1, 4, 2, 64),
     (2, 3, 5000, 6, 2, 64),
-    (40, 1, 300, 16, 8, 128),  # more kv heads than places
+    (40, 1, 300, 16, 8, 128),  # more kv heads than multiprocessors
     (1, 64, 3000, 8, 1, 128),  # several tiles of rows
     (1, 17, 2049, 2, 2, 256),
 ]

@@ -1,4 +1,4 @@
-"""float32 tensors on a GPU are computed by Triton's kernels, in float32."""
+"""The Triton kernels compute float32 tensors on a GPU, in float32."""
 
 import pytest
 import torch

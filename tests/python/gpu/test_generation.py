@@ -1,4 +1,4 @@
-"""Generation with a cache of w keys on the GPU: against float32, in CUDA graphs, compiled, and its memory."""
+"""Tests generation with a cache of w keys on the GPU: accuracy against float32, CUDA graphs, compilation and memory."""
 
 import copy
 
@@ -32,7 +32,7 @@ def no_gradients():
 
 
 def make_large(**options):
-    """A float32 model of sizes that the kernels support."""
+    """Returns a float32 model with sizes that the kernels support."""
     return make_model(
         **{"window": WINDOW, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 4096,
            **options}
@@ -44,7 +44,7 @@ def ours_in_bfloat16(model):
 
 
 def logits_of(model, ids, lengths, cache=None, mask=None):
-    """The logits of a text that is read in parts of these lengths."""
+    """Returns the logits of a text that is read in parts of these lengths."""
     cache = transformers.DynamicCache() if cache is None else cache
     parts, end = [], 0
     for part in ids.split(lengths, dim=1):
@@ -65,8 +65,9 @@ PROMPT, CHUNKS, TURNS = [S, *[1] * 80], [100, 100, 100, *[1] * 80], [S, 30, 1, 4
         pytest.param(TURNS, 0, id="turns"),
         pytest.param([*[1] * (S + 80)], 0, id="token by token"),
         pytest.param(PROMPT, 90, id="prompt, padded"),
-        pytest.param(CHUNKS, 130, id="chunks, padded"),  # in one row more than the first chunk
-        pytest.param(TURNS, S - 20, id="turns, padded"),  # fewer tokens than the window has
+        # One row has more padding than the first chunk.
+        pytest.param(CHUNKS, 130, id="chunks, padded"),
+        pytest.param(TURNS, S - 20, id="turns, padded"),  # one row has fewer tokens than the window
     ],
 )
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
@@ -109,7 +110,7 @@ def test_slots_and_full_cache_give_same_tokens(way, pad):
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_prompt_lookup_gives_greedy_tokens(static):
-    """Compared as greedy generation is."""
+    """The comparison is the one of greedy generation."""
     model, ids = ours_in_bfloat16(make_large()), make_ids(1, S).cuda()
     ids = torch.cat([ids, ids[:, 2:4]], dim=1)
     lookup = {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 2}
@@ -137,7 +138,7 @@ def prefilled(model, ids):
     return cache
 
 
-def test_nothing_waits_for_the_device():
+def test_calls_do_not_wait_for_the_device():
     model, ids = ours_in_bfloat16(make_large()), make_ids(B, S).cuda()
     cache = prefilled(model, ids)
     token, mask = ids[:, :1].clone(), torch.ones(B, S + 9, dtype=torch.long, device="cuda")
@@ -156,20 +157,21 @@ def test_nothing_waits_for_the_device():
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_one_graph_serves_all_tokens(is_compiled):
-    """Replayed a thousand times, far beyond the window, against the same steps without a graph."""
+    """A thousand replays, far beyond the window, equal the same steps without a graph."""
     torch._dynamo.reset()
     model, ids = ours_in_bfloat16(make_large()), make_ids(B, S).cuda()
     forward = torch.compile(model, fullgraph=True) if is_compiled else model
     caches = [prefilled(model, ids) for _ in range(2)]
     tokens = [ids[:, :1].clone() for _ in caches]
-    table = torch.randint(397, (397,), device="cuda")  # the next token by the last: no near ties
+    # The table has the next token for each token, so there are no near ties.
+    table = torch.randint(397, (397,), device="cuda")
 
     def step(i):
         logits = forward(tokens[i], past_key_values=caches[i]).logits
         tokens[i].copy_(table[tokens[i]])
         return logits
 
-    # One step runs without a graph; the captured one does not run.
+    # One step runs without a graph; capturing a step does not run it.
     graph, logits = capture(lambda: step(0))
     step(1)
     for turn in range(1000):
@@ -199,7 +201,7 @@ def test_generate_compiles_a_static_cache():
 
 
 def test_half_a_million_tokens_need_constant_memory():
-    """8 layers; the text is read in parts, so nothing grows with it but the list of its tokens."""
+    """A model of 8 layers reads the text in parts, so that only the list of tokens grows with the text."""
     model = ours_in_bfloat16(
         make_large(num_hidden_layers=8, window=256, max_position_embeddings=1 << 20)
     )

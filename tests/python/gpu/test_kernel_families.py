@@ -1,4 +1,4 @@
-"""FLASH_DMATTN_CUDA_FAMILY caps the families of CUDA kernels, once for a process."""
+"""FLASH_DMATTN_CUDA_FAMILY sets the newest family of CUDA kernels that a process may use, once per process."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""KV caches on the GPU: any split of a stream, graphs, streams and several devices against full attention."""
+"""KV caches on the GPU equal full attention for any split of a stream, in graphs, and on several streams and devices."""
 
 import random
 
@@ -32,7 +32,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 def drawn(seed, length, device=DEVICE):
-    """A stream with everything drawn."""
+    """Returns a stream with random tokens and random options."""
     draw = random.Random(seed)
     window = draw.randint(1, 12)
     return Stream(
@@ -72,7 +72,7 @@ RULES_OF_MANY_SLOTS = (
 
 
 def drawn_with_many_slots(seed, length, window, head_dim, **options):
-    """Keys enough for several blocks, in any of which may be the worst."""
+    """Returns a stream with enough keys for several blocks, any of which may hold the worst key."""
     draw = random.Random(seed)
     return Stream(
         length, window, kind=draw.choice(("normal", "ties", "nan")), padding=draw.choice(PADDINGS),
@@ -82,7 +82,7 @@ def drawn_with_many_slots(seed, length, window, head_dim, **options):
 
 
 def pieces_for_many_slots(seed):
-    """(tokens of a prompt, pieces): slots fill on the way, or are full before; most pieces are steps."""
+    """Returns (tokens of a prompt, pieces). Slots are full after the prompt or fill up later. Most pieces are steps."""
     draw, window = random.Random(seed), WINDOWS[seed % len(WINDOWS)]
     pieces = [1] * 16 + [draw.randint(2, 90) for _ in range(2)]
     draw.shuffle(pieces)
@@ -191,7 +191,7 @@ def long_stream(seed=0, device=DEVICE, **options):
 
 
 def held(cache):
-    """The entries, scores, keys and values in the slots, by entry, and the keys that have competed."""
+    """Returns the entries, scores, keys and values in the slots in order of entries, and the number of keys that have competed."""
     places, far = cache.places, 2**31 - 1
     entries = cache.positions[..., :places]
     free = torch.arange(places, device=cache.k.device) >= cache.counts[..., :1]
@@ -226,7 +226,7 @@ def tokens_with_queries(stream, begin, end):
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("size", [1, CHUNK])
 def test_captured_chunk_equals_eager(size, rule):
-    """append, pending_intervals, attention and commit, captured once; one pending token is a chunk, too."""
+    """A graph captures append, pending_intervals, attention and commit once. One pending token is a chunk, too."""
     stream = long_stream(rule=rule)
     eager, captured = stream.slots(chunk=size), stream.slots(chunk=size)
     static = [t.clone() for t in tokens_with_queries(stream, 0, size)]
@@ -258,7 +258,7 @@ def test_captured_step_equals_eager(rule):
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_captured_fill_equals_eager(rule):
-    """fill, of prompts of different lengths, captured once."""
+    """A graph captures `fill` once, for prompts of different lengths."""
     streams = [long_stream(seed, rule=rule) for seed in range(4)]
     cache = streams[0].slots()
     lengths = torch.full((2,), LENGTH, dtype=torch.int32, device=DEVICE)
@@ -275,7 +275,7 @@ def test_captured_fill_equals_eager(rule):
 
 
 def test_captured_copy_rows_equals_eager():
-    """copy_rows: a snapshot comes back and its rows change places, captured once."""
+    """A graph captures once how a snapshot is restored and its rows change places."""
     stream = long_stream(batch=4)
     source = stream.slots(chunk=CHUNK)
     source.fill(*stream.tokens(0, 50))
@@ -301,7 +301,7 @@ def test_captured_copy_rows_equals_eager():
 
 
 def full_attention_of(stream, rows, begin, end):
-    """Without padding, which the rows of this test do not have."""
+    """Attends to all tokens of rows without padding."""
     out = flash_dmattn_func(
         stream.q[rows, :end], stream.k[rows, :end], stream.v[rows, :end],
         attn_bias=stream.scores[rows, :, :end], is_causal=True, keep_window_size=WINDOW,
@@ -336,7 +336,7 @@ def test_caches_on_two_streams_do_not_interfere():
 
 @needs_two_gpus
 def test_cache_of_another_device_equals_cpu():
-    """The current device is another one."""
+    """The current device differs from the cache's."""
     assert torch.cuda.current_device() == 0
     for seed in range(10):
         pieces = pieces_of(seed)

@@ -29,11 +29,11 @@ def test_mask_backward_needs_no_quadratic_tensor(mask_dims):
         mask = torch.rand(batch, heads, length, device="cuda") < 0.9
     elif mask_dims == 4:
         mask = torch.ones(batch, 1, length, length, dtype=torch.bool, device="cuda").tril_()
-    elif mask_dims == "any":  # in which keys come and go
+    elif mask_dims == "any":  # a key may be visible, hidden and visible again
         mask = torch.empty(batch, 1, length, length, dtype=torch.bool, device="cuda").bernoulli_(
             0.9
         )
-    elif mask_dims == "additive":  # which each step turns to bool
+    elif mask_dims == "additive":  # each step converts it to bool
         shown = torch.rand(batch, 1, length, length, device="cuda") < 0.9
         mask = torch.where(shown, 0.0, float("-inf")).bfloat16()
 
@@ -44,7 +44,7 @@ def test_mask_backward_needs_no_quadratic_tensor(mask_dims):
         return out, *torch.autograd.grad(out, leaves, dout)
 
     with recorded_kernels() as kernels:
-        step()  # excludes memory that is loaded at first use
+        step()  # memory allocated at first use does not count
     peak, kept = peak_bytes(step, "cuda")
     rest = peak - bytes_of(kept) - 4 * bias.numel()
     bound, numbers = 2e6, 0
@@ -79,7 +79,7 @@ def test_mask_backward_needs_no_quadratic_tensor(mask_dims):
 
 @pytest.mark.parametrize("mask_heads", [None, 1])
 def test_selection_under_dense_bias_needs_one_bit_per_element(mask_heads):
-    """One bit for each element, instead of a mask of the selection and a mask of what the bias hides."""
+    """The call needs one bit per element, instead of one mask for the selection and another for the bias."""
     heads, length, window = 16, 4096, 512
     q, k, v, scores = (t.detach() for t in leaves_of(1, heads, heads, length, 128))
     bias = torch.randn(1, heads, length, length, dtype=torch.bfloat16, device="cuda")

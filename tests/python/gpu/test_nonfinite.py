@@ -1,4 +1,4 @@
-"""Numbers that are not finite, or just finite, on the GPU: saturate and propagate on every route."""
+"""Non-finite and barely finite numbers saturate and propagate correctly on every route of the GPU."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from gpu import assert_passes_in_the_older_family
 from nonfinite_table import ROWS, assert_row
 
 LENGTH = 200
-# Head dim and what else a call takes: the kernels that own keys, and those that own queries.
+# {route: (head dim, further arguments)}, for kernels whose blocks own keys and for those whose blocks own queries.
 ROUTES = {
     "keys": (64, {}),
     "keys, D 128": (128, {}),
@@ -21,7 +21,7 @@ ROUTES = {
     "elements": (64, {"elements": True}),
     "elements, softcap": (64, {"elements": True, "softcap": 20.0}),
 }
-# Where Python adds the gradients of query heads, or of two calls.
+# On these routes Python adds the gradients of query heads, or of two calls.
 ADDED = {
     "scores of query heads": (64, {"keep_window_size": 30, "bias_heads": 4}),
     "delay in Triton": (64, {"bias_delay": 30, "backend": "triton"}),
@@ -32,7 +32,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "f16"])
 
 
 class Setting:
-    """q, k, v, a bias and dout of a route."""
+    """The tensors q, k, v, bias and dout of a route."""
 
     def __init__(self, route, dtype):
         head_dim, options = (ROUTES | ADDED)[route]
@@ -48,7 +48,7 @@ class Setting:
         self.dout = torch.randn(shapes[0], device="cuda").to(dtype)
 
     def gradients(self, dout=None, mask=None, **options):
-        """out, dq, dk, dv, dbias"""
+        """Returns out, dq, dk, dv and dbias."""
         q, k, v, bias = self.leaves
         mask = self.mask if mask is None else mask
         out = flash_dmattn_func(q, k, v, mask, bias, **self.options, **options)
@@ -112,7 +112,7 @@ def out_and_lse(backend):
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("length, head_dim", [(41, 64), (LENGTH, 64), (LENGTH, 128), (LENGTH, 256)])
 def test_saturated_nonfinite_inputs_match_rule(length, head_dim, row, dtype):
-    """The table of docs/numerics.md; 41 queries are few."""
+    """The results follow the table of docs/numerics.md. 41 queries count as few."""
     options = {"length": length, "head_dim": head_dim, "device": "cuda"}
     assert_row(out_and_lse("cuda"), row, dtype, **options)
 
@@ -185,7 +185,7 @@ def test_nonfinite_inputs_reach_rows_and_gradients_of_visible_keys_when_propagat
             rows = out[0, ..., 0] != 0
             rows[:, 2:] &= name == "bias"  # else only the first key head has the value
     assert rows.any() and not rows.all()
-    # The keys that they see, [key, key head]: keys with a weight in one of the rows.
+    # The keys that these rows see, [key, key head], have a weight in one of them.
     seen = rows[None, ..., None].to(dtype).expand_as(setting.dout)
     expected, _, _, weights, _ = setting.gradients(seen, **options)
     keys = weights[0, ..., 0] != 0
@@ -205,7 +205,7 @@ def test_nonfinite_inputs_reach_rows_and_gradients_of_visible_keys_when_propagat
         undefined[:] = False
     assert torch.equal(~out.isfinite(), undefined)
     assert name == "v" or out[undefined].isnan().all()
-    # Not the same bits: rows whose tile has the value, but which do not see it, are recomputed in double.
+    # Bits differ: rows that do not see the value, but whose tile has it, are recomputed in double.
     actual, wanted = (t.masked_fill(undefined, 0) for t in (out, expected))
     torch.testing.assert_close(actual, wanted, rtol=4e-2, atol=4e-2)
     nonfinite = [~gradient[0].isfinite() for gradient in (dq, dk, dv, dbias)]
@@ -230,7 +230,7 @@ def test_nonfinite_inputs_reach_rows_and_gradients_of_visible_keys_when_propagat
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 @routes
 def test_hidden_keys_of_any_value_change_nothing(route, dtype, value, nonfinite, deterministic):
-    """Padding that nobody wrote."""
+    """The hidden keys act as uninitialised padding."""
     setting = Setting(route, dtype)
     mask = torch.ones(1, LENGTH, dtype=torch.bool, device="cuda")
     mask[:, 60:90] = False
@@ -244,7 +244,7 @@ def test_hidden_keys_of_any_value_change_nothing(route, dtype, value, nonfinite,
     actual = setting.gradients(mask=mask, **options)
     for got, wanted in zip(actual, expected, strict=True):
         assert wanted.isfinite().all() and got.isfinite().all()
-        # Not the same bits: rows of such tiles are computed again, in double.
+        # Bits differ, because rows of such tiles are recomputed in double.
         torch.testing.assert_close(got, wanted, rtol=4e-2, atol=4e-2)
 
 
@@ -252,7 +252,7 @@ def test_hidden_keys_of_any_value_change_nothing(route, dtype, value, nonfinite,
 @either_order
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 @routes
-def test_rows_do_not_meet_the_keys_after_them(route, dtype, value, deterministic):
+def test_nonfinite_later_keys_leave_earlier_rows_unchanged(route, dtype, value, deterministic):
     setting = Setting(route, dtype)
     first = 150  # in the middle of a tile
     expected = setting.gradients(deterministic=deterministic)
@@ -266,7 +266,7 @@ def test_rows_do_not_meet_the_keys_after_them(route, dtype, value, deterministic
 
 
 @routes
-def test_rows_that_see_nothing_get_and_give_no_gradient(route):
+def test_rows_without_visible_keys_have_no_gradient(route):
     setting = Setting(route, torch.bfloat16)
     with torch.no_grad():
         setting.leaves[3][..., :20] = torch.finfo(torch.bfloat16).min  # queries 0 to 19 see nothing
@@ -282,8 +282,8 @@ def test_rows_that_see_nothing_get_and_give_no_gradient(route):
 @pytest.mark.parametrize("nonfinite", ["saturate", "propagate"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("scored", [False, True])
-def test_tiles_of_queries_that_see_nothing_show_no_hidden_value(dtype, nonfinite, head_dim, scored):
-    """More queries than keys: the first two hundred come before every key, and all keys are NaN."""
+def test_tiles_without_visible_keys_ignore_hidden_values(dtype, nonfinite, head_dim, scored):
+    """There are more queries than keys. The first two hundred queries come before every key, and all keys are NaN."""
     q = torch.randn(1, 300, 4, head_dim, device="cuda").to(dtype)
     k, v = (torch.full((1, 100, 2, head_dim), torch.nan, device="cuda").to(dtype) for _ in range(2))
     bias = torch.zeros(1, 2, 100, device="cuda") if scored else None

@@ -1,4 +1,4 @@
-"""Steps in which every sequence brings any number of tokens, on the GPU, against attention over whole sequences on the CPU."""
+"""Compares ragged steps on the GPU, in which each sequence has any number of new tokens, with attention over whole sequences on the CPU."""
 
 import random
 
@@ -12,19 +12,19 @@ from pool_rows import RULES, Place
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_steps_of_many_sequences_equal_each_alone(dtype, rule):
+def test_ragged_steps_equal_single_sequences(dtype, rule):
     place = Place("cuda", "cuda", dtype)
     ragged_steps.check_sequences_alone(place, rule, random.Random(1))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_prompts_that_are_padded_equal_each_alone(rule, monkeypatch):
+def test_padded_prompts_equal_single_sequences(rule, monkeypatch):
     monkeypatch.setitem(ragged._LENGTHS_TO_PAD, "cuda", 2)
     place = Place("cuda", "cuda", torch.bfloat16)
     ragged_steps.check_sequences_alone(place, rule, random.Random(4))
 
 
-def test_scores_may_choose_and_add_nothing():
+def test_scores_that_only_select_equal_single_sequences():
     place = Place("cuda", "cuda", torch.float16)
     ragged_steps.check_sequences_alone(
         place, RULES[1], random.Random(2), scores_are_bias=False, softcap=3.0

@@ -1,4 +1,4 @@
-"""KV caches that no kernel serves on a GPU are refused by the name of the argument, with what to do."""
+"""A KV cache that no kernel on the GPU supports raises an error that names the argument and says what to do."""
 
 import pytest
 import torch

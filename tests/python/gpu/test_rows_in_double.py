@@ -1,4 +1,4 @@
-"""Rows that leave fp32 or see no key are computed again: by the block that had them, or after blocks of many tiles."""
+"""Rows that overflow fp32 or see no key are recomputed by their own block, or after it if a block has many tiles."""
 
 import pytest
 import torch

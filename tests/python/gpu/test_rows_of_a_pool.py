@@ -1,4 +1,4 @@
-"""A view of some rows of a pool on the GPU: by itself, against the CPU, and in a graph with rows of its own each time."""
+"""Tests a view of some rows of a pool on the GPU: alone, against the CPU, and in a graph that is replayed with other rows."""
 
 import pytest
 import torch
@@ -12,20 +12,20 @@ places = pytest.mark.parametrize(
     [Place("cuda", "cuda", torch.bfloat16), Place("cuda", "cuda", torch.float16)],
     ids=["bf16", "f16"],
 )
-# The last has as many slots as several blocks of a cluster divide.
+# The last place has enough slots for several blocks of a cluster to share.
 rules = pytest.mark.parametrize("rule", [*RULES, {"keep_window_size": 5000}])
 
 
 @places
 @rules
 @pytest.mark.parametrize("check", CHECKS)
-def test_rows_behave_as_caches_of_their_own(place, rule, check):
+def test_rows_behave_like_separate_caches(place, rule, check):
     check(place, rule)
 
 
 @places
 @rules
-def test_steps_over_rows_equal_those_on_the_cpu(place, rule):
+def test_steps_over_rows_equal_cpu(place, rule):
     torch.manual_seed(0)
     pool, _ = place.pool(rule)
     on_cpu = Place(dtype=place.dtype).pool(rule)[0]
@@ -43,7 +43,7 @@ def test_steps_over_rows_equal_those_on_the_cpu(place, rule):
 
 @places
 @rules
-def test_changed_rows_of_a_graph_are_followed(place, rule):
+def test_graph_follows_changed_rows(place, rule):
     pool, _ = place.pool(rule)
     rows = place.rows(-1, -1, -1)
     states = place.tokens(3)
@@ -61,7 +61,7 @@ def test_changed_rows_of_a_graph_are_followed(place, rule):
 
 
 @places
-def test_rows_beyond_the_pool_are_none(place):
+def test_rows_beyond_the_pool_count_as_absent(place):
     pool, blocks = place.pool(RULES[0])
     before = blocks.clone()
     out = pool.over(place.rows(ROWS, 2**31 - 1)).step(*place.tokens(2))
@@ -69,7 +69,7 @@ def test_rows_beyond_the_pool_are_none(place):
 
 
 def pool_between_rows(place, rule):
-    """A pool before and after which the memory has a row of another one, and the blocks of all rows."""
+    """Returns a pool that lies in memory between two rows of another one, and the blocks of all rows."""
     pool, blocks = place.pool(rule)
     names = ("k", "v", "scores", "positions", "counts", "seen")
     inner_tensors = {name: t[1:-1] for name, t in zip(names, pool.tensors, strict=True)}
@@ -89,7 +89,7 @@ def test_copies_of_rows_beyond_the_pool_are_empty(place, rule):
 
 @places
 @rules
-def test_chunks_without_a_row_attend_after_no_tokens_and_change_nothing(place, rule):
+def test_chunks_without_a_row_attend_to_themselves_and_change_nothing(place, rule):
     pool, blocks = pool_between_rows(place, rule)
     *states, scores = place.tokens(3, 4)
     alone = pool.select(place.rows(0, 2, 0), chunk=4)
@@ -108,7 +108,7 @@ def test_chunks_without_a_row_attend_after_no_tokens_and_change_nothing(place, r
 @places
 @rules
 def test_rows_that_overflow_float32_equal_the_rows_alone(place, rule):
-    """Scores that leave fp32 are computed again in double, from the keys of the row."""
+    """Scores that overflow fp32 are recomputed in double from the row's keys."""
     pool, _ = place.pool(rule)
     for rows in ((6, 0, 3), (2, 6, 4)):
         index = place.rows(*rows)

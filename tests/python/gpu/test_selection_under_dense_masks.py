@@ -1,5 +1,5 @@
-"""Per-query selection under a dense mask, on the GPU: ranks of keys in addition to the mask, never a second
-mask. It must equal the mask that torch makes of it on the CPU."""
+"""Per-query selection under a dense mask on the GPU adds ranks of keys to the mask and never makes a second mask. It equals the mask that
+torch makes on the CPU."""
 
 import itertools
 
@@ -34,7 +34,7 @@ SCORES = {
         torch.randint(0, 5, shape)
     ],
 }
-SHAPES = [  # scores' batch and heads, the mask's, lengths
+SHAPES = [  # (batch and heads of the scores, batch and heads of the mask, lengths)
     ((2, 3), (2, 1), (128, 128)),
     ((1, 3), (2, 3), (130, 67)),
     ((2, 2), (1, 4), (33, 1030)),
@@ -46,7 +46,7 @@ SHAPES = [  # scores' batch and heads, the mask's, lengths
 
 @pytest.mark.parametrize("fill", SCORES)
 @pytest.mark.parametrize(("scores_sizes", "mask_sizes", "lengths"), SHAPES)
-def test_ranks_and_limits_are_the_choice(scores_sizes, mask_sizes, lengths, fill):
+def test_ranks_and_limits_equal_the_selection(scores_sizes, mask_sizes, lengths, fill):
     length_q, length_k = lengths
     heads = max(scores_sizes[1], mask_sizes[1])
     mask = random_mask(*mask_sizes, *lengths)
@@ -117,8 +117,8 @@ def recorded(call):
 
 
 def assert_same_choice(with_ranks, with_mask, units=None):
-    """Deterministic calls that visit the same elements: in the same tiles, bit for bit, where one family computes both. One
-    that declines ranks may take the mask alone: then within rounding, in `units` of each result."""
+    """Compares deterministic calls that visit the same elements in the same tiles. Results have the same bits if one family computes both.
+    A family that declines ranks may still take the mask; then results differ by rounding, at most `units` for each result."""
     (actual, family), (expected, other) = recorded(with_ranks), recorded(with_mask)
     units = units or [1] * len(expected)
     for got, wanted, unit in zip(actual, expected, units, strict=True):
@@ -128,8 +128,8 @@ def assert_same_choice(with_ranks, with_mask, units=None):
             torch.testing.assert_close(got / unit, wanted / unit, rtol=2e-2, atol=2e-2)
 
 
-def test_single_family_process_passes_bit_tests():
-    """The tests that compare bits, in a process whose kernels are all of one family."""
+def test_bit_tests_pass_with_one_kernel_family():
+    """Runs the tests that compare bits in a process that uses only one family of kernels."""
     if len(set(families(kernel_names("cuda")))) == 1:
         return  # this process
     names = "chosen_elements or overflow or has_its_gradient or key_bias"
@@ -184,7 +184,7 @@ def test_attention_is_that_of_the_chosen_elements(name):
 
 
 def test_overflowing_scores_respect_ranks():
-    """Rows that are computed in double look at ranks too."""
+    """Rows that are recomputed in double also use the ranks."""
     inputs = tensors((96, 160), (2, 2), 64)
     with torch.no_grad():
         for t in inputs[:2]:
@@ -200,7 +200,7 @@ def test_overflowing_scores_respect_ranks():
 
 
 def bias_that_masks(*shape, dtype=torch.bfloat16):
-    """A bias with two fills that mask: the number at which its dtype begins to mask, and -inf."""
+    """Returns a bias with two masking fills: the largest number that masks in its dtype, and -inf."""
     lowest = -1e4 if dtype == torch.float16 else -1e30
     bias = torch.randn(shape, dtype=dtype)
     for fill in (lowest, -torch.inf):
@@ -208,7 +208,7 @@ def bias_that_masks(*shape, dtype=torch.bfloat16):
     return bias
 
 
-ELEMENT_BIASES = {  # batch and heads of the bias, of the mask, of the scores
+ELEMENT_BIASES = {  # name: (batch and heads) of the bias, of the mask and of the scores
     "of key heads": ((2, 2), (2, 1), (2, 2)),
     "without a mask": ((2, 2), None, (2, 2)),
     "one for all": ((1, 1), (2, 2), (1, 2)),
@@ -236,7 +236,7 @@ def test_selection_scores_under_dense_bias_match_oracle(name, dtype, selection):
         )
     options = {"selection": selection, "keep_window_size": 40, "is_causal": True}
     inputs = [t.detach().cpu().float() for t in (q, k, v)]
-    # On the CPU the choice is a mask, which torch makes.
+    # On the CPU, torch turns the selection into a mask.
     expected = flash_dmattn_func(*inputs, mask, bias, selection_scores=scores, **options)
     on_gpu = [t if t is None else t.cuda() for t in (mask, bias)]
     actual = flash_dmattn_func(q, k, v, *on_gpu, selection_scores=scores.cuda(), **options)

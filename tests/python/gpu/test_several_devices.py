@@ -1,4 +1,4 @@
-"""Several GPUs in one process: the tensors decide where the work is done, not the current device."""
+"""With several GPUs in one process, work runs on the device of the tensors, not on the current device."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -42,7 +42,7 @@ def test_work_follows_the_streams_of_its_device():
         for _ in range(20):
             busy = busy @ busy
             busy = busy / busy.norm()
-        # Only ready after `busy`.
+        # The tensors are ready only after `busy`.
         scaled = [(t.detach() + 0 * busy[0, 0]).to(t.dtype) for t in inputs]
         actual = gradients(FUNCTIONS["per_query"], scaled)
     stream.synchronize()

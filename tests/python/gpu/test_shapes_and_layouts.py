@@ -1,4 +1,4 @@
-"""Every shape and layout that the CUDA backend takes: head dims, broadcasts, nothing at all, rows that lie anywhere."""
+"""Tests every shape and layout that the CUDA backend accepts: head dims, broadcasts, empty tensors, rows at any address."""
 
 from itertools import product
 
@@ -42,7 +42,7 @@ VALUE_DIMS = [
 @pytest.mark.parametrize(("head_dim", "value_dim"), [*((d, d) for d in HEAD_DIMS), *VALUE_DIMS])
 def test_every_head_dim_matches_oracle(head_dim, value_dim, route):
     dtype = torch.float16 if head_dim % 16 == 0 else torch.bfloat16
-    seqlen_k = 132 if route == "elements" else 131  # of elements in fours, a kernel of their own
+    seqlen_k = 132 if route == "elements" else 131  # multiples of 4 have a separate kernel
     problem = problem_of(head_dim, seqlen_k=seqlen_k, dtype=dtype, value_dim=value_dim)
     options = {}
     if route == "elements":
@@ -85,7 +85,7 @@ def sizes(shape, seqlen_q, seqlen_k):
 
 
 def with_list(problem):
-    """Selects keys by other scores than the bias. Returns the arguments that the call takes in addition to the problem."""
+    """Selects keys by scores that differ from the bias. Returns the additional arguments of the call."""
     seqlen_q, seqlen_k = problem.q.shape[1], problem.k.shape[1]
     intervals = select_key_intervals(normal(BATCH, HEADS_KV, seqlen_k), 50, query_length=seqlen_q)
     problem.shown = intervals.to_mask()
@@ -106,7 +106,7 @@ def test_mask_shapes_match_oracle(shape, listed):
 @pytest.mark.parametrize("shape", SHAPES, ids="".join)
 def test_bias_shapes_match_oracle(shape, bias_dtype, listed):
     dtype = torch.bfloat16 if listed else torch.float16
-    for seqlen_k in (133, 136):  # odd rows; rows whose elements lie in eights
+    for seqlen_k in (133, 136):  # rows of odd length, and of a multiple of 8
         problem = problem_of(40, 67, seqlen_k, dtype)
         wide = torch.float32 if bias_dtype == "f32" else dtype
         problem.bias = normal(*sizes(shape, 67, seqlen_k), dtype=wide)
@@ -123,7 +123,7 @@ def test_bias_shapes_match_oracle(shape, bias_dtype, listed):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_lone_visible_elements_match_oracle(head_dim):
-    """Mask tiles with one visible element, in each of their rows once, between empty tiles; any byte but 0 is True."""
+    """Mask tiles with a single visible element, each time in another row, lie between empty tiles. Any byte other than 0 is True."""
     rows, keys = torch.arange(232, device="cuda"), torch.arange(4096, device="cuda")
     row_tile, key_tile = (rows // 64)[:, None], keys // 64
     in_row = (rows % 64)[:, None] == (key_tile + 17 * row_tile) % torch.where(row_tile < 3, 64, 40)
@@ -138,7 +138,7 @@ def test_lone_visible_elements_match_oracle(head_dim):
     assert_matches_oracle(result, problem)
 
 
-# ---- Nothing: dimensions without elements ----------------------------------------------------------------
+# ---- Empty tensors: dimensions without elements ----------------------------------------------------------
 
 EMPTY = {
     "batch": (0, 5, 7, 4, 2),
@@ -184,7 +184,7 @@ def test_empty_packed_problem_gives_empty_result():
 
 
 def surrounded(tensor, odd):
-    """The same values in memory full of NaN; `odd`: in rows that do not begin at multiples of 16 bytes."""
+    """Copies the values into memory full of NaN. odd: whether rows begin at addresses that are no multiples of 16 bytes."""
     space = 9 if odd else 16
     memory = torch.full(
         [n + space for n in tensor.shape], torch.nan, dtype=tensor.dtype, device="cuda"
@@ -195,7 +195,7 @@ def surrounded(tensor, odd):
 
 
 def with_order(tensor, *order):
-    """The same values, the dimensions in another order in memory."""
+    """Copies the values with the dimensions in another order in memory."""
     back = [order.index(d) for d in range(tensor.dim())]
     return tensor.detach().permute(order).contiguous().permute(back).requires_grad_()
 
@@ -231,7 +231,7 @@ def test_layout_changes_no_bit(layout, window, head_dim):
 
 @pytest.mark.parametrize("heads", ["v", "h"])
 def test_layout_and_bytes_of_a_mask_change_no_bit(heads):
-    """Its bytes as they are, 1 or another number, and packed, where a row does not begin at a multiple of 16."""
+    """True may be any byte other than 0, and rows of a packed mask need not begin at a multiple of 16."""
     length = 336
     problem = problem_of(64, length, length)
     shape = sizes(f"b{heads}qk", length, length)
@@ -253,7 +253,7 @@ def test_layout_and_bytes_of_a_mask_change_no_bit(heads):
 
 @pytest.mark.parametrize("shape", ["mask", "bias", "both"])
 def test_dense_layouts_match_oracle(shape):
-    """Masks and biases of elements whose rows lie anywhere: every width of load, and the slow path."""
+    """Rows of dense masks and biases at any address use every width of load, and the slow path."""
     problem = problem_of(64, 130, 264)
     mask = torch.rand(BATCH, HEADS_KV, 130, 264, device="cuda") < 0.6
     bias = normal(BATCH, HEADS_KV, 130, 264)

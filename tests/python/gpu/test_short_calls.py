@@ -1,4 +1,4 @@
-"""A forward with few work tiles and keys computes key info in its blocks; another reads it from memory."""
+"""A forward with few work tiles and few keys computes key info in its blocks. A longer forward reads it from memory."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The CUDA backend as torch sees it: streams, devices, graphs, torch.compile, autocast, memory."""
+"""The CUDA backend works with torch's streams, devices, graphs, torch.compile, autocast and memory."""
 
 import itertools
 import os
@@ -23,7 +23,7 @@ ops = torch.ops.flash_dmattn
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_nothing_waits_for_the_device(name):
+def test_calls_do_not_wait_for_the_device(name):
     inputs = leaves()
     gradients(FUNCTIONS[name], inputs)  # kernels are loaded at their first use
     out = torch.ones((), device="cuda")
@@ -56,7 +56,7 @@ def test_graph_replay_equals_eager(name):
 
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_graph_replay_equals_eager(name):
-    """A graph of forward and backward, replayed with other values and with sequences of other lengths."""
+    """A graph of forward and backward is replayed with different values and sequence lengths."""
     static = leaves(batch=1)
     dout = torch.randn(static[0].shape, dtype=torch.bfloat16, device="cuda")
     rows = torch.tensor(OFFSETS, dtype=torch.int32, device="cuda")
@@ -95,7 +95,7 @@ def test_deterministic_gradients_repeat_bit_for_bit(name, heads):
 
 @contextmanager
 def torch_is_deterministic():
-    """Attention follows torch's switch, which the poisoned memory of the tests otherwise overrides."""
+    """Turns on torch's deterministic algorithms, which attention follows. The poisoned memory of the tests otherwise overrides the switch."""
     enabled = torch.are_deterministic_algorithms_enabled
     with mock.patch.object(numerics, "default_deterministic", enabled):
         assert numerics.resolve_deterministic(None)
@@ -106,7 +106,7 @@ def torch_is_deterministic():
     "shape", [(2, 2, 1, 1500), (1, 1, 1, 1500), (2, 4, 1500, 1500), (2, 2, 1500, 1500)]
 )
 def test_bias_gradients_repeat_where_blocks_own_them(shape):
-    """Without deterministic=True: gradients of a key bias, and of a dense bias that only two heads of a group share."""
+    """Even without deterministic=True, gradients repeat for a key bias and for a dense bias that only two heads of a group share."""
     q, k, v, _ = leaves(seqlen=1500)
     bias = torch.randn(shape, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     dout = torch.randn_like(q)
@@ -120,7 +120,7 @@ def test_bias_gradients_repeat_where_blocks_own_them(shape):
 
 
 def test_first_calls_of_a_process_can_be_captured():
-    """Kernels are loaded and devices are looked at in the first call, wherever it is."""
+    """The first call loads kernels and queries the device, also during a capture."""
     program = """
 import os
 import torch
@@ -155,7 +155,7 @@ def test_unknown_bound_is_measured_and_refused_in_a_graph():
         flash_dmattn_func(q, k, v, attn_bias=bias, key_intervals=unknown)
 
 
-def test_consecutive_keys_need_neither_bound_nor_list():
+def test_consecutive_keys_without_bound_equal_listed_keys():
     inputs = leaves(seqlen=700, heads=(4, 2))
     window = sliding_window(700, 200, device="cuda")
     listed = KeyIntervals(window.intervals, 700, window.bound)
@@ -227,7 +227,7 @@ def test_attention_compiles_without_graph_breaks(name):
 
 
 def test_attention_compiled_with_inductor_equals_eager():
-    """The default compiler, which replaces everything around the operators by kernels of its own."""
+    """Inductor, the default compiler, replaces everything around the operators by its own kernels."""
     torch._dynamo.reset()
 
     def function(q, k, v, bias):

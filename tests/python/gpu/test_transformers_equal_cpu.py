@@ -1,4 +1,4 @@
-"""The functions that transformers' models call, on the GPU against the same calls on the CPU."""
+"""Compares the functions that transformers' models call on the GPU with the same calls on the CPU."""
 
 import pytest
 import torch
@@ -50,8 +50,8 @@ def test_masked_attention_equals_the_cpu(mask, bias_shape):
     exact = run("cpu", torch.float32, *arguments)
     on_cpu = run("cpu", torch.bfloat16, *arguments)
     on_gpu = run("cuda", torch.bfloat16, *arguments)
-    # No further from float32 than the CPU, except for the order of roundings: with 128 queries to a tile P is a bf16 number
-    # in dS, as in FlashAttention, which the CPU rounds later.
+    # The GPU is as near to float32 as the CPU except for the order of roundings. With 128 queries per tile, P in dS is rounded to bf16, as
+    # in FlashAttention, and the CPU rounds later.
     for wanted, cpu, gpu in zip(exact, on_cpu, on_gpu, strict=True):
         assert torch.dist(gpu, wanted) <= 2.5 * torch.dist(cpu, wanted)
 
@@ -62,7 +62,7 @@ class Layer(torch.nn.Linear):
 
 
 def test_attention_function_casts_float32_to_weight_dtype():
-    """[B, H, S, D]; float32, as PEFT leaves it, becomes the dtype of the layer's weights."""
+    """Inputs [B, H, S, D] in float32, as PEFT leaves them, are cast to the dtype of the layer's weights."""
     states, bias = make_states(), torch.randn(BATCH, HEADS_KV, LENGTH).bfloat16()
     results = []
     for device in ("cuda", "cpu"):

@@ -1,4 +1,4 @@
-"""vLLM with the plugin on a GPU, whose CUDA graphs replay steps of decoding. `tests/python/integrations/test_vllm.py` runs on a CPU."""
+"""Tests vLLM with the plugin on a GPU, where CUDA graphs replay decoding steps. tests/python/integrations/test_vllm.py runs on a CPU."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ OPTIONS = {
 
 @pytest.fixture(autouse=True)
 def inductor_may_measure():
-    """Inductor measures variants, which it refuses while algorithms are deterministic."""
+    """Lets inductor time its variants, which it refuses to do while algorithms are deterministic."""
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)
@@ -33,7 +33,7 @@ def prompts_of(lengths):
 
 
 def mean_gap(exact, prompts, answers):
-    """Between the best logit of `exact` and that of the token, given those before it."""
+    """Returns the mean gap between the best logit of `exact` and the logit of the generated token, given the tokens before it."""
     gaps = []
     for prompt, tokens in zip(prompts, answers, strict=True):
         assert len(tokens) == NEW
@@ -46,8 +46,10 @@ def mean_gap(exact, prompts, answers):
 
 @pytest.fixture(scope="module")
 def doge(tmp_path_factory):
-    """A Doge in bf16, in a folder; its eager attention over all keys, in float32; prompts, and a bound from the gap of eager
-    attention in bf16, where keys of nearly equal scores change places, too."""
+    """A folder with a Doge in bf16, the model with eager attention over all keys in float32, prompts, and a bound on the gap.
+
+    The bound comes from eager attention in bf16, in which keys with nearly equal scores also change places.
+    """
     torch.manual_seed(0)
     model = make_model(WINDOW, hidden_size=256, intermediate_size=384, max_position_embeddings=1024)
     folder = tmp_path_factory.mktemp("doge")
@@ -74,7 +76,7 @@ def ask(llm, prompts):
 
 
 @pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "graphs"])
-def test_tokens_are_those_of_eager_attention_to_rounding(doge, monkeypatch, enforce_eager):
+def test_tokens_equal_eager_attention_within_rounding(doge, monkeypatch, enforce_eager):
     folder, exact, prompts, most = doge
     steps = []
     extend = slots.extend_ragged
@@ -86,7 +88,7 @@ def test_tokens_are_those_of_eager_attention_to_rounding(doge, monkeypatch, enfo
     monkeypatch.setattr(slots, "extend_ragged", counted)
     with served(folder, enforce_eager=enforce_eager, num_gpu_blocks_override=24, **OPTIONS) as llm:
         assert mean_gap(exact, prompts, ask(llm, prompts)) < most
-        # Three requests take the graph of four, whose last row is none. It is replayed, and Python calls nothing.
+        # Three requests use the graph for four, whose last row is empty. The graph is replayed, so Python calls no operator.
         steps.clear()
         three = prompts[2:5]
         assert mean_gap(exact, three, ask(llm, three)) < most

@@ -1,4 +1,4 @@
-"""flash_dmattn_with_kvcache on the GPU: one CUDA graph for all tokens, lengths on the device, and no call waits for it."""
+"""On the GPU, flash_dmattn_with_kvcache reads lengths on the device, so one CUDA graph serves all tokens and no call waits."""
 
 import copy
 
@@ -16,9 +16,9 @@ MODES = ("all keys", "slots")
 
 
 class Text:
-    """A stream, a cache of one mode with the first tokens of each row, and calls that add the tokens after them.
+    """A stream, a cache of one mode with the first tokens of each row, and calls that add the next tokens.
 
-    Which tokens come next only `lengths` tells, on the device: a call is a whole step of decoding.
+    A call is a whole decoding step. Only `lengths`, on the device, says which tokens come next.
     """
 
     def __init__(self, mode, tokens, *, padding="left", window=WINDOW, device=None, **options):

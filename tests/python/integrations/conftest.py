@@ -1,4 +1,4 @@
-"""Tests of integrations. Where transformers is not installed, files that import it at their top are skipped."""
+"""Skips files that import transformers at their top if it is not installed."""
 
 import importlib.util
 import re

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(compiler is None, reason="no C++ compiler"),
 ]
 
-# One model does not pay for a precompiled header.
+# For one model, precompiling the header takes longer than it saves.
 QUICK_TO_COMPILE = {
     "aot_inductor.precompile_headers": False,
     "aot_inductor.compile_wrapper_opt_level": "O0",
@@ -70,7 +70,7 @@ def compile_program(folder):
     return program
 
 
-def test_logits_are_those_of_python(tmp_path):
+def test_logits_equal_python(tmp_path):
     model = enable_flash_dmattn(make_base("Doge", num_hidden_layers=1))
 
     class Logits(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Continuous batching of models with learned scores against `generate`, one prompt at a time."""
+"""Compares continuous batching of models with learned scores with `generate` for one prompt at a time."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ GREEDY = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0, "max_new_to
 
 
 def batched(model, prompts, keep=False, **options):
-    """keep: the manager, for the next batch."""
+    """Generates for several prompts at once. keep: whether the manager is kept for the next batch."""
     done = model.generate_batch(
         prompts,
         persistent_manager=keep,

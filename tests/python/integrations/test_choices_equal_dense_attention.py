@@ -1,4 +1,4 @@
-"""Transformers' attention function equals N x N maths, for every form of mask and scores; masks are read as intervals."""
+"""transformers' attention function equals N x N maths for every form of mask and scores, and reads masks as intervals if it can."""
 
 import ctypes
 from functools import partial
@@ -101,7 +101,7 @@ def test_4d_scores_equal_dense_mask(mask_shape, heads):
 
 @pytest.mark.parametrize("keep", [None, S])
 @pytest.mark.parametrize("mask", [None, "padded", "additive"])
-def test_every_key_is_kept_when_the_window_is_not_smaller(mask, keep):
+def test_window_of_at_least_all_keys_keeps_every_key(mask, keep):
     states, bias = make_states(), torch.randn(B, HKV, S, requires_grad=True)
     allowed = padded_causal()
     attn_mask = {None: None, "padded": allowed, "additive": torch.where(allowed, 0.0, LOWEST)}[mask]
@@ -123,7 +123,7 @@ def test_additive_mask_with_other_values_acts_as_bias():
     )
 
 
-def test_key_intervals_are_a_mask():
+def test_key_intervals_equal_their_dense_mask():
     states, bias = make_states(), torch.randn(B, HKV, S, requires_grad=True)
     documents = packed_documents(torch.tensor([0, 20, S]))
     chosen = topk_mask(bias, documents.to_mask().expand(B, 1, S, S), KEEP, LOWEST)
@@ -132,7 +132,7 @@ def test_key_intervals_are_a_mask():
         assert_same((*states, bias), attend(*states, mask, bias, is_causal=False), expected)
 
 
-def test_window_size_is_another_name():
+def test_window_size_replaces_keep_window_size():
     states, bias = make_states(), torch.randn(B, HKV, S)
     out = attend(*states, None, bias)
     assert torch.equal(attend(*states, None, bias, keep_window_size=None, window_size=KEEP), out)
@@ -208,7 +208,7 @@ def test_memo_computes_once_per_tensor():
     assert intervals_of_mask(mask) is not first
 
 
-# Writes that torch's version counter does not see. Collectives, raw pointers and graph replay are of this kind.
+# Writes that torch's version counter does not see, like those of collectives, raw pointers and graph replay.
 HIDDEN_WRITES = {
     "data": lambda mask, new: mask.data.copy_(new),
     "data_ptr": lambda mask, new: ctypes.memmove(mask.data_ptr(), new.data_ptr(), new.nbytes),
@@ -250,7 +250,7 @@ def test_rewritten_mask_is_read_again(function, form, write):
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("name", ["prefix", "window", "packed", "bidirectional"])
 def test_choice_among_key_intervals_equals_choice_under_mask(name, heads, selection):
-    """keep_window_size with key_intervals is the choice under their mask, whether intervals describe it or not."""
+    """keep_window_size with key_intervals selects as under their mask, whether or not intervals can describe the result."""
     q = torch.randn(2, S, 4, 16)
     k, v = (torch.randn(2, S, 2, 16) for _ in range(2))
     scores = torch.randn(2, heads, S)
@@ -337,13 +337,13 @@ def test_selection_among_intervals_equals_dense_mask(data):
     chosen = select_among_intervals(scores, allowed, SelectionRule(keep))
     if chosen is None:
         return
-    # Where few keys are allowed nothing is chosen, and a NaN is left to the bias to mask.
+    # If few keys are allowed, all are kept without a selection, and only the bias masks a NaN.
     expected = topk_mask(scores, allowed.to_mask(), keep, LOWEST)
     number = ~scores.isnan()[:, :, None]
     assert torch.equal(chosen.to_mask() & number, expected)
 
 
-def test_masks_that_hide_old_keys_leave_a_choice_without_intervals():
+def test_masks_that_hide_old_keys_make_selection_without_intervals():
     scores = torch.randn(1, 1, S)
     for allowed in (prefix_lm(S, 0), prefix_lm(S, 5), packed_documents(torch.tensor([0, 14, S]))):
         assert select_among_intervals(scores, allowed, SelectionRule(4)) is not None
@@ -351,11 +351,11 @@ def test_masks_that_hide_old_keys_leave_a_choice_without_intervals():
     assert select_among_intervals(scores, sliding_window(S, 5), SelectionRule(4)) is None
 
 
-# ---- What brought this package about ---------------------------------------------------------------
+# ---- Problems of other implementations that led to this package ------------------------------------
 
 
 def test_topk_mask_gives_finite_gradients():
-    """No gradient flows through the choice, none to masked keys, and none is not finite."""
+    """No gradient flows through the selection or to masked keys, and every gradient is finite."""
     for fill in (LOWEST, float("-inf")):
         states = make_states()
         raw = torch.randn(B, HKV, S, requires_grad=True)
@@ -396,7 +396,7 @@ for mask in (None, three_d, four_d):
 
 
 def test_masks_of_three_shapes_need_linear_memory():
-    """A 3-d bias with no mask, a 3-d and a 4-d mask: nothing of N x N is made, per head or at all."""
+    """A 3-d bias without a mask, with a 3-d mask or with a 4-d mask allocates no N x N tensor, neither per head nor for all."""
     no_mask, three_d, four_d = run_measured(MEMORY)
     pairs = 6144 * 6144  # bytes of one mask for all heads
     assert no_mask < pairs and three_d < pairs, (no_mask, three_d)

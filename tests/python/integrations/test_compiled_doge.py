@@ -1,4 +1,4 @@
-"""A compiled Doge is one graph, whose loss and gradients are those without compilation."""
+"""A compiled Doge is one graph with the loss and gradients of uncompiled code."""
 
 import pytest
 import torch
@@ -14,13 +14,13 @@ from scored_models import VOCABULARY, make_base
 from transformers_version import IS_TRANSFORMERS_4
 
 pytestmark = pytest.mark.transformers
-# transformers 4 builds the causal mask from lengths that it takes as constants, and does not name packed sequences.
+# transformers 4 treats lengths as constants when it builds the causal mask, and has no arguments for packed sequences.
 since_transformers_5 = pytest.mark.skipif(
     IS_TRANSFORMERS_4, reason="transformers 4 makes its masks for one length"
 )
 
 B, S, KEEP = 2, 20, 5
-# aot_eager alone runs softplus_backward with other strides than it was traced with.
+# aot_eager alone runs softplus_backward with strides that differ from those of its trace.
 BACKEND = "aot_eager_decomp_partition"
 
 
@@ -50,13 +50,13 @@ CASES = {
 }
 
 
-# Operators of the selection within documents, and of the output of queries that see no key; and the cases that must not have them.
+# Operators for selection within documents and for queries that see no key, and the cases that must not call them.
 RANKS, BLIND = "argsort", "scatter_add_"
 ABSENT = {"no_mask": {RANKS, BLIND}, "padding": {RANKS}, "packed": {BLIND}}
 
 
 def inputs_of_length(name, length):
-    """Inputs of a case, for two rows of another length."""
+    """Returns the inputs of a case for two rows of the given length."""
     if name in ("padding", "few_keys"):
         return {"attention_mask": left_padding(B, length, 4)}
     if name == "packed":
@@ -78,7 +78,7 @@ def inputs_of_length(name, length):
 def test_compiled_training_equals_eager_and_has_only_operators_of_its_mask(name):
     torch._dynamo.reset()
     options, inputs = CASES[name]
-    # Layers share what is made of a mask; the other cases are of what a single layer makes.
+    # Several layers share what is computed from a mask. The other cases test what a single layer computes.
     model = make_model(**options, num_hidden_layers=2 if name == "padding" else 1)
     ids = torch.randint(0, VOCABULARY, (B, S))
     loss, counter = training_of(model), CompileCounterWithBackend(BACKEND)
@@ -142,7 +142,8 @@ def test_documents_become_intervals_without_reading_a_mask():
 
 
 def test_selection_without_intervals_equals_eager_or_raises():
-    """Where that is known before the values are, the choice has another form; else it raises when it runs."""
+    """If it is known without the values that intervals cannot describe the selection, it takes another form. Otherwise the call raises
+    when it runs."""
     torch._dynamo.reset()
     window, scores = sliding_window(S, 9), torch.randn(1, 1, S)
     assert select_among_intervals(scores, window, SelectionRule(KEEP)) is None
@@ -155,7 +156,7 @@ def test_selection_without_intervals_equals_eager_or_raises():
 @pytest.mark.parametrize("fullgraph", [True, False])
 @pytest.mark.parametrize("shape", [(B, S), (B, 1, S)])
 def test_padding_of_floating_point_is_refused(shape, fullgraph):
-    """An additive one would hide the tokens and show the padding, and compiled code cannot tell it from ones and zeros."""
+    """An additive mask would hide the tokens and show the padding, and compiled code cannot tell it from ones and zeros."""
     torch._dynamo.reset()
     model, ids = make_model(), torch.randint(0, VOCABULARY, (B, S))
     compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)

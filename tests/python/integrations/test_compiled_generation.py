@@ -1,4 +1,4 @@
-"""A static DynamicMaskCache: one graph for all steps of decoding, and nothing read from the device."""
+"""With a static DynamicMaskCache, one graph serves all decoding steps and nothing is read from the device."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def prefilled(ours, pad=0):
 
 
 def decode(forward, cache, pad=0, steps=STEPS):
-    """The logits of steps with given tokens."""
+    """Returns the logits of steps with fixed tokens."""
     tokens, logits = make_ids(B, steps, seed=3), []
     for i in range(steps):
         options = {}
@@ -61,7 +61,8 @@ def test_decoding_reads_nothing(pad, ours):
 @pytest.mark.parametrize(("pad", "backend"), [(0, "inductor"), (13, "aot_eager")])
 @torch.no_grad()
 def test_one_graph_serves_all_steps_and_reads_lengths_before_they_change(pad, backend, ours):
-    """Fused kernels of inductor recompute their inputs, and later layers use positions after the first layer has counted the token."""
+    """Inductor's fused kernels recompute their inputs, and later layers use positions after the first layer has counted the token. The
+    graph must read a length before it changes."""
     torch._dynamo.reset()
     expected = decode(ours, prefilled(ours, pad), pad)
     counter = CompileCounterWithBackend(backend)
@@ -97,7 +98,7 @@ def test_static_cache_allocates_before_first_token(ours):
 
 
 def test_generate_compiles_the_step_of_a_static_cache():
-    """`generate` compiles the step itself where the cache allows it, here on the CPU, too."""
+    """`generate` compiles the step itself if the cache allows it, also on the CPU."""
     torch._dynamo.reset()
     ours, ids, options = make_ours(1), make_ids(B, S), {"max_new_tokens": 6, "do_sample": False}
     expected = ours.generate(ids, past_key_values=DynamicMaskCache(ours.config), **options)

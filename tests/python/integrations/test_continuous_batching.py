@@ -1,4 +1,4 @@
-"""Continuous batching of a Doge with slots against `generate` with all keys, one prompt at a time."""
+"""Compares continuous batching of a Doge with slots with `generate` over all keys for one prompt at a time."""
 
 import random
 
@@ -40,12 +40,12 @@ def model():
 
 @pytest.fixture(scope="module")
 def alone(model):
-    """The tokens of `generate` with eager attention over all keys, by prompt."""
+    """A function from a prompt to the tokens of `generate` with eager attention over all keys."""
     return greedy_tokens_by_prompt(brute_force_of(model), NEW)
 
 
 def sectors(count, model):
-    """num_blocks for a number of states: transformers counts memory in tokens of all keys."""
+    """Returns num_blocks for a number of states, because transformers counts memory in tokens of all keys."""
     state, *_ = slot_manager.states_of(model.config, model.dtype)
     token_bytes = 2 * state.heads_kv * state.head_dim * state.dtype.itemsize
     return count * state.nbytes() // (4 * token_bytes)
@@ -64,7 +64,7 @@ def free_states(manager):
 
 
 def assert_equals_generate(model, alone, prompts, states=8, config=None, **others):
-    """Every sequence of a batch has the tokens of its prompt alone."""
+    """Asserts that every sequence of a batch has the tokens of its prompt alone."""
     done = model.generate_batch(
         prompts,
         generation_config=config or GenerationConfig(**GREEDY),
@@ -84,7 +84,7 @@ def test_tokens_equal_generate_however_chunks_are_cut(model, alone, budget, stat
     assert_equals_generate(model, alone, prompts, states, max_batch_tokens=budget)
 
 
-def test_requests_may_come_late_and_be_cancelled(model, alone):
+def test_late_requests_beside_cancelled_ones_equal_generate(model, alone):
     torch.manual_seed(1)
     random.seed(1)
     prompts = [prompt_of(random.choice(LENGTHS)) for _ in range(12)]
@@ -117,8 +117,8 @@ def test_requests_may_come_late_and_be_cancelled(model, alone):
         manager.stop(block=True)
 
 
-def test_prompt_of_one_token_has_an_empty_state(model, alone):
-    """Its first step is one in which every sequence brings a token, and the state held another text before."""
+def test_prompt_of_one_token_begins_with_an_empty_state(model, alone):
+    """The first step of such a prompt is a decoding step, and its state held another text before."""
     torch.manual_seed(5)
     prompts = [prompt_of(length) for length in (40, 1, 30, 1, 1)]
     assert_equals_generate(model, alone, prompts, states=1)
@@ -161,7 +161,7 @@ def test_many_requests_leave_no_state(model):
         manager.stop(block=True)
 
 
-def test_model_afterwards_generates_as_before(model, alone):
+def test_model_generates_the_same_after_batching(model, alone):
     prompt = prompt_of(50)
     name = model.config._attn_implementation
     assert_equals_generate(model, alone, [prompt])
@@ -174,8 +174,8 @@ def test_model_afterwards_generates_as_before(model, alone):
         assert out[0, len(prompt) :].tolist() == alone(prompt)
 
 
-def test_cache_of_another_model_made_meanwhile_is_that_of_transformers(model, monkeypatch):
-    """A Doge with its own attention has no slots, and transformers' own cache of all keys."""
+def test_cache_of_another_model_stays_that_of_transformers(model, monkeypatch):
+    """A Doge with its own attention has no slots but transformers' own cache of all keys."""
     from transformers.generation.continuous_batching import cache as caches
 
     group = caches.group_layers_by_attn_type
@@ -205,7 +205,7 @@ def of_another_version():
 REFUSED = {
     "with transformers 5.24 and enable_flash_dmattn; this is": of_another_version,
     "sliding_window: got 16": lambda: enable_flash_dmattn(make_model(sliding_window=16)),
-    # Experts that depend on other tokens.
+    # A token's experts depend on the other tokens.
     "^config.is_moe: got True": lambda: enable_flash_dmattn(
         make_model(is_moe=True, num_experts=16, num_experts_per_tok=2)
     ),

@@ -1,4 +1,4 @@
-"""transformers' Doge model with key intervals, against its eager attention."""
+"""Compares transformers' Doge model with key intervals with its eager attention."""
 
 import copy
 
@@ -20,7 +20,7 @@ EPS = torch.finfo(torch.float32).eps
 
 
 def make_model(**options):
-    """A small eager model whose scores differ from key to key, in the first layer, too."""
+    """Returns a small eager model whose scores differ from key to key, also in the first layer."""
     model = doge_generation.make_model(**{"num_hidden_layers": 2} | options)
     torch.nn.init.normal_(model.model.layers[0].self_attn.A)
     model.set_attn_implementation("eager")
@@ -37,10 +37,10 @@ def enabled(model):
 
 
 def assert_same_training(eager, ours, ids, labels, **inputs):
-    """Loss, logits and the gradient of every parameter, as near to eager in float64 as eager in float32 is.
+    """Asserts that loss, logits and the gradients of all parameters are as near to eager in float64 as eager in float32 is.
 
-    Gradients of few elements (A) cancel, and their remainder is rounding noise of larger numbers:
-    hence an allowance beyond twice eager's own error, in units of float32.
+    Gradients of few elements (A) cancel, and the remainder is rounding noise of larger numbers. The bound therefore allows some units of
+    float32 beyond twice eager's own error.
     """
 
     def trained(model):
@@ -67,7 +67,7 @@ def assert_same_training(eager, ours, ids, labels, **inputs):
     for seed in range(4):
         if all(error <= 2 * yardsticks[name] + beyond[name] for name, error in errors.items()):
             break
-        # An error of one rounding may be small by chance, and which it is depends on the processor.
+        # The error of a single rounding may be small by chance, which depends on the processor.
         nearby = rounded_anew(eager, seed)
         nearby_exact = copy.deepcopy(nearby).double()
         trained(nearby), trained(nearby_exact)
@@ -78,7 +78,7 @@ def assert_same_training(eager, ours, ids, labels, **inputs):
 
 
 def gradient_errors(model, exact):
-    """The largest error of each parameter's gradient."""
+    """Returns the largest error of each parameter's gradient."""
     errors = {}
     for (name, actual), wanted in zip(model.named_parameters(), exact.parameters(), strict=True):
         assert (actual.grad is None) == (wanted.grad is None), name
@@ -88,7 +88,7 @@ def gradient_errors(model, exact):
 
 
 def rounded_anew(model, seed):
-    """A copy whose every number rounds differently: its embeddings are a unit in the last place apart."""
+    """Returns a copy in which every number rounds differently, because its embeddings differ by a unit in the last place."""
     nearby = copy.deepcopy(model)
     nearby.zero_grad()
     generator = torch.Generator().manual_seed(seed)
@@ -137,7 +137,7 @@ def test_four_dimensional_mask_equals_eager(kind, additive):
 
 @pytest.mark.skipif(IS_TRANSFORMERS_4, reason="DogeCDMoE of transformers 4 fails itself")
 def test_mixture_of_experts_equals_eager():
-    """The router of a mixture of experts also reads queries of padding, which see no key."""
+    """The router of a mixture of experts also reads padding, whose queries see no key."""
     model, ids = make_model(is_moe=True, num_experts=16, num_experts_per_tok=4), make_ids()
     mask = padding("left")
     labels = ids.masked_fill(mask == 0, -100)
@@ -171,7 +171,7 @@ def test_lora_equals_eager(enable_first):
 
 @pytest.mark.parametrize("largest", [30.0, 60.0, 88.0])
 def test_scores_to_the_end_of_float32_have_eagers_result(largest):
-    """Beyond exp(32) the factor exp(x) of their gradient ends, where the softmax has none for different scores."""
+    """The factor exp(x) of their gradient is capped beyond exp(32), where different scores get no gradient from the softmax."""
     eager = make_model()
     ids = make_ids()
     exponents = []
@@ -179,7 +179,8 @@ def test_scores_to_the_end_of_float32_have_eagers_result(largest):
         layer.self_attn.dt_proj.register_forward_hook(
             lambda _, __, step: exponents.append(torch.nn.functional.softplus(step))
         )
-    for index, layer in enumerate(eager.model.layers):  # whose values depend on the layers before
+    # A layer's values depend on the layers before it.
+    for index, layer in enumerate(eager.model.layers):
         exponents.clear()
         eager(ids)
         layer.self_attn.A.data = largest / exponents[index].amax((0, 1))
@@ -187,8 +188,8 @@ def test_scores_to_the_end_of_float32_have_eagers_result(largest):
     assert_same_training(eager, ours, ids, ids)
 
 
-def test_fresh_model_learns_its_scores():
-    """A is 0 at first, which makes all scores equal: a sliding window, and A has a gradient."""
+def test_new_model_learns_its_scores():
+    """A begins at 0, so all scores are equal and the choice is a sliding window. A must still get a gradient."""
     torch.manual_seed(0)
     model = enable_flash_dmattn(DogeForCausalLM(copy.deepcopy(make_model().config)))
     ids = make_ids()
@@ -209,7 +210,7 @@ def test_fresh_model_learns_its_scores():
     ids=lambda options: "-".join(map(str, options)) or "greedy",
 )
 def test_tokens_generated_after_padding_equal_eager(options):
-    """test_stored_scores.py has prompts without padding."""
+    """Tests only padded prompts; test_stored_scores.py has prompts without padding."""
     model, ids = make_model().eval(), make_ids()
     options = {
         "attention_mask": padding("left"),
@@ -286,7 +287,7 @@ def test_unsupported_setting_raises_reason():
     ],
 )
 def test_keywords_that_could_change_the_result_raise(error, name, value):
-    """Eager attention ignores them."""
+    """Eager attention ignores these keywords."""
     model = enable_flash_dmattn(make_model())
     ids = torch.arange(9)[None]
     with pytest.raises(error, match=f"^{name}: got"):

@@ -1,4 +1,4 @@
-"""A 16-bit Doge keeps the keys that the float32 model keeps: its scores are float32."""
+"""A 16-bit Doge keeps the same keys as the float32 model, because its scores are float32."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.transformers
 
 @pytest.fixture
 def scores_of_calls(monkeypatch):
-    """The scores of every call of our attention, in order."""
+    """A list of the scores of every call of our attention, in order."""
     seen = []
     attend = integration.attention_bshd
 
@@ -32,15 +32,15 @@ def scores_of_calls(monkeypatch):
 
 
 def in_precision(model, precision):
-    """The model, and the context to run it in."""
+    """Returns the model, and the context to run it in."""
     if precision == "autocast":
         return model, torch.autocast("cpu", torch.bfloat16)
     return model.to(getattr(torch, precision)), torch.autocast("cpu", enabled=False)
 
 
-# One seed is enough: the distances are a third of those that the test allows.
+# One seed is enough, because the distances are a third of what the test allows.
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_are_nearer_to_the_float32_models(dtype):
+def test_16_bit_gradients_are_nearer_to_float32_than_eager(dtype):
     assert_the_choice_is_that_of_float32(median_distances(dtype, seeds=1))
 
 
@@ -96,8 +96,8 @@ def test_scores_are_float32_in_generation(precision, cache, scores_of_calls):
 
 
 @torch.no_grad()
-def test_cached_keys_have_the_scores_they_had(scores_of_calls):
-    """Token by token as all at once, in the first layer, up to the rounding of a projection."""
+def test_cached_keys_keep_their_scores(scores_of_calls):
+    """In the first layer, scores token by token equal those of all tokens at once, up to the rounding of a projection."""
     model, ids = make_doge(0, window=16)
     model = enable_flash_dmattn(model.bfloat16()).eval()
     model(ids[:, :40], use_cache=False)
@@ -110,7 +110,7 @@ def test_cached_keys_have_the_scores_they_had(scores_of_calls):
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
-def test_option_gives_scores_of_eager(precision, scores_of_calls, monkeypatch):
+def test_rounding_option_gives_scores_of_eager(precision, scores_of_calls, monkeypatch):
     model, ids = make_doge(0)
     model, context = in_precision(model, precision)
     eager_scores = []
@@ -134,7 +134,7 @@ def test_option_gives_scores_of_eager(precision, scores_of_calls, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["padding", "arbitrary", "additive"])
 def test_masks_with_float32_scores_equal_the_float32_model(kind):
-    """The loss of a bf16 model is the float32 model's, for every form of mask."""
+    """The loss of a bf16 model equals the float32 model's for every form of mask."""
     model, ids = make_doge(0)
     mask = torch.ones_like(ids)
     if kind == "padding":

@@ -1,4 +1,4 @@
-"""A Doge whose sequences are cut over ranks has the loss, the gradients and the training of one process."""
+"""A Doge whose sequences are split over ranks has the same loss, gradients and training as one process."""
 
 import copy
 
@@ -36,7 +36,7 @@ def compare_all(rank):
 
 
 def compare_training(rank):
-    """24 steps on padded and packed batches: the same losses to rounding."""
+    """Compares the losses of 24 steps on padded and packed batches, within rounding."""
     from flash_dmattn.distributed import ContextParallel
 
     model, pieces = make_doge(), make_doge(context_parallel=dist.group.WORLD)
@@ -80,7 +80,7 @@ def copies_and_errors(rank):
 
 
 def ranks_that_disagree_raise(model, tokens, positions, odd):
-    """Each of these would keep ranks waiting, or give another loss than that of one process."""
+    """Without an error, each of these calls would keep ranks waiting or give a different loss than one process."""
     ones, loss = torch.ones(1, 8, dtype=torch.long), {"labels": tokens, "shift_labels": tokens}
     different = {
         "'attention_mask'": {"attention_mask": ones} if odd else {},

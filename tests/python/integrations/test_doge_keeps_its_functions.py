@@ -1,5 +1,4 @@
-"""Results of the model's own norm keep their bits; a replacement of it or of the rotary embedding is called, and hooks
-run."""
+"""The model's own norm gives the same bits, replacements of the norm and of the rotary embedding are called, and hooks run."""
 
 import copy
 import functools
@@ -27,7 +26,7 @@ def make_model(enabled=True):
 
 
 def make_layer():
-    """The attention of a layer, and what its model gives it."""
+    """Returns the attention module of a layer, and the inputs that its model passes to it."""
     model = make_model()
     layer = model.model.layers[0].self_attn
     hidden = torch.randn(B, S, 32)
@@ -39,7 +38,7 @@ def make_layer():
 
 
 def results_of(layer, hidden_states, position_embeddings, dtype=None):
-    """Output and the gradients of input and parameters."""
+    """Returns the output, and the gradients of input and parameters."""
     leaves = [hidden_states.detach().requires_grad_(), *layer.parameters()]
     with torch.autocast("cpu", dtype, enabled=dtype is not None):
         out, _ = layer(leaves[0], position_embeddings)
@@ -53,7 +52,7 @@ def names_of_calls(function):
 
 
 def with_norms_of_base_class(layer, monkeypatch):
-    """Norms compute as their base class."""
+    """Makes norms compute as their base class does."""
     monkeypatch.setattr(
         FlashDogeRMSNorm,
         "forward",
@@ -93,7 +92,7 @@ def test_compiled_norm_is_not_torchs_function():
 
 
 def test_transforms_are_refused_by_attention():
-    """Their tensors have no memory whose changes could be counted."""
+    """Tensors of a transform have no memory whose changes could be counted."""
     model, ids = make_model(), torch.arange(S)[None]
 
     def loss(parameters):
@@ -176,7 +175,7 @@ def test_replaced_functions_of_doge_are_called(replace, monkeypatch):
 
 
 def make_doubled_norms(model):
-    """Norms as kernels of the hub make them: a forward of the instance."""
+    """Replaces the norms as kernels of the hub do, by a `forward` of the instance."""
     for module in model.modules():
         if type(module) is DogeRMSNorm:
             module.forward = types.MethodType(doubled, module)
@@ -231,8 +230,8 @@ def test_hooks_of_norms_run():
     assert {"backward", "pre-backward", layer.q_norm, layer.k_norm} <= set(seen)
 
 
-def test_sines_that_change_are_read_again():
-    """In inference mode, too, and with a gradient; nothing of the first call is left."""
+def test_changed_sines_are_read_again():
+    """No state of the first call remains, also after inference mode and if the sines require a gradient."""
     layer, inputs = make_layer()
     cos, sin = inputs["position_embeddings"]
     before = layer(**inputs)[0]
@@ -245,7 +244,7 @@ def test_sines_that_change_are_read_again():
     assert gradient.abs().max() > 0
 
 
-def test_eager_attention_is_left_alone():
+def test_eager_attention_stays_unchanged():
     model, ids = enable_flash_dmattn(make_model(), cache="dynamic_mask"), torch.arange(S)[None]
     expected = make_model(enabled=False)
     expected.load_state_dict(model.state_dict())

@@ -1,4 +1,4 @@
-"""DynamicMaskCache as a Cache of transformers: its methods, and the uses that it refuses."""
+"""DynamicMaskCache works as a Cache of transformers, and refuses uses that it cannot support."""
 
 import copy
 import re
@@ -44,7 +44,7 @@ def next_logits(model, cache, tokens=6):
 
 
 def filled(model, *lengths, **options):
-    """A cache after prompts of these lengths, one after the other."""
+    """Returns a cache that has read prompts of these lengths, one after the other."""
     cache, ids = DynamicMaskCache(model.config, **options), make_ids(B, sum(lengths))
     for part in ids.split(lengths, dim=1):
         model(part, past_key_values=cache)
@@ -73,7 +73,7 @@ def test_lengths_are_those_of_the_text(ours):
         assert all(cache.is_recording_past(i) for i in range(3))
 
 
-@pytest.mark.parametrize("tokens", [1, 3])  # of which one takes the place of a key at once
+@pytest.mark.parametrize("tokens", [1, 3])  # a single token replaces a key immediately
 def test_update_returns_what_new_tokens_may_see(tokens, ours):
     layer = filled(ours, S).layers[1]
     before = [layer.keys.clone(), layer.values.clone()]
@@ -102,7 +102,7 @@ def test_dropped_tokens_leave_no_trace(dropped, number, ours):
 
 
 def test_every_layer_of_a_static_cache_has_the_length(ours):
-    """Only the first one counts; the others have it from their slots and pending tokens."""
+    """Only the first layer counts tokens; the others derive the length from their slots and pending tokens."""
     cache = filled(ours, S, 1, static=True)
     for tokens, length in ((1, S + 2), (5, S + 7)):
         ours(make_ids(B, tokens), past_key_values=cache)
@@ -129,7 +129,7 @@ def test_tokens_of_a_recorded_prompt_can_be_dropped(ours):
 
 
 def test_recording_without_a_crop_changes_nothing(ours):
-    """Assisted decoding gives more tokens than there are places; the oldest are committed."""
+    """If assisted decoding adds more tokens than there are places, the oldest are committed."""
     expected = next_logits(ours, filled(ours, S, 200))
     for lengths in ([S, 200], [S, 100, 1, 99], [S, 127, 73]):
         cache, ids = DynamicMaskCache(ours.config, static=True), make_ids(B, S + 200)
@@ -151,7 +151,7 @@ def test_prefetch_restores_offloaded_slots(ours):
 
 @pytest.mark.parametrize("use", ["attend", "update", "fill", "prefetch"])
 def test_offloaded_slots_come_back_with_the_next_tokens(use):
-    """Here they only seem to be elsewhere; tests on a GPU move them."""
+    """The slots only appear to be on another device here; tests on a GPU move them."""
     states, scores = torch.randn(B, 1, 2, 8), torch.randn(B, 2, 1)
     layer, moves = DynamicMaskLayer(SelectionRule(4)), []
     layer.fill(states, states, scores)
@@ -169,7 +169,7 @@ def test_offloaded_slots_come_back_with_the_next_tokens(use):
 
 
 def test_row_operations_work_on_offloaded_slots(ours):
-    """Operations without new tokens work on the device of the slots."""
+    """Operations without new tokens run on the slots' device."""
     caches = [DynamicMaskCache(ours.config) for _ in range(2)]
     for cache in caches:
         cache.activate_past_recording()
@@ -249,7 +249,7 @@ def test_cache_saved_after_row_operations_continues_with_its_bits(
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16", "autocast"])
 def test_scores_are_float32_in_16_bits(precision, ours):
-    """The keys that remain are those of attention over all keys, which the model's own test compares with float32."""
+    """The remaining keys are those of attention over all keys, which the model's own test compares with float32."""
     ours = ours if precision == "autocast" else ours.to(getattr(torch, precision))
     ids = make_ids(B, S + 6)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
@@ -269,7 +269,7 @@ def test_scores_are_float32_in_16_bits(precision, ours):
 
 
 @pytest.mark.parametrize("family", ["Doge", "Llama"])
-def test_attention_of_others_is_an_error(family):
+def test_model_without_our_attention_raises(family):
     model, cache = make_base(family), DynamicMaskCache(make_model().config)
     with pytest.raises(ValueError, match="scores: got none.*enable_flash_dmattn"):
         model.generate(torch.arange(5)[None], past_key_values=cache, max_new_tokens=3)
@@ -325,7 +325,7 @@ def cache_of(**parts):
 
 
 def call_with(cache=None, **options):
-    """A model of window 9 and three layers is called with three tokens after a prompt, or with another cache."""
+    """Calls a model with window 9 and three layers with three tokens after a prompt, or with another cache."""
     ours = enable_flash_dmattn(make_model())
     ours(make_ids(B, 3), past_key_values=cache or filled(ours, S), **options)
 
@@ -409,7 +409,7 @@ def with_zeros(columns):
     return mask
 
 
-# The mask of a prompt of S tokens and that of the next token.
+# (the mask of a prompt of S tokens, the mask of the next token).
 LATE_MASKS = {
     "a token hidden later": (with_zeros([])[:, :S], with_zeros([12])),
     "a token hidden later, None before": (None, with_zeros([12])),
@@ -444,7 +444,7 @@ def test_mask_that_differs_from_earlier_ones_is_refused_and_leaves_the_cache(fam
 @pytest.mark.parametrize(
     "change", ["reorder_cache", "batch_select_indices", "batch_repeat_interleave"]
 )
-def test_hidden_tokens_are_those_of_the_rows_that_are_kept(change, ours):
+def test_hidden_tokens_follow_their_rows(change, ours):
     padding = left_padding(B, S + 1, 7)
     cache, ids = DynamicMaskCache(ours.config), make_ids(B, S + 1)
     ours(ids[:, :S], attention_mask=padding[:, :S], past_key_values=cache)

@@ -1,4 +1,4 @@
-"""A DynamicMaskCache whose config has a rule, against attention over all tokens."""
+"""Compares a DynamicMaskCache whose config has a rule with attention over all tokens."""
 
 import copy
 
@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from flash_dmattn.integrations.transformers import DynamicMaskCache
 from token_streams import RULES, Stream
 
-# Every rule has one window, of all heads or of each.
+# Every rule is tested with a window for all heads or one per head.
 rules = pytest.mark.parametrize(
     ("rule", "window"), list(zip(RULES, [6, (5, 2)] * 3, strict=True)), ids=str
 )

@@ -1,4 +1,4 @@
-"""enable_flash_dmattn changes the model that it is given, and nothing else."""
+"""enable_flash_dmattn changes only the model that it gets."""
 
 import copy
 import inspect
@@ -21,7 +21,7 @@ from scored_models import make_base, make_config, make_ids
 
 pytestmark = pytest.mark.transformers
 
-# The members of transformers' modules that the import changes, and those that generation with our caches changes.
+# Prints which members of transformers' modules the import changes, and which generation with our caches changes.
 PROGRAM = """
 import torch, transformers, transformers.masking_utils, transformers.modeling_utils, transformers.cache_utils
 import transformers.generation.utils, transformers.models.doge.modeling_doge
@@ -50,7 +50,7 @@ print(*changed_members(before), sep=",")
 """
 
 
-def test_import_patches_only_what_compat_describes_and_generation_nothing():
+def test_import_patches_only_two_methods_and_generation_none():
     run = run_python("-c", PROGRAM, PYTHONPATH=os.pathsep.join(sys.path))
     by_import, by_generation = run.stdout.splitlines()
     assert by_import.split(",") == [
@@ -60,7 +60,7 @@ def test_import_patches_only_what_compat_describes_and_generation_nothing():
     assert by_generation == ""
 
 
-def test_copied_function_finds_other_globals_and_an_unknown_name_raises():
+def test_with_globals_replaces_globals_and_refuses_unknown_names():
     def three():
         return torch.tensor(3)
 
@@ -154,7 +154,7 @@ def test_shifted_labels_give_the_same_loss():
     torch.testing.assert_close(loss, model(ids, labels=ids, use_cache=False).loss)
 
 
-def test_both_names_of_the_cache_are_taken():
+def test_cache_is_accepted_under_both_names():
     """`past_key_values` until transformers 5.23, `cache` since."""
     model, ids = enable_flash_dmattn(make_base("Doge")), make_ids()
     expected = model(ids, use_cache=False).logits

@@ -1,4 +1,4 @@
-"""Generation with a cache of w keys against eager attention over all keys: token for token, logits to rounding."""
+"""Generation with a cache of w keys equals eager attention over all keys, in every token and in logits within rounding."""
 
 import copy
 
@@ -21,7 +21,7 @@ from transformers_version import IS_TRANSFORMERS_4
 pytestmark = pytest.mark.transformers
 
 B, S = 2, 40
-# Equal hidden states have equal scores except for rounding; text without repetition has none.
+# Equal hidden states have equal scores except for rounding. A text without repetition has no equal hidden states.
 FRESH = {"no_repeat_ngram_size": 1}
 WAYS = {
     "greedy": {},
@@ -33,7 +33,7 @@ WAYS = {
 }
 
 
-# After a padding of 33 the prompt is shorter than the window. The second row has none.
+# With 33 tokens of padding the prompt is shorter than the window. The second row has no padding.
 @pytest.mark.parametrize(
     ("way", "pad"), [("greedy", 13), ("greedy", 0), ("beams", 0), *((way, 33) for way in WAYS)]
 )
@@ -52,8 +52,8 @@ def test_each_generation_mode_gives_tokens_of_full_cache(way, pad):
     assert caches[1].layers[1].keys.shape[2] == WINDOW
 
 
-def test_other_window_gives_other_tokens():
-    """The other tests would prove nothing without it."""
+def test_different_window_gives_different_tokens():
+    """If the window had no effect, the other tests would prove nothing."""
     oracle, ours = make_pair()
     for layer in oracle.model.layers:
         layer.self_attn.keep_window_size = 300
@@ -65,7 +65,7 @@ def test_other_window_gives_other_tokens():
     ("length", "window"),
     [*((n, WINDOW) for n in (1, WINDOW - 1, WINDOW, WINDOW + 1)), (S, 1), (S, 300)],
 )
-def test_prompts_near_window_length_and_other_windows_give_same_tokens(length, window):
+def test_prompts_and_windows_of_any_length_give_same_tokens(length, window):
     oracle, ours = make_pair(window=window)
     assert_same_generation(
         oracle, ours, make_ids(B, length), DynamicMaskCache(ours.config), **FRESH
@@ -79,7 +79,7 @@ def test_prompt_without_mask_gives_same_tokens():
 
 
 def recording_cache(model, **options):
-    """For assisted decoding; transformers 5 itself announces that it will crop."""
+    """Returns a cache that records for assisted decoding. transformers 5 itself announces that it will crop."""
     cache = DynamicMaskCache(model.config, **options)
     if IS_TRANSFORMERS_4:
         cache.activate_past_recording()
@@ -108,7 +108,7 @@ def test_prompt_lookup_gives_greedy_tokens(length, static):
 
 @pytest.mark.parametrize("noise", [0.0, 0.02])
 def test_assistant_model_gives_greedy_tokens(noise):
-    """It keeps a cache of its own over several steps, and drops what was not accepted."""
+    """The assistant keeps its own cache over several steps, and drops tokens that were not accepted."""
     oracle, ours = make_pair()
     _, assistant = make_pair()
     assistant.load_state_dict(ours.state_dict())
@@ -123,7 +123,7 @@ def test_assistant_model_gives_greedy_tokens(noise):
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("pad", [0, 13])
 def test_chat_turns_give_tokens_of_one_text(pad, static):
-    """Each turn continues the cache of the one before: many tokens, one token, many again."""
+    """Each turn continues the cache of the previous one, with many tokens, then one token, then many again."""
     oracle, ours = make_pair()
     caches = [transformers.DynamicCache(), DynamicMaskCache(ours.config, static=static)]
     models, texts = (oracle, ours), [make_ids(B, S)] * 2
@@ -164,7 +164,7 @@ def test_enabled_model_uses_dynamic_mask_cache():
 
 
 def loaded_by_name(path, model):
-    """The same weights, loaded by transformers under our name and without enable_flash_dmattn."""
+    """Loads the same weights with transformers under our attention's name, without enable_flash_dmattn."""
     model.save_pretrained(path)
     return transformers.DogeForCausalLM.from_pretrained(
         path, attn_implementation="flash_dmattn"
@@ -201,7 +201,7 @@ def test_model_loaded_by_name_has_no_scores_for_slots(tmp_path):
 
 
 def test_repeated_and_selected_rows_equal_full_cache():
-    """Contrastive search repeats every row three times and then takes some of them."""
+    """Contrastive search repeats every row three times and then selects some of the copies."""
     oracle, ours = make_pair()
     caches = [transformers.DynamicCache(), DynamicMaskCache(ours.config)]
     ids, more = make_ids(B, S), make_ids(3 * B, 5, seed=1)
@@ -219,7 +219,7 @@ def test_repeated_and_selected_rows_equal_full_cache():
 
 
 def test_padded_turns_equal_unpadded():
-    """New tokens of a ragged batch are padding in some rows: they enter no cache."""
+    """Some rows of a ragged batch have padding among the new tokens, which enters no cache."""
     oracle, ours = make_pair()
     caches = [transformers.DynamicCache(), DynamicMaskCache(ours.config)]
     ids = make_ids(B, 60)
@@ -239,7 +239,7 @@ def test_padded_turns_equal_unpadded():
 
 
 def test_half_a_million_tokens_hold_the_keys_of_the_window():
-    """The memory that it has after the first tokens is all it ever has."""
+    """The cache's memory does not grow after the first tokens."""
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
     _, ours = make_pair(
         num_hidden_layers=1, num_key_value_heads=1, max_position_embeddings=1 << 20, **sizes

@@ -1,5 +1,7 @@
-"""Presses of kvpress as scores: the keys that are kept and the logits are kvpress' own, and presses that need queries are
-refused. Without kvpress, whose releases ask for a transformers before 5.3, presses of the same form replace it."""
+"""With a press as scores, the kept keys and the logits equal those of kvpress, and presses that need queries are refused.
+
+Releases of kvpress need transformers before 5.3. Without kvpress, the tests use presses of the same form.
+"""
 
 from types import SimpleNamespace
 
@@ -18,7 +20,7 @@ PROMPT, NEW = 30, 8
 
 
 class NormPress:
-    """The form of kvpress' KnormPress."""
+    """A press with the form of kvpress' KnormPress."""
 
     def score(self, module, hidden_states, keys, values, attentions, kwargs):
         assert module.rotary_emb is not None and attentions is None
@@ -26,16 +28,16 @@ class NormPress:
 
 
 class DMSPress(SimpleNamespace):
-    """The form of kvpress' own."""
+    """A press with the form of kvpress' DMSPress."""
 
 
 def distinct_ids(length):
-    """No token twice: in the first layer keys of equal tokens have equal norms."""
+    """Returns tokens without repetition, because in the first layer keys of equal tokens have equal norms."""
     return torch.stack([torch.randperm(62)[:length] + 2 for _ in range(2)])
 
 
 def steps(model, cache, ids):
-    """Logits of a prompt and of the tokens after it, one at a time."""
+    """Returns the logits of a prompt and of the tokens after it, one at a time."""
     with torch.no_grad():
         logits = [model(ids[:, :PROMPT], past_key_values=cache).logits]
         logits += [
@@ -46,7 +48,7 @@ def steps(model, cache, ids):
 
 
 def norms_by_definition(model, ids, visible_of):
-    """Logits where layers attend to what visible_of(norms [B, H, S]) shows, bool [B, H, S, S]."""
+    """Returns logits of layers that attend to the keys of visible_of(norms [B, H, S]), bool [B, H, S, S]."""
 
     # kvpress wraps functions that others register, and passes the dropout by position.
     def attend(module, query, key, value, mask, dropout=0.0, scaling=None, **kwargs):
@@ -62,8 +64,9 @@ def norms_by_definition(model, ids, visible_of):
         return model(ids, use_cache=False).logits
 
 
-def test_scored_prompt_is_cut_and_later_tokens_stay():
-    """Dense prompt; then the 9 shortest keys of the prompt and all later ones, but with w places those are the w - new."""
+def test_scored_prompt_is_pruned_and_later_tokens_stay():
+    """The prompt is dense. Later tokens see the prompt's keys with the smallest norms and all later keys. Later keys take the places of
+    prompt keys."""
     keep, ids = 9, distinct_ids(PROMPT + NEW)
 
     def visible_of(norms):
@@ -116,7 +119,7 @@ def test_sparse_prefill_is_an_option(dense_prefill):
     assert not any(hasattr(layer.self_attn, "rotary_emb") for layer in base.model.layers)
 
 
-def test_object_that_is_no_press_raises():
+def test_object_other_than_a_usable_press_raises():
     with pytest.raises(TypeError, match="^press: got dict, expected a ScorerPress"):
         add_press(make_base(), {}, 4)
     press = DMSPress(press=NormPress(), threshold=None, sliding_window_size=4, decoding=True)
@@ -146,7 +149,7 @@ def their_steps(kvpress):
     return compute
 
 
-# LagKVPress gives equal scores to many keys, of which topk keeps any and this library the more recent ones.
+# LagKVPress gives many keys equal scores. Of these topk keeps arbitrary ones, and this library the more recent.
 PRESSES = (
     "CURPress", "ExpectedAttentionPress", "ExpectedAttentionStatsPress", "KVzapPress", "KeyDiffPress", "KnormPress",
     "LeverageScorePress", "QFilterPress", "RandomPress", "StreamingLLMPress",
@@ -154,7 +157,7 @@ PRESSES = (
 
 
 def make_press(kvpress, name):
-    """Presses that load something from a hub have random numbers in its place."""
+    """Makes a press. One that loads something from a hub gets random numbers instead."""
     from kvpress.presses.kvzap_press import KVzapConfig, KVzapModel
 
     options = {
@@ -178,7 +181,7 @@ def make_press(kvpress, name):
     return press
 
 
-# Presses that use queries project them as a family does.
+# A press that uses queries projects them as the model's family does.
 @pytest.mark.parametrize(
     ("family", "name"),
     [
@@ -187,7 +190,7 @@ def make_press(kvpress, name):
         ("Qwen3", "KnormPress"),
     ],
 )
-def test_kept_keys_and_next_logits_are_those_of_kvpress(family, name, kvpress, their_steps):
+def test_kept_keys_and_next_logits_equal_kvpress(family, name, kvpress, their_steps):
     press = make_press(kvpress, name)
     ids = distinct_ids(PROMPT + NEW)
     theirs = make_base(family)
@@ -248,8 +251,8 @@ def test_own_press_with_a_score_of_queries_is_refused(kvpress):
         add_press(make_base(), Own(), 4)
 
 
-def test_every_scorer_press_is_served_or_refused_by_name(kvpress):
-    """A new release fails here, until somebody has decided about its presses."""
+def test_every_scorer_press_is_served_or_refused(kvpress):
+    """This test fails for a new release until its new presses are listed as served or refused."""
     from flash_dmattn.integrations.kvpress import WITHOUT_QUERIES
 
     scorers = {

@@ -1,5 +1,7 @@
-"""Layers of other families with learned scores attend as their words say: to all keys with gates, or to the keys of the
-rule; forward and backward, padded and packed."""
+"""Layers of other families with learned scores equal their definition, forward and backward, padded and packed.
+
+In the soft phase they attend to all keys with gates, in the hard phase to the keys of the rule.
+"""
 
 import pytest
 import torch
@@ -70,8 +72,8 @@ def test_scorers_equal_definition(scorer):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_off_new_soft_and_wide_hard_scores_change_nothing(family):
-    """Where they are off or removed, to the bit."""
+def test_scores_without_effect_keep_the_logits(family):
+    """New soft scores and a hard window of all keys change nothing beyond rounding; scores that are off or removed change no bit."""
     model, ids = make_base(family), make_ids()
     expected, names = model(ids).logits, set(model.state_dict())
     kinds = [type(module) for module in model.modules()]
@@ -115,8 +117,8 @@ def test_custom_scorers_get_hidden_keys_and_values():
         assert_equals_definition(model, "left", phase)
 
 
-def test_scores_without_end_have_finite_gradients():
-    """A scorer that closes some gates for good."""
+def test_scores_of_minus_infinity_have_finite_gradients():
+    """The scorer closes some gates completely, with a score of -inf."""
 
     class Own(torch.nn.Module):
         def __init__(self):

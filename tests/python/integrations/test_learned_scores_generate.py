@@ -1,4 +1,4 @@
-"""A model with learned scores writes what attention over the whole text gives, under every cache and way of generating."""
+"""A model with learned scores generates the same text as attention over the whole text, with every cache and way of generating."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def generate(model, **options):
     [("window", 5), ("all", 9), ("competing", 7), ("heads", 8), ("streaming", 7)],
 )
 def test_steps_and_chunks_equal_definition(rule, places, name):
-    """A prompt in two parts, then tokens one at a time, padded on the left. Slots hold the keys of the rule alone."""
+    """Reads a left-padded prompt in two parts and then one token at a time. Slots hold only the keys of the rule."""
     model, ids = make_scored(rule=rule), make_ids(PROMPT + NEW)
     mask = padded(PROMPT + NEW)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -76,7 +76,7 @@ def test_steps_and_chunks_equal_definition(rule, places, name):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_write_by_definition(family):
-    """Under a cache of each kind; families with sliding layers, which keep their own, under every cache."""
+    """Each family generates with one kind of cache. Families with sliding layers, which keep their own caches, use every kind."""
     model = make_scored(family)
     slides = len(model.config.learned_scores["layers"]) < model.config.num_hidden_layers
     for name in ("dynamic", "static", "slots") if slides else ("static", "slots"):
@@ -92,7 +92,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_of_generating_write_by_definition(way):
-    """Without a cache, where the whole text is computed again for every token, and under every cache."""
+    """Every way works with each cache, and without one, when each token recomputes the whole text."""
     model = make_scored()
     torch.manual_seed(3)
     with by_definition(model):
@@ -109,8 +109,8 @@ def test_ways_of_generating_write_by_definition(way):
 @pytest.mark.skipif(IS_TRANSFORMERS_4, reason="transformers 4 needs a token that ends a text")
 @pytest.mark.parametrize("assistant", ["prompt", "model"])
 def test_assisted_decoding_writes_by_definition(assistant):
-    """Drafts from the prompt, or of the model without its scores. GPT-2, whose first layer knows positions: elsewhere equal
-    tokens tie there, and the last digit of a score depends on how many tokens a call has."""
+    """Drafts come from the prompt or from the model without its scores. The model is a GPT-2, whose first layer knows positions. In other
+    families equal tokens tie in that layer, and the last digit of a score depends on the number of tokens in a call."""
     model = make_scored("GPT2")
     ids = make_ids(PROMPT, batch=1)
     cache = DynamicMaskCache(model.config)
@@ -147,7 +147,7 @@ def test_cache_without_scores_is_refused():
 
 
 SLOTS = CACHES["slots"]
-REFUSED = {  # the rule and the phase of a model, its cache, and the message
+REFUSED = {  # name: (rule and phase of the model, its cache, the message)
     "without scores": ("window", "off", SLOTS, "scores: got none.*add_learned_scores"),
     "all keys": ("window", "soft", SLOTS, f"{CACHE}: got a DynamicMaskCache in the phase 'soft'"),
     "another rule": ("all", "hard", lambda _: SLOTS(make_scored(rule="window")), f"{CACHE}: got keep_window_size"),

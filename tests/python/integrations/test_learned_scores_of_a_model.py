@@ -1,5 +1,5 @@
-"""Learned scores belong to one model: its parameters, its files and its copies have them; PEFT, FSDP2, checkpointing and
-torch.compile work on it."""
+"""Learned scores belong to one model: its parameters, files and copies include them, and PEFT, FSDP2, checkpointing and torch.compile
+work on it."""
 
 import copy
 import io
@@ -22,7 +22,7 @@ from scored_models import RULES, make_base, make_config, make_ids, make_scored
 from transformers_version import IS_TRANSFORMERS_4
 
 pytestmark = pytest.mark.transformers
-# transformers 4 builds the causal mask from lengths that it takes as constants.
+# transformers 4 treats lengths as constants when it builds the causal mask.
 since_transformers_5 = pytest.mark.skipif(
     IS_TRANSFORMERS_4, reason="transformers 4 makes its masks for one length"
 )
@@ -114,7 +114,7 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("name", SPOILED)
-def test_spoiled_settings_are_refused_by_their_path(name, tmp_path):
+def test_spoiled_settings_raise_naming_the_folder(name, tmp_path):
     text, words = SPOILED[name]
     save_scores(make_scored(), tmp_path)
     (tmp_path / "learned_scores.json").write_text(text)
@@ -122,7 +122,7 @@ def test_spoiled_settings_are_refused_by_their_path(name, tmp_path):
         load_scores(make_base(), tmp_path)
 
 
-def test_folder_of_another_type_raises():
+def test_folder_of_wrong_type_raises():
     for call in (lambda: load_scores(make_base(), 3), lambda: save_scores(make_scored(), 3)):
         with pytest.raises(TypeError, match="^folder: got int, expected a path"):
             call()
@@ -206,7 +206,7 @@ def test_adapter_files_hold_the_scores(tmp_path):
 
 
 def test_scores_of_an_adapted_model_are_saved_for_any_model(tmp_path):
-    """The files have what its adapter trains, not what PEFT keeps of before."""
+    """The files have the scores that the adapter trains, not the earlier ones that PEFT keeps."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["scorer"])
     adapted, ids = peft.get_peft_model(make_scored(), config), make_ids()
@@ -238,8 +238,8 @@ INPUTS = {
 }
 
 
-# A layer takes a second or more to compile; a second one, which a Gemma needs for its windows, has the masks of the first. In
-# the soft phase the masks that transformers makes would do, too.
+# A layer takes a second or more to compile, so models have one; a Gemma needs a second one for its windows. In the soft phase the masks
+# that transformers makes would work, too.
 COMPILED = [
     ("Llama", "no_mask", "hard"),
     ("Llama", "padding", "soft"),
@@ -264,7 +264,7 @@ def test_compiled_model_is_one_graph(family, name, phase):
 
 
 def opt():
-    """Tells its mask no positions, and makes them from its padding where none are given."""
+    """OPT passes no positions to its mask, and derives missing positions from the padding."""
     config = transformers.OPTConfig(
         vocab_size=64, hidden_size=32, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=32,
         max_position_embeddings=64,
@@ -273,7 +273,7 @@ def opt():
 
 
 def qwen2_vl():
-    """Makes three axes of positions, and tells its mask none of them."""
+    """Qwen2-VL makes three axes of positions and passes none of them to its mask."""
     config = transformers.Qwen2VLTextConfig(
         vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
@@ -285,8 +285,8 @@ def qwen2_vl():
 @pytest.mark.parametrize(
     ("make", "name"), [(opt, "packed"), (opt, "no_mask"), (qwen2_vl, "packed")]
 )
-def test_compiled_decoder_whose_mask_ignores_positions_sees_one_text(make, name):
-    """For transformers, too, texts of several positions 0 are one there."""
+def test_compiled_decoder_with_mask_without_positions_sees_one_text(make, name):
+    """transformers itself also treats a row with several positions 0 as one text there."""
     torch._dynamo.reset()
     torch.manual_seed(1)
     model, ids = make().eval(), torch.randint(3, 64, (1, 21))
@@ -298,8 +298,8 @@ def test_compiled_decoder_whose_mask_ignores_positions_sees_one_text(make, name)
 
 
 @since_transformers_5
-def test_decoder_that_passes_masks_by_type_is_found_by_a_call():
-    """However it is written."""
+def test_decoder_that_passes_masks_by_type_is_detected():
+    """A call detects it, however the decoder is written."""
     from flash_dmattn.integrations.transformers.learned_scores.decoder_hooks import (
         _passes_masks_by_type,
     )
@@ -318,7 +318,7 @@ def test_decoder_that_passes_masks_by_type_is_found_by_a_call():
 
 
 @since_transformers_5
-def test_removed_from_a_compiled_model_scores_leave_its_bits():
+def test_removing_scores_from_compiled_model_restores_its_bits():
     torch._dynamo.reset()
     model, ids = make_base(num_hidden_layers=1), make_ids()
     expected = model(ids, use_cache=False, **INPUTS["packed"]).logits
@@ -344,8 +344,8 @@ def test_compiled_prompt_fills_a_cache_like_an_uncompiled_one():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_documents_of_a_dense_mask_are_those_of_positions(compiled):
-    """Compiled code cannot make intervals of such a mask."""
+def test_documents_of_a_dense_mask_equal_those_of_positions(compiled):
+    """Compiled code cannot turn such a mask into intervals."""
     torch._dynamo.reset()
     model, ids = make_scored(num_hidden_layers=1).set_score_phase("soft"), make_ids()
     positions = INPUTS["packed"]["position_ids"]

@@ -49,7 +49,7 @@ def doge():
 
 
 def adds_a_bias(forward):
-    """A model whose attention has a forward of its own, of which only the code is read."""
+    """Returns a model whose attention has its own `forward`, whose code is read but not run."""
     model = make_base()
     for layer in model.model.layers:
         layer.self_attn.__class__ = type("Biased", (type(layer.self_attn),), {"forward": forward})

@@ -1,4 +1,4 @@
-"""The mask of one step of decoding: it equals that of transformers' own function, and takes few operators."""
+"""The mask of one decoding step equals that of transformers' own function and takes few operators."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ CACHES = {
 
 @torch.no_grad()
 def make_step(cache, padding):
-    """A config, and a cache that holds S tokens."""
+    """Returns a config, and a cache that holds S tokens."""
     ours = enable_flash_dmattn(make_model(num_hidden_layers=1))
     cache = CACHES[cache](ours.config)
     padding = None if padding is None else padding[:, :S].long()
@@ -50,8 +50,8 @@ def make_step(cache, padding):
     ],
 )
 def test_step_mask_needs_at_most_n_operators(cache, is_padded, most):
-    """The host launches each of them for every token, outside of the graph of a compiled step; static caches have their
-    lengths on the device, which it does not wait for."""
+    """The host launches each operator for every token, outside the graph of a compiled step. Static caches have their lengths on the
+    device, for which the host does not wait."""
     padding = left_padding(B, S + 1, MISSING).bool() if is_padded else None
     is_static = "static" in cache
     config, cache = make_step(cache, padding)
@@ -65,7 +65,7 @@ def test_step_mask_needs_at_most_n_operators(cache, is_padded, most):
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("padding", [None, "none missing", "left", "too long", "too short"])
 @pytest.mark.parametrize("cache", CACHES)
-def test_mask_of_a_step_equals_that_of_transformers(cache, padding, tokens):
+def test_step_mask_equals_mask_of_transformers(cache, padding, tokens):
     if padding is not None:
         more = {"too long": 4, "too short": -1}.get(padding, 0)
         missing = 0 if padding == "none missing" else MISSING

@@ -13,7 +13,7 @@ from eager_comparison import compare  # noqa: E402
 from tiny_models import model_classes, tiny_config, tiny_model  # noqa: E402
 
 CLASSES = {model_class.name: model_class for model_class in model_classes()}
-# The reason why a class is here. Layers of encoders, of decoders and of cross attention differ in `is_causal`, where they have it.
+# {class: why it is tested}. Layers of encoders, of decoders and of cross attention differ in `is_causal`, if they have it.
 EQUAL = {
     "AlignTextModel": "an encoder whose layers say nothing of causality",
     "BartForCausalLM": "a decoder alone",
@@ -108,14 +108,14 @@ def eager(model_class, change):
 @pytest.mark.parametrize(
     "name", ["Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"]
 )
-def test_name_of_a_text_model_alone_whose_mask_is_changed_is_refused(name, way):
-    """The text model is one of a family that is accepted, and cannot refuse by itself."""
+def test_name_for_only_the_text_model_of_a_refused_model_raises(name, way):
+    """The text model belongs to a family that is accepted, so only the outer model can refuse the name."""
     reason = f"^attn_implementation: got .* for {name}, which computes with the values"
     with pytest.raises(ValueError, match=reason):
         NAMED_BY[way](CLASSES[name])(inputs_embeds=torch.zeros(1, 1, 8))
 
 
-def test_decoder_alone_of_a_refused_family_is_refused():
+def test_name_for_only_the_decoder_of_a_refused_family_raises():
     config = tiny_config(CLASSES["T5Gemma2ForConditionalGeneration"])
     with pytest.raises(ValueError, match="^attn_implementation: got .* for T5Gemma2Decoder, which"):
         transformers.T5Gemma2ForConditionalGeneration._from_config(

@@ -1,6 +1,7 @@
-"""Calls that a GPU would have to be waited for read no value of a tensor: selection, windows, padding, packed documents.
+"""Selection, windows, padding and packed documents read no value of a tensor, because the host would have to wait for the GPU.
 
-Masks and positions of a model that is not compiled are read once for all of its layers."""
+Only an uncompiled model reads its masks and positions, once for all layers.
+"""
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ MAKES = {
 }
 
 
-INPUTS = {  # of models
+INPUTS = {  # inputs of a model, by name
     "no_mask": {},
     "padding": {"attention_mask": PADDING.long()},
     "packed": {"position_ids": torch.cat([torch.arange(13), torch.arange(N - 13)]).repeat(2, 1)},
@@ -76,7 +77,7 @@ def test_selection_reads_no_values(selection):
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("family", ["Doge", "Llama"])
 def test_captured_model_step_reads_no_values(family, inputs, monkeypatch):
-    """Outside of a CUDA graph transformers itself reads positions, and our masks are read to be known exactly."""
+    """Outside a CUDA graph, transformers reads positions and we read masks, to know exactly what they show."""
     pytest.importorskip("transformers", minversion="5")
     from transformers.utils import import_utils
 
@@ -102,8 +103,8 @@ def test_captured_model_step_reads_no_values(family, inputs, monkeypatch):
 @pytest.mark.transformers
 @pytest.mark.parametrize("name", INPUTS)
 @pytest.mark.parametrize("family", ["Doge", "Llama"])
-def test_layers_share_what_was_read(family, name):
-    """For packed texts a Doge reads whether the choice of each layer is consecutive."""
+def test_layers_read_masks_and_positions_once(family, name):
+    """Only a Doge with packed texts reads more per layer: whether the layer's selected keys are consecutive."""
     pytest.importorskip("transformers", minversion="5")
     from scored_models import make_base, make_ids
 

@@ -1,4 +1,4 @@
-"""Arguments of packed sequences in a call of the attention function: each form has the rows of single documents, or raises."""
+"""Every form of arguments for packed sequences either gives the results of single documents or raises."""
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ def test_packed_arguments_with_padding_raise(packed):
 
 
 def test_positions_that_begin_where_padding_ends_are_no_documents():
-    """Generation counts positions so: 1, 1, 1, 0, 1, 2 ..."""
+    """Generation with padding counts positions as 1, 1, 1, 0, 1, 2 ..."""
     padding = ONES.clone()
     padding[0, :3] = False
     positions = (padding.long().cumsum(1) - 1).masked_fill(~padding, 1)

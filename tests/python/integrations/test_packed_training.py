@@ -1,4 +1,4 @@
-"""Documents packed into one row, as TRL's SFTTrainer feeds them, train as they do alone."""
+"""Documents that are packed into one row, as in TRL's SFTTrainer, train like separate documents."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def documents():
 
 
 def collated(texts):
-    """The batch that TRL's padding-free collator makes of the texts."""
+    """Returns the batch that TRL's padding-free collator makes of the texts."""
     lengths = torch.tensor([len(text) for text in texts])
     ids = torch.tensor([sum(texts, [])])
     positions = torch.cat([torch.arange(n) for n in lengths.tolist()])[None]
@@ -37,7 +37,7 @@ def gradients(model, loss):
 
 @families
 @pytest.mark.parametrize("collator", ["positions", "trl"])
-def test_loss_and_gradients_are_those_of_the_documents_alone(family, collator):
+def test_loss_and_gradients_equal_separate_documents(family, collator):
     texts, model = documents(), make_base(family).train()
     batch = collated(texts)
     if collator == "trl":
@@ -61,7 +61,7 @@ def test_loss_and_gradients_are_those_of_the_documents_alone(family, collator):
     [("Mistral", False), ("Gemma3", False), ("Gemma3", True), ("GptOss", False)],
 )
 def test_offsets_alone_separate_documents_in_layers_with_windows(family, compiled):
-    """transformers makes the masks of windows without offsets, and those of GPT-OSS without positions."""
+    """transformers ignores offsets in the masks of windows, and positions in the masks of GPT-OSS."""
     model = make_base(family, sliding_window=5)
     ids = torch.randint(3, VOCABULARY, (2, 20))
     offsets = torch.tensor([0, 13, 20, 40], dtype=torch.int32)
@@ -101,7 +101,7 @@ def test_offsets_separate_documents_under_the_padding_of_scored_layers(name):
     torch.testing.assert_close(logits.flatten(0, 1)[:36], torch.cat(alone), rtol=1e-4, atol=1e-5)
 
 
-FEEDS = {  # the longest text fills a row, and the two others share one; or all are one batch
+FEEDS = {  # either the longest text fills a row and the two others share one, or all are one batch
     "packing": {"packing": True, "max_length": 21, "per_device_train_batch_size": 2},
     "padding_free": {"padding_free": True, "max_length": None, "per_device_train_batch_size": 3},
 }
@@ -110,7 +110,7 @@ FEEDS = {  # the longest text fills a row, and the two others share one; or all 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of TRL's own defaults
 @pytest.mark.parametrize("feed", FEEDS)
 @families
-def test_trl_trains_as_on_the_documents_alone(family, feed, tmp_path):
+def test_trl_training_equals_separate_documents(family, feed, tmp_path):
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
     tokenizers = pytest.importorskip("tokenizers")
@@ -120,7 +120,7 @@ def test_trl_trains_as_on_the_documents_alone(family, feed, tmp_path):
         pad_token="<pad>",
         eos_token="</s>",
     )
-    # No token twice in a text: in the first layer their scores would be equal, among which eager attention chooses freely.
+    # A text repeats no token, because in the first layer their scores would tie, and eager attention keeps arbitrary ones.
     texts = [torch.randperm(VOCABULARY - 3)[:n].add(3).tolist() for n in (13, 7, 20)]
     model = make_base(family).train()
     ids = [torch.tensor([text]) for text in texts]
@@ -137,7 +137,7 @@ def test_trl_trains_as_on_the_documents_alone(family, feed, tmp_path):
                 [p.grad.clone() for p in model.parameters() if p.grad is not None]
             )
 
-    # TRL takes every Doge for a mixture of experts like Mixtral, and fails in the auxiliary loss of its router.
+    # TRL treats every Doge as a mixture of experts like Mixtral, and fails in the auxiliary loss of the router.
     has_option = family == "Doge" and hasattr(trl.SFTConfig, "router_aux_loss_coef")
     doge_options = {"router_aux_loss_coef": 0.0} if has_option else {}
     options = trl.SFTConfig(

@@ -1,4 +1,4 @@
-"""A decoder with learned scores whose sequences are cut over ranks has the loss and the gradients of one process, under every rule."""
+"""A decoder with learned scores whose sequences are split over ranks has the loss and gradients of one process, under every rule."""
 
 import pytest
 import torch

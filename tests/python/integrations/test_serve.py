@@ -1,4 +1,4 @@
-"""`python -m flash_dmattn serve`: transformers' server with a Doge, without a socket."""
+"""Tests `python -m flash_dmattn serve`, transformers' server with a Doge, without opening a socket."""
 
 import sys
 
@@ -34,7 +34,7 @@ needs_server = pytest.mark.skipif(
 
 @pytest.fixture
 def folder(tmp_path):
-    """A model without ties among scores, and a tokenizer of bytes."""
+    """A folder with a model without ties among scores, and a tokenizer of bytes."""
     save_doge(tmp_path)
     torch.manual_seed(0)
     make_model(vocab_size=256).save_pretrained(tmp_path)
@@ -86,7 +86,7 @@ def test_completion_equals_generate(app_of, folder, options):
 
 
 @needs_server
-def test_serving_changes_nothing_of_transformers(app_of, folder):
+def test_serving_leaves_transformers_unchanged(app_of, folder):
     import transformers.cli.serve
     import transformers.cli.serving.model_manager
     import transformers.cli.serving.server
@@ -117,7 +117,7 @@ def test_continuous_batching_of_another_model_raises(app_of, tmp_path, capsys):
 
 
 @needs_server
-def test_missing_model_is_one_line(capsys, monkeypatch, tmp_path):
+def test_missing_model_prints_one_line(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(SystemExit) as end:
         main(["serve", str(tmp_path / "none"), "--device", "cpu"])

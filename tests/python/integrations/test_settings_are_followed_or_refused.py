@@ -1,4 +1,4 @@
-"""Settings of a layer and keywords of a call are followed, or refused in words."""
+"""Settings of a layer and keywords of a call are either followed or refused with a reason."""
 
 import pytest
 import torch
@@ -111,7 +111,7 @@ def test_named_implementation_equals_function(window):
 
 @pytest.mark.parametrize("name", ["window_size", "keep_window_size"])
 def test_window_without_scores_raises(name):
-    """One of the module is the default of calls that have scores."""
+    """A module's window is the default only for calls with scores."""
     calls = {
         "window_size": (call_with_tokens_first, call_with_heads_first),
         "keep_window_size": (call_with_tokens_first,),
@@ -121,7 +121,7 @@ def test_window_without_scores_raises(name):
             call(**{name: 3})
 
 
-def test_is_causal_of_another_type_raises():
+def test_is_causal_of_wrong_type_raises():
     for call in (call_with_heads_first, call_with_tokens_first):
         with pytest.raises(TypeError, match="is_causal: got 'False'"):
             call(is_causal="False")
@@ -134,7 +134,7 @@ def test_lengths_are_those_of_the_tensors(lengths):
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 2, 2), (2, HQ, 2, 2), (2, 1, 5, 2)])
-def test_masks_of_integers_over_two_keys_are_no_intervals(shape):
+def test_integer_masks_over_two_keys_are_not_intervals(shape):
     query, key, value = heads_first()
     states = (query[:, :, : shape[2]], key[:, :, :2], value[:, :, :2])
     mask = torch.ones(shape, dtype=torch.int32)
@@ -283,7 +283,7 @@ def test_additive_masks_without_a_query_dimension_are_refused(shape):
 @pytest.mark.parametrize("shape", [(B, S), (B, 1, S), (B, 1, 1, S), (B, 1, S, S)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_additive_masks_of_integers_are_refused(dtype, shape):
-    """As bool masks, they would hide what they allow."""
+    """Read as bool masks, they would hide what they allow."""
     mask = torch.zeros(shape, dtype=dtype)
     call_with_heads_first(attention_mask=mask)
     mask[..., 2:4] = -1
@@ -293,7 +293,7 @@ def test_additive_masks_of_integers_are_refused(dtype, shape):
 
 
 @pytest.mark.transformers
-def test_window_of_enable_reaches_model_without_one():
+def test_window_of_a_call_works_without_one_in_the_model():
     pytest.importorskip("transformers")
     from scored_models import make_base
 

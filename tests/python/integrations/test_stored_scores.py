@@ -1,4 +1,4 @@
-"""With transformers' own caches, too, the score of a key is computed once, when it is written."""
+"""The score of a key is computed once, when the key is written, also with transformers' own caches."""
 
 import copy
 import pickle
@@ -23,7 +23,7 @@ FRESH = {"no_repeat_ngram_size": 1}
 
 @pytest.fixture
 def scored(monkeypatch):
-    """How many tokens the scores were computed of, at every call."""
+    """A list of how many tokens each call computed scores for."""
     lengths = []
     forward = torch.nn.Linear.forward
 
@@ -94,7 +94,7 @@ def test_rows_and_lengths_change_with_those_of_the_keys(scored):
 
 @torch.no_grad()
 def test_keys_without_scores_get_scores(scored):
-    """Eager attention, before or in between, writes keys without scores."""
+    """Eager attention writes keys without scores, before our attention or between its calls."""
     oracle, ours = make_pair()
     keep_recent_of_equal_scores(ours)
     expected, cache = DynamicCache(), DynamicCache()
@@ -109,7 +109,7 @@ def test_keys_without_scores_get_scores(scored):
 
 
 def test_scores_have_a_gradient():
-    """Cached keys have one, too."""
+    """Scores of cached keys have a gradient, too."""
     _, ours = make_pair()
     cache = DynamicCache()
     ours(make_ids(B, S), past_key_values=cache)

@@ -1,4 +1,4 @@
-"""A small Llama of TorchTitan with dynamic masks: pieces of its sequences equal whole ones, and a load balancer raises."""
+"""A small Llama of TorchTitan with dynamic masks gives the same results on pieces as on whole sequences, and a load balancer raises."""
 
 from types import SimpleNamespace
 

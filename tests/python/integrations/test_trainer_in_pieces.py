@@ -1,5 +1,4 @@
-"""transformers' Trainer with pieces of every sequence on two ranks, and FSDP2 over a mesh of batches and pieces, train as one process
-does."""
+"""transformers' Trainer with sequences split over two ranks, and FSDP2 over a mesh of batches and pieces, train like one process."""
 
 import os
 from unittest import mock
@@ -71,14 +70,14 @@ def train_in_pieces(rank, folder, name, expected):
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "true",
     }  # fmt: skip
-    # accelerate refuses all parallelism on CPUs, whose processes it could join in the same way.
+    # accelerate refuses all parallelism on CPUs, although it could join CPU processes in the same way.
     with mock.patch.object(ParallelismConfig, "_validate_accelerator"):
         losses = train(folder, name, pieces=True)
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_trainer_has_the_losses_of_one_process(tmp_path, name):
+def test_trainer_losses_equal_one_process(tmp_path, name):
     try:  # the Trainer imports it where it is installed
         import datasets  # noqa: F401
     except ModuleNotFoundError:
@@ -94,7 +93,7 @@ def test_trainer_has_the_losses_of_one_process(tmp_path, name):
 
 
 def compare_with_fsdp(rank):
-    """Two rows of a batch and two pieces of each: parameters are sharded over all four ranks."""
+    """Compares a batch of two rows with two pieces each; parameters are sharded over all four ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -137,5 +136,5 @@ def compare_with_fsdp(rank):
         assert (gradient - other.grad).abs().max() <= 3e-5 * other.grad.abs().max(), name
 
 
-def test_fsdp_over_batches_and_pieces_has_the_gradients_of_one_process():
+def test_fsdp_gradients_over_batches_and_pieces_equal_one_process():
     run_in_processes(4, compare_with_fsdp)

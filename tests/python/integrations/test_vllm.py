@@ -1,4 +1,4 @@
-"""vLLM with the plugin, against transformers' `generate` with eager attention over all keys, one prompt at a time.
+"""Compares vLLM with the plugin with transformers' `generate` with eager attention over all keys, one prompt at a time.
 
 `make test-vllm` runs it: vLLM has an environment of its own.
 """
@@ -27,7 +27,7 @@ def prompts_of(lengths, vocabulary=VOCABULARY):
 
 
 def ask(llm, prompts, params=GREEDY):
-    """The tokens of each prompt."""
+    """Returns the generated tokens of each prompt."""
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     results = llm.generate(inputs, params, use_tqdm=False)
     return [[list(out.token_ids) for out in result.outputs] for result in results]
@@ -92,7 +92,7 @@ def test_requests_that_come_late_end_early_and_are_cancelled(llm, doge):
 
 
 def test_preempted_requests_equal_generate(llm, doge):
-    """vLLM takes their states away, and computes them again."""
+    """vLLM frees the states of preempted requests and recomputes them."""
     torch.manual_seed(3)
     prompts = prompts_of((40, 3, 17, 33))
     engine, tokens, preempted = llm.llm_engine, {}, 0
@@ -182,7 +182,7 @@ def test_learned_scores_equal_generate(tmp_path, family, scorer):
 
 
 def step_of(lengths, totals, blocks, padding):
-    """Sequences that bring `lengths` tokens and then have `totals`, and as many more that pad a CUDA graph."""
+    """Returns a step of sequences with `lengths` new tokens and `totals` tokens in all, and `padding` sequences that pad a CUDA graph."""
     lengths, totals = lengths + [0] * padding, totals + [0] * padding
     offsets = torch.tensor([0, *lengths]).cumsum(0).int()
     return CommonAttentionMetadata(
@@ -204,7 +204,7 @@ def step_of(lengths, totals, blocks, padding):
 
 @pytest.fixture
 def builder(llm, monkeypatch):
-    """That of a GPU, which captures graphs of decoding."""
+    """The metadata builder of a GPU, which captures graphs of decoding."""
     config = llm.llm_engine.vllm_config
     monkeypatch.setattr(config.compilation_config, "cudagraph_mode", CUDAGraphMode.FULL_DECODE_ONLY)
     names = list(config.compilation_config.static_forward_context)

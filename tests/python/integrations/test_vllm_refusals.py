@@ -1,4 +1,4 @@
-"""The settings and models that the plugin for vLLM refuses, with the reason. `make test-vllm` runs it."""
+"""The plugin for vLLM refuses some settings and models, with the reason. `make test-vllm` runs these tests."""
 
 import importlib
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ def test_settings_without_exact_results_raise(tmp_path, config, options, message
 
 
 def settings_of(config, *, parts=1, **changes):
-    """The settings of vLLM that SlotModelConfig reads, for a model of `config`; changes: by their names."""
+    """Returns the vLLM settings that SlotModelConfig reads for a model of `config`. changes: settings to change, by name."""
     settings = SimpleNamespace(
         model_config=SimpleNamespace(
             hf_text_config=config, dtype=torch.float32, enable_sleep_mode=False, max_model_len=128,

@@ -1,4 +1,4 @@
-"""Key intervals: the constructors, and selection against its definition."""
+"""Tests the constructors of key intervals, and compares selection with its definition."""
 
 import pytest
 import torch
@@ -18,13 +18,13 @@ from flash_dmattn import (
 from flash_dmattn.check.oracle import causal_elements, select
 
 
-def test_repr_has_the_shape_and_not_the_numbers():
+def test_repr_shows_shape_without_values():
     assert repr(sliding_window(4096, 8)) == (
         "KeyIntervals(intervals=<torch.int32 (1, 1, 4096, 2) on cpu>, query_length=4096, bound=(8, 1), consecutive=True)"
     )
 
 
-# Few different values, so that ties are the rule; and values that compare in unusual ways.
+# There are few distinct values, so that ties are common, and values that compare in unusual ways.
 SCORE_VALUES = [-1e38, -1.5, -0.0, 0.0, 0.25, 0.5, 3e38, -torch.inf, torch.inf, torch.nan]
 
 
@@ -52,7 +52,7 @@ def selection_problems(draw):
 
 @settings(max_examples=400, deadline=None)
 @given(selection_problems(), st.sampled_from(["per_query", "global"]), st.booleans())
-def test_selection_is_its_definition(problem, selection, is_causal):
+def test_selection_matches_definition(problem, selection, is_causal):
     scores, mask, window, seqlen_q = problem
     seqlen_k = scores.shape[-1]
     intervals = select_key_intervals(
@@ -76,7 +76,7 @@ def test_equal_scores_make_a_sliding_window():
     assert torch.equal(chosen.to_mask(), sliding_window(50, 8).to_mask())
 
 
-def test_selection_of_a_prefix_does_not_depend_on_what_follows():
+def test_selection_of_a_prefix_ignores_later_keys():
     scores = torch.randn(1, 2, 300)
     whole = select_key_intervals(scores, 20).to_mask()
     part = select_key_intervals(scores[..., :200], 20).to_mask()
@@ -182,12 +182,12 @@ def test_intervals_keep_their_properties():
         (lambda: select_key_intervals(torch.randn(1, 1, 0), 5), True),
     ],
 )
-def test_measured_intervals_know_whether_they_are_consecutive(make, consecutive):
+def test_consecutive_intervals_are_detected(make, consecutive):
     known = make()
     assert KeyIntervals(known.intervals, known.query_length).measured().consecutive == consecutive
 
 
-def test_key_intervals_check_what_they_hold():
+def test_bad_key_intervals_raise():
     with pytest.raises(ValueError, match="int32"):
         KeyIntervals(torch.zeros(1, 1, 4, 2), 4)
     with pytest.raises(ValueError, match="shape"):
@@ -222,7 +222,7 @@ def of_query_heads(tensor):
 def assert_keeps_what_the_definition_keeps(
     mask, bias, scores=None, *, window=9, selection="per_query", is_causal=True
 ):
-    """Against the same call with a mask of the elements that every query head keeps."""
+    """Compares a call with the same call under a mask of the elements that each query head keeps."""
     q, k, v = (torch.randn(2, N, heads, 16) for heads in (4, 2, 2))
     allowed = torch.ones(2, 4, N, N, dtype=torch.bool)
     if mask is not None:
@@ -248,7 +248,7 @@ def assert_keeps_what_the_definition_keeps(
 @pytest.mark.parametrize("selection", ["per_query", "global"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_attention_keeps_what_the_definition_keeps(selection, mask, is_causal):
+def test_attention_keeps_the_keys_of_the_definition(selection, mask, is_causal):
     bias = torch.randint(6, (2, 2, N)).float()
     options = {"selection": selection, "is_causal": is_causal}
     assert_keeps_what_the_definition_keeps(MASKS[mask](), bias, **options)
@@ -278,7 +278,7 @@ def test_keys_that_the_bias_masks_are_not_chosen():
 @pytest.mark.parametrize("selection", ["per_query", "global"])
 @pytest.mark.parametrize("heads", [(2, 2, 2), (4, 1, 2), (1, 2, 4), (2, None, 1)])
 def test_selection_under_dense_mask_and_bias_matches_definition(heads, selection):
-    """Heads of the bias, of the mask, and of the scores."""
+    """Bias, mask and scores may have different numbers of heads."""
     bias_heads, mask_heads, scores_heads = heads
     mask = None if mask_heads is None else torch.rand(2, mask_heads, N, N) < 0.7
     assert_keeps_what_the_definition_keeps(
@@ -292,7 +292,7 @@ def test_selection_under_dense_mask_and_bias_matches_definition(heads, selection
 @pytest.mark.parametrize("window", [3, 30, N])
 @pytest.mark.parametrize("mask", ["none", "padding", "causal_4d", "random_4d"])
 def test_nonfinite_scores_choose_by_definition(mask, window):
-    """-inf is the worst score and still one; NaN is none. Whatever the window, and whatever form it takes."""
+    """A score of -inf is the worst, but still a score; NaN is no score. This holds for any window and form of call."""
     values = torch.tensor([-torch.inf, -torch.inf, torch.nan, torch.inf, 1.0, 2.0])
     scores = values[torch.randint(len(values), (2, 2, N))]
     assert_keeps_what_the_definition_keeps(MASKS[mask](), None, scores, window=window)
@@ -328,7 +328,7 @@ def test_window_of_zero_keys_shows_none(mask):
     ],
 )  # fmt: skip
 def test_length_beyond_int32_raises(message, call):
-    """Rows of queries are int32: a larger one would turn negative, and its keys invisible."""
+    """Query rows are int32, so a larger row would become negative and its keys invisible."""
     with pytest.raises((ValueError, TypeError)) as caught:
         call()
     assert message in str(caught.value)

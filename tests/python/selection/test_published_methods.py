@@ -1,4 +1,4 @@
-"""Rules of published methods, as docs/howto/learned-scores.md has them, against their definition over all elements."""
+"""Compares the rules of published methods in docs/howto/learned-scores.md with their definition over all elements."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def distance():
 
 
 def best(scores, competes, count):
-    """The `count` keys with the highest scores among those that compete, [B, H, N, N]; no two scores are equal here."""
+    """Returns the `count` competing keys with the highest scores, [B, H, N, N]. No two scores are equal."""
     ranked = scores[:, :, None].masked_fill(~competes, -torch.inf).argsort(-1, descending=True)
     return torch.zeros_like(competes).scatter(-1, ranked[..., :count], True) & competes
 
@@ -65,7 +65,7 @@ def test_call_matches_method(method):
 
 
 def test_press_keeps_the_same_keys_for_later_queries():
-    """Knorm of kvpress: the keys with the smallest norms."""
+    """Knorm of kvpress keeps the keys with the smallest norms."""
     keys = torch.randn(B, HKV, N, D)
     scores = -keys.norm(dim=-1)
     kept = select_key_intervals(scores, BUDGET).to_mask()[:, :, -1]
@@ -84,7 +84,7 @@ def test_constant_gate_equals_alibi():
 
 
 def test_soft_phase_adds_gates_to_old_keys():
-    """DMS, WG-KV, SP-KV in training: every key is visible, and the gates of recent ones do not count."""
+    """In the training of DMS, WG-KV and SP-KV, every key is visible and recent keys have no gate."""
     q, k, v = (torch.randn(B, N, heads, D) for heads in (HQ, HKV, HKV))
     gates = torch.nn.functional.logsigmoid(torch.randn(B, HKV, N))
     actual = flash_dmattn_func(q, k, v, attn_bias=gates, bias_delay=W, is_causal=True)

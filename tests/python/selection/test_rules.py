@@ -1,4 +1,4 @@
-"""Rules of recent keys, sinks, thresholds and windows of heads, against their definition."""
+"""Compares rules with recent keys, sinks, thresholds and windows per head with their definition."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def random_scores(generator, *shape):
 
 
 def definition(scores, rule, mask, **places):
-    """[B, H, Sq, Sk] of scores [B, H, Sk]."""
+    """Returns which keys each query sees by definition, [B, H, Sq, Sk], for scores [B, H, Sk]."""
     batch, heads, _ = scores.shape
     windows = list(rule.windows()) or [None]
     rows = []
@@ -136,13 +136,13 @@ def test_rule_in_documents_equals_definition(seed):
             for name in ("query_positions", "query_documents", "key_positions", "key_documents")
         }
         for b in range(2):
-            # Counted from their ends, query and key have the same position in a document.
+            # Within a document, positions of query and key count from its end.
             for name, cu, total in (("query", cu_q[b], total_q), ("key", cu_k[b], total_k)):
                 index = torch.arange(total)
                 document = torch.searchsorted(cu[1:].contiguous(), index, right=True)
                 end = torch.cat([cu[1:], cu[-1:]])[document]
                 places[f"{name}_positions"].append(index - end)
-                # Queries and keys after the last document see and are seen by nobody.
+                # Queries after the last document see no key, and keys after it are visible to no query.
                 nobody = -1 if name == "key" else documents
                 places[f"{name}_documents"].append(
                     torch.where(document < documents, document, nobody)
@@ -204,7 +204,7 @@ RULES = {
 }
 
 
-# The choice is made before a backend has it: Triton, which is interpreted, gets one.
+# Keys are selected before the backend runs, so interpreted Triton tests only one rule.
 @pytest.mark.parametrize(
     "name, backend",
     [
@@ -355,7 +355,7 @@ def test_window_of_no_keys_needs_no_scores():
     assert (flash_dmattn_func(q, q, q, keep_window_size=0, is_causal=True) == 0).all()
 
 
-def test_sinks_are_keys_that_the_bias_shows():
+def test_masked_keys_are_no_sinks():
     q = torch.randn(1, 9, 2, 8)
     bias = torch.zeros(1, 2, 9)
     bias[..., :2] = -torch.inf
@@ -367,7 +367,7 @@ def test_sinks_are_keys_that_the_bias_shows():
 
 @pytest.mark.parametrize("window", [3, 20])
 def test_varlen_chooses_by_scores_as_single_sequences_do(window):
-    """Scores that are NaN, and keys that the bias masks, are not chosen."""
+    """Keys with a NaN score, and keys that the bias masks, are not selected."""
     torch.manual_seed(3)
     q, k, v = (torch.randn(14, heads, 16) for heads in (4, 2, 2))
     scores, bias = torch.randn(14, 2), torch.randn(14, 2)

@@ -1,4 +1,4 @@
-"""select_keys lists the best keys of a row, by its definition."""
+"""select_keys lists the best keys of a row as its definition says."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from flash_dmattn.keys.best_keys import indices_of_true
 
 
 def by_definition(scores, window, present):
-    """The keys of one row that fewer than `window` better ones beat, by two loops."""
+    """Returns the keys of one row that are beaten by fewer than `window` others, with two loops."""
     chosen = []
     for j, score in enumerate(scores.tolist()):
         beaten = sum(
@@ -40,7 +40,7 @@ def test_selected_keys_equal_definition(window, dtype):
                 assert keys[b, h].tolist() == wanted + [-1] * missing
 
 
-def test_keys_are_those_that_the_last_query_sees():
+def test_selected_keys_are_those_the_last_query_sees():
     scores = torch.randn(2, 2, 300)
     keys, counts = select_keys(scores, 64)
     seen = select_key_intervals(scores, 64).to_mask()[:, :, -1]

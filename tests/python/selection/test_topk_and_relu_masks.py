@@ -1,4 +1,4 @@
-"""flash_dmattn.utils.mask against loops over its definition."""
+"""Compares flash_dmattn.utils.mask with loops over its definition."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ LOWEST = torch.finfo(torch.float32).min
 
 
 def best_keys(scores, allowed, count):
-    """The kept keys of one row, by the definition: higher scores first, of equal ones the last."""
+    """Returns the kept keys of one row by definition: the highest scores, and of equal scores the last."""
     candidates = [j for j in range(len(scores)) if allowed[j] and scores[j] > LOWEST]
     candidates.sort(key=lambda j: (float(scores[j]), j), reverse=True)
     return sorted(candidates[:count])
@@ -26,7 +26,7 @@ def by_definition(scores, allowed, count):
 
 
 def make_scores(*shape, seed=0):
-    """Few distinct values, so that many are equal; a NaN and both infinities among them."""
+    """Returns scores with few distinct values, so that many are equal, among them a NaN and both infinities."""
     scores = torch.randint(-2, 4, shape, generator=torch.Generator().manual_seed(seed)).float()
     flat = scores.view(-1)
     flat[1], flat[2], flat[5] = float("nan"), float("inf"), float("-inf")
@@ -92,7 +92,7 @@ def test_topk_indices_are_ascending_and_prefer_recent_keys():
     assert topk_indices(bias, 9).tolist() == [[[0, 1, 2, 3, 4, 5]]]
 
 
-def test_blocks_go_by_majority_and_never_show_a_masked_key():
+def test_blocks_follow_the_majority_and_hide_masked_keys():
     bias = torch.tensor([[[9.0, 8.0, 0.0, 0.0, 7.0, 0.0, 0.0, 6.0]]])
     kept = topk_mask(bias, None, 4, LOWEST, block_size=3)
     assert kept[0, 0].tolist() == [True] * 3 + [False] * 5
@@ -149,7 +149,7 @@ def test_errors_name_the_argument():
     ],
 )  # fmt: skip
 def test_ambiguous_argument_raises(message, call):
-    """An additive mask of zeros allows everything; as a bool it would allow nothing."""
+    """An additive mask of zeros allows every key, but read as bool it would allow none."""
     with pytest.raises((ValueError, TypeError)) as caught:
         call(torch.randn(B, 2, K))
     assert message in str(caught.value)

@@ -1,4 +1,4 @@
-"""Selection and tile lists in torch's operators, which GPUs without kernels of the library use: the same as the library's."""
+"""Selection and tile lists in torch's operators equal those of the library. GPUs without kernels of the library use them."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
     is_causal=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_selection_is_the_librarys(
+def test_torch_selection_equals_library(
     shape, query_length, window, levels, dtype, special, masked, selection, is_causal, seed
 ):  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
@@ -56,7 +56,7 @@ def test_selection_by_torch_matches_definition():
     bound_known=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_tile_lists_are_the_librarys(shape, query_length, tile_rows, bound_known, seed):
+def test_torch_tile_lists_equal_library(shape, query_length, tile_rows, bound_known, seed):
     generator = torch.Generator().manual_seed(seed)
     intervals = torch.randint(0, query_length + 1, (*shape, 2), generator=generator).int()
     bound = [shape[2], 0] if bound_known else []
@@ -88,7 +88,7 @@ def test_tile_lists_of_a_selection_equal_library(device):
     )
 
 
-def test_broken_bound_loses_keys_and_reads_nothing_else():
+def test_broken_bound_loses_keys_and_reads_no_others():
     intervals = torch.tensor([0, 300]).expand(1, 1, 400, 2).int()
     keys, begin, count, full = torch_operators.build_tile_lists(intervals, 128, 300, [10, 0])
     assert keys.shape[0] == 30 and (full <= count).all()

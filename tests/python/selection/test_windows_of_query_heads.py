@@ -1,4 +1,4 @@
-"""A window for each key head where query heads have scores, a bias or a mask of their own."""
+"""Windows per key head work with scores, a bias or a mask per query head."""
 
 import pytest
 import torch

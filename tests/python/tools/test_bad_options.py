@@ -1,4 +1,4 @@
-"""A bad option of a command line, or argument of a script, is an error with exit status 2, before any work is done."""
+"""A bad option or argument of a program ends it with exit status 2 before it does any work."""
 
 import importlib
 import os
@@ -147,7 +147,7 @@ def test_refused_setting_prints_reason(capsys, monkeypatch):
     assert "FLASH_DMATTN_MAX_ISA: got bogus" in error_of(main, ["info"], capsys)
 
 
-def test_missing_library_is_one_line(tmp_path):
+def test_missing_library_prints_one_line(tmp_path):
     missing = str(tmp_path / "_C.so")
     environment = os.environ | {"FLASH_DMATTN_LIBRARY": missing}
     command = [sys.executable, "-m", "flash_dmattn", "info"]

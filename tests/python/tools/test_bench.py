@@ -1,4 +1,4 @@
-"""benchmarks/bench.py: its measurements and its output; never how fast anything is."""
+"""Tests the measurements and output of benchmarks/bench.py, but never how fast anything is."""
 
 import dataclasses
 import itertools
@@ -49,7 +49,7 @@ def test_every_case_and_side_is_in_the_document():
 
 
 def run(capsys, *arguments):
-    """The rows of a run, which it prints too."""
+    """Runs the benchmark and returns what it prints, among it every row."""
     assert bench.main([*RUN, *arguments]) == 0
     return capsys.readouterr().out
 
@@ -78,7 +78,7 @@ def test_rows_are_printed_written_and_drawn(capsys, tmp_path):
     assert capsys.readouterr().out.count("ratio 1.000 / 1.000") == 2 * len(content["rows"])
 
 
-def test_pictures_have_panels_of_what_varies(capsys, tmp_path):
+def test_pictures_have_a_panel_per_varying_size(capsys, tmp_path):
     file, picture = tmp_path / "bench.json", tmp_path / "bench.svg"
     sizes = ["--length", "64", "96", "--window", "8", "16", "--dtype", "float32"]
     run(capsys, "--case", "windows", "--side", "cpu", *sizes, "--json", str(file))
@@ -228,14 +228,14 @@ def test_forgetting_attention_is_measured_beside_torchs_mask(capsys):
             build(rival, inputs)
 
 
-def test_case_that_no_memory_holds_is_a_line_for_every_side(capsys):
+def test_case_too_large_for_memory_prints_a_line_per_side(capsys):
     wanted = ["--case", "dense_masks", "--window", "8", "--length", "16777216", "32"]
     printed = run(capsys, *wanted, "--dtype", "float32")
     assert printed.count("declined: its inputs, output and gradients take") == 2  # ours and torch's
     assert printed.count("dense_masks B1 H2 Hkv1 N32") == 2
 
 
-def test_memory_that_runs_out_is_a_line(monkeypatch, capsys):
+def test_out_of_memory_prints_a_line(monkeypatch, capsys):
     def exhausted(*rest):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried\nand more")
 
@@ -259,7 +259,7 @@ def test_interrupt_keeps_finished_rows(capsys, monkeypatch, tmp_path):
     assert len(record.read(file)["rows"]) == 2
 
 
-def test_packed_documents_are_as_many_dense_sequences():
+def test_packed_documents_show_as_much_as_dense_sequences():
     packed = Case(DOCUMENTS, 96, 16, 32, heads_q=2, heads_kv=1)
     batch = Case(DENSE, 32, 16, heads_q=2, heads_kv=1, batch=3)
     assert packed.visible_elements == batch.visible_elements
@@ -292,7 +292,7 @@ def test_useful_work_counts_visible_elements(window):
     [(kind, None if kind == DENSE else 16) for kind in KINDS] + [(EVICTED, None)],
 )
 def test_sides_give_same_result(monkeypatch, kind, window):
-    """Attention that is timed side by side is the same, except for the bias, by which torch's side only selects."""
+    """All timed sides compute the same attention, except that torch's side uses the bias only to select keys."""
     monkeypatch.setattr(sides, "RECENT", 24)
     inputs = draw(Case(kind, 96, 16, window, heads_q=4, heads_kv=2, batch=2), torch.float32, "cpu")
     if kind in (PER_QUERY, GLOBAL):
@@ -323,7 +323,7 @@ def test_peak_counts_the_mask_that_a_rival_needs():
 
 
 def test_repeated_configurations_are_measured_once(capsys, tmp_path):
-    """Two cases may share one, and sizes and dtypes may be named twice."""
+    """Two cases may share a configuration, and sizes and dtypes may be given twice."""
     file = tmp_path / "bench.json"
     cases = ["--case", "dynamic_mask", "scaling", "dynamic_mask", "selection", "--side", "cpu"]
     sizes = ["--length", "64", "64", "--window", "16", "16", "--dtype", "float32", "float32"]
@@ -333,7 +333,7 @@ def test_repeated_configurations_are_measured_once(capsys, tmp_path):
     assert len(titles) == len(set(titles)) == 1 + len(attention._SELECTIONS)
 
 
-def test_case_that_fails_leaves_the_others_their_rows(capsys, monkeypatch, tmp_path):
+def test_failing_case_keeps_the_rows_of_others(capsys, monkeypatch, tmp_path):
     def exhausted(*rest):
         raise RuntimeError("can't allocate memory\nand more")
 
@@ -356,7 +356,7 @@ def test_run_without_rows_leaves_the_record(capsys, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("side", ["before cuda", "2 GPUs, pieces", "library"])
-def test_sides_without_a_colour_of_their_own_are_drawn(side, tmp_path):
+def test_sides_without_a_colour_are_drawn(side, tmp_path):
     pictures = pytest.importorskip("harness.pictures")
     rows = [
         record.row(Case(PER_QUERY, n, 64, 16), side, "float32", 1.0, both=3.0, peak_mb=0.0)
@@ -399,7 +399,7 @@ def test_interrupted_comparison_of_builds_keeps_finished_rounds(capsys, monkeypa
     assert "Interrupted after 3 rows" in capsys.readouterr().err
 
 
-def test_bad_option_of_a_build_is_one_line(capsys, monkeypatch, tmp_path):
+def test_bad_option_of_a_build_prints_one_line(capsys, monkeypatch, tmp_path):
     builds = builds_of(tmp_path)
     for folder in builds:
         (Path(folder) / "commit").write_text("0123456")

@@ -1,4 +1,4 @@
-"""`python -m flash_dmattn check`: its verdicts on a right backend, a wrong one and a missing one."""
+"""`python -m flash_dmattn check` accepts a correct backend, and fails for a wrong or a missing one."""
 
 import json
 
@@ -24,7 +24,7 @@ def small(monkeypatch):
 
 
 def check_of(function, monkeypatch, *arguments):
-    """The exit status with `function` in the place of the CPU backend."""
+    """Runs the check with `function` in place of the CPU backend, and returns its exit status."""
     monkeypatch.setattr(check_run, "flash_dmattn_func_auto", lambda backend: function)
     return main(["check", "--backend", "cpu", *arguments])
 
@@ -43,7 +43,7 @@ def test_right_backend_passes(small, capsys, tmp_path):
 
 
 class Spoilt(torch.autograd.Function):
-    """A gradient with one wrong element."""
+    """A function whose gradient has one wrong element."""
 
     @staticmethod
     def forward(ctx, tensor, value):
@@ -72,7 +72,7 @@ def test_wrong_backend_fails(small, capsys, monkeypatch, tmp_path, value, words)
     assert {row["tensor"] for row in wrong} == {"dv"}, wrong
 
 
-def test_results_that_change_from_run_to_run_fail(small, capsys, monkeypatch):
+def test_nondeterministic_results_fail(small, capsys, monkeypatch):
     def noisy(q, k, v, **options):
         out, *rest = flash_dmattn_func(q, k, v, **options)
         return out * (1 + 1e-7 * torch.rand_like(out)), *rest
@@ -110,7 +110,7 @@ def test_repeated_dtype_is_checked_once():
     assert len(steps) == len({(step.case, step.dtype) for step in steps})
 
 
-def test_interrupt_keeps_what_is_finished(small, capsys, monkeypatch, tmp_path):
+def test_interrupt_keeps_finished_results(small, capsys, monkeypatch, tmp_path):
     calls = []
 
     def interrupted(*args, **options):
@@ -139,7 +139,7 @@ def test_missing_backend_prints_reason(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("gpu_device", ["cuda", "xpu"])
-def test_backends_are_checked_where_they_run(gpu_device, monkeypatch):
+def test_check_uses_the_device_of_each_backend(gpu_device, monkeypatch):
     monkeypatch.setattr(check_run, "gpu", lambda: gpu_device)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert [check_run.device_of(name) for name in ("cpu", "flex", "triton")] == [

@@ -1,4 +1,4 @@
-"""tools/check_language.py, on files with one fault each."""
+"""Runs tools/check_language.py on files with one fault each."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def test_fault_is_named_with_its_line(name, text, expected, tmp_path):
 
 
 @pytest.mark.parametrize("words", [[], ["README.md", "no_such_folder"]])
-def test_path_that_is_missing_is_an_error(words, monkeypatch, capsys):
+def test_missing_path_is_an_error(words, monkeypatch, capsys):
     monkeypatch.setattr(check_language.sys, "argv", ["check_language.py", *words])
     assert check_language.main() == 2
     got = words[-1] if words else "nothing"

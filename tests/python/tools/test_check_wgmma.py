@@ -1,4 +1,4 @@
-"""Findings of tools/check_wgmma.py in listings of cuobjdump."""
+"""tools/check_wgmma.py finds spills in listings of cuobjdump."""
 
 import pytest
 
@@ -9,7 +9,7 @@ FORWARD_256 = "_ZN4sm9013ForwardKernelI6__halfLi256ELi256EEE"
 
 
 def listing(name, *instructions):
-    """A listing of instructions at 0x00, 0x10, 0x20 ..."""
+    """Returns a listing with instructions at 0x00, 0x10, 0x20 ..."""
     lines = [
         f"        /*{16 * i:04x}*/                   {text} ;"
         for i, text in enumerate(instructions)
@@ -18,7 +18,7 @@ def listing(name, *instructions):
 
 
 def two_loops(innermost="NOP", outer="NOP", rest="NOP"):
-    """A loop from 0x10 to 0x40 around one from 0x20 to 0x30."""
+    """Returns instructions with a loop from 0x10 to 0x40 around one from 0x20 to 0x30."""
     return (
         rest,
         outer,
@@ -46,13 +46,13 @@ def test_local_memory_in_innermost_product_loop_fails():
 
 
 @pytest.mark.parametrize(("name", "expected"), [(FORWARD_128, 1), (FORWARD_256, 0)])
-def test_outer_loops_have_a_recorded_count(name, expected):
+def test_outer_loops_above_recorded_count_fail(name, expected):
     loop_faults = faults(name, outer="@P2 STL.64 [R1], R2")
     assert len(loop_faults) == expected
     assert all("loops around those" in fault for fault in loop_faults)
 
 
-def test_producers_have_a_recorded_number():
+def test_producers_above_recorded_number_fail():
     most = check_wgmma.ALLOWED["Forward", 128, 128].rest
     for number, expected in ((most, 0), (most + 1, 1)):
         body = two_loops() + ("LDL R2, [R1]",) * number

@@ -1,4 +1,4 @@
-"""examples/demo.py, at a size where nothing is learnt."""
+"""Runs examples/demo.py at a size too small to learn anything."""
 
 import argparse
 
@@ -17,7 +17,7 @@ TINY = ["--context", "48", "--window", "8", "--seed", "3"]
 
 
 def test_demo_runs_to_the_end(tmp_path, capsys, monkeypatch):
-    """Without time for measurements there are three points for each side, and the rest is named."""
+    """Without time for measurements, each side has three points, and the output names the rest."""
     for lengths in ("LENGTHS", "LENGTHS_ON_GPU"):
         monkeypatch.setattr(
             cost, lengths, {"eager": (16, 32, 64), "flash_dmattn": (16, 32, 64, 128)}
@@ -45,7 +45,7 @@ def test_demo_runs_to_the_end(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "sample.txt").read_text().startswith("import os")
 
 
-def test_missing_steps_name_the_time_that_all_need():
+def test_note_of_missing_steps_names_the_needed_time():
     history = training.History([8.0] * 23, seconds=156.0, bytes_seen=1, gradients_checked=1)
     options = argparse.Namespace(steps=400, seconds=150)
     expected = "23 of 400 steps in 150 s; all need --seconds 2713 on this machine"
@@ -81,7 +81,7 @@ def test_interrupt_is_clean(tmp_path, capsys, monkeypatch):
     assert last_words.rstrip().endswith(f"Interrupted. What is finished is in {tmp_path}/.")
 
 
-def test_folder_that_cannot_be_written_is_one_line(capsys, tmp_path):
+def test_unwritable_folder_prints_one_line(capsys, tmp_path):
     file = tmp_path / "file"
     file.touch()
     assert demo.main([*TINY, "--output", str(file)]) == 1
@@ -103,7 +103,7 @@ def test_context_beyond_the_held_out_text_is_an_error(capsys, monkeypatch, tmp_p
         RuntimeError("DefaultCPUAllocator: can't allocate memory"),
     ],
 )
-def test_memory_that_runs_out_is_one_line(error, monkeypatch, capsys, tmp_path):
+def test_out_of_memory_prints_one_line(error, monkeypatch, capsys, tmp_path):
     def exhausted(*rest):
         raise error
 

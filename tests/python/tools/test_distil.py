@@ -1,4 +1,4 @@
-"""examples/learned_scores: every part runs, at a size where nothing is learnt, and the loss has the parts it names."""
+"""Every part of examples/learned_scores runs, at a size too small to learn anything, and the loss has the parts that it names."""
 
 import json
 
@@ -26,7 +26,7 @@ def quick_corpus(monkeypatch):
     monkeypatch.setattr(distil, "standard_library", small_corpus)
 
 
-def test_distillation_ends_with_scores_and_curves_and_goes_on(tmp_path, capsys):
+def test_distillation_writes_scores_and_curves_and_resumes(tmp_path, capsys):
     recipes = ["learned", "hard_from_the_first"]
     results = distil.main([*TINY, "--recipes", *recipes, "--output", str(tmp_path)])
     assert (tmp_path / "scores" / "learned_scores.safetensors").exists()
@@ -50,7 +50,7 @@ def test_distillation_ends_with_scores_and_curves_and_goes_on(tmp_path, capsys):
     options = ["--steps", "10", "--recipes", "learned", "without_budget", "--resume"]
     again = distil.main([*TINY, *options, "--output", str(tmp_path)])
     assert [row["step"] for row in again["log"] if "own_loss" in row][:8] == list(range(1, 9))
-    assert again["quality"]["without_budget"]  # a recipe that had not begun
+    assert again["quality"]["without_budget"]  # this recipe had not begun before
 
 
 def test_scorers_recipes_and_training_of_the_whole_model_are_measured(tmp_path):

@@ -22,7 +22,7 @@ TINY = [
 
 
 def scores_after_training(folder, batch, temperature=None, weight=0.0, **options):
-    """The losses of every step and the scorers, of a training without anything random by default."""
+    """Returns the losses of every step, and the scorers. By default nothing in the training is random."""
     from transformers import TrainingArguments
 
     from flash_dmattn.integrations.transformers import save_scores
@@ -49,7 +49,7 @@ def scores_after_training(folder, batch, temperature=None, weight=0.0, **options
 
 
 def join_accelerate(rank, way):
-    """accelerate with the processes of this test, and on CPUs with FSDP2, which it leaves to GPUs."""
+    """Makes accelerate use the processes of this test, and FSDP2 on CPUs, which it supports only on GPUs."""
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "true",
@@ -80,7 +80,7 @@ def compare_with_one(rank, folder, way, losses, scores):
 
 
 def run_the_program(rank, folder):
-    """Its results are those of the first process alone, and a checkpoint resumes it."""
+    """Runs the program. Only the first process writes results, and a checkpoint resumes the run."""
     from learned_scores import distil
     from small_corpus import small_corpus
 
@@ -95,13 +95,13 @@ def run_the_program(rank, folder):
 
 
 @pytest.mark.parametrize("way", CLASSES)
-def test_scores_of_two_processes_are_those_of_one(way, tmp_path):
+def test_scores_of_two_processes_equal_one_process(way, tmp_path):
     losses, scores, _ = scores_after_training(tmp_path / "one", BATCH)
     assert len(losses) == STEPS and losses[0] > 0
     run_in_processes(2, compare_with_one, tmp_path, way, losses, scores)
 
 
-def test_accumulated_steps_are_those_of_a_larger_batch(tmp_path):
+def test_accumulated_steps_equal_a_larger_batch(tmp_path):
     expected = scores_after_training(tmp_path / "one", BATCH)[:2]
     losses_and_scores = scores_after_training(
         tmp_path / "two", BATCH // 2, gradient_accumulation_steps=2

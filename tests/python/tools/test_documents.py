@@ -1,4 +1,4 @@
-"""The Python blocks of the README and of the site's pages run, their C++ compiles, and the reference has every public name."""
+"""The Python code in the README and the site's pages runs, their C++ code compiles, and the reference has every public name."""
 
 import os
 import re
@@ -20,7 +20,7 @@ PAGES = [
 PAGES += [*sorted(DOCS.glob("tutorial/*.md")), *sorted(DOCS.glob("howto/*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 CPP_BLOCK = re.compile(r"^ *```(?:cpp|c\+\+)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
-# The names that the blocks use and leave out.
+# Names that the blocks use without defining them.
 LEFT_OUT = """
 std::int64_t B, Hkv, N, w;
 float *scores, *lse;
@@ -44,7 +44,7 @@ SOURCES = (
     "tests",
     "tools",
 )
-FOLDERS = ("python/flash_dmattn", "src", ".")  # where the files of the flow are
+FOLDERS = ("python/flash_dmattn", "src", ".")  # folders with the files that the call flow names
 
 PRETRAINED = "SmallDoge/Doge-320M"
 
@@ -110,7 +110,7 @@ def test_notebook_has_fewer_than_600_lines():
     assert sum(len(page.read_text().splitlines()) for page in DOCS.glob("notebook/*.md")) < 600
 
 
-def test_decision_is_at_most_four_short_lines():
+def test_decision_has_at_most_four_short_lines():
     entries = re.split(r"\n(?=- \*\*|\n|#)", (DOCS / "decisions.md").read_text())
     entries = [entry.strip() for entry in entries if entry.startswith("- ")]
     assert len(entries) > 100

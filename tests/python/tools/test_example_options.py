@@ -1,4 +1,4 @@
-"""A bad option of a program in examples/ is one line that names it, before anything is trained; and its shortest trainings."""
+"""A program in examples/ answers a bad option with one line that names it, before any training. Very short trainings work."""
 
 import importlib
 
@@ -9,7 +9,7 @@ import recall
 from command_line import run_program
 from one_cycle import one_cycle
 
-# Options of every call of a program.
+# Options that every call of a program gets.
 ALWAYS = {
     "learned_scores.distil": ["--length", "96", "--device", "cpu", "--output", "{folder}"],
     "learned_scores.recall": ["--device", "cpu"],
@@ -82,7 +82,7 @@ def test_bad_option_is_refused_before_it_trains(
     assert end.value.code == 2 and message.format(**names) in capsys.readouterr().err
 
 
-def test_interrupted_program_is_one_line(capsys):
+def test_interrupted_program_prints_one_line(capsys):
     def interrupted():
         raise KeyboardInterrupt
 
@@ -100,7 +100,7 @@ def test_few_steps_have_a_recall_each(steps):
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 20, 40])
 def test_learning_rate_of_few_steps_rises_and_falls(steps):
-    """OneCycleLR divides by the steps of its rise and of its fall, less one."""
+    """OneCycleLR divides by the number of rising or falling steps minus one."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
     schedule, rates = one_cycle(optimizer, 1.0, steps, rise=0.05), []
     for _ in range(steps):

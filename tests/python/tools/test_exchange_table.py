@@ -1,4 +1,4 @@
-"""The bytes of context parallelism on paper are those that ranks count."""
+"""The calculated bytes of context parallelism equal those that ranks count."""
 
 import re
 from pathlib import Path
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without d
         ("nodes", "winners, nodes", 16, 4),
     ],
 )
-def test_bytes_on_paper_are_those_that_are_counted(exchange, name, ranks, node):
+def test_calculated_bytes_equal_counted_bytes(exchange, name, ranks, node):
     from flash_dmattn.distributed import context_parallel_dmattn
 
     n, window, heads, dim = 64, 32, 16, 32

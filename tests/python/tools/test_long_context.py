@@ -1,4 +1,4 @@
-"""examples/long_context.py on two processes: the losses of whole sequences, and a run that continues where it was stopped."""
+"""examples/long_context.py has the losses of whole sequences on two processes, and resumes a run where it stopped."""
 
 import importlib.util
 import json
@@ -18,18 +18,18 @@ pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch without distributed"),
 ]
 
-# aot_eager alone runs softplus_backward with other strides than it was traced with.
+# aot_eager alone runs softplus_backward with strides that differ from those of its trace.
 BACKEND = "aot_eager_decomp_partition"
 SIZES = [
     "--seq-len", "512", "--window", "32", "--layers", "1", "--hidden", "64", "--head-dim", "16", "--batch", "2",
 ]  # fmt: skip
 
 
-# Trainings one after the other: a folder, steps and options.
+# Trainings that run one after the other: (folder, steps, options).
 RUNS = [
     ("whole", 4, ("--cp", "1")),
     ("pieces", 4, ("--checkpoint",)),
-    # Inductor takes 20 seconds of a core more; test_compiled_pieces.py has it on pieces.
+    # Inductor would take 20 more seconds of a core; test_compiled_pieces.py tests it on pieces.
     ("compiled", 2, ("--checkpoint", "--compile", BACKEND)),
     ("stopped", 2, ()),
     ("stopped", 4, ()),
@@ -44,11 +44,11 @@ def train(rank, folder):
     os.environ["WORLD_SIZE"] = str(dist.get_world_size())  # as torchrun does
     for name, steps, options in RUNS:
         output = ("--steps", str(steps), "--output", str(folder / name))
-        with mock.patch.object(os, "_exit"):  # with which the program ends
+        with mock.patch.object(os, "_exit"):  # the program ends by _exit
             long_context.main([*SIZES, *output, *options])
 
 
-def test_losses_are_those_of_whole_sequences_and_of_a_run_that_was_stopped(tmp_path):
+def test_losses_equal_whole_sequences_and_a_resumed_run(tmp_path):
     run_in_processes(2, train, tmp_path)
     whole, pieces, compiled, stopped = (
         json.loads((tmp_path / name / "record.json").read_text())

@@ -1,4 +1,4 @@
-"""Records of benchmarks: their schema, and that the records of this repository follow it."""
+"""The records of benchmarks in this repository follow their schema, and a wrong record is refused."""
 
 import argparse
 import copy
@@ -42,7 +42,8 @@ def test_commits_of_records_are_in_history():
 
 
 def test_programs_of_commands_are_in_the_history_of_their_record():
-    """A command is the text that was run, or says in words what no program of the history did; then a note has the method."""
+    """A command is the text that was run. If no program of the history made the record, the command says so in words, and the note has the
+    method."""
     if output_of("git", "rev-parse", "--is-shallow-repository") != "false":
         pytest.skip("the checkout has no history")
     missing = []
@@ -126,7 +127,7 @@ def test_documents_hold_the_tables_of_the_newest_records():
 
 
 def records_of(tmp_path, monkeypatch, **commits):
-    """report.table of the record `ours`, among others in its folder: name=(commit, {(case, side): ms})."""
+    """Returns report.table of the record `ours`, with other records in its folder. commits: name=(commit, {(case, side): ms})."""
     monkeypatch.setattr(report, "ROOT", tmp_path)
     for name, (commit, times) in commits.items():
         rows = [record.row(case, side, "float32", ms, ms) for (case, side), ms in times.items()]
@@ -150,7 +151,7 @@ def test_rival_of_another_record_of_the_commit_is_a_column(tmp_path, monkeypatch
     text = report.table(records)
     assert "| work | dtype | ours | cuDNN | FlashAttention-4 | ours, useful" in text
     assert f"| {DENSE} | float32 | 2 / 2 | 3 / 3 | 5 / 5 |" in text
-    # Ours is not in the run of the rivals.
+    # The run of the rivals does not have our side.
     assert "sliding window B1 H2 N64 D64 w8 | float32 | 4 / 4 |  |  |" in text
     assert (
         "[record](rival.json)), alternating with ours, which there took 1.50 to 1.50 times" in text
@@ -262,7 +263,7 @@ def test_ratio_is_median_over_first_side():
     assert second.endswith("3 / 6 ms, ratio 1.500 / 1.500")
 
 
-def test_ratios_before_and_after_are_of_the_same_side():
+def test_before_and_after_are_compared_per_side():
     rows = [
         record.row("a case", f"{when} {side}", "float32", forward=ms)
         for when, side, ms in [("before", "cpu", 2), ("before", "sdpa", 5), ("after", "cpu", 1), ("after", "sdpa", 5)]

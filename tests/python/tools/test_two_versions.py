@@ -1,4 +1,4 @@
-"""Two builds in the layout of Hugging Face's `kernels`, each with a namespace of its own, in one process.
+"""Loads two builds in the layout of Hugging Face's `kernels` in one process; each has its own namespace.
 
 FLASH_DMATTN_TEST_KERNELS names their folders: `make test-kernels`.
 """
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def load(folder: str):
-    """Loads as kernels.get_local_kernel does: the module has the name of the metadata's id."""
+    """Loads a build as kernels.get_local_kernel does, under the id in its metadata."""
     (variant,) = Path(folder, "build").iterdir()
     name = json.loads((variant / "metadata.json").read_text())["id"]
     if name in sys.modules:
@@ -32,7 +32,7 @@ def load(folder: str):
 
 
 class Namespaces(TorchDispatchMode):
-    """Namespaces of the operators that are called."""
+    """Records the namespaces of the operators that are called."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,7 @@ def libraries_of_their_own(monkeypatch):
     monkeypatch.delenv("FLASH_DMATTN_LIBRARY", raising=False)
 
 
-def test_two_versions_live_in_one_process():
+def test_two_versions_work_in_one_process():
     one, other = map(load, FOLDERS)
     assert one.__name__ != other.__name__
     assert one._core.ops.NAMESPACE == one.__name__

@@ -1,4 +1,4 @@
-"""Biases around the mask value of their dtype, in every form that attention takes."""
+"""Biases near the mask value of their dtype, in every form that attention accepts."""
 
 import torch
 
@@ -7,7 +7,7 @@ from flash_dmattn.check.compare import assert_matches_oracle
 from flash_dmattn.check.failed_elsewhere import forward_and_backward
 from flash_dmattn.check.oracle import Problem, causal_elements, select
 
-# A key bias or a dense bias; keys selected by it, or by separate scores.
+# The forms of a call: a key bias, a dense bias, and keys selected by the bias or by separate scores.
 FORMS = ("keys", "elements", "chosen keys", "keys beside scores", "elements beside scores")
 WINDOW = 9
 
@@ -17,7 +17,7 @@ def mask_value(dtype):
 
 
 def bias_around_mask_value(*shape, dtype):
-    """Normal numbers, some values that mask, and low values that do not."""
+    """Draws normal numbers, some values that mask, and low values that do not mask."""
     masking = [mask_value(dtype), torch.finfo(dtype).min, -torch.inf, torch.nan]
     low = [0.99 * mask_value(dtype)]
     if dtype != torch.float16:
@@ -29,7 +29,7 @@ def bias_around_mask_value(*shape, dtype):
 
 
 def problem_of(form, dtype, bias_dtype, lengths=(24, 64)):
-    """A problem in which every query sees a few normal biases, and the options of the call."""
+    """Returns a problem in which every query sees a few normal biases, and the options of the call."""
     length_q, length_k = lengths
     q, k, v, dout = (
         torch.randn(1, length, heads, 16).to(dtype)
@@ -50,7 +50,7 @@ def problem_of(form, dtype, bias_dtype, lengths=(24, 64)):
 
 
 def check_bias_that_masks(function, form, dtype, bias_dtype, device="cpu", lengths=(24, 64)):
-    """Forward and backward against the oracle."""
+    """Compares forward and backward with the oracle."""
     problem, choice = problem_of(form, dtype, bias_dtype, lengths)
     problem = to_device(problem, device)
     if "selection_scores" in choice:

@@ -1,4 +1,4 @@
-"""Calls of the CUDA backend, one of each kind, with their inputs and gradients."""
+"""Makes one call of each kind to the CUDA backend, with inputs and gradients."""
 
 from functools import partial
 
@@ -34,7 +34,7 @@ def gradients(function, inputs):
 
 
 def assert_close(actual, expected, where=""):
-    """Gradients may be added in another order from run to run, and are then rounded to 16 bits."""
+    """Allows rounding to 16 bits, because the order in which gradients are added changes from run to run."""
     for i, (got, wanted) in enumerate(zip(actual, expected, strict=True)):
         largest = wanted.abs().max().item()
         torch.testing.assert_close(
@@ -60,7 +60,7 @@ FUNCTIONS = {
 
 
 def attend_varlen(q, k, v, bias, offsets, **options):
-    """q, k, v [1, S, H, D], bias [1, H, S]: the sequences of one row, none longer than LONGEST."""
+    """Attends to packed sequences, none longer than LONGEST. q, k, v [1, S, H, D], bias [1, H, S]."""
     return flash_dmattn_varlen_func(
         q[0], k[0], v[0], offsets, offsets, LONGEST, LONGEST, attn_bias=bias[0].t(), is_causal=True,
         **options,
@@ -75,7 +75,7 @@ def attend_documents(q, k, v, bias, offsets):
     return flash_dmattn_func(q, k, v, attn_bias=bias, key_intervals=documents)
 
 
-# With all that a call has to know besides the offsets, which are on the device.
+# The call gets everything that it has to know besides the offsets, whose values are on the device.
 LONGEST = 200
 OFFSETS = [[0, 40, 40, 240, 300], [0, 200, 210, 250, 300], [0, 1, 150, 300, 300]]
 PACKED = {

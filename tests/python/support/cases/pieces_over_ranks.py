@@ -1,9 +1,9 @@
-"""Context parallelism over ranks with a device each, compared with the whole sequence on every one of the devices.
+"""Compares context parallelism over ranks, each with its own device, with the whole sequence on each device.
 
     torchrun --nproc_per_node 2 tests/python/support/cases/pieces_over_ranks.py NAME
 
-Each rank computes the whole by itself, so only pieces pass through NCCL, or through gloo where there is no GPU. A failure on one rank
-is raised on all of them.
+Each rank computes the whole sequence itself, so only pieces pass through NCCL, or through gloo without a GPU. A failure on one rank is
+raised on all ranks.
 """
 
 import os
@@ -31,7 +31,7 @@ from flash_dmattn.distributed.exchanged_keys import seen_keys
 NAMES = ("out", "dquery", "dkey", "dvalue", "dscores")
 EXCHANGES = ("direct", "two_hops")
 KINDS = ("normal", "ties", "falling", "rule", "documents")
-# Their rule is a window alone, whose tiles of visible keys are those of the whole.
+# The rule of these kinds is only a window, so a piece has the same tiles of visible keys as the whole.
 KINDS_OF_SAME_BITS = ("normal", "ties", "falling")
 
 # 16 bits round 2.9e-3 of the norm of dk away over two H100s, 2.4e-3 on one: the two together are below 2**-7. Over two ranks of a CPU
@@ -47,8 +47,8 @@ class Sizes(NamedTuple):
     heads_kv: int
     head_dim: int
     window: int
-    tokens: int  # of comparisons with the whole
-    tokens_in_double: int  # of the comparison with dense attention
+    tokens: int  # length in comparisons with the whole
+    tokens_in_double: int  # length in the comparison with dense attention
 
 
 class Ranks(NamedTuple):
@@ -58,13 +58,13 @@ class Ranks(NamedTuple):
     sizes: Sizes
 
     def rows(self, tokens):
-        """The rows of this rank in a sequence."""
+        """Returns the rows of a sequence that this rank has."""
         n = tokens // self.size
         return slice(self.rank * n, self.rank * n + n)
 
 
 def ranks_of_this_host(device):
-    """device: its kind. The sizes on a GPU are those at which sm90's kernels visit several tiles and blocks."""
+    """Returns the ranks, with sizes on a GPU at which sm90's kernels visit several tiles and blocks. device: "cuda" or "cpu"."""
     sizes = Sizes(4, 2, 16, 64, 512, 256)
     if device == "cuda":
         sizes = Sizes(16, 8, 128, 2048, 16384, 4096)
@@ -73,7 +73,7 @@ def ranks_of_this_host(device):
 
 
 def draw(ranks, tokens, seed, kind="normal"):
-    """q, k, v, scores as leaves, and dout: of the whole, the same on every rank."""
+    """Returns q, k, v and scores as leaves, and dout, for the whole sequence. They are the same on every rank."""
     sizes = ranks.sizes
     generator = torch.Generator(device=ranks.device).manual_seed(seed)
 
@@ -85,14 +85,14 @@ def draw(ranks, tokens, seed, kind="normal"):
     scores = normal(1, sizes.heads_kv, tokens, dtype=torch.float32)
     if kind == "ties":
         scores = (scores * 2).round() / 2
-    elif kind == "falling":  # so that every moved key is of rank 0
+    elif kind == "falling":  # all keys that move are then rank 0's
         scores = -torch.arange(tokens, device=ranks.device).expand_as(scores) / tokens
     leaves = [t.detach().clone().requires_grad_() for t in (q, k, v, scores)]
     return *leaves, dout
 
 
 def rule_of(ranks, kind):
-    """The arguments of a selection, and the documents of the sequence or None."""
+    """Returns the arguments of a selection, and the documents of the sequence or None."""
     tokens, window = ranks.sizes.tokens, ranks.sizes.window
     rule, offsets = {"keep_window_size": window}, None
     if kind == "rule":
@@ -110,7 +110,7 @@ def with_gradients(out, leaves, dout):
 
 
 def rows_of(tensors, rows):
-    """The rows of leaves, or of a result and its gradients: tokens are the last dimension of the last one."""
+    """Returns the rows of leaves, or of a result and its gradients. In the last tensor (scores), tokens are the last dimension."""
     return [*(t[:, rows] for t in tensors[:-1]), tensors[-1][..., rows]]
 
 
@@ -125,7 +125,7 @@ def attend_to_whole(leaves, dout, rule, offsets=None):
 
 
 def attend_to_piece(ranks, leaves, dout, **options):
-    """This rank's rows of the result and of the gradients."""
+    """Returns this rank's rows of the result and of the gradients."""
     rows = ranks.rows(dout.shape[1])
     piece = [t.detach().clone().requires_grad_() for t in rows_of(leaves, rows)]
     out = context_parallel_dmattn(*piece, group=dist.group.WORLD, **options)
@@ -133,13 +133,14 @@ def attend_to_piece(ranks, leaves, dout, **options):
 
 
 def norm_distance(actual, wanted):
-    """The norm of the difference, relative to that of `wanted`: 0 where both are 0, as gradients of keys that no query sees."""
+    """Returns the norm of the difference relative to the norm of `wanted`, or 0 if both are 0, like gradients of keys that no query
+    sees."""
     difference, size = (actual.double() - wanted.double()).norm(), wanted.double().norm()
     return (difference / size).item() if difference != 0 else 0.0
 
 
 def row_distance(actual, wanted):
-    """The largest difference of one row (a score: of one element), relative to its size and that of a typical row."""
+    """Returns the largest difference of one row (for scores, one element), relative to its size and the size of a typical row."""
     difference, size = (t.double() for t in (actual.float() - wanted.float(), wanted))
     if wanted.ndim == 4:
         difference, size = (t.norm(dim=-1) for t in (difference, size))
@@ -166,11 +167,11 @@ def pieces_of_one_kind(ranks, kind):
         yield exchange, attend_to_piece(ranks, leaves, dout, **options), expected
 
 
-# ---- Checks: each returns what is wrong on this rank ---------------------------------------------------
+# ---- Checks, each of which returns what is wrong on this rank ------------------------------------------
 
 
 def keys_of_pieces_equal_whole(ranks, kind):
-    """The keys that queries of a piece see are those of the whole: its intervals, clipped to the piece."""
+    """Queries of a piece see the same keys as in the whole sequence, whose intervals are clipped to the piece."""
     tokens, heads = ranks.sizes.tokens, ranks.sizes.heads_kv
     rule, offsets = rule_of(ranks, kind)
     scores = draw(ranks, tokens, 1, kind)[3].detach()
@@ -201,7 +202,7 @@ def keys_of_pieces_equal_whole(ranks, kind):
 
 
 def out_of_pieces_has_bits_of_whole(ranks, kind):
-    """On a GPU alone: a CPU rounds some elements of other rules otherwise."""
+    """Runs only on a GPU, because a CPU rounds some elements differently under other rules."""
     return [
         f"{exchange}: {(results[0] != expected[0]).sum().item()} elements of out have other bits"
         for exchange, results, expected in pieces_of_one_kind(ranks, kind)
@@ -222,7 +223,7 @@ def pieces_equal_whole_within_rounding(ranks, kind):
 
 
 def pieces_are_as_far_from_double_as_whole(ranks):
-    """The distance of all ranks' rows from dense attention in double, relative to that of the whole on one device."""
+    """Compares the distance of all ranks' rows from dense attention in double with the distance of the whole on one device."""
     sizes, tokens = ranks.sizes, ranks.sizes.tokens_in_double
     rule = {"keep_window_size": sizes.window // 4}
     *leaves, dout = draw(ranks, tokens, 2)
@@ -260,7 +261,7 @@ def deterministic_runs_have_same_bits(ranks):
 
 
 def headroom_has_bits_of_separate_keys(ranks):
-    """Keys and values after free rows, into which those of other ranks are received."""
+    """Keys and values lie after free rows, into which the rank receives those of other ranks."""
     tokens, window = ranks.sizes.tokens, ranks.sizes.window
     *leaves, dout = draw(ranks, tokens, 1)
     rows = ranks.rows(tokens)
@@ -286,7 +287,7 @@ def headroom_has_bits_of_separate_keys(ranks):
 
 
 def ranks_with_other_windows_raise(ranks):
-    """Each rank raises, and none waits for the others."""
+    """Each rank raises, and no rank waits for the others."""
     *leaves, dout = draw(ranks, ranks.sizes.tokens, 1)
     try:
         attend_to_piece(ranks, leaves, dout, keep_window_size=ranks.sizes.window + ranks.rank)
@@ -297,7 +298,7 @@ def ranks_with_other_windows_raise(ranks):
 
 
 def graph_has_bits_of_eager_run(ranks):
-    """Forward and backward, collectives included, captured and replayed; on a GPU alone."""
+    """A captured graph of forward and backward, collectives included, gives the same bits. Runs only on a GPU."""
     # pytest's paths do not reach torchrun's programs.
     sys.path.append(str(Path(__file__).parents[1] / "runtime"))
     from gpu import capture
@@ -316,7 +317,7 @@ def graph_has_bits_of_eager_run(ranks):
             return with_gradients(out, piece, dout[:, rows])
 
         eager = step()
-        # NCCL's thread asks for events during a capture, which is an error in the mode of all threads.
+        # NCCL's thread queries events during a capture, which is an error in the mode "global".
         graph, captured = capture(step, error_mode="thread_local")
         for tensor in captured:
             tensor.fill_(torch.nan)
@@ -327,7 +328,8 @@ def graph_has_bits_of_eager_run(ranks):
 
 
 def exchange_on_own_stream_has_same_bits(ranks):
-    """`begin_exchange`, a projection of queries and `attend_to_pieces`, with the exchange on the stream of the projection or another; on a GPU alone."""
+    """Runs `begin_exchange`, a projection of queries and `attend_to_pieces`, with the exchange on the projection's stream or another.
+    Runs only on a GPU."""
     sizes, tokens = ranks.sizes, ranks.sizes.tokens
     *leaves, dout = draw(ranks, tokens, 3)
     rows = ranks.rows(tokens)
@@ -382,7 +384,7 @@ def gather_values(ranks, value):
 
 
 def run_check(name, device):
-    """Fails on every rank where a check found something wrong on one."""
+    """Fails on every rank if the check found something wrong on any rank."""
     ranks = ranks_of_this_host(device)
     check, *arguments = (CHECKS | GPU_CHECKS)[name]
     texts_of_ranks = gather_values(ranks, check(ranks, *arguments))
@@ -394,13 +396,13 @@ def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # A rank that fails leaves the others in a collective: the limit ends them.
+    # A rank that fails leaves the others waiting in a collective until the time limit.
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=100))
     run_check(sys.argv[1], device)
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # threads of gloo outlive their group
+    os._exit(0)  # gloo's threads outlive their group
 
 
 if __name__ == "__main__":

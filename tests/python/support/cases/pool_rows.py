@@ -1,4 +1,4 @@
-"""Checks of views of some rows of a pool, as an engine takes them, against caches that hold those rows alone.
+"""Compares views of some rows of a pool, as an engine uses them, with caches that hold only those rows.
 
 They run on any device: `place` has its name, the dtype and the backend.
 """
@@ -26,7 +26,7 @@ class Place(NamedTuple):
     dtype: torch.dtype = torch.float32
 
     def tokens(self, batch, length=1):
-        """query, key, value and scores."""
+        """Draws query, key, value and scores."""
         heads = (HEADS * GROUP, HEADS, HEADS)
         states = (torch.randn(batch, length, h, DIM, device=self.device) for h in heads)
         scores = torch.randn(batch, HEADS, length, device=self.device)
@@ -36,8 +36,8 @@ class Place(NamedTuple):
         return torch.tensor(rows, dtype=torch.int32, device=self.device)
 
     def pool(self, rule):
-        """A pool in the blocks of an engine, each of which has a state of another layer and some bytes besides; with a prompt
-        of another length in every row. Returns the blocks, too."""
+        """Returns a pool with a prompt of a different length in every row, and its blocks. A block of the engine also has the state of
+        another layer and some further bytes."""
         state = SlotState(HEADS, SelectionRule(**rule), DIM, self.dtype)
         size = 2 * state.nbytes() + 384
         blocks = torch.zeros(ROWS, size, dtype=torch.uint8, device=self.device)
@@ -50,7 +50,7 @@ class Place(NamedTuple):
 
 
 def contents(cache):
-    """The number of tokens of each row and head, and its keys with their values and scores by entry, in no order."""
+    """Returns the number of tokens per row and head, and an unordered mapping from entry to key, value and score."""
     k, v, scores, entries, counts, seen = (t.cpu() for t in cache.tensors)
     rows = torch.cat([k.float(), v.float(), scores[..., None]], dim=-1).tolist()
     head_contents = []
@@ -160,7 +160,7 @@ CHECKS = (
 
 
 def check_drafts_of_rows(place, rule):
-    """Tokens of which a row keeps the first ones, through a copy with places for them: as steps of those that stay."""
+    """A row copies itself to a cache with room for drafts and keeps the first of them. The result equals steps of the kept tokens."""
     pool, _ = place.pool(rule)
     rows, kept = (5, 0, 2), (3, 1, 4)
     index, states = place.rows(*rows), place.tokens(len(rows), 4)

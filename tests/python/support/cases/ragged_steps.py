@@ -1,4 +1,4 @@
-"""Checks of steps in which every sequence brings any number of tokens, against attention over the whole of each sequence.
+"""Compares ragged steps, in which each sequence has any number of new tokens, with attention over each whole sequence.
 
 They run on any device: `place` has its name, the dtype and the backend.
 """
@@ -11,13 +11,13 @@ from token_streams import TOLERANCE
 
 
 def tokens_of(place, count):
-    """query, key, value [T, H, D] and scores [Hkv, T]."""
+    """Draws query, key, value [T, H, D] and scores [Hkv, T]."""
     query, key, value, scores = place.tokens(1, count)
     return query[0], key[0], value[0], scores[0]
 
 
 def whole(place, rule, states, scores_are_bias, softcap):
-    """Attention over a whole sequence, by the reference on the CPU."""
+    """Attends over a whole sequence with the reference backend on the CPU."""
     query, key, value, scores = (t.cpu()[None] for t in states)
     keys = select_key_intervals(scores, **rule)
     bias = scores[:, :, None] if scores_are_bias else None
@@ -28,7 +28,7 @@ def whole(place, rule, states, scores_are_bias, softcap):
 
 
 def check_sequences_alone(place, rule, draw, *, scores_are_bias=True, softcap=None):
-    """Texts of many lengths, in steps that are cut anywhere, in rows that others had before and between padding."""
+    """Runs texts of many lengths in steps cut at random places, between padding and in rows that other texts used before."""
     torch.manual_seed(draw.randrange(1000))
     pool, _ = place.pool(rule)
     texts = [tokens_of(place, draw.choice((1, 2, 23, 31, 40))) for _ in range(2 * ROWS)]

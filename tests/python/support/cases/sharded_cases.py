@@ -1,4 +1,4 @@
-"""Sequences cut into pieces: cases of context parallelism, what one process makes of them, and the keys by definition."""
+"""Cases of context parallelism, with the results of one process and the visible keys by definition."""
 
 import math
 from dataclasses import dataclass, field
@@ -18,8 +18,11 @@ HQ = 4
 
 @dataclass
 class Case:
-    """lengths: of pieces. scores: how they are made. mask: of padding. documents: how the sequence is packed. bias: "own" is another one
-    than the scores. rule, call: further arguments of the selection, and of attention."""
+    """A sequence cut into pieces, and the arguments of attention.
+
+    lengths: lengths of the pieces. scores: how they are drawn. mask: the padding. documents: how the sequence is packed.
+    bias: "own" is a separate tensor, not the scores. rule, call: further arguments of the selection and of attention.
+    """
 
     lengths: list
     window: object
@@ -101,7 +104,8 @@ def cases(ranks):
 
 
 def tensors(case, seed):
-    """query, key, value, scores, bias or None, dout, key_mask or None, offsets [B or 1, documents + 1] or None; of the whole."""
+    """Returns the tensors of the whole sequence: query, key, value, scores, bias or None, dout, key_mask or None, offsets
+    [B or 1, documents + 1] or None."""
     N, b, hkv = sum(case.lengths), case.batch, case.heads
     g = torch.Generator().manual_seed(seed)
     q, k, v, do = (
@@ -151,7 +155,7 @@ def tensors(case, seed):
 
 
 def present_keys(case, added, mask):
-    """bool [B, Hkv, N]: padding is not present, nor, where there are sinks, a key that the bias masks."""
+    """Returns bool [B, Hkv, N]. Padding is not present, and under a rule with sinks neither is a key that the bias masks."""
     B, H, N = case.batch, case.heads, sum(case.lengths)
     present = torch.ones(B, H, N, dtype=torch.bool)
     if mask is not None:
@@ -162,7 +166,7 @@ def present_keys(case, added, mask):
 
 
 def attention_in_one_process(case, q, k, v, s, bias, mask, offsets, sink_logits):
-    """out and lse by calls that know nothing of pieces."""
+    """Returns out and lse of ordinary calls, without pieces."""
     call = {"return_lse": True, **case.call}
     if "sink_logits" in call:
         call["sink_logits"] = sink_logits
@@ -178,7 +182,7 @@ def attention_in_one_process(case, q, k, v, s, bias, mask, offsets, sink_logits)
 
 
 def keys_by_definition(case, s, bias, mask, offsets):
-    """bool [B, Hkv, N, N]."""
+    """Returns which keys each query sees, bool [B, Hkv, N, N]."""
     B, H, N = case.batch, case.heads, s.shape[-1]
     s = s.expand(B, H, N)
     at = torch.arange(N)
@@ -207,7 +211,7 @@ def keys_by_definition(case, s, bias, mask, offsets):
 
 
 class Whole(NamedTuple):
-    """A case and what one process makes of it, which all ranks and exchanges are compared with."""
+    """A case and the results of one process, with which all ranks and exchanges are compared."""
 
     case: Case
     inputs: tuple  # of `tensors`
@@ -219,7 +223,7 @@ class Whole(NamedTuple):
 
 
 def in_one_process(case, seed):
-    """The Whole of a case."""
+    """Computes a case in one process."""
     inputs = q, k, v, s, bias, do, mask, offsets = tensors(case, seed)
     sinks = torch.linspace(-1, 1, HQ) if case.call.get("sink_logits") else None
     leaves = [t.clone().requires_grad_() for t in (q, k, v, s, *([] if bias is None else [bias]))]
@@ -231,8 +235,8 @@ def in_one_process(case, seed):
 
 
 def compare_with_one_process(whole, group, rank, exchange):
-    """Fails where the piece of a rank differs from the same rows of one process: out and lse by more than rounding, the gradients
-    likewise, the keys at all."""
+    """Fails if the piece of a rank differs from the same rows of one process. out, lse and gradients may differ by rounding, the visible
+    keys must be equal."""
     case, sinks = whole.case, whole.sink_logits
     q, k, v, s, bias, do, mask, offsets = whole.inputs
     begin = sum(case.lengths[:rank])
@@ -275,7 +279,7 @@ def compare_with_one_process(whole, group, rank, exchange):
 
 
 def keys_seen(exchanged):
-    """bool [B, Hkv, n, N], of the keys that queries of a rank see."""
+    """Returns which keys the queries of a rank see, bool [B, Hkv, n, N]."""
     _, visible = seen_keys(exchanged)
     mask = visible.keys.to_mask()
     begins = exchanged.boundary.pieces.begins
@@ -295,7 +299,7 @@ def normal(*shape, seed=0):
 
 
 def whole_and_piece(rank, count, n=40, heads=2, w=17, seed=0, batch=2):
-    """q, k, v, dout, scores of the whole, and the rows of a rank."""
+    """Draws q, k, v, dout and scores of the whole sequence. Also returns the rows of a rank."""
     q, k, v, do = (
         normal(batch, n * count, h, 16, seed=seed + i) for i, h in enumerate((4, heads, heads, 4))
     )

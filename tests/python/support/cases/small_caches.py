@@ -1,4 +1,4 @@
-"""Sizes and tokens of KV caches for tests of errors, which leave a cache as it was."""
+"""Sizes and tokens of KV caches for tests of errors that leave a cache unchanged."""
 
 import re
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import torch
 
 B, HKV, HQ, D, WINDOW, CHUNK, PLACES = 2, 2, 4, 8, 4, 3, 9
 
-# Options of a step, a chunk and a ragged step, which name them alike.
+# Bad values of options that steps, chunks and ragged steps share.
 BAD_NUMBERS = [
     ("scale: got inf", {"scale": float("inf")}),
     ("scale: got nan", {"scale": float("nan")}),

@@ -1,4 +1,4 @@
-"""Streams of tokens for KV caches, and what holds of a cache however a stream is cut.
+"""Streams of tokens for KV caches, and checks that hold however a stream is cut.
 
 The checks take a stream on any device, and run on it.
 """
@@ -23,7 +23,7 @@ NUMERICS = (
     {"scores_are_bias": False},
     {"scale": 0.9, "softcap": 2.0, "scores_are_bias": False},
 )
-# The parts of rules without the window; None: there are none.
+# The parts of a rule other than its window; None has none.
 RULES = (
     None,
     {"recent_window": 5},
@@ -35,9 +35,10 @@ RULES = (
 
 
 class Stream:
-    """Tokens of a batch, and the result of full attention with per-query selection: the reference's, on the CPU.
+    """Tokens of a batch, and the reference backend's result of full attention with per-query selection, on the CPU.
 
-    Only from token `first` on; before it is NaN. rule: the parts of the rule without the window.
+    first: the first token that has a result; earlier ones have NaN.
+    rule: the parts of the rule other than its window.
     """
 
     def __init__(self, length, window, *, batch=2, heads=2, group=2, head_dim=8, dtype=torch.float32,
@@ -77,7 +78,7 @@ class Stream:
         self.out = torch.full_like(self.q, torch.nan)
         self.lse = torch.full((batch, heads * group, length), torch.nan)
         choice = {"keep_window_size": window, "selection_scores": self.scores}
-        if rule:  # keys whose bias masks are keys here
+        if rule:  # here a key whose bias masks still counts as a key
             choice = {
                 "key_intervals": select_key_intervals(
                     self.scores, **self.rule, key_mask=self.mask, query_length=length - first
@@ -112,7 +113,7 @@ class Stream:
 
 
 def check_scores_that_mask(dtype, device="cpu"):
-    """Scores are float32, whatever the dtype of the cache: -2e4 is a number, -1e30 masks."""
+    """Scores are float32 whatever the dtype of the cache, so -2e4 is an ordinary number and -1e30 masks."""
     q, k, v = (torch.randn(1, 1, 1, 8, dtype=dtype, device=device) for _ in range(3))
     for score, visible in ((-2e4, True), (-0.99e30, True), (-1e30, False)):
         cache = KVSlots(1, 1, 4, 8, dtype=dtype, device=device)
@@ -121,7 +122,7 @@ def check_scores_that_mask(dtype, device="cpu"):
 
 
 def check_split(stream, prefill, pieces, backend=""):
-    """A prompt of `prefill` tokens, then pieces: one token by a step, several by a chunk."""
+    """Runs a prompt of `prefill` tokens and then the pieces, with a step for one token and a chunk for several."""
     cache = stream.slots(chunk=max(pieces), backend=backend)
     if prefill:
         k, v, scores = stream.tokens(0, prefill)
@@ -146,7 +147,7 @@ def check_split(stream, prefill, pieces, backend=""):
 
 
 def check_speculation(stream, speculated, seed):
-    """(pending tokens, accepted in row 0, accepted in row 1): the rejected ones leave no trace."""
+    """Checks that rejected tokens leave no trace. speculated: (pending tokens, accepted in row 0, accepted in row 1)."""
     cache = stream.slots(chunk=max(size for size, *_ in speculated))
     place = [0, 0]
     generator = torch.Generator().manual_seed(seed)
@@ -177,7 +178,7 @@ def _tokens_with_queries(stream, begin, end):
 
 
 def _junk_after(tokens, count, generator):
-    """Tokens of which those after `count` are others, with high scores."""
+    """Replaces the tokens after the first `count` by others with high scores."""
     if tokens.dtype == torch.bool:
         return tokens
     junk = (torch.randn(tokens.shape, generator=generator).abs() + 9).to(tokens)
@@ -203,7 +204,7 @@ def check_drops(stream, pieces, dropped):
 
 
 def check_ragged(stream, begin, steps):
-    """A batch padded on the right, of `begin` tokens and half as many, then steps: each row as if it were alone."""
+    """Checks that each row of a right-padded batch with `begin` and `begin` / 2 tokens, and then steps, equals the row alone."""
     cache = stream.slots()
     lengths = torch.tensor([begin, max(1, begin // 2)], dtype=torch.int32, device=stream.device)
     k, v, scores = stream.tokens(0, begin)
@@ -224,7 +225,7 @@ def check_ragged(stream, begin, steps):
 
 
 def check_with_kvcache(stream, pieces, mode, layout):
-    """flash_dmattn_with_kvcache on a cache of "all keys" or of "slots", laid out "by token" or "by head".
+    """Checks flash_dmattn_with_kvcache on a cache of "all keys" or of "slots", laid out "by token" or "by head".
 
     A cache of all keys has padding on the left only.
     """
@@ -284,7 +285,8 @@ def check_with_kvcache(stream, pieces, mode, layout):
 
 
 def check_not_finite(stream, name, value, mode):
-    """A number in q, k or v shows, or saturates, as in flash_dmattn_func: in steps, in chunks and in a cache of all keys."""
+    """Checks that a non-finite number in q, k or v propagates or saturates as in flash_dmattn_func, in steps, chunks and a cache of all
+    keys."""
     length, chunk, spoiled = stream.length, 3, stream.length // 2 + 1
     batch, _, heads, head_dim = stream.k.shape
     getattr(stream, name)[0, spoiled, 0, 3] = value

@@ -1,4 +1,4 @@
-"""N x N maths in plain torch, and the calls of transformers' attention function that are compared with it."""
+"""Attention with N x N tensors in plain torch, and the calls of transformers' attention function that are compared with it."""
 
 import torch
 
@@ -21,14 +21,14 @@ def causal(query_length=S):
 
 
 def padded_causal(query_length=S):
-    """[B, 1, Sq, S]: the first row padded on the left, the second on the right."""
+    """Returns a causal mask [B, 1, Sq, S] with left padding in the first row and right padding in the second."""
     present = torch.ones(B, S, dtype=torch.bool)
     present[0, :8], present[1, -6:] = False, False
     return present[:, None, None] & causal(query_length)
 
 
 def dense_attention(query, key, value, visible, bias):
-    """Softmax over the visible keys; rows without any are 0. Everything [.., H, Sq, Sk]."""
+    """Attends with a softmax over the visible keys; rows without a visible key are 0. Tensors are [.., H, Sq, Sk]."""
     heads = [t.repeat_interleave(HQ // HKV, dim=2) for t in (key, value)]
     scores = torch.einsum("bqhd,bkhd->bhqk", query, heads[0]) * D**-0.5
     if bias is not None:
@@ -49,7 +49,7 @@ def attend(query, key, value, mask, bias, **kwargs):
 
 
 def assert_same(inputs, actual, expected):
-    """Outputs and the gradients of every input that has them."""
+    """Compares outputs, and the gradients of all inputs that require one."""
     direction = torch.randn_like(expected)
     inputs = [t for t in inputs if t is not None and t.requires_grad]
     gradients = [

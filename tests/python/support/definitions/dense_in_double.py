@@ -1,4 +1,4 @@
-"""Attention over all elements by torch's own operators in double, with autograd's gradients."""
+"""Dense attention with torch's own operators in double, with autograd's gradients."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from torch import Tensor
 def dense_in_double(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, seen: Tensor, *, softcap=0.0, delay=0, sinks=None
 ) -> tuple[Tensor, Tensor]:
-    """out [B, Sq, Hq, D] and lse [B, Hq, Sq]; out of a row without keys is 0.
+    """Returns out [B, Sq, Hq, D] and lse [B, Hq, Sq]. A row without keys has out 0.
 
-    q [B, Sq, Hq, D], k and v [B, Sk, Hkv, D]; bias [B, H, Sk] with H = Hq, Hkv or 1, which counts for keys of that age (`delay`)
-    and older; seen broadcasts to [B, Hq, Sq, Sk]; sinks [Hq], the logits of keys without values.
+    q: [B, Sq, Hq, D]. k, v: [B, Sk, Hkv, D].
+    bias: [B, H, Sk] with H = Hq, Hkv or 1. It applies to keys that are at least `delay` queries old.
+    seen: broadcasts to [B, Hq, Sq, Sk].
+    sinks: [Hq], the logits of keys without values.
     """
     heads, length_q, length_k = q.shape[2], q.shape[1], k.shape[1]
     q, k, v = (t.double().transpose(1, 2) for t in (q, k, v))

@@ -1,4 +1,4 @@
-"""The table of docs/numerics.md: results of inputs that are not finite under saturation."""
+"""The table of docs/numerics.md, which has the results of non-finite inputs under saturation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def make_inputs(
 
 
 def expected(inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """out [1, S, H, D] and lse [1, H, S] by the table, in double; all queries see all keys."""
+    """Computes out [1, S, H, D] and lse [1, H, S] by the table, in double. All queries see all keys."""
     dtype = inputs["q"].dtype
     q, k, v, bias = (inputs[name].double().cpu() for name in ("q", "k", "v", "bias"))
     q, k, v = (
@@ -84,7 +84,7 @@ def assert_row(
     device: str = "cpu",
     backward: bool = True,
 ) -> None:
-    """attend(q, k, v, bias) -> out, lse. Its gradients are finite, and where dout is not it counts as 0."""
+    """Compares `attend`(q, k, v, bias) -> (out, lse) with the table. Gradients must be finite, and a non-finite dout counts as 0."""
     inputs = make_inputs(row, length, head_dim, dtype, device, heads)
     where = f"{row}, {dtype}, {length} x {head_dim}"
     leaves = [inputs[name].requires_grad_(backward) for name in ("q", "k", "v", "bias")]
@@ -102,7 +102,7 @@ def assert_row(
     for name, got, wanted in zip(("dq", "dk", "dv", "dbias"), gradients, cleaned, strict=True):
         largest = got.abs().max().double().item()
         assert largest <= limit, f"{where}: {name} has {largest}"
-        if "dout" in ROWS[row]:  # not the same bits: on a GPU blocks add to sums as they come
+        if "dout" in ROWS[row]:  # bits differ, because on a GPU the order of additions varies
             assert_close(f"{where}: {name}", got, wanted, dtype)
 
 

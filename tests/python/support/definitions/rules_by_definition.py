@@ -1,4 +1,4 @@
-"""Which keys a query sees under a rule, by the rule's words: for each query, key and competitor."""
+"""Defines which keys a query sees under a rule, by a comparison of each query, key and competitor."""
 
 import torch
 
@@ -6,10 +6,10 @@ import torch
 def visible_keys(
     scores, rule, *, is_causal, query_positions, query_documents, key_positions, key_documents, present, last_position
 ):  # fmt: skip
-    """bool [Sq, Sk].
+    """Returns bool [Sq, Sk].
 
-    scores, key_positions, key_documents, present: [Sk]; query_positions, query_documents: [Sq].
-    last_position: [documents], that of the last query of each, at which a global choice is made.
+    scores, key_positions, key_documents, present: [Sk]. query_positions, query_documents: [Sq].
+    last_position: [documents], the position of each document's last query, at which global selection takes place.
     """
     scores = scores.double()
     window = len(scores) if rule.keep_window_size is None else rule.keep_window_size

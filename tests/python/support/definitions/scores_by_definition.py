@@ -1,5 +1,5 @@
-"""Attention of layers with learned scores by its words, with N x N tensors in plain torch, as an implementation of
-transformers' attention interface."""
+"""The definition of attention with learned scores, with N x N tensors in plain torch, as an implementation of transformers' attention
+interface."""
 
 import contextlib
 
@@ -10,12 +10,12 @@ from flash_dmattn.integrations.transformers.learned_scores.add import scored_lay
 from rules_by_definition import visible_keys
 
 NAME = "scores_by_definition"
-_hidden = {}  # of the layers that are running
+_hidden = {}  # hidden states by running layer
 
 
 @contextlib.contextmanager
 def by_definition(model):
-    """Within it the layers of a model attend by definition. Rows that are not padded are comparable."""
+    """Within this context, the layers of a model attend by definition. Only rows that are not padding can be compared."""
     layers = scored_layers(model)
     hooks = [layer.register_forward_pre_hook(_remember, with_kwargs=True) for layer in layers]
     names = [layer.config._attn_implementation for layer in layers]
@@ -69,11 +69,11 @@ def _attend(
 
 
 def _bias_and_keys(layer, scores, mask):
-    """The bias and the visible keys, [B, Hkv, S, S], of texts under a mask of causality, padding and packing."""
+    """Returns bias and visible keys, [B, Hkv, S, S], of texts under a mask of causality, padding and packing."""
     rule, length = layer.score_rule, scores.shape[2]
     positions = torch.arange(length)
     old = positions[:, None] - positions >= rule.recent_window
-    # Sinks are what a rule with no other keys shows.
+    # A rule with no other keys shows only the sinks.
     alone = rule._replace(keep_window_size=0, recent_window=0, score_threshold=None)
     sinks = _keys_of_rule(alone, scores, mask)
     if layer.score_phase == "hard":
@@ -84,7 +84,7 @@ def _bias_and_keys(layer, scores, mask):
 
 
 def _keys_of_rule(rule, scores, mask):
-    """bool [B, Hkv, S, S]."""
+    """Returns which keys the rule shows, bool [B, Hkv, S, S]."""
     batch, heads, length = scores.shape
     positions = torch.arange(length)
     windows = rule.keep_window_size
@@ -93,7 +93,7 @@ def _keys_of_rule(rule, scores, mask):
     for row in range(batch):
         allowed = mask[min(row, len(mask) - 1), 0]
         present = allowed.any(0)
-        # Documents: no query sees a key of another one.
+        # No query sees a key of another document.
         documents = (
             torch.where(present, (allowed * positions[:, None]).amax(0), -1).cummax(0).values
         )
@@ -109,7 +109,7 @@ def _keys_of_rule(rule, scores, mask):
 
 
 def _mask(*args, **kwargs):
-    """bool [B, 1, S, S], never None."""
+    """Returns a mask, bool [B, 1, S, S], never None."""
     kwargs = kwargs | {"allow_is_causal_skip": False}
     return masking_utils.sdpa_mask(*args, **kwargs)
 

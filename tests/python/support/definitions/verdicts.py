@@ -1,4 +1,4 @@
-"""Verdicts of `flash_dmattn.check` as assertions."""
+"""Turns verdicts of `flash_dmattn.check` into assertions."""
 
 from collections.abc import Iterable
 

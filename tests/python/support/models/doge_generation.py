@@ -1,4 +1,4 @@
-"""Helpers of the tests of generation: small Doge models, and the brute force that they are compared with."""
+"""Small Doge models for tests of generation, and the brute-force models that they are compared with."""
 
 import copy
 import functools
@@ -13,9 +13,9 @@ VOCABULARY, WINDOW = 397, 9
 
 
 def make_model(window=WINDOW, **options):
-    """A float32 model whose keys differ in score; in the first layer all tie, and the recent ones are kept.
+    """Returns a float32 model whose keys have different scores. Only in the first layer all keys tie, so it keeps the recent ones.
 
-    (Equal tokens would have equal scores there except for rounding, which depends on how many tokens a product has.)
+    Otherwise equal tokens would have equal scores there except for rounding, which depends on the number of tokens in a product.
     """
     config = DogeConfig(
         **{
@@ -35,7 +35,7 @@ def make_model(window=WINDOW, **options):
 
 
 def greedy_tokens_by_prompt(model, count):
-    """A function from a prompt to the `count` tokens that `generate` adds, which is called once for each prompt."""
+    """Returns a function from a prompt to the `count` tokens that `generate` adds. It calls `generate` once per prompt."""
 
     @functools.cache
     def generate(prompt):
@@ -49,13 +49,13 @@ def greedy_tokens_by_prompt(model, count):
 
 
 def make_pair(**options):
-    """(brute force, ours) with the same weights."""
+    """Returns (brute force, ours) with the same weights."""
     model = make_model(**options)
     return brute_force_of(model), enable_flash_dmattn(model)
 
 
 def brute_force_of(model):
-    """A copy with eager attention over all keys, that keeps the more recent of equal scores."""
+    """Returns a copy with eager attention over all keys. Of equal scores it keeps the more recent."""
     eager = copy.deepcopy(model)
     eager.set_attn_implementation("eager")
     keep_recent_of_equal_scores(eager)
@@ -63,13 +63,13 @@ def brute_force_of(model):
 
 
 def keep_recent_of_equal_scores(model):
-    """Lets eager attention keep the more recent of equal scores, of which it keeps an arbitrary one."""
+    """Makes eager attention keep the more recent of equal scores, instead of an arbitrary one."""
     for layer in model.model.layers:
         layer.self_attn.prepare_dynamic_mask = types.MethodType(_dynamic_mask, layer.self_attn)
 
 
 def _dynamic_mask(self, hidden_states, dt_states, keep_window_size, attention_mask):
-    """[B, Hkv, Sq, Sk]: the score of every key that a query keeps, and the lowest number elsewhere."""
+    """Returns [B, Hkv, Sq, Sk] with the score of every key that a query keeps, and the lowest number elsewhere."""
     lowest = torch.finfo(hidden_states.dtype).min
     scores = dt_states[:, :, None, :].expand(-1, -1, hidden_states.shape[1], -1)
     allowed = attention_mask[..., : scores.shape[-1]]
@@ -82,21 +82,21 @@ def _dynamic_mask(self, hidden_states, dt_states, keep_window_size, attention_ma
 
 
 def make_ids(batch=2, length=40, seed=0):
-    """No token twice in a row of the batch."""
+    """Returns tokens, none of them twice in a row of the batch."""
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randperm(VOCABULARY - 1, generator=generator)[:length] + 1 for _ in range(batch)]
     return torch.stack(rows)
 
 
 def left_padding(batch, length, missing):
-    """The attention mask of a batch whose first row has `missing` tokens fewer."""
+    """Returns the attention mask of a batch whose first row has `missing` tokens of left padding."""
     mask = torch.ones(batch, length, dtype=torch.long)
     mask[0, :missing] = 0
     return mask
 
 
 class RepeatsOfThree(LogitsProcessor):
-    """Two of three tokens repeat what followed the last token before, so that prompt lookup guesses some of them."""
+    """Makes two of three tokens repeat what followed the last token earlier, so that prompt lookup guesses some correctly."""
 
     def __call__(self, input_ids, scores):
         (ids,) = input_ids.tolist()
@@ -109,7 +109,8 @@ class RepeatsOfThree(LogitsProcessor):
 
 
 def assert_same_generation(oracle, ours, ids, *caches, **options):
-    """Token for token, and logits to rounding. caches: for ours, one after the other; the brute force has transformers' own."""
+    """Compares generated tokens exactly and logits within rounding. caches: used by `ours` one after the other; `oracle` uses
+    transformers' own cache."""
     options = {
         "attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False,
         "return_dict_in_generate": True, "output_logits": True, **options,

@@ -1,4 +1,4 @@
-"""How far the gradients of a 16-bit Doge are from those of the float32 model."""
+"""Measures how far the gradients of a 16-bit Doge are from those of the float32 model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from transformers import DogeConfig, DogeForCausalLM
 from flash_dmattn.integrations.transformers import enable_flash_dmattn
 
 LENGTH, WINDOW = 400, 96
-SCORED = ("dt_proj", "A", "q_proj", "k_proj", "v_proj")  # what the choice of keys moves most
+# The gradients of these parameters depend most on which keys are selected.
+SCORED = ("dt_proj", "A", "q_proj", "k_proj", "v_proj")
 _VOCABULARY = 401
 
 
 def make_doge(seed: int, window: int = WINDOW) -> tuple[DogeForCausalLM, torch.Tensor]:
-    """An eager float32 model with weights that bf16 has too, and tokens none of which comes twice."""
+    """Returns an eager float32 model whose weights are exact in bf16, and tokens without repetition."""
     torch.manual_seed(seed)
     config = DogeConfig(
         vocab_size=_VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=3,
@@ -42,9 +43,9 @@ def median_distances(
     window: int = WINDOW,
     seeds: int = 5,
 ) -> dict[str, dict[str, float]]:
-    """Relative distance of each kind of parameter's gradient for "eager" and "ours", in the worst layer.
+    """Returns, for "eager" and "ours", the relative error of each kind of parameter's gradient in the worst layer.
 
-    The median over the seeds. The yardstick is eager attention in float32 on the CPU.
+    The error is the median over the seeds, relative to eager attention in float32 on the CPU.
     """
     samples = {"eager": {}, "ours": {}}
     for seed in range(seeds):
@@ -73,8 +74,8 @@ def assert_the_choice_is_that_of_float32(distances: dict[str, dict[str, float]])
 def assert_the_error_of_delta_does_not_add_up(
     distances: dict[str, dict[str, float]], most: float = 2
 ) -> None:
-    """Distances of models without a selection. most: of A's, in those of eager attention. On a CPU it is 0.2 to 0.5, and would be
-    1.5 to 5 if the error added up."""
+    """Compares models without selection. most: the largest allowed ratio of our error of A to that of eager attention. On a CPU the ratio
+    is 0.2 to 0.5; it would be 1.5 to 5 if the error added up."""
     ours, eager = (distances[side]["A"] for side in ("ours", "eager"))
     assert ours <= most * eager, (ours, eager)
 
@@ -84,7 +85,7 @@ def _backward(model: DogeForCausalLM, ids: torch.Tensor) -> None:
 
 
 def _distances(model: DogeForCausalLM, exact: DogeForCausalLM) -> dict[str, float]:
-    """Parameters of all layers under one name, without the layer's number: the largest distance."""
+    """Returns the largest distance of any layer for each parameter's name without the layer's number."""
     worst: dict[str, float] = {}
     expected = dict(exact.named_parameters())
     for name, parameter in model.named_parameters():

@@ -26,7 +26,7 @@ def make_doge(**settings):
 
 
 def batch_of(kind, seed=7):
-    """input_ids, labels, and what describes padding or documents."""
+    """Returns input_ids, labels, and the arguments that describe padding or documents."""
     tokens = torch.randint(VOCABULARY, (BATCH, N), generator=torch.Generator().manual_seed(seed))
     labels, described = tokens.clone(), {}
     if kind == "padded":
@@ -52,7 +52,7 @@ def whole_loss(model, kind, seed=7):
 
 
 def piece_loss(model, context, kind, seed=7):
-    """The part of this rank in the loss: their sum is the whole."""
+    """Returns this rank's part of the loss; the parts of all ranks add up to the whole."""
     tokens, labels, described = batch_of(kind, seed)
     piece = context.shard(tokens, labels, **described)
     mask = {} if piece.key_mask is None else {"attention_mask": piece.key_mask}
@@ -67,9 +67,10 @@ def piece_loss(model, context, kind, seed=7):
 
 
 def compare_step(model, pieces, kind, tolerance, checkpointed=False, compiled=False):
-    """Compares loss and gradients of a model with those of its copy of which each rank has pieces of the sequences.
+    """Compares loss and gradients of a model with those of its copy, for which each rank has pieces of the sequences.
 
-    tolerance: of a gradient, relative to its largest element. Returns the largest element of each gradient by its parameter's name.
+    tolerance: largest error of a gradient, relative to its largest element.
+    Returns {parameter name: largest element of its gradient}.
     """
     from flash_dmattn.distributed import ContextParallel
 
@@ -78,7 +79,7 @@ def compare_step(model, pieces, kind, tolerance, checkpointed=False, compiled=Fa
     if checkpointed:
         pieces.gradient_checkpointing_enable({"use_reentrant": False})
     if compiled:
-        # After a layer that is not: another one would be compiled as long again.
+        # The first layer is not compiled, because a second compiled layer would double the compile time.
         pieces.model.layers[-1].compile(fullgraph=True, backend="aot_eager")
     part = piece_loss(pieces, ContextParallel(dist.group.WORLD), kind)
     part.backward()
@@ -98,7 +99,7 @@ def compare_step(model, pieces, kind, tolerance, checkpointed=False, compiled=Fa
 
 @torch.no_grad()
 def compare_generation(rank, model, pieces):
-    """A prompt in pieces, after which every rank continues alone from the end of its piece."""
+    """Reads a prompt in pieces, after which every rank continues alone from the end of its piece."""
     from flash_dmattn.distributed import ContextParallel
     from flash_dmattn.integrations.transformers import DynamicMaskCache, enable_flash_dmattn
 

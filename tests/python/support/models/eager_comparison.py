@@ -1,7 +1,7 @@
-"""Compares a model under a name of attention with eager attention: the same weights, the same inputs, float32.
+"""Compares a model under an attention implementation's name with eager attention, with the same weights and inputs in float32.
 
-Between what is equal and what is not lies a wide gap. Of all classes of transformers 5.24 the results that are meant to be equal
-differ by less than 1e-4 of their largest value, and those of a wrong mask by more than 1e-2; `TOLERANCE` is in the middle.
+There is a wide gap between equal and different results. In all classes of transformers 5.24, results that should be equal differ by less
+than 1e-4 of their largest value, and results of a wrong mask by more than 1e-2. `TOLERANCE` is in the middle.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tiny_sizes import PADDED
 
 TOLERANCE = 1e-3
 GENERATING = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")
-_CHANGED = 4  # last tokens, to see whether earlier ones notice
+_CHANGED = 4  # how many last tokens are changed, to see whether earlier tokens notice
 
 Results = dict[str, "torch.Tensor | list[torch.Tensor] | Exception"]
 
@@ -30,18 +30,24 @@ Results = dict[str, "torch.Tensor | list[torch.Tensor] | Exception"]
 class Verdict(NamedTuple):
     """The behaviour of a class under a name.
 
-    kind: "equal"; "own", it computes attention itself and equals eager; "refused", it raises when it is built; "raises" at a
-        call, `reason` says with which inputs; "wrong"; "none", it has no attention; "untested".
+    kind: one of
+        "equal": the results equal eager attention.
+        "own": the class computes attention itself and equals eager attention.
+        "refused": building the model raises.
+        "raises": a call raises; `reason` says with which inputs.
+        "wrong": the results differ.
+        "none": the class has no attention.
+        "untested": the class could not be tested.
     """
 
     kind: str
     reason: str = ""
-    error: float = 0.0  # the largest, relative to the largest expected value
-    tested: tuple[str, ...] = ()  # the inputs
+    error: float = 0.0  # largest error, relative to the largest expected value
+    tested: tuple[str, ...] = ()  # names of the tested inputs
 
 
 def compare(model_class: ModelClass, name: str) -> Verdict:
-    """The verdict on a class under attn_implementation=`name`."""
+    """Returns the verdict on a class under attn_implementation=`name`."""
     try:
         config = tiny_config(model_class)
         eager = tiny_model(model_class, config, "eager")
@@ -80,7 +86,7 @@ def compare(model_class: ModelClass, name: str) -> Verdict:
 
 
 def _refusal(model_class: ModelClass, name: str) -> str:
-    """The reason for which a name is refused for a class, without a model that could be called; empty: it is not refused."""
+    """Returns the reason why a class refuses a name, or "" if it does not. Needs no model that can be called."""
     try:
         with torch.device("meta"):
             getattr(transformers, model_class.name)._from_config(
@@ -109,7 +115,7 @@ def _results_that_see_padding(eager: torch.nn.Module, inputs: dict, expected: Re
 
 
 def _may_attend(model_class: ModelClass) -> bool:
-    """Whether the source of a class that cannot be built has a softmax, or may get one from models that it is made of."""
+    """Returns whether a class that cannot be built may attend: its source has a softmax, or the models it contains may have one."""
     name = getattr(getattr(transformers, model_class.name, None), "__module__", "")
     if not name.startswith("transformers.models.") or name not in sys.modules:
         return True  # the class needs another package
@@ -139,7 +145,8 @@ def _verdict(got: Results, expected: Results, is_ours: bool) -> Verdict:
 
 
 def results(model: torch.nn.Module, inputs: dict, model_class: ModelClass) -> Results:
-    """Logits (or the last states) of one model for every kind of input, gradients of all parameters, or what was raised."""
+    """Returns a model's logits (or last states) for every kind of input and the gradients of all parameters, or the error that was
+    raised."""
     names = inspect.signature(model.forward).parameters
     free = {"use_cache": False} if "use_cache" in names else {}
     key = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
@@ -176,7 +183,7 @@ def results(model: torch.nn.Module, inputs: dict, model_class: ModelClass) -> Re
 
 
 def _padded(inputs: dict) -> dict[str, dict]:
-    """Inputs whose first row has padding."""
+    """Returns inputs with padding in the first row."""
     if "input_ids" not in inputs:
         return {}
     left, right = (torch.ones_like(inputs["input_ids"]) for _ in range(2))
@@ -193,18 +200,18 @@ def _padded(inputs: dict) -> dict[str, dict]:
 
 
 def _short(inputs: dict, length: int) -> dict:
-    """The first tokens of every input that has some."""
+    """Returns the first tokens of every input with tokens."""
     tokens = {inputs[key].shape for key in ("input_ids", "decoder_input_ids") if key in inputs}
     return {k: v[:, :length] if v.shape[:2] in tokens else v for k, v in inputs.items()}
 
 
 def _real(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Logits of real tokens, if there are logits for each token."""
+    """Returns the logits of real tokens, if there are logits for each token."""
     return logits[mask.bool()] if logits.shape[:2] == mask.shape else logits
 
 
 def _leak(logits: Callable[..., torch.Tensor], inputs: dict, key: str) -> torch.Tensor:
-    """How earlier tokens change with the last ones: 0 where attention is causal."""
+    """Returns how much earlier tokens change with the last ones, which is 0 under causal attention."""
     changed = inputs[key].clone()
     changed[:, -_CHANGED:] = changed[:, -_CHANGED:].flip(0)
     before, after = logits(), logits(**{key: changed})
@@ -214,7 +221,7 @@ def _leak(logits: Callable[..., torch.Tensor], inputs: dict, key: str) -> torch.
 
 
 def _gradients(model: torch.nn.Module, inputs: dict) -> list[torch.Tensor]:
-    """Gradients of a random sum of all logits with respect to all parameters."""
+    """Returns the gradients of a random weighted sum of all logits with respect to all parameters."""
     model.zero_grad()
     out = _logits(model(**inputs))
     out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(4)))
@@ -226,7 +233,7 @@ def _gradients(model: torch.nn.Module, inputs: dict) -> list[torch.Tensor]:
 def _decode(
     model: torch.nn.Module, inputs: dict, key: str, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """Logits of the last tokens: a prompt, then two steps with the cache that the model makes."""
+    """Returns the logits of the last tokens, after a prompt and two steps with the model's own cache."""
     names = inspect.signature(model.forward).parameters
     name = "cache" if "cache" in names else "past_key_values"
     length, start, cache, last = inputs[key].shape[1], 0, None, []
@@ -250,7 +257,8 @@ def _logits(out: object) -> torch.Tensor:
 
 
 def _error(got, expected, scale: torch.Tensor) -> float:
-    """The largest difference, relative to the largest value; a tensor of small ones counts by `scale` of all of them."""
+    """Returns the largest difference, relative to the largest expected value but at least to `scale`, which matters for a tensor of small
+    values."""
     if isinstance(expected, list):
         scale = 1e-2 * max(t.abs().max() for t in expected if t.numel())
         return max(_error(*pair, scale) for pair in zip(got, expected, strict=True))

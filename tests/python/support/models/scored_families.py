@@ -1,4 +1,4 @@
-"""Learned scores in every class of transformers that generates, compared with what they mean by definition."""
+"""Compares learned scores in every class of transformers that generates with their definition."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RULE = {"keep_window_size": 4, "recent_window": 2, "sink_tokens": 1}
 
 
 def compare_scores(model_class: ModelClass) -> Verdict:
-    """The verdict on learned scores in a class: "equal", "refused", "raises", "wrong" or "untested"."""
+    """Returns the verdict on learned scores in a class: "equal", "refused", "raises", "wrong" or "untested"."""
     model = None
     try:
         model = tiny_model(model_class, tiny_config(model_class), "eager")
@@ -52,7 +52,7 @@ def compare_scores(model_class: ModelClass) -> Verdict:
 
 
 def _add_scores(model: torch.nn.Module) -> Verdict | None:
-    """The verdict where a model is refused."""
+    """Adds scores to a model. Returns a verdict only if the model is refused."""
     try:
         add_learned_scores(model, **RULE)
     except ValueError as error:
@@ -66,7 +66,7 @@ def _logits(model: torch.nn.Module, inputs: dict) -> torch.Tensor:
 
 
 def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative to the largest expected value; NaN counts as the largest difference."""
+    """Returns the largest difference relative to the largest expected value. NaN counts as the largest difference."""
     error = ((actual - expected).abs().amax() / expected.abs().amax()).item()
     return error if error == error else float("inf")
 

@@ -1,5 +1,5 @@
-"""Tiny decoders of many families, with weights large enough for attention to matter; Doges have scores that differ, others can get
-learned ones."""
+"""Tiny decoders of many families, with weights large enough for attention to matter. Doges have scores that differ, and other models can
+get learned scores."""
 
 import torch
 import transformers
@@ -71,7 +71,7 @@ def make_scored(family="Llama", rule="all", scorer="hidden", **options):
 
 
 def spread_scores(model):
-    """Gates that differ from key to key, as after training."""
+    """Makes gates differ from key to key, as after training."""
     torch.manual_seed(2)
     with torch.no_grad():
         for layer in scored_layers(model):
@@ -84,7 +84,8 @@ def make_ids(length=21, batch=2):
 
 
 def equal_scores_in_first_layer(model):
-    """There equal tokens have equal scores except for rounding, which depends on how many tokens a product has."""
+    """Makes all scores of the first layer equal. Otherwise equal tokens would have equal scores there except for rounding, which depends
+    on the number of tokens in a product."""
     with torch.no_grad():
         for parameter in scored_layers(model)[0].scorer.parameters():
             parameter.zero_()

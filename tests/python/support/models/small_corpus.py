@@ -1,4 +1,4 @@
-"""A corpus of the examples that is made at once: to read the whole standard library takes seconds."""
+"""A small corpus for the examples, because reading the whole standard library takes seconds."""
 
 from pathlib import Path
 

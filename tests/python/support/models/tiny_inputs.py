@@ -13,7 +13,7 @@ from tiny_sizes import FIRST_SPECIAL, FIRST_WORD, PADDED, SIZES, TARGETS, TOKENS
 
 
 def inputs_for(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The simplest inputs without padding that `forward` takes: tokens, pixels, both, tokens of images, sound or video.
+    """Returns the simplest inputs without padding that `forward` accepts: tokens, pixels, both, image tokens, sound or video.
 
     Raises:
         Exception: what `forward` raises for the first of these.
@@ -43,7 +43,7 @@ def inputs_for(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def inputs_with_images(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Tokens with an image in each row, as many image tokens as the model makes features.
+    """Returns tokens with an image in each row, with one image token per feature that the model computes.
 
     Raises:
         Exception: the model has no tokens for images, or wants more than pixels.
@@ -112,7 +112,7 @@ def _text(names: Container[str]) -> dict[str, torch.Tensor]:
 
 
 def tokens(length: int, seed: int) -> torch.Tensor:
-    """Two rows of words, none of them special."""
+    """Returns two rows of words, without special tokens."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(FIRST_WORD, FIRST_SPECIAL, (2, length), generator=generator)
 
@@ -171,8 +171,8 @@ def _pixels(model: torch.nn.Module, names: Container[str]) -> dict[str, torch.Te
     return {"pixel_values": torch.randn(*shape, channels, height, width, generator=generator)}
 
 
-_PATCHES = 16  # of an image
-# Families with a dimension of images in a row.
+_PATCHES = 16  # patches per image
+# Families whose pixels have a dimension for the images of a row.
 _SEVERAL_IMAGES = (
     "granite_docling", "idefics", "idefics2", "idefics3", "perception_lm", "smolvlm",
 )  # fmt: skip
@@ -219,7 +219,7 @@ def _sound_for_each_token(model: torch.nn.Module, names: Container[str]) -> dict
     return {**_text(names), "encoder_inputs_embeds": frames}
 
 
-# Families whose inputs are not told from the names of arguments.
+# Families whose inputs cannot be derived from the names of arguments.
 _FAMILIES = {
     "instructblipvideo": _video_between_words,
     "pi0": _robot,

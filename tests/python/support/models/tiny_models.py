@@ -24,7 +24,7 @@ _LARGEST = 30_000_000  # parameters
 
 
 class ModelClass(NamedTuple):
-    """One class of one family, and the tasks for which transformers has it."""
+    """One class of one family, and the tasks for which transformers lists it."""
 
     family: str
     name: str
@@ -36,7 +36,7 @@ class ModelClass(NamedTuple):
 
 
 class CannotBeBuilt(Exception):
-    """There is no tiny model of a class, for a reason that has nothing to do with attention."""
+    """Raised if a class has no tiny model, for a reason that has nothing to do with attention."""
 
 
 TASKS = (
@@ -46,7 +46,7 @@ TASKS = (
 
 
 def model_classes() -> list[ModelClass]:
-    """All classes of `TASKS`, and for the task "BASE" the classes of `PARTS` and the base models of other families."""
+    """Returns all classes of `TASKS`, and for the task "BASE" the classes of `PARTS` and the base models of other families."""
     tasks: dict[tuple[str, str], list[str]] = {}
     for task in TASKS:
         mapping = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")
@@ -66,7 +66,7 @@ def class_named(name: str) -> ModelClass:
 
 
 def tiny_config(model_class: ModelClass) -> PreTrainedConfig:
-    """The config that the class takes: for the text model of a composite family, the config of the text."""
+    """Returns the config that the class takes, which for the text model of a composite family is the text config."""
     config = shrink(CONFIG_MAPPING[model_class.family](**REQUIRED.get(model_class.family, {})))
     wanted = getattr(transformers, model_class.name).config_class
     if wanted is not None and not isinstance(config, wanted):
@@ -78,8 +78,8 @@ def tiny_config(model_class: ModelClass) -> PreTrainedConfig:
 
 
 def shrink(config: PreTrainedConfig, special: list[str] | None = None) -> PreTrainedConfig:
-    """A config of the same class with small sizes. `special` collects the names of special tokens, which get ids
-    after the words'."""
+    """Returns a config of the same class with small sizes. `special` collects the names of special tokens, whose ids follow the
+    words'."""
     special = [] if special is None else special
     cls = type(config)
     alias = {real: name for name, real in cls.attribute_map.items()}
@@ -119,8 +119,8 @@ def shrink(config: PreTrainedConfig, special: list[str] | None = None) -> PreTra
 def _kept_layers(
     config: PreTrainedConfig, alias: dict[str, str]
 ) -> tuple[str | None, list[int], list[str]]:
-    """The attribute that counts layers; the layers to keep, two or more, among which every kind of layer is; and the
-    attributes with a value per layer."""
+    """Returns the attribute that counts layers, the layers to keep, and the attributes with a value per layer. At least two layers stay,
+    with every kind of layer among them."""
     common = {alias.get(name, name): name for name in reversed(vars(config))}
     counter = next((common[name] for name in _COUNTERS if name in common), None)
     count = getattr(config, counter, None) if counter is not None else None
@@ -180,7 +180,7 @@ def _small_rope(rope: dict, dim: int, has_sections: bool) -> dict:
 def tiny_model(
     model_class: ModelClass, config: PreTrainedConfig, attn_implementation: str
 ) -> torch.nn.Module:
-    """A model with weights of one seed, large enough for attention to matter.
+    """Returns a model with weights of one seed, large enough for attention to matter.
 
     Raises:
         CannotBeBuilt: the config is not small.

@@ -1,10 +1,10 @@
-"""The sizes of tiny models of transformers' families: of all, by the name of an attribute, and of single families."""
+"""The sizes of tiny models of transformers' families, by attribute name for all families, and exceptions for single families."""
 
-# Tokens of a row, of them padding where there is any, and tokens for a decoder.
+# Tokens per row, how many of them are padding in a padded row, and tokens for a decoder.
 TOKENS, PADDED, TARGETS = 17, 5, 9
 VOCABULARY, FIRST_WORD, FIRST_SPECIAL = 128, 10, 100
 
-# Text and vision models of composite families, for which transformers has no task, by the type of their config.
+# {type of config: class} of text and vision models of composite families, for which transformers has no task.
 PARTS = {
     "aimv2_text_model": "Aimv2TextModel", "align_text_model": "AlignTextModel", "align_vision_model": "AlignVisionModel",
     "altclip_text_model": "AltCLIPTextModel", "altclip_vision_model": "AltCLIPVisionModel",
@@ -26,7 +26,7 @@ PARTS = {
     "xclip_vision_model": "XCLIPVisionModel",
 }  # fmt: skip
 
-# Keyed by the name that transformers has for an attribute in all families (see `attribute_map` of configs).
+# {attribute: size}. Attributes have the name that transformers uses for all families (see `attribute_map` of configs).
 SIZES = {
     "hidden_size": 64, "d_model": 64, "n_embd": 64, "embed_dim": 64, "hidden_dim": 64, "dim": 64, "emb_dim": 64,
     "embedding_size": 64, "word_embed_proj_dim": 64, "encoder_hidden_size": 64, "out_hidden_size": 64,
@@ -61,7 +61,7 @@ SIZES = {
 EVEN_IF_NONE = ("head_dim", "num_key_value_heads")
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
-# Arguments without which a family has no config to shrink.
+# Arguments that a family needs for a config that can be shrunk.
 REQUIRED = {
     "gemma4_assistant": {
         "text_config": {
@@ -70,7 +70,7 @@ REQUIRED = {
     },
 }  # fmt: skip
 
-# Arguments of a config by its `model_type`, in the place of what `shrink` makes of the defaults.
+# {model_type: arguments of the config} that replace those that `shrink` derives from the defaults.
 _CONVOLUTIONS = {"hidden_sizes": (16, 16), "depths": (1, 1), "num_stages": 2}
 _VQ = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "latent_channels": 8, "embed_dim": 8}  # fmt: skip
 _TIMM = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}

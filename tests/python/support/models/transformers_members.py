@@ -1,10 +1,10 @@
-"""The members of transformers' modules, to see whether something replaces one."""
+"""Lists the members of transformers' modules, to see whether something replaces one."""
 
 import sys
 
 
 def members():
-    """The identities of members of transformers' modules and of their classes, and of entries of their tables, by their names."""
+    """Returns {name: identity} of the members of transformers' modules and classes, and of the entries of their tables."""
     identities = {}
     for module in [m for name, m in sys.modules.items() if name.split(".")[0] == "transformers"]:
         for name, value in list(vars(module).items() if module is not None else ()):
@@ -20,6 +20,6 @@ def members():
 
 
 def changed_members(before):
-    """The names of members that were others, or that have gone."""
+    """Returns the names of members that were replaced or removed since `before`."""
     after = members()
     return sorted(name for name in before if after.get(name) != before[name])

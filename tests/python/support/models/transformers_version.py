@@ -1,4 +1,4 @@
-"""The generation of transformers that tests run with."""
+"""The major version of transformers that the tests run with."""
 
 import transformers
 

@@ -1,7 +1,8 @@
-"""Compiles the Triton kernels for a GPU that is not here: python compiled_triton.py hip gfx942 64 bfloat16 128 [fp32]
+"""Compiles the Triton kernels for a GPU that is not in this machine: python compiled_triton.py hip gfx942 64 bfloat16 128 [fp32]
 
-With fp32 the kernels that recompute in double are left out, which take two thirds of the time. Prints the name of every kernel and the bytes of shared memory that it takes. In a process of its own, because Triton
-decides on import whether kernels are interpreted, and takes the GPU from one driver.
+With fp32 it leaves out the kernels that recompute in double, which take two thirds of the time. It prints the name of every kernel and
+the bytes of shared memory that it takes. It runs in a separate process, because Triton decides on import whether kernels are interpreted,
+and takes the GPU from one driver.
 """
 
 import sys
@@ -42,7 +43,7 @@ def main(kind, architecture, warp, dtype, head_dim, precisions="all"):
     k = q[:, :, :1].contiguous()
     mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)
     bias = torch.zeros(mask.shape, dtype=q.dtype)
-    # The backward's tiles are the same with intervals, and take no more memory.
+    # With intervals, the backward's tiles are the same and take no more memory.
     for key_intervals in (sliding_window(LENGTH, 64).intervals, None):
         problem = launch.Problem(q, k, k.clone(), mask, bias, key_intervals, [], True, 0.1, 1.0)
         out, *rest = launch.forward(problem, True)

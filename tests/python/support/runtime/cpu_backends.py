@@ -1,4 +1,4 @@
-"""The backends that compute tensors of the CPU in a test: Triton's, where it is interpreted."""
+"""The backends that accept CPU tensors in a test, among them interpreted Triton."""
 
 import os
 

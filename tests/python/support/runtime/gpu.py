@@ -20,13 +20,13 @@ def on_gpu(value, device="cuda"):
 
 
 def on_cpu(result):
-    """A result of the checks in memory of the CPU."""
+    """Copies a result of the checks to CPU memory."""
     moved = {n: t.cpu() if isinstance(t, torch.Tensor) else t for n, t in vars(result).items()}
     return type(result)(**moved)
 
 
 def capture(step, error_mode="global"):
-    """A graph of `step` on the current device, run once before, and the tensors that it writes.
+    """Runs `step` once and captures it in a graph on the current device. Returns the graph and the tensors that it writes.
 
     error_mode: the threads whose forbidden calls fail during the capture.
     """
@@ -36,14 +36,14 @@ def capture(step, error_mode="global"):
         step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    # torch's own stream for captures is of the device that was current at the first one.
+    # torch's own stream for captures belongs to the device that was current at the first capture.
     with torch.cuda.graph(graph, stream=side, capture_error_mode=error_mode):
         captured = step()
     return graph, captured
 
 
 def assert_passes_in_the_older_family(file, names):
-    """The tests of a file with these names, in a process of their own: families are capped once for a process.
+    """Runs the tests of a file with these names in a separate process, because families are capped once per process.
 
     A build for newer GPUs alone leaves out the kernels of the older family that newer ones replace
     (FLASH_DMATTN_CUDA_ALL_KERNELS).

@@ -1,4 +1,4 @@
-"""Guards around allocated memory, which show that nothing but the results was written."""
+"""Puts guards around allocated memory, which show whether anything outside the results was written."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,7 +11,7 @@ _ALLOCATORS = {
 
 
 class GuardedMemory(TorchDispatchMode):
-    """Within the context, tensors that begin uninitialised lie between guards."""
+    """Within the context, uninitialised tensors lie between guards."""
 
     def __init__(self):
         super().__init__()

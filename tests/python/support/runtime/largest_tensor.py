@@ -1,4 +1,4 @@
-"""How large a tensor an operator makes: the proof that nothing of size N x N was built."""
+"""Measures the largest tensor that operators make, to prove that none has size N x N."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,4 +1,4 @@
-"""A context that records operators, and tells which of them read values."""
+"""A context that records operators and lists those that read values."""
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -6,7 +6,7 @@ _READS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzer
 
 
 class OperatorsCalled(TorchDispatchMode):
-    """`all` has the operators in their order."""
+    """`all` lists the called operators in order."""
 
     def __init__(self):
         super().__init__()
@@ -17,5 +17,5 @@ class OperatorsCalled(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
     def reads(self) -> list:
-        """The operators whose results the host reads, for which it would wait for a GPU."""
+        """Returns the operators whose results the host reads, so that it would wait for a GPU."""
         return [operator for operator in self.all if operator.overloadpacket.__name__ in _READS]

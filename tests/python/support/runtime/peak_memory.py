@@ -1,4 +1,4 @@
-"""The peak memory of a piece of Python, measured in a process of its own."""
+"""Measures the peak memory of Python code in a separate process."""
 
 from python_process import run_python
 
@@ -12,7 +12,7 @@ def peak():
 
 
 def run_measured(code: str) -> list[int]:
-    """The numbers that `code` prints. It may call peak(), the most bytes it has held so far."""
-    # Freed arrays go back to the system at once: the peak is of what was in use at one time.
+    """Runs `code` and returns the numbers that it prints. The code may call peak() for the most bytes it has held so far."""
+    # Freed arrays go back to the system immediately, so that the peak counts only memory in use at the same time.
     run = run_python("-c", PEAK + code, MALLOC_MMAP_THRESHOLD_=str(1 << 20))
     return [int(line) for line in run.stdout.split()]

@@ -1,4 +1,4 @@
-"""Runs a function in processes that are joined by gloo."""
+"""Runs a function in processes that gloo connects."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# All that tests import in several processes: once for all of them, instead of seconds in each.
+# Modules that tests import in several processes. They are imported once for all, instead of for seconds in each.
 PRELOADED = [
     "flash_dmattn",
     "torch.distributed.fsdp",
@@ -36,9 +36,9 @@ def _run(rank, function, file, count, arguments):
 
 
 def run_in_processes(count, function, *arguments):
-    """function(rank, *arguments) in each of `count` processes; their errors are raised here."""
+    """Calls function(rank, *arguments) in each of `count` processes, and raises their errors."""
     with tempfile.TemporaryDirectory() as folder:
-        # Forked from a process that has imported them and done nothing else; what is not installed is left out.
+        # Processes are forked from one that has only imported these modules, without those that are not installed.
         set_forkserver_preload(PRELOADED)
         rest = function, f"{folder}/meeting", count, arguments
         mp.start_processes(_run, rest, nprocs=count, start_method="forkserver")

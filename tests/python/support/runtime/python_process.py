@@ -1,4 +1,4 @@
-"""Python in a process of its own: libraries read some variables once, and modules are imported once."""
+"""Runs Python in a separate process, because libraries read some variables only once and modules are imported only once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 
 def run_python(*arguments: str, **variables: str | None) -> subprocess.CompletedProcess:
-    """Fails with the output of a process that fails. variables: of its environment, None without them."""
+    """Runs Python. If the process fails, raises with its output. variables: environment variables to set, or to remove if None."""
     environment = {k: v for k, v in (os.environ | variables).items() if v is not None}
     command = [sys.executable, *map(str, arguments)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)

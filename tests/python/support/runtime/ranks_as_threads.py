@@ -1,4 +1,4 @@
-"""The ranks of a group as threads of one process, for more ranks than a machine has processors."""
+"""Runs the ranks of a group as threads of one process, for more ranks than the machine has processors."""
 
 import threading
 
@@ -53,7 +53,7 @@ class ThreadWire(Wire):
 
 
 def run_in_threads(size, function, node_size=1):
-    """[function(wire) of each rank]; the first error is raised."""
+    """Calls function(wire) on each rank. Returns the list of results, or raises the first error."""
     meeting, results = _Meeting(size), [None] * size
 
     def work(rank):
