@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._core.checks import MASK_VALUE
+from .._core.gradients import narrow_gradient
 from .._core.numerics import Numerics
 from ..keys.visibility import Visibility
 
@@ -144,9 +145,7 @@ class _Saturated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        limit = torch.finfo(gradient.dtype).max
-        limit = limit / 2 if gradient.dtype == torch.bfloat16 else limit
-        return gradient.nan_to_num(limit, limit, -limit).clamp_(-limit, limit), None
+        return narrow_gradient(gradient, gradient.dtype, saturate=True), None
 
 
 class _SanitisedOutput(torch.autograd.Function):

@@ -299,7 +299,7 @@ def normal(*shape, seed=0):
 
 
 def whole_and_piece(rank, count, n=40, heads=2, w=17, seed=0, batch=2):
-    """Draws q, k, v, dout and scores of the whole sequence. Also returns the rows of a rank."""
+    """Draws q, k, v, dout and scores of the whole sequence, and returns them with the rows of a rank."""
     q, k, v, do = (
         normal(batch, n * count, h, 16, seed=seed + i) for i, h in enumerate((4, heads, heads, 4))
     )
