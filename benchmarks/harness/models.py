@@ -328,8 +328,10 @@ def _timed_token(step: Callable, cache: DynamicCache, device: str, graph: bool =
     times = [
         elapsed_ms(lambda: [step() for _ in range(count)], device) / count for _ in range(_ROUNDS)
     ]
-    ms = statistics.median(times) if device == "cuda" else min(times)
-    return {"forward": ms, "cache_mib": cache_mib(cache)} | _kernels(step, device)
+    is_gpu = device == "cuda"
+    ms = statistics.median(times) if is_gpu else min(times)
+    measured = {"forward": ms, "statistic": None if is_gpu else "least"}
+    return measured | {"cache_mib": cache_mib(cache)} | _kernels(step, device)
 
 
 def cache_mib(cache: Cache) -> float:

@@ -13,7 +13,13 @@ _NUMBER = (int, float)
 _NULLABLE = (int, float, type(None))
 TIMES = ("forward", "backward")
 _COMMIT = (str, type(None))  # None: a build that was never committed; the note describes it
-_RECORD = {"machine": dict, "commit": str, "command": str, "versions": dict, "rows": list}
+_RECORD = {
+    "machine": dict,
+    "commit": str,
+    "command": str,  # as typed, several joined by &&; "" if no program of the history made the record
+    "versions": dict,
+    "rows": list,
+}
 _RECORD_OPTIONS = {
     "note": str,  # the method, and other facts that a reader needs
     "tests": list,  # only in records up to 2026-11-24: other programs that ran, and their results
@@ -48,7 +54,9 @@ _MEASUREMENTS = {
 UNITS = (
     "share", "nats/byte", "nats/token", "bits/byte", "logits", "keys", "requests", "requests/s", "tokens/s", "TB/s", "MB", "bytes", "us",
 )  # fmt: skip
+STATISTICS = ("least", "mean")
 _ROW_OPTIONS = {
+    "statistic": str,  # of the repeated times, one of STATISTICS; without it their median
     "commit": _COMMIT,  # the commit of this row's build, if it differs from the record's
     "run": int,  # number of the repetition
 }
@@ -76,6 +84,10 @@ def validate(record: dict) -> dict:
         measured = [field for field in (*TIMES, *_MEASUREMENTS) if row.get(field) is not None]
         if not measured:
             raise ValueError(f"{name}: got no measurement, expected one")
+        if row.get("statistic", "least") not in STATISTICS:
+            raise ValueError(
+                f"{name}.statistic: got {row['statistic']!r}, expected {' or '.join(STATISTICS)}, or none for a median"
+            )
         has_times = not {*TIMES, "both", "parts"}.isdisjoint(measured)
         if row["unit"] not in (("ms", "us") if has_times else (None,)):
             expected = "ms or us" if has_times else "null, as it has no times"
