@@ -27,14 +27,15 @@ inline std::span<std::byte> workspace_of(const Execution& execution) {
   return {static_cast<std::byte*>(execution.workspace), execution.workspace_bytes};
 }
 
-inline const Execution& with_workers(const Execution& execution) {
+// Returns the execution. Throws InvalidArgument if it has no worker.
+inline const Execution& checked_execution(const Execution& execution) {
   require_workers(execution);
   return execution;
 }
 
 template <class Args>
 CheckedCall<Args>::CheckedCall(const Args& args, const Execution& execution, std::string_view name)
-    : execution_(with_workers(execution)), args_(plan_call(args, execution, name, plan_)) {}
+    : execution_(checked_execution(execution)), args_(plan_call(args, execution, name, plan_)) {}
 
 template <class Args>
 void CheckedCall<Args>::run(std::span<std::byte> workspace) const {

@@ -95,24 +95,24 @@ KvCache kv_cache_in(std::span<std::byte> memory, const KvCacheShape& shape) {
 
 void clear_cache(const KvCache& cache, const Execution& execution, std::string_view backend) {
   const KvCache valid = validated(cache);
-  choose_kv(valid.shape, backend).clear(valid, with_workers(execution));
+  choose_kv(valid.shape, backend).clear(valid, checked_execution(execution));
 }
 
 void copy_rows(const CopyRowsArgs& args, const Execution& execution, std::string_view backend) {
   const CopyRowsArgs valid = validated(args);
-  choose_kv(valid.to.shape, backend).copy_rows(valid, with_workers(execution));
+  choose_kv(valid.to.shape, backend).copy_rows(valid, checked_execution(execution));
 }
 
 // ---- Prefill and chunks --------------------------------------------------------------------------
 
 void fill_cache(const FillArgs& args, const Execution& execution, std::string_view backend) {
   const FillArgs valid = validated(args);
-  choose_kv(valid.cache.shape, backend).fill(valid, with_workers(execution));
+  choose_kv(valid.cache.shape, backend).fill(valid, checked_execution(execution));
 }
 
 void append_tokens(const AppendArgs& args, const Execution& execution, std::string_view backend) {
   const AppendArgs valid = validated(args);
-  choose_kv(valid.cache.shape, backend).append(valid, with_workers(execution));
+  choose_kv(valid.cache.shape, backend).append(valid, checked_execution(execution));
 }
 
 PendingIntervalsArgs plan_call(const PendingIntervalsArgs& args, const Execution& execution,
