@@ -47,6 +47,22 @@ struct Family {
   Kernels<DecodeStepArgs, KvCacheShape> decode_step = {};
 };
 
+// The begin of the name of a main kernel, such as "sm80 few_queries bf16 d128".
+inline std::string kernel_name(std::string_view family, std::string_view kind, DType dtype,
+                               int head_dim) {
+  std::string name(family);
+  name.append(" ").append(kind).append(" ").append(name_of(dtype)).append(" d");
+  return name.append(std::to_string(head_dim));
+}
+
+// The names of choices of kernels, each of which has a function name(choice).
+template <class Choice>
+std::vector<std::string> names_of(const std::vector<Choice>& choices) {
+  std::vector<std::string> names;
+  for (const Choice& choice : choices) names.push_back(name(choice));
+  return names;
+}
+
 // The families, newest first, without families above the cap (device.h). Throws InvalidArgument if the cap is not the
 // name of a family.
 std::span<const Family* const> families();

@@ -1,7 +1,9 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <vector>
 
+#include "cuda/sm90/backward/key_block_order.h"
 #include "cuda/sm90/backward/work/key_runs.h"
 
 // The order in which blocks of keys add to dq when gradients are deterministic, as host and device compute it.
@@ -34,6 +36,83 @@ TEST(KeyRuns, AnyRunLengthVisitsEveryBlockOnce) {
       }
       EXPECT_EQ(seen, std::vector<int>(static_cast<std::size_t>(blocks), 1))
           << blocks << " blocks, runs of " << run_blocks;
+    }
+  }
+}
+
+// A deterministic causal backward of 16 heads with 64 works each, on 132 multiprocessors.
+constexpr KeyBlockOrderTraits causal{.heads = 16,
+                                     .heads_of_l2 = 4,
+                                     .group = 1,
+                                     .works = 64,
+                                     .at_once = 132,
+                                     .consecutive = false,
+                                     .ordered = true,
+                                     .dense = false,
+                                     .causal_from_start = true};
+
+// The order of the backward `causal` after a change to it.
+template <class Change>
+KeyBlockOrder order_with(const Change& change) {
+  KeyBlockOrderTraits traits = causal;
+  change(traits);
+  return key_block_order(traits);
+}
+
+TEST(KeyBlockOrder, UnorderedBlocksFormSectionsOfTheL2) {
+  EXPECT_EQ(order_with([](KeyBlockOrderTraits& t) { t.ordered = false; }), (KeyBlockOrder{4, 1}));
+  EXPECT_EQ(order_with([](KeyBlockOrderTraits& t) { t.ordered = false, t.dense = true; }),
+            (KeyBlockOrder{4, 1}));
+}
+
+TEST(KeyBlockOrder, WindowsAndDenseMasksFormOneSectionThatAscends) {
+  EXPECT_EQ(order_with([](KeyBlockOrderTraits& t) { t.consecutive = true; }),
+            (KeyBlockOrder{16, 1}));
+  EXPECT_EQ(order_with([](KeyBlockOrderTraits& t) { t.consecutive = true, t.ordered = false; }),
+            (KeyBlockOrder{16, 1}));
+  EXPECT_EQ(order_with([](KeyBlockOrderTraits& t) { t.dense = true; }), (KeyBlockOrder{16, 1}));
+}
+
+TEST(KeyBlockOrder, CausalBlocksInFlightFormRuns) {
+  EXPECT_EQ(key_block_order(causal), (KeyBlockOrder{16, 8}));
+  EXPECT_EQ(order_with([](KeyBlockOrderTraits& t) { t.group = 2; }), (KeyBlockOrder{16, 8}));
+  // 16 rounds of the GPU are 8 heads, so that there are two sections.
+  EXPECT_EQ(order_with([](KeyBlockOrderTraits& t) { t.works = 256; }), (KeyBlockOrder{8, 16}));
+  // More works than 16 rounds of the GPU: a section has one head, whose run fills the GPU.
+  EXPECT_EQ(order_with([](KeyBlockOrderTraits& t) { t.works = 4096; }), (KeyBlockOrder{1, 132}));
+}
+
+TEST(KeyBlockOrder, ManyShortHeadsDescendAsAWhole) {
+  const auto many = [](KeyBlockOrderTraits& t) { t.heads = 64, t.works = 16; };
+  EXPECT_EQ(order_with(many), (KeyBlockOrder{4, 16}));
+  EXPECT_EQ(order_with([&](KeyBlockOrderTraits& t) { many(t), t.group = 2; }),
+            (KeyBlockOrder{64, 1}));
+}
+
+TEST(KeyBlockOrder, OtherOrderedBlocksFormOneSectionThatAscends) {
+  EXPECT_EQ(order_with([](KeyBlockOrderTraits& t) { t.causal_from_start = false; }),
+            (KeyBlockOrder{16, 1}));
+  EXPECT_EQ(order_with([](KeyBlockOrderTraits& t) { t.group = 4; }), (KeyBlockOrder{16, 1}));
+}
+
+TEST(KeyBlockOrder, AnyTraitsGiveSectionsAndRunsWithinBounds) {
+  for (int bits = 0; bits < 16; ++bits) {
+    for (const int heads : {1, 3, 31, 32, 33, 200}) {
+      for (const int works : {1, 7, 64, 5000}) {
+        for (const int group : {1, 2, 3}) {
+          const KeyBlockOrder order = key_block_order({.heads = heads,
+                                                       .heads_of_l2 = (heads + 1) / 2,
+                                                       .group = group,
+                                                       .works = works,
+                                                       .at_once = 66,
+                                                       .consecutive = (bits & 1) != 0,
+                                                       .ordered = (bits & 2) != 0,
+                                                       .dense = (bits & 4) != 0,
+                                                       .causal_from_start = (bits & 8) != 0});
+          ASSERT_TRUE(order.section_heads >= 1 && order.section_heads <= heads);
+          ASSERT_TRUE(order.run_blocks >= 1 && order.run_blocks <= std::max(works, 66));
+        }
+      }
     }
   }
 }

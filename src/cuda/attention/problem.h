@@ -5,9 +5,11 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <string>
 #include <type_traits>
 
 #include "cuda/attention/params.h"
+#include "cuda/primitives/integers.h"
 #include "cuda/primitives/math.cuh"
 #include "flash_dmattn/attention.h"
 
@@ -98,6 +100,19 @@ inline ScoreParams score_of(const Problem& p, const Inputs& in) {
   score.causal = p.causal;
   score.bias_delay = static_cast<int>(std::min(p.bias_delay, p.seqlen_k));
   return score;
+}
+
+// The reason why kernels whose query tiles have at least `min_tile_rows` rows do not compute tensors of these dtypes and
+// shapes; "" if they do.
+inline std::string decline_shape(const Problem& p, std::int64_t min_tile_rows) {
+  if (p.dtype != DType::bf16 && p.dtype != DType::f16) return "it computes in bf16 and f16";
+  if (p.head_dim % 8 != 0) return "it needs a head_dim that is a multiple of 8";
+  if (value_dim_of(p) % 8 != 0) return "it needs a value_dim that is a multiple of 8";
+  const std::int64_t tiles = p.batch * p.heads_q * ceil_div(p.seqlen_q, min_tile_rows);
+  if (std::max({p.seqlen_q, p.seqlen_k, tiles}) > std::numeric_limits<std::int32_t>::max() / 2) {
+    return "it counts rows and tiles in 31 bits";
+  }
+  return "";
 }
 
 // Whether a mask or a bias is dense, that is, has a query dimension.

@@ -3,7 +3,9 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cstddef>
 #include <stdexcept>
+#include <utility>
 
 #include "cuda/attention/compiled.h"
 #include "cuda/primitives/convert.cuh"
@@ -27,11 +29,12 @@ void dispatch(const Choice& choice, const Body& body) {
                                        : compiled.template operator()<T, D, SharedClass::kb163>();
   };
   const auto with_dtype = [&]<class T>() {
-    switch (choice.head_dim) {
-      case 64: return with_class.template operator()<T, 64>();
-      case 128: return with_class.template operator()<T, 128>();
-      default: return with_class.template operator()<T, 256>();
-    }
+    [&]<std::size_t... i>(std::index_sequence<i...>) {
+      const bool found = ((choice.head_dim == head_dims[i] &&
+                           (with_class.template operator()<T, head_dims[i]>(), true)) ||
+                          ...);
+      if (!found) throw std::logic_error("no such kernel: " + name(choice));
+    }(std::make_index_sequence<head_dims.size()>());
   };
   choice.dtype == DType::bf16 ? with_dtype.template operator()<__nv_bfloat16>()
                               : with_dtype.template operator()<__half>();

@@ -2,18 +2,16 @@
 
 #include <algorithm>
 #include <array>
-#include <limits>
 #include <string_view>
 
 #include "cuda/attention/problem.h"
-#include "cuda/primitives/integers.h"
+#include "cuda/family.h"
 #include "sm80/compiled.h"
 
 namespace flash_dmattn::cuda::sm80 {
 namespace {
 
 constexpr std::array dtypes = {DType::bf16, DType::f16};
-constexpr std::array head_dims = {64, 128, 256};
 constexpr std::array forward_loops = {ForwardLoop::key_range, ForwardLoop::key_list,
                                       ForwardLoop::dense_elementwise, ForwardLoop::dense,
                                       ForwardLoop::dense_two_heads};
@@ -42,33 +40,18 @@ constexpr std::string_view name_of(BackwardLoop loop) {
 }
 
 template <class Choice>
-std::string join(std::string_view direction, const Choice& c) {
-  std::string text = "sm80 ";
-  text.append(direction).append(" ").append(flash_dmattn::name_of(c.dtype));
-  text.append(" d").append(std::to_string(c.head_dim)).append(" ").append(name_of(c.loop));
-  return text.append(c.shared == SharedClass::kb99 ? " 99KB" : " 163KB");
+std::string name_in(std::string_view direction, const Choice& c) {
+  std::string name = kernel_name("sm80", direction, c.dtype, c.head_dim);
+  return name.append(" ").append(name_of(c.loop)).append(class_suffix(c.shared));
 }
 
 }  // namespace
 
-std::string name(const ForwardChoice& choice) { return join("forward", choice); }
+std::string name(const ForwardChoice& choice) { return name_in("forward", choice); }
 
 std::string name(const BackwardChoice& choice) {
   const bool one_of_two = choice.loop != BackwardLoop::query_major_dense;
-  return join("backward", choice) + (choice.ordered && one_of_two ? " ordered" : "");
-}
-
-std::string decline(const Problem& p) {
-  if (p.dtype != DType::bf16 && p.dtype != DType::f16) return "it computes in bf16 and f16";
-  if (p.head_dim % 8 != 0) return "it needs a head_dim that is a multiple of 8";
-  if (value_dim_of(p) % 8 != 0) return "it needs a value_dim that is a multiple of 8";
-  constexpr std::int64_t min_tile_rows = 32;
-  if (std::max(
-          {p.seqlen_q, p.seqlen_k, p.batch * p.heads_q * ceil_div(p.seqlen_q, min_tile_rows)}) >
-      std::numeric_limits<std::int32_t>::max() / 2) {
-    return "it counts rows and tiles in 31 bits";
-  }
-  return "";
+  return name_in("backward", choice) + (choice.ordered && one_of_two ? " ordered" : "");
 }
 
 SharedClass shared_class(const DeviceProperties& device) {

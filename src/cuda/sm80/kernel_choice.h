@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "cuda/attention/params.h"
@@ -66,8 +67,10 @@ constexpr bool exists(const BackwardChoice& c) {
 std::string name(const ForwardChoice& choice);
 std::string name(const BackwardChoice& choice);
 
-// The reason why no kernel of the family computes the problem; "" if some kernel does.
-std::string decline(const Problem& p);
+// The end of every kernel's name.
+constexpr std::string_view class_suffix(SharedClass shared) {
+  return shared == SharedClass::kb99 ? " 99KB" : " 163KB";
+}
 
 SharedClass shared_class(const DeviceProperties& device);
 

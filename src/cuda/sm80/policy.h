@@ -1,14 +1,23 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 // Tile policies as data: one entry for each head-dim bucket and shared-memory class.
 namespace flash_dmattn::cuda::sm80 {
 
-// Kernels are compiled for three head dims; loads pad a smaller head dim with zeros.
+// The head dims that kernels are compiled for, their buckets; src/cuda/sm80/CMakeLists.txt has the same list.
+inline constexpr std::array head_dims = {64, 128, 256};
+
+// The bucket of a head dim; loads pad a smaller head dim with zeros.
 constexpr int head_dim_bucket(int head_dim) {
-  return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
+  for (const int bucket : head_dims)
+    if (head_dim <= bucket) return bucket;
+  return head_dims.back();
 }
+
+// The fewest queries of a tile.
+inline constexpr int min_tile_rows = 32;
 
 // The shared memory that a block may have. sm_86, sm_89 and sm_120 have 99 KB. sm_80 has 163 KB and sm_90 has 227 KB,
 // and one policy covers both.

@@ -57,6 +57,16 @@ inline constexpr std::array forward_variants = {
         .load = KeyLoad::any, .has_key_info = true, .dense = DenseAccess::elements, .shapes = true},
 };
 
+// The variant of either direction with its member `overlaps` set.
+template <class Variant>
+constexpr Variant with_overlap(Variant variant, bool overlaps) {
+  variant.overlaps = overlaps;
+  return variant;
+}
+
+// Every head-dim bucket has a kernel of every variant of the forward.
+constexpr bool has_kernel(int, const ForwardVariant&) { return true; }
+
 // Whether biases of keys may have a delay. Elsewhere a test for it would spill registers of the loop; KeyLoad::any takes
 // such calls, except for dense masks above D 128.
 constexpr bool supports_delay(int head_dim, const ForwardVariant& variant) {
@@ -83,11 +93,6 @@ inline constexpr int most_computed_key_info = 2048;
 // spill registers of the main loop.
 constexpr bool fixes_rows(int head_dim, const ForwardVariant& variant) {
   return can_be_short(variant) && head_dim <= 128;
-}
-
-constexpr ForwardVariant with_overlap(ForwardVariant variant, bool overlaps) {
-  variant.overlaps = overlaps;
-  return variant;
 }
 
 // The fewest columns of V for which there is a kernel of a variant; loads pad a smaller V with zeros. D 192 has kernels for

@@ -36,7 +36,7 @@ class SplitPlan {
     const Problem& p = args.problem;
     mark_elementwise(params_.score, p);
     const std::int64_t most_keys = schedule_.exists() ? schedule_.capacity() : p.seqlen_k;
-    params_.split = split_keys(p, policy(choice_), most_keys, current_device());
+    params_.split = split_keys(p, policy_of(choice_), most_keys, current_device());
     bytes = place(args, nullptr);
   }
 
@@ -99,11 +99,12 @@ class StepPlan {
         choice_(choose_kernel(problem_, shared_class(current_device()))),
         params_(forward_params(args, problem_)) {
     const KvCache& cache = args.cache;
-    params_.split = split_keys(problem_, policy(choice_), cache.shape.places(), current_device());
+    params_.split =
+        split_keys(problem_, policy_of(choice_), cache.shape.places(), current_device());
     if (params_.split.row_tiles > 1) {
       throw InvalidArgument(
           "heads_q", std::to_string(args.heads_q),
-          "at most " + std::to_string(policy(choice_).rows()) + " for each kv head on this GPU");
+          "at most " + std::to_string(policy_of(choice_).rows()) + " for each kv head on this GPU");
     }
     params_.scores = cache.scores;
     params_.positions = cache.positions;
@@ -169,7 +170,7 @@ std::string decline(const Problem& p) {
   if (p.batch * p.heads_q * p.seqlen_q > std::numeric_limits<std::int32_t>::max()) {
     return "its kernels for few queries count rows in 31 bits";
   }
-  return sm80::decline(p);
+  return decline_shape(p, min_tile_rows);
 }
 
 void plan_split(const ForwardArgs& args, const Execution& execution, Plan<ForwardArgs>& plan) {
@@ -177,9 +178,7 @@ void plan_split(const ForwardArgs& args, const Execution& execution, Plan<Forwar
 }
 
 std::vector<std::string> split_names(const DeviceProperties& device) {
-  std::vector<std::string> result;
-  for (const Choice& choice : split_choices(shared_class(device))) result.push_back(name(choice));
-  return result;
+  return names_of(split_choices(shared_class(device)));
 }
 
 // ---- Decode steps -----------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 
 // Computes few queries over many keys. The keys are divided among the whole GPU, and the query heads that share a kv
 // head are computed together, so that K and V are read once. A cluster combines the parts of a row, or a second kernel
-// if there are more parts (split_keys in policy.h).
+// if there are more parts (split_keys in choice.h).
 namespace flash_dmattn::cuda::sm80::few_queries {
 
 // The family's kernels for its member `few_queries`.

@@ -10,7 +10,7 @@ namespace flash_dmattn::cuda::sm80::few_queries {
 
 template <class T, int D, SharedClass S, bool ManyRows, class Keys>
 void launch_split_forward(const typename Keys::Params& params, cudaStream_t stream) {
-  using Kernel = OfClass<SplitForwardKernel<T, D, policy(D, S, ManyRows), Keys>, S>;
+  using Kernel = OfClass<SplitForwardKernel<T, D, policy_of(D, S, ManyRows), Keys>, S>;
   static_assert(sizeof(typename Kernel::SharedStorage) <= shared_bytes(S));
   const Split& split = params.split;
   launch<Kernel>(Kernel::blocks(params), params, stream,

@@ -2,7 +2,7 @@
 
 #include "cuda/attention/params.h"
 #include "cuda/attention/slot_scan.cuh"
-#include "cuda/sm80/few_queries/policy.h"
+#include "cuda/sm80/few_queries/choice.h"
 #include "flash_dmattn/kv_cache.h"
 
 namespace flash_dmattn::cuda::sm80::few_queries {

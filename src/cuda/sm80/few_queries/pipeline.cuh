@@ -1,7 +1,7 @@
 #pragma once
 
 #include "cuda/attention/key_tiles.cuh"
-#include "cuda/sm80/few_queries/policy.h"
+#include "cuda/sm80/few_queries/choice.h"
 #include "cuda/sm80/few_queries/rows.cuh"
 #include "cuda/sm80/tile/key_info.cuh"
 #include "cuda/sm80/tile/kv_loader.cuh"

@@ -188,8 +188,9 @@ struct BackwardKernel {
   static __device__ int find_work(const Params& p, SharedStorage& storage, int order) {
     constexpr int keys = policy.work_keys();
     const Shape& shape = p.backward.shape;
-    KeyTile tile(shape, keys, p.section_heads, order);
-    tile.key = place_in_run(tile.key / keys, ceil_div(shape.seqlen_k, keys), p.run_blocks) * keys;
+    KeyTile tile(shape, keys, p.blocks.section_heads, order);
+    tile.key =
+        place_in_run(tile.key / keys, ceil_div(shape.seqlen_k, keys), p.blocks.run_blocks) * keys;
     if constexpr (Variant.has_dense()) {
       if (threadIdx.x == 0) {
         const int list = QueryVisitLists::list(shape, tile.batch, tile.kv_head, tile.key);

@@ -57,7 +57,7 @@ void launch_backward(const BackwardChoice& choice, const BackwardKernelParams& p
                      cudaStream_t stream) {
   dispatch<T, D, backward_variants>(choice, [&]<BackwardVariant Variant>() {
     if constexpr (has_kernel(D, Variant)) {
-      constexpr int smallest = smallest_value_dim(D);
+      constexpr int smallest = smallest_value_dim(D, Variant);
       if (choice.value_dim == smallest)
         return launch_backward_kernel<T, D, smallest, Variant>(params, stream);
       if constexpr (smallest != D) launch_backward_kernel<T, D, D, Variant>(params, stream);

@@ -5,6 +5,7 @@
 #include "cuda/attention/params.h"
 #include "cuda/primitives/integers.h"
 #include "cuda/schedule/slots/key_slots.h"
+#include "cuda/sm90/backward/key_block_order.h"
 #include "cuda/sm90/backward/policy.h"
 #include "cuda/sm90/key_info.h"
 #include "cuda/sm90/slots/parts.h"
@@ -94,10 +95,7 @@ struct BackwardKernelParams {
   float* dq_accum = nullptr;   // [B, Hq, query tiles] DqAccumLayout; null if not wanted
   OrderSemaphores order;       // order of the additions to dq_accum
   SlotParams slots;
-  // For blocks of neighbouring keys (BackwardPlan::set_block_order): the number of kv heads of a section (KeyTile), and
-  // of blocks of a run of a head. The runs of a head descend and ascend alternately; with runs of 1 all blocks ascend.
-  int section_heads = 1;
-  int run_blocks = 1;
+  KeyBlockOrder blocks;  // of neighbouring keys
 };
 
 }  // namespace flash_dmattn::cuda::sm90

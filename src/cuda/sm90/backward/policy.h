@@ -51,18 +51,15 @@ constexpr bool has_kernel(int head_dim, const BackwardVariant& variant) {
 }
 
 // The fewest columns of V and dout for which a head-dim bucket has kernels, as smallest_value_dim of the forward.
-constexpr int smallest_value_dim(int head_dim) { return head_dim == 192 ? 128 : head_dim; }
+constexpr int smallest_value_dim(int head_dim, const BackwardVariant&) {
+  return head_dim == 192 ? 128 : head_dim;
+}
 
 // The bucket of a head dim: the smallest that has a kernel of the variant.
 constexpr int head_dim_bucket(int head_dim, const BackwardVariant& variant) {
   for (const int bucket : head_dims)
     if (head_dim <= bucket && has_kernel(bucket, variant)) return bucket;
   return head_dims.back();
-}
-
-constexpr BackwardVariant with_overlap(BackwardVariant variant, bool overlaps) {
-  variant.overlaps = overlaps;
-  return variant;
 }
 
 // The division of dq of a query tile between the two warpgroups. Each part is a product of 64 queries over all keys.

@@ -1,12 +1,10 @@
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include "cuda/primitives/device_workspace.h"
+#include "cuda/sm90/forward/choice.h"
 #include "cuda/sm90/forward/params.h"
-#include "cuda/sm90/kernel_choice.h"
 
 // Launches the kernels of one dtype and head-dim bucket D. instances/ has a template of their files.
 namespace flash_dmattn::cuda::sm90 {

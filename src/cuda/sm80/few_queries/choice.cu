@@ -1,35 +1,35 @@
-#include "cuda/sm80/few_queries/policy.h"
+#include "cuda/sm80/few_queries/choice.h"
 
 #include <algorithm>
 #include <cstdint>
 #include <string_view>
 
 #include "cuda/attention/problem.h"
+#include "cuda/family.h"
 #include "cuda/primitives/integers.h"
+#include "cuda/sm80/kernel_choice.h"
 
 namespace flash_dmattn::cuda::sm80::few_queries {
 
 namespace {
 
-std::string kernel_name(std::string_view kind, const Choice& choice) {
-  std::string text = "sm80 ";
-  text.append(kind).append(" ").append(flash_dmattn::name_of(choice.dtype));
-  text.append(" d").append(std::to_string(choice.head_dim));
-  text.append(" rows").append(std::to_string(policy(choice).rows()));
-  if (choice.elementwise) text.append(" elementwise");
-  return text.append(choice.shared == SharedClass::kb99 ? " 99KB" : " 163KB");
+std::string name_in(std::string_view kind, const Choice& choice) {
+  std::string name = kernel_name("sm80", kind, choice.dtype, choice.head_dim);
+  name.append(" rows").append(std::to_string(policy_of(choice).rows()));
+  if (choice.elementwise) name.append(" elementwise");
+  return name.append(class_suffix(choice.shared));
 }
 
 }  // namespace
 
-std::string name(const Choice& choice) { return kernel_name("few_queries", choice); }
+std::string name(const Choice& choice) { return name_in("few_queries", choice); }
 
-std::string step_name(const Choice& choice) { return kernel_name("decode_step", choice); }
+std::string step_name(const Choice& choice) { return name_in("decode_step", choice); }
 
 std::vector<Choice> step_choices(SharedClass shared) {
   std::vector<Choice> result;
   for (const DType dtype : {DType::bf16, DType::f16}) {
-    for (const int head_dim : {64, 128, 256}) {
+    for (const int head_dim : head_dims) {
       for (const bool many_rows : {false, true}) {
         result.push_back({dtype, head_dim, shared, many_rows});
       }
@@ -57,7 +57,7 @@ Choice choose_kernel(const Problem& p, SharedClass shared) {
   return {.dtype = p.dtype,
           .head_dim = head_dim_bucket(static_cast<int>(p.head_dim)),
           .shared = shared,
-          .many_rows = p.seqlen_q * group > policy(64, shared, false).rows(),
+          .many_rows = p.seqlen_q * group > policy_of(64, shared, false).rows(),
           .elementwise = has_dense_mask(p) || is_dense(p.bias_shape) ||
                          differs_between_heads(p.mask_shape) ||
                          differs_between_heads(p.bias_shape)};

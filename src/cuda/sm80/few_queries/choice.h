@@ -36,7 +36,7 @@ struct Choice {
 // The loads of the next tiles must be in flight while a tile is computed: at least 64 KB for each multiprocessor. On an
 // H200, 131,072 keys of D 128 take 125.7 us with three blocks of two stages per multiprocessor, 127.4 with two blocks
 // of three stages, and 134.5 with one block of four.
-constexpr Policy policy(int head_dim_bucket, SharedClass shared, bool many_rows) {
+constexpr Policy policy_of(int head_dim_bucket, SharedClass shared, bool many_rows) {
   const bool small = shared == SharedClass::kb99;
   if (many_rows) {
     switch (head_dim_bucket) {
@@ -61,7 +61,7 @@ constexpr Policy policy(int head_dim_bucket, SharedClass shared, bool many_rows)
   }
 }
 
-constexpr Policy policy(const Choice& c) { return policy(c.head_dim, c.shared, c.many_rows); }
+constexpr Policy policy_of(const Choice& c) { return policy_of(c.head_dim, c.shared, c.many_rows); }
 
 // The name of a choice, such as "sm80 few_queries bf16 d128 rows16 163KB".
 std::string name(const Choice& choice);

@@ -1,4 +1,4 @@
-#include "cuda/sm80/workspace.h"
+#include "cuda/sm80/backward/workspace.h"
 
 #include "cuda/attention/problem.h"
 #include "cuda/primitives/integers.h"

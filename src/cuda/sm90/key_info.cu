@@ -1,5 +1,3 @@
-#include "cuda/sm90/forward/launch.h"
-#include "cuda/sm90/forward/work_tile.cuh"
 #include "cuda/sm90/key_info.h"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -33,22 +31,6 @@ KeyInfo allocate_key_info(const Shape& shape, const ScoreParams& score,
   if (info.bias_heads > 1)
     (info.bias_heads == shape.heads_kv ? info.bias_head_kv : info.bias_head_q) = keys;
   return info;
-}
-
-ForwardWorkspace::ForwardWorkspace(const ForwardChoice& choice, const ForwardParams& p,
-                                   int multiprocessors, WorkspaceAllocator& workspace) {
-  const ForwardVariant& variant = choice.variant;
-  const int rows = forward_policy(choice.head_dim, choice.value_dim, variant).rows();
-  const bool is_short = can_be_short(variant) && WorkTile::count(p.shape, rows) <= multiprocessors;
-  const bool computes_key_info = is_short && can_compute_key_info(variant) &&
-                                 p.shape.seqlen_k <= most_computed_key_info &&
-                                 p.score.bias_delay == 0;
-  if (variant.has_key_info && !computes_key_info) {
-    info = allocate_key_info(p.shape, p.score, workspace, true);
-  }
-  if (is_short) return;
-  next_work = workspace.take<int>(1);
-  needs_fix = workspace.take<std::uint32_t>(1);
 }
 
 }  // namespace flash_dmattn::cuda::sm90
