@@ -90,13 +90,14 @@ struct BackwardKernel {
     if (threadIdx.x == 0) {
       init_pipelines(storage);
       if (rank() == 0) {
-        storage.order =
+        storage.work_number =
             ordered ? atomicAdd(p.order.started, 1) : static_cast<int>(blockIdx.x) / policy.cluster;
       }
     }
     policy.paired() ? cluster_sync() : __syncthreads();
-    const int order = *(policy.paired() ? in_cluster_block(&storage.order, 0) : &storage.order);
-    const int predecessor = has_slots ? -1 : find_work(p, storage, order);
+    const int number =
+        *(policy.paired() ? in_cluster_block(&storage.work_number, 0) : &storage.work_number);
+    const int predecessor = has_slots ? -1 : find_work(p, storage, number);
     if (threadIdx.x < 128) {
       decrease_registers<BackwardPolicy::producer_registers>();
       const int warp = warp_id();
@@ -107,13 +108,13 @@ struct BackwardKernel {
           n = loader.run(work, n);
         });
       } else if (warp == write_dq) {
-        storage.semaphore.work = order * policy.cluster + rank();
+        storage.semaphore.work = number * policy.cluster + rank();
         using Writer = DqWriter<BackwardKernel>;
-        typename Writer::Order order(p, storage, predecessor);
-        const Writer writer{p, storage, order};
+        typename Writer::Order turns(p, storage, predecessor);
+        const Writer writer{p, storage, turns};
         for_each_work(p, storage,
                       [&](const BackwardWork& work, const SlotPart&, int) { writer.run(work); });
-        order.finish();
+        turns.finish();
       } else if (has_slots && warp == load_slots) {
         if constexpr (has_slots) {
           const SlotLoader<BackwardKernel> loader{p, storage};
@@ -184,11 +185,12 @@ struct BackwardKernel {
     });
   }
 
-  // Finds the work of a block of neighbouring keys. Returns the preceding work that adds to the same dq.
-  static __device__ int find_work(const Params& p, SharedStorage& storage, int order) {
+  // Finds the work of a block of neighbouring keys from its number in the order of additions. Returns the preceding work
+  // that adds to the same dq.
+  static __device__ int find_work(const Params& p, SharedStorage& storage, int number) {
     constexpr int keys = policy.work_keys();
     const Shape& shape = p.backward.shape;
-    KeyTile tile(shape, keys, p.blocks.section_heads, order);
+    KeyTile tile(shape, keys, p.blocks.section_heads, number);
     tile.key =
         place_in_run(tile.key / keys, ceil_div(shape.seqlen_k, keys), p.blocks.run_blocks) * keys;
     if constexpr (Variant.has_dense()) {

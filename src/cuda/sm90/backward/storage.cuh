@@ -109,8 +109,8 @@ struct BackwardStorage {
   Pipeline<policy.score_tiles>
       received;  // the partner's dS; ds_pipeline of the partner waits until it is read
   typename Semaphore::Storage semaphore;
-  int order;      // number of the work in the order of additions
-  int bounds[2];  // queries that see some key of the block
+  int work_number;  // number of the work in the order of additions
+  int bounds[2];    // queries that see some key of the block
   // A block of neighbouring keys uses one; parts of chains of slots alternate between both.
   BackwardWork work[2];
   BlockStorage<Variant.has_info() && !Variant.has_slots() && !Variant.has_dense(), policy.keys>

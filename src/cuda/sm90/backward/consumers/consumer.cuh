@@ -20,8 +20,8 @@ class BackwardConsumer : ConsumerSteps<Kernel> {
   using typename Steps::Operand, typename Steps::Scores, typename Steps::T, typename Steps::Visit;
   // Registers: 128 queries leave none for P in fp32 or for loading delta ahead; with a dense mask or bias they suffice
   // for P only.
-  static constexpr bool has_room = rows == 64;
-  static constexpr bool loads_delta_ahead = has_room && !variant.has_dense();
+  static constexpr bool keeps_fp32_p = rows == 64;
+  static constexpr bool loads_delta_ahead = keeps_fp32_p && !variant.has_dense();
 
  public:
   __device__ BackwardConsumer(const BackwardKernelParams& p, typename Steps::Storage& storage)
@@ -122,7 +122,8 @@ class BackwardConsumer : ConsumerSteps<Kernel> {
     pin(dp_);
     this->issue_gradient(dv_, p_operand_, storage_.dout[stage(n)]);
     const auto p_of = [&](int i) {
-      return has_room ? float2{s_[2 * i], s_[2 * i + 1]} : Element<T>::widen_packed2(p_operand_[i]);
+      return keeps_fp32_p ? float2{s_[2 * i], s_[2 * i + 1]}
+                          : Element<T>::widen_packed2(p_operand_[i]);
     };
     const auto delta_of = [&](int j) {
       return loads_delta_ahead ? ahead[j] : Steps::two_columns(delta, j);
