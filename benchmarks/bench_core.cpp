@@ -16,9 +16,9 @@
 #include <vector>
 
 #include "bench.h"
+#include "common/float_types.h"
 #include "flash_dmattn/calls.h"
 #include "flash_dmattn/flash_dmattn.h"
-#include "float_types.h"
 #include "memory.h"
 
 namespace fd = flash_dmattn;

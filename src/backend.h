@@ -7,11 +7,11 @@
 #include <string_view>
 #include <vector>
 
+#include "common/query_tile_lists.h"
 #include "flash_dmattn/attention.h"
 #include "flash_dmattn/kv_cache.h"
 #include "flash_dmattn/plan.h"
 #include "flash_dmattn/selection.h"
-#include "selection/query_tile_lists.h"
 
 // The one interface between the API and the backends: everything that a device does is a member of its Backend.
 // Arguments have been validated when a backend sees them, the stride of every dimension of size 1 of mask, bias, dbias
@@ -22,7 +22,7 @@ namespace flash_dmattn {
 template <class Args>
 using PlanFunction = void (*)(const Args&, const Execution&, Plan<Args>&);
 
-// The functions of selection.h, and the tile lists of query_tile_lists.h. Sizes follow from the arguments alone on a GPU.
+// The functions of selection.h, and the tile lists of common/query_tile_lists.h. Sizes follow from the arguments alone on a GPU.
 struct SelectionBackend {
   PlanFunction<SelectionArgs> plan_select;
 

@@ -8,10 +8,10 @@
 #include <string>
 #include <vector>
 
+#include "common/float_types.h"
 #include "cuda/schedule/slots/key_slots.h"
 #include "cuda/selection/selection.h"
 #include "device.h"
-#include "float_types.h"
 
 namespace flash_dmattn::bench {
 namespace {

@@ -10,8 +10,8 @@
 #include "api/checked_call.h"
 #include "api/find_backend.h"
 #include "api/validate.h"
-#include "arguments.h"
 #include "backend.h"
+#include "common/arguments.h"
 #include "flash_dmattn/calls.h"
 #include "flash_dmattn/error.h"
 

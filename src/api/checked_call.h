@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <span>
 
-#include "arguments.h"
+#include "common/arguments.h"
 #include "flash_dmattn/calls.h"
 
 // The definition of CheckedCall.

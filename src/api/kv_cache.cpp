@@ -9,10 +9,10 @@
 #include "api/checked_call.h"
 #include "api/find_backend.h"
 #include "api/validate_kv_cache.h"
-#include "arguments.h"
 #include "backend.h"
-#include "kv_cache_views.h"
-#include "workspace_allocator.h"
+#include "common/arguments.h"
+#include "common/kv_cache/views.h"
+#include "common/workspace_allocator.h"
 
 // The functions of kv_cache.h: one check of every argument, then the first backend that keeps such caches.
 namespace flash_dmattn {

@@ -4,8 +4,8 @@
 #include <string>
 
 #include "api/checked_call.h"
-#include "arguments.h"
 #include "backend.h"
+#include "common/arguments.h"
 #include "flash_dmattn/error.h"
 
 // Selection and tile lists, on the device of the data.

@@ -10,7 +10,7 @@
 #include <string>
 #include <string_view>
 
-#include "arguments.h"
+#include "common/arguments.h"
 #include "flash_dmattn/error.h"
 
 namespace flash_dmattn {

@@ -8,8 +8,8 @@
 #include <string_view>
 
 #include "api/validate.h"
-#include "arguments.h"
-#include "kv_cache_step.h"
+#include "common/arguments.h"
+#include "common/kv_cache/step.h"
 
 namespace flash_dmattn {
 namespace {

@@ -3,13 +3,13 @@
 #include <cstdint>
 #include <string>
 
+#include "common/plan_content.h"
 #include "cpu/backward_plan.h"
 #include "cpu/dispatch.h"
 #include "cpu/forward_plan.h"
 #include "cpu/kv_cache.h"
 #include "cpu/make_task.h"
 #include "cpu/selection/selection.h"
-#include "plan.h"
 
 // The CPU's row of the table of backends. Like everything except the kernels, it is compiled for the baseline.
 namespace flash_dmattn::cpu {

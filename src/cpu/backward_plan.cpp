@@ -2,13 +2,13 @@
 
 #include <cstdint>
 
+#include "common/float_types.h"
+#include "common/tasks.h"
+#include "common/workspace_allocator.h"
 #include "cpu/backward_units.h"
 #include "cpu/make_task.h"
 #include "cpu/reduce_dbias.h"
 #include "flash_dmattn/error.h"
-#include "float_types.h"
-#include "tasks.h"
-#include "workspace_allocator.h"
 
 namespace flash_dmattn::cpu {
 namespace {

@@ -4,9 +4,9 @@
 #include <atomic>
 #include <cstdint>
 
+#include "common/tasks.h"
+#include "common/workspace_allocator.h"
 #include "cpu/make_task.h"
-#include "tasks.h"
-#include "workspace_allocator.h"
 
 namespace flash_dmattn::cpu {
 namespace {

@@ -6,14 +6,14 @@
 #include <limits>
 #include <string>
 
-#include "arguments.h"
+#include "common/arguments.h"
+#include "common/kv_cache/step.h"
+#include "common/plan_content.h"
+#include "common/tasks.h"
 #include "cpu/forward_plan.h"
 #include "cpu/kv_cache.h"
 #include "cpu/kv_competition.h"
 #include "cpu/make_task.h"
-#include "kv_cache_step.h"
-#include "plan.h"
-#include "tasks.h"
 
 // KV caches on the workers, one (batch, kv head) per task. Decoding attends like any forward of few queries.
 namespace flash_dmattn::cpu {

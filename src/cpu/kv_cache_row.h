@@ -5,9 +5,9 @@
 #include <cstring>
 #include <limits>
 
+#include "common/kv_cache/step.h"
+#include "common/kv_cache/views.h"
 #include "cpu/selection/rank.h"
-#include "kv_cache_step.h"
-#include "kv_cache_views.h"
 
 namespace flash_dmattn::cpu {
 

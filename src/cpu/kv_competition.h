@@ -6,7 +6,7 @@
 #include <functional>
 #include <limits>
 
-#include "arguments.h"
+#include "common/arguments.h"
 #include "cpu/kv_cache_row.h"
 
 // The keys of a row of a KV cache while pending tokens come.

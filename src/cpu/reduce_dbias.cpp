@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "float_types.h"
-#include "tasks.h"
+#include "common/float_types.h"
+#include "common/tasks.h"
 
 namespace flash_dmattn::cpu {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "arguments.h"
+#include "common/arguments.h"
 #include "cpu/selection/selection.h"
 
 namespace flash_dmattn::cpu {

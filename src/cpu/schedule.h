@@ -2,9 +2,9 @@
 
 #include <cstdint>
 
+#include "common/query_tile_lists.h"
+#include "common/workspace_allocator.h"
 #include "flash_dmattn/execution.h"
-#include "selection/query_tile_lists.h"
-#include "workspace_allocator.h"
 
 // The CPU's schedule consists of query tile lists, the same for both directions.
 namespace flash_dmattn::cpu {

@@ -2,9 +2,9 @@
 
 #include <cstdint>
 
+#include "common/query_tile_lists.h"
 #include "flash_dmattn/types.h"
 #include "flash_dmattn/visibility.h"
-#include "selection/query_tile_lists.h"
 
 // The tasks that backend.cpp passes to the kernels of an instruction set: plain data, resolved once, so
 // that no inline function of another header is compiled with the flags of an instruction set.

@@ -3,11 +3,11 @@
 #include <cmath>
 #include <cstdint>
 
-#include "float_types.h"
-#include "plan.h"
+#include "common/float_types.h"
+#include "common/plan_content.h"
+#include "common/tasks.h"
 #include "reference/kernels.h"
 #include "reference/scores.h"
-#include "tasks.h"
 
 // The definition in attention.h as plain loops in double: the oracle of the tests, and the backend
 // that runs everything.

@@ -6,10 +6,10 @@
 #include <span>
 #include <string>
 
-#include "arguments.h"
+#include "common/arguments.h"
+#include "common/kv_cache/views.h"
+#include "common/plan_content.h"
 #include "flash_dmattn/calls.h"
-#include "kv_cache_views.h"
-#include "plan.h"
 #include "reference/kernels.h"
 
 // The KV cache as plain loops: tokens enter one after the other, and after each one the keys that the rule shows to its

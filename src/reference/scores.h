@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <limits>
 
-#include "float_types.h"
-#include "tasks.h"
+#include "common/float_types.h"
+#include "common/tasks.h"
 
 // The parts of a row of the reference: limits of the dtypes, rows of the tensors, and scores.
 namespace flash_dmattn::reference {

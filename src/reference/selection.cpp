@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "float_types.h"
+#include "common/float_types.h"
 
 namespace flash_dmattn::reference {
 namespace {

@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "common/float_types.h"
 #include "flash_dmattn/error.h"
 #include "flash_dmattn/selection.h"
-#include "float_types.h"
 #include "reference/selection.h"
 #include "support/buffer.h"
 #include "support/cases.h"

@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "common/query_tile_lists.h"
 #include "flash_dmattn/error.h"
 #include "flash_dmattn/selection.h"
-#include "selection/query_tile_lists.h"
 #include "support/expect_invalid.h"
 #include "support/random.h"
 #include "support/run.h"

@@ -6,10 +6,10 @@
 #include <string>
 #include <vector>
 
+#include "common/float_types.h"
 #include "cuda/selection/selection.h"
 #include "device.h"
 #include "flash_dmattn/calls.h"
-#include "float_types.h"
 #include "support/expect_invalid.h"
 #include "support/random.h"
 #include "support/selection_rules.h"

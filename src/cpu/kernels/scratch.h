@@ -3,15 +3,15 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/workspace_allocator.h"
 #include "cpu/kernels/keys.h"
 #include "cpu/kernels/multiply.h"
 #include "cpu/kernels/pack.h"
-#include "workspace_allocator.h"
 
 // The scratch memory of a worker: the sizes of its arrays, and addresses of rows.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
-// Each instruction set has its own type of allocator (workspace_allocator.h).
+// Each instruction set has its own type of allocator (common/workspace_allocator.h).
 struct ScratchLayout {
   static constexpr std::size_t alignment = workspace_alignment;
 };

@@ -4,9 +4,9 @@
 #include <limits>
 #include <string>
 
-#include "arguments.h"
+#include "common/arguments.h"
+#include "common/tasks.h"
 #include "cpu/selection/selection.h"
-#include "tasks.h"
 
 // Two passes over the intervals of a row. The first counts the keys of each tile: a key touches a
 // range of tiles and fills a range within it, so both counts are running sums of +1 where a range

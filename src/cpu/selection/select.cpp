@@ -5,13 +5,13 @@
 #include <limits>
 #include <string>
 
-#include "arguments.h"
+#include "common/arguments.h"
+#include "common/float_types.h"
+#include "common/plan_content.h"
+#include "common/selection_rule.h"
+#include "common/tasks.h"
 #include "cpu/selection/rank.h"
 #include "cpu/selection/selection.h"
-#include "float_types.h"
-#include "plan.h"
-#include "selection/selection_rule.h"
-#include "tasks.h"
 
 // Selection sweeps over the positions of a row with a heap of the w best keys so far, the worst on top. An
 // arriving key that beats the top replaces it. Under causal per-query selection, the interval of the replaced

@@ -1,8 +1,8 @@
 #pragma once
 
 #include "backend.h"
+#include "common/query_tile_lists.h"
 #include "flash_dmattn/selection.h"
-#include "selection/query_tile_lists.h"
 
 // Selection and tile lists in host memory.
 namespace flash_dmattn::cpu {

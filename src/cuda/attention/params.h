@@ -3,10 +3,10 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/query_tile_lists.h"
 #include "cuda/primitives/semaphore.h"
 #include "cuda/primitives/views.h"
 #include "flash_dmattn/visibility.h"
-#include "selection/query_tile_lists.h"
 
 // Parameters of the kernels. They are plain values, and all pointers point to device memory.
 namespace flash_dmattn::cuda {

@@ -2,9 +2,9 @@
 
 #include <climits>
 
+#include "common/kv_cache/step.h"
 #include "cuda/primitives/math.cuh"
 #include "cuda/primitives/warp.cuh"
-#include "kv_cache_step.h"
 
 // Finds, while the slots of a KV cache are read, what its next step has to know of them.
 namespace flash_dmattn::cuda {

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "workspace_allocator.h"
+#include "common/workspace_allocator.h"
 
 namespace flash_dmattn::cuda {
 

@@ -3,9 +3,9 @@
 #include <cstdint>
 #include <limits>
 
+#include "common/query_tile_lists.h"
 #include "cuda/primitives/divisor.h"
 #include "cuda/selection/device.cuh"
-#include "selection/query_tile_lists.h"
 
 // The tree of key lists through which tile lists are built (partition_keys.cuh): its root, its levels, its tiles.
 namespace flash_dmattn::cuda::key_tree {

@@ -1,6 +1,6 @@
 #include "cuda/schedule/schedule.h"
 
-#include "arguments.h"
+#include "common/arguments.h"
 #include "cuda/attention/params.h"
 #include "cuda/selection/selection.h"
 

@@ -3,9 +3,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/query_tile_lists.h"
 #include "cuda/primitives/device_workspace.h"
 #include "cuda/schedule/slots/key_slots.h"
-#include "selection/query_tile_lists.h"
 
 // Schedules of a GPU, each a part of the plan of a call, whose kernels follow it. Their size follows from shapes and the
 // bound of the intervals alone, and they are built without waiting for the device.

@@ -4,7 +4,7 @@
 #include <limits>
 #include <string>
 
-#include "arguments.h"
+#include "common/arguments.h"
 #include "cuda/selection/device.cuh"
 
 namespace flash_dmattn::cuda {

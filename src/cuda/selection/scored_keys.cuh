@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/float_types.h"
 #include "cuda/selection/device.cuh"
 #include "flash_dmattn/selection.h"
-#include "float_types.h"
 
 namespace flash_dmattn::cuda {
 

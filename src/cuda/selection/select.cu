@@ -2,14 +2,14 @@
 #include <cstdint>
 #include <string>
 
-#include "arguments.h"
+#include "common/arguments.h"
+#include "common/selection_rule.h"
 #include "cuda/device_plan.h"
 #include "cuda/selection/best_keys.h"
 #include "cuda/selection/global/global.cuh"
 #include "cuda/selection/per_query/per_query.h"
 #include "cuda/selection/selection.h"
 #include "cuda/selection/widen.h"
-#include "selection/selection_rule.h"
 
 namespace flash_dmattn::cuda {
 namespace {

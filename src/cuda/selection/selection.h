@@ -4,9 +4,9 @@
 #include <cstdint>
 
 #include "backend.h"
+#include "common/query_tile_lists.h"
 #include "flash_dmattn/execution.h"
 #include "flash_dmattn/selection.h"
-#include "selection/query_tile_lists.h"
 
 // Selection and tile lists on the GPU. The results equal those of the functions of the same names in
 // flash_dmattn/selection.h and cpu/selection/selection.h, with arrays in device memory. Every call enqueues kernels on

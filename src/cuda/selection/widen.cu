@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "arguments.h"
+#include "common/arguments.h"
+#include "common/selection_rule.h"
 #include "cuda/primitives/block.cuh"
 #include "cuda/selection/scored_keys.cuh"
-#include "selection/selection_rule.h"
 
 namespace flash_dmattn::cuda {
 namespace {

@@ -10,7 +10,7 @@
 #include <string>
 #include <utility>
 
-#include "float_types.h"
+#include "common/float_types.h"
 #include "support/run.h"
 
 namespace flash_dmattn::testing {

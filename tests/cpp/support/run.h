@@ -7,9 +7,9 @@
 #include <string_view>
 #include <vector>
 
+#include "common/query_tile_lists.h"
 #include "flash_dmattn/attention.h"
 #include "flash_dmattn/calls.h"
-#include "selection/query_tile_lists.h"
 #include "support/buffer.h"
 #include "support/data.h"
 

@@ -5,7 +5,7 @@
 #include <limits>
 #include <vector>
 
-#include "float_types.h"
+#include "common/float_types.h"
 
 namespace flash_dmattn::testing {
 namespace {

@@ -3,8 +3,8 @@
 #include <limits>
 #include <vector>
 
+#include "common/float_types.h"
 #include "cuda/sm80/tile/key_info.cuh"
-#include "float_types.h"
 #include "support/random.h"
 #include "unit.cuh"
 

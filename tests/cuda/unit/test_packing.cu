@@ -3,9 +3,9 @@
 #include <cstring>
 #include <vector>
 
+#include "common/float_types.h"
 #include "cuda/primitives/convert.cuh"
 #include "cuda/primitives/math.cuh"
-#include "float_types.h"
 #include "unit.cuh"
 
 // Conversions to 16 bits against those of the host, for every neighbourhood of a 16-bit number.

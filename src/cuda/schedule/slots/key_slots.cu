@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "arguments.h"
+#include "common/arguments.h"
 #include "cuda/schedule/key_tree.cuh"
 #include "cuda/schedule/slots/key_slots.h"
 #include "cuda/schedule/tile_list_arguments.h"

@@ -3,9 +3,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/query_tile_lists.h"
 #include "cuda/primitives/device_workspace.h"
 #include "flash_dmattn/execution.h"
-#include "selection/query_tile_lists.h"
 
 // Slots are the schedule of a key-major kernel.
 //

@@ -6,7 +6,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "arguments.h"
+#include "common/arguments.h"
 #include "cuda/selection/device.cuh"
 #include "cuda/selection/selection.h"
 

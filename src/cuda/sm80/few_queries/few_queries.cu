@@ -2,6 +2,7 @@
 
 #include <limits>
 
+#include "common/kv_cache/views.h"
 #include "cuda/attention/problem.h"
 #include "cuda/device_plan.h"
 #include "cuda/primitives/math.cuh"
@@ -10,7 +11,6 @@
 #include "cuda/sm80/few_queries/launch.h"
 #include "cuda/stages/stages.h"
 #include "flash_dmattn/error.h"
-#include "kv_cache_views.h"
 
 namespace flash_dmattn::cuda::sm80::few_queries {
 namespace {

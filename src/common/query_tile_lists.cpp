@@ -1,4 +1,4 @@
-#include "selection/query_tile_lists.h"
+#include "common/query_tile_lists.h"
 
 namespace flash_dmattn {
 

@@ -2,8 +2,8 @@
 
 #include <cstdint>
 
+#include "common/selection_rule.h"
 #include "flash_dmattn/kv_cache.h"
-#include "selection/selection_rule.h"
 
 // How a token changes the slots of a KV cache, for the CPU and for GPUs. It follows from the SlotCount of a head, so
 // that no key has to be read first.

@@ -3,9 +3,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/workspace_allocator.h"
 #include "flash_dmattn/problem.h"
 #include "flash_dmattn/tile_lists.h"
-#include "workspace_allocator.h"
 
 // Tile lists as the schedule of kernels that iterate over the keys of a tile of queries.
 namespace flash_dmattn {

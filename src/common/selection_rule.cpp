@@ -1,11 +1,11 @@
-#include "selection/selection_rule.h"
+#include "common/selection_rule.h"
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <string>
 
-#include "arguments.h"
+#include "common/arguments.h"
 
 namespace flash_dmattn {
 namespace {
