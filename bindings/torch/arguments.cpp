@@ -114,8 +114,8 @@ Broadcast broadcast_argument(const Tensor& tensor, std::string_view argument, bo
 
 namespace {
 
-// Large tensors are fresh memory in every call: torch's allocator has returned the last ones to the
-// system. Faulting in 64 MiB takes 33 ms in pages of 4 KiB and 7 in pages of 2 MiB (Zen 4, a virtual
+// torch's allocator returns large tensors to the system, so that every call gets fresh memory. Faulting
+// in 64 MiB takes 33 ms in pages of 4 KiB and 7 in pages of 2 MiB (Zen 4, a virtual
 // machine); in small pages that was 5 % of a backward.
 void ask_for_huge_pages([[maybe_unused]] void* begin, [[maybe_unused]] std::size_t bytes) {
 #ifdef MADV_HUGEPAGE

@@ -79,7 +79,7 @@ void run(const CheckedCall<Args>& call, const Tensor& like) {
   call.run(bytes_of(allocate_bytes(call.workspace_size(), like)));
 }
 
-// Gives `execution` a workspace that lives as long as the returned tensor; none where no byte is needed.
+// Gives `execution` a workspace that lives as long as the returned tensor. Returns nothing if `bytes` is 0.
 [[nodiscard]] OptionalTensor give_workspace(Execution& execution, std::size_t bytes,
                                             const Tensor& like);
 

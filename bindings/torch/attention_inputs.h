@@ -27,8 +27,8 @@ struct Attention {
   }
 };
 
-// The arguments of an operator that say which keys each query sees. Operators initialise both structs without names: members
-// are in the order of the schemas in ops.cpp.
+// The arguments of an operator that say which keys each query sees. Operators initialise both structs by position, so
+// the members are in the order of the schemas in ops.cpp.
 struct VisibleKeys {
   const OptionalTensor& intervals;
   const OptionalTensor& rank;

@@ -30,8 +30,8 @@ void expect(const Tensor& tensor, const char* name, Shape shape, ScalarType type
   binding::expect(tensor, name, shape, type, k_cache, "k_cache");
 }
 
-// Throws as well unless the rows of the array, which is changed in place, are contiguous: no copy can make them so. Returns
-// the stride of a row.
+// Does what binding::expect does, and returns the stride of a row. Throws if the rows are not contiguous, too: the array
+// is changed in place, so that no copy can replace it.
 std::int64_t expect_dense_rows(const Tensor& tensor, const char* name, Shape shape, ScalarType type,
                                const Tensor& like) {
   expect(tensor, name, shape, type, like);

@@ -18,7 +18,7 @@ ScalarType row_type(const Problem& p) {
   return p.dtype == DType::f64 ? ScalarType::Double : ScalarType::Float;
 }
 
-// lse and lse_low, which are one tensor [2, B, Hq, Sq]: an allocation and a result less.
+// Returns lse and lse_low, which share a tensor [2, B, Hq, Sq]. This saves an allocation and a result of the operator.
 std::array<RowValues, 2> row_values(const Tensor& both) {
   const auto parts = [&]<class T>(T* lse) -> std::array<RowValues, 2> {
     return {lse, lse + both.numel() / 2};

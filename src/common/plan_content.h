@@ -5,7 +5,7 @@
 
 #include "flash_dmattn/plan.h"
 
-// How backends write plans (flash_dmattn/plan.h).
+// Puts a class of a backend into a plan (flash_dmattn/plan.h).
 namespace flash_dmattn {
 
 namespace detail {

@@ -25,7 +25,8 @@ class BorrowedEnvironment {
   std::fenv_t own_;
 };
 
-// Workers pull indices from the counters of up to `most_parts` parts of [0, count), each beginning with a part of its own.
+// Runs task(index, worker) for [0, count), which is divided into up to `most_parts` parts with a counter each. A worker
+// takes indices from its own part first, then from the others.
 template <int most_parts, class Task>
 void pull_tasks(const Execution& execution, std::int64_t count, const Task& task) {
   struct alignas(64) Part {  // a cache line

@@ -166,7 +166,8 @@ void store_survivors(const FillArgs& args, const CacheRow& row, std::int32_t len
     stored += competes ? 1 : 0;
     row.put(slots.count++, row.token(args.k, j), row.token(args.v, j), score, is_admitted ? j : ~j);
   }
-  // All that have competed are chosen while there are at most w. The remaining keys are masked, but the call has no mask.
+  // If fewer than w keys are stored, they are all that have competed. The others of `competed` are masked keys, which a
+  // call without a mask does not count.
   if (stored < rule.window) slots.competed = stored;
 }
 

@@ -92,7 +92,7 @@ struct CacheRow {
   void find_leaving(std::int32_t tokens) const {
     count.free = count.count;
     count.leaving = -1;
-    if (rule.recent == 0) return;  // no key leaves without a successor either
+    if (rule.recent == 0) return;  // without recent keys no key leaves, and no slot becomes free
     const std::int32_t position = tokens - rule.recent;
     std::int32_t free = count.count;
     std::int32_t leaving = -1;

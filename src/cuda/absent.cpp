@@ -1,6 +1,7 @@
 #include "backend.h"
 
-// Replaces the CUDA backend in a build without one. It has no kernels, and so the API calls nothing else of it.
+// Replaces the CUDA backend in a build without CUDA. It declines every call, so that the API never calls its other
+// members.
 namespace flash_dmattn {
 namespace {
 

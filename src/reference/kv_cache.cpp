@@ -79,8 +79,8 @@ struct Keys {
   }
 };
 
-// The keys that the query at `position` sees, by the words of the rule. No key is later. Those that it does not see may
-// be removed meanwhile, as each of them is beaten by w others that beat all worse keys, too.
+// The definition of the rule: which keys the query at `position` sees. No key is later. Unseen keys may be removed,
+// because each of them is beaten by w visible keys, which also beat every worse key.
 class Rule {
  public:
   Rule(const Keys& keys, std::int64_t position)
@@ -124,8 +124,8 @@ std::int32_t entry_of(std::int64_t position, bool may_be_chosen) {
   return may_be_chosen ? at : ~at;
 }
 
-// Empties the slots of keys that the query at `position`, the last one so far, does not see. `more`: the key of its own
-// token, which has no slot yet.
+// Empties the slots of keys that the query at `position`, the last one so far, does not see. `more`: the key of the
+// query's own token, which has no slot yet.
 void keep_visible(const Row& row, std::int64_t position, const Key* more = nullptr) {
   const Rule rule({row, 0, more}, position);
   Keys{row}.for_each([&](const Key& key) {

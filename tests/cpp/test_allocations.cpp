@@ -63,7 +63,7 @@ TEST(Allocations, OperatorNewIsCounted) {
 class AttentionAllocations : public ::testing::TestWithParam<const char*> {};
 
 TEST_P(AttentionAllocations, ForwardAndBackwardAllocateNothing) {
-  const Execution execution = on_pool();
+  const Execution execution = pooled_execution();
   // The reference is slow, and without a name the CPU backend runs again, so both take every eighth case.
   const std::size_t step = (std::string(GetParam()) == "cpu" ? 1 : 8) * (is_quick_run() ? 4 : 1);
   for (std::size_t i = 0; i < attention_cases().size(); i += step) {
@@ -96,7 +96,7 @@ INSTANTIATE_TEST_SUITE_P(Backends, AttentionAllocations, ::testing::Values("cpu"
 
 TEST(Allocations, SelectionAllocatesNothing) {
   constexpr std::int64_t heads = 3, seqlen = 700;
-  const Execution execution = on_pool();
+  const Execution execution = pooled_execution();
   Random random(5);
   std::vector<float> scores(heads * seqlen);
   for (float& score : scores) score = static_cast<float>(random.normal());
@@ -122,7 +122,7 @@ TEST(Allocations, KvCachesAllocateNothing) {
   shape.head_dim = 16;
   shape.dtype = DType::bf16;
   for (const char* backend : {"cpu", "reference"}) {
-    const KvCalls calls(backend, on_pool(), shape, shape.chunk);
+    const KvCalls calls(backend, pooled_execution(), shape, shape.chunk);
     EXPECT_EQ(allocations_of([&] {
                 calls.clear();
                 calls.run();

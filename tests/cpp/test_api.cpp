@@ -15,7 +15,7 @@ namespace {
 
 // ---- Backends ------------------------------------------------------------------------------------
 
-TEST(Backends, AreListedInOrderOfPreference) {
+TEST(Backends, ListIsInOrderOfPreference) {
   const std::vector<BackendInfo> infos = backends();
   ASSERT_EQ(infos.size(), 3u);
   EXPECT_EQ(infos[0].name, "cuda");  // available where there is a GPU and the build has its kernels
@@ -69,7 +69,7 @@ TEST(Backends, TooManyHeadsPerGroupUseTheReference) {
   args.in.q = args.in.k = args.in.v = {&one, {0, 0, 0, 1}};
   args.out = {&one, contiguous_strides({p.batch, p.seqlen_q, p.heads_q, p.head_dim})};
   args.lse = &one;
-  EXPECT_LT(ForwardCall(args, in_turn(1)).workspace_size(), std::size_t{1} << 20);
+  EXPECT_LT(ForwardCall(args, sequential_execution(1)).workspace_size(), std::size_t{1} << 20);
 }
 
 // The bytes that the gradient of a bias that all heads share adds: sums of dk and dv for each further segment, and of
@@ -97,7 +97,8 @@ TEST(Backends, SharedBiasGradientTakesTheLeastMemoryOfSixteenItems) {
     args.lse = {&one};
     const auto size = [&](void* dbias) {
       args.dbias = {dbias, {0, 0, shape.seqlen, 1}};
-      return static_cast<double>(BackwardCall(args, in_turn(16), "cpu").workspace_size());
+      return static_cast<double>(
+          BackwardCall(args, sequential_execution(16), "cpu").workspace_size());
     };
     const std::int64_t segment = shape.batch * 8 * shape.seqlen * 64 * 2 * sizeof(float);
     const std::int64_t part = shape.seqlen * shape.seqlen * sizeof(double);

@@ -35,7 +35,7 @@ TEST_P(AttentionTable, ResultsAreWithinBounds) {
   const std::string reason = supports(c.problem, "cpu");
   ASSERT_EQ(reason, "");
   const Data data(c);
-  const RunOptions options{.execution = on_pool()};
+  const RunOptions options{.execution = pooled_execution()};
   if (is_quick_run()) {
     choose_by_name(c.name);
     run_and_compare(data, options);
@@ -87,9 +87,10 @@ class AttentionWorkers : public ::testing::TestWithParam<const char*> {};
 
 TEST_P(AttentionWorkers, WorkerCountDoesNotChangeBits) {
   const Data data(attention_case(GetParam()));
-  const Results expected = run(data, {.execution = in_turn(1)});
+  const Results expected = run(data, {.execution = sequential_execution(1)});
   for (const Execution& execution :
-       {in_turn(1), in_turn(3), on_threads(2), on_threads(7), on_threads(40), on_pool()}) {
+       {sequential_execution(1), sequential_execution(3), threaded_execution(2),
+        threaded_execution(7), threaded_execution(40), pooled_execution()}) {
     SCOPED_TRACE(std::to_string(execution.workers) + " workers");
     expect_same_bits(run(data, {.execution = execution}), expected);
   }
@@ -106,7 +107,7 @@ INSTANTIATE_TEST_SUITE_P(Cases, AttentionWorkers,
 
 // A worker on a new thread of the default environment, and whether that is its environment afterwards.
 Execution on_threads_of_default_environment(int workers) {
-  Execution execution = in_turn(workers);
+  Execution execution = sequential_execution(workers);
   execution.parallel_for = [](void*, int count, void (*body)(void*, int), void* argument) {
     for (int worker = 0; worker < count; ++worker) {
       std::thread([&] {
@@ -129,8 +130,8 @@ TEST(Attention, WorkersRoundAsTheCallerDoes) {
       std::fesetround(FE_TONEAREST);
       return results;
     };
-    const Results upward = run_rounding(FE_UPWARD, in_turn(1));
-    EXPECT_FALSE(upward.out.same_bits(run_rounding(FE_TONEAREST, in_turn(1)).out));
+    const Results upward = run_rounding(FE_UPWARD, sequential_execution(1));
+    EXPECT_FALSE(upward.out.same_bits(run_rounding(FE_TONEAREST, sequential_execution(1)).out));
     expect_same_bits(run_rounding(FE_UPWARD, on_threads_of_default_environment(3)), upward);
   }
 }

@@ -110,10 +110,10 @@ TEST(Calls, SelectCallTakesNoBackend) {
                            .scores = &score,
                            .scores_dtype = DType::f32,
                            .intervals = &interval};
-  run_in_new_workspace(SelectCall(args, in_turn(1)));
+  run_in_new_workspace(SelectCall(args, sequential_execution(1)));
   EXPECT_EQ(interval.first, 0);
   EXPECT_EQ(interval.last, 1);
-  expect_invalid([&] { SelectCall(args, in_turn(1), "cpu"); }, "backend",
+  expect_invalid([&] { SelectCall(args, sequential_execution(1), "cpu"); }, "backend",
                  "got \"cpu\", expected \"\", as the device of the scores selects");
 }
 

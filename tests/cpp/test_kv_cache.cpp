@@ -154,7 +154,7 @@ TEST(KvCache, HalfAMillionTokensLeaveTheBestKeys) {
   GuardedBuffer memory(kv_cache_size(shape), "cache");
   EXPECT_LT(memory.size(), window * (2 * head_dim * 4 + 8) + 512);
   const KvCache cache = kv_cache_in(memory, shape);
-  clear_cache(cache, in_turn(1));
+  clear_cache(cache, sequential_execution(1));
   Random random(1);
   std::vector<float> scores;
   std::vector<float> row(head_dim), out(head_dim);
@@ -170,7 +170,7 @@ TEST(KvCache, HalfAMillionTokensLeaveTheBestKeys) {
                       .lse = &lse};
   float score = 0;
   args.scores.data = &score;
-  const DecodeStepCall step(args, in_turn(1));
+  const DecodeStepCall step(args, sequential_execution(1));
   GuardedBuffer workspace(step.workspace_size(), "workspace");
   for (std::int64_t t = 0; t < tokens; ++t) {
     score = static_cast<float>(random.normal());

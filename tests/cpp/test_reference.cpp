@@ -203,7 +203,7 @@ TEST(Reference, BiasAtMaskValueOfItsDtypeMasks) {
   }
 }
 
-TEST(Reference, DelayedBiasEqualsABiasOfPairs) {
+TEST(Reference, DelayedBiasEqualsDenseBias) {
   for (const char* delay : {"1", "3", "6", "100"}) {
     for (const char* fill : {"normal", "inf"}) {
       SCOPED_TRACE(std::string("delay ") + delay + ", bias " + fill);
@@ -277,7 +277,7 @@ TEST(Reference, WorkerCountDoesNotChangeBits) {
     const Results expected = run(data, reference());
     for (const int workers : {2, 5, 100}) {
       RunOptions options = reference();
-      options.execution = on_threads(workers);
+      options.execution = threaded_execution(workers);
       SCOPED_TRACE(shape);
       expect_same_bits(run(data, options), expected);
     }
@@ -338,7 +338,7 @@ TEST(ReferenceSelection, NanAndMaskedKeysAreIgnored) {
   EXPECT_EQ(scores.visible(), ".... .x.. .x.. .x.x");
 }
 
-TEST(ReferenceSelection, OtherNumberOfQueriesAlignsToTheEnd) {
+TEST(ReferenceSelection, QueriesAlignToTheLastKey) {
   EXPECT_EQ(Scores({5, 1, 3, 4, 2}, 2, 2).visible(), "x..x. x..x.");
   EXPECT_EQ(Scores({2, 1}, 4, 2).visible(), ".. .. x. xx");
 }

@@ -76,7 +76,7 @@ struct SelectionProblem {
 
 void expect_as_defined(SelectionProblem& problem, const std::string& what) {
   const SelectionArgs& args = problem.args;
-  problem.select(in_turn(1));
+  problem.select(sequential_execution(1));
   for (std::int64_t b = 0; b < args.batch; ++b) {
     for (std::int64_t h = 0; h < args.heads; ++h) {
       const auto expected = reference::select_key_intervals(args, b, h);
@@ -108,7 +108,7 @@ std::vector<KeyInterval> select(SelectionArgs args, const std::vector<float>& sc
   args.scores = scores.data();
   args.scores_stride = {0, 0, 1};
   args.intervals = intervals.data();
-  run_in_new_workspace(SelectCall(args, in_turn(1)));
+  run_in_new_workspace(SelectCall(args, sequential_execution(1)));
   return intervals;
 }
 
@@ -238,7 +238,7 @@ TEST(Selection, MissingStridesMeanDense) {
   const std::vector<KeyInterval> expected(given.result(), given.result() + entries);
   given.args.scores_stride = SelectionArgs{}.scores_stride;
   given.args.key_mask_stride = SelectionArgs{}.key_mask_stride;
-  given.select(in_turn(1));
+  given.select(sequential_execution(1));
   expect_intervals({given.result(), given.result() + entries}, expected);
 }
 
@@ -259,10 +259,11 @@ TEST(Selection, WorkerCountDoesNotChangeIntervals) {
   args.batch = 3;
   args.heads = 5;
   SelectionProblem problem(args, Scores::few, true, Layout::padded, random);
-  problem.select(in_turn(1));
+  problem.select(sequential_execution(1));
   const std::vector<std::byte> expected(problem.intervals.data(),
                                         problem.intervals.data() + problem.intervals.size());
-  for (const Execution& execution : {in_turn(4), on_threads(3), on_threads(31), on_pool()}) {
+  for (const Execution& execution : {sequential_execution(4), threaded_execution(3),
+                                     threaded_execution(31), pooled_execution()}) {
     problem.select(execution);
     EXPECT_TRUE(std::equal(expected.begin(), expected.end(), problem.intervals.data()));
   }

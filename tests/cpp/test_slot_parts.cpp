@@ -114,7 +114,7 @@ void expect_common_cuts(const SlotPartition& partition,
   }
 }
 
-TEST(SlotPartition, CoversEveryUnitOnceAndDoesNotDeadlock) {
+TEST(SlotPartition, RandomPartitionCoversEveryUnitOnceAndDoesNotDeadlock) {
   testing::Random random(1);
   for (int round = 0; round < 2000; ++round) {
     const int row_blocks = 1 + static_cast<int>(random.below(12));

@@ -73,7 +73,7 @@ TileKeys keys_of(const TileListArgs& args, std::int64_t b, std::int64_t h, std::
 }
 
 void expect_as_defined(const TileListArgs& args) {
-  const OwnedTileLists owned = make_tile_lists(args, in_turn(1));
+  const OwnedTileLists owned = make_tile_lists(args, sequential_execution(1));
   const QueryTileLists& lists = owned.lists;
   ASSERT_EQ(lists.tile_rows, args.tile_rows);
   ASSERT_EQ(lists.tiles, (args.seqlen_q + args.tile_rows - 1) / args.tile_rows);
@@ -95,13 +95,13 @@ void expect_as_defined(const TileListArgs& args) {
       }
     }
   }
-  EXPECT_EQ(tile_list_entries(Device::cpu, args, in_turn(1)), entries);
+  EXPECT_EQ(tile_list_entries(Device::cpu, args, sequential_execution(1)), entries);
 }
 
 // Expects that the bound holds for consecutive tiles.
 void expect_bound_holds(const TileListArgs& args, const KeyBound& bound) {
   ASSERT_TRUE(bound.known());
-  const OwnedTileLists owned = make_tile_lists(args, in_turn(1));
+  const OwnedTileLists owned = make_tile_lists(args, sequential_execution(1));
   const QueryTileLists& lists = owned.lists;
   for (std::int64_t row = 0; row < args.batch * args.heads; ++row) {
     for (std::int64_t first = 0; first < lists.tiles; ++first) {
@@ -117,7 +117,7 @@ void expect_bound_holds(const TileListArgs& args, const KeyBound& bound) {
 }
 
 void expect_bound(const TileListArgs& args) {
-  const Execution execution = in_turn(2);
+  const Execution execution = sequential_execution(2);
   const Workspace workspace(measure_workspace_size(Device::cpu, args, execution), execution);
   expect_bound_holds(args, measure_key_bound(Device::cpu, args, workspace));
 }
@@ -132,7 +132,7 @@ TEST(TileLists, MeasuredBoundHoldsForTilesOf64Queries) {
                            .seqlen_q = 2048,
                            .seqlen_k = 2048,
                            .intervals = intervals.args.intervals};
-    const Execution execution = in_turn(2);
+    const Execution execution = sequential_execution(2);
     const Workspace workspace(measure_workspace_size(args, execution), execution);
     expect_bound_holds(intervals.args, measure_key_bound(args, workspace));
   }
@@ -161,7 +161,7 @@ TEST(TileLists, RandomIntervalsMatchDefinition) {
 TEST(TileLists, SlidingWindowMeasuresTightBound) {
   Intervals intervals(1, 1, 640, 640, 64, false);
   intervals.fill([](std::int64_t j) { return Pair{j, j + 100}; });
-  const Execution execution = in_turn(1);
+  const Execution execution = sequential_execution(1);
   const Workspace workspace(measure_workspace_size(Device::cpu, intervals.args, execution),
                             execution);
   const KeyBound bound = measure_key_bound(Device::cpu, intervals.args, workspace);
@@ -201,11 +201,11 @@ TEST(TileLists, HandmadeIntervalsMatchDefinition) {
 
 TEST(TileLists, SharedIntervalsGiveStrideZero) {
   Intervals intervals(1, 1, 10, 10, 4);
-  const OwnedTileLists shared = make_tile_lists(intervals.args, in_turn(1));
+  const OwnedTileLists shared = make_tile_lists(intervals.args, sequential_execution(1));
   EXPECT_EQ(shared.lists.stride_batch, 0);
   EXPECT_EQ(shared.lists.stride_head, 0);
   Intervals many(2, 3, 10, 10, 4);
-  const OwnedTileLists separate = make_tile_lists(many.args, in_turn(1));
+  const OwnedTileLists separate = make_tile_lists(many.args, sequential_execution(1));
   EXPECT_EQ(separate.lists.stride_batch, 9);
   EXPECT_EQ(separate.lists.stride_head, 3);
 }
@@ -222,8 +222,9 @@ TEST(TileLists, WorkerCountDoesNotChangeLists) {
       interval = {static_cast<std::int32_t>(random.below(1000)),
                   static_cast<std::int32_t>(random.below(1000))};
     }
-    const OwnedTileLists expected = make_tile_lists(intervals.args, in_turn(1));
-    for (const Execution& execution : {in_turn(5), on_threads(2), on_threads(23), on_pool()}) {
+    const OwnedTileLists expected = make_tile_lists(intervals.args, sequential_execution(1));
+    for (const Execution& execution : {sequential_execution(5), threaded_execution(2),
+                                       threaded_execution(23), pooled_execution()}) {
       const OwnedTileLists actual = make_tile_lists(intervals.args, execution);
       EXPECT_TRUE(same_bytes(actual.begin, expected.begin));
       EXPECT_TRUE(same_bytes(actual.count, expected.count));

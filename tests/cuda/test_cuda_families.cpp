@@ -46,7 +46,7 @@ TEST_P(CudaFamilies, EachCaseMatchesCpu) {
                         {"head_dim", "128"},
                         {"causal", "1"}});
   Data data(case_from(words));
-  const Results cpu = run(data, {.backend = "cpu", .execution = on_pool()});
+  const Results cpu = run(data, {.backend = "cpu", .execution = pooled_execution()});
 
   const cuda::DeviceProperties& device = cuda::current_device();
   for (const cuda::Family* const family : cuda::families()) {

@@ -51,7 +51,8 @@ inline void expect_same_lists(const TileListArgs& args,
                           full.as<std::int32_t>(), keys.as<std::int32_t>()},
                          DeviceWorkspace(cuda::tile_lists_workspace_size(args)));
 
-  const OwnedTileLists owned = make_tile_lists(on_host(args, host_intervals), in_turn(1));
+  const OwnedTileLists owned =
+      make_tile_lists(on_host(args, host_intervals), sequential_execution(1));
   const QueryTileLists& expected = owned.lists;
   const auto actual_begin = download<std::int64_t>(begin, args.lists());
   const auto actual_count = download<std::int32_t>(count, args.lists());

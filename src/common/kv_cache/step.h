@@ -5,8 +5,8 @@
 #include "common/selection_rule.h"
 #include "flash_dmattn/kv_cache.h"
 
-// How a token changes the slots of a KV cache, for the CPU and for GPUs. It follows from the SlotCount of a head, so
-// that no key has to be read first.
+// Computes how a token changes the slots of a KV cache, for the CPU and for GPUs. The SlotCount of a head determines the
+// change, so that no key has to be read first.
 namespace flash_dmattn {
 
 // The rule of a cache for one head.
@@ -70,7 +70,7 @@ constexpr StepChange change_of_step(const HeadRule& rule, const SlotCount& befor
   if (leaves && change.target != before.leaving) {
     change.other = before.leaving;
   } else if (beats_victim && change.target != before.victim) {
-    // Beaten, it stays visible while it is recent.
+    // A beaten key stays visible while it is recent.
     change.other = before.victim;
     if (!victim_leaves) change.other_entry = ~before.victim_position;
   }

@@ -33,7 +33,7 @@ struct RowIndex {
   }
 };
 
-// The rule of a cache. Windows of single heads are in the parameters of a kernel, so that no call waits for a copy.
+// The rule of a cache. The windows of heads are kernel parameters, so that no copy to the device is needed.
 struct CacheRule {
   static constexpr int most_head_windows = 128;
 

@@ -83,7 +83,8 @@ struct FillSlotsKernel {
     count = min(count, p.cache.places);
     competed = Sum::of(shared.sum, competed);
     stored = Sum::of(shared.sum, stored);
-    // All that have competed are chosen while there are at most w. The remaining keys are masked, but the call has no mask.
+    // If fewer than w keys are stored, they are all that have competed. The others of `competed` are masked keys, which a
+    // call without a mask does not count.
     if (stored < rule.window) competed = stored;
     // Where recent keys compete, w better ones may have beaten some that stay visible.
     if (!rule.delayed && stored > rule.window)

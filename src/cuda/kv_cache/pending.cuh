@@ -5,7 +5,7 @@
 #include "cuda/kv_cache/slots.cuh"
 #include "cuda/primitives/integers.h"
 
-// Pending tokens under a rule. A key is beaten with the first token at which w better keys compete. The number of keys
+// Pending tokens under a rule. A key is beaten from the first token on at which w better keys compete. The number of keys
 // that beat it only grows, so each key can be compared with all others in any order. Rows are dense, numbered by
 // (batch, kv head).
 namespace flash_dmattn::cuda::kv {
@@ -26,10 +26,10 @@ struct PendingParams {
   const std::int32_t* kept_tokens;  // [B] number of pending tokens that count; null for all
   int seqlen_q;                     // number of queries of the intervals
   // Workspace, if keys compete with a delay: [B, Hkv, pending] the slot of the key that begins to compete with each
-  // token, -1 for none. Null: the token's own key does.
+  // token, -1 for none. Null: the token's own key begins to compete.
   std::int32_t* arrivals = nullptr;
-  // Outputs for [B, Hkv, places + pending] slots, one of which is written: the fate of each key, `gone` where there
-  // is none, or the queries that see it. With the first, also `seen` of each [B, Hkv].
+  // Outputs for [B, Hkv, places + pending] slots, of which one is set: `fates`, `gone` for an empty slot, together with
+  // `seen_before` [B, Hkv], or `intervals`, the queries that see each key.
   Fate* fates = nullptr;
   std::int32_t* seen_before = nullptr;
   KeyInterval* intervals = nullptr;
@@ -107,7 +107,7 @@ struct FindArrivalsKernel {
       const int pending = slot - cache.places;
       if (pending < 0 ? slot >= count : pending < sink_end) continue;
       const std::int32_t entry = p.entry(row, slot);
-      if (entry < 0) continue;  // it never competes, and its number may be as low as -2^31
+      if (entry < 0) continue;  // such a key never competes, and its entry may be as low as -2^31
       const int token = entry + first;
       if (token >= 0 && token < cache.pending) arrivals[token] = slot;
     }

@@ -65,7 +65,7 @@ struct FindSinkEnds {
   }
 };
 
-// The number of keys of which a block of the following kernels has some in each thread.
+// The keys of a block of the following kernels, four for each thread.
 constexpr int block_threads = 256;
 constexpr int block_keys = 4 * block_threads;
 
@@ -212,7 +212,7 @@ void WidenedSelection::launch_all(const SelectionArgs& args, const Execution& ex
   const int seqlen_k = static_cast<int>(args.seqlen_k);
   const std::int64_t rows = args.batch * args.heads;
   const std::int64_t blocks = rows * ceil_div(seqlen_k, block_keys);
-  // As many sinks and recent keys as there are keys are all of them, and their sums with a position fit 32 bits.
+  // At most seqlen_k, so that their sums with a position fit into 32 bits.
   const int sinks = static_cast<int>(std::min(args.rule.sink_tokens, args.seqlen_k));
   const int recent = static_cast<int>(std::min(args.rule.recent_window, args.seqlen_k));
   const SinkEnds sink_ends{sinks, sink_ends_};

@@ -17,8 +17,8 @@ inline bool widens(const SelectionRule& rule) {
 // A selection by such a rule, as a call that a plan holds. The keys that compete are a selection of their own; a last
 // pass over its intervals adds the others. The arguments have been validated.
 //
-// Keys that compete with a delay of W do so in the order in which they are written. So the query at position t chooses
-// among the keys up to t - W, as the same queries do at the end of a row that is W keys shorter. The sinks of a row
+// With a delay of W, the query at position t selects among the keys up to t - W. That is a selection over a row that is
+// W keys shorter, with the queries at its end. The sinks of a row
 // without a mask are its first keys, and the row of the others begins after them.
 class WidenedSelection {
  public:

@@ -9,7 +9,7 @@
 #include "cuda/sm90/policy.h"
 #include "flash_dmattn/types.h"
 
-// What the choices of both directions share (forward/choice.h, backward/choice.h).
+// The parts that the choices of both directions share (forward/choice.h, backward/choice.h).
 namespace flash_dmattn::cuda::sm90 {
 
 // The kernel of the family that runs, as a value. A call chooses it once and dispatches on it; printed, it is the

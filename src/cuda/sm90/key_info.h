@@ -15,8 +15,8 @@ struct KeyInfo {
   KeyInterval* ranges = nullptr;  // [batch, range_heads, padded_keys]
   float* biases =
       nullptr;  // [batch, bias_heads, padded_keys]; -inf where mask or bias hide the key
-  // The distance from a key's bias to what recent queries, for which a delayed bias does not count, have instead: 0, or
-  // -inf where the mask hides the key. 0 without a delay, and in a backward.
+  // With a delay: the offset in `biases` from a key's bias to the value for queries within the delay, which is 0, or -inf
+  // if the mask hides the key. 0 without a delay, and in a backward.
   std::int64_t recent = 0;
   int batch = 1;
   int range_heads = 1;

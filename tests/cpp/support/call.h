@@ -30,7 +30,7 @@ struct Call {
     forward_args = testing::forward_args(data, results);
     backward_args = testing::backward_args(data, results);
 
-    execution = in_turn(2);
+    execution = sequential_execution(2);
     workspace =
         GuardedBuffer(std::max({ForwardCall(forward_args, execution, backend).workspace_size(),
                                 BackwardCall(backward_args, execution, backend).workspace_size(),

@@ -78,7 +78,7 @@ void limit(const Problem& p, double largest, Tensor& tensor) {
 // The exact results of a problem, computed by the reference in f64 and limited to the range of the dtype.
 Results oracle(const Data& data) {
   const Data wide = data.to_f64();
-  const RunOptions options{.backend = "reference", .execution = on_pool()};
+  const RunOptions options{.backend = "reference", .execution = pooled_execution()};
   Results results = run(wide, options);
   const Problem& p = data.problem;
   limit(p, largest(p.dtype), results.out);

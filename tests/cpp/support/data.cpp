@@ -155,7 +155,7 @@ void select(const Case& c, Random& random, Data& data) {
   args.scores = scores.data();
   args.scores_dtype = DType::f32;
   args.intervals = data.intervals.data();
-  run_in_new_workspace(SelectCall(args, in_turn(1)));
+  run_in_new_workspace(SelectCall(args, sequential_execution(1)));
 }
 
 // A random end of an interval. Three of six are ordinary, and three are far from the queries.

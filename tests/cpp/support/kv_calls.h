@@ -60,7 +60,8 @@ struct KvCalls {
                            .out = {numbers.data(), stride_of(1, 4)},
                            .lse = numbers.data()};
 
-  explicit KvCalls(std::string_view backend_name = {}, const Execution& on = in_turn(1),
+  explicit KvCalls(std::string_view backend_name = {},
+                   const Execution& on = sequential_execution(1),
                    const KvCacheShape& cache_shape = small, std::int64_t tokens_at_once = 1)
       : shape(cache_shape), tokens(tokens_at_once), backend(backend_name), execution(on) {
     execution.workspace = workspace.data();

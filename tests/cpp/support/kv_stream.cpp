@@ -44,7 +44,7 @@ std::vector<KeyInterval> select_last_query(const KvCacheShape& shape, std::int64
                                   .key_mask = mask + b * length,
                                   .key_mask_stride = {0, 0, 1},
                                   .intervals = row_intervals.data()};
-    run_in_new_workspace(SelectCall(selection, in_turn(2)));
+    run_in_new_workspace(SelectCall(selection, sequential_execution(2)));
     for (std::int64_t h = 0; h < heads; ++h) {
       std::copy_n(row_intervals.begin() + h * keys, keys,
                   intervals.begin() + (b * heads + h) * length);
@@ -65,7 +65,7 @@ KvStream::KvStream(const StreamOptions& options)
     options_.shape.rule.head_windows = options_.head_windows.data();
     cache_.shape = options_.shape;
   }
-  clear_cache(cache_, in_turn(1), options.backend);
+  clear_cache(cache_, sequential_execution(1), options.backend);
 }
 
 KvStream::Input KvStream::draw(std::int64_t length) {
@@ -219,7 +219,7 @@ void KvStream::fill(std::int64_t length) {
                       .seqlen_q = 1,
                       .lengths = lengths.data(),
                       .mask = {mask.data()}};
-  fill_cache(args, in_turn(2), options_.backend);
+  fill_cache(args, sequential_execution(2), options_.backend);
   cache_.pending = 0;
   for (std::size_t b = 0; b < committed_.size(); ++b) {
     committed_[b] = input.tokens[b];
@@ -248,7 +248,7 @@ void KvStream::step() {
                             .mask = {input.mask.data()},
                             .out = {out.data(), q_stride},
                             .lse = lse.data()};
-  run_in_new_workspace(DecodeStepCall(args, in_turn(2), options_.backend));
+  run_in_new_workspace(DecodeStepCall(args, sequential_execution(2), options_.backend));
   for (std::int64_t b = 0; b < s.batch; ++b) {
     auto& past = committed_[static_cast<std::size_t>(b)];
     past.push_back(input.tokens[static_cast<std::size_t>(b)][0]);
@@ -267,7 +267,7 @@ void KvStream::append(std::int64_t length) {
                  .v = {input.v.data(), stride},
                  .scores = {input.scores.data()},
                  .mask = {input.mask.data()}},
-                in_turn(2), options_.backend);
+                sequential_execution(2), options_.backend);
   cache_.pending += length;
 
   GuardedBuffer memory(
@@ -276,7 +276,7 @@ void KvStream::append(std::int64_t length) {
       "intervals");
   auto* const intervals = reinterpret_cast<KeyInterval*>(memory.data());
   const PendingIntervalsArgs seen{.cache = cache_, .seqlen_q = length, .intervals = intervals};
-  run_in_new_workspace(PendingIntervalsCall(seen, in_turn(2), options_.backend));
+  run_in_new_workspace(PendingIntervalsCall(seen, sequential_execution(2), options_.backend));
   std::vector<std::byte> out(input.q.size(), std::byte{0xff});
   std::vector<float> lse(static_cast<std::size_t>(s.batch * heads_q * length), nan);
   const auto q_stride = by_token(s.batch, length, heads_q, s.head_dim);
@@ -288,7 +288,7 @@ void KvStream::append(std::int64_t length) {
       pending_inputs(cache_, {input.q.data(), q_stride}, length, intervals, options_.use);
   forward_args.out = {out.data(), q_stride};
   forward_args.lse = lse.data();
-  run_in_new_workspace(ForwardCall(forward_args, in_turn(2), options_.backend));
+  run_in_new_workspace(ForwardCall(forward_args, sequential_execution(2), options_.backend));
   for (std::int64_t b = 0; b < s.batch; ++b) {
     auto& waiting = pending_tokens_[static_cast<std::size_t>(b)];
     std::vector<Token> past = committed_[static_cast<std::size_t>(b)];
@@ -312,7 +312,7 @@ void KvStream::commit(bool rows_differ) {
     waiting.clear();
   }
   const CommitArgs args{.cache = cache_, .kept_tokens = rows_differ ? kept.data() : nullptr};
-  run_in_new_workspace(CommitCall(args, in_turn(2), options_.backend));
+  run_in_new_workspace(CommitCall(args, sequential_execution(2), options_.backend));
   cache_.pending = 0;
 }
 
@@ -327,8 +327,9 @@ void KvStream::reorder() {
     committed.push_back(committed_[static_cast<std::size_t>(index.back())]);
     waiting.push_back(pending_tokens_[static_cast<std::size_t>(index.back())]);
   }
-  clear_cache(to, in_turn(1), options_.backend);
-  copy_rows({.from = cache_, .to = to, .index = index.data()}, in_turn(2), options_.backend);
+  clear_cache(to, sequential_execution(1), options_.backend);
+  copy_rows({.from = cache_, .to = to, .index = index.data()}, sequential_execution(2),
+            options_.backend);
   std::swap(memory_, other_memory_);
   cache_ = to;
   committed_ = std::move(committed);

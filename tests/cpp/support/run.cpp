@@ -27,14 +27,14 @@ void free_upper_halves() {
 
 }  // namespace
 
-Execution in_turn(int workers) {
+Execution sequential_execution(int workers) {
   Execution execution;
   execution.workers = workers;
   return execution;
 }
 
-Execution on_threads(int workers) {
-  Execution execution = in_turn(workers);
+Execution threaded_execution(int workers) {
+  Execution execution = sequential_execution(workers);
   execution.parallel_for = [](void*, int count, void (*body)(void*, int), void* argument) {
     std::vector<std::thread> threads;
     for (int worker = count - 1; worker >= 0; --worker)
@@ -44,7 +44,7 @@ Execution on_threads(int workers) {
   return execution;
 }
 
-Execution on_pool() {
+Execution pooled_execution() {
   static ThreadPool pool(2);
   return pool.execution();
 }

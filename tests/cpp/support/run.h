@@ -16,9 +16,10 @@
 namespace flash_dmattn::testing {
 
 // Executions without a workspace.
-Execution in_turn(int workers);     // runs workers one after the other on the calling thread
-Execution on_threads(int workers);  // starts a thread for each worker, in descending order
-Execution on_pool();                // uses one pool of the library per process, with two threads
+Execution sequential_execution(
+    int workers);  // runs workers one after the other on the calling thread
+Execution threaded_execution(int workers);  // starts a thread for each worker, in descending order
+Execution pooled_execution();  // uses one pool of the library per process, with two threads
 
 // Memory of a call's workspace, and the execution that has it.
 class Workspace {
@@ -60,7 +61,7 @@ struct Wanted {
 
 struct RunOptions {
   std::string_view backend = "cpu";
-  Execution execution = in_turn(1);
+  Execution execution = sequential_execution(1);
   bool lse_low = true;
   Wanted wanted{};
   std::byte workspace_fill{0xFF};

@@ -14,7 +14,7 @@ namespace flash_dmattn::testing {
 inline RunOptions reference(int workers = 1) {
   RunOptions options;
   options.backend = "reference";
-  options.execution = in_turn(workers);
+  options.execution = sequential_execution(workers);
   return options;
 }
 

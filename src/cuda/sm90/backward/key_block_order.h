@@ -15,7 +15,7 @@ struct KeyBlockOrder {
   bool operator==(const KeyBlockOrder&) const = default;
 };
 
-// What the order of a backward's blocks follows from.
+// The facts that the order of a backward's blocks follows from.
 struct KeyBlockOrderTraits {
   int heads;               // kv heads of all batch elements
   int heads_of_l2;         // KeyTile::heads_of_l2

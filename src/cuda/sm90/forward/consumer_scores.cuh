@@ -17,7 +17,7 @@ class ConsumerScores {
   static constexpr int keys = Kernel::policy.keys;
   static constexpr int warpgroups = Kernel::policy.warpgroups;
   static constexpr bool has_info = Kernel::has_key_info;
-  // Then the number of tiles is not known beforehand; the producer flags each tile.
+  // With a dense mask the number of tiles is not known in advance, so the producer flags each tile.
   static constexpr bool has_dense_tiles = Kernel::dense == DenseAccess::tiles;
   // Whether the accumulators begin with the biases of keys.
   static constexpr bool begins_with_biases = has_info && !has_dense_tiles;
@@ -28,7 +28,7 @@ class ConsumerScores {
   __device__ ConsumerScores(const ForwardKernelParams& p, Storage& storage)
       : p_(p),
         storage_(storage),
-        // Uniform over the warp, and known so to the compiler.
+        // The compiler must know that this is uniform over the warp.
         warpgroup_(shuffle(static_cast<int>(threadIdx.x) / 128 - 1, 0)),
         shapes_(Kernel::shapes && shapes_scores(p.forward)),
         factor_(shapes_ ? 1.0f : p.forward.score.factor),

@@ -67,7 +67,7 @@ class SlotBlock {
     const int first_query = at.tile() * rows;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      // Delays need the registers that would keep it from the begin of the round.
+      // Delayed biases leave no registers to keep it from the beginning of the round.
       if constexpr (Kernel::variant.delays) visible_.see(h, record(h), first_query);
       if (visible_.is_partial(h)) visible_.prepare_mask(h, record(h), first_query);
     }

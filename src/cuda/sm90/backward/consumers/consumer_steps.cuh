@@ -45,7 +45,7 @@ class ConsumerSteps {
   __device__ ConsumerSteps(const BackwardKernelParams& p, Storage& storage)
       : p_(p),
         storage_(storage),
-        // Uniform over the warp, also for the compiler: products may be in a branch on it.
+        // The compiler must know that this is uniform over the warp, so that products may be in a branch on it.
         warpgroup_(shuffle(static_cast<int>(threadIdx.x) / 128 - 1, 0)),
         keys_(p, storage, key_group()) {}
 
@@ -166,8 +166,8 @@ class ConsumerSteps {
     end_batch();
   }
 
-  // Releases dS, of which the other block has a copy, and the copy of its dS. The wait is for warpgroups that make no dQ
-  // of the tile: the other block must not count their arrival in the phase before.
+  // Releases this block's dS, of which the other block has a copy, and the copy of the other block's dS. A warpgroup that
+  // makes no dQ of the tile waits first, so that the other block does not count its arrival in the previous phase.
   __device__ void release_ds(int n) const {
     if constexpr (policy.paired() && Kernel::takes_turns) storage_.received.wait_full(n);
     storage_.ds_pipeline.release(n);

@@ -147,7 +147,7 @@ struct DqWriter {
       if constexpr (!shares_tile) {
 #pragma unroll
         for (int part = 0; part < parts; ++part) {
-          // The additions of the parts after this one may still read shared memory, if there always are some.
+          // If every tile has all parts, the addition of the next part may still read shared memory.
           if (part + 1 < parts && !Kernel::takes_turns)
             bulk_wait_read<1>();
           else
