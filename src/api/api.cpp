@@ -23,18 +23,19 @@ using FindPlan = PlanFunction<Args> (*)(const Problem&, std::string& reason);
 
 // The backend that computes a validated problem; `find_plan` is the member of a direction.
 template <class Args>
-FoundBackend<Args> find_backend(const Problem& problem, std::string_view name,
-                                FindPlan<Args> Backend::* find_plan) {
-  return find_backend<Args>(problem.device, name, [&](const Backend& backend, std::string& reason) {
-    return (backend.*find_plan)(problem, reason);
-  });
+FoundBackend<Args> backend_for(const Problem& problem, std::string_view name,
+                               FindPlan<Args> Backend::* find_plan) {
+  return search_backends<Args>(problem.device, name,
+                               [&](const Backend& backend, std::string& reason) {
+                                 return (backend.*find_plan)(problem, reason);
+                               });
 }
 
 template <class Args>
 Args plan_attention(const Args& args, const Execution& execution, std::string_view name,
                     FindPlan<Args> Backend::* find_plan, Plan<Args>& plan) {
   validate(args.problem);
-  const auto found = require_backend(find_backend(args.problem, name, find_plan), name,
+  const auto found = require_backend(backend_for(args.problem, name, find_plan), name,
                                      "one that supports the problem");
   Args valid = validated(args);
   found.plan(valid, execution, plan);
@@ -73,8 +74,8 @@ std::vector<std::string> kernel_names(std::string_view name) {
 
 std::string supports(const Problem& problem, std::string_view name) {
   validate(problem);
-  std::string reasons = find_backend(problem, name, &Backend::find_forward).reasons;
-  return reasons.empty() ? find_backend(problem, name, &Backend::find_backward).reasons : reasons;
+  std::string reasons = backend_for(problem, name, &Backend::find_forward).reasons;
+  return reasons.empty() ? backend_for(problem, name, &Backend::find_backward).reasons : reasons;
 }
 
 const Backend& backend_of(Device device) {

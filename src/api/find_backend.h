@@ -19,7 +19,8 @@ struct FoundBackend {
 // The backend of that name, or with an empty one the first in the table, that computes such calls on a device.
 // `find_plan(backend, reason)` returns the function that plans them, or null and the reason.
 template <class Args, class FindPlan>
-FoundBackend<Args> find_backend(Device device, std::string_view name, const FindPlan& find_plan) {
+FoundBackend<Args> search_backends(Device device, std::string_view name,
+                                   const FindPlan& find_plan) {
   if (!name.empty()) backend_named(name);
   const auto is_candidate = [&](const Backend& b) { return name.empty() || b.name == name; };
   // A reason takes memory, so backends of other devices give theirs only when none computes the call.

@@ -20,7 +20,7 @@ namespace {
 
 // ---- Backends ------------------------------------------------------------------------------------
 
-// The plans of the decode steps of such a cache; null, with the reason, if the backend keeps none.
+// KvBackend::find_decode_step of any backend.
 PlanFunction<DecodeStepArgs> find_decode_step(const Backend& backend, const KvCacheShape& shape,
                                               std::string& reason) {
   if (backend.device != shape.device) {
@@ -35,20 +35,20 @@ PlanFunction<DecodeStepArgs> find_decode_step(const Backend& backend, const KvCa
   return backend.kv->find_decode_step(shape, reason);
 }
 
-FoundBackend<DecodeStepArgs> find_backend(const KvCacheShape& shape, std::string_view name) {
-  return find_backend<DecodeStepArgs>(shape.device, name,
-                                      [&](const Backend& backend, std::string& reason) {
-                                        return find_decode_step(backend, shape, reason);
-                                      });
+FoundBackend<DecodeStepArgs> backend_for(const KvCacheShape& shape, std::string_view name) {
+  return search_backends<DecodeStepArgs>(shape.device, name,
+                                         [&](const Backend& backend, std::string& reason) {
+                                           return find_decode_step(backend, shape, reason);
+                                         });
 }
 
-FoundBackend<DecodeStepArgs> choose_backend(const KvCacheShape& shape, std::string_view name) {
-  return require_backend(find_backend(shape, name), name, "one that keeps the cache");
+FoundBackend<DecodeStepArgs> required_backend(const KvCacheShape& shape, std::string_view name) {
+  return require_backend(backend_for(shape, name), name, "one that keeps the cache");
 }
 
 // The functions of the backend that keeps such caches.
-const KvBackend& choose_kv(const KvCacheShape& shape, std::string_view name) {
-  return *choose_backend(shape, name).backend->kv;
+const KvBackend& kv_backend_for(const KvCacheShape& shape, std::string_view name) {
+  return *required_backend(shape, name).backend->kv;
 }
 
 template <class Layout>
@@ -70,7 +70,7 @@ KvCache lay_out(BasicWorkspaceAllocator<Layout>& memory, const KvCacheShape& s) 
 
 std::string supports(const KvCacheShape& shape, std::string_view backend) {
   check_shape(shape);
-  return find_backend(shape, backend).reasons;
+  return backend_for(shape, backend).reasons;
 }
 
 // ---- Memory --------------------------------------------------------------------------------------
@@ -95,30 +95,30 @@ KvCache kv_cache_in(std::span<std::byte> memory, const KvCacheShape& shape) {
 
 void clear_cache(const KvCache& cache, const Execution& execution, std::string_view backend) {
   const KvCache valid = validated(cache);
-  choose_kv(valid.shape, backend).clear(valid, checked_execution(execution));
+  kv_backend_for(valid.shape, backend).clear(valid, checked_execution(execution));
 }
 
 void copy_rows(const CopyRowsArgs& args, const Execution& execution, std::string_view backend) {
   const CopyRowsArgs valid = validated(args);
-  choose_kv(valid.to.shape, backend).copy_rows(valid, checked_execution(execution));
+  kv_backend_for(valid.to.shape, backend).copy_rows(valid, checked_execution(execution));
 }
 
 // ---- Prefill and chunks --------------------------------------------------------------------------
 
 void fill_cache(const FillArgs& args, const Execution& execution, std::string_view backend) {
   const FillArgs valid = validated(args);
-  choose_kv(valid.cache.shape, backend).fill(valid, checked_execution(execution));
+  kv_backend_for(valid.cache.shape, backend).fill(valid, checked_execution(execution));
 }
 
 void append_tokens(const AppendArgs& args, const Execution& execution, std::string_view backend) {
   const AppendArgs valid = validated(args);
-  choose_kv(valid.cache.shape, backend).append(valid, checked_execution(execution));
+  kv_backend_for(valid.cache.shape, backend).append(valid, checked_execution(execution));
 }
 
 PendingIntervalsArgs plan_call(const PendingIntervalsArgs& args, const Execution& execution,
                                std::string_view backend, Plan<PendingIntervalsArgs>& plan) {
   const PendingIntervalsArgs valid = validated(args);
-  choose_kv(valid.cache.shape, backend).plan_pending_intervals(valid, execution, plan);
+  kv_backend_for(valid.cache.shape, backend).plan_pending_intervals(valid, execution, plan);
   return valid;
 }
 
@@ -160,7 +160,7 @@ Inputs pending_inputs(const KvCache& cache, const ConstTensor4& q, std::int64_t 
 CommitArgs plan_call(const CommitArgs& args, const Execution& execution, std::string_view backend,
                      Plan<CommitArgs>& plan) {
   const CommitArgs valid = validated(args);
-  choose_kv(valid.cache.shape, backend).plan_commit(valid, execution, plan);
+  kv_backend_for(valid.cache.shape, backend).plan_commit(valid, execution, plan);
   return valid;
 }
 
@@ -169,7 +169,7 @@ CommitArgs plan_call(const CommitArgs& args, const Execution& execution, std::st
 DecodeStepArgs plan_call(const DecodeStepArgs& args, const Execution& execution,
                          std::string_view backend, Plan<DecodeStepArgs>& plan) {
   const DecodeStepArgs valid = validated(args);
-  choose_backend(valid.cache.shape, backend).plan(valid, execution, plan);
+  required_backend(valid.cache.shape, backend).plan(valid, execution, plan);
   return valid;
 }
 

@@ -6,6 +6,7 @@
 #include "api/checked_call.h"
 #include "backend.h"
 #include "common/arguments.h"
+#include "common/selection_rule.h"
 #include "flash_dmattn/error.h"
 
 // Selection and tile lists, on the device of the data.
@@ -23,7 +24,14 @@ Function gpu_function(Function function, Device device, const char* what) {
   return function;
 }
 
-SelectionArgs with_resolved_strides(const SelectionArgs& args) {
+// Checks the sizes and the rule, and returns the arguments as backends see them.
+SelectionArgs validated(const SelectionArgs& args) {
+  require_length("batch", args.batch);
+  require_length("heads", args.heads);
+  require_length("seqlen_q", args.seqlen_q);
+  require_length("seqlen_k", args.seqlen_k);
+  require_rows(args.batch, args.heads, args.seqlen_k);
+  require_selection(args);
   SelectionArgs result = args;
   const std::array sizes = {args.batch, args.heads, args.seqlen_k};
   result.scores_stride = resolved_strides(args.scores_stride, sizes);
@@ -71,12 +79,12 @@ SelectionArgs plan_call(const SelectionArgs& args, const Execution& execution,
     throw InvalidArgument("backend", "\"" + std::string(backend) + "\"",
                           "\"\", as the device of the scores selects");
   }
-  const SelectionArgs resolved = with_resolved_strides(args);
-  selection_of(args.device).plan_select(resolved, execution, plan);
+  const SelectionArgs valid = validated(args);
+  selection_of(args.device).plan_select(valid, execution, plan);
   const bool has_keys = args.batch * args.heads * args.seqlen_k > 0;
   require_pointer("scores", args.scores, has_keys);
   require_pointer("intervals", args.intervals, has_keys);
-  return resolved;
+  return valid;
 }
 
 template class CheckedCall<SelectionArgs>;

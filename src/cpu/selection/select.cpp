@@ -148,26 +148,15 @@ void select_row(const SelectionArgs& args, std::int64_t b, std::int64_t h, void*
   }
 }
 
-void validate(const SelectionArgs& args, const Execution& execution) {
-  require_length("batch", args.batch);
-  require_length("heads", args.heads);
-  require_length("seqlen_q", args.seqlen_q);
-  require_length("seqlen_k", args.seqlen_k);
-  require_rows(args.batch, args.heads, args.seqlen_k);
-  require_workers(execution);
-  require_selection(args);
-  if (args.scores_dtype > DType::f64) {
-    throw InvalidArgument("scores_dtype", name_of(args.scores_dtype), "f32, bf16, f16 or f64");
-  }
-}
-
 // The choice of keys, with a heap for each worker. Every row in progress has a heap, so there are no more heaps than rows.
 class SelectPlan {
  public:
   std::size_t bytes;
 
   SelectPlan(const SelectionArgs& args, const Execution& execution) {
-    validate(args, execution);
+    if (args.scores_dtype > DType::f64) {
+      throw InvalidArgument("scores_dtype", name_of(args.scores_dtype), "f32, bf16, f16 or f64");
+    }
     heap_bytes_ = heap_bytes(args);
     const std::int64_t heaps = std::min<std::int64_t>(execution.workers, args.batch * args.heads);
     bytes = static_cast<std::size_t>(heaps) * heap_bytes_;

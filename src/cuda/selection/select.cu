@@ -60,7 +60,7 @@ void for_each_batch(Rows& rows, std::int64_t all_rows, const Enqueue& enqueue) {
 }
 
 void plan_select(const SelectionArgs& args, const Execution& execution, Plan<SelectionArgs>& plan) {
-  validate(args);
+  require_sortable(args);
   require_aligned("intervals", args.intervals, sizeof(KeyInterval));
   widens(args.rule) ? make_plan<OnDevice<WidenedSelection>>(args, execution, plan)
                     : make_plan<OnDevice<BestKeys>>(args, execution, plan);
@@ -68,17 +68,12 @@ void plan_select(const SelectionArgs& args, const Execution& execution, Plan<Sel
 
 }  // namespace
 
-void validate(const SelectionArgs& args) {
-  require_length("batch", args.batch);
-  require_length("heads", args.heads);
-  require_length("seqlen_q", args.seqlen_q);
-  require_length("seqlen_k", args.seqlen_k);
+void require_sortable(const SelectionArgs& args) {
   require_length("batch * heads", args.batch * args.heads);
   if (args.seqlen_k > per_query::max_keys) {
     throw InvalidArgument("seqlen_k", std::to_string(args.seqlen_k),
                           "at most " + std::to_string(per_query::max_keys) + " on a GPU");
   }
-  require_selection(args);
   if (args.scores_dtype > DType::f16) {
     throw InvalidArgument("scores_dtype", name_of(args.scores_dtype), "f32, bf16 or f16 on a GPU");
   }
@@ -157,7 +152,6 @@ per_query::Work ordered_rows(const SelectionArgs& args, WorkspaceAllocator& work
 }  // namespace
 
 std::size_t order_workspace_size(const SelectionArgs& args) {
-  validate(args);
   WorkspaceAllocator workspace(nullptr);
   if (args.batch * args.heads * args.seqlen_k > 0) ordered_rows(args, workspace);
   return workspace.used();

@@ -20,7 +20,7 @@ extern const SelectionBackend selection_backend;  // select.cu
 // ---- Selection ----------------------------------------------------------------------------------
 
 // Throws InvalidArgument unless a GPU can sort the scores, which are f32, bf16 or f16, with Sk <= 2^23.
-void validate(const SelectionArgs& args);
+void require_sortable(const SelectionArgs& args);
 
 // Computes the order of the keys of all rows of scores, [batch, heads, Sk], and its inverse, with -1 and Sk for keys
 // that are never chosen.

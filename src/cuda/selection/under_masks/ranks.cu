@@ -7,6 +7,7 @@
 #include <cuda_fp16.h>
 
 #include "common/arguments.h"
+#include "common/selection_rule.h"
 #include "cuda/selection/device.cuh"
 #include "cuda/selection/selection.h"
 
@@ -216,7 +217,11 @@ void validate(const RankArgs& args) {
   if (biased && args.bias_dtype > DType::f16) {
     throw InvalidArgument("bias_dtype", std::string(name_of(args.bias_dtype)), "f32, bf16 or f16");
   }
-  cuda::validate(scores_of(args));
+  require_length("seqlen_q", args.seqlen_q);
+  require_length("seqlen_k", args.seqlen_k);
+  const SelectionArgs scores = scores_of(args);
+  require_selection(scores);
+  require_sortable(scores);
 }
 
 struct Work {
