@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 
@@ -42,73 +43,52 @@ struct ForwardPolicy {
   constexpr int rows() const { return warps * warp_rows; }
 };
 
-constexpr ForwardPolicy forward_policy(int head_dim_bucket, SharedClass shared) {
-  if (head_dim_bucket <= 128) return {.warps = 4, .warp_rows = 32, .keys = 64, .min_blocks = 2};
-  if (shared == SharedClass::kb99)
-    return {.warps = 4, .warp_rows = 16, .keys = 32, .min_blocks = 1};
-  return {.warps = 8, .warp_rows = 16, .keys = 32, .min_blocks = 1};
-}
-
-// With a dense mask or bias its tile is in shared memory as well. At D 128 with 32 rows per warp there is then no
-// room for a second block. At D 64, three blocks of 4 warps of 16 rows take 20 % longer, and so do 8 warps of 16 rows
-// and tiles of 32 keys.
-constexpr ForwardPolicy dense_forward_policy(int head_dim_bucket, SharedClass shared) {
-  if (head_dim_bucket == 64) return {.warps = 4, .warp_rows = 32, .keys = 64, .min_blocks = 2};
-  if (head_dim_bucket == 128) {
-    return {.warps = 4,
-            .warp_rows = 16,
-            .keys = shared == SharedClass::kb99 ? 32 : 64,
-            .min_blocks = 2};
-  }
-  if (shared == SharedClass::kb99)
-    return {.warps = 2, .warp_rows = 16, .keys = 32, .min_blocks = 1};
-  return {.warps = 8, .warp_rows = 16, .keys = 32, .min_blocks = 1};
-}
-
-// A backward block computes `rows` queries against tiles of `keys` keys. Its warps split the score
-// tile [rows, keys], the dk and dv tiles [keys, D] and the dq tile [rows, D] in grids that have
-// score_warps, key_warps and query_warps rows of warps.
+// A backward block computes `rows` queries against tiles of `keys` keys. Its warps split the score tile [rows, keys] and
+// the dq tile [rows, D] in grids of row_warps rows of warps, and the dk and dv tiles [keys, D] in grids of two.
 struct BackwardPolicy {
   int warps;
   int rows;
   int keys;
   int stages;  // K/V tiles in shared memory
-  int score_warps;
-  int key_warps;
-  int query_warps;
-  int min_blocks;
+  int row_warps;
 };
 
+// The policies of a head-dim bucket and shared-memory class.
+struct PolicyRow {
+  int head_dim;
+  SharedClass shared;
+  ForwardPolicy forward;
+  ForwardPolicy dense_forward;  // with a tile of a dense mask or bias in shared memory as well
+  BackwardPolicy backward;      // query-major
+};
+
+inline constexpr std::array policies = {
+    // head dim, class            { warps, warp rows, keys, min blocks } x 2, { warps, rows, keys, stages, row warps }
+    // Three blocks of 4 warps of 16 rows take 20 % longer with a dense mask, and so do 8 warps of 16 rows and tiles of
+    // 32 keys.
+    PolicyRow{64, SharedClass::kb99, {4, 32, 64, 2}, {4, 32, 64, 2}, {8, 128, 64, 2, 4}},
+    PolicyRow{64, SharedClass::kb163, {4, 32, 64, 2}, {4, 32, 64, 2}, {8, 128, 64, 2, 4}},
+    // With a dense mask and 32 rows for each warp there is no room for a second block.
+    PolicyRow{128, SharedClass::kb99, {4, 32, 64, 2}, {4, 16, 32, 2}, {8, 64, 32, 2, 4}},
+    PolicyRow{128, SharedClass::kb163, {4, 32, 64, 2}, {4, 16, 64, 2}, {8, 128, 64, 2, 4}},
+    PolicyRow{256, SharedClass::kb99, {4, 16, 32, 1}, {2, 16, 32, 1}, {4, 32, 32, 1, 2}},
+    PolicyRow{256, SharedClass::kb163, {8, 16, 32, 1}, {8, 16, 32, 1}, {8, 64, 32, 2, 4}},
+};
+
+constexpr const PolicyRow& policies_of(int head_dim_bucket, SharedClass shared) {
+  return *std::find_if(policies.begin(), policies.end(), [&](const PolicyRow& row) {
+    return row.head_dim == head_dim_bucket && row.shared == shared;
+  });
+}
+
+constexpr ForwardPolicy forward_policy(int head_dim_bucket, SharedClass shared) {
+  return policies_of(head_dim_bucket, shared).forward;
+}
+constexpr ForwardPolicy dense_forward_policy(int head_dim_bucket, SharedClass shared) {
+  return policies_of(head_dim_bucket, shared).dense_forward;
+}
 constexpr BackwardPolicy backward_policy(int head_dim_bucket, SharedClass shared) {
-  const bool small = shared == SharedClass::kb99;
-  if (head_dim_bucket == 64 || (head_dim_bucket == 128 && !small)) {
-    return {.warps = 8,
-            .rows = 128,
-            .keys = 64,
-            .stages = 2,
-            .score_warps = 4,
-            .key_warps = 2,
-            .query_warps = 4,
-            .min_blocks = 1};
-  }
-  if (head_dim_bucket == 128 || !small) {
-    return {.warps = 8,
-            .rows = 64,
-            .keys = 32,
-            .stages = 2,
-            .score_warps = 4,
-            .key_warps = 2,
-            .query_warps = 4,
-            .min_blocks = 1};
-  }
-  return {.warps = 4,
-          .rows = 32,
-          .keys = 32,
-          .stages = 1,
-          .score_warps = 2,
-          .key_warps = 2,
-          .query_warps = 2,
-          .min_blocks = 1};
+  return policies_of(head_dim_bucket, shared).backward;
 }
 
 // The number of keys of a block of the key-major backward kernel.

@@ -117,11 +117,13 @@ struct ForwardPolicy {
   constexpr int threads() const { return 128 * (1 + warpgroups); }
 };
 
-// The inputs of a score besides q and k, by which policies differ.
-enum class ScoreInputs : std::uint8_t { none, key_info, dense_tiles };
+// The inputs of a score besides q and k, by which policies differ. If keys are gathered, every thread of the producer forms
+// addresses, which takes registers.
+enum class ScoreInputs : std::uint8_t { none, key_info, gathered_key_info, dense_tiles };
 
 constexpr ScoreInputs score_inputs(const ForwardVariant& variant) {
   if (variant.dense == DenseAccess::tiles) return ScoreInputs::dense_tiles;
+  if (variant.load == KeyLoad::gather) return ScoreInputs::gathered_key_info;
   return variant.has_key_info ? ScoreInputs::key_info : ScoreInputs::none;
 }
 
@@ -138,6 +140,7 @@ inline constexpr std::array forward_policies = {
     // head dim, of V, inputs        { warpgroups, keys, q stages, stages, dense stages, mask bytes, registers }
     ForwardPolicyRow{64, 64, ScoreInputs::none, {3, 128, 2, 4, 0, false, 24, 160}},
     ForwardPolicyRow{64, 64, ScoreInputs::key_info, {2, 128, 2, 4, 0, false, 40, 232}},
+    ForwardPolicyRow{64, 64, ScoreInputs::gathered_key_info, {2, 128, 2, 4, 0, false, 72, 216}},
     // Only D 64 has room for a second tile of q, for three warpgroups, which read biases when they add them, and for the
     // bytes of masks. This is 19 % faster, including the launch of the packing.
     ForwardPolicyRow{64, 64, ScoreInputs::dense_tiles, {3, 128, 2, 2, 4, true, 24, 160}},
@@ -145,25 +148,30 @@ inline constexpr std::array forward_policies = {
     // D 96 has the room of D 128 in shared memory and fewer accumulators, for 112 keys in two stages.
     ForwardPolicyRow{96, 96, ScoreInputs::none, {3, 112, 2, 2, 0, false, 24, 160}},
     ForwardPolicyRow{96, 96, ScoreInputs::key_info, {2, 128, 2, 2, 0, false, 40, 232}},
+    ForwardPolicyRow{96, 96, ScoreInputs::gathered_key_info, {2, 128, 2, 2, 0, false, 72, 216}},
     ForwardPolicyRow{96, 96, ScoreInputs::dense_tiles, {2, 128, 1, 2, 3, false, 40, 232}},
 
     ForwardPolicyRow{128, 128, ScoreInputs::none, {3, 80, 2, 3, 0, false, 24, 160}},
     // Four stages of 64 keys are 25 % slower, and 56 registers for the producer 7 %. Lists are of 128 queries; 192 queries
     // against 80 keys would be 4 % faster.
     ForwardPolicyRow{128, 128, ScoreInputs::key_info, {2, 128, 2, 2, 0, false, 40, 232}},
+    ForwardPolicyRow{128, 128, ScoreInputs::gathered_key_info, {2, 128, 2, 2, 0, false, 72, 216}},
     // Bytes of masks would leave two dense stages. Each byte belongs to one row of scores, which is as fast as packing.
     ForwardPolicyRow{128, 128, ScoreInputs::dense_tiles, {2, 128, 1, 2, 3, false, 40, 232}},
 
     // With 128 columns of V there is room for the keys of D 128 with key info.
     ForwardPolicyRow{192, 128, ScoreInputs::none, {2, 128, 1, 2, 0, false, 24, 240}},
     ForwardPolicyRow{192, 128, ScoreInputs::key_info, {2, 128, 1, 2, 0, false, 40, 232}},
+    ForwardPolicyRow{192, 128, ScoreInputs::gathered_key_info, {2, 128, 1, 2, 0, false, 72, 216}},
     ForwardPolicyRow{192, 192, ScoreInputs::none, {2, 112, 1, 2, 0, false, 24, 240}},
     ForwardPolicyRow{192, 192, ScoreInputs::key_info, {2, 64, 1, 3, 0, false, 40, 232}},
+    ForwardPolicyRow{192, 192, ScoreInputs::gathered_key_info, {2, 64, 1, 3, 0, false, 72, 216}},
     ForwardPolicyRow{192, 192, ScoreInputs::dense_tiles, {2, 64, 1, 3, 3, false, 40, 232}},
 
     // The accumulators of 256 columns take 128 registers of a thread, and K and V take all of shared memory.
     ForwardPolicyRow{256, 256, ScoreInputs::none, {2, 80, 1, 2, 0, false, 24, 240}},
     ForwardPolicyRow{256, 256, ScoreInputs::key_info, {2, 64, 1, 2, 0, false, 40, 232}},
+    ForwardPolicyRow{256, 256, ScoreInputs::gathered_key_info, {2, 64, 1, 2, 0, false, 72, 216}},
     ForwardPolicyRow{256, 256, ScoreInputs::dense_tiles, {2, 64, 1, 2, 3, false, 40, 232}},
 };
 
@@ -172,14 +180,7 @@ constexpr ForwardPolicy forward_policy(int head_dim, int value_dim, const Forwar
   const auto is_row = [&](const ForwardPolicyRow& row) {
     return row.head_dim == head_dim && row.value_dim == value_dim && row.inputs == inputs;
   };
-  ForwardPolicy policy =
-      std::find_if(forward_policies.begin(), forward_policies.end(), is_row)->policy;
-  if (variant.load == KeyLoad::gather) {
-    // Every thread of the producer forms addresses.
-    policy.producer_registers = 72;
-    policy.consumer_registers = 216;
-  }
-  return policy;
+  return std::find_if(forward_policies.begin(), forward_policies.end(), is_row)->policy;
 }
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -48,7 +48,7 @@ template <class T, int D, BackwardPolicy P, bool HasDense, bool Ordered>
 struct QueryMajorBackwardKernel {
   using Params = QueryMajorParams;
   static constexpr int threads = P.warps * warp_size;
-  static constexpr int min_blocks = P.min_blocks;
+  static constexpr int min_blocks = 1;
 
   using Block = ThreadGroup<threads>;
   using Semaphore = OrderSemaphore<Ordered, threads>;
@@ -75,9 +75,9 @@ struct QueryMajorBackwardKernel {
 
  private:
   // The tiles that the warps divide: S and dS, dk and dv, dq.
-  using ScoreTile = WarpTile<P.warps, P.rows, P.keys, P.score_warps>;
-  using DkvTile = WarpTile<P.warps, P.keys, D, P.key_warps>;
-  using DqTile = WarpTile<P.warps, P.rows, D, P.query_warps>;
+  using ScoreTile = WarpTile<P.warps, P.rows, P.keys, P.row_warps>;
+  using DkvTile = WarpTile<P.warps, P.keys, D, 2>;
+  using DqTile = WarpTile<P.warps, P.rows, D, P.row_warps>;
   using ScoreAccumulators = typename ScoreTile::Accumulators;
   using BiasGradient = QueryMajorBiasGradient<T, ScoreTile, HasDense, Ordered>;
   using RowValues = QueryRowValues<ScoreTile::m / 16>;

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <string>
 #include <vector>
 
@@ -33,32 +35,32 @@ struct Choice {
       false;  // masks, biases and ranks that differ between rows are read element by element
 };
 
+struct PolicyRow {
+  int head_dim;
+  bool many_rows;
+  Policy kb99;
+  Policy kb163;
+};
+
 // The loads of the next tiles must be in flight while a tile is computed: at least 64 KB for each multiprocessor. On an
 // H200, 131,072 keys of D 128 take 125.7 us with three blocks of two stages per multiprocessor, 127.4 with two blocks
 // of three stages, and 134.5 with one block of four.
+inline constexpr std::array policies = {
+    // head dim, many rows  { row warps, key warps, keys, stages, min blocks } of 99 KB, of 163 KB
+    PolicyRow{64, false, {1, 4, 64, 4, 1}, {1, 4, 64, 4, 3}},
+    PolicyRow{64, true, {4, 1, 64, 4, 2}, {4, 1, 64, 4, 2}},
+    PolicyRow{128, false, {1, 4, 64, 2, 1}, {1, 4, 64, 2, 3}},
+    PolicyRow{128, true, {4, 1, 32, 4, 2}, {4, 1, 32, 4, 2}},
+    PolicyRow{256, false, {1, 2, 32, 2, 1}, {1, 2, 32, 2, 3}},
+    // 64 rows of q and two stages do not fit into 99 KB.
+    PolicyRow{256, true, {2, 1, 32, 2, 1}, {4, 1, 32, 3, 1}},
+};
+
 constexpr Policy policy_of(int head_dim_bucket, SharedClass shared, bool many_rows) {
-  const bool small = shared == SharedClass::kb99;
-  if (many_rows) {
-    switch (head_dim_bucket) {
-      case 64: return {.row_warps = 4, .key_warps = 1, .keys = 64, .stages = 4, .min_blocks = 2};
-      case 128: return {.row_warps = 4, .key_warps = 1, .keys = 32, .stages = 4, .min_blocks = 2};
-      default:
-        // 64 rows of q and two stages do not fit into 99 KB.
-        return {.row_warps = small ? 2 : 4,
-                .key_warps = 1,
-                .keys = 32,
-                .stages = small ? 2 : 3,
-                .min_blocks = 1};
-    }
-  }
-  switch (head_dim_bucket) {
-    case 64:
-      return {.row_warps = 1, .key_warps = 4, .keys = 64, .stages = 4, .min_blocks = small ? 1 : 3};
-    case 128:
-      return {.row_warps = 1, .key_warps = 4, .keys = 64, .stages = 2, .min_blocks = small ? 1 : 3};
-    default:
-      return {.row_warps = 1, .key_warps = 2, .keys = 32, .stages = 2, .min_blocks = small ? 1 : 3};
-  }
+  const auto row = std::find_if(policies.begin(), policies.end(), [&](const PolicyRow& r) {
+    return r.head_dim == head_dim_bucket && r.many_rows == many_rows;
+  });
+  return shared == SharedClass::kb99 ? row->kb99 : row->kb163;
 }
 
 constexpr Policy policy_of(const Choice& c) { return policy_of(c.head_dim, c.shared, c.many_rows); }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 
@@ -122,46 +123,94 @@ inline constexpr int slot_segments = 64;
 // The heads of a group whose additions to dq are published together, if they have an order.
 inline constexpr int order_heads = 2;
 
-// Shared memory binds: the reads of a tile's operands take longer than the MMA. At D 64, dk and dv are half as large,
-// so that 128 queries fit, which share a read of K and V. At D 128 DqSplit::alternating reads less, but a block of
-// neighbouring keys loses 3 % in waits. With slots there is other work meanwhile, and it is 5 % faster. Dense masks and
-// biases have tiles of 64 queries also at D 64, like the packed mask. They have three tiles of dS, because two heads
-// are summed while the biases of a third tile are loaded; a fourth fits at D 64.
-//
-// At D 64 a late dQ gains 12 %. Key info takes registers that it needs, and so do the accumulators of D 128.
-//
-// At D 96 dq cannot be halved between panels.
-//
-// At D 256 dk and dv of 64 keys fill the accumulators of both warpgroups, one of them each. Additions to dq bind with 64
-// keys, so that pairs of blocks add once for 128. With slots, whose records take room, both warpgroups pass dq through
-// one tile. At D 192 there is room for two stages of dout; the four warpgroups of a pair make three panels of dq, and
-// each has none in every fourth tile. A V of 128 columns leaves room for two tiles of dS, so that dQ may be late.
+// The inputs by which policies differ, besides head dims.
+enum class BackwardInputs : std::uint8_t { none, key_info, dense, slots };
+
+constexpr BackwardInputs backward_inputs(const BackwardVariant& variant) {
+  if (variant.has_slots()) return BackwardInputs::slots;
+  if (variant.has_dense()) return BackwardInputs::dense;
+  return variant.has_info() ? BackwardInputs::key_info : BackwardInputs::none;
+}
+
+struct BackwardPolicyRow {
+  int head_dim;
+  int value_dim;
+  BackwardInputs inputs;
+  BackwardPolicy policy;
+};
+
+// The policy of a pair of blocks, above D 128.
+constexpr BackwardPolicy pair_with(int dout_stages, int score_tiles, bool shares_dq_tile,
+                                   bool late_dq) {
+  return {.rows = 64,
+          .dq = DqSplit::columns,
+          .split = ConsumerSplit::roles,
+          .keys = 64,
+          .cluster = 2,
+          .dout_stages = dout_stages,
+          .score_tiles = score_tiles,
+          .shares_dq_tile = shares_dq_tile,
+          .late_dq = late_dq};
+}
+
+// Shared memory binds: the reads of a tile's operands take longer than the MMA.
+inline constexpr std::array backward_policies = {
+    // At D 64, dk and dv are half as large, so that 128 queries fit, which share a read of K and V. A late dQ gains
+    // 12 %; key info takes registers that it needs, and so do the accumulators of D 128.
+    BackwardPolicyRow{
+        64, 64, BackwardInputs::none, {.rows = 128, .dq = DqSplit::rows, .late_dq = true}},
+    BackwardPolicyRow{64, 64, BackwardInputs::key_info, {.rows = 128, .dq = DqSplit::rows}},
+    // Dense masks and biases have tiles of 64 queries, like the packed mask. They have three tiles of dS, because two
+    // heads are summed while the biases of a third tile are loaded; a fourth fits at D 64.
+    BackwardPolicyRow{
+        64,
+        64,
+        BackwardInputs::dense,
+        {.rows = 64, .dq = DqSplit::alternating, .score_tiles = 4, .keeps_biases = true}},
+    BackwardPolicyRow{
+        64, 64, BackwardInputs::slots, {.rows = slot_tile_rows, .dq = DqSplit::alternating}},
+
+    // At D 96 dq cannot be halved between panels.
+    BackwardPolicyRow{96, 96, BackwardInputs::none, {.rows = 64, .dq = DqSplit::alternating}},
+    BackwardPolicyRow{96, 96, BackwardInputs::key_info, {.rows = 64, .dq = DqSplit::alternating}},
+    BackwardPolicyRow{
+        96, 96, BackwardInputs::dense, {.rows = 64, .dq = DqSplit::alternating, .score_tiles = 3}},
+    BackwardPolicyRow{
+        96, 96, BackwardInputs::slots, {.rows = slot_tile_rows, .dq = DqSplit::alternating}},
+
+    // At D 128 DqSplit::alternating reads less, but a block of neighbouring keys loses 3 % in waits. With slots there is
+    // other work meanwhile, and it is 5 % faster.
+    BackwardPolicyRow{128, 128, BackwardInputs::none, {.rows = 64, .dq = DqSplit::columns}},
+    BackwardPolicyRow{128, 128, BackwardInputs::key_info, {.rows = 64, .dq = DqSplit::columns}},
+    BackwardPolicyRow{
+        128, 128, BackwardInputs::dense, {.rows = 64, .dq = DqSplit::columns, .score_tiles = 3}},
+    BackwardPolicyRow{
+        128, 128, BackwardInputs::slots, {.rows = slot_tile_rows, .dq = DqSplit::alternating}},
+
+    // At D 192 there is room for two stages of dout; the four warpgroups of a pair make three panels of dq, and each has
+    // none in every fourth tile. A V of 128 columns leaves room for two tiles of dS, so that dQ may be late.
+    BackwardPolicyRow{192, 128, BackwardInputs::none, pair_with(2, 2, false, true)},
+    BackwardPolicyRow{192, 128, BackwardInputs::key_info, pair_with(2, 2, false, true)},
+    BackwardPolicyRow{192, 128, BackwardInputs::slots, pair_with(2, 2, false, false)},
+    BackwardPolicyRow{192, 192, BackwardInputs::none, pair_with(2, 1, false, false)},
+    BackwardPolicyRow{192, 192, BackwardInputs::key_info, pair_with(2, 1, false, false)},
+    BackwardPolicyRow{192, 192, BackwardInputs::slots, pair_with(2, 1, false, false)},
+
+    // At D 256 dk and dv of 64 keys fill the accumulators of both warpgroups, one of them each. Additions to dq bind
+    // with 64 keys, so that pairs of blocks add once for 128. With slots, whose records take room, both warpgroups pass
+    // dq through one tile.
+    BackwardPolicyRow{256, 256, BackwardInputs::none, pair_with(1, 1, false, false)},
+    BackwardPolicyRow{256, 256, BackwardInputs::key_info, pair_with(1, 1, false, false)},
+    BackwardPolicyRow{256, 256, BackwardInputs::slots, pair_with(1, 1, true, false)},
+};
+
 constexpr BackwardPolicy backward_policy(int head_dim, int value_dim,
                                          const BackwardVariant& variant) {
-  if (head_dim > 128) {
-    const bool has_room = value_dim < head_dim;  // for a second tile of dS
-    return {.rows = 64,
-            .dq = DqSplit::columns,
-            .split = ConsumerSplit::roles,
-            .keys = 64,
-            .cluster = 2,
-            .dout_stages = head_dim == 192 ? 2 : 1,
-            .score_tiles = has_room ? 2 : 1,
-            .shares_dq_tile = head_dim == 256 && variant.has_slots(),
-            .late_dq = has_room && !variant.has_slots()};
-  }
-  if (variant.has_slots()) return {.rows = slot_tile_rows, .dq = DqSplit::alternating};
-  if (variant.has_dense()) {
-    const DqSplit dq = head_dim < 128 ? DqSplit::alternating : DqSplit::columns;
-    return {.rows = 64,
-            .dq = dq,
-            .score_tiles = head_dim == 64 ? 4 : 3,
-            .keeps_biases = head_dim == 64};
-  }
-  if (head_dim == 64) {
-    return {.rows = 128, .dq = DqSplit::rows, .late_dq = variant.placement == KeyPlacement::block};
-  }
-  return {.rows = 64, .dq = head_dim == 96 ? DqSplit::alternating : DqSplit::columns};
+  const BackwardInputs inputs = backward_inputs(variant);
+  const auto is_row = [&](const BackwardPolicyRow& row) {
+    return row.head_dim == head_dim && row.value_dim == value_dim && row.inputs == inputs;
+  };
+  return std::find_if(backward_policies.begin(), backward_policies.end(), is_row)->policy;
 }
 
 // The sums of dq in memory are tiles of `rows` queries, each in parts of 64 queries, in the order of the accumulators.
