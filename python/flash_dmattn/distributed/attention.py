@@ -210,9 +210,22 @@ def begin_exchange(
         _check_stream(stream)
         attend_options = AttendOptions.from_arguments(options, query)
         arguments = ExchangeArguments.from_call(
-            wire, key, value, scores, attn_bias, rule, key_mask, cu_seqlens, position_ids, lengths, headroom, exchange, nonfinite, query,
-            attend_options,
-        )  # fmt: skip
+            wire,
+            key=key,
+            value=value,
+            scores=scores,
+            attn_bias=attn_bias,
+            rule=rule,
+            key_mask=key_mask,
+            cu_seqlens=cu_seqlens,
+            position_ids=position_ids,
+            lengths=lengths,
+            headroom=headroom,
+            exchange=exchange,
+            nonfinite=nonfinite,
+            query=query,
+            options=attend_options,
+        )
         return arguments, attend_options
 
     def compared_numbers(checked: tuple[ExchangeArguments, AttendOptions | None]) -> dict[str, int]:
@@ -234,19 +247,19 @@ def begin_exchange(
     if bias is not None and not arguments.bias.requires_grad:
         bias = bias.detach()
     return ExchangedKeys(
-        arguments.boundary,
-        key,
-        value,
-        (bias if arguments.bias_is_score else scores).detach(),
-        bias,
-        arguments.bias_is_score,
-        positions,
-        arguments.present,
-        arguments.documents,
-        stream,
-        attend_options,
-        wire if attend_options is None and may_read() else None,
-        check,
+        boundary=arguments.boundary,
+        key=key,
+        value=value,
+        scores=(bias if arguments.bias_is_score else scores).detach(),
+        bias=bias,
+        bias_is_score=arguments.bias_is_score,
+        positions=positions,
+        present=arguments.present,
+        documents=arguments.documents,
+        stream=stream,
+        options=attend_options,
+        wire=wire if attend_options is None and may_read() else None,
+        check=check,
     )
 
 

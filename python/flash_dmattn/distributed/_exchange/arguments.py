@@ -147,6 +147,7 @@ class ExchangeArguments(NamedTuple):
     def from_call(
         cls,
         wire: Wire,
+        *,
         key: Tensor,
         value: Tensor,
         scores: Tensor,
@@ -214,16 +215,16 @@ class ExchangeArguments(NamedTuple):
         if query is not None:
             (options or AttendOptions()).check(query, key, n, bias)
         return cls(
-            boundary,
-            choose_exchange(exchange, wire)(wire, boundary),
-            key,
-            value,
-            headroom,
-            scores.detach(),
-            bias,
-            bias_is_score,
-            present,
-            documents,
+            boundary=boundary,
+            exchange=choose_exchange(exchange, wire)(wire, boundary),
+            key=key,
+            value=value,
+            headroom=headroom,
+            scores=scores.detach(),
+            bias=bias,
+            bias_is_score=bias_is_score,
+            present=present,
+            documents=documents,
         )
 
     def compared_numbers(self, scores: Tensor, attn_bias: str | Tensor | None) -> dict[str, int]:
