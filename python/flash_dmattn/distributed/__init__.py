@@ -1,15 +1,15 @@
 """Exact attention over a sequence whose pieces are on several ranks, and sharding over batch elements and heads."""
 
-from .batch import ContextParallel, Piece
-from .boundary import boundary_places, boundary_state
-from .exchanged_keys import ExchangedKeys
-from .headroom import linear_with_headroom
-from .piece_attention import (
+from ._exchange.wire import Traffic, exchanged_bytes
+from .attention import (
+    ExchangedKeys,
     attend_to_pieces,
     begin_exchange,
     context_parallel_dmattn,
 )
-from .wire import Traffic, exchanged_bytes
+from .batch import ContextParallel, Piece
+from .boundary import boundary_places, boundary_state
+from .headroom import linear_with_headroom
 
 __all__ = [
     "ContextParallel",

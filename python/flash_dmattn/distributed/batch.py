@@ -19,8 +19,8 @@ from .._core.checks import (
     refuse_all_transforms,
 )
 from ..keys.positions import check_offsets
-from .arguments import checked_offsets, checked_positions, offsets_of_positions
-from .wire import Wire, code_of, wire_of
+from ._exchange.arguments import checked_offsets, checked_positions, offsets_of_positions
+from ._exchange.wire import Wire, code_of, wire_of
 
 IGNORED = -100  # losses ignore tokens with this label
 
@@ -288,7 +288,7 @@ def _offsets_of_batch(
     if position_ids is None or attention_mask is not None:
         return None
     batch, length = input_ids.shape
-    return short_offsets(offsets_of_positions(position_ids, batch, length, read=True), length)
+    return offsets_of_documents(position_ids, batch, length, read=True)
 
 
 def _code_of_values(name: str, tensor: Tensor | None) -> int:
@@ -300,8 +300,14 @@ def _code_of_values(name: str, tensor: Tensor | None) -> int:
     return code_of(tuple(tensor.shape), int((values * factors).sum()))
 
 
-def short_offsets(offsets: Tensor, length: int) -> Tensor | None:
-    """Drops the offsets that no row needs after its last document. Returns None if each row is one document."""
+def offsets_of_documents(
+    position_ids: Tensor, batch: int, length: int, *, read: bool = False
+) -> Tensor | None:
+    """Returns the offsets of the documents of a whole batch, int64 [B or 1, documents + 1], or None if each row is one.
+
+    The host waits for the device. The arguments are as in `offsets_of_positions`.
+    """
+    offsets = offsets_of_positions(position_ids, batch, length, read=read)
     documents = int((offsets < length).sum(1).max())
     return None if documents == 1 else offsets[:, : documents + 1].contiguous()
 

@@ -11,11 +11,11 @@ from .._core.checks import check_count
 from ..generation.cache import KVSlots
 from ..keys.intervals import KeyIntervals
 from ..keys.rule import SelectionRule
-from .arguments import checked_lengths
-from .earlier_keys import take_rows
-from .exchanged_keys import ExchangedKeys, check_exchanged
-from .pieces import Boundary, PieceOffsets, keys_seen_before
-from .wire import wire_of
+from ._exchange.arguments import checked_lengths
+from ._exchange.earlier_keys import take_rows
+from ._exchange.pieces import Boundary, PieceOffsets, keys_seen_before
+from ._exchange.wire import wire_of
+from .attention import ExchangedKeys, check_exchanged
 
 
 def boundary_places(

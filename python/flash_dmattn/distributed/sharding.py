@@ -4,7 +4,7 @@ Importing this module registers the rules. The first call of attention after an 
 registers them, too.
 
 A call needs no communication if all tensors are sharded alike: by batch elements, or by key heads together with the
-query heads of their groups. A mask, bias or choice that all batch elements or heads share is replicated, and the
+query heads of their groups. A mask, bias or selection that all batch elements or heads share is replicated, and the
 gradient of a replicated bias is a partial sum. torch redistributes tensors with other placements to one of these.
 """
 
@@ -78,7 +78,7 @@ def _result(name: str, named: dict[str, object], axis: int, size: int) -> Placem
     if name == GRADIENTS["bias"]:
         bias = _placement("bias", named["bias"], axis, size)
         return Partial() if bias == Replicate() else bias
-    if name == "key_intervals":  # chosen by the bias, so they are placed like it
+    if name == "key_intervals":  # selected by the bias, so they are placed like it
         return _placement("bias", named["bias"], axis, size)
     return Shard(LAYOUTS[name].dim_of(axis))
 

@@ -16,7 +16,7 @@ from flash_dmattn.distributed import (
     context_parallel_dmattn,
     exchanged_bytes,
 )
-from flash_dmattn.distributed.wire import wire_of
+from flash_dmattn.distributed._exchange.wire import wire_of
 from processes import run_in_processes
 from sharded_cases import cases, compare_with_one_process, in_one_process, normal, whole_and_piece
 

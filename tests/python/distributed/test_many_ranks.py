@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from flash_dmattn.distributed import begin_exchange
-from flash_dmattn.distributed.exchange import choose_exchange
-from flash_dmattn.distributed.wire import ranks_per_node
+from flash_dmattn.distributed import _exchange, begin_exchange
+from flash_dmattn.distributed._exchange.kinds import choose_exchange
+from flash_dmattn.distributed._exchange.wire import ranks_per_node
 from ranks_as_threads import ThreadWire, _Meeting, run_in_threads
 from sharded_cases import Case, cases, compare_with_one_process, in_one_process
 
@@ -150,28 +150,24 @@ def _last_two(function):
 
 
 MUTANTS = {
-    "gradients are not returned": ("exchange.Direct.give_back", _skip_first, "ties"),
-    "gradients of two hops are not returned": ("exchange.TwoHops.give_back", _skip_first, "ties"),
-    "gradients of nodes are not returned": ("exchange.Nodes.give_back", _skip_first, "ties"),
-    "a node gives a key less": ("exchange.Nodes.__init__", _smaller_summary, "ties"),
+    "gradients are not returned": ("kinds.Direct.give_back", _skip_first, "ties"),
+    "gradients of two hops are not returned": ("kinds.TwoHops.give_back", _skip_first, "ties"),
+    "gradients of nodes are not returned": ("kinds.Nodes.give_back", _skip_first, "ties"),
+    "a node gives a key less": ("kinds.Nodes.__init__", _smaller_summary, "ties"),
     "the last rank but one gives nothing": ("pieces.PieceOffsets.is_last", _last_two, "ties"),
-    "a gradient is not added": ("exchange._add_rows", _one_sum_less, "ties"),
+    "a gradient is not added": ("kinds._add_rows", _one_sum_less, "ties"),
     "a rank loses its best keys": ("earlier_keys.keys_seen_before", _one_key_less, "ties"),
-    "a boundary loses a key": ("exchange.keys_seen_before", _one_key_less, "ties"),
+    "a boundary loses a key": ("kinds.keys_seen_before", _one_key_less, "ties"),
     "keys in another order": ("earlier_keys.keys_seen_before", _other_order, "all equal"),
-    "positions one off": ("exchange.position_of", _other_positions, "recent keys"),
+    "positions one off": ("kinds.position_of", _other_positions, "recent keys"),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_comparison_fails_for_a_mistake(name, monkeypatch):
-    import flash_dmattn.distributed.earlier_keys
-    import flash_dmattn.distributed.exchange
-    import flash_dmattn.distributed.pieces  # noqa: F401
-
     path, broken, case = MUTANTS[name]
     module, _, attribute = path.rpartition(".")
-    target = flash_dmattn.distributed
+    target = _exchange
     for part in module.split("."):
         target = getattr(target, part)
     monkeypatch.setattr(target, attribute, broken(getattr(target, attribute)))

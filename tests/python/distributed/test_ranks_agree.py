@@ -13,7 +13,7 @@ from flash_dmattn.distributed import (
     begin_exchange,
     context_parallel_dmattn,
 )
-from flash_dmattn.distributed.wire import Wire
+from flash_dmattn.distributed._exchange.wire import Wire
 from ranks_as_threads import run_in_threads
 
 N, RANKS = 8, 3
@@ -30,7 +30,7 @@ def call(wire, batch=1, n=N, heads=4, heads_kv=2, dims=(16, 16), dtype=torch.flo
     return context_parallel_dmattn(key=k, value=v, group=wire, **arguments)
 
 
-# Arguments of the last rank; all other ranks have the defaults or OF_OTHERS.
+# Arguments of the last rank; all other ranks have the defaults or OTHER_RANKS_ARGUMENTS.
 OF_LAST_RANK = {
     "batch": {"batch": 2},
     "lengths": {"n": N - 1},
@@ -48,7 +48,10 @@ OF_LAST_RANK = {
     "nonfinite": {"nonfinite": "propagate"},
     "documents": {"cu_seqlens": [0, 9, RANKS * N]},
 }
-OF_OTHERS = {"rule": {"recent_window": 3}, "attn_bias": {"attn_bias": torch.zeros(1, 2, N)}}
+OTHER_RANKS_ARGUMENTS = {
+    "rule": {"recent_window": 3},
+    "attn_bias": {"attn_bias": torch.zeros(1, 2, N)},
+}
 OPTIONS_OF_LAST_RANK = {
     "query": {"heads": 2},
     "scale": {"scale": 0.5},
@@ -74,7 +77,7 @@ def one_rank_raises_on_all(rank, words, rank_call, error=ValueError):
 
     def raised(wire):
         is_wrong = wire.rank == rank
-        others = ValueError, rf"raise an error on ranks \[{rank}\]"
+        others = ValueError, rf"invalid arguments on ranks \[{rank}\]"
         expected, match = (error, words) if is_wrong else others
         with pytest.raises(expected, match=match):
             rank_call(wire, is_wrong)
@@ -85,7 +88,7 @@ def one_rank_raises_on_all(rank, words, rank_call, error=ValueError):
 def raises_on_all_ranks(name, changed, rank_call):
     def changed_on_the_last(wire):
         own_changes = changed[name] if wire.rank == RANKS - 1 else {}
-        rank_call(wire, **OF_OTHERS.get(name, {}) | own_changes)
+        rank_call(wire, **OTHER_RANKS_ARGUMENTS.get(name, {}) | own_changes)
 
     all_ranks_disagree(f"'{name.split()[0]}'", changed_on_the_last)
 
@@ -165,7 +168,7 @@ def test_ranks_in_different_functions_raise_on_all():
 
 
 def test_later_calls_compare_only_on_request(monkeypatch):
-    from flash_dmattn.distributed import wire as module
+    from flash_dmattn.distributed._exchange import wire as module
 
     monkeypatch.setattr(module, "CHECKED_CALLS", 2)
 
@@ -329,11 +332,11 @@ def test_begin_options_without_query_or_unequal_to_attend_raise():
 
 
 def test_query_under_autocast_is_checked_as_attention_takes_it(monkeypatch):
-    from flash_dmattn.distributed import options as module
+    from flash_dmattn.distributed._exchange import arguments as module
 
     dtypes = []
     monkeypatch.setattr(module, "check_device", lambda query, backend: dtypes.append(query.dtype))
     with torch.autocast("cpu", torch.bfloat16):
         query, key = torch.zeros(1, N, 4, 16), torch.zeros(1, N, 2, 16, dtype=torch.bfloat16)
-        module.Options().check(query, key, N, None)
+        module.AttendOptions().check(query, key, N, None)
     assert dtypes == [torch.bfloat16]

@@ -92,7 +92,7 @@ def ranks_that_disagree_raise(model, tokens, positions, odd):
             model(tokens, position_ids=positions, **options)
     with pytest.raises(ValueError, match="ranks that disagree.*'tokens'"):
         model(tokens[:, odd:], position_ids=positions[:, odd:])
-    on_others = r"raise an error on ranks \[0\]"
+    on_others = r"invalid arguments on ranks \[0\]"
     with pytest.raises(ValueError, match="shift_labels: got" if odd else on_others):
         model(tokens, position_ids=positions, **({"labels": tokens} if odd else {}))
     with pytest.raises(ValueError, match="position_ids: got" if odd else on_others):

@@ -82,7 +82,9 @@ def refusals(rank):
     ):
         if rank == 0:
             model.set_score_phase(phase)
-        with pytest.raises(ValueError, match=r"error on ranks \[0\]" if rank else words):
+        with pytest.raises(
+            ValueError, match=r"invalid arguments on ranks \[0\]" if rank else words
+        ):
             model(tokens, **positions)
 
 

@@ -15,12 +15,10 @@ from transformers import PreTrainedModel
 from transformers.models.doge.modeling_doge import DogeAttention
 
 from ..._core.checks import check_tensor
-from ...distributed.arguments import offsets_of_positions
-from ...distributed.batch import ContextParallel, short_offsets
+from ...distributed._exchange.wire import code_of
+from ...distributed.attention import attend_to_pieces, begin_exchange, bias_without_sinks
+from ...distributed.batch import ContextParallel, offsets_of_documents
 from ...distributed.boundary import boundary_state
-from ...distributed.exchanged_keys import bias_without_sinks
-from ...distributed.piece_attention import attend_to_pieces, begin_exchange
-from ...distributed.wire import code_of
 from ...keys.rule import SelectionRule
 from ..attention_interface.layer_masks import causal_mask
 from .cache import DynamicMaskCache
@@ -163,8 +161,7 @@ class ModelOfPieces:
             return PieceForward(self.group, mask.bool(), None)
         # The positions of a piece alone do not tell whether it begins inside a document.
         whole = self.group.gather(positions)
-        offsets = offsets_of_positions(whole, batch, whole.shape[1])
-        offsets = short_offsets(offsets, whole.shape[1])
+        offsets = offsets_of_documents(whole, batch, whole.shape[1])
         if offsets is not None and cache is not None:
             raise ValueError(
                 "position_ids: got positions that begin again with a cache, expected one text in each row"

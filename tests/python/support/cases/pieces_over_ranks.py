@@ -26,7 +26,7 @@ from flash_dmattn.distributed import (
     boundary_places,
     context_parallel_dmattn,
 )
-from flash_dmattn.distributed.exchanged_keys import seen_keys
+from flash_dmattn.distributed.attention import seen_keys
 
 NAMES = ("out", "dquery", "dkey", "dvalue", "dscores")
 EXCHANGES = ("direct", "two_hops")

@@ -8,7 +8,7 @@ import torch
 
 from flash_dmattn import flash_dmattn_func, select_key_intervals
 from flash_dmattn.distributed import begin_exchange, context_parallel_dmattn
-from flash_dmattn.distributed.exchanged_keys import seen_keys
+from flash_dmattn.distributed.attention import seen_keys
 from flash_dmattn.keys.rule import SelectionRule
 from rules_by_definition import visible_keys
 

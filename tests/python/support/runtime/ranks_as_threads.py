@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from flash_dmattn.distributed.wire import Traffic, Wire
+from flash_dmattn.distributed._exchange.wire import Traffic, Wire
 
 
 class _Meeting:

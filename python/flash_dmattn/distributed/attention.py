@@ -4,22 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._core.checks import may_read
 from .._dispatch import attention, with_lse
-from ..keys.rule import SelectionRule
+from ..keys.intervals import KeyIntervals
+from ..keys.rule import SelectionRule, find_sinks
 from ..keys.selection import ScoredRule
 from ..keys.visibility import Visibility
 from ..scores import with_zero_sum_gradient
-from .arguments import CheckedArguments, check_causality
-from .earlier_keys import PrependEarlierKeys
-from .exchanged_keys import ExchangedKeys, check_exchanged, seen_keys
-from .options import Options
-from .wire import wire_of
+from ._exchange.arguments import AttendOptions, ExchangeArguments, check_causality
+from ._exchange.earlier_keys import PrependEarlierKeys
+from ._exchange.pieces import Boundary, shown_in_piece
+from ._exchange.traced import select_in_piece
+from ._exchange.wire import Wire, wire_of
+
+
+class ExchangedKeys(NamedTuple):
+    """The result of `begin_exchange`: keys of earlier ranks, then those of this rank.
+
+    `attend_to_pieces` and `boundary_state` take it. The first `places` rows are for keys of earlier ranks. The keys
+    come first, in the order of their positions. The places that are left hold no key and have the position -1.
+    """
+
+    boundary: Boundary
+    key: Tensor  # [B, places + n, Hkv, D]
+    value: Tensor
+    scores: Tensor  # float32 [B, Hkv, places + n]; a key whose score is NaN is never selected
+    bias: Tensor | None  # float32 [B, Hkv, places + n]; None: no bias is added
+    bias_is_score: bool
+    positions: Tensor  # int32 [B, Hkv, places], positions in the whole sequence
+    present: Tensor | None  # bool [B, 1 or Hkv, n]: which keys of this rank are present; None: all
+    documents: Tensor | None  # int64 [B or 1, documents + 1]: offsets in the whole sequence
+    # The CUDA stream that makes the tensors. None: the current stream has made them.
+    stream: torch.cuda.Stream | None = None
+    # The options for `attend_to_pieces` that `begin_exchange` got and compared; None: it got no options.
+    options: AttendOptions | None = None
+    # The ranks of this wire compare the options of `attend_to_pieces`. None: `begin_exchange` has compared them, or the
+    # code is compiled and cannot compare.
+    wire: Wire | None = None
+    check: bool | None = None  # the argument of `begin_exchange`
 
 
 def context_parallel_dmattn(
@@ -70,7 +97,7 @@ def context_parallel_dmattn(
 
     query: [B, n, Hq, D]; key, value: [B, n, Hkv, D]: the tokens of this rank. n may differ between ranks (see
         `lengths`) and may be 0.
-    scores: [B, Hkv or 1, n], the scores by which keys are chosen; float32 is best. They have a gradient only as a bias.
+    scores: [B, Hkv or 1, n], the scores by which keys are selected; float32 is best. They have a gradient only as a bias.
     group: a ProcessGroup, or a DeviceMesh of one dimension (mesh["cp"]).
     keep_window_size: as in flash_dmattn_func; a sequence has one number for each key head.
     attn_bias: "scores" adds the scores as a bias; None adds no bias; a tensor [B, Hkv or 1, n] is another bias, which
@@ -84,7 +111,7 @@ def context_parallel_dmattn(
     Every rank of the group has to make the same calls in the same order. Every rank has to run backward, too, so the
     loss of every rank has to depend on `out`.
     """
-    attend_options = Options(
+    attend_options = AttendOptions(
         scale, softcap, deterministic, sink_logits, bias_delay, zero_sum, return_lse, backend
     )._asdict()
     exchanged = begin_exchange(
@@ -178,17 +205,30 @@ def begin_exchange(
         keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
     )
 
-    def check_arguments() -> tuple[CheckedArguments, Options | None]:
+    def check_arguments() -> tuple[ExchangeArguments, AttendOptions | None]:
         check_causality(is_causal)
         _check_stream(stream)
-        attend_options = Options.from_arguments(options, query)
-        arguments = CheckedArguments.from_call(
-            wire, key, value, scores, attn_bias, rule, key_mask, cu_seqlens, position_ids, lengths, headroom, exchange, nonfinite, query,
-            attend_options,
-        )  # fmt: skip
+        attend_options = AttendOptions.from_arguments(options, query)
+        arguments = ExchangeArguments.from_call(
+            wire,
+            key=key,
+            value=value,
+            scores=scores,
+            attn_bias=attn_bias,
+            rule=rule,
+            key_mask=key_mask,
+            cu_seqlens=cu_seqlens,
+            position_ids=position_ids,
+            lengths=lengths,
+            headroom=headroom,
+            exchange=exchange,
+            nonfinite=nonfinite,
+            query=query,
+            options=attend_options,
+        )
         return arguments, attend_options
 
-    def compared_numbers(checked: tuple[CheckedArguments, Options | None]) -> dict[str, int]:
+    def compared_numbers(checked: tuple[ExchangeArguments, AttendOptions | None]) -> dict[str, int]:
         arguments, attend_options = checked
         numbers = arguments.compared_numbers(scores, attn_bias)
         if attend_options is None:
@@ -207,19 +247,19 @@ def begin_exchange(
     if bias is not None and not arguments.bias.requires_grad:
         bias = bias.detach()
     return ExchangedKeys(
-        arguments.boundary,
-        key,
-        value,
-        (bias if arguments.bias_is_score else scores).detach(),
-        bias,
-        arguments.bias_is_score,
-        positions,
-        arguments.present,
-        arguments.documents,
-        stream,
-        attend_options,
-        wire if attend_options is None and may_read() else None,
-        check,
+        boundary=arguments.boundary,
+        key=key,
+        value=value,
+        scores=(bias if arguments.bias_is_score else scores).detach(),
+        bias=bias,
+        bias_is_score=arguments.bias_is_score,
+        positions=positions,
+        present=arguments.present,
+        documents=arguments.documents,
+        stream=stream,
+        options=attend_options,
+        wire=wire if attend_options is None and may_read() else None,
+        check=check,
     )
 
 
@@ -266,7 +306,7 @@ def attend_to_pieces(
     The options are as in context_parallel_dmattn. Returns out [B, n, Hq, D], or (out, lse [B, Hq, n]) with return_lse.
     """
     check_exchanged(exchanged)
-    options = Options(
+    options = AttendOptions(
         scale, softcap, deterministic, sink_logits, bias_delay, zero_sum, return_lse, backend
     )
     if exchanged.options is not None:
@@ -315,3 +355,40 @@ def attend_to_pieces(
         own_row=own_row,
     )
     return with_lse(out, statistics, return_lse, None, sink_logits, numerics.saturate)
+
+
+def check_exchanged(exchanged: object) -> None:
+    if not isinstance(exchanged, ExchangedKeys):
+        raise TypeError(
+            f"exchanged: got {type(exchanged).__name__}, expected the result of begin_exchange"
+        )
+
+
+def seen_keys(exchanged: ExchangedKeys) -> tuple[Tensor, Visibility]:
+    """Returns the row at each key's position, int64 [B, Hkv, places + n], and the keys that each query sees."""
+    boundary = exchanged.boundary
+    own_row, selected = select_in_piece(
+        exchanged.scores,
+        exchanged.positions,
+        exchanged.present,
+        exchanged.documents,
+        boundary.pieces.begin(),
+        boundary.rule,
+    )
+    n = exchanged.scores.shape[2] - boundary.places
+    return own_row, Visibility(
+        keys=KeyIntervals(selected, n, boundary.rule.key_bound(is_causal=True))
+    )
+
+
+def bias_without_sinks(exchanged: ExchangedKeys) -> ExchangedKeys:
+    """Returns the keys with the bias of sinks set to 0, so that the bias of a sink gets no gradient."""
+    boundary, places = exchanged.boundary, exchanged.boundary.places
+    if not boundary.rule.sink_tokens or exchanged.bias is None:
+        return exchanged
+    n = exchanged.scores.shape[2] - places
+    shown = shown_in_piece(
+        exchanged.positions, n, exchanged.present, exchanged.documents, boundary.pieces.begin()
+    )
+    is_sink = find_sinks(shown, boundary.rule)
+    return exchanged._replace(bias=torch.where(is_sink, 0, exchanged.bias))

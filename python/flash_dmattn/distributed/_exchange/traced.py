@@ -1,4 +1,4 @@
-"""The exchange as a pair of operators, and the choice of keys as a third one.
+"""The exchange as a pair of operators, and the selection of keys as a third one.
 
 torch.compile and selective checkpointing see them by their names. The exchange takes only the winners and returns only
 the keys in `places`, so a checkpoint that saves the results of `exchange_keys` saves w keys and does not run the
@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._core.load import NAMESPACE
-from ..keys.rule import SelectionRule
-from .exchange import EXCHANGES, Exchange
-from .pieces import Boundary, PieceOffsets, keys_of_piece
+from ..._core.load import NAMESPACE
+from ...keys.rule import SelectionRule
+from . import pieces
+from .kinds import EXCHANGES, Exchange
+from .pieces import Boundary, PieceOffsets
 from .wire import wire_of
 
 
@@ -22,7 +23,7 @@ def collect(exchange: Exchange, rows: Tensor, notes: Tensor) -> tuple[Tensor, Te
     """Calls `Exchange.collect`. Under torch.compile or a dispatch mode it calls the operator."""
     if not _is_watched():
         return exchange.collect(rows, notes)
-    return exchange_keys(rows, notes, *_operands(exchange))
+    return exchange_keys_op(rows, notes, *_operands(exchange))
 
 
 def give_back(exchange: Exchange, route: Tensor, *gradients: Tensor) -> list[Tensor] | None:
@@ -32,10 +33,10 @@ def give_back(exchange: Exchange, route: Tensor, *gradients: Tensor) -> list[Ten
     """
     if not _is_watched():
         return exchange.give_back(route, *gradients)
-    return return_gradients(route, list(gradients), *_operands(exchange))
+    return return_gradients_op(route, list(gradients), *_operands(exchange))
 
 
-def choose_keys(
+def select_in_piece(
     scores: Tensor,
     positions: Tensor,
     present: Tensor | None,
@@ -43,14 +44,14 @@ def choose_keys(
     begin: int,
     rule: SelectionRule,
 ) -> tuple[Tensor, Tensor]:
-    """Calls `keys_of_piece`. Under torch.compile or a dispatch mode it calls the operator.
+    """Calls `pieces.select_in_piece`. Under torch.compile or a dispatch mode it calls the operator.
 
-    The inductor of torch 2.13 compiled `keys_of_piece` to code with different intervals for documents.
+    The inductor of torch 2.13 compiled that function to code with different intervals for documents.
     """
     if not _is_watched():
-        return keys_of_piece(scores, positions, present, documents, begin, rule)
+        return pieces.select_in_piece(scores, positions, present, documents, begin, rule)
     options = (list(rule.windows()), *rule.operands())
-    return choose_keys_of_piece(scores, positions, present, documents, begin, *options)
+    return select_in_piece_op(scores, positions, present, documents, begin, *options)
 
 
 def _is_watched() -> bool:
@@ -79,8 +80,8 @@ def _exchange(
 ) -> Exchange:
     wire = wire_of(dist.distributed_c10d._resolve_process_group(group))
     rule = _rule(windows, recent, competes, sinks, threshold)
-    pieces = PieceOffsets(wire.rank, tuple(begins))
-    return EXCHANGES[name](wire, Boundary.from_rule(pieces, rule, heads, begun, saturate))
+    offsets = PieceOffsets(wire.rank, tuple(begins))
+    return EXCHANGES[name](wire, Boundary.from_rule(offsets, rule, heads, begun, saturate))
 
 
 def _rule(windows: list[int], *options) -> SelectionRule:
@@ -89,8 +90,8 @@ def _rule(windows: list[int], *options) -> SelectionRule:
 
 
 # The arguments for a rule and for an exchange in the operators' schemas.
-_OF_RULE = "SymInt[] windows, SymInt recent_window, bool recent_competes, SymInt sink_tokens, float? score_threshold"
-_OF_EXCHANGE = f"Tensor? begun, SymInt[] begins, SymInt heads, {_OF_RULE}, bool saturate, str exchange, str group"
+_RULE_SCHEMA = "SymInt[] windows, SymInt recent_window, bool recent_competes, SymInt sink_tokens, float? score_threshold"
+_EXCHANGE_SCHEMA = f"Tensor? begun, SymInt[] begins, SymInt heads, {_RULE_SCHEMA}, bool saturate, str exchange, str group"
 
 
 def _operator(name: str, schema: str):
@@ -98,30 +99,30 @@ def _operator(name: str, schema: str):
 
 
 @_operator(
-    "choose_keys_of_piece",
-    f"(Tensor scores, Tensor positions, Tensor? present, Tensor? documents, SymInt begin, {_OF_RULE}) -> (Tensor, Tensor)",
+    "select_in_piece",
+    f"(Tensor scores, Tensor positions, Tensor? present, Tensor? documents, SymInt begin, {_RULE_SCHEMA}) -> (Tensor, Tensor)",
 )
-def choose_keys_of_piece(scores, positions, present, documents, begin, windows, *options):
+def select_in_piece_op(scores, positions, present, documents, begin, windows, *options):
     rule = _rule(windows, *options)
-    return keys_of_piece(scores, positions, present, documents, begin, rule)
+    return pieces.select_in_piece(scores, positions, present, documents, begin, rule)
 
 
-@choose_keys_of_piece.register_fake
-def _choose_keys_of_piece_fake(scores, *operands):
+@select_in_piece_op.register_fake
+def _select_in_piece_fake(scores, *operands):
     own_row = scores.new_empty(scores.shape, dtype=torch.int64)
     return own_row, scores.new_empty((*scores.shape, 2), dtype=torch.int32)
 
 
 @_operator(
-    "exchange_keys", f"(Tensor rows, Tensor notes, {_OF_EXCHANGE}) -> (Tensor, Tensor, Tensor)"
+    "exchange_keys", f"(Tensor rows, Tensor notes, {_EXCHANGE_SCHEMA}) -> (Tensor, Tensor, Tensor)"
 )
-def exchange_keys(rows, notes, *operands):
+def exchange_keys_op(rows, notes, *operands):
     results = _exchange(*operands).collect(rows, notes)
     # A result of an operator must not be a view of another result.
     return tuple(t.clone(memory_format=torch.contiguous_format) for t in results)
 
 
-@exchange_keys.register_fake
+@exchange_keys_op.register_fake
 def _exchange_keys_fake(rows, notes, *operands):
     exchange = _exchange(*operands)
     places, P = exchange.boundary.places, rows.shape[0]
@@ -132,8 +133,10 @@ def _exchange_keys_fake(rows, notes, *operands):
     )
 
 
-@_operator("return_gradients", f"(Tensor route, Tensor[] gradients, {_OF_EXCHANGE}) -> Tensor[]")
-def return_gradients(route, gradients, *operands):
+@_operator(
+    "return_gradients", f"(Tensor route, Tensor[] gradients, {_EXCHANGE_SCHEMA}) -> Tensor[]"
+)
+def return_gradients_op(route, gradients, *operands):
     exchange = _exchange(*operands)
     sums = exchange.give_back(route, *gradients)
     if sums is None:
@@ -141,7 +144,7 @@ def return_gradients(route, gradients, *operands):
     return [t.clone(memory_format=torch.contiguous_format) for t in sums]
 
 
-@return_gradients.register_fake
+@return_gradients_op.register_fake
 def _return_gradients_fake(route, gradients, *operands):
     return _like_sums(_exchange(*operands), gradients)
 

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._core.gradients import narrow_gradient
-from ..keys.best_keys import best_keys, indices_of_true
-from ..keys.positions import KeyPositions, ShownKeys
-from ..keys.rule import SelectionRule, intervals_of_rule
+from ..._core.gradients import narrow_gradient
+from ...keys.best_keys import best_keys, indices_of_true
+from ...keys.positions import KeyPositions, ShownKeys
+from ...keys.rule import SelectionRule, intervals_of_rule
 
 
 class PieceOffsets(NamedTuple):
@@ -110,7 +110,7 @@ def keys_seen_before(
 
     boundary: the position after the last query; a number or [K, 1, 1].
     scores: float32 [K or 1, P, L], the scores of keys in the order of their positions; a key whose score is NaN is
-        never chosen.
+        never selected.
     positions: int64 [K or 1, P or 1, L], the positions of the keys that are present.
     present: bool [K, P, L], whether there is a key, it is before the boundary, and its document continues at the
         boundary. None: all keys are present.
@@ -130,7 +130,7 @@ def keys_seen_before(
     return torch.nn.functional.pad(indices, (0, missing), value=-1) if missing else indices
 
 
-def keys_of_piece(
+def select_in_piece(
     scores: Tensor,
     positions: Tensor,
     present: Tensor | None,

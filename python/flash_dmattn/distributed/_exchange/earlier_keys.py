@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._core.autograd import NO_SECOND_DERIVATIVE
-from .arguments import CheckedArguments
-from .exchange import bias_of, no_key, position_of, score_of
-from .operators import collect, give_back
+from ..._core.autograd import NO_SECOND_DERIVATIVE
+from .arguments import ExchangeArguments
+from .kinds import bias_of, no_key, position_of, score_of
 from .pieces import Boundary, keys_seen_before
+from .traced import collect, give_back
 
 
 class PrependEarlierKeys(torch.autograd.Function):
@@ -24,7 +24,7 @@ class PrependEarlierKeys(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, key, value, bias, scores, arguments: CheckedArguments):
+    def forward(ctx, key, value, bias, scores, arguments: ExchangeArguments):
         W = arguments.boundary.places
         key, value = (_add_places(t, W, arguments.headroom) for t in (key, value))
         columns = [_pad_front(scores, W, torch.nan)]
@@ -103,7 +103,7 @@ class _FirstDerivative(torch.autograd.Function):
 
 
 def _winners(
-    key: Tensor, value: Tensor, columns: list[Tensor], scores: Tensor, arguments: CheckedArguments
+    key: Tensor, value: Tensor, columns: list[Tensor], scores: Tensor, arguments: ExchangeArguments
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Collects the keys of this piece that later ranks may see. Returns (places, rows, notes).
 
@@ -115,21 +115,21 @@ def _winners(
     batch, heads, n = scores.shape
     c, W = arguments.boundary.winners, arguments.boundary.places
     front_places = torch.arange(c, device=scores.device)
-    if arguments.boundary.pieces.is_last():  # no rank sees its keys, so it chooses none
+    if arguments.boundary.pieces.is_last():  # no rank sees its keys, so it selects none
         rows = key.new_zeros((batch, heads, c, key.shape[3] + value.shape[3]))
         notes = no_key(scores.new_empty(1 + len(columns))).expand(batch, heads, c, -1)
         return front_places.expand(batch, heads, c), rows, notes
-    chosen_places = _choose_places(scores, arguments)
-    missing = chosen_places < 0
-    places = torch.where(missing, front_places, chosen_places + W)
+    selected_places = _select_places(scores, arguments)
+    missing = selected_places < 0
+    places = torch.where(missing, front_places, selected_places + W)
     rows = torch.cat([take_rows(key, places), take_rows(value, places)], -1)
-    positions = torch.where(missing, -1, chosen_places + arguments.boundary.pieces.begin())
+    positions = torch.where(missing, -1, selected_places + arguments.boundary.pieces.begin())
     score, *bias = (column.gather(-1, places).view(torch.int32) for column in columns)
     return places, rows, torch.stack([score, positions.int(), *bias], -1)
 
 
-def _choose_places(scores: Tensor, arguments: CheckedArguments) -> Tensor:
-    """Chooses the keys of this piece that later ranks may see: ascending indices, padded with -1, int64 [B, Hkv, c]."""
+def _select_places(scores: Tensor, arguments: ExchangeArguments) -> Tensor:
+    """Selects the keys of this piece that later ranks may see: ascending indices, padded with -1, int64 [B, Hkv, c]."""
     boundary, present = arguments.boundary, arguments.present
     pieces, (batch, heads, n) = boundary.pieces, scores.shape
     positions = torch.arange(pieces.begin(), pieces.end(), device=scores.device)

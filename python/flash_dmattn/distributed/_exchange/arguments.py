@@ -1,48 +1,143 @@
-"""The arguments of context parallelism in normal form, and what the ranks of a group compare of them."""
+"""The arguments of both steps of context parallelism in normal form, and what the ranks of a group compare of them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._core.checks import (
+from ..._core.availability import unavailable_reason
+from ..._core.checks import (
     DTYPES,
     MASK_VALUE,
     autocast_tensors,
     check_count,
+    check_device,
     check_on_device,
     check_tensor,
     clamp_count,
     refuse_all_transforms,
     refuse_transforms,
+    resolve_backend,
     resolve_flag,
     widen_bias,
 )
-from .._core.gradients import expand
-from .._core.numerics import resolve_nonfinite
-from ..keys.positions import check_length, check_offsets
-from ..keys.rule import SelectionRule
-from .exchange import EXCHANGES, Exchange, choose_exchange
-from .options import Options
+from ..._core.gradients import expand
+from ..._core.kv_checks import check_query
+from ..._core.numerics import Numerics, resolve_nonfinite
+from ..._dispatch import check_bias_delay
+from ...keys.positions import check_length, check_offsets
+from ...keys.rule import SelectionRule
+from ...merge import check_sink_logits
+from .kinds import EXCHANGES, Exchange, choose_exchange
 from .pieces import Boundary, PieceOffsets, begins_of_documents
 from .wire import Wire, code_of
 
 SCORES = "scores"  # the value of attn_bias that also adds the scores as a bias
 
 
-class CheckedArguments(NamedTuple):
-    """The checked arguments of one call in normal form."""
+class AttendOptions(NamedTuple):
+    """Arguments of `attend_to_pieces`. They must be the same on all ranks, except return_lse, which affects one
+    rank."""
+
+    scale: float | None = None
+    softcap: float | None = None
+    deterministic: bool | None = None
+    sink_logits: Tensor | None = None
+    bias_delay: int = 0
+    zero_sum: bool = False
+    return_lse: bool = False
+    backend: str | None = None
+
+    @classmethod
+    def from_arguments(
+        cls, options: Mapping[str, Any] | None, query: Tensor | None
+    ) -> AttendOptions | None:
+        """Makes them from the options that `begin_exchange` got. Returns None if it got no options."""
+        if options is None:
+            return None
+        if not isinstance(options, Mapping):
+            raise TypeError(f"options: got {type(options).__name__}, expected a mapping")
+        if query is None:
+            raise ValueError(
+                "options: got options of attend_to_pieces without query, expected both or none"
+            )
+        unknown = sorted(options.keys() - set(cls._fields))
+        if unknown:
+            raise TypeError(
+                f"options: got {unknown}, expected arguments of attend_to_pieces: {cls._fields}"
+            )
+        return cls(**options)
+
+    def check_same(self, begun: AttendOptions) -> None:
+        """Raises for the first option that `begin_exchange` got differently. A tensor has to be the same object."""
+        for name, got, expected in zip(self._fields, self, begun, strict=True):
+            if got is expected:
+                continue
+            if isinstance(got, Tensor) and isinstance(expected, Tensor):
+                raise ValueError(
+                    f"{name}: got another tensor than begin_exchange, expected the same"
+                )
+            if isinstance(got, Tensor) or isinstance(expected, Tensor) or got != expected:
+                got, expected = (
+                    "a tensor" if isinstance(t, Tensor) else t for t in (got, expected)
+                )
+                raise ValueError(f"{name}: got {got!r}, expected {expected!r} as in begin_exchange")
+
+    def numerics(self, nonfinite: str) -> Numerics:
+        return Numerics.from_arguments(
+            self.scale, None, self.softcap, nonfinite, self.deterministic
+        )
+
+    def check(self, query: Tensor, key: Tensor, n: int, bias: Tensor | None) -> None:
+        """Raises what `attend_to_pieces` would raise, before other ranks wait for this one.
+
+        key: [B, any number, Hkv, D]. n: the number of tokens in this piece. bias: as in `ExchangedKeys`.
+        """
+        check_tensor(query, "query")
+        (cast,) = autocast_tensors(query)
+        queries = check_query(key, of="key", query=cast)
+        if queries != n:
+            raise ValueError(f"query: got {queries} queries, expected one for each of {n} tokens")
+        self.numerics("saturate")
+        check_bias_delay(self.bias_delay, bias)
+        resolve_flag(self.zero_sum, "zero_sum")
+        resolve_flag(self.return_lse, "return_lse")
+        if self.sink_logits is not None:
+            check_sink_logits(self.sink_logits, query)
+        backend = resolve_backend(self.backend)
+        if backend:
+            unavailable_reason(backend)  # raises if the backend is unknown
+        check_device(cast, backend)
+
+    def compared_numbers(self, query: Tensor) -> dict[str, int]:
+        """Returns the numbers that must be equal on all ranks, by the names of the arguments."""
+        numerics = self.numerics("saturate").with_scale_for(query.shape[3])
+        sink_logits = self.sink_logits
+        return {
+            "query": query.shape[2],
+            "scale": code_of(numerics.scale),
+            "softcap": code_of(numerics.softcap),
+            "deterministic": int(numerics.deterministic),
+            "sink_logits": 0 if sink_logits is None else code_of(sink_logits.dtype),
+            "bias_delay": clamp_count(int(self.bias_delay)),
+            "zero_sum": int(resolve_flag(self.zero_sum, "zero_sum")),
+            "backend": code_of(self.backend),
+        }
+
+
+class ExchangeArguments(NamedTuple):
+    """The checked arguments of one call of `begin_exchange` in normal form."""
 
     boundary: Boundary
     exchange: Exchange
     key: Tensor  # [B, n, Hkv, D]; with headroom, `places` free rows come first
     value: Tensor
     headroom: bool
-    scores: Tensor  # float32 [B, Hkv, n]; a key whose score is NaN is never chosen
+    scores: Tensor  # float32 [B, Hkv, n]; a key whose score is NaN is never selected
     bias: Tensor | None  # float32 [B, Hkv, n]; equals `scores` if bias_is_score
     bias_is_score: bool
     present: Tensor | None  # bool [B, Hkv or 1, n]
@@ -52,6 +147,7 @@ class CheckedArguments(NamedTuple):
     def from_call(
         cls,
         wire: Wire,
+        *,
         key: Tensor,
         value: Tensor,
         scores: Tensor,
@@ -65,8 +161,8 @@ class CheckedArguments(NamedTuple):
         exchange: str,
         nonfinite: str,
         query: Tensor | None,
-        options: Options | None,
-    ) -> CheckedArguments:
+        options: AttendOptions | None,
+    ) -> ExchangeArguments:
         """Checks the arguments of a call. query, options: for `attend_to_pieces`; None: they are not known yet."""
         rule = rule.checked_state_rule()
         headroom = resolve_flag(headroom, "headroom")
@@ -106,7 +202,7 @@ class CheckedArguments(NamedTuple):
             bias = scores
         elif attn_bias is not None:
             bias = _per_key(attn_bias, "attn_bias", key, n)
-        # As in flash_dmattn_func, a bias that masks its key excludes the key from the choice and from the sinks.
+        # As in flash_dmattn_func, a bias that masks its key excludes the key from the selection and from the sinks.
         if bias is not None and rule.sink_tokens > 0:
             shown = bias.detach() > MASK_VALUE[bias.dtype]
             present = shown if present is None else present & shown
@@ -117,18 +213,18 @@ class CheckedArguments(NamedTuple):
         if bias_is_score:
             bias = scores
         if query is not None:
-            (options or Options()).check(query, key, n, bias)
+            (options or AttendOptions()).check(query, key, n, bias)
         return cls(
-            boundary,
-            choose_exchange(exchange, wire)(wire, boundary),
-            key,
-            value,
-            headroom,
-            scores.detach(),
-            bias,
-            bias_is_score,
-            present,
-            documents,
+            boundary=boundary,
+            exchange=choose_exchange(exchange, wire)(wire, boundary),
+            key=key,
+            value=value,
+            headroom=headroom,
+            scores=scores.detach(),
+            bias=bias,
+            bias_is_score=bias_is_score,
+            present=present,
+            documents=documents,
         )
 
     def compared_numbers(self, scores: Tensor, attn_bias: str | Tensor | None) -> dict[str, int]:

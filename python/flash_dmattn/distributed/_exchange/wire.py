@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._core.checks import may_read, resolve_flag
+from ..._core.checks import may_read, resolve_flag
 
 # By default ranks compare their arguments in this many calls of a group, which are the first steps of a model.
 CHECKED_CALLS = 100
@@ -139,7 +139,7 @@ class Wire:
         if any(failed):
             ranks = [r for r in range(self.size) if failed[r]]
             raise ValueError(
-                f"group: got arguments that raise an error on ranks {ranks}, expected none; the messages of these ranks name them"
+                f"group: got invalid arguments on ranks {ranks}, expected none; see the errors of these ranks"
             )
         if len(set(functions)) > 1:
             raise ValueError(

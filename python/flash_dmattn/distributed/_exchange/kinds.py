@@ -1,4 +1,4 @@
-"""Sends the winners of every rank to the ranks that see them, and returns their gradients.
+"""The kinds of exchange. Each sends the winners of every rank to the ranks that see them, and returns their gradients.
 
 The winners of a rank are its keys that later ranks may see. The rank sends each winner as a row (its key and value) and
 notes: the bits of its score, its position, and the bits of its bias if there is one. The rank receives the rows and
@@ -11,7 +11,7 @@ Letters of the shapes:
   c  winners of a rank
   W  places for keys of earlier ranks
   L  candidates for these places
-  K  boundaries between ranks, for which places are chosen
+  K  boundaries between ranks, for which places are selected
   F  columns of a row: those of key and value, or of their gradients
   M  columns of the notes, int32
 """
