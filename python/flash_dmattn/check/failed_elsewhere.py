@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..functional import flash_dmattn_func
-from ..integrations.attention_interface.dtypes import fdma_peft_integration_check
+from ..integrations._shared.attention_interface.dtypes import cast_states
 from .compare import Verdict, compare_result
 from .memory import bytes_of, peak_bytes
 from .oracle import Problem, Result, causal_elements, select
@@ -114,7 +114,7 @@ def cast_of_peft(setting: Setting) -> Iterator[Verdict]:
     """PEFT leaves float32 inputs next to 16-bit ones; None must stay None."""
     problem = setting.problem(64, 64, 32)
     wide = (problem.q.float(), problem.k.float(), problem.v.float(), None)
-    *cast, none = fdma_peft_integration_check(*wide, setting.dtype)
+    *cast, none = cast_states(wide, setting.dtype)
     same = none is None and all(
         t.dtype == setting.dtype and torch.equal(t, kept)
         for t, kept in zip(cast, (problem.q, problem.k, problem.v), strict=True)

@@ -7,7 +7,7 @@ from ..._core.checks import may_read
 from ..._core.kv_checks import check_slot_kernels
 from ...generation.cache import KVSlots
 from ...keys.rule import SelectionRule
-from ..attention_interface.layout import swap_heads_and_tokens
+from .._shared.attention_interface.layout import swap_heads_and_tokens
 from .compat import CACHE, CROPS_TO_A_LENGTH
 
 RECORDED_TOKENS = 128  # at least this many tokens can be dropped again

@@ -22,7 +22,7 @@ from ...distributed.exchanged_keys import bias_without_sinks
 from ...distributed.piece_attention import attend_to_pieces, begin_exchange
 from ...distributed.wire import code_of
 from ...keys.rule import SelectionRule
-from ..attention_interface.layer_masks import causal_mask
+from .._shared.attention_interface.layer_masks import causal_mask
 from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer
 from .compat import CACHE, find_cache

@@ -11,8 +11,8 @@ from transformers.configuration_utils import PretrainedConfig
 
 from ..._core.checks import may_read
 from ...keys.recognise import intervals_of_mask, intervals_of_rows
-from ..attention_interface.keywords import check_known_keywords
-from ..attention_interface.layer_masks import causal_mask
+from .._shared.attention_interface.keywords import check_known_keywords
+from .._shared.attention_interface.layer_masks import causal_mask
 from .cache_layer import HeldTokens
 from .compat import BIDIRECTIONAL, documents_of
 

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...._core.checks import resolve_flag
-from ...config_rules import CONFIG_NAME, LearnedScores, make_rule
-from ...scorers import Scorer, check_scorer, make_scorer
+from ..._shared.config_rules import CONFIG_NAME, LearnedScores, make_rule
+from ..._shared.scorers import Scorer, check_scorer, make_scorer
 from ..batching import make_manager
 from ..compat import drop_slot_manager, own_config, set_continuous_batching, store_name
 from ..families import reason_to_refuse

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel
 
-from ...config_rules import CONFIG_NAME, LearnedScores
-from ...scorers import Scorer
+from ..._shared.config_rules import CONFIG_NAME, LearnedScores
+from ..._shared.scorers import Scorer
 from .add import add_learned_scores, remove_learned_scores, scored_layers
 from .scored_layers import ScoredAttention
 

@@ -17,16 +17,16 @@ from ....keys.select_intervals import select_key_intervals
 from ....keys.selection import ScoredRule, apply_selection
 from ....keys.visibility import Visibility
 from ....merge import add_sink
-from ...attention_interface.dtypes import cast_states, target_dtype
-from ...attention_interface.keywords import check_mask_keywords
-from ...attention_interface.layer_masks import (
+from ..._shared.attention_interface.dtypes import cast_states, target_dtype
+from ..._shared.attention_interface.keywords import check_mask_keywords
+from ..._shared.attention_interface.layer_masks import (
     as_key_intervals,
     is_causal_mask,
     normalize_mask,
 )
-from ...attention_interface.layout import swap_heads_and_tokens
-from ...attention_interface.named_attention import mask_driven_attention_forward
-from ...attention_interface.packed_sequences import hide_other_sequences
+from ..._shared.attention_interface.layout import swap_heads_and_tokens
+from ..._shared.attention_interface.named_attention import mask_driven_attention_forward
+from ..._shared.attention_interface.packed_sequences import hide_other_sequences
 from ..cache_layer import DynamicMaskLayer
 from ..compat import CACHE
 from ..slot_attention import attend_in_batch, attend_with_slots

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from ....generation.ragged import RaggedBatch
 from ....keys.rule import SelectionRule
-from ...attention_interface.layout import swap_heads_and_tokens
+from ..._shared.attention_interface.layout import swap_heads_and_tokens
 from ..cache import DynamicMaskCache
 from ..cache_layer import DynamicMaskLayer
 from ..compat import CACHE, CACHE_NAMES, adds_a_bias, adopt_layer, calls_attention_interface

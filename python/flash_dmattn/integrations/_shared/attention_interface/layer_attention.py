@@ -2,20 +2,20 @@
 
 import torch
 
-from ..._core.checks import (
+from ...._core.checks import (
     check_bias,
     check_count,
     check_tensor,
     resolve_flag,
 )
-from ..._core.numerics import Numerics
-from ..._dispatch import attention, with_lse
-from ...keys.intervals import KeyIntervals
-from ...keys.recognise import Memo
-from ...keys.rule import SelectionRule
-from ...keys.selection import ScoredRule, select_elements, squeeze_query_dimension
-from ...keys.visibility import Visibility
-from ...merge import check_sink_logits
+from ...._core.numerics import Numerics
+from ...._dispatch import attention, with_lse
+from ....keys.intervals import KeyIntervals
+from ....keys.recognise import Memo
+from ....keys.rule import SelectionRule
+from ....keys.selection import ScoredRule, select_elements, squeeze_query_dimension
+from ....keys.visibility import Visibility
+from ....merge import check_sink_logits
 from . import keywords, packed_sequences
 from .dtypes import cast_states
 from .layer_masks import normalize_mask
@@ -29,7 +29,7 @@ def check_states(layout: str, **states: torch.Tensor) -> None:
             raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {layout}")
 
 
-def _flash_dynamic_mask_attention_forward(
+def compute_layer_attention(
     query_states: torch.Tensor,
     key_states: torch.Tensor,
     value_states: torch.Tensor,
@@ -80,7 +80,7 @@ def _flash_dynamic_mask_attention_forward(
         query_length, key_length: Sq and Sk.
         is_causal: hide keys that come after the query (last query = last key), in addition to the mask.
         keep_window_size: how many keys a query keeps; alias: `window_size`.
-        target_dtype: see `fdma_peft_integration_check`.
+        target_dtype: see `cast_states`.
         implementation: accepted for compatibility; there is one.
         position_ids, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: several sequences packed in a
             row; int [1 or B, Sq] that begin again where Sq = Sk, or int32 [sequences + 1] over all rows one

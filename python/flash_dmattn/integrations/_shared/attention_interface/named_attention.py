@@ -4,11 +4,11 @@ import warnings
 
 import torch
 
-from ..._core.checks import check_bias, resolve_flag
-from ..._core.numerics import resolve_scale
-from ...keys.intervals import KeyIntervals
+from ...._core.checks import check_bias, resolve_flag
+from ...._core.numerics import resolve_scale
+from ....keys.intervals import KeyIntervals
 from .dtypes import target_dtype
-from .layer_attention import _flash_dynamic_mask_attention_forward, check_states
+from .layer_attention import check_states, compute_layer_attention
 from .layer_masks import has_queries, is_causal_mask
 from .layout import swap_heads_and_tokens
 from .packed_sequences import hide_other_sequences
@@ -37,7 +37,7 @@ def flash_dynamic_mask_attention_forward(
             `module.window_size` are the defaults of the arguments.
         query: [B, Hq, Sq, D].
         key: [B, Hkv, Sk, D]; value: [B, Hkv, Sk, Dv].
-        attention_mask: see `_flash_dynamic_mask_attention_forward`. One with a query dimension includes
+        attention_mask: see `compute_layer_attention`. One with a query dimension includes
             causality; with any other, `is_causal` is applied.
         attention_bias: [B, H, Sk] or [B, H, Sq, Sk]; alias: `position_bias`.
         scaling: factor of the scores; default 1/sqrt(D).
@@ -182,7 +182,7 @@ def attention_bshd(
         attention_mask, is_causal = None, True
     else:
         is_causal = is_causal and not has_queries(attention_mask)
-    return _flash_dynamic_mask_attention_forward(
+    return compute_layer_attention(
         query,
         key,
         value,

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..._core.checks import check_count, check_positions, may_read
-from ...functional import flash_dmattn_varlen_func
-from ...keys.intervals import KeyIntervals, intersect
-from ...keys.positions import check_offsets
-from ...keys.recognise import Memo, cached_result, refuse_negative, split_additive
+from ...._core.checks import check_count, check_positions, may_read
+from ....functional import flash_dmattn_varlen_func
+from ....keys.intervals import KeyIntervals, intersect
+from ....keys.positions import check_offsets
+from ....keys.recognise import Memo, cached_result, refuse_negative, split_additive
 from .keywords import refuse_packed_by_layer
 from .layer_masks import as_key_intervals, has_queries, is_key_mask, window_mask
 
