@@ -20,7 +20,6 @@ from . import report
 from .cases import CASES, DTYPES, make_case, run, shrink_case, to_device
 from .compare import Verdict, compare_result
 from .failed_elsewhere import FAILED_ELSEWHERE, Setting, all_finite
-from .progress import progress
 from .report import Row
 
 QUICK_ONE_IN = 6
@@ -43,7 +42,7 @@ def check(options: argparse.Namespace) -> int:
         except OSError as error:
             print(f"--json: {error}", file=sys.stderr)
             return 2
-    requested = {"all": None}.get(options.backend, options.backend)
+    requested = None if options.backend == "all" else options.backend
     for backend in backends():
         if backend.name == requested == "triton" and interpreted(requested):
             print("triton is interpreted: small cases, without bfloat16")
@@ -65,7 +64,7 @@ def check(options: argparse.Namespace) -> int:
     ]
     rows: list[Row] = []
     interrupted = False
-    bar = progress(steps, "checking", "case")
+    bar = _progress(steps)
     try:
         with poisoned_memory():
             for step in bar:
@@ -87,6 +86,29 @@ def check(options: argparse.Namespace) -> int:
         print(f"\nInterrupted after {len(rows)} comparisons.", file=sys.stderr)
         return INTERRUPTED
     return int(report.failed(rows))
+
+
+class _Quiet:
+    """The part of tqdm that `check` uses, without a bar."""
+
+    def __init__(self, steps: Iterable):
+        self._steps = steps
+
+    def __iter__(self) -> Iterator:
+        return iter(self._steps)
+
+    def write(self, text: str) -> None:
+        print(text, flush=True)
+
+
+def _progress(steps: list[Step]):
+    """Iterates over `steps` with a progress bar if tqdm is installed. `.write` prints above the bar."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return _Quiet(steps)
+    # disable=None: no bar in a file or a pipe.
+    return tqdm(steps, desc="checking", unit="case", dynamic_ncols=True, disable=None)
 
 
 def steps_of(backend: str, dtypes: list[str] | None, full: bool) -> Iterator[Step]:

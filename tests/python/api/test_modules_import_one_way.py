@@ -14,7 +14,7 @@ LEVELS = [
     {"keys"},
     {"_backends"},
     {"", "generation", "distributed"},
-    {"integrations", "check", "utils"},
+    {"integrations", "check", "command_line", "utils"},
 ]
 LONGEST_CHAIN = 5  # modules of one folder that import each other in a row
 
