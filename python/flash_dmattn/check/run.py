@@ -1,4 +1,4 @@
-"""`python -m flash_dmattn check`: from the options to the exit status."""
+"""Runs `python -m flash_dmattn check`: from the options to the exit status."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Step:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Runs the check that `options` select and prints it. Returns the exit status; see `options`."""
+    """Runs the check that `options` select, and prints it. Returns the exit status; see command_line/check.py."""
     if options.json:
         try:
             report.write(options.json, [], complete=False)  # before the work rather than after it
@@ -112,7 +112,7 @@ def _progress(steps: list[Step]):
 
 
 def steps_of(backend: str, dtypes: list[str] | None, full: bool) -> Iterator[Step]:
-    """Every case of the table (a sixth of them unless `full`) and every call of failed_elsewhere.py."""
+    """Yields the cases of the table (a sixth of them unless `full`) and the calls of failed_elsewhere.py."""
     small = interpreted(backend)
     function = triton_dmattn_func if small else flash_dmattn_func_auto(backend)
     device = device_of(backend)
@@ -122,7 +122,7 @@ def steps_of(backend: str, dtypes: list[str] | None, full: bool) -> Iterator[Ste
             names = [n for n in names if CASES[n]["slow"] == "0"][::QUICK_ONE_IN]
         for name in names:
             if backend == "flex" and CASES[name]["inputs"] == "limits":
-                continue  # numbers beyond fp32 inside a score: no promise of flex_dmattn_func
+                continue  # flex_dmattn_func does not promise results for scores beyond fp32
             yield Step(
                 backend, name, dtype, lambda name=name: case_verdicts(name, function, device, small)
             )
@@ -161,7 +161,7 @@ def dtypes_of(backend: str) -> tuple[str, ...]:
 
 
 def interpreted(backend: str) -> bool:
-    """Triton's kernels run on the CPU with TRITON_INTERPRET=1, about a thousand elements a second: small cases."""
+    """Whether Triton's kernels run on the CPU (TRITON_INTERPRET=1), at about a thousand elements a second."""
     return backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -189,7 +189,7 @@ def is_refusal(error: Exception) -> bool:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fills uninitialised memory of torch with NaN, so that an element that is never written shows."""
+    """Fills uninitialised memory of torch with NaN, so that comparisons find elements that are never written."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory

@@ -1,4 +1,4 @@
-"""`python -m flash_dmattn check`: its options."""
+"""The command `python -m flash_dmattn check`: its options."""
 
 import argparse
 import sys

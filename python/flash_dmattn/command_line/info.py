@@ -1,4 +1,4 @@
-"""`python -m flash_dmattn info`: prints the installation's backends, and the kernel of a given problem."""
+"""The command `python -m flash_dmattn info`: prints the installation's backends, and the kernel of a given problem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m flash_dmattn serve`: the server of transformers, if it is installed."""
+"""The command `python -m flash_dmattn serve`: the server of transformers, if it is installed."""
 
 import argparse
 

@@ -200,8 +200,8 @@ class DynamicMaskLayer(CacheLayerMixin):
             shown *= self.batch_size
         if shown != expected:
             raise ValueError(
-                f"attention_mask: got {'None' if mask is None else 'a mask'} that hides others of the first {self._seen} tokens than "
-                f"the masks before, expected the same: the keys of a DynamicMaskCache were chosen by those. {CACHE}=DynamicCache() "
+                f"attention_mask: got {'None' if mask is None else 'a mask'} that hides different tokens among the first {self._seen} "
+                f"than earlier masks did, expected the same ones: they chose the keys of a DynamicMaskCache. {CACHE}=DynamicCache() "
                 "follows every mask"
             )
 

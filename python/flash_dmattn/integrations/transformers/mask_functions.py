@@ -215,7 +215,7 @@ class _Positions(NamedTuple):
         )
 
     def last_query_is_last_key(self) -> bool:
-        """Whether the last query is known to be at the last key; `cache_position` is read where that is allowed."""
+        """Whether the last query is known to be at the last key; `cache_position` is read if that is allowed."""
         if self.cache_position is not None:
             return may_read() and bool(self.cache_position[-1] == self.key_positions()[-1])
         if self.keys_are_queries():

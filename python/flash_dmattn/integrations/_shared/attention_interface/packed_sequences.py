@@ -153,7 +153,7 @@ def _packed_from_offsets(
     )
     if key_mask is not None and not (may_read() and _allows_all(key_mask)):
         raise ValueError(
-            f"attention_mask: got shape {tuple(key_mask.shape)} with cu_seq_lens_q, expected None or, where values "
+            f"attention_mask: got shape {tuple(key_mask.shape)} with cu_seq_lens_q, expected None or, if values "
             "can be read, a mask that allows every key: packed sequences have no padding"
         )
     return PackedSequences(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)

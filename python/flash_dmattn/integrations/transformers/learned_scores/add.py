@@ -85,7 +85,7 @@ def add_learned_scores(
 
     Raises:
         ValueError: no layer can have scores, with the reasons; the model has scores already.
-        TypeError: the model is no module; the scorer is a function of other arguments.
+        TypeError: the model is not a module; the scorer is a function of other arguments.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")

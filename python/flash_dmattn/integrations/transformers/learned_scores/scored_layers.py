@@ -109,7 +109,7 @@ class ScoredCall:
     def scores_of(self, key: Tensor, value: Tensor) -> Tensor:
         if self.has_attended:  # slots would take the keys a second time
             raise RuntimeError(
-                f"scorer: got a second attention in one call of layer {self.layer.layer_idx}, expected one: keys have one value"
+                f"scorer: got a second attention call in layer {self.layer.layer_idx}, expected one: the cache stores one value per key"
             )
         self.has_attended = True
         return self.make_scores(key, value) if self.scores is None else self.scores
