@@ -51,7 +51,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--context", type=between(2, LONGEST), default=2048, help="bytes per sequence")
     add("--window", type=between(1, LONGEST), default=256, help="keys that a query keeps")
     add("--batch-size", type=between(1, 1024), default=1, help="sequences per step")
-    add("--device", type=device, default="auto", help="a device of torch; auto: the GPU where there is one (in bfloat16)")  # fmt: skip
+    add("--device", type=device, default="auto", help="a device of torch; auto: the GPU if there is one (in bfloat16)")  # fmt: skip
     add("--output", type=Path, default=Path("demo-output"), help="folder for text and pictures")
     add("--seed", type=between(0), default=0, help="of initial weights, batches and generated text")
     return parser.parse_args(arguments)

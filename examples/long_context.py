@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 2 examples/long_context.py --seq-len 262144 --cp 1     # the same batches, whole sequences
 
 Ranks form a mesh (dp, cp): parameters are sharded over all ranks (FSDP2), and every sequence over cp. The text is Python's standard
-library as bytes. Without a GPU the ranks are processes on the CPU. A run with --output resumes bit for bit where it was stopped, and
+library as bytes. Without a GPU the ranks are processes on the CPU. A run with --output resumes bit for bit at the step where it was stopped, and
 writes a record and a picture of its losses there.
 """
 

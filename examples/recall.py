@@ -75,11 +75,11 @@ def rotate(query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tenso
     angles = positions[..., None, None] * frequency
     cos, sin = angles.cos(), angles.sin()
 
-    def turn(t: Tensor) -> Tensor:
+    def rotate_tensor(t: Tensor) -> Tensor:
         a, b = t.float().chunk(2, -1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(t.dtype)
 
-    return turn(query), turn(key)
+    return rotate_tensor(query), rotate_tensor(key)
 
 
 def equal_scores(heads: int) -> Callable[[Tensor], Tensor]:
@@ -122,7 +122,7 @@ def train(kind: str, options: argparse.Namespace) -> list[float]:
     return torch.stack(recall).tolist()
 
 
-def at_the_end(recall: list[float]) -> float:
+def mean_final_recall(recall: list[float]) -> float:
     """Returns the mean recall of the last steps."""
     last = recall[-max(1, min(50, len(recall) // 10)) :]
     return sum(last) / len(last)
@@ -196,7 +196,7 @@ def main(arguments: list[str] | None = None) -> None:
         begin = time.perf_counter()
         curves[kind] = train(kind, options)
         print(
-            f"{KINDS[kind]:28} w {window_of(kind, options):4}  recall {at_the_end(curves[kind]):.3f}  "
+            f"{KINDS[kind]:28} w {window_of(kind, options):4}  recall {mean_final_recall(curves[kind]):.3f}  "
             f"{time.perf_counter() - begin:.0f} s",
             flush=True,
         )

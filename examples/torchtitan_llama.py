@@ -18,7 +18,7 @@ def llama3_8b_dynamic_masks() -> Trainer.Config:
     """Trains from scratch with 131,072 tokens on 8 GPUs, the longest sequence that the config's rotary embedding supports."""
     config = llama3_8b()
     config.model_spec = with_dynamic_masks(model_registry("8B"), keep_window_size=2048)
-    config.parallelism = in_pieces(8)
+    config.parallelism = make_parallelism(8)
     config.training.seq_len = 131072
     config.activation_checkpoint = FullAC.Config()
     return config
@@ -28,12 +28,12 @@ def llama3_debugmodel_dynamic_masks() -> Trainer.Config:
     """Trains a small model on two GPUs."""
     config = llama3_debugmodel()
     config.model_spec = with_dynamic_masks(model_registry("debugmodel"), keep_window_size=256)
-    config.parallelism = in_pieces(2)
+    config.parallelism = make_parallelism(2)
     return config
 
 
-def in_pieces(ranks: int) -> ParallelismConfig:
-    """Splits a sequence into consecutive pieces, without a load balancer."""
+def make_parallelism(ranks: int) -> ParallelismConfig:
+    """Returns the settings that split a sequence into consecutive pieces, without a load balancer."""
     return ParallelismConfig(
         context_parallel_degree=ranks,
         context_parallel_load_balancer=None,

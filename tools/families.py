@@ -54,7 +54,7 @@ SCORES_BEGIN = "<!-- learned scores -->"
 TITLES = {
     "wrong": "**wrong**",
     "equal": "equal",
-    "own": "equal: attention of its own, whatever the name",
+    "own": "equal: uses its own attention under any name",
     "raises": "an error at the first call",
     "refused": "refused when the name is set",
     "none": "without softmax attention",

@@ -25,7 +25,7 @@ constexpr std::int64_t window = 128;  // keys that each query sees
 constexpr std::int64_t chunk = 64;    // tokens of the prompt at a time
 constexpr std::int64_t prompt = 1000, generated = 200;
 
-// Where an engine applies its rotary embedding, before a key is stored: to [heads, head_dim] of the token at `position`.
+// Applies a rotary embedding to [heads, head_dim] of the token at `position`, before the key is stored, as an engine does.
 void rotate(std::span<float> heads, std::int64_t position) {
   for (std::size_t head = 0; head < heads.size(); head += head_dim) {
     for (std::size_t d = 0; d < head_dim / 2; ++d) {
@@ -139,7 +139,7 @@ class Decoder {
   std::vector<float> lse_;
 };
 
-// The definition for the last token: softmax over the window best keys of each head.
+// Computes the last token's result by definition: softmax over the `window` best keys of each head.
 std::vector<double> full_attention(const Tokens& tokens) {
   std::vector<double> out(heads_q * head_dim);
   for (std::int64_t head = 0; head < heads_q; ++head) {

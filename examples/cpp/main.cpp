@@ -1,5 +1,5 @@
 // Dynamic mask attention, forward and backward, on random data: scores -> key intervals -> attention. The caller owns
-// all memory; the library is told where to compute and where to write.
+// all memory, and passes threads, workspace and outputs.
 
 #include <flash_dmattn/flash_dmattn.h>
 

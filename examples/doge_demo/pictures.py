@@ -42,7 +42,9 @@ def draw_loss(path: Path, training: list[float], before: float, after: float, no
     axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, None))
     axes.set_title("A byte-level Doge model on the Python standard library")
     axes.legend(frameon=False)
-    _write_below(figure, "Lower is better; 8 bits per byte are no knowledge at all.", note)
+    _write_below(
+        figure, "Lower is better; 8 bits per byte is the loss without any knowledge.", note
+    )
     _save(figure, path)
 
 

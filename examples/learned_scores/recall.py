@@ -240,7 +240,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="tokens of a text, one after the other",
     )
     add("--steps", type=between(1), nargs="+", default=[400], help="of training at each length")
-    add("--pairs", type=between(1), default=8, help="of a text, fewer where it is short")
+    add("--pairs", type=between(1), default=8, help="of a text, fewer if it is short")
     add(
         "--parts",
         type=between(1),

@@ -40,8 +40,11 @@ class PassKeyTexts(Dataset):
 def pass_key_text(
     text: Tensor, length: int, questions: int, random: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """uint8 [bytes] -> text, a line with a number in its first half, and lines that repeat the number: int64 [length], and
-    where the digits of the repetitions are, bool [length]."""
+    """Makes a text with a line that contains a number, and later lines that repeat the number.
+
+    text: uint8 [bytes]; the number is in its first half. Returns the text, int64 [length], and a mask of the repeated
+    digits, bool [length].
+    """
     line = _BEFORE + bytes(torch.randint(48, 58, (DIGITS,), generator=random).tolist())
     return _with_lines(text, torch.tensor(list(line)), DIGITS, length, questions, random)
 

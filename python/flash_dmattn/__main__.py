@@ -8,24 +8,25 @@ import flash_dmattn
 
 from ._core import finite
 from ._core.availability import backends
-from .check import cli
-from .check import info as info_options
-from .check import options as check_options
+from .command_line import check, info, serve
+from .command_line.parser import Parser, check_settings
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = cli.Parser(prog="python -m flash_dmattn", description=flash_dmattn.__doc__)
+    parser = Parser(prog="python -m flash_dmattn", description=flash_dmattn.__doc__)
     version = f"flash_dmattn {flash_dmattn.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
-    info = commands.add_parser("info", help="version, backends and why others cannot run, kernels")
-    info_options.add_to(info)
-    check = commands.add_parser(
-        "check",
-        help="compare this installation with double precision",
-        epilog=check_options.EXIT_STATUS,
+    info.add_options(
+        commands.add_parser("info", help="version, backends and why others cannot run, kernels")
     )
-    check_options.add_to(check)
+    check.add_options(
+        commands.add_parser(
+            "check",
+            help="compare this installation with double precision",
+            epilog=check.EXIT_STATUS,
+        )
+    )
     commands.add_parser(
         "serve",
         help="transformers' server for a model with this attention; takes the options of `transformers serve`",
@@ -33,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] == ["serve"]:  # its options are not ours
-        return _serve(parser, words[1:])
+        return serve.run(parser, words[1:])
     parsed = parser.parse_args(words)
     if parsed.command is None:
         parser.print_help(sys.stderr)
@@ -41,38 +42,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         backends()
         finite.read_setting()
-        cli.check_settings()
+        check_settings()
     except (ValueError, RuntimeError) as error:  # a setting in the environment that has no meaning
         parser.error(str(error).splitlines()[0])
-    if parsed.command == "info":
-        return info_options.info(parsed)
-    from .check.run import check as run_check
-
-    try:
-        return run_check(parsed)
-    except BrokenPipeError:
-        raise
-    except OSError as error:  # a full disk, a folder that was removed
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 1
-
-
-def _serve(parser: cli.Parser, options: list[str]) -> int:
-    try:
-        from .integrations.serving.transformers_server import serve
-    except ImportError as error:
-        parser.error(
-            f"serve: {error}; expected transformers 5.24 with what its server needs: "
-            'pip install "transformers[serving]==5.24.*"'
-        )
-    try:
-        serve(options, f"{parser.prog} serve")
-    except (OSError, ValueError) as error:
-        # A model that is neither a folder nor a name of the hub, an option that the model does not take.
-        if isinstance(error, ValueError) and not str(error).startswith("--"):
-            raise
-        parser.error(f"serve: {' '.join(str(error).split())}")
-    return 0
+    return info.run(parsed) if parsed.command == "info" else check.run(parsed, parser.prog)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..functional import flash_dmattn_func
-from ..integrations.attention_interface.dtypes import fdma_peft_integration_check
+from ..integrations._shared.attention_interface.dtypes import cast_states
 from .compare import Verdict, compare_result
 from .memory import bytes_of, peak_bytes
 from .oracle import Problem, Result, causal_elements, select
@@ -17,13 +17,13 @@ from .oracle import Problem, Result, causal_elements, select
 
 @dataclass(frozen=True)
 class Setting:
-    """The subject of a check: the attention function of a backend, on a device, small or not."""
+    """The attention function of a backend, and the device, dtype and size that a check uses."""
 
     function: Callable
     device: str
     dtype: torch.dtype
     full: bool
-    small: bool = False  # so that an interpreter finishes
+    small: bool = False  # for an interpreter, which is slow
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).to(self.dtype)
@@ -38,7 +38,7 @@ class Setting:
 def forward_and_backward(
     problem: Problem, function: Callable = flash_dmattn_func, **options
 ) -> Result:
-    """All inputs require gradients; mask and bias are passed in the 4-d form of the problem."""
+    """Runs forward and backward. All inputs require gradients. Mask and bias are passed as 4-d, as in the problem."""
     q, k, v = (t.detach().requires_grad_() for t in (problem.q, problem.k, problem.v))
     bias = None if problem.bias is None else problem.bias.detach().requires_grad_()
     out, lse = function(
@@ -50,7 +50,10 @@ def forward_and_backward(
 
 
 def wide_mask_and_bias(setting: Setting) -> Iterator[Verdict]:
-    """Length 4096, window 2048, head dim 128, a 4-d mask and a 4-d bias: results differed there."""
+    """Compares a call with a 4-d mask and a 4-d bias (length 4096, window 2048, head dim 128).
+
+    Another implementation gave wrong results.
+    """
     length = 64 if setting.small else 4096 if setting.full or setting.device != "cpu" else 1024
     bias = setting.normal(1, 1, length, length)
     causal = causal_elements(length, length).to(setting.device)
@@ -65,7 +68,7 @@ _SIZES = ((256, 256, 64), (256, 192, 64), (192, 192, 64), (256, 256, 80), (100, 
 
 
 def sizes_without_full_tiles(setting: Setting) -> Iterator[Verdict]:
-    """Lengths and head dims that fill no tile: dV held NaN and inf there, for some seeds."""
+    """Compares lengths and head dims that fill no tile. dV of another implementation held NaN and inf for some seeds."""
     seeds = 200 if setting.full else 2 if setting.small else _JUDGED_SEEDS
     for seqlen_q, seqlen_k, head_dim in _SIZES:
         if setting.small:
@@ -82,7 +85,7 @@ def sizes_without_full_tiles(setting: Setting) -> Iterator[Verdict]:
 
 
 def all_finite(result: Result, where: str) -> Iterator[Verdict]:
-    """One verdict for each gradient that is not finite."""
+    """Yields a verdict for each gradient that is not finite."""
     for name in ("dq", "dk", "dv", "dbias"):
         gradient = getattr(result, name)
         if gradient is None or gradient.isfinite().all():
@@ -95,7 +98,10 @@ def all_finite(result: Result, where: str) -> Iterator[Verdict]:
 
 
 def choice_of_keys(setting: Setting) -> Iterator[Verdict]:
-    """keep_window_size: the gradient went through the top-k, and through the padding's fill, as NaN."""
+    """Compares a call with keep_window_size.
+
+    Another implementation passed NaN gradients through the top-k and through the fill value of padding.
+    """
     length, window, padding = (60, 8, 10) if setting.small else (300, 32, 40)
     bias = setting.normal(2, 2, length)
     bias[0, :, :padding] = torch.finfo(setting.dtype).min  # the usual fill of padding
@@ -111,10 +117,10 @@ def choice_of_keys(setting: Setting) -> Iterator[Verdict]:
 
 
 def cast_of_peft(setting: Setting) -> Iterator[Verdict]:
-    """PEFT leaves float32 inputs next to 16-bit ones; None must stay None."""
+    """Compares a call whose inputs PEFT has left in float32. None must stay None."""
     problem = setting.problem(64, 64, 32)
     wide = (problem.q.float(), problem.k.float(), problem.v.float(), None)
-    *cast, none = fdma_peft_integration_check(*wide, setting.dtype)
+    *cast, none = cast_states(wide, setting.dtype)
     same = none is None and all(
         t.dtype == setting.dtype and torch.equal(t, kept)
         for t, kept in zip(cast, (problem.q, problem.k, problem.v), strict=True)
@@ -125,7 +131,7 @@ def cast_of_peft(setting: Setting) -> Iterator[Verdict]:
 
 
 def determinism(setting: Setting) -> Iterator[Verdict]:
-    """Two runs with deterministic=True agree bit for bit."""
+    """Checks that two runs with deterministic=True agree bit for bit."""
     length = 50 if setting.small else 500
     bias = setting.normal(1, 2, 1, length)
     problem = setting.problem(length, length, 64, heads=(4, 2), bias=bias)
@@ -144,10 +150,10 @@ def determinism(setting: Setting) -> Iterator[Verdict]:
 
 
 def memory(setting: Setting) -> Iterator[Verdict]:
-    """3-d bias with no, a 3-d and a 4-d mask: no N x N tensor is built.
+    """Checks that no N x N tensor is allocated for a 3-d bias without a mask, with a 3-d mask and with a 4-d mask.
 
-    Memory allowed in addition to inputs, results and gradients: the gradients once more in float32, one bit
-    for every element (a packed mask) and a mebibyte per thread for tiles.
+    The bound, in addition to inputs, results and gradients: the gradients once more in float32, one bit for every
+    element (a packed mask), and a mebibyte per thread for tiles.
     """
     if setting.small:
         raise NotImplementedError("the interpreter takes memory of its own")

@@ -1,4 +1,4 @@
-"""The memory of a call: the peak of torch's allocators while it ran."""
+"""Measures the peak memory of a call in torch's allocators."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 
 def peak_bytes(call: Callable[[], object], device: str) -> tuple[int, object]:
-    """The peak beyond earlier allocations, and the result of the call."""
-    # Tensors in cycles that earlier calls left could be freed during this one. Where a cycle holds a graph of autograd that holds
-    # another cycle, a collection frees the first alone.
+    """Returns the peak in bytes beyond earlier allocations, and the result of the call."""
+    # Tensors in cycles that earlier calls left could be freed during this one. If a cycle holds an autograd graph that
+    # holds another cycle, one collection frees only the first.
     while gc.collect():
         pass
     if torch.device(device).type != "cpu":
@@ -24,7 +24,7 @@ def peak_bytes(call: Callable[[], object], device: str) -> tuple[int, object]:
         kept = call()
         gpu.synchronize()
         return gpu.max_memory_allocated() - before, kept
-    # torch would print a line at every start and stop, and about events of cycles that do not exist.
+    # Otherwise torch prints a line at every start and stop, and warnings about events that do not exist.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:

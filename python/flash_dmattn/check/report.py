@@ -1,4 +1,4 @@
-"""The results of a check: a line per case, every failure in full, and a file."""
+"""Reports the results of a check: a line per case, every failure in full, and a file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ PASS, FAIL, DECLINED = "pass", "FAIL", "declined"
 
 @dataclass(frozen=True)
 class Row:
-    """The worst of one tensor of one case. `message` is that of a failure, or the reason why the backend declines."""
+    """The worst comparison of one tensor in one case.
+
+    message: the failure, or the reason why the backend declines.
+    """
 
     backend: str
     case: str
@@ -32,7 +35,7 @@ class Row:
 
 
 def worst_rows(backend: str, case: str, dtype: str, verdicts: Iterable[Verdict]) -> list[Row]:
-    """One row for each tensor: its first failure, or else the result closest to its bound."""
+    """Returns a row for each tensor: its first failure, or else the result closest to its bound."""
     worst: dict[str, Verdict] = {}
     for verdict in verdicts:
         kept = worst.get(verdict.tensor)
@@ -51,7 +54,7 @@ def _closeness(verdict: Verdict) -> float:
 
 
 def format_row(rows: list[Row]) -> str:
-    """The rows of one case: `error/bound` of every tensor, and the verdict on all of them."""
+    """Formats the rows of one case: the verdict on all tensors, and `error/bound` of each."""
     first = rows[0]
     head = f"{first.backend:<9} {first.dtype:<5} {first.case:<34}"
     if first.verdict == DECLINED:
@@ -71,7 +74,7 @@ def _number(value: float | None, scale: float) -> str:
 
 
 def summary(rows: list[Row]) -> list[str]:
-    """A line per backend: how many comparisons, and each tensor's closest approach to its bound."""
+    """Returns lines for each backend: the number of comparisons, and the result of each tensor closest to its bound."""
     lines = []
     for backend in dict.fromkeys(row.backend for row in rows):
         mine = [row for row in rows if row.backend == backend]
@@ -94,7 +97,7 @@ def summary(rows: list[Row]) -> list[str]:
 
 
 def failed(rows: list[Row]) -> bool:
-    """Something is wrong, or everything was declined, which proves nothing."""
+    """Whether a comparison failed, or all cases were declined (which proves nothing)."""
     verdicts = {row.verdict for row in rows}
     return FAIL in verdicts or PASS not in verdicts
 

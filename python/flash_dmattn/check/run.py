@@ -1,4 +1,4 @@
-"""`python -m flash_dmattn check`: from the options to the exit status."""
+"""Runs `python -m flash_dmattn check`: from the options to the exit status."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from . import report
 from .cases import CASES, DTYPES, make_case, run, shrink_case, to_device
 from .compare import Verdict, compare_result
 from .failed_elsewhere import FAILED_ELSEWHERE, Setting, all_finite
-from .progress import progress
 from .report import Row
 
 QUICK_ONE_IN = 6
@@ -36,14 +35,14 @@ class Step:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Runs the check that `options` select and prints it. Returns the exit status; see `options`."""
+    """Runs the check that `options` select, and prints it. Returns the exit status; see command_line/check.py."""
     if options.json:
         try:
             report.write(options.json, [], complete=False)  # before the work rather than after it
         except OSError as error:
             print(f"--json: {error}", file=sys.stderr)
             return 2
-    requested = {"all": None}.get(options.backend, options.backend)
+    requested = None if options.backend == "all" else options.backend
     for backend in backends():
         if backend.name == requested == "triton" and interpreted(requested):
             print("triton is interpreted: small cases, without bfloat16")
@@ -65,7 +64,7 @@ def check(options: argparse.Namespace) -> int:
     ]
     rows: list[Row] = []
     interrupted = False
-    bar = progress(steps, "checking", "case")
+    bar = _progress(steps)
     try:
         with poisoned_memory():
             for step in bar:
@@ -89,8 +88,31 @@ def check(options: argparse.Namespace) -> int:
     return int(report.failed(rows))
 
 
+class _Quiet:
+    """The part of tqdm that `check` uses, without a bar."""
+
+    def __init__(self, steps: Iterable):
+        self._steps = steps
+
+    def __iter__(self) -> Iterator:
+        return iter(self._steps)
+
+    def write(self, text: str) -> None:
+        print(text, flush=True)
+
+
+def _progress(steps: list[Step]):
+    """Iterates over `steps` with a progress bar if tqdm is installed. `.write` prints above the bar."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return _Quiet(steps)
+    # disable=None: no bar in a file or a pipe.
+    return tqdm(steps, desc="checking", unit="case", dynamic_ncols=True, disable=None)
+
+
 def steps_of(backend: str, dtypes: list[str] | None, full: bool) -> Iterator[Step]:
-    """Every case of the table (a sixth of them unless `full`) and every call of failed_elsewhere.py."""
+    """Yields the cases of the table (a sixth of them unless `full`) and the calls of failed_elsewhere.py."""
     small = interpreted(backend)
     function = triton_dmattn_func if small else flash_dmattn_func_auto(backend)
     device = device_of(backend)
@@ -100,7 +122,7 @@ def steps_of(backend: str, dtypes: list[str] | None, full: bool) -> Iterator[Ste
             names = [n for n in names if CASES[n]["slow"] == "0"][::QUICK_ONE_IN]
         for name in names:
             if backend == "flex" and CASES[name]["inputs"] == "limits":
-                continue  # numbers beyond fp32 inside a score: no promise of flex_dmattn_func
+                continue  # flex_dmattn_func does not promise results for scores beyond fp32
             yield Step(
                 backend, name, dtype, lambda name=name: case_verdicts(name, function, device, small)
             )
@@ -139,7 +161,7 @@ def dtypes_of(backend: str) -> tuple[str, ...]:
 
 
 def interpreted(backend: str) -> bool:
-    """Triton's kernels run on the CPU with TRITON_INTERPRET=1, about a thousand elements a second: small cases."""
+    """Whether Triton's kernels run on the CPU (TRITON_INTERPRET=1), at about a thousand elements a second."""
     return backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -167,7 +189,7 @@ def is_refusal(error: Exception) -> bool:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fills uninitialised memory of torch with NaN, so that an element that is never written shows."""
+    """Fills uninitialised memory of torch with NaN, so that comparisons find elements that are never written."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._core import finite, ops
-from .._core.checks import check_count, check_flag, check_tensor, may_read
+from .._core.checks import check_count, check_flag, check_tensor, may_read, resolve_flag
 from .._core.kv_checks import (
     as_row_indices,
     check_chunk,
@@ -227,6 +227,7 @@ class KVSlots(SlotMemory):
         """
         self._check_tokens(key, value, scores, query, key_mask=key_mask)
         self._refuse_pending()
+        return_lse = resolve_flag(return_lse, "return_lse")
         numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None).with_scale_for(
             key.shape[3]
         )
@@ -270,6 +271,7 @@ class KVSlots(SlotMemory):
         Returns out [B, n, Hq, D], or (out, lse [B, Hq, n]) with return_lse. Arguments are as in `step`, for n tokens.
         """
         check_tensor(query, "query")
+        return_lse = resolve_flag(return_lse, "return_lse")
         options = {
             "scale": scale,
             "softcap": softcap,
@@ -365,6 +367,7 @@ class KVSlots(SlotMemory):
         refuse_gradients(query=query)
         queries = check_query(self.k.transpose(1, 2), query=query)
         scores_are_bias = check_flag(scores_are_bias, "scores_are_bias")
+        return_lse = resolve_flag(return_lse, "return_lse")
         visible = Visibility(keys=self.pending_intervals(queries))
         end = self.places + self.pending
         bias = self.scores[:, :, None, :end] if scores_are_bias else None

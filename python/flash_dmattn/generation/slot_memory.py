@@ -68,15 +68,9 @@ class SlotMemory:
             ("chunk", chunk),
         ):
             check_count(value, name)
-        rule = (
-            keep_window_size,
-            selection,
-            recent_window,
-            recent_competes,
-            sink_tokens,
-            score_threshold,
-        )
-        self._set_rule(SelectionRule(*rule), heads_kv)
+        self._set_rule(
+            heads_kv, keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
+        )  # fmt: skip
         check_head_dim(head_dim, "head_dim: got")
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(f"dtype: got {dtype}, expected float32, bfloat16 or float16")
@@ -125,15 +119,9 @@ class SlotMemory:
             setattr(cache, name, tensor)
         if k.dim() != 4:
             raise ValueError(f"k: got shape {tuple(k.shape)}, expected [B, Hkv, places + chunk, D]")
-        rule = (
-            keep_window_size,
-            selection,
-            recent_window,
-            recent_competes,
-            sink_tokens,
-            score_threshold,
-        )
-        cache._set_rule(SelectionRule(*rule), k.shape[1])
+        cache._set_rule(
+            k.shape[1], keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
+        )  # fmt: skip
         check_slots(cache.places, pending, k.shape[2])
         check_slot_kernels("k", k.dtype, k.shape[3], k.device, instead=_FLOAT32_ON_A_GPU)
         check_head_windows(len(cache.rule.windows()), k.device)
@@ -141,8 +129,9 @@ class SlotMemory:
         cache.pending, cache.is_empty = pending, False
         return cache
 
-    def _set_rule(self, rule: SelectionRule, heads_kv: int) -> None:
-        self.rule = rule.checked_cache_rule()
+    def _set_rule(self, heads_kv: int, *rule: object) -> None:
+        """Checks and stores a rule. rule: the fields of a SelectionRule, in order."""
+        self.rule = SelectionRule(*rule).checked_cache_rule()
         self.rule.check_heads(heads_kv)
         self._rule_arguments = self.rule.cache_arguments()
 

@@ -1,13 +1,10 @@
-"""Whether this package can compute anything on this machine."""
+"""The 1.x module of this name."""
 
-from functools import cache
+from .._core.availability import get_available_backends
+
+__all__ = ["is_flash_dmattn_available"]
 
 
-@cache
 def is_flash_dmattn_available() -> bool:
-    """True when the package is importable and at least one backend runs here."""
-    try:
-        from flash_dmattn import get_available_backends
-    except ImportError:
-        return False
+    """Returns whether a backend runs here."""
     return bool(get_available_backends())

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .attention_interface.layout import swap_heads_and_tokens
+from ._shared.attention_interface.layout import swap_heads_and_tokens
 from .transformers.learned_scores.add import add_learned_scores, scored_layers
 
 # Classes of kvpress whose `score` needs no attention weights, no queries of the text, and no number of keys to keep.
@@ -61,7 +61,7 @@ def add_press(
         The same model.
 
     Raises:
-        ValueError: a press that depends on queries, a DMSPress without a threshold, or arguments that are no rule.
+        ValueError: a press that depends on queries, a DMSPress without a threshold, or arguments that make no rule.
         TypeError: no press.
     """
     threshold, scores_tokens, kept = None, False, 0
@@ -94,8 +94,8 @@ def add_press(
 
 
 def _score_without_layer(hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The temporary scorer of a layer, until the layer exists: _PressScorer needs the layer."""
-    raise RuntimeError("a press scores keys only where it has its layer")
+    """Raises RuntimeError. It is the scorer of a layer until the layer exists, which _PressScorer needs."""
+    raise RuntimeError("a press scores keys only once it has its layer")
 
 
 class _PressScorer:

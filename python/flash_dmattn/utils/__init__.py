@@ -1,1 +1,1 @@
-"""Helpers around attention: masks, padding."""
+"""The 1.x module of this name."""

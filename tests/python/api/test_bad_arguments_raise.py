@@ -20,8 +20,8 @@ from flash_dmattn import (
     sliding_window,
 )
 from flash_dmattn.kernels import kernel_names
+from flash_dmattn.padding import pad_input, unpad_input
 from flash_dmattn.scores import make_scores
-from flash_dmattn.utils.padding import pad_input, unpad_input
 
 
 def qkv():

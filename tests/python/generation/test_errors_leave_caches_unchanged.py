@@ -6,7 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_dmattn import DynamicMaskAttention, KVSlots, flash_dmattn_with_kvcache
-from small_caches import BAD_NUMBERS, CHUNK, HKV, HQ, WINDOW, B, D, tokens, unchanged
+from small_caches import BAD_OPTIONS, CHUNK, HKV, HQ, WINDOW, B, D, tokens, unchanged
 
 
 def chunk(n):
@@ -69,7 +69,7 @@ def test_float32_slot_tensors_on_gpu_raise():
 @pytest.mark.parametrize(
     "message, spoiled",
     [
-        *BAD_NUMBERS,
+        *BAD_OPTIONS,
         ("query: got shape (2, 2, 4, 8)", {"query": torch.randn(B, 2, HQ, D)}),
         ("key: got shape (2, 2, 2, 8), expected one token", tokens(2)),
         ("query: got torch.float64", {"query": STEP["query"].double()}),
@@ -101,7 +101,7 @@ def test_bad_step_leaves_cache_unchanged(message, spoiled):
         ("key_mask: got shape (2, 6)", {"key_mask": torch.ones(B, 6).bool()}),
         ("key_mask: got torch.float32", {"key_mask": torch.ones(B, 5)}),
         ("key: got shape (2, 2, 8)", {"key": torch.randn(B, HKV, D)}),
-        *BAD_NUMBERS,
+        *BAD_OPTIONS,
         ("scal", {"scal": 1.0}),
     ],
 )  # fmt: skip
@@ -127,6 +127,7 @@ def test_bad_chunk_row_or_state_leaves_cache_unchanged():
         "pending: got 2 tokens": lambda: cache.step(**STEP),
         "query: got 3 queries": lambda: cache.attend(torch.randn(B, 3, HQ, D)),
         "scale: got 0": lambda: cache.attend(torch.randn(B, 1, HQ, D), scale=0.0),
+        "return_lse: got 'no'": lambda: cache.attend(torch.randn(B, 1, HQ, D), return_lse="no"),
         "kept_tokens: got 3": lambda: cache.commit(3),
         "kept_tokens[1]: got 5": lambda: cache.commit(torch.tensor([0, 5])),
         "kept_tokens: got shape (3,)": lambda: cache.commit(torch.tensor([0, 1, 2])),

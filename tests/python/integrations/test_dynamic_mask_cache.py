@@ -454,7 +454,7 @@ def test_hidden_tokens_follow_their_rows(change, ours):
         padding.flip(0) if change != "batch_repeat_interleave" else padding.repeat_interleave(2, 0)
     )
     tokens = make_ids(len(kept), 1)
-    with pytest.raises(ValueError, match="^attention_mask: got a mask that hides others"):
+    with pytest.raises(ValueError, match="^attention_mask: got a mask that hides different tokens"):
         ours(tokens, attention_mask=kept.flip(0), past_key_values=cache)
     ours(tokens, attention_mask=kept, past_key_values=cache)
 
@@ -465,7 +465,8 @@ def test_mask_after_dropped_or_forgotten_tokens_is_compared_with_those_left(ours
     ours(ids[:, S:], attention_mask=torch.ones(B, S + 3, dtype=torch.long), past_key_values=cache)
     cache.crop(S + 1 if IS_TRANSFORMERS_4 else -2)
     with pytest.raises(
-        ValueError, match="^attention_mask: got a mask that hides others of the first 41"
+        ValueError,
+        match="^attention_mask: got a mask that hides different tokens among the first 41",
     ):
         ours(ids[:, :1], attention_mask=with_zeros([3]), past_key_values=cache)
     cache.reset()
@@ -480,5 +481,5 @@ def test_padding_among_new_tokens_counts_as_hidden_in_later_masks(ours):
     for end in (S + 5, S + 6, S + 7):
         new = ids[:, cache.get_seq_length() : end]
         ours(new, attention_mask=mask[:, :end], past_key_values=cache)
-    with pytest.raises(ValueError, match="^attention_mask: got None that hides others"):
+    with pytest.raises(ValueError, match="^attention_mask: got None that hides different tokens"):
         ours(ids[:, :1], past_key_values=cache)

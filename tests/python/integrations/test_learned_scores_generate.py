@@ -231,7 +231,5 @@ def test_layer_that_attends_twice_is_refused():
     call = ScoredCall(layer, torch.randn(1, 3, 32), None)
     states = torch.randn(2, 1, 2, 3, 8)
     call.scores_of(*states)
-    with pytest.raises(
-        RuntimeError, match="^scorer: got a second attention in one call of layer 0"
-    ):
+    with pytest.raises(RuntimeError, match="^scorer: got a second attention call in layer 0"):
         call.scores_of(*states)

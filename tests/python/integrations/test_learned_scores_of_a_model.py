@@ -136,8 +136,8 @@ def test_folder_without_scores_is_refused(tmp_path):
     for name, words in {
         "": " without learned_scores.json and without learned_scores in",
         "empty": " without learned_scores.json",
-        "missing": ", which is no folder, without learned_scores.json",
-        "config.json": ", which is no folder, without learned_scores.json",
+        "missing": ", which is not a folder, without learned_scores.json",
+        "config.json": ", which is not a folder, without learned_scores.json",
         "partial": " with learned_scores.json but without learned_scores.safetensors, expected both",
     }.items():
         message = f"^folder: got {re.escape(str(tmp_path / name))}{words}.* of save_scores"

@@ -5,7 +5,7 @@ import torch
 
 from dense_attention import HKV, HQ, S, assert_same, attend, dense_attention, make_states
 from flash_dmattn import packed_documents
-from flash_dmattn.integrations.attention_interface.named_attention import (
+from flash_dmattn.integrations._shared.attention_interface.named_attention import (
     mask_driven_attention_forward,
 )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...generation.cache import KVSlots
 from ...keys.rule import SelectionRule
-from ..config_rules import CONFIG_NAME, LearnedScores, rules_of
+from .._shared.config_rules import CONFIG_NAME, LearnedScores, rules_of
 
 if TYPE_CHECKING:
     from transformers.configuration_utils import PretrainedConfig

@@ -16,7 +16,7 @@ refused when the name is set). Most other decoders get scores for their keys by 
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..attention_interface.named_attention import mask_driven_attention_forward
+from .._shared.attention_interface.named_attention import mask_driven_attention_forward
 from .cache import DynamicMaskCache
 from .compat import wrap_implementation_setter
 from .doge import doge_scores

@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.configuration_utils import PretrainedConfig
 
 from ..._core.checks import check_count, resolve_flag
-from ..config_rules import LearnedScores, rules_of
+from .._shared.config_rules import LearnedScores, rules_of
 from .cache_layer import RECORDED_TOKENS, DynamicMaskLayer
 
 

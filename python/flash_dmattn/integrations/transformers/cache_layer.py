@@ -7,7 +7,7 @@ from ..._core.checks import may_read
 from ..._core.kv_checks import check_slot_kernels
 from ...generation.cache import KVSlots
 from ...keys.rule import SelectionRule
-from ..attention_interface.layout import swap_heads_and_tokens
+from .._shared.attention_interface.layout import swap_heads_and_tokens
 from .compat import CACHE, CROPS_TO_A_LENGTH
 
 RECORDED_TOKENS = 128  # at least this many tokens can be dropped again
@@ -200,8 +200,8 @@ class DynamicMaskLayer(CacheLayerMixin):
             shown *= self.batch_size
         if shown != expected:
             raise ValueError(
-                f"attention_mask: got {'None' if mask is None else 'a mask'} that hides others of the first {self._seen} tokens than "
-                f"the masks before, expected the same: the keys of a DynamicMaskCache were chosen by those. {CACHE}=DynamicCache() "
+                f"attention_mask: got {'None' if mask is None else 'a mask'} that hides different tokens among the first {self._seen} "
+                f"than earlier masks did, expected the same ones: they chose the keys of a DynamicMaskCache. {CACHE}=DynamicCache() "
                 "follows every mask"
             )
 

@@ -20,7 +20,7 @@ from ...distributed.attention import attend_to_pieces, begin_exchange, bias_with
 from ...distributed.batch import ContextParallel, offsets_of_documents
 from ...distributed.boundary import boundary_state
 from ...keys.rule import SelectionRule
-from ..attention_interface.layer_masks import causal_mask
+from .._shared.attention_interface.layer_masks import causal_mask
 from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer
 from .compat import CACHE, find_cache
@@ -190,9 +190,9 @@ def _check_piece(cache: object, mask: object, positions: object, batch: int, len
 
 
 def check_labels(model: PreTrainedModel, args: tuple, options: dict) -> None:
-    """A hook before the forward of a ForCausalLM.
+    """Checks labels before the forward of a ForCausalLM.
 
-    It raises on every rank if labels would be shifted within a piece, or if counts of labels differ between ranks.
+    Raises on every rank if labels would be shifted within a piece, or if counts of labels differ between ranks.
     """
     pieces = getattr(model, PIECES, None)
     if pieces is None:

@@ -17,12 +17,12 @@ from ...keys.recognise import Memo, cached_result, intervals_of_mask, split_addi
 from ...keys.rule import SelectionRule
 from ...keys.select_intervals import select_key_intervals
 from ...scores import doge_scores_of, with_zero_sum_gradient
-from ..attention_interface.dtypes import cast_states, target_dtype
-from ..attention_interface.keywords import check_mask_keywords
-from ..attention_interface.layer_masks import as_key_intervals, is_causal_mask
-from ..attention_interface.layout import swap_heads_and_tokens
-from ..attention_interface.named_attention import attention_bshd
-from ..attention_interface.packed_sequences import hide_other_sequences
+from .._shared.attention_interface.dtypes import cast_states, target_dtype
+from .._shared.attention_interface.keywords import check_mask_keywords
+from .._shared.attention_interface.layer_masks import as_key_intervals, is_causal_mask
+from .._shared.attention_interface.layout import swap_heads_and_tokens
+from .._shared.attention_interface.named_attention import attention_bshd
+from .._shared.attention_interface.packed_sequences import hide_other_sequences
 from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer
 from .compat import CACHE, adopt_layer, pop_cache

@@ -52,9 +52,8 @@ def enable_flash_dmattn(
     """Makes every Doge attention layer of a model choose its keys by intervals.
 
     No layer then builds a tensor with one element per (query, key) pair. Loss, gradients and generated
-    tokens are those of `attn_implementation="eager"` to rounding, except where eager leaves the choice
-    open: of equal scores (all of them in a fresh model, and those of equal tokens in the first layer)
-    the more recent keys are kept. `model.set_attn_implementation("eager")` undoes it.
+    tokens are those of `attn_implementation="eager"` to rounding. If scores are equal (all of them in a fresh model,
+    those of equal tokens in the first layer), eager keeps any of their keys, and this attention the more recent ones. `model.set_attn_implementation("eager")` undoes it.
 
     In a 16-bit model the scores of keys are still float32, so that the model chooses as a float32 model does. Eager
     attention rounds the scores, which makes its choice partly noise.
@@ -103,7 +102,7 @@ def enable_flash_dmattn(
     doge_models = [module for module in model.modules() if isinstance(module, DogePreTrainedModel)]
     if cache is not None:
         for module in doge_models:
-            DynamicMaskCache(module.config)  # raises where it cannot be
+            DynamicMaskCache(module.config)  # raises for a model without one
     replace_layers(model, round_scores_like_eager=round_scores_like_eager)
     for module in model.modules():
         if isinstance(module, FlashDogeAttention):
@@ -223,7 +222,7 @@ def _register_hook(model: torch.nn.Module, hook) -> None:
 
 
 def _begin_forward(model: DogeModel, args: tuple, options: dict) -> tuple[tuple, dict] | None:
-    """A hook before DogeModel.forward, which adds the default cache and the context of the layers."""
+    """Adds the default cache and the context of the layers, before DogeModel.forward."""
     if model.config._attn_implementation not in DOGE_NAMES:
         return None
     arguments = dict(zip(MODEL_ARGUMENTS, args, strict=False)) | options

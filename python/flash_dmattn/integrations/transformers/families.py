@@ -79,7 +79,7 @@ def reason_to_refuse(model: PreTrainedModel) -> str | None:
         return "computes attention itself, without transformers' AttentionInterface"
     channels = _head_dim(config)
     if channels > LARGEST_HEAD_DIM:
-        return f"has a head dimension of {channels}; flash_dmattn has 1 to {LARGEST_HEAD_DIM}"
+        return f"has a head dimension of {channels}, expected 1 to {LARGEST_HEAD_DIM}"
     return None
 
 

@@ -11,8 +11,8 @@ from transformers.configuration_utils import PretrainedConfig
 
 from ..._core.checks import may_read
 from ...keys.recognise import intervals_of_mask, intervals_of_rows
-from ..attention_interface.keywords import check_known_keywords
-from ..attention_interface.layer_masks import causal_mask
+from .._shared.attention_interface.keywords import check_known_keywords
+from .._shared.attention_interface.layer_masks import causal_mask
 from .cache_layer import HeldTokens
 from .compat import BIDIRECTIONAL, documents_of
 
@@ -215,7 +215,7 @@ class _Positions(NamedTuple):
         )
 
     def last_query_is_last_key(self) -> bool:
-        """Whether the last query is known to be at the last key; `cache_position` is read where that is allowed."""
+        """Whether the last query is known to be at the last key; `cache_position` is read if that is allowed."""
         if self.cache_position is not None:
             return may_read() and bool(self.cache_position[-1] == self.key_positions()[-1])
         if self.keys_are_queries():

@@ -9,7 +9,7 @@ from torch import Tensor
 from ...generation.ragged import RaggedBatch, extend_ragged
 from ...keys.rule import SelectionRule
 from ...merge import add_sink
-from ..attention_interface.layer_masks import present_tokens
+from .._shared.attention_interface.layer_masks import present_tokens
 from .cache_layer import DynamicMaskLayer
 
 

@@ -11,8 +11,8 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index
 
-from ..config_rules import LearnedScores
-from ..scorers import make_scorer
+from .._shared.config_rules import LearnedScores
+from .._shared.scorers import make_scorer
 from ..serving.states import states_of
 from .interfaces import HasSlots
 from .scored_layer import ScoredAttention
@@ -31,7 +31,7 @@ class ScoredLlamaAttention(ScoredAttention):
         prefix: str = "",
         **others,
     ):
-        """others: arguments of vLLM's own layer, which this layer reads from `config` instead."""
+        """Makes a layer. others: arguments of vLLM's own layer, which this layer reads from `config` instead."""
         parts = get_tensor_model_parallel_world_size()
         states = states_of(config, get_current_vllm_config().model_config.dtype, parts)
         state = states[extract_layer_index(prefix)]

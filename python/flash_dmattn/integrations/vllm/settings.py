@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm.config import VllmConfig
 from vllm.model_executor.models.config import MambaModelConfig, VerifyAndUpdateConfig
 
-from ..config_rules import CONFIG_NAME, LearnedScores
+from .._shared.config_rules import CONFIG_NAME, LearnedScores
 from ..serving.states import states_of
 
 OPERATOR = "flash_dmattn_extend"  # in torch.ops.vllm; compiled graphs are split at it

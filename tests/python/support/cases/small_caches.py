@@ -9,7 +9,7 @@ import torch
 B, HKV, HQ, D, WINDOW, CHUNK, PLACES = 2, 2, 4, 8, 4, 3, 9
 
 # Bad values of options that steps, chunks and ragged steps share.
-BAD_NUMBERS = [
+BAD_OPTIONS = [
     ("scale: got inf", {"scale": float("inf")}),
     ("scale: got nan", {"scale": float("nan")}),
     ("scale: got 0", {"scale": 0.0}),
@@ -17,6 +17,7 @@ BAD_NUMBERS = [
     ("nonfinite: got 'no'", {"nonfinite": "no"}),
     ("scores_are_bias: got 'False'", {"scores_are_bias": "False"}),
     ("scores_are_bias: got None", {"scores_are_bias": None}),
+    ("return_lse: got 'no'", {"return_lse": "no"}),
 ]
 
 

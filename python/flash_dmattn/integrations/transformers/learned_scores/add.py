@@ -9,8 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...._core.checks import resolve_flag
-from ...config_rules import CONFIG_NAME, LearnedScores, make_rule
-from ...scorers import Scorer, check_scorer, make_scorer
+from ..._shared.config_rules import CONFIG_NAME, LearnedScores, make_rule
+from ..._shared.scorers import Scorer, check_scorer, make_scorer
 from ..batching import make_manager
 from ..compat import drop_slot_manager, own_config, set_continuous_batching, store_name
 from ..families import reason_to_refuse
@@ -85,7 +85,7 @@ def add_learned_scores(
 
     Raises:
         ValueError: no layer can have scores, with the reasons; the model has scores already.
-        TypeError: the model is no module; the scorer is a function of other arguments.
+        TypeError: the model is not a module; the scorer is a function of other arguments.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel
 
-from ...config_rules import CONFIG_NAME, LearnedScores
-from ...scorers import Scorer
+from ..._shared.config_rules import CONFIG_NAME, LearnedScores
+from ..._shared.scorers import Scorer
 from .add import add_learned_scores, remove_learned_scores, scored_layers
 from .scored_layers import ScoredAttention
 
@@ -153,7 +153,7 @@ def _read_scores(folder: Path) -> tuple[dict, dict[str, Tensor]]:
         return _checked_settings(_read_json(folder / _RULE), folder / _RULE), tensors
     stored = _settings_of_config(_read_json(config)) if config.exists() else None
     if stored is None:
-        kind = "" if folder.is_dir() else ", which is no folder,"
+        kind = "" if folder.is_dir() else ", which is not a folder,"
         raise FileNotFoundError(
             f"folder: got {folder}{kind} without {_RULE} and without {CONFIG_NAME} in a config.json, expected a folder of "
             "save_scores, or of save_pretrained of a model with learned scores"

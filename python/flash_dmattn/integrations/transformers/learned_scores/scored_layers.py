@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from ....generation.ragged import RaggedBatch
 from ....keys.rule import SelectionRule
-from ...attention_interface.layout import swap_heads_and_tokens
+from ..._shared.attention_interface.layout import swap_heads_and_tokens
 from ..cache import DynamicMaskCache
 from ..cache_layer import DynamicMaskLayer
 from ..compat import CACHE, CACHE_NAMES, adds_a_bias, adopt_layer, calls_attention_interface
@@ -109,7 +109,7 @@ class ScoredCall:
     def scores_of(self, key: Tensor, value: Tensor) -> Tensor:
         if self.has_attended:  # slots would take the keys a second time
             raise RuntimeError(
-                f"scorer: got a second attention in one call of layer {self.layer.layer_idx}, expected one: keys have one value"
+                f"scorer: got a second attention call in layer {self.layer.layer_idx}, expected one: the cache stores one value per key"
             )
         self.has_attended = True
         return self.make_scores(key, value) if self.scores is None else self.scores

@@ -15,7 +15,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def check_settings() -> None:
-    """Raises for values in the environment that have no meaning, in the words of the builds that read them."""
+    """Raises ValueError for a meaningless setting, with the text of src/cuda/device.cu. Triton reads it in every build."""
     shared = os.environ.get("FLASH_DMATTN_MAX_SHARED_KB", "") or "1"
     if not (shared.isdecimal() and len(shared) <= 4 and 1 <= int(shared) <= 1024):
         expected = "a number of KB in [1, 1024]"

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..._core.checks import check_count, check_positions, may_read
-from ...functional import flash_dmattn_varlen_func
-from ...keys.intervals import KeyIntervals, intersect
-from ...keys.positions import check_offsets
-from ...keys.recognise import Memo, cached_result, refuse_negative, split_additive
+from ...._core.checks import check_count, check_positions, may_read
+from ....functional import flash_dmattn_varlen_func
+from ....keys.intervals import KeyIntervals, intersect
+from ....keys.positions import check_offsets
+from ....keys.recognise import Memo, cached_result, refuse_negative, split_additive
 from .keywords import refuse_packed_by_layer
 from .layer_masks import as_key_intervals, has_queries, is_key_mask, window_mask
 
@@ -153,7 +153,7 @@ def _packed_from_offsets(
     )
     if key_mask is not None and not (may_read() and _allows_all(key_mask)):
         raise ValueError(
-            f"attention_mask: got shape {tuple(key_mask.shape)} with cu_seq_lens_q, expected None or, where values "
+            f"attention_mask: got shape {tuple(key_mask.shape)} with cu_seq_lens_q, expected None or, if values "
             "can be read, a mask that allows every key: packed sequences have no padding"
         )
     return PackedSequences(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)

@@ -2,10 +2,10 @@
 
 import torch
 
-from ..._core.checks import add_query_dimension, broadcast_argument, may_read, widen_bias
-from ...keys.intervals import KeyIntervals
-from ...keys.patterns import sliding_window
-from ...keys.recognise import Memo, intervals_of_mask, refuse_negative, split_additive
+from ...._core.checks import add_query_dimension, broadcast_argument, may_read, widen_bias
+from ....keys.intervals import KeyIntervals
+from ....keys.patterns import sliding_window
+from ....keys.recognise import Memo, intervals_of_mask, refuse_negative, split_additive
 
 
 def causal_mask(batch: int, device: torch.device | str | None) -> torch.Tensor:

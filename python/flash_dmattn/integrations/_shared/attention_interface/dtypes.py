@@ -1,5 +1,7 @@
 """The dtype in which a layer of transformers computes attention."""
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -20,33 +22,22 @@ def target_dtype(module: torch.nn.Module, query: torch.Tensor) -> torch.dtype | 
     return next((w.dtype for w in weights if w.is_floating_point()), None)
 
 
-def fdma_peft_integration_check(
-    q: torch.Tensor | None,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    target_dtype: torch.dtype | None = None,
+def cast_states(
+    states: Sequence[torch.Tensor | None], target_dtype: torch.dtype | None
 ) -> tuple[torch.Tensor | None, ...]:
-    """Casts float32 tensors back to the dtype of the model.
+    """Casts float32 query, key and value back to the dtype of the model.
 
-    PEFT keeps layer norms in float32 for stability, which silently turns later tensors into float32.
+    PEFT keeps layer norms in float32 for stability, which silently turns later tensors into float32. A float32 bias is
+    not cast, because rounding would change the scores.
 
     Args:
-        q, k, v, bias: tensors of any shape; None stays None, and so do tensors of another dtype.
-        target_dtype: the dtype that replaces float32; None leaves all tensors as they are.
+        states: tensors of any shape. None and tensors of another dtype stay as they are.
+        target_dtype: the dtype that replaces float32. None leaves all tensors as they are.
     """
     if target_dtype is None:
-        return q, k, v, bias
+        return tuple(states)
     if not isinstance(target_dtype, torch.dtype) or not target_dtype.is_floating_point:
         raise TypeError(f"target_dtype: got {target_dtype!r}, expected a floating dtype or None")
     return tuple(
-        t.to(target_dtype) if t is not None and t.dtype == torch.float32 else t
-        for t in (q, k, v, bias)
+        t.to(target_dtype) if t is not None and t.dtype == torch.float32 else t for t in states
     )
-
-
-def cast_states(
-    states: tuple[torch.Tensor, ...], target_dtype: torch.dtype | None
-) -> tuple[torch.Tensor, ...]:
-    """Casts query, key and value to the model's dtype. A float32 bias stays: rounding would change the scores."""
-    return fdma_peft_integration_check(*states, None, target_dtype)[:3]

@@ -1,4 +1,4 @@
-"""`python -m flash_dmattn info`: prints the installation's backends, and the kernel of a given problem."""
+"""The command `python -m flash_dmattn info`: prints the installation's backends, and the kernel of a given problem."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _SETTINGS = ("FLASH_DMATTN_MAX_ISA", "FLASH_DMATTN_CUDA_FAMILY", "FLASH_DMATTN_M
 _COMPILED = ("cuda", "cpu", "reference")  # backends of the C++ library
 
 
-def add_to(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     listed = parser.add_mutually_exclusive_group()
     listed.add_argument("--kernels", action="store_true", help="list all kernels that can run here")
     listed.add_argument("--case", help="the kernels of a case of the case table, by its name")
 
 
-def info(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Prints the version, the backends that run here, and why the others do not; or kernels."""
     if options.kernels:
         for backend in _compiled_backends():
@@ -59,7 +59,8 @@ def _compiled_backends() -> list[Backend]:
 
 
 def _print_kernels_of(name: str) -> int:
-    from .cases import CASES, make_case, run, to_device
+    from ..check.cases import CASES, make_case, to_device
+    from ..check.cases import run as run_case
 
     if name not in CASES:
         print(
@@ -70,7 +71,7 @@ def _print_kernels_of(name: str) -> int:
         case = to_device(make_case(CASES[name]), gpu() if backend.name == "cuda" else "cpu")
         try:
             with recorded_kernels() as kernels:
-                run(case, flash_dmattn.flash_dmattn_func_auto(backend.name))
+                run_case(case, flash_dmattn.flash_dmattn_func_auto(backend.name))
             lines = kernels
         except (ValueError, NotImplementedError, RuntimeError) as refusal:
             lines = [str(refusal)]
@@ -80,7 +81,7 @@ def _print_kernels_of(name: str) -> int:
 
 
 def _instruction_sets() -> list[str]:
-    """The instruction sets of this machine that the kernels use, by the names of Linux."""
+    """Returns the instruction sets of this machine that the kernels use, as named in /proc/cpuinfo."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():
         return [platform.machine()]

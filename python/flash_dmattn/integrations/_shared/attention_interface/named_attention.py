@@ -4,11 +4,11 @@ import warnings
 
 import torch
 
-from ..._core.checks import check_bias, resolve_flag
-from ..._core.numerics import resolve_scale
-from ...keys.intervals import KeyIntervals
+from ...._core.checks import check_bias, resolve_flag
+from ...._core.numerics import resolve_scale
+from ....keys.intervals import KeyIntervals
 from .dtypes import target_dtype
-from .layer_attention import _flash_dynamic_mask_attention_forward, check_states
+from .layer_attention import check_states, compute_layer_attention
 from .layer_masks import has_queries, is_causal_mask
 from .layout import swap_heads_and_tokens
 from .packed_sequences import hide_other_sequences
@@ -37,7 +37,7 @@ def flash_dynamic_mask_attention_forward(
             `module.window_size` are the defaults of the arguments.
         query: [B, Hq, Sq, D].
         key: [B, Hkv, Sk, D]; value: [B, Hkv, Sk, Dv].
-        attention_mask: see `_flash_dynamic_mask_attention_forward`. One with a query dimension includes
+        attention_mask: see `compute_layer_attention`. One with a query dimension includes
             causality; with any other, `is_causal` is applied.
         attention_bias: [B, H, Sk] or [B, H, Sq, Sk]; alias: `position_bias`.
         scaling: factor of the scores; default 1/sqrt(D).
@@ -99,12 +99,12 @@ def mask_driven_attention_forward(
     is_causal: bool | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """`flash_dynamic_mask_attention_forward` for models that know this attention by its name.
+    """Computes `flash_dynamic_mask_attention_forward` for models with attn_implementation="flash_dmattn".
 
     The mask decides what a query sees, as in the eager attention of every model: without a mask it sees all keys, and
-    under a mask [B, 1, 1, Sk] all keys that the mask shows; offsets of packed sequences hide the keys of others. A layer's
-    `is_causal` is ignored: many layers have none, or a wrong one, because eager attention never reads it. transformers' mask functions call
-    `key_interval_mask`, whose masks include causality.
+    under a mask [B, 1, 1, Sk] all keys that the mask shows. Offsets of packed sequences hide the keys of other sequences.
+    A layer's `is_causal` is ignored: many layers have none, or a wrong one, because eager attention never reads it.
+    transformers' mask functions call `key_interval_mask`, whose masks include causality.
 
     Raises:
         ValueError: is_causal is given and contradicts the mask.
@@ -116,7 +116,7 @@ def mask_driven_attention_forward(
         attention_mask, options, query.shape[0], query.shape[2], key.shape[2]
     )
     if options.get("position_bias") is not None:
-        # The bias is no score, so every key is kept: a `window_size` of the layer means something else.
+        # The bias is not a score, so every key is kept. A layer's own `window_size` has another meaning.
         options["window_size"] = key.shape[2]
     return flash_dynamic_mask_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, is_causal=False, **options
@@ -164,9 +164,11 @@ def attention_bshd(
     is_causal: bool | None = None,
     **kwargs,
 ) -> torch.Tensor:
-    """`flash_dynamic_mask_attention_forward` of query, key and value [B, S, H, D], the order in which models make them
-    and attention reads them: transposed, they are three views more, and three in the backward. window_size None
-    keeps all keys, whatever the module has."""
+    """Computes `flash_dynamic_mask_attention_forward` for query, key and value [B, S, H, D].
+
+    Models make and attention reads this order; transposing costs three views, and three more in the backward.
+    window_size None keeps all keys, whatever the module has.
+    """
     if kwargs.pop("output_attentions", None):
         warnings.warn(
             "flash_dmattn has no output_attentions; use attn_implementation='eager'", stacklevel=3
@@ -182,7 +184,7 @@ def attention_bshd(
         attention_mask, is_causal = None, True
     else:
         is_causal = is_causal and not has_queries(attention_mask)
-    return _flash_dynamic_mask_attention_forward(
+    return compute_layer_attention(
         query,
         key,
         value,

@@ -2,20 +2,20 @@
 
 import torch
 
-from ..._core.checks import (
+from ...._core.checks import (
     check_bias,
     check_count,
     check_tensor,
     resolve_flag,
 )
-from ..._core.numerics import Numerics
-from ..._dispatch import attention, with_lse
-from ...keys.intervals import KeyIntervals
-from ...keys.recognise import Memo
-from ...keys.rule import SelectionRule
-from ...keys.selection import ScoredRule, select_elements, squeeze_query_dimension
-from ...keys.visibility import Visibility
-from ...merge import check_sink_logits
+from ...._core.numerics import Numerics
+from ...._dispatch import attention, with_lse
+from ....keys.intervals import KeyIntervals
+from ....keys.recognise import Memo
+from ....keys.rule import SelectionRule
+from ....keys.selection import ScoredRule, select_elements, squeeze_query_dimension
+from ....keys.visibility import Visibility
+from ....merge import check_sink_logits
 from . import keywords, packed_sequences
 from .dtypes import cast_states
 from .layer_masks import normalize_mask
@@ -29,7 +29,7 @@ def check_states(layout: str, **states: torch.Tensor) -> None:
             raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {layout}")
 
 
-def _flash_dynamic_mask_attention_forward(
+def compute_layer_attention(
     query_states: torch.Tensor,
     key_states: torch.Tensor,
     value_states: torch.Tensor,
@@ -74,21 +74,21 @@ def _flash_dynamic_mask_attention_forward(
     Args:
         query_states: [B, Sq, Hq, D]; float32, bfloat16 or float16.
         key_states, value_states: [B, Sk, Hkv, D].
-        attention_mask: bool or integer, nonzero = allowed, every dimension but the last may be 1; or, when
-            4-d, additive floating point; or `KeyIntervals`, or their tensor, int32 [B, H, Sk, 2].
+        attention_mask: bool or integer, nonzero = allowed, every dimension but the last may be 1; or, if 4-d,
+            additive floating point; or `KeyIntervals`, or their tensor, int32 [B, H, Sk, 2].
         attention_bias: added to the scaled scores; heads Hq, Hkv or 1.
         query_length, key_length: Sq and Sk.
-        is_causal: hide keys that come after the query (last query = last key), in addition to the mask.
+        is_causal: whether to hide keys after the query, in addition to the mask. The last query is at the last key.
         keep_window_size: how many keys a query keeps; alias: `window_size`.
-        target_dtype: see `fdma_peft_integration_check`.
+        target_dtype: see `cast_states`.
         implementation: accepted for compatibility; there is one.
-        position_ids, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: several sequences packed in a
-            row; int [1 or B, Sq] that begin again where Sq = Sk, or int32 [sequences + 1] over all rows one
-            after the other, and lengths where known. A mask with a query dimension includes them; together
-            with other padding they raise.
-        sliding_window: how many keys a query sees, itself included, where there is no mask; a mask
-            already includes it.
-        s_aux: [Hq], a logit of each head that takes part in every softmax as a key without a value (sinks).
+        position_ids: int [1 or B, Sq]; if Sq = Sk and they begin again, the row packs several sequences. A mask with a
+            query dimension includes this; together with other padding it raises.
+        cu_seq_lens_q, cu_seq_lens_k: int32 [sequences + 1], offsets of packed sequences over all rows one after the
+            other.
+        max_length_q, max_length_k: the lengths of the longest packed sequences, or None.
+        sliding_window: how many keys a query sees without a mask, itself included. A mask already includes it.
+        s_aux: [Hq], one logit per head. It enters every softmax like the score of a key whose value is 0 (sinks).
         memo: results that the layers of one forward share, or None.
         kwargs: see `keywords`.
 
@@ -98,7 +98,7 @@ def _flash_dynamic_mask_attention_forward(
     Raises:
         ValueError: both names of the window given and different, or one without a bias; shapes that do not
             fit; packed sequences with padding, a 4-d bias or a sliding window; one of cu_seq_lens_q and
-            cu_seq_lens_k; keywords of unsupported features; a mask of negative integers, where values are read.
+            cu_seq_lens_k; keywords of unsupported features; a mask of negative integers, if values can be read.
         TypeError: an unknown keyword, or an argument of another type; a floating point mask that is not 4-d.
     """
     states = (query_states, key_states, value_states)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from transformers.configuration_utils import PretrainedConfig
 
-from ..keys.rule import SelectionRule
+from ...keys.rule import SelectionRule
 
 CONFIG_NAME = "learned_scores"  # the attribute of a config
 

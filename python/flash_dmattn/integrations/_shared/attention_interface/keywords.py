@@ -27,14 +27,14 @@ BOOKKEEPING = frozenset(
     }
 )
 _PAGED = "continuous batching (a paged cache), which flash_dmattn does not support"
-_SINKS = "attention sinks of each token, which flash_dmattn does not have"
-_SPARSE = "keys chosen by an indexer, which flash_dmattn does not take"
+_SINKS = "per-token attention sinks, which flash_dmattn does not support"
+_SPARSE = "keys chosen by an indexer, which flash_dmattn does not support"
 _REASONS = {
     "block_indices": _SPARSE,
     "block_table": _PAGED,
     "cache": _PAGED,
     "cache_seqlens": _PAGED,
-    "head_mask": "weights of whole heads, which flash_dmattn does not have",
+    "head_mask": "weights of whole heads, which flash_dmattn does not support",
     "indices": _SPARSE,
     "logits_indices": _PAGED,
     "page_table": _PAGED,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..scores import make_scores, scores_of_heads
+from ...scores import make_scores, scores_of_heads
 
 FIRST_LOGIT = 3.0  # the first logit of every gate, as in make_scores
 _HIDDEN_FEATURES = 64  # the width of the MLP's hidden layer

@@ -1,0 +1,1 @@
+"""Parts of several integrations. Nothing here is public."""
