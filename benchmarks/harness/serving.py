@@ -198,7 +198,8 @@ def _times(
     rate = len(results) / seconds
     throughput = rate * _NEW[model.device.type]
     values = {"completed": [rate, "requests/s"], "throughput": [throughput, "tokens/s"]}
-    return {"parts": parts, "values": values}
+    statistic = {"statistic": "quantile", "rounds": len(results)}
+    return {"parts": parts, "values": values, **statistic}
 
 
 def _quantile(values: list[float], share: float) -> float:

@@ -27,7 +27,7 @@ from harness.cases import (
     Case,
     cases_of,
 )
-from harness.clock import Step, costs, peak_of
+from harness.clock import Rounds, Step, costs, peak_of
 from harness.sides import build, draw
 
 RUN = ["run", "--device", "cpu", "--repeats", "1", "--commit", "0123456"]
@@ -113,11 +113,11 @@ def test_bench_cases_of_other_modules_have_rows(case, capsys, tmp_path, monkeypa
         pytest.importorskip("transformers.models.doge")
         from harness import models
 
-        monkeypatch.setattr(models, "_REPEATS", 1)
-        monkeypatch.setattr(models, "_ROUNDS", 1)
+        monkeypatch.setattr(models, "_STEPS", Rounds(1))
+        monkeypatch.setattr(models, "_TOKEN_ROUNDS", {"cpu": Rounds(1, "least", warm_up=0)})
     from harness import host
 
-    monkeypatch.setattr(host, "_RUNS", 1)
+    monkeypatch.setattr(host, "_ROUNDS", Rounds(1, "least", warm_up=0))
     file = tmp_path / "bench.json"
     sides = ["--side", "ours", "eager", "sdpa"]
     printed = run(capsys, "--case", case, "--length", "16", *sides, "--json", str(file))
@@ -158,7 +158,7 @@ def test_serving_has_rows_of_slots_and_of_all_keys(capsys, tmp_path, monkeypatch
 def test_ragged_steps_have_rows(capsys, tmp_path, monkeypatch):
     from harness import ragged
 
-    monkeypatch.setattr(ragged, "_ROUNDS", 1)
+    monkeypatch.setattr(ragged, "_ROUNDS", Rounds(1))
     monkeypatch.setattr(ragged, "STEPS", {"3 decode": ([1] * 3, 0), "a prompt": ([40, 1], 1)})
     file = tmp_path / "bench.json"
     run(capsys, "--case", "ragged", "--window", "16", "--json", str(file))
@@ -170,7 +170,8 @@ def test_ragged_steps_have_rows(capsys, tmp_path, monkeypatch):
 def test_programs_print_rows(capsys, tmp_path):
     program, file = tmp_path / "bench_core", tmp_path / "bench.json"
     case, dtype = "per_query B1 H8 N64 D64 w16", "float32"
-    row = record.row(case, "library", dtype, 1.5, 2.5, parts={"select": 0.5})
+    fifteen = {"statistic": "median", "rounds": 15}
+    row = record.row(case, "library", dtype, 1.5, 2.5, **fifteen, parts={"select": 0.5})
     times = {"select": 0.5, "forward": 1.5, "backward": 2.5}
     benchmarks = [
         {
@@ -185,6 +186,22 @@ def test_programs_print_rows(capsys, tmp_path):
     printed = run(capsys, "--case", "kernels", *programs)
     assert "bench_core failed with status 3" in printed
     assert record.read(file)["rows"] == [row]
+
+
+@pytest.mark.parametrize("statistic, time", [("median", 3), ("least", 1), ("mean", 4)])
+def test_rounds_summarise_what_follows_the_warm_up(statistic, time):
+    measured = iter([100, 1, 3, 8])
+    rounds = Rounds(3, statistic, warm_up=1)
+    assert rounds.time_one(lambda: next(measured)) == time
+    assert rounds.fields() == {"statistic": statistic, "rounds": 3}
+
+
+def test_rounds_warm_up_for_seconds(monkeypatch):
+    seconds = itertools.count()
+    monkeypatch.setattr("harness.clock.time.perf_counter", lambda: next(seconds))
+    calls = []
+    assert Rounds(2, warm_up=0, warm_up_seconds=3).time_one(lambda: calls.append(0) or 7) == 7
+    assert len(calls) == 2 + 2
 
 
 def test_last_level_cache_is_the_highest_level(tmp_path):
@@ -271,7 +288,7 @@ def test_packed_documents_show_as_much_as_dense_sequences():
 
 def test_side_without_a_backward_has_a_row_without_one():
     step = Step(lambda: torch.zeros(1), [], torch.zeros(1))
-    (cost,) = costs({"fa3": step}, "cpu", 1).values()
+    (cost,) = costs({"fa3": step}, "cpu", Rounds(1)).values()
     assert cost.backward_ms is None
     row = record.row(Case(DENSE, 32, 16), "fa3", "float32", cost.forward_ms)
     assert record.format_row(row).count(" / –") == 2
@@ -377,13 +394,11 @@ def builds_of(tmp_path):
 
 
 def test_interrupted_comparison_of_builds_keeps_finished_rounds(capsys, monkeypatch, tmp_path):
-    row = record.row("a case", "cpu", "float32", 1.0)
+    row = record.row("a case", "cpu", "float32", 1.0, statistic="median")
+    about = {"name": "a", "driver": "1", "clocks": "unknown"}
     origin = {
-        "machine": {"name": "a"},
-        "commit": "0123456",
-        "command": "",
-        "versions": {"torch": "2"},
-    }
+        "machine": about, "commit": "0123456", "command": "bench.py run", "versions": {"torch": "2"},
+    }  # fmt: skip
     calls = []
 
     def measured(*rest):
