@@ -24,7 +24,7 @@ from flash_dmattn.distributed import (
     exchanged_bytes,
 )
 from harness import record
-from harness.cases import PER_QUERY, Case
+from harness.case import PER_QUERY, Case
 from harness.clock import Rounds, capture_graph, timed
 from harness.ranks import GPU, Ranks, add_options
 

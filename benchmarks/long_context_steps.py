@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from flash_dmattn.distributed import ContextParallel, exchanged_bytes
 from harness import record
+from harness.cases.models import draw_score_weights
 from harness.clock import Rounds, elapsed_ms, kernel_times
 from harness.exchange_table import Model
-from harness.models import draw_score_weights
 from harness.options import Different, positive
 from harness.ranks import GPU, Ranks, add_options
 

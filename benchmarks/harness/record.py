@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from .cases import useful_tflops
+from .case import useful_tflops
 from .commands import split_commands
 
 _NUMBER = (int, float)

@@ -10,7 +10,7 @@ import torch
 from flash_dmattn import KVSlots, select_key_intervals
 
 from . import pictures
-from .cases import KEPT, RECENT, Case, useful_tflops
+from .case import KEPT, RECENT, Case, useful_tflops
 from .machine import RECORDS
 from .pictures import plt  # after pictures has chosen how matplotlib draws
 from .record import TIMES, forward_and_backward, read

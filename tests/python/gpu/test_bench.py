@@ -5,7 +5,8 @@ import sys
 import pytest
 
 import bench
-from harness import decode, record
+from harness import record
+from harness.cases import decode
 
 
 @pytest.fixture(autouse=True)

@@ -89,7 +89,7 @@ def test_bench_names_the_option(arguments, message, capsys, tmp_path):
 
 def test_case_without_its_package_is_refused(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "kvpress", None)
-    monkeypatch.delitem(sys.modules, "harness.presses", raising=False)
+    monkeypatch.delitem(sys.modules, "harness.cases.presses", raising=False)
     error = error_of(bench.main, ["run", "--device", "cpu", "--case", "dense", "presses"], capsys)
     assert "--case: got presses, which does not run here: " in error and "kvpress" in error
 

@@ -13,8 +13,9 @@ import torch
 import bench
 from flash_dmattn import select_key_intervals
 from flash_dmattn.check.oracle import causal_elements
-from harness import attention, cases, compare, decode, machine, record, sides
-from harness.cases import (
+from harness import cases, compare, machine, record, sides
+from harness.case import (
+    CASES,
     DENSE,
     DENSE_MASKS,
     DOCUMENTS,
@@ -26,7 +27,9 @@ from harness.cases import (
     PER_QUERY,
     Case,
     cases_of,
+    useful_tflops,
 )
+from harness.cases import attention, decode
 from harness.clock import Rounds, Step, costs, peak_of
 from harness.sides import build, draw
 
@@ -34,18 +37,27 @@ RUN = ["run", "--device", "cpu", "--repeats", "1", "--commit", "0123456"]
 SMALL = ["--length", "64", "96", "--window", "16", "--dtype", "float32"]
 
 
-def test_every_side_can_be_named():
-    models = pytest.importorskip("harness.models", reason="needs transformers with Doge")
-    serving = pytest.importorskip("harness.serving", reason="needs transformers with Doge")
-    ours = {*models.TRAINING_SIDES, *models.LEARNING_SIDES, *models.GENERATION_SIDES}
-    assert {*sides.NAMES, *decode._SDPA, *ours, *serving.SIDES, "ours", "rows"} == set(bench.SIDES)
+@pytest.mark.parametrize("name", cases._MODULES)
+def test_case_module_measures_the_sides_it_is_listed_with(name):
+    if name in ("models", "presses", "scored_llama", "serving"):
+        pytest.importorskip("kvpress" if name == "presses" else "transformers.models.doge")
+    names, listed = cases._MODULES[name]
+    modules = {cases.module_of(case) for case in names}
+    measured = {
+        side
+        for module in modules
+        for case in names
+        for device in ("cpu", "cuda")
+        for side in module.side_names(case, device)
+    }
+    assert len(modules) == 1 and measured == set(listed)
 
 
 def test_every_case_and_side_is_in_the_document():
     page = (Path(__file__).parents[3] / "docs" / "benchmarking.md").read_text()
     first_column = "".join(re.findall(r"^\| [^|]+", page, re.MULTILINE))
     described = {"ours", *re.findall(r"`(\w+)`", first_column)}  # ours: with our backends
-    assert {*bench.CASES, *bench.SIDES} - described == set()
+    assert {*cases.NAMES, *cases.SIDES} - described == set()
 
 
 def run(capsys, *arguments):
@@ -111,11 +123,11 @@ def test_decoding_has_cold_and_warm_times(capsys, tmp_path, monkeypatch):
 def test_bench_cases_of_other_modules_have_rows(case, capsys, tmp_path, monkeypatch):
     if case not in ("host", "selection"):
         pytest.importorskip("transformers.models.doge")
-        from harness import models
+        from harness.cases import models
 
         monkeypatch.setattr(models, "_STEPS", Rounds(1))
         monkeypatch.setattr(models, "_TOKEN_ROUNDS", {"cpu": Rounds(1, "least", warm_up=0)})
-    from harness import host
+    from harness.cases import host
 
     monkeypatch.setattr(host, "_ROUNDS", Rounds(1, "least", warm_up=0))
     file = tmp_path / "bench.json"
@@ -137,7 +149,7 @@ def test_serving_has_rows_of_slots_and_of_all_keys(capsys, tmp_path, monkeypatch
 
     if not HAS_SLOTS_IN_BATCHES:
         pytest.skip("slots in batches need transformers 5.24")
-    from harness import serving
+    from harness.cases import serving
 
     monkeypatch.setattr(serving, "_NEW", {"cpu": 3})
     monkeypatch.setattr(serving, "_CONCURRENCY", {"cpu": (2,)})
@@ -156,7 +168,7 @@ def test_serving_has_rows_of_slots_and_of_all_keys(capsys, tmp_path, monkeypatch
 
 
 def test_ragged_steps_have_rows(capsys, tmp_path, monkeypatch):
-    from harness import ragged
+    from harness.cases import ragged
 
     monkeypatch.setattr(ragged, "_ROUNDS", Rounds(1))
     monkeypatch.setattr(ragged, "STEPS", {"3 decode": ([1] * 3, 0), "a prompt": ([40, 1], 1)})
@@ -301,7 +313,7 @@ def test_useful_work_counts_visible_elements(window):
     assert case.visible_elements == 3 * 4 * visible
     assert case.useful_flops("forward") == 4 * 16 * case.visible_elements
     row = record.row(case, "cpu", "float32", forward=1e-9 * case.visible_elements)
-    assert cases.useful_tflops(row)[0] == pytest.approx(64)
+    assert useful_tflops(row)[0] == pytest.approx(64)
 
 
 @pytest.mark.parametrize(
@@ -441,7 +453,7 @@ def test_length_option_replaces_case_length():
 
 
 def test_titles_of_cases_are_parsed_back():
-    for device, name in itertools.product(cases.CASES, NAMES):
+    for device, name in itertools.product(CASES, NAMES):
         for case in cases_of(device, name):
             assert Case.parse(str(case)) == case
 

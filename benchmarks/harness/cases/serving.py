@@ -27,7 +27,8 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from flash_dmattn.integrations.transformers import enable_flash_dmattn
 
-from . import record
+from .. import record
+from . import runs_everywhere as expect_case_runs  # noqa: F401
 from .models import random_doge, title
 
 _NEW = {"cuda": 128, "cpu": 16}  # generated tokens per request

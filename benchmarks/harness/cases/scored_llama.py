@@ -29,7 +29,9 @@ from flash_dmattn.integrations.transformers.learned_scores.scored_attention impo
 )
 from flash_dmattn.integrations.transformers.names import SCORED_NAME
 
-from .clock import Rounds, elapsed_ms
+from ..clock import Rounds, elapsed_ms
+from . import all_sides as side_names  # noqa: F401
+from . import runs_everywhere as expect_case_runs  # noqa: F401
 from .models import cache_mib, fill_with_random_keys, llama_title, random_llama, rows_of_sides
 
 RULE = {"keep_window_size": 1024, "recent_window": 256, "sink_tokens": 4}

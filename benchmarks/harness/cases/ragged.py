@@ -10,8 +10,10 @@ import torch
 
 from flash_dmattn import KVSlots, RaggedBatch, extend_ragged
 
-from . import record
-from .clock import Rounds, count_kernels, elapsed_ms
+from .. import record
+from ..clock import Rounds, count_kernels, elapsed_ms
+from . import all_sides as side_names  # noqa: F401
+from . import runs_everywhere as expect_case_runs  # noqa: F401
 
 _ROUNDS = Rounds(20, warm_up=3)
 _POOL = 64  # states in the pool

@@ -24,9 +24,10 @@ from transformers import (
 from flash_dmattn.integrations.transformers import DynamicMaskCache, enable_flash_dmattn
 from flash_dmattn.integrations.transformers.compat import CACHE
 
-from . import record
-from .clock import Rounds, capture_graph, count_kernels, elapsed_ms
-from .machine import BENCHMARKS
+from .. import record
+from ..clock import Rounds, capture_graph, count_kernels, elapsed_ms
+from ..machine import BENCHMARKS
+from . import runs_everywhere as expect_case_runs  # noqa: F401
 
 _STEPS = Rounds(9, warm_up=3)
 # Other programs disturb a CPU more than a GPU.

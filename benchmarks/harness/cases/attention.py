@@ -9,9 +9,9 @@ import torch
 
 from flash_dmattn import select_key_intervals
 
-from . import record, sides
-from .cases import CASES, Case, cases_of
-from .clock import Rounds, costs, rounds_of_costs, timed
+from .. import record, sides
+from ..case import CASES, Case, cases_of
+from ..clock import Rounds, costs, rounds_of_costs, timed
 
 
 def side_names(name: str, device: str) -> tuple[str, ...]:

@@ -23,7 +23,9 @@ from flash_dmattn.integrations.kvpress import add_press
 from flash_dmattn.integrations.transformers import DynamicMaskCache, remove_learned_scores
 from flash_dmattn.integrations.transformers.compat import CACHE
 
-from .clock import Rounds, elapsed_ms
+from ..clock import Rounds, elapsed_ms
+from . import all_sides as side_names  # noqa: F401
+from . import runs_everywhere as expect_case_runs  # noqa: F401
 from .models import cache_mib, llama_title, random_llama, rows_of_sides
 
 RECENT = 256  # most recent keys, which a DMSPress keeps whatever their score

@@ -9,8 +9,9 @@ import subprocess
 from collections.abc import Iterator
 from itertools import groupby
 
-from . import record
-from .sides import Declined
+from .. import record
+from ..sides import Declined
+from . import all_sides as side_names  # noqa: F401
 
 PROGRAMS = {"cpu": "bench_core", "cuda": "bench_selection"}
 # The CPU program measures cases that harness/attention.py measures too, there with the side `cpu`.
