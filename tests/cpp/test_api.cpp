@@ -15,7 +15,7 @@ namespace {
 
 // ---- Backends ------------------------------------------------------------------------------------
 
-TEST(Backends, AreListedInOrderOfPreference) {
+TEST(Backends, ListIsInOrderOfPreference) {
   const std::vector<BackendInfo> infos = backends();
   ASSERT_EQ(infos.size(), 3u);
   EXPECT_EQ(infos[0].name, "cuda");  // available where there is a GPU and the build has its kernels

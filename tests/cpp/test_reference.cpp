@@ -203,7 +203,7 @@ TEST(Reference, BiasAtMaskValueOfItsDtypeMasks) {
   }
 }
 
-TEST(Reference, DelayedBiasEqualsABiasOfPairs) {
+TEST(Reference, DelayedBiasEqualsDenseBias) {
   for (const char* delay : {"1", "3", "6", "100"}) {
     for (const char* fill : {"normal", "inf"}) {
       SCOPED_TRACE(std::string("delay ") + delay + ", bias " + fill);
@@ -338,7 +338,7 @@ TEST(ReferenceSelection, NanAndMaskedKeysAreIgnored) {
   EXPECT_EQ(scores.visible(), ".... .x.. .x.. .x.x");
 }
 
-TEST(ReferenceSelection, OtherNumberOfQueriesAlignsToTheEnd) {
+TEST(ReferenceSelection, FewerQueriesThanKeysAlignToTheEnd) {
   EXPECT_EQ(Scores({5, 1, 3, 4, 2}, 2, 2).visible(), "x..x. x..x.");
   EXPECT_EQ(Scores({2, 1}, 4, 2).visible(), ".. .. x. xx");
 }

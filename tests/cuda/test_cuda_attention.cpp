@@ -91,7 +91,7 @@ TEST_F(CudaKernels, CasesRunEveryKernel) {
 
 class CudaGradients : public OnDevice {};
 
-TEST_F(CudaGradients, AreFiniteForManySeeds) {
+TEST_F(CudaGradients, ManySeedsGiveFiniteGradients) {
   struct Size {
     const char* seqlen;
     const char* head_dim;

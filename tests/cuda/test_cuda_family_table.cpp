@@ -13,7 +13,7 @@ TEST(FamilyTable, ExtraFamilyComesFirst) {
   EXPECT_EQ(table[0]->decline_device({}), "it has no kernels");
 }
 
-TEST(FamilyTable, FamiliesOfTheLibraryFollow) {
+TEST(FamilyTable, LibraryFamiliesFollowExtraFamily) {
   const auto table = families();
   EXPECT_EQ(table[table.size() - 2]->name, "sm90");
   EXPECT_EQ(table[table.size() - 1]->name, "sm80");

@@ -30,7 +30,7 @@ def call(wire, batch=1, n=N, heads=4, heads_kv=2, dims=(16, 16), dtype=torch.flo
     return context_parallel_dmattn(key=k, value=v, group=wire, **arguments)
 
 
-# Arguments of the last rank; all other ranks have the defaults or OF_OTHERS.
+# Arguments of the last rank; all other ranks have the defaults or OTHER_RANKS_ARGUMENTS.
 OF_LAST_RANK = {
     "batch": {"batch": 2},
     "lengths": {"n": N - 1},
@@ -48,7 +48,10 @@ OF_LAST_RANK = {
     "nonfinite": {"nonfinite": "propagate"},
     "documents": {"cu_seqlens": [0, 9, RANKS * N]},
 }
-OF_OTHERS = {"rule": {"recent_window": 3}, "attn_bias": {"attn_bias": torch.zeros(1, 2, N)}}
+OTHER_RANKS_ARGUMENTS = {
+    "rule": {"recent_window": 3},
+    "attn_bias": {"attn_bias": torch.zeros(1, 2, N)},
+}
 OPTIONS_OF_LAST_RANK = {
     "query": {"heads": 2},
     "scale": {"scale": 0.5},
@@ -85,7 +88,7 @@ def one_rank_raises_on_all(rank, words, rank_call, error=ValueError):
 def raises_on_all_ranks(name, changed, rank_call):
     def changed_on_the_last(wire):
         own_changes = changed[name] if wire.rank == RANKS - 1 else {}
-        rank_call(wire, **OF_OTHERS.get(name, {}) | own_changes)
+        rank_call(wire, **OTHER_RANKS_ARGUMENTS.get(name, {}) | own_changes)
 
     all_ranks_disagree(f"'{name.split()[0]}'", changed_on_the_last)
 

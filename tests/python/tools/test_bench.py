@@ -239,7 +239,7 @@ def test_record_path_names_its_machine(name, isa, folder):
     assert re.fullmatch(r"\d{4}-\d\d-\d\d-cpu\.json", place.name)
 
 
-def test_side_that_cannot_run_a_case_says_so(capsys):
+def test_side_that_cannot_run_a_case_prints_reason(capsys):
     case = Case(PER_QUERY, 32, 16, 8)
     assert attention.measure(case, "float32", "cpu", ["fa2", "cudnn", "fa3", "fa4"], 1) == []
     printed = capsys.readouterr().out
