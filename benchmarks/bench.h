@@ -8,7 +8,7 @@
 #include "flash_dmattn/flash_dmattn.h"
 
 // Shared by the programs, which use Google Benchmark: a benchmark is named <case>/<dtype>/<part>. `bench.py run --case kernels`
-// makes rows of records of them (benchmarks/harness/core_programs.py).
+// makes rows of records of them (benchmarks/harness/cases/library.py).
 namespace flash_dmattn::bench {
 
 inline std::string name(const std::string& title, DType dtype, const char* part) {
@@ -18,7 +18,7 @@ inline std::string name(const std::string& title, DType dtype, const char* part)
   return title + "/" + type + "/" + part;
 }
 
-// The name of a case of attention in benchmarks/harness/cases.py.
+// The name of a case of attention in benchmarks/harness/case.py.
 inline std::string title(const std::string& kind, const Problem& p, std::int64_t window) {
   std::string text = kind + " B" + std::to_string(p.batch) + " H" + std::to_string(p.heads_q);
   if (p.heads_kv != p.heads_q) text += " Hkv" + std::to_string(p.heads_kv);

@@ -14,24 +14,11 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
 from harness import cases, machine, record, sides
 from harness.options import INTERRUPTED, Different, commit, expect_commit, expect_output, positive
-
-# {case: the module that measures it}; the module `attention` measures all other cases.
-_MODULES = {
-    "decode": "decode", "host": "host", "kernels": "core_programs", "memory": "memory", "presses": "presses",
-    "ragged": "ragged", "scored_text": "scored_llama", "scored_token": "scored_llama", "serving": "serving", "token": "models",
-    "training": "models", "training_step": "models",
-}  # fmt: skip
-CASES = (*cases.NAMES, "selection", *_MODULES)
-SIDES = (
-    *sides.NAMES, "ours", "efficient", "eager", "ours_compiled", "eager_compiled", "sdpa_compiled", "rounded",
-    "rounded_compiled", "generate", "eager_other_seed", "slots", "all_slots", "all_keys", "rows",
-)  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
@@ -70,13 +57,9 @@ def _check_cases(options: argparse.Namespace) -> None:
     """Ends the program for a case that cannot be measured here."""
     for name in options.case:
         try:
-            getattr(_module(name), "expect_case_runs", _expect_nothing)(name, options)
+            cases.module_of(name).expect_case_runs(name, options)
         except (ImportError, sides.Declined) as reason:
             options.fail(f"--case: got {name}, which does not run here: {reason}")
-
-
-def _expect_nothing(case: str, options: argparse.Namespace) -> None:
-    """Checks nothing, for modules whose cases run on every machine."""
 
 
 def _check_sides(options: argparse.Namespace) -> None:
@@ -87,31 +70,21 @@ def _check_sides(options: argparse.Namespace) -> None:
         except sides.Declined as reason:
             options.fail(f"--side: got {side}, which {reason}")
     for name in options.case:
-        known = getattr(_module(name), "side_names", _no_names)(name, options.device)
+        known = cases.module_of(name).side_names(name, options.device)
         if options.side and known and not set(options.side).intersection(known):
             got, expected = ", ".join(options.side), ", ".join(known)
             options.fail(f"--side: got {got}, expected one of {expected} for the case {name}")
 
 
-def _no_names(case: str, device: str) -> tuple[str, ...]:
-    """Returns no sides, for modules that always measure all of theirs."""
-    return ()
-
-
-def _module(case: str) -> ModuleType:
-    """Returns the harness module that measures a case."""
-    return importlib.import_module(f"harness.{_MODULES.get(case, 'attention')}")
-
-
 def _measured(options: argparse.Namespace) -> Iterator[dict]:
     for name in options.case:
         try:
-            yield from _module(name).measure_rows(name, options)
+            yield from cases.module_of(name).measure_rows(name, options)
         except (
             sides.Declined,
             MemoryError,
             RuntimeError,
-        ) as reason:  # torch's out-of-memory error is a RuntimeError
+        ) as reason:  # RuntimeError: torch is out of memory
             print(record.declined(name, "", "", reason), flush=True)
 
 
@@ -165,10 +138,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     one = commands.add_parser("run", help="measure on this machine")
     one.set_defaults(call=run, fail=one.error)
     add = one.add_argument
-    add("--case", nargs="+", action=Different, type=_case, choices=CASES, default=["dense", "dynamic_mask", "scaling"], metavar="CASE",
-        help=f"any of {', '.join(CASES)}; default: dense dynamic_mask scaling")  # fmt: skip
-    add("--side", nargs="+", action=Different, choices=SIDES, default=[], metavar="SIDE",
-        help=f"any of {', '.join(SIDES)}; default: ours, and the rivals of torch that run here without compiling")  # fmt: skip
+    add("--case", nargs="+", action=Different, type=_case, choices=cases.NAMES, default=["dense", "dynamic_mask", "scaling"], metavar="CASE",
+        help=f"any of {', '.join(cases.NAMES)}; default: dense dynamic_mask scaling")  # fmt: skip
+    add("--side", nargs="+", action=Different, choices=cases.SIDES, default=[], metavar="SIDE",
+        help=f"any of {', '.join(cases.SIDES)}; default: ours, and the rivals of torch that run here without compiling")  # fmt: skip
     add("--dtype", nargs="+", action=Different, choices=("float32", "bfloat16", "float16"),
         help="default: bfloat16, on the CPU float32 too")  # fmt: skip
     add("--device", type=_device, choices=("cpu", "cuda"), help="default: the GPU if there is one")

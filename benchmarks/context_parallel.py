@@ -10,7 +10,6 @@ the results.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 
 import torch
@@ -25,15 +24,17 @@ from flash_dmattn.distributed import (
     exchanged_bytes,
 )
 from harness import record
-from harness.cases import PER_QUERY, Case
-from harness.clock import capture_graph, timed
+from harness.case import PER_QUERY, Case
+from harness.clock import Rounds, capture_graph, timed
 from harness.ranks import GPU, Ranks, add_options
 
 HQ, HKV, D, WINDOW = (16, 8, 128, 2048) if GPU else (4, 2, 16, 64)
 LENGTHS = (65536, 262144, 1048576) if GPU else (512, 1024)
+WIDTH = 2048 if GPU else 128  # of the hidden states that become queries
 DTYPE = torch.bfloat16 if GPU else torch.float32
+ROUNDS = Rounds(5, warm_up=0)
 NOTE = (
-    "median of 5 rounds of successive calls, of the slowest rank; both: forward and backward; "
+    "a round: successive calls; times of the slowest rank; both: forward and backward; "
     "headroom: keys and values after free rows, into which those of other ranks are received; without NVLink multicast"
 )
 
@@ -88,12 +89,13 @@ def median_ms(ranks: Ranks, body: Callable[[], object], together: bool = True) -
     once = max(ranks.gather_values(once)) if together else once
     run(max(1, min(40, int(350 / once))))
     count = max(2, min(30, int(120 / once)))
-    times = []
-    for _ in range(5):
+
+    def one_round() -> float:
         if together:
             ranks.wait_for_all()
-        times.append(run(count))
-    return statistics.median(times)
+        return run(count)
+
+    return ROUNDS.time_one(one_round)
 
 
 def measure_whole(ranks: Ranks, length: int) -> dict:
@@ -211,9 +213,9 @@ def measure_beside_projection(ranks: Ranks, length: int) -> dict[str, dict]:
     own."""
     rows = rows_of_rank(ranks, length)
     _, *keys, dout = draw_inputs(ranks, length, rows)
-    n, width = rows.stop - rows.start, 2 * HQ * D if not GPU else 2048
-    hidden = torch.randn((n, width), device=ranks.device).to(DTYPE).requires_grad_()
-    weight = (torch.randn((width, HQ * D), device=ranks.device) / width**0.5).to(DTYPE)
+    n = rows.stop - rows.start
+    hidden = torch.randn((n, WIDTH), device=ranks.device).to(DTYPE).requires_grad_()
+    weight = (torch.randn((WIDTH, HQ * D), device=ranks.device) / WIDTH**0.5).to(DTYPE)
     weight.requires_grad_()
     leaves = [hidden, weight, *keys]
     times_by_stream = {}
@@ -275,6 +277,7 @@ def measure(ranks: Ranks) -> None:
         for side, times in sides.items():
             measured = {k: v for k, v in times.items() if k != "forward"}
             name = side if side == "one GPU" else f"{ranks.size} GPUs, {side}"
+            measured |= ROUNDS.fields()
             ranks.add_row(record.row(case, name, kind, times["forward"], **measured))
 
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from flash_dmattn.distributed import ContextParallel, exchanged_bytes
 from harness import record
-from harness.clock import elapsed_ms, kernel_times
+from harness.cases.models import draw_score_weights
+from harness.clock import Rounds, elapsed_ms, kernel_times
 from harness.exchange_table import Model
-from harness.models import draw_score_weights
 from harness.options import Different, positive
 from harness.ranks import GPU, Ranks, add_options
 
@@ -36,11 +36,11 @@ SIZES = {"window": 2048, "layers": 8, "hidden": 1024, "head-dim": 128}
 if not GPU:
     SIZES = {"window": 64, "layers": 2, "hidden": 64, "head-dim": 16}
 LOSS_LENGTH, LOSS_BATCH = (16384, 4) if GPU else (256, 2)
-TIMED = 3  # timed steps; the row has their median
+TIMED = Rounds(3, warm_up=0)  # steps
 DTYPE = "bfloat16" if GPU else "float32"
 NOTE = (
     "examples/long_context.py with activation checkpointing: forward, forward again, backward and optimizer; one sequence a step; "
-    "median of 3 steps, of the slowest rank; both: a step; parts: time of attention's and the exchange's kernels in a profiled step; "
+    "times of the slowest rank; both: a step; parts: time of attention's and the exchange's kernels in a profiled step; "
     "values: tokens per second and GPU, MB of the busiest rank for a layer and a step, those of ring and Ulysses by formula; "
     "without NVLink multicast"
 )
@@ -105,7 +105,7 @@ def measure(ranks: Ranks, lengths: list[int], is_compiled: bool) -> None:
 
     for length in lengths:
         torch._dynamo.reset()  # each length is compiled separately
-        if not ranks.has_time_for(12 + 3 * (TIMED + 3) * length / 2**20 / ranks.size):
+        if not ranks.has_time_for(12 + 3 * (TIMED.count + 3) * length / 2**20 / ranks.size):
             ranks.print_line(f"N {length}: no time left")
             break
         options.seq_len = length
@@ -135,22 +135,22 @@ def measure_length(ranks: Ranks, step, mesh) -> dict:
     for _ in range(2):
         step()
     ranks.clear_memory()
-    times, group = [], mesh["cp"]
+    group = mesh["cp"]
     before = exchanged_bytes(group)
-    for _ in range(TIMED):
-        times.append(elapsed_ms(step, ranks.device.type))
+    ms = TIMED.time_one(lambda: elapsed_ms(step, ranks.device.type))
     after = exchanged_bytes(group)
     moved = max(after.sent - before.sent, after.received - before.received)
     peak, parts, values = ranks.peak_mb(), {}, {}
     if ranks.size > 1:
-        ours = max(ranks.gather_values(moved)) / TIMED / SIZES["layers"] / 1e6
+        ours = max(ranks.gather_values(moved)) / TIMED.count / SIZES["layers"] / 1e6
         values["ours per layer"] = [ours, "MB"]
     if GPU:
         parts = {
             name: statistics.mean(ranks.gather_values(ms)) for name, ms in kernel_ms(step).items()
         }
     return {
-        "both": max(ranks.gather_values(statistics.median(times))),
+        "both": max(ranks.gather_values(ms)),
+        **TIMED.fields(),
         "peak_mb": max(ranks.gather_values(peak)),
         "parts": parts or None,
         "values": values,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from flash_dmattn.check.memory import peak_bytes
 # A GPU's clock follows its load with a delay. Without a warm-up, a case would run at the clock of the case before it.
 _SECONDS_OF_WARM_UP = 0.5
 _SECONDS_OF_REPLAYS = 0.1  # warm-up replays of a graph before the timed ones
+_SUMMARIES = {"median": statistics.median, "least": min, "mean": statistics.fmean}
 # The GPU sleeps for about a millisecond, so that Python can launch ahead of it.
 _CYCLES_AHEAD = 2_000_000
 
@@ -39,6 +41,41 @@ class Cost:
     forward_ms: float
     backward_ms: float | None  # None: the side has no backward
     peak_bytes: int  # peak over forward and backward, not counting query, key, value and bias
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Repeats a measurement, and makes one time of its rounds. Every repeated time of a record comes from here.
+
+    count: the rounds that count.
+    statistic: "median", "least" or "mean" of them.
+    warm_up: the rounds before them, which do not count.
+    warm_up_seconds: more of these follow until this time is over.
+    """
+
+    count: int
+    statistic: str = "median"
+    warm_up: int = 1
+    warm_up_seconds: float = 0.0
+
+    def time_all(self, one_round: Callable[[], dict[Hashable, float]]) -> dict[Hashable, float]:
+        """Returns the time of each name that a round measures, in its unit."""
+        begin = time.perf_counter()
+        for done in itertools.count():
+            if done >= self.warm_up and time.perf_counter() - begin >= self.warm_up_seconds:
+                break
+            one_round()
+        rounds = [one_round() for _ in range(self.count)]
+        summary = _SUMMARIES[self.statistic]
+        return {name: summary([times[name] for times in rounds]) for name in rounds[0]}
+
+    def time_one(self, measure: Callable[[], float]) -> float:
+        """Returns the time of rounds that measure one."""
+        return self.time_all(lambda: {"": measure()})[""]
+
+    def fields(self) -> dict[str, str | int]:
+        """Returns the fields of a row that say what its times are."""
+        return {"statistic": self.statistic, "rounds": self.count}
 
 
 def timed(call: Callable, device: str, *arguments: object) -> tuple[float, object]:
@@ -91,11 +128,8 @@ def graph_ms(calls: list[Callable[[], object]], at_least: int, repeats: int) -> 
     """Captures at least `at_least` calls in a CUDA graph. Returns the milliseconds per call, the median of `repeats` replays."""
     rounds = math.ceil(at_least / len(calls))
     replay = capture_graph(calls, rounds)
-    start = time.perf_counter()
-    while time.perf_counter() - start < _SECONDS_OF_REPLAYS:
-        elapsed_ms(replay, "cuda")
-    times = [timed(replay, "cuda")[0] for _ in range(repeats)]
-    return statistics.median(times) / (rounds * len(calls))
+    measure = Rounds(repeats, warm_up_seconds=_SECONDS_OF_REPLAYS)
+    return measure.time_one(lambda: timed(replay, "cuda")[0]) / (rounds * len(calls))
 
 
 def count_kernels(call: Callable[[], object]) -> tuple[int, float]:
@@ -114,8 +148,12 @@ def kernel_times(call: Callable[[], object]) -> dict[str, tuple[int, float]]:
     return {event.key: (event.count, event.self_device_time_total / 1e3) for event in events}
 
 
-def costs(steps: dict[str, Step], device: str, repeats: int) -> dict[str, Cost]:
-    """Returns the median cost of each side over `repeats` rounds, after a warm-up.
+def rounds_of_costs(device: str, repeats: int) -> Rounds:
+    return Rounds(repeats, warm_up_seconds=0.0 if device == "cpu" else _SECONDS_OF_WARM_UP)
+
+
+def costs(steps: dict[str, Step], device: str, rounds: Rounds) -> dict[str, Cost]:
+    """Returns the cost of each side.
 
     Each round shuffles the sides, so that neither clock drift nor the preceding side favours one. A round times all forwards, then
     all backwards, because a call starts at the clock that the preceding one left: on an H200, 1.65 to 1.68 GHz after long forwards
@@ -126,30 +164,24 @@ def costs(steps: dict[str, Step], device: str, repeats: int) -> dict[str, Cost]:
     def in_any_order() -> list[str]:
         return draw.sample(list(steps), len(steps))
 
-    def one_round() -> dict[str, tuple[float, float]]:
+    def one_round() -> dict[tuple[str, str], float]:
         forwards = {name: timed(steps[name].forward, device) for name in in_any_order()}
         times = {}
         for name in in_any_order():
-            forward, out = forwards.pop(name)
-            backward, _ = timed(steps[name].backward, device, out)
+            times[name, "forward"], out = forwards.pop(name)
+            times[name, "backward"], _ = timed(steps[name].backward, device, out)
             del out
-            times[name] = (forward, backward)
         return times
 
-    begin = time.perf_counter()
-    one_round()
-    while device != "cpu" and time.perf_counter() - begin < _SECONDS_OF_WARM_UP:
-        one_round()
-    rounds = [one_round() for _ in range(repeats)]
-    costs_by_side = {}
-    for name, step in steps.items():
-        forward, backward = map(
-            statistics.median, zip(*(times[name] for times in rounds), strict=True)
+    times = rounds.time_all(one_round)
+    return {
+        name: Cost(
+            times[name, "forward"],
+            times[name, "backward"] if step.leaves else None,
+            peak_of(step, device),
         )
-        costs_by_side[name] = Cost(
-            forward, backward if step.leaves else None, peak_of(step, device)
-        )
-    return costs_by_side
+        for name, step in steps.items()
+    }
 
 
 def peak_of(step: Step, device: str) -> int:

@@ -12,10 +12,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import record
+from . import machine, record
 from .options import INTERRUPTED, expect_output
 
 _TIMES = (*record.TIMES, "both")
+# Runs of one side with several statistics, joined by "and", are not in it either.
+_COMPARABLE = tuple(name for name in record.STATISTICS if name != "unknown")
 _WHEN = ("before", "after")
 _PARTS = ("python", "_C.so", "commit")  # the files of a build's folder
 
@@ -52,7 +54,7 @@ def main(options: argparse.Namespace) -> int:
 
 def ratios(rows: list[dict]) -> list[str]:
     """Returns one line per case and side: the medians of its runs and their ratios to the medians of the case's first side. Sides
-    called "before X" and "after X" are compared only with each other."""
+    called "before X" and "after X" are compared only with each other, and times only with those of the same statistic."""
     groups: dict[tuple, dict[str, list[dict]]] = {}
     for row in rows:
         when, _, side = row["side"].partition(" ")
@@ -60,17 +62,22 @@ def ratios(rows: list[dict]) -> list[str]:
         group.setdefault(row["side"], []).append(row)
     lines = []
     for (case, dtype, _), runs_by_side in groups.items():
-        base = None
+        base = base_statistic = None
         for side, runs in runs_by_side.items():
             values = {t: [run[t] for run in runs if run.get(t) is not None] for t in _TIMES}
             medians = {time: statistics.median(few) for time, few in values.items() if few}
             if not medians:  # a row of memory or of quality
                 continue
-            base = base or medians
+            statistic = " and ".join(dict.fromkeys(run["statistic"] for run in runs))
+            if base is None:
+                base, base_statistic = medians, statistic
             times = " / ".join(f"{time:.4g}" for time in medians.values())
             ratio = " / ".join(f"{medians[t] / base[t]:.3f}" for t in medians if t in base)
             unit = runs[0]["unit"]
-            lines.append(f"{case:<46} {dtype:<9}{side:<14} {times} {unit}, ratio {ratio}")
+            end = f"ratio {ratio}"
+            if statistic != base_statistic or statistic not in _COMPARABLE:
+                end = f"no ratio of {statistic} to {base_statistic}"
+            lines.append(f"{case:<46} {dtype:<9}{side:<14} {times} {unit}, {end}")
     return lines
 
 
@@ -95,7 +102,7 @@ def _check_builds(builds: list[Path], options: argparse.Namespace) -> None:
 def _measure_builds(builds: list[Path], options: argparse.Namespace) -> Iterator[dict]:
     """Measures both builds in every round, each in its own process and in random order. Yields the record so far after each
     measurement."""
-    command = " ".join(["bench.py", *sys.argv[1:]])
+    command = machine.command()
     rows: dict[str, list[dict]] = {when: [] for when in _WHEN}
     for number in range(options.rounds):
         for when in random.sample(_WHEN, 2):

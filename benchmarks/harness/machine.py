@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import os
 import re
+import shlex
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -15,9 +17,11 @@ from flash_dmattn._core.availability import backends
 
 BENCHMARKS = Path(__file__).parents[1]
 RECORDS = BENCHMARKS / "records"
-# A record has the version of each of these packages that is imported. `torch.__version__` names its CUDA build; the version in torch's
-# package metadata does not.
-PACKAGES = ("torch", "transformers", "kvpress")
+# {module: its package}. A record has the version of each package whose module is imported.
+PACKAGES = {
+    "torch": "torch", "transformers": "transformers", "kvpress": "kvpress", "triton": "triton", "vllm": "vllm",
+    "fa3_fwd_interface": "fa3-fwd", "flash_attn.cute": "flash-attn-4", "fla": "flash-linear-attention",
+}  # fmt: skip
 
 
 def output_of(*command: str) -> str:
@@ -39,7 +43,8 @@ def machine(device: str) -> dict:
         query = "--query-gpu=driver_version,clocks.sm,clocks.mem,clocks.max.sm"
         gpus = output_of("nvidia-smi", query, "--format=csv,noheader")
         driver, _, clocks = gpus.partition("\n")[0].partition(", ")
-        return {"name": torch.cuda.get_device_name(), "driver": driver, "clocks": clocks}
+        about = {"driver": driver or "unknown", "clocks": clocks or "unknown"}
+        return {"name": torch.cuda.get_device_name()} | about
     text = Path("/proc/cpuinfo").read_text()
     fields = dict(re.findall(r"^(\w[\w ]*?)\s*: (.*)$", text, re.MULTILINE))
     return {
@@ -51,23 +56,45 @@ def machine(device: str) -> dict:
     }
 
 
-def origin(device: str, known_commit: str | None = None, launcher: str = "") -> dict:
+def origin(device: str, known_commit: str | None = None, launcher: str = "python") -> dict:
     """Returns the fields that say where a record's numbers come from: machine, commit, command and versions.
 
     known_commit: the commit of the sources if they are not a Git checkout.
-    launcher: the program that started this one.
+    launcher: the program that started this one, with its options.
     """
-    words = [launcher] if launcher else []
     return {
         "machine": machine(device),
         "commit": known_commit or commit(),
-        "command": " ".join([*words, Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "versions": {
-            name: getattr(sys.modules[name], "__version__", None) or version(name)
-            for name in PACKAGES
-            if name in sys.modules
-        },
+        "command": command(launcher),
+        "versions": versions(),
     }
+
+
+def command(launcher: str = "python") -> str:
+    """Returns the command of this process, with the program's path in the repository, as a shell takes it at the root."""
+    program = os.path.relpath(sys.argv[0], BENCHMARKS.parent)
+    if program.startswith(".."):  # not a program of the repository
+        program = Path(program).name
+    return f"{launcher} {shlex.join([program, *sys.argv[1:]])}"
+
+
+def versions() -> dict[str, str]:
+    """Returns the version of each imported package of PACKAGES, "unknown" if it does not name one."""
+    return {
+        package: _version(module, package)
+        for module, package in PACKAGES.items()
+        if module in sys.modules
+    }
+
+
+def _version(module: str, package: str) -> str:
+    # `torch.__version__` names its CUDA build; the version in torch's package metadata does not.
+    if named := getattr(sys.modules[module], "__version__", None):
+        return str(named)
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def record_path(name: str, machine: dict) -> Path:

@@ -11,7 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
-from .cases import Case  # noqa: E402
+from .case import Case  # noqa: E402
 
 _COLOURS = {
     "cuda": "tab:blue", "cpu": "tab:blue", "triton": "tab:cyan", "sdpa": "tab:gray", "flex": "tab:orange",

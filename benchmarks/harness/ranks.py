@@ -74,7 +74,8 @@ class Ranks:
 
     def _begin_record(self, options: argparse.Namespace, note: str) -> dict:
         """Returns a record without rows. Ends the program before the first measurement if the record cannot be written."""
-        origin = machine.origin("cuda" if GPU else "cpu", options.commit, "torchrun")
+        launcher = f"torchrun --nproc_per_node {self.size}"
+        origin = machine.origin("cuda" if GPU else "cpu", options.commit, launcher)
         if self.size > 1:
             origin["machine"]["name"] += f" x {self.size}"
         begun = origin | {"note": note, "rows": []}

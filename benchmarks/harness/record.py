@@ -5,44 +5,52 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
-from .cases import useful_tflops
+from .case import useful_tflops
+from .commands import split_commands
 
 _NUMBER = (int, float)
 _NULLABLE = (int, float, type(None))
 TIMES = ("forward", "backward")
 _COMMIT = (str, type(None))  # None: a build that was never committed; the note describes it
-_RECORD = {
-    "machine": dict,
-    "commit": str,
-    "command": str,  # as typed, several joined by &&; "" if no program of the history made the record
-    "versions": dict,
-    "rows": list,
-}
+_RECORD = {"machine": dict, "commit": str, "versions": dict, "rows": list}
+# A record has a command, a method, or both.
 _RECORD_OPTIONS = {
-    "note": str,  # the method, and other facts that a reader needs
-    "tests": list,  # only in records up to 2026-11-24: other programs that ran, and their results
+    "command": str,  # as typed, several joined by &&
+    "method": str,  # how rows were measured that no program of the repository made; without a command all
+    "note": str,  # other facts that a reader needs
 }
-_MACHINE_OPTIONS = {
-    "family_model": str,  # CPU only
+# "unknown" or null: not known, in records of programs that did not ask for it.
+_GPU = {
+    "name": str,
+    "driver": str,
+    "clocks": str,  # current SM and memory clock, highest SM clock
+}
+_CPU = {
+    "name": str,
+    "family_model": str,
     "isa": str,
-    "last_level_cache_mib": _NUMBER,
+    "last_level_cache_mib": _NULLABLE,
     "threads": int,
-    "driver": str,  # GPU only
-    "clocks": str,  # GPU only: current SM and memory clock, highest SM clock
 }
+# The package that a side measures, whose version the record needs.
+_PACKAGES = {
+    "fa3": "fa3-fwd", "fa4": "flash-attn-4", "fla": "flash-linear-attention", "triton": "triton",
+}  # fmt: skip
 _ROW = {
     "case": str,
     "side": str,  # what ran the case: a backend, a rival, or before and after a change
     "dtype": str,
     "unit": (str, type(None)),  # unit of all times in the row; None if it has no times
+    "statistic": (str, type(None)),  # one of STATISTICS; None if it has no times
     "forward": _NULLABLE,
     "backward": _NULLABLE,
 }
 _MEASUREMENTS = {
     "both": _NUMBER,  # time of forward and backward together
-    "parts": dict,  # further times, by name
+    "parts": dict,  # further times, by name; `kernels` is of one profiled call, `prompt` of one call
     "values": dict,  # other quantities, by name: [a number or a list of numbers, the unit]
     "peak_mb": _NUMBER,  # bytes / 1e6; for attention, without query, key, value and bias
     "results_mb": _NUMBER,  # bytes / 1e6 of outputs and gradients, a part of peak_mb
@@ -54,44 +62,36 @@ _MEASUREMENTS = {
 UNITS = (
     "share", "nats/byte", "nats/token", "bits/byte", "logits", "keys", "requests", "requests/s", "tokens/s", "TB/s", "MB", "bytes", "us",
 )  # fmt: skip
-STATISTICS = ("least", "mean")
+# quantile: the name of each part says which. unknown: only in records with a method.
+STATISTICS = ("median", "least", "mean", "quantile", "unknown")
 _ROW_OPTIONS = {
-    "statistic": str,  # of the repeated times, one of STATISTICS; without it their median
+    "rounds": int,  # how many rounds the statistic is of; absent if unknown
     "commit": _COMMIT,  # the commit of this row's build, if it differs from the record's
     "run": int,  # number of the repetition
 }
-_TEST = {"part": str, "result": str}
-_TEST_OPTIONS = {"took": str, "last_words": str, "commit": str}
 
 
 def validate(record: dict) -> dict:
     """Returns the record. Raises ValueError if the schema does not allow it."""
     _check(record, "record", _RECORD, _RECORD_OPTIONS)
-    _check(record["machine"], "machine", {"name": str}, _MACHINE_OPTIONS)
-    _check(record["versions"], "versions", {"torch": str}, dict.fromkeys(record["versions"], str))
-    for number, test in enumerate(record.get("tests", [])):
-        _check(test, f"tests[{number}]", _TEST, _TEST_OPTIONS)
+    if "command" not in record and not record.get("method"):
+        raise ValueError("record: got neither command nor method, expected one")
+    if "command" in record:
+        try:
+            split_commands(record["command"])
+        except ValueError as error:
+            raise ValueError(f"record.command: {error}") from error
+    _check(record["machine"], "machine", _CPU if "threads" in record["machine"] else _GPU, {})
+    versions = {"torch": str} | dict.fromkeys(record["versions"], str)
+    sides = {row["side"].split()[-1] for row in record["rows"] if row.get("side")}
+    versions |= {package: str for side, package in _PACKAGES.items() if side in sides}
+    _check(record["versions"], "versions", versions, {})
     seen = set()
     for number, row in enumerate(record["rows"]):
         name = f"rows[{number}]"
-        _check(row, name, _ROW, _MEASUREMENTS | _ROW_OPTIONS)
-        parts = row.get("parts", {})
-        _check(parts, f"{name}.parts", {}, dict.fromkeys(parts, _NUMBER))
-        values = row.get("values", {})
-        _check(values, f"{name}.values", {}, dict.fromkeys(values, list))
-        for what, value in values.items():
-            _check_value(value, f"{name}.values.{what}")
-        measured = [field for field in (*TIMES, *_MEASUREMENTS) if row.get(field) is not None]
-        if not measured:
-            raise ValueError(f"{name}: got no measurement, expected one")
-        if row.get("statistic", "least") not in STATISTICS:
-            raise ValueError(
-                f"{name}.statistic: got {row['statistic']!r}, expected {' or '.join(STATISTICS)}, or none for a median"
-            )
-        has_times = not {*TIMES, "both", "parts"}.isdisjoint(measured)
-        if row["unit"] not in (("ms", "us") if has_times else (None,)):
-            expected = "ms or us" if has_times else "null, as it has no times"
-            raise ValueError(f"{name}.unit: got {row['unit']!r}, expected {expected}")
+        _check_row(row, name)
+        if row["statistic"] == "unknown" and "method" not in record:
+            raise ValueError(f"{name}.statistic: got unknown, expected that of the command")
         key = _key(row)
         if key in seen:
             raise ValueError(f"{name}: got {key} again, expected a `run` that tells them apart")
@@ -99,9 +99,33 @@ def validate(record: dict) -> dict:
     return record
 
 
+def _check_row(row: dict, name: str) -> None:
+    """Raises ValueError unless the row has a measurement, and times with their unit and statistic or neither of these."""
+    _check(row, name, _ROW, _MEASUREMENTS | _ROW_OPTIONS)
+    parts, values = row.get("parts", {}), row.get("values", {})
+    _check(parts, f"{name}.parts", {}, dict.fromkeys(parts, _NUMBER))
+    _check(values, f"{name}.values", {}, dict.fromkeys(values, list))
+    for what, value in values.items():
+        _check_value(value, f"{name}.values.{what}")
+    measured = [field for field in (*TIMES, *_MEASUREMENTS) if row.get(field) is not None]
+    if not measured:
+        raise ValueError(f"{name}: got no measurement, expected one")
+    has_times = _has_times(measured)
+    for field, known in (("unit", ("ms", "us")), ("statistic", STATISTICS)):
+        if row[field] not in (known if has_times else (None,)):
+            expected = " or ".join(known) if has_times else "null, as it has no times"
+            raise ValueError(f"{name}.{field}: got {row[field]!r}, expected {expected}")
+    if row.get("rounds", 1) < 1 or "rounds" in row and not has_times:
+        raise ValueError(f"{name}.rounds: got {row['rounds']}, expected 1 or more rounds of times")
+
+
+def _has_times(fields: Iterable[str]) -> bool:
+    return not {*TIMES, "both", "parts"}.isdisjoint(fields)
+
+
 def _key(row: dict) -> tuple:
     """Returns the fields that identify a row within its record."""
-    return tuple(row.get(field) for field in ("case", "side", "dtype", *_ROW_OPTIONS))
+    return tuple(row.get(field) for field in ("case", "side", "dtype", "commit", "run"))
 
 
 def _check_value(value: list, name: str) -> None:
@@ -138,14 +162,21 @@ def is_commit(text: str) -> bool:
     return re.fullmatch("[0-9a-f]{7,40}(-dirty)?", text) is not None
 
 
-def row(case, side, dtype, forward=None, backward=None, unit="ms", **rest) -> dict:
-    """Returns a row with every number rounded to six digits. Fields of `rest` with the value None are left out. unit: the unit of its
-    times, if it has any."""
+def row(
+    case, side, dtype, forward=None, backward=None, unit="ms", statistic=None, rounds=None, **rest
+) -> dict:
+    """Returns a row with every number rounded to six digits. Fields of `rest` with the value None are left out.
+
+    unit, statistic, rounds: of its times; a row without times has none of them.
+    """
     measured = {key: value for key, value in rest.items() if value is not None}
-    if forward is None and backward is None and not {"both", "parts"} & measured.keys():
-        unit = None
-    fields = {"case": str(case), "side": side, "dtype": dtype, "unit": unit}
-    return _rounded(fields | {"forward": forward, "backward": backward} | measured)
+    times = {"forward": forward, "backward": backward}
+    if not _has_times([*measured, *(way for way in TIMES if times[way] is not None)]):
+        unit = statistic = rounds = None
+    fields = {"case": str(case), "side": side, "dtype": dtype, "unit": unit, "statistic": statistic}
+    if rounds is not None:
+        fields["rounds"] = rounds
+    return _rounded(fields | times | measured)
 
 
 def _rounded(value: object) -> object:
@@ -159,11 +190,14 @@ def _rounded(value: object) -> object:
 def format_row(row: dict) -> str:
     """Formats a row for printing: forward / backward, the useful TFLOP/s of attention, then all other fields by name."""
     cells = []
+    if row["statistic"] is not None:
+        rounds = f" of {row['rounds']}" if "rounds" in row else ""
+        cells.append(f"{row['statistic']}{rounds}:")
     if any(row[way] is not None for way in TIMES):
         cells.append(f"{forward_and_backward(row)} {row['unit']}")
     if rates := useful_tflops(row):
         cells.append(f"{forward_and_backward(dict(zip(TIMES, rates, strict=True)))} TFLOP/s")
-    rest = {field: row[field] for field in (*_MEASUREMENTS, *_ROW_OPTIONS) if field in row}
+    rest = {field: row[field] for field in (*_MEASUREMENTS, "commit", "run") if field in row}
     for name, number in rest.pop("parts", {}).items():
         cells.append(f"{name} {number:.5g} {row['unit']}")
     for name, (number, unit) in rest.pop("values", {}).items():
@@ -228,13 +262,13 @@ def expect_writable(path: Path) -> None:
 
 def write(path: Path, record: dict) -> None:
     """Creates the folder and replaces the file atomically, so that an interrupted program leaves the old file intact."""
-    lists = [key for key in ("tests", "rows") if key in validate(record)]
     fields = [
-        f" {json.dumps(key)}: {json.dumps(record[key])}" for key in record if key not in lists
+        f" {json.dumps(key)}: {json.dumps(value)}"
+        for key, value in validate(record).items()
+        if key != "rows"
     ]
-    for key in lists:
-        items = ",\n".join(f"  {json.dumps(item)}" for item in record[key])
-        fields.append(f" {json.dumps(key)}: [\n{items}\n ]")
+    rows = ",\n".join(f"  {json.dumps(row)}" for row in record["rows"])
+    fields.append(f' "rows": [\n{rows}\n ]')
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "{\n" + ",\n".join(fields) + "\n}\n"
     if path.exists() and not path.is_file():  # a device, a pipe

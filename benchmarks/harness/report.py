@@ -10,7 +10,7 @@ import torch
 from flash_dmattn import KVSlots, select_key_intervals
 
 from . import pictures
-from .cases import KEPT, RECENT, Case, useful_tflops
+from .case import KEPT, RECENT, Case, useful_tflops
 from .machine import RECORDS
 from .pictures import plt  # after pictures has chosen how matplotlib draws
 from .record import TIMES, forward_and_backward, read
@@ -96,7 +96,7 @@ def table(
         if not work:
             continue
         lines += [
-            f"{_source(path, record, to_root)}; ms, forward / backward:",
+            f"{_source(path, record, to_root)}; forward / backward in ms, {_statistic(work)}:",
             "",
             f"| work | dtype | {' | '.join(names[side] for side in sides)} | {names[sides[0]]}, useful TFLOP/s |",
             f"|---|---|{'---|' * len(sides)}---|",
@@ -161,9 +161,20 @@ def _note_of_other_run(work: Work, others: Work, ours: str, added: list[str], pa
     ]
     names = " and ".join(NAMES[side] for side in added)
     return (
-        f"{names} ran in another process of the same commit ([record]({path})), alternating with ours, which there took "
-        f"{min(factors):.2f} to {max(factors):.2f} times as long as in this table."
+        f"{names} {'was' if len(added) == 1 else 'were'} measured in a separate run at the same commit ([record]({path})), "
+        f"alternating with our kernels. In that run our times were {min(factors):.2f} to {max(factors):.2f} times those in "
+        "this table."
     )
+
+
+def _statistic(work: Work) -> str:
+    """Returns what the times of a table are. Raises ValueError if they are not all of one statistic."""
+    rows = [row for by_side in work.values() for row in by_side.values()]
+    names = {row["statistic"] for row in rows}
+    if len(names) > 1:
+        raise ValueError(f"statistic: got {' and '.join(sorted(names))} in a table, expected one")
+    rounds = sorted({row["rounds"] for row in rows if "rounds" in row})
+    return f"{names.pop()} of {' or '.join(map(str, rounds)) or 'several'} rounds"
 
 
 def _source(path: str, record: dict, to_root: str) -> str:
@@ -194,8 +205,9 @@ def token_table(path: str, record: dict) -> str | None:
     lengths = [n for n in TOKENS_BEFORE if all((side, n) in token_rows for side in sides)]
     if not lengths:
         return None
+    shown = {(side, str(n)): {side: token_rows[side, n]} for side in sides for n in lengths}
     lines = [
-        f"A token of a {model}, float32, batch 1: {_source(path, record, '../')}; the fastest of many:",
+        f"A token of a {model}, float32, batch 1: {_source(path, record, '../')}; {_statistic(shown)}:",
         "",
         f"| tokens before | {' | '.join(f'{n:,}' for n in lengths)} |",
         f"|---|{'---|' * len(lengths)}",

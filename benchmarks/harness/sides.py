@@ -24,7 +24,7 @@ from flash_dmattn import (
 from flash_dmattn._core.availability import unavailable_reason
 from flash_dmattn.check.memory import bytes_of
 
-from .cases import (
+from .case import (
     BIASED,
     BIASED_TOP,
     DELAYED,

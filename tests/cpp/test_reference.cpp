@@ -338,7 +338,7 @@ TEST(ReferenceSelection, NanAndMaskedKeysAreIgnored) {
   EXPECT_EQ(scores.visible(), ".... .x.. .x.. .x.x");
 }
 
-TEST(ReferenceSelection, QueriesAlignToTheLastKey) {
+TEST(ReferenceSelection, FewerQueriesThanKeysAlignToTheEnd) {
   EXPECT_EQ(Scores({5, 1, 3, 4, 2}, 2, 2).visible(), "x..x. x..x.");
   EXPECT_EQ(Scores({2, 1}, 4, 2).visible(), ".. .. x. xx");
 }

@@ -145,7 +145,7 @@ def test_scores_of_the_ordinary_range_have_the_bits_of_exp(dtype):
 
 @pytest.mark.parametrize("A", [20.0, 80.0, 1e4, 1e30, 3e38, -80.0, -3e38])
 @pytest.mark.parametrize("repeated", [False, True])
-def test_every_A_gives_finite_numbers(A, repeated):
+def test_doge_layer_with_any_A_gives_finite_results(A, repeated):
     """Repeated tokens have tied scores. If all keys tie, scores of any size have a gradient."""
     layer, hidden = make_layer(), torch.randn(B, S, HIDDEN)
     hidden = (hidden[:, :1].expand(B, S, HIDDEN) if repeated else hidden).clone().requires_grad_()
@@ -232,7 +232,7 @@ def test_wrong_result_of_rope_raises_naming_it(name):
 
 
 @pytest.mark.parametrize("rope", [None, rope])
-def test_positions_are_integers_of_every_token(rope):
+def test_positions_of_wrong_shape_or_dtype_raise(rope):
     layer = DynamicMaskAttention(HIDDEN, HEADS, KV_HEADS, WINDOW, rope=rope)
     hidden = torch.randn(B, S, HIDDEN)
     with pytest.raises(TypeError, match="positions: got torch.float32"):

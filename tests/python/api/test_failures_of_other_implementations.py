@@ -13,6 +13,6 @@ CALLS += [(name, torch.float16) for name in ("choice of keys", "PEFT cast", "det
 
 
 @pytest.mark.parametrize("name, dtype", CALLS)
-def test_call_that_failed_elsewhere_passes(name, dtype):
+def test_known_failure_of_other_implementations_passes(name, dtype):
     setting = Setting(flash_dmattn_func, "cpu", dtype, full=False)
     assert_all_passed(FAILED_ELSEWHERE[name](setting))

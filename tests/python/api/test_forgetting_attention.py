@@ -158,7 +158,7 @@ def test_float64_forgetting_equals_definition():
 
 
 @pytest.mark.slow
-def test_digits_are_kept_at_131072_keys():
+def test_forgetting_at_131072_keys_is_accurate_to_float32():
     """The sum c of log gates falls to -14,000, where float32 resolves 1e-3. The scores of a call resolve 3e-5."""
     n, rows = 2**17, 64
     q, k, v = torch.randn(3, 1, n, 1, D)

@@ -72,7 +72,7 @@ def surroundings(rank, count):
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_surroundings_equal_one_process(count):
+def test_shard_gather_roll_and_mean_equal_one_process(count):
     run_in_processes(count, surroundings, count)
 
 
@@ -257,5 +257,5 @@ def on_unequal_hosts(rank, sizes):
     assert wire_of(dist.group.WORLD).node_size == 1
 
 
-def test_hosts_with_unequal_ranks_exchange_as_if_each_rank_had_its_own():
+def test_hosts_with_unequal_ranks_have_nodes_of_one_rank():
     run_in_processes(4, on_unequal_hosts, [2, 2, 1, 1])

@@ -156,7 +156,7 @@ SITUATIONS = {
 
 
 @pytest.mark.parametrize("name", SITUATIONS)
-def test_attention_is_that_of_the_chosen_elements(name):
+def test_attention_by_ranks_equals_attention_under_selected_mask(name):
     options = dict(SITUATIONS[name])
     lengths, window = options.pop("lengths", (200, 264)), options.pop("window", 50)
     heads, score_heads = options.pop("heads", (4, 2)), options.pop("score_heads", None)

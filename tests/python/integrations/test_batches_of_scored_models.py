@@ -74,7 +74,7 @@ def test_phase_that_attends_to_all_keys_is_refused():
         batched(model, prompts_of(3))
 
 
-def test_phase_off_has_the_cache_of_transformers():
+def test_phase_off_uses_transformers_cache():
     model = make_scored()
     prompts = prompts_of(4, 19)
     expected = [alone(make_base(), prompt) for prompt in prompts]

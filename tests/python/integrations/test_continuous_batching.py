@@ -84,7 +84,7 @@ def test_tokens_equal_generate_however_chunks_are_cut(model, alone, budget, stat
     assert_equals_generate(model, alone, prompts, states, max_batch_tokens=budget)
 
 
-def test_late_requests_beside_cancelled_ones_equal_generate(model, alone):
+def test_late_requests_with_cancelled_requests_equal_generate(model, alone):
     torch.manual_seed(1)
     random.seed(1)
     prompts = [prompt_of(random.choice(LENGTHS)) for _ in range(12)]
@@ -132,7 +132,7 @@ def test_forks_equal_their_prompt(model, alone):
     assert_equals_generate(model, alone, prompts, 5, config, max_batch_tokens=16)
 
 
-def test_many_requests_leave_no_state(model):
+def test_many_finished_requests_free_every_state(model):
     torch.manual_seed(4)
     random.seed(4)
     manager = model.init_continuous_batching(
@@ -174,7 +174,7 @@ def test_model_generates_the_same_after_batching(model, alone):
         assert out[0, len(prompt) :].tolist() == alone(prompt)
 
 
-def test_cache_of_another_model_stays_that_of_transformers(model, monkeypatch):
+def test_model_without_scores_keeps_transformers_cache(model, monkeypatch):
     """A Doge with its own attention has no slots but transformers' own cache of all keys."""
     from transformers.generation.continuous_batching import cache as caches
 

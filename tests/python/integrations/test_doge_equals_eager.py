@@ -170,7 +170,7 @@ def test_lora_equals_eager(enable_first):
 
 
 @pytest.mark.parametrize("largest", [30.0, 60.0, 88.0])
-def test_scores_to_the_end_of_float32_have_eagers_result(largest):
+def test_scores_up_to_float32_limit_equal_eager(largest):
     """The factor exp(x) of their gradient is capped beyond exp(32), where different scores get no gradient from the softmax."""
     eager = make_model()
     ids = make_ids()
@@ -294,7 +294,7 @@ def test_keywords_that_could_change_the_result_raise(error, name, value):
         model(ids, **{name: value})
 
 
-def test_bookkeeping_and_packed_sequences_pass():
+def test_bookkeeping_keywords_change_nothing():
     model = enable_flash_dmattn(make_model())
     ids, offsets = torch.arange(9)[None], torch.tensor([0, 4, 9])
     expected = model(ids).logits

@@ -108,7 +108,7 @@ def test_threshold_keeps_recent_and_good_keys(cache):
 
 
 @pytest.mark.parametrize("dense_prefill", [True, False])
-def test_sparse_prefill_is_an_option(dense_prefill):
+def test_prompt_follows_the_rule_unless_dense_prefill(dense_prefill):
     base, ids = make_base(), make_ids(PROMPT)
     expected = base(ids).logits
     model = add_press(base, NormPress(), 4, dense_prefill=dense_prefill)

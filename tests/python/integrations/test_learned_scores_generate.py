@@ -75,7 +75,7 @@ def test_steps_and_chunks_equal_definition(rule, places, name):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_write_by_definition(family):
+def test_family_generates_tokens_of_the_definition(family):
     """Each family generates with one kind of cache. Families with sliding layers, which keep their own caches, use every kind."""
     model = make_scored(family)
     slides = len(model.config.learned_scores["layers"]) < model.config.num_hidden_layers
@@ -91,7 +91,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ways_of_generating_write_by_definition(way):
+def test_generation_mode_gives_tokens_of_the_definition(way):
     """Every way works with each cache, and without one, when each token recomputes the whole text."""
     model = make_scored()
     torch.manual_seed(3)
@@ -108,7 +108,7 @@ def test_ways_of_generating_write_by_definition(way):
 
 @pytest.mark.skipif(IS_TRANSFORMERS_4, reason="transformers 4 needs a token that ends a text")
 @pytest.mark.parametrize("assistant", ["prompt", "model"])
-def test_assisted_decoding_writes_by_definition(assistant):
+def test_assisted_decoding_gives_tokens_of_the_definition(assistant):
     """Drafts come from the prompt or from the model without its scores. The model is a GPT-2, whose first layer knows positions. In other
     families equal tokens tie in that layer, and the last digit of a score depends on the number of tokens in a call."""
     model = make_scored("GPT2")

@@ -236,7 +236,7 @@ def test_errors_name_the_argument_of_the_caller(call, name, values):
             call(**others | {name: value})
 
 
-def test_lengths_on_the_device_are_taken():
+def test_lengths_on_the_device_give_same_result():
     offsets = torch.arange(B + 1, dtype=torch.int32) * S
     packed = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), offsets)
     lengths = dict.fromkeys(("max_length_q", "max_length_k"), offsets.diff().max())

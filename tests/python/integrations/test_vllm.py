@@ -71,7 +71,7 @@ def test_prompts_in_chunks_equal_generate(llm, doge):
         assert tokens == doge.alone(prompt), len(prompt)
 
 
-def test_requests_that_come_late_end_early_and_are_cancelled(llm, doge):
+def test_late_short_and_cancelled_requests_equal_generate(llm, doge):
     torch.manual_seed(2)
     random.seed(2)
     engine, free = llm.llm_engine, free_blocks(llm)
@@ -119,7 +119,7 @@ def test_forks_equal_their_prompt(llm, doge):
         assert forks == [doge.alone(prompt)] * 3
 
 
-def test_many_requests_leave_no_state(llm):
+def test_many_finished_requests_free_every_state(llm):
     torch.manual_seed(5)
     random.seed(5)
     free = free_blocks(llm)
@@ -237,7 +237,7 @@ def test_prompts_of_one_token_are_decoded_from_an_empty_state(builder):
     assert not any(layer.pool.counts[2].any() for layer in layers)
 
 
-def test_chunks_and_tokens_of_a_step_are_told_apart(builder):
+def test_metadata_separates_chunks_from_decoding_tokens(builder):
     metadata = builder.build(0, step_of([1, 7, 5], [9, 17, 5], [4, 2, 6], 0))
     groups = [(g.rows.tolist(), g.tokens, g.begins) for g in metadata.batch._groups]
     assert groups == [

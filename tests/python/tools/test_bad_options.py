@@ -89,7 +89,7 @@ def test_bench_names_the_option(arguments, message, capsys, tmp_path):
 
 def test_case_without_its_package_is_refused(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "kvpress", None)
-    monkeypatch.delitem(sys.modules, "harness.presses", raising=False)
+    monkeypatch.delitem(sys.modules, "harness.cases.presses", raising=False)
     error = error_of(bench.main, ["run", "--device", "cpu", "--case", "dense", "presses"], capsys)
     assert "--case: got presses, which does not run here: " in error and "kvpress" in error
 
@@ -97,13 +97,11 @@ def test_case_without_its_package_is_refused(capsys, monkeypatch):
 def test_picture_of_unknown_format_is_refused(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     record_file = tmp_path / "record.json"
-    row = record.row("a case", "cpu", "float32", forward=1.0)
+    row = record.row("a case", "cpu", "float32", forward=1.0, statistic="median")
+    about = {"name": "a", "driver": "1", "clocks": "unknown"}
     origin = {
-        "machine": {"name": "a"},
-        "commit": "0123456",
-        "command": "",
-        "versions": {"torch": "2"},
-    }
+        "machine": about, "commit": "0123456", "command": "bench.py run", "versions": {"torch": "2"},
+    }  # fmt: skip
     record.write(record_file, origin | {"rows": [row]})
     with pytest.raises(SystemExit):
         bench.main(["show", str(record_file), "--plot", "picture.xyz"])

@@ -13,8 +13,9 @@ import torch
 import bench
 from flash_dmattn import select_key_intervals
 from flash_dmattn.check.oracle import causal_elements
-from harness import attention, cases, compare, decode, machine, record, sides
-from harness.cases import (
+from harness import cases, compare, machine, record, sides
+from harness.case import (
+    CASES,
     DENSE,
     DENSE_MASKS,
     DOCUMENTS,
@@ -26,26 +27,37 @@ from harness.cases import (
     PER_QUERY,
     Case,
     cases_of,
+    useful_tflops,
 )
-from harness.clock import Step, costs, peak_of
+from harness.cases import attention, decode
+from harness.clock import Rounds, Step, costs, peak_of
 from harness.sides import build, draw
 
 RUN = ["run", "--device", "cpu", "--repeats", "1", "--commit", "0123456"]
 SMALL = ["--length", "64", "96", "--window", "16", "--dtype", "float32"]
 
 
-def test_every_side_can_be_named():
-    models = pytest.importorskip("harness.models", reason="needs transformers with Doge")
-    serving = pytest.importorskip("harness.serving", reason="needs transformers with Doge")
-    ours = {*models.TRAINING_SIDES, *models.LEARNING_SIDES, *models.GENERATION_SIDES}
-    assert {*sides.NAMES, *decode._SDPA, *ours, *serving.SIDES, "ours", "rows"} == set(bench.SIDES)
+@pytest.mark.parametrize("name", cases._MODULES)
+def test_case_module_measures_the_sides_it_is_listed_with(name):
+    if name in ("models", "presses", "scored_llama", "serving"):
+        pytest.importorskip("kvpress" if name == "presses" else "transformers.models.doge")
+    names, listed = cases._MODULES[name]
+    modules = {cases.module_of(case) for case in names}
+    measured = {
+        side
+        for module in modules
+        for case in names
+        for device in ("cpu", "cuda")
+        for side in module.side_names(case, device)
+    }
+    assert len(modules) == 1 and measured == set(listed)
 
 
 def test_every_case_and_side_is_in_the_document():
     page = (Path(__file__).parents[3] / "docs" / "benchmarking.md").read_text()
     first_column = "".join(re.findall(r"^\| [^|]+", page, re.MULTILINE))
     described = {"ours", *re.findall(r"`(\w+)`", first_column)}  # ours: with our backends
-    assert {*bench.CASES, *bench.SIDES} - described == set()
+    assert {*cases.NAMES, *cases.SIDES} - described == set()
 
 
 def run(capsys, *arguments):
@@ -111,13 +123,13 @@ def test_decoding_has_cold_and_warm_times(capsys, tmp_path, monkeypatch):
 def test_bench_cases_of_other_modules_have_rows(case, capsys, tmp_path, monkeypatch):
     if case not in ("host", "selection"):
         pytest.importorskip("transformers.models.doge")
-        from harness import models
+        from harness.cases import models
 
-        monkeypatch.setattr(models, "_REPEATS", 1)
-        monkeypatch.setattr(models, "_ROUNDS", 1)
-    from harness import host
+        monkeypatch.setattr(models, "_STEPS", Rounds(1))
+        monkeypatch.setattr(models, "_TOKEN_ROUNDS", {"cpu": Rounds(1, "least", warm_up=0)})
+    from harness.cases import host
 
-    monkeypatch.setattr(host, "_RUNS", 1)
+    monkeypatch.setattr(host, "_ROUNDS", Rounds(1, "least", warm_up=0))
     file = tmp_path / "bench.json"
     sides = ["--side", "ours", "eager", "sdpa"]
     printed = run(capsys, "--case", case, "--length", "16", *sides, "--json", str(file))
@@ -137,7 +149,7 @@ def test_serving_has_rows_of_slots_and_of_all_keys(capsys, tmp_path, monkeypatch
 
     if not HAS_SLOTS_IN_BATCHES:
         pytest.skip("slots in batches need transformers 5.24")
-    from harness import serving
+    from harness.cases import serving
 
     monkeypatch.setattr(serving, "_NEW", {"cpu": 3})
     monkeypatch.setattr(serving, "_CONCURRENCY", {"cpu": (2,)})
@@ -156,9 +168,9 @@ def test_serving_has_rows_of_slots_and_of_all_keys(capsys, tmp_path, monkeypatch
 
 
 def test_ragged_steps_have_rows(capsys, tmp_path, monkeypatch):
-    from harness import ragged
+    from harness.cases import ragged
 
-    monkeypatch.setattr(ragged, "_ROUNDS", 1)
+    monkeypatch.setattr(ragged, "_ROUNDS", Rounds(1))
     monkeypatch.setattr(ragged, "STEPS", {"3 decode": ([1] * 3, 0), "a prompt": ([40, 1], 1)})
     file = tmp_path / "bench.json"
     run(capsys, "--case", "ragged", "--window", "16", "--json", str(file))
@@ -170,7 +182,8 @@ def test_ragged_steps_have_rows(capsys, tmp_path, monkeypatch):
 def test_programs_print_rows(capsys, tmp_path):
     program, file = tmp_path / "bench_core", tmp_path / "bench.json"
     case, dtype = "per_query B1 H8 N64 D64 w16", "float32"
-    row = record.row(case, "library", dtype, 1.5, 2.5, parts={"select": 0.5})
+    fifteen = {"statistic": "median", "rounds": 15}
+    row = record.row(case, "library", dtype, 1.5, 2.5, **fifteen, parts={"select": 0.5})
     times = {"select": 0.5, "forward": 1.5, "backward": 2.5}
     benchmarks = [
         {
@@ -185,6 +198,22 @@ def test_programs_print_rows(capsys, tmp_path):
     printed = run(capsys, "--case", "kernels", *programs)
     assert "bench_core failed with status 3" in printed
     assert record.read(file)["rows"] == [row]
+
+
+@pytest.mark.parametrize("statistic, time", [("median", 3), ("least", 1), ("mean", 4)])
+def test_rounds_summarise_what_follows_the_warm_up(statistic, time):
+    measured = iter([100, 1, 3, 8])
+    rounds = Rounds(3, statistic, warm_up=1)
+    assert rounds.time_one(lambda: next(measured)) == time
+    assert rounds.fields() == {"statistic": statistic, "rounds": 3}
+
+
+def test_rounds_warm_up_for_seconds(monkeypatch):
+    seconds = itertools.count()
+    monkeypatch.setattr("harness.clock.time.perf_counter", lambda: next(seconds))
+    calls = []
+    assert Rounds(2, warm_up=0, warm_up_seconds=3).time_one(lambda: calls.append(0) or 7) == 7
+    assert len(calls) == 2 + 2
 
 
 def test_last_level_cache_is_the_highest_level(tmp_path):
@@ -210,7 +239,7 @@ def test_record_path_names_its_machine(name, isa, folder):
     assert re.fullmatch(r"\d{4}-\d\d-\d\d-cpu\.json", place.name)
 
 
-def test_side_that_cannot_run_a_case_says_so(capsys):
+def test_side_that_cannot_run_a_case_prints_reason(capsys):
     case = Case(PER_QUERY, 32, 16, 8)
     assert attention.measure(case, "float32", "cpu", ["fa2", "cudnn", "fa3", "fa4"], 1) == []
     printed = capsys.readouterr().out
@@ -271,7 +300,7 @@ def test_packed_documents_show_as_much_as_dense_sequences():
 
 def test_side_without_a_backward_has_a_row_without_one():
     step = Step(lambda: torch.zeros(1), [], torch.zeros(1))
-    (cost,) = costs({"fa3": step}, "cpu", 1).values()
+    (cost,) = costs({"fa3": step}, "cpu", Rounds(1)).values()
     assert cost.backward_ms is None
     row = record.row(Case(DENSE, 32, 16), "fa3", "float32", cost.forward_ms)
     assert record.format_row(row).count(" / –") == 2
@@ -284,7 +313,7 @@ def test_useful_work_counts_visible_elements(window):
     assert case.visible_elements == 3 * 4 * visible
     assert case.useful_flops("forward") == 4 * 16 * case.visible_elements
     row = record.row(case, "cpu", "float32", forward=1e-9 * case.visible_elements)
-    assert cases.useful_tflops(row)[0] == pytest.approx(64)
+    assert useful_tflops(row)[0] == pytest.approx(64)
 
 
 @pytest.mark.parametrize(
@@ -377,13 +406,11 @@ def builds_of(tmp_path):
 
 
 def test_interrupted_comparison_of_builds_keeps_finished_rounds(capsys, monkeypatch, tmp_path):
-    row = record.row("a case", "cpu", "float32", 1.0)
+    row = record.row("a case", "cpu", "float32", 1.0, statistic="median")
+    about = {"name": "a", "driver": "1", "clocks": "unknown"}
     origin = {
-        "machine": {"name": "a"},
-        "commit": "0123456",
-        "command": "",
-        "versions": {"torch": "2"},
-    }
+        "machine": about, "commit": "0123456", "command": "bench.py run", "versions": {"torch": "2"},
+    }  # fmt: skip
     calls = []
 
     def measured(*rest):
@@ -426,7 +453,7 @@ def test_length_option_replaces_case_length():
 
 
 def test_titles_of_cases_are_parsed_back():
-    for device, name in itertools.product(cases.CASES, NAMES):
+    for device, name in itertools.product(CASES, NAMES):
         for case in cases_of(device, name):
             assert Case.parse(str(case)) == case
 

@@ -29,7 +29,7 @@ def check_of(function, monkeypatch, *arguments):
     return main(["check", "--backend", "cpu", *arguments])
 
 
-def test_right_backend_passes(small, capsys, tmp_path):
+def test_check_of_correct_backend_passes(small, capsys, tmp_path):
     file = tmp_path / "check.json"
     assert main(["check", "--backend", "cpu", "--quick", "--json", str(file)]) == 0
     printed = capsys.readouterr().out

@@ -71,7 +71,7 @@ def test_axes_of_a_narrow_range_have_plain_numbers():
         assert not any(text.get_text() for text in axes.get_yticklabels(minor=True))
 
 
-def test_interrupt_is_clean(tmp_path, capsys, monkeypatch):
+def test_interrupt_prints_one_line_and_returns_130(tmp_path, capsys, monkeypatch):
     def interrupted(*rest):
         raise KeyboardInterrupt
 

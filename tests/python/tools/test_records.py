@@ -6,14 +6,18 @@ import re
 
 import pytest
 
-from harness import ranks, record, report
+from harness import machine, ranks, record, report
+from harness.commands import split_commands
 from harness.compare import ratios
 from harness.machine import RECORDS, output_of
 
 COMMIT = "0123456789ab"
-ROW = record.row("dense causal B1 H2 N64 D64", "cpu", "float32", 1.25, 3.5, peak_mb=2)
+MEDIAN = {"statistic": "median", "rounds": 5}
+ROW = record.row("dense causal B1 H2 N64 D64", "cpu", "float32", 1.25, 3.5, **MEDIAN, peak_mb=2)
+GPU = {"name": "a GPU", "driver": "580", "clocks": "unknown"}
+CPU = {"name": "a processor", "family_model": "6/1", "isa": "avx2", "last_level_cache_mib": None, "threads": 2}  # fmt: skip
 VALID = {
-    "machine": {"name": "a processor", "threads": 2},
+    "machine": CPU,
     "commit": COMMIT,
     "command": "bench.py run",
     "versions": {"torch": "2.13.0"},
@@ -34,7 +38,7 @@ def test_commits_of_records_are_in_history():
     missing = []
     for path in sorted(RECORDS.glob("*/*.json")):
         content = record.read(path)
-        parts = [content, *content["rows"], *content.get("tests", [])]
+        parts = [content, *content["rows"]]
         for commit in sorted({part["commit"] for part in parts if part.get("commit")}):
             if not any(one.startswith(commit.removesuffix("-dirty")) for one in history):
                 missing.append(f"{path.name}: {commit}")
@@ -47,22 +51,14 @@ def test_commands_of_records_run_programs_of_their_commit():
     wrong = []
     for path in sorted(RECORDS.glob("*/*.json")):
         content = record.read(path)
-        if not content["command"]:  # measured by hand
-            assert content["note"], path
-            continue
         commit = content["commit"].removesuffix("-dirty")
         files = output_of("git", "ls-tree", "-r", "--name-only", "--full-tree", commit)
-        for command in content["command"].split(" && "):
-            launched = re.fullmatch(
-                r"(torchrun(?: --nproc_per_node \d+)?|python -m|python|make)? ?([\w./-]+\b)(.*)",
-                command,
-            )
-            launcher, program, arguments = launched.groups()
-            source = program if launcher == "make" else program.removesuffix(".py")
-            source = source.replace(".", "/") if launcher == "python -m" else source
-            is_known = launcher == "make" or re.search(rf"(^|/){source}\W", files, re.MULTILINE)
-            if not is_known or re.search(r"[,;](\s|$)|\(", arguments):
-                wrong.append(f"{path.name}: {command}")
+        for program, _ in split_commands(content["command"]) if "command" in content else ():
+            *launcher, name = program.split()
+            source = name.removesuffix(".py")
+            source = source.replace(".", "/") if launcher == ["python", "-m"] else source
+            if launcher != ["make"] and not re.search(rf"(^|/){source}\W", files, re.MULTILINE):
+                wrong.append(f"{path.name}: {program}")
     assert wrong == []
 
 
@@ -132,8 +128,12 @@ def records_of(tmp_path, monkeypatch, **commits):
     """Returns report.table of the record `ours`, with other records in its folder. commits: name=(commit, {(case, side): ms})."""
     monkeypatch.setattr(report, "ROOT", tmp_path)
     for name, (commit, times) in commits.items():
-        rows = [record.row(case, side, "float32", ms, ms) for (case, side), ms in times.items()]
-        origin = {"machine": {"name": "a GPU"}, "commit": commit, "rows": rows}
+        rows = [
+            record.row(case, side, "float32", ms, ms, **MEDIAN)
+            for (case, side), ms in times.items()
+        ]
+        versions = VALID["versions"] | {"fa3-fwd": "3", "flash-attn-4": "4"}
+        origin = {"machine": GPU, "commit": commit, "versions": versions, "rows": rows}
         record.write(tmp_path / f"{name}.json", VALID | origin)
     return [("ours.json", record.read(tmp_path / "ours.json"))]
 
@@ -156,8 +156,11 @@ def test_rival_of_another_record_of_the_commit_is_a_column(tmp_path, monkeypatch
     # The run of the rivals does not have our side.
     assert "sliding window B1 H2 N64 D64 w8 | float32 | 4 / 4 |  |  |" in text
     assert (
-        "[record](rival.json)), alternating with ours, which there took 1.50 to 1.50 times" in text
+        "FlashAttention-4 was measured in a separate run at the same commit ([record](rival.json))"
+        in text
     )
+    assert "In that run our times were 1.50 to 1.50 times those in this table." in text
+    assert "; forward / backward in ms, median of 5 rounds:" in text
 
 
 def test_chosen_rows_without_a_rival_are_left_out(tmp_path, monkeypatch):
@@ -169,10 +172,7 @@ def test_chosen_rows_without_a_rival_are_left_out(tmp_path, monkeypatch):
 
 def test_written_record_is_read_back_with_one_line_per_row(tmp_path):
     path = tmp_path / "folder" / "record.json"
-    content = VALID | {
-        "tests": [{"part": "cpp", "result": "passed"}],
-        "rows": [ROW, ROW | {"run": 1}],
-    }
+    content = VALID | {"rows": [ROW, ROW | {"run": 1}]}
     record.write(path, content)
     assert record.read(path) == content
     assert sum('"case"' in line for line in path.read_text().splitlines()) == 2
@@ -202,7 +202,9 @@ def test_write_that_fails_leaves_the_record(monkeypatch, tmp_path):
 
 def test_record_without_attention_leaves_tables_and_pictures(monkeypatch, tmp_path):
     report = pytest.importorskip("harness.report")
-    host = VALID | {"rows": [record.row("call N8 dense", "ours", "float32", 1.0, unit="us")]}
+    host = VALID | {
+        "rows": [record.row("call N8 dense", "ours", "float32", 1.0, unit="us", **MEDIAN)]
+    }
     monkeypatch.setattr(report, "newest_records", lambda suffix: [("a/record.json", host)])
     monkeypatch.setattr(report, "RECORDS", tmp_path)
     monkeypatch.setattr(report, "ROOT", tmp_path)
@@ -224,14 +226,29 @@ def test_rows_are_added_to_those_of_the_same_commit_alone(tmp_path):
     "place, value, message",
     [
         (["commit"], "before the first", "record.commit: got 'before the first', expected a commit"),
+        (["command"], "", "record.command: got '', expected a program"),
+        (["command"], "bench.py run --case serving, one length of time for a cell", "record.command: got .*, expected a program"),
+        (["command"], "bench.py run the case host twice", "record.command: got .*, expected a program"),
+        (["command"], "bench.py run; host_time.py", "record.command: got .*, expected a program"),
+        (["command"], "flash_dmattn_func on both builds", "record.command: got .*, expected a program"),
+        (["command"], "bench.py run --case 'dense", "record.command: No closing quotation"),
         (["machine"], {}, "machine.name: got none"),
+        (["machine"], {"name": "a GPU", "clocks": "1980 MHz"}, "machine.driver: got none"),
+        (["machine"], {"name": "a processor", "threads": 1}, "machine.family_model: got none"),
         (["machine", "speed"], 1, "machine: got 'speed', expected one of"),
         (["versions"], {}, "versions.torch: got none"),
+        (["rows", 0, "side"], "before fa4", "versions.flash-attn-4: got none"),
         (["speed"], [], "record: got 'speed', expected one of"),
+        (["tests"], [], "record: got 'tests', expected one of"),
         (["rows", 0, "commit"], "", "rows\\[0\\].commit: got '', expected a commit"),
         (["rows", 0, "unit"], "s", "rows\\[0\\].unit: got 's', expected ms or us"),
         (["rows", 0, "unit"], None, "rows\\[0\\].unit: got None, expected ms or us"),
         (["rows", 0], ROW | {"forward": None, "backward": None}, "unit: got 'ms', expected null"),
+        (["rows", 0, "statistic"], None, "statistic: got None, expected median or least"),
+        (["rows", 0, "statistic"], "p50", "statistic: got 'p50', expected median or least"),
+        (["rows", 0, "statistic"], "unknown", "statistic: got unknown, expected that of the command"),
+        (["rows", 0, "rounds"], 0, "rounds: got 0, expected 1 or more"),
+        (["rows", 0, "rounds"], "5", "rounds: got '5', expected"),
         (["rows", 0, "values"], {"loss": 1.5}, "rows\\[0\\].values.loss: got 1.5, expected"),
         (["rows", 0, "values"], {"loss": [1.5, "ms"]}, "values.loss: got \\[1.5, 'ms'\\], expected \\[number, unit\\]"),
         (["rows", 0, "values"], {"loss": [["1"], "nats/byte"]}, "values.loss: got .*, expected \\[number, unit\\]"),
@@ -242,7 +259,6 @@ def test_rows_are_added_to_those_of_the_same_commit_alone(tmp_path):
         (["rows", 0], {}, "rows\\[0\\].case: got none"),
         (["rows", 0], ROW | {"forward": None, "backward": None, "peak_mb": None}, "expected"),
         (["rows"], [ROW, ROW], "expected a `run` that tells them apart"),
-        (["tests"], [{"part": "cpp"}], "tests\\[0\\].result: got none"),
     ],
 )  # fmt: skip
 def test_invalid_record_names_the_field(place, value, message):
@@ -257,7 +273,7 @@ def test_invalid_record_names_the_field(place, value, message):
 
 def test_ratio_is_median_over_first_side():
     def row(side, run, ms):
-        return record.row("a case", side, "float32", ms, 2 * ms, run=run)
+        return record.row("a case", side, "float32", ms, 2 * ms, **MEDIAN, run=run)
 
     rows = [row("cpu", run, ms) for run, ms in enumerate([1, 9, 2])] + [row("sdpa", 0, 3)]
     first, second = ratios(rows)
@@ -265,9 +281,45 @@ def test_ratio_is_median_over_first_side():
     assert second.endswith("3 / 6 ms, ratio 1.500 / 1.500")
 
 
+def test_times_of_different_statistics_have_no_ratio():
+    row = record.row("a case", "cpu", "float32", 2.0, **MEDIAN)
+    least, unknown = row | {"side": "sdpa", "statistic": "least"}, row | {"statistic": "unknown"}
+    assert ratios([row, least])[1].endswith("2 ms, no ratio of least to median")
+    assert ratios([row, row | {"run": 1, "statistic": "mean"}])[0].endswith(
+        "no ratio of median and mean to median and mean"
+    )
+    assert ratios([unknown])[0].endswith("no ratio of unknown to unknown")
+
+
+def test_record_without_command_or_method_is_refused():
+    by_hand = {key: value for key, value in VALID.items() if key != "command"}
+    with pytest.raises(ValueError, match="got neither command nor method"):
+        record.validate(by_hand)
+    record.validate(by_hand | {"method": "calls by hand", "rows": [ROW | {"statistic": "unknown"}]})
+
+
+def test_command_is_the_programs_path_with_its_launcher(monkeypatch):
+    program = str(RECORDS.parent / "context_parallel.py")
+    monkeypatch.setattr("sys.argv", [program, "--json", "a record.json"])
+    command = machine.command("torchrun --nproc_per_node 2")
+    launched = "torchrun --nproc_per_node 2 benchmarks/context_parallel.py"
+    assert command == f"{launched} --json 'a record.json'"
+    assert split_commands(f"{command} && make bench") == [
+        (launched, ["--json", "a record.json"]),
+        ("make bench", []),
+    ]
+
+
+def test_table_of_several_statistics_is_refused(tmp_path, monkeypatch):
+    records = records_of(tmp_path, monkeypatch, ours=(COMMIT, {(DENSE, "cuda"): 2}))
+    records[0][1]["rows"].append(ROW | {"statistic": "least"})
+    with pytest.raises(ValueError, match="statistic: got least and median in a table"):
+        report.table(records)
+
+
 def test_before_and_after_are_compared_per_side():
     rows = [
-        record.row("a case", f"{when} {side}", "float32", forward=ms)
+        record.row("a case", f"{when} {side}", "float32", forward=ms, **MEDIAN)
         for when, side, ms in [("before", "cpu", 2), ("before", "sdpa", 5), ("after", "cpu", 1), ("after", "sdpa", 5)]
     ]  # fmt: skip
     assert [line.partition("ratio ")[2] for line in ratios(rows)] == [

@@ -27,7 +27,8 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from flash_dmattn.integrations.transformers import enable_flash_dmattn
 
-from . import record
+from .. import record
+from . import runs_everywhere as expect_case_runs  # noqa: F401
 from .models import random_doge, title
 
 _NEW = {"cuda": 128, "cpu": 16}  # generated tokens per request
@@ -198,7 +199,8 @@ def _times(
     rate = len(results) / seconds
     throughput = rate * _NEW[model.device.type]
     values = {"completed": [rate, "requests/s"], "throughput": [throughput, "tokens/s"]}
-    return {"parts": parts, "values": values}
+    statistic = {"statistic": "quantile", "rounds": len(results)}
+    return {"parts": parts, "values": values, **statistic}
 
 
 def _quantile(values: list[float], share: float) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import statistics
+import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
@@ -29,7 +29,9 @@ from flash_dmattn.integrations.transformers.learned_scores.scored_attention impo
 )
 from flash_dmattn.integrations.transformers.names import SCORED_NAME
 
-from .clock import elapsed_ms
+from ..clock import Rounds, elapsed_ms
+from . import all_sides as side_names  # noqa: F401
+from . import runs_everywhere as expect_case_runs  # noqa: F401
 from .models import cache_mib, fill_with_random_keys, llama_title, random_llama, rows_of_sides
 
 RULE = {"keep_window_size": 1024, "recent_window": 256, "sink_tokens": 4}
@@ -101,21 +103,23 @@ def _text(
         with sdpa_kernel(BACKENDS[kind]) if all_keys else nullcontext():
             run(model, ids)
             peak, _ = peak_bytes(lambda: run(model, ids), ids.device.type)
-            ms = _median_ms(lambda: run(model, ids), ids.device.type)
+            times = _time(lambda: run(model, ids), ids.device.type, run is read)
     finally:
         AttentionInterface.register(SCORED_NAME, scored_attention_forward)
         model.zero_grad()
-    values = {"throughput": [1e3 * ids.shape[1] / ms, "tokens/s"]}
-    return {"forward" if run is read else "both": ms, "peak_mb": peak / 1e6, "values": values}
+    ms = times["forward" if run is read else "both"]
+    return {**times, "peak_mb": peak / 1e6, "values": {"throughput": [1e3 * ids.shape[1] / ms, "tokens/s"]}}  # fmt: skip
 
 
-def _median_ms(run: Callable[[], object], device: str) -> float:
-    """Returns the median of three runs, or of fewer if they take 5 seconds. Runs of less than half a second in all are repeated up to
-    20 times."""
-    times = []
-    while (len(times) < 3 and sum(times) < 5e3) or (sum(times) < 500 and len(times) < 20):
-        times.append(elapsed_ms(run, device))
-    return statistics.median(times)
+def _time(run: Callable[[], object], device: str, is_forward: bool) -> dict:
+    """Returns the time of a run and its statistic as fields of a row.
+
+    There are three rounds, fewer if they would take 5 seconds, and up to 20 if they take less than half a second in all.
+    """
+    once = elapsed_ms(run, device)
+    rounds = Rounds(max(min(3, math.ceil(5e3 / once)), min(20, int(500 / once))), warm_up=0)
+    ms = rounds.time_one(lambda: elapsed_ms(run, device))
+    return {"forward" if is_forward else "both": ms, **rounds.fields()}
 
 
 @torch.no_grad()
@@ -179,5 +183,4 @@ def _token(model: LlamaModel, cache: DynamicCache) -> dict:
         model(token, **{CACHE: cache})
 
     run()
-    ms = _median_ms(run, model.device.type)
-    return {"forward": ms, "cache_mib": cache_mib(cache)}
+    return _time(run, model.device.type, is_forward=True) | {"cache_mib": cache_mib(cache)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 
@@ -11,10 +10,12 @@ import torch
 
 from flash_dmattn import KVSlots, RaggedBatch, extend_ragged
 
-from . import record
-from .clock import count_kernels, elapsed_ms
+from .. import record
+from ..clock import Rounds, count_kernels, elapsed_ms
+from . import all_sides as side_names  # noqa: F401
+from . import runs_everywhere as expect_case_runs  # noqa: F401
 
-_ROUNDS = 20  # timed runs of a step; the row has their median
+_ROUNDS = Rounds(20, warm_up=3)
 _POOL = 64  # states in the pool
 _HEADS = {"cuda": (8, 4, 128), "cpu": (4, 2, 64)}  # (query heads, key heads, head dimension)
 _DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
@@ -35,15 +36,13 @@ def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
         for title, (lengths, begins) in STEPS.items():
             with torch.no_grad():
                 step = _step(lengths, begins, window, options.device)
-                for _ in range(3):
-                    step()
-                times = [elapsed_ms(step, options.device) for _ in range(_ROUNDS)]
-                measured = {}
+                ms = _ROUNDS.time_one(lambda: elapsed_ms(step, options.device))
+                measured = _ROUNDS.fields()
                 if options.device == "cuda":
-                    measured["kernels"], ms = count_kernels(step)
-                    measured["parts"] = {"kernels": ms}
+                    measured["kernels"], kernels_ms = count_kernels(step)
+                    measured["parts"] = {"kernels": kernels_ms}
             case = f"ragged step, {title}, H{heads_q} Hkv{heads_kv} D{head_dim} w{window}"
-            yield record.row(case, "ours", dtype, statistics.median(times), **measured)
+            yield record.row(case, "ours", dtype, ms, **measured)
 
 
 def _step(lengths: list[int], begins: int, window: int, device: str) -> Callable[[], object]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import statistics
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -19,10 +19,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_dmattn import KVSlots, flash_dmattn_func, flash_dmattn_with_kvcache
 
-from . import record
-from .clock import graph_ms, timed
-from .machine import working_set
-from .sides import REASONS, expect_memory
+from .. import record
+from ..clock import Rounds, graph_ms, timed
+from ..machine import working_set
+from ..sides import REASONS, expect_memory
+from . import runs_everywhere as expect_case_runs  # noqa: F401
 
 _GPU_CACHE_BYTES = 240 * 10**6  # four times an L2 of 60 MB
 _GPU_COPY_BYTES = 1 << 30
@@ -119,7 +120,8 @@ def copy_bandwidth(device: str, repeats: int) -> float:
         ways = (lambda: target.copy_(source), lambda: torch.neg(source, out=target))
         best = min(graph_ms([way], 8, repeats) for way in ways)
     else:
-        best = min(timed(target.copy_, device, source)[0] for _ in range(max(repeats, 3)))
+        rounds = Rounds(max(repeats, 3), "least", warm_up=0)
+        best = rounds.time_one(lambda: timed(target.copy_, device, source)[0])
     return 2 * source.nbytes / best * 1e-6
 
 
@@ -190,14 +192,15 @@ def _row(case, dtype_name, side, make, device, repeats, bandwidth) -> dict:
     expect_memory(count * size * (POOL if side == "rows" else 1), "caches take", device)
     steps = [make(case, dtype, device) for _ in range(count)]
     if device == "cuda":
+        rounds = Rounds(repeats)
         cold, warm = (graph_ms(some, 24, repeats) for some in (steps, steps[:1]))
     else:
-        turns = steps * (repeats + 1)
-        cold = statistics.median([timed(step, device)[0] for step in turns][len(steps) :])
-        turns = [timed(steps[0], device)[0] for _ in range(20 * repeats)]
-        warm = statistics.median(turns[repeats:])
+        rounds, turns = Rounds(repeats * count, warm_up=count), itertools.cycle(steps)
+        cold = rounds.time_one(lambda: timed(next(turns), device)[0])
+        again = Rounds(19 * repeats, warm_up=repeats)
+        warm = again.time_one(lambda: timed(steps[0], device)[0])
     return record.row(
-        f"decode {case}", side, dtype_name, forward=1e3 * cold, unit="us", parts={"warm": 1e3 * warm},
+        f"decode {case}", side, dtype_name, forward=1e3 * cold, unit="us", **rounds.fields(), parts={"warm": 1e3 * warm},
         of_copy_bandwidth=size / cold * 1e-6 / bandwidth, cache_mib=size / 2**20,
         visited_mib=count * size / 2**20,
     )  # fmt: skip

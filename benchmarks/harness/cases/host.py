@@ -15,11 +15,13 @@ import torch.nn.functional as F
 
 from flash_dmattn import flash_dmattn_func, sliding_window
 
-from . import record
-from .clock import wait
+from .. import record
+from ..clock import Rounds, wait
+from . import runs_everywhere as expect_case_runs  # noqa: F401
 
 _HEADS_Q, _HEADS_KV, _HEAD_DIM, _WINDOW = 4, 2, 64, 16
-_RUNS, _CALLS = 300, 10
+_ROUNDS = Rounds(300, "least")
+_CALLS = 10  # timed together
 
 
 def _sdpa(q, k, v, bias):
@@ -85,18 +87,16 @@ def _row(case: str, side: str, call: Callable, device: str, length: int) -> dict
     graph = _least_us(lambda: call(*leaves), device)
     return record.row(
         case, side, str(dtype).removeprefix("torch."), forward=_least_us(without_gradients, device), unit="us",
-        both=_least_us(forward_and_backward, device), parts={"forward with graph": graph},
-        statistic="least",
+        both=_least_us(forward_and_backward, device), parts={"forward with graph": graph}, **_ROUNDS.fields(),
     )  # fmt: skip
 
 
 def _least_us(call: Callable, device: str) -> float:
-    times = []
-    for _ in range(_RUNS):
+    def one_round() -> float:
         wait(device)
         begin = time.perf_counter()
         for _ in range(_CALLS):
             call()
-        times.append((time.perf_counter() - begin) / _CALLS)
-    wait(device)
-    return 1e6 * min(times)
+        return 1e6 * (time.perf_counter() - begin) / _CALLS
+
+    return _ROUNDS.time_one(one_round)

@@ -1,4 +1,4 @@
-"""The attention cases that the benchmarks measure, by name."""
+"""A case of attention: its sizes, its title and its useful work; and the cases that the benchmarks measure, by name."""
 
 from __future__ import annotations
 

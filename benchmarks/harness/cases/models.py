@@ -24,12 +24,14 @@ from transformers import (
 from flash_dmattn.integrations.transformers import DynamicMaskCache, enable_flash_dmattn
 from flash_dmattn.integrations.transformers.compat import CACHE
 
-from . import record
-from .clock import capture_graph, count_kernels, elapsed_ms
-from .machine import BENCHMARKS
+from .. import record
+from ..clock import Rounds, capture_graph, count_kernels, elapsed_ms
+from ..machine import BENCHMARKS
+from . import runs_everywhere as expect_case_runs  # noqa: F401
 
-_REPEATS = 9  # timed training steps; the row has their median
-_ROUNDS = 7  # rounds of tokens; the row has their median on a GPU, their minimum on a CPU
+_STEPS = Rounds(9, warm_up=3)
+# Other programs disturb a CPU more than a GPU.
+_TOKEN_ROUNDS = {"cuda": Rounds(7, warm_up=0), "cpu": Rounds(7, "least", warm_up=0)}
 _TOKENS = {"cuda": 50, "cpu": 12}  # tokens per round, timed together
 _ROOM = 2048  # room for tokens after the context in a static cache of all keys
 _PART = 16384  # prompt tokens per forward pass of the model
@@ -172,10 +174,8 @@ def _training_step(side: str, device: str, length: int) -> dict:
             parameter.grad = None
         compute(ids).backward()
 
-    for _ in range(3):
-        step()
-    times = [elapsed_ms(step, device) for _ in range(_REPEATS)]
-    return {"both": statistics.median(times)} | _kernels(step, device)
+    both = _STEPS.time_one(lambda: elapsed_ms(step, device))
+    return {"both": both, **_STEPS.fields()} | _kernels(step, device)
 
 
 # Eager attention with another seed shows how far apart two equally good trainings are.
@@ -206,7 +206,8 @@ def _training(attention: str, seed: int, device: str) -> dict:
     history = train(model, standard_library(), **size)
     late = history.bits_per_byte[-50:]
     loss = [statistics.mean(late), "bits/byte"]
-    return {"both": 1e3 * history.seconds / 200, "values": {"loss": loss}}
+    mean = {"both": 1e3 * history.seconds / 200, "statistic": "mean", "rounds": 200}
+    return mean | {"values": {"loss": loss}}
 
 
 # ---- Generation --------------------------------------------------------------------------------------
@@ -251,7 +252,8 @@ def _generate(device: str, context: int) -> dict:
 
     more(20)  # compiles
     few, many = (elapsed_ms(lambda n=n: more(n), device) for n in (20, 220))
-    return {"forward": (many - few) / 200, "cache_mib": cache_mib(cache)}
+    mean = {"forward": (many - few) / 200, "statistic": "mean", "rounds": 200}
+    return mean | {"cache_mib": cache_mib(cache)}
 
 
 def _sdpa_compiled(device: str, context: int) -> dict:
@@ -324,14 +326,10 @@ def _timed_token(step: Callable, cache: DynamicCache, device: str, graph: bool =
             step()
         step = capture_graph([step])
     step()
-    count = _TOKENS[device]
-    times = [
-        elapsed_ms(lambda: [step() for _ in range(count)], device) / count for _ in range(_ROUNDS)
-    ]
-    is_gpu = device == "cuda"
-    ms = statistics.median(times) if is_gpu else min(times)
-    measured = {"forward": ms, "statistic": None if is_gpu else "least"}
-    return measured | {"cache_mib": cache_mib(cache)} | _kernels(step, device)
+    count, rounds = _TOKENS[device], _TOKEN_ROUNDS[device]
+    ms = rounds.time_one(lambda: elapsed_ms(lambda: [step() for _ in range(count)], device) / count)
+    measured = {"forward": ms, **rounds.fields(), "cache_mib": cache_mib(cache)}
+    return measured | _kernels(step, device)
 
 
 def cache_mib(cache: Cache) -> float:

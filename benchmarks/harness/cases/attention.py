@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Iterator
 
 import torch
 
 from flash_dmattn import select_key_intervals
 
-from . import record, sides
-from .cases import CASES, Case, cases_of
-from .clock import costs, timed
+from .. import record, sides
+from ..case import CASES, Case, cases_of
+from ..clock import Rounds, costs, rounds_of_costs, timed
 
 
 def side_names(name: str, device: str) -> tuple[str, ...]:
@@ -29,6 +28,7 @@ def expect_case_runs(name: str, options: argparse.Namespace) -> None:
 def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
     if name == "selection":
         yield from _selections(options)
+        return
     chosen = options.side or sides.default_sides(options.device)
     names = [side for side in sides.NAMES if side in chosen]
     for case in _new_cases(name, options):
@@ -61,19 +61,19 @@ def _selections(options: argparse.Namespace) -> Iterator[dict]:
     """Times only the selection of keys, with the rules alternately."""
     for length in options.length or [32768, 524288]:
         scores = torch.randn(1, 8, length, device=options.device)
-        times = {rule: [] for rule in _SELECTIONS}
-        for _ in range(1 + 2 * options.repeats):
-            for rule, keywords in _SELECTIONS.items():
 
-                def select(keywords=keywords, scores=scores):
-                    return select_key_intervals(scores, 2048, **keywords)
+        def select_by_each_rule() -> dict[str, float]:
+            return {
+                rule: timed(lambda: select_key_intervals(scores, 2048, **keywords), options.device)[
+                    0
+                ]
+                for rule, keywords in _SELECTIONS.items()
+            }
 
-                times[rule].append(timed(select, options.device)[0])
-        for rule, (_, *measured_ms) in times.items():  # the first run is a warm-up
+        rounds = Rounds(2 * options.repeats)
+        for rule, ms in rounds.time_all(select_by_each_rule).items():
             case = f"selection {rule} 8 rows N{length} w2048"
-            yield record.row(
-                case, options.device, "float32", forward=statistics.median(measured_ms)
-            )
+            yield record.row(case, options.device, "float32", ms, **rounds.fields())
 
 
 def measure(case: Case, dtype: str, device: str, names: list[str], repeats: int) -> list[dict]:
@@ -96,14 +96,15 @@ def measure(case: Case, dtype: str, device: str, names: list[str], repeats: int)
             steps[name] = step
         except sides.REASONS as reason:
             decline([name], reason)
+    rounds = rounds_of_costs(device, repeats)
     try:
-        costs_by_side = costs(steps, device, repeats) if steps else {}
+        costs_by_side = costs(steps, device, rounds) if steps else {}
     except RuntimeError as reason:  # all sides together may need more memory than there is
         decline(steps, reason)
         return []
     return [
         record.row(
-            case, name, dtype, cost.forward_ms, cost.backward_ms, peak_mb=cost.peak_bytes / 1e6
+            case, name, dtype, cost.forward_ms, cost.backward_ms, **rounds.fields(), peak_mb=cost.peak_bytes / 1e6
         )
         for name, cost in costs_by_side.items()
-    ]
+    ]  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import statistics
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
@@ -23,11 +23,14 @@ from flash_dmattn.integrations.kvpress import add_press
 from flash_dmattn.integrations.transformers import DynamicMaskCache, remove_learned_scores
 from flash_dmattn.integrations.transformers.compat import CACHE
 
-from .clock import elapsed_ms
+from ..clock import Rounds, elapsed_ms
+from . import all_sides as side_names  # noqa: F401
+from . import runs_everywhere as expect_case_runs  # noqa: F401
 from .models import cache_mib, llama_title, random_llama, rows_of_sides
 
 RECENT = 256  # most recent keys, which a DMSPress keeps whatever their score
-_TOKENS = 65  # generated tokens per prompt; the first is a warm-up
+_PROMPTS = Rounds(3)
+_TOKENS = Rounds(64)  # generated tokens per prompt
 
 
 @torch.no_grad()
@@ -76,7 +79,7 @@ def _measure(
     cache_class: type[Cache],
     press: Callable[[object], AbstractContextManager] = nullcontext,
 ) -> dict:
-    """Times a prompt and then one token at a time. Returns the medians of three prompts and of the tokens after the first."""
+    """Times a prompt and then one token at a time. Returns the medians of the prompts and of the tokens after the first."""
     device = model.device.type
 
     def read() -> Cache:
@@ -84,28 +87,29 @@ def _measure(
         model(ids, **{CACHE: cache}, logits_to_keep=1)
         return cache
 
-    def write(cache: Cache, first: int) -> list[float]:
-        times = []
-        for position in range(first, first + _TOKENS):
-            at = torch.tensor([position], device=ids.device)
+    def write(cache: Cache, first: int) -> float:
+        positions = itertools.count(first)
+
+        def token() -> float:
+            at = torch.tensor([next(positions)], device=ids.device)
             places = {"cache_position": at, "position_ids": at[None]}
-            token = functools.partial(model, ids[:, :1], **{CACHE: cache}, **places)
-            times.append(elapsed_ms(token, device))
-        return times
+            step = functools.partial(model, ids[:, :1], **{CACHE: cache}, **places)
+            return elapsed_ms(step, device)
+
+        return _TOKENS.time_one(token)
 
     with press(model):
-        read()
-        prompt = statistics.median(elapsed_ms(read, device) for _ in range(3))
+        prompt = _PROMPTS.time_one(lambda: elapsed_ms(read, device))
         peak, cache = peak_bytes(read, device)
         held = cache_mib(cache)
         # torch prefers cuDNN, which builds a new plan each time the cache grows.
         torch.backends.cuda.enable_cudnn_sdp(False)
-        tokens = write(cache, ids.shape[1])
-        more, _ = peak_bytes(lambda: write(cache, ids.shape[1] + _TOKENS), device)
+        token = write(cache, ids.shape[1])
+        more, _ = peak_bytes(lambda: write(cache, ids.shape[1] + _TOKENS.count + 1), device)
         torch.backends.cuda.enable_cudnn_sdp(True)
     keys = max(layer.keys.shape[2] for layer in cache.layers)
     values = {"peak of tokens": [more / 1e6 + held * 1.048576, "MB"], "keys": [keys, "keys"]}
     return {
-        "forward": prompt, "peak_mb": peak / 1e6, "cache_mib": held,
-        "parts": {"token": statistics.median(tokens[1:])}, "values": values,
+        "forward": prompt, **_PROMPTS.fields(), "peak_mb": peak / 1e6, "cache_mib": held,
+        "parts": {"token": token}, "values": values,
     }  # fmt: skip

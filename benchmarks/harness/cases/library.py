@@ -9,14 +9,17 @@ import subprocess
 from collections.abc import Iterator
 from itertools import groupby
 
-from .sides import Declined
+from .. import record
+from ..sides import Declined
+from . import all_sides as side_names  # noqa: F401
 
 PROGRAMS = {"cpu": "bench_core", "cuda": "bench_selection"}
 # The CPU program measures cases that harness/attention.py measures too, there with the side `cpu`.
 SIDES = {"cpu": "library", "cuda": "cuda"}
+ROUNDS = 15
 OPTIONS = (
     "--benchmark_format=json",
-    "--benchmark_repetitions=15",
+    f"--benchmark_repetitions={ROUNDS}",
     "--benchmark_report_aggregates_only",
 )
 
@@ -45,6 +48,8 @@ def rows_of(benchmarks: list[dict], side: str) -> Iterator[dict]:
     for (case, dtype), group in groupby(medians, lambda b: tuple(b["run_name"].split("/")[:2])):
         group = list(group)
         times = {b["run_name"].split("/")[2]: b["real_time"] for b in group}
-        row = {"case": case, "side": side, "dtype": dtype, "unit": group[0]["time_unit"]}
-        row |= {direction: times.pop(direction, None) for direction in ("forward", "backward")}
-        yield row | ({"parts": times} if times else {})
+        ways = {way: times.pop(way, None) for way in record.TIMES}
+        unit = group[0]["time_unit"]
+        yield record.row(
+            case, side, dtype, **ways, unit=unit, statistic="median", rounds=ROUNDS, parts=times or None
+        )  # fmt: skip

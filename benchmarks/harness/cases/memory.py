@@ -11,9 +11,10 @@ from torch import Tensor
 from flash_dmattn import flash_dmattn_func
 from flash_dmattn.check.memory import bytes_of, peak_bytes
 
-from . import record
-from .cases import PER_QUERY, Case
-from .sides import Declined
+from .. import record
+from ..case import PER_QUERY, Case
+from ..sides import Declined
+from . import all_sides as side_names  # noqa: F401
 
 _MASKED = Case(PER_QUERY, 4096, 128, 2048, heads_q=32, heads_kv=32, batch=2)
 _LONG = Case(PER_QUERY, 131072, 128, 2048, heads_q=16, heads_kv=8)
