@@ -19,7 +19,7 @@ _large_rows: list[Tensor] | None = None  # of the calls in a block of recorded_l
 
 
 def kernel_names(backend: str) -> list[str]:
-    """The main kernels that the backend "cuda", "cpu" or "reference" can run on this machine.
+    """Returns the names of the main kernels that the backend "cuda", "cpu" or "reference" can run on this machine.
 
     A name is family, direction, dtype and variant, separated by spaces. Raises ValueError for another backend.
     """

@@ -152,7 +152,7 @@ Inputs pending_inputs(const KvCache& cache, const ConstTensor4& q, std::int64_t 
     in.bias = {cache.scores, {row == dense_stride ? s.heads_kv * s.slots() : row, s.slots(), 0, 1}};
   }
   in.visibility.intervals.data = intervals;
-  // Every query sees as many keys as a cache has places at most, and each brings one.
+  // A query sees at most as many keys as the cache has slots, and each further query adds one.
   in.visibility.bound = {.base = s.places(), .per_query = seqlen_q > 1 ? 1 : 0};
   return in;
 }

@@ -14,7 +14,7 @@ namespace {
 
 const SelectionBackend& selection_of(Device device) { return *backend_of(device).selection; }
 
-// A member that only backends of GPUs have.
+// Returns a function that only GPU backends have. Throws InvalidArgument on other devices.
 template <class Function>
 Function gpu_function(Function function, Device device, const char* what) {
   if (function == nullptr) {
@@ -43,7 +43,7 @@ RankArgs with_resolved_strides(const RankArgs& args) {
   return result;
 }
 
-// A measured bound holds for consecutive tiles of this many queries; every schedule's tiles on a GPU consist of them.
+// A measured bound holds for tiles of this many queries. The tiles of every GPU schedule are multiples of it.
 std::int64_t measured_tile_rows(std::int64_t seqlen_q) {
   std::int64_t rows = 64;
   while (max_query_tiles * rows < seqlen_q) rows *= 2;

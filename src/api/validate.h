@@ -23,8 +23,8 @@ Visibility validated(const Problem& problem, const Visibility& visibility);
 ForwardArgs validated(const ForwardArgs& args);
 BackwardArgs validated(const BackwardArgs& args);
 
-// Throw unless a tensor of this shape has data and contiguous rows within the limits; unless besides no two elements
-// of an output overlap.
+// check_input throws unless the tensor has data and contiguous rows within the limits. check_output also throws if two
+// elements overlap.
 void check_input(std::string_view argument, const ConstTensor4& tensor,
                  const std::array<std::int64_t, 4>& shape);
 void check_output(std::string_view argument, const Tensor4& tensor,
