@@ -69,7 +69,7 @@ def functions(listing):
 
 
 def successors(body):
-    """The indices of the instructions that may follow each instruction."""
+    """Returns the indices of the instructions that may follow each instruction."""
     index = {address: i for i, (address, _) in enumerate(body)}
     result = []
     for i, (_, text) in enumerate(body):
@@ -84,7 +84,7 @@ def successors(body):
 
 
 def blocks_of(body):
-    """Basic blocks: their instructions, and the blocks that may follow each."""
+    """Returns the basic blocks: their instructions, and the blocks that may follow each."""
     nexts = successors(body)
     leaders = {0} | {n for i, ns in enumerate(nexts) for n in ns if n != i + 1 or len(ns) != 1}
     leaders |= {i + 1 for i, ns in enumerate(nexts) if ns != [i + 1] and i + 1 < len(body)}
@@ -98,7 +98,7 @@ def blocks_of(body):
 
 
 def natural_loops(edges):
-    """The loops of a flow graph as sets of blocks. A loop has a back edge, whose target dominates its source."""
+    """Returns the loops of a flow graph as sets of blocks. A loop has a back edge, whose target dominates its source."""
     everything = (1 << len(edges)) - 1
     before = [[] for _ in edges]
     for block, targets in enumerate(edges):
@@ -129,7 +129,7 @@ def natural_loops(edges):
 
 
 def local_accesses(body):
-    """LocalAccesses of a kernel, or None for one without HGMMA."""
+    """Returns the LocalAccesses of a kernel, or None for one without HGMMA."""
     blocks, edges = blocks_of(body)
     products = {b for b, texts in enumerate(blocks) if any("HGMMA" in text for text in texts)}
     if not products:
@@ -148,7 +148,7 @@ def local_accesses(body):
 
 
 def faults_of(listing):
-    """A line for each kind of access to local memory that a kernel of a listing has too many of."""
+    """Yields a line for each kind of local memory access that exceeds its limit in a kernel of a listing."""
     for name, body in functions(listing):
         if (accesses := local_accesses(body)) is None:
             continue

@@ -30,7 +30,7 @@ ABI = "torch-stable-abi210"
 
 
 def build(folder: Path, namespace: str, cuda: str | None, definitions: list[str]) -> Path:
-    """The operators' library with that namespace."""
+    """Builds the operators' library with that namespace, and returns its path."""
     options = {
         "FLASH_DMATTN_TORCH": "ON",
         "FLASH_DMATTN_NAMESPACE": namespace,
@@ -62,13 +62,13 @@ def write_variant(folder: Path, library: Path, namespace: str, cuda: str | None)
 
 
 def copy_package(to: Path) -> None:
-    """The Python package. It has no module _ops, which kernel-builder writes."""
+    """Copies the Python package. It has no module _ops, which kernel-builder writes."""
     ignored = shutil.ignore_patterns("__pycache__", "*.so")
     shutil.copytree(ROOT / "python" / "flash_dmattn", to, ignore=ignored)
 
 
 def write_sources(folder: Path, commands: list[dict]) -> None:
-    """The sources, and a build.toml that lists those of the build with their flags."""
+    """Writes the sources, and a build.toml that lists the compiled sources with their flags."""
     for part in ("bindings", "include", "src"):
         shutil.copytree(ROOT / part, folder / part, dirs_exist_ok=True)
     package = folder / "torch-ext" / NAME.replace("-", "_")

@@ -40,8 +40,10 @@ class PassKeyTexts(Dataset):
 def pass_key_text(
     text: Tensor, length: int, questions: int, random: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """uint8 [bytes] -> text, a line with a number in its first half, and lines that repeat the number: int64 [length], and
-    where the digits of the repetitions are, bool [length]."""
+    """Makes a text with a number from uint8 [bytes]. Returns int64 [length] and bool [length].
+
+    A line in the first half has the number, and lines after it repeat it. The bools are True for the digits of repetitions.
+    """
     line = _BEFORE + bytes(torch.randint(48, 58, (DIGITS,), generator=random).tolist())
     return _with_lines(text, torch.tensor(list(line)), DIGITS, length, questions, random)
 

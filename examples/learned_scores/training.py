@@ -114,7 +114,7 @@ def without_labels(inputs: dict) -> dict:
 
 
 def divergence(student: Tensor, teacher: Tensor, mask: Tensor | None) -> Tensor:
-    """KL(teacher, student) of the next token in nats, logits [B, S, V], a mean over the tokens of mask [B, S]."""
+    """Returns KL(teacher, student) of the next token in nats, logits [B, S, V], a mean over the tokens of mask [B, S]."""
     student, teacher = (logits.float().log_softmax(-1) for logits in (student, teacher))
     each = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
     return each.mean() if mask is None else (each * mask).sum() / mask.sum()
@@ -149,7 +149,7 @@ class WatchedScores:
 
 
 def stochastic_gates(scores: Tensor, temperature: float) -> Tensor:
-    """Log gates log sigmoid(z) -> log sigmoid((z + noise) / temperature), open with the probability sigmoid(z).
+    """Samples log gates: log sigmoid(z) -> log sigmoid((z + noise) / temperature), open with the probability sigmoid(z).
 
     A gate of 0.1 takes little from a key whose attention score stands out, so that its closing would cost nothing and its
     score would learn nothing. A closed gate of a low temperature takes the key out, as the hard phase does

@@ -31,9 +31,9 @@ except _metadata.PackageNotFoundError:  # used from a source tree
 
 
 def __getattr__(name: str):
-    """CPU_AVAILABLE, CUDA_AVAILABLE, TRITON_AVAILABLE, FLEX_AVAILABLE: determined at first use.
+    """Returns CPU_AVAILABLE, CUDA_AVAILABLE, TRITON_AVAILABLE or FLEX_AVAILABLE, determined at first use.
 
-    Not at import: once a process has initialised CUDA, its forked children cannot use the GPU.
+    They are not determined at import: once a process has initialised CUDA, its forked children cannot use the GPU.
     """
     backend, suffix, rest = name.partition("_AVAILABLE")
     if suffix and not rest and backend in ("CPU", "CUDA", "TRITON", "FLEX"):

@@ -27,7 +27,7 @@ def on_page_markdown(markdown: str, **_) -> str:
 
 
 def sections() -> Iterator[str]:
-    """Markdown of every header, in the order in which the one for all includes them."""
+    """Yields Markdown for every header, in the order in which the one for all includes them."""
     for header in _INCLUDED.findall((INCLUDE / UMBRELLA).read_text()):
         yield f"\n## {Path(header).name}\n"
         for paragraph in paragraphs((INCLUDE / header).read_text()):
@@ -35,7 +35,7 @@ def sections() -> Iterator[str]:
 
 
 def paragraphs(text: str) -> Iterator[list[str]]:
-    """The lines of each declaration of a header with its comment, and of each comment that stands alone."""
+    """Yields the lines of each declaration of a header with its comment, and of each comment that stands alone."""
     text = _PRIVATE.sub("", text)
     lines: list[str] = []
     depth = 0
@@ -52,7 +52,7 @@ def paragraphs(text: str) -> Iterator[list[str]]:
 
 
 def section(lines: list[str]) -> str:
-    """A heading with the declared names, the comment, and the declaration."""
+    """Returns a heading with the declared names, the comment, and the declaration."""
     end = next((i for i, line in enumerate(lines) if not line.startswith("//")), len(lines))
     comment, code = lines[:end], "\n".join(lines[end:])
     heading = ", ".join(f"`{name}`" for name in names(code))
@@ -69,7 +69,7 @@ def names(code: str) -> list[str]:
 
 
 def prose(comment: list[str]) -> str:
-    """Markdown of a comment: what it indents is kept as it stands."""
+    """Converts a comment to Markdown. Indented lines are kept as they are."""
     out: list[str] = []
     in_code = False
     for line in comment:

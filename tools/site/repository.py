@@ -40,7 +40,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _target(link: str, source: str, address: str, config: MkDocsConfig) -> str:
-    """The target on the site of a link in the file `source`, which is the page `address`."""
+    """Returns the target on the site of a link in the file `source`, which is the page `address`."""
     if ":" in link:
         return link
     path = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
@@ -62,7 +62,7 @@ def on_page_content(content: str, page: Page, **_) -> None:
 
 
 def _set_apart(markdown: str) -> str:
-    """An empty line before lists and tables, which GitHub does without and Python-Markdown does not."""
+    """Adds an empty line before lists and tables, which Python-Markdown needs and GitHub does not."""
     out: list[str] = []
     in_code = False
     for line in markdown.splitlines():

@@ -41,7 +41,7 @@ WORDS = {
 
 
 def read_table(path: Path = TABLE) -> list[dict[str, str]]:
-    """All cases; an empty field takes that of the first row, which is no case itself."""
+    """Reads all cases. An empty field has the value of the first row, which only holds defaults."""
     with path.open() as file:
         lines = [line for line in file if line.strip() and not line.startswith("#")]
     columns, *rows = ([word.strip() for word in row] for row in csv.reader(lines))
@@ -55,7 +55,7 @@ CASES = {row["name"]: row for row in read_table() if row["scale"] != "0"}
 
 
 def shrink_case(row: dict[str, str]) -> dict[str, str]:
-    """The case with at most 37 queries and 45 keys: two of the smallest tiles and a tail each way."""
+    """Returns the case with at most 37 queries and 45 keys: two of the smallest tiles and a tail each way."""
     largest = {"seqlen_q": 37, "seqlen_k": 45, "window": 13, "batch": 2}
     return row | {name: str(min(int(row[name]), most)) for name, most in largest.items()}
 
@@ -90,7 +90,7 @@ def to_device(value, device):
 
 
 def run(case: Case, function=flash_dmattn_func, **options) -> Result:
-    """Forward and backward of the library. All inputs require gradients."""
+    """Runs forward and backward of the library. All inputs require gradients."""
     p = case.problem
     q, k, v, bias = (
         t if t is None else t.detach().requires_grad_() for t in (p.q, p.k, p.v, p.bias)
@@ -118,7 +118,7 @@ def run(case: Case, function=flash_dmattn_func, **options) -> Result:
 
 
 def _in_fewest_dims(tensor: Tensor | None) -> Tensor | None:
-    """The 3-d form where a mask or bias is the same for all queries, and 2-d where for all heads too."""
+    """Returns the 3-d form of a mask or bias that is the same for all queries, or 2-d if it is also the same for all heads."""
     if tensor is None or tensor.shape[2] != 1:
         return tensor
     return tensor[:, 0, 0] if tensor.shape[1] == 1 else tensor[:, :, 0]
@@ -196,7 +196,7 @@ class _Maker:
         return self._normal(self.batch, self.heads_q, self.seqlen_q)
 
     def _padding(self) -> Tensor:
-        """[B, 1, 1, 1]: how many keys padding takes from each batch."""
+        """Returns [B, 1, 1, 1], the number of keys of each row that are padding."""
         return ((torch.arange(self.batch) + 1) * self.seqlen_k // 7)[:, None, None, None]
 
     def _mask(self) -> Tensor:
@@ -283,7 +283,7 @@ class _Maker:
         return rule | {"recent_competes": kind == "recent"}
 
     def _end_outside(self, shape) -> Tensor:
-        """Random interval ends; half lie far outside the queries."""
+        """Draws interval ends. Half of them lie far outside the queries."""
         kind = self._below(6, *shape)
         end = self._below(self.seqlen_q + 1, *shape)
         limits = torch.iinfo(torch.int32)

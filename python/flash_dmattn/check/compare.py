@@ -41,7 +41,8 @@ def compare_tensor(
     largest_score: float = 1.0,
     terms: Tensor | None = None,
 ) -> Verdict:
-    """Maximum and mean error at most twice the yardstick's, plus an allowance for luck of the yardstick.
+    """Checks that maximum and mean error are at most twice the yardstick's plus an allowance, because the yardstick may be
+    exact by chance.
 
     expected: in double. yardstick: the same mathematics in the precision of `actual`. The allowance is one unit in
         the last place of the result plus the effect of two units in the last place of an fp32 score. terms: of a result
@@ -89,7 +90,7 @@ def compare_tensor(
 
 
 def compare_result(actual: Result, problem: Problem, saturate: bool = True) -> list[Verdict]:
-    """A verdict on every result that `actual` has, by the oracle of the problem."""
+    """Yields a verdict on every result that `actual` has, by the oracle of the problem."""
     dtype = problem.q.dtype
     expected, yardstick = attention(problem), attention(problem, dtype)
     verdicts = []
@@ -122,7 +123,7 @@ def assert_matches_oracle(actual: Result, problem: Problem, saturate: bool = Tru
 
 
 def _rounded_range(expected: Tensor, dtype: torch.dtype, saturate: bool, gradient: bool) -> Tensor:
-    """The values that those beyond the range of `dtype` become: the limit, or infinity."""
+    """Returns what values beyond the range of `dtype` become: the limit, or infinity."""
     limit = torch.finfo(dtype).max
     if saturate:
         limit = GRADIENT_LIMIT.get(dtype, limit) if gradient else limit

@@ -38,7 +38,7 @@ class Setting:
 def forward_and_backward(
     problem: Problem, function: Callable = flash_dmattn_func, **options
 ) -> Result:
-    """All inputs require gradients; mask and bias are passed in the 4-d form of the problem."""
+    """Runs both. All inputs require gradients; mask and bias are passed in the 4-d form of the problem."""
     q, k, v = (t.detach().requires_grad_() for t in (problem.q, problem.k, problem.v))
     bias = None if problem.bias is None else problem.bias.detach().requires_grad_()
     out, lse = function(
@@ -50,7 +50,7 @@ def forward_and_backward(
 
 
 def wide_mask_and_bias(setting: Setting) -> Iterator[Verdict]:
-    """Length 4096, window 2048, head dim 128, a 4-d mask and a 4-d bias: results differed there."""
+    """Compares a call with a 4-d mask and bias (length 4096, window 2048, D 128), whose results were wrong elsewhere."""
     length = 64 if setting.small else 4096 if setting.full or setting.device != "cpu" else 1024
     bias = setting.normal(1, 1, length, length)
     causal = causal_elements(length, length).to(setting.device)
@@ -65,7 +65,7 @@ _SIZES = ((256, 256, 64), (256, 192, 64), (192, 192, 64), (256, 256, 80), (100, 
 
 
 def sizes_without_full_tiles(setting: Setting) -> Iterator[Verdict]:
-    """Lengths and head dims that fill no tile: dV held NaN and inf there, for some seeds."""
+    """Compares lengths and head dimensions that fill no tile. Elsewhere some seeds gave NaN and inf in dv."""
     seeds = 200 if setting.full else 2 if setting.small else _JUDGED_SEEDS
     for seqlen_q, seqlen_k, head_dim in _SIZES:
         if setting.small:
@@ -82,7 +82,7 @@ def sizes_without_full_tiles(setting: Setting) -> Iterator[Verdict]:
 
 
 def all_finite(result: Result, where: str) -> Iterator[Verdict]:
-    """One verdict for each gradient that is not finite."""
+    """Yields a verdict for each gradient that is not finite."""
     for name in ("dq", "dk", "dv", "dbias"):
         gradient = getattr(result, name)
         if gradient is None or gradient.isfinite().all():
@@ -95,7 +95,8 @@ def all_finite(result: Result, where: str) -> Iterator[Verdict]:
 
 
 def choice_of_keys(setting: Setting) -> Iterator[Verdict]:
-    """keep_window_size: the gradient went through the top-k, and through the padding's fill, as NaN."""
+    """Compares a call with keep_window_size. Elsewhere the gradient passed through the top-k, and as NaN through the fill
+    value of padding."""
     length, window, padding = (60, 8, 10) if setting.small else (300, 32, 40)
     bias = setting.normal(2, 2, length)
     bias[0, :, :padding] = torch.finfo(setting.dtype).min  # the usual fill of padding
@@ -111,7 +112,7 @@ def choice_of_keys(setting: Setting) -> Iterator[Verdict]:
 
 
 def cast_of_peft(setting: Setting) -> Iterator[Verdict]:
-    """PEFT leaves float32 inputs next to 16-bit ones; None must stay None."""
+    """Checks the cast of the inputs that PEFT leaves in float32 next to 16-bit ones. None must stay None."""
     problem = setting.problem(64, 64, 32)
     wide = (problem.q.float(), problem.k.float(), problem.v.float(), None)
     *cast, none = fdma_peft_integration_check(*wide, setting.dtype)
@@ -125,7 +126,7 @@ def cast_of_peft(setting: Setting) -> Iterator[Verdict]:
 
 
 def determinism(setting: Setting) -> Iterator[Verdict]:
-    """Two runs with deterministic=True agree bit for bit."""
+    """Checks that two runs with deterministic=True agree bit for bit."""
     length = 50 if setting.small else 500
     bias = setting.normal(1, 2, 1, length)
     problem = setting.problem(length, length, 64, heads=(4, 2), bias=bias)
@@ -144,9 +145,9 @@ def determinism(setting: Setting) -> Iterator[Verdict]:
 
 
 def memory(setting: Setting) -> Iterator[Verdict]:
-    """3-d bias with no, a 3-d and a 4-d mask: no N x N tensor is built.
+    """Checks that a 3-d bias with no, a 3-d and a 4-d mask allocates no N x N tensor.
 
-    Memory allowed in addition to inputs, results and gradients: the gradients once more in float32, one bit
+    The memory allowed in addition to inputs, results and gradients is the gradients once more in float32, one bit
     for every element (a packed mask) and a mebibyte per thread for tiles.
     """
     if setting.small:

@@ -80,7 +80,7 @@ def _print_kernels_of(name: str) -> int:
 
 
 def _instruction_sets() -> list[str]:
-    """The instruction sets of this machine that the kernels use, by the names of Linux."""
+    """Returns the instruction sets of this machine that the kernels use, as named in /proc/cpuinfo."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():
         return [platform.machine()]

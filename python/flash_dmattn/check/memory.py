@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def peak_bytes(call: Callable[[], object], device: str) -> tuple[int, object]:
-    """The peak beyond earlier allocations, and the result of the call."""
+    """Returns the peak beyond earlier allocations, and the result of the call."""
     # Tensors in cycles that earlier calls left could be freed during this one. Where a cycle holds a graph of autograd that holds
     # another cycle, a collection frees the first alone.
     while gc.collect():

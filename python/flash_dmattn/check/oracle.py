@@ -45,7 +45,7 @@ class Result:
 
 
 def per_head(tensor: Tensor, problem: Problem) -> Tensor:
-    """[B or 1, H, Sq or 1, Sk or 1] -> [B, Hq, Sq, Sk], every query head with the data of its group."""
+    """Expands [B or 1, H, Sq or 1, Sk or 1] to [B, Hq, Sq, Sk]. Every query head gets the data of its group."""
     batch, seqlen_q, heads_q, _ = problem.q.shape
     if tensor.shape[1] not in (1, heads_q):
         tensor = tensor.repeat_interleave(heads_q // tensor.shape[1], 1)
@@ -69,7 +69,7 @@ def visible_elements(problem: Problem) -> Tensor:
 
 
 def biased_elements(problem: Problem) -> Tensor:
-    """The elements whose score has a bias, [Sq, Sk]."""
+    """Returns which elements [Sq, Sk] have a bias in their score."""
     seqlen_q, seqlen_k = problem.q.shape[1], problem.k.shape[1]
     position = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=problem.q.device)
     age = position[:, None] - torch.arange(seqlen_k, device=problem.q.device)
@@ -86,7 +86,7 @@ def sum_to_shape(tensor: Tensor, shape: torch.Size, heads_kv: int) -> Tensor:
 
 
 def attention(problem: Problem, dtype: torch.dtype = torch.float64) -> Result:
-    """Forward and, when the problem has dout, backward, with products rounded to `dtype`."""
+    """Computes forward and, if the problem has dout, backward. Products are rounded to `dtype`."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     visible = visible_elements(problem)
     group = problem.q.shape[2] // problem.k.shape[2]

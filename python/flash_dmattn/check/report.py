@@ -32,7 +32,7 @@ class Row:
 
 
 def worst_rows(backend: str, case: str, dtype: str, verdicts: Iterable[Verdict]) -> list[Row]:
-    """One row for each tensor: its first failure, or else the result closest to its bound."""
+    """Returns one row for each tensor: its first failure, or else the result closest to its bound."""
     worst: dict[str, Verdict] = {}
     for verdict in verdicts:
         kept = worst.get(verdict.tensor)
@@ -51,7 +51,7 @@ def _closeness(verdict: Verdict) -> float:
 
 
 def format_row(rows: list[Row]) -> str:
-    """The rows of one case: `error/bound` of every tensor, and the verdict on all of them."""
+    """Formats the rows of one case: `error/bound` of every tensor, and the verdict on all of them."""
     first = rows[0]
     head = f"{first.backend:<9} {first.dtype:<5} {first.case:<34}"
     if first.verdict == DECLINED:
@@ -71,7 +71,7 @@ def _number(value: float | None, scale: float) -> str:
 
 
 def summary(rows: list[Row]) -> list[str]:
-    """A line per backend: how many comparisons, and each tensor's closest approach to its bound."""
+    """Returns a line per backend: the number of comparisons, and each tensor's closest approach to its bound."""
     lines = []
     for backend in dict.fromkeys(row.backend for row in rows):
         mine = [row for row in rows if row.backend == backend]
@@ -94,7 +94,7 @@ def summary(rows: list[Row]) -> list[str]:
 
 
 def failed(rows: list[Row]) -> bool:
-    """Something is wrong, or everything was declined, which proves nothing."""
+    """Whether a comparison failed, or all cases were declined (which proves nothing)."""
     verdicts = {row.verdict for row in rows}
     return FAIL in verdicts or PASS not in verdicts
 

@@ -90,7 +90,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def steps_of(backend: str, dtypes: list[str] | None, full: bool) -> Iterator[Step]:
-    """Every case of the table (a sixth of them unless `full`) and every call of failed_elsewhere.py."""
+    """Yields every case of the table (a sixth of them unless `full`) and every call of failed_elsewhere.py."""
     small = interpreted(backend)
     function = triton_dmattn_func if small else flash_dmattn_func_auto(backend)
     device = device_of(backend)
@@ -139,7 +139,7 @@ def dtypes_of(backend: str) -> tuple[str, ...]:
 
 
 def interpreted(backend: str) -> bool:
-    """Triton's kernels run on the CPU with TRITON_INTERPRET=1, about a thousand elements a second: small cases."""
+    """Whether Triton's kernels run on the CPU (TRITON_INTERPRET=1): a thousand elements per second, so cases are small."""
     return backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -66,7 +66,7 @@ class KVSlots(SlotMemory):
 
     @property
     def capped(self) -> Tensor:
-        """The number of keys that have competed so far beyond the window, int64 [B, Hkv].
+        """Returns the number of keys that have competed so far beyond the window, int64 [B, Hkv].
 
         If it is above 0, the window binds: for each of these keys, some query did not see this key or one that it beat.
         It is 0 for a head whose window is 0, because none of its keys competes.

@@ -5,7 +5,7 @@ from functools import cache
 
 @cache
 def is_flash_dmattn_available() -> bool:
-    """True when the package is importable and at least one backend runs here."""
+    """Whether the package is importable and at least one backend runs here."""
     try:
         from flash_dmattn import get_available_backends
     except ImportError:

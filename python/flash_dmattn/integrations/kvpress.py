@@ -94,7 +94,7 @@ def add_press(
 
 
 def _score_without_layer(hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The temporary scorer of a layer, until the layer exists: _PressScorer needs the layer."""
+    """Replaces the scorer of a layer until the layer exists, which _PressScorer needs."""
     raise RuntimeError("a press scores keys only where it has its layer")
 
 

@@ -99,7 +99,7 @@ def mask_driven_attention_forward(
     is_causal: bool | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """`flash_dynamic_mask_attention_forward` for models that know this attention by its name.
+    """Computes `flash_dynamic_mask_attention_forward` for models with attn_implementation="flash_dmattn".
 
     The mask decides what a query sees, as in the eager attention of every model: without a mask it sees all keys, and
     under a mask [B, 1, 1, Sk] all keys that the mask shows; offsets of packed sequences hide the keys of others. A layer's
@@ -164,9 +164,11 @@ def attention_bshd(
     is_causal: bool | None = None,
     **kwargs,
 ) -> torch.Tensor:
-    """`flash_dynamic_mask_attention_forward` of query, key and value [B, S, H, D], the order in which models make them
-    and attention reads them: transposed, they are three views more, and three in the backward. window_size None
-    keeps all keys, whatever the module has."""
+    """Computes `flash_dynamic_mask_attention_forward` for query, key and value [B, S, H, D].
+
+    Models make and attention reads this order; transposing costs three views, and three more in the backward.
+    window_size: None keeps all keys, whatever the module has.
+    """
     if kwargs.pop("output_attentions", None):
         warnings.warn(
             "flash_dmattn has no output_attentions; use attn_implementation='eager'", stacklevel=3

@@ -193,10 +193,8 @@ def _check_piece(cache: object, mask: object, positions: object, batch: int, len
 
 
 def check_labels(model: PreTrainedModel, args: tuple, options: dict) -> None:
-    """A hook before the forward of a ForCausalLM.
-
-    It raises on every rank if labels would be shifted within a piece, or if counts of labels differ between ranks.
-    """
+    """Raises on every rank, before the forward of a ForCausalLM, if labels would be shifted within a piece or counts of
+    labels differ between ranks."""
     pieces = getattr(model, PIECES, None)
     if pieces is None:
         return

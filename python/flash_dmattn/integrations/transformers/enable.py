@@ -223,7 +223,7 @@ def _register_hook(model: torch.nn.Module, hook) -> None:
 
 
 def _begin_forward(model: DogeModel, args: tuple, options: dict) -> tuple[tuple, dict] | None:
-    """A hook before DogeModel.forward, which adds the default cache and the context of the layers."""
+    """Adds the default cache and the context of the layers before DogeModel.forward."""
     if model.config._attn_implementation not in DOGE_NAMES:
         return None
     arguments = dict(zip(MODEL_ARGUMENTS, args, strict=False)) | options

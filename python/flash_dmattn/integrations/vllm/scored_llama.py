@@ -31,7 +31,10 @@ class ScoredLlamaAttention(ScoredAttention):
         prefix: str = "",
         **others,
     ):
-        """others: arguments of vLLM's own layer, which this layer reads from `config` instead."""
+        """
+        Args:
+            others: arguments of vLLM's own layer, which this layer reads from `config` instead.
+        """
         parts = get_tensor_model_parallel_world_size()
         states = states_of(config, get_current_vllm_config().model_config.dtype, parts)
         state = states[extract_layer_index(prefix)]

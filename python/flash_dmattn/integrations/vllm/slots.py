@@ -107,7 +107,7 @@ class SlotAttention(nn.Module, MambaBase):
         layers[prefix] = self
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor) -> Tensor:
-        """query: [T, Hq, D]; key, value: [T, Hkv, D]; scores: float32 [Hkv, T]. Returns [T, Hq, D]."""
+        """Computes attention. query: [T, Hq, D]; key, value: [T, Hkv, D]; scores: float32 [Hkv, T]. Returns [T, Hq, D]."""
         out = torch.empty_like(query)
         getattr(torch.ops.vllm, OPERATOR)(query, key, value, scores, out, self.prefix)
         return out

@@ -44,7 +44,8 @@ def scored_attention_forward(
     flash_dmattn_scores: ScoredCall | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Attention in the form of transformers' functions. Layers without scores see what their mask shows.
+    """Computes attention in the form of transformers' attention functions. In layers without scores, queries see what the
+    mask shows.
 
     Args:
         query: [B, Hq, Sq, D]; key, value: [B, Hkv, Sk, D].
@@ -121,7 +122,7 @@ class _States(NamedTuple):
     sink_logits: Tensor | None
 
     def visible(self, chooses: bool = False) -> Visibility:
-        """The elements that the mask shows. chooses: as in normalize_mask."""
+        """Returns the elements that the mask shows. chooses: as in normalize_mask."""
         mask, intervals, additive = normalize_mask(
             self.mask, None, self.query, self.key, chooses, None
         )
@@ -139,7 +140,7 @@ class _States(NamedTuple):
 
 
 def _attend_to_all(call: ScoredCall, states: _States) -> Tensor:
-    """The soft phase: the log gates of old keys are their bias. Recent keys and sinks have no bias."""
+    """Computes the soft phase: the log gates of old keys are their bias. Recent keys and sinks have no bias."""
     layer = call.layer
     if call.query_position is not None:
         raise ValueError(
@@ -179,7 +180,7 @@ def _shown_before_documents(mask: Tensor, shown: Tensor) -> Tensor:
 
 
 def _attend_to_chosen(call: ScoredCall, states: _States) -> Tensor:
-    """The hard phase: attention of the base model, to the keys that the rule keeps.
+    """Computes the hard phase: attention of the base model to the keys that the rule keeps.
 
     Scores choose these keys and change nothing else, so a cache holds keys and no gates. The choice has no derivative.
     Scores learn through the gradient of a bias of value 0 on old keys, without sinks.
@@ -216,7 +217,7 @@ def _bias_to_learn(scores: Tensor, rule: SelectionRule) -> tuple[Tensor | None, 
 
 
 def _attend_to_pieces(call: ScoredCall, states: _States) -> Tensor:
-    """The hard phase under context parallelism: this rank has a piece of each sequence."""
+    """Computes the hard phase under context parallelism: this rank has a piece of each sequence."""
     layer, slots = call.layer, call.slots
     try:
         _check_layer_of_pieces(layer, slots)
