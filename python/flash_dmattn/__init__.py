@@ -20,7 +20,7 @@ from .keys.patterns import from_padding, packed_documents, prefix_lm, sliding_wi
 from .keys.select_intervals import select_key_intervals
 from .layers import DynamicMaskAttention
 from .merge import merge_attention
-from .scores import make_scores
+from .scores import make_scores, with_zero_sum_gradient
 
 torch_rules.register()
 
@@ -71,4 +71,5 @@ __all__ = [
     "select_keys",
     "sliding_window",
     "triton_dmattn_func",
+    "with_zero_sum_gradient",
 ]

@@ -24,8 +24,8 @@ from ._core.checks import (
     resolve_flag,
 )
 from ._core.gradients import expand_for_uses, repeat_interleave
+from ._core.large_rows import record_large_rows
 from ._core.numerics import Numerics
-from .kernels import record_large_rows
 from .keys.intervals import KeyIntervals, broadcasts, intersect, split_by_age
 from .keys.patterns import prefix_lm
 from .keys.recognise import Memo

@@ -203,7 +203,8 @@ def flash_dmattn_varlen_func(
     query, key, value = query[None], key[None], value[None]
     saturate = numerics.saturate
     bias = _unpack_per_key(attn_bias, query, key, "attn_bias", saturate)
-    bias = bias_argument(bias, query, key, saturate)
+    if bias is not None:
+        bias = bias_argument(bias, query, key, saturate)
     scored_rule = ScoredRule.from_arguments(
         _unpack_per_key(selection_scores, query, key, "selection_scores"),
         keep_window_size,
@@ -303,9 +304,10 @@ def flash_dmattn_func_auto(backend: str | None = None, **options) -> Callable:
     Keyword arguments become defaults of the function. Raises RuntimeError with the reason if the backend cannot
     run, and TypeError for an argument that the function does not have.
     """
-    for name in options.keys() - inspect.signature(flash_dmattn_func).parameters.keys():
+    unknown = sorted(options.keys() - inspect.signature(flash_dmattn_func).parameters.keys())
+    if unknown:
         raise TypeError(
-            f"flash_dmattn_func_auto: got {name!r}, expected arguments of flash_dmattn_func"
+            f"flash_dmattn_func_auto: got {', '.join(map(repr, unknown))}, expected arguments of flash_dmattn_func"
         )
     backend = resolve_backend(backend)
     if not backend and get_available_backends()[0] in IN_PYTHON:
@@ -322,7 +324,7 @@ def triton_dmattn_func(
     value: Tensor,
     attn_mask: Tensor | None = None,
     attn_bias: Tensor | None = None,
-    is_causal: bool | None = False,
+    is_causal: bool | None = None,
     softmax_scale: float | None = None,
     *,
     scale: float | None = None,
@@ -345,7 +347,7 @@ def triton_dmattn_func(
     """Computes flash_dmattn_func with Triton kernels, on GPUs of any vendor. Arguments as in flash_dmattn_func, except:
 
     is_causal, softmax_scale: the sixth and seventh positional arguments, as in 1.x; flash_dmattn_func has them in the
-        opposite order. False is the default of 1.x, and means what None does.
+        opposite order.
     query, key, value: float32, bfloat16 or float16, head dimension 1 to 256, on a GPU; on the CPU with
         TRITON_INTERPRET=1, which is for tests, and multiplies bfloat16 wrongly.
     deterministic: without effect; gradients are always bit-identical from run to run.

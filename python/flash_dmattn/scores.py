@@ -247,7 +247,11 @@ def _limit_gradient(gradient: Tensor, dtype: torch.dtype = torch.float32) -> Ten
 
 
 def with_zero_sum_gradient(scores: Tensor) -> Tensor:
-    """Returns the scores [B, H, S] unchanged. Their gradient is centred, so it sums to 0 over the keys."""
+    """Returns the scores [B, H, S] unchanged. Their gradient is centred, so it sums to 0 over the keys.
+
+    Use it for scores that are both trained and a bias in 16 bits, as the layers of this package do: the rounded output of
+    attention adds the same error to the gradient of every key of a head. Keys whose gradient is 0 keep it.
+    """
     if not (torch.is_grad_enabled() and scores.requires_grad):
         return scores
     return _WithZeroSumGradient.apply(scores)

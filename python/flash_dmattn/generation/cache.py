@@ -281,7 +281,7 @@ class KVSlots(SlotMemory):
                 query, key, value, scores, key_mask=key_mask, return_lse=return_lse, **options
             )
         self._check_tokens(key, value, scores, query)
-        Numerics.check_arguments(scale, softcap, nonfinite)
+        Numerics.from_arguments(scale, None, softcap, nonfinite, None)
         by_token = self.k.transpose(1, 2)
         length = check_chunk(by_token, key_mask, query=query, key=key, value=value, scores=scores)
         room = self.chunk - self.pending
