@@ -1,8 +1,8 @@
-"""Dynamic mask attention: exact attention over the keys that a learned score chooses, in O(N w)."""
+"""Dynamic mask attention: exact attention over the keys that a learned score selects, in O(N w)."""
 
 from importlib import metadata as _metadata
 
-from ._core import autograd, shapes, torch_rules  # noqa: F401
+from ._core import autograd, fake_kernels, torch_registrations  # noqa: F401
 from ._core.availability import Backend, backends, get_available_backends, is_available
 from .forgetting import forgetting_attention
 from .functional import (
@@ -22,7 +22,7 @@ from .layers import DynamicMaskAttention
 from .merge import merge_attention
 from .scores import make_scores, with_zero_sum_gradient
 
-torch_rules.register()
+torch_registrations.register()
 
 try:
     __version__ = _metadata.version("flash-dmattn")
