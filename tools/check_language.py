@@ -3,7 +3,8 @@
 
 check_language.py PATH ...
 
-A comment or docstring begins with its subject. Words are plain English. The name of a test says a result.
+A comment or docstring begins with its subject, the docstring of a function with its verb. Words are plain English. The name
+of a test says a result.
 """
 
 import ast
@@ -27,12 +28,19 @@ NO_RESULT = re.compile(
 HEADLESS = re.compile(
     r"(As|By|Else|From|Not|Since|So that|To|Where|With|Without)\b[^,:;]*?\.(\s|$)"
 )
+# The docstring of a function begins with a verb, and not with a noun in the plural.
+NOUNS = (
+    "Args|Bias|Bytes|Documents|Elements|Families|Gradients|Heads|Inputs|Intervals|Its|Keys|Lengths|Masks|Operations|Positions|"
+    "Queries|Rows|Sequences|Sizes|Subclasses|Tensors|This|Tokens|Values|Weights"
+)
+VERB = re.compile(rf"(?!(?:{NOUNS})\b)(?:[A-Z][a-z]+s|Whether)\b")
 # A name in C++ that is "of" something. After its class it is a named constructor: Block::of_threads().
 CPP_WITHOUT_NOUN = re.compile(r"(?<![\w:])of_\w+")
 # A variable or an argument with such a name does not say what it holds.
 WITHOUT_NOUN = ("behind", "found", "given", "made", "own")
 CPP = (".cpp", ".cu", ".cuh", ".h")
-DOCUMENTED = (ast.AsyncFunctionDef, ast.ClassDef, ast.FunctionDef, ast.Module)
+FUNCTIONS = (ast.AsyncFunctionDef, ast.FunctionDef)
+DOCUMENTED = (*FUNCTIONS, ast.ClassDef, ast.Module)
 MARKERS = {
     **dict.fromkeys(CPP, "//"),
     **dict.fromkeys((".cmake", ".in", ".py", ".sh"), "#"),
@@ -41,7 +49,7 @@ NAMES = ("CMakeLists.txt", "Makefile", "run")  # whose comments begin with #
 
 
 def marker_of(path: Path) -> str | None:
-    """The characters that begin a comment, "" for a document; None: the file is not read."""
+    """Returns the characters that begin a comment, "" for a document, or None for a file that is not checked."""
     if path.suffix == ".md" or path.name in NAMES:
         return "" if path.suffix == ".md" else "#"
     code = Path(path.stem) if path.suffix == ".in" else path  # a template
@@ -76,6 +84,19 @@ def headless_docstrings(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.body[0].lineno, match[0].strip()
 
 
+def docstrings_without_verb(path: Path) -> Iterator[tuple[int, str]]:
+    """Yields (line, first word) of docstrings of functions that do not say what the function does.
+
+    The name of a test says that; its docstring gives the reason. A constructor's docstring may have arguments alone.
+    """
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, FUNCTIONS) and not node.name.startswith("test_"):
+            docstring = ast.get_docstring(node) or "Whether"
+            is_constructor = node.name == "__init__" and docstring.startswith("Args:")
+            if not VERB.match(docstring) and not is_constructor:
+                yield node.body[0].lineno, docstring.split()[0]
+
+
 def locals_without_noun(path: Path) -> Iterator[tuple[int, str]]:
     """Yields (line, name) of variables and arguments that are named "of" something or are WITHOUT_NOUN."""
     for node in ast.walk(ast.parse(path.read_text())):
@@ -103,6 +124,8 @@ def complaints(path: Path) -> Iterator[str]:
     if path.suffix == ".py":
         for number, sentence in headless_docstrings(path):
             yield f"{path}:{number}: got {sentence!r}, expected a subject and a verb"
+        for number, word in docstrings_without_verb(path):
+            yield f"{path}:{number}: got {word!r}, expected 'Returns', 'Whether' or what else the function does"
         names = locals_without_noun(path)
     elif path.suffix in CPP:
         names = cpp_names_without_noun(path)

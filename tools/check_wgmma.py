@@ -148,7 +148,7 @@ def local_accesses(body):
 
 
 def faults_of(listing):
-    """A line for each kind of access to local memory that a kernel of a listing has too many of."""
+    """Yields a line for each kind of local memory access that exceeds its limit in a kernel of a listing."""
     for name, body in functions(listing):
         if (accesses := local_accesses(body)) is None:
             continue

@@ -132,7 +132,7 @@ def write(begin: str, text: str) -> None:
 
 
 def section(verdicts: Verdicts) -> str:
-    """Two lists: the models of tasks, and text and image models of other families."""
+    """Returns two lists: the models of tasks, and text and image models of other families."""
     main = {c: v for c, v in verdicts.items() if "BASE" not in c.tasks}
     others = {c: v for c, v in verdicts.items() if "BASE" in c.tasks}
     families = {c.family for c in main}
@@ -181,7 +181,7 @@ def _table(verdicts: Verdicts) -> list[str]:
 
 
 def _families(classes: list[ModelClass], verdicts: Verdicts) -> str:
-    """Families, with the names of classes if only some of a family are listed."""
+    """Lists families, with the names of classes if only some of a family are listed."""
     names = []
     for family in dict.fromkeys(c.family for c in classes):
         here = [c for c in classes if c.family == family]
@@ -195,7 +195,7 @@ def _families(classes: list[ModelClass], verdicts: Verdicts) -> str:
 
 
 def _reason(model_class: ModelClass, verdict: Verdict) -> str:
-    """The message without its model-specific parts."""
+    """Returns the message without its model-specific parts."""
     if verdict.kind == "untested" and "BASE" in model_class.tasks:
         return "other inputs, another package, or a config that is not shrunk by names; the run prints which"
     for pattern, words in REASONS.items():

@@ -75,8 +75,8 @@ class Case:
 
     @property
     def visible_elements(self) -> int:
-        """The number of visible (query, key) elements of all heads. Query i sees min(i + 1, window) keys. EVICTED adds RECENT keys
-        and, without a window, on average a share KEPT of the older keys."""
+        """Returns the number of visible (query, key) elements of all heads. Query i sees min(i + 1, window) keys. EVICTED
+        adds RECENT keys and, without a window, on average a share KEPT of the older keys."""
         n, w = self.seqlen, min(self.window or self.seqlen, self.seqlen)
         if self.kind == EVICTED:
             w = min((self.window or 0) + RECENT, n)

@@ -9,7 +9,7 @@
 
 // The torch operators. Each one checks its tensors, makes the structs of the C++ API, allocates outputs
 // and workspace from torch, and calls. Derivatives are in python/flash_dmattn/_core/autograd.py,
-// shapes in python/flash_dmattn/_core/shapes.py.
+// shapes in python/flash_dmattn/_core/fake_kernels.py.
 namespace flash_dmattn::binding {
 namespace {
 

@@ -111,8 +111,8 @@ std::vector<std::string> kernel_names(std::string_view backend);
 std::string supports(const Problem& problem, std::string_view backend = {});
 
 // Every element of every output is written. Both check their arguments first and throw InvalidArgument
-// with nothing written. The workspace is that of Execution, of ForwardCall::workspace_size bytes (calls.h), or
-// BackwardCall's. On a GPU they only enqueue work on execution.stream.
+// with nothing written. Both use execution.workspace, which needs ForwardCall::workspace_size() or
+// BackwardCall::workspace_size() bytes (calls.h). On a GPU they only enqueue work on execution.stream.
 void forward(const ForwardArgs& args, const Execution& execution, std::string_view backend = {});
 void backward(const BackwardArgs& args, const Execution& execution, std::string_view backend = {});
 

@@ -40,7 +40,7 @@ class CheckedCall {
 };
 using ForwardCall = CheckedCall<ForwardArgs>;
 using BackwardCall = CheckedCall<BackwardArgs>;
-// A choice is computed where its data is; `backend` has to be empty.
+// A selection runs on the device of its data, so `backend` must be empty.
 using SelectCall = CheckedCall<SelectionArgs>;
 using PendingIntervalsCall = CheckedCall<PendingIntervalsArgs>;
 using CommitCall = CheckedCall<CommitArgs>;

@@ -37,8 +37,8 @@ class ThreadPool {
   int threads() const noexcept;
 
   // An Execution that runs on this pool; the caller still sets the workspace. Calls that share one
-  // pool run one after the other. A body that calls its own pool runs its workers itself; one that reaches
-  // its own pool through the bodies of another pool waits for its own call to end, forever.
+  // pool run one after the other. A body that calls its own pool runs all workers on its thread. A body
+  // that calls its own pool through another pool's body deadlocks.
   Execution execution() noexcept;
 
  private:

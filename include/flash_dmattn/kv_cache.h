@@ -50,8 +50,9 @@ namespace flash_dmattn {
 struct KvCacheShape {
   std::int64_t batch = -1;
   std::int64_t heads_kv = -1;
-  // The rule: per_query, with at least one place for a key. `window` is w, the slots for chosen keys of every head; a
-  // head whose entry of `head_windows` is smaller leaves the others empty. A threshold has a window too, which caps it.
+  // The rule: per_query, with at least one slot. Every head has `window` slots (w) for selected keys; a head with a
+  // smaller entry in `head_windows` leaves the rest empty. A rule with a threshold needs a window, which limits the
+  // number of keys.
   SelectionRule rule{};
   std::int64_t chunk = 0;     // g >= 0, the largest number of pending tokens
   std::int64_t head_dim = 0;  // 1..256
@@ -65,9 +66,9 @@ struct KvCacheShape {
   constexpr std::int64_t slots() const { return places() + chunk; }
 };
 
-// The entry in `positions` of a slot without a key. The entry of a key is its position if it competes (at once, or when
-// it is no longer recent), else -1 - position: that of a sink, of a key with NaN or a score below the threshold, and of
-// a recent key that w better ones have beaten.
+// The entry in `positions` of a slot without a key. The entry of a key is its position if the key competes or will
+// compete, else -1 - position. Keys that do not compete are sinks, keys whose score is NaN or below the threshold, and
+// recent keys that w better keys beat.
 inline constexpr std::int32_t no_key = std::numeric_limits<std::int32_t>::min();
 constexpr std::int32_t position_of_entry(std::int32_t entry) { return entry < 0 ? ~entry : entry; }
 
@@ -76,8 +77,8 @@ constexpr std::int32_t position_of_entry(std::int32_t entry) { return entry < 0 
 // serves every choice of rows. Chunks (append_tokens, PendingIntervalsCall, CommitCall) take dense rows only, without an
 // index: copy_rows brings a row of the arrays to a cache with places for pending tokens, and back.
 struct CacheRows {
-  // [B]: row b of the call is row index[b] of the arrays, and no other's. Negative: none; nothing is read or written, and
-  // an output is 0. A GPU does the same for R or more. Null: row b.
+  // [B]: row b of the call is row index[b] of the arrays. No row may occur twice. A negative index (on a GPU also one
+  // >= R) means no row: nothing is read or written, and the output is 0. Null: row b is row b.
   const std::int32_t* index = nullptr;
   std::int64_t count = 0;  // R, with an index
   // The distances from one row to the next, in elements.
@@ -130,7 +131,8 @@ void clear_cache(const KvCache& cache, const Execution& execution, std::string_v
 struct CopyRowsArgs {
   KvCache from{};  // without an index of its own
   KvCache to{};
-  // [to.shape.batch], each in [0, from.shape.batch). A GPU, which does not check it, copies nothing for another.
+  // [to.shape.batch], each in [0, from.shape.batch). A GPU does not check the range; it copies nothing for an index
+  // outside of it.
   const std::int32_t* index = nullptr;
 };
 void copy_rows(const CopyRowsArgs& args, const Execution& execution, std::string_view backend = {});

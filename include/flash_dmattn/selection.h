@@ -86,12 +86,12 @@ struct RankArgs {
   std::array<std::int64_t, 3> scores_stride = dense_strides<3>;
 
   // The mask and bias that hide elements, [.._shape, Sq, Sk]: shapes as scores_shape, strides 0 for a dimension
-  // that broadcasts. One of them may be missing, with a shape of zeros.
-  const std::uint8_t* mask = nullptr;  // where it is 0
+  // that broadcasts. Either may be absent; its shape is then all zeros.
+  const std::uint8_t* mask = nullptr;  // hides where it is 0
   std::array<std::int64_t, 2> mask_shape{};
   std::array<std::int64_t, 4> mask_stride = dense_strides<4>;
-  const void* bias = nullptr;   // f32, bf16 or f16; where it is not above mask_value(bias_dtype)
-  DType bias_dtype = no_dtype;  // to be given where there is a bias
+  const void* bias = nullptr;   // f32, bf16, f16; hides where not above mask_value(bias_dtype)
+  DType bias_dtype = no_dtype;  // required with a bias
   std::array<std::int64_t, 2> bias_shape{};
   std::array<std::int64_t, 4> bias_stride = dense_strides<4>;
 
@@ -124,9 +124,9 @@ struct MeasureArgs {
 
 std::size_t measure_workspace_size(const MeasureArgs& args, const Execution& execution);
 
-// A bound that holds for the intervals over tiles of queries, which is enough for a GPU. On a
-// GPU this is the one function that waits for the device: it counts there, then synchronises
-// execution.stream. Throws InvalidArgument, and std::runtime_error while the stream is being captured.
+// Measures a bound that holds for tiles of queries, which is what GPU kernels need. On a GPU this is the only function
+// here that waits: it counts on the device and synchronises execution.stream. Throws InvalidArgument, and std::runtime_error
+// while the stream is being captured.
 KeyBound measure_key_bound(const MeasureArgs& args, const Execution& execution);
 
 }  // namespace flash_dmattn

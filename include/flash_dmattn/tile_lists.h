@@ -55,7 +55,7 @@ struct TileListBuffers {
 std::size_t tile_lists_workspace_size(Device device, const TileListArgs& args,
                                       const Execution& execution);
 
-// Number of entries of all lists. On a GPU all lists have one capacity, given by the bound.
+// Number of entries of all lists. On a GPU all lists have the same capacity, which follows from the bound.
 std::int64_t tile_list_entries(Device device, const TileListArgs& args, const Execution& execution);
 QueryTileLists build_tile_lists(Device device, const TileListArgs& args,
                                 const TileListBuffers& buffers, const Execution& execution);

@@ -29,8 +29,8 @@ struct KeyIntervals {
 };
 
 // A bound on intervals that is known without reading them: any n consecutive queries together see at
-// most base + per_query * n keys (and never more than Sk). A GPU needs it, because what it allocates has
-// to be known before the intervals are.
+// most base + per_query * n keys (and never more than Sk). A GPU needs it, because the workspace is
+// allocated before the intervals are known.
 //   selection of w keys              key_bound(args): {w, causal and per query ? 1 : 0}
 //   sliding window of w              {w, 1, true}
 //   packed documents of length <= l  {2 l, 1, true}
@@ -44,14 +44,14 @@ struct KeyBound {
   constexpr bool known() const { return base >= 0; }
 };
 
-// A choice among the keys that a mask leaves: query i sees key j only if key_rank_j < rank_limit_i.
+// A selection among the keys that a mask leaves: query i sees key j only if key_rank_j < rank_limit_i.
 struct KeyRanks {
   ConstTensor4 key_rank{};    // ({B|1}, {Hq|Hkv|1}, 1, Sk) int32, the keys contiguous
   ConstTensor4 rank_limit{};  // ({B|1}, {Hq|Hkv|1}, Sq, 1) int32
 };
 
-// One of the two, as the shapes in the problem state: intervals_shape, rank_shape.
-// Without such a shape every key is visible.
+// At most one of the two is set; intervals_shape or rank_shape of the problem says which. If neither is set, every key is
+// visible.
 struct Visibility {
   KeyIntervals intervals{};
   KeyBound bound{};  // of the intervals; a GPU throws without it, the CPU does not use it

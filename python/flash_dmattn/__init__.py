@@ -1,8 +1,8 @@
-"""Dynamic mask attention: exact attention over the keys that a learned score chooses, in O(N w)."""
+"""Dynamic mask attention: exact attention over the keys that a learned score selects, in O(N w)."""
 
 from importlib import metadata as _metadata
 
-from ._core import autograd, shapes, torch_rules  # noqa: F401
+from ._core import autograd, fake_kernels, torch_registrations  # noqa: F401
 from ._core.availability import Backend, backends, get_available_backends, is_available
 from .forgetting import forgetting_attention
 from .functional import (
@@ -20,9 +20,9 @@ from .keys.patterns import from_padding, packed_documents, prefix_lm, sliding_wi
 from .keys.select_intervals import select_key_intervals
 from .layers import DynamicMaskAttention
 from .merge import merge_attention
-from .scores import make_scores
+from .scores import make_scores, with_zero_sum_gradient
 
-torch_rules.register()
+torch_registrations.register()
 
 try:
     __version__ = _metadata.version("flash-dmattn")
@@ -31,9 +31,9 @@ except _metadata.PackageNotFoundError:  # used from a source tree
 
 
 def __getattr__(name: str):
-    """CPU_AVAILABLE, CUDA_AVAILABLE, TRITON_AVAILABLE, FLEX_AVAILABLE: determined at first use.
+    """Returns CPU_AVAILABLE, CUDA_AVAILABLE, TRITON_AVAILABLE or FLEX_AVAILABLE, determined at first use.
 
-    Not at import: once a process has initialised CUDA, its forked children cannot use the GPU.
+    They are not determined at import: once a process has initialised CUDA, its forked children cannot use the GPU.
     """
     backend, suffix, rest = name.partition("_AVAILABLE")
     if suffix and not rest and backend in ("CPU", "CUDA", "TRITON", "FLEX"):
@@ -71,4 +71,5 @@ __all__ = [
     "select_keys",
     "sliding_window",
     "triton_dmattn_func",
+    "with_zero_sum_gradient",
 ]

@@ -24,8 +24,8 @@ from ._core.checks import (
     resolve_flag,
 )
 from ._core.gradients import expand_for_uses, repeat_interleave
+from ._core.large_rows import record_large_rows
 from ._core.numerics import Numerics
-from .kernels import record_large_rows
 from .keys.intervals import KeyIntervals, broadcasts, intersect, split_by_age
 from .keys.patterns import prefix_lm
 from .keys.recognise import Memo
@@ -55,9 +55,9 @@ def attention(
     bias_delay: int = 0,
     own_row: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """out and statistics of arguments as the public functions take them.
+    """Computes attention for the arguments of the public functions. Returns out and the statistics.
 
-    backend: None takes the first one that supports the problem.
+    backend: None: the first one that supports the problem.
     memo: results that the layers of one forward share, or None.
     own_row: as in split_by_age.
     """
@@ -103,13 +103,13 @@ def run_backend(
     own_row: Tensor | None = None,
     held_keys: Callable[[], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """out and statistics of arguments in normal form.
+    """Computes attention for arguments in normal form. Returns out and the statistics.
 
     bias_delay: the bias of a key, one value, is added for queries at least that many positions after it.
     own_row: as in split_by_age, where a key's position is not its index.
-    held_keys: which places of a cache hold a key, bool [B, Hkv or 1, Sk]; check mode looks at no others.
+    held_keys: returns which slots of a cache hold a key, bool [B, Hkv or 1, Sk]. Check mode reads only these.
 
-    The first of the statistics [.., B, Hq, Sq] is lse, which is taken from them where it is wanted: a view takes as
+    statistics: [.., B, Hq, Sq]. statistics[0] is lse. Callers index it only if they need lse, because a view takes as
     long as an allocation.
     """
     if not finite.is_enabled():
@@ -146,7 +146,7 @@ def _run_unchecked_backend(
             )
     numerics = numerics.with_scale_for(query.shape[3])
     if visible.keys is not None and not broadcasts(visible.heads(), key.shape[2]):
-        # Every query head chose for itself, so each gets a key head of its own.
+        # Every query head has its own selection, so each gets its own key head.
         saturate = numerics.saturate
         mask, bias = (repeat_heads(t, query, key, saturate) for t in (visible.mask, bias))
         visible = visible._replace(mask=mask)
@@ -188,8 +188,8 @@ def _run_by_age(
     bias_delay: int,
     own_row: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The call in two: recent keys, without a bias, and older keys, with theirs, are disjoint sets, so that each element is
-    computed once."""
+    """Splits the call into recent keys without a bias and older keys with their bias. The sets are disjoint, so each
+    element is computed once."""
     keys = visible.keys
     if keys is None:
         length = key.shape[1]
@@ -221,9 +221,9 @@ def with_lse(
     sink_logits: Tensor | None = None,
     saturate: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, None]:
-    """The result of the public functions: out, (out, lse), or in the form of 1.x (out, lse, None).
+    """Returns what the public functions return: out, (out, lse), or (out, lse, None) as in 1.x.
 
-    statistics: [.., B, Hq, Sq], of which the first is lse.
+    statistics: [.., B, Hq, Sq], the first of which is lse.
     """
     if return_lse is False and return_attn_probs is None and sink_logits is None:
         return out

@@ -2,11 +2,12 @@
 
 Importing this module registers them. The first attention call after an import of torch.utils.flop_counter registers
 them too, including for a counter that is already active; `import flash_dmattn` alone does not import torch's module,
-which imports Triton and takes half a second. Import this module yourself before a counter is made that becomes active only after the first call.
+which imports Triton and takes half a
+second. Import this module yourself before you make a counter that becomes active only after the first call.
 
-Counted are the products of D elements, or of those of a value, for each visible element as far as shapes tell: all elements of the score
-matrix, or those within the bound of key intervals; two products forward, five backward.
-Causality and masks, whose elements would have to be read, are not subtracted; torch does the same for its attention.
+The formulas count two products forward and five backward for each element: 2 D FLOPs per product (2 Dv for products with
+the value). Elements are those of the score matrix, or those within the bound of key intervals. Causality and masks are not
+subtracted, because the values of a mask would have to be read; torch counts its own attention the same way.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def _register(operator, signature: Signature, with_keys: int, with_values: int) 
 
 
 def _elements(named: dict[str, object]) -> int:
-    """Number of elements of the score matrices of all heads. named: shapes by argument name."""
+    """Returns the number of elements of the score matrices of all heads. named: shapes by argument name."""
     batch, seqlen_q, heads_q, _ = named["q"]
     keys = named["k"][1]
     if "window" in named:

@@ -1,4 +1,4 @@
-"""Forgetting attention (FoX): softmax attention whose keys fade by the product of the gates that follow them."""
+"""Forgetting attention (FoX): the weight of a key is multiplied by all forget gates that follow it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .keys.patterns import packed_documents, until_faded
 from .keys.positions import check_batches, check_offsets
 from .scores import with_zero_sum_gradient
 
-# Rows of a call. Scores have the magnitude of c over half of them: gates of 1/4 make 5,678 of it, where a GPU begins to
-# compute backwards in double. In 16 bits the error of the gates' gradient grows with the root of this number. Each call
-# writes gradients of all keys before it: the more calls, the more of the time.
+# Query rows per call. A score is at most the sum of half as many log gates. With gates of 1/4 it reaches 5,678, above which
+# a GPU computes the backward in double. In 16 bits the error of the gates' gradient grows with the root of this number.
+# More calls cost time, because each writes the gradients of all earlier keys.
 ROWS = 2**13
 LOWEST = -1e3  # log of a gate: smaller ones, and -inf, count as this one
 
@@ -34,7 +34,8 @@ def forgetting_attention(
     deterministic: bool | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Causal attention with forget gates f in (0, 1]: key j fades for query i by the product of f[j + 1] to f[i].
+    """Computes causal attention with forget gates f in (0, 1]. For query i, the weight of key j is multiplied by
+    f[j + 1] · … · f[i].
 
     The scores are scale * q_i . k_j + c_i - c_j with c = cumsum(log_fgate). c_i is the same for all keys of a query and
     cancels in the softmax, so -c_j is a bias per key, with the gradient of the gates.
@@ -45,16 +46,16 @@ def forgetting_attention(
     query: [B, Sq, Hq, D]; key, value: [B, Sk, Hkv, D]: as in flash_dmattn_func. The last query is at the last key.
     log_fgate: [B, Sk, H], at most 0, best float32; H is Hq (as in the paper), Hkv (shared by the heads of a group) or 1.
         -inf, of a gate that is 0, counts as -1000. The first gate of a sequence has no effect.
-    prune: at most 0; a query sees key j only where c_i - c_j >= prune, and the work on all others is left out (adaptive
-        computation pruning). Heads of a group that share a key see it until it has faded for all of them. With scaled
-        products within +-U, the keys left out have at most exp(2 U + prune) of the query's own weight each.
+    prune: at most 0; a query sees key j only if c_i - c_j >= prune; other elements are not computed (adaptive computation
+        pruning). Heads of a group that share a key see it until it has faded for all of them. If scaled products are
+        within +-U, each omitted key has at most exp(2 U + prune) times the weight of the query's own key.
     scale: the factor on query . key, 1 / sqrt(D) by default.
-    cu_seqlens: where packed sequences begin, and the total at the end: int32 [sequences + 1], or [B, sequences + 1] where rows
-        of the batch have sequences of their own. Sq is Sk then.
+    cu_seqlens: where packed sequences begin, and the total at the end: int32 [sequences + 1], or [B, sequences + 1] if rows
+        of the batch have different sequences. Sq must then equal Sk.
     deterministic, backend: as in flash_dmattn_func.
 
-    c is summed in double. Each 8,192 queries are a call of their own, in which c counts from the middle before it is rounded
-    to float32: the error of a score is 2^-24 |c_i - c_middle|, at any length. With bf16 q, k and v the gradient of the
+    c is summed in double. Each 8,192 queries are a separate call, which subtracts c of the middle row before c is rounded to
+    float32: the error of a score is 2^-24 |c_i - c_middle|, at any length. With bf16 q, k and v the gradient of the
     gates has an error of 1 to 7 % (docs/numerics.md).
 
     Returns out [B, Sq, Hq, D].
@@ -95,7 +96,7 @@ def forgetting_attention(
 
 
 def _cumulative_gates(log_fgate: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """cumsum(log_fgate), float64 [B or 1, H, Sk]."""
+    """Returns cumsum(log_fgate), float64 [B or 1, H, Sk]."""
     for name, tensor in (("query", query), ("key", key), ("log_fgate", log_fgate)):
         check_tensor(tensor, name)
         if tensor.dim() != (3 if name == "log_fgate" else 4):
@@ -125,7 +126,7 @@ def _visible_intervals(
     query: Tensor,
     key: Tensor,
 ) -> KeyIntervals | None:
-    """The keys that queries see, as intervals; None: causality alone."""
+    """Returns the keys that queries see as intervals, or None if causality alone decides."""
     rows, length, heads = query.shape[1], key.shape[1], key.shape[2]
     if cu_seqlens is not None:
         if rows != length:

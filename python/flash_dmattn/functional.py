@@ -57,46 +57,46 @@ def flash_dmattn_func(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]:
-    """Exact softmax attention over the visible keys, with an additive bias.
+    """Computes exact softmax attention over the visible keys, with an optional additive bias.
 
     query: [B, Sq, Hq, D]; key: [B, Sk, Hkv, D]; value: [B, Sk, Hkv, Dv]. Hq is a multiple of Hkv; D and Dv are from 1 to 256.
         The layout is [B, S, H, D], not torch's [B, H, S, D]; if S = H a wrong layout is not detected. bfloat16, float16 or
-        float32, on the CPU float64 too (through the slow reference backend); any strides. On a GPU float32 takes
-        Triton's kernels, and is an error without Triton.
-    softmax_scale, is_causal: by position in this order; triton_dmattn_func and flex_dmattn_func take is_causal first, as in 1.x.
+        float32, on the CPU float64 too (through the slow reference backend); any strides. On a GPU, float32
+        runs on the Triton kernels, and raises without Triton.
+    softmax_scale, is_causal: the sixth and seventh positional arguments. triton_dmattn_func and flex_dmattn_func have them
+        in the opposite order, as in 1.x.
     attn_mask: bool, True where visible: [B, Sk] (padding), [B, H, Sk] (the same for every query) or
         [B, H, Sq, Sk]; H is Hq, Hkv or 1, every dimension may be 1. Two dimensions are always padding: write a mask of
         elements [Sq, Sk] as mask[None, None].
-    attn_bias: added to the scaled scores; shapes as attn_mask; dtype of query or float32. Values mask by the rule of
-        its own dtype: at or below -1e4 in float16, -1e30 in others. Its gradient has its own shape.
-        One that chooses keys is best in float32: in 16 bits many scores are equal, and rounding decides.
+    attn_bias: added to the scaled scores; shapes as attn_mask; dtype of query or float32. A value at or below the
+        mask value of the bias's own dtype hides its element: -1e4 in float16, -1e30 in other dtypes. The gradient has the
+        shape of the bias. Use float32 if the bias selects keys: in 16 bits many scores are equal, and rounding decides.
     scale: the factor on query . key, 1 / sqrt(D) by default; 0 raises. Scaled scores are clamped to the range of float32,
         which a scale of 1e38 reaches. `softmax_scale` is the name of 1.x.
     is_causal: query i sees keys up to i + Sk - Sq.
     softcap: c > 0 replaces a scaled score s by c * tanh(s / c).
-    deterministic: gradients that are bit-identical from run to run; by default as set
-        by torch.use_deterministic_algorithms. Always so on the CPU.
+    deterministic: whether gradients are bit-identical from run to run. None: as torch.use_deterministic_algorithms sets.
+        On the CPU they always are.
     return_lse: also return the log-sum-exp of the scores, float32 and differentiable (see merge_attention).
-    return_attn_probs: the same by the name of 1.x, with None as a third result.
-    keep_window_size: number of keys that a query keeps: the ones with the highest scores, the more recent of equal
-        ones; a sequence has one number, or one for each key head, which its query heads share.
+    return_attn_probs: the name of 1.x for return_lse. The call then returns (out, lse, None).
+    keep_window_size: the number of keys that a query keeps: those with the highest scores, and of equal scores the more
+        recent ones. A sequence has one number for each key head, which its query heads share.
     selection: "per_query": the best among the keys the query may see; "global": the best of the row, the same for all
         queries.
-    selection_scores: the scores by which keep_window_size chooses, one value per key: [B, H, Sk] or
+    selection_scores: the scores by which keep_window_size selects, one value per key: [B, H, Sk] or
         [B, H, 1, Sk]. By default the bias, which then must have one of these shapes. The selection has no
-        gradient. With more heads than key has (H = Hq), every query head chooses for itself; key and value are
-        then repeated, unless a mask with a query dimension makes the selection one of ranks.
-    recent_window, recent_competes, sink_tokens, score_threshold: keys that are visible whatever their scores, and the least
-        score of the others; as in select_key_intervals, with one document in each row, or those that key_intervals show.
-        Query i is at position i + Sk - Sq: packed documents with fewer queries than keys belong into
-        flash_dmattn_varlen_func.
-    bias_delay: queries fewer than this many positions after a key, and those before it, do not get the key's bias. For a
-        bias with one value per key, at positions as for recent_window; keep_window_size chooses by it without a delay.
-    sink_logits: [Hq], a logit of each head that takes part in every softmax as a key without a value, with a gradient.
-    key_intervals: visible query rows of each key, instead of a mask or together with it.
+        gradient. If H = Hq > Hkv, each query head has its own selection. Key and value are then repeated for the query
+        heads, except where a mask with a query dimension makes the selection a mask or ranks.
+    recent_window, recent_competes, sink_tokens, score_threshold: the other parts of the selection rule, as in
+        select_key_intervals. A row is one document unless key_intervals separate documents. Query i is at position
+        i + Sk - Sq: use flash_dmattn_varlen_func for packed documents with fewer queries than keys.
+    bias_delay: the bias of a key is added only for queries at least this many positions after the key. The bias must have
+        one value per key. The selection by keep_window_size uses the bias without a delay.
+    sink_logits: [Hq], one learnable logit per head. It enters every softmax like the score of a key whose value is 0.
+    key_intervals: the query rows to which each key is visible. A mask, if given, hides further elements.
     nonfinite: "saturate": gradients are always finite; "propagate": inf and NaN stay visible, as GradScaler
         needs them.
-    backend: the name of one (see get_available_backends); by default the first that supports the problem.
+    backend: the name of a backend (see get_available_backends). None: the first that supports the problem.
 
     Returns out [B, Sq, Hq, Dv], or (out, lse [B, Hq, Sq]) with return_lse. A query that sees no key has out = 0 and
     lse = -inf.
@@ -154,17 +154,17 @@ def flash_dmattn_varlen_func(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]:
-    """flash_dmattn_func for sequences of different lengths, packed one after the other.
+    """Computes flash_dmattn_func for sequences of different lengths that are packed one after the other.
 
     query: [total_q, Hq, D]; key: [total_k, Hkv, D]; value: [total_k, Hkv, Dv].
     cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], where each sequence begins in the packed dimension,
         and the total at the end; tokens past it are padding, whose out is 0. Sequence lengths may differ between
         query and key and may be 0; causality is aligned to the bottom right corner of each sequence.
-    max_seqlen_q, max_seqlen_k: the longest sequences. On a GPU max_seqlen_k saves a wait for the device
-        when cu_seqlens_q is cu_seqlens_k and keep_window_size is not given; it must not be too small then.
+    max_seqlen_q, max_seqlen_k: the lengths of the longest sequences. If cu_seqlens_q is cu_seqlens_k and there is no
+        keep_window_size, max_seqlen_k saves a synchronisation on a GPU. If it is too small, keys are lost.
     attn_bias: [total_k, H], one value per key, added to its scores; H is Hq, Hkv or 1.
     keep_window_size, selection: as in flash_dmattn_func, within each sequence.
-    selection_scores: [total_k, H], the scores by which keep_window_size chooses; by default attn_bias.
+    selection_scores: [total_k, H], the scores by which keep_window_size selects; by default attn_bias.
     recent_window, recent_competes, sink_tokens, score_threshold: as in select_key_intervals.
     bias_delay, sink_logits: as in flash_dmattn_func.
     block_table: not supported.
@@ -203,7 +203,8 @@ def flash_dmattn_varlen_func(
     query, key, value = query[None], key[None], value[None]
     saturate = numerics.saturate
     bias = _unpack_per_key(attn_bias, query, key, "attn_bias", saturate)
-    bias = bias_argument(bias, query, key, saturate)
+    if bias is not None:
+        bias = bias_argument(bias, query, key, saturate)
     scored_rule = ScoredRule.from_arguments(
         _unpack_per_key(selection_scores, query, key, "selection_scores"),
         keep_window_size,
@@ -246,7 +247,7 @@ def _packed_intervals(
     cu_seqlens_k: Tensor,
     max_seqlen_k: int | None,
 ) -> KeyIntervals:
-    """The keys that the queries of packed sequences see; query [1, total_q, Hq, D], key [1, total_k, Hkv, D]."""
+    """Returns the intervals of packed sequences. query: [1, total_q, Hq, D]; key: [1, total_k, Hkv, D]."""
     rule = scored_rule.rule
     total_q, total_k = query.shape[1], key.shape[1]
     if rule.hides_keys():
@@ -283,7 +284,7 @@ def _packed_intervals(
 def _unpack_per_key(
     values: Tensor | None, query: Tensor, key: Tensor, name: str, saturate: bool = True
 ) -> Tensor | None:
-    """[1, H, total_k] of [total_k, H]."""
+    """Transposes [total_k, H] to [1, H, total_k]."""
     if values is None:
         return None
     check_tensor(values, name)
@@ -297,15 +298,16 @@ def _unpack_per_key(
 
 
 def flash_dmattn_func_auto(backend: str | None = None, **options) -> Callable:
-    """The attention function of a backend (see get_available_backends), by default of the best one: cuda,
-    triton, flex, cpu.
+    """Returns the attention function of a backend (see get_available_backends). None: the first available one of cuda,
+    triton, flex and cpu.
 
-    Keyword arguments become defaults of the function. Raises RuntimeError with the reason where a backend cannot
+    Keyword arguments become defaults of the function. Raises RuntimeError with the reason if the backend cannot
     run, and TypeError for an argument that the function does not have.
     """
-    for name in options.keys() - inspect.signature(flash_dmattn_func).parameters.keys():
+    unknown = sorted(options.keys() - inspect.signature(flash_dmattn_func).parameters.keys())
+    if unknown:
         raise TypeError(
-            f"flash_dmattn_func_auto: got {name!r}, expected arguments of flash_dmattn_func"
+            f"flash_dmattn_func_auto: got {', '.join(map(repr, unknown))}, expected arguments of flash_dmattn_func"
         )
     backend = resolve_backend(backend)
     if not backend and get_available_backends()[0] in IN_PYTHON:
@@ -322,7 +324,7 @@ def triton_dmattn_func(
     value: Tensor,
     attn_mask: Tensor | None = None,
     attn_bias: Tensor | None = None,
-    is_causal: bool | None = False,
+    is_causal: bool | None = None,
     softmax_scale: float | None = None,
     *,
     scale: float | None = None,
@@ -342,16 +344,15 @@ def triton_dmattn_func(
     return_lse: bool = False,
     return_attn_probs: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]:
-    """flash_dmattn_func by Triton kernels, for GPUs of any vendor. Arguments as in flash_dmattn_func, except:
+    """Computes flash_dmattn_func with Triton kernels, on GPUs of any vendor. Arguments as in flash_dmattn_func, except:
 
-    is_causal, softmax_scale: by position in the order of 1.x, is_causal first; flash_dmattn_func takes softmax_scale first. False
-        is the default of 1.x, and means what None does.
-
+    is_causal, softmax_scale: the sixth and seventh positional arguments, as in 1.x; flash_dmattn_func has them in the
+        opposite order.
     query, key, value: float32, bfloat16 or float16, head dimension 1 to 256, on a GPU; on the CPU with
         TRITON_INTERPRET=1, which is for tests, and multiplies bfloat16 wrongly.
     deterministic: without effect; gradients are always bit-identical from run to run.
 
-    Raises RuntimeError with the reason where it cannot run.
+    Raises RuntimeError with the reason if it cannot run.
     """
     return flash_dmattn_func(
         query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap, deterministic, return_attn_probs,
@@ -388,16 +389,18 @@ def flex_dmattn_func(
     return_lse: bool = False,
     return_attn_probs: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]:
-    """flash_dmattn_func by torch's FlexAttention, compiled for each new shape. Arguments as in flash_dmattn_func, except:
+    """Computes flash_dmattn_func with torch's FlexAttention, which compiles for each new shape.
 
-    is_causal, softmax_scale: by position in the order of 1.x, is_causal first; flash_dmattn_func takes softmax_scale first.
+    Arguments as in flash_dmattn_func, except:
+
+    is_causal, softmax_scale: the sixth and seventh positional arguments, as in 1.x; flash_dmattn_func has them in the
+        opposite order.
 
     It skips empty blocks of 128 x 128, so with scattered keys it does the work of dense attention. Numbers
     beyond fp32 inside a score are not handled: finite inputs as large as the dtype allows can give NaN.
-    Inf and NaN saturate, invisible ones show nowhere; v counts as its dtype's largest number, and the end of scores
-    is 1e38 (docs/numerics.md). nonfinite="propagate" raises NotImplementedError, as torch's kernels spread 0 * NaN.
-    Sequences may not be empty. On the CPU torch has neither a backward of it nor the log-sum-exp, which is
-    None there.
+    Inf and NaN saturate: scores at ±1e38, v at the largest number of its dtype (docs/numerics.md). Those of invisible
+    keys have no effect. nonfinite="propagate" raises NotImplementedError, because torch's kernels spread 0 * NaN.
+    Sequences must not be empty. On the CPU torch provides no backward and no log-sum-exp, so lse is None.
     """
     return flash_dmattn_func(
         query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap, deterministic, return_attn_probs,

@@ -34,15 +34,15 @@ class DynamicMaskAttention(nn.Module):
         out = attention(prompt, cache=cache)
         out = attention(token, cache=cache)             # [B, 1, 512], at any length in the same time and memory
 
-    A key's score, float32 in every precision, is added to its attention scores, through which it learns. By default it is
-    a gate, log sigmoid(z) of a projection z of the layer's input that begins near 3: from there gates close on keys that
-    nobody needs. Which form to choose: docs/quality.md.
+    A key's score, float32 in every precision, is added to its attention scores, through which it learns. By default the
+    score is a log gate, log sigmoid(z), where z is a projection of the layer's input. z is initially near 3 (an open gate);
+    training closes the gates of keys that no query needs. Which form to choose: docs/quality.md.
 
     Args:
         hidden_size: features of input and output.
         heads_q: query heads.
         heads_kv: key and value heads, by default heads_q.
-        keep_window_size: the number of keys that a query keeps, of all key heads or of each.
+        keep_window_size: the number of keys that a query keeps: one number, or one for each key head.
         recent_window, recent_competes, sink_tokens, score_threshold: the other parts of the rule, as
             in `select_key_intervals`.
         head_dim: up to 256; by default hidden_size / heads_q.
@@ -52,7 +52,7 @@ class DynamicMaskAttention(nn.Module):
             [B, S, heads_kv * head_dim]; by default hidden, of "doge" the values.
         rope: (query [B, S, heads_q, D], key [B, S, heads_kv, D], positions int64 [B or 1, S]) -> (query, key): a rotary
             embedding, or whatever else happens to queries and keys.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
     """
 
     def __init__(
@@ -130,10 +130,10 @@ class DynamicMaskAttention(nn.Module):
     def make_cache(
         self, batch: int, *, chunk: int = 128, dtype: torch.dtype | None = None
     ) -> KVSlots:
-        """An empty cache for generation.
+        """Makes an empty cache for generation.
 
-        batch: rows. chunk: the most tokens that are attended to together after the prompt.
-        dtype: of keys and values; by default that of the weights. Under torch.autocast give its dtype.
+        batch: the number of rows. chunk: the maximum number of tokens in one call after the prompt.
+        dtype: the dtype of keys and values, by default that of the weights. Under torch.autocast give its dtype.
         """
         weight = self.k_proj.weight
         return KVSlots(
@@ -231,7 +231,7 @@ class DynamicMaskAttention(nn.Module):
 
 
 def _checked_rotation(rotated: object, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """The results of `rope` for a query and a key."""
+    """Checks the results of `rope`, and returns them."""
     if not isinstance(rotated, (tuple, list)) or len(rotated) != 2:
         raise TypeError(f"rope: got {type(rotated).__name__}, expected (query, key)")
     for name, state, rotated_state in zip(("query", "key"), (query, key), rotated, strict=True):

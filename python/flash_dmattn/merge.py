@@ -1,4 +1,4 @@
-"""Attention over sets of keys that are merged, and sinks, by the log-sum-exp and its gradient."""
+"""Merges attention over sets of keys, and adds sinks, by the log-sum-exp and its gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._core.numerics import resolve_nonfinite
 def merge_attention(
     outs: Sequence[Tensor], lses: Sequence[Tensor], nonfinite: str = "saturate"
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the union of disjoint sets of keys, from the attention of the same queries over each.
+    """Merges the attention of the same queries over disjoint sets of keys into attention over their union.
 
         recent, lse_recent = flash_dmattn_func(q, k, v, key_intervals=a, return_lse=True)
         old, lse_old = flash_dmattn_func(q, k, v, key_intervals=b, return_lse=True)
@@ -55,14 +55,14 @@ def merge_attention(
 def merge_sets(
     outs: Sequence[Tensor], lses: Sequence[Tensor], saturate: bool
 ) -> tuple[Tensor, Tensor]:
-    """merge_attention of tensors that are known to fit."""
+    """Does what merge_attention does, without checks."""
     return _Merged.apply(torch.stack(list(lses)), None, saturate, *outs)
 
 
 def add_sink(
     out: Tensor, lse: Tensor, sink_logits: Tensor, saturate: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Attention in which every softmax has one more logit, that of a key without a value.
+    """Adds one logit per head to every softmax, like the score of a key whose value is 0.
 
     out: [.., Sq, Hq, D]; lse: [.., Hq, Sq]; sink_logits: [Hq]. Returns both with the sink, with their gradients.
     """
@@ -70,7 +70,7 @@ def add_sink(
 
 
 class _Merged(torch.autograd.Function):
-    """out and lse over the union of sets of keys, from the out of each set and all their lses [sets, .., Hq, Sq]. A sink may be added.
+    """Computes out and lse over the union of sets of keys and an optional sink. lses: [sets, .., Hq, Sq].
 
     Has derivatives in reverse mode, as attention does.
     """
@@ -100,7 +100,7 @@ class _Merged(torch.autograd.Function):
         lses, sink_logits, *outs = ctx.saved_tensors
         if ctx.saturate:  # as in attention, elements that are not finite count as 0
             dout, dlse = (t.nan_to_num(0.0, 0.0, 0.0) for t in (dout, dlse))
-        # In double, so that the sum over sets, less one set, is right where that set has nearly all of the softmax.
+        # Double keeps the sum over all sets but one exact if that one has nearly all of the softmax.
         shares = _shares(_append_sink(lses, sink_logits, ctx.saturate).double())
         weights = shares.to(lses.dtype).transpose(-2, -1)[..., None]
         douts = [(share * dout).to(dout.dtype) for share, _ in zip(weights, outs, strict=False)]
@@ -120,7 +120,8 @@ class _Merged(torch.autograd.Function):
 
 
 def _append_sink(lses: Tensor, sink_logits: Tensor | None, saturate: bool) -> Tensor:
-    """The logits of a softmax over the sets and the sink. Saturated, they are finite, or -inf for what is not there."""
+    """Returns the logits of a softmax over the sets and the sink. With saturation they are finite, or -inf for a set
+    without visible keys or a sink of -inf."""
     logits = lses
     if sink_logits is not None:
         sink = sink_logits.to(lses.dtype)
@@ -132,7 +133,7 @@ def _append_sink(lses: Tensor, sink_logits: Tensor | None, saturate: bool) -> Te
 
 
 def _shares(logits: Tensor) -> Tensor:
-    """The part of each set in the softmax; 0 for a query that sees no key, where -inf - -inf would be NaN."""
+    """Returns the share of each set in the softmax, 0 for a query that sees no key (there -inf - -inf would be NaN)."""
     sees_nothing = logits.amax(0) == -torch.inf
     known = logits.masked_fill(sees_nothing, 0).clamp(max=torch.finfo(logits.dtype).max)
     return known.softmax(0).masked_fill(sees_nothing, 0)
@@ -141,7 +142,8 @@ def _shares(logits: Tensor) -> Tensor:
 def _scaled_products(
     dout: Tensor, outs: Sequence[Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """dout . out of each set, [sets, .., Hq, Sq], and two factors, [.., Hq, Sq], by which they are too small, all in double.
+    """Returns dout . out of each set, [sets, .., Hq, Sq], scaled down, and the two factors [.., Hq, Sq] that undo the
+    scaling; all in double.
 
     A row of dout is first scaled to a sum of at most 1/2, so that no product with finite numbers leaves float32. A row whose
     reciprocal would be subnormal, which some modes flush to 0, is scaled by 2^-32 before, and so has a second factor.
@@ -161,7 +163,7 @@ def _scaled_products(
 def _logit_gradient(
     difference: Tensor, scales: tuple[Tensor, Tensor], dlse: Tensor, share: Tensor
 ) -> Tensor:
-    """The gradient of a logit, in double. One without a share in the softmax has none, whatever dlse is."""
+    """Returns the gradient of a logit, in double. It is 0 if the logit has no share in the softmax, whatever dlse is."""
     first, second = scales
     return torch.where(share == 0, 0, share * (second * difference * first + dlse))
 

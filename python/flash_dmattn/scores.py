@@ -1,4 +1,4 @@
-"""Learned scores: one number per key, by which a query keeps keys and which is added to their attention scores."""
+"""Learned scores: one number per key. It selects the keys that a query keeps and is added to their attention scores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make_scores(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """A module that gives every key a score: hidden [B, S, features] -> scores [B, heads, S].
+    """Makes a module that scores every key: hidden [B, S, features] -> scores [B, heads, S].
 
         scores = make_scores(512, heads=4)
         bias = scores(hidden)
@@ -29,23 +29,23 @@ def make_scores(
 
     With z = proj(hidden), a linear projection to one number per head, and s(z) = log(1 + exp(z)):
 
-    - "gate": log sigmoid(z) = -s(-z), from -inf to 0. The bias of proj begins at 3, so that all gates begin open, near
-      -0.05. A gate that closes takes a key out of the choice and out of the softmax alike.
-    - "linear": A * s(z), A of each head from 0.5.
-    - "doge": exp(A * s(z)), A from 0: the form of transformers' Doge, for its checkpoints. It grows without bound and
-      seldom learns what to keep (docs/quality.md). It ends at the largest float32, and its gradient at 2^64
-      (docs/numerics.md).
+    - "gate": log sigmoid(z) = -s(-z), from -inf to 0. The bias of proj is initially 3, so that all gates start open, with
+      a score near -0.05. A closing gate removes its key from both the selection and the softmax.
+    - "linear": A * s(z), with one A per head, initially 0.5.
+    - "doge": exp(A * s(z)), with one A per head, initially 0: the form of transformers' Doge, for its checkpoints. It
+      grows without bound and seldom learns what to keep (docs/quality.md). Scores are limited to the largest float32, and
+      their gradients to 2^64 (docs/numerics.md).
     - a function or module: hidden [B, S, features], widened, -> [B, S, heads].
 
-    Scores are float32 (float64 of float64), under autocast and in a module of 16 bits too, from the projection on: in 16
-    bits hundreds of keys share a value, and rounding decides which are kept. A module that is given for `score` runs with
-    autocast off on float32, so its parameters are best float32.
+    The projection and the scores are float32 (float64 for float64 inputs), also under autocast and in a 16-bit module. In
+    16 bits hundreds of keys share a value, and rounding decides which are kept. A module that is given for `score` runs
+    with autocast off on float32, so its parameters are best float32.
 
     Args:
-        features: of every token.
-        heads: the key heads, or the query heads where each of them scores.
+        features: the number of features of a token.
+        heads: the number of key heads, or of query heads if each of them has its own scores.
         score: "gate", "linear", "doge", or a function.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
     """
     for name, value in (("features", features), ("heads", heads)):
         check_count(value, name)
@@ -61,7 +61,7 @@ def make_scores(
 
 
 class _Scores(nn.Module):
-    """[B, S, features] -> [B, heads, S] by `_make_scores`, which gets float32 or wider."""
+    """Maps [B, S, features] to [B, heads, S] by `_make_scores`, which gets float32 or wider."""
 
     def __init__(self, features: int, heads: int):
         super().__init__()
@@ -95,7 +95,8 @@ class _FunctionScores(_Scores):
 
 
 def scores_of_heads(scores: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
-    """The result [B, S, heads] of a function as [B, heads, S], float32 or wider. Raises for another shape or dtype."""
+    """Transposes a score function's result [B, S, heads] to [B, heads, S] and widens it to float32. Raises for another
+    shape or dtype."""
     check_tensor(scores, name)
     if tuple(scores.shape) != shape or not scores.is_floating_point():
         raise ValueError(
@@ -170,7 +171,7 @@ _FORMS = {"gate": _GateScores, "linear": _LinearScores, "doge": _DogeScores}
 
 
 def doge_scores_of(A: Tensor, step: Tensor) -> Tensor:
-    """``exp(A * softplus(step))`` for A [H] and step [B, S, H]: [B, H, S], float32 or wider, under autocast too.
+    """Returns ``exp(A * softplus(step))`` for A [H] and step [B, S, H]: [B, H, S], float32 or wider, under autocast too.
 
     Scores and gradients are finite for all finite A, step and gradients of scores.
     """
@@ -179,16 +180,20 @@ def doge_scores_of(A: Tensor, step: Tensor) -> Tensor:
     return _Doge.forward(A, step)
 
 
-# The largest factor exp(x) in the gradient of a score. A score above 2^24 leaves query . key no bits of float32, so that
-# attention sees the key with the highest score alone; the square of 2^46, of which Adam keeps sums, is 2^92.
+# The largest factor exp(x) in the gradient of a score. Above a score of 2^24, query . key no longer changes the float32
+# sum, so attention sees only the key with the highest score. Adam accumulates the square of the gradient; that of 2^46 is
+# 2^92.
 _LARGEST_FACTOR = 2.0**46
-# The end of the gradients that leave a score, in float32. Below it the factors of the layers multiply: without an end
-# those of seven layers leave float32, and with this one the sum over 2^60 keys stays in it.
+# The limit of gradients that leave a score. The factors of earlier layers multiply it: unlimited, seven layers overflow
+# float32. With this limit even a sum over 2^60 keys stays finite.
 _LARGEST_GRADIENT = 2.0**64
 
 
 class _Doge(torch.autograd.Function):
-    """An exponent beyond that of the dtype's largest number counts as this one, and has no gradient."""
+    """Computes exp(A * softplus(step)).
+
+    The exponent is clamped to that of the dtype's largest number; a clamped exponent has no gradient.
+    """
 
     generate_vmap_rule = True
 
@@ -220,7 +225,7 @@ class _Doge(torch.autograd.Function):
 
 
 def _widen_operands(A: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A [H, 1], step [B, H, S] and its softplus, in float32 or wider."""
+    """Returns A [H, 1], step [B, H, S] and its softplus, in float32 or wider."""
     dtype = torch.promote_types(step.dtype, torch.float32)
     # In 16 bits the copy that widens also transposes: elementwise kernels over other strides take twice as long.
     step = step.transpose(-1, -2).to(dtype, memory_format=torch.contiguous_format)
@@ -230,7 +235,8 @@ def _widen_operands(A: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _largest_exponent(dtype: torch.dtype) -> float:
-    """Half a unit of rounding below the exponent of the largest number, whose exp may round to inf."""
+    """Returns the exponent of the dtype's largest number minus half a rounding unit, because exp of the exact one may
+    round to inf."""
     info = torch.finfo(dtype)
     return math.log(info.max) * (1 - info.eps / 2)
 
@@ -241,16 +247,22 @@ def _limit_gradient(gradient: Tensor, dtype: torch.dtype = torch.float32) -> Ten
 
 
 def with_zero_sum_gradient(scores: Tensor) -> Tensor:
-    """The scores of all keys, [B, H, S]. Their gradient sums to 0, as that of a softmax's input does."""
+    """Returns the scores [B, H, S] unchanged. Their gradient is centred, so it sums to 0 over the keys.
+
+    Use it for scores that are both trained and a bias in 16 bits, as the layers of this package do: the rounded output of
+    attention adds the same error to the gradient of every key of a head. Keys whose gradient is 0 keep it.
+    """
     if not (torch.is_grad_enabled() and scores.requires_grad):
         return scores
     return _WithZeroSumGradient.apply(scores)
 
 
 class _WithZeroSumGradient(torch.autograd.Function):
-    """Takes from a gradient what all keys of a head share. In 16 bits its error has such a part: attention takes
-    delta = dO . O from the rounded O. It adds up in A, one number for all of them (docs/numerics.md). A gradient of 0 is
-    that of an invisible key, which stays."""
+    """Subtracts the mean over the visible keys of a head from the gradient.
+
+    In 16 bits the gradient has such a common error, because delta = dO . O uses the rounded O. It accumulates in A, which
+    all keys share (docs/numerics.md). Gradients of exactly 0 belong to invisible keys and stay 0.
+    """
 
     generate_vmap_rule = True
 

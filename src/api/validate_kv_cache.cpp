@@ -30,7 +30,7 @@ constexpr CacheNames to_names = {"to.k",      "to.v",    "to.scores",  "to.posit
 CacheRows resolved_rows(const KvCache& cache, std::string_view name) {
   const KvCacheShape& s = cache.shape;
   CacheRows rows = cache.rows;
-  // Called only for errors, because a name takes memory.
+  // Called only for errors, because building the name allocates memory.
   const auto member = [&](std::string_view of) { return std::string(name).append(".").append(of); };
   if (rows.index == nullptr) {
     rows.count = s.batch;

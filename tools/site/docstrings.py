@@ -36,7 +36,7 @@ class Descriptions(griffe.Extension):
 
 
 def in_sections(docstring: str, names: set[str], title: str) -> str:
-    """The docstring with each run of descriptions as a section."""
+    """Returns the docstring with each run of descriptions as a section."""
     docstring = _SECTION.sub(lambda match: textwrap.dedent(match[1]), docstring + "\n")
     out: list[str] = []
     others: list[tuple[str, str]] = []  # names that share the description which is being read
@@ -66,7 +66,7 @@ def in_sections(docstring: str, names: set[str], title: str) -> str:
 
 
 def _apart(docstring: str, names: set[str]) -> Iterator[str]:
-    """The lines, and after "; " a line of its own for what begins with names."""
+    """Yields the lines. After "; " a new line begins if names of arguments follow."""
     for line in docstring.splitlines():
         begin = 0
         for match in _NEXT.finditer(line):

@@ -60,7 +60,7 @@ class DecodeCase:
         return f"{kind} B{self.batch} H{self.heads_q} Hkv{self.heads_kv} D{self.head_dim}"
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of keys and values, each counted once."""
+        """Returns the bytes of keys and values, each counted once."""
         return 2 * self.batch * self.heads_kv * self.keys * self.head_dim * dtype.itemsize
 
 

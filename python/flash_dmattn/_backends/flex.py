@@ -15,13 +15,13 @@ from .._core.numerics import Numerics
 from ..keys.visibility import Visibility
 
 _BLOCK = 128  # queries and keys of a block of the BlockMask
-# Beyond torch's limit of 8 per function flex would make N x N tensors without a word.
+# Beyond torch's limit of 8 compilations per function, FlexAttention silently runs uncompiled and allocates N x N tensors.
 _RECOMPILATIONS = 256
-# Below 128 queries torch 2.10 to 2.13 take their decoding kernel, which has no tiles for lengths that are no
-# power of 2 and then raises.
+# Below 128 queries torch 2.10 to 2.13 take their decoding kernel, which raises for lengths that are not a power of 2
+# because it has no tiles for them.
 _OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
-# torch keeps as many tiles of dense masks and biases in shared memory as of keys: 278 KB of an H200's
-# 227 at head dimension 128.
+# torch keeps a tile of dense mask and bias in shared memory for each tile of keys: 278 KB at head dimension 128, but an
+# H200 has 227 KB.
 _DENSE_OPTIONS = _OPTIONS | {"bwd_num_stages": 1}
 # Up to head dimension 64 the forward has two stages, too.
 _NARROW_DENSE_OPTIONS = _DENSE_OPTIONS | {"fwd_num_stages": 2}
@@ -37,7 +37,7 @@ def attention(
     visible: Visibility,
     numerics: Numerics,
 ) -> tuple[Tensor, Tensor | None]:
-    """out and lse of arguments in normal form; lse is None on the CPU."""
+    """Computes out and lse for arguments in normal form. lse is None on the CPU."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     _refuse_arguments(q, k, v, bias, numerics)
@@ -85,7 +85,7 @@ def flex_mask_options(
     softcap: float = 0.0,
     undefined: list[Tensor] | None = None,
 ) -> dict[str, object]:
-    """Keyword arguments of flex_attention. q, k: [B, H, S, D]; the others in normal form.
+    """Returns the keyword arguments of flex_attention. q, k: [B, H, S, D]; the others in normal form.
 
     undefined: which rows of q and k had inf or NaN, bool [B, H, S], and are now the signs of their inf.
     """
@@ -166,8 +166,8 @@ def _limit_values(x: Tensor) -> Tensor:
 
 
 def _signs_of_infinities(x: Tensor, undefined: Tensor) -> Tensor:
-    """x with replaced rows. undefined: rows with inf or NaN. A row with inf becomes the signs of its infinities,
-    other elements 0; a row with NaN becomes 0. Its product has the sign of the infinite result, and is 0 where that
+    """Replaces rows of x with inf or NaN, which `undefined` marks. A row with inf becomes the signs of its infinities,
+    other elements 0; a row with NaN becomes 0. Its product has the sign of the infinite result, and is 0 if that
     would be NaN (0 * inf included); inf - inf has either sign."""
     signs = torch.where(x.isinf(), x.sign(), 0)
     signs = torch.where(x.isnan().any(-1, keepdim=True), 0, signs)
@@ -182,14 +182,14 @@ def _compiled_flex_attention():
 
 
 def _score_and_mask_mods(q, k, bias, visible, softcap, undefined):
-    """score_mod and mask_mod."""
+    """Returns FlexAttention's score_mod and mask_mod."""
     mask, is_causal, intervals = visible.mask, visible.is_causal, _intervals_of(visible)
     heads_q, heads_kv, seqlen_q, seqlen_k = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
     group, reach = heads_q // heads_kv, seqlen_k - seqlen_q
     hiding_bias = None if bias is None else bias.detach()
 
     def element(tensor, b, h, i, j):
-        """Element (b, h, i, j) of a tensor that may broadcast, [B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]."""
+        """Returns element (b, h, i, j) of a tensor that may broadcast, [B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]."""
         head = h if tensor.shape[1] == heads_q else h // group
         zero = 0 * b  # torch 2.10 cannot index by integers and tensors together
         return tensor[
@@ -240,8 +240,8 @@ def _intervals_of(visible: Visibility) -> Tensor | None:
 
 
 def _blocks(q, k, bias, visible):
-    """The four tensors of a BlockMask: the partial and the full blocks, from causality and intervals alone;
-    masks and biases make full blocks partial. O((N / 128)^2)."""
+    """Returns the four tensors of a BlockMask, which list partial and full blocks. Causality and intervals determine
+    them; a mask or bias makes every full block partial. O((N / 128)^2)."""
     mask, is_causal, intervals = visible.mask, visible.is_causal, _intervals_of(visible)
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     rows, columns = math.ceil(seqlen_q / _BLOCK), math.ceil(seqlen_k / _BLOCK)
@@ -278,6 +278,6 @@ def _blocks(q, k, bias, visible):
 
 
 def _block_indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of each row are set, and their columns first."""
+    """Returns the number of set blocks in each row, and the column indices with the set blocks first."""
     columns = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), columns.int()

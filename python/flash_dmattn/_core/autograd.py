@@ -10,7 +10,7 @@ from torch._C._functorch import peek_interpreter_stack as _innermost_transform
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from . import torch_rules
+from . import torch_registrations
 from .load import NAMESPACE
 from .ops import BACKWARD, FORWARD, SELECT_AND_ATTEND, backward, forward, select_and_attend
 from .signatures import GRADIENTS, Signature
@@ -196,7 +196,7 @@ def _bypass_dispatcher(operator, function: type[torch.autograd.Function]):
     def call(*inputs):
         if is_compiling() or is_transformed():
             return operator(*inputs)
-        torch_rules.register()
+        torch_registrations.register()
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
             return function.apply(*inputs)
         with torch._C._AutoDispatchBelowAutograd():

@@ -317,10 +317,8 @@ def add_query_dimension(tensor: Tensor) -> Tensor:
     return tensor.unsqueeze(2) if tensor.dim() == 3 else tensor
 
 
-def mask_argument(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+def mask_argument(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Checks attn_mask, and returns it as [B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]."""
-    if mask is None:
-        return None
     mask = add_query_dimension(broadcast_argument(mask, "attn_mask", query, key))
     if mask.dtype != torch.bool:
         raise TypeError(
@@ -330,11 +328,9 @@ def mask_argument(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | N
     return mask
 
 
-def bias_argument(bias: Tensor | None, query: Tensor, key: Tensor, saturate: bool) -> Tensor | None:
+def bias_argument(bias: Tensor, query: Tensor, key: Tensor, saturate: bool) -> Tensor:
     """Checks attn_bias, and returns it as [B or 1, Hq or Hkv or 1, Sk or 1], or with a query dimension as
     [B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]."""
-    if bias is None:
-        return None
     bias = check_bias(bias, "attn_bias", query, key)
     return bias if bias.dtype == query.dtype else widen_bias(bias, query.dtype, saturate)
 

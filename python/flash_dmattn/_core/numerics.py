@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -37,11 +39,6 @@ class Numerics(NamedTuple):
             nonfinite == "saturate" or resolve_nonfinite(nonfinite),
             resolve_deterministic(deterministic),
         )
-
-    @staticmethod
-    def check_arguments(scale: float | None, softcap: float | None, nonfinite: str) -> None:
-        """Raises for arguments that `from_arguments` does not accept."""
-        Numerics.from_arguments(scale, None, softcap, nonfinite, None)
 
     def with_scale_for(self, head_dim: int) -> Numerics:
         scale, softcap, saturate, deterministic = self
@@ -108,10 +105,20 @@ def resolve_nonfinite(nonfinite: str) -> bool:
 
 
 def resolve_deterministic(deterministic: bool | None) -> bool:
-    if deterministic is None:
-        return default_deterministic()
-    return resolve_flag(deterministic, "deterministic")
+    if deterministic is not None:
+        return resolve_flag(deterministic, "deterministic")
+    return torch.are_deterministic_algorithms_enabled() if _default is None else _default
 
 
-def default_deterministic() -> bool:
-    return torch.are_deterministic_algorithms_enabled()
+_default: bool | None = None  # in a block of default_deterministic
+
+
+@contextmanager
+def default_deterministic(value: bool | None) -> Iterator[None]:
+    """Makes `value` the default of `deterministic` in this process. None: as torch.use_deterministic_algorithms sets."""
+    global _default
+    before, _default = _default, value
+    try:
+        yield
+    finally:
+        _default = before

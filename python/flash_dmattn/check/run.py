@@ -9,12 +9,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from unittest import mock
 
 import torch
 
-from .._core import numerics
 from .._core.availability import backends, gpu
+from .._core.numerics import default_deterministic
 from ..functional import flash_dmattn_func_auto, triton_dmattn_func
 from . import report
 from .cases import CASES, DTYPES, make_case, run, shrink_case, to_device
@@ -196,9 +195,8 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     # torch fills memory only while it is deterministic. Attention itself stays as it would be otherwise.
-    undecided = mock.patch.object(numerics, "default_deterministic", bool)
     try:
-        with undecided, warnings.catch_warnings():
+        with default_deterministic(False), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*deterministic")
             yield
     finally:

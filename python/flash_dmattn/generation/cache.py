@@ -66,7 +66,7 @@ class KVSlots(SlotMemory):
 
     @property
     def capped(self) -> Tensor:
-        """The number of keys that have competed so far beyond the window, int64 [B, Hkv].
+        """Returns the number of keys that have competed so far beyond the window, int64 [B, Hkv].
 
         If it is above 0, the window binds: for each of these keys, some query did not see this key or one that it beat.
         It is 0 for a head whose window is 0, because none of its keys competes.
@@ -283,7 +283,7 @@ class KVSlots(SlotMemory):
                 query, key, value, scores, key_mask=key_mask, return_lse=return_lse, **options
             )
         self._check_tokens(key, value, scores, query)
-        Numerics.check_arguments(scale, softcap, nonfinite)
+        Numerics.from_arguments(scale, None, softcap, nonfinite, None)
         by_token = self.k.transpose(1, 2)
         length = check_chunk(by_token, key_mask, query=query, key=key, value=value, scores=scores)
         room = self.chunk - self.pending

@@ -79,7 +79,7 @@ class _Group(NamedTuple):
 
     @property
     def length(self) -> int:
-        """The number of tokens of each sequence, padding included."""
+        """Returns the number of tokens of each sequence, padding included."""
         if isinstance(self.tokens, slice):
             return (self.tokens.stop - self.tokens.start) // len(self.rows)
         return self.tokens.shape[1]

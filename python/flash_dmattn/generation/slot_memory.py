@@ -141,7 +141,7 @@ class SlotMemory:
 
     @property
     def places(self) -> int:
-        """The number of slots of a head for its keys. The slots after them are for pending tokens."""
+        """Returns the number of slots of a head for its keys. The slots after them are for pending tokens."""
         return self.rule.place_count()
 
     @property
@@ -154,12 +154,12 @@ class SlotMemory:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors in the order of the operators' arguments."""
+        """Returns the tensors in the order of the operators' arguments."""
         return self.k, self.v, self.scores, self.positions, self.counts, self.seen
 
     @property
     def _arguments(self) -> tuple:
-        """The first arguments of operators without an argument `rows`."""
+        """Returns the first arguments of operators without an argument `rows`."""
         self._refuse_rows()
         return *self.tensors, *self._rule_arguments
 

@@ -2,46 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from .._core.checks import check_count, clamp_count
+from .._core.checks import check_count
 from .rule import SelectionRule
 from .select_intervals import per_key_scores, select_by_rule
 
 
 def select_keys(
-    scores: Tensor, keep_window_size: int, key_mask: Tensor | None = None
+    scores: Tensor, keep_window_size: int | Sequence[int], key_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns the positions of the `keep_window_size` best keys of each row.
 
         keys, counts = select_keys(scores, 1024)
         best = key.gather(1, keys.clamp(min=0).transpose(1, 2)[..., None].expand(-1, -1, -1, D).long())
 
-    scores: [B, H, Sk] (or [B, H, 1, Sk], or [B, Sk]), any floating dtype. The choice has no gradient.
-    keep_window_size: how many keys to choose, 0 or more.
+    scores: [B, H, Sk] (or [B, H, 1, Sk], or [B, Sk]), any floating dtype. The selection has no gradient.
+    keep_window_size: the number w of keys to select, 0 or more; a sequence has one number for each head.
     key_mask: bool [B, Sk] or [B, H, Sk]; False: the key is not present.
 
     Higher scores win; of two keys with equal scores, the more recent one wins. Keys that are hidden or have the score
-    NaN are never chosen. The host waits for no device. The time is O(Sk log keep_window_size).
+    NaN are never selected. The host waits for no device. The time is O(Sk log w).
 
     Returns (keys, counts):
-        keys: int32 [B, H, min(keep_window_size, Sk)], ascending positions, padded with -1.
-        counts: int32 [B, H], the number of chosen keys.
+        keys: int32 [B, H, min(w, Sk)] with the largest w, ascending positions, padded with -1.
+        counts: int32 [B, H], the number of selected keys.
     """
-    check_count(keep_window_size, "keep_window_size")
-    scores, key_mask = per_key_scores(scores, key_mask)
-    return best_keys(scores, key_mask, clamp_count(keep_window_size))
+    if not isinstance(keep_window_size, Sequence):
+        check_count(keep_window_size, "keep_window_size")
+    window = SelectionRule(keep_window_size).checked_rule().keep_window_size
+    return best_keys(*per_key_scores(scores, key_mask), window)
 
 
-def best_keys(scores: Tensor, key_mask: Tensor | None, window: int) -> tuple[Tensor, Tensor]:
+def best_keys(
+    scores: Tensor, key_mask: Tensor | None, window: int | tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
     """Does what `select_keys` does, for arguments in normal form: scores and key_mask [B, H, Sk]."""
-    size = min(window, scores.shape[2])
+    rule = SelectionRule(window)
+    scores = rule.expand_scores(scores)
+    size = min(max(rule.windows()), scores.shape[2])
     if size == 0:
         empty = scores.new_empty((*scores.shape[:2], 0), dtype=torch.int32)
         return empty, scores.new_zeros(scores.shape[:2], dtype=torch.int32)
-    chosen = select_by_rule(scores, key_mask, SelectionRule(window), True, 1).intervals
-    return indices_of_true(chosen[..., 1] > 0, size)
+    selected = select_by_rule(scores, key_mask, rule, True, 1).intervals
+    return indices_of_true(selected[..., 1] > 0, size)
 
 
 def indices_of_true(mask: Tensor, size: int) -> tuple[Tensor, Tensor]:

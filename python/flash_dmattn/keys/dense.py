@@ -107,7 +107,7 @@ def create_mask(
 ) -> torch.Tensor:
     """Makes the mask of dynamic mask attention, which shows each query the keys that it keeps.
 
-    | bias       | mask               | choice                                  | result       |
+    | bias       | mask               | selection                               | result       |
     |------------|--------------------|-----------------------------------------|--------------|
     | [B, H, K]  | None               | one for all queries                     | [B, H, K]    |
     | [B, H, K]  | [B, H, K] or 2-d   | one for all queries, among allowed keys | [B, H, K]    |

@@ -15,7 +15,7 @@ _ONE_FOR_EACH_ROW = ("query_position", "prefix_length")
 
 
 class ShownKeys(NamedTuple):
-    """The query rows to which each key is shown before any choice. All tensors are int64 [B or 1, H or 1, Sk].
+    """The query rows to which each key is shown before any selection. All tensors are int64 [B or 1, H or 1, Sk].
 
     Keys that appear later may beat a key. So keys have to appear in their order, and leave either all together or by
     document, where each document leaves before the next one appears.
@@ -109,7 +109,7 @@ class KeyPositions(NamedTuple):
         return cls(own_row, begin, end, position, document, order, query_length, same_length)
 
     def shown_keys(self, is_causal: bool) -> ShownKeys:
-        """Returns the keys for a choice, in the order of their positions."""
+        """Returns the keys for a selection, in the order of their positions."""
         first = torch.maximum(self.begin, self.own_row) if is_causal else self.begin
         keys = (first, self.end, self.own_row, first, self.document)
         if self.order is not None:

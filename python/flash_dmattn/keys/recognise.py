@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .._core.checks import MASK_VALUE, may_read
 from .intervals import KeyIntervals
-from .torch_operators import count_ranges
+from .selection_in_torch import count_ranges
 
 # Mask elements per step: bounds the memory for recognising a mask.
 _BLOCK_ELEMENTS = 1 << 22
@@ -136,7 +136,7 @@ def split_additive(mask: torch.Tensor, memo: Memo | None = None) -> tuple[torch.
 
 
 def mask_of_intervals(allowed: KeyIntervals, memo: Memo | None = None) -> torch.Tensor:
-    """Returns the mask that equals the intervals, for a choice that no intervals describe."""
+    """Returns the mask that equals the intervals, for a selection that no intervals describe."""
 
     def make(intervals: torch.Tensor) -> torch.Tensor:
         mask = allowed.with_intervals(_drop_expanded(intervals)).to_mask()

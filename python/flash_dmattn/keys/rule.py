@@ -23,7 +23,7 @@ from .._core.checks import (
     clamp_count,
 )
 from .._core.numerics import check_number
-from . import torch_operators
+from . import selection_in_torch
 from .positions import ShownKeys
 
 SELECTIONS = ("per_query", "global")
@@ -77,7 +77,7 @@ class SelectionRule(NamedTuple):
             recent_competes=check_flag(self.recent_competes, "recent_competes"),
             score_threshold=threshold,
         )
-        if rule.shows_unchosen_keys() and not rule.hides_keys():
+        if rule.shows_unselected_keys() and not rule.hides_keys():
             name = "recent_window" if rule.recent_window else "sink_tokens"
             raise ValueError(
                 f"{name}: got {getattr(rule, name)} without keep_window_size and score_threshold, so that every key is "
@@ -103,14 +103,14 @@ class SelectionRule(NamedTuple):
         """Whether the rule can hide keys."""
         return self.keep_window_size is not None or self.score_threshold is not None
 
-    def shows_unchosen_keys(self) -> bool:
-        """Whether the rule shows keys that are not chosen by their scores."""
+    def shows_unselected_keys(self) -> bool:
+        """Whether the rule shows keys that are not selected by their scores."""
         return self.recent_window > 0 or self.sink_tokens > 0
 
     def is_window(self) -> bool:
         """Whether the rule is a single number of keys and nothing else."""
         return not (
-            self.shows_unchosen_keys()
+            self.shows_unselected_keys()
             or self.keep_window_size is None
             or isinstance(self.keep_window_size, tuple)
             or self.score_threshold is not None
@@ -249,28 +249,28 @@ def intervals_of_rule(
         eligible = eligible & ~is_sink
     per_query = is_causal and rule.selection == "per_query"
     if not per_query and not rule.recent_competes:
-        eligible = eligible & (competes_at < last)  # a global choice is made at the last row
+        eligible = eligible & (competes_at < last)  # a global selection is made at the last row
     scores = rule.competing_scores(scores.detach(), eligible).expand(shape)
     if document is not None:
         scores = rank_by_document(scores, document)
-    # The choice is made as if every key appeared with a query of its own: key t appears at row t.
-    library = ops if ops.has_kernels_for(scores) else torch_operators
+    # Keys are selected as if every key appeared with a query of its own: key t appears at row t.
+    library = ops if ops.has_kernels_for(scores) else selection_in_torch
     length = shape[-1]
     moments = library.select_key_intervals(
         scores, None, rule.windows(), "per_query", True, length
     ).long()
-    chosen = moments[..., 1] > moments[..., 0]
+    selected = moments[..., 1] > moments[..., 0]
     beaten_by = moments[..., 1]
     if not per_query:
         # A key of a later document beats every key of earlier documents, but these keys have left by then.
         leaves_before = length if document is None else _end_of_document(document, length)
-        chosen = chosen & (beaten_by >= leaves_before)
+        selected = selected & (beaten_by >= leaves_before)
         kept_until = last
     else:
         never = torch.full_like(competes_at[..., :1], 2**31 - 1)
         rows = torch.cat([competes_at, never], dim=-1).expand(*shape[:2], -1)
         kept_until = torch.minimum(last, rows.gather(-1, beaten_by))
-    end = torch.where(chosen, kept_until, 0)
+    end = torch.where(selected, kept_until, 0)
     if rule.recent_window > 0:
         end = torch.maximum(end, torch.minimum(last, own_row + rule.recent_window))
     if is_sink is not None:

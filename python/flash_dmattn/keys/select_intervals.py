@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._core import ops
 from .._core.checks import check_tensor, may_read, resolve_flag
-from . import torch_operators
+from . import selection_in_torch
 from .intervals import KeyIntervals, broadcast_shapes, unchecked_intervals
 from .positions import KeyPositions, ShownKeys, check_length
 from .recognise import Memo, cached_result, visible_counts
@@ -43,7 +43,7 @@ def select_key_intervals(
         - its score is not NaN, at or above `score_threshold`, and among the best `keep_window_size` of those that compete.
 
     scores: [B, H, key_length] (or [B, H, 1, key_length], or [B, key_length]), any floating dtype. The
-        choice is not differentiable: no gradient flows to the scores.
+        selection is not differentiable: no gradient flows to the scores.
     keep_window_size: how many of the competing keys a query keeps, 0 or more, or a sequence with one number for each
         head of the scores. None: a query keeps all keys that reach the threshold.
     selection: "per_query": query i keeps the best among the keys it may see; "global": the best of the
@@ -60,7 +60,7 @@ def select_key_intervals(
     key_mask: bool [B, key_length] or [B, H, key_length]; False: the key is not present.
     query_length: defaults to key_length.
     cu_seqlens_k, cu_seqlens_q: offsets of documents packed one after the other, as in packed_documents: int32
-        [documents + 1], or [B, documents + 1] if rows of the batch have documents of their own. A query chooses among
+        [documents + 1], or [B, documents + 1] if rows of the batch have documents of their own. A query selects among
         the keys of its own document.
     key_positions: the position of each key in its row, if it is not the key's index: integers [key_length],
         [B, key_length] or [B, H, key_length]. No two keys of a row may have the same position. With documents,
@@ -69,7 +69,7 @@ def select_key_intervals(
         default is key_length - query_length, or 0 with documents.
 
     Higher scores win; of two keys with equal scores, the more recent one wins. Keys that are hidden or have the score
-    NaN are never chosen. The intervals have the shape [B, H, key_length, 2] and include is_causal. The time is
+    NaN are never selected. The intervals have the shape [B, H, key_length, 2] and include is_causal. The time is
     O(key_length log keep_window_size); with documents or positions the keys are sorted first.
     """
     rule = SelectionRule(
@@ -114,7 +114,7 @@ def select_by_rule(
     scores = rule.expand_scores(scores)
     if key_mask is not None:
         key_mask = key_mask.expand(scores.shape)
-    library = ops if ops.has_kernels_for(scores) else torch_operators
+    library = ops if ops.has_kernels_for(scores) else selection_in_torch
     intervals = library.select_key_intervals(
         scores, key_mask, rule.windows(), rule.selection, is_causal, query_length, *rule.operands()
     )
@@ -126,7 +126,7 @@ def select_at(
 ) -> KeyIntervals:
     """Selects keys in documents, or keys whose position is not their index. scores: [B, H, key_length]."""
     rule.check_causality(is_causal)
-    chosen = intervals_of_rule(
+    selected = intervals_of_rule(
         keys.scores_by_position(scores),
         keys.shown_keys(is_causal),
         rule,
@@ -136,7 +136,7 @@ def select_at(
     bound = None
     if keys.same_length:
         bound = rule.key_bound(is_causal, documents=keys.document is not None)
-    return unchecked_intervals(keys.intervals_by_index(chosen), keys.query_length, bound)
+    return unchecked_intervals(keys.intervals_by_index(selected), keys.query_length, bound)
 
 
 def select_among_intervals(
@@ -144,7 +144,7 @@ def select_among_intervals(
 ) -> KeyIntervals | None:
     """Selects the keys that a rule keeps among the keys that each query is allowed to see. Returns intervals, or None.
 
-    Usually intervals describe the choice: while a key is visible, more and more keys that beat it appear, so a key that
+    Usually intervals describe the selection: while a key is visible, more and more keys that beat it appear, so a key that
     has dropped out stays out, unless a key that beats it leaves. So keys have to appear in the order of their
     positions, and leave all together (causal, padding, prefix) or in groups, where each group leaves before the next
     one appears (packed documents). Query i is at position i + Sk - Sq.
@@ -158,7 +158,7 @@ def select_among_intervals(
     bound of the result needs the latter.
 
     Returns:
-        None if no intervals describe the choice, for example under a sliding window wider than `keep_window_size`.
+        None if no intervals describe the selection, for example under a sliding window wider than `keep_window_size`.
     """
     reading = may_read()
     if 0 in allowed.intervals.shape or allowed.query_length == 0:
@@ -178,7 +178,7 @@ def select_among_intervals(
         one_at_a_time = (first == 0) | (first > F.pad(appears[..., :-1], (1, 0)))
         torch._assert_async(
             ((in_order & one_at_a_time) | ~visible).all(),
-            "flash_dmattn: a compiled choice among keys of these intervals is not supported; expected keys that "
+            "flash_dmattn: a compiled selection among keys of these intervals is not supported; expected keys that "
             "appear one by one and leave together",
         )
     document = None
@@ -223,7 +223,7 @@ def _per_key(tensor: Tensor, argument: str) -> Tensor:
 
 
 class _Order(NamedTuple):
-    """The numbers that a choice among intervals reads from the device."""
+    """The numbers that a selection among intervals reads from the device."""
 
     most_visible: int  # the most keys that a query sees
     is_in_order: bool  # whether keys appear and leave as `select_among_intervals` needs

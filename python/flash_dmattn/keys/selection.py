@@ -43,7 +43,7 @@ class ScoredRule(NamedTuple):
         checked = selection_scores_argument(self.scores, query, key)
         if not rule.hides_keys():
             raise ValueError(
-                f"selection_scores: got shape {tuple(self.scores.shape)} without keep_window_size, by which they choose; "
+                f"selection_scores: got shape {tuple(self.scores.shape)} without keep_window_size, by which they select; "
                 "expected both or neither"
             )
         return ScoredRule(rule, checked)
@@ -82,26 +82,28 @@ def apply_selection(
     if scores.requires_grad:
         scores = scores.detach()
     on_gpu = uses_library_kernels and scores.is_cuda
-    choice = _Choice(rule, query, key, scores, visible.is_causal, on_gpu, memo)
+    selection = _Selection(rule, query, key, scores, visible.is_causal, on_gpu, memo)
     if visible.keys is not None:
-        return choice.among_intervals(visible.keys, allowed)
+        return selection.among_intervals(visible.keys, allowed)
     is_dense = allowed is not None and allowed.shape()[2] > 1
     if is_dense and rule.selection == "per_query":
-        return choice.under_dense_mask(allowed)
+        return selection.under_dense_mask(allowed)
     key_mask = None
     if allowed is not None:
         scores, key_mask = match_heads(query, key, scores, allowed.seen_by_any_query())
-    remaining_mask = visible.mask if is_dense else None  # the part that the choice does not include
+    remaining_mask = (
+        visible.mask if is_dense else None
+    )  # the part that the selection does not include
     scores, key_mask = _expand_heads_together(scores, key_mask)
     rule = rule.rule_of_heads(scores.shape[1])
-    chosen = select_by_rule(scores, key_mask, rule, visible.is_causal, query.shape[1])
-    return Visibility(remaining_mask, False, chosen)
+    selected = select_by_rule(scores, key_mask, rule, visible.is_causal, query.shape[1])
+    return Visibility(remaining_mask, False, selected)
 
 
 def _is_by_bias(
     scored_rule: ScoredRule, query: Tensor, key: Tensor, bias: Tensor | None, mask: Tensor | None
 ) -> bool:
-    """Whether TopKeysByBias describes the choice: a window that hides some key, chosen by a bias for each key or for
+    """Whether TopKeysByBias describes the selection: a window that hides some key, by a bias for each key or for
     all heads."""
     rule = scored_rule.rule
     if bias is None or bias.dim() != 3 or mask is not None or scored_rule.scores is not None:
@@ -114,8 +116,8 @@ def _is_by_bias(
     return hides_keys and broadcasts(heads, heads_kv) and query.shape[1] > 0
 
 
-class _Choice(NamedTuple):
-    """A choice of the best keys among those that intervals, or a mask with a query dimension, show."""
+class _Selection(NamedTuple):
+    """Selects the best keys among those that intervals, or a mask with a query dimension, show."""
 
     rule: SelectionRule
     query: Tensor
@@ -130,9 +132,9 @@ class _Choice(NamedTuple):
         if self.rule.selection == "global":
             return self._global_among_intervals(shown, allowed)
         if allowed is None:
-            chosen = self._best_of_intervals(shown)
-            if chosen is not None:
-                return Visibility(keys=chosen)
+            selected = self._best_of_intervals(shown)
+            if selected is not None:
+                return Visibility(keys=selected)
             return self.under_dense_mask(AllowedElements(mask_of_intervals(shown, self.memo), None))
         mask = mask_of_intervals(shown, self.memo)
         if allowed.mask is not None:
@@ -143,7 +145,7 @@ class _Choice(NamedTuple):
         self, shown: KeyIntervals, allowed: AllowedElements | None
     ) -> Visibility:
         rule = self.rule
-        if rule.shows_unchosen_keys():
+        if rule.shows_unselected_keys():
             raise ValueError(
                 "selection: got 'global' with recent_window or sink_tokens and key_intervals, expected 'per_query'"
             )
@@ -156,9 +158,11 @@ class _Choice(NamedTuple):
         rule = rule.rule_of_heads(scores.shape[1])
         best = select_by_rule(scores, key_mask, rule, self.is_causal, shown.query_length)
         best, intervals = match_heads(self.query, self.key, best.intervals, shown.intervals)
-        chosen = intersect(KeyIntervals(best, shown.query_length), shown.with_intervals(intervals))
+        selected = intersect(
+            KeyIntervals(best, shown.query_length), shown.with_intervals(intervals)
+        )
         is_dense = allowed is not None and allowed.shape()[2] > 1
-        return Visibility(allowed.mask if is_dense else None, False, chosen)
+        return Visibility(allowed.mask if is_dense else None, False, selected)
 
     def _best_of_intervals(self, shown: KeyIntervals) -> KeyIntervals | None:
         """Returns the best keys as intervals, or None if intervals cannot describe the result."""
@@ -185,9 +189,9 @@ class _Choice(NamedTuple):
         query, key, scores = self.query, self.key, self.scores
         shown = allowed.to_intervals(self.memo) if may_read() else None
         if shown is not None:
-            chosen = self._best_of_intervals(shown)
-            if chosen is not None:
-                return Visibility(keys=chosen)
+            selected = self._best_of_intervals(shown)
+            if selected is not None:
+                return Visibility(keys=selected)
         if not self.rule.is_window():
             raise ValueError(
                 "keep_window_size: got a rule with recent keys, sinks, a threshold or a window for each head under a mask or bias "

@@ -27,9 +27,6 @@ class KeyRanks(NamedTuple):
     rank: Tensor  # int32 [B or 1, H or 1, 1, Sk]
     limit: Tensor  # int32 [B or 1, H or 1, Sq, 1]
 
-    def heads(self) -> int:
-        return 1  # ranks of query heads need no keys of query heads
-
     def operands(self) -> Operands:
         return Operands(key_rank=self.rank, rank_limit=self.limit)
 
@@ -37,14 +34,11 @@ class KeyRanks(NamedTuple):
 class TopKeysByBias(NamedTuple):
     """The keys with the highest bias among a query's past keys.
 
-    The operator select_and_attend makes this choice itself, because it is the most frequent one: this saves a trip
+    The operator select_and_attend makes this selection itself, because it is the most frequent one: this saves a trip
     through the dispatcher, views and an autograd function.
     """
 
     keep_window_size: int
-
-    def heads(self) -> int:
-        return 1  # a bias for each query head is never a TopKeysByBias
 
 
 class Visibility(NamedTuple):
@@ -56,10 +50,11 @@ class Visibility(NamedTuple):
 
     # A method, as in all named tuples here: torch.compile of torch 2.10 cannot trace properties of one.
     def heads(self) -> int:
-        """Returns the number of heads of `keys`: 1, Hkv, or Hq if every query head has its own keys."""
-        if self.keys is None:
-            return 1
-        return self.keys.heads if isinstance(self.keys, KeyIntervals) else self.keys.heads()
+        """Returns the number of heads of `keys`: 1, Hkv, or Hq if every query head needs its own key head.
+
+        Ranks of query heads do not need that, and a bias for each query head is never a TopKeysByBias.
+        """
+        return self.keys.heads if isinstance(self.keys, KeyIntervals) else 1
 
     def operands(self) -> Operands:
         if self.keys is None:

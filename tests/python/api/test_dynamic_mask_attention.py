@@ -12,7 +12,7 @@ B, S, HIDDEN, HEADS, KV_HEADS, WINDOW = 2, 40, 32, 4, 2, 7
 
 
 def rope(query, key, positions):
-    """A small rotary embedding."""
+    """Applies a small rotary embedding."""
     half = query.shape[-1] // 2
     angles = positions[..., None, None] * 0.3 ** torch.arange(half, device=query.device)
     cos, sin = angles.cos(), angles.sin()
@@ -40,7 +40,7 @@ FORMULAS = {
 
 
 def dense(layer, hidden, present, score="doge"):
-    """The paper's equations with a dense mask."""
+    """Computes the paper's equations with a dense mask."""
     length = hidden.shape[1]
     q, k, v = (
         project(hidden).view(B, length, -1, layer.head_dim)

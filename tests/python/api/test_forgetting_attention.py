@@ -17,7 +17,7 @@ def draw(heads=4, kv_heads=2, gates=None, rows=N, length=N, batch=B, mean=2.0):
 
 
 def formula(q, k, v, log_fgate, prune=None, documents=None, scale=None):
-    """The definition in flash-linear-attention's naive_forgetting_attn, with pruned elements left out."""
+    """Computes the definition in flash-linear-attention's naive_forgetting_attn, with pruned elements left out."""
     rows, length, heads = q.shape[1], k.shape[1], q.shape[2]
     k, v = (t.repeat_interleave(heads // k.shape[2], 2) for t in (k, v))
     c = log_fgate.cumsum(1).transpose(1, 2)

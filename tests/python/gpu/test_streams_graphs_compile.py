@@ -3,7 +3,6 @@
 import itertools
 import os
 from contextlib import contextmanager
-from unittest import mock
 
 import pytest
 import torch
@@ -96,8 +95,7 @@ def test_deterministic_gradients_repeat_bit_for_bit(name, heads):
 @contextmanager
 def torch_is_deterministic():
     """Turns on torch's deterministic algorithms, which attention follows. The poisoned memory of the tests otherwise overrides the switch."""
-    enabled = torch.are_deterministic_algorithms_enabled
-    with mock.patch.object(numerics, "default_deterministic", enabled):
+    with numerics.default_deterministic(None):
         assert numerics.resolve_deterministic(None)
         yield
 

@@ -46,7 +46,7 @@ def mean_gap(exact, prompts, answers):
 
 @pytest.fixture(scope="module")
 def doge(tmp_path_factory):
-    """A folder with a Doge in bf16, the model with eager attention over all keys in float32, prompts, and a bound on the gap.
+    """Returns a folder with a Doge in bf16, the model with eager attention in float32, prompts, and a bound on the gap.
 
     The bound comes from eager attention in bf16, in which keys with nearly equal scores also change places.
     """

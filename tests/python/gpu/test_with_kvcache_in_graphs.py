@@ -56,7 +56,7 @@ class Text:
             self.options["cache_leftpad"] = (~stream.mask).sum(1).int()
 
     def copy(self):
-        """Another cache with the same content."""
+        """Returns another cache with the same content."""
         return copy.deepcopy(self)
 
     def call(self):
@@ -75,7 +75,7 @@ class Text:
         return places, out, lse
 
     def tensors(self):
-        """All that calls change, by name."""
+        """Returns all tensors that calls change, by name."""
         slots = {name: t for name, t in self.options.items() if name.startswith("slot_")}
         caches = dict(zip(("k", "v", "scores"), self.caches, strict=True))
         return {**caches, **slots, "lengths": self.lengths}

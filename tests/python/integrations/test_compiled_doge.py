@@ -149,7 +149,7 @@ def test_selection_without_intervals_equals_eager_or_raises():
     assert select_among_intervals(scores, window, SelectionRule(KEEP)) is None
     compiled = torch.compile(select_among_intervals, backend="eager", fullgraph=True)
     assert compiled(scores, window, SelectionRule(KEEP)) is None
-    with pytest.raises(RuntimeError, match="compiled choice"):
+    with pytest.raises(RuntimeError, match="compiled selection"):
         compiled(scores, KeyIntervals(window.intervals, S), SelectionRule(KEEP))
 
 

@@ -20,7 +20,7 @@ B, S, STEPS = 2, 40, 12
 
 
 def make_ours(layers=2):
-    """A Doge whose layers have a window of 9."""
+    """Makes a Doge whose layers have a window of 9."""
     return enable_flash_dmattn(make_model(num_hidden_layers=layers))
 
 

@@ -40,7 +40,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def alone(model):
-    """A function from a prompt to the tokens of `generate` with eager attention over all keys."""
+    """Returns a function from a prompt to the tokens of `generate` with eager attention over all keys."""
     return greedy_tokens_by_prompt(brute_force_of(model), NEW)
 
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.transformers
 
 @pytest.fixture
 def scores_of_calls(monkeypatch):
-    """A list of the scores of every call of our attention, in order."""
+    """Returns a list that collects the scores of every call of our attention, in order."""
     seen = []
     attend = integration.attention_bshd
 

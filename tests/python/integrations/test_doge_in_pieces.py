@@ -80,7 +80,7 @@ def copies_and_errors(rank):
 
 
 def ranks_that_disagree_raise(model, tokens, positions, odd):
-    """Without an error, each of these calls would keep ranks waiting or give a different loss than one process."""
+    """Checks that each call raises. Without the error, ranks would wait, or the loss would differ from that of one process."""
     ones, loss = torch.ones(1, 8, dtype=torch.long), {"labels": tokens, "shift_labels": tokens}
     different = {
         "'attention_mask'": {"attention_mask": ones} if odd else {},

@@ -29,7 +29,7 @@ def no_gradients():
 
 @pytest.fixture
 def ours():
-    """A Doge whose layers have a window of 9."""
+    """Makes a Doge whose layers have a window of 9."""
     return enable_flash_dmattn(make_model())
 
 

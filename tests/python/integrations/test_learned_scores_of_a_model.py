@@ -264,7 +264,7 @@ def test_compiled_model_is_one_graph(family, name, phase):
 
 
 def opt():
-    """OPT passes no positions to its mask, and derives missing positions from the padding."""
+    """Makes an OPT, which passes no positions to its mask and derives missing positions from the padding."""
     config = transformers.OPTConfig(
         vocab_size=64, hidden_size=32, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=32,
         max_position_embeddings=64,
@@ -273,7 +273,7 @@ def opt():
 
 
 def qwen2_vl():
-    """Qwen2-VL makes three axes of positions and passes none of them to its mask."""
+    """Makes a Qwen2-VL, which has three axes of positions and passes none of them to its mask."""
     config = transformers.Qwen2VLTextConfig(
         vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},

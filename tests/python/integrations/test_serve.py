@@ -34,7 +34,7 @@ needs_server = pytest.mark.skipif(
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with a model without ties among scores, and a tokenizer of bytes."""
+    """Returns a folder with a model without ties among scores, and a tokenizer of bytes."""
     save_doge(tmp_path)
     torch.manual_seed(0)
     make_model(vocab_size=256).save_pretrained(tmp_path)
@@ -43,7 +43,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def app_of(monkeypatch):
-    """The application that the server would run."""
+    """Returns a function that gives the application that the server would run."""
     import uvicorn
 
     apps = []

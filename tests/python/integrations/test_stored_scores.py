@@ -23,7 +23,7 @@ FRESH = {"no_repeat_ngram_size": 1}
 
 @pytest.fixture
 def scored(monkeypatch):
-    """A list of how many tokens each call computed scores for."""
+    """Returns a list that collects the number of tokens of each call that computes scores."""
     lengths = []
     forward = torch.nn.Linear.forward
 

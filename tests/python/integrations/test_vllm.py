@@ -43,7 +43,7 @@ def free_blocks(llm):
 
 @pytest.fixture(scope="module")
 def doge(tmp_path_factory):
-    """A Doge in a folder, and its tokens by eager attention."""
+    """Returns a folder with a Doge, and its tokens by eager attention."""
     torch.manual_seed(0)
     model, folder = make_model(), tmp_path_factory.mktemp("doge")
     model.save_pretrained(folder)
@@ -204,7 +204,7 @@ def step_of(lengths, totals, blocks, padding):
 
 @pytest.fixture
 def builder(llm, monkeypatch):
-    """The metadata builder of a GPU, which captures graphs of decoding."""
+    """Makes the metadata builder of a GPU, which captures graphs of decoding."""
     config = llm.llm_engine.vllm_config
     monkeypatch.setattr(config.compilation_config, "cudagraph_mode", CUDAGraphMode.FULL_DECODE_ONLY)
     names = list(config.compilation_config.static_forward_context)

@@ -40,6 +40,18 @@ def test_selected_keys_equal_definition(window, dtype):
                 assert keys[b, h].tolist() == wanted + [-1] * missing
 
 
+@pytest.mark.parametrize("heads", [1, 3])
+def test_window_for_each_head_selects_as_single_windows_do(heads):
+    scores, windows = torch.randn(2, heads, 40), (3, 0, 50)
+    keys, counts = select_keys(scores, windows)
+    assert keys.shape == (2, 3, 40)
+    for h, window in enumerate(windows):
+        alone, count = select_keys(scores[:, [min(h, heads - 1)]], window)
+        assert torch.equal(counts[:, [h]], count)
+        assert torch.equal(keys[:, [h], : alone.shape[2]], alone)
+        assert (keys[:, h, alone.shape[2] :] == -1).all()
+
+
 def test_selected_keys_are_those_the_last_query_sees():
     scores = torch.randn(2, 2, 300)
     keys, counts = select_keys(scores, 64)
@@ -67,6 +79,8 @@ def test_row_without_visible_keys_selects_none():
     [
         ((torch.zeros(1, 1, 4), -1), ValueError, "keep_window_size: got -1"),
         ((torch.zeros(1, 1, 4), 2.0), TypeError, "keep_window_size: got 2.0"),
+        ((torch.zeros(1, 1, 4), None), TypeError, "keep_window_size: got None"),
+        ((torch.zeros(1, 2, 4), (1, 2, 3)), ValueError, "keep_window_size: got 3 sizes"),
         ((torch.zeros(4), 2), ValueError, "scores: got shape"),
         ((torch.zeros(1, 1, 4).int(), 2), TypeError, "scores: got torch.int32"),
         ((torch.zeros(1, 1, 4), 2, torch.ones(1, 4)), TypeError, "key_mask: got torch.float32"),

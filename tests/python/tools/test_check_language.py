@@ -20,6 +20,9 @@ import check_language
         ("rows.cu.in", "// Rows anew.", "1: got 'anew'"),
         ("rows.py", '"""As other rows do. They are."""', "1: got 'As other rows do.', expected a subject"),
         ("rows.py", '"""Else rows would end."""', "1: got 'Else rows would end.', expected a subject"),
+        ("rows.py", 'def rows():\n    """The rows."""', "2: got 'The', expected 'Returns'"),
+        ("rows.py", 'def rows():\n    """Rows of all heads."""', "2: got 'Rows', expected 'Returns'"),
+        ("rows.py", 'def __init__():\n    """rows: int."""', "2: got 'rows:', expected 'Returns'"),
         ("rows.py", "x = 1\nof_rows = 2", "2: got the name of_rows"),
         ("rows.py", "def count(of_rows): ...", "1: got the name of_rows"),
         ("rows.py", "found = 2", "1: got the name found"),
@@ -52,6 +55,13 @@ def test_missing_path_is_an_error(words, monkeypatch, capsys):
     [
         ("rows.py", "# The rows\n# Of these\ny = 'beside'"),
         ("rows.py", '"""As rows do, it ends."""'),
+        (
+            "rows.py",
+            'def rows():\n    """Returns rows."""\ndef is_row():\n    """Whether it is one."""',
+        ),
+        ("rows.py", 'def __init__():\n    """\n    Args:\n        rows: int.\n    """'),
+        ("rows.py", 'class Rows:\n    """The rows."""\ndef rows(): ...'),
+        ("test_rows.py", 'def test_rows_are_read():\n    """A row is short."""'),
         ("rows.py", "found_rows = 2"),
         ("rows.py", "batch = Batch.of_rows(rows)"),
         (

@@ -51,7 +51,7 @@ class BiasSums(NamedTuple):
 @triton.jit
 def load_dout(head, dout, rows, exists, shape, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
               SATURATE: tl.constexpr, FP64: tl.constexpr):  # fmt: skip
-    """dout, its non-finite elements as 0 when they must not spread; inputs of the plain kernels have none."""
+    """Loads dout. Non-finite elements become 0 with SATURATE; the plain kernels never receive any."""
     tile = load_rows(head, dout, rows, exists, shape, BLOCK_D, EVEN_D, FP64)
     if FP64 and SATURATE:
         tile = tl.where(tl.abs(tile) < float("inf"), tile, 0.0)
@@ -75,7 +75,7 @@ def delta_kernel(
     BLOCK_D: tl.constexpr,
     EVEN_D: tl.constexpr,
 ):
-    """delta = dout . out - dlse [B, Hq, Sq], and the check that dout and dlse are fit for the plain kernels.
+    """Computes delta = dout . out - dlse [B, Hq, Sq], and checks that dout and dlse are fit for the plain kernels.
 
     In fp32, summed in the order of dp = dout . v, so that ds of a row that sees only one key is exactly 0.
     """
@@ -106,7 +106,7 @@ def delta_kernel(
 
 @triton.jit
 def row_statistics(statistics, batch, head, rows, shape, FP64: tl.constexpr):
-    """lse (in units of log 2 if plain), the part that rounding removed, and delta. Rows past the end and
+    """Loads lse (in units of log 2 in the plain kernels), its rounding error, and delta. Rows past the end and
     rows that see no key get an lse that makes all their weights 0."""
     index = (batch * shape.heads_q + head).to(tl.int64) * shape.seqlen_q + rows
     exists = rows < shape.seqlen_q
@@ -124,8 +124,8 @@ def gradients_of_scores(
     score, slope, dp, lse, lse_low, delta, dt_limit, SATURATE: tl.constexpr, SATURATE_DT: tl.constexpr,
     FP64: tl.constexpr,
 ):  # fmt: skip
-    """p, ds and dt (ds before softcap) of a tile, and the elements that multiply inf and NaN; score is -inf where
-    an element is not visible."""
+    """Returns p, ds and dt (ds before softcap) of a tile, and the elements that multiply inf and NaN. score is -inf
+    for invisible elements."""
     used = (score != -float("inf")) & (lse != float("inf"))  # of a row that exists and sees keys
     if FP64:
         p = weight((score - lse.to(tl.float64)) - lse_low.to(tl.float64), True)
@@ -203,7 +203,7 @@ def query_gradient_kernel(
     SOFTCAP: tl.constexpr, SUM_ROWS: tl.constexpr, SATURATE: tl.constexpr, FP64: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
 ):  # fmt: skip
-    """dq of one query tile and head, and the sums of its ds over the keys (SUM_ROWS)."""
+    """Computes dq of one query tile and head, and the sums of its ds over the keys (SUM_ROWS)."""
     tiles = tl.cdiv(shape.seqlen_q, M)
     tile = tiles - 1 - tl.program_id(0) % tiles
     batch = tl.program_id(0) // tiles // shape.heads_q

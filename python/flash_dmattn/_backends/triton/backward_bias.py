@@ -26,7 +26,7 @@ def bias_gradient_kernel(
     FP64: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
 ):  # fmt: skip
-    """CHUNK keys of M rows of dbias [.., .., Sq, Sk], summed over all (batch, head) that share the bias.
+    """Computes CHUNK keys of M rows of dbias [.., .., Sq, Sk], summed over all (batch, head) that share the bias.
 
     A kernel of its own: heads that share a bias are summed without atomics and in a fixed order.
     Tiles of keys and the heads of a tile are one loop, whose loads run ahead of its products.

@@ -83,7 +83,7 @@ def key_gradient_kernel(
     SUM_KEYS: tl.constexpr, SATURATE: tl.constexpr, FP64: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a block of keys, over all heads of its group, and per head the sums of ds over the
+    """Computes dk and dv of a block of keys, over all heads of its group, and per head the sums of ds over the
     queries (SUM_KEYS). order: with intervals, the keys in lifetime_order; its last blocks are the longest."""
     heads_kv = shape.heads_q // shape.group
     blocks = tl.cdiv(shape.seqlen_k, N)

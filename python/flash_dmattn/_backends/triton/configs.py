@@ -25,8 +25,9 @@ class Config:
 # each other's softmax and barriers, which one block of 8 cannot: this decides most rows at 128.
 # At 256 no variants were compared: halves of the tiles at 128, whose fp32 sums fit into the registers.
 _LOW_PRECISION = {
-    # N8192 H16 D128: 0.72; 128 x 64 with 8 warps 0.77, with 4 (whose sums spill) 1.05; 64 x 64 with 2 stages 0.80.
-    # At 64 with dense masks, N16384 H2: 0.46; with 4 warps 1.02.
+    # D128, N8192 H16, ms: 64 x 64 with 4 warps and 3 stages 0.72 (used). Slower: 2 stages 0.80; 128 x 64 with 8 warps
+    # 0.77, with 4 warps 1.05 (spills).
+    # D64 with dense masks, N16384 H2, ms: 0.46 (used). Slower: 4 warps 1.02.
     "forward": {64: Config(128, 64, 8, 3), 128: Config(64, 64, 4, 3), 256: Config(64, 32, 4, 2)},
     # N32768 H16 Hkv8 w2048, whole forward, D128: 2.00; 128 x 64 x 8 2.48, 64 x 64 x 4 2.40. Fewer tiles gather
     # fewer rows. D64: 1.44; with 8 warps 2.03.
@@ -72,7 +73,10 @@ _FP64 = {256: Config(16, 16, 4, 1)}
 
 @cache
 def has_little_shared_memory(device: torch.device) -> bool:
-    """Less than the 163 KB of an A100. FLASH_DMATTN_MAX_SHARED_KB caps it, as it does for the CUDA kernels."""
+    """Whether a block has less shared memory than the 163 KB of an A100.
+
+    FLASH_DMATTN_MAX_SHARED_KB caps it, as it does for the CUDA kernels.
+    """
     if device.type == "cpu":  # interpreted
         return False
     index = (
@@ -86,7 +90,7 @@ def has_little_shared_memory(device: torch.device) -> bool:
 def choose_config(
     kernel: str, dtype: torch.dtype, block_d: int, *, fp64: bool, little_shared: bool
 ) -> Config:
-    """The configuration of a kernel: a name of the table."""
+    """Returns the configuration of a kernel. kernel: a name of the table."""
     if fp64:
         table = _FP64
     elif dtype == torch.float32:

@@ -30,7 +30,7 @@ def forward_tiles(
     SOFTCAP: tl.constexpr, SATURATE: tl.constexpr, FP64: tl.constexpr, N: tl.constexpr,
     BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the keys [begin, end) of a query tile's range."""
+    """Computes the online softmax over the keys [begin, end) of a query tile's range."""
     for start in range(begin, end, N):
         index, exists = key_tile(keys, start, count, LISTED, PARTIAL, N)
         key = load_rows(k_head, k, index, exists, shape, BLOCK_D, EVEN_D, FP64)
@@ -71,7 +71,7 @@ def forward_kernel(
     SOFTCAP: tl.constexpr, SATURATE: tl.constexpr, FP64: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
 ):  # fmt: skip
-    """One program per query tile and head; tiles with many keys first."""
+    """Runs one program per query tile and head. Tiles with many keys come first."""
     tiles = tl.cdiv(shape.seqlen_q, M)
     tile = tiles - 1 - tl.program_id(0) % tiles
     batch = tl.program_id(0) // tiles // shape.heads_q

@@ -66,7 +66,7 @@ class Problem:
         }
 
     def inputs(self) -> tuple:
-        """The first arguments of kernels. Without intervals they have a tensor that is never read."""
+        """Returns the first arguments of kernels. Without intervals they have a tensor that is never read."""
         intervals = Intervals(self.q.data, 0, 0)
         if self.intervals is not None:
             batch, heads, seqlen_k, _ = self.intervals.shape
@@ -75,7 +75,7 @@ class Problem:
         return self.q, self.k, self.v, self.mask, self.bias, intervals
 
     def tile_lists(self) -> tuple[TileLists, dict]:
-        """The tile lists, and their keyword of a launch. Without intervals a tensor that is never read."""
+        """Returns the tile lists and their keyword of a launch. Without intervals the lists are never read."""
         keywords = {"LISTED": self.intervals is not None}
         if self.intervals is None:
             return TileLists(*(self.q.data,) * 4, 0, 0), keywords
@@ -91,7 +91,7 @@ class Problem:
         )
 
     def plain_and_fp64(self, kernel: str):
-        """(configuration, keywords of the launch) of the plain and the fp64 form of a kernel."""
+        """Returns (configuration, keywords of the launch) of the plain and the fp64 form of a kernel."""
         for fp64 in (False, True):
             config = self.config(kernel, fp64)
             options = {**self.options, **self.common}
@@ -116,7 +116,7 @@ def rows(tensor: Tensor) -> Rows:
 
 
 def broadcast(tensor: Tensor, q: Tensor, k: Tensor) -> tuple[Broadcast, int]:
-    """The view of a mask or bias, and whether it is one per key (1) or dense (2)."""
+    """Returns the view of a mask or bias, and whether it is one per key (1) or dense (2)."""
     batch, head, query, key = (
         0 if size == 1 else stride
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
@@ -136,7 +136,7 @@ def _causal_intervals(intervals: Tensor, reach: int) -> Tensor:
 
 
 def range_flags(problem: Problem, *tensors: tuple[Rows, int]) -> Tensor:
-    """int32 [B, Hkv]: 1 where the fp64 kernels compute. tensors: (rows, sequence length)."""
+    """Returns int32 [B, Hkv], 1 for heads that the fp64 kernels compute. tensors: (rows, sequence length)."""
     shape = problem.shape
     # The kernels check q . k, one of the two factors of a score.
     factor = shape.scale / shape.softcap if shape.softcap > 0 else shape.scale
@@ -165,7 +165,7 @@ def range_flags(problem: Problem, *tensors: tuple[Rows, int]) -> Tensor:
 
 
 def forward(problem: Problem, saturate: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out, lse, lse_low, and the flags of the heads that were computed in fp64."""
+    """Returns out, lse, lse_low, and the flags of the heads that were computed in fp64."""
     p, shape = problem, problem.shape
     out = torch.empty(p.q.data.shape, dtype=p.dtype, device=p.device)
     lse = out.new_empty((p.batch, shape.heads_q, shape.seqlen_q), dtype=torch.float32)
@@ -194,7 +194,7 @@ def forward(problem: Problem, saturate: bool) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def backward(problem, dout, out, lse, lse_low, flags, dlse, saturate, needs) -> list[Tensor | None]:
-    """The gradients of q, k, v and bias, None where not needed."""
+    """Returns the gradients of q, k, v and bias, None for those that are not needed."""
     p, shape = problem, problem.shape
     need_dq, need_dk, need_dv, need_dbias = needs
     bias = p.bias.data if need_dbias else None
@@ -274,7 +274,7 @@ def backward(problem, dout, out, lse, lse_low, flags, dlse, saturate, needs) -> 
 
 
 def _reduce_bias_sums(total: Tensor, bias: Tensor, heads_kv: int, saturate: bool) -> Tensor:
-    """fp32 sums of all heads, [B, Hq, ., .], to the shape and dtype of the bias."""
+    """Reduces the fp32 sums of all heads, [B, Hq, ., .], to the shape and dtype of the bias."""
     if bias.shape[1] not in (1, total.shape[1]):
         total = total.unflatten(1, (heads_kv, -1)).sum(2)
     total = total.sum_to_size(bias.shape)

@@ -28,7 +28,7 @@ def attention(
     visible: Visibility,
     numerics: Numerics,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of arguments in normal form."""
+    """Computes out and lse for arguments in normal form."""
     value_dim = v.shape[3]
     if value_dim < q.shape[3]:  # the kernels have one head dimension
         v = F.pad(v, (0, q.shape[3] - value_dim))
@@ -74,7 +74,7 @@ _GRADIENTS = "Tensor dq, Tensor dk, Tensor dv, Tensor dbias"
     schema=f"({_INPUTS}, {_OPTIONS}) -> ({_RESULTS})",
 )  # fmt: skip
 def forward(*arguments):
-    """out, lse, lse_low, and int32 [B, Hkv]: 1 for heads that were computed in fp64."""
+    """Returns out, lse, lse_low, and int32 [B, Hkv], 1 for heads that were computed in fp64."""
     named = FORWARD.arguments_by_name(arguments)
     with _device_of(named["q"]):
         return launch.forward(_problem(named), named["saturate"])
@@ -85,7 +85,7 @@ def forward(*arguments):
     schema=f"(Tensor dout, {_INPUTS}, {_RESULTS}, Tensor? dlse, {_OPTIONS}, bool[] needs) -> ({_GRADIENTS})",
 )  # fmt: skip
 def backward(*arguments):
-    """dq, dk, dv, dbias; empty where `needs` is False."""
+    """Returns dq, dk, dv and dbias, empty if `needs` is False."""
     named = BACKWARD.arguments_by_name(arguments)
     q = named["q"]
     problem = _problem(named)
@@ -99,7 +99,7 @@ FORWARD, BACKWARD = (Signature(operator._opoverload) for operator in (forward, b
 
 
 def _device_of(tensor: Tensor):
-    """Triton launches on the current device."""
+    """Returns a context in which the device of a tensor is current, because Triton launches on the current device."""
     if tensor.device.type == "cpu":
         return torch.device("cpu")
     return torch.get_device_module(tensor.device).device(tensor.device)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, frexp
 
 from ..._core import ops
-from ...keys import torch_operators
+from ...keys import selection_in_torch
 from .tiles import TILE_ROWS
 
 
@@ -26,19 +26,20 @@ class TileLists(NamedTuple):
 
 
 def build_tile_lists(intervals: Tensor, seqlen_q: int, bound: list[int]) -> TileLists:
-    """intervals: int32 [B or 1, Hkv or 1, Sk, 2].
+    """Builds tile lists. intervals: int32 [B or 1, Hkv or 1, Sk, 2].
 
-    bound: (base, per_query) where n consecutive queries together see at most base + per_query n keys; or
-    nothing, and then the keys are counted first, which waits for the device.
+    bound: (base, per_query) if n consecutive queries together see at most base + per_query n keys. If it is empty, the
+    keys are counted first, which waits for the device.
     """
-    library = ops if ops.has_kernels_for(intervals) else torch_operators
+    library = ops if ops.has_kernels_for(intervals) else selection_in_torch
     keys, begin, count, full = library.build_tile_lists(intervals, TILE_ROWS.value, seqlen_q, bound)
     batch, heads = intervals.shape[:2]
     return TileLists(keys, begin, count, full, heads if batch > 1 else 0, 1 if heads > 1 else 0)
 
 
 def lifetime_order(intervals: Tensor) -> Tensor:
-    """[B or 1, Hkv or 1, Sk] int32: the keys by the octave of their lifetime, then by their first query.
+    """Returns int32 [B or 1, Hkv or 1, Sk]: the keys sorted by the power of two of their lifetime, then by their first
+    query.
 
     The cost of a key-major kernel is the number of queries from the earliest `first` to the latest `last`
     of each block of keys. In this order that is at most twice the mean lifetime, and the spread of their firsts adds

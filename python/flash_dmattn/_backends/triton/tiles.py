@@ -69,7 +69,7 @@ class Shape(NamedTuple):
 
 @triton.jit
 def head_rows(rows, batch, head):
-    """The address of row 0 of a head. Offsets between heads and between rows may exceed 32 bits."""
+    """Returns the address of row 0 of a head. Offsets between heads and between rows may exceed 32 bits."""
     return rows.data + batch.to(tl.int64) * rows.batch + head.to(tl.int64) * rows.head
 
 
@@ -84,7 +84,7 @@ def load_rows(
     EVEN_D: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """[index, BLOCK_D], zero where a row does not exist and past the head dimension. WIDE: in fp64."""
+    """Loads rows as [index, BLOCK_D], zero for rows that do not exist and past the head dimension. WIDE: in fp64."""
     columns = tl.arange(0, BLOCK_D)
     pointers = data + index.to(tl.int64)[:, None] * rows.row + columns[None, :] * rows.column
     inside = exists[:, None]
@@ -121,7 +121,7 @@ def broadcast_head(part, batch, head, group):
 
 @triton.jit
 def load_broadcast(part, head, rows, keys, shape, KIND: tl.constexpr):
-    """The elements of a mask or bias, 0 where they do not exist. rows and keys broadcast."""
+    """Loads the elements of a mask or bias, 0 for those that do not exist. rows and keys broadcast."""
     if KIND == KEY:
         values = tl.load(head + keys.to(tl.int64) * part.key, mask=keys < shape.seqlen_k, other=0)
     else:
@@ -133,7 +133,7 @@ def load_broadcast(part, head, rows, keys, shape, KIND: tl.constexpr):
 
 @triton.jit
 def load_interval(intervals, batch, head_kv, keys, exists):
-    """First and last query of the keys; (0, 0), which is never visible, where a key does not exist."""
+    """Loads the first and last query of the keys; (0, 0), which is never visible, for keys that do not exist."""
     data = intervals.data + batch.to(tl.int64) * intervals.batch
     data += head_kv.to(tl.int64) * intervals.head
     first = tl.load(data + 2 * keys, mask=exists, other=0)
@@ -147,7 +147,7 @@ def scores(
     MASK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, SATURATE: tl.constexpr,
     FP64: tl.constexpr, ADDEND: tl.constexpr,
 ):  # fmt: skip
-    """Scores and the slope of softcap from q . k; -inf where mask or bias hides the element.
+    """Computes scores and the slope of softcap from q . k. Scores are -inf where mask or bias hides the element, and
     NaN where a non-finite number enters and shall show (fp64 and not SATURATE).
 
     In units of log 2, so that a weight is exp2 of a difference; in natural units with FP64.
@@ -208,7 +208,7 @@ def weight(difference, FP64: tl.constexpr):
 
 @triton.jit
 def matmul(a, b, FP64: tl.constexpr):
-    """a @ b, summed in fp32; in fp64 if FP64."""
+    """Returns a @ b, summed in fp32, or in fp64 if FP64."""
     if FP64:
         # The sums over one element keep Triton 3.6 from seeing how narrow the numbers once were: from that
         # it would choose a layout of the fp64 product that it cannot compile.
@@ -220,7 +220,8 @@ def matmul(a, b, FP64: tl.constexpr):
 
 @triton.jit
 def add_product(sums, weights, used, x, FP64: tl.constexpr):
-    """sums + weights @ x. With FP64 inf and NaN of x count where `used`; 0 times them is NaN there."""
+    """Returns sums + weights @ x. With FP64, inf and NaN in x count only for `used` elements, for which 0 times them is
+    NaN."""
     if FP64:
         infinity = float("inf")
         finite = tl.abs(x) < infinity  # not for a NaN
@@ -250,7 +251,7 @@ def key_range(
     tile, tile_lists, batch, head_kv, shape,
     LISTED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The keys of a query tile: their list (or none), their number, and how many of them, a multiple of
+    """Returns the keys of a query tile: their list (or none), their number, and how many of them, a multiple of
     N, causality and intervals show to all rows."""
     rows_begin = tile * M
     rows_end = tl.minimum(rows_begin + M, shape.seqlen_q)
@@ -270,7 +271,7 @@ def key_range(
 
 @triton.jit
 def key_tile(keys, start, count, LISTED: tl.constexpr, PARTIAL: tl.constexpr, N: tl.constexpr):
-    """The keys at [start, start + N) of a query tile's range, and which of them exist."""
+    """Returns the keys at [start, start + N) of a query tile's range, and which of them exist."""
     index = start + tl.arange(0, N)
     exists = (index < count) if PARTIAL else (index >= 0)
     if LISTED:
@@ -280,7 +281,7 @@ def key_tile(keys, start, count, LISTED: tl.constexpr, PARTIAL: tl.constexpr, N:
 
 @triton.jit
 def position_visible(rows, index, exists, intervals, batch, head_kv, shape, LISTED: tl.constexpr):
-    """[rows, keys]: visible by tails, causality and intervals."""
+    """Returns [rows, keys]: whether tails, causality and intervals show an element."""
     if LISTED:
         first, last = load_interval(intervals, batch, head_kv, index, exists)
         return (rows[:, None] >= first[None, :]) & (rows[:, None] < last[None, :])

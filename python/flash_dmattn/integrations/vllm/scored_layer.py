@@ -57,7 +57,7 @@ class ScoredAttention(nn.Module):
         )
 
     def normalize(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Subclasses may normalise queries and keys [T, H, D] here, before the rotation."""
+        """Returns queries and keys [T, H, D] unchanged. Subclasses may normalise them here, before the rotation."""
         return query, key
 
     def scores_of(self, hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:

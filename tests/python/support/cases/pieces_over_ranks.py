@@ -171,7 +171,7 @@ def pieces_of_one_kind(ranks, kind):
 
 
 def keys_of_pieces_equal_whole(ranks, kind):
-    """Queries of a piece see the same keys as in the whole sequence, whose intervals are clipped to the piece."""
+    """Checks that queries of a piece see the same keys as in the whole sequence, whose intervals are clipped to the piece."""
     tokens, heads = ranks.sizes.tokens, ranks.sizes.heads_kv
     rule, offsets = rule_of(ranks, kind)
     scores = draw(ranks, tokens, 1, kind)[3].detach()
@@ -261,7 +261,7 @@ def deterministic_runs_have_same_bits(ranks):
 
 
 def headroom_has_bits_of_separate_keys(ranks):
-    """Keys and values lie after free rows, into which the rank receives those of other ranks."""
+    """Compares keys and values after free rows, into which the rank receives those of other ranks, with separate ones."""
     tokens, window = ranks.sizes.tokens, ranks.sizes.window
     *leaves, dout = draw(ranks, tokens, 1)
     rows = ranks.rows(tokens)
@@ -287,7 +287,7 @@ def headroom_has_bits_of_separate_keys(ranks):
 
 
 def ranks_with_other_windows_raise(ranks):
-    """Each rank raises, and no rank waits for the others."""
+    """Checks that each rank raises, and that no rank waits for the others."""
     *leaves, dout = draw(ranks, ranks.sizes.tokens, 1)
     try:
         attend_to_piece(ranks, leaves, dout, keep_window_size=ranks.sizes.window + ranks.rank)
@@ -298,7 +298,7 @@ def ranks_with_other_windows_raise(ranks):
 
 
 def graph_has_bits_of_eager_run(ranks):
-    """A captured graph of forward and backward, collectives included, gives the same bits. Runs only on a GPU."""
+    """Checks that a captured graph of forward and backward, collectives included, gives the same bits. Needs a GPU."""
     # pytest's paths do not reach torchrun's programs.
     sys.path.append(str(Path(__file__).parents[1] / "runtime"))
     from gpu import capture

@@ -160,7 +160,7 @@ CHECKS = (
 
 
 def check_drafts_of_rows(place, rule):
-    """A row copies itself to a cache with room for drafts and keeps the first of them. The result equals steps of the kept tokens."""
+    """Copies rows to a cache with room for drafts and keeps the first drafts. The result equals steps of the kept tokens."""
     pool, _ = place.pool(rule)
     rows, kept = (5, 0, 2), (3, 1, 4)
     index, states = place.rows(*rows), place.tokens(len(rows), 4)

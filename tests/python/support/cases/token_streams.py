@@ -113,7 +113,7 @@ class Stream:
 
 
 def check_scores_that_mask(dtype, device="cpu"):
-    """Scores are float32 whatever the dtype of the cache, so -2e4 is an ordinary number and -1e30 masks."""
+    """Checks that scores are float32 in caches of any dtype, so that -2e4 is an ordinary number and -1e30 masks."""
     q, k, v = (torch.randn(1, 1, 1, 8, dtype=dtype, device=device) for _ in range(3))
     for score, visible in ((-2e4, True), (-0.99e30, True), (-1e30, False)):
         cache = KVSlots(1, 1, 4, 8, dtype=dtype, device=device)

@@ -15,7 +15,7 @@ _hidden = {}  # hidden states by running layer
 
 @contextlib.contextmanager
 def by_definition(model):
-    """Within this context, the layers of a model attend by definition. Only rows that are not padding can be compared."""
+    """Makes the layers of a model attend by definition within this context. Only rows that are not padding can be compared."""
     layers = scored_layers(model)
     hooks = [layer.register_forward_pre_hook(_remember, with_kwargs=True) for layer in layers]
     names = [layer.config._attn_implementation for layer in layers]

@@ -100,7 +100,7 @@ def _refusal(model_class: ModelClass, name: str) -> str:
 
 
 def _results_that_see_padding(eager: torch.nn.Module, inputs: dict, expected: Results) -> set[str]:
-    """Names of results of real tokens that change with the tokens in the place of padding. The result of a query without
+    """Returns the names of results of real tokens that change with the tokens in the place of padding. The result of a query without
     visible keys is then part of them: the mean of all values in eager attention, 0 in others, torch's among them."""
     names = set()
     for key, padded in _padded(inputs).items():

@@ -4,7 +4,7 @@ import pytest
 
 
 def save_doge(folder):
-    """A small one that has learned nothing, with a tokenizer of bytes."""
+    """Saves a small untrained Doge with a tokenizer of bytes."""
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
     characters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())

@@ -72,7 +72,7 @@ def inputs_with_images(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def inputs_with_sound(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Tokens with sound in each row, as many as the encoder of Nemotron 3.5 Transcribe makes of its frames.
+    """Returns tokens with sound in each row, as many as the encoder of Nemotron 3.5 Transcribe makes of its frames.
 
     Raises:
         CannotBeBuilt: another model.
@@ -181,7 +181,7 @@ _SEVERAL_IMAGES = (
 def _video_between_words(
     model: torch.nn.Module, names: Container[str], frames: int = 2
 ) -> dict[str, torch.Tensor]:
-    """InstructBlipVideo: a fixed number of tokens for each frame."""
+    """Returns inputs of InstructBlipVideo: a fixed number of tokens for each frame."""
     config, words = model.config, _text(names)
     size = config.vision_config.image_size
     del words["decoder_input_ids"]
@@ -192,7 +192,7 @@ def _video_between_words(
 
 
 def _robot(model: torch.nn.Module, names: Container[str]) -> dict[str, torch.Tensor]:
-    """PI0: the state of a robot, what one camera sees, and noise in the place of its next actions."""
+    """Returns inputs of PI0: the state of a robot, what one camera sees, and noise in the place of its next actions."""
     config, generator = model.config, torch.Generator().manual_seed(3)
     vision = config.vlm_config.vision_config
     patches = (vision.image_size // vision.patch_size) ** 2
@@ -213,7 +213,7 @@ def _robot(model: torch.nn.Module, names: Container[str]) -> dict[str, torch.Ten
 
 
 def _sound_for_each_token(model: torch.nn.Module, names: Container[str]) -> dict[str, torch.Tensor]:
-    """Voxtral Realtime: frames that make one feature, which is added to all tokens, of which there are different numbers."""
+    """Returns inputs of Voxtral Realtime: frames that make one feature, which is added to any number of tokens."""
     shape = (2, model.config.downsample_factor, model.config.audio_config.hidden_size)
     frames = torch.randn(shape, generator=torch.Generator().manual_seed(3))
     return {**_text(names), "encoder_inputs_embeds": frames}

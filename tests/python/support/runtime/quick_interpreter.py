@@ -20,8 +20,11 @@ def quicken_interpreter() -> None:
 
 
 def _patch_once_a_launch(interpreter) -> None:
-    """The interpreter looks through triton.language and replaces its builtins when a kernel is launched, and again whenever
-    one interpreted function calls another. While what a function sees is replaced, nothing is left to look for."""
+    """Skips replacing builtins that are already replaced.
+
+    The interpreter looks through triton.language and replaces its builtins when a kernel is launched, and again whenever
+    one interpreted function calls another. While the builtins that a function sees are replaced, there is nothing to do.
+    """
     import triton.language as tl
     from triton.language.core import is_builtin
 
@@ -41,7 +44,7 @@ def _patch_once_a_launch(interpreter) -> None:
 
 
 def _make_types_once(interpreter) -> None:
-    """The attributes of a block's type follow from its element and sizes, and those of a value from its type."""
+    """Caches the attributes of a block's type by its element and sizes, and those of a value by its type."""
     from triton.language import core
 
     init_type, init_value = core.block_type.__init__, core.tensor.__init__

@@ -46,7 +46,7 @@ class ThreadWire(Wire):
         return stacked_parts
 
     def _of_all(self, value):
-        """The values of all ranks, whose streams have made them and have read those before."""
+        """Returns the values of all ranks, after their streams have made them and have read the values before."""
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         return self.meeting.of_all(self.rank, value)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from flash_dmattn import KeyIntervals, select_key_intervals
 from flash_dmattn._core import ops as _ops
 from flash_dmattn.check.oracle import causal_elements, select
-from flash_dmattn.keys import torch_operators
+from flash_dmattn.keys import selection_in_torch
 from largest_tensor import LargestTensor
 
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
@@ -37,12 +37,12 @@ def test_torch_selection_equals_library(
     key_mask = torch.rand(1, *shape[1:], generator=generator) < 0.7 if masked else None
     arguments = (scores, key_mask, [window], selection, is_causal, query_length)
     expected = _ops.select_key_intervals(*arguments)
-    assert torch.equal(torch_operators.select_key_intervals(*arguments), expected)
+    assert torch.equal(selection_in_torch.select_key_intervals(*arguments), expected)
 
 
 def test_selection_by_torch_matches_definition():
     scores = torch.randint(6, (2, 3, 90)).float()
-    intervals = torch_operators.select_key_intervals(scores, None, [11], "per_query", True, 90)
+    intervals = selection_in_torch.select_key_intervals(scores, None, [11], "per_query", True, 90)
     assert torch.equal(
         KeyIntervals(intervals, 90).to_mask(), select(scores, 11, causal_elements(90, 90))
     )
@@ -62,7 +62,7 @@ def test_torch_tile_lists_equal_library(shape, query_length, tile_rows, bound_kn
     bound = [shape[2], 0] if bound_known else []
     expected = _ops.build_tile_lists(intervals, tile_rows, query_length, [])
     assert_same_lists(
-        torch_operators.build_tile_lists(intervals, tile_rows, query_length, bound), expected
+        selection_in_torch.build_tile_lists(intervals, tile_rows, query_length, bound), expected
     )
 
 
@@ -84,13 +84,13 @@ def test_tile_lists_of_a_selection_equal_library(device):
     chosen = select_key_intervals(scores, 60)
     arguments = (chosen.intervals, 128, 1000, list(chosen.bound))
     assert_same_lists(
-        torch_operators.build_tile_lists(*arguments), _ops.build_tile_lists(*arguments)
+        selection_in_torch.build_tile_lists(*arguments), _ops.build_tile_lists(*arguments)
     )
 
 
 def test_broken_bound_loses_keys_and_reads_no_others():
     intervals = torch.tensor([0, 300]).expand(1, 1, 400, 2).int()
-    keys, begin, count, full = torch_operators.build_tile_lists(intervals, 128, 300, [10, 0])
+    keys, begin, count, full = selection_in_torch.build_tile_lists(intervals, 128, 300, [10, 0])
     assert keys.shape[0] == 30 and (full <= count).all()
     assert ((begin + count)[count > 0] <= 30).all()
     assert ((keys >= 0) & (keys < 400)).all()
@@ -100,8 +100,8 @@ def test_selection_and_tile_lists_make_no_quadratic_tensor():
     length, window = 4096, 64
     scores = torch.randn(1, 1, length)
     with LargestTensor() as largest:
-        intervals = torch_operators.select_key_intervals(
+        intervals = selection_in_torch.select_key_intervals(
             scores, None, [window], "per_query", True, length
         )
-        torch_operators.build_tile_lists(intervals, 128, length, [window, 1])
+        selection_in_torch.build_tile_lists(intervals, 128, length, [window, 1])
     assert largest.elements <= 2 * length * (1 + window // 128 + 2)
