@@ -62,7 +62,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 
 def _check_values(indices: Tensor, rows: int) -> None:
-    """Values are checked on the CPU only: on a GPU the check would wait for it."""
+    """Checks the dtype, and on the CPU the values: on a GPU this check would wait for the device."""
     if indices.dtype != torch.int64:
         raise TypeError(f"indices: got {indices.dtype}, expected torch.int64")
     if type(indices) is not Tensor or not indices.is_cpu or torch.compiler.is_compiling():

@@ -20,9 +20,9 @@ def attention(
     backend: str = "",
     bias_delay: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """out and statistics [2, B, Hq, Sq] of arguments in normal form: lse, and what rounding removed from it.
+    """Computes attention for arguments in normal form. Returns out and statistics [2, B, Hq, Sq].
 
-    Here the operator's arguments are put in a row, and nowhere else.
+    The statistics are lse and the part of it that rounding removed. Only this function orders the operator's arguments.
     """
     value_dim = v.shape[3]
     if q.is_cuda and (q.shape[3] % 8 or value_dim % 8):
