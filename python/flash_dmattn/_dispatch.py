@@ -266,8 +266,7 @@ def _run_in_python(
         from ._backends.triton.ops import attention as implementation
     else:
         from ._backends.flex import attention as implementation
-    out, lse = implementation(query, key, value, bias, visible, numerics)
-    return out, lse if lse is None else lse.unsqueeze(0)
+    return implementation(query, key, value, bias, visible, numerics)
 
 
 def _check_intervals(key_intervals: KeyIntervals, query: Tensor, key: Tensor) -> None:

@@ -37,7 +37,7 @@ def attention(
     visible: Visibility,
     numerics: Numerics,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes out and lse for arguments in normal form. lse is None on the CPU."""
+    """Computes out and the statistics [1, B, Hq, Sq], which are lse, for arguments in normal form. On the CPU they are None."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     _refuse_arguments(q, k, v, bias, numerics)
@@ -67,7 +67,8 @@ def attention(
         enable_gqa=heads_q > heads_kv,
         return_aux=AuxRequest(lse=q.device.type != "cpu"),
     )
-    return _SanitisedOutput.apply(out.transpose(1, 2)[..., :value_dim]), aux.lse
+    out = _SanitisedOutput.apply(out.transpose(1, 2)[..., :value_dim])
+    return out, None if aux.lse is None else aux.lse.unsqueeze(0)
 
 
 def _pad_head_dim(tensor: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def attention(
     visible: Visibility,
     numerics: Numerics,
 ) -> tuple[Tensor, Tensor]:
-    """Computes out and lse for arguments in normal form."""
+    """Computes out and the statistics [1, B, Hq, Sq], which are lse, for arguments in normal form."""
     value_dim = v.shape[3]
     if value_dim < q.shape[3]:  # the kernels have one head dimension
         v = F.pad(v, (0, q.shape[3] - value_dim))
@@ -47,7 +47,7 @@ def attention(
         numerics.softcap,
         numerics.saturate,
     )
-    return out if out.shape[3] == value_dim else out[..., :value_dim], lse
+    return out if out.shape[3] == value_dim else out[..., :value_dim], lse.unsqueeze(0)
 
 
 def _problem(named: dict[str, object]) -> launch.Problem:
