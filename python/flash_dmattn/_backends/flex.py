@@ -37,7 +37,10 @@ def attention(
     visible: Visibility,
     numerics: Numerics,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes out and the statistics [1, B, Hq, Sq], which are lse, for arguments in normal form. On the CPU they are None."""
+    """Computes out and the statistics [1, B, Hq, Sq], which are lse, for arguments in normal form.
+
+    On the CPU, torch gives no lse, and statistics is None.
+    """
     from torch.nn.attention.flex_attention import AuxRequest
 
     _refuse_arguments(q, k, v, bias, numerics)
