@@ -61,7 +61,7 @@ SEEDS ?= 0 1 2
 EVIDENCE ?= small
 DISTIL_small = --pretraining-steps 1200 --steps 120 --parts 4 8 16 --tests 64
 RECALL_small = --kinds dense scores window --parts 8 16 --no-same-words
-evidence: $(STAMPS)/package $(STAMPS)/test ## the quality of learned scores against the budget of keys, in build/evidence (SEEDS="0 1 2", a quarter of an hour of a core; EVIDENCE=full, an hour)
+evidence: $(STAMPS)/package $(STAMPS)/test ## the quality of learned scores against the budget of keys, in build/evidence (SEEDS="0 1 2", 15 core-minutes; EVIDENCE=full, 60)
 	for seed in $(SEEDS); do \
 	  PYTHONPATH=examples $(BIN)/python -m learned_scores.distil --seed $$seed --output build/evidence/seed$$seed \
 	    --recipes learned without_budget hard_from_the_first $(DISTIL_$(EVIDENCE)); done
