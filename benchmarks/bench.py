@@ -167,7 +167,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     one = commands.add_parser("compare", help="ratios of sides, of records, or of two builds")
     one.set_defaults(call=_call("compare"), fail=one.error)
     one.add_argument("sources", nargs="+", metavar="SOURCE",
-        help="a record: its sides; two records or two builds: after and before. A build is a folder with three things: "
+        help="a record: its sides; two records or two builds: before and after. A build is a folder with three things: "
         "python/ of a checkout, _C.so, which is in bindings/torch of its build folder, and a file named commit that holds its commit. Both "
         "builds are measured alternately, in random order")  # fmt: skip
     one.add_argument("--rounds", type=positive, default=5, help="of two builds")

@@ -151,7 +151,7 @@ def measure_length(ranks: Ranks, step, mesh) -> dict:
     return {
         "both": max(ranks.gather_values(ms)),
         **TIMED.fields(),
-        "peak_mb": max(ranks.gather_values(peak)),
+        "peak_mb": None if peak is None else max(ranks.gather_values(peak)),
         "parts": parts or None,
         "values": values,
     }

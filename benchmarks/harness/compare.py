@@ -58,10 +58,12 @@ def ratios(rows: list[dict]) -> list[str]:
     groups: dict[tuple, dict[str, list[dict]]] = {}
     for row in rows:
         when, _, side = row["side"].partition(" ")
-        group = groups.setdefault((row["case"], row["dtype"], side if when in _WHEN else ""), {})
+        group = groups.setdefault(
+            (row["case"], row["dtype"], row["unit"], side if when in _WHEN else ""), {}
+        )
         group.setdefault(row["side"], []).append(row)
     lines = []
-    for (case, dtype, _), runs_by_side in groups.items():
+    for (case, dtype, unit, _), runs_by_side in groups.items():
         base = base_statistic = None
         for side, runs in runs_by_side.items():
             values = {t: [run[t] for run in runs if run.get(t) is not None] for t in _TIMES}
@@ -73,7 +75,6 @@ def ratios(rows: list[dict]) -> list[str]:
                 base, base_statistic = medians, statistic
             times = " / ".join(f"{time:.4g}" for time in medians.values())
             ratio = " / ".join(f"{medians[t] / base[t]:.3f}" for t in medians if t in base)
-            unit = runs[0]["unit"]
             end = f"ratio {ratio}"
             if statistic != base_statistic or statistic not in _COMPARABLE:
                 end = f"no ratio of {statistic} to {base_statistic}"

@@ -130,9 +130,9 @@ class Ranks:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
-    def peak_mb(self) -> float:
-        """Returns the peak memory since `clear_memory` in millions of bytes, 0 without a GPU."""
-        return torch.cuda.max_memory_allocated() / 1e6 if GPU else 0.0
+    def peak_mb(self) -> float | None:
+        """Returns the peak memory since `clear_memory` in millions of bytes, None without a GPU."""
+        return torch.cuda.max_memory_allocated() / 1e6 if GPU else None
 
     def finish(self) -> None:
         self.wait_for_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterable
@@ -20,6 +21,7 @@ _RECORD = {"machine": dict, "commit": str, "versions": dict, "rows": list}
 _RECORD_OPTIONS = {
     "command": str,  # as typed, several joined by &&
     "method": str,  # how rows were measured that no program of the repository made; without a command all
+    "build": str,  # the compiler and the options of the build, if they are not the usual ones
     "note": str,  # other facts that a reader needs
 }
 # "unknown" or null: not known, in records of programs that did not ask for it.
@@ -38,7 +40,9 @@ _CPU = {
 # The package that a side measures, whose version the record needs.
 _PACKAGES = {
     "fa3": "fa3-fwd", "fa4": "flash-attn-4", "fla": "flash-linear-attention", "triton": "triton",
+    "eager": "transformers", "eager_compiled": "transformers", "generate": "transformers",
 }  # fmt: skip
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
 _ROW = {
     "case": str,
     "side": str,  # what ran the case: a backend, a rival, or before and after a change
@@ -71,6 +75,11 @@ _ROW_OPTIONS = {
 }
 
 
+_WORDS = {
+    dict: "an object", list: "a list", str: "a text", int: "an integer", float: "a number", type(None): "null",
+}  # fmt: skip
+
+
 def validate(record: dict) -> dict:
     """Returns the record. Raises ValueError if the schema does not allow it."""
     _check(record, "record", _RECORD, _RECORD_OPTIONS)
@@ -82,27 +91,34 @@ def validate(record: dict) -> dict:
         except ValueError as error:
             raise ValueError(f"record.command: {error}") from error
     _check(record["machine"], "machine", _CPU if "threads" in record["machine"] else _GPU, {})
-    versions = {"torch": str} | dict.fromkeys(record["versions"], str)
-    sides = {row["side"].split()[-1] for row in record["rows"] if row.get("side")}
-    versions |= {package: str for side, package in _PACKAGES.items() if side in sides}
-    _check(record["versions"], "versions", versions, {})
-    seen = set()
+    seen, sides = set(), set()
     for number, row in enumerate(record["rows"]):
         name = f"rows[{number}]"
         _check_row(row, name)
+        sides.add(row["side"].split()[-1])
         if row["statistic"] == "unknown" and "method" not in record:
             raise ValueError(f"{name}.statistic: got unknown, expected that of the command")
         key = _key(row)
         if key in seen:
             raise ValueError(f"{name}: got {key} again, expected a `run` that tells them apart")
         seen.add(key)
+    packages = ["torch", *(package for side, package in _PACKAGES.items() if side in sides)]
+    versions = dict.fromkeys([*packages, *record["versions"]], str)
+    _check(record["versions"], "versions", versions, {})
     return record
 
 
 def _check_row(row: dict, name: str) -> None:
     """Raises ValueError unless the row has a measurement, and times with their unit and statistic or neither of these."""
     _check(row, name, _ROW, _MEASUREMENTS | _ROW_OPTIONS)
+    if row["dtype"] not in _DTYPES:
+        raise ValueError(
+            f"{name}.dtype: got {row['dtype']!r}, expected one of {', '.join(_DTYPES)}"
+        )
     parts, values = row.get("parts", {}), row.get("values", {})
+    for field in ("parts", "values"):
+        if row.get(field) == {}:
+            raise ValueError(f"{name}.{field}: got no entry, expected one or no field")
     _check(parts, f"{name}.parts", {}, dict.fromkeys(parts, _NUMBER))
     _check(values, f"{name}.values", {}, dict.fromkeys(values, list))
     for what, value in values.items():
@@ -115,8 +131,12 @@ def _check_row(row: dict, name: str) -> None:
         if row[field] not in (known if has_times else (None,)):
             expected = " or ".join(known) if has_times else "null, as it has no times"
             raise ValueError(f"{name}.{field}: got {row[field]!r}, expected {expected}")
-    if row.get("rounds", 1) < 1 or "rounds" in row and not has_times:
-        raise ValueError(f"{name}.rounds: got {row['rounds']}, expected 1 or more rounds of times")
+    if row["statistic"] == "quantile" and set(measured) & {*TIMES, "both"}:
+        raise ValueError(
+            f"{name}.statistic: got quantile, expected it only for parts, whose names say which quantile"
+        )
+    if "rounds" in row and not has_times:
+        raise ValueError(f"{name}.rounds: got {row['rounds']} without times, expected none")
 
 
 def _has_times(fields: Iterable[str]) -> bool:
@@ -132,11 +152,17 @@ def _check_value(value: list, name: str) -> None:
     """Raises ValueError unless `value` is [a number or a list of numbers, a known unit]."""
     number, unit = value if len(value) == 2 else (None, None)
     numbers = number if isinstance(number, list) else [number]
-    is_of_numbers = all(isinstance(n, _NUMBER) and not isinstance(n, bool) for n in numbers)
-    if not is_of_numbers or not numbers or unit not in UNITS:
+    if not numbers or not all(map(_is_number, numbers)) or unit not in UNITS:
         raise ValueError(
             f"{name}: got {value!r}, expected [number, unit], one of {', '.join(UNITS)}"
         )
+    if unit == "share" and not all(0 <= n <= 1 for n in numbers):
+        raise ValueError(f"{name}: got {value!r}, expected a share from 0 to 1")
+
+
+def _is_number(value: object) -> bool:
+    """Whether a value is a finite number."""
+    return isinstance(value, _NUMBER) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _check(part: object, name: str, required: dict, options: dict) -> None:
@@ -151,10 +177,25 @@ def _check(part: object, name: str, required: dict, options: dict) -> None:
             raise ValueError(f"{name}: got {field!r}, expected one of {', '.join(kinds)}")
         value, kind = part[field], kinds[field]
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise ValueError(f"{name}.{field}: got {value!r}, expected {kind}")
+            kinds_of_field = kind if isinstance(kind, tuple) else (kind,)
+            expected = " or ".join(_WORDS[one] for one in kinds_of_field)
+            raise ValueError(f"{name}.{field}: got {value!r}, expected {expected}")
+        if isinstance(value, str) and not value.strip():
+            raise ValueError(f"{name}.{field}: got a blank text, expected one")
+        if isinstance(value, _NUMBER):
+            _check_size(
+                value, f"{name}.{field}", may_be_zero=field == "run" or name.endswith(".parts")
+            )
     commit = part.get("commit")
     if commit is not None and not is_commit(commit):
         raise ValueError(f"{name}.commit: got {commit!r}, expected a commit's hash")
+
+
+def _check_size(number: float, name: str, may_be_zero: bool) -> None:
+    """Raises ValueError unless a number is finite and positive, or 0 if that may be."""
+    if not math.isfinite(number) or number < 0 or number == 0 and not may_be_zero:
+        least = "0 or more" if may_be_zero else "more than 0"
+        raise ValueError(f"{name}: got {number}, expected a finite number, {least}")
 
 
 def is_commit(text: str) -> bool:

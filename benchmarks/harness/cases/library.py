@@ -14,7 +14,7 @@ from ..sides import Declined
 from . import all_sides as side_names  # noqa: F401
 
 PROGRAMS = {"cpu": "bench_core", "cuda": "bench_selection"}
-# The CPU program measures cases that harness/attention.py measures too, there with the side `cpu`.
+# The CPU program measures cases that harness/cases/attention.py measures too, there with the side `cpu`.
 SIDES = {"cpu": "library", "cuda": "cuda"}
 ROUNDS = 15
 OPTIONS = (

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 import kvpress
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Cache, DynamicCache, LlamaForCausalLM
 
 from flash_dmattn.check.memory import peak_bytes
@@ -103,10 +104,11 @@ def _measure(
         peak, cache = peak_bytes(read, device)
         held = cache_mib(cache)
         # torch prefers cuDNN, which builds a new plan each time the cache grows.
-        torch.backends.cuda.enable_cudnn_sdp(False)
-        token = write(cache, ids.shape[1])
-        more, _ = peak_bytes(lambda: write(cache, ids.shape[1] + _TOKENS.count + 1), device)
-        torch.backends.cuda.enable_cudnn_sdp(True)
+        with sdpa_kernel(
+            [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        ):
+            token = write(cache, ids.shape[1])
+            more, _ = peak_bytes(lambda: write(cache, ids.shape[1] + _TOKENS.count + 1), device)
     keys = max(layer.keys.shape[2] for layer in cache.layers)
     values = {"peak of tokens": [more / 1e6 + held * 1.048576, "MB"], "keys": [keys, "keys"]}
     return {
