@@ -10,7 +10,7 @@ import argparse
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Useful FLOP/s, about those of per_query B1 H16 Hkv2 N32768 D128 w2048 on an H200: 533 and 467 TFLOP/s in docs/benchmarks.md.
+# Useful FLOP/s, within 1 % of per_query B1 H16 Hkv2 N32768 D128 w2048 on an H200: 533 and 467 TFLOP/s in docs/benchmarks.md.
 FORWARD, BACKWARD = 533e12, 471e12
 LENGTHS = (2**17, 2**20, 2**22)
 RANKS = ((2, 2), (8, 8), (16, 8), (64, 8))  # (ranks, ranks per node)

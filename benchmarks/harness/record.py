@@ -110,7 +110,7 @@ def validate(record: dict) -> dict:
 
 def _check_row(row: dict, name: str) -> None:
     """Raises ValueError unless the row has a measurement, and times with their unit and statistic or neither of these."""
-    _check(row, name, _ROW, _MEASUREMENTS | _ROW_OPTIONS)
+    _check(row, name, _ROW, _MEASUREMENTS | _ROW_OPTIONS, may_be_zero=("run",))
     if row["dtype"] not in _DTYPES:
         raise ValueError(
             f"{name}.dtype: got {row['dtype']!r}, expected one of {', '.join(_DTYPES)}"
@@ -119,7 +119,7 @@ def _check_row(row: dict, name: str) -> None:
     for field in ("parts", "values"):
         if row.get(field) == {}:
             raise ValueError(f"{name}.{field}: got no entry, expected one or no field")
-    _check(parts, f"{name}.parts", {}, dict.fromkeys(parts, _NUMBER))
+    _check(parts, f"{name}.parts", {}, dict.fromkeys(parts, _NUMBER), may_be_zero=parts)
     _check(values, f"{name}.values", {}, dict.fromkeys(values, list))
     for what, value in values.items():
         _check_value(value, f"{name}.values.{what}")
@@ -165,8 +165,13 @@ def _is_number(value: object) -> bool:
     return isinstance(value, _NUMBER) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _check(part: object, name: str, required: dict, options: dict) -> None:
-    """Raises ValueError if `part` lacks a required field, has an unknown one, or has a value of the wrong type."""
+def _check(
+    part: object, name: str, required: dict, options: dict, may_be_zero: Iterable[str] = ()
+) -> None:
+    """Raises ValueError if `part` lacks a required field, has an unknown one, or has a value of the wrong type.
+
+    may_be_zero: the fields whose number need not be positive.
+    """
     if not isinstance(part, dict):
         raise ValueError(f"{name}: got {part!r}, expected an object")
     kinds = options | required
@@ -183,9 +188,7 @@ def _check(part: object, name: str, required: dict, options: dict) -> None:
         if isinstance(value, str) and not value.strip():
             raise ValueError(f"{name}.{field}: got a blank text, expected one")
         if isinstance(value, _NUMBER):
-            _check_size(
-                value, f"{name}.{field}", may_be_zero=field == "run" or name.endswith(".parts")
-            )
+            _check_size(value, f"{name}.{field}", field in may_be_zero)
     commit = part.get("commit")
     if commit is not None and not is_commit(commit):
         raise ValueError(f"{name}.commit: got {commit!r}, expected a commit's hash")

@@ -91,9 +91,8 @@ def apply_selection(
     key_mask = None
     if allowed is not None:
         scores, key_mask = match_heads(query, key, scores, allowed.seen_by_any_query())
-    remaining_mask = (
-        visible.mask if is_dense else None
-    )  # the part that the selection does not include
+    # The part of the mask that the selection does not include.
+    remaining_mask = visible.mask if is_dense else None
     scores, key_mask = _expand_heads_together(scores, key_mask)
     rule = rule.rule_of_heads(scores.shape[1])
     selected = select_by_rule(scores, key_mask, rule, visible.is_causal, query.shape[1])
