@@ -5,7 +5,7 @@
 
 namespace flash_dmattn::cuda {
 
-// The content of a plan on a GPU (common/plan_content.h). What it decides depends on the device that was current, such as
+// The content of a plan on a GPU (common/plan_content.h). Its decisions depend on the device that was current, such as
 // on its number of multiprocessors, so it throws std::runtime_error when another device is current.
 template <class Content>
 class OnDevice : public Content {

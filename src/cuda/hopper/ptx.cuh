@@ -161,8 +161,8 @@ __device__ inline void bulk_wait_read() {
 __device__ inline void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Orders this thread's accesses to shared memory before later accesses of the tensor cores and the TMA unit, which are in
-// another proxy. The threads that have written fence, before the barrier at which readers wait; docs/kernels/sm90.md
-// has the exception.
+// another proxy. The threads that have written fence, before the barrier at which readers wait (costs in
+// docs/kernels/sm90.md).
 __device__ inline void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
