@@ -20,11 +20,13 @@ _RECOMPILATIONS = 256
 # Below 128 queries torch 2.10 to 2.13 take their decoding kernel, which raises for lengths that are not a power of 2
 # because it has no tiles for them.
 _OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
-# torch keeps a tile of dense mask and bias in shared memory for each tile of keys: 278 KB at head dimension 128, but an
-# H200 has 227 KB.
+# torch keeps tiles of dense mask and bias in shared memory for every stage of its pipelines: with its own number of
+# stages 278 KB at head dimension 128, but an H200 has 227 KB.
 _DENSE_OPTIONS = _OPTIONS | {"bwd_num_stages": 1}
 # Up to head dimension 64 the forward has two stages, too.
 _NARROW_DENSE_OPTIONS = _DENSE_OPTIONS | {"fwd_num_stages": 2}
+# Tiles of a float32 bias are twice as large: two stages of the forward are 272 KB at head dimension 64.
+_FLOAT32_DENSE_OPTIONS = _DENSE_OPTIONS | {"fwd_num_stages": 1}
 # The end of the scores' range: times log2(e) it is still within fp32.
 _LARGEST_SCORE = 1e38
 
@@ -102,10 +104,17 @@ def flex_mask_options(
         mask_mod=mask_mod,
         seq_lengths=(q.shape[2], k.shape[2]),
     )
-    dense = any(t is not None and t.shape[2] > 1 and t.shape[3] > 1 for t in (visible.mask, bias))
-    dense_options = _NARROW_DENSE_OPTIONS if q.shape[3] <= 64 else _DENSE_OPTIONS
-    options = dense_options if dense else _OPTIONS
+    options = _kernel_options(visible.mask, bias, q.shape[3])
     return {"score_mod": score_mod, "block_mask": block_mask, "kernel_options": options}
+
+
+def _kernel_options(mask: Tensor | None, bias: Tensor | None, head_dim: int) -> dict[str, object]:
+    dense = [t for t in (mask, bias) if t is not None and t.shape[2] > 1 and t.shape[3] > 1]
+    if not dense:
+        return _OPTIONS
+    if any(t.dtype == torch.float32 for t in dense):
+        return _FLOAT32_DENSE_OPTIONS
+    return _NARROW_DENSE_OPTIONS if head_dim <= 64 else _DENSE_OPTIONS
 
 
 def compiled_flex(*arguments, **options):
