@@ -20,11 +20,15 @@ import torch
 from harness import cases, machine, record, sides
 from harness.options import INTERRUPTED, Different, commit, expect_commit, expect_output, positive
 
+# Options of `run` that not every case reads.
+_SIZE_OPTIONS = ("length", "window", "dtype", "repeats", "programs")
+
 
 def run(options: argparse.Namespace) -> int:
     """Measures the cases. Prints each row as soon as it is measured and writes it to the record."""
     _check_cases(options)
     _check_sides(options)
+    _check_ignored_options(options)
     if options.threads:
         torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -71,20 +75,28 @@ def _check_sides(options: argparse.Namespace) -> None:
             options.fail(f"--side: got {side}, which {reason}")
     for name in options.case:
         known = cases.module_of(name).side_names(name, options.device)
-        if options.side and known and not set(options.side).intersection(known):
-            got, expected = ", ".join(options.side), ", ".join(known)
-            options.fail(f"--side: got {got}, expected one of {expected} for the case {name}")
+        if options.side and not set(options.side).intersection(known):
+            expected = f"one of {', '.join(known)}" if known else "none"
+            options.fail(
+                f"--side: got {', '.join(options.side)}, expected {expected} for the case {name}"
+            )
+
+
+def _check_ignored_options(options: argparse.Namespace) -> None:
+    """Ends the program for an option that a case would ignore."""
+    for name in options.case:
+        for option in options.given:
+            if option not in cases.options_of(name):
+                options.fail(f"--{option}: got one, expected none for the case {name}")
 
 
 def _measured(options: argparse.Namespace) -> Iterator[dict]:
     for name in options.case:
         try:
             yield from cases.module_of(name).measure_rows(name, options)
-        except (
-            sides.Declined,
-            MemoryError,
-            RuntimeError,
-        ) as reason:  # RuntimeError: torch is out of memory
+        except (sides.Declined, MemoryError, RuntimeError) as reason:
+            if not sides.declines(reason):
+                raise
             print(record.declined(name, "", "", reason), flush=True)
 
 
@@ -149,9 +161,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="instead of the case's lengths")  # fmt: skip
     add("--window", nargs="+", action=Different, type=positive, metavar="W",
         help="instead of the case's windows")  # fmt: skip
-    add("--repeats", type=positive, default=5, help="rounds, of which the median counts")
+    add("--repeats", type=positive, metavar="N",
+        help="rounds of attention, of which the median counts (the selection alone has twice as many), and replays of a decode step; "
+        "default: 5")  # fmt: skip
     add("--threads", type=positive, help="of the CPU; default: torch's")
-    add("--programs", type=Path, default=Path("build/bench/benchmarks"), metavar="FOLDER",
+    add("--programs", type=Path, metavar="FOLDER",
         help="of the programs that the case `kernels` runs; default: build/bench/benchmarks")  # fmt: skip
     add("--commit", type=commit, help="of the sources; default: Git's")
     output = one.add_mutually_exclusive_group()
@@ -193,9 +207,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
     options = parser.parse_args(arguments)
     if options.command == "run":
+        options.given = [name for name in _SIZE_OPTIONS if getattr(options, name)]
         options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
         on_gpu = options.device == "cuda"
         options.dtype = options.dtype or (["bfloat16"] if on_gpu else ["float32", "bfloat16"])
+        options.repeats = options.repeats or 5
+        options.programs = options.programs or Path("build/bench/benchmarks")
     return options
 
 

@@ -45,7 +45,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Rounds:
-    """Repeats a measurement, and makes one time of its rounds. Every repeated time of a record comes from here.
+    """Repeats a measurement, and makes one time of its rounds.
 
     count: the rounds that count.
     statistic: "median", "least" or "mean" of them.

@@ -45,6 +45,9 @@ def main(options: argparse.Namespace) -> int:
         except ValueError as error:
             options.fail(str(error))
         rows = records[0]["rows"] if len(records) == 1 else _before_and_after(*records)
+        if len(records) == 2:
+            for when, one_record in zip(_WHEN, records, strict=True):
+                print(f"{when}: {one_record['machine']['name']}, commit {one_record['commit']}")
     lines = ratios(rows)
     if not lines and not builds:
         options.fail("SOURCE: got no times, expected some")

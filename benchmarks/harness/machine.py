@@ -15,6 +15,10 @@ import torch
 
 from flash_dmattn._core.availability import backends
 
+# The environment variables that choose kernels or add work to them.
+SETTINGS = (
+    "FLASH_DMATTN_CHECK_FINITE", "FLASH_DMATTN_MAX_ISA", "FLASH_DMATTN_CUDA_FAMILY", "FLASH_DMATTN_MAX_SHARED_KB",
+)  # fmt: skip
 BENCHMARKS = Path(__file__).parents[1]
 RECORDS = BENCHMARKS / "records"
 # {module: its package}. A record has the version of each package whose module is imported.
@@ -51,7 +55,7 @@ def machine(device: str) -> dict:
         "name": fields.get("model name", "unknown"),
         "family_model": f"{fields.get('cpu family', '?')}/{fields.get('model', '?')}",
         "isa": next(backend.reason for backend in backends() if backend.name == "cpu"),
-        "last_level_cache_mib": round(last_level_cache() / 2**20, 1),
+        "last_level_cache_mib": round(last_level_cache() / 2**20, 1) or None,
         "threads": torch.get_num_threads(),
     }
 
@@ -71,11 +75,17 @@ def origin(device: str, known_commit: str | None = None, launcher: str = "python
 
 
 def command(launcher: str = "python") -> str:
-    """Returns the command of this process, with the program's path in the repository, as a shell takes it at the root."""
+    """Returns the command of this process, with the program's path in the repository, as a shell takes it at the root.
+
+    The SETTINGS of the environment precede it.
+    """
+    settings = [
+        f"{name}={shlex.quote(os.environ[name])}" for name in SETTINGS if name in os.environ
+    ]
     program = os.path.relpath(sys.argv[0], BENCHMARKS.parent)
     if program.startswith(".."):  # not a program of the repository
         program = Path(program).name
-    return f"{launcher} {shlex.join([program, *sys.argv[1:]])}"
+    return " ".join([*settings, launcher, shlex.join([program, *sys.argv[1:]])])
 
 
 def versions() -> dict[str, str]:

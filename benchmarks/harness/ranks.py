@@ -49,7 +49,7 @@ class Ranks:
         """Joins the process group and begins the record.
 
         options: the parsed options of `add_options`.
-        note: the record's description of the method.
+        note: the record's note, which says what its times are of.
         """
         if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys():
             program = f"torchrun --nproc_per_node 2 {sys.argv[0]}"

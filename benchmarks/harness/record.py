@@ -69,7 +69,7 @@ UNITS = (
 # quantile: the name of each part says which. unknown: only in records with a method.
 STATISTICS = ("median", "least", "mean", "quantile", "unknown")
 _ROW_OPTIONS = {
-    "rounds": int,  # how many rounds the statistic is of; absent if unknown
+    "rounds": int,  # how many rounds the statistic is of; absent if unknown. Parts may have others
     "commit": _COMMIT,  # the commit of this row's build, if it differs from the record's
     "run": int,  # number of the repetition
 }
@@ -255,6 +255,12 @@ def declined(case: object, side: str, dtype: str, reason: Exception) -> str:
     """Formats the line that is printed for a side that could not be measured."""
     text = (str(reason) or type(reason).__name__).splitlines()[0]
     return f"{case!s:<46} {side:<13} {dtype:<9}  declined: {text}"
+
+
+def failed(case: object, side: str, dtype: str, error: Exception) -> str:
+    """Formats the line that is printed for a side that declines or fails, with the type of the error and the first line of its text."""
+    kind, text = type(error).__name__, str(error).partition("\n")[0]
+    return f"{case!s:<46} {side:<13} {dtype:<9}  not measured: {kind}: {text}"
 
 
 def forward_and_backward(numbers: dict) -> str:

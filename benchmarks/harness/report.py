@@ -126,7 +126,8 @@ def rows_of_work(record: dict, cases: set[str] | None) -> Work:
 
 
 def other_records(path: str, record: dict) -> list[tuple[str, dict]]:
-    """Returns the other records of the same machine, commit and torch version, as (path, record)."""
+    """Returns the other records of the same machine, commit and torch version, as (path, record). Not every record has torch's
+    build, as in 2.11.0+cu130."""
     records = [
         (str(p.relative_to(ROOT)), read(p)) for p in sorted((ROOT / path).parent.glob("*.json"))
     ]
@@ -136,7 +137,8 @@ def other_records(path: str, record: dict) -> list[tuple[str, dict]]:
         if other_path != path
         and other["machine"]["name"] == record["machine"]["name"]
         and other["commit"] == record["commit"]
-        and other["versions"]["torch"] == record["versions"]["torch"]
+        and other["versions"]["torch"].partition("+")[0]
+        == record["versions"]["torch"].partition("+")[0]
     ]
 
 

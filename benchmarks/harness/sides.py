@@ -23,6 +23,7 @@ from flash_dmattn import (
 )
 from flash_dmattn._core.availability import unavailable_reason
 from flash_dmattn.check.memory import bytes_of
+from flash_dmattn.check.run import is_refusal
 
 from .case import (
     BIASED,
@@ -54,8 +55,18 @@ class Declined(Exception):
     """Raised by a side that cannot run a case; the message has the reason."""
 
 
-# The exceptions that drawing the inputs of a side, building it or timing it may raise.
+# The exceptions that drawing the inputs of a side, building it or timing it may raise. `declines` tells them from errors of ours.
 REASONS = (Declined, MemoryError, RuntimeError, TypeError, ValueError)
+
+
+def declines(reason: Exception, is_rival: bool = False) -> bool:
+    """Returns whether an exception of REASONS declines a measurement, rather than being an error of our program.
+
+    It is Declined, the lack of memory, a refusal by our library, or any exception of a rival.
+    """
+    if isinstance(reason, (Declined, MemoryError, torch.OutOfMemoryError)) or is_rival:
+        return True
+    return "can't allocate memory" in str(reason) or is_refusal(reason)
 
 
 @dataclass(frozen=True)

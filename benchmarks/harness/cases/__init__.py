@@ -35,6 +35,13 @@ _MODULES = {
     "serving": (("serving",), ("slots", "all_slots", "all_keys")),
 }  # fmt: skip
 NAMES = tuple(itertools.chain.from_iterable(names for names, _ in _MODULES.values()))
+# {case: the options of `run` that it reads, except the device and the sides}. Those of attention that are not named read _SIZES.
+_SIZES = ("length", "window", "dtype", "repeats")
+_OPTIONS = {
+    "selection": ("length", "repeats"), "decode": _SIZES, "host": ("length",), "kernels": ("programs",), "memory": (),
+    "token": ("length",), "training": (), "training_step": ("length",), "presses": ("length",), "ragged": ("window",),
+    "scored_text": ("length",), "scored_token": ("length",), "serving": ("length",),
+}  # fmt: skip
 SIDES = tuple(
     dict.fromkeys(itertools.chain.from_iterable(sides_of for _, sides_of in _MODULES.values()))
 )
@@ -44,6 +51,11 @@ def module_of(name: str) -> ModuleType:
     """Returns the module that measures a case. Raises ImportError if a package that it needs is missing."""
     (module,) = (module for module, (names, _) in _MODULES.items() if name in names)
     return importlib.import_module(f"{__name__}.{module}")
+
+
+def options_of(name: str) -> tuple[str, ...]:
+    """Returns the options of `run` that change what a case measures, except the device and the sides."""
+    return _OPTIONS.get(name, _SIZES)
 
 
 def runs_everywhere(name: str, options: argparse.Namespace) -> None:

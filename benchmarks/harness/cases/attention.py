@@ -81,6 +81,8 @@ def measure(case: Case, dtype: str, device: str, names: list[str], repeats: int)
 
     def decline(names, reason: Exception) -> None:
         for name in names:
+            if not sides.declines(reason, name in sides.RIVALS):
+                raise reason
             print(record.declined(case, name, dtype, reason), flush=True)
 
     try:

@@ -22,7 +22,7 @@ from flash_dmattn import KVSlots, flash_dmattn_func, flash_dmattn_with_kvcache
 from .. import record
 from ..clock import Rounds, graph_ms, timed
 from ..machine import working_set
-from ..sides import REASONS, expect_memory
+from ..sides import REASONS, declines, expect_memory
 from . import runs_everywhere as expect_case_runs  # noqa: F401
 
 _GPU_CACHE_BYTES = 240 * 10**6  # four times an L2 of 60 MB
@@ -102,6 +102,8 @@ def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
                 try:
                     yield _row(case, dtype, side, make, device, repeats, bandwidth)
                 except REASONS as reason:
+                    if not declines(reason, is_rival=side not in ("ours", "rows")):
+                        raise
                     print(record.declined(case, side, dtype, reason), flush=True)
 
 

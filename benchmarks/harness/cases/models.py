@@ -101,14 +101,14 @@ def _random_ids(device: str, length: int) -> Tensor:
 def rows_of_sides(
     case: str, sides: dict[str, Callable], options: argparse.Namespace
 ) -> Iterator[dict]:
-    """Measures each side and yields its row. If a side fails, prints the reason instead."""
+    """Measures each side and yields its row. If a side declines or fails, prints the reason instead."""
     dtype = _DTYPES[options.device]
     for side, measure in sides.items():
         torch._dynamo.reset()
         try:
             yield record.row(case, side, dtype, **measure())
         except Exception as error:  # the other sides are worth their time
-            print(record.declined(case, side, dtype, error), flush=True)
+            print(record.failed(case, side, dtype, error), flush=True)
         if options.device == "cuda":
             torch.cuda.empty_cache()
 

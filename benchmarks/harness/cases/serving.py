@@ -95,7 +95,7 @@ def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
                             saturation, _ = loop["values"]["completed"]
                     yield record.row(case, side, dtype, **loop)
                 except Exception as error:  # the other sides are worth their time
-                    print(record.declined(case, side, dtype, error), flush=True)
+                    print(record.failed(case, side, dtype, error), flush=True)
 
 
 @contextlib.contextmanager

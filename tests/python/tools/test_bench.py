@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,8 +34,9 @@ from harness.cases import attention, decode
 from harness.clock import Rounds, Step, costs, peak_of
 from harness.sides import build, draw
 
-RUN = ["run", "--device", "cpu", "--repeats", "1", "--commit", "0123456"]
-SMALL = ["--length", "64", "96", "--window", "16", "--dtype", "float32"]
+RUN = ["run", "--device", "cpu", "--commit", "0123456"]
+ONCE = ["--repeats", "1"]
+SMALL = ["--length", "64", "96", "--window", "16", "--dtype", "float32", *ONCE]
 
 
 @pytest.mark.parametrize("name", cases._MODULES)
@@ -96,7 +98,8 @@ def test_pictures_have_a_panel_per_varying_size(capsys, tmp_path):
     run(capsys, "--case", "windows", "--side", "cpu", *sizes, "--json", str(file))
     assert bench.main(["show", str(file), "--plot", str(picture)]) == 0
     assert "sequence length N" in picture.read_text() and "window w" in picture.read_text()
-    run(capsys, "--case", "dense", "--length", "32", "--dtype", "float32", "--json", str(file))
+    once = ["--dtype", "float32", *ONCE]
+    run(capsys, "--case", "dense", "--length", "32", *once, "--json", str(file))
     with pytest.raises(SystemExit):
         bench.main(["show", str(file), "--plot", str(picture)])
     assert "--plot: got no attention at several lengths" in capsys.readouterr().err
@@ -131,9 +134,12 @@ def test_bench_cases_of_other_modules_have_rows(case, capsys, tmp_path, monkeypa
 
     monkeypatch.setattr(host, "_ROUNDS", Rounds(1, "least", warm_up=0))
     file = tmp_path / "bench.json"
-    sides = ["--side", "ours", "eager", "sdpa"]
-    printed = run(capsys, "--case", case, "--length", "16", *sides, "--json", str(file))
-    assert "declined" not in printed
+    chosen = {
+        "host": ["--side", "ours", "sdpa"], "token": ["--side", "ours", "eager"], "training_step": ["--side", "ours", "eager"],
+        "selection": ONCE,
+    }.get(case, [])  # fmt: skip
+    printed = run(capsys, "--case", case, "--length", "16", *chosen, "--json", str(file))
+    assert "not measured" not in printed
     rows = record.read(file)["rows"]
     flash = "all keys, FlashAttention-2"
     assert {row["side"] for row in rows} == {
@@ -157,7 +163,7 @@ def test_serving_has_rows_of_slots_and_of_all_keys(capsys, tmp_path, monkeypatch
     monkeypatch.setattr(serving, "_LOADS", (0.8,))
     file = tmp_path / "bench.json"
     printed = run(capsys, "--case", "serving", "--length", "20", "--json", str(file))
-    assert "declined" not in printed
+    assert "not measured" not in printed
     rows = record.read(file)["rows"]
     arrivals = 1 + len(serving._LOADS)
     assert [row["side"] for row in rows] == [
@@ -259,7 +265,7 @@ def test_forgetting_attention_is_measured_beside_torchs_mask(capsys):
 
 def test_case_too_large_for_memory_prints_a_line_per_side(capsys):
     wanted = ["--case", "dense_masks", "--window", "8", "--length", "16777216", "32"]
-    printed = run(capsys, *wanted, "--dtype", "float32")
+    printed = run(capsys, *wanted, "--dtype", "float32", *ONCE)
     assert printed.count("declined: its inputs, output and gradients take") == 2  # ours and torch's
     assert printed.count("dense_masks B1 H2 Hkv1 N32") == 2
 
@@ -354,12 +360,12 @@ def test_peak_counts_the_mask_that_a_rival_needs():
 def test_repeated_configurations_are_measured_once(capsys, tmp_path):
     """Two cases may share a configuration, and sizes and dtypes may be given twice."""
     file = tmp_path / "bench.json"
-    cases = ["--case", "dynamic_mask", "scaling", "dynamic_mask", "selection", "--side", "cpu"]
+    cases = ["--case", "dynamic_mask", "scaling", "dynamic_mask", "--side", "cpu", *ONCE]
     sizes = ["--length", "64", "64", "--window", "16", "16", "--dtype", "float32", "float32"]
     run(capsys, *cases, *sizes, "--json", str(file))
     titles = [row["case"] for row in record.read(file)["rows"]]
     assert titles[0] == "per_query B1 H8 N64 D64 w16"
-    assert len(titles) == len(set(titles)) == 1 + len(attention._SELECTIONS)
+    assert len(titles) == len(set(titles)) == 1
 
 
 def test_failing_case_keeps_the_rows_of_others(capsys, monkeypatch, tmp_path):
@@ -368,10 +374,32 @@ def test_failing_case_keeps_the_rows_of_others(capsys, monkeypatch, tmp_path):
 
     monkeypatch.setattr(attention, "_selections", exhausted)
     record_file = tmp_path / "bench.json"
-    cases = ["--case", "selection", "dense", "--length", "32", "--side", "cpu"]
-    printed = run(capsys, *cases, "--dtype", "float32", "--json", str(record_file))
+    cases = ["--case", "selection", "host", "--length", "32"]
+    printed = run(capsys, *cases, "--json", str(record_file))
     assert "declined: can't allocate memory\n" in printed
-    assert len(record.read(record_file)["rows"]) == 1
+    assert {row["side"] for row in record.read(record_file)["rows"]} == {"ours", "sdpa"}
+
+
+def test_error_of_ours_ends_the_program(monkeypatch):
+    def broken(*rest):
+        raise RuntimeError("expected 3 outputs, got 2")
+
+    monkeypatch.setattr(sides, "_our_step", broken)
+    case = Case(PER_QUERY, 32, 16, 8)
+    with pytest.raises(RuntimeError, match="expected 3 outputs"):
+        attention.measure(case, "float32", "cpu", ["cpu"], 1)
+
+
+@pytest.mark.parametrize("side, is_refused", [("ours", True), ("sdpa", False)])
+def test_decode_prints_a_rivals_error_and_raises_ours(side, is_refused, capsys, monkeypatch):
+    def broken(*rest):
+        raise RuntimeError("expected 3 outputs, got 2")
+
+    monkeypatch.setattr(decode, "_sides", lambda *rest: {side: broken})
+    options = bench.parse([*RUN, "--case", "decode", *SMALL])
+    with pytest.raises(RuntimeError) if is_refused else nullcontext():
+        assert list(decode.measure_rows("decode", options)) == []
+    assert ("declined: expected 3 outputs" in capsys.readouterr().out) != is_refused
 
 
 def test_run_without_rows_leaves_the_record(capsys, monkeypatch, tmp_path):

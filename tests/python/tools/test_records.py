@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+import bench
 from harness import machine, ranks, record, report
 from harness.commands import split_commands
 from harness.compare import ratios
@@ -323,6 +324,25 @@ def test_command_is_the_programs_path_with_its_launcher(monkeypatch):
         (launched, ["--json", "a record.json"]),
         ("make bench", []),
     ]
+
+
+def test_command_names_the_settings_that_choose_kernels(monkeypatch):
+    monkeypatch.setattr("sys.argv", [str(RECORDS.parent / "bench.py"), "run"])
+    monkeypatch.setenv("FLASH_DMATTN_MAX_ISA", "avx2")
+    monkeypatch.setenv("FLASH_DMATTN_LIBRARY", "/a/folder/_C.so")
+    command = machine.command()
+    assert command == "FLASH_DMATTN_MAX_ISA=avx2 python benchmarks/bench.py run"
+    assert split_commands(command) == [("python benchmarks/bench.py", ["run"])]
+
+
+def test_comparison_of_two_records_names_their_machines(capsys, tmp_path):
+    paths = []
+    for name in ("a processor", "another"):
+        paths.append(tmp_path / f"{name}.json")
+        record.write(paths[-1], VALID | {"machine": CPU | {"name": name}})
+    assert bench.main(["compare", *map(str, paths)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"before: a processor, commit {COMMIT}\nafter: another, commit")
 
 
 def test_table_of_several_statistics_is_refused(tmp_path, monkeypatch):
