@@ -104,7 +104,7 @@ void rank_keys(const RankArgs& args, const Execution& execution) {
   rank(with_resolved_strides(args), execution);
 }
 
-// ---- Query tiles' key lists ----------------------------------------------------------------------
+// ---- Query tile lists ----------------------------------------------------------------------------
 
 std::size_t tile_lists_workspace_size(Device device, const TileListArgs& args,
                                       const Execution& execution) {

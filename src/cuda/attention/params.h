@@ -35,8 +35,8 @@ struct PackedMask {
   }
 };
 
-// The number of queries of a tile of key lists and of key ranges. The rows of a kernel's tile divide it, except for
-// some kernels with dense masks, which have no lists.
+// The queries of one query tile list and of one key range. The rows of a kernel's tile divide it, except for some kernels
+// with dense masks, which have no lists.
 inline constexpr int query_tile_rows = 128;
 
 // The keys that a tile of query_tile_rows queries visits if there are key intervals and no list: from the first to

@@ -15,7 +15,7 @@ bool can_have_schedule(const TileListArgs& args) {
 
 }  // namespace
 
-// ---- Query tiles' key lists ---------------------------------------------------------------------
+// ---- Query tile lists ---------------------------------------------------------------------------
 
 ListSchedule::ListSchedule(const Problem& p, const Visibility& visibility, Order order)
     : args_(tile_list_args(p, visibility, query_tile_rows)) {

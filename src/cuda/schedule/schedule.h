@@ -11,7 +11,7 @@
 // bound of the intervals alone, and they are built without waiting for the device.
 namespace flash_dmattn::cuda {
 
-// Query tiles' key lists. There are none for intervals of consecutive keys, which kernels visit from the first to the
+// Query tile lists. There are none for intervals of consecutive keys, which kernels visit from the first to the
 // last, nor if a list has room for every key, because it would skip little.
 class ListSchedule {
  public:

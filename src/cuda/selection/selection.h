@@ -31,7 +31,7 @@ void order_keys(const SelectionArgs& args, std::int32_t* key_of_rank, std::int32
 std::size_t rank_workspace_size(const RankArgs& args);
 void rank_keys(const RankArgs& args, const Execution& execution);
 
-// ---- Query tiles' key lists ---------------------------------------------------------------------
+// ---- Query tile lists ---------------------------------------------------------------------------
 
 // The length of a tile's list, a multiple of tile_list_block. The list of tile t of row r begins at
 // (r * tiles + t) * tile_list_capacity.
