@@ -374,10 +374,10 @@ def test_failing_case_keeps_the_rows_of_others(capsys, monkeypatch, tmp_path):
 
     monkeypatch.setattr(attention, "_selections", exhausted)
     record_file = tmp_path / "bench.json"
-    cases = ["--case", "selection", "host", "--length", "32"]
+    cases = ["--case", "selection", "dense", "--length", "32", *ONCE]
     printed = run(capsys, *cases, "--json", str(record_file))
     assert "declined: can't allocate memory\n" in printed
-    assert {row["side"] for row in record.read(record_file)["rows"]} == {"ours", "sdpa"}
+    assert {row["side"] for row in record.read(record_file)["rows"]} == {"cpu", "sdpa"}
 
 
 def test_error_of_ours_ends_the_program(monkeypatch):
