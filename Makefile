@@ -147,7 +147,7 @@ test-cuda-build: $(STAMPS)/tools $(STAMPS)/test $(STAMPS)/cuda build/googletest/
 	  -D FLASH_DMATTN_CUDA_ONLY_COMPILE=$(CUDA_ONLY_COMPILE) $(CMAKE_OPTIONS) \
 	  -D FLASH_DMATTN_CUDA_EXTRA_FAMILIES=$(CURDIR)/tests/cuda/families/empty \
 	  -D "CMAKE_PROGRAM_PATH=$$(echo $(CURDIR)/.venv/lib/python*/site-packages/nvidia/cu*/bin)"
-	cmake --build --preset cuda --target flash_dmattn_torch cuda_tests bench_selection
+	cmake --build --preset cuda --target flash_dmattn_torch cuda_tests bench_core bench_selection
 	@tools/compile_seconds.sh build/cuda
 	ctest --test-dir build/cuda --label-regex '^cuda$$' --output-on-failure
 	@tools/list_skipped.sh build/cuda

@@ -21,11 +21,14 @@ from harness import cases, machine, record, sides
 from harness.options import INTERRUPTED, Different, commit, expect_commit, expect_output, positive
 
 # Options of `run` that not every case reads.
-_SIZE_OPTIONS = ("length", "window", "dtype", "repeats", "programs")
+_CASE_OPTIONS = ("length", "window", "dtype", "repeats", "programs", "threads")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures the cases. Prints each row as soon as it is measured and writes it to the record."""
+    """Measures the cases. Prints each row as soon as it is measured and writes it to the record.
+
+    Returns the exit status, 1 if a side or a program failed.
+    """
     _check_cases(options)
     _check_sides(options)
     _check_ignored_options(options)
@@ -40,8 +43,13 @@ def run(options: argparse.Namespace) -> int:
         expect_commit(new_record, options.fail)
         expect_output(path, "--record" if options.record else "--json", options.fail)
     print(f"{new_record['machine']['name']}, torch {torch.__version__}", flush=True)
+    status = 0
     try:
         for row in _measured(options):
+            if isinstance(row, record.Failure):
+                print(row, flush=True)
+                status = 1
+                continue
             print(record.format_row(row), flush=True)
             new_record["rows"] = record.with_row(new_record["rows"], row)
             if path:
@@ -54,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         return 1
     if path:
         print(f"wrote {path}")
-    return 0
+    return status
 
 
 def _check_cases(options: argparse.Namespace) -> None:
@@ -73,24 +81,31 @@ def _check_sides(options: argparse.Namespace) -> None:
             sides.expect_runs(side, options.device)
         except sides.Declined as reason:
             options.fail(f"--side: got {side}, which {reason}")
-    for name in options.case:
-        known = cases.module_of(name).side_names(name, options.device)
-        if options.side and not set(options.side).intersection(known):
-            expected = f"one of {', '.join(known)}" if known else "none"
+    sides_of = {
+        name: cases.module_of(name).side_names(name, options.device) for name in options.case
+    }
+    got = ", ".join(options.side)
+    if options.side and not any(sides_of.values()):
+        options.fail(f"--side: got {got}, expected none for {' '.join(options.case)}")
+    for name, known in sides_of.items():
+        if options.side and known and not set(options.side).intersection(known):
             options.fail(
-                f"--side: got {', '.join(options.side)}, expected {expected} for the case {name}"
+                f"--side: got {got}, expected one of {', '.join(known)} for the case {name}"
             )
 
 
 def _check_ignored_options(options: argparse.Namespace) -> None:
-    """Ends the program for an option that a case would ignore."""
-    for name in options.case:
-        for option in options.given:
-            if option not in cases.options_of(name):
-                options.fail(f"--{option}: got one, expected none for the case {name}")
+    """Ends the program for an option that no case reads."""
+    if options.threads and options.device != "cpu":
+        options.fail(
+            f"--threads: got {options.threads} with --device {options.device}, expected none"
+        )
+    for option in options.given:
+        if not any(option in cases.options_of(name) for name in options.case):
+            options.fail(f"--{option}: got one, expected none for {' '.join(options.case)}")
 
 
-def _measured(options: argparse.Namespace) -> Iterator[dict]:
+def _measured(options: argparse.Namespace) -> Iterator[dict | record.Failure]:
     for name in options.case:
         try:
             yield from cases.module_of(name).measure_rows(name, options)
@@ -166,7 +181,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "default: 5")  # fmt: skip
     add("--threads", type=positive, help="of the CPU; default: torch's")
     add("--programs", type=Path, metavar="FOLDER",
-        help="of the programs that the case `kernels` runs; default: build/bench/benchmarks")  # fmt: skip
+        help="of the programs that the case `kernels` runs; default: build/bench/benchmarks, on a GPU build/cuda/benchmarks")  # fmt: skip
     add("--commit", type=commit, help="of the sources; default: Git's")
     output = one.add_mutually_exclusive_group()
     output.add_argument("--json", type=Path, metavar="FILE", help="write a record there")
@@ -207,12 +222,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
     options = parser.parse_args(arguments)
     if options.command == "run":
-        options.given = [name for name in _SIZE_OPTIONS if getattr(options, name)]
+        options.given = [name for name in _CASE_OPTIONS if getattr(options, name)]
         options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
         on_gpu = options.device == "cuda"
         options.dtype = options.dtype or (["bfloat16"] if on_gpu else ["float32", "bfloat16"])
         options.repeats = options.repeats or 5
-        options.programs = options.programs or Path("build/bench/benchmarks")
+        build = Path("build/cuda" if on_gpu else "build/bench")
+        options.programs = options.programs or build / "benchmarks"
     return options
 
 

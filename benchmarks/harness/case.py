@@ -6,6 +6,9 @@ import dataclasses
 import re
 import statistics
 
+import torch
+from torch import Tensor
+
 DENSE, PER_QUERY, GLOBAL, SLIDING = "dense causal", "per_query", "global", "sliding"
 DOCUMENTS, DENSE_MASKS, FORGETTING = "documents", "dense_masks", "forgetting"
 BIASED, DELAYED = "biased", "delayed bias"
@@ -31,7 +34,8 @@ class Case:
 
     The kinds:
         DENSE: a query sees every earlier key.
-        PER_QUERY, GLOBAL: a query sees the `window` keys with the highest bias, one bias per key.
+        PER_QUERY: a query sees the `window` earlier keys with the highest bias, one bias per key.
+        GLOBAL: a query sees those of the row's `window` keys with the highest bias that are not later than itself.
         SLIDING: a query sees the last `window` keys.
         DOCUMENTS: packed documents of `window` tokens each.
         DENSE_MASKS: a dense mask and a dense bias, with about `window` random keys per query.
@@ -75,16 +79,27 @@ class Case:
 
     @property
     def visible_elements(self) -> int:
-        """Returns the number of visible (query, key) elements of all heads. Query i sees min(i + 1, window) keys. EVICTED
-        adds RECENT keys and, without a window, on average a share KEPT of the older keys."""
-        n, w = self.seqlen, min(self.window or self.seqlen, self.seqlen)
+        """Returns the number of visible (query, key) elements of all heads, for random scores on average."""
+        return round(self.batch * self.heads_q * self._keys_of_queries().sum().item())
+
+    def _keys_of_queries(self) -> Tensor:
+        """Returns how many keys each query of a sequence sees, float64 [N]."""
+        n, window = self.seqlen, self.window or self.seqlen
+        earlier = torch.arange(1, n + 1, dtype=torch.float64)  # the query's own key included
+        best, recent = earlier.clamp(max=window), earlier.clamp(max=RECENT)
+        if self.kind == DOCUMENTS:
+            return (earlier - 1) % window + 1
+        if self.kind == GLOBAL:  # the best keys of a row are anywhere in it
+            return earlier * min(window / n, 1)
+        if self.kind in (
+            BIASED_TOP,
+            DELAYED_TOP,
+        ):  # a recent key is one of the best as often as any other
+            return best + recent * (1 - best / earlier)
         if self.kind == EVICTED:
-            w = min((self.window or 0) + RECENT, n)
-        first = w * (w + 1) // 2
-        later = (n // w - 1) * first if self.kind == DOCUMENTS else (n - w) * w
-        if self.kind == EVICTED and not self.window:
-            later += round(KEPT * (n - w) * (n - w + 1) / 2)
-        return self.batch * self.heads_q * (first + later)
+            older = earlier - recent
+            return recent + (older.clamp(max=window) if self.window else KEPT * older)
+        return best
 
     def useful_flops(self, direction: str) -> int:
         """Counts 2 D FLOPs per visible element and product. Forward has one product over the key dimension and one over the value

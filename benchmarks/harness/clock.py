@@ -30,7 +30,7 @@ class Step:
     forward: Callable[[], Tensor]
     leaves: list[Tensor]  # empty if the side has no backward
     dout: Tensor
-    mask_bytes: int = 0  # size of a mask that only this side needs
+    mask_bytes: int = 0  # of the N x N mask and bias that the side needs
 
     def backward(self, out: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(out, self.leaves, self.dout) if self.leaves else ()
@@ -40,7 +40,9 @@ class Step:
 class Cost:
     forward_ms: float
     backward_ms: float | None  # None: the side has no backward
-    peak_bytes: int  # peak over forward and backward, not counting query, key, value and bias
+    peak_bytes: (
+        int  # peak over forward and backward, not counting query, key, value and a bias per key
+    )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Compares the times of the sides of one record, of two records, or of two builds measured alternately."""
+"""Compares the sides of one record, of two records, or of two builds measured alternately."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from . import machine, record
 from .options import INTERRUPTED, expect_output
 
 _TIMES = (*record.TIMES, "both")
-# Runs of one side with several statistics, joined by "and", are not in it either.
-_COMPARABLE = tuple(name for name in record.STATISTICS if name != "unknown")
 _WHEN = ("before", "after")
 _PARTS = ("python", "_C.so", "commit")  # the files of a build's folder
 
@@ -50,39 +49,72 @@ def main(options: argparse.Namespace) -> int:
                 print(f"{when}: {one_record['machine']['name']}, commit {one_record['commit']}")
     lines = ratios(rows)
     if not lines and not builds:
-        options.fail("SOURCE: got no times, expected some")
+        options.fail("SOURCE: got no rows, expected some")
     print("\n".join(lines))
     return status
 
 
 def ratios(rows: list[dict]) -> list[str]:
-    """Returns one line per case and side: the medians of its runs and their ratios to the medians of the case's first side. Sides
-    called "before X" and "after X" are compared only with each other, and times only with those of the same statistic."""
-    groups: dict[tuple, dict[str, list[dict]]] = {}
+    """Returns a title for each case, which names its base, the first side, and below it a line for each side and quantity: the median
+    over the runs, the lowest and highest value if there are several, and the ratio to the base.
+
+    Sides called "before X" and "after X" are compared only with each other. Builds of several commits are sides of their own.
+    """
+    cases: dict[tuple, dict[tuple, list[dict]]] = {}
     for row in rows:
         when, _, side = row["side"].partition(" ")
-        group = groups.setdefault(
-            (row["case"], row["dtype"], row["unit"], side if when in _WHEN else ""), {}
-        )
-        group.setdefault(row["side"], []).append(row)
+        sides = cases.setdefault((row["case"], row["dtype"], side if when in _WHEN else ""), {})
+        sides.setdefault((row["side"], row.get("commit")), []).append(row)
     lines = []
-    for (case, dtype, unit, _), runs_by_side in groups.items():
-        base = base_statistic = None
-        for side, runs in runs_by_side.items():
-            values = {t: [run[t] for run in runs if run.get(t) is not None] for t in _TIMES}
-            medians = {time: statistics.median(few) for time, few in values.items() if few}
-            if not medians:  # a row of memory or of quality
-                continue
-            statistic = " and ".join(dict.fromkeys(run["statistic"] for run in runs))
-            if base is None:
-                base, base_statistic = medians, statistic
-            times = " / ".join(f"{time:.4g}" for time in medians.values())
-            ratio = " / ".join(f"{medians[t] / base[t]:.3f}" for t in medians if t in base)
-            end = f"ratio {ratio}"
-            if statistic != base_statistic or statistic not in _COMPARABLE:
-                end = f"no ratio of {statistic} to {base_statistic}"
-            lines.append(f"{case:<46} {dtype:<9}{side:<14} {times} {unit}, {end}")
+    for (case, dtype, of_builds), runs_by_side in cases.items():
+        names = _names(runs_by_side)
+        base = next(iter(runs_by_side.values()))
+        is_alone = of_builds and len(names) == 1
+        lines.append(f"{case}, {dtype}; {'only' if is_alone else 'base:'} {names[0]}")
+        for name, runs in zip(names, runs_by_side.values(), strict=True):
+            lines += [f"  {name:<24} {line}" for line in _lines_of_side(runs, base)]
     return lines
+
+
+def _names(sides: Iterable[tuple[str, str | None]]) -> list[str]:
+    """Returns the name of each (side, commit), with the commit where a side has several."""
+    count = Counter(side for side, _ in sides)
+    return [
+        f"{side} {commit or 'of the record'}" if count[side] > 1 else side for side, commit in sides
+    ]
+
+
+def _lines_of_side(runs: list[dict], base: list[dict]) -> list[str]:
+    """Returns a line for each quantity of the runs. A tilde marks the ratio of ranges that overlap."""
+    both = runs if runs is base else [*runs, *base]
+    kinds_of_time = {(run["unit"], run["statistic"]) for run in both}
+    are_alike = len(kinds_of_time) == 1 and runs[0]["statistic"] != "unknown"
+    times = {*_TIMES, *(part for run in runs for part in run.get("parts", {}))}
+    base_values = _quantities(base)
+    lines = []
+    for name, values in _quantities(runs).items():
+        others, unit = base_values.get(name, []), runs[0]["unit"] if name in times else ""
+        median, base_median = (statistics.median(few or [0]) for few in (values, others))
+        extent = f"{min(values):.4g} to {max(values):.4g}" if len(values) > 1 else ""
+        ratio = "no ratio"
+        if base_median and (are_alike or name not in times):
+            overlaps = min(values) <= max(others) and min(others) <= max(values)
+            is_uncertain = overlaps and len(values) > 1 and len(others) > 1 and runs is not base
+            ratio = f"{'~' if is_uncertain else ''}{median / base_median:.3f}"
+        lines.append(f"{name:<18} {median:>9.4g} {unit:<3} {extent:<20} {ratio:>8}")
+    return lines
+
+
+def _quantities(runs: list[dict]) -> dict[str, list[float]]:
+    """Returns the values of all runs by quantity: times, parts, memory, launches and other single numbers."""
+    values: dict[str, list[float]] = {}
+    for run in runs:
+        single = {name: number for name, (number, _) in run.get("values", {}).items()}
+        measured = {name: run.get(name) for name in (*_TIMES, "peak_mb", "cache_mib", "kernels")}
+        for name, number in (measured | run.get("parts", {}) | single).items():
+            if isinstance(number, (int, float)):
+                values.setdefault(name, []).append(number)
+    return values
 
 
 def _before_and_after(before: dict, after: dict) -> list[dict]:

@@ -15,17 +15,19 @@ import torch
 
 from flash_dmattn._core.availability import backends
 
+from .side_table import SIDES
+
 # The environment variables that choose kernels or add work to them.
 SETTINGS = (
     "FLASH_DMATTN_CHECK_FINITE", "FLASH_DMATTN_MAX_ISA", "FLASH_DMATTN_CUDA_FAMILY", "FLASH_DMATTN_MAX_SHARED_KB",
+    "FLASH_DMATTN_CUDA_NO_OVERLAP",
 )  # fmt: skip
 BENCHMARKS = Path(__file__).parents[1]
 RECORDS = BENCHMARKS / "records"
 # {module: its package}. A record has the version of each package whose module is imported.
 PACKAGES = {
-    "torch": "torch", "transformers": "transformers", "kvpress": "kvpress", "triton": "triton", "vllm": "vllm",
-    "fa3_fwd_interface": "fa3-fwd", "flash_attn.cute": "flash-attn-4", "fla": "flash-linear-attention",
-}  # fmt: skip
+    "torch": "torch", "transformers": "transformers", "kvpress": "kvpress", "vllm": "vllm",
+} | {about.module: about.package for about in SIDES.values() if about.module}  # fmt: skip
 
 
 def output_of(*command: str) -> str:
@@ -89,12 +91,15 @@ def command(launcher: str = "python") -> str:
 
 
 def versions() -> dict[str, str]:
-    """Returns the version of each imported package of PACKAGES, "unknown" if it does not name one."""
-    return {
+    """Returns the version of each imported package of PACKAGES, "unknown" if it does not name one, and that of torch's cuDNN."""
+    found = {
         package: _version(module, package)
         for module, package in PACKAGES.items()
         if module in sys.modules
     }
+    if torch.backends.cudnn.is_available():
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    return found
 
 
 def _version(module: str, package: str) -> str:

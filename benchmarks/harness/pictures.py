@@ -12,17 +12,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 from .case import Case  # noqa: E402
+from .side_table import SIDES  # noqa: E402
 
-_COLOURS = {
-    "cuda": "tab:blue", "cpu": "tab:blue", "triton": "tab:cyan", "sdpa": "tab:gray", "flex": "tab:orange",
-    "fa2": "tab:green", "fa3": "tab:red", "fa4": "tab:purple", "cudnn": "tab:olive", "fla": "tab:brown",
-}  # fmt: skip
-_LABELS = {
-    "cuda": "flash_dmattn, CUDA", "cpu": "flash_dmattn, CPU", "triton": "flash_dmattn, Triton",
-    "sdpa": "torch SDPA", "flex": "flex_attention", "fa2": "FlashAttention-2, dense",
-    "cudnn": "cuDNN, dense", "fa3": "FlashAttention-3, dense", "fa4": "FlashAttention-4",
-    "fla": "flash-linear-attention",
-}  # fmt: skip
 _STYLES = {"bfloat16": ("s", "-"), "float32": ("o", "--"), "float16": ("^", ":")}
 _AXES = {"seqlen": "sequence length N", "window": "window w"}
 PANEL = (4.2, 4.0)  # width and height in inches of a picture with one panel
@@ -44,7 +35,7 @@ def expect_format(path: Path) -> None:
 
 
 def memory(row: dict) -> float | None:
-    return row["peak_mb"] / 1e3 if row.get("peak_mb") else None  # 0 means not measured
+    return row["peak_mb"] / 1e3 if "peak_mb" in row else None
 
 
 def sweep(rows: Iterable[dict], along: str) -> list[dict]:
@@ -65,7 +56,8 @@ def sweep(rows: Iterable[dict], along: str) -> list[dict]:
 
 def _label(side: str, row: dict) -> str:
     masked = side == "sdpa" and row["window"]
-    return _LABELS.get(side, side) + (", N×N mask" if masked else "")
+    label = SIDES[side].label if side in SIDES else side
+    return label + (", N×N mask" if masked else "")
 
 
 def draw_sweep(
@@ -81,7 +73,7 @@ def draw_sweep(
         marker, style = _STYLES.get(dtype, ("x", "-."))
         axes.loglog(
             *zip(*sorted(points.items()), strict=True), marker=marker, linestyle=style, markersize=4,
-            color=_COLOURS.get(side), label=f"{_label(side, one)}, {dtype}",
+            color=SIDES[side].colour if side in SIDES else None, label=f"{_label(side, one)}, {dtype}",
         )  # fmt: skip
     ticks = sorted({row[along] for row in rows})
     axes.set_xticks(ticks, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in ticks])

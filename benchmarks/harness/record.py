@@ -8,9 +8,11 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from .case import useful_tflops
 from .commands import split_commands
+from .side_table import MODEL_PACKAGES, SIDES
 
 _NUMBER = (int, float)
 _NULLABLE = (int, float, type(None))
@@ -37,11 +39,10 @@ _CPU = {
     "last_level_cache_mib": _NULLABLE,
     "threads": int,
 }
-# The package that a side measures, whose version the record needs.
-_PACKAGES = {
-    "fa3": "fa3-fwd", "fa4": "flash-attn-4", "fla": "flash-linear-attention", "triton": "triton",
-    "eager": "transformers", "eager_compiled": "transformers", "generate": "transformers",
-}  # fmt: skip
+# The package that a side measures, whose version the record needs. Old records do not know that of cuDNN.
+_PACKAGES = MODEL_PACKAGES | {
+    side: about.package for side, about in SIDES.items() if about.package not in (None, "cudnn")
+}
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _ROW = {
     "case": str,
@@ -56,7 +57,7 @@ _MEASUREMENTS = {
     "both": _NUMBER,  # time of forward and backward together
     "parts": dict,  # further times, by name; `kernels` is of one profiled call, `prompt` of one call
     "values": dict,  # other quantities, by name: [a number or a list of numbers, the unit]
-    "peak_mb": _NUMBER,  # bytes / 1e6; for attention, without query, key, value and bias
+    "peak_mb": _NUMBER,  # bytes / 1e6; for attention, without query, key, value and a bias per key
     "results_mb": _NUMBER,  # bytes / 1e6 of outputs and gradients, a part of peak_mb
     "cache_mib": _NUMBER,  # bytes / 2^20 of the KV cache
     "visited_mib": _NUMBER,  # bytes / 2^20 of all KV caches that cold calls cycle through
@@ -72,6 +73,7 @@ _ROW_OPTIONS = {
     "rounds": int,  # how many rounds the statistic is of; absent if unknown. Parts may have others
     "commit": _COMMIT,  # the commit of this row's build, if it differs from the record's
     "run": int,  # number of the repetition
+    "threads": int,  # if not those of the record's machine
 }
 
 
@@ -241,7 +243,9 @@ def format_row(row: dict) -> str:
         cells.append(f"{forward_and_backward(row)} {row['unit']}")
     if rates := useful_tflops(row):
         cells.append(f"{forward_and_backward(dict(zip(TIMES, rates, strict=True)))} TFLOP/s")
-    rest = {field: row[field] for field in (*_MEASUREMENTS, "commit", "run") if field in row}
+    rest = {
+        field: row[field] for field in (*_MEASUREMENTS, "commit", "run", "threads") if field in row
+    }
     for name, number in rest.pop("parts", {}).items():
         cells.append(f"{name} {number:.5g} {row['unit']}")
     for name, (number, unit) in rest.pop("values", {}).items():
@@ -257,10 +261,17 @@ def declined(case: object, side: str, dtype: str, reason: Exception) -> str:
     return f"{case!s:<46} {side:<13} {dtype:<9}  declined: {text}"
 
 
-def failed(case: object, side: str, dtype: str, error: Exception) -> str:
-    """Formats the line that is printed for a side that declines or fails, with the type of the error and the first line of its text."""
-    kind, text = type(error).__name__, str(error).partition("\n")[0]
-    return f"{case!s:<46} {side:<13} {dtype:<9}  not measured: {kind}: {text}"
+class Failure(NamedTuple):
+    """An error in the place of the row that it prevented. As a text it is the line that `run` prints."""
+
+    case: object
+    side: str
+    dtype: str
+    error: Exception
+
+    def __str__(self) -> str:
+        kind, text = type(self.error).__name__, str(self.error).partition("\n")[0]
+        return f"{self.case!s:<46} {self.side:<13} {self.dtype:<9}  failed: {kind}: {text}"
 
 
 def forward_and_backward(numbers: dict) -> str:

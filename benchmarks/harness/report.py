@@ -14,17 +14,14 @@ from .case import KEPT, RECENT, Case, useful_tflops
 from .machine import RECORDS
 from .pictures import plt  # after pictures has chosen how matplotlib draws
 from .record import TIMES, forward_and_backward, read
+from .side_table import SIDES
 from .sides import RIVALS
 
 ROOT = RECORDS.parents[1]
 DOCS = ROOT / "docs"
 IMAGES = DOCS / "images"
 PANELS = IMAGES / "panels"
-NAMES = {
-    "cuda": "ours", "cpu": "ours", "triton": "our Triton backend", "sdpa": "torch SDPA", "flex": "flex_attention",
-    "fa2": "FlashAttention-2", "fa3": "FlashAttention-3", "fa4": "FlashAttention-4", "cudnn": "cuDNN",
-    "fla": "flash-linear-attention",
-}  # fmt: skip
+NAMES = {side: about.name for side, about in SIDES.items()}
 # On the page of the Triton backend, "ours" would be ambiguous.
 TRITON_NAMES = {"cuda": "our CUDA backend"}
 KINDS = {

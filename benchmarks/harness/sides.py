@@ -43,11 +43,9 @@ from .case import (
     Case,
 )
 from .clock import Step
+from .side_table import SIDES
 
 OURS = ("cuda", "triton", "cpu")
-MODULES = {  # of the rivals that are not in torch
-    "fa3": "fa3_fwd_interface", "fa4": "flash_attn.cute", "fla": "fla.ops.forgetting_attn.parallel",
-}  # fmt: skip
 PRUNE = -16.0  # FORGETTING with a window prunes elements whose log decay is below it
 
 
@@ -170,7 +168,15 @@ def _our_step(backend: str, inputs: Inputs) -> Step:
         options["selection_scores"] = inputs.scores
     elif case.kind in (DELAYED, DELAYED_TOP):
         options["bias_delay"] = RECENT
-    return Step(lambda: attention(q, k, v, **options), leaves, inputs.dout)
+    return Step(
+        lambda: attention(q, k, v, **options), leaves, inputs.dout, _bytes_of_elements(inputs)
+    )
+
+
+def _bytes_of_elements(inputs: Inputs) -> int:
+    """Returns the bytes of the N x N mask and bias of DENSE_MASKS, 0 for other kinds."""
+    is_dense = inputs.case.kind == DENSE_MASKS
+    return bytes_of([inputs.mask, inputs.bias]) if is_dense else 0
 
 
 def _sdpa_step(
@@ -266,7 +272,8 @@ def _flex(inputs: Inputs) -> Step:
     options = flex_mask_options(q, k, bias, visible) | {"enable_gqa": case.heads_q != case.heads_kv}
     if case.kind == DELAYED:
         options["score_mod"] = _delayed(bias[:, :, 0], case.heads_q // case.heads_kv)
-    return Step(lambda: compiled_flex(q, k, v, **options), leaves, inputs.dout.transpose(1, 2))
+    dout = inputs.dout.transpose(1, 2)
+    return Step(lambda: compiled_flex(q, k, v, **options), leaves, dout, _bytes_of_elements(inputs))
 
 
 def _delayed(bias: Tensor, group: int) -> Callable:
@@ -315,7 +322,7 @@ def _fla(inputs: Inputs) -> Step:
 
 
 def _imported(rival: str):
-    module = MODULES[rival]
+    module = SIDES[rival].module
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -363,7 +370,7 @@ def expect_runs(name: str, device: str) -> None:
         raise Declined(f"does not run on {device}")
     if name in OURS and (reason := unavailable_reason(name)):
         raise Declined(reason)
-    if name in MODULES:
+    if name in RIVALS and SIDES[name].module:
         _imported(name)
 
 

@@ -36,7 +36,9 @@ _MODULES = {
 }  # fmt: skip
 NAMES = tuple(itertools.chain.from_iterable(names for names, _ in _MODULES.values()))
 # {case: the options of `run` that it reads, except the device and the sides}. Those of attention that are not named read _SIZES.
+# All but _OWN_THREADS also read `threads`.
 _SIZES = ("length", "window", "dtype", "repeats")
+_OWN_THREADS = ("host", "kernels")
 _OPTIONS = {
     "selection": ("length", "repeats"), "decode": _SIZES, "host": ("length",), "kernels": ("programs",), "memory": (),
     "token": ("length",), "training": (), "training_step": ("length",), "presses": ("length",), "ragged": ("window",),
@@ -55,7 +57,10 @@ def module_of(name: str) -> ModuleType:
 
 def options_of(name: str) -> tuple[str, ...]:
     """Returns the options of `run` that change what a case measures, except the device and the sides."""
-    return _OPTIONS.get(name, _SIZES)
+    has_window = any(one.window for table in case.CASES.values() for one in table.get(name, ()))
+    sizes = _SIZES if has_window else tuple(option for option in _SIZES if option != "window")
+    options = _OPTIONS.get(name, sizes)
+    return options if name in _OWN_THREADS else (*options, "threads")
 
 
 def runs_everywhere(name: str, options: argparse.Namespace) -> None:

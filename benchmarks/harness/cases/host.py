@@ -87,7 +87,7 @@ def _row(case: str, side: str, call: Callable, device: str, length: int) -> dict
     graph = _least_us(lambda: call(*leaves), device)
     return record.row(
         case, side, str(dtype).removeprefix("torch."), forward=_least_us(without_gradients, device), unit="us",
-        both=_least_us(forward_and_backward, device), parts={"forward with graph": graph}, **_ROUNDS.fields(),
+        both=_least_us(forward_and_backward, device), parts={"forward with graph": graph}, threads=1, **_ROUNDS.fields(),
     )  # fmt: skip
 
 

@@ -31,18 +31,22 @@ def expect_case_runs(name: str, options: argparse.Namespace) -> None:
         raise Declined(f"--programs has no program {program}")
 
 
-def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
-    """Runs the program at its own sizes. Yields a row per case and dtype, with the medians of its benchmarks."""
+def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict | record.Failure]:
+    """Runs the program at its own sizes. Yields a row per case and dtype, with the medians of its benchmarks; last, a failure."""
     program = PROGRAMS[options.device]
     command = [options.programs / program, *OPTIONS]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if done.returncode != 0:
-        print(f"{program} failed with status {done.returncode}", flush=True)
     if done.stdout.rstrip().endswith("}"):  # otherwise the program ended too early
-        yield from rows_of(json.loads(done.stdout)["benchmarks"], SIDES[options.device])
+        # The program has a thread for each processor of this process.
+        threads = len(os.sched_getaffinity(0)) if options.device == "cpu" else None
+        benchmarks = json.loads(done.stdout)["benchmarks"]
+        yield from rows_of(benchmarks, SIDES[options.device], threads)
+    if done.returncode != 0:
+        error = RuntimeError(f"got exit status {done.returncode}, expected 0")
+        yield record.Failure(program, SIDES[options.device], "", error)
 
 
-def rows_of(benchmarks: list[dict], side: str) -> Iterator[dict]:
+def rows_of(benchmarks: list[dict], side: str, threads: int | None) -> Iterator[dict]:
     """Yields rows of a record from benchmarks named <case>/<dtype>/<part>/...; Google Benchmark adds what comes after the part."""
     medians = [b for b in benchmarks if b.get("aggregate_name") == "median"]
     for (case, dtype), group in groupby(medians, lambda b: tuple(b["run_name"].split("/")[:2])):
@@ -51,5 +55,5 @@ def rows_of(benchmarks: list[dict], side: str) -> Iterator[dict]:
         ways = {way: times.pop(way, None) for way in record.TIMES}
         unit = group[0]["time_unit"]
         yield record.row(
-            case, side, dtype, **ways, unit=unit, statistic="median", rounds=ROUNDS, parts=times or None
+            case, side, dtype, **ways, unit=unit, statistic="median", rounds=ROUNDS, parts=times or None, threads=threads,
         )  # fmt: skip

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import re
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,11 +13,14 @@ import pytest
 import torch
 
 import bench
-from flash_dmattn import select_key_intervals
 from flash_dmattn.check.oracle import causal_elements
 from harness import cases, compare, machine, record, sides
 from harness.case import (
+    BIASED,
+    BIASED_TOP,
     CASES,
+    DELAYED,
+    DELAYED_TOP,
     DENSE,
     DENSE_MASKS,
     DOCUMENTS,
@@ -89,7 +93,8 @@ def test_rows_are_printed_written_and_drawn(capsys, tmp_path):
     assert "per_query B1 H8 N96 D64 w16" in capsys.readouterr().out
     assert "sequence length N" in picture.read_text()
     assert bench.main(["compare", str(file), str(file)]) == 0
-    assert capsys.readouterr().out.count("ratio 1.000 / 1.000") == 2 * len(content["rows"])
+    ratios = [line.split()[-1] for line in capsys.readouterr().out.splitlines() if line[0] == " "]
+    assert ratios == ["1.000"] * 3 * 2 * len(content["rows"])  # forward, backward, peak_mb
 
 
 def test_pictures_have_a_panel_per_varying_size(capsys, tmp_path):
@@ -189,7 +194,10 @@ def test_programs_print_rows(capsys, tmp_path):
     program, file = tmp_path / "bench_core", tmp_path / "bench.json"
     case, dtype = "per_query B1 H8 N64 D64 w16", "float32"
     fifteen = {"statistic": "median", "rounds": 15}
-    row = record.row(case, "library", dtype, 1.5, 2.5, **fifteen, parts={"select": 0.5})
+    row = record.row(
+        case, "library", dtype, 1.5, 2.5, **fifteen, parts={"select": 0.5},
+        threads=len(os.sched_getaffinity(0)),
+    )  # fmt: skip
     times = {"select": 0.5, "forward": 1.5, "backward": 2.5}
     benchmarks = [
         {
@@ -201,8 +209,9 @@ def test_programs_print_rows(capsys, tmp_path):
     program.write_text(f"#!/bin/sh\necho '{json.dumps({'benchmarks': benchmarks})}'\nexit 3\n")
     program.chmod(0o755)
     programs = ["--programs", str(tmp_path), "--json", str(file)]
-    printed = run(capsys, "--case", "kernels", *programs)
-    assert "bench_core failed with status 3" in printed
+    assert bench.main([*RUN, "--case", "kernels", *programs]) == 1
+    printed = capsys.readouterr().out
+    assert "failed: RuntimeError: got exit status 3" in printed
     assert record.read(file)["rows"] == [row]
 
 
@@ -289,7 +298,7 @@ def test_interrupt_keeps_finished_rows(capsys, monkeypatch, tmp_path):
 
     monkeypatch.setattr(attention, "measure", interrupted)
     file = tmp_path / "bench.json"
-    assert bench.main([*RUN, "--case", "dense", *SMALL, "--json", str(file)]) == 130
+    assert bench.main([*RUN, "--case", "scaling", *SMALL, "--json", str(file)]) == 130
     assert "Interrupted after 2 rows" in capsys.readouterr().err
     assert len(record.read(file)["rows"]) == 2
 
@@ -342,12 +351,35 @@ def test_sides_give_same_result(monkeypatch, kind, window):
             torch.testing.assert_close(a.transpose(1, 2), b, rtol=1e-4, atol=1e-4)
 
 
-def test_evicted_keys_are_as_many_as_useful_work_counts():
-    for window, tolerance in ((64, 0), (None, 0.02)):
-        case = Case(EVICTED, 2048, 16, window, heads_q=4, heads_kv=4)
-        scores = draw(case, torch.float32, "cpu").scores
-        visible = select_key_intervals(scores, **sides.rule_of(case)).to_mask()
-        assert int(visible.sum()) == pytest.approx(case.visible_elements, rel=tolerance)
+WITHOUT_WINDOW = (DENSE, BIASED, DELAYED, FORGETTING, EVICTED)
+WITH_WINDOW = set(KINDS) - {DENSE, BIASED, DELAYED}
+
+
+@pytest.mark.parametrize(
+    "kind, window",
+    [*((kind, None) for kind in WITHOUT_WINDOW), *((kind, 64) for kind in sorted(WITH_WINDOW))],
+)
+def test_visible_elements_are_as_many_as_useful_work_counts(kind, window):
+    case = Case(kind, 2048, 16, window, heads_q=4, heads_kv=4)
+    inputs = draw(case, torch.float32, "cpu")
+    visible = causal_elements(2048, 2048).expand(1, 4, 2048, 2048)
+    if inputs.mask is not None:
+        visible = visible & inputs.mask
+    elif kind == FORGETTING and window:
+        sums = inputs.log_fgate.cumsum(1).mT
+        visible = visible & (sums[..., None] - sums[..., None, :] >= sides.PRUNE)
+    elif (chosen := sides._chosen(inputs)) is not None:
+        visible = visible & chosen.to_mask()
+    # Random scores decide how many of these kinds are visible. The 64 keys of a row lie 4 % nearer to its start or its end.
+    random_kinds = {
+        GLOBAL: 0.12,
+        DENSE_MASKS: 0.02,
+        BIASED_TOP: 0.02,
+        DELAYED_TOP: 0.02,
+        EVICTED: 0.02,
+    }
+    tolerance = random_kinds.get(kind, 0)
+    assert int(visible.sum()) == pytest.approx(case.visible_elements, rel=tolerance)
 
 
 def test_peak_counts_the_mask_that_a_rival_needs():
@@ -416,8 +448,7 @@ def test_run_without_rows_leaves_the_record(capsys, monkeypatch, tmp_path):
 def test_sides_without_a_colour_are_drawn(side, tmp_path):
     pictures = pytest.importorskip("harness.pictures")
     rows = [
-        record.row(Case(PER_QUERY, n, 64, 16), side, "float32", 1.0, both=3.0, peak_mb=0.0)
-        for n in (64, 128)
+        record.row(Case(PER_QUERY, n, 64, 16), side, "float32", 1.0, both=3.0) for n in (64, 128)
     ]
     assert pictures.seconds(rows[0]) == 3e-3 and pictures.memory(rows[0]) is None
     assert pictures.draw(rows, tmp_path / "picture.svg")

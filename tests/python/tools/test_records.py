@@ -292,19 +292,53 @@ def test_ratio_is_median_over_first_side():
         return record.row("a case", side, "float32", ms, 2 * ms, **MEDIAN, run=run)
 
     rows = [row("cpu", run, ms) for run, ms in enumerate([1, 9, 2])] + [row("sdpa", 0, 3)]
-    first, second = ratios(rows)
-    assert first.endswith("2 / 4 ms, ratio 1.000 / 1.000")
-    assert second.endswith("3 / 6 ms, ratio 1.500 / 1.500")
+    assert [line.split() for line in ratios(rows)] == [
+        "a case, float32; base: cpu".split(),
+        "cpu forward 2 ms 1 to 9 1.000".split(),
+        "cpu backward 4 ms 2 to 18 1.000".split(),
+        "sdpa forward 3 ms 1.500".split(),
+        "sdpa backward 6 ms 1.500".split(),
+    ]
+
+
+def test_ratio_of_overlapping_runs_is_marked():
+    rows = [
+        record.row("a case", side, "float32", ms, **MEDIAN, run=run)
+        for side, times in {"cpu": (2, 4), "sdpa": (3, 5), "flex": (8, 9)}.items()
+        for run, ms in enumerate(times)
+    ]
+    assert [line.split()[-1] for line in ratios(rows)[1:]] == ["1.000", "~1.333", "2.833"]
+
+
+def test_builds_of_several_commits_are_sides_of_their_own():
+    rows = [
+        record.row("a case", "cpu", "float32", ms, **MEDIAN, commit=commit)
+        for commit, ms in ((COMMIT, 2), ("fedcba9", 1))
+    ]
+    title, before, after = ratios(rows)
+    assert title.endswith(f"base: cpu {COMMIT}")
+    assert before.endswith("1.000") and after.split()[:2] == ["cpu", "fedcba9"]
+    assert after.endswith("0.500")
+
+
+def test_parts_values_and_memory_are_compared():
+    rows = [
+        record.row("a case", side, "float32", unit="ms", **MEDIAN, parts={"select": factor * 2.0},
+            values={"throughput": [factor * 5, "tokens/s"]}, peak_mb=factor * 7.0)
+        for side, factor in (("cpu", 1), ("sdpa", 3))
+    ]  # fmt: skip
+    lines = [line.split() for line in ratios(rows)]
+    assert [(name, ratio) for side, name, *_, ratio in lines[-3:]] == [
+        ("peak_mb", "3.000"), ("select", "3.000"), ("throughput", "3.000"),
+    ]  # fmt: skip
 
 
 def test_times_of_different_statistics_have_no_ratio():
     row = record.row("a case", "cpu", "float32", 2.0, **MEDIAN)
     least, unknown = row | {"side": "sdpa", "statistic": "least"}, row | {"statistic": "unknown"}
-    assert ratios([row, least])[1].endswith("2 ms, no ratio of least to median")
-    assert ratios([row, row | {"run": 1, "statistic": "mean"}])[0].endswith(
-        "no ratio of median and mean to median and mean"
-    )
-    assert ratios([unknown])[0].endswith("no ratio of unknown to unknown")
+    assert ratios([row, least])[-1].endswith("no ratio")
+    assert ratios([row, row | {"run": 1, "statistic": "mean"}])[-1].endswith("no ratio")
+    assert ratios([unknown])[-1].endswith("no ratio")
 
 
 def test_record_without_command_or_method_is_refused():
@@ -357,9 +391,8 @@ def test_before_and_after_are_compared_per_side():
         record.row("a case", f"{when} {side}", "float32", forward=ms, **MEDIAN)
         for when, side, ms in [("before", "cpu", 2), ("before", "sdpa", 5), ("after", "cpu", 1), ("after", "sdpa", 5)]
     ]  # fmt: skip
-    assert [line.partition("ratio ")[2] for line in ratios(rows)] == [
-        "1.000",
-        "0.500",
-        "1.000",
-        "1.000",
-    ]
+    assert [line.split() for line in ratios(rows)] == [
+        "a case, float32; base: before cpu".split(), "before cpu forward 2 ms 1.000".split(), "after cpu forward 1 ms 0.500".split(),
+        "a case, float32; base: before sdpa".split(), "before sdpa forward 5 ms 1.000".split(), "after sdpa forward 5 ms 1.000".split(),
+    ]  # fmt: skip
+    assert ratios(rows[2:3])[0] == "a case, float32; only after cpu"
