@@ -66,10 +66,10 @@ def ratios(rows: list[dict]) -> list[str]:
         sides = cases.setdefault((row["case"], row["dtype"], side if when in _WHEN else ""), {})
         sides.setdefault((row["side"], row.get("commit")), []).append(row)
     lines = []
-    for (case, dtype, of_builds), runs_by_side in cases.items():
+    for (case, dtype, side_of_builds), runs_by_side in cases.items():
         names = _names(runs_by_side)
         base = next(iter(runs_by_side.values()))
-        is_alone = of_builds and len(names) == 1
+        is_alone = side_of_builds and len(names) == 1
         lines.append(f"{case}, {dtype}; {'only' if is_alone else 'base:'} {names[0]}")
         for name, runs in zip(names, runs_by_side.values(), strict=True):
             lines += [f"  {name:<24} {line}" for line in _lines_of_side(runs, base)]

@@ -92,14 +92,14 @@ def command(launcher: str = "python") -> str:
 
 def versions() -> dict[str, str]:
     """Returns the version of each imported package of PACKAGES, "unknown" if it does not name one, and that of torch's cuDNN."""
-    found = {
+    versions_of_packages = {
         package: _version(module, package)
         for module, package in PACKAGES.items()
         if module in sys.modules
     }
     if torch.backends.cudnn.is_available():
-        found["cudnn"] = str(torch.backends.cudnn.version())
-    return found
+        versions_of_packages["cudnn"] = str(torch.backends.cudnn.version())
+    return versions_of_packages
 
 
 def _version(module: str, package: str) -> str:
