@@ -28,13 +28,14 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from flash_dmattn.integrations.transformers import enable_flash_dmattn
 
 from .. import record
+from ..sides import Declined
 from . import runs_everywhere as expect_case_runs  # noqa: F401
 from .models import random_doge, title
 
 _NEW = {"cuda": 128, "cpu": 16}  # generated tokens per request
 _LENGTHS = {"cuda": [512, 8192, 32768, 131072], "cpu": [64, 1024]}  # prompt tokens
 _CONCURRENCY = {"cuda": (1, 8, 32, 128), "cpu": (1, 8)}  # concurrent requests of a closed loop
-# Arrival rates of the open loop, relative to the requests per second at the highest concurrency.
+# Arrival rates of the open loop, relative to the requests per second of the first side at the highest concurrency.
 _LOADS = (0.5, 0.8, 0.95)
 # Timed requests: 2 per concurrent request, and at least 8. In a closed loop, one warm-up request per concurrent request precedes them.
 _COUNTED = (2, 8)
@@ -73,29 +74,38 @@ def side_names(name: str, device: str) -> tuple[str, ...]:
     return tuple(SIDES)
 
 
-def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
-    """Yields a row per side, prompt length and concurrency (closed loop), and per side, prompt length and load (open loop)."""
+def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict | record.Failure]:
+    """Yields a row per side, prompt length and concurrency (closed loop), and per side, prompt length and load (open loop).
+
+    In open loops all sides get the same requests per second: shares of the rate that the first side reached at the highest
+    concurrency. If that closed loop failed, a line for each open loop says so.
+    """
     device, dtype = options.device, _DTYPES[options.device]
     chosen = [side for side in SIDES if side in (options.side or SIDES)]
+    most = max(_CONCURRENCY[device])
     for length in options.length or _LENGTHS[device]:
+        saturation = None  # requests per second of the first side with `most` at a time
         for side in chosen:
             model = SIDES[side](device, length).eval()
-            saturation = 0.0
-            arrivals = [*_CONCURRENCY[device], *_LOADS]
-            for number, arrival in enumerate(arrivals):
-                is_load = number >= len(_CONCURRENCY[device])
-                how = f"{arrival:.0%} load" if is_load else f"{arrival} at a time"
+            for arrival in (*_CONCURRENCY[device], *_LOADS):
+                is_load = isinstance(arrival, float)
+                how = f"{arrival:.0%} load of {chosen[0]}" if is_load else f"{arrival} at a time"
                 case = f"serving N{length} + {_NEW[device]}, {how}, {title(device)}"
+                if is_load and saturation is None:
+                    reason = Declined(f"{chosen[0]} has no rate with {most} requests at a time")
+                    print(record.declined(case, side, dtype, reason), flush=True)
+                    continue
                 try:
-                    with _started(model, length, max(_CONCURRENCY[device])) as manager:
+                    with _started(model, length, most) as manager:
                         if is_load:
                             loop = _open_loop(manager, model, length, arrival * saturation)
                         else:
                             loop = _closed_loop(manager, model, length, arrival)
-                            saturation, _ = loop["values"]["completed"]
+                    if side == chosen[0] and arrival == most:
+                        saturation, _ = loop["values"]["completed"]
                     yield record.row(case, side, dtype, **loop)
                 except Exception as error:  # the other sides are worth their time
-                    print(record.failed(case, side, dtype, error), flush=True)
+                    yield record.Failure(case, side, dtype, error)
 
 
 @contextlib.contextmanager
@@ -128,31 +138,35 @@ def _closed_loop(
         results.append(_result(manager, 600))
         _add(manager, model, next(prompts))
     ends = [result.timestamps[-1] for result in results]
-    return _times(results, ends, concurrency, model)
+    return _times(results[concurrency:], ends[-1] - ends[concurrency - 1], model)
 
 
 def _open_loop(
     manager: ContinuousBatchingManager, model: PreTrainedModel, length: int, rate: float
 ) -> dict:
-    """Adds requests at random times, `rate` per second (Poisson), whether or not earlier ones have ended."""
-    if not rate:
-        raise ValueError("rate: got 0, as no number of requests at a time could be measured")
+    """Adds requests at random times (Poisson), whether or not earlier ones have ended. The timed ones come at `rate` per second."""
     prompts, draw = _prompts(model, length), random.Random(0)
     count = max(_COUNTED[0] * max(_CONCURRENCY[model.device.type]), _COUNTED[1])
+    before = max(count // 4, 1)
+    gaps = [draw.expovariate(1) for _ in range(count)]
+    scale = (count - before) / rate / sum(gaps[before:])  # so that their mean is 1 / rate
     start = time.perf_counter()
-    due = list(itertools.accumulate((draw.expovariate(rate) for _ in range(count)), initial=start))
+    due = [start + scale * gap for gap in itertools.accumulate(gaps)]
     results = []
     while len(results) < count:
-        while due and len(due) > 1 and due[0] <= time.perf_counter():
+        while due and due[0] <= time.perf_counter():
             due.pop(0)
             _add(manager, model, next(prompts))
-        wait = max(due[0] - time.perf_counter(), 1e-3) if len(due) > 1 else 600
-        result = _result(manager, wait, may_wait=len(due) > 1)
+        wait = max(due[0] - time.perf_counter(), 1e-3) if due else 600
+        result = _result(manager, wait, may_wait=bool(due))
         if result is not None:
             results.append(result)
     results.sort(key=lambda result: result.created_time)
-    begins = [result.created_time for result in results]
-    return _times(results, begins, max(count // 4, 1), model)
+    timed = results[before:]
+    seconds = max(result.timestamps[-1] for result in timed) - timed[0].created_time
+    loop = _times(timed, seconds, model)
+    loop["values"]["offered"] = [rate, "requests/s"]
+    return loop
 
 
 def _prompts(model: PreTrainedModel, length: int) -> Iterator[list[int]]:
@@ -175,17 +189,14 @@ def _result(
     return result
 
 
-def _times(
-    results: list[GenerationOutput], moments: list[float], before: int, model: PreTrainedModel
-) -> dict:
+def _times(results: list[GenerationOutput], seconds: float, model: PreTrainedModel) -> dict:
     """Returns milliseconds to the first token (TTFT), between tokens (ITL) and per token after the first (TPOT), and requests and
     tokens per second.
 
-    moments: one time per result, from which the rate is computed.
-    before: how many of the first results are a warm-up.
+    seconds: the time in which the requests ended. A request ends with its last token, whose time the engine records: in a closed
+        loop from the end of the last warm-up request to that of the last request, in an open loop from the arrival of the first
+        timed request to the end of the last one.
     """
-    seconds = moments[-1] - moments[before - 1]
-    results = results[before:]
     first = [result.timestamps[0] - result.created_time for result in results]
     between = [b - a for result in results for a, b in itertools.pairwise(result.timestamps)]
     each = [

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,7 +145,7 @@ def test_bench_cases_of_other_modules_have_rows(case, capsys, tmp_path, monkeypa
         "selection": ONCE,
     }.get(case, [])  # fmt: skip
     printed = run(capsys, "--case", case, "--length", "16", *chosen, "--json", str(file))
-    assert "not measured" not in printed
+    assert "failed:" not in printed
     rows = record.read(file)["rows"]
     flash = "all keys, FlashAttention-2"
     assert {row["side"] for row in rows} == {
@@ -154,7 +155,9 @@ def test_bench_cases_of_other_modules_have_rows(case, capsys, tmp_path, monkeypa
     assert all((row["forward"] or row["both"]) > 0 for row in rows)
 
 
-def test_serving_has_rows_of_slots_and_of_all_keys(capsys, tmp_path, monkeypatch):
+@pytest.fixture
+def serving(monkeypatch):
+    """Imports the case and makes it small."""
     pytest.importorskip("transformers.models.doge")
     from flash_dmattn.integrations.transformers.compat import HAS_SLOTS_IN_BATCHES
 
@@ -163,19 +166,73 @@ def test_serving_has_rows_of_slots_and_of_all_keys(capsys, tmp_path, monkeypatch
     from harness.cases import serving
 
     monkeypatch.setattr(serving, "_NEW", {"cpu": 3})
-    monkeypatch.setattr(serving, "_CONCURRENCY", {"cpu": (2,)})
+    monkeypatch.setattr(serving, "_CONCURRENCY", {"cpu": (1, 2)})
     monkeypatch.setattr(serving, "_COUNTED", (1, 2))
     monkeypatch.setattr(serving, "_LOADS", (0.8,))
+    return serving
+
+
+def test_serving_has_rows_of_slots_and_of_all_keys(serving, capsys, tmp_path):
     file = tmp_path / "bench.json"
     printed = run(capsys, "--case", "serving", "--length", "20", "--json", str(file))
-    assert "not measured" not in printed
+    assert "failed:" not in printed and "declined" not in printed
     rows = record.read(file)["rows"]
-    arrivals = 1 + len(serving._LOADS)
-    assert [row["side"] for row in rows] == [
-        side for side in serving.SIDES for _ in range(arrivals)
-    ]
+    assert [row["side"] for row in rows] == [side for side in serving.SIDES for _ in range(3)]
     assert all(value > 0 for row in rows for value in row["parts"].values())
     assert all(row["values"]["throughput"][0] > 0 for row in rows)
+    # Every side gets the same requests per second, a share of what the slots do with 2 at a time.
+    saturation, _ = rows[1]["values"]["completed"]
+    offered = [row["values"]["offered"][0] for row in rows if "offered" in row["values"]]
+    assert offered == pytest.approx([0.8 * saturation] * len(serving.SIDES), rel=1e-5)
+
+
+class OneAtATime:
+    """Imitates an engine that runs one request at a time, each for some seconds."""
+
+    def __init__(self, seconds):
+        self.seconds, self.running, self.end = seconds, [], 0.0
+
+    def add_request(self, prompt, **options):
+        now = time.perf_counter()
+        self.end = max(self.end, now) + self.seconds
+        moments = [self.end - 1e-4, self.end]
+        self.running.append(SimpleNamespace(created_time=now, timestamps=moments, error=None))
+
+    def get_result(self, timeout):
+        ends_in = self.running[0].timestamps[-1] - time.perf_counter() if self.running else timeout
+        time.sleep(max(min(ends_in, timeout), 0))
+        return self.running.pop(0) if self.running and ends_in <= timeout else None
+
+
+def test_open_loop_counts_requests_when_they_end(serving, monkeypatch):
+    """If 200 requests arrive per second, an engine that needs 20 ms for each completes 50."""
+    monkeypatch.setattr(serving, "_COUNTED", (8, 2))
+    model = SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(vocab_size=9))
+    values = serving._open_loop(OneAtATime(0.02), model, 4, 200.0)["values"]
+    (offered, _), (completed, _) = values["offered"], values["completed"]
+    assert offered == 200 and completed <= 50
+    assert values["throughput"] == [3 * completed, "tokens/s"]
+
+
+def test_open_loop_needs_the_rate_of_the_largest_closed_loop(
+    serving, capsys, tmp_path, monkeypatch
+):
+    closed_loop = serving._closed_loop
+
+    def broken(manager, model, length, concurrency):
+        if concurrency == 2:
+            raise RuntimeError("no room")
+        return closed_loop(manager, model, length, concurrency)
+
+    monkeypatch.setattr(serving, "_closed_loop", broken)
+    file = tmp_path / "bench.json"
+    options = ["--case", "serving", "--length", "20", "--json", str(file)]
+    assert bench.main([*RUN, *options]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("failed: RuntimeError: no room") == len(serving.SIDES)
+    line = "declined: slots has no rate with 2 requests at a time"
+    assert printed.count(line) == len(serving.SIDES)
+    assert all(", 1 at a time," in row["case"] for row in record.read(file)["rows"])
 
 
 def test_ragged_steps_have_rows(capsys, tmp_path, monkeypatch):
