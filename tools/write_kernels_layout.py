@@ -138,6 +138,8 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)  # fails before the build, rather than after it
     except OSError as error:
         parser.error(f"folder: {error}")
+    if any(folder.iterdir()) and not (folder / "build.toml").exists():  # its sources are replaced
+        parser.error(f"folder: got {folder}, expected an empty folder or an earlier layout")
     library = build(options.build.resolve(), options.namespace, options.cuda, options.define)
     write_variant(folder, library, options.namespace, options.cuda)
     commands = json.loads((options.build / "compile_commands.json").read_text())

@@ -197,3 +197,14 @@ def test_layout_that_cannot_be_written_is_refused_before_the_build(tmp_path):
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 2 and f"folder: [Errno 20] Not a directory: '{file}" in run.stderr
     assert not (tmp_path / "build").exists()
+
+
+def test_layout_does_not_replace_the_sources_of_another_folder(tmp_path):
+    source = tmp_path / "src" / "file"
+    source.parent.mkdir()
+    source.touch()
+    options = ["--namespace", "_name", "--build", tmp_path / "build"]
+    command = [sys.executable, TOOLS / "write_kernels_layout.py", tmp_path, *options]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 2 and "expected an empty folder or an earlier layout" in run.stderr
+    assert source.exists() and not (tmp_path / "build").exists()
