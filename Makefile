@@ -76,7 +76,7 @@ docs: $(STAMPS)/tools $(STAMPS)/docs ## build the site of the documents into bui
 .PHONY: wheels
 WHEELS ?= cpu
 wheels: $(STAMPS)/tools $(STAMPS)/torch $(STAMPS)/wheels $(if $(filter cuda,$(WHEELS)),$(STAMPS)/cuda) | compiler ## build wheels for others into dist/ (WHEELS="cpu aarch64 cuda")
-	tools/wheels.sh $(WHEELS)
+	tools/build_wheels.sh $(WHEELS)
 
 .PHONY: bench
 bench: $(STAMPS)/package $(STAMPS)/demo ## measure against PyTorch on this machine (options: ARGS=...)
@@ -118,7 +118,7 @@ test-python: $(STAMPS)/package $(STAMPS)/test ## Python tests, on the installed 
 
 .PHONY: families
 families: $(STAMPS)/package $(STAMPS)/test build/families/ready ## compare every family of transformers with eager attention, write docs/model-families.md (options: ARGS=...)
-	OMP_NUM_THREADS=1 PYTHONPATH=build/families $(BIN)/python tools/families.py $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONPATH=build/families $(BIN)/python tools/compare_families.py $(ARGS)
 
 # Runs only the Python tests whose results the CPU kernels compute: selection and its checks are compiled for the baseline, and test-cpp has
 # run the case table. test-transformers-4 runs those of models with AVX2.
@@ -148,7 +148,7 @@ test-cuda-build: $(STAMPS)/tools $(STAMPS)/test $(STAMPS)/cuda build/googletest/
 	  -D FLASH_DMATTN_CUDA_EXTRA_FAMILIES=$(CURDIR)/tests/cuda/families/empty \
 	  -D "CMAKE_PROGRAM_PATH=$$(echo $(CURDIR)/.venv/lib/python*/site-packages/nvidia/cu*/bin)"
 	cmake --build --preset cuda --target flash_dmattn_torch cuda_tests bench_core bench_selection
-	@tools/compile_seconds.sh build/cuda
+	@tools/list_compile_seconds.sh build/cuda
 	ctest --test-dir build/cuda --label-regex '^cuda$$' --output-on-failure
 	@tools/list_skipped.sh build/cuda
 	PYTHONPATH=python FLASH_DMATTN_LIBRARY=$(CURDIR)/build/cuda/bindings/torch/_C.so FLASH_DMATTN_TEST_CUDA_BUILD=1 \
@@ -158,7 +158,7 @@ endif
 .PHONY: test-kernels
 test-kernels: $(STAMPS)/package $(STAMPS)/test ## load two versions in one process, in the layout of Hugging Face's kernels
 	for name in one other; do \
-	  $(BIN)/python tools/kernels_layout.py build/kernels/$$name --build build/kernels/build \
+	  $(BIN)/python tools/write_kernels_layout.py build/kernels/$$name --build build/kernels/build \
 	    -D FLASH_DMATTN_WERROR=$(WERROR) --namespace _flash_dmattn_$$name; \
 	done
 	FLASH_DMATTN_TEST_KERNELS="build/kernels/one build/kernels/other" $(BIN)/python -m pytest tests/python/tools/test_two_versions.py
@@ -252,5 +252,5 @@ build/transformers-4/ready build/families/ready: build/%/ready: pyproject.toml $
 	@touch $@
 
 build/googletest/ready build/benchmark/ready: build/%/ready: | compiler
-	tools/cpp_library.sh $* $(@D) $(COMPILER)
+	tools/provide_cpp_library.sh $* $(@D) $(COMPILER)
 	@touch $@

@@ -30,7 +30,7 @@ HEADLESS = re.compile(
 )
 # The docstring of a function begins with a verb, and not with a noun in the plural.
 NOUNS = (
-    "Args|Bias|Bytes|Documents|Elements|Families|Gradients|Heads|Inputs|Intervals|Its|Keys|Lengths|Masks|Operations|Positions|"
+    "Args|Bias|Bytes|Documents|Elements|Families|Gradients|Heads|Inputs|Intervals|Its|Keys|Lengths|Masks|Names|Operations|Positions|"
     "Queries|Rows|Sequences|Sizes|Subclasses|Tensors|This|Tokens|Values|Weights"
 )
 VERB = re.compile(rf"(?!(?:{NOUNS})\b)(?:[A-Z][a-z]+s|Whether)\b")

@@ -1,10 +1,9 @@
-#!/usr/bin/env python3
 """Compiles a CUDA source and fails if a wgmma kernel was serialized or spills.
 
     check_wgmma.py CUOBJDUMP COMPILER ARGUMENTS... -o OBJECT ...
 
 A compiler launcher (CMake: CUDA_COMPILER_LAUNCHER). It runs the command and then fails if
-- ptxas reports that it has serialized wgmma or ignored setmaxnreg (C7508 to C7520), or
+- ptxas reports that it has ignored setmaxnreg (C7508) or serialized wgmma (C7509 to C7520), or
 - an innermost loop with matrix products (HGMMA) reads or writes local memory: registers that did not suffice, or
 - the enclosing loops, or the rest of such a kernel (mostly producers), have more such instructions than ALLOWED.
 Without cuobjdump (CMake's ...-NOTFOUND) the loops are not checked, and CMake has warned.
@@ -13,6 +12,7 @@ Without cuobjdump (CMake's ...-NOTFOUND) the loops are not checked, and CMake ha
 import re
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 REPORT = re.compile(r"\(?C75(?:0[89]|1\d|20)\)?")
@@ -20,6 +20,9 @@ INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);")
 LOCAL = re.compile(r"\b(?:LDL|STL)\b")
 KERNEL = re.compile(r"(Forward|Backward)KernelI.*?Li(\d+)ELi(\d+)E")
 BRANCH = re.compile(r"^(@!?U?P\d+ |@!?U?PT )?BRA(?:\.\S+)? .*?0x([0-9a-f]+)")
+
+
+Body = list[tuple[int, str]]  # (address, instruction)
 
 
 class LocalAccesses(NamedTuple):
@@ -54,7 +57,7 @@ PLACES = {
 }
 
 
-def functions(listing):
+def functions(listing: str) -> Iterator[tuple[str, Body]]:
     """Yields (name, [(address, instruction)]) of a cuobjdump listing."""
     name, body = None, []
     for line in listing.splitlines():
@@ -68,7 +71,7 @@ def functions(listing):
         yield name, body
 
 
-def successors(body):
+def successors(body: Body) -> list[list[int]]:
     """Returns the indices of the instructions that may follow each instruction."""
     index = {address: i for i, (address, _) in enumerate(body)}
     result = []
@@ -83,7 +86,7 @@ def successors(body):
     return result
 
 
-def blocks_of(body):
+def blocks_of(body: Body) -> tuple[list[list[str]], list[list[int]]]:
     """Returns the basic blocks: their instructions, and the blocks that may follow each."""
     nexts = successors(body)
     leaders = {0} | {n for i, ns in enumerate(nexts) for n in ns if n != i + 1 or len(ns) != 1}
@@ -97,7 +100,7 @@ def blocks_of(body):
     return blocks, edges
 
 
-def natural_loops(edges):
+def natural_loops(edges: list[list[int]]) -> Iterator[set[int]]:
     """Returns the loops of a flow graph as sets of blocks. A loop has a back edge, whose target dominates its source."""
     everything = (1 << len(edges)) - 1
     before = [[] for _ in edges]
@@ -128,7 +131,7 @@ def natural_loops(edges):
             yield loop
 
 
-def local_accesses(body):
+def local_accesses(body: Body) -> LocalAccesses | None:
     """Returns the LocalAccesses of a kernel, or None for one without HGMMA."""
     blocks, edges = blocks_of(body)
     products = {b for b, texts in enumerate(blocks) if any("HGMMA" in text for text in texts)}
@@ -139,7 +142,7 @@ def local_accesses(body):
     inside = set().union(*innermost)
     outside = set().union(*loops) - inside
 
-    def count(some):
+    def count(some: Iterable[int]) -> int:
         return sum(bool(LOCAL.search(text)) for block in some for text in blocks[block])
 
     return LocalAccesses(
@@ -147,7 +150,7 @@ def local_accesses(body):
     )
 
 
-def faults_of(listing):
+def faults_of(listing: str) -> Iterator[str]:
     """Yields a line for each kind of local memory access that exceeds its limit in a kernel of a listing."""
     for name, body in functions(listing):
         if (accesses := local_accesses(body)) is None:
@@ -160,7 +163,13 @@ def faults_of(listing):
                 yield f"{name}: {number} accesses to local memory in {PLACES[place]}, allowed are {most}"
 
 
-def main():
+def main() -> int:
+    if len(sys.argv) < 3:
+        print(
+            f"check_wgmma.py: got {len(sys.argv) - 1} arguments, expected cuobjdump and a command that compiles",
+            file=sys.stderr,
+        )
+        return 2
     cuobjdump, command = sys.argv[1], sys.argv[2:]
     run = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     sys.stderr.write(run.stderr)

@@ -9,14 +9,14 @@ if [ $# -lt 2 ] || [ ! -f "$1" ]; then
 fi
 wheel=$(realpath "$1")
 shift
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
 for version in "$@"; do
-  folder=$(mktemp -d)
-  "${PYTHON:-python3}" -m venv "$folder/venv"
+  "${PYTHON:-python3}" -m venv --clear "$folder/venv"
   "$folder/venv/bin/pip" install --quiet "torch==$version" "$wheel"
   cd "$folder"  # where nothing but the installed package can be imported
   venv/bin/python -c 'import torch, flash_dmattn; print(f"torch {torch.__version__}, flash-dmattn {flash_dmattn.__version__}")'
   venv/bin/python -m flash_dmattn info
   venv/bin/python -m flash_dmattn check
   cd - >/dev/null
-  rm -rf "$folder"
 done

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# list_skipped.sh BUILD_FOLDER: the tests that the last run of ctest skipped, and the reasons; and what tests did not compare.
+# list_skipped.sh BUILD_FOLDER: prints which tests the last run of ctest skipped, with the reasons, and what tests did not compare.
 set -euo pipefail
+
+[ $# = 1 ] || { echo "list_skipped.sh: got $# arguments, expected a build folder" >&2; exit 2; }
 
 awk '/^(SKIPPED|NOT COMPARED)/ { print }        # a whole executable: tests/cpp/main.cpp
      reason      { print "SKIPPED " $0; reason = 0 }

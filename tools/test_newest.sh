@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# test_newest.sh PACKAGE...: the tests marked `transformers`, on the newest releases of these packages that pip finds now, in front of
-# the other packages of the Python that is first on the PATH. They go into build/newest. Releases that this Python has already are
-# not tested again. Prints versions and verdict in a box, and a torch that is newer than this Python's and is none of the packages.
+# test_newest.sh PACKAGE...: runs the tests marked `transformers` on the newest releases of these packages that pip finds now.
+#
+# It installs the releases into build/newest, in front of the other packages of the Python that is first on the PATH. It does not test
+# releases that this Python has already. It prints the versions and the verdict in a box, and also names a newer torch that it did not test.
 set -uo pipefail
+
+[ $# -gt 0 ] || { echo "test_newest.sh: got nothing, expected packages" >&2; exit 2; }
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=build/newest log=build/newest.log
 
-# in_box LINE...
+# in_box LINE...: prints the lines in a box.
 in_box() {
   local width=0 line bar
   for line in "$@"; do width=$((${#line} > width ? ${#line} : width)); done
@@ -17,15 +20,15 @@ in_box() {
   printf '+%s+\n' "$bar"
 }
 
-# install OPTION... PACKAGE...
+# install OPTION... PACKAGE...: installs packages with pip.
 install() { python -m pip --disable-pip-version-check --quiet install "$@"; }
 
-# versions PACKAGE...: those that Python imports.
+# versions PACKAGE...: prints the versions that Python imports.
 versions() {
   python -c 'import importlib.metadata as m, sys; print(*(f"{p} {m.version(p)}" for p in sys.argv[1:]), sep=", ")' "$@"
 }
 
-# newest_of PACKAGE...: the newest releases that pip finds, as `versions` prints them; downloads none.
+# newest_of PACKAGE...: prints the newest releases that pip finds, in the form of `versions`, and downloads none.
 newest_of() {
   local report
   report=$(install --dry-run --ignore-installed --no-deps --report - "$@") && python -c '
@@ -34,7 +37,7 @@ found = (item["metadata"] for item in json.load(sys.stdin)["install"])
 print(*sorted("{name} {version}".format(**one) for one in found), sep=", ")' <<<"$report"
 }
 
-# untested_torch PACKAGE...: a line for the box about the newest torch where it is not among the packages; nothing if this Python has it.
+# untested_torch PACKAGE...: prints a line about the newest torch, unless torch is one of the packages or this Python has that version.
 untested_torch() {
   [[ " $* " == *" torch "* ]] && return
   local found present

@@ -1,10 +1,11 @@
-"""Griffe extension: the docstrings' own form of describing arguments, for the reference.
+"""Griffe extension: converts the descriptions of arguments in docstrings to sections of Google's style.
+
+mkdocstrings shows such a section with the types and defaults of the signature. A description has the form
 
     name, other: what they mean
         and how it continues
 
-is a description where all names are parameters of the function, or of the constructor, below `Args:` or without
-it. It becomes a section of Google's style, which mkdocstrings shows with types and defaults of the signature.
+where all names are parameters of the function or of the constructor. It stands below `Args:` or without it.
 """
 
 from __future__ import annotations

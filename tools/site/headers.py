@@ -62,7 +62,7 @@ def section(lines: list[str]) -> str:
 
 
 def names(code: str) -> list[str]:
-    """Names declared by the unindented lines of a declaration."""
+    """Returns the names that the unindented lines of a declaration declare."""
     outer = [line for line in code.splitlines() if not line.startswith((" ", "}", "extern"))]
     matches = [p.match(line) for line in outer for p in (_TYPE, _VALUE, _FUNCTION)]
     return list(dict.fromkeys(match[1] for match in matches if match))

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# compile_seconds.sh BUILD_FOLDER: the seconds of the last compilation of each CUDA file (0 from ccache), the slowest
-# first.
+# list_compile_seconds.sh BUILD_FOLDER: prints how many seconds each CUDA file took to compile last, slowest first (0: taken from ccache).
 set -euo pipefail
+
+[ $# = 1 ] || { echo "list_compile_seconds.sh: got $# arguments, expected a build folder" >&2; exit 2; }
 
 awk -F '\t' '$4 ~ /flash_dmattn_(cuda|sm[a-z0-9_]*)\.dir\// { seconds[$4] = ($2 - $1) / 1000 }
   END { for (file in seconds) { name = file; sub(/.*flash_dmattn_/, "", name); sub(/\.dir\//, ": ", name); sub(/\.o$/, "", name)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# wheels.sh KIND...: builds wheels into dist/, each with the lowest platform tag that auditwheel grants it.
+# build_wheels.sh KIND...: builds wheels into dist/, each with the lowest platform tag that auditwheel grants it.
 #
 #   cpu      x86_64
 #   aarch64  cross-compiled (Debian: g++-aarch64-linux-gnu); its C++ tests run under qemu (qemu-user)
@@ -14,7 +14,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
 cxx_aarch64=aarch64-linux-gnu-g++
 
-# wheel KIND [OPTION...]: the wheel in build/wheels/KIND.
+# wheel KIND [OPTION...]: builds the wheel in build/wheels/KIND.
 wheel() {
   local kind=$1
   shift
@@ -23,12 +23,12 @@ wheel() {
     -C "build-dir=build/wheels/$kind/build" -C cmake.define.FLASH_DMATTN_WERROR=ON "$@"
 }
 
-# repair KIND: from build/wheels/KIND to dist/. The libraries of torch are those of the torch that is installed.
+# repair KIND: writes the wheel of build/wheels/KIND into dist/ with its platform tag. It leaves torch's libraries to the installed torch.
 repair() {
   python -m auditwheel repair --wheel-dir dist --exclude 'libtorch*.so' --exclude 'libc10*.so' "build/wheels/$1/"*.whl
 }
 
-# torch_for ARCHITECTURE: what is compiled against, of the same version as the torch of this machine's Python.
+# torch_for ARCHITECTURE: downloads the torch to compile against, of the version that Python has here, and prints its folder.
 torch_for() {
   local folder=build/wheels/torch-$1 version
   version=$(python -c 'from importlib.metadata import version; print(version("torch").partition("+")[0])')
@@ -53,7 +53,7 @@ cpu() {
 
 aarch64() {
   local toolchain=cmake/aarch64-linux-gnu.cmake gtest=build/wheels/googletest-aarch64
-  tools/cpp_library.sh googletest "$gtest" "$cxx_aarch64"
+  tools/provide_cpp_library.sh googletest "$gtest" "$cxx_aarch64"
   cmake --preset cpu -B build/wheels/aarch64/tests --toolchain "$toolchain" -D FLASH_DMATTN_TESTS=ON \
     -D FLASH_DMATTN_WERROR=ON -D "GTest_ROOT=$root/$gtest/usr"
   cmake --build build/wheels/aarch64/tests
@@ -65,16 +65,16 @@ aarch64() {
 }
 
 cuda() {
-  local toolkit cuobjdump
-  cuobjdump=$(echo "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"/nvidia/cu*/bin)
+  local toolkit programs
+  programs=$(echo "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"/nvidia/cu*/bin)
   toolkit=$(nvcc --version | sed -nE 's/.*release ([0-9]+)\.([0-9]+).*/cu\1\2/p')
-  wheel cuda -C cmake.define.FLASH_DMATTN_CUDA=ON -C "cmake.define.CMAKE_PROGRAM_PATH=$cuobjdump" \
+  wheel cuda -C cmake.define.FLASH_DMATTN_CUDA=ON -C "cmake.define.CMAKE_PROGRAM_PATH=$programs" \
     ${CUDA_ARCHITECTURES:+-C "cmake.define.FLASH_DMATTN_CUDA_ARCHITECTURES=$CUDA_ARCHITECTURES"}
   add_local_version cuda "$toolkit"
   repair cuda
 }
 
-# add_local_version KIND LOCAL: 2.0.0 becomes 2.0.0+LOCAL, so that the wheels of CPU and CUDA differ in their names.
+# add_local_version KIND LOCAL: changes the wheel's version 2.0.0 to 2.0.0+LOCAL, so that the wheels of CPU and CUDA differ in their names.
 add_local_version() {
   local folder=build/wheels/$1 unpacked
   python -m wheel unpack --dest "$folder/unpacked" "$folder/"*.whl
@@ -89,8 +89,9 @@ add_local_version() {
 [ $# -gt 0 ] || { sed -nE '2,/^set/s/^# ?//p' "${BASH_SOURCE[0]}"; exit 2; }
 for kind in "$@"; do
   case $kind in
-    cpu | aarch64 | cuda) "$kind" ;;
-    *) echo "wheels.sh: got $kind, expected cpu, aarch64 or cuda" >&2; exit 2 ;;
+    cpu | aarch64 | cuda) ;;
+    *) echo "build_wheels.sh: got $kind, expected cpu, aarch64 or cuda" >&2; exit 2 ;;
   esac
 done
+for kind in "$@"; do "$kind"; done
 ls -l dist

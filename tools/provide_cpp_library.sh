@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# cpp_library.sh NAME FOLDER COMPILER...: makes sure that there is GoogleTest (NAME googletest) or Google Benchmark (benchmark) to build
+# provide_cpp_library.sh NAME FOLDER COMPILER...: makes sure that there is GoogleTest (NAME googletest) or Google Benchmark (benchmark) to build
 # with. Where the system has none for what the compiler compiles for, Debian's packages are unpacked into FOLDER, which needs no root.
 set -euo pipefail
 
+[ $# -ge 3 ] || { echo "provide_cpp_library.sh: got $# arguments, expected a name, a folder and a compiler" >&2; exit 2; }
 name=$1 folder=$2
 shift 2
 case $name in
   googletest) header=gtest/gtest.h links="-lgtest -lgtest_main" package=libgtest-dev ;;
   benchmark) header=benchmark/benchmark.h links=-lbenchmark package=libbenchmark-dev ;;
-  *) echo "cpp_library.sh: got $name, expected googletest or benchmark" >&2; exit 2 ;;
+  *) echo "provide_cpp_library.sh: got $name, expected googletest or benchmark" >&2; exit 2 ;;
 esac
 mkdir -p "$folder"
 cd "$folder"
@@ -29,7 +30,7 @@ architecture=$(dpkg --print-architecture)
 case $("$@" -dumpmachine) in
   aarch64-*) architecture=arm64 ;;
 esac
-# download [OPTION...]: the package, and the library of its version where that is a package of its own.
+# download [OPTION...]: downloads the package, and the library of its version if that is a separate package.
 download() {
   apt-get -q=2 "$@" download "$package:$architecture" || return 1
   local library

@@ -1,6 +1,6 @@
 """Writes the layout of Hugging Face's `kernels` library: a build that `get_local_kernel` loads, and the sources for its builder.
 
-    python tools/kernels_layout.py FOLDER --namespace _flash_dmattn_1a2b3c [--build FOLDER] [--cuda cu130]
+    python tools/write_kernels_layout.py FOLDER --namespace _flash_dmattn_1a2b3c [--build FOLDER] [--cuda cu130]
 
     FOLDER/build/<variant>/      the Python package, its library, metadata.json: one for every torch from 2.10 on
     FOLDER/build.toml            for kernel-builder, which has not been run on it; the CPU's kernels only
@@ -70,7 +70,8 @@ def copy_package(to: Path) -> None:
 def write_sources(folder: Path, commands: list[dict]) -> None:
     """Writes the sources, and a build.toml that lists the compiled sources with their flags."""
     for part in ("bindings", "include", "src"):
-        shutil.copytree(ROOT / part, folder / part, dirs_exist_ok=True)
+        shutil.rmtree(folder / part, ignore_errors=True)
+        shutil.copytree(ROOT / part, folder / part)
     package = folder / "torch-ext" / NAME.replace("-", "_")
     shutil.rmtree(package, ignore_errors=True)
     copy_package(package)
@@ -97,7 +98,7 @@ def write_sources(folder: Path, commands: list[dict]) -> None:
         *map(str, sorted(p.relative_to(ROOT) for p in ROOT.glob("bindings/torch/*.h"))),
     ]
     lines = [
-        "# Written by tools/kernels_layout.py. kernel-builder has not been run on it.",
+        "# Written by tools/write_kernels_layout.py. kernel-builder has not been run on it.",
         "[general]", f'name = "{NAME}"', f"version = {VERSION}", 'license = "apache-2.0"', 'backends = ["cpu"]', "",
         "[torch]", 'include = [".", "include", "src"]', f"src = {json.dumps(torch)}", "",
     ]  # fmt: skip
@@ -110,12 +111,25 @@ def write_sources(folder: Path, commands: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--namespace", required=True)
-    parser.add_argument("--build", type=Path, default=ROOT / "build" / "kernels")
-    parser.add_argument("--cuda", metavar="cu130", help="with CUDA kernels, of this version")
-    parser.add_argument("-D", dest="define", action="append", default=[], help="as of cmake")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="the folder of the layout")
+    parser.add_argument(
+        "--namespace",
+        required=True,
+        help="the name of the operators in torch.ops, and of the module",
+    )
+    parser.add_argument(
+        "--build",
+        type=Path,
+        default=ROOT / "build" / "kernels",
+        help="CMake's build folder (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--cuda", metavar="cu130", help="the version of CUDA for CUDA kernels (default: none)"
+    )
+    parser.add_argument(
+        "-D", dest="define", action="append", default=[], help="a definition for cmake, NAME=VALUE"
+    )
     options = parser.parse_args()
     if not re.fullmatch(r"_\w+", options.namespace):
         parser.error(f"--namespace: got {options.namespace}, expected an underscore and a name")
@@ -124,6 +138,8 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)  # fails before the build, rather than after it
     except OSError as error:
         parser.error(f"folder: {error}")
+    if any(folder.iterdir()) and not (folder / "build.toml").exists():  # its sources are replaced
+        parser.error(f"folder: got {folder}, expected an empty folder or an earlier layout")
     library = build(options.build.resolve(), options.namespace, options.cuda, options.define)
     write_variant(folder, library, options.namespace, options.cuda)
     commands = json.loads((options.build / "compile_commands.json").read_text())

@@ -1,6 +1,6 @@
 """Compares every family of transformers with eager attention, and writes the list in docs/model-families.md.
 
-python tools/families.py [CLASS ...] [--name NAME] [--no-docs]
+python tools/compare_families.py [CLASS ...] [--name NAME] [--no-docs]
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ import torch
 
 
 def prepare_torchvision() -> None:
-    """Lets a torch without CUDA import the torchvision of PyPI, which timm needs: its library does not load there, and the package
-    has rules for two operators of it all the same."""
+    """Lets a torch without CUDA import the torchvision of PyPI, which timm needs.
+
+    torchvision's library does not load with such a torch, but its Python code registers rules for two of the library's operators.
+    The import succeeds if these operators are defined.
+    """
     package = importlib.util.find_spec("torchvision")
     if package is None:
         return

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# compute_sanitizer.sh TOOL TEST ARGUMENT...: runs a test executable under a tool of compute-sanitizer. Fails where the tool finds
+# run_compute_sanitizer.sh TOOL TEST ARGUMENT...: runs a test executable under a tool of compute-sanitizer. Fails where the tool finds
 # something or the test fails. Without the tool or a GPU it says so and is reported as skipped (exit status 77).
 #
 # racecheck leaves out the main loops of sm90. It orders a read before the write that comes after it by an mbarrier only where the
@@ -7,6 +7,7 @@
 # bar.sync before the arrival (CUDA 13.0). test_cuda_races compares the bits of a thousand launches of these kernels instead.
 set -euo pipefail
 
+[ $# -ge 2 ] || { echo "run_compute_sanitizer.sh: got $# arguments, expected a tool and a test executable" >&2; exit 2; }
 tool=$1
 shift
 sanitizer=$(command -v compute-sanitizer || command -v /usr/local/cuda/bin/compute-sanitizer) || {
