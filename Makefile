@@ -82,6 +82,12 @@ wheels: $(STAMPS)/tools $(STAMPS)/torch $(STAMPS)/wheels $(if $(filter cuda,$(WH
 bench: $(STAMPS)/package $(STAMPS)/demo ## measure against PyTorch on this machine (options: ARGS=...)
 	$(BIN)/python benchmarks/bench.py run --record cpu --device cpu --threads 2 $(ARGS)
 
+.PHONY: bench-kernels
+bench-kernels: $(STAMPS)/package $(STAMPS)/tools build/benchmark/ready ## measure the stages of the C++ library on the CPU (options: ARGS=...)
+	cmake --preset bench -D benchmark_ROOT=$(CURDIR)/build/benchmark/usr $(CMAKE_OPTIONS)
+	cmake --build --preset bench --target bench_core
+	$(BIN)/python benchmarks/bench.py run --case kernels --device cpu $(ARGS)
+
 # DONE: steps that .ci/run runs by itself.
 DONE ?=
 STEPS := plan check-format docs test-cpp test-python test-python-avx2 test-transformers-4 test-sanitize test-kernels test-cuda-build

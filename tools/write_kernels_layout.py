@@ -29,6 +29,10 @@ VERSION = re.search(
 ABI = "torch-stable-abi210"
 
 
+# The first line of build.toml.
+MARK = "# Written by tools/write_kernels_layout.py. kernel-builder has not been run on it."
+
+
 def build(folder: Path, namespace: str, cuda: str | None, definitions: list[str]) -> Path:
     """Builds the operators' library with that namespace, and returns its path."""
     options = {
@@ -98,7 +102,7 @@ def write_sources(folder: Path, commands: list[dict]) -> None:
         *map(str, sorted(p.relative_to(ROOT) for p in ROOT.glob("bindings/torch/*.h"))),
     ]
     lines = [
-        "# Written by tools/write_kernels_layout.py. kernel-builder has not been run on it.",
+        MARK,
         "[general]", f'name = "{NAME}"', f"version = {VERSION}", 'license = "apache-2.0"', 'backends = ["cpu"]', "",
         "[torch]", 'include = [".", "include", "src"]', f"src = {json.dumps(torch)}", "",
     ]  # fmt: skip
@@ -138,8 +142,11 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)  # fails before the build, rather than after it
     except OSError as error:
         parser.error(f"folder: {error}")
-    if any(folder.iterdir()) and not (folder / "build.toml").exists():  # its sources are replaced
+    settings = folder / "build.toml"
+    if any(folder.iterdir()) and not (settings.is_file() and settings.read_text().startswith(MARK)):
+        # Its sources would be replaced.
         parser.error(f"folder: got {folder}, expected an empty folder or an earlier layout")
+    settings.write_text(f"{MARK}\n")  # a run that fails leaves a folder that the next one takes
     library = build(options.build.resolve(), options.namespace, options.cuda, options.define)
     write_variant(folder, library, options.namespace, options.cuda)
     commands = json.loads((options.build / "compile_commands.json").read_text())

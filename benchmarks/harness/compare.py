@@ -17,6 +17,12 @@ from . import machine, record
 from .options import INTERRUPTED, expect_output
 
 _TIMES = (*record.TIMES, "both")
+# {(quantity, unit): the field of a row}
+_FIELDS = {
+    ("launches", None): "kernels", ("peak_mb", "MB"): "peak_mb", ("results_mb", "MB"): "results_mb",
+    ("cache_mib", "MiB"): "cache_mib", ("visited_mib", "MiB"): "visited_mib",
+    ("of_copy_bandwidth", "share"): "of_copy_bandwidth",
+}  # fmt: skip
 _WHEN = ("before", "after")
 _PARTS = ("python", "_C.so", "commit")  # the files of a build's folder
 
@@ -70,6 +76,7 @@ def ratios(rows: list[dict]) -> list[str]:
         names = _names(runs_by_side)
         base = next(iter(runs_by_side.values()))
         is_alone = side_of_builds and len(names) == 1
+        base = None if is_alone else base
         lines.append(f"{case}, {dtype}; {'only' if is_alone else 'base:'} {names[0]}")
         for name, runs in zip(names, runs_by_side.values(), strict=True):
             lines += [f"  {name:<24} {line}" for line in _lines_of_side(runs, base)]
@@ -84,16 +91,18 @@ def _names(sides: Iterable[tuple[str, str | None]]) -> list[str]:
     ]
 
 
-def _lines_of_side(runs: list[dict], base: list[dict]) -> list[str]:
-    """Returns a line for each quantity of the runs. A tilde marks the ratio of ranges that overlap."""
-    both = runs if runs is base else [*runs, *base]
-    kinds_of_time = {(run["unit"], run["statistic"]) for run in both}
+def _lines_of_side(runs: list[dict], base: list[dict] | None) -> list[str]:
+    """Returns a line for each quantity of the runs. A tilde marks the ratio of ranges that overlap.
+
+    base: the runs to compare with; None: there are none.
+    """
+    kinds_of_time = {(run["unit"], run["statistic"]) for run in [*runs, *(base or [])]}
     are_alike = len(kinds_of_time) == 1 and runs[0]["statistic"] != "unknown"
     times = {*_TIMES, *(part for run in runs for part in run.get("parts", {}))}
-    base_values = _quantities(base)
+    base_values = _quantities(base or [])
     lines = []
-    for name, values in _quantities(runs).items():
-        others, unit = base_values.get(name, []), runs[0]["unit"] if name in times else ""
+    for (name, unit), values in _quantities(runs).items():
+        others = base_values.get((name, unit), [])
         median, base_median = (statistics.median(few or [0]) for few in (values, others))
         extent = f"{min(values):.4g} to {max(values):.4g}" if len(values) > 1 else ""
         ratio = "no ratio"
@@ -101,19 +110,21 @@ def _lines_of_side(runs: list[dict], base: list[dict]) -> list[str]:
             overlaps = min(values) <= max(others) and min(others) <= max(values)
             is_uncertain = overlaps and len(values) > 1 and len(others) > 1 and runs is not base
             ratio = f"{'~' if is_uncertain else ''}{median / base_median:.3f}"
-        lines.append(f"{name:<18} {median:>9.4g} {unit:<3} {extent:<20} {ratio:>8}")
+        lines.append(f"{name:<18} {median:>9.4g} {unit or '':<10} {extent:<20} {ratio:>8}")
     return lines
 
 
-def _quantities(runs: list[dict]) -> dict[str, list[float]]:
-    """Returns the values of all runs by quantity: times, parts, memory, launches and other single numbers."""
-    values: dict[str, list[float]] = {}
+def _quantities(runs: list[dict]) -> dict[tuple[str, str | None], list[float]]:
+    """Returns the values of all runs by quantity and unit: times, parts, memory, launches and other single numbers."""
+    values: dict[tuple[str, str | None], list[float]] = {}
     for run in runs:
-        single = {name: number for name, (number, _) in run.get("values", {}).items()}
-        measured = {name: run.get(name) for name in (*_TIMES, "peak_mb", "cache_mib", "kernels")}
-        for name, number in (measured | run.get("parts", {}) | single).items():
+        measured = {(name, run["unit"]): run.get(name) for name in _TIMES}
+        measured |= {(name, run["unit"]): ms for name, ms in run.get("parts", {}).items()}
+        measured |= {key: run.get(field) for key, field in _FIELDS.items()}
+        measured |= {(name, unit): number for name, (number, unit) in run.get("values", {}).items()}
+        for key, number in measured.items():
             if isinstance(number, (int, float)):
-                values.setdefault(name, []).append(number)
+                values.setdefault(key, []).append(number)
     return values
 
 
@@ -167,6 +178,9 @@ def _measure(build: Path, options: argparse.Namespace) -> dict:
         )  # fmt: skip
         if done.returncode == 2:  # bad options
             options.fail(f"--run: {build}: {done.stderr.splitlines()[-1]}")
-        if done.returncode != 0:
+        if (
+            done.returncode not in (0, 1) or not path.exists()
+        ):  # 1: a side failed, its line says why
             raise SystemExit(f"{build}: {done.stdout}{done.stderr}")
+        print("".join(line for line in done.stdout.splitlines(True) if "failed: " in line), end="")
         return record.read(path)

@@ -63,9 +63,10 @@ def declines(reason: Exception, is_rival: bool = False) -> bool:
     """
     if isinstance(reason, (Declined, MemoryError, torch.OutOfMemoryError)) or is_rival:
         return True
-    # Our library's errors name the argument: "query: got ..., expected ...".
-    is_refusal = isinstance(reason, NotImplementedError) or ": got " in str(reason)
-    return is_refusal or "can't allocate memory" in str(reason)
+    if isinstance(reason, (TypeError, ValueError)):  # the library's errors name the argument
+        return ": got " in str(reason)
+    texts = ("expected one that supports", "can't allocate memory")
+    return isinstance(reason, NotImplementedError) or any(text in str(reason) for text in texts)
 
 
 @dataclass(frozen=True)

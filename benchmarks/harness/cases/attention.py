@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import random
 from collections.abc import Iterator
 
 import torch
@@ -58,20 +60,22 @@ _SELECTIONS = {
 
 
 def _selections(options: argparse.Namespace) -> Iterator[dict]:
-    """Times only the selection of keys, with the rules alternately."""
+    """Times only the selection of keys, with the rules in a random order in every round."""
+    draw = random.Random(0)
     for length in options.length or [32768, 524288]:
         scores = torch.randn(1, 8, length, device=options.device)
 
         def select_by_each_rule() -> dict[str, float]:
-            return {
-                rule: timed(lambda: select_key_intervals(scores, 2048, **keywords), options.device)[
-                    0
-                ]
-                for rule, keywords in _SELECTIONS.items()
-            }
+            times = {}
+            for rule in draw.sample(list(_SELECTIONS), len(_SELECTIONS)):
+                keywords = _SELECTIONS[rule]
+                select = functools.partial(select_key_intervals, scores, 2048, **keywords)
+                times[rule], _ = timed(select, options.device)
+            return times
 
         rounds = Rounds(2 * options.repeats)
-        for rule, ms in rounds.time_all(select_by_each_rule).items():
+        times = rounds.time_all(select_by_each_rule)
+        for rule, ms in ((rule, times[rule]) for rule in _SELECTIONS):
             case = f"selection {rule} 8 rows N{length} w2048"
             yield record.row(case, options.device, "float32", ms, **rounds.fields())
 

@@ -37,8 +37,8 @@ def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict | reco
     command = [options.programs / program, *OPTIONS]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.stdout.rstrip().endswith("}"):  # otherwise the program ended too early
-        # The program has a thread for each processor of this process.
-        threads = len(os.sched_getaffinity(0)) if options.device == "cpu" else None
+        # The program has a thread for each processor of the machine.
+        threads = os.cpu_count() if options.device == "cpu" else None
         benchmarks = json.loads(done.stdout)["benchmarks"]
         yield from rows_of(benchmarks, SIDES[options.device], threads)
     if done.returncode != 0:

@@ -28,7 +28,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from flash_dmattn.integrations.transformers import enable_flash_dmattn
 
 from .. import record
-from ..sides import Declined
+from ..sides import Declined, declines
 from . import runs_everywhere as expect_case_runs  # noqa: F401
 from .models import random_doge, title
 
@@ -105,7 +105,10 @@ def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict | reco
                         saturation, _ = loop["values"]["completed"]
                     yield record.row(case, side, dtype, **loop)
                 except Exception as error:  # the other sides are worth their time
-                    yield record.Failure(case, side, dtype, error)
+                    if declines(error):
+                        print(record.declined(case, side, dtype, error), flush=True)
+                    else:
+                        yield record.Failure(case, side, dtype, error)
 
 
 @contextlib.contextmanager
@@ -138,33 +141,41 @@ def _closed_loop(
         results.append(_result(manager, 600))
         _add(manager, model, next(prompts))
     ends = [result.timestamps[-1] for result in results]
-    return _times(results[concurrency:], ends[-1] - ends[concurrency - 1], model)
+    completed = (len(ends) - concurrency) / (ends[-1] - ends[concurrency - 1])
+    return _times(results[concurrency:], completed, model)
 
 
 def _open_loop(
     manager: ContinuousBatchingManager, model: PreTrainedModel, length: int, rate: float
 ) -> dict:
-    """Adds requests at random times (Poisson), whether or not earlier ones have ended. The timed ones come at `rate` per second."""
+    """Adds requests at random times (Poisson), `rate` per second, whether or not earlier ones have ended, until all timed ones have.
+
+    Requests and tokens per second are those of all requests that end between the arrivals of the first timed one and of the one after
+    the last.
+    """
     prompts, draw = _prompts(model, length), random.Random(0)
     count = max(_COUNTED[0] * max(_CONCURRENCY[model.device.type]), _COUNTED[1])
     before = max(count // 4, 1)
-    gaps = [draw.expovariate(1) for _ in range(count)]
-    scale = (count - before) / rate / sum(gaps[before:])  # so that their mean is 1 / rate
-    start = time.perf_counter()
-    due = [start + scale * gap for gap in itertools.accumulate(gaps)]
-    results = []
-    while len(results) < count:
-        while due and due[0] <= time.perf_counter():
-            due.pop(0)
+    gaps = [draw.expovariate(1) for _ in range(count + 1)]
+    scale = (count - before) / rate / sum(gaps[before + 1 :])  # so that their mean is 1 / rate
+    due = last_end = time.perf_counter()
+    arrivals, results, timed = [], [], []
+    while len(timed) < count - before:
+        while due <= time.perf_counter():
+            arrivals.append(time.perf_counter())
             _add(manager, model, next(prompts))
-        wait = max(due[0] - time.perf_counter(), 1e-3) if due else 600
-        result = _result(manager, wait, may_wait=bool(due))
+            gap = gaps[len(arrivals)] if len(arrivals) < len(gaps) else draw.expovariate(1)
+            due += scale * gap
+        may_wait = time.perf_counter() < last_end + 600
+        result = _result(manager, max(due - time.perf_counter(), 1e-3), may_wait)
         if result is not None:
+            last_end = time.perf_counter()
             results.append(result)
-    results.sort(key=lambda result: result.created_time)
-    timed = results[before:]
-    seconds = max(result.timestamps[-1] for result in timed) - timed[0].created_time
-    loop = _times(timed, seconds, model)
+        if len(arrivals) > count:
+            begin, end = arrivals[before], arrivals[count]
+            timed = [result for result in results if begin <= result.created_time < end]
+    completed = sum(begin <= result.timestamps[-1] < end for result in results) / (end - begin)
+    loop = _times(timed, completed, model)
     loop["values"]["offered"] = [rate, "requests/s"]
     return loop
 
@@ -189,13 +200,11 @@ def _result(
     return result
 
 
-def _times(results: list[GenerationOutput], seconds: float, model: PreTrainedModel) -> dict:
+def _times(results: list[GenerationOutput], completed: float, model: PreTrainedModel) -> dict:
     """Returns milliseconds to the first token (TTFT), between tokens (ITL) and per token after the first (TPOT), and requests and
     tokens per second.
 
-    seconds: the time in which the requests ended. A request ends with its last token, whose time the engine records: in a closed
-        loop from the end of the last warm-up request to that of the last request, in an open loop from the arrival of the first
-        timed request to the end of the last one.
+    completed: the requests that ended per second. A request ends with its last token, whose time the engine records.
     """
     first = [result.timestamps[0] - result.created_time for result in results]
     between = [b - a for result in results for a, b in itertools.pairwise(result.timestamps)]
@@ -207,9 +216,8 @@ def _times(results: list[GenerationOutput], seconds: float, model: PreTrainedMod
     for name, values in (("TTFT", first), ("TPOT", each), ("ITL", between)):
         parts[f"{name} p50"] = 1e3 * _quantile(values, 0.5)
         parts[f"{name} p99"] = 1e3 * _quantile(values, 0.99)
-    rate = len(results) / seconds
-    throughput = rate * _NEW[model.device.type]
-    values = {"completed": [rate, "requests/s"], "throughput": [throughput, "tokens/s"]}
+    throughput = completed * _NEW[model.device.type]
+    values = {"completed": [completed, "requests/s"], "throughput": [throughput, "tokens/s"]}
     statistic = {"statistic": "quantile", "rounds": len(results)}
     return {"parts": parts, "values": values, **statistic}
 

@@ -323,14 +323,13 @@ def test_builds_of_several_commits_are_sides_of_their_own():
 
 def test_parts_values_and_memory_are_compared():
     rows = [
-        record.row("a case", side, "float32", unit="ms", **MEDIAN, parts={"select": factor * 2.0},
-            values={"throughput": [factor * 5, "tokens/s"]}, peak_mb=factor * 7.0)
+        record.row("a case", side, "float32", unit="ms", **MEDIAN, parts={"select": factor * 2.0, "kernels": factor * 1.5},
+            values={"throughput": [factor * 5, "tokens/s"]}, peak_mb=factor * 7.0, kernels=factor * 9)
         for side, factor in (("cpu", 1), ("sdpa", 3))
     ]  # fmt: skip
-    lines = [line.split() for line in ratios(rows)]
-    assert [(name, ratio) for side, name, *_, ratio in lines[-3:]] == [
-        ("peak_mb", "3.000"), ("select", "3.000"), ("throughput", "3.000"),
-    ]  # fmt: skip
+    lines = [line.split() for line in ratios(rows)[-5:]]
+    assert [line[1] for line in lines] == ["select", "kernels", "launches", "peak_mb", "throughput"]
+    assert [line[-1] for line in lines] == ["3.000"] * 5
 
 
 def test_times_of_different_statistics_have_no_ratio():
@@ -395,4 +394,5 @@ def test_before_and_after_are_compared_per_side():
         "a case, float32; base: before cpu".split(), "before cpu forward 2 ms 1.000".split(), "after cpu forward 1 ms 0.500".split(),
         "a case, float32; base: before sdpa".split(), "before sdpa forward 5 ms 1.000".split(), "after sdpa forward 5 ms 1.000".split(),
     ]  # fmt: skip
-    assert ratios(rows[2:3])[0] == "a case, float32; only after cpu"
+    title, line = ratios(rows[2:3])
+    assert title == "a case, float32; only after cpu" and line.endswith("no ratio")
