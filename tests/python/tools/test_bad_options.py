@@ -208,3 +208,22 @@ def test_layout_does_not_replace_the_sources_of_another_folder(tmp_path):
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 2 and "expected an empty folder or an earlier layout" in run.stderr
     assert source.exists() and not (tmp_path / "build").exists()
+
+
+@pytest.mark.parametrize(
+    "text, status, printed",
+    [
+        ("", 0, "installed"),
+        ("ERROR: No matching distribution found for name", 0, "SKIPPED test: pip finds no such"),
+        ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES", 1, "DO NOT MATCH THE HASHES"),
+    ],
+)
+def test_failed_installation_skips_tests_only_without_the_package(text, status, printed, tmp_path):
+    pip = tmp_path / "python"
+    pip.write_text(f'#!/bin/sh\necho "{text}"\n[ -z "{text}" ]\n')
+    pip.chmod(0o755)
+    script = f"set -euo pipefail; name=test folder={tmp_path}; source {TOOLS}/own_environment.sh; install a; echo installed"
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    run = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment)
+    assert run.returncode == status and printed in run.stdout
+    assert ("installed" in run.stdout) == (not text)
