@@ -178,9 +178,10 @@ def _measure(build: Path, options: argparse.Namespace) -> dict:
         )  # fmt: skip
         if done.returncode == 2:  # bad options
             options.fail(f"--run: {build}: {done.stderr.splitlines()[-1]}")
-        if (
-            done.returncode not in (0, 1) or not path.exists()
-        ):  # 1: a side failed, its line says why
+        # With status 1 a side failed, and its line says why. A run that an error ended has not printed that it wrote the record.
+        if done.returncode not in (0, 1) or not done.stdout.endswith(f"wrote {path}\n"):
             raise SystemExit(f"{build}: {done.stdout}{done.stderr}")
-        print("".join(line for line in done.stdout.splitlines(True) if "failed: " in line), end="")
+        for line in done.stdout.splitlines():
+            if "failed: " in line or "declined: " in line:
+                print(line)
         return record.read(path)

@@ -36,6 +36,7 @@ _NEW = {"cuda": 128, "cpu": 16}  # generated tokens per request
 _LENGTHS = {"cuda": [512, 8192, 32768, 131072], "cpu": [64, 1024]}  # prompt tokens
 _CONCURRENCY = {"cuda": (1, 8, 32, 128), "cpu": (1, 8)}  # concurrent requests of a closed loop
 # Arrival rates of the open loop, relative to the requests per second of the first side at the highest concurrency.
+_PATIENCE = 600  # seconds to wait for a request to end
 _LOADS = (0.5, 0.8, 0.95)
 # Timed requests: 2 per concurrent request, and at least 8. In a closed loop, one warm-up request per concurrent request precedes them.
 _COUNTED = (2, 8)
@@ -138,7 +139,7 @@ def _closed_loop(
     for _ in range(concurrency):
         _add(manager, model, next(prompts))
     for _ in range(concurrency + max(_COUNTED[0] * concurrency, _COUNTED[1])):
-        results.append(_result(manager, 600))
+        results.append(_result(manager, _PATIENCE))
         _add(manager, model, next(prompts))
     ends = [result.timestamps[-1] for result in results]
     completed = (len(ends) - concurrency) / (ends[-1] - ends[concurrency - 1])
@@ -166,11 +167,12 @@ def _open_loop(
             _add(manager, model, next(prompts))
             gap = gaps[len(arrivals)] if len(arrivals) < len(gaps) else draw.expovariate(1)
             due += scale * gap
-        may_wait = time.perf_counter() < last_end + 600
-        result = _result(manager, max(due - time.perf_counter(), 1e-3), may_wait)
+        result = _result(manager, max(due - time.perf_counter(), 1e-3), may_wait=True)
         if result is not None:
             last_end = time.perf_counter()
             results.append(result)
+        elif time.perf_counter() > last_end + _PATIENCE:
+            raise RuntimeError(f"no result in {_PATIENCE} seconds")
         if len(arrivals) > count:
             begin, end = arrivals[before], arrivals[count]
             timed = [result for result in results if begin <= result.created_time < end]

@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import re
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -188,32 +187,45 @@ def test_serving_has_rows_of_slots_and_of_all_keys(serving, capsys, tmp_path):
 
 
 class OneAtATime:
-    """Imitates an engine that runs one request at a time, each for some seconds."""
+    """Imitates an engine that runs one request at a time, each for some seconds, and the clock. Its time is simulated."""
 
     def __init__(self, seconds):
-        self.seconds, self.running, self.end = seconds, [], 0.0
+        self.seconds, self.running, self.end, self.now = seconds, [], 0.0, 0.0
+
+    def perf_counter(self):
+        self.now += 1e-6
+        return self.now
 
     def add_request(self, prompt, **options):
-        now = time.perf_counter()
-        self.end = max(self.end, now) + self.seconds
+        self.end = max(self.end, self.now) + self.seconds
         moments = [self.end - 1e-4, self.end]
-        self.running.append(SimpleNamespace(created_time=now, timestamps=moments, error=None))
+        self.running.append(SimpleNamespace(created_time=self.now, timestamps=moments, error=None))
 
     def get_result(self, timeout):
-        ends_in = self.running[0].timestamps[-1] - time.perf_counter() if self.running else timeout
-        time.sleep(max(min(ends_in, timeout), 0))
-        return self.running.pop(0) if self.running and ends_in <= timeout else None
+        ends = self.running[0].timestamps[-1] if self.running else self.now + timeout + 1
+        self.now = max(self.now, min(ends, self.now + timeout))
+        return self.running.pop(0) if ends <= self.now else None
 
 
 @pytest.mark.parametrize("seconds, wanted", [(0.001, 100), (0.02, 50)])
 def test_open_loop_counts_requests_when_they_end(seconds, wanted, serving, monkeypatch):
     """If 100 requests arrive per second, an engine that needs 1 ms for each completes all, and one that needs 20 ms 50."""
-    monkeypatch.setattr(serving, "_COUNTED", (30, 2))
+    engine = OneAtATime(seconds)
+    monkeypatch.setattr(serving, "time", engine)
+    monkeypatch.setattr(serving, "_COUNTED", (100, 2))
     model = SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(vocab_size=9))
-    values = serving._open_loop(OneAtATime(seconds), model, 4, 100.0)["values"]
+    values = serving._open_loop(engine, model, 4, 100.0)["values"]
     (offered, _), (completed, _) = values["offered"], values["completed"]
-    assert offered == 100 and completed == pytest.approx(wanted, rel=0.15)
+    assert offered == 100 and completed == pytest.approx(wanted, rel=0.02)
     assert values["throughput"] == [3 * completed, "tokens/s"]
+
+
+def test_open_loop_of_an_engine_that_hangs_ends(serving, monkeypatch):
+    engine = OneAtATime(1e9)
+    monkeypatch.setattr(serving, "time", engine)
+    model = SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(vocab_size=9))
+    with pytest.raises(RuntimeError, match="no result in 600 seconds"):
+        serving._open_loop(engine, model, 4, 1.0)
 
 
 def test_open_loop_needs_the_rate_of_the_largest_closed_loop(
@@ -542,6 +554,36 @@ def test_interrupted_comparison_of_builds_keeps_finished_rounds(capsys, monkeypa
     assert bench.main(["compare", *builds_of(tmp_path), "--json", str(record_file)]) == 130
     assert len(record.read(record_file)["rows"]) == 3
     assert "Interrupted after 3 rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_build_whose_side_fails_is_compared_and_an_error_ends(
+    is_whole, capsys, monkeypatch, tmp_path
+):
+    row = record.row("a case", "cpu", "float32", 1.0, statistic="median")
+    origin = {
+        "machine": {"name": "a", "driver": "1", "clocks": "unknown"}, "commit": "0123456",
+        "command": "bench.py run", "versions": {"torch": "2"},
+    }  # fmt: skip
+
+    def run_driver(command, **options):
+        path = command[command.index("--json") + 1]
+        record.write(path, origin | {"rows": [row]})
+        end = f"wrote {path}\n" if is_whole else ""
+        line = "a case  sdpa  failed: RuntimeError: no\n"
+        return SimpleNamespace(returncode=1, stdout=line + end, stderr="Traceback of a case")
+
+    builds = builds_of(tmp_path)
+    for folder in builds:
+        (Path(folder) / "commit").write_text("0123456")
+    monkeypatch.setattr(compare.subprocess, "run", run_driver)
+    if is_whole:
+        assert bench.main(["compare", *builds, "--rounds", "1"]) == 0
+        printed = capsys.readouterr().out
+        assert printed.count("failed: RuntimeError: no") == 2 and "base: before cpu" in printed
+    else:
+        with pytest.raises(SystemExit, match="Traceback of a case"):
+            bench.main(["compare", *builds, "--rounds", "1"])
 
 
 def test_bad_option_of_a_build_prints_one_line(capsys, monkeypatch, tmp_path):
