@@ -47,8 +47,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         for row in _measured(options):
             if isinstance(row, record.Failure):
-                print(row, flush=True)
-                status = 1
+                is_declined = sides.declines(row.error)
+                print(record.declined(*row) if is_declined else row, flush=True)
+                status = status if is_declined else 1
                 continue
             print(record.format_row(row), flush=True)
             new_record["rows"] = record.with_row(new_record["rows"], row)

@@ -91,10 +91,8 @@ class Case:
             return (earlier - 1) % window + 1
         if self.kind == GLOBAL:  # the best keys of a row are anywhere in it
             return earlier * min(window / n, 1)
-        if self.kind in (
-            BIASED_TOP,
-            DELAYED_TOP,
-        ):  # a recent key is one of the best as often as any other
+        # A recent key is one of the best as often as any other.
+        if self.kind in (BIASED_TOP, DELAYED_TOP):
             return best + recent * (1 - best / earlier)
         if self.kind == EVICTED:
             older = earlier - recent

@@ -40,9 +40,8 @@ class Step:
 class Cost:
     forward_ms: float
     backward_ms: float | None  # None: the side has no backward
-    peak_bytes: (
-        int  # peak over forward and backward, not counting query, key, value and a bias per key
-    )
+    # Peak over forward and backward, not counting query, key, value and a bias per key.
+    peak_bytes: int
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,9 @@ def split_commands(text: str) -> list[tuple[str, list[str]]]:
     """Returns (program, arguments) of each command; several are joined by `&&`.
 
     A program is a Python file or module, alone or after `python` or `torchrun`, a target of make, or a benchmark of the C++ library.
-    Settings of the environment may precede it, as in `OMP_NUM_THREADS=1 bench.py run`. Raises ValueError for anything else, such as a sentence or an operator of a shell.
+    Settings of the environment may precede it, as in `OMP_NUM_THREADS=1 bench.py run`.
+
+    Raises ValueError for anything else, such as a sentence or an operator of a shell.
     """
     lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
     lexer.whitespace_split, lexer.commenters = True, ""

@@ -74,9 +74,8 @@ def ratios(rows: list[dict]) -> list[str]:
     lines = []
     for (case, dtype, side_of_builds), runs_by_side in cases.items():
         names = _names(runs_by_side)
-        base = next(iter(runs_by_side.values()))
         is_alone = side_of_builds and len(names) == 1
-        base = None if is_alone else base
+        base = None if is_alone else next(iter(runs_by_side.values()))
         lines.append(f"{case}, {dtype}; {'only' if is_alone else 'base:'} {names[0]}")
         for name, runs in zip(names, runs_by_side.values(), strict=True):
             lines += [f"  {name:<24} {line}" for line in _lines_of_side(runs, base)]

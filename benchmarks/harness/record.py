@@ -262,7 +262,7 @@ def declined(case: object, side: str, dtype: str, reason: Exception) -> str:
 
 
 class Failure(NamedTuple):
-    """An error in the place of the row that it prevented. As a text it is the line that `run` prints."""
+    """An exception in the place of the row that it prevented. As a text it is the line of a side that failed."""
 
     case: object
     side: str

@@ -75,9 +75,9 @@ def _selections(options: argparse.Namespace) -> Iterator[dict]:
 
         rounds = Rounds(2 * options.repeats)
         times = rounds.time_all(select_by_each_rule)
-        for rule, ms in ((rule, times[rule]) for rule in _SELECTIONS):
+        for rule in _SELECTIONS:
             case = f"selection {rule} 8 rows N{length} w2048"
-            yield record.row(case, options.device, "float32", ms, **rounds.fields())
+            yield record.row(case, options.device, "float32", times[rule], **rounds.fields())
 
 
 def measure(case: Case, dtype: str, device: str, names: list[str], repeats: int) -> list[dict]:

@@ -27,7 +27,6 @@ from flash_dmattn.integrations.transformers.compat import CACHE
 from .. import record
 from ..clock import Rounds, capture_graph, count_kernels, elapsed_ms
 from ..machine import BENCHMARKS
-from ..sides import declines
 from . import runs_everywhere as expect_case_runs  # noqa: F401
 
 _STEPS = Rounds(9, warm_up=3)
@@ -102,17 +101,14 @@ def _random_ids(device: str, length: int) -> Tensor:
 def rows_of_sides(
     case: str, sides: dict[str, Callable], options: argparse.Namespace
 ) -> Iterator[dict | record.Failure]:
-    """Measures each side and yields its row. Prints the reason for a side that declines, and yields the failure of another."""
+    """Measures each side and yields its row, or the failure of a side that declines or fails."""
     dtype = _DTYPES[options.device]
     for side, measure in sides.items():
         torch._dynamo.reset()
         try:
             yield record.row(case, side, dtype, **measure())
         except Exception as error:  # the other sides are worth their time
-            if declines(error):
-                print(record.declined(case, side, dtype, error), flush=True)
-            else:
-                yield record.Failure(case, side, dtype, error)
+            yield record.Failure(case, side, dtype, error)
         if options.device == "cuda":
             torch.cuda.empty_cache()
 

@@ -28,15 +28,15 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from flash_dmattn.integrations.transformers import enable_flash_dmattn
 
 from .. import record
-from ..sides import Declined, declines
+from ..sides import Declined
 from . import runs_everywhere as expect_case_runs  # noqa: F401
 from .models import random_doge, title
 
 _NEW = {"cuda": 128, "cpu": 16}  # generated tokens per request
 _LENGTHS = {"cuda": [512, 8192, 32768, 131072], "cpu": [64, 1024]}  # prompt tokens
 _CONCURRENCY = {"cuda": (1, 8, 32, 128), "cpu": (1, 8)}  # concurrent requests of a closed loop
-# Arrival rates of the open loop, relative to the requests per second of the first side at the highest concurrency.
 _PATIENCE = 600  # seconds to wait for a request to end
+# Arrival rates of the open loop, relative to the requests per second of the first side at the highest concurrency.
 _LOADS = (0.5, 0.8, 0.95)
 # Timed requests: 2 per concurrent request, and at least 8. In a closed loop, one warm-up request per concurrent request precedes them.
 _COUNTED = (2, 8)
@@ -94,7 +94,7 @@ def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict | reco
                 case = f"serving N{length} + {_NEW[device]}, {how}, {title(device)}"
                 if is_load and saturation is None:
                     reason = Declined(f"{chosen[0]} has no rate with {most} requests at a time")
-                    print(record.declined(case, side, dtype, reason), flush=True)
+                    yield record.Failure(case, side, dtype, reason)
                     continue
                 try:
                     with _started(model, length, most) as manager:
@@ -106,10 +106,7 @@ def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict | reco
                         saturation, _ = loop["values"]["completed"]
                     yield record.row(case, side, dtype, **loop)
                 except Exception as error:  # the other sides are worth their time
-                    if declines(error):
-                        print(record.declined(case, side, dtype, error), flush=True)
-                    else:
-                        yield record.Failure(case, side, dtype, error)
+                    yield record.Failure(case, side, dtype, error)
 
 
 @contextlib.contextmanager
