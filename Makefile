@@ -164,6 +164,7 @@ endif
 .PHONY: test-kernels
 test-kernels: $(STAMPS)/package $(STAMPS)/test ## load two versions in one process, in the layout of Hugging Face's kernels
 	for name in one other; do \
+	  rm -rf build/kernels/$$name; \
 	  $(BIN)/python tools/write_kernels_layout.py build/kernels/$$name --build build/kernels/build \
 	    -D FLASH_DMATTN_WERROR=$(WERROR) --namespace _flash_dmattn_$$name; \
 	done
