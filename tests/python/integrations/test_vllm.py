@@ -33,6 +33,12 @@ def ask(llm, prompts, params=GREEDY):
     return [[list(out.token_ids) for out in result.outputs] for result in results]
 
 
+def cached_tokens(llm, prompt):
+    """Returns how many tokens of a prompt vLLM found in its cache."""
+    (result,) = llm.generate([{"prompt_token_ids": prompt}], GREEDY, use_tqdm=False)
+    return result.num_cached_tokens
+
+
 def scheduler_of(llm):
     return llm.llm_engine.engine_core.engine_core.scheduler
 
@@ -138,9 +144,16 @@ def test_cached_prefixes_equal_generate(doge):
         for _ in range(2):
             for prompt, (tokens,) in zip(prompts, ask(llm, prompts), strict=True):
                 assert tokens == doge.alone(prompt)
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        hits = [result.num_cached_tokens for result in llm.generate(inputs, GREEDY, use_tqdm=False)]
-    assert min(hits) >= 48
+        again = [cached_tokens(llm, prompt) for prompt in prompts]
+        beginnings = [prompts_of((60,))[0] for _ in range(2)]  # of chats, such as a system prompt
+        hits = []
+        for _ in range(4):
+            prompt = beginnings[0] + prompts_of((40,))[0]
+            hits.append(cached_tokens(llm, prompt))
+            assert ask(llm, [prompt]) == [[doge.alone(prompt)]]
+        other = cached_tokens(llm, beginnings[1] + prompts_of((40,))[0])
+    assert again == [48, 48, 64, 80]  # the last whole block, without the last token
+    assert hits == [0, 0, 48, 48] and other == 0
 
 
 def test_compiled_model_equals_generate(doge):

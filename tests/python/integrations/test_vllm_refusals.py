@@ -46,6 +46,7 @@ def settings_of(config, *, parts=1, **changes):
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1, decode_context_parallel_size=1, tensor_parallel_size=parts
         ),
+        scheduler_config=SimpleNamespace(scheduler_cls=None),
         compilation_config=SimpleNamespace(splitting_ops=None, _attention_ops=["vllm::attention"]),
         speculative_config=None,
         kv_transfer_config=None,

@@ -36,6 +36,9 @@ class SlotModelConfig(MambaModelConfig):
                     f"mamba_cache_mode: got {cache.mamba_cache_mode!r}, expected 'align': a state is kept between steps alone"
                 )
             cache.mamba_cache_mode = "align"
+        scheduler = vllm_config.scheduler_config
+        if cache.enable_prefix_caching and scheduler.scheduler_cls is None:
+            scheduler.scheduler_cls = f"{__package__}.prefixes.make_scheduler"
         for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
             if getattr(parallel, name) > 1:
                 raise ValueError(f"{name}: got {getattr(parallel, name)}, expected 1")
