@@ -16,6 +16,7 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from doge_generation import VOCABULARY, WINDOW, brute_force_of, greedy_tokens_by_prompt, make_model
+from flash_dmattn.integrations.transformers import save_scores
 
 LENGTHS = (1, 5, 40, 2, WINDOW, WINDOW + 1, 70, 1, 17, 33)
 NEW = 12
@@ -175,14 +176,21 @@ def test_tensor_parallelism_equals_generate(doge, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "family, scorer", [("Llama", "hidden"), ("Llama", "value"), ("Mistral", "hidden")]
+    "family, scorer, saved",
+    [
+        ("Llama", "hidden", "by save_pretrained"),
+        ("Llama", "value", "by both"),
+        ("Mistral", "hidden", "by save_scores beside the base model"),
+    ],
 )
-def test_learned_scores_equal_generate(tmp_path, family, scorer):
-    from scored_models import VOCABULARY, equal_scores_in_first_layer, make_scored
+def test_learned_scores_equal_generate(tmp_path, family, scorer, saved):
+    from scored_models import VOCABULARY, equal_scores_in_first_layer, make_base, make_scored
 
     torch.manual_seed(9)
     model = equal_scores_in_first_layer(make_scored(family, scorer=scorer))
-    model.save_pretrained(tmp_path)
+    (make_base(family) if "beside" in saved else model).save_pretrained(tmp_path)
+    if saved != "by save_pretrained":
+        save_scores(model, tmp_path)
     alone = greedy_tokens_by_prompt(model, NEW)
     prompts = prompts_of(LENGTHS, VOCABULARY)
     architecture = {"architectures": ["ScoredLlamaForCausalLM"]}
