@@ -48,7 +48,7 @@ def _register_models(registry) -> None:
 
     for architecture in {*registry.get_supported_archs(), *MODELS_CONFIG_MAP, *_OTHER_DOGES}:
         own_settings = MODELS_CONFIG_MAP.get(architecture, StockModelConfig)
-        MODELS_CONFIG_MAP[architecture] = StockModelConfig.before(own_settings)
+        MODELS_CONFIG_MAP[architecture] = StockModelConfig.checked_config(own_settings)
     MODELS_CONFIG_MAP["DogeForCausalLM"] = SlotModelConfig
     MODELS_CONFIG_MAP["ScoredLlamaForCausalLM"] = ScoredLlamaConfig
     for architecture, place in _MODELS.items():

@@ -68,10 +68,9 @@ class ScoredLlamaForCausalLM(LlamaForCausalLM, HasSlots):
         # The file of save_scores names parameters "layer.name". As in load_scores it precedes the model's own scorers.
         # vLLM may pass its tensors, too, unless an index of the model's files leaves it out.
         scores = load_file(self._scores) if self._scores.is_file() else {}
-        named = (name.split(".", 1) for name in scores)
-        of_layers = (
+        model_weights = ((name, tensor) for name, tensor in weights if name not in scores)
+        score_weights = (
             (f"model.layers.{layer}.self_attn.scorer.{name}", scores[f"{layer}.{name}"])
-            for layer, name in named
+            for layer, name in (name.split(".", 1) for name in scores)
         )
-        of_model = ((name, tensor) for name, tensor in weights if name not in scores)
-        return super().load_weights(chain(of_model, of_layers))
+        return super().load_weights(chain(model_weights, score_weights))

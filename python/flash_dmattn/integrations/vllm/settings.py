@@ -121,7 +121,7 @@ class StockModelConfig(VerifyAndUpdateConfig):
         super().verify_and_update_config(vllm_config)
 
     @classmethod
-    def before(cls, config: type[VerifyAndUpdateConfig]) -> type[VerifyAndUpdateConfig]:
+    def checked_config(cls, config: type[VerifyAndUpdateConfig]) -> type[VerifyAndUpdateConfig]:
         """Returns a class that checks as this class does, and then does what `config` does."""
         return config if issubclass(config, cls) else type(config.__name__, (cls, config), {})
 
