@@ -174,7 +174,7 @@ def test_operators_with_bad_arguments_raise():
     """
     ops = torch.ops.flash_dmattn
     q, k, v = qkv()
-    options = (None, None, [], False, 0, 1.0, 0.0, True, False, "")
+    options = ([], False, 0, 1.0, 0.0, True, False, "")
     intervals = torch.zeros(1, 1, 9, 2, dtype=torch.int32)
     with pytest.raises((ValueError, RuntimeError), match="v: got"):
         ops.forward(q, k, v[:, 1:], None, None, None, *options)
@@ -186,19 +186,6 @@ def test_operators_with_bad_arguments_raise():
         ops.forward(q, k, v, q, None, None, *options)
     with pytest.raises((ValueError, RuntimeError), match="mask"):
         ops.forward(q, k, v, torch.ones(1, 3, 9, 9).bool(), None, None, *options)
-    rank = torch.zeros(1, 1, 1, 9, dtype=torch.int32)
-    mask = torch.ones(1, 1, 9, 9).bool()
-    for mask_argument, ranks, message in [
-        (mask, (rank, None), "rank_limit: got none"),
-        (mask, (rank, rank.long().mT), "rank_limit: got"),
-        (mask, (rank, rank), "problem.limit_shape: got"),
-        (mask, (rank.mT, rank.mT), "problem.rank_shape: got"),
-        (None, (rank, rank.mT), "problem.rank_shape: got .* expected ranks only with a mask"),
-    ]:
-        with pytest.raises((ValueError, RuntimeError), match=message):
-            ops.forward(q, k, v, mask_argument, None, None, *ranks, *options[2:])
-    with pytest.raises((ValueError, RuntimeError), match="cpu takes a choice as a mask"):
-        ops.forward(q, k, v, mask, None, None, rank, rank.mT, *options[2:-1], "cpu")
     out, lse = ops.forward(q, k, v, None, None, None, *options)
     wanted = (True, True, True, False)
     for name, *wrong in [
@@ -210,9 +197,7 @@ def test_operators_with_bad_arguments_raise():
         ("dlse: got shape", lse, lse),
     ]:
         with pytest.raises((ValueError, RuntimeError), match=name):
-            ops.backward(
-                q, q, k, v, None, None, None, *options[:2], out, *wrong, *options[2:], *wanted
-            )
+            ops.backward(q, q, k, v, None, None, None, out, *wrong, *options, *wanted)
     with pytest.raises((ValueError, RuntimeError), match="scores: got"):
         ops.select_key_intervals(torch.zeros(9), None, [3], "global", True, 9)
     with pytest.raises((ValueError, RuntimeError), match="selection"):
@@ -220,27 +205,6 @@ def test_operators_with_bad_arguments_raise():
     for tile_rows in (0, 2**32):
         with pytest.raises((ValueError, RuntimeError), match=f"tile_rows: got {tile_rows}"):
             ops.build_tile_lists(torch.zeros(1, 1, 9, 2, dtype=torch.int32), tile_rows, 9, [])
-
-
-def test_ranks_and_limits_select_only_unmasked_keys():
-    """Tests the reference backend; on GPUs rank_keys makes ranks and limits."""
-    ops = torch.ops.flash_dmattn
-    q, k, v = (torch.randn(2, 5, h, 8) for h in (4, 2, 2))
-    mask = torch.rand(2, 1, 5, 5) < 0.7
-    rank = torch.randint(0, 5, (2, 2, 1, 5), dtype=torch.int32)
-    limit = torch.randint(0, 6, (1, 4, 5, 1), dtype=torch.int32)
-    options = ([], False, 0, 1.0, 0.0, True, False, "reference")
-    nothing = (None, None)
-    results = ops.forward(q, k, v, mask, *nothing, rank, limit, *options)
-    chosen = mask & (rank.repeat_interleave(2, 1) < limit)
-    expected = ops.forward(q, k, v, chosen, *nothing, None, None, *options)
-    assert all(map(torch.equal, results, expected))
-    wanted = (True, True, True, False)
-    with_ranks, with_mask = (
-        ops.backward(q, q, k, v, shown, *nothing, *ranks, *results, None, *options, *wanted)
-        for shown, ranks in [(mask, (rank, limit)), (chosen, (None, None))]
-    )
-    assert all(map(torch.equal, with_ranks, with_mask))
 
 
 # ---- Padding -----------------------------------------------------------------------------------------
