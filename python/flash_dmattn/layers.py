@@ -63,7 +63,7 @@ class DynamicMaskAttention(nn.Module):
         keep_window_size: int | Sequence[int] = 2048,
         *,
         recent_window: int = 0,
-        recent_competes: bool = True,
+        recent_competes: bool = False,
         sink_tokens: int = 0,
         score_threshold: float | None = None,
         head_dim: int | None = None,

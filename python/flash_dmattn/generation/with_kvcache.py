@@ -54,7 +54,7 @@ def flash_dmattn_with_kvcache(
     cache_leftpad: Tensor | None = None,
     keep_window_size: int | Sequence[int] | None = None,
     recent_window: int = 0,
-    recent_competes: bool = True,
+    recent_competes: bool = False,
     sink_tokens: int = 0,
     score_threshold: float | None = None,
     scale: float | None = None,

@@ -103,6 +103,15 @@ def test_backend_functions_have_arguments_of_general_function(name):
 
 
 # ---- Backends ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("package", ["flash_dmattn", "flash_dmattn.distributed"])
+def test_recent_keys_do_not_compete_by_default(package):
+    package = importlib.import_module(package)
+    functions = [f for name in package.__all__ if callable(f := getattr(package, name))]
+    parts = [inspect.signature(f).parameters.get("recent_competes") for f in functions]
+    defaults = [part.default for part in parts if part is not None]
+    assert len(defaults) >= 2 and not any(defaults)
+
+
 
 
 def test_available_backends_run_and_others_give_a_reason():
