@@ -18,6 +18,7 @@ from .._core.checks import (
     resolve_backend,
     resolve_flag,
 )
+from .._core.foreign_arguments import refuses_foreign_arguments
 from .._core.kv_checks import (
     check_chunk,
     check_lengths,
@@ -38,6 +39,7 @@ from .cache import KVSlots
 __all__ = ["KVSlots", "flash_dmattn_with_kvcache"]
 
 
+@refuses_foreign_arguments
 def flash_dmattn_with_kvcache(
     query: Tensor,
     k_cache: Tensor,

@@ -145,8 +145,8 @@ class SelectionRule(NamedTuple):
             )
         if rule.keep_window_size is None:
             raise ValueError(
-                "keep_window_size: got None, expected a number of keys, with score_threshold the most that it may show: without one "
-                "later tokens and later ranks see all keys"
+                "keep_window_size: got None, expected a number of keys, since a cache and a rank have room for that many. With "
+                "score_threshold it is the most keys that the threshold may keep"
             )
         return rule
 

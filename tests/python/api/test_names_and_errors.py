@@ -102,7 +102,27 @@ def test_backend_functions_have_arguments_of_general_function(name):
             function(*qkv(), **{wrong: "cpu"})
 
 
-# ---- Backends ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("causal", "is_causal"),
+        ("window_size", "keep_window_size=0, recent_window=W"),
+        ("alibi_slopes", "forgetting_attention"),
+        ("dropout_p", "no such argument: there is no attention dropout"),
+        ("k", "key"),
+    ],
+)
+@pytest.mark.parametrize(
+    "function",
+    ["flash_dmattn_func", "flash_dmattn_varlen_func", "flash_dmattn_with_kvcache", "triton_dmattn_func",
+     "flash_dmattn_func_auto"],
+)  # fmt: skip
+def test_arguments_of_flash_attention_say_what_to_pass(function, name, expected):
+    arguments = () if function == "flash_dmattn_func_auto" else qkv()
+    with pytest.raises(TypeError, match=f"^{function}: got {name}, expected {expected}"):
+        getattr(flash_dmattn, function)(*arguments, **{name: 1})
+
+
 @pytest.mark.parametrize("package", ["flash_dmattn", "flash_dmattn.distributed"])
 def test_recent_keys_do_not_compete_by_default(package):
     package = importlib.import_module(package)
@@ -112,6 +132,7 @@ def test_recent_keys_do_not_compete_by_default(package):
     assert len(defaults) >= 2 and not any(defaults)
 
 
+# ---- Backends ----------------------------------------------------------------------------------------
 
 
 def test_available_backends_run_and_others_give_a_reason():
