@@ -38,6 +38,7 @@ sys.modules["transformers"] = None  # its import raises
 import flash_dmattn.integrations.flash_dynamic_mask_attention
 import flash_dmattn.integrations.import_utils
 import flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils
+from flash_dmattn import *
 from flash_dmattn._core import availability
 assert availability.backends.cache_info().currsize == 0
 """
