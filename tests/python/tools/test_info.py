@@ -1,5 +1,6 @@
 """`python -m flash_dmattn info` names kernels, and recorded_kernels names the kernels that calls run."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import flash_dmattn
 from flash_dmattn import flash_dmattn_func, is_available
 from flash_dmattn.__main__ import main
 from flash_dmattn.kernels import kernel_names, recorded_kernels, recorded_large_rows
+from python_process import run_python
 
 
 def test_missing_command_lists_the_commands(capsys):
@@ -24,6 +26,12 @@ def test_version_is_that_of_the_package(capsys):
         main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"flash_dmattn {flash_dmattn.__version__}\n"
+
+
+def test_command_without_numpy_prints_no_warning(tmp_path):
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(name='numpy')")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    assert run_python("-m", "flash_dmattn", "--version", PYTHONPATH=path).stderr == ""
 
 
 def test_info_says_what_runs_and_why_the_rest_does_not(capsys):
