@@ -59,12 +59,8 @@ class Model:
             others = max(ranks - 1, 1)
             return Hop(total * (node - 1) / others, total * (ranks - node) / others)
 
-        def within(total: float) -> Hop:
-            return Hop(total * (node - 1) / node, 0)
-
         winners = min(self.window, n)
         places = min(self.window, (ranks - 1) * winners)
-        summary = min(self.window, node * winners)
         all_keys = share * length * self.row()
         # With several nodes, the row is that of a node's last rank, whose neighbour is on another node.
         ring = Hop(all_keys, 0) if nodes == 1 else Hop(0, all_keys)
@@ -91,12 +87,6 @@ class Model:
             "winners, direct": both_ways(lambda row: [to_all((ranks - 1) * winners * row)], 1),
             "winners, two hops": both_ways(
                 lambda row: [to_all(share * winners * row), to_all(share * places * row)], ranks
-            ),
-            "winners, nodes": both_ways(
-                lambda row: [
-                    within(winners * row), Hop(0, (nodes - 1) * summary / node * row), within(places * row),
-                ],
-                node,
             ),
         }  # fmt: skip
 

@@ -11,7 +11,7 @@ from harness import exchange_table
 from ranks_as_threads import run_in_threads
 
 ROOT = Path(__file__).parents[3]
-NAMES = {'`"two_hops"`': "winners, two hops", '`"nodes"`': "winners, nodes"}
+NAMES = {'`"two_hops"`': "winners, two hops"}
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
 
@@ -21,7 +21,6 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without d
         ("direct", "winners, direct", 2, 2),
         ("direct", "winners, direct", 8, 8),
         ("two_hops", "winners, two hops", 8, 8),
-        ("nodes", "winners, nodes", 16, 4),
     ],
 )
 def test_calculated_bytes_equal_counted_bytes(exchange, name, ranks, node):
@@ -44,7 +43,7 @@ def test_calculated_bytes_equal_counted_bytes(exchange, name, ranks, node):
             both.received - forward.received,
         )
 
-    bytes_of_ranks = run_in_threads(ranks, counted, node_size=node)
+    bytes_of_ranks = run_in_threads(ranks, counted)
     busiest = [max(max(rank_bytes[way]) for rank_bytes in bytes_of_ranks) for way in (0, 1)]
     on_paper = [
         sum(hop.bytes() for hop in hops) for hops in model.exchanges(n * ranks, ranks, node)[name]
@@ -71,5 +70,5 @@ def test_document_has_the_numbers_of_the_table(capsys):
                 if share:
                     cell = f"{forward} / {backward}; {share}"
                     written[ranks, NAMES.get(name, name)] = cell.replace(",", "")
-    assert len(written) == 7
+    assert len(written) == 6
     assert written == {key: times[key] for key in written}

@@ -224,7 +224,7 @@ def _attend_to_pieces(call: ScoredCall, states: _States) -> Tensor:
     try:
         _check_layer_of_pieces(layer, slots)
     except Exception as error:
-        call.pieces.group.wire.raise_on_all_ranks(error)
+        call.pieces.group.wire.raise_on_all_ranks("begin_exchange", error)
     bias, delay = _bias_to_learn(states.scores, layer.score_rule)
     return call.pieces.attend(
         *states[:3],
