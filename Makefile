@@ -161,6 +161,11 @@ test-cuda-build: $(STAMPS)/tools $(STAMPS)/test $(STAMPS)/cuda build/googletest/
 	  $(BIN)/python -m pytest tests/python/api/test_availability.py tests/python/gpu
 endif
 
+# Everything but GoogleTest is that of $(PYTHON): no .venv is made.
+.PHONY: test-gpu
+test-gpu: build/googletest/ready ## build for the GPU of this machine, run the tests that need it, write docs/tested.md (SUITES="cuda sanitizer python")
+	$(PYTHON) tools/test_gpu.py $(SUITES) $(ARGS)
+
 .PHONY: test-kernels
 test-kernels: $(STAMPS)/package $(STAMPS)/test ## load two versions in one process, in the layout of Hugging Face's kernels
 	for name in one other; do \

@@ -129,11 +129,11 @@ def rule_of(case: Case) -> dict[str, object]:
     if case.kind in (PER_QUERY, GLOBAL):
         return {"keep_window_size": case.window, "selection": case.kind}
     if case.kind in (BIASED_TOP, DELAYED_TOP):
-        return {"keep_window_size": case.window, "recent_window": RECENT}
-    if case.kind == EVICTED and case.window:
         return {
-            "keep_window_size": case.window, "recent_window": RECENT, "recent_competes": False,
+            "keep_window_size": case.window, "recent_window": RECENT, "recent_competes": True,
         }  # fmt: skip
+    if case.kind == EVICTED and case.window:
+        return {"keep_window_size": case.window, "recent_window": RECENT}
     if case.kind == EVICTED:
         return {"score_threshold": THRESHOLD, "recent_window": RECENT}
     return {}

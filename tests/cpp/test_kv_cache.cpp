@@ -126,9 +126,9 @@ TEST_P(KvCacheStreams, LongStreamEqualsAttentionOverShownKeys) {
   if (!reason.empty()) GTEST_SKIP() << reason;
   const SelectionRule rule{
       .window = 600, .recent_window = 300, .sink_tokens = 4, .score_threshold = -1};
-  SelectionRule delayed = rule;
-  delayed.recent_competes = false;
-  for (const SelectionRule& tested : {SelectionRule{.window = 900}, rule, delayed}) {
+  SelectionRule competing = rule;
+  competing.recent_competes = true;
+  for (const SelectionRule& tested : {SelectionRule{.window = 900}, rule, competing}) {
     ASSERT_NO_FATAL_FAILURE(run_long_stream(tested, backend, scores, dtype));
   }
 }

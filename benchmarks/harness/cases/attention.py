@@ -53,8 +53,8 @@ def _new_cases(name: str, options: argparse.Namespace) -> list[Case]:
 _SELECTIONS = {
     "per_query": {},
     "global": {"selection": "global"},
-    "recent 512": {"recent_window": 512},
-    "recent 512 before it competes": {"recent_window": 512, "recent_competes": False},
+    "recent 512": {"recent_window": 512, "recent_competes": True},
+    "recent 512 before it competes": {"recent_window": 512},
     "4 sinks, recent 512, threshold": {"recent_window": 512, "sink_tokens": 4, "score_threshold": 0.0},
 }  # fmt: skip
 

@@ -140,7 +140,9 @@ def _slots(
     """
     pool = states * case.batch
     sizes = (pool, case.heads_kv, case.keys - case.recent, case.head_dim)
-    cache = KVSlots(*sizes, recent_window=case.recent, dtype=dtype, device=device)
+    cache = KVSlots(
+        *sizes, recent_window=case.recent, recent_competes=True, dtype=dtype, device=device
+    )
     length = case.keys + 2 * case.recent  # so that all slots are taken
     prompt = (pool, length, case.heads_kv, case.head_dim)
     scores = torch.randn(pool, case.heads_kv, length, device=device)

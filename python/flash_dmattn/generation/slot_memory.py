@@ -53,7 +53,7 @@ class SlotMemory:
         *,
         selection: str = "per_query",
         recent_window: int = 0,
-        recent_competes: bool = True,
+        recent_competes: bool = False,
         sink_tokens: int = 0,
         score_threshold: float | None = None,
         chunk: int = 0,
@@ -78,7 +78,14 @@ class SlotMemory:
         self.pending, self.is_empty = 0, True
         shape = (batch, heads_kv, self.places + chunk)
         # Slots are zeros, because a kernel may load a slot without a key.
-        self.k = torch.zeros((*shape, head_dim), dtype=dtype, device=device)
+        try:
+            self.k = torch.zeros((*shape, head_dim), dtype=dtype, device=device)
+        except RuntimeError as error:
+            if "allocate" not in str(error):
+                raise
+            raise type(error)(
+                f"keep_window_size: got a rule of {self.places} keys for each head, for which there is no memory: {error}"
+            ) from None
         check_slot_kernels("dtype", dtype, head_dim, self.k.device, instead=_FLOAT32_ON_A_GPU)
         check_head_windows(len(self.rule.windows()), self.k.device)
         self.v = torch.zeros_like(self.k)
@@ -100,7 +107,7 @@ class SlotMemory:
         *,
         selection: str = "per_query",
         recent_window: int = 0,
-        recent_competes: bool = True,
+        recent_competes: bool = False,
         sink_tokens: int = 0,
         score_threshold: float | None = None,
         pending: int = 0,

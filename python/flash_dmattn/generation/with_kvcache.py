@@ -18,6 +18,7 @@ from .._core.checks import (
     resolve_backend,
     resolve_flag,
 )
+from .._core.foreign_arguments import refuses_foreign_arguments
 from .._core.kv_checks import (
     check_chunk,
     check_lengths,
@@ -38,6 +39,7 @@ from .cache import KVSlots
 __all__ = ["KVSlots", "flash_dmattn_with_kvcache"]
 
 
+@refuses_foreign_arguments
 def flash_dmattn_with_kvcache(
     query: Tensor,
     k_cache: Tensor,
@@ -54,7 +56,7 @@ def flash_dmattn_with_kvcache(
     cache_leftpad: Tensor | None = None,
     keep_window_size: int | Sequence[int] | None = None,
     recent_window: int = 0,
-    recent_competes: bool = True,
+    recent_competes: bool = False,
     sink_tokens: int = 0,
     score_threshold: float | None = None,
     scale: float | None = None,

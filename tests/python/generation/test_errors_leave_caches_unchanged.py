@@ -32,11 +32,15 @@ def filled(chunk=CHUNK):
         ("dtype: got torch.float64", {"dtype": torch.float64}),
         ("backend: got 'triton', which has no KV cache", {"backend": "triton"}),
         ("backend: got 'flex', which has no KV cache", {"backend": "flex"}),
+        (
+            "keep_window_size: got a rule of 2147483647 keys for each head, for which there is no memory",
+            {"keep_window_size": 10**12, "head_dim": 256, "batch": 64},
+        ),
     ],
 )
 def test_bad_kv_slots_size_raises(message, options):
     sizes = {"batch": 2, "heads_kv": 2, "keep_window_size": 4, "head_dim": 8}
-    with pytest.raises((ValueError, TypeError), match=f"^{message}"):
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=f"^{message}"):
         KVSlots(**(sizes | options))
 
 

@@ -66,8 +66,8 @@ def test_scores_mask_by_the_rule_of_float32(dtype):
 WINDOWS = (65, 100, 192, 300)
 RULES_OF_MANY_SLOTS = (
     *RULES[:3],
-    {"recent_window": 90, "sink_tokens": 4},
-    {"recent_window": 70, "recent_competes": False, "score_threshold": -1.0},
+    {"recent_window": 90, "recent_competes": True, "sink_tokens": 4},
+    {"recent_window": 70, "score_threshold": -1.0},
 )
 
 

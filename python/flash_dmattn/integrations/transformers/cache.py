@@ -11,6 +11,7 @@ from transformers.configuration_utils import PretrainedConfig
 from ..._core.checks import check_count, resolve_flag
 from .._shared.config_rules import LearnedScores, rules_of
 from .cache_layer import RECORDED_TOKENS, DynamicMaskLayer
+from .compat import CACHE
 
 
 class DynamicMaskCache(Cache):
@@ -68,6 +69,15 @@ class DynamicMaskCache(Cache):
                 for index, rule in enumerate(rules_of(config))
             ]
         super().__init__(layers=layers)
+
+    def layer_at(self, index: int) -> CacheLayerMixin:
+        """Returns the cache of a layer. Raises ValueError if this is the cache of a model with fewer layers."""
+        if index >= len(self.layers):
+            raise ValueError(
+                f"{CACHE}: got {len(self.layers)} layers, expected more than {index}: a DynamicMaskCache(model.config) "
+                "of this model"
+            )
+        return self.layers[index]
 
     def activate_past_recording(self) -> None:
         """Keeps new tokens pending until `crop` is called. Assisted decoding calls this function (transformers 5)."""

@@ -255,9 +255,9 @@ class DynamicMaskLayer(CacheLayerMixin):
         """
         if scores is None:
             raise ValueError(
-                "scores: got none; a DynamicMaskCache holds the keys with the best scores, which Doge's attention as "
-                "flash_dmattn has and other models after add_learned_scores. Call enable_flash_dmattn(model) or "
-                "add_learned_scores(model, ...), or use transformers' DynamicCache"
+                "scores: got none, expected those by which a DynamicMaskCache keeps keys. A Doge makes them after "
+                "enable_flash_dmattn(model), another model after add_learned_scores(model, ...) in the phase 'hard' "
+                "(set_score_phase). Without scores use transformers' DynamicCache"
             )
         if self.is_empty:
             self.fill(*swap_heads_and_tokens(key_states, value_states), scores, key_mask)

@@ -15,7 +15,7 @@ from token_streams import TOLERANCE
 HEADS, GROUP, DIM, ROWS = 2, 3, 8, 7
 RULES = (
     {"keep_window_size": 5},
-    {"keep_window_size": (3, 5), "sink_tokens": 1, "recent_window": 2, "recent_competes": False},
+    {"keep_window_size": (3, 5), "sink_tokens": 1, "recent_window": 2},
     {"keep_window_size": 300},
 )
 

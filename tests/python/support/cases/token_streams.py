@@ -26,11 +26,11 @@ NUMERICS = (
 # The parts of a rule other than its window; None has none.
 RULES = (
     None,
-    {"recent_window": 5},
-    {"recent_window": 4, "recent_competes": False},
+    {"recent_window": 5, "recent_competes": True},
+    {"recent_window": 4},
     {"sink_tokens": 3},
-    {"score_threshold": 0.0, "sink_tokens": 1, "recent_window": 7, "recent_competes": False},
-    {"score_threshold": -0.5, "sink_tokens": 2, "recent_window": 2},
+    {"score_threshold": 0.0, "sink_tokens": 1, "recent_window": 7},
+    {"score_threshold": -0.5, "sink_tokens": 2, "recent_window": 2, "recent_competes": True},
 )
 
 

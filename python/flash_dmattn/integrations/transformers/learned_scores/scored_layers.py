@@ -68,7 +68,7 @@ class ScoredCall:
         scores = self.make_scores(key, value)
         new = key.shape[2]
         if isinstance(self.cache, DynamicMaskCache):
-            self.slots, self.scores = self.cache.layers[layer_idx], scores
+            self.slots, self.scores = self.cache.layer_at(layer_idx), scores
             if not isinstance(self.slots, DynamicMaskLayer):
                 raise ValueError(
                     f"{CACHE}: got a DynamicMaskCache whose layer {layer_idx} is a {type(self.slots).__name__}, expected slots: the "
