@@ -475,11 +475,12 @@ def _begin_texts(
     Padding comes after the tokens of each prompt, so that no query of a prompt sees padding.
     """
     rule = pool.rule
-    keys = None
-    if not rule.has_room_for(query.shape[1]):
-        keys = select_key_intervals(scores, **rule._asdict())
     options = dict(options)
     bias = scores[:, :, None] if options.pop("scores_are_bias") else None
+    keys = None
+    # A rule with room for all keys still hides those whose score is NaN. A bias of NaN masks its key.
+    if bias is None or not rule.has_room_for(query.shape[1]):
+        keys = select_key_intervals(scores, **rule._asdict())
     result = flash_dmattn_func(
         query, key, value, None, bias, is_causal=True, key_intervals=keys, backend=pool.backend or None, **options
     )  # fmt: skip

@@ -21,10 +21,11 @@ def test_ragged_steps_equal_single_sequences(place, rule):
     ragged_steps.check_sequences_alone(place, rule, random.Random(1))
 
 
+@pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("scores_are_bias", [True, False])
-def test_scores_as_bias_or_selection_equal_single_sequences(scores_are_bias):
+def test_scores_as_bias_or_selection_equal_single_sequences(rule, scores_are_bias):
     ragged_steps.check_sequences_alone(
-        Place("cpu"), RULES[1], random.Random(2), scores_are_bias=scores_are_bias, softcap=3.0
+        Place("cpu"), rule, random.Random(2), scores_are_bias=scores_are_bias, softcap=3.0
     )
 
 
