@@ -109,8 +109,9 @@ CacheRows rows_of(const CacheTensors& c, const OptionalTensor& index) {
   rows.seen_stride = expect_dense_rows(c.seen, "seen", {count}, ScalarType::Int, c.k);
   if (!index) return rows;
   if (index->dim() != 1) throw InvalidArgument("rows", shape_text(*index), "one dimension");
-  expect_dense(*index, "rows", {index->size(0)}, ScalarType::Int, c.k);
+  expect(*index, "rows", {index->size(0)}, ScalarType::Int, c.k);
   rows.index = static_cast<const std::int32_t*>(index->const_data_ptr());
+  rows.index_stride = index->stride(0);
   return rows;
 }
 

@@ -81,7 +81,8 @@ struct CacheRows {
   // >= R) means no row: nothing is read or written, and the output is 0. Null: row b is row b.
   const std::int32_t* index = nullptr;
   std::int64_t count = 0;  // R, with an index
-  // The distances from one row to the next, in elements.
+  std::int64_t index_stride = dense_stride;
+  // The distances from one row of the arrays to the next, in elements.
   std::int64_t slot_stride = dense_stride;   // of scores and positions
   std::int64_t count_stride = dense_stride;  // of counts
   std::int64_t seen_stride = dense_stride;   // of seen

@@ -10,6 +10,7 @@
 #include "api/validate.h"
 #include "common/arguments.h"
 #include "common/kv_cache/step.h"
+#include "common/kv_cache/views.h"
 
 namespace flash_dmattn {
 namespace {
@@ -39,14 +40,16 @@ CacheRows resolved_rows(const KvCache& cache, std::string_view name) {
     throw InvalidArgument(member("count"), std::to_string(rows.count),
                           "arrays of at most 2^56 elements");
   }
-  const auto resolve = [&](std::string_view stride_name, std::int64_t& stride, std::int64_t dense) {
+  const auto resolve = [&](std::string_view stride_name, std::int64_t& stride, std::int64_t dense,
+                           std::int64_t count) {
     if (stride == dense_stride) stride = dense;
-    if (rows.count < 2 || (dense <= stride && stride <= max_elements / rows.count)) return;
-    require_range(member(stride_name), stride, dense, max_elements / rows.count);
+    if (count < 2 || (dense <= stride && stride <= max_elements / count)) return;
+    require_range(member(stride_name), stride, dense, max_elements / count);
   };
-  resolve("slot_stride", rows.slot_stride, s.heads_kv * s.slots());
-  resolve("count_stride", rows.count_stride, s.heads_kv);
-  resolve("seen_stride", rows.seen_stride, 1);
+  resolve("index_stride", rows.index_stride, 1, rows.index == nullptr ? 0 : s.batch);
+  resolve("slot_stride", rows.slot_stride, s.heads_kv * s.slots(), rows.count);
+  resolve("count_stride", rows.count_stride, s.heads_kv, rows.count);
+  resolve("seen_stride", rows.seen_stride, 1, rows.count);
   return rows;
 }
 
@@ -92,9 +95,10 @@ KvCache validated_as(const KvCache& cache, const CacheNames& names) {
   const CacheRows& rows = result.rows;
   if (rows.index == nullptr || cache.shape.device != Device::cpu) return result;
   for (std::int64_t b = 0; b < cache.shape.batch; ++b) {
-    if (rows.index[b] < rows.count) continue;
+    const std::int64_t row = row_of(result, b);
+    if (row < rows.count) continue;
     throw InvalidArgument(std::string(names.rows) + ".index[" + std::to_string(b) + "]",
-                          std::to_string(rows.index[b]),
+                          std::to_string(row),
                           "a row before " + std::to_string(rows.count) + ", or a negative number");
   }
   return result;
@@ -188,7 +192,7 @@ void check_counts(const KvCache& cache, std::string_view name = "cache.counts") 
   if (s.device != Device::cpu) return;
   for (std::int64_t i = 0; i < s.batch * s.heads_kv; ++i) {
     const std::int64_t b = i / s.heads_kv;
-    const std::int64_t row = cache.rows.index == nullptr ? b : cache.rows.index[b];
+    const std::int64_t row = row_of(cache, b);
     if (row < 0) continue;
     const SlotCount& slots = cache.counts[row * cache.rows.count_stride + i % s.heads_kv];
     const auto check = [&](std::string_view member, std::int64_t value, std::int64_t least,

@@ -241,6 +241,7 @@ Slots slots_of(const KvCache& cache) {
           .delay = delay_of(cache.shape.rule),
           .stride = cache.shape.slots(),
           .rows = rows.index,
+          .rows_stride = rows.index_stride,
           .row_slots = rows.slot_stride,
           .row_counts = rows.count_stride,
           .row_seen = rows.seen_stride};

@@ -276,6 +276,8 @@ TEST(KvCacheArguments, InvalidArgumentIsNamed) {
   expect_rows_error(".slot_stride", [](CacheRows& r) { r.slot_stride = 2 * 7 - 1; });
   expect_rows_error(".count_stride", [](CacheRows& r) { r.count_stride = 1; });
   expect_rows_error(".seen_stride", [](CacheRows& r) { r.seen_stride = 0; });
+  expect_rows_error(".index_stride",
+                    [](CacheRows& r) { r = {.index = rows, .count = 2, .index_stride = 0}; });
   expect_rows_error(".count", [](CacheRows& r) { r = {.index = rows, .count = -1}; });
   expect_rows_error(".index[1]", [](CacheRows& r) { r = {.index = rows, .count = 2}; });
   expect_error("cache.rows", [](KvCalls& c) { c.append_args.cache.rows = {rows, 3}; });

@@ -188,8 +188,8 @@ class SlotMemory:
         """Returns a view of some rows in any order, for an engine that keeps one row for each of its sequences.
 
         rows: int32 [B], no row twice, on the device of the cache. A negative number means no row: nothing is read or
-            written, and the result of `step` is 0. The rows are read at each call, also by a CUDA graph. A CPU raises
-            then if a row occurs twice.
+            written, and the result of `step` is 0. The rows are read at each call, also by a CUDA graph, and may have a
+            stride (a column of a block table). A CPU raises then if a row occurs twice.
 
         `step`, `fill`, `snapshot` and `restore` of the view use these rows. `step`, `fill` and `restore` raise while
         tokens are pending.
@@ -205,7 +205,7 @@ class SlotMemory:
             raise ValueError(f"rows: got rows of a cache with {state}, expected a cache without")
         self.is_empty = False  # from now on any row may be filled
         view = copy.copy(self)
-        view.rows, view._pool = rows.contiguous(), self
+        view.rows, view._pool = rows, self
         return view
 
     def clear(self) -> None:
