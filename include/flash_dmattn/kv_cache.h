@@ -97,8 +97,9 @@ struct KvCache {
   Tensor4 v{};                        // [B, Hkv, slots, D]
   float* scores = nullptr;            // [B, Hkv, slots]
   std::int32_t* positions = nullptr;  // [B, Hkv, slots]; 0 is the row's first token, see no_key
-  SlotCount* counts = nullptr;        // [B, Hkv]
-  std::int32_t* seen = nullptr;       // [B]: tokens of the row so far, pending ones not included
+  // [B, Hkv]. The CPU checks them at each call. A GPU writes no slot that does not exist, whatever they are.
+  SlotCount* counts = nullptr;
+  std::int32_t* seen = nullptr;  // [B]: tokens of the row so far, pending ones not included
   CacheRows rows{};
   // Number of pending tokens, the same in every row, in slots [places, places + pending). The caller updates it:
   // += seqlen after append_tokens, 0 after commit.
@@ -151,7 +152,7 @@ struct FillArgs {
   // visible to the row's last token, the last query.
   KeyIntervals intervals{};  // [B, Hkv, S]
   std::int64_t seqlen_q = -1;
-  // [B]: tokens of each row, later ones are ignored; null: S.
+  // [B]: tokens of each row, later ones are ignored; null: S. A GPU clamps them to [0, S].
   const std::int32_t* lengths = nullptr;
   TokenMask mask{};  // [B, S], that of the selection
 };
@@ -195,7 +196,8 @@ Inputs pending_inputs(const KvCache& cache, const ConstTensor4& q, std::int64_t 
 // The other tokens are dropped, and no token is pending afterwards: cache.pending = 0.
 struct CommitArgs {
   KvCache cache{};
-  const std::int32_t* kept_tokens = nullptr;  // [B], each in [0, cache.pending]; null: all
+  // [B], each in [0, cache.pending], to which a GPU clamps them; null: all.
+  const std::int32_t* kept_tokens = nullptr;
 };
 
 // ---- Decoding ------------------------------------------------------------------------------------

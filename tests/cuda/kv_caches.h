@@ -109,11 +109,12 @@ class Caches {
 
   // Expects the same keys with the same scores and rows, in whichever slots, and the same of them as victim and as the
   // one that is recent for the last time.
-  void expect_same() const {
+  // Rows before `first_row` are not compared.
+  void expect_same(std::int64_t first_row = 0) const {
     GuardedBuffer copy(host_memory_.size(), "copy");
     device_memory_.download(copy.data());
     const KvCache got = kv_cache_in(copy, shape_);
-    for (std::int64_t b = 0; b < shape_.batch; ++b) {
+    for (std::int64_t b = first_row; b < shape_.batch; ++b) {
       ASSERT_EQ(got.seen[b], host.seen[b]) << "row " << b;
       for (std::int64_t h = 0; h < shape_.heads_kv; ++h) {
         SCOPED_TRACE("row " + std::to_string(b) + ", head " + std::to_string(h));
@@ -156,6 +157,15 @@ class Caches {
       }
     }
     return result;
+  }
+
+  // Sets the members of the counts of row 0 on the device, which no check reads, to a number.
+  void spoil_counts(std::int32_t number) {
+    const std::vector<std::int32_t> numbers(
+        static_cast<std::size_t>(shape_.heads_kv) * sizeof(SlotCount) / sizeof(std::int32_t),
+        number);
+    check_cuda(cudaMemcpy(device.counts, numbers.data(), numbers.size() * sizeof(std::int32_t),
+                          cudaMemcpyHostToDevice));
   }
 
   std::vector<std::byte> device_bytes() const {
@@ -262,22 +272,35 @@ struct Tokens {
   }
 };
 
+// A number for each row of a batch: those of the host, and those that the device gets in their place.
+struct RowNumbers {
+  std::vector<std::int32_t> host;
+  std::vector<std::int32_t> device = host;
+
+  // A number out of the range [0, most] on the device, and the end of the range at its side on the host.
+  static RowNumbers out_of_range(std::int64_t batch, std::int32_t number, std::int64_t most) {
+    const auto rows = static_cast<std::size_t>(batch);
+    const auto clamped = static_cast<std::int32_t>(number < 0 ? 0 : most);
+    return {std::vector<std::int32_t>(rows, clamped), std::vector<std::int32_t>(rows, number)};
+  }
+};
+inline constexpr std::int32_t numbers_out_of_range[] = {std::numeric_limits<std::int32_t>::min(),
+                                                        -1, 1000000,
+                                                        std::numeric_limits<std::int32_t>::max()};
+
 // Brings a prompt's keys into both caches.
-inline void fill_both(const KvSizes& sizes, Caches& caches, Random& random, bool ragged) {
+inline void fill_both(const KvSizes& sizes, Caches& caches, Random& random,
+                      const RowNumbers& lengths) {
   const KvCacheShape& s = sizes.shape;
   Tokens tokens(sizes, sizes.prompt, random);
-  std::vector<std::int32_t> lengths(static_cast<std::size_t>(s.batch));
-  for (std::int32_t& length : lengths) {
-    length = static_cast<std::int32_t>(ragged ? random.below(sizes.prompt + 1) : sizes.prompt);
-  }
   const std::vector<KeyInterval> intervals = select_last_query(
-      s, sizes.prompt, lengths, tokens.scores.data<float>(), tokens.mask.data<std::uint8_t>());
-  const DeviceBuffer device_intervals(intervals), device_lengths(lengths);
+      s, sizes.prompt, lengths.host, tokens.scores.data<float>(), tokens.mask.data<std::uint8_t>());
+  const DeviceBuffer device_intervals(intervals), device_lengths(lengths.device);
   FillArgs args{.cache = caches.host,
                 .seqlen_k = sizes.prompt,
                 .intervals = {intervals.data()},
                 .seqlen_q = 1,
-                .lengths = lengths.data()};
+                .lengths = lengths.host.data()};
   tokens.give_host(args);
   fill_cache(args, {}, "reference");
   args.cache = caches.device;
@@ -286,6 +309,14 @@ inline void fill_both(const KvSizes& sizes, Caches& caches, Random& random, bool
   tokens.give_device(args);
   fill_cache(args, {}, "cuda");
   check_cuda(cudaDeviceSynchronize());
+}
+
+inline void fill_both(const KvSizes& sizes, Caches& caches, Random& random, bool ragged) {
+  std::vector<std::int32_t> lengths(static_cast<std::size_t>(sizes.shape.batch));
+  for (std::int32_t& length : lengths) {
+    length = static_cast<std::int32_t>(ragged ? random.below(sizes.prompt + 1) : sizes.prompt);
+  }
+  fill_both(sizes, caches, random, RowNumbers{lengths});
 }
 
 class KvCachesOfDevice : public OnDevice, public ::testing::WithParamInterface<KvSizes> {};

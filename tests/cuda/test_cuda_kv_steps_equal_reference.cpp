@@ -14,8 +14,11 @@
 namespace flash_dmattn::testing {
 namespace {
 
-void expect_close(const Tensor& got, const Tensor& expected, double tolerance) {
+// Rows of the batch before `first_row` are not compared; `batch` is the dimension of rows.
+void expect_close(const Tensor& got, const Tensor& expected, double tolerance, std::size_t batch,
+                  std::int64_t first_row) {
   expected.for_each([&](const Index& i, double value) {
+    if (i[batch] < first_row) return;
     const double actual = got.get(i);
     const double error = std::abs(actual - value);
     ASSERT_TRUE(actual == value || error <= tolerance * std::max(1.0, std::abs(value)))
@@ -23,8 +26,9 @@ void expect_close(const Tensor& got, const Tensor& expected, double tolerance) {
   });
 }
 
-// Inserts one token of every row and compares what its query sees.
-void step(const KvSizes& sizes, Caches& caches, Random& random, ScoreUse use, double softcap) {
+// Inserts one token of every row and compares what its query sees, in the rows from `first_row` on.
+void step(const KvSizes& sizes, Caches& caches, Random& random, ScoreUse use, double softcap,
+          std::int64_t first_row = 0) {
   Tokens tokens(sizes, 1, random);
   const KvCacheShape& s = sizes.shape;
   const std::int64_t heads_q = s.heads_kv * sizes.group;
@@ -55,8 +59,8 @@ void step(const KvSizes& sizes, Caches& caches, Random& random, ScoreUse use, do
   run_on_device(DecodeStepCall(args, {}, "cuda"));
   device_out.download();
   device_lse.download();
-  expect_close(got_lse, lse, 1e-4);
-  expect_close(got_out, out, s.dtype == DType::bf16 ? 0.02 : 0.004);
+  expect_close(got_lse, lse, 1e-4, 1, first_row);
+  expect_close(got_out, out, s.dtype == DType::bf16 ? 0.02 : 0.004, 0, first_row);
 }
 
 class CudaKvSteps : public KvCachesOfDevice {};
@@ -72,6 +76,22 @@ TEST_P(CudaKvSteps, StepsMatchReference) {
          i % 5 == 2 ? 1.5f : 0);
     caches.expect_same();
     if (HasFatalFailure()) return;
+  }
+}
+
+TEST_P(CudaKvSteps, CountsOutOfRangeChangeNoOtherRow) {
+  const KvSizes& sizes = GetParam();
+  Random random(2);
+  Caches caches(sizes.shape);
+  if (sizes.prompt > 0) fill_both(sizes, caches, random, false);
+  for (const std::int32_t number : numbers_out_of_range) {
+    SCOPED_TRACE(number);
+    caches.spoil_counts(number);
+    for (int i = 0; i < 2; ++i) {
+      step(sizes, caches, random, ScoreUse::choose_and_bias, 0, 1);
+      caches.expect_same(1);
+      if (HasFatalFailure()) return;
+    }
   }
 }
 

@@ -108,6 +108,20 @@ def check_slots(places: int, pending: int, slots: int) -> None:
         raise ValueError(f"pending: got {pending}, expected at most {chunk}, the chunk")
 
 
+def check_counts(counts: Tensor, name: str, places: int) -> None:
+    """Raises unless each head has 0 to `places` taken slots.
+
+    Counts on a GPU are not read, because that would wait for it. Its kernels clamp them.
+    """
+    if not counts.is_cpu or torch.compiler.is_compiling():
+        return
+    taken = counts[..., 0]
+    if ((taken < 0) | (taken > places)).any():
+        raise ValueError(
+            f"{name}: got {taken.min()} to {taken.max()} taken slots of a head, expected 0 to {places}"
+        )
+
+
 def check_slot_kernels(
     name: str, dtype: torch.dtype, head_dim: int, device: torch.device, *, instead: str
 ) -> None:

@@ -93,7 +93,8 @@ class KVSlots(SlotMemory):
         key, value: [B, S, Hkv, D]; scores: float32 [B, Hkv, S].
         intervals: the result of select_key_intervals for this rule, these scores and all heads. Its last query has to
             be the last token of every row. By default it is computed.
-        lengths: int32 [B], the number of tokens of each row, if rows are padded on the right to S.
+        lengths: int32 [B], the number of tokens of each row, if rows are padded on the right to S. Numbers outside of
+            0 to S raise an error on a CPU, and are clamped on a GPU, which does not read them first.
         key_mask: bool [B, S], False for padding. If `intervals` are given, it is the mask that they were made with.
         """
         self._check_tokens(key, value, scores)
@@ -108,10 +109,11 @@ class KVSlots(SlotMemory):
                 raise ValueError(f"scores: got shape {tuple(scores.shape)}, expected {expected}")
             last_query = {}
             if lengths is not None:
-                real = torch.arange(length, device=key.device) < lengths[:, None]
+                ends = lengths.clamp(0, length)  # as the kernels clamp them
+                real = torch.arange(length, device=key.device) < ends[:, None]
                 key_mask = real if key_mask is None else key_mask & real
                 if self.rule.recent_window:
-                    last_query["query_position"] = lengths.long() - 1
+                    last_query["query_position"] = ends.long() - 1
             mask = None if key_mask is None else key_mask[:, None]
             intervals = select_key_intervals(
                 scores, **self.rule._asdict(), key_mask=mask, query_length=1, **last_query
@@ -381,7 +383,8 @@ class KVSlots(SlotMemory):
     def commit(self, kept_tokens: int | Tensor | None = None) -> None:
         """Moves the first `kept_tokens` pending tokens to the slots, one by one as in `step`. Drops the others.
 
-        kept_tokens: a number, or int32 [B] on the cache's device. By default all pending tokens are kept.
+        kept_tokens: a number, or int32 [B] on the cache's device. By default all pending tokens are kept. Numbers of a
+            tensor outside of 0 to `pending` raise an error on a CPU, and are clamped on a GPU.
         """
         pending = self.pending
         if isinstance(kept_tokens, Tensor):

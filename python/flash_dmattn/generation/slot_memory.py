@@ -14,6 +14,7 @@ from .._core import ops
 from .._core.checks import check_count, check_head_dim, check_tensor, resolve_backend
 from .._core.kv_checks import (
     as_row_indices,
+    check_counts,
     check_head_windows,
     check_not_expanded,
     check_rows_differ,
@@ -321,6 +322,7 @@ class SlotMemory:
                     f"state: got {name} of shape {tuple(state[name].shape)}, expected {tuple(array.shape)}"
                 )
         check_slots(self.places, state["pending"], self.k.shape[2])
+        check_counts(state["counts"], "state['counts']", self.places)
         for name in _ARRAYS:
             getattr(self, name).copy_(state[name])
         self.pending, self.is_empty = state["pending"], state.get("is_empty", False)

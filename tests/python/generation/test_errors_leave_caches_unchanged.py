@@ -165,6 +165,9 @@ def test_bad_chunk_row_or_state_leaves_cache_unchanged():
         ),
         "state['seen']: got list": lambda: cache.load_state_dict(state | {"seen": [1, 2]}),
         "pending: got 4, expected at most 3": lambda: cache.load_state_dict(state | {"pending": 4}),
+        "state['counts']: got 9 to 9 taken slots of a head, expected 0 to 4": lambda: (
+            cache.load_state_dict(state | {"counts": torch.full_like(cache.counts, 9)})
+        ),
     }.items():
         with unchanged(cache, message):
             call()

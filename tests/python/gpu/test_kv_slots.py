@@ -63,6 +63,26 @@ def test_scores_mask_by_the_rule_of_float32(dtype):
         check_with_kvcache(stream, (1, 1, 9, 1, 13, 1, 1, 3), "all keys", "by token")
 
 
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("number", [-(2**31), -1, 10**6, 2**31 - 1])
+def test_lengths_and_kept_tokens_out_of_range_are_clamped(number, rule):
+    """The host does not read them."""
+    stream = Stream(16, 6, dtype=torch.bfloat16, device=DEVICE, rule=rule)
+
+    def filled(length, kept):
+        cache = stream.slots(chunk=4)
+        lengths, kept = (
+            torch.full((2,), n, dtype=torch.int32, device=DEVICE) for n in (length, kept)
+        )
+        cache.fill(*stream.tokens(0, 12), lengths=lengths)
+        cache.append(*stream.tokens(12, 16))
+        cache.commit(kept)
+        return cache.tensors
+
+    expected = filled(0, 0) if number < 0 else filled(12, 4)
+    assert all(map(torch.equal, filled(number, number), expected))
+
+
 WINDOWS = (65, 100, 192, 300)
 RULES_OF_MANY_SLOTS = (
     *RULES[:3],
