@@ -33,9 +33,9 @@ void step(const KvSizes& sizes, Caches& caches, Random& random, ScoreUse use, do
   const KvCacheShape& s = sizes.shape;
   const std::int64_t heads_q = s.heads_kv * sizes.group;
   const auto element = element_of(s.dtype);
-  Tensor out("out", element, {s.batch, 1, heads_q, s.head_dim});
+  Tensor out("out", element, {s.batch, 1, heads_q, value_dim_of(s)});
   Tensor lse("lse", Element::f32, {1, s.batch, heads_q, 1});
-  Tensor got_out("out", element, {s.batch, 1, heads_q, s.head_dim});
+  Tensor got_out("out", element, {s.batch, 1, heads_q, value_dim_of(s)});
   Tensor got_lse("lse", Element::f32, {1, s.batch, heads_q, 1});
   DeviceTensor device_out(got_out);
   DeviceTensor device_lse(got_lse);
@@ -108,8 +108,8 @@ TEST_P(CudaKvSteps, CapturedStepsEqualSteps) {
 
   Tokens tokens(sizes, 1, random, true);
   const std::int64_t heads_q = s.heads_kv * sizes.group;
-  Tensor out("out", element_of(s.dtype), {s.batch, 1, heads_q, s.head_dim});
-  Tensor graph_out("out", element_of(s.dtype), {s.batch, 1, heads_q, s.head_dim});
+  Tensor out("out", element_of(s.dtype), {s.batch, 1, heads_q, value_dim_of(s)});
+  Tensor graph_out("out", element_of(s.dtype), {s.batch, 1, heads_q, value_dim_of(s)});
   DeviceTensor device_out(out);
   DeviceTensor device_graph_out(graph_out);
   DeviceBuffer lse(static_cast<std::size_t>(s.batch * heads_q) * 4);

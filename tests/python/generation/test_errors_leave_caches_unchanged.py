@@ -29,6 +29,8 @@ def filled(chunk=CHUNK):
         ("keep_window_size: got -1", {"keep_window_size": -1}),
         ("batch: got 1.5", {"batch": 1.5}),
         ("chunk: got -2", {"chunk": -2}),
+        ("value_dim: got 9, expected 1 to 8, the head_dim", {"value_dim": 9}),
+        ("value_dim: got 0", {"value_dim": 0}),
         ("dtype: got torch.float64", {"dtype": torch.float64}),
         ("backend: got 'triton', which has no KV cache", {"backend": "triton"}),
         ("backend: got 'flex', which has no KV cache", {"backend": "flex"}),
@@ -45,6 +47,7 @@ def test_bad_kv_slots_size_raises(message, options):
     [
         ("dtype: got torch.float32 on cuda:0, expected bfloat16 or float16", {}),
         ("head_dim: got 12 on cuda:0, expected a multiple of 8", {"dtype": torch.float16, "head_dim": 12}),
+        ("value_dim: got 4 on cuda:0, expected a multiple of 8", {"dtype": torch.float16, "value_dim": 4}),
         (
             "keep_window_size: got 129 sizes on cuda:0, expected at most 128 there",
             {"dtype": torch.float16, "heads_kv": 129, "keep_window_size": range(129)},
@@ -143,6 +146,9 @@ def test_bad_chunk_row_or_state_leaves_cache_unchanged():
         "snapshot: got keep_window_size 5": lambda: cache.restore(other),
         "snapshot: got head_dim 16, expected 8": lambda: cache.restore(
             KVSlots(B, HKV, WINDOW, 2 * D)
+        ),
+        "snapshot: got value_dim 4, expected 8": lambda: cache.restore(
+            KVSlots(B, HKV, WINDOW, D, value_dim=4)
         ),
         "snapshot: got heads_kv 1, expected 2": lambda: cache.restore(KVSlots(B, 1, WINDOW, D)),
         "snapshot: got torch.bfloat16, expected torch.float32": lambda: cache.restore(

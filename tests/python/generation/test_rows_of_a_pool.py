@@ -22,7 +22,11 @@ CPU = Place()
 
 @pytest.mark.parametrize(
     "place",
-    [Place("cpu"), Place("cpu", dtype=torch.bfloat16), Place("reference")],
+    [
+        Place("cpu"),
+        Place("cpu", dtype=torch.bfloat16, value_dim=5),
+        Place("reference", value_dim=3),
+    ],
     ids=["cpu", "cpu-bf16", "reference"],
 )
 @pytest.mark.parametrize("rule", RULES, ids=["window", "rule", "large"])

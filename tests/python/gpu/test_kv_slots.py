@@ -37,8 +37,8 @@ def drawn(seed, length, device=DEVICE):
     window = draw.randint(1, 12)
     return Stream(
         length, draw.choice((window, window, (window, window // 2))), kind=draw.choice(KINDS),
-        padding=draw.choice(PADDINGS), head_dim=draw.choice((8, 16)), dtype=draw.choice(DTYPES), seed=seed,
-        device=device, rule=draw.choice(RULES), **draw.choice(NUMERICS),
+        padding=draw.choice(PADDINGS), head_dim=16, value_dim=draw.choice((8, 16)), dtype=draw.choice(DTYPES),
+        seed=seed, device=device, rule=draw.choice(RULES), **draw.choice(NUMERICS),
     )  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def drawn_with_many_slots(seed, length, window, head_dim, **options):
     draw = random.Random(seed)
     return Stream(
         length, window, kind=draw.choice(("normal", "ties", "nan")), padding=draw.choice(PADDINGS),
-        group=draw.choice((1, 2, 4)), head_dim=head_dim, dtype=draw.choice(DTYPES), seed=seed,
+        group=draw.choice((1, 2, 4)), head_dim=head_dim, value_dim=draw.choice((head_dim, head_dim // 2)), dtype=draw.choice(DTYPES), seed=seed,
         device=DEVICE, rule=draw.choice(RULES_OF_MANY_SLOTS), **draw.choice(NUMERICS), **options,
     )  # fmt: skip
 
@@ -119,7 +119,7 @@ def test_any_split_with_many_slots_equals_cpu(first, head_dim):
         check_split(drawn_with_many_slots(seed, length, window, head_dim), prefill, pieces)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_split_over_more_than_a_cluster_equals_cpu(head_dim):
     """A second kernel adds their sums and finds the victim among theirs."""
     for seed, prefill in enumerate((4090, 4110, 4200)):
