@@ -12,6 +12,7 @@ namespace flash_dmattn::cuda {
 // The rows of a cache in its arrays (CacheRows).
 struct RowIndex {
   const std::int32_t* index = nullptr;  // null: row b is row b
+  std::int64_t index_stride = 1;
   std::int64_t count = 0;
   std::int64_t slot_stride = 0;
   std::int64_t count_stride = 0;
@@ -20,6 +21,7 @@ struct RowIndex {
   RowIndex() = default;
   explicit RowIndex(const CacheRows& rows)
       : index(rows.index),
+        index_stride(rows.index_stride),
         count(rows.count),
         slot_stride(rows.slot_stride),
         count_stride(rows.count_stride),
@@ -28,7 +30,7 @@ struct RowIndex {
   // The row of the arrays for row b of the call, or -1.
   __device__ int operator()(int b) const {
     if (index == nullptr) return b;
-    const std::int32_t row = __ldg(index + b);
+    const std::int32_t row = __ldg(index + b * index_stride);
     return 0 <= row && row < count ? row : -1;
   }
 };

@@ -60,12 +60,20 @@ struct TokenScores {
   }
 };
 
-// Copies rows in units of 16 bytes if all rows of a call are aligned to 16 bytes, otherwise in units of an element.
+// Copies rows of k and v in units of 16 bytes if all rows of a call are aligned to 16 bytes, otherwise in units of an
+// element.
 struct RowCopy {
   int unit = 2;
-  int units = 0;  // units of a row
+  int units = 0;        // of a row of k, which has at least as many as one of v
+  int value_units = 0;  // of a row of v
 
-  __device__ void operator()(std::byte* to, const std::byte* from, int i) const {
+  __device__ void k(std::byte* to, const std::byte* from, int i) const { copy(to, from, i); }
+  __device__ void v(std::byte* to, const std::byte* from, int i) const {
+    if (i < value_units) copy(to, from, i);
+  }
+
+ private:
+  __device__ void copy(std::byte* to, const std::byte* from, int i) const {
     if (unit == 16) {
       reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
     } else {

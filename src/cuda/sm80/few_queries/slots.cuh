@@ -117,7 +117,8 @@ class TokenRows {
  public:
   __device__ TokenRows(const StepParams& p, const GroupRows& rows)
       : is_value_(rank() >= Tile::chunks), chunk_(rank() % Tile::chunks) {
-    exists_ = rank() < 2 * Tile::chunks && chunk_ < p.shape.head_dim / 8;
+    const int columns = is_value_ ? p.shape.value_dim : p.shape.head_dim;
+    exists_ = rank() < 2 * Tile::chunks && chunk_ < columns / 8;
     const InputRows& from = is_value_ ? p.new_v : p.new_k;
     from_ = from.data + rows.batch * from.batch + rows.kv_head * from.head + chunk_ * 16;
     aligned_ = from.aligned;
