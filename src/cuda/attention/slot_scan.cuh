@@ -6,7 +6,7 @@
 #include "cuda/primitives/math.cuh"
 #include "cuda/primitives/warp.cuh"
 
-// Finds, while the slots of a KV cache are read, what its next step has to know of them.
+// Collects victim, free slot and leaving key for the next step of a KV cache while its slots are read.
 namespace flash_dmattn::cuda {
 
 // The rows of a cache in its arrays (CacheRows).
@@ -56,7 +56,7 @@ struct CacheRule {
   }
 };
 
-// The victim, the first slot without a key, and the key that is recent for the last time, among some slots of a head.
+// The victim, the first slot without a key, and the leaving key (the oldest recent one), among some slots of a head.
 struct SlotScan {
   float victim_score;
   std::int32_t victim_position;
@@ -68,9 +68,8 @@ struct SlotScan {
   // The positions that matter after `tokens` tokens of the row.
   struct Sought {
     std::int32_t sinks;
-    std::int32_t end;  // keys compete at the positions before it
-    std::int32_t
-        leaving;  // the position of the key that is recent for the last time, negative if there is none
+    std::int32_t end;      // keys compete at the positions before it
+    std::int32_t leaving;  // the position of the oldest recent key, negative if there is none
 
     __device__ Sought(const HeadRule& rule, std::int32_t tokens)
         : sinks(rule.sinks),

@@ -5,9 +5,10 @@
 #include "cuda/kv_cache/slots.cuh"
 #include "cuda/primitives/integers.h"
 
-// Pending tokens under a rule. A key is beaten from the first token on at which w better keys compete. The number of keys
-// that beat it only grows, so each key can be compared with all others in any order. Rows are dense, numbered by
-// (batch, kv head).
+// Finds the intervals of pending tokens under a rule, and the keys that stay when they are committed.
+//
+// A key is evicted by the first token after which w better keys compete. The number of keys that beat it only grows, so
+// each key can be compared with all others in any order. Rows are dense, numbered by (batch, kv head).
 namespace flash_dmattn::cuda::kv {
 
 inline constexpr std::int32_t never = 0x7fffffff;

@@ -74,7 +74,7 @@ struct RowCopy {
   }
 };
 
-// Finds what the next step has to know of the slots from `first` on that have been taken; the result is in thread 0.
+// Collects victim, free slot and leaving key among the taken slots from `first` on. The result is in thread 0.
 template <int Threads>
 struct BlockScan {
   struct Storage {
