@@ -55,19 +55,6 @@ plan-demo:
 	@echo "make demo: sets up .venv (torch, the CPU library; CUDA kernels where there is a GPU), trains, writes text, measures and draws."
 	@echo "It takes 8 to 12 minutes on two cores the first time, of which it trains 150 s at most, and twenty more for CUDA kernels."
 
-SEEDS ?= 0 1 2
-
-.PHONY: evidence
-EVIDENCE ?= small
-DISTIL_small = --pretraining-steps 1200 --steps 120 --parts 4 8 16 --tests 64
-RECALL_small = --kinds dense scores window --parts 8 16 --no-same-words
-evidence: $(STAMPS)/package $(STAMPS)/test ## the quality of learned scores against the budget of keys, in build/evidence (SEEDS="0 1 2", 15 core-minutes; EVIDENCE=full, 60)
-	for seed in $(SEEDS); do \
-	  PYTHONPATH=examples $(BIN)/python -m learned_scores.distil --seed $$seed --output build/evidence/seed$$seed \
-	    --recipes learned without_budget hard_from_the_first $(DISTIL_$(EVIDENCE)); done
-	PYTHONPATH=examples $(BIN)/python -m learned_scores.recall --seeds $(SEEDS) --output build/evidence/recall.json $(RECALL_$(EVIDENCE))
-	PYTHONPATH=examples $(BIN)/python -m learned_scores.pictures build/evidence
-
 .PHONY: docs
 docs: $(STAMPS)/tools $(STAMPS)/docs ## build the site of the documents into build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict  # not --quiet, under which a warning is no error

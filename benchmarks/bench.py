@@ -23,28 +23,35 @@ _SIDES = dict.fromkeys((*sides.NAMES, *(s for _, names in cases.MODULES.values()
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures the cases. Prints each row and adds it to the record as soon as it is measured.
+    """Measures the cases. Prints each row and adds it to the record as soon as it is measured. Rows of other cases that the record
+    has for this machine and commit stay.
 
     Returns 1 if there is no row, or if an error of ours prevented one.
     """
     if options.threads:
         torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    measured, status = {"rows": []}, 0
+    rows, earlier, status = [], [], 0
+    head = machine.head_of_record(options.device, options.commit)
+    if options.json and options.json.exists():
+        before = record.read(options.json)
+        is_same = all(before[field] == head[field] for field in ("machine", "commit"))
+        earlier = before["rows"] if is_same else []
     for row in _rows(options):
         if isinstance(row, cases.Failure):
             print(row, flush=True)
-            is_rival = row.side in sides.RIVALS or row.side in ("eager", "efficient")
+            is_rival = row.side in sides.RIVALS or row.side.startswith(("eager", "sdpa"))
             status = status if sides.is_reason(row.error, is_rival) else 1
             continue
         rates = [f"{way} {x:.4g} TFLOP/s" for way, x in case.useful_tflops(row).items()]
         print(", ".join([record.format_row(row), *rates]), flush=True)
-        measured["rows"].append(row)
-        measured = machine.head_of_record(options.device, options.commit) | measured
+        rows.append(row)
+        kept = [one for one in earlier if one["case"] not in {row["case"] for row in rows}]
         if options.json:
-            record.write(options.json, measured)
+            versions = {"versions": machine.versions()}  # of rivals that are imported by now
+            record.write(options.json, head | versions | {"rows": kept + rows})
     is_first_rank = not (torch.distributed.is_initialized() and torch.distributed.get_rank())
-    return status if measured["rows"] or not is_first_rank else 1
+    return status if rows or not is_first_rank else 1
 
 
 def _rows(options: argparse.Namespace) -> Iterator[dict | cases.Failure]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import re
 import shlex
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -20,11 +21,6 @@ BENCHMARKS = Path(__file__).parents[1]
 PACKAGES = {
     "transformers": "transformers", "triton": "triton", "fa3_fwd_interface": "fa3-fwd", "flash_attn.cute": "flash-attn-4",
 }  # fmt: skip
-# These variables choose kernels or add work to them.
-SETTINGS = (
-    "FLASH_DMATTN_CHECK_FINITE", "FLASH_DMATTN_MAX_ISA", "FLASH_DMATTN_CUDA_FAMILY", "FLASH_DMATTN_MAX_SHARED_KB",
-    "FLASH_DMATTN_CUDA_NO_OVERLAP",
-)  # fmt: skip
 
 
 def head_of_record(device: str, commit: str | None) -> dict:
@@ -33,7 +29,7 @@ def head_of_record(device: str, commit: str | None) -> dict:
         "machine": machine_name(device),
         "date": f"{datetime.date.today():%Y-%m-%d}",
         "commit": commit or _commit_of_git(),
-        "versions": _versions(),
+        "versions": versions(),
         "command": _command(),
     }
 
@@ -50,35 +46,32 @@ def machine_name(device: str) -> str:
 
 
 def _commit_of_git() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=BENCHMARKS)
-    return done.stdout.strip() or "unknown"
+    command = "git describe --always --dirty --abbrev=12 '--exclude=*' || echo unknown"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=BENCHMARKS)
+    return done.stdout.strip()
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     # torch.__version__ names its CUDA build; the version in torch's package metadata does not.
-    loaded = {package for module, package in PACKAGES.items() if module in sys.modules}
-    return {"torch": str(torch.__version__)} | {package: version(package) for package in loaded}
+    loaded = {"torch": str(torch.__version__)}
+    for module, package in PACKAGES.items():
+        if module in sys.modules:
+            with contextlib.suppress(PackageNotFoundError):
+                loaded[package] = version(package)
+    return loaded
 
 
 def _command() -> str:
-    settings = [
-        f"{name}={shlex.quote(os.environ[name])}" for name in SETTINGS if name in os.environ
-    ]
+    # These variables choose kernels or add work to them.
+    names = sorted(n for n in os.environ if re.match("FLASH_DMATTN_(?!LIBRARY)", n))
+    settings = [f"{name}={shlex.quote(os.environ[name])}" for name in names]
     return " ".join([*settings, "benchmarks/bench.py", shlex.join(sys.argv[1:])])
-
-
-def last_level_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Returns the size in bytes of the CPU's last-level cache, or 0 if Linux does not report it."""
-    levels = {
-        int((index / "level").read_text()): (index / "size").read_text()
-        for index in folder.glob("index*")
-    }
-    return int(levels[max(levels)].strip().removesuffix("K")) << 10 if levels else 0
 
 
 def working_set() -> int:
     """Returns the bytes that a benchmark has to read to evict what it read first from the CPU's caches: four times the last-level
     cache, at least 256 MiB, at most a quarter of the available memory."""
+    caches = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    largest = max((int(size.read_text().strip().removesuffix("K")) << 10 for size in caches), default=0)  # fmt: skip
     available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    return min(max(4 * last_level_cache(), 256 << 20), (int(available[1]) << 10) // 4)
+    return min(max(4 * largest, 256 << 20), (int(available[1]) << 10) // 4)

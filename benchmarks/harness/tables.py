@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 from .case import Case, useful_tflops
@@ -25,7 +24,6 @@ KINDS = {
 README_CASES = {
     "dense causal B1 H8 N4096 D128",
     "per_query B1 H8 N8192 D64 w1024",
-    "per_query B1 H8 N16384 D64 w1024",
     "dense causal B1 H16 N8192 D128",
     "dense causal B1 H16 N32768 D128",
     "dense causal B1 H16 N32768 D64",
@@ -33,7 +31,6 @@ README_CASES = {
     "per_query B1 H16 Hkv8 N32768 D128 w2048",
     "per_query B2 H32 N4096 D128 w2048",
     "sliding B1 H16 Hkv8 N32768 D128 w2048",
-    "dense_masks B1 H8 N4096 D128 w2048",
 }
 
 
@@ -125,8 +122,10 @@ def with_tables(document: Path, tables: dict[str, str]) -> str:
     """Returns the document's text with each table between the markers of its name."""
     text = document.read_text()
     for name, table in tables.items():
-        marked = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        text = marked.sub(lambda match, table=table: match[1] + table + match[2], text)
+        before, marker, rest = text.partition(f"<!-- {name} -->\n")
+        text = (
+            before + marker + table.rstrip() + "\n<!-- end -->" + rest.partition("<!-- end -->")[2]
+        )
     return text
 
 

@@ -9,7 +9,7 @@ from .. import record
 
 # {module: (its cases besides those of attention, its sides)}. A module is imported only for its cases, which may need transformers.
 MODULES = {
-    "decode": (("decode",), ("ours", "rows", "sdpa", "fa2", "cudnn", "efficient")),
+    "decode": (("decode",), ("ours", "rows", "sdpa", "fa2", "cudnn")),
     "token": (("token",), ("ours", "ours_compiled", "sdpa_compiled", "eager")),
     "host": (("host",), ("ours", "sdpa")),
     "training_step": (

@@ -71,16 +71,16 @@ def measure_rows(names: list[str], options: argparse.Namespace) -> Iterator[dict
 
 def _draw(case: Case, dtype: str, device: torch.device, ranks: int) -> list[Tensor]:
     """Returns q, k, v and scores as leaves, and dout, of this rank's piece of the sequence."""
-    n, batch = case.seqlen // ranks, case.batch
+    n = case.seqlen // ranks
     generator = torch.Generator(device).manual_seed(dist.get_rank())
 
     def normal(*shape, dtype=dtype):
         drawn = torch.randn(shape, generator=generator, device=device)
         return drawn.to(getattr(torch, dtype))
 
-    q, dout = (normal(batch, n, case.heads_q, case.head_dim) for _ in range(2))
-    k, v = (normal(batch, n, case.heads_kv, case.head_dim) for _ in range(2))
-    scores = normal(batch, case.heads_kv, n, dtype="float32")
+    q, dout = (normal(1, n, case.heads_q, case.head_dim) for _ in range(2))
+    k, v = (normal(1, n, case.heads_kv, case.head_dim) for _ in range(2))
+    scores = normal(1, case.heads_kv, n, dtype="float32")
     return [*(t.requires_grad_() for t in (q, k, v, scores)), dout]
 
 

@@ -31,7 +31,6 @@ POOL = 2  # states per sequence in the pool of the side "rows"
 _SDPA = {
     "fa2": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 
 
@@ -131,7 +130,8 @@ def _slots(
     """
     pool = states * case.batch
     sizes = (pool, case.heads_kv, case.keys - case.recent, case.head_dim)
-    cache = KVSlots(*sizes, recent_window=case.recent, dtype=dtype, device=device)
+    rule = {"recent_window": case.recent, "recent_competes": True}
+    cache = KVSlots(*sizes, **rule, dtype=dtype, device=device)
     length = case.keys + 2 * case.recent  # so that all slots are taken
     prompt = (pool, length, case.heads_kv, case.head_dim)
     scores = torch.randn(pool, case.heads_kv, length, device=device)

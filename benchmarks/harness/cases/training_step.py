@@ -92,12 +92,8 @@ def _steps_of_llama(options: argparse.Namespace) -> Iterator[dict]:
             for side in (*_ALL_KEYS[device], "soft", "hard")
         }
         config = model.config
-        case = f"scored step N{length}, Llama L{config.num_hidden_layers} hidden {config.hidden_size} {_rule_title()}"
+        case = f"scored step N{length}, Llama L{config.num_hidden_layers} hidden {config.hidden_size} w1024 recent 256 sinks 4"
         yield from measure_sides(case, models.DTYPES[device], sides, options.side)
-
-
-def _rule_title() -> str:
-    return f"w{RULE['keep_window_size']} recent {RULE['recent_window']} sinks {RULE['sink_tokens']}"
 
 
 def _numbers_of_llama(model, ids: Tensor, side: str) -> Numbers:

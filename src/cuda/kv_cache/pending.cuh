@@ -17,7 +17,7 @@ inline constexpr std::int32_t never = 0x7fffffff;
 enum class Fate : std::uint8_t {
   gone,
   stays,
-  stays_unchosen,  // and competes no more
+  stops_competing,  // and stays
 };
 
 struct PendingParams {
@@ -238,7 +238,7 @@ struct FindFatesKernel {
                                bool is_unchosen, int kept) {
     if (p.fates != nullptr) {
       p.fates[at] = end < kept || end < 0 ? Fate::gone
-                    : is_unchosen         ? Fate::stays_unchosen
+                    : is_unchosen         ? Fate::stops_competing
                                           : Fate::stays;
     }
     if (p.intervals == nullptr) return;
@@ -308,7 +308,7 @@ struct CommitKernel {
 
  private:
   static __device__ std::int32_t entry_after(std::int32_t entry, Fate fate) {
-    return fate == Fate::gone ? no_key : fate == Fate::stays_unchosen ? ~entry : entry;
+    return fate == Fate::gone ? no_key : fate == Fate::stops_competing ? ~entry : entry;
   }
 
   // Finds the first slots without a key, at most as many as tokens are pending.

@@ -51,6 +51,15 @@ def test_attention_has_a_row_for_each_case_and_side(capsys, tmp_path):
     assert "per_query B1 H8 N96 D64 w16" in printed and "TFLOP/s" in printed
 
 
+def test_record_keeps_the_rows_of_other_cases_of_its_commit(tmp_path):
+    options = ["--side", "cpu", "--window", "16", "--length", "64", "--dtype", "float32", "--repeats", "1"]  # fmt: skip
+    for names in (["dense"], ["sliding"], ["sliding"]):
+        rows = run(tmp_path, "--case", *names, *options)
+    assert [row["case"].split(" B")[0] for row in rows] == [DENSE, "sliding"]
+    rows = run(tmp_path, "--case", "dense", *options, "--commit", "7654321")
+    assert [row["case"].split(" B")[0] for row in rows] == [DENSE]
+
+
 def test_two_records_are_compared_by_their_rows(capsys, tmp_path):
     paths = [tmp_path / name for name in ("before.json", "after.json")]
     for path, ms in zip(paths, (2.0, 1.0), strict=True):

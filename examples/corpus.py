@@ -44,9 +44,3 @@ def random_batch(
     """Returns sequences that begin at random places: uint8 [bytes] -> int64 [batch_size, context]."""
     starts = torch.randint(len(text) - context + 1, (batch_size,), generator=generator)
     return torch.stack([text[start : start + context] for start in starts.tolist()]).long()
-
-
-def even_batch(text: torch.Tensor, batch_size: int, context: int) -> torch.Tensor:
-    """Returns the same sequences at every call, spread evenly over the text: int64 [batch_size, context]."""
-    starts = torch.linspace(0, len(text) - context, batch_size).long()
-    return torch.stack([text[start : start + context] for start in starts.tolist()]).long()

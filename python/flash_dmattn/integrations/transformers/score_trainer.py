@@ -1,4 +1,4 @@
-"""Trains learned scores with transformers' Trainer, on one device or with DDP or FSDP2."""
+"""Trains learned scores with transformers' Trainer, on one device or with DDP or FSDP2. Needs accelerate."""
 
 from __future__ import annotations
 
@@ -9,18 +9,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Trainer
 
-from flash_dmattn.integrations.transformers import set_score_phase
+from .learned_scores.add import set_score_phase
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """The phases of a training, as shares of its steps."""
+class ScoreSchedule:
+    """The phases of a training and its budget term.
 
-    soft: float = 0.75  # share of steps in the soft phase; the rest is hard
-    narrowing: float = 0.5  # share of steps over which the budget's target falls from 1
-    share: float = 0.125  # target share of old keys that gates keep at the end
-    weight: float = 4.0  # weight of the budget's term in the loss
-    temperature: float | None = 0.1  # of stochastic gates; None: plain gates
+    soft: the share of steps in the soft phase; the rest is hard.
+    narrowing: the share of steps over which the budget's target falls from 1.
+    share: the target share of old keys that gates keep at the end.
+    weight: of the budget term in the loss.
+    temperature: of `stochastic_gates` in the soft phase; None: gates are not sampled.
+    """
+
+    soft: float = 0.75
+    narrowing: float = 0.5
+    share: float = 0.125
+    weight: float = 4.0
+    temperature: float | None = 0.1
 
     def phase(self, progress: float) -> str:
         return "soft" if progress < self.soft else "hard"
@@ -29,33 +36,28 @@ class Schedule:
         return self.share ** min(1.0, progress / self.narrowing)
 
 
-RECIPES = {
-    "learned": Schedule(),
-    "without_budget": Schedule(weight=0.0),  # no term asks a gate to close
-    "without_noise": Schedule(temperature=None),
-    "hard_from_the_first": Schedule(soft=0.0),
-    "soft_to_the_last": Schedule(soft=1.0),
-}
-
-
 class ScoreTrainer(Trainer):
-    """Trains the scores of a model by the model without them, or the whole model by its own loss.
+    """Trains the scores that `add_learned_scores` added, against the model without them, or the whole model by its own loss.
 
-    schedule: of phases and budget. distils: whether the loss is the divergence from the model with its scores off; else it
-        is the model's own, for `labels`. The term of the budget is added to either in the soft phase.
+    schedule: the phases and the budget term, which closes gates until `share` of the old keys is kept. Without it no
+        gate closes.
+    distils: whether the loss is the divergence from the model with its scores off, for a frozen base (see
+        `freeze_all_but_scores`). False: the model's own loss, for `labels`.
+    Other arguments are those of transformers' Trainer. Reentrant checkpointing is refused: the budget term would have no
+    gradient.
     """
 
-    def __init__(self, *args, schedule: Schedule, distils: bool = True, **kwargs):
+    def __init__(self, *args, schedule: ScoreSchedule, distils: bool = True, **kwargs):
         super().__init__(*args, **kwargs)
         self.schedule, self.distils = schedule, distils
         self.model_accepts_loss_kwargs = False  # losses are means, which accumulated steps divide
         checkpointing = self.args.gradient_checkpointing_kwargs or {}
         if self.args.gradient_checkpointing and checkpointing.get("use_reentrant"):
             raise ValueError(
-                "gradient_checkpointing_kwargs: got use_reentrant=True, expected False: the term of the budget would have no gradient"
+                "gradient_checkpointing_kwargs: got use_reentrant=True, expected False: the budget term would have no gradient"
             )
-        self.watched: WatchedScores | None = None  # scores of the last step
-        self.parts: dict[str, float] = {}  # parts of the last step's loss, for the log
+        self._watched: _WatchedScores | None = None  # scores of the last step
+        self._parts: dict[str, float] = {}  # parts of the last step's loss, for the log
 
     def compute_loss(
         self, model, inputs, return_outputs=False, num_items_in_batch=None
@@ -63,26 +65,24 @@ class ScoreTrainer(Trainer):
         base = self.accelerator.unwrap_model(model)
         progress = self.state.global_step / max(1, self.state.max_steps)
         phase = self.schedule.phase(progress)
-        teacher = None
+        unlabelled = {name: value for name, value in inputs.items() if name != "labels"}
         if self.distils:
             with torch.no_grad():
                 set_score_phase(base, "off")
-                teacher = model(**without_labels(inputs)).logits
+                teacher = model(**unlabelled).logits
         set_score_phase(base, phase)
-        window = rule_of(base).recent_window
         self._watch(base, self.schedule.temperature if phase == "soft" else None)
+        outputs = model(**(unlabelled if self.distils else inputs))
+        loss = outputs.loss
         if self.distils:
-            outputs = model(**without_labels(inputs))
             loss = divergence(outputs.logits, teacher, inputs.get("attention_mask"))
-        else:
-            outputs = model(**inputs)
-            loss = outputs.loss
-        scores = self.watched.end_forward()
-        self.parts = {"own_loss": loss.item(), "hard": float(phase == "hard")}
+        scores = self._watched.end_forward()
+        self._parts = {"own_loss": loss.item(), "hard": float(phase == "hard")}
         if phase == "soft":
-            share = share_of_old_keys(scores, window)
+            rule = next(m.score_rule for m in base.modules() if hasattr(m, "score_rule"))
+            share = _share_of_old_keys(scores, rule.recent_window)
             over = (share - self.schedule.target(progress)).clamp(min=0)
-            self.parts["kept_share"] = share.mean().item()
+            self._parts["kept_share"] = share.mean().item()
             loss = loss + self.schedule.weight * over.square().mean()
         if not model.training:  # there is no backward pass
             self._watch(None)
@@ -90,9 +90,9 @@ class ScoreTrainer(Trainer):
 
     def _watch(self, model: nn.Module | None, temperature: float | None = None) -> None:
         """Watches the scores of a model until the next call, because checkpointed layers run again in the backward pass."""
-        if self.watched is not None:
-            self.watched.remove()
-        self.watched = None if model is None else WatchedScores(model, temperature)
+        if self._watched is not None:
+            self._watched.remove()
+        self._watched = None if model is None else _WatchedScores(model, temperature)
 
     def train(self, *args, **kwargs):
         try:
@@ -101,16 +101,13 @@ class ScoreTrainer(Trainer):
             self._watch(None)
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
-        super().log({**logs, **self.parts}, *args, **kwargs)
+        super().log({**logs, **self._parts}, *args, **kwargs)
 
 
 def freeze_all_but_scores(model: nn.Module) -> None:
+    """Makes the scores' parameters the only ones that require a gradient."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".scorer." in name)
-
-
-def without_labels(inputs: dict) -> dict:
-    return {name: value for name, value in inputs.items() if name != "labels"}
 
 
 def divergence(student: Tensor, teacher: Tensor, mask: Tensor | None) -> Tensor:
@@ -123,7 +120,21 @@ def divergence(student: Tensor, teacher: Tensor, mask: Tensor | None) -> Tensor:
     return each.mean() if mask is None else (each * mask).sum() / mask.sum()
 
 
-class WatchedScores:
+def stochastic_gates(scores: Tensor, temperature: float) -> Tensor:
+    """Samples log gates: log sigmoid(z) -> log sigmoid((z + noise) / temperature). A gate is open with probability sigmoid(z).
+
+    If a key's attention score is much larger than the others, a gate of 0.1 hardly changes the result, so that closing it
+    would cost nothing and its score would learn nothing. At a low temperature a closed gate removes the key, as the hard
+    phase does (the concrete distribution, arXiv 1611.00712).
+
+    scores: log gates, at most 0, of any shape.
+    """
+    logits = scores - torch.log(-torch.expm1(scores.clamp(max=-1e-6)))
+    uniform = torch.rand_like(scores).clamp(1e-6, 1 - 1e-6)
+    return F.logsigmoid((logits + uniform.logit()) / temperature)
+
+
+class _WatchedScores:
     """Records the scores [B, Hkv, S] of a model's layers in a forward pass.
 
     temperature: if given, layers get `stochastic_gates` instead of their scores, in every run until `remove`.
@@ -151,25 +162,9 @@ class WatchedScores:
         self.scores = []
 
 
-def stochastic_gates(scores: Tensor, temperature: float) -> Tensor:
-    """Samples log gates: log sigmoid(z) -> log sigmoid((z + noise) / temperature). A gate is open with probability sigmoid(z).
-
-    If a key's attention score is much larger than the others, a gate of 0.1 hardly changes the result, so that closing it
-    would cost nothing and its score would learn nothing. At a low temperature a closed gate removes the key, as the hard
-    phase does (the concrete distribution, arXiv 1611.00712).
-    """
-    logits = scores - torch.log(-torch.expm1(scores.clamp(max=-1e-6)))
-    uniform = torch.rand_like(scores).clamp(1e-6, 1 - 1e-6)
-    return F.logsigmoid((logits + uniform.logit()) / temperature)
-
-
-def share_of_old_keys(scores: list[Tensor], recent_window: int) -> Tensor:
+def _share_of_old_keys(scores: list[Tensor], recent_window: int) -> Tensor:
     """Returns the mean gate of the keys that become old, [layers, Hkv]."""
     ends = [layer.shape[2] - recent_window for layer in scores]
     return torch.stack(
         [layer[..., :end].exp().mean((0, 2)) for layer, end in zip(scores, ends, strict=True)]
     )
-
-
-def rule_of(model: nn.Module):
-    return next(m.score_rule for m in model.modules() if hasattr(m, "score_rule"))
