@@ -202,10 +202,11 @@ def _flex(inputs: Inputs) -> Step:
             shown = shown & (first[b, h // group, j] <= i) & (i < last[b, h // group, j])
         return shown
 
+    added = bias[0] if bias else None
+
     def add_bias(score, b, h, i, j):
-        if case.kind == DENSE_MASKS:
-            return score + bias[0][b, h // group, i, j]
-        return score + bias[0][b, h // group, j]
+        at = (b, h // group, i, j) if case.kind == DENSE_MASKS else (b, h // group, j)
+        return score + added[at]
 
     make_mask = torch.compile(create_block_mask)  # eager code would allocate N x N
     options = {
@@ -213,6 +214,11 @@ def _flex(inputs: Inputs) -> Step:
         "score_mod": add_bias if bias else None,
         "enable_gqa": group > 1,
     }
+    if (
+        mask is not None
+    ):  # with torch's number of stages, tiles of mask and bias exceed the shared memory
+        stages = {"bwd_num_stages": 1} | ({"fwd_num_stages": 2} if case.head_dim <= 64 else {})
+        options["kernel_options"] = stages
     attend = torch.compile(flex_attention, dynamic=False)
     dout, mask_bytes = inputs.dout.transpose(1, 2), inputs.bytes_of_elements()
     return Step(lambda: attend(q, k, v, **options), leaves, dout, mask_bytes)

@@ -1,9 +1,11 @@
 """Tests the rows of benchmarks/bench.py on a GPU, but never how fast anything is."""
 
 import pytest
+import torch
 
 import bench
-from harness import record
+from harness import record, sides
+from harness.case import DENSE, KINDS, Case
 from harness.cases import decode
 
 
@@ -17,3 +19,27 @@ def test_case_has_rows_on_a_gpu(case, monkeypatch, tmp_path):
     rows = record.read(file)["rows"]
     assert {row["side"] for row in rows} & {"ours", "cuda"}
     assert all(ms > 0 for row in rows for ms in row["ms"].values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rival", ["flex", "fa2", "cudnn"])
+def test_rival_gives_same_result(kind, rival, monkeypatch):
+    monkeypatch.setattr(sides, "RECENT", 48)
+    window = None if kind == DENSE else 64
+    case = Case(kind, 512, 64, window, heads_q=4, heads_kv=2 if rival == "flex" else 4)
+    inputs = sides.draw(case, torch.bfloat16, "cuda")
+    try:
+        step = sides.build(rival, inputs)
+    except sides.Declined:
+        pytest.skip(f"{rival} does not compute {kind}")
+    ours, theirs = sides.build("cuda", inputs), step
+    out, expected = ours.forward(), theirs.forward()
+    seen = torch.ones_like(out[..., 0], dtype=torch.bool)
+    if inputs.mask is not None:  # rows without keys
+        seen = inputs.mask.any(-1).repeat_interleave(case.heads_q // case.heads_kv, 1).mT
+    close = {"rtol": 3e-2, "atol": 3e-2}
+    torch.testing.assert_close(out[seen], expected.transpose(1, 2)[seen], **close)
+    if inputs.mask is None:
+        gradients = zip(ours.backward(out)[:3], theirs.backward(expected)[:3], strict=True)
+        for a, b in gradients:
+            torch.testing.assert_close(a.transpose(1, 2), b, rtol=5e-2, atol=5e-2)

@@ -123,6 +123,25 @@ def test_evaluation_leaves_gates_as_they_are(tmp_path):
     assert torch.equal(model(ids).logits, model(ids).logits)
 
 
+def test_budget_term_is_the_excess_of_open_gates_over_the_target(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+    from flash_dmattn.integrations.transformers import add_learned_scores
+    from flash_dmattn.integrations.transformers.score_trainer import ScoreSchedule, ScoreTrainer
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+    model = add_learned_scores(model, 4, recent_window=2).train()  # every gate is sigmoid(3)
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    schedule = ScoreSchedule(weight=4.0, share=0.25, temperature=None)
+    trainer = ScoreTrainer(model=model, args=arguments, schedule=schedule)
+    trainer.state.global_step, trainer.state.max_steps = 5, 10
+    loss = trainer.compute_loss(model, {"input_ids": torch.randint(32, (1, 16))})
+    excess = torch.tensor(3.0).sigmoid().item() - 0.25
+    assert loss.item() - trainer._parts["own_loss"] == pytest.approx(4 * excess**2, rel=1e-4)
+    trainer._watch(None)
+
+
 def test_divergence_is_that_of_distributions():
     from flash_dmattn.integrations.transformers.score_trainer import divergence
 
