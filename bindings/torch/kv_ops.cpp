@@ -16,9 +16,9 @@
 //   counts            int32 [B, Hkv, 8], the members of a SlotCount
 //   seen              int32 [B]
 //
-// Rows are dense, but may be any distance apart, except in kv_append, kv_pending_intervals and kv_commit. Where an operator
-// takes `rows`, int32 [B], the tensors may have any number of rows, and rows[b] is that for row b of its other arguments;
-// a negative one is none (CacheRows in kv_cache.h).
+// Rows are dense, but may be any distance apart, except in kv_append, kv_pending_intervals and kv_commit. If an operator
+// takes `rows`, int32 [B], row b of its other arguments belongs to row rows[b] of the cache. A negative number is no row
+// (CacheRows in kv_cache.h).
 //
 // The rule of a cache is two arguments: integers {sink_tokens, recent_window, recent_competes, windows...}, with one window
 // or one for each kv head, and score_threshold.

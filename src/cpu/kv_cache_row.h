@@ -94,7 +94,7 @@ struct CacheRow {
     count.victim_position = entries[slot];
   }
 
-  // Finds the first slot without a key and, after `tokens` tokens, the key that is recent for the last time.
+  // Finds the first slot without a key, and the oldest recent key after `tokens` tokens.
   void find_leaving(std::int32_t tokens) const {
     count.free = count.count;
     count.leaving = -1;

@@ -5,9 +5,10 @@
 #include "cuda/kv_cache/slots.cuh"
 #include "cuda/primitives/integers.h"
 
-// Pending tokens under a rule. A key is beaten from the first token on at which w better keys compete. The number of keys
-// that beat it only grows, so each key can be compared with all others in any order. Rows are dense, numbered by
-// (batch, kv head).
+// Finds the intervals of pending tokens under a rule, and the keys that stay when they are committed.
+//
+// A key is evicted by the first token after which w better keys compete. The number of keys that beat it only grows, so
+// each key can be compared with all others in any order. Rows are dense, numbered by (batch, kv head).
 namespace flash_dmattn::cuda::kv {
 
 inline constexpr std::int32_t never = 0x7fffffff;
@@ -16,7 +17,7 @@ inline constexpr std::int32_t never = 0x7fffffff;
 enum class Fate : std::uint8_t {
   gone,
   stays,
-  stays_unchosen,  // and competes no more
+  stops_competing,  // and stays
 };
 
 struct PendingParams {
@@ -241,7 +242,7 @@ struct FindFatesKernel {
                                bool is_unchosen, int kept) {
     if (p.fates != nullptr) {
       p.fates[at] = end < kept || end < 0 ? Fate::gone
-                    : is_unchosen         ? Fate::stays_unchosen
+                    : is_unchosen         ? Fate::stops_competing
                                           : Fate::stays;
     }
     if (p.intervals == nullptr) return;
@@ -312,7 +313,7 @@ struct CommitKernel {
 
  private:
   static __device__ std::int32_t entry_after(std::int32_t entry, Fate fate) {
-    return fate == Fate::gone ? no_key : fate == Fate::stays_unchosen ? ~entry : entry;
+    return fate == Fate::gone ? no_key : fate == Fate::stops_competing ? ~entry : entry;
   }
 
   // Finds the first slots without a key, at most as many as tokens are pending. Returns their number.

@@ -43,7 +43,7 @@ struct ClearRows {
   }
 };
 
-// Copies to row b of `to` its row of `from`, whose index is that of the call.
+// Copies a row of `from`, by the index of the call, to row b of `to`.
 struct CopyRows {
   Slots from, to;
   RowCopy copy;

@@ -82,7 +82,7 @@ struct RowCopy {
   }
 };
 
-// Finds what the next step has to know of the slots from `first` on that have been taken; the result is in thread 0.
+// Collects victim, free slot and leaving key among the taken slots from `first` on. The result is in thread 0.
 template <int Threads>
 struct BlockScan {
   struct Storage {
@@ -91,11 +91,11 @@ struct BlockScan {
 
   static __device__ SlotScan find(Storage& storage, const Slots& cache, const HeadRule& rule,
                                   std::int64_t first, int count, int tokens) {
-    const SlotScan::Sought sought(rule, tokens);
+    const SlotScan::ScanPositions positions(rule, tokens);
     SlotScan scan = SlotScan::nothing();
     for (int slot = static_cast<int>(threadIdx.x); slot < count; slot += Threads) {
       const std::int64_t at = first + slot;
-      scan.add(sought, cache.scores[at], cache.entries[at], slot);
+      scan.add(positions, cache.scores[at], cache.entries[at], slot);
     }
     scan = scan.warp_sum();
     if (lane_id() == 0) storage.scans[warp_id()] = scan;

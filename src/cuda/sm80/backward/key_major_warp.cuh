@@ -34,9 +34,9 @@ struct KeyMajorTiles {
   using Pipeline = QueryPipeline<rows, D, Iterator, role_warps * warp_size>;  // the dv warps copy
   using QueryRows = typename Pipeline::RowTile;
 
-  // S of a tile is computed in two parts, queries [0, 32) and [32, 64), without a branch between the product of the
-  // second part and the exponentials of the first, so that they overlap, which gains 6 %. At D 128 dense masks and
-  // biases leave too few registers for two parts.
+  // S of a tile is computed in two parts, queries [0, 32) and [32, 64). No branch lies between the product of the second
+  // part and the exponentials of the first, so that they overlap. This gains 6 %. At D 128 dense masks and biases leave
+  // too few registers for two parts.
   static constexpr int parts = HasDense && D > 64 ? 1 : 2;
   static constexpr int blocks_ahead = HasDense ? 1 : 3;  // blocks of B that are loaded ahead
 };

@@ -7,7 +7,8 @@
 #include "cuda/sm80/few_queries/elements.cuh"
 #include "cuda/sm80/few_queries/pipeline.cuh"
 
-// The slots of a KV cache as keys. While they are read, a token is inserted, and what the next step has to know is found.
+// Attends to the slots of a KV cache. While they are read, the kernel inserts a token and collects victim, free slot and
+// leaving key for the next step.
 namespace flash_dmattn::cuda::sm80::few_queries {
 
 // The data of a block, in shared memory.
