@@ -9,7 +9,7 @@
 #include "flash_dmattn/types.h"
 #include "flash_dmattn/visibility.h"
 
-// Scores of keys -> which keys are visible: as intervals, as a list, or as ranks. Sizes have no default: -1 is refused.
+// Selects keys by their scores. The result says which keys are visible: intervals, a list, or ranks. Sizes have no default: -1 is refused.
 namespace flash_dmattn {
 
 enum class Selection : std::uint8_t {

@@ -226,7 +226,11 @@ class DynamicMaskAttention(nn.Module):
         counted = torch.arange(length, device=hidden.device)[None]
         if cache is None:
             return counted
-        seen = cache.seen if cache.rows is None else cache.seen[cache.rows.clamp(min=0)]
+        seen = (
+            cache.seen
+            if cache.rows is None
+            else cache.seen[cache.rows.clamp(0, len(cache.seen) - 1)]
+        )
         return counted + seen[:, None] + cache.pending
 
 

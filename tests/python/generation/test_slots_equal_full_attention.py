@@ -53,6 +53,7 @@ STREAMS = {
     "padding": st.sampled_from(PADDINGS),
     "seed": st.integers(0, 10**6),
     "numerics": st.sampled_from(NUMERICS),
+    "value_dim": st.sampled_from([None, 3]),
 }
 DTYPES = st.sampled_from(list(TOLERANCE))
 
@@ -119,7 +120,7 @@ def test_with_kvcache_equals_full_attention(mode, layout, kind, padding, numeric
 @pytest.mark.parametrize("padding", ["none", "left"])
 @EXAMPLES
 def test_with_kvcache_under_a_rule_equals_full_attention(mode, padding, window, rule):
-    stream = Stream(30, window, kind="ties", padding=padding, rule=rule)
+    stream = Stream(30, window, kind="ties", padding=padding, rule=rule, value_dim=5)
     check_with_kvcache(stream, PIECES, mode, "by token")
 
 
@@ -202,7 +203,7 @@ def test_nonfinite_tokens_follow_the_mode(value, name, mode):
 @EXAMPLES
 def test_copied_caches_continue_under_the_rule(window, rule):
     """Reordered, repeated, restored and loaded caches continue like the original."""
-    stream = Stream(30, window, kind="ties", padding="anywhere", rule=rule)
+    stream = Stream(30, window, kind="ties", padding="anywhere", rule=rule, value_dim=5)
     cache = stream.slots(chunk=4)
 
     def run(cache, begin, end, row):
@@ -275,7 +276,7 @@ def test_memory_holds_the_keys_of_the_rule():
 @EXAMPLES
 def test_compiled_step_has_one_graph(window, rule):
     torch._dynamo.reset()
-    stream = Stream(12, window, rule=rule)
+    stream = Stream(12, window, rule=rule, value_dim=5)
     cache = stream.slots()
 
     @torch.compile(fullgraph=True, backend="aot_eager")

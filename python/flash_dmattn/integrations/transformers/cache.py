@@ -64,10 +64,10 @@ class DynamicMaskCache(Cache):
         if scores is not None:
             layers = _layers_of(scores, config, static, chunk)
         else:
-            layers = [
-                DynamicMaskLayer(rule, static=static, chunk=chunk, counts_on_device=index == 0)
-                for index, rule in enumerate(rules_of(config))
-            ]
+            layers = []
+            for rule in rules_of(config):
+                counter = layers[0] if layers else None
+                layers.append(DynamicMaskLayer(rule, static=static, chunk=chunk, counter=counter))
         super().__init__(layers=layers)
 
     def layer_at(self, index: int) -> CacheLayerMixin:
@@ -108,10 +108,10 @@ def _layers_of(
         raise ValueError(
             f"static: got True for a model with scores in {len(scores.layers)} of {len(others)} layers, expected False"
         )
-    options, first = {"static": static, "chunk": chunk}, scores.layers[0]
-    return [
-        DynamicMaskLayer(scores.rule, **options, counts_on_device=index == first)
-        if index in scores.layers
-        else other
-        for index, other in enumerate(others)
-    ]
+    layers, counter = [], None
+    for index, layer in enumerate(others):
+        if index in scores.layers:
+            layer = DynamicMaskLayer(scores.rule, static=static, chunk=chunk, counter=counter)
+            counter = counter or layer
+        layers.append(layer)
+    return layers
