@@ -285,7 +285,7 @@ def test_keys_without_kernels_on_a_gpu_are_refused_with_what_to_do():
         with pytest.raises(ValueError, match="head_dim: got 12"):
             layer.lazy_initialization(key.new_zeros(B, 2, 3, 12), key)
         with pytest.raises(ValueError, match="value_dim: got 4"):
-            layer.lazy_initialization(key, key[..., :4])
+            layer.lazy_initialization(key, key.new_zeros(B, 2, 3, 4))
         assert not layer.is_initialized
         layer.lazy_initialization(key, key)
 

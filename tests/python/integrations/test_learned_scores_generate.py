@@ -281,7 +281,7 @@ def test_packed_texts_stay_apart_in_a_multimodal_model():
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["HrmTextForCausalLM", "Zamba2ForCausalLM"])
+@pytest.mark.parametrize("name", ["HrmTextForCausalLM"])
 def test_layers_with_several_numbers_in_the_cache_get_slots_for_each(name):
     """These models run a layer several times for a token."""
     pytest.importorskip("transformers", minversion="5.24")
@@ -295,6 +295,16 @@ def test_layers_with_several_numbers_in_the_cache_get_slots_for_each(name):
         cache = DynamicMaskCache(model.config)
         parts = [model(part, past_key_values=cache).logits for part in ids.split([7, 1, 1, 4], 1)]
     torch.testing.assert_close(torch.cat(parts, 1), expected, atol=5e-5, rtol=1e-4)
+
+
+def test_shared_layers_beside_states_are_refused():
+    from tiny_models import class_named, tiny_config, tiny_model
+
+    kind = class_named("Zamba2ForCausalLM")
+    model = tiny_model(kind, tiny_config(kind), "eager")
+    add_learned_scores(model, keep_window_size=4, recent_window=2)
+    with pytest.raises(ValueError, match="Use transformers' DynamicCache"):
+        model(make_ids(PROMPT), past_key_values=DynamicMaskCache(model.config))
 
 
 def test_layer_that_attends_twice_is_refused():

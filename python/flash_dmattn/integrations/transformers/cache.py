@@ -94,6 +94,7 @@ class DynamicMaskCache(Cache):
         if (
             self._scored_rule is None
             or not isinstance(layer, CacheLayerMixin)
+            or isinstance(layer, StateLayer)  # a layer under several numbers that also holds states
             or layer.is_initialized
         ):
             raise ValueError(
