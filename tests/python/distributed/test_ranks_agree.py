@@ -43,7 +43,7 @@ OF_LAST_RANK = {
     "attn_bias": {"attn_bias": torch.zeros(1, 1, N)},
     "attn_bias of none": {"attn_bias": None},
     "keep_window_size": {"keep_window_size": 5},
-    "recent_competes": {"recent_competes": False},
+    "recent_competes": {"recent_competes": True},
     "exchange": {"exchange": "direct"},
     "saturate": {"nonfinite": "propagate"},
     "documents": {"cu_seqlens": [0, 9, RANKS * N]},

@@ -97,7 +97,7 @@ def rule_of(ranks, kind):
     rule, offsets = {"keep_window_size": window}, None
     if kind == "rule":
         rule = {
-            "keep_window_size": window // 2, "recent_window": window // 4, "recent_competes": False, "sink_tokens": 5,
+            "keep_window_size": window // 2, "recent_window": window // 4, "sink_tokens": 5,
         }  # fmt: skip
     if kind == "documents":
         offsets = [0, tokens // 5, tokens // 2 + 77, tokens - 9]

@@ -11,6 +11,7 @@ from .caches import (
     CACHE_NAMES,
     CROPS_TO_A_LENGTH,
     MODEL_ARGUMENTS,
+    StateLayer,
     find_cache,
     pop_cache,
     set_cache_of_generate,
@@ -20,6 +21,7 @@ from .continuous_batching import (
     KEPT_MANAGER,
     create_processor,
     drop_slot_manager,
+    restore_continuous_batching,
     set_continuous_batching,
 )
 from .implementation_names import (
@@ -40,6 +42,7 @@ __all__ = [
     "HAS_SLOTS_IN_BATCHES",
     "KEPT_MANAGER",
     "MODEL_ARGUMENTS",
+    "StateLayer",
     "adds_a_bias",
     "adopt_layer",
     "calls_attention_interface",
@@ -51,6 +54,7 @@ __all__ = [
     "own_config",
     "pop_cache",
     "positions_of_texts",
+    "restore_continuous_batching",
     "set_cache_of_generate",
     "set_continuous_batching",
     "store_name",
