@@ -116,9 +116,7 @@ def test_forward_operator_passes_opcheck(name):
     intervals = select_key_intervals(scores, case["window"]).intervals if "window" in case else None
     bound = [case["window"], 1] if "window" in case else []
     options = (bound, True, case.get("delay", 0), 0.25, 0.0, True, False, "")
-    torch.library.opcheck(
-        ops.forward.default, (q, k, v, mask, bias, intervals, None, None, *options)
-    )
+    torch.library.opcheck(ops.forward.default, (q, k, v, mask, bias, intervals, *options))
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])
