@@ -82,6 +82,19 @@ def test_saved_model_keeps_its_scores(tmp_path):
     assert torch.equal(other(ids).logits, model(ids).logits)
 
 
+def test_loading_a_scored_folder_without_its_scores_warns(tmp_path):
+    make_scored().save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="attends to all keys until load_scores"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_removed_scores_leave_nothing_in_the_model():
+    model = make_base()
+    before = {name: sorted(vars(module)) for name, module in model.named_modules()}
+    remove_learned_scores(add_learned_scores(model, keep_window_size=3))
+    assert {name: sorted(vars(module)) for name, module in model.named_modules()} == before
+
+
 def test_loading_scores_of_a_function_without_it_raises(tmp_path):
     model = add_learned_scores(make_base(), **RULES["all"], scorer=lambda h, k, v: k[..., 0])
     save_scores(model, tmp_path)

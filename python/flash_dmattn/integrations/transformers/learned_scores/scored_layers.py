@@ -100,6 +100,8 @@ class ScoredCall:
 
     def __getattr__(self, name: str):
         """Returns any other attribute from the cache."""
+        if name == "cache":  # of a copy that has no attributes yet
+            raise AttributeError(name)
         return getattr(self.cache, name)
 
     def make_scores(self, key: Tensor, value: Tensor) -> Tensor:
