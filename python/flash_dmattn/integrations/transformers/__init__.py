@@ -25,7 +25,7 @@ from .learned_scores.add import add_learned_scores, remove_learned_scores, set_s
 from .learned_scores.files import load_scores, save_scores, warn_of_scores_not_loaded
 from .learned_scores.scored_attention import scored_attention_forward
 from .mask_functions import key_interval_mask, registered_attention_mask
-from .names import DOGE_NAMES, NAME, NAMES, SCORED_NAMES
+from .names import DOGE_NAME, NAME, NAMES, SCORED_NAME
 
 __all__ = [
     "NAME",
@@ -43,11 +43,9 @@ __all__ = [
 for _name in NAMES:
     AttentionInterface.register(_name, mask_driven_attention_forward)
     AttentionMaskInterface.register(_name, registered_attention_mask)
-for _name in DOGE_NAMES:
-    AttentionInterface.register(_name, mask_driven_attention_forward)
-    AttentionMaskInterface.register(_name, key_interval_mask)
-for _name in SCORED_NAMES:
-    AttentionInterface.register(_name, scored_attention_forward)
-    AttentionMaskInterface.register(_name, key_interval_mask)
+AttentionInterface.register(DOGE_NAME, mask_driven_attention_forward)
+AttentionMaskInterface.register(DOGE_NAME, key_interval_mask)
+AttentionInterface.register(SCORED_NAME, scored_attention_forward)
+AttentionMaskInterface.register(SCORED_NAME, key_interval_mask)
 wrap_implementation_setter(resolve_name, {NAME: NAMES[-1]})
 warn_of_scores_not_loaded()

@@ -11,7 +11,6 @@ from transformers.models.doge import modeling_doge
 from transformers.models.doge.modeling_doge import DogeAttention, DogeRMSNorm
 
 from ..._core.checks import may_read
-from ...generation.ragged import RaggedBatch
 from ...keys.intervals import KeyIntervals
 from ...keys.recognise import Memo, cached_result, intervals_of_mask, split_additive, visible_counts
 from ...keys.rule import SelectionRule
@@ -26,9 +25,9 @@ from .._shared.attention_interface.packed_sequences import hide_other_sequences
 from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer
 from .compat import CACHE, adopt_layer, pop_cache
-from .names import BATCHED_DOGE, CONTEXT, DOGE_NAMES
+from .names import CONTEXT, DOGE_NAME
 from .scored_cache import update_with_scores
-from .slot_attention import attend_in_batch, attend_with_slots
+from .slot_attention import attend_with_slots
 
 
 class Context(NamedTuple):
@@ -41,13 +40,11 @@ class Context(NamedTuple):
         None: another mask, or a mask over keys of a cache.
     memo: results that the layers share.
     pieces: context_parallel.PieceForward, if this rank has a piece of each sequence; None: it has whole sequences.
-    batch: the sequences of a step of continuous batching. Its cache has slots for each sequence.
     """
 
     mask_kind: str | None = None
     memo: Memo | None = None
     pieces: Any = None
-    batch: RaggedBatch | None = None
 
 
 class FlashDogeRMSNorm(DogeRMSNorm):
@@ -89,12 +86,11 @@ def _has_stock_forward() -> bool:
 class FlashDogeAttention(DogeAttention):
     """`DogeAttention` that chooses its keys by intervals, and builds no tensor with one element per (query, key) pair.
 
-    Under an implementation that is not in `DOGE_NAMES` (after `model.set_attn_implementation("eager")`), the layer acts
+    Under another implementation than `DOGE_NAME` (after `model.set_attn_implementation("eager")`), the layer acts
     as its base class.
     """
 
     round_scores_like_eager = False
-    batched_name = BATCHED_DOGE
 
     @classmethod
     def from_layer(cls, layer: DogeAttention) -> FlashDogeAttention:
@@ -112,15 +108,14 @@ class FlashDogeAttention(DogeAttention):
         attention_mask: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, None]:
-        if self.config._attn_implementation not in DOGE_NAMES:
+        if self.config._attn_implementation != DOGE_NAME:
             return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
         context = kwargs.pop(CONTEXT, None) or Context()
         cache = pop_cache(kwargs)
         cache_position = kwargs.pop("cache_position", None)
         if context.mask_kind == "causal" or is_causal_mask(attention_mask):
             attention_mask = None
-        if context.batch is None:
-            check_mask_keywords(kwargs, has_mask=attention_mask is not None)
+        check_mask_keywords(kwargs, has_mask=attention_mask is not None)
         if cache is None and context.mask_kind != "packed":
             batch, length = hidden_states.shape[:2]
             mask = hide_other_sequences(attention_mask, kwargs, batch, length, length)
@@ -148,12 +143,6 @@ class FlashDogeAttention(DogeAttention):
                 *states, scores, rule, slots, scale=self.scaling, zero_sum=is_zero_sum
             )
             return self.o_proj(out.flatten(2)), None
-        if context.batch is not None:
-            states = (query, key, value)
-            out = attend_in_batch(
-                cache, self.layer_idx, context.batch, states, scores, scale=self.scaling
-            )
-            return self.o_proj(out.to(hidden_states.dtype).flatten(2)), None
         if isinstance(cache, DynamicMaskCache):
             states = _States(query, key, value, scores, attention_mask, context)
             out = _attend_with_cache(self, _layer_of(cache, self.layer_idx), states)

@@ -12,15 +12,14 @@ from transformers.models.doge.modeling_doge import (
 
 from ..._core.checks import may_read, resolve_flag
 from ...keys.recognise import Memo
-from .batching import PagedAttentionCache, batch_of, make_manager
 from .cache import DynamicMaskCache
 from .compat import (
     CACHE,
     MODEL_ARGUMENTS,
     find_cache,
     own_config,
+    refuse_continuous_batching,
     set_cache_of_generate,
-    set_continuous_batching,
     store_name,
 )
 from .doge import Context, FlashDogeAttention, check_cache
@@ -30,11 +29,10 @@ from .mask_functions import is_causal_config, mask_kind
 from .names import (
     CONTEXT,
     DOGE_NAME,
-    DOGE_NAMES,
     NAME,
     NAMES,
     PIECES,
-    SCORED_NAMES,
+    SCORED_NAME,
     STORED_NAMES,
 )
 
@@ -108,7 +106,7 @@ def enable_flash_dmattn(
         if isinstance(module, FlashDogeAttention):
             store_name(module.config, DOGE_NAME)
     for module in doge_models:
-        set_continuous_batching(module, STORED_NAMES, make_manager)
+        refuse_continuous_batching(module)
         setattr(module, _DEFAULT_CACHE, cache)
         if cache is not None:
             set_cache_of_generate(module, _default_cache)
@@ -149,12 +147,11 @@ def resolve_name(model: PreTrainedModel, name: str | None) -> str | None:
     _refuse_another_name(model, name)
     if name not in STORED_NAMES and name != NAME:
         return None
+    refuse_continuous_batching(model)
     if any(isinstance(module, DogeAttention) for module in model.modules()):
         _check_layers(model)
         replace_layers(model)
-        set_continuous_batching(model, STORED_NAMES, make_manager)
         return DOGE_NAME
-    set_continuous_batching(model, STORED_NAMES, None)
     reason = reason_to_refuse(model)
     if reason is not None:
         raise error_of(model, name, reason)
@@ -164,7 +161,7 @@ def resolve_name(model: PreTrainedModel, name: str | None) -> str | None:
 def _refuse_another_name(model: PreTrainedModel, name: str | None) -> None:
     """Raises for a name under which learned scores would choose no keys although their phase says that they do."""
     phases = {m.score_phase for m in model.modules() if isinstance(m, ScoredAttention)} - {"off"}
-    if phases and name not in SCORED_NAMES:
+    if phases and name != SCORED_NAME:
         raise ValueError(
             f"attn_implementation: got {name!r} for a {type(model).__name__} with learned scores in the phase "
             f"{phases.pop()!r}, expected a model without them, as every key would be visible: call "
@@ -223,7 +220,7 @@ def _register_hook(model: torch.nn.Module, hook) -> None:
 
 def _begin_forward(model: DogeModel, args: tuple, options: dict) -> tuple[tuple, dict] | None:
     """Adds the default cache and the context of the layers, before DogeModel.forward."""
-    if model.config._attn_implementation not in DOGE_NAMES:
+    if model.config._attn_implementation != DOGE_NAME:
         return None
     arguments = dict(zip(MODEL_ARGUMENTS, args, strict=False)) | options
     _refuse_additive_padding(arguments.get("attention_mask"))
@@ -235,8 +232,6 @@ def _begin_forward(model: DogeModel, args: tuple, options: dict) -> tuple[tuple,
     use_cache = arguments.get("use_cache")
     use_cache = model.config.use_cache if use_cache is None else use_cache
     cache = find_cache(arguments)
-    if isinstance(cache, PagedAttentionCache):
-        return (), arguments | {CONTEXT: Context(batch=batch_of(cache, arguments))}
     if cache is not None:
         check_cache(cache)
     # Training reads no cache.
@@ -275,6 +270,6 @@ def _refuse_additive_padding(padding: object) -> None:
 def _default_cache(model: PreTrainedModel) -> DynamicMaskCache | None:
     """Returns the cache of `generate` and of calls without a cache, or None for transformers' own cache."""
     is_ours = getattr(model, _DEFAULT_CACHE, None) == _CACHE
-    if not is_ours or model.config._attn_implementation not in DOGE_NAMES:
+    if not is_ours or model.config._attn_implementation != DOGE_NAME:
         return None
     return DynamicMaskCache(model.config)

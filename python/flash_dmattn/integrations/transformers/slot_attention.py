@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ...generation.ragged import RaggedBatch, extend_ragged
 from ...keys.rule import SelectionRule
 from ...merge import add_sink
 from .._shared.attention_interface.layer_masks import present_tokens
@@ -47,28 +46,3 @@ def attend_with_slots(
         return out
     out, lse = slots.attend(query, key, value, scores, key_mask, **options)
     return out if sink_logits is None else add_sink(out, lse, sink_logits)[0]
-
-
-def attend_in_batch(
-    cache: object,
-    layer_idx: int,
-    batch: RaggedBatch,
-    states: tuple[Tensor, Tensor, Tensor],
-    scores: Tensor,
-    **options,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Computes attention of a continuous batching step. Each token attends to its own sequence.
-
-    Args:
-        cache: transformers' paged cache, whose allocators hold slots (slot_manager).
-        states: query [1, T, Hq, D], key and value [1, T, Hkv, D].
-        scores: [1, Hkv, T].
-        options: the options of `extend_ragged`.
-
-    Returns:
-        [1, T, Hq, D] in the dtype of the pool. With return_lse, also the log-sum-exp [1, Hq, T].
-    """
-    pool = cache.layer_to_allocator[layer_idx].pools[layer_idx]
-    query, key, value = (t[0].to(pool.k.dtype) for t in states)
-    result = extend_ragged(pool, batch, query, key, value, scores[0].float(), **options)
-    return tuple(t[None] for t in result) if isinstance(result, tuple) else result[None]

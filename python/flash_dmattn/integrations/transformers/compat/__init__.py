@@ -2,7 +2,7 @@
 huggingface/transformers that it waits for or follows, and the condition for its removal.
 
 Everything else goes through transformers' registries, `AttentionInterface` and `AttentionMaskInterface`, and through subclasses of its
-classes, such as `SlotManager`. At import `implementation_names` wraps two methods of `PreTrainedModel`; nothing else of transformers is
+classes. At import `implementation_names` wraps two methods of `PreTrainedModel`; nothing else of transformers is
 replaced, then or later.
 """
 
@@ -15,14 +15,7 @@ from .caches import (
     pop_cache,
     set_cache_of_generate,
 )
-from .continuous_batching import (
-    HAS_SLOTS_IN_BATCHES,
-    KEPT_MANAGER,
-    create_processor,
-    drop_slot_manager,
-    restore_continuous_batching,
-    set_continuous_batching,
-)
+from .continuous_batching import allow_continuous_batching, refuse_continuous_batching
 from .implementation_names import (
     can_set_implementation,
     own_config,
@@ -38,23 +31,19 @@ __all__ = [
     "CACHE",
     "CACHE_NAMES",
     "CROPS_TO_A_LENGTH",
-    "HAS_SLOTS_IN_BATCHES",
-    "KEPT_MANAGER",
     "MODEL_ARGUMENTS",
     "adds_a_bias",
     "adopt_layer",
+    "allow_continuous_batching",
     "calls_attention_interface",
     "can_set_implementation",
-    "create_processor",
     "documents_of",
-    "drop_slot_manager",
     "find_cache",
     "own_config",
     "pop_cache",
     "positions_of_texts",
-    "restore_continuous_batching",
+    "refuse_continuous_batching",
     "set_cache_of_generate",
-    "set_continuous_batching",
     "store_name",
     "wrap_implementation_setter",
 ]

@@ -11,15 +11,14 @@ from transformers import PreTrainedModel
 from ...._core.checks import resolve_flag
 from ..._shared.config_rules import CONFIG_NAME, LearnedScores, make_rule
 from ..._shared.scorers import Scorer, check_scorer, make_scorer
-from ..batching import make_manager
 from ..compat import (
+    allow_continuous_batching,
     own_config,
-    restore_continuous_batching,
-    set_continuous_batching,
+    refuse_continuous_batching,
     store_name,
 )
 from ..families import reason_to_refuse
-from ..names import NAMES, PIECES, SCORED_NAME, SCORED_NAMES, STORED_NAMES
+from ..names import NAMES, PIECES, SCORED_NAME
 from .decoder_hooks import add_mask_hooks, remove_mask_hooks
 from .scored_layers import (
     ScoredAttention,
@@ -115,7 +114,7 @@ def add_learned_scores(
         setattr(parent, name, with_scorer(layer, layer_scorer, rule, dense_prefill))
         setattr(layer.config, CONFIG_NAME, stored)
     for module in _pretrained_models(model):
-        set_continuous_batching(module, SCORED_NAMES, make_manager)
+        refuse_continuous_batching(module)
     add_mask_hooks(model)
     setattr(model, _METHOD, partial(set_score_phase, model))
     return set_score_phase(model, "hard")
@@ -137,7 +136,7 @@ def set_score_phase(model: nn.Module, phase: str) -> nn.Module:
         )
     names = [layer.config._attn_implementation for layer in layers]  # before the first is stored
     for layer, name in zip(layers, names, strict=True):
-        if layer.score_phase == "off" and name not in SCORED_NAMES:
+        if layer.score_phase == "off" and name != SCORED_NAME:
             layer.base_attention = name  # it may have been changed in the phase "off"
         layer.score_phase = phase
         store_name(layer.config, layer.base_attention if phase == "off" else SCORED_NAME)
@@ -157,9 +156,8 @@ def remove_learned_scores(model: nn.Module) -> nn.Module:
                 vars(layer.config).pop(CONFIG_NAME, None)
                 setattr(parent, name, without_scorer(layer))
     for module in _pretrained_models(model):
-        restore_continuous_batching(module)
-        if module.config._attn_implementation in NAMES:  # which has no paged cache
-            set_continuous_batching(module, STORED_NAMES, None)
+        if module.config._attn_implementation not in NAMES:
+            allow_continuous_batching(module)
         vars(module).pop(PIECES, None)
     remove_mask_hooks(model)
     for module in model.modules():  # of a wrapper (torch.compile, PEFT) or of what it wraps

@@ -1,7 +1,6 @@
 """Hooks of decoders with scored layers.
 
-They pass the batch of a step to the layers. In compiled code, which cannot read a mask, they pass the mask as causality
-or packed texts.
+In compiled code, which cannot read a mask, they pass the mask as causality or packed texts.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
 from ...._core.checks import may_read
-from ..batching import PagedAttentionCache, batch_of
 from ..compat import find_cache, positions_of_texts
 from ..mask_functions import intervals_of_documents, is_causal_config, mask_kind
-from ..names import BATCH, PIECES, SCORED_NAME, SCORED_NAMES
+from ..names import PIECES, SCORED_NAME
 from .scored_layers import ScoredAttention, is_attention
 
 
@@ -52,14 +50,14 @@ class _MaskHook:
     def __call__(
         self, decoder: PreTrainedModel, args: tuple, options: dict
     ) -> tuple[tuple, dict] | None:
-        """Adds to the decoder's arguments the pieces of its sequences, or the batch of a step of continuous batching.
+        """Adds to the decoder's arguments the pieces of its sequences.
 
-        In code that may not read values, it also adds the mask if the arguments determine it.
+        In code that may not read values, it adds the mask if the arguments determine it.
         """
-        config, cache = decoder.config, find_cache(options)
+        config = decoder.config
         pieces = getattr(decoder, PIECES, None)
         if pieces is not None:
-            if config._attn_implementation not in SCORED_NAMES:
+            if config._attn_implementation != SCORED_NAME:
                 error = ValueError(
                     f"attn_implementation: got {config._attn_implementation!r} with context parallelism (phase 'off', for one), "
                     "expected the phase 'hard': others attend to this rank's piece alone"
@@ -67,9 +65,6 @@ class _MaskHook:
                 pieces.group.wire.raise_on_all_ranks(error)
             arguments = dict(zip(self.names, args, strict=False)) | options
             return (), arguments | pieces.changed_arguments(arguments)
-        if isinstance(cache, PagedAttentionCache) and config._attn_implementation in SCORED_NAMES:
-            arguments = dict(zip(self.names, args, strict=False)) | options
-            return (), arguments | {BATCH: batch_of(cache, arguments)}
         if may_read() or config._attn_implementation != SCORED_NAME or not is_causal_config(config):
             return None
         return self.with_mask(config, args, options)

@@ -16,7 +16,6 @@ from ....keys.rule import SelectionRule, rank_in_document
 from ....keys.select_intervals import select_key_intervals
 from ....keys.selection import ScoredRule, apply_selection
 from ....keys.visibility import Visibility
-from ....merge import add_sink
 from ..._shared.attention_interface.dtypes import cast_states, target_dtype
 from ..._shared.attention_interface.keywords import check_mask_keywords
 from ..._shared.attention_interface.layer_masks import (
@@ -30,7 +29,7 @@ from ..._shared.attention_interface.packed_sequences import hide_other_sequences
 from ..._shared.attention_interface.token_order import TokenOrder, counts_tokens
 from ..cache_layer import DynamicMaskLayer
 from ..compat import CACHE
-from ..slot_attention import attend_in_batch, attend_with_slots
+from ..slot_attention import attend_with_slots
 from .scored_layers import ScoredCall
 
 
@@ -94,9 +93,6 @@ def _attend(
         raise ValueError(
             f"scorer: got scores of {scores.shape[1]} heads, expected {key.shape[1]}, as many as keys have"
         )
-    if call.batch is not None:
-        states = swap_heads_and_tokens(query, key, value)
-        return _attend_in_batch(call, states, scaling, softcap, s_aux)
     check_mask_keywords(kwargs, has_mask=mask is not None)
     mask = hide_other_sequences(mask, kwargs, query.shape[0], query.shape[2], key.shape[2])
     states = swap_heads_and_tokens(query, key, value)
@@ -363,29 +359,6 @@ def _present_keys(
         f"attention_mask: got {mask.dtype} of shape {tuple(mask.shape)} with a static cache, expected padding [B, tokens]; a "
         "static cache has no other masks over several queries, those of packed texts among them"
     )
-
-
-def _attend_in_batch(
-    call: ScoredCall,
-    states: tuple[Tensor, Tensor, Tensor],
-    scaling: float | None,
-    softcap: float | None,
-    s_aux: Tensor | None,
-) -> Tensor:
-    """Computes attention of a step's tokens, [1, T, H, D], each to its own sequence. Returns [1, T, Hq, D]."""
-    out, lse = attend_in_batch(
-        call.cache,
-        call.layer.layer_idx,
-        call.batch,
-        states,
-        call.scores,
-        scale=scaling,
-        softcap=softcap,
-        scores_are_bias=False,
-        return_lse=True,
-    )
-    out = out.to(states[0].dtype)
-    return out if s_aux is None else add_sink(out, lse, s_aux)[0]
 
 
 def _attend_with_cache(call: ScoredCall, states: _States) -> Tensor:
