@@ -11,6 +11,7 @@ from transformers.configuration_utils import PretrainedConfig
 from ..._core.checks import check_count, resolve_flag
 from .._shared.config_rules import LearnedScores, rules_of
 from .cache_layer import RECORDED_TOKENS, DynamicMaskLayer
+from .compat import CACHE
 
 
 class DynamicMaskCache(Cache):
@@ -87,6 +88,21 @@ class DynamicMaskCache(Cache):
         """Moves an offloaded layer, by default every layer, back to its device on the current stream."""
         for layer in self.layers if layer_idx is None else [self.layers[layer_idx]]:
             layer.prefetch()
+
+
+def slots_of(cache: DynamicMaskCache, index: int) -> DynamicMaskLayer:
+    """Returns the slots of layer `index`. Raises ValueError for a cache of another model."""
+    layer = cache.layers[index] if index < len(cache.layers) else None
+    if not isinstance(layer, DynamicMaskLayer):
+        got = (
+            f"{len(cache.layers)} layers"
+            if layer is None
+            else f"a {type(layer).__name__} in layer {index}"
+        )
+        raise ValueError(
+            f"{CACHE}: got {got}, expected slots in layer {index}: a DynamicMaskCache(model.config) of this model"
+        )
+    return layer
 
 
 def _layers_of(

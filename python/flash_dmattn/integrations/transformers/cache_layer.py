@@ -60,6 +60,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         self.rule, self.chunk = rule.checked_cache_rule(), chunk
         self.is_compileable = static
         self.record_past = False
+        self.awaits_attention = False  # whether attention with scores follows the next `update`
         self.slots: KVSlots | None = None
         self._counter = counter if static else None
         self._counts_on_device = static and counter is None
@@ -333,34 +334,20 @@ class DynamicMaskLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        *args,
-        scores: torch.Tensor | None = None,
-        key_mask: torch.Tensor | None = None,
-        **kwargs,
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds tokens, and returns copies of the keys and values that some of them may see.
+        """Returns the new tokens. Attention with scores adds them by `fill` and `attend`.
 
-        Attention uses `fill` and `attend` instead.
+        Raises ValueError unless a layer with scores has announced it by `awaits_attention`.
         """
-        if scores is None:
+        if not self.awaits_attention:
             raise ValueError(
                 "scores: got none; a DynamicMaskCache holds the keys with the best scores, which Doge's attention as "
-                "flash_dmattn has and other models after add_learned_scores. Call enable_flash_dmattn(model) or "
-                "add_learned_scores(model, ...), or use transformers' DynamicCache"
+                "flash_dmattn has and other models after add_learned_scores in the phase 'hard'. Call enable_flash_dmattn(model) "
+                "or add_learned_scores(model, ...), or use transformers' DynamicCache"
             )
-        if self.is_empty:
-            self.fill(*swap_heads_and_tokens(key_states, value_states), scores, key_mask)
-            return key_states, value_states
-        self.prefetch()
-        held = self.slots.places + self.slots.pending
-        before = [t[:, :, :held].clone() for t in (self.keys, self.values)]
-        key, value = swap_heads_and_tokens(key_states, value_states)
-        self.attend(key, key, value, scores, key_mask, scale=1.0)
-        new = (key_states, value_states)
-        return tuple(torch.cat(parts, dim=2) for parts in zip(before, new, strict=True))
+        self.awaits_attention = False
+        return key_states, value_states
 
     def get_seq_length(self) -> int | torch.Tensor:
         """Returns the number of tokens. For a static cache it is a tensor on the device."""

@@ -23,8 +23,8 @@ from .compat import (
     store_name,
 )
 from .doge import Context, FlashDogeAttention, check_cache
-from .families import error_of, reason_to_refuse, watch_text_model
-from .learned_scores.scored_layers import ScoredAttention
+from .families import error_of, reason_to_refuse, warn_of_unknown, watch_text_model
+from .learned_scores.layers import has_scores
 from .mask_functions import is_causal_config, mask_kind
 from .names import (
     CONTEXT,
@@ -119,8 +119,7 @@ def _models_with_scores(model: torch.nn.Module) -> list[PreTrainedModel]:
     return [
         module
         for module in model.modules()
-        if isinstance(module, PreTrainedModel)
-        and any(isinstance(layer, ScoredAttention) for layer in module.modules())
+        if isinstance(module, PreTrainedModel) and any(map(has_scores, module.modules()))
     ]
 
 
@@ -155,12 +154,13 @@ def resolve_name(model: PreTrainedModel, name: str | None) -> str | None:
     reason = reason_to_refuse(model)
     if reason is not None:
         raise error_of(model, name, reason)
+    warn_of_unknown(model)
     return NAMES[-1]
 
 
 def _refuse_another_name(model: PreTrainedModel, name: str | None) -> None:
     """Raises for a name under which learned scores would choose no keys although their phase says that they do."""
-    phases = {m.score_phase for m in model.modules() if isinstance(m, ScoredAttention)} - {"off"}
+    phases = {m.score_phase for m in model.modules() if has_scores(m)} - {"off"}
     if phases and name != SCORED_NAME:
         raise ValueError(
             f"attn_implementation: got {name!r} for a {type(model).__name__} with learned scores in the phase "
@@ -198,15 +198,13 @@ def _check_layers(model: torch.nn.Module) -> None:
 def replace_layers(model: torch.nn.Module, **settings: bool) -> None:
     """Gives a model this package's Doge layers, and a config of its own."""
     own_config(model)
-    for parent in list(model.modules()):
-        for name, layer in list(parent.named_children()):
-            if type(layer) is DogeAttention:
-                layer = FlashDogeAttention.from_layer(layer)
-                setattr(parent, name, layer)
-            if isinstance(layer, FlashDogeAttention):
-                vars(layer).update(settings)
-        if isinstance(parent, DogeModel):
-            _register_hook(parent, _begin_forward)
+    for module in model.modules():
+        if type(module) is DogeAttention:
+            FlashDogeAttention.from_layer(module)
+        if isinstance(module, FlashDogeAttention):
+            vars(module).update(settings)
+        if isinstance(module, DogeModel):
+            _register_hook(module, _begin_forward)
 
 
 def _register_hook(model: torch.nn.Module, hook) -> None:

@@ -9,6 +9,6 @@ SCORED_NAME = "learned_scores_attention"
 STORED_NAMES = (NAMES[-1], DOGE_NAME)
 
 CONTEXT = "flash_dmattn_context"  # a DogeModel passes its layers a `doge.Context`
-SCORED_CALL = "flash_dmattn_scores"  # a layer passes the attention function a `ScoredCall`
+SCORES = "flash_dmattn_scores"  # a layer passes the attention function a `ScoreCall`
 # The attribute of a decoder whose sequences are on several ranks; it passes its layers `context_parallel.PieceForward`.
 PIECES = "flash_dmattn_pieces"

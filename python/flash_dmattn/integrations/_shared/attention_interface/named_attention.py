@@ -11,7 +11,6 @@ from .dtypes import target_dtype
 from .layer_attention import check_states, compute_layer_attention
 from .layer_masks import has_queries, is_causal_mask
 from .layout import swap_heads_and_tokens
-from .packed_sequences import hide_other_sequences
 
 
 def flash_dynamic_mask_attention_forward(
@@ -82,71 +81,6 @@ def flash_dynamic_mask_attention_forward(
         **kwargs,
     )
     return out, None
-
-
-# Keywords whose information the mask already contains.
-_KEYWORDS_OF_THE_MASK = ("position_ids", "sliding_window")
-
-
-def mask_driven_attention_forward(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    *,
-    is_causal: bool | None = None,
-    **kwargs,
-) -> tuple[torch.Tensor, None]:
-    """Computes `flash_dynamic_mask_attention_forward` for models with attn_implementation="flash_dmattn".
-
-    The mask decides what a query sees, as in the eager attention of every model: without a mask it sees all keys, and
-    under a mask [B, 1, 1, Sk] all keys that the mask shows. Offsets of packed sequences hide the keys of other sequences.
-    A layer's `is_causal` is ignored: many layers have none, or a wrong one, because eager attention never reads it.
-    transformers' mask functions call `key_interval_mask`, whose masks include causality.
-
-    Raises:
-        ValueError: is_causal is given and contradicts the mask.
-    """
-    if is_causal is not None:
-        _check_causality(module, query, attention_mask, resolve_flag(is_causal, "is_causal"))
-    options = {name: value for name, value in kwargs.items() if name not in _KEYWORDS_OF_THE_MASK}
-    attention_mask = hide_other_sequences(
-        attention_mask, options, query.shape[0], query.shape[2], key.shape[2]
-    )
-    if options.get("position_bias") is not None:
-        # The bias is not a score, so every key is kept. A layer's own `window_size` has another meaning.
-        options["window_size"] = key.shape[2]
-    return flash_dynamic_mask_attention_forward(
-        module, query, key, value, attention_mask, dropout=dropout, is_causal=False, **options
-    )
-
-
-def _check_causality(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-) -> None:
-    """Raises ValueError if is_causal asks for causality that the mask does not contain; a layer may pass its own flag."""
-    if is_causal and mask is None and query.shape[2] > 1:
-        raise ValueError(
-            "is_causal: got True without a mask, expected a causal mask: under this attn_implementation the mask alone "
-            "decides what a query sees"
-        )
-    contradicts = not is_causal and is_causal_mask(mask) and getattr(module, "is_causal", False)
-    if contradicts and not _passes_flag_with_every_mask(module):
-        raise ValueError(
-            "is_causal: got False with a causal mask, expected None; set is_causal=False in the model's config, by which "
-            "its mask functions decide"
-        )
-
-
-def _passes_flag_with_every_mask(module: torch.nn.Module) -> bool:
-    """Whether a causal layer of this model passes is_causal=False with every mask, as the mask includes causality."""
-    model_type = getattr(getattr(module, "config", None), "model_type", None)
-    return model_type in ("moonshine", "moonshine_streaming")
 
 
 def attention_bshd(

@@ -11,8 +11,14 @@ from ....functional import flash_dmattn_varlen_func
 from ....keys.intervals import KeyIntervals, intersect
 from ....keys.positions import check_offsets
 from ....keys.recognise import Memo, cached_result, refuse_negative, split_additive
-from .keywords import refuse_packed_by_layer
-from .layer_masks import as_key_intervals, has_queries, is_key_mask, window_mask
+from .keywords import PACKED_KEYWORDS, refuse_packed_by_layer
+from .layer_masks import (
+    as_key_intervals,
+    has_queries,
+    is_causal_mask,
+    is_key_mask,
+    window_mask,
+)
 
 
 class PackedArguments(NamedTuple):
@@ -91,20 +97,18 @@ def hide_other_sequences(
     query_length: int,
     key_length: int,
 ) -> torch.Tensor | None:
-    """Hides keys of other sequences in a model's mask, if it has a query dimension and the keywords have offsets.
+    """Hides keys of other sequences in a model's mask, if the keywords have offsets.
 
     transformers makes the masks of sliding windows without offsets, and the masks of some families (GPT-OSS) without
-    positions.
+    positions. A mask without queries has to show every key.
     """
-    if not has_queries(mask):
-        return mask
     # The lengths of sequences are not needed, and may be on a GPU.
-    offsets = PackedArguments(
-        None, keywords.get("cu_seq_lens_q"), keywords.get("cu_seq_lens_k"), None, None
-    )
-    offsets.check()
+    lengths = [keywords.get(name) for name in PACKED_KEYWORDS]
+    PackedArguments(None, *lengths).check()
+    offsets = PackedArguments(None, *lengths[:2], None, None)
+    key_mask = None if has_queries(mask) or is_causal_mask(mask) else mask
     packed = _packed_from_offsets(
-        offsets, None, total_q=batch * query_length, total_k=batch * key_length
+        offsets, key_mask, total_q=batch * query_length, total_k=batch * key_length
     )
     if packed is None or len(packed.cu_seqlens_q) == 2:
         return mask
@@ -120,6 +124,8 @@ def hide_other_sequences(
     same_sequence = KeyIntervals(
         torch.stack([first, last], dim=-1)[:, None], query_length, consecutive=True
     )
+    if mask is None or not has_queries(mask):
+        return same_sequence.intervals
     intervals = as_key_intervals(mask, query_length, key_length)
     if intervals is not None:
         return intersect(intervals, same_sequence).intervals

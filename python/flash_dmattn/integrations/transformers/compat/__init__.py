@@ -22,26 +22,17 @@ from .implementation_names import (
     store_name,
     wrap_implementation_setter,
 )
-from .layers import adopt_layer
-from .mask_closures import BIDIRECTIONAL, documents_of
-from .model_sources import adds_a_bias, calls_attention_interface, positions_of_texts
 
 __all__ = [
-    "BIDIRECTIONAL",
     "CACHE",
     "CACHE_NAMES",
     "CROPS_TO_A_LENGTH",
     "MODEL_ARGUMENTS",
-    "adds_a_bias",
-    "adopt_layer",
     "allow_continuous_batching",
-    "calls_attention_interface",
     "can_set_implementation",
-    "documents_of",
     "find_cache",
     "own_config",
     "pop_cache",
-    "positions_of_texts",
     "refuse_continuous_batching",
     "set_cache_of_generate",
     "store_name",

@@ -1,8 +1,8 @@
 """The caches of models: the name of their argument, the cache of `generate`, and the argument of `crop`."""
 
 import inspect
-import types
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
@@ -13,6 +13,7 @@ from transformers.models.doge.modeling_doge import DogeModel
 MODEL_ARGUMENTS = tuple(inspect.signature(DogeModel.forward).parameters)[1:]
 CACHE = "cache" if "cache" in MODEL_ARGUMENTS else "past_key_values"
 CACHE_NAMES = ("cache", "past_key_values")
+_PREPARE = "_prepare_cache_for_generation"
 
 # Whether `crop` of a cache also takes the length to cut the text to, as in 4.57. #47720 left the number of tokens to remove, 0 or
 # less. Remove when 4.57 is no longer supported.
@@ -42,17 +43,20 @@ def set_cache_of_generate(
     left it to the model, and 5.24 makes it again. Remove when models, or a registry, make it.
     """
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        cache_choice = find_cache(model_kwargs), generation_config.cache_implementation
-        is_wanted = cache_choice == (None, None) and generation_config.use_cache is not False
-        cache = make_cache(self) if is_wanted else None
-        if cache is None:
-            prepare = type(self)._prepare_cache_for_generation
-            return prepare(self, generation_config, model_kwargs, *args, **kwargs)
-        if getattr(generation_config, "is_assistant", False):
-            cache.activate_past_recording()
-        model_kwargs[CACHE] = cache
-        return None
+    if hasattr(model, _PREPARE):
+        setattr(model, _PREPARE, partial(_prepare_cache, model, make_cache))
 
-    if hasattr(model, "_prepare_cache_for_generation"):
-        model._prepare_cache_for_generation = types.MethodType(_prepare_cache_for_generation, model)
+
+def _prepare_cache(
+    model: PreTrainedModel, make_cache: Callable, generation_config, model_kwargs, *args, **kwargs
+) -> None:
+    cache_choice = find_cache(model_kwargs), generation_config.cache_implementation
+    is_wanted = cache_choice == (None, None) and generation_config.use_cache is not False
+    cache = make_cache(model) if is_wanted else None
+    if cache is None:
+        prepare = getattr(type(model), _PREPARE)
+        return prepare(model, generation_config, model_kwargs, *args, **kwargs)
+    if getattr(generation_config, "is_assistant", False):
+        cache.activate_past_recording()
+    model_kwargs[CACHE] = cache
+    return None
