@@ -32,12 +32,17 @@ from .._shared.attention_interface.layer_masks import (
     present_tokens,
 )
 from .._shared.attention_interface.layout import swap_heads_and_tokens
+from .._shared.attention_interface.named_attention import flash_dynamic_mask_attention_forward
 from .._shared.attention_interface.packed_sequences import hide_other_sequences
 from .._shared.attention_interface.token_order import TokenOrder, counts_tokens
 from .cache_layer import DynamicMaskLayer
 from .compat import CACHE
 from .families import FLAG_WITH_EVERY_MASK, type_of
 from .learned_scores.layers import ScoreCall
+
+
+# A caller of a model may choose keys by a bias.
+_KEYWORDS_OF_1X = ("attention_bias", "window_size", "keep_window_size")
 
 
 def attention_forward(
@@ -90,6 +95,7 @@ def _attend_by_mask(
     is_causal: bool | None = None,
     position_ids: Tensor | None = None,  # the mask includes packed texts and windows
     sliding_window: int | None = None,
+    deterministic: bool | None = None,
     **kwargs,
 ) -> Tensor:
     """Computes attention in which the mask decides what a query sees, as in the eager attention of every model.
@@ -104,6 +110,12 @@ def _attend_by_mask(
         raise ValueError(f"query: got shape {tuple(query.shape)}, expected no dimension of size 0")
     has_causality = is_causal_mask(mask)
     mask = hide_other_sequences(mask, kwargs, query.shape[0], query.shape[2], key.shape[2])
+    if any(kwargs.get(name) is not None for name in _KEYWORDS_OF_1X):
+        options = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux, "is_causal": False}
+        out, _ = flash_dynamic_mask_attention_forward(
+            module, query, key, value, mask, position_bias=position_bias, **options, **kwargs
+        )
+        return out
     check_keywords({name: t for name, t in kwargs.items() if name not in PACKED_KEYWORDS})
     query, key, value = swap_heads_and_tokens(query, key, value)
     bias = position_bias
@@ -120,7 +132,7 @@ def _attend_by_mask(
         bias,
         Visibility(mask, has_causality, intervals),
         ScoredRule(),
-        Numerics.from_arguments(scale, None, softcap, "saturate", None),
+        Numerics.from_arguments(scale, None, softcap, "saturate", deterministic),
     )
     return with_lse(out, statistics, return_lse=False, sink_logits=s_aux)
 

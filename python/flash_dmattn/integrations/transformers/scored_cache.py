@@ -78,6 +78,15 @@ def store_scores(
     return None
 
 
+def layer_of_keys(cache: Cache, index: int, keys: Tensor) -> int:
+    """Returns the number of the layer that holds these keys: `index`, unless a decoder runs its layers more than once (HRM)."""
+    layers = cache.layers
+    if getattr(layers[index], "keys", None) is keys:
+        return index
+    numbers = (n for n, layer in enumerate(layers) if getattr(layer, "keys", None) is keys)
+    return next(numbers, index)  # no layer holds quantized or offloaded keys in this form
+
+
 def _lacks_scores(layer: CacheLayerMixin, state: CacheState) -> bool:
     """Whether a static cache is known to hold keys without scores. A number on a GPU is not read."""
     position = state.position

@@ -11,7 +11,6 @@ from ...._core.checks import (
 from ...._core.numerics import Numerics
 from ...._dispatch import attention, with_lse
 from ....keys.intervals import KeyIntervals
-from ....keys.recognise import Memo
 from ....keys.rule import SelectionRule
 from ....keys.selection import ScoredRule, select_elements, squeeze_query_dimension
 from ....keys.visibility import Visibility
@@ -53,7 +52,6 @@ def compute_layer_attention(
     max_length_k: int | None = None,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
-    memo: Memo | None = None,
     **kwargs,
 ) -> torch.Tensor:
     """Computes attention in which every query sees the `keep_window_size` keys with the highest bias.
@@ -89,7 +87,6 @@ def compute_layer_attention(
         max_length_q, max_length_k: the lengths of the longest packed sequences, or None.
         sliding_window: how many keys a query sees without a mask, itself included. A mask already includes it.
         s_aux: [Hq], one logit per head. It enters every softmax like the score of a key whose value is 0 (sinks).
-        memo: results that the layers of one forward share, or None.
         kwargs: see `keywords`.
 
     Returns:
@@ -123,7 +120,6 @@ def compute_layer_attention(
         sliding_window=sliding_window,
         is_causal=is_causal,
         selects=selects,
-        memo=memo,
     )
     cast = cast_states(states, target_dtype)
     if isinstance(visible, PackedSequences):
@@ -139,7 +135,7 @@ def compute_layer_attention(
             sink_logits=s_aux,
         )
     mask, intervals, bias = normalize_mask(
-        visible, attention_bias, query_states, key_states, selects, memo
+        visible, attention_bias, query_states, key_states, selects, None
     )
     scored_rule = ScoredRule()
     if selects:
@@ -152,7 +148,6 @@ def compute_layer_attention(
         Visibility(mask, is_causal, intervals),
         scored_rule,
         Numerics.from_arguments(None, softmax_scale, softcap, "saturate", deterministic),
-        memo=memo,
     )
     return with_lse(out, statistics, return_lse=False, sink_logits=s_aux)
 

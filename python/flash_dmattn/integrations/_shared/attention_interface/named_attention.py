@@ -1,4 +1,4 @@
-"""The attention functions that transformers' layers call."""
+"""The attention function of 1.x for layers of transformers."""
 
 import warnings
 
@@ -66,46 +66,9 @@ def flash_dynamic_mask_attention_forward(
     has_window = window_size is not None or kwargs.get("keep_window_size") is not None
     if attention_bias is not None and not has_window:
         window_size = getattr(module, "keep_window_size", getattr(module, "window_size", None))
-    out = attention_bshd(
-        module,
-        query,
-        key,
-        value,
-        attention_mask,
-        attention_bias,
-        scaling=scaling,
-        window_size=window_size,
-        softcap=softcap,
-        is_causal=is_causal,
-        dropout=dropout,
-        **kwargs,
-    )
-    return out, None
-
-
-def attention_bshd(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | KeyIntervals | None,
-    attention_bias: torch.Tensor | None,
-    *,
-    scaling: float | None,
-    window_size: int | None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    **kwargs,
-) -> torch.Tensor:
-    """Computes `flash_dynamic_mask_attention_forward` for query, key and value [B, S, H, D].
-
-    Models make and attention reads this order; transposing costs three views, and three more in the backward.
-    window_size None keeps all keys, whatever the module has.
-    """
     if kwargs.pop("output_attentions", None):
         warnings.warn(
-            "flash_dmattn has no output_attentions; use attn_implementation='eager'", stacklevel=3
+            "flash_dmattn has no output_attentions; use attn_implementation='eager'", stacklevel=2
         )
     if query.numel() == 0:
         raise ValueError(f"query: got shape {tuple(query.shape)}, expected no dimension of size 0")
@@ -118,7 +81,7 @@ def attention_bshd(
         attention_mask, is_causal = None, True
     else:
         is_causal = is_causal and not has_queries(attention_mask)
-    return compute_layer_attention(
+    out = compute_layer_attention(
         query,
         key,
         value,
@@ -133,3 +96,4 @@ def attention_bshd(
         target_dtype=target_dtype(module, query),
         **kwargs,
     )
+    return out, None

@@ -10,7 +10,7 @@ from ...._core.checks import check_count, check_positions, may_read
 from ....functional import flash_dmattn_varlen_func
 from ....keys.intervals import KeyIntervals, intersect
 from ....keys.positions import check_offsets
-from ....keys.recognise import Memo, cached_result, refuse_negative, split_additive
+from ....keys.recognise import refuse_negative, split_additive
 from .keywords import PACKED_KEYWORDS, refuse_packed_by_layer
 from .layer_masks import (
     as_key_intervals,
@@ -55,7 +55,6 @@ def sequences_or_mask(
     sliding_window: int | None,
     is_causal: bool,
     selects: bool,
-    memo: Memo | None,
 ) -> PackedSequences | torch.Tensor | KeyIntervals | None:
     """Returns the packed sequences of a call, or its mask combined with the window and the sequences of each row.
 
@@ -66,7 +65,7 @@ def sequences_or_mask(
     if attention_mask is None:
         window = window_mask(sliding_window, is_causal, query_length, key_length, query.device)
     elif is_key_mask(attention_mask, query_length, key_length):
-        refuse_negative(attention_mask, memo)
+        refuse_negative(attention_mask, None)
     else:
         return attention_mask
     sequences = _packed_from_offsets(
@@ -76,7 +75,7 @@ def sequences_or_mask(
     if sequences is None and positions is not None and query_length == key_length:
         # A selection takes the offsets of sequences. Without one, code that may not read positions gets intervals.
         if may_read() or selects:
-            sequences = _packed_from_positions(positions, attention_mask, batch, query_length, memo)
+            sequences = _packed_from_positions(positions, attention_mask, batch, query_length)
         elif attention_mask is None or not attention_mask.is_floating_point():
             sequences = _intervals_from_positions(
                 positions, attention_mask, batch, query_length, is_causal
@@ -180,7 +179,6 @@ def _packed_from_positions(
     key_mask: torch.Tensor | None,
     batch: int,
     length: int,
-    memo: Memo | None,
 ) -> PackedSequences | None:
     """Finds packed sequences, which begin where positions begin again inside a row.
 
@@ -188,16 +186,12 @@ def _packed_from_positions(
     ends, so a sequence begins only between two visible tokens.
     """
 
-    def find(positions: torch.Tensor) -> PackedSequences | None:
-        begins = _sequence_begins(positions, None, batch, length)
-        if begins is None or not begins.any():
-            return None
+    packed, begins = None, _sequence_begins(position_ids, None, batch, length)
+    if begins is not None and begins.any():
         starts = torch.nn.functional.pad(begins, (1, 0), value=True).flatten().nonzero().flatten()
         offsets = torch.nn.functional.pad(starts, (0, 1), value=batch * length).int()
         longest = int(offsets.diff().max())
-        return PackedSequences(offsets, offsets, longest, longest)
-
-    packed = cached_result(memo, "sequences", position_ids, find)
+        packed = PackedSequences(offsets, offsets, longest, longest)
     if packed is None or key_mask is None:
         return packed
     if not _sequence_begins(position_ids, key_mask, batch, length).any():

@@ -20,7 +20,7 @@ from ..cache import DynamicMaskCache, slots_of
 from ..cache_layer import DynamicMaskLayer
 from ..compat import CACHE, CACHE_NAMES
 from ..names import PIECES, SCORED_NAME, SCORES
-from ..scored_cache import CacheState, store_scores
+from ..scored_cache import CacheState, layer_of_keys, store_scores
 
 _CACHE_NAMES = (*CACHE_NAMES, "layer_past")
 _SETTINGS = ("score_rule", "score_phase", "dense_prefill", "base_attention")
@@ -74,7 +74,12 @@ class ScoreCall:
                 f"scorer: got a second attention call in layer {layer.layer_idx}, expected one: the cache stores one value per key"
             )
         self.has_attended = True
-        keys = key.shape[2]
+        keys, state, index = key.shape[2], self.state, layer.layer_idx
+        if state is not None and state.position is None:
+            state, index = (
+                state._replace(is_empty=keys == new),
+                layer_of_keys(self.cache, index, key),
+            )
         if self.slots is not None and self.slots.awaits_attention:
             raise ValueError(
                 f"{CACHE}: got a DynamicMaskCache whose layer {layer.layer_idx} got no keys, expected them: the layers of this model "
@@ -90,9 +95,9 @@ class ScoreCall:
             raise ValueError(
                 f"scorer: got scores of {scores.shape[1]} heads, expected {key.shape[1]}, as many as keys have"
             )
-        if self.state is None:
+        if state is None:
             return scores
-        scores = store_scores(self.cache, layer.layer_idx, layer.config, scores, self.state, keys)
+        scores = store_scores(self.cache, index, layer.config, scores, state, keys)
         if scores is None:
             raise ValueError(
                 f"{CACHE}: got keys without scores in layer {layer.layer_idx}, expected a cache that was filled by this model with "
