@@ -111,7 +111,7 @@ def test_saved_config_has_the_rule(tmp_path):
     rule = {
         "keep_window_size": [5, 2],
         "recent_window": 3,
-        "recent_competes": False,
+        "recent_competes": True,
         "sink_tokens": 1,
     }
     LlamaConfig(num_hidden_layers=2, **rule).save_pretrained(tmp_path)

@@ -188,7 +188,9 @@ def test_cache_without_scores_is_refused():
 
 SLOTS = CACHES["slots"]
 REFUSED = {  # name: (rule and phase of the model, its cache, the message)
-    "without scores": ("window", "off", SLOTS, "scores: got none.*add_learned_scores"),
+    "without scores": ("window", "off", SLOTS, "scores: got none.*add_learned_scores.* in the phase 'hard'"),
+    "fewer layers": ("window", "hard", lambda _: SLOTS(make_scored(rule="window", num_hidden_layers=1)),
+                     f"{CACHE}: got 1 layers, expected more than 1"),
     "all keys": ("window", "soft", SLOTS, "phase: got 'soft' with a DynamicMaskCache"),
     "another rule": ("all", "hard", lambda _: SLOTS(make_scored(rule="window")), f"{CACHE}: got keep_window_size"),
     "static": ("all", "soft", CACHES["static"], f"{CACHE}: got a static one"),

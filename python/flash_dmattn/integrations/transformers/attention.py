@@ -40,7 +40,6 @@ from .compat import CACHE
 from .families import FLAG_WITH_EVERY_MASK, type_of
 from .learned_scores.layers import ScoreCall
 
-
 # A caller of a model may choose keys by a bias.
 _KEYWORDS_OF_1X = ("attention_bias", "window_size", "keep_window_size")
 
@@ -344,7 +343,7 @@ def _check_phase(call: ScoreCall) -> None:
         except ValueError as raised:
             error = raised
     if error is not None and call.pieces is not None:
-        call.pieces.group.wire.raise_on_all_ranks(error)
+        call.pieces.group.wire.raise_on_all_ranks("begin_exchange", error)
     if error is not None:
         raise error
 

@@ -94,14 +94,10 @@ def slots_of(cache: DynamicMaskCache, index: int) -> DynamicMaskLayer:
     """Returns the slots of layer `index`. Raises ValueError for a cache of another model."""
     layer = cache.layers[index] if index < len(cache.layers) else None
     if not isinstance(layer, DynamicMaskLayer):
-        got = (
-            f"{len(cache.layers)} layers"
-            if layer is None
-            else f"a {type(layer).__name__} in layer {index}"
-        )
-        raise ValueError(
-            f"{CACHE}: got {got}, expected slots in layer {index}: a DynamicMaskCache(model.config) of this model"
-        )
+        got = f"{len(cache.layers)} layers, expected more than {index}"
+        if layer is not None:
+            got = f"a {type(layer).__name__} in layer {index}, expected slots"
+        raise ValueError(f"{CACHE}: got {got}: a DynamicMaskCache(model.config) of this model")
     return layer
 
 

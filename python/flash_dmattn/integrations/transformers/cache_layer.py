@@ -342,9 +342,9 @@ class DynamicMaskLayer(CacheLayerMixin):
         """
         if not self.awaits_attention:
             raise ValueError(
-                "scores: got none; a DynamicMaskCache holds the keys with the best scores, which Doge's attention as "
-                "flash_dmattn has and other models after add_learned_scores in the phase 'hard'. Call enable_flash_dmattn(model) "
-                "or add_learned_scores(model, ...), or use transformers' DynamicCache"
+                "scores: got none, expected those by which a DynamicMaskCache keeps keys. A Doge makes them after "
+                "enable_flash_dmattn(model), another model after add_learned_scores(model, ...) in the phase 'hard' "
+                "(set_score_phase). Without scores use transformers' DynamicCache"
             )
         self.awaits_attention = False
         return key_states, value_states

@@ -72,8 +72,8 @@ def add_learned_scores(
     Args:
         model: a decoder of transformers, or anything that contains one (a PEFT model, a multimodal model).
         keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold: which keys a query sees, as in
-            select_key_intervals, where recent_competes is True by default. A cache then holds sink_tokens +
-            keep_window_size + recent_window keys for each key head.
+            select_key_intervals. A cache then holds sink_tokens + keep_window_size + recent_window keys for each key
+            head.
         scorer: what gives a key its score, one of the scorers above. A module is copied for every layer.
         dense_prefill: whether the first tokens of a cache attend to all of each other and the rule begins with the
             tokens after them, as in eviction after the prompt. By default the prompt follows the rule, in O(N w) time.
