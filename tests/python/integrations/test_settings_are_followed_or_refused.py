@@ -311,6 +311,22 @@ def test_window_of_a_call_works_without_one_in_the_model():
 
 
 @pytest.mark.transformers
+def test_type_that_was_not_compared_warns_and_runs():
+    transformers = pytest.importorskip("transformers")
+    from scored_models import make_base
+
+    class Config(transformers.LlamaConfig):
+        model_type = "llama_of_next_month"
+
+    model, ids = make_base(), torch.arange(3, 9)[None]
+    expected = model(ids).logits
+    model.config.__class__ = Config
+    with pytest.warns(UserWarning, match="'llama_of_next_month', which nobody has compared"):
+        model.set_attn_implementation("flash_dmattn")
+    torch.testing.assert_close(model(ids).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.transformers
 @pytest.mark.parametrize(
     "name, value", [("sliding_windw", 3), ("attention_mask", torch.zeros(1, 8))]
 )
