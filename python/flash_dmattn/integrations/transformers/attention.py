@@ -173,8 +173,8 @@ def _attend_with_scores(
             f"sliding_window: got {sliding_window} in a layer with learned scores, expected None"
         )
     queries, keys = query.shape[2], key.shape[2]
-    is_dense = layer.dense_prefill and call.is_prompt(queries, keys)
     scores = call.scores_of(key, value)
+    is_dense = layer.dense_prefill and call.is_prompt(queries, keys)
     if is_causal_mask(mask):
         mask = None
     check_mask_keywords(kwargs, has_mask=mask is not None)
@@ -300,10 +300,10 @@ def attend_with_slots(
     sink_logits: Tensor | None = None,
     memo: Memo | None = None,
 ) -> Tensor:
-    """Computes attention of new tokens to the keys in a DynamicMaskCache and to each other. Returns [B, S, Hq, D].
+    """Computes attention of new tokens to the keys in a DynamicMaskCache and to each other. Returns [B, S, Hq, Dv].
 
     Args:
-        query, key, value: of the new tokens, [B, S, Hq, D] and [B, S, Hkv, D].
+        query, key, value: of the new tokens, [B, S, Hq, D], [B, S, Hkv, D] and [B, S, Hkv, Dv].
         mask: the mask of a prompt, as in `attend_with_keys`.
         used: how a prompt uses its scores. The slots have to follow its rule.
         present: which new tokens are no padding, bool [B, S]; None: all.
@@ -312,7 +312,7 @@ def attend_with_slots(
     slots.check_rule(used.rule, layer_idx)
     scores = used.scores.float()
     if slots.is_empty:
-        slots.check_kernels(key)  # before attention that the slots could not take over
+        slots.check_kernels(key, value)  # before attention that the slots could not take over
         out = attend_with_keys(
             query, key, value, mask, used, numerics=numerics, sink_logits=sink_logits, memo=memo
         )

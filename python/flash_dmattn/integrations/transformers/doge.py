@@ -28,7 +28,7 @@ from .._shared.attention_interface.layer_masks import (
 from .._shared.attention_interface.layout import swap_heads_and_tokens
 from .._shared.attention_interface.packed_sequences import hide_other_sequences
 from .attention import KeyScores, attend_with_keys, attend_with_slots
-from .cache import DynamicMaskCache, slots_of
+from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer
 from .compat import CACHE, pop_cache
 from .names import CONTEXT, DOGE_NAME
@@ -146,7 +146,7 @@ class FlashDogeAttention(DogeAttention):
             raise ValueError(
                 f"dropout: got {self.attention_dropout}, expected 0: attention dropout is not supported"
             )
-        slots = slots_of(cache, self.layer_idx) if isinstance(cache, DynamicMaskCache) else None
+        slots = cache.slots_of(self.layer_idx) if isinstance(cache, DynamicMaskCache) else None
         if cache is not None and slots is None and context.pieces is None:
             key, value, scores = self._update(cache, key, value, scores, cache_position)
         states = cast_states((query, key, value), target_dtype(self, query))

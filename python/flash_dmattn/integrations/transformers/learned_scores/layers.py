@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from ....keys.rule import SelectionRule
 from ..._shared.attention_interface.layout import swap_heads_and_tokens
-from ..cache import DynamicMaskCache, slots_of
+from ..cache import DynamicMaskCache
 from ..cache_layer import DynamicMaskLayer
 from ..compat import CACHE, CACHE_NAMES
 from ..names import PIECES, SCORED_NAME, SCORES
@@ -38,12 +38,11 @@ class ScoreCall:
         """
         self.layer, self.hidden, self.pieces = layer, hidden, pieces
         self.cache = getattr(cache, "self_attention_cache", cache)  # in an EncoderDecoderCache
-        self.slots: DynamicMaskLayer | None = None
+        self.slots: DynamicMaskLayer | None = None  # which got the keys, once attention begins
         self.state: CacheState | None = None  # of transformers' own cache, before it gets the keys
         self.has_attended = False
         if isinstance(self.cache, DynamicMaskCache):
-            self.slots = slots_of(self.cache, layer.layer_idx)
-            self.slots.awaits_attention = True
+            self.cache.awaits_keys = True
         elif self.cache is not None:
             if not isinstance(self.cache, Cache):
                 raise TypeError(
@@ -80,11 +79,13 @@ class ScoreCall:
                 state._replace(is_empty=keys == new),
                 layer_of_keys(self.cache, index, key),
             )
-        if self.slots is not None and self.slots.awaits_attention:
-            raise ValueError(
-                f"{CACHE}: got a DynamicMaskCache whose layer {layer.layer_idx} got no keys, expected them: the layers of this model "
-                "have other numbers in its caches. Use transformers' DynamicCache"
-            )
+        if isinstance(self.cache, DynamicMaskCache):
+            if self.cache.awaits_keys:
+                raise ValueError(
+                    f"{CACHE}: got a DynamicMaskCache whose layer {layer.layer_idx} got no keys, expected them. Use transformers' "
+                    "DynamicCache"
+                )
+            self.slots = self.cache.updated_slots
         if self.query_position is not None:
             columns = torch.arange(new, device=key.device) + self.query_position
             key, value = (t.index_select(2, columns) for t in (key, value))
