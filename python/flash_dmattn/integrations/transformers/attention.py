@@ -37,7 +37,7 @@ from .._shared.attention_interface.packed_sequences import hide_other_sequences
 from .._shared.attention_interface.token_order import TokenOrder, counts_tokens
 from .cache_layer import DynamicMaskLayer
 from .compat import CACHE
-from .families import FLAG_WITH_EVERY_MASK, type_of
+from .family_table import FLAG_WITH_EVERY_MASK, type_of
 from .learned_scores.layers import ScoreCall
 
 
