@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ....keys.rule import SelectionRule
-from ..._shared.attention_interface.layout import swap_heads_and_tokens
+from ..._shared.attention_interface.states import swap_heads_and_tokens
 from ..cache import DynamicMaskCache
 from ..cache_layer import DynamicMaskLayer
 from ..compat import CACHE, CACHE_NAMES
