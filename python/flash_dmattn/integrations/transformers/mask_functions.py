@@ -13,6 +13,7 @@ from ..._core.checks import may_read
 from ...keys.recognise import intervals_of_mask, intervals_of_rows
 from .._shared.attention_interface.keywords import check_known_keywords
 from .._shared.attention_interface.layer_masks import causal_mask
+from .._shared.attention_interface.packed_sequences import intervals_of_documents
 from .cache_layer import HeldTokens
 
 # The function of masks in which every query sees every key. 4.57 has none.
@@ -138,13 +139,6 @@ def registered_attention_mask(
 def documents_of_positions(position_ids: torch.Tensor) -> torch.Tensor:
     """Returns each token's document number, int64 [B, S]. A document begins where positions [B, S] begin again."""
     return F.pad(position_ids.diff() != 1, (1, 0)).cumsum(1)
-
-
-def intervals_of_documents(documents: torch.Tensor) -> torch.Tensor:
-    """Returns causality within documents as intervals, int32 [B, 1, S, 2]. documents: numbers that do not fall."""
-    last = torch.searchsorted(documents, documents, right=True, out_int32=True)
-    first = torch.arange(last.shape[1], dtype=torch.int32, device=last.device).expand_as(last)
-    return torch.stack([first, last], dim=-1)[:, None]
 
 
 def is_causal_config(config: PretrainedConfig) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from ...._core.checks import check_count, check_positions, may_read
 from ....functional import flash_dmattn_varlen_func
@@ -87,6 +88,16 @@ def sequences_or_mask(
     if window is None:
         return attention_mask if sequences is None else sequences
     return window if sequences is None else intersect(window, sequences)
+
+
+def intervals_of_documents(documents: torch.Tensor, is_causal: bool = True) -> torch.Tensor:
+    """Returns which queries of its document see each key, int32 [B, 1, S, 2]. documents: numbers that do not fall, [B, S]."""
+    last = torch.searchsorted(documents, documents, right=True, out_int32=True)
+    if is_causal:
+        first = torch.arange(last.shape[1], dtype=torch.int32, device=last.device).expand_as(last)
+    else:
+        first = torch.searchsorted(documents, documents, out_int32=True)
+    return torch.stack([first, last], dim=-1)[:, None]
 
 
 def hide_other_sequences(
@@ -188,8 +199,8 @@ def _packed_from_positions(
 
     packed, begins = None, _sequence_begins(position_ids, None, batch, length)
     if begins is not None and begins.any():
-        starts = torch.nn.functional.pad(begins, (1, 0), value=True).flatten().nonzero().flatten()
-        offsets = torch.nn.functional.pad(starts, (0, 1), value=batch * length).int()
+        starts = F.pad(begins, (1, 0), value=True).flatten().nonzero().flatten()
+        offsets = F.pad(starts, (0, 1), value=batch * length).int()
         longest = int(offsets.diff().max())
         packed = PackedSequences(offsets, offsets, longest, longest)
     if packed is None or key_mask is None:
@@ -215,12 +226,7 @@ def _intervals_from_positions(
     begins = _sequence_begins(position_ids, key_mask, batch, length)
     if begins is None:
         return None
-    document = torch.nn.functional.pad(begins, (1, 0)).cumsum(1)
-    first = torch.searchsorted(document, document)
-    last = torch.searchsorted(document, document, right=True)
-    if is_causal:
-        first = torch.arange(length, device=first.device).expand_as(first)
-    intervals = torch.stack([first, last], dim=-1).int()[:, None]
+    intervals = intervals_of_documents(F.pad(begins, (1, 0)).cumsum(1), is_causal)
     if key_mask is not None:
         intervals = intervals * _per_key(key_mask)[..., None]
     return KeyIntervals(intervals, length, consecutive=True)

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
+from ..._shared.attention_interface.packed_sequences import intervals_of_documents
 from ..compat import find_cache
 from ..families import is_attention, takes_mask_of_positions, takes_masks_by_type
-from ..mask_functions import intervals_of_documents, is_causal_config, mask_kind
+from ..mask_functions import is_causal_config, mask_kind
 from ..names import PIECES, SCORED_NAME
 from .layers import remove_hook
 
