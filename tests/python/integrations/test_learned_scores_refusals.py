@@ -140,6 +140,8 @@ def test_wrong_arguments_are_refused():
 
 
 WRONG_OPTIONS = {
+    "name of a class": ({"attention": "LlamaAttention"}, TypeError, "attention: got 'LlamaAttention', expected a class"),
+    "class of no layer": ({"attention": torch.nn.GRU}, ValueError, "model: got a .*none has a class that attention names.*GRU"),
     "function of one": ({"scorer": lambda hidden: hidden}, TypeError, r"scorer: got a function of \(hidden\), expected one of"),
     "module of one": ({"scorer": torch.nn.Linear(4, 2)}, TypeError, r"scorer: got a function of .*expected one of \(hidden, key, value\)"),
     "number": ({"scorer": 3}, ValueError, "scorer: got 3, expected one of"),

@@ -135,8 +135,11 @@ def _head_dim(config: PretrainedConfig) -> int:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether a module is an attention layer of a class that was compared, or of a subclass of it."""
-    return any(base.__name__ in ATTENTION for base in type(module).__mro__)
+    """Whether a module is an attention layer of a class of transformers that was compared, or of a subclass of it."""
+    return any(
+        base.__name__ in ATTENTION and base.__module__.startswith("transformers.")
+        for base in type(module).__mro__
+    )
 
 
 def reason_against_scores(layer: nn.Module) -> str | None:

@@ -83,17 +83,16 @@ def add_learned_scores(
         scorer: what gives a key its score, one of the scorers above. A module is copied for every layer.
         dense_prefill: whether the first tokens of a cache attend to all of each other and the rule begins with the
             tokens after them, as in eviction after the prompt. By default the prompt follows the rule, in O(N w) time.
-
-        attention: the class of the model's attention layers, or several, for a model whose layers nobody has compared. They
-            call transformers' attention interface once, with the keywords that they get. None: the classes of
-            docs/model-families.md, and their subclasses.
+        attention: the class of the model's attention layers, or several, for layers of a class that was not compared. They
+            have to call transformers' attention interface once, with the keywords that they get. None: the classes in
+            `family_table.ATTENTION`, and their subclasses.
 
     Returns:
         The same model.
 
     Raises:
         ValueError: no layer can have scores, with the reasons; the model has scores already.
-        TypeError: the model is not a module; the scorer is a function of other arguments.
+        TypeError: the model is not a module; the scorer is a function of other arguments; `attention` is no class.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
@@ -193,9 +192,14 @@ def _layers_to_change(
         raise ValueError(
             f"model: got a {type(model).__name__} with learned scores, expected one without; call remove_learned_scores first"
         )
+    classes = attention if isinstance(attention, tuple) else (attention,)
+    if attention is not None and not all(isinstance(kind, type) for kind in classes):
+        raise TypeError(
+            f"attention: got {attention!r}, expected a class of attention layers, or a tuple of classes"
+        )
     reasons, layers = {}, []
     for layer in model.modules():
-        if is_attention(layer) if attention is None else isinstance(layer, attention):
+        if is_attention(layer) if attention is None else isinstance(layer, classes):
             reason = reason_against_scores(layer)
             if reason is None:
                 layers.append(layer)
@@ -215,8 +219,9 @@ def _layers_to_change(
         ordered = sorted(reasons, key=lambda reason: reason.startswith("are no layers"))
         details = "; ".join(f"{reasons[reason]} layers {reason}" for reason in ordered)
         if not reasons:
+            named = "was compared" if attention is None else f"attention names, {attention!r}"
             details = (
-                "none has a class that was compared. Name the class of attention layers that call transformers' attention "
+                f"none has a class that {named}. Name the class of attention layers that call transformers' attention "
                 "interface and pass it their keywords: add_learned_scores(model, ..., attention=MyAttention)"
             )
         raise ValueError(
