@@ -155,8 +155,42 @@ class FlashDogeAttention(DogeAttention):
                 scale=self.scaling, zero_sum=not self.round_scores_like_eager,
             )  # fmt: skip
         else:
-            out = _Tokens(*states, scores, attention_mask, context).attend(self, slots)
+            out = self._attend(*states, scores, attention_mask, context, slots)
         return self.o_proj(out.flatten(2)), None
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: torch.Tensor,
+        mask: torch.Tensor | None,
+        context: Context,
+        slots: DynamicMaskLayer | None,
+    ) -> torch.Tensor:
+        """Computes attention to all tokens, or with slots also to the keys in them. Returns [B, S, Hq, D].
+
+        query: [B, S, Hq, D]; key, value: [B, Sk, Hkv, D]; scores: [B, Hkv, Sk].
+        """
+        rule, memo = SelectionRule(self.keep_window_size), context.memo
+        numerics = Numerics.from_arguments(self.scaling, None, None, "saturate", None)
+        attend = partial(attend_with_keys, numerics=numerics, memo=memo)
+        if slots is not None:
+            attend = partial(
+                attend_with_slots, slots=slots, layer_idx=self.layer_idx, scores_are_bias=True,
+                present=present_tokens(mask, query.shape[1]), numerics=numerics, memo=memo,
+            )  # fmt: skip
+            if not slots.is_empty:
+                return attend(query, key, value, None, KeyScores(rule, scores))
+        allowed = _doge_mask(mask, query.shape[1], key.shape[1], memo)
+        is_padded = context.mask_kind == "padded" and isinstance(allowed, KeyIntervals)
+        bias = scores if self.round_scores_like_eager else with_zero_sum_gradient(scores)
+        hides = key.shape[1] > self.keep_window_size
+        used = KeyScores(rule, scores, bias, 0, hides, allowed is None or is_padded)
+        out = attend(query, key, value, allowed, used)
+        if mask is not None and context.mask_kind != "packed":
+            out = _fill_blind_rows(out, allowed, (query, key, value), self.scaling, memo)
+        return out
 
     def _update(
         self,
@@ -190,45 +224,6 @@ def _normalize(norm: torch.nn.Module, states: torch.Tensor) -> torch.Tensor:
     if isinstance(norm, FlashDogeRMSNorm) and "forward" not in vars(norm):
         return norm(states, is_fused=True)
     return norm(states)
-
-
-class _Tokens(NamedTuple):
-    """The states of a layer's tokens, and what its queries may see."""
-
-    query: torch.Tensor  # [B, S, Hq, D]
-    key: torch.Tensor  # [B, S, Hkv, D]
-    value: torch.Tensor
-    scores: torch.Tensor  # [B, Hkv, S]
-    mask: torch.Tensor | None
-    context: Context
-
-    def attend(self, layer: DogeAttention, slots: DynamicMaskLayer | None) -> torch.Tensor:
-        """Computes attention to all tokens, or with slots also to the keys in them. Returns [B, S, Hq, D]."""
-        query, key, value, scores, mask, context = self
-        rule, memo = SelectionRule(layer.keep_window_size), context.memo
-        queries, keys = query.shape[1], key.shape[1]
-        numerics = Numerics.from_arguments(layer.scaling, None, None, "saturate", None)
-        options = {"numerics": numerics, "memo": memo}
-        present = None if slots is None else present_tokens(mask, queries)
-        if slots is not None:
-            options |= {
-                "slots": slots,
-                "layer_idx": layer.layer_idx,
-                "present": present,
-                "scores_are_bias": True,
-            }
-        if slots is not None and not slots.is_empty:
-            return attend_with_slots(*self[:3], None, KeyScores(rule, scores), **options)
-        allowed = _doge_mask(mask, queries, keys, memo)
-        is_padded = context.mask_kind == "padded" and isinstance(allowed, KeyIntervals)
-        bias = scores if layer.round_scores_like_eager else with_zero_sum_gradient(scores)
-        hides = keys > layer.keep_window_size
-        used = KeyScores(rule, scores, bias, 0, hides, allowed is None or is_padded)
-        attend = attend_with_keys if slots is None else attend_with_slots
-        out = attend(query, key, value, allowed, used, **options)
-        if mask is not None and context.mask_kind != "packed":
-            out = _fill_blind_rows(out, allowed, self, layer.scaling)
-        return out
 
 
 def doge_scores(attention: DogeAttention, step: torch.Tensor) -> torch.Tensor:
@@ -287,7 +282,11 @@ def _find_doge_mask(
 
 
 def _fill_blind_rows(
-    out: torch.Tensor, mask: torch.Tensor | KeyIntervals, states: _Tokens, scaling: float
+    out: torch.Tensor,
+    mask: torch.Tensor | KeyIntervals,
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    scaling: float,
+    memo: Memo | None,
 ) -> torch.Tensor:
     """Gives queries that may see no key the result of eager attention: the mean of all values.
 
@@ -296,10 +295,10 @@ def _fill_blind_rows(
     over equal fill values there, whose derivative by the scores is still that of a softmax,
     `d out = scaling / Sk * sum_j (v_j - mean) d(q . k_j)`: one D x D matrix per head.
     """
-    blind = _blind_rows(mask, states.context.memo)
+    blind = _blind_rows(mask, memo)
     if blind is None:
         return out
-    query, key, value = swap_heads_and_tokens(*states[:3])
+    query, key, value = swap_heads_and_tokens(*states)
     groups = query.shape[1] // key.shape[1]
     mean = value.mean(2, keepdim=True)
     slope = (value - mean).detach().mT @ key * (scaling / key.shape[2])
