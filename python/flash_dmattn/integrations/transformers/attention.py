@@ -38,7 +38,7 @@ from .._shared.attention_interface.token_order import TokenOrder, counts_tokens
 from .cache_layer import DynamicMaskLayer
 from .compat import CACHE
 from .families import FLAG_WITH_EVERY_MASK, type_of
-from .learned_scores.layers import ScoreCall
+from .learned_scores.layers import ScoreCall, soft_bias
 
 # A caller of a model may choose keys by a bias.
 _KEYWORDS_OF_1X = ("attention_bias", "window_size", "keep_window_size")
@@ -207,7 +207,7 @@ def _attend_with_scores(
             raise ValueError(
                 f"{CACHE}: got a static one in the phase 'soft', expected a cache that grows, or the phase 'hard'"
             )
-        bias = scores - layer.scorer.first_score
+        bias = soft_bias(layer, scores)
         used = KeyScores(rule, scores, bias, rule.recent_window, hides=False)
     else:
         bias, delay = _bias_to_learn(scores, rule)
