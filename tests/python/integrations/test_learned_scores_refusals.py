@@ -69,15 +69,22 @@ def test_other_models_are_refused_with_the_reason(make):
         add_learned_scores(make(), keep_window_size=4)
 
 
-def test_named_attention_class_gets_scores():
-    """A family that is in no table, with code that has no source."""
-    names = {"Base": type(make_base().model.layers[0].self_attn)}
+def without_source(base):
+    """Returns a subclass whose forward has no source."""
+    names = {"Base": base}
     exec(
         "class Own(Base):\n    def forward(self, *args, **k): return super().forward(*args, **k)",
         names,
     )
-    own, model = names["Own"], make_base()
-    own.forward.__signature__ = inspect.signature(names["Base"].forward)
+    names["Own"].forward.__signature__ = inspect.signature(base.forward)
+    return names["Own"]
+
+
+def test_named_attention_class_gets_scores():
+    """A family that is in no table, with code that has no source."""
+    model = make_base()
+    model.model.__class__ = without_source(type(model.model))
+    own = without_source(type(model.model.layers[0].self_attn))
     for layer in model.model.layers:
         layer.self_attn.__class__ = own
     ids, expected = make_ids(), add_learned_scores(make_base(), keep_window_size=3)

@@ -25,6 +25,7 @@ from .._shared.attention_interface.keywords import (
     check_keywords,
     check_mask_keywords,
 )
+from .._shared.attention_interface.layer_attention import attend_by_bias, resolve_window
 from .._shared.attention_interface.layer_masks import (
     as_key_intervals,
     is_causal_mask,
@@ -32,16 +33,12 @@ from .._shared.attention_interface.layer_masks import (
     present_tokens,
 )
 from .._shared.attention_interface.layout import swap_heads_and_tokens
-from .._shared.attention_interface.named_attention import flash_dynamic_mask_attention_forward
 from .._shared.attention_interface.packed_sequences import hide_other_sequences
 from .._shared.attention_interface.token_order import TokenOrder, counts_tokens
 from .cache_layer import DynamicMaskLayer
 from .compat import CACHE
-from .families import FLAG_WITH_EVERY_MASK, type_of
+from .family_table import FLAG_WITH_EVERY_MASK, type_of
 from .learned_scores.layers import ScoreCall, soft_bias
-
-# A caller of a model may choose keys by a bias.
-_KEYWORDS_OF_1X = ("attention_bias", "window_size", "keep_window_size")
 
 
 def attention_forward(
@@ -91,6 +88,9 @@ def _attend_by_mask(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    attention_bias: Tensor | None = None,
+    window_size: int | None = None,
+    keep_window_size: int | None = None,
     is_causal: bool | None = None,
     position_ids: Tensor | None = None,  # the mask includes packed texts and windows
     sliding_window: int | None = None,
@@ -101,7 +101,7 @@ def _attend_by_mask(
 
     Without a mask a query sees all keys, and under a mask [B, 1, 1, Sk] all keys that the mask shows. Offsets of packed sequences
     hide the keys of other sequences. A layer's `is_causal` is ignored: many layers have none, or a wrong one, because eager
-    attention never reads it. Masks of `key_interval_mask` include causality.
+    attention never reads it. Masks of `key_interval_mask` include causality. A caller of the model may choose keys by a bias.
     """
     if is_causal is not None:
         _check_causality(module, query, mask, resolve_flag(is_causal, "is_causal"))
@@ -109,31 +109,33 @@ def _attend_by_mask(
         raise ValueError(f"query: got shape {tuple(query.shape)}, expected no dimension of size 0")
     has_causality = is_causal_mask(mask)
     mask = hide_other_sequences(mask, kwargs, query.shape[0], query.shape[2], key.shape[2])
-    if any(kwargs.get(name) is not None for name in _KEYWORDS_OF_1X):
-        options = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux, "is_causal": False}
-        out, _ = flash_dynamic_mask_attention_forward(
-            module, query, key, value, mask, position_bias=position_bias, **options, **kwargs
-        )
-        return out
     check_keywords({name: t for name, t in kwargs.items() if name not in PACKED_KEYWORDS})
     query, key, value = swap_heads_and_tokens(query, key, value)
-    bias = position_bias
-    if bias is not None:
-        bias = check_bias(bias, "position_bias", query, key)
+    if position_bias is not None:
+        position_bias = check_bias(position_bias, "position_bias", query, key)
+    if attention_bias is not None:
+        if position_bias is not None:
+            raise ValueError(
+                "attention_bias: got a tensor together with position_bias, expected one of them"
+            )
+        attention_bias = check_bias(attention_bias, "attention_bias", query, key)
+    bias = position_bias if attention_bias is None else attention_bias
+    layer = (
+        None if attention_bias is None else module
+    )  # whose window is no window of a position bias
+    keep = resolve_window(keep_window_size, window_size, bias, layer)
     if s_aux is not None:
         check_sink_logits(s_aux, query, "s_aux")
-    if is_causal_mask(mask):
-        mask = None
-    mask, intervals, bias = normalize_mask(mask, bias, query, key, chooses=False, memo=None)
     scale = None if scaling is None else resolve_scale(scaling, "scaling")
-    out, statistics = attention(
+    return attend_by_bias(
         *cast_states((query, key, value), target_dtype(module, query)),
+        None if is_causal_mask(mask) else mask,
         bias,
-        Visibility(mask, has_causality, intervals),
-        ScoredRule(),
-        Numerics.from_arguments(scale, None, softcap, "saturate", deterministic),
+        keep,
+        is_causal=has_causality,
+        numerics=Numerics.from_arguments(scale, None, softcap, "saturate", deterministic),
+        sink_logits=s_aux,
     )
-    return with_lse(out, statistics, return_lse=False, sink_logits=s_aux)
 
 
 def _check_causality(

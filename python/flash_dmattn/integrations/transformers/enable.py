@@ -27,6 +27,7 @@ from .families import error_of, reason_to_refuse, warn_of_unknown, watch_text_mo
 from .learned_scores.layers import has_scores
 from .mask_functions import is_causal_config, mask_kind
 from .names import (
+    ALL_STORED_NAMES,
     CONTEXT,
     DOGE_NAME,
     NAME,
@@ -106,7 +107,7 @@ def enable_flash_dmattn(
         if isinstance(module, FlashDogeAttention):
             store_name(module.config, DOGE_NAME)
     for module in doge_models:
-        refuse_continuous_batching(module)
+        refuse_continuous_batching(module, ALL_STORED_NAMES)
         setattr(module, _DEFAULT_CACHE, cache)
         if cache is not None:
             set_cache_of_generate(module, _default_cache)
@@ -146,7 +147,7 @@ def resolve_name(model: PreTrainedModel, name: str | None) -> str | None:
     _refuse_another_name(model, name)
     if name not in STORED_NAMES and name != NAME:
         return None
-    refuse_continuous_batching(model)
+    refuse_continuous_batching(model, ALL_STORED_NAMES)
     if any(isinstance(module, DogeAttention) for module in model.modules()):
         _check_layers(model)
         replace_layers(model)

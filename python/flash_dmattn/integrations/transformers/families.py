@@ -17,6 +17,7 @@ from .family_table import (
     DECODERS_BY_POSITIONS,
     DECODERS_OF_SEVERAL_AXES,
     MASKS_BY_TYPE,
+    type_of,
 )
 from .names import NAMES
 
@@ -51,21 +52,15 @@ _REASONS = {
 # These models change the masks of their text model, whose family is used elsewhere, too.
 _CHANGING_MASKS_OF_TEXT = ("gemma4_assistant", "gemma4_unified_assistant")
 # Reasons by `config.model_type` (without "_text") for layers whose keys cannot get scores.
-_REASONS_AGAINST_SCORES = {
+REASONS_AGAINST_SCORES = {
     "diffllama": "attend twice by the same keys, to other values each time",
     "diffusion_gemma": "see later tokens of a block",
     "doge": "have scores of their own; call enable_flash_dmattn",
     "glm5_next": "choose keys by an indexer",
     "jetmoe": "repeat keys before the attention function gets them",
 }
-# Types whose causal layers pass is_causal=False with every mask, as their masks include causality.
-FLAG_WITH_EVERY_MASK = ("moonshine", "moonshine_streaming")
 _OTHER_SOURCES = ("encoder_hidden_states", "key_value_states", "cross_attention_states")
 _LOCAL_KINDS = ("sliding", "chunked", "local", "window")
-
-
-def type_of(config: PretrainedConfig) -> str:
-    return config.model_type.removesuffix("_text")
 
 
 # ---- Attention under the plain name -----------------------------------------------------------------
@@ -94,17 +89,19 @@ def error_of(model: PreTrainedModel, name: str, reason: str) -> ValueError:
     )
 
 
-def reason_to_refuse(model: PreTrainedModel) -> str | None:
+def reason_to_refuse(model: PreTrainedModel, scored: bool = False) -> str | None:
     """Returns why attention under this package's name would differ from eager attention, or None if it is equal.
 
     Under this name, as in eager attention, the mask alone decides what a query sees. So a model works if its layers
     take the mask that transformers' mask functions make, pass it to transformers' `AttentionInterface`, and do nothing
     else with it.
+
+    scored: whether its layers are known to call the interface, because they can have scores.
     """
     reason = _REASONS.get(type_of(model.config))
     if reason is not None:
         return reason
-    if not can_set_implementation(model):
+    if not (scored or can_set_implementation(model)):
         return "computes attention itself, without transformers' AttentionInterface"
     channels = _head_dim(model.config)
     if channels > LARGEST_HEAD_DIM:
@@ -149,8 +146,8 @@ def reason_against_scores(layer: nn.Module) -> str | None:
     config = getattr(layer, "config", None)
     if getattr(layer, "layer_idx", None) is None or config is None:
         return "are no layers of a decoder (no layer_idx)"
-    if type_of(config) in _REASONS_AGAINST_SCORES:
-        return _REASONS_AGAINST_SCORES[type_of(config)]
+    if type_of(config) in REASONS_AGAINST_SCORES:
+        return REASONS_AGAINST_SCORES[type_of(config)]
     if not getattr(layer, "is_causal", True):
         return "are not causal"
     has_other_sources = any(name in parameters for name in _OTHER_SOURCES)

@@ -18,8 +18,14 @@ from ..compat import (
     refuse_continuous_batching,
     store_name,
 )
-from ..families import is_attention, reason_against_scores, reason_to_refuse
-from ..names import NAMES, PIECES, SCORED_NAME
+from ..families import (
+    REASONS_AGAINST_SCORES,
+    is_attention,
+    reason_against_scores,
+    reason_to_refuse,
+)
+from ..family_table import type_of
+from ..names import ALL_STORED_NAMES, NAMES, PIECES, SCORED_NAME
 from .decoder_hooks import mask_hooks, remove_decoder_hooks, score_hooks
 from .layers import add_scorer, device_of, has_scores, remove_scorer, sizes_of
 
@@ -123,7 +129,7 @@ def add_learned_scores(
     for decoder, hook in hooks:
         decoder.register_forward_pre_hook(hook, with_kwargs=True)
     for module in _pretrained_models(model):
-        refuse_continuous_batching(module)
+        refuse_continuous_batching(module, ALL_STORED_NAMES)
     setattr(model, _METHOD, partial(set_score_phase, model))
     return set_score_phase(model, "hard")
 
@@ -203,10 +209,9 @@ def _layers_to_change(
         raise ValueError(
             f"model: got a {type(model).__name__} with learned scores, expected one without; call remove_learned_scores first"
         )
-    found, reasons, layers = 0, {}, []
+    reasons, layers = {}, []
     for layer in model.modules():
         if is_attention(layer) if attention is None else isinstance(layer, attention):
-            found += 1
             reason = reason_against_scores(layer)
             if reason is None:
                 layers.append(layer)
@@ -215,15 +220,17 @@ def _layers_to_change(
     for decoder in _pretrained_models(model):
         if getattr(decoder.config, "is_encoder_decoder", False):
             reasons, layers = {"are of an encoder-decoder": type(decoder).__name__}, []
+        elif (reason := REASONS_AGAINST_SCORES.get(type_of(decoder.config))) is not None:
+            reasons.setdefault(reason, type(decoder).__name__)
         if any(layer in layers for layer in decoder.modules()):
-            reason = reason_to_refuse(decoder)
+            reason = reason_to_refuse(decoder, scored=True)
             if reason is not None:
                 raise ValueError(f"model: got a {type(decoder).__name__}, which {reason}")
     if not layers:
         # The reasons of image layers come last, because they say the least.
         ordered = sorted(reasons, key=lambda reason: reason.startswith("are no layers"))
         details = "; ".join(f"{reasons[reason]} layers {reason}" for reason in ordered)
-        if not found:
+        if not reasons:
             details = (
                 "none has a class that was compared. Name the class of attention layers that call transformers' attention "
                 "interface and pass it their keywords: add_learned_scores(model, ..., attention=MyAttention)"
