@@ -51,7 +51,7 @@ def doge():
 
 
 REFUSED = {
-    encoder: "not causal",
+    encoder: "not causal|no layers of a decoder",
     encoder_decoder: "encoder-decoder",
     without_interface: "none has a class that was compared.*attention=MyAttention",
     sliding: "have a sliding window of their own",

@@ -19,7 +19,6 @@ from ...keys.select_intervals import select_key_intervals
 from ...keys.selection import ScoredRule, apply_selection
 from ...keys.visibility import Visibility
 from ...merge import add_sink, check_sink_logits
-from .._shared.attention_interface.dtypes import cast_states, target_dtype
 from .._shared.attention_interface.keywords import (
     PACKED_KEYWORDS,
     check_keywords,
@@ -32,8 +31,8 @@ from .._shared.attention_interface.layer_masks import (
     normalize_mask,
     present_tokens,
 )
-from .._shared.attention_interface.layout import swap_heads_and_tokens
 from .._shared.attention_interface.packed_sequences import hide_other_sequences
+from .._shared.attention_interface.states import cast_states, swap_heads_and_tokens, target_dtype
 from .._shared.attention_interface.token_order import TokenOrder, counts_tokens
 from .cache_layer import DynamicMaskLayer
 from .compat import CACHE

@@ -18,15 +18,14 @@ from ...keys.intervals import KeyIntervals
 from ...keys.recognise import Memo, cached_result, intervals_of_mask, split_additive, visible_counts
 from ...keys.rule import SelectionRule
 from ...scores import doge_scores_of, with_zero_sum_gradient
-from .._shared.attention_interface.dtypes import cast_states, target_dtype
 from .._shared.attention_interface.keywords import check_mask_keywords
 from .._shared.attention_interface.layer_masks import (
     as_key_intervals,
     is_causal_mask,
     present_tokens,
 )
-from .._shared.attention_interface.layout import swap_heads_and_tokens
 from .._shared.attention_interface.packed_sequences import hide_other_sequences
+from .._shared.attention_interface.states import cast_states, swap_heads_and_tokens, target_dtype
 from .attention import KeyScores, attend_with_keys, attend_with_slots
 from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer

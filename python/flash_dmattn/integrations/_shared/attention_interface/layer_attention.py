@@ -18,10 +18,9 @@ from ....keys.selection import ScoredRule, select_elements, squeeze_query_dimens
 from ....keys.visibility import Visibility
 from ....merge import check_sink_logits
 from . import keywords, packed_sequences
-from .dtypes import cast_states, target_dtype
 from .layer_masks import has_queries, is_causal_mask, normalize_mask
-from .layout import swap_heads_and_tokens
 from .packed_sequences import PackedArguments, PackedSequences
+from .states import cast_states, swap_heads_and_tokens, target_dtype
 
 
 def check_states(layout: str, **states: torch.Tensor) -> None:

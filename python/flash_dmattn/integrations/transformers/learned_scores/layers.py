@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from ....budgets import stochastic_gates
 from ....keys.rule import SelectionRule
-from ..._shared.attention_interface.layout import swap_heads_and_tokens
+from ..._shared.attention_interface.states import swap_heads_and_tokens
 from ..cache import DynamicMaskCache
 from ..cache_layer import DynamicMaskLayer
 from ..compat import CACHE, CACHE_NAMES
