@@ -8,16 +8,20 @@ scores above it, and a cap for each head, which bounds its memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from os import PathLike
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from ._core.checks import resolve_flag
 from ._core.numerics import check_number
+from .keys.rule import SelectionRule
 
+BYTES_OF_SLOT = 8  # of a key's score and position
 SHARE_OF_TEXT = 0.75  # the relative growth of a head's keys with the text from which on they count as a share of it
 
 
@@ -111,14 +115,42 @@ class KeyBudgets:
         figure.savefig(path)
 
 
-def hinge_of_shares(shares: Sequence[Tensor], target: float, per_head: bool) -> Tensor:
-    """Returns how far the mean share of open gates lies above the target, 0 if it lies below.
+def check_phase(phase: str, phases: Sequence[str], temperature: float | None) -> None:
+    """Raises unless the phase is one of `phases`, and there is a temperature above 0 or none; only "soft" has one."""
+    if phase not in phases:
+        raise ValueError(f"phase: got {phase!r}, expected one of {phases}")
+    if temperature is None:
+        return
+    check_number(temperature, "temperature")
+    if phase != "soft" or not temperature > 0:
+        raise ValueError(
+            f"temperature: got {temperature} with the phase {phase!r}, expected a number above 0 with 'soft', or None"
+        )
 
-    shares: of each layer, [heads]. per_head: whether each head has the target, or the mean of all heads.
+
+def loss_of_records(
+    records: Sequence[SoftScores | None],
+    rules: Sequence[SelectionRule],
+    target: float,
+    per_head: bool,
+    mask: Tensor | None,
+) -> Tensor:
+    """Returns how far the mean share of open gates in the last forward lies above the target, 0 if it lies below.
+
+    records, rules: of each layer. per_head: whether each head has the target, or the mean of all. mask: bool [B, S].
     """
     check_number(target, "target")
-    share = torch.cat(list(shares))
-    share = share if per_head else share.mean()
+    shares = []
+    for record, rule in zip(records, rules, strict=True):
+        scores = None if record is None else record.take()
+        if scores is None or not scores.requires_grad:
+            raise RuntimeError(
+                "target: got a model without scores of a forward with gradients, expected one in the phase 'soft' since the last "
+                "call (under checkpointing with use_reentrant=False)"
+            )
+        shares.append(share_of_old_keys(scores, rule.recent_window, rule.sink_tokens, mask))
+    share = torch.cat(shares)
+    share = share if resolve_flag(per_head, "per_head") else share.mean()
     return (share - target).clamp(min=0).mean()
 
 
@@ -129,12 +161,21 @@ def share_of_old_keys(
 
     scores: log gates [B, H, S]. mask: bool [B, S], False for padding.
     """
-    if mask is None:
-        mask = torch.ones_like(scores[:, 0], dtype=torch.bool)
-    count = mask.long().cumsum(1)
-    is_old = mask.bool() & (count > sink_tokens) & (count <= count[:, -1:] - recent_window)
+    mask = _present(scores, mask)
+    count = mask.cumsum(1)
+    is_old = mask & (count > sink_tokens) & (count <= count[:, -1:] - recent_window)
     gates = torch.where(is_old[:, None], scores.exp(), 0)
     return gates.sum((0, 2)) / is_old.sum().clamp(min=1)
+
+
+def is_sink(scores: Tensor, sink_tokens: int, mask: Tensor | None) -> Tensor:
+    """Returns which keys are sinks, bool [B, S]. scores: [B, H, S]. mask: bool [B, S], False for padding."""
+    mask = _present(scores, mask)
+    return mask & (mask.cumsum(1) <= sink_tokens)
+
+
+def _present(scores: Tensor, mask: Tensor | None) -> Tensor:
+    return torch.ones_like(scores[:, 0], dtype=torch.bool) if mask is None else mask.bool()
 
 
 def stochastic_gates(scores: Tensor, temperature: float) -> Tensor:
@@ -149,6 +190,50 @@ def stochastic_gates(scores: Tensor, temperature: float) -> Tensor:
     logits = scores - torch.log(-torch.expm1(scores.clamp(max=-1e-6)))
     uniform = torch.rand_like(scores).clamp(1e-6, 1 - 1e-6)
     return F.logsigmoid((logits + uniform.logit()) / temperature)
+
+
+class SoftScores:
+    """A layer's scores [B, Hkv, S] in the last forward with gradients in the phase "soft", for the loss of the budget.
+
+    A forward opens it, and `take` closes it: checkpointed layers run again in the backward pass.
+    """
+
+    scores: Tensor | None = None
+    is_open = False
+
+    def open(self) -> None:
+        self.scores, self.is_open = None, True
+
+    def gates(self, scores: Tensor, temperature: float | None) -> Tensor:
+        """Records the scores, and returns log gates sampled from them, or without gradients or temperature the scores."""
+        if not torch.is_grad_enabled():
+            return scores
+        if self.is_open and self.scores is None:
+            self.scores = scores
+        return scores if temperature is None else stochastic_gates(scores, temperature)
+
+    def take(self) -> Tensor | None:
+        scores, self.scores, self.is_open = self.scores, None, False
+        return scores
+
+    def __getstate__(self) -> None:
+        """Copies of a model have no graph."""
+
+
+@contextmanager
+def collected_scores(scorers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+    """Collects the scores [heads, S] that each scorer makes of a single sequence, on the CPU."""
+    scores: list[Tensor] = []
+
+    def collect(scorer: nn.Module, args: tuple, out: Tensor) -> None:
+        scores.append(out[0].detach().float().cpu())
+
+    hooks = [scorer.register_forward_hook(collect) for scorer in scorers]
+    try:
+        yield scores
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def divide_scores(

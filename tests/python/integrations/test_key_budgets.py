@@ -47,7 +47,7 @@ def test_budget_loss_is_the_excess_of_open_gates_over_the_target(per_head):
     share = torch.stack(shares)
     expected = (share - 0.4).clamp(min=0).mean() if per_head else (share.mean() - 0.4).clamp(min=0)
     torch.testing.assert_close(budget_loss(model, 0.4, per_head=per_head), expected)
-    with pytest.raises(RuntimeError, match="^budget_loss: got a model without scores of a forward"):
+    with pytest.raises(RuntimeError, match="^target: got a model without scores of a forward"):
         budget_loss(model, 0.4)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...._core.checks import resolve_flag
-from ...._core.numerics import check_number
+from ....budgets import check_phase
 from ..._shared.config_rules import CONFIG_NAME, LearnedScores, make_rules
 from ..._shared.scorers import Scorer, check_scorer, make_scorer
 from ..compat import (
@@ -144,14 +144,7 @@ def set_score_phase(model: nn.Module, phase: str, temperature: float | None = No
         ValueError: another phase, a model without scores, "soft" with scores that are not log gates, or a temperature that is
             not above 0 or belongs to another phase.
     """
-    if phase not in PHASES:
-        raise ValueError(f"phase: got {phase!r}, expected one of {PHASES}")
-    if temperature is not None:
-        check_number(temperature, "temperature")
-        if phase != "soft" or not temperature > 0:
-            raise ValueError(
-                f"temperature: got {temperature} with the phase {phase!r}, expected a number above 0 with 'soft', or None"
-            )
+    check_phase(phase, PHASES, temperature)
     layers = scored_layers(model)
     if phase == "soft" and not all(getattr(layer.scorer, "is_gate", True) for layer in layers):
         raise ValueError(

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ...._core.checks import check_count, resolve_flag
-from ....budgets import KeyBudgets, divide_scores, hinge_of_shares, share_of_old_keys
+from ...._core.checks import check_count
+from ....budgets import BYTES_OF_SLOT, KeyBudgets, collected_scores, divide_scores, loss_of_records
 from ..._shared.config_rules import CONFIG_NAME, LearnedScores, make_rules
 from ...serving.states import head_dims_of
 from .add import scored_layers, set_score_phase
 from .layers import sizes_of
-
-_BYTES_OF_SLOT = 8  # of a key's score and position
 
 
 def budget_loss(
@@ -40,16 +38,10 @@ def budget_loss(
     Raises:
         RuntimeError: there was no forward in the phase "soft" with gradients since the last call.
     """
-    shares = []
-    for layer in scored_layers(model):
-        scores, rule = layer.soft_scores.take(), layer.score_rule
-        if scores is None or not scores.requires_grad:
-            raise RuntimeError(
-                "budget_loss: got a model without scores of a forward with gradients, expected one in the phase 'soft' since the "
-                "last call (under checkpointing with use_reentrant=False)"
-            )
-        shares.append(share_of_old_keys(scores, rule.recent_window, rule.sink_tokens, mask))
-    return hinge_of_shares(shares, target, resolve_flag(per_head, "per_head"))
+    layers = scored_layers(model)
+    rules = [layer.score_rule for layer in layers]
+    records = [layer.soft_scores for layer in layers]
+    return loss_of_records(records, rules, target, per_head, mask)
 
 
 def divide_budget(
@@ -98,13 +90,13 @@ def divide_budget(
     scores = []
     with _all_keys_visible(model, layers, length), torch.no_grad():
         for text in tqdm(texts, desc="dividing the budget", disable=not progress):
-            with _scores_of_forward(layers) as of_text:
+            with collected_scores([layer.scorer for layer in layers]) as of_text:
                 model(input_ids=text[:, :length].to(weight.device), use_cache=False)
             scores.append(of_text)
     sizes = (sum(head_dims_of(layer.config)) * weight.element_size() for layer in layers)
     return divide_scores(
         scores, mean_keys, rule.recent_window, rule.sink_tokens,
-        quantile=quantile, bound=bound, key_bytes=[size + _BYTES_OF_SLOT for size in sizes],
+        quantile=quantile, bound=bound, key_bytes=[size + BYTES_OF_SLOT for size in sizes],
     )  # fmt: skip
 
 
@@ -144,18 +136,3 @@ def _all_keys_visible(model: nn.Module, layers: list[nn.Module], length: int) ->
         set_score_phase(model, phase, temperature)
         for layer, rule in zip(layers, rules, strict=True):
             layer.score_rule = rule
-
-
-@contextmanager
-def _scores_of_forward(layers: list[nn.Module]) -> Iterator[list[Tensor]]:
-    """Collects the scores [heads, S] of each layer, on the CPU."""
-    scores: list[Tensor] = []
-    hooks = [
-        layer.scorer.register_forward_hook(lambda _, __, out: scores.append(out[0].float().cpu()))
-        for layer in layers
-    ]
-    try:
-        yield scores
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ....budgets import stochastic_gates
+from ....budgets import SoftScores
 from ....keys.rule import SelectionRule
 from ..._shared.attention_interface.states import swap_heads_and_tokens
 from ..cache import DynamicMaskCache
@@ -131,37 +131,10 @@ def add_scorer(
     layer.register_forward_hook(_end_call, with_kwargs=True)
 
 
-class SoftScores:
-    """A layer's scores [B, Hkv, S] in the last forward with gradients in the phase "soft", for `budget_loss`.
-
-    A forward opens it, and `take` closes it: checkpointed layers run again in the backward pass.
-    """
-
-    scores: Tensor | None = None
-    is_open = False
-
-    def open(self) -> None:
-        self.scores, self.is_open = None, True
-
-    def record(self, scores: Tensor) -> None:
-        if self.is_open and self.scores is None:
-            self.scores = scores
-
-    def take(self) -> Tensor | None:
-        scores, self.scores, self.is_open = self.scores, None, False
-        return scores
-
-    def __getstate__(self) -> None:
-        """Copies of a model have no graph."""
-
-
 def soft_bias(layer: nn.Module, scores: Tensor) -> Tensor:
     """Returns what the phase "soft" adds to the attention scores of old keys."""
-    if torch.is_grad_enabled():
-        layer.soft_scores.record(scores)
-        if layer.gate_temperature is not None:
-            return stochastic_gates(scores, layer.gate_temperature)
-    return scores - layer.scorer.first_score
+    gates = layer.soft_scores.gates(scores, layer.gate_temperature)
+    return scores - layer.scorer.first_score if gates is scores else gates
 
 
 def remove_scorer(layer: nn.Module) -> None:
