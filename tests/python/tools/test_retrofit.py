@@ -27,7 +27,8 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=of_bytes)
 
 
-def test_program_runs_to_the_end(tmp_path, tokenizer, capsys):
+def test_program_runs_to_the_end(tmp_path, tokenizer, capsys, monkeypatch):
+    monkeypatch.setattr(retrofit.logging, "set_verbosity_error", lambda: None)  # of the process
     config = LlamaConfig(
         vocab_size=256, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         max_position_embeddings=LENGTH, eos_token_id=None, bos_token_id=None,
