@@ -56,7 +56,7 @@ plan-demo:
 	@echo "It takes 8 to 12 minutes on two cores the first time, of which it trains 150 s at most, and twenty more for CUDA kernels."
 
 .PHONY: retrofit
-retrofit: $(STAMPS)/package $(STAMPS)/retrofit ## teach a published model which keys to keep, in 15 minutes on two cores, and compare (options: ARGS="--help")
+retrofit: $(STAMPS)/package $(STAMPS)/retrofit ## teach a published model on a CPU or GPU which keys to keep, and compare (options: ARGS="--help")
 	PYTHONPATH=examples $(BIN)/python -m retrofit $(ARGS)
 
 .PHONY: docs
