@@ -272,16 +272,15 @@ def divide_scores(
     is_kept = old >= threshold
     # No key above the threshold leaves without a cap, so the count at the last token is the largest of a text.
     caps = is_kept.sum(2).double().quantile(quantile, 0, interpolation="higher")
-    caps = _lower_largest(caps, bound * old_keys * len(caps)).long().tolist()
+    caps = _lower_largest(caps, bound * old_keys * len(caps)).long()
     means = {}
     for part in (length // 4, length // 2, length):
         if part > always:
             mean = is_kept[:, :, : part - always].sum(2).double().mean(0)
             means[part] = [layer.tolist() for layer in mean.split(heads)]
-    ends = [sum(heads[: i + 1]) for i in range(len(heads))]
     return KeyBudgets(
         threshold=threshold.item(),
-        caps=tuple(tuple(caps[end - n : end]) for n, end in zip(heads, ends, strict=True)),
+        caps=tuple(tuple(layer.tolist()) for layer in caps.split(heads)),
         recent_window=recent_window,
         sink_tokens=sink_tokens,
         length=length,

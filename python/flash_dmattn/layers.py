@@ -29,7 +29,7 @@ from .budgets import (
 from .functional import flash_dmattn_func
 from .generation.cache import KVSlots
 from .keys.rule import SelectionRule
-from .scores import make_scores, with_zero_sum_gradient
+from .scores import bias_to_learn, make_scores, with_zero_sum_gradient
 
 SCORE_INPUTS = ("hidden", "value")
 
@@ -213,10 +213,9 @@ class DynamicMaskAttention(nn.Module):
         if self.soft_scores is not None:
             chosen, bias = {}, self.soft_scores.gates(scores, self.temperature)
         else:
-            chosen = {"selection_scores": scores.detach(), **rule}
-            if not (torch.is_grad_enabled() and scores.requires_grad):
+            chosen, bias = {"selection_scores": scores.detach(), **rule}, bias_to_learn(scores)
+            if bias is None:
                 return chosen
-            bias = (scores - scores.detach()).nan_to_num()  # 0, with the gradient of a bias
         if self.rule.sink_tokens:
             bias = torch.where(is_sink(scores, self.rule.sink_tokens, key_mask)[:, None], 0, bias)
         return {"attn_bias": bias, "bias_delay": self.rule.recent_window, **chosen}

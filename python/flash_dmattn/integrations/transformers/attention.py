@@ -19,6 +19,7 @@ from ...keys.select_intervals import select_key_intervals
 from ...keys.selection import ScoredRule, apply_selection
 from ...keys.visibility import Visibility
 from ...merge import add_sink, check_sink_logits
+from ...scores import bias_to_learn
 from .._shared.attention_interface.keywords import (
     PACKED_KEYWORDS,
     check_keywords,
@@ -354,10 +355,8 @@ def _bias_to_learn(scores: Tensor, rule: SelectionRule) -> tuple[Tensor | None, 
 
     Scores choose keys and change nothing else, so a cache holds keys and no gates. The choice has no derivative.
     """
-    if not (torch.is_grad_enabled() and scores.requires_grad):
-        return None, 0
-    # A key with a score of -inf is never among the best, so it gets no gradient.
-    return (scores - scores.detach()).nan_to_num(), rule.recent_window
+    bias = bias_to_learn(scores)
+    return bias, 0 if bias is None else rule.recent_window
 
 
 # ---- Which keys a query sees ------------------------------------------------------------------------
