@@ -7,6 +7,7 @@
 namespace flash_dmattn::cuda {
 
 inline constexpr float log2e = 1.4426950408889634f;
+inline constexpr float log2e_low = 1.92596299e-8f;  // log2 e is log2e + log2e_low
 inline constexpr float negative_infinity = -__builtin_huge_valf();
 
 // tanh(x), given 2 log2 e x. Its absolute error is 1e-7, as softcap requires; that of tanh.approx is 5e-4.

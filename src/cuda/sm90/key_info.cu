@@ -3,7 +3,8 @@
 namespace flash_dmattn::cuda::sm90 {
 
 KeyInfo allocate_key_info(const Shape& shape, const ScoreParams& score,
-                          WorkspaceAllocator& workspace, bool has_recent_biases) {
+                          WorkspaceAllocator& workspace, bool has_recent_biases,
+                          bool has_unscaled_biases) {
   KeyInfo info;
   const auto key_broadcast = [](const Broadcast& b) { return b.dense ? Broadcast{} : b; };
   const Broadcast mask = key_broadcast(score.mask);
@@ -22,7 +23,8 @@ KeyInfo allocate_key_info(const Shape& shape, const ScoreParams& score,
   info.ranges = workspace.take<KeyInterval>(keys * info.batch * info.range_heads);
   const std::int64_t biases = keys * info.batch * info.bias_heads;
   if (has_recent_biases && score.bias_delay != 0) info.recent = biases;
-  info.biases = workspace.take<float>(biases + info.recent);
+  if (has_unscaled_biases && score.bias_delay == 0) info.unscaled = biases;
+  info.biases = workspace.take<float>(biases + info.recent + info.unscaled);
   if (info.batch > 1) {
     info.range_batch = keys * info.range_heads;
     info.bias_batch = keys * info.bias_heads;

@@ -18,6 +18,8 @@ struct KeyInfo {
   // With a delay: the offset in `biases` from a key's bias to the value for queries within the delay, which is 0, or -inf
   // if the mask hides the key. 0 without a delay, and in a backward.
   std::int64_t recent = 0;
+  // The offset in `biases` from a key's bias to the caller's bias, which is 0 if mask or bias hide the key. 0 without it.
+  std::int64_t unscaled = 0;
   int batch = 1;
   int range_heads = 1;
   int bias_heads = 1;
@@ -38,8 +40,10 @@ struct KeyInfo {
 };
 
 // Allocates key info. Its size follows from shapes and strides.
-// `has_recent_biases`: with KeyInfo::recent if biases have a delay.
+// `has_recent_biases`: with KeyInfo::recent if biases have a delay. `has_unscaled_biases`: with KeyInfo::unscaled if they
+// have none.
 KeyInfo allocate_key_info(const Shape& shape, const ScoreParams& score,
-                          WorkspaceAllocator& workspace, bool has_recent_biases = false);
+                          WorkspaceAllocator& workspace, bool has_recent_biases = false,
+                          bool has_unscaled_biases = false);
 
 }  // namespace flash_dmattn::cuda::sm90

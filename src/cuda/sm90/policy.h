@@ -72,6 +72,13 @@ constexpr bool supports_delay(int head_dim, const ForwardVariant& variant) {
   return variant.has_key_info && variant.dense != DenseAccess::tiles;
 }
 
+// Whether a forward adds large biases less a reference of their row (ConsumerScores::add_large_biases). Elsewhere that would
+// spill registers of the loop.
+constexpr bool has_bias_references(int head_dim, const ForwardVariant& variant) {
+  return head_dim <= 128 && variant.has_key_info && variant.load != KeyLoad::any &&
+         variant.dense == DenseAccess::none && !variant.shapes;
+}
+
 // Whether a call with few work tiles has neither a work counter nor a flag for rows that are recomputed. With a dense
 // mask or bias, a test for them would spill registers.
 constexpr bool can_be_short(const ForwardVariant& variant) {

@@ -32,13 +32,22 @@ __device__ inline bool is_shown(const ScoreParams& score, const QueryHead& head,
 // initializes, that is, divided by the scale, or in units of log 2 if it is added after the scores are shaped.
 // `masked_bias` replaces a bias that hides the key.
 template <class T>
-__device__ float key_bias(const Shape& shape, const ScoreParams& score, const QueryHead& head,
-                          int key, float factor, float masked_bias = negative_infinity) {
+__device__ inline float key_bias(const Shape& shape, const ScoreParams& score,
+                                 const QueryHead& head, int key, float factor,
+                                 float masked_bias = negative_infinity) {
   if (key >= shape.seqlen_k) return 0;
   if (!is_shown(score, head, key)) return negative_infinity;
   if (score.bias.data == nullptr || score.bias.dense) return 0;
   const float value = load_bias<T>(score.bias, head.element(score.bias, 0, key));
   return value > score.mask_value ? value * factor : masked_bias;
+}
+
+// The caller's bias of a key, 0 where mask or bias hide the key.
+template <class T>
+__device__ inline float bias_or_zero(const Shape& shape, const ScoreParams& score,
+                                     const QueryHead& head, int key) {
+  const float bias = key_bias<T>(shape, score, head, key, 1);
+  return bias == negative_infinity ? 0 : bias;
 }
 
 // Computes KeyInfo, with one thread for each range and bias.
@@ -67,6 +76,8 @@ struct PrepareKeyInfo {
     if (i >= biases()) return;
     const Place at = place(i, info.bias_heads);
     info.biases[i] = key_bias<T>(shape, score, at.head, at.key, bias_factor, masked_bias);
+    if (info.unscaled != 0)
+      info.biases[i + info.unscaled] = bias_or_zero<T>(shape, score, at.head, at.key);
     if (info.recent == 0) return;
     const bool hidden = at.key < shape.seqlen_k && !is_shown(score, at.head, at.key);
     info.biases[i + info.recent] = hidden ? negative_infinity : 0;

@@ -143,7 +143,6 @@ struct BwdPreprocessKernel {
   // P, which NonFiniteRowsKernel adds.
   static __device__ float2 scaled_lse(float lse, float lse_low) {
     if (!isfinite(lse)) return {-negative_infinity, 0};
-    constexpr float log2e_low = 1.92596299e-8f;  // log2 e is log2e + log2e_low
     const float high = fmaxf(fminf(lse * log2e, largest_float), -largest_float);
     const float rest = fmaf(lse, log2e, -high) + fmaf(lse, log2e_low, lse_low * log2e);
     return {high, isfinite(rest) ? rest : 0};

@@ -202,9 +202,12 @@ struct BackwardKernel {
     } else {
       const int first = rank() * policy.keys;
       const int2 queries =
-          find_queries<Variant, keys>(p, tile, storage.bounds, [&](int i, const KeyRecord& record) {
+          find_queries<Variant, keys>(p, tile, storage.bounds, [&](int i, KeyRecord record) {
             if constexpr (Variant.placement == KeyPlacement::block_key_info) {
-              if (i >= first && i < first + policy.keys) storage.block.records[i - first] = record;
+              if (i < first || i >= first + policy.keys) return;
+              if constexpr (Variant.large_lse)
+                record.bias = unscaled_bias<T>(p.backward, tile.batch, tile.kv_head, record);
+              storage.block.records[i - first] = record;
             }
           });
       if (threadIdx.x == 0) {

@@ -36,7 +36,7 @@ void launch_backward_kernel(BackwardKernelParams params, cudaStream_t stream) {
 
   if constexpr (Variant.has_dense()) launch<FindVisits>(FindVisits::blocks(params), params, stream);
   if constexpr (Variant.has_slots()) {
-    const PrepareSlotRecords records{shape, params.info, params.slots};
+    const PrepareSlotRecords<T> records{p, params.info, params.slots};
     for_each(records.items(), records, stream);
   }
   const LaunchOptions options{

@@ -12,8 +12,8 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// The queries [first, last) that see a key, and its bias in units of the accumulator that it initializes. The bias is
-// -inf if mask or bias hide the key.
+// The queries [first, last) that see a key, and its bias in units of the accumulator that it initializes; in a call with
+// a large lse (BackwardVariant::large_lse), the caller's bias. The bias is -inf if mask or bias hide the key.
 struct alignas(16) KeyRecord {
   int first;
   int last;

@@ -18,10 +18,11 @@ namespace flash_dmattn::cuda::sm90 {
 template <class Kernel>
 class ForwardConsumer : ConsumerScores<Kernel> {
   using Scores = ConsumerScores<Kernel>;
-  using Scores::factor_, Scores::p_, Scores::scores_, Scores::storage_, Scores::warpgroup_;
+  using Scores::factor_, Scores::max_, Scores::p_, Scores::scores_, Scores::storage_;
   using Scores::first_query, Scores::has_two_heads, Scores::lane, Scores::query_step;
   using Scores::has_dense_tiles, Scores::has_info;
   using Scores::head_dim, Scores::keys, Scores::warpgroups;
+  using Scores::warpgroup_;
   using typename Scores::Storage, typename Scores::T;
   static constexpr int value_dim = Kernel::value_dim;
   static constexpr float max_growth = 8;  // in log2: growth of a row's maximum that O tolerates
@@ -38,7 +39,7 @@ class ForwardConsumer : ConsumerScores<Kernel> {
     // There is work for every block.
     WorkTile work = storage_.work[0];
     storage_.k_pipeline.wait_full(0);
-    this->begin_scores(0);
+    this->begin_scores(0, true);
     issue_scores(0, 0);
     this->load_dense_scores(0);
     wait_scores<0>(0);
@@ -65,9 +66,9 @@ class ForwardConsumer : ConsumerScores<Kernel> {
       storage_.q_pipeline.wait_full(count + 1);
       const WorkTile next = storage_.work[storage_.q_pipeline.stage(count + 1)];
       if (next.visits == 0) break;
-      issue(n, count + 1);
+      issue(n, count + 1, true);
       const float sums[2] = {sum_[0], sum_[1]};
-      const float offsets[2] = {offset<true>(0), offset<true>(1)};
+      const RowOffset offsets[2] = {row_offset(0), row_offset(1)};
       softmax<true, true>(next, n, 0);
       wait_out(n - 1);
       pack_weights();
@@ -78,7 +79,7 @@ class ForwardConsumer : ConsumerScores<Kernel> {
     storage_.v_pipeline.wait_full(n - 1);
     issue_out(n - 1);
     wait_out(n - 1);
-    const float offsets[2] = {offset<true>(0), offset<true>(1)};
+    const RowOffset offsets[2] = {row_offset(0), row_offset(1)};
     store(work, sum_, offsets);
     if constexpr (Kernel::fixes_rows) {
       if (p_.needs_fix == nullptr) fix(work);
@@ -111,7 +112,7 @@ class ForwardConsumer : ConsumerScores<Kernel> {
 
   template <bool Partial>
   __device__ void step(const WorkTile& work, int work_count, int n, int visit) {
-    issue(n, work_count);
+    issue(n, work_count, false);
     if (is_last(work, visit)) storage_.q_pipeline.release_operand(work_count);
     softmax<Partial, false>(work, n, visit);
     wait_out(n - 1);
@@ -122,10 +123,11 @@ class ForwardConsumer : ConsumerScores<Kernel> {
     }
   }
 
-  // Issues S of tile n and O of tile n - 1 together; returns when S is complete.
-  __device__ void issue(int n, int work_count) {
+  // Issues S of tile n and O of tile n - 1 together; returns when S is complete. `first`: tile n is the first of its work
+  // tile.
+  __device__ void issue(int n, int work_count, bool first) {
     storage_.k_pipeline.wait_full(n);
-    this->begin_scores(n);
+    this->begin_scores(n, first);
     wait_for_turn();
     issue_scores(n, work_count);
     if constexpr (!Kernel::overlaps) wgmma_wait<0>();
@@ -186,12 +188,13 @@ class ForwardConsumer : ConsumerScores<Kernel> {
     const float top = fmaf(max_[h], factor_, weight_shift<T>);
     return CanBeEmpty && max_[h] == negative_infinity ? weight_shift<T> : top;
   }
+  __device__ RowOffset row_offset(int h) const { return {offset<true>(h), this->reference(h)}; }
 
   // Turns scores into weights. The maximum is raised only if it has grown by max_growth in log2. That is exact, as
   // the sum has the same offset. `rescales_` and `rescale_`: whether O is rescaled, and its factors.
   template <bool Partial, bool First>
   __device__ void softmax(const WorkTile& work, int n, int visit) {
-    Scores::template finish_scores<Partial>(work, n, visit);
+    Scores::template finish_scores<Partial, First>(work, n, visit);
     constexpr bool can_be_empty = Partial || has_info;
     float top[2];
 #pragma unroll
@@ -251,7 +254,8 @@ class ForwardConsumer : ConsumerScores<Kernel> {
     return {work.head + (has_two_heads() ? h : 0), work.row + first_query() + h * query_step()};
   }
 
-  __device__ void store(const WorkTile& work, const float (&sums)[2], const float (&offsets)[2]) {
+  __device__ void store(const WorkTile& work, const float (&sums)[2],
+                        const RowOffset (&offsets)[2]) {
     const OutputRow rows[2] = {row(work, 0), row(work, 1)};
     store_output<Kernel>(p_, work, rows, out_, sums, offsets);
   }
@@ -269,7 +273,6 @@ class ForwardConsumer : ConsumerScores<Kernel> {
 
   float out_[value_dim / 2];
   std::uint32_t weights_[keys / 4];
-  float max_[2];
   float sum_[2];  // of this thread's columns
   float rescale_[2];
   bool rescales_ = false;

@@ -19,8 +19,10 @@ class ConsumerScores {
   static constexpr bool has_info = Kernel::has_key_info;
   // With a dense mask the number of tiles is not known in advance, so the producer flags each tile.
   static constexpr bool has_dense_tiles = Kernel::dense == DenseAccess::tiles;
-  // Whether the accumulators begin with the biases of keys.
+  // Whether the accumulators begin with the biases of keys; from a work tile's first tile with a large bias on, they are
+  // added later (add_large_biases).
   static constexpr bool begins_with_biases = has_info && !has_dense_tiles;
+  static constexpr bool has_references = Kernel::has_bias_references;
   // Whether a dense mask and bias are read while the scores are computed, and kept. Three warpgroups have no registers
   // for that, and need it less.
   static constexpr bool keeps_dense = has_dense_tiles && warpgroups == 2;
@@ -54,10 +56,14 @@ class ConsumerScores {
   }
   __device__ int query_step() const { return has_two_heads() ? 0 : 8; }
 
-  // Initializes the scores with biases, before the warpgroup waits for its order to issue.
-  __device__ void begin_scores(int n) {
+  // Initializes the scores with biases, before the warpgroup waits for its order to issue. `first`: of a work tile.
+  __device__ void begin_scores(int n, bool first) {
     if constexpr (begins_with_biases) {
       const float* const biases = storage_.info.bias[Storage::info_stage(n)] + column();
+      if constexpr (has_references) {
+        has_large_ = has_large_biases(n) || (has_large_ && !first);
+        if (has_large_) return begin_with_hidden_keys(biases);
+      }
 #pragma unroll
       for (int i = 0; i < keys / 8; ++i) {
         const float2 two = *reinterpret_cast<const float2*>(biases + 8 * i);
@@ -68,8 +74,9 @@ class ConsumerScores {
     if constexpr (has_dense_tiles) tile_flags_ = storage_.dense.flags[Storage::info_stage(n)];
   }
 
-  // Makes scores of the products: softcap, biases and masks. `Partial`: some elements may be hidden.
-  template <bool Partial>
+  // Makes scores of the products: softcap, biases and masks. `Partial`: some elements may be hidden. `First`: the tile is
+  // the first of its work tile.
+  template <bool Partial, bool First>
   __device__ void finish_scores(const WorkTile& work, int n, int visit) {
     if constexpr (Kernel::shapes) {
       if (shapes_) {
@@ -83,7 +90,14 @@ class ConsumerScores {
     if constexpr (has_dense_tiles) add_dense_scores(n);
     if constexpr (Partial && Kernel::delays) add_delayed_biases(work, n, visit);
     if constexpr (Partial) mask_scores(work, n, visit);
+    if constexpr (has_references) {
+      if (First) reference_[0] = reference_[1] = 0;
+      if (has_large_) add_large_biases<First>(n);
+    }
   }
+
+  // The reference of row h (0 or 1), in the caller's units: its scores lack it.
+  __device__ float reference(int h) const { return has_references ? reference_[h] : 0; }
 
   // Reads the dense mask and bias of a tile while the products run.
   __device__ void load_dense_scores(int n) {
@@ -103,9 +117,95 @@ class ConsumerScores {
   int warpgroup_query_;  // of this thread's first row
 
   float scores_[keys / 2];
+  float max_[2];                  // of each row's scores
   std::uint32_t tile_flags_ = 0;  // of the tile whose scores have been issued last
 
  private:
+  // ---- Large biases --------------------------------------------------------------------------------
+
+  // The magnitude above which a bias is large: its rounding, after it has been scaled, changes weights.
+  static constexpr float large_bias = 1024;
+
+  __device__ const float* unscaled_biases(int n) const {
+    return storage_.info.unscaled[Storage::info_stage(n)];
+  }
+  // A lane's part of the biases of a tile.
+  static_assert(!has_references || keys <= 4 * warp_size);
+  __device__ float4 lane_biases(int n) const {
+    if (keys < 4 * warp_size && lane() >= keys / 4) return {0, 0, 0, 0};
+    return *reinterpret_cast<const float4*>(unscaled_biases(n) + 4 * lane());
+  }
+
+  // Whether a tile has a large bias. Calls with delayed biases have no copy of the caller's.
+  __device__ bool has_large_biases(int n) const {
+    if (p_.info.recent != 0) return false;
+    const float4 four = lane_biases(n);
+    const float largest =
+        fmaxf(fmaxf(fabsf(four.x), fabsf(four.y)), fmaxf(fabsf(four.z), fabsf(four.w)));
+    return warp_any(largest > large_bias);
+  }
+
+  // Initializes the scores of keys that mask or bias hide with -inf, and others with 0.
+  __device__ void begin_with_hidden_keys(const float* biases) {
+#pragma unroll
+    for (int i = 0; i < keys / 8; ++i) {
+      const float2 two = *reinterpret_cast<const float2*>(biases + 8 * i);
+      scores_[4 * i] = scores_[4 * i + 2] = two.x == negative_infinity ? two.x : 0;
+      scores_[4 * i + 1] = scores_[4 * i + 3] = two.y == negative_infinity ? two.y : 0;
+    }
+  }
+
+  // Adds the biases of a tile, less the row's reference. Large biases that are close to each other have exact differences,
+  // so that their size costs no digits. A row's maximum becomes its reference when a bias of the tile exceeds the
+  // reference by large_bias, and in the first tile.
+  template <bool First>
+  __device__ void add_large_biases(int n) {
+    bool moves = First;
+    if constexpr (!First) {
+      const float4 four = lane_biases(n);
+      const float largest = fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w)) - large_bias;
+      moves = warp_any(largest > reference_[0] || max_[0] == negative_infinity) ||
+              warp_any(largest > reference_[1] || max_[1] == negative_infinity);
+    }
+    if (moves) move_references<First>(n);
+    visit_biases(
+        n, [&](float& s, float bias, int h) { s = fmaf(bias - reference_[h], p_.bias_factor, s); });
+  }
+
+  // Makes the maxima of the rows in this tile their references, if these are larger.
+  template <bool First>
+  __device__ void move_references(int n) {
+    float top[2] = {negative_infinity, negative_infinity};
+    visit_biases(n, [&](float s, float bias, int h) {
+      top[h] = fmaxf(top[h], fmaf(bias, p_.bias_factor, s));
+    });
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float next = quad_max(top[h]) * p_.forward.score.scale;
+      if (next == negative_infinity) continue;
+      if constexpr (First) {
+        reference_[h] = next;
+      } else if (next > reference_[h] || max_[h] == negative_infinity) {
+        max_[h] += (reference_[h] - next) * p_.bias_factor;
+        reference_[h] = next;
+      }
+    }
+  }
+
+  // Calls visit(score, the caller's bias, h) for this thread's scores of a tile.
+  template <class Visit>
+  __device__ void visit_biases(int n, const Visit& visit) {
+    const float* const biases = unscaled_biases(n) + column();
+#pragma unroll
+    for (int i = 0; i < keys / 8; ++i) {
+      const float2 two = *reinterpret_cast<const float2*>(biases + 8 * i);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) visit(scores_[4 * i + e], e % 2 == 0 ? two.x : two.y, e / 2);
+    }
+  }
+
+  // ---- Other scores --------------------------------------------------------------------------------
+
   // Calls visit.operator()<Queries, HasBias, Mask>(tile, mask_values) for the dense mask and bias of a tile.
   template <class Visit>
   __device__ void visit_dense_tile(int n, const Visit& visit) {
@@ -257,6 +357,8 @@ class ConsumerScores {
   }
 
   DenseScores<T, typename Storage::DenseTile> dense_;
+  bool has_large_ = false;  // whether the work tile has had a large bias
+  float reference_[2];
 };
 
 }  // namespace flash_dmattn::cuda::sm90

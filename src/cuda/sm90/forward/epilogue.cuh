@@ -24,6 +24,12 @@ struct OutputRow {
   int query;
 };
 
+// What was subtracted from a row's scores: the sum of a term in units of log 2 and of one in the caller's units.
+struct RowOffset {
+  float log2;
+  float reference;
+};
+
 // Stores out / sum and lse = log 2 (offset + log2 sum) of a thread's two rows from registers. The lanes of a quad
 // exchange words so that each stores 16 bytes. There are no branches (ptx.cuh). Rows that overflow fp32 or the output's
 // dtype, or that see no key, get an lse of NaN and are recomputed and saturated later (fix_rows.cuh).
@@ -31,7 +37,7 @@ template <class Kernel>
 __device__ inline void store_output(const ForwardKernelParams& params, const WorkTile& work,
                                     const OutputRow (&rows)[2],
                                     const float (&out)[Kernel::value_dim / 2],
-                                    const float (&sums)[2], const float (&offsets)[2]) {
+                                    const float (&sums)[2], const RowOffset (&offsets)[2]) {
   using T = typename Kernel::Element;
   const ForwardParams& p = params.forward;
   const int lane = static_cast<int>(threadIdx.x) % warp_size;
@@ -71,10 +77,12 @@ __device__ inline void store_output(const ForwardKernelParams& params, const Wor
     constexpr float largest = 3.4028235e38f;
     // A tile without keys multiplies hidden rows of V by 0, and these rows may have any value.
     const bool ordinary =
-        non_finite == 0 && (empty || (sum > 0 && sum <= largest && fabsf(offsets[h]) < 1e38f));
+        non_finite == 0 && (empty || (sum > 0 && sum <= largest && fabsf(offsets[h].log2) < 1e38f &&
+                                      fabsf(offsets[h].reference) < 1e38f));
     constexpr double ln2 = 0.6931471805599453;
-    const double lse =
-        (static_cast<double>(offsets[h]) + static_cast<double>(log2_approx(sum))) * ln2;
+    const double log2_weight =
+        static_cast<double>(offsets[h].log2) + static_cast<double>(log2_approx(sum));
+    const double lse = log2_weight * ln2 + static_cast<double>(offsets[h].reference);
     const float rounded = static_cast<float>(lse);
     const std::int64_t lse_row =
         (static_cast<std::int64_t>(work.batch) * p.shape.heads_q + head) * p.shape.seqlen_q + query;

@@ -21,6 +21,7 @@ struct ForwardKernel {
   static constexpr DenseAccess dense = Variant.dense;
   static constexpr bool shapes = Variant.shapes;
   static constexpr bool delays = supports_delay(D, Variant);
+  static constexpr bool has_bias_references = sm90::has_bias_references(D, Variant);
   static constexpr bool overlaps = Variant.overlaps;
   static constexpr bool can_be_short = sm90::can_be_short(Variant);
   static constexpr bool can_compute_key_info = sm90::can_compute_key_info(Variant);
@@ -42,7 +43,7 @@ struct ForwardKernel {
   static constexpr int producer_barrier = 1;
   static constexpr int first_scheduler_barrier = 2;
 
-  using SharedStorage = ForwardStorage<D, Dv, policy, has_key_info, delays>;
+  using SharedStorage = ForwardStorage<D, Dv, policy, has_key_info, delays, has_bias_references>;
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
   using Producer =
       std::conditional_t<dense == DenseAccess::tiles, DenseProducer<ForwardKernel>,

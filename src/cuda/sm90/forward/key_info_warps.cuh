@@ -27,6 +27,10 @@ struct KeyInfoWarps : ProducerBase<Kernel> {
       const int first_key = work.template first_key<keys>(visit);
       for (int i = static_cast<int>(threadIdx.x) - first_thread; i < keys; i += warps * warp_size) {
         const int key = first_key + i;
+        if constexpr (Kernel::has_bias_references) {
+          storage.info.unscaled[stage][i] =
+              bias_or_zero<typename Kernel::Element>(params.shape, params.score, head, key);
+        }
         storage.info.bias[stage][i] = key_bias<typename Kernel::Element>(params.shape, params.score,
                                                                          head, key, p.bias_factor);
         if (work.is_partial(visit)) {

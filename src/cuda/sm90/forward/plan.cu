@@ -76,7 +76,8 @@ ForwardWorkspace::ForwardWorkspace(const ForwardChoice& choice, const ForwardPar
                                  p.shape.seqlen_k <= most_computed_key_info &&
                                  p.score.bias_delay == 0;
   if (variant.has_key_info && !computes_key_info) {
-    info = allocate_key_info(p.shape, p.score, workspace, true);
+    info = allocate_key_info(p.shape, p.score, workspace, true,
+                             has_bias_references(choice.head_dim, variant));
   }
   if (is_short) return;
   next_work = workspace.take<int>(1);

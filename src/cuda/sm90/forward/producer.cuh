@@ -152,6 +152,13 @@ struct TmaProducer : ProducerBase<Kernel> {
         }
       }
     }
+    if constexpr (Kernel::has_bias_references) {
+      if (p.info.unscaled != 0) {
+        mbarrier_expect(full, bias_bytes);
+        bulk_load(shared_address(storage.info.unscaled[stage]), biases + p.info.unscaled,
+                  bias_bytes, full);
+      }
+    }
     mbarrier_expect(full, bias_bytes + (partial ? range_bytes : 0));
     bulk_load(shared_address(storage.info.bias[stage]), biases + recent, bias_bytes, full);
     if (partial) {

@@ -8,21 +8,29 @@
 namespace flash_dmattn::cuda::sm90 {
 
 // Computes SlotParams::records from the key info, with one thread for each arrival.
+template <class T>
 struct PrepareSlotRecords {
-  Shape shape;
+  BackwardParams backward;
   KeyInfo info;
   SlotParams slots;
 
-  long items() const { return long{shape.batch} * shape.heads_kv * shape.seqlen_k; }
+  long items() const {
+    const Shape& shape = backward.shape;
+    return long{shape.batch} * shape.heads_kv * shape.seqlen_k;
+  }
 
   __device__ void operator()(long item) const {
+    const Shape& shape = backward.shape;
     const int arrival = static_cast<int>(item % shape.seqlen_k);
     const int head = static_cast<int>(item / shape.seqlen_k % shape.heads_kv);
     const int batch = static_cast<int>(item / shape.seqlen_k / shape.heads_kv);
     const std::int64_t row = batch * slots.row_batch + head * slots.row_head;
     const int key = slots.slots.arrivals[row * shape.seqlen_k + arrival];
     if (key < 0) return;
-    slots.records[item] = first_record(shape, info, batch, head, key);
+    KeyRecord record = first_record(shape, info, batch, head, key);
+    if ((*backward.flags & lse_is_large) != 0)
+      record.bias = unscaled_bias<T>(backward, batch, head, record);
+    slots.records[item] = record;
   }
 };
 

@@ -11,7 +11,8 @@ namespace flash_dmattn::cuda::sm90 {
 // that P and dS are A operands of dV and dK in the registers that hold them. Arrays are a thread's accumulators and
 // operands.
 //
-// With BackwardVariant::large_lse bias and lse are added after the products, each rounded once, as in the forward.
+// With BackwardVariant::large_lse the caller's bias and lse are added after the products. Their difference is computed
+// first: it is exact where P is not small.
 template <class Kernel>
 class ConsumerSteps {
  protected:
@@ -206,7 +207,7 @@ class ConsumerSteps {
       const auto key_biases = keys_.biases_of(at);
       for (int h = 0; h < 2; ++h)
         biases[h] = finishes_scores ? key_biases.common(h) : key_biases.common(h) * factor;
-      key_biases.add_delayed(s);
+      key_biases.add_delayed(s, finishes_scores ? p_.bias_factor : 1);
     }
     std::uint32_t bits = 0;  // of all P
 #pragma unroll
@@ -222,8 +223,13 @@ class ConsumerSteps {
       for (int e = 0; e < 4; ++e) {
         float& x = s[4 * j + e];
         if constexpr (finishes_scores) {
-          x = fmaf(x + biases[e / 2], factor, e % 2 == 0 ? high.x : high.y);
-          x = exp2_approx(x + (e % 2 == 0 ? low.x : low.y));
+          float begin = e % 2 == 0 ? high.x : high.y;
+          float rest = e % 2 == 0 ? low.x : low.y;
+          if constexpr (bias_in_exponent) {
+            begin = fmaf(biases[e / 2], log2e, begin);
+            rest = fmaf(biases[e / 2], log2e_low, rest);
+          }
+          x = exp2_approx(fmaf(x, factor, begin) + rest);
         } else {
           x = exp2_approx(bias_in_exponent ? fmaf(x, factor, biases[e / 2]) : x * factor);
         }

@@ -7,7 +7,7 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// The biases of this thread's two keys, in units of the accumulator, for a tile of Rows queries. A key that no query of the
+// The biases of this thread's two keys, as KeyRecord has them, for a tile of Rows queries. A key that no query of the
 // tile sees has -inf.
 template <int Rows, bool Delays>
 class KeyBiases {
@@ -16,7 +16,7 @@ class KeyBiases {
 
   // The bias that all scores of a key have in the tile.
   __device__ float common(int h) const { return bias_[h]; }
-  __device__ void add_delayed(float (&)[Rows / 2]) const {}
+  __device__ void add_delayed(float (&)[Rows / 2], float) const {}
 
  private:
   float bias_[2];
@@ -37,13 +37,13 @@ class KeyBiases<Rows, true> {
     return recent_[h] > 0 && bias_[h] > negative_infinity ? 0 : bias_[h];
   }
 
-  // Adds biases to the scores for which they count, if these are some but not all of a key.
-  __device__ void add_delayed(float (&scores)[Rows / 2]) const {
+  // Adds biases, times `factor`, to the scores for which they count, if these are some but not all of a key.
+  __device__ void add_delayed(float (&scores)[Rows / 2], float factor) const {
     if (!crosses()) return;
 #pragma unroll
     for (int i = 0; i < Rows / 2; ++i) {
       const int h = i / 2 % 2;
-      if (recent_[h] > 0 && counts(h, i / 4, i % 2)) scores[i] += bias_[h];
+      if (recent_[h] > 0 && counts(h, i / 4, i % 2)) scores[i] += bias_[h] * factor;
     }
   }
 

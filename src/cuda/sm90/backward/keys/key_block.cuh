@@ -176,7 +176,10 @@ class KeyBlock {
     __syncwarp();
     if (lane_id() < 16) {
       const int row = warp_row() + lane_id();
-      storage_.block.records[row].bias = biases(head)[work_.key + row];
+      KeyRecord& record = storage_.block.records[row];
+      record.bias = biases(head)[work_.key + row];
+      if constexpr (Kernel::variant.large_lse)
+        record.bias = unscaled_bias<T>(p_.backward, work_.batch, work_.kv_head, record, head);
     }
     __syncwarp();
   }

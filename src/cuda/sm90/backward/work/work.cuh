@@ -3,6 +3,7 @@
 #include "cuda/attention/scheduler.cuh"
 #include "cuda/hopper/ptx.cuh"
 #include "cuda/sm90/backward/work/query_visits.cuh"
+#include "cuda/sm90/prepare_key_info.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
@@ -39,6 +40,16 @@ __device__ inline KeyRecord first_record(const Shape& shape, const KeyInfo& info
   const int head = kv_head * shape.group_heads();
   const KeyInterval seen = info.ranges_of(batch, kv_head)[key];
   return {seen.first, seen.last, key, info.biases_of(batch, head, kv_head)[key]};
+}
+
+// The caller's bias of a record for the first head of the group, or for query head `head`, which a record has in a call
+// with a large lse.
+template <class T>
+__device__ inline float unscaled_bias(const BackwardParams& p, int batch, int kv_head,
+                                      const KeyRecord& record, int head = -1) {
+  if (record.bias == negative_infinity) return record.bias;
+  const QueryHead own{batch, head < 0 ? kv_head * p.shape.group_heads() : head, kv_head};
+  return key_bias<T>(p.shape, p.score, own, record.key, 1, record.bias);
 }
 
 // Finds the queries [begin, end) that see some key of a block of `Keys` neighbouring keys. Called by all threads of the
