@@ -31,10 +31,6 @@ struct SelectionBackend {
   QueryTileLists (*build_tile_lists)(const TileListArgs&, const TileListBuffers&, const Execution&);
   std::size_t (*measure_workspace_size)(const TileListArgs&, const Execution&);
   KeyBound (*measure_key_bound)(const TileListArgs&, const Execution&);
-
-  // Null where the device has no ranks.
-  std::size_t (*rank_workspace_size)(const RankArgs&) = nullptr;
-  void (*rank_keys)(const RankArgs&, const Execution&) = nullptr;
 };
 
 // The functions of kv_cache.h.

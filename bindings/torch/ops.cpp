@@ -90,12 +90,10 @@ std::tuple<Tensor, Tensor> attend(const Attention& call, const Tensor& q,
 std::tuple<Tensor, Tensor> forward_op(const Tensor& q, const Tensor& k, const Tensor& v,
                                       const OptionalTensor& mask, const OptionalTensor& bias,
                                       const OptionalTensor& key_intervals,
-                                      const OptionalTensor& key_rank,
-                                      const OptionalTensor& rank_limit,
                                       std::vector<std::int64_t> key_bound, bool is_causal,
                                       std::int64_t bias_delay, double scale, double softcap,
                                       bool saturate, bool deterministic, std::string backend) {
-  const VisibleKeys keys{key_intervals, key_rank, rank_limit, key_bound};
+  const VisibleKeys keys{key_intervals, key_bound};
   const Options options{is_causal, bias_delay, scale, softcap, saturate, deterministic};
   return attend(prepare(q, k, v, mask, bias, keys, options, false), q, backend);
 }
@@ -131,12 +129,11 @@ std::tuple<Tensor, Tensor, Tensor> select_and_attend_op(const Tensor& q, const T
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
     const OptionalTensor& mask, const OptionalTensor& bias, const OptionalTensor& key_intervals,
-    const OptionalTensor& key_rank, const OptionalTensor& rank_limit, const Tensor& out,
-    const Tensor& lse, const OptionalTensor& dlse, std::vector<std::int64_t> key_bound,
-    bool is_causal, std::int64_t bias_delay, double scale, double softcap, bool saturate,
-    bool deterministic, std::string backend, bool need_dq, bool need_dk, bool need_dv,
-    bool need_dbias) {
-  const VisibleKeys keys{key_intervals, key_rank, rank_limit, key_bound};
+    const Tensor& out, const Tensor& lse, const OptionalTensor& dlse,
+    std::vector<std::int64_t> key_bound, bool is_causal, std::int64_t bias_delay, double scale,
+    double softcap, bool saturate, bool deterministic, std::string backend, bool need_dq,
+    bool need_dk, bool need_dv, bool need_dbias) {
+  const VisibleKeys keys{key_intervals, key_bound};
   const Options options{is_causal, bias_delay, scale, softcap, saturate, deterministic};
   Attention call = prepare(q, k, v, mask, bias, keys, options, need_dbias);
   const Problem& p = call.problem;
@@ -197,12 +194,12 @@ std::string backends_op() {
 STABLE_TORCH_LIBRARY_FRAGMENT(FLASH_DMATTN_NAMESPACE, m) {
   m.def(
       "forward(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? key_intervals, "
-      "Tensor? key_rank, Tensor? rank_limit, SymInt[] key_bound, bool is_causal, SymInt "
+      "SymInt[] key_bound, bool is_causal, SymInt "
       "bias_delay, float scale, float softcap, bool saturate, bool "
       "deterministic, str backend) -> (Tensor out, Tensor lse)");
   m.def(
       "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, "
-      "Tensor? key_intervals, Tensor? key_rank, Tensor? rank_limit, Tensor out, Tensor lse, "
+      "Tensor? key_intervals, Tensor out, Tensor lse, "
       "Tensor? dlse, SymInt[] key_bound, "
       "bool is_causal, SymInt bias_delay, float scale, float softcap, bool saturate, bool "
       "deterministic, str backend, bool need_dq, bool need_dk, bool need_dv, bool need_dbias) -> "
@@ -217,9 +214,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FLASH_DMATTN_NAMESPACE, m) {
       "select_key_intervals(Tensor scores, Tensor? key_mask, SymInt[] windows, str selection, "
       "bool is_causal, SymInt query_length, SymInt recent_window=0, bool recent_competes=False, "
       "SymInt sink_tokens=0, float? score_threshold=None) -> Tensor");
-  m.def(
-      "rank_keys(Tensor scores, Tensor? mask, Tensor? bias, SymInt window, "
-      "bool is_causal) -> (Tensor key_rank, Tensor rank_limit)");
   m.def("measure_key_bound(Tensor key_intervals, SymInt query_length) -> int[]");
   m.def(
       "build_tile_lists(Tensor key_intervals, int tile_rows, SymInt query_length, SymInt[] "
@@ -242,10 +236,7 @@ static void implement(auto& m) {
 
 STABLE_TORCH_LIBRARY_IMPL(FLASH_DMATTN_NAMESPACE, CPU, m) { implement(m); }
 
-STABLE_TORCH_LIBRARY_IMPL(FLASH_DMATTN_NAMESPACE, CUDA, m) {
-  implement(m);
-  m.impl("rank_keys", TORCH_BOX(&rank_op));
-}
+STABLE_TORCH_LIBRARY_IMPL(FLASH_DMATTN_NAMESPACE, CUDA, m) { implement(m); }
 
 STABLE_TORCH_LIBRARY_IMPL(FLASH_DMATTN_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("backends", TORCH_BOX(&backends_op));

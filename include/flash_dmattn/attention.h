@@ -17,7 +17,6 @@
 //   s_ij   = clamp(softcap(scale * q_i . k_j) + bias_ij)       softcap(x) = c tanh(x / c) for c > 0
 //            and with a delay W > 0 of the bias without bias_ij where i + Sk - Sq < j + W
 //   vis_ij = mask_ij and interval_j contains i and (not causal or j <= i + Sk - Sq)
-//            and key_rank_j < rank_limit_i                     a choice among the keys of a mask
 //            and bias_ij > mask_value(bias_dtype)              a NaN bias masks; where s_ij has it
 //   p_ij   = exp(s_ij - lse_i) where visible, else 0           lse_i = log sum_j exp s_ij
 //   out_i  = sum_j p_ij v_j

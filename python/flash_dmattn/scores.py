@@ -246,6 +246,16 @@ def _limit_gradient(gradient: Tensor, dtype: torch.dtype = torch.float32) -> Ten
     return gradient.clamp(-limit, limit)
 
 
+def bias_to_learn(scores: Tensor) -> Tensor | None:
+    """Returns a bias of value 0 through which scores learn that only choose keys, or None if nothing learns.
+
+    The choice has no derivative. A key with a score of -inf is never among the best, so it gets no gradient.
+    """
+    if not (torch.is_grad_enabled() and scores.requires_grad):
+        return None
+    return (scores - scores.detach()).nan_to_num()
+
+
 def with_zero_sum_gradient(scores: Tensor) -> Tensor:
     """Returns the scores [B, H, S] unchanged. Their gradient is centred, so it sums to 0 over the keys.
 

@@ -20,8 +20,6 @@ std::string decline(const Problem& p) {
   if (p.heads_kv > 0 && p.heads_q / p.heads_kv > largest_group) {
     return "more than " + std::to_string(largest_group) + " query heads share a kv head";
   }
-  if (p.limit_shape != BroadcastShape{})
-    return "cpu takes a choice as a mask, not as ranks of keys";
   return decline_other_device(p, "cpu", Device::cpu);
 }
 

@@ -71,17 +71,6 @@ def _select_fake(named):
     return scores.new_empty((*scores.shape, 2), dtype=torch.int32)
 
 
-@_register_fake("rank_keys")
-def _rank_fake(named):
-    scores = named["scores"]
-    dense = [t for t in (named["mask"], named["bias"]) if t is not None]
-    sizes = zip(scores.shape[:2], *(t.shape[:2] for t in dense), strict=True)
-    batch, heads = (0 if 0 in size else max(size) for size in sizes)
-    seqlen_q = max(t.shape[2] for t in dense)
-    rank = scores.new_empty((*scores.shape[:2], 1, scores.shape[2]), dtype=torch.int32)
-    return rank, scores.new_empty((batch, heads, seqlen_q, 1), dtype=torch.int32)
-
-
 # The six tensors of a KV cache come first: k_cache, v_cache, score_cache, positions, counts, seen.
 
 

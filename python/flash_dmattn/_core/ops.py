@@ -15,7 +15,6 @@ forward = operators.forward.default
 backward = operators.backward.default
 select_and_attend = operators.select_and_attend.default
 select_key_intervals = operators.select_key_intervals.default
-rank_keys = operators.rank_keys.default
 measure_key_bound = operators.measure_key_bound.default
 build_tile_lists = operators.build_tile_lists.default
 backends = operators.backends.default

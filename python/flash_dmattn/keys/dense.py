@@ -199,12 +199,32 @@ def _keep_best(scores: torch.Tensor, allowed: torch.Tensor, count: int) -> torch
         return allowed
     if count == 0:
         return torch.zeros_like(allowed)
+    if scores.shape[-2] == 1 < allowed.shape[-2]:
+        return _keep_best_of_one_order(scores, allowed, count)
     scores = torch.where(allowed, scores, float("-inf"))
     worst_kept = scores.topk(count, dim=-1).values[..., -1:]
     better = scores > worst_kept
     equal = (scores == worst_kept) & allowed
     rank_from_last = equal.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1)
     return better | equal & (rank_from_last <= count - better.sum(-1, keepdim=True))
+
+
+def _keep_best_of_one_order(
+    scores: torch.Tensor, allowed: torch.Tensor, count: int
+) -> torch.Tensor:
+    """Returns what `_keep_best` returns if the rows share their scores, [..., 1, K]: the keys are sorted once.
+
+    A row keeps the allowed keys up to the rank at which it has `count` of them.
+    """
+    length = allowed.shape[-1]
+    newest_first = (scores + 0.0).flip(-1)  # some sorts put 0 before -0
+    order = length - 1 - newest_first.argsort(dim=-1, descending=True, stable=True)
+    places = torch.arange(length, device=order.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(-1, order, places)
+    shape = torch.broadcast_shapes(order.shape, allowed.shape)
+    best_first = allowed.expand(shape).gather(-1, order.expand(shape))
+    last_kept = (best_first.cumsum(-1, dtype=torch.int32) < count).sum(-1, keepdim=True)
+    return allowed & (rank <= last_kept)
 
 
 def _keep_by_block(kept: torch.Tensor, block_size: int) -> torch.Tensor:

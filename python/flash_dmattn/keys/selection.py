@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._core import ops
 from .._core.checks import MASK_VALUE, add_query_dimension, may_read, selection_scores_argument
 from .._core.gradients import repeat_interleave
 from .dense import topk_mask
@@ -16,7 +15,7 @@ from .patterns import prefix_lm
 from .recognise import AllowedElements, Memo, mask_of_intervals
 from .rule import SelectionRule
 from .select_intervals import select_among_intervals, select_by_rule
-from .visibility import KeyRanks, TopKeysByBias, Visibility
+from .visibility import TopKeysByBias, Visibility
 
 
 class ScoredRule(NamedTuple):
@@ -65,8 +64,7 @@ def apply_selection(
     """Selects the best of the visible keys for every query.
 
     bias: 3-d if it has one value per key.
-    uses_library_kernels: whether the library's backends compute attention. They can select keys by the bias themselves,
-        and on a GPU they take ranks.
+    uses_library_kernels: whether the library's backends compute attention. They can select keys by the bias themselves.
     memo: results that the layers of one forward share, or None.
     """
     rule = scored_rule.rule
@@ -81,8 +79,7 @@ def apply_selection(
         return visible
     if scores.requires_grad:
         scores = scores.detach()
-    on_gpu = uses_library_kernels and scores.is_cuda
-    selection = _Selection(rule, query, key, scores, visible.is_causal, on_gpu, memo)
+    selection = _Selection(rule, query, key, scores, visible.is_causal, memo)
     if visible.keys is not None:
         return selection.among_intervals(visible.keys, allowed)
     is_dense = allowed is not None and allowed.shape()[2] > 1
@@ -123,7 +120,6 @@ class _Selection(NamedTuple):
     key: Tensor
     scores: Tensor  # [B, H, Sk]
     is_causal: bool
-    by_rank: bool  # whether attention takes ranks
     memo: Memo | None
 
     def among_intervals(self, shown: KeyIntervals, allowed: AllowedElements | None) -> Visibility:
@@ -177,8 +173,7 @@ class _Selection(NamedTuple):
         """Selects the best of the keys that a mask with a query dimension allows.
 
         The usual masks are recognised by reading them, and the result is intervals. A mask cannot be read in compiled
-        code or while a CUDA graph is captured. Then, and for any other mask, the result is the mask plus ranks of keys,
-        or, without GPU kernels, a second mask of the same size.
+        code or while a CUDA graph is captured. Then, and for any other mask, the result is a mask of the same size.
         """
         if any(map(torch._C._functorch.is_batchedtensor, allowed.parts())):
             raise RuntimeError(
@@ -197,15 +192,9 @@ class _Selection(NamedTuple):
                 "with a query dimension that no key intervals of documents describe; expected padding [B, Sk], or key_intervals"
             )
         window = self.rule.keep_window_size
-        if self.by_rank:
-            ranks = KeyRanks(*ops.rank_keys(scores, *allowed, window, self.is_causal))
-            mask = allowed.mask
-            if mask is None:  # attention applies its bias itself
-                mask = scores.new_ones((1, 1, 1, key.shape[1]), dtype=torch.bool)
-            return Visibility(mask, self.is_causal, ranks)
         scores, mask = match_heads(query, key, scores, allowed.to_mask())
         mask = mask & causal_intervals(query, key).to_mask() if self.is_causal else mask
-        return Visibility(topk_mask(scores[:, :, None], mask, window, None))
+        return Visibility(topk_mask(scores[:, :, None], mask, window, None), self.is_causal)
 
 
 def causal_intervals(query: Tensor, key: Tensor) -> KeyIntervals:

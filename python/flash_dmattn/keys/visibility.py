@@ -13,22 +13,10 @@ class Operands(NamedTuple):
     """The operators' arguments that say which keys a query sees, in order."""
 
     key_intervals: Tensor | None = None
-    key_rank: Tensor | None = None
-    rank_limit: Tensor | None = None
     key_bound: tuple[int, ...] = ()  # KeyIntervals.bound_operand()
 
 
 _ALL_KEYS = Operands()
-
-
-class KeyRanks(NamedTuple):
-    """A selection under a dense mask or bias: query i keeps the allowed keys whose rank is below its limit."""
-
-    rank: Tensor  # int32 [B or 1, H or 1, 1, Sk]
-    limit: Tensor  # int32 [B or 1, H or 1, Sq, 1]
-
-    def operands(self) -> Operands:
-        return Operands(key_rank=self.rank, rank_limit=self.limit)
 
 
 class TopKeysByBias(NamedTuple):
@@ -46,13 +34,13 @@ class Visibility(NamedTuple):
 
     mask: Tensor | None = None  # bool [B or 1, Hq or Hkv or 1, Sq or 1, Sk or 1]
     is_causal: bool = False  # row i sees keys up to i + Sk - Sq
-    keys: KeyIntervals | KeyRanks | TopKeysByBias | None = None
+    keys: KeyIntervals | TopKeysByBias | None = None
 
     # A method, as in all named tuples here: torch.compile of torch 2.10 cannot trace properties of one.
     def heads(self) -> int:
         """Returns the number of heads of `keys`: 1, Hkv, or Hq if every query head needs its own key head.
 
-        Ranks of query heads do not need that, and a bias for each query head is never a TopKeysByBias.
+        A bias for each query head is never a TopKeysByBias.
         """
         return self.keys.heads if isinstance(self.keys, KeyIntervals) else 1
 

@@ -12,8 +12,8 @@
 namespace flash_dmattn::cuda {
 
 // A mask with a query dimension, which PackMaskKernel (stages/packed_mask.cuh) packs to a bit for each element, with a
-// state for each tile of 64 x 64 elements. With ranks, only elements that the ranks select have their bit set. Matrices
-// are [B|1, H|1]; their strides count matrices, and the head's stride is split as in Broadcast.
+// state for each tile of 64 x 64 elements. Matrices are [B|1, H|1]; their strides count matrices, and the head's stride
+// is split as in Broadcast.
 struct PackedMask {
   static constexpr int side = 64;
   static constexpr int shared_row_tiles = 3;  // most row tiles of a kernel's work tile
@@ -72,9 +72,7 @@ struct ScoreParams {
   float final_log2_scale = 0;  // multiplies a finished score: factor without a bias
   float mask_value = 0;        // biases at or below it mask
   Broadcast mask;
-  Broadcast key_rank;      // int32; with ranks the mask counts as dense
-  Broadcast rank_limit;    // int32
-  PackedMask packed_mask;  // the dense mask and the ranks, if there are no tile lists
+  PackedMask packed_mask;  // the dense mask, if there are no tile lists
   Broadcast bias;
   KeyIntervals intervals;
   bool causal = false;

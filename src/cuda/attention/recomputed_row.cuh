@@ -18,16 +18,11 @@ __device__ inline float dot_product(const T* a, const T* b, int head_dim) {
   return dot;
 }
 
-// Whether a query sees a key. With `HasDense`, the mask or the bias may have a query dimension, and there may be ranks.
+// Whether a query sees a key. With `HasDense`, the mask or the bias may have a query dimension.
 template <class T, bool HasDense>
 __device__ __noinline__ bool is_visible(const ScoreParams& score, const Shape& shape,
                                         QueryHead head, int row, int key) {
   const auto index = [&](const Broadcast& b) { return head.element(b, row, key); };
-  if (HasDense && score.key_rank.data != nullptr &&
-      reinterpret_cast<const std::int32_t*>(score.key_rank.data)[index(score.key_rank)] >=
-          reinterpret_cast<const std::int32_t*>(score.rank_limit.data)[index(score.rank_limit)]) {
-    return false;
-  }
   if (score.causal && key > row + shape.seqlen_k - shape.seqlen_q) return false;
   if (score.mask.data != nullptr &&
       reinterpret_cast<const std::uint8_t*>(score.mask.data)[index(score.mask)] == 0) {

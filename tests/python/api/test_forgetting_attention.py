@@ -193,24 +193,3 @@ def test_empty_sequences_give_empty_result():
     q, k, v, log_fgate = draw(length=0, rows=0)
     assert forgetting_attention(q, k, v, log_fgate).shape == q.shape
     assert forgetting_attention(q, k, v, log_fgate, prune=-1.0).shape == q.shape
-
-
-def test_bad_argument_raises_naming_it():
-    q, k, v, log_fgate = draw()
-    for wrong in (log_fgate[:, :-1], log_fgate[:, :, :3], log_fgate[..., None]):
-        with pytest.raises(ValueError, match="log_fgate: got shape"):
-            forgetting_attention(q, k, v, wrong)
-    for batch, expected in ((1, "B = 1, Sk"), (len(q), f"B = {len(q)} or 1, Sk")):
-        with pytest.raises(ValueError, match=expected):
-            forgetting_attention(q[:batch], k[:batch], v[:batch], log_fgate[:batch, :-1])
-    with pytest.raises(TypeError, match="log_fgate: got torch.int64"):
-        forgetting_attention(q, k, v, log_fgate.long())
-    for prune in (1.0, float("nan"), "-1", True):
-        with pytest.raises(ValueError, match="prune: got .*, expected a number of at most 0"):
-            forgetting_attention(q, k, v, log_fgate, prune)
-    with pytest.raises(ValueError, match="query: got 70 queries, expected at most 69"):
-        forgetting_attention(q, k[:, :-1], v[:, :-1], log_fgate[:, :-1])
-    with pytest.raises(ValueError, match="cu_seqlens: got offsets with 9 queries and 70 keys"):
-        forgetting_attention(q[:, :9], k, v, log_fgate, cu_seqlens=torch.tensor([0, N]))
-    with pytest.raises(ValueError, match=r"cu_seqlens: got shape \(3, 2\), expected a batch of 2"):
-        forgetting_attention(q, k, v, log_fgate, cu_seqlens=torch.tensor([[0, N]] * 3))

@@ -288,7 +288,6 @@ std::string decline_backward(const Problem& p) {
     return "it has no backward for a mask or a bias with a query dimension and a head_dim above "
            "128";
   if (p.softcap > 0) return "it has no backward for a softcap";
-  if (has(p.limit_shape)) return "it has no kernels for ranks";
   if (p.bias_delay != 0 && (p.head_dim > 128 || is_dense(p.mask_shape))) {
     return "it has no backward for a delayed bias under a dense mask or with a head_dim above 128";
   }

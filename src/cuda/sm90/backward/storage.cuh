@@ -97,6 +97,7 @@ struct BackwardStorage {
   using ScoreTile = std::conditional_t<Variant.has_dense(), PanelTile<policy.rows, policy.keys>,
                                        PanelTile<policy.keys, policy.rows>>;
   using Stats = RowStats<policy.rows>;
+  static_assert(sizeof(Stats) == policy.rows * row_stats_bytes, "as plan.cu takes memory for it");
   using Partner = PartnerStorage<policy.paired(), policy.keys, policy.rows,
                                  policy.takes_turns(D) ? D : D / 2, policy.score_tiles>;
   // The warp that adds dq to memory orders its additions.

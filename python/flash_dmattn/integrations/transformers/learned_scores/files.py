@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from ..._shared.config_rules import CONFIG_NAME, LearnedScores
 from ..._shared.scorers import Scorer
 from .add import add_learned_scores, remove_learned_scores, scored_layers
-from .scored_layers import ScoredAttention
+from .layers import has_scores
 
 _TENSORS, _RULE = "learned_scores.safetensors", "learned_scores.json"
 _PART = "scorer"  # the name of a layer's scorer in the names of its parameters
@@ -93,11 +93,10 @@ def load_scores(model: nn.Module, folder: str | Path, scorer: Scorer | None = No
         raise ValueError(
             f"scorer: got None for the scores in {folder}, which a function or module made; expected it"
         )
-    is_new = not any(isinstance(module, ScoredAttention) for module in model.modules())
+    is_new = not any(map(has_scores, model.modules()))
     if is_new:
         kind = scorer if scores.scorer == "custom" else scores.scorer
-        rule = scores.rule._asdict()
-        del rule["selection"]
+        rule = scores.rule_arguments()
         add_learned_scores(model, scorer=kind, dense_prefill=scores.dense_prefill, **rule)
     try:
         states = _states_of_layers(scored_layers(model), scores.layers, tensors, folder)
@@ -117,7 +116,7 @@ def _checked_folder(folder: object) -> Path:
 
 
 def _states_of_layers(
-    layers: list[ScoredAttention], stored: tuple[int, ...], tensors: dict[str, Tensor], folder: Path
+    layers: list[nn.Module], stored: tuple[int, ...], tensors: dict[str, Tensor], folder: Path
 ) -> list[tuple[nn.Module, dict[str, Tensor]]]:
     """Returns (scorer, state) of each layer. Raises ValueError if the layers or their parameters' shapes differ."""
     layer_indices = tuple(layer.layer_idx for layer in layers)
@@ -147,7 +146,7 @@ def _states_of_layers(
     return states
 
 
-def _scorer_in_use(layer: ScoredAttention) -> nn.Module:
+def _scorer_in_use(layer: nn.Module) -> nn.Module:
     """Returns a layer's scorer. If PEFT has wrapped it for `modules_to_save`, it is the active adapter's scorer."""
     copies = getattr(layer.scorer, "modules_to_save", None)
     if copies is None:

@@ -95,7 +95,7 @@ struct PreprocessKernel {
 // and keep DRAM busy while the last of these load.
 template <class T>
 struct PackAndPreprocessKernel {
-  using Pack = PackMaskKernel<false>;
+  using Pack = PackMaskKernel;
   using Preprocess = PreprocessKernel<T>;
   struct Params {
     PackMaskParams mask;
