@@ -308,7 +308,8 @@ struct BackwardUnit {
     ScoreRow score = scores[strip_row];
     float lse = rows.lse[row];
     if (!scores.final && subtracts_first(t.dtype, lse)) {
-      score.subtract(lse, columns);
+      subtract_reference(score, lse, columns);
+      score = score.differences();
       lse = 0;
     }
     const Vec lse_low = splat(rows.lse_low[row]);

@@ -68,7 +68,8 @@ struct OnlineSoftmax {
       const bool is_larger = new_max > row_max[row];
       float new_low = is_larger ? 0.0f : row_low[row];
       if (!scores.final && subtracts_first(t.dtype, new_max)) {
-        const float largest = score.subtract(new_max, columns);
+        const float largest = subtract_reference(score, new_max, columns);
+        score = score.differences();
         if (is_larger) new_low = largest;
         subtracted = new_low;
       }

@@ -140,11 +140,12 @@ void for_each_row_group(int rows, const Body& body) {
 }
 
 // s [rows, block_keys] = q [rows, ld words] times the keys, with zeros from `count` up to `columns`, a multiple of
-// 2 * lanes.
+// 2 * lanes. A function by itself, because its loops spill registers inside of a caller: with AVX2 one query of dimension 128
+// then takes 9 % more instructions.
 template <class In, class Element, RowsIn where>
-void multiply_keys(const float* q, std::int64_t ld, int rows,
-                   const RowAddresses<typename In::Storage>& keys, int count, int columns,
-                   int head_dim, float* s) {
+[[gnu::noinline, gnu::flatten]] void multiply_keys(const float* q, std::int64_t ld, int rows,
+                                                   const RowAddresses<typename In::Storage>& keys,
+                                                   int count, int columns, int head_dim, float* s) {
   for (int n = 0; n < count; n += lanes) {
     if constexpr (where == RowsIn::memory) keys.prefetch_pages(n, lanes);
     for_each_row_group(rows, [&]<int Rows>(int row) {

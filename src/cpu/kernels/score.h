@@ -20,26 +20,27 @@ struct ScoreRow {
 
   Vec operator()(int n) const { return fma(load(s + n), splat(multiplier), load(terms + n)); }
 
-  // Replaces the scores of `columns` keys by their differences from `reference`, and returns the largest one. The difference
-  // of a term is exact (Knuth's sum of two numbers), so that a difference of scores is rounded once, whichever of the numbers
-  // are large.
-  float subtract(float reference, int columns) {
-    const Vec b = splat(reference);
-    Vec largest = splat(-infinity);
-    for (int n = 0; n < columns; n += lanes) {
-      const Vec a = max(load(terms + n), splat(-float_max));
-      const Vec high = a - b;
-      const Vec subtracted = a - high;  // b, as rounded
-      const Vec low = (a - (high + subtracted)) + (subtracted - b);
-      const Vec difference = fma(load(s + n), splat(multiplier), high) + low;
-      largest = max(largest, difference);
-      store(s + n, difference);
-    }
-    multiplier = 1;
-    terms = no_terms;
-    return reduce(largest, [](Vec x, Vec y) { return max(x, y); });
-  }
+  // The row after subtract_reference.
+  ScoreRow differences() const { return {s, 1, no_terms}; }
 };
+
+// Replaces the scores of `columns` keys by their differences from `reference`, and returns the largest one. The difference
+// of a term is exact (Knuth's sum of two numbers), so that a difference of scores is rounded once, whichever of the numbers
+// are large. Takes a copy, so that the caller's row stays in registers.
+inline float subtract_reference(ScoreRow row, float reference, int columns) {
+  const Vec b = splat(reference);
+  Vec largest = splat(-infinity);
+  for (int n = 0; n < columns; n += lanes) {
+    const Vec a = max(load(row.terms + n), splat(-float_max));
+    const Vec high = a - b;
+    const Vec subtracted = a - high;  // b, as rounded
+    const Vec low = (a - (high + subtracted)) + (subtracted - b);
+    const Vec difference = fma(load(row.s + n), splat(row.multiplier), high) + low;
+    largest = max(largest, difference);
+    store(row.s + n, difference);
+  }
+  return reduce(largest, [](Vec x, Vec y) { return max(x, y); });
+}
 
 // From here on, differences of scores are rounded less than the scores: below, the rounding of a score is invisible in
 // the results. Beyond 2^24 a difference of large numbers that are not close may be rounded by more than 1, and the
