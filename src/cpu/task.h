@@ -101,13 +101,6 @@ enum class DbiasKind : std::uint8_t {
   dense_shared,  // dense, but shared by kv heads or batch elements (kernels/shared_dbias.h)
 };
 
-// The content of the rows of a slot.
-enum class SlotForm : std::uint8_t {
-  addable,  // sums to which fp32 products may be added
-  single,   // fp32 sums near its limits
-  halves,   // the upper halves of doubles: their exponents, and 20 bits of their mantissas
-};
-
 // Where gradients saturate. In bf16 that is at half of the largest number, so that a sum of two is still finite.
 constexpr float gradient_limit(DType dtype) {
   switch (dtype) {
@@ -139,10 +132,9 @@ struct BackwardTask : Task {
   const std::int32_t* slot_keys;   // [slots]: the key of each, ascending; null: slot = key
   float* dk_sums;                  // [slots, head_dim_padded]
   float* dv_sums;
-  SlotForm* slot_forms;  // [slots]
-  int key_sum_heads;     // 1, or G where dbias has the heads of a group apart
-  double* key_sums;      // per_key: [slots * key_sum_heads]; of a unit: [heads, slots]
-  double* query_sums;    // per_query: [B, Hq, Sq]
+  int key_sum_heads;   // 1, or G where dbias has the heads of a group apart
+  double* key_sums;    // per_key: [slots * key_sum_heads]; of a unit: [heads, slots]
+  double* query_sums;  // per_query: [B, Hq, Sq]
 
   // dense_shared: the members of a slab are visited in parts, so that there are enough items. If there is one part, its
   // sums are in a worker's scratch memory.
