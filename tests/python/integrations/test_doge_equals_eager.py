@@ -7,7 +7,8 @@ import torch
 from transformers import DogeForCausalLM
 
 import doge_generation
-from doge_generation import VOCABULARY, WINDOW, left_padding, make_ids
+from doge_generation import VOCABULARY, WINDOW, left_padding
+from doge_generation import make_distinct_ids as make_ids
 from flash_dmattn.integrations.transformers import enable_flash_dmattn
 from flash_dmattn.integrations.transformers.compat import CACHE
 from largest_tensor import LargestTensor

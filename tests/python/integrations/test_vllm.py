@@ -165,10 +165,10 @@ def test_tensor_parallelism_equals_generate(doge, monkeypatch):
     "family, scorer", [("Llama", "hidden"), ("Llama", "value"), ("Mistral", "hidden")]
 )
 def test_learned_scores_equal_generate(tmp_path, family, scorer):
-    from scored_models import VOCABULARY, equal_scores_in_first_layer, make_scored
+    from scored_models import VOCABULARY, make_scored
 
     torch.manual_seed(9)
-    model = equal_scores_in_first_layer(make_scored(family, scorer=scorer))
+    model = make_scored(family, scorer=scorer)
     model.save_pretrained(tmp_path)
     alone = greedy_tokens_by_prompt(model, NEW)
     prompts = prompts_of(LENGTHS, VOCABULARY)
