@@ -28,7 +28,7 @@ def score_projection(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
     scores = torch.empty(batch * length, heads, dtype=dtype, device=hidden.device)
     tokens = max(1, _MOST_SUMS // max(1, heads * _SUMS))
     for part, out in zip(hidden.flatten(0, 1).split(tokens), scores.split(tokens), strict=True):
-        part = F.pad(part.to(dtype), padding).view(-1, 1, blocks, _SUMS)
+        part = F.pad(part.to(dtype), padding).view(len(part), 1, blocks, _SUMS)
         sums = part.new_zeros(len(part), heads, _SUMS)
         for block in range(blocks):
             sums += part[:, :, block] * weight[:, block]
