@@ -55,23 +55,13 @@ plan-demo:
 	@echo "make demo: sets up .venv (torch, the CPU library; CUDA kernels where there is a GPU), trains, writes text, measures and draws."
 	@echo "It takes 8 to 12 minutes on two cores the first time, of which it trains 150 s at most, and twenty more for CUDA kernels."
 
-SEEDS ?= 0 1 2
-
-.PHONY: evidence
-EVIDENCE ?= small
-DISTIL_small = --pretraining-steps 1200 --steps 120 --parts 4 8 16 --tests 64
-RECALL_small = --kinds dense scores window --parts 8 16 --no-same-words
-evidence: $(STAMPS)/package $(STAMPS)/test ## the quality of learned scores against the budget of keys, in build/evidence (SEEDS="0 1 2", 15 core-minutes; EVIDENCE=full, 60)
-	for seed in $(SEEDS); do \
-	  PYTHONPATH=examples $(BIN)/python -m learned_scores.distil --seed $$seed --output build/evidence/seed$$seed \
-	    --recipes learned without_budget hard_from_the_first $(DISTIL_$(EVIDENCE)); done
-	PYTHONPATH=examples $(BIN)/python -m learned_scores.recall --seeds $(SEEDS) --output build/evidence/recall.json $(RECALL_$(EVIDENCE))
-	PYTHONPATH=examples $(BIN)/python -m learned_scores.pictures build/evidence
-	$(BIN)/python benchmarks/bench.py evidence build/evidence --json build/evidence/record.json
-
 .PHONY: docs
 docs: $(STAMPS)/tools $(STAMPS)/docs ## build the site of the documents into build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict  # not --quiet, under which a warning is no error
+
+.PHONY: pictures
+pictures: $(STAMPS)/docs ## draw the pictures of README from the records of the benchmarks
+	$(BIN)/python tools/site/pictures.py
 
 .PHONY: wheels
 WHEELS ?= cpu
@@ -79,14 +69,14 @@ wheels: $(STAMPS)/tools $(STAMPS)/torch $(STAMPS)/wheels $(if $(filter cuda,$(WH
 	tools/build_wheels.sh $(WHEELS)
 
 .PHONY: bench
-bench: $(STAMPS)/package $(STAMPS)/demo ## measure against PyTorch on this machine (options: ARGS=...)
-	$(BIN)/python benchmarks/bench.py run --record cpu --device cpu --threads 2 $(ARGS)
+bench: $(STAMPS)/package $(STAMPS)/demo ## measure against PyTorch on this machine, into build/cpu.json (options: ARGS=...)
+	$(BIN)/python benchmarks/bench.py run --case dense dynamic_mask scaling --device cpu --threads 2 --json build/cpu.json $(ARGS)
 
 .PHONY: bench-kernels
-bench-kernels: $(STAMPS)/package $(STAMPS)/tools build/benchmark/ready ## measure the stages of the C++ library on the CPU (options: ARGS=...)
+bench-kernels: $(STAMPS)/tools build/benchmark/ready ## measure the stages of the C++ library on the CPU (options: ARGS=...)
 	cmake --preset bench -D benchmark_ROOT=$(CURDIR)/build/benchmark/usr $(CMAKE_OPTIONS)
 	cmake --build --preset bench --target bench_core
-	$(BIN)/python benchmarks/bench.py run --case kernels --device cpu $(ARGS)
+	build/bench/benchmarks/bench_core $(ARGS)
 
 # DONE: steps that .ci/run runs by itself.
 DONE ?=
@@ -160,6 +150,11 @@ test-cuda-build: $(STAMPS)/tools $(STAMPS)/test $(STAMPS)/cuda build/googletest/
 	PYTHONPATH=python FLASH_DMATTN_LIBRARY=$(CURDIR)/build/cuda/bindings/torch/_C.so FLASH_DMATTN_TEST_CUDA_BUILD=1 \
 	  $(BIN)/python -m pytest tests/python/api/test_availability.py tests/python/gpu
 endif
+
+# Everything but GoogleTest is that of $(PYTHON): no .venv is made.
+.PHONY: test-gpu
+test-gpu: build/googletest/ready ## build for the GPU of this machine, run the tests that need it, write docs/tested.md (SUITES="cuda sanitizer python")
+	$(PYTHON) tools/test_gpu.py $(SUITES) $(ARGS)
 
 .PHONY: test-kernels
 test-kernels: $(STAMPS)/package $(STAMPS)/test ## load two versions in one process, in the layout of Hugging Face's kernels

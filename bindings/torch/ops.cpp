@@ -252,7 +252,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FLASH_DMATTN_NAMESPACE, m) {
   m.def("score_projection(Tensor hidden, Tensor weight, Tensor? bias) -> Tensor");
   m.def(
       "select_key_intervals(Tensor scores, Tensor? key_mask, SymInt[] windows, str selection, "
-      "bool is_causal, SymInt query_length, SymInt recent_window=0, bool recent_competes=True, "
+      "bool is_causal, SymInt query_length, SymInt recent_window=0, bool recent_competes=False, "
       "SymInt sink_tokens=0, float? score_threshold=None) -> Tensor");
   m.def(
       "rank_keys(Tensor scores, Tensor? mask, Tensor? bias, SymInt window, "

@@ -27,10 +27,9 @@
 //   dt_ij  = ds_ij (1 - tanh^2(scale q_i . k_j / c))           (dt = ds without softcap)
 //   dq_i   = scale sum_j dt_ij k_j,  dk_j = scale sum_i dt_ij q_i,  dv_j = sum_i p_ij dout_i
 //
-// clamp limits a score to the finite range of fp32 (of double for f64) and takes a NaN to its lower
-// end, so no score is infinite and none is NaN; but with NonFinite::propagate a score that an inf or NaN of
-// q, k or bias enters is NaN, and so are out and lse of its row. A query that sees no key gets out = 0, lse = -inf and
-// zero gradients everywhere it would take part.
+// clamp limits a score to the finite range of fp32 (of double for f64). With NonFinite::saturate it turns a NaN into the
+// lowest finite number. With NonFinite::propagate, a score that an inf or NaN of q, k or bias enters is NaN, and so are
+// out and lse of its row. A query that sees no key gets out = 0, lse = -inf and zero gradients.
 // (Flash attention: Dao et al., arXiv 2205.14135 and 2307.08691; dynamic masks: arXiv 2508.02124.)
 namespace flash_dmattn {
 

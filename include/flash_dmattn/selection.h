@@ -9,7 +9,7 @@
 #include "flash_dmattn/types.h"
 #include "flash_dmattn/visibility.h"
 
-// Scores of keys -> which keys are visible: as intervals, as a list, or as ranks. Sizes have no default: -1 is refused.
+// Selects keys by their scores. The result says which keys are visible: intervals, a list, or ranks. Sizes have no default: -1 is refused.
 namespace flash_dmattn {
 
 enum class Selection : std::uint8_t {
@@ -30,9 +30,9 @@ struct SelectionRule {
   std::int64_t window = -1;  // w >= 0, or every_key; to be given unless head_windows is
   Selection selection = Selection::per_query;
   std::int64_t recent_window = 0;  // W >= 0; above 0 with `causal` only
-  // True: a key competes from the moment it is written, so that a query sees the recent keys and the w best of all.
   // False: only keys with t - j >= recent_window compete, and a query sees the w best of these and the recent ones.
-  bool recent_competes = true;
+  // True: a key competes from the moment it is written, so that a query sees the recent keys and the w best of all.
+  bool recent_competes = false;
   std::int64_t sink_tokens = 0;  // s >= 0
   double score_threshold = -std::numeric_limits<double>::infinity();
   // [heads] in host memory: w of each head; null: `window` for all. A call of calls.h reads it when it is made and when

@@ -33,7 +33,8 @@ except _metadata.PackageNotFoundError:  # used from a source tree
 def __getattr__(name: str):
     """Returns CPU_AVAILABLE, CUDA_AVAILABLE, TRITON_AVAILABLE or FLEX_AVAILABLE, determined at first use.
 
-    They are not determined at import: once a process has initialised CUDA, its forked children cannot use the GPU.
+    They are not determined at import, and are no part of __all__: once a process has initialised CUDA, its forked
+    children cannot use the GPU.
     """
     backend, suffix, rest = name.partition("_AVAILABLE")
     if suffix and not rest and backend in ("CPU", "CUDA", "TRITON", "FLEX"):
@@ -43,14 +44,10 @@ def __getattr__(name: str):
 
 __all__ = [
     "Backend",
-    "CPU_AVAILABLE",
-    "CUDA_AVAILABLE",
     "DynamicMaskAttention",
-    "FLEX_AVAILABLE",
     "KVSlots",
     "KeyIntervals",
     "RaggedBatch",
-    "TRITON_AVAILABLE",
     "backends",
     "extend_ragged",
     "flash_dmattn_func",

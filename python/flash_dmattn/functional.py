@@ -19,6 +19,7 @@ from ._core.checks import (
     resolve_backend,
     resolve_flag,
 )
+from ._core.foreign_arguments import check_names, refuses_foreign_arguments
 from ._core.gradients import expand
 from ._core.numerics import Numerics
 from ._dispatch import IN_PYTHON, attention, check_bias_delay, run_backend, with_lse
@@ -30,6 +31,7 @@ from .keys.selection import ScoredRule, match_heads, scores_and_allowed
 from .keys.visibility import Visibility
 
 
+@refuses_foreign_arguments
 def flash_dmattn_func(
     query: Tensor,
     key: Tensor,
@@ -47,7 +49,7 @@ def flash_dmattn_func(
     selection: str = "per_query",
     selection_scores: Tensor | None = None,
     recent_window: int = 0,
-    recent_competes: bool = True,
+    recent_competes: bool = False,
     sink_tokens: int = 0,
     score_threshold: float | None = None,
     bias_delay: int = 0,
@@ -124,6 +126,7 @@ def flash_dmattn_func(
     return with_lse(out, statistics, return_lse, return_attn_probs, sink_logits, numerics.saturate)
 
 
+@refuses_foreign_arguments
 def flash_dmattn_varlen_func(
     query: Tensor,
     key: Tensor,
@@ -145,7 +148,7 @@ def flash_dmattn_varlen_func(
     selection: str = "per_query",
     selection_scores: Tensor | None = None,
     recent_window: int = 0,
-    recent_competes: bool = True,
+    recent_competes: bool = False,
     sink_tokens: int = 0,
     score_threshold: float | None = None,
     bias_delay: int = 0,
@@ -304,6 +307,7 @@ def flash_dmattn_func_auto(backend: str | None = None, **options) -> Callable:
     Keyword arguments become defaults of the function. Raises RuntimeError with the reason if the backend cannot
     run, and TypeError for an argument that the function does not have.
     """
+    check_names(options, "flash_dmattn_func_auto")
     unknown = sorted(options.keys() - inspect.signature(flash_dmattn_func).parameters.keys())
     if unknown:
         raise TypeError(
@@ -318,6 +322,7 @@ def flash_dmattn_func_auto(backend: str | None = None, **options) -> Callable:
     return partial(flash_dmattn_func, backend=backend, **options)
 
 
+@refuses_foreign_arguments
 def triton_dmattn_func(
     query: Tensor,
     key: Tensor,
@@ -333,7 +338,7 @@ def triton_dmattn_func(
     selection: str = "per_query",
     selection_scores: Tensor | None = None,
     recent_window: int = 0,
-    recent_competes: bool = True,
+    recent_competes: bool = False,
     sink_tokens: int = 0,
     score_threshold: float | None = None,
     bias_delay: int = 0,
@@ -363,6 +368,7 @@ def triton_dmattn_func(
     )  # fmt: skip
 
 
+@refuses_foreign_arguments
 def flex_dmattn_func(
     query: Tensor,
     key: Tensor,
@@ -378,7 +384,7 @@ def flex_dmattn_func(
     selection: str = "per_query",
     selection_scores: Tensor | None = None,
     recent_window: int = 0,
-    recent_competes: bool = True,
+    recent_competes: bool = False,
     sink_tokens: int = 0,
     score_threshold: float | None = None,
     bias_delay: int = 0,

@@ -32,7 +32,7 @@ class DynamicMaskAttention(nn.Module):
 
         cache = attention.make_cache(batch=1)           # generation, under torch.no_grad()
         out = attention(prompt, cache=cache)
-        out = attention(token, cache=cache)             # [B, 1, 512], at any length in the same time and memory
+        out = attention(token, cache=cache)             # [B, 1, 512], at any length with the same work and memory
 
     A key's score, float32 in every precision, is added to its attention scores, through which it learns. By default the
     score is a log gate, log sigmoid(z), where z is a projection of the layer's input. z is initially near 3 (an open gate);
@@ -63,7 +63,7 @@ class DynamicMaskAttention(nn.Module):
         keep_window_size: int | Sequence[int] = 2048,
         *,
         recent_window: int = 0,
-        recent_competes: bool = True,
+        recent_competes: bool = False,
         sink_tokens: int = 0,
         score_threshold: float | None = None,
         head_dim: int | None = None,
@@ -229,7 +229,11 @@ class DynamicMaskAttention(nn.Module):
         counted = torch.arange(length, device=hidden.device)[None]
         if cache is None:
             return counted
-        seen = cache.seen if cache.rows is None else cache.seen[cache.rows.clamp(min=0)]
+        seen = (
+            cache.seen
+            if cache.rows is None
+            else cache.seen[cache.rows.clamp(0, len(cache.seen) - 1)]
+        )
         return counted + seen[:, None] + cache.pending
 
 

@@ -43,6 +43,7 @@ struct Slots {
   std::int64_t stride = 0;
   // [B]: the row of each in the batch, negative for none; null: b.
   const std::int32_t* rows = nullptr;
+  std::int64_t rows_stride = 1;
   // Distances from one row to the next, in elements.
   std::int64_t row_slots = 0;
   std::int64_t row_counts = 0;

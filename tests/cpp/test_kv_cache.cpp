@@ -36,6 +36,9 @@ StreamOptions random_options(std::uint64_t seed, const char* backend, StreamScor
                    .chunk = random.below(8),
                    .head_dim = 1 + random.below(20),
                    .dtype = dtype};
+  if (random.below(2) == 0) {
+    options.shape.value_dim = 1 + random.below(options.shape.head_dim);
+  }
   options.group = 1 + random.below(3);
   options.nan_share = random.below(2) == 0 ? 0 : 0.3;
   options.masked_share = random.below(2) == 0 ? 0 : 0.3;
@@ -105,8 +108,13 @@ std::string reason_without_long_stream(const char* backend, StreamScores scores,
 void run_long_stream(const SelectionRule& rule, const char* backend, StreamScores scores,
                      DType dtype) {
   StreamOptions options{.scores = scores, .nan_share = 0.1, .seed = 3, .backend = backend};
-  options.shape = {
-      .batch = 2, .heads_kv = 2, .rule = rule, .chunk = 70, .head_dim = 32, .dtype = dtype};
+  options.shape = {.batch = 2,
+                   .heads_kv = 2,
+                   .rule = rule,
+                   .chunk = 70,
+                   .head_dim = 32,
+                   .value_dim = rule.recent_window > 0 ? 21 : 32,
+                   .dtype = dtype};
   options.masked_share = rule.recent_window > 0 ? 0.1 : 0;
   options.group = 2;
   KvStream stream(options);
@@ -126,9 +134,9 @@ TEST_P(KvCacheStreams, LongStreamEqualsAttentionOverShownKeys) {
   if (!reason.empty()) GTEST_SKIP() << reason;
   const SelectionRule rule{
       .window = 600, .recent_window = 300, .sink_tokens = 4, .score_threshold = -1};
-  SelectionRule delayed = rule;
-  delayed.recent_competes = false;
-  for (const SelectionRule& tested : {SelectionRule{.window = 900}, rule, delayed}) {
+  SelectionRule competing = rule;
+  competing.recent_competes = true;
+  for (const SelectionRule& tested : {SelectionRule{.window = 900}, rule, competing}) {
     ASSERT_NO_FATAL_FAILURE(run_long_stream(tested, backend, scores, dtype));
   }
 }
@@ -220,6 +228,8 @@ TEST(KvCacheArguments, InvalidArgumentIsNamed) {
   expect_error("cache.shape.batch", [](KvCalls& c) { c.append_args.cache.shape.batch = -1; });
   expect_error("cache.shape.head_dim",
                [](KvCalls& c) { c.append_args.cache.shape.head_dim = 257; });
+  expect_error("cache.shape.value_dim",
+               [](KvCalls& c) { c.append_args.cache.shape.value_dim = 9; });
   expect_error("cache.shape.dtype",
                [](KvCalls& c) { c.append_args.cache.shape.dtype = DType::f64; });
   expect_error("cache.shape.dtype",
@@ -258,6 +268,7 @@ TEST(KvCacheArguments, InvalidArgumentIsNamed) {
   expect_error("kept_tokens[0]",
                [](KvCalls& c) { c.commit_args.kept_tokens = (c.index = {2, 0}).data(); });
   expect_error("lengths[1]", [](KvCalls& c) { c.fill_args.lengths = (c.index = {1, 2}).data(); });
+  expect_error("to.shape.value_dim", [](KvCalls& c) { c.copy_args.to.shape.value_dim = 7; });
   expect_error("to.shape.rule.window", [](KvCalls& c) { c.copy_args.to.shape.rule.window = 3; });
   expect_error("cache.shape.heads_kv",
                [](KvCalls& c) { c.append_args.cache.shape.heads_kv = KvCacheShape{}.heads_kv; });
@@ -276,6 +287,8 @@ TEST(KvCacheArguments, InvalidArgumentIsNamed) {
   expect_rows_error(".slot_stride", [](CacheRows& r) { r.slot_stride = 2 * 7 - 1; });
   expect_rows_error(".count_stride", [](CacheRows& r) { r.count_stride = 1; });
   expect_rows_error(".seen_stride", [](CacheRows& r) { r.seen_stride = 0; });
+  expect_rows_error(".index_stride",
+                    [](CacheRows& r) { r = {.index = rows, .count = 2, .index_stride = 0}; });
   expect_rows_error(".count", [](CacheRows& r) { r = {.index = rows, .count = -1}; });
   expect_rows_error(".index[1]", [](CacheRows& r) { r = {.index = rows, .count = 2}; });
   expect_error("cache.rows", [](KvCalls& c) { c.append_args.cache.rows = {rows, 3}; });

@@ -116,4 +116,5 @@ def _kv_decode_step_fake(
 ):
     _require_device_of(q, k_cache=k_cache)
     batch, _, heads_q, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((batch, heads_q, 1), dtype=torch.float32)
+    out = q.new_empty((batch, 1, heads_q, v_cache.shape[3]))
+    return out, q.new_empty((batch, heads_q, 1), dtype=torch.float32)

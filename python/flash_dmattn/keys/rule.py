@@ -34,14 +34,13 @@ class SelectionRule(NamedTuple):
 
     The query at position t sees a present key at position j <= t when it is one of the first `sink_tokens` present keys,
     or t - j < recent_window, or its score is not NaN, at or above `score_threshold`, and among the best
-    `keep_window_size` of the keys that compete. Sinks never compete; with recent_competes=False only keys with
-    t - j >= recent_window do.
+    `keep_window_size` of the keys that compete: those with t - j >= delay(). Sinks never compete.
     """
 
     keep_window_size: int | Sequence[int] | None = None  # None: no limit
     selection: str = "per_query"
     recent_window: int = 0
-    recent_competes: bool = True
+    recent_competes: bool = False
     sink_tokens: int = 0
     score_threshold: float | None = None  # None: no threshold
 
@@ -99,6 +98,10 @@ class SelectionRule(NamedTuple):
                 f"recent_window: got {self.recent_window} with is_causal=False, expected 0, as no key is recent then"
             )
 
+    def delay(self) -> int:
+        """Returns for how many positions after itself a key does not compete."""
+        return 0 if self.recent_competes else self.recent_window
+
     def hides_keys(self) -> bool:
         """Whether the rule can hide keys."""
         return self.keep_window_size is not None or self.score_threshold is not None
@@ -142,8 +145,8 @@ class SelectionRule(NamedTuple):
             )
         if rule.keep_window_size is None:
             raise ValueError(
-                "keep_window_size: got None, expected a number of keys, with score_threshold the most that it may show: without one "
-                "later tokens and later ranks see all keys"
+                "keep_window_size: got None, expected a number of keys, since a cache and a rank have room for that many. With "
+                "score_threshold it is the most keys that the threshold may keep"
             )
         return rule
 
@@ -240,15 +243,15 @@ def intervals_of_rule(
     shape = torch.broadcast_shapes(scores.shape, first.shape, last.shape)
     visible = first < last
     competes_at = appears
-    if not rule.recent_competes:
-        competes_at = torch.maximum(appears, own_row + rule.recent_window)
+    if rule.delay():
+        competes_at = torch.maximum(appears, own_row + rule.delay())
     eligible = visible
     is_sink = None
     if rule.sink_tokens > 0:
         is_sink = find_sinks(shown, rule)
         eligible = eligible & ~is_sink
     per_query = is_causal and rule.selection == "per_query"
-    if not per_query and not rule.recent_competes:
+    if not per_query and rule.delay():
         eligible = eligible & (competes_at < last)  # a global selection is made at the last row
     scores = rule.competing_scores(scores.detach(), eligible).expand(shape)
     if document is not None:

@@ -25,7 +25,7 @@ def select_key_intervals(
     selection: str = "per_query",
     is_causal: bool = True,
     recent_window: int = 0,
-    recent_competes: bool = True,
+    recent_competes: bool = False,
     sink_tokens: int = 0,
     score_threshold: float | None = None,
     key_mask: Tensor | None = None,
@@ -51,9 +51,9 @@ def select_key_intervals(
     is_causal: query row i may see keys up to i + key_length - query_length.
     recent_window: how many of the most recent keys a query sees whatever their scores, its own key included. Needs
         is_causal. DMS trains with t - j <= W, which is recent_window=W + 1; WG-KV trains with t - j < W.
-    recent_competes: True: every key competes as soon as it is written, so a query sees the recent keys and the best of
-        all keys. False: only keys with t - j >= recent_window compete, so a query sees the recent keys and the best of
-        the older keys.
+    recent_competes: False: only keys with t - j >= recent_window compete, so a query sees the recent keys and the best
+        of the older keys. True: every key competes as soon as it is written, so a query sees the recent keys and the
+        best of all keys.
     sink_tokens: the first present keys, which stay visible and do not compete.
     score_threshold: the least score of a key that is kept. Without keep_window_size, shapes do not limit the number of
         visible keys: every call on a GPU then waits for a count, unless `measured` has counted once.

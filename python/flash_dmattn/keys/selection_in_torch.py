@@ -23,7 +23,7 @@ def select_key_intervals(
     is_causal: bool,
     query_length: int,
     recent_window: int = 0,
-    recent_competes: bool = True,
+    recent_competes: bool = False,
     sink_tokens: int = 0,
     score_threshold: float | None = None,
 ) -> Tensor:

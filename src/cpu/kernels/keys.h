@@ -20,7 +20,7 @@ struct Tile {
   Tile(const Task& t, std::int64_t batch_, std::int64_t head_, std::int64_t tile)
       : batch(batch_),
         head(head_),
-        key_batch(t.slots.rows == nullptr ? batch_ : t.slots.rows[batch_]),
+        key_batch(t.slots.rows == nullptr ? batch_ : t.slots.rows[batch_ * t.slots.rows_stride]),
         first_query(tile * t.tile_queries) {
     const std::int64_t left = t.seqlen_q - first_query;
     queries = left < t.tile_queries ? static_cast<int>(left) : t.tile_queries;

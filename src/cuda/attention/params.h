@@ -79,7 +79,7 @@ struct ScoreParams {
   KeyIntervals intervals;
   bool causal = false;
   int bias_delay = 0;  // Problem::bias_delay, at most seqlen_k
-  // These are for the fp64 fallback, which computes in natural units.
+  // These are for rows that are recomputed, in natural units.
   float scale = 0;
   float softcap = 0;
 };
@@ -127,12 +127,11 @@ struct ForwardParams {
 // Conditions that the preprocess finds in some row, or that a main loop finds. Each enables a slow path.
 enum BackwardFlag : std::uint32_t {
   dout_not_finite = 1,
-  lse_has_low = 2,     // lse_log2_low is significant
-  lse_is_extreme = 4,  // scores may have overflowed
-  dq_not_finite = 8,   // before it was converted (stages/dq_fixup.cuh)
-  q_not_finite = 16,   // without `saturate`
+  lse_is_large = 2,   // one float does not hold some row's lse to the precision of P
+  dq_not_finite = 4,  // before it was converted (stages/dq_fixup.cuh)
+  q_not_finite = 8,   // without `saturate`
   row_not_finite =
-      32,  // without `saturate`: P or dS of a row that sees a key (stages/nonfinite_rows.cuh)
+      16,  // without `saturate`: P or dS of a row that sees a key (stages/nonfinite_rows.cuh)
 };
 
 // The parameters of every kernel of a backward; a main loop's parameters derive from them.
@@ -151,8 +150,9 @@ struct BackwardParams {
   bool saturate = true;
 
   // Workspace.
-  float* lse_log2 = nullptr;       // [B, Hq, Sq] lse log2 e, +inf for a row without visible keys
-  float* lse_log2_low = nullptr;   // [B, Hq, Sq] rounding error of lse_log2
+  // [B, Hq, Sq] lse log2 e, +inf for a row without P, and what rounding it to a float leaves; null if not wanted
+  float* lse_log2 = nullptr;
+  float* lse_log2_low = nullptr;
   float* delta = nullptr;          // [B, Hq, Sq] dout . out - dlse
   std::uint32_t* flags = nullptr;  // [1] BackwardFlag
 };

@@ -5,7 +5,6 @@
 #include "cuda/primitives/integers.h"
 #include "cuda/primitives/launch.h"
 #include "cuda/stages/dq_fixup.cuh"
-#include "cuda/stages/fp64_backward.cuh"
 #include "cuda/stages/key_ranges.cuh"
 #include "cuda/stages/mask_states.cuh"
 #include "cuda/stages/nonfinite_rows.cuh"
@@ -160,13 +159,6 @@ KeyRanges find_key_ranges(const Problem& p, const Inputs& in, const KeyRangeWork
 
 void preprocess_backward(const BackwardParams& params, DType dtype, cudaStream_t stream) {
   with_dtype(dtype, [&]<class T>() { launch_for<BwdPreprocessKernel<T>>(params, stream); });
-}
-
-void fix_or_recompute_gradients(const BackwardParams& params, DType dtype, cudaStream_t stream) {
-  with_dtype(dtype, [&]<class T>() {
-    launch_for<Fp64BackwardKernel<T>>(params, stream);
-    if (!params.saturate) launch_for<NonFiniteRowsKernel<T>>(params, stream);
-  });
 }
 
 void fix_gradients(const BackwardParams& params, DType dtype, cudaStream_t stream) {

@@ -66,8 +66,4 @@ void store_dbias(const BackwardArgs& args, const float* sums, cudaStream_t strea
 // such an element.
 void fix_gradients(const BackwardParams& params, DType dtype, cudaStream_t stream);
 
-// Corrects the gradients of main loops without a slow path for extreme numbers: if such numbers occurred in a main loop,
-// every gradient is recomputed in double.
-void fix_or_recompute_gradients(const BackwardParams& params, DType dtype, cudaStream_t stream);
-
 }  // namespace flash_dmattn::cuda

@@ -38,6 +38,7 @@ sys.modules["transformers"] = None  # its import raises
 import flash_dmattn.integrations.flash_dynamic_mask_attention
 import flash_dmattn.integrations.import_utils
 import flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils
+from flash_dmattn import *
 from flash_dmattn._core import availability
 assert availability.backends.cache_info().currsize == 0
 """
@@ -100,6 +101,36 @@ def test_backend_functions_have_arguments_of_general_function(name):
     for wrong in ("windwo", "backend"):
         with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword .*{wrong}"):
             function(*qkv(), **{wrong: "cpu"})
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("causal", "is_causal"),
+        ("window_size", "keep_window_size=0, recent_window=W"),
+        ("alibi_slopes", "forgetting_attention"),
+        ("dropout_p", "no such argument: there is no attention dropout"),
+        ("k", "key"),
+    ],
+)
+@pytest.mark.parametrize(
+    "function",
+    ["flash_dmattn_func", "flash_dmattn_varlen_func", "flash_dmattn_with_kvcache", "triton_dmattn_func",
+     "flash_dmattn_func_auto"],
+)  # fmt: skip
+def test_arguments_of_flash_attention_say_what_to_pass(function, name, expected):
+    arguments = () if function == "flash_dmattn_func_auto" else qkv()
+    with pytest.raises(TypeError, match=f"^{function}: got {name}, expected {expected}"):
+        getattr(flash_dmattn, function)(*arguments, **{name: 1})
+
+
+@pytest.mark.parametrize("package", ["flash_dmattn", "flash_dmattn.distributed"])
+def test_recent_keys_do_not_compete_by_default(package):
+    package = importlib.import_module(package)
+    functions = [f for name in package.__all__ if callable(f := getattr(package, name))]
+    parts = [inspect.signature(f).parameters.get("recent_competes") for f in functions]
+    defaults = [part.default for part in parts if part is not None]
+    assert len(defaults) >= 2 and not any(defaults)
 
 
 # ---- Backends ----------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def test_delayed_bias_over_chosen_keys_equals_dense_attention(backend):
     tensors = inputs()
     padding = torch.ones(2, 41, dtype=torch.bool)
     padding[1, :6] = False
-    rule = {"keep_window_size": 5, "recent_window": 4, "recent_competes": False}
+    rule = {"keep_window_size": 5, "recent_window": 4}
     chosen = select_key_intervals(tensors[3], **rule, key_mask=padding)
     seen = chosen.to_mask().repeat_interleave(2, 1)
     expected = lambda *t: dense_in_double(*t, seen, delay=4)[0]  # noqa: E731

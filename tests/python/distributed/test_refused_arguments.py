@@ -32,7 +32,7 @@ def call(wire, **changes):
 REFUSED = {
     "global": ({"selection": "global"}, ValueError, "selection: got 'global'.*later ranks"),
     "no_causality": ({"is_causal": False}, ValueError, "is_causal: got False"),
-    "no_window": ({"keep_window_size": None}, ValueError, "keep_window_size: got None.*later ranks see all keys"),
+    "no_window": ({"keep_window_size": None}, ValueError, "keep_window_size: got None.*a rank have room for that many"),
     "threshold_alone": (
         {"keep_window_size": None, "score_threshold": 0.5}, ValueError, "keep_window_size: got None",
     ),

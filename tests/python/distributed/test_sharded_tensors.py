@@ -9,7 +9,7 @@ from processes import run_in_processes
 
 B, S, HQ, HKV, D = 2, 24, 4, 2, 8
 
-DELAYED = {"recent_window": 4, "recent_competes": False, "sink_tokens": 2, "score_threshold": -1.0}
+DELAYED = {"recent_window": 4, "sink_tokens": 2, "score_threshold": -1.0}
 
 # (shape of the bias, arguments). Heads with different windows stay together, so their scores are gathered.
 CASES = [
@@ -18,7 +18,7 @@ CASES = [
     ((1, 1, S), {"keep_window_size": 5}),
     ((B, HKV, S), {"keep_window_size": 5, **DELAYED}),
     ((1, 1, S), {"score_threshold": 0.0, "recent_window": 3}),
-    ((B, HKV, S), {"keep_window_size": (3, 7), "recent_window": 2}),
+    ((B, HKV, S), {"keep_window_size": (3, 7), "recent_window": 2, "recent_competes": True}),
     ((B, HKV, S), {"bias_delay": 4}),
     ((1, 1, S), {"bias_delay": 4, "keep_window_size": 5, "recent_window": 4}),
 ]

@@ -29,14 +29,20 @@ def filled(chunk=CHUNK):
         ("keep_window_size: got -1", {"keep_window_size": -1}),
         ("batch: got 1.5", {"batch": 1.5}),
         ("chunk: got -2", {"chunk": -2}),
+        ("value_dim: got 9, expected 1 to 8, the head_dim", {"value_dim": 9}),
+        ("value_dim: got 0", {"value_dim": 0}),
         ("dtype: got torch.float64", {"dtype": torch.float64}),
         ("backend: got 'triton', which has no KV cache", {"backend": "triton"}),
         ("backend: got 'flex', which has no KV cache", {"backend": "flex"}),
+        (
+            "keep_window_size: got a rule of 2147483647 keys for each head, for which there is no memory",
+            {"keep_window_size": 10**12, "head_dim": 256, "batch": 64},
+        ),
     ],
 )
 def test_bad_kv_slots_size_raises(message, options):
     sizes = {"batch": 2, "heads_kv": 2, "keep_window_size": 4, "head_dim": 8}
-    with pytest.raises((ValueError, TypeError), match=f"^{message}"):
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=f"^{message}"):
         KVSlots(**(sizes | options))
 
 
@@ -45,6 +51,7 @@ def test_bad_kv_slots_size_raises(message, options):
     [
         ("dtype: got torch.float32 on cuda:0, expected bfloat16 or float16", {}),
         ("head_dim: got 12 on cuda:0, expected a multiple of 8", {"dtype": torch.float16, "head_dim": 12}),
+        ("value_dim: got 4 on cuda:0, expected a multiple of 8", {"dtype": torch.float16, "value_dim": 4}),
         (
             "keep_window_size: got 129 sizes on cuda:0, expected at most 128 there",
             {"dtype": torch.float16, "heads_kv": 129, "keep_window_size": range(129)},
@@ -144,6 +151,9 @@ def test_bad_chunk_row_or_state_leaves_cache_unchanged():
         "snapshot: got head_dim 16, expected 8": lambda: cache.restore(
             KVSlots(B, HKV, WINDOW, 2 * D)
         ),
+        "snapshot: got value_dim 4, expected 8": lambda: cache.restore(
+            KVSlots(B, HKV, WINDOW, D, value_dim=4)
+        ),
         "snapshot: got heads_kv 1, expected 2": lambda: cache.restore(KVSlots(B, 1, WINDOW, D)),
         "snapshot: got torch.bfloat16, expected torch.float32": lambda: cache.restore(
             KVSlots(B, HKV, WINDOW, D, dtype=torch.bfloat16)
@@ -165,6 +175,9 @@ def test_bad_chunk_row_or_state_leaves_cache_unchanged():
         ),
         "state['seen']: got list": lambda: cache.load_state_dict(state | {"seen": [1, 2]}),
         "pending: got 4, expected at most 3": lambda: cache.load_state_dict(state | {"pending": 4}),
+        "state['counts']: got 9 to 9 taken slots of a head, expected 0 to 4": lambda: (
+            cache.load_state_dict(state | {"counts": torch.full_like(cache.counts, 9)})
+        ),
     }.items():
         with unchanged(cache, message):
             call()

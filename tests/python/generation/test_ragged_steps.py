@@ -10,9 +10,9 @@ import torch
 import ragged_steps
 from flash_dmattn import KVSlots, RaggedBatch, extend_ragged
 from flash_dmattn.generation import ragged
-from pool_rows import RULES, Place
+from pool_rows import DIM, HEADS, RULES, Place
 
-BACKENDS = [Place("cpu"), Place("reference")]
+BACKENDS = [Place("cpu"), Place("reference", value_dim=5)]
 
 
 @pytest.mark.parametrize("place", BACKENDS, ids=lambda place: place.backend)
@@ -21,10 +21,15 @@ def test_ragged_steps_equal_single_sequences(place, rule):
     ragged_steps.check_sequences_alone(place, rule, random.Random(1))
 
 
+@pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("scores_are_bias", [True, False])
-def test_scores_as_bias_or_selection_equal_single_sequences(scores_are_bias):
+def test_scores_as_bias_or_selection_equal_single_sequences(rule, scores_are_bias):
     ragged_steps.check_sequences_alone(
-        Place("cpu"), RULES[1], random.Random(2), scores_are_bias=scores_are_bias, softcap=3.0
+        Place("cpu", value_dim=6),
+        rule,
+        random.Random(2),
+        scores_are_bias=scores_are_bias,
+        softcap=3.0,
     )
 
 
@@ -144,7 +149,7 @@ def test_batch_from_numpy_numbers_equals_one_from_ints():
 
 
 def test_fewer_tokens_than_the_batch_has_raise():
-    pool = KVSlots(3, 2, 4, 8)
+    pool = KVSlots(3, HEADS, 4, DIM)
     states = ragged_steps.tokens_of(Place(), 4)
     batch = RaggedBatch([0, 5], torch.tensor([1], dtype=torch.int32))
     with pytest.raises(ValueError, match="^query: got 4 tokens, expected 5 or more"):

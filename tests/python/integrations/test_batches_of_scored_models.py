@@ -50,7 +50,7 @@ def prompts_of(*lengths):
     "family, rule, scorer",
     [
         ("Llama", "all", "hidden"),
-        ("Llama", "heads", "value"),
+        ("Llama", "heads", "mlp"),
         ("Qwen3", "competing", "mlp"),
         ("Mistral", "streaming", "key_norm"),
         ("GPT2", "window", "hidden"),

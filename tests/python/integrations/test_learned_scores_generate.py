@@ -7,6 +7,7 @@ from transformers import DynamicCache, StaticCache
 from doge_generation import left_padding
 from flash_dmattn.integrations.transformers import DynamicMaskCache, add_learned_scores
 from flash_dmattn.integrations.transformers.compat import CACHE
+from flash_dmattn.integrations.transformers.learned_scores.add import scored_layers
 from flash_dmattn.integrations.transformers.learned_scores.scored_layers import ScoredCall
 from scored_models import FAMILIES, make_base, make_ids, make_scored
 from scores_by_definition import by_definition
@@ -72,6 +73,45 @@ def test_steps_and_chunks_equal_definition(rule, places, name):
     logits, expected = torch.cat(logits, 1), by_definition_of(model, ids, mask)
     tokens = mask.bool()
     torch.testing.assert_close(logits[tokens], expected[tokens], atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("phase", "name"), [("soft", "none"), ("soft", "dynamic"), ("hard", "none"), *(("hard", name) for name in CACHES)]
+)  # fmt: skip
+def test_padding_between_turns_equals_texts_alone(phase, name):
+    """The recent window counts tokens: a short message beside a long one leaves a row its own last tokens."""
+    model, ids = make_scored(rule="all").set_score_phase(phase), make_ids(PROMPT + NEW)
+    mask = torch.ones_like(ids)
+    mask[0, 6:11] = mask[0, PROMPT + 2] = mask[1, 3:5] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = None if name == "none" else CACHES[name](model)
+    cuts, logits = [0, PROMPT, PROMPT + 2, PROMPT + 3, PROMPT + NEW], []
+    with torch.no_grad():
+        for start, stop in zip(cuts, cuts[1:], strict=False) if cache else [(0, PROMPT + NEW)]:
+            out = model(
+                ids[:, start:stop], attention_mask=mask[:, :stop], position_ids=positions[:, start:stop],
+                past_key_values=cache, use_cache=cache is not None,
+            )  # fmt: skip
+            logits.append(out.logits)
+        for row, tokens in enumerate(mask.bool()):
+            alone = model(ids[row : row + 1, tokens], use_cache=False).logits[0]
+            torch.testing.assert_close(
+                torch.cat(logits, 1)[row, tokens], alone, atol=5e-5, rtol=1e-4
+            )
+
+
+def test_scores_of_padded_rows_get_gradients_of_texts_alone():
+    model, ids = make_scored(rule="all"), make_ids(PROMPT, batch=1)
+    mask = torch.ones_like(ids)
+    mask[0, 5:9] = 0
+    tokens, gradients = mask.bool(), []
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    padded = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    for inputs, kept in ((padded, tokens[0]), ({"input_ids": ids[tokens][None]}, slice(None))):
+        model(**inputs, use_cache=False).logits[:, kept].square().sum().backward()
+        gradients.append([next(layer.scorer.parameters()).grad for layer in scored_layers(model)])
+        model.zero_grad()
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -148,9 +188,11 @@ def test_cache_without_scores_is_refused():
 
 SLOTS = CACHES["slots"]
 REFUSED = {  # name: (rule and phase of the model, its cache, the message)
-    "without scores": ("window", "off", SLOTS, "scores: got none.*add_learned_scores"),
+    "without scores": ("window", "off", SLOTS, "scores: got none.*add_learned_scores.* in the phase 'hard'"),
     "all keys": ("window", "soft", SLOTS, f"{CACHE}: got a DynamicMaskCache in the phase 'soft'"),
     "another rule": ("all", "hard", lambda _: SLOTS(make_scored(rule="window")), f"{CACHE}: got keep_window_size"),
+    "fewer layers": ("window", "hard", lambda _: SLOTS(make_scored(rule="window", num_hidden_layers=1)),
+                     f"{CACHE}: got 1 layers, expected more than 1"),
     "static": ("all", "soft", CACHES["static"], f"{CACHE}: got a static one"),
 }  # fmt: skip
 

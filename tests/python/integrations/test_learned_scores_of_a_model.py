@@ -3,6 +3,7 @@ work on it."""
 
 import copy
 import io
+import math
 import re
 
 import pytest
@@ -18,7 +19,7 @@ from flash_dmattn.integrations.transformers import (
     save_scores,
 )
 from processes import run_in_processes
-from scored_models import RULES, make_base, make_config, make_ids, make_scored
+from scored_models import RULES, make_base, make_config, make_ids, make_scored, spread_scores
 from transformers_version import IS_TRANSFORMERS_4
 
 pytestmark = pytest.mark.transformers
@@ -75,11 +76,26 @@ def test_saved_scores_are_loaded(scorer, tmp_path):
     assert other.config.learned_scores == model.config.learned_scores
 
 
-def test_saved_model_keeps_its_scores(tmp_path):
-    model, ids = make_scored("Gemma3"), make_ids()
+@pytest.mark.parametrize("threshold", [None, -math.inf, math.inf])
+def test_saved_model_keeps_its_scores(threshold, tmp_path):
+    rule, ids = RULES["all"] | {"score_threshold": threshold}, make_ids()
+    model = spread_scores(add_learned_scores(make_base("Gemma3"), **rule))
     model.save_pretrained(tmp_path)
     other = load_scores(type(model).from_pretrained(tmp_path), tmp_path).eval()
     assert torch.equal(other(ids).logits, model(ids).logits)
+
+
+def test_loading_a_scored_folder_without_its_scores_warns(tmp_path):
+    make_scored().save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="attends to all keys until load_scores"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_removed_scores_leave_nothing_in_the_model():
+    model = make_base()
+    before = {name: sorted(vars(module)) for name, module in model.named_modules()}
+    remove_learned_scores(add_learned_scores(model, keep_window_size=3))
+    assert {name: sorted(vars(module)) for name, module in model.named_modules()} == before
 
 
 def test_loading_scores_of_a_function_without_it_raises(tmp_path):
@@ -393,7 +409,6 @@ def _compare_sharded(rank, folder):
             fully_shard(layer, mesh=mesh)
         fully_shard(sharded, mesh=mesh)
         save_scores(sharded, folder)
-        dist.barrier()
         saved = load_scores(make_base(), folder)
         mine = ids[2 * rank : 2 * rank + 2]
         sharded(mine, labels=mine).loss.backward()
@@ -406,6 +421,18 @@ def _compare_sharded(rank, folder):
             torch.testing.assert_close(whole_gradient, expected[name], rtol=1e-4, atol=1e-6)
         with pytest.raises(ValueError, match="with learned scores, expected one without"):
             add_learned_scores(sharded, keep_window_size=3)
+
+
+def _save_on_one_rank(rank, folder):
+    if rank == 1:
+        save_scores(make_scored(), folder)
+        load_scores(make_base(), folder)
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+def test_one_rank_alone_saves_scores(tmp_path):
+    run_in_processes(2, _save_on_one_rank, str(tmp_path))
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")

@@ -100,6 +100,7 @@ def test_wrong_arguments_are_refused():
         (): "^keep_window_size: got None without score_threshold",
         (("recent_window", 3),): "^recent_window: got 3 without keep_window_size",
         (("keep_window_size", -1),): "^keep_window_size: got -1",
+        (("keep_window_size", 0),): "^keep_window_size: got 0 .*so that no key is visible",
     }.items():
         with pytest.raises(ValueError, match=message):
             add_learned_scores(model, **dict(options))
@@ -155,6 +156,21 @@ def test_additive_mask_that_adds_to_visible_keys_is_refused():
     mask[..., 1, 0] = -2
     with pytest.raises(ValueError, match="^attention_mask: got an additive mask that adds other"):
         model(ids, attention_mask=mask)
+
+
+@pytest.mark.parametrize("form", ["bool", "additive"])
+@pytest.mark.parametrize("rule", [{}, {"recent_window": 2, "sink_tokens": 1}], ids=str)
+def test_prefix_that_sees_itself_stays_visible_in_either_form(form, rule):
+    ids, base = make_ids(12), make_base()
+    mask = torch.ones(12, 12, dtype=torch.bool).tril()[None, None]
+    mask[..., :4, :4] = True
+    additive = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+    expected = base(ids, attention_mask=additive, use_cache=False).logits
+    mask = mask if form == "bool" else additive
+    add_learned_scores(base, 100, **rule)  # keeps every key
+    for phase in ("soft", "hard"):
+        logits = base.set_score_phase(phase)(ids, attention_mask=mask, use_cache=False).logits
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_slots_need_a_config_with_scores():

@@ -196,7 +196,7 @@ def test_rule_at_positions_equals_definition(seed):
 
 RULES = {
     "window and recent": {"keep_window_size": 7, "recent_window": 5},
-    "recent do not compete": {"keep_window_size": 7, "recent_window": 5, "recent_competes": False},
+    "recent compete": {"keep_window_size": 7, "recent_window": 5, "recent_competes": True},
     "sinks": {"keep_window_size": 3, "sink_tokens": 4},
     "threshold": {"score_threshold": 0.5, "recent_window": 4, "sink_tokens": 2},
     "windows of heads": {"keep_window_size": [3, 9], "recent_window": 2},

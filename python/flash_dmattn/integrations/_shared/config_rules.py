@@ -59,6 +59,11 @@ def make_rule(
         raise ValueError(
             "keep_window_size: got None without score_threshold, so that every key is visible; expected one of them"
         )
+    if rule.keep_window_size is not None and rule.place_count() < 1:
+        raise ValueError(
+            f"keep_window_size: got {keep_window_size} without recent_window and sink_tokens, so that no key is visible; "
+            "expected 1 or more, or one of them"
+        )
     return rule
 
 

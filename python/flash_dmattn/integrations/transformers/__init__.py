@@ -22,7 +22,7 @@ from .compat import wrap_implementation_setter
 from .doge import doge_scores
 from .enable import enable_flash_dmattn, resolve_name
 from .learned_scores.add import add_learned_scores, remove_learned_scores, set_score_phase
-from .learned_scores.files import load_scores, save_scores
+from .learned_scores.files import load_scores, save_scores, warn_of_scores_not_loaded
 from .learned_scores.scored_attention import scored_attention_forward
 from .mask_functions import key_interval_mask, registered_attention_mask
 from .names import DOGE_NAMES, NAME, NAMES, SCORED_NAMES
@@ -50,3 +50,4 @@ for _name in SCORED_NAMES:
     AttentionInterface.register(_name, scored_attention_forward)
     AttentionMaskInterface.register(_name, key_interval_mask)
 wrap_implementation_setter(resolve_name, {NAME: NAMES[-1]})
+warn_of_scores_not_loaded()

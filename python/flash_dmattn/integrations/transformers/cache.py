@@ -11,6 +11,7 @@ from transformers.configuration_utils import PretrainedConfig
 from ..._core.checks import check_count, resolve_flag
 from .._shared.config_rules import LearnedScores, rules_of
 from .cache_layer import RECORDED_TOKENS, DynamicMaskLayer
+from .compat import CACHE
 
 
 class DynamicMaskCache(Cache):
@@ -63,11 +64,20 @@ class DynamicMaskCache(Cache):
         if scores is not None:
             layers = _layers_of(scores, config, static, chunk)
         else:
-            layers = [
-                DynamicMaskLayer(rule, static=static, chunk=chunk, counts_on_device=index == 0)
-                for index, rule in enumerate(rules_of(config))
-            ]
+            layers = []
+            for rule in rules_of(config):
+                counter = layers[0] if layers else None
+                layers.append(DynamicMaskLayer(rule, static=static, chunk=chunk, counter=counter))
         super().__init__(layers=layers)
+
+    def layer_at(self, index: int) -> CacheLayerMixin:
+        """Returns the cache of a layer. Raises ValueError if this is the cache of a model with fewer layers."""
+        if index >= len(self.layers):
+            raise ValueError(
+                f"{CACHE}: got {len(self.layers)} layers, expected more than {index}: a DynamicMaskCache(model.config) "
+                "of this model"
+            )
+        return self.layers[index]
 
     def activate_past_recording(self) -> None:
         """Keeps new tokens pending until `crop` is called. Assisted decoding calls this function (transformers 5)."""
@@ -98,10 +108,10 @@ def _layers_of(
         raise ValueError(
             f"static: got True for a model with scores in {len(scores.layers)} of {len(others)} layers, expected False"
         )
-    options, first = {"static": static, "chunk": chunk}, scores.layers[0]
-    return [
-        DynamicMaskLayer(scores.rule, **options, counts_on_device=index == first)
-        if index in scores.layers
-        else other
-        for index, other in enumerate(others)
-    ]
+    layers, counter = [], None
+    for index, layer in enumerate(others):
+        if index in scores.layers:
+            layer = DynamicMaskLayer(scores.rule, static=static, chunk=chunk, counter=counter)
+            counter = counter or layer
+        layers.append(layer)
+    return layers

@@ -8,6 +8,12 @@ from ..._core.kv_checks import check_slot_kernels
 from ...generation.cache import KVSlots
 from ...keys.rule import SelectionRule
 from .._shared.attention_interface.layout import swap_heads_and_tokens
+from .._shared.attention_interface.token_order import (
+    TokenOrder,
+    counts_tokens,
+    gather_columns,
+    tokens_first,
+)
 from .compat import CACHE, CROPS_TO_A_LENGTH
 
 RECORDED_TOKENS = 128  # at least this many tokens can be dropped again
@@ -38,7 +44,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         *,
         static: bool = False,
         chunk: int = 0,
-        counts_on_device: bool = True,
+        counter: "DynamicMaskLayer | None" = None,
     ):
         """
         Args:
@@ -46,22 +52,26 @@ class DynamicMaskLayer(CacheLayerMixin):
             static: whether memory stays in place and lengths stay on the device, for CUDA graphs and torch.compile.
             chunk: the number of places for tokens that are attended to before they are committed. Without `static`, the
                 layer adds places as needed.
-            counts_on_device: whether a static layer counts its tokens in a tensor that compiled code may read. All
-                layers of a cache hold the same number of tokens, and models read it from the first layer, so only that
-                layer counts: a counter in each layer would add one kernel per token and layer.
+            counter: the layer that counts the tokens of a static cache in a tensor, which compiled code may read; None: this
+                layer. All layers of a cache hold the same number of tokens, and a counter in each of them would add one
+                kernel per token and layer.
         """
         super().__init__()
         self.rule, self.chunk = rule.checked_cache_rule(), chunk
         self.is_compileable = static
         self.record_past = False
         self.slots: KVSlots | None = None
-        self._counts_on_device = static and counts_on_device
+        self._counter = counter if static else None
+        self._counts_on_device = static and counter is None
         # The number of tokens so far, pending ones included. In a static layer it only says whether there are any, and
         # _length counts them.
         self._seen = 0
         self._length: torch.Tensor | None = None
         # How many tokens of each row the masks have hidden so far; (): no tokens. None: the host does not know.
         self._padding: tuple[int, ...] | None = None
+        # Which pending tokens are no padding, bool [B, pending], in the order of their columns. The slots have the tokens
+        # of each row first. None: the slots have the columns.
+        self._pending_tokens: torch.Tensor | None = None
 
     # ---- What attention uses ------------------------------------------------------------------------
 
@@ -94,13 +104,18 @@ class DynamicMaskLayer(CacheLayerMixin):
             self._resize_chunk(max(self.chunk, RECORDED_TOKENS))
             pending = min(length, self.slots.chunk)
         filled = length - pending
-        for take, part, tokens in (
-            (self.slots.fill, slice(0, filled), filled),
-            (self.slots.append, slice(filled, length), pending),
-        ):
-            if tokens:
-                mask = None if key_mask is None else key_mask[:, part]
-                take(key[:, part], value[:, part], scores[..., part], key_mask=mask)
+        parts = (key, value, scores, key_mask)
+        if filled:
+            key, value, scores, mask = _part_of(parts, 0, filled)
+            order = None
+            if mask is not None and counts_tokens(self.rule):
+                order = TokenOrder.of_padding(mask, filled)
+            if order is not None:
+                key, value, scores = _take_columns((key, value, scores), order.keys)
+                mask = order.align(mask, 1)
+            self.slots.fill(key, value, scores, key_mask=mask)
+        if pending:
+            self._append(*_part_of(parts, filled, length))
         self._seen = length
         if self._counts_on_device:
             self._length.fill_(length)
@@ -115,7 +130,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         self._check_rows(slots.k)
         self.prefetch()
         self.slots.restore(slots)
-        self._seen, self._padding = tokens, None
+        self._seen, self._padding, self._pending_tokens = tokens, None, None
         if self._counts_on_device:
             self._length.fill_(tokens)
 
@@ -149,21 +164,98 @@ class DynamicMaskLayer(CacheLayerMixin):
         options["return_lse"] = True
         self.prefetch()
         self._make_room(length)
-        if not self.record_past:
+        has_padding = key_mask is not None and counts_tokens(self.rule)
+        if not (self.record_past or has_padding):
             out, lse = self.slots.extend(query, key, value, scores, key_mask=key_mask, **options)
+        elif length == 1 and not self.slots.pending and not self.record_past:
+            out, lse = self._step_of_tokens(query, key, value, scores, key_mask, **options)
         else:
             parts = []
             for start in range(0, length, self.slots.chunk):
-                part = slice(start, start + self.slots.chunk)
-                self._commit_oldest(query[:, part].shape[1])
-                mask = None if key_mask is None else key_mask[:, part]
-                self.slots.append(key[:, part], value[:, part], scores[..., part], key_mask=mask)
-                parts.append(self.slots.attend(query[:, part], **options))
+                stop = min(start + self.slots.chunk, length)
+                self._commit_oldest(stop - start if self.record_past else self.slots.chunk)
+                columns = self._append(*_part_of((key, value, scores, key_mask), start, stop))
+                parts.append(self._attend_to_pending(query[:, start:stop], columns, **options))
+            if not self.record_past:
+                self._commit_tokens()
             outs, lses = zip(*parts, strict=True)
             out, lse = torch.cat(outs, dim=1), torch.cat(lses, dim=2)
         self._count_tokens(length)
         self._count_padding(key_mask)
         return out, lse
+
+    def _step_of_tokens(
+        self, query, key, value, scores, key_mask: torch.Tensor, **options
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds one token to the rows in which it is no padding. The other rows stay unchanged."""
+        slots = self.slots
+        counters = (
+            slots.positions,
+            slots.counts,
+            slots.seen,
+        )  # padding has no key, so it writes nothing else
+        before = [t.clone() for t in counters]
+        result = slots.step(query, key, value, scores, key_mask=key_mask, **options)
+        for tensor, old in zip(counters, before, strict=True):
+            is_token = key_mask.view(-1, *[1] * (tensor.dim() - 1))
+            tensor.copy_(torch.where(is_token, tensor, old))
+        return result
+
+    def _append(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: torch.Tensor,
+        key_mask: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """Adds pending tokens. Returns the place of each column among the pending ones, [B, pending]; None: in order.
+
+        Padding that took a position between two tokens would use up the recent window, so each row has its tokens
+        first. `_commit_tokens` drops the padding after them.
+        """
+        slots = self.slots
+        has_padding = key_mask is not None and counts_tokens(self.rule)
+        if self._pending_tokens is None and not has_padding:
+            slots.append(key, value, scores, key_mask=key_mask)
+            return None
+        new = key.shape[1]
+        if key_mask is None:
+            key_mask = torch.ones(key.shape[:2], dtype=torch.bool, device=key.device)
+        held, pending = slice(slots.places, slots.places + slots.pending), slots.pending
+        tokens = self._pending_tokens
+        if tokens is None:
+            tokens = slots.pending_mask()
+            order = torch.arange(pending, device=key.device).expand(tokens.shape)
+        else:
+            order = tokens_first(tokens).argsort(1)
+        earlier = [t[:, :, held].clone() for t in (slots.k, slots.v, slots.scores)]
+        earlier = _take_columns((*swap_heads_and_tokens(*earlier[:2]), earlier[2]), order)
+        slots.drop(pending)
+        states = [
+            torch.cat(parts, dim=dim)
+            for parts, dim in zip(
+                zip(earlier, (key, value, scores), strict=True), (1, 1, 2), strict=True
+            )
+        ]
+        self._pending_tokens = tokens = torch.cat([tokens, key_mask], dim=1)
+        columns = tokens_first(tokens)
+        count = tokens.sum(1, keepdim=True)
+        is_token = torch.arange(pending + new, device=key.device) < count
+        slots.append(*_take_columns(states, columns), key_mask=is_token)
+        return columns.argsort(1)
+
+    def _attend_to_pending(
+        self, query: torch.Tensor, places: torch.Tensor | None, **options
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes attention of the last tokens of `_append`, whose result is `places`."""
+        if places is None:
+            return self.slots.attend(query, **options)
+        new = query.shape[1]
+        earlier = query.new_zeros(query.shape[0], places.shape[1] - new, *query.shape[2:])
+        queries = torch.cat([earlier, query], dim=1)
+        out, lse = self.slots.attend(gather_columns(queries, places.argsort(1), 1), **options)
+        last = places[:, -new:]
+        return gather_columns(out, last, 1), gather_columns(lse, last, 2)
 
     def _check_rows(self, states: torch.Tensor) -> None:
         if states.shape[0] != self.batch_size:
@@ -255,9 +347,9 @@ class DynamicMaskLayer(CacheLayerMixin):
         """
         if scores is None:
             raise ValueError(
-                "scores: got none; a DynamicMaskCache holds the keys with the best scores, which Doge's attention as "
-                "flash_dmattn has and other models after add_learned_scores. Call enable_flash_dmattn(model) or "
-                "add_learned_scores(model, ...), or use transformers' DynamicCache"
+                "scores: got none, expected those by which a DynamicMaskCache keeps keys. A Doge makes them after "
+                "enable_flash_dmattn(model), another model after add_learned_scores(model, ...) in the phase 'hard' "
+                "(set_score_phase). Without scores use transformers' DynamicCache"
             )
         if self.is_empty:
             self.fill(*swap_heads_and_tokens(key_states, value_states), scores, key_mask)
@@ -274,9 +366,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         """Returns the number of tokens. For a static cache it is a tensor on the device."""
         if self.is_empty or not self.is_compileable:
             return self._seen
-        if self._counts_on_device:
-            return self._length
-        return self.slots.seen[0].long() + self.slots.pending
+        return self._length if self._counter is None else self._counter.get_seq_length()
 
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int | torch.Tensor]:
         """Returns the length and offset of the keys that a mask covers: the new tokens only.
@@ -334,7 +424,7 @@ class DynamicMaskLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forgets all tokens and keeps the memory. New tokens are not recorded until recording is activated again."""
-        self.record_past = False
+        self.record_past, self._pending_tokens = False, None
         if self.is_initialized:
             self.slots.clear()
         self._seen = 0
@@ -407,6 +497,8 @@ class DynamicMaskLayer(CacheLayerMixin):
         rows = rows.to(self.keys.device)
         if self._padding:
             self._padding = tuple(self._padding[row] for row in rows.tolist())
+        if self._pending_tokens is not None:
+            self._pending_tokens = self._pending_tokens[rows]
         if self.is_compileable and len(rows) == self.batch_size:
             self.slots.reorder(rows)
         else:
@@ -421,6 +513,8 @@ class DynamicMaskLayer(CacheLayerMixin):
                 **self.rule._asdict(), pending=self.slots.pending,
             )
         )  # fmt: skip
+        if self._pending_tokens is not None:
+            self._pending_tokens = self._pending_tokens.to(device)
 
     def _resize_chunk(self, chunk: int) -> None:
         """Changes the number of places for pending tokens, except in a static layer, whose memory stays."""
@@ -456,17 +550,42 @@ class DynamicMaskLayer(CacheLayerMixin):
     def _commit_oldest(self, tokens: int) -> None:
         """Commits the oldest pending tokens until `tokens` new ones fit."""
         slots = self.slots
-        excess = slots.pending + tokens - slots.chunk
+        excess = min(slots.pending + tokens - slots.chunk, slots.pending)
         if excess <= 0:
             return
-        later = slice(slots.places + excess, slots.places + slots.pending)
-        keys, values = (t[:, :, later].clone() for t in (slots.k, slots.v))
-        scores, is_present = slots.scores[:, :, later].clone(), slots.pending_mask()[:, excess:]
+        present = self._pending_tokens
+        if present is None:
+            present = slots.pending_mask()
+            later = torch.arange(excess, slots.pending, device=present.device)
+            later = later.expand(present.shape[0], -1)
+        else:
+            later = tokens_first(present).argsort(1)[:, excess:]
+        held = slice(slots.places, slots.places + slots.pending)
+        states = (
+            *swap_heads_and_tokens(slots.k[:, :, held], slots.v[:, :, held]),
+            slots.scores[:, :, held],
+        )
+        states = _take_columns(states, later)  # copies
         self._commit_tokens(excess)
-        if keys.shape[2]:
-            slots.append(*swap_heads_and_tokens(keys, values), scores, key_mask=is_present)
+        if later.shape[1]:
+            self._append(*states, present[:, excess:])
 
     def _commit_tokens(self, tokens: int | None = None) -> None:
         """Moves the first `tokens` pending tokens to the slots, by default all. Drops the others."""
-        if self.slots.pending:
+        present, self._pending_tokens = self._pending_tokens, None
+        if present is not None:
+            self.slots.commit(present[:, :tokens].sum(1, dtype=torch.int32))
+        elif self.slots.pending:
             self.slots.commit(tokens)
+
+
+def _part_of(tokens: tuple, start: int, stop: int) -> tuple:
+    """Returns some of the tokens: key, value [B, S, Hkv, D], scores [B, Hkv, S], and key_mask [B, S] or None."""
+    key, value, scores, key_mask = tokens
+    mask = None if key_mask is None else key_mask[:, start:stop]
+    return key[:, start:stop], value[:, start:stop], scores[..., start:stop], mask
+
+
+def _take_columns(states, columns: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns the columns [B, n] of key, value [B, S, Hkv, D] and scores [B, Hkv, S]."""
+    return tuple(gather_columns(t, columns, dim) for t, dim in zip(states, (1, 1, 2), strict=True))

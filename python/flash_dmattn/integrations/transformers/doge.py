@@ -151,7 +151,7 @@ class FlashDogeAttention(DogeAttention):
         if context.pieces is not None:
             states = cast_states((query, key, value), target_dtype(self, query))
             rule = SelectionRule(self.keep_window_size)
-            slots = None if cache is None else _layer_of(cache, self.layer_idx)
+            slots = None if cache is None else cache.layer_at(self.layer_idx)
             is_zero_sum = not self.round_scores_like_eager
             out = context.pieces.attend(
                 *states, scores, rule, slots, scale=self.scaling, zero_sum=is_zero_sum
@@ -165,7 +165,7 @@ class FlashDogeAttention(DogeAttention):
             return self.o_proj(out.to(hidden_states.dtype).flatten(2)), None
         if isinstance(cache, DynamicMaskCache):
             states = _States(query, key, value, scores, attention_mask, context)
-            out = _attend_with_cache(self, _layer_of(cache, self.layer_idx), states)
+            out = _attend_with_cache(self, cache.layer_at(self.layer_idx), states)
             return self.o_proj(out.flatten(2)), None
         if cache is not None:
             check_cache(cache)
@@ -194,15 +194,6 @@ def _normalize(norm: torch.nn.Module, states: torch.Tensor) -> torch.Tensor:
     if isinstance(norm, FlashDogeRMSNorm) and "forward" not in vars(norm):
         return norm(states, is_fused=True)
     return norm(states)
-
-
-def _layer_of(cache: DynamicMaskCache, index: int) -> DynamicMaskLayer:
-    if index >= len(cache.layers):
-        raise ValueError(
-            f"{CACHE}: got {len(cache.layers)} layers, expected more than {index}: a DynamicMaskCache(model.config) "
-            "of this model"
-        )
-    return cache.layers[index]
 
 
 class _States(NamedTuple):

@@ -48,8 +48,8 @@ def cases(ranks):
 
     uneven = [40, 7, 61, 24, 33, 2, 50, 18][:ranks]
     tiny = [0, 50, 1, 30][4 - ranks :] if 2 < ranks <= 4 else [1, *even(50)[1:]]
-    recent = {"recent_window": 7}
-    delayed = {"recent_window": 9, "recent_competes": False}
+    recent = {"recent_window": 7, "recent_competes": True}
+    delayed = {"recent_window": 9}
     return {
         "random": Case(even(48), 17),
         "ties": Case(even(48), 17, "ties"),

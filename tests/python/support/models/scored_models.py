@@ -66,8 +66,7 @@ def make_base(family="Llama", **options):
 
 def make_scored(family="Llama", rule="all", scorer="hidden", **options):
     model = add_learned_scores(make_base(family, **options), **RULES[rule], scorer=scorer)
-    spread_scores(model)
-    return model
+    return spread_scores(model)
 
 
 def spread_scores(model):
@@ -77,6 +76,7 @@ def spread_scores(model):
         for layer in scored_layers(model):
             for parameter in layer.scorer.parameters():
                 parameter.normal_()
+    return model
 
 
 def make_ids(length=21, batch=2):

@@ -20,6 +20,7 @@ from .continuous_batching import (
     KEPT_MANAGER,
     create_processor,
     drop_slot_manager,
+    restore_continuous_batching,
     set_continuous_batching,
 )
 from .implementation_names import (
@@ -51,6 +52,7 @@ __all__ = [
     "own_config",
     "pop_cache",
     "positions_of_texts",
+    "restore_continuous_batching",
     "set_cache_of_generate",
     "set_continuous_batching",
     "store_name",

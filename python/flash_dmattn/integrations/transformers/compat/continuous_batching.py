@@ -52,6 +52,12 @@ def set_continuous_batching(
         model.init_continuous_batching = types.MethodType(init_continuous_batching, model)
 
 
+def restore_continuous_batching(model: PreTrainedModel) -> None:
+    """Undoes `set_continuous_batching`."""
+    drop_slot_manager(model)
+    vars(model).pop("init_continuous_batching", None)
+
+
 def drop_slot_manager(model: PreTrainedModel) -> None:
     """Ends a manager with slots that a model keeps: its slots depend on the rule, its CUDA graphs on the parameters."""
     if getattr(getattr(model, KEPT_MANAGER, None), "has_slots", False):

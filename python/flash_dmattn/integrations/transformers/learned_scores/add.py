@@ -12,9 +12,14 @@ from ...._core.checks import resolve_flag
 from ..._shared.config_rules import CONFIG_NAME, LearnedScores, make_rule
 from ..._shared.scorers import Scorer, check_scorer, make_scorer
 from ..batching import make_manager
-from ..compat import drop_slot_manager, own_config, set_continuous_batching, store_name
+from ..compat import (
+    own_config,
+    restore_continuous_batching,
+    set_continuous_batching,
+    store_name,
+)
 from ..families import reason_to_refuse
-from ..names import PIECES, SCORED_NAME, SCORED_NAMES
+from ..names import NAMES, PIECES, SCORED_NAME, SCORED_NAMES, STORED_NAMES
 from .decoder_hooks import add_mask_hooks, remove_mask_hooks
 from .scored_layers import (
     ScoredAttention,
@@ -75,8 +80,8 @@ def add_learned_scores(
     Args:
         model: a decoder of transformers, or anything that contains one (a PEFT model, a multimodal model).
         keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold: which keys a query sees, as in
-            select_key_intervals, where recent_competes is True by default. A cache then holds sink_tokens +
-            keep_window_size + recent_window keys for each key head.
+            select_key_intervals. A cache then holds sink_tokens + keep_window_size + recent_window keys for each key
+            head.
         scorer: what gives a key its score, one of the scorers above. A module is copied for every layer.
         dense_prefill: whether the first tokens of a cache attend to all of each other and the rule begins with the
             tokens after them, as in eviction after the prompt. By default the prompt follows the rule, in O(N w) time.
@@ -152,7 +157,9 @@ def remove_learned_scores(model: nn.Module) -> nn.Module:
                 vars(layer.config).pop(CONFIG_NAME, None)
                 setattr(parent, name, without_scorer(layer))
     for module in _pretrained_models(model):
-        drop_slot_manager(module)
+        restore_continuous_batching(module)
+        if module.config._attn_implementation in NAMES:  # which has no paged cache
+            set_continuous_batching(module, STORED_NAMES, None)
         vars(module).pop(PIECES, None)
     remove_mask_hooks(model)
     for module in model.modules():  # of a wrapper (torch.compile, PEFT) or of what it wraps

@@ -64,7 +64,7 @@ class _MaskHook:
                     f"attn_implementation: got {config._attn_implementation!r} with context parallelism (phase 'off', for one), "
                     "expected the phase 'hard': others attend to this rank's piece alone"
                 )
-                pieces.group.wire.raise_on_all_ranks(error)
+                pieces.group.wire.raise_on_all_ranks("forward", error)
             arguments = dict(zip(self.names, args, strict=False)) | options
             return (), arguments | pieces.changed_arguments(arguments)
         if isinstance(cache, PagedAttentionCache) and config._attn_implementation in SCORED_NAMES:

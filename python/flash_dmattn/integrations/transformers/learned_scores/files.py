@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
+import uuid
+import warnings
 from os import PathLike
 from pathlib import Path
 
 from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor, distributed, nn
+from safetensors.torch import save
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from ..._shared.config_rules import CONFIG_NAME, LearnedScores
 from ..._shared.scorers import Scorer
@@ -20,10 +24,29 @@ _TENSORS, _RULE = "learned_scores.safetensors", "learned_scores.json"
 _PART = "scorer"  # the name of a layer's scorer in the names of its parameters
 
 
+class WarnOfScoresNotLoaded(logging.Handler):
+    """Warns when transformers reports scorers among the parameters of a checkpoint that its model does not have."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        report = record.getMessage()
+        if f".{_PART}." in report and ("UNEXPECTED" in report or "were not used" in report):
+            warnings.warn(
+                "from_pretrained: got a checkpoint with learned scores, which it does not load: the model attends to all keys until "
+                "load_scores(model, folder)",
+                stacklevel=2,
+            )
+
+
+def warn_of_scores_not_loaded() -> None:
+    """Registers `WarnOfScoresNotLoaded` with the logger of transformers."""
+    transformers_logging.add_handler(WarnOfScoresNotLoaded())
+
+
 def save_scores(model: nn.Module, folder: str | Path) -> None:
     """Writes the scorers of a model, and nothing else of it.
 
-    For a sharded model, every process has to call this function, and the first process writes.
+    Every process that calls it writes, and a file is complete as soon as it has its name: processes may share a folder,
+    and none waits for another. If the model is sharded, all processes have to call, since the parameters are gathered.
 
     folder: gets learned_scores.safetensors (the parameters) and learned_scores.json (the rule, the kind of scorer, the
         layers, and the name of the base model).
@@ -38,15 +61,21 @@ def save_scores(model: nn.Module, folder: str | Path) -> None:
         for layer in layers
         for name, tensor in _scorer_in_use(layer).state_dict().items()
     }
-    is_distributed = distributed.is_available() and distributed.is_initialized()
-    if not is_distributed or distributed.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, folder / _TENSORS)
-        config = layers[0].config
-        stored = {**getattr(config, CONFIG_NAME), "base_model": _base_name(model)}
-        (folder / _RULE).write_text(json.dumps(stored, indent=2) + "\n")
-    if is_distributed:
-        distributed.barrier()  # then every rank can load them
+    stored = {**getattr(layers[0].config, CONFIG_NAME), "base_model": _base_name(model)}
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_file(folder / _TENSORS, save(tensors))
+    _write_file(folder / _RULE, (json.dumps(stored, indent=2) + "\n").encode())
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    """Writes a file under another name and renames it, so that nobody reads a part of it."""
+    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def load_scores(model: nn.Module, folder: str | Path, scorer: Scorer | None = None) -> nn.Module:
@@ -185,12 +214,17 @@ def _read_scores(folder: Path) -> tuple[dict, dict[str, Tensor]]:
 
 def _read_json(path: Path) -> dict:
     try:
-        stored = json.loads(path.read_text())
+        stored = json.loads(path.read_text(), object_hook=_decode_float)
     except ValueError as error:  # of JSON or UTF-8
         raise ValueError(f"folder: got {path} with {error}, expected JSON") from None
     if not isinstance(stored, dict):
         raise ValueError(f"folder: got {path} with a {type(stored).__name__}, expected an object")
     return stored
+
+
+def _decode_float(stored: dict) -> dict | float:
+    """Returns the number inf or -inf, which transformers writes into a config as {"__float__": "Infinity"}."""
+    return float(stored["__float__"]) if stored.keys() == {"__float__"} else stored
 
 
 def _checked_settings(stored: dict, path: Path) -> dict:

@@ -27,6 +27,7 @@ from ..._shared.attention_interface.layer_masks import (
 from ..._shared.attention_interface.layout import swap_heads_and_tokens
 from ..._shared.attention_interface.named_attention import mask_driven_attention_forward
 from ..._shared.attention_interface.packed_sequences import hide_other_sequences
+from ..._shared.attention_interface.token_order import TokenOrder, counts_tokens
 from ..cache_layer import DynamicMaskLayer
 from ..compat import CACHE
 from ..slot_attention import attend_in_batch, attend_with_slots
@@ -123,22 +124,38 @@ class _States(NamedTuple):
     numerics: Numerics
     sink_logits: Tensor | None
 
-    def visible(self, chooses: bool = False) -> Visibility:
-        """Returns the elements that the mask shows. chooses: as in normalize_mask."""
+    def visible(self) -> Visibility:
+        """Returns the elements that the mask shows. A mask with a query dimension includes causality."""
         mask, intervals, additive = normalize_mask(
-            self.mask, None, self.query, self.key, chooses, None
+            self.mask, None, self.query, self.key, chooses=False, memo=None
         )
         if additive is not None:
             raise ValueError(
                 "attention_mask: got an additive mask that adds other values than 0 to visible keys, expected a bool mask or key intervals"
             )
-        return Visibility(mask, intervals is None, intervals)  # intervals include causality
+        has_queries = intervals is not None or (mask is not None and mask.dim() == 4)
+        return Visibility(mask, not has_queries, intervals)
 
     def attend(self, bias: Tensor | None, visible: Visibility, bias_delay: int = 0) -> Tensor:
         out, statistics = attention(
             *self[:3], bias, visible, ScoredRule(), self.numerics, bias_delay=bias_delay
         )
         return with_lse(out, statistics, return_lse=False, sink_logits=self.sink_logits)
+
+    def attend_in_order(
+        self, bias: Tensor | None, visible: Visibility, bias_delay: int, order: TokenOrder | None
+    ) -> Tensor:
+        """Computes attention in which the delay of the bias counts tokens. order: None: the columns count them."""
+        if order is None or bias is None:
+            return self.attend(bias, visible, bias_delay)
+        aligned = self._replace(
+            query=order.align(self.query, 1, of_queries=True),
+            key=order.align(self.key, 1),
+            value=order.align(self.value, 1),
+        )
+        keys = order.align_intervals(visible.keys)
+        out = aligned.attend(order.align(bias, 2), visible._replace(keys=keys), bias_delay)
+        return order.restore(out, 1, of_queries=True)
 
 
 def _attend_to_all(call: ScoredCall, states: _States) -> Tensor:
@@ -149,8 +166,44 @@ def _attend_to_all(call: ScoredCall, states: _States) -> Tensor:
             f"{CACHE}: got a static one in the phase 'soft', expected a cache that grows, or the phase 'hard'"
         )
     visible = states.visible()
-    bias = _without_sinks(states.scores - layer.scorer.first_score, layer.score_rule, visible)
-    return states.attend(bias, visible, layer.score_rule.recent_window)
+    rule = layer.score_rule
+    bias = _without_sinks(states.scores - layer.scorer.first_score, rule, visible)
+    return states.attend_in_order(bias, visible, rule.recent_window, _token_order(rule, visible))
+
+
+def _token_order(rule: SelectionRule, visible: Visibility) -> TokenOrder | None:
+    """Returns the order in which columns count tokens for the rule's recent window; None: they do already."""
+    shown = visible.keys
+    if not counts_tokens(rule) or not isinstance(shown, KeyIntervals) or shown.heads > 1:
+        return None
+    return TokenOrder.of_padding(shown.shown_keys()[:, 0], shown.query_length)
+
+
+def _choose_tokens(
+    scores: Tensor,
+    rule: SelectionRule,
+    present: Tensor | None,
+    query_length: int,
+    query_position: Tensor | int | None = None,
+) -> KeyIntervals:
+    """Chooses keys under causality and padding. The recent window counts tokens.
+
+    present: bool [B, 1, Sk]; None: all. query_position: the column of the first query, Sk - Sq by default.
+    """
+    order = None
+    if present is not None and counts_tokens(rule):
+        order = TokenOrder.of_padding(present[:, 0], query_length, query_position)
+    place = {"query_length": query_length, "query_position": query_position}
+    if order is None:
+        return select_key_intervals(scores, **rule._asdict(), key_mask=present, **place)
+    # With all padding on the left, that after a static cache's last token too, the last query is at the last key.
+    chosen = select_key_intervals(
+        order.align(scores, 2),
+        **rule._asdict(),
+        key_mask=order.align(present, 2),
+        query_length=query_length,
+    )
+    return order.restore_intervals(chosen)
 
 
 def _without_sinks(bias: Tensor, rule: SelectionRule, visible: Visibility) -> Tensor:
@@ -189,22 +242,41 @@ def _attend_to_chosen(call: ScoredCall, states: _States) -> Tensor:
     """
     rule = call.layer.score_rule
     bias, delay = _bias_to_learn(states.scores, rule)
+    order = None
     if bias is not None:
-        bias = _without_sinks(bias, rule, states.visible())
+        shown = states.visible()
+        bias, order = _without_sinks(bias, rule, shown), _token_order(rule, shown)
     scores, queries = states.scores.detach(), states.query.shape[1]
     if call.is_prompt and call.layer.dense_prefill:
         visible = states.visible()
     elif states.mask is None or _is_padding(states.mask, call, queries, states.key.shape[1]):
-        key_mask = _present_keys(states.mask, call.query_position)
-        place = {"query_length": queries, "query_position": call.query_position}
-        chosen = select_key_intervals(scores, **rule._asdict(), key_mask=key_mask, **place)
-        visible = Visibility(keys=chosen)
-    else:
-        shown, scored_rule = states.visible(chooses=True), ScoredRule(rule, scores)
-        visible = apply_selection(
-            scored_rule, states.query, states.key, None, shown, uses_library_kernels=False
+        present = _present_keys(states.mask, call.query_position)
+        visible = Visibility(
+            keys=_choose_tokens(scores, rule, present, queries, call.query_position)
         )
-    return states.attend(bias, visible, delay)
+    else:
+        visible = _choose_among_shown(states, rule, scores)
+    return states.attend_in_order(bias, visible, delay, order)
+
+
+def _choose_among_shown(states: _States, rule: SelectionRule, scores: Tensor) -> Visibility:
+    """Chooses keys among those that a mask with queries shows. The recent window counts tokens."""
+    shown = states.visible()
+    if shown.keys is None and shown.mask.dim() == 4 and rule.shows_unselected_keys():
+        raise ValueError(
+            "attention_mask: got a mask that no key intervals describe with recent keys or sinks, expected padding [B, tokens], "
+            "causality, or packed texts"
+        )
+    order = _token_order(rule, shown)
+    if order is not None:
+        scores = order.align(scores, 2)
+        shown = shown._replace(keys=order.align_intervals(shown.keys))
+    chosen = apply_selection(
+        ScoredRule(rule, scores), states.query, states.key, None, shown, uses_library_kernels=False
+    )
+    if order is None:
+        return chosen
+    return chosen._replace(keys=order.restore_intervals(chosen.keys))
 
 
 def _bias_to_learn(scores: Tensor, rule: SelectionRule) -> tuple[Tensor | None, int]:
@@ -224,7 +296,7 @@ def _attend_to_pieces(call: ScoredCall, states: _States) -> Tensor:
     try:
         _check_layer_of_pieces(layer, slots)
     except Exception as error:
-        call.pieces.group.wire.raise_on_all_ranks(error)
+        call.pieces.group.wire.raise_on_all_ranks("begin_exchange", error)
     bias, delay = _bias_to_learn(states.scores, layer.score_rule)
     return call.pieces.attend(
         *states[:3],
@@ -330,9 +402,8 @@ def _attend_with_cache(call: ScoredCall, states: _States) -> Tensor:
         if layer.dense_prefill:
             visible = states.visible()
         else:
-            key_mask_of_heads = None if key_mask is None else key_mask[:, None]
-            rule = layer.score_rule._asdict()
-            chosen = select_key_intervals(scores, **rule, key_mask=key_mask_of_heads)
+            present = None if key_mask is None else key_mask[:, None]
+            chosen = _choose_tokens(scores, layer.score_rule, present, scores.shape[2])
             visible = Visibility(keys=chosen)
         return states.attend(None, visible)
 

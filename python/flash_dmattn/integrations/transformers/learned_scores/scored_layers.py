@@ -69,7 +69,7 @@ class ScoredCall:
         scores = self.make_scores(key, value)
         new = key.shape[2]
         if isinstance(self.cache, DynamicMaskCache):
-            self.slots, self.scores = self.cache.layers[layer_idx], scores
+            self.slots, self.scores = self.cache.layer_at(layer_idx), scores
             if not isinstance(self.slots, DynamicMaskLayer):
                 raise ValueError(
                     f"{CACHE}: got a DynamicMaskCache whose layer {layer_idx} is a {type(self.slots).__name__}, expected slots: the "
@@ -101,6 +101,8 @@ class ScoredCall:
 
     def __getattr__(self, name: str):
         """Returns any other attribute from the cache."""
+        if name == "cache":  # of a copy that has no attributes yet
+            raise AttributeError(name)
         return getattr(self.cache, name)
 
     def make_scores(self, key: Tensor, value: Tensor) -> Tensor:

@@ -1,0 +1,173 @@
+"""Scores that ScoreTrainer trains in accumulated steps or over two processes (DDP, FSDP2 by accelerate) equal those of one, and its loss
+has the parts that it names."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from processes import run_in_processes
+
+for needed in ("accelerate", "transformers"):
+    pytest.importorskip(needed)
+pytest.importorskip("transformers", minversion="5")
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+
+STEPS, BATCH = 6, 4
+
+
+def scores_after_training(folder, batch, temperature=None, weight=0.0, **options):
+    """Returns the losses of every step, and the scorers. By default nothing in the training is random."""
+    from transformers import TrainingArguments
+
+    from flash_dmattn.integrations.transformers import save_scores
+    from flash_dmattn.integrations.transformers.score_trainer import (
+        ScoreSchedule,
+        ScoreTrainer,
+        freeze_all_but_scores,
+    )
+    from scored_models import make_ids, make_scored
+
+    model = make_scored().train()
+    freeze_all_but_scores(model)
+    arguments = TrainingArguments(
+        str(folder), use_cpu=True, max_steps=STEPS, per_device_train_batch_size=batch, logging_steps=1, report_to=[],
+        save_strategy="no", learning_rate=1e-2, lr_scheduler_type="constant", disable_tqdm=True, remove_unused_columns=False,
+        **options,
+    )  # fmt: skip
+    trainer = ScoreTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=[{"input_ids": row, "labels": row} for row in make_ids(batch=8 * BATCH)],
+        schedule=ScoreSchedule(soft=0.5, weight=weight, temperature=temperature),
+    )
+    trainer.train()
+    save_scores(model, folder)
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return losses, load_file(folder / "learned_scores.safetensors"), trainer.model_wrapped
+
+
+def join_accelerate(rank, way):
+    """Makes accelerate use the processes of this test, and FSDP2 on CPUs, which it supports only on GPUs."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "true",
+    }  # fmt: skip
+    if way == "DDP":
+        return
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    os.environ |= {
+        "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    }  # fmt: skip
+    PartialState._prepare_backend = lambda *args, **options: ("gloo", DistributedType.MULTI_GPU)
+    PartialState.set_device = lambda state: setattr(state, "device", torch.device("cpu"))
+
+
+CLASSES = {"DDP": "DistributedDataParallel", "FSDP2": "FSDPModule"}
+
+
+def compare_with_one(rank, folder, way, losses, scores):
+    join_accelerate(rank, way)
+    rank_losses, tensors, wrapped = scores_after_training(folder / "two", BATCH // 2)
+    assert CLASSES[way] in {base.__name__ for base in type(wrapped).__mro__}
+    torch.testing.assert_close(rank_losses, losses, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(tensors, scores, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", CLASSES)
+def test_scores_of_two_processes_equal_one_process(way, tmp_path):
+    losses, scores, _ = scores_after_training(tmp_path / "one", BATCH)
+    assert len(losses) == STEPS and losses[0] > 0
+    run_in_processes(2, compare_with_one, tmp_path, way, losses, scores)
+
+
+def test_accumulated_steps_equal_a_larger_batch(tmp_path):
+    expected = scores_after_training(tmp_path / "one", BATCH)[:2]
+    losses_and_scores = scores_after_training(
+        tmp_path / "two", BATCH // 2, gradient_accumulation_steps=2
+    )[:2]
+    torch.testing.assert_close(losses_and_scores, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_checkpointed_layers_draw_the_same_gates_again(tmp_path):
+    drawn = {"temperature": 0.1, "weight": 4.0}
+    expected = scores_after_training(tmp_path / "whole", BATCH, **drawn)[:2]
+    options = {"gradient_checkpointing": True}
+    *losses_and_scores, model = scores_after_training(tmp_path / "parts", BATCH, **drawn, **options)
+    torch.testing.assert_close(tuple(losses_and_scores), expected, rtol=1e-4, atol=1e-5)
+    assert not any(m._forward_hooks for name, m in model.named_modules() if "scorer" in name)
+    with pytest.raises(ValueError, match="^gradient_checkpointing_kwargs: got use_reentrant=True"):
+        options["gradient_checkpointing_kwargs"] = {"use_reentrant": True}
+        scores_after_training(tmp_path / "reentrant", BATCH, **drawn, **options)
+
+
+def test_evaluation_leaves_gates_as_they_are(tmp_path):
+    from transformers import TrainingArguments
+
+    from flash_dmattn.integrations.transformers.score_trainer import ScoreSchedule, ScoreTrainer
+    from scored_models import make_ids, make_scored
+
+    model, ids = make_scored(), make_ids(batch=1)
+    trainer = ScoreTrainer(
+        model=model,
+        args=TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]),
+        eval_dataset=[{"input_ids": ids[0], "labels": ids[0]}],
+        schedule=ScoreSchedule(),
+    )
+    assert trainer.evaluate()["eval_loss"] >= 0
+    assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_budget_term_is_the_excess_of_open_gates_over_the_target(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+    from flash_dmattn.integrations.transformers import add_learned_scores
+    from flash_dmattn.integrations.transformers.score_trainer import ScoreSchedule, ScoreTrainer
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+    model = add_learned_scores(model, 4, recent_window=2).train()  # every gate is sigmoid(3)
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    schedule = ScoreSchedule(weight=4.0, share=0.25, temperature=None)
+    trainer = ScoreTrainer(model=model, args=arguments, schedule=schedule)
+    trainer.state.global_step, trainer.state.max_steps = 5, 10
+    loss = trainer.compute_loss(model, {"input_ids": torch.randint(32, (1, 16))})
+    excess = torch.tensor(3.0).sigmoid().item() - 0.25
+    assert loss.item() - trainer._parts["own_loss"] == pytest.approx(4 * excess**2, rel=1e-4)
+    trainer._watch(None)
+
+
+def test_divergence_is_that_of_distributions():
+    from flash_dmattn.integrations.transformers.score_trainer import divergence
+
+    student, teacher = torch.randn(2, 5, 7), torch.randn(2, 5, 7)
+    p, q = teacher.softmax(-1), student.softmax(-1)
+    each = (p * (p / q).log()).sum(-1)
+    torch.testing.assert_close(divergence(student, teacher, None), each.mean())
+    mask = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 1, 1]])
+    torch.testing.assert_close(divergence(student, teacher, mask), each[mask.bool()].mean())
+
+
+def test_schedule_narrows_then_hardens():
+    from flash_dmattn.integrations.transformers.score_trainer import ScoreSchedule
+
+    schedule = ScoreSchedule(soft=0.75, narrowing=0.5, share=0.25)
+    assert [schedule.target(p) for p in (0, 0.25, 0.5, 1)] == [1.0, 0.5, 0.25, 0.25]
+    assert [schedule.phase(p) for p in (0, 0.7, 0.75, 1)] == ["soft", "soft", "hard", "hard"]
+
+
+def test_stochastic_gates_are_open_with_the_probability_of_their_scores():
+    from flash_dmattn.integrations.transformers.score_trainer import stochastic_gates
+
+    logits = torch.tensor([-2.0, 0.0, 3.0])
+    scores = torch.nn.functional.logsigmoid(logits).expand(20_000, 3)
+    opened = stochastic_gates(scores, 0.1).exp() > 0.5
+    torch.testing.assert_close(opened.float().mean(0), logits.sigmoid(), atol=0.02, rtol=0)
+    ends = torch.tensor([0.0, -1e-9, -80.0], requires_grad=True)
+    stochastic_gates(ends, 0.1).sum().backward()
+    assert ends.grad.isfinite().all()
