@@ -86,7 +86,8 @@ def test_empty_dimension_gives_the_bias_or_nothing(shape):
 
 
 @pytest.mark.parametrize("score", ["gate", "linear", "doge"])
-def test_compiled_autocast_and_checkpointed_scores_have_the_same_bits(score):
+def test_compiled_autocast_and_checkpointed_scores_are_the_same(score):
+    """Bit for bit, except that a compiler computes activations by functions of its own."""
     torch._dynamo.reset()
     module, hidden = make_scores(200, H, score), torch.randn(B, S, 200)
     expected = module(hidden)
@@ -102,7 +103,8 @@ def test_compiled_autocast_and_checkpointed_scores_have_the_same_bits(score):
 
     for call in (compiled, with_autocast, with_checkpoint):
         scores = call(hidden)
-        assert torch.equal(scores, expected)
+        torch.testing.assert_close(scores, expected)
+        assert call is compiled or torch.equal(scores, expected)
         assert_same(torch.autograd.grad(scores.sum(), module.parameters()), gradients)
 
 
