@@ -197,12 +197,10 @@ format: $(STAMPS)/tools ## format every file
 	ruff format --quiet .
 
 .PHONY: check-format
-check-format: $(STAMPS)/tools ## check the format of every file and the words of comments, change nothing
+check-format: $(STAMPS)/tools ## check the format of every file, change nothing
 	clang-format --dry-run -Werror $(CXX_FILES)
 	ruff format --check .
 	ruff check .
-	tools/check_language.py README.md CONTRIBUTING.md CHANGELOG.md benchmarks bindings docs examples include python src tests tools \
-	  .ci cmake CMakeLists.txt Makefile
 
 .PHONY: clean
 clean: ## remove build/ (and leave .venv/)

@@ -24,7 +24,6 @@ from ._core.checks import (
     resolve_flag,
 )
 from ._core.gradients import expand_for_uses, repeat_interleave
-from ._core.large_rows import record_large_rows
 from ._core.numerics import Numerics
 from .keys.intervals import KeyIntervals, broadcasts, intersect, split_by_age
 from .keys.patterns import prefix_lm
@@ -153,13 +152,8 @@ def _run_unchecked_backend(
         group = query.shape[2] // key.shape[2]
         key, value = (repeat_interleave(t, group, 2, saturate) for t in (key, value))
     if backend in IN_PYTHON:
-        out, statistics = _run_in_python(query, key, value, bias, visible, numerics, backend)
-    else:
-        out, statistics = cpp.attention(
-            query, key, value, bias, visible, numerics, backend, bias_delay
-        )
-    record_large_rows(statistics)
-    return out, statistics
+        return _run_in_python(query, key, value, bias, visible, numerics, backend)
+    return cpp.attention(query, key, value, bias, visible, numerics, backend, bias_delay)
 
 
 def check_bias_delay(bias_delay: int, bias: Tensor | None) -> None:

@@ -15,9 +15,8 @@ from .keys.patterns import packed_documents, until_faded
 from .keys.positions import check_batches, check_offsets
 from .scores import with_zero_sum_gradient
 
-# Query rows per call. A score is at most the sum of half as many log gates. With gates of 1/4 it reaches 5,678, above which
-# a GPU computes the backward in double. In 16 bits the error of the gates' gradient grows with the root of this number.
-# More calls cost time, because each writes the gradients of all earlier keys.
+# Query rows per call. A score is at most the sum of half as many log gates. In 16 bits the error of the gates' gradient
+# grows with the root of this number. More calls cost time, because each writes the gradients of all earlier keys.
 ROWS = 2**13
 LOWEST = -1e3  # log of a gate: smaller ones, and -inf, count as this one
 

@@ -1,14 +1,17 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <functional>
+#include <iterator>
 #include <limits>
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "common/kv_cache/step.h"
 #include "flash_dmattn/flash_dmattn.h"
 #include "support/cases.h"
 #include "support/expect_invalid.h"
@@ -313,6 +316,37 @@ TEST(KvCacheArguments, CopyToAnotherHeadDimNamesTheExpectedOne) {
   calls.copy_args.to.shape.head_dim = expected + 1;
   expect_invalid([&] { copy_rows(calls.copy_args, calls.execution); }, "to.shape.head_dim",
                  "got " + std::to_string(expected + 1) + ", expected " + std::to_string(expected));
+}
+
+// A GPU's counts are not checked before a step.
+TEST(KvCache, StepFromAnyCountsChangesOnlyExistingSlots) {
+  constexpr std::int32_t largest = std::numeric_limits<std::int32_t>::max();
+  constexpr std::array numbers = {-largest - 1, -1, 0, 1, 3, 6, 7, 1000000, largest};
+  Random random(1);
+  const auto number = [&] {
+    return numbers[static_cast<std::size_t>(random.below(std::ssize(numbers)))];
+  };
+  for (int i = 0; i < 20000; ++i) {
+    const KvCacheShape shape{.heads_kv = 1,
+                             .rule = {.window = 1 + random.below(3),
+                                      .recent_window = random.below(3),
+                                      .recent_competes = random.below(2) == 0,
+                                      .sink_tokens = random.below(3)}};
+    const SlotCount counts{.count = number(),
+                           .competed = static_cast<std::int32_t>(random.below(9)),
+                           .free = number(),
+                           .leaving = number(),
+                           .leaving_score = static_cast<float>(random.normal()),
+                           .victim = number(),
+                           .victim_score = static_cast<float>(random.normal()),
+                           .victim_position = number()};
+    const StepChange change =
+        change_of_step(rule_of_head(shape, 0), counts, static_cast<std::int32_t>(random.below(100)),
+                       static_cast<float>(random.normal()), random.below(4) > 0);
+    ASSERT_LT(change.target, shape.places());
+    ASSERT_GE(change.count, 0);
+    ASSERT_LE(change.count, shape.places());
+  }
 }
 
 TEST(KvCache, DecodeStepNamesItsKernel) {

@@ -24,7 +24,7 @@ def random_doge(device: str) -> DogeForCausalLM:
     config = DogeConfig(**_DOGE[device], max_position_embeddings=1 << 20, eos_token_id=None)
     with torch.device(device):
         model = DogeForCausalLM(config).to(getattr(torch, DTYPES[device]))
-    # All scores of a new Doge tie. A stays small, because a GPU computes gradients in double where exponents reach 8.6.
+    # All scores of a new Doge tie.
     for layer in model.model.layers:
         torch.nn.init.normal_(layer.self_attn.A, std=0.1)
         torch.nn.init.normal_(layer.self_attn.dt_proj.weight, std=0.1)

@@ -54,6 +54,7 @@ def prompts_of(*lengths):
         ("Qwen3", "competing", "mlp"),
         ("Mistral", "streaming", "key_norm"),
         ("GPT2", "window", "hidden"),
+        ("DeepseekV3", "all", "hidden"),
     ],
 )
 def test_tokens_equal_generate_however_chunks_are_cut(family, rule, scorer):

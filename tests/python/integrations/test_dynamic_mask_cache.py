@@ -281,10 +281,13 @@ def test_keys_without_kernels_on_a_gpu_are_refused_with_what_to_do():
         key = torch.zeros(B, 2, 3, 8, device="cuda")
         with pytest.raises(TypeError, match=rf"{CACHE}: got torch.float32 .* dtype=torch.bfloat16"):
             layer.fill(*(key.transpose(1, 2),) * 2, torch.zeros(B, 2, 3, device="cuda"))
+        key = key.bfloat16()
         with pytest.raises(ValueError, match="head_dim: got 12"):
-            layer.lazy_initialization(torch.zeros(B, 2, 3, 12, device="cuda").bfloat16())
+            layer.lazy_initialization(key.new_zeros(B, 2, 3, 12), key)
+        with pytest.raises(ValueError, match="value_dim: got 4"):
+            layer.lazy_initialization(key, key.new_zeros(B, 2, 3, 4))
         assert not layer.is_initialized
-        layer.lazy_initialization(key.bfloat16())
+        layer.lazy_initialization(key, key)
 
 
 def test_wrong_number_of_rows_leaves_cache_unchanged(ours):

@@ -55,9 +55,27 @@ def generate(model, **options):
     [("window", 5), ("all", 9), ("competing", 7), ("heads", 8), ("streaming", 7)],
 )
 def test_steps_and_chunks_equal_definition(rule, places, name):
-    """Reads a left-padded prompt in two parts and then one token at a time. Slots hold only the keys of the rule."""
-    model, ids = make_scored(rule=rule), make_ids(PROMPT + NEW)
-    mask = padded(PROMPT + NEW)
+    """Slots hold only the keys of the rule."""
+    model = make_scored(rule=rule)
+    cache = assert_parts_equal_definition(model, name)
+    if name == "slots":
+        assert cache.layers[0].keys.shape[2] == places
+
+
+def own_scores(hidden, key, value):
+    return key[..., 0] - value[..., -1]
+
+
+@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("scorer", ["hidden", "value", "key_norm", own_scores])
+def test_scorer_of_latent_attention_equals_definition(scorer, name):
+    """Caches of transformers hold latents, from which the layer makes keys and values."""
+    assert_parts_equal_definition(make_scored("DeepseekV3", scorer=scorer), name)
+
+
+def assert_parts_equal_definition(model, name):
+    """Reads a left-padded prompt in two parts and then one token at a time. Returns the cache."""
+    ids, mask = make_ids(PROMPT + NEW), padded(PROMPT + NEW)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     cache, logits = CACHES[name](model), []
     cuts = [0, 7, PROMPT, *range(PROMPT + 1, PROMPT + NEW + 1)]
@@ -68,11 +86,10 @@ def test_steps_and_chunks_equal_definition(rule, places, name):
                 past_key_values=cache, use_cache=True,
             )  # fmt: skip
             logits.append(out.logits)
-    if name == "slots":
-        assert cache.layers[0].keys.shape[2] == places
     logits, expected = torch.cat(logits, 1), by_definition_of(model, ids, mask)
     tokens = mask.bool()
     torch.testing.assert_close(logits[tokens], expected[tokens], atol=5e-5, rtol=1e-4)
+    return cache
 
 
 @pytest.mark.parametrize(
@@ -171,6 +188,17 @@ def test_sliding_layers_keep_their_own_cache():
     assert kinds == ["DynamicMaskLayer", "DynamicSlidingWindowLayer"]
 
 
+@pytest.mark.skipif(
+    IS_TRANSFORMERS_4, reason="hybrid models of transformers 4 have caches of their own"
+)
+def test_states_of_a_hybrid_model_follow_the_rows_of_slots():
+    model = make_scored("FalconH1")
+    expected, cache = generate(model, num_beams=3), DynamicMaskCache(model.config)
+    for _ in range(2):
+        assert torch.equal(generate(model, num_beams=3, past_key_values=cache), expected)
+        cache.reset()
+
+
 def test_soft_phase_generates_with_gates():
     model = make_scored(rule="all").set_score_phase("soft")
     assert_writes_by_definition(model, generate(model))
@@ -253,18 +281,30 @@ def test_packed_texts_stay_apart_in_a_multimodal_model():
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_slots_of_layers_with_other_numbers_in_the_cache_are_refused():
+@pytest.mark.parametrize("name", ["HrmTextForCausalLM"])
+def test_layers_with_several_numbers_in_the_cache_get_slots_for_each(name):
+    """These models run a layer several times for a token."""
     pytest.importorskip("transformers", minversion="5.24")
     from tiny_models import class_named, tiny_config, tiny_model
 
-    hrm_class = class_named("HrmTextForCausalLM")
-    model = tiny_model(hrm_class, tiny_config(hrm_class), "eager")
-    add_learned_scores(model, keep_window_size=PROMPT)
-    cache = DynamicMaskCache(model.config)
-    with pytest.raises(
-        ValueError, match=f"^{CACHE}: got a DynamicMaskCache whose layer . is a Dyn"
-    ):
-        model(make_ids(PROMPT), past_key_values=cache)
+    model = tiny_model(class_named(name), tiny_config(class_named(name)), "eager")
+    add_learned_scores(model, keep_window_size=4, recent_window=2)
+    ids = make_ids(PROMPT)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        cache = DynamicMaskCache(model.config)
+        parts = [model(part, past_key_values=cache).logits for part in ids.split([7, 1, 1, 4], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), expected, atol=5e-5, rtol=1e-4)
+
+
+def test_shared_layers_beside_states_are_refused():
+    from tiny_models import class_named, tiny_config, tiny_model
+
+    kind = class_named("Zamba2ForCausalLM")
+    model = tiny_model(kind, tiny_config(kind), "eager")
+    add_learned_scores(model, keep_window_size=4, recent_window=2)
+    with pytest.raises(ValueError, match="Use transformers' DynamicCache"):
+        model(make_ids(PROMPT), past_key_values=DynamicMaskCache(model.config))
 
 
 def test_layer_that_attends_twice_is_refused():

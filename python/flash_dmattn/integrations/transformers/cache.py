@@ -9,9 +9,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.configuration_utils import PretrainedConfig
 
 from ..._core.checks import check_count, resolve_flag
+from ...keys.rule import SelectionRule
 from .._shared.config_rules import LearnedScores, rules_of
-from .cache_layer import RECORDED_TOKENS, DynamicMaskLayer
-from .compat import CACHE
+from .cache_layer import RECORDED_TOKENS, DynamicMaskLayer, HybridMaskLayer
+from .compat import CACHE, StateLayer
 
 
 class DynamicMaskCache(Cache):
@@ -61,7 +62,9 @@ class DynamicMaskCache(Cache):
         if chunk is None:
             chunk = RECORDED_TOKENS if static else 0
         check_count(chunk, "chunk")
+        self._scored_rule, self._chunk = None, chunk
         if scores is not None:
+            self._scored_rule = scores.rule
             layers = _layers_of(scores, config, static, chunk)
         else:
             layers = []
@@ -79,30 +82,61 @@ class DynamicMaskCache(Cache):
             )
         return self.layers[index]
 
+    def slots_of(self, layer_idx: int) -> DynamicMaskLayer:
+        """Returns the slots for a layer with scores.
+
+        Models may run a layer under several numbers. Each number that is not the layer's own gets slots at its first
+        tokens.
+        """
+        layer = self.layer_at(layer_idx)
+        if isinstance(layer, DynamicMaskLayer):
+            return layer
+        if (
+            self._scored_rule is None
+            or not isinstance(layer, CacheLayerMixin)
+            or isinstance(layer, StateLayer)  # a layer under several numbers that also holds states
+            or layer.is_initialized
+        ):
+            raise ValueError(
+                f"{CACHE}: got a DynamicMaskCache whose layer {layer_idx} is a {type(layer).__name__}, expected slots. Use "
+                "transformers' DynamicCache"
+            )
+        records = any(getattr(other, "record_past", False) for other in self.layers)
+        slots = _slots_in_place_of(layer, self._scored_rule, chunk=self._chunk)
+        slots.record_past = records
+        self.layers[layer_idx] = slots
+        return slots
+
     def activate_past_recording(self) -> None:
         """Keeps new tokens pending until `crop` is called. Assisted decoding calls this function (transformers 5)."""
         for layer in self.layers:
-            layer.activate_past_recording()
+            if hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording()
 
     def offload(self, layer_idx: int | None = None, only_non_sliding: bool = True) -> None:
-        """Moves a layer, by default every layer, to the CPU, for example between two turns of a chat.
+        """Moves the slots of a layer, by default of every layer, to the CPU, for example between two turns of a chat.
 
-        The next call moves it back. A static cache cannot be moved. `only_non_sliding` changes nothing, because no
-        layer here slides.
+        The next call moves them back. Layers of transformers, which would not come back, stay. A static cache cannot be
+        moved. `only_non_sliding` changes nothing, because no slots slide.
         """
-        for layer in self.layers if layer_idx is None else [self.layers[layer_idx]]:
+        for layer in self._slots_at(layer_idx):
             layer.offload()
 
     def prefetch(self, layer_idx: int | None = None, only_non_sliding: bool = True) -> None:
-        """Moves an offloaded layer, by default every layer, back to its device on the current stream."""
-        for layer in self.layers if layer_idx is None else [self.layers[layer_idx]]:
+        """Moves the offloaded slots of a layer, by default of every layer, back to their device on the current stream."""
+        for layer in self._slots_at(layer_idx):
             layer.prefetch()
+
+    def _slots_at(self, layer_idx: int | None) -> list[DynamicMaskLayer]:
+        layers = self.layers if layer_idx is None else [self.layers[layer_idx]]
+        return [layer for layer in layers if isinstance(layer, DynamicMaskLayer)]
 
 
 def _layers_of(
     scores: LearnedScores, config: PretrainedConfig, static: bool, chunk: int
 ) -> list[CacheLayerMixin]:
-    """Makes slots for layers with learned scores, and transformers' cache layers for the others, which slide."""
+    """Makes slots for layers with learned scores, and transformers' cache layers for the others, which slide or have only
+    states of convolutions and recurrences."""
     others = DynamicCache(config=config).layers or [None] * config.num_hidden_layers
     if static and len(scores.layers) < len(others):
         raise ValueError(
@@ -111,7 +145,18 @@ def _layers_of(
     layers, counter = [], None
     for index, layer in enumerate(others):
         if index in scores.layers:
-            layer = DynamicMaskLayer(scores.rule, static=static, chunk=chunk, counter=counter)
+            layer = _slots_in_place_of(
+                layer, scores.rule, static=static, chunk=chunk, counter=counter
+            )
             counter = counter or layer
         layers.append(layer)
     return layers
+
+
+def _slots_in_place_of(
+    layer: CacheLayerMixin | None, rule: SelectionRule, **options
+) -> DynamicMaskLayer:
+    """Makes slots that take over the states of a layer of transformers, which has no tokens."""
+    if isinstance(layer, StateLayer):
+        return HybridMaskLayer(layer, rule, **options)
+    return DynamicMaskLayer(rule, **options)

@@ -14,7 +14,7 @@ from .._shared.attention_interface.token_order import (
     gather_columns,
     tokens_first,
 )
-from .compat import CACHE, CROPS_TO_A_LENGTH
+from .compat import CACHE, CROPS_TO_A_LENGTH, StateLayer
 
 RECORDED_TOKENS = 128  # at least this many tokens can be dropped again
 
@@ -90,7 +90,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         """Stores the first tokens, whose attention has been computed already.
 
         Args:
-            key, value: [B, S, Hkv, D].
+            key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv].
             scores: float32 [B, Hkv, S].
             key_mask: bool [B, S], False for padding; None: all are tokens.
         """
@@ -126,7 +126,7 @@ class DynamicMaskLayer(CacheLayerMixin):
     def adopt_slots(self, slots: KVSlots, tokens: int) -> None:
         """Continues after `tokens` tokens. slots: slots of the same shape with the keys that later tokens see."""
         if not self.is_initialized:
-            self.lazy_initialization(slots.k)
+            self.lazy_initialization(slots.k, slots.v)
         self._check_rows(slots.k)
         self.prefetch()
         self.slots.restore(slots)
@@ -146,7 +146,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         softcap: float = 0.0,
         scores_are_bias: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds tokens and computes their attention. Returns out [B, S, Hq, D] and its log-sum-exp [B, Hq, S].
+        """Adds tokens and computes their attention. Returns out [B, S, Hq, Dv] and its log-sum-exp [B, Hq, S].
 
         Args:
             query: [B, S, Hq, D].
@@ -307,29 +307,26 @@ class DynamicMaskLayer(CacheLayerMixin):
                 )
 
     @staticmethod
-    def check_kernels(key: torch.Tensor) -> None:
-        """Raises if no kernel supports slots for keys like `key`, which has four dimensions, the last of which is D."""
+    def check_kernels(key: torch.Tensor, value: torch.Tensor) -> None:
+        """Raises if no kernel supports slots for keys and values like these. The last of four dimensions is D or Dv."""
         check_slot_kernels(
-            CACHE, key.dtype, key.shape[3], key.device,
+            CACHE, key.dtype, key.shape[3], value.shape[3], key.device,
             instead="Load the model with dtype=torch.bfloat16, generate under torch.autocast, or use transformers' "
             "DynamicCache",
         )  # fmt: skip
 
     # ---- What transformers uses ---------------------------------------------------------------------
 
-    def lazy_initialization(
-        self, key_states: torch.Tensor, value_states: torch.Tensor | None = None
-    ) -> None:
-        """Allocates memory for keys like `key_states`, [B, Hkv, any number, D]."""
-        batch, heads, _, head_dim = key_states.shape
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocates memory for keys and values like these, [B, Hkv, any number, D] and [B, Hkv, any number, Dv]."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.check_kernels(key_states)
+        self.check_kernels(key_states, value_states)
         if self._counts_on_device:
             # Each step changes slots.seen, so compiled code would have to read it again in later layers.
             self._length = torch.zeros((), dtype=torch.int64, device=self.device)
             if not torch.compiler.is_compiling():
                 torch._dynamo.mark_static_address(self._length)
-        self._hold_slots(self._make_slots(batch, heads, head_dim, self.chunk))
+        self._hold_slots(self._make_slots(key_states, value_states, self.chunk))
         self.is_initialized = True
 
     def update(
@@ -458,9 +455,11 @@ class DynamicMaskLayer(CacheLayerMixin):
 
     # ---- Memory -------------------------------------------------------------------------------------
 
-    def _make_slots(self, batch: int, heads: int, head_dim: int, chunk: int) -> KVSlots:
+    def _make_slots(self, keys: torch.Tensor, values: torch.Tensor, chunk: int) -> KVSlots:
+        """Makes slots for keys and values like these, as in `lazy_initialization`."""
+        batch, heads, _, head_dim = keys.shape
         return KVSlots(
-            batch, heads, head_dim=head_dim, **self.rule._asdict(),
+            batch, heads, head_dim=head_dim, value_dim=values.shape[3], **self.rule._asdict(),
             chunk=chunk, dtype=self.dtype, device=self.device,
         )  # fmt: skip
 
@@ -520,8 +519,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         """Changes the number of places for pending tokens, except in a static layer, whose memory stays."""
         if self.is_compileable or chunk == self.slots.chunk:
             return
-        batch, heads, _, head_dim = self.keys.shape
-        resized = self._make_slots(batch, heads, head_dim, chunk)
+        resized = self._make_slots(self.keys, self.values, chunk)
         held = self.slots.places + self.slots.pending
         for new, old in zip(resized.tensors, self.slots.tensors, strict=True):
             if new.shape == old.shape:
@@ -589,3 +587,40 @@ def _part_of(tokens: tuple, start: int, stop: int) -> tuple:
 def _take_columns(states, columns: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Returns the columns [B, n] of key, value [B, S, Hkv, D] and scores [B, Hkv, S]."""
     return tuple(gather_columns(t, columns, dim) for t, dim in zip(states, (1, 1, 2), strict=True))
+
+
+class HybridMaskLayer(DynamicMaskLayer, StateLayer):
+    """Slots of an attention layer, and the states of convolutions and recurrences that belong to the same layer.
+
+    States are kept as by transformers. `offload` moves the slots alone.
+    """
+
+    def __init__(self, states: CacheLayerMixin, rule: SelectionRule, **options):
+        """
+        Args:
+            states: transformers' layer for the states, without tokens. Do not use it again.
+            rule, options: the arguments of `DynamicMaskLayer`.
+        """
+        vars(self).update(vars(states))
+        DynamicMaskLayer.__init__(self, rule, **options)
+
+    @property
+    def is_croppable(self) -> bool:
+        return StateLayer.is_croppable.fget(self)
+
+    def lazy_initialization(self, *states: torch.Tensor, **others) -> None:
+        """Allocates memory for slots (keys and values by position) or for states (by name)."""
+        kind = DynamicMaskLayer if states else StateLayer
+        kind.lazy_initialization(self, *states, **others)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        DynamicMaskLayer.crop(self, tokens_to_remove)
+        StateLayer.crop(self, tokens_to_remove)
+
+    def reset(self) -> None:
+        DynamicMaskLayer.reset(self)
+        StateLayer.reset(self)
+
+    def _select_rows(self, rows: torch.Tensor) -> None:
+        StateLayer.reorder_cache(self, rows)
+        DynamicMaskLayer._select_rows(self, rows)

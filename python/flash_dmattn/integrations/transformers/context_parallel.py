@@ -56,7 +56,7 @@ class PieceForward(NamedTuple):
         """
         if slots is not None:
             try:
-                slots.check_kernels(key)
+                slots.check_kernels(key, value)
             except Exception as error:
                 self.group.wire.raise_on_all_ranks("begin_exchange", error)
         exchanged = begin_exchange(

@@ -30,19 +30,35 @@ def update_with_scores(
         The keys and values of all tokens, and their scores [B, Hkv, Sk]. If some tokens came without a score, None
         replaces the scores: the caller then has to compute all scores again from the values.
     """
+    key, value = update_keys(past, key, value, index, update_arguments)
+    return key, value, store_scores(past, scores, index, update_arguments)
+
+
+def update_keys(
+    past: Cache, key: torch.Tensor, value: torch.Tensor, index: int, update_arguments: tuple
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Does the first half of `update_with_scores`: calls `past.update`. `store_scores` has to follow."""
     layer = past.layers[index] if index < len(past.layers) else None
     is_first = layer is None or _is_empty(layer)
     if isinstance(layer, _ScoredLayer) and layer.lacks_scores:
         past.layers[index] = layer.without_scores()
-    key, value = past.update(key, value, index, *update_arguments)
+    states = past.update(key, value, index, *update_arguments)
     layer = past.layers[index]
     if is_first and not isinstance(layer, _ScoredLayer):
-        layer = past.layers[index] = _add_scores(layer)
+        past.layers[index] = _add_scores(layer)
+    return states
+
+
+def store_scores(
+    past: Cache, scores: torch.Tensor, index: int, update_arguments: tuple
+) -> torch.Tensor | None:
+    """Does the second half of `update_with_scores`: stores the scores of the new tokens. Returns all scores, or None."""
+    layer = past.layers[index]
     if not isinstance(layer, _ScoredLayer):
-        return key, value, None
+        return None
     scores, _ = layer.score_layer.update(scores[..., None], scores[..., None], *update_arguments)
     layer.lacks_scores = False
-    return key, value, scores[..., 0]
+    return scores[..., 0]
 
 
 class _ScoredLayer(CacheLayerMixin):
@@ -93,7 +109,7 @@ class _ScoredLayer(CacheLayerMixin):
 
 def _add_scores(layer: CacheLayerMixin) -> _ScoredLayer:
     """Returns a layer with the same tokens as a layer of transformers, and with room for their scores."""
-    attributes = {**vars(layer), "score_layer": _layer_of_scores(layer), "lacks_scores": False}
+    attributes = {**vars(layer), "score_layer": _layer_of_scores(layer), "lacks_scores": True}
     return _make_scored(type(layer), attributes)
 
 

@@ -25,11 +25,11 @@ def attend_with_slots(
     sink_logits: Tensor | None = None,
     **options,
 ) -> Tensor:
-    """Computes attention of new tokens to the keys in a DynamicMaskCache and to each other. Returns [B, S, Hq, D].
+    """Computes attention of new tokens to the keys in a DynamicMaskCache and to each other. Returns [B, S, Hq, Dv].
 
     Args:
         rule: the rule of the attention layer `layer_idx`. The slots have to follow it.
-        states: query [B, S, Hq, D], key and value [B, S, Hkv, D].
+        states: query [B, S, Hq, D], key [B, S, Hkv, D] and value [B, S, Hkv, Dv].
         scores: [B, Hkv, S].
         mask: the layer's mask. Only its padding is read.
         attend_to_prompt: computes attention of the cache's first tokens. Its argument says which of them are present,
@@ -41,7 +41,7 @@ def attend_with_slots(
     scores = scores.float()
     query, key, value = states
     if slots.is_empty:
-        slots.check_kernels(key)  # before attention that the slots could not take over
+        slots.check_kernels(key, value)  # before attention that the slots could not take over
         out = attend_to_prompt(key_mask)
         slots.fill(key, value, scores, key_mask)
         return out
@@ -61,12 +61,12 @@ def attend_in_batch(
 
     Args:
         cache: transformers' paged cache, whose allocators hold slots (slot_manager).
-        states: query [1, T, Hq, D], key and value [1, T, Hkv, D].
+        states: query [1, T, Hq, D], key [1, T, Hkv, D] and value [1, T, Hkv, Dv].
         scores: [1, Hkv, T].
         options: the options of `extend_ragged`.
 
     Returns:
-        [1, T, Hq, D] in the dtype of the pool. With return_lse, also the log-sum-exp [1, Hq, T].
+        [1, T, Hq, Dv] in the dtype of the pool. With return_lse, also the log-sum-exp [1, Hq, T].
     """
     pool = cache.layer_to_allocator[layer_idx].pools[layer_idx]
     query, key, value = (t[0].to(pool.k.dtype) for t in states)

@@ -177,7 +177,7 @@ def make_manager(
     drop_slot_manager(model)
     state, *_ = states
     check_slot_kernels(
-        "model", state.dtype, state.head_dim, model.device,
+        "model", state.dtype, state.head_dim, state.value_dim or state.head_dim, model.device,
         instead="Load it with dtype=torch.bfloat16",
     )  # fmt: skip
     generation_config = generation_config or model.generation_config

@@ -4,7 +4,7 @@ import inspect
 import types
 from collections.abc import Callable, Mapping
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import Cache
 from transformers.models.doge.modeling_doge import DogeModel
 
@@ -17,6 +17,10 @@ CACHE_NAMES = ("cache", "past_key_values")
 # Whether `crop` of a cache also takes the length to cut the text to, as in 4.57. #47720 left the number of tokens to remove, 0 or
 # less. Remove when 4.57 is no longer supported.
 CROPS_TO_A_LENGTH = "max_length" in inspect.signature(Cache.crop).parameters
+
+# The base class of cache layers with states of convolutions and recurrences, or one without instances: the hybrid models of 4.57
+# have caches of their own. No issue is known to us. Remove when 4.57 is no longer supported.
+StateLayer = getattr(cache_utils, "LinearAttentionLayer", type("StateLayer", (), {}))
 
 
 def find_cache(options: Mapping[str, object]) -> object | None:

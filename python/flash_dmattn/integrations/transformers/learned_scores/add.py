@@ -74,8 +74,8 @@ def add_learned_scores(
     - "value": as "hidden", but z is a projection of the values.
     - "key_norm": minus the length of the key. It does not learn.
     - "random": does not learn.
-    - a function or module (hidden [B, S, features], key [B, S, Hkv, D], value [B, S, Hkv, D]) -> [B, S, Hkv]. For the
-      soft phase it has to return log gates, 0 or less.
+    - a function or module (hidden [B, S, features], key [B, S, Hkv, D], value [B, S, Hkv, Dv]) -> [B, S, Hkv]. For the
+      soft phase it has to return log gates, 0 or less. With latent attention, key and value are those of each head.
 
     Args:
         model: a decoder of transformers, or anything that contains one (a PEFT model, a multimodal model).

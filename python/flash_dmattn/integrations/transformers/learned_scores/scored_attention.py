@@ -96,7 +96,7 @@ def _attend(
         )
     if call.batch is not None:
         states = swap_heads_and_tokens(query, key, value)
-        return _attend_in_batch(call, states, scaling, softcap, s_aux)
+        return _attend_in_batch(call, states, scores, scaling, softcap, s_aux)
     check_mask_keywords(kwargs, has_mask=mask is not None)
     mask = hide_other_sequences(mask, kwargs, query.shape[0], query.shape[2], key.shape[2])
     states = swap_heads_and_tokens(query, key, value)
@@ -368,6 +368,7 @@ def _present_keys(
 def _attend_in_batch(
     call: ScoredCall,
     states: tuple[Tensor, Tensor, Tensor],
+    scores: Tensor,
     scaling: float | None,
     softcap: float | None,
     s_aux: Tensor | None,
@@ -378,7 +379,7 @@ def _attend_in_batch(
         call.layer.layer_idx,
         call.batch,
         states,
-        call.scores,
+        scores,
         scale=scaling,
         softcap=softcap,
         scores_are_bias=False,

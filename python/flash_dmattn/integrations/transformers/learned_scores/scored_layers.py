@@ -18,7 +18,7 @@ from ..cache import DynamicMaskCache
 from ..cache_layer import DynamicMaskLayer
 from ..compat import CACHE, CACHE_NAMES, adds_a_bias, adopt_layer, calls_attention_interface
 from ..names import BATCH, BATCHED_SCORES, PIECES, SCORED_CALL, SCORED_NAMES
-from ..scored_cache import update_with_scores
+from ..scored_cache import store_scores, update_keys
 
 # Arguments of layers whose keys do not come from the layer's own input.
 _OTHER_SOURCES = ("encoder_hidden_states", "key_value_states", "cross_attention_states")
@@ -57,7 +57,8 @@ class ScoredCall:
         self.layer, self.hidden, self.batch, self.pieces = layer, hidden, batch, pieces
         self.cache = getattr(cache, "self_attention_cache", cache)  # in an EncoderDecoderCache
         self.slots: DynamicMaskLayer | None = None
-        self.scores: Tensor | None = None  # of all keys [B, Hkv, Sk]; of the new ones with slots
+        self.new_tokens: int | None = None  # that the cache got; None: there is no cache
+        self.score_place: tuple | None = None  # the arguments of store_scores
         self.query_position: Tensor | int | None = None  # None: the last query is the last key
         self.is_prompt = False  # the first tokens of a cache
         self.has_attended = False
@@ -65,20 +66,17 @@ class ScoredCall:
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
-        """Returns all keys and values so far, as a cache does; with slots only the new ones, which attention adds."""
-        scores = self.make_scores(key, value)
-        new = key.shape[2]
+        """Returns all keys and values so far, as a cache does; with slots only the new ones, which attention adds.
+
+        With latent attention these are latents, from which the layer makes keys and values. So scores are made when
+        attention gets keys and values (`scores_of`).
+        """
+        self.new_tokens = new = key.shape[2]
         if isinstance(self.cache, DynamicMaskCache):
-            self.slots, self.scores = self.cache.layer_at(layer_idx), scores
-            if not isinstance(self.slots, DynamicMaskLayer):
-                raise ValueError(
-                    f"{CACHE}: got a DynamicMaskCache whose layer {layer_idx} is a {type(self.slots).__name__}, expected slots: the "
-                    "layers of this model have other numbers in its caches. Use transformers' DynamicCache"
-                )
+            self.slots = self.cache.slots_of(layer_idx)
             self.is_prompt = self.slots.is_empty
             return key, value
         if self.batch is not None:
-            self.scores = scores
             return key, value
         if not isinstance(self.cache, Cache):
             raise TypeError(
@@ -86,14 +84,8 @@ class ScoredCall:
                 "model.init_continuous_batching or generate_batch"
             )
         self.query_position = _first_position(self.cache, layer_idx, args)
-        key, value, self.scores = update_with_scores(
-            self.cache, key, value, scores, layer_idx, args
-        )
-        if self.scores is None:
-            raise ValueError(
-                f"{CACHE}: got keys without scores in layer {layer_idx}, expected a cache that was filled by this model with its "
-                "scores on (phase 'soft' or 'hard')"
-            )
+        key, value = update_keys(self.cache, key, value, layer_idx, args)
+        self.score_place = (layer_idx, args)
         # The position in a static cache without tokens is a number, later a tensor.
         first = self.query_position
         self.is_prompt = key.shape[2] == new if first is None else isinstance(first, int)
@@ -105,17 +97,41 @@ class ScoredCall:
             raise AttributeError(name)
         return getattr(self.cache, name)
 
-    def make_scores(self, key: Tensor, value: Tensor) -> Tensor:
-        """Returns the scores [B, Hkv, S] of keys and values [B, Hkv, S, D]."""
-        return self.layer.scorer(self.hidden, *swap_heads_and_tokens(key, value))
-
     def scores_of(self, key: Tensor, value: Tensor) -> Tensor:
+        """Makes and stores the scores of the new tokens, and returns those of all keys.
+
+        Args:
+            key, value: as attention gets them, [B, Hkv, Sk, D].
+
+        Returns:
+            [B, Hkv, Sk].
+        """
         if self.has_attended:  # slots would take the keys a second time
             raise RuntimeError(
                 f"scorer: got a second attention call in layer {self.layer.layer_idx}, expected one: the cache stores one value per key"
             )
         self.has_attended = True
-        return self.make_scores(key, value) if self.scores is None else self.scores
+        new = (self._take_new_tokens(states) for states in (key, value))
+        scores = self.layer.scorer(self.hidden, *swap_heads_and_tokens(*new))
+        if self.score_place is None:
+            return scores
+        scores = store_scores(self.cache, scores, *self.score_place)
+        if scores is None:
+            raise ValueError(
+                f"{CACHE}: got keys without scores in layer {self.layer.layer_idx}, expected a cache that was filled by this model "
+                "with its scores on (phase 'soft' or 'hard')"
+            )
+        return scores
+
+    def _take_new_tokens(self, states: Tensor) -> Tensor:
+        """Returns the new tokens of keys or values [B, Hkv, Sk, D]."""
+        new, first = self.new_tokens, self.query_position
+        if new is None or new == states.shape[2]:
+            return states
+        if first is None:
+            return states[:, :, -new:]
+        index = first + torch.arange(new, device=states.device)
+        return states.index_select(2, index)
 
 
 def _first_position(cache: Cache, index: int, update_arguments: tuple) -> Tensor | int | None:
