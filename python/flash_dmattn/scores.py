@@ -317,8 +317,7 @@ class _Doge(torch.autograd.Function):
         dfactor = _limit_gradient(gradient * softplus).sum((0, 2))
         largest = torch.finfo(wide.dtype).max
         dsoftplus = (gradient * factor).clamp(-largest, largest)
-        z = wide.clamp(max=20).exp()  # softplus(x) is x above 20
-        dstep = torch.where(wide > 20, dsoftplus, dsoftplus * z / (z + 1))
+        dstep = dsoftplus * wide.sigmoid()
         return (
             _limit_gradient(dfactor, A.dtype).to(A.dtype),
             _limit_gradient(dstep, step.dtype).to(step.dtype).transpose(1, 2),

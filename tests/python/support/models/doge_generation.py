@@ -1,13 +1,15 @@
 """Small Doge models for tests of generation, and the brute-force models that they are compared with."""
 
+import contextlib
 import copy
 import functools
-import types
+from unittest import mock
 
 import torch
 from transformers import DogeConfig, DogeForCausalLM, LogitsProcessor
+from transformers.models.doge.modeling_doge import DogeAttention
 
-from flash_dmattn.integrations.transformers import enable_flash_dmattn
+from flash_dmattn.integrations.transformers import doge, enable_flash_dmattn
 
 VOCABULARY, WINDOW = 397, 9
 
@@ -59,28 +61,48 @@ def brute_force_of(model):
     return eager
 
 
-def keep_recent_of_equal_scores(model):
-    """Makes eager attention keep the more recent of equal scores, instead of an arbitrary one."""
-    for layer in model.model.layers:
-        layer.self_attn.prepare_dynamic_mask = types.MethodType(_dynamic_mask, layer.self_attn)
+def keep_recent_of_equal_scores(model, scores=None):
+    """Makes eager attention keep the more recent of equal scores, instead of an arbitrary one.
 
-
-def _dynamic_mask(self, hidden_states, dt_states, keep_window_size, attention_mask):
-    """Returns [B, Hkv, Sq, Sk] with the score of every key that a query keeps, and the lowest number elsewhere.
-
-    Scores are equal if they differ by rounding alone: torch's products round those of equal tokens differently.
+    scores: of each layer, by index, those that decide instead of eager's own (`recorded_scores`). Without them scores are
+        equal if they differ by rounding alone: torch's products round those of equal tokens differently.
     """
-    lowest = torch.finfo(hidden_states.dtype).min
-    scores = dt_states[:, :, None, :].expand(-1, -1, hidden_states.shape[1], -1)
-    allowed = attention_mask[..., : scores.shape[-1]]
+    for layer in model.modules():
+        if isinstance(layer, DogeAttention):
+            order = None if scores is None else scores[layer.layer_idx]
+            layer.prepare_dynamic_mask = functools.partial(_dynamic_mask, order)
+
+
+@contextlib.contextmanager
+def recorded_scores():
+    """Yields a dict that gets the last scores of each layer of the enabled models that run, by the layer's index."""
+    scores, compute = {}, doge.doge_scores
+
+    def watch(attention, step):
+        result = compute(attention, step)
+        scores[attention.layer_idx] = result.detach()
+        return result
+
+    with mock.patch.object(doge, "doge_scores", watch):
+        yield scores
+
+
+def _dynamic_mask(order, hidden_states, dt_states, keep_window_size, attention_mask):
+    """Returns [B, Hkv, Sq, Sk] with the score of every key that a query keeps, and the lowest number elsewhere."""
+    # Eager's softmax is float32: the lowest float64 would be -inf, and a query that sees no key NaN.
+    dtype = torch.float32 if hidden_states.dtype == torch.float64 else hidden_states.dtype
+    lowest = torch.finfo(dtype).min
+    if order is None:
+        digits = {torch.float64: 9, torch.float32: 4}.get(dt_states.dtype, 2)
+        order = dt_states.round(decimals=digits)
+    allowed = attention_mask[..., : dt_states.shape[-1]]
     allowed = allowed if allowed.dtype == torch.bool else allowed == 0
-    scores = scores.masked_fill(~allowed, lowest)
-    digits = {torch.float64: 9, torch.float32: 4}.get(scores.dtype, 2)
-    best_first = scores.round(decimals=digits).flip(-1).sort(dim=-1, descending=True, stable=True)
-    best_first = best_first.indices
-    kept = scores.shape[-1] - 1 - best_first[..., :keep_window_size]
-    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, kept, True)
-    return scores.masked_fill(~chosen, lowest)
+    order = order[:, :, None, :].expand(-1, -1, hidden_states.shape[1], -1)
+    order = order.double().masked_fill(~allowed, -torch.inf)
+    best_first = order.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+    kept = order.shape[-1] - 1 - best_first[..., :keep_window_size]
+    chosen = torch.zeros_like(order, dtype=torch.bool).scatter(-1, kept, True)
+    return dt_states[:, :, None, :].masked_fill(~(chosen & allowed), lowest)
 
 
 def make_ids(batch=2, length=40, seed=0):
@@ -89,13 +111,6 @@ def make_ids(batch=2, length=40, seed=0):
     frequencies = 1 / torch.arange(1.0, 61.0)
     words = torch.multinomial(frequencies, batch * length, replacement=True, generator=generator)
     return 1 + words.view(batch, length)
-
-
-def make_distinct_ids(batch=2, length=40, seed=0):
-    """Returns tokens, none of them twice in a row of the batch: eager attention keeps an arbitrary one of equal scores."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = [torch.randperm(VOCABULARY - 1, generator=generator)[:length] + 1 for _ in range(batch)]
-    return torch.stack(rows)
 
 
 def left_padding(batch, length, missing):
