@@ -13,9 +13,9 @@ from doge_generation import (  # noqa: E402
     RepeatsOfThree,
     brute_force_of,
     left_padding,
-    make_ids,
     make_model,
 )
+from doge_generation import make_distinct_ids as make_ids  # noqa: E402
 from flash_dmattn import DynamicMaskAttention  # noqa: E402
 from flash_dmattn.integrations.transformers import (  # noqa: E402
     DynamicMaskCache,
