@@ -113,7 +113,7 @@ test-python: $(STAMPS)/package $(STAMPS)/test ## Python tests, on the installed 
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
 
 .PHONY: families
-families: $(STAMPS)/package $(STAMPS)/test build/families/ready ## compare every family of transformers with eager attention, write docs/model-families.md (options: ARGS=...)
+families: $(STAMPS)/package $(STAMPS)/test build/families/ready ## compare every family of transformers with eager attention, write docs/model-families.md and the table of families (options: ARGS=...)
 	OMP_NUM_THREADS=1 PYTHONPATH=build/families $(BIN)/python tools/compare_families.py $(ARGS)
 
 # Runs only the Python tests whose results the CPU kernels compute: selection and its checks are compiled for the baseline, and test-cpp has

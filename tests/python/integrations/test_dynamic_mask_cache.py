@@ -73,20 +73,6 @@ def test_lengths_are_those_of_the_text(ours):
         assert all(cache.is_recording_past(i) for i in range(3))
 
 
-@pytest.mark.parametrize("tokens", [1, 3])  # a single token replaces a key immediately
-def test_update_returns_what_new_tokens_may_see(tokens, ours):
-    layer = filled(ours, S).layers[1]
-    before = [layer.keys.clone(), layer.values.clone()]
-    new = torch.randn(2, B, 2, tokens, 8).unbind()
-    scores = torch.full((B, 2, tokens), 9.0)  # the best ones
-    actual = layer.update(*new, scores=scores)
-    for state, parts in zip(actual, zip(before, new, strict=True), strict=True):
-        assert torch.equal(state, torch.cat(parts, dim=2))
-    assert layer.get_seq_length() == S + tokens
-    fresh = type(layer)(layer.rule)
-    assert fresh.update(*new, scores=scores) == new
-
-
 # Versions of transformers give either.
 @pytest.mark.parametrize(("dropped", "number"), [(0, torch.tensor), (5, int), (5, torch.tensor)])
 def test_dropped_tokens_leave_no_trace(dropped, number, ours):
@@ -149,7 +135,7 @@ def test_prefetch_restores_offloaded_slots(ours):
     assert torch.equal(next_logits(ours, cache), expected)
 
 
-@pytest.mark.parametrize("use", ["attend", "update", "fill", "prefetch"])
+@pytest.mark.parametrize("use", ["attend", "fill", "prefetch"])
 def test_offloaded_slots_come_back_with_the_next_tokens(use):
     """The slots only appear to be on another device here; tests on a GPU move them."""
     states, scores = torch.randn(B, 1, 2, 8), torch.randn(B, 2, 1)
@@ -158,8 +144,6 @@ def test_offloaded_slots_come_back_with_the_next_tokens(use):
     layer._move_slots, layer.device = moves.append, torch.device("cuda")
     if use == "attend":
         layer.attend(states, states, states, scores, scale=1.0)
-    elif use == "update":
-        layer.update(states.transpose(1, 2), states.transpose(1, 2), scores=scores)
     elif use == "fill":
         layer.reset()
         layer.fill(states, states, scores)

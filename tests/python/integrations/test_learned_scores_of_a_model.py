@@ -351,26 +351,6 @@ def test_compiled_decoder_with_mask_without_positions_sees_one_text(make, name):
 
 
 @since_transformers_5
-def test_decoder_that_passes_masks_by_type_is_detected():
-    """A call detects it, however the decoder is written."""
-    from flash_dmattn.integrations.transformers.learned_scores.decoder_hooks import (
-        _passes_masks_by_type,
-    )
-
-    gemma, llama = make_scored("Gemma2").model, make_scored("Llama").model
-
-    class Wrapped(type(gemma)):
-        def forward(self, *args, **options):
-            return super().forward(*args, **options)
-
-    wrapped = Wrapped(gemma.config)
-    llama.config.layer_types = ["full_attention"]
-    assert _passes_masks_by_type(gemma) and _passes_masks_by_type(wrapped)
-    assert not _passes_masks_by_type(llama)  # takes a tensor
-    gemma(make_ids(), use_cache=False)  # no hook is left
-
-
-@since_transformers_5
 def test_removing_scores_from_compiled_model_restores_its_bits():
     torch._dynamo.reset()
     model, ids = make_base(num_hidden_layers=1), make_ids()

@@ -5,6 +5,7 @@ slots what its rule shows, and attention over them is attention over all keys. T
 different positions, so only attention that chooses by the same scores can read them.
 """
 
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.configuration_utils import PretrainedConfig
 
@@ -71,16 +72,18 @@ class DynamicMaskCache(Cache):
             for rule in rules_of(config):
                 counter = layers[0] if layers else None
                 layers.append(DynamicMaskLayer(rule, static=static, chunk=chunk, counter=counter))
+        self.awaits_keys = False  # whether attention with scores follows the next `update`
+        self.updated_slots: DynamicMaskLayer | None = None  # which got its keys
         super().__init__(layers=layers)
 
-    def layer_at(self, index: int) -> CacheLayerMixin:
-        """Returns the cache of a layer. Raises ValueError if this is the cache of a model with fewer layers."""
-        if index >= len(self.layers):
-            raise ValueError(
-                f"{CACHE}: got {len(self.layers)} layers, expected more than {index}: a DynamicMaskCache(model.config) "
-                "of this model"
-            )
-        return self.layers[index]
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the new tokens of a layer with scores, whose attention then adds them. Other layers store theirs."""
+        if not self.awaits_keys:
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self.awaits_keys, self.updated_slots = False, self.slots_of(layer_idx)
+        return key_states, value_states
 
     def slots_of(self, layer_idx: int) -> DynamicMaskLayer:
         """Returns the slots for a layer with scores.
@@ -88,7 +91,12 @@ class DynamicMaskCache(Cache):
         Models may run a layer under several numbers. Each number that is not the layer's own gets slots at its first
         tokens.
         """
-        layer = self.layer_at(layer_idx)
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"{CACHE}: got {len(self.layers)} layers, expected more than {layer_idx}: a DynamicMaskCache(model.config) "
+                "of this model"
+            )
+        layer = self.layers[layer_idx]
         if isinstance(layer, DynamicMaskLayer):
             return layer
         if (

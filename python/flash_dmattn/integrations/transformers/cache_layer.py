@@ -7,7 +7,7 @@ from ..._core.checks import may_read
 from ..._core.kv_checks import check_slot_kernels
 from ...generation.cache import KVSlots
 from ...keys.rule import SelectionRule
-from .._shared.attention_interface.layout import swap_heads_and_tokens
+from .._shared.attention_interface.states import swap_heads_and_tokens
 from .._shared.attention_interface.token_order import (
     TokenOrder,
     counts_tokens,
@@ -329,35 +329,13 @@ class DynamicMaskLayer(CacheLayerMixin):
         self._hold_slots(self._make_slots(key_states, value_states, self.chunk))
         self.is_initialized = True
 
-    def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        *args,
-        scores: torch.Tensor | None = None,
-        key_mask: torch.Tensor | None = None,
-        **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds tokens, and returns copies of the keys and values that some of them may see.
-
-        Attention uses `fill` and `attend` instead.
-        """
-        if scores is None:
-            raise ValueError(
-                "scores: got none, expected those by which a DynamicMaskCache keeps keys. A Doge makes them after "
-                "enable_flash_dmattn(model), another model after add_learned_scores(model, ...) in the phase 'hard' "
-                "(set_score_phase). Without scores use transformers' DynamicCache"
-            )
-        if self.is_empty:
-            self.fill(*swap_heads_and_tokens(key_states, value_states), scores, key_mask)
-            return key_states, value_states
-        self.prefetch()
-        held = self.slots.places + self.slots.pending
-        before = [t[:, :, :held].clone() for t in (self.keys, self.values)]
-        key, value = swap_heads_and_tokens(key_states, value_states)
-        self.attend(key, key, value, scores, key_mask, scale=1.0)
-        new = (key_states, value_states)
-        return tuple(torch.cat(parts, dim=2) for parts in zip(before, new, strict=True))
+    def update(self, *args, **kwargs):
+        """Raises ValueError: tokens without scores cannot be added."""
+        raise ValueError(
+            "scores: got none, expected those by which a DynamicMaskCache keeps keys. A Doge makes them after "
+            "enable_flash_dmattn(model), another model after add_learned_scores(model, ...) in the phase 'hard' "
+            "(set_score_phase). Without scores use transformers' DynamicCache"
+        )
 
     def get_seq_length(self) -> int | torch.Tensor:
         """Returns the number of tokens. For a static cache it is a tensor on the device."""

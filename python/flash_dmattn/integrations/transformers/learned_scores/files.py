@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from ..._shared.config_rules import CONFIG_NAME, LearnedScores
 from ..._shared.scorers import Scorer
 from .add import add_learned_scores, remove_learned_scores, scored_layers
-from .scored_layers import ScoredAttention, is_offloaded
+from .layers import has_scores, is_offloaded
 
 _TENSORS, _RULE = "learned_scores.safetensors", "learned_scores.json"
 _PART = "scorer"  # the name of a layer's scorer in the names of its parameters
@@ -94,7 +94,7 @@ def load_scores(model: nn.Module, folder: str | Path, scorer: Scorer | None = No
         raise ValueError(
             f"scorer: got None for the scores in {folder}, which a function or module made; expected it"
         )
-    is_new = not any(isinstance(module, ScoredAttention) for module in model.modules())
+    is_new = not any(map(has_scores, model.modules()))
     if is_new:
         kind = scorer if scores.scorer == "custom" else scores.scorer
         rule = scores.rule._asdict()
@@ -119,7 +119,7 @@ def _checked_folder(folder: object) -> Path:
 
 
 def _states_of_layers(
-    layers: list[ScoredAttention], stored: tuple[int, ...], tensors: dict[str, Tensor], folder: Path
+    layers: list[nn.Module], stored: tuple[int, ...], tensors: dict[str, Tensor], folder: Path
 ) -> list[tuple[nn.Module, dict[str, Tensor]]]:
     """Returns (scorer, state) of each layer.
 
@@ -153,7 +153,7 @@ def _states_of_layers(
     return states
 
 
-def _check_scorers_have_values(layers: list[ScoredAttention]) -> None:
+def _check_scorers_have_values(layers: list[nn.Module]) -> None:
     for layer in layers:
         if is_offloaded(_scorer_in_use(layer)):
             raise ValueError(
@@ -162,7 +162,7 @@ def _check_scorers_have_values(layers: list[ScoredAttention]) -> None:
             )
 
 
-def _scorer_in_use(layer: ScoredAttention) -> nn.Module:
+def _scorer_in_use(layer: nn.Module) -> nn.Module:
     """Returns a layer's scorer. If PEFT has wrapped it for `modules_to_save`, it is the active adapter's scorer."""
     copies = getattr(layer.scorer, "modules_to_save", None)
     if copies is None:

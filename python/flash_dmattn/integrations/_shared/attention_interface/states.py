@@ -1,4 +1,4 @@
-"""The dtype in which a layer of transformers computes attention."""
+"""The dtype and the order of dimensions of queries, keys and values."""
 
 from collections.abc import Sequence
 
@@ -41,3 +41,8 @@ def cast_states(
     return tuple(
         t.to(target_dtype) if t is not None and t.dtype == torch.float32 else t for t in states
     )
+
+
+def swap_heads_and_tokens(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns views that swap [B, S, H, D], the order of this package, and [B, H, S, D], the order of transformers."""
+    return tuple(t.transpose(1, 2) for t in states)
