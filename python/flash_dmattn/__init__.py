@@ -18,7 +18,7 @@ from .keys.best_keys import select_keys
 from .keys.intervals import KeyIntervals, intersect
 from .keys.patterns import from_padding, packed_documents, prefix_lm, sliding_window
 from .keys.select_intervals import select_key_intervals
-from .layers import DynamicMaskAttention
+from .layers import DynamicMaskAttention, ScoreBudget
 from .merge import merge_attention
 from .scores import make_scores, score_projection, with_zero_sum_gradient
 
@@ -48,6 +48,7 @@ __all__ = [
     "KVSlots",
     "KeyIntervals",
     "RaggedBatch",
+    "ScoreBudget",
     "backends",
     "extend_ragged",
     "flash_dmattn_func",

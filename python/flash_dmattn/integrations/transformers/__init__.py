@@ -16,26 +16,36 @@ refused when the name is set). Most other decoders get scores for their keys by 
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from ...budgets import KeyBudgets
 from .attention import attention_forward
 from .cache import DynamicMaskCache
 from .compat import wrap_implementation_setter
 from .doge import doge_scores
 from .enable import enable_flash_dmattn, resolve_name
 from .learned_scores.add import add_learned_scores, remove_learned_scores, set_score_phase
+from .learned_scores.budgets import budget_loss, divide_budget, set_key_budgets
 from .learned_scores.files import load_scores, save_scores, warn_of_scores_not_loaded
+from .learned_scores.training import ScoreSchedule, divergence, freeze_all_but_scores
 from .mask_functions import key_interval_mask, registered_attention_mask
 from .names import DOGE_NAME, NAME, NAMES, SCORED_NAME
 
 __all__ = [
     "NAME",
     "DynamicMaskCache",
+    "KeyBudgets",
+    "ScoreSchedule",
     "add_learned_scores",
+    "budget_loss",
+    "divergence",
+    "divide_budget",
     "doge_scores",
     "enable_flash_dmattn",
+    "freeze_all_but_scores",
     "key_interval_mask",
     "load_scores",
     "remove_learned_scores",
     "save_scores",
+    "set_key_budgets",
     "set_score_phase",
 ]
 

@@ -37,7 +37,7 @@ from .._shared.attention_interface.token_order import TokenOrder, counts_tokens
 from .cache_layer import DynamicMaskLayer
 from .compat import CACHE
 from .family_table import FLAG_WITH_EVERY_MASK, type_of
-from .learned_scores.layers import ScoreCall
+from .learned_scores.layers import ScoreCall, soft_bias
 
 
 def attention_forward(
@@ -208,7 +208,7 @@ def _attend_with_scores(
             raise ValueError(
                 f"{CACHE}: got a static one in the phase 'soft', expected a cache that grows, or the phase 'hard'"
             )
-        bias = scores - layer.scorer.first_score
+        bias = soft_bias(layer, scores)
         used = KeyScores(rule, scores, bias, rule.recent_window, hides=False)
     else:
         bias, delay = _bias_to_learn(scores, rule)

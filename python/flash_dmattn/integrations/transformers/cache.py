@@ -63,9 +63,8 @@ class DynamicMaskCache(Cache):
         if chunk is None:
             chunk = RECORDED_TOKENS if static else 0
         check_count(chunk, "chunk")
-        self._scored_rule, self._chunk = None, chunk
+        self._scores, self._chunk = scores, chunk
         if scores is not None:
-            self._scored_rule = scores.rule
             layers = _layers_of(scores, config, static, chunk)
         else:
             layers = []
@@ -100,7 +99,7 @@ class DynamicMaskCache(Cache):
         if isinstance(layer, DynamicMaskLayer):
             return layer
         if (
-            self._scored_rule is None
+            self._scores is None
             or not isinstance(layer, CacheLayerMixin)
             or isinstance(layer, StateLayer)  # a layer under several numbers that also holds states
             or layer.is_initialized
@@ -110,7 +109,12 @@ class DynamicMaskCache(Cache):
                 "transformers' DynamicCache"
             )
         records = any(getattr(other, "record_past", False) for other in self.layers)
-        slots = _slots_in_place_of(layer, self._scored_rule, chunk=self._chunk)
+        if len(set(self._scores.rules)) > 1:
+            raise ValueError(
+                f"{CACHE}: got tokens for layer {layer_idx}, a second number of a layer with scores, under rules that differ from "
+                "layer to layer; expected one rule, or transformers' DynamicCache"
+            )
+        slots = _slots_in_place_of(layer, self._scores.rules[0], chunk=self._chunk)
         slots.record_past = records
         self.layers[layer_idx] = slots
         return slots
@@ -150,11 +154,12 @@ def _layers_of(
         raise ValueError(
             f"static: got True for a model with scores in {len(scores.layers)} of {len(others)} layers, expected False"
         )
+    rules = dict(zip(scores.layers, scores.rules, strict=True))
     layers, counter = [], None
     for index, layer in enumerate(others):
-        if index in scores.layers:
+        if index in rules:
             layer = _slots_in_place_of(
-                layer, scores.rule, static=static, chunk=chunk, counter=counter
+                layer, rules[index], static=static, chunk=chunk, counter=counter
             )
             counter = counter or layer
         layers.append(layer)

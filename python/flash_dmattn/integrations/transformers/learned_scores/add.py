@@ -9,7 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...._core.checks import resolve_flag
-from ..._shared.config_rules import CONFIG_NAME, LearnedScores, make_rule
+from ....budgets import check_phase
+from ..._shared.config_rules import CONFIG_NAME, LearnedScores, make_rules
 from ..._shared.scorers import Scorer, check_scorer, make_scorer
 from ..compat import (
     allow_continuous_batching,
@@ -25,7 +26,7 @@ from ..families import (
 )
 from ..family_table import type_of
 from ..names import ALL_STORED_NAMES, NAMES, PIECES, SCORED_NAME
-from .decoder_hooks import mask_hooks, remove_mask_hooks
+from .decoder_hooks import mask_hooks, remove_decoder_hooks, score_hooks
 from .layers import add_scorer, device_of, has_scores, remove_scorer, sizes_of
 
 PHASES = ("soft", "hard", "off")
@@ -34,7 +35,7 @@ _METHOD = "set_score_phase"  # the attribute of a model
 
 def add_learned_scores(
     model: nn.Module,
-    keep_window_size: int | Sequence[int] | None = None,
+    keep_window_size: int | Sequence[int] | Sequence[Sequence[int]] | None = None,
     *,
     recent_window: int = 0,
     recent_competes: bool = False,
@@ -59,7 +60,8 @@ def add_learned_scores(
     Phases (`model.set_score_phase` chooses one):
 
     - "soft": attention to all keys. The log gates of old keys are a bias, through which they learn. Recent keys and
-      sinks have no bias. Before training, results equal those of the base model.
+      sinks have no bias. Before training, results equal those of the base model. With a `temperature` the gates are
+      sampled while gradients are on.
     - "hard": attention to the keys that the rule keeps. Scores choose keys and change nothing else. If they learn,
       their gradient is the gradient of a bias of old keys.
     - "off": the base model and its attention implementation, bit for bit. Only in this phase can
@@ -79,7 +81,8 @@ def add_learned_scores(
         model: a decoder of transformers, or anything that contains one (a PEFT model, a multimodal model).
         keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold: which keys a query sees, as in
             select_key_intervals. A cache then holds sink_tokens + keep_window_size + recent_window keys for each key
-            head.
+            head. keep_window_size is one number, one for each key head, or a list of these for each layer with scores
+            (see `divide_budget`).
         scorer: what gives a key its score, one of the scorers above. A module is copied for every layer.
         dense_prefill: whether the first tokens of a cache attend to all of each other and the rule begins with the
             tokens after them, as in eviction after the prompt. By default the prompt follows the rule, in O(N w) time.
@@ -96,27 +99,30 @@ def add_learned_scores(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
-    rule = make_rule(keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold)
     check_scorer(scorer)
     dense_prefill = resolve_flag(dense_prefill, "dense_prefill")
     # Everything that can raise comes before the first change.
     layers = _layers_to_change(model, attention)
     sizes = [sizes_of(layer) for layer in layers]
-    for _, heads, _ in sizes:
+    rules = make_rules(
+        len(layers), keep_window_size, recent_window=recent_window, recent_competes=recent_competes,
+        sink_tokens=sink_tokens, score_threshold=score_threshold,
+    )  # fmt: skip
+    for rule, (_, heads, _) in zip(rules, sizes, strict=True):
         rule.check_heads(heads)
     scorers = [
         make_scorer(scorer, *size, device_of(layer)).train(layer.training)
         for layer, size in zip(layers, sizes, strict=True)
     ]
-    hooks = mask_hooks(model, layers)
+    hooks = [*mask_hooks(model, layers), *score_hooks(model, layers)]
     stored = LearnedScores(
-        rule,
+        rules,
         scorer if isinstance(scorer, str) else "custom",
         tuple(layer.layer_idx for layer in layers),
         dense_prefill,
     ).as_dict()
     own_config(model)
-    for layer, layer_scorer in zip(layers, scorers, strict=True):
+    for layer, layer_scorer, rule in zip(layers, scorers, rules, strict=True):
         add_scorer(layer, layer_scorer, rule, dense_prefill)
         setattr(layer.config, CONFIG_NAME, stored)
     for decoder, hook in hooks:
@@ -127,14 +133,17 @@ def add_learned_scores(
     return set_score_phase(model, "hard")
 
 
-def set_score_phase(model: nn.Module, phase: str) -> nn.Module:
+def set_score_phase(model: nn.Module, phase: str, temperature: float | None = None) -> nn.Module:
     """Chooses what the scores of a model do: "soft", "hard" or "off" (see `add_learned_scores`).
 
+    temperature: of gates that the phase "soft" samples while gradients are on (`flash_dmattn.budgets.stochastic_gates`), from
+        torch's generator. None: the gates themselves.
+
     Raises:
-        ValueError: another phase, a model without scores, or "soft" with scores that are not log gates.
+        ValueError: another phase, a model without scores, "soft" with scores that are not log gates, or a temperature that is
+            not above 0 or belongs to another phase.
     """
-    if phase not in PHASES:
-        raise ValueError(f"phase: got {phase!r}, expected one of {PHASES}")
+    check_phase(phase, PHASES, temperature)
     layers = scored_layers(model)
     if phase == "soft" and not all(getattr(layer.scorer, "is_gate", True) for layer in layers):
         raise ValueError(
@@ -145,7 +154,7 @@ def set_score_phase(model: nn.Module, phase: str) -> nn.Module:
     for layer, name in zip(layers, names, strict=True):
         if layer.score_phase == "off" and name != SCORED_NAME:
             layer.base_attention = name  # it may have been changed in the phase "off"
-        layer.score_phase = phase
+        layer.score_phase, layer.gate_temperature = phase, temperature
         store_name(layer.config, layer.base_attention if phase == "off" else SCORED_NAME)
     return model
 
@@ -164,7 +173,7 @@ def remove_learned_scores(model: nn.Module) -> nn.Module:
         if module.config._attn_implementation not in NAMES:
             allow_continuous_batching(module)
         vars(module).pop(PIECES, None)
-    remove_mask_hooks(model)
+    remove_decoder_hooks(model)
     for module in model.modules():  # of a wrapper (torch.compile, PEFT) or of what it wraps
         vars(module).pop(_METHOD, None)
     return model

@@ -74,6 +74,27 @@ def _masks_of_types(
     return {"full_attention": mask, "sliding_attention": windows}
 
 
+class ScoreHook:
+    """Makes the layers of a decoder record the scores of the forward that begins for `budget_loss`."""
+
+    def __init__(self, layers: list[nn.Module]):
+        self.layers = layers
+
+    def __call__(self, decoder: PreTrainedModel, args: tuple, options: dict) -> None:
+        for layer in self.layers:
+            layer.soft_scores.open()
+
+
+def score_hooks(
+    model: nn.Module, scored: list[nn.Module]
+) -> list[tuple[PreTrainedModel, ScoreHook]]:
+    """Returns the hooks of the decoders whose layers `scored` get scores."""
+    return [
+        (decoder, ScoreHook([module for module in decoder.modules() if module in scored]))
+        for decoder in _innermost(model, scored)
+    ]
+
+
 def mask_hooks(model: nn.Module, scored: list[nn.Module]) -> list[tuple[PreTrainedModel, MaskHook]]:
     """Returns the hooks of the decoders in a model whose layers `scored` get scores.
 
@@ -93,9 +114,9 @@ def mask_hooks(model: nn.Module, scored: list[nn.Module]) -> list[tuple[PreTrain
     return hooks
 
 
-def remove_mask_hooks(model: nn.Module) -> None:
+def remove_decoder_hooks(model: nn.Module) -> None:
     for module in model.modules():
-        remove_hook(module, MaskHook)
+        remove_hook(module, MaskHook, ScoreHook)
 
 
 def _innermost(model: nn.Module, layers: list[nn.Module]) -> list[PreTrainedModel]:

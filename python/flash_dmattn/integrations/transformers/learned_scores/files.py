@@ -97,8 +97,7 @@ def load_scores(model: nn.Module, folder: str | Path, scorer: Scorer | None = No
     is_new = not any(map(has_scores, model.modules()))
     if is_new:
         kind = scorer if scores.scorer == "custom" else scores.scorer
-        rule = scores.rule._asdict()
-        del rule["selection"]
+        rule = scores.rule_arguments()
         add_learned_scores(model, scorer=kind, dense_prefill=scores.dense_prefill, **rule)
     try:
         states = _states_of_layers(scored_layers(model), scores.layers, tensors, folder)

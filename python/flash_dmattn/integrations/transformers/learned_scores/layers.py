@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from ....budgets import SoftScores
 from ....keys.rule import SelectionRule
 from ..._shared.attention_interface.states import swap_heads_and_tokens
 from ..cache import DynamicMaskCache
@@ -24,7 +25,14 @@ from ..names import PIECES, SCORED_NAME, SCORES
 from ..scored_cache import CacheState, layer_of_keys, store_scores
 
 _CACHE_NAMES = (*CACHE_NAMES, "layer_past")
-_SETTINGS = ("score_rule", "score_phase", "dense_prefill", "base_attention")
+_SETTINGS = (
+    "score_rule",
+    "score_phase",
+    "dense_prefill",
+    "base_attention",
+    "gate_temperature",
+    "soft_scores",
+)
 
 
 class ScoreCall:
@@ -118,9 +126,16 @@ def add_scorer(
     """Gives a layer scores. In the phase "off", and under another attention implementation, it acts as without them."""
     layer.base_attention = layer.config._attn_implementation
     layer.score_rule, layer.score_phase, layer.dense_prefill = rule, "hard", dense_prefill
+    layer.gate_temperature, layer.soft_scores = None, SoftScores()
     layer.scorer = scorer
     layer.register_forward_pre_hook(_begin_call, with_kwargs=True)
     layer.register_forward_hook(_end_call, with_kwargs=True)
+
+
+def soft_bias(layer: nn.Module, scores: Tensor) -> Tensor:
+    """Returns what the phase "soft" adds to the attention scores of old keys."""
+    gates = layer.soft_scores.gates(scores, layer.gate_temperature)
+    return scores - layer.scorer.first_score if gates is scores else gates
 
 
 def remove_scorer(layer: nn.Module) -> None:
