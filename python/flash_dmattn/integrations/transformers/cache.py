@@ -13,7 +13,7 @@ from ..._core.checks import check_count, resolve_flag
 from ...keys.rule import SelectionRule
 from .._shared.config_rules import LearnedScores, rules_of
 from .cache_layer import RECORDED_TOKENS, DynamicMaskLayer, HybridMaskLayer
-from .compat import CACHE, StateLayer
+from .compat import CACHE, CROPS_TO_A_LENGTH, StateLayer
 
 
 class DynamicMaskCache(Cache):
@@ -124,6 +124,16 @@ class DynamicMaskCache(Cache):
         for layer in self.layers:
             if hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drops the last `-tokens_to_remove` tokens. In transformers 4, a positive number is the length that remains."""
+        if not CROPS_TO_A_LENGTH or int(tokens_to_remove) <= 0:
+            super().crop(tokens_to_remove)
+            return
+        # The first layer of a static cache counts the tokens of the others, which would find fewer after its crop.
+        removed = min(0, int(tokens_to_remove) - int(self.get_seq_length()))
+        for layer in self.layers:
+            layer.crop(removed if isinstance(layer, DynamicMaskLayer) else tokens_to_remove)
 
     def offload(self, layer_idx: int | None = None, only_non_sliding: bool = True) -> None:
         """Moves the slots of a layer, by default of every layer, to the CPU, for example between two turns of a chat.

@@ -106,11 +106,11 @@ def _dynamic_mask(order, hidden_states, dt_states, keep_window_size, attention_m
 
 
 def make_ids(batch=2, length=40, seed=0):
-    """Returns tokens as a text has them: few words, the first of them often."""
+    """Returns tokens as a text has them: few words, the first of them often. Longer texts begin with the shorter ones."""
     generator = torch.Generator().manual_seed(seed)
-    frequencies = 1 / torch.arange(1.0, 61.0)
-    words = torch.multinomial(frequencies, batch * length, replacement=True, generator=generator)
-    return 1 + words.view(batch, length)
+    shares = (1 / torch.arange(1.0, 61.0)).cumsum(0)
+    drawn = torch.rand(length, batch, generator=generator) * shares[-1]
+    return 1 + torch.searchsorted(shares, drawn).T.contiguous()
 
 
 def left_padding(batch, length, missing):
