@@ -86,7 +86,7 @@ test: $(filter-out $(DONE),$(STEPS)) ## everything a change has to pass
 
 .PHONY: plan
 plan:
-	@echo "make test: format, documents, C++, Python, Python with AVX2, transformers 4.57, C++ under sanitizers, two versions in a process, CUDA kernels."
+	@echo "make test: format, documents, C++, Python, Python with AVX2, transformers 4.57, C++ under sanitizers, the layout of Hugging Face's kernels, CUDA kernels."
 	@echo "It takes 15 to 26 minutes on two idle cores, and ends at the first failure."
 
 # pip installs these for the steps after the first.
@@ -157,13 +157,10 @@ test-gpu: build/googletest/ready ## build for the GPU of this machine, run the t
 	$(PYTHON) tools/test_gpu.py $(SUITES) $(ARGS)
 
 .PHONY: test-kernels
-test-kernels: $(STAMPS)/package $(STAMPS)/test ## load two versions in one process, in the layout of Hugging Face's kernels
-	for name in one other; do \
-	  rm -rf build/kernels/$$name; \
-	  $(BIN)/python tools/write_kernels_layout.py build/kernels/$$name --build build/kernels/build \
-	    -D FLASH_DMATTN_WERROR=$(WERROR) --namespace _flash_dmattn_$$name; \
-	done
-	FLASH_DMATTN_TEST_KERNELS="build/kernels/one build/kernels/other" $(BIN)/python -m pytest tests/python/tools/test_two_versions.py
+test-kernels: $(STAMPS)/package $(STAMPS)/test ## load a build in the layout of Hugging Face's kernels together with the installed package
+	$(BIN)/python tools/write_kernels_layout.py build/kernels/layout --build build/kernels/build \
+	  -D FLASH_DMATTN_WERROR=$(WERROR) --namespace _flash_dmattn_layout
+	FLASH_DMATTN_TEST_KERNELS=build/kernels/layout $(BIN)/python -m pytest tests/python/tools/test_kernels_layout.py
 
 .PHONY: test-transformers-4
 test-transformers-4: $(STAMPS)/package $(STAMPS)/test build/transformers-4/ready ## Python tests of transformers' own models, on transformers 4.x, with AVX2
