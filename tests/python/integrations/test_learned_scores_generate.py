@@ -70,6 +70,8 @@ def own_scores(hidden, key, value):
 @pytest.mark.parametrize("scorer", ["hidden", "value", "key_norm", own_scores])
 def test_scorer_of_latent_attention_equals_definition(scorer, name):
     """Caches of transformers hold latents, from which the layer makes keys and values."""
+    if name == "static" and IS_TRANSFORMERS_4:
+        pytest.skip("StaticCache of transformers 4 takes only values of the keys' size")
     assert_parts_equal_definition(make_scored("DeepseekV3", scorer=scorer), name)
 
 
@@ -136,7 +138,12 @@ def test_family_generates_tokens_of_the_definition(family):
     """Each family generates with one kind of cache. Families with sliding layers, which keep their own caches, use every kind."""
     model = make_scored(family)
     slides = len(model.config.learned_scores["layers"]) < model.config.num_hidden_layers
-    for name in ("dynamic", "static", "slots") if slides else ("static", "slots"):
+    names = ("dynamic", "static", "slots") if slides else ("static", "slots")
+    if (
+        IS_TRANSFORMERS_4 and family == "DeepseekV3"
+    ):  # its StaticCache takes only values of the keys' size
+        names = ("dynamic", "slots")
+    for name in names:
         assert_writes_by_definition(model, generate(model, past_key_values=CACHES[name](model)))
 
 
@@ -298,6 +305,7 @@ def test_layers_with_several_numbers_in_the_cache_get_slots_for_each(name):
 
 
 def test_shared_layers_beside_states_are_refused():
+    pytest.importorskip("transformers", minversion="5.24")
     from tiny_models import class_named, tiny_config, tiny_model
 
     kind = class_named("Zamba2ForCausalLM")
