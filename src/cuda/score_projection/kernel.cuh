@@ -21,7 +21,7 @@ struct ScoreProjectionParams {
   std::int64_t weight_head;
   std::int64_t tokens;  // of all rows
   std::int64_t seqlen;
-  int features;
+  unsigned features;  // below 2^31, so that sums with a warp's width fit
   int heads;
   DType bias_dtype;
   bool
@@ -45,7 +45,7 @@ struct FeaturePair<float> {
 
 // Of a row of which lanes may begin at any element: the features f and f + 1, or 0 beyond the row.
 template <class T>
-__device__ inline float2 load_single_features(const T* row, int f, int features) {
+__device__ inline float2 load_single_features(const T* row, unsigned f, unsigned features) {
   return {f < features ? FeaturePair<T>::widen_one(row[f]) : 0.0f,
           f + 1 < features ? FeaturePair<T>::widen_one(row[f + 1]) : 0.0f};
 }
@@ -130,15 +130,16 @@ struct ScoreProjectionKernel {
  private:
   using Features = FeaturePair<T>;
   using Weights = FeaturePair<Weight>;
-  static constexpr int block = 2 * warp_size;  // features of one load
+  static constexpr unsigned block = 2 * warp_size;  // features of one load
   // Loads of tokens' features that are in flight at a time: 16 words of a lane.
   static constexpr int steps = 64 / static_cast<int>(sizeof(typename Features::Word)) / Tokens;
 
   static __device__ void add_all(const Params& p, const T* const (&hidden)[Tokens],
                                  const Weight* const (&weight)[Heads], float2* sums) {
-    int f = 2 * lane_id();
+    const unsigned lane = 2 * static_cast<unsigned>(lane_id());
+    unsigned f = lane;
     if (p.has_aligned_pairs) {
-      for (; f - 2 * lane_id() + steps * block <= p.features; f += steps * block) {
+      for (; f - lane + steps * block <= p.features; f += steps * block) {
         typename Features::Word words[steps][Tokens];
 #pragma unroll
         for (int step = 0; step < steps; ++step) {
@@ -166,7 +167,7 @@ struct ScoreProjectionKernel {
       }
     }
     // The rest of the features, or all of them if pairs are not aligned. Every lane takes part, with zeros beyond the end.
-    for (; f - 2 * lane_id() < p.features; f += block) {
+    for (; f - lane < p.features; f += block) {
       float2 features[Tokens];
 #pragma unroll
       for (int t = 0; t < Tokens; ++t) {

@@ -32,7 +32,7 @@ ScoreProjectionParams params_of(const ScoreProjectionArgs& args) {
           .weight_head = args.weight_stride,
           .tokens = args.batch * args.seqlen,
           .seqlen = args.seqlen,
-          .features = static_cast<int>(args.features),
+          .features = static_cast<unsigned>(args.features),
           .heads = static_cast<int>(args.heads),
           .bias_dtype = args.bias_dtype,
           .has_aligned_pairs =
@@ -90,6 +90,9 @@ PlanFunction<ScoreProjectionArgs> find_score_projection(const ScoreProjectionArg
                                                         std::string& reason) {
   reason = decline_driver();
   if (reason.empty() && args.hidden_dtype == DType::f64) reason = "f64 is for the reference alone";
+  if (reason.empty() && (args.batch * args.seqlen + 7) / 8 * ((args.heads + 7) / 8) >= 1l << 31) {
+    reason = "a grid has at most 2^31 blocks, each of 8 tokens and 8 heads";
+  }
   if (!reason.empty()) return nullptr;
   return make_plan<
       OnDevice<DirectPlan<ScoreProjectionArgs, no_workspace<ScoreProjectionArgs>, project_scores>>>;
