@@ -75,7 +75,7 @@ REASONS = {
     r"`kernels` is|FlashAttention\d has been": 'takes every name with "flash" in it for a kernel of the hub',
     r"ValidationError|CannotBeBuilt|Config' object has no attribute": "its config is not shrunk by names",
     r"required positional|cannot be None|You must specify|has no attribute 'image_outputs'": "other inputs",
-    r"of transformers: (\w+ )?(layers|none) ([^;]*)": r"\2 \3",
+    r"of transformers: (\w+ )?(layers|none) ([^;.]*)": r"\2 \3",
     r"got a \w+, which ([^.]*)": r"\1",
     r"The size of tensor|torch\.finfo\(\)": "computes with the attention mask as a tensor of numbers",
     r"is_causal: got False": "asks for attention without causality under a causal mask",
