@@ -89,19 +89,19 @@ def error_of(model: PreTrainedModel, name: str, reason: str) -> ValueError:
     )
 
 
-def reason_to_refuse(model: PreTrainedModel, scored: bool = False) -> str | None:
+def reason_to_refuse(model: PreTrainedModel, is_named: bool = False) -> str | None:
     """Returns why attention under this package's name would differ from eager attention, or None if it is equal.
 
     Under this name, as in eager attention, the mask alone decides what a query sees. So a model works if its layers
     take the mask that transformers' mask functions make, pass it to transformers' `AttentionInterface`, and do nothing
     else with it.
 
-    scored: whether its layers are known to call the interface, because they can have scores.
+    is_named: whether the caller has named the class of its layers, and with it says that they call the interface.
     """
     reason = _REASONS.get(type_of(model.config))
     if reason is not None:
         return reason
-    if not (scored or can_set_implementation(model)):
+    if not (is_named or can_set_implementation(model)):
         return "computes attention itself, without transformers' AttentionInterface"
     channels = _head_dim(model.config)
     if channels > LARGEST_HEAD_DIM:

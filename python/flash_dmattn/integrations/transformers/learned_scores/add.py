@@ -220,7 +220,7 @@ def _layers_to_change(
         elif (reason := REASONS_AGAINST_SCORES.get(type_of(decoder.config))) is not None:
             reasons.setdefault(reason, type(decoder).__name__)
         if any(layer in layers for layer in decoder.modules()):
-            reason = reason_to_refuse(decoder, scored=True)
+            reason = reason_to_refuse(decoder, is_named=attention is not None)
             if reason is not None:
                 raise ValueError(f"model: got a {type(decoder).__name__}, which {reason}")
     if not layers:
