@@ -30,10 +30,10 @@ class KeyBudgets:
     """The keys that each head of each layer keeps.
 
     threshold: of all scores. An old key below it is hidden.
-    caps: the most old keys of each head, [layers][heads]. Of more keys above the threshold, the best stay.
+    caps: the most old keys of each head, [layers, heads]. Of more keys above the threshold, the best stay.
     recent_window, sink_tokens: every head also sees these keys, as in select_key_intervals.
     length: the number of tokens at which the caps were measured.
-    means: the mean number of old keys of each head above the threshold, [layers][heads], for several numbers of tokens.
+    means: the mean number of old keys of each head above the threshold, [layers, heads], for several numbers of tokens.
     key_bytes: the memory of one key and its value in one head of each layer, in bytes.
     """
 
@@ -55,7 +55,7 @@ class KeyBudgets:
         }
 
     def slots(self) -> list[list[int]]:
-        """Returns the most keys that each head holds, [layers][heads]."""
+        """Returns the most keys that each head holds, [layers, heads]."""
         always = self.recent_window + self.sink_tokens
         return [[cap + always for cap in heads] for heads in self.caps]
 
