@@ -55,6 +55,10 @@ plan-demo:
 	@echo "make demo: sets up .venv (torch, the CPU library; CUDA kernels where there is a GPU), trains, writes text, measures and draws."
 	@echo "It takes 8 to 12 minutes on two cores the first time, of which it trains 150 s at most, and twenty more for CUDA kernels."
 
+.PHONY: retrofit
+retrofit: $(STAMPS)/package $(STAMPS)/retrofit ## teach a published model which keys to keep, in 15 minutes on two cores, and compare (options: ARGS="--help")
+	PYTHONPATH=examples $(BIN)/python -m retrofit $(ARGS)
+
 .PHONY: docs
 docs: $(STAMPS)/tools $(STAMPS)/docs ## build the site of the documents into build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict  # not --quiet, under which a warning is no error
@@ -232,7 +236,7 @@ $(STAMPS)/torch: Makefile $(STAMPS)/venv
 	$(PIP_INSTALL) $(TORCH)
 	@touch $@
 
-$(STAMPS)/demo $(STAMPS)/test: $(STAMPS)/%: pyproject.toml $(STAMPS)/torch
+$(STAMPS)/demo $(STAMPS)/retrofit $(STAMPS)/test: $(STAMPS)/%: pyproject.toml $(STAMPS)/torch
 	$(PIP_INSTALL) $(TORCH) --group $*
 	@touch $@
 
