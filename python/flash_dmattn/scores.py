@@ -9,8 +9,101 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ._core.checks import check_count, check_floating, check_tensor
+from ._core.autograd import is_transformed, score_projection_direct
+from ._core.checks import check_count, check_floating, check_on_device, check_tensor
+from ._core.ops import has_kernels_for
+from ._core.projection_in_torch import score_projection as score_projection_in_torch
+
+
+def score_projection(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Computes hidden . weight + bias for every token and head, as float32 (float64 for float64 hidden): [B, H, S].
+
+    A score's bits depend on its token's features and its head's weights alone, not on the other tokens: a token gets the
+    same score in a prompt, in a chunk of it, in a step and in any batch, on CPUs and CUDA GPUs. So equal tokens stay
+    equal, and of these a query keeps the most recent ones. torch's products round by the number of rows.
+
+    Args:
+        hidden: [B, S, F], float32, bfloat16, float16 or float64.
+        weight: [H, F], of any of these dtypes.
+        bias: [H], or None.
+    """
+    check_tensor(hidden, "hidden")
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    if hidden.dim() != 3 or not hidden.is_floating_point():
+        raise ValueError(
+            f"hidden: got {hidden.dtype} of shape {tuple(hidden.shape)}, expected floating numbers [B, S, F]"
+        )
+    weight = _projection_argument(weight, "weight", (None, hidden.shape[2]), hidden, wide)
+    if bias is not None:
+        bias = _projection_argument(bias, "bias", (weight.shape[0],), hidden, wide)
+    if is_transformed():  # torch's operators have all its derivatives
+        return F.linear(
+            hidden.to(wide), weight.to(wide), bias if bias is None else bias.to(wide)
+        ).mT
+    if has_kernels_for(hidden) and (hidden.dtype != torch.float64 or not hidden.is_cuda):
+        return score_projection_direct(hidden, weight, bias)
+    return score_projection_in_torch(hidden, weight, bias)
+
+
+def _projection_argument(
+    tensor: Tensor, name: str, shape: tuple[int | None, ...], hidden: Tensor, wide: torch.dtype
+) -> Tensor:
+    """Checks a weight or bias. Returns it in the dtype of hidden or in the wide one, which kernels read."""
+    check_tensor(tensor, name)
+    sizes = zip(shape, tensor.shape, strict=False)
+    if tensor.dim() != len(shape) or any(size not in (None, own) for size, own in sizes):
+        expected = ", ".join("H" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected [{expected}]")
+    check_floating(tensor.dtype, name)
+    check_on_device(tensor, name, hidden.device)
+    return tensor if tensor.dtype in (hidden.dtype, wide) else tensor.to(wide)
+
+
+class ScoreProjection(nn.Linear):
+    """A Linear that projects [B, S, in_features] to [B, S, out_features] by `score_projection`."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return score_projection(hidden, self.weight, self.bias).mT
+
+
+def projection_of_values(
+    v_proj: nn.Module, proj: nn.Module, hidden: Tensor, value: Tensor
+) -> Tensor:
+    """Returns proj(value) [B, S, H] of value = v_proj(hidden) [B, S, F], with the bits of score_projection for each token.
+
+    torch rounds the values of a token by the number of tokens beside it. So the weights of two plain Linears are
+    multiplied, and project `hidden`. Modules with hooks, adapters or sharded weights are called.
+    """
+    if not (_is_plain(v_proj) and _is_plain(proj)):
+        return project_tokens(proj, value)
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    with _without_autocast(hidden.device.type):
+        own, inner = proj.weight.to(dtype), v_proj.weight.to(dtype)
+        bias = proj.bias
+        if v_proj.bias is not None:
+            bias = own @ v_proj.bias.to(dtype) + (0 if bias is None else bias)
+        return score_projection(hidden, own @ inner, bias).mT
+
+
+def project_tokens(proj: nn.Module, features: Tensor) -> Tensor:
+    """Returns proj(features) [B, S, H], by score_projection if proj is a plain Linear."""
+    if not _is_plain(proj):
+        return proj(features)
+    return score_projection(features, proj.weight, proj.bias).mT
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether calling a module computes a Linear of its parameters and nothing else."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
+             module._backward_pre_hooks)  # fmt: skip
+    return (
+        type(module) in (nn.Linear, ScoreProjection, _Projection)
+        and "forward" not in vars(module)
+        and not any(hooks)
+        and not is_traceable_wrapper_subclass(module.weight)
+    )
 
 
 def make_scores(
@@ -61,7 +154,7 @@ def make_scores(
 
 
 class _Scores(nn.Module):
-    """Maps [B, S, features] to [B, heads, S] by `_make_scores`, which gets float32 or wider."""
+    """Maps [B, S, features] to [B, heads, S] by `_make_scores`, in float32 or wider."""
 
     def __init__(self, features: int, heads: int):
         super().__init__()
@@ -70,14 +163,15 @@ class _Scores(nn.Module):
     def extra_repr(self) -> str:
         return f"features={self.features}, heads={self.heads}"
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, projected: tuple[nn.Module, Tensor] | None = None) -> Tensor:
+        """Returns the scores of `hidden`. projected: the Linear and the input that `hidden` is the result of, if any."""
         check_tensor(hidden, "hidden")
         if hidden.dim() != 3 or hidden.shape[2] != self.features:
             raise ValueError(
                 f"hidden: got shape {tuple(hidden.shape)}, expected [B, S, {self.features}]"
             )
         with _without_autocast(hidden.device.type):
-            return self._make_scores(hidden.to(torch.promote_types(hidden.dtype, torch.float32)))
+            return self._make_scores(hidden, projected)
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager:
@@ -90,8 +184,9 @@ class _FunctionScores(_Scores):
         super().__init__(features, heads)
         self.function = function
 
-    def _make_scores(self, hidden: Tensor) -> Tensor:
-        return scores_of_heads(self.function(hidden), "score", (*hidden.shape[:2], self.heads))
+    def _make_scores(self, hidden: Tensor, projected: tuple | None) -> Tensor:
+        scores = self.function(hidden.to(torch.promote_types(hidden.dtype, torch.float32)))
+        return scores_of_heads(scores, "score", (*hidden.shape[:2], self.heads))
 
 
 def scores_of_heads(scores: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -105,8 +200,8 @@ def scores_of_heads(scores: Tensor, name: str, shape: tuple[int, ...]) -> Tensor
     return scores.transpose(1, 2).to(torch.promote_types(scores.dtype, torch.float32))
 
 
-class _Projection(nn.Linear):
-    """A Linear whose bias begins at one number, also where it is initialised again after `to_empty`."""
+class _Projection(ScoreProjection):
+    """A projection whose bias begins at one number, also where it is initialised again after `to_empty`."""
 
     def __init__(self, features: int, heads: int, first_bias: float, **options):
         self.first_bias = first_bias
@@ -126,16 +221,23 @@ class _ProjectedScores(_Scores):
         super().__init__(features, heads)
         self.proj = _Projection(features, heads, self.first_bias, device=device, dtype=dtype)
 
-    def _make_scores(self, hidden: Tensor) -> Tensor:
-        weight, bias = (t.to(hidden.dtype) for t in (self.proj.weight, self.proj.bias))
-        return self._scores_of(F.linear(hidden, weight, bias))
+    def _make_scores(self, hidden: Tensor, projected: tuple | None) -> Tensor:
+        if projected is None:
+            return self._scores_of(self.proj(hidden))
+        v_proj, source = projected
+        return self._scores_of(projection_of_values(v_proj, self.proj, source, hidden))
 
 
 class _GateScores(_ProjectedScores):
     first_bias = 3.0  # sigmoid(3) = 0.95
 
     def _scores_of(self, z: Tensor) -> Tensor:
-        return F.logsigmoid(z).transpose(1, 2)
+        return F.logsigmoid(z.mT)
+
+
+def softplus(z: Tensor) -> Tensor:
+    """Computes log(1 + exp(z)). The bits depend on the element alone, which those of torch's softplus on CPUs do not."""
+    return -F.logsigmoid(-z)
 
 
 class _ScaledScores(_ProjectedScores):
@@ -156,8 +258,7 @@ class _LinearScores(_ScaledScores):
     first_factor = 0.5
 
     def _scores_of(self, z: Tensor) -> Tensor:
-        # The order of the gradient: for another, torch's fake kernel of softplus's backward has wrong strides.
-        return self.A.to(z.dtype)[:, None] * F.softplus(z.transpose(1, 2).contiguous())
+        return self.A.to(z.dtype)[:, None] * softplus(z.mT)
 
 
 class _DogeScores(_ScaledScores):
@@ -216,8 +317,7 @@ class _Doge(torch.autograd.Function):
         dfactor = _limit_gradient(gradient * softplus).sum((0, 2))
         largest = torch.finfo(wide.dtype).max
         dsoftplus = (gradient * factor).clamp(-largest, largest)
-        z = wide.clamp(max=20).exp()  # softplus(x) is x above 20
-        dstep = torch.where(wide > 20, dsoftplus, dsoftplus * z / (z + 1))
+        dstep = dsoftplus * wide.sigmoid()
         return (
             _limit_gradient(dfactor, A.dtype).to(A.dtype),
             _limit_gradient(dstep, step.dtype).to(step.dtype).transpose(1, 2),
@@ -230,8 +330,7 @@ def _widen_operands(A: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     # In 16 bits the copy that widens also transposes: elementwise kernels over other strides take twice as long.
     step = step.transpose(-1, -2).to(dtype, memory_format=torch.contiguous_format)
     # A projection may overflow: 0 * inf would be NaN.
-    softplus = F.softplus(step).clamp(max=torch.finfo(dtype).max)
-    return A.to(dtype)[:, None], step, softplus
+    return A.to(dtype)[:, None], step, softplus(step).clamp(max=torch.finfo(dtype).max)
 
 
 def _largest_exponent(dtype: torch.dtype) -> float:

@@ -12,7 +12,15 @@ from torch.compiler import is_compiling
 
 from . import torch_registrations
 from .load import NAMESPACE
-from .ops import BACKWARD, FORWARD, SELECT_AND_ATTEND, backward, forward, select_and_attend
+from .ops import (
+    BACKWARD,
+    FORWARD,
+    SELECT_AND_ATTEND,
+    backward,
+    forward,
+    score_projection,
+    select_and_attend,
+)
 from .signatures import GRADIENTS, Signature
 
 # Error texts for unsupported derivatives. The caller prefixes the package's or the argument's name.
@@ -157,6 +165,39 @@ class _Gradients(torch.autograd.Function):
         raise RuntimeError(NO_SECOND_DERIVATIVE)
 
 
+class _ScoreProjection(torch.autograd.Function):
+    """The operator `score_projection`. Its derivatives are products of torch, which have derivatives of their own."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias):
+        ctx.save_for_backward(hidden, weight, bias)
+        with torch._C._AutoDispatchBelowAutograd():
+            return score_projection(hidden, weight, bias)
+
+    @staticmethod
+    def backward(ctx, dscores):
+        return projection_gradients(dscores, *ctx.saved_tensors, ctx.needs_input_grad)
+
+
+def projection_gradients(
+    dscores: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    needed: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Returns the gradients of score_projection's arguments, from sums in the dtype of dscores [B, H, S]."""
+    dhidden = dweight = dbias = None
+    with torch.autocast(dscores.device.type, enabled=False):
+        if needed[0]:
+            dhidden = (dscores.mT @ weight.to(dscores.dtype)).to(hidden.dtype)
+        if needed[1]:
+            dweight = (dscores @ hidden.to(dscores.dtype)).sum(0).to(weight.dtype)
+        if needed[2]:
+            dbias = dscores.sum((0, 2)).to(bias.dtype)
+    return dhidden, dweight, dbias
+
+
 def _with_autograd(operator, function: type[torch.autograd.Function]):
     def call(*inputs):
         _check_tangents(inputs)
@@ -209,6 +250,8 @@ _autograd = torch.library.Library(NAMESPACE, "FRAGMENT")
 _autograd.impl("forward", _with_autograd(forward, _Attention), "Autograd")
 _autograd.impl("select_and_attend", _with_autograd(select_and_attend, _SelectAndAttend), "Autograd")
 _autograd.impl("backward", _with_autograd(backward, _Gradients), "Autograd")
+_autograd.impl("score_projection", _with_autograd(score_projection, _ScoreProjection), "Autograd")
 
 forward_direct = _bypass_dispatcher(forward, _Attention)
 select_and_attend_direct = _bypass_dispatcher(select_and_attend, _SelectAndAttend)
+score_projection_direct = _bypass_dispatcher(score_projection, _ScoreProjection)

@@ -17,7 +17,12 @@ from ..._core.numerics import Numerics
 from ...keys.intervals import KeyIntervals
 from ...keys.recognise import Memo, cached_result, intervals_of_mask, split_additive, visible_counts
 from ...keys.rule import SelectionRule
-from ...scores import doge_scores_of, with_zero_sum_gradient
+from ...scores import (
+    doge_scores_of,
+    project_tokens,
+    projection_of_values,
+    with_zero_sum_gradient,
+)
 from .._shared.attention_interface.keywords import check_mask_keywords
 from .._shared.attention_interface.layer_masks import (
     as_key_intervals,
@@ -127,7 +132,11 @@ class FlashDogeAttention(DogeAttention):
         query = _normalize(self.q_norm, self.q_proj(hidden_states).view(per_head))
         key = _normalize(self.k_norm, self.k_proj(hidden_states).view(per_head))
         value = self.v_proj(hidden_states)
-        scores = doge_scores(self, self.dt_proj(value))
+        if self.round_scores_like_eager:
+            step = self.dt_proj(value)
+        else:
+            step = projection_of_values(self.v_proj, self.dt_proj, hidden_states, value)
+        scores = doge_scores(self, step)
         value = value.view(per_head)
         # Query and key keep the dimension order of attention: if they were transposed to that of caches here, compiled code would
         # write both twice, once for each order.
@@ -209,8 +218,10 @@ class FlashDogeAttention(DogeAttention):
         scores = store_scores(cache, self.layer_idx, self.config, scores, state, key.shape[2])
         key, value = swap_heads_and_tokens(key, value)
         # Eager attention rounds the scores of all keys together.
-        if scores is None or self.round_scores_like_eager:
+        if self.round_scores_like_eager:
             scores = doge_scores(self, self.dt_proj(value.flatten(2)))
+        elif scores is None:
+            scores = doge_scores(self, project_tokens(self.dt_proj, value.flatten(2)))
         return key, value, scores
 
 
