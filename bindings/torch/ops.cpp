@@ -179,8 +179,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
   return {dq, dk, dv, dbias};
 }
 
-// Scores [B, H, S], float32 (float64 if hidden is), of hidden [B, S, F], weight [H, F] and bias [H].
-Tensor score_projection_op(const Tensor& hidden, const Tensor& weight, const OptionalTensor& bias) {
+ScoreForm score_form_of(const std::string& name) {
+  if (name == "projection") return ScoreForm::projection;
+  if (name == "gelu") return ScoreForm::gelu;
+  if (name == "gate") return ScoreForm::gate;
+  if (name == "linear") return ScoreForm::linear;
+  if (name == "doge") return ScoreForm::doge;
+  throw InvalidArgument("form", "'" + name + "'", "projection, gelu, gate, linear or doge");
+}
+
+// Scores [B, H, S], float32 (float64 if hidden is), of hidden [B, S, F], weight [H, F], bias [H] and factor [H].
+Tensor score_projection_op(const Tensor& hidden, const Tensor& weight, const OptionalTensor& bias,
+                           const OptionalTensor& factor, const std::string& form) {
   const CallDevice device(hidden);
   if (hidden.dim() != 3) throw InvalidArgument("hidden", shape_text(hidden), "shape [B, S, F]");
   if (weight.dim() != 2 || weight.size(1) != hidden.size(2)) {
@@ -199,14 +209,19 @@ Tensor score_projection_op(const Tensor& hidden, const Tensor& weight, const Opt
                            .hidden_stride = {features.stride(0), features.stride(1)},
                            .weight = weights.const_data_ptr(),
                            .weight_dtype = dtype_of(weight, "weight"),
-                           .weight_stride = weights.stride(0)};
-  OptionalTensor biases;
-  if (bias) {
-    expect(*bias, "bias", {args.heads}, bias->scalar_type(), hidden, "hidden");
-    biases = as_contiguous(*bias);
-    args.bias = biases->const_data_ptr();
-    args.bias_dtype = dtype_of(*bias, "bias");
-  }
+                           .weight_stride = weights.stride(0),
+                           .form = score_form_of(form)};
+  OptionalTensor biases, factors;
+  const auto read_heads = [&](const OptionalTensor& given, const char* name, OptionalTensor& dense,
+                              const void*& data, DType& dtype) {
+    if (!given) return;
+    expect(*given, name, {args.heads}, given->scalar_type(), hidden, "hidden");
+    dense = as_contiguous(*given);
+    data = dense->const_data_ptr();
+    dtype = dtype_of(*given, name);
+  };
+  read_heads(bias, "bias", biases, args.bias, args.bias_dtype);
+  read_heads(factor, "factor", factors, args.factor, args.factor_dtype);
   const bool is_double = args.hidden_dtype == DType::f64;
   const Tensor scores = allocate({args.batch, args.heads, args.seqlen},
                                  is_double ? ScalarType::Double : ScalarType::Float, hidden);
@@ -246,7 +261,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FLASH_DMATTN_NAMESPACE, m) {
       "SymInt bias_delay, float scale, float softcap, bool saturate, bool deterministic, str "
       "backend) -> (Tensor out, "
       "Tensor lse, Tensor key_intervals)");
-  m.def("score_projection(Tensor hidden, Tensor weight, Tensor? bias) -> Tensor");
+  m.def(
+      "score_projection(Tensor hidden, Tensor weight, Tensor? bias, Tensor? factor, str form) -> "
+      "Tensor");
   m.def(
       "select_key_intervals(Tensor scores, Tensor? key_mask, SymInt[] windows, str selection, "
       "bool is_causal, SymInt query_length, SymInt recent_window=0, bool recent_competes=False, "

@@ -7,9 +7,17 @@
 #include "flash_dmattn/execution.h"
 #include "flash_dmattn/types.h"
 
-// Features of tokens -> one number per key and head, the argument of a score's activation. Sizes have no default: -1 is
-// refused.
+// Features of tokens -> one score per key and head. Sizes have no default: -1 is refused.
 namespace flash_dmattn {
+
+// A score as a function of z = hidden . weight + bias, and for some forms of one factor A per head.
+enum class ScoreForm : std::uint8_t {
+  projection,  // z
+  gelu,        // z times the normal distribution function of z, between two projections
+  gate,        // log sigmoid(z)
+  linear,      // A log(1 + exp(z))
+  doge,        // exp(A log(1 + exp(z))), at most the largest number of the dtype
+};
 
 // Arguments of project_scores.
 struct ScoreProjectionArgs {
@@ -31,17 +39,22 @@ struct ScoreProjectionArgs {
   const void* bias = nullptr;   // [H] dense; f32, or the dtype of hidden; null: none
   DType bias_dtype = no_dtype;  // required with a bias
 
+  ScoreForm form = ScoreForm::projection;
+  const void* factor = nullptr;   // A, [H] dense; f32, or the dtype of hidden; for linear and doge
+  DType factor_dtype = no_dtype;  // required with a factor
+
   void* scores = nullptr;  // out: [B, H, S] dense; f64 if hidden is f64, else f32
 };
 
-// Writes hidden . weight + bias for every token and head.
+// Writes the score of every token for every head.
 //
-// The bits of a result depend on its token's features, the head's weights and its bias alone: not on the other tokens, their
-// number and layout, nor on worker, instruction set or device. On "cpu" and "cuda" a result is
+// The bits of a result depend on its token's features, the head's weights, bias and factor alone: not on the other tokens,
+// their number and layout, nor on worker or instruction set. On "cpu" and "cuda" z is
 //   p_i = sum of hidden_f weight_f over f = i, i + 64, i + 128, ... in this order, for i in [0, 64)
 //   p_i += p_(i + n) for i in [0, n), for n = 32, 16, 8, 4, 2, 1
 //   p_0 + bias
-// in f32, where each product and each sum is rounded (no fused multiply-add). "reference" adds in double.
+// in f32, where each product and each sum is rounded (no fused multiply-add), so it has the same bits on both. exp and log
+// are those of the device's library of functions, in f32. "reference" computes in double.
 //
 // Needs no workspace; on a GPU it only enqueues work. Throws InvalidArgument.
 void project_scores(const ScoreProjectionArgs& args, const Execution& execution,

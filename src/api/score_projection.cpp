@@ -28,10 +28,15 @@ ScoreProjectionArgs validated(const ScoreProjectionArgs& args) {
   }
   require_dtype_beside("weight_dtype", args.weight_dtype, args.hidden_dtype);
   if (args.bias != nullptr) require_dtype_beside("bias_dtype", args.bias_dtype, args.hidden_dtype);
+  if (args.factor != nullptr) {
+    require_dtype_beside("factor_dtype", args.factor_dtype, args.hidden_dtype);
+  }
   const bool has_scores = args.batch * args.seqlen > 0 && args.heads > 0;
   require_pointer("hidden", args.hidden, has_scores && args.features > 0);
   require_pointer("weight", args.weight, has_scores && args.features > 0);
   require_pointer("scores", args.scores, has_scores);
+  const bool has_factor = args.form == ScoreForm::linear || args.form == ScoreForm::doge;
+  require_pointer("factor", args.factor, has_scores && has_factor);
   ScoreProjectionArgs result = args;
   const auto hidden = resolved_strides<3>({args.hidden_stride[0], args.hidden_stride[1], 1},
                                           {args.batch, args.seqlen, args.features});

@@ -1,9 +1,12 @@
 #include "cpu/score_projection.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
+#include "common/float_types.h"
 #include "common/plan_content.h"
+#include "common/score_form.h"
 #include "common/tasks.h"
 #include "cpu/dispatch.h"
 #include "cpu/task.h"
@@ -27,6 +30,22 @@ ScoreProjectionTask task_of(const ScoreProjectionArgs& args) {
           .scores = static_cast<float*>(args.scores)};
 }
 
+// Makes scores of the projections of an item.
+void apply_form(const ScoreProjectionArgs& args, std::int64_t item) {
+  if (args.form == ScoreForm::projection) return;
+  auto* scores = static_cast<float*>(args.scores);
+  const std::int64_t begin = item * projection_tokens;
+  const std::int64_t end = std::min(begin + projection_tokens, args.batch * args.seqlen);
+  for (std::int64_t h = 0; h < args.heads; ++h) {
+    const float factor =
+        args.factor == nullptr ? 0.0f : static_cast<float>(load(args.factor, args.factor_dtype, h));
+    for (std::int64_t t = begin; t < end; ++t) {
+      float& score = scores[(t / args.seqlen * args.heads + h) * args.seqlen + t % args.seqlen];
+      score = score_of(args.form, score, factor);
+    }
+  }
+}
+
 class ProjectionPlan {
  public:
   std::size_t bytes = 0;
@@ -39,7 +58,10 @@ class ProjectionPlan {
     const ScoreProjectionTask task = task_of(args);
     const std::int64_t tokens = args.batch * args.seqlen;
     for_each_task(execution, (tokens + projection_tokens - 1) / projection_tokens,
-                  [&](std::int64_t item, int) { kernels_->project_scores(task, item); });
+                  [&](std::int64_t item, int) {
+                    kernels_->project_scores(task, item);
+                    apply_form(args, item);
+                  });
   }
 
  private:

@@ -2,6 +2,7 @@
 
 #include "common/float_types.h"
 #include "common/plan_content.h"
+#include "common/score_form.h"
 #include "common/tasks.h"
 #include "reference/kernels.h"
 
@@ -15,7 +16,9 @@ double score(const ScoreProjectionArgs& args, std::int64_t b, std::int64_t s, st
     sum += load(args.hidden, args.hidden_dtype, token + f) *
            load(args.weight, args.weight_dtype, h * args.weight_stride + f);
   }
-  return args.bias == nullptr ? sum : sum + load(args.bias, args.bias_dtype, h);
+  if (args.bias != nullptr) sum += load(args.bias, args.bias_dtype, h);
+  return score_of(args.form, sum,
+                  args.factor == nullptr ? 0 : load(args.factor, args.factor_dtype, h));
 }
 
 void project(const ScoreProjectionArgs& args, const Execution& execution) {

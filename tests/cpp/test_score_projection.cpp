@@ -1,12 +1,15 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <iterator>
+#include <limits>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "common/score_form.h"
 #include "flash_dmattn/calls.h"
 #include "support/expect_invalid.h"
 #include "support/instruction_sets.h"
@@ -20,7 +23,7 @@ namespace {
 
 struct ProjectionProblem {
   ScoreProjectionArgs args;
-  Tensor hidden, weight, bias, scores;
+  Tensor hidden, weight, bias, factor, scores;
 
   ProjectionProblem(const ScoreProjectionArgs& shape, Layout layout, Random& random)
       : args(shape),
@@ -28,16 +31,19 @@ struct ProjectionProblem {
                layout),
         weight("weight", element_of(args.weight_dtype), {args.heads, 1, 1, args.features}, layout),
         bias("bias", element_of(args.bias_dtype), {1, 1, 1, args.heads}),
+        factor("factor", element_of(args.factor_dtype), {1, 1, 1, args.heads}),
         scores("scores", args.hidden_dtype == DType::f64 ? Element::f64 : Element::f32,
                {args.batch, args.heads, args.seqlen, 1}) {
-    for (Tensor* tensor : {&hidden, &weight, &bias}) {
+    for (Tensor* tensor : {&hidden, &weight, &bias, &factor}) {
       tensor->fill([&](const Index&) { return random.normal(); });
     }
+    factor.fill([&](const Index& i) { return factor.get(i) / 100; });
     args.hidden = hidden.const_view().data;
     args.hidden_stride = {hidden.stride()[0], hidden.stride()[1]};
     args.weight = weight.const_view().data;
     args.weight_stride = weight.stride()[0];
     if (random.below(3) != 0) args.bias = bias.const_view().data;
+    args.factor = factor.const_view().data;
     args.scores = scores.view().data;
   }
 
@@ -65,7 +71,8 @@ struct ProjectionProblem {
     for (std::size_t n = 32; n > 0; n /= 2) {
       for (std::size_t i = 0; i < n; ++i) sums[i] += sums[i + n];
     }
-    return args.bias == nullptr ? sums[0] : sums[0] + static_cast<float>(bias.get({0, 0, 0, h}));
+    if (args.bias != nullptr) sums[0] += static_cast<float>(bias.get({0, 0, 0, h}));
+    return score_of(args.form, sums[0], static_cast<float>(factor.get({0, 0, 0, h})));
   }
 };
 
@@ -80,6 +87,8 @@ ScoreProjectionArgs random_shape(Random& random) {
   args.hidden_dtype = static_cast<DType>(random.below(3));
   args.weight_dtype = random.below(2) == 0 ? DType::f32 : args.hidden_dtype;
   args.bias_dtype = random.below(2) == 0 ? DType::f32 : args.hidden_dtype;
+  args.factor_dtype = random.below(2) == 0 ? DType::f32 : args.hidden_dtype;
+  args.form = static_cast<ScoreForm>(random.below(5));
   return args;
 }
 
@@ -102,12 +111,39 @@ TEST(ScoreProjection, BitsAreThoseOfDefinitionOnEachInstructionSet) {
   }
 }
 
+double exact_score(ScoreForm form, double z, double factor) {
+  const double softplus = std::max(z, 0.0) + std::log1p(std::exp(-std::abs(z)));
+  switch (form) {
+    case ScoreForm::gelu: return z * std::erfc(-z * std::sqrt(0.5)) / 2;
+    case ScoreForm::gate: return z - softplus;
+    case ScoreForm::linear: return factor * softplus;
+    case ScoreForm::doge: return std::exp(factor * softplus);
+    default: return z;
+  }
+}
+
+TEST(ScoreProjection, FormsAreFiniteForAllFiniteProjections) {
+  constexpr float largest = std::numeric_limits<float>::max();
+  for (const float z : {-largest, -100.0f, -1e-30f, 0.0f, 3.0f, 20.0f, 88.0f, largest}) {
+    for (const float factor : {-largest, -2.0f, 0.0f, 0.5f}) {
+      for (const ScoreForm form : {ScoreForm::gelu, ScoreForm::gate, ScoreForm::doge}) {
+        const float score = score_of(form, z, factor);
+        EXPECT_TRUE(std::isfinite(score)) << z << " and " << factor;
+        if (form != ScoreForm::doge || factor > -largest) {
+          EXPECT_NEAR(score, exact_score(form, z, factor), 1e-6 * (1 + std::abs(score)));
+        }
+      }
+    }
+    EXPECT_EQ(score_of(ScoreForm::doge, largest, largest), score_of(ScoreForm::doge, 1.0f, 100.0f));
+  }
+}
+
 TEST(ScoreProjection, ReferenceAddsInDouble) {
   Random random(12);
   for (int round = 0; round < 40; ++round) {
     ScoreProjectionArgs shape = random_shape(random);
     if (round % 2 == 0) {
-      shape.hidden_dtype = shape.weight_dtype = shape.bias_dtype = DType::f64;
+      shape.hidden_dtype = shape.weight_dtype = shape.bias_dtype = shape.factor_dtype = DType::f64;
     }
     ProjectionProblem problem(shape, Layout::padded, random);
     problem.run(sequential_execution(2), shape.hidden_dtype == DType::f64 ? "" : "reference");
@@ -117,7 +153,8 @@ TEST(ScoreProjection, ReferenceAddsInDouble) {
       for (std::int64_t f = 0; f < shape.features; ++f) {
         exact += problem.hidden.get({i[0], i[2], 0, f}) * problem.weight.get({i[1], 0, 0, f});
       }
-      const double unit = shape.hidden_dtype == DType::f64 ? 1e-13 : 1e-6;
+      exact = exact_score(shape.form, exact, problem.factor.get({0, 0, 0, i[1]}));
+      const double unit = shape.hidden_dtype == DType::f64 ? 1e-11 : 1e-6;
       ASSERT_NEAR(actual, exact, unit * (1 + std::abs(exact)));
     });
   }
@@ -128,7 +165,8 @@ TEST(ScoreProjection, BadArgumentThrows) {
   ScoreProjectionArgs shape;
   shape.batch = shape.seqlen = shape.heads = 2;
   shape.features = 8;
-  shape.hidden_dtype = shape.weight_dtype = shape.bias_dtype = DType::bf16;
+  shape.hidden_dtype = shape.weight_dtype = shape.bias_dtype = shape.factor_dtype = DType::bf16;
+  shape.form = ScoreForm::linear;
   const ProjectionProblem problem(shape, Layout::contiguous, random);
   const auto expect = [&](const std::string& argument, const std::string& message,
                           const auto& spoil) {
@@ -154,6 +192,11 @@ TEST(ScoreProjection, BadArgumentThrows) {
   expect("hidden", "got null, expected a pointer", [](Args& a) { a.hidden = nullptr; });
   expect("weight", "got null, expected a pointer", [](Args& a) { a.weight = nullptr; });
   expect("scores", "got null, expected a pointer", [](Args& a) { a.scores = nullptr; });
+  expect("factor", "got null, expected a pointer", [](Args& a) { a.factor = nullptr; });
+  expect("factor_dtype", "got f32, expected f64", [](Args& a) {
+    a.hidden_dtype = a.weight_dtype = a.bias_dtype = DType::f64;
+    a.factor_dtype = DType::f32;
+  });
 }
 
 }  // namespace

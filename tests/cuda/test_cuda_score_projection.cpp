@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
@@ -10,7 +11,8 @@
 #include "flash_dmattn/calls.h"
 #include "support/random.h"
 
-// Projections of scores on the device have the bits of those on the CPU.
+// Projections of scores on the device have the bits of those on the CPU. Other forms equal those up to rounding, and have the same
+// bits in a call of one token.
 namespace flash_dmattn::testing {
 namespace {
 
@@ -46,10 +48,12 @@ void expect_bits_of_cpu(ScoreProjectionArgs args, std::int64_t padding, std::int
   const Numbers hidden(args.hidden_dtype, args.batch * args.seqlen * row, offset, random);
   const Numbers weight(args.weight_dtype, args.heads * row, offset, random);
   const Numbers bias(args.bias_dtype, args.heads, offset, random);
+  const Numbers factor(args.factor_dtype, args.heads, offset, random);
   const std::int64_t count = args.batch * args.heads * args.seqlen;
   std::vector<float> expected(static_cast<std::size_t>(count));
   args.hidden = hidden.host();
   args.weight = weight.host();
+  args.factor = factor.host();
   if (has_bias) args.bias = bias.host();
   args.scores = expected.data();
   project_scores(args, sequential_execution(1));
@@ -57,13 +61,35 @@ void expect_bits_of_cpu(ScoreProjectionArgs args, std::int64_t padding, std::int
   args.device = Device::cuda;
   args.hidden = hidden.device();
   args.weight = weight.device();
+  args.factor = factor.device();
   if (has_bias) args.bias = bias.device();
   args.scores = scores.data();
   run_on_device(ScoreProjectionCall(args, {}));
-  ASSERT_EQ(download<float>(scores, count), expected)
-      << args.batch << " rows of " << args.seqlen << " tokens, " << args.features << " features, "
-      << args.heads << " heads, " << name_of(args.hidden_dtype) << ", weights "
-      << name_of(args.weight_dtype) << ", padding " << padding << ", offset " << offset;
+  const std::vector<float> actual = download<float>(scores, count);
+  SCOPED_TRACE(::testing::Message()
+               << args.batch << " rows of " << args.seqlen << " tokens, " << args.features
+               << " features, " << args.heads << " heads, " << name_of(args.hidden_dtype)
+               << ", weights " << name_of(args.weight_dtype) << ", form "
+               << static_cast<int>(args.form) << ", padding " << padding << ", offset " << offset);
+  if (args.form == ScoreForm::projection) {
+    ASSERT_EQ(actual, expected);
+  } else {
+    // exp makes relative errors of the exponent, which is at most 88.
+    for (std::size_t i = 0; i < actual.size(); ++i) {
+      ASSERT_NEAR(actual[i], expected[i], 4e-5f * (1e-2f + std::abs(expected[i]))) << i;
+    }
+  }
+  if (count == 0) return;
+  const std::int64_t length = args.seqlen, last = args.batch * length - 1;
+  args.hidden =
+      static_cast<const std::byte*>(args.hidden) + last * row * size_of(args.hidden_dtype);
+  args.batch = args.seqlen = 1;
+  run_on_device(ScoreProjectionCall(args, {}));
+  const std::vector<float> alone = download<float>(scores, args.heads);
+  for (std::int64_t h = 0; h < args.heads; ++h) {
+    const std::int64_t at = count - 1 - (args.heads - 1 - h) * length;
+    ASSERT_EQ(alone[static_cast<std::size_t>(h)], actual[static_cast<std::size_t>(at)]) << h;
+  }
 }
 
 ScoreProjectionArgs random_shape(std::int64_t most_tokens, Random& random) {
@@ -76,6 +102,8 @@ ScoreProjectionArgs random_shape(std::int64_t most_tokens, Random& random) {
   args.hidden_dtype = static_cast<DType>(random.below(3));
   args.weight_dtype = random.below(2) == 0 ? DType::f32 : args.hidden_dtype;
   args.bias_dtype = random.below(2) == 0 ? DType::f32 : args.hidden_dtype;
+  args.factor_dtype = random.below(2) == 0 ? DType::f32 : args.hidden_dtype;
+  args.form = static_cast<ScoreForm>(random.below(5));
   return args;
 }
 
@@ -100,7 +128,7 @@ TEST_F(CudaScoreProjection, BitsOfManyTokensAreThoseOfCpu) {
         args.features = 330;
         args.heads = heads;
         args.hidden_dtype = dtype;
-        args.weight_dtype = args.bias_dtype = weight;
+        args.weight_dtype = args.bias_dtype = args.factor_dtype = weight;
         expect_bits_of_cpu(args, 2 * random.below(2), 2 * random.below(2), true, random);
         if (HasFatalFailure()) return;
       }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from .ops import (
     score_projection,
     select_and_attend,
 )
+from .score_forms import score_gradients
 from .signatures import GRADIENTS, Signature
 
 # Error texts for unsupported derivatives. The caller prefixes the package's or the argument's name.
@@ -166,36 +167,47 @@ class _Gradients(torch.autograd.Function):
 
 
 class _ScoreProjection(torch.autograd.Function):
-    """The operator `score_projection`. Its derivatives are products of torch, which have derivatives of their own."""
+    """The operator `score_projection`. Its derivatives are made of torch's operators, which have derivatives of their own."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias):
-        ctx.save_for_backward(hidden, weight, bias)
+    def forward(ctx, *inputs):
+        save_projection(ctx, inputs)
         with torch._C._AutoDispatchBelowAutograd():
-            return score_projection(hidden, weight, bias)
+            return score_projection(*inputs)
 
     @staticmethod
     def backward(ctx, dscores):
-        return projection_gradients(dscores, *ctx.saved_tensors, ctx.needs_input_grad)
+        return projection_gradients(ctx, score_projection, dscores)
 
 
-def projection_gradients(
-    dscores: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    needed: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Returns the gradients of score_projection's arguments, from sums in the dtype of dscores [B, H, S]."""
+def save_projection(ctx, inputs: tuple) -> None:
+    """Saves hidden, weight, bias, factor and form for projection_gradients."""
+    *tensors, ctx.form = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def projection_gradients(ctx, project: Callable, dscores: Tensor) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of the arguments of `project`, from sums in the dtype of dscores [B, H, S].
+
+    Projections are computed again, because they are as large as the scores but are needed only here.
+    """
+    hidden, weight, bias, factor = ctx.saved_tensors
+    needed, dtype = ctx.needs_input_grad, dscores.dtype
     dhidden = dweight = dbias = None
     with torch.autocast(dscores.device.type, enabled=False):
+        z = (
+            dscores
+            if ctx.form == "projection"
+            else project(hidden, weight, bias, None, "projection")
+        )
+        dz, dfactor = score_gradients(dscores, z, factor, ctx.form)
         if needed[0]:
-            dhidden = (dscores.mT @ weight.to(dscores.dtype)).to(hidden.dtype)
+            dhidden = (dz.mT @ weight.to(dtype)).to(hidden.dtype)
         if needed[1]:
-            dweight = (dscores @ hidden.to(dscores.dtype)).sum(0).to(weight.dtype)
+            dweight = (dz @ hidden.to(dtype)).sum(0).to(weight.dtype)
         if needed[2]:
-            dbias = dscores.sum((0, 2)).to(bias.dtype)
-    return dhidden, dweight, dbias
+            dbias = dz.sum((0, 2)).to(bias.dtype)
+    return dhidden, dweight, dbias, dfactor, None
 
 
 def _with_autograd(operator, function: type[torch.autograd.Function]):

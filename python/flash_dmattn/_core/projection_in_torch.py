@@ -9,16 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .autograd import projection_gradients
+from .autograd import projection_gradients, save_projection
 from .fake_kernels import empty_scores
 from .load import NAMESPACE
+from .score_forms import score_of
 
 _SUMS = 64  # the partial sums of a score (include/flash_dmattn/scores.h)
 _MOST_SUMS = 2**22  # the partial sums of the tokens that are computed together: 16 MiB
 
 
 @torch.library.custom_op(f"{NAMESPACE}::score_projection_in_torch", mutates_args=())
-def score_projection(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def score_projection(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, factor: Tensor | None, form: str
+) -> Tensor:
     """Computes what the operator score_projection computes, with sums in the same order and so with the same bits."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     (heads, features), (batch, length) = weight.shape, hidden.shape[:2]
@@ -39,20 +42,20 @@ def score_projection(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
         out.copy_(sums[..., 0])
     if bias is not None:
         scores += bias.to(dtype)
-    return scores.view(batch, length, heads).mT.contiguous()
+    return score_of(scores.view(batch, length, heads).mT.contiguous(), factor, form)
 
 
 @score_projection.register_fake
-def _score_projection_fake(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _score_projection_fake(hidden, weight, bias, factor, form):
     return empty_scores(hidden, weight)
 
 
 def _save_for_backward(ctx, inputs: tuple, output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+    save_projection(ctx, inputs)
 
 
 def _backward(ctx, dscores: Tensor) -> tuple[Tensor | None, ...]:
-    return projection_gradients(dscores, *ctx.saved_tensors, ctx.needs_input_grad)
+    return projection_gradients(ctx, score_projection, dscores)
 
 
 score_projection.register_autograd(_backward, setup_context=_save_for_backward)

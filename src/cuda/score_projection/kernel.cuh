@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/score_form.h"
 #include "cuda/primitives/convert.cuh"
 #include "cuda/primitives/warp.cuh"
 
@@ -14,8 +15,9 @@ namespace flash_dmattn::cuda {
 struct ScoreProjectionParams {
   const void* hidden;
   const void* weight;
-  const void* bias;  // may be null
-  float* scores;     // [batch, heads, seqlen]
+  const void* bias;    // may be null
+  const void* factor;  // may be null
+  float* scores;       // [batch, heads, seqlen]
   std::int64_t hidden_batch;
   std::int64_t hidden_token;
   std::int64_t weight_head;
@@ -23,7 +25,9 @@ struct ScoreProjectionParams {
   std::int64_t seqlen;
   unsigned features;  // below 2^31, so that sums with a warp's width fit
   int heads;
+  ScoreForm form;
   DType bias_dtype;
+  DType factor_dtype;
   bool
       has_aligned_pairs;  // features 2 i and 2 i + 1 of every token and head are in one aligned word
   int head_groups = 1;    // of the heads that a warp computes
@@ -50,11 +54,12 @@ __device__ inline float2 load_single_features(const T* row, unsigned f, unsigned
           f + 1 < features ? FeaturePair<T>::widen_one(row[f + 1]) : 0.0f};
 }
 
-__device__ inline float load_bias(const void* bias, DType dtype, int head) {
+// A bias or a factor of a head.
+__device__ inline float load_of_head(const void* data, DType dtype, int head) {
   switch (dtype) {
-    case DType::bf16: return __bfloat162float(static_cast<const __nv_bfloat16*>(bias)[head]);
-    case DType::f16: return __half2float(static_cast<const __half*>(bias)[head]);
-    default: return static_cast<const float*>(bias)[head];
+    case DType::bf16: return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[head]);
+    case DType::f16: return __half2float(static_cast<const __half*>(data)[head]);
+    default: return static_cast<const float*>(data)[head];
   }
 }
 
@@ -192,8 +197,11 @@ struct ScoreProjectionKernel {
     const std::int64_t token = first + result % Tokens;
     const int own_head = head + result / Tokens;
     if (lane_id() % copies != 0 || token >= p.tokens || own_head >= p.heads) return;
-    if (p.bias != nullptr) score = __fadd_rn(score, load_bias(p.bias, p.bias_dtype, own_head));
-    p.scores[(token / p.seqlen * p.heads + own_head) * p.seqlen + token % p.seqlen] = score;
+    if (p.bias != nullptr) score = __fadd_rn(score, load_of_head(p.bias, p.bias_dtype, own_head));
+    const float factor =
+        p.factor == nullptr ? 0.0f : load_of_head(p.factor, p.factor_dtype, own_head);
+    p.scores[(token / p.seqlen * p.heads + own_head) * p.seqlen + token % p.seqlen] =
+        score_of(p.form, score, factor);
   }
 };
 

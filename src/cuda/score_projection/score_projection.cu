@@ -26,6 +26,7 @@ ScoreProjectionParams params_of(const ScoreProjectionArgs& args) {
   return {.hidden = args.hidden,
           .weight = args.weight,
           .bias = args.bias,
+          .factor = args.factor,
           .scores = static_cast<float*>(args.scores),
           .hidden_batch = args.hidden_stride[0],
           .hidden_token = args.hidden_stride[1],
@@ -34,7 +35,9 @@ ScoreProjectionParams params_of(const ScoreProjectionArgs& args) {
           .seqlen = args.seqlen,
           .features = static_cast<unsigned>(args.features),
           .heads = static_cast<int>(args.heads),
+          .form = args.form,
           .bias_dtype = args.bias_dtype,
+          .factor_dtype = args.factor_dtype,
           .has_aligned_pairs =
               has_aligned_pairs(args.hidden, args.hidden_dtype, args.hidden_stride[0]) &&
               is_multiple(args.hidden_stride[1], 2) &&

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ...scores import ScoreProjection, make_scores, scores_of_heads
+from ...scores import ScoreProjection, make_scores, project_scores, scores_of_heads
 
 FIRST_LOGIT = 3.0  # the first logit of every gate, as in make_scores
 _HIDDEN_FEATURES = 64  # the width of the MLP's hidden layer
@@ -64,22 +64,16 @@ class _MlpGates(nn.Module):
 
     def __init__(self, hidden_size: int, heads: int, options: dict):
         super().__init__()
-        self.function = nn.Sequential(
-            ScoreProjection(hidden_size, _HIDDEN_FEATURES, **options),
-            _Gelu(),
-            ScoreProjection(_HIDDEN_FEATURES, heads, **options),
-            nn.LogSigmoid(),
+        self.function = nn.ModuleDict(
+            {
+                "0": ScoreProjection(hidden_size, _HIDDEN_FEATURES, **options),
+                "2": ScoreProjection(_HIDDEN_FEATURES, heads, **options),
+            }
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.function(hidden).mT
-
-
-class _Gelu(nn.Module):
-    """nn.GELU by torch's erf. The bits of nn.GELU on CPUs depend on the place of an element among the others."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 0.5 * x * (1 + torch.erf(x * math.sqrt(0.5)))
+        first, last = self.function.values()
+        return project_scores(last, project_scores(first, hidden, "gelu").mT, "gate")
 
 
 class GateScorer(nn.Module):

@@ -19,8 +19,9 @@ from ...keys.recognise import Memo, cached_result, intervals_of_mask, split_addi
 from ...keys.rule import SelectionRule
 from ...scores import (
     doge_scores_of,
-    project_tokens,
-    projection_of_values,
+    project_scores,
+    score_projection,
+    weights_of_product,
     with_zero_sum_gradient,
 )
 from .._shared.attention_interface.keywords import check_mask_keywords
@@ -132,11 +133,8 @@ class FlashDogeAttention(DogeAttention):
         query = _normalize(self.q_norm, self.q_proj(hidden_states).view(per_head))
         key = _normalize(self.k_norm, self.k_proj(hidden_states).view(per_head))
         value = self.v_proj(hidden_states)
-        if self.round_scores_like_eager:
-            step = self.dt_proj(value)
-        else:
-            step = projection_of_values(self.v_proj, self.dt_proj, hidden_states, value)
-        scores = doge_scores(self, step)
+        slots = cache.slots_of(self.layer_idx) if isinstance(cache, DynamicMaskCache) else None
+        scores = self._scores(value, hidden_states, slots)
         value = value.view(per_head)
         # Query and key keep the dimension order of attention: if they were transposed to that of caches here, compiled code would
         # write both twice, once for each order.
@@ -154,7 +152,6 @@ class FlashDogeAttention(DogeAttention):
             raise ValueError(
                 f"dropout: got {self.attention_dropout}, expected 0: attention dropout is not supported"
             )
-        slots = cache.slots_of(self.layer_idx) if isinstance(cache, DynamicMaskCache) else None
         if cache is not None and slots is None and context.pieces is None:
             key, value, scores = self._update(cache, key, value, scores, cache_position)
         states = cast_states((query, key, value), target_dtype(self, query))
@@ -166,6 +163,27 @@ class FlashDogeAttention(DogeAttention):
         else:
             out = self._attend(*states, scores, attention_mask, context, slots)
         return self.o_proj(out.flatten(2)), None
+
+    def _scores(
+        self,
+        value: torch.Tensor,
+        hidden_states: torch.Tensor | None = None,
+        slots: DynamicMaskLayer | None = None,
+    ) -> torch.Tensor:
+        """Returns the scores [B, Hkv, S] of values [B, S, Hkv * D], which `v_proj` made of hidden_states, if given."""
+        if self.round_scores_like_eager:
+            return doge_scores(self, self.dt_proj(value))
+
+        def make_weights() -> tuple | None:
+            return weights_of_product(self.v_proj, self.dt_proj, hidden_states.dtype)
+
+        weights = None
+        if hidden_states is not None:
+            keeps = slots is not None and not torch.is_grad_enabled()
+            weights = slots.score_weights(make_weights) if keeps else make_weights()
+        if weights is None:
+            return project_scores(self.dt_proj, value, "doge", self.A)
+        return score_projection(hidden_states, *weights, form="doge", A=self.A)
 
     def _attend(
         self,
@@ -218,10 +236,8 @@ class FlashDogeAttention(DogeAttention):
         scores = store_scores(cache, self.layer_idx, self.config, scores, state, key.shape[2])
         key, value = swap_heads_and_tokens(key, value)
         # Eager attention rounds the scores of all keys together.
-        if self.round_scores_like_eager:
-            scores = doge_scores(self, self.dt_proj(value.flatten(2)))
-        elif scores is None:
-            scores = doge_scores(self, project_tokens(self.dt_proj, value.flatten(2)))
+        if scores is None or self.round_scores_like_eager:
+            scores = self._scores(value.flatten(2))
         return key, value, scores
 
 

@@ -58,7 +58,7 @@ class DogeAttention(ScoredAttention):
         return self.q_norm(query), self.k_norm(key)
 
     def merge_weights(self) -> None:
-        """Multiplies the weights of values and scores, as projection_of_values does, once they are loaded."""
+        """Multiplies the weights of values and scores, as weights_of_product does, once they are loaded."""
         if not self.merges_weights:
             return
         inner = self.qkv_proj.weight[-self.sizes[2] :].float()
@@ -72,9 +72,9 @@ class DogeAttention(ScoredAttention):
 
     def scores_of(self, hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self.merges_weights:
-            step = score_projection(hidden[None], self.score_weight, self.score_bias).mT
-        else:
-            step = self.dt_proj(value.flatten(1))[0][None, :, self.own_heads]
+            weights = self.score_weight, self.score_bias
+            return score_projection(hidden[None], *weights, form="doge", A=self.A)[0]
+        step = self.dt_proj(value.flatten(1))[0][None, :, self.own_heads]
         return doge_scores_of(self.A, step)[0]
 
 

@@ -76,14 +76,14 @@ def keep_recent_of_equal_scores(model, scores=None):
 @contextlib.contextmanager
 def recorded_scores():
     """Yields a dict that gets the last scores of each layer of the enabled models that run, by the layer's index."""
-    scores, compute = {}, doge.doge_scores
+    scores, compute = {}, doge.FlashDogeAttention._scores
 
-    def watch(attention, step):
-        result = compute(attention, step)
+    def watch(attention, *states):
+        result = compute(attention, *states)
         scores[attention.layer_idx] = result.detach()
         return result
 
-    with mock.patch.object(doge, "doge_scores", watch):
+    with mock.patch.object(doge.FlashDogeAttention, "_scores", watch):
         yield scores
 
 
