@@ -57,7 +57,8 @@ def score_projection(
         A = _projection_argument(A, "A", (weight.shape[0],), hidden, wide)
     elif A is not None:
         raise ValueError(f"A: got a tensor, expected None with form {form!r}")
-    if is_transformed():  # torch's operators have all its derivatives
+    # torch's operators have all derivatives.
+    if not torch.compiler.is_compiling() and is_transformed():
         bias = bias if bias is None else bias.to(wide)
         return apply_form(F.linear(hidden.to(wide), weight.to(wide), bias), form, A)
     if has_kernels_for(hidden) and (hidden.dtype != torch.float64 or not hidden.is_cuda):

