@@ -2,7 +2,6 @@
 
 #include <cmath>
 #include <limits>
-#include <type_traits>
 
 #include "flash_dmattn/scores.h"
 
@@ -17,22 +16,19 @@
 namespace flash_dmattn {
 
 // log(1 + exp(z)); NaN for NaN.
-template <class T>
-FLASH_DMATTN_ANY_DEVICE inline T softplus(T z) {
-  return (z > 0 ? z : T{0}) + std::log1p(std::exp(z > 0 ? -z : z));
+FLASH_DMATTN_ANY_DEVICE inline float softplus(float z) {
+  return (z > 0 ? z : 0.0f) + std::log1p(std::exp(z > 0 ? -z : z));
 }
 
-template <class T>
-FLASH_DMATTN_ANY_DEVICE inline T score_of(ScoreForm form, T z, T factor) {
+FLASH_DMATTN_ANY_DEVICE inline float score_of(ScoreForm form, float z, float factor) {
   if (form == ScoreForm::projection) return z;
-  if (form == ScoreForm::gelu) return z * (T(0.5) * (1 + std::erf(z * T(0.7071067811865476))));
+  if (form == ScoreForm::gelu) return z * (0.5f * (1.0f + std::erf(z * 0.70710678f)));
   if (form == ScoreForm::gate) return -softplus(-z);
-  constexpr T largest = std::numeric_limits<T>::max();
-  // The logarithm of `largest` minus half a unit, because exp of the exact one may round to infinity.
-  constexpr T largest_exponent =
-      std::is_same_v<T, float> ? T(88.72283172607422) : T(709.7827128933839);
-  const T z_plus = softplus(z);
-  const T exponent = factor * (z_plus > largest ? largest : z_plus);  // 0 * inf would be NaN
+  constexpr float largest = std::numeric_limits<float>::max();
+  // Half a unit below the logarithm of `largest`, because exp of the exact one may round to infinity.
+  constexpr float largest_exponent = 88.7228317f;
+  const float z_plus = softplus(z);
+  const float exponent = factor * (z_plus > largest ? largest : z_plus);  // 0 * inf would be NaN
   if (form == ScoreForm::linear) return exponent;
   return std::exp(exponent > largest_exponent ? largest_exponent : exponent);
 }

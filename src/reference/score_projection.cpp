@@ -1,13 +1,26 @@
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "common/float_types.h"
 #include "common/plan_content.h"
-#include "common/score_form.h"
 #include "common/tasks.h"
 #include "reference/kernels.h"
 
 namespace flash_dmattn::reference {
 namespace {
+
+double score_of(ScoreForm form, double z, double factor) {
+  const double softplus = std::max(z, 0.0) + std::log1p(std::exp(-std::abs(z)));
+  switch (form) {
+    case ScoreForm::projection: return z;
+    case ScoreForm::gelu: return z * std::erfc(-z * std::sqrt(0.5)) / 2;
+    case ScoreForm::gate: return std::min(z, 0.0) - std::log1p(std::exp(-std::abs(z)));
+    case ScoreForm::linear: return factor * softplus;
+    case ScoreForm::doge: break;
+  }
+  return std::exp(factor * softplus);
+}
 
 double score(const ScoreProjectionArgs& args, std::int64_t b, std::int64_t s, std::int64_t h) {
   const std::int64_t token = b * args.hidden_stride[0] + s * args.hidden_stride[1];
