@@ -64,7 +64,9 @@ def test_different_window_gives_different_tokens():
 )
 def test_prompts_and_windows_of_any_length_give_same_tokens(length, window):
     oracle, ours = make_pair(window=window)
-    assert_same_generation(oracle, ours, make_ids(B, length), DynamicMaskCache(ours.config))
+    # Greedy texts repeat one word. If all keys are equal, their scores tie up to rounding in all layers.
+    cache = DynamicMaskCache(ours.config)
+    assert_same_generation(oracle, ours, make_ids(B, length), cache, do_sample=True)
 
 
 def test_prompt_without_mask_gives_same_tokens():
