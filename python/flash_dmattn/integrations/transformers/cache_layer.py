@@ -84,10 +84,9 @@ class DynamicMaskLayer(CacheLayerMixin):
     def is_empty(self) -> bool:
         return self._seen == 0
 
-    @torch.no_grad()
     def score_weights(self, make: Callable[[], tuple | None]) -> tuple | None:
-        """Returns weights that `make` computes of the layer's parameters, once for each text. A static layer keeps their
-        memory."""
+        """Returns weights that `make` computes of the attention layer's parameters, once for each text, without gradients.
+        A static layer keeps their memory."""
         if self._has_score_weights:
             return self._score_weights
         kept, made = self._score_weights, make()
