@@ -20,7 +20,7 @@ from .keys.patterns import from_padding, packed_documents, prefix_lm, sliding_wi
 from .keys.select_intervals import select_key_intervals
 from .layers import DynamicMaskAttention, ScoreBudget
 from .merge import merge_attention
-from .scores import make_scores, with_zero_sum_gradient
+from .scores import make_scores, score_projection, with_zero_sum_gradient
 
 torch_registrations.register()
 
@@ -65,6 +65,7 @@ __all__ = [
     "merge_attention",
     "packed_documents",
     "prefix_lm",
+    "score_projection",
     "select_key_intervals",
     "select_keys",
     "sliding_window",

@@ -145,6 +145,24 @@ struct BackwardTask : Task {
   double* dbias_sums;              // [dbias_parts, slabs, Sq, dbias_heads, Sk]
 };
 
+// The projection of a token is the sum of this many partial sums (flash_dmattn/scores.h).
+inline constexpr int projection_sums = 64;
+// Tokens of an item.
+inline constexpr std::int64_t projection_tokens = 16;
+
+// Tokens are [batch, seqlen] rows of features; strides in elements.
+struct ScoreProjectionTask {
+  std::int64_t batch, seqlen, features, heads;
+  const void* hidden;
+  std::int64_t hidden_batch, hidden_token;
+  const void* weight;  // f32, or the dtype of hidden
+  bool is_weight_f32;
+  std::int64_t weight_head;
+  const void* bias;  // may be null
+  DType bias_dtype;
+  float* scores;  // [batch, heads, seqlen]
+};
+
 // The functions of one instruction set. Items depend neither on each other nor on the worker that runs them.
 struct Kernels {
   std::int64_t (*forward_scratch)(const Task&);  // bytes of a worker, a multiple of 64
@@ -164,6 +182,8 @@ struct Kernels {
   void (*shared_dbias)(const BackwardTask&, std::int64_t item, void* scratch);
   void (*add_dbias_parts)(const BackwardTask&, std::int64_t tile, std::int64_t slab);
   void (*reduce)(const BackwardTask&, std::int64_t item);  // B * Hkv * key_blocks items
+  // One item for every projection_tokens tokens of all rows.
+  void (*project_scores)(const ScoreProjectionTask&, std::int64_t item);
 };
 
 // By the dtype of the arrays. One translation unit each, src/cpu/isa/<name>.cpp.

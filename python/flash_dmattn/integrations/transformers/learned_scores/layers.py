@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -193,4 +194,21 @@ def sizes_of(layer: nn.Module) -> tuple[int, int, int]:
 
 
 def device_of(layer: nn.Module) -> torch.device:
-    return next(layer.parameters()).device
+    """Returns the device where a layer computes. accelerate's hooks bring parameters there from the CPU or a disk."""
+    device = next(layer.parameters()).device
+    return device if device.type != "meta" else next(_execution_devices(layer), device)
+
+
+def _execution_devices(layer: nn.Module) -> Iterator[torch.device]:
+    for module in layer.modules():
+        hook = getattr(module, "_hf_hook", None)
+        for own in getattr(hook, "hooks", (hook,)):
+            device = getattr(own, "execution_device", None)
+            if device is not None:
+                yield torch.device(device)
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Whether accelerate keeps parameters of a module on the CPU or a disk, and gives it empty ones on "meta"."""
+    is_meta = any(parameter.is_meta for parameter in module.parameters())
+    return is_meta and next(_execution_devices(module), None) is not None
