@@ -154,6 +154,31 @@ def loss_of_records(
     return (share - target).clamp(min=0).mean()
 
 
+def loss_of_samples(
+    records: Sequence[SoftScores | None], target: float, mask: Tensor | None
+) -> Tensor:
+    """Returns how far the share of open samples in a text lies above the target, 0 if below, averaged over texts.
+
+    A sample counts as open (1) or closed (0), with the gradient of the sampled gate. All tokens count, recent ones too.
+    """
+    check_number(target, "target")
+    shares = []
+    for record in records:
+        samples = None if record is None else record.samples
+        if samples is None or record.take() is None:
+            raise RuntimeError(
+                "sampled: got True for a model without samples of a forward with gradients, expected one in the phase 'soft' with "
+                "a temperature since the last call"
+            )
+        gates = samples.exp()
+        opened = (gates >= 0.5).to(gates.dtype) + (gates - gates.detach())
+        present = _present(gates, mask)[:, None].expand_as(gates)
+        shares.append(
+            torch.where(present, opened, 0).sum((1, 2)) / present.sum((1, 2)).clamp(min=1)
+        )
+    return (torch.stack(shares).mean(0) - target).clamp(min=0).mean()
+
+
 def share_of_old_keys(
     scores: Tensor, recent_window: int, sink_tokens: int = 0, mask: Tensor | None = None
 ) -> Tensor:
@@ -199,21 +224,23 @@ class SoftScores:
     """
 
     scores: Tensor | None = None
+    samples: Tensor | None = None  # the log gates that were sampled from them
     is_open = False
 
     def open(self) -> None:
-        self.scores, self.is_open = None, True
+        self.scores, self.samples, self.is_open = None, None, True
 
     def gates(self, scores: Tensor, temperature: float | None) -> Tensor:
         """Records the scores, and returns log gates sampled from them, or without gradients or temperature the scores."""
         if not torch.is_grad_enabled():
             return scores
+        gates = scores if temperature is None else stochastic_gates(scores, temperature)
         if self.is_open and self.scores is None:
-            self.scores = scores
-        return scores if temperature is None else stochastic_gates(scores, temperature)
+            self.scores, self.samples = scores, None if gates is scores else gates
+        return gates
 
     def take(self) -> Tensor | None:
-        scores, self.scores, self.is_open = self.scores, None, False
+        scores, self.scores, self.samples, self.is_open = self.scores, None, None, False
         return scores
 
     def __getstate__(self) -> None:

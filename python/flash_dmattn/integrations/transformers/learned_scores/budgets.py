@@ -10,7 +10,14 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ...._core.checks import check_count
-from ....budgets import BYTES_OF_SLOT, KeyBudgets, collected_scores, divide_scores, loss_of_records
+from ....budgets import (
+    BYTES_OF_SLOT,
+    KeyBudgets,
+    collected_scores,
+    divide_scores,
+    loss_of_records,
+    loss_of_samples,
+)
 from ..._shared.config_rules import CONFIG_NAME, LearnedScores, make_rules
 from ...serving.states import head_dims_of
 from .add import scored_layers, set_score_phase
@@ -18,7 +25,12 @@ from .layers import sizes_of
 
 
 def budget_loss(
-    model: nn.Module, target: float, *, per_head: bool = False, mask: Tensor | None = None
+    model: nn.Module,
+    target: float,
+    *,
+    per_head: bool = False,
+    sampled: bool = False,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Returns max(0, share - target), where share is the mean gate of old keys in the last forward in the phase "soft".
 
@@ -33,14 +45,24 @@ def budget_loss(
         target: the share of old keys that the gates should keep, 0 to 1.
         per_head: whether each head has this target. By default only the mean over all layers and heads has: few heads need many
             keys, and most need few.
+        sampled: whether the share is that of the sampled gates, each open or closed, over all tokens of a text, and each
+            text has the target. This is the loss of DMS.
         mask: bool [B, S], False for padding.
 
     Raises:
+        ValueError: late scores without `sampled`, or `sampled` with `per_head`.
         RuntimeError: there was no forward in the phase "soft" with gradients since the last call.
     """
     layers = scored_layers(model)
     rules = [layer.score_rule for layer in layers]
     records = [layer.soft_scores for layer in layers]
+    if (sampled and per_head) or (layers[0].scores_are_late and not sampled):
+        raise ValueError(
+            f"sampled: got {sampled} with late={layers[0].scores_are_late} and per_head={per_head}, expected True for late "
+            "scores, and False for targets of each head"
+        )
+    if sampled:
+        return loss_of_samples(records, target, mask)
     return loss_of_records(records, rules, target, per_head, mask)
 
 
