@@ -10,14 +10,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ...._core.checks import check_count
-from ....budgets import (
-    BYTES_OF_SLOT,
-    KeyBudgets,
-    collected_scores,
-    divide_scores,
-    loss_of_records,
-    loss_of_samples,
-)
+from ....budgets import BYTES_OF_SLOT, KeyBudgets, collected_scores, divide_scores, loss_of_records
 from ..._shared.config_rules import CONFIG_NAME, LearnedScores, make_rules
 from ...serving.states import head_dims_of
 from .add import scored_layers, set_score_phase
@@ -45,8 +38,7 @@ def budget_loss(
         target: the share of old keys that the gates should keep, 0 to 1.
         per_head: whether each head has this target. By default only the mean over all layers and heads has: few heads need many
             keys, and most need few.
-        sampled: whether the share is that of the sampled gates, each open or closed, over all tokens of a text, and each
-            text has the target. This is the loss of DMS.
+        sampled: whether sampled gates count, each as open or closed, over all tokens, and each text has the target (DMS).
         mask: bool [B, S], False for padding.
 
     Raises:
@@ -58,12 +50,10 @@ def budget_loss(
     records = [layer.soft_scores for layer in layers]
     if (sampled and per_head) or (layers[0].scores_are_late and not sampled):
         raise ValueError(
-            f"sampled: got {sampled} with late={layers[0].scores_are_late} and per_head={per_head}, expected True for late "
-            "scores, and False for targets of each head"
+            f"sampled: got {sampled} with late={layers[0].scores_are_late} and per_head={per_head}, expected True for late scores, "
+            "False for per_head"
         )
-    if sampled:
-        return loss_of_samples(records, target, mask)
-    return loss_of_records(records, rules, target, per_head, mask)
+    return loss_of_records(records, rules, target, per_head, mask, sampled)
 
 
 def divide_budget(

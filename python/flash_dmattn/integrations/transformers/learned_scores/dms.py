@@ -1,17 +1,16 @@
 """Dynamic Memory Sparsification (arXiv 2506.05345) as learned scores, by the formulas of NVIDIA's Model-Optimizer, experimental/dms.
 
-A key is evicted once `dms_window_size` keys are between it and the query, if the logit of the token after it is above 0:
+A key further than `dms_window_size` tokens away is evicted if the logit of the token after it is above 0:
 
     logit = dms_alpha_scale * alpha - dms_initial_alpha_offset
 
-alpha is a projection of the RMS norm of the layer's input (the adapter), or the last channel of the first query head of a
-group before its rotation. That channel is then 0 before and after the rotation. The log gate of a key is log sigmoid(-logit).
+alpha is a projection of the layer's input behind an RMSNorm of its own (the adapter), or the last channel of the first query head
+of a group. That channel is then 0 before and after the rotation. The log gate of a key is log sigmoid(-logit).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
@@ -19,40 +18,35 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from .add import add_learned_scores, remove_learned_scores, scored_layers
+from .add import add_learned_scores, scored_layers
 from .layers import uses_scores
 from .training import ScoreSchedule
 
-# 544 steps: the compression ratio grows from 1 to 16 in 510.
+# In 510 of 544 steps the compression ratio grows from 1 to 16.
 DMS_SCHEDULE = ScoreSchedule(
     narrowing=510 / 544, share=1 / 16, weight=1.0, temperature=0.1, by_ratio=True, sampled=True
 )
-# A gate of 1/2, less the rounding of log sigmoid(0). The next logit of an offset of 5 lies 5e-7 above 0.
-_HALF_OPEN = -math.log(2) - 1e-7
-_FAMILIES = ("llama", "qwen3")  # whose layers read their input through one RMSNorm
-_ADAPTER = "dms_proj_alpha"
+_HALF_OPEN = -math.log(2) - 1e-7  # log sigmoid(0), less its rounding
+_FORM = {  # parts of a config: values, of which the last is the default
+    "model_type": ("llama", "qwen3", None),  # whose layers read their input behind one RMSNorm
+    "dms_disable_eviction": (False,),
+    "dms_alpha_per": ("head",),
+    "use_sliding_window": (False,),
+}
+_ADAPTER = "self_attn.dms_proj_alpha"
 
 
 def add_dms_scores(
-    model: nn.Module,
-    keep_window_size: int | Sequence[int] | Sequence[Sequence[int]] | None = None,
-    *,
-    window_size: int = 512,
-    offset: float = 5.0,
-    **options,
+    model: nn.Module, keep_window_size=None, window_size: int = 512, offset: float = 5.0, **options
 ) -> nn.Module:
-    """Adds learned scores (`add_learned_scores`) with the gates of DMS, for a training by `DMS_SCHEDULE`.
+    """Adds scores with the gates of DMS (`add_learned_scores`), for a training by `DMS_SCHEDULE`.
 
-    NVIDIA's adapter has a scale of 100, which `scorer="hidden"` has in its weight: Adam's learning rate is 100 times theirs.
+    NVIDIA's scale of 100 is part of the scorer's weight: a learning rate of Adam has to be 100 times theirs.
 
-    Args:
-        keep_window_size: the most old keys that gates may keep in a head, for a `DynamicMaskCache`. None: no limit, and no
-            such cache.
-        window_size: the largest distance of a recent key.
-        offset: the first logit of an open gate.
-        options: as in `add_learned_scores`.
+    keep_window_size: of `add_learned_scores`, the most old keys of a head. None: no limit, and no `DynamicMaskCache`.
+    window_size: the largest distance of a recent key. offset: the first logit of an open gate.
     """
     options = {"recent_window": window_size + 1, "score_threshold": _HALF_OPEN, **options}
     add_learned_scores(model, keep_window_size, late=True, **options)
@@ -63,75 +57,73 @@ def add_dms_scores(
 
 
 def load_dms(
-    model_or_folder: nn.Module | str | PathLike,
-    keep_window_size: int | Sequence[int] | Sequence[Sequence[int]] | None = None,
-    **options,
+    model_or_folder: nn.Module | str | PathLike, keep_window_size=None, **options
 ) -> nn.Module:
     """Loads a DMS checkpoint of a Llama or Qwen3, whose evicted keys leave a `DynamicMaskCache`.
 
         model = load_dms(folder, keep_window_size=4096, dtype=torch.bfloat16)
         model.generate(**inputs, past_key_values=DynamicMaskCache(model.config))
 
-    A checkpoint with an adapter gives scores of the kind "hidden", which can be trained and saved. The RMS norms of adapter
-    and layer differ in their weights, which become part of the scorer's. Scores of a query's channel have no parameters;
-    in the phase "off" that channel is part of the query. Decisions equal NVIDIA's except for rounding at a logit of 0.
+    An adapter becomes the scorer "hidden". Decisions equal NVIDIA's up to rounding. In the phase "off" a query has all channels.
 
     Args:
-        model_or_folder: a folder of `save_pretrained`, or a model that transformers' own class has loaded from one. Its
-            config has `dms_window_size`.
-        keep_window_size: as in `add_dms_scores`. While no more old keys are kept, nothing differs from a cache of all keys;
-            `cache.layers[i].slots.capped` counts those beyond it.
+        model_or_folder: a folder of `save_pretrained`, or a model of transformers' own class from one.
+        keep_window_size: as in `add_dms_scores`. `cache.layers[i].slots.capped` counts the keys beyond it.
         options: of `from_pretrained`, for a folder.
 
     Raises:
-        ValueError: a config or tensors of another form, which the message names.
+        ValueError: a checkpoint of another form; the message names the part.
     """
     model = model_or_folder
-    if isinstance(model_or_folder, (str, PathLike)):
-        options = {"trust_remote_code": False, **options}
-        model = AutoModelForCausalLM.from_pretrained(model_or_folder, **options)
-    elif options or not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model_or_folder: got {type(model).__name__} with options {sorted(options)}, expected a folder, or a model without "
-            "options"
-        )
-    config = model.config
-    tensors = _adapter_tensors(Path(config.name_or_path))
-    _check_form(model, tensors)
-    settings = [getattr(config, f"dms_{name}", default) for name, default in (
-        ("alpha_scale", 100.0), ("initial_alpha_offset", 5.0), ("alpha_per", "head"))]  # fmt: skip
+    if not isinstance(model, nn.Module):
+        options = {"trust_remote_code": False, **options}  # transformers' own class
+        model = AutoModelForCausalLM.from_pretrained(model, **options)
+    config, tensors = model.config, _adapter_tensors(Path(model.config.name_or_path))
     has_adapter = getattr(config, "dms_separate_alpha", False)
-    kind = {"scorer": "hidden" if has_adapter else _no_scores}
-    add_dms_scores(model, keep_window_size, window_size=config.dms_window_size, **kind)
-    try:
-        for number, block in enumerate(model.model.layers):
-            layer = block.self_attn
-            if has_adapter:
-                part = f"layers.{number}.self_attn.{_ADAPTER}"
-                _load_adapter(layer, block.input_layernorm.weight, tensors, part, *settings)
-            else:
-                layer.scorer.function = QueryChannel(layer, *settings)
-    except ValueError:
-        remove_learned_scores(model)
-        raise
+    for part, values in _FORM.items():
+        if getattr(config, part, values[-1]) not in values:
+            raise ValueError(
+                f"config.{part}: got {getattr(config, part)!r}, expected one of {values}"
+            )
+    if has_adapter != bool(tensors) or any(_ADAPTER in name for name in model.state_dict()):
+        raise ValueError(
+            f"model_or_folder: got a {type(model).__name__} with dms_separate_alpha={has_adapter} and {len(tensors)} tensors of "
+            f"{_ADAPTER} in {config.name_or_path!r}, expected transformers' own class, and tensors in a folder if True"
+        )
+    window = getattr(config, "dms_window_size", None)
+    if not isinstance(window, int) or window < 1:
+        raise ValueError(f"config.dms_window_size: got {window!r}, expected 1 or more")
+    numbers = range(config.num_hidden_layers if has_adapter else 0)
+    states = [_state_of_adapter(model, tensors, number) for number in numbers]
+    scorer = "hidden" if has_adapter else QueryChannel(config)
+    add_dms_scores(model, keep_window_size, window, scorer=scorer)
+    for layer in scored_layers(model):
+        if has_adapter:
+            layer.scorer.scores.proj.load_state_dict(states[layer.layer_idx])
+        else:
+            layer.scorer.function.attach(layer)
     return model
 
 
 class QueryChannel(nn.Module):
-    """Reads scores from the last channel of the first query head of each group: log gates [B, S, Hkv]."""
+    """Log gates [B, S, Hkv] from the last channel of the first query head of each group."""
 
-    def __init__(self, layer: nn.Module, scale: float, offset: float, per: str):
+    def __init__(self, config: PretrainedConfig):
         super().__init__()
-        config = layer.config
-        self.scale, self.offset, self.per = scale, offset, per
+        self.scale, self.offset = _scale_and_offset(config)
         self.group = config.num_attention_heads // config.num_key_value_heads
-        self.head_dim, self.channel = layer.head_dim, None
-        module = getattr(layer, "q_norm", layer.q_proj)
-        self.handle = module.register_forward_hook(_ChannelHook(layer))
 
-    def take(self, query: Tensor) -> Tensor:
-        """Keeps the channel of a query [B, S, Hq, D] or [B, S, Hq * D] for `forward`. Returns the query without it."""
-        by_head = query.view(*query.shape[:2], -1, self.head_dim).transpose(1, 2)
+    def attach(self, layer: nn.Module) -> None:
+        self.layer = (layer,)  # which is no part of this module
+        module = getattr(layer, "q_norm", layer.q_proj)
+        self.handle = module.register_forward_hook(self.take)
+
+    def take(self, module: nn.Module, args: tuple, query: Tensor) -> Tensor | None:
+        """Keeps the channel of a query [B, S, Hq, D] or [B, S, Hq * D] for `forward`, and returns the query without it."""
+        (layer,) = self.layer
+        if not uses_scores(layer):
+            return None
+        by_head = query.view(*query.shape[:2], -1, layer.head_dim).transpose(1, 2)
         self.channel = by_head[:, :: self.group, :, -1].transpose(1, 2)
         return self.clear(by_head).transpose(1, 2).reshape(query.shape)
 
@@ -143,79 +135,36 @@ class QueryChannel(nn.Module):
 
     def forward(self, hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:
         channel, self.channel = self.channel, None
-        gates = F.logsigmoid(self.offset - self.scale * channel.float())
-        return gates[..., :1].expand_as(gates) if self.per == "layer" else gates
-
-    def release(self) -> None:
-        self.handle.remove()
+        return F.logsigmoid(self.offset - self.scale * channel.float())
 
 
-class _ChannelHook:
-    """A forward hook of the module that makes a layer's queries."""
-
-    def __init__(self, layer: nn.Module):
-        self.layer = layer
-
-    def __call__(self, module: nn.Module, args: tuple, query: Tensor) -> Tensor:
-        return self.layer.scorer.function.take(query) if uses_scores(self.layer) else query
-
-
-def _no_scores(hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Raises RuntimeError. It is the scorer of a layer until the layer exists, which QueryChannel needs."""
-    raise RuntimeError("a query's channel gives scores only once the layer is known")
+def _scale_and_offset(config: PretrainedConfig) -> tuple[float, float]:
+    return getattr(config, "dms_alpha_scale", 100.0), getattr(
+        config, "dms_initial_alpha_offset", 5.0
+    )
 
 
 def _adapter_tensors(folder: Path) -> dict[str, Tensor]:
-    """Returns the tensors of adapters in a folder, by their names from "layers" on."""
+    """Returns the tensors of adapters in a folder, by their names from the layer's number on."""
     tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            for name in file.keys():
-                if f".{_ADAPTER}" in name:
-                    tensors[name[name.index("layers.") :]] = file.get_tensor(name)
+            names = [name for name in file.keys() if f".{_ADAPTER}" in name]
+            tensors |= {name.partition("layers.")[2]: file.get_tensor(name) for name in names}
     return tensors
 
 
-def _check_form(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    config, name = model.config, type(model).__name__
-    if any(_ADAPTER in name for name, _ in model.named_parameters()):
-        raise ValueError(
-            f"model_or_folder: got a {name} that computes DMS itself, expected the folder, or transformers' own class"
-        )
-    for part, default, values in (
-        ("model_type", None, _FAMILIES),
-        ("dms_separate_alpha", False, (True, bool(tensors))),  # tensors are checked for each layer
-        ("dms_disable_eviction", False, (False,)),
-        ("dms_alpha_per", "head", ("head", "layer")),
-    ):
-        value = getattr(config, part, default)
-        if value not in values:
-            raise ValueError(f"config.{part}: got {value!r} in {name}, expected one of {values}")
-    window = getattr(config, "dms_window_size", None)
-    if not isinstance(window, int) or window < 1:
-        raise ValueError(f"config.dms_window_size: got {window!r}, expected 1 or more")
-
-
-@torch.no_grad()
-def _load_adapter(
-    layer: nn.Module, norm: Tensor, tensors: dict, part: str, scale: float, offset: float, per: str
-) -> None:
-    """Gives a layer's scorer the weights of an adapter."""
-    projection, heads = layer.scorer.scores.proj, layer.config.num_key_value_heads
-    shape = (heads, norm.shape[0])
-    names = (f"{part}.weight", f"{part}_norm.weight")
-    got = [tuple(tensors[name].shape) if name in tensors else None for name in names]
-    if got != [shape, shape[1:]]:
-        raise ValueError(f"{names}: got shapes {got}, expected {shape} and {shape[1:]}")
-    weight, own_norm = (tensors[name].to(norm.device).float() for name in names)
-    weight = weight * own_norm
-    bias = tensors.get(f"{part}.bias", torch.zeros(heads)).to(norm.device).float()
+def _state_of_adapter(model: nn.Module, tensors: dict, number: int) -> dict[str, Tensor]:
+    """Returns the parameters of the scorer "hidden" of a layer, whose norm divides by the same root mean square."""
+    part, (scale, offset) = f"{number}.{_ADAPTER}", _scale_and_offset(model.config)
+    norm = model.model.layers[number].input_layernorm.weight.detach().float().cpu()
+    shape = (model.config.num_key_value_heads, len(norm))
+    found = [tensors.get(f"{part}{name}.weight", torch.empty(0)) for name in ("", "_norm")]
+    if (sizes := [tuple(t.shape) for t in found]) != [shape, shape[1:]]:
+        raise ValueError(f"{part}: got weights of shapes {sizes}, expected {[shape, shape[1:]]}")
+    weight = found[0].float() * found[1].float()
     if ((norm == 0) & (weight != 0).any(0)).any():
-        raise ValueError(
-            f"{part}: got a weight for a feature that the layer's norm sets to 0, expected none: the scorer reads the normed input"
-        )
-    weight = torch.where(weight == 0, 0, weight / norm.float())
-    if per == "layer":
-        weight, bias = weight[:1].expand_as(weight), bias[:1].expand_as(bias)
-    projection.weight.copy_(-scale * weight)
-    projection.bias.copy_(offset - scale * bias)
+        raise ValueError(f"{part}: got weights for features of which the layer's norm makes 0")
+    weight = torch.where(weight == 0, 0.0, weight / norm)
+    bias = tensors.get(f"{part}.bias", torch.zeros(shape[0]))
+    return {"weight": -scale * weight, "bias": offset - scale * bias.float()}

@@ -156,8 +156,9 @@ def uses_scores(layer: nn.Module) -> bool:
 
 
 def remove_scorer(layer: nn.Module) -> None:
-    if hasattr(layer.scorer, "function"):
-        getattr(layer.scorer.function, "release", lambda: None)()
+    handle = getattr(getattr(layer.scorer, "function", None), "handle", None)
+    if handle is not None:
+        handle.remove()
     del layer.scorer
     for name in _SETTINGS:
         delattr(layer, name)
