@@ -178,33 +178,38 @@ class KVSlots(SlotMemory):
         victim.copy_(positions.gather(-1, index[..., None])[..., 0])
         self.seen.copy_(seen)
 
+    @torch.no_grad()
     def rescore_last(self, scores: Tensor, key_mask: Tensor | None = None) -> None:
-        """Gives the last key of each head another score, for scores that are known one token after their key.
+        """Gives the last key of each head the score that is known when the next token comes.
 
-        The rule needs a recent_window of 2 or more that does not compete, so that the earlier score had no effect.
-
-        scores: float32 [B, Hkv]. key_mask: bool [B], False for rows that stay as they are.
+        scores: float32 [B, Hkv]. key_mask: bool [B], False for rows that stay as they are. Raises ValueError if a key
+            competes sooner than two tokens after itself.
         """
         self._refuse_rows()
+        if tuple(scores.shape) != (expected := (self.batch, self.k.shape[1])):
+            raise ValueError(f"scores: got shape {tuple(scores.shape)}, expected {expected}")
         if self.rule.delay() < 2:
             raise ValueError(
-                f"recent_window: got {self.rule.recent_window} with recent_competes={self.rule.recent_competes}, expected 2 or "
-                "more with False: the score of a key that competes cannot change"
+                f"recent_window: got {self.rule.recent_window} with recent_competes={self.rule.recent_competes}, expected 2 or more "
+                "with False"
             )
-        held = self._held_keys()
-        slots = held.shape[2]
-        entries, scores = self.positions[..., :slots], scores[..., None]
+        held, scores = self._held_keys(), scores[..., None]
+        entries, slots = (
+            self.positions[..., : held.shape[2]],
+            torch.arange(held.shape[2], device=scores.device),
+        )
         at = torch.where(entries < 0, ~entries, entries).where(held, -1)
         is_last = held & (at == at.amax(-1, keepdim=True))
         if key_mask is not None:
             is_last = is_last & key_mask[:, None, None]
-        competes = ~self.rule.competing_scores(scores, None).isnan()
-        competes = competes & (torch.arange(slots, device=at.device) >= self.rule.sink_tokens)
+        competes = ~self.rule.competing_scores(scores, None).isnan() & (
+            slots >= self.rule.sink_tokens
+        )
         if not all(self.rule.windows()):
-            has_window = [window > 0 for window in self.rule.windows()]
-            competes = competes & torch.tensor(has_window, device=at.device)[:, None]
+            windows = torch.tensor(self.rule.windows(), device=at.device)
+            competes = competes & (windows[:, None] > 0)
         entries.copy_(torch.where(is_last, torch.where(competes, at, ~at), entries))
-        held_scores = self.scores[..., :slots]
+        held_scores = self.scores[..., : held.shape[2]]
         held_scores.copy_(torch.where(is_last, scores, held_scores))
 
     def _taken_slots(self) -> Tensor:

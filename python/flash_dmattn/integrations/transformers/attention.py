@@ -200,7 +200,10 @@ def _attend_with_scores(
     if call.slots is not None:
         scores, present = scores.float(), present_tokens(mask, queries)
         if layer.scores_are_late and not call.slots.is_empty:
-            call.slots.rescore_last(scores[..., 0], None if present is None else present[:, 0])
+            call.slots.prefetch()
+            call.slots.slots.rescore_last(
+                scores[..., 0], None if present is None else present[:, 0]
+            )
         scores = of_keys(layer, scores)
         if not is_dense:  # transformers' mask may be a dense one that only padding makes
             mask = None if present is None else KeyIntervals(mask, queries)

@@ -134,13 +134,6 @@ class DynamicMaskLayer(CacheLayerMixin):
         if self._counts_on_device:
             self._length.fill_(tokens)
 
-    @torch.no_grad()
-    def rescore_last(self, scores: torch.Tensor, key_mask: torch.Tensor | None) -> None:
-        """Gives the last key of each head another score, as KVSlots.rescore_last."""
-        self._check_rows(scores)
-        self.prefetch()
-        self.slots.rescore_last(scores, key_mask)
-
     def attend(
         self,
         query: torch.Tensor,

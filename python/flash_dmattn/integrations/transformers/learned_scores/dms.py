@@ -80,23 +80,23 @@ def load_dms(
         model = AutoModelForCausalLM.from_pretrained(model, **options)
     config, tensors = model.config, _adapter_tensors(Path(model.config.name_or_path))
     has_adapter = getattr(config, "dms_separate_alpha", False)
-    for part, values in _FORM.items():
-        if getattr(config, part, values[-1]) not in values:
+    for part in ("dms_window_size", "dms_alpha_scale", "dms_initial_alpha_offset"):
+        if not isinstance(getattr(config, part, None), (int, float)):
             raise ValueError(
-                f"config.{part}: got {getattr(config, part)!r}, expected one of {values}"
+                f"config.{part}: got none or no number, expected that of a DMS checkpoint"
             )
+    for part, values in _FORM.items():
+        if (value := getattr(config, part, values[-1])) not in values:
+            raise ValueError(f"config.{part}: got {value!r}, expected one of {values}")
     if has_adapter != bool(tensors) or any(_ADAPTER in name for name in model.state_dict()):
         raise ValueError(
             f"model_or_folder: got a {type(model).__name__} with dms_separate_alpha={has_adapter} and {len(tensors)} tensors of "
             f"{_ADAPTER} in {config.name_or_path!r}, expected transformers' own class, and tensors in a folder if True"
         )
-    window = getattr(config, "dms_window_size", None)
-    if not isinstance(window, int) or window < 1:
-        raise ValueError(f"config.dms_window_size: got {window!r}, expected 1 or more")
     numbers = range(config.num_hidden_layers if has_adapter else 0)
     states = [_state_of_adapter(model, tensors, number) for number in numbers]
     scorer = "hidden" if has_adapter else QueryChannel(config)
-    add_dms_scores(model, keep_window_size, window, scorer=scorer)
+    add_dms_scores(model, keep_window_size, config.dms_window_size, scorer=scorer)
     for layer in scored_layers(model):
         if has_adapter:
             layer.scorer.scores.proj.load_state_dict(states[layer.layer_idx])
@@ -110,7 +110,7 @@ class QueryChannel(nn.Module):
 
     def __init__(self, config: PretrainedConfig):
         super().__init__()
-        self.scale, self.offset = _scale_and_offset(config)
+        self.scale, self.offset = config.dms_alpha_scale, config.dms_initial_alpha_offset
         self.group = config.num_attention_heads // config.num_key_value_heads
 
     def attach(self, layer: nn.Module) -> None:
@@ -138,12 +138,6 @@ class QueryChannel(nn.Module):
         return F.logsigmoid(self.offset - self.scale * channel.float())
 
 
-def _scale_and_offset(config: PretrainedConfig) -> tuple[float, float]:
-    return getattr(config, "dms_alpha_scale", 100.0), getattr(
-        config, "dms_initial_alpha_offset", 5.0
-    )
-
-
 def _adapter_tensors(folder: Path) -> dict[str, Tensor]:
     """Returns the tensors of adapters in a folder, by their names from the layer's number on."""
     tensors = {}
@@ -156,9 +150,9 @@ def _adapter_tensors(folder: Path) -> dict[str, Tensor]:
 
 def _state_of_adapter(model: nn.Module, tensors: dict, number: int) -> dict[str, Tensor]:
     """Returns the parameters of the scorer "hidden" of a layer, whose norm divides by the same root mean square."""
-    part, (scale, offset) = f"{number}.{_ADAPTER}", _scale_and_offset(model.config)
+    part, config = f"{number}.{_ADAPTER}", model.config
     norm = model.model.layers[number].input_layernorm.weight.detach().float().cpu()
-    shape = (model.config.num_key_value_heads, len(norm))
+    shape = (config.num_key_value_heads, len(norm))
     found = [tensors.get(f"{part}{name}.weight", torch.empty(0)) for name in ("", "_norm")]
     if (sizes := [tuple(t.shape) for t in found]) != [shape, shape[1:]]:
         raise ValueError(f"{part}: got weights of shapes {sizes}, expected {[shape, shape[1:]]}")
@@ -167,4 +161,5 @@ def _state_of_adapter(model: nn.Module, tensors: dict, number: int) -> dict[str,
         raise ValueError(f"{part}: got weights for features of which the layer's norm makes 0")
     weight = torch.where(weight == 0, 0.0, weight / norm)
     bias = tensors.get(f"{part}.bias", torch.zeros(shape[0]))
+    scale, offset = config.dms_alpha_scale, config.dms_initial_alpha_offset
     return {"weight": -scale * weight, "bias": offset - scale * bias.float()}
