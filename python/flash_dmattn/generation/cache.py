@@ -194,22 +194,18 @@ class KVSlots(SlotMemory):
                 "with False"
             )
         held, scores = self._held_keys(), scores[..., None]
-        entries, slots = (
-            self.positions[..., : held.shape[2]],
-            torch.arange(held.shape[2], device=scores.device),
-        )
+        slots = torch.arange(held.shape[2], device=held.device)
+        entries, held_scores = (t[..., : held.shape[2]] for t in (self.positions, self.scores))
         at = torch.where(entries < 0, ~entries, entries).where(held, -1)
         is_last = held & (at == at.amax(-1, keepdim=True))
         if key_mask is not None:
             is_last = is_last & key_mask[:, None, None]
-        competes = ~self.rule.competing_scores(scores, None).isnan() & (
-            slots >= self.rule.sink_tokens
-        )
+        competes = ~self.rule.competing_scores(scores, None).isnan()
+        competes = competes & (slots >= self.rule.sink_tokens)
         if not all(self.rule.windows()):
             windows = torch.tensor(self.rule.windows(), device=at.device)
             competes = competes & (windows[:, None] > 0)
         entries.copy_(torch.where(is_last, torch.where(competes, at, ~at), entries))
-        held_scores = self.scores[..., : held.shape[2]]
         held_scores.copy_(torch.where(is_last, scores, held_scores))
 
     def _taken_slots(self) -> Tensor:

@@ -123,11 +123,15 @@ def test_loaded_checkpoint_equals_the_definition(tmp_path, family, form):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("keep", [3, LENGTH])
-def test_slots_of_late_scores_equal_a_cache_of_all_keys(tmp_path, keep):
+def test_slots_of_late_scores_equal_all_keys_with_padding_drafts_and_a_cap(tmp_path):
     make_checkpoint(tmp_path, "Qwen3", "adapter")
-    model, ids = load_dms(tmp_path, keep), make_ids(LENGTH)
-    options = {"max_new_tokens": 12, "do_sample": False}
+    model, ids = load_dms(tmp_path, 3), torch.arange(2, 2 + LENGTH)[None]  # no equal scores
+    cache = DynamicMaskCache(model.config)
+    parts = [model(part, past_key_values=cache).logits for part in ids.split([25, *[1] * 15], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits, **CLOSE)
+    assert cache.layers[0].slots.capped.any()
+    model, ids = load_dms(tmp_path, LENGTH), make_ids(LENGTH)
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": 999}
     alone = model.generate(ids[:1, 9:], past_key_values=DynamicCache(), **options)[:, -12:]
     ids[0, :9] = 0
     mask = (torch.arange(LENGTH) >= torch.tensor([[9], [0]])).long()

@@ -30,7 +30,7 @@ DMS_SCHEDULE = ScoreSchedule(
 )
 _HALF_OPEN = -math.log(2) - 1e-7  # log sigmoid(0), less its rounding
 _FORM = {  # parts of a config: values, of which the last is the default
-    "model_type": ("llama", "qwen3", None),  # whose layers read their input behind one RMSNorm
+    "model_type": ("llama", "qwen3"),  # whose layers read their input behind one RMSNorm
     "dms_disable_eviction": (False,),
     "dms_alpha_per": ("head",),
     "use_sliding_window": (False,),
@@ -116,7 +116,7 @@ class QueryChannel(nn.Module):
     def attach(self, layer: nn.Module) -> None:
         self.layer = (layer,)  # which is no part of this module
         module = getattr(layer, "q_norm", layer.q_proj)
-        self.handle = module.register_forward_hook(self.take)
+        self.query_hook = module.register_forward_hook(self.take)
 
     def take(self, module: nn.Module, args: tuple, query: Tensor) -> Tensor | None:
         """Keeps the channel of a query [B, S, Hq, D] or [B, S, Hq * D] for `forward`, and returns the query without it."""
@@ -125,9 +125,9 @@ class QueryChannel(nn.Module):
             return None
         by_head = query.view(*query.shape[:2], -1, layer.head_dim).transpose(1, 2)
         self.channel = by_head[:, :: self.group, :, -1].transpose(1, 2)
-        return self.clear(by_head).transpose(1, 2).reshape(query.shape)
+        return self.clear_query(by_head).transpose(1, 2).reshape(query.shape)
 
-    def clear(self, query: Tensor) -> Tensor:
+    def clear_query(self, query: Tensor) -> Tensor:
         """Returns a query [B, Hq, S, D] without the channel."""
         query = query.clone()
         query[:, :: self.group, :, -1] = 0
@@ -135,7 +135,7 @@ class QueryChannel(nn.Module):
 
     def forward(self, hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:
         channel, self.channel = self.channel, None
-        return F.logsigmoid(self.offset - self.scale * channel.float())
+        return F.logsigmoid((self.offset - self.scale * channel).float())
 
 
 def _adapter_tensors(folder: Path) -> dict[str, Tensor]:

@@ -68,7 +68,7 @@ class ScoreCall:
     def query_of(self, query: Tensor) -> Tensor:
         """Returns the query, without the channels that the scorer reads as scores."""
         scorer = getattr(self.layer.scorer, "function", None)
-        return scorer.clear(query) if hasattr(scorer, "clear") else query
+        return scorer.clear_query(query) if hasattr(scorer, "clear_query") else query
 
     def is_prompt(self, queries: int, keys: int) -> bool:
         """Whether these are the first tokens of a cache."""
@@ -156,9 +156,9 @@ def uses_scores(layer: nn.Module) -> bool:
 
 
 def remove_scorer(layer: nn.Module) -> None:
-    handle = getattr(getattr(layer.scorer, "function", None), "handle", None)
-    if handle is not None:
-        handle.remove()
+    hook = getattr(getattr(layer.scorer, "function", None), "query_hook", None)
+    if hook is not None:
+        hook.remove()
     del layer.scorer
     for name in _SETTINGS:
         delattr(layer, name)
