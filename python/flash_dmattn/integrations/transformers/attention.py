@@ -38,7 +38,7 @@ from .._shared.attention_interface.token_order import TokenOrder, counts_tokens
 from .cache_layer import DynamicMaskLayer
 from .compat import CACHE
 from .family_table import FLAG_WITH_EVERY_MASK, type_of
-from .learned_scores.layers import ScoreCall, soft_bias
+from .learned_scores.layers import ScoreCall, of_keys, soft_bias
 
 
 def attention_forward(
@@ -181,13 +181,17 @@ def _attend_with_scores(
         mask = None
     check_mask_keywords(kwargs, has_mask=mask is not None)
     mask = hide_other_sequences(mask, kwargs, query.shape[0], queries, keys)
-    states = swap_heads_and_tokens(query, key, value)
+    states = swap_heads_and_tokens(call.query_of(query), key, value)
     states = cast_states(states, target_dtype(layer, query))
     numerics = Numerics.from_arguments(scaling, None, softcap, "saturate", None)
     options = {"numerics": numerics, "sink_logits": s_aux}
     if call.pieces is not None or call.slots is not None:
         _check_phase(call)
     if call.pieces is not None:
+        if layer.scores_are_late:
+            raise ValueError(
+                "late: got True with context parallelism, expected False: the next token is another rank's"
+            )
         bias, delay = _bias_to_learn(scores, rule)
         return call.pieces.attend(
             *states, scores.detach(), rule, call.slots, bias=bias, bias_delay=delay,
@@ -195,6 +199,12 @@ def _attend_with_scores(
         )  # fmt: skip
     if call.slots is not None:
         scores, present = scores.float(), present_tokens(mask, queries)
+        if layer.scores_are_late and not call.slots.is_empty:
+            call.slots.prefetch()
+            call.slots.slots.rescore_last(
+                scores[..., 0], None if present is None else present[:, 0]
+            )
+        scores = of_keys(layer, scores)
         if not is_dense:  # transformers' mask may be a dense one that only padding makes
             mask = None if present is None else KeyIntervals(mask, queries)
         prompt = KeyScores(rule, scores, hides=not is_dense, is_padding=True)
@@ -212,6 +222,7 @@ def _attend_with_scores(
         bias = soft_bias(layer, scores)
         used = KeyScores(rule, scores, bias, rule.recent_window, hides=False)
     else:
+        scores = of_keys(layer, scores)
         bias, delay = _bias_to_learn(scores, rule)
         # Intervals over keys of a cache are causality and padding; so are the masks of a static cache, others raise.
         is_padding = mask is None or (

@@ -98,7 +98,8 @@ def load_scores(model: nn.Module, folder: str | Path, scorer: Scorer | None = No
     if is_new:
         kind = scorer if scores.scorer == "custom" else scores.scorer
         rule = scores.rule_arguments()
-        add_learned_scores(model, scorer=kind, dense_prefill=scores.dense_prefill, **rule)
+        options = {"dense_prefill": scores.dense_prefill, "late": scores.late}
+        add_learned_scores(model, scorer=kind, **options, **rule)
     try:
         states = _states_of_layers(scored_layers(model), scores.layers, tensors, folder)
     except ValueError:
