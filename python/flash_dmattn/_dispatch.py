@@ -73,7 +73,7 @@ def attention(
     if bias is not None:
         bias = bias_argument(bias, query, key, numerics.saturate)
     scored_rule = scored_rule.checked_rule(query, key)
-    mask, is_causal, keys = visible
+    mask, is_causal, keys, _ = visible
     if keys is not None:
         _check_intervals(keys, query, key)
     if mask is not None:
@@ -144,7 +144,7 @@ def _run_unchecked_backend(
                 query, key, value, bias, visible, numerics, backend, bias_delay, own_row
             )
     numerics = numerics.with_scale_for(query.shape[3])
-    if visible.keys is not None and not broadcasts(visible.heads(), key.shape[2]):
+    if visible.keys is not None and not broadcasts(visible.keys.heads, key.shape[2]):
         # Every query head has its own selection, so each gets its own key head.
         saturate = numerics.saturate
         mask, bias = (repeat_heads(t, query, key, saturate) for t in (visible.mask, bias))

@@ -27,7 +27,7 @@ from .keys.intervals import KeyIntervals
 from .keys.patterns import packed_documents
 from .keys.positions import KeyPositions, check_offsets
 from .keys.select_intervals import select_key_intervals
-from .keys.selection import ScoredRule, match_heads, scores_and_allowed
+from .keys.selection import ScoredRule, match_heads, scores_and_mask
 from .keys.visibility import Visibility
 
 
@@ -259,11 +259,11 @@ def _packed_intervals(
                 "keep_window_size: got no scores, expected one score per key in attn_bias or selection_scores: [total_k, H] "
                 f"with total_k = {total_k}"
             )
-        scores, allowed = scores_and_allowed(query, key, None, bias, scored_rule)
+        scores, mask = scores_and_mask(query, key, None, bias, scored_rule)
         if scored_rule.scores is not None or not rule.has_room_for(total_k):
             key_mask, heads = None, scores.shape[1]
-            if allowed is not None:
-                scores, key_mask = match_heads(query, key, scores, allowed.seen_by_any_query())
+            if mask is not None:
+                scores, key_mask = match_heads(query, key, scores, mask.any(2))
                 heads = max(scores.shape[1], key_mask.shape[1])
             return select_key_intervals(
                 scores,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._core.autograd import forward_direct, select_and_attend_direct
 from .._core.numerics import Numerics
-from ..keys.visibility import TopKeysByBias, Visibility
+from ..keys.visibility import Visibility
 
 
 def attention(
@@ -28,9 +28,8 @@ def attention(
     if q.is_cuda and (q.shape[3] % 8 or value_dim % 8):
         q, k, v = (_pad_head_dim(t) for t in (q, k, v))
     options = (visible.is_causal, bias_delay, *numerics, backend)
-    if isinstance(visible.keys, TopKeysByBias):
-        window = visible.keys.keep_window_size
-        out, statistics, _ = select_and_attend_direct(q, k, v, bias, window, *options)
+    if visible.window is not None:
+        out, statistics, _ = select_and_attend_direct(q, k, v, bias, visible.window, *options)
     else:
         operands = visible.operands()
         out, statistics = forward_direct(q, k, v, visible.mask, bias, *operands, *options)

@@ -12,8 +12,9 @@ from torch import Tensor
 from .._core.checks import may_read
 from .._dispatch import attention, with_lse
 from ..keys.intervals import KeyIntervals
-from ..keys.rule import SelectionRule, find_sinks
+from ..keys.rule import SelectionRule
 from ..keys.selection import ScoredRule
+from ..keys.selection_in_torch import find_sinks
 from ..keys.visibility import Visibility
 from ..scores import with_zero_sum_gradient
 from ._exchange.arguments import AttendOptions, ExchangeArguments, check_causality

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from .._core import ops
 from .._core.checks import check_tensor, may_read, resolve_flag
-from . import selection_in_torch
 from .intervals import KeyIntervals, broadcast_shapes, unchecked_intervals
 from .positions import KeyPositions, ShownKeys, check_length
 from .recognise import Memo, cached_result, visible_counts
-from .rule import SelectionRule, intervals_of_rule
+from .rule import SelectionRule
+from .selection_in_torch import intervals_of_rule
 
 
 def select_key_intervals(
@@ -104,18 +104,17 @@ def select_by_rule(
     is_causal: bool,
     query_length: int,
 ) -> KeyIntervals:
-    """Does what select_key_intervals does, for arguments in normal form: scores and key_mask [B, H, key_length]."""
+    """Does what select_key_intervals does, for arguments in normal form: scores and key_mask [B or 1, H or 1, Sk]."""
     rule.check_causality(is_causal)
-    if not ops.has_kernels_for(scores) and not rule.is_window():
+    if not ops.has_kernels_for(scores):
         keys = KeyPositions.from_arguments(
             scores.shape[2], query_length, key_mask=key_mask, device=scores.device
         )
         return select_at(keys, scores, rule, is_causal)
     scores = rule.expand_scores(scores)
     if key_mask is not None:
-        key_mask = key_mask.expand(scores.shape)
-    library = ops if ops.has_kernels_for(scores) else selection_in_torch
-    intervals = library.select_key_intervals(
+        scores, key_mask = torch.broadcast_tensors(scores, key_mask)
+    intervals = ops.select_key_intervals(
         scores, key_mask, rule.windows(), rule.selection, is_causal, query_length, *rule.operands()
     )
     return unchecked_intervals(intervals, query_length, rule.key_bound(is_causal))

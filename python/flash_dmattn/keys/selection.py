@@ -7,15 +7,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._core.checks import MASK_VALUE, add_query_dimension, may_read, selection_scores_argument
+from .._core.checks import MASK_VALUE, add_query_dimension, selection_scores_argument
 from .._core.gradients import repeat_interleave
 from .dense import topk_mask
 from .intervals import KeyIntervals, broadcasts, intersect
 from .patterns import prefix_lm
-from .recognise import AllowedElements, Memo, mask_of_intervals
+from .recognise import Memo, intervals_of_mask, mask_of_intervals
 from .rule import SelectionRule
 from .select_intervals import select_among_intervals, select_by_rule
-from .visibility import TopKeysByBias, Visibility
+from .visibility import Visibility
 
 
 class ScoredRule(NamedTuple):
@@ -66,41 +66,79 @@ def apply_selection(
     bias: 3-d if it has one value per key.
     uses_library_kernels: whether the library's backends compute attention. They can select keys by the bias themselves.
     memo: results that the layers of one forward share, or None.
+
+    A mask with a query dimension is read, and becomes intervals if it is one of the usual masks. It cannot be read in
+    compiled code or while a CUDA graph is captured. Then, and for any other mask, the result is a mask of its size.
     """
-    rule = scored_rule.rule
-    if visible.keys is None:
-        rule.check_causality(visible.is_causal)
+    rule, shown, is_causal = scored_rule.rule, visible.keys, visible.is_causal
+    queries = query.shape[1]
+    if shown is None:
+        rule.check_causality(is_causal)
         if uses_library_kernels and _is_by_bias(scored_rule, query, key, bias, visible.mask):
-            return Visibility(None, visible.is_causal, TopKeysByBias(rule.keep_window_size))
-    scores, allowed = scores_and_allowed(query, key, visible.mask, bias, scored_rule)
+            return Visibility(is_causal=is_causal, window=rule.keep_window_size)
+    scores, mask = scores_and_mask(query, key, visible.mask, bias, scored_rule)
     if rule.has_room_for(key.shape[1]) and scored_rule.scores is None:
         return visible  # a bias of NaN masks its key
-    if query.shape[1] == 0:
+    if queries == 0:
         return visible
-    if scores.requires_grad:
-        scores = scores.detach()
-    selection = _Selection(rule, query, key, scores, visible.is_causal, memo)
-    if visible.keys is not None:
-        return selection.among_intervals(visible.keys, allowed)
-    is_dense = allowed is not None and allowed.shape()[2] > 1
-    if is_dense and rule.selection == "per_query":
-        return selection.under_dense_mask(allowed)
-    key_mask = None
-    if allowed is not None:
-        scores, key_mask = match_heads(query, key, scores, allowed.seen_by_any_query())
-    # The part of the mask that the selection does not include.
-    remaining_mask = visible.mask if is_dense else None
-    scores, key_mask = _expand_heads_together(scores, key_mask)
-    rule = rule.rule_of_heads(scores.shape[1])
-    selected = select_by_rule(scores, key_mask, rule, visible.is_causal, query.shape[1])
-    return Visibility(remaining_mask, False, selected)
+    scores = scores.detach()
+    is_dense = mask is not None and mask.shape[2] > 1
+    if rule.selection == "global" or (shown is None and not is_dense):
+        key_mask = None if mask is None else mask.any(2)
+        if shown is not None:
+            if rule.shows_unselected_keys():
+                raise ValueError(
+                    "selection: got 'global' with recent_window or sink_tokens and key_intervals, expected 'per_query'"
+                )
+            shown_keys = shown.shown_keys()
+            if key_mask is not None:
+                shown_keys = torch.logical_and(*match_heads(query, key, shown_keys, key_mask))
+            key_mask = shown_keys
+        if key_mask is not None:
+            scores, key_mask = match_heads(query, key, scores, key_mask)
+        heads = scores.shape[1] if key_mask is None else max(scores.shape[1], key_mask.shape[1])
+        selected = select_by_rule(scores, key_mask, rule.rule_of_heads(heads), is_causal, queries)
+        if shown is not None:
+            best, intervals = match_heads(query, key, selected.intervals, shown.intervals)
+            selected = intersect(selected.with_intervals(best), shown.with_intervals(intervals))
+        # The selection does not include a mask with a query dimension.
+        return Visibility(visible.mask if is_dense else None, False, selected)
+    if mask is not None and torch._C._functorch.is_batchedtensor(mask):
+        raise RuntimeError(
+            "keep_window_size: got a window under torch.func.vmap over a mask with a query dimension, which attention "
+            "does not support; expected the mask's own batch dimension"
+        )
+    if mask is not None:
+        if shown is not None:
+            mask = torch.logical_and(*match_heads(query, key, mask_of_intervals(shown, memo), mask))
+        # A mask that is made here is no other layer's.
+        shown = intervals_of_mask(mask, memo if mask is visible.mask else None)
+    if shown is not None:
+        causal = intersect(shown, causal_intervals(query, key)) if is_causal else shown
+        some_scores, intervals = match_heads(query, key, scores, causal.intervals)
+        if intervals is not causal.intervals:
+            causal = causal.with_intervals(intervals)
+        heads = max(some_scores.shape[1], causal.heads)
+        selected = select_among_intervals(some_scores, causal, rule.rule_of_heads(heads), memo)
+        if selected is not None:
+            return Visibility(keys=selected)
+    if not rule.is_window():
+        raise ValueError(
+            "keep_window_size: got a rule with recent keys, sinks, a threshold or a window for each head under a mask or bias "
+            "with a query dimension that no key intervals of documents describe; expected padding [B, Sk], or key_intervals"
+        )
+    scores, mask = match_heads(
+        query, key, scores, mask_of_intervals(shown, memo) if mask is None else mask
+    )
+    mask = mask & causal_intervals(query, key).to_mask() if is_causal else mask
+    return Visibility(topk_mask(scores[:, :, None], mask, rule.keep_window_size, None), is_causal)
 
 
 def _is_by_bias(
     scored_rule: ScoredRule, query: Tensor, key: Tensor, bias: Tensor | None, mask: Tensor | None
 ) -> bool:
-    """Whether TopKeysByBias describes the selection: a window that hides some key, by a bias for each key or for
-    all heads."""
+    """Whether the operator select_and_attend makes the selection: a window that hides some key, by a bias for each key
+    or for all heads."""
     rule = scored_rule.rule
     if bias is None or bias.dim() != 3 or mask is not None or scored_rule.scores is not None:
         return False
@@ -112,102 +150,9 @@ def _is_by_bias(
     return hides_keys and broadcasts(heads, heads_kv) and query.shape[1] > 0
 
 
-class _Selection(NamedTuple):
-    """Selects the best keys among those that intervals, or a mask with a query dimension, show."""
-
-    rule: SelectionRule
-    query: Tensor
-    key: Tensor
-    scores: Tensor  # [B, H, Sk]
-    is_causal: bool
-    memo: Memo | None
-
-    def among_intervals(self, shown: KeyIntervals, allowed: AllowedElements | None) -> Visibility:
-        """Selects the best of the keys that `shown` shows. allowed: a mask or a bias that hides some of them."""
-        if self.rule.selection == "global":
-            return self._global_among_intervals(shown, allowed)
-        if allowed is None:
-            selected = self._best_of_intervals(shown)
-            if selected is not None:
-                return Visibility(keys=selected)
-            return self.under_dense_mask(AllowedElements(mask_of_intervals(shown, self.memo), None))
-        mask = mask_of_intervals(shown, self.memo)
-        if allowed.mask is not None:
-            mask = torch.logical_and(*match_heads(self.query, self.key, mask, allowed.mask))
-        return self.under_dense_mask(allowed._replace(mask=mask))
-
-    def _global_among_intervals(
-        self, shown: KeyIntervals, allowed: AllowedElements | None
-    ) -> Visibility:
-        rule = self.rule
-        if rule.shows_unselected_keys():
-            raise ValueError(
-                "selection: got 'global' with recent_window or sink_tokens and key_intervals, expected 'per_query'"
-            )
-        key_mask = shown.shown_keys()
-        if allowed is not None:
-            key_mask = key_mask & allowed.seen_by_any_query()
-        scores, key_mask = _expand_heads_together(
-            *match_heads(self.query, self.key, self.scores, key_mask)
-        )
-        rule = rule.rule_of_heads(scores.shape[1])
-        best = select_by_rule(scores, key_mask, rule, self.is_causal, shown.query_length)
-        best, intervals = match_heads(self.query, self.key, best.intervals, shown.intervals)
-        selected = intersect(
-            KeyIntervals(best, shown.query_length), shown.with_intervals(intervals)
-        )
-        is_dense = allowed is not None and allowed.shape()[2] > 1
-        return Visibility(allowed.mask if is_dense else None, False, selected)
-
-    def _best_of_intervals(self, shown: KeyIntervals) -> KeyIntervals | None:
-        """Returns the best keys as intervals, or None if intervals cannot describe the result."""
-        if self.is_causal:
-            shown = intersect(shown, causal_intervals(self.query, self.key))
-        scores, intervals = match_heads(self.query, self.key, self.scores, shown.intervals)
-        if intervals is not shown.intervals:
-            shown = shown.with_intervals(intervals)
-        rule = self.rule.rule_of_heads(max(scores.shape[1], shown.heads))
-        return select_among_intervals(scores, shown, rule, self.memo)
-
-    def under_dense_mask(self, allowed: AllowedElements) -> Visibility:
-        """Selects the best of the keys that a mask with a query dimension allows.
-
-        The usual masks are recognised by reading them, and the result is intervals. A mask cannot be read in compiled
-        code or while a CUDA graph is captured. Then, and for any other mask, the result is a mask of the same size.
-        """
-        if any(map(torch._C._functorch.is_batchedtensor, allowed.parts())):
-            raise RuntimeError(
-                "keep_window_size: got a window under torch.func.vmap over a mask with a query dimension, which attention "
-                "does not support; expected the mask's own batch dimension"
-            )
-        query, key, scores = self.query, self.key, self.scores
-        shown = allowed.to_intervals(self.memo) if may_read() else None
-        if shown is not None:
-            selected = self._best_of_intervals(shown)
-            if selected is not None:
-                return Visibility(keys=selected)
-        if not self.rule.is_window():
-            raise ValueError(
-                "keep_window_size: got a rule with recent keys, sinks, a threshold or a window for each head under a mask or bias "
-                "with a query dimension that no key intervals of documents describe; expected padding [B, Sk], or key_intervals"
-            )
-        window = self.rule.keep_window_size
-        scores, mask = match_heads(query, key, scores, allowed.to_mask())
-        mask = mask & causal_intervals(query, key).to_mask() if self.is_causal else mask
-        return Visibility(topk_mask(scores[:, :, None], mask, window, None), self.is_causal)
-
-
 def causal_intervals(query: Tensor, key: Tensor) -> KeyIntervals:
     """Returns causality as intervals."""
     return prefix_lm(key.shape[1], 0, query_length=query.shape[1], device=key.device)
-
-
-def _expand_heads_together(scores: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Expands scores and key_mask to their common shape."""
-    if key_mask is None:
-        return scores, None
-    shape = torch.broadcast_shapes(scores.shape, key_mask.shape)
-    return scores.expand(shape), key_mask.expand(shape)
 
 
 def select_elements(
@@ -239,12 +184,13 @@ def squeeze_query_dimension(scores: Tensor | None) -> Tensor | None:
     return scores.squeeze(2) if has_one_query else scores
 
 
-def scores_and_allowed(
+def scores_and_mask(
     query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None, scored_rule: ScoredRule
-) -> tuple[Tensor, AllowedElements | None]:
-    """Returns scores [B, H, Sk], and the elements that mask and bias allow, or None if they allow all."""
+) -> tuple[Tensor, Tensor | None]:
+    """Returns scores [B, H, Sk], and the elements that mask and bias show, bool [B or 1, H or 1, Sq or 1, Sk], or None
+    if they show all."""
     seqlen_k = key.shape[1]
-    name, scores, hiding = "attn_bias", bias, None
+    name, scores = "attn_bias", bias
     if scored_rule.scores is not None:
         name, scores = "selection_scores", squeeze_query_dimension(scored_rule.scores)
     elif not scored_rule.rule.reads_scores() and (bias is None or bias.dim() == 4):
@@ -258,22 +204,18 @@ def scores_and_allowed(
         )
     # A bias that masks hides its keys from the selection. If the bias is the score, these keys are the worst ones
     # anyway, but they could still be sinks.
-    if bias is not None and bias.dim() == 3 and scored_rule.rule.sink_tokens > 0:
-        hiding = bias.detach()[:, :, None]
-    elif scores is not bias and bias is not None:
-        if bias.dim() == 4:
-            hiding = bias.detach()
-        else:
-            unmasked = bias.detach() > MASK_VALUE[bias.dtype]
-            scores, unmasked = match_heads(query, key, scores, unmasked)
-            scores = torch.where(unmasked, scores, float("nan"))
-    if mask is None and hiding is None:
-        return scores, None
-    mask, hiding = (
-        t if t is None or t.shape[3] == seqlen_k else t.expand(-1, -1, -1, seqlen_k)
-        for t in (mask, hiding)
-    )
-    return scores, AllowedElements(mask, hiding)
+    if bias is not None and (bias.dim() == 4 or scored_rule.rule.sink_tokens > 0):
+        unmasked = add_query_dimension(bias.detach() > MASK_VALUE[bias.dtype])
+        if mask is not None:
+            unmasked = torch.logical_and(*match_heads(query, key, mask, unmasked))
+        mask = unmasked
+    elif bias is not None and scores is not bias:
+        unmasked = bias.detach() > MASK_VALUE[bias.dtype]
+        scores, unmasked = match_heads(query, key, scores, unmasked)
+        scores = torch.where(unmasked, scores, float("nan"))
+    if mask is not None and mask.shape[3] != seqlen_k:
+        mask = mask.expand(-1, -1, -1, seqlen_k)
+    return scores, mask
 
 
 def match_heads(query: Tensor, key: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:

@@ -1,7 +1,9 @@
-"""Selection and tile lists in torch's own operators, for GPUs without kernels of the C++ library.
+"""Selection and tile lists in torch's operators.
 
-No tensor here has Sq x Sk elements, and there is no loop over keys. The time is O(Sk log Sk) and O(entries log
-entries).
+They serve what the C++ library has no operator for: documents, explicit positions, keys that other intervals show, and
+GPUs without its kernels. No tensor here has Sq x Sk elements, there is no loop over keys, and no value is read back from
+a GPU, so that the host waits for nothing and CUDA graphs can capture the calls. Only tile lists without a small bound
+are counted first. The time is O(Sk log Sk) and O(entries log entries).
 """
 
 from __future__ import annotations
@@ -12,57 +14,87 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._core import ops
+from .positions import ShownKeys
+from .rule import SelectionRule, rank_in_document
+
 MOST_ENTRIES = 2**24  # lists that may have more entries are counted first
 
 
-def select_key_intervals(
-    scores: Tensor,
-    key_mask: Tensor | None,
-    windows: Sequence[int],
-    selection: str,
-    is_causal: bool,
-    query_length: int,
-    recent_window: int = 0,
-    recent_competes: bool = False,
-    sink_tokens: int = 0,
-    score_threshold: float | None = None,
+def intervals_of_rule(
+    scores: Tensor, shown: ShownKeys, rule: SelectionRule, is_causal: bool, query_length: int
 ) -> Tensor:
-    """Does what the operator select_key_intervals does for windows: scores [B, H, Sk] -> int32 [B, H, Sk, 2]."""
-    assert (recent_window, sink_tokens, score_threshold) == (0, 0, None)
-    key_length = scores.shape[-1]
-    eligible = ~scores.isnan()
-    if key_mask is not None:
-        eligible = eligible & key_mask
-    ranked = _positions_by_rank(scores, eligible)
-    rank = torch.arange(key_length, device=scores.device)
-    shift = key_length - query_length  # position minus row
-    first = ranked - shift if is_causal else torch.zeros_like(ranked)
-    # [heads or 1, 1]
-    # torch.full: a copy from a list would wait for the GPU.
-    sizes = windows or [key_length]
-    window = torch.stack([torch.full((1,), size, device=scores.device) for size in sizes])
-    last = torch.where(rank < window, query_length, 0).expand_as(ranked)
-    if is_causal and selection == "per_query" and any(0 < w < key_length for w in windows):
-        # A key leaves at the position of the window-th key that beats it, and is never visible again.
-        out_at = _kth_smallest_before(ranked, (window - 1).clamp(min=0))
-        last = torch.where((rank < window) | (window == 0), last, out_at - shift)
-    first, last = first.clamp(min=0), last.clamp(max=query_length)
-    visible = (first < last) & eligible.gather(-1, ranked)
-    by_rank = torch.stack([first, last], -1) * visible[..., None]
-    by_position = torch.empty_like(by_rank).scatter_(
-        2, ranked[..., None].expand_as(by_rank), by_rank
-    )
-    return by_position.int()
+    """Returns the intervals, int32 [B, H, Sk, 2], of the shown keys that a rule keeps.
+
+    scores: [B or 1, H or 1, Sk].
+    """
+    first, last, own_row, appears, document = shown
+    scores = rule.expand_scores(scores)
+    shape = torch.broadcast_shapes(scores.shape, first.shape, last.shape)
+    visible = first < last
+    competes_at = appears
+    if rule.delay():
+        competes_at = torch.maximum(appears, own_row + rule.delay())
+    eligible = visible
+    is_sink = None
+    if rule.sink_tokens > 0:
+        is_sink = find_sinks(shown, rule)
+        eligible = eligible & ~is_sink
+    per_query = is_causal and rule.selection == "per_query"
+    if not per_query and rule.delay():
+        eligible = eligible & (competes_at < last)  # a global selection is made at the last row
+    scores = rule.competing_scores(scores.detach(), eligible).expand(shape)
+    if document is not None:
+        scores = rank_by_document(scores, document)
+    # Keys are selected as if every key appeared with a query of its own: key t appears at row t.
+    length = shape[-1]
+    beaten_by = _beaten_by(scores, rule.windows())
+    selected = beaten_by > torch.arange(length, device=scores.device)
+    if not per_query:
+        # A key of a later document beats every key of earlier documents, but these keys have left by then.
+        leaves_before = length if document is None else _end_of_document(document, length)
+        selected = selected & (beaten_by >= leaves_before)
+        kept_until = last
+    else:
+        never = torch.full_like(competes_at[..., :1], 2**31 - 1)
+        rows = torch.cat([competes_at, never], dim=-1).expand(*shape[:2], -1)
+        kept_until = torch.minimum(last, rows.gather(-1, beaten_by))
+    end = torch.where(selected, kept_until, 0)
+    if rule.recent_window > 0:
+        end = torch.maximum(end, torch.minimum(last, own_row + rule.recent_window))
+    if is_sink is not None:
+        end = torch.where(is_sink, last, end)
+    first, end = torch.broadcast_tensors(first.clamp(min=0), end.clamp(max=query_length))
+    is_seen = visible & (first < end)
+    return (torch.stack([first, end], dim=-1) * is_seen.unsqueeze(-1)).int()
 
 
-def _positions_by_rank(scores: Tensor, eligible: Tensor) -> Tensor:
-    """Sorts the positions of keys, int64 [B, H, Sk]: the best key first, the more recent of two equal keys first, and
-    keys that are not eligible last."""
-    last = scores.shape[-1] - 1
-    ranked = last - (scores + 0.0).flip(-1).argsort(dim=-1, descending=True, stable=True)  # -0 is 0
-    return ranked.gather(
-        -1, eligible.gather(-1, ranked).logical_not().int().argsort(dim=-1, stable=True)
-    )
+def _beaten_by(scores: Tensor, windows: Sequence[int]) -> Tensor:
+    """Returns the index of the key with which a key has as many better keys as its window has places, int64 [B, H, Sk]:
+    Sk if there is none, and at most the key's own index if the key is never selected.
+
+    scores: [B, H, Sk]; NaN is never selected. windows: none, one, or one for each head.
+    """
+    length = scores.shape[-1]
+    if ops.has_kernels_for(scores):
+        keys = ops.select_key_intervals(scores, None, windows, "per_query", True, length)
+        return keys[..., 1].long()
+    # The best key first, the more recent one of two equal keys first, and NaN last.
+    worst_last = scores + 0.0  # -0 is 0
+    ranked = length - 1 - worst_last.flip(-1).argsort(dim=-1, descending=True, stable=True)
+    is_nan = scores.isnan()
+    ranked = ranked.gather(-1, is_nan.gather(-1, ranked).int().argsort(dim=-1, stable=True))
+    rank = torch.arange(length, device=scores.device)
+    # torch.full: a copy from a list would wait for the GPU. [heads or 1, 1]
+    sizes = [torch.full((1,), size, device=scores.device) for size in windows or [length]]
+    window = torch.stack(sizes)
+    beaten_by = torch.where(rank < window, length, 0).expand_as(ranked)
+    if any(0 < size < length for size in windows):
+        # A key leaves with the window-th key that is better, and is never selected again.
+        leaves = _kth_smallest_before(ranked, (window - 1).clamp(min=0))
+        beaten_by = torch.where((rank < window) | (window == 0), beaten_by, leaves)
+    beaten_by = torch.empty_like(ranked).scatter_(-1, ranked, beaten_by)
+    return beaten_by.masked_fill(is_nan, 0)
 
 
 def _kth_smallest_before(values: Tensor, k: Tensor) -> Tensor:
@@ -92,6 +124,46 @@ def _kth_smallest_before(values: Tensor, k: Tensor) -> Tensor:
         place = torch.where(ones == 1, zeros + index - zeros_before, zeros_before)
         values = torch.empty_like(values).scatter_(-1, place, values)
     return kth
+
+
+def find_sinks(shown: ShownKeys, rule: SelectionRule) -> Tensor:
+    """Returns whether each key is a sink, bool [B or 1, H or 1, Sk]."""
+    visible = shown.first < shown.last
+    return visible & (rank_in_document(visible, shown.document) < rule.sink_tokens)
+
+
+def rank_by_document(scores: Tensor, document: Tensor) -> Tensor:
+    """Ranks keys by score within a document, and each document above all earlier documents.
+
+    A key of a document that ended before another key appeared then never beats this key. Of two keys with equal scores,
+    the later one has the higher rank. NaN stays NaN.
+    """
+    if scores.dtype == torch.float64:  # 64 bits leave no room for the document
+        in_document = _rank(scores)
+    else:
+        # Float bits compare as integers except for the sign, so one sort has the documents in the upper halves.
+        bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0: -0 and +0 are equal
+        in_document = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    rank = _rank((document.long() << 32) + in_document)
+    exact = torch.float32 if rank.shape[-1] <= 2**24 else torch.float64
+    return rank.to(exact).masked_fill(scores.isnan(), float("nan"))
+
+
+def _rank(values: Tensor) -> Tensor:
+    """Returns the number of values below each value. Of two equal values, the later one counts as larger."""
+    order = values.argsort(dim=-1, stable=True)
+    rank = torch.empty_like(order)
+    return rank.scatter_(
+        -1, order, torch.arange(order.shape[-1], device=order.device).expand(order.shape)
+    )
+
+
+def _end_of_document(document: Tensor, length: int) -> Tensor:
+    """Returns the index after the last key of each key's document."""
+    keys = torch.arange(length, device=document.device)
+    ends = F.pad(document[..., 1:] != document[..., :-1], (0, 1), value=True)
+    end = torch.where(ends, keys + 1, length)
+    return end.flip(-1).cummin(-1).values.flip(-1)
 
 
 def build_tile_lists(

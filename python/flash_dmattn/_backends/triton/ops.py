@@ -32,16 +32,15 @@ def attention(
     value_dim = v.shape[3]
     if value_dim < q.shape[3]:  # the kernels have one head dimension
         v = F.pad(v, (0, q.shape[3] - value_dim))
-    keys = visible.operands()
-    base, per_query, _ = keys.key_bound or (-1, 0, 0)
+    keys = visible.keys
     out, lse, *_ = forward(
         q,
         k,
         v,
         visible.mask,
         bias,
-        keys.key_intervals,
-        [] if base < 0 else [base, per_query],
+        None if keys is None else keys.intervals,
+        [] if keys is None or keys.bound is None else list(keys.bound),
         visible.is_causal,
         numerics.scale,
         numerics.softcap,

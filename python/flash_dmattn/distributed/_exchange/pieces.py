@@ -12,7 +12,8 @@ from torch import Tensor
 from ..._core.gradients import narrow_gradient
 from ...keys.best_keys import best_keys, indices_of_true
 from ...keys.positions import KeyPositions, ShownKeys
-from ...keys.rule import SelectionRule, intervals_of_rule
+from ...keys.rule import SelectionRule
+from ...keys.selection_in_torch import intervals_of_rule
 
 
 class PieceOffsets(NamedTuple):
