@@ -45,7 +45,7 @@ _has_cuda._dynamo_marked_constant = True
 
 
 def has_kernels_for(tensor: Tensor) -> bool:
-    """Whether the library selects keys and builds tile lists on this tensor's device; if not, keys/selection_in_torch.py
+    """Whether the library selects keys and builds tile lists on this tensor's device; if not, keys/in_torch.py
     does."""
     return tensor.is_cpu or tensor.is_meta or (tensor.is_cuda and _has_cuda())
 

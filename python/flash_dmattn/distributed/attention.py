@@ -11,11 +11,10 @@ from torch import Tensor
 
 from .._core.checks import may_read
 from .._dispatch import attention, with_lse
+from ..keys.in_torch import find_sinks
 from ..keys.intervals import KeyIntervals
 from ..keys.rule import SelectionRule
-from ..keys.selection import ScoredRule
-from ..keys.selection_in_torch import find_sinks
-from ..keys.visibility import Visibility
+from ..keys.visible import Visible
 from ..scores import with_zero_sum_gradient
 from ._exchange.arguments import AttendOptions, ExchangeArguments, check_causality
 from ._exchange.earlier_keys import PrependEarlierKeys
@@ -341,20 +340,21 @@ def attend_to_pieces(
     own_row = None
     if rule.is_window() and exchanged.documents is None and not bias_delay:
         # A window needs only the order of the keys, and they are in the order of their positions.
-        visible = Visibility(None, True)
-        scored_rule = ScoredRule(rule, None if exchanged.bias_is_score else exchanged.scores)
+        visible = Visible(None, True)
+        scores = None if exchanged.bias_is_score else exchanged.scores
     else:
         own_row, visible = seen_keys(exchanged)
-        scored_rule = ScoredRule()
+        rule = scores = None
     out, statistics = attention(
         query,
         exchanged.key,
         exchanged.value,
         bias,
         visible,
-        scored_rule,
         numerics,
-        backend,
+        rule=rule,
+        scores=scores,
+        backend=backend,
         bias_delay=bias_delay,
         own_row=own_row,
     )
@@ -368,7 +368,7 @@ def check_exchanged(exchanged: object) -> None:
         )
 
 
-def seen_keys(exchanged: ExchangedKeys) -> tuple[Tensor, Visibility]:
+def seen_keys(exchanged: ExchangedKeys) -> tuple[Tensor, Visible]:
     """Returns the row at each key's position, int64 [B, Hkv, places + n], and the keys that each query sees."""
     boundary = exchanged.boundary
     own_row, selected = select_in_piece(
@@ -380,9 +380,7 @@ def seen_keys(exchanged: ExchangedKeys) -> tuple[Tensor, Visibility]:
         boundary.rule,
     )
     n = exchanged.scores.shape[2] - boundary.places
-    return own_row, Visibility(
-        keys=KeyIntervals(selected, n, boundary.rule.key_bound(is_causal=True))
-    )
+    return own_row, Visible(keys=KeyIntervals(selected, n, boundary.rule.key_bound(is_causal=True)))
 
 
 def bias_without_sinks(exchanged: ExchangedKeys) -> ExchangedKeys:

@@ -10,8 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .._core.checks import MASK_VALUE, may_read
+from .in_torch import count_ranges
 from .intervals import KeyIntervals
-from .selection_in_torch import count_ranges
 
 # Mask elements per step: bounds the memory for recognising a mask.
 _BLOCK_ELEMENTS = 1 << 22

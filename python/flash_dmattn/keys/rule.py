@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .._core.checks import (
@@ -36,7 +34,16 @@ class SelectionRule(NamedTuple):
     sink_tokens: int = 0
     score_threshold: float | None = None  # None: no threshold
 
+    @staticmethod
+    def from_arguments(*parts: object) -> SelectionRule | None:
+        """Makes the normal form of arguments of the public functions, in order. None: they hide no key."""
+        if parts == _NO_PARTS:
+            return None
+        rule = SelectionRule(*parts).checked_rule()
+        return rule if rule.hides_keys() else None
+
     def checked_rule(self) -> SelectionRule:
+        """Returns the rule in normal form: counts within int32, a float as threshold, windows as a tuple."""
         window = self.keep_window_size
         # Most calls set at most keep_window_size: this saves 3 µs of 30.
         is_count = type(window) is int and 0 <= window <= LARGEST_COUNT
@@ -104,12 +111,9 @@ class SelectionRule(NamedTuple):
 
     def is_window(self) -> bool:
         """Whether the rule is a single number of keys and nothing else."""
-        return not (
-            self.shows_unselected_keys()
-            or self.keep_window_size is None
-            or isinstance(self.keep_window_size, tuple)
-            or self.score_threshold is not None
-        )
+        window, _, recent_window, _, sink_tokens, threshold = self
+        is_number = window is not None and not isinstance(window, tuple)
+        return is_number and recent_window == 0 and sink_tokens == 0 and threshold is None
 
     def reads_scores(self) -> bool:
         """Whether the rule reads scores."""
@@ -125,7 +129,7 @@ class SelectionRule(NamedTuple):
 
     def operands(self) -> tuple:
         """Returns the operators' arguments that follow query_length."""
-        return self.recent_window, self.recent_competes, self.sink_tokens, self.score_threshold
+        return self[2:]
 
     def checked_state_rule(self) -> SelectionRule:
         """Checks the rule for a cache, or for ranks, that hold only the keys that it shows to later queries."""
@@ -188,13 +192,6 @@ class SelectionRule(NamedTuple):
             return 2 * seen, 1
         return seen, int(arriving or self.recent_window > 0)
 
-    def competing_scores(self, scores: Tensor, eligible: Tensor | None) -> Tensor:
-        """Returns the scores of the keys that compete, and NaN for the other keys."""
-        if self.score_threshold is not None:
-            above = scores.double() >= self.score_threshold
-            eligible = above if eligible is None else eligible & above
-        return scores if eligible is None else torch.where(eligible, scores, float("nan"))
-
     def rule_of_heads(self, heads: int) -> SelectionRule:
         """Returns the rule for `heads` heads of scores. Each query head of a group has the window of its key head."""
         windows = self.windows()
@@ -221,13 +218,4 @@ class SelectionRule(NamedTuple):
 
 
 _DEFAULTS = SelectionRule()
-
-
-def rank_in_document(visible: Tensor, document: Tensor | None) -> Tensor:
-    """Returns the number of visible keys before each key in its document."""
-    before = visible.long().cumsum(-1) - visible.long()
-    if document is None:
-        return before
-    begins = F.pad(document[..., 1:] != document[..., :-1], (1, 0), value=True)
-    before, begins = torch.broadcast_tensors(before, begins)
-    return before - torch.where(begins, before, 0).cummax(-1).values
+_NO_PARTS = tuple(_DEFAULTS)

@@ -35,7 +35,7 @@ from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils impor
 )
 from flash_dmattn.keys.recognise import Memo, intervals_of_mask, mask_of_intervals, split_additive
 from flash_dmattn.keys.rule import SelectionRule
-from flash_dmattn.keys.select_intervals import select_among_intervals
+from flash_dmattn.keys.select import select_among_intervals
 from flash_dmattn.utils.mask import topk_mask
 from largest_tensor import LargestTensor
 from peak_memory import run_measured

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from flash_dmattn import select_key_intervals
 from flash_dmattn._core import ops as _ops
 from flash_dmattn.check.oracle import causal_elements, select
-from flash_dmattn.keys import selection_in_torch
+from flash_dmattn.keys import in_torch
 from largest_tensor import LargestTensor
 
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
@@ -65,7 +65,7 @@ def test_torch_tile_lists_equal_library(shape, query_length, tile_rows, bound_kn
     bound = [shape[2], 0] if bound_known else []
     expected = _ops.build_tile_lists(intervals, tile_rows, query_length, [])
     assert_same_lists(
-        selection_in_torch.build_tile_lists(intervals, tile_rows, query_length, bound), expected
+        in_torch.build_tile_lists(intervals, tile_rows, query_length, bound), expected
     )
 
 
@@ -86,14 +86,12 @@ def test_tile_lists_of_a_selection_equal_library(device):
     scores = torch.randn(1, 2, 1000, device=device)
     chosen = select_key_intervals(scores, 60)
     arguments = (chosen.intervals, 128, 1000, list(chosen.bound))
-    assert_same_lists(
-        selection_in_torch.build_tile_lists(*arguments), _ops.build_tile_lists(*arguments)
-    )
+    assert_same_lists(in_torch.build_tile_lists(*arguments), _ops.build_tile_lists(*arguments))
 
 
 def test_broken_bound_loses_keys_and_reads_no_others():
     intervals = torch.tensor([0, 300]).expand(1, 1, 400, 2).int()
-    keys, begin, count, full = selection_in_torch.build_tile_lists(intervals, 128, 300, [10, 0])
+    keys, begin, count, full = in_torch.build_tile_lists(intervals, 128, 300, [10, 0])
     assert keys.shape[0] == 30 and (full <= count).all()
     assert ((begin + count)[count > 0] <= 30).all()
     assert ((keys >= 0) & (keys < 400)).all()
@@ -105,5 +103,5 @@ def test_selection_and_tile_lists_make_no_quadratic_tensor(monkeypatch):
     monkeypatch.setattr(_ops, "has_kernels_for", lambda _: False)
     with LargestTensor() as largest:
         intervals = select_key_intervals(scores, window).intervals
-        selection_in_torch.build_tile_lists(intervals, 128, length, [window, 1])
+        in_torch.build_tile_lists(intervals, 128, length, [window, 1])
     assert largest.elements <= 2 * length * (1 + window // 128 + 2)

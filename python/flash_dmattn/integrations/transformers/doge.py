@@ -15,7 +15,7 @@ from ...generation.ragged import RaggedBatch
 from ...keys.intervals import KeyIntervals
 from ...keys.recognise import Memo, cached_result, intervals_of_mask, split_additive, visible_counts
 from ...keys.rule import SelectionRule
-from ...keys.select_intervals import select_key_intervals
+from ...keys.select import select_key_intervals
 from ...scores import doge_scores_of, with_zero_sum_gradient
 from .._shared.attention_interface.dtypes import cast_states, target_dtype
 from .._shared.attention_interface.keywords import check_mask_keywords

@@ -3,18 +3,20 @@
 import torch
 
 from ...._core.checks import (
+    MASK_VALUE,
     check_bias,
     check_count,
     check_tensor,
     resolve_flag,
+    squeeze_query_dimension,
 )
 from ...._core.numerics import Numerics
 from ...._dispatch import attention, with_lse
 from ....keys.intervals import KeyIntervals
 from ....keys.recognise import Memo
 from ....keys.rule import SelectionRule
-from ....keys.selection import ScoredRule, select_elements, squeeze_query_dimension
-from ....keys.visibility import Visibility
+from ....keys.select import select_elements
+from ....keys.visible import Visible
 from ....merge import check_sink_logits
 from . import keywords, packed_sequences
 from .dtypes import cast_states
@@ -141,17 +143,18 @@ def compute_layer_attention(
     mask, intervals, bias = normalize_mask(
         visible, attention_bias, query_states, key_states, selects, memo
     )
-    scored_rule = ScoredRule()
+    rule = scores = None
     if selects:
-        mask, intervals, scored_rule = _make_rule(
+        mask, intervals, rule, scores = _make_rule(
             attention_bias, mask, intervals, keep, is_causal, query_states, key_states
         )
     out, statistics = attention(
         *cast,
         bias,
-        Visibility(mask, is_causal, intervals),
-        scored_rule,
+        Visible(mask, is_causal, intervals),
         Numerics.from_arguments(None, softmax_scale, softcap, "saturate", deterministic),
+        rule=rule,
+        scores=scores,
         memo=memo,
     )
     return with_lse(out, statistics, return_lse=False, sink_logits=s_aux)
@@ -180,18 +183,19 @@ def _make_rule(
     is_causal: bool,
     query: torch.Tensor,
     key: torch.Tensor,
-) -> tuple[torch.Tensor | None, KeyIntervals | None, ScoredRule]:
-    """Returns the mask, the intervals and the rule of a call that selects keys.
+) -> tuple[torch.Tensor | None, KeyIntervals | None, SelectionRule | None, torch.Tensor | None]:
+    """Returns the mask, the intervals, the rule and the scores of a call that selects keys.
 
     4-d scores select single elements: the mask then contains the selection.
     """
     scores = squeeze_query_dimension(attention_bias.detach())
     if scores.dim() == 4:
-        mask = select_elements(scores, mask, intervals, keep, is_causal, query, key)
-        return mask, None, ScoredRule()
+        shown = Visible(mask, is_causal, intervals)
+        mask = select_elements(scores, shown, keep, query, key, MASK_VALUE[scores.dtype])
+        return mask, None, None, None
     has_no_queries = intervals is None and (mask is None or mask.dim() == 3)
     mode = "global" if has_no_queries else "per_query"
-    return mask, intervals, ScoredRule(SelectionRule(keep, mode), scores)
+    return mask, intervals, SelectionRule(keep, mode).checked_rule(), scores
 
 
 def _resolve_keep_window_size(

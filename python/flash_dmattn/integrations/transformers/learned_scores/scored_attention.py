@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from ...._core.checks import may_read
 from ...._core.numerics import Numerics
 from ...._dispatch import attention, with_lse
+from ....keys.in_torch import rank_in_document
 from ....keys.intervals import KeyIntervals
-from ....keys.rule import SelectionRule, rank_in_document
-from ....keys.select_intervals import select_key_intervals
-from ....keys.selection import ScoredRule, apply_selection
-from ....keys.visibility import Visibility
+from ....keys.rule import SelectionRule
+from ....keys.select import select_key_intervals, select_visible
+from ....keys.visible import Visible
 from ....merge import add_sink
 from ..._shared.attention_interface.dtypes import cast_states, target_dtype
 from ..._shared.attention_interface.keywords import check_mask_keywords
@@ -124,7 +124,7 @@ class _States(NamedTuple):
     numerics: Numerics
     sink_logits: Tensor | None
 
-    def visible(self) -> Visibility:
+    def visible(self) -> Visible:
         """Returns the elements that the mask shows. A mask with a query dimension includes causality."""
         mask, intervals, additive = normalize_mask(
             self.mask, None, self.query, self.key, chooses=False, memo=None
@@ -134,16 +134,14 @@ class _States(NamedTuple):
                 "attention_mask: got an additive mask that adds other values than 0 to visible keys, expected a bool mask or key intervals"
             )
         has_queries = intervals is not None or (mask is not None and mask.dim() == 4)
-        return Visibility(mask, not has_queries, intervals)
+        return Visible(mask, not has_queries, intervals)
 
-    def attend(self, bias: Tensor | None, visible: Visibility, bias_delay: int = 0) -> Tensor:
-        out, statistics = attention(
-            *self[:3], bias, visible, ScoredRule(), self.numerics, bias_delay=bias_delay
-        )
+    def attend(self, bias: Tensor | None, visible: Visible, bias_delay: int = 0) -> Tensor:
+        out, statistics = attention(*self[:3], bias, visible, self.numerics, bias_delay=bias_delay)
         return with_lse(out, statistics, return_lse=False, sink_logits=self.sink_logits)
 
     def attend_in_order(
-        self, bias: Tensor | None, visible: Visibility, bias_delay: int, order: TokenOrder | None
+        self, bias: Tensor | None, visible: Visible, bias_delay: int, order: TokenOrder | None
     ) -> Tensor:
         """Computes attention in which the delay of the bias counts tokens. order: None: the columns count them."""
         if order is None or bias is None:
@@ -153,8 +151,8 @@ class _States(NamedTuple):
             key=order.align(self.key, 1),
             value=order.align(self.value, 1),
         )
-        keys = order.align_intervals(visible.keys)
-        out = aligned.attend(order.align(bias, 2), visible._replace(keys=keys), bias_delay)
+        keys = order.align_intervals(visible.intervals)
+        out = aligned.attend(order.align(bias, 2), visible._replace(intervals=keys), bias_delay)
         return order.restore(out, 1, of_queries=True)
 
 
@@ -171,9 +169,9 @@ def _attend_to_all(call: ScoredCall, states: _States) -> Tensor:
     return states.attend_in_order(bias, visible, rule.recent_window, _token_order(rule, visible))
 
 
-def _token_order(rule: SelectionRule, visible: Visibility) -> TokenOrder | None:
+def _token_order(rule: SelectionRule, visible: Visible) -> TokenOrder | None:
     """Returns the order in which columns count tokens for the rule's recent window; None: they do already."""
-    shown = visible.keys
+    shown = visible.intervals
     if not counts_tokens(rule) or not isinstance(shown, KeyIntervals) or shown.heads > 1:
         return None
     return TokenOrder.of_padding(shown.shown_keys()[:, 0], shown.query_length)
@@ -206,16 +204,16 @@ def _choose_tokens(
     return order.restore_intervals(chosen)
 
 
-def _without_sinks(bias: Tensor, rule: SelectionRule, visible: Visibility) -> Tensor:
+def _without_sinks(bias: Tensor, rule: SelectionRule, visible: Visible) -> Tensor:
     """Sets a bias [B, Hkv, Sk] to 0 for the sinks of each document, because their scores decide nothing.
 
     visible: what the layer's mask shows. In a dense mask, a document begins where a query sees only itself.
     """
     if not rule.sink_tokens:
         return bias
-    if visible.keys is not None:
-        shown = visible.keys.shown_keys()
-        ranks = rank_in_document(shown, visible.keys.intervals[..., 1].cummax(-1).values)
+    if visible.intervals is not None:
+        shown = visible.intervals.shown_keys()
+        ranks = rank_in_document(shown, visible.intervals.intervals[..., 1].cummax(-1).values)
     elif visible.mask is not None:
         shown = visible.mask.any(-2)
         ranks = shown.cumsum(-1) - 1
@@ -251,18 +249,18 @@ def _attend_to_chosen(call: ScoredCall, states: _States) -> Tensor:
         visible = states.visible()
     elif states.mask is None or _is_padding(states.mask, call, queries, states.key.shape[1]):
         present = _present_keys(states.mask, call.query_position)
-        visible = Visibility(
-            keys=_choose_tokens(scores, rule, present, queries, call.query_position)
+        visible = Visible(
+            intervals=_choose_tokens(scores, rule, present, queries, call.query_position)
         )
     else:
         visible = _choose_among_shown(states, rule, scores)
     return states.attend_in_order(bias, visible, delay, order)
 
 
-def _choose_among_shown(states: _States, rule: SelectionRule, scores: Tensor) -> Visibility:
+def _choose_among_shown(states: _States, rule: SelectionRule, scores: Tensor) -> Visible:
     """Chooses keys among those that a mask with queries shows. The recent window counts tokens."""
     shown = states.visible()
-    if shown.keys is None and shown.mask.dim() == 4 and rule.shows_unselected_keys():
+    if shown.intervals is None and shown.mask.dim() == 4 and rule.shows_unselected_keys():
         raise ValueError(
             "attention_mask: got a mask that no key intervals describe with recent keys or sinks, expected padding [B, tokens], "
             "causality, or packed texts"
@@ -270,13 +268,11 @@ def _choose_among_shown(states: _States, rule: SelectionRule, scores: Tensor) ->
     order = _token_order(rule, shown)
     if order is not None:
         scores = order.align(scores, 2)
-        shown = shown._replace(keys=order.align_intervals(shown.keys))
-    chosen = apply_selection(
-        ScoredRule(rule, scores), states.query, states.key, None, shown, uses_library_kernels=False
-    )
+        shown = shown._replace(intervals=order.align_intervals(shown.intervals))
+    chosen = select_visible(rule, scores, states.query, states.key, None, shown, by_operator=False)
     if order is None:
         return chosen
-    return chosen._replace(keys=order.restore_intervals(chosen.keys))
+    return chosen._replace(intervals=order.restore_intervals(chosen.intervals))
 
 
 def _bias_to_learn(scores: Tensor, rule: SelectionRule) -> tuple[Tensor | None, int]:
@@ -405,7 +401,7 @@ def _attend_with_cache(call: ScoredCall, states: _States) -> Tensor:
         else:
             present = None if key_mask is None else key_mask[:, None]
             chosen = _choose_tokens(scores, layer.score_rule, present, scores.shape[2])
-            visible = Visibility(keys=chosen)
+            visible = Visible(intervals=chosen)
         return states.attend(None, visible)
 
     return attend_with_slots(

@@ -1,9 +1,9 @@
 """Selection and tile lists in torch's operators.
 
-They serve what the C++ library has no operator for: documents, explicit positions, keys that other intervals show, and
-GPUs without its kernels. No tensor here has Sq x Sk elements, there is no loop over keys, and no value is read back from
-a GPU, so that the host waits for nothing and CUDA graphs can capture the calls. Only tile lists without a small bound
-are counted first. The time is O(Sk log Sk) and O(entries log entries).
+They serve what the C++ library has no operator for: documents, explicit positions, keys that other intervals show, dense
+masks, and GPUs without its kernels. There is no loop over keys, and no value is read back from a GPU, so that the host
+waits for nothing and CUDA graphs can capture the calls; only tile lists without a small bound are counted first. Apart
+from dense masks no tensor has Sq x Sk elements. The time is O(Sk log Sk) and O(entries log entries).
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .._core import ops
+from .._core.checks import check_count
 from .positions import ShownKeys
-from .rule import SelectionRule, rank_in_document
+from .rule import SelectionRule
 
 MOST_ENTRIES = 2**24  # lists that may have more entries are counted first
+_STEP_ELEMENTS = 2**24  # scores in one step of `best_elements`, which limits its temporaries
 
 
 def intervals_of_rule(
@@ -28,7 +31,8 @@ def intervals_of_rule(
 
     scores: [B or 1, H or 1, Sk].
     """
-    first, last, own_row, appears, document = shown
+    first, last, own_row, document = shown
+    appears = first.clamp(min=0)
     scores = rule.expand_scores(scores)
     shape = torch.broadcast_shapes(scores.shape, first.shape, last.shape)
     visible = first < last
@@ -43,7 +47,10 @@ def intervals_of_rule(
     per_query = is_causal and rule.selection == "per_query"
     if not per_query and rule.delay():
         eligible = eligible & (competes_at < last)  # a global selection is made at the last row
-    scores = rule.competing_scores(scores.detach(), eligible).expand(shape)
+    scores = scores.detach()
+    if rule.score_threshold is not None:
+        eligible = eligible & (scores.double() >= rule.score_threshold)
+    scores = torch.where(eligible, scores, float("nan")).expand(shape)
     if document is not None:
         scores = rank_by_document(scores, document)
     # Keys are selected as if every key appeared with a query of its own: key t appears at row t.
@@ -158,6 +165,16 @@ def _rank(values: Tensor) -> Tensor:
     )
 
 
+def rank_in_document(visible: Tensor, document: Tensor | None) -> Tensor:
+    """Returns the number of visible keys before each key in its document."""
+    before = visible.long().cumsum(-1) - visible.long()
+    if document is None:
+        return before
+    begins = F.pad(document[..., 1:] != document[..., :-1], (1, 0), value=True)
+    before, begins = torch.broadcast_tensors(before, begins)
+    return before - torch.where(begins, before, 0).cummax(-1).values
+
+
 def _end_of_document(document: Tensor, length: int) -> Tensor:
     """Returns the index after the last key of each key's document."""
     keys = torch.arange(length, device=document.device)
@@ -216,3 +233,80 @@ def count_ranges(begin: Tensor, end: Tensor, size: int) -> Tensor:
     one = torch.ones_like(begin)
     changes.scatter_add_(2, begin, one).scatter_add_(2, end, -one)
     return changes.cumsum(2)[..., :size]
+
+
+def best_elements(
+    scores: Tensor,
+    allowed: Tensor,
+    count: int,
+    least: float | None = None,
+    block_size: int | None = None,
+) -> Tensor:
+    """Selects the `count` best allowed elements of every row of scores [.., Q or 1, K], as a mask of their common shape.
+
+    Of equal scores, the last one wins. least: a score at or below it is never selected; None: no score is too low. NaN
+    is never selected. block_size: if given, blocks of as many keys stay or go together, as in `keep_by_block`.
+    """
+    kept = scores.new_empty(torch.broadcast_shapes(scores.shape, allowed.shape), dtype=torch.bool)
+    rows = kept.shape[-2]
+    if is_compiling():  # a loop would make the number of rows a constant
+        steps = [slice(None)]
+    else:
+        step = max(1, _STEP_ELEMENTS * rows // max(1, kept.numel()))
+        steps = [slice(start, start + step) for start in range(0, rows, step)]
+    for some in steps:
+        some_scores, some_allowed = (
+            t[..., some, :] if t.shape[-2] > 1 else t for t in (scores, allowed)
+        )
+        is_number = ~some_scores.isnan() if least is None else some_scores > least
+        some_allowed = some_allowed & is_number
+        some_kept = _keep_best(some_scores, some_allowed, count)
+        if block_size is not None:
+            some_kept = keep_by_block(some_kept, block_size) & some_allowed
+        kept[..., some, :] = some_kept
+    return kept
+
+
+def _keep_best(scores: Tensor, allowed: Tensor, count: int) -> Tensor:
+    """Returns which keys are the `count` best allowed ones of their row. Of equal scores, the last ones win."""
+    if count >= allowed.shape[-1]:
+        return allowed
+    if count == 0:
+        return torch.zeros_like(allowed)
+    if scores.shape[-2] == 1 < allowed.shape[-2]:
+        return _keep_best_of_one_order(scores, allowed, count)
+    scores = torch.where(allowed, scores, float("-inf"))
+    worst_kept = scores.topk(count, dim=-1).values[..., -1:]
+    better = scores > worst_kept
+    equal = (scores == worst_kept) & allowed
+    rank_from_last = equal.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1)
+    return better | equal & (rank_from_last <= count - better.sum(-1, keepdim=True))
+
+
+def _keep_best_of_one_order(scores: Tensor, allowed: Tensor, count: int) -> Tensor:
+    """Returns what `_keep_best` returns if the rows share their scores, [..., 1, K]: the keys are sorted once.
+
+    A row keeps the allowed keys up to the rank at which it has `count` of them.
+    """
+    length = allowed.shape[-1]
+    newest_first = (scores + 0.0).flip(-1)  # some sorts put 0 before -0
+    order = length - 1 - newest_first.argsort(dim=-1, descending=True, stable=True)
+    places = torch.arange(length, device=order.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(-1, order, places)
+    shape = torch.broadcast_shapes(order.shape, allowed.shape)
+    best_first = allowed.expand(shape).gather(-1, order.expand(shape))
+    last_kept = (best_first.cumsum(-1, dtype=torch.int32) < count).sum(-1, keepdim=True)
+    return allowed & (rank <= last_kept)
+
+
+def keep_by_block(kept: Tensor, block_size: int) -> Tensor:
+    """Sets every block of `block_size` keys (the last may be shorter) to the value of its majority."""
+    check_count(block_size, "block_size")
+    if block_size < 1:
+        raise ValueError(f"block_size: got {block_size}, expected at least 1")
+    length = kept.shape[-1]
+    block_of_key = torch.arange(length, device=kept.device) // block_size
+    blocks = torch.bincount(block_of_key)
+    votes = torch.zeros(*kept.shape[:-1], len(blocks), dtype=torch.int32, device=kept.device)
+    votes.index_add_(-1, block_of_key, kept.int())
+    return (2 * votes > blocks).index_select(-1, block_of_key)
