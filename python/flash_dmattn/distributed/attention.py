@@ -380,7 +380,9 @@ def seen_keys(exchanged: ExchangedKeys) -> tuple[Tensor, Visible]:
         boundary.rule,
     )
     n = exchanged.scores.shape[2] - boundary.places
-    return own_row, Visible(keys=KeyIntervals(selected, n, boundary.rule.key_bound(is_causal=True)))
+    return own_row, Visible(
+        intervals=KeyIntervals(selected, n, boundary.rule.key_bound(is_causal=True))
+    )
 
 
 def bias_without_sinks(exchanged: ExchangedKeys) -> ExchangedKeys:

@@ -21,8 +21,6 @@ from transformers_version import IS_TRANSFORMERS_4
 pytestmark = pytest.mark.transformers
 
 B, S = 2, 40
-# Equal hidden states have equal scores except for rounding. A text without repetition has no equal hidden states.
-FRESH = {"no_repeat_ngram_size": 1}
 WAYS = {
     "greedy": {},
     "samples": {"do_sample": True, "temperature": 1.3, "top_k": 50, "num_return_sequences": 3},
@@ -46,7 +44,6 @@ def test_each_generation_mode_gives_tokens_of_full_cache(way, pad):
         make_ids(),
         *caches,
         attention_mask=left_padding(B, S, pad),
-        **FRESH,
         **WAYS[way],
     )
     assert caches[1].layers[1].keys.shape[2] == WINDOW
@@ -67,15 +64,15 @@ def test_different_window_gives_different_tokens():
 )
 def test_prompts_and_windows_of_any_length_give_same_tokens(length, window):
     oracle, ours = make_pair(window=window)
-    assert_same_generation(
-        oracle, ours, make_ids(B, length), DynamicMaskCache(ours.config), **FRESH
-    )
+    # Greedy texts repeat one word. If all keys are equal, their scores tie up to rounding in all layers.
+    cache = DynamicMaskCache(ours.config)
+    assert_same_generation(oracle, ours, make_ids(B, length), cache, do_sample=True)
 
 
 def test_prompt_without_mask_gives_same_tokens():
     oracle, ours = make_pair()
     cache = DynamicMaskCache(ours.config)
-    assert_same_generation(oracle, ours, make_ids(1, S), cache, attention_mask=None, **FRESH)
+    assert_same_generation(oracle, ours, make_ids(1, S), cache, attention_mask=None)
 
 
 def recording_cache(model, **options):
@@ -117,7 +114,7 @@ def test_assistant_model_gives_greedy_tokens(noise):
             parameter.add_(noise * torch.randn_like(parameter))
     enable_flash_dmattn(assistant, cache="dynamic_mask")
     cache = recording_cache(ours)
-    assert_same_generation(oracle, ours, make_ids(1, S), cache, assistant_model=assistant, **FRESH)
+    assert_same_generation(oracle, ours, make_ids(1, S), cache, assistant_model=assistant)
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
@@ -133,7 +130,7 @@ def test_chat_turns_give_tokens_of_one_text(pad, static):
             rows = torch.nn.functional.pad(mask, (0, texts[i].shape[1] - mask.shape[1]), value=1)
             texts[i] = model.generate(
                 texts[i], attention_mask=rows, past_key_values=caches[i], max_new_tokens=8,
-                do_sample=False, **FRESH,
+                do_sample=False,
             )  # fmt: skip
         assert torch.equal(*texts)
         if not static:
@@ -146,7 +143,7 @@ def test_enabled_model_uses_dynamic_mask_cache():
     oracle, ours = make_pair()
     enable_flash_dmattn(ours, cache="dynamic_mask")
     ids = make_ids(B, S)
-    result = assert_same_generation(oracle, ours, ids, **FRESH)
+    result = assert_same_generation(oracle, ours, ids)
     assert isinstance(result.past_key_values, DynamicMaskCache)
     with torch.no_grad():
         assert isinstance(ours(ids).past_key_values, DynamicMaskCache)
@@ -185,9 +182,7 @@ def test_model_loaded_by_name_generates_as_eager(kind, way, tmp_path):
     }
     ids, mask = make_ids(B, S), left_padding(B, S, 13)
     expected, tokens = (
-        model.generate(
-            ids, attention_mask=mask, past_key_values=caches[kind](), **FRESH, **WAYS[way]
-        )
+        model.generate(ids, attention_mask=mask, past_key_values=caches[kind](), **WAYS[way])
         for model in (eager, stock)
     )
     assert torch.equal(tokens, expected)
@@ -215,7 +210,7 @@ def test_repeated_and_selected_rows_equal_full_cache():
             cache.batch_select_indices(torch.tensor([4, 0, 3]))
             steps += [model(last[:, [i]], past_key_values=cache).logits for i in range(4)]
             logits.append(torch.cat([step.flatten() for step in steps]))
-    torch.testing.assert_close(logits[1], logits[0], atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(logits[1], logits[0].float(), atol=2e-4, rtol=2e-4)
 
 
 def test_padded_turns_equal_unpadded():
@@ -235,7 +230,7 @@ def test_padded_turns_equal_unpadded():
                 for a, b in ((0, 20), (20, 32), (32, 33), (33, 34), (34, 50), (50, 60))
             ]  # fmt: skip
             parts.append(torch.cat(logits, dim=1)[mask.bool()])
-    torch.testing.assert_close(parts[1], parts[0], atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(parts[1], parts[0].float(), atol=2e-4, rtol=2e-4)
 
 
 def test_half_a_million_tokens_hold_the_keys_of_the_window():

@@ -8,7 +8,7 @@ from doge_generation import left_padding
 from flash_dmattn.integrations.transformers import DynamicMaskCache, add_learned_scores
 from flash_dmattn.integrations.transformers.compat import CACHE
 from flash_dmattn.integrations.transformers.learned_scores.add import scored_layers
-from flash_dmattn.integrations.transformers.learned_scores.scored_layers import ScoredCall
+from flash_dmattn.integrations.transformers.learned_scores.layers import ScoreCall
 from scored_models import FAMILIES, make_base, make_ids, make_scored
 from scores_by_definition import by_definition
 from transformers_version import IS_TRANSFORMERS_4
@@ -224,10 +224,10 @@ def test_cache_without_scores_is_refused():
 SLOTS = CACHES["slots"]
 REFUSED = {  # name: (rule and phase of the model, its cache, the message)
     "without scores": ("window", "off", SLOTS, "scores: got none.*add_learned_scores.* in the phase 'hard'"),
-    "all keys": ("window", "soft", SLOTS, f"{CACHE}: got a DynamicMaskCache in the phase 'soft'"),
-    "another rule": ("all", "hard", lambda _: SLOTS(make_scored(rule="window")), f"{CACHE}: got keep_window_size"),
     "fewer layers": ("window", "hard", lambda _: SLOTS(make_scored(rule="window", num_hidden_layers=1)),
                      f"{CACHE}: got 1 layers, expected more than 1"),
+    "all keys": ("window", "soft", SLOTS, "phase: got 'soft' with a DynamicMaskCache"),
+    "another rule": ("all", "hard", lambda _: SLOTS(make_scored(rule="window")), f"{CACHE}: got keep_window_size"),
     "static": ("all", "soft", CACHES["static"], f"{CACHE}: got a static one"),
 }  # fmt: skip
 
@@ -318,7 +318,7 @@ def test_shared_layers_beside_states_are_refused():
 def test_layer_that_attends_twice_is_refused():
     model = make_scored()
     layer = model.model.layers[0].self_attn
-    call = ScoredCall(layer, torch.randn(1, 3, 32), None)
+    call = ScoreCall(layer, torch.randn(1, 3, 32), None, None, None)
     states = torch.randn(2, 1, 2, 3, 8)
     call.scores_of(*states)
     with pytest.raises(RuntimeError, match="^scorer: got a second attention call in layer 0"):
