@@ -54,7 +54,7 @@ def attention(
     memo: results that the layers of one forward share, or None.
     own_row: as in split_by_age.
     """
-    given, (mask, is_causal, intervals, _) = query, visible
+    given, given_scores, (mask, is_causal, intervals, _) = query, scores, visible
     query, key, value, bias, mask, scores, backend = attention_arguments(
         query, key, value, bias, mask, scores, numerics.saturate, backend
     )
@@ -72,7 +72,7 @@ def attention(
         by_operator = backend not in IN_PYTHON
         visible = select_visible(rule, scores, query, key, bias, visible, by_operator, memo)
     elif scores is not None:
-        check_scores_have_rule(scores, rule)
+        check_scores_have_rule(given_scores, rule)
     return run_backend(query, key, value, bias, visible, numerics, backend, bias_delay, own_row)
 
 

@@ -264,12 +264,12 @@ def _packed_intervals(
     """Returns the intervals of packed sequences. query: [1, total_q, Hq, D]; key: [1, total_k, Hkv, D]."""
     total_q, total_k = query.shape[1], key.shape[1]
     if rule is not None:
+        rule.check_heads(key.shape[2])
         if rule.reads_scores() and bias is None and own_scores is None:
             raise ValueError(
                 "keep_window_size: got no scores, expected one score per key in attn_bias or selection_scores: [total_k, H] "
                 f"with total_k = {total_k}"
             )
-        rule.check_heads(key.shape[2])
         scores, mask = scores_and_mask(rule, own_scores, query, key, bias, None)
         if own_scores is not None or not rule.has_room_for(total_k):
             key_mask = None if mask is None else mask[:, :, 0]
@@ -281,6 +281,7 @@ def _packed_intervals(
                 cu_seqlens_k=cu_seqlens_k,
                 cu_seqlens_q=cu_seqlens_q,
                 key_mask=key_mask,
+                device=scores.device,
             )
             return select_at(keys, scores, rule, is_causal)
     return packed_documents(
