@@ -366,12 +366,12 @@ def _find_order(allowed: KeyIntervals) -> tuple[int, bool, int]:
 
 
 def _interval_order(intervals: Tensor) -> tuple[Tensor, ...]:
-    """Returns four facts of each key: whether any query sees it, a lower bound of its first query, the last query of
-    all earlier keys, and whether its start and end are in order."""
+    """Returns four facts of each key: whether any query sees it, a lower bound of its first query, the last query that
+    sees an earlier key, and whether its start and end are in order."""
     first, last = intervals.unbind(-1)
     visible = last > first
-    appears = torch.where(visible, first, 0).cummax(-1).values
-    left_before = F.pad(last.cummax(-1).values[..., :-1], (1, 0))
+    appears, left = (torch.where(visible, row, 0).cummax(-1).values for row in (first, last))
+    left_before = F.pad(left[..., :-1], (1, 0))
     in_order = (first == appears) & ((last == left_before) | (first >= left_before))
     return visible, appears, left_before, in_order
 
