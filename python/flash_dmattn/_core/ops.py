@@ -47,7 +47,7 @@ _has_cuda._dynamo_marked_constant = True
 
 def has_kernels_for(tensor: Tensor) -> bool:
     """Whether the library projects scores, selects keys and builds tile lists on this tensor's device; if not,
-    projection_in_torch.py and keys/selection_in_torch.py do."""
+    projection_in_torch.py and keys/in_torch.py do."""
     return tensor.is_cpu or tensor.is_meta or (tensor.is_cuda and _has_cuda())
 
 

@@ -18,8 +18,8 @@ from .._core.kv_checks import (
 from .._core.numerics import Numerics
 from .._dispatch import run_backend
 from ..keys.intervals import KeyIntervals
-from ..keys.select_intervals import select_key_intervals
-from ..keys.visibility import Visibility
+from ..keys.select import select_key_intervals
+from ..keys.visible import Visible
 from .slot_memory import SlotMemory
 
 _VICTIM_POSITION = 7  # the index of the victim's position in the last dimension of `counts`
@@ -410,7 +410,7 @@ class KVSlots(SlotMemory):
         queries = check_query(self.k.transpose(1, 2), query=query)
         scores_are_bias = check_flag(scores_are_bias, "scores_are_bias")
         return_lse = resolve_flag(return_lse, "return_lse")
-        visible = Visibility(keys=self.pending_intervals(queries))
+        visible = Visible(intervals=self.pending_intervals(queries))
         end = self.places + self.pending
         bias = self.scores[:, :, None, :end] if scores_are_bias else None
         numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None)
