@@ -200,8 +200,9 @@ class KVSlots(SlotMemory):
         is_last = held & (at == at.amax(-1, keepdim=True))
         if key_mask is not None:
             is_last = is_last & key_mask[:, None, None]
-        competes = ~self.rule.competing_scores(scores, None).isnan()
-        competes = competes & (slots >= self.rule.sink_tokens)
+        competes = ~scores.isnan() & (slots >= self.rule.sink_tokens)
+        if self.rule.score_threshold is not None:
+            competes = competes & (scores.double() >= self.rule.score_threshold)
         if not all(self.rule.windows()):
             windows = torch.tensor(self.rule.windows(), device=at.device)
             competes = competes & (windows[:, None] > 0)
