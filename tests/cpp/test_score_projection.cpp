@@ -130,7 +130,7 @@ TEST(ScoreProjection, FormsAreFiniteForAllFiniteProjections) {
         const float score = score_of(form, z, factor);
         EXPECT_TRUE(std::isfinite(score)) << z << " and " << factor;
         if (form != ScoreForm::doge || score < largest / 2) {
-          EXPECT_NEAR(score, exact_score(form, z, factor), 1e-5 * (1 + std::abs(score)));
+          EXPECT_NEAR(score, exact_score(form, z, factor), 1e-5 * (1 + std::abs(double{score})));
         }
       }
     }
