@@ -25,7 +25,7 @@ struct ScoreProjectionParams {
   std::int64_t seqlen;
   unsigned features;  // below 2^31, so that sums with a warp's width fit
   int heads;
-  ScoreForm form;
+  flash_dmattn::ScoreForm form;
   DType bias_dtype;
   DType factor_dtype;
   bool
