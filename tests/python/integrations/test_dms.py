@@ -24,6 +24,7 @@ from flash_dmattn.integrations.transformers import (
 )
 from flash_dmattn.integrations.transformers.learned_scores.add import scored_layers
 from scored_models import make_base, make_ids
+from transformers_version import IS_TRANSFORMERS_4
 
 pytestmark = pytest.mark.transformers
 WINDOW, SCALE, OFFSET, LENGTH = 4, 3.0, 0.5, 40
@@ -122,6 +123,7 @@ def test_loaded_checkpoint_equals_the_definition(tmp_path, family, form):
     torch.testing.assert_close(plain, base(ids).logits, **CLOSE)
 
 
+@pytest.mark.skipif(IS_TRANSFORMERS_4, reason="drafts are compared with transformers 5")
 @torch.no_grad()
 def test_slots_of_late_scores_equal_all_keys_with_padding_drafts_and_a_cap(tmp_path):
     make_checkpoint(tmp_path, "Qwen3", "adapter")

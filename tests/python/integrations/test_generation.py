@@ -83,6 +83,9 @@ def recording_cache(model, **options):
     return cache
 
 
+@pytest.mark.skipif(
+    IS_TRANSFORMERS_4, reason="drafts of repeated words are compared with transformers 5"
+)
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("length", [6, S, 120])
 def test_prompt_lookup_gives_greedy_tokens(length, static):

@@ -264,6 +264,7 @@ def test_adapters_of_all_linear_layers_reach_the_scorer(scorer):
                 adapter.mul_(2)
 
 
+@pytest.mark.skipif(IS_TRANSFORMERS_4, reason="transformers 4 reads no layer onto the disk")
 @pytest.mark.parametrize("scorer", ["hidden", "mlp", "value"])
 def test_offloaded_models_keep_their_scores(scorer, tmp_path):
     accelerate = pytest.importorskip("accelerate")

@@ -97,6 +97,9 @@ def test_padded_row_of_a_batch_gives_logits_of_the_row_alone(scorer):
         torch.testing.assert_close(logits[1:], whole[1:], atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.skipif(
+    IS_TRANSFORMERS_4, reason="drafts of repeated words are compared with transformers 5"
+)
 @pytest.mark.parametrize("scorer", ["hidden", "doge"])
 def test_drafts_give_greedy_tokens(scorer):
     model = make_model(scorer)
