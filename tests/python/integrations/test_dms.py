@@ -123,7 +123,6 @@ def test_loaded_checkpoint_equals_the_definition(tmp_path, family, form):
     torch.testing.assert_close(plain, base(ids).logits, **CLOSE)
 
 
-@pytest.mark.skipif(IS_TRANSFORMERS_4, reason="drafts are compared with transformers 5")
 @torch.no_grad()
 def test_slots_of_late_scores_equal_all_keys_with_padding_drafts_and_a_cap(tmp_path):
     make_checkpoint(tmp_path, "Qwen3", "adapter")
@@ -142,8 +141,14 @@ def test_slots_of_late_scores_equal_all_keys_with_padding_drafts_and_a_cap(tmp_p
         (ids[:1, 9:], {"prompt_lookup_num_tokens": 3}),
     ):
         cache = DynamicMaskCache(model.config)
-        written = model.generate(rows, past_key_values=cache, **given, **options)
-        assert torch.equal(written[:1, -12:], alone)
+        if IS_TRANSFORMERS_4 and "prompt_lookup_num_tokens" in given:
+            cache.activate_past_recording()
+        written = model.generate(rows, past_key_values=cache, **given, **options)[
+            :1, rows.shape[1] :
+        ]
+        if IS_TRANSFORMERS_4:  # its drafts go beyond max_new_tokens, with any cache
+            written = written[:, :12]
+        assert torch.equal(written, alone)
 
 
 @pytest.mark.parametrize(

@@ -83,9 +83,6 @@ def recording_cache(model, **options):
     return cache
 
 
-@pytest.mark.skipif(
-    IS_TRANSFORMERS_4, reason="drafts of repeated words are compared with transformers 5"
-)
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("length", [6, S, 120])
 def test_prompt_lookup_gives_greedy_tokens(length, static):
@@ -102,8 +99,10 @@ def test_prompt_lookup_gives_greedy_tokens(length, static):
         ids, max_new_tokens=40, do_sample=False, past_key_values=cache,
         prompt_lookup_num_tokens=5, max_matching_ngram_size=2, **options,
     )  # fmt: skip
-    assert torch.equal(actual, expected)
     assert cache.get_seq_length() == actual.shape[1] - 1
+    if IS_TRANSFORMERS_4:  # its drafts go beyond max_new_tokens, with any cache
+        actual = actual[:, : expected.shape[1]]
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.02])

@@ -97,9 +97,6 @@ def test_padded_row_of_a_batch_gives_logits_of_the_row_alone(scorer):
         torch.testing.assert_close(logits[1:], whole[1:], atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.skipif(
-    IS_TRANSFORMERS_4, reason="drafts of repeated words are compared with transformers 5"
-)
 @pytest.mark.parametrize("scorer", ["hidden", "doge"])
 def test_drafts_give_greedy_tokens(scorer):
     model = make_model(scorer)
@@ -112,6 +109,8 @@ def test_drafts_give_greedy_tokens(scorer):
             )
             for draft in ({}, {"prompt_lookup_num_tokens": 4})
         )  # fmt: skip
+        if IS_TRANSFORMERS_4:  # its drafts go beyond max_new_tokens, with any cache
+            drafted = drafted[:, : greedy.shape[1]]
         assert torch.equal(drafted, greedy)
 
 
