@@ -142,8 +142,8 @@ def find_sinks(shown: ShownKeys, rule: SelectionRule) -> Tensor:
 def rank_by_document(scores: Tensor, document: Tensor) -> Tensor:
     """Ranks keys by score within a document, and each document above all earlier documents.
 
-    A key of a document that ended before another key appeared then never beats this key. Of two keys with equal scores,
-    the later one has the higher rank. NaN stays NaN.
+    A key of a document that ended before another key appeared then never beats this key. The later one
+    of two keys with equal scores has the higher rank. NaN stays NaN.
     """
     if scores.dtype == torch.float64:  # 64 bits leave no room for the document
         in_document = _rank(scores)
@@ -157,7 +157,7 @@ def rank_by_document(scores: Tensor, document: Tensor) -> Tensor:
 
 
 def _rank(values: Tensor) -> Tensor:
-    """Returns the number of values below each value. Of two equal values, the later one counts as larger."""
+    """Returns the number of values below each value. The later one of two equal values counts as larger."""
     order = values.argsort(dim=-1, stable=True)
     rank = torch.empty_like(order)
     return rank.scatter_(
@@ -244,7 +244,7 @@ def best_elements(
 ) -> Tensor:
     """Selects the `count` best allowed elements of every row of scores [.., Q or 1, K], as a mask of their common shape.
 
-    Of equal scores, the last one wins. least: a score at or below it is never selected; None: no score is too low. NaN
+    The last one of equal scores wins. least: a score at or below it is never selected; None: no score is too low. NaN
     is never selected. block_size: if given, blocks of as many keys stay or go together, as in `keep_by_block`.
     """
     kept = scores.new_empty(torch.broadcast_shapes(scores.shape, allowed.shape), dtype=torch.bool)
@@ -268,7 +268,7 @@ def best_elements(
 
 
 def _keep_best(scores: Tensor, allowed: Tensor, count: int) -> Tensor:
-    """Returns which keys are the `count` best allowed ones of their row. Of equal scores, the last ones win."""
+    """Returns which keys are the `count` best allowed ones of their row. The last ones of equal scores win."""
     if count >= allowed.shape[-1]:
         return allowed
     if count == 0:

@@ -17,7 +17,7 @@ def topk_indices(attention_bias: torch.Tensor, window_size: int, **kwargs) -> to
     """Returns the positions of the `window_size` best keys of every row, in ascending order.
 
     Args:
-        attention_bias: scores, float [..., K]. Of equal scores, the more recent key is better. NaN is worst.
+        attention_bias: scores, float [..., K]. The more recent key of equal scores is better. NaN is worst.
         window_size: how many keys to keep; more than K keeps all K.
 
     Returns:
@@ -46,7 +46,7 @@ def topk_mask(
         attention_bias: scores, float [B, H, K] or [B, H, Q, K]; sizes of 1 broadcast.
         attention_mask: allowed keys, bool, broadcastable against the scores after 3-d shapes got a
             query dimension of 1; None allows all.
-        window_size: how many keys a row keeps. Of two keys with equal scores, the more recent one wins.
+        window_size: how many keys a row keeps. The more recent one of two keys with equal scores wins.
         min_dtype: a score at or below it is never kept; None: no score is too low. NaN is never kept.
         block_size: if given, blocks of this many neighbouring keys are kept or dropped together, by
             majority; a key that is not allowed stays out.

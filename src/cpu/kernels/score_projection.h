@@ -11,8 +11,8 @@ namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 // Tokens and heads that are computed together: 16 or 8 sums, the tokens' and one head's vectors fit into the registers.
 inline constexpr int tokens_at_once = lanes == 16 ? 4 : 2;
 inline constexpr int heads_at_once = 4;
-// Features of one pass over `lanes` of the partial sums. Those of the tokens and heads stay in the first-level cache for
-// the passes over the others.
+// Features of one pass over `lanes` of the partial sums. The features and weights of a pass stay in the L1 for the passes
+// over the other sums.
 inline constexpr std::int64_t pass_features = 1024;
 
 // Adds products of features [begin, end) to the partial sums of each head and token. begin is a multiple of

@@ -47,7 +47,7 @@ struct FeaturePair<float> {
   static __device__ float widen_one(float x) { return x; }
 };
 
-// Of a row of which lanes may begin at any element: the features f and f + 1, or 0 beyond the row.
+// Loads the features f and f + 1 of a row, or 0 beyond its end. The row may begin at any element.
 template <class T>
 __device__ inline float2 load_single_features(const T* row, unsigned f, unsigned features) {
   return {f < features ? FeaturePair<T>::widen_one(row[f]) : 0.0f,

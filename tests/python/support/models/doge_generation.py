@@ -54,7 +54,7 @@ def make_pair(**options):
 
 
 def brute_force_of(model):
-    """Returns a copy in float64 with eager attention over all keys. Of equal scores it keeps the more recent."""
+    """Returns a copy in float64 with eager attention over all keys. It keeps the more recent of equal scores."""
     eager = copy.deepcopy(model).double()
     eager.set_attn_implementation("eager")
     keep_recent_of_equal_scores(eager)
