@@ -177,6 +177,22 @@ NEWEST ?= transformers
 test-newest: $(STAMPS)/package $(STAMPS)/test ## Python tests of transformers' own models, on the newest transformers that pip finds now (NEWEST="transformers torch")
 	JOBS=$(JOBS) tools/test_newest.sh $(NEWEST)
 
+# The tests of transformers are in its source distribution alone.
+PEERS := build/peers
+TRANSFORMERS_TESTS = $(PEERS)/transformers-$(shell $(BIN)/python -c "import transformers; print(transformers.__version__)")
+$(PEERS)/ready: Makefile $(STAMPS)/test
+	rm -rf $(PEERS) && mkdir -p $(PEERS)
+	$(PIP) --quiet install --no-deps --target $(PEERS)/packages parameterized==0.9.0
+	$(PIP) --quiet download --no-deps --no-binary transformers --dest $(PEERS) \
+	  transformers==$(TRANSFORMERS_TESTS:$(PEERS)/transformers-%=%)
+	tar --extract --gzip --file $(TRANSFORMERS_TESTS).tar.gz --directory $(PEERS)
+	touch $(TRANSFORMERS_TESTS)/tests/__init__.py $@
+
+.PHONY: test-peers
+test-peers: $(STAMPS)/package $(PEERS)/ready ## transformers' own tests of models, with our attention
+	cd $(TRANSFORMERS_TESTS) && HF_HUB_OFFLINE=1 PYTHONPATH=../packages $(abspath $(BIN))/python -m pytest -c /dev/null \
+	  --rootdir . --numprocesses $(JOBS) $(abspath tests/peers) $(ARGS)
+
 .PHONY: test-torchtitan
 test-torchtitan: $(STAMPS)/package $(STAMPS)/test ## tests of dynamic masks in TorchTitan, which gets an environment of its own
 	tools/test_torchtitan.sh $(ARGS)

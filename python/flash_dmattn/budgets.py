@@ -134,24 +134,43 @@ def loss_of_records(
     target: float,
     per_head: bool,
     mask: Tensor | None,
+    sampled: bool = False,
 ) -> Tensor:
     """Returns how far the mean share of open gates in the last forward lies above the target, 0 if it lies below.
+
+    sampled: whether the gates are the sampled ones, and each text has the target.
 
     records, rules: of each layer. per_head: whether each head has the target, or the mean of all. mask: bool [B, S].
     """
     check_number(target, "target")
     shares = []
     for record, rule in zip(records, rules, strict=True):
-        scores = None if record is None else record.take()
+        scores = None if record is None else record.take(sampled)
         if scores is None or not scores.requires_grad:
             raise RuntimeError(
                 "target: got a model without scores of a forward with gradients, expected one in the phase 'soft' since the last "
-                "call (under checkpointing with use_reentrant=False)"
+                "call (under checkpointing with use_reentrant=False), with a temperature for sampled gates"
             )
-        shares.append(share_of_old_keys(scores, rule.recent_window, rule.sink_tokens, mask))
+        if sampled:
+            shares.append(share_of_samples(scores, mask))
+        else:
+            shares.append(share_of_old_keys(scores, rule.recent_window, rule.sink_tokens, mask))
+    if sampled:
+        return (torch.stack(shares).mean(0) - target).clamp(min=0).mean()
     share = torch.cat(shares)
     share = share if resolve_flag(per_head, "per_head") else share.mean()
     return (share - target).clamp(min=0).mean()
+
+
+def share_of_samples(samples: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Returns the share of open gates in each text, [B], of sampled log gates [B, H, S].
+
+    A gate counts as open (1) or closed (0), and has the gradient of its sample. All tokens count, recent ones too.
+    """
+    gates = samples.exp()
+    opened = (gates >= 0.5).to(gates.dtype) + (gates - gates.detach())
+    present = _present(gates, mask)
+    return torch.where(present[:, None], opened, 0).mean(1).sum(1) / present.sum(1).clamp(min=1)
 
 
 def share_of_old_keys(
@@ -199,22 +218,25 @@ class SoftScores:
     """
 
     scores: Tensor | None = None
+    samples: Tensor | None = None  # the log gates that were sampled from them
     is_open = False
 
     def open(self) -> None:
-        self.scores, self.is_open = None, True
+        self.scores, self.samples, self.is_open = None, None, True
 
     def gates(self, scores: Tensor, temperature: float | None) -> Tensor:
         """Records the scores, and returns log gates sampled from them, or without gradients or temperature the scores."""
         if not torch.is_grad_enabled():
             return scores
+        gates = scores if temperature is None else stochastic_gates(scores, temperature)
         if self.is_open and self.scores is None:
-            self.scores = scores
-        return scores if temperature is None else stochastic_gates(scores, temperature)
+            self.scores, self.samples = scores, None if gates is scores else gates
+        return gates
 
-    def take(self) -> Tensor | None:
-        scores, self.scores, self.is_open = self.scores, None, False
-        return scores
+    def take(self, sampled: bool = False) -> Tensor | None:
+        taken = self.samples if sampled else self.scores
+        self.scores, self.samples, self.is_open = None, None, False
+        return taken
 
     def __getstate__(self) -> None:
         """Copies of a model have no graph."""

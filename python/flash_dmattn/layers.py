@@ -181,7 +181,10 @@ class DynamicMaskAttention(nn.Module):
             project(hidden).view(batch, length, self.heads_kv, self.head_dim)
             for project in (self.k_proj, self.v_proj)
         )
-        scores = self.scores(hidden if self.score_input == "hidden" else value.flatten(2))
+        if self.score_input == "hidden":
+            scores = self.scores(hidden)
+        else:
+            scores = self.scores(value.flatten(2), projected=(self.v_proj, hidden))
         if self.rope is not None:
             rotated = self.rope(query, key, self._positions(length, cache, positions, hidden))
             query, key = _checked_rotation(rotated, query, key)

@@ -18,8 +18,8 @@ from .._core.kv_checks import (
 from .._core.numerics import Numerics
 from .._dispatch import run_backend
 from ..keys.intervals import KeyIntervals
-from ..keys.select_intervals import select_key_intervals
-from ..keys.visibility import Visibility
+from ..keys.select import select_key_intervals
+from ..keys.visible import Visible
 from .slot_memory import SlotMemory
 
 _VICTIM_POSITION = 7  # the index of the victim's position in the last dimension of `counts`
@@ -177,6 +177,37 @@ class KVSlots(SlotMemory):
         index = victim.clamp(0, positions.shape[2] - 1).long()
         victim.copy_(positions.gather(-1, index[..., None])[..., 0])
         self.seen.copy_(seen)
+
+    @torch.no_grad()
+    def rescore_last(self, scores: Tensor, key_mask: Tensor | None = None) -> None:
+        """Gives the last key of each head the score that is known when the next token comes.
+
+        scores: float32 [B, Hkv]. key_mask: bool [B], False for rows that stay as they are. Raises ValueError if a key
+            competes sooner than two tokens after itself.
+        """
+        self._refuse_rows()
+        if tuple(scores.shape) != (expected := (self.batch, self.k.shape[1])):
+            raise ValueError(f"scores: got shape {tuple(scores.shape)}, expected {expected}")
+        if self.rule.delay() < 2:
+            raise ValueError(
+                f"recent_window: got {self.rule.recent_window} with recent_competes={self.rule.recent_competes}, expected 2 or more "
+                "with False"
+            )
+        held, scores = self._held_keys(), scores[..., None]
+        slots = torch.arange(held.shape[2], device=held.device)
+        entries, held_scores = (t[..., : held.shape[2]] for t in (self.positions, self.scores))
+        at = torch.where(entries < 0, ~entries, entries).where(held, -1)
+        is_last = held & (at == at.amax(-1, keepdim=True))
+        if key_mask is not None:
+            is_last = is_last & key_mask[:, None, None]
+        competes = ~scores.isnan() & (slots >= self.rule.sink_tokens)
+        if self.rule.score_threshold is not None:
+            competes = competes & (scores.double() >= self.rule.score_threshold)
+        if not all(self.rule.windows()):
+            windows = torch.tensor(self.rule.windows(), device=at.device)
+            competes = competes & (windows[:, None] > 0)
+        entries.copy_(torch.where(is_last, torch.where(competes, at, ~at), entries))
+        held_scores.copy_(torch.where(is_last, scores, held_scores))
 
     def _taken_slots(self) -> Tensor:
         """Returns whether each slot has been taken, bool [B, Hkv, places + chunk]."""
@@ -380,7 +411,7 @@ class KVSlots(SlotMemory):
         queries = check_query(self.k.transpose(1, 2), query=query)
         scores_are_bias = check_flag(scores_are_bias, "scores_are_bias")
         return_lse = resolve_flag(return_lse, "return_lse")
-        visible = Visibility(keys=self.pending_intervals(queries))
+        visible = Visible(intervals=self.pending_intervals(queries))
         end = self.places + self.pending
         bias = self.scores[:, :, None, :end] if scores_are_bias else None
         numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None)

@@ -369,6 +369,7 @@ HIDDEN, WEIGHT = torch.zeros(1, 4, 12), torch.zeros(6, 12)
         (TypeError, "log_fgate: got torch.int64", forget(gates=torch.zeros(2, 9, 4).long())),
         *((ValueError, f"prune: got {prune!r}, expected a number of at most 0", forget(prune=prune))
           for prune in (1.0, float("nan"), "-1", True)),
+        (ValueError, "window_size: got 0, expected 1 or more", forget(window_size=0)),
         (ValueError, "query: got 9 queries, expected at most 8", forget(gates=(2, 8, 4), keys=8)),
         (ValueError, "cu_seqlens: got offsets with 5 queries and 9 keys", forget(rows=5, cu_seqlens=torch.tensor([0, 9]))),
         (ValueError, "cu_seqlens: got shape (3, 2), expected a batch of 2", forget(cu_seqlens=torch.tensor([[0, 9]] * 3))),

@@ -57,7 +57,7 @@ SIGNATURES = [
      "query key value cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k softmax_scale is_causal softcap "
      "deterministic return_attn_probs block_table",
      "attn_bias keep_window_size selection nonfinite"),
-    ("keys.select_intervals", "select_key_intervals",
+    ("keys.select", "select_key_intervals",
      "scores keep_window_size", "selection is_causal key_mask query_length"),
     ("utils.mask", "create_mask",
      "attention_bias attention_mask batch_size query_len key_len window_size min_dtype block_size type", ""),

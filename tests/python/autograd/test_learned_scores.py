@@ -13,7 +13,7 @@ NAMES = ("gate", "linear", "doge")
 
 def formula(module, hidden):
     z = F.linear(hidden, module.proj.weight.double(), module.proj.bias.double()).mT
-    if not hasattr(module, "A"):
+    if module.A is None:
         return z.sigmoid().log()
     product = module.A.double()[:, None] * F.softplus(z, threshold=60)
     return product.exp() if "Doge" in type(module).__name__ else product

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig
 
 from doge_generation import WINDOW, left_padding, make_ids, make_model
-from flash_dmattn.integrations.transformers import DynamicMaskCache, enable_flash_dmattn
+from flash_dmattn.integrations.transformers import DynamicMaskCache, doge, enable_flash_dmattn
 from flash_dmattn.integrations.transformers.cache_layer import DynamicMaskLayer
 from flash_dmattn.integrations.transformers.compat import CACHE
 from flash_dmattn.keys.rule import SelectionRule
@@ -188,6 +188,24 @@ def test_reset_begins_a_new_text_of_as_many_rows_and_ends_recording(static, ours
     assert torch.equal(next_logits(ours, cache), expected)
     for layer in cache.layers:
         assert layer.slots.pending == 0 and layer.slots.chunk == layer.chunk
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_weights_of_scores_are_multiplied_once_for_each_text(static, ours, monkeypatch):
+    multiply, calls = doge.weights_of_product, []
+    monkeypatch.setattr(doge, "weights_of_product", lambda *own: calls.append(1) or multiply(*own))
+    reused, parts = DynamicMaskCache(ours.config, static=static), [30, 1, 2, 7]
+    for _ in range(3):
+        logits = []
+        for cache in (reused, DynamicMaskCache(ours.config, static=static)):
+            calls.clear()
+            steps = make_ids(2, sum(parts)).split(parts, 1)
+            logits.append([ours(step, past_key_values=cache).logits for step in steps])
+            assert len(calls) == len(ours.model.layers)
+        assert all(map(torch.equal, *logits))
+        reused.reset()
+        for layer in ours.model.layers:
+            torch.nn.init.normal_(layer.self_attn.dt_proj.weight)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flash_dmattn import select_key_intervals, select_keys
-from flash_dmattn.keys.best_keys import indices_of_true
+from flash_dmattn.keys.select import indices_of_true
 
 
 def by_definition(scores, window, present):

@@ -21,6 +21,7 @@ class LearnedScores(NamedTuple):
     scorer: str  # "custom" for a function or module
     layers: tuple[int, ...]  # the layers that have scores
     dense_prefill: bool = False
+    late: bool = False  # whether a key has the score of the token after it
 
     def rule_arguments(self) -> dict:
         """Returns the rules as the arguments of `add_learned_scores`."""
@@ -31,11 +32,18 @@ class LearnedScores(NamedTuple):
         return arguments
 
     def as_dict(self) -> dict:
-        """Returns numbers, strings and lists, for JSON."""
+        """Returns numbers, strings and lists, for JSON. Raises ValueError for late scores of keys that compete early."""
+        rule = self.rules[0]
+        if self.late and rule.delay() < 2:
+            raise ValueError(
+                f"late: got True with recent_window={rule.recent_window} and recent_competes={rule.recent_competes}, expected "
+                "recent_window of 2 or more, and False: a key has no score before the token after it"
+            )
         others = {
             "scorer": self.scorer,
             "layers": self.layers,
             "dense_prefill": self.dense_prefill,
+            "late": self.late,
         }
         return {name: _as_lists(value) for name, value in (self.rule_arguments() | others).items()}
 
@@ -44,7 +52,8 @@ class LearnedScores(NamedTuple):
         rule = {name: value for name, value in stored.items() if name in SelectionRule._fields}
         layers = tuple(stored["layers"])
         rules = make_rules(len(layers), **rule)
-        return cls(rules, stored["scorer"], layers, stored["dense_prefill"])
+        late = stored.get("late", False)  # which older files do not have
+        return cls(rules, stored["scorer"], layers, stored["dense_prefill"], late)
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> LearnedScores | None:

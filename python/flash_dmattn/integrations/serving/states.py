@@ -92,6 +92,10 @@ def states_of(config: PretrainedConfig, dtype: torch.dtype, parts: int = 1) -> l
             f"config.{CONFIG_NAME}: got scores in {len(scores.layers)} of {layers} layers, expected all: a layer without them "
             "has another cache"
         )
+    if scores is not None and scores.late:
+        raise ValueError(
+            f"config.{CONFIG_NAME}: got late scores, expected late=False; transformers' generate follows them"
+        )
     if scores is not None and scores.dense_prefill:
         raise ValueError(
             f"config.{CONFIG_NAME}: got dense_prefill, expected False: a prompt that comes in parts would attend to keys that "

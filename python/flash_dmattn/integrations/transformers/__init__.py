@@ -24,16 +24,19 @@ from .doge import doge_scores
 from .enable import enable_flash_dmattn, resolve_name
 from .learned_scores.add import add_learned_scores, remove_learned_scores, set_score_phase
 from .learned_scores.budgets import budget_loss, divide_budget, set_key_budgets
+from .learned_scores.dms import DMS_SCHEDULE, add_dms_scores, load_dms
 from .learned_scores.files import load_scores, save_scores, warn_of_scores_not_loaded
 from .learned_scores.training import ScoreSchedule, divergence, freeze_all_but_scores
 from .mask_functions import key_interval_mask, registered_attention_mask
 from .names import DOGE_NAME, NAME, NAMES, SCORED_NAME
 
 __all__ = [
+    "DMS_SCHEDULE",
     "NAME",
     "DynamicMaskCache",
     "KeyBudgets",
     "ScoreSchedule",
+    "add_dms_scores",
     "add_learned_scores",
     "budget_loss",
     "divergence",
@@ -42,6 +45,7 @@ __all__ = [
     "enable_flash_dmattn",
     "freeze_all_but_scores",
     "key_interval_mask",
+    "load_dms",
     "load_scores",
     "remove_learned_scores",
     "save_scores",

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from ..._core.checks import check_bias, may_read, resolve_flag
 from ..._core.numerics import Numerics, resolve_scale
 from ..._dispatch import attention, with_lse
+from ...keys.in_torch import rank_in_document
 from ...keys.intervals import KeyIntervals
 from ...keys.recognise import Memo
-from ...keys.rule import SelectionRule, rank_in_document
-from ...keys.select_intervals import select_key_intervals
-from ...keys.selection import ScoredRule, apply_selection
-from ...keys.visibility import Visibility
+from ...keys.rule import SelectionRule
+from ...keys.select import select_key_intervals, select_visible
+from ...keys.visible import Visible
 from ...merge import add_sink, check_sink_logits
 from ...scores import bias_to_learn
 from .._shared.attention_interface.keywords import (
@@ -38,7 +38,7 @@ from .._shared.attention_interface.token_order import TokenOrder, counts_tokens
 from .cache_layer import DynamicMaskLayer
 from .compat import CACHE
 from .family_table import FLAG_WITH_EVERY_MASK, type_of
-from .learned_scores.layers import ScoreCall, soft_bias
+from .learned_scores.layers import ScoreCall, of_keys, soft_bias
 
 
 def attention_forward(
@@ -181,13 +181,17 @@ def _attend_with_scores(
         mask = None
     check_mask_keywords(kwargs, has_mask=mask is not None)
     mask = hide_other_sequences(mask, kwargs, query.shape[0], queries, keys)
-    states = swap_heads_and_tokens(query, key, value)
+    states = swap_heads_and_tokens(call.query_of(query), key, value)
     states = cast_states(states, target_dtype(layer, query))
     numerics = Numerics.from_arguments(scaling, None, softcap, "saturate", None)
     options = {"numerics": numerics, "sink_logits": s_aux}
     if call.pieces is not None or call.slots is not None:
         _check_phase(call)
     if call.pieces is not None:
+        if layer.scores_are_late:
+            raise ValueError(
+                "late: got True with context parallelism, expected False: the next token is another rank's"
+            )
         bias, delay = _bias_to_learn(scores, rule)
         return call.pieces.attend(
             *states, scores.detach(), rule, call.slots, bias=bias, bias_delay=delay,
@@ -195,6 +199,12 @@ def _attend_with_scores(
         )  # fmt: skip
     if call.slots is not None:
         scores, present = scores.float(), present_tokens(mask, queries)
+        if layer.scores_are_late and not call.slots.is_empty:
+            call.slots.prefetch()
+            call.slots.slots.rescore_last(
+                scores[..., 0], None if present is None else present[:, 0]
+            )
+        scores = of_keys(layer, scores)
         if not is_dense:  # transformers' mask may be a dense one that only padding makes
             mask = None if present is None else KeyIntervals(mask, queries)
         prompt = KeyScores(rule, scores, hides=not is_dense, is_padding=True)
@@ -212,6 +222,7 @@ def _attend_with_scores(
         bias = soft_bias(layer, scores)
         used = KeyScores(rule, scores, bias, rule.recent_window, hides=False)
     else:
+        scores = of_keys(layer, scores)
         bias, delay = _bias_to_learn(scores, rule)
         # Intervals over keys of a cache are causality and padding; so are the masks of a static cache, others raise.
         is_padding = mask is None or (
@@ -265,23 +276,23 @@ def attend_with_keys(
         bias = _without_sinks(bias, rule, shown)
     if chooses_tokens:
         present = _present_keys(mask, used.first_query)
-        visible = Visibility(keys=_choose_tokens(used, present, query.shape[1]))
+        visible = Visible(intervals=_choose_tokens(used, present, query.shape[1]))
     else:
         order, scores, visible = _token_order(rule, shown), used.scores.detach(), shown
         if order is not None:
             scores, visible = (
                 order.align(scores, 2),
-                shown._replace(keys=order.align_intervals(shown.keys)),
+                shown._replace(intervals=order.align_intervals(shown.intervals)),
             )
         if used.hides:
             visible = _choose_among_shown(query, key, rule, scores, visible, memo)
         if order is not None and bias is None:
-            visible = visible._replace(keys=order.restore_intervals(visible.keys))
+            visible = visible._replace(intervals=order.restore_intervals(visible.intervals))
     if order is not None and bias is not None:  # the delay of the bias counts tokens
         query = order.align(query, 1, of_queries=True)
         key, value, bias = order.align(key, 1), order.align(value, 1), order.align(bias, 2)
     out, statistics = attention(
-        query, key, value, bias, visible, ScoredRule(), numerics, bias_delay=used.delay, memo=memo
+        query, key, value, bias, visible, numerics, bias_delay=used.delay, memo=memo
     )
     out = with_lse(out, statistics, return_lse=False, sink_logits=sink_logits)
     return out if order is None or bias is None else order.restore(out, 1, of_queries=True)
@@ -364,7 +375,7 @@ def _bias_to_learn(scores: Tensor, rule: SelectionRule) -> tuple[Tensor | None, 
 
 def _visible_elements(
     query: Tensor, key: Tensor, mask: Tensor | KeyIntervals | None, memo: Memo | None
-) -> Visibility:
+) -> Visible:
     """Returns the elements that a mask shows."""
     mask, intervals, additive = normalize_mask(mask, None, query, key, chooses=False, memo=memo)
     if additive is not None:
@@ -372,12 +383,12 @@ def _visible_elements(
             "attention_mask: got an additive mask that adds other values than 0 to visible keys, expected a bool mask or key intervals"
         )
     has_queries = intervals is not None or (mask is not None and mask.dim() == 4)
-    return Visibility(mask, not has_queries, intervals)
+    return Visible(mask, not has_queries, intervals)
 
 
-def _token_order(rule: SelectionRule, visible: Visibility) -> TokenOrder | None:
+def _token_order(rule: SelectionRule, visible: Visible) -> TokenOrder | None:
     """Returns the order in which columns count tokens for the rule's recent window; None: they do already."""
-    shown = visible.keys
+    shown = visible.intervals
     if not counts_tokens(rule) or not isinstance(shown, KeyIntervals) or shown.heads > 1:
         return None
     return TokenOrder.of_padding(shown.shown_keys()[:, 0], shown.query_length)
@@ -403,20 +414,17 @@ def _choose_among_shown(
     key: Tensor,
     rule: SelectionRule,
     scores: Tensor,
-    shown: Visibility,
+    shown: Visible,
     memo: Memo | None,
-) -> Visibility:
+) -> Visible:
     """Chooses keys among those that a mask shows."""
-    is_dense = shown.keys is None and shown.mask is not None and shown.mask.dim() == 4
+    is_dense = shown.intervals is None and shown.mask is not None and shown.mask.dim() == 4
     if is_dense and rule.shows_unselected_keys():
         raise ValueError(
             "attention_mask: got a mask that no key intervals describe with recent keys or sinks, expected padding [B, tokens], "
             "causality, or packed texts"
         )
-    scored_rule = ScoredRule(rule, scores)
-    return apply_selection(
-        scored_rule, query, key, None, shown, uses_library_kernels=False, memo=memo
-    )
+    return select_visible(rule, scores, query, key, None, shown, by_operator=False, memo=memo)
 
 
 def _present_keys(
@@ -446,14 +454,14 @@ def _present_keys(
     )
 
 
-def _without_sinks(bias: Tensor, rule: SelectionRule, visible: Visibility) -> Tensor:
+def _without_sinks(bias: Tensor, rule: SelectionRule, visible: Visible) -> Tensor:
     """Sets a bias [B, Hkv, Sk] to 0 for the sinks of each document, because their scores decide nothing.
 
     visible: what the layer's mask shows. In a dense mask, a document begins where a query sees only itself.
     """
-    if visible.keys is not None:
-        shown = visible.keys.shown_keys()
-        ranks = rank_in_document(shown, visible.keys.intervals[..., 1].cummax(-1).values)
+    if visible.intervals is not None:
+        shown = visible.intervals.shown_keys()
+        ranks = rank_in_document(shown, visible.intervals.intervals[..., 1].cummax(-1).values)
     elif visible.mask is not None:
         shown = visible.mask.any(-2) if visible.mask.dim() == 4 else visible.mask
         ranks = shown.cumsum(-1) - 1

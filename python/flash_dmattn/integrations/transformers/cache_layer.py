@@ -1,5 +1,7 @@
 """A layer of a transformers `Cache` that holds the slots of one attention layer."""
 
+from collections.abc import Callable
+
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
@@ -72,12 +74,35 @@ class DynamicMaskLayer(CacheLayerMixin):
         # Which pending tokens are no padding, bool [B, pending], in the order of their columns. The slots have the tokens
         # of each row first. None: the slots have the columns.
         self._pending_tokens: torch.Tensor | None = None
+        # score_weights' result, and whether it is of this text.
+        self._score_weights: tuple[torch.Tensor | None, ...] | None = None
+        self._has_score_weights = False
 
     # ---- What attention uses ------------------------------------------------------------------------
 
     @property
     def is_empty(self) -> bool:
         return self._seen == 0
+
+    def score_weights(self, make: Callable[[], tuple | None]) -> tuple | None:
+        """Returns weights that `make` computes of the attention layer's parameters, once for each text, without gradients.
+        A static layer keeps their memory."""
+        if self._has_score_weights:
+            return self._score_weights
+        kept, made = self._score_weights, make()
+        if made is None or not self.is_compileable:
+            kept = made
+        elif kept is None:
+            kept = tuple(None if tensor is None else tensor.clone() for tensor in made)
+            if not torch.compiler.is_compiling():
+                for tensor in filter(torch.is_tensor, kept):
+                    torch._dynamo.mark_static_address(tensor)
+        else:
+            for old, new in zip(kept, made, strict=True):
+                if old is not None:
+                    old.copy_(new)
+        self._score_weights, self._has_score_weights = kept, True
+        return kept
 
     @torch.no_grad()
     def fill(
@@ -400,6 +425,7 @@ class DynamicMaskLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forgets all tokens and keeps the memory. New tokens are not recorded until recording is activated again."""
         self.record_past, self._pending_tokens = False, None
+        self._has_score_weights = False
         if self.is_initialized:
             self.slots.clear()
         self._seen = 0

@@ -17,7 +17,13 @@ from ..._core.numerics import Numerics
 from ...keys.intervals import KeyIntervals
 from ...keys.recognise import Memo, cached_result, intervals_of_mask, split_additive, visible_counts
 from ...keys.rule import SelectionRule
-from ...scores import doge_scores_of, with_zero_sum_gradient
+from ...scores import (
+    doge_scores_of,
+    project_scores,
+    score_projection,
+    weights_of_product,
+    with_zero_sum_gradient,
+)
 from .._shared.attention_interface.keywords import check_mask_keywords
 from .._shared.attention_interface.layer_masks import (
     as_key_intervals,
@@ -127,7 +133,8 @@ class FlashDogeAttention(DogeAttention):
         query = _normalize(self.q_norm, self.q_proj(hidden_states).view(per_head))
         key = _normalize(self.k_norm, self.k_proj(hidden_states).view(per_head))
         value = self.v_proj(hidden_states)
-        scores = doge_scores(self, self.dt_proj(value))
+        slots = cache.slots_of(self.layer_idx) if isinstance(cache, DynamicMaskCache) else None
+        scores = self._scores(value, hidden_states, slots)
         value = value.view(per_head)
         # Query and key keep the dimension order of attention: if they were transposed to that of caches here, compiled code would
         # write both twice, once for each order.
@@ -145,7 +152,6 @@ class FlashDogeAttention(DogeAttention):
             raise ValueError(
                 f"dropout: got {self.attention_dropout}, expected 0: attention dropout is not supported"
             )
-        slots = cache.slots_of(self.layer_idx) if isinstance(cache, DynamicMaskCache) else None
         if cache is not None and slots is None and context.pieces is None:
             key, value, scores = self._update(cache, key, value, scores, cache_position)
         states = cast_states((query, key, value), target_dtype(self, query))
@@ -157,6 +163,27 @@ class FlashDogeAttention(DogeAttention):
         else:
             out = self._attend(*states, scores, attention_mask, context, slots)
         return self.o_proj(out.flatten(2)), None
+
+    def _scores(
+        self,
+        value: torch.Tensor,
+        hidden_states: torch.Tensor | None = None,
+        slots: DynamicMaskLayer | None = None,
+    ) -> torch.Tensor:
+        """Returns the scores [B, Hkv, S] of values [B, S, Hkv * D], which `v_proj` made of hidden_states, if given."""
+        if self.round_scores_like_eager:
+            return doge_scores(self, self.dt_proj(value))
+
+        def make_weights() -> tuple | None:
+            return weights_of_product(self.v_proj, self.dt_proj, hidden_states.dtype)
+
+        weights = None
+        if hidden_states is not None:
+            keeps = slots is not None and not torch.is_grad_enabled()
+            weights = slots.score_weights(make_weights) if keeps else make_weights()
+        if weights is None:
+            return project_scores(self.dt_proj, value, "doge", self.A)
+        return score_projection(hidden_states, *weights, form="doge", A=self.A)
 
     def _attend(
         self,
@@ -210,7 +237,7 @@ class FlashDogeAttention(DogeAttention):
         key, value = swap_heads_and_tokens(key, value)
         # Eager attention rounds the scores of all keys together.
         if scores is None or self.round_scores_like_eager:
-            scores = doge_scores(self, self.dt_proj(value.flatten(2)))
+            scores = self._scores(value.flatten(2))
         return key, value, scores
 
 

@@ -51,7 +51,8 @@ class ScoreTrainer(Trainer):
             loss = divergence(outputs.logits, teacher, mask)
         self._parts = {"own_loss": loss.item(), "hard": float(phase == "hard")}
         if phase == "soft" and torch.is_grad_enabled():
-            excess = budget_loss(base, self.schedule.target(progress), mask=mask)
+            target, sampled = self.schedule.target(progress), self.schedule.sampled
+            excess = budget_loss(base, target, sampled=sampled, mask=mask)
             self._parts["excess_share"] = excess.item()
             loss = loss + self.schedule.weight * excess
         return (loss, outputs) if return_outputs else loss

@@ -5,17 +5,19 @@ import warnings
 import torch
 
 from ...._core.checks import (
+    MASK_VALUE,
     check_bias,
     check_count,
     check_tensor,
     resolve_flag,
+    squeeze_query_dimension,
 )
 from ...._core.numerics import Numerics, resolve_scale
 from ...._dispatch import attention, with_lse
 from ....keys.intervals import KeyIntervals
 from ....keys.rule import SelectionRule
-from ....keys.selection import ScoredRule, select_elements, squeeze_query_dimension
-from ....keys.visibility import Visibility
+from ....keys.select import select_elements
+from ....keys.visible import Visible
 from ....merge import check_sink_logits
 from . import keywords, packed_sequences
 from .layer_masks import has_queries, is_causal_mask, normalize_mask
@@ -245,13 +247,15 @@ def attend_by_bias(
     """
     selects = keep_window_size is not None and key.shape[1] > keep_window_size
     mask, intervals, added = normalize_mask(mask, bias, query, key, selects, None)
-    rule = ScoredRule()
+    rule = scores = None
     if selects:
-        mask, intervals, rule = _make_rule(
+        mask, intervals, rule, scores = _make_rule(
             bias, mask, intervals, keep_window_size, is_causal, query, key
         )
-    visible = Visibility(mask, is_causal, intervals)
-    out, statistics = attention(query, key, value, added, visible, rule, numerics)
+    visible = Visible(mask, is_causal, intervals)
+    out, statistics = attention(
+        query, key, value, added, visible, numerics, rule=rule, scores=scores
+    )
     return with_lse(out, statistics, return_lse=False, sink_logits=sink_logits)
 
 
@@ -278,18 +282,19 @@ def _make_rule(
     is_causal: bool,
     query: torch.Tensor,
     key: torch.Tensor,
-) -> tuple[torch.Tensor | None, KeyIntervals | None, ScoredRule]:
-    """Returns the mask, the intervals and the rule of a call that selects keys.
+) -> tuple[torch.Tensor | None, KeyIntervals | None, SelectionRule | None, torch.Tensor | None]:
+    """Returns the mask, the intervals, the rule and the scores of a call that selects keys.
 
     4-d scores select single elements: the mask then contains the selection.
     """
     scores = squeeze_query_dimension(attention_bias.detach())
     if scores.dim() == 4:
-        mask = select_elements(scores, mask, intervals, keep, is_causal, query, key)
-        return mask, None, ScoredRule()
+        shown = Visible(mask, is_causal, intervals)
+        mask = select_elements(scores, shown, keep, query, key, MASK_VALUE[scores.dtype])
+        return mask, None, None, None
     has_no_queries = intervals is None and (mask is None or mask.dim() == 3)
     mode = "global" if has_no_queries else "per_query"
-    return mask, intervals, ScoredRule(SelectionRule(keep, mode), scores)
+    return mask, intervals, SelectionRule(keep, mode).checked_rule(), scores
 
 
 def resolve_window(

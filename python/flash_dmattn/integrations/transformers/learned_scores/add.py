@@ -43,6 +43,7 @@ def add_learned_scores(
     score_threshold: float | None = None,
     scorer: str | Scorer = "hidden",
     dense_prefill: bool = False,
+    late: bool = False,
     attention: type[nn.Module] | tuple[type[nn.Module], ...] | None = None,
 ) -> nn.Module:
     """Gives the attention layers of a pretrained decoder scores, by which queries keep keys.
@@ -86,6 +87,8 @@ def add_learned_scores(
         scorer: what gives a key its score, one of the scorers above. A module is copied for every layer.
         dense_prefill: whether the first tokens of a cache attend to all of each other and the rule begins with the
             tokens after them, as in eviction after the prompt. By default the prompt follows the rule, in O(N w) time.
+        late: whether a key gets the score of the token after it, as in DMS. Needs recent_window of 2 or more without
+            recent_competes. Padding is on one side of a text.
         attention: the class of the model's attention layers, or several, for layers of a class that was not compared. They
             have to call transformers' attention interface once, with the keywords that they get. None: the classes in
             `family_table.ATTENTION`, and their subclasses.
@@ -100,7 +103,7 @@ def add_learned_scores(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
     check_scorer(scorer)
-    dense_prefill = resolve_flag(dense_prefill, "dense_prefill")
+    dense_prefill, late = resolve_flag(dense_prefill, "dense_prefill"), resolve_flag(late, "late")
     # Everything that can raise comes before the first change.
     layers = _layers_to_change(model, attention)
     sizes = [sizes_of(layer) for layer in layers]
@@ -120,10 +123,11 @@ def add_learned_scores(
         scorer if isinstance(scorer, str) else "custom",
         tuple(layer.layer_idx for layer in layers),
         dense_prefill,
+        late,
     ).as_dict()
     own_config(model)
     for layer, layer_scorer, rule in zip(layers, scorers, rules, strict=True):
-        add_scorer(layer, layer_scorer, rule, dense_prefill)
+        add_scorer(layer, layer_scorer, rule, dense_prefill, late)
         setattr(layer.config, CONFIG_NAME, stored)
     for decoder, hook in hooks:
         decoder.register_forward_pre_hook(hook, with_kwargs=True)

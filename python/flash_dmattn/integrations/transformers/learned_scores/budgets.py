@@ -18,7 +18,12 @@ from .layers import sizes_of
 
 
 def budget_loss(
-    model: nn.Module, target: float, *, per_head: bool = False, mask: Tensor | None = None
+    model: nn.Module,
+    target: float,
+    *,
+    per_head: bool = False,
+    sampled: bool = False,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Returns max(0, share - target), where share is the mean gate of old keys in the last forward in the phase "soft".
 
@@ -33,15 +38,22 @@ def budget_loss(
         target: the share of old keys that the gates should keep, 0 to 1.
         per_head: whether each head has this target. By default only the mean over all layers and heads has: few heads need many
             keys, and most need few.
+        sampled: whether sampled gates count, each as open or closed, over all tokens, and each text has the target (DMS).
         mask: bool [B, S], False for padding.
 
     Raises:
+        ValueError: late scores without `sampled`, or `sampled` with `per_head`.
         RuntimeError: there was no forward in the phase "soft" with gradients since the last call.
     """
     layers = scored_layers(model)
     rules = [layer.score_rule for layer in layers]
     records = [layer.soft_scores for layer in layers]
-    return loss_of_records(records, rules, target, per_head, mask)
+    if (sampled and per_head) or (layers[0].scores_are_late and not sampled):
+        raise ValueError(
+            f"sampled: got {sampled} with late={layers[0].scores_are_late} and per_head={per_head}, expected True for late scores, "
+            "False for per_head"
+        )
+    return loss_of_records(records, rules, target, per_head, mask, sampled)
 
 
 def divide_budget(

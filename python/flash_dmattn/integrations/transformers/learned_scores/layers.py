@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
@@ -28,6 +30,7 @@ _SETTINGS = (
     "score_rule",
     "score_phase",
     "dense_prefill",
+    "scores_are_late",
     "base_attention",
     "gate_temperature",
     "soft_scores",
@@ -62,6 +65,11 @@ class ScoreCall:
     def query_position(self) -> Tensor | int | None:
         """Returns the column of the first query in a static cache. None: the last query is the last key."""
         return None if self.state is None else self.state.position
+
+    def query_of(self, query: Tensor) -> Tensor:
+        """Returns the query, without the channels that the scorer reads as scores."""
+        scorer = getattr(self.layer.scorer, "function", None)
+        return scorer.clear_query(query) if hasattr(scorer, "clear_query") else query
 
     def is_prompt(self, queries: int, keys: int) -> bool:
         """Whether these are the first tokens of a cache."""
@@ -120,11 +128,12 @@ def has_scores(layer: nn.Module) -> bool:
 
 
 def add_scorer(
-    layer: nn.Module, scorer: nn.Module, rule: SelectionRule, dense_prefill: bool
+    layer: nn.Module, scorer: nn.Module, rule: SelectionRule, dense_prefill: bool, late: bool
 ) -> None:
     """Gives a layer scores. In the phase "off", and under another attention implementation, it acts as without them."""
     layer.base_attention = layer.config._attn_implementation
     layer.score_rule, layer.score_phase, layer.dense_prefill = rule, "hard", dense_prefill
+    layer.scores_are_late = late
     layer.gate_temperature, layer.soft_scores = None, SoftScores()
     layer.scorer = scorer
     layer.register_forward_pre_hook(_begin_call, with_kwargs=True)
@@ -134,10 +143,23 @@ def add_scorer(
 def soft_bias(layer: nn.Module, scores: Tensor) -> Tensor:
     """Returns what the phase "soft" adds to the attention scores of old keys."""
     gates = layer.soft_scores.gates(scores, layer.gate_temperature)
-    return scores - layer.scorer.first_score if gates is scores else gates
+    return of_keys(layer, scores - layer.scorer.first_score if gates is scores else gates)
+
+
+def of_keys(layer: nn.Module, scores: Tensor) -> Tensor:
+    """Returns the scores [B, Hkv, S] of keys, made of the scores of tokens. The last key of late scores, which is recent, has 0."""
+    return F.pad(scores[..., 1:], (0, 1)) if layer.scores_are_late else scores
+
+
+def uses_scores(layer: nn.Module) -> bool:
+    """Whether a layer with scores uses them in this phase and attention implementation."""
+    return layer.score_phase != "off" and layer.config._attn_implementation == SCORED_NAME
 
 
 def remove_scorer(layer: nn.Module) -> None:
+    hook = getattr(getattr(layer.scorer, "function", None), "query_hook", None)
+    if hook is not None:
+        hook.remove()
     del layer.scorer
     for name in _SETTINGS:
         delattr(layer, name)
@@ -158,7 +180,7 @@ def remove_hook(module: nn.Module, *hooks: object) -> None:
 
 def _begin_call(layer: nn.Module, args: tuple, keywords: dict) -> tuple[tuple, dict] | None:
     pieces = keywords.pop(PIECES, None)
-    if layer.score_phase == "off" or layer.config._attn_implementation != SCORED_NAME:
+    if not uses_scores(layer):
         return None
     keywords = dict(zip(_argument_names(type(layer)), args, strict=False)) | keywords
     cache = next((keywords[n] for n in _CACHE_NAMES if keywords.get(n) is not None), None)
@@ -193,4 +215,21 @@ def sizes_of(layer: nn.Module) -> tuple[int, int, int]:
 
 
 def device_of(layer: nn.Module) -> torch.device:
-    return next(layer.parameters()).device
+    """Returns the device where a layer computes. accelerate's hooks bring parameters there from the CPU or a disk."""
+    device = next(layer.parameters()).device
+    return device if device.type != "meta" else next(_execution_devices(layer), device)
+
+
+def _execution_devices(layer: nn.Module) -> Iterator[torch.device]:
+    for module in layer.modules():
+        hook = getattr(module, "_hf_hook", None)
+        for own in getattr(hook, "hooks", (hook,)):
+            device = getattr(own, "execution_device", None)
+            if device is not None:
+                yield torch.device(device)
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Whether accelerate keeps parameters of a module on the CPU or a disk, and gives it empty ones on "meta"."""
+    is_meta = any(parameter.is_meta for parameter in module.parameters())
+    return is_meta and next(_execution_devices(module), None) is not None

@@ -17,6 +17,8 @@ class ScoreSchedule:
     share: the target share of old keys that gates keep at the end, over all heads together.
     weight: of the budget term in the loss.
     temperature: of the gates that the soft phase samples; None: gates are not sampled.
+    by_ratio: whether the target's reciprocal, the compression ratio, grows evenly, instead of the target falling evenly.
+    sampled: whether the budget term counts sampled gates, as in `budget_loss`.
     """
 
     soft: float = 1.0
@@ -24,6 +26,8 @@ class ScoreSchedule:
     share: float = 0.125
     weight: float = 4.0
     temperature: float | None = 0.3
+    by_ratio: bool = False
+    sampled: bool = False
 
     def phase(self, progress: float) -> str:
         """Returns the phase after a share of the steps."""
@@ -31,7 +35,10 @@ class ScoreSchedule:
 
     def target(self, progress: float) -> float:
         """Returns the budget's target after a share of the steps."""
-        return max(self.share, 1 - (1 - self.share) * progress / self.narrowing)
+        part = min(1.0, progress / self.narrowing)
+        if self.by_ratio:
+            return 1 / (1 + (1 / self.share - 1) * part)
+        return 1 - (1 - self.share) * part
 
 
 def freeze_all_but_scores(model: nn.Module) -> list[nn.Parameter]:
