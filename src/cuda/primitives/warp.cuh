@@ -42,6 +42,11 @@ __device__ inline T shuffle_xor(T x, int lane_mask) {
 
 __device__ inline int warp_min(int x) { return __reduce_min_sync(full_mask, x); }
 __device__ inline int warp_max(int x) { return __reduce_max_sync(full_mask, x); }
+__device__ inline float warp_max(float x) {
+  // Integers of the same order.
+  const auto flip = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
+  return __int_as_float(flip(warp_max(flip(__float_as_int(x)))));
+}
 
 template <class T>
 __device__ inline T warp_sum(T x) {

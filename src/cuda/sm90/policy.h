@@ -36,7 +36,9 @@ struct ForwardVariant {
   KeyLoad load = KeyLoad::tma;
   bool has_key_info = false;  // intervals, mask or bias of keys; without it only TMA tiles
   DenseAccess dense = DenseAccess::none;
-  bool shapes = false;  // supports shapes_scores()
+  // Supports shapes_scores(), and adds biases of keys to scores less a reference of their row, so that large ones cost no
+  // digits (ConsumerScores).
+  bool shapes = false;
   // If false, each batch of products runs alone, with the same bits, for tests.
   bool overlaps = true;
 
@@ -48,6 +50,7 @@ inline constexpr std::array forward_variants = {
     ForwardVariant{.has_key_info = true},
     ForwardVariant{.load = KeyLoad::gather, .has_key_info = true},
     ForwardVariant{.has_key_info = true, .shapes = true},
+    ForwardVariant{.load = KeyLoad::gather, .has_key_info = true, .shapes = true},
     ForwardVariant{.load = KeyLoad::any, .has_key_info = true, .shapes = true},
     ForwardVariant{.has_key_info = true, .dense = DenseAccess::tiles},
     ForwardVariant{
@@ -61,8 +64,22 @@ constexpr Variant with_overlap(Variant variant, bool overlaps) {
   return variant;
 }
 
-// Every head-dim bucket has a kernel of every variant of the forward.
-constexpr bool has_kernel(int, const ForwardVariant&) { return true; }
+// Above D 128 the shaped scores of gathered keys would spill registers of the loop; KeyLoad::any takes such calls.
+constexpr bool has_kernel(int head_dim, const ForwardVariant& variant) {
+  return head_dim <= 128 || variant.load != KeyLoad::gather || !variant.shapes;
+}
+
+// Whether a kernel finds rows with large scores, whose biases lose digits in its accumulators.
+constexpr bool finds_large_rows(const ForwardVariant& variant) {
+  return variant.has_key_info && variant.dense == DenseAccess::none && !variant.shapes;
+}
+
+// The variant that repeats a call with such rows.
+constexpr ForwardVariant with_references(int head_dim, ForwardVariant variant) {
+  variant.shapes = true;
+  if (!has_kernel(head_dim, variant)) variant.load = KeyLoad::any;
+  return variant;
+}
 
 // Whether biases of keys may have a delay. Elsewhere a test for it would spill registers of the loop; KeyLoad::any takes
 // such calls, except for dense masks above D 128.
@@ -70,13 +87,6 @@ constexpr bool supports_delay(int head_dim, const ForwardVariant& variant) {
   if (head_dim > 128 && variant.load == KeyLoad::gather) return false;
   if (head_dim > 128 && variant.dense == DenseAccess::elements) return false;
   return variant.has_key_info && variant.dense != DenseAccess::tiles;
-}
-
-// Whether a forward adds large biases less a reference of their row (ConsumerScores::add_large_biases). Elsewhere that would
-// spill registers of the loop.
-constexpr bool has_bias_references(int head_dim, const ForwardVariant& variant) {
-  return head_dim <= 128 && variant.has_key_info && variant.load != KeyLoad::any &&
-         variant.dense == DenseAccess::none && !variant.shapes;
 }
 
 // Whether a call with few work tiles has neither a work counter nor a flag for rows that are recomputed. With a dense

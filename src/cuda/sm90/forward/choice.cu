@@ -3,6 +3,7 @@
 #include "cuda/attention/problem.h"
 #include "cuda/sm90/dense/rows.h"
 #include "cuda/sm90/forward/params.h"
+#include "cuda/sm90/forward/work_tile.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 namespace {
@@ -12,13 +13,13 @@ std::string_view name_of(const ForwardVariant& variant) {
   switch (variant.load) {
     case KeyLoad::tma:
       return variant.shapes ? "tma_shaped" : variant.has_key_info ? "tma_key_info" : "tma";
-    case KeyLoad::gather: return "gather";
+    case KeyLoad::gather: return variant.shapes ? "gather_shaped" : "gather";
     case KeyLoad::any: return "any";
   }
   return "";
 }
 
-ForwardVariant choose_variant(const ForwardParams& p) {
+ForwardVariant choose_variant(const ForwardParams& p, int multiprocessors) {
   const Shape& shape = p.shape;
   const ScoreParams& score = p.score;
   const auto tma = [&](const InputRows& tensor, int seqlen, int heads) {
@@ -26,7 +27,10 @@ ForwardVariant choose_variant(const ForwardParams& p) {
   };
   // Addresses of rows are formed with 32-bit strides.
   const auto gathers = [](const InputRows& tensor) { return tensor.aligned && tensor.row >= 0; };
-  const bool shapes = shapes_scores(p);
+  // A call with few work tiles has no flag for large rows.
+  const bool has_references = score.bias.data != nullptr && score.bias_delay == 0 &&
+                              WorkTile::count(shape, query_tile_rows) <= multiprocessors;
+  const bool shapes = shapes_scores(p) || has_references;
   const bool has_q_tiles = p.out.aligned && tma(p.q, shape.seqlen_q, shape.heads_q);
   const bool has_tiles = has_q_tiles && p.tile_lists.tiles == 0 &&
                          tma(p.k, shape.seqlen_k, shape.heads_kv) &&
@@ -44,10 +48,11 @@ ForwardVariant choose_variant(const ForwardParams& p) {
         score.mask.data != nullptr || score.bias.data != nullptr || score.intervals.data != nullptr;
     return {.has_key_info = has_key_arrays || shapes, .shapes = shapes};
   }
-  constexpr ForwardVariant gather{.load = KeyLoad::gather, .has_key_info = true};
-  const bool supports_delay_of_call =
-      score.bias_delay == 0 || supports_delay(head_dim_bucket(shape.head_dim), gather);
-  if (has_q_tiles && !shapes && supports_delay_of_call && gathers(p.k) && gathers(p.v))
+  const ForwardVariant gather{.load = KeyLoad::gather, .has_key_info = true, .shapes = shapes};
+  const int head_dim = head_dim_bucket(shape.head_dim);
+  const bool supports_delay_of_call = score.bias_delay == 0 || supports_delay(head_dim, gather);
+  if (has_q_tiles && has_kernel(head_dim, gather) && supports_delay_of_call && gathers(p.k) &&
+      gathers(p.v))
     return gather;
   return {.load = KeyLoad::any, .has_key_info = true, .shapes = true};
 }
@@ -58,9 +63,9 @@ std::string name(const ForwardChoice& choice) {
   return kernel_name("forward", choice, name_of(choice.variant));
 }
 
-ForwardChoice choose_forward(DType dtype, const ForwardParams& p) {
+ForwardChoice choose_forward(DType dtype, const ForwardParams& p, int multiprocessors) {
   const int head_dim = head_dim_bucket(p.shape.head_dim);
-  const ForwardVariant variant = choose_variant(p);
+  const ForwardVariant variant = choose_variant(p, multiprocessors);
   const int smallest = smallest_value_dim(head_dim, variant);
   return {dtype, head_dim, p.shape.value_dim <= smallest ? smallest : head_dim,
           with_overlap(variant, overlaps(dtype, head_dim))};

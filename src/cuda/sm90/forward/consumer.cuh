@@ -21,8 +21,7 @@ class ForwardConsumer : ConsumerScores<Kernel> {
   using Scores::factor_, Scores::max_, Scores::p_, Scores::scores_, Scores::storage_;
   using Scores::first_query, Scores::has_two_heads, Scores::lane, Scores::query_step;
   using Scores::has_dense_tiles, Scores::has_info;
-  using Scores::head_dim, Scores::keys, Scores::warpgroups;
-  using Scores::warpgroup_;
+  using Scores::head_dim, Scores::keys, Scores::warpgroup_, Scores::warpgroups;
   using typename Scores::Storage, typename Scores::T;
   static constexpr int value_dim = Kernel::value_dim;
   static constexpr float max_growth = 8;  // in log2: growth of a row's maximum that O tolerates
@@ -39,7 +38,7 @@ class ForwardConsumer : ConsumerScores<Kernel> {
     // There is work for every block.
     WorkTile work = storage_.work[0];
     storage_.k_pipeline.wait_full(0);
-    this->begin_scores(0, true);
+    this->begin_scores(0);
     issue_scores(0, 0);
     this->load_dense_scores(0);
     wait_scores<0>(0);
@@ -66,7 +65,7 @@ class ForwardConsumer : ConsumerScores<Kernel> {
       storage_.q_pipeline.wait_full(count + 1);
       const WorkTile next = storage_.work[storage_.q_pipeline.stage(count + 1)];
       if (next.visits == 0) break;
-      issue(n, count + 1, true);
+      issue(n, count + 1);
       const float sums[2] = {sum_[0], sum_[1]};
       const RowOffset offsets[2] = {row_offset(0), row_offset(1)};
       softmax<true, true>(next, n, 0);
@@ -112,7 +111,7 @@ class ForwardConsumer : ConsumerScores<Kernel> {
 
   template <bool Partial>
   __device__ void step(const WorkTile& work, int work_count, int n, int visit) {
-    issue(n, work_count, false);
+    issue(n, work_count);
     if (is_last(work, visit)) storage_.q_pipeline.release_operand(work_count);
     softmax<Partial, false>(work, n, visit);
     wait_out(n - 1);
@@ -123,11 +122,10 @@ class ForwardConsumer : ConsumerScores<Kernel> {
     }
   }
 
-  // Issues S of tile n and O of tile n - 1 together; returns when S is complete. `first`: tile n is the first of its work
-  // tile.
-  __device__ void issue(int n, int work_count, bool first) {
+  // Issues S of tile n and O of tile n - 1 together; returns when S is complete.
+  __device__ void issue(int n, int work_count) {
     storage_.k_pipeline.wait_full(n);
-    this->begin_scores(n, first);
+    this->begin_scores(n);
     wait_for_turn();
     issue_scores(n, work_count);
     if constexpr (!Kernel::overlaps) wgmma_wait<0>();
@@ -188,6 +186,7 @@ class ForwardConsumer : ConsumerScores<Kernel> {
     const float top = fmaf(max_[h], factor_, weight_shift<T>);
     return CanBeEmpty && max_[h] == negative_infinity ? weight_shift<T> : top;
   }
+
   __device__ RowOffset row_offset(int h) const { return {offset<true>(h), this->reference(h)}; }
 
   // Turns scores into weights. The maximum is raised only if it has grown by max_growth in log2. That is exact, as

@@ -19,10 +19,8 @@ class ConsumerScores {
   static constexpr bool has_info = Kernel::has_key_info;
   // With a dense mask the number of tiles is not known in advance, so the producer flags each tile.
   static constexpr bool has_dense_tiles = Kernel::dense == DenseAccess::tiles;
-  // Whether the accumulators begin with the biases of keys; from a work tile's first tile with a large bias on, they are
-  // added later (add_large_biases).
-  static constexpr bool begins_with_biases = has_info && !has_dense_tiles;
-  static constexpr bool has_references = Kernel::has_bias_references;
+  // Whether the accumulators begin with the biases of keys, in their unit.
+  static constexpr bool begins_with_biases = has_info && !has_dense_tiles && !Kernel::shapes;
   // Whether a dense mask and bias are read while the scores are computed, and kept. Three warpgroups have no registers
   // for that, and need it less.
   static constexpr bool keeps_dense = has_dense_tiles && warpgroups == 2;
@@ -32,8 +30,7 @@ class ConsumerScores {
         storage_(storage),
         // The compiler must know that this is uniform over the warp.
         warpgroup_(shuffle(static_cast<int>(threadIdx.x) / 128 - 1, 0)),
-        shapes_(Kernel::shapes && shapes_scores(p.forward)),
-        factor_(shapes_ ? 1.0f : p.forward.score.factor),
+        factor_(Kernel::shapes ? 1.0f : p.forward.score.factor),
         warpgroup_query_(first_warpgroup_query()) {
     // Keeps the sum in one register instead of its summands.
     if constexpr (has_dense_tiles) make_opaque(warpgroup_query_);
@@ -56,19 +53,15 @@ class ConsumerScores {
   }
   __device__ int query_step() const { return has_two_heads() ? 0 : 8; }
 
-  // Initializes the scores with biases, before the warpgroup waits for its order to issue. `first`: of a work tile.
-  __device__ void begin_scores(int n, bool first) {
+  // Initializes the scores with biases, before the warpgroup waits for its order to issue.
+  __device__ void begin_scores(int n) {
     if constexpr (begins_with_biases) {
       const float* const biases = storage_.info.bias[Storage::info_stage(n)] + column();
-      if constexpr (has_references) {
-        has_large_ = has_large_biases(n) || (has_large_ && !first);
-        if (has_large_) return begin_with_hidden_keys(biases);
-      }
 #pragma unroll
       for (int i = 0; i < keys / 8; ++i) {
         const float2 two = *reinterpret_cast<const float2*>(biases + 8 * i);
-        scores_[4 * i] = scores_[4 * i + 2] = shapes_ ? 0 : two.x;
-        scores_[4 * i + 1] = scores_[4 * i + 3] = shapes_ ? 0 : two.y;
+        scores_[4 * i] = scores_[4 * i + 2] = two.x;
+        scores_[4 * i + 1] = scores_[4 * i + 3] = two.y;
       }
     }
     if constexpr (has_dense_tiles) tile_flags_ = storage_.dense.flags[Storage::info_stage(n)];
@@ -78,11 +71,7 @@ class ConsumerScores {
   // the first of its work tile.
   template <bool Partial, bool First>
   __device__ void finish_scores(const WorkTile& work, int n, int visit) {
-    if constexpr (Kernel::shapes) {
-      if (shapes_) {
-        p_.forward.score.form == ScoreForm::capped ? shape_scores<true>(n) : shape_scores<false>(n);
-      }
-    }
+    if constexpr (Kernel::shapes) shape_scores();
     if constexpr (Kernel::dense == DenseAccess::elements) {
       DenseElements<T, keys>(p_, work, work.template first_key<keys>(visit), column())
           .apply(work.row + first_query(), scores_);
@@ -90,14 +79,14 @@ class ConsumerScores {
     if constexpr (has_dense_tiles) add_dense_scores(n);
     if constexpr (Partial && Kernel::delays) add_delayed_biases(work, n, visit);
     if constexpr (Partial) mask_scores(work, n, visit);
-    if constexpr (has_references) {
-      if (First) reference_[0] = reference_[1] = 0;
-      if (has_large_) add_large_biases<First>(n);
+    if constexpr (Kernel::shapes) {
+      if constexpr (First) reference_[0] = reference_[1] = 0;
+      if (has_key_biases(p_.forward.score)) add_biases_less_reference<First>(n);
     }
   }
 
-  // The reference of row h (0 or 1), in the caller's units: its scores lack it.
-  __device__ float reference(int h) const { return has_references ? reference_[h] : 0; }
+  // The reference of row h (0 or 1), in the caller's units: its scores and their maximum lack it.
+  __device__ float reference(int h) const { return Kernel::shapes ? reference_[h] : 0; }
 
   // Reads the dense mask and bias of a tile while the products run.
   __device__ void load_dense_scores(int n) {
@@ -112,7 +101,6 @@ class ConsumerScores {
   const ForwardKernelParams& p_;
   Storage& storage_;
   int warpgroup_;
-  bool shapes_;
   float factor_;         // of scores, to units of log 2
   int warpgroup_query_;  // of this thread's first row
 
@@ -121,91 +109,6 @@ class ConsumerScores {
   std::uint32_t tile_flags_ = 0;  // of the tile whose scores have been issued last
 
  private:
-  // ---- Large biases --------------------------------------------------------------------------------
-
-  // The magnitude above which a bias is large: its rounding, after it has been scaled, changes weights.
-  static constexpr float large_bias = 1024;
-
-  __device__ const float* unscaled_biases(int n) const {
-    return storage_.info.unscaled[Storage::info_stage(n)];
-  }
-  // A lane's part of the biases of a tile.
-  static_assert(!has_references || keys <= 4 * warp_size);
-  __device__ float4 lane_biases(int n) const {
-    if (keys < 4 * warp_size && lane() >= keys / 4) return {0, 0, 0, 0};
-    return *reinterpret_cast<const float4*>(unscaled_biases(n) + 4 * lane());
-  }
-
-  // Whether a tile has a large bias. Calls with delayed biases have no copy of the caller's.
-  __device__ bool has_large_biases(int n) const {
-    if (p_.info.recent != 0) return false;
-    const float4 four = lane_biases(n);
-    const float largest =
-        fmaxf(fmaxf(fabsf(four.x), fabsf(four.y)), fmaxf(fabsf(four.z), fabsf(four.w)));
-    return warp_any(largest > large_bias);
-  }
-
-  // Initializes the scores of keys that mask or bias hide with -inf, and others with 0.
-  __device__ void begin_with_hidden_keys(const float* biases) {
-#pragma unroll
-    for (int i = 0; i < keys / 8; ++i) {
-      const float2 two = *reinterpret_cast<const float2*>(biases + 8 * i);
-      scores_[4 * i] = scores_[4 * i + 2] = two.x == negative_infinity ? two.x : 0;
-      scores_[4 * i + 1] = scores_[4 * i + 3] = two.y == negative_infinity ? two.y : 0;
-    }
-  }
-
-  // Adds the biases of a tile, less the row's reference. Large biases that are close to each other have exact differences,
-  // so that their size costs no digits. A row's maximum becomes its reference when a bias of the tile exceeds the
-  // reference by large_bias, and in the first tile.
-  template <bool First>
-  __device__ void add_large_biases(int n) {
-    bool moves = First;
-    if constexpr (!First) {
-      const float4 four = lane_biases(n);
-      const float largest = fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w)) - large_bias;
-      moves = warp_any(largest > reference_[0] || max_[0] == negative_infinity) ||
-              warp_any(largest > reference_[1] || max_[1] == negative_infinity);
-    }
-    if (moves) move_references<First>(n);
-    visit_biases(
-        n, [&](float& s, float bias, int h) { s = fmaf(bias - reference_[h], p_.bias_factor, s); });
-  }
-
-  // Makes the maxima of the rows in this tile their references, if these are larger.
-  template <bool First>
-  __device__ void move_references(int n) {
-    float top[2] = {negative_infinity, negative_infinity};
-    visit_biases(n, [&](float s, float bias, int h) {
-      top[h] = fmaxf(top[h], fmaf(bias, p_.bias_factor, s));
-    });
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float next = quad_max(top[h]) * p_.forward.score.scale;
-      if (next == negative_infinity) continue;
-      if constexpr (First) {
-        reference_[h] = next;
-      } else if (next > reference_[h] || max_[h] == negative_infinity) {
-        max_[h] += (reference_[h] - next) * p_.bias_factor;
-        reference_[h] = next;
-      }
-    }
-  }
-
-  // Calls visit(score, the caller's bias, h) for this thread's scores of a tile.
-  template <class Visit>
-  __device__ void visit_biases(int n, const Visit& visit) {
-    const float* const biases = unscaled_biases(n) + column();
-#pragma unroll
-    for (int i = 0; i < keys / 8; ++i) {
-      const float2 two = *reinterpret_cast<const float2*>(biases + 8 * i);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) visit(scores_[4 * i + e], e % 2 == 0 ? two.x : two.y, e / 2);
-    }
-  }
-
-  // ---- Other scores --------------------------------------------------------------------------------
-
   // Calls visit.operator()<Queries, HasBias, Mask>(tile, mask_values) for the dense mask and bias of a tile.
   template <class Visit>
   __device__ void visit_dense_tile(int n, const Visit& visit) {
@@ -269,24 +172,79 @@ class ConsumerScores {
   // Keeps loads from shared memory apart; hoisted together they exceed the registers.
   static __device__ void keep_loads_apart() { compiler_fence(); }
 
-  // Softcap or a factor that is not positive, and the bias, in units of log 2. A product that has overflowed
-  // may have the wrong sign, which a softcap would hide: it becomes NaN.
-  template <bool Capped>
-  __device__ void shape_scores(int n) {
+  // Converts products to units of log 2, with softcap or a factor that is not positive. A product that has overflowed may
+  // have the wrong sign, which a softcap would hide: it becomes NaN.
+  __device__ void shape_scores() {
     const ScoreParams& score = p_.forward.score;
-    const float* const biases = storage_.info.bias[Storage::info_stage(n)] + column();
+    if (!shapes_scores(p_.forward)) {
+#pragma unroll
+      for (int i = 0; i < keys / 2; ++i) scores_[i] *= score.factor;
+      return;
+    }
     const float inner = score.form == ScoreForm::product ? 1.0f : score.inner;
+    const bool capped = score.form == ScoreForm::capped;
+#pragma unroll
+    for (int i = 0; i < keys / 2; ++i) {
+      const float s = fmaf(scores_[i], 0.0f, scores_[i]) * inner;
+      scores_[i] = (capped ? tanh_from_log2(s) : s) * score.factor;
+    }
+  }
+
+  // ---- Biases less a reference ---------------------------------------------------------------------
+
+  // Calls visit(score, the caller's bias, h) for this thread's scores of a tile.
+  template <class Visit>
+  __device__ void visit_biases(int n, const Visit& visit) {
+    const float* const biases = storage_.info.bias[Storage::info_stage(n)] + column();
 #pragma unroll
     for (int i = 0; i < keys / 8; ++i) {
       const float2 two = *reinterpret_cast<const float2*>(biases + 8 * i);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float s = scores_[4 * i + e];
-        s = fmaf(s, 0.0f, s) * inner;
-        if constexpr (Capped) s = tanh_from_log2(s);
-        scores_[4 * i + e] = fmaf(s, score.factor, e % 2 == 0 ? two.x : two.y);
-      }
+      for (int e = 0; e < 4; ++e) visit(scores_[4 * i + e], e % 2 == 0 ? two.x : two.y, e / 2);
       keep_loads_apart();
+    }
+  }
+
+  // Adds the biases of a tile, less the row's reference. Differences of large biases that are close to each other are
+  // exact, so that their size costs no digits. The reference is the row's largest score of the first tile, until a later
+  // tile has a bias that exceeds it by far.
+  template <bool First>
+  __device__ void add_biases_less_reference(int n) {
+    constexpr float far = 1024;
+    bool moves = First;
+    if constexpr (!First) {
+      const float largest = warp_max(lane_bias(n)) - far;
+      moves = warp_any(largest > reference_[0] || max_[0] == negative_infinity ||
+                       largest > reference_[1] || max_[1] == negative_infinity);
+    }
+    if (moves) move_references<First>(n);
+    visit_biases(n, [&](float& s, float bias, int h) { s = fmaf(bias - reference_[h], log2e, s); });
+  }
+
+  // The largest bias of a lane's part of a tile.
+  __device__ float lane_bias(int n) const {
+    static_assert(keys <= 4 * warp_size);
+    if (keys < 4 * warp_size && lane() >= keys / 4) return negative_infinity;
+    const float* const biases = storage_.info.bias[Storage::info_stage(n)];
+    const float4 four = *reinterpret_cast<const float4*>(biases + 4 * lane());
+    return fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w));
+  }
+
+  // Makes the largest scores of the rows in this tile their references, if these are larger.
+  template <bool First>
+  __device__ void move_references(int n) {
+    float top[2] = {negative_infinity, negative_infinity};
+    visit_biases(n,
+                 [&](float s, float bias, int h) { top[h] = fmaxf(top[h], fmaf(bias, log2e, s)); });
+    constexpr float ln2 = 0.693147181f;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float next = quad_max(top[h]) * ln2;
+      if (!(fabsf(next) < -negative_infinity)) continue;
+      if (First || next > reference_[h] || max_[h] == negative_infinity) {
+        if (!First) max_[h] += (reference_[h] - next) * log2e;
+        reference_[h] = next;
+      }
     }
   }
 
@@ -309,8 +267,9 @@ class ConsumerScores {
       for (int h = 0; h < 2; ++h) {
         const int query = first + 8 * h;
         float* const s = scores_ + 4 * i + 2 * h;
-        if (query >= begin.x) s[0] += two.x;
-        if (query >= begin.y) s[1] += two.y;
+        constexpr float unit = Kernel::shapes ? log2e : 1;
+        if (query >= begin.x) s[0] += two.x * unit;
+        if (query >= begin.y) s[1] += two.y * unit;
       }
       if constexpr (Kernel::shapes) keep_loads_apart();
     }
@@ -357,7 +316,6 @@ class ConsumerScores {
   }
 
   DenseScores<T, typename Storage::DenseTile> dense_;
-  bool has_large_ = false;  // whether the work tile has had a large bias
   float reference_[2];
 };
 

@@ -95,6 +95,12 @@ __device__ inline void store_output(const ForwardKernelParams& params, const Wor
              empty ? 0.0f : static_cast<float>(lse - static_cast<double>(rounded)));
     const bool has_flag = !Kernel::can_be_short || params.needs_fix != nullptr;
     set_flag_if(stores_lse && !ordinary && has_flag, params.needs_fix);
+    if constexpr (Kernel::finds_large_rows) {
+      // Where scores have this size in units of log 2, their rounding exceeds that of weights in fp16.
+      constexpr float large = 4096;
+      set_flag_if(stores_lse && fabsf(offsets[h].log2) > large && params.large_rows != nullptr,
+                  params.large_rows);
+    }
   }
 }
 

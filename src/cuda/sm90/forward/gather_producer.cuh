@@ -154,9 +154,6 @@ struct GatherProducer : ProducerBase<Kernel> {
     }
     if (place >= keys) return;
     cp_async_4(shared_address(&storage.info.bias[stage][row]), bias, true);
-    if constexpr (Kernel::has_bias_references) {
-      cp_async_4(shared_address(&storage.info.unscaled[stage][row]), bias + p.info.unscaled, true);
-    }
     if (source.work.is_partial(visit)) {
       const bool exists = source.work.template first_key<keys>(visit) + place < source.work.end;
       cp_async_8(shared_address(&storage.info.range[stage][row]), this->ranges(source.work) + key,

@@ -21,7 +21,7 @@ struct ForwardKernel {
   static constexpr DenseAccess dense = Variant.dense;
   static constexpr bool shapes = Variant.shapes;
   static constexpr bool delays = supports_delay(D, Variant);
-  static constexpr bool has_bias_references = sm90::has_bias_references(D, Variant);
+  static constexpr bool finds_large_rows = sm90::finds_large_rows(Variant);
   static constexpr bool overlaps = Variant.overlaps;
   static constexpr bool can_be_short = sm90::can_be_short(Variant);
   static constexpr bool can_compute_key_info = sm90::can_compute_key_info(Variant);
@@ -43,7 +43,7 @@ struct ForwardKernel {
   static constexpr int producer_barrier = 1;
   static constexpr int first_scheduler_barrier = 2;
 
-  using SharedStorage = ForwardStorage<D, Dv, policy, has_key_info, delays, has_bias_references>;
+  using SharedStorage = ForwardStorage<D, Dv, policy, has_key_info, delays>;
   static_assert(sizeof(SharedStorage) <= 227 * 1024);
   using Producer =
       std::conditional_t<dense == DenseAccess::tiles, DenseProducer<ForwardKernel>,
@@ -57,12 +57,20 @@ struct ForwardKernel {
     return WorkTile::count(p.forward.shape, policy.rows());
   }
 
+  // Converts the bias of a key to the unit of KeyInfo: that of the accumulators that begin with it, or the caller's.
+  static __host__ __device__ float key_bias_factor(const Params& p) {
+    return shapes ? 1 : p.bias_factor;
+  }
+
   // Whether this call has no key info in memory, and warps of the producer compute it.
   static __device__ bool computes_key_info(const Params& p) {
     return can_compute_key_info && p.info.ranges == nullptr;
   }
 
   __device__ void operator()(const Params& p, SharedStorage& storage) const {
+    if constexpr (shapes) {
+      if (p.large_rows != nullptr && *p.large_rows == 0) return;
+    }
     if (threadIdx.x == 0) {
       constexpr int consumer_warps = 4 * policy.warpgroups;
       const int info_arrivals = computes_key_info(p) ? KeyInfoWarps<ForwardKernel>::warps : 0;

@@ -27,12 +27,8 @@ struct KeyInfoWarps : ProducerBase<Kernel> {
       const int first_key = work.template first_key<keys>(visit);
       for (int i = static_cast<int>(threadIdx.x) - first_thread; i < keys; i += warps * warp_size) {
         const int key = first_key + i;
-        if constexpr (Kernel::has_bias_references) {
-          storage.info.unscaled[stage][i] =
-              bias_or_zero<typename Kernel::Element>(params.shape, params.score, head, key);
-        }
-        storage.info.bias[stage][i] = key_bias<typename Kernel::Element>(params.shape, params.score,
-                                                                         head, key, p.bias_factor);
+        storage.info.bias[stage][i] = key_bias<typename Kernel::Element>(
+            params.shape, params.score, head, key, Kernel::key_bias_factor(p));
         if (work.is_partial(visit)) {
           storage.info.range[stage][i] =
               key_range(params.shape, params.score, work.batch, work.kv_head, key);

@@ -14,8 +14,9 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
+// Sets the parameters that depend on the kernel.
 template <class Kernel>
-void launch_forward_kernel(ForwardKernelParams params, cudaStream_t stream) {
+void set_kernel_params(ForwardKernelParams& params) {
   using T = typename Kernel::Element;
   constexpr ForwardPolicy policy = Kernel::policy;
   constexpr bool bf16 = std::is_same_v<T, __nv_bfloat16>;
@@ -41,15 +42,34 @@ void launch_forward_kernel(ForwardKernelParams params, cudaStream_t stream) {
     if (params.reads_mask_bytes())
       params.mask_map = DenseRows(shape, p.score.mask, 1).map(queries, bf16);
   }
-  params.bias_factor = Kernel::shapes && shapes_scores(p) ? log2e : 1 / p.score.scale;
+  params.bias_factor = Kernel::shapes ? log2e : 1 / p.score.scale;
   params.work_tiles = Kernel::work_tiles(params);
-  const PrepareForward<T> prepare{
-      {p.shape, p.score, params.info, params.bias_factor}, params.next_work, params.needs_fix};
+}
+
+template <class T, int D, int Dv, ForwardVariant Variant>
+void launch_forward_kernel(ForwardKernelParams params, cudaStream_t stream) {
+  using Kernel = ForwardKernel<T, D, Dv, Variant>;
+  set_kernel_params<Kernel>(params);
+  const ForwardParams& p = params.forward;
+  const PrepareForward<T> prepare{{p.shape, p.score, params.info, Kernel::key_bias_factor(params)},
+                                  params.next_work,
+                                  params.needs_fix,
+                                  params.large_rows};
   for_each(prepare.items(), prepare, stream);
   const int multiprocessors = current_device().multiprocessors;
   const int blocks = params.next_work == nullptr ? params.work_tiles
                                                  : std::min(multiprocessors, params.work_tiles);
   launch<Kernel>(blocks, params, stream);
+  if constexpr (Kernel::finds_large_rows) {
+    if (params.large_rows != nullptr) {
+      ForwardKernelParams again = params;
+      again.info.biases += params.info.unscaled;
+      ++again.next_work;
+      using Repetition = ForwardKernel<T, D, D, with_references(D, Variant)>;
+      set_kernel_params<Repetition>(again);
+      launch<Repetition>(blocks, again, stream);
+    }
+  }
   const bool has_fixed_rows = Kernel::fixes_rows && params.needs_fix == nullptr;
   if (!has_fixed_rows) launch<FixForwardKernel<T>>(2 * multiprocessors, params, stream);
 }
@@ -64,6 +84,7 @@ void launch_forward(const ForwardChoice& choice, const ForwardParams& p,
   params.info = workspace.info;
   params.next_work = workspace.next_work;
   params.needs_fix = workspace.needs_fix;
+  params.large_rows = workspace.large_rows;
   if (p.shape.seqlen_k == 0) {
     // Marks every row.
     constexpr int nan_bytes = 0xff;
@@ -74,11 +95,12 @@ void launch_forward(const ForwardChoice& choice, const ForwardParams& p,
   }
   params.two_heads = choice.variant.dense == DenseAccess::tiles && has_two_heads(p);
   dispatch<T, D, forward_variants>(choice, [&]<ForwardVariant Variant>() {
-    constexpr int smallest = smallest_value_dim(D, Variant);
-    if (choice.value_dim == smallest)
-      return launch_forward_kernel<ForwardKernel<T, D, smallest, Variant>>(params, stream);
-    if constexpr (smallest != D)
-      launch_forward_kernel<ForwardKernel<T, D, D, Variant>>(params, stream);
+    if constexpr (has_kernel(D, Variant)) {
+      constexpr int smallest = smallest_value_dim(D, Variant);
+      if (choice.value_dim == smallest)
+        return launch_forward_kernel<T, D, smallest, Variant>(params, stream);
+      if constexpr (smallest != D) launch_forward_kernel<T, D, D, Variant>(params, stream);
+    }
   });
 }
 

@@ -15,6 +15,7 @@ struct ForwardWorkspace {
   KeyInfo info;
   int* next_work = nullptr;
   std::uint32_t* needs_fix = nullptr;
+  std::uint32_t* large_rows = nullptr;  // null for a kernel that repeats no call
 
   ForwardWorkspace() = default;
   ForwardWorkspace(const ForwardChoice& choice, const ForwardParams& params, int multiprocessors,

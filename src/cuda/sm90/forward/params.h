@@ -28,14 +28,18 @@ struct ForwardKernelParams {
   CUtensorMap mask_map;  // the bytes of a dense mask
   ForwardParams forward;
   KeyInfo info;            // without arrays in a call that computes it
-  float bias_factor = 0;   // converts a bias to the unit of the scores that it is added to
+  float bias_factor = 0;   // converts a dense bias to the unit of the scores that it is added to
   bool two_heads = false;  // the rows of a work tile belong to two heads, with DenseAccess::tiles
   int work_tiles = 0;
-  // [1] number of work tiles taken beyond the first of each block; null if no block takes another
+  // [2] numbers of work tiles taken beyond the first of each block, by the kernel and by its repetition with references
+  // (large_rows); null if no block takes another
   int* next_work = nullptr;
   // [1] nonzero if some row's lse is NaN (see FixForwardKernel); null if this is unknown, or if each block recomputes
   // the rows of its only work tile
   std::uint32_t* needs_fix = nullptr;
+  // [1] nonzero if some row has large scores. A kernel with finds_large_rows then stops, and one that adds biases less a
+  // reference of their row repeats the call; null without such a repetition.
+  std::uint32_t* large_rows = nullptr;
 
   // Whether there is a dense mask that is not packed.
   __host__ __device__ bool reads_mask_bytes() const {

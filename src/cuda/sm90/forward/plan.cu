@@ -23,7 +23,7 @@ class ForwardPlan {
         params_(params_of(args)),
         multiprocessors_(current_device().multiprocessors) {
     params_.tile_lists = schedule_.lists();
-    choice_ = choose_forward(args.problem.dtype, params_);
+    choice_ = choose_forward(args.problem.dtype, params_, multiprocessors_);
     bytes = place(args, nullptr);
   }
 
@@ -75,13 +75,15 @@ ForwardWorkspace::ForwardWorkspace(const ForwardChoice& choice, const ForwardPar
   const bool computes_key_info = is_short && can_compute_key_info(variant) &&
                                  p.shape.seqlen_k <= most_computed_key_info &&
                                  p.score.bias_delay == 0;
+  const bool repeats_large_rows = !is_short && finds_large_rows(variant) &&
+                                  p.score.bias.data != nullptr && p.score.bias_delay == 0;
   if (variant.has_key_info && !computes_key_info) {
-    info = allocate_key_info(p.shape, p.score, workspace, true,
-                             has_bias_references(choice.head_dim, variant));
+    info = allocate_key_info(p.shape, p.score, workspace, true, repeats_large_rows);
   }
   if (is_short) return;
-  next_work = workspace.take<int>(1);
+  next_work = workspace.take<int>(2);
   needs_fix = workspace.take<std::uint32_t>(1);
+  if (repeats_large_rows) large_rows = workspace.take<std::uint32_t>(1);
 }
 
 std::string decline_forward(const Problem& p) {

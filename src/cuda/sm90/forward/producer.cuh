@@ -25,6 +25,9 @@ struct ProducerBase {
   // takes the next one early leaves too few for blocks that end before it.
   __device__ int take_work() const {
     if (Kernel::can_be_short && p.next_work == nullptr) return p.work_tiles;
+    if constexpr (Kernel::finds_large_rows) {
+      if (p.large_rows != nullptr && load_relaxed(p.large_rows) != 0) return p.work_tiles;
+    }
     return atomicAdd(p.next_work, 1) + static_cast<int>(gridDim.x);
   }
 
@@ -150,13 +153,6 @@ struct TmaProducer : ProducerBase<Kernel> {
           mbarrier_expect(full, bias_bytes);
           bulk_load(shared_address(storage.info.delayed[stage]), biases, bias_bytes, full);
         }
-      }
-    }
-    if constexpr (Kernel::has_bias_references) {
-      if (p.info.unscaled != 0) {
-        mbarrier_expect(full, bias_bytes);
-        bulk_load(shared_address(storage.info.unscaled[stage]), biases + p.info.unscaled,
-                  bias_bytes, full);
       }
     }
     mbarrier_expect(full, bias_bytes + (partial ? range_bytes : 0));

@@ -25,22 +25,13 @@ struct DelayedBiasStorage {
 template <int Stages, int Keys>
 struct DelayedBiasStorage<Stages, Keys, false> {};
 
-// The caller's biases of a key tile.
-template <int Stages, int Keys, bool Exists>
-struct UnscaledBiasStorage {
-  alignas(128) float unscaled[Stages][Keys];
-};
-template <int Stages, int Keys>
-struct UnscaledBiasStorage<Stages, Keys, false> {};
-
-template <int Stages, int Keys, bool Exists, bool Delays, bool HasUnscaled>
-struct KeyInfoStorage : DelayedBiasStorage<Stages, Keys, Delays>,
-                        UnscaledBiasStorage<Stages, Keys, HasUnscaled> {
+template <int Stages, int Keys, bool Exists, bool Delays>
+struct KeyInfoStorage : DelayedBiasStorage<Stages, Keys, Delays> {
   alignas(128) float bias[Stages][Keys];
   alignas(128) KeyInterval range[Stages][Keys];
 };
 template <int Stages, int Keys>
-struct KeyInfoStorage<Stages, Keys, false, false, false> {};
+struct KeyInfoStorage<Stages, Keys, false, false> {};
 
 // The dense mask of a warpgroup's queries, which are 64, or 32 with two heads. It has the mask's bits or, with
 // HasBytes, its bytes or bits.
@@ -87,7 +78,7 @@ struct DenseStorage {
 template <class Tile, int KeyStages>
 struct DenseStorage<Tile, 0, KeyStages> {};
 
-template <int D, int Dv, ForwardPolicy P, bool HasKeyInfo, bool Delays, bool HasUnscaledBiases>
+template <int D, int Dv, ForwardPolicy P, bool HasKeyInfo, bool Delays>
 struct ForwardStorage {
   static constexpr int work_stages = P.q_stages;
   // Key info is read after the buffer of K has been released.
@@ -101,7 +92,7 @@ struct ForwardStorage {
   alignas(1024) std::byte k[P.stages][KeyTile::bytes];
   alignas(1024) std::byte v[P.stages][ValueTile::bytes];
   DenseStorage<DenseTile, P.dense_stages, info_stages> dense;
-  KeyInfoStorage<info_stages, P.keys, HasKeyInfo, Delays, HasUnscaledBiases> info;
+  KeyInfoStorage<info_stages, P.keys, HasKeyInfo, Delays> info;
   WorkTile work[work_stages];
   int next_work[2];  // shared by the producers
   Pipeline<work_stages> q_pipeline;
