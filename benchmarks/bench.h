@@ -7,8 +7,7 @@
 
 #include "flash_dmattn/flash_dmattn.h"
 
-// Shared by the programs, which use Google Benchmark: a benchmark is named <case>/<dtype>/<part>. `bench.py run --case kernels`
-// makes rows of records of them (benchmarks/harness/cases/library.py).
+// Shared by the programs, which use Google Benchmark. A benchmark is named <case>/<dtype>/<part>.
 namespace flash_dmattn::bench {
 
 inline std::string name(const std::string& title, DType dtype, const char* part) {

@@ -1,10 +1,9 @@
-"""The one driver of the benchmarks: measures, shows and compares records, and writes the tables of the documents.
+"""The driver of the benchmarks: measures, compares records, and writes the tables of the documents.
 
 python benchmarks/bench.py run --case dense dynamic_mask --json mine.json
-python benchmarks/bench.py show mine.json --plot mine.svg
-python benchmarks/bench.py compare BEFORE.json AFTER.json
-python benchmarks/bench.py exchange --window 1024
-python benchmarks/bench.py report
+torchrun --nproc_per_node 2 benchmarks/bench.py run --case context_parallel --json mine.json
+python benchmarks/bench.py compare before.json after.json
+python benchmarks/bench.py tables
 """
 
 from __future__ import annotations
@@ -12,134 +11,82 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from harness import cases, machine, record, sides
-from harness.options import INTERRUPTED, Different, commit, expect_commit, expect_output, positive
+from harness import case, cases, machine, record, sides, tables
 
-# Options of `run` that not every case reads.
-_CASE_OPTIONS = ("length", "window", "dtype", "repeats", "programs", "threads")
+_CASES = (*case.NAMES, *(name for names, _ in cases.MODULES.values() for name in names))
+_SIDES = dict.fromkeys((*sides.NAMES, *(s for _, names in cases.MODULES.values() for s in names)))
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures the cases. Prints each row as soon as it is measured and writes it to the record.
+    """Measures the cases. Prints each row and adds it to the record as soon as it is measured. Rows of other cases that the record
+    has for this machine and commit stay.
 
-    Returns the exit status, 1 if a side or a program failed.
+    Returns 1 if there is no row, or if an error of ours prevented one.
     """
-    _check_cases(options)
-    _check_sides(options)
-    _check_ignored_options(options)
     if options.threads:
         torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    new_record = machine.origin(options.device, options.commit) | {"rows": []}
-    path = options.json
-    if options.record:
-        path = machine.record_path(options.record, new_record["machine"])
-    if path:
-        expect_commit(new_record, options.fail)
-        expect_output(path, "--record" if options.record else "--json", options.fail)
-    print(f"{new_record['machine']['name']}, torch {torch.__version__}", flush=True)
-    status = 0
-    try:
-        for row in _measured(options):
-            if isinstance(row, record.Failure):
-                is_declined = sides.declines(row.error)
-                print(record.declined(*row) if is_declined else row, flush=True)
-                status = status if is_declined else 1
-                continue
-            print(record.format_row(row), flush=True)
-            new_record["rows"] = record.with_row(new_record["rows"], row)
-            if path:
-                record.write(path, new_record)
-    except KeyboardInterrupt:
-        print(f"\nInterrupted after {len(new_record['rows'])} rows.", file=sys.stderr)
-        return INTERRUPTED
-    if not new_record["rows"]:
-        print(f"Nothing was measured: no side ran {' '.join(options.case)}.", file=sys.stderr)
-        return 1
-    if path:
-        print(f"wrote {path}")
-    return status
+    rows, earlier, status = [], [], 0
+    head = machine.head_of_record(options.device, options.commit)
+    if options.json and options.json.exists():
+        before = record.read(options.json)
+        is_same = all(before[field] == head[field] for field in ("machine", "commit"))
+        earlier = before["rows"] if is_same else []
+    for row in _rows(options):
+        if isinstance(row, cases.Failure):
+            print(row, flush=True)
+            is_rival = row.side in sides.RIVALS or row.side.startswith(("eager", "sdpa"))
+            status = status if sides.is_reason(row.error, is_rival) else 1
+            continue
+        rates = [f"{way} {x:.4g} TFLOP/s" for way, x in case.useful_tflops(row).items()]
+        print(", ".join([record.format_row(row), *rates]), flush=True)
+        rows.append(row)
+        kept = [one for one in earlier if one["case"] not in {row["case"] for row in rows}]
+        if options.json:
+            versions = {"versions": machine.versions()}  # of rivals that are imported by now
+            record.write(options.json, head | versions | {"rows": kept + rows})
+    is_first_rank = not (torch.distributed.is_initialized() and torch.distributed.get_rank())
+    return status if rows or not is_first_rank else 1
 
 
-def _check_cases(options: argparse.Namespace) -> None:
-    """Ends the program for a case that cannot be measured here."""
-    for name in options.case:
-        try:
-            cases.module_of(name).expect_case_runs(name, options)
-        except (ImportError, sides.Declined) as reason:
-            options.fail(f"--case: got {name}, which does not run here: {reason}")
-
-
-def _check_sides(options: argparse.Namespace) -> None:
-    """Ends the program for a side that cannot run here, or for a case that no given side measures."""
-    for side in set(options.side).intersection(sides.NAMES):
-        try:
-            sides.expect_runs(side, options.device)
-        except sides.Declined as reason:
-            options.fail(f"--side: got {side}, which {reason}")
-    sides_of = {
-        name: cases.module_of(name).side_names(name, options.device) for name in options.case
-    }
-    got = ", ".join(options.side)
-    if options.side and not any(sides_of.values()):
-        options.fail(f"--side: got {got}, expected none for {' '.join(options.case)}")
-    for name, known in sides_of.items():
-        if options.side and known and not set(options.side).intersection(known):
-            options.fail(
-                f"--side: got {got}, expected one of {', '.join(known)} for the case {name}"
+def _rows(options: argparse.Namespace) -> Iterator[dict | cases.Failure]:
+    modules = {"attention": case.NAMES} | {name: names for name, (names, _) in cases.MODULES.items()}  # fmt: skip
+    for module, names in modules.items():
+        if chosen := [name for name in options.case if name in names]:
+            yield from importlib.import_module(f"harness.cases.{module}").measure_rows(
+                chosen, options
             )
 
 
-def _check_ignored_options(options: argparse.Namespace) -> None:
-    """Ends the program for an option that no case reads."""
-    if options.threads and options.device != "cpu":
-        options.fail(
-            f"--threads: got {options.threads} with --device {options.device}, expected none"
-        )
-    for option in options.given:
-        if not any(option in cases.options_of(name) for name in options.case):
-            options.fail(f"--{option}: got one, expected none for {' '.join(options.case)}")
-
-
-def _measured(options: argparse.Namespace) -> Iterator[dict | record.Failure]:
-    for name in options.case:
-        try:
-            yield from cases.module_of(name).measure_rows(name, options)
-        except (sides.Declined, MemoryError, RuntimeError) as reason:
-            if not sides.declines(reason):
-                raise
-            print(record.declined(name, "", "", reason), flush=True)
-
-
-def show(options: argparse.Namespace) -> int:
-    rows = [row for one_record in options.records for row in one_record["rows"]]
-    print("\n".join(map(record.format_row, rows)))
-    if options.plot is None:
-        return 0
-    try:
-        from harness import pictures  # only pictures needs matplotlib
-
-        pictures.expect_format(options.plot)
-    except (ImportError, ValueError) as error:
-        options.fail(f"--plot: {error}")
-    if not pictures.draw(rows, options.plot):
-        options.fail("--plot: got no attention at several lengths or windows, expected some")
+def compare(options: argparse.Namespace) -> int:
+    """Prints the ratio after / before of each number that both records have."""
+    before, after = (
+        {(row["case"], row["side"], row["dtype"]): row for row in one["rows"]}
+        for one in options.records
+    )
+    for one in options.records:
+        print(f"{one['machine']}, commit {one['commit']}, {one['date']}")
+    for key in before.keys() & after.keys():
+        old, new = before[key], after[key]
+        ratios = [
+            f"{name} {old[field][name]:.4g} -> {x:.4g} ({x / old[field][name]:.3f})"
+            for field in ("ms", "other")
+            for name, x in new[field].items()
+            if name != "rounds" and old[field].get(name)
+        ]
+        print(f"{' '.join(key)}: {', '.join(ratios)}")
     return 0
 
 
-def _call(module: str) -> Callable[[argparse.Namespace], int]:
-    """Returns a function that imports a harness module and calls its `main`."""
-    return lambda options: importlib.import_module(f"harness.{module}").main(options)
-
-
-def _case(text: str) -> str:
-    """Returns the name of a case. Older records have commands with the former names `dma` and `pairs`."""
-    return {"dma": "dynamic_mask", "pairs": "dense_masks"}.get(text, text)
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected 1 or more")
+    return int(text)
 
 
 def _record(text: str) -> dict:
@@ -149,96 +96,43 @@ def _record(text: str) -> dict:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _device(text: str) -> str:
-    try:
-        torch.empty(0, device=text)
-    except (AssertionError, RuntimeError) as error:  # torch has no CUDA, or the machine no GPU
-        raise argparse.ArgumentTypeError(f"got {text}: {str(error).splitlines()[0]}") from None
-    return text
-
-
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-
     one = commands.add_parser("run", help="measure on this machine")
-    one.set_defaults(call=run, fail=one.error)
+    one.set_defaults(call=run)
     add = one.add_argument
-    add("--case", nargs="+", action=Different, type=_case, choices=cases.NAMES, default=["dense", "dynamic_mask", "scaling"], metavar="CASE",
-        help=f"any of {', '.join(cases.NAMES)}; default: dense dynamic_mask scaling")  # fmt: skip
-    add("--side", nargs="+", action=Different, choices=cases.SIDES, default=[], metavar="SIDE",
-        help=f"any of {', '.join(cases.SIDES)}; default: ours, and the rivals of torch that run here without compiling")  # fmt: skip
-    add("--dtype", nargs="+", action=Different, choices=("float32", "bfloat16", "float16"),
+    add("--case", nargs="+", choices=_CASES, default=["dense", "dynamic_mask"], metavar="CASE",
+        help=f"any of {', '.join(_CASES)}; default: dense dynamic_mask")  # fmt: skip
+    add("--side", nargs="+", choices=_SIDES, default=[], metavar="SIDE",
+        help=f"any of {', '.join(_SIDES)}; default: ours, and the rivals of torch that need no compilation")  # fmt: skip
+    add("--dtype", nargs="+", choices=("float32", "bfloat16", "float16"),
         help="default: bfloat16, on the CPU float32 too")  # fmt: skip
-    add("--device", type=_device, choices=("cpu", "cuda"), help="default: the GPU if there is one")
-    add("--length", nargs="+", action=Different, type=positive, metavar="N",
-        help="instead of the case's lengths")  # fmt: skip
-    add("--window", nargs="+", action=Different, type=positive, metavar="W",
-        help="instead of the case's windows")  # fmt: skip
-    add("--repeats", type=positive, metavar="N",
-        help="rounds of attention, of which the median counts (the selection alone has twice as many), and replays of a decode step; "
-        "default: 5")  # fmt: skip
-    add("--threads", type=positive, help="of the CPU; default: torch's")
-    add("--programs", type=Path, metavar="FOLDER",
-        help="of the programs that the case `kernels` runs; default: build/bench/benchmarks, on a GPU build/cuda/benchmarks")  # fmt: skip
-    add("--commit", type=commit, help="of the sources; default: Git's")
-    output = one.add_mutually_exclusive_group()
-    output.add_argument("--json", type=Path, metavar="FILE", help="write a record there")
-    output.add_argument("--record", metavar="NAME",
-        help="write the record benchmarks/records/<machine>/<date>-NAME.json")  # fmt: skip
-
-    one = commands.add_parser("show", help="print records, and draw them")
-    one.set_defaults(call=show, fail=one.error)
-    one.add_argument("records", nargs="+", type=_record, metavar="RECORD")
-    one.add_argument("--plot", type=Path, metavar="FILE", help="time and memory against N and w")
-
-    one = commands.add_parser("compare", help="ratios of sides, of records, or of two builds")
-    one.set_defaults(call=_call("compare"), fail=one.error)
-    one.add_argument("sources", nargs="+", metavar="SOURCE",
-        help="a record: its sides; two records or two builds: before and after. A build is a folder with three things: "
-        "python/ of a checkout, _C.so, which is in bindings/torch of its build folder, and a file named commit that holds its commit. Both "
-        "builds are measured alternately, in random order")  # fmt: skip
-    one.add_argument("--rounds", type=positive, default=5, help="of two builds")
-    one.add_argument("--json", type=Path, metavar="FILE", help="write the record of two builds")
-    one.add_argument("--run", nargs=argparse.REMAINDER, metavar="OPTION", help="of `run`, for two builds",
-        default=["--case", "dense", "dynamic_mask", "groups", "sliding", "dense_masks", "--side", "cuda"])  # fmt: skip
-
-    one = commands.add_parser("evidence", help="a record of the quality of learned scores")
-    one.set_defaults(call=_call("evidence"), fail=one.error)
-    one.add_argument("folder", type=Path, metavar="FOLDER", help="of `make evidence`")
-    one.add_argument(
-        "--json", type=Path, required=True, metavar="FILE", help="write the record there"
-    )
-    one.add_argument("--commit", type=commit, help="of the sources; default: Git's")
-
-    one = commands.add_parser("exchange", help="the bytes of context parallelism, on paper")
-    one.set_defaults(call=_call("exchange_table"), fail=one.error)
-    for name, size in (("heads", 16), ("heads-kv", 8), ("head-dim", 128), ("window", 2048)):
-        one.add_argument(f"--{name}", type=positive, default=size, help=f"default: {size}")
-
-    one = commands.add_parser("report", help="write the documents' tables and pictures")
-    one.set_defaults(call=_call("report"), fail=one.error)
-
+    add("--device", choices=("cpu", "cuda"), help="default: the GPU if there is one")
+    add("--length", nargs="+", type=_positive, metavar="N", help="instead of the case's lengths")
+    add("--window", nargs="+", type=_positive, metavar="W", help="instead of the case's windows")
+    add("--repeats", type=_positive, default=5, metavar="N", help="rounds, of which the median counts; default: 5")  # fmt: skip
+    add("--threads", type=_positive, help="of the CPU; default: torch's")
+    add("--commit", help="of the sources; default: that of Git")
+    add("--json", type=Path, metavar="FILE", help="write a record there")
+    one = commands.add_parser("compare", help="ratios of two records")
+    one.set_defaults(call=compare)
+    one.add_argument("records", nargs=2, type=_record, metavar="RECORD")
+    one = commands.add_parser("tables", help="write the tables of the documents from the records")
+    one.set_defaults(call=tables.main)
     options = parser.parse_args(arguments)
     if options.command == "run":
-        options.given = [name for name in _CASE_OPTIONS if getattr(options, name)]
         options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
         on_gpu = options.device == "cuda"
         options.dtype = options.dtype or (["bfloat16"] if on_gpu else ["float32", "bfloat16"])
-        options.repeats = options.repeats or 5
-        build = Path("build/cuda" if on_gpu else "build/bench")
-        options.programs = options.programs or build / "benchmarks"
     return options
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    try:
-        return options.call(options)
-    except OSError as error:  # an output that cannot be written
-        options.fail(str(error))
+    return options.call(options)
 
 
 if __name__ == "__main__":

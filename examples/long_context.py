@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DogeConfig, DogeForCausalLM
 
 from command_line import between, new_folder, rate
-from doge_demo.corpus import random_batch, standard_library
+from corpus import random_batch, standard_library
 from flash_dmattn.distributed import ContextParallel, exchanged_bytes
 from flash_dmattn.integrations.transformers import enable_flash_dmattn
 

@@ -6,7 +6,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -39,10 +38,6 @@ class Arena {
     T* piece = take<T>(static_cast<std::int64_t>(host.size()));
     check(cudaMemcpy(piece, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice), "copy");
     return piece;
-  }
-
-  std::span<std::byte> bytes(std::size_t count) {
-    return {take<std::byte>(static_cast<std::int64_t>(count)), count};
   }
 
  private:

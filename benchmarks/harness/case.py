@@ -1,4 +1,4 @@
-"""A case of attention: its sizes, its title and its useful work; and the cases that the benchmarks measure, by name."""
+"""A case of attention: its sizes, its title and its useful work; and the cases by name."""
 
 from __future__ import annotations
 
@@ -10,16 +10,9 @@ import torch
 from torch import Tensor
 
 DENSE, PER_QUERY, GLOBAL, SLIDING = "dense causal", "per_query", "global", "sliding"
-DOCUMENTS, DENSE_MASKS, FORGETTING = "documents", "dense_masks", "forgetting"
-BIASED, DELAYED = "biased", "delayed bias"
-BIASED_TOP, DELAYED_TOP = "biased, recent and top-w", "delayed bias, recent and top-w"
-EVICTED = "evicted"
-KINDS = (
-    DENSE, PER_QUERY, GLOBAL, SLIDING, DOCUMENTS, DENSE_MASKS, FORGETTING, BIASED_TOP, BIASED, DELAYED_TOP, DELAYED,
-    EVICTED,
-)  # fmt: skip
-# Size of the recent window (EVICTED, BIASED_TOP, DELAYED_TOP), and the delay of a delayed bias (DELAYED, DELAYED_TOP).
-RECENT = 512
+DOCUMENTS, DENSE_MASKS, EVICTED = "documents", "dense_masks", "evicted"
+KINDS = (DENSE, PER_QUERY, GLOBAL, SLIDING, DOCUMENTS, DENSE_MASKS, EVICTED)
+RECENT = 512  # the recent window of EVICTED
 KEPT = 1 / 8  # share of the older keys that EVICTED keeps without a window
 # A normally distributed score exceeds it with probability KEPT.
 THRESHOLD = -statistics.NormalDist().inv_cdf(KEPT)
@@ -39,11 +32,6 @@ class Case:
         SLIDING: a query sees the last `window` keys.
         DOCUMENTS: packed documents of `window` tokens each.
         DENSE_MASKS: a dense mask and a dense bias, with about `window` random keys per query.
-        FORGETTING: one forget gate per query head. With a window, a key fades within `window` queries and is then pruned; without
-            one, no key is pruned.
-        BIASED: a query sees every earlier key, with one bias per key.
-        DELAYED: as BIASED, but a key's bias applies only from RECENT queries after the key.
-        BIASED_TOP, DELAYED_TOP: a query sees the last RECENT keys and the `window` keys with the highest bias.
         EVICTED: a query sees the last RECENT keys and some of the older ones. With a window, these are the `window` keys with
             the highest scores; without one, the keys whose score exceeds THRESHOLD, a share KEPT of them.
     """
@@ -51,16 +39,14 @@ class Case:
     kind: str
     seqlen: int
     head_dim: int
-    window: int | None = None  # None where dense
+    window: int | None = None
     heads_q: int = 8
     heads_kv: int = 8
     batch: int = 1
     value_dim: int | None = None  # None: head_dim
 
     def __str__(self) -> str:
-        heads = f"H{self.heads_q}" + (
-            f" Hkv{self.heads_kv}" if self.heads_kv != self.heads_q else ""
-        )
+        heads = f"H{self.heads_q}" + f" Hkv{self.heads_kv}" * (self.heads_kv != self.heads_q)
         window = f" w{self.window}" if self.window else ""
         values = f"/{self.value_dim}" if self.value_dim else ""
         return f"{self.kind} B{self.batch} {heads} N{self.seqlen} D{self.head_dim}{values}{window}"
@@ -86,18 +72,15 @@ class Case:
         """Returns how many keys each query of a sequence sees, float64 [N]."""
         n, window = self.seqlen, self.window or self.seqlen
         earlier = torch.arange(1, n + 1, dtype=torch.float64)  # the query's own key included
-        best, recent = earlier.clamp(max=window), earlier.clamp(max=RECENT)
         if self.kind == DOCUMENTS:
             return (earlier - 1) % window + 1
         if self.kind == GLOBAL:  # the best keys of a row are anywhere in it
             return earlier * min(window / n, 1)
-        # A recent key is one of the best as often as any other.
-        if self.kind in (BIASED_TOP, DELAYED_TOP):
-            return best + recent * (1 - best / earlier)
         if self.kind == EVICTED:
+            recent = earlier.clamp(max=RECENT)
             older = earlier - recent
             return recent + (older.clamp(max=window) if self.window else KEPT * older)
-        return best
+        return earlier.clamp(max=window)
 
     def useful_flops(self, direction: str) -> int:
         """Counts 2 D FLOPs per visible element and product. Forward has one product over the key dimension and one over the value
@@ -111,18 +94,18 @@ def _sweep(lengths, windows, **rest) -> list[Case]:
     return [Case(PER_QUERY, n, window=w, **rest) for n in lengths for w in windows]
 
 
+_LENGTHS = (4096, 8192, 16384, 32768, 65536)
 _GPU_HEADS = {"heads_q": 16, "heads_kv": 8, "head_dim": 128}
 # {device type: {name: cases}}
 CASES = {
     "cpu": {
         "dense": [Case(DENSE, 4096, 128)],
         "dynamic_mask": [Case(PER_QUERY, 8192, 64, 1024)],
-        "scaling": _sweep((4096, 8192, 16384, 32768, 65536), (1024,), head_dim=64),
+        "scaling": _sweep(_LENGTHS, (1024,), head_dim=64),
         "windows": _sweep((8192,), (128, 256, 512, 1024, 2048, 4096), head_dim=64),
         "global": [Case(GLOBAL, 8192, 64, 1024)],
         "sliding": [Case(SLIDING, 8192, 64, 1024)],
         "dense_masks": [Case(DENSE_MASKS, 4096, 64, 512, heads_q=2, heads_kv=1)],
-        "forgetting": [Case(FORGETTING, 4096, 64), Case(FORGETTING, 8192, 64, 1024)],
     },
     "cuda": {
         "dense": [Case(DENSE, n, 128, heads_q=16, heads_kv=16) for n in (8192, 32768)],
@@ -141,7 +124,7 @@ CASES = {
             Case(PER_QUERY, 32768, 64, 1024, heads_q=16, heads_kv=8),
             Case(PER_QUERY, 131072, window=2048, **_GPU_HEADS),
         ],
-        "scaling": _sweep((4096, 8192, 16384, 32768, 65536), (2048,), **_GPU_HEADS),
+        "scaling": _sweep(_LENGTHS, (2048,), **_GPU_HEADS),
         "windows": _sweep((32768,), (256, 512, 1024, 2048, 4096, 8192), **_GPU_HEADS),
         "global": [Case(GLOBAL, 32768, window=2048, **_GPU_HEADS)],
         "sliding": [Case(SLIDING, 32768, window=2048, **_GPU_HEADS)],
@@ -153,28 +136,21 @@ CASES = {
             Case(DENSE_MASKS, 32768, 64, 1024, heads_q=2, heads_kv=1),
             Case(DENSE_MASKS, 4096, 128, 2048),
         ],
-        "forgetting": [Case(FORGETTING, 32768, window=w, **_GPU_HEADS) for w in (None, 2048)],
-        "forget_gates": [Case(FORGETTING, 16384, 128, heads_q=16, heads_kv=16)],
-        "delayed_bias": [
-            Case(BIASED, 32768, **_GPU_HEADS),
-            Case(DELAYED, 32768, **_GPU_HEADS),
-            Case(BIASED_TOP, 32768, window=2048, **_GPU_HEADS),
-            Case(DELAYED_TOP, 32768, window=2048, **_GPU_HEADS),
-        ],
         "evicted": [
             Case(EVICTED, n, window=w, **_GPU_HEADS)
             for w in (None, 2048)
-            for n in (4096, 8192, 16384, 32768, 65536, 131072)
+            for n in (*_LENGTHS, 131072)
         ],
     },
 }
-NAMES = tuple(dict.fromkeys(name for table in CASES.values() for name in table))
+NAMES = tuple(CASES["cuda"])
 
 
-def cases_of(device: str, name: str, lengths=None, windows=None) -> list[Case]:
-    """Returns the cases called `name`. `lengths` and `windows`, where given, replace those of the cases."""
+def cases_of(device: str, names: list[str], lengths=None, windows=None) -> list[Case]:
+    """Returns the cases of the names, each once. `lengths` and `windows`, where given, replace those of the cases."""
     cases = [
         dataclasses.replace(case, seqlen=n, window=w)
+        for name in names
         for case in CASES[device].get(name, [])
         for n in lengths or [case.seqlen]
         for w in (windows if windows and case.window else [case.window])
@@ -182,12 +158,8 @@ def cases_of(device: str, name: str, lengths=None, windows=None) -> list[Case]:
     return list(dict.fromkeys(cases))
 
 
-def useful_tflops(row: dict) -> tuple[float | None, float | None] | None:
-    """Returns a row's useful TFLOP/s, forward and backward, with None for a direction that was not measured. Returns None for a row
-    that does not measure attention."""
+def useful_tflops(row: dict) -> dict[str, float]:
+    """Returns a row's useful TFLOP/s by direction; none for a row that does not measure attention."""
     case = Case.parse(row["case"])
-    if case is None:
-        return None
-    return tuple(
-        row[way] and case.useful_flops(way) / row[way] * 1e-9 for way in ("forward", "backward")
-    )
+    ways = [way for way in ("forward", "backward") if case and way in row["ms"]]
+    return {way: case.useful_flops(way) / row["ms"][way] * 1e-9 for way in ways}

@@ -1,8 +1,7 @@
-"""Measures how long a call takes on the CPU or the GPU, and its peak memory."""
+"""How long a call takes on the CPU or the GPU, and its peak memory."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 import statistics
@@ -18,7 +17,6 @@ from flash_dmattn.check.memory import peak_bytes
 # A GPU's clock follows its load with a delay. Without a warm-up, a case would run at the clock of the case before it.
 _SECONDS_OF_WARM_UP = 0.5
 _SECONDS_OF_REPLAYS = 0.1  # warm-up replays of a graph before the timed ones
-_SUMMARIES = {"median": statistics.median, "least": min, "mean": statistics.fmean}
 # The GPU sleeps for about a millisecond, so that Python can launch ahead of it.
 _CYCLES_AHEAD = 2_000_000
 
@@ -37,46 +35,29 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Cost:
-    forward_ms: float
-    backward_ms: float | None  # None: the side has no backward
-    # Peak over forward and backward, not counting query, key, value and a bias per key.
-    peak_bytes: int
-
-
-@dataclass(frozen=True)
 class Rounds:
-    """Repeats a measurement, and makes one time of its rounds.
+    """Repeats a measurement. The time is the median of `count` rounds, or with `is_least` the least.
 
-    count: the rounds that count.
-    statistic: "median", "least" or "mean" of them.
-    warm_up: the rounds before them, which do not count.
-    warm_up_seconds: more of these follow until this time is over.
+    warm_up: the rounds before them, and warm_up_seconds the least time that these take.
     """
 
     count: int
-    statistic: str = "median"
+    is_least: bool = False
     warm_up: int = 1
     warm_up_seconds: float = 0.0
 
     def time_all(self, one_round: Callable[[], dict[Hashable, float]]) -> dict[Hashable, float]:
         """Returns the time of each name that a round measures, in its unit."""
-        begin = time.perf_counter()
-        for done in itertools.count():
-            if done >= self.warm_up and time.perf_counter() - begin >= self.warm_up_seconds:
-                break
+        begin, done = time.perf_counter(), 0
+        while done < self.warm_up or time.perf_counter() - begin < self.warm_up_seconds:
             one_round()
+            done += 1
         rounds = [one_round() for _ in range(self.count)]
-        summary = _SUMMARIES[self.statistic]
+        summary = min if self.is_least else statistics.median
         return {name: summary([times[name] for times in rounds]) for name in rounds[0]}
 
     def time_one(self, measure: Callable[[], float]) -> float:
-        """Returns the time of rounds that measure one."""
         return self.time_all(lambda: {"": measure()})[""]
-
-    def fields(self) -> dict[str, str | int]:
-        """Returns the fields of a row that say what its times are."""
-        return {"statistic": self.statistic, "rounds": self.count}
 
 
 def timed(call: Callable, device: str, *arguments: object) -> tuple[float, object]:
@@ -94,23 +75,22 @@ def timed(call: Callable, device: str, *arguments: object) -> tuple[float, objec
     return begin.elapsed_time(end), result
 
 
-def wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def elapsed_ms(call: Callable[[], object], device: str) -> float:
     """Returns the milliseconds from the call until the device has finished, launches included."""
-    wait(device)
+
+    def wait() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    wait()
     start = time.perf_counter()
     call()
-    wait(device)
+    wait()
     return (time.perf_counter() - start) * 1e3
 
 
 def capture_graph(calls: list[Callable[[], object]], rounds: int = 1) -> Callable[[], None]:
-    """Captures the calls, repeated `rounds` times, in a CUDA graph and returns its replay. Each call runs once before the capture
-    and raises there if it cannot run."""
+    """Captures the calls, repeated `rounds` times, in a CUDA graph and returns its replay. Each call runs once before the capture."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -134,27 +114,18 @@ def graph_ms(calls: list[Callable[[], object]], at_least: int, repeats: int) -> 
 
 
 def count_kernels(call: Callable[[], object]) -> tuple[int, float]:
-    """Returns how many kernels and copies a call launches, and their total milliseconds."""
-    kernels = kernel_times(call).values()
-    return sum(count for count, _ in kernels), sum(ms for _, ms in kernels)
-
-
-def kernel_times(call: Callable[[], object]) -> dict[str, tuple[int, float]]:
-    """Returns, for each kernel or copy that a call launches, its number of launches and their total milliseconds, by name."""
+    """Returns how many kernels and copies a call launches on a GPU, and their total milliseconds."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
     on_gpu = torch.autograd.DeviceType.CUDA
     events = [event for event in profile.key_averages() if event.device_type == on_gpu]
-    return {event.key: (event.count, event.self_device_time_total / 1e3) for event in events}
+    ms = sum(event.self_device_time_total for event in events) / 1e3
+    return sum(event.count for event in events), ms
 
 
-def rounds_of_costs(device: str, repeats: int) -> Rounds:
-    return Rounds(repeats, warm_up_seconds=0.0 if device == "cpu" else _SECONDS_OF_WARM_UP)
-
-
-def costs(steps: dict[str, Step], device: str, rounds: Rounds) -> dict[str, Cost]:
-    """Returns the cost of each side.
+def times_of_steps(steps: dict[str, Step], device: str, repeats: int) -> dict[str, dict]:
+    """Returns {side: {"forward": milliseconds, "backward": milliseconds}}.
 
     Each round shuffles the sides, so that neither clock drift nor the preceding side favours one. A round times all forwards, then
     all backwards, because a call starts at the clock that the preceding one left: on an H200, 1.65 to 1.68 GHz after long forwards
@@ -170,26 +141,25 @@ def costs(steps: dict[str, Step], device: str, rounds: Rounds) -> dict[str, Cost
         times = {}
         for name in in_any_order():
             times[name, "forward"], out = forwards.pop(name)
-            times[name, "backward"], _ = timed(steps[name].backward, device, out)
+            if steps[name].leaves:
+                times[name, "backward"], _ = timed(steps[name].backward, device, out)
             del out
         return times
 
+    rounds = Rounds(repeats, warm_up_seconds=0.0 if device == "cpu" else _SECONDS_OF_WARM_UP)
     times = rounds.time_all(one_round)
     return {
-        name: Cost(
-            times[name, "forward"],
-            times[name, "backward"] if step.leaves else None,
-            peak_of(step, device),
-        )
-        for name, step in steps.items()
+        name: {way: times[name, way] for way in ("forward", "backward") if (name, way) in times}
+        for name in steps
     }
 
 
-def peak_of(step: Step, device: str) -> int:
-    """Returns the peak bytes of a step: outputs, gradients and intermediate tensors, plus the mask."""
+def peak_mb(step: Step, device: str) -> float:
+    """Returns the peak of a step in millions of bytes: outputs, gradients, intermediate tensors and the N x N mask, without query,
+    key, value and a bias per key."""
 
     def run():
         out = step.forward()
         return out, *step.backward(out)
 
-    return peak_bytes(run, device)[0] + step.mask_bytes
+    return (peak_bytes(run, device)[0] + step.mask_bytes) / 1e6

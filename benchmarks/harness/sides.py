@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -14,26 +14,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_dmattn import (
     KeyIntervals,
+    backends,
     flash_dmattn_func_auto,
-    forgetting_attention,
-    get_available_backends,
     packed_documents,
     select_key_intervals,
     sliding_window,
 )
-from flash_dmattn._core.availability import unavailable_reason
-from flash_dmattn.check.memory import bytes_of
 
 from .case import (
-    BIASED,
-    BIASED_TOP,
-    DELAYED,
-    DELAYED_TOP,
     DENSE,
     DENSE_MASKS,
     DOCUMENTS,
     EVICTED,
-    FORGETTING,
     GLOBAL,
     PER_QUERY,
     RECENT,
@@ -42,31 +34,21 @@ from .case import (
     Case,
 )
 from .clock import Step
-from .side_table import SIDES
 
 OURS = ("cuda", "triton", "cpu")
-PRUNE = -16.0  # FORGETTING with a window prunes elements whose log decay is below it
 
 
 class Declined(Exception):
     """Raised by a side that cannot run a case; the message has the reason."""
 
 
-# The exceptions that drawing the inputs of a side, building it or timing it may raise. `declines` tells them from errors of ours.
-REASONS = (Declined, MemoryError, RuntimeError, TypeError, ValueError)
-
-
-def declines(reason: Exception, is_rival: bool = False) -> bool:
-    """Returns whether an exception of REASONS declines a measurement, rather than being an error of our program.
-
-    It is Declined, the lack of memory, a refusal by our library, or any exception of a rival.
-    """
-    if isinstance(reason, (Declined, MemoryError, torch.OutOfMemoryError)) or is_rival:
+def is_reason(error: Exception, is_rival: bool = False) -> bool:
+    """Whether an exception is a reason not to measure a side, rather than an error of our program: Declined, too little memory, a
+    refusal by our library, or any exception of a rival."""
+    if isinstance(error, (Declined, MemoryError, torch.OutOfMemoryError, NotImplementedError)):
         return True
-    if isinstance(reason, (TypeError, ValueError)):  # the library's errors name the argument
-        return ": got " in str(reason)
-    texts = ("expected one that supports", "can't allocate memory")
-    return isinstance(reason, NotImplementedError) or any(text in str(reason) for text in texts)
+    texts = (": got ", "expected one that supports", "can't allocate memory")
+    return is_rival or any(text in str(error) for text in texts)
 
 
 @dataclass(frozen=True)
@@ -78,9 +60,18 @@ class Inputs:
     dout: Tensor  # [B, N, Hq, Dv]
     bias: Tensor | None = None  # [B, Hkv, N], with DENSE_MASKS [B, Hkv, N, N]
     mask: Tensor | None = None  # [B, Hkv, N, N]
-    intervals: KeyIntervals | None = None
-    log_fgate: Tensor | None = None  # float32 [B, N, Hq]
+    keys: KeyIntervals | None = None
+    rule: dict = field(default_factory=dict)  # arguments that select keys by the bias or the scores
     scores: Tensor | None = None  # float32 [B, Hkv, N], only for EVICTED
+
+    def chosen(self) -> KeyIntervals | None:
+        """Returns the visible keys as intervals, for a rival; None if all earlier keys or a mask are visible."""
+        scores = self.bias if self.scores is None else self.scores
+        return select_key_intervals(scores, **self.rule) if self.rule else self.keys
+
+    def bytes_of_elements(self) -> int:
+        """Returns the bytes of an N x N mask and bias."""
+        return 0 if self.mask is None else self.mask.nbytes + self.bias.nbytes
 
 
 def draw(case: Case, dtype: torch.dtype, device: str) -> Inputs:
@@ -97,53 +88,32 @@ def draw(case: Case, dtype: torch.dtype, device: str) -> Inputs:
     dims = (case.head_dim, case.value_dim or case.head_dim)
     q, dout = (normal(batch, n, heads, d) for d in dims)
     k, v = (normal(batch, n, heads_kv, d) for d in dims)
-    if case.kind == DENSE:
-        return Inputs(case, q, k, v, dout)
-    if case.kind == SLIDING:
-        return Inputs(case, q, k, v, dout, intervals=sliding_window(n, case.window, device=device))
-    if case.kind == DOCUMENTS:
-        begins = torch.arange(0, n + 1, case.window, dtype=torch.int32, device=device)
-        documents = packed_documents(begins, key_length=n, max_seqlen_k=case.window)
-        return Inputs(case, q, k, v, dout, intervals=documents)
-    if case.kind == FORGETTING:
-        if case.window:  # gates at which an element fades at this distance
-            gates = torch.full((batch, n, heads), PRUNE / (case.window - 0.5), device=device)
-        else:
-            gates = F.logsigmoid(6 + torch.randn(batch, n, heads, device=device))
-        return Inputs(case, q, k, v, dout, log_fgate=gates)
-    if case.kind == EVICTED:
-        scores = torch.randn(batch, heads_kv, n, device=device)
-        return Inputs(case, q, k, v, dout, scores=scores)
-    if case.kind != DENSE_MASKS:
-        return Inputs(case, q, k, v, dout, bias=normal(batch, heads_kv, n))
-    bias = torch.empty(batch, heads_kv, n, n, device=device, dtype=dtype).normal_()
-    mask = torch.empty(bias.shape, device=device, dtype=torch.bool)
-    seen = torch.arange(1, n + 1, device=device)[:, None]
-    for head_mask in mask.flatten(0, 1):  # keys are random, so that no tile is empty
-        head_mask.copy_((torch.rand(n, n, device=device) * seen < case.window).tril())
-    return Inputs(case, q, k, v, dout, bias, mask)
+    return Inputs(case, q, k, v, dout, **_visibility(case, normal, device))
 
 
-def rule_of(case: Case) -> dict[str, object]:
-    """Returns the arguments that select keys by their scores; none for a case without selection."""
+def _visibility(case: Case, normal: Callable[..., Tensor], device: str) -> dict:
+    """Returns the fields of Inputs that say which keys are visible and what is added to their scores."""
+    batch, n, heads_kv, window = case.batch, case.seqlen, case.heads_kv, case.window
     if case.kind in (PER_QUERY, GLOBAL):
-        return {"keep_window_size": case.window, "selection": case.kind}
-    if case.kind in (BIASED_TOP, DELAYED_TOP):
-        return {"keep_window_size": case.window, "recent_window": RECENT}
-    if case.kind == EVICTED and case.window:
-        return {
-            "keep_window_size": case.window, "recent_window": RECENT, "recent_competes": False,
-        }  # fmt: skip
+        rule = {"keep_window_size": window, "selection": case.kind}
+        return {"bias": normal(batch, heads_kv, n), "rule": rule}
+    if case.kind == SLIDING:
+        return {"keys": sliding_window(n, window, device=device)}
+    if case.kind == DOCUMENTS:
+        begins = torch.arange(0, n + 1, window, dtype=torch.int32, device=device)
+        return {"keys": packed_documents(begins, key_length=n, max_seqlen_k=window)}
     if case.kind == EVICTED:
-        return {"score_threshold": THRESHOLD, "recent_window": RECENT}
+        kept = {"keep_window_size": window, "recent_competes": False} if window else {"score_threshold": THRESHOLD}  # fmt: skip
+        scores = torch.randn(batch, heads_kv, n, device=device)
+        return {"scores": scores, "rule": {"recent_window": RECENT} | kept}
+    if case.kind == DENSE_MASKS:
+        bias = normal(1).new_empty(batch, heads_kv, n, n).normal_()
+        mask = torch.empty(bias.shape, device=device, dtype=torch.bool)
+        seen = torch.arange(1, n + 1, device=device)[:, None]
+        for head_mask in mask.flatten(0, 1):  # keys are random, so that no tile is empty
+            head_mask.copy_((torch.rand(n, n, device=device) * seen < window).tril())
+        return {"bias": bias, "mask": mask}
     return {}
-
-
-def _chosen(inputs: Inputs) -> KeyIntervals | None:
-    """Returns the key intervals of a case, for a rival, or None if the case has none."""
-    scores = inputs.bias if inputs.scores is None else inputs.scores
-    rule = rule_of(inputs.case)
-    return select_key_intervals(scores, **rule) if rule else inputs.intervals
 
 
 def _leaves(*tensors: Tensor | None) -> list[Tensor]:
@@ -152,33 +122,15 @@ def _leaves(*tensors: Tensor | None) -> list[Tensor]:
 
 def _our_step(backend: str, inputs: Inputs) -> Step:
     """Returns a step with the call that a user makes, which includes selection, schedule and the gradient of the bias."""
-    case, attention = inputs.case, flash_dmattn_func_auto(backend)
-    if case.kind == FORGETTING:
-        leaves = _leaves(inputs.q, inputs.k, inputs.v, inputs.log_fgate)
-        prune = PRUNE if case.window else None
-        return Step(
-            lambda: forgetting_attention(*leaves, prune, backend=backend), leaves, inputs.dout
-        )
+    attention = flash_dmattn_func_auto(backend)
     leaves = _leaves(inputs.q, inputs.k, inputs.v, inputs.bias)
     q, k, v, *bias = leaves
-    options = {"attn_bias": bias[0] if bias else None, "is_causal": True} | rule_of(case)
-    if case.kind == DENSE_MASKS:
-        options["attn_mask"] = inputs.mask
-    elif inputs.intervals is not None:
-        options = {"key_intervals": inputs.intervals}
-    elif inputs.scores is not None:
+    options = {"is_causal": inputs.keys is None, "attn_mask": inputs.mask, "key_intervals": inputs.keys}  # fmt: skip
+    options |= inputs.rule | ({"attn_bias": bias[0]} if bias else {})
+    if inputs.scores is not None:
         options["selection_scores"] = inputs.scores
-    elif case.kind in (DELAYED, DELAYED_TOP):
-        options["bias_delay"] = RECENT
-    return Step(
-        lambda: attention(q, k, v, **options), leaves, inputs.dout, _bytes_of_elements(inputs)
-    )
-
-
-def _bytes_of_elements(inputs: Inputs) -> int:
-    """Returns the bytes of the N x N mask and bias of DENSE_MASKS, 0 for other kinds."""
-    is_dense = inputs.case.kind == DENSE_MASKS
-    return bytes_of([inputs.mask, inputs.bias]) if is_dense else 0
+    mask_bytes = inputs.bytes_of_elements()
+    return Step(lambda: attention(q, k, v, **options), leaves, inputs.dout, mask_bytes)
 
 
 def _sdpa_step(
@@ -186,32 +138,23 @@ def _sdpa_step(
 ) -> Step:
     """Returns a step of scaled_dot_product_attention, either causal or with a mask that is built before timing."""
     case = inputs.case
-    q, k, v = _leaves(*(t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v)))
-    leaves = [q, k, v] if mask is None or not mask.requires_grad else [q, k, v, mask]
     group = case.heads_q // case.heads_kv
-    options = {"attn_mask": mask}
-    if mask is None:
-        options, group = {"is_causal": True, "enable_gqa": group > 1}, 1
+    q, k, v = _leaves(*(t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v)))
+    if mask is not None and mask.shape[1] not in (1, case.heads_q):
+        mask = mask.repeat_interleave(group, 1)
+    if mask is not None and case.kind == DENSE_MASKS:
+        mask = mask.detach().requires_grad_()
+    leaves = [q, k, v] if mask is None or not mask.requires_grad else [q, k, v, mask]
 
     def forward():
+        if mask is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group > 1)
         # With enable_gqa and a mask, torch would store the N x N scores. Its users avoid that by repeating the keys, and so do we.
-        keys, values = k, v
-        if group > 1:
-            keys, values = (t.repeat_interleave(group, 1) for t in (k, v))
-        if backend is None:
-            return F.scaled_dot_product_attention(q, keys, values, **options)
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, keys, values, **options)
+        keys, values = (t.repeat_interleave(group, 1) if group > 1 else t for t in (k, v))
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
 
-    mask_bytes = 0 if mask is None else bytes_of([mask])
-    return Step(forward, leaves, inputs.dout.transpose(1, 2), mask_bytes)
-
-
-def _per_query_head(mask: Tensor, case: Case) -> Tensor:
-    """Repeats a mask per key head to one per query head, as torch requires."""
-    if mask.shape[1] in (1, case.heads_q):
-        return mask
-    return mask.repeat_interleave(case.heads_q // mask.shape[1], 1)
+    call = forward if backend is None else sdpa_kernel(backend)(forward)
+    return Step(call, leaves, inputs.dout.transpose(1, 2), 0 if mask is None else mask.nbytes)
 
 
 def _sdpa(inputs: Inputs) -> Step:
@@ -221,31 +164,11 @@ def _sdpa(inputs: Inputs) -> Step:
         return _sdpa_step(inputs)
     heads = 1 if case.kind in (SLIDING, DOCUMENTS) else case.heads_q
     # torch converts the mask to floating point.
-    bytes_per_element = 9 if case.kind == FORGETTING else 5
-    needed = bytes_per_element * case.batch * heads * case.seqlen**2
+    needed = 5 * case.batch * heads * case.seqlen**2
     expect_memory(2 * needed, "mask and a copy of it take", inputs.q.device)
     if case.kind == DENSE_MASKS:  # SDPA takes mask and bias as one tensor, with one gradient
-        masked_bias = inputs.bias.masked_fill(~inputs.mask, -torch.inf)
-        return _sdpa_step(inputs, _per_query_head(masked_bias, case).requires_grad_())
-    if case.kind == FORGETTING:
-        sums = inputs.log_fgate.cumsum(1).mT
-        fading = sums[..., None] - sums[..., None, :]
-        shown = torch.ones(fading.shape[2:], dtype=torch.bool, device=fading.device).tril()
-        shown = shown & (fading >= PRUNE) if case.window else shown
-        return _sdpa_step(inputs, fading.masked_fill(~shown, -torch.inf).to(inputs.q.dtype))
-    if case.kind in (BIASED, BIASED_TOP, DELAYED, DELAYED_TOP):
-        return _sdpa_step(inputs, _per_query_head(_key_bias_of_elements(inputs), case))
-    return _sdpa_step(inputs, _per_query_head(_chosen(inputs).to_mask(), case))
-
-
-def _key_bias_of_elements(inputs: Inputs) -> Tensor:
-    """Expands a bias per key to [B, Hkv, N, N], with its delay, and with -inf where a query does not see the key."""
-    case, chosen = inputs.case, _chosen(inputs)
-    age = torch.arange(case.seqlen, device=inputs.bias.device)
-    age = age[:, None] - age
-    shown = age >= 0 if chosen is None else chosen.to_mask()
-    counts = age >= (RECENT if case.kind in (DELAYED, DELAYED_TOP) else 0)
-    return torch.where(counts, inputs.bias[:, :, None], 0.0).masked_fill(~shown, -torch.inf)
+        return _sdpa_step(inputs, inputs.bias.masked_fill(~inputs.mask, -torch.inf))
+    return _sdpa_step(inputs, inputs.chosen().to_mask())
 
 
 def _dense_only(backend: SDPBackend) -> Callable[[Inputs], Step]:
@@ -258,40 +181,54 @@ def _dense_only(backend: SDPBackend) -> Callable[[Inputs], Step]:
 
 
 def _flex(inputs: Inputs) -> Step:
-    """Returns a step of torch's FlexAttention. Its block mask and its mask of elements are built before timing."""
-    from flash_dmattn._backends.flex import compiled_flex, flex_mask_options
-    from flash_dmattn.keys.visibility import Visibility
+    """Returns a step of torch's compiled FlexAttention. Its block mask, which reads the same intervals or mask, is built before timing;
+    the bias is added by its score function."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    case = inputs.case
-    if case.kind in (FORGETTING, DELAYED_TOP):
-        raise Declined("has no gates, and no selection with a delay here")
-    intervals = _chosen(inputs)
+    case, n = inputs.case, inputs.case.seqlen
+    group = case.heads_q // case.heads_kv
     leaves = _leaves(*(t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v)), inputs.bias)
     q, k, v, *bias = leaves
-    dense = [t if t.dim() == 4 else t[:, :, None] for t in bias]
-    visible = Visibility(inputs.mask, inputs.intervals is None, intervals)
-    bias = dense[0] if bias else None
-    options = flex_mask_options(q, k, bias, visible) | {"enable_gqa": case.heads_q != case.heads_kv}
-    if case.kind == DELAYED:
-        options["score_mod"] = _delayed(bias[:, :, 0], case.heads_q // case.heads_kv)
-    dout = inputs.dout.transpose(1, 2)
-    return Step(lambda: compiled_flex(q, k, v, **options), leaves, dout, _bytes_of_elements(inputs))
+    chosen, mask = inputs.chosen(), inputs.mask
+    first = last = None
+    if chosen is not None:
+        first, last = chosen.intervals.expand(case.batch, case.heads_kv, -1, -1).unbind(-1)
 
+    def is_visible(b, h, i, j):
+        shown = j <= i
+        if mask is not None:
+            shown = shown & mask[b, h // group, i, j]
+        if first is not None:
+            shown = shown & (first[b, h // group, j] <= i) & (i < last[b, h // group, j])
+        return shown
 
-def _delayed(bias: Tensor, group: int) -> Callable:
-    """Returns FlexAttention's score function. It adds a bias [B, Hkv, N] to the scores of keys at least RECENT queries back."""
+    added = bias[0] if bias else None
 
-    def score(score, b, h, q, k):
-        return score + torch.where(q - k >= RECENT, bias[b, h // group, k], 0.0)
+    def add_bias(score, b, h, i, j):
+        at = (b, h // group, i, j) if case.kind == DENSE_MASKS else (b, h // group, j)
+        return score + added[at]
 
-    return score
+    make_mask = torch.compile(create_block_mask)  # eager code would allocate N x N
+    options = {
+        "block_mask": make_mask(is_visible, case.batch, case.heads_q, n, n, device=q.device),
+        "score_mod": add_bias if bias else None,
+        "enable_gqa": group > 1,
+    }
+    if (
+        mask is not None
+    ):  # with torch's number of stages, tiles of mask and bias exceed the shared memory
+        stages = {"bwd_num_stages": 1} | ({"fwd_num_stages": 2} if case.head_dim <= 64 else {})
+        options["kernel_options"] = stages
+    attend = torch.compile(flex_attention, dynamic=False)
+    dout, mask_bytes = inputs.dout.transpose(1, 2), inputs.bytes_of_elements()
+    return Step(lambda: attend(q, k, v, **options), leaves, dout, mask_bytes)
 
 
 def _fa3(inputs: Inputs) -> Step:
     """Returns a step of FlashAttention-3 from the package fa3-fwd, which has no backward and no window."""
     if inputs.case.kind != DENSE:
         raise Declined("its package has no masks")
-    attention = _imported("fa3").flash_attn_func
+    attention = _imported("fa3_fwd_interface").flash_attn_func
     q, k, v = inputs.q, inputs.k, inputs.v
     return Step(lambda: attention(q, k, v, causal=True), [], inputs.dout)
 
@@ -301,7 +238,7 @@ def _fa4(inputs: Inputs) -> Step:
     case = inputs.case
     if case.kind not in (DENSE, SLIDING):
         raise Declined("has no masks here")
-    attention = _imported("fa4").flash_attn_func
+    attention = _imported("flash_attn.cute").flash_attn_func
     leaves = q, k, v = _leaves(inputs.q, inputs.k, inputs.v)
     window = (case.window - 1, 0) if case.kind == SLIDING else (None, None)
 
@@ -312,19 +249,7 @@ def _fa4(inputs: Inputs) -> Step:
     return Step(forward, leaves, inputs.dout)
 
 
-def _fla(inputs: Inputs) -> Step:
-    """Returns a step of flash-linear-attention's Triton kernel for forgetting attention. It has windows but does not prune."""
-    case = inputs.case
-    if case.kind != FORGETTING:
-        raise Declined("has gates, and no masks")
-    attention = _imported("fla").parallel_forgetting_attn
-    leaves = _leaves(inputs.q, inputs.k, inputs.v, inputs.log_fgate)
-    options = {"window_size": case.window} if case.window else {}
-    return Step(lambda: attention(*leaves, **options), leaves, inputs.dout)
-
-
-def _imported(rival: str):
-    module = SIDES[rival].module
+def _imported(module: str):
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -348,12 +273,8 @@ RIVALS: dict[str, Callable[[Inputs], Step]] = {
     "flex": _flex,
     "fa3": _fa3,
     "fa4": _fa4,
-    "fla": _fla,
 }
-
-
 NAMES = (*OURS, *RIVALS)
-_DEVICES = {"cpu": ("cpu",), "sdpa": ("cpu", "cuda")}  # all other sides need a GPU
 
 
 def build(name: str, inputs: Inputs) -> Step:
@@ -361,24 +282,9 @@ def build(name: str, inputs: Inputs) -> Step:
     return RIVALS[name](inputs) if name in RIVALS else _our_step(name, inputs)
 
 
-def names_on(device: str) -> tuple[str, ...]:
-    """Returns the sides that exist for a device."""
-    return tuple(name for name in NAMES if device in _DEVICES.get(name, ("cuda",)))
-
-
-def expect_runs(name: str, device: str) -> None:
-    """Raises Declined if the side cannot run any case on this device."""
-    if name not in names_on(device):
-        raise Declined(f"does not run on {device}")
-    if name in OURS and (reason := unavailable_reason(name)):
-        raise Declined(reason)
-    if name in RIVALS and SIDES[name].module:
-        _imported(name)
-
-
 def default_sides(device: str) -> list[str]:
     """Returns our best backend and torch's implementations that need no compilation."""
     if device == "cpu":
         return ["cpu", "sdpa"]
-    ours = [name for name in get_available_backends() if name in OURS]
+    ours = [backend.name for backend in backends() if backend.available and backend.name in OURS]
     return [*ours[:1], "sdpa", "fa2", "cudnn"]

@@ -26,24 +26,6 @@ void take_intervals(Attention& call, const Tensor& intervals, const Tensor& q) {
   call.in.visibility.intervals.data = static_cast<const KeyInterval*>(call.own(dense));
 }
 
-// Ranks [B or 1, H or 1, 1, Sk] and limits [B or 1, H or 1, Sq, 1].
-void take_ranks(Attention& call, const OptionalTensor& key_rank, const OptionalTensor& rank_limit,
-                const Tensor& q) {
-  const auto take = [&](const OptionalTensor& given, const char* name, BroadcastShape& shape) {
-    if (!given) throw InvalidArgument(name, "none", "key_rank and rank_limit together");
-    if (given->dim() != 4 || given->scalar_type() != ScalarType::Int) {
-      throw InvalidArgument(name, shape_text(*given), "int32 of 4 dimensions");
-    }
-    expect_on_device_of(*given, name, q, "q");
-    const Tensor dense = as_contiguous(*given);
-    call.own(dense);
-    for (std::size_t d = 0; d < 4; ++d) shape[d] = dense.size(static_cast<std::int64_t>(d));
-    return view4(dense);
-  };
-  call.in.visibility.ranks.key_rank = take(key_rank, "key_rank", call.problem.rank_shape);
-  call.in.visibility.ranks.rank_limit = take(rank_limit, "rank_limit", call.problem.limit_shape);
-}
-
 // The bound of the intervals as given, or measured where it is unknown and a GPU needs it.
 KeyBound take_bound(const Attention& call, const Tensor& like, const VisibleKeys& keys) {
   const KeyBound bound = given_bound(keys.bound);
@@ -119,7 +101,6 @@ Attention prepare(const Tensor& q, const Tensor& k, const Tensor& v, const Optio
                   const OptionalTensor& bias, const VisibleKeys& keys, const Options& options,
                   bool bias_needs_gradient) {
   Attention call = take_inputs(q, k, v, mask, bias, options, bias_needs_gradient);
-  if (keys.rank || keys.rank_limit) take_ranks(call, keys.rank, keys.rank_limit, q);
   if (keys.intervals) {
     take_intervals(call, *keys.intervals, q);
     call.in.visibility.bound = take_bound(call, q, keys);

@@ -31,8 +31,6 @@ struct Attention {
 // the members are in the order of the schemas in ops.cpp.
 struct VisibleKeys {
   const OptionalTensor& intervals;
-  const OptionalTensor& rank;
-  const OptionalTensor& rank_limit;
   const std::vector<std::int64_t>& bound;  // the members of a KeyBound, or nothing
 };
 

@@ -9,15 +9,16 @@
 // The operators of KV caches (kv_cache.h). A cache is six tensors that the operators change in place, of which the slots
 // beyond those of the rule are for pending tokens:
 //
-//   k_cache, v_cache  [B, Hkv, slots, D], rows dense
+//   k_cache           [B, Hkv, slots, D], rows dense
+//   v_cache           [B, Hkv, slots, Dv], rows dense, Dv <= D
 //   score_cache       float32 [B, Hkv, slots]
 //   positions         int32 [B, Hkv, slots]
 //   counts            int32 [B, Hkv, 8], the members of a SlotCount
 //   seen              int32 [B]
 //
-// Rows are dense, but may be any distance apart, except in kv_append, kv_pending_intervals and kv_commit. Where an operator
-// takes `rows`, int32 [B], the tensors may have any number of rows, and rows[b] is that for row b of its other arguments;
-// a negative one is none (CacheRows in kv_cache.h).
+// Rows are dense, but may be any distance apart, except in kv_append, kv_pending_intervals and kv_commit. If an operator
+// takes `rows`, int32 [B], row b of its other arguments belongs to row rows[b] of the cache. A negative number is no row
+// (CacheRows in kv_cache.h).
 //
 // The rule of a cache is two arguments: integers {sink_tokens, recent_window, recent_competes, windows...}, with one window
 // or one for each kv head, and score_threshold.
@@ -109,8 +110,9 @@ CacheRows rows_of(const CacheTensors& c, const OptionalTensor& index) {
   rows.seen_stride = expect_dense_rows(c.seen, "seen", {count}, ScalarType::Int, c.k);
   if (!index) return rows;
   if (index->dim() != 1) throw InvalidArgument("rows", shape_text(*index), "one dimension");
-  expect_dense(*index, "rows", {index->size(0)}, ScalarType::Int, c.k);
+  expect(*index, "rows", {index->size(0)}, ScalarType::Int, c.k);
   rows.index = static_cast<const std::int32_t*>(index->const_data_ptr());
+  rows.index_stride = index->stride(0);
   return rows;
 }
 
@@ -119,12 +121,15 @@ KvCache cache_of(const CacheTensors& c, const CallDevice& device,
                  std::int64_t pending, const OptionalTensor& index = {}) {
   if (c.k.dim() != 4) throw InvalidArgument("k_cache", shape_text(c.k), "shape [B, Hkv, slots, D]");
   const std::int64_t count = c.k.size(0), heads = c.k.size(1), slots = c.k.size(2);
-  expect(c.v, "v_cache", {count, heads, slots, c.k.size(3)}, c.k.scalar_type(), c.k);
+  const std::int64_t value_dim = c.v.dim() == 4 ? c.v.size(3) : c.k.size(3);
+  expect(c.v, "v_cache", {count, heads, slots, value_dim}, c.k.scalar_type(), c.k);
+  if (value_dim == 0) throw InvalidArgument("v_cache", shape_text(c.v), "columns");
   const CacheRows rows = rows_of(c, index);
   KvCacheShape shape{.batch = index ? index->size(0) : count,
                      .heads_kv = heads,
                      .rule = rule_of(rule, score_threshold, heads),
                      .head_dim = c.k.size(3),
+                     .value_dim = value_dim,
                      .dtype = dtype_of(c.k, "k_cache"),
                      .device = device.device()};
   shape.chunk = slots - shape.places();
@@ -144,7 +149,7 @@ KvCache cache_of(const CacheTensors& c, const CallDevice& device,
           .pending = pending};
 }
 
-// New tokens of a cache: k and v [B, n, Hkv, D], scores [B, Hkv, n], mask [B, n].
+// New tokens of a cache: k [B, n, Hkv, D], v [B, n, Hkv, Dv], scores [B, Hkv, n], mask [B, n].
 struct Tokens {
   std::int64_t length;
   Tensor dense_k, dense_v;  // keep the memory that the views point to
@@ -155,8 +160,8 @@ struct Tokens {
   Tokens(const KvCache& cache, const Tensor& k_, const Tensor& v_, const Tensor& scores_,
          const OptionalTensor& mask_, const Tensor& like)
       : length(k_.dim() == 4 ? k_.size(1) : 0),
-        dense_k(with_dense_rows(checked(cache, k_, "key", like))),
-        dense_v(with_dense_rows(checked(cache, v_, "value", like))),
+        dense_k(with_dense_rows(checked(cache, k_, "key", cache.shape.head_dim, like))),
+        dense_v(with_dense_rows(checked(cache, v_, "value", value_dim_of(cache.shape), like))),
         k(view4(dense_k)),
         v(view4(dense_v)) {
     const KvCacheShape& s = cache.shape;
@@ -171,9 +176,9 @@ struct Tokens {
 
  private:
   const Tensor& checked(const KvCache& cache, const Tensor& tensor, const char* name,
-                        const Tensor& like) const {
+                        std::int64_t columns, const Tensor& like) const {
     const KvCacheShape& s = cache.shape;
-    expect(tensor, name, {s.batch, length, s.heads_kv, s.head_dim}, like.scalar_type(), like);
+    expect(tensor, name, {s.batch, length, s.heads_kv, columns}, like.scalar_type(), like);
     return tensor;
   }
 };
@@ -301,7 +306,7 @@ std::tuple<Tensor, Tensor> decode_step_op(
   const std::int64_t heads_q = q.dim() == 4 ? q.size(2) : 0;
   expect(q, "query", {s.batch, 1, heads_q, s.head_dim}, k_cache.scalar_type(), k_cache);
   const Tensor dense_q = with_dense_rows(q);
-  const Tensor out = allocate({s.batch, 1, heads_q, s.head_dim}, q.scalar_type(), q);
+  const Tensor out = allocate({s.batch, 1, heads_q, value_dim_of(s)}, q.scalar_type(), q);
   const Tensor lse = allocate({s.batch, heads_q, 1}, ScalarType::Float, q);
   const DecodeStepArgs args{
       .cache = cache,

@@ -28,8 +28,6 @@ Tensor select_op(const Tensor& scores, const OptionalTensor& key_mask,
                  std::vector<std::int64_t> windows, std::string selection, bool is_causal,
                  std::int64_t query_length, std::int64_t recent_window, bool recent_competes,
                  std::int64_t sink_tokens, std::optional<double> score_threshold);
-std::tuple<Tensor, Tensor> rank_op(const Tensor& scores, const OptionalTensor& mask,
-                                   const OptionalTensor& bias, std::int64_t window, bool is_causal);
 std::vector<std::int64_t> measure_op(const Tensor& key_intervals, std::int64_t query_length);
 std::tuple<Tensor, Tensor, Tensor, Tensor> tile_lists_op(const Tensor& key_intervals,
                                                          std::int64_t tile_rows,

@@ -17,7 +17,6 @@
 //   s_ij   = clamp(softcap(scale * q_i . k_j) + bias_ij)       softcap(x) = c tanh(x / c) for c > 0
 //            and with a delay W > 0 of the bias without bias_ij where i + Sk - Sq < j + W
 //   vis_ij = mask_ij and interval_j contains i and (not causal or j <= i + Sk - Sq)
-//            and key_rank_j < rank_limit_i                     a choice among the keys of a mask
 //            and bias_ij > mask_value(bias_dtype)              a NaN bias masks; where s_ij has it
 //   p_ij   = exp(s_ij - lse_i) where visible, else 0           lse_i = log sum_j exp s_ij
 //   out_i  = sum_j p_ij v_j
@@ -27,10 +26,9 @@
 //   dt_ij  = ds_ij (1 - tanh^2(scale q_i . k_j / c))           (dt = ds without softcap)
 //   dq_i   = scale sum_j dt_ij k_j,  dk_j = scale sum_i dt_ij q_i,  dv_j = sum_i p_ij dout_i
 //
-// clamp limits a score to the finite range of fp32 (of double for f64) and takes a NaN to its lower
-// end, so no score is infinite and none is NaN; but with NonFinite::propagate a score that an inf or NaN of
-// q, k or bias enters is NaN, and so are out and lse of its row. A query that sees no key gets out = 0, lse = -inf and
-// zero gradients everywhere it would take part.
+// clamp limits a score to the finite range of fp32 (of double for f64). With NonFinite::saturate it turns a NaN into the
+// lowest finite number. With NonFinite::propagate, a score that an inf or NaN of q, k or bias enters is NaN, and so are
+// out and lse of its row. A query that sees no key gets out = 0, lse = -inf and zero gradients.
 // (Flash attention: Dao et al., arXiv 2205.14135 and 2307.08691; dynamic masks: arXiv 2508.02124.)
 namespace flash_dmattn {
 

@@ -7,8 +7,8 @@ namespace flash_dmattn {
 
 // Runs body(argument, worker) once for every worker in [0, workers), on any threads and in any order,
 // and returns when all have returned. `context` is Execution::parallel_context. The library's bodies
-// do not throw, results do not depend on how many of them run at the same time, and they compute in the
-// floating-point environment (rounding mode, flushing of subnormal numbers) of the thread that calls the library.
+// do not throw. Results do not depend on how many of them run at the same time. Bodies compute in the floating-point
+// environment (rounding mode, flushing of subnormal numbers) of the thread that calls the library.
 using ParallelFor = void (*)(void* context, int workers, void (*body)(void* argument, int worker),
                              void* argument);
 

@@ -54,9 +54,10 @@ struct KvCacheShape {
   // smaller entry in `head_windows` leaves the rest empty. A rule with a threshold needs a window, which limits the
   // number of keys.
   SelectionRule rule{};
-  std::int64_t chunk = 0;     // g >= 0, the largest number of pending tokens
-  std::int64_t head_dim = 0;  // 1..256
-  DType dtype = no_dtype;     // of k and v: f32, bf16 or f16
+  std::int64_t chunk = 0;      // g >= 0, the largest number of pending tokens
+  std::int64_t head_dim = 0;   // D, 1..256
+  std::int64_t value_dim = 0;  // Dv, 1..D, of v and out; 0 = D
+  DType dtype = no_dtype;      // of k and v: f32, bf16 or f16
   Device device = Device::cpu;
 
   // s + w + W. Pending tokens are in the slots from there on.
@@ -65,6 +66,10 @@ struct KvCacheShape {
   }
   constexpr std::int64_t slots() const { return places() + chunk; }
 };
+
+constexpr std::int64_t value_dim_of(const KvCacheShape& s) {
+  return s.value_dim == 0 ? s.head_dim : s.value_dim;
+}
 
 // The entry in `positions` of a slot without a key. The entry of a key is its position if the key competes or will
 // compete, else -1 - position. Keys that do not compete are sinks, keys whose score is NaN or below the threshold, and
@@ -81,7 +86,8 @@ struct CacheRows {
   // >= R) means no row: nothing is read or written, and the output is 0. Null: row b is row b.
   const std::int32_t* index = nullptr;
   std::int64_t count = 0;  // R, with an index
-  // The distances from one row to the next, in elements.
+  std::int64_t index_stride = dense_stride;
+  // The distances from one row of the arrays to the next, in elements.
   std::int64_t slot_stride = dense_stride;   // of scores and positions
   std::int64_t count_stride = dense_stride;  // of counts
   std::int64_t seen_stride = dense_stride;   // of seen
@@ -93,11 +99,12 @@ struct CacheRows {
 struct KvCache {
   KvCacheShape shape{};
   Tensor4 k{};                        // [B, Hkv, slots, D]   D contiguous
-  Tensor4 v{};                        // [B, Hkv, slots, D]
+  Tensor4 v{};                        // [B, Hkv, slots, Dv]
   float* scores = nullptr;            // [B, Hkv, slots]
   std::int32_t* positions = nullptr;  // [B, Hkv, slots]; 0 is the row's first token, see no_key
-  SlotCount* counts = nullptr;        // [B, Hkv]
-  std::int32_t* seen = nullptr;       // [B]: tokens of the row so far, pending ones not included
+  // [B, Hkv]. The CPU checks them at each call. A GPU writes no slot that does not exist, whatever they are.
+  SlotCount* counts = nullptr;
+  std::int32_t* seen = nullptr;  // [B]: tokens of the row so far, pending ones not included
   CacheRows rows{};
   // Number of pending tokens, the same in every row, in slots [places, places + pending). The caller updates it:
   // += seqlen after append_tokens, 0 after commit.
@@ -144,13 +151,13 @@ struct FillArgs {
   KvCache cache{};
   std::int64_t seqlen_k = -1;  // S, the tokens of the prompt
   ConstTensor4 k{};            // [B, S, Hkv, D]
-  ConstTensor4 v{};            // [B, S, Hkv, D]
+  ConstTensor4 v{};            // [B, S, Hkv, Dv]
   ScoreRows scores{};          // [B, Hkv, S]
   // As select_key_intervals wrote them for `seqlen_q` queries, the rule and these scores: keys with last = seqlen_q are
   // visible to the row's last token, the last query.
   KeyIntervals intervals{};  // [B, Hkv, S]
   std::int64_t seqlen_q = -1;
-  // [B]: tokens of each row, later ones are ignored; null: S.
+  // [B]: tokens of each row, later ones are ignored; null: S. A GPU clamps them to [0, S].
   const std::int32_t* lengths = nullptr;
   TokenMask mask{};  // [B, S], that of the selection
 };
@@ -163,7 +170,7 @@ struct AppendArgs {
   KvCache cache{};
   std::int64_t seqlen = -1;  // n; cache.pending + n <= g
   ConstTensor4 k{};          // [B, n, Hkv, D]
-  ConstTensor4 v{};          // [B, n, Hkv, D]
+  ConstTensor4 v{};          // [B, n, Hkv, Dv]
   ScoreRows scores{};        // [B, Hkv, n]
   TokenMask mask{};          // [B, n]
 };
@@ -194,7 +201,8 @@ Inputs pending_inputs(const KvCache& cache, const ConstTensor4& q, std::int64_t 
 // The other tokens are dropped, and no token is pending afterwards: cache.pending = 0.
 struct CommitArgs {
   KvCache cache{};
-  const std::int32_t* kept_tokens = nullptr;  // [B], each in [0, cache.pending]; null: all
+  // [B], each in [0, cache.pending], to which a GPU clamps them; null: all.
+  const std::int32_t* kept_tokens = nullptr;
 };
 
 // ---- Decoding ------------------------------------------------------------------------------------
@@ -212,10 +220,10 @@ struct DecodeStepArgs {
 
   ConstTensor4 q{};    // [B, 1, Hq, D]
   ConstTensor4 k{};    // [B, 1, Hkv, D]
-  ConstTensor4 v{};    // [B, 1, Hkv, D]
+  ConstTensor4 v{};    // [B, 1, Hkv, Dv]
   ScoreRows scores{};  // [B, Hkv, 1]
   TokenMask mask{};    // [B, 1]
-  Tensor4 out{};       // [B, 1, Hq, D]
+  Tensor4 out{};       // [B, 1, Hq, Dv]
   RowValues lse{};     // [B, Hq, 1]
 };
 

@@ -51,10 +51,8 @@ struct Problem {
   // dimension.
   std::int64_t bias_delay = 0;
 
-  // Shapes of Inputs::visibility. At most one of intervals and ranks is given; all zeros mean not given.
-  std::array<std::int64_t, 2> intervals_shape{};  // [B|1, Hkv|1] of the key intervals
-  BroadcastShape rank_shape{};   // ({B|1}, {Hq|Hkv|1}, 1, Sk) of the ranks, which go with a mask
-  BroadcastShape limit_shape{};  // ({B|1}, {Hq|Hkv|1}, Sq, 1) of their limits
+  // [B|1, Hkv|1] of the key intervals in Inputs::visibility; zeros mean that there are none.
+  std::array<std::int64_t, 2> intervals_shape{};
 
   bool operator==(const Problem&) const = default;
 };

@@ -9,7 +9,7 @@
 #include "flash_dmattn/types.h"
 #include "flash_dmattn/visibility.h"
 
-// Scores of keys -> which keys are visible: as intervals, as a list, or as ranks. Sizes have no default: -1 is refused.
+// Selects keys by their scores. The result says which keys are visible: intervals or a list. Sizes have no default: -1 is refused.
 namespace flash_dmattn {
 
 enum class Selection : std::uint8_t {
@@ -30,9 +30,9 @@ struct SelectionRule {
   std::int64_t window = -1;  // w >= 0, or every_key; to be given unless head_windows is
   Selection selection = Selection::per_query;
   std::int64_t recent_window = 0;  // W >= 0; above 0 with `causal` only
-  // True: a key competes from the moment it is written, so that a query sees the recent keys and the w best of all.
   // False: only keys with t - j >= recent_window compete, and a query sees the w best of these and the recent ones.
-  bool recent_competes = true;
+  // True: a key competes from the moment it is written, so that a query sees the recent keys and the w best of all.
+  bool recent_competes = false;
   std::int64_t sink_tokens = 0;  // s >= 0
   double score_threshold = -std::numeric_limits<double>::infinity();
   // [heads] in host memory: w of each head; null: `window` for all. A call of calls.h reads it when it is made and when
@@ -66,47 +66,6 @@ struct SelectionArgs {
 // Throws InvalidArgument. On a GPU: scores f32, bf16 or f16, Sk <= 2^23, `intervals` aligned to 8 bytes;
 // the call only enqueues work on execution.stream. The workspace has SelectCall::workspace_size bytes (calls.h).
 void select_key_intervals(const SelectionArgs& args, const Execution& execution);
-
-// A choice per query among the keys that a dense mask or bias leaves, where no intervals express it.
-// The keys of a row have ranks, 0 for the best one; query i keeps the visible keys whose rank is below its
-// limit, and these are its `window` best ones. Two vectors thus replace a second mask. GPU only. The limit
-// is 0 for a window of 0, and Sk where fewer than `window` keys are visible.
-struct RankArgs {
-  Device device = Device::cuda;  // of all pointers and the workspace
-  std::int64_t batch = -1;       // of the limits
-  std::int64_t heads = -1;
-  std::int64_t seqlen_q = -1;
-  std::int64_t seqlen_k = -1;
-  std::int64_t window = -1;  // w >= 0, to be given
-  bool causal = true;        // keys after the query are not visible either
-
-  const void* scores = nullptr;   // [scores_shape, Sk], f32, bf16 or f16; as in SelectionArgs
-  DType scores_dtype = no_dtype;  // to be given
-  std::array<std::int64_t, 2> scores_shape{};  // {batch|1, heads or a divisor of them}
-  std::array<std::int64_t, 3> scores_stride = dense_strides<3>;
-
-  // The mask and bias that hide elements, [.._shape, Sq, Sk]: shapes as scores_shape, strides 0 for a dimension
-  // that broadcasts. Either may be absent; its shape is then all zeros.
-  const std::uint8_t* mask = nullptr;  // hides where it is 0
-  std::array<std::int64_t, 2> mask_shape{};
-  std::array<std::int64_t, 4> mask_stride = dense_strides<4>;
-  const void* bias = nullptr;   // f32, bf16, f16; hides where not above mask_value(bias_dtype)
-  DType bias_dtype = no_dtype;  // required with a bias
-  std::array<std::int64_t, 2> bias_shape{};
-  std::array<std::int64_t, 4> bias_stride = dense_strides<4>;
-
-  std::int32_t* key_rank = nullptr;    // out: [scores_shape, Sk] dense; Sk for a key never chosen
-  std::int32_t* rank_limit = nullptr;  // out: [batch, heads, Sq] dense
-};
-
-std::size_t rank_workspace_size(const RankArgs& args);
-
-// O(Sk log Sk) for each row of scores and O(Sq Sk / 32) for each of the limits; a bit for each element of
-// mask and bias in workspace. The call only enqueues work. The results are KeyRanks::key_rank as [.., .., 1, Sk] and
-// KeyRanks::rank_limit as [.., .., Sq, 1], with the same mask, bias and causality. Throws InvalidArgument for
-// shapes that do not fit each other, more than 2^23 keys, a negative window, null data or too small a
-// workspace.
-void rank_keys(const RankArgs& args, const Execution& execution);
 
 // Bound of the intervals that select_key_intervals writes for these arguments. Throws InvalidArgument.
 KeyBound key_bound(const SelectionArgs& args);

@@ -7,8 +7,8 @@
 #include "flash_dmattn/types.h"
 #include "flash_dmattn/visibility.h"
 
-// Tile lists, for kernels that are not the library's own, iterate over the keys of a tile of queries, and have tiles of
-// their own size, such as those of the Triton backend. The library's own calls build their lists by themselves.
+// Tile lists for kernels outside of the library, such as those of the Triton backend: the keys that each tile of queries
+// sees, for tiles of any size. The library's own calls build their lists by themselves.
 namespace flash_dmattn {
 
 // For each tile of `tile_rows` consecutive queries, the keys that at least one of them sees: first the *full* keys

@@ -67,8 +67,8 @@ constexpr std::array<std::int64_t, 4> contiguous_strides(const std::array<std::i
   return {shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1};
 }
 
-// The slots of one (batch, kv head) of a KV cache (kv_cache.h), as a step has to know them before it reads any of them.
-// All zeros before the first token.
+// The state of the slots of one (batch, kv head) of a KV cache (kv_cache.h). It decides which slots a step changes, so
+// that the step reads no key first. All zeros before the first token.
 struct SlotCount {
   std::int32_t count;     // slots [0, count) have been taken; some may hold no key again
   std::int32_t competed;  // keys that have competed so far, of which min(competed, w) are chosen

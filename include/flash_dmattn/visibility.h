@@ -44,18 +44,10 @@ struct KeyBound {
   constexpr bool known() const { return base >= 0; }
 };
 
-// A selection among the keys that a mask leaves: query i sees key j only if key_rank_j < rank_limit_i.
-struct KeyRanks {
-  ConstTensor4 key_rank{};    // ({B|1}, {Hq|Hkv|1}, 1, Sk) int32, the keys contiguous
-  ConstTensor4 rank_limit{};  // ({B|1}, {Hq|Hkv|1}, Sq, 1) int32
-};
-
-// At most one of the two is set; intervals_shape or rank_shape of the problem says which. If neither is set, every key is
-// visible.
+// Without intervals every key is visible.
 struct Visibility {
   KeyIntervals intervals{};
   KeyBound bound{};  // of the intervals; a GPU throws without it, the CPU does not use it
-  KeyRanks ranks{};
 };
 
 }  // namespace flash_dmattn

@@ -14,13 +14,12 @@ from .functional import (
 )
 from .generation.ragged import RaggedBatch, extend_ragged
 from .generation.with_kvcache import KVSlots, flash_dmattn_with_kvcache
-from .keys.best_keys import select_keys
 from .keys.intervals import KeyIntervals, intersect
 from .keys.patterns import from_padding, packed_documents, prefix_lm, sliding_window
-from .keys.select_intervals import select_key_intervals
-from .layers import DynamicMaskAttention
+from .keys.select import select_key_intervals, select_keys
+from .layers import DynamicMaskAttention, ScoreBudget
 from .merge import merge_attention
-from .scores import make_scores, with_zero_sum_gradient
+from .scores import make_scores, score_projection, with_zero_sum_gradient
 
 torch_registrations.register()
 
@@ -33,7 +32,8 @@ except _metadata.PackageNotFoundError:  # used from a source tree
 def __getattr__(name: str):
     """Returns CPU_AVAILABLE, CUDA_AVAILABLE, TRITON_AVAILABLE or FLEX_AVAILABLE, determined at first use.
 
-    They are not determined at import: once a process has initialised CUDA, its forked children cannot use the GPU.
+    They are not determined at import, and are no part of __all__: once a process has initialised CUDA, its forked
+    children cannot use the GPU.
     """
     backend, suffix, rest = name.partition("_AVAILABLE")
     if suffix and not rest and backend in ("CPU", "CUDA", "TRITON", "FLEX"):
@@ -43,14 +43,11 @@ def __getattr__(name: str):
 
 __all__ = [
     "Backend",
-    "CPU_AVAILABLE",
-    "CUDA_AVAILABLE",
     "DynamicMaskAttention",
-    "FLEX_AVAILABLE",
     "KVSlots",
     "KeyIntervals",
     "RaggedBatch",
-    "TRITON_AVAILABLE",
+    "ScoreBudget",
     "backends",
     "extend_ragged",
     "flash_dmattn_func",
@@ -67,6 +64,7 @@ __all__ = [
     "merge_attention",
     "packed_documents",
     "prefix_lm",
+    "score_projection",
     "select_key_intervals",
     "select_keys",
     "sliding_window",

@@ -1,4 +1,4 @@
-"""The compiled kernels of the C++ backends: which exist, which ones calls run, and what makes them slow."""
+"""The compiled kernels of the C++ backends: which exist, and which ones calls run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ._core import ops
-from ._core.large_rows import recorded_large_rows as recorded_large_rows
 
 
 def kernel_names(backend: str) -> list[str]:

@@ -54,11 +54,14 @@ const KvBackend& kv_backend_for(const KvCacheShape& shape, std::string_view name
 template <class Layout>
 KvCache lay_out(BasicWorkspaceAllocator<Layout>& memory, const KvCacheShape& s) {
   const std::int64_t rows = s.batch * s.heads_kv;
-  const std::array stride = contiguous_strides({s.batch, s.heads_kv, s.slots(), s.head_dim});
-  const std::int64_t bytes = rows * s.slots() * s.head_dim * size_of(s.dtype);
+  const auto slots_of = [&](std::int64_t columns) -> Tensor4 {
+    const std::int64_t bytes = rows * s.slots() * columns * size_of(s.dtype);
+    return {memory.template take<std::byte>(bytes),
+            contiguous_strides({s.batch, s.heads_kv, s.slots(), columns})};
+  };
   KvCache cache{.shape = s};
-  cache.k = {memory.template take<std::byte>(bytes), stride};
-  cache.v = {memory.template take<std::byte>(bytes), stride};
+  cache.k = slots_of(s.head_dim);
+  cache.v = slots_of(value_dim_of(s));
   cache.scores = memory.template take<float>(rows * s.slots());
   cache.positions = memory.template take<std::int32_t>(rows * s.slots());
   cache.counts = memory.template take<SlotCount>(rows);
@@ -132,6 +135,7 @@ Problem pending_problem(const KvCache& cache, std::int64_t heads_q, std::int64_t
                   .seqlen_q = seqlen_q,
                   .seqlen_k = keys,
                   .head_dim = s.head_dim,
+                  .value_dim = s.value_dim,
                   .dtype = s.dtype,
                   .device = s.device,
                   .scale = scale,

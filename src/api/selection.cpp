@@ -15,15 +15,6 @@ namespace {
 
 const SelectionBackend& selection_of(Device device) { return *backend_of(device).selection; }
 
-// Returns a function that only GPU backends have. Throws InvalidArgument on other devices.
-template <class Function>
-Function gpu_function(Function function, Device device, const char* what) {
-  if (function == nullptr) {
-    throw InvalidArgument("device", name_of(device), std::string("cuda, for ") + what);
-  }
-  return function;
-}
-
 // Checks the sizes and the rule, and returns the arguments as backends see them.
 SelectionArgs validated(const SelectionArgs& args) {
   require_length("batch", args.batch);
@@ -36,18 +27,6 @@ SelectionArgs validated(const SelectionArgs& args) {
   const std::array sizes = {args.batch, args.heads, args.seqlen_k};
   result.scores_stride = resolved_strides(args.scores_stride, sizes);
   result.key_mask_stride = resolved_strides(args.key_mask_stride, sizes);
-  return result;
-}
-
-RankArgs with_resolved_strides(const RankArgs& args) {
-  RankArgs result = args;
-  const auto dense = [&](const std::array<std::int64_t, 2>& shape) {
-    return std::array{shape[0], shape[1], args.seqlen_q, args.seqlen_k};
-  };
-  result.scores_stride = resolved_strides(
-      args.scores_stride, {args.scores_shape[0], args.scores_shape[1], args.seqlen_k});
-  result.mask_stride = resolved_strides(args.mask_stride, dense(args.mask_shape));
-  result.bias_stride = resolved_strides(args.bias_stride, dense(args.bias_shape));
   return result;
 }
 
@@ -87,17 +66,6 @@ template class CheckedCall<SelectionArgs>;
 
 void select_key_intervals(const SelectionArgs& args, const Execution& execution) {
   SelectCall(args, execution).run(workspace_of(execution));
-}
-
-std::size_t rank_workspace_size(const RankArgs& args) {
-  const auto size =
-      gpu_function(selection_of(args.device).rank_workspace_size, args.device, "ranks of keys");
-  return size(args);
-}
-
-void rank_keys(const RankArgs& args, const Execution& execution) {
-  const auto rank = gpu_function(selection_of(args.device).rank_keys, args.device, "ranks of keys");
-  rank(with_resolved_strides(args), execution);
 }
 
 // ---- Query tile lists ----------------------------------------------------------------------------

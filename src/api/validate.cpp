@@ -103,26 +103,6 @@ void check_scale_and_softcap(const Problem& p) {
   }
 }
 
-void check_rank_shapes(const Problem& p) {
-  if (!is_given(p.rank_shape) && !is_given(p.limit_shape)) return;
-  check_broadcast_shape("problem.rank_shape", p, p.rank_shape);
-  check_broadcast_shape("problem.limit_shape", p, p.limit_shape);
-  if (p.rank_shape[2] != 1 || p.rank_shape[3] != p.seqlen_k) {
-    throw InvalidArgument("problem.rank_shape", shape_text(p.rank_shape),
-                          "one rank for each of " + std::to_string(p.seqlen_k) +
-                              " keys, and problem.limit_shape with it");
-  }
-  if (p.limit_shape[2] != p.seqlen_q || p.limit_shape[3] != 1) {
-    throw InvalidArgument("problem.limit_shape", shape_text(p.limit_shape),
-                          "one limit for each of " + std::to_string(p.seqlen_q) +
-                              " queries, and problem.rank_shape with it");
-  }
-  if (!is_given(p.mask_shape) || is_given(p.intervals_shape)) {
-    throw InvalidArgument("problem.rank_shape", shape_text(p.rank_shape),
-                          "ranks only with a mask and without intervals");
-  }
-}
-
 // ---- Tensors -------------------------------------------------------------------------------------
 
 void check_span(std::string_view argument, const ConstTensor4& tensor, const Shape4& shape) {
@@ -267,17 +247,11 @@ void validate(const Problem& p) {
   check_bias_dtype(p);
   check_bias_delay(p);
   check_row_shape("problem.intervals_shape", p, p.intervals_shape);
-  check_rank_shapes(p);
 }
 
 Visibility validated(const Problem& p, const Visibility& visibility) {
   Visibility result = visibility;
   result.intervals = validated_intervals(p, visibility.intervals);
-  result.ranks.key_rank = validated_broadcast(
-      "visibility.ranks.key_rank", visibility.ranks.key_rank, "problem.rank_shape", p.rank_shape);
-  result.ranks.rank_limit =
-      validated_broadcast("visibility.ranks.rank_limit", visibility.ranks.rank_limit,
-                          "problem.limit_shape", p.limit_shape);
   return result;
 }
 

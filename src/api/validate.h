@@ -15,7 +15,7 @@ namespace flash_dmattn {
 // Afterwards no product of dimensions that a tensor or a workspace is made of overflows.
 void validate(const Problem& problem);
 
-// Returns the visibility of a validated problem as backends see it: intervals and ranks have stride 0 wherever
+// Returns the visibility of a validated problem as backends see it: intervals have stride 0 wherever
 // their size is 1, and no stride is dense_stride.
 Visibility validated(const Problem& problem, const Visibility& visibility);
 

@@ -10,6 +10,7 @@
 #include "api/validate.h"
 #include "common/arguments.h"
 #include "common/kv_cache/step.h"
+#include "common/kv_cache/views.h"
 
 namespace flash_dmattn {
 namespace {
@@ -39,14 +40,16 @@ CacheRows resolved_rows(const KvCache& cache, std::string_view name) {
     throw InvalidArgument(member("count"), std::to_string(rows.count),
                           "arrays of at most 2^56 elements");
   }
-  const auto resolve = [&](std::string_view stride_name, std::int64_t& stride, std::int64_t dense) {
+  const auto resolve = [&](std::string_view stride_name, std::int64_t& stride, std::int64_t dense,
+                           std::int64_t count) {
     if (stride == dense_stride) stride = dense;
-    if (rows.count < 2 || (dense <= stride && stride <= max_elements / rows.count)) return;
-    require_range(member(stride_name), stride, dense, max_elements / rows.count);
+    if (count < 2 || (dense <= stride && stride <= max_elements / count)) return;
+    require_range(member(stride_name), stride, dense, max_elements / count);
   };
-  resolve("slot_stride", rows.slot_stride, s.heads_kv * s.slots());
-  resolve("count_stride", rows.count_stride, s.heads_kv);
-  resolve("seen_stride", rows.seen_stride, 1);
+  resolve("index_stride", rows.index_stride, 1, rows.index == nullptr ? 0 : s.batch);
+  resolve("slot_stride", rows.slot_stride, s.heads_kv * s.slots(), rows.count);
+  resolve("count_stride", rows.count_stride, s.heads_kv, rows.count);
+  resolve("seen_stride", rows.seen_stride, 1, rows.count);
   return rows;
 }
 
@@ -63,9 +66,8 @@ KvCache with_rows(const KvCache& cache, const CacheNames& names) {
   check_shape(s);
   KvCache result = cache;
   result.rows = resolved_rows(cache, names.rows);
-  const std::array shape = {result.rows.count, s.heads_kv, s.slots(), s.head_dim};
-  check_output(names.k, cache.k, shape);
-  check_output(names.v, cache.v, shape);
+  check_output(names.k, cache.k, {result.rows.count, s.heads_kv, s.slots(), s.head_dim});
+  check_output(names.v, cache.v, {result.rows.count, s.heads_kv, s.slots(), value_dim_of(s)});
   require_pointer(names.scores, cache.scores, has_rows(s));
   require_pointer(names.positions, cache.positions, has_rows(s));
   require_pointer(names.counts, cache.counts, has_rows(s));
@@ -92,9 +94,10 @@ KvCache validated_as(const KvCache& cache, const CacheNames& names) {
   const CacheRows& rows = result.rows;
   if (rows.index == nullptr || cache.shape.device != Device::cpu) return result;
   for (std::int64_t b = 0; b < cache.shape.batch; ++b) {
-    if (rows.index[b] < rows.count) continue;
+    const std::int64_t row = row_of(result, b);
+    if (row < rows.count) continue;
     throw InvalidArgument(std::string(names.rows) + ".index[" + std::to_string(b) + "]",
-                          std::to_string(rows.index[b]),
+                          std::to_string(row),
                           "a row before " + std::to_string(rows.count) + ", or a negative number");
   }
   return result;
@@ -119,9 +122,8 @@ TokenMask validated_mask(const KvCacheShape& s, const TokenMask& mask, std::int6
 void check_tokens(const KvCacheShape& s, const ConstTensor4& k, const ConstTensor4& v,
                   std::int64_t length) {
   require_length("seqlen", length);
-  const std::array shape = {s.batch, length, s.heads_kv, s.head_dim};
-  check_input("k", k, shape);
-  check_input("v", v, shape);
+  check_input("k", k, {s.batch, length, s.heads_kv, s.head_dim});
+  check_input("v", v, {s.batch, length, s.heads_kv, value_dim_of(s)});
 }
 
 // The rule of a cache. Its memory has to be known.
@@ -162,6 +164,7 @@ void check_shape(const KvCacheShape& s) {
   require_length("cache.shape.chunk", s.chunk);
   require_length("cache.shape.places() + chunk", s.slots());
   require_range("cache.shape.head_dim", s.head_dim, 1, 256);
+  require_range("cache.shape.value_dim", value_dim_of(s), 1, s.head_dim);
   if (s.dtype > DType::f16) {
     throw InvalidArgument("cache.shape.dtype", name_of(s.dtype), "f32, bf16 or f16");
   }
@@ -188,7 +191,7 @@ void check_counts(const KvCache& cache, std::string_view name = "cache.counts") 
   if (s.device != Device::cpu) return;
   for (std::int64_t i = 0; i < s.batch * s.heads_kv; ++i) {
     const std::int64_t b = i / s.heads_kv;
-    const std::int64_t row = cache.rows.index == nullptr ? b : cache.rows.index[b];
+    const std::int64_t row = row_of(cache, b);
     if (row < 0) continue;
     const SlotCount& slots = cache.counts[row * cache.rows.count_stride + i % s.heads_kv];
     const auto check = [&](std::string_view member, std::int64_t value, std::int64_t least,
@@ -233,6 +236,7 @@ CopyRowsArgs validated(const CopyRowsArgs& args) {
                           std::to_string(from.rule.score_threshold));
   }
   same("to.shape.head_dim", to.head_dim, from.head_dim);
+  same("to.shape.value_dim", value_dim_of(to), value_dim_of(from));
   same("to.shape.dtype", static_cast<int>(to.dtype), static_cast<int>(from.dtype));
   same("to.shape.device", static_cast<int>(to.device), static_cast<int>(from.device));
   same("to.pending", args.to.pending, args.from.pending);
@@ -307,6 +311,7 @@ DecodeStepArgs validated(const DecodeStepArgs& args) {
                    .seqlen_q = 1,
                    .seqlen_k = s.places(),
                    .head_dim = s.head_dim,
+                   .value_dim = s.value_dim,
                    .dtype = s.dtype,
                    .device = s.device,
                    .scale = args.scale,
@@ -316,7 +321,7 @@ DecodeStepArgs validated(const DecodeStepArgs& args) {
   check_tokens(s, args.k, args.v, 1);
   result.scores = validated_scores(s, args.scores, 1);
   result.mask = validated_mask(s, args.mask, 1);
-  check_output("out", args.out, {s.batch, 1, args.heads_q, s.head_dim});
+  check_output("out", args.out, {s.batch, 1, args.heads_q, value_dim_of(s)});
   require_pointer("lse", args.lse.data, s.batch > 0 && args.heads_q > 0);
   if (args.lse.dtype != DType::f32) throw InvalidArgument("lse", name_of(args.lse.dtype), "f32");
   check_counts(result.cache);

@@ -41,12 +41,11 @@ void for_each_seen(const KvCache& cache, const Body& body) {
 }
 
 void clear(const KvCache& cache, const Execution& execution) {
-  const auto bytes = static_cast<std::size_t>(cache.shape.head_dim * size_of(cache.shape.dtype));
   for_each_row(cache, execution, [&](const CacheRow& row, int) {
     row.count = {};
     for (std::int64_t slot = 0; slot < cache.shape.slots(); ++slot) {
-      std::memset(row.address(cache.k, slot), 0, bytes);
-      std::memset(row.address(cache.v, slot), 0, bytes);
+      std::memset(row.address(cache.k, slot), 0, row.key_bytes());
+      std::memset(row.address(cache.v, slot), 0, row.value_bytes());
     }
     std::fill_n(row.scores, cache.shape.slots(), 0.0f);
     std::fill_n(row.entries, cache.shape.slots(), 0);
@@ -241,6 +240,7 @@ Slots slots_of(const KvCache& cache) {
           .delay = delay_of(cache.shape.rule),
           .stride = cache.shape.slots(),
           .rows = rows.index,
+          .rows_stride = rows.index_stride,
           .row_slots = rows.slot_stride,
           .row_counts = rows.count_stride,
           .row_seen = rows.seen_stride};

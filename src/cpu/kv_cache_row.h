@@ -53,10 +53,16 @@ struct CacheRow {
     return mask.data == nullptr || mask.data[b * mask.stride[0] + t * mask.stride[1]] != 0;
   }
 
+  std::size_t key_bytes() const {
+    return static_cast<std::size_t>(cache.shape.head_dim * size_of(cache.shape.dtype));
+  }
+  std::size_t value_bytes() const {
+    return static_cast<std::size_t>(value_dim_of(cache.shape) * size_of(cache.shape.dtype));
+  }
+
   void put(std::int64_t slot, const char* k, const char* v, float score, std::int32_t entry) const {
-    const auto bytes = static_cast<std::size_t>(cache.shape.head_dim * size_of(cache.shape.dtype));
-    std::memcpy(address(cache.k, slot), k, bytes);
-    std::memcpy(address(cache.v, slot), v, bytes);
+    std::memcpy(address(cache.k, slot), k, key_bytes());
+    std::memcpy(address(cache.v, slot), v, value_bytes());
     scores[slot] = score;
     entries[slot] = entry;
   }
@@ -88,7 +94,7 @@ struct CacheRow {
     count.victim_position = entries[slot];
   }
 
-  // Finds the first slot without a key and, after `tokens` tokens, the key that is recent for the last time.
+  // Finds the first slot without a key, and the oldest recent key after `tokens` tokens.
   void find_leaving(std::int32_t tokens) const {
     count.free = count.count;
     count.leaving = -1;

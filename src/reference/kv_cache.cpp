@@ -43,8 +43,11 @@ struct Row {
     const std::int64_t at = row * t.stride[0] + h * t.stride[1] + slot * t.stride[2];
     return static_cast<char*>(t.data) + at * size_of(cache.shape.dtype);
   }
-  std::size_t bytes() const {
+  std::size_t key_bytes() const {
     return static_cast<std::size_t>(cache.shape.head_dim * size_of(cache.shape.dtype));
+  }
+  std::size_t value_bytes() const {
+    return static_cast<std::size_t>(value_dim_of(cache.shape) * size_of(cache.shape.dtype));
   }
   bool holds_key(std::int64_t slot) const {
     const std::int64_t places = cache.shape.places();
@@ -52,8 +55,8 @@ struct Row {
   }
 
   void put(std::int64_t slot, const char* k, const char* v, float s, std::int32_t at) const {
-    std::memcpy(address(cache.k, slot), k, bytes());
-    std::memcpy(address(cache.v, slot), v, bytes());
+    std::memcpy(address(cache.k, slot), k, key_bytes());
+    std::memcpy(address(cache.v, slot), v, value_bytes());
     score(slot) = s;
     entry(slot) = at;
   }
@@ -229,8 +232,8 @@ void clear(const KvCache& cache, const Execution&) {
     for (std::int64_t slot = 0; slot < row.cache.shape.slots(); ++slot) {
       row.score(slot) = 0;
       row.entry(slot) = 0;
-      std::memset(row.address(row.cache.k, slot), 0, row.bytes());
-      std::memset(row.address(row.cache.v, slot), 0, row.bytes());
+      std::memset(row.address(row.cache.k, slot), 0, row.key_bytes());
+      std::memset(row.address(row.cache.v, slot), 0, row.value_bytes());
     }
   });
   for_each_batch(cache, [&](std::int64_t, std::int64_t row) { seen_of(cache, row) = 0; });

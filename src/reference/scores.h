@@ -112,17 +112,6 @@ inline std::int64_t bias_offset(const Problem& p, const Inputs& in, const Row& r
   return offset_of(in.bias.stride, row.batch, broadcast_head(p, p.bias_shape, row), row.query, key);
 }
 
-// Whether the rank of the key is below the limit of the query.
-inline bool chosen(const Problem& p, const Inputs& in, const Row& row, std::int64_t key) {
-  const auto load = [&](const ConstTensor4& tensor, const BroadcastShape& shape) {
-    const std::int64_t at =
-        offset_of(tensor.stride, row.batch, broadcast_head(p, shape, row), row.query, key);
-    return static_cast<const std::int32_t*>(tensor.data)[at];
-  };
-  return load(in.visibility.ranks.key_rank, p.rank_shape) <
-         load(in.visibility.ranks.rank_limit, p.limit_shape);
-}
-
 // vis_ij without the bias.
 inline bool allowed(const Problem& p, const Inputs& in, const Row& row, std::int64_t key) {
   if (p.causal && key > row.query + p.seqlen_k - p.seqlen_q) return false;
@@ -130,7 +119,6 @@ inline bool allowed(const Problem& p, const Inputs& in, const Row& row, std::int
       static_cast<const std::uint8_t*>(in.mask.data)[mask_offset(p, in, row, key)] == 0) {
     return false;
   }
-  if (in.visibility.ranks.key_rank.data != nullptr && !chosen(p, in, row, key)) return false;
   const KeyIntervals& intervals = in.visibility.intervals;
   if (intervals.data == nullptr) return true;
   const KeyInterval interval =

@@ -1,14 +1,17 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <functional>
+#include <iterator>
 #include <limits>
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "common/kv_cache/step.h"
 #include "flash_dmattn/flash_dmattn.h"
 #include "support/cases.h"
 #include "support/expect_invalid.h"
@@ -36,6 +39,9 @@ StreamOptions random_options(std::uint64_t seed, const char* backend, StreamScor
                    .chunk = random.below(8),
                    .head_dim = 1 + random.below(20),
                    .dtype = dtype};
+  if (random.below(2) == 0) {
+    options.shape.value_dim = 1 + random.below(options.shape.head_dim);
+  }
   options.group = 1 + random.below(3);
   options.nan_share = random.below(2) == 0 ? 0 : 0.3;
   options.masked_share = random.below(2) == 0 ? 0 : 0.3;
@@ -105,8 +111,13 @@ std::string reason_without_long_stream(const char* backend, StreamScores scores,
 void run_long_stream(const SelectionRule& rule, const char* backend, StreamScores scores,
                      DType dtype) {
   StreamOptions options{.scores = scores, .nan_share = 0.1, .seed = 3, .backend = backend};
-  options.shape = {
-      .batch = 2, .heads_kv = 2, .rule = rule, .chunk = 70, .head_dim = 32, .dtype = dtype};
+  options.shape = {.batch = 2,
+                   .heads_kv = 2,
+                   .rule = rule,
+                   .chunk = 70,
+                   .head_dim = 32,
+                   .value_dim = rule.recent_window > 0 ? 21 : 32,
+                   .dtype = dtype};
   options.masked_share = rule.recent_window > 0 ? 0.1 : 0;
   options.group = 2;
   KvStream stream(options);
@@ -126,9 +137,9 @@ TEST_P(KvCacheStreams, LongStreamEqualsAttentionOverShownKeys) {
   if (!reason.empty()) GTEST_SKIP() << reason;
   const SelectionRule rule{
       .window = 600, .recent_window = 300, .sink_tokens = 4, .score_threshold = -1};
-  SelectionRule delayed = rule;
-  delayed.recent_competes = false;
-  for (const SelectionRule& tested : {SelectionRule{.window = 900}, rule, delayed}) {
+  SelectionRule competing = rule;
+  competing.recent_competes = true;
+  for (const SelectionRule& tested : {SelectionRule{.window = 900}, rule, competing}) {
     ASSERT_NO_FATAL_FAILURE(run_long_stream(tested, backend, scores, dtype));
   }
 }
@@ -220,6 +231,8 @@ TEST(KvCacheArguments, InvalidArgumentIsNamed) {
   expect_error("cache.shape.batch", [](KvCalls& c) { c.append_args.cache.shape.batch = -1; });
   expect_error("cache.shape.head_dim",
                [](KvCalls& c) { c.append_args.cache.shape.head_dim = 257; });
+  expect_error("cache.shape.value_dim",
+               [](KvCalls& c) { c.append_args.cache.shape.value_dim = 9; });
   expect_error("cache.shape.dtype",
                [](KvCalls& c) { c.append_args.cache.shape.dtype = DType::f64; });
   expect_error("cache.shape.dtype",
@@ -258,6 +271,7 @@ TEST(KvCacheArguments, InvalidArgumentIsNamed) {
   expect_error("kept_tokens[0]",
                [](KvCalls& c) { c.commit_args.kept_tokens = (c.index = {2, 0}).data(); });
   expect_error("lengths[1]", [](KvCalls& c) { c.fill_args.lengths = (c.index = {1, 2}).data(); });
+  expect_error("to.shape.value_dim", [](KvCalls& c) { c.copy_args.to.shape.value_dim = 7; });
   expect_error("to.shape.rule.window", [](KvCalls& c) { c.copy_args.to.shape.rule.window = 3; });
   expect_error("cache.shape.heads_kv",
                [](KvCalls& c) { c.append_args.cache.shape.heads_kv = KvCacheShape{}.heads_kv; });
@@ -276,6 +290,8 @@ TEST(KvCacheArguments, InvalidArgumentIsNamed) {
   expect_rows_error(".slot_stride", [](CacheRows& r) { r.slot_stride = 2 * 7 - 1; });
   expect_rows_error(".count_stride", [](CacheRows& r) { r.count_stride = 1; });
   expect_rows_error(".seen_stride", [](CacheRows& r) { r.seen_stride = 0; });
+  expect_rows_error(".index_stride",
+                    [](CacheRows& r) { r = {.index = rows, .count = 2, .index_stride = 0}; });
   expect_rows_error(".count", [](CacheRows& r) { r = {.index = rows, .count = -1}; });
   expect_rows_error(".index[1]", [](CacheRows& r) { r = {.index = rows, .count = 2}; });
   expect_error("cache.rows", [](KvCalls& c) { c.append_args.cache.rows = {rows, 3}; });
@@ -300,6 +316,37 @@ TEST(KvCacheArguments, CopyToAnotherHeadDimNamesTheExpectedOne) {
   calls.copy_args.to.shape.head_dim = expected + 1;
   expect_invalid([&] { copy_rows(calls.copy_args, calls.execution); }, "to.shape.head_dim",
                  "got " + std::to_string(expected + 1) + ", expected " + std::to_string(expected));
+}
+
+// A GPU's counts are not checked before a step.
+TEST(KvCache, StepFromAnyCountsChangesOnlyExistingSlots) {
+  constexpr std::int32_t largest = std::numeric_limits<std::int32_t>::max();
+  constexpr std::array numbers = {-largest - 1, -1, 0, 1, 3, 6, 7, 1000000, largest};
+  Random random(1);
+  const auto number = [&] {
+    return numbers[static_cast<std::size_t>(random.below(std::ssize(numbers)))];
+  };
+  for (int i = 0; i < 20000; ++i) {
+    const KvCacheShape shape{.heads_kv = 1,
+                             .rule = {.window = 1 + random.below(3),
+                                      .recent_window = random.below(3),
+                                      .recent_competes = random.below(2) == 0,
+                                      .sink_tokens = random.below(3)}};
+    const SlotCount counts{.count = number(),
+                           .competed = static_cast<std::int32_t>(random.below(9)),
+                           .free = number(),
+                           .leaving = number(),
+                           .leaving_score = static_cast<float>(random.normal()),
+                           .victim = number(),
+                           .victim_score = static_cast<float>(random.normal()),
+                           .victim_position = number()};
+    const StepChange change =
+        change_of_step(rule_of_head(shape, 0), counts, static_cast<std::int32_t>(random.below(100)),
+                       static_cast<float>(random.normal()), random.below(4) > 0);
+    ASSERT_LT(change.target, shape.places());
+    ASSERT_GE(change.count, 0);
+    ASSERT_LE(change.count, shape.places());
+  }
 }
 
 TEST(KvCache, DecodeStepNamesItsKernel) {

@@ -181,9 +181,9 @@ TEST(Selection, DecodingSelectsSameKeysAsTraining) {
   for (float& x : scores) x = static_cast<float>(random.below(20));
   const SelectionRule rule{
       .window = 11, .recent_window = 7, .sink_tokens = 2, .score_threshold = 3};
-  SelectionRule delayed = rule;
-  delayed.recent_competes = false;
-  for (const SelectionRule& tested : {SelectionRule{.window = 11}, rule, delayed}) {
+  SelectionRule competing = rule;
+  competing.recent_competes = true;
+  for (const SelectionRule& tested : {SelectionRule{.window = 11}, rule, competing}) {
     const auto select_for = [&](std::int64_t seqlen_q, std::int64_t seqlen_k) {
       SelectionArgs args = shape_of(seqlen_q, seqlen_k, 0);
       args.rule = tested;
@@ -205,10 +205,10 @@ TEST(Selection, RecentKeysCompeteOrWait) {
   SelectionArgs args = shape_of(6, 6, 1);
   args.rule.recent_window = 2;
   const std::vector<float> scores = {1, 5, 2, 3, 9, 4};
-  // Key 1 is beaten by key 4 when that is written, or when it is no longer recent.
-  expect_intervals(select(args, scores), {{0, 2}, {1, 4}, {2, 4}, {3, 5}, {4, 6}, {5, 6}});
-  args.rule.recent_competes = false;
+  // Key 1 is beaten by key 4 when that is no longer recent, or when it is written.
   expect_intervals(select(args, scores), {{0, 3}, {1, 6}, {2, 4}, {3, 5}, {4, 6}, {5, 6}});
+  args.rule.recent_competes = true;
+  expect_intervals(select(args, scores), {{0, 2}, {1, 4}, {2, 4}, {3, 5}, {4, 6}, {5, 6}});
 }
 
 TEST(Selection, SinksAreTheFirstPresentKeys) {

@@ -9,7 +9,7 @@
 #include "cuda/family.h"
 #include "device.h"
 #include "flash_dmattn/calls.h"
-#include "key_choice.h"
+#include "least_bound.h"
 
 // The calls of a case on the device.
 namespace flash_dmattn::testing {
@@ -26,7 +26,7 @@ enum class Walk : std::uint8_t { schedule, intervals };
 // A case on the device: its tensors and the arguments of both directions.
 class DeviceCase {
  public:
-  DeviceCase(Data& data, Walk walk, KeyChoice choice = KeyChoice::intervals)
+  DeviceCase(Data& data, Walk walk)
       : results_(data),
         q_(data.q),
         k_(data.k),
@@ -42,8 +42,8 @@ class DeviceCase {
         dk_(results_.dk),
         dv_(results_.dv),
         dbias_(results_.dbias),
-        choice_(data, choice),
-        problem_(on_device(choice_.problem())),
+        intervals_(data.intervals),
+        problem_(on_device(data.problem)),
         inputs_(inputs_of(data, walk)) {
     forward_args_ = {.problem = problem_,
                      .in = inputs_,
@@ -128,8 +128,13 @@ class DeviceCase {
     in.v = v_.view();
     if (data.has_mask()) in.mask = mask_.view();
     if (data.has_bias()) in.bias = bias_.view();
-    in.visibility = choice_.visibility(data);
-    if (walk == Walk::intervals) in.visibility.bound = {.base = data.problem.seqlen_k};
+    if (data.has_intervals()) {
+      in.visibility.intervals = data.intervals_view();
+      in.visibility.intervals.data = intervals_.as<KeyInterval>();
+      in.visibility.bound = walk == Walk::intervals
+                                ? KeyBound{.base = data.problem.seqlen_k}
+                                : least_bound(data.intervals_view(), data.problem);
+    }
     return in;
   }
 
@@ -159,7 +164,7 @@ class DeviceCase {
   Results results_;
   DeviceTensor q_, k_, v_, mask_, bias_, dout_, dlse_;
   DeviceTensor out_, lse_, lse_low_, dq_, dk_, dv_, dbias_;
-  DeviceKeyChoice choice_;
+  DeviceBuffer intervals_;
   Problem problem_;
   Inputs inputs_;
   ForwardArgs forward_args_;

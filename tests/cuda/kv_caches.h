@@ -48,6 +48,11 @@ inline std::vector<KvSizes> kv_sizes() {
                          std::int64_t chunk, std::int64_t head_dim, DType dtype) {
     return under_rule(batch, heads, {.window = window}, chunk, head_dim, dtype);
   };
+  // Values of another size than keys.
+  const auto with_values = [](KvCacheShape cache, std::int64_t value_dim) {
+    cache.value_dim = value_dim;
+    return cache;
+  };
   const auto rule = [](std::int64_t sinks, std::int64_t window, std::int64_t recent, bool competes,
                        double threshold = -std::numeric_limits<double>::infinity()) {
     return SelectionRule{.window = window,
@@ -62,7 +67,8 @@ inline std::vector<KvSizes> kv_sizes() {
   by_head_delayed.head_windows = windows_of_heads;
   return {
       {"one_slot", shape(2, 2, 1, 3, 64, DType::bf16), 2, 5},
-      {"small", shape(2, 2, 33, 20, 24, DType::f16), 3, 20},
+      {"small", with_values(shape(2, 2, 33, 20, 24, DType::f16), 16), 3, 20},
+      {"values_128_of_192", with_values(shape(2, 2, 300, 40, 192, DType::bf16), 128), 4, 350},
       {"window_100", shape(3, 2, 100, 40, 128, DType::bf16), 2, 150},
       {"dim_256", shape(1, 2, 90, 17, 256, DType::bf16), 4, 0},
       {"dim_128_f16", shape(2, 1, 300, 64, 128, DType::f16), 20, 500},
@@ -75,7 +81,7 @@ inline std::vector<KvSizes> kv_sizes() {
       {"many_splits", shape(1, 1, 3000, 6, 64, DType::bf16), 2, 4000},
       {"many_splits_dim_128", shape(1, 2, 2500, 5, 128, DType::bf16), 2, 2400},
       {"many_splits_dim_128_f16", shape(1, 1, 2100, 5, 128, DType::f16), 2, 2100},
-      {"many_splits_dim_200", shape(1, 1, 1500, 9, 200, DType::f16), 1, 1500},
+      {"many_splits_dim_200", with_values(shape(1, 1, 1500, 9, 200, DType::f16), 136), 1, 1500},
       {"recent_only", under_rule(2, 2, rule(0, 0, 9, true), 5, 64, DType::bf16), 2, 7},
       {"sinks_only", under_rule(2, 2, rule(6, 0, 0, true), 5, 64, DType::bf16), 2, 3},
       {"sinks_from_chunks", under_rule(3, 1, rule(9, 12, 8, true), 7, 64, DType::f16), 2, 0},
@@ -84,7 +90,8 @@ inline std::vector<KvSizes> kv_sizes() {
       {"threshold", under_rule(2, 2, rule(0, 50, 30, true, 0.25), 40, 64, DType::bf16), 2, 90},
       {"threshold_alone", under_rule(2, 2, rule(0, 50, 0, true, 0.25), 40, 64, DType::bf16), 2, 90},
       {"by_head", under_rule(2, 2, by_head, 30, 64, DType::bf16), 2, 300},
-      {"by_head_delayed", under_rule(2, 2, by_head_delayed, 70, 64, DType::f16), 2, 300},
+      {"by_head_delayed", with_values(under_rule(2, 2, by_head_delayed, 70, 64, DType::f16), 40), 2,
+       300},
       {"many_recent", under_rule(1, 1, rule(4, 1500, 700, true), 9, 64, DType::bf16), 2, 2500},
       {"many_delayed", under_rule(1, 1, rule(4, 1500, 700, false), 9, 64, DType::bf16), 2, 2500}};
 }
@@ -109,11 +116,12 @@ class Caches {
 
   // Expects the same keys with the same scores and rows, in whichever slots, and the same of them as victim and as the
   // one that is recent for the last time.
-  void expect_same() const {
+  // Rows before `first_row` are not compared.
+  void expect_same(std::int64_t first_row = 0) const {
     GuardedBuffer copy(host_memory_.size(), "copy");
     device_memory_.download(copy.data());
     const KvCache got = kv_cache_in(copy, shape_);
-    for (std::int64_t b = 0; b < shape_.batch; ++b) {
+    for (std::int64_t b = first_row; b < shape_.batch; ++b) {
       ASSERT_EQ(got.seen[b], host.seen[b]) << "row " << b;
       for (std::int64_t h = 0; h < shape_.heads_kv; ++h) {
         SCOPED_TRACE("row " + std::to_string(b) + ", head " + std::to_string(h));
@@ -158,6 +166,15 @@ class Caches {
     return result;
   }
 
+  // Sets the members of the counts of row 0 on the device, which no check reads, to a number.
+  void spoil_counts(std::int32_t number) {
+    const std::vector<std::int32_t> numbers(
+        static_cast<std::size_t>(shape_.heads_kv) * sizeof(SlotCount) / sizeof(std::int32_t),
+        number);
+    check_cuda(cudaMemcpy(device.counts, numbers.data(), numbers.size() * sizeof(std::int32_t),
+                          cudaMemcpyHostToDevice));
+  }
+
   std::vector<std::byte> device_bytes() const {
     std::vector<std::byte> bytes(host_memory_.size());
     device_memory_.download(bytes.data());
@@ -178,10 +195,10 @@ class Caches {
     return slot;
   }
   static Row row_of(const Tensor4& t, std::int64_t b, std::int64_t h, std::int64_t slot,
-                    std::int64_t head_dim) {
+                    std::int64_t columns) {
     const auto* const row = static_cast<const std::uint16_t*>(t.data) + b * t.stride[0] +
                             h * t.stride[1] + slot * t.stride[2];
-    return {row, row + head_dim};
+    return {row, row + columns};
   }
   static Keys keys_of(const KvCache& cache, std::int64_t b, std::int64_t h) {
     const KvCacheShape& s = cache.shape;
@@ -192,7 +209,7 @@ class Caches {
       if (entry == no_key) continue;
       keys[entry] = {std::bit_cast<std::uint32_t>(cache.scores[row * s.slots() + slot]),
                      row_of(cache.k, b, h, slot, s.head_dim),
-                     row_of(cache.v, b, h, slot, s.head_dim)};
+                     row_of(cache.v, b, h, slot, value_dim_of(s))};
     }
     return keys;
   }
@@ -214,8 +231,8 @@ struct Tokens {
   Tokens(const KvSizes& sizes, std::int64_t count, Random& random, bool ordinary = false)
       : q("q", element(sizes),
           {sizes.shape.batch, count, sizes.shape.heads_kv * sizes.group, sizes.shape.head_dim}),
-        k("k", element(sizes), kv_shape(sizes, count), Layout::permuted),
-        v("v", element(sizes), kv_shape(sizes, count)),
+        k("k", element(sizes), kv_shape(sizes, count, sizes.shape.head_dim), Layout::permuted),
+        v("v", element(sizes), kv_shape(sizes, count, value_dim_of(sizes.shape))),
         scores("scores", Element::f32, {1, sizes.shape.batch, sizes.shape.heads_kv, count}),
         mask("mask", Element::u8, {1, 1, sizes.shape.batch, count}),
         device_q(fill(q, random)),
@@ -242,8 +259,8 @@ struct Tokens {
 
  private:
   static Element element(const KvSizes& sizes) { return element_of(sizes.shape.dtype); }
-  static Shape kv_shape(const KvSizes& sizes, std::int64_t count) {
-    return {sizes.shape.batch, count, sizes.shape.heads_kv, sizes.shape.head_dim};
+  static Shape kv_shape(const KvSizes& sizes, std::int64_t count, std::int64_t columns) {
+    return {sizes.shape.batch, count, sizes.shape.heads_kv, columns};
   }
   static Tensor& fill(Tensor& tensor, Random& random) {
     tensor.fill([&](const Index&) { return random.normal(); });
@@ -262,22 +279,35 @@ struct Tokens {
   }
 };
 
+// A number for each row of a batch: those of the host, and those that the device gets in their place.
+struct RowNumbers {
+  std::vector<std::int32_t> host;
+  std::vector<std::int32_t> device = host;
+
+  // A number out of the range [0, most] on the device, and the end of the range at its side on the host.
+  static RowNumbers out_of_range(std::int64_t batch, std::int32_t number, std::int64_t most) {
+    const auto rows = static_cast<std::size_t>(batch);
+    const auto clamped = static_cast<std::int32_t>(number < 0 ? 0 : most);
+    return {std::vector<std::int32_t>(rows, clamped), std::vector<std::int32_t>(rows, number)};
+  }
+};
+inline constexpr std::int32_t numbers_out_of_range[] = {std::numeric_limits<std::int32_t>::min(),
+                                                        -1, 1000000,
+                                                        std::numeric_limits<std::int32_t>::max()};
+
 // Brings a prompt's keys into both caches.
-inline void fill_both(const KvSizes& sizes, Caches& caches, Random& random, bool ragged) {
+inline void fill_both(const KvSizes& sizes, Caches& caches, Random& random,
+                      const RowNumbers& lengths) {
   const KvCacheShape& s = sizes.shape;
   Tokens tokens(sizes, sizes.prompt, random);
-  std::vector<std::int32_t> lengths(static_cast<std::size_t>(s.batch));
-  for (std::int32_t& length : lengths) {
-    length = static_cast<std::int32_t>(ragged ? random.below(sizes.prompt + 1) : sizes.prompt);
-  }
   const std::vector<KeyInterval> intervals = select_last_query(
-      s, sizes.prompt, lengths, tokens.scores.data<float>(), tokens.mask.data<std::uint8_t>());
-  const DeviceBuffer device_intervals(intervals), device_lengths(lengths);
+      s, sizes.prompt, lengths.host, tokens.scores.data<float>(), tokens.mask.data<std::uint8_t>());
+  const DeviceBuffer device_intervals(intervals), device_lengths(lengths.device);
   FillArgs args{.cache = caches.host,
                 .seqlen_k = sizes.prompt,
                 .intervals = {intervals.data()},
                 .seqlen_q = 1,
-                .lengths = lengths.data()};
+                .lengths = lengths.host.data()};
   tokens.give_host(args);
   fill_cache(args, {}, "reference");
   args.cache = caches.device;
@@ -286,6 +316,14 @@ inline void fill_both(const KvSizes& sizes, Caches& caches, Random& random, bool
   tokens.give_device(args);
   fill_cache(args, {}, "cuda");
   check_cuda(cudaDeviceSynchronize());
+}
+
+inline void fill_both(const KvSizes& sizes, Caches& caches, Random& random, bool ragged) {
+  std::vector<std::int32_t> lengths(static_cast<std::size_t>(sizes.shape.batch));
+  for (std::int32_t& length : lengths) {
+    length = static_cast<std::int32_t>(ragged ? random.below(sizes.prompt + 1) : sizes.prompt);
+  }
+  fill_both(sizes, caches, random, RowNumbers{lengths});
 }
 
 class KvCachesOfDevice : public OnDevice, public ::testing::WithParamInterface<KvSizes> {};

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <limits>
 #include <map>
+#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -57,20 +58,26 @@ void expect_same_intervals(const Caches& caches, std::int64_t queries) {
   }
 }
 
-void commit_both(Caches& caches, Random& random, bool all) {
-  const KvCacheShape& s = caches.host.shape;
-  std::vector<std::int32_t> keep(static_cast<std::size_t>(s.batch));
-  for (std::int32_t& count : keep) {
-    count = static_cast<std::int32_t>(random.below(caches.host.pending + 1));
-  }
-  const DeviceBuffer device_keep(keep);
-  CommitArgs args{.cache = caches.host, .kept_tokens = all ? nullptr : keep.data()};
+// Without `kept`, all pending tokens are kept.
+void commit_both(Caches& caches, const RowNumbers* kept) {
+  const DeviceBuffer device_kept(kept == nullptr ? std::vector<std::int32_t>() : kept->device);
+  CommitArgs args{.cache = caches.host};
+  if (kept != nullptr) args.kept_tokens = kept->host.data();
   CommitCall(args, {}, "reference").run({});
   args.cache = caches.device;
-  if (!all) args.kept_tokens = device_keep.as<std::int32_t>();
+  if (kept != nullptr) args.kept_tokens = device_kept.as<std::int32_t>();
   run_on_device(CommitCall(args, {}, "cuda"));
   caches.host.pending = 0;
   caches.device.pending = 0;
+}
+
+void commit_both(Caches& caches, Random& random, bool all) {
+  std::vector<std::int32_t> kept(static_cast<std::size_t>(caches.host.shape.batch));
+  for (std::int32_t& count : kept) {
+    count = static_cast<std::int32_t>(random.below(caches.host.pending + 1));
+  }
+  const RowNumbers numbers{kept};
+  commit_both(caches, all ? nullptr : &numbers);
 }
 
 class CudaKvChunks : public KvCachesOfDevice {};
@@ -133,6 +140,55 @@ TEST_P(CudaKvChunks, RowsOutOfRangeAreNotCopied) {
     copy_rows({from.device, to.device, index.as<std::int32_t>()}, {}, "cuda");
     check_cuda(cudaDeviceSynchronize());
     EXPECT_TRUE(to.device_bytes() == before) << "row " << row;
+  }
+}
+
+TEST_P(CudaKvChunks, NumbersOutOfRangeAreClamped) {
+  const KvSizes& sizes = GetParam();
+  const KvCacheShape& s = sizes.shape;
+  Random random(5);
+  for (const std::int32_t number : numbers_out_of_range) {
+    SCOPED_TRACE(number);
+    Caches caches(s);
+    if (sizes.prompt > 0) {
+      fill_both(sizes, caches, random, RowNumbers::out_of_range(s.batch, number, sizes.prompt));
+    }
+    caches.expect_same();
+    append_both(sizes, caches, random, s.chunk);
+    const RowNumbers kept = RowNumbers::out_of_range(s.batch, number, s.chunk);
+    commit_both(caches, &kept);
+    caches.expect_same();
+    if (HasFatalFailure()) return;
+  }
+}
+
+// Counts are in the memory of a cache, which may come from a file, or never have been cleared.
+TEST_P(CudaKvChunks, CountsOutOfRangeChangeNoOtherRow) {
+  const KvSizes& sizes = GetParam();
+  Random random(6);
+  Caches caches(sizes.shape), copies(sizes.shape);
+  if (sizes.prompt > 0) fill_both(sizes, caches, random, true);
+  std::vector<std::int32_t> same(static_cast<std::size_t>(sizes.shape.batch));
+  std::iota(same.begin(), same.end(), 0);
+  const DeviceBuffer index(same);
+  for (const std::int32_t number : numbers_out_of_range) {
+    SCOPED_TRACE(number);
+    caches.spoil_counts(number);
+    append_both(sizes, caches, random, sizes.shape.chunk);
+    const KvCacheShape& s = sizes.shape;
+    const DeviceBuffer intervals(static_cast<std::size_t>(s.batch * s.heads_kv * s.slots()) *
+                                 sizeof(KeyInterval));
+    run_on_device(PendingIntervalsCall(
+        {.cache = caches.device, .seqlen_q = s.chunk, .intervals = intervals.as<KeyInterval>()}, {},
+        "cuda"));
+    commit_both(caches, random, false);
+    caches.spoil_counts(number);
+    copy_rows({caches.device, copies.device, index.as<std::int32_t>()}, {}, "cuda");
+    copy_rows({caches.host, copies.host, same.data()}, {}, "reference");
+    check_cuda(cudaDeviceSynchronize());
+    caches.expect_same(1);
+    copies.expect_same(1);
+    if (HasFatalFailure()) return;
   }
 }
 

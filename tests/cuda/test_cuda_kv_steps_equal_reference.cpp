@@ -14,8 +14,11 @@
 namespace flash_dmattn::testing {
 namespace {
 
-void expect_close(const Tensor& got, const Tensor& expected, double tolerance) {
+// Rows of the batch before `first_row` are not compared; `batch` is the dimension of rows.
+void expect_close(const Tensor& got, const Tensor& expected, double tolerance, std::size_t batch,
+                  std::int64_t first_row) {
   expected.for_each([&](const Index& i, double value) {
+    if (i[batch] < first_row) return;
     const double actual = got.get(i);
     const double error = std::abs(actual - value);
     ASSERT_TRUE(actual == value || error <= tolerance * std::max(1.0, std::abs(value)))
@@ -23,15 +26,16 @@ void expect_close(const Tensor& got, const Tensor& expected, double tolerance) {
   });
 }
 
-// Inserts one token of every row and compares what its query sees.
-void step(const KvSizes& sizes, Caches& caches, Random& random, ScoreUse use, double softcap) {
+// Inserts one token of every row and compares what its query sees, in the rows from `first_row` on.
+void step(const KvSizes& sizes, Caches& caches, Random& random, ScoreUse use, double softcap,
+          std::int64_t first_row = 0) {
   Tokens tokens(sizes, 1, random);
   const KvCacheShape& s = sizes.shape;
   const std::int64_t heads_q = s.heads_kv * sizes.group;
   const auto element = element_of(s.dtype);
-  Tensor out("out", element, {s.batch, 1, heads_q, s.head_dim});
+  Tensor out("out", element, {s.batch, 1, heads_q, value_dim_of(s)});
   Tensor lse("lse", Element::f32, {1, s.batch, heads_q, 1});
-  Tensor got_out("out", element, {s.batch, 1, heads_q, s.head_dim});
+  Tensor got_out("out", element, {s.batch, 1, heads_q, value_dim_of(s)});
   Tensor got_lse("lse", Element::f32, {1, s.batch, heads_q, 1});
   DeviceTensor device_out(got_out);
   DeviceTensor device_lse(got_lse);
@@ -55,8 +59,8 @@ void step(const KvSizes& sizes, Caches& caches, Random& random, ScoreUse use, do
   run_on_device(DecodeStepCall(args, {}, "cuda"));
   device_out.download();
   device_lse.download();
-  expect_close(got_lse, lse, 1e-4);
-  expect_close(got_out, out, s.dtype == DType::bf16 ? 0.02 : 0.004);
+  expect_close(got_lse, lse, 1e-4, 1, first_row);
+  expect_close(got_out, out, s.dtype == DType::bf16 ? 0.02 : 0.004, 0, first_row);
 }
 
 class CudaKvSteps : public KvCachesOfDevice {};
@@ -75,6 +79,22 @@ TEST_P(CudaKvSteps, StepsMatchReference) {
   }
 }
 
+TEST_P(CudaKvSteps, CountsOutOfRangeChangeNoOtherRow) {
+  const KvSizes& sizes = GetParam();
+  Random random(2);
+  Caches caches(sizes.shape);
+  if (sizes.prompt > 0) fill_both(sizes, caches, random, false);
+  for (const std::int32_t number : numbers_out_of_range) {
+    SCOPED_TRACE(number);
+    caches.spoil_counts(number);
+    for (int i = 0; i < 2; ++i) {
+      step(sizes, caches, random, ScoreUse::choose_and_bias, 0, 1);
+      caches.expect_same(1);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
 // The same steps one by one, and as a graph that is replayed.
 TEST_P(CudaKvSteps, CapturedStepsEqualSteps) {
   const KvSizes& sizes = GetParam();
@@ -88,8 +108,8 @@ TEST_P(CudaKvSteps, CapturedStepsEqualSteps) {
 
   Tokens tokens(sizes, 1, random, true);
   const std::int64_t heads_q = s.heads_kv * sizes.group;
-  Tensor out("out", element_of(s.dtype), {s.batch, 1, heads_q, s.head_dim});
-  Tensor graph_out("out", element_of(s.dtype), {s.batch, 1, heads_q, s.head_dim});
+  Tensor out("out", element_of(s.dtype), {s.batch, 1, heads_q, value_dim_of(s)});
+  Tensor graph_out("out", element_of(s.dtype), {s.batch, 1, heads_q, value_dim_of(s)});
   DeviceTensor device_out(out);
   DeviceTensor device_graph_out(graph_out);
   DeviceBuffer lse(static_cast<std::size_t>(s.batch * heads_q) * 4);

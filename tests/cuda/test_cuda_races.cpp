@@ -22,7 +22,6 @@ namespace {
 struct RaceCase {
   const char* name;
   CaseWords words;
-  KeyChoice choice = KeyChoice::intervals;
 };
 
 const RaceCase selection = {"selection",
@@ -58,7 +57,6 @@ const std::vector<RaceCase>& race_cases() {
       {"negative_scale", {{"scale", "-0.1"}}},
       {"stride_of_zero", {{"layout", "expanded"}}},
       {"dense_mask", {{"mask", "b1qk"}, {"mask_fill", "blocks"}}},
-      {"ranks", {{"mask", "b1qk"}, {"mask_fill", "random"}}, KeyChoice::ranks},
       {"dense_mask_and_bias",
        {{"mask", "bvqk"}, {"mask_fill", "random"}, {"bias", "bvqk"}, {"bias_fill", "normal"}}},
       {"dense_bias_of_heads",
@@ -145,7 +143,7 @@ class CudaRaces : public OnDevice, public ::testing::WithParamInterface<RaceCase
 TEST_P(CudaRaces, ThousandForwardsGiveSameBits) {
   for (const HeadDims& dims : race_head_dims) {
     Data data = data_of(GetParam(), dims);
-    DeviceCase device_case(data, Walk::schedule, GetParam().choice);
+    DeviceCase device_case(data, Walk::schedule);
     expect_same_bits_in_forwards(device_case, 1000);
   }
 }
@@ -154,7 +152,7 @@ TEST_P(CudaRaces, ThousandDeterministicBackwardsGiveSameBits) {
   for (const HeadDims& dims : race_head_dims) {
     Data data = data_of(GetParam(), dims);
     data.problem.deterministic = true;
-    DeviceCase device_case(data, Walk::schedule, GetParam().choice);
+    DeviceCase device_case(data, Walk::schedule);
     expect_same_bits_in_backwards(device_case, 1000);
   }
 }
@@ -164,7 +162,7 @@ TEST_P(CudaRaces, ThousandBackwardsGiveSameKeyGradients) {
   int compared = 0;
   for (const HeadDims& dims : race_head_dims) {
     Data data = data_of(GetParam(), dims);
-    DeviceCase device_case(data, Walk::schedule, GetParam().choice);
+    DeviceCase device_case(data, Walk::schedule);
     if (!stores_key_gradients_once(device_case.backward_kernel())) continue;
     expect_same_key_gradients_in_backwards(device_case, stores_dbias_once(data.problem), 1000);
     ++compared;
@@ -184,7 +182,7 @@ class WithoutOverlap {
 
 TEST_P(CudaRaces, ForwardMatchesKernelWithoutOverlap) {
   Data data = data_of(GetParam(), {"128", "0"});
-  DeviceCase device_case(data, Walk::schedule, GetParam().choice);
+  DeviceCase device_case(data, Walk::schedule);
   std::optional<LaunchBits> bits;
   {
     const WithoutOverlap without_overlap;
@@ -201,7 +199,7 @@ TEST_P(CudaRaces, ForwardMatchesKernelWithoutOverlap) {
 TEST_P(CudaRaces, BackwardMatchesKernelWithoutOverlap) {
   Data data = data_of(GetParam(), {"128", "0"});
   data.problem.deterministic = true;
-  DeviceCase device_case(data, Walk::schedule, GetParam().choice);
+  DeviceCase device_case(data, Walk::schedule);
   device_case.launch_forward();
   std::optional<LaunchBits> bits;
   {
@@ -287,7 +285,7 @@ Data deterministic_data(const RaceCase& c) {
 TEST_P(CudaRaces, ConcurrentStreamsGiveSameBits) {
   Data data = deterministic_data(GetParam());
   Data other_data = deterministic_data(selection);  // blocks wait in both directions
-  DeviceCase here(data, Walk::schedule, GetParam().choice);
+  DeviceCase here(data, Walk::schedule);
   DeviceCase there(other_data, Walk::schedule);
   const Stream streams[2];
   for (DeviceCase* const device_case : {&here, &there}) {
@@ -315,7 +313,7 @@ TEST_P(CudaRaces, ConcurrentStreamsGiveSameBits) {
 std::vector<std::byte> bits_on_device(int device, const RaceCase& c) {
   check_cuda(cudaSetDevice(device));
   Data data = deterministic_data(c);
-  DeviceCase device_case(data, Walk::schedule, c.choice);
+  DeviceCase device_case(data, Walk::schedule);
   for (int launch = 0; launch < 10; ++launch) {
     device_case.launch_forward();
     device_case.launch_backward();

@@ -1,7 +1,7 @@
-"""Times one decoding step, over a cache of slots and over all keys, and compares it with the bandwidth of a copy.
+"""A token at a time in one layer, over a cache of slots and over all keys, compared with the bandwidth of a copy.
 
-`forward` is the time with cold caches: calls cycle through enough KV caches that each is read from memory. The part `warm`
-reuses one KV cache. On a GPU both come from replays of a CUDA graph of at least 24 calls.
+`cold` calls cycle through enough KV caches that each is read from memory; `warm`
+calls use one KV cache. On a GPU both are replays of a CUDA graph of at least 24 calls.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_dmattn import KVSlots, flash_dmattn_func, flash_dmattn_with_kvcache
 
-from .. import record
 from ..clock import Rounds, graph_ms, timed
 from ..machine import working_set
-from ..sides import REASONS, declines, expect_memory
-from . import runs_everywhere as expect_case_runs  # noqa: F401
+from ..sides import expect_memory
+from . import Numbers, measure_sides
 
 _GPU_CACHE_BYTES = 240 * 10**6  # four times an L2 of 60 MB
 _GPU_COPY_BYTES = 1 << 30
@@ -32,7 +31,6 @@ POOL = 2  # states per sequence in the pool of the side "rows"
 _SDPA = {
     "fa2": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 
 
@@ -57,7 +55,7 @@ class DecodeCase:
         kind = f"slots w{self.keys}, any context" if self.slots else f"all of N{self.keys}"
         if self.recent:
             kind = f"slots w{self.keys - self.recent} + {self.recent} recent, any context"
-        return f"{kind} B{self.batch} H{self.heads_q} Hkv{self.heads_kv} D{self.head_dim}"
+        return f"decode {kind} B{self.batch} H{self.heads_q} Hkv{self.heads_kv} D{self.head_dim}"
 
     def bytes(self, dtype: torch.dtype) -> int:
         """Returns the bytes of keys and values, each counted once."""
@@ -81,11 +79,7 @@ CASES = {
 }
 
 
-def side_names(name: str, device: str) -> tuple[str, ...]:
-    return ("ours", "rows", *(_SDPA if device == "cuda" else ("sdpa",)))
-
-
-def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
+def measure_rows(names: list[str], options: argparse.Namespace) -> Iterator[dict]:
     device, repeats = options.device, options.repeats
     cases = [
         dataclasses.replace(case, keys=keys)
@@ -96,15 +90,11 @@ def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
     print(f"a copy moves {bandwidth:.1f} GB/s", flush=True)
     for case in dict.fromkeys(cases):
         for dtype in options.dtype:
-            for side, make in _sides(case, device).items():
-                if options.side and side not in options.side:
-                    continue
-                try:
-                    yield _row(case, dtype, side, make, device, repeats, bandwidth)
-                except REASONS as reason:
-                    if not declines(reason, is_rival=side not in ("ours", "rows")):
-                        raise
-                    print(record.declined(case, side, dtype, reason), flush=True)
+            sides = {
+                side: functools.partial(_numbers, case, dtype, side, make, options, bandwidth)
+                for side, make in _sides(case, device).items()
+            }
+            yield from measure_sides(case, dtype, sides, options.side)
 
 
 def cache_bytes(device: str) -> int:
@@ -122,7 +112,7 @@ def copy_bandwidth(device: str, repeats: int) -> float:
         ways = (lambda: target.copy_(source), lambda: torch.neg(source, out=target))
         best = min(graph_ms([way], 8, repeats) for way in ways)
     else:
-        rounds = Rounds(max(repeats, 3), "least", warm_up=0)
+        rounds = Rounds(max(repeats, 3), is_least=True, warm_up=0)
         best = rounds.time_one(lambda: timed(target.copy_, device, source)[0])
     return 2 * source.nbytes / best * 1e-6
 
@@ -140,7 +130,8 @@ def _slots(
     """
     pool = states * case.batch
     sizes = (pool, case.heads_kv, case.keys - case.recent, case.head_dim)
-    cache = KVSlots(*sizes, recent_window=case.recent, dtype=dtype, device=device)
+    rule = {"recent_window": case.recent, "recent_competes": True}
+    cache = KVSlots(*sizes, **rule, dtype=dtype, device=device)
     length = case.keys + 2 * case.recent  # so that all slots are taken
     prompt = (pool, length, case.heads_kv, case.head_dim)
     scores = torch.randn(pool, case.heads_kv, length, device=device)
@@ -187,8 +178,8 @@ def _sides(case: DecodeCase, device: str) -> dict[str, Callable[..., Callable[[]
     return {"ours": _all_keys} | rivals
 
 
-def _row(case, dtype_name, side, make, device, repeats, bandwidth) -> dict:
-    dtype = getattr(torch, dtype_name)
+def _numbers(case, dtype_name, side, make, options, bandwidth) -> Numbers:
+    dtype, device, repeats = getattr(torch, dtype_name), options.device, options.repeats
     size = case.bytes(dtype)
     count = cache_bytes(device) // size + 2
     expect_memory(count * size * (POOL if side == "rows" else 1), "caches take", device)
@@ -201,8 +192,6 @@ def _row(case, dtype_name, side, make, device, repeats, bandwidth) -> dict:
         cold = rounds.time_one(lambda: timed(next(turns), device)[0])
         again = Rounds(19 * repeats, warm_up=repeats)
         warm = again.time_one(lambda: timed(steps[0], device)[0])
-    return record.row(
-        f"decode {case}", side, dtype_name, forward=1e3 * cold, unit="us", **rounds.fields(), parts={"warm": 1e3 * warm},
-        of_copy_bandwidth=size / cold * 1e-6 / bandwidth, cache_mib=size / 2**20,
-        visited_mib=count * size / 2**20,
-    )  # fmt: skip
+    share = size / cold * 1e-6 / bandwidth
+    other = {"share of copy bandwidth": share, "cache MiB": size / 2**20, "rounds": rounds.count}
+    return {"cold": cold, "warm": warm}, other

@@ -1,7 +1,7 @@
-"""Times the host's part of a call, with attention so short that the kernels do not matter.
+"""The host's part of a call, with attention so short that the kernels do not matter.
 
-Each time is the minimum of many short runs, which other programs on the machine disturb least. On a GPU the host issues calls without
-waiting for them, so the kernels must take less time than the host needs to launch them.
+Each time is the least of many short runs, which other programs on the machine disturb least. On a GPU the host issues calls without
+waiting for them, so the kernels have to take less time than the host needs to launch them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import torch.nn.functional as F
 
 from flash_dmattn import flash_dmattn_func, sliding_window
 
-from .. import record
-from ..clock import Rounds, wait
-from . import runs_everywhere as expect_case_runs  # noqa: F401
+from ..clock import Rounds, elapsed_ms
+from . import Numbers, measure_sides
 
 _HEADS_Q, _HEADS_KV, _HEAD_DIM, _WINDOW = 4, 2, 64, 16
-_ROUNDS = Rounds(300, "least")
+_ROUNDS = Rounds(300, is_least=True)
 _CALLS = 10  # timed together
 
 
@@ -29,47 +28,37 @@ def _sdpa(q, k, v, bias):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
-def _our_call(**options) -> Callable:
-    return lambda q, k, v, bias: flash_dmattn_func(q, k, v, is_causal=True, **options)
+def _ours(has_bias: bool = True, **options) -> Callable:
+    def call(q, k, v, bias):
+        added = bias if has_bias else None
+        return flash_dmattn_func(q, k, v, attn_bias=added, is_causal=True, **options)
+
+    return call
 
 
-def _biased(**options) -> Callable:
-    return lambda q, k, v, bias: _our_call(attn_bias=bias, **options)(q, k, v, bias)
-
-
-def side_names(name: str, device: str) -> tuple[str, ...]:
-    return ("ours", "sdpa")
-
-
-def measure_rows(name: str, options: argparse.Namespace) -> Iterator[dict]:
-    threads = torch.get_num_threads()
+def measure_rows(names: list[str], options: argparse.Namespace) -> Iterator[dict]:
+    device, threads = options.device, torch.get_num_threads()
     torch.set_num_threads(1)
-    try:
-        yield from _rows(options)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _rows(options: argparse.Namespace) -> Iterator[dict]:
-    device = options.device
     for length in options.length or [128 if device == "cuda" else 8]:
         window = sliding_window(length, _WINDOW, device=device)
-        calls = {
-            ("dense", "sdpa"): _sdpa,
-            ("dense", "ours"): _our_call(),
-            ("key bias", "ours"): _biased(),
-            ("window", "ours"): lambda q, k, v, bias: flash_dmattn_func(
-                q, k, v, key_intervals=window
-            ),
-            ("top-w", "ours"): _biased(keep_window_size=_WINDOW),
-            ("global top-w", "ours"): _biased(keep_window_size=_WINDOW, selection="global"),
-        }
-        for (kind, side), call in calls.items():
-            if not options.side or side in options.side:
-                yield _row(f"call N{length} {kind}", side, call, device, length)
+        cases = {
+            "dense": {"sdpa": _sdpa, "ours": _ours(has_bias=False)},
+            "key bias": {"ours": _ours()},
+            "window": {"ours": lambda q, k, v, bias: flash_dmattn_func(q, k, v, key_intervals=window)},
+            "top-w": {"ours": _ours(keep_window_size=_WINDOW)},
+            "global top-w": {"ours": _ours(keep_window_size=_WINDOW, selection="global")},
+        }  # fmt: skip
+        for kind, calls in cases.items():
+            sides = {
+                side: lambda call=call: _numbers(call, device, length)
+                for side, call in calls.items()
+            }
+            dtype = "bfloat16" if device == "cuda" else "float32"
+            yield from measure_sides(f"call N{length} {kind}", dtype, sides, options.side)
+    torch.set_num_threads(threads)
 
 
-def _row(case: str, side: str, call: Callable, device: str, length: int) -> dict:
+def _numbers(call: Callable, device: str, length: int) -> Numbers:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     shapes = [(1, length, h, _HEAD_DIM) for h in (_HEADS_Q, _HEADS_KV, _HEADS_KV)]
     leaves = [torch.randn(s, device=device, dtype=dtype, requires_grad=True) for s in shapes]
@@ -84,19 +73,20 @@ def _row(case: str, side: str, call: Callable, device: str, length: int) -> dict
     def forward_and_backward():
         torch.autograd.grad(call(*leaves), leaves, dout, allow_unused=True)
 
-    graph = _least_us(lambda: call(*leaves), device)
-    return record.row(
-        case, side, str(dtype).removeprefix("torch."), forward=_least_us(without_gradients, device), unit="us",
-        both=_least_us(forward_and_backward, device), parts={"forward with graph": graph}, threads=1, **_ROUNDS.fields(),
-    )  # fmt: skip
+    ms = {
+        "forward": _least_ms(without_gradients, device),
+        "forward with graph": _least_ms(lambda: call(*leaves), device),
+        "both": _least_ms(forward_and_backward, device),
+    }
+    return ms, {"rounds": _ROUNDS.count}
 
 
-def _least_us(call: Callable, device: str) -> float:
+def _least_ms(call: Callable, device: str) -> float:
     def one_round() -> float:
-        wait(device)
+        elapsed_ms(lambda: None, device)  # waits for the device
         begin = time.perf_counter()
         for _ in range(_CALLS):
             call()
-        return 1e6 * (time.perf_counter() - begin) / _CALLS
+        return 1e3 * (time.perf_counter() - begin) / _CALLS
 
     return _ROUNDS.time_one(one_round)

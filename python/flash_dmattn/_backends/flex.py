@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from functools import cache, partial
+from collections.abc import Callable
+from functools import lru_cache, partial
+from types import FunctionType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from .._core.checks import MASK_VALUE
 from .._core.gradients import narrow_gradient
 from .._core.numerics import Numerics
-from ..keys.visibility import Visibility
+from ..keys.visible import Visible
 
 _BLOCK = 128  # queries and keys of a block of the BlockMask
-# Beyond torch's limit of 8 compilations per function, FlexAttention silently runs uncompiled and allocates N x N tensors.
-_RECOMPILATIONS = 256
+_COMPILED_FORMS = 256  # the most forms of calls whose kernels stay compiled
 # Below 128 queries torch 2.10 to 2.13 take their decoding kernel, which raises for lengths that are not a power of 2
 # because it has no tiles for them.
 _OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
@@ -36,15 +38,13 @@ def attention(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
-    visible: Visibility,
+    visible: Visible,
     numerics: Numerics,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes out and the statistics [1, B, Hq, Sq], which are lse, for arguments in normal form.
 
     On the CPU, torch gives no lse, and statistics is None.
     """
-    from torch.nn.attention.flex_attention import AuxRequest
-
     _refuse_arguments(q, k, v, bias, numerics)
     value_dim = v.shape[3]
     heads_q, heads_kv = q.shape[2], k.shape[2]
@@ -61,10 +61,12 @@ def attention(
         bias = bias.expand(-1, -1, max(2, q.shape[1]), 1).contiguous()
     q, k, v = map(_pad_head_dim, (q, k, v))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    form = tuple(map(_layout_of, (q, k, v, bias, visible.mask, _intervals_of(visible))))
     out, aux = compiled_flex(
         q,
         k,
         v,
+        form=(*form, visible.is_causal, *numerics),
         **flex_mask_options(
             q, k, bias, visible, numerics.softcap, [rows.transpose(1, 2) for rows in undefined]
         ),
@@ -87,7 +89,7 @@ def flex_mask_options(
     q: Tensor,
     k: Tensor,
     bias: Tensor | None,
-    visible: Visibility,
+    visible: Visible,
     softcap: float = 0.0,
     undefined: list[Tensor] | None = None,
 ) -> dict[str, object]:
@@ -95,8 +97,6 @@ def flex_mask_options(
 
     undefined: which rows of q and k had inf or NaN, bool [B, H, S], and are now the signs of their inf.
     """
-    from torch.nn.attention.flex_attention import BlockMask
-
     score_mod, mask_mod = _score_and_mask_mods(q, k, bias, visible, softcap, undefined)
     block_mask = BlockMask.from_kv_blocks(
         *_blocks(q, k, bias, visible),
@@ -117,11 +117,17 @@ def _kernel_options(mask: Tensor | None, bias: Tensor | None, head_dim: int) -> 
     return _NARROW_DENSE_OPTIONS if head_dim <= 64 else _DENSE_OPTIONS
 
 
-def compiled_flex(*arguments, **options):
-    with torch._dynamo.config.patch(
-        recompile_limit=_RECOMPILATIONS, fail_on_recompile_limit_hit=True
-    ):
-        return _compiled_flex_attention()(*arguments, **options)
+def compiled_flex(*arguments, form: tuple = (), **options):
+    """Calls FlexAttention, compiled once for each form. form: everything that the kernels are compiled for."""
+    if torch.compiler.is_compiling():
+        return _attend(*arguments, **options)
+    return _compiled_flex_attention(form, torch.is_grad_enabled())(*arguments, **options)
+
+
+def _layout_of(tensor: Tensor | None) -> tuple | None:
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def _refuse_arguments(q, k, v, bias, numerics: Numerics) -> None:
@@ -187,11 +193,20 @@ def _signs_of_infinities(x: Tensor, undefined: Tensor) -> Tensor:
     return torch.where(undefined[..., None], signs, x)
 
 
-@cache
-def _compiled_flex_attention():
-    from torch.nn.attention.flex_attention import flex_attention
+@lru_cache(_COMPILED_FORMS)
+def _compiled_flex_attention(form: tuple, computes_gradients: bool) -> Callable:
+    """Returns a function of its own for each form of a call.
 
-    return torch.compile(flex_attention, dynamic=False)
+    torch compiles the code of a function 8 times at most, and then runs it uncompiled, with N x N tensors. A copy of
+    the code has a count of its own, so that no setting of torch has to change. fullgraph: an error instead of a function
+    that runs uncompiled.
+    """
+    attend = FunctionType(_attend.__code__.replace(), globals())
+    return torch.compile(attend, dynamic=False, fullgraph=True)
+
+
+def _attend(q, k, v, **options):
+    return flex_attention(q, k, v, **options)
 
 
 def _score_and_mask_mods(q, k, bias, visible, softcap, undefined):
@@ -248,8 +263,8 @@ def _score_and_mask_mods(q, k, bias, visible, softcap, undefined):
     return score_mod if modified else None, visible
 
 
-def _intervals_of(visible: Visibility) -> Tensor | None:
-    return None if visible.keys is None else visible.keys.intervals
+def _intervals_of(visible: Visible) -> Tensor | None:
+    return None if visible.intervals is None else visible.intervals.intervals
 
 
 def _blocks(q, k, bias, visible):

@@ -71,15 +71,15 @@ def _select_fake(named):
     return scores.new_empty((*scores.shape, 2), dtype=torch.int32)
 
 
-@_register_fake("rank_keys")
-def _rank_fake(named):
-    scores = named["scores"]
-    dense = [t for t in (named["mask"], named["bias"]) if t is not None]
-    sizes = zip(scores.shape[:2], *(t.shape[:2] for t in dense), strict=True)
-    batch, heads = (0 if 0 in size else max(size) for size in sizes)
-    seqlen_q = max(t.shape[2] for t in dense)
-    rank = scores.new_empty((*scores.shape[:2], 1, scores.shape[2]), dtype=torch.int32)
-    return rank, scores.new_empty((batch, heads, seqlen_q, 1), dtype=torch.int32)
+@_register_fake("score_projection")
+def _score_projection_fake(named):
+    return empty_scores(named["hidden"], named["weight"])
+
+
+def empty_scores(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Makes an empty tensor for the scores [B, H, S] of hidden [B, S, F] and weight [H, F]."""
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    return hidden.new_empty((hidden.shape[0], weight.shape[0], hidden.shape[1]), dtype=dtype)
 
 
 # The six tensors of a KV cache come first: k_cache, v_cache, score_cache, positions, counts, seen.
@@ -105,4 +105,5 @@ def _kv_decode_step_fake(
 ):
     _require_device_of(q, k_cache=k_cache)
     batch, _, heads_q, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((batch, heads_q, 1), dtype=torch.float32)
+    out = q.new_empty((batch, 1, heads_q, v_cache.shape[3]))
+    return out, q.new_empty((batch, heads_q, 1), dtype=torch.float32)

@@ -45,14 +45,14 @@ def check_not_expanded(tensor: Tensor, name: str) -> None:
         raise ValueError(f"{name}: got an expanded tensor, expected memory for every element")
 
 
-def check_chunk(cache: Tensor, key_mask: Tensor | None, **tensors: Tensor) -> int:
+def check_chunk(cache: Tensor, value_dim: int, key_mask: Tensor | None, **tensors: Tensor) -> int:
     """Checks new tokens that have one query each, and returns their number.
 
-    cache: the cache's keys as [B, any number, Hkv, D].
+    cache: the cache's keys as [B, any number, Hkv, D]. value_dim: Dv.
     tensors: query, key, value and scores by the caller's names, in this order.
     """
     (name, query), *tokens = tensors.items()
-    count = check_tokens(cache, **dict(tokens))
+    count = check_tokens(cache, value_dim, **dict(tokens))
     queries = check_query(cache, **{name: query})
     if queries != count:
         raise ValueError(f"{name}: got {queries} queries, expected one for each of {count} tokens")
@@ -61,16 +61,18 @@ def check_chunk(cache: Tensor, key_mask: Tensor | None, **tensors: Tensor) -> in
     return count
 
 
-def check_tokens(cache: Tensor, **tensors: Tensor | None) -> int:
+def check_tokens(cache: Tensor, value_dim: int, **tensors: Tensor | None) -> int:
     """Checks new tokens, and returns their number n.
 
-    tensors: key and value [B, n, Hkv, D], and scores float32 [B, Hkv, n] or None, in this order.
+    cache, value_dim: as in `check_chunk`.
+    tensors: key [B, n, Hkv, D], value [B, n, Hkv, Dv], and scores float32 [B, Hkv, n] or None, in this order.
     """
     (_, key), _, (name, scores) = tensors.items()
     batch, _, heads, head_dim = cache.shape
     count = key.shape[1] if isinstance(key, Tensor) and key.dim() == 4 else 0
-    for name_of_state, state in tuple(tensors.items())[:2]:
-        shape = (batch, count, heads, head_dim)
+    states = zip(tensors.items(), (head_dim, value_dim), strict=False)
+    for (name_of_state, state), columns in states:
+        shape = (batch, count, heads, columns)
         check_like(state, name_of_state, shape, cache.dtype, cache.device, "the cache")
     if scores is not None:
         check_like(scores, name, (batch, heads, count), torch.float32, cache.device)
@@ -108,10 +110,35 @@ def check_slots(places: int, pending: int, slots: int) -> None:
         raise ValueError(f"pending: got {pending}, expected at most {chunk}, the chunk")
 
 
+def check_counts(counts: Tensor, name: str, places: int) -> None:
+    """Raises unless each head has 0 to `places` taken slots.
+
+    Counts on a GPU are not read, because that would wait for it. Its kernels clamp them.
+    """
+    if not counts.is_cpu or torch.compiler.is_compiling():
+        return
+    taken = counts[..., 0]
+    if ((taken < 0) | (taken > places)).any():
+        raise ValueError(
+            f"{name}: got {taken.min()} to {taken.max()} taken slots of a head, expected 0 to {places}"
+        )
+
+
+def check_value_dim(value_dim: int, head_dim: int) -> None:
+    if not 1 <= value_dim <= head_dim:
+        raise ValueError(f"value_dim: got {value_dim}, expected 1 to {head_dim}, the head_dim")
+
+
 def check_slot_kernels(
-    name: str, dtype: torch.dtype, head_dim: int, device: torch.device, *, instead: str
+    name: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    device: torch.device,
+    *,
+    instead: str,
 ) -> None:
-    """Raises unless the CUDA backend supports slots of this dtype and head_dim; other devices pass.
+    """Raises unless the CUDA backend supports slots of this dtype and these sizes; other devices pass.
 
     name: argument whose dtype is checked, for the error. instead: alternative for float32, for the error.
     """
@@ -122,10 +149,11 @@ def check_slot_kernels(
             f"{name}: got {dtype} on {device}, expected bfloat16 or float16: there are no kernels for slots of another "
             f"dtype on a GPU. {instead}"
         )
-    if head_dim % 8:
-        raise ValueError(
-            f"head_dim: got {head_dim} on {device}, expected a multiple of 8 for slots on a GPU"
-        )
+    for part, size in (("head_dim", head_dim), ("value_dim", value_dim)):
+        if size % 8:
+            raise ValueError(
+                f"{part}: got {size} on {device}, expected a multiple of 8 for slots on a GPU"
+            )
 
 
 def check_head_windows(windows: int, device: torch.device) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from . import is_command_line
+
 PACKAGE = __package__.rpartition(".")[0]  # may differ from flash_dmattn
 
 
@@ -33,16 +35,10 @@ def _load_library() -> str:
         f"flash_dmattn: the compiled operators are missing ({', '.join(map(str, candidates))}). "
         "Install the package with `pip install .`, or set FLASH_DMATTN_LIBRARY to a built _C.so."
     )
-    if _is_command_line():
+    if is_command_line():  # the package is imported before its __main__ can catch an error
         print(message, file=sys.stderr)
         raise SystemExit(2)
     raise ImportError(message)
-
-
-def _is_command_line() -> bool:
-    """Whether this is `python -m flash_dmattn`, which imports the package before its __main__ can catch an error."""
-    options = sys.orig_argv[1:]
-    return sys.argv[:1] == ["-m"] and "-m" in options and PACKAGE in options
 
 
 # The namespace of the operators in torch.ops. One process can load two builds that have different namespaces.

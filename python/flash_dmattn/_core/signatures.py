@@ -30,8 +30,7 @@ LAYOUTS = {
     "lse": Layout.STATISTICS,
     **dict.fromkeys(
         (
-            "mask", "bias", "dbias", "key_intervals", "key_rank", "rank_limit", "scores",
-            "key_mask", "dlse", "",
+            "mask", "bias", "dbias", "key_intervals", "scores", "key_mask", "dlse", "",
         ),
         Layout.SHARED,
     ),

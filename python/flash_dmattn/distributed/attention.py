@@ -11,10 +11,10 @@ from torch import Tensor
 
 from .._core.checks import may_read
 from .._dispatch import attention, with_lse
+from ..keys.in_torch import find_sinks
 from ..keys.intervals import KeyIntervals
-from ..keys.rule import SelectionRule, find_sinks
-from ..keys.selection import ScoredRule
-from ..keys.visibility import Visibility
+from ..keys.rule import SelectionRule
+from ..keys.visible import Visible
 from ..scores import with_zero_sum_gradient
 from ._exchange.arguments import AttendOptions, ExchangeArguments, check_causality
 from ._exchange.earlier_keys import PrependEarlierKeys
@@ -70,7 +70,7 @@ def context_parallel_dmattn(
     selection: str = "per_query",
     is_causal: bool = True,
     recent_window: int = 0,
-    recent_competes: bool = True,
+    recent_competes: bool = False,
     sink_tokens: int = 0,
     score_threshold: float | None = None,
     key_mask: Tensor | None = None,
@@ -92,8 +92,8 @@ def context_parallel_dmattn(
         # The whole sequence on one rank
         out = flash_dmattn_func(q, k, v, attn_bias=scores, is_causal=True, keep_window_size=2048)
 
-    If ranks disagree on an argument that has to be the same, all ranks raise an error in the first 100 calls of a
-    group. In later calls they may wait for each other for ever, unless check=True.
+    If ranks disagree on an argument that has to be the same, all ranks raise an error in a group's first call. In later
+    calls they may wait for each other for ever, unless check=True.
 
     query: [B, n, Hq, D]; key, value: [B, n, Hkv, D]: the tokens of this rank. n may differ between ranks (see
         `lengths`) and may be 0.
@@ -152,7 +152,7 @@ def begin_exchange(
     selection: str = "per_query",
     is_causal: bool = True,
     recent_window: int = 0,
-    recent_competes: bool = True,
+    recent_competes: bool = False,
     sink_tokens: int = 0,
     score_threshold: float | None = None,
     key_mask: Tensor | None = None,
@@ -185,15 +185,13 @@ def begin_exchange(
     exchange: how keys reach the ranks that see them.
         "direct": one collective; a rank moves up to (R - 1) keep_window_size rows.
         "two_hops": two collectives; a rank moves fewer than 2 keep_window_size rows (3 in backward).
-        "nodes": three collectives. One of them is between hosts, and moves a part of keep_window_size rows for each
-            later host.
-        "auto": "direct" for two ranks, "nodes" for 2 to 2 g hosts of g > 2 ranks (by torchrun's LOCAL_WORLD_SIZE),
-            otherwise "two_hops".
+        "auto": "direct" for two ranks, otherwise "two_hops".
     nonfinite: as in flash_dmattn_func. It applies to `attend_to_pieces` too.
-    check: whether the ranks compare their arguments. None: in the first 100 calls of a group only; True: in every call;
-        False: in no call. If the arguments differ, all ranks raise an error. In a call that compares, the host waits
-        for the device. In a call that does not, ranks that disagree may wait for each other for ever. Ranks that
-        disagree on `check` may also wait for ever.
+    check: whether the ranks compare a hash of their arguments. None: in the group's first call, and in every call if
+        torch.distributed debugs (TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL); True: in every call; False: in no call. If
+        the arguments differ, all ranks raise an error with their own. In a call that compares, the host waits for the
+        device. In a call that does not, ranks that disagree may wait for each other for ever. Ranks that disagree on
+        `check` may also wait for ever.
     stream: the CUDA stream that runs the exchange, forward and backward, while the current stream continues with other
         work (the projection of queries). `attend_to_pieces` waits for this stream. None: the current stream.
     query, options: what `attend_to_pieces` will get, where options are its arguments by name. The ranks then check and
@@ -228,14 +226,18 @@ def begin_exchange(
         )
         return arguments, attend_options
 
-    def compared_numbers(checked: tuple[ExchangeArguments, AttendOptions | None]) -> dict[str, int]:
+    def compared_arguments(
+        checked: tuple[ExchangeArguments, AttendOptions | None],
+    ) -> dict[str, object]:
         arguments, attend_options = checked
-        numbers = arguments.compared_numbers(scores, attn_bias)
+        compared = arguments.compared_arguments(scores, attn_bias)
         if attend_options is None:
-            return numbers
-        return numbers | attend_options.compared_numbers(query)
+            return compared
+        return compared | attend_options.compared_arguments(query)
 
-    arguments, attend_options = wire.agreed_result(check, check_arguments, compared_numbers)
+    arguments, attend_options = wire.agreed_result(
+        "begin_exchange", check_arguments, compared_arguments, check
+    )
     states = arguments.key, arguments.value, arguments.bias, arguments.scores
     if arguments.boundary.places:
         with _on_stream(stream, *states, arguments.present):
@@ -314,9 +316,10 @@ def attend_to_pieces(
     if exchanged.wire is not None:
         n = exchanged.scores.shape[2] - exchanged.boundary.places
         exchanged.wire.agreed_result(
-            exchanged.check,
+            "attend_to_pieces",
             lambda: options.check(query, exchanged.key, n, exchanged.bias),
-            lambda _: options.compared_numbers(query),
+            lambda _: options.compared_arguments(query),
+            exchanged.check,
         )
     rule = exchanged.boundary.rule
     if exchanged.stream is not None:
@@ -337,20 +340,21 @@ def attend_to_pieces(
     own_row = None
     if rule.is_window() and exchanged.documents is None and not bias_delay:
         # A window needs only the order of the keys, and they are in the order of their positions.
-        visible = Visibility(None, True)
-        scored_rule = ScoredRule(rule, None if exchanged.bias_is_score else exchanged.scores)
+        visible = Visible(None, True)
+        scores = None if exchanged.bias_is_score else exchanged.scores
     else:
         own_row, visible = seen_keys(exchanged)
-        scored_rule = ScoredRule()
+        rule = scores = None
     out, statistics = attention(
         query,
         exchanged.key,
         exchanged.value,
         bias,
         visible,
-        scored_rule,
         numerics,
-        backend,
+        rule=rule,
+        scores=scores,
+        backend=backend,
         bias_delay=bias_delay,
         own_row=own_row,
     )
@@ -364,7 +368,7 @@ def check_exchanged(exchanged: object) -> None:
         )
 
 
-def seen_keys(exchanged: ExchangedKeys) -> tuple[Tensor, Visibility]:
+def seen_keys(exchanged: ExchangedKeys) -> tuple[Tensor, Visible]:
     """Returns the row at each key's position, int64 [B, Hkv, places + n], and the keys that each query sees."""
     boundary = exchanged.boundary
     own_row, selected = select_in_piece(
@@ -376,8 +380,8 @@ def seen_keys(exchanged: ExchangedKeys) -> tuple[Tensor, Visibility]:
         boundary.rule,
     )
     n = exchanged.scores.shape[2] - boundary.places
-    return own_row, Visibility(
-        keys=KeyIntervals(selected, n, boundary.rule.key_bound(is_causal=True))
+    return own_row, Visible(
+        intervals=KeyIntervals(selected, n, boundary.rule.key_bound(is_causal=True))
     )
 
 

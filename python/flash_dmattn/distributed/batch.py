@@ -20,7 +20,7 @@ from .._core.checks import (
 )
 from ..keys.positions import check_offsets
 from ._exchange.arguments import checked_offsets, checked_positions, offsets_of_positions
-from ._exchange.wire import Wire, code_of, wire_of
+from ._exchange.wire import Wire, wire_of
 
 IGNORED = -100  # losses ignore tokens with this label
 
@@ -100,7 +100,7 @@ class ContextParallel:
             a document is not a label of the token before it.
         multiple: the length of a piece is a multiple of this number.
 
-        In the group's first calls, all ranks raise ValueError if their batches differ.
+        In the group's first call, all ranks raise ValueError if their batches differ.
         """
         tensors = {
             "input_ids": input_ids,
@@ -119,15 +119,15 @@ class ContextParallel:
                 mask = None
             return mask, offsets, _offsets_of_batch(input_ids, position_ids, mask, offsets)
 
-        def compared_numbers(checked: tuple[Tensor | None, ...]) -> dict[str, int]:
+        def compared_arguments(checked: tuple[Tensor | None, ...]) -> dict[str, object]:
             _, offsets, _ = checked
             if offsets is not None:  # may be on a GPU; the values below are read from it, too
                 check_offsets(offsets.cpu(), "cu_seqlens", input_ids.shape[1])
             compared = tensors | {"cu_seqlens": offsets}
-            codes = {name: _code_of_values(name, t) for name, t in compared.items()}
-            return codes | {"multiple": multiple, "pad_token_id": pad_token_id}
+            sums = {name: _sum_of_values(name, t) for name, t in compared.items()}
+            return sums | {"multiple": int(multiple), "pad_token_id": int(pad_token_id)}
 
-        checked = self.wire.agreed_result(None, check_arguments, compared_numbers)
+        checked = self.wire.agreed_result("shard", check_arguments, compared_arguments)
         attention_mask, _, offsets = checked
         batch, length = input_ids.shape
         tokens = self.size * multiple
@@ -179,7 +179,7 @@ class ContextParallel:
             if length is not None:
                 check_count(length, "length")
 
-        self.wire.agreed_result(None, check_arguments, lambda _: _codes_of(local))
+        self.wire.agreed_result("gather", check_arguments, lambda _: _form_of(local))
         parts = self.wire.all_gather(local.detach().contiguous())
         whole = parts.transpose(0, 1).flatten(1, 2)
         if length is not None and length > whole.shape[1]:
@@ -212,7 +212,7 @@ class ContextParallel:
                 )
             return counts
 
-        count = self.wire.agreed_result(None, checked_count, lambda _: _codes_of(total))
+        count = self.wire.agreed_result("mean", checked_count, lambda _: _form_of(total))
         return _Mean.apply(total, count, self.wire)
 
     def roll(self, local: Tensor, shifts: int) -> Tensor:
@@ -229,11 +229,11 @@ class ContextParallel:
                     f"shifts: got {shifts}, expected at most the {local.shape[1]} tokens of a piece"
                 )
 
-        def compared_numbers(_) -> dict[str, int]:
+        def compared_arguments(_) -> dict[str, object]:
             learns = torch.is_grad_enabled() and local.requires_grad
-            return _codes_of(local) | {"shifts": shifts, "requires_grad": int(learns)}
+            return _form_of(local) | {"shifts": int(shifts), "requires_grad": learns}
 
-        self.wire.agreed_result(None, check_arguments, compared_numbers)
+        self.wire.agreed_result("roll", check_arguments, compared_arguments)
         return local if shifts == 0 else _Roll.apply(local, shifts, self.wire)
 
 
@@ -272,8 +272,8 @@ def _check_local(local: Tensor) -> None:
         raise ValueError(f"local: got shape {tuple(local.shape)}, expected [B, n, ...]")
 
 
-def _codes_of(tensor: Tensor) -> dict[str, int]:
-    return {"shape": code_of(tuple(tensor.shape)), "dtype": code_of(tensor.dtype)}
+def _form_of(tensor: Tensor) -> dict[str, object]:
+    return {"shape": tuple(tensor.shape), "dtype": tensor.dtype}
 
 
 def _offsets_of_batch(
@@ -291,13 +291,13 @@ def _offsets_of_batch(
     return offsets_of_documents(position_ids, batch, length, read=True)
 
 
-def _code_of_values(name: str, tensor: Tensor | None) -> int:
-    """Encodes a tensor's shape and its values in their order as a number. The host waits for the device."""
+def _sum_of_values(name: str, tensor: Tensor | None) -> tuple | None:
+    """Returns a tensor's shape and a sum that depends on the order of its values. The host waits for the device."""
     if tensor is None:
-        return 0
+        return None
     values = (tensor.bool() if name == "attention_mask" else tensor).flatten().long()
     factors = torch.arange(1, values.numel() + 1, device=values.device)
-    return code_of(tuple(tensor.shape), int((values * factors).sum()))
+    return tuple(tensor.shape), int((values * factors).sum())
 
 
 def offsets_of_documents(

@@ -60,6 +60,7 @@ def boundary_state(exchanged: ExchangedKeys, *, chunk: int = 0) -> KVSlots:
         batch,
         heads,
         head_dim=head_dim,
+        value_dim=value.shape[3],
         chunk=chunk,
         dtype=key.dtype,
         device=key.device,

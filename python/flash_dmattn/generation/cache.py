@@ -18,8 +18,8 @@ from .._core.kv_checks import (
 from .._core.numerics import Numerics
 from .._dispatch import run_backend
 from ..keys.intervals import KeyIntervals
-from ..keys.select_intervals import select_key_intervals
-from ..keys.visibility import Visibility
+from ..keys.select import select_key_intervals
+from ..keys.visible import Visible
 from .slot_memory import SlotMemory
 
 _VICTIM_POSITION = 7  # the index of the victim's position in the last dimension of `counts`
@@ -42,16 +42,19 @@ class KVSlots(SlotMemory):
     chunk: the maximum number of pending tokens. `append` adds pending tokens (part of a prompt, or speculated tokens),
         queries see them, and `commit(n)` moves n of them to the slots and drops the others.
 
+    value_dim: the head dimension Dv of values, 1 to head_dim; by default head_dim. Multi-head latent attention has
+        smaller values than keys.
+
     All methods except `select`, `repeat` and `snapshot` change the tensors in place, wait for no device and can be
     captured in a CUDA graph. Rows of the batch are independent, and may have different numbers of tokens.
 
-    On a CUDA GPU, slots are bfloat16 or float16 and head_dim is a multiple of 8. `step` takes at most 64 query heads
+    On a CUDA GPU, slots are bfloat16 or float16, and head_dim and value_dim are multiples of 8. `step` takes at most 64 query heads
     for each kv head there (32 if head_dim is above 128 and a block has 99 KB of shared memory). At most 128 kv heads
     may have windows of their own there.
 
     Attributes:
         rule: a SelectionRule.
-        k, v: [B, Hkv, places + chunk, D].
+        k: [B, Hkv, places + chunk, D]; v: [B, Hkv, places + chunk, Dv].
         scores: float32 [B, Hkv, places + chunk].
         counts: int32 [B, Hkv, 8]. counts[..., 0] is the number of taken slots. Slots are taken from the first one on.
         positions: int32 [B, Hkv, places + chunk]. In a taken slot it is
@@ -90,10 +93,11 @@ class KVSlots(SlotMemory):
     ) -> None:
         """Replaces the cache's content by the keys of a prompt, over which attention has run under the same rule.
 
-        key, value: [B, S, Hkv, D]; scores: float32 [B, Hkv, S].
+        key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; scores: float32 [B, Hkv, S].
         intervals: the result of select_key_intervals for this rule, these scores and all heads. Its last query has to
             be the last token of every row. By default it is computed.
-        lengths: int32 [B], the number of tokens of each row, if rows are padded on the right to S.
+        lengths: int32 [B], the number of tokens of each row, if rows are padded on the right to S. Numbers outside of
+            0 to S raise an error on a CPU, and are clamped on a GPU, which does not read them first.
         key_mask: bool [B, S], False for padding. If `intervals` are given, it is the mask that they were made with.
         """
         self._check_tokens(key, value, scores)
@@ -108,10 +112,11 @@ class KVSlots(SlotMemory):
                 raise ValueError(f"scores: got shape {tuple(scores.shape)}, expected {expected}")
             last_query = {}
             if lengths is not None:
-                real = torch.arange(length, device=key.device) < lengths[:, None]
+                ends = lengths.clamp(0, length)  # as the kernels clamp them
+                real = torch.arange(length, device=key.device) < ends[:, None]
                 key_mask = real if key_mask is None else key_mask & real
                 if self.rule.recent_window:
-                    last_query["query_position"] = lengths.long() - 1
+                    last_query["query_position"] = ends.long() - 1
             mask = None if key_mask is None else key_mask[:, None]
             intervals = select_key_intervals(
                 scores, **self.rule._asdict(), key_mask=mask, query_length=1, **last_query
@@ -173,6 +178,37 @@ class KVSlots(SlotMemory):
         victim.copy_(positions.gather(-1, index[..., None])[..., 0])
         self.seen.copy_(seen)
 
+    @torch.no_grad()
+    def rescore_last(self, scores: Tensor, key_mask: Tensor | None = None) -> None:
+        """Gives the last key of each head the score that is known when the next token comes.
+
+        scores: float32 [B, Hkv]. key_mask: bool [B], False for rows that stay as they are. Raises ValueError if a key
+            competes sooner than two tokens after itself.
+        """
+        self._refuse_rows()
+        if tuple(scores.shape) != (expected := (self.batch, self.k.shape[1])):
+            raise ValueError(f"scores: got shape {tuple(scores.shape)}, expected {expected}")
+        if self.rule.delay() < 2:
+            raise ValueError(
+                f"recent_window: got {self.rule.recent_window} with recent_competes={self.rule.recent_competes}, expected 2 or more "
+                "with False"
+            )
+        held, scores = self._held_keys(), scores[..., None]
+        slots = torch.arange(held.shape[2], device=held.device)
+        entries, held_scores = (t[..., : held.shape[2]] for t in (self.positions, self.scores))
+        at = torch.where(entries < 0, ~entries, entries).where(held, -1)
+        is_last = held & (at == at.amax(-1, keepdim=True))
+        if key_mask is not None:
+            is_last = is_last & key_mask[:, None, None]
+        competes = ~scores.isnan() & (slots >= self.rule.sink_tokens)
+        if self.rule.score_threshold is not None:
+            competes = competes & (scores.double() >= self.rule.score_threshold)
+        if not all(self.rule.windows()):
+            windows = torch.tensor(self.rule.windows(), device=at.device)
+            competes = competes & (windows[:, None] > 0)
+        entries.copy_(torch.where(is_last, torch.where(competes, at, ~at), entries))
+        held_scores.copy_(torch.where(is_last, scores, held_scores))
+
     def _taken_slots(self) -> Tensor:
         """Returns whether each slot has been taken, bool [B, Hkv, places + chunk]."""
         return torch.arange(self.k.shape[2], device=self.k.device) < self.counts[..., :1]
@@ -216,10 +252,10 @@ class KVSlots(SlotMemory):
         scores_are_bias: bool = True,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Adds one token to every row, drops the keys that it hides, and attends: out [B, 1, Hq, D].
+        """Adds one token to every row, drops the keys that it hides, and attends: out [B, 1, Hq, Dv].
 
-        query: [B, 1, Hq, D]; key, value: [B, 1, Hkv, D]; scores: float32 [B, Hkv, 1]. Without recent_window, the new
-            token may itself have the worst key, which its own query then does not see.
+        query: [B, 1, Hq, D]; key: [B, 1, Hkv, D]; value: [B, 1, Hkv, Dv]; scores: float32 [B, Hkv, 1]. Without
+            recent_window, the new token may itself have the worst key, which its own query then does not see.
         key_mask: bool [B, 1], False for a token that is padding.
         scores_are_bias: whether a key's score is added to its attention score, as in dynamic mask attention.
         scale, softcap, nonfinite: as in flash_dmattn_func.
@@ -268,7 +304,7 @@ class KVSlots(SlotMemory):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Adds n tokens to every row, `chunk` at a time. The tokens attend to the slots and to each other.
 
-        Returns out [B, n, Hq, D], or (out, lse [B, Hq, n]) with return_lse. Arguments are as in `step`, for n tokens.
+        Returns out [B, n, Hq, Dv], or (out, lse [B, Hq, n]) with return_lse. Arguments are as in `step`, for n tokens.
         """
         check_tensor(query, "query")
         return_lse = resolve_flag(return_lse, "return_lse")
@@ -285,7 +321,9 @@ class KVSlots(SlotMemory):
         self._check_tokens(key, value, scores, query)
         Numerics.from_arguments(scale, None, softcap, nonfinite, None)
         by_token = self.k.transpose(1, 2)
-        length = check_chunk(by_token, key_mask, query=query, key=key, value=value, scores=scores)
+        length = check_chunk(
+            by_token, self.value_dim, key_mask, query=query, key=key, value=value, scores=scores
+        )
         room = self.chunk - self.pending
         if room < 1:
             raise ValueError(
@@ -301,7 +339,8 @@ class KVSlots(SlotMemory):
             parts.append(self.attend(query[:, part], return_lse=True, **options))
             self.commit()
         if not parts:
-            out, lse = torch.empty_like(query), self.scores.new_empty(self.batch, query.shape[2], 0)
+            out = query.new_empty(*query.shape[:3], self.value_dim)
+            lse = self.scores.new_empty(self.batch, query.shape[2], 0)
         elif len(parts) == 1:
             out, lse = parts[0]
         else:
@@ -314,7 +353,8 @@ class KVSlots(SlotMemory):
     ) -> None:
         """Adds n pending tokens. Raises ValueError if n is above chunk - pending.
 
-        key, value: [B, n, Hkv, D]; scores: float32 [B, Hkv, n]; key_mask: bool [B, n], False for padding.
+        key: [B, n, Hkv, D]; value: [B, n, Hkv, Dv]; scores: float32 [B, Hkv, n]; key_mask: bool [B, n], False for
+            padding.
         """
         self._refuse_rows()
         self._check_tokens(key, value, scores, key_mask=key_mask)
@@ -363,12 +403,15 @@ class KVSlots(SlotMemory):
         scores_are_bias: bool = True,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Computes attention of the last n pending tokens, query [B, n, Hq, D], to the slots and the pending tokens."""
+        """Computes attention of the last n pending tokens, query [B, n, Hq, D], to the slots and the pending tokens.
+
+        Returns out [B, n, Hq, Dv], or (out, lse [B, Hq, n]) with return_lse.
+        """
         refuse_gradients(query=query)
         queries = check_query(self.k.transpose(1, 2), query=query)
         scores_are_bias = check_flag(scores_are_bias, "scores_are_bias")
         return_lse = resolve_flag(return_lse, "return_lse")
-        visible = Visibility(keys=self.pending_intervals(queries))
+        visible = Visible(intervals=self.pending_intervals(queries))
         end = self.places + self.pending
         bias = self.scores[:, :, None, :end] if scores_are_bias else None
         numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None)
@@ -381,7 +424,8 @@ class KVSlots(SlotMemory):
     def commit(self, kept_tokens: int | Tensor | None = None) -> None:
         """Moves the first `kept_tokens` pending tokens to the slots, one by one as in `step`. Drops the others.
 
-        kept_tokens: a number, or int32 [B] on the cache's device. By default all pending tokens are kept.
+        kept_tokens: a number, or int32 [B] on the cache's device. By default all pending tokens are kept. Numbers of a
+            tensor outside of 0 to `pending` raise an error on a CPU, and are clamped on a GPU.
         """
         pending = self.pending
         if isinstance(kept_tokens, Tensor):

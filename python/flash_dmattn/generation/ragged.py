@@ -28,7 +28,7 @@ from .._core.kv_checks import (
 )
 from .._core.numerics import Numerics
 from ..functional import flash_dmattn_func
-from ..keys.select_intervals import select_key_intervals
+from ..keys.select import select_key_intervals
 from .cache import KVSlots
 
 T = TypeVar("T")
@@ -308,14 +308,14 @@ def extend_ragged(
     scores_are_bias: bool = True,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Adds the tokens of a step to the slots of their sequences, and attends to these slots. Returns out [T, Hq, D].
+    """Adds the tokens of a step to the slots of their sequences, and attends to these slots. Returns out [T, Hq, Dv].
 
     Each sequence has the result that it would have alone, except for rounding. Only rows of the batch change.
 
     Args:
         pool: the states of one layer, without pending tokens.
         batch: the sequences of the step, and their rows.
-        query: [T, Hq, D]; key, value: [T, Hkv, D].
+        query: [T, Hq, D]; key: [T, Hkv, D]; value: [T, Hkv, Dv].
         scores: float32 [Hkv, T]. Heads come first as in KVSlots; flash_dmattn_varlen_func takes [total_k, H].
         scale, softcap, scores_are_bias: as in KVSlots.step.
         return_lse: whether to return (out, lse), with lse [Hq, T].
@@ -343,7 +343,8 @@ def extend_ragged(
         out, lse = pool.over(group.rows).step(*one, scores.T.unsqueeze(2), **options)
         return (out.squeeze(1), lse.squeeze(2).T) if return_lse else out.squeeze(1)
     if not batch._groups:
-        out, lse = torch.zeros_like(query), scores.new_full((query.shape[1], length), -torch.inf)
+        out = query.new_zeros((*query.shape[:2], pool.value_dim))
+        lse = scores.new_full((query.shape[1], length), -torch.inf)
         return (out, lse) if return_lse else out
     groups = batch._groups
     # The remaining checks run before the first write. On a CPU, a copy of rows checks the counts of the whole pool; on
@@ -395,8 +396,8 @@ def _check_step(
         state = "a view of some rows" if pool.rows is not None else f"{pool.pending} pending tokens"
         raise ValueError(f"pool: got {state}, expected a cache of its own without pending tokens")
     batch._check_rows(pool)
-    if not _states_fit(pool.k, query, key, value, scores):
-        _check_states(pool.k, query, key, value, scores)
+    if not _states_fit(pool, query, key, value, scores):
+        _check_states(pool, query, key, value, scores)
     length = query.shape[0]
     if length < batch._length:
         raise ValueError(f"query: got {length} tokens, expected {batch._length} or more")
@@ -404,19 +405,21 @@ def _check_step(
     return length
 
 
-def _states_fit(slots: Tensor, query: object, key: object, value: object, scores: object) -> bool:
-    """Returns True if the tensors of a step are known to fit a pool with slots [rows, Hkv, places, D].
+def _states_fit(pool: KVSlots, query: object, key: object, value: object, scores: object) -> bool:
+    """Returns True if the tensors of a step are known to fit a pool.
 
     This quick test saves 4 µs of a step. It returns False for tensors that fit only by a slower test.
     """
     if not are_alike(query, key, value) or type(scores) is not Tensor or len(query.shape) != 3:
         return False
+    slots = pool.k
     _, heads, _, head_dim = slots.shape
     length, heads_q, query_dim = query.shape
     return (
         query.dtype is slots.dtype
         and query.device == slots.device == scores.device
-        and key.shape == value.shape == (length, heads, head_dim)
+        and key.shape == (length, heads, head_dim)
+        and value.shape == (length, heads, pool.value_dim)
         and query_dim == head_dim
         and heads > 0
         and heads_q % heads == 0
@@ -426,23 +429,23 @@ def _states_fit(slots: Tensor, query: object, key: object, value: object, scores
     )
 
 
-def _check_states(slots: Tensor, query: object, key: object, value: object, scores: object) -> None:
+def _check_states(pool: KVSlots, query: object, key: object, value: object, scores: object) -> None:
     check_tensor(query, "query")
-    _, heads, _, head_dim = slots.shape
+    _, heads, _, head_dim = pool.k.shape
     shape = query.shape
     if len(shape) != 3 or shape[2] != head_dim or (shape[1] % heads if heads else shape[1]):
         raise ValueError(
             f"query: got shape {tuple(shape)}, expected [T, Hq, {head_dim}] with Hq a multiple of {heads}"
         )
-    dtype, device, length = slots.dtype, slots.device, shape[0]
+    dtype, device, length = pool.k.dtype, pool.k.device, shape[0]
     check_dtype_and_device(query, "query", dtype, device, "pool")
-    for name, state in (("key", key), ("value", value)):
+    for name, state, columns in (("key", key, head_dim), ("value", value, pool.value_dim)):
         check_tensor(state, name)
         if state.dim() == 3 and state.shape[0] != length:
             raise ValueError(
                 f"{name}: got {state.shape[0]} tokens, expected {length}, those of query"
             )
-        check_like(state, name, (length, heads, head_dim), dtype, device, "pool")
+        check_like(state, name, (length, heads, columns), dtype, device, "pool")
     check_like(scores, "scores", (heads, length), torch.float32, device)
 
 
@@ -470,16 +473,17 @@ def _begin_texts(
     scores: Tensor,
     options: dict,
 ) -> tuple[Tensor, Tensor]:
-    """Computes attention over prompts, [n, length, Hq, D], and then fills the rows with their keys.
+    """Computes attention over prompts, [n, length, Hq, Dv], and then fills the rows with their keys.
 
     Padding comes after the tokens of each prompt, so that no query of a prompt sees padding.
     """
     rule = pool.rule
-    keys = None
-    if not rule.has_room_for(query.shape[1]):
-        keys = select_key_intervals(scores, **rule._asdict())
     options = dict(options)
     bias = scores[:, :, None] if options.pop("scores_are_bias") else None
+    keys = None
+    # A rule with room for all keys still hides those whose score is NaN. A bias of NaN masks its key.
+    if bias is None or not rule.has_room_for(query.shape[1]):
+        keys = select_key_intervals(scores, **rule._asdict())
     result = flash_dmattn_func(
         query, key, value, None, bias, is_causal=True, key_intervals=keys, backend=pool.backend or None, **options
     )  # fmt: skip

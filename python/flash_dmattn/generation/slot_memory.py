@@ -14,11 +14,13 @@ from .._core import ops
 from .._core.checks import check_count, check_head_dim, check_tensor, resolve_backend
 from .._core.kv_checks import (
     as_row_indices,
+    check_counts,
     check_head_windows,
     check_not_expanded,
     check_rows_differ,
     check_slot_kernels,
     check_slots,
+    check_value_dim,
     rows_on_host,
 )
 from .._dispatch import IN_PYTHON
@@ -51,9 +53,10 @@ class SlotMemory:
         keep_window_size: int | Sequence[int],
         head_dim: int,
         *,
+        value_dim: int | None = None,
         selection: str = "per_query",
         recent_window: int = 0,
-        recent_competes: bool = True,
+        recent_competes: bool = False,
         sink_tokens: int = 0,
         score_threshold: float | None = None,
         chunk: int = 0,
@@ -65,6 +68,7 @@ class SlotMemory:
             ("batch", batch),
             ("heads_kv", heads_kv),
             ("head_dim", head_dim),
+            ("value_dim", head_dim if value_dim is None else value_dim),
             ("chunk", chunk),
         ):
             check_count(value, name)
@@ -72,16 +76,27 @@ class SlotMemory:
             heads_kv, keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
         )  # fmt: skip
         check_head_dim(head_dim, "head_dim: got")
+        value_dim = head_dim if value_dim is None else value_dim
+        check_value_dim(value_dim, head_dim)
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(f"dtype: got {dtype}, expected float32, bfloat16 or float16")
         self.backend = _resolve_slot_backend(backend)
         self.pending, self.is_empty = 0, True
         shape = (batch, heads_kv, self.places + chunk)
         # Slots are zeros, because a kernel may load a slot without a key.
-        self.k = torch.zeros((*shape, head_dim), dtype=dtype, device=device)
-        check_slot_kernels("dtype", dtype, head_dim, self.k.device, instead=_FLOAT32_ON_A_GPU)
+        try:
+            self.k = torch.zeros((*shape, head_dim), dtype=dtype, device=device)
+        except RuntimeError as error:
+            if "allocate" not in str(error):
+                raise
+            raise type(error)(
+                f"keep_window_size: got a rule of {self.places} keys for each head, for which there is no memory: {error}"
+            ) from None
+        check_slot_kernels(
+            "dtype", dtype, head_dim, value_dim, self.k.device, instead=_FLOAT32_ON_A_GPU
+        )
         check_head_windows(len(self.rule.windows()), self.k.device)
-        self.v = torch.zeros_like(self.k)
+        self.v = torch.zeros((*shape, value_dim), dtype=dtype, device=device)
         self.scores = torch.zeros(shape, dtype=torch.float32, device=device)
         self.positions = torch.zeros(shape, dtype=torch.int32, device=device)
         self.counts = torch.zeros((*shape[:2], _COUNTERS), dtype=torch.int32, device=device)
@@ -100,7 +115,7 @@ class SlotMemory:
         *,
         selection: str = "per_query",
         recent_window: int = 0,
-        recent_competes: bool = True,
+        recent_competes: bool = False,
         sink_tokens: int = 0,
         score_threshold: float | None = None,
         pending: int = 0,
@@ -117,13 +132,19 @@ class SlotMemory:
             check_tensor(tensor, name)
             check_not_expanded(tensor, name)
             setattr(cache, name, tensor)
-        if k.dim() != 4:
-            raise ValueError(f"k: got shape {tuple(k.shape)}, expected [B, Hkv, places + chunk, D]")
+        for name, tensor in (("k", k), ("v", v)):
+            if tensor.dim() != 4:
+                raise ValueError(
+                    f"{name}: got shape {tuple(tensor.shape)}, expected [B, Hkv, places + chunk, D]"
+                )
+        check_value_dim(v.shape[3], k.shape[3])
         cache._set_rule(
             k.shape[1], keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
         )  # fmt: skip
         check_slots(cache.places, pending, k.shape[2])
-        check_slot_kernels("k", k.dtype, k.shape[3], k.device, instead=_FLOAT32_ON_A_GPU)
+        check_slot_kernels(
+            "k", k.dtype, k.shape[3], v.shape[3], k.device, instead=_FLOAT32_ON_A_GPU
+        )
         check_head_windows(len(cache.rule.windows()), k.device)
         cache.backend = _resolve_slot_backend(backend)
         cache.pending, cache.is_empty = pending, False
@@ -151,6 +172,10 @@ class SlotMemory:
     @property
     def chunk(self) -> int:
         return self.k.shape[2] - self.places
+
+    @property
+    def value_dim(self) -> int:
+        return self.v.shape[3]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -188,8 +213,8 @@ class SlotMemory:
         """Returns a view of some rows in any order, for an engine that keeps one row for each of its sequences.
 
         rows: int32 [B], no row twice, on the device of the cache. A negative number means no row: nothing is read or
-            written, and the result of `step` is 0. The rows are read at each call, also by a CUDA graph. A CPU raises
-            then if a row occurs twice.
+            written, and the result of `step` is 0. The rows are read at each call, also by a CUDA graph, and may have a
+            stride (a column of a block table). A CPU raises then if a row occurs twice.
 
         `step`, `fill`, `snapshot` and `restore` of the view use these rows. `step`, `fill` and `restore` raise while
         tokens are pending.
@@ -205,7 +230,7 @@ class SlotMemory:
             raise ValueError(f"rows: got rows of a cache with {state}, expected a cache without")
         self.is_empty = False  # from now on any row may be filled
         view = copy.copy(self)
-        view.rows, view._pool = rows.contiguous(), self
+        view.rows, view._pool = rows, self
         return view
 
     def clear(self) -> None:
@@ -273,8 +298,11 @@ class SlotMemory:
         if snapshot.rows is not None or snapshot.k is self.k:
             snapshot = snapshot.snapshot()  # a row may be written before it is read
         _check_rule("snapshot", snapshot.rule._asdict(), self.rule)
-        for name, dim in (("heads_kv", 1), ("head_dim", 3)):
-            got, expected = snapshot.k.shape[dim], self.k.shape[dim]
+        for name, got, expected in (
+            ("heads_kv", snapshot.k.shape[1], self.k.shape[1]),
+            ("head_dim", snapshot.k.shape[3], self.k.shape[3]),
+            ("value_dim", snapshot.value_dim, self.value_dim),
+        ):
             if got != expected:
                 raise ValueError(f"snapshot: got {name} {got}, expected {expected}")
         if snapshot.k.dtype != self.k.dtype:
@@ -321,6 +349,7 @@ class SlotMemory:
                     f"state: got {name} of shape {tuple(state[name].shape)}, expected {tuple(array.shape)}"
                 )
         check_slots(self.places, state["pending"], self.k.shape[2])
+        check_counts(state["counts"], "state['counts']", self.places)
         for name in _ARRAYS:
             getattr(self, name).copy_(state[name])
         self.pending, self.is_empty = state["pending"], state.get("is_empty", False)
@@ -331,12 +360,18 @@ class SlotMemory:
         cache = copy.copy(self)
         # One allocation for each dtype: an engine makes such caches in every layer of a step, and torch.save refuses
         # views of one memory in several dtypes.
-        cache.k, cache.v = self.k.new_zeros((2, *slots, self.k.shape[3]))
+        cache.k, cache.v = _make_parts(self.k, *((*slots, t.shape[3]) for t in (self.k, self.v)))
         cache.scores = self.scores.new_zeros(slots)
-        shapes = (batch, heads, _COUNTERS), slots, (batch,)
-        parts = self.seen.new_zeros(sum(map(prod, shapes))).split([*map(prod, shapes)])
-        cache.counts, cache.positions, cache.seen = map(Tensor.view, parts, shapes)
+        cache.counts, cache.positions, cache.seen = _make_parts(
+            self.seen, (batch, heads, _COUNTERS), slots, (batch,)
+        )
         return cache
+
+
+def _make_parts(like: Tensor, *shapes: tuple[int, ...]) -> Sequence[Tensor]:
+    """Makes tensors of zeros of these shapes in one allocation."""
+    parts = like.new_zeros(sum(map(prod, shapes))).split([*map(prod, shapes)])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _check_rule(name: str, got: Mapping, rule: SelectionRule) -> None:

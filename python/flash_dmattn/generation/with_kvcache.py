@@ -18,6 +18,7 @@ from .._core.checks import (
     resolve_backend,
     resolve_flag,
 )
+from .._core.foreign_arguments import refuses_foreign_arguments
 from .._core.kv_checks import (
     check_chunk,
     check_lengths,
@@ -25,19 +26,21 @@ from .._core.kv_checks import (
     check_not_expanded,
     check_query,
     check_tokens,
+    check_value_dim,
     refuse_gradients,
 )
 from .._core.numerics import Numerics
 from .._dispatch import IN_PYTHON, run_backend, with_lse
 from ..keys.intervals import KeyIntervals
 from ..keys.rule import SelectionRule
-from ..keys.select_intervals import select_key_intervals
-from ..keys.visibility import Visibility
+from ..keys.select import select_key_intervals
+from ..keys.visible import Visible
 from .cache import KVSlots
 
 __all__ = ["KVSlots", "flash_dmattn_with_kvcache"]
 
 
+@refuses_foreign_arguments
 def flash_dmattn_with_kvcache(
     query: Tensor,
     k_cache: Tensor,
@@ -54,7 +57,7 @@ def flash_dmattn_with_kvcache(
     cache_leftpad: Tensor | None = None,
     keep_window_size: int | Sequence[int] | None = None,
     recent_window: int = 0,
-    recent_competes: bool = True,
+    recent_competes: bool = False,
     sink_tokens: int = 0,
     score_threshold: float | None = None,
     scale: float | None = None,
@@ -71,10 +74,10 @@ def flash_dmattn_with_kvcache(
 
     **All keys** (slot_positions not given): token t is in place t.
     query: [B, n, Hq, D].
-    k_cache, v_cache: [B, S, Hkv, D].
+    k_cache: [B, S, Hkv, D]; v_cache: [B, S, Hkv, Dv] with Dv from 1 to D.
     score_cache: float32 [B, Hkv, S], one score per key. None: there is neither a bias nor a choice of keys.
-    key, value, scores: the m new tokens: key and value [B, m, Hkv, D], scores float32 [B, Hkv, m]. They are written to
-        the places from cache_seqlens on. None: the cache holds the new tokens already.
+    key, value, scores: the m new tokens: key [B, m, Hkv, D], value [B, m, Hkv, Dv], scores float32 [B, Hkv, m]. They
+        are written to the places from cache_seqlens on. None: the cache holds the new tokens already.
     cache_seqlens: int32 [B], the number of tokens of each row before the call. The call does not change it.
     cache_leftpad: int32 [B], the place where the tokens of each row begin.
     keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold: the rule that says which keys a
@@ -83,7 +86,7 @@ def flash_dmattn_with_kvcache(
     **Slots** (slot_positions and slot_counts given): the tensors are those of a KVSlots cache under this rule, and
     keep_window_size gives its largest window. The cache has KVSlots.places slots for keys, and room for S - places
     pending tokens. On a GPU its slots are bfloat16 or float16.
-    k_cache, v_cache: [B, S, Hkv, D], for example KVSlots.k.transpose(1, 2).
+    k_cache, v_cache: as above, for example KVSlots.k.transpose(1, 2).
     score_cache: float32 [B, Hkv, S].
     slot_positions: int32 [B, Hkv, S].
     slot_counts: int32 [B, Hkv, 8], zeros for an empty cache.
@@ -95,7 +98,7 @@ def flash_dmattn_with_kvcache(
     scale, softcap, nonfinite, backend: as in flash_dmattn_func.
     scores_are_bias: whether the score of a key is added to its attention score, as in dynamic mask attention.
 
-    Returns out [B, n, Hq, D], or (out, lse [B, Hq, n]) with return_lse. The results have no gradient.
+    Returns out [B, n, Hq, Dv], or (out, lse [B, Hq, n]) with return_lse. The results have no gradient.
     """
     caches = {"k_cache": k_cache, "v_cache": v_cache, "score_cache": score_cache}
     for name, tensor in {"query": query, **caches, "cache_seqlens": cache_seqlens}.items():
@@ -177,9 +180,9 @@ def _attend_to_all_keys(
     length = _common_length(lengths, query.shape[1], k_cache.shape[1]) if everything else None
     if length is None:
         keys = _cache_intervals(score_cache, lengths, cache_leftpad, rule, query, k_cache)
-        visible = Visibility(keys=keys)
+        visible = Visible(intervals=keys)
     else:
-        visible = Visibility(is_causal=query.shape[1] > 1)
+        visible = Visible(is_causal=query.shape[1] > 1)
         k_cache, v_cache = k_cache[:, :length], v_cache[:, :length]
     bias = None
     if scores_are_bias and score_cache is not None:
@@ -208,7 +211,9 @@ def _attend_to_slots(
     """Adds new tokens to the slots, and returns (out, lse). k_cache: the slots' keys in the caller's layout."""
     if key.dim() == 4 and key.shape[1] == 1:  # the operator of `step` checks all arguments
         return slots.step(query, key, value, scores, key_mask=key_mask, return_lse=True, **options)
-    check_chunk(k_cache, key_mask, query=query, key=key, value=value, scores=scores)
+    check_chunk(
+        k_cache, slots.value_dim, key_mask, query=query, key=key, value=value, scores=scores
+    )
     finite.check_new_tokens(query, key, value)
     slots.append(key, value, scores, key_mask=key_mask)
     out, lse = slots.attend(query, return_lse=True, **options)
@@ -254,13 +259,15 @@ def _check_all_keys(
             f"k_cache: got {k_cache.dtype}, expected float32, bfloat16, float16 or float64"
         )
     check_head_dim(head_dim, "k_cache: got head dimension")
-    check_like(v_cache, "v_cache", tuple(k_cache.shape), k_cache.dtype, device)
+    value_dim = v_cache.shape[3] if v_cache.dim() == 4 else head_dim
+    check_like(v_cache, "v_cache", (batch, size, heads, value_dim), k_cache.dtype, device)
+    check_value_dim(value_dim, head_dim)
     if score_cache is not None:
         check_like(score_cache, "score_cache", (batch, heads, size), torch.float32, device)
     check_query(k_cache, query=query)
     new = 0
     if key is not None:
-        new = check_tokens(k_cache, key=key, value=value, scores=scores)
+        new = check_tokens(k_cache, value_dim, key=key, value=value, scores=scores)
         for name, cache in caches.items():
             if cache is not None:
                 check_not_expanded(cache, name)

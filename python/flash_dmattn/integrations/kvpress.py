@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ._shared.attention_interface.layout import swap_heads_and_tokens
+from ._shared.attention_interface.states import swap_heads_and_tokens
 from .transformers.learned_scores.add import add_learned_scores, scored_layers
 
 # Classes of kvpress whose `score` needs no attention weights, no queries of the text, and no number of keys to keep.
@@ -40,7 +40,8 @@ def add_press(
     Args:
         model: as in `add_learned_scores`.
         press: a `ScorerPress` whose scores need no queries, one of your own, or a `DMSPress` of such a press. Its
-            compression_ratio is not used, since the number of keys is fixed.
+            compression_ratio is not used, since the number of keys is fixed. Of a `StreamingLLMPress` only n_sink is
+            used: these keys are sinks, and count in keep_window_size.
         keep_window_size: how many keys are kept by their scores. With a DMSPress, it limits how many keys the threshold
             may keep. None sets no limit, and then no `DynamicMaskCache` is possible.
         recent_window: how many recent keys are kept whatever their scores. The default is the query's own key, or, for
@@ -75,6 +76,13 @@ def add_press(
             kept = press.sliding_window_size
         press = press.press
     _check_press(press)
+    if _is_kvpress(press, "StreamingLLMPress"):  # its scores depend on the length of the prompt
+        sinks, press = press.n_sink, _MostRecent()
+        if keep_window_size is None or keep_window_size <= sinks:
+            raise ValueError(
+                f"keep_window_size: got {keep_window_size} with a StreamingLLMPress of {sinks} sinks, expected more than {sinks}"
+            )
+        sink_tokens, keep_window_size = max(sink_tokens, sinks), keep_window_size - sinks
     if hasattr(press, "post_init_from_model"):
         press.post_init_from_model(model)
     rotary = next((m.rotary_emb for m in model.modules() if hasattr(m, "rotary_emb")), None)
@@ -130,6 +138,19 @@ class _PressScorer:
         scores = scores.transpose(1, 2).clone()
         scores[:, max(0, key.shape[1] - self.kept) :] = float("inf")
         return scores
+
+
+class _MostRecent:
+    """Gives all keys one score, so that the most recent ones are kept."""
+
+    def score(self, module, hidden_states, keys: Tensor, *args) -> Tensor:
+        return torch.zeros_like(keys[..., 0])
+
+
+def _is_kvpress(press: object, name: str) -> bool:
+    """Whether a press has a class of kvpress of this name, or a subclass that inherits its `score`."""
+    owner = next(base for base in type(press).__mro__ if "score" in vars(base))
+    return owner.__name__ == name and owner.__module__.startswith("kvpress.")
 
 
 def _check_press(press: object) -> None:

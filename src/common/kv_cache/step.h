@@ -16,6 +16,7 @@ struct HeadRule {
   std::int32_t recent;
   bool delayed;  // keys compete when they are no longer recent, else when they are written
   float threshold;
+  std::int32_t places;
 
   // Whether a key that is no sink competes. NaN does not.
   constexpr bool admits(float score) const { return window > 0 && score >= threshold; }
@@ -30,7 +31,14 @@ inline HeadRule rule_of_head(const KvCacheShape& shape, std::int64_t head) {
           .sinks = static_cast<std::int32_t>(rule.sink_tokens),
           .recent = static_cast<std::int32_t>(rule.recent_window),
           .delayed = delay_of(rule) > 0,
-          .threshold = least_score(rule.score_threshold)};
+          .threshold = least_score(rule.score_threshold),
+          .places = static_cast<std::int32_t>(shape.places())};
+}
+
+// The number of slots that have been taken. A GPU's counts are not checked before a call, and in memory that was never
+// cleared, or has the state of another rule, they can have any value.
+constexpr std::int32_t taken_slots(const HeadRule& rule, const SlotCount& slots) {
+  return slots.count < 0 ? 0 : slots.count < rule.places ? slots.count : rule.places;
 }
 
 // The slots that a token changes: its own, and perhaps one other.
@@ -47,9 +55,10 @@ struct StepChange {
 // chosen ones, and wins if scores are equal.
 constexpr StepChange change_of_step(const HeadRule& rule, const SlotCount& before,
                                     std::int32_t position, float score, bool is_present) {
-  const bool is_sink = is_present && before.count < rule.sinks;
+  const std::int32_t taken = taken_slots(rule, before);
+  const bool is_sink = is_present && taken < rule.sinks;
   const bool is_admitted = is_present && !is_sink && rule.admits(score);
-  const bool has_leaving = rule.recent > 0 && 0 <= before.leaving && before.leaving < before.count;
+  const bool has_leaving = rule.recent > 0 && 0 <= before.leaving && before.leaving < taken;
   const bool leaving_competes = has_leaving && before.leaving_score == before.leaving_score;
 
   const bool competes = rule.delayed ? leaving_competes : is_admitted;
@@ -65,6 +74,7 @@ constexpr StepChange change_of_step(const HeadRule& rule, const SlotCount& befor
   StepChange change;
   if (is_stored) {
     change.target = leaves ? before.leaving : victim_leaves ? before.victim : before.free;
+    if (change.target >= rule.places) change.target = -1;
     change.entry = (rule.delayed ? is_admitted : is_chosen) ? position : ~position;
   }
   if (leaves && change.target != before.leaving) {
@@ -74,7 +84,7 @@ constexpr StepChange change_of_step(const HeadRule& rule, const SlotCount& befor
     change.other = before.victim;
     if (!victim_leaves) change.other_entry = ~before.victim_position;
   }
-  change.count = change.target < before.count ? before.count : change.target + 1;
+  change.count = change.target < taken ? taken : change.target + 1;
   change.competed = before.competed + (competes ? 1 : 0);
   return change;
 }

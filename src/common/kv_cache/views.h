@@ -8,7 +8,7 @@ namespace flash_dmattn {
 
 // The row of the arrays for row b of a call; negative: none.
 inline std::int64_t row_of(const KvCache& cache, std::int64_t b) {
-  return cache.rows.index == nullptr ? b : cache.rows.index[b];
+  return cache.rows.index == nullptr ? b : cache.rows.index[b * cache.rows.index_stride];
 }
 
 inline std::int32_t& seen_of(const KvCache& cache, std::int64_t row) {

@@ -12,8 +12,8 @@
 namespace flash_dmattn::cuda {
 
 // A mask with a query dimension, which PackMaskKernel (stages/packed_mask.cuh) packs to a bit for each element, with a
-// state for each tile of 64 x 64 elements. With ranks, only elements that the ranks select have their bit set. Matrices
-// are [B|1, H|1]; their strides count matrices, and the head's stride is split as in Broadcast.
+// state for each tile of 64 x 64 elements. Matrices are [B|1, H|1]; their strides count matrices, and the head's stride
+// is split as in Broadcast.
 struct PackedMask {
   static constexpr int side = 64;
   static constexpr int shared_row_tiles = 3;  // most row tiles of a kernel's work tile
@@ -72,14 +72,12 @@ struct ScoreParams {
   float final_log2_scale = 0;  // multiplies a finished score: factor without a bias
   float mask_value = 0;        // biases at or below it mask
   Broadcast mask;
-  Broadcast key_rank;      // int32; with ranks the mask counts as dense
-  Broadcast rank_limit;    // int32
-  PackedMask packed_mask;  // the dense mask and the ranks, if there are no tile lists
+  PackedMask packed_mask;  // the dense mask, if there are no tile lists
   Broadcast bias;
   KeyIntervals intervals;
   bool causal = false;
   int bias_delay = 0;  // Problem::bias_delay, at most seqlen_k
-  // These are for the fp64 fallback, which computes in natural units.
+  // These are for rows that are recomputed, in natural units.
   float scale = 0;
   float softcap = 0;
 };
@@ -127,12 +125,11 @@ struct ForwardParams {
 // Conditions that the preprocess finds in some row, or that a main loop finds. Each enables a slow path.
 enum BackwardFlag : std::uint32_t {
   dout_not_finite = 1,
-  lse_has_low = 2,     // lse_log2_low is significant
-  lse_is_extreme = 4,  // scores may have overflowed
-  dq_not_finite = 8,   // before it was converted (stages/dq_fixup.cuh)
-  q_not_finite = 16,   // without `saturate`
+  lse_is_large = 2,   // one float does not hold some row's lse to the precision of P
+  dq_not_finite = 4,  // before it was converted (stages/dq_fixup.cuh)
+  q_not_finite = 8,   // without `saturate`
   row_not_finite =
-      32,  // without `saturate`: P or dS of a row that sees a key (stages/nonfinite_rows.cuh)
+      16,  // without `saturate`: P or dS of a row that sees a key (stages/nonfinite_rows.cuh)
 };
 
 // The parameters of every kernel of a backward; a main loop's parameters derive from them.
@@ -151,8 +148,9 @@ struct BackwardParams {
   bool saturate = true;
 
   // Workspace.
-  float* lse_log2 = nullptr;       // [B, Hq, Sq] lse log2 e, +inf for a row without visible keys
-  float* lse_log2_low = nullptr;   // [B, Hq, Sq] rounding error of lse_log2
+  // [B, Hq, Sq] lse log2 e, +inf for a row without P, and what rounding it to a float leaves; null if not wanted
+  float* lse_log2 = nullptr;
+  float* lse_log2_low = nullptr;
   float* delta = nullptr;          // [B, Hq, Sq] dout . out - dlse
   std::uint32_t* flags = nullptr;  // [1] BackwardFlag
 };

@@ -90,11 +90,6 @@ inline ScoreParams score_of(const Problem& p, const Inputs& in) {
   score.mask_value = static_cast<float>(mask_value(p.bias_dtype));
   score.mask = broadcast_of(p, p.mask_shape, in.mask.data, in.mask.stride, 1);
   score.bias = broadcast_of(p, p.bias_shape, in.bias.data, in.bias.stride, size_of(p.bias_dtype));
-  score.key_rank = broadcast_of(p, p.rank_shape, in.visibility.ranks.key_rank.data,
-                                in.visibility.ranks.key_rank.stride, 4);
-  score.rank_limit = broadcast_of(p, p.limit_shape, in.visibility.ranks.rank_limit.data,
-                                  in.visibility.ranks.rank_limit.stride, 4);
-  if (has(p.limit_shape)) score.mask.dense = true;
   score.final_log2_scale = score.bias.data == nullptr ? score.factor : score.bias.dense ? log2e : 1;
   score.intervals = in.visibility.intervals;
   score.causal = p.causal;
@@ -118,18 +113,5 @@ inline std::string decline_shape(const Problem& p, std::int64_t min_tile_rows) {
 
 // Whether a mask or a bias is dense, that is, has a query dimension.
 inline bool is_dense(const BroadcastShape& shape) { return has(shape) && shape[2] > 1; }
-
-inline bool has_dense_mask(const Problem& p) {
-  return is_dense(p.mask_shape) || has(p.limit_shape);
-}
-
-// The batch and heads of the packed mask, which covers the mask and the ranks.
-inline std::array<std::int64_t, 2> packed_shape(const Problem& p) {
-  std::array<std::int64_t, 2> shape{p.mask_shape[0], p.mask_shape[1]};
-  for (const BroadcastShape& other : {p.rank_shape, p.limit_shape}) {
-    for (std::size_t i = 0; i < 2; ++i) shape[i] = std::max(shape[i], other[i]);
-  }
-  return shape;
-}
 
 }  // namespace flash_dmattn::cuda

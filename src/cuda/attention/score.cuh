@@ -8,7 +8,7 @@
 namespace flash_dmattn::cuda {
 
 // Loads element `index` of a bias, but not through the read-only cache: a decode step writes the score of its token,
-// and a row that is recomputed in double reads it.
+// and a row that is recomputed reads it.
 template <class T>
 __device__ inline float load_bias(const Broadcast& bias, std::int64_t index) {
   if (bias.f32) return reinterpret_cast<const float*>(bias.data)[index];

@@ -6,12 +6,13 @@
 #include "cuda/primitives/math.cuh"
 #include "cuda/primitives/warp.cuh"
 
-// Finds, while the slots of a KV cache are read, what its next step has to know of them.
+// Collects victim, free slot and leaving key for the next step of a KV cache while its slots are read.
 namespace flash_dmattn::cuda {
 
 // The rows of a cache in its arrays (CacheRows).
 struct RowIndex {
   const std::int32_t* index = nullptr;  // null: row b is row b
+  std::int64_t index_stride = 1;
   std::int64_t count = 0;
   std::int64_t slot_stride = 0;
   std::int64_t count_stride = 0;
@@ -20,6 +21,7 @@ struct RowIndex {
   RowIndex() = default;
   explicit RowIndex(const CacheRows& rows)
       : index(rows.index),
+        index_stride(rows.index_stride),
         count(rows.count),
         slot_stride(rows.slot_stride),
         count_stride(rows.count_stride),
@@ -28,7 +30,7 @@ struct RowIndex {
   // The row of the arrays for row b of the call, or -1.
   __device__ int operator()(int b) const {
     if (index == nullptr) return b;
-    const std::int32_t row = __ldg(index + b);
+    const std::int32_t row = __ldg(index + b * index_stride);
     return 0 <= row && row < count ? row : -1;
   }
 };
@@ -56,7 +58,7 @@ struct CacheRule {
   }
 };
 
-// The victim, the first slot without a key, and the key that is recent for the last time, among some slots of a head.
+// The victim, the first slot without a key, and the leaving key (the oldest recent one), among some slots of a head.
 struct SlotScan {
   float victim_score;
   std::int32_t victim_position;
@@ -66,13 +68,12 @@ struct SlotScan {
   float leaving_score;
 
   // The positions that matter after `tokens` tokens of the row.
-  struct Sought {
+  struct ScanPositions {
     std::int32_t sinks;
-    std::int32_t end;  // keys compete at the positions before it
-    std::int32_t
-        leaving;  // the position of the key that is recent for the last time, negative if there is none
+    std::int32_t end;      // keys compete at the positions before it
+    std::int32_t leaving;  // the position of the oldest recent key, negative if there is none
 
-    __device__ Sought(const HeadRule& rule, std::int32_t tokens)
+    __device__ ScanPositions(const HeadRule& rule, std::int32_t tokens)
         : sinks(rule.sinks),
           end(tokens - rule.delay()),
           leaving(rule.recent > 0 ? tokens - rule.recent : -1) {}
@@ -80,13 +81,14 @@ struct SlotScan {
 
   static __device__ SlotScan nothing() { return {-negative_infinity, INT_MAX, 0, INT_MAX, -1, 0}; }
 
-  __device__ void add(const Sought& sought, float score, std::int32_t entry, std::int32_t slot) {
+  __device__ void add(const ScanPositions& positions, float score, std::int32_t entry,
+                      std::int32_t slot) {
     if (entry == no_key) {
       free = min(free, slot);
       return;
     }
-    if (0 <= entry && entry < sought.end) offer(score, entry, slot);
-    if (position_of_entry(entry) == sought.leaving && slot >= sought.sinks) {
+    if (0 <= entry && entry < positions.end) offer(score, entry, slot);
+    if (position_of_entry(entry) == positions.leaving && slot >= positions.sinks) {
       leaving = slot;
       leaving_score = entry < 0 ? nanf("") : score;
     }

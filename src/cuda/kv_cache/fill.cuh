@@ -38,7 +38,7 @@ struct FillSlotsKernel {
     const int row = p.cache.rows(b);
     if (row < 0) return;
     const std::int64_t first_slot = p.cache.first(row, h);
-    const int length = p.lengths == nullptr ? p.seqlen_k : p.lengths[b];
+    const int length = p.lengths == nullptr ? p.seqlen_k : min(max(p.lengths[b], 0), p.seqlen_k);
     const HeadRule rule = p.rule.head_rule(h);
     const KeyInterval* const intervals =
         p.intervals.data + b * p.intervals.stride_batch + h * p.intervals.stride_head;

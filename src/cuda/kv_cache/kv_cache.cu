@@ -47,11 +47,14 @@ Slots slots_of(const KvCache& cache) {
 template <class... Byte>
 RowCopy row_copy(const KvCacheShape& shape, const RowTensor<Byte>&... tensors) {
   const std::int64_t bytes = shape.head_dim * element_bytes;
-  const std::int64_t bits = (bytes | ... |
+  const std::int64_t value_bytes = value_dim_of(shape) * element_bytes;
+  const std::int64_t bits = ((bytes | value_bytes) | ... |
                              (reinterpret_cast<std::intptr_t>(tensors.data) | tensors.batch |
                               tensors.head | tensors.token));
   const int unit = bits % 16 == 0 ? 16 : element_bytes;
-  return {.unit = unit, .units = static_cast<int>(bytes / unit)};
+  return {.unit = unit,
+          .units = static_cast<int>(bytes / unit),
+          .value_units = static_cast<int>(value_bytes / unit)};
 }
 
 std::int64_t rows_of(const KvCacheShape& s) { return s.batch * s.heads_kv; }

@@ -5,9 +5,10 @@
 #include "cuda/kv_cache/slots.cuh"
 #include "cuda/primitives/integers.h"
 
-// Pending tokens under a rule. A key is beaten from the first token on at which w better keys compete. The number of keys
-// that beat it only grows, so each key can be compared with all others in any order. Rows are dense, numbered by
-// (batch, kv head).
+// Finds the intervals of pending tokens under a rule, and the keys that stay when they are committed.
+//
+// A key is evicted by the first token after which w better keys compete. The number of keys that beat it only grows, so
+// each key can be compared with all others in any order. Rows are dense, numbered by (batch, kv head).
 namespace flash_dmattn::cuda::kv {
 
 inline constexpr std::int32_t never = 0x7fffffff;
@@ -16,7 +17,7 @@ inline constexpr std::int32_t never = 0x7fffffff;
 enum class Fate : std::uint8_t {
   gone,
   stays,
-  stays_unchosen,  // and competes no more
+  stops_competing,  // and stays
 };
 
 struct PendingParams {
@@ -39,7 +40,11 @@ struct PendingParams {
     return row * cache.slots + slot;
   }
   __device__ int kept(std::int64_t row) const {
-    return kept_tokens == nullptr ? cache.pending : kept_tokens[row / cache.heads];
+    if (kept_tokens == nullptr) return cache.pending;
+    return min(max(kept_tokens[row / cache.heads], 0), cache.pending);
+  }
+  __device__ int taken(std::int64_t row) const {
+    return taken_slots(rule.common, cache.counts[row]);
   }
   __device__ HeadRule rule_of(std::int64_t row) const {
     return rule.head_rule(static_cast<int>(row % cache.heads));
@@ -67,7 +72,7 @@ struct PendingSinks {
 
   static __device__ int find(Storage& storage, const PendingParams& p, std::int64_t row) {
     const Slots& cache = p.cache;
-    int missing = p.rule.common.sinks - cache.counts[row].count;
+    int missing = p.rule.common.sinks - p.taken(row);
     if (missing <= 0) return 0;
     if (threadIdx.x == 0) storage.end = cache.pending;
     __syncthreads();
@@ -96,7 +101,7 @@ struct FindArrivalsKernel {
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
     const Slots& cache = p.cache;
     const std::int64_t row = blockIdx.x;
-    const int count = cache.counts[row].count;
+    const int count = p.taken(row);
     const int sink_end = PendingSinks<threads>::find(shared, p, row);
     std::int32_t* const arrivals = p.arrivals + row * cache.pending;
     for (int i = static_cast<int>(threadIdx.x); i < cache.pending; i += threads) arrivals[i] = -1;
@@ -138,7 +143,7 @@ struct FindFatesKernel {
     const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) / parts;
     const int slot = static_cast<int>(blockIdx.x) % parts * threads + static_cast<int>(threadIdx.x);
     const HeadRule rule = p.rule_of(row);
-    const int count = cache.counts[row].count;
+    const int count = p.taken(row);
     const int kept = p.kept(row);
     const std::int32_t seen = cache.seen[row / cache.heads];
     const int sink_end = PendingSinks<threads>::find(shared.sinks, p, row);
@@ -237,7 +242,7 @@ struct FindFatesKernel {
                                bool is_unchosen, int kept) {
     if (p.fates != nullptr) {
       p.fates[at] = end < kept || end < 0 ? Fate::gone
-                    : is_unchosen         ? Fate::stays_unchosen
+                    : is_unchosen         ? Fate::stops_competing
                                           : Fate::stays;
     }
     if (p.intervals == nullptr) return;
@@ -278,7 +283,8 @@ struct CommitKernel {
     const std::int64_t row = blockIdx.x;
     const int b = static_cast<int>(row / cache.heads);
     const int h = static_cast<int>(row % cache.heads);
-    const SlotCount before = cache.counts[row];
+    const int before = pending.taken(row);
+    const int competed_before = cache.counts[row].competed;
     const int kept = pending.kept(row);
     const std::int32_t seen = pending.seen_before[row];
     const int sink_end = PendingSinks<threads>::find(shared.sinks, pending, row);
@@ -286,18 +292,18 @@ struct CommitKernel {
     std::int32_t* const places = p.places + row * cache.pending;
     std::int32_t* const destinations = p.destinations + row * cache.pending;
 
-    for (int slot = static_cast<int>(threadIdx.x); slot < before.count; slot += threads) {
+    for (int slot = static_cast<int>(threadIdx.x); slot < before; slot += threads) {
       std::int32_t& entry = cache.entries[pending.place(row, slot)];
       entry = entry_after(entry, fates[slot]);
     }
-    find_places(shared, fates, before.count, cache, places);
-    const int entered = move_tokens(pending, shared, fates, places, destinations, row);
-    const int count = entered == 0 ? before.count : max(before.count, places[entered - 1] + 1);
+    const int found = find_places(shared, fates, before, cache, places);
+    const int entered = move_tokens(pending, shared, fates, places, found, destinations, row);
+    const int count = entered == 0 ? before : max(before, places[entered - 1] + 1);
     int competed = 0;
     for (int i = static_cast<int>(threadIdx.x); i < kept; i += threads) {
       competed += pending.arrival(row, i, sink_end) < 0 ? 0 : 1;
     }
-    competed = before.competed + Sum::of(shared.sum, competed);
+    competed = competed_before + Sum::of(shared.sum, competed);
     const SlotScan scan = BlockScan<threads>::find(shared.scan, cache, pending.rule_of(row),
                                                    pending.place(row, 0), count, seen + kept);
     if (threadIdx.x > 0) return;
@@ -307,12 +313,12 @@ struct CommitKernel {
 
  private:
   static __device__ std::int32_t entry_after(std::int32_t entry, Fate fate) {
-    return fate == Fate::gone ? no_key : fate == Fate::stays_unchosen ? ~entry : entry;
+    return fate == Fate::gone ? no_key : fate == Fate::stops_competing ? ~entry : entry;
   }
 
-  // Finds the first slots without a key, at most as many as tokens are pending.
-  static __device__ void find_places(SharedStorage& shared, const Fate* fates, int before,
-                                     const Slots& cache, std::int32_t* places) {
+  // Finds the first slots without a key, at most as many as tokens are pending. Returns their number.
+  static __device__ int find_places(SharedStorage& shared, const Fate* fates, int before,
+                                    const Slots& cache, std::int32_t* places) {
     int found = 0;
     for (int begin = 0; begin < cache.places && found < cache.pending; begin += threads) {
       const int slot = begin + static_cast<int>(threadIdx.x);
@@ -323,11 +329,13 @@ struct CommitKernel {
       found += total;
     }
     __syncthreads();
+    return min(found, cache.pending);
   }
 
-  // Moves scores and entries of tokens to their slots. Returns the number of these tokens.
+  // Moves scores and entries of tokens to their slots. Returns the number of these tokens. There is a slot for each of
+  // them unless the row's counts or entries are invalid.
   static __device__ int move_tokens(const PendingParams& p, SharedStorage& shared,
-                                    const Fate* fates, const std::int32_t* places,
+                                    const Fate* fates, const std::int32_t* places, int found,
                                     std::int32_t* destinations, std::int64_t row) {
     const Slots& cache = p.cache;
     const std::int64_t first = p.place(row, 0);
@@ -338,16 +346,17 @@ struct CommitKernel {
       const bool enters = token < cache.pending && fates[from] != Fate::gone;
       int total;
       const int place = entered + Numbers::number(shared.numbers, enters, total);
-      if (enters) {
+      const bool has_place = enters && place < found;
+      if (has_place) {
         const std::int32_t to = places[place];
         cache.scores[first + to] = cache.scores[first + from];
         cache.entries[first + to] = entry_after(cache.entries[first + from], fates[from]);
       }
-      if (token < cache.pending) destinations[token] = enters ? places[place] : -1;
+      if (token < cache.pending) destinations[token] = has_place ? places[place] : -1;
       entered += total;
     }
     __syncthreads();
-    return entered;
+    return min(entered, found);
   }
 };
 

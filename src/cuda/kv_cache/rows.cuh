@@ -27,10 +27,12 @@ struct ClearRows {
     const auto [unit, slot, h, b] = RowUnit(item, copy, cache.slots, cache.heads);
     const int row = cache.rows(b);
     if (row < 0) return;
-    for (const WrittenRows& rows : {cache.k, cache.v}) {
+    const auto clear = [&](const WrittenRows& rows) {
       std::byte* const to = rows.at(row, h, slot) + unit * copy.unit;
       for (int i = 0; i < copy.unit; i += 2) *reinterpret_cast<std::uint16_t*>(to + i) = 0;
-    }
+    };
+    clear(cache.k);
+    if (unit < copy.value_units) clear(cache.v);
     if (unit > 0) return;
     const std::int64_t at = cache.first(row, h) + slot;
     cache.scores[at] = 0;
@@ -41,7 +43,7 @@ struct ClearRows {
   }
 };
 
-// Copies to row b of `to` its row of `from`, whose index is that of the call.
+// Copies a row of `from`, by the index of the call, to row b of `to`.
 struct CopyRows {
   Slots from, to;
   RowCopy copy;
@@ -53,8 +55,8 @@ struct CopyRows {
     if (to_row < 0 || from_row < 0) return;
     const SlotCount count = from.count(from_row, h);
     if (slot >= count.count && slot < to.places && slot > 0) return;
-    copy(to.k.at(to_row, h, slot), from.k.at(from_row, h, slot), unit);
-    copy(to.v.at(to_row, h, slot), from.v.at(from_row, h, slot), unit);
+    copy.k(to.k.at(to_row, h, slot), from.k.at(from_row, h, slot), unit);
+    copy.v(to.v.at(to_row, h, slot), from.v.at(from_row, h, slot), unit);
     if (unit > 0) return;
     const std::int64_t at = to.first(to_row, h) + slot;
     const std::int64_t from_at = from.first(from_row, h) + slot;
@@ -78,8 +80,8 @@ struct AppendTokens {
   __device__ void operator()(long item) const {
     const auto [unit, t, h, b] = RowUnit(item, copy, seqlen, cache.heads);
     const int slot = cache.places + cache.pending + t;
-    copy(cache.k.at(b, h, slot), k.at(b, h, t), unit);
-    copy(cache.v.at(b, h, slot), v.at(b, h, t), unit);
+    copy.k(cache.k.at(b, h, slot), k.at(b, h, t), unit);
+    copy.v(cache.v.at(b, h, slot), v.at(b, h, t), unit);
     if (unit > 0) return;
     const std::int64_t at = cache.first(b, h) + slot;
     const float score = scores(b, h, t);
@@ -101,8 +103,8 @@ struct MoveTokens {
     if (to < 0) return;
     const auto [unit, t, h, b] = RowUnit(item, copy, cache.pending, cache.heads);
     const int from = cache.places + t;
-    copy(cache.k.at(b, h, to), cache.k.at(b, h, from), unit);
-    copy(cache.v.at(b, h, to), cache.v.at(b, h, from), unit);
+    copy.k(cache.k.at(b, h, to), cache.k.at(b, h, from), unit);
+    copy.v(cache.v.at(b, h, to), cache.v.at(b, h, from), unit);
   }
 };
 
@@ -117,8 +119,8 @@ struct FillRows {
     const int row = cache.rows(b);
     if (row < 0 || slot >= cache.count(row, h).count) return;
     const std::int32_t t = position_of_entry(cache.entries[cache.first(row, h) + slot]);
-    copy(cache.k.at(row, h, slot), k.at(b, h, t), unit);
-    copy(cache.v.at(row, h, slot), v.at(b, h, t), unit);
+    copy.k(cache.k.at(row, h, slot), k.at(b, h, t), unit);
+    copy.v(cache.v.at(row, h, slot), v.at(b, h, t), unit);
   }
 };
 

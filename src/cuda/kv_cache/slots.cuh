@@ -60,12 +60,20 @@ struct TokenScores {
   }
 };
 
-// Copies rows in units of 16 bytes if all rows of a call are aligned to 16 bytes, otherwise in units of an element.
+// Copies rows of k and v in units of 16 bytes if all rows of a call are aligned to 16 bytes, otherwise in units of an
+// element.
 struct RowCopy {
   int unit = 2;
-  int units = 0;  // units of a row
+  int units = 0;        // of a row of k, which has at least as many as one of v
+  int value_units = 0;  // of a row of v
 
-  __device__ void operator()(std::byte* to, const std::byte* from, int i) const {
+  __device__ void k(std::byte* to, const std::byte* from, int i) const { copy(to, from, i); }
+  __device__ void v(std::byte* to, const std::byte* from, int i) const {
+    if (i < value_units) copy(to, from, i);
+  }
+
+ private:
+  __device__ void copy(std::byte* to, const std::byte* from, int i) const {
     if (unit == 16) {
       reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
     } else {
@@ -74,7 +82,7 @@ struct RowCopy {
   }
 };
 
-// Finds what the next step has to know of the slots from `first` on that have been taken; the result is in thread 0.
+// Collects victim, free slot and leaving key among the taken slots from `first` on. The result is in thread 0.
 template <int Threads>
 struct BlockScan {
   struct Storage {
@@ -83,11 +91,11 @@ struct BlockScan {
 
   static __device__ SlotScan find(Storage& storage, const Slots& cache, const HeadRule& rule,
                                   std::int64_t first, int count, int tokens) {
-    const SlotScan::Sought sought(rule, tokens);
+    const SlotScan::ScanPositions positions(rule, tokens);
     SlotScan scan = SlotScan::nothing();
     for (int slot = static_cast<int>(threadIdx.x); slot < count; slot += Threads) {
       const std::int64_t at = first + slot;
-      scan.add(sought, cache.scores[at], cache.entries[at], slot);
+      scan.add(positions, cache.scores[at], cache.entries[at], slot);
     }
     scan = scan.warp_sum();
     if (lane_id() == 0) storage.scans[warp_id()] = scan;

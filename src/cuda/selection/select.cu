@@ -91,7 +91,7 @@ BestKeys::BestKeys(const SelectionArgs& args, const Execution&) {
     method_ = Method::chunk;
   } else {
     method_ = Method::per_query;
-    per_query::lay_out(args, rows_per_batch(args), per_query::Result::intervals, workspace);
+    per_query::lay_out(args, rows_per_batch(args), workspace);
   }
   bytes = workspace.used();
 }
@@ -114,8 +114,7 @@ void BestKeys::run(const SelectionArgs& args, const Execution& execution) const 
     }
     case Method::chunk: return global::select_in_clusters(chunk_rows(args, chunk_blocks_), stream);
     case Method::per_query: {
-      per_query::Work work =
-          per_query::lay_out(args, rows_per_batch(args), per_query::Result::intervals, workspace);
+      per_query::Work work = per_query::lay_out(args, rows_per_batch(args), workspace);
       return for_each_batch(work.rows, all_rows, [&] {
         per_query::compute_intervals(per_query::sort_keys(work, stream), stream);
       });
@@ -133,41 +132,6 @@ const SelectionBackend selection_backend = {
     .measure_workspace_size = [](const TileListArgs& args,
                                  const Execution&) { return measure_workspace_size(args); },
     .measure_key_bound = measure_key_bound,
-    .rank_workspace_size = rank_workspace_size,
-    .rank_keys = rank_keys,
 };
-
-// ---- The order alone ----------------------------------------------------------------------------
-
-namespace {
-
-// The layout for a selection of one key, whose intervals are not read.
-per_query::Work ordered_rows(const SelectionArgs& args, WorkspaceAllocator& workspace) {
-  SelectionArgs one_key = args;
-  one_key.rule.window = 1;
-  one_key.intervals = workspace.take<KeyInterval>(args.batch * args.heads * args.seqlen_k);
-  return per_query::lay_out(one_key, rows_per_batch(one_key), per_query::Result::order, workspace);
-}
-
-}  // namespace
-
-std::size_t order_workspace_size(const SelectionArgs& args) {
-  WorkspaceAllocator workspace(nullptr);
-  if (args.batch * args.heads * args.seqlen_k > 0) ordered_rows(args, workspace);
-  return workspace.used();
-}
-
-void order_keys(const SelectionArgs& args, std::int32_t* key_of_rank, std::int32_t* rank_of_key,
-                const Execution& execution) {
-  const std::int64_t all_rows = args.batch * args.heads;
-  require_workspace(execution, order_workspace_size(args));
-  if (all_rows * args.seqlen_k == 0) return;
-  const auto stream = static_cast<cudaStream_t>(execution.stream);
-  WorkspaceAllocator workspace(execution.workspace);
-  per_query::Work work = ordered_rows(args, workspace);
-  for_each_batch(work.rows, all_rows, [&] {
-    per_query::store_order(per_query::sort_keys(work, stream), key_of_rank, rank_of_key, stream);
-  });
-}
 
 }  // namespace flash_dmattn::cuda

@@ -22,15 +22,6 @@ extern const SelectionBackend selection_backend;  // select.cu
 // Throws InvalidArgument unless a GPU can sort the scores, which are f32, bf16 or f16, with Sk <= 2^23.
 void require_sortable(const SelectionArgs& args);
 
-// Computes the order of the keys of all rows of scores, [batch, heads, Sk], and its inverse, with -1 and Sk for keys
-// that are never chosen.
-std::size_t order_workspace_size(const SelectionArgs& args);
-void order_keys(const SelectionArgs& args, std::int32_t* key_of_rank, std::int32_t* rank_of_key,
-                const Execution& execution);
-
-std::size_t rank_workspace_size(const RankArgs& args);
-void rank_keys(const RankArgs& args, const Execution& execution);
-
 // ---- Query tile lists ---------------------------------------------------------------------------
 
 // The length of a tile's list, a multiple of tile_list_block. The list of tile t of row r begins at

@@ -107,9 +107,7 @@ ForwardChoice choose_forward(const Problem& p, const ForwardParams& params, Shar
   }
   const bool by_tiles = !has_lists && score.form != ScoreForm::capped &&
                         (!score.bias.dense || score.bias.aligned_16B);
-  // The packed masks of heads differ if their ranks differ.
-  const bool heads_share =
-      score.mask.head_q == 0 && score.packed_mask.head_q == 0 && score.bias.head_q == 0;
+  const bool heads_share = score.mask.head_q == 0 && score.bias.head_q == 0;
   const bool in_twos = p.heads_kv > 0 && p.heads_q / p.heads_kv % 2 == 0;
   choice.loop = ForwardLoop::dense_two_heads;
   if (by_tiles && heads_share && in_twos && exists(choice)) return choice;
@@ -121,7 +119,7 @@ BackwardChoice choose_backward(const Problem& p, const BackwardTraits& traits, S
   BackwardChoice choice{p.dtype, head_dim_bucket(static_cast<int>(p.head_dim)), shared,
                         BackwardLoop::query_major, p.deterministic};
   const bool dense_bias = is_dense(p.bias_shape);
-  const bool dense = has_dense_mask(p) || dense_bias;
+  const bool dense = is_dense(p.mask_shape) || dense_bias;
   // With a softcap, the dk warps would need its slope in addition to P; delayed biases would spill registers at D 128.
   // Additions to the gradient of a dense bias have no fixed order here.
   const bool bias_fits =

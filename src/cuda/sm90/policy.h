@@ -31,9 +31,6 @@ enum class DenseAccess : std::uint8_t {
   elements,  // one by one, with any dtype and strides
 };
 
-// Whether kernels of a head-dim bucket support ranks. Above D 128 there are no registers for them.
-constexpr bool has_ranks(int head_dim) { return head_dim <= 128; }
-
 // The compile-time choices of a forward kernel.
 struct ForwardVariant {
   KeyLoad load = KeyLoad::tma;

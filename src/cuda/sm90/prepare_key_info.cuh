@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "cuda/attention/fp64_fallback.cuh"
+#include "cuda/attention/query_head.h"
 #include "cuda/attention/score.cuh"
 #include "cuda/sm90/key_info.h"
 

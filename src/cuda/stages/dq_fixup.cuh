@@ -1,13 +1,13 @@
 #pragma once
 
-#include "cuda/attention/fp64_fallback.cuh"
 #include "cuda/attention/params.h"
+#include "cuda/attention/recomputed_row.cuh"
 #include "cuda/primitives/convert.cuh"
 #include "cuda/stages/nonfinite_rows.cuh"
 
 // Corrects dq where K is not finite. The main loops multiply whole tiles, so inf or NaN in a key is multiplied by the
 // zeros of dS of rows that do not see the key. The main loops then set a flag. If the flag is set, this kernel
-// recomputes the rows in double from the keys that they see.
+// recomputes the rows from the keys that they see.
 //
 // It is launched after every backward that computes dq, and returns at once if the flag is not set. If gradients
 // overflow although all keys are finite, it only reads the keys.
@@ -24,60 +24,60 @@ __device__ inline bool reaches(const T* row, int lane, int head_dim, std::uint32
 
 // The derivative with respect to scale q . k of a query and a key that it sees.
 template <class T>
-__device__ __noinline__ double fp64_ds(const BackwardParams& p, QueryHead head, int row, int key,
-                                       double delta) {
-  const float probability = fp64_probability<T, true>(p, head, row, key);
+__device__ __noinline__ float visible_ds(const BackwardParams& p, QueryHead head, int row, int key,
+                                         float delta) {
+  const std::int64_t index = head.row_index(p.shape, row);
+  const float score = visible_score<T>(p.score, p.shape, p.q, p.k, p.saturate, head, row, key);
+  const float low = p.lse_low == nullptr ? 0 : p.lse_low[index];
+  const float probability = expf((score - p.lse[index]) - low);
   if (!(probability > 0)) return 0;
   const T* const dout = row_of<T>(p.dout, head.batch, row, head.head);
   const T* const value = row_of<T>(p.v, head.batch, key, head.kv_head);
-  double dp = 0;
+  float dp = 0;
   for (int d = 0; d < p.shape.value_dim; ++d) {
     const float gradient = Element<T>::widen(dout[d]);
-    if (isfinite(gradient))
-      dp += static_cast<double>(gradient) * static_cast<double>(Element<T>::widen(value[d]));
+    if (isfinite(gradient)) dp = fmaf(gradient, Element<T>::widen(value[d]), dp);
   }
-  double ds = static_cast<double>(fminf(probability, 1)) * (dp - delta);
-  const double c = static_cast<double>(p.score.softcap);
+  float ds = fminf(probability, 1) * (dp - delta);
+  const float c = p.score.softcap;
   if (c > 0 && ds != 0) {
-    const double t =
-        tanh(static_cast<double>(p.score.scale) / c *
-             fp64_dot(row_of<T>(p.q, head.batch, row, head.head),
-                      row_of<T>(p.k, head.batch, key, head.kv_head), p.shape.head_dim));
+    const float t =
+        tanhf(p.score.scale / c *
+              dot_product(row_of<T>(p.q, head.batch, row, head.head),
+                          row_of<T>(p.k, head.batch, key, head.kv_head), p.shape.head_dim));
     ds *= 1 - t * t;
   }
-  const auto limit =
-      static_cast<double>(Element<T>::widen_packed2(Element<T>::gradient_limit_packed2).x);
-  return p.saturate ? fmax(fmin(ds, limit), -limit) : ds;
+  const float limit = Element<T>::widen_packed2(Element<T>::gradient_limit_packed2).x;
+  return p.saturate ? fmaxf(fminf(ds, limit), -limit) : ds;
 }
 
 // Computes dq of a row, with one warp, from the keys that it sees.
 template <class T>
-__device__ inline void fp64_dq_row(const BackwardParams& p, QueryHead head, int row) {
+__device__ inline void recompute_dq_row(const BackwardParams& p, QueryHead head, int row) {
   const int lane = lane_id();
   const std::int64_t index = head.row_index(p.shape, row);
   if (!p.saturate && has_nonfinite_ds(p.lse[index], p.delta[index]))
     return;  // NonFiniteRowsKernel stores NaN
-  const auto delta = static_cast<double>(p.delta[index]);
   const KeysOfRows keys(p, head, row);
-  double sum[8] = {};  // columns lane + 32 c
+  float sum[8] = {};  // columns lane + 32 c
   for (int begin = 0; begin < keys.count; begin += warp_size) {
     const int mine = begin + lane;
     const bool sees =
         mine < keys.count && is_visible<T, true>(p.score, p.shape, head, row, keys[mine]);
-    const double ds = sees ? fp64_ds<T>(p, head, row, keys[mine], delta) : 0;
+    const float ds = sees ? visible_ds<T>(p, head, row, keys[mine], p.delta[index]) : 0;
     unsigned left = warp_ballot(ds != 0);
     for (; left != 0; left &= left - 1) {
       const int i = __ffs(static_cast<int>(left)) - 1;
-      const double weight = shuffle(ds, i);
+      const float weight = shuffle(ds, i);
       const T* const key = row_of<T>(p.k, head.batch, keys[begin + i], head.kv_head);
       for (int c = 0; lane + warp_size * c < p.shape.head_dim; ++c)
-        sum[c] += weight * static_cast<double>(Element<T>::widen(key[lane + warp_size * c]));
+        sum[c] = fmaf(weight, Element<T>::widen(key[lane + warp_size * c]), sum[c]);
     }
   }
   auto* const dq = reinterpret_cast<std::uint16_t*>(row_of<T>(p.dq, head.batch, row, head.head));
   for (int c = 0; lane + warp_size * c < p.shape.head_dim; ++c) {
-    const auto value = static_cast<float>(sum[c] * static_cast<double>(p.score.scale));
-    dq[lane + warp_size * c] = static_cast<std::uint16_t>(pack_gradient<T>(value, 0, p.saturate));
+    dq[lane + warp_size * c] =
+        static_cast<std::uint16_t>(pack_gradient<T>(sum[c] * p.score.scale, 0, p.saturate));
   }
 }
 
@@ -112,7 +112,7 @@ struct DqFixupKernel {
       for (int row = part * warps + warp_id(); row < p.shape.seqlen_q; row += parts(p) * warps) {
         const bool hit =
             reaches(row_of<T>(p.dq, batch, row, head.head), lane_id(), p.shape.head_dim, suspect);
-        if (warp_any(hit)) fp64_dq_row<T>(p, head, row);
+        if (warp_any(hit)) recompute_dq_row<T>(p, head, row);
       }
     }
   }

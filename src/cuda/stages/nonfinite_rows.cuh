@@ -1,8 +1,8 @@
 #pragma once
 
 #include "cuda/attention/bias_gradient.cuh"
-#include "cuda/attention/fp64_fallback.cuh"
 #include "cuda/attention/params.h"
+#include "cuda/attention/recomputed_row.cuh"
 #include "cuda/primitives/integers.h"
 
 namespace flash_dmattn::cuda {

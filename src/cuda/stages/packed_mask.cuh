@@ -6,21 +6,18 @@
 #include "cuda/primitives/math.cuh"
 #include "cuda/primitives/warp.cuh"
 
-// Reads a dense mask once and packs it to a bit for each element. With ranks, the bits of keys that are not selected
-// are not set.
+// Reads a dense mask once and packs it to a bit for each element.
 namespace flash_dmattn::cuda {
 
 struct PackMaskParams {
   Broadcast mask;
-  Broadcast key_rank;
-  Broadcast rank_limit;
   PackedMask packed;
   int matrices;
   int heads;  // heads of the packed mask
   int group;  // heads of the packed mask that share a kv head
   int rows;
   int keys;
-  bool aligned;  // every 16 keys of a row, and every 4 ranks, are one aligned word
+  bool aligned;  // every 16 keys of a row are one aligned word
   bool causal;   // elements that causality hides are not read
   int shift;     // query r is at key r + shift
 
@@ -39,12 +36,11 @@ struct PackMaskParams {
 // the loads are issued one after the other). The bytes are read once, so they are loaded evict-first, which keeps the
 // written bits in the L2 and gains 5 to 9 %. 16 warps in two blocks of a multiprocessor are 7 to 9 % slower, and 2 KB
 // of a row are 25 % slower.
-template <bool Ranked>
 struct PackMaskKernel {
   using Params = PackMaskParams;
   static constexpr int warps = 8;
   static constexpr int threads = warps * warp_size;
-  static constexpr int min_blocks = Ranked ? 2 : 3;
+  static constexpr int min_blocks = 3;
   static constexpr int side = PackedMask::side;
   static constexpr int warp_rows = side / warps;
   static constexpr int chunk_keys = 16;
@@ -108,22 +104,12 @@ struct PackMaskKernel {
     int first;
     int count;  // rows that exist
     const std::uint8_t* bytes;
-    int rank_limits[warp_rows];
 
     __device__ WarpRows(const Params& p, const Block& block)
         : first(block.row_tile * side + warp_id() * warp_rows),
           count(min(p.rows - first, warp_rows)),
           bytes(reinterpret_cast<const std::uint8_t*>(p.mask.data) + p.begin(p.mask, block.matrix) +
-                first * p.mask.query) {
-      if constexpr (Ranked) {
-        const auto* const limits = reinterpret_cast<const std::int32_t*>(p.rank_limit.data) +
-                                   p.begin(p.rank_limit, block.matrix) + first * p.rank_limit.query;
-#pragma unroll
-        for (int i = 0; i < warp_rows; ++i) {
-          rank_limits[i] = i < count ? __ldg(limits + i * p.rank_limit.query) : 0;
-        }
-      }
-    }
+                first * p.mask.query) {}
 
     // Whether row i sees any key from `key` on, regardless of the mask.
     __device__ bool sees(const Params& p, int i, int key) const {
@@ -157,8 +143,6 @@ struct PackMaskKernel {
     const int existing = max(min(p.keys - key, chunk_keys), 0);
     // A tile may be full even if some of its keys do not exist.
     const std::uint32_t missing = ~((1u << existing) - 1) & 0xffffu;
-    int ranks[chunk_keys];
-    if constexpr (Ranked) load_ranks(p, block.matrix, key, existing, block.full, ranks);
     std::uint32_t some = 0;
     std::uint32_t all = 0xffff;
 #pragma unroll
@@ -169,7 +153,6 @@ struct PackMaskKernel {
       } else if (rows.sees(p, i, key)) {
         bits = load_bits(p, rows.bytes + i * p.mask.query, key, existing);
       }
-      if constexpr (Ranked) bits &= bits_below(ranks, rows.rank_limits[i]);
       some |= bits;
       if (i < rows.count) all &= bits | missing;
       std::byte* const to = &shared.bits[warp_words * j + lane_id() / 4]
@@ -228,33 +211,6 @@ struct PackMaskKernel {
       return set * 0x00204081u >> 28;
     };
     return gather(bytes.x) | gather(bytes.y) << 4 | gather(bytes.z) << 8 | gather(bytes.w) << 12;
-  }
-
-  // Loads the ranks of keys [key, key + existing); the bits of other keys are never set.
-  static __device__ void load_ranks(const Params& p, int matrix, int key, int existing, bool full,
-                                    int (&ranks)[16]) {
-    const auto* const from =
-        reinterpret_cast<const std::int32_t*>(p.key_rank.data) + p.begin(p.key_rank, matrix) + key;
-#pragma unroll
-    for (int i = 0; i < 16; i += 4) {
-      if (full) {
-        const int4 four = __ldg(reinterpret_cast<const int4*>(from + i));
-        ranks[i] = four.x;
-        ranks[i + 1] = four.y;
-        ranks[i + 2] = four.z;
-        ranks[i + 3] = four.w;
-      } else {
-#pragma unroll
-        for (int e = i; e < i + 4; ++e) ranks[e] = e < existing ? __ldg(from + e) : 0;
-      }
-    }
-  }
-
-  static __device__ std::uint32_t bits_below(const int (&ranks)[16], int limit) {
-    std::uint32_t bits = 0;
-#pragma unroll
-    for (int i = 0; i < 16; ++i) bits |= (ranks[i] < limit ? 1u : 0u) << i;
-    return bits;
   }
 
   // The bits of keys [key, key + existing) of a row.

@@ -34,10 +34,15 @@ struct BwdPreprocessKernel {
     compute(p, block / tiles, block % tiles * block_rows);
   }
 
+  // Whether rounding lse log2 e to a float changes P by more than 2^-12.
+  static __device__ bool is_large_lse(float lse_log2) {
+    return isfinite(lse_log2) && fabsf(lse_log2) > 8192;
+  }
+
   // A thread's row, if it has one. A row past the end of a head sees nothing.
   struct Row {
     int row = -1;
-    float lse_log2 = -negative_infinity;
+    float2 lse_log2 = {-negative_infinity, 0};  // the sum of two floats
     float delta = 0;
   };
 
@@ -74,7 +79,9 @@ struct BwdPreprocessKernel {
     if (p.dlse != nullptr) mine = subtract_dlse(mine, dlse, p.saturate);
     p.delta[index] = mine;
     if (!p.saturate && has_nonfinite_ds(lse, mine)) atomicOr(p.flags, row_not_finite);
-    return {.row = row, .lse_log2 = store_lse(p, index, lse, lse_low), .delta = mine};
+    const float2 lse_log2 = scaled_lse(lse, lse_low);
+    store_lse(p, index, lse_log2);
+    return {.row = row, .lse_log2 = lse_log2, .delta = mine};
   }
 
  private:
@@ -132,23 +139,21 @@ struct BwdPreprocessKernel {
     return isfinite(dlse) ? fmaxf(fminf(delta - dlse, largest_float), -largest_float) : delta;
   }
 
-  // Stores lse log2 e as the sum of two floats and returns the first. It is +inf for a row that sees nothing, so that
-  // its P is 0, and for a row without P, which NonFiniteRowsKernel adds.
-  static __device__ float store_lse(const Params& p, std::int64_t index, float lse, float lse_low) {
-    const bool has_p = isfinite(lse);
-    const double lse_log2 =
-        (static_cast<double>(lse) + static_cast<double>(lse_low)) * 1.4426950408889634;
-    const float high =
-        has_p ? fmaxf(fminf(static_cast<float>(lse_log2), largest_float), -largest_float)
-              : -negative_infinity;
-    const float rest = has_p ? static_cast<float>(lse_log2 - static_cast<double>(high)) : 0;
-    p.lse_log2[index] = high;
-    p.lse_log2_low[index] = rest;
-    // A smaller remainder changes a probability by less than the precision of bf16.
-    if (fabsf(rest) > 0x1p-12f) atomicOr(p.flags, lse_has_low);
-    // Scores of this magnitude may have overflowed in an intermediate result.
-    if (fabsf(lse) > 1e30f && has_p) atomicOr(p.flags, lse_has_low | lse_is_extreme);
-    return high;
+  // lse log2 e as the sum of two floats. It is +inf for a row that sees nothing, so that its P is 0, and for a row without
+  // P, which NonFiniteRowsKernel adds.
+  static __device__ float2 scaled_lse(float lse, float lse_low) {
+    if (!isfinite(lse)) return {-negative_infinity, 0};
+    constexpr float log2e_low = 1.92596299e-8f;  // log2 e is log2e + log2e_low
+    const float high = fmaxf(fminf(lse * log2e, largest_float), -largest_float);
+    const float rest = fmaf(lse, log2e, -high) + fmaf(lse, log2e_low, lse_low * log2e);
+    return {high, isfinite(rest) ? rest : 0};
+  }
+
+  static __device__ void store_lse(const Params& p, std::int64_t index, float2 lse_log2) {
+    if (is_large_lse(lse_log2.x)) atomicOr(p.flags, lse_is_large);
+    if (p.lse_log2 == nullptr) return;
+    p.lse_log2[index] = lse_log2.x;
+    p.lse_log2_low[index] = lse_log2.y;
   }
 
   template <bool Aligned>

@@ -5,7 +5,6 @@
 #include "cuda/primitives/integers.h"
 #include "cuda/primitives/launch.h"
 #include "cuda/stages/dq_fixup.cuh"
-#include "cuda/stages/fp64_backward.cuh"
 #include "cuda/stages/key_ranges.cuh"
 #include "cuda/stages/mask_states.cuh"
 #include "cuda/stages/nonfinite_rows.cuh"
@@ -78,7 +77,7 @@ BackwardParams params_of(const BackwardArgs& args) {
 
 PackedMask allocate_mask_states(const Problem& p, WorkspaceAllocator& workspace) {
   PackedMask packed;
-  const auto [batch, heads] = packed_shape(p);
+  const std::int64_t batch = p.mask_shape[0], heads = p.mask_shape[1];
   const std::int64_t words = ceil_div(p.seqlen_k, PackedMask::side);
   const std::int64_t row_tiles = ceil_div(p.seqlen_q, PackedMask::side);
   packed.states = workspace.take<std::uint8_t>(batch * heads * row_tiles * words);
@@ -89,28 +88,25 @@ PackedMask allocate_mask_states(const Problem& p, WorkspaceAllocator& workspace)
 }
 
 PackedMask allocate_packed_mask(const Problem& p, bool has_lists, WorkspaceAllocator& workspace) {
-  if (has_lists || !has_dense_mask(p)) return {};
+  if (has_lists || !is_dense(p.mask_shape)) return {};
   PackedMask packed = allocate_mask_states(p, workspace);
-  const auto [batch, heads] = packed_shape(p);
+  const std::int64_t batch = p.mask_shape[0], heads = p.mask_shape[1];
   const std::int64_t rows = ceil_div(p.seqlen_q, PackedMask::side) * PackedMask::side;
   packed.bits = workspace.take<std::uint64_t>(batch * heads * rows * packed.words);
   return packed;
 }
 
 PackMaskParams pack_mask_params(const Problem& p, const ScoreParams& score) {
-  const auto [batch, heads] = packed_shape(p);
-  const bool ranked = has(p.limit_shape);
+  const std::int64_t batch = p.mask_shape[0], heads = p.mask_shape[1];
   PackMaskParams params;
   params.mask = score.mask;
-  params.key_rank = score.key_rank;
-  params.rank_limit = score.rank_limit;
   params.packed = score.packed_mask;
   params.matrices = static_cast<int>(batch * heads);
   params.heads = static_cast<int>(heads);
   params.group = heads == p.heads_q ? static_cast<int>(p.heads_q / p.heads_kv) : 1;
   params.rows = static_cast<int>(p.seqlen_q);
   params.keys = static_cast<int>(p.seqlen_k);
-  params.aligned = score.mask.aligned_16B && (!ranked || score.key_rank.aligned_x4);
+  params.aligned = score.mask.aligned_16B;
   params.causal = p.causal;
   params.shift = static_cast<int>(p.seqlen_k - p.seqlen_q);
   return params;
@@ -123,8 +119,7 @@ void pack_mask(const Problem& p, const ScoreParams& score, cudaStream_t stream) 
     const FindMaskStates find{params};
     return for_each(find.items(), find, stream);
   }
-  has(p.limit_shape) ? launch_for<PackMaskKernel<true>>(params, stream)
-                     : launch_for<PackMaskKernel<false>>(params, stream);
+  launch_for<PackMaskKernel>(params, stream);
 }
 
 // ---- Key ranges -----------------------------------------------------------------------------------------
@@ -164,13 +159,6 @@ KeyRanges find_key_ranges(const Problem& p, const Inputs& in, const KeyRangeWork
 
 void preprocess_backward(const BackwardParams& params, DType dtype, cudaStream_t stream) {
   with_dtype(dtype, [&]<class T>() { launch_for<BwdPreprocessKernel<T>>(params, stream); });
-}
-
-void fix_or_recompute_gradients(const BackwardParams& params, DType dtype, cudaStream_t stream) {
-  with_dtype(dtype, [&]<class T>() {
-    launch_for<Fp64BackwardKernel<T>>(params, stream);
-    if (!params.saturate) launch_for<NonFiniteRowsKernel<T>>(params, stream);
-  });
 }
 
 void fix_gradients(const BackwardParams& params, DType dtype, cudaStream_t stream) {

@@ -14,7 +14,7 @@ namespace flash_dmattn::cuda {
 // Makes parameters from the arguments of a call, without tile lists and workspace.
 ForwardParams params_of(const ForwardArgs& args);
 
-// Allocates a packed mask if the problem has a dense mask or ranks, unless the kernel follows tile lists and reads
+// Allocates a packed mask if the problem has a dense mask, unless the kernel follows tile lists and reads
 // single elements.
 PackedMask allocate_packed_mask(const Problem& p, bool has_lists, WorkspaceAllocator& workspace);
 
@@ -23,7 +23,7 @@ PackedMask allocate_mask_states(const Problem& p, WorkspaceAllocator& workspace)
 
 struct PackMaskParams;
 
-// The parameters of the kernel that fills score.packed_mask from score.mask and the ranks.
+// The parameters of the kernel that fills score.packed_mask from score.mask.
 PackMaskParams pack_mask_params(const Problem& p, const ScoreParams& score);
 
 // Fills score.packed_mask if there is one, or only its states if it has no bits.
@@ -66,9 +66,5 @@ void store_dbias(const BackwardArgs& args, const float* sums, cudaStream_t strea
 // keys contributed that the rows do not see. Without saturation it writes NaN to the dk, dv and dbias that depend on
 // such an element.
 void fix_gradients(const BackwardParams& params, DType dtype, cudaStream_t stream);
-
-// Corrects the gradients of main loops without a slow path for extreme numbers: if such numbers occurred in a main loop,
-// every gradient is recomputed in double.
-void fix_or_recompute_gradients(const BackwardParams& params, DType dtype, cudaStream_t stream);
 
 }  // namespace flash_dmattn::cuda

@@ -78,7 +78,7 @@ KvStream::Input KvStream::draw(std::int64_t length) {
   };
   numbers(input.q, s.batch * length * s.heads_kv * options_.group * s.head_dim);
   numbers(input.k, s.batch * length * s.heads_kv * s.head_dim);
-  numbers(input.v, s.batch * length * s.heads_kv * s.head_dim);
+  numbers(input.v, s.batch * length * s.heads_kv * value_dim_of(s));
   input.scores.resize(static_cast<std::size_t>(s.batch * s.heads_kv * length));
   for (float& score : input.scores) {
     score = options_.scores == StreamScores::equal ? 0.5f : static_cast<float>(random_.normal());
@@ -91,11 +91,15 @@ KvStream::Input KvStream::draw(std::int64_t length) {
   for (std::int64_t b = 0; b < s.batch; ++b) {
     for (std::int64_t t = 0; t < length; ++t) {
       Token token;
-      for (std::int64_t i = 0; i < s.heads_kv * s.head_dim; ++i) {
-        const std::int64_t at = (b * length + t) * s.heads_kv * s.head_dim + i;
-        token.k.push_back(load(input.k.data(), s.dtype, at));
-        token.v.push_back(load(input.v.data(), s.dtype, at));
-      }
+      const auto read = [&](const std::vector<std::byte>& from, std::int64_t columns) {
+        std::vector<double> row;
+        for (std::int64_t i = 0; i < s.heads_kv * columns; ++i) {
+          row.push_back(load(from.data(), s.dtype, (b * length + t) * s.heads_kv * columns + i));
+        }
+        return row;
+      };
+      token.k = read(input.k, s.head_dim);
+      token.v = read(input.v, value_dim_of(s));
       for (std::int64_t h = 0; h < s.heads_kv; ++h) {
         const auto at = static_cast<std::size_t>((b * s.heads_kv + h) * length + t);
         token.scores.push_back(input.scores[at]);
@@ -184,16 +188,23 @@ void KvStream::expect_row(const Input& input, std::int64_t b, std::int64_t i,
     } else {
       ASSERT_NEAR(static_cast<double>(lse[row]), max + std::log(sum), tolerance);
     }
-    for (std::int64_t d = 0; d < s.head_dim; ++d) {
+    const std::int64_t columns = value_dim_of(s);
+    for (std::int64_t d = 0; d < columns; ++d) {
       double expected = 0;
       for (std::size_t n = 0; n < keys.size(); ++n) {
-        expected +=
-            weights[n] / sum * past[keys[n]].v[static_cast<std::size_t>(h * s.head_dim + d)];
+        expected += weights[n] / sum * past[keys[n]].v[static_cast<std::size_t>(h * columns + d)];
       }
-      ASSERT_NEAR(load(out.data(), s.dtype, query + d), expected, tolerance)
+      const std::int64_t at = ((b * input.length + i) * heads_q + hq) * columns + d;
+      ASSERT_NEAR(load(out.data(), s.dtype, at), expected, tolerance)
           << "row " << b << ", head " << hq << ", column " << d << ", token " << past.size();
     }
   }
+}
+
+std::vector<std::byte> KvStream::empty_out(const Input& input) const {
+  const KvCacheShape& s = options_.shape;
+  const std::size_t rows = input.q.size() / static_cast<std::size_t>(s.head_dim);
+  return std::vector<std::byte>(rows * static_cast<std::size_t>(value_dim_of(s)), std::byte{0xff});
 }
 
 void KvStream::fill(std::int64_t length) {
@@ -209,11 +220,10 @@ void KvStream::fill(std::int64_t length) {
   }
   const std::vector<KeyInterval> intervals =
       select_last_query(s, length, lengths, input.scores.data(), mask.data());
-  const auto stride = by_token(s.batch, length, s.heads_kv, s.head_dim);
   const FillArgs args{.cache = cache_,
                       .seqlen_k = length,
-                      .k = {input.k.data(), stride},
-                      .v = {input.v.data(), stride},
+                      .k = {input.k.data(), by_token(s.batch, length, s.heads_kv, s.head_dim)},
+                      .v = {input.v.data(), by_token(s.batch, length, s.heads_kv, value_dim_of(s))},
                       .scores = {input.scores.data()},
                       .intervals = {intervals.data()},
                       .seqlen_q = 1,
@@ -232,22 +242,21 @@ void KvStream::step() {
   const KvCacheShape& s = options_.shape;
   const std::int64_t heads_q = s.heads_kv * options_.group;
   const Input input = draw(1);
-  std::vector<std::byte> out(input.q.size(), std::byte{0xff});
+  std::vector<std::byte> out = empty_out(input);
   std::vector<float> lse(static_cast<std::size_t>(s.batch * heads_q), nan);
-  const auto stride = by_token(s.batch, 1, s.heads_kv, s.head_dim);
-  const auto q_stride = by_token(s.batch, 1, heads_q, s.head_dim);
-  const DecodeStepArgs args{.cache = cache_,
-                            .heads_q = heads_q,
-                            .scale = default_scale(s.head_dim),
-                            .softcap = options_.softcap,
-                            .score_use = options_.use,
-                            .q = {input.q.data(), q_stride},
-                            .k = {input.k.data(), stride},
-                            .v = {input.v.data(), stride},
-                            .scores = {input.scores.data()},
-                            .mask = {input.mask.data()},
-                            .out = {out.data(), q_stride},
-                            .lse = lse.data()};
+  const DecodeStepArgs args{
+      .cache = cache_,
+      .heads_q = heads_q,
+      .scale = default_scale(s.head_dim),
+      .softcap = options_.softcap,
+      .score_use = options_.use,
+      .q = {input.q.data(), by_token(s.batch, 1, heads_q, s.head_dim)},
+      .k = {input.k.data(), by_token(s.batch, 1, s.heads_kv, s.head_dim)},
+      .v = {input.v.data(), by_token(s.batch, 1, s.heads_kv, value_dim_of(s))},
+      .scores = {input.scores.data()},
+      .mask = {input.mask.data()},
+      .out = {out.data(), by_token(s.batch, 1, heads_q, value_dim_of(s))},
+      .lse = lse.data()};
   run_in_new_workspace(DecodeStepCall(args, sequential_execution(2), options_.backend));
   for (std::int64_t b = 0; b < s.batch; ++b) {
     auto& past = committed_[static_cast<std::size_t>(b)];
@@ -260,11 +269,10 @@ void KvStream::append(std::int64_t length) {
   const KvCacheShape& s = options_.shape;
   const std::int64_t heads_q = s.heads_kv * options_.group;
   const Input input = draw(length);
-  const auto stride = by_token(s.batch, length, s.heads_kv, s.head_dim);
   append_tokens({.cache = cache_,
                  .seqlen = length,
-                 .k = {input.k.data(), stride},
-                 .v = {input.v.data(), stride},
+                 .k = {input.k.data(), by_token(s.batch, length, s.heads_kv, s.head_dim)},
+                 .v = {input.v.data(), by_token(s.batch, length, s.heads_kv, value_dim_of(s))},
                  .scores = {input.scores.data()},
                  .mask = {input.mask.data()}},
                 sequential_execution(2), options_.backend);
@@ -277,7 +285,7 @@ void KvStream::append(std::int64_t length) {
   auto* const intervals = reinterpret_cast<KeyInterval*>(memory.data());
   const PendingIntervalsArgs seen{.cache = cache_, .seqlen_q = length, .intervals = intervals};
   run_in_new_workspace(PendingIntervalsCall(seen, sequential_execution(2), options_.backend));
-  std::vector<std::byte> out(input.q.size(), std::byte{0xff});
+  std::vector<std::byte> out = empty_out(input);
   std::vector<float> lse(static_cast<std::size_t>(s.batch * heads_q * length), nan);
   const auto q_stride = by_token(s.batch, length, heads_q, s.head_dim);
   ForwardArgs forward_args;
@@ -286,7 +294,7 @@ void KvStream::append(std::int64_t length) {
   forward_args.problem.softcap = options_.softcap;
   forward_args.in =
       pending_inputs(cache_, {input.q.data(), q_stride}, length, intervals, options_.use);
-  forward_args.out = {out.data(), q_stride};
+  forward_args.out = {out.data(), by_token(s.batch, length, heads_q, value_dim_of(s))};
   forward_args.lse = lse.data();
   run_in_new_workspace(ForwardCall(forward_args, sequential_execution(2), options_.backend));
   for (std::int64_t b = 0; b < s.batch; ++b) {

@@ -52,7 +52,7 @@ class KvStream {
 
  private:
   struct Token {
-    std::vector<double> k, v;   // [Hkv, D], as stored
+    std::vector<double> k, v;   // [Hkv, D] and [Hkv, Dv], as stored
     std::vector<float> scores;  // [Hkv]
     bool is_present = true;     // not masked
   };
@@ -66,6 +66,8 @@ class KvStream {
   };
 
   Input draw(std::int64_t length);
+  // Memory for the results of its queries.
+  std::vector<std::byte> empty_out(const Input& input) const;
   // Checks the result of query i of `input` at the end of `past`.
   void expect_row(const Input& input, std::int64_t b, std::int64_t i,
                   const std::vector<Token>& past, const std::vector<std::byte>& out,

@@ -38,6 +38,7 @@ sys.modules["transformers"] = None  # its import raises
 import flash_dmattn.integrations.flash_dynamic_mask_attention
 import flash_dmattn.integrations.import_utils
 import flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils
+from flash_dmattn import *
 from flash_dmattn._core import availability
 assert availability.backends.cache_info().currsize == 0
 """
@@ -56,7 +57,7 @@ SIGNATURES = [
      "query key value cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k softmax_scale is_causal softcap "
      "deterministic return_attn_probs block_table",
      "attn_bias keep_window_size selection nonfinite"),
-    ("keys.select_intervals", "select_key_intervals",
+    ("keys.select", "select_key_intervals",
      "scores keep_window_size", "selection is_causal key_mask query_length"),
     ("utils.mask", "create_mask",
      "attention_bias attention_mask batch_size query_len key_len window_size min_dtype block_size type", ""),
@@ -100,6 +101,36 @@ def test_backend_functions_have_arguments_of_general_function(name):
     for wrong in ("windwo", "backend"):
         with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword .*{wrong}"):
             function(*qkv(), **{wrong: "cpu"})
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("causal", "is_causal"),
+        ("window_size", "keep_window_size=0, recent_window=W"),
+        ("alibi_slopes", "forgetting_attention"),
+        ("dropout_p", "no such argument: there is no attention dropout"),
+        ("k", "key"),
+    ],
+)
+@pytest.mark.parametrize(
+    "function",
+    ["flash_dmattn_func", "flash_dmattn_varlen_func", "flash_dmattn_with_kvcache", "triton_dmattn_func",
+     "flash_dmattn_func_auto"],
+)  # fmt: skip
+def test_arguments_of_flash_attention_say_what_to_pass(function, name, expected):
+    arguments = () if function == "flash_dmattn_func_auto" else qkv()
+    with pytest.raises(TypeError, match=f"^{function}: got {name}, expected {expected}"):
+        getattr(flash_dmattn, function)(*arguments, **{name: 1})
+
+
+@pytest.mark.parametrize("package", ["flash_dmattn", "flash_dmattn.distributed"])
+def test_recent_keys_do_not_compete_by_default(package):
+    package = importlib.import_module(package)
+    functions = [f for name in package.__all__ if callable(f := getattr(package, name))]
+    parts = [inspect.signature(f).parameters.get("recent_competes") for f in functions]
+    defaults = [part.default for part in parts if part is not None]
+    assert len(defaults) >= 2 and not any(defaults)
 
 
 # ---- Backends ----------------------------------------------------------------------------------------
@@ -162,85 +193,6 @@ def test_declining_backend_raises_reason():
     q, k, v = qkv(torch.float64)
     with pytest.raises((ValueError, RuntimeError), match="cpu.*f64"):
         flash_dmattn.flash_dmattn_func_auto("cpu")(q, k, v)
-
-
-# ---- Errors ------------------------------------------------------------------------------------------
-
-
-def test_operators_with_bad_arguments_raise():
-    """Calls the operators directly, as code outside this package might.
-
-    Errors of the C++ library arrive as ValueError or RuntimeError, depending on the version of torch.
-    """
-    ops = torch.ops.flash_dmattn
-    q, k, v = qkv()
-    options = (None, None, [], False, 0, 1.0, 0.0, True, False, "")
-    intervals = torch.zeros(1, 1, 9, 2, dtype=torch.int32)
-    with pytest.raises((ValueError, RuntimeError), match="v: got"):
-        ops.forward(q, k, v[:, 1:], None, None, None, *options)
-    with pytest.raises((ValueError, RuntimeError), match="k: got torch.float64"):
-        ops.forward(q, k.double(), v, None, None, None, *options)
-    with pytest.raises((ValueError, RuntimeError), match="key_intervals: got"):
-        ops.forward(q, k, v, None, None, intervals[:, :, 1:], *options)
-    with pytest.raises((ValueError, RuntimeError), match="mask: got"):
-        ops.forward(q, k, v, q, None, None, *options)
-    with pytest.raises((ValueError, RuntimeError), match="mask"):
-        ops.forward(q, k, v, torch.ones(1, 3, 9, 9).bool(), None, None, *options)
-    rank = torch.zeros(1, 1, 1, 9, dtype=torch.int32)
-    mask = torch.ones(1, 1, 9, 9).bool()
-    for mask_argument, ranks, message in [
-        (mask, (rank, None), "rank_limit: got none"),
-        (mask, (rank, rank.long().mT), "rank_limit: got"),
-        (mask, (rank, rank), "problem.limit_shape: got"),
-        (mask, (rank.mT, rank.mT), "problem.rank_shape: got"),
-        (None, (rank, rank.mT), "problem.rank_shape: got .* expected ranks only with a mask"),
-    ]:
-        with pytest.raises((ValueError, RuntimeError), match=message):
-            ops.forward(q, k, v, mask_argument, None, None, *ranks, *options[2:])
-    with pytest.raises((ValueError, RuntimeError), match="cpu takes a choice as a mask"):
-        ops.forward(q, k, v, mask, None, None, rank, rank.mT, *options[2:-1], "cpu")
-    out, lse = ops.forward(q, k, v, None, None, None, *options)
-    wanted = (True, True, True, False)
-    for name, *wrong in [
-        ("lse: got torch.uint8", lse.byte(), None),
-        ("lse: got torch.float64", lse.double(), None),
-        ("lse: got shape", lse.flatten(), None),
-        ("lse: got shape", lse[:1], None),
-        ("dlse: got torch.float64", lse, lse[0].double()),
-        ("dlse: got shape", lse, lse),
-    ]:
-        with pytest.raises((ValueError, RuntimeError), match=name):
-            ops.backward(
-                q, q, k, v, None, None, None, *options[:2], out, *wrong, *options[2:], *wanted
-            )
-    with pytest.raises((ValueError, RuntimeError), match="scores: got"):
-        ops.select_key_intervals(torch.zeros(9), None, [3], "global", True, 9)
-    with pytest.raises((ValueError, RuntimeError), match="selection"):
-        ops.select_key_intervals(torch.zeros(1, 1, 9), None, [3], "best", True, 9)
-    for tile_rows in (0, 2**32):
-        with pytest.raises((ValueError, RuntimeError), match=f"tile_rows: got {tile_rows}"):
-            ops.build_tile_lists(torch.zeros(1, 1, 9, 2, dtype=torch.int32), tile_rows, 9, [])
-
-
-def test_ranks_and_limits_select_only_unmasked_keys():
-    """Tests the reference backend; on GPUs rank_keys makes ranks and limits."""
-    ops = torch.ops.flash_dmattn
-    q, k, v = (torch.randn(2, 5, h, 8) for h in (4, 2, 2))
-    mask = torch.rand(2, 1, 5, 5) < 0.7
-    rank = torch.randint(0, 5, (2, 2, 1, 5), dtype=torch.int32)
-    limit = torch.randint(0, 6, (1, 4, 5, 1), dtype=torch.int32)
-    options = ([], False, 0, 1.0, 0.0, True, False, "reference")
-    nothing = (None, None)
-    results = ops.forward(q, k, v, mask, *nothing, rank, limit, *options)
-    chosen = mask & (rank.repeat_interleave(2, 1) < limit)
-    expected = ops.forward(q, k, v, chosen, *nothing, None, None, *options)
-    assert all(map(torch.equal, results, expected))
-    wanted = (True, True, True, False)
-    with_ranks, with_mask = (
-        ops.backward(q, q, k, v, shown, *nothing, *ranks, *results, None, *options, *wanted)
-        for shown, ranks in [(mask, (rank, limit)), (chosen, (None, None))]
-    )
-    assert all(map(torch.equal, with_ranks, with_mask))
 
 
 # ---- Padding -----------------------------------------------------------------------------------------

@@ -13,9 +13,8 @@ from flash_dmattn import (
 )
 from flash_dmattn._core import ops as _ops
 from flash_dmattn._core.numerics import Numerics
-from flash_dmattn.keys.recognise import AllowedElements
-from flash_dmattn.keys.selection import ScoredRule
-from flash_dmattn.keys.visibility import KeyRanks, TopKeysByBias, Visibility
+from flash_dmattn.keys.rule import SelectionRule
+from flash_dmattn.keys.visible import Visible
 from flash_dmattn.scores import with_zero_sum_gradient
 
 ops = torch.ops.flash_dmattn
@@ -44,9 +43,7 @@ def per_query(q, k, v, b):
     return flash_dmattn_func(q, k, v, attn_bias=b, is_causal=True, keep_window_size=5)
 
 
-@pytest.mark.parametrize(
-    "of", [AllowedElements, TopKeysByBias, ScoredRule, KeyRanks, Numerics, Visibility]
-)
+@pytest.mark.parametrize("of", [SelectionRule, Numerics, Visible])
 def test_named_tuples_have_only_fields_and_methods(of):
     """torch 2.10 traces neither properties nor class attributes of named tuples."""
     public = {name: member for name, member in vars(of).items() if not name.startswith("_")}
@@ -118,9 +115,7 @@ def test_forward_operator_passes_opcheck(name):
     intervals = select_key_intervals(scores, case["window"]).intervals if "window" in case else None
     bound = [case["window"], 1] if "window" in case else []
     options = (bound, True, case.get("delay", 0), 0.25, 0.0, True, False, "")
-    torch.library.opcheck(
-        ops.forward.default, (q, k, v, mask, bias, intervals, None, None, *options)
-    )
+    torch.library.opcheck(ops.forward.default, (q, k, v, mask, bias, intervals, *options))
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])
@@ -137,9 +132,9 @@ def test_backward_operator_passes_opcheck(needs, bias_dims):
     q, k, v, scores = tensors(requires_grad=False)
     bias = scores if bias_dims == 3 else scores[:, :, None]
     options = ([], True, 6 * (bias_dims == 3), 0.25, 0.0, True, False, "")
-    results = ops.forward(q, k, v, None, bias, *(None,) * 3, *options)
+    results = ops.forward(q, k, v, None, bias, None, *options)
     dlse = torch.randn_like(results[1][0]) if bias_dims == 3 else None
-    arguments = (torch.randn_like(q), q, k, v, None, bias, *(None,) * 3, *results, dlse, *options)
+    arguments = (torch.randn_like(q), q, k, v, None, bias, None, *results, dlse, *options)
     torch.library.opcheck(ops.backward.default, (*arguments, *map(bool, needs)))
 
 

@@ -24,7 +24,7 @@ def choice(q, k, v, bias):
     return out + lse.mT[..., None]
 
 
-RULE = {"recent_window": 3, "recent_competes": False, "sink_tokens": 1, "score_threshold": -1.5}
+RULE = {"recent_window": 3, "sink_tokens": 1, "score_threshold": -1.5}
 
 
 def rule_in_documents(q, k, v, bias):

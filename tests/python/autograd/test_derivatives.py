@@ -128,7 +128,7 @@ def test_varlen_passes_gradcheck():
 
 RAW = {
     "forward": lambda q, k, v, bias: torch.ops.flash_dmattn.forward(
-        q, k, v, None, bias, *(None,) * 3, [], True, 0, 0.25, 0.0, True, False, ""
+        q, k, v, None, bias, None, [], True, 0, 0.25, 0.0, True, False, ""
     )[0],
     "select_and_attend": lambda q, k, v, bias: torch.ops.flash_dmattn.select_and_attend(
         q, k, v, bias, 7, True, 0, 0.25, 0.0, True, False, ""

@@ -6,9 +6,9 @@ import torch
 from flash_dmattn import flash_dmattn_func
 
 RULES = {
-    "delayed": {"keep_window_size": 6, "recent_window": 4, "recent_competes": False, "sink_tokens": 2},
+    "delayed": {"keep_window_size": 6, "recent_window": 4, "sink_tokens": 2},
     "threshold": {"score_threshold": 0.0, "recent_window": 3},
-    "by head, with a delayed bias": {"keep_window_size": (3, 8), "recent_window": 4, "bias_delay": 4},
+    "by head, with a delayed bias": {"keep_window_size": (3, 8), "recent_window": 4, "recent_competes": True, "bias_delay": 4},
 }  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """Tests the FlexAttention backend as far as torch's FlexAttention supports it, which on the CPU is only the forward."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -94,6 +96,21 @@ def test_backward_on_cpu_raises():
     q = torch.randn(1, 20, 2, 16, requires_grad=True)
     with pytest.raises(RuntimeError, match="no backward on the CPU"):
         flex_dmattn_func(q, q, q)
+
+
+def test_lengths_beyond_torchs_limit_are_compiled_without_a_change_of_its_settings(monkeypatch):
+    config, limits = torch._dynamo.config, []
+
+    def backend(graph, inputs):
+        limits.append((config.recompile_limit, config.fail_on_recompile_limit_hit))
+        return graph
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    for length in [*range(20, 30), 20]:
+        x = torch.randn(1, length, 2, 16, device=DEVICE)
+        with torch.no_grad():
+            torch.testing.assert_close(flex_dmattn_func(x, x, x), flash_dmattn_func(x, x, x))
+    assert limits == [(config.recompile_limit, config.fail_on_recompile_limit_hit)] * 10
 
 
 def test_unsupported_flex_call_raises_reason():
@@ -198,13 +215,13 @@ def test_check_mode_names_an_output_gradient(check_mode):
 @pytest.mark.parametrize("kind", ["intervals", "causality", "causality and a mask"])
 def test_block_mask_lists_visible_blocks_and_needs_no_quadratic_tensor(kind):
     from flash_dmattn._backends.flex import _blocks
-    from flash_dmattn.keys.visibility import Visibility
+    from flash_dmattn.keys.visible import Visible
 
     length_q, length_k = 1700, 2000
     q, k = torch.empty(1, 2, length_q, 16), torch.empty(1, 2, length_k, 16)
     intervals = select_key_intervals(torch.randn(1, 1, length_k), 50, query_length=length_q)
     mask = torch.ones(1, 1, 1, length_k, dtype=torch.bool) if "mask" in kind else None
-    visible = Visibility(keys=intervals) if kind == "intervals" else Visibility(mask, True)
+    visible = Visible(intervals=intervals) if kind == "intervals" else Visible(mask, True)
     with LargestTensor() as largest:
         partial_count, partial, full_count, full = _blocks(q, k, None, visible)
     assert largest.elements <= 2 * length_k

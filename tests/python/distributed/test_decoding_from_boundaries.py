@@ -121,7 +121,7 @@ def later_positions(by):
     return (torch.arange(TOKENS, dtype=torch.int32) + by).expand(1, 2, -1).clone()
 
 
-@pytest.mark.parametrize("rule", [{}, {"recent_competes": False}, {"sink_tokens": 2}], ids=str)
+@pytest.mark.parametrize("rule", [{}, {"recent_competes": True}, {"sink_tokens": 2}], ids=str)
 def test_keys_leave_the_same_after_shifted_positions(rule):
     caches = [filled_cache(**rule), filled_cache(**rule)]
     positions = later_positions(30)

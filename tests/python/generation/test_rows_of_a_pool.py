@@ -22,7 +22,11 @@ CPU = Place()
 
 @pytest.mark.parametrize(
     "place",
-    [Place("cpu"), Place("cpu", dtype=torch.bfloat16), Place("reference")],
+    [
+        Place("cpu"),
+        Place("cpu", dtype=torch.bfloat16, value_dim=5),
+        Place("reference", value_dim=3),
+    ],
     ids=["cpu", "cpu-bf16", "reference"],
 )
 @pytest.mark.parametrize("rule", RULES, ids=["window", "rule", "large"])
@@ -31,15 +35,23 @@ def test_rows_behave_like_separate_caches(place, rule, check):
     check(place, rule)
 
 
-def test_view_follows_changed_rows():
-    pool, _ = CPU.pool(RULES[0])
-    rows = CPU.rows(0)
+@pytest.mark.parametrize("rule", RULES, ids=["window", "rule", "large"])
+@pytest.mark.parametrize("stride", [1, 3])
+@pytest.mark.parametrize("place", [CPU, Place("reference")], ids=["cpu", "reference"])
+def test_view_follows_changed_rows(place, stride, rule):
+    pool, _ = place.pool(rule)
+    rows = place.rows(*range(2 * stride)).view(2, stride)[:, 0]
     view = pool.over(rows)
-    states = CPU.tokens(1)
-    for row in (4, 2):
-        expected = pool.select(CPU.rows(row)).step(*states)
-        rows.fill_(row)
-        assert torch.equal(view.step(*states), expected)
+    states, prompt = place.tokens(2), place.tokens(2, 9)[1:]
+    for chosen in ((4, 2), (-1, 5), (6, 3)):
+        rows.copy_(place.rows(*chosen))
+        expected = pool.select(place.rows(*(max(row, 0) for row in chosen)))
+        out, wanted = view.step(*states), expected.step(*states)
+        for b, row in enumerate(chosen):
+            assert torch.equal(out[b], wanted[b] if row >= 0 else torch.zeros_like(out[b]))
+        view.fill(*prompt)
+        expected.fill(*prompt)
+        assert contents(pool.select(place.rows(chosen[1]))) == contents(expected)[HEADS:]
 
 
 def test_pool_with_a_view_is_not_empty():

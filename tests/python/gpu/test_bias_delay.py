@@ -14,7 +14,7 @@ CHOICES = [
     {},
     {"keep_window_size": 100},
     RULE,
-    {**RULE, "recent_competes": False},
+    {**RULE, "recent_competes": True},
     {"keep_window_size": 100, "selection": "global"},
 ]
 

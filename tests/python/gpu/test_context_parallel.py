@@ -20,8 +20,8 @@ from sharded_cases import keys_seen
 
 RULES = {
     "window": {"keep_window_size": 300},
-    "heads": {"keep_window_size": (300, 70), "recent_window": 40},
-    "delayed": {"keep_window_size": 200, "recent_window": 90, "recent_competes": False, "sink_tokens": 3},
+    "heads": {"keep_window_size": (300, 70), "recent_window": 40, "recent_competes": True},
+    "delayed": {"keep_window_size": 200, "recent_window": 90, "sink_tokens": 3},
     "threshold": {"keep_window_size": 200, "score_threshold": 0.5, "recent_window": 20},
 }  # fmt: skip
 

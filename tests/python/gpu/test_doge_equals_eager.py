@@ -5,7 +5,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from doge_demo.training import make_model, precision_of  # noqa: E402
+from demo import make_model, precision_of  # noqa: E402
 
 LENGTH, WINDOW = 700, 64
 

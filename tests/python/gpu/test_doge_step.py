@@ -9,7 +9,7 @@ from gpu import capture
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
-from doge_demo.training import make_model  # noqa: E402
+from demo import make_model  # noqa: E402
 
 B, LENGTH, WINDOW = 2, 300, 64
 # aot_eager alone runs softplus_backward with strides that differ from those of its trace.

@@ -21,6 +21,8 @@ from flash_dmattn.integrations.transformers import (  # noqa: E402
     DynamicMaskCache,
     enable_flash_dmattn,
 )
+from scored_models import make_ids as make_scored_ids  # noqa: E402
+from scored_models import make_scored  # noqa: E402
 
 B, S, WINDOW, STEPS = 2, 300, 64, 40
 
@@ -101,7 +103,7 @@ def test_slots_and_full_cache_give_same_tokens(way, pad):
         texts.append(
             model.generate(
                 ids, attention_mask=mask, past_key_values=cache, max_new_tokens=STEPS,
-                no_repeat_ngram_size=1, **{"do_sample": False, **options},
+                **{"do_sample": False, **options},
             )
         )  # fmt: skip
     same = (texts[0] == texts[1])[:, S:].int().cumprod(1).sum(1)
@@ -189,7 +191,7 @@ def test_one_graph_serves_all_tokens(is_compiled):
 def test_generate_compiles_a_static_cache():
     torch._dynamo.reset()
     model, ids = ours_in_bfloat16(make_large()), make_ids(1, S).cuda()
-    options = {"max_new_tokens": STEPS, "do_sample": False, "no_repeat_ngram_size": 1}
+    options = {"max_new_tokens": STEPS, "do_sample": False}
     texts = [
         model.generate(
             ids, past_key_values=DynamicMaskCache(model.config, static=static), **options
@@ -243,6 +245,18 @@ def test_offloading_between_turns_keeps_tokens(way):
         for name in ("k", "v", "scores", "positions", "counts", "seen"):
             moved, expected = (getattr(layer.slots, name) for layer in (ours, theirs))
             assert moved.device.type == "cuda" and torch.equal(moved, expected), name
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_slots_of_latent_attention_are_as_near_to_float32_as_all_keys(static):
+    """Keys have 16 columns, values 8. Scores of a single layer do not depend on attention."""
+    model, ids = make_scored("DeepseekV3", num_hidden_layers=1), make_scored_ids(60)
+    exact = logits_of(model, ids, [60])
+    model, lengths = model.bfloat16().cuda(), [20, 9, 1, 1, 1, 8, *[1] * 20]
+    caches = (DynamicMaskCache(model.config, static=static), transformers.DynamicCache())
+    logits = (logits_of(model, ids.cuda(), lengths, cache).cpu() for cache in caches)
+    error, yardstick = ((t - exact).abs().mean().item() for t in logits)
+    assert error <= 2 * yardstick, (error, yardstick)
 
 
 def test_captured_layer_equals_eager():

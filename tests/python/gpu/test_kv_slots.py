@@ -37,8 +37,8 @@ def drawn(seed, length, device=DEVICE):
     window = draw.randint(1, 12)
     return Stream(
         length, draw.choice((window, window, (window, window // 2))), kind=draw.choice(KINDS),
-        padding=draw.choice(PADDINGS), head_dim=draw.choice((8, 16)), dtype=draw.choice(DTYPES), seed=seed,
-        device=device, rule=draw.choice(RULES), **draw.choice(NUMERICS),
+        padding=draw.choice(PADDINGS), head_dim=16, value_dim=draw.choice((8, 16)), dtype=draw.choice(DTYPES),
+        seed=seed, device=device, rule=draw.choice(RULES), **draw.choice(NUMERICS),
     )  # fmt: skip
 
 
@@ -63,11 +63,31 @@ def test_scores_mask_by_the_rule_of_float32(dtype):
         check_with_kvcache(stream, (1, 1, 9, 1, 13, 1, 1, 3), "all keys", "by token")
 
 
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("number", [-(2**31), -1, 10**6, 2**31 - 1])
+def test_lengths_and_kept_tokens_out_of_range_are_clamped(number, rule):
+    """The host does not read them."""
+    stream = Stream(16, 6, dtype=torch.bfloat16, device=DEVICE, rule=rule)
+
+    def filled(length, kept):
+        cache = stream.slots(chunk=4)
+        lengths, kept = (
+            torch.full((2,), n, dtype=torch.int32, device=DEVICE) for n in (length, kept)
+        )
+        cache.fill(*stream.tokens(0, 12), lengths=lengths)
+        cache.append(*stream.tokens(12, 16))
+        cache.commit(kept)
+        return cache.tensors
+
+    expected = filled(0, 0) if number < 0 else filled(12, 4)
+    assert all(map(torch.equal, filled(number, number), expected))
+
+
 WINDOWS = (65, 100, 192, 300)
 RULES_OF_MANY_SLOTS = (
     *RULES[:3],
-    {"recent_window": 90, "sink_tokens": 4},
-    {"recent_window": 70, "recent_competes": False, "score_threshold": -1.0},
+    {"recent_window": 90, "recent_competes": True, "sink_tokens": 4},
+    {"recent_window": 70, "score_threshold": -1.0},
 )
 
 
@@ -76,7 +96,7 @@ def drawn_with_many_slots(seed, length, window, head_dim, **options):
     draw = random.Random(seed)
     return Stream(
         length, window, kind=draw.choice(("normal", "ties", "nan")), padding=draw.choice(PADDINGS),
-        group=draw.choice((1, 2, 4)), head_dim=head_dim, dtype=draw.choice(DTYPES), seed=seed,
+        group=draw.choice((1, 2, 4)), head_dim=head_dim, value_dim=draw.choice((head_dim, head_dim // 2)), dtype=draw.choice(DTYPES), seed=seed,
         device=DEVICE, rule=draw.choice(RULES_OF_MANY_SLOTS), **draw.choice(NUMERICS), **options,
     )  # fmt: skip
 
@@ -99,7 +119,7 @@ def test_any_split_with_many_slots_equals_cpu(first, head_dim):
         check_split(drawn_with_many_slots(seed, length, window, head_dim), prefill, pieces)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_split_over_more_than_a_cluster_equals_cpu(head_dim):
     """A second kernel adds their sums and finds the victim among theirs."""
     for seed, prefill in enumerate((4090, 4110, 4200)):

@@ -20,7 +20,7 @@ def test_ragged_steps_equal_single_sequences(dtype, rule):
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_padded_prompts_equal_single_sequences(rule, monkeypatch):
     monkeypatch.setitem(ragged._LENGTHS_TO_PAD, "cuda", 2)
-    place = Place("cuda", "cuda", torch.bfloat16)
+    place = Place("cuda", "cuda", torch.bfloat16, value_dim=8)
     ragged_steps.check_sequences_alone(place, rule, random.Random(4))
 
 

@@ -9,7 +9,7 @@ from pool_rows import CHECKS, HEADS, ROWS, RULES, Place, contents
 
 places = pytest.mark.parametrize(
     "place",
-    [Place("cuda", "cuda", torch.bfloat16), Place("cuda", "cuda", torch.float16)],
+    [Place("cuda", "cuda", torch.bfloat16), Place("cuda", "cuda", torch.float16, value_dim=8)],
     ids=["bf16", "f16"],
 )
 # The last place has enough slots for several blocks of a cluster to share.
@@ -28,7 +28,7 @@ def test_rows_behave_like_separate_caches(place, rule, check):
 def test_steps_over_rows_equal_cpu(place, rule):
     torch.manual_seed(0)
     pool, _ = place.pool(rule)
-    on_cpu = Place(dtype=place.dtype).pool(rule)[0]
+    on_cpu = Place(dtype=place.dtype, value_dim=place.value_dim).pool(rule)[0]
     for cpu_tensor, tensor in zip(on_cpu.tensors, pool.tensors, strict=True):
         cpu_tensor.copy_(tensor)
     for rows in ((4, -1, 6), (2, 5, 4, 3, 0, 1, 6), (-1,)):
@@ -45,7 +45,7 @@ def test_steps_over_rows_equal_cpu(place, rule):
 @rules
 def test_graph_follows_changed_rows(place, rule):
     pool, _ = place.pool(rule)
-    rows = place.rows(-1, -1, -1)
+    rows = place.rows(*[-1] * 6).view(3, 2)[:, 1]  # a column of a block table
     states = place.tokens(3)
     graph, out = capture(lambda: pool.over(rows).step(*states))
     for chosen in ((3, 0, 5), (5, -1, 6), (1, 2, -1)):

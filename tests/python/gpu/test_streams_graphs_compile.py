@@ -192,7 +192,7 @@ def test_tensors_on_different_devices_are_named():
         flash_dmattn_func(q, k.cpu(), v)
     with pytest.raises(TypeError, match="key_intervals: got a tensor on cpu"):
         flash_dmattn_func(q, k, v, key_intervals=sliding_window(300, 9))
-    options = (None, None, [], True, 0, 0.25, 0.0, True, False, "")
+    options = ([], True, 0, 0.25, 0.0, True, False, "")
     with pytest.raises((ValueError, RuntimeError), match="mask: got cpu, expected the device of q"):
         ops.forward(q, k, v, torch.ones(1, 1, 1, 300).bool(), None, None, *options)
 
@@ -242,7 +242,7 @@ def test_operators_pass_opcheck(bound):
     intervals = select_key_intervals(bias, 50).intervals
     options = (bound, True, 0, 0.125, 0.0, True, True, "")  # deterministic: results are compared
     bias_4d = bias[:, :, None].detach().requires_grad_()
-    arguments = (q, k, v, None, bias_4d, intervals, None, None)
+    arguments = (q, k, v, None, bias_4d, intervals)
     torch.library.opcheck(ops.forward.default, (*arguments, *options))
     detached = [t if t is None else t.detach() for t in arguments]
     results = ops.forward(*detached, *options)

@@ -208,6 +208,7 @@ def test_kept_keys_and_next_logits_equal_kvpress(family, name, kvpress, their_st
             position_ids=torch.tensor([[PROMPT]]),
         ).logits
     keep = kept[0].shape[2]
+    press.compression_ratio = 0.0  # which has to change nothing
     model = add_press(make_base(family), press, keep)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
@@ -235,6 +236,19 @@ def test_thresholds_equal_kvpress(name, threshold, decoding, kvpress, their_step
     model = add_press(make_base(), press)
     logits = steps(model, DynamicCache(config=model.config), ids)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_sinks_of_a_streaming_press_stay(kvpress):
+    press, ids = kvpress.StreamingLLMPress(), distinct_ids(PROMPT + NEW)
+    with pytest.raises(ValueError, match="^keep_window_size: got 4 with a StreamingLLMPress"):
+        add_press(make_base(), press, 4)
+    model = add_press(make_base(), press, 9)
+    every, cache = DynamicCache(config=model.config), DynamicMaskCache(model.config)
+    steps(model, every, ids), steps(model, cache, ids)
+    equal = every.layers[0].keys[:, :, :, None] == cache.layers[0].keys[:, :, None]
+    is_held = equal.all(-1).any(-1)  # in the cache
+    kept = [0, 1, 2, 3, *range(PROMPT + NEW - 6, PROMPT + NEW)]  # 9, and the last token's own
+    assert is_held[..., kept].all() and is_held.sum() == 2 * 2 * len(kept)
 
 
 @pytest.mark.parametrize("name", ["SnapKVPress", "TOVAPress", "ObservedAttentionPress"])

@@ -7,7 +7,8 @@ from transformers import DynamicCache, StaticCache
 from doge_generation import left_padding
 from flash_dmattn.integrations.transformers import DynamicMaskCache, add_learned_scores
 from flash_dmattn.integrations.transformers.compat import CACHE
-from flash_dmattn.integrations.transformers.learned_scores.scored_layers import ScoredCall
+from flash_dmattn.integrations.transformers.learned_scores.add import scored_layers
+from flash_dmattn.integrations.transformers.learned_scores.layers import ScoreCall
 from scored_models import FAMILIES, make_base, make_ids, make_scored
 from scores_by_definition import by_definition
 from transformers_version import IS_TRANSFORMERS_4
@@ -54,9 +55,29 @@ def generate(model, **options):
     [("window", 5), ("all", 9), ("competing", 7), ("heads", 8), ("streaming", 7)],
 )
 def test_steps_and_chunks_equal_definition(rule, places, name):
-    """Reads a left-padded prompt in two parts and then one token at a time. Slots hold only the keys of the rule."""
-    model, ids = make_scored(rule=rule), make_ids(PROMPT + NEW)
-    mask = padded(PROMPT + NEW)
+    """Slots hold only the keys of the rule."""
+    model = make_scored(rule=rule)
+    cache = assert_parts_equal_definition(model, name)
+    if name == "slots":
+        assert cache.layers[0].keys.shape[2] == places
+
+
+def own_scores(hidden, key, value):
+    return key[..., 0] - value[..., -1]
+
+
+@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("scorer", ["hidden", "value", "key_norm", own_scores])
+def test_scorer_of_latent_attention_equals_definition(scorer, name):
+    """Caches of transformers hold latents, from which the layer makes keys and values."""
+    if name == "static" and IS_TRANSFORMERS_4:
+        pytest.skip("StaticCache of transformers 4 takes only values of the keys' size")
+    assert_parts_equal_definition(make_scored("DeepseekV3", scorer=scorer), name)
+
+
+def assert_parts_equal_definition(model, name):
+    """Reads a left-padded prompt in two parts and then one token at a time. Returns the cache."""
+    ids, mask = make_ids(PROMPT + NEW), padded(PROMPT + NEW)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     cache, logits = CACHES[name](model), []
     cuts = [0, 7, PROMPT, *range(PROMPT + 1, PROMPT + NEW + 1)]
@@ -67,11 +88,49 @@ def test_steps_and_chunks_equal_definition(rule, places, name):
                 past_key_values=cache, use_cache=True,
             )  # fmt: skip
             logits.append(out.logits)
-    if name == "slots":
-        assert cache.layers[0].keys.shape[2] == places
     logits, expected = torch.cat(logits, 1), by_definition_of(model, ids, mask)
     tokens = mask.bool()
     torch.testing.assert_close(logits[tokens], expected[tokens], atol=5e-5, rtol=1e-4)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("phase", "name"), [("soft", "none"), ("soft", "dynamic"), ("hard", "none"), *(("hard", name) for name in CACHES)]
+)  # fmt: skip
+def test_padding_between_turns_equals_texts_alone(phase, name):
+    """The recent window counts tokens: a short message beside a long one leaves a row its own last tokens."""
+    model, ids = make_scored(rule="all").set_score_phase(phase), make_ids(PROMPT + NEW)
+    mask = torch.ones_like(ids)
+    mask[0, 6:11] = mask[0, PROMPT + 2] = mask[1, 3:5] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = None if name == "none" else CACHES[name](model)
+    cuts, logits = [0, PROMPT, PROMPT + 2, PROMPT + 3, PROMPT + NEW], []
+    with torch.no_grad():
+        for start, stop in zip(cuts, cuts[1:], strict=False) if cache else [(0, PROMPT + NEW)]:
+            out = model(
+                ids[:, start:stop], attention_mask=mask[:, :stop], position_ids=positions[:, start:stop],
+                past_key_values=cache, use_cache=cache is not None,
+            )  # fmt: skip
+            logits.append(out.logits)
+        for row, tokens in enumerate(mask.bool()):
+            alone = model(ids[row : row + 1, tokens], use_cache=False).logits[0]
+            torch.testing.assert_close(
+                torch.cat(logits, 1)[row, tokens], alone, atol=5e-5, rtol=1e-4
+            )
+
+
+def test_scores_of_padded_rows_get_gradients_of_texts_alone():
+    model, ids = make_scored(rule="all"), make_ids(PROMPT, batch=1)
+    mask = torch.ones_like(ids)
+    mask[0, 5:9] = 0
+    tokens, gradients = mask.bool(), []
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    padded = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    for inputs, kept in ((padded, tokens[0]), ({"input_ids": ids[tokens][None]}, slice(None))):
+        model(**inputs, use_cache=False).logits[:, kept].square().sum().backward()
+        gradients.append([next(layer.scorer.parameters()).grad for layer in scored_layers(model)])
+        model.zero_grad()
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -79,7 +138,12 @@ def test_family_generates_tokens_of_the_definition(family):
     """Each family generates with one kind of cache. Families with sliding layers, which keep their own caches, use every kind."""
     model = make_scored(family)
     slides = len(model.config.learned_scores["layers"]) < model.config.num_hidden_layers
-    for name in ("dynamic", "static", "slots") if slides else ("static", "slots"):
+    names = ("dynamic", "static", "slots") if slides else ("static", "slots")
+    if (
+        IS_TRANSFORMERS_4 and family == "DeepseekV3"
+    ):  # its StaticCache takes only values of the keys' size
+        names = ("dynamic", "slots")
+    for name in names:
         assert_writes_by_definition(model, generate(model, past_key_values=CACHES[name](model)))
 
 
@@ -131,6 +195,17 @@ def test_sliding_layers_keep_their_own_cache():
     assert kinds == ["DynamicMaskLayer", "DynamicSlidingWindowLayer"]
 
 
+@pytest.mark.skipif(
+    IS_TRANSFORMERS_4, reason="hybrid models of transformers 4 have caches of their own"
+)
+def test_states_of_a_hybrid_model_follow_the_rows_of_slots():
+    model = make_scored("FalconH1")
+    expected, cache = generate(model, num_beams=3), DynamicMaskCache(model.config)
+    for _ in range(2):
+        assert torch.equal(generate(model, num_beams=3, past_key_values=cache), expected)
+        cache.reset()
+
+
 def test_soft_phase_generates_with_gates():
     model = make_scored(rule="all").set_score_phase("soft")
     assert_writes_by_definition(model, generate(model))
@@ -148,8 +223,10 @@ def test_cache_without_scores_is_refused():
 
 SLOTS = CACHES["slots"]
 REFUSED = {  # name: (rule and phase of the model, its cache, the message)
-    "without scores": ("window", "off", SLOTS, "scores: got none.*add_learned_scores"),
-    "all keys": ("window", "soft", SLOTS, f"{CACHE}: got a DynamicMaskCache in the phase 'soft'"),
+    "without scores": ("window", "off", SLOTS, "scores: got none.*add_learned_scores.* in the phase 'hard'"),
+    "fewer layers": ("window", "hard", lambda _: SLOTS(make_scored(rule="window", num_hidden_layers=1)),
+                     f"{CACHE}: got 1 layers, expected more than 1"),
+    "all keys": ("window", "soft", SLOTS, "phase: got 'soft' with a DynamicMaskCache"),
     "another rule": ("all", "hard", lambda _: SLOTS(make_scored(rule="window")), f"{CACHE}: got keep_window_size"),
     "static": ("all", "soft", CACHES["static"], f"{CACHE}: got a static one"),
 }  # fmt: skip
@@ -211,24 +288,37 @@ def test_packed_texts_stay_apart_in_a_multimodal_model():
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_slots_of_layers_with_other_numbers_in_the_cache_are_refused():
+@pytest.mark.parametrize("name", ["HrmTextForCausalLM"])
+def test_layers_with_several_numbers_in_the_cache_get_slots_for_each(name):
+    """These models run a layer several times for a token."""
     pytest.importorskip("transformers", minversion="5.24")
     from tiny_models import class_named, tiny_config, tiny_model
 
-    hrm_class = class_named("HrmTextForCausalLM")
-    model = tiny_model(hrm_class, tiny_config(hrm_class), "eager")
-    add_learned_scores(model, keep_window_size=PROMPT)
-    cache = DynamicMaskCache(model.config)
-    with pytest.raises(
-        ValueError, match=f"^{CACHE}: got a DynamicMaskCache whose layer . is a Dyn"
-    ):
-        model(make_ids(PROMPT), past_key_values=cache)
+    model = tiny_model(class_named(name), tiny_config(class_named(name)), "eager")
+    add_learned_scores(model, keep_window_size=4, recent_window=2)
+    ids = make_ids(PROMPT)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        cache = DynamicMaskCache(model.config)
+        parts = [model(part, past_key_values=cache).logits for part in ids.split([7, 1, 1, 4], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), expected, atol=5e-5, rtol=1e-4)
+
+
+def test_shared_layers_beside_states_are_refused():
+    pytest.importorskip("transformers", minversion="5.24")
+    from tiny_models import class_named, tiny_config, tiny_model
+
+    kind = class_named("Zamba2ForCausalLM")
+    model = tiny_model(kind, tiny_config(kind), "eager")
+    add_learned_scores(model, keep_window_size=4, recent_window=2)
+    with pytest.raises(ValueError, match="Use transformers' DynamicCache"):
+        model(make_ids(PROMPT), past_key_values=DynamicMaskCache(model.config))
 
 
 def test_layer_that_attends_twice_is_refused():
     model = make_scored()
     layer = model.model.layers[0].self_attn
-    call = ScoredCall(layer, torch.randn(1, 3, 32), None)
+    call = ScoreCall(layer, torch.randn(1, 3, 32), None, None, None)
     states = torch.randn(2, 1, 2, 3, 8)
     call.scores_of(*states)
     with pytest.raises(RuntimeError, match="^scorer: got a second attention call in layer 0"):

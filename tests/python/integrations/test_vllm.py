@@ -16,6 +16,7 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from doge_generation import VOCABULARY, WINDOW, brute_force_of, greedy_tokens_by_prompt, make_model
+from flash_dmattn.integrations.transformers import save_scores
 
 LENGTHS = (1, 5, 40, 2, WINDOW, WINDOW + 1, 70, 1, 17, 33)
 NEW = 12
@@ -31,6 +32,12 @@ def ask(llm, prompts, params=GREEDY):
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     results = llm.generate(inputs, params, use_tqdm=False)
     return [[list(out.token_ids) for out in result.outputs] for result in results]
+
+
+def cached_tokens(llm, prompt):
+    """Returns how many tokens of a prompt vLLM found in its cache."""
+    (result,) = llm.generate([{"prompt_token_ids": prompt}], GREEDY, use_tqdm=False)
+    return result.num_cached_tokens
 
 
 def scheduler_of(llm):
@@ -138,9 +145,16 @@ def test_cached_prefixes_equal_generate(doge):
         for _ in range(2):
             for prompt, (tokens,) in zip(prompts, ask(llm, prompts), strict=True):
                 assert tokens == doge.alone(prompt)
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        hits = [result.num_cached_tokens for result in llm.generate(inputs, GREEDY, use_tqdm=False)]
-    assert min(hits) >= 48
+        again = [cached_tokens(llm, prompt) for prompt in prompts]
+        beginnings = [prompts_of((60,))[0] for _ in range(2)]  # of chats, such as a system prompt
+        hits = []
+        for _ in range(4):
+            prompt = beginnings[0] + prompts_of((40,))[0]
+            hits.append(cached_tokens(llm, prompt))
+            assert ask(llm, [prompt]) == [[doge.alone(prompt)]]
+        other = cached_tokens(llm, beginnings[1] + prompts_of((40,))[0])
+    assert again == [48, 48, 64, 80]  # the last whole block, without the last token
+    assert hits == [0, 0, 48, 48] and other == 0
 
 
 def test_compiled_model_equals_generate(doge):
@@ -162,14 +176,21 @@ def test_tensor_parallelism_equals_generate(doge, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "family, scorer", [("Llama", "hidden"), ("Llama", "value"), ("Mistral", "hidden")]
+    "family, scorer, saved",
+    [
+        ("Llama", "hidden", "by save_pretrained"),
+        ("Llama", "mlp", "by both"),
+        ("Mistral", "hidden", "by save_scores beside the base model"),
+    ],
 )
-def test_learned_scores_equal_generate(tmp_path, family, scorer):
-    from scored_models import VOCABULARY, equal_scores_in_first_layer, make_scored
+def test_learned_scores_equal_generate(tmp_path, family, scorer, saved):
+    from scored_models import VOCABULARY, make_base, make_scored
 
     torch.manual_seed(9)
-    model = equal_scores_in_first_layer(make_scored(family, scorer=scorer))
-    model.save_pretrained(tmp_path)
+    model = make_scored(family, scorer=scorer)
+    (make_base(family) if "beside" in saved else model).save_pretrained(tmp_path)
+    if saved != "by save_pretrained":
+        save_scores(model, tmp_path)
     alone = greedy_tokens_by_prompt(model, NEW)
     prompts = prompts_of(LENGTHS, VOCABULARY)
     architecture = {"architectures": ["ScoredLlamaForCausalLM"]}

@@ -11,7 +11,7 @@ import vllm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from doge_generation import make_model
-from flash_dmattn.integrations.transformers import add_learned_scores
+from flash_dmattn.integrations.transformers import add_learned_scores, save_scores
 from flash_dmattn.integrations.vllm.settings import ScoredLlamaConfig, SlotModelConfig
 from scored_models import make_base, make_scored
 
@@ -46,6 +46,7 @@ def settings_of(config, *, parts=1, **changes):
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1, decode_context_parallel_size=1, tensor_parallel_size=parts
         ),
+        scheduler_config=SimpleNamespace(scheduler_cls=None),
         compilation_config=SimpleNamespace(splitting_ops=None, _attention_ops=["vllm::attention"]),
         speculative_config=None,
         kv_transfer_config=None,
@@ -118,9 +119,24 @@ def test_doge_without_its_scores_raises(tmp_path, options, architecture):
         pass
 
 
-def test_learned_scores_without_the_override_raise(tmp_path):
-    make_scored(scorer="key_norm").save_pretrained(tmp_path)  # the scorer has no parameters
-    message = "architectures: got 'LlamaForCausalLM' for a model with learned scores"
+@pytest.mark.parametrize(
+    "family, saved_beside, architecture, way_out",
+    [
+        ("Llama", False, "LlamaForCausalLM", "--hf-overrides"),
+        ("Llama", True, "LlamaForCausalLM", "--hf-overrides"),
+        ("Qwen2", False, "Qwen2ForCausalLM", "transformers' generate runs 'qwen2'"),
+        ("Qwen2", True, "Qwen2ForCausalLM", "transformers' generate runs 'qwen2'"),
+        ("GptOss", False, "GptOssForCausalLM", "transformers' generate runs 'gpt_oss'"),  # has settings of vLLM's
+    ],
+)  # fmt: skip
+def test_learned_scores_in_models_of_vllm_raise(
+    tmp_path, family, saved_beside, architecture, way_out
+):
+    model = make_scored(family, scorer="key_norm")  # the scorer has no parameters
+    (make_base(family) if saved_beside else model).save_pretrained(tmp_path)
+    if saved_beside:
+        save_scores(model, tmp_path)
+    message = f"architectures: got '{architecture}' for a model with learned scores.*{way_out}"
     with pytest.raises(ValueError, match=message), served(tmp_path):
         pass
 

@@ -37,7 +37,7 @@ METHODS = {
         lambda s: (distance() < W) | (s[:, :, None] >= 0.5),
     ),
     "KVpop": (
-        {"keep_window_size": BUDGET, "recent_window": W, "recent_competes": False},
+        {"keep_window_size": BUDGET, "recent_window": W},
         lambda s: (distance() < W) | best(s, causal(s) & (distance() >= W), BUDGET),
     ),
     "KVP": (
@@ -45,7 +45,7 @@ METHODS = {
         lambda s: torch.cat([best(s[:, [h]], causal(s[:, [h]]), w) for h, w in ((0, BUDGET), (1, 3))], 1),
     ),
     "Locret": (
-        {"keep_window_size": BUDGET, "recent_window": W},
+        {"keep_window_size": BUDGET, "recent_window": W, "recent_competes": True},
         lambda s: (distance() < W) | best(s, causal(s), BUDGET),
     ),
 }  # fmt: skip

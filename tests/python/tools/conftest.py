@@ -1,5 +1,3 @@
-import sys
-
 import pytest
 
 from flash_dmattn.check import memory
@@ -10,9 +8,3 @@ def no_collections(monkeypatch):
     """Skips the garbage collection before a measurement of peak memory. It takes a second after many imports, and no test here is about
     it."""
     monkeypatch.setattr(memory.gc, "collect", lambda *generation: 0)
-
-
-@pytest.fixture(autouse=True)
-def command_of_the_driver(monkeypatch):
-    """Gives a record that a test measures the driver's command, not that of pytest."""
-    monkeypatch.setattr(sys, "argv", ["benchmarks/bench.py", "run"])

@@ -91,25 +91,6 @@ def test_reference_has_every_public_name():
     assert [name for name in flash_dmattn.__all__ if not re.search(rf"\b{name}\b", reference)] == []
 
 
-@pytest.mark.parametrize(
-    "page",
-    sorted({*DOCS.glob("notebook/*.md")} - {DOCS / "notebook" / "README.md"}),
-    ids=lambda page: page.stem,
-)
-def test_experiment_of_the_notebook_is_one_table_with_columns_of_predictions_and_verdicts(page):
-    for section in re.split(r"^(?=##)", page.read_text(), flags=re.MULTILINE)[1:]:
-        title, *lines = filter(None, section.splitlines())
-        setup = [line for line in lines if not line.startswith("|")]
-        table = [line for line in lines if line.startswith("|")]
-        assert len(setup) <= 1 and sum("---|" in line for line in table) == 1, title
-        assert "predicted" in table[0] and "verdict" in table[0], title
-        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1, title
-
-
-def test_notebook_has_fewer_than_600_lines():
-    assert sum(len(page.read_text().splitlines()) for page in DOCS.glob("notebook/*.md")) < 600
-
-
 def test_decision_has_at_most_four_short_lines():
     entries = re.split(r"\n(?=- \*\*|\n|#)", (DOCS / "decisions.md").read_text())
     entries = [entry.strip() for entry in entries if entry.startswith("- ")]

@@ -153,7 +153,7 @@ def scores(
     In units of log 2, so that a weight is exp2 of a difference; in natural units with FP64.
     rows, keys: of a shape that broadcasts to that of products.
     ADDEND, in plain kernels: bias and mask are one addend, -inf where they hide, instead of a score replaced by
-        -inf; docs/notebook/triton.md has the times of both.
+        -inf; docs/kernels/triton.md has the times of both.
     """
     unit = 1.0 if FP64 else LOG2_E
     if FP64 and not SATURATE:

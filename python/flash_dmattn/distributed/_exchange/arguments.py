@@ -18,7 +18,6 @@ from ..._core.checks import (
     check_device,
     check_on_device,
     check_tensor,
-    clamp_count,
     refuse_all_transforms,
     refuse_transforms,
     resolve_backend,
@@ -32,9 +31,9 @@ from ..._dispatch import check_bias_delay
 from ...keys.positions import check_length, check_offsets
 from ...keys.rule import SelectionRule
 from ...merge import check_sink_logits
-from .kinds import EXCHANGES, Exchange, choose_exchange
+from .kinds import Exchange, choose_exchange
 from .pieces import Boundary, PieceOffsets, begins_of_documents
-from .wire import Wire, code_of
+from .wire import Wire
 
 SCORES = "scores"  # the value of attn_bias that also adds the scores as a bias
 
@@ -113,19 +112,19 @@ class AttendOptions(NamedTuple):
             unavailable_reason(backend)  # raises if the backend is unknown
         check_device(cast, backend)
 
-    def compared_numbers(self, query: Tensor) -> dict[str, int]:
-        """Returns the numbers that must be equal on all ranks, by the names of the arguments."""
+    def compared_arguments(self, query: Tensor) -> dict[str, object]:
+        """Returns the arguments that must be equal on all ranks, by name."""
         numerics = self.numerics("saturate").with_scale_for(query.shape[3])
         sink_logits = self.sink_logits
         return {
-            "query": query.shape[2],
-            "scale": code_of(numerics.scale),
-            "softcap": code_of(numerics.softcap),
-            "deterministic": int(numerics.deterministic),
-            "sink_logits": 0 if sink_logits is None else code_of(sink_logits.dtype),
-            "bias_delay": clamp_count(int(self.bias_delay)),
-            "zero_sum": int(resolve_flag(self.zero_sum, "zero_sum")),
-            "backend": code_of(self.backend),
+            "query_heads": query.shape[2],
+            "scale": numerics.scale,
+            "softcap": numerics.softcap,
+            "deterministic": bool(numerics.deterministic),
+            "sink_logits": None if sink_logits is None else sink_logits.dtype,
+            "bias_delay": int(self.bias_delay),
+            "zero_sum": resolve_flag(self.zero_sum, "zero_sum"),
+            "backend": self.backend,
         }
 
 
@@ -227,14 +226,16 @@ class ExchangeArguments(NamedTuple):
             documents=documents,
         )
 
-    def compared_numbers(self, scores: Tensor, attn_bias: str | Tensor | None) -> dict[str, int]:
-        """Returns the numbers that must be equal on all ranks, by name. scores, attn_bias: the caller's arguments."""
+    def compared_arguments(
+        self, scores: Tensor, attn_bias: str | Tensor | None
+    ) -> dict[str, object]:
+        """Returns the arguments that must be equal on all ranks, by name. scores, attn_bias: the caller's arguments."""
         rule, begins = self.boundary.rule, self.boundary.pieces.begins
         batch, _, heads, head_dim = self.key.shape
-        documents = ()
+        documents = None
         if self.documents is not None:  # may be on a GPU: the host waits for it only here
             offsets = check_offsets(self.documents.cpu(), "cu_seqlens", begins[-1], batched=True)
-            documents = tuple(map(tuple, offsets.tolist()))
+            documents = offsets.tolist()
         rows_learn, bias_learns = (
             torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
             for tensors in ((self.key, self.value), (self.bias,))
@@ -244,30 +245,21 @@ class ExchangeArguments(NamedTuple):
             "heads": heads,
             "head_dim": head_dim,
             "value_dim": self.value.shape[3],
-            "dtype": DTYPES.index(self.key.dtype),
-            "lengths": _as_one([b - a for a, b in pairwise(begins)]),
-            "keep_window_size": _as_one([clamp_count(w) for w in rule.windows()]),
-            "scores": _code_of_form(scores),
-            "rule": code_of(*rule.operands()),
-            "documents": code_of(documents),
-            "attn_bias": _code_of_form(attn_bias),
-            "exchange": list(EXCHANGES.values()).index(type(self.exchange)),
-            "nonfinite": int(self.boundary.saturate),
-            "requires_grad": rows_learn + 2 * bias_learns,
+            "dtype": self.key.dtype,
+            "lengths": [b - a for a, b in pairwise(begins)],
+            **rule._asdict(),
+            "scores": _form_of(scores),
+            "documents": documents,
+            "attn_bias": _form_of(attn_bias),
+            "exchange": type(self.exchange).__name__,
+            "saturate": self.boundary.saturate,
+            "requires_grad": (rows_learn, bias_learns),
         }
 
 
-def _as_one(numbers: Sequence[int]) -> int:
-    """Returns the number that all of them equal, or else a hash of them that every process computes alike."""
-    return numbers[0] if len(set(numbers)) == 1 else code_of(*numbers)
-
-
-def _code_of_form(values: Tensor | str | None) -> int:
-    """Encodes a word, None, or a tensor's dtype and shape as a number. Ranks may differ in the last dimension, which is
-    left out."""
-    if isinstance(values, Tensor):
-        return code_of(values.dtype, *values.shape[:-1])
-    return code_of(values)
+def _form_of(values: Tensor | str | None) -> object:
+    """Returns a word, None, or a tensor's dtype and shape without the last dimension, in which ranks may differ."""
+    return (values.dtype, *values.shape[:-1]) if isinstance(values, Tensor) else values
 
 
 def check_causality(is_causal: object) -> None:

@@ -228,99 +228,50 @@ class Parts(NamedTuple):
         return parts[:: self.blocks].flatten(0, 1)
 
 
-class Nodes:
-    """Exchanges keys in three collectives: within nodes of g ranks, then between nodes, then within nodes again.
+class TwoHops:
+    """Sends each winner to the rank that selects for its part, and from there to the ranks that see it.
 
-    Rank j of a node collects part j of the winners of its node. It sends the keys among them that the node's last query
-    sees (the summary) to rank j of every later node. It then sends every rank of its own node part j of the keys that
-    this rank sees. Backward uses three collectives, too. One of the three runs between nodes, with W / g rows for each
-    later node; `TwoHops` sends 2 W rows. A single node makes no summary and exchanges nothing between nodes (see
-    `TwoHops`).
+    Rank i collects part i of all winners, and sends each rank part i of the keys that this rank sees. Forward and
+    backward use two collectives each. A rank moves less than 2 W rows for any number R of ranks and any scores.
     """
 
     def __init__(self, wire: Wire, boundary: Boundary):
         self.wire, self.boundary = wire, boundary
-        self.size = size = self.ranks_of_node()
-        self.node, self.local = divmod(wire.rank, size)
-        self.mates = range(self.node * size, (self.node + 1) * size)
-        self.earlier = range(self.local, self.mates.start, size)
-        self.later = range(wire.rank + size, wire.size, size)
-        most, _ = boundary.rule.key_bound(is_causal=True)
-        # The number of keys of a node that later nodes may see; 0 if there is one node.
-        self.summary = min(most, size * boundary.winners) if wire.size > size else 0
-
-    def ranks_of_node(self) -> int:
-        return self.wire.node_size
+        ranks = range(wire.size)
+        self._swap = partial(_swap_parts, wire, ranks, ranks)
 
     def route_shape(self, P: int) -> tuple[int, ...]:
-        rows = P // Parts.for_ranks(P, self.size).groups
-        return rows, self.summary + self.size * self.boundary.places
+        rows = P // Parts.for_ranks(P, self.wire.size).groups
+        return rows, self.wire.size * self.boundary.places
 
     def collect(self, rows: Tensor, notes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         P, _, columns = rows.shape
-        parts, boundary, empty = Parts.for_ranks(P, self.size), self.boundary, no_key(notes)
-        local_rows = parts.rows_of(self.local, P)
-        swap = partial(_swap_parts, self.wire, self.mates, self.mates)
-        notes, rows = map(_join_ranks, swap(parts.copies(notes), parts.split(rows)))
-        routes = []
-        if self.summary:
-            end = slice(self.mates.stop, self.mates.stop + 1)
-            summary = _seen_of_candidates(boundary, notes, end, local_rows, P, self.summary)
-            routes.append(summary[0])
-            summary_parts = _take_rows(notes, summary, empty)[0], _take_rows(rows, summary, 0)[0]
-            summary_parts = (_copies_of_part(t, self.later) for t in summary_parts)
-            earlier_summaries = _swap_parts(self.wire, self.later, self.earlier, *summary_parts)
-            if earlier_summaries:
-                before = map(_join_ranks, earlier_summaries)
-                both = zip(before, (notes, rows), strict=True)
-                notes, rows = (torch.cat(pair, 1) for pair in both)
-        boundaries = slice(self.mates.start, self.mates.stop)
-        route = _seen_of_candidates(boundary, notes, boundaries, local_rows, P, boundary.places)
-        notes, rows = swap(_take_rows(notes, route, empty), _take_rows(rows, route, 0))
-        routes.append(route.transpose(0, 1).flatten(1))
-        return parts.join(rows, columns), parts.one_copy(notes), torch.cat(routes, 1)
+        ranks, boundary = self.wire.size, self.boundary
+        parts = Parts.for_ranks(P, ranks)
+        own_rows, all_boundaries = parts.rows_of(self.wire.rank, P), slice(0, ranks)
+        swapped = self._swap(parts.copies(notes), parts.split(rows))
+        notes, rows = map(_join_ranks, swapped)
+        route = _seen_of_candidates(boundary, notes, all_boundaries, own_rows, P, boundary.places)
+        notes, rows = self._swap(
+            _take_rows(notes, route, no_key(notes)), _take_rows(rows, route, 0)
+        )
+        return parts.join(rows, columns), parts.one_copy(notes), route.transpose(0, 1).flatten(1)
 
     def give_back(self, route: Tensor, *gradients: Tensor) -> list[Tensor] | None:
-        size, c, before = self.size, self.boundary.winners, len(self.earlier) * self.summary
-        parts = Parts.for_ranks(gradients[0].shape[0], size)
-        swap = partial(_swap_parts, self.wire, self.mates, self.mates)
-        summary, route = route.split([self.summary, route.shape[1] - self.summary], 1)
-        route = route.unflatten(1, (size, -1)).transpose(0, 1)
-        totals, earlier_sums = [], []
-        for gathered in swap(*map(parts.split, gradients)):
-            total = _zero_sums(gathered, before + size * c)
-            first = 1 if self.node == 0 else 0  # rank 0 of the group sees no earlier key
-            for rank in range(first, size):
+        ranks, c = self.wire.size, self.boundary.winners
+        parts = Parts.for_ranks(gradients[0].shape[0], ranks)
+        route = route.unflatten(1, (ranks, -1)).transpose(0, 1)
+        totals = []
+        for gathered in self._swap(*map(parts.split, gradients)):
+            total = _zero_sums(gathered, ranks * c)
+            for rank in range(1, ranks):  # rank 0 sees no earlier key
                 _add_rows(total, gathered[rank], route[rank])
-            totals.append(total[:, before:])
-            earlier_sums.append(self.boundary.round_gradient(total[:, :before], gathered.dtype))
-        if self.summary:
-            self._add_later(totals, earlier_sums, summary)
+            totals.append(total[:, :-1].unflatten(1, (ranks, c)).transpose(0, 1))
         # The sums stay float32: another rounding would be a third of the total distance from the result of one process.
-        winner_sums = swap(*(t[:, :-1].unflatten(1, (size, c)).transpose(0, 1) for t in totals))
         return [
-            parts.join(part, g.shape[2]) for part, g in zip(winner_sums, gradients, strict=True)
+            parts.join(part, g.shape[2])
+            for part, g in zip(self._swap(*totals), gradients, strict=True)
         ]
-
-    def _add_later(self, totals: list[Tensor], earlier_sums: list[Tensor], summary: Tensor) -> None:
-        """Sends `earlier_sums` to earlier nodes, and adds the sums of later nodes for the keys of the summary."""
-        shape = len(self.earlier), self.summary
-        node_sums = (t.unflatten(1, shape).transpose(0, 1) for t in earlier_sums)
-        later_sums = _swap_parts(self.wire, self.earlier, self.later, *node_sums)
-        for total, more in zip(totals, later_sums, strict=False):
-            for gradient in more:
-                _add_rows(total, gradient, summary)
-
-
-class TwoHops(Nodes):
-    """Treats all ranks as one node.
-
-    Rank i collects part i of all winners, and sends each rank part i of the keys that this rank sees. Forward and
-    backward use two collectives each. A rank moves less than 2 W rows for any R and any scores.
-    """
-
-    def ranks_of_node(self) -> int:
-        return self.wire.size
 
 
 def _zero_sums(gathered: Tensor, candidates: int) -> Tensor:
@@ -341,18 +292,13 @@ def _widen_values(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-EXCHANGES = {"direct": Direct, "two_hops": TwoHops, "nodes": Nodes}
+EXCHANGES = {"direct": Direct, "two_hops": TwoHops}
 
 
-def choose_exchange(name: str, wire: Wire) -> type[Direct] | type[TwoHops] | type[Nodes]:
-    """Returns the exchange of this name. "auto" chooses one that is fast for this number of ranks and nodes."""
+def choose_exchange(name: str, wire: Wire) -> type[Direct] | type[TwoHops]:
+    """Returns the exchange of this name. "auto" chooses the one that moves fewer bytes among this number of ranks."""
     if name == "auto":
-        nodes = wire.size // wire.node_size
         name = "direct" if wire.size <= 2 else "two_hops"
-        # With more nodes, two hops move less data between nodes. For n nodes of g ranks, two hops move 2 (n - 1) / n
-        # states, and "nodes" moves (n - 1) / g.
-        if wire.node_size > 2 and 2 <= nodes <= 2 * wire.node_size:
-            name = "nodes"
     if not isinstance(name, str) or name not in EXCHANGES:
         raise ValueError(f"exchange: got {name!r}, expected 'auto' or one of {tuple(EXCHANGES)}")
     return EXCHANGES[name]

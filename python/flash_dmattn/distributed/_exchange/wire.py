@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import zlib
+import hashlib
 from collections.abc import Callable, Sequence
-from itertools import groupby
 from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -17,21 +15,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..._core.checks import may_read, resolve_flag
 
-# By default ranks compare their arguments in this many calls of a group, which are the first steps of a model.
-CHECKED_CALLS = 100
-COMPARED = 32  # Ranks compare at most 32 numbers of a call, because the message has a fixed size.
 # torch 2.13 renamed all_gather_into_tensor to all_gather_single.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-WITHOUT_STORE = ("fake", "mpi")  # backends that use no store
 _ALIGNMENT = 16  # bytes; each part of a message is aligned, so that it can be viewed in its dtype
 
 
 def code_of(*values: object) -> int:
-    """Hashes the `repr` of values, so that equal values have the same number in every process.
+    """Hashes the `repr` of values to 64 bits, so that equal values have the same number in every process.
 
     Python's `hash` of a string differs between processes, and its hashes of -1 and -2 are equal.
     """
-    return zlib.crc32(repr(values).encode())
+    digest = hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 Result = TypeVar("Result")
@@ -51,10 +46,8 @@ class Wire:
     def __init__(self, group: ProcessGroup):
         self._group = ref(group)  # weak: a value of _wires must not keep its key alive
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        ranks = dist.get_process_group_ranks(group)
-        self.node_size = ranks_per_node(ranks, ranks_of_host(ranks))
         self.traffic = Traffic(0, 0, 0)
-        self.calls = 0
+        self.compared_calls: set[str] = set()
 
     @property
     def group(self) -> ProcessGroup:
@@ -88,15 +81,18 @@ class Wire:
 
     def agreed_result(
         self,
-        check: bool | None,
+        call: str,
         make_result: Callable[[], Result],
-        compared_numbers: Callable[[Result], dict[str, int]],
+        compared_arguments: Callable[[Result], dict[str, object]],
+        check: bool | None = None,
     ) -> Result:
-        """Returns what `make_result` returns. If it raises on any rank, or if the ranks' numbers differ, all raise.
+        """Returns what `make_result` returns. If it raises on any rank, or if the ranks' arguments differ, all raise.
 
-        The ranks compare with one collective of a fixed size, so that the collectives of ranks with different
-        arguments, or in different functions, still match. The host waits for the result of the collective.
-        check: whether the ranks compare. None: only in a group's first calls, which every rank counts alike.
+        The ranks compare one hash, with one collective of a fixed size, so that the collectives of ranks in different
+        functions still match. The host waits for the result of the collective.
+        call: the name of the function. Its first call in a group compares.
+        compared_arguments: returns the arguments that have to be the same on all ranks, by name.
+        check: whether the ranks compare. None: in the first call, and in all calls under torch.distributed's debug level.
         """
         result, error, compares = None, None, None
         try:
@@ -104,36 +100,40 @@ class Wire:
             result = make_result()
         except Exception as raised:  # of any type: the other ranks must learn of it
             error = raised
-        if may_read():  # torch.compile would recompile for each value of self.calls
-            self.calls += 1
-            is_first = self.calls <= CHECKED_CALLS
-            if self.size > 1 and (is_first if compares is None else compares):
-                self._compare(error, lambda: compared_numbers(result))
+        # Compiled code compares nothing: a set of calls would be a guard, and every call would compile again.
+        if may_read() and self.size > 1:
+            if compares is None:
+                is_first = call not in self.compared_calls
+                compares = is_first or dist.get_debug_level() != dist.DebugLevel.OFF
+            self.compared_calls.add(call)
+            if compares:
+                self._compare(call, error, lambda: compared_arguments(result))
         if error is not None:
             raise error
         return result
 
-    def raise_on_all_ranks(self, error: Exception) -> None:
-        """Raises `error` on this rank, and a ValueError on the other ranks that compare at the same time."""
+    def raise_on_all_ranks(self, call: str, error: Exception) -> None:
+        """Raises `error` on this rank, and a ValueError on the other ranks if they compare the arguments of `call`."""
 
         def fail():
             raise error
 
-        self.agreed_result(None, fail, dict)
+        self.agreed_result(call, fail, dict)
 
     def _compare(
-        self, error: Exception | None, compared_numbers: Callable[[], dict[str, int]]
+        self,
+        call: str,
+        error: Exception | None,
+        compared_arguments: Callable[[], dict[str, object]],
     ) -> None:
-        own_numbers = {}
+        arguments = {}
         try:
-            own_numbers = compared_numbers() if error is None else {}
-            message = _message_of(own_numbers)
+            arguments = compared_arguments() if error is None else {}
         except Exception as raised:
             error = raised
-        if error is not None:
-            message = [1] + [0] * (COMPARED + 1)
+        message = [int(error is not None), code_of(call, arguments)]
         message = torch.tensor(message, dtype=torch.int64, device=self._device())
-        failed, functions, *numbers_of_ranks = self.all_gather(message).t().tolist()
+        failed, codes = self.all_gather(message).t().tolist()
         if error is not None:
             raise error
         if any(failed):
@@ -141,11 +141,11 @@ class Wire:
             raise ValueError(
                 f"group: got invalid arguments on ranks {ranks}, expected none; see the errors of these ranks"
             )
-        if len(set(functions)) > 1:
+        if len(set(codes)) > 1:
+            words = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
             raise ValueError(
-                f"group: got ranks in different functions, expected the same call on all; this one compares {', '.join(own_numbers)}"
+                f"group: ranks differ: got {call}({words}) on rank {self.rank}, expected the same on all ranks"
             )
-        _check_equal(dict(zip(own_numbers, numbers_of_ranks, strict=False)))
 
     def _device(self) -> str:
         """Returns the device on which ranks compare: the CPU if the group has collectives for it (NCCL has none).
@@ -155,50 +155,6 @@ class Wire:
         config = dist.get_backend_config(self.group)  # such as "cpu:gloo,cuda:nccl"
         kinds = [backend.partition(":")[0] for backend in config.split(",")]
         return "cpu" if "cpu" in kinds else kinds[0]
-
-
-def _message_of(numbers: dict[str, int]) -> list[int]:
-    for name, number in numbers.items():
-        if not isinstance(number, int) or not -(2**63) <= number < 2**63:
-            raise TypeError(f"{name}: got {number!r}, expected an integer of 64 bits")
-    message = [0, code_of(*numbers), *numbers.values()]
-    return message + [0] * (COMPARED + 2 - len(message))
-
-
-def _check_equal(numbers_by_name: dict[str, list[int]]) -> None:
-    different = {name: values for name, values in numbers_by_name.items() if len(set(values)) > 1}
-    if different:
-        raise ValueError(
-            f"group: got ranks that disagree, expected the same on all: {different} in the order of ranks "
-            "(lists by a code)"
-        )
-
-
-def ranks_of_host(ranks: Sequence[int]) -> int:
-    """Returns how many ranks torchrun started on each host, or 1 if `ranks` report different numbers. Waits for them.
-
-    LOCAL_WORLD_SIZE counts the ranks of a rank's own host, but all ranks have to choose the same exchange. They compare
-    it through the store: a collective would need a device, which only tensors name, and cannot run under CUDA graph
-    capture.
-
-    ranks: the ranks of a group, numbered as in the default group.
-    """
-    local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    if dist.get_backend() not in WITHOUT_STORE:
-        store, key = dist.distributed_c10d._get_default_store(), "flash_dmattn.local_world_size/"
-        store.set(f"{key}{dist.get_rank()}", local_world_size)
-        if {store.get(f"{key}{rank}") for rank in ranks} != {local_world_size.encode()}:
-            return 1
-    return max(int(local_world_size), 1)
-
-
-def ranks_per_node(ranks: Sequence[int], host_size: int) -> int:
-    """Returns how many consecutive ranks of a group share each host if this number is the same for all hosts, else 1.
-
-    ranks: the ranks of the group, numbered as in the default group. host_size: the number of ranks on each host.
-    """
-    nodes = [len(list(same)) for _, same in groupby(rank // host_size for rank in ranks)]
-    return nodes[0] if len(set(nodes)) == 1 else 1
 
 
 _wires: WeakKeyDictionary[ProcessGroup, Wire] = WeakKeyDictionary()
@@ -219,7 +175,7 @@ def wire_of(group) -> Wire:
             f"group: got {type(group).__name__}, expected a ProcessGroup or a DeviceMesh that this rank is in"
         )
     if torch.compiler.is_compiling():
-        _meet_while_compiling(group.group_name)
+        _make_wire_while_compiling(group.group_name)
     return _known_wire(group)
 
 
@@ -231,8 +187,8 @@ def _known_wire(group: ProcessGroup) -> Wire:
 
 
 @torch.compiler.assume_constant_result
-def _meet_while_compiling(name: str) -> None:
-    """Makes the group's Wire now, which lets its ranks meet, in case compiled code is the first to use the group.
+def _make_wire_while_compiling(name: str) -> None:
+    """Makes the group's Wire now, in case compiled code is the first to use the group.
 
     Tracing may replace the group by a fake one, so the group is looked up by its name.
     """
@@ -242,7 +198,7 @@ def _meet_while_compiling(name: str) -> None:
 def exchanged_bytes(group) -> Traffic:
     """Returns the bytes that this rank has sent and received in calls of context parallelism, and its collectives.
 
-    group: a ProcessGroup, or a DeviceMesh of one dimension. The first use of a group waits for all of its ranks.
+    group: a ProcessGroup, or a DeviceMesh of one dimension.
     """
     return wire_of(group).traffic
 

@@ -24,13 +24,15 @@ class SlotState(NamedTuple):
     """The sizes of a sequence's state in one layer: the slots of a KVSlots for each kv head.
 
     The sizes do not depend on the sequence's length.
-    rule: which keys the state keeps. dtype: the dtype of keys and values.
+    rule: which keys the state keeps. dtype: the dtype of keys and values. value_dim: the head dimension of values;
+    None: that of keys.
     """
 
     heads_kv: int
     rule: SelectionRule
     head_dim: int
     dtype: torch.dtype
+    value_dim: int | None = None
 
     def parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Returns each tensor's shape and dtype, by its name in `KVSlots.from_tensors`, in memory order.
@@ -41,6 +43,7 @@ class SlotState(NamedTuple):
             1,
             self.heads_kv,
             head_dim=self.head_dim,
+            value_dim=self.value_dim,
             dtype=self.dtype,
             device="meta",
             **self.rule._asdict(),
@@ -89,12 +92,16 @@ def states_of(config: PretrainedConfig, dtype: torch.dtype, parts: int = 1) -> l
             f"config.{CONFIG_NAME}: got scores in {len(scores.layers)} of {layers} layers, expected all: a layer without them "
             "has another cache"
         )
+    if scores is not None and scores.late:
+        raise ValueError(
+            f"config.{CONFIG_NAME}: got late scores, expected late=False; transformers' generate follows them"
+        )
     if scores is not None and scores.dense_prefill:
         raise ValueError(
             f"config.{CONFIG_NAME}: got dense_prefill, expected False: a prompt that comes in parts would attend to keys that "
             "have left"
         )
-    rules = [scores.rule.checked_cache_rule()] * layers if scores else rules_of(config)
+    rules = rules_of(config) if scores is None else [r.checked_cache_rule() for r in scores.rules]
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if heads % parts or config.num_attention_heads % parts:
         raise ValueError(
@@ -104,9 +111,17 @@ def states_of(config: PretrainedConfig, dtype: torch.dtype, parts: int = 1) -> l
         raise ValueError(
             f"keep_window_size: got windows of single heads in {parts} parts (tensor parallelism), expected one window"
         )
+    head_dim, value_dim = head_dims_of(config)
+    return [SlotState(heads // parts, rule, head_dim, dtype, value_dim) for rule in rules]
+
+
+def head_dims_of(config: PretrainedConfig) -> tuple[int, int]:
+    """Returns the head dimensions of keys and values. With latent attention `head_dim` is that of rotated columns."""
     head_dim = getattr(config, "head_dim", None)
+    if getattr(config, "kv_lora_rank", None):
+        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     head_dim = head_dim or config.hidden_size // config.num_attention_heads
-    return [SlotState(heads // parts, rule, head_dim, dtype) for rule in rules]
+    return head_dim, getattr(config, "v_head_dim", None) or head_dim
 
 
 def _size(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -5,12 +5,15 @@ slots what its rule shows, and attention over them is attention over all keys. T
 different positions, so only attention that chooses by the same scores can read them.
 """
 
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.configuration_utils import PretrainedConfig
 
 from ..._core.checks import check_count, resolve_flag
+from ...keys.rule import SelectionRule
 from .._shared.config_rules import LearnedScores, rules_of
-from .cache_layer import RECORDED_TOKENS, DynamicMaskLayer
+from .cache_layer import RECORDED_TOKENS, DynamicMaskLayer, HybridMaskLayer
+from .compat import CACHE, CROPS_TO_A_LENGTH, StateLayer
 
 
 class DynamicMaskCache(Cache):
@@ -60,48 +63,123 @@ class DynamicMaskCache(Cache):
         if chunk is None:
             chunk = RECORDED_TOKENS if static else 0
         check_count(chunk, "chunk")
+        self._scores, self._chunk = scores, chunk
         if scores is not None:
             layers = _layers_of(scores, config, static, chunk)
         else:
-            layers = [
-                DynamicMaskLayer(rule, static=static, chunk=chunk, counts_on_device=index == 0)
-                for index, rule in enumerate(rules_of(config))
-            ]
+            layers = []
+            for rule in rules_of(config):
+                counter = layers[0] if layers else None
+                layers.append(DynamicMaskLayer(rule, static=static, chunk=chunk, counter=counter))
+        self.awaits_keys = False  # whether attention with scores follows the next `update`
+        self.updated_slots: DynamicMaskLayer | None = None  # which got its keys
         super().__init__(layers=layers)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the new tokens of a layer with scores, whose attention then adds them. Other layers store theirs."""
+        if not self.awaits_keys:
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self.awaits_keys, self.updated_slots = False, self.slots_of(layer_idx)
+        return key_states, value_states
+
+    def slots_of(self, layer_idx: int) -> DynamicMaskLayer:
+        """Returns the slots for a layer with scores.
+
+        Models may run a layer under several numbers. Each number that is not the layer's own gets slots at its first
+        tokens.
+        """
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"{CACHE}: got {len(self.layers)} layers, expected more than {layer_idx}: a DynamicMaskCache(model.config) "
+                "of this model"
+            )
+        layer = self.layers[layer_idx]
+        if isinstance(layer, DynamicMaskLayer):
+            return layer
+        if (
+            self._scores is None
+            or not isinstance(layer, CacheLayerMixin)
+            or isinstance(layer, StateLayer)  # a layer under several numbers that also holds states
+            or layer.is_initialized
+        ):
+            raise ValueError(
+                f"{CACHE}: got a DynamicMaskCache whose layer {layer_idx} is a {type(layer).__name__}, expected slots. Use "
+                "transformers' DynamicCache"
+            )
+        records = any(getattr(other, "record_past", False) for other in self.layers)
+        if len(set(self._scores.rules)) > 1:
+            raise ValueError(
+                f"{CACHE}: got tokens for layer {layer_idx}, a second number of a layer with scores, under rules that differ from "
+                "layer to layer; expected one rule, or transformers' DynamicCache"
+            )
+        slots = _slots_in_place_of(layer, self._scores.rules[0], chunk=self._chunk)
+        slots.record_past = records
+        self.layers[layer_idx] = slots
+        return slots
 
     def activate_past_recording(self) -> None:
         """Keeps new tokens pending until `crop` is called. Assisted decoding calls this function (transformers 5)."""
         for layer in self.layers:
-            layer.activate_past_recording()
+            if hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drops the last `-tokens_to_remove` tokens. In transformers 4, a positive number is the length that remains."""
+        if not CROPS_TO_A_LENGTH or int(tokens_to_remove) <= 0:
+            super().crop(tokens_to_remove)
+            return
+        # The first layer of a static cache counts the tokens of the others, which would find fewer after its crop.
+        removed = min(0, int(tokens_to_remove) - int(self.get_seq_length()))
+        for layer in self.layers:
+            layer.crop(removed if isinstance(layer, DynamicMaskLayer) else tokens_to_remove)
 
     def offload(self, layer_idx: int | None = None, only_non_sliding: bool = True) -> None:
-        """Moves a layer, by default every layer, to the CPU, for example between two turns of a chat.
+        """Moves the slots of a layer, by default of every layer, to the CPU, for example between two turns of a chat.
 
-        The next call moves it back. A static cache cannot be moved. `only_non_sliding` changes nothing, because no
-        layer here slides.
+        The next call moves them back. Layers of transformers, which would not come back, stay. A static cache cannot be
+        moved. `only_non_sliding` changes nothing, because no slots slide.
         """
-        for layer in self.layers if layer_idx is None else [self.layers[layer_idx]]:
+        for layer in self._slots_at(layer_idx):
             layer.offload()
 
     def prefetch(self, layer_idx: int | None = None, only_non_sliding: bool = True) -> None:
-        """Moves an offloaded layer, by default every layer, back to its device on the current stream."""
-        for layer in self.layers if layer_idx is None else [self.layers[layer_idx]]:
+        """Moves the offloaded slots of a layer, by default of every layer, back to their device on the current stream."""
+        for layer in self._slots_at(layer_idx):
             layer.prefetch()
+
+    def _slots_at(self, layer_idx: int | None) -> list[DynamicMaskLayer]:
+        layers = self.layers if layer_idx is None else [self.layers[layer_idx]]
+        return [layer for layer in layers if isinstance(layer, DynamicMaskLayer)]
 
 
 def _layers_of(
     scores: LearnedScores, config: PretrainedConfig, static: bool, chunk: int
 ) -> list[CacheLayerMixin]:
-    """Makes slots for layers with learned scores, and transformers' cache layers for the others, which slide."""
+    """Makes slots for layers with learned scores, and transformers' cache layers for the others, which slide or have only
+    states of convolutions and recurrences."""
     others = DynamicCache(config=config).layers or [None] * config.num_hidden_layers
     if static and len(scores.layers) < len(others):
         raise ValueError(
             f"static: got True for a model with scores in {len(scores.layers)} of {len(others)} layers, expected False"
         )
-    options, first = {"static": static, "chunk": chunk}, scores.layers[0]
-    return [
-        DynamicMaskLayer(scores.rule, **options, counts_on_device=index == first)
-        if index in scores.layers
-        else other
-        for index, other in enumerate(others)
-    ]
+    rules = dict(zip(scores.layers, scores.rules, strict=True))
+    layers, counter = [], None
+    for index, layer in enumerate(others):
+        if index in rules:
+            layer = _slots_in_place_of(
+                layer, rules[index], static=static, chunk=chunk, counter=counter
+            )
+            counter = counter or layer
+        layers.append(layer)
+    return layers
+
+
+def _slots_in_place_of(
+    layer: CacheLayerMixin | None, rule: SelectionRule, **options
+) -> DynamicMaskLayer:
+    """Makes slots that take over the states of a layer of transformers, which has no tokens."""
+    if isinstance(layer, StateLayer):
+        return HybridMaskLayer(layer, rule, **options)
+    return DynamicMaskLayer(rule, **options)

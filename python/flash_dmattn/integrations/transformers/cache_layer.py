@@ -1,5 +1,7 @@
 """A layer of a transformers `Cache` that holds the slots of one attention layer."""
 
+from collections.abc import Callable
+
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
@@ -7,8 +9,14 @@ from ..._core.checks import may_read
 from ..._core.kv_checks import check_slot_kernels
 from ...generation.cache import KVSlots
 from ...keys.rule import SelectionRule
-from .._shared.attention_interface.layout import swap_heads_and_tokens
-from .compat import CACHE, CROPS_TO_A_LENGTH
+from .._shared.attention_interface.states import swap_heads_and_tokens
+from .._shared.attention_interface.token_order import (
+    TokenOrder,
+    counts_tokens,
+    gather_columns,
+    tokens_first,
+)
+from .compat import CACHE, CROPS_TO_A_LENGTH, StateLayer
 
 RECORDED_TOKENS = 128  # at least this many tokens can be dropped again
 
@@ -38,7 +46,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         *,
         static: bool = False,
         chunk: int = 0,
-        counts_on_device: bool = True,
+        counter: "DynamicMaskLayer | None" = None,
     ):
         """
         Args:
@@ -46,28 +54,55 @@ class DynamicMaskLayer(CacheLayerMixin):
             static: whether memory stays in place and lengths stay on the device, for CUDA graphs and torch.compile.
             chunk: the number of places for tokens that are attended to before they are committed. Without `static`, the
                 layer adds places as needed.
-            counts_on_device: whether a static layer counts its tokens in a tensor that compiled code may read. All
-                layers of a cache hold the same number of tokens, and models read it from the first layer, so only that
-                layer counts: a counter in each layer would add one kernel per token and layer.
+            counter: the layer that counts the tokens of a static cache in a tensor, which compiled code may read; None: this
+                layer. All layers of a cache hold the same number of tokens, and a counter in each of them would add one
+                kernel per token and layer.
         """
         super().__init__()
         self.rule, self.chunk = rule.checked_cache_rule(), chunk
         self.is_compileable = static
         self.record_past = False
         self.slots: KVSlots | None = None
-        self._counts_on_device = static and counts_on_device
+        self._counter = counter if static else None
+        self._counts_on_device = static and counter is None
         # The number of tokens so far, pending ones included. In a static layer it only says whether there are any, and
         # _length counts them.
         self._seen = 0
         self._length: torch.Tensor | None = None
         # How many tokens of each row the masks have hidden so far; (): no tokens. None: the host does not know.
         self._padding: tuple[int, ...] | None = None
+        # Which pending tokens are no padding, bool [B, pending], in the order of their columns. The slots have the tokens
+        # of each row first. None: the slots have the columns.
+        self._pending_tokens: torch.Tensor | None = None
+        # score_weights' result, and whether it is of this text.
+        self._score_weights: tuple[torch.Tensor | None, ...] | None = None
+        self._has_score_weights = False
 
     # ---- What attention uses ------------------------------------------------------------------------
 
     @property
     def is_empty(self) -> bool:
         return self._seen == 0
+
+    def score_weights(self, make: Callable[[], tuple | None]) -> tuple | None:
+        """Returns weights that `make` computes of the attention layer's parameters, once for each text, without gradients.
+        A static layer keeps their memory."""
+        if self._has_score_weights:
+            return self._score_weights
+        kept, made = self._score_weights, make()
+        if made is None or not self.is_compileable:
+            kept = made
+        elif kept is None:
+            kept = tuple(None if tensor is None else tensor.clone() for tensor in made)
+            if not torch.compiler.is_compiling():
+                for tensor in filter(torch.is_tensor, kept):
+                    torch._dynamo.mark_static_address(tensor)
+        else:
+            for old, new in zip(kept, made, strict=True):
+                if old is not None:
+                    old.copy_(new)
+        self._score_weights, self._has_score_weights = kept, True
+        return kept
 
     @torch.no_grad()
     def fill(
@@ -80,7 +115,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         """Stores the first tokens, whose attention has been computed already.
 
         Args:
-            key, value: [B, S, Hkv, D].
+            key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv].
             scores: float32 [B, Hkv, S].
             key_mask: bool [B, S], False for padding; None: all are tokens.
         """
@@ -94,13 +129,18 @@ class DynamicMaskLayer(CacheLayerMixin):
             self._resize_chunk(max(self.chunk, RECORDED_TOKENS))
             pending = min(length, self.slots.chunk)
         filled = length - pending
-        for take, part, tokens in (
-            (self.slots.fill, slice(0, filled), filled),
-            (self.slots.append, slice(filled, length), pending),
-        ):
-            if tokens:
-                mask = None if key_mask is None else key_mask[:, part]
-                take(key[:, part], value[:, part], scores[..., part], key_mask=mask)
+        parts = (key, value, scores, key_mask)
+        if filled:
+            key, value, scores, mask = _part_of(parts, 0, filled)
+            order = None
+            if mask is not None and counts_tokens(self.rule):
+                order = TokenOrder.of_padding(mask, filled)
+            if order is not None:
+                key, value, scores = _take_columns((key, value, scores), order.keys)
+                mask = order.align(mask, 1)
+            self.slots.fill(key, value, scores, key_mask=mask)
+        if pending:
+            self._append(*_part_of(parts, filled, length))
         self._seen = length
         if self._counts_on_device:
             self._length.fill_(length)
@@ -111,11 +151,11 @@ class DynamicMaskLayer(CacheLayerMixin):
     def adopt_slots(self, slots: KVSlots, tokens: int) -> None:
         """Continues after `tokens` tokens. slots: slots of the same shape with the keys that later tokens see."""
         if not self.is_initialized:
-            self.lazy_initialization(slots.k)
+            self.lazy_initialization(slots.k, slots.v)
         self._check_rows(slots.k)
         self.prefetch()
         self.slots.restore(slots)
-        self._seen, self._padding = tokens, None
+        self._seen, self._padding, self._pending_tokens = tokens, None, None
         if self._counts_on_device:
             self._length.fill_(tokens)
 
@@ -131,7 +171,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         softcap: float = 0.0,
         scores_are_bias: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds tokens and computes their attention. Returns out [B, S, Hq, D] and its log-sum-exp [B, Hq, S].
+        """Adds tokens and computes their attention. Returns out [B, S, Hq, Dv] and its log-sum-exp [B, Hq, S].
 
         Args:
             query: [B, S, Hq, D].
@@ -149,21 +189,98 @@ class DynamicMaskLayer(CacheLayerMixin):
         options["return_lse"] = True
         self.prefetch()
         self._make_room(length)
-        if not self.record_past:
+        has_padding = key_mask is not None and counts_tokens(self.rule)
+        if not (self.record_past or has_padding):
             out, lse = self.slots.extend(query, key, value, scores, key_mask=key_mask, **options)
+        elif length == 1 and not self.slots.pending and not self.record_past:
+            out, lse = self._step_of_tokens(query, key, value, scores, key_mask, **options)
         else:
             parts = []
             for start in range(0, length, self.slots.chunk):
-                part = slice(start, start + self.slots.chunk)
-                self._commit_oldest(query[:, part].shape[1])
-                mask = None if key_mask is None else key_mask[:, part]
-                self.slots.append(key[:, part], value[:, part], scores[..., part], key_mask=mask)
-                parts.append(self.slots.attend(query[:, part], **options))
+                stop = min(start + self.slots.chunk, length)
+                self._commit_oldest(stop - start if self.record_past else self.slots.chunk)
+                columns = self._append(*_part_of((key, value, scores, key_mask), start, stop))
+                parts.append(self._attend_to_pending(query[:, start:stop], columns, **options))
+            if not self.record_past:
+                self._commit_tokens()
             outs, lses = zip(*parts, strict=True)
             out, lse = torch.cat(outs, dim=1), torch.cat(lses, dim=2)
         self._count_tokens(length)
         self._count_padding(key_mask)
         return out, lse
+
+    def _step_of_tokens(
+        self, query, key, value, scores, key_mask: torch.Tensor, **options
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds one token to the rows in which it is no padding. The other rows stay unchanged."""
+        slots = self.slots
+        counters = (
+            slots.positions,
+            slots.counts,
+            slots.seen,
+        )  # padding has no key, so it writes nothing else
+        before = [t.clone() for t in counters]
+        result = slots.step(query, key, value, scores, key_mask=key_mask, **options)
+        for tensor, old in zip(counters, before, strict=True):
+            is_token = key_mask.view(-1, *[1] * (tensor.dim() - 1))
+            tensor.copy_(torch.where(is_token, tensor, old))
+        return result
+
+    def _append(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: torch.Tensor,
+        key_mask: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """Adds pending tokens. Returns the place of each column among the pending ones, [B, pending]; None: in order.
+
+        Padding that took a position between two tokens would use up the recent window, so each row has its tokens
+        first. `_commit_tokens` drops the padding after them.
+        """
+        slots = self.slots
+        has_padding = key_mask is not None and counts_tokens(self.rule)
+        if self._pending_tokens is None and not has_padding:
+            slots.append(key, value, scores, key_mask=key_mask)
+            return None
+        new = key.shape[1]
+        if key_mask is None:
+            key_mask = torch.ones(key.shape[:2], dtype=torch.bool, device=key.device)
+        held, pending = slice(slots.places, slots.places + slots.pending), slots.pending
+        tokens = self._pending_tokens
+        if tokens is None:
+            tokens = slots.pending_mask()
+            order = torch.arange(pending, device=key.device).expand(tokens.shape)
+        else:
+            order = tokens_first(tokens).argsort(1)
+        earlier = [t[:, :, held].clone() for t in (slots.k, slots.v, slots.scores)]
+        earlier = _take_columns((*swap_heads_and_tokens(*earlier[:2]), earlier[2]), order)
+        slots.drop(pending)
+        states = [
+            torch.cat(parts, dim=dim)
+            for parts, dim in zip(
+                zip(earlier, (key, value, scores), strict=True), (1, 1, 2), strict=True
+            )
+        ]
+        self._pending_tokens = tokens = torch.cat([tokens, key_mask], dim=1)
+        columns = tokens_first(tokens)
+        count = tokens.sum(1, keepdim=True)
+        is_token = torch.arange(pending + new, device=key.device) < count
+        slots.append(*_take_columns(states, columns), key_mask=is_token)
+        return columns.argsort(1)
+
+    def _attend_to_pending(
+        self, query: torch.Tensor, places: torch.Tensor | None, **options
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes attention of the last tokens of `_append`, whose result is `places`."""
+        if places is None:
+            return self.slots.attend(query, **options)
+        new = query.shape[1]
+        earlier = query.new_zeros(query.shape[0], places.shape[1] - new, *query.shape[2:])
+        queries = torch.cat([earlier, query], dim=1)
+        out, lse = self.slots.attend(gather_columns(queries, places.argsort(1), 1), **options)
+        last = places[:, -new:]
+        return gather_columns(out, last, 1), gather_columns(lse, last, 2)
 
     def _check_rows(self, states: torch.Tensor) -> None:
         if states.shape[0] != self.batch_size:
@@ -215,68 +332,41 @@ class DynamicMaskLayer(CacheLayerMixin):
                 )
 
     @staticmethod
-    def check_kernels(key: torch.Tensor) -> None:
-        """Raises if no kernel supports slots for keys like `key`, which has four dimensions, the last of which is D."""
+    def check_kernels(key: torch.Tensor, value: torch.Tensor) -> None:
+        """Raises if no kernel supports slots for keys and values like these. The last of four dimensions is D or Dv."""
         check_slot_kernels(
-            CACHE, key.dtype, key.shape[3], key.device,
+            CACHE, key.dtype, key.shape[3], value.shape[3], key.device,
             instead="Load the model with dtype=torch.bfloat16, generate under torch.autocast, or use transformers' "
             "DynamicCache",
         )  # fmt: skip
 
     # ---- What transformers uses ---------------------------------------------------------------------
 
-    def lazy_initialization(
-        self, key_states: torch.Tensor, value_states: torch.Tensor | None = None
-    ) -> None:
-        """Allocates memory for keys like `key_states`, [B, Hkv, any number, D]."""
-        batch, heads, _, head_dim = key_states.shape
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocates memory for keys and values like these, [B, Hkv, any number, D] and [B, Hkv, any number, Dv]."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.check_kernels(key_states)
+        self.check_kernels(key_states, value_states)
         if self._counts_on_device:
             # Each step changes slots.seen, so compiled code would have to read it again in later layers.
             self._length = torch.zeros((), dtype=torch.int64, device=self.device)
             if not torch.compiler.is_compiling():
                 torch._dynamo.mark_static_address(self._length)
-        self._hold_slots(self._make_slots(batch, heads, head_dim, self.chunk))
+        self._hold_slots(self._make_slots(key_states, value_states, self.chunk))
         self.is_initialized = True
 
-    def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        *args,
-        scores: torch.Tensor | None = None,
-        key_mask: torch.Tensor | None = None,
-        **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds tokens, and returns copies of the keys and values that some of them may see.
-
-        Attention uses `fill` and `attend` instead.
-        """
-        if scores is None:
-            raise ValueError(
-                "scores: got none; a DynamicMaskCache holds the keys with the best scores, which Doge's attention as "
-                "flash_dmattn has and other models after add_learned_scores. Call enable_flash_dmattn(model) or "
-                "add_learned_scores(model, ...), or use transformers' DynamicCache"
-            )
-        if self.is_empty:
-            self.fill(*swap_heads_and_tokens(key_states, value_states), scores, key_mask)
-            return key_states, value_states
-        self.prefetch()
-        held = self.slots.places + self.slots.pending
-        before = [t[:, :, :held].clone() for t in (self.keys, self.values)]
-        key, value = swap_heads_and_tokens(key_states, value_states)
-        self.attend(key, key, value, scores, key_mask, scale=1.0)
-        new = (key_states, value_states)
-        return tuple(torch.cat(parts, dim=2) for parts in zip(before, new, strict=True))
+    def update(self, *args, **kwargs):
+        """Raises ValueError: tokens without scores cannot be added."""
+        raise ValueError(
+            "scores: got none, expected those by which a DynamicMaskCache keeps keys. A Doge makes them after "
+            "enable_flash_dmattn(model), another model after add_learned_scores(model, ...) in the phase 'hard' "
+            "(set_score_phase). Without scores use transformers' DynamicCache"
+        )
 
     def get_seq_length(self) -> int | torch.Tensor:
         """Returns the number of tokens. For a static cache it is a tensor on the device."""
         if self.is_empty or not self.is_compileable:
             return self._seen
-        if self._counts_on_device:
-            return self._length
-        return self.slots.seen[0].long() + self.slots.pending
+        return self._length if self._counter is None else self._counter.get_seq_length()
 
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int | torch.Tensor]:
         """Returns the length and offset of the keys that a mask covers: the new tokens only.
@@ -334,7 +424,8 @@ class DynamicMaskLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forgets all tokens and keeps the memory. New tokens are not recorded until recording is activated again."""
-        self.record_past = False
+        self.record_past, self._pending_tokens = False, None
+        self._has_score_weights = False
         if self.is_initialized:
             self.slots.clear()
         self._seen = 0
@@ -368,9 +459,11 @@ class DynamicMaskLayer(CacheLayerMixin):
 
     # ---- Memory -------------------------------------------------------------------------------------
 
-    def _make_slots(self, batch: int, heads: int, head_dim: int, chunk: int) -> KVSlots:
+    def _make_slots(self, keys: torch.Tensor, values: torch.Tensor, chunk: int) -> KVSlots:
+        """Makes slots for keys and values like these, as in `lazy_initialization`."""
+        batch, heads, _, head_dim = keys.shape
         return KVSlots(
-            batch, heads, head_dim=head_dim, **self.rule._asdict(),
+            batch, heads, head_dim=head_dim, value_dim=values.shape[3], **self.rule._asdict(),
             chunk=chunk, dtype=self.dtype, device=self.device,
         )  # fmt: skip
 
@@ -407,6 +500,8 @@ class DynamicMaskLayer(CacheLayerMixin):
         rows = rows.to(self.keys.device)
         if self._padding:
             self._padding = tuple(self._padding[row] for row in rows.tolist())
+        if self._pending_tokens is not None:
+            self._pending_tokens = self._pending_tokens[rows]
         if self.is_compileable and len(rows) == self.batch_size:
             self.slots.reorder(rows)
         else:
@@ -421,13 +516,14 @@ class DynamicMaskLayer(CacheLayerMixin):
                 **self.rule._asdict(), pending=self.slots.pending,
             )
         )  # fmt: skip
+        if self._pending_tokens is not None:
+            self._pending_tokens = self._pending_tokens.to(device)
 
     def _resize_chunk(self, chunk: int) -> None:
         """Changes the number of places for pending tokens, except in a static layer, whose memory stays."""
         if self.is_compileable or chunk == self.slots.chunk:
             return
-        batch, heads, _, head_dim = self.keys.shape
-        resized = self._make_slots(batch, heads, head_dim, chunk)
+        resized = self._make_slots(self.keys, self.values, chunk)
         held = self.slots.places + self.slots.pending
         for new, old in zip(resized.tensors, self.slots.tensors, strict=True):
             if new.shape == old.shape:
@@ -456,17 +552,79 @@ class DynamicMaskLayer(CacheLayerMixin):
     def _commit_oldest(self, tokens: int) -> None:
         """Commits the oldest pending tokens until `tokens` new ones fit."""
         slots = self.slots
-        excess = slots.pending + tokens - slots.chunk
+        excess = min(slots.pending + tokens - slots.chunk, slots.pending)
         if excess <= 0:
             return
-        later = slice(slots.places + excess, slots.places + slots.pending)
-        keys, values = (t[:, :, later].clone() for t in (slots.k, slots.v))
-        scores, is_present = slots.scores[:, :, later].clone(), slots.pending_mask()[:, excess:]
+        present = self._pending_tokens
+        if present is None:
+            present = slots.pending_mask()
+            later = torch.arange(excess, slots.pending, device=present.device)
+            later = later.expand(present.shape[0], -1)
+        else:
+            later = tokens_first(present).argsort(1)[:, excess:]
+        held = slice(slots.places, slots.places + slots.pending)
+        states = (
+            *swap_heads_and_tokens(slots.k[:, :, held], slots.v[:, :, held]),
+            slots.scores[:, :, held],
+        )
+        states = _take_columns(states, later)  # copies
         self._commit_tokens(excess)
-        if keys.shape[2]:
-            slots.append(*swap_heads_and_tokens(keys, values), scores, key_mask=is_present)
+        if later.shape[1]:
+            self._append(*states, present[:, excess:])
 
     def _commit_tokens(self, tokens: int | None = None) -> None:
         """Moves the first `tokens` pending tokens to the slots, by default all. Drops the others."""
-        if self.slots.pending:
+        present, self._pending_tokens = self._pending_tokens, None
+        if present is not None:
+            self.slots.commit(present[:, :tokens].sum(1, dtype=torch.int32))
+        elif self.slots.pending:
             self.slots.commit(tokens)
+
+
+def _part_of(tokens: tuple, start: int, stop: int) -> tuple:
+    """Returns some of the tokens: key, value [B, S, Hkv, D], scores [B, Hkv, S], and key_mask [B, S] or None."""
+    key, value, scores, key_mask = tokens
+    mask = None if key_mask is None else key_mask[:, start:stop]
+    return key[:, start:stop], value[:, start:stop], scores[..., start:stop], mask
+
+
+def _take_columns(states, columns: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns the columns [B, n] of key, value [B, S, Hkv, D] and scores [B, Hkv, S]."""
+    return tuple(gather_columns(t, columns, dim) for t, dim in zip(states, (1, 1, 2), strict=True))
+
+
+class HybridMaskLayer(DynamicMaskLayer, StateLayer):
+    """Slots of an attention layer, and the states of convolutions and recurrences that belong to the same layer.
+
+    States are kept as by transformers. `offload` moves the slots alone.
+    """
+
+    def __init__(self, states: CacheLayerMixin, rule: SelectionRule, **options):
+        """
+        Args:
+            states: transformers' layer for the states, without tokens. Do not use it again.
+            rule, options: the arguments of `DynamicMaskLayer`.
+        """
+        vars(self).update(vars(states))
+        DynamicMaskLayer.__init__(self, rule, **options)
+
+    @property
+    def is_croppable(self) -> bool:
+        return StateLayer.is_croppable.fget(self)
+
+    def lazy_initialization(self, *states: torch.Tensor, **others) -> None:
+        """Allocates memory for slots (keys and values by position) or for states (by name)."""
+        kind = DynamicMaskLayer if states else StateLayer
+        kind.lazy_initialization(self, *states, **others)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        DynamicMaskLayer.crop(self, tokens_to_remove)
+        StateLayer.crop(self, tokens_to_remove)
+
+    def reset(self) -> None:
+        DynamicMaskLayer.reset(self)
+        StateLayer.reset(self)
+
+    def _select_rows(self, rows: torch.Tensor) -> None:
+        StateLayer.reorder_cache(self, rows)
+        DynamicMaskLayer._select_rows(self, rows)

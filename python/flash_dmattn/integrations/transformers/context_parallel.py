@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from transformers.models.doge.modeling_doge import DogeAttention
 
 from ..._core.checks import check_tensor
-from ...distributed._exchange.wire import code_of
 from ...distributed.attention import attend_to_pieces, begin_exchange, bias_without_sinks
 from ...distributed.batch import ContextParallel, offsets_of_documents
 from ...distributed.boundary import boundary_state
@@ -24,7 +23,8 @@ from .._shared.attention_interface.layer_masks import causal_mask
 from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer
 from .compat import CACHE, find_cache
-from .learned_scores.scored_layers import ScoredAttention, is_attention
+from .families import is_attention
+from .learned_scores.layers import has_scores
 from .names import PIECES
 
 
@@ -57,9 +57,9 @@ class PieceForward(NamedTuple):
         """
         if slots is not None:
             try:
-                slots.check_kernels(key)
+                slots.check_kernels(key, value)
             except Exception as error:
-                self.group.wire.raise_on_all_ranks(error)
+                self.group.wire.raise_on_all_ranks("begin_exchange", error)
         exchanged = begin_exchange(
             key,
             value,
@@ -114,7 +114,9 @@ class ModelOfPieces:
             plain = {
                 type(layer).__name__
                 for layer in decoder.modules()
-                if is_attention(layer) and not isinstance(layer, (ScoredAttention, DogeAttention))
+                if is_attention(layer)
+                and not has_scores(layer)
+                and not isinstance(layer, DogeAttention)
             }
             if plain:
                 raise ValueError(
@@ -135,16 +137,13 @@ class ModelOfPieces:
             _check_piece(cache, mask, positions, *tokens.shape[:2])
             return tokens
 
-        def compared_numbers(tokens: torch.Tensor) -> dict[str, int]:
+        def compared_arguments(tokens: torch.Tensor) -> dict[str, object]:
             batch, length = tokens.shape[:2]
-            presence = {
-                "attention_mask": int(mask is not None),
-                CACHE: int(cache is not None),
-            }
+            presence = {"attention_mask": mask is not None, CACHE: cache is not None}
             return {"batch": batch, "tokens": length} | presence
 
         # Ranks with a mask do not gather positions, so a rank without a mask would wait for them.
-        tokens = self.group.wire.agreed_result(None, checked_tokens, compared_numbers)
+        tokens = self.group.wire.agreed_result("forward", checked_tokens, compared_arguments)
         batch = tokens.shape[0]
         pieces = self._pieces(cache, mask, positions, batch)
         mask = causal_mask(batch, tokens.device)
@@ -201,11 +200,11 @@ def check_labels(model: PreTrainedModel, args: tuple, options: dict) -> None:
     options = dict(zip(names, args, strict=False)) | options
     labels, items = map(options.get, ("labels", "num_items_in_batch"))
     pieces.group.wire.agreed_result(
-        None,
+        "forward with labels",
         lambda: _check_loss(model, options),
         lambda _: {
-            "labels": int(labels is not None),
-            "num_items_in_batch": 0 if items is None else code_of(float(items)),
+            "labels": labels is not None,
+            "num_items_in_batch": None if items is None else float(items),
         },
     )
 

@@ -13,7 +13,6 @@ _MODELS = {
     "ScoredLlamaForCausalLM": "scored_llama:ScoredLlamaForCausalLM",
 }
 _OTHER_DOGES = ("DogeModel", "DogeForSequenceClassification")
-_LLAMAS = ("LlamaForCausalLM", "MistralForCausalLM")  # vLLM's own models
 _reasons: list[str] = []  # why the models of this package cannot run in this process
 
 
@@ -21,7 +20,7 @@ def register() -> None:
     """Registers the models of this package with vLLM, in each of its processes.
 
     If this fails, or if the version is not supported, the registered models raise an error, because vLLM itself would
-    run a Doge without its scores. Other models are not touched.
+    run a Doge without its scores. Otherwise every other model raises an error if its folder has learned scores.
     """
     import vllm
     from vllm import ModelRegistry
@@ -47,9 +46,9 @@ def _register_models(registry) -> None:
 
     from .settings import ScoredLlamaConfig, SlotModelConfig, StockModelConfig
 
-    stock = [name for name in registry.get_supported_archs() if name.startswith("Transformers")]
-    for architecture in (*stock, *_LLAMAS, *_OTHER_DOGES):
-        MODELS_CONFIG_MAP.setdefault(architecture, StockModelConfig)
+    for architecture in {*registry.get_supported_archs(), *MODELS_CONFIG_MAP, *_OTHER_DOGES}:
+        own_settings = MODELS_CONFIG_MAP.get(architecture, StockModelConfig)
+        MODELS_CONFIG_MAP[architecture] = StockModelConfig.checked_config(own_settings)
     MODELS_CONFIG_MAP["DogeForCausalLM"] = SlotModelConfig
     MODELS_CONFIG_MAP["ScoredLlamaForCausalLM"] = ScoredLlamaConfig
     for architecture, place in _MODELS.items():

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
+from itertools import chain
+from pathlib import Path
 
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PretrainedConfig
 from vllm.config import VllmConfig, get_current_vllm_config
@@ -58,3 +62,15 @@ class ScoredLlamaForCausalLM(LlamaForCausalLM, HasSlots):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         layer = partial(LlamaDecoderLayer, attn_layer_type=ScoredLlamaAttention)
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=layer)
+        self._scores = Path(vllm_config.model_config.model, "learned_scores.safetensors")
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        # The file of save_scores names parameters "layer.name". As in load_scores it precedes the model's own scorers.
+        # vLLM may pass its tensors, too, unless an index of the model's files leaves it out.
+        scores = load_file(self._scores) if self._scores.is_file() else {}
+        model_weights = ((name, tensor) for name, tensor in weights if name not in scores)
+        score_weights = (
+            (f"model.layers.{layer}.self_attn.scorer.{name}", scores[f"{layer}.{name}"])
+            for layer, name in (name.split(".", 1) for name in scores)
+        )
+        return super().load_weights(chain(model_weights, score_weights))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from vllm.config import VllmConfig
 from vllm.model_executor.models.config import MambaModelConfig, VerifyAndUpdateConfig
 
@@ -10,6 +13,7 @@ from ..serving.states import states_of
 
 OPERATOR = "flash_dmattn_extend"  # in torch.ops.vllm; compiled graphs are split at it
 _LLAMAS = ("llama", "mistral")  # families whose layers equal vLLM's Llama layers
+_SETTINGS = "learned_scores.json"  # a file of save_scores
 
 
 class SlotModelConfig(MambaModelConfig):
@@ -36,6 +40,9 @@ class SlotModelConfig(MambaModelConfig):
                     f"mamba_cache_mode: got {cache.mamba_cache_mode!r}, expected 'align': a state is kept between steps alone"
                 )
             cache.mamba_cache_mode = "align"
+        scheduler = vllm_config.scheduler_config
+        if cache.enable_prefix_caching and scheduler.scheduler_cls is None:
+            scheduler.scheduler_cls = f"{__package__}.prefixes.make_scheduler"
         for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
             if getattr(parallel, name) > 1:
                 raise ValueError(f"{name}: got {getattr(parallel, name)}, expected 1")
@@ -62,7 +69,11 @@ class ScoredLlamaConfig(SlotModelConfig):
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
         """Raises ValueError as the base class does, and for other families or scorers that vLLM cannot run."""
-        config = vllm_config.model_config.hf_text_config
+        model = vllm_config.model_config
+        config = model.hf_text_config
+        stored = scores_beside_model(model.model)
+        if stored is not None:
+            setattr(config, CONFIG_NAME, stored)
         if config.model_type not in _LLAMAS:
             # Another family may use the same parameter names in layers with multipliers, another rotation or none.
             raise ValueError(
@@ -85,18 +96,37 @@ class ScoredLlamaConfig(SlotModelConfig):
 
 
 class StockModelConfig(VerifyAndUpdateConfig):
-    """Refuses vLLM's own models for a Doge or learned scores, because they would attend to all keys."""
+    """Refuses a Doge or learned scores in vLLM's own models, which would attend to all keys."""
 
-    @staticmethod
-    def verify_and_update_config(vllm_config: VllmConfig) -> None:
+    @classmethod
+    def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
         model = vllm_config.model_config
         config, got = model.hf_text_config, f"architectures: got {model.architecture!r}"
         if config.model_type == "doge":
             raise ValueError(
                 f"{got} for a Doge, whose masks and scores it leaves out; expected 'DogeForCausalLM' without --model-impl"
             )
-        if getattr(config, CONFIG_NAME, None) is not None:
+        configs = (model.hf_config, config)
+        has_scores = any(getattr(c, CONFIG_NAME, None) is not None for c in configs)
+        if has_scores or scores_beside_model(model.model) is not None:
+            way_out = "'ScoredLlamaForCausalLM' (--hf-overrides '{\"architectures\": [\"ScoredLlamaForCausalLM\"]}')"
+            if config.model_type not in _LLAMAS:
+                way_out = (
+                    f"a model_type of {_LLAMAS}; transformers' generate runs {config.model_type!r}, and without "
+                    f"config.{CONFIG_NAME} and {_SETTINGS} vLLM attends to all keys"
+                )
             raise ValueError(
-                f"{got} for a model with learned scores, which it leaves out; expected 'ScoredLlamaForCausalLM' (--hf-overrides) "
-                f"and a model_type of {_LLAMAS}"
+                f"{got} for a model with learned scores, which it leaves out; expected {way_out}"
             )
+        super().verify_and_update_config(vllm_config)
+
+    @classmethod
+    def checked_config(cls, config: type[VerifyAndUpdateConfig]) -> type[VerifyAndUpdateConfig]:
+        """Returns a class that checks as this class does, and then does what `config` does."""
+        return config if issubclass(config, cls) else type(config.__name__, (cls, config), {})
+
+
+def scores_beside_model(folder: str) -> dict | None:
+    """Returns the settings that `save_scores` has written into the model's folder, or None."""
+    path = Path(folder, _SETTINGS)
+    return json.loads(path.read_text()) if path.is_file() else None

@@ -107,10 +107,10 @@ class SlotAttention(nn.Module, MambaBase):
         layers[prefix] = self
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor) -> Tensor:
-        """Computes attention of a step, [T, Hq, D].
+        """Computes attention of a step, [T, Hq, Dv].
 
-        query: [T, Hq, D]; key, value: [T, Hkv, D]; scores: float32 [Hkv, T]."""
-        out = torch.empty_like(query)
+        query: [T, Hq, D]; key: [T, Hkv, D]; value: [T, Hkv, Dv]; scores: float32 [Hkv, T]."""
+        out = query.new_empty(*query.shape[:2], value.shape[2])
         getattr(torch.ops.vllm, OPERATOR)(query, key, value, scores, out, self.prefix)
         return out
 

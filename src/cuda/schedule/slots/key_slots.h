@@ -14,9 +14,9 @@
 //
 // Arrivals are the keys of a row numbered by their first tile, and by position among equals. Departures are the keys
 // numbered by their last tile. Arrival n takes slot n if n < slots, otherwise the slot of departure n - slots. Two
-// neighbouring tiles together see at most `slots` keys, so that departure was before the previous tile. A slot is thus
-// empty for one tile between two keys, in which a kernel loads the next key. The keys of a slot form a chain: slot s
-// begins with arrival s, and `successor` gives the following arrivals.
+// neighbouring tiles together see at most `slots` keys, so that departure was before the previous tile. Each slot
+// stays empty for one tile while the next key loads. The keys of a slot form a chain: slot s begins with arrival s, and
+// `successor` gives the following arrivals.
 //
 // The tiles may be cut into segments that are computed independently. Slot s of segment g begins with arrival
 // starts[g][s], which may have arrived before the segment, or may arrive within or after it. A key that crosses a cut

@@ -99,22 +99,6 @@ __global__ void __launch_bounds__(sum_threads) sum_earlier_groups(OrderedRows ro
   }
 }
 
-constexpr int order_threads = 256;
-
-// A thread stores a rank and a key.
-__global__ void __launch_bounds__(order_threads)
-    store_ranks(OrderedRows rows, std::int32_t* key_of_rank, std::int32_t* rank_of_key) {
-  wait_for_previous_kernel();
-  const int blocks = ceil_div(rows.seqlen_k, order_threads);
-  const int row = static_cast<int>(blockIdx.x) / blocks;
-  const int i =
-      static_cast<int>(blockIdx.x) % blocks * order_threads + static_cast<int>(threadIdx.x);
-  if (i >= rows.seqlen_k) return;
-  const std::int64_t at = static_cast<std::int64_t>(rows.first_row + row) * rows.seqlen_k;
-  key_of_rank[at + i] = rows.order_row(row)[i];
-  rank_of_key[at + i] = rows.rank_row(row)[i];
-}
-
 // ---- Sorting ------------------------------------------------------------------------------------
 
 using ShortRowSort = RowSort<512>;
@@ -167,8 +151,7 @@ void sort_then_scatter(const Work& work, OrderedRows& rows, cudaStream_t stream)
 
 }  // namespace
 
-Work lay_out(const SelectionArgs& args, int batch_rows, Result result,
-             WorkspaceAllocator& workspace) {
+Work lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& workspace) {
   Work work;
   OrderedRows& rows = work.rows;
   rows.rows = batch_rows;
@@ -187,7 +170,7 @@ Work lay_out(const SelectionArgs& args, int batch_rows, Result result,
   rows.groups = ceil_div(rows.chunks, rows.group_chunks);
   rows.blocks = ceil_div(rows.seqlen_k, block_positions);
   work.keys = ScoredKeys(args);
-  if (result == Result::intervals && rows.can_be_kept_by_sort()) return work;
+  if (rows.can_be_kept_by_sort()) return work;
 
   // Each buffer is large enough for packed keys.
   work.packed = workspace.take<std::uint64_t>(rows.order_words());
@@ -222,13 +205,6 @@ OrderedRows sort_keys(const Work& work, cudaStream_t stream) {
     case Sort::device: sort_then_scatter(work, rows, stream); break;
   }
   return rows;
-}
-
-void store_order(const OrderedRows& rows, std::int32_t* key_of_rank, std::int32_t* rank_of_key,
-                 cudaStream_t stream) {
-  const int blocks = ceil_div(rows.seqlen_k, order_threads);
-  launch_grid<store_ranks>({std::int64_t{rows.rows} * blocks, order_threads}, stream, rows,
-                           key_of_rank, rank_of_key);
 }
 
 }  // namespace flash_dmattn::cuda::per_query

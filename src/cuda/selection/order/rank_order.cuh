@@ -142,8 +142,8 @@ struct KeysDescending {
   }
 };
 
-// Stores the position of a rank, the rank of a position, and the key's interval if it does not depend on T, which is
-// the case for the w best keys and for keys that are never chosen.
+// Stores the position of a rank, the rank of a position, and the key's interval if it does not depend on T. The
+// intervals of the w best keys and of keys that are never chosen do not.
 __device__ inline void scatter_rank(const OrderedRows& rows, int row, int rank, int position,
                                     bool valid) {
   rows.order_row(row)[rank] = valid ? position : -1;

@@ -5,9 +5,9 @@
 #include "cuda/selection/order/rank_order.cuh"
 
 // Sorts rows of tens of thousands of keys, all at once, with a kernel that packs the keys and one kernel for each eight
-// bits of their scores. A CTA has a tile of a row. The offsets of its keys follow from the number of keys of each digit
-// in the row, which the first kernel counts for all passes, and from their number in earlier tiles, which each tile
-// publishes. The last pass stores the order and its inverse instead of the keys. Tiles are numbered as blocks start, so
+// bits of their scores. A CTA has a tile of a row. The offsets of its keys follow from two numbers of keys of each
+// digit: in the row, which the first kernel counts for all passes, and in earlier tiles, which each tile publishes. The
+// last pass stores the order and its inverse instead of the keys. Tiles are numbered as blocks start, so
 // earlier tiles are running or done, and every wait for them ends.
 //
 // It replaces CUB's device-wide sort, which gives 5760 keys to a CTA and so occupies a third of an H200. 8 rows of

@@ -21,22 +21,13 @@ struct Work {
   std::size_t sort_bytes = 0;
 };
 
-// The result that is made of the order.
-enum class Result : std::uint8_t { intervals, order };
-
 // Lays out the workspace for batches of at most `batch_rows` rows.
-Work lay_out(const SelectionArgs& args, int batch_rows, Result result,
-             WorkspaceAllocator& workspace);
+Work lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& workspace);
 
 // Sorts the keys of a batch and scatters their ranks (rank_order.cu).
 OrderedRows sort_keys(const Work& work, cudaStream_t stream);
 
 // Writes the intervals of all keys whose ranks are not among the first w (rank_thresholds.cu).
 void compute_intervals(const OrderedRows& rows, cudaStream_t stream);
-
-// Stores the order of the keys of all batches and its inverse, both [rows, Sk]: the key of each rank, or -1 from the
-// first key that is never chosen, and the rank of each key, or Sk if it is never chosen.
-void store_order(const OrderedRows& rows, std::int32_t* key_of_rank, std::int32_t* rank_of_key,
-                 cudaStream_t stream);
 
 }  // namespace flash_dmattn::cuda::per_query

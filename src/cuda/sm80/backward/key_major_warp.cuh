@@ -34,9 +34,9 @@ struct KeyMajorTiles {
   using Pipeline = QueryPipeline<rows, D, Iterator, role_warps * warp_size>;  // the dv warps copy
   using QueryRows = typename Pipeline::RowTile;
 
-  // S of a tile is computed in two parts, queries [0, 32) and [32, 64), without a branch between the product of the
-  // second part and the exponentials of the first, so that they overlap, which gains 6 %. At D 128 dense masks and
-  // biases leave too few registers for two parts.
+  // S of a tile is computed in two parts, queries [0, 32) and [32, 64). No branch lies between the product of the second
+  // part and the exponentials of the first, so that they overlap. This gains 6 %. At D 128 dense masks and biases leave
+  // too few registers for two parts.
   static constexpr int parts = HasDense && D > 64 ? 1 : 2;
   static constexpr int blocks_ahead = HasDense ? 1 : 3;  // blocks of B that are loaded ahead
 };
@@ -98,23 +98,22 @@ struct KeyMajorWarp {
                             ScoreOperand& p_operand) {
     const bool key_bias = p.score.bias.data != nullptr && !(HasDense && p.score.bias.dense);
     const bool partial = at.row < bounds.full_begin || at.row + rows > bounds.full_end;
-    const bool fallback = (flags & lse_has_low) != 0;
+    const bool large_lse = (flags & lse_is_large) != 0;
     const std::uint32_t q = queries.q_tile(n);
     const float* const lse = queries.lse(n);
     const float factor = p.score.final_log2_scale;
-    if (HasDense || partial || fallback || p.score.form == ScoreForm::nonpositive_scale) {
+    if (HasDense || partial || large_lse || p.score.form == ScoreForm::nonpositive_scale) {
       multiply_part<1>(q, s);
       if (p.score.form == ScoreForm::nonpositive_scale)
         for_each_element(s, [&](float& x, int, int, int) { x *= p.score.inner; });
       if (key_bias) add_key_bias(s);
       if constexpr (HasDense) dense_scores.apply(at, transfer_tile(n), s);
       if (partial) mask_rows(shared.key_info, role_warp * warp_keys, lane, at.row, s);
-      if (fallback) {
-        compute_p_with_fallback<T, HasDense>(
-            p, {tile.batch, at.head, tile.kv_head}, at.row, flags, lse + 2 * (lane % 4),
-            [&](int m, int h) { return key_of(m, h); }, s);
+      if (large_lse) {
+        compute_p_of_large_lse(p, {tile.batch, at.head, tile.kv_head}, at.row, lse + 2 * (lane % 4),
+                               s);
       }
-      transfer(n).store_p(factor, lse, fallback, s, p_operand);
+      transfer(n).store_p(factor, lse, large_lse, s, p_operand);
     } else if (key_bias) {
       multiply_part<1>(q, s);
       add_key_bias(s);

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "cuda/attention/fp64_fallback.cuh"
+#include "cuda/attention/query_head.h"
 #include "cuda/attention/scheduler.cuh"
 #include "cuda/primitives/semaphore.cuh"
 #include "cuda/primitives/tile_copy.cuh"
@@ -103,7 +103,7 @@ struct QueryMajorBackwardKernel {
       const std::uint32_t flags = *p.flags;
       clean_queries(block, flags);
       const RowValues rows(p, head(), tile.row + ScoreTile::row(), row_end,
-                           (flags & lse_has_low) != 0);
+                           (flags & lse_is_large) != 0);
       const Semaphore semaphore(p.order, shared.kv.tail, block, tile.before_of_keys,
                                 p.order.across_heads ? tile.before_of_rows : -1);
       const BiasGradient dbias(p, tile);
@@ -184,7 +184,7 @@ struct QueryMajorBackwardKernel {
         });
       }
       finish_scores(kv, n, x);
-      exponentiate(kv, n, rows, flags, x);
+      exponentiate(rows, flags, x);
       copy_r2s<Scores>(x, shared_address(shared.p), ScoreTile::row(), ScoreTile::column(),
                        [](float a, float b, int, int) { return pack<T>(a, b); });
     }
@@ -228,17 +228,12 @@ struct QueryMajorBackwardKernel {
 
     // Computes P by the same instructions in the same order as the forward, so that s and lse are consistent. P is at
     // most 1, and NaN, from a score that overflowed far below the maximum, becomes 0.
-    __device__ void exponentiate(const Pipeline& kv, int n, const RowValues& rows,
-                                 std::uint32_t flags, ScoreAccumulators& x) const {
-      if ((flags & lse_has_low) != 0) {
-        for_each_element(x, [&](float& s, int m, int k, int e) {
-          const int row = position.row + 16 * m + 8 * (e / 2);
-          const int column = position.column + 8 * k + e % 2;
-          const bool may_overflow =
-              (flags & lse_is_extreme) != 0 && row < p.shape.seqlen_q && column < kv.size(n);
-          s = probability_with_fallback<T, HasDense>(
-              p, head(), row, may_overflow ? kv.key(n, column) : 0, may_overflow, s,
-              rows.lse_log2[m][e / 2], rows.lse_low[m][e / 2]);
+    __device__ void exponentiate(const RowValues& rows, std::uint32_t flags,
+                                 ScoreAccumulators& x) const {
+      if ((flags & lse_is_large) != 0) {
+        for_each_element(x, [&](float& s, int m, int, int e) {
+          const float exponent = fmaf(s, p.score.final_log2_scale, -rows.lse_log2[m][e / 2]);
+          s = exp2_approx(exponent - rows.lse_low[m][e / 2]);
         });
       } else {
         for_each_element(x, [&](float& s, int m, int, int e) {

@@ -77,7 +77,7 @@ bool accumulates_dbias(const Problem& p, const BackwardChoice& choice) {
   if (!has(bias)) return false;
   // A block visits the two heads of a group together, unless different queries see their keys.
   const bool heads_differ =
-      has(p.mask_shape) && !has_dense_mask(p) && p.mask_shape[1] == p.heads_q && p.heads_q > 1;
+      has(p.mask_shape) && !is_dense(p.mask_shape) && p.mask_shape[1] == p.heads_q && p.heads_q > 1;
   const bool sums_heads = is_key_major(choice.loop) && sums_dense_dbias(choice.head_dim) &&
                           p.heads_q == 2 * p.heads_kv && !heads_differ;
   const bool own_element = bias[0] == p.batch && bias[2] == p.seqlen_q && bias[3] == p.seqlen_k &&

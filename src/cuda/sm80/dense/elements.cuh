@@ -20,8 +20,6 @@ class DenseElements {
     };
     mask_ = begin(score.mask);
     bias_ = begin(score.bias);
-    key_rank_ = begin(score.key_rank);
-    rank_limit_ = begin(score.rank_limit);
   }
 
   // x = scale x + bias (or x without a dense bias), -inf where masked. Elements that the key info hides are not read.
@@ -36,7 +34,6 @@ class DenseElements {
       const bool exists = row <= last_row_;
       if (exists && (!partial || key_info.range[column].sees(row))) apply_element(row, column, s);
     });
-    apply_ranks(position, x);
   }
 
   // `apply` for a tile of consecutive existing keys with aligned_x2 elements. It loads the elements of 16 rows in pairs
@@ -53,25 +50,9 @@ class DenseElements {
     }
 #pragma unroll
     for (int m = 0; m < M16; ++m) apply_rows_x2(position.row + 16 * m, position.column, x[m]);
-    apply_ranks(position, x);
   }
 
  private:
-  template <int M16, int N8>
-  __device__ void apply_ranks(LanePosition position, float (&x)[M16][N8][4]) const {
-    if (score_.key_rank.data == nullptr) return;
-    const auto* ranks = reinterpret_cast<const int*>(score_.key_rank.data) + key_rank_;
-    const auto* limits = reinterpret_cast<const int*>(score_.rank_limit.data) + rank_limit_;
-    for_each_element(x, [&](float& s, int m, int n, int e) {
-      const std::int64_t row = position.row + 16 * m + 8 * (e / 2);
-      const int column = position.column + 8 * n + e % 2;
-      const bool exists = row <= last_row_ && column < size_;
-      if (exists && __ldg(ranks + keys_[column]) >= __ldg(limits + row * score_.rank_limit.query)) {
-        s = negative_infinity;
-      }
-    });
-  }
-
   template <int N8>
   __device__ void apply_rows_x2(int first_row, int column, float (&x)[N8][4]) const {
     std::uint32_t mask[2][N8];
@@ -129,8 +110,6 @@ class DenseElements {
   Positions keys_;
   std::int64_t mask_;
   std::int64_t bias_;
-  std::int64_t key_rank_;
-  std::int64_t rank_limit_;
   int last_row_;
   int size_;
 };

@@ -58,7 +58,7 @@ Choice choose_kernel(const Problem& p, SharedClass shared) {
           .head_dim = head_dim_bucket(static_cast<int>(p.head_dim)),
           .shared = shared,
           .many_rows = p.seqlen_q * group > policy_of(64, shared, false).rows(),
-          .elementwise = has_dense_mask(p) || is_dense(p.bias_shape) ||
+          .elementwise = is_dense(p.mask_shape) || is_dense(p.bias_shape) ||
                          differs_between_heads(p.mask_shape) ||
                          differs_between_heads(p.bias_shape)};
 }

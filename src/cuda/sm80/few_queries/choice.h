@@ -32,7 +32,7 @@ struct Choice {
   SharedClass shared = SharedClass::kb163;
   bool many_rows = false;  // a kv head has more than 16 rows
   bool elementwise =
-      false;  // masks, biases and ranks that differ between rows are read element by element
+      false;  // masks and biases that differ between rows are read element by element
 };
 
 struct PolicyRow {

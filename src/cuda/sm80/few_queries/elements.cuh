@@ -25,8 +25,8 @@ struct NoElements {
                         float (&)[1][N8][4]) const {}
 };
 
-// Masks, biases and ranks that differ between the rows of a block. They are read element by element, as they have few
-// bytes compared to K and V.
+// Masks and biases that differ between the rows of a block. They are read element by element, as they have few bytes
+// compared to K and V.
 template <class T>
 class RowElements {
  public:
@@ -40,11 +40,6 @@ class RowElements {
       const int query = rows.query(row + 8 * h);
       mask_[h] = head.element(score.mask, query, 0);
       bias_[h] = head.element(score.bias, query, 0);
-      key_rank_[h] = head.element(score.key_rank, query, 0);
-      if (score.key_rank.data != nullptr) {
-        rank_limit_[h] = __ldg(reinterpret_cast<const std::int32_t*>(score.rank_limit.data) +
-                               head.element(score.rank_limit, query, 0));
-      }
     }
   }
 
@@ -69,10 +64,6 @@ class RowElements {
       visible = reinterpret_cast<const std::uint8_t*>(
                     score_.mask.data)[mask_[h] + key * score_.mask.key] != 0;
     }
-    if (score_.key_rank.data != nullptr) {
-      const auto* const ranks = reinterpret_cast<const std::int32_t*>(score_.key_rank.data);
-      visible = visible && __ldg(ranks + key_rank_[h] + key * score_.key_rank.key) < rank_limit_[h];
-    }
     if (score_.bias.dense) {
       const bool biased = visible && has_bias(score_, shape_, query, static_cast<int>(key));
       const float bias =
@@ -87,8 +78,6 @@ class RowElements {
   const Shape& shape_;
   std::int64_t mask_[2];
   std::int64_t bias_[2];
-  std::int64_t key_rank_[2];
-  std::int32_t rank_limit_[2] = {0, 0};
 };
 
 }  // namespace flash_dmattn::cuda::sm80::few_queries

@@ -186,6 +186,7 @@ std::vector<std::string> split_names(const DeviceProperties& device) {
 std::string decline_cache(const KvCacheShape& shape) {
   if (shape.dtype != DType::bf16 && shape.dtype != DType::f16) return "it computes in bf16 and f16";
   if (shape.head_dim % 8 != 0) return "it needs a head_dim that is a multiple of 8";
+  if (value_dim_of(shape) % 8 != 0) return "it needs a value_dim that is a multiple of 8";
   if (shape.batch * shape.heads_kv * shape.slots() > std::numeric_limits<std::int32_t>::max()) {
     return "it counts slots in 31 bits";
   }

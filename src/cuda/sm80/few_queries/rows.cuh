@@ -1,6 +1,6 @@
 #pragma once
 
-#include "cuda/attention/fp64_fallback.cuh"
+#include "cuda/attention/recomputed_row.cuh"
 #include "cuda/sm80/few_queries/params.h"
 
 namespace flash_dmattn::cuda::sm80::few_queries {

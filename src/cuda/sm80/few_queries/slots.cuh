@@ -7,7 +7,8 @@
 #include "cuda/sm80/few_queries/elements.cuh"
 #include "cuda/sm80/few_queries/pipeline.cuh"
 
-// The slots of a KV cache as keys. While they are read, a token is inserted, and what the next step has to know is found.
+// Attends to the slots of a KV cache. While they are read, the kernel inserts a token and collects victim, free slot and
+// leaving key for the next step.
 namespace flash_dmattn::cuda::sm80::few_queries {
 
 // The data of a block, in shared memory.
@@ -117,7 +118,8 @@ class TokenRows {
  public:
   __device__ TokenRows(const StepParams& p, const GroupRows& rows)
       : is_value_(rank() >= Tile::chunks), chunk_(rank() % Tile::chunks) {
-    exists_ = rank() < 2 * Tile::chunks && chunk_ < p.shape.head_dim / 8;
+    const int columns = is_value_ ? p.shape.value_dim : p.shape.head_dim;
+    exists_ = rank() < 2 * Tile::chunks && chunk_ < columns / 8;
     const InputRows& from = is_value_ ? p.new_v : p.new_k;
     from_ = from.data + rows.batch * from.batch + rows.kv_head * from.head + chunk_ * 16;
     aligned_ = from.aligned;

@@ -12,7 +12,7 @@
 namespace flash_dmattn::cuda::sm80::few_queries {
 
 // The keys of k and v. The members that only SlotKeys (slots.cuh) needs are empty here. With `Elementwise`, masks,
-// biases or ranks differ between rows.
+// biases differ between rows.
 template <class T, bool Elementwise>
 struct TensorKeys {
   using Params = few_queries::Params;

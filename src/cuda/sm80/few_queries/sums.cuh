@@ -1,6 +1,6 @@
 #pragma once
 
-#include "cuda/attention/fp64_fallback.cuh"
+#include "cuda/attention/recomputed_row.cuh"
 #include "cuda/attention/slot_scan.cuh"
 #include "cuda/sm80/few_queries/rows.cuh"
 #include "cuda/sm80/forward/epilogue.cuh"
@@ -76,7 +76,7 @@ struct RowTotal {
   }
 };
 
-// The slots of a KV cache that hold keys, of those that have been taken, as AllKeys (fp64_fallback.cuh).
+// The slots of a KV cache that hold keys, of those that have been taken, as AllKeys (recomputed_row.cuh).
 struct SlotsWithKeys {
   const std::int32_t* entries;
   int rows_ahead;  // of the row of the call, in the arrays
@@ -91,7 +91,7 @@ struct SlotsWithKeys {
   }
 };
 
-// Stores the output and lse of a row with one warp. Rows that overflow fp32 are recomputed in double, over those of the
+// Stores the output and lse of a row with one warp. Rows that overflow fp32 are recomputed, over those of the
 // first `keys` keys that are present.
 template <class T, int D, class Present>
 __device__ inline void store_row(const ForwardParams& p, const QueryHead& head, int query, int keys,
@@ -107,7 +107,7 @@ __device__ inline void store_row(const ForwardParams& p, const QueryHead& head, 
     ForwardParams row_params = p;
     row_params.shape.seqlen_k = keys;
     present.move_to_row(row_params);
-    fp64_row<T, true>(row_params, head, query, present);
+    recompute_row<T, true>(row_params, head, query, present);
     return;
   }
   const float inverse = 1 / sums.sum;

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "cuda/attention/fp64_fallback.cuh"
+#include "cuda/attention/recomputed_row.cuh"
 #include "cuda/attention/scheduler.cuh"
 #include "cuda/attention/softmax.cuh"
 #include "cuda/primitives/tile_copy.cuh"
@@ -67,7 +67,7 @@ __device__ inline void store_normalized(const ForwardParams& p, const QueryTile&
 }
 
 // Stores the output and lse of a warp's rows; `tile` has the first of their heads. Rows that overflow fp32 are
-// recomputed in double. It overwrites the tile of q, as the block has waited for all copies to it.
+// recomputed. It overwrites the tile of q, as the block has waited for all copies to it.
 template <class QueryRows, int WarpRows, int D, bool HasDense, class Order = RowOrder<1>, class T>
 __device__ inline void store_output(const ForwardParams& p, const QueryTile& tile, int row_end,
                                     int warp_row, std::uint32_t q_tile, float factor,
@@ -96,7 +96,7 @@ __device__ inline void store_output(const ForwardParams& p, const QueryTile& til
       unsigned rest = warp_ballot(!ordinary && row < row_end) & one_lane_per_row;
       for (; rest != 0; rest &= rest - 1) {
         const int source = __ffs(static_cast<int>(rest)) - 1;
-        fp64_row<T, HasDense>(p, head, first_row + source / 4);
+        recompute_row<T, HasDense>(p, head, first_row + source / 4);
       }
     }
   }

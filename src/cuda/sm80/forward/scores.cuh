@@ -96,7 +96,7 @@ struct ElementScores : KeysAlone, NonEmptyByMask {
 
 // A dense mask or bias without a tile list. Both are loaded to shared memory with the keys; the mask is packed, and the
 // bias aligned_16B. Tiles that are empty in the mask are skipped. A block's rows belong to `Heads` heads, one head or
-// two that have the same mask, ranks and bias.
+// two that have the same mask and bias.
 template <int Heads>
 struct TileScores : NonEmptyByMask {
   static constexpr KvSource source = KvSource::consecutive;

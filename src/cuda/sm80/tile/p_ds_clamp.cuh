@@ -1,6 +1,6 @@
 #pragma once
 
-#include "cuda/attention/fp64_fallback.cuh"
+#include "cuda/attention/query_head.h"
 #include "cuda/sm80/tile/fragment.cuh"
 
 // Slow paths of the key-major backward, for P and dS that are not finite or out of range. The main loop only tests
@@ -58,33 +58,31 @@ __device__ inline void clamp_ds(std::uint32_t words, bool saturate,
   }
 }
 
-// Computes P of scores [keys, queries] if lse needs more than one float or scores may have overflowed. It is a loop
-// over local memory, because the unrolled loop would be a third of the kernel's code. `lse` has the values of the
-// lane's columns of the tile, whose first query is first_row. key_of(m, h) returns the key of the lane's accumulator
-// rows.
-template <class T, bool HasDense, int M16, int N8, class KeyOf>
-__device__ inline void compute_p_with_fallback(const BackwardParams& p, QueryHead head,
-                                               int first_row, std::uint32_t flags, const float* lse,
-                                               const KeyOf& key_of, float (&s)[M16][N8][4]) {
+// Computes P = exp2(factor s - lse) of scores [keys, queries] in a call with a large lse, which is the sum of two floats.
+// `lse` has the values of the lane's columns of the tile, whose first query is first_row.
+template <int M16, int N8>
+__device__ inline void compute_p_of_large_lse(const BackwardParams& p, QueryHead head,
+                                              int first_row, const float* lse,
+                                              float (&s)[M16][N8][4]) {
+  const float factor = p.score.final_log2_scale;
   const float* const lse_low = p.lse_log2_low + head.row_index(p.shape, first_row);
-  float all[M16][N8][4];
-  for_each_element(s, [&](float& x, int m, int n, int e) { all[m][n][e] = x; });
-#pragma unroll 1
-  for (int i = 0; i < M16 * N8 * 4; ++i) {
-    const int m = i / (N8 * 4);
-    const int n = i / 4 % N8;
-    const int e = i % 4;
-    const int column = 8 * n + e % 2;  // relative to the lane's first column
-    const int row = 2 * (lane_id() % 4) + column;
-    const int key = key_of(m, e / 2);
-    const bool row_exists = first_row + row < p.shape.seqlen_q;
-    const bool may_overflow = (flags & lse_is_extreme) != 0 && row_exists && key < p.shape.seqlen_k;
-    float& x = all[m][n][e];
-    x = probability_with_fallback<T, HasDense>(p, head, first_row + row, key, may_overflow, x,
-                                               lse[column], row_exists ? lse_low[row] : 0.0f);
-    x = __saturatef(x);
+#pragma unroll
+  for (int n = 0; n < N8; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int column = 8 * n + e;  // relative to the lane's first column
+      const int row = 2 * (lane_id() % 4) + column;
+      const float low = first_row + row < p.shape.seqlen_q ? lse_low[row] : 0;
+#pragma unroll
+      for (int m = 0; m < M16; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float& x = s[m][n][2 * h + e];
+          x = __saturatef(exp2_approx(fmaf(x, factor, -lse[column]) - low));
+        }
+      }
+    }
   }
-  for_each_element(s, [&](float& x, int m, int n, int e) { x = all[m][n][e]; });
 }
 
 }  // namespace flash_dmattn::cuda::sm80

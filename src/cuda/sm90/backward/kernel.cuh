@@ -86,6 +86,7 @@ struct BackwardKernel {
   }
 
   __device__ void operator()(const Params& p, SharedStorage& storage) const {
+    if (((*p.backward.flags & lse_is_large) != 0) != Variant.large_lse) return;
     const bool ordered = p.order.started != nullptr;
     if (threadIdx.x == 0) {
       init_pipelines(storage);

@@ -39,9 +39,12 @@ void launch_backward_kernel(BackwardKernelParams params, cudaStream_t stream) {
     const PrepareSlotRecords records{shape, params.info, params.slots};
     for_each(records.items(), records, stream);
   }
-  launch<Kernel>(Kernel::blocks(params), params, stream,
-                 {.cluster = Kernel::policy.cluster,
-                  .cooperative = Variant.has_slots() && params.order.published != nullptr});
+  const LaunchOptions options{
+      .cluster = Kernel::policy.cluster,
+      .cooperative = Variant.has_slots() && params.order.published != nullptr};
+  launch<Kernel>(Kernel::blocks(params), params, stream, options);
+  launch<BackwardKernel<T, D, Dv, with_large_lse(Variant)>>(Kernel::blocks(params), params, stream,
+                                                            options);
   if constexpr (Variant.has_slots()) {
     using Add = AddSlotParts<T, D, Dv>;
     launch<Add>(Add::blocks(params), params, stream);

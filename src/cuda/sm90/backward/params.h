@@ -76,6 +76,9 @@ struct DenseDbias {
   bool by_tma = false;
 };
 
+// RowStats of a row, in memory.
+inline constexpr int row_stats_bytes = 3 * sizeof(float) + 2;
+
 // The parameters of the main loop. Its tensors may be copies, as q has the sign of the scale.
 struct BackwardKernelParams {
   // Tensor maps are aligned to 64 bytes, because the TMA unit reads them.

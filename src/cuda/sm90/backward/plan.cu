@@ -108,7 +108,7 @@ struct BackwardPlan {
     });
     placed.dk.store(p.shape, stream);
     placed.dv.store(p.shape, stream);
-    fix_or_recompute_gradients(p, dtype, stream);
+    fix_gradients(p, dtype, stream);
     if (stores_dbias) store_dbias(args, placed.dbias_sums, stream);
   }
 
@@ -143,6 +143,7 @@ struct BackwardPlan {
             .key_info = key_info,
             .key_blocks = ceil_div(key_info.items(), PreprocessKernel<T>::threads),
             .factor = score.factor,
+            .has_dense = variant().has_dense(),
             .row_stats = params.row_stats,
             .dq_accum = params.dq_accum,
             .tile_rows = policy().rows,
@@ -172,14 +173,12 @@ struct BackwardPlan {
     for (Sink* const sink : {&dk, &dv}) sink->place(common.shape, workspace);
     const Problem& p = problem;
     const std::int64_t rows = p.batch * p.heads_q * p.seqlen_q;
-    common.lse_log2 = workspace.take<float>(rows);
-    common.lse_log2_low = workspace.take<float>(rows);
     common.delta = workspace.take<float>(rows);
     common.score.packed_mask = allocate_packed_mask(p, false, workspace);
     const std::int64_t tile_rows = policy().rows;
     const std::int64_t padded_rows =
         p.batch * p.heads_q * ceil_div(p.seqlen_q, tile_rows) * tile_rows;
-    params.row_stats = workspace.take<float>(2 * padded_rows);
+    params.row_stats = workspace.take<float>(padded_rows * row_stats_bytes / 4);
     if (variant().has_info())
       params.info = allocate_key_info(common.shape, common.score, workspace);
     if (variant().has_dense()) allocate_visits(workspace);
@@ -289,7 +288,6 @@ std::string decline_backward(const Problem& p) {
     return "it has no backward for a mask or a bias with a query dimension and a head_dim above "
            "128";
   if (p.softcap > 0) return "it has no backward for a softcap";
-  if (has(p.limit_shape)) return "it has no kernels for ranks";
   if (p.bias_delay != 0 && (p.head_dim > 128 || is_dense(p.mask_shape))) {
     return "it has no backward for a delayed bias under a dense mask or with a head_dim above 128";
   }

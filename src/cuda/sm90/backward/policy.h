@@ -25,6 +25,9 @@ struct BackwardVariant {
   bool delays = false;
   // If false, each batch of products runs alone, for tests. Bits are the same, except for the order of additions to dq.
   bool overlaps = true;
+  // For calls where some row's lse is large (lse_is_large). It is launched with the kernel without it, and the flag decides
+  // which of the two returns at once, because a loop with both forms would have too few registers.
+  bool large_lse = false;
 
   constexpr bool has_info() const { return placement != KeyPlacement::block; }
   constexpr bool has_slots() const { return placement == KeyPlacement::slots; }
@@ -32,6 +35,11 @@ struct BackwardVariant {
 
   bool operator==(const BackwardVariant&) const = default;
 };
+
+constexpr BackwardVariant with_large_lse(BackwardVariant variant) {
+  variant.large_lse = true;
+  return variant;
+}
 
 inline constexpr std::array backward_variants = {
     BackwardVariant{},

@@ -10,11 +10,20 @@
 namespace flash_dmattn::cuda::sm90 {
 
 // The values of the rows of a query tile. Every score of a row is initialized with `score`, which is -lse / scale, or
-// -inf for rows that do not exist or have no P.
+// -inf for rows that do not exist or have no P. If lse is large (lse_is_large), `score` is 0, and -lse in units of log 2
+// is the sum of `high` and `low`, which are 0 otherwise. With a dense mask or bias `score` is never 0 for that reason, and
+// `low` is what rounding it leaves.
 template <int Rows>
 struct RowStats {
   float score[Rows];
   float delta[Rows];
+  float high[Rows];
+  __half low[Rows];
+
+  // `low` of two neighbouring rows.
+  __device__ float2 two_low(int row) const {
+    return __half22float2(*reinterpret_cast<const __half2*>(low + row));
+  }
 };
 
 // The keys in a block's slots, and then those in the slots of the other block of a pair, for the current query tile and
@@ -88,6 +97,7 @@ struct BackwardStorage {
   using ScoreTile = std::conditional_t<Variant.has_dense(), PanelTile<policy.rows, policy.keys>,
                                        PanelTile<policy.keys, policy.rows>>;
   using Stats = RowStats<policy.rows>;
+  static_assert(sizeof(Stats) == policy.rows * row_stats_bytes, "as plan.cu takes memory for it");
   using Partner = PartnerStorage<policy.paired(), policy.keys, policy.rows,
                                  policy.takes_turns(D) ? D : D / 2, policy.score_tiles>;
   // The warp that adds dq to memory orders its additions.

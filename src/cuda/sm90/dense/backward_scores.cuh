@@ -5,8 +5,8 @@
 #include "cuda/sm90/backward/storage.cuh"
 #include "cuda/sm90/backward/work/query_visits.cuh"
 
-// Adds a dense mask and bias to a backward warp's scores, [16 keys, 64 queries], through the initial values of the
-// accumulators of S (-inf where masked), and stores dS for the gradient of the bias.
+// Adds a dense mask and bias to a backward warp's scores, [16 keys, 64 queries], and stores dS for the gradient of the
+// bias. Mask and bias are the initial values of the accumulators of S, -inf where masked.
 namespace flash_dmattn::cuda::sm90 {
 
 template <class Kernel>

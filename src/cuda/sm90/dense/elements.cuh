@@ -7,8 +7,8 @@ namespace flash_dmattn::cuda::sm90 {
 
 // Applies a dense mask and a dense bias, of any dtype and strides, to the scores of a warpgroup (layout: wgmma.cuh),
 // element by element. Keys and queries past the end read the last ones; the key info hides such keys, and such queries
-// are not stored. With ranks the packed mask is read, which includes the mask.
-template <class T, int Keys, bool HasRanks>
+// are not stored.
+template <class T, int Keys>
 class DenseElements {
  public:
   // `column` is the first column, in the tile that begins at key or list entry `first`.
@@ -27,7 +27,6 @@ class DenseElements {
   // first of the thread's two rows.
   __device__ void apply(int query, float (&scores)[Keys / 2]) const {
     const ScoreParams& score = params_.forward.score;
-    const bool ranked = HasRanks && score.key_rank.data != nullptr;
     const std::uint8_t* mask[2];
     std::int64_t bias[2];
 #pragma unroll
@@ -45,7 +44,7 @@ class DenseElements {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float& s = scores[4 * (i / 2) + 2 * h + i % 2];
-        bool visible = !score.mask.dense || ranked || __ldg(mask[h] + key * score.mask.key) != 0;
+        bool visible = !score.mask.dense || __ldg(mask[h] + key * score.mask.key) != 0;
         if (score.bias.dense) {
           const float value = load_bias<T>(score.bias, bias[h] + key * score.bias.key);
           visible = visible && value > score.mask_value;
@@ -54,36 +53,10 @@ class DenseElements {
         if (!visible) s = negative_infinity;
       }
     }
-    if (ranked) apply_packed(query, scores);
   }
 
  private:
   static constexpr int steps = Keys / 16;
-
-  // Tiles have consecutive keys.
-  __device__ void apply_packed(int query, float (&scores)[Keys / 2]) const {
-    constexpr int side = PackedMask::side;
-    const PackedMask& mask = params_.forward.score.packed_mask;
-    const int seqlen_q = params_.forward.shape.seqlen_q;
-    const std::int64_t matrix = mask.matrix(work_.batch, work_.head, work_.kv_head);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = min(query + 8 * h, seqlen_q - 1);
-      const std::int64_t row_tile = matrix * ceil_div(seqlen_q, side) + row / side;
-      const std::uint64_t* const bits = mask.bits + row_tile * mask.words * side + row % side;
-#pragma unroll
-      for (int i = 0; i < Keys / side; ++i) {
-        const int word = min(first_ / side + i, mask.words - 1);
-        const std::uint64_t visible = __ldg(bits + word * side) >> first_ % 8;
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          float* const s = scores + 4 * (8 * i + j) + 2 * h;
-          if ((visible >> 8 * j & 1) == 0) s[0] = negative_infinity;
-          if ((visible >> (8 * j + 1) & 1) == 0) s[1] = negative_infinity;
-        }
-      }
-    }
-  }
 
   // The key of column `column`, relative to the thread's first.
   __device__ int key_of(int column) const {

@@ -68,14 +68,13 @@ ForwardChoice choose_forward(DType dtype, const ForwardParams& p) {
 
 bool has_two_heads(const ForwardParams& p) {
   const ScoreParams& score = p.score;
-  return p.shape.group_heads() % 2 == 0 && score.mask.head_q == 0 &&
-         score.packed_mask.head_q == 0 && score.bias.head_q == 0;
+  return p.shape.group_heads() % 2 == 0 && score.mask.head_q == 0 && score.bias.head_q == 0;
 }
 
 bool reads_mask_bytes(const ForwardChoice& choice, const ForwardParams& p) {
   const ScoreParams& score = p.score;
   return forward_policy(choice.head_dim, choice.value_dim, choice.variant).has_mask_bytes &&
-         score.mask.dense && score.rank_limit.data == nullptr && p.shape.seqlen_k % 16 == 0 &&
+         score.mask.dense && p.shape.seqlen_k % 16 == 0 &&
          DenseRows(p.shape, score.mask, 1).has_tensor_map();
 }
 

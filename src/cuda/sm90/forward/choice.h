@@ -17,7 +17,7 @@ ForwardChoice choose_forward(DType dtype, const ForwardParams& params);
 // Whether two heads of a group share mask and bias with DenseAccess::tiles, so that a work tile may have both.
 bool has_two_heads(const ForwardParams& params);
 
-// Whether the kernel reads the bytes of a dense mask, which is otherwise packed together with the ranks.
+// Whether the kernel reads the bytes of a dense mask, which is otherwise packed.
 bool reads_mask_bytes(const ForwardChoice& choice, const ForwardParams& params);
 
 }  // namespace flash_dmattn::cuda::sm90

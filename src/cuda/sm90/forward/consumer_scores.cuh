@@ -77,8 +77,7 @@ class ConsumerScores {
       }
     }
     if constexpr (Kernel::dense == DenseAccess::elements) {
-      DenseElements<T, keys, has_ranks(head_dim)>(p_, work, work.template first_key<keys>(visit),
-                                                  column())
+      DenseElements<T, keys>(p_, work, work.template first_key<keys>(visit), column())
           .apply(work.row + first_query(), scores_);
     }
     if constexpr (has_dense_tiles) add_dense_scores(n);

@@ -1,12 +1,12 @@
 #pragma once
 
-#include "cuda/attention/fp64_fallback.cuh"
+#include "cuda/attention/recomputed_row.cuh"
 #include "cuda/primitives/warp.cuh"
 #include "cuda/sm90/forward/params.h"
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Recomputes in double the rows that the main kernel has marked with an lse of NaN. These are rows whose scores or sums
+// Recomputes the rows that the main kernel has marked with an lse of NaN. These are rows whose scores or sums
 // are out of fp32's range, and rows that may see no key.
 
 // A warp recomputes the marked rows; each lane brings one row, valid if `has_row`.
@@ -17,7 +17,7 @@ __device__ inline void fix_marked_rows(const ForwardParams& p, bool has_row, int
   unsigned left = warp_ballot(has_row && isnan(p.lse[own.row_index(p.shape, row)]));
   for (; left != 0; left &= left - 1) {
     const int lane = __ffs(static_cast<int>(left)) - 1;
-    fp64_row<T, true>(
+    recompute_row<T, true>(
         p, {shuffle(own.batch, lane), shuffle(own.head, lane), shuffle(own.kv_head, lane)},
         shuffle(row, lane));
   }

@@ -33,8 +33,7 @@ class ForwardPlan {
     placed.place(args, execution.workspace);
     ForwardParams& params = placed.params_;
     placed.schedule_.build(execution);
-    if (choice_.variant.dense == DenseAccess::tiles || has(args.problem.limit_shape))
-      pack_mask(args.problem, params.score, stream);
+    if (choice_.variant.dense == DenseAccess::tiles) pack_mask(args.problem, params.score, stream);
     params.key_ranges = find_key_ranges(args.problem, args.in, placed.key_ranges_, stream);
     dispatch_bucket(choice_, [&]<class T, int D>() {
       launch_forward<T, D>(choice_, params, placed.workspace_, stream);
@@ -85,9 +84,6 @@ ForwardWorkspace::ForwardWorkspace(const ForwardChoice& choice, const ForwardPar
 }
 
 std::string decline_forward(const Problem& p) {
-  if (has(p.limit_shape) && !has_ranks(head_dim_bucket(static_cast<int>(p.head_dim)))) {
-    return "it has no kernels for ranks with a head_dim above 128";
-  }
   if (p.bias_delay != 0 && is_dense(p.mask_shape) && p.head_dim > 128) {
     return "it has no kernels for a delayed bias under a dense mask with a head_dim above 128";
   }

@@ -97,7 +97,7 @@ def rule_of(ranks, kind):
     rule, offsets = {"keep_window_size": window}, None
     if kind == "rule":
         rule = {
-            "keep_window_size": window // 2, "recent_window": window // 4, "recent_competes": False, "sink_tokens": 5,
+            "keep_window_size": window // 2, "recent_window": window // 4, "sink_tokens": 5,
         }  # fmt: skip
     if kind == "documents":
         offsets = [0, tokens // 5, tokens // 2 + 77, tokens - 9]
@@ -190,7 +190,7 @@ def keys_of_pieces_equal_whole(ranks, kind):
         cu_seqlens=offsets,
         **rule,
     )
-    piece_intervals = seen_keys(exchanged)[1].keys.intervals.long()
+    piece_intervals = seen_keys(exchanged)[1].intervals.intervals.long()
     places = exchanged.boundary.places
     actual = torch.zeros_like(expected)
     actual[:, :, rows] = piece_intervals[:, :, places:]
@@ -290,11 +290,12 @@ def ranks_with_other_windows_raise(ranks):
     """Checks that each rank raises, and that no rank waits for the others."""
     *leaves, dout = draw(ranks, ranks.sizes.tokens, 1)
     try:
-        attend_to_piece(ranks, leaves, dout, keep_window_size=ranks.sizes.window + ranks.rank)
+        window = ranks.sizes.window + ranks.rank
+        attend_to_piece(ranks, leaves, dout, keep_window_size=window, check=True)
     except ValueError as error:
-        expected = "ranks that disagree" in str(error) and "keep_window_size" in str(error)
-        return [] if expected else [f"got the error {error}, expected one of ranks that disagree"]
-    return ["got no error, expected one of ranks that disagree"]
+        expected = "ranks differ" in str(error) and "keep_window_size=" in str(error)
+        return [] if expected else [f"got the error {error}, expected one of ranks that differ"]
+    return ["got no error, expected one of ranks that differ"]
 
 
 def graph_has_bits_of_eager_run(ranks):

@@ -12,10 +12,10 @@ from flash_dmattn.integrations.serving.states import SlotState
 from flash_dmattn.keys.rule import SelectionRule
 from token_streams import TOLERANCE
 
-HEADS, GROUP, DIM, ROWS = 2, 3, 8, 7
+HEADS, GROUP, DIM, ROWS = 2, 3, 16, 7
 RULES = (
     {"keep_window_size": 5},
-    {"keep_window_size": (3, 5), "sink_tokens": 1, "recent_window": 2, "recent_competes": False},
+    {"keep_window_size": (3, 5), "sink_tokens": 1, "recent_window": 2},
     {"keep_window_size": 300},
 )
 
@@ -24,11 +24,12 @@ class Place(NamedTuple):
     backend: str = ""
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
+    value_dim: int = DIM
 
     def tokens(self, batch, length=1):
         """Draws query, key, value and scores."""
-        heads = (HEADS * GROUP, HEADS, HEADS)
-        states = (torch.randn(batch, length, h, DIM, device=self.device) for h in heads)
+        shapes = (HEADS * GROUP, DIM), (HEADS, DIM), (HEADS, self.value_dim)
+        states = (torch.randn(batch, length, *shape, device=self.device) for shape in shapes)
         scores = torch.randn(batch, HEADS, length, device=self.device)
         return *(t.to(self.dtype) for t in states), scores
 
@@ -38,7 +39,7 @@ class Place(NamedTuple):
     def pool(self, rule):
         """Returns a pool with a prompt of a different length in every row, and its blocks. A block of the engine also has the state of
         another layer and some further bytes."""
-        state = SlotState(HEADS, SelectionRule(**rule), DIM, self.dtype)
+        state = SlotState(HEADS, SelectionRule(**rule), DIM, self.dtype, self.value_dim)
         size = 2 * state.nbytes() + 384
         blocks = torch.zeros(ROWS, size, dtype=torch.uint8, device=self.device)
         pool = state.pool(blocks, state.nbytes())
@@ -127,6 +128,7 @@ def check_filled_rows(place, rule):
         2,
         HEADS,
         head_dim=DIM,
+        value_dim=place.value_dim,
         dtype=place.dtype,
         device=place.device,
         backend=place.backend,

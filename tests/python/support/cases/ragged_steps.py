@@ -32,6 +32,8 @@ def check_sequences_alone(place, rule, draw, *, scores_are_bias=True, softcap=No
     torch.manual_seed(draw.randrange(1000))
     pool, _ = place.pool(rule)
     texts = [tokens_of(place, draw.choice((1, 2, 23, 31, 40))) for _ in range(2 * ROWS)]
+    for *_, scores in texts:
+        scores[torch.rand_like(scores) < 0.2] = torch.nan
     done, waiting, rows = {}, list(range(len(texts))), {}
     parts = {number: [] for number in waiting}
     while waiting or rows:

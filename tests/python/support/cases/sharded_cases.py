@@ -48,8 +48,8 @@ def cases(ranks):
 
     uneven = [40, 7, 61, 24, 33, 2, 50, 18][:ranks]
     tiny = [0, 50, 1, 30][4 - ranks :] if 2 < ranks <= 4 else [1, *even(50)[1:]]
-    recent = {"recent_window": 7}
-    delayed = {"recent_window": 9, "recent_competes": False}
+    recent = {"recent_window": 7, "recent_competes": True}
+    delayed = {"recent_window": 9}
     return {
         "random": Case(even(48), 17),
         "ties": Case(even(48), 17, "ties"),
@@ -281,7 +281,7 @@ def compare_with_one_process(whole, group, rank, exchange):
 def keys_seen(exchanged):
     """Returns which keys the queries of a rank see, bool [B, Hkv, n, N]."""
     _, visible = seen_keys(exchanged)
-    mask = visible.keys.to_mask()
+    mask = visible.intervals.to_mask()
     begins = exchanged.boundary.pieces.begins
     B, H, n, _ = mask.shape
     own_positions = torch.arange(exchanged.boundary.pieces.begin(), exchanged.boundary.pieces.end())

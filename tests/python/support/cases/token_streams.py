@@ -26,11 +26,11 @@ NUMERICS = (
 # The parts of a rule other than its window; None has none.
 RULES = (
     None,
-    {"recent_window": 5},
-    {"recent_window": 4, "recent_competes": False},
+    {"recent_window": 5, "recent_competes": True},
+    {"recent_window": 4},
     {"sink_tokens": 3},
-    {"score_threshold": 0.0, "sink_tokens": 1, "recent_window": 7, "recent_competes": False},
-    {"score_threshold": -0.5, "sink_tokens": 2, "recent_window": 2},
+    {"score_threshold": 0.0, "sink_tokens": 1, "recent_window": 7},
+    {"score_threshold": -0.5, "sink_tokens": 2, "recent_window": 2, "recent_competes": True},
 )
 
 
@@ -41,8 +41,8 @@ class Stream:
     rule: the parts of the rule other than its window.
     """
 
-    def __init__(self, length, window, *, batch=2, heads=2, group=2, head_dim=8, dtype=torch.float32,
-                 kind="normal", padding="none", seed=0, device="cpu", scale=None, softcap=None,
+    def __init__(self, length, window, *, batch=2, heads=2, group=2, head_dim=8, value_dim=None,
+                 dtype=torch.float32, kind="normal", padding="none", seed=0, device="cpu", scale=None, softcap=None,
                  scores_are_bias=True, first=0, rule=None):  # fmt: skip
         draw = torch.Generator().manual_seed(seed)
 
@@ -50,7 +50,8 @@ class Stream:
             return torch.randn(shape, generator=draw).to(dtype)
 
         self.q = normal(batch, length, heads * group, head_dim)
-        self.k, self.v = (normal(batch, length, heads, head_dim) for _ in range(2))
+        self.k = normal(batch, length, heads, head_dim)
+        self.v = normal(batch, length, heads, value_dim or head_dim)
         self.scores = torch.randn(batch, heads, length, generator=draw)
         if kind == "ties":
             self.scores = self.scores.round()
@@ -75,7 +76,7 @@ class Stream:
         self.rule = {"keep_window_size": window} | (rule or {})
         self.padding = padding
         self.options = {"scale": scale, "softcap": softcap, "scores_are_bias": scores_are_bias}
-        self.out = torch.full_like(self.q, torch.nan)
+        self.out = self.q.new_full((*self.q.shape[:3], self.v.shape[3]), torch.nan)
         self.lse = torch.full((batch, heads * group, length), torch.nan)
         choice = {"keep_window_size": window, "selection_scores": self.scores}
         if rule:  # here a key whose bias masks still counts as a key
@@ -101,8 +102,8 @@ class Stream:
     def slots(self, chunk=0, backend=""):
         batch, _, heads, head_dim = self.k.shape
         return KVSlots(
-            batch, heads, head_dim=head_dim, chunk=chunk, dtype=self.dtype, device=self.device,
-            backend=backend, **self.rule,
+            batch, heads, head_dim=head_dim, value_dim=self.v.shape[3], chunk=chunk, dtype=self.dtype,
+            device=self.device, backend=backend, **self.rule,
         )  # fmt: skip
 
     def check(self, out, begin, end, rows=slice(None)):
@@ -194,8 +195,8 @@ def check_drops(stream, pieces, dropped):
         part = slice(begin, begin + size)
         k, v, scores = stream.tokens(begin, begin + size)
         cache.append(k, v, scores, key_mask=stream.mask[:, part])
-        junk_keys = k.new_full((k.shape[0], junk, *k.shape[2:]), 3)
-        cache.append(junk_keys, junk_keys, scores.new_full((*scores.shape[:2], junk), 99))
+        junk_states = (t.new_full((t.shape[0], junk, *t.shape[2:]), 3) for t in (k, v))
+        cache.append(*junk_states, scores.new_full((*scores.shape[:2], junk), 99))
         cache.drop(junk)
         stream.check(cache.attend(stream.q[:, part], **stream.options), begin, begin + size)
         cache.commit()
@@ -233,15 +234,15 @@ def check_with_kvcache(stream, pieces, mode, layout):
     if mode == "slots":
         size = stream.slots().places + max(pieces) + 3
     bounds = {} if device == "cpu" else {"atol": stream.atol, "rtol": stream.rtol}
-    batch, _, heads, head_dim = stream.k.shape
+    batch, _, heads, _ = stream.k.shape
 
-    def cache_of_keys():
+    def cache_of(states):
         if layout == "by token":
-            return stream.k.new_zeros(batch, size, heads, head_dim)
-        return stream.k.new_zeros(batch, heads, size, head_dim).transpose(1, 2)
+            return states.new_zeros(batch, size, heads, states.shape[3])
+        return states.new_zeros(batch, heads, size, states.shape[3]).transpose(1, 2)
 
     scores_of_none = torch.full((batch, heads, size), torch.nan, device=device)
-    caches = [cache_of_keys(), cache_of_keys(), scores_of_none]
+    caches = [cache_of(stream.k), cache_of(stream.v), scores_of_none]
     seqlens = torch.zeros(batch, dtype=torch.int32, device=device)
     options = {
         "cache_seqlens": seqlens,

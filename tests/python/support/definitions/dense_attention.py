@@ -1,7 +1,8 @@
-"""Attention with N x N tensors in plain torch, and the calls of transformers' attention function that are compared with it."""
+"""The calls of transformers' attention function that are compared with the oracle."""
 
 import torch
 
+from dense_in_double import dense_in_double
 from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils import (
     _flash_dynamic_mask_attention_forward,
 )
@@ -28,16 +29,8 @@ def padded_causal(query_length=S):
 
 
 def dense_attention(query, key, value, visible, bias):
-    """Attends with a softmax over the visible keys; rows without a visible key are 0. Tensors are [.., H, Sq, Sk]."""
-    heads = [t.repeat_interleave(HQ // HKV, dim=2) for t in (key, value)]
-    scores = torch.einsum("bqhd,bkhd->bhqk", query, heads[0]) * D**-0.5
-    if bias is not None:
-        bias = bias[:, :, None] if bias.dim() == 3 else bias
-        scores = scores + (bias if bias.shape[1] != HKV else bias.repeat_interleave(HQ // HKV, 1))
-    if visible.shape[1] == HKV:
-        visible = visible.repeat_interleave(HQ // HKV, dim=1)
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
-    return torch.einsum("bhqk,bkhd->bqhd", weights.nan_to_num(0.0), heads[1])
+    """Attends by the oracle. visible, bias: [B or 1, H, Sq, Sk], or a bias [B, H, Sk]. Rows without a visible key are 0."""
+    return dense_in_double(query, key, value, bias, visible)[0].to(query.dtype)
 
 
 def attend(query, key, value, mask, bias, **kwargs):

@@ -1,11 +1,11 @@
-"""The definition of attention with learned scores, with N x N tensors in plain torch, as an implementation of transformers' attention
-interface."""
+"""The definition of attention with learned scores, by the oracle, as an implementation of transformers' attention interface."""
 
 import contextlib
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
+from dense_in_double import dense_in_double
 from flash_dmattn.integrations.transformers.learned_scores.add import scored_layers
 from rules_by_definition import visible_keys
 
@@ -47,25 +47,16 @@ def _attend(
     s_aux=None,
     **kwargs,
 ):
-    groups = query.shape[1] // key.shape[1]
-    logits = query @ key.repeat_interleave(groups, 1).mT * (scaling or query.shape[-1] ** -0.5)
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
     if attention_mask.is_floating_point():
         attention_mask = attention_mask == 0
-    visible = attention_mask.expand(logits.shape)
+    states = [t.transpose(1, 2) for t in (query, key, value)]
+    visible, bias = attention_mask, None
     if module in _hidden:
-        scores = module.scorer(_hidden[module], key.transpose(1, 2), value.transpose(1, 2))
+        scores = module.scorer(_hidden[module], *states[1:])
         bias, seen = _bias_and_keys(module, scores, attention_mask)
-        logits = logits + bias.repeat_interleave(groups, 1)
-        visible = visible & seen.repeat_interleave(groups, 1)
-    logits = logits.masked_fill(~visible, float("-inf"))
-    if s_aux is not None:
-        sink = s_aux.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
-        logits = torch.cat([logits, sink], -1)
-    weights = logits.softmax(-1).nan_to_num(0.0)[..., : key.shape[2]]
-    out = weights @ value.repeat_interleave(groups, 1)
-    return out.transpose(1, 2).contiguous(), None
+        visible = visible & seen
+    options = {"softcap": softcap or 0.0, "scale": scaling, "sinks": s_aux}
+    return dense_in_double(*states, bias, visible, **options)[0].to(query.dtype), None
 
 
 def _bias_and_keys(layer, scores, mask):

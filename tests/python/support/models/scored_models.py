@@ -6,6 +6,7 @@ import transformers
 
 from flash_dmattn.integrations.transformers import add_learned_scores
 from flash_dmattn.integrations.transformers.learned_scores.add import scored_layers
+from transformers_version import IS_TRANSFORMERS_4
 
 VOCABULARY = 64
 _SIZES = {
@@ -32,7 +33,18 @@ FAMILIES = {
     "GptOss": {**_MOE, "sliding_window": 6},
     "GPTNeoX": {"num_key_value_heads": ...},  # not an argument
     "GPT2": {"num_key_value_heads": ..., "intermediate_size": ..., "head_dim": ...},
-}
+    # Latent attention: keys have 16 columns, values 8.
+    "DeepseekV3": {
+        **_MOE, "num_experts": ..., "num_local_experts": ..., "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": ..., "kv_lora_rank": 6, "q_lora_rank": 8,
+        "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+    },
+}  # fmt: skip
+if not IS_TRANSFORMERS_4:  # a hybrid model, which has a cache of its own there
+    FAMILIES["FalconH1"] = {
+        "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8,
+        "mamba_d_conv": 4, "mamba_chunk_size": 8,
+    }  # fmt: skip
 DOGE = {"keep_window_size": 5}
 RULES = {
     "window": {"keep_window_size": 5},
@@ -66,8 +78,7 @@ def make_base(family="Llama", **options):
 
 def make_scored(family="Llama", rule="all", scorer="hidden", **options):
     model = add_learned_scores(make_base(family, **options), **RULES[rule], scorer=scorer)
-    spread_scores(model)
-    return model
+    return spread_scores(model)
 
 
 def spread_scores(model):
@@ -77,16 +88,8 @@ def spread_scores(model):
         for layer in scored_layers(model):
             for parameter in layer.scorer.parameters():
                 parameter.normal_()
+    return model
 
 
 def make_ids(length=21, batch=2):
     return torch.randint(2, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(3))
-
-
-def equal_scores_in_first_layer(model):
-    """Makes all scores of the first layer equal. Otherwise equal tokens would have equal scores there except for rounding, which depends
-    on the number of tokens in a product."""
-    with torch.no_grad():
-        for parameter in scored_layers(model)[0].scorer.parameters():
-            parameter.zero_()
-    return model

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from doge_demo.corpus import Corpus
+from corpus import Corpus
 
 
 def small_corpus():

@@ -21,16 +21,14 @@ class _Meeting:
 
 
 class ThreadWire(Wire):
-    def __init__(self, meeting, rank, node_size=1):
+    def __init__(self, meeting, rank):
         self.meeting, self.rank, self.size = meeting, rank, len(meeting.values)
-        self.node_size, self.sent_to = node_size, [0] * self.size
-        self.traffic, self.calls = Traffic(0, 0, 0), 0
+        self.traffic, self.compared_calls = Traffic(0, 0, 0), set()
 
     def _device(self):
         return "cpu"
 
     def _all_to_all(self, message, sent, received):
-        self.sent_to = [a + b for a, b in zip(self.sent_to, sent, strict=True)]
         parts = self._of_all(message.split(sent))
         mine = [theirs[self.rank] for theirs in parts]
         assert [len(part) for part in mine] == received
@@ -52,13 +50,13 @@ class ThreadWire(Wire):
         return self.meeting.of_all(self.rank, value)
 
 
-def run_in_threads(size, function, node_size=1):
+def run_in_threads(size, function):
     """Calls function(wire) on each rank. Returns the list of results, or raises the first error."""
     meeting, results = _Meeting(size), [None] * size
 
     def work(rank):
         try:
-            results[rank] = function(ThreadWire(meeting, rank, node_size))
+            results[rank] = function(ThreadWire(meeting, rank))
         except BaseException as error:
             results[rank] = error
             meeting.barrier.abort()

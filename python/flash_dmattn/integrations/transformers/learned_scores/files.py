@@ -3,49 +3,79 @@
 from __future__ import annotations
 
 import json
+import logging
+import uuid
+import warnings
 from os import PathLike
 from pathlib import Path
 
 from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor, distributed, nn
+from safetensors.torch import save
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from ..._shared.config_rules import CONFIG_NAME, LearnedScores
 from ..._shared.scorers import Scorer
 from .add import add_learned_scores, remove_learned_scores, scored_layers
-from .scored_layers import ScoredAttention
+from .layers import has_scores, is_offloaded
 
 _TENSORS, _RULE = "learned_scores.safetensors", "learned_scores.json"
 _PART = "scorer"  # the name of a layer's scorer in the names of its parameters
 
 
+class WarnOfScoresNotLoaded(logging.Handler):
+    """Warns when transformers reports scorers among the parameters of a checkpoint that its model does not have."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        report = record.getMessage()
+        if f".{_PART}." in report and ("UNEXPECTED" in report or "were not used" in report):
+            warnings.warn(
+                "from_pretrained: got a checkpoint with learned scores, which it does not load: the model attends to all keys until "
+                "load_scores(model, folder)",
+                stacklevel=2,
+            )
+
+
+def warn_of_scores_not_loaded() -> None:
+    """Registers `WarnOfScoresNotLoaded` with the logger of transformers."""
+    transformers_logging.add_handler(WarnOfScoresNotLoaded())
+
+
 def save_scores(model: nn.Module, folder: str | Path) -> None:
     """Writes the scorers of a model, and nothing else of it.
 
-    For a sharded model, every process has to call this function, and the first process writes.
+    Every process that calls it writes, and a file is complete as soon as it has its name: processes may share a folder,
+    and none waits for another. If the model is sharded, all processes have to call, since the parameters are gathered.
 
     folder: gets learned_scores.safetensors (the parameters) and learned_scores.json (the rule, the kind of scorer, the
         layers, and the name of the base model).
 
-    Raises ValueError for a model without scores.
+    Raises ValueError for a model without scores, and for offloaded scorers.
     """
     folder = _checked_folder(folder)
     layers = scored_layers(model)
+    _check_scorers_have_values(layers)
     tensors = {
         f"{layer.layer_idx}.{name}": _whole_tensor(tensor.detach()).contiguous()
         for layer in layers
         for name, tensor in _scorer_in_use(layer).state_dict().items()
     }
-    is_distributed = distributed.is_available() and distributed.is_initialized()
-    if not is_distributed or distributed.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, folder / _TENSORS)
-        config = layers[0].config
-        stored = {**getattr(config, CONFIG_NAME), "base_model": _base_name(model)}
-        (folder / _RULE).write_text(json.dumps(stored, indent=2) + "\n")
-    if is_distributed:
-        distributed.barrier()  # then every rank can load them
+    stored = {**getattr(layers[0].config, CONFIG_NAME), "base_model": _base_name(model)}
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_file(folder / _TENSORS, save(tensors))
+    _write_file(folder / _RULE, (json.dumps(stored, indent=2) + "\n").encode())
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    """Writes a file under another name and renames it, so that nobody reads a part of it."""
+    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def load_scores(model: nn.Module, folder: str | Path, scorer: Scorer | None = None) -> nn.Module:
@@ -64,12 +94,12 @@ def load_scores(model: nn.Module, folder: str | Path, scorer: Scorer | None = No
         raise ValueError(
             f"scorer: got None for the scores in {folder}, which a function or module made; expected it"
         )
-    is_new = not any(isinstance(module, ScoredAttention) for module in model.modules())
+    is_new = not any(map(has_scores, model.modules()))
     if is_new:
         kind = scorer if scores.scorer == "custom" else scores.scorer
-        rule = scores.rule._asdict()
-        del rule["selection"]
-        add_learned_scores(model, scorer=kind, dense_prefill=scores.dense_prefill, **rule)
+        rule = scores.rule_arguments()
+        options = {"dense_prefill": scores.dense_prefill, "late": scores.late}
+        add_learned_scores(model, scorer=kind, **options, **rule)
     try:
         states = _states_of_layers(scored_layers(model), scores.layers, tensors, folder)
     except ValueError:
@@ -77,7 +107,8 @@ def load_scores(model: nn.Module, folder: str | Path, scorer: Scorer | None = No
             remove_learned_scores(model)
         raise
     for module, state in states:
-        module.load_state_dict(state)
+        is_meta = any(parameter.is_meta for parameter in module.parameters())
+        module.load_state_dict(state, assign=is_meta)
     return model
 
 
@@ -88,9 +119,13 @@ def _checked_folder(folder: object) -> Path:
 
 
 def _states_of_layers(
-    layers: list[ScoredAttention], stored: tuple[int, ...], tensors: dict[str, Tensor], folder: Path
+    layers: list[nn.Module], stored: tuple[int, ...], tensors: dict[str, Tensor], folder: Path
 ) -> list[tuple[nn.Module, dict[str, Tensor]]]:
-    """Returns (scorer, state) of each layer. Raises ValueError if the layers or their parameters' shapes differ."""
+    """Returns (scorer, state) of each layer.
+
+    Raises ValueError if the layers or their parameters' shapes differ, or if scorers are offloaded.
+    """
+    _check_scorers_have_values(layers)
     layer_indices = tuple(layer.layer_idx for layer in layers)
     if layer_indices != stored:
         raise ValueError(
@@ -118,7 +153,16 @@ def _states_of_layers(
     return states
 
 
-def _scorer_in_use(layer: ScoredAttention) -> nn.Module:
+def _check_scorers_have_values(layers: list[nn.Module]) -> None:
+    for layer in layers:
+        if is_offloaded(_scorer_in_use(layer)):
+            raise ValueError(
+                f"model: got a scorer in layer {layer.layer_idx} that is offloaded, expected one with parameters: call load_scores "
+                "after the base model is offloaded, or before the scored model is"
+            )
+
+
+def _scorer_in_use(layer: nn.Module) -> nn.Module:
     """Returns a layer's scorer. If PEFT has wrapped it for `modules_to_save`, it is the active adapter's scorer."""
     copies = getattr(layer.scorer, "modules_to_save", None)
     if copies is None:
@@ -170,12 +214,17 @@ def _read_scores(folder: Path) -> tuple[dict, dict[str, Tensor]]:
 
 def _read_json(path: Path) -> dict:
     try:
-        stored = json.loads(path.read_text())
+        stored = json.loads(path.read_text(), object_hook=_decode_float)
     except ValueError as error:  # of JSON or UTF-8
         raise ValueError(f"folder: got {path} with {error}, expected JSON") from None
     if not isinstance(stored, dict):
         raise ValueError(f"folder: got {path} with a {type(stored).__name__}, expected an object")
     return stored
+
+
+def _decode_float(stored: dict) -> dict | float:
+    """Returns the number inf or -inf, which transformers writes into a config as {"__float__": "Infinity"}."""
+    return float(stored["__float__"]) if stored.keys() == {"__float__"} else stored
 
 
 def _checked_settings(stored: dict, path: Path) -> dict:

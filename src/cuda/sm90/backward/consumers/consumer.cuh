@@ -49,7 +49,7 @@ class BackwardConsumer : ConsumerSteps<Kernel> {
       keys_.prepare_mask(at);
       wgmma_wait<1>();
       pin(s_);
-      this->make_p(at, s_, p_operand_);
+      this->make_p(at, n, s_, p_operand_);
       make_ds(at, n);
       share_ds(at, n);
       multiply_dq(at, n);
@@ -76,6 +76,15 @@ class BackwardConsumer : ConsumerSteps<Kernel> {
   __device__ void begin_scores(const Visit& at, int n) {
     Steps::begin_scores(n, s_);
     dense_.begin_scores(at, n, s_);
+    if constexpr (variant.large_lse && variant.has_dense()) {
+      // Biases as large as lse leave differences in which what rounding lse leaves is significant.
+#pragma unroll
+      for (int j = 0; j < rows / 8; ++j) {
+        const float2 low = storage_.stats[stage(n)].two_low(8 * j + 2 * (lane_id() % 4));
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s_[4 * j + e] += e % 2 == 0 ? low.x : low.y;
+      }
+    }
   }
 
   // Computes dQ and starts dK. It waits for dV, which is in flight; dK stays in flight.

@@ -10,6 +10,8 @@ namespace flash_dmattn::cuda::sm90 {
 // The steps of a consumer warpgroup on a query tile: its products, P and dS. Scores are transposed, [keys, queries], so
 // that P and dS are A operands of dV and dK in the registers that hold them. Arrays are a thread's accumulators and
 // operands.
+//
+// With BackwardVariant::large_lse bias and lse are added after the products, each rounded once, as in the forward.
 template <class Kernel>
 class ConsumerSteps {
  protected:
@@ -195,22 +197,36 @@ class ConsumerSteps {
   // ---- Probabilities and their derivatives ---------------------------------------------------------
 
   // P of scores, in place and packed.
-  __device__ void make_p(const Visit& at, Scores& s, Operand& p) const {
+  __device__ void make_p(const Visit& at, int n, Scores& s, Operand& p) const {
+    constexpr bool finishes_scores = variant.large_lse && !variant.has_dense();
     keys_.mask(at, s);
     const float factor = p_.backward.score.factor;
     float biases[2] = {};
     if constexpr (bias_in_exponent) {
       const auto key_biases = keys_.biases_of(at);
-      for (int h = 0; h < 2; ++h) biases[h] = key_biases.common(h) * factor;
+      for (int h = 0; h < 2; ++h)
+        biases[h] = finishes_scores ? key_biases.common(h) : key_biases.common(h) * factor;
       key_biases.add_delayed(s);
     }
     std::uint32_t bits = 0;  // of all P
 #pragma unroll
     for (int j = 0; j < scores / 4; ++j) {
+      float2 high{0, 0};
+      float2 low{0, 0};
+      if constexpr (finishes_scores) {
+        const auto& stats = storage_.stats[stage(n)];
+        high = two_columns(stats.high, j);
+        low = stats.two_low(8 * j + 2 * (lane_id() % 4));
+      }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float& x = s[4 * j + e];
-        x = exp2_approx(bias_in_exponent ? fmaf(x, factor, biases[e / 2]) : x * factor);
+        if constexpr (finishes_scores) {
+          x = fmaf(x + biases[e / 2], factor, e % 2 == 0 ? high.x : high.y);
+          x = exp2_approx(x + (e % 2 == 0 ? low.x : low.y));
+        } else {
+          x = exp2_approx(bias_in_exponent ? fmaf(x, factor, biases[e / 2]) : x * factor);
+        }
       }
       p[2 * j] = pack<T>(s[4 * j], s[4 * j + 1]);
       p[2 * j + 1] = pack<T>(s[4 * j + 2], s[4 * j + 3]);
@@ -257,8 +273,11 @@ class ConsumerSteps {
 
   // The address of the lane's row and chunk in a tile of P or dS, [keys, queries], for blocks of 16 queries.
   __device__ std::uint32_t score_address(int n) const {
-    const int row = key_group() * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane_id() % 16;
-    return shared_address(storage_.ds[score_tile(n)]) + ScoreTile::offset(row, lane_id() / 16);
+    int lane = lane_id();
+    // With slots it is computed again for each tile: there is no register to keep it.
+    if constexpr (variant.has_slots()) make_opaque(lane);
+    const int row = key_group() * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane % 16;
+    return shared_address(storage_.ds[score_tile(n)]) + ScoreTile::offset(row, lane / 16);
   }
 
   // The address of block i, by an exclusive or with that of block 0.

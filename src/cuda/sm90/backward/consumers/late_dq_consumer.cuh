@@ -60,7 +60,7 @@ class LateDqConsumer : ConsumerSteps<Kernel> {
     pin(s_);
     storage_.dout_pipeline.wait_full(n);
     this->issue_dp(n, dp_);
-    this->make_p(at, s_, p_operand_);
+    this->make_p(at, n, s_, p_operand_);
     wgmma_wait<0>();
     pin(dp_);
     this->issue_gradient(dv_, p_operand_, storage_.dout[stage(n)]);

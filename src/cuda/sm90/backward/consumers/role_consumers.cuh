@@ -44,7 +44,7 @@ class ScoreConsumer : ConsumerSteps<Kernel> {
     for (; at.has(); ++n) {
       keys_.leave(at, DvSums{dv_});
       keys_.prepare_mask(at);
-      this->make_p(at, s_, p_operand_);
+      this->make_p(at, n, s_, p_operand_);
       storage_.ds_pipeline.wait_empty(n);
       this->store_scores(n, p_operand_);
       named_barrier_arrive(Kernel::p_barrier, 256);

@@ -39,8 +39,9 @@ struct TileLoader {
       if (elect_lane()) {
         const std::int64_t index =
             tile_index(p.backward.shape, rows, work.batch, at.head(), at.tile());
-        bulk_load(shared_address(&storage.stats[stage]), p.row_stats + index * (2 * rows),
-                  sizeof(Stats), storage.q_pipeline.full_of(n));
+        bulk_load(shared_address(&storage.stats[stage]),
+                  p.row_stats + index * (sizeof(Stats) / sizeof(float)), sizeof(Stats),
+                  storage.q_pipeline.full_of(n));
       }
       __syncwarp();
       storage.dout_pipeline.wait_empty(n);

@@ -22,7 +22,8 @@ struct PreprocessKernel {
     // The number of blocks that compute key info. If they outnumber the blocks of rows, the last blocks compute only
     // that.
     long key_blocks = 0;
-    float factor = 0;  // scale log2 e
+    float factor = 0;        // scale log2 e
+    bool has_dense = false;  // a dense mask or bias
     float* row_stats = nullptr;
     float* dq_accum = nullptr;  // null without dq
     int tile_rows = 0;
@@ -67,12 +68,26 @@ struct PreprocessKernel {
       to[i] = make_float4(0, 0, 0, 0);
   }
 
-  // Stores RowStats, which has the scores of a tile's rows and then their delta.
+  // Stores RowStats.
   static __device__ void store_stats(const Params& p, int head, const typename Rows::Row& mine) {
     const long tile = long{head} * p.tiles() + mine.row / p.tile_rows;
-    float* const to = p.row_stats + tile * 2 * p.tile_rows + mine.row % p.tile_rows;
-    to[0] = -mine.lse_log2 / p.factor;
-    to[p.tile_rows] = mine.delta;
+    float* const to = p.row_stats + tile * p.tile_rows * row_stats_bytes / sizeof(float);
+    const int row = mine.row % p.tile_rows;
+    const float high = mine.lse_log2.x;
+    const float low = mine.lse_log2.y;
+    const bool splits = Rows::is_large_lse(high) && !p.has_dense;
+    to[row] = splits ? 0 : -high / p.factor;
+    to[p.tile_rows + row] = mine.delta;
+    to[2 * p.tile_rows + row] = splits ? -high : 0;
+    const float rest = splits ? -low : p.has_dense ? rest_of(high, low, p.factor) : 0;
+    reinterpret_cast<__half*>(to + 3 * p.tile_rows)[row] = __float2half_rn(rest);
+  }
+
+  // What rounding -(high + low) / factor leaves.
+  static __device__ float rest_of(float high, float low, float factor) {
+    const float quotient = -high / factor;
+    const float rest = (fmaf(-quotient, factor, -high) - low) / factor;
+    return isfinite(rest) ? rest : 0;
   }
 };
 
@@ -80,7 +95,7 @@ struct PreprocessKernel {
 // and keep DRAM busy while the last of these load.
 template <class T>
 struct PackAndPreprocessKernel {
-  using Pack = PackMaskKernel<false>;
+  using Pack = PackMaskKernel;
   using Preprocess = PreprocessKernel<T>;
   struct Params {
     PackMaskParams mask;

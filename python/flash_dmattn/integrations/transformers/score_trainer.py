@@ -1,0 +1,61 @@
+"""Trains learned scores with transformers' Trainer, on one device or with DDP or FSDP2. Needs accelerate."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import Trainer
+
+from .learned_scores.add import set_score_phase
+from .learned_scores.budgets import budget_loss
+from .learned_scores.training import ScoreSchedule, divergence
+
+
+class ScoreTrainer(Trainer):
+    """Trains the scores that `add_learned_scores` added, against the model without them, or the whole model by its own loss.
+
+    schedule: the phases and the budget term, which closes gates until `share` of the old keys is kept. Without it no
+        gate closes.
+    distils: whether the loss is the divergence from the model with its scores off, for a frozen base (see
+        `freeze_all_but_scores`). False: the model's own loss, for `labels`.
+    Other arguments are those of transformers' Trainer. Reentrant checkpointing is refused: the budget term would have no
+    gradient.
+    """
+
+    def __init__(self, *args, schedule: ScoreSchedule, distils: bool = True, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.schedule, self.distils = schedule, distils
+        self.model_accepts_loss_kwargs = False  # losses are means, which accumulated steps divide
+        checkpointing = self.args.gradient_checkpointing_kwargs or {}
+        if self.args.gradient_checkpointing and checkpointing.get("use_reentrant"):
+            raise ValueError(
+                "gradient_checkpointing_kwargs: got use_reentrant=True, expected False: the budget term would have no gradient"
+            )
+        self._parts: dict[str, float] = {}  # parts of the last step's loss, for the log
+
+    def compute_loss(
+        self, model, inputs, return_outputs=False, num_items_in_batch=None
+    ) -> Tensor | tuple[Tensor, object]:
+        base, mask = self.accelerator.unwrap_model(model), inputs.get("attention_mask")
+        progress = self.state.global_step / max(1, self.state.max_steps)
+        phase = self.schedule.phase(progress)
+        unlabelled = {name: value for name, value in inputs.items() if name != "labels"}
+        if self.distils:
+            with torch.no_grad():
+                set_score_phase(base, "off")
+                teacher = model(**unlabelled).logits
+        set_score_phase(base, phase, self.schedule.temperature if phase == "soft" else None)
+        outputs = model(**(unlabelled if self.distils else inputs))
+        loss = outputs.loss
+        if self.distils:
+            loss = divergence(outputs.logits, teacher, mask)
+        self._parts = {"own_loss": loss.item(), "hard": float(phase == "hard")}
+        if phase == "soft" and torch.is_grad_enabled():
+            target, sampled = self.schedule.target(progress), self.schedule.sampled
+            excess = budget_loss(base, target, sampled=sampled, mask=mask)
+            self._parts["excess_share"] = excess.item()
+            loss = loss + self.schedule.weight * excess
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], *args, **kwargs) -> None:
+        super().log({**logs, **self._parts}, *args, **kwargs)

@@ -1,0 +1,16 @@
+"""Calls of the public function on a problem of the oracle."""
+
+from flash_dmattn import flash_dmattn_func
+from flash_dmattn.check.oracle import Problem, Result
+
+
+def forward_and_backward(problem: Problem, function=flash_dmattn_func, **options) -> Result:
+    """Runs forward and backward. All inputs require gradients. Mask and bias are passed as 4-d, as in the problem."""
+    q, k, v = (t.detach().requires_grad_() for t in (problem.q, problem.k, problem.v))
+    bias = None if problem.bias is None else problem.bias.detach().requires_grad_()
+    out, lse = function(
+        q, k, v, attn_mask=problem.mask, attn_bias=bias, is_causal=problem.causal,
+        return_lse=True, **options,
+    )  # fmt: skip
+    out.backward(problem.dout)
+    return Result(out, lse, q.grad, k.grad, v.grad, None if bias is None else bias.grad)
