@@ -100,9 +100,9 @@ struct Steps {
     cuda::WorkspaceAllocator slot_memory(
         arena.take<std::byte>(static_cast<std::int64_t>(counted.used())));
     slots = cuda::take_key_slots(slot_memory, slot_shape);
-    execution.workspace_bytes =
-        std::max({SelectCall(select, execution).workspace_size(),
-                  cuda::tile_lists_workspace_size(lists), cuda::slot_workspace_size(slot_lists)});
+    execution.workspace_bytes = std::max({SelectCall(select, execution).workspace_size(),
+                                          cuda::tile_lists_workspace_size(lists),
+                                          cuda::slot_workspace_size(slot_lists, slot_shape)});
     execution.workspace = arena.take<char>(static_cast<std::int64_t>(execution.workspace_bytes));
     fill_scores(c, arena);
   }

@@ -31,11 +31,7 @@ SelectionArgs validated(const SelectionArgs& args) {
 }
 
 // A measured bound holds for tiles of this many queries. The tiles of every GPU schedule are multiples of it.
-std::int64_t measured_tile_rows(std::int64_t seqlen_q) {
-  std::int64_t rows = 64;
-  while (max_query_tiles * rows < seqlen_q) rows *= 2;
-  return rows;
-}
+constexpr std::int64_t measured_tile_rows = 64;
 
 TileListArgs tile_list_args(const MeasureArgs& args) {
   return {
@@ -43,7 +39,7 @@ TileListArgs tile_list_args(const MeasureArgs& args) {
       .heads = args.heads,
       .seqlen_q = args.seqlen_q,
       .seqlen_k = args.seqlen_k,
-      .tile_rows = measured_tile_rows(args.seqlen_q),
+      .tile_rows = measured_tile_rows,
       .causal = args.causal,
       .intervals = with_resolved_strides(args.intervals, args.batch, args.heads, args.seqlen_k)};
 }

@@ -10,9 +10,6 @@
 // Tile lists as the schedule of kernels that iterate over the keys of a tile of queries.
 namespace flash_dmattn {
 
-// The maximum number of tiles of a row for which a GPU builds a schedule: half tiles are numbered in 16 bits.
-inline constexpr std::int64_t max_query_tiles = 0x7fff;
-
 // The arrays of tile lists in a workspace.
 template <class Layout>
 TileListBuffers take_tile_lists(BasicWorkspaceAllocator<Layout>& workspace, std::int64_t lists,

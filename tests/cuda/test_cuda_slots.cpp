@@ -73,7 +73,8 @@ void expect_valid_slots(const TileListArgs& args, const cuda::KeySlotShape& shap
   for (std::int64_t n = count; n < args.seqlen_k; ++n) ASSERT_EQ(arrivals[n], -1);
 }
 
-void compare_slots(std::uint64_t seed, int rounds, std::int64_t longest) {
+void compare_slots(std::uint64_t seed, int rounds, std::int64_t longest,
+                   std::int64_t most_tile_rows = 130) {
   Random random(seed);
   int with_slots = 0;
   for (int round = 0; round < rounds; ++round) {
@@ -82,7 +83,7 @@ void compare_slots(std::uint64_t seed, int rounds, std::int64_t longest) {
     args.heads = 1 + random.below(2);
     args.seqlen_q = 1 + random.below(longest);
     args.seqlen_k = random.below(2) == 0 ? args.seqlen_q : 1 + random.below(longest);
-    args.tile_rows = 1 + random.below(130);
+    args.tile_rows = 1 + random.below(most_tile_rows);
     args.causal = random.below(2) == 0;
     const std::int64_t rows = args.batch * args.heads;
     const std::int64_t longest_life = 1 + random.below(400);
@@ -100,7 +101,8 @@ void compare_slots(std::uint64_t seed, int rounds, std::int64_t longest) {
     args.bound = round % 3 == 0 ? measured_on_both(args, intervals)
                                 : least_bound(on_host(args, intervals).intervals, problem);
     const Visibility visibility{.intervals = args.intervals, .bound = args.bound};
-    const cuda::SlotGeometry geometry{.tile_rows = args.tile_rows, .segments = 1 + random.below(5)};
+    const cuda::SlotGeometry geometry{.tile_rows = args.tile_rows,
+                                      .segments = round % 4 == 0 ? 64 : 1 + random.below(5)};
     cuda::SlotSchedule schedule(problem, visibility, geometry);
     TileListArgs two_tiles = args;
     two_tiles.tile_rows *= 2;
@@ -133,27 +135,17 @@ void compare_slots(std::uint64_t seed, int rounds, std::int64_t longest) {
   EXPECT_GT(with_slots, rounds / 4);
 }
 
-TileListArgs shape_of(std::int64_t seqlen) {
-  return {.batch = 1, .heads = 1, .seqlen_q = seqlen, .seqlen_k = seqlen};
-}
-
 TEST_F(SmallCudaSlots, NoVisibleKeyGivesNoSchedule) {
-  const Problem problem = problem_of(shape_of(300));
+  const Problem problem = problem_of({.batch = 1, .heads = 1, .seqlen_q = 300, .seqlen_k = 300});
   const std::vector<KeyInterval> intervals(300);
   const Visibility visibility{.intervals = {.data = intervals.data()}, .bound = {.base = 0}};
   EXPECT_FALSE(cuda::SlotSchedule(problem, visibility, {.tile_rows = 64, .segments = 8}).exists());
 }
 
-// Tiles are numbered with 16 bits.
-TEST_F(SmallCudaSlots, TooManyTilesGiveNoSchedule) {
-  const Problem problem = problem_of(shape_of(64 * (max_query_tiles + 1)));
-  const KeyInterval not_read{};
-  const Visibility visibility{.intervals = {.data = &not_read}, .bound = {.base = 9}};
-  EXPECT_FALSE(cuda::SlotSchedule(problem, visibility, {.tile_rows = 64, .segments = 8}).exists());
-}
-
 TEST_F(SmallCudaSlots, RandomIntervalsGiveValidSlots) { compare_slots(21, 12, 1500); }
+TEST_F(SmallCudaSlots, IntervalsOfManyTilesGiveValidSlots) { compare_slots(23, 12, 9000, 2); }
 TEST_F(CudaSlots, LongRandomIntervalsGiveValidSlots) { compare_slots(22, 60, 30000); }
+TEST_F(CudaSlots, TilesBeyond16BitsGiveValidSlots) { compare_slots(24, 8, 400000, 3); }
 
 }  // namespace
 }  // namespace flash_dmattn::testing

@@ -14,6 +14,7 @@ namespace flash_dmattn::testing {
 namespace {
 
 class SmallCudaTileLists : public OnDevice {};
+class CudaTileLists : public OnDevice {};
 
 // Intervals of every form and a bound that holds for them.
 TEST_F(SmallCudaTileLists, HandmadeIntervalsMatchCpu) {
@@ -74,6 +75,37 @@ TEST_F(SmallCudaTileLists, ThousandsOfTilesMatchCpu) {
   const DeviceBuffer on_device(intervals);
   args.intervals = {on_device.as<KeyInterval>(), args.seqlen_k, args.seqlen_k};
   expect_same_lists(args, intervals);
+}
+
+// More tiles than a list of keys covers, and more than a root has. A few keys are visible to the end.
+TEST_F(CudaTileLists, TilesOfLongRowsMatchCpu) {
+  struct Size {
+    std::int64_t queries, keys, tile_rows;
+  };
+  Random random(10);
+  for (const auto [queries, keys, tile_rows] :
+       {Size{70'000, 70'000, 1}, Size{300'001, 3'000, 3}, Size{270'000, 270'000, 1}}) {
+    TileListArgs args;
+    args.batch = 1;
+    args.heads = 1;
+    args.seqlen_q = queries;
+    args.seqlen_k = keys;
+    args.tile_rows = tile_rows;
+    args.causal = true;
+    args.by_position = keys == 3'000;
+    std::vector<KeyInterval> intervals;
+    for (std::int64_t key = 0; key < keys; ++key) {
+      const std::int64_t first = key * queries / keys;
+      const std::int64_t life = 5 * queries / keys;
+      const std::int64_t last = key % 20'000 == 7 ? queries : first + random.below(life);
+      intervals.push_back({static_cast<std::int32_t>(first), static_cast<std::int32_t>(last)});
+    }
+    const DeviceBuffer on_device(intervals);
+    args.intervals = {on_device.as<KeyInterval>(), keys, keys};
+    args.bound = measured_on_both(args, intervals);
+    expect_same_lists(args, intervals);
+    if (HasFatalFailure()) return;
+  }
 }
 
 // The guards of the buffers say whether anything was written outside.

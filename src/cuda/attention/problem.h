@@ -105,7 +105,8 @@ inline std::string decline_shape(const Problem& p, std::int64_t min_tile_rows) {
   if (value_dim_of(p) % 8 != 0) return "it needs a value_dim that is a multiple of 8";
   const std::int64_t tiles = p.batch * p.heads_q * ceil_div(p.seqlen_q, min_tile_rows);
   if (std::max({p.seqlen_q, p.seqlen_k, tiles}) > std::numeric_limits<std::int32_t>::max() / 2) {
-    return "it counts rows and tiles in 31 bits";
+    return "it has at most 2^30 - 1 queries, keys, and tiles of " + std::to_string(min_tile_rows) +
+           " queries in all heads";
   }
   return "";
 }

@@ -14,6 +14,10 @@ inline constexpr int threads = 512;
 inline constexpr int warps = threads / warp_size;
 inline constexpr int max_lists = warp_size;
 
+// Lists of keys exist for nodes of at most this many tiles. Two half tiles of such a node fit into 32 bits.
+inline constexpr int most_listed_bits = 13;
+inline constexpr int most_listed_tiles = 1 << most_listed_bits;
+
 // The queries that see a key, [begin, end) counted in half tiles. An odd begin is inside tile begin / 2, and an odd end
 // is inside tile end / 2. (Both may be the same odd number.) A key that no query sees has 0 and 0.
 struct HalfTiles {
@@ -26,8 +30,11 @@ struct HalfTiles {
   __device__ int end_full() const { return end >> 1; }
 };
 
-// A key and its half tiles, counted from the first of the row.
+// A key and its half tiles, counted from the last multiple of most_listed_tiles before them. It belongs to a row or to a
+// node of at most that many tiles.
 struct Entry {
+  using Stored = int2;
+
   int key;
   unsigned range;
 
@@ -39,8 +46,25 @@ struct Entry {
   __device__ int2 stored() const { return make_int2(key, static_cast<int>(range)); }
   // The part inside tiles [first, end), counted from `first`.
   __device__ HalfTiles within(int first, int end) const {
-    return {max(static_cast<int>(range & 0xffffu), 2 * first) - 2 * first,
-            min(static_cast<int>(range >> 16), 2 * end) - 2 * first};
+    const int before = 2 * (first % most_listed_tiles);
+    return {max(static_cast<int>(range & 0xffffu) - before, 0),
+            min(static_cast<int>(range >> 16) - before, 2 * (end - first))};
+  }
+};
+
+// A key of a row of any length and its half tiles, counted from the first of the row.
+struct LongRowEntry {
+  using Stored = LongRowEntry;
+
+  int key;
+  HalfTiles tiles;
+
+  LongRowEntry() = default;
+  __device__ LongRowEntry(int key_, const HalfTiles& tiles_) : key(key_), tiles(tiles_) {}
+
+  __device__ Stored stored() const { return *this; }
+  __device__ HalfTiles within(int first, int end) const {
+    return {max(tiles.begin, 2 * first) - 2 * first, min(tiles.end, 2 * end) - 2 * first};
   }
 };
 
@@ -51,7 +75,9 @@ struct Node {
   int end_tile;
 };
 
-// The root, which has every key of a row with its interval.
+// The root, which has every key of a row with its interval. A root has up to 32 nodes of most_listed_tiles as children,
+// so rows of more tiles have several roots. Rows of up to most_listed_tiles tiles may have the shorter `RowEntry`.
+template <class RowEntry>
 class AllKeys {
  public:
   explicit AllKeys(const TileListArgs& args)
@@ -68,6 +94,8 @@ class AllKeys {
 
   class Items {
    public:
+    using Entry = RowEntry;
+
     __device__ Items(const AllKeys& all, int row) : all_(all), intervals_(all.intervals_) {
       if (intervals_ != nullptr) {
         intervals_ += row / all.heads_ * all.stride_batch_ + row % all.heads_ * all.stride_head_;
@@ -95,12 +123,18 @@ class AllKeys {
   };
 
   __device__ Items items(int row, int) const { return {*this, row}; }
-  __host__ __device__ int nodes() const { return 1; }
-  __device__ Node node(int row, int) const {
-    return {row, 0, seqlen_q_ == 0 ? 0 : by_tile_rows_.divide(seqlen_q_ - 1) + 1};
+  __host__ __device__ int tiles() const {
+    return seqlen_q_ == 0 ? 0 : by_tile_rows_.divide(seqlen_q_ - 1) + 1;
+  }
+  __host__ __device__ int nodes() const { return ceil_div(tiles(), node_tiles); }
+  __device__ Node node(int row, int node) const {
+    const int first = node * node_tiles;
+    return {row, first, first + min(tiles() - first, node_tiles)};
   }
 
  private:
+  static constexpr int node_tiles = max_lists * most_listed_tiles;
+
   const int2* intervals_;
   std::int64_t stride_batch_;
   std::int64_t stride_head_;
@@ -131,6 +165,8 @@ class Level {
   // The nodes' keys, if the level is a parent.
   class Items {
    public:
+    using Entry = key_tree::Entry;
+
     __device__ Items(const int2* entries, int size) : entries_(entries), size_(size) {}
     __device__ int size() const { return size_; }
     __device__ Entry operator[](int i) const { return Entry(entries_[i]); }
@@ -153,8 +189,9 @@ class Level {
                      ((tiles.end_touched() - 1) >> tile_bits_) + 1);
   }
   __device__ int first_place(int) const { return 0; }
+  template <class ParentEntry>
   __device__ void store(const Node& parent, unsigned keys_of_list, int next,
-                        const Entry& entry) const {
+                        const ParentEntry& entry) const {
     const int lane = lane_id();
     int2* const list = entries_ + at(parent.row, parent.first_tile >> tile_bits_) * capacity_;
     for (unsigned rest = warp_ballot(keys_of_list != 0); rest != 0; rest &= rest - 1) {
@@ -162,7 +199,8 @@ class Level {
       const unsigned keys = shuffle(keys_of_list, b);
       const int index = shuffle(next, b) + count_before(keys, lane);
       if ((keys >> lane & 1u) != 0 && index < capacity_) {
-        list[std::int64_t{b} * capacity_ + index] = entry.stored();
+        list[std::int64_t{b} * capacity_ + index] =
+            entry_of(entry, parent.first_tile + (b << tile_bits_)).stored();
       }
     }
   }
@@ -175,6 +213,11 @@ class Level {
   }
 
  private:
+  // The entry of a key in the list of a child.
+  __device__ const Entry& entry_of(const Entry& entry, int) const { return entry; }
+  __device__ Entry entry_of(const LongRowEntry& entry, int first_tile) const {
+    return {entry.key, entry.within(first_tile, first_tile + (1 << tile_bits_))};
+  }
   __device__ std::int64_t at(int row, int node) const {
     return static_cast<std::int64_t>(row) * nodes() + node;
   }

@@ -13,6 +13,7 @@
 namespace flash_dmattn::cuda {
 namespace {
 
+using Keys = key_tree::AllKeys<key_tree::LongRowEntry>;
 constexpr int threads = 512;
 
 // The largest number of keys from before a tile, and the largest number that enter in a tile.
@@ -39,7 +40,7 @@ struct Counts {
 };
 
 __global__ void __launch_bounds__(threads)
-    count_keys(key_tree::AllKeys all, Counts counts, int seqlen_k, int ctas_per_row) {
+    count_keys(Keys all, Counts counts, int seqlen_k, int ctas_per_row) {
   wait_for_previous_kernel();
   const int row = static_cast<int>(blockIdx.x) / ctas_per_row;
   const int key =
@@ -103,7 +104,7 @@ KeyBound measure_key_bound(const TileListArgs& args, const Execution& execution)
   const Counts counts(args, execution.workspace);
   check(cudaMemsetAsync(counts.entered, 0, bytes, stream), "clearing counts");
   const auto ctas_per_row = static_cast<int>(ceil_div<std::int64_t>(args.seqlen_k, threads));
-  launch_grid<count_keys>({rows * ctas_per_row, threads}, stream, key_tree::AllKeys(args), counts,
+  launch_grid<count_keys>({rows * ctas_per_row, threads}, stream, Keys(args), counts,
                           static_cast<int>(args.seqlen_k), ctas_per_row);
   launch_grid<find_most>({rows, threads}, stream, counts);
   Most most;

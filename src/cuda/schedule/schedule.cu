@@ -9,8 +9,7 @@ namespace {
 
 // Whether kernels may follow a schedule of the intervals.
 bool can_have_schedule(const TileListArgs& args) {
-  return args.lists() > 0 && args.tiles() <= max_query_tiles && args.intervals.data != nullptr &&
-         !args.bound.consecutive;
+  return args.lists() > 0 && args.intervals.data != nullptr && !args.bound.consecutive;
 }
 
 }  // namespace
@@ -57,7 +56,7 @@ SlotSchedule::SlotSchedule(const Problem& p, const Visibility& visibility,
             .slots = tile_list_capacity(two_tiles),
             .segments = geometry.segments};
   exists_ = shape_.slots > 0 && 2 * shape_.slots <= args_.seqlen_k;
-  if (exists_) build_bytes_ = slot_workspace_size(args_);
+  if (exists_) build_bytes_ = slot_workspace_size(args_, shape_);
 }
 
 void SlotSchedule::place(WorkspaceAllocator& workspace) {

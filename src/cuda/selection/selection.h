@@ -35,7 +35,6 @@ void require_sortable(const SelectionArgs& args);
 inline constexpr std::int64_t tile_list_block = 128;
 std::int64_t tile_list_capacity(const TileListArgs& args);
 
-// A row has at most 32767 tiles.
 std::size_t tile_lists_workspace_size(const TileListArgs& args);
 
 // If the intervals break the bound, lists lose keys, but nothing outside the buffers is written.

@@ -8,8 +8,9 @@
 #include "cuda/primitives/warp.cuh"
 
 // The keys that a query tile visits if there are intervals and no tile lists: from the first to the last block of keys
-// that any of its queries sees. One kernel computes the bounds of blocks of keys from the intervals, and a second
-// kernel computes the ranges of query tiles from these bounds. The host does not wait.
+// that any of its queries sees. One kernel computes the bounds of blocks of keys from the intervals, and another
+// kernel computes the ranges of query tiles from these bounds. Query tiles of long sequences first read the bounds of
+// groups of blocks, because together they would read as many blocks as tiles times blocks. The host does not wait.
 namespace flash_dmattn::cuda {
 
 // The queries of a block of KeyRange::keys neighbouring keys: the hull [begin, end) of the keys' intervals, and their
@@ -26,9 +27,14 @@ struct KeyRangesParams {
   int seqlen_k;
   bool causal;
   KeyBlockQueries* blocks;  // [rows of intervals, key_blocks()]
+  int2* groups;             // [rows of intervals, key_groups()] begin and end; null for few blocks
   KeyRange* key_ranges;     // [rows of intervals, query_tiles()]
 
+  static constexpr int group_blocks = 64;
+  static constexpr int few_blocks = 4096;
+
   __host__ __device__ int key_blocks() const { return ceil_div(seqlen_k, KeyRange::keys); }
+  __host__ __device__ int key_groups() const { return ceil_div(key_blocks(), group_blocks); }
   __host__ __device__ int query_tiles() const { return ceil_div(seqlen_q, query_tile_rows); }
 };
 
@@ -71,8 +77,40 @@ struct BoundKeyBlocksKernel {
   }
 };
 
-// A warp computes the key range of a query tile. The warps of a thread block first find together the blocks of keys
-// that intersect any of their tiles.
+// A warp computes the bounds of a group of blocks of keys.
+struct BoundKeyGroupsKernel {
+  using Params = KeyRangesParams;
+  static constexpr int warps = 8;
+  static constexpr int threads = warps * 32;
+  static constexpr int min_blocks = 1;
+  struct SharedStorage {};
+
+  static long blocks(const Params& p, std::int64_t rows) {
+    return rows * ceil_div(p.key_groups(), warps);
+  }
+
+  __device__ void operator()(const Params& p, SharedStorage&) const {
+    const int row_blocks = ceil_div(p.key_groups(), warps);
+    const int row = static_cast<int>(blockIdx.x) / row_blocks;
+    const int group = static_cast<int>(blockIdx.x) % row_blocks * warps + warp_id();
+    if (group >= p.key_groups()) return;
+    const KeyBlockQueries* const blocks =
+        p.blocks + static_cast<std::int64_t>(row) * p.key_blocks();
+    int2 bounds = {INT_MAX, 0};
+#pragma unroll
+    for (int i = 0; i < Params::group_blocks; i += 32) {
+      const int block = group * Params::group_blocks + i + lane_id();
+      if (block >= p.key_blocks()) continue;
+      const int2 seen = *reinterpret_cast<const int2*>(&blocks[block].begin);
+      bounds = {min(bounds.x, seen.x), max(bounds.y, seen.y)};
+    }
+    bounds = {warp_min(bounds.x), warp_max(bounds.y)};
+    if (lane_id() == 0) p.groups[static_cast<std::int64_t>(row) * p.key_groups() + group] = bounds;
+  }
+};
+
+// A warp computes the key range of a query tile. The warps of a thread block first find together the blocks of keys, or
+// groups of them, that intersect any of their tiles.
 struct FindKeyRangesKernel {
   using Params = KeyRangesParams;
   static constexpr int warps = 8;
@@ -96,14 +134,18 @@ struct FindKeyRangesKernel {
     const int warp = warp_id();
     const int lane = lane_id();
 
-    // The blocks that intersect the queries of any warp.
+    // The blocks or groups that intersect the queries of any warp.
+    const bool has_groups = p.groups != nullptr;
+    const int2* const groups =
+        has_groups ? p.groups + static_cast<std::int64_t>(row) * p.key_groups() : nullptr;
+    const int count = has_groups ? p.key_groups() : p.key_blocks();
     const int rows_begin = first_tile * query_tile_rows;
     const int rows_end = rows_begin + warps * query_tile_rows;
     int begin = INT_MAX;
     int end = 0;
 #pragma unroll 4
-    for (int i = static_cast<int>(threadIdx.x); i < p.key_blocks(); i += threads) {
-      const int2 seen = *reinterpret_cast<const int2*>(&blocks[i].begin);
+    for (int i = static_cast<int>(threadIdx.x); i < count; i += threads) {
+      const int2 seen = has_groups ? groups[i] : *reinterpret_cast<const int2*>(&blocks[i].begin);
       if (seen.x >= rows_end || seen.y <= rows_begin) continue;
       begin = min(begin, i);
       end = i + 1;
@@ -117,6 +159,10 @@ struct FindKeyRangesKernel {
     __syncthreads();
     begin = warp_min(shared.begin[lane % warps]);
     end = warp_max(shared.end[lane % warps]);
+    if (has_groups) {
+      begin = min(begin, count) * Params::group_blocks;
+      end = min(end * Params::group_blocks, p.key_blocks());
+    }
 
     const int tile = first_tile + warp;
     if (tile >= p.query_tiles()) return;

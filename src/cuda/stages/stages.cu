@@ -34,6 +34,7 @@ KeyRangesParams key_range_params(const Problem& p, const Inputs& in,
           .seqlen_k = static_cast<int>(p.seqlen_k),
           .causal = p.causal,
           .blocks = workspace.blocks,
+          .groups = workspace.groups,
           .key_ranges = workspace.ranges};
 }
 
@@ -135,6 +136,8 @@ KeyRangeWorkspace allocate_key_ranges(const Problem& p, const Inputs& in, bool h
   const KeyRangesParams sizes = key_range_params(p, in, {});
   KeyRangeWorkspace result;
   result.blocks = workspace.take<KeyBlockQueries>(rows * sizes.key_blocks());
+  if (sizes.key_blocks() > KeyRangesParams::few_blocks)
+    result.groups = workspace.take<int2>(rows * sizes.key_groups());
   result.ranges = workspace.take<KeyRange>(rows * sizes.query_tiles());
   return result;
 }
@@ -145,6 +148,7 @@ KeyRanges find_key_ranges(const Problem& p, const Inputs& in, const KeyRangeWork
   const KeyRangesParams params = key_range_params(p, in, workspace);
   const auto [batch, heads] = p.intervals_shape;
   launch_for<BoundKeyBlocksKernel>(params, stream, batch * heads);
+  if (params.groups != nullptr) launch_for<BoundKeyGroupsKernel>(params, stream, batch * heads);
   launch_for<FindKeyRangesKernel>(params, stream, batch * heads);
   return {.data = params.key_ranges,
           .batch = batch > 1 ? static_cast<int>(heads) * params.query_tiles() : 0,

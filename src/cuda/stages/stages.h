@@ -37,6 +37,7 @@ struct KeyBlockQueries;
 // The memory for key ranges of query tiles, used if there are intervals of more than a few keys and no lists.
 struct KeyRangeWorkspace {
   KeyBlockQueries* blocks = nullptr;
+  int2* groups = nullptr;
   KeyRange* ranges = nullptr;
 };
 KeyRangeWorkspace allocate_key_ranges(const Problem& p, const Inputs& in, bool has_lists,

@@ -4,11 +4,12 @@
 #include "common/arguments.h"
 #include "cuda/schedule/key_tree.cuh"
 #include "cuda/schedule/slots/key_slots.h"
+#include "cuda/schedule/slots/long_rows.h"
 #include "cuda/schedule/tile_list_arguments.h"
 #include "cuda/selection/cluster_rows.cuh"
 
 // Builds the arrays of KeySlots in one kernel, in which a cluster of blocks computes a row. It counts the arrivals and
-// departures of each tile, numbers them, and follows the slots.
+// departures of each tile, numbers them, and follows the slots. Long rows have other kernels (long_rows.cu).
 namespace flash_dmattn::cuda {
 namespace {
 
@@ -22,7 +23,7 @@ struct alignas(16) Life {
 };
 
 struct SlotRows {
-  key_tree::AllKeys keys;
+  key_tree::AllKeys<key_tree::Entry> keys;
   KeySlotBuffers out;
   int blocks = 1;  // blocks of a cluster
   int seqlen_k = 0;
@@ -328,6 +329,14 @@ struct AssignSlotsKernel {
 
 std::int64_t row_count(const TileListArgs& args) { return args.batch * args.heads; }
 
+// Whether other kernels assign the slots. The kernel of this file visits all keys of a row once for every
+// AssignSlotsKernel::window tiles, and lanes follow chains that grow with the row.
+bool is_long(const TileListArgs& args) {
+  constexpr std::int64_t most_tiles = 2048;
+  static_assert(most_tiles <= key_tree::most_listed_tiles);
+  return args.tiles() > most_tiles;
+}
+
 struct SlotWorkspace {
   Life* lives = nullptr;
   std::int32_t* last_segment;
@@ -355,18 +364,20 @@ KeySlotBuffers take_key_slots(WorkspaceAllocator& workspace, const KeySlotShape&
 
 int slot_shared_bytes() { return sizeof(AssignSlotsKernel::SharedStorage); }
 
-std::size_t slot_workspace_size(const TileListArgs& args) {
+std::size_t slot_workspace_size(const TileListArgs& args, const KeySlotShape& shape) {
   validate_tile_list_args(args);
-  return SlotWorkspace(args, nullptr).bytes;
+  return is_long(args) ? long_rows::workspace_size(args, shape)
+                       : SlotWorkspace(args, nullptr).bytes;
 }
 
 void assign_slots(const TileListArgs& args, const KeySlotShape& shape, const KeySlotBuffers& out,
                   const Execution& execution) {
-  require_workspace(execution, slot_workspace_size(args));
+  require_workspace(execution, slot_workspace_size(args, shape));
+  if (is_long(args)) return long_rows::assign_slots(args, shape, out, execution);
   const SlotWorkspace workspace(args, execution.workspace);
   const int tiles = static_cast<int>(args.tiles());
   const SlotRows rows{
-      .keys = key_tree::AllKeys(args),
+      .keys = key_tree::AllKeys<key_tree::Entry>(args),
       .out = out,
       .blocks = cluster_rows::blocks_of_row(args.seqlen_k),
       .seqlen_k = static_cast<int>(args.seqlen_k),

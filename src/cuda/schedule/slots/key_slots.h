@@ -48,7 +48,7 @@ struct KeySlots : KeySlotArrays<const std::int32_t> {
 // The arrays in a workspace.
 KeySlotBuffers take_key_slots(WorkspaceAllocator& workspace, const KeySlotShape& shape);
 
-std::size_t slot_workspace_size(const TileListArgs& args);
+std::size_t slot_workspace_size(const TileListArgs& args, const KeySlotShape& shape);
 
 // The bytes of shared memory that a block of assign_slots requires from a GPU.
 int slot_shared_bytes();

@@ -15,9 +15,9 @@
 namespace flash_dmattn::cuda::key_tree {
 
 // The next keys of a warp and their transposed lists, of which lane b has the keys of list b.
-template <int Steps>
+template <int Steps, class Entry>
 struct Batch {
-  int2 entry[Steps];
+  typename Entry::Stored entry[Steps];
   unsigned keys_of_list[Steps];
 
   // The warp's part of items [begin, end).
@@ -30,7 +30,7 @@ struct Batch {
 #pragma unroll
     for (int k = 0; k < Steps; ++k) {
       const int i = first + k * warp_size;
-      entry[k] = k < steps && i < end ? items[i].stored() : make_int2(0, 0);
+      entry[k] = (k < steps && i < end ? items[i] : Entry(0, {0, 0})).stored();
     }
 #pragma unroll
     for (int k = 0; k < Steps; ++k) {
@@ -54,7 +54,7 @@ struct Batch {
 struct Parts {
   int parts = 1;          // parts of every list
   int items = 0;          // items of a part
-  int* counts = nullptr;  // [rows, parts, max_lists] for the root; null for one part
+  int* counts = nullptr;  // [rows, nodes, parts, max_lists]; null for one part
 };
 
 // The number of keys that earlier warps put into list `lane`; `total` receives the number of all warps.
@@ -71,9 +71,9 @@ __device__ inline int count_before_warp(const int (&counts)[warps][max_lists], i
 }
 
 // Places the keys of a warp. Lane b has the place of the warp's next key in list b.
-template <int Steps, class Children>
-__device__ void store_batch(const Batch<Steps>& batch, const Node& node, const Children& children,
-                            int next) {
+template <int Steps, class Entry, class Children>
+__device__ void store_batch(const Batch<Steps, Entry>& batch, const Node& node,
+                            const Children& children, int next) {
 #pragma unroll
   for (int k = 0; k < Steps; ++k) {
     if (!warp_any(batch.keys_of_list[k] != 0)) continue;
@@ -82,36 +82,38 @@ __device__ void store_batch(const Batch<Steps>& batch, const Node& node, const C
   }
 }
 
-// Counts the keys of each list in a row's part.
-template <int Steps, class Children>
+// Counts the keys of each child's list in a part of a parent's list.
+template <int Steps, class Parent, class Children>
 __global__ void __launch_bounds__(threads)
-    count_part(AllKeys parent, Children children, Parts parts) {
+    count_part(Parent parent, Children children, Parts parts) {
   wait_for_previous_kernel();
+  using Batch = key_tree::Batch<Steps, typename Parent::Items::Entry>;
   __shared__ int counts[max_lists];
-  const int row = static_cast<int>(blockIdx.x) / parts.parts;
   const int part = static_cast<int>(blockIdx.x) % parts.parts;
-  const Node node = parent.node(row, 0);
-  const auto items = parent.items(row, 0);
+  const int list = static_cast<int>(blockIdx.x) / parts.parts;
+  const int row = list / parent.nodes();
+  const Node node = parent.node(row, list % parent.nodes());
+  const auto items = parent.items(row, list % parent.nodes());
   const int end = min((part + 1) * parts.items, items.size());
   if (threadIdx.x < max_lists) counts[threadIdx.x] = 0;
   __syncthreads();
   int count = 0;
   for (int i = part * parts.items; i < end; i += threads * Steps) {
-    count += Batch<Steps>(items, node, children, i, end).count();
+    count += Batch(items, node, children, i, end).count();
   }
   if (count != 0) atomicAdd(&counts[lane_id()], count);
   __syncthreads();
   if (threadIdx.x < max_lists) {
-    const auto list = static_cast<std::int64_t>(threadIdx.x);
-    parts.counts[std::int64_t{blockIdx.x} * max_lists + list] = counts[list];
+    parts.counts[std::int64_t{blockIdx.x} * max_lists + threadIdx.x] = counts[threadIdx.x];
   }
 }
 
-// Partitions the keys of each of the parent's nodes, or of a part of a row, among the children.
+// Partitions the keys of each of the parent's nodes, or of a part of them, among the children.
 template <int Steps, class Parent, class Children>
 __global__ void __launch_bounds__(threads)
     partition_keys(Parent parent, Children children, Parts parts) {
   wait_for_previous_kernel();
+  using Batch = key_tree::Batch<Steps, typename Parent::Items::Entry>;
   __shared__ int counts[2][warps][max_lists];
   __shared__ int before_part[max_lists];
   __shared__ int lengths[max_lists];
@@ -130,12 +132,12 @@ __global__ void __launch_bounds__(threads)
   if (threadIdx.x < max_lists) before_part[lane] = lengths[lane] = 0;
   if (!one_batch) __syncthreads();
   if (parts.counts != nullptr) {
-    const int* const row_counts = parts.counts + std::int64_t{row} * parts.parts * max_lists;
+    const int* const list_counts = parts.counts + std::int64_t{list} * parts.parts * max_lists;
     int mine = 0;
     int all = 0;
 #pragma unroll 4
     for (int p = warp; p < parts.parts; p += warps) {
-      const int count = row_counts[p * max_lists + lane];
+      const int count = list_counts[p * max_lists + lane];
       all += count;
       mine += p < part ? count : 0;
     }
@@ -144,7 +146,7 @@ __global__ void __launch_bounds__(threads)
   } else if (!one_batch) {  // the lengths take a pass of their own
     int count = 0;
     for (int i = begin; i < end; i += threads * Steps) {
-      count += Batch<Steps>(items, node, children, i, end).count();
+      count += Batch(items, node, children, i, end).count();
     }
     if (count != 0) atomicAdd(&lengths[lane], count);
   }
@@ -153,7 +155,7 @@ __global__ void __launch_bounds__(threads)
   int length = 0;
   int parity = 0;
   for (int i = begin; i < end; i += threads * Steps) {
-    const Batch<Steps> batch(items, node, children, i, end);
+    const Batch batch(items, node, children, i, end);
     counts[parity][warp][lane] = batch.count();
     __syncthreads();  // one barrier per batch, as the counts alternate between two arrays
     int total = 0;

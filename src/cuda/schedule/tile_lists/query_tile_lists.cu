@@ -13,14 +13,16 @@ namespace {
 
 // The number of tiles of a node as a power of two, from the lowest level up. 8 tiles with two lists each keep a CTA's
 // stores busy; above that a node has 32 children.
-constexpr std::array<int, 3> node_tile_bits = {3, 8, 13};
+constexpr std::array<int, 3> node_tile_bits = {3, 8, key_tree::most_listed_bits};
 constexpr int node_tiles = 1 << node_tile_bits[0];
 
-// The steps of a warp's batch. Lists of nodes are mostly one batch of 4096 keys. Rows are cut into parts, which are
-// short as long as there are few of them.
+// The steps of a warp's batch. Lists of nodes are mostly one batch of 4096 keys. Rows and the few nodes of the highest
+// level are cut into parts, which are short as long as there are few of them.
 constexpr int node_steps = 8;
 constexpr int row_steps = 1;
 constexpr std::int64_t max_parts = 128;
+constexpr std::int64_t max_parts_of_long_row = 256;
+constexpr std::int64_t max_parts_of_node = 64;
 
 // The most keys that `queries` consecutive queries see.
 std::int64_t max_keys(const TileListArgs& args, std::int64_t queries) {
@@ -38,9 +40,10 @@ void validate(const TileListArgs& args) {
   require_length("visibility.bound.per_query", args.bound.per_query);
 }
 
-key_tree::Parts row_parts(const TileListArgs& args) {
-  constexpr std::int64_t batch = key_tree::threads * row_steps;
-  const std::int64_t batches = ceil_div(std::max<std::int64_t>(args.seqlen_k, 1), batch);
+// The parts of lists of `items` keys, of whole batches of `steps` steps.
+key_tree::Parts parts_of(std::int64_t items, int steps, std::int64_t max_parts) {
+  const std::int64_t batch = key_tree::threads * steps;
+  const std::int64_t batches = ceil_div(std::max<std::int64_t>(items, 1), batch);
   const std::int64_t part_batches = ceil_div(batches, max_parts);
   key_tree::Parts parts;
   parts.parts = static_cast<int>(ceil_div(batches, part_batches));
@@ -52,8 +55,11 @@ key_tree::Parts row_parts(const TileListArgs& args) {
 struct Tree {
   std::array<key_tree::Level, node_tile_bits.size()> levels;
   std::size_t count = 0;
-  key_tree::Parts parts;
+  key_tree::Parts row_parts;
+  key_tree::Parts node_parts;  // of the highest level, if every level exists
   std::size_t bytes = 0;
+
+  bool is_long() const { return count == levels.size(); }
 };
 
 Tree make_tree(const TileListArgs& args, void* workspace) {
@@ -61,8 +67,9 @@ Tree make_tree(const TileListArgs& args, void* workspace) {
   WorkspaceAllocator allocator(workspace);
   const std::int64_t rows = args.batch * args.heads;
   const std::int64_t tiles = args.tiles();
-  // A row has at most 32 nodes as children, or 16 tiles.
-  for (std::int64_t children = 2 * tiles; children > key_tree::max_lists; ++tree.count) {
+  // A root has at most 32 nodes as children, or 16 tiles.
+  for (std::int64_t children = 2 * tiles;
+       children > key_tree::max_lists && tree.count < tree.levels.size(); ++tree.count) {
     const int tile_bits = node_tile_bits[tree.count];
     const std::int64_t queries = args.tile_rows << tile_bits;
     key_tree::Level& level = tree.levels[tree.count];
@@ -71,8 +78,17 @@ Tree make_tree(const TileListArgs& args, void* workspace) {
     children = level.nodes();
   }
   for (std::size_t i = 0; i < tree.count; ++i) tree.levels[i].allocate(rows, allocator);
-  tree.parts = row_parts(args);
-  tree.parts.counts = allocator.take<int>(rows * tree.parts.parts * key_tree::max_lists);
+  tree.row_parts =
+      parts_of(args.seqlen_k, row_steps, tree.is_long() ? max_parts_of_long_row : max_parts);
+  std::int64_t parts =
+      rows * key_tree::AllKeys<key_tree::Entry>(args).nodes() * tree.row_parts.parts;
+  if (tree.is_long()) {
+    const key_tree::Level& highest = tree.levels.back();
+    tree.node_parts = parts_of(highest.capacity(), node_steps, max_parts_of_node);
+    parts = std::max(parts, rows * highest.nodes() * tree.node_parts.parts);
+  }
+  // One level is counted after the other.
+  tree.row_parts.counts = tree.node_parts.counts = allocator.take<int>(parts * key_tree::max_lists);
   tree.bytes = allocator.used();
   return tree;
 }
@@ -88,19 +104,25 @@ void partition_nodes(const TileListArgs& args, const Parent& parent, const Child
       whole);
 }
 
+// Partitions with a CTA for each part of the parent's nodes.
+template <int Steps, class Parent, class Children>
+void partition_parts(const TileListArgs& args, const key_tree::Parts& parts, const Parent& parent,
+                     const Children& children, cudaStream_t stream) {
+  const Grid grid{args.batch * args.heads * parent.nodes() * parts.parts, key_tree::threads};
+  launch_grid<key_tree::count_part<Steps, Parent, Children>>(grid, stream, parent, children, parts);
+  launch_grid<key_tree::partition_keys<Steps, Parent, Children>>(grid, stream, parent, children,
+                                                                 parts);
+}
+
 template <class Children>
 void partition_rows(const TileListArgs& args, const Tree& tree, const Children& children,
                     cudaStream_t stream) {
-  const key_tree::AllKeys all(args);
+  const key_tree::AllKeys<key_tree::Entry> all(args);
   if (args.seqlen_k <= key_tree::threads * node_steps) {  // one batch, counted while it is stored
     partition_nodes(args, all, children, stream);
-    return;
+  } else {
+    partition_parts<row_steps>(args, tree.row_parts, all, children, stream);
   }
-  const std::int64_t ctas = args.batch * args.heads * tree.parts.parts;
-  launch_grid<key_tree::count_part<row_steps, Children>>({ctas, key_tree::threads}, stream, all,
-                                                         children, tree.parts);
-  launch_grid<key_tree::partition_keys<row_steps, key_tree::AllKeys, Children>>(
-      {ctas, key_tree::threads}, stream, all, children, tree.parts);
 }
 
 }  // namespace
@@ -147,11 +169,16 @@ QueryTileLists build_tile_lists(const TileListArgs& args, const TileListBuffers&
     return result;
   }
   const auto tiles_of_nodes = tiles_of_node.template operator()<node_tiles>();
-  partition_rows(args, tree, tree.levels[tree.count - 1], stream);
-  for (std::size_t i = tree.count - 1; i > 0; --i) {
-    partition_nodes(args, tree.levels[i], tree.levels[i - 1], stream);
+  const auto& [tile_nodes, middle, highest] = tree.levels;
+  if (tree.is_long()) {
+    partition_parts<row_steps>(args, tree.row_parts,
+                               key_tree::AllKeys<key_tree::LongRowEntry>(args), highest, stream);
+    partition_parts<node_steps>(args, tree.node_parts, highest, middle, stream);
+  } else {
+    partition_rows(args, tree, tree.levels[tree.count - 1], stream);
   }
-  partition_nodes(args, tree.levels[0], tiles_of_nodes, stream);
+  if (tree.count > 1) partition_nodes(args, middle, tile_nodes, stream);
+  partition_nodes(args, tile_nodes, tiles_of_nodes, stream);
   return result;
 }
 

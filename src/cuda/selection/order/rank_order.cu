@@ -35,7 +35,8 @@ __global__ void __launch_bounds__(pack_threads)
 }
 
 // A CTA for each group of chunks inverts the order, counts the positions of the chunks by block, and writes the
-// intervals that do not depend on T: the w best keys and keys that are never chosen.
+// intervals that do not depend on T: the w best keys and keys that are never chosen. A group's own count is where the
+// count of earlier groups will be.
 __global__ void __launch_bounds__(threads)
     scatter_ranks(OrderedRows rows, const std::uint64_t* sorted) {
   wait_for_previous_kernel();
@@ -49,9 +50,9 @@ __global__ void __launch_bounds__(threads)
   const int end_chunk = min(first_chunk + rows.group_chunks, rows.chunks);
   for (int chunk = first_chunk; chunk < end_chunk; ++chunk) {
     __syncthreads();
+    std::uint16_t* const before_in_group = rows.before_in_group_of(row, chunk);
     for (int b = thread; b < rows.blocks; b += threads) {
-      rows.before[rows.block_of_row(row, b) * rows.chunks + chunk] =
-          static_cast<std::uint16_t>(counts[b]);
+      before_in_group[b] = static_cast<std::uint16_t>(counts[b]);
     }
     __syncthreads();
     const int end = rows.chunk_end(chunk);
@@ -65,9 +66,36 @@ __global__ void __launch_bounds__(threads)
     }
   }
   __syncthreads();
+  std::uint32_t* const in_group = rows.before_group_of(row, group);
   for (int b = thread; b < rows.blocks; b += threads) {
-    rows.totals[rows.block_of_row(row, b) * rows.groups + group] =
-        static_cast<std::uint32_t>(counts[b]);
+    in_group[b] = static_cast<std::uint32_t>(counts[b]);
+  }
+}
+
+constexpr int sum_threads = 128;
+
+// Turns the counts of groups into those of all earlier groups. A thread has a block of positions.
+__global__ void __launch_bounds__(sum_threads) sum_earlier_groups(OrderedRows rows) {
+  wait_for_previous_kernel();
+  const int row_ctas = ceil_div(rows.blocks, sum_threads);
+  const int row = static_cast<int>(blockIdx.x) / row_ctas;
+  const int block =
+      static_cast<int>(blockIdx.x) % row_ctas * sum_threads + static_cast<int>(threadIdx.x);
+  if (block >= rows.blocks) return;
+  constexpr int together = 16;  // loads in flight at a time
+  std::uint32_t before = 0;
+  for (int first = 0; first < rows.groups; first += together) {
+    std::uint32_t count[together];
+#pragma unroll
+    for (int i = 0; i < together; ++i) {
+      count[i] = rows.before_group_of(row, min(first + i, rows.groups - 1))[block];
+    }
+#pragma unroll
+    for (int i = 0; i < together; ++i) {
+      if (first + i >= rows.groups) break;
+      rows.before_group_of(row, first + i)[block] = before;
+      before += count[i];
+    }
   }
 }
 
@@ -117,6 +145,8 @@ void sort_then_scatter(const Work& work, OrderedRows& rows, cudaStream_t stream)
   rows.store_order_in(buffers.Alternate());  // free after the sort
   launch_grid<scatter_ranks>({std::int64_t{rows.rows} * rows.groups, threads}, stream, rows,
                              buffers.Current());
+  const int sum_ctas = ceil_div(rows.blocks, sum_threads);
+  launch_grid<sum_earlier_groups>({std::int64_t{rows.rows} * sum_ctas, sum_threads}, stream, rows);
 }
 
 }  // namespace
@@ -133,10 +163,10 @@ Work lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& work
   rows.queries = QueryClip(args);
   rows.intervals = args.intervals;
   rows.chunks = 1 + ceil_div(rows.seqlen_k - rows.window % chunk_ranks, chunk_ranks);
-  // rank_thresholds.cu sums over the preceding groups, so groups are few unless that would leave the GPU idle. The
-  // kernels that sort and scatter at once count chunk by chunk.
-  rows.group_chunks =
-      sort_of(rows) == Sort::device ? std::min(ceil_div(rows.chunks, 64), max_group_chunks) : 1;
+  // A thread sums over the groups, so groups are few unless that would leave the GPU idle. The kernels that sort and
+  // scatter at once count chunk by chunk.
+  const bool has_groups = sort_of(rows) == Sort::device;
+  rows.group_chunks = has_groups ? std::min(ceil_div(rows.chunks, 64), max_group_chunks) : 1;
   rows.groups = ceil_div(rows.chunks, rows.group_chunks);
   rows.blocks = ceil_div(rows.seqlen_k, block_positions);
   work.keys = ScoredKeys(args);
@@ -146,8 +176,9 @@ Work lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& work
   work.packed = workspace.take<std::uint64_t>(rows.order_words());
   if (sort_of(rows) != Sort::rows) work.other = workspace.take<std::uint64_t>(rows.order_words());
   const std::int64_t blocks = std::int64_t{rows.rows} * rows.blocks;
-  if (rows.group_chunks > 1) rows.before = workspace.take<std::uint16_t>(blocks * rows.chunks);
-  rows.totals = workspace.take<std::uint32_t>(blocks * rows.groups);
+  std::uint32_t* const counts = workspace.take<std::uint32_t>(blocks * rows.groups);
+  (has_groups ? rows.before_group : rows.totals) = counts;
+  if (has_groups) rows.before_in_group = workspace.take<std::uint16_t>(blocks * rows.chunks);
   if (sort_of(rows) == Sort::digits) {
     work.passes.tiles = ceil_div(rows.seqlen_k, RowPasses::tile_keys);
     work.passes.passes = rows.layout.score_bits / RowPasses::digit_bits;

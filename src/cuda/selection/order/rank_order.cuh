@@ -69,9 +69,12 @@ struct OrderedRows {
   // its order and counts.
   std::int32_t* rank_of = nullptr;
   std::int32_t* order = nullptr;  // [rows, Sk] its inverse, -1: never chosen
-  // The numbers of positions of a block that belong to these ranks:
-  std::uint16_t* before = nullptr;  // [rows, blocks, chunks] ranks of earlier chunks of the group
+  // The numbers of positions of a block that belong to these ranks, if every chunk is a group:
   std::uint32_t* totals = nullptr;  // [rows, blocks, groups] ranks of the group
+  // Otherwise:
+  std::uint16_t* before_in_group =
+      nullptr;  // [rows, chunks, blocks] ranks of earlier chunks of the group
+  std::uint32_t* before_group = nullptr;  // [rows, groups, blocks] ranks of earlier groups
 
   // Ranks and order are as large as the packed keys, except for rounding.
   __host__ __device__ std::int64_t all_ranks() const {
@@ -112,6 +115,12 @@ struct OrderedRows {
   }
   __device__ std::int64_t block_of_row(int row, int block) const {
     return static_cast<std::int64_t>(row) * blocks + block;
+  }
+  __device__ std::uint16_t* before_in_group_of(int row, int chunk) const {
+    return before_in_group + (static_cast<std::int64_t>(row) * chunks + chunk) * blocks;
+  }
+  __device__ std::uint32_t* before_group_of(int row, int group) const {
+    return before_group + (static_cast<std::int64_t>(row) * groups + group) * blocks;
   }
   __device__ KeyInterval* intervals_row(int row) const {
     return intervals + static_cast<std::int64_t>(first_row + row) * seqlen_k;

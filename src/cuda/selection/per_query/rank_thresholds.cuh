@@ -62,25 +62,21 @@ struct ChunkStorage {
   int present_at[warps][window_words + 1];
 };
 
-// Fills present, top_block and above, and clears arriving.
-__device__ inline void find_top_block(const OrderedRows& rows, const Chunk& chunk,
-                                      ChunkStorage& shared) {
+// Fills present and clears arriving, if every chunk is a group.
+__device__ inline void count_earlier_chunks(const OrderedRows& rows, const Chunk& chunk,
+                                            ChunkStorage& shared) {
   const int lane = lane_id();
   const int warp = warp_id();
-  const int group = chunk.index / rows.group_chunks;
   constexpr int together = 4;  // blocks with loads in flight at a time
   for (int first = warp; first < rows.blocks; first += together * warps) {
     int sum[together];
 #pragma unroll
     for (int i = 0; i < together; ++i) {
       const int b = min(first + i * warps, rows.blocks - 1);
-      const std::int64_t block = rows.block_of_row(chunk.row, b);
-      const std::uint32_t* totals = rows.totals + block * rows.groups;
-      const bool in_group = rows.group_chunks > 1 && lane == 0;
-      sum[i] = in_group ? rows.before[block * rows.chunks + chunk.index] : 0;
-      sum[i] += lane < group ? totals[lane] : 0;
-      sum[i] += lane + warp_size < group ? totals[lane + warp_size] : 0;
-      for (int g = lane + 2 * warp_size; g < group; g += warp_size) sum[i] += totals[g];
+      const std::uint32_t* totals = rows.totals + rows.block_of_row(chunk.row, b) * rows.groups;
+      sum[i] = lane < chunk.index ? totals[lane] : 0;
+      sum[i] += lane + warp_size < chunk.index ? totals[lane + warp_size] : 0;
+      for (int g = lane + 2 * warp_size; g < chunk.index; g += warp_size) sum[i] += totals[g];
     }
 #pragma unroll
     for (int i = 0; i < together; ++i) {
@@ -90,6 +86,24 @@ __device__ inline void find_top_block(const OrderedRows& rows, const Chunk& chun
       shared.present[b] = sum[i];
       shared.arriving[b] = 0;
     }
+  }
+}
+
+// Fills present, top_block and above, and clears arriving.
+__device__ inline void find_top_block(const OrderedRows& rows, const Chunk& chunk,
+                                      ChunkStorage& shared) {
+  const int lane = lane_id();
+  const int warp = warp_id();
+  if (rows.before_group != nullptr) {
+    const std::uint32_t* const group =
+        rows.before_group_of(chunk.row, chunk.index / rows.group_chunks);
+    const std::uint16_t* const in_group = rows.before_in_group_of(chunk.row, chunk.index);
+    for (int b = static_cast<int>(threadIdx.x); b < rows.blocks; b += threads) {
+      shared.present[b] = static_cast<int>(group[b]) + in_group[b];
+      shared.arriving[b] = 0;
+    }
+  } else {
+    count_earlier_chunks(rows, chunk, shared);
   }
   __syncthreads();
   if (warp == 0) {
