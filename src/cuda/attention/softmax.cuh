@@ -14,20 +14,23 @@ inline constexpr float weight_shift = 0;
 template <>
 inline constexpr float weight_shift<__nv_bfloat16> = 24;
 
-// Computes the natural log sum exp of a row from the maximum in units of log 2 and the sum of the weights. The double
-// contains both lse and lse_low.
+// Computes the natural log sum exp of a row from the maximum in units of log 2, the sum of the weights, and the reference
+// that the scores lack. The double contains both lse and lse_low.
 template <class T>
-__device__ inline double log_sum_exp(float max, float sum) {
+__device__ inline double log_sum_exp(float max, float sum, float reference) {
   const double log2_sum = static_cast<double>(__log2f(sum)) + weight_shift<T>;
-  return (static_cast<double>(max) + log2_sum) * 0.6931471805599453;
+  return (static_cast<double>(max) + log2_sum) * 0.6931471805599453 +
+         static_cast<double>(reference);
 }
 
 // The running maximum and sum of a lane's rows in a fragment, 2 for each m16 block. The four lanes that share a row
-// have the same maximum; each keeps the sum of its own columns until the end.
+// have the same maximum; each keeps the sum of its own columns until the end. Scores of a call with biases of keys lack a
+// reference, one of these biases, so that large ones that are close to each other keep their digits.
 template <class T, int M16>
 struct OnlineSoftmax {
   float max[M16][2];
   float sum[M16][2];
+  float reference = 0;  // in the caller's units
 
   __device__ OnlineSoftmax() {
 #pragma unroll
@@ -47,6 +50,23 @@ struct OnlineSoftmax {
   __device__ void update(float (&s)[M16][N8][4], float factor, float (&out)[M16][D8][4]) {
     raise_max(s, factor, out);
     exponentiate(s, factor);
+  }
+
+  // Makes the largest bias of a tile the reference if it exceeds it by far, or is far from it in the first tile. Scores
+  // are in units of log 2.
+  __device__ void raise_reference(float largest) {
+    constexpr float far = 1024;
+    const float growth = largest - reference;
+    if (!isfinite(growth)) return;
+    const bool moves = growth > far || (!has_reference_ && growth < -far);
+    has_reference_ = true;
+    if (!moves) return;
+    reference = largest;
+#pragma unroll
+    for (int m = 0; m < M16; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) max[m][h] -= growth * log2e;
+    }
   }
 
   // Makes the sum of a row NaN where a product q . k is not finite, even if its score becomes -inf or is limited by a
@@ -74,11 +94,12 @@ struct OnlineSoftmax {
   }
 
   __device__ double log_sum_exp(int m, int h, float factor) const {
-    return cuda::log_sum_exp<T>(max[m][h] * factor, sum[m][h]);
+    return cuda::log_sum_exp<T>(max[m][h] * factor, sum[m][h], reference);
   }
 
  private:
   static constexpr float max_growth = 8;  // log2
+  bool has_reference_ = false;
 
   // Raises the maxima of a warp and rescales `sum` and `out` if a score exceeds its maximum by max_growth. All lanes
   // vote, so that the lanes of a row need not share their maximum before.

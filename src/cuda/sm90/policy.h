@@ -36,8 +36,7 @@ struct ForwardVariant {
   KeyLoad load = KeyLoad::tma;
   bool has_key_info = false;  // intervals, mask or bias of keys; without it only TMA tiles
   DenseAccess dense = DenseAccess::none;
-  // Supports shapes_scores(), and adds biases of keys to scores less a reference of their row, so that large ones cost no
-  // digits (ConsumerScores).
+  // Supports shapes_scores(), and adds biases of keys to finished products, not to accumulators (has_references).
   bool shapes = false;
   // If false, each batch of products runs alone, with the same bits, for tests.
   bool overlaps = true;
@@ -72,6 +71,12 @@ constexpr bool has_kernel(int head_dim, const ForwardVariant& variant) {
 // Whether a kernel finds rows with large scores, whose biases lose digits in its accumulators.
 constexpr bool finds_large_rows(const ForwardVariant& variant) {
   return variant.has_key_info && variant.dense == DenseAccess::none && !variant.shapes;
+}
+
+// Whether a kernel adds biases of keys less a reference of their row. Elements of a dense mask or bias leave too few
+// registers for that above D 192.
+constexpr bool has_references(int head_dim, const ForwardVariant& variant) {
+  return variant.shapes && (head_dim <= 192 || variant.dense == DenseAccess::none);
 }
 
 // The variant that repeats a call with such rows.

@@ -106,12 +106,13 @@ struct KeyMajorWarp {
       multiply_part<1>(q, s);
       if (p.score.form == ScoreForm::nonpositive_scale)
         for_each_element(s, [&](float& x, int, int, int) { x *= p.score.inner; });
-      if (key_bias) add_key_bias(s);
+      if (key_bias && !large_lse) add_key_bias(s);
       if constexpr (HasDense) dense_scores.apply(at, transfer_tile(n), s);
       if (partial) mask_rows(shared.key_info, role_warp * warp_keys, lane, at.row, s);
       if (large_lse) {
-        compute_p_of_large_lse(p, {tile.batch, at.head, tile.kv_head}, at.row, lse + 2 * (lane % 4),
-                               s);
+        compute_p_of_large_lse(
+            p, {tile.batch, at.head, tile.kv_head}, at.row, lse + 2 * (lane % 4),
+            key_bias ? shared.key_info.bias + role_warp * warp_keys + lane / 4 : nullptr, s);
       }
       transfer(n).store_p(factor, lse, large_lse, s, p_operand);
     } else if (key_bias) {

@@ -183,22 +183,28 @@ struct QueryMajorBackwardKernel {
           slopes[m][k][e] = __saturatef(fmaf(-tanh, tanh, 1.0f));
         });
       }
-      finish_scores(kv, n, x);
-      exponentiate(rows, flags, x);
+      const bool large_lse = (flags & lse_is_large) != 0;
+      finish_scores(kv, n, large_lse, x);
+      large_lse ? exponentiate_large(kv, n, rows, x) : exponentiate(rows, x);
       copy_r2s<Scores>(x, shared_address(shared.p), ScoreTile::row(), ScoreTile::column(),
                        [](float a, float b, int, int) { return pack<T>(a, b); });
     }
 
-    // Adds biases, and sets scores to -inf where masked.
-    __device__ void finish_scores(const Pipeline& kv, int n, ScoreAccumulators& x) const {
+    __device__ bool has_key_bias() const {
+      return p.score.bias.data != nullptr && !(HasDense && p.score.bias.dense);
+    }
+
+    // Adds biases, and sets scores to -inf where masked. With a large lse, exponentiate_large() adds biases of keys.
+    __device__ void finish_scores(const Pipeline& kv, int n, bool large_lse,
+                                  ScoreAccumulators& x) const {
       const auto& key_info = kv.key_info(n);
       const bool partial = (kv.state(n) & key_info.partial) != 0;
-      if (p.score.bias.data != nullptr && !(HasDense && p.score.bias.dense)) {
+      if (has_key_bias() && !large_lse) {
         if (p.score.bias_delay == 0) {
-          add_column_bias(p.score.factor, key_info, position, x);
+          add_column_bias(p.score.factor, key_info, 0, position, x);
         } else {
           add_delayed_column_bias(
-              p.score.factor, key_info, position.column,
+              p.score.factor, key_info, 0, position.column,
               [&](int column) { return key_bias_begin(kv, n, column); },
               [&](int m, int h) { return position.row + 16 * m + 8 * h; }, x);
         }
@@ -228,19 +234,29 @@ struct QueryMajorBackwardKernel {
 
     // Computes P by the same instructions in the same order as the forward, so that s and lse are consistent. P is at
     // most 1, and NaN, from a score that overflowed far below the maximum, becomes 0.
-    __device__ void exponentiate(const RowValues& rows, std::uint32_t flags,
-                                 ScoreAccumulators& x) const {
-      if ((flags & lse_is_large) != 0) {
-        for_each_element(x, [&](float& s, int m, int, int e) {
-          const float exponent = fmaf(s, p.score.final_log2_scale, -rows.lse_log2[m][e / 2]);
-          s = exp2_approx(exponent - rows.lse_low[m][e / 2]);
-        });
-      } else {
-        for_each_element(x, [&](float& s, int m, int, int e) {
-          s = exp2_approx(fmaf(s, p.score.final_log2_scale, -rows.lse_log2[m][e / 2]));
-        });
-      }
-      for_each_element(x, [&](float& s, int, int, int) { s = __saturatef(s); });
+    __device__ void exponentiate(const RowValues& rows, ScoreAccumulators& x) const {
+      for_each_element(x, [&](float& s, int m, int, int e) {
+        s = __saturatef(exp2_approx(fmaf(s, p.score.final_log2_scale, -rows.lse_log2[m][e / 2])));
+      });
+    }
+
+    // The same in a call with a large lse, which is the sum of two floats. The difference of bias and lse is computed first,
+    // as it is exact where P is not small.
+    __device__ void exponentiate_large(const Pipeline& kv, int n, const RowValues& rows,
+                                       ScoreAccumulators& x) const {
+      const bool has_bias = has_key_bias();
+      const float factor = has_bias ? p.score.factor : p.score.final_log2_scale;
+      for_each_element(x, [&](float& s, int m, int k, int e) {
+        const int column = position.column + 8 * k + e % 2;
+        float bias = has_bias ? kv.key_info(n).bias[column] : 0;
+        if (has_bias && p.score.bias_delay != 0) {
+          const int query = position.row + 16 * m + 8 * (e / 2);
+          if (query < key_bias_begin(kv, n, column)) bias = 0;
+        }
+        const float rest = fmaf(bias, log2e_low, -rows.lse_low[m][e / 2]);
+        const float high = fmaf(bias, log2e, -rows.lse_log2[m][e / 2]);
+        s = __saturatef(exp2_approx(fmaf(s, factor, high) + rest));
+      });
     }
 
     // Computes dS = P (dP - delta), which is 0 where P is 0, even if dP is not finite.

@@ -8,10 +8,11 @@
 namespace flash_dmattn::cuda::sm80::few_queries {
 
 // The result of a row over some of its keys: the maximum of the scores in units of log 2 (or the value by which weights
-// are scaled instead), and the sum of the weights.
-struct RowSums {
+// are scaled instead), the sum of the weights, and the reference that the scores lack (OnlineSoftmax).
+struct alignas(16) RowSums {
   float max;
   float sum;
+  float reference;
 };
 
 struct Params : ForwardParams {

@@ -80,7 +80,7 @@ class SlotInfo {
     const bool visible =
         is_taken && key.entry != no_key && (!biased || key.score > p_.score.mask_value);
     tile.range[column] = {0, visible ? 1 : 0};
-    tile.bias[column] = visible && biased ? fminf(key.score * log2e, 3.0e38f) : 0.0f;
+    tile.bias[column] = visible && biased ? fminf(key.score, largest_key_bias) : 0.0f;
     tile.store_state(column, visible, visible);
   }
 

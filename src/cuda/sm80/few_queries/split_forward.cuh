@@ -153,7 +153,7 @@ struct SplitForwardKernel {
         multiply<T, D>(scores, q, OperandB<KeyRows, Major::k>(kv.k_tile(n), warp_key));
         if (!p.saturate) softmax.mark_nonfinite(scores);
         shape_scores(p.score, scores);
-        if (biased) add_key_biases(p, kv, n, lane_rows, position, scores);
+        if (biased) add_key_biases(p, kv, n, lane_rows, position, softmax, scores);
         const bool partial = (state & key_info.partial) != 0;
         elements.apply(key_info, partial, kv.positions(n), lane_rows, position.column, scores);
         if (partial) {
@@ -186,12 +186,15 @@ struct SplitForwardKernel {
  private:
   static __device__ void add_key_biases(const Params& p, const Pipeline& kv, int n,
                                         const LaneRows& rows, LanePosition position,
+                                        OnlineSoftmax<T, 1>& softmax,
                                         Accumulator<16, P.warp_keys()>& scores) {
-    if (p.score.bias_delay == 0)
-      return add_column_bias(p.score.factor, kv.key_info(n), position, scores);
+    softmax.raise_reference(kv.key_info(n).largest_bias());
+    if (p.score.bias_delay == 0) {
+      return add_column_bias(p.score.factor, kv.key_info(n), softmax.reference, position, scores);
+    }
     const auto keys = kv.positions(n);
     add_delayed_column_bias(
-        p.score.factor, kv.key_info(n), position.column,
+        p.score.factor, kv.key_info(n), softmax.reference, position.column,
         [&](int column) { return delayed_bias_begin(p.score, p.shape, keys[column]); },
         [&](int, int h) { return rows.query[h]; }, scores);
   }
@@ -215,7 +218,8 @@ struct SplitForwardKernel {
         *reinterpret_cast<float2*>(to + 8 * d) = {out[0][d][2 * h], out[0][d][2 * h + 1]};
       }
       if (position.column == 0) {
-        warps.sums[key_warp][row] = {softmax.max[0][h] * factor, softmax.sum[0][h]};
+        warps.sums[key_warp][row] = {softmax.max[0][h] * factor, softmax.sum[0][h],
+                                     softmax.reference};
       }
     }
   }
@@ -228,15 +232,15 @@ struct SplitForwardKernel {
     for (int i = static_cast<int>(threadIdx.x); i < rows.count * row_chunks; i += threads) {
       const int row = i / row_chunks;
       const int column = i % row_chunks * 4;
-      RowSums total{negative_infinity, 0};
+      RowSums total = no_sums();
 #pragma unroll
-      for (int w = 0; w < P.key_warps; ++w) total.max = fmaxf(total.max, warps.sums[w][row].max);
+      for (int w = 0; w < P.key_warps; ++w) raise_max(total, warps.sums[w][row]);
       float4 out = {0, 0, 0, 0};
 #pragma unroll
       for (int w = 0; w < P.key_warps; ++w) {
         const RowSums sums = warps.sums[w][row];
         if (sees_nothing(sums)) continue;
-        const float scale = rescale(sums.max, total.max);
+        const float scale = rescale(sums, total);
         const float4 part = *reinterpret_cast<const float4*>(&warps.out[w][row][column]);
         total.sum = fmaf(sums.sum, scale, total.sum);
         out = {fmaf(part.x, scale, out.x), fmaf(part.y, scale, out.y), fmaf(part.z, scale, out.z),

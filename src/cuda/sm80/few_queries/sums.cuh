@@ -14,9 +14,25 @@ __device__ inline bool sees_nothing(RowSums sums) {
   return sums.max == negative_infinity && sums.sum == 0;
 }
 
-// The factor for a part's weights when the maximum becomes `larger`.
-__device__ inline float rescale(float max, float larger) {
-  return exp2_approx(max - (larger == negative_infinity ? 0 : larger));
+// A part without keys.
+__device__ inline RowSums no_sums() { return {negative_infinity, 0, 0}; }
+
+// The difference of two maxima, in units of log 2. Equal references cost no digits.
+__device__ inline float growth(RowSums from, RowSums to) {
+  return to.max - from.max + (to.reference - from.reference) * log2e;
+}
+
+// Takes over the maximum of a part if it is larger.
+__device__ inline void raise_max(RowSums& sums, RowSums part) {
+  if (sums.max == negative_infinity || growth(sums, part) > 0) {
+    sums.max = part.max;
+    sums.reference = part.reference;
+  }
+}
+
+// The factor for the weights of a part when its maximum becomes that of `larger`.
+__device__ inline float rescale(RowSums part, RowSums larger) {
+  return part.max == negative_infinity ? 0 : exp2_approx(-growth(part, larger));
 }
 
 // A lane's columns of an output with D columns, beginning at lane_columns * lane.
@@ -31,23 +47,23 @@ template <int D>
 struct RowTotal {
   using Columns = LaneColumns<D>;
 
-  RowSums sums{negative_infinity, 0};
+  RowSums sums = no_sums();
   Columns out;
 
   // Adds several parts at once, so that their weights are computed independently.
   template <int Count>
   __device__ void add(const RowSums (&parts)[Count], const Columns (&values)[Count]) {
-    float larger = sums.max;
+    RowSums larger = sums;
 #pragma unroll
-    for (int n = 0; n < Count; ++n) larger = fmaxf(larger, parts[n].max);
-    const float scale = rescale(sums.max, larger);
-    sums = {larger, sums.sum * scale};
+    for (int n = 0; n < Count; ++n) raise_max(larger, parts[n]);
+    const float scale = rescale(sums, larger);
+    sums = {larger.max, sums.sum * scale, larger.reference};
 #pragma unroll
     for (int i = 0; i < Columns::count; ++i) out.x[i] *= scale;
 #pragma unroll
     for (int n = 0; n < Count; ++n) {
       if (sees_nothing(parts[n])) continue;
-      const float part_scale = rescale(parts[n].max, larger);
+      const float part_scale = rescale(parts[n], larger);
       sums.sum = fmaf(parts[n].sum, part_scale, sums.sum);
 #pragma unroll
       for (int i = 0; i < Columns::count; ++i)
@@ -66,7 +82,7 @@ struct RowTotal {
 #pragma unroll
       for (int i = 0; i < Batch; ++i) {
         const int n = begin + i * step;
-        part[i] = {negative_infinity, 0};
+        part[i] = no_sums();
         if (n >= parts) continue;
         part[i] = *sums_of(n);
         values[i] = reinterpret_cast<const Columns*>(columns_of(n))[lane_id()];
@@ -126,7 +142,8 @@ __device__ inline void store_row(const ForwardParams& p, const QueryHead& head, 
     }
   }
   if (lane_id() == 0) {
-    store_lse(p, head.row_index(p.shape, query), log_sum_exp<T>(sums.max, sums.sum));
+    store_lse(p, head.row_index(p.shape, query),
+              log_sum_exp<T>(sums.max, sums.sum, sums.reference));
   }
 }
 

@@ -72,7 +72,7 @@ struct ForwardKernel {
         clear(scores);
         multiply<T, D>(scores, q, OperandB<KeyRows, Major::k>(kv.k_tile(n), 0));
         if (!p.saturate) softmax.mark_nonfinite(scores);
-        Scores::template finish<T>(p, tile, warp_row, kv, n, state, scores);
+        Scores::template finish<T>(p, tile, warp_row, kv, n, state, softmax, scores);
         softmax.update(scores, factor, out);
         add_values<T>(scores, OperandB<KeyRows, Major::mn>(kv.v_tile(n), 0), out);
       }

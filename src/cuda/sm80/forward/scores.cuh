@@ -1,6 +1,7 @@
 #pragma once
 
 #include "cuda/attention/key_tiles.cuh"
+#include "cuda/attention/softmax.cuh"
 #include "cuda/sm80/dense/elements.cuh"
 #include "cuda/sm80/dense/forward_tile.cuh"
 #include "cuda/sm80/tile/kv_pipeline.cuh"
@@ -23,15 +24,17 @@ struct KeysAlone {
   }
 };
 
-// Adds the biases of the keys of tile n.
-template <class Order = RowOrder<1>, class Pipeline, int M16, int N8>
+// Adds the biases of the keys of tile n, less the reference of the softmax.
+template <class Order = RowOrder<1>, class Pipeline, class T, int M16, int N8>
 __device__ inline void add_key_biases(const ForwardParams& p, const Pipeline& kv, int n,
-                                      LanePosition position, float (&scores)[M16][N8][4]) {
+                                      LanePosition position, OnlineSoftmax<T, M16>& softmax,
+                                      float (&scores)[M16][N8][4]) {
+  softmax.raise_reference(kv.key_info(n).largest_bias());
   if (p.score.bias_delay == 0) {
-    add_column_bias(p.score.factor, kv.key_info(n), position, scores);
+    add_column_bias(p.score.factor, kv.key_info(n), softmax.reference, position, scores);
   } else {
     add_delayed_column_bias(
-        p.score.factor, kv.key_info(n), position.column,
+        p.score.factor, kv.key_info(n), softmax.reference, position.column,
         [&](int column) {
           return delayed_bias_begin(p.score, p.shape, kv.key_of_column(n, column));
         },
@@ -65,10 +68,10 @@ struct KeyScores : KeysAlone {
   template <class T, class Pipeline, int M16, int N8>
   static __device__ void finish(const ForwardParams& p, const QueryTile& tile, int warp_row,
                                 const Pipeline& kv, int n, std::uint32_t state,
-                                float (&scores)[M16][N8][4]) {
+                                OnlineSoftmax<T, M16>& softmax, float (&scores)[M16][N8][4]) {
     const LanePosition position = LanePosition::of(tile.row + warp_row, 0);
     shape_scores(p.score, scores);
-    if (p.score.bias.data != nullptr) add_key_biases(p, kv, n, position, scores);
+    if (p.score.bias.data != nullptr) add_key_biases(p, kv, n, position, softmax, scores);
     if ((state & Pipeline::KeyInfo::partial) != 0) mask_columns(kv.key_info(n), position, scores);
   }
 };
@@ -81,12 +84,12 @@ struct ElementScores : KeysAlone, NonEmptyByMask {
   template <class T, class Pipeline, int M16, int N8>
   static __device__ void finish(const ForwardParams& p, const QueryTile& tile, int warp_row,
                                 const Pipeline& kv, int n, std::uint32_t state,
-                                float (&scores)[M16][N8][4]) {
+                                OnlineSoftmax<T, M16>& softmax, float (&scores)[M16][N8][4]) {
     const LanePosition position = LanePosition::of(tile.row + warp_row, 0);
     const bool partial = (state & Pipeline::KeyInfo::partial) != 0;
     shape_scores(p.score, scores);
     if (p.score.bias.data != nullptr && !p.score.bias.dense)
-      add_key_biases(p, kv, n, position, scores);
+      add_key_biases(p, kv, n, position, softmax, scores);
     DenseElements<T, typename Pipeline::Positions>(p.score, tile, p.shape.seqlen_q, kv.size(n),
                                                    kv.positions(n))
         .apply(kv.key_info(n), partial, position, scores);
@@ -115,7 +118,7 @@ struct TileScores : NonEmptyByMask {
   template <class T, class Pipeline, int M16, int N8>
   static __device__ void finish(const ForwardParams& p, const QueryTile& tile, int warp_row,
                                 const Pipeline& kv, int n, std::uint32_t state,
-                                float (&scores)[M16][N8][4]) {
+                                OnlineSoftmax<T, M16>& softmax, float (&scores)[M16][N8][4]) {
     if (p.score.form == ScoreForm::nonpositive_scale) {
       for_each_element(scores, [&](float& s, int, int, int) { s *= p.score.inner; });
     }
@@ -128,7 +131,8 @@ struct TileScores : NonEmptyByMask {
       unmasked ? dense.template add_bias<false>(p.score.dense_factor, mask_values, scores)
                : dense.template add_bias<true>(p.score.dense_factor, mask_values, scores);
     } else {
-      if (p.score.bias.data != nullptr) add_key_biases<RowOrder>(p, kv, n, position, scores);
+      if (p.score.bias.data != nullptr)
+        add_key_biases<RowOrder>(p, kv, n, position, softmax, scores);
       if (!unmasked) dense.mask(scores);
     }
     if ((state & Pipeline::KeyInfo::partial) != 0)

@@ -70,13 +70,14 @@ __device__ inline void shape_scores(const ScoreParams& score, float (&x)[M16][N8
   }
 }
 
-// x = factor x + bias of the key.
+// x = factor x + log2 e (bias of the key - reference).
 template <int M16, int N8, class KeyInfo>
-__device__ inline void add_column_bias(float factor, const KeyInfo& key_info, LanePosition position,
-                                       float (&x)[M16][N8][4]) {
+__device__ inline void add_column_bias(float factor, const KeyInfo& key_info, float reference,
+                                       LanePosition position, float (&x)[M16][N8][4]) {
 #pragma unroll
   for (int n = 0; n < N8; ++n) {
-    const float2 bias = *reinterpret_cast<const float2*>(&key_info.bias[position.column + 8 * n]);
+    float2 bias = *reinterpret_cast<const float2*>(&key_info.bias[position.column + 8 * n]);
+    bias = {(bias.x - reference) * log2e, (bias.y - reference) * log2e};
 #pragma unroll
     for (int m = 0; m < M16; ++m) {
 #pragma unroll
@@ -86,13 +87,13 @@ __device__ inline void add_column_bias(float factor, const KeyInfo& key_info, La
   }
 }
 
-// x = factor x + bias of the key, from the query on where it counts. begin_of(column) is the first query for which the bias of a column counts, and
+// x = factor x + log2 e (bias of the key, from the query on where it counts, - reference). begin_of(column) is the first query for which the bias of a column counts, and
 // query_of(m, h) the query of the lane's row 16 m + 8 h; `column` is the lane's first. Hoisted together, the loads would
 // spill registers.
 template <int M16, int N8, class KeyInfo, class BeginOf, class QueryOf>
-__device__ inline void add_delayed_column_bias(float factor, const KeyInfo& key_info, int column,
-                                               const BeginOf& begin_of, const QueryOf& query_of,
-                                               float (&x)[M16][N8][4]) {
+__device__ inline void add_delayed_column_bias(float factor, const KeyInfo& key_info,
+                                               float reference, int column, const BeginOf& begin_of,
+                                               const QueryOf& query_of, float (&x)[M16][N8][4]) {
 #pragma unroll
   for (int n = 0; n < N8; ++n) {
 #pragma unroll
@@ -106,7 +107,7 @@ __device__ inline void add_delayed_column_bias(float factor, const KeyInfo& key_
         for (int h = 0; h < 2; ++h) {
           float& s = x[m][n][2 * h + e];
           const float bias = query_of(m, h) >= begin ? key_bias : 0.0f;
-          s = bias == negative_infinity ? bias : fmaf(s, factor, bias);
+          s = bias == negative_infinity ? bias : fmaf(s, factor, (bias - reference) * log2e);
         }
       }
       compiler_fence();

@@ -11,6 +11,9 @@
 // needs no element tests.
 namespace flash_dmattn::cuda {
 
+// A larger bias of a key counts as this one, which is finite in units of log 2.
+inline constexpr float largest_key_bias = 2.0e38f;
+
 // Queries [first, first + length) see a key.
 struct QueryRange {
   int first;
@@ -29,17 +32,27 @@ struct KeyInfoTile {
   static constexpr std::uint32_t partial = 2;  // some key is not seen by every row
 
   alignas(16) QueryRange range[N];
-  // log2 e times the bias; a delayed bias that masks is -inf, and hides its key from the queries for which it counts.
+  // The caller's bias; a delayed bias that masks is -inf, and hides its key from the queries for which it counts.
   alignas(16) float bias[N];
   std::uint32_t state[ceil_div(N, warp_size)];  // for each 32 columns
+  float largest[ceil_div(N, warp_size)];        // bias of a touched key, for each 32 columns
 
-  // Called by all lanes of a warp, which have columns [32 (column / 32), + 32).
+  // Called by all lanes of a warp, which have columns [32 (column / 32), + 32), after each has stored its bias.
   __device__ void store_state(int column, bool is_touched, bool is_full) {
     const bool any_touched = warp_any(is_touched);
     const bool any_partial = warp_any(!is_full);
+    const float any_largest = warp_max(is_touched ? bias[column] : negative_infinity);
     if (column % warp_size == 0) {
       state[column / warp_size] = (any_touched ? touched : 0u) | (any_partial ? partial : 0u);
+      largest[column / warp_size] = any_largest;
     }
+  }
+
+  __device__ float largest_bias() const {
+    float all = largest[0];
+#pragma unroll
+    for (int i = 1; i < ceil_div(N, warp_size); ++i) all = fmaxf(all, largest[i]);
+    return all;
   }
 
   __device__ std::uint32_t tile_state() const {
@@ -108,7 +121,7 @@ class KeyInfoLoader {
     // The bias stays finite, so that a key that no row sees cannot make a NaN.
     tile.bias[column] = !visible ? 0.0f
                         : masks  ? negative_infinity
-                                 : fminf(key.bias * log2e, 3.0e38f);
+                                 : fminf(key.bias, largest_key_bias);
     const bool touched = first < row_end && first + length > row_begin && length > 0;
     const bool full = first <= row_begin && first + length >= row_end;
     tile.store_state(column, touched, full);

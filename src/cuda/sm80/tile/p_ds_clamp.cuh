@@ -58,13 +58,14 @@ __device__ inline void clamp_ds(std::uint32_t words, bool saturate,
   }
 }
 
-// Computes P = exp2(factor s - lse) of scores [keys, queries] in a call with a large lse, which is the sum of two floats.
-// `lse` has the values of the lane's columns of the tile, whose first query is first_row.
+// Computes P = exp2(factor s + log2 e bias - lse) of scores [keys, queries] in a call with a large lse, which is the sum of
+// two floats. The difference of bias and lse is computed first, as it is exact where P is not small. `lse` has the
+// values of the lane's columns of the tile, whose first query is first_row; `biases` has those of its rows, or is null.
 template <int M16, int N8>
 __device__ inline void compute_p_of_large_lse(const BackwardParams& p, QueryHead head,
-                                              int first_row, const float* lse,
+                                              int first_row, const float* lse, const float* biases,
                                               float (&s)[M16][N8][4]) {
-  const float factor = p.score.final_log2_scale;
+  const float factor = biases == nullptr ? p.score.final_log2_scale : p.score.factor;
   const float* const lse_low = p.lse_log2_low + head.row_index(p.shape, first_row);
 #pragma unroll
   for (int n = 0; n < N8; ++n) {
@@ -78,7 +79,9 @@ __device__ inline void compute_p_of_large_lse(const BackwardParams& p, QueryHead
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           float& x = s[m][n][2 * h + e];
-          x = __saturatef(exp2_approx(fmaf(x, factor, -lse[column]) - low));
+          const float bias = biases == nullptr ? 0 : biases[16 * m + 8 * h];
+          const float rest = fmaf(bias, log2e_low, -low);
+          x = __saturatef(exp2_approx(fmaf(x, factor, fmaf(bias, log2e, -lse[column])) + rest));
         }
       }
     }

@@ -37,7 +37,7 @@ struct QueryBounds {
 
 // Keys are rows here; fragment.cuh has the same functions with keys as columns.
 
-// x = factor x + bias of the key, for a warp whose rows begin at `begin`.
+// x = factor x + log2 e times the bias of the key, for a warp whose rows begin at `begin`.
 template <int Keys, int M16, int N8>
 __device__ inline void add_row_bias(float factor, const KeyInfoTile<Keys>& key_info, int begin,
                                     int lane, float (&x)[M16][N8][4]) {
@@ -45,7 +45,7 @@ __device__ inline void add_row_bias(float factor, const KeyInfoTile<Keys>& key_i
   for (int m = 0; m < M16; ++m) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float bias = key_info.bias[begin + 16 * m + 8 * h + lane / 4];
+      const float bias = key_info.bias[begin + 16 * m + 8 * h + lane / 4] * log2e;
 #pragma unroll
       for (int n = 0; n < N8; ++n) {
         x[m][n][2 * h] = fmaf(x[m][n][2 * h], factor, bias);

@@ -21,6 +21,8 @@ class ConsumerScores {
   static constexpr bool has_dense_tiles = Kernel::dense == DenseAccess::tiles;
   // Whether the accumulators begin with the biases of keys, in their unit.
   static constexpr bool begins_with_biases = has_info && !has_dense_tiles && !Kernel::shapes;
+  // Whether biases of keys are added less a reference of the row.
+  static constexpr bool has_references = sm90::has_references(head_dim, Kernel::variant);
   // Whether a dense mask and bias are read while the scores are computed, and kept. Three warpgroups have no registers
   // for that, and need it less.
   static constexpr bool keeps_dense = has_dense_tiles && warpgroups == 2;
@@ -80,13 +82,13 @@ class ConsumerScores {
     if constexpr (Partial && Kernel::delays) add_delayed_biases(work, n, visit);
     if constexpr (Partial) mask_scores(work, n, visit);
     if constexpr (Kernel::shapes) {
-      if constexpr (First) reference_[0] = reference_[1] = 0;
+      if constexpr (First && has_references) reference_[0] = reference_[1] = 0;
       if (has_key_biases(p_.forward.score)) add_biases_less_reference<First>(n);
     }
   }
 
   // The reference of row h (0 or 1), in the caller's units: its scores and their maximum lack it.
-  __device__ float reference(int h) const { return Kernel::shapes ? reference_[h] : 0; }
+  __device__ float reference(int h) const { return has_references ? reference_[h] : 0; }
 
   // Reads the dense mask and bias of a tile while the products run.
   __device__ void load_dense_scores(int n) {
@@ -211,14 +213,14 @@ class ConsumerScores {
   template <bool First>
   __device__ void add_biases_less_reference(int n) {
     constexpr float far = 1024;
-    bool moves = First;
-    if constexpr (!First) {
+    bool moves = has_references && First;
+    if constexpr (has_references && !First) {
       const float largest = warp_max(lane_bias(n)) - far;
       moves = warp_any(largest > reference_[0] || max_[0] == negative_infinity ||
                        largest > reference_[1] || max_[1] == negative_infinity);
     }
     if (moves) move_references<First>(n);
-    visit_biases(n, [&](float& s, float bias, int h) { s = fmaf(bias - reference_[h], log2e, s); });
+    visit_biases(n, [&](float& s, float bias, int h) { s = fmaf(bias - reference(h), log2e, s); });
   }
 
   // The largest bias of a lane's part of a tile.

@@ -16,6 +16,7 @@ struct ForwardKernel {
   using Params = ForwardKernelParams;
   static constexpr int head_dim = D;
   static constexpr int value_dim = Dv;
+  static constexpr ForwardVariant variant = Variant;
   static constexpr KeyLoad load = Variant.load;
   static constexpr bool has_key_info = Variant.has_key_info;
   static constexpr DenseAccess dense = Variant.dense;
