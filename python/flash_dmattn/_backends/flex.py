@@ -31,6 +31,8 @@ _NARROW_DENSE_OPTIONS = _DENSE_OPTIONS | {"fwd_num_stages": 2}
 _FLOAT32_DENSE_OPTIONS = _DENSE_OPTIONS | {"fwd_num_stages": 1}
 # The end of the scores' range: times log2(e) it is still within fp32.
 _LARGEST_SCORE = 1e38
+# Larger biases leave no digits for q . k.
+_LARGEST_LEVEL = 2.0**24
 
 
 def attention(
@@ -90,14 +92,14 @@ def attention(
 
 
 def _row_levels(bias: Tensor, visible: Visibility, queries: int) -> Tensor:
-    """Returns the largest visible bias of each row, float32 [B or 1, H, Sq or 1, 1], 0 for rows that see none.
+    """Returns the largest visible bias up to 2^24 of each row, float32 [B or 1, H, Sq or 1, 1], 0 for rows that see none.
 
     The softmax of a row does not change if its level is subtracted from its biases. torch's kernels, which add biases
     to q . k, then keep the digits of biases that are large and close. A mask counts if it has no more heads and
     dimensions than the bias.
     """
     mask, intervals, keys = visible.mask, _intervals_of(visible), bias.shape[3]
-    hidden = ~(bias > MASK_VALUE[bias.dtype])
+    hidden = ~(bias.abs() <= _LARGEST_LEVEL)  # a bias that masks is below all others
     if mask is not None and all(m in (1, n) for m, n in zip(mask.shape, bias.shape, strict=True)):
         hidden = hidden | ~mask
     number = torch.arange(keys, device=bias.device)
@@ -117,7 +119,7 @@ def _row_levels(bias: Tensor, visible: Visibility, queries: int) -> Tensor:
         levels = _largest_over_intervals(values[:, :, 0].float(), first, last, queries)[..., None]
     else:
         levels = values.amax(3, keepdim=True).float()
-    return levels.masked_fill(levels == -math.inf, 0).clamp(-_LARGEST_SCORE, _LARGEST_SCORE)
+    return levels.masked_fill(levels == -math.inf, 0)
 
 
 def _largest_over_intervals(values: Tensor, first: Tensor, last: Tensor, rows: int) -> Tensor:
