@@ -31,6 +31,8 @@ _NARROW_DENSE_OPTIONS = _DENSE_OPTIONS | {"fwd_num_stages": 2}
 _FLOAT32_DENSE_OPTIONS = _DENSE_OPTIONS | {"fwd_num_stages": 1}
 # The end of the scores' range: times log2(e) it is still within fp32.
 _LARGEST_SCORE = 1e38
+# Larger biases leave no digits for q . k.
+_LARGEST_LEVEL = 2.0**24
 
 
 def attention(
@@ -61,6 +63,7 @@ def attention(
         bias = bias.expand(-1, -1, max(2, q.shape[1]), 1).contiguous()
     q, k, v = map(_pad_head_dim, (q, k, v))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    levels = None if bias is None else _row_levels(bias.detach(), visible, q.shape[2])
     form = tuple(map(_layout_of, (q, k, v, bias, visible.mask, _intervals_of(visible))))
     out, aux = compiled_flex(
         q,
@@ -68,14 +71,77 @@ def attention(
         v,
         form=(*form, visible.is_causal, *numerics),
         **flex_mask_options(
-            q, k, bias, visible, numerics.softcap, [rows.transpose(1, 2) for rows in undefined]
+            q,
+            k,
+            bias,
+            visible,
+            numerics.softcap,
+            [rows.transpose(1, 2) for rows in undefined],
+            levels,
         ),
         scale=numerics.scale,
         enable_gqa=heads_q > heads_kv,
         return_aux=AuxRequest(lse=q.device.type != "cpu"),
     )
     out = _SanitisedOutput.apply(out.transpose(1, 2)[..., :value_dim])
-    return out, None if aux.lse is None else aux.lse.unsqueeze(0)
+    lse = aux.lse
+    if lse is not None and levels is not None:
+        group = heads_q // levels.shape[1] if levels.shape[1] > 1 else 1
+        lse = lse + levels[:, :, : lse.shape[2], 0].repeat_interleave(group, 1)
+    return out, None if lse is None else lse.unsqueeze(0)
+
+
+def _row_levels(bias: Tensor, visible: Visibility, queries: int) -> Tensor:
+    """Returns the largest visible bias up to 2^24 of each row, float32 [B or 1, H, Sq or 1, 1], 0 for rows that see none.
+
+    The softmax of a row does not change if its level is subtracted from its biases. torch's kernels, which add biases
+    to q . k, then keep the digits of biases that are large and close. A mask counts if it has no more heads and
+    dimensions than the bias.
+    """
+    mask, intervals, keys = visible.mask, _intervals_of(visible), bias.shape[3]
+    hidden = ~(bias.abs() <= _LARGEST_LEVEL)  # a bias that masks is below all others
+    if mask is not None and all(m in (1, n) for m, n in zip(mask.shape, bias.shape, strict=True)):
+        hidden = hidden | ~mask
+    number = torch.arange(keys, device=bias.device)
+    reach = keys - queries if visible.is_causal else keys
+    if keys > 1 and bias.shape[2] > 1:
+        row = torch.arange(queries, device=bias.device)[:, None]
+        hidden = hidden | (number > row + reach)
+    values = bias.masked_fill(hidden, -math.inf)
+    if keys > 1 and bias.shape[2] == 1 and (visible.is_causal or intervals is not None):
+        first = (number - reach).clamp(min=0).expand(1, 1, -1)
+        last = torch.full_like(first, queries)
+        if intervals is not None:
+            first, last = torch.maximum(first, intervals[..., 0]), intervals[..., 1].long()
+            if 1 < first.shape[1] < bias.shape[1]:
+                group = bias.shape[1] // first.shape[1]
+                first, last = (t.repeat_interleave(group, 1) for t in (first, last))
+        levels = _largest_over_intervals(values[:, :, 0].float(), first, last, queries)[..., None]
+    else:
+        levels = values.amax(3, keepdim=True).float()
+    return levels.masked_fill(levels == -math.inf, 0)
+
+
+def _largest_over_intervals(values: Tensor, first: Tensor, last: Tensor, rows: int) -> Tensor:
+    """Returns float32 [B, H, rows]: the largest of the values whose interval has the row, -inf where none has. values,
+    first, last: [B or 1, H or 1, Sk].
+
+    Each interval is two intervals of the largest power of 2 that it holds, which may overlap. O(Sk + rows log rows).
+    """
+    last = last.clamp(max=rows)
+    values = values.masked_fill(first >= last, -math.inf)
+    values, first, last = torch.broadcast_tensors(values, first, last)
+    octave = (last - first).clamp(min=1).double().frexp().exponent.long() - 1
+    octaves = max(rows, 1).bit_length()
+    largest = values.new_full((*values.shape[:2], octaves * rows), -math.inf)
+    for begin in (first, last - (1 << octave)):
+        at = octave * rows + begin.clamp(0, rows - 1)
+        largest = largest.scatter_reduce(2, at, values, "amax")
+    level, *halves = largest.unflatten(2, (octaves, rows)).flip(2).unbind(2)
+    for octave, half in zip(range(octaves - 2, -1, -1), halves, strict=True):
+        moved = F.pad(level, (1 << octave, 0), value=-math.inf)[..., :rows]
+        level = torch.maximum(half, torch.maximum(level, moved))
+    return level
 
 
 def _pad_head_dim(tensor: Tensor) -> Tensor:
@@ -92,12 +158,14 @@ def flex_mask_options(
     visible: Visible,
     softcap: float = 0.0,
     undefined: list[Tensor] | None = None,
+    levels: Tensor | None = None,
 ) -> dict[str, object]:
     """Returns the keyword arguments of flex_attention. q, k: [B, H, S, D]; the others in normal form.
 
     undefined: which rows of q and k had inf or NaN, bool [B, H, S], and are now the signs of their inf.
+    levels: what is subtracted from the biases of each row, as _row_levels returns it.
     """
-    score_mod, mask_mod = _score_and_mask_mods(q, k, bias, visible, softcap, undefined)
+    score_mod, mask_mod = _score_and_mask_mods(q, k, bias, visible, softcap, undefined, levels)
     block_mask = BlockMask.from_kv_blocks(
         *_blocks(q, k, bias, visible),
         BLOCK_SIZE=_BLOCK,
@@ -209,7 +277,7 @@ def _attend(q, k, v, **options):
     return flex_attention(q, k, v, **options)
 
 
-def _score_and_mask_mods(q, k, bias, visible, softcap, undefined):
+def _score_and_mask_mods(q, k, bias, visible, softcap, undefined, levels):
     """Returns FlexAttention's score_mod and mask_mod."""
     mask, is_causal, intervals = visible.mask, visible.is_causal, _intervals_of(visible)
     heads_q, heads_kv, seqlen_q, seqlen_k = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
@@ -253,7 +321,8 @@ def _score_and_mask_mods(q, k, bias, visible, softcap, undefined):
         if softcap > 0:
             score = softcap * torch.tanh(score / softcap)
         if bias is not None:
-            score = score + element(bias, b, h, i, j)
+            value = element(bias, b, h, i, j)
+            score = score + (value if levels is None else value - element(levels, b, h, i, j))
         if undefined is None:
             return score
         score = torch.where(score.isnan(), -_LARGEST_SCORE, score)

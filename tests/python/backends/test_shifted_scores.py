@@ -1,4 +1,4 @@
-"""Softmax does not change when a number is added to all scores of a row. On a CPU results then keep their digits as well."""
+"""Softmax does not change when a number is added to all biases of a row. Results then keep their digits as well."""
 
 from dataclasses import replace
 
@@ -92,15 +92,15 @@ def assert_errors(errors, before, factor):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", DTYPES["cpu"])
-def test_number_added_to_all_scores_of_a_row_keeps_errors(dtype, form):
-    problem = make_problem(form, dtype, "cpu")
+@pytest.mark.parametrize("backend, dtype", CALLS)
+def test_number_added_to_all_scores_of_a_row_keeps_errors(backend, dtype, form):
+    problem = make_problem(form, dtype, backend)
     exact = attention(problem)
-    before = errors_of(attend(problem, "cpu"), exact)
+    before = errors_of(attend(problem, backend), exact)
     signs = torch.arange(problem.bias.shape[2])[:, None] % 3 - 1  # each row has its own shift
     for shift, factor in ((6_000, 1.1), (-6_000, 1.1), (1e5, 2)):
         shifts = shift * (signs if form == "elements" else 1)
-        shifted = attend(replace(problem, bias=problem.bias + shifts), "cpu")
+        shifted = attend(replace(problem, bias=problem.bias + shifts), backend)
         assert_errors(errors_of(shifted, exact), before, factor)
 
 
