@@ -74,6 +74,7 @@ class ConsumerScores {
   template <bool Partial, bool First>
   __device__ void finish_scores(const WorkTile& work, int n, int visit) {
     if constexpr (Kernel::shapes) shape_scores();
+    if constexpr (Kernel::shapes && !has_references) add_biases<First>(n);
     if constexpr (Kernel::dense == DenseAccess::elements) {
       DenseElements<T, keys>(p_, work, work.template first_key<keys>(visit), column())
           .apply(work.row + first_query(), scores_);
@@ -81,9 +82,9 @@ class ConsumerScores {
     if constexpr (has_dense_tiles) add_dense_scores(n);
     if constexpr (Partial && Kernel::delays) add_delayed_biases(work, n, visit);
     if constexpr (Partial) mask_scores(work, n, visit);
-    if constexpr (Kernel::shapes) {
-      if constexpr (First && has_references) reference_[0] = reference_[1] = 0;
-      if (has_key_biases(p_.forward.score)) add_biases_less_reference<First>(n);
+    if constexpr (has_references) {
+      if constexpr (First) reference_[0] = reference_[1] = 0;
+      add_biases<First>(n);
     }
   }
 
@@ -211,7 +212,8 @@ class ConsumerScores {
   // exact, so that their size costs no digits. The reference is the row's largest score of the first tile, until a later
   // tile has a bias that exceeds it by far.
   template <bool First>
-  __device__ void add_biases_less_reference(int n) {
+  __device__ void add_biases(int n) {
+    if (!has_key_biases(p_.forward.score)) return;
     constexpr float far = 1024;
     bool moves = has_references && First;
     if constexpr (has_references && !First) {
