@@ -15,10 +15,8 @@ import triton.language as tl
 from .tiles import (
     FLOAT32_MAX,
     LOG2_E,
-    NONE,
     add_product,
     broadcast_head,
-    difference,
     head_rows,
     key_range,
     key_tile,
@@ -107,30 +105,30 @@ def delta_kernel(
 
 
 @triton.jit
-def row_statistics(statistics, batch, head, rows, shape, BIAS: tl.constexpr, FP64: tl.constexpr):
-    """Loads lse (in the units of scores), its rounding error, and delta. Rows past the end and rows that see no key get
-    an lse that makes all their weights 0."""
+def row_statistics(statistics, batch, head, rows, shape, FP64: tl.constexpr):
+    """Loads lse (in units of log 2 in the plain kernels), its rounding error, and delta. Rows past the end and
+    rows that see no key get an lse that makes all their weights 0."""
     index = (batch * shape.heads_q + head).to(tl.int64) * shape.seqlen_q + rows
     exists = rows < shape.seqlen_q
     lse = tl.load(statistics.lse + index, mask=exists, other=-float("inf"))
     lse = tl.where(lse == -float("inf"), float("inf"), lse)
     low = tl.load(statistics.lse_low + index, mask=exists, other=0.0)
     delta = tl.load(statistics.delta + index, mask=exists, other=0.0)
-    if BIAS == NONE and not FP64:
+    if not FP64:
         lse = lse * LOG2_E
     return lse, low, delta
 
 
 @triton.jit
 def gradients_of_scores(
-    score, addend, slope, dp, lse, lse_low, delta, dt_limit, BIAS: tl.constexpr, SATURATE: tl.constexpr,
-    SATURATE_DT: tl.constexpr, FP64: tl.constexpr,
+    score, slope, dp, lse, lse_low, delta, dt_limit, SATURATE: tl.constexpr, SATURATE_DT: tl.constexpr,
+    FP64: tl.constexpr,
 ):  # fmt: skip
     """Returns p, ds and dt (ds before softcap) of a tile, and the elements that multiply inf and NaN. score is -inf
     for invisible elements."""
     used = (score != -float("inf")) & (lse != float("inf"))  # of a row that exists and sees keys
     if FP64:
-        p = weight((score - lse.to(tl.float64)) - lse_low.to(tl.float64), BIAS, True)
+        p = weight((score - lse.to(tl.float64)) - lse_low.to(tl.float64), True)
         p = tl.where(used, p, 0.0)  # also where lse is NaN
         if SATURATE:
             used = p != 0
@@ -138,8 +136,7 @@ def gradients_of_scores(
         if SATURATE:
             ds = saturated(ds, FLOAT32_MAX)
     else:
-        x = difference(score, addend, lse, BIAS, False)
-        p = weight(x if BIAS == NONE else x - lse_low, BIAS, False)
+        p = weight(score - lse, False)
         ds = p * (dp - delta)
     dt = ds * slope
     if SATURATE_DT:
@@ -171,7 +168,7 @@ def query_gradient_tiles(
         value = load_rows(v_head, v, index, exists, shape, BLOCK_D, EVEN_D, FP64)
         products = matmul(query, tl.trans(key), FP64)
         dp = matmul(gradient, tl.trans(value), FP64)
-        score, addend, slope = scores(
+        score, slope = scores(
             products, rows[:, None], index[None, :], mask, bias, mask_head, bias_head, shape,
             MASK, BIAS, SOFTCAP, SATURATE, FP64, ADDEND=False,
         )  # fmt: skip
@@ -181,9 +178,17 @@ def query_gradient_tiles(
             )
             score = tl.where(visible, score, -float("inf"))
         _, ds, dt, _ = gradients_of_scores(
-            score, addend, slope, dp, lse[:, None], lse_low[:, None], delta[:, None], dt_limit,
-            BIAS, SATURATE, SATURATE_DT, FP64,
-        )  # fmt: skip
+            score,
+            slope,
+            dp,
+            lse[:, None],
+            lse_low[:, None],
+            delta[:, None],
+            dt_limit,
+            SATURATE,
+            SATURATE_DT,
+            FP64,
+        )
         if SUM_ROWS:
             row_sum += tl.sum(ds, 1)
         dq = add_product(dq, dt, dt != 0, key, FP64)
@@ -213,7 +218,7 @@ def query_gradient_kernel(
     gradient = load_dout(
         head_rows(dout, batch, head), dout, rows, exists, shape, BLOCK_D, EVEN_D, SATURATE, FP64
     )
-    lse, lse_low, delta = row_statistics(statistics, batch, head, rows, shape, BIAS, FP64)
+    lse, lse_low, delta = row_statistics(statistics, batch, head, rows, shape, FP64)
     if FP64:
         delta = fp64_delta(
             gradient, head_rows(out, batch, head), out, statistics, batch, head, rows, exists,

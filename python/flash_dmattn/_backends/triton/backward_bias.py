@@ -86,7 +86,7 @@ def bias_gradient_kernel(
         value = load_rows(
             head_rows(v, batch, head_kv), v, index, exists, shape, BLOCK_D, EVEN_D, FP64
         )
-        lse, lse_low, delta = row_statistics(statistics, batch, head, rows, shape, DENSE, FP64)
+        lse, lse_low, delta = row_statistics(statistics, batch, head, rows, shape, FP64)
         if FP64:
             out_head = head_rows(out, batch, head)
             delta = fp64_delta(
@@ -95,7 +95,7 @@ def bias_gradient_kernel(
             )  # fmt: skip
         products = matmul(query, tl.trans(key), FP64)
         dp = matmul(gradient, tl.trans(value), FP64)
-        score, addend, slope = scores(
+        score, slope = scores(
             products, rows[:, None], index[None, :], mask, bias,
             broadcast_head(mask, batch, head, shape.group),
             broadcast_head(bias, batch, head, shape.group), shape, MASK, DENSE, SOFTCAP, SATURATE,
@@ -107,8 +107,8 @@ def bias_gradient_kernel(
             visible = visible & (rows[:, None] >= first[None, :]) & (rows[:, None] < last[None, :])
         score = tl.where(visible, score, -float("inf"))
         _, ds, _, _ = gradients_of_scores(
-            score, addend, slope, dp, lse[:, None], lse_low[:, None], delta[:, None], 0.0, DENSE,
-            SATURATE, False, FP64,
+            score, slope, dp, lse[:, None], lse_low[:, None], delta[:, None], 0.0, SATURATE, False,
+            FP64,
         )  # fmt: skip
         total = ds + tl.where(member == 0, 0.0, total)
         summed = tl.full((N,), 0, tl.int32) + member == members - 1  # over all members

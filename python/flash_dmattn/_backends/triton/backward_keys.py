@@ -37,7 +37,7 @@ def key_gradient_tiles(
         gradient = load_dout(
             dout_head, dout, rows, row_exists, shape, BLOCK_D, EVEN_D, SATURATE, FP64
         )
-        lse, lse_low, delta = row_statistics(statistics, batch, head, rows, shape, BIAS, FP64)
+        lse, lse_low, delta = row_statistics(statistics, batch, head, rows, shape, FP64)
         if FP64:
             delta = fp64_delta(
                 gradient, out_head, out, statistics, batch, head, rows, row_exists, shape, BLOCK_D,
@@ -46,7 +46,7 @@ def key_gradient_tiles(
         products = matmul(key, tl.trans(query), FP64)
         dp = matmul(value, tl.trans(gradient), FP64)
         # AMD's compiler cannot bring the bits of a `where` into the layout of the transposed tile.
-        score, addend, slope = scores(
+        score, slope = scores(
             products, rows[None, :], index[:, None], mask, bias, mask_head, bias_head, shape,
             MASK, BIAS, SOFTCAP, SATURATE, FP64, ADDEND=not FP64,
         )  # fmt: skip
@@ -57,9 +57,17 @@ def key_gradient_tiles(
                 visible = exists[:, None] & (index[:, None] <= rows[None, :] + shape.reach)
             score = tl.where(visible, score, -float("inf"))
         p, ds, dt, used = gradients_of_scores(
-            score, addend, slope, dp, lse[None, :], lse_low[None, :], delta[None, :], dt_limit,
-            BIAS, SATURATE, SATURATE_DT, FP64,
-        )  # fmt: skip
+            score,
+            slope,
+            dp,
+            lse[None, :],
+            lse_low[None, :],
+            delta[None, :],
+            dt_limit,
+            SATURATE,
+            SATURATE_DT,
+            FP64,
+        )
         dv = add_product(dv, p, used, gradient, FP64)
         if SUM_KEYS:
             key_sum += tl.sum(ds, 1)

@@ -7,9 +7,7 @@ import triton.language as tl
 
 from .tiles import (
     LARGEST_PLAIN_LSE,
-    LARGEST_PLAIN_LSE_WITH_BIAS,
     LN_2,
-    NONE,
     add_product,
     broadcast_head,
     head_rows,
@@ -26,22 +24,18 @@ from .tiles import (
 
 @triton.jit
 def forward_tiles(
-    out, largest, level, total, query, rows, keys, begin, end, count, k_head, v_head, mask_head, bias_head,
+    out, largest, total, query, rows, keys, begin, end, count, k_head, v_head, mask_head, bias_head,
     k, v, mask, bias, intervals, batch, head_kv, shape,
     PARTIAL: tl.constexpr, LISTED: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr, SATURATE: tl.constexpr, FP64: tl.constexpr, N: tl.constexpr,
     BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
 ):  # fmt: skip
-    """Computes the online softmax over the keys [begin, end) of a query tile's range.
-
-    level: in plain kernels the largest bias that each row has seen. It is subtracted from biases, so scores and
-        `largest` are relative to it, and a number that all biases share costs no digits.
-    """
+    """Computes the online softmax over the keys [begin, end) of a query tile's range."""
     for start in range(begin, end, N):
         index, exists = key_tile(keys, start, count, LISTED, PARTIAL, N)
         key = load_rows(k_head, k, index, exists, shape, BLOCK_D, EVEN_D, FP64)
         products = matmul(query, tl.trans(key), FP64)
-        score, addend, _ = scores(
+        score, _ = scores(
             products, rows[:, None], index[None, :], mask, bias, mask_head, bias_head, shape,
             MASK, BIAS, SOFTCAP, SATURATE, FP64, ADDEND=False,
         )  # fmt: skip
@@ -49,16 +43,7 @@ def forward_tiles(
             visible = position_visible(
                 rows, index, exists, intervals, batch, head_kv, shape, LISTED
             )
-            if BIAS != NONE and not FP64:
-                addend = tl.where(visible, addend, -float("inf"))
-            else:
-                score = tl.where(visible, score, -float("inf"))
-        if BIAS != NONE and not FP64:
-            higher = tl.maximum(level, tl.max(addend, 1))
-            base = tl.where(higher == -float("inf"), 0.0, higher)
-            largest += level - base
-            level = higher
-            score += addend - base[:, None]
+            score = tl.where(visible, score, -float("inf"))
         if FP64 and not SATURATE:  # a NaN stays in the sum, and from there reaches out and lse
             known = score == score
             total += tl.sum(tl.where(known, 0.0, float("nan")), 1)
@@ -66,8 +51,8 @@ def forward_tiles(
         larger = tl.maximum(largest, tl.max(score, 1))
         # A row that has seen no key yet must not compute inf - inf.
         base = tl.where(larger == -float("inf"), 0.0, larger)
-        rescale = weight(largest - base, BIAS, FP64)
-        weights = weight(score - base[:, None], BIAS, FP64)
+        rescale = weight(largest - base, FP64)
+        weights = weight(score - base[:, None], FP64)
         total = total * rescale + tl.sum(weights, 1)
         out = out * rescale[:, None]
         if FP64 and SATURATE:  # inf * 0: the rows that had it have no weight any more
@@ -76,7 +61,7 @@ def forward_tiles(
         used = (weights != 0) if SATURATE else (score != -float("inf"))
         out = add_product(out, weights, used, value, FP64)
         largest = larger
-    return out, largest, level, total
+    return out, largest, total
 
 
 @triton.jit
@@ -106,16 +91,15 @@ def forward_kernel(
     WIDE: tl.constexpr = tl.float64 if FP64 else tl.float32
     sums = tl.zeros((M, BLOCK_D), WIDE)
     largest = tl.full((M,), -float("inf"), WIDE)
-    level = tl.full((M,), -float("inf"), WIDE)
     total = tl.zeros((M,), WIDE)
     keys, count, full = key_range(tile, tile_lists, batch, head_kv, shape, LISTED, M, N)
-    sums, largest, level, total = forward_tiles(
-        sums, largest, level, total, query, rows, keys, 0, full, count, k_head, v_head, mask_head, bias_head,
+    sums, largest, total = forward_tiles(
+        sums, largest, total, query, rows, keys, 0, full, count, k_head, v_head, mask_head, bias_head,
         k, v, mask, bias, intervals, batch, head_kv, shape,
         False, LISTED, MASK, BIAS, SOFTCAP, SATURATE, FP64, N, BLOCK_D, EVEN_D,
     )  # fmt: skip
-    sums, largest, level, total = forward_tiles(
-        sums, largest, level, total, query, rows, keys, full, count, count, k_head, v_head, mask_head,
+    sums, largest, total = forward_tiles(
+        sums, largest, total, query, rows, keys, full, count, count, k_head, v_head, mask_head,
         bias_head, k, v, mask, bias, intervals, batch, head_kv, shape,
         True, LISTED, MASK, BIAS, SOFTCAP, SATURATE, FP64, N, BLOCK_D, EVEN_D,
     )  # fmt: skip
@@ -133,17 +117,9 @@ def forward_kernel(
         high = (largest + tl.log(total)).to(tl.float32)
         low = ((largest - high.to(tl.float64)) + tl.log(total)).to(tl.float32)
     else:
-        if BIAS != NONE:
-            level = tl.where(empty, 0.0, level)
-            log_sum = largest + tl.log2(total) * LN_2
-            high = level + log_sum
-            low = (level - high) + log_sum
-            inside = tl.abs(high) <= LARGEST_PLAIN_LSE_WITH_BIAS
-        else:
-            high = (largest + tl.log2(total)) * LN_2
-            low = tl.zeros_like(high)
-            inside = tl.abs(high) <= LARGEST_PLAIN_LSE
-        if tl.max(tl.where(exists & ~inside, 1, 0)) != 0:  # a NaN, too
+        high = (largest + tl.log2(total)) * LN_2
+        low = tl.zeros_like(high)
+        if tl.max(tl.where(exists & (tl.abs(high) > LARGEST_PLAIN_LSE), 1, 0)) != 0:
             tl.atomic_or(flag, 1)
     tl.store(lse + index, tl.where(empty, -float("inf"), high), mask=exists)
     tl.store(lse_low + index, tl.where(empty, 0.0, low), mask=exists)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -32,6 +34,10 @@ def attention(
     value_dim = v.shape[3]
     if value_dim < q.shape[3]:  # the kernels have one head dimension
         v = F.pad(v, (0, q.shape[3] - value_dim))
+    level = None
+    if bias is not None and bias.dtype == torch.float32 and bias.shape[3] > 0:
+        level = _row_level(bias.detach())
+        bias = bias - level
     keys = visible.intervals
     out, lse, *_ = forward(
         q,
@@ -46,7 +52,19 @@ def attention(
         numerics.softcap,
         numerics.saturate,
     )
+    if level is not None:
+        lse = lse + level[..., 0].repeat_interleave(q.shape[2] // level.shape[1], 1)
     return out if out.shape[3] == value_dim else out[..., :value_dim], lse.unsqueeze(0)
+
+
+def _row_level(bias: Tensor) -> Tensor:
+    """Returns the largest bias up to 2^24 of each row, [B or 1, H, Sq or 1, 1], 0 without one.
+
+    The softmax of a row does not change if it is subtracted, and the kernels, which add biases to q . k, then keep the
+    digits of biases that are large and close.
+    """
+    level = bias.masked_fill(~(bias.abs() <= 2.0**24), -math.inf).amax(3, keepdim=True)
+    return level.masked_fill(level == -math.inf, 0)
 
 
 def _problem(named: dict[str, object]) -> launch.Problem:

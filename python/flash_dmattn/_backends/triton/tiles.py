@@ -18,11 +18,8 @@ FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 # Products of two numbers below 2^28, and of their results, stay far inside fp32 and bf16: a score
 # below 2^64, ds below 2^66, a gradient below 2^66 2^28 times the number of rows.
 LARGEST_PLAIN = tl.constexpr(2.0**28)
-# The largest lse of the plain kernels, without a bias: above this its rounding, and that of a score in units of log 2,
-# shows in a probability. With a bias, large numbers are subtracted first, and differences of scores are rounded by
-# less than 1 up to 2^24.
+# Above this an fp32 score has lost the bits that decide a probability; see lse_low in docs/numerics.md.
 LARGEST_PLAIN_LSE = tl.constexpr(2.0**14)
-LARGEST_PLAIN_LSE_WITH_BIAS = tl.constexpr(2.0**24)
 TILE_ROWS = tl.constexpr(128)  # queries per tile of a list, a multiple of every kernel's
 
 # The shape of a mask or a bias. KEY: [B, H, 1, Sk]. DENSE: any other, a dense one, read by elements.
@@ -150,17 +147,15 @@ def scores(
     MASK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, SATURATE: tl.constexpr,
     FP64: tl.constexpr, ADDEND: tl.constexpr,
 ):  # fmt: skip
-    """Computes scores, their addends and the slope of softcap from q . k. A score plus its addend is -inf where mask or
-    bias hides the element, and NaN where a non-finite number enters and shall show (fp64 and not SATURATE).
+    """Computes scores and the slope of softcap from q . k. Scores are -inf where mask or bias hides the element, and
+    NaN where a non-finite number enters and shall show (fp64 and not SATURATE).
 
-    Without a bias in units of log 2, so that a weight is exp2 of a difference; in natural units with FP64 or a bias.
-    In plain kernels the bias is the addend, from which a large number can be subtracted without rounding before the
-    score is added; else it is 0.
+    In units of log 2, so that a weight is exp2 of a difference; in natural units with FP64.
     rows, keys: of a shape that broadcasts to that of products.
-    ADDEND, in plain kernels: the mask is an addend of -inf, instead of a score replaced by -inf;
-        docs/kernels/triton.md has the times of both.
+    ADDEND, in plain kernels: bias and mask are one addend, -inf where they hide, instead of a score replaced by
+        -inf; docs/kernels/triton.md has the times of both.
     """
-    unit = 1.0 if FP64 or BIAS != NONE else LOG2_E
+    unit = 1.0 if FP64 else LOG2_E
     if FP64 and not SATURATE:
         known = tl.abs(products) < float("inf")  # in fp64 finite elements have finite products
     slope = 1.0
@@ -172,46 +167,43 @@ def scores(
         slope = 1.0 - tanh * tanh
     else:
         score = products * (shape.scale * unit)
-    addend = 0.0
+    veil = 0.0
     if BIAS != NONE:
         value = load_broadcast(bias, bias_head, rows, keys, shape, BIAS).to(products.dtype)
         shown = value > shape.mask_value  # not for a NaN
         if FP64 and not SATURATE:
             known = known & (value < float("inf"))
         if FP64:
-            score += tl.where(shown, value, 0.0)
+            value = tl.where(shown, value, 0.0)
         else:
-            addend = tl.where(shown, value, -float("inf"))
+            # Biases near the limit of fp32 do not overflow here; their rows are computed again in fp64.
+            value = tl.minimum(tl.maximum(value * unit, -3e38), 3e38)
+        if ADDEND:
+            veil = tl.where(shown, value, -float("inf"))
+        else:
+            score += value
     if MASK != NONE:
         allowed = load_broadcast(mask, mask_head, rows, keys, shape, MASK) != 0
-    if FP64:  # a NaN goes to the lower end
-        score = tl.where(score > -FLOAT32_MAX, tl.minimum(score, FLOAT32_MAX), -FLOAT32_MAX)
-        if not SATURATE:
-            score = tl.where(known, score, float("nan"))
+    if ADDEND:
+        if MASK != NONE:
+            veil = tl.where(allowed, veil, -float("inf"))
+        if MASK != NONE or BIAS != NONE:
+            score += veil
+    else:
+        if FP64:  # a NaN goes to the lower end
+            score = tl.where(score > -FLOAT32_MAX, tl.minimum(score, FLOAT32_MAX), -FLOAT32_MAX)
+            if not SATURATE:
+                score = tl.where(known, score, float("nan"))
         if BIAS != NONE:
             score = tl.where(shown, score, -float("inf"))
-    if MASK != NONE:
-        if BIAS != NONE and not FP64:
-            addend = tl.where(allowed, addend, -float("inf"))
-        elif ADDEND:
-            score += tl.where(allowed, 0.0, -float("inf"))
-        else:
+        if MASK != NONE:
             score = tl.where(allowed, score, -float("inf"))
-    return score, addend, slope
+    return score, slope
 
 
 @triton.jit
-def difference(score, addend, base, BIAS: tl.constexpr, FP64: tl.constexpr):
-    """Returns score + addend - base, from which large numbers cancel without rounding."""
-    return score - base if BIAS == NONE or FP64 else score + (addend - base)
-
-
-@triton.jit
-def weight(x, BIAS: tl.constexpr, FP64: tl.constexpr):
-    """Returns the exponential of a difference of scores."""
-    if FP64:
-        return tl.exp(x)
-    return tl.exp2(x * LOG2_E if BIAS != NONE else x)
+def weight(difference, FP64: tl.constexpr):
+    return tl.exp(difference) if FP64 else tl.exp2(difference)
 
 
 @triton.jit
