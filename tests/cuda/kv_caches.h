@@ -157,8 +157,8 @@ class Caches {
     const KvCache read = is_device ? kv_cache_in(copy, shape_) : cache;
     std::vector<std::int32_t> result;
     for (std::int64_t row = 0; row < shape_.batch * shape_.heads_kv; ++row) {
-      for (std::int64_t slot = 0; slot < shape_.places() + cache.pending; ++slot) {
-        const bool is_taken = slot < read.counts[row].count || slot >= shape_.places();
+      for (std::int64_t slot = 0; slot < shape_.places(0) + cache.pending; ++slot) {
+        const bool is_taken = slot < read.counts[row].count || slot >= shape_.places(0);
         const std::int32_t entry = is_taken ? entry_of(read, row, slot) : no_key;
         result.push_back(entry == no_key ? -1 : position_of_entry(entry));
       }
@@ -187,7 +187,7 @@ class Caches {
   using Keys = std::map<std::int32_t, std::tuple<std::uint32_t, Row, Row>>;
 
   static std::int32_t entry_of(const KvCache& cache, std::int64_t row, std::int64_t slot) {
-    return cache.positions[row * cache.shape.slots() + slot];
+    return cache.positions[row * cache.shape.slots(0) + slot];
   }
   static std::int32_t first_free(const KvCache& cache, std::int64_t row) {
     std::int32_t slot = 0;
@@ -207,7 +207,7 @@ class Caches {
     for (std::int64_t slot = 0; slot < cache.counts[row].count; ++slot) {
       const std::int32_t entry = entry_of(cache, row, slot);
       if (entry == no_key) continue;
-      keys[entry] = {std::bit_cast<std::uint32_t>(cache.scores[row * s.slots() + slot]),
+      keys[entry] = {std::bit_cast<std::uint32_t>(cache.scores[row * s.slots(0) + slot]),
                      row_of(cache.k, b, h, slot, s.head_dim),
                      row_of(cache.v, b, h, slot, value_dim_of(s))};
     }

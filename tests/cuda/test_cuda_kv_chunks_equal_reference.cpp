@@ -31,7 +31,7 @@ void append_both(const KvSizes& sizes, Caches& caches, Random& random, std::int6
 // The intervals of the pending tokens as queries: the same for the same keys, in whichever slots.
 void expect_same_intervals(const Caches& caches, std::int64_t queries) {
   const KvCacheShape& s = caches.host.shape;
-  const std::int64_t keys = s.places() + caches.host.pending;
+  const std::int64_t keys = s.places(0) + caches.host.pending;
   std::vector<KeyInterval> expected(static_cast<std::size_t>(s.batch * s.heads_kv * keys));
   const DeviceBuffer on_device(expected.size() * sizeof(KeyInterval));
   PendingIntervalsArgs args{
@@ -176,7 +176,7 @@ TEST_P(CudaKvChunks, CountsOutOfRangeChangeNoOtherRow) {
     caches.spoil_counts(number);
     append_both(sizes, caches, random, sizes.shape.chunk);
     const KvCacheShape& s = sizes.shape;
-    const DeviceBuffer intervals(static_cast<std::size_t>(s.batch * s.heads_kv * s.slots()) *
+    const DeviceBuffer intervals(static_cast<std::size_t>(s.batch * s.heads_kv * s.slots(0)) *
                                  sizeof(KeyInterval));
     run_on_device(PendingIntervalsCall(
         {.cache = caches.device, .seqlen_q = s.chunk, .intervals = intervals.as<KeyInterval>()}, {},

@@ -38,8 +38,8 @@ Slots slots_of(const KvCache& cache) {
           .seen = cache.seen,
           .rows = RowIndex(cache.rows),
           .heads = static_cast<int>(s.heads_kv),
-          .places = static_cast<int>(s.places()),
-          .slots = static_cast<int>(s.slots()),
+          .places = static_cast<int>(s.places(0)),
+          .slots = static_cast<int>(s.slots(0)),
           .pending = static_cast<int>(cache.pending)};
 }
 
@@ -72,7 +72,7 @@ void clear(const KvCache& cache, const Execution& execution) {
   const KvCacheShape& s = cache.shape;
   const Slots slots = slots_of(cache);
   const RowCopy copy = row_copy(s, slots.k, slots.v);
-  for_each(rows_of(s) * s.slots() * copy.units, ClearRows{slots, copy}, stream_of(execution));
+  for_each(rows_of(s) * s.slots(0) * copy.units, ClearRows{slots, copy}, stream_of(execution));
 }
 
 void copy_rows(const CopyRowsArgs& args, const Execution& execution) {
@@ -103,7 +103,7 @@ void fill(const FillArgs& args, const Execution& execution) {
   const ReadRows k = rows_of_tokens(args.k);
   const ReadRows v = rows_of_tokens(args.v);
   const RowCopy copy = row_copy(s, cache.k, cache.v, k, v);
-  for_each(rows_of(s) * s.places() * copy.units, FillRows{cache, k, v, copy}, stream_of(execution));
+  for_each(rows_of(s) * s.places(0) * copy.units, FillRows{cache, k, v, copy}, stream_of(execution));
 }
 
 void append(const AppendArgs& args, const Execution& execution) {
@@ -143,7 +143,7 @@ struct PendingMemory {
     if (delay_of(s.rule) > 0) arrivals = workspace.take<std::int32_t>(rows * cache.pending);
     if (commits) {
       seen = workspace.take<std::int32_t>(rows);
-      fates = workspace.take<Fate>(rows * (s.places() + cache.pending));
+      fates = workspace.take<Fate>(rows * (s.places(0) + cache.pending));
       places = workspace.take<std::int32_t>(rows * cache.pending);
       destinations = workspace.take<std::int32_t>(rows * cache.pending);
     }
