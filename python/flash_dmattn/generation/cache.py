@@ -185,16 +185,14 @@ class KVSlots(SlotMemory):
 
         No number is copied from the host, so that a CUDA graph can capture it.
         """
-        ranges = self._head_ranges()
-        total = self.positions[0:1].numel()
-        slot = torch.arange(total, device=self.k.device)
+        slot = torch.arange(self.positions.flatten(1).shape[1], device=self.k.device)
         head, number, token = torch.zeros_like(slot), slot, slot
-        if self._has_equal_heads and ranges:
+        if self._has_equal_heads:
             size = self.positions.shape[2]
             head, number = slot.div(size, rounding_mode="floor"), slot.remainder(size)
             token = number - self.places
         else:
-            for h, (first, pending) in enumerate(ranges):
+            for h, (first, pending) in enumerate(self._head_ranges()):
                 is_of_head = slot >= first
                 head = torch.where(is_of_head, h, head)
                 number = torch.where(is_of_head, slot - first, number)
