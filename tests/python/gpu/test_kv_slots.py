@@ -94,6 +94,7 @@ RULES_OF_MANY_SLOTS = (
 def drawn_with_many_slots(seed, length, window, head_dim, **options):
     """Returns a stream with enough keys for several blocks, any of which may hold the worst key."""
     draw = random.Random(seed)
+    window = draw.choice((window, (window, window // 5)))
     return Stream(
         length, window, kind=draw.choice(("normal", "ties", "nan")), padding=draw.choice(PADDINGS),
         group=draw.choice((1, 2, 4)), head_dim=head_dim, value_dim=draw.choice((head_dim, head_dim // 2)), dtype=draw.choice(DTYPES), seed=seed,
@@ -207,23 +208,24 @@ LENGTH, WINDOW, CHUNK = 240, 30, 8
 
 def long_stream(seed=0, device=DEVICE, **options):
     options = {"dtype": torch.bfloat16, "head_dim": 64, "kind": "ties", "padding": "left"} | options
-    return Stream(LENGTH, WINDOW, seed=seed, device=device, **options)
+    return Stream(LENGTH, options.pop("window", WINDOW), seed=seed, device=device, **options)
 
 
 def held(cache):
     """Returns the entries, scores, keys and values in the slots in order of entries, and the number of keys that have competed."""
-    places, far = cache.places, 2**31 - 1
-    entries = cache.positions[..., :places]
-    free = torch.arange(places, device=cache.k.device) >= cache.counts[..., :1]
-    free |= entries == -(2**31)
-    entries, slots = entries.masked_fill(free, far).sort(-1)
-    free = free.gather(-1, slots)
-    rows = slots[..., None].expand(-1, -1, -1, cache.k.shape[3])
-    keys_and_values = [
-        t[:, :, :places].gather(2, rows).masked_fill(free[..., None], 0) for t in (cache.k, cache.v)
-    ]
-    scores = cache.scores[..., :places].gather(-1, slots).masked_fill(free, 0).nan_to_num(99)
-    return entries, scores, *keys_and_values, cache.counts[..., 1]
+    parts = []
+    states = [t.flatten(1, -2) for t in (cache.k, cache.v, cache.scores[..., None])]
+    for head, (first, end) in enumerate(cache._head_ranges()):
+        entries = cache.positions.flatten(1)[:, first:end]
+        free = torch.arange(end - first, device=cache.k.device) >= cache.counts[:, head, :1]
+        free |= entries == -(2**31)
+        entries, slots = entries.masked_fill(free, 2**31 - 1).sort(-1)
+        free = free.gather(-1, slots)[..., None]
+        parts.append(entries)
+        for t in states:
+            rows = slots[..., None].expand(-1, -1, t.shape[2])
+            parts.append(t[:, first:end].gather(1, rows).masked_fill(free, 0).nan_to_num(99))
+    return *parts, cache.counts[..., 1]
 
 
 def assert_same_cache(actual, expected):
@@ -245,9 +247,10 @@ def tokens_with_queries(stream, begin, end):
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("size", [1, CHUNK])
-def test_captured_chunk_equals_eager(size, rule):
+@pytest.mark.parametrize("window", [WINDOW, (WINDOW, 4)])
+def test_captured_chunk_equals_eager(size, rule, window):
     """A graph captures append, pending_intervals, attention and commit once. One pending token is a chunk, too."""
-    stream = long_stream(rule=rule)
+    stream = long_stream(rule=rule, window=window)
     eager, captured = stream.slots(chunk=size), stream.slots(chunk=size)
     static = [t.clone() for t in tokens_with_queries(stream, 0, size)]
     graph, out = capture(lambda: add_chunk(captured, *static))  # adds the first chunk
@@ -263,8 +266,9 @@ def test_captured_chunk_equals_eager(size, rule):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_captured_step_equals_eager(rule):
-    stream = long_stream(kind="nan", rule=rule)
+@pytest.mark.parametrize("window", [WINDOW, (WINDOW, 4)])
+def test_captured_step_equals_eager(rule, window):
+    stream = long_stream(kind="nan", rule=rule, window=window)
     cache = stream.slots()
     q, k, v, scores, mask = static = [t.clone() for t in tokens_with_queries(stream, 0, 1)]
     graph, out = capture(lambda: cache.step(q, k, v, scores, key_mask=mask))

@@ -90,18 +90,20 @@ class StepPlan {
         choice_(choose_kernel(problem_, shared_class(current_device()))),
         params_(forward_params(args, problem_)) {
     const KvCache& cache = args.cache;
-    params_.split =
-        split_keys(problem_, policy_of(choice_), cache.shape.places(0), current_device());
+    const Policy policy = policy_of(choice_);
+    params_.split = split_keys(problem_, policy, problem_.seqlen_k, current_device());
     if (params_.split.row_tiles > 1) {
       throw InvalidArgument(
           "heads_q", std::to_string(args.heads_q),
-          "at most " + std::to_string(policy_of(choice_).rows()) + " for each kv head on this GPU");
+          "at most " + std::to_string(policy.rows()) + " for each kv head on this GPU");
+    }
+    if (!cache.shape.has_equal_heads()) {
+      params_.split = split_heads(cache.shape, policy, current_device(), params_.head_blocks);
     }
     params_.scores = cache.scores;
     params_.positions = cache.positions;
     params_.counts = cache.counts;
     params_.seen = cache.seen;
-    params_.slots = cache.shape.slots(0);
     params_.rows = RowIndex(cache.rows);
     params_.score.bias.batch = cache.rows.slot_stride;
     params_.rule = CacheRule(cache.shape);
@@ -140,7 +142,7 @@ class StepPlan {
   static ForwardParams forward_params(const DecodeStepArgs& args, const Problem& problem) {
     ForwardArgs forward;
     forward.problem = problem;
-    forward.in = pending_inputs(args.cache, args.q, 1, nullptr, args.score_use);
+    forward.in = inputs_of_slots(args.cache, args.q, args.score_use);
     forward.out = args.out;
     forward.lse = args.lse;
     return cuda::params_of(forward);
@@ -181,8 +183,7 @@ std::string decline_cache(const KvCacheShape& shape) {
   if (shape.batch * shape.total_slots() > std::numeric_limits<std::int32_t>::max()) {
     return "it counts slots in 31 bits";
   }
-  if (!shape.has_equal_heads()) return "its heads have equally many slots";
-  if (shape.rule.head_windows != nullptr && shape.heads_kv > CacheRule::most_head_windows) {
+  if (!shape.has_equal_heads() && shape.heads_kv > CacheRule::most_head_windows) {
     return "it has windows for up to " + std::to_string(CacheRule::most_head_windows) + " heads";
   }
   return "";

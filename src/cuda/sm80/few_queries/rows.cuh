@@ -1,9 +1,47 @@
 #pragma once
 
 #include "cuda/attention/recomputed_row.cuh"
+#include "cuda/primitives/integers.h"
 #include "cuda/sm80/few_queries/params.h"
 
 namespace flash_dmattn::cuda::sm80::few_queries {
+
+// A block's part of the keys of a (batch, kv head). Parts from `splits` on have none.
+struct BlockPart {
+  int batch;
+  int kv_head;
+  int row_tile;
+  int split;
+  int splits;
+
+  // Block `number`, if every (batch, kv head) has as many parts.
+  __device__ BlockPart(const Params& p, int number) : splits(p.split.splits) {
+    split = number % splits;
+    number /= splits;
+    row_tile = number % p.split.row_tiles;
+    number /= p.split.row_tiles;
+    batch = number / p.shape.heads_kv;
+    kv_head = number % p.shape.heads_kv;
+  }
+  // Block `number` of a cache whose heads have different numbers of slots, which are divided into tiles of `keys`.
+  __device__ BlockPart(const StepParams& p, int number, int keys) : row_tile(0) {
+    const HeadBlocks& blocks = p.head_blocks;
+    const int number_of_row = number / p.shape.batch;
+    int low = 0;
+    int high = p.shape.heads_kv;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (blocks.first[middle] <= number_of_row ? low : high) = middle;
+    }
+    const int first = blocks.first[low];
+    const int parts = blocks.first[low + 1] - first;
+    const int of_head = number - first * p.shape.batch;
+    batch = of_head / parts;
+    split = of_head % parts;
+    kv_head = blocks.head[low];
+    splits = max(min(parts, ceil_div(p.rule.places_of(kv_head), keys)), 1);
+  }
+};
 
 // The rows of a block are the queries of all heads that share a kv head, so that one tile of K and V is used for all of
 // them. The heads of a query are adjacent.
