@@ -55,6 +55,10 @@ plan-demo:
 	@echo "make demo: sets up .venv (torch, the CPU library; CUDA kernels where there is a GPU), trains, writes text, measures and draws."
 	@echo "It takes 8 to 12 minutes on two cores the first time, of which it trains 150 s at most, and twenty more for CUDA kernels."
 
+.PHONY: retrofit
+retrofit: $(STAMPS)/package $(STAMPS)/retrofit ## teach a published model on a CPU or GPU which keys to keep, and compare (options: ARGS="--help")
+	PYTHONPATH=examples $(BIN)/python -m retrofit $(ARGS)
+
 .PHONY: docs
 docs: $(STAMPS)/tools $(STAMPS)/docs ## build the site of the documents into build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict  # not --quiet, under which a warning is no error
@@ -86,7 +90,7 @@ test: $(filter-out $(DONE),$(STEPS)) ## everything a change has to pass
 
 .PHONY: plan
 plan:
-	@echo "make test: format, documents, C++, Python, Python with AVX2, transformers 4.57, C++ under sanitizers, two versions in a process, CUDA kernels."
+	@echo "make test: format, documents, C++, Python, Python with AVX2, transformers 4.57, C++ under sanitizers, the layout of Hugging Face's kernels, CUDA kernels."
 	@echo "It takes 15 to 26 minutes on two idle cores, and ends at the first failure."
 
 # pip installs these for the steps after the first.
@@ -113,7 +117,7 @@ test-python: $(STAMPS)/package $(STAMPS)/test ## Python tests, on the installed 
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
 
 .PHONY: families
-families: $(STAMPS)/package $(STAMPS)/test build/families/ready ## compare every family of transformers with eager attention, write docs/model-families.md (options: ARGS=...)
+families: $(STAMPS)/package $(STAMPS)/test build/families/ready ## compare every family of transformers with eager attention, write docs/model-families.md and the table of families (options: ARGS=...)
 	OMP_NUM_THREADS=1 PYTHONPATH=build/families $(BIN)/python tools/compare_families.py $(ARGS)
 
 # Runs only the Python tests whose results the CPU kernels compute: selection and its checks are compiled for the baseline, and test-cpp has
@@ -157,13 +161,10 @@ test-gpu: build/googletest/ready ## build for the GPU of this machine, run the t
 	$(PYTHON) tools/test_gpu.py $(SUITES) $(ARGS)
 
 .PHONY: test-kernels
-test-kernels: $(STAMPS)/package $(STAMPS)/test ## load two versions in one process, in the layout of Hugging Face's kernels
-	for name in one other; do \
-	  rm -rf build/kernels/$$name; \
-	  $(BIN)/python tools/write_kernels_layout.py build/kernels/$$name --build build/kernels/build \
-	    -D FLASH_DMATTN_WERROR=$(WERROR) --namespace _flash_dmattn_$$name; \
-	done
-	FLASH_DMATTN_TEST_KERNELS="build/kernels/one build/kernels/other" $(BIN)/python -m pytest tests/python/tools/test_two_versions.py
+test-kernels: $(STAMPS)/package $(STAMPS)/test ## load a build in the layout of Hugging Face's kernels together with the installed package
+	$(BIN)/python tools/write_kernels_layout.py build/kernels/layout --build build/kernels/build \
+	  -D FLASH_DMATTN_WERROR=$(WERROR) --namespace _flash_dmattn_layout
+	FLASH_DMATTN_TEST_KERNELS=build/kernels/layout $(BIN)/python -m pytest tests/python/tools/test_kernels_layout.py
 
 .PHONY: test-transformers-4
 test-transformers-4: $(STAMPS)/package $(STAMPS)/test build/transformers-4/ready ## Python tests of transformers' own models, on transformers 4.x, with AVX2
@@ -175,6 +176,22 @@ NEWEST ?= transformers
 .PHONY: test-newest
 test-newest: $(STAMPS)/package $(STAMPS)/test ## Python tests of transformers' own models, on the newest transformers that pip finds now (NEWEST="transformers torch")
 	JOBS=$(JOBS) tools/test_newest.sh $(NEWEST)
+
+# The tests of transformers are in its source distribution alone.
+PEERS := build/peers
+TRANSFORMERS_TESTS = $(PEERS)/transformers-$(shell $(BIN)/python -c "import transformers; print(transformers.__version__)")
+$(PEERS)/ready: Makefile $(STAMPS)/test
+	rm -rf $(PEERS) && mkdir -p $(PEERS)
+	$(PIP) --quiet install --no-deps --target $(PEERS)/packages parameterized==0.9.0
+	$(PIP) --quiet download --no-deps --no-binary transformers --dest $(PEERS) \
+	  transformers==$(TRANSFORMERS_TESTS:$(PEERS)/transformers-%=%)
+	tar --extract --gzip --file $(TRANSFORMERS_TESTS).tar.gz --directory $(PEERS)
+	touch $(TRANSFORMERS_TESTS)/tests/__init__.py $@
+
+.PHONY: test-peers
+test-peers: $(STAMPS)/package $(PEERS)/ready ## transformers' own tests of models, with our attention
+	cd $(TRANSFORMERS_TESTS) && HF_HUB_OFFLINE=1 PYTHONPATH=../packages $(abspath $(BIN))/python -m pytest -c /dev/null \
+	  --rootdir . --numprocesses $(JOBS) $(abspath tests/peers) $(ARGS)
 
 .PHONY: test-torchtitan
 test-torchtitan: $(STAMPS)/package $(STAMPS)/test ## tests of dynamic masks in TorchTitan, which gets an environment of its own
@@ -235,7 +252,7 @@ $(STAMPS)/torch: Makefile $(STAMPS)/venv
 	$(PIP_INSTALL) $(TORCH)
 	@touch $@
 
-$(STAMPS)/demo $(STAMPS)/test: $(STAMPS)/%: pyproject.toml $(STAMPS)/torch
+$(STAMPS)/demo $(STAMPS)/retrofit $(STAMPS)/test: $(STAMPS)/%: pyproject.toml $(STAMPS)/torch
 	$(PIP_INSTALL) $(TORCH) --group $*
 	@touch $@
 

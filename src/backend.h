@@ -11,6 +11,7 @@
 #include "flash_dmattn/attention.h"
 #include "flash_dmattn/kv_cache.h"
 #include "flash_dmattn/plan.h"
+#include "flash_dmattn/scores.h"
 #include "flash_dmattn/selection.h"
 
 // The one interface between the API and the backends: everything that a device does is a member of its Backend.
@@ -52,6 +53,8 @@ struct Backend {
   // The plans of a problem's calls; null, with the reason, if the backend does not compute it.
   PlanFunction<ForwardArgs> (*find_forward)(const Problem&, std::string& reason);
   PlanFunction<BackwardArgs> (*find_backward)(const Problem&, std::string& reason);
+  PlanFunction<ScoreProjectionArgs> (*find_score_projection)(const ScoreProjectionArgs&,
+                                                             std::string& reason);
   // The names of all main kernels that can run on this machine.
   std::vector<std::string> (*kernels)();
 

@@ -48,9 +48,10 @@ sys.path[:0] = [str(SUPPORT / "models"), str(SUPPORT / "definitions")]
 import flash_dmattn.integrations.transformers  # noqa: E402, F401
 from eager_comparison import Verdict, compare  # noqa: E402
 from scored_families import TASKS as GENERATING  # noqa: E402
-from scored_families import compare_scores  # noqa: E402
+from scored_families import compare_scores, facts_of_class  # noqa: E402
 from tiny_models import TASKS, ModelClass, model_classes  # noqa: E402
 
+TABLE = ROOT / "python/flash_dmattn/integrations/transformers/family_table.py"
 PAGE = ROOT / "docs" / "model-families.md"
 BEGIN, END = "<!-- families -->", "<!-- end -->"
 SCORES_BEGIN = "<!-- learned scores -->"
@@ -74,7 +75,7 @@ REASONS = {
     r"`kernels` is|FlashAttention\d has been": 'takes every name with "flash" in it for a kernel of the hub',
     r"ValidationError|CannotBeBuilt|Config' object has no attribute": "its config is not shrunk by names",
     r"required positional|cannot be None|You must specify|has no attribute 'image_outputs'": "other inputs",
-    r"of transformers: (\w+ )?(layers|none) ([^;]*)": r"\2 \3",
+    r"of transformers: (\w+ )?(layers|none) ([^;.]*)": r"\2 \3",
     r"got a \w+, which ([^.]*)": r"\1",
     r"The size of tensor|torch\.finfo\(\)": "computes with the attention mask as a tensor of numbers",
     r"is_causal: got False": "asks for attention without causality under a causal mask",
@@ -108,7 +109,19 @@ def main() -> int:
                 f"{model_class.name}: {verdict.kind} {verdict.error:.1e} {verdict.reason}",
                 flush=True,
             )
-    scored = {c: compare_scores(c) for c in verdicts if set(GENERATING) & set(c.tasks)}
+    scored, rows = {}, {name: set() for name in ("ATTENTION", *DECODERS)}
+    for model_class in [c for c in verdicts if set(GENERATING) & set(c.tasks)]:
+        facts, attention = facts_of_class(model_class)
+        verdict = scored[model_class] = compare_scores(model_class, attention or None)
+        if verdict.kind == "equal":
+            rows["ATTENTION"] |= set(facts.attention)
+        if facts.by_positions:
+            rows[DECODERS[facts.several_axes]].add(facts.kind)
+        if facts.by_type:
+            rows[DECODERS[2]].add(facts.kind)
+    rows["COMPARED"] = {
+        c.family.removesuffix("_text") for c, v in verdicts.items() if v.kind in ("equal", "own")
+    }
     for model_class, verdict in scored.items():
         print(
             f"{model_class.name} with scores: {verdict.kind} {verdict.error:.1e} {verdict.reason}"
@@ -116,6 +129,7 @@ def main() -> int:
     if not options.classes and not options.no_docs:
         write(BEGIN, section(verdicts))
         write(SCORES_BEGIN, section_of_scores(scored))
+        add_rows(rows)
     both = [*verdicts.items(), *scored.items()]
     wrong = [model_class.name for model_class, verdict in both if verdict.kind == "wrong"]
     # The name is accepted for these, and nothing shows that they equal eager attention.
@@ -125,6 +139,22 @@ def main() -> int:
     print(f"{len(verdicts)} classes, wrong: {', '.join(wrong) or 'none'}")
     print(f"of a task and not tested: {', '.join(unproved) or 'none'}")
     return 1 if wrong or unproved else 0
+
+
+DECODERS = ("DECODERS_BY_POSITIONS", "DECODERS_OF_SEVERAL_AXES", "MASKS_BY_TYPE")
+
+
+def add_rows(rows: dict[str, set[str]]) -> None:
+    """Adds names to the table of families, which keeps those of other versions of transformers."""
+    text = TABLE.read_text()
+    for name, new in rows.items():
+        before, rest = text.split(f"{name} = frozenset({{\n")
+        old, after = rest.split("})  # fmt: skip", 1)
+        names = sorted(new | set(re.findall(r'"([^"]+)"', old)))
+        lines = textwrap.wrap(", ".join(f'"{n}"' for n in names) + ",", 116, break_on_hyphens=False)
+        table = "".join(f"    {line}\n" for line in lines)
+        text = f"{before}{name} = frozenset({{\n{table}}})  # fmt: skip{after}"
+    TABLE.write_text(text)
 
 
 def write(begin: str, text: str) -> None:

@@ -6,6 +6,7 @@ Everything runs with the Python that runs this program: the operators are compil
 
 import argparse
 import datetime
+import importlib.util
 import os
 import re
 import shutil
@@ -27,7 +28,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("suites", nargs="*", choices=SUITES, default=list(SUITES), metavar="SUITE")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "tested.md")
-    parser.add_argument("--jobs", default="4", help="the C++ tests that run at the same time")
+    parser.add_argument(
+        "--jobs",
+        default="4",
+        help="tests at the same time; those in Python need pytest-xdist for it",
+    )
     options = parser.parse_args()
     import torch
 
@@ -39,7 +44,7 @@ def main() -> int:
     has_failed = False
     for suite in options.suites:
         passed, failed, skipped = (
-            run_python() if suite == "python" else run_ctest(suite, options.jobs)
+            run_python(options.jobs) if suite == "python" else run_ctest(suite, options.jobs)
         )
         row = (
             card,
@@ -111,7 +116,7 @@ def run_ctest(label: str, jobs: str) -> tuple[int, int, int]:
     return passed, failed, skipped
 
 
-def run_python() -> tuple[int, int, int]:
+def run_python(jobs: str) -> tuple[int, int, int]:
     """Returns the numbers of tests that passed, failed and were skipped."""
     report = BUILD / "python.xml"
     report.unlink(missing_ok=True)
@@ -121,6 +126,8 @@ def run_python() -> tuple[int, int, int]:
         "FLASH_DMATTN_LIBRARY": str(library),
     }
     command = [sys.executable, "-m", "pytest", "-q", "tests/python/gpu", "--junitxml", report]
+    if importlib.util.find_spec("xdist"):
+        command += ["--numprocesses", jobs]
     subprocess.run(command, cwd=ROOT, env=environment)
     suites = list(ElementTree.parse(report).iter("testsuite"))
     tests, failures, errors, skipped = (

@@ -179,6 +179,57 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(
   return {dq, dk, dv, dbias};
 }
 
+ScoreForm score_form_of(const std::string& name) {
+  if (name == "projection") return ScoreForm::projection;
+  if (name == "gelu") return ScoreForm::gelu;
+  if (name == "gate") return ScoreForm::gate;
+  if (name == "linear") return ScoreForm::linear;
+  if (name == "doge") return ScoreForm::doge;
+  throw InvalidArgument("form", "'" + name + "'", "projection, gelu, gate, linear or doge");
+}
+
+// Scores [B, H, S], float32 (float64 if hidden is), of hidden [B, S, F], weight [H, F], bias [H] and factor [H].
+Tensor score_projection_op(const Tensor& hidden, const Tensor& weight, const OptionalTensor& bias,
+                           const OptionalTensor& factor, const std::string& form) {
+  const CallDevice device(hidden);
+  if (hidden.dim() != 3) throw InvalidArgument("hidden", shape_text(hidden), "shape [B, S, F]");
+  if (weight.dim() != 2 || weight.size(1) != hidden.size(2)) {
+    throw InvalidArgument("weight", shape_text(weight),
+                          "shape [H, " + std::to_string(hidden.size(2)) + "]");
+  }
+  expect_on_device_of(weight, "weight", hidden, "hidden");
+  const Tensor features = with_dense_rows(hidden), weights = with_dense_rows(weight);
+  ScoreProjectionArgs args{.device = device.device(),
+                           .batch = hidden.size(0),
+                           .seqlen = hidden.size(1),
+                           .features = hidden.size(2),
+                           .heads = weight.size(0),
+                           .hidden = features.const_data_ptr(),
+                           .hidden_dtype = dtype_of(hidden, "hidden"),
+                           .hidden_stride = {features.stride(0), features.stride(1)},
+                           .weight = weights.const_data_ptr(),
+                           .weight_dtype = dtype_of(weight, "weight"),
+                           .weight_stride = weights.stride(0),
+                           .form = score_form_of(form)};
+  OptionalTensor biases, factors;
+  const auto read_heads = [&](const OptionalTensor& given, const char* name, OptionalTensor& dense,
+                              const void*& data, DType& dtype) {
+    if (!given) return;
+    expect(*given, name, {args.heads}, given->scalar_type(), hidden, "hidden");
+    dense = as_contiguous(*given);
+    data = dense->const_data_ptr();
+    dtype = dtype_of(*given, name);
+  };
+  read_heads(bias, "bias", biases, args.bias, args.bias_dtype);
+  read_heads(factor, "factor", factors, args.factor, args.factor_dtype);
+  const bool is_double = args.hidden_dtype == DType::f64;
+  const Tensor scores = allocate({args.batch, args.heads, args.seqlen},
+                                 is_double ? ScalarType::Double : ScalarType::Float, hidden);
+  args.scores = scores.mutable_data_ptr();
+  run(ScoreProjectionCall(args, device.execution(hidden.numel() * args.heads)), hidden);
+  return scores;
+}
+
 // One line for each backend: name, 1 or 0, reason; separated by tabs.
 std::string backends_op() {
   std::string lines;
@@ -211,6 +262,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FLASH_DMATTN_NAMESPACE, m) {
       "backend) -> (Tensor out, "
       "Tensor lse, Tensor key_intervals)");
   m.def(
+      "score_projection(Tensor hidden, Tensor weight, Tensor? bias, Tensor? factor, str form) -> "
+      "Tensor");
+  m.def(
       "select_key_intervals(Tensor scores, Tensor? key_mask, SymInt[] windows, str selection, "
       "bool is_causal, SymInt query_length, SymInt recent_window=0, bool recent_competes=False, "
       "SymInt sink_tokens=0, float? score_threshold=None) -> Tensor");
@@ -229,6 +283,7 @@ static void implement(auto& m) {
   m.impl("forward", TORCH_BOX(&forward_op));
   m.impl("backward", TORCH_BOX(&backward_op));
   m.impl("select_and_attend", TORCH_BOX(&select_and_attend_op));
+  m.impl("score_projection", TORCH_BOX(&score_projection_op));
   m.impl("select_key_intervals", TORCH_BOX(&select_op));
   m.impl("measure_key_bound", TORCH_BOX(&measure_op));
   m.impl("build_tile_lists", TORCH_BOX(&tile_lists_op));

@@ -8,6 +8,7 @@
 #include "flash_dmattn/attention.h"
 #include "flash_dmattn/kv_cache.h"
 #include "flash_dmattn/plan.h"
+#include "flash_dmattn/scores.h"
 #include "flash_dmattn/selection.h"
 
 // A call checks its arguments and decides backend, kernel and memory once, before the caller allocates:
@@ -20,7 +21,7 @@
 // On a CPU a forward or backward reads the intervals when it is made, with the Execution's workers, and is for the
 // intervals as they were then: make it after whatever writes them has run.
 //
-// `forward`, `backward` and `select_key_intervals` construct such a call.
+// `forward`, `backward`, `select_key_intervals` and `project_scores` construct such a call.
 namespace flash_dmattn {
 
 template <class Args>
@@ -42,12 +43,14 @@ using ForwardCall = CheckedCall<ForwardArgs>;
 using BackwardCall = CheckedCall<BackwardArgs>;
 // A selection runs on the device of its data, so `backend` must be empty.
 using SelectCall = CheckedCall<SelectionArgs>;
+using ScoreProjectionCall = CheckedCall<ScoreProjectionArgs>;
 using PendingIntervalsCall = CheckedCall<PendingIntervalsArgs>;
 using CommitCall = CheckedCall<CommitArgs>;
 using DecodeStepCall = CheckedCall<DecodeStepArgs>;
 extern template class CheckedCall<ForwardArgs>;
 extern template class CheckedCall<BackwardArgs>;
 extern template class CheckedCall<SelectionArgs>;
+extern template class CheckedCall<ScoreProjectionArgs>;
 extern template class CheckedCall<PendingIntervalsArgs>;
 extern template class CheckedCall<CommitArgs>;
 extern template class CheckedCall<DecodeStepArgs>;

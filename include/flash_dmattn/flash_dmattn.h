@@ -2,6 +2,7 @@
 
 // The whole C++ API of flash_dmattn. The usual order of calls:
 //
+//   project_scores         features of tokens -> scores
 //   select_key_intervals   scores -> key intervals             (or intervals made by hand)
 //   forward, backward
 //
@@ -13,6 +14,7 @@
 #include "flash_dmattn/kv_cache.h"
 #include "flash_dmattn/plan.h"
 #include "flash_dmattn/problem.h"
+#include "flash_dmattn/scores.h"
 #include "flash_dmattn/selection.h"
 #include "flash_dmattn/tile_lists.h"
 #include "flash_dmattn/types.h"

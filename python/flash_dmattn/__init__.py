@@ -14,13 +14,12 @@ from .functional import (
 )
 from .generation.ragged import RaggedBatch, extend_ragged
 from .generation.with_kvcache import KVSlots, flash_dmattn_with_kvcache
-from .keys.best_keys import select_keys
 from .keys.intervals import KeyIntervals, intersect
 from .keys.patterns import from_padding, packed_documents, prefix_lm, sliding_window
-from .keys.select_intervals import select_key_intervals
-from .layers import DynamicMaskAttention
+from .keys.select import select_key_intervals, select_keys
+from .layers import DynamicMaskAttention, ScoreBudget
 from .merge import merge_attention
-from .scores import make_scores, with_zero_sum_gradient
+from .scores import make_scores, score_projection, with_zero_sum_gradient
 
 torch_registrations.register()
 
@@ -48,6 +47,7 @@ __all__ = [
     "KVSlots",
     "KeyIntervals",
     "RaggedBatch",
+    "ScoreBudget",
     "backends",
     "extend_ragged",
     "flash_dmattn_func",
@@ -64,6 +64,7 @@ __all__ = [
     "merge_attention",
     "packed_documents",
     "prefix_lm",
+    "score_projection",
     "select_key_intervals",
     "select_keys",
     "sliding_window",

@@ -1,4 +1,4 @@
-"""python -m flash_dmattn {info,check,serve}"""
+"""python -m flash_dmattn {info,check}"""
 
 import os
 import signal
@@ -8,7 +8,7 @@ import flash_dmattn
 
 from ._core import finite
 from ._core.availability import backends
-from .command_line import check, info, serve
+from .command_line import check, info
 from .command_line.parser import Parser, check_settings
 
 
@@ -27,15 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
             epilog=check.EXIT_STATUS,
         )
     )
-    commands.add_parser(
-        "serve",
-        help="transformers' server for a model with this attention; takes the options of `transformers serve`",
-        add_help=False,
-    )
-    words = sys.argv[1:] if arguments is None else arguments
-    if words[:1] == ["serve"]:  # its options are not ours
-        return serve.run(parser, words[1:])
-    parsed = parser.parse_args(words)
+    parsed = parser.parse_args(arguments)
     if parsed.command is None:
         parser.print_help(sys.stderr)
         return 2

@@ -5,37 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from ._backends import cpp
 from ._core import finite
-from ._core.autograd import is_transformed
 from ._core.checks import (
     add_query_dimension,
-    attention_inputs,
+    attention_arguments,
     backend_of,
-    bias_argument,
     check_count,
     check_on_device,
     clamp_count,
-    mask_argument,
-    refuse_transforms,
-    resolve_backend,
     resolve_flag,
+    squeeze_query_dimension,
 )
 from ._core.gradients import expand_for_uses, repeat_interleave
 from ._core.numerics import Numerics
 from .keys.intervals import KeyIntervals, broadcasts, intersect, split_by_age
-from .keys.patterns import prefix_lm
+from .keys.patterns import causal_intervals, prefix_lm
 from .keys.recognise import Memo
-from .keys.selection import (
-    ScoredRule,
-    apply_selection,
-    causal_intervals,
-    repeat_heads,
-    squeeze_query_dimension,
-)
-from .keys.visibility import Visibility
+from .keys.rule import SelectionRule
+from .keys.select import repeat_heads, select_visible
+from .keys.visible import Visible
 from .merge import add_sink, check_sink_logits, merge_sets
 
 IN_PYTHON = ("triton", "flex")
@@ -46,9 +36,11 @@ def attention(
     key: Tensor,
     value: Tensor,
     bias: Tensor | None,
-    visible: Visibility,
-    scored_rule: ScoredRule,
+    visible: Visible,
     numerics: Numerics,
+    *,
+    rule: SelectionRule | None = None,
+    scores: Tensor | None = None,
     backend: str | None = None,
     memo: Memo | None = None,
     bias_delay: int = 0,
@@ -56,37 +48,31 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Computes attention for the arguments of the public functions. Returns out and the statistics.
 
+    rule: in normal form; None: queries see all visible keys.
+    scores: the argument selection_scores; None: the rule selects by the bias.
     backend: None: the first one that supports the problem.
     memo: results that the layers of one forward share, or None.
     own_row: as in split_by_age.
     """
-    backend = resolve_backend(backend)
-    inputs = attention_inputs(query, key, value, "B, S, H, D", backend)
-    # Where query was padded to the head dimension of value, the scale is that of the unpadded one.
-    if inputs[0] is not query:
-        numerics = numerics.with_scale_for(query.shape[3])
-    query, key, value = inputs
-    if not is_compiling() and is_transformed():
-        refuse_transforms(
-            query=query, key=key, value=value, attn_bias=bias, selection_scores=scored_rule.scores
-        )
-    if bias is not None:
-        bias = bias_argument(bias, query, key, numerics.saturate)
-    scored_rule = scored_rule.checked_rule(query, key)
-    mask, is_causal, keys = visible
-    if keys is not None:
-        _check_intervals(keys, query, key)
-    if mask is not None:
-        mask = mask_argument(mask, query, key)
+    given, given_scores, (mask, is_causal, intervals, _) = query, scores, visible
+    query, key, value, bias, mask, scores, backend = attention_arguments(
+        query, key, value, bias, mask, scores, numerics.saturate, backend
+    )
+    if query is not given:  # perhaps padded to the head dimension of value, which leaves the scale
+        numerics = numerics.with_scale_for(given.shape[3])
+    if intervals is not None:
+        _check_intervals(intervals, query, key)
     if mask is not None or type(is_causal) is not bool:
-        visible = Visibility(mask, resolve_flag(is_causal, "is_causal"), keys)
-    check_bias_delay(bias_delay, bias)
-    if scored_rule.rule.hides_keys():
-        uses_library_kernels = backend_of(query, backend) not in IN_PYTHON
-        bias = squeeze_query_dimension(bias)
-        visible = apply_selection(
-            scored_rule, query, key, bias, visible, uses_library_kernels, memo
-        )
+        visible = Visible(mask, resolve_flag(is_causal, "is_causal"), intervals)
+    if type(bias_delay) is not int or bias_delay:
+        check_bias_delay(bias_delay, bias)
+    if rule is not None:
+        if bias is not None and bias.dim() == 4:
+            bias = squeeze_query_dimension(bias)
+        by_operator = backend not in IN_PYTHON
+        visible = select_visible(rule, scores, query, key, bias, visible, by_operator, memo)
+    elif scores is not None:
+        check_scores_have_rule(given_scores, rule)
     return run_backend(query, key, value, bias, visible, numerics, backend, bias_delay, own_row)
 
 
@@ -95,7 +81,7 @@ def run_backend(
     key: Tensor,
     value: Tensor,
     bias: Tensor | None,
-    visible: Visibility,
+    visible: Visible,
     numerics: Numerics,
     backend: str = "",
     bias_delay: int = 0,
@@ -129,13 +115,14 @@ def _run_unchecked_backend(
     key: Tensor,
     value: Tensor,
     bias: Tensor | None,
-    visible: Visibility,
+    visible: Visible,
     numerics: Numerics,
     backend: str,
     bias_delay: int = 0,
     own_row: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    backend = backend_of(query, backend)
+    if query.is_cuda:
+        backend = backend_of(query, backend)
     if bias_delay:
         bias, bias_delay = _bias_of_keys(bias, bias_delay), clamp_count(bias_delay)
         # The library's kernels count positions by the index of a key.
@@ -144,7 +131,8 @@ def _run_unchecked_backend(
                 query, key, value, bias, visible, numerics, backend, bias_delay, own_row
             )
     numerics = numerics.with_scale_for(query.shape[3])
-    if visible.keys is not None and not broadcasts(visible.heads(), key.shape[2]):
+    keys = visible.intervals
+    if keys is not None and not broadcasts(keys.heads, key.shape[2]):
         # Every query head has its own selection, so each gets its own key head.
         saturate = numerics.saturate
         mask, bias = (repeat_heads(t, query, key, saturate) for t in (visible.mask, bias))
@@ -154,6 +142,14 @@ def _run_unchecked_backend(
     if backend in IN_PYTHON:
         return _run_in_python(query, key, value, bias, visible, numerics, backend)
     return cpp.attention(query, key, value, bias, visible, numerics, backend, bias_delay)
+
+
+def check_scores_have_rule(scores: Tensor | None, rule: SelectionRule | None) -> None:
+    if scores is not None and rule is None:
+        raise ValueError(
+            f"selection_scores: got shape {tuple(scores.shape)} without keep_window_size, by which they select; "
+            "expected both or neither"
+        )
 
 
 def check_bias_delay(bias_delay: int, bias: Tensor | None) -> None:
@@ -176,7 +172,7 @@ def _run_by_age(
     key: Tensor,
     value: Tensor,
     bias: Tensor,
-    visible: Visibility,
+    visible: Visible,
     numerics: Numerics,
     backend: str,
     bias_delay: int,
@@ -184,7 +180,7 @@ def _run_by_age(
 ) -> tuple[Tensor, Tensor | None]:
     """Splits the call into recent keys without a bias and older keys with their bias. The sets are disjoint, so each
     element is computed once."""
-    keys = visible.keys
+    keys = visible.intervals
     if keys is None:
         length = key.shape[1]
         prefix = 0 if visible.is_causal else length
@@ -196,7 +192,7 @@ def _run_by_age(
     for qkv, part_bias, part in zip(
         zip(*twice, strict=True), (None, bias), split_by_age(keys, bias_delay, own_row), strict=True
     ):
-        part_visible = Visibility(visible.mask, False, part)
+        part_visible = Visible(visible.mask, False, part)
         parts.append(_run_unchecked_backend(*qkv, part_bias, part_visible, numerics, backend))
     if any(statistics is None for _, statistics in parts):
         raise NotImplementedError(
@@ -250,7 +246,7 @@ def _run_in_python(
     key: Tensor,
     value: Tensor,
     bias: Tensor | None,
-    visible: Visibility,
+    visible: Visible,
     numerics: Numerics,
     backend: str,
 ) -> tuple[Tensor, Tensor | None]:

@@ -7,11 +7,11 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from ._core.checks import check_tensor
+from ._core.checks import check_integer, check_tensor
 from ._core.gradients import prefixes, widen
 from .functional import flash_dmattn_func
-from .keys.intervals import KeyIntervals, cut_query_rows
-from .keys.patterns import packed_documents, until_faded
+from .keys.intervals import KeyIntervals, cut_query_rows, intersect
+from .keys.patterns import packed_documents, sliding_window, until_faded
 from .keys.positions import check_batches, check_offsets
 from .scores import with_zero_sum_gradient
 
@@ -29,6 +29,7 @@ def forgetting_attention(
     prune: float | None = None,
     *,
     scale: float | None = None,
+    window_size: int | None = None,
     cu_seqlens: Tensor | None = None,
     deterministic: bool | None = None,
     backend: str | None = None,
@@ -49,6 +50,7 @@ def forgetting_attention(
         pruning). Heads of a group that share a key see it until it has faded for all of them. If scaled products are
         within +-U, each omitted key has at most exp(2 U + prune) times the weight of the query's own key.
     scale: the factor on query . key, 1 / sqrt(D) by default.
+    window_size: a query sees at most this many keys: its own and those before it. All keys before it by default.
     cu_seqlens: where packed sequences begin, and the total at the end: int32 [sequences + 1], or [B, sequences + 1] if rows
         of the batch have different sequences. Sq must then equal Sk.
     deterministic, backend: as in flash_dmattn_func.
@@ -61,7 +63,7 @@ def forgetting_attention(
     """
     cumulative = _cumulative_gates(log_fgate, query, key)
     length, rows = key.shape[1], query.shape[1]
-    shown = _visible_intervals(cumulative.detach(), prune, cu_seqlens, query, key)
+    shown = _visible_intervals(cumulative.detach(), prune, window_size, cu_seqlens, query, key)
     begins = range(0, max(rows, 1), ROWS)
     ends = [min(begin + ROWS, rows) for begin in begins]
     seen_lengths = [length - rows + end for end in ends]  # by the last of these rows
@@ -121,6 +123,7 @@ def _cumulative_gates(log_fgate: Tensor, query: Tensor, key: Tensor) -> Tensor:
 def _visible_intervals(
     cumulative: Tensor,
     prune: float | None,
+    window_size: int | None,
     cu_seqlens: Tensor | None,
     query: Tensor,
     key: Tensor,
@@ -134,10 +137,19 @@ def _visible_intervals(
             )
         check_offsets(cu_seqlens, "cu_seqlens", length, batched=True)
         check_batches(key.shape[:1], {"cu_seqlens": cu_seqlens})
+    shown: list[KeyIntervals] = []
     if prune is not None:
         if isinstance(prune, bool) or not isinstance(prune, Real) or not prune <= 0:
             raise ValueError(f"prune: got {prune!r}, expected a number of at most 0, or None")
-        return until_faded(cumulative, prune, heads, rows, cu_seqlens_k=cu_seqlens)
-    if cu_seqlens is not None:
-        return packed_documents(cu_seqlens, key_length=length, query_length=rows)
-    return None
+        shown.append(until_faded(cumulative, prune, heads, rows, cu_seqlens_k=cu_seqlens))
+    if window_size is not None:
+        check_integer(window_size, "window_size")
+        if window_size < 1:
+            raise ValueError(f"window_size: got {window_size}, expected 1 or more, or None")
+        window = sliding_window(
+            length, window_size, query_length=rows, device=key.device, cu_seqlens_k=cu_seqlens
+        )
+        shown.append(window)
+    elif prune is None and cu_seqlens is not None:
+        shown.append(packed_documents(cu_seqlens, key_length=length, query_length=rows))
+    return intersect(*shown) if shown else None

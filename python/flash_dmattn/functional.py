@@ -18,17 +18,25 @@ from ._core.checks import (
     refuse_transforms,
     resolve_backend,
     resolve_flag,
+    selection_scores_argument,
 )
 from ._core.foreign_arguments import check_names, refuses_foreign_arguments
 from ._core.gradients import expand
 from ._core.numerics import Numerics
-from ._dispatch import IN_PYTHON, attention, check_bias_delay, run_backend, with_lse
+from ._dispatch import (
+    IN_PYTHON,
+    attention,
+    check_bias_delay,
+    check_scores_have_rule,
+    run_backend,
+    with_lse,
+)
 from .keys.intervals import KeyIntervals
 from .keys.patterns import packed_documents
 from .keys.positions import KeyPositions, check_offsets
-from .keys.select_intervals import select_key_intervals
-from .keys.selection import ScoredRule, match_heads, scores_and_allowed
-from .keys.visibility import Visibility
+from .keys.rule import SelectionRule
+from .keys.select import scores_and_mask, select_at, with_common_heads
+from .keys.visible import Visible
 
 
 @refuses_foreign_arguments
@@ -104,23 +112,19 @@ def flash_dmattn_func(
     lse = -inf.
     """
     numerics = Numerics.from_arguments(scale, softmax_scale, softcap, nonfinite, deterministic)
+    rule = SelectionRule.from_arguments(
+        keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
+    )
     out, statistics = attention(
         query,
         key,
         value,
         attn_bias,
-        Visibility(attn_mask, is_causal, key_intervals),
-        ScoredRule.from_arguments(
-            selection_scores,
-            keep_window_size,
-            selection,
-            recent_window,
-            recent_competes,
-            sink_tokens,
-            score_threshold,
-        ),
+        Visible(attn_mask, is_causal, key_intervals),
         numerics,
-        backend,
+        rule=rule,
+        scores=selection_scores,
+        backend=backend,
         bias_delay=bias_delay,
     )
     return with_lse(out, statistics, return_lse, return_attn_probs, sink_logits, numerics.saturate)
@@ -208,17 +212,15 @@ def flash_dmattn_varlen_func(
     bias = _unpack_per_key(attn_bias, query, key, "attn_bias", saturate)
     if bias is not None:
         bias = bias_argument(bias, query, key, saturate)
-    scored_rule = ScoredRule.from_arguments(
-        _unpack_per_key(selection_scores, query, key, "selection_scores"),
-        keep_window_size,
-        selection,
-        recent_window,
-        recent_competes,
-        sink_tokens,
-        score_threshold,
-    ).checked_rule(query, key)
+    rule = SelectionRule.from_arguments(
+        keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
+    )
+    scores = _unpack_per_key(selection_scores, query, key, "selection_scores")
+    if scores is not None:
+        scores = selection_scores_argument(scores, query, key)
+    check_scores_have_rule(scores, rule)
     intervals = _packed_intervals(
-        query, key, bias, scored_rule, is_causal, cu_seqlens_q, cu_seqlens_k, max_seqlen_k
+        rule, scores, query, key, bias, is_causal, cu_seqlens_q, cu_seqlens_k, max_seqlen_k
     )
     own_row = None
     if bias_delay and not same_offsets:
@@ -226,7 +228,15 @@ def flash_dmattn_varlen_func(
             total_k, total_q, cu_seqlens_k=cu_seqlens_k, cu_seqlens_q=cu_seqlens_q
         ).own_row
     out, statistics = run_backend(
-        query, key, value, bias, Visibility(keys=intervals), numerics, backend, bias_delay, own_row
+        query,
+        key,
+        value,
+        bias,
+        Visible(intervals=intervals),
+        numerics,
+        backend,
+        bias_delay,
+        own_row,
     )
     if statistics is not None:
         statistics = statistics[:, 0]
@@ -241,39 +251,39 @@ def flash_dmattn_varlen_func(
 
 
 def _packed_intervals(
+    rule: SelectionRule | None,
+    own_scores: Tensor | None,
     query: Tensor,
     key: Tensor,
     bias: Tensor | None,
-    scored_rule: ScoredRule,
     is_causal: bool,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     max_seqlen_k: int | None,
 ) -> KeyIntervals:
     """Returns the intervals of packed sequences. query: [1, total_q, Hq, D]; key: [1, total_k, Hkv, D]."""
-    rule = scored_rule.rule
     total_q, total_k = query.shape[1], key.shape[1]
-    if rule.hides_keys():
-        if rule.reads_scores() and bias is None and scored_rule.scores is None:
+    if rule is not None:
+        rule.check_heads(key.shape[2])
+        if rule.reads_scores() and bias is None and own_scores is None:
             raise ValueError(
                 "keep_window_size: got no scores, expected one score per key in attn_bias or selection_scores: [total_k, H] "
                 f"with total_k = {total_k}"
             )
-        scores, allowed = scores_and_allowed(query, key, None, bias, scored_rule)
-        if scored_rule.scores is not None or not rule.has_room_for(total_k):
-            key_mask, heads = None, scores.shape[1]
-            if allowed is not None:
-                scores, key_mask = match_heads(query, key, scores, allowed.seen_by_any_query())
-                heads = max(scores.shape[1], key_mask.shape[1])
-            return select_key_intervals(
-                scores,
-                **rule.rule_of_heads(heads)._asdict(),
-                is_causal=is_causal,
-                key_mask=key_mask,
-                query_length=total_q,
+        scores, mask = scores_and_mask(rule, own_scores, query, key, bias, None)
+        if own_scores is not None or not rule.has_room_for(total_k):
+            key_mask = None if mask is None else mask[:, :, 0]
+            rule.check_causality(is_causal)
+            rule, scores, key_mask = with_common_heads(rule, query, key, scores, key_mask)
+            keys = KeyPositions.from_arguments(
+                total_k,
+                total_q,
                 cu_seqlens_k=cu_seqlens_k,
                 cu_seqlens_q=cu_seqlens_q,
+                key_mask=key_mask,
+                device=scores.device,
             )
+            return select_at(keys, scores, rule, is_causal)
     return packed_documents(
         cu_seqlens_k,
         cu_seqlens_q=cu_seqlens_q,

@@ -16,10 +16,20 @@ from ._core.checks import (
     resolve_flag,
 )
 from ._core.kv_checks import check_mask
+from .budgets import (
+    BYTES_OF_SLOT,
+    KeyBudgets,
+    SoftScores,
+    check_phase,
+    collected_scores,
+    divide_scores,
+    is_sink,
+    loss_of_records,
+)
 from .functional import flash_dmattn_func
 from .generation.cache import KVSlots
 from .keys.rule import SelectionRule
-from .scores import make_scores, with_zero_sum_gradient
+from .scores import bias_to_learn, make_scores, with_zero_sum_gradient
 
 SCORE_INPUTS = ("hidden", "value")
 
@@ -116,6 +126,8 @@ class DynamicMaskAttention(nn.Module):
         features = hidden_size if score_input == "hidden" else heads_kv * head_dim
         self.scores = make_scores(features, heads_kv, score, device=device, dtype=dtype)
         self.o_proj = nn.Linear(heads_q * head_dim, hidden_size, **options)
+        # ScoreBudget sets these: whether scores are also added to the attention scores, the phase "soft", and its gates.
+        self.scores_are_bias, self.soft_scores, self.temperature = True, None, None
 
     @property
     def keep_window_size(self) -> int | tuple[int, ...]:
@@ -169,7 +181,10 @@ class DynamicMaskAttention(nn.Module):
             project(hidden).view(batch, length, self.heads_kv, self.head_dim)
             for project in (self.k_proj, self.v_proj)
         )
-        scores = self.scores(hidden if self.score_input == "hidden" else value.flatten(2))
+        if self.score_input == "hidden":
+            scores = self.scores(hidden)
+        else:
+            scores = self.scores(value.flatten(2), projected=(self.v_proj, hidden))
         if self.rope is not None:
             rotated = self.rope(query, key, self._positions(length, cache, positions, hidden))
             query, key = _checked_rotation(rotated, query, key)
@@ -177,21 +192,36 @@ class DynamicMaskAttention(nn.Module):
         if cache is not None:
             query, key, value = (t.to(cache.k.dtype) for t in (query, key, value))
             if not cache.is_empty:
-                out = cache.extend(query, key, value, scores, key_mask=key_mask)
+                out = cache.extend(
+                    query,
+                    key,
+                    value,
+                    scores,
+                    key_mask=key_mask,
+                    scores_are_bias=self.scores_are_bias,
+                )
                 return self.o_proj(out.flatten(2).to(dtype))
-        out = flash_dmattn_func(
-            query,
-            key,
-            value,
-            attn_mask=key_mask,
-            attn_bias=with_zero_sum_gradient(scores),
-            is_causal=True,
-            **self.rule._asdict(),
-        )
+        options = self._scores_as_arguments(scores, key_mask)
+        out = flash_dmattn_func(query, key, value, attn_mask=key_mask, is_causal=True, **options)
         if cache is not None:
             with torch.no_grad():
                 cache.fill(key, value, scores, key_mask=key_mask)
         return self.o_proj(out.flatten(2).to(dtype))
+
+    def _scores_as_arguments(self, scores: Tensor, key_mask: Tensor | None) -> dict:
+        """Returns the arguments of attention for scores of a text."""
+        rule = self.rule._asdict()
+        if self.soft_scores is None and self.scores_are_bias:
+            return {"attn_bias": with_zero_sum_gradient(scores), **rule}
+        if self.soft_scores is not None:
+            chosen, bias = {}, self.soft_scores.gates(scores, self.temperature)
+        else:
+            chosen, bias = {"selection_scores": scores.detach(), **rule}, bias_to_learn(scores)
+            if bias is None:
+                return chosen
+        if self.rule.sink_tokens:
+            bias = torch.where(is_sink(scores, self.rule.sink_tokens, key_mask)[:, None], 0, bias)
+        return {"attn_bias": bias, "bias_delay": self.rule.recent_window, **chosen}
 
     def _check_arguments(
         self, hidden: Tensor, cache: KVSlots | None, key_mask: Tensor | None
@@ -232,6 +262,107 @@ class DynamicMaskAttention(nn.Module):
             else cache.seen[cache.rows.clamp(0, len(cache.seen) - 1)]
         )
         return counted + seen[:, None] + cache.pending
+
+
+class ScoreBudget:
+    """One budget of keys for all `DynamicMaskAttention` layers of a model: phases, the loss that closes gates, its division.
+
+        budget = ScoreBudget(model)
+        budget.set_phase("soft", temperature=0.3)
+        loss = own_loss(model(ids)) + 4 * budget.loss(target=1 / 8)   # in each step
+        budgets = budget.divide(texts, mean_keys=512)
+        budget.follow(budgets)                                         # and set_phase("hard")
+
+    In the phase "soft" queries see all keys, and the log gates of old keys (those that `recent_window` tokens follow) are added
+    to their attention scores; with a temperature the gates are sampled while gradients are on. In the phase "hard", which
+    layers begin with, the rule decides. Scores then choose keys and change nothing else, in a cache too, and learn by the
+    gradient of a bias of old keys.
+
+    model: its layers have `score="gate"`, or a function that returns log gates, 0 or less.
+    """
+
+    def __init__(self, model: nn.Module):
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
+        self.model = model
+        self.layers = [m for m in model.modules() if isinstance(m, DynamicMaskAttention)]
+        if not self.layers:
+            raise ValueError(
+                f"model: got a {type(model).__name__} without DynamicMaskAttention layers, expected some"
+            )
+        first = self.layers[0].rule
+        for layer in self.layers:
+            parts = (layer.rule.recent_window, layer.rule.sink_tokens)
+            if parts != (first.recent_window, first.sink_tokens):
+                raise ValueError(
+                    f"model: got layers with (recent_window, sink_tokens) {parts} and "
+                    f"{(first.recent_window, first.sink_tokens)}, expected the same in all"
+                )
+        for layer in self.layers:
+            layer.scores_are_bias = False
+        model.register_forward_pre_hook(self._begin_forward)
+
+    def set_phase(self, phase: str, temperature: float | None = None) -> None:
+        """Chooses the phase of all layers, "soft" or "hard". temperature: of sampled gates, see `budgets.stochastic_gates`."""
+        check_phase(phase, ("soft", "hard"), temperature)
+        for layer in self.layers:
+            layer.soft_scores = SoftScores() if phase == "soft" else None
+            layer.temperature = temperature
+
+    def loss(self, target: float, *, per_head: bool = False, mask: Tensor | None = None) -> Tensor:
+        """Returns max(0, share - target), where share is the mean gate of old keys in the last forward in the phase "soft".
+
+        target: 0 to 1. per_head: whether each head has this target, or the mean over all. mask: bool [B, S], False for padding.
+        Raises RuntimeError if there was no such forward with gradients since the last call.
+        """
+        rules = [layer.rule for layer in self.layers]
+        records = [layer.soft_scores for layer in self.layers]
+        return loss_of_records(records, rules, target, per_head, mask)
+
+    def divide(
+        self,
+        texts: Sequence[Tensor],
+        mean_keys: float = 512,
+        *,
+        quantile: float = 0.99,
+        bound: float = 2.0,
+    ) -> KeyBudgets:
+        """Divides a budget by the scores of sample texts of one length, each an input of the model for one sequence, in the phase
+        that is set. The arguments are those of `budgets.divide_scores`."""
+        rule, scores = self.layers[0].rule, []
+        for text in texts:
+            with (
+                collected_scores([layer.scores for layer in self.layers]) as of_text,
+                torch.no_grad(),
+            ):
+                self.model(text)
+            scores.append(of_text)
+        if not scores:
+            raise ValueError("texts: got none, expected a dozen or more")
+        sizes = (2 * layer.head_dim * layer.k_proj.weight.element_size() for layer in self.layers)
+        return divide_scores(
+            scores, mean_keys, rule.recent_window, rule.sink_tokens,
+            quantile=quantile, bound=bound, key_bytes=[size + BYTES_OF_SLOT for size in sizes],
+        )  # fmt: skip
+
+    def follow(self, budgets: KeyBudgets) -> None:
+        """Makes the rules of the layers those of the budgets."""
+        if len(budgets.caps) != len(self.layers):
+            raise ValueError(
+                f"budgets: got {len(budgets.caps)} layers, expected {len(self.layers)}"
+            )
+        rules = []
+        for layer, caps in zip(self.layers, budgets.caps, strict=True):
+            parts = {**budgets.rule_arguments(), "keep_window_size": caps}
+            rules.append(layer.rule._replace(**parts).checked_cache_rule())
+            rules[-1].check_heads(layer.heads_kv)
+        for layer, rule in zip(self.layers, rules, strict=True):
+            layer.rule = rule
+
+    def _begin_forward(self, model: nn.Module, args: tuple) -> None:
+        for layer in self.layers:
+            if layer.soft_scores is not None:
+                layer.soft_scores.open()
 
 
 def _checked_rotation(rotated: object, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

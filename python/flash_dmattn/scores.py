@@ -2,15 +2,136 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ._core.checks import check_count, check_floating, check_tensor
+from ._core.autograd import is_transformed, score_projection_direct
+from ._core.checks import check_count, check_floating, check_on_device, check_tensor
+from ._core.ops import has_kernels_for
+from ._core.projection_in_torch import score_projection as score_projection_in_torch
+from ._core.score_forms import FORMS, SCALED_FORMS, limit_gradient, score_gradients, score_of
+
+
+def score_projection(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    form: str = "projection",
+    A: Tensor | None = None,
+) -> Tensor:
+    """Computes the scores of every token, float32 (float64 for float64 hidden): [B, H, S].
+
+    With z = hidden . weight + bias, a score is z, or by the forms of `make_scores`: "gate": log sigmoid(z), "linear":
+    A * log(1 + exp(z)), "doge": exp(A * log(1 + exp(z))). "gelu" is for a layer between two projections.
+
+    A score's bits depend on its token's features and its head's weights alone, not on the other tokens: a token gets the
+    same score in a prompt, in a chunk of it, in a step, in any batch, and in compiled code. So equal tokens stay equal, and
+    of these a query keeps the most recent ones. torch's products round by the number of rows. z has the same bits on CPUs
+    and CUDA GPUs.
+
+    Args:
+        hidden: [B, S, F], float32, bfloat16, float16 or float64.
+        weight: [H, F], of any of these dtypes.
+        bias: [H], or None.
+        form: "projection", "gelu", "gate", "linear" or "doge".
+        A: [H], for the forms "linear" and "doge".
+    """
+    check_tensor(hidden, "hidden")
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    if hidden.dim() != 3 or not hidden.is_floating_point():
+        raise ValueError(
+            f"hidden: got {hidden.dtype} of shape {tuple(hidden.shape)}, expected floating numbers [B, S, F]"
+        )
+    if form not in FORMS:
+        raise ValueError(f"form: got {form!r}, expected one of {', '.join(map(repr, FORMS))}")
+    weight = _projection_argument(weight, "weight", (None, hidden.shape[2]), hidden, wide)
+    if bias is not None:
+        bias = _projection_argument(bias, "bias", (weight.shape[0],), hidden, wide)
+    if form in SCALED_FORMS:
+        A = _projection_argument(A, "A", (weight.shape[0],), hidden, wide)
+    elif A is not None:
+        raise ValueError(f"A: got a tensor, expected None with form {form!r}")
+    # torch's operators have all derivatives.
+    if not torch.compiler.is_compiling() and is_transformed():
+        bias = bias if bias is None else bias.to(wide)
+        return apply_form(F.linear(hidden.to(wide), weight.to(wide), bias), form, A)
+    if has_kernels_for(hidden) and (hidden.dtype != torch.float64 or not hidden.is_cuda):
+        return score_projection_direct(hidden, weight, bias, A, form)
+    return score_projection_in_torch(hidden, weight, bias, A, form)
+
+
+def _projection_argument(
+    tensor: Tensor, name: str, shape: tuple[int | None, ...], hidden: Tensor, wide: torch.dtype
+) -> Tensor:
+    """Checks a weight, bias or factor. Returns it in the dtype of hidden or in the wide one, which kernels read."""
+    check_tensor(tensor, name)
+    sizes = zip(shape, tensor.shape, strict=False)
+    if tensor.dim() != len(shape) or any(size not in (None, own) for size, own in sizes):
+        expected = ", ".join("H" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected [{expected}]")
+    check_floating(tensor.dtype, name)
+    check_on_device(tensor, name, hidden.device)
+    return tensor if tensor.dtype in (hidden.dtype, wide) else tensor.to(wide)
+
+
+class ScoreProjection(nn.Linear):
+    """A Linear that projects [B, S, in_features] to [B, S, out_features] by `score_projection`."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return score_projection(hidden, self.weight, self.bias).mT
+
+
+def project_scores(proj: nn.Module, features: Tensor, form: str, A: Tensor | None = None) -> Tensor:
+    """Returns the scores [B, H, S] of features [B, S, F], by `score_projection` if proj is a plain Linear.
+
+    A module with hooks, adapters or sharded weights is called.
+    """
+    if not _is_plain(proj):
+        return apply_form(proj(features), form, A)
+    return score_projection(features, proj.weight, proj.bias, form=form, A=A)
+
+
+def weights_of_product(
+    v_proj: nn.Module, proj: nn.Module, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None] | None:
+    """Returns weight and bias of the Linear that computes proj(v_proj(hidden)), in float32 or wider, for hidden states of
+    this dtype. None if one of the modules is not a plain Linear, so that it has to be called.
+
+    torch rounds the values of a token by the number of tokens beside it. Scores of these weights do not.
+    """
+    if not (_is_plain(v_proj) and _is_plain(proj)):
+        return None
+    dtype = torch.promote_types(dtype, torch.float32)
+    with _without_autocast(proj.weight.device.type):
+        own, inner, bias = proj.weight.to(dtype), v_proj.weight.to(dtype), proj.bias
+        if v_proj.bias is not None:
+            bias = own @ v_proj.bias.to(dtype) + (0 if bias is None else bias)
+        return own @ inner, bias
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether calling a module computes a Linear of its parameters and nothing else."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
+             module._backward_pre_hooks)  # fmt: skip
+    return (
+        type(module) in (nn.Linear, ScoreProjection, _Projection)
+        and "forward" not in vars(module)
+        and not any(hooks)
+        and not is_traceable_wrapper_subclass(module.weight)
+    )
+
+
+def apply_form(step: Tensor, form: str, A: Tensor | None) -> Tensor:
+    """Returns the scores [B, H, S] of projections [B, S, H], float32 or wider."""
+    if form == "doge":
+        return doge_scores_of(A, step)
+    return score_of(_widen(step), A, form)
 
 
 def make_scores(
@@ -61,7 +182,7 @@ def make_scores(
 
 
 class _Scores(nn.Module):
-    """Maps [B, S, features] to [B, heads, S] by `_make_scores`, which gets float32 or wider."""
+    """Maps [B, S, features] to [B, heads, S] by `_make_scores`, in float32 or wider."""
 
     def __init__(self, features: int, heads: int):
         super().__init__()
@@ -70,14 +191,15 @@ class _Scores(nn.Module):
     def extra_repr(self) -> str:
         return f"features={self.features}, heads={self.heads}"
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, projected: tuple[nn.Module, Tensor] | None = None) -> Tensor:
+        """Returns the scores of `hidden`. projected: the Linear and the input that `hidden` is the result of, if any."""
         check_tensor(hidden, "hidden")
         if hidden.dim() != 3 or hidden.shape[2] != self.features:
             raise ValueError(
                 f"hidden: got shape {tuple(hidden.shape)}, expected [B, S, {self.features}]"
             )
         with _without_autocast(hidden.device.type):
-            return self._make_scores(hidden.to(torch.promote_types(hidden.dtype, torch.float32)))
+            return self._make_scores(hidden, projected)
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager:
@@ -90,8 +212,9 @@ class _FunctionScores(_Scores):
         super().__init__(features, heads)
         self.function = function
 
-    def _make_scores(self, hidden: Tensor) -> Tensor:
-        return scores_of_heads(self.function(hidden), "score", (*hidden.shape[:2], self.heads))
+    def _make_scores(self, hidden: Tensor, projected: tuple | None) -> Tensor:
+        scores = self.function(hidden.to(torch.promote_types(hidden.dtype, torch.float32)))
+        return scores_of_heads(scores, "score", (*hidden.shape[:2], self.heads))
 
 
 def scores_of_heads(scores: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -105,8 +228,8 @@ def scores_of_heads(scores: Tensor, name: str, shape: tuple[int, ...]) -> Tensor
     return scores.transpose(1, 2).to(torch.promote_types(scores.dtype, torch.float32))
 
 
-class _Projection(nn.Linear):
-    """A Linear whose bias begins at one number, also where it is initialised again after `to_empty`."""
+class _Projection(ScoreProjection):
+    """A projection whose bias begins at one number, also where it is initialised again after `to_empty`."""
 
     def __init__(self, features: int, heads: int, first_bias: float, **options):
         self.first_bias = first_bias
@@ -118,28 +241,31 @@ class _Projection(nn.Linear):
 
 
 class _ProjectedScores(_Scores):
-    """Scores that `_scores_of` makes of a projection [B, S, heads]."""
+    """Scores of a form, which are made of a projection [B, S, heads]."""
 
     first_bias = 0.0
+    form: str
 
     def __init__(self, features: int, heads: int, device, dtype):
         super().__init__(features, heads)
         self.proj = _Projection(features, heads, self.first_bias, device=device, dtype=dtype)
+        self.register_parameter("A", None)
 
-    def _make_scores(self, hidden: Tensor) -> Tensor:
-        weight, bias = (t.to(hidden.dtype) for t in (self.proj.weight, self.proj.bias))
-        return self._scores_of(F.linear(hidden, weight, bias))
+    def _make_scores(self, hidden: Tensor, projected: tuple | None) -> Tensor:
+        if projected is not None:
+            v_proj, source = projected
+            weights = weights_of_product(v_proj, self.proj, source.dtype)
+            if weights is not None:
+                return score_projection(source, *weights, form=self.form, A=self.A)
+        return project_scores(self.proj, hidden, self.form, self.A)
 
 
 class _GateScores(_ProjectedScores):
-    first_bias = 3.0  # sigmoid(3) = 0.95
-
-    def _scores_of(self, z: Tensor) -> Tensor:
-        return F.logsigmoid(z).transpose(1, 2)
+    form, first_bias = "gate", 3.0  # sigmoid(3) = 0.95
 
 
 class _ScaledScores(_ProjectedScores):
-    """Scores of a projection, times a learned factor of each head."""
+    """Scores of a projection and a learned factor of each head."""
 
     first_factor: float
 
@@ -153,18 +279,11 @@ class _ScaledScores(_ProjectedScores):
 
 
 class _LinearScores(_ScaledScores):
-    first_factor = 0.5
-
-    def _scores_of(self, z: Tensor) -> Tensor:
-        # The order of the gradient: for another, torch's fake kernel of softplus's backward has wrong strides.
-        return self.A.to(z.dtype)[:, None] * F.softplus(z.transpose(1, 2).contiguous())
+    form, first_factor = "linear", 0.5
 
 
 class _DogeScores(_ScaledScores):
-    first_factor = 0.0
-
-    def _scores_of(self, z: Tensor) -> Tensor:
-        return doge_scores_of(self.A, z)
+    form, first_factor = "doge", 0.0
 
 
 _FORMS = {"gate": _GateScores, "linear": _LinearScores, "doge": _DogeScores}
@@ -180,15 +299,6 @@ def doge_scores_of(A: Tensor, step: Tensor) -> Tensor:
     return _Doge.forward(A, step)
 
 
-# The largest factor exp(x) in the gradient of a score. Above a score of 2^24, query . key no longer changes the float32
-# sum, so attention sees only the key with the highest score. Adam accumulates the square of the gradient; that of 2^46 is
-# 2^92.
-_LARGEST_FACTOR = 2.0**46
-# The limit of gradients that leave a score. The factors of earlier layers multiply it: unlimited, seven layers overflow
-# float32. With this limit even a sum over 2^60 keys stays finite.
-_LARGEST_GRADIENT = 2.0**64
-
-
 class _Doge(torch.autograd.Function):
     """Computes exp(A * softplus(step)).
 
@@ -199,51 +309,34 @@ class _Doge(torch.autograd.Function):
 
     @staticmethod
     def forward(A: Tensor, step: Tensor) -> Tensor:
-        factor, _, softplus = _widen_operands(A, step)
-        return (factor * softplus).clamp(max=_largest_exponent(softplus.dtype)).exp()
+        return score_of(_widen(step), A, "doge")
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        ctx.save_for_backward(*inputs, output)
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        A, step, scores = ctx.saved_tensors
-        factor, wide, softplus = _widen_operands(A, step)
-        is_below = factor * softplus <= _largest_exponent(wide.dtype)
-        gradient = gradient * scores.clamp(max=_LARGEST_FACTOR)
-        gradient = _limit_gradient(torch.where(is_below, gradient, 0))
-        dfactor = _limit_gradient(gradient * softplus).sum((0, 2))
-        largest = torch.finfo(wide.dtype).max
-        dsoftplus = (gradient * factor).clamp(-largest, largest)
-        z = wide.clamp(max=20).exp()  # softplus(x) is x above 20
-        dstep = torch.where(wide > 20, dsoftplus, dsoftplus * z / (z + 1))
-        return (
-            _limit_gradient(dfactor, A.dtype).to(A.dtype),
-            _limit_gradient(dstep, step.dtype).to(step.dtype).transpose(1, 2),
-        )
+        A, step = ctx.saved_tensors
+        dz, dfactor = score_gradients(gradient, _widen(step), A, "doge")
+        return dfactor, limit_gradient(dz, step.dtype).to(step.dtype).transpose(1, 2)
 
 
-def _widen_operands(A: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns A [H, 1], step [B, H, S] and its softplus, in float32 or wider."""
+def _widen(step: Tensor) -> Tensor:
+    """Returns [B, H, S], float32 or wider, of step [B, S, H]."""
     dtype = torch.promote_types(step.dtype, torch.float32)
     # In 16 bits the copy that widens also transposes: elementwise kernels over other strides take twice as long.
-    step = step.transpose(-1, -2).to(dtype, memory_format=torch.contiguous_format)
-    # A projection may overflow: 0 * inf would be NaN.
-    softplus = F.softplus(step).clamp(max=torch.finfo(dtype).max)
-    return A.to(dtype)[:, None], step, softplus
+    return step.transpose(-1, -2).to(dtype, memory_format=torch.contiguous_format)
 
 
-def _largest_exponent(dtype: torch.dtype) -> float:
-    """Returns the exponent of the dtype's largest number minus half a rounding unit, because exp of the exact one may
-    round to inf."""
-    info = torch.finfo(dtype)
-    return math.log(info.max) * (1 - info.eps / 2)
+def bias_to_learn(scores: Tensor) -> Tensor | None:
+    """Returns a bias of value 0 through which scores learn that only choose keys, or None if nothing learns.
 
-
-def _limit_gradient(gradient: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    limit = min(_LARGEST_GRADIENT, torch.finfo(dtype).max)
-    return gradient.clamp(-limit, limit)
+    The choice has no derivative. A key with a score of -inf is never among the best, so it gets no gradient.
+    """
+    if not (torch.is_grad_enabled() and scores.requires_grad):
+        return None
+    return (scores - scores.detach()).nan_to_num()
 
 
 def with_zero_sum_gradient(scores: Tensor) -> Tensor:

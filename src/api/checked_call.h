@@ -16,6 +16,8 @@ BackwardArgs plan_call(const BackwardArgs& args, const Execution& execution,
                        std::string_view backend, Plan<BackwardArgs>& plan);
 SelectionArgs plan_call(const SelectionArgs& args, const Execution& execution,
                         std::string_view backend, Plan<SelectionArgs>& plan);
+ScoreProjectionArgs plan_call(const ScoreProjectionArgs& args, const Execution& execution,
+                              std::string_view backend, Plan<ScoreProjectionArgs>& plan);
 PendingIntervalsArgs plan_call(const PendingIntervalsArgs& args, const Execution& execution,
                                std::string_view backend, Plan<PendingIntervalsArgs>& plan);
 CommitArgs plan_call(const CommitArgs& args, const Execution& execution, std::string_view backend,

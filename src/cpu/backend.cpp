@@ -9,6 +9,7 @@
 #include "cpu/forward_plan.h"
 #include "cpu/kv_cache.h"
 #include "cpu/make_task.h"
+#include "cpu/score_projection.h"
 #include "cpu/selection/selection.h"
 
 // The CPU's row of the table of backends. Like everything except the kernels, it is compiled for the baseline.
@@ -45,6 +46,7 @@ const Backend cpu_backend = {
         },
     .find_forward = cpu::find_plan<cpu::ForwardPlan, ForwardArgs>,
     .find_backward = cpu::find_plan<cpu::BackwardPlan, BackwardArgs>,
+    .find_score_projection = cpu::find_score_projection,
     .kernels =
         [] {
           const cpu::InstructionSet isa = cpu::chosen_instruction_set().isa;

@@ -96,7 +96,6 @@ std::size_t BackwardPlan::place(void* base, int workers) {
   if (t.intervals.data != nullptr) t.slot_keys = slot_keys_;
   t.dk_sums = space.take<float>(slots * t.head_dim_padded);
   t.dv_sums = space.take<float>(slots * t.head_dim_padded);
-  t.slot_forms = space.take<SlotForm>(slots);
   t.key_sums = space.take<double>(t.dbias_kind == DbiasKind::per_key ? slots * t.key_sum_heads : 0);
   t.query_sums = space.take<double>(
       t.dbias_kind == DbiasKind::per_query ? t.batch * t.heads_kv * t.group * t.seqlen_q : 0);

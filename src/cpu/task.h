@@ -105,13 +105,6 @@ enum class DbiasKind : std::uint8_t {
   dense_shared,  // dense, but shared by kv heads or batch elements (kernels/shared_dbias.h)
 };
 
-// The content of the rows of a slot.
-enum class SlotForm : std::uint8_t {
-  addable,  // sums to which fp32 products may be added
-  single,   // fp32 sums near its limits
-  halves,   // the upper halves of doubles: their exponents, and 20 bits of their mantissas
-};
-
 // Where gradients saturate. In bf16 that is at half of the largest number, so that a sum of two is still finite.
 constexpr float gradient_limit(DType dtype) {
   switch (dtype) {
@@ -143,10 +136,9 @@ struct BackwardTask : Task {
   const std::int32_t* slot_keys;   // [slots]: the key of each, ascending; null: slot = key
   float* dk_sums;                  // [slots, head_dim_padded]
   float* dv_sums;
-  SlotForm* slot_forms;  // [slots]
-  int key_sum_heads;     // 1, or G where dbias has the heads of a group apart
-  double* key_sums;      // per_key: [slots * key_sum_heads]; of a unit: [heads, slots]
-  double* query_sums;    // per_query: [B, Hq, Sq]
+  int key_sum_heads;   // 1, or G where dbias has the heads of a group apart
+  double* key_sums;    // per_key: [slots * key_sum_heads]; of a unit: [heads, slots]
+  double* query_sums;  // per_query: [B, Hq, Sq]
 
   // dense_shared: the members of a slab are visited in parts, so that there are enough items. If there is one part, its
   // sums are in a worker's scratch memory.
@@ -155,6 +147,24 @@ struct BackwardTask : Task {
   std::int64_t slabs, slab_heads;  // of dbias: (batch elements) * (kv heads), and kv heads
   std::int64_t slab_sums;          // Sq * dbias_heads * Sk
   double* dbias_sums;              // [dbias_parts, slabs, Sq, dbias_heads, Sk]
+};
+
+// The projection of a token is the sum of this many partial sums (flash_dmattn/scores.h).
+inline constexpr int projection_sums = 64;
+// Tokens of an item.
+inline constexpr std::int64_t projection_tokens = 16;
+
+// Tokens are [batch, seqlen] rows of features; strides in elements.
+struct ScoreProjectionTask {
+  std::int64_t batch, seqlen, features, heads;
+  const void* hidden;
+  std::int64_t hidden_batch, hidden_token;
+  const void* weight;  // f32, or the dtype of hidden
+  bool is_weight_f32;
+  std::int64_t weight_head;
+  const void* bias;  // may be null
+  DType bias_dtype;
+  float* scores;  // [batch, heads, seqlen]
 };
 
 // The functions of one instruction set. Items depend neither on each other nor on the worker that runs them.
@@ -176,6 +186,8 @@ struct Kernels {
   void (*shared_dbias)(const BackwardTask&, std::int64_t item, void* scratch);
   void (*add_dbias_parts)(const BackwardTask&, std::int64_t tile, std::int64_t slab);
   void (*reduce)(const BackwardTask&, std::int64_t item);  // B * Hkv * key_blocks items
+  // One item for every projection_tokens tokens of all rows.
+  void (*project_scores)(const ScoreProjectionTask&, std::int64_t item);
 };
 
 // By the dtype of the arrays. One translation unit each, src/cpu/isa/<name>.cpp.

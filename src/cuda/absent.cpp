@@ -7,8 +7,8 @@ namespace {
 
 constexpr const char* reason = "this build has no CUDA backend";
 
-template <class Args>
-PlanFunction<Args> find_plan(const Problem&, std::string& why) {
+template <class Args, class Subject>
+PlanFunction<Args> find_plan(const Subject&, std::string& why) {
   why = reason;
   return nullptr;
 }
@@ -19,8 +19,9 @@ const Backend cuda_backend = {
     .name = "cuda",
     .device = Device::cuda,
     .info = [] { return BackendInfo{"cuda", false, reason}; },
-    .find_forward = find_plan<ForwardArgs>,
-    .find_backward = find_plan<BackwardArgs>,
+    .find_forward = find_plan<ForwardArgs, Problem>,
+    .find_backward = find_plan<BackwardArgs, Problem>,
+    .find_score_projection = find_plan<ScoreProjectionArgs, ScoreProjectionArgs>,
     .kernels = [] { return std::vector<std::string>(); },
 };
 

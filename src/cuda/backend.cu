@@ -1,6 +1,7 @@
 #include "backend.h"
 
 #include "cuda/kv_cache/kv_cache.h"
+#include "cuda/score_projection/score_projection.h"
 #include "cuda/selection/selection.h"
 #include "family_table.h"
 #include "flash_dmattn/error.h"
@@ -128,6 +129,7 @@ const Backend cuda_backend = {
     .info = cuda::info,
     .find_forward = cuda::find_forward,
     .find_backward = cuda::find_backward,
+    .find_score_projection = cuda::find_score_projection,
     .kernels = cuda::kernel_names,
     .selection = &cuda::selection_backend,
     .kv = &cuda::kv_backend,

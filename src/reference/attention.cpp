@@ -317,6 +317,7 @@ const Backend reference_backend = {
     .info = [] { return BackendInfo{"reference", true, "loops in double"}; },
     .find_forward = reference::find_plan<reference::ForwardPlan, ForwardArgs>,
     .find_backward = reference::find_plan<reference::BackwardPlan, BackwardArgs>,
+    .find_score_projection = reference::find_score_projection,
     .kernels = [] { return std::vector<std::string>{"reference forward", "reference backward"}; },
     .kv = &reference::kv_backend,
 };

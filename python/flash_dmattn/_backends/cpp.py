@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._core.autograd import forward_direct, select_and_attend_direct
 from .._core.numerics import Numerics
-from ..keys.visibility import TopKeysByBias, Visibility
+from ..keys.visible import Visible
 
 
 def attention(
@@ -15,7 +15,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
-    visible: Visibility,
+    visible: Visible,
     numerics: Numerics,
     backend: str = "",
     bias_delay: int = 0,
@@ -28,13 +28,21 @@ def attention(
     if q.is_cuda and (q.shape[3] % 8 or value_dim % 8):
         q, k, v = (_pad_head_dim(t) for t in (q, k, v))
     options = (visible.is_causal, bias_delay, *numerics, backend)
-    if isinstance(visible.keys, TopKeysByBias):
-        window = visible.keys.keep_window_size
-        out, statistics, _ = select_and_attend_direct(q, k, v, bias, window, *options)
+    if visible.window is not None:
+        out, statistics, _ = select_and_attend_direct(q, k, v, bias, visible.window, *options)
     else:
-        operands = visible.operands()
+        operands = _key_operands(visible)
         out, statistics = forward_direct(q, k, v, visible.mask, bias, *operands, *options)
     return out if out.shape[3] == value_dim else out[..., :value_dim], statistics
+
+
+def _key_operands(visible: Visible) -> tuple[Tensor | None, tuple[int, ...]]:
+    """Returns the operators' arguments key_intervals and key_bound."""
+    keys = visible.intervals
+    if keys is None:
+        return None, ()
+    base, per_query = (-1, 0) if keys.bound is None else keys.bound  # -1: unknown
+    return keys.intervals, (base, per_query, int(keys.consecutive))
 
 
 def _pad_head_dim(tensor: Tensor) -> Tensor:

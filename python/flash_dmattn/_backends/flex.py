@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from .._core.checks import MASK_VALUE
 from .._core.gradients import narrow_gradient
 from .._core.numerics import Numerics
-from ..keys.visibility import Visibility
+from ..keys.visible import Visible
 
 _BLOCK = 128  # queries and keys of a block of the BlockMask
 _COMPILED_FORMS = 256  # the most forms of calls whose kernels stay compiled
@@ -38,7 +38,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
-    visible: Visibility,
+    visible: Visible,
     numerics: Numerics,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes out and the statistics [1, B, Hq, Sq], which are lse, for arguments in normal form.
@@ -89,7 +89,7 @@ def flex_mask_options(
     q: Tensor,
     k: Tensor,
     bias: Tensor | None,
-    visible: Visibility,
+    visible: Visible,
     softcap: float = 0.0,
     undefined: list[Tensor] | None = None,
 ) -> dict[str, object]:
@@ -263,8 +263,8 @@ def _score_and_mask_mods(q, k, bias, visible, softcap, undefined):
     return score_mod if modified else None, visible
 
 
-def _intervals_of(visible: Visibility) -> Tensor | None:
-    return None if visible.keys is None else visible.keys.intervals
+def _intervals_of(visible: Visible) -> Tensor | None:
+    return None if visible.intervals is None else visible.intervals.intervals
 
 
 def _blocks(q, k, bias, visible):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,16 @@ from torch.compiler import is_compiling
 
 from . import torch_registrations
 from .load import NAMESPACE
-from .ops import BACKWARD, FORWARD, SELECT_AND_ATTEND, backward, forward, select_and_attend
+from .ops import (
+    BACKWARD,
+    FORWARD,
+    SELECT_AND_ATTEND,
+    backward,
+    forward,
+    score_projection,
+    select_and_attend,
+)
+from .score_forms import score_gradients
 from .signatures import GRADIENTS, Signature
 
 # Error texts for unsupported derivatives. The caller prefixes the package's or the argument's name.
@@ -157,6 +166,50 @@ class _Gradients(torch.autograd.Function):
         raise RuntimeError(NO_SECOND_DERIVATIVE)
 
 
+class _ScoreProjection(torch.autograd.Function):
+    """The operator `score_projection`. Its derivatives are made of torch's operators, which have derivatives of their own."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        save_projection(ctx, inputs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return score_projection(*inputs)
+
+    @staticmethod
+    def backward(ctx, dscores):
+        return projection_gradients(ctx, score_projection, dscores)
+
+
+def save_projection(ctx, inputs: tuple) -> None:
+    """Saves hidden, weight, bias, factor and form for projection_gradients."""
+    *tensors, ctx.form = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def projection_gradients(ctx, project: Callable, dscores: Tensor) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of the arguments of `project`, from sums in the dtype of dscores [B, H, S].
+
+    Projections are computed again, because they are as large as the scores but are needed only here.
+    """
+    hidden, weight, bias, factor = ctx.saved_tensors
+    needed, dtype = ctx.needs_input_grad, dscores.dtype
+    dhidden = dweight = dbias = None
+    with torch.autocast(dscores.device.type, enabled=False):
+        z = (
+            dscores
+            if ctx.form == "projection"
+            else project(hidden, weight, bias, None, "projection")
+        )
+        dz, dfactor = score_gradients(dscores, z, factor, ctx.form)
+        if needed[0]:
+            dhidden = (dz.mT @ weight.to(dtype)).to(hidden.dtype)
+        if needed[1]:
+            dweight = (dz @ hidden.to(dtype)).sum(0).to(weight.dtype)
+        if needed[2]:
+            dbias = dz.sum((0, 2)).to(bias.dtype)
+    return dhidden, dweight, dbias, dfactor, None
+
+
 def _with_autograd(operator, function: type[torch.autograd.Function]):
     def call(*inputs):
         _check_tangents(inputs)
@@ -209,6 +262,8 @@ _autograd = torch.library.Library(NAMESPACE, "FRAGMENT")
 _autograd.impl("forward", _with_autograd(forward, _Attention), "Autograd")
 _autograd.impl("select_and_attend", _with_autograd(select_and_attend, _SelectAndAttend), "Autograd")
 _autograd.impl("backward", _with_autograd(backward, _Gradients), "Autograd")
+_autograd.impl("score_projection", _with_autograd(score_projection, _ScoreProjection), "Autograd")
 
 forward_direct = _bypass_dispatcher(forward, _Attention)
 select_and_attend_direct = _bypass_dispatcher(select_and_attend, _SelectAndAttend)
+score_projection_direct = _bypass_dispatcher(score_projection, _ScoreProjection)

@@ -70,6 +70,35 @@ def attention_inputs(
     return query, key, value
 
 
+def attention_arguments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    scores: Tensor | None,
+    saturate: bool,
+    backend: str | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, str]:
+    """Checks the tensors of a call, and the name of a backend, and returns them in normal form.
+
+    bias, mask, scores: as `bias_argument`, `mask_argument` and `selection_scores_argument` return them.
+    """
+    backend = resolve_backend(backend)
+    query, key, value = attention_inputs(query, key, value, "B, S, H, D", backend)
+    if not is_compiling() and is_transformed():
+        refuse_transforms(
+            query=query, key=key, value=value, attn_bias=bias, selection_scores=scores
+        )
+    if bias is not None:
+        bias = bias_argument(bias, query, key, saturate)
+    if scores is not None:
+        scores = selection_scores_argument(scores, query, key)
+    if mask is not None:
+        mask = mask_argument(mask, query, key)
+    return query, key, value, bias, mask, scores, backend_of(query, backend)
+
+
 def are_alike(query: object, key: object, value: object) -> bool:
     """Returns True if the three are known to be dense tensors of one supported dtype and one device.
 
@@ -315,6 +344,11 @@ def broadcast_argument(tensor: Tensor, name: str, query: Tensor, key: Tensor) ->
 def add_query_dimension(tensor: Tensor) -> Tensor:
     """Returns a mask or bias with four dimensions."""
     return tensor.unsqueeze(2) if tensor.dim() == 3 else tensor
+
+
+def squeeze_query_dimension(tensor: Tensor) -> Tensor:
+    """Returns scores or a bias as [B, H, Sk] if they are the same for every query."""
+    return tensor.squeeze(2) if tensor.dim() == 4 and tensor.shape[2] == 1 else tensor
 
 
 def mask_argument(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -71,6 +71,17 @@ def _select_fake(named):
     return scores.new_empty((*scores.shape, 2), dtype=torch.int32)
 
 
+@_register_fake("score_projection")
+def _score_projection_fake(named):
+    return empty_scores(named["hidden"], named["weight"])
+
+
+def empty_scores(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Makes an empty tensor for the scores [B, H, S] of hidden [B, S, F] and weight [H, F]."""
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    return hidden.new_empty((hidden.shape[0], weight.shape[0], hidden.shape[1]), dtype=dtype)
+
+
 # The six tensors of a KV cache come first: k_cache, v_cache, score_cache, positions, counts, seen.
 
 

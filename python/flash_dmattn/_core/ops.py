@@ -15,6 +15,7 @@ forward = operators.forward.default
 backward = operators.backward.default
 select_and_attend = operators.select_and_attend.default
 select_key_intervals = operators.select_key_intervals.default
+score_projection = operators.score_projection.default
 measure_key_bound = operators.measure_key_bound.default
 build_tile_lists = operators.build_tile_lists.default
 backends = operators.backends.default
@@ -45,8 +46,8 @@ _has_cuda._dynamo_marked_constant = True
 
 
 def has_kernels_for(tensor: Tensor) -> bool:
-    """Whether the library selects keys and builds tile lists on this tensor's device; if not, keys/selection_in_torch.py
-    does."""
+    """Whether the library projects scores, selects keys and builds tile lists on this tensor's device; if not,
+    projection_in_torch.py and keys/in_torch.py do."""
     return tensor.is_cpu or tensor.is_meta or (tensor.is_cuda and _has_cuda())
 
 

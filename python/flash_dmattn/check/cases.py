@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..functional import flash_dmattn_func
 from ..keys.intervals import KeyIntervals
-from ..keys.select_intervals import select_key_intervals
+from ..keys.select import select_key_intervals
 from .oracle import Problem, Result
 
 _INSTALLED = Path(__file__).with_name("attention.csv")

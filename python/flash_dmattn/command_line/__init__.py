@@ -1,1 +1,1 @@
-"""The commands of `python -m flash_dmattn`: check, info and serve."""
+"""The commands of `python -m flash_dmattn`: check and info."""

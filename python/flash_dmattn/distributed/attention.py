@@ -11,10 +11,10 @@ from torch import Tensor
 
 from .._core.checks import may_read
 from .._dispatch import attention, with_lse
+from ..keys.in_torch import find_sinks
 from ..keys.intervals import KeyIntervals
-from ..keys.rule import SelectionRule, find_sinks
-from ..keys.selection import ScoredRule
-from ..keys.visibility import Visibility
+from ..keys.rule import SelectionRule
+from ..keys.visible import Visible
 from ..scores import with_zero_sum_gradient
 from ._exchange.arguments import AttendOptions, ExchangeArguments, check_causality
 from ._exchange.earlier_keys import PrependEarlierKeys
@@ -340,20 +340,21 @@ def attend_to_pieces(
     own_row = None
     if rule.is_window() and exchanged.documents is None and not bias_delay:
         # A window needs only the order of the keys, and they are in the order of their positions.
-        visible = Visibility(None, True)
-        scored_rule = ScoredRule(rule, None if exchanged.bias_is_score else exchanged.scores)
+        visible = Visible(None, True)
+        scores = None if exchanged.bias_is_score else exchanged.scores
     else:
         own_row, visible = seen_keys(exchanged)
-        scored_rule = ScoredRule()
+        rule = scores = None
     out, statistics = attention(
         query,
         exchanged.key,
         exchanged.value,
         bias,
         visible,
-        scored_rule,
         numerics,
-        backend,
+        rule=rule,
+        scores=scores,
+        backend=backend,
         bias_delay=bias_delay,
         own_row=own_row,
     )
@@ -367,7 +368,7 @@ def check_exchanged(exchanged: object) -> None:
         )
 
 
-def seen_keys(exchanged: ExchangedKeys) -> tuple[Tensor, Visibility]:
+def seen_keys(exchanged: ExchangedKeys) -> tuple[Tensor, Visible]:
     """Returns the row at each key's position, int64 [B, Hkv, places + n], and the keys that each query sees."""
     boundary = exchanged.boundary
     own_row, selected = select_in_piece(
@@ -379,8 +380,8 @@ def seen_keys(exchanged: ExchangedKeys) -> tuple[Tensor, Visibility]:
         boundary.rule,
     )
     n = exchanged.scores.shape[2] - boundary.places
-    return own_row, Visibility(
-        keys=KeyIntervals(selected, n, boundary.rule.key_bound(is_causal=True))
+    return own_row, Visible(
+        intervals=KeyIntervals(selected, n, boundary.rule.key_bound(is_causal=True))
     )
 
 

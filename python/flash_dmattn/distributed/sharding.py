@@ -87,6 +87,23 @@ def _append_options(signature: Signature, placements: list) -> list:
     return placements + [None] * len(signature.options)
 
 
+@register_sharding(ops.score_projection)
+def _projection_placements(hidden, weight, bias, factor, form):
+    """Splits batch elements, tokens or heads. Features stay together, because a score adds them in one order."""
+    most = max(hidden.mesh.shape)
+    whole = Replicate()
+    splits = [
+        (hidden.shape[0], Shard(0), Shard(0), whole),
+        (hidden.shape[1], Shard(2), Shard(1), whole),
+        (weight.shape[0], Shard(1), whole, Shard(0)),
+    ]
+    splits = [split for size, *split in splits if size > 1 and size % most == 0]
+    return [
+        ([out], [tokens, heads, *(None if t is None else heads for t in (bias, factor)), None])
+        for out, tokens, heads in [(whole, whole, whole), *splits]
+    ]
+
+
 for _operator in (
     ops.forward,
     ops.select_and_attend,

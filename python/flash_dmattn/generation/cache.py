@@ -18,8 +18,8 @@ from .._core.kv_checks import (
 from .._core.numerics import Numerics
 from .._dispatch import run_backend
 from ..keys.intervals import KeyIntervals
-from ..keys.select_intervals import select_key_intervals
-from ..keys.visibility import Visibility
+from ..keys.select import select_key_intervals
+from ..keys.visible import Visible
 from .slot_memory import SlotMemory
 
 _VICTIM_POSITION = 7  # the index of the victim's position in the last dimension of `counts`
@@ -162,7 +162,7 @@ class KVSlots(SlotMemory):
             )
         seen = as_row_indices(seen, "seen", self.batch)
         entries, length = self.positions.flatten(1), shape[2]
-        head, taken, _ = self._describe_slots()
+        head, _, taken, _ = self._describe_slots()
         index = torch.where(entries < 0, ~entries, entries)
         index = head * length + index.clamp(max=length - 1)  # any index will do without a key
         at = positions.flatten(1).gather(1, index)
@@ -180,8 +180,50 @@ class KVSlots(SlotMemory):
         victim.copy_(positions.gather(-1, index[..., None])[..., 0])
         self.seen.copy_(seen)
 
-    def _describe_slots(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the head of each slot, int64 [total], and whether it has been taken or has a pending token, bool [B, total].
+    @torch.no_grad()
+    def rescore_last(self, scores: Tensor, key_mask: Tensor | None = None) -> None:
+        """Gives the last key of each head the score that is known when the next token comes.
+
+        scores: float32 [B, Hkv]. key_mask: bool [B], False for rows that stay as they are. Raises ValueError if a key
+            competes sooner than two tokens after itself.
+        """
+        self._refuse_rows()
+        if tuple(scores.shape) != (expected := (self.batch, self.heads_kv)):
+            raise ValueError(f"scores: got shape {tuple(scores.shape)}, expected {expected}")
+        if self.rule.delay() < 2:
+            raise ValueError(
+                f"recent_window: got {self.rule.recent_window} with recent_competes={self.rule.recent_competes}, expected 2 or more "
+                "with False"
+            )
+        entries, held_scores = self.positions.flatten(1), self.scores.flatten(1)
+        head, number, taken, is_pending = self._describe_slots()
+        held = (taken | is_pending) & (entries != _NO_KEY)
+        at = torch.where(entries < 0, ~entries, entries).where(held, -1)
+        is_last = held & (at == self._largest_of_heads(at)[:, head])
+        if key_mask is not None:
+            is_last = is_last & key_mask[:, None]
+        scores = scores[:, head]
+        competes = ~scores.isnan() & (number >= self.rule.sink_tokens)
+        if self.rule.score_threshold is not None:
+            competes = competes & (scores.double() >= self.rule.score_threshold)
+        always_seen = self.rule.sink_tokens + self.rule.recent_window
+        for h, places in enumerate(self.rule.places_of_heads(self.heads_kv)):
+            if places == always_seen:
+                competes = competes & (head != h)
+        entries = torch.where(is_last, torch.where(competes, at, ~at), entries)
+        self.positions.copy_(entries.view_as(self.positions))
+        self.scores.copy_(torch.where(is_last, scores, held_scores).view_as(self.scores))
+
+    def _largest_of_heads(self, numbers: Tensor) -> Tensor:
+        """Returns the largest of numbers [B, total], one for each slot, of each head, [B, Hkv]. Each head has slots."""
+        if self._has_equal_heads:
+            return numbers.view_as(self.positions).amax(-1)
+        sizes = [places + self.chunk for places in self.rule.places_of_heads(self.heads_kv)]
+        return torch.stack([t.amax(-1) for t in numbers.split(sizes, 1)], 1)
+
+    def _describe_slots(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns the head of each slot and its number in this head, int64 [total], and whether it has been taken or has a pending
+        token, bool [B, total].
 
         No number is copied from the host, so that a CUDA graph can capture it.
         """
@@ -199,11 +241,11 @@ class KVSlots(SlotMemory):
                 token = torch.where(is_of_head, slot - pending, token)
         taken = number < self.counts[..., 0][:, head]
         is_pending = (0 <= token) & (token < self.pending)
-        return head, taken, is_pending.expand_as(taken)
+        return head, number, taken, is_pending.expand_as(taken)
 
     def _held_keys(self) -> Tensor:
         """Returns which slots that attention reads hold a key, bool [B, Hkv, places + pending] or [B, 1, total]."""
-        _, taken, is_pending = self._describe_slots()
+        _, _, taken, is_pending = self._describe_slots()
         held = (taken | is_pending) & (self.positions.flatten(1) != _NO_KEY)
         if not self._has_equal_heads:
             return held[:, None]
@@ -420,7 +462,7 @@ class KVSlots(SlotMemory):
         queries = check_query(self._by_token, query=query)
         scores_are_bias = check_flag(scores_are_bias, "scores_are_bias")
         return_lse = resolve_flag(return_lse, "return_lse")
-        visible = Visibility(keys=self.pending_intervals(queries))
+        visible = Visible(intervals=self.pending_intervals(queries))
         numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None)
         if self._has_equal_heads:
             end = self.places + self.pending

@@ -28,7 +28,7 @@ from .._core.kv_checks import (
 )
 from .._core.numerics import Numerics
 from ..functional import flash_dmattn_func
-from ..keys.select_intervals import select_key_intervals
+from ..keys.select import select_key_intervals
 from .cache import KVSlots
 
 T = TypeVar("T")

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Self
 
@@ -377,18 +376,6 @@ class SlotMemory:
             self.backend,
         )
         self.pending, self.is_empty = snapshot.pending, self.rows is None and snapshot.is_empty
-
-    def copy_states(self) -> tuple[Tensor, Tensor]:
-        """Returns copies of k and v, [B, Hkv, places + pending, D or Dv]. Heads with fewer places are padded with zeros."""
-
-        def by_head(slots: Tensor) -> Tensor:
-            size = self.places + self.pending
-            if self._has_equal_heads:
-                return slots[:, :, :size].clone()
-            parts = (slots[:, first : end + self.pending] for first, end in self._head_ranges())
-            return torch.stack([F.pad(t, (0, 0, 0, size - t.shape[1])) for t in parts], 1)
-
-        return by_head(self.k), by_head(self.v)
 
     def state_dict(self) -> dict[str, Tensor | int]:
         """Returns the tensors to save. They are not copies."""

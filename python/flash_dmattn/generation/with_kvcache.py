@@ -33,8 +33,8 @@ from .._core.numerics import Numerics
 from .._dispatch import IN_PYTHON, run_backend, with_lse
 from ..keys.intervals import KeyIntervals
 from ..keys.rule import SelectionRule
-from ..keys.select_intervals import select_key_intervals
-from ..keys.visibility import Visibility
+from ..keys.select import select_key_intervals
+from ..keys.visible import Visible
 from .cache import KVSlots
 
 __all__ = ["KVSlots", "flash_dmattn_with_kvcache"]
@@ -181,9 +181,9 @@ def _attend_to_all_keys(
     length = _common_length(lengths, query.shape[1], k_cache.shape[1]) if everything else None
     if length is None:
         keys = _cache_intervals(score_cache, lengths, cache_leftpad, rule, query, k_cache)
-        visible = Visibility(keys=keys)
+        visible = Visible(intervals=keys)
     else:
-        visible = Visibility(is_causal=query.shape[1] > 1)
+        visible = Visible(is_causal=query.shape[1] > 1)
         k_cache, v_cache = k_cache[:, :length], v_cache[:, :length]
     bias = None
     if scores_are_bias and score_cache is not None:

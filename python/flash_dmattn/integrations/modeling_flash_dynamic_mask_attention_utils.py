@@ -2,10 +2,10 @@
 
 from torch import Tensor, dtype
 
-from ._shared.attention_interface.dtypes import cast_states
 from ._shared.attention_interface.layer_attention import (
     compute_layer_attention as _flash_dynamic_mask_attention_forward,
 )
+from ._shared.attention_interface.states import cast_states
 
 __all__ = ["_flash_dynamic_mask_attention_forward", "fdma_peft_integration_check"]
 

@@ -84,11 +84,6 @@ class KeyIntervals:
         first, last = self.intervals.unbind(-1)
         return first < last
 
-    def bound_operand(self) -> tuple[int, int, int]:
-        """Returns the operators' argument key_bound."""
-        base, per_query = (-1, 0) if self.bound is None else self.bound  # -1: unknown
-        return base, per_query, int(self.consecutive)
-
     def to(self, device) -> KeyIntervals:
         return self.with_intervals(self.intervals.to(device))
 

@@ -54,6 +54,11 @@ def prefix_lm(
     return _make_intervals(keys, first, None, (key_length, 0))
 
 
+def causal_intervals(query: Tensor, key: Tensor) -> KeyIntervals:
+    """Returns causality as intervals."""
+    return prefix_lm(key.shape[1], 0, query_length=query.shape[1], device=key.device)
+
+
 def packed_documents(
     cu_seqlens_k: Tensor,
     *,

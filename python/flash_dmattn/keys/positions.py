@@ -17,14 +17,13 @@ _ONE_FOR_EACH_ROW = ("query_position", "prefix_length")
 class ShownKeys(NamedTuple):
     """The query rows to which each key is shown before any selection. All tensors are int64 [B or 1, H or 1, Sk].
 
-    Keys that appear later may beat a key. So keys have to appear in their order, and leave either all together or by
-    document, where each document leaves before the next one appears.
+    Keys that appear later may beat a key. So keys have to appear in their order (`first` rises over the keys that are
+    shown), and leave either all together or by document, where each document leaves before the next one appears.
     """
 
     first: Tensor  # the first row to which the key is shown
     last: Tensor  # the row after the last one; the key is never shown if it is `first` or less
     own_row: Tensor  # the row at the key's position, perhaps outside of the query's rows
-    appears: Tensor  # the first row at which the key may compete; rising
     document: Tensor | None = None  # the key's document, rising; None: all keys leave together
 
 
@@ -111,12 +110,11 @@ class KeyPositions(NamedTuple):
     def shown_keys(self, is_causal: bool) -> ShownKeys:
         """Returns the keys for a selection, in the order of their positions."""
         first = torch.maximum(self.begin, self.own_row) if is_causal else self.begin
-        keys = (first, self.end, self.own_row, first, self.document)
-        if self.order is not None:
-            keys = (self._sort_by_position(key) for key in keys)
-        first, last, own_row, appears, document = keys
         # A key that is not present has an empty range of rows, so it beats no other key.
-        return ShownKeys(first, last, own_row, appears.clamp(min=0), document)
+        keys = (first, self.end, self.own_row, self.document)
+        return ShownKeys(
+            *(key if self.order is None else self._sort_by_position(key) for key in keys)
+        )
 
     def _sort_by_position(self, tensor: Tensor | None) -> Tensor | None:
         if tensor is None:

@@ -5,14 +5,13 @@ consecutive queries: `KeyIntervals` describe them exactly.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .._core.checks import MASK_VALUE, may_read
+from .in_torch import count_ranges
 from .intervals import KeyIntervals
-from .selection_in_torch import count_ranges
 
 # Mask elements per step: bounds the memory for recognising a mask.
 _BLOCK_ELEMENTS = 1 << 22
@@ -40,62 +39,6 @@ def cached_result(memo: Memo | None, name: str, tensor: torch.Tensor, find: Call
     if known is None or known[0] is not tensor:
         known = memo.known[name] = (tensor, find(tensor))
     return known[1]
-
-
-class AllowedElements(NamedTuple):
-    """The elements that queries may see apart from causality: the mask is True there, and the bias does not mask.
-
-    Mask and bias are [B or 1, H or 1, Sq or 1, Sk]. One of them may be None.
-    """
-
-    mask: torch.Tensor | None
-    bias: torch.Tensor | None
-
-    # A method: torch.compile of torch 2.10 cannot trace properties of a named tuple.
-    def shape(self) -> torch.Size:
-        """Returns the common shape of mask and bias, [B or 1, H or 1, Sq or 1, Sk]."""
-        sizes = zip(*(part.shape for part in self.parts()), strict=True)
-        return torch.Size(0 if 0 in lengths else max(lengths) for lengths in sizes)
-
-    def parts(self) -> list[torch.Tensor]:
-        return [part for part in (self.mask, self.bias) if part is not None]
-
-    def rows(self, start: int, stop: int) -> torch.Tensor:
-        """Returns the allowed elements of the rows [start, stop), bool [B or 1, H or 1, stop - start, Sk]."""
-        heads = self.shape()[1]
-        allowed = None
-        for part in self.parts():
-            block = part[:, :, start:stop] if part.shape[2] > 1 else part
-            block = block if part is self.mask else block > MASK_VALUE[block.dtype]
-            if block.shape[1] not in (1, heads):
-                block = block.repeat_interleave(heads // block.shape[1], 1)
-            allowed = block if allowed is None else allowed & block
-        return allowed
-
-    def to_mask(self) -> torch.Tensor:
-        """Returns the mask and the bias as one bool mask. Without a bias this is the mask itself."""
-        return self.mask if self.bias is None else self.rows(0, self.shape()[2])
-
-    def seen_by_any_query(self) -> torch.Tensor:
-        """Returns whether any query may see each key, bool [B, H, Sk]."""
-        if self.bias is None:
-            return self.mask.any(2)
-        batch, heads, seqlen_q, seqlen_k = self.shape()
-        if seqlen_q == 1:  # without a loop, whose steps would be in the guards of compiled code
-            return self.rows(0, 1)[:, :, 0]
-        seen = self.bias.new_zeros((batch, heads, seqlen_k), dtype=torch.bool)
-        step = _rows_of_block(batch * heads * seqlen_k)
-        for start in range(0, seqlen_q, step):
-            seen |= self.rows(start, min(start + step, seqlen_q)).any(2)
-        return seen
-
-    def to_intervals(self, memo: Memo | None = None) -> KeyIntervals | None:
-        """Returns what `intervals_of_mask` would return for mask and bias together."""
-        if self.bias is None:
-            return intervals_of_mask(self.mask, memo)
-        if _has_no_values(self.bias):
-            return None
-        return intervals_of_rows(self.rows, self.shape(), self.bias.device)
 
 
 def intervals_of_mask(mask: torch.Tensor, memo: Memo | None = None) -> KeyIntervals | None:

@@ -1,9 +1,4 @@
-"""Rules that say which keys a query sees by their scores, and torch operations that follow them.
-
-The operator select_key_intervals follows a rule if each key's position is its index. The functions here also handle
-documents, explicit positions and keys that other intervals show. They read no value back from a GPU, so they do not
-wait for it and can be captured in a CUDA graph.
-"""
+"""Rules that say which keys a query sees by their scores."""
 
 from __future__ import annotations
 
@@ -11,11 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .._core import ops
 from .._core.checks import (
     LARGEST_COUNT,
     check_count,
@@ -23,8 +15,6 @@ from .._core.checks import (
     clamp_count,
 )
 from .._core.numerics import check_number
-from . import selection_in_torch
-from .positions import ShownKeys
 
 SELECTIONS = ("per_query", "global")
 
@@ -44,7 +34,16 @@ class SelectionRule(NamedTuple):
     sink_tokens: int = 0
     score_threshold: float | None = None  # None: no threshold
 
+    @staticmethod
+    def from_arguments(*parts: object) -> SelectionRule | None:
+        """Makes the normal form of arguments of the public functions, in order. None: they hide no key."""
+        if parts == _NO_PARTS:
+            return None
+        rule = SelectionRule(*parts).checked_rule()
+        return rule if rule.hides_keys() else None
+
     def checked_rule(self) -> SelectionRule:
+        """Returns the rule in normal form: counts within int32, a float as threshold, windows as a tuple."""
         window = self.keep_window_size
         # Most calls set at most keep_window_size: this saves 3 µs of 30.
         is_count = type(window) is int and 0 <= window <= LARGEST_COUNT
@@ -112,12 +111,9 @@ class SelectionRule(NamedTuple):
 
     def is_window(self) -> bool:
         """Whether the rule is a single number of keys and nothing else."""
-        return not (
-            self.shows_unselected_keys()
-            or self.keep_window_size is None
-            or isinstance(self.keep_window_size, tuple)
-            or self.score_threshold is not None
-        )
+        window, _, recent_window, _, sink_tokens, threshold = self
+        is_number = window is not None and not isinstance(window, tuple)
+        return is_number and recent_window == 0 and sink_tokens == 0 and threshold is None
 
     def reads_scores(self) -> bool:
         """Whether the rule reads scores."""
@@ -133,7 +129,7 @@ class SelectionRule(NamedTuple):
 
     def operands(self) -> tuple:
         """Returns the operators' arguments that follow query_length."""
-        return self.recent_window, self.recent_competes, self.sink_tokens, self.score_threshold
+        return self[2:]
 
     def checked_state_rule(self) -> SelectionRule:
         """Checks the rule for a cache, or for ranks, that hold only the keys that it shows to later queries."""
@@ -206,13 +202,6 @@ class SelectionRule(NamedTuple):
             return 2 * seen, 1
         return seen, int(arriving or self.recent_window > 0)
 
-    def competing_scores(self, scores: Tensor, eligible: Tensor | None) -> Tensor:
-        """Returns the scores of the keys that compete, and NaN for the other keys."""
-        if self.score_threshold is not None:
-            above = scores.double() >= self.score_threshold
-            eligible = above if eligible is None else eligible & above
-        return scores if eligible is None else torch.where(eligible, scores, float("nan"))
-
     def rule_of_heads(self, heads: int) -> SelectionRule:
         """Returns the rule for `heads` heads of scores. Each query head of a group has the window of its key head."""
         windows = self.windows()
@@ -239,105 +228,4 @@ class SelectionRule(NamedTuple):
 
 
 _DEFAULTS = SelectionRule()
-
-
-def intervals_of_rule(
-    scores: Tensor, shown: ShownKeys, rule: SelectionRule, is_causal: bool, query_length: int
-) -> Tensor:
-    """Returns the intervals, int32 [B, H, Sk, 2], of the shown keys that a rule keeps.
-
-    scores: [B or 1, H or 1, Sk].
-    """
-    first, last, own_row, appears, document = shown
-    scores = rule.expand_scores(scores)
-    shape = torch.broadcast_shapes(scores.shape, first.shape, last.shape)
-    visible = first < last
-    competes_at = appears
-    if rule.delay():
-        competes_at = torch.maximum(appears, own_row + rule.delay())
-    eligible = visible
-    is_sink = None
-    if rule.sink_tokens > 0:
-        is_sink = find_sinks(shown, rule)
-        eligible = eligible & ~is_sink
-    per_query = is_causal and rule.selection == "per_query"
-    if not per_query and rule.delay():
-        eligible = eligible & (competes_at < last)  # a global selection is made at the last row
-    scores = rule.competing_scores(scores.detach(), eligible).expand(shape)
-    if document is not None:
-        scores = rank_by_document(scores, document)
-    # Keys are selected as if every key appeared with a query of its own: key t appears at row t.
-    library = ops if ops.has_kernels_for(scores) else selection_in_torch
-    length = shape[-1]
-    moments = library.select_key_intervals(
-        scores, None, rule.windows(), "per_query", True, length
-    ).long()
-    selected = moments[..., 1] > moments[..., 0]
-    beaten_by = moments[..., 1]
-    if not per_query:
-        # A key of a later document beats every key of earlier documents, but these keys have left by then.
-        leaves_before = length if document is None else _end_of_document(document, length)
-        selected = selected & (beaten_by >= leaves_before)
-        kept_until = last
-    else:
-        never = torch.full_like(competes_at[..., :1], 2**31 - 1)
-        rows = torch.cat([competes_at, never], dim=-1).expand(*shape[:2], -1)
-        kept_until = torch.minimum(last, rows.gather(-1, beaten_by))
-    end = torch.where(selected, kept_until, 0)
-    if rule.recent_window > 0:
-        end = torch.maximum(end, torch.minimum(last, own_row + rule.recent_window))
-    if is_sink is not None:
-        end = torch.where(is_sink, last, end)
-    first, end = torch.broadcast_tensors(first.clamp(min=0), end.clamp(max=query_length))
-    is_seen = visible & (first < end)
-    return (torch.stack([first, end], dim=-1) * is_seen.unsqueeze(-1)).int()
-
-
-def find_sinks(shown: ShownKeys, rule: SelectionRule) -> Tensor:
-    """Returns whether each key is a sink, bool [B or 1, H or 1, Sk]."""
-    visible = shown.first < shown.last
-    return visible & (rank_in_document(visible, shown.document) < rule.sink_tokens)
-
-
-def rank_by_document(scores: Tensor, document: Tensor) -> Tensor:
-    """Ranks keys by score within a document, and each document above all earlier documents.
-
-    A key of a document that ended before another key appeared then never beats this key. Of two keys with equal scores,
-    the later one has the higher rank. NaN stays NaN.
-    """
-    if scores.dtype == torch.float64:  # 64 bits leave no room for the document
-        in_document = _rank(scores)
-    else:
-        # Float bits compare as integers except for the sign, so one sort has the documents in the upper halves.
-        bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0: -0 and +0 are equal
-        in_document = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    rank = _rank((document.long() << 32) + in_document)
-    exact = torch.float32 if rank.shape[-1] <= 2**24 else torch.float64
-    return rank.to(exact).masked_fill(scores.isnan(), float("nan"))
-
-
-def _rank(values: Tensor) -> Tensor:
-    """Returns the number of values below each value. Of two equal values, the later one counts as larger."""
-    order = values.argsort(dim=-1, stable=True)
-    rank = torch.empty_like(order)
-    return rank.scatter_(
-        -1, order, torch.arange(order.shape[-1], device=order.device).expand(order.shape)
-    )
-
-
-def rank_in_document(visible: Tensor, document: Tensor | None) -> Tensor:
-    """Returns the number of visible keys before each key in its document."""
-    before = visible.long().cumsum(-1) - visible.long()
-    if document is None:
-        return before
-    begins = F.pad(document[..., 1:] != document[..., :-1], (1, 0), value=True)
-    before, begins = torch.broadcast_tensors(before, begins)
-    return before - torch.where(begins, before, 0).cummax(-1).values
-
-
-def _end_of_document(document: Tensor, length: int) -> Tensor:
-    """Returns the index after the last key of each key's document."""
-    keys = torch.arange(length, device=document.device)
-    ends = F.pad(document[..., 1:] != document[..., :-1], (0, 1), value=True)
-    end = torch.where(ends, keys + 1, length)
-    return end.flip(-1).cummin(-1).values.flip(-1)
+_NO_PARTS = tuple(_DEFAULTS)

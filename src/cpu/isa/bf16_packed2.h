@@ -41,6 +41,12 @@ struct Bf16Packed2 {
     const Int high = bits(words) & 0x7fff0000;
     return low > high ? low : high;
   }
+  // The words with 0 for elements that are inf or NaN.
+  static Vec finite(Vec words) {
+    const Int low = (bits(words) & 0x7f80) == 0x7f80 ? Int{} : bits(words) & 0xffff;
+    const Int high = (bits(words) & 0x7f800000) == 0x7f800000 ? Int{} : bits(words) & ~0xffff;
+    return from_bits(low | high);
+  }
 
   // Stores elements [n, n + 2 * lanes) of a row of words.
   static void store_row(float* row, int n, Vec left, Vec right) {

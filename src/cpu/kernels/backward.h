@@ -6,7 +6,6 @@
 #include "cpu/kernels/dense_dbias.h"
 #include "cpu/kernels/key_factors.h"
 #include "cpu/kernels/keys.h"
-#include "cpu/kernels/large_block.h"
 #include "cpu/kernels/math.h"
 #include "cpu/kernels/multiply.h"
 #include "cpu/kernels/pack.h"
@@ -18,8 +17,7 @@
 
 // Backward: one unit visits a range of query tiles of one kv head, block of keys by block. Strip
 // by strip of rows s = q k^T and dp = dout v^T become p and ds, and dq += ds k; then, over all rows of
-// the tile, dv += p^T dout and dk += ds^T q into the unit's own sums. (Dao, arXiv 2307.08691.) Blocks
-// with large numbers go through large_block.h.
+// the tile, dv += p^T dout and dk += ds^T q into the unit's own sums. (Dao, arXiv 2307.08691.)
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
 template <class In, class Element>
@@ -31,23 +29,19 @@ struct BackwardUnit {
   const BackwardTask& t;
   const Shape<Element> shape;      // of q and k
   const Shape<Element> values;     // of v and dout
-  Storage* staged;                 // [padded_rows or block_keys, head_dim]
   BackwardRows<In, Element> rows;  // of the current tile
   SlotSums sums;
-  BackwardKeys<In, Element> own_keys;  // packed by this unit
-  BackwardKeys<In, Element> keys;      // of the current block
-  float *s, *dp, *slope;               // [strip, block_keys]
-  float* products;                     // [rows, block_keys]: q k^T of the tile; only of few queries
-  float* ds_rows;                      // [strip, key_words] words: a of dq += ds k
-  float *p_columns, *ds_columns;       // [row_words, block_keys] words: a of the products over rows
-  float* row_values;          // [block_keys]: p or ds of a row, where single elements are used
-  float* dq;                  // [padded_rows, head_columns]
-  float* product;             // [block_keys, head_columns]; only for gathered keys
-  double* row_sums;           // [padded_rows]
-  float* column_sums;         // [key_sum_heads, block_keys]: of ds, in a few rows
-  double* block_sums;         // the same, in all rows of the tile
-  std::int32_t* k_exponents;  // [block_keys]; of k_transposed where keys are large
-  LargeSums large;
+  BackwardKeys<In, Element> keys;     // of the current block
+  float *s, *dp, *slope, *row_terms;  // [strip, block_keys]
+  float* products;                    // [rows, block_keys]: q k^T of the tile; only of few queries
+  float* ds_rows;                     // [strip, key_words] words: a of dq += ds k
+  float *p_columns, *ds_columns;      // [row_words, block_keys] words: a of the products over rows
+  float* row_values;   // [block_keys]: p or ds of a row, where single elements are used
+  float* dq;           // [padded_rows, head_columns]
+  float* product;      // [block_keys, head_columns]; only for gathered keys
+  double* row_sums;    // [padded_rows]
+  float* column_sums;  // [key_sum_heads, block_keys]: of ds, in a few rows
+  double* block_sums;  // the same, in all rows of the tile
   KeyTerms terms;
 
   DenseDbias dbias;
@@ -56,17 +50,14 @@ struct BackwardUnit {
       : t(task),
         shape(task),
         values(task, task.value_dim),
-        staged(allocator.take<Storage>(
-            std::int64_t{shape.padded_rows > block_keys ? shape.padded_rows : block_keys} *
-            t.head_dim)),
-        rows(task, shape, values, staged, allocator),
+        rows(task, shape, values, allocator),
         sums(task, allocator),
-        own_keys(task, allocator),
-        keys(own_keys),
+        keys(task, allocator),
         dbias{task} {
     s = allocator.take<float>(strip * block_keys);
     dp = allocator.take<float>(strip * block_keys);
     slope = allocator.take<float>(strip * block_keys);
+    row_terms = allocator.take<float>(strip * block_keys);
     products = allocator.take<float>(t.few_queries ? std::int64_t{shape.rows} * block_keys : 0);
     ds_rows = allocator.take<float>(strip * key_words);
     p_columns = allocator.take<float>(std::int64_t{shape.row_words} * block_keys);
@@ -78,8 +69,6 @@ struct BackwardUnit {
     row_sums = allocator.take<double>(shape.padded_rows);
     column_sums = allocator.take<float>(t.group * block_keys);
     block_sums = allocator.take<double>(t.group * block_keys);
-    k_exponents = allocator.take<std::int32_t>(block_keys);
-    large.take(shape, values, allocator);
     take_columns(t, allocator, terms);
   }
 
@@ -107,7 +96,6 @@ struct BackwardUnit {
   void load_tile(const Tile& tile) {
     rows.load_tile(tile);
     clear(row_sums, shape.padded_rows);
-    large.has_dq = false;
     clear(dq, std::int64_t{shape.padded_rows} * shape.head_columns);
     dbias.begin_tile(tile);
   }
@@ -122,9 +110,7 @@ struct BackwardUnit {
       const std::int64_t at = std::int64_t{r} * shape.head_columns;
       auto* to = const_cast<Storage*>(dq_rows(r));
       for (int d = 0; d < t.head_dim; d += lanes) {
-        const Vec sum = load(dq + at + d);
-        Vec value =
-            large.has_dq ? scaled_sum(sum, large.dq + at + d, t.scale) : sum * splat(t.scale);
+        Vec value = load(dq + at + d) * splat(t.scale);
         if (t.saturate) value = saturated(value, In::gradient_limit);
         store_narrowed<In>(to + d, value, t.head_dim - d);
       }
@@ -133,40 +119,26 @@ struct BackwardUnit {
 
   // ---- Blocks -----------------------------------------------------------------------------------
 
-  // Sets `keys` to the factors of the block. For large keys only k_transposed
-  // may be multiplied; it then has exponents.
-  ScoreExponents load_keys(const Tile& tile, const KeyBlock& block) {
-    ScoreExponents exponents;
-    if (rows.q.large) exponents.queries = rows.q_exponents;
+  // Sets `keys` to the factors of the block.
+  void load_keys(const Tile& tile, const KeyBlock& block) {
     const auto k_rows = key_rows<In>(t.k, tile.batch, tile.head, block);
     if (t.packed_keys != nullptr) {
       keys = shared_keys<BackwardKeys<In, Element>>(t, tile.batch, tile.head, block.start);
     } else {
-      keys = own_keys;
       keys.pack(t, k_rows, key_rows<In>(t.v, tile.batch, tile.head, block), block.count);
     }
-    if (t.few_queries) {
-      if (multiply_rows(tile, block, k_rows)) exponents.keys = k_exponents;
-    } else if (keys.large->k != 0) {
-      for (int n = block.count; n < block_keys; ++n) k_exponents[n] = 0;
-      stage_rows<In>(k_rows, block.count, t.head_dim, NonFiniteInput::keep, staged, k_exponents);
-      pack_transposed<In, Element>(staged_rows(staged, t.head_dim), block.count, t.head_dim,
-                                   own_keys.k_transposed);
-      keys.k_transposed = own_keys.k_transposed;
-      exponents.keys = k_exponents;
-    }
-    return exponents;
+    if (t.few_queries) multiply_rows(tile, block, k_rows);
   }
 
-  // products = q k^T of all rows of the tile, by the function that the forward of few queries calls. Returns whether
-  // k_exponents scale them. The keys have just been packed.
+  // products = q k^T of all rows of the tile, by the function that the forward of few queries calls. The keys have just
+  // been packed.
   template <class KeyRow>
-  bool multiply_rows(const Tile& tile, const KeyBlock& block, const KeyRow& k_rows) {
+  void multiply_rows(const Tile& tile, const KeyBlock& block, const KeyRow& k_rows) {
     const int visible = visible_keys(t, tile, block, tile.rows - 1);
     const RowAddresses<Storage> addresses(k_rows, visible, [&](int) { return k_rows(0); });
-    return multiply_keys_without_overflow<In, Element, RowsIn::cache>(
+    multiply_keys<In, Element, RowsIn::cache>(
         rows.q.row_major.words, rows.q.row_major.ld, tile.rows, addresses, visible,
-        round_up(visible, panel_columns), t.head_dim, products, staged, k_exponents);
+        round_up(visible, panel_columns), t.head_dim, products);
   }
 
   void copy_products(const Tile& tile, int row, int columns, float* s_rows) const {
@@ -178,9 +150,9 @@ struct BackwardUnit {
     }
   }
 
-  // s = q k^T, or the score, of a strip of rows.
-  void multiply_scores(const Tile& tile, const KeyBlock& block, const ScoreExponents& exponents,
-                       bool general, int row, int columns, float* s_rows) {
+  // Computes q k^T of a strip of rows, and its scores.
+  StripScores multiply_scores(const Tile& tile, const KeyBlock& block, int row, int columns,
+                              float* s_rows) {
     if (t.few_queries) {
       copy_products(tile, row, columns, s_rows);
     } else {
@@ -188,20 +160,21 @@ struct BackwardUnit {
                                                            keys.k_transposed, {s_rows, block_keys},
                                                            strip, columns, shape.head_words);
     }
-    if (general) {
-      score_rows(t, tile, block, terms, exponents, row, strip, columns, s_rows,
-                 t.softcap > 0 ? slope : nullptr, nullptr);
-    }
+    return make_scores(t, tile, block, terms, larger(rows.q.numbers, keys.numbers->k), row, strip,
+                       columns, s_rows, row_terms, t.softcap > 0 ? slope : nullptr, nullptr);
+  }
+
+  // The class of all numbers that enter the gradients of a block. Saturation treats inf and NaN like large numbers.
+  Numbers block_numbers() const {
+    const Numbers numbers = larger(rows.numbers, larger(keys.numbers->k, keys.numbers->v));
+    return t.saturate && numbers == Numbers::nonfinite ? Numbers::large : numbers;
   }
 
   void add_block(const Tile& tile, const KeyBlock& block) {
     prepare_terms(t, tile, block, terms);
     if (terms.empty()) return;
-    const ScoreExponents exponents = load_keys(tile, block);
-    const ScoreForm form{t.scale, needs_score_rows(t, terms, exponents)};
-    if (rows.large || keys.large->any() || sums.has_large(block)) {
-      return add_large_block<In, Element>(*this, tile, block, exponents, form);
-    }
+    load_keys(tile, block);
+    const Numbers numbers = block_numbers();
     const int keys_padded = round_up(block.count, Element::strip_rows);
     const int row_begin = terms.row_begin / strip * strip;
     const int row_end = round_up(terms.row_end, strip);
@@ -213,13 +186,23 @@ struct BackwardUnit {
       const int columns = round_up(visible, panel_columns);
       float* const s_rows = Element::per_word == 1 ? column_words(p_columns, row) : s;
       float* const dp_rows = Element::per_word == 1 ? column_words(ds_columns, row) : dp;
-      multiply_scores(tile, block, exponents, form.final, row, columns, s_rows);
+      const StripScores scores = multiply_scores(tile, block, row, columns, s_rows);
       multiply<Element, Layout::row_major, Store::replace>(row_words(rows.dout, row),
                                                            keys.v_transposed, {dp_rows, block_keys},
                                                            strip, columns, values.head_words);
       for (int r = 0; r < strip; ++r) {
-        pair_row(tile, block, row + r, r, visible, form, s_rows + r * block_keys,
-                 dp_rows + r * block_keys);
+        float* const dp_row = dp_rows + r * block_keys;
+        switch (numbers) {
+          case Numbers::ordinary:
+            pair_row<Numbers::ordinary>(tile, block, r, visible, scores, dp_row);
+            break;
+          case Numbers::large:
+            pair_row<Numbers::large>(tile, block, r, visible, scores, dp_row);
+            break;
+          case Numbers::nonfinite:
+            pair_row<Numbers::nonfinite>(tile, block, r, visible, scores, dp_row);
+            add_nonfinite_dout(tile, block, r, visible, scores);
+        }
       }
       // Each head then has about as many rows in column_sums as a strip has.
       if (per_key && (row / strip % t.key_sum_heads == 0 || row + strip >= row_end)) {
@@ -316,19 +299,20 @@ struct BackwardUnit {
     return terms.counts(query, n) ? ds : Vec{};
   }
 
-  Vec probability(const ScoreForm& form, int row, int at, const float* s_row,
-                  const float* column) const {
-    const Vec x =
-        (score(form, s_row + at, column + at) - splat(rows.lse[row])) - splat(rows.lse_low[row]);
-    return min(exp(x), splat(1.0f));
-  }
-
-  // One row of elements: in, q . k (or the score) and dout . v; out, p and ds as factors of dv and dk,
-  // and ds as a factor of dq.
-  void pair_row(const Tile& tile, const KeyBlock& block, int row, int strip_row, int visible,
-                const ScoreForm& form, float* s_row, float* dp_row) {
+  // One row of elements: in, scores and dout . v; out, p and ds as factors of dv and dk, and ds as a factor of dq.
+  template <Numbers numbers>
+  void pair_row(const Tile& tile, const KeyBlock& block, int strip_row, int visible,
+                const StripScores& scores, float* dp_row) {
+    const int row = scores.row + strip_row;
     const int columns = round_up(visible, panel_columns);
-    const float* column = terms.columns_of(row);
+    ScoreRow score = scores[strip_row];
+    float lse = rows.lse[row];
+    if (!scores.final && subtracts_first(t.dtype, lse)) {
+      subtract_reference(score, lse, columns);
+      score = score.differences();
+      lse = 0;
+    }
+    const Vec lse_low = splat(rows.lse_low[row]);
     const Vec row_delta = splat(rows.delta[row]);
     float* key_sums = column_sums + row % t.key_sum_heads * std::int64_t{block_keys};
     const bool per_key = adds_key_sums();
@@ -339,14 +323,24 @@ struct BackwardUnit {
       Vec words[2];
       for (int half = 0; half < 2; ++half) {
         const int at = n + half * lanes;
-        const Vec p = probability(form, row, at, s_row, column);
-        Vec ds = p * (load(dp_row + at) - row_delta);
+        Vec p = min(exp((score(at) - splat(lse)) - lse_low), splat(1.0f));
+        Vec dout_v = load(dp_row + at);
+        if constexpr (numbers == Numbers::large) dout_v = limited_gradient(dout_v);
+        Vec ds = p * (dout_v - row_delta);
+        if constexpr (numbers == Numbers::nonfinite) {
+          const Vec term =
+              row < tile.rows ? load(scores.terms_of(strip_row) + at) : splat(-infinity);
+          const Int seen = term > splat(-infinity);
+          const Vec unknown = splat(lse == lse ? 0.0f : not_a_number);
+          p = seen ? p + unknown : Vec{};
+          ds = seen ? ds + unknown : Vec{};
+        }
         if (per_key) store(key_sums + at, load(key_sums + at) + with_bias(query, at, ds));
         if (dense) store(row_values + at, ds);
         total = total + ds;
         if (t.softcap > 0) ds = ds * load(slope + std::int64_t{strip_row} * block_keys + at);
         words[half] = ds;
-        store(s_row + at, p);
+        store(score.s + at, p);
         store(dp_row + at, ds);
       }
       Element::store_row(ds_rows + strip_row * key_words, n, words[0], words[1]);
@@ -354,6 +348,18 @@ struct BackwardUnit {
     if (t.dbias_kind == DbiasKind::per_query)
       row_sums[row] += static_cast<double>(reduce_add(total));
     if (dense && row < tile.rows) dbias.add_row(tile, block, row, visible, row_values);
+  }
+
+  // Adds the elements of dout that are inf or NaN, which the panels of dout do not have, to dv.
+  void add_nonfinite_dout(const Tile& tile, const KeyBlock& block, int strip_row, int visible,
+                          const StripScores& scores) const {
+    const int row = scores.row + strip_row;
+    if (row >= tile.rows) return;
+    const float* const p = scores[strip_row].s;
+    add_nonfinite<In>([&](int n, int) { return p[n]; },
+                      [&](int n, int) { return scores.sees(strip_row, n); },
+                      [&](int) { return tile_rows<In>(t, t.dout, tile)(row); }, visible, 1,
+                      t.value_dim, [&](int n) { return sums.dv(sums.slot_of(block.key(n))); });
   }
 };
 

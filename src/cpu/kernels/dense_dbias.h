@@ -23,19 +23,6 @@ struct DenseDbias {
     for_all_keys([&](const KeyBlock& block) { store_zeros(tile, block); });
   }
 
-  // Called before add() of some elements of a block.
-  void begin_elements(const Tile& tile, const KeyBlock& block) const {
-    if (stores() && visits_every_element()) store_zeros(tile, block);
-  }
-  void add(const Tile& tile, int row, std::int64_t key, double ds) const {
-    if (sums != nullptr) {
-      sums_of(row)[key] += ds;
-    } else {
-      store_scalar(t.dbias.data, t.dbias.dtype, row_of(tile, row) + key * t.dbias.key,
-                   static_cast<float>(ds), t.saturate);
-    }
-  }
-
   // Adds ds of the first `count` keys of a block. ds has whole vectors.
   void add_row(const Tile& tile, const KeyBlock& block, int row, int count, const float* ds) const {
     if (sums == nullptr) return store_row(row_of(tile, row), block, count, ds);

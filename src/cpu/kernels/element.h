@@ -62,6 +62,8 @@ void store_narrowed(typename In::Storage* p, Vec v, int count) {
   }
 }
 
+inline Vec finite_or_zero(Vec v) { return (bits(v) & 0x7fffffff) < 0x7f800000 ? v : Vec{}; }
+
 // Clamps to the limit; min replaces a NaN by the upper limit.
 inline Vec saturated(Vec v, float limit) { return max(min(v, splat(limit)), splat(-limit)); }
 
@@ -89,14 +91,6 @@ void store_scalar(void* data, std::int64_t index, float value, bool saturate) {
   __builtin_memcpy(static_cast<typename In::Storage*>(data) + index, &stored, sizeof stored);
 }
 
-inline void store_scalar(void* data, DType dtype, std::int64_t index, float value, bool saturate) {
-  switch (dtype) {
-    case DType::bf16: return store_scalar<Bf16>(data, index, value, saturate);
-    case DType::f16: return store_scalar<F16>(data, index, value, saturate);
-    default: return store_scalar<F32>(data, index, value, saturate);
-  }
-}
-
 // Factors in fp32, one element per word. f16 uses them as well, because AVX512-FP16 accumulates in half
 // precision, and AMX-FP16 is newer than the oldest supported compiler.
 struct Single {
@@ -121,6 +115,8 @@ struct Single {
   }
   // The largest magnitude as the bits of an fp32, per lane.
   static Int magnitude(Vec words) { return bits(words) & 0x7fffffff; }
+  // The words with 0 for inf and NaN.
+  static Vec finite(Vec words) { return finite_or_zero(words); }
 
   // Stores elements [n, n + 2 * lanes) of a row of words.
   static void store_row(float* row, int n, Vec left, Vec right) {

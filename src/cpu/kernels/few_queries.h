@@ -48,13 +48,11 @@ struct FewQueries {
   const int q_ld;          // words
   float* q;                // [rows, q_ld] words
   float* s;                // [rows, block_keys], and p
+  float* row_terms;        // the same
   float* before;           // [rows, head_columns]: out before the current block
-  Storage* staged;
-  std::int32_t* q_exponents;  // [rows]
-  std::int32_t* k_exponents;  // [block_keys]
-  std::int32_t* v_exponents;  // [block_keys]
+  Storage* staged;         // [block_keys, value_dim]: values without inf and NaN
   KeyTerms terms;
-  bool q_large = false;
+  Numbers q_numbers = Numbers::ordinary;
 
   FewQueries(const ForwardTask& task, ScratchAllocator& allocator)
       : t(task),
@@ -63,18 +61,16 @@ struct FewQueries {
         q_ld(round_up(depth_words<Element>(task.head_dim), lanes)) {
     q = allocator.take<float>(std::int64_t{rows} * q_ld);
     s = allocator.take<float>(std::int64_t{rows} * block_keys);
+    row_terms = allocator.take<float>(std::int64_t{rows} * block_keys);
     before = allocator.take<float>(std::int64_t{rows} * head_columns);
-    staged =
-        allocator.take<Storage>(std::int64_t{rows > block_keys ? rows : block_keys} * t.head_dim);
-    q_exponents = allocator.take<std::int32_t>(rows);
-    k_exponents = allocator.take<std::int32_t>(block_keys);
-    v_exponents = allocator.take<std::int32_t>(block_keys);
+    staged = allocator.take<Storage>(std::int64_t{block_keys} * t.value_dim);
     take_columns(t, allocator, terms);
   }
 
   void run(const Tile& tile, KeyBlockIterator blocks, const OnlineSoftmax& softmax) {
     softmax.clear();
-    load_queries(tile);
+    q_numbers = numbers_of(
+        pack_rows<In, Element>(tile_rows<In>(t, t.q, tile), tile.rows, rows, t.head_dim, q, q_ld));
     for (KeyBlock block; blocks.next(block);) {
       prepare_terms(t, tile, block, terms);
       if (terms.empty()) continue;
@@ -82,33 +78,33 @@ struct FewQueries {
       const int columns = round_up(visible, 2 * lanes);
       const auto keys = addresses(t.k, tile, block, visible, blocks);
       const auto values = addresses(t.v, tile, block, visible, blocks);
-      ScoreExponents exponents;
-      if (q_large) exponents.queries = q_exponents;
-      if (multiply_keys_without_overflow<In, Element, RowsIn::memory>(
-              q, q_ld, tile.rows, keys, visible, columns, t.head_dim, s, staged, k_exponents)) {
-        exponents.keys = k_exponents;
-      }
-      const bool general = needs_score_rows(t, terms, exponents);
-      if (general) {
-        score_rows(t, tile, block, terms, exponents, 0, tile.rows, columns, s, nullptr,
-                   t.saturate ? nullptr : softmax.unknown);
-      }
-      softmax.add_scores(0, tile.rows, columns, {t.scale, general}, terms, s,
-                         [this](int r, int n, Vec left, Vec right) {
-                           store(s + r * block_keys + n, left);
-                           store(s + r * block_keys + n + lanes, right);
-                         });
-      multiply_values_of(tile, block, values, visible, softmax);
+      multiply_keys<In, Element, RowsIn::memory>(q, q_ld, tile.rows, keys, visible, columns,
+                                                 t.head_dim, s);
+      const StripScores scores = make_scores(
+          t, tile, block, terms, score_numbers(tile.rows, keys, visible, columns), 0, tile.rows,
+          columns, s, row_terms, nullptr, t.saturate ? nullptr : softmax.unknown);
+      softmax.add_scores(scores, tile.rows, columns, [this](int r, int n, Vec left, Vec right) {
+        store(s + r * block_keys + n, left);
+        store(s + r * block_keys + n + lanes, right);
+      });
+      multiply_values_of(tile, scores, values, visible, softmax);
     }
   }
 
  private:
-  void load_queries(const Tile& tile) {
-    const auto row_at = tile_rows<In>(t, t.q, tile);
-    q_large = is_large(pack_rows<In, Element>(row_at, tile.rows, rows, t.head_dim, q, q_ld));
-    if (!q_large) return;
-    stage_rows<In>(row_at, tile.rows, t.head_dim, NonFiniteInput::keep, staged, q_exponents);
-    pack_rows<In, Element>(staged_rows(staged, t.head_dim), tile.rows, rows, t.head_dim, q, q_ld);
+  // The class of q . k; nonfinite only if q or k is.
+  Numbers score_numbers(int count, const RowAddresses<Storage>& keys, int visible,
+                        int columns) const {
+    const Numbers numbers = numbers_of(s, count, columns, block_keys);
+    if (numbers != Numbers::nonfinite || q_numbers == Numbers::nonfinite) return numbers;
+    Int magnitude{};
+    for (int n = 0; n < visible; ++n) {
+      for (int d = 0; d < t.head_dim; d += lanes) {
+        const Vec elements = load_widened<In>(keys(n) + d, t.head_dim - d);
+        magnitude = larger(magnitude, bits(elements) & 0x7fffffff);
+      }
+    }
+    return larger(numbers_of(magnitude), Numbers::large);
   }
 
   // Row addresses of a block of k or v and of the first rows of the block after it.
@@ -120,8 +116,8 @@ struct FewQueries {
             [&](int i) { return first + blocks.peek(i) * array.row; }};
   }
 
-  // out += p v. Sums that overflow or contain inf or NaN are recomputed from scaled rows in a larger unit.
-  void multiply_values_of(const Tile& tile, const KeyBlock& block,
+  // out += p v. Sums that are inf or NaN are computed again from values without them.
+  void multiply_values_of(const Tile& tile, const StripScores& scores,
                           const RowAddresses<Storage>& values, int visible,
                           const OnlineSoftmax& softmax) {
     const auto multiply_rows = [&](const RowAddresses<Storage>& rows_of_values) {
@@ -131,30 +127,26 @@ struct FewQueries {
     const auto bytes = sizeof(float) * static_cast<std::size_t>(tile.rows) *
                        static_cast<std::size_t>(head_columns);
     __builtin_memcpy(before, softmax.out, bytes);
-    if (*softmax.out_shift == 0) {
-      multiply_rows(values);
-      constexpr std::int32_t limit = (127 + 100) << 23;
-      const Int largest = largest_magnitude(softmax.out, tile.rows, head_columns, head_columns);
-      if (!any(largest > limit)) return;
-      __builtin_memcpy(softmax.out, before, bytes);
+    multiply_rows(values);
+    if (numbers_of(softmax.out, tile.rows, head_columns, head_columns) != Numbers::nonfinite) {
+      return;
     }
-    softmax.use_large_unit();
-    for (int n = 0; n < block_keys; ++n) v_exponents[n] = 0;
-    stage_rows<In>(values, visible, t.value_dim, NonFiniteInput::drop, staged, v_exponents);
-    for (int r = 0; r < tile.rows; ++r) {
-      for (int n = 0; n < visible; ++n) {
-        float& weight = s[r * block_keys + n];
-        weight = scaled(weight, v_exponents[n] - *softmax.out_shift);
+    __builtin_memcpy(softmax.out, before, bytes);
+    for (int n = 0; n < visible; ++n) {
+      for (int d = 0; d < t.value_dim; d += lanes) {
+        const Vec elements = finite_or_zero(load_widened<In>(values(n) + d, t.value_dim - d));
+        store_narrowed<In>(staged + std::int64_t{n} * t.value_dim + d, elements, t.value_dim - d);
       }
     }
     const auto probability = [this](int r, int n) { return s[r * block_keys + n]; };
-    add_nonfinite<In>(probability,
-                      [&](int r, int n) {
-                        return t.saturate ? probability(r, n) != 0
-                                          : sees(t, tile, block, terms, r, n);
-                      },
-                      values, tile.rows, visible, t.value_dim, {softmax.out, head_columns});
-    multiply_rows(staged_addresses(staged, visible, t.value_dim));
+    add_nonfinite<In>(
+        probability,
+        [&](int r, int n) { return t.saturate ? probability(r, n) != 0 : scores.sees(r, n); },
+        values, tile.rows, visible, t.value_dim, [&](int r) { return softmax.out_row(r); });
+    // Prefetches after the last row repeat row 0.
+    const auto* const finite_values = staged;
+    multiply_rows({[&](int n) { return finite_values + std::int64_t{n} * t.value_dim; }, visible,
+                   [&](int) { return finite_values; }});
   }
 };
 

@@ -20,37 +20,26 @@ namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 template <class In, class Element>
 struct ForwardTile {
   static constexpr int strip = Element::strip_rows;
-  using Storage = typename In::Storage;
-
   const ForwardTask& t;
   const Shape<Element> shape;
   Factor q;
-  ForwardKeys<In, Element> own_keys;  // packed by this tile
-  ForwardKeys<In, Element> keys;      // the current block
-  float* s;                           // [strip, block_keys]
-  float* p;                           // [strip, key_words] words; s itself where a word is an fp32
+  ForwardKeys<In, Element> keys;  // the current block
+  float* s;                       // [strip, block_keys]
+  float* row_terms;               // the same
+  float* p;                       // [strip, key_words] words; s itself where a word is an fp32
   OnlineSoftmax softmax;
-  Storage* staged;
-  std::int32_t* q_exponents;  // [padded_rows]
-  std::int32_t* k_exponents;  // [block_keys]
-  std::int32_t* v_exponents;  // [block_keys]
   KeyTerms terms;
-  bool q_large = false;
+  Numbers q_numbers = Numbers::ordinary;
 
   ForwardTile(const ForwardTask& task, ScratchAllocator& allocator)
       : t(task),
         shape(task),
         q(shape.take_row_major(allocator)),
-        own_keys(task, allocator),
-        keys(own_keys),
+        keys(task, allocator),
         s(allocator.take<float>(strip * block_keys)),
+        row_terms(allocator.take<float>(strip * block_keys)),
         p(Element::per_word == 1 ? s : allocator.take<float>(strip * Shape<Element>::key_words)),
         softmax(task, shape.padded_rows, allocator) {
-    staged = allocator.take<Storage>(
-        std::int64_t{shape.rows > block_keys ? shape.rows : block_keys} * t.head_dim);
-    q_exponents = allocator.take<std::int32_t>(shape.padded_rows);
-    k_exponents = allocator.take<std::int32_t>(block_keys);
-    v_exponents = allocator.take<std::int32_t>(block_keys);
     take_columns(t, allocator, terms);
   }
 
@@ -61,23 +50,23 @@ struct ForwardTile {
     for (KeyBlockIterator blocks(t, tile, tile_index, KeySource::tile_list); blocks.next(block);) {
       prepare_terms(t, tile, block, terms);
       if (terms.empty()) continue;
-      const ScoreExponents exponents = load_keys(tile, block);
-      const bool general = needs_score_rows(t, terms, exponents);
+      load_keys(tile, block);
       for (int row = terms.row_begin / strip * strip; row < terms.row_end; row += strip) {
         const int visible = visible_keys(t, tile, block, row + strip - 1);
         const int columns = round_up(visible, panel_columns);
         multiply<Element, Layout::row_major, Store::replace>(
             {q.words + std::int64_t{row} * q.ld, q.ld}, keys.k, {s, block_keys}, strip, columns,
             shape.head_words);
-        if (general) {
-          score_rows(t, tile, block, terms, exponents, row, strip, columns, s, nullptr,
-                     t.saturate ? nullptr : softmax.unknown);
-        }
-        softmax.add_scores(
-            row, strip, columns, {t.scale, general}, terms, s,
-            [&](int r, int n, Vec left, Vec right) { store_probabilities(r, n, left, right); });
+        const StripScores scores =
+            make_scores(t, tile, block, terms, larger(q_numbers, keys.numbers->k), row, strip,
+                        columns, s, row_terms, nullptr, t.saturate ? nullptr : softmax.unknown);
+        softmax.add_scores(scores, strip, columns, [&](int r, int n, Vec left, Vec right) {
+          Element::store_row(p + r * Shape<Element>::key_words, n, left, right);
+        });
         const Product out_rows{softmax.out_row(row), softmax.head_columns};
-        if (keys.large->v != 0) add_nonfinite_values(tile, block, row, visible, out_rows);
+        if (keys.numbers->v == Numbers::nonfinite) {
+          add_nonfinite_values(tile, block, scores, visible);
+        }
         multiply<Element, Layout::row_major, Store::add>({p, Shape<Element>::key_words}, keys.v,
                                                          out_rows, strip, softmax.head_columns,
                                                          depth_words<Element>(visible));
@@ -87,66 +76,31 @@ struct ForwardTile {
   }
 
   void load_queries(const Tile& tile) {
-    const auto rows = tile_rows<In>(t, t.q, tile);
-    float* words = const_cast<float*>(q.words);
-    const int ld = shape.head_ld;
-    q_large =
-        is_large(pack_rows<In, Element>(rows, tile.rows, shape.padded_rows, t.head_dim, words, ld));
-    if (q_large) {
-      stage_rows<In>(rows, tile.rows, t.head_dim, NonFiniteInput::keep, staged, q_exponents);
-      pack_rows<In, Element>(staged_rows(staged, t.head_dim), tile.rows, shape.padded_rows,
-                             t.head_dim, words, ld);
-    }
+    q_numbers =
+        numbers_of(pack_rows<In, Element>(tile_rows<In>(t, t.q, tile), tile.rows, shape.padded_rows,
+                                          t.head_dim, const_cast<float*>(q.words), shape.head_ld));
   }
 
-  // Sets `keys` to the factors of the block and returns the factor of its scores.
-  ScoreExponents load_keys(const Tile& tile, const KeyBlock& block) {
-    ScoreExponents exponents;
-    if (q_large) exponents.queries = q_exponents;
-    for (int n = 0; n < block_keys; ++n) v_exponents[n] = 0;
+  // Sets `keys` to the factors of the block.
+  void load_keys(const Tile& tile, const KeyBlock& block) {
     if (t.packed_keys != nullptr) {
       keys = shared_keys<ForwardKeys<In, Element>>(t, tile.batch, tile.head, block.start);
-      if (!keys.large->any()) return exponents;
+    } else {
+      keys.pack(t, key_rows<In>(t.k, tile.batch, tile.head, block),
+                key_rows<In>(t.v, tile.batch, tile.head, block), block.count);
     }
-    keys = own_keys;
-    const auto k_rows = key_rows<In>(t.k, tile.batch, tile.head, block);
-    const auto v_rows = key_rows<In>(t.v, tile.batch, tile.head, block);
-    keys.pack(t, k_rows, v_rows, block.count);
-    if (keys.large->k != 0) {
-      for (int n = block.count; n < block_keys; ++n) k_exponents[n] = 0;
-      stage_rows<In>(k_rows, block.count, t.head_dim, NonFiniteInput::keep, staged, k_exponents);
-      pack_transposed<In, Element>(staged_rows(staged, t.head_dim), block.count, t.head_dim,
-                                   keys.k);
-      exponents.keys = k_exponents;
-    }
-    if (keys.large->v != 0) {
-      stage_rows<In>(v_rows, block.count, t.value_dim, NonFiniteInput::drop, staged, v_exponents);
-      pack_panels<In, Element>(staged_rows(staged, t.value_dim), block.count,
-                               padded_depth<Element>(block.count), t.value_dim, keys.v);
-      softmax.use_large_unit();
-    }
-    return exponents;
   }
 
-  void store_probabilities(int r, int n, Vec left, Vec right) {
-    if (const int shift = *softmax.out_shift; shift != 0) {
-      left = scaled(left, v_exponents + n, shift);
-      right = scaled(right, v_exponents + n + lanes, shift);
-    }
-    Element::store_row(p + r * Shape<Element>::key_words, n, left, right);
-  }
-
-  void add_nonfinite_values(const Tile& tile, const KeyBlock& block, int row, int visible,
-                            Product out_rows) const {
+  void add_nonfinite_values(const Tile& tile, const KeyBlock& block, const StripScores& scores,
+                            int visible) const {
     const auto probability = [this](int r, int n) {
       return Element::element(p, r * block_keys + n);
     };
     add_nonfinite<In>(
         probability,
-        [&](int r, int n) {
-          return t.saturate ? probability(r, n) != 0 : sees(t, tile, block, terms, row + r, n);
-        },
-        key_rows<In>(t.v, tile.batch, tile.head, block), strip, visible, t.value_dim, out_rows);
+        [&](int r, int n) { return t.saturate ? probability(r, n) != 0 : scores.sees(r, n); },
+        key_rows<In>(t.v, tile.batch, tile.head, block), strip, visible, t.value_dim,
+        [&](int r) { return softmax.out_row(scores.row + r); });
   }
 };
 

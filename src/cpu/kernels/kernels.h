@@ -6,6 +6,7 @@
 #include "cpu/kernels/few_queries.h"
 #include "cpu/kernels/forward.h"
 #include "cpu/kernels/reduce.h"
+#include "cpu/kernels/score_projection.h"
 #include "cpu/kernels/shared_dbias.h"
 
 // The kernels of this instruction set.
@@ -29,6 +30,7 @@ inline constexpr Kernels kernels_of = {
     .shared_dbias = shared_dbias_item<In, Element>,
     .add_dbias_parts = add_dbias_parts,
     .reduce = reduce_item<In>,
+    .project_scores = project_scores_item<In>,
 };
 
 inline constexpr IsaKernels kernels = {.f32 = kernels_of<F32, Single>,

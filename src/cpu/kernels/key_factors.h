@@ -13,52 +13,49 @@
 // block are zeros.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
-// Which of the two have elements above the limit of magnitude.h. Such a block is packed unscaled and has
-// to be packed again, with exponents.
-struct LargeKeys {
-  std::int32_t k, v;
-
-  bool any() const { return (k | v) != 0; }
+// The classes of k and v of a block.
+struct KeyNumbers {
+  Numbers k, v;
 };
 
 template <class In, class Element>
 struct ForwardKeys {
   Panels k;  // transposed: b of s = q k^T
-  Panels v;  // b of out += p v
-  LargeKeys* large;
+  Panels v;  // b of out += p v, without inf and NaN
+  KeyNumbers* numbers;
 
   ForwardKeys(const Task& t, ScratchAllocator& allocator)
       : k(Shape<Element>(t).take_transposed(allocator)),
         v(Shape<Element>(t, t.value_dim).take_key_panels(allocator)),
-        large(allocator.take<LargeKeys>(1)) {}
+        numbers(allocator.take<KeyNumbers>(1)) {}
 
   template <class RowAt>
   void pack(const Task& t, const RowAt& k_row, const RowAt& v_row, int count) const {
-    large->k = is_large(pack_transposed<In, Element>(k_row, count, t.head_dim, k));
-    large->v = is_large(
-        pack_panels<In, Element>(v_row, count, padded_depth<Element>(count), t.value_dim, v));
+    numbers->k = numbers_of(pack_transposed<In, Element>(k_row, count, t.head_dim, k));
+    numbers->v =
+        pack_finite_panels<In, Element>(v_row, count, padded_depth<Element>(count), t.value_dim, v);
   }
 };
 
 template <class In, class Element>
 struct BackwardKeys {
   Panels k_transposed;  // b of s = q k^T; not of few queries
-  Panels k_panels;      // b of dq += ds k
+  Panels k_panels;      // b of dq += ds k, without inf and NaN
   Panels v_transposed;  // b of dp = dout v^T
-  LargeKeys* large;
+  KeyNumbers* numbers;
 
   BackwardKeys(const Task& t, ScratchAllocator& allocator)
       : k_transposed(Shape<Element>(t).take_transposed(allocator)),
         k_panels(Shape<Element>(t).take_key_panels(allocator)),
         v_transposed(Shape<Element>(t, t.value_dim).take_transposed(allocator)),
-        large(allocator.take<LargeKeys>(1)) {}
+        numbers(allocator.take<KeyNumbers>(1)) {}
 
   template <class RowAt>
   void pack(const Task& t, const RowAt& k_row, const RowAt& v_row, int count) const {
     if (!t.few_queries) pack_transposed<In, Element>(k_row, count, t.head_dim, k_transposed);
-    large->k = is_large(
-        pack_panels<In, Element>(k_row, count, padded_depth<Element>(count), t.head_dim, k_panels));
-    large->v = is_large(pack_transposed<In, Element>(v_row, count, t.value_dim, v_transposed));
+    numbers->k = pack_finite_panels<In, Element>(k_row, count, padded_depth<Element>(count),
+                                                 t.head_dim, k_panels);
+    numbers->v = numbers_of(pack_transposed<In, Element>(v_row, count, t.value_dim, v_transposed));
   }
 };
 

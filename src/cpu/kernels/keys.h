@@ -138,7 +138,7 @@ struct KeyTerms {
   std::int32_t biases_begin[block_keys];  // the first query for which key n's bias counts
   bool test_intervals;
   bool test_mask;
-  bool infinite_bias;      // some column term is +inf, which only NonFinite::propagate leaves there
+  bool some_large;         // some bias of the keys is large
   int row_begin, row_end;  // rows outside of this range see none of the keys
 
   const float* columns_of(int row) const {
@@ -191,6 +191,12 @@ inline int column_heads(const Task& t) {
   const bool differ = (is_per_key(t.bias) && t.bias.group_head != 0) ||
                       (is_per_key(t.mask) && t.mask.group_head != 0);
   return differ ? static_cast<int>(t.group) : 1;
+}
+
+// Where a term of a score is larger, the rounding of the score may be larger than 1 (score.h).
+inline constexpr float large_term = 0x1p24f;
+inline Int is_large_term(Vec term) {
+  return (term > splat(large_term)) | ((term < splat(-large_term)) & (term > splat(-infinity)));
 }
 
 // A bias as it enters a score. A masking bias becomes -inf; with saturation, +inf becomes the largest number.
@@ -263,11 +269,11 @@ inline void column_terms(const Task& t, const Tile& tile, const KeyBlock& block,
       Vec term{};
       if (with_bias) {
         term = bias_term(t, load_bias(t, bias, block, n));
+        terms.some_large = terms.some_large || any(is_large_term(term));
         if (terms.bias_use == BiasUse::some) {
           store(delayed + n, term);
           term = Vec{};
         }
-        terms.infinite_bias = terms.infinite_bias || any(term == splat(infinity));
       }
       store(column + n, lane_numbers() + n < block.count ? term : splat(-infinity));
     }
@@ -356,7 +362,7 @@ inline void prepare_terms(const Task& t, const Tile& tile, const KeyBlock& block
   terms.row_end = tile.rows;
   terms.test_intervals = block.partial;
   terms.test_mask = false;
-  terms.infinite_bias = false;
+  terms.some_large = false;
   if (block.partial) interval_terms(t, tile, block, terms);
   if (!terms.empty() && is_dense(t.mask)) mask_terms(t, tile, block, terms);
   if (!terms.empty()) column_terms(t, tile, block, terms);

@@ -3,12 +3,13 @@
 // exp and tanh in fp32.
 namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 
-// e^x for x <= 88, exactly 1 at 0, and 0 below -86.6, where the factor 2^n would leave the normal numbers.
-// The result is 2^n * 2^r, |r| <= 1/2, with n from the low bits of x log2(e) + 1.5 * 2^23. The minimax
-// polynomial of degree 6 is off by 2e-9. With the rounding of x log2(e) the error is below 2 ulp for |x| < 16.
-inline Vec exp(Vec x) {
+// 2^-shift e^x for x <= 88, exactly 2^-shift at 0, and 0 where the factor 2^n would leave the normal numbers: below
+// -86.6 without a shift. The result is 2^n * 2^r, |r| <= 1/2, with n from the low bits of x log2(e) + 1.5 * 2^23 - shift.
+// The minimax polynomial of degree 6 is off by 2e-9. With the rounding of x log2(e) the error is below 2 ulp for |x| < 16.
+template <int shift = 0>
+Vec exp(Vec x) {
   constexpr float log2_e = 0x1.715476p0f;
-  constexpr float round = 0x1.8p23f;
+  constexpr float round = 0x1.8p23f - shift;
   const Vec shifted = fma(x, splat(log2_e), splat(round));
   const Vec r = fma(x, splat(log2_e), splat(round) - shifted);
   Vec p = fma(splat(0.00015353361959569156f), r, splat(0.0013398873852565885f));
@@ -18,7 +19,7 @@ inline Vec exp(Vec x) {
   p = fma(p, r, splat(0.6931471824645996f));
   p = fma(p, r, splat(1.0f));
   const Vec result = from_bits(wrapping_add(bits(p), bits(shifted) << 23));
-  return x > splat(-86.6f) ? result : Vec{};
+  return x > splat(-86.6f + 0.693f * shift) ? result : Vec{};
 }
 
 // A polynomial below 5/8 and 1 - 2 / (e^2|x| + 1) above keep the relative error at 1e-7.

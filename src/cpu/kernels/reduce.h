@@ -3,7 +3,6 @@
 #include <cstdint>
 
 #include "cpu/kernels/element.h"
-#include "cpu/kernels/large_block.h"
 #include "cpu/task.h"
 
 // The last step of the backward. It makes dk and dv of a block of keys from the sums of all units that saw
@@ -30,19 +29,11 @@ void reduce_rows(const BackwardTask& t, std::int64_t batch, std::int64_t head, s
                  const float* sums, int columns, float scale, const Rows& rows) {
   if (rows.data == nullptr) return;
   alignas(64) float total[max_head_dim] = {};
-  alignas(64) double large_total[max_head_dim] = {};
-  bool large = false;
   for (int segment = 0; segment < t.segments; ++segment) {
     const std::int64_t unit = (segment * t.batch + batch) * t.heads_kv + head;
     const std::int64_t slot = find_slot(t, unit, key);
     if (slot < 0) continue;
     const float* from = sums + (t.slot_begin[unit] + slot) * t.head_dim_padded;
-    const SlotForm form = t.slot_forms[t.slot_begin[unit] + slot];
-    if (form != SlotForm::addable) {
-      add_sums(from, form, columns, large_total);
-      large = true;
-      continue;
-    }
     for (int d = 0; d < columns; d += lanes) {
       store(total + d, load(total + d) + load(from + d));
     }
@@ -50,8 +41,7 @@ void reduce_rows(const BackwardTask& t, std::int64_t batch, std::int64_t head, s
   auto* to = static_cast<typename In::Storage*>(rows.data) + batch * rows.batch + key * rows.row +
              head * rows.head;
   for (int d = 0; d < columns; d += lanes) {
-    const Vec sum = load(total + d);
-    Vec value = large ? scaled_sum(sum, large_total + d, scale) : sum * splat(scale);
+    Vec value = load(total + d) * splat(scale);
     if (t.saturate) value = saturated(value, In::gradient_limit);
     store_narrowed<In>(to + d, value, columns - d);
   }

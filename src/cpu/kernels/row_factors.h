@@ -13,25 +13,21 @@ namespace flash_dmattn::cpu::FLASH_DMATTN_ISA {
 // The rows of q or dout of a tile in the two layouts that products need.
 template <class Element>
 struct RowFactors {
-  Factor row_major;    // a of s = q k^T and dp = dout v^T
-  Panels panels;       // b of dk = ds^T q and dv = p^T dout
-  bool large = false;  // some element is above the limit, so the panels were not written
+  Factor row_major;  // a of s = q k^T and dp = dout v^T
+  Panels panels;     // b of dk = ds^T q and dv = p^T dout, without inf and NaN
+  Numbers numbers = Numbers::ordinary;
 
   void take(const Shape<Element>& shape, ScratchAllocator& allocator) {
     row_major = shape.take_row_major(allocator);
     panels = shape.take_row_panels(allocator);
   }
 
-  template <class In, class RowAt>
+  template <class In, NonFiniteElements nonfinite = NonFiniteElements::keep, class RowAt>
   void pack(const Shape<Element>& shape, const RowAt& row, int rows) {
-    large = is_large(pack_row_major<In>(shape, row, rows));
-    if (!large) pack_panels<In, Element>(row, rows, shape.padded_rows, shape.head_dim, panels);
-  }
-
-  template <class In, class RowAt>
-  Int pack_row_major(const Shape<Element>& shape, const RowAt& row, int rows) {
-    return pack_rows<In, Element>(row, rows, shape.padded_rows, shape.head_dim,
-                                  const_cast<float*>(row_major.words), shape.head_ld);
+    numbers = numbers_of(
+        pack_rows<In, Element, nonfinite>(row, rows, shape.padded_rows, shape.head_dim,
+                                          const_cast<float*>(row_major.words), shape.head_ld));
+    pack_finite_panels<In, Element>(row, rows, shape.padded_rows, shape.head_dim, panels);
   }
 };
 

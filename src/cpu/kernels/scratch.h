@@ -79,12 +79,6 @@ auto key_rows(const Rows& rows, std::int64_t batch, std::int64_t head, const Key
   return [first, &rows, &block](int n) { return first + block.key(n) * rows.row; };
 }
 
-// Maps row r to its address in the output of stage_rows.
-template <class Storage>
-auto staged_rows(const Storage* rows, int head_dim) {
-  return [rows, head_dim](int r) { return rows + std::int64_t{r} * head_dim; };
-}
-
 template <class T>
 void clear(T* data, std::int64_t count) {
   __builtin_memset(data, 0, sizeof(T) * static_cast<std::size_t>(count));

@@ -14,7 +14,6 @@ struct SlotSums {
   const BackwardTask& t;
   std::int32_t* slot_of_key;  // [Sk]; only where the unit's slots are not the keys
   std::int64_t first_slot = 0, slots = 0;
-  bool some_large = false;  // some slot is not addable
 
   SlotSums(const BackwardTask& task, ScratchAllocator& allocator)
       : t(task), slot_of_key(allocator.take<std::int32_t>(is_gathered() ? t.seqlen_k : 0)) {}
@@ -33,7 +32,6 @@ struct SlotSums {
   }
 
   void set_to_zero() const {
-    clear(t.slot_forms + first_slot, slots);
     clear(dk(0), slots * t.head_dim_padded);
     clear(dv(0), slots * t.head_dim_padded);
     if (t.dbias_kind == DbiasKind::per_key) {
@@ -43,7 +41,6 @@ struct SlotSums {
 
   float* dk(std::int64_t slot) const { return t.dk_sums + (first_slot + slot) * t.head_dim_padded; }
   float* dv(std::int64_t slot) const { return t.dv_sums + (first_slot + slot) * t.head_dim_padded; }
-  SlotForm& form(std::int64_t slot) const { return t.slot_forms[first_slot + slot]; }
   std::int64_t slot_of(std::int64_t key) const { return is_gathered() ? slot_of_key[key] : key; }
 
   double& key_bias_sum(int head, std::int64_t key) const {
@@ -57,13 +54,6 @@ struct SlotSums {
       const float* from = rows.data + n * rows.ld;
       for (int d = 0; d < columns; d += lanes) store(to + d, load(to + d) + load(from + d));
     }
-  }
-
-  bool has_large(const KeyBlock& block) const {
-    for (int n = 0; some_large && n < block.count; ++n) {
-      if (form(slot_of(block.key(n))) != SlotForm::addable) return true;
-    }
-    return false;
   }
 };
 

@@ -8,20 +8,26 @@ import torch
 
 import flash_dmattn
 from flash_dmattn import (
+    DynamicMaskAttention,
     KeyIntervals,
     flash_dmattn_func,
     flash_dmattn_func_auto,
     flash_dmattn_varlen_func,
+    forgetting_attention,
     from_padding,
     intersect,
+    merge_attention,
     packed_documents,
     prefix_lm,
     select_key_intervals,
+    select_keys,
     sliding_window,
 )
+from flash_dmattn.distributed import linear_with_headroom
 from flash_dmattn.kernels import kernel_names
 from flash_dmattn.padding import pad_input, unpad_input
 from flash_dmattn.scores import make_scores
+from flash_dmattn.utils.mask import create_mask, relu_mask, topk_indices, topk_mask
 
 
 def qkv():
@@ -94,6 +100,9 @@ BIAS = torch.zeros(2, 2, 9)
         (TypeError, "key_intervals: got Tensor",
          {"key_intervals": torch.zeros(1, 1, 9, 2, dtype=torch.int32)}),
         (TypeError, "unexpected keyword argument", {"keep_windw_size": 3}),
+        (ValueError, "recent_window: got 4 without keep_window_size", {"recent_window": 4, "is_causal": True}),
+        (ValueError, "return_lse, return_attn_probs: got True for both", {"return_lse": True, "return_attn_probs": True}),
+        (ValueError, "value: got shape (2, 9, 2, 257)", {"value": torch.zeros(2, 9, 2, 257)}),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("uncompiled_flex")
@@ -147,6 +156,7 @@ def test_numeric_flag_is_accepted(flag):
         (ValueError, "softmax_scale: got 0", {"softmax_scale": 0}),
         (TypeError, "backend: got 3, expected a name", {"backend": 3}),
         (ValueError, "keep_window_size: got -1", {"attn_bias": torch.zeros(9, 2), "keep_window_size": -1}),
+        (ValueError, "return_lse, return_attn_probs: got True for both", {"return_lse": True, "return_attn_probs": True}),
         # On a GPU a length that is too small loses keys.
         (ValueError, "max_seqlen_k: got 4, expected at least 5, the longest of cu_seqlens_k", {"max_seqlen_k": 4}),
         (ValueError, "max_seqlen_k: got -1", {"max_seqlen_k": -1}),
@@ -174,6 +184,33 @@ def test_zero_at_position_of_flash_attention_dropout_raises():
     packed = (*(t[0] for t in qkv()), offsets, offsets, 5, 5)
     with pytest.raises(ValueError, match="softmax_scale: got 0.*dropout_p.*leave it out"):
         flash_dmattn_varlen_func(*packed, 0.0, is_causal=True)
+
+
+def attend(**options):
+    q = torch.zeros(1, 9, 2, 8)
+    return lambda: flash_dmattn_func(q, q, q, **options)
+
+
+def select(**change):
+    return lambda: select_key_intervals(BIAS, **{"keep_window_size": 3, **change})
+
+
+def forget(rows=9, gates=(2, 9, 4), prune=None, keys=9, **options):
+    q, k, v = qkv()
+    gates = torch.zeros(gates) if isinstance(gates, tuple) else gates
+    return lambda: forgetting_attention(
+        q[:, :rows], k[:, :keys], v[:, :keys], gates, prune, **options
+    )
+
+
+def layer(*sizes, positions=None, **options):
+    sizes, hidden = sizes or (32, 4, 2, 7), torch.zeros(2, 6, 32)
+    return lambda: DynamicMaskAttention(*sizes, **options)(hidden, positions=positions)
+
+
+SCORES, STATES = torch.zeros(1, 1, 4), torch.zeros(1, 9, 2, 8)
+MASK = torch.ones(2, 9, dtype=torch.bool)
+HIDDEN, WEIGHT = torch.zeros(1, 4, 12), torch.zeros(6, 12)
 
 
 @pytest.mark.parametrize(
@@ -245,6 +282,125 @@ def test_zero_at_position_of_flash_attention_dropout_raises():
          lambda: make_scores(8, 2, dtype=torch.int32)),
         (TypeError, "dtype: got 'bf16', expected a floating torch.dtype",
          lambda: make_scores(8, 2, lambda hidden: hidden, dtype="bf16")),
+        # Intervals.
+        (ValueError, "intervals: got torch.float32", lambda: KeyIntervals(torch.zeros(1, 1, 4, 2), 4)),
+        (ValueError, "intervals: got torch.int32 of shape (4, 2)", lambda: KeyIntervals(torch.zeros(4, 2, dtype=torch.int32), 4)),
+        (TypeError, "consecutive: got 'no'", lambda: KeyIntervals(torch.zeros(1, 1, 9, 2).int(), 9, None, "no")),
+        # Query rows are int32, so a larger row would become negative and its keys invisible.
+        (ValueError, "query_length: got 2147483648", lambda: sliding_window(9, 2, query_length=2**31)),
+        (ValueError, "query_length: got 2147483648", lambda: from_padding(MASK, 2**31)),
+        (ValueError, "query_length: got 2147483648", lambda: packed_documents(torch.tensor([0, 9]), query_length=2**31)),
+        (ValueError, "max_seqlen_k: got 3, expected at least 6", lambda: packed_documents(torch.tensor([0, 3, 9]), max_seqlen_k=3)),
+        (ValueError, "intersect: got", lambda: intersect(sliding_window(5, 2), sliding_window(5, 2, query_length=4))),
+        (ValueError, "intersect: got", lambda: intersect()),
+        (ValueError, "key_mask: got shape (2, 9), expected a batch of 3 or 1",
+         lambda: sliding_window(9, 3, key_mask=MASK, cu_seqlens_k=torch.tensor([[0, 9]] * 3))),
+        (ValueError, "prefix_length: got shape (3,), expected a batch of 2",
+         lambda: prefix_lm(9, torch.tensor([1, 2, 3]), key_mask=MASK)),
+        # Rules.
+        (ValueError, "recent_window: got -1", select(recent_window=-1)),
+        (ValueError, "recent_window: got 3 with is_causal=False", select(recent_window=3, is_causal=False)),
+        (ValueError, "recent_window: got 3 with is_causal=False",
+         select(recent_window=3, is_causal=False, cu_seqlens_k=torch.tensor([0, 4, 9]))),
+        (ValueError, "recent_window: got 4 with is_causal=False", attend(recent_window=4, keep_window_size=0)),
+        (TypeError, "sink_tokens: got 'two'", select(sink_tokens="two")),
+        (ValueError, "score_threshold: got nan", select(score_threshold=float("nan"))),
+        (TypeError, "score_threshold: got '0.5'", select(score_threshold="0.5")),
+        (ValueError, "score_threshold: got an integer of 1329 bits", select(score_threshold=10**400)),
+        (TypeError, "recent_competes: got None", select(recent_competes=None)),
+        (ValueError, "cu_seqlens_k: got shape (3, 2), expected a batch of 2 or 1", select(cu_seqlens_k=torch.tensor([[0, 9]] * 3))),
+        (ValueError, "cu_seqlens_k: got [0, 12], expected offsets that begin at 0, never fall and end at 9",
+         select(cu_seqlens_k=torch.tensor([0, 12]))),
+        (ValueError, "cu_seqlens_q: got [0, 12], expected offsets that begin at 0, never fall and end at 9",
+         select(cu_seqlens_k=torch.tensor([0, 9]), cu_seqlens_q=torch.tensor([0, 12]))),
+        (ValueError, "cu_seqlens_k: got torch.int64 of shape (1, 1, 1)", select(cu_seqlens_k=torch.zeros(1, 1, 1).long())),
+        (ValueError, "cu_seqlens_q: got offsets without cu_seqlens_k", select(cu_seqlens_q=torch.tensor([0, 9]))),
+        (ValueError, "key_positions: got shape (3, 9), expected a batch of 2 or 1", select(key_positions=torch.arange(9).expand(3, 9))),
+        (ValueError, "key_positions: got shape (2, 3, 9), expected heads of 2 or 1",
+         select(key_positions=torch.arange(9).expand(2, 3, 9))),
+        (ValueError, "key_positions: got torch.float32", select(key_positions=torch.zeros(9))),
+        (ValueError, "key_positions: got torch.int64 of shape (8,)", select(key_positions=torch.arange(8))),
+        (ValueError, "key_positions: got a value together with cu_seqlens_q",
+         select(key_positions=torch.arange(9), cu_seqlens_k=torch.tensor([0, 9]), cu_seqlens_q=torch.tensor([0, 8]))),
+        (ValueError, "query_position: got shape (3,), expected a batch of 2 or 1", select(query_position=torch.tensor([1, 2, 3]))),
+        (ValueError, "query_position: got -2", select(query_position=-2)),
+        (ValueError, "keep_window_size: got 3 sizes, expected one, or 2", select(keep_window_size=[1, 2, 3])),
+        (ValueError, "keep_window_size: got no sizes", select(keep_window_size=[])),
+        (ValueError, "keep_window_size: got -1", select(keep_window_size=[1, -1])),
+        (TypeError, "keep_window_size: got None", select(keep_window_size=None)),
+        (TypeError, "keep_window_size: got b'12'", select(keep_window_size=b"12")),
+        (TypeError, "keep_window_size: got None", lambda: select_keys(SCORES, None)),
+        (ValueError, "keep_window_size: got 3 sizes", lambda: select_keys(BIAS, (1, 2, 3))),
+        (ValueError, "scores: got shape", lambda: select_keys(torch.zeros(4), 2)),
+        (TypeError, "scores: got torch.int32", lambda: select_keys(SCORES.int(), 2)),
+        (TypeError, "key_mask: got torch.float32", lambda: select_keys(SCORES, 2, torch.ones(1, 4))),
+        (ValueError, "key_mask: got shape", lambda: select_keys(SCORES, 2, torch.ones(1, 5).bool())),
+        # Masks. An additive mask of zeros allows every key, but read as bool it would allow none.
+        (ValueError, "type: got 'best'", lambda: create_mask(BIAS, None, 2, 5, 9, 4, None, type="best")),
+        (TypeError, "blocksize: got an unknown keyword", lambda: topk_mask(BIAS, None, 4, None, blocksize=2)),
+        (TypeError, "blocksize: got an unknown keyword", lambda: relu_mask(BIAS, None, 0.0, blocksize=2)),
+        (TypeError, "blocksize: got an unknown keyword", lambda: topk_indices(BIAS, 4, blocksize=2)),
+        (TypeError, "window_size: got 2.5", lambda: topk_indices(BIAS, 2.5)),
+        (ValueError, "window_size: got -1", lambda: topk_mask(BIAS, None, -1, None)),
+        (ValueError, "block_size: got 0", lambda: topk_mask(BIAS, None, 4, None, 0)),
+        (ValueError, "attention_mask: got shape (2, 7)", lambda: create_mask(BIAS, MASK[:, :7], 2, 5, 9, 4, None)),
+        (TypeError, "attention_mask: got torch.float32", lambda: topk_mask(BIAS, BIAS[:, :1], 4, None)),
+        (TypeError, "attention_mask: got torch.float32", lambda: create_mask(BIAS, BIAS[:, 0], 2, 5, 9, 4, None)),
+        (TypeError, "attention_mask: got list", lambda: topk_mask(BIAS, [True], 4, None)),
+        (ValueError, "attention_bias: got shape", lambda: create_mask(BIAS, None, 2, 5, 10, 4, None)),
+        (ValueError, "attention_bias: got shape", lambda: create_mask(BIAS, None, 5, 5, 9, 4, None)),
+        (TypeError, "attention_bias: got torch.int64", lambda: topk_mask(BIAS.long(), None, 4, None)),
+        (TypeError, "attention_bias: got list", lambda: create_mask([1.0], None, 2, 5, 9, 4, None)),
+        # Delayed biases, sinks and merged results.
+        (ValueError, "bias_delay: got -1", attend(bias_delay=-1, attn_bias=torch.zeros(1, 2, 9))),
+        (TypeError, "bias_delay: got 0.5", attend(bias_delay=0.5, attn_bias=torch.zeros(1, 2, 9))),
+        (ValueError, "bias_delay: got 3 with a bias of shape", attend(bias_delay=3, attn_bias=torch.zeros(1, 1, 9, 9))),
+        (ValueError, "sink_logits: got torch.float32 of shape (3,)", attend(sink_logits=torch.zeros(3))),
+        (TypeError, "sink_logits: got list", attend(sink_logits=[0.0] * 2)),
+        (ValueError, "outs, lses: got 1 and 2", lambda: merge_attention([STATES], [STATES, STATES])),
+        (TypeError, "outs: got Tensor, expected a sequence", lambda: merge_attention(STATES, [STATES])),
+        (TypeError, "lses: got NoneType, expected a sequence", lambda: merge_attention([STATES], None)),
+        (ValueError, "nonfinite: got 'drop'", lambda: merge_attention([STATES], [STATES[..., 0].mT], "drop")),
+        (ValueError, "lses[0]: got torch.float32 of shape (1, 9, 2, 8)", lambda: merge_attention([STATES], [STATES])),
+        # Forgetting attention.
+        (ValueError, "log_fgate: got shape (2, 8, 4), expected", forget(gates=(2, 8, 4))),
+        (ValueError, "log_fgate: got shape (2, 9, 3), expected", forget(gates=(2, 9, 3))),
+        (ValueError, "log_fgate: got shape (2, 9, 4, 1), expected [B, Sk, H]", forget(gates=(2, 9, 4, 1))),
+        (TypeError, "log_fgate: got torch.int64", forget(gates=torch.zeros(2, 9, 4).long())),
+        *((ValueError, f"prune: got {prune!r}, expected a number of at most 0", forget(prune=prune))
+          for prune in (1.0, float("nan"), "-1", True)),
+        (ValueError, "window_size: got 0, expected 1 or more", forget(window_size=0)),
+        (ValueError, "query: got 9 queries, expected at most 8", forget(gates=(2, 8, 4), keys=8)),
+        (ValueError, "cu_seqlens: got offsets with 5 queries and 9 keys", forget(rows=5, cu_seqlens=torch.tensor([0, 9]))),
+        (ValueError, "cu_seqlens: got shape (3, 2), expected a batch of 2", forget(cu_seqlens=torch.tensor([[0, 9]] * 3))),
+        # Learned scores, and the layer that has them.
+        (ValueError, "score: got 'exp', expected one of 'gate', 'linear', 'doge', or a function", lambda: make_scores(12, 3, "exp")),
+        (ValueError, "heads: got 0, expected 1 or more", lambda: make_scores(12, 0)),
+        (ValueError, "hidden: got shape (2, 7, 13), expected [B, S, 12]", lambda: make_scores(12, 3)(torch.zeros(2, 7, 13))),
+        (ValueError, "score: got torch.float32 of shape (2, 7, 12), expected",
+         lambda: make_scores(12, 3, lambda hidden: hidden)(torch.zeros(2, 7, 12))),
+        (ValueError, "score_input: got 'key', expected one of", layer(score_input="key")),
+        (ValueError, "heads_q: got 4, expected a multiple of heads_kv, 3", layer(32, 4, 3)),
+        (ValueError, "hidden_size: got 30, expected a multiple of heads_q, 4", layer(30, 4)),
+        (TypeError, "hidden_size: got 32.0", layer(32.0, 4)),
+        (ValueError, "keep_window_size: got 0", layer(32, 4, 2, 0)),
+        (ValueError, "head_dim: got 257", layer(head_dim=257)),
+        (TypeError, "dtype: got 'bf16', expected a floating torch.dtype", layer(dtype="bf16")),
+        (TypeError, "rope: got int, expected a function or None", layer(rope=10000)),
+        (TypeError, "rope: got Tensor, expected (query, key)", layer(rope=lambda q, k, positions: q)),
+        (TypeError, "rope: got tuple, expected", layer(rope=lambda q, k, positions: (q, k, k))),
+        (TypeError, "rope's key: got NoneType, expected a torch.Tensor", layer(rope=lambda q, k, positions: (q, None))),
+        (ValueError, "rope: got a query of shape", layer(rope=lambda q, k, positions: (q[:, 1:], k))),
+        (ValueError, "rope: got a key of shape", layer(rope=lambda q, k, positions: (q, q))),
+        (TypeError, "positions: got torch.float32", layer(positions=torch.rand(2, 6))),
+        (ValueError, "positions: got shape (3, 3)", layer(positions=torch.zeros(3, 3, dtype=torch.int64))),
+        # A projection whose result has rows for other ranks' keys.
+        (ValueError, "hidden, weight: got shapes", lambda: linear_with_headroom(HIDDEN, WEIGHT.t(), 3)),
+        (ValueError, "places: got -1", lambda: linear_with_headroom(HIDDEN, WEIGHT, -1)),
+        (TypeError, "hidden: got list, expected a torch.Tensor", lambda: linear_with_headroom([1], WEIGHT, 3)),
+        (TypeError, "weight: got NoneType, expected a torch.Tensor", lambda: linear_with_headroom(HIDDEN, None, 3)),
+        (TypeError, "bias: got float, expected a torch.Tensor", lambda: linear_with_headroom(HIDDEN, WEIGHT, 3, 1.0)),
+        (ValueError, "bias: got shape (5,), expected (6,)", lambda: linear_with_headroom(HIDDEN, WEIGHT, 3, torch.zeros(5))),
     ],
 )  # fmt: skip
 def test_bad_argument_of_a_helper_raises_naming_it(error, message, make):
@@ -252,20 +408,66 @@ def test_bad_argument_of_a_helper_raises_naming_it(error, message, make):
         make()
 
 
-KEY, VALUE = qkv()[1:]
+# Errors of the C++ library arrive as ValueError or RuntimeError, depending on the version of torch.
+OPS, (Q, K, V) = torch.ops.flash_dmattn, qkv()
+OPTIONS, LSE = ([], False, 0, 1.0, 0.0, True, False, ""), torch.zeros(2, 2, 4, 9)
 
 
-def attend(query):
-    return flash_dmattn_func(query, KEY, VALUE).sum()
+def forward(q=Q, k=K, v=V, mask=None, intervals=None):
+    return lambda: OPS.forward(q, k, v, mask, None, intervals, *OPTIONS)
+
+
+def backward(lse=LSE, dlse=None):
+    return lambda: OPS.backward(
+        Q, Q, K, V, None, None, None, Q, lse, dlse, *OPTIONS, *(True,) * 3, False
+    )
+
+
+def select_and_attend(bias):
+    return lambda: OPS.select_and_attend(Q, K, V, bias, 3, *OPTIONS[1:])
+
+
+@pytest.mark.parametrize(
+    "message, call",
+    [
+        ("v: got", forward(v=V[:, 1:])),
+        ("k: got torch.float64", forward(k=K.double())),
+        ("key_intervals: got", forward(intervals=torch.zeros(1, 1, 8, 2, dtype=torch.int32))),
+        ("mask: got", forward(mask=Q)),
+        ("mask", forward(mask=torch.ones(1, 3, 9, 9).bool())),
+        ("lse: got torch.uint8", backward(LSE.byte())),
+        ("lse: got torch.float64", backward(LSE.double())),
+        ("lse: got shape", backward(LSE.flatten())),
+        ("lse: got shape", backward(LSE[:1])),
+        ("dlse: got torch.float64", backward(dlse=LSE[0].double())),
+        ("dlse: got shape", backward(dlse=LSE)),
+        ("bias: got shape (2, 2, 1, 9)", select_and_attend(BIAS[:, :, None])),
+        ("bias: got shape (2, 2, 8)", select_and_attend(BIAS[:, :, 1:])),
+        ("bias: got shape (2, 4, 9)", select_and_attend(BIAS.repeat(1, 2, 1))),
+        ("bias: got shape (4, 2, 9)", select_and_attend(BIAS.repeat(2, 1, 1))),
+        ("bias: got torch.int32", select_and_attend(BIAS.int())),
+        ("scores: got", lambda: OPS.select_key_intervals(torch.zeros(9), None, [3], "global", True, 9)),
+        ("selection", lambda: OPS.select_key_intervals(SCORES, None, [3], "best", True, 4)),
+        *((f"tile_rows: got {rows}", lambda rows=rows: OPS.build_tile_lists(torch.zeros(1, 1, 9, 2).int(), rows, 9, []))
+          for rows in (0, 2**32)),
+    ],
+)  # fmt: skip
+def test_operator_with_bad_argument_raises_naming_it(message, call):
+    with pytest.raises((ValueError, RuntimeError), match=re.escape(message)):
+        call()
+
+
+def loss(query):
+    return flash_dmattn_func(query, K, V).sum()
 
 
 @pytest.mark.parametrize(
     "transform",
     [
-        lambda q: torch.func.grad(attend)(q),
-        lambda q: torch.func.vjp(attend, q),
-        lambda q: torch.func.jacrev(attend)(q),
-        lambda q: torch.func.vmap(torch.func.grad(attend))(q[None]),
+        lambda q: torch.func.grad(loss)(q),
+        lambda q: torch.func.vjp(loss, q),
+        lambda q: torch.func.jacrev(loss)(q),
+        lambda q: torch.func.vmap(torch.func.grad(loss))(q[None]),
     ],
 )
 def test_torch_func_transform_raises(transform):

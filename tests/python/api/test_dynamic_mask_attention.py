@@ -130,17 +130,19 @@ def test_fresh_layer_keeps_the_recent_keys_and_learns():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_scores_of_the_ordinary_range_have_the_bits_of_exp(dtype):
+def test_scores_of_the_ordinary_range_equal_exp(dtype):
     A, step = torch.tensor([0.0, -2.0, 1.5], dtype=dtype), torch.randn(B, S, 3, dtype=dtype)
     step[0, :2] = torch.tensor([[15.0], [21.0]], dtype=dtype)  # up to exp(31.5)
     inputs = [t.requires_grad_() for t in (A, step)]
-    ours, theirs = doge_scores_of(*inputs), (A * F.softplus(step)).exp().transpose(1, 2)
-    assert torch.equal(ours, theirs)
+    softplus = torch.logaddexp(step, torch.zeros_like(step))  # torch's softplus is x above 20
+    ours, theirs = doge_scores_of(*inputs), (A * softplus).exp().transpose(1, 2)
+    rounding = {"atol": 0, "rtol": 50 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(ours, theirs, **rounding)
     direction = torch.randn_like(ours)
     for mine, expected in zip(
         *(torch.autograd.grad(x, inputs, direction) for x in (ours, theirs)), strict=True
     ):
-        torch.testing.assert_close(mine, expected, atol=0, rtol=1e-6)
+        torch.testing.assert_close(mine, expected, **rounding)
 
 
 @pytest.mark.parametrize("A", [20.0, 80.0, 1e4, 1e30, 3e38, -80.0, -3e38])
@@ -196,15 +198,7 @@ def test_compiled_steps_share_one_graph():
     torch.testing.assert_close(torch.cat(steps, dim=1), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_bad_argument_raises_naming_it():
-    with pytest.raises(ValueError, match="heads_q: got 4, expected a multiple of heads_kv, 3"):
-        DynamicMaskAttention(HIDDEN, 4, 3)
-    with pytest.raises(ValueError, match="hidden_size: got 30, expected a multiple of heads_q, 4"):
-        DynamicMaskAttention(30, 4)
-    with pytest.raises(TypeError, match="rope: got int, expected a function or None"):
-        DynamicMaskAttention(HIDDEN, 4, rope=10000)
-    with pytest.raises(TypeError, match="dtype: got 'bf16', expected a floating torch.dtype"):
-        DynamicMaskAttention(HIDDEN, 4, dtype="bf16")
+def test_cache_refuses_gradients_and_more_tokens_than_its_chunk():
     layer, hidden = make_layer(), torch.randn(B, S, HIDDEN)
     cache = layer.make_cache(B, chunk=0)
     layer(hidden, cache=cache)  # a prompt may require a gradient, but the cached keys do not
@@ -212,30 +206,3 @@ def test_bad_argument_raises_naming_it():
         layer(hidden[:, :1], cache=cache)
     with torch.no_grad(), pytest.raises(ValueError, match="chunk: got 0 with 0 tokens pending"):
         layer(hidden, cache=cache)
-
-
-WRONG_ROPES = {
-    "a tensor alone": (lambda q, k, positions: q, TypeError, r"^rope: got Tensor, expected \(query, key\)"),
-    "three results": (lambda q, k, positions: (q, k, k), TypeError, "^rope: got tuple, expected"),
-    "no key": (lambda q, k, positions: (q, None), TypeError, "^rope's key: got NoneType, expected a torch.Tensor"),
-    "fewer queries": (lambda q, k, positions: (q[:, 1:], k), ValueError, "^rope: got a query of shape"),
-    "more key heads": (lambda q, k, positions: (q, q), ValueError, "^rope: got a key of shape"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", WRONG_ROPES)
-def test_wrong_result_of_rope_raises_naming_it(name):
-    wrong, error, words = WRONG_ROPES[name]
-    layer = DynamicMaskAttention(HIDDEN, HEADS, KV_HEADS, WINDOW, rope=wrong)
-    with pytest.raises(error, match=words):
-        layer(torch.randn(B, S, HIDDEN))
-
-
-@pytest.mark.parametrize("rope", [None, rope])
-def test_positions_of_wrong_shape_or_dtype_raise(rope):
-    layer = DynamicMaskAttention(HIDDEN, HEADS, KV_HEADS, WINDOW, rope=rope)
-    hidden = torch.randn(B, S, HIDDEN)
-    with pytest.raises(TypeError, match="positions: got torch.float32"):
-        layer(hidden, positions=torch.rand(B, S))
-    with pytest.raises(ValueError, match=r"positions: got shape \(3, 3\)"):
-        layer(hidden, positions=torch.zeros(3, 3, dtype=torch.int64))

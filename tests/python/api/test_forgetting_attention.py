@@ -16,14 +16,15 @@ def draw(heads=4, kv_heads=2, gates=None, rows=N, length=N, batch=B, mean=2.0):
     return [t.requires_grad_() for t in (q, k, v, F.logsigmoid(logits).detach())]
 
 
-def formula(q, k, v, log_fgate, prune=None, documents=None, scale=None):
+def formula(q, k, v, log_fgate, prune=None, documents=None, scale=None, window=10**9):
     """Computes the definition in flash-linear-attention's naive_forgetting_attn, with pruned elements left out."""
     rows, length, heads = q.shape[1], k.shape[1], q.shape[2]
     k, v = (t.repeat_interleave(heads // k.shape[2], 2) for t in (k, v))
     c = log_fgate.cumsum(1).transpose(1, 2)
     per_gate = heads // c.shape[1]
     fading = c[:, :, length - rows :, None] - c[:, :, None]
-    shown = torch.ones(rows, length, dtype=torch.bool).tril(length - rows).expand_as(fading)
+    shown = torch.ones(rows, length, dtype=torch.bool).tril(length - rows)
+    shown = shown.triu(length - rows - window + 1).expand_as(fading)
     if prune is not None:
         shown = shown & (fading >= prune)
     fading, shown = (t.repeat_interleave(per_gate, 1) for t in (fading, shown))
@@ -66,6 +67,18 @@ def test_last_query_is_at_last_key(rows):
     assert_equal(draw(rows=rows), lambda *t: formula(*t)[0])
 
 
+@pytest.mark.parametrize("rows", [33, N])
+@pytest.mark.parametrize("window, prune", [(1, None), (16, None), (16, -3.0), (N + 5, None)])
+def test_query_sees_its_window(window, prune, rows):
+    options = {"prune": prune}
+    assert_equal(
+        draw(4, 4, rows=rows),
+        lambda *t: formula(*t, window=window, **options)[0],
+        window_size=window,
+        **options,
+    )
+
+
 @pytest.mark.parametrize("prune", [-0.5, -3.0, -1e3, 0.0])
 def test_pruned_elements_are_left_out(prune):
     inputs = draw(4, 4)
@@ -87,20 +100,22 @@ def test_group_sees_key_until_it_has_faded_for_all_heads():
     assert not torch.allclose(out, forgetting_attention(*inputs), atol=1e-3)
 
 
-@pytest.mark.parametrize("prune", [None, -2.0])
+@pytest.mark.parametrize("options", [{}, {"prune": -2.0}, {"window_size": 7}], ids=str)
 # [30, 30] has 10 tokens of padding.
 @pytest.mark.parametrize("lengths", [[20, 1, 0, 49], [70], [30, 30]], ids=str)
-def test_packed_sequences_do_not_see_each_other(prune, lengths):
+def test_packed_sequences_do_not_see_each_other(options, lengths):
     offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     total = int(offsets[-1])
     inputs = draw(4, 4, batch=1, length=N, rows=N)
     documents = torch.bucketize(torch.arange(N), offsets[1:], right=True)
 
     def expected(*tensors):
-        out = formula(*(t[:, :total] for t in tensors), prune, documents[:total])[0]
+        shown = {name.removesuffix("_size"): number for name, number in options.items()}
+        shown["documents"] = documents[:total]
+        out = formula(*(t[:, :total] for t in tensors), **shown)[0]
         return F.pad(out, (0, 0, 0, 0, 0, N - total))
 
-    assert_equal(inputs, expected, prune=prune, cu_seqlens=offsets)
+    assert_equal(inputs, expected, cu_seqlens=offsets, **options)
 
 
 def test_rows_of_a_batch_have_sequences_of_their_own():
@@ -193,24 +208,3 @@ def test_empty_sequences_give_empty_result():
     q, k, v, log_fgate = draw(length=0, rows=0)
     assert forgetting_attention(q, k, v, log_fgate).shape == q.shape
     assert forgetting_attention(q, k, v, log_fgate, prune=-1.0).shape == q.shape
-
-
-def test_bad_argument_raises_naming_it():
-    q, k, v, log_fgate = draw()
-    for wrong in (log_fgate[:, :-1], log_fgate[:, :, :3], log_fgate[..., None]):
-        with pytest.raises(ValueError, match="log_fgate: got shape"):
-            forgetting_attention(q, k, v, wrong)
-    for batch, expected in ((1, "B = 1, Sk"), (len(q), f"B = {len(q)} or 1, Sk")):
-        with pytest.raises(ValueError, match=expected):
-            forgetting_attention(q[:batch], k[:batch], v[:batch], log_fgate[:batch, :-1])
-    with pytest.raises(TypeError, match="log_fgate: got torch.int64"):
-        forgetting_attention(q, k, v, log_fgate.long())
-    for prune in (1.0, float("nan"), "-1", True):
-        with pytest.raises(ValueError, match="prune: got .*, expected a number of at most 0"):
-            forgetting_attention(q, k, v, log_fgate, prune)
-    with pytest.raises(ValueError, match="query: got 70 queries, expected at most 69"):
-        forgetting_attention(q, k[:, :-1], v[:, :-1], log_fgate[:, :-1])
-    with pytest.raises(ValueError, match="cu_seqlens: got offsets with 9 queries and 70 keys"):
-        forgetting_attention(q[:, :9], k, v, log_fgate, cu_seqlens=torch.tensor([0, N]))
-    with pytest.raises(ValueError, match=r"cu_seqlens: got shape \(3, 2\), expected a batch of 2"):
-        forgetting_attention(q, k, v, log_fgate, cu_seqlens=torch.tensor([[0, N]] * 3))

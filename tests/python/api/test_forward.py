@@ -145,8 +145,6 @@ def test_return_attn_probs_gives_none_as_third_result(name):
     out, lse = function(*inputs, return_lse=True)
     *first, third = function(*inputs, return_attn_probs=True)
     assert third is None and all(map(torch.equal, first, (out, lse)))
-    with pytest.raises(ValueError, match="return_lse, return_attn_probs: got True for both"):
-        function(*inputs, return_lse=True, return_attn_probs=True)
 
 
 @pytest.mark.usefixtures("uncompiled_flex")

@@ -58,7 +58,6 @@ SHIMS = {
     "integrations.import_utils",
     "integrations.modeling_flash_dynamic_mask_attention_utils",
     "utils",
-    "utils.mask",
     "utils.padding",
 }
 SHIM_DOCSTRING = '"""The 1.x module of this name."""\n'

@@ -57,7 +57,7 @@ SIGNATURES = [
      "query key value cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k softmax_scale is_causal softcap "
      "deterministic return_attn_probs block_table",
      "attn_bias keep_window_size selection nonfinite"),
-    ("keys.select_intervals", "select_key_intervals",
+    ("keys.select", "select_key_intervals",
      "scores keep_window_size", "selection is_causal key_mask query_length"),
     ("utils.mask", "create_mask",
      "attention_bias attention_mask batch_size query_len key_len window_size min_dtype block_size type", ""),
@@ -193,49 +193,6 @@ def test_declining_backend_raises_reason():
     q, k, v = qkv(torch.float64)
     with pytest.raises((ValueError, RuntimeError), match="cpu.*f64"):
         flash_dmattn.flash_dmattn_func_auto("cpu")(q, k, v)
-
-
-# ---- Errors ------------------------------------------------------------------------------------------
-
-
-def test_operators_with_bad_arguments_raise():
-    """Calls the operators directly, as code outside this package might.
-
-    Errors of the C++ library arrive as ValueError or RuntimeError, depending on the version of torch.
-    """
-    ops = torch.ops.flash_dmattn
-    q, k, v = qkv()
-    options = ([], False, 0, 1.0, 0.0, True, False, "")
-    intervals = torch.zeros(1, 1, 9, 2, dtype=torch.int32)
-    with pytest.raises((ValueError, RuntimeError), match="v: got"):
-        ops.forward(q, k, v[:, 1:], None, None, None, *options)
-    with pytest.raises((ValueError, RuntimeError), match="k: got torch.float64"):
-        ops.forward(q, k.double(), v, None, None, None, *options)
-    with pytest.raises((ValueError, RuntimeError), match="key_intervals: got"):
-        ops.forward(q, k, v, None, None, intervals[:, :, 1:], *options)
-    with pytest.raises((ValueError, RuntimeError), match="mask: got"):
-        ops.forward(q, k, v, q, None, None, *options)
-    with pytest.raises((ValueError, RuntimeError), match="mask"):
-        ops.forward(q, k, v, torch.ones(1, 3, 9, 9).bool(), None, None, *options)
-    out, lse = ops.forward(q, k, v, None, None, None, *options)
-    wanted = (True, True, True, False)
-    for name, *wrong in [
-        ("lse: got torch.uint8", lse.byte(), None),
-        ("lse: got torch.float64", lse.double(), None),
-        ("lse: got shape", lse.flatten(), None),
-        ("lse: got shape", lse[:1], None),
-        ("dlse: got torch.float64", lse, lse[0].double()),
-        ("dlse: got shape", lse, lse),
-    ]:
-        with pytest.raises((ValueError, RuntimeError), match=name):
-            ops.backward(q, q, k, v, None, None, None, out, *wrong, *options, *wanted)
-    with pytest.raises((ValueError, RuntimeError), match="scores: got"):
-        ops.select_key_intervals(torch.zeros(9), None, [3], "global", True, 9)
-    with pytest.raises((ValueError, RuntimeError), match="selection"):
-        ops.select_key_intervals(torch.zeros(1, 1, 9), None, [3], "best", True, 9)
-    for tile_rows in (0, 2**32):
-        with pytest.raises((ValueError, RuntimeError), match=f"tile_rows: got {tile_rows}"):
-            ops.build_tile_lists(torch.zeros(1, 1, 9, 2, dtype=torch.int32), tile_rows, 9, [])
 
 
 # ---- Padding -----------------------------------------------------------------------------------------

@@ -142,18 +142,3 @@ def test_varlen_with_a_delayed_bias_equals_single_sequences():
             bias_delay=4, is_causal=True,
         )  # fmt: skip
         assert torch.allclose(packed[a:b], single[0], atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "message, options",
-    [
-        ("bias_delay: got -1", {"bias_delay": -1}),
-        ("bias_delay: got 0.5", {"bias_delay": 0.5}),
-        ("bias_delay: got 3 with a bias of shape", {"bias_delay": 3, "attn_bias": torch.zeros(1, 1, 9, 9)}),
-    ],
-)  # fmt: skip
-def test_bad_delay_raises(message, options):
-    q = torch.randn(1, 9, 2, 8)
-    with pytest.raises((ValueError, TypeError)) as caught:
-        flash_dmattn_func(q, q, q, **{"attn_bias": torch.zeros(1, 2, 9), **options})
-    assert message in str(caught.value)

@@ -13,9 +13,8 @@ from flash_dmattn import (
 )
 from flash_dmattn._core import ops as _ops
 from flash_dmattn._core.numerics import Numerics
-from flash_dmattn.keys.recognise import AllowedElements
-from flash_dmattn.keys.selection import ScoredRule
-from flash_dmattn.keys.visibility import TopKeysByBias, Visibility
+from flash_dmattn.keys.rule import SelectionRule
+from flash_dmattn.keys.visible import Visible
 from flash_dmattn.scores import with_zero_sum_gradient
 
 ops = torch.ops.flash_dmattn
@@ -44,7 +43,7 @@ def per_query(q, k, v, b):
     return flash_dmattn_func(q, k, v, attn_bias=b, is_causal=True, keep_window_size=5)
 
 
-@pytest.mark.parametrize("of", [AllowedElements, TopKeysByBias, ScoredRule, Numerics, Visibility])
+@pytest.mark.parametrize("of", [SelectionRule, Numerics, Visible])
 def test_named_tuples_have_only_fields_and_methods(of):
     """torch 2.10 traces neither properties nor class attributes of named tuples."""
     public = {name: member for name, member in vars(of).items() if not name.startswith("_")}

@@ -215,13 +215,13 @@ def test_check_mode_names_an_output_gradient(check_mode):
 @pytest.mark.parametrize("kind", ["intervals", "causality", "causality and a mask"])
 def test_block_mask_lists_visible_blocks_and_needs_no_quadratic_tensor(kind):
     from flash_dmattn._backends.flex import _blocks
-    from flash_dmattn.keys.visibility import Visibility
+    from flash_dmattn.keys.visible import Visible
 
     length_q, length_k = 1700, 2000
     q, k = torch.empty(1, 2, length_q, 16), torch.empty(1, 2, length_k, 16)
     intervals = select_key_intervals(torch.randn(1, 1, length_k), 50, query_length=length_q)
     mask = torch.ones(1, 1, 1, length_k, dtype=torch.bool) if "mask" in kind else None
-    visible = Visibility(keys=intervals) if kind == "intervals" else Visibility(mask, True)
+    visible = Visible(intervals=intervals) if kind == "intervals" else Visible(mask, True)
     with LargestTensor() as largest:
         partial_count, partial, full_count, full = _blocks(q, k, None, visible)
     assert largest.elements <= 2 * length_k

@@ -28,23 +28,3 @@ def test_linear_with_headroom_has_the_dtype_of_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         out = linear_with_headroom(torch.randn(1, 4, 12), torch.randn(8, 12), 3)
     assert out.dtype == torch.bfloat16
-
-
-HIDDEN, WEIGHT = torch.zeros(1, 4, 12), torch.zeros(6, 12)
-REFUSED = {
-    "transposed weight": ((HIDDEN, WEIGHT.t(), 3), ValueError, "hidden, weight: got shapes"),
-    "negative places": ((HIDDEN, WEIGHT, -1), ValueError, "places: got -1"),
-    "hidden as a list": (([1], WEIGHT, 3), TypeError, "hidden: got list, expected a torch.Tensor"),
-    "no weight": ((HIDDEN, None, 3), TypeError, "weight: got NoneType, expected a torch.Tensor"),
-    "bias as a number": ((HIDDEN, WEIGHT, 3, 1.0), TypeError, "bias: got float, expected a torch.Tensor"),
-    "bias of other features": (
-        (HIDDEN, WEIGHT, 3, torch.zeros(5)), ValueError, r"bias: got shape \(5,\), expected \(6,\)",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_wrong_projection_raises_naming_the_argument(name):
-    arguments, error, words = REFUSED[name]
-    with pytest.raises(error, match=f"^{words}"):
-        linear_with_headroom(*arguments)

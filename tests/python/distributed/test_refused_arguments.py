@@ -54,10 +54,8 @@ REFUSED = {
     ),
     "falling_offsets": ({"cu_seqlens": [0, 9, 5]}, ValueError, "cu_seqlens: got"),
     "fractional_offset": ({"cu_seqlens": [0, 2.5, 4]}, TypeError, "^cu_seqlens: got 2.5, expected an integer"),
-    "offset_of_none": ({"cu_seqlens": [0, None, 4]}, TypeError, "^cu_seqlens: got None, expected an integer"),
     "offset_beyond_int32": ({"cu_seqlens": [0, 2**40]}, ValueError, "^cu_seqlens: got 1099511627776, expected less"),
     "offsets_as_text": ({"cu_seqlens": "ab"}, TypeError, "^cu_seqlens: got str, expected a tensor or a sequence of offsets"),
-    "one_offset": ({"cu_seqlens": 4}, TypeError, "^cu_seqlens: got int, expected a tensor or a sequence of offsets"),
     "offsets_of_other_rows": (
         {"cu_seqlens": torch.tensor([[0, 4], [0, 5]])}, ValueError, r"^cu_seqlens: got shape \(2, 2\), expected",
     ),
@@ -96,8 +94,6 @@ REFUSED_CALLS = {
         lambda cp: cp.shard(IDS, cu_seqlens=torch.tensor([2, 8])),
         ValueError, r"cu_seqlens: got \[2, 8\], expected offsets that begin at 0, never fall and end at 8 at most",
     ),
-    "shard offsets beyond the batch": (lambda cp: cp.shard(IDS, cu_seqlens=[0, 9]), ValueError, r"cu_seqlens: got \[0, 9\]"),
-    "shard falling offsets": (lambda cp: cp.shard(IDS, cu_seqlens=[0, 5, 3, 8]), ValueError, r"cu_seqlens: got \[0, 5, 3, 8\]"),
     "shard float offsets": (
         lambda cp: cp.shard(IDS, cu_seqlens=torch.tensor([0.0, 2.5, 8.0])), ValueError, "cu_seqlens: got torch.float32",
     ),
@@ -105,8 +101,6 @@ REFUSED_CALLS = {
     "shard offsets of rows": (
         lambda cp: cp.shard(IDS, cu_seqlens=torch.tensor([[0, 8]])), ValueError, "cu_seqlens: got torch.int64 of shape",
     ),
-    "shard fractional offset": (lambda cp: cp.shard(IDS, cu_seqlens=[0, 2.5, 8]), TypeError, "cu_seqlens: got 2.5, expected an integer"),
-    "shard one offset": (lambda cp: cp.shard(IDS, cu_seqlens=8), TypeError, "cu_seqlens: got int, expected a tensor or a sequence"),
     "shard positions of other tokens": (
         lambda cp: cp.shard(IDS, position_ids=torch.arange(N - 1)[None], attention_mask=torch.zeros(1, N)),
         ValueError, "position_ids: got torch.int64 of shape",

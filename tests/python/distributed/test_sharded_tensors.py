@@ -4,7 +4,7 @@ import torch
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from flash_dmattn import flash_dmattn_func
+from flash_dmattn import flash_dmattn_func, score_projection
 from processes import run_in_processes
 
 B, S, HQ, HKV, D = 2, 24, 4, 2, 8
@@ -73,6 +73,32 @@ def compare_all(rank):
         for case in CASES:
             compare(dim, *case)
         compare(dim, (B, HKV, S), {"keep_window_size": 5}, with_sinks=True)
+
+
+def compare_projections(rank):
+    mesh = DeviceMesh("cpu", [0, 1])
+    whole = [torch.randn(B, S, D), torch.randn(HKV, D), torch.randn(HKV)]
+    leaves = [t.clone().requires_grad_() for t in whole]
+    expected = score_projection(*leaves)
+    gradients = torch.autograd.grad(expected.square().sum(), leaves)
+    shared = Replicate()
+    for placements in (
+        [Shard(0), shared, shared], [Shard(1), shared, shared], [shared, Shard(0), Shard(0)],
+        [Shard(2), shared, shared],  # features are gathered
+    ):  # fmt: skip
+        sharded = [
+            distribute_tensor(t, mesh, [at]).requires_grad_()
+            for t, at in zip(whole, placements, strict=True)
+        ]
+        scores = score_projection(*sharded)
+        assert torch.equal(scores.full_tensor(), expected)
+        actual = torch.autograd.grad(scores.square().sum(), sharded)
+        for gradient, wanted in zip(actual, gradients, strict=True):
+            torch.testing.assert_close(gradient.full_tensor(), wanted)
+
+
+def test_sharded_projection_of_scores_equals_one_process():
+    run_in_processes(2, compare_projections)
 
 
 def test_sharded_attention_equals_one_process():

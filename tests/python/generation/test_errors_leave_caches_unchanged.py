@@ -1,12 +1,110 @@
-"""A meaningless argument of a KV cache, or of a layer with one, raises an error that names it. The cache is unchanged afterwards, also if
-a call does several things one after the other."""
+"""A meaningless argument of a KV cache, or of what has one, raises an error that names it. The cache is unchanged afterwards, also if a
+call does several things one after the other."""
+
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flash_dmattn import DynamicMaskAttention, KVSlots, flash_dmattn_with_kvcache
-from small_caches import BAD_OPTIONS, CHUNK, HKV, HQ, WINDOW, B, D, tokens, unchanged
+from flash_dmattn import (
+    DynamicMaskAttention,
+    KVSlots,
+    RaggedBatch,
+    extend_ragged,
+    flash_dmattn_with_kvcache,
+)
+from small_caches import CHUNK, HKV, HQ, WINDOW, B, D, tokens, unchanged
+
+PLACES, META = 9, torch.device("meta")
+ERRORS = (ValueError, TypeError, RuntimeError)
+
+
+def integers(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+# ---- Sizes, rules and batches ------------------------------------------------------------------------
+
+
+def slots(**options):
+    sizes = {"batch": 2, "heads_kv": 2, "keep_window_size": 4, "head_dim": 8}
+    return lambda: KVSlots(**(sizes | options))
+
+
+def half_slots_on_gpu(**options):
+    return slots(device="cuda", **{"dtype": torch.float16, **options})
+
+
+def float32_tensors_on_gpu():
+    k, scores = torch.zeros(2, 2, 4, 8, device="cuda"), torch.zeros(2, 2, 4, device="cuda")
+    sizes = ((2, 2, 4), (2, 2, 2), 2)
+    return KVSlots.from_tensors(
+        4, k, k, scores, *(torch.zeros(s, dtype=torch.int32, device="cuda") for s in sizes)
+    )
+
+
+def ragged(offsets=(0, 3), rows=(1,), begins=None):
+    rows = integers(*rows) if isinstance(rows, tuple) else rows
+    return lambda: RaggedBatch(offsets, rows, begins)
+
+
+@pytest.mark.parametrize(
+    "words, make",
+    [
+        ("keep_window_size: got 0, expected 1 or more", slots(keep_window_size=0)),
+        ("keep_window_size: got -1", slots(keep_window_size=-1)),
+        ("keep_window_size: got None, expected a number of keys", slots(keep_window_size=None, score_threshold=0.5)),
+        ("keep_window_size: got 3 sizes, expected one, or 2", slots(keep_window_size=(1, 2, 3))),
+        ("keep_window_size: got no sizes", slots(keep_window_size=())),
+        ("keep_window_size: got a rule of 2147483647 keys for each head, for which there is no memory",
+         slots(keep_window_size=10**12, head_dim=256, batch=64)),
+        ("selection: got 'global', expected 'per_query'", slots(selection="global")),
+        ("sink_tokens: got 1.5", slots(sink_tokens=1.5)),
+        ("batch: got 1.5", slots(batch=1.5)),
+        ("chunk: got -2", slots(chunk=-2)),
+        ("value_dim: got 9, expected 1 to 8, the head_dim", slots(value_dim=9)),
+        ("value_dim: got 0", slots(value_dim=0)),
+        ("dtype: got torch.float64", slots(dtype=torch.float64)),
+        ("backend: got 'triton', which has no KV cache", slots(backend="triton")),
+        ("backend: got 'flex', which has no KV cache", slots(backend="flex")),
+        ("dtype: got torch.float32 on cuda:0, expected bfloat16 or float16", half_slots_on_gpu(dtype=torch.float32)),
+        ("head_dim: got 12 on cuda:0, expected a multiple of 8", half_slots_on_gpu(head_dim=12)),
+        ("value_dim: got 4 on cuda:0, expected a multiple of 8", half_slots_on_gpu(value_dim=4)),
+        ("keep_window_size: got 129 sizes on cuda:0, expected at most 128 there",
+         half_slots_on_gpu(heads_kv=129, keep_window_size=range(129))),
+        ("k: got torch.float32 on cuda:0", float32_tensors_on_gpu),
+        ("rows: got torch.int32 of shape (2,), expected torch.int32 of shape (1,)", ragged(rows=(1, 2))),
+        ("rows: got torch.int64 of shape (1,)", ragged(rows=torch.tensor([1]))),
+        ("rows: got torch.int32 of shape (1, 1)", ragged(rows=integers(1)[None])),
+        ("rows: got list, expected a torch.Tensor", ragged(rows=[1])),
+        ("rows: got list", lambda: RaggedBatch.of_rows([0, 1])),
+        ("rows: got torch.int64 of shape (2,)", lambda: RaggedBatch.of_rows(torch.tensor([0, 1]))),
+        ("rows: got torch.int32 of shape (1, 1)", lambda: RaggedBatch.of_rows(integers(1)[None])),
+        ("rows[1]: got 1, which rows[0] is, expected no row twice", ragged([0, 3, 6], (1, 1), [True, True])),
+        ("rows[2]: got 1, which rows[0] is, expected no row twice", ragged([0, 1, 2, 5], (1, 0, 1))),
+        ("rows[1]: got -1, expected 0 or more for a later chunk of 3 tokens", ragged([0, 1, 4], (-1, -1))),
+        ("offsets[1]: got 3 before 2", ragged([0, 3, 2], (1, 2))),
+        ("offsets[0]: got -1", ragged([-1, 3])),
+        ("offsets[1]: got 2.0, expected an integer", ragged([0, 2.0])),
+        ("offsets[1]: got 4294967296, expected at most 2147483647", ragged([0, 2**32])),
+        ("offsets: got none, expected one more than there are sequences", ragged([], ())),
+        ("offsets: got Tensor, expected a sequence of integers on the host", ragged(torch.tensor([0, 3]))),
+        ("offsets: got int, expected a sequence of integers", ragged(3)),
+        ("begins: got 2 flags, expected 1", ragged(begins=[True, False])),
+        ("begins[0]: got 'no', expected True or False", ragged(begins=["no"])),
+        ("begins: got bool, expected a sequence of bools", ragged(begins=True)),
+        ("begins: got Tensor, expected a sequence of bools on the host", ragged(begins=torch.ones(1).bool())),
+    ],
+)  # fmt: skip
+def test_bad_size_rule_or_batch_raises_naming_it(words, make):
+    mode = FakeTensorMode() if "cuda" in words else torch.no_grad()
+    with mode, pytest.raises(ERRORS, match=f"^{re.escape(words)}"):
+        make()
+
+
+# ---- Calls on a cache --------------------------------------------------------------------------------
 
 
 def chunk(n):
@@ -14,238 +112,342 @@ def chunk(n):
 
 
 STEP = chunk(1)
+HALF = {name: t if name == "scores" else t.bfloat16() for name, t in tokens(1).items()}
 
 
-def filled(chunk=CHUNK):
-    cache = KVSlots(B, HKV, WINDOW, D, chunk=chunk)
+def filled(pending=0, **options):
+    cache = KVSlots(
+        B, HKV, **{"keep_window_size": WINDOW, "head_dim": D, "chunk": CHUNK, **options}
+    )
     cache.fill(**tokens(6))
+    if pending:
+        cache.append(**tokens(pending))
     return cache
 
 
+def with_pending():
+    return filled(pending=2)
+
+
+def other(heads_kv=HKV, keep_window_size=WINDOW, head_dim=D, batch=B, **options):
+    return KVSlots(batch, heads_kv, keep_window_size, head_dim, **options)
+
+
+def step(**spoiled):
+    return lambda cache: cache.step(**(STEP | spoiled))
+
+
+def extend(**spoiled):
+    return lambda cache: cache.extend(**(chunk(5) | spoiled))
+
+
+def fill(**spoiled):
+    return lambda cache: cache.fill(**(tokens(6) | spoiled))
+
+
+def restore(**sizes):
+    return lambda cache: cache.restore(other(**sizes))
+
+
+def load(change):
+    """`change` is for entries of a correct state; None leaves the entry out."""
+    state = {name: value for name, value in (filled().state_dict() | change).items()}
+    return lambda cache: cache.load_state_dict({n: v for n, v in state.items() if v is not None})
+
+
+BAD_CALLS = [
+    ("scale: got inf", step(scale=float("inf"))),
+    ("scale: got nan", step(scale=float("nan"))),
+    ("scale: got 0", step(scale=0.0)),
+    ("softcap: got -1.0", step(softcap=-1.0)),
+    ("nonfinite: got 'no'", step(nonfinite="no")),
+    ("scores_are_bias: got 'False'", step(scores_are_bias="False")),
+    ("scores_are_bias: got None", step(scores_are_bias=None)),
+    ("return_lse: got 'no'", step(return_lse="no")),
+    ("query: got shape (2, 2, 4, 8)", step(query=torch.randn(B, 2, HQ, D))),
+    ("query: got torch.float64", step(query=STEP["query"].double())),
+    ("key: got shape (2, 2, 2, 8), expected one token", step(**tokens(2))),
+    ("key: got shape (2, 1, 3, 8)", step(key=torch.randn(B, 1, 3, D))),
+    ("key: got torch.bfloat16 on cpu, expected torch.float32 on cpu, those of the cache", step(**HALF)),
+    ("key: got list", step(key=[1.0])),
+    ("value: got shape (1, 1, 2, 8)", step(value=torch.randn(1, 1, HKV, D))),
+    ("scores: got shape (2, 2, 2)", step(scores=torch.randn(B, HKV, 2))),
+    ("scores: got torch.bfloat16", step(scores=STEP["scores"].bfloat16())),
+    ("key_mask: got shape (2, 2), expected (2, 1)", step(key_mask=torch.ones(B, 2).bool())),
+    ("key_mask: got torch.float32", step(key_mask=torch.ones(B, 1))),
+    ("heads_q: got 3", step(query=torch.randn(B, 1, 3, D))),
+    ("scale: got 0", extend(scale=0.0)),
+    ("scores_are_bias: got 'False'", extend(scores_are_bias="False")),
+    ("return_lse: got 'no'", extend(return_lse="no")),
+    ("query: got 4 queries, expected one for each of 5 tokens", extend(query=torch.randn(B, 4, HQ, D))),
+    ("query: got shape (2, 5, 3, 8)", extend(query=torch.randn(B, 5, 3, D))),
+    ("query: got torch.float64", extend(query=torch.randn(B, 5, HQ, D).double())),
+    ("key: got shape (2, 2, 8)", extend(key=torch.randn(B, HKV, D))),
+    ("key: got torch.bfloat16 on cpu, expected torch.float32 on cpu, those of the cache",
+     lambda cache: cache.extend(STEP["query"].bfloat16(), **HALF)),
+    ("value: got shape (2, 6, 2, 8)", extend(value=torch.randn(B, 6, HKV, D))),
+    ("scores: got shape (2, 2, 6)", extend(scores=torch.randn(B, HKV, 6))),
+    ("scores: got torch.bfloat16", extend(scores=torch.randn(B, HKV, 5).bfloat16())),
+    ("key_mask: got shape (2, 6)", extend(key_mask=torch.ones(B, 6).bool())),
+    ("key_mask: got torch.float32", extend(key_mask=torch.ones(B, 5))),
+    ("scal", extend(scal=1.0)),
+    ("key_mask: got shape (6,)", fill(key_mask=torch.ones(6).bool())),
+    ("key_mask: got torch.int64", fill(key_mask=torch.ones(B, 6).long())),
+    ("lengths: got torch.float32", fill(lengths=torch.ones(B))),
+    ("lengths: got shape (2, 1)", fill(lengths=torch.ones(B, 1).int())),
+    ("lengths[0]: got 7", fill(lengths=torch.tensor([7, 1]))),
+    ("scores: got shape (2, 3, 6), expected (2, 2, 6)", fill(scores=torch.randn(B, 3, 6))),
+    ("intervals: got Tensor", fill(intervals=torch.zeros(B, HKV, 6, 2).int())),
+    ("key: got torch.bfloat16 on cpu, expected torch.float32 on cpu, those of the cache", fill(**HALF)),
+    ("key: got torch.bfloat16 on cpu, expected torch.float32 on cpu, those of the cache", lambda cache: cache.append(**HALF)),
+]  # fmt: skip
+BAD_CALLS_WITH_PENDING_TOKENS = [
+    ("key: got 2 tokens, expected 1 or fewer", lambda cache: cache.append(**tokens(2))),
+    ("pending: got 2 tokens", step()),
+    ("query: got 3 queries", lambda cache: cache.attend(torch.randn(B, 3, HQ, D))),
+    ("scale: got 0", lambda cache: cache.attend(torch.randn(B, 1, HQ, D), scale=0.0)),
+    ("return_lse: got 'no'", lambda cache: cache.attend(torch.randn(B, 1, HQ, D), return_lse="no")),
+    ("intervals: got intervals for (batch, heads, keys) (2, 2, 6)",
+     lambda cache: cache.fill(**tokens(3), intervals=cache.pending_intervals(1))),
+    ("kept_tokens: got 3", lambda cache: cache.commit(3)),
+    ("kept_tokens[1]: got 5", lambda cache: cache.commit(torch.tensor([0, 5]))),
+    ("kept_tokens: got shape (3,)", lambda cache: cache.commit(torch.tensor([0, 1, 2]))),
+    ("kept_tokens: got torch.float32", lambda cache: cache.commit(torch.tensor([1.0, 1.0]))),
+    ("count: got 3", lambda cache: cache.drop(3)),
+    ("index[1]: got 2", lambda cache: cache.select(torch.tensor([0, 2]))),
+    ("index[0]: got -1", lambda cache: cache.select(torch.tensor([-1, 0]))),
+    ("index[0]", lambda cache: cache.select(torch.tensor([2**32]))),
+    ("index: got list", lambda cache: cache.select([0])),
+    ("index: got torch.bool, expected torch.int32 or other integers", lambda cache: cache.select(torch.tensor([True, False]))),
+    ("index: got torch.float32", lambda cache: cache.select(torch.tensor([1.0]))),
+    ("index: got shape (1, 2)", lambda cache: cache.select(torch.tensor([[0, 1]]))),
+    ("index: got shape (1,), expected (2,)", lambda cache: cache.reorder(torch.tensor([1]))),
+    ("snapshot: got dict", lambda cache: cache.restore(cache.state_dict())),
+    ("snapshot: got 3 rows", restore(batch=3, chunk=CHUNK)),
+    # The same number of places, used differently.
+    ("snapshot: got keep_window_size 5", restore(keep_window_size=WINDOW + 1, chunk=CHUNK - 1)),
+    ("snapshot: got keep_window_size 2, expected 4", restore(keep_window_size=WINDOW - 2, recent_window=2)),
+    ("snapshot: got head_dim 16, expected 8", restore(head_dim=2 * D)),
+    ("snapshot: got value_dim 4, expected 8", restore(value_dim=4)),
+    ("snapshot: got heads_kv 1, expected 2", restore(heads_kv=1)),
+    ("snapshot: got torch.bfloat16, expected torch.float32", restore(dtype=torch.bfloat16)),
+    ("state: got keep_window_size 5", lambda cache: cache.load_state_dict(other(keep_window_size=5, chunk=2).state_dict())),
+    ("state: got recent_competes True, expected False",
+     lambda cache: filled(recent_window=2).load_state_dict(other(recent_window=2, recent_competes=True).state_dict())),
+    ("state: got none of v, expected", load({"v": None})),
+    ("state: got scores of shape (3,)", load({"scores": torch.ones(3)})),
+    ("state['seen']: got list", load({"seen": [1, 2]})),
+    ("state['counts']: got 9 to 9 taken slots of a head, expected 0 to 4", load({"counts": torch.full((B, HKV, 8), 9).int()})),
+    ("pending: got 4, expected at most 3", load({"pending": 4})),
+]  # fmt: skip
+
+# ---- Calls on a cache of all keys --------------------------------------------------------------------
+
+SLOTS = {"slot_positions": torch.zeros(B, HKV, PLACES).int(), "slot_counts": torch.zeros(B, HKV, 8).int()}  # fmt: skip
+
+
+def full_cache():
+    caches = {
+        "k_cache": torch.zeros(B, PLACES, HKV, D),
+        "v_cache": torch.zeros(B, PLACES, HKV, D),
+        "score_cache": torch.zeros(B, HKV, PLACES),
+        "cache_seqlens": integers(3, 7),
+    }
+    return SimpleNamespace(arguments=caches, tensors=caches.values(), pending=0, is_empty=False)
+
+
+def attend(**spoiled):
+    correct = {**chunk(2), "keep_window_size": WINDOW}
+    return lambda cache: flash_dmattn_with_kvcache(**(cache.arguments | correct | spoiled))
+
+
+BAD_CALLS_ON_ALL_KEYS = [
+    ("scores: got None, expected the new tokens': key and value are given", attend(scores=None)),
+    ("key: got None, expected the new tokens': scores is given", attend(key=None, value=None)),
+    ("value: got None, expected the new tokens': key is given", attend(value=None, score_cache=None, scores=None)),
+    ("scores: got scores without score_cache, expected both or none", attend(score_cache=None)),
+    ("slot_positions: got None, expected int32 [B, Hkv, S]", attend(slot_counts=SLOTS["slot_counts"])),
+    ("slot_counts: got None, expected int32 [B, Hkv, 8]", attend(slot_positions=SLOTS["slot_positions"])),
+    ("keep_window_size: got None, expected the window of the slots' rule", attend(**SLOTS, keep_window_size=None)),
+    ("score_cache: got None, expected float32 [B, Hkv, S]", attend(**SLOTS, score_cache=None, scores=None)),
+    ("key: got None, expected the new tokens, [B, m, Hkv, D]", attend(**SLOTS, key=None, value=None, scores=None)),
+    ("key_mask: got a mask for a cache of all keys", attend(key_mask=torch.ones(B, 2).bool())),
+    ("score_cache: got None", attend(score_cache=None, scores=None)),
+    ("keep_window_size: got -1", attend(keep_window_size=-1)),
+    ("cache_seqlens: got list", attend(cache_seqlens=[1, 2])),
+    ("scale: got 0", attend(scale=0.0)),
+    ("query: got shape (1, 2, 4, 8)", attend(query=torch.randn(1, 2, HQ, D))),
+    ("query: got shape (2, 2, 3, 8)", attend(query=torch.randn(B, 2, 3, D))),
+    ("query: got torch.bfloat16 on cpu, expected torch.float32 on cpu, those of the cache",
+     attend(query=torch.randn(B, 2, HQ, D).bfloat16())),
+    ("key: got shape (1, 2, 2, 8)", attend(key=torch.randn(1, 2, HKV, D))),
+    ("key: got shape (2, 2, 1, 8)", attend(key=torch.randn(B, 2, 1, D))),
+    ("value: got shape (2, 1, 2, 8)", attend(value=torch.randn(B, 1, HKV, D))),
+    ("value: got torch.bfloat16", attend(value=torch.randn(B, 2, HKV, D).bfloat16())),
+    ("scores: got shape (2, 1, 2)", attend(scores=torch.randn(B, 1, 2))),
+    ("v_cache: got shape (2, 9, 1, 7), expected (2, 9, 2, 7)", attend(v_cache=torch.zeros(B, PLACES, 1, 7))),
+    ("value_dim: got 9, expected 1 to 8, the head_dim", attend(v_cache=torch.zeros(B, PLACES, HKV, 9))),
+    ("score_cache: got shape (2, 2, 8)", attend(score_cache=torch.zeros(B, HKV, PLACES - 1))),
+    ("score_cache: got torch.bfloat16", attend(score_cache=torch.zeros(B, HKV, PLACES).bfloat16())),
+    ("cache_seqlens: got shape (1,)", attend(cache_seqlens=torch.zeros(1).int())),
+    ("cache_seqlens: got torch.float32", attend(cache_seqlens=torch.zeros(B))),
+    ("cache_seqlens[1]: got 8, expected 0 to 7", attend(cache_seqlens=integers(0, 8))),
+    ("cache_seqlens[0]: got -1", attend(cache_seqlens=integers(-1, 0))),
+    ("cache_leftpad: got shape (2, 1)", attend(cache_leftpad=torch.zeros(B, 1).int())),
+    ("cache_leftpad[1]: got 10", attend(cache_leftpad=integers(0, 10))),
+    ("backend: got 'abacus', expected one of 'cuda', 'triton', 'flex', 'cpu', 'reference', or None for the first",
+     attend(backend="abacus")),
+    ("scores_are_bias: got 'no'", attend(scores_are_bias="no")),
+    ("return_lse: got 'no'", attend(return_lse="no")),
+    ("k_cache: got an expanded tensor", attend(k_cache=torch.zeros(1, PLACES, HKV, D).expand(B, -1, -1, -1))),
+    ("k_cache: got a tensor that requires a gradient", attend(k_cache=torch.zeros(B, PLACES, HKV, D, requires_grad=True))),
+]  # fmt: skip
+
+# ---- Ragged steps on a pool --------------------------------------------------------------------------
+
+# A step changes the pool in three parts, one after the other: a token of row 2, a prompt for row 0, and a later chunk of row 1.
+OFFSETS, BEGINS, TOKENS = [0, 1, 5, 7], [False, True, False], 7
+
+
+def pool(**options):
+    rows = KVSlots(4, HKV, WINDOW, D, **options)
+    rows.fill(**tokens(6, batch=4))
+    return rows
+
+
+def pool_with_pending():
+    rows = pool(chunk=CHUNK)
+    rows.append(**tokens(2, batch=4))
+    return rows
+
+
+def batch_of(*rows, offsets=OFFSETS, begins=BEGINS):
+    return RaggedBatch(offsets, integers(*rows), begins)
+
+
+def ragged_states(count=TOKENS):
+    query, key, value = (torch.randn(count, h, D) for h in (HQ, HKV, HKV))
+    return {"query": query, "key": key, "value": value, "scores": torch.randn(HKV, count)}
+
+
+def ragged_step(on=lambda pool: pool, **spoiled):
+    arguments = {"batch": batch_of(2, 0, 1), **ragged_states(), **spoiled}
+    return lambda pool: extend_ragged(on(pool), **arguments)
+
+
+def decode(*rows):
+    """One token for each row."""
+    return ragged_step(batch=RaggedBatch.of_rows(integers(*rows)), **ragged_states(len(rows)))
+
+
+BAD_RAGGED_STEPS = [
+    ("rows[0]: got 9, expected below 4, the rows of pool, or negative", ragged_step(batch=batch_of(9, 0, 1))),
+    ("rows[1]: got 4, expected below 4", ragged_step(batch=batch_of(2, 4, 1))),
+    ("rows[2]: got 9, expected below 4", ragged_step(batch=batch_of(2, 0, 9))),
+    ("rows[2]: got 4, expected below 4", decode(1, -1, 4)),
+    ("rows[2]: got 1, which rows[0] is, expected no row twice", decode(1, -1, 1)),
+    ("rows: got a tensor on meta, expected cpu, the device of pool",
+     ragged_step(batch=RaggedBatch(OFFSETS, integers(2, 0, 1).to(META), BEGINS))),
+    ("batch: got list, expected RaggedBatch", ragged_step(batch=[0, 2])),
+    ("key: got 7 tokens, expected 6, those of query", ragged_step(query=torch.randn(6, HQ, D))),
+    ("query: got 7 tokens, expected 9 or more", ragged_step(batch=batch_of(2, 0, 1, offsets=[2, 3, 7, 9]))),
+    ("query: got NoneType, expected a torch.Tensor", ragged_step(query=None)),
+    ("query: got shape (7, 3, 8), expected [T, Hq, 8] with Hq a multiple of 2", ragged_step(query=torch.randn(7, 3, D))),
+    ("query: got shape (7, 4, 7), expected [T, Hq, 8]", ragged_step(query=torch.randn(7, HQ, D - 1))),
+    ("query: got shape (1, 7, 4, 8), expected [T, Hq, 8]", ragged_step(query=torch.randn(1, 7, HQ, D))),
+    ("query: got torch.float64 on cpu, expected torch.float32 on cpu, those of pool", ragged_step(query=torch.randn(7, HQ, D).double())),
+    ("query: got torch.float32 on meta, expected torch.float32 on cpu", ragged_step(query=torch.randn(7, HQ, D, device=META))),
+    ("key: got 8 tokens, expected 7, those of query", ragged_step(key=torch.randn(8, HKV, D))),
+    ("key: got shape (7, 1, 8), expected (7, 2, 8)", ragged_step(key=torch.randn(7, 1, D))),
+    ("key: got NoneType, expected a torch.Tensor", ragged_step(key=None)),
+    ("key: got torch.bfloat16 on cpu", ragged_step(key=torch.randn(7, HKV, D).bfloat16())),
+    ("value: got 6 tokens, expected 7, those of query", ragged_step(value=torch.randn(6, HKV, D))),
+    ("value: got shape (7, 2, 9), expected (7, 2, 8)", ragged_step(value=torch.randn(7, HKV, D + 1))),
+    ("value: got list, expected a torch.Tensor", ragged_step(value=[1.0])),
+    ("value: got torch.float32 on meta", ragged_step(value=torch.randn(7, HKV, D, device=META))),
+    ("scores: got shape (2, 6), expected (2, 7)", ragged_step(scores=torch.randn(HKV, 6))),
+    ("scores: got shape (7, 2), expected (2, 7)", ragged_step(scores=torch.randn(7, HKV))),
+    ("scores: got NoneType, expected a torch.Tensor", ragged_step(scores=None)),
+    ("scores: got torch.bfloat16 on cpu, expected torch.float32 on cpu", ragged_step(scores=torch.randn(HKV, 7).bfloat16())),
+    ("scores: got torch.float32 on meta", ragged_step(scores=torch.randn(HKV, 7, device=META))),
+    ("scale: got 0", ragged_step(scale=0.0)),
+    ("softcap: got -1.0", ragged_step(softcap=-1.0)),
+    ("scores_are_bias: got 'False'", ragged_step(scores_are_bias="False")),
+    ("return_lse: got 'no'", ragged_step(return_lse="no")),
+    ("scal", ragged_step(scal=1.0)),
+    ("pool: got a view of some rows, expected a cache of its own", ragged_step(lambda pool: pool.over(integers(0, 1)))),
+    ("pool: got tuple, expected KVSlots", ragged_step(lambda pool: pool.tensors)),
+]  # fmt: skip
+
+# ---- A layer with a cache ----------------------------------------------------------------------------
+
+LAYER, HIDDEN = DynamicMaskAttention(32, HQ, HKV, WINDOW), torch.randn(B, 6, 32)
+
+
+def cache_of_layer():
+    cache = LAYER.make_cache(B)
+    LAYER(HIDDEN, cache=cache)
+    return cache
+
+
+def run_layer(hidden=HIDDEN[:, :1], layer=LAYER, **options):
+    return lambda cache: layer(hidden, cache=cache, **options)
+
+
+BAD_LAYER_CALLS = [
+    ("cache: got a cache with (batch, heads_kv, keep_window_size, head_dim) (2, 2, 4, 8), expected (2, 2, 5, 8)",
+     run_layer(layer=DynamicMaskAttention(32, HQ, HKV, WINDOW + 1))),
+    ("expected (1, 2, 4, 8)", run_layer(HIDDEN[:1, :1])),
+    ("hidden: got shape (6, 32), expected [B, S, 32]", run_layer(HIDDEN[0])),
+    ("key_mask: got shape (2, 6), expected (2, 1)", run_layer(key_mask=torch.ones(B, 6).bool())),
+    ("cache: got dict", lambda cache: LAYER(HIDDEN, cache=cache.state_dict())),
+]  # fmt: skip
+
+BAD = {
+    filled: BAD_CALLS,
+    with_pending: BAD_CALLS_WITH_PENDING_TOKENS,
+    full_cache: BAD_CALLS_ON_ALL_KEYS,
+    pool: BAD_RAGGED_STEPS,
+    pool_with_pending: [("pool: got 2 pending tokens, expected a cache of its own without", ragged_step())],
+    cache_of_layer: BAD_LAYER_CALLS,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "message, options",
-    [
-        ("keep_window_size: got 0", {"keep_window_size": 0}),
-        ("keep_window_size: got -1", {"keep_window_size": -1}),
-        ("batch: got 1.5", {"batch": 1.5}),
-        ("chunk: got -2", {"chunk": -2}),
-        ("value_dim: got 9, expected 1 to 8, the head_dim", {"value_dim": 9}),
-        ("value_dim: got 0", {"value_dim": 0}),
-        ("dtype: got torch.float64", {"dtype": torch.float64}),
-        ("backend: got 'triton', which has no KV cache", {"backend": "triton"}),
-        ("backend: got 'flex', which has no KV cache", {"backend": "flex"}),
-        (
-            "keep_window_size: got a rule of 2147483647 keys for each head, for which there is no memory",
-            {"keep_window_size": 10**12, "head_dim": 256, "batch": 64},
-        ),
-    ],
+    "make, words, call",
+    [(make, *row) for make, rows in BAD.items() for row in rows],
+    ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", ""),
 )
-def test_bad_kv_slots_size_raises(message, options):
-    sizes = {"batch": 2, "heads_kv": 2, "keep_window_size": 4, "head_dim": 8}
-    with pytest.raises((ValueError, TypeError, RuntimeError), match=f"^{message}"):
-        KVSlots(**(sizes | options))
+def test_bad_call_leaves_cache_unchanged(make, words, call):
+    with torch.no_grad() if make is cache_of_layer else torch.enable_grad():
+        cache = make()
+        with unchanged(cache, words):
+            call(cache)
 
 
-@pytest.mark.parametrize(
-    "message, options",
-    [
-        ("dtype: got torch.float32 on cuda:0, expected bfloat16 or float16", {}),
-        ("head_dim: got 12 on cuda:0, expected a multiple of 8", {"dtype": torch.float16, "head_dim": 12}),
-        ("value_dim: got 4 on cuda:0, expected a multiple of 8", {"dtype": torch.float16, "value_dim": 4}),
-        (
-            "keep_window_size: got 129 sizes on cuda:0, expected at most 128 there",
-            {"dtype": torch.float16, "heads_kv": 129, "keep_window_size": range(129)},
-        ),
-    ],
-)  # fmt: skip
-def test_unsupported_slots_on_gpu_raise(message, options):
-    sizes = {"batch": 2, "heads_kv": 2, "keep_window_size": 4, "head_dim": 8, "device": "cuda"}
-    with FakeTensorMode(), pytest.raises((ValueError, TypeError), match=f"^{message}"):
-        KVSlots(**(sizes | options))
-
-
-def test_float32_slot_tensors_on_gpu_raise():
-    with FakeTensorMode(), pytest.raises(TypeError, match="k: got torch.float32 on cuda:0"):
-        k = torch.zeros(2, 2, 4, 8, device="cuda")
-        integers = [
-            torch.zeros(s, dtype=torch.int32, device="cuda") for s in ((2, 2, 4), (2, 2, 2), 2)
-        ]
-        KVSlots.from_tensors(4, k, k, torch.zeros(2, 2, 4, device="cuda"), *integers)
-
-
-@pytest.mark.parametrize(
-    "message, spoiled",
-    [
-        *BAD_OPTIONS,
-        ("query: got shape (2, 2, 4, 8)", {"query": torch.randn(B, 2, HQ, D)}),
-        ("key: got shape (2, 2, 2, 8), expected one token", tokens(2)),
-        ("query: got torch.float64", {"query": STEP["query"].double()}),
-        ("key: got shape (2, 1, 3, 8)", {"key": torch.randn(B, 1, 3, D)}),
-        ("value: got shape (1, 1, 2, 8)", {"value": torch.randn(1, 1, HKV, D)}),
-        ("scores: got shape (2, 2, 2)", {"scores": torch.randn(B, HKV, 2)}),
-        ("scores: got torch.bfloat16", {"scores": STEP["scores"].bfloat16()}),
-        ("key_mask: got shape (2, 2), expected (2, 1)", {"key_mask": torch.ones(B, 2).bool()}),
-        ("key_mask: got torch.float32", {"key_mask": torch.ones(B, 1)}),
-        ("heads_q: got 3", {"query": torch.randn(B, 1, 3, D)}),
-        ("key: got list", {"key": [1.0]}),
-    ],
-)
-def test_bad_step_leaves_cache_unchanged(message, spoiled):
-    cache = filled(chunk=0)
-    with unchanged(cache, message):
-        cache.step(**(STEP | spoiled))
-
-
-@pytest.mark.parametrize(
-    "message, spoiled",
-    [
-        ("query: got 4 queries, expected one for each of 5 tokens", {"query": torch.randn(B, 4, HQ, D)}),
-        ("query: got shape (2, 5, 3, 8)", {"query": torch.randn(B, 5, 3, D)}),
-        ("query: got torch.float64", {"query": torch.randn(B, 5, HQ, D).double()}),
-        ("value: got shape (2, 6, 2, 8)", {"value": torch.randn(B, 6, HKV, D)}),
-        ("scores: got shape (2, 2, 6)", {"scores": torch.randn(B, HKV, 6)}),
-        ("scores: got torch.bfloat16", {"scores": torch.randn(B, HKV, 5).bfloat16()}),
-        ("key_mask: got shape (2, 6)", {"key_mask": torch.ones(B, 6).bool()}),
-        ("key_mask: got torch.float32", {"key_mask": torch.ones(B, 5)}),
-        ("key: got shape (2, 2, 8)", {"key": torch.randn(B, HKV, D)}),
-        *BAD_OPTIONS,
-        ("scal", {"scal": 1.0}),
-    ],
-)  # fmt: skip
-def test_bad_chunk_leaves_cache_unchanged(message, spoiled):
-    cache = filled()
-    with unchanged(cache, message):
-        cache.extend(**(chunk(5) | spoiled))
-
-
-def test_extend_without_tokens_returns_empty():
-    cache = filled()
-    assert cache.extend(**chunk(0)).shape == (B, 0, HQ, D)
-
-
-def test_bad_chunk_row_or_state_leaves_cache_unchanged():
-    cache = filled()
-    # The other cache has the same number of places, but uses them differently.
-    other = KVSlots(B, HKV, WINDOW + 1, D, chunk=CHUNK - 1)
-    cache.append(**tokens(2))
-    state = filled().state_dict()
-    for message, call in {
-        "key: got 2 tokens, expected 1 or fewer": lambda: cache.append(**tokens(2)),
-        "pending: got 2 tokens": lambda: cache.step(**STEP),
-        "query: got 3 queries": lambda: cache.attend(torch.randn(B, 3, HQ, D)),
-        "scale: got 0": lambda: cache.attend(torch.randn(B, 1, HQ, D), scale=0.0),
-        "return_lse: got 'no'": lambda: cache.attend(torch.randn(B, 1, HQ, D), return_lse="no"),
-        "kept_tokens: got 3": lambda: cache.commit(3),
-        "kept_tokens[1]: got 5": lambda: cache.commit(torch.tensor([0, 5])),
-        "kept_tokens: got shape (3,)": lambda: cache.commit(torch.tensor([0, 1, 2])),
-        "count: got 3": lambda: cache.drop(3),
-        "index[1]: got 2": lambda: cache.select(torch.tensor([0, 2])),
-        "index[0]: got -1": lambda: cache.select(torch.tensor([-1, 0])),
-        "index: got list": lambda: cache.select([0]),
-        "state: got keep_window_size 5": lambda: cache.load_state_dict(other.state_dict()),
-        "snapshot: got 3 rows": lambda: cache.restore(KVSlots(3, HKV, WINDOW, D, chunk=CHUNK)),
-        "intervals: got intervals for (batch, heads, keys) (2, 2, 6)": lambda: cache.fill(
-            **tokens(3), intervals=cache.pending_intervals(1)
-        ),
-        "snapshot: got keep_window_size 5": lambda: cache.restore(other),
-        "snapshot: got head_dim 16, expected 8": lambda: cache.restore(
-            KVSlots(B, HKV, WINDOW, 2 * D)
-        ),
-        "snapshot: got value_dim 4, expected 8": lambda: cache.restore(
-            KVSlots(B, HKV, WINDOW, D, value_dim=4)
-        ),
-        "snapshot: got heads_kv 1, expected 2": lambda: cache.restore(KVSlots(B, 1, WINDOW, D)),
-        "snapshot: got torch.bfloat16, expected torch.float32": lambda: cache.restore(
-            KVSlots(B, HKV, WINDOW, D, dtype=torch.bfloat16)
-        ),
-        "snapshot: got dict": lambda: cache.restore(state),
-        "index: got torch.bool, expected torch.int32 or other integers": lambda: cache.select(
-            torch.tensor([True, False])
-        ),
-        "index: got torch.float32": lambda: cache.select(torch.tensor([1.0])),
-        "index: got shape (1, 2)": lambda: cache.select(torch.tensor([[0, 1]])),
-        "index[0]": lambda: cache.select(torch.tensor([2**32])),
-        "index: got shape (1,), expected (2,)": lambda: cache.reorder(torch.tensor([1])),
-        "kept_tokens: got torch.float32": lambda: cache.commit(torch.tensor([1.0, 1.0])),
-        "state: got none of v, expected": lambda: cache.load_state_dict(
-            {name: value for name, value in state.items() if name != "v"}
-        ),
-        "state: got scores of shape (3,)": lambda: cache.load_state_dict(
-            state | {"scores": torch.ones(3)}
-        ),
-        "state['seen']: got list": lambda: cache.load_state_dict(state | {"seen": [1, 2]}),
-        "pending: got 4, expected at most 3": lambda: cache.load_state_dict(state | {"pending": 4}),
-        "state['counts']: got 9 to 9 taken slots of a head, expected 0 to 4": lambda: (
-            cache.load_state_dict(state | {"counts": torch.full_like(cache.counts, 9)})
-        ),
-    }.items():
-        with unchanged(cache, message):
-            call()
+# ---- Caches in a wrong state -------------------------------------------------------------------------
 
 
 def test_snapshot_with_more_pending_tokens_than_the_cache_takes_raises():
-    snapshot = filled()
-    snapshot.append(**tokens(3))
+    snapshot = filled(pending=3)
     view = filled(chunk=0).over(torch.arange(B, dtype=torch.int32))
     for cache, limit in ((filled(chunk=2), "2, the chunk"), (view, "0, in a view")):
         with unchanged(cache, f"snapshot: got 3 pending tokens, expected at most {limit}"):
             cache.restore(snapshot)
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_tokens_in_another_dtype_raise_naming_the_cache(count):
-    cache, states = filled(), {name: t.bfloat16() for name, t in chunk(count).items()}
-    states["scores"] = states["scores"].float()
-    new = {name: tensor for name, tensor in states.items() if name != "query"}
-    for call in (
-        lambda: cache.extend(**states),
-        lambda: cache.step(**states),
-        lambda: cache.append(**new),
-        lambda: cache.fill(**new),
+def test_unknown_backend_leaves_cache_unchanged():
+    for cache, call in (
+        (with_pending(), lambda cache: cache.commit(1)),
+        (with_pending(), lambda cache: cache.attend(torch.randn(B, 1, HQ, D))),
+        (pool(), ragged_step()),
     ):
-        with unchanged(
-            cache,
-            "key: got torch.bfloat16 on cpu, expected torch.float32 on cpu, those of the cache",
-        ):
-            call()
-    caches = {"k_cache": torch.zeros(B, 9, HKV, D), "v_cache": torch.zeros(B, 9, HKV, D)}
-    with pytest.raises(TypeError, match="^query: got .* on cpu, those of the cache$"):
-        flash_dmattn_with_kvcache(
-            **caches | {"query": states["query"]}, cache_seqlens=torch.zeros(B, dtype=torch.int32)
-        )
-
-
-def test_commit_on_unknown_backend_raises():
-    cache = filled()
-    cache.append(**tokens(3))
-    cache.backend = "abacus"
-    with unchanged(cache, "abacus"):
-        cache.commit(1)
-
-
-def test_attend_uses_backend_of_cache():
-    cache = filled()
-    cache.append(**tokens(1))
-    intervals = cache.pending_intervals(1)
-    cache.pending_intervals = lambda queries: intervals
-    cache.backend = "abacus"
-    with pytest.raises((ValueError, RuntimeError), match="abacus"):
-        cache.attend(torch.randn(B, 1, HQ, D))
-
-
-def test_bad_prompt_argument_raises():
-    cache = filled()
-    for message, options in {
-        "key_mask: got shape (6,)": {"key_mask": torch.ones(6).bool()},
-        "key_mask: got torch.int64": {"key_mask": torch.ones(B, 6).long()},
-        "lengths: got torch.float32": {"lengths": torch.ones(B)},
-        "lengths: got shape (2, 1)": {"lengths": torch.ones(B, 1).int()},
-        "lengths[0]: got 7": {"lengths": torch.tensor([7, 1])},
-        "scores: got shape (2, 3, 6), expected (2, 2, 6)": {"scores": torch.randn(B, 3, 6)},
-        "intervals: got Tensor": {"intervals": torch.zeros(B, HKV, 6, 2).int()},
-    }.items():
-        with unchanged(cache, message):
-            cache.fill(**tokens(6) | options)
+        if cache.pending:
+            intervals = cache.pending_intervals(1)
+            cache.pending_intervals = lambda queries, intervals=intervals: intervals
+        cache.backend = "abacus"
+        with unchanged(cache, "abacus"):
+            call(cache)
 
 
 def test_count_beyond_the_window_raises():
@@ -253,91 +455,88 @@ def test_count_beyond_the_window_raises():
     cache = filled(chunk=0)
     cache.counts[1, 0, 0] = WINDOW + 1
     for call in (
-        lambda: cache.step(**chunk(1)),
-        lambda: cache.snapshot(),
-        lambda: cache.append(**tokens(0)),
-        lambda: cache.commit(),
+        step(),
+        lambda cache: cache.snapshot(),
+        lambda cache: cache.append(**tokens(0)),
+        lambda cache: cache.commit(),
     ):
         with unchanged(cache, "counts[2].count: got 5, expected 0 to 4"):
-            call()
+            call(cache)
     cache.counts[1, 0] = torch.tensor([WINDOW, WINDOW, WINDOW, -1, 0, 7, 0, 0])
     with unchanged(cache, "counts[2].victim: got 7, expected 0 to 3"):
-        cache.step(**chunk(1))
+        cache.step(**STEP)
+
+
+@pytest.mark.parametrize("row", [1, 2])
+@pytest.mark.parametrize("rows", [(2, 0, 1), (1, 0, 2)], ids=str)
+def test_ragged_step_on_memory_that_was_never_cleared_leaves_pool_unchanged(rows, row):
+    cleared = pool()
+    cleared.counts[row, 0, 0] = WINDOW + 1
+    with unchanged(cleared, ".count: got 5, expected 0 to 4"):
+        ragged_step(batch=batch_of(*rows))(cleared)
+
+
+def test_gradients_are_refused():
+    cache, leaf = filled(chunk=0), STEP["query"].clone().requires_grad_()
+    with unchanged(cache, "query: got a tensor that requires a gradient"):
+        step(query=leaf)(cache)
+    with torch.no_grad():
+        step(query=leaf)(cache)
+
+
+@pytest.mark.parametrize(
+    "make, call, states",
+    [(filled, step, STEP), (full_cache, attend, chunk(2)), (pool, ragged_step, ragged_states())],
+)
+def test_tangents_are_refused(make, call, states):
+    """torch would treat the tangents as 0."""
+    cache, value = make(), states["value"]
+    with unchanged(cache, "value: got a tensor with a tangent"):
+        torch.func.jvp(lambda value: call(**states | {"value": value})(cache), (value,), (value,))
+
+
+def test_rows_on_another_device_are_not_read():
+    """Reading them would wait for a GPU; on the meta device it raises."""
+    rows = torch.full((3,), 9, dtype=torch.int32, device=META)
+    pool = KVSlots(4, HKV, WINDOW, D, device=META)
+    for batch in (RaggedBatch(OFFSETS, rows, BEGINS), RaggedBatch.of_rows(rows)):
+        batch._check_rows(pool)
+
+
+# ---- Calls that are right ----------------------------------------------------------------------------
+
+
+def test_extend_without_tokens_returns_empty():
+    assert filled().extend(**chunk(0)).shape == (B, 0, HQ, D)
 
 
 def test_state_of_another_dtype_is_converted():
-    empty = KVSlots(B, HKV, WINDOW, D, chunk=CHUNK)
-    empty.load_state_dict(KVSlots(B, HKV, WINDOW, D, chunk=CHUNK).state_dict())
+    empty = other(chunk=CHUNK)
+    empty.load_state_dict(other(chunk=CHUNK).state_dict())
     assert empty.is_empty
-    half = KVSlots(B, HKV, WINDOW, D, chunk=CHUNK, dtype=torch.bfloat16)
+    half = other(chunk=CHUNK, dtype=torch.bfloat16)
     half.load_state_dict(filled().state_dict())
     assert not half.is_empty and half.k.dtype == torch.bfloat16 and half.seen.tolist() == [6, 6]
 
 
-def test_gradients_are_refused():
-    cache, leaf = filled(chunk=0), STEP | {"query": STEP["query"].clone().requires_grad_()}
-    with pytest.raises(RuntimeError, match="query: got a tensor that requires a gradient"):
-        cache.step(**leaf)
-    with torch.no_grad():
-        cache.step(**leaf)
-
-
-def test_tangents_are_refused():
-    """torch would treat the tangents as 0."""
-    query, cache = STEP["query"], filled(chunk=0)
-    caches = {"k_cache": torch.zeros(2, 9, 2, 8), "v_cache": torch.zeros(2, 9, 2, 8)}
-    lengths = torch.zeros(2, dtype=torch.int32)
-    for call in (
-        lambda query: cache.step(**(STEP | {"query": query})),
-        lambda query: flash_dmattn_with_kvcache(query, **caches, cache_seqlens=lengths),
-    ):
-        with pytest.raises(RuntimeError, match="got a tensor with a tangent"):
-            torch.func.jvp(call, (query,), (query,))
-
-
-# ---- DynamicMaskAttention --------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def test_bad_layer_argument_leaves_cache_unchanged():
-    layer, hidden = DynamicMaskAttention(32, HQ, HKV, WINDOW), torch.randn(B, 6, 32)
-    cache = layer.make_cache(B)
-    layer(hidden, cache=cache)
-    other = DynamicMaskAttention(32, HQ, HKV, WINDOW + 1)
-    for message, call in {
-        "cache: got a cache with (batch, heads_kv, keep_window_size, head_dim) (2, 2, 4, 8), expected (2, 2, 5, 8)": (
-            lambda: other(hidden[:, :1], cache=cache)
-        ),
-        "expected (1, 2, 4, 8)": lambda: layer(hidden[:1, :1], cache=cache),
-        "hidden: got shape (6, 32), expected [B, S, 32]": lambda: layer(hidden[0], cache=cache),
-        "key_mask: got shape (2, 6), expected (2, 1)": lambda: layer(
-            hidden[:, :1], cache=cache, key_mask=torch.ones(B, 6).bool()
-        ),
-        "cache: got dict": lambda: layer(hidden, cache=cache.state_dict()),
-    }.items():
-        with unchanged(cache, message):
-            call()
-
-
 @torch.no_grad()
 def test_layer_with_cache_of_another_dtype_equals_whole_text():
-    layer, hidden = DynamicMaskAttention(32, HQ, HKV, WINDOW), torch.randn(B, 9, 32)
-    cache = layer.make_cache(B, dtype=torch.bfloat16)
-    parts = [layer(part, cache=cache) for part in hidden.split([5, 1, 3], dim=1)]
-    torch.testing.assert_close(torch.cat(parts, 1), layer(hidden), atol=0.02, rtol=0.02)
+    hidden, cache = torch.randn(B, 9, 32), LAYER.make_cache(B, dtype=torch.bfloat16)
+    parts = [LAYER(part, cache=cache) for part in hidden.split([5, 1, 3], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), LAYER(hidden), atol=0.02, rtol=0.02)
 
 
-@pytest.mark.parametrize(
-    "message, sizes",
-    [
-        ("keep_window_size: got 0", {"keep_window_size": 0}),
-        ("heads_q: got 3, expected a multiple of heads_kv, 2", {"heads_q": 3, "heads_kv": 2}),
-        ("head_dim: got 257", {"head_dim": 257}),
-        ("hidden_size: got 32.0", {"hidden_size": 32.0}),
-    ],
-)
-def test_bad_layer_size_raises(message, sizes):
-    with pytest.raises((ValueError, TypeError), match=message):
-        DynamicMaskAttention(
-            **({"hidden_size": 32, "heads_q": HQ, "keep_window_size": WINDOW} | sizes)
-        )
+def test_tokens_aliasing_the_cache_are_written_correctly():
+    """The new tokens lie in the cache's own memory, and their source and destination overlap."""
+    keys = torch.randn(B, PLACES, HKV, D)
+    expected = keys[:, :2].clone()
+    attend(k_cache=keys, cache_seqlens=integers(1, 1), key=keys[:, :2])(full_cache())
+    assert torch.equal(keys[:, 1:3], expected)
+
+
+def test_double_cache_accepts_float32_scores():
+    states, cache = chunk(2), full_cache()
+    wide = {name: t.double() for name, t in states.items() if name != "scores"}
+    caches = {name: cache.arguments[name].double() for name in ("k_cache", "v_cache")}
+    out = attend(**caches | wide, scores=states["scores"])(full_cache())
+    torch.testing.assert_close(out.float(), attend(**states)(cache))

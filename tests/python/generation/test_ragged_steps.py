@@ -1,16 +1,15 @@
 """Compares ragged steps, in which each sequence has any number of new tokens, with each sequence alone."""
 
 import random
-import re
 
 import numpy as np
 import pytest
 import torch
 
 import ragged_steps
-from flash_dmattn import KVSlots, RaggedBatch, extend_ragged
+from flash_dmattn import RaggedBatch, extend_ragged
 from flash_dmattn.generation import ragged
-from pool_rows import DIM, HEADS, RULES, Place
+from pool_rows import RULES, Place
 
 BACKENDS = [Place("cpu"), Place("reference", value_dim=5)]
 
@@ -84,57 +83,6 @@ def test_rows_without_sequence_stay_unchanged():
     assert changed == [0, 2, 5]
 
 
-ROW = torch.tensor([1], dtype=torch.int32)
-
-
-@pytest.mark.parametrize(
-    "message, offsets, rows, begins",
-    [
-        ("rows: got torch.int32 of shape (2,), expected torch.int32 of shape (1,)", [0, 3], [1, 2], None),
-        ("rows: got torch.int64 of shape (1,)", [0, 3], torch.tensor([1]), None),
-        ("rows: got torch.int32 of shape (1, 1)", [0, 3], ROW[None], None),
-        ("rows: got list, expected a torch.Tensor", [0, 2, 4], "list", None),
-        ("rows: got NoneType, expected a torch.Tensor", [0, 3], None, None),
-        ("rows[1]: got 1, which rows[0] is, expected no row twice", [0, 3, 6], [1, 1], [True, True]),
-        ("rows[2]: got 1, which rows[0] is, expected no row twice", [0, 1, 2, 5], [1, 0, 1], None),
-        ("rows[1]: got -1, expected 0 or more for a later chunk of 3 tokens", [0, 1, 4], [-1, -1], None),
-        ("offsets[1]: got 3 before 2", [0, 3, 2], [1, 2], None),
-        ("offsets[0]: got -1", [-1, 3], [1], None),
-        ("offsets[1]: got 2.0, expected an integer", [0, 2.0], [1], None),
-        ("offsets[0]: got None, expected an integer", [None, 2], [1], None),
-        ("offsets[1]: got 4294967296, expected at most 2147483647", [0, 2**32], [1], None),
-        ("offsets: got none, expected one more than there are sequences", [], [], None),
-        ("offsets: got Tensor, expected a sequence of integers on the host", torch.tensor([0, 3]), [1], None),
-        ("offsets: got NoneType, expected a sequence of integers", None, [1], None),
-        ("offsets: got int, expected a sequence of integers", 3, [1], None),
-        ("begins: got 2 flags, expected 1", [0, 3], [1], [True, False]),
-        ("begins[0]: got 'no', expected True or False", [0, 3], [1], ["no"]),
-        ("begins: got bool, expected a sequence of bools", [0, 3], [1], True),
-        ("begins: got Tensor, expected a sequence of bools on the host", [0, 3], [1], torch.ones(1).bool()),
-    ],
-)  # fmt: skip
-def test_bad_batch_raises(message, offsets, rows, begins):
-    if rows == "list":
-        rows = [0, 1]
-    elif isinstance(rows, list):
-        rows = torch.tensor(rows, dtype=torch.int32)
-    with pytest.raises((ValueError, TypeError), match=f"^{re.escape(message)}"):
-        RaggedBatch(offsets, rows, begins)
-
-
-@pytest.mark.parametrize(
-    "message, rows",
-    [
-        ("rows: got list", [0, 1]),
-        ("rows: got torch.int64 of shape (2,)", torch.tensor([0, 1])),
-        ("rows: got torch.int32 of shape (1, 1)", ROW[None]),
-    ],
-)
-def test_bad_rows_of_decoding_batch_raise(message, rows):
-    with pytest.raises((ValueError, TypeError), match=f"^{re.escape(message)}"):
-        RaggedBatch.of_rows(rows)
-
-
 def test_sequence_without_tokens_may_share_a_row():
     batch = RaggedBatch([0, 3, 3, 4], torch.tensor([1, 1, 0], dtype=torch.int32))
     assert [group.rows.tolist() for group in batch._groups] == [[1], [0]]
@@ -146,14 +94,6 @@ def test_batch_from_numpy_numbers_equals_one_from_ints():
     groups = RaggedBatch(offsets, rows, begins)._groups
     expected = RaggedBatch([0, 3, 4], rows, [True, False])._groups
     assert [(g.tokens, g.begins) for g in groups] == [(g.tokens, g.begins) for g in expected]
-
-
-def test_fewer_tokens_than_the_batch_has_raise():
-    pool = KVSlots(3, HEADS, 4, DIM)
-    states = ragged_steps.tokens_of(Place(), 4)
-    batch = RaggedBatch([0, 5], torch.tensor([1], dtype=torch.int32))
-    with pytest.raises(ValueError, match="^query: got 4 tokens, expected 5 or more"):
-        extend_ragged(pool, batch, *states)
 
 
 def test_prompts_of_similar_lengths_run_together(monkeypatch):

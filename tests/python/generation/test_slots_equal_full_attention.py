@@ -325,31 +325,3 @@ def test_compiled_with_kvcache_has_one_graph(mode):
             out = step(stream.q[:, t : t + 1], *stream.tokens(t, t + 1))
             stream.check(out, t, t + 1)
             options["cache_seqlens"].fill_(t + 1)
-
-
-@pytest.mark.parametrize(
-    "message, rule",
-    [
-        ("keep_window_size: got None, expected a number of keys", {"score_threshold": 0.5}),
-        ("keep_window_size: got 0, expected 1 or more", {"keep_window_size": 0}),
-        ("keep_window_size: got 3 sizes, expected one, or 2", {"keep_window_size": (1, 2, 3)}),
-        ("keep_window_size: got no sizes", {"keep_window_size": ()}),
-        ("selection: got 'global', expected 'per_query'", {"keep_window_size": 4, "selection": "global"}),
-        ("sink_tokens: got 1.5", {"keep_window_size": 4, "sink_tokens": 1.5}),
-    ],
-)  # fmt: skip
-def test_bad_rule_raises(message, rule):
-    rule = {"keep_window_size": None} | rule
-    with pytest.raises((ValueError, TypeError)) as caught:
-        KVSlots(2, 2, head_dim=8, **rule)
-    assert message in str(caught.value)
-
-
-def test_states_of_other_rules_raise():
-    cache = KVSlots(1, 2, 4, 8, recent_window=2)
-    other = KVSlots(1, 2, 3, 8, recent_window=3)  # the same number of places
-    with pytest.raises(ValueError, match="snapshot: got keep_window_size 3, expected 4"):
-        cache.restore(other)
-    other = KVSlots(1, 2, 4, 8, recent_window=2, recent_competes=True)
-    with pytest.raises(ValueError, match="state: got recent_competes True, expected False"):
-        cache.load_state_dict(other.state_dict())

@@ -103,7 +103,7 @@ def test_slots_and_full_cache_give_same_tokens(way, pad):
         texts.append(
             model.generate(
                 ids, attention_mask=mask, past_key_values=cache, max_new_tokens=STEPS,
-                no_repeat_ngram_size=1, **{"do_sample": False, **options},
+                **{"do_sample": False, **options},
             )
         )  # fmt: skip
     same = (texts[0] == texts[1])[:, S:].int().cumprod(1).sum(1)
@@ -191,7 +191,7 @@ def test_one_graph_serves_all_tokens(is_compiled):
 def test_generate_compiles_a_static_cache():
     torch._dynamo.reset()
     model, ids = ours_in_bfloat16(make_large()), make_ids(1, S).cuda()
-    options = {"max_new_tokens": STEPS, "do_sample": False, "no_repeat_ngram_size": 1}
+    options = {"max_new_tokens": STEPS, "do_sample": False}
     texts = [
         model.generate(
             ids, past_key_values=DynamicMaskCache(model.config, static=static), **options

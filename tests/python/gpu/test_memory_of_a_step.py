@@ -42,9 +42,9 @@ def test_mask_backward_needs_no_quadratic_tensor(mask_dims):
     rest = peak - bytes_of(kept) - 4 * bias.numel()
     bound, numbers = 2e6, 0
     if any(name.endswith("slots") for name in kernels):
-        # A row has delta and two numbers of its query tile. A key has its interval, two queries and its bias, a record of four
-        # numbers, and three of the schedule.
-        numbers = 3 + 2 + 3 + 4 + 3
+        # A row has delta, three numbers of its query tile and one in 16 bits. A key has its interval, two queries and its bias, a
+        # record of four numbers, and three of the schedule.
+        numbers = 4.5 + 2 + 3 + 4 + 3
         # Sums of dk, dv and dbias of at most two parts of a block, for the keys of 128 slots that stay and that leave, and the
         # schedule's keys of the slots at 64 queries. Neither grows with the length.
         blocks = torch.cuda.get_device_properties(0).multi_processor_count

@@ -35,7 +35,7 @@ from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils impor
 )
 from flash_dmattn.keys.recognise import Memo, intervals_of_mask, mask_of_intervals, split_additive
 from flash_dmattn.keys.rule import SelectionRule
-from flash_dmattn.keys.select_intervals import select_among_intervals
+from flash_dmattn.keys.select import select_among_intervals
 from flash_dmattn.utils.mask import topk_mask
 from largest_tensor import LargestTensor
 from peak_memory import run_measured
@@ -333,8 +333,13 @@ def test_selection_among_intervals_equals_dense_mask(data):
         )
     )
     present = torch.tensor(data.draw(st.lists(st.booleans(), min_size=length, max_size=length)))
-    allowed = KeyIntervals(allowed.intervals * present[:, None], allowed.query_length)
+    is_ordered = select_among_intervals(scores, allowed, SelectionRule(keep)) is not None
+    # An empty interval may begin and end anywhere.
+    hidden = torch.tensor([length, data.draw(st.integers(0, length))])
+    intervals = torch.where(present[:, None], allowed.intervals, hidden).int()
+    allowed = KeyIntervals(intervals, allowed.query_length)
     chosen = select_among_intervals(scores, allowed, SelectionRule(keep))
+    assert chosen is not None or not is_ordered
     if chosen is None:
         return
     # If few keys are allowed, all are kept without a selection, and only the bias masks a NaN.

@@ -7,7 +7,15 @@ import torch
 from transformers import DogeForCausalLM
 
 import doge_generation
-from doge_generation import VOCABULARY, WINDOW, left_padding, make_ids
+from doge_generation import (
+    VOCABULARY,
+    WINDOW,
+    brute_force_of,
+    keep_recent_of_equal_scores,
+    left_padding,
+    make_ids,
+    recorded_scores,
+)
 from flash_dmattn.integrations.transformers import enable_flash_dmattn
 from flash_dmattn.integrations.transformers.compat import CACHE
 from largest_tensor import LargestTensor
@@ -20,10 +28,10 @@ EPS = torch.finfo(torch.float32).eps
 
 
 def make_model(**options):
-    """Returns a small eager model whose scores differ from key to key, also in the first layer."""
+    """Returns a small eager model that keeps the more recent of equal scores."""
     model = doge_generation.make_model(**{"num_hidden_layers": 2} | options)
-    torch.nn.init.normal_(model.model.layers[0].self_attn.A)
     model.set_attn_implementation("eager")
+    keep_recent_of_equal_scores(model)
     return model.train()
 
 
@@ -39,6 +47,7 @@ def enabled(model):
 def assert_same_training(eager, ours, ids, labels, **inputs):
     """Asserts that loss, logits and the gradients of all parameters are as near to eager in float64 as eager in float32 is.
 
+    Eager attention keeps the keys of `ours`: where tokens repeat, scores tie up to rounding, which differs.
     Gradients of few elements (A) cancel, and the remainder is rounding noise of larger numbers. The bound therefore allows some units of
     float32 beyond twice eager's own error.
     """
@@ -48,14 +57,15 @@ def assert_same_training(eager, ours, ids, labels, **inputs):
         result.loss.backward()
         return result
 
+    with recorded_scores() as scores:
+        by_ours = trained(ours)
+    keep_recent_of_equal_scores(eager, scores)
     exact = copy.deepcopy(eager).double()
-    by_eager, by_ours, expected = map(trained, (eager, ours, exact))
-    # Under left padding eager attention adds two fills with the lowest float64.
-    if not expected.loss.isfinite():
-        exact, expected = eager, by_eager
+    by_eager, expected = map(trained, (eager, exact))
     assert (by_ours.loss - expected.loss).abs() <= 16 * EPS * expected.loss
+    error = (by_eager.logits - expected.logits).abs().max().item()
     torch.testing.assert_close(
-        by_ours.logits.double(), expected.logits.double(), atol=2e-5, rtol=2e-5
+        by_ours.logits.double(), expected.logits, atol=2e-5 + 2 * error, rtol=2e-5
     )
     errors, yardsticks = gradient_errors(ours, exact), gradient_errors(eager, exact)
     largest = max(p.grad.abs().max() for p in exact.parameters() if p.grad is not None)
@@ -175,15 +185,19 @@ def test_scores_up_to_float32_limit_equal_eager(largest):
     eager = make_model()
     ids = make_ids()
     exponents = []
-    for layer in eager.model.layers:
+    hooks = [
         layer.self_attn.dt_proj.register_forward_hook(
             lambda _, __, step: exponents.append(torch.nn.functional.softplus(step))
         )
+        for layer in eager.model.layers
+    ]
     # A layer's values depend on the layers before it.
     for index, layer in enumerate(eager.model.layers):
         exponents.clear()
         eager(ids)
         layer.self_attn.A.data = largest / exponents[index].amax((0, 1))
+    for hook in hooks:
+        hook.remove()
     ours = enabled(eager)
     assert_same_training(eager, ours, ids, ids)
 
@@ -218,8 +232,8 @@ def test_tokens_generated_after_padding_equal_eager(options):
         "do_sample": False,
         **options,
     }
-    expected, actual = (m.generate(ids, **options) for m in (model, enabled(model)))
-    assert torch.equal(actual, expected)
+    eager, ours = brute_force_of(model), enabled(model)
+    assert torch.equal(ours.generate(ids, **options), eager.generate(ids, **options))
 
 
 def test_sixteen_thousand_tokens_train_without_a_pair_tensor():
@@ -236,8 +250,17 @@ def test_sixteen_thousand_tokens_train_without_a_pair_tensor():
         assert largest.elements <= length * VOCABULARY  # the logits
 
 
+def keep_keys_of_ours(eager, ids):
+    """Makes eager attention keep the keys that an enabled copy keeps. Returns the scores of its layers."""
+    with recorded_scores() as scores:
+        enabled(eager)(ids)
+    keep_recent_of_equal_scores(eager, scores)
+    return scores
+
+
 def test_switching_implementation_restores_eager():
     model, ids = make_model(), make_ids()
+    scores = keep_keys_of_ours(model, ids)
     expected = model(ids).logits
     for name in ("flash_dmattn", "eager", "flash_dmattn"):
         model.set_attn_implementation(name)
@@ -248,6 +271,7 @@ def test_switching_implementation_restores_eager():
         copy.deepcopy(model.config), attn_implementation="flash_dmattn"
     )
     named.load_state_dict(model.state_dict())
+    keep_recent_of_equal_scores(named, scores)
     with pytest.warns(UserWarning, match="transformers' own attention layers"):
         named(ids)
     torch.testing.assert_close(named(ids).logits, expected, atol=1e-4, rtol=1e-4)
@@ -256,6 +280,7 @@ def test_switching_implementation_restores_eager():
 def test_dispatched_model_equals_eager():
     hooks = pytest.importorskip("accelerate.hooks")
     model, ids = make_model(), make_ids()
+    keep_keys_of_ours(model, ids)
     expected = model(ids).logits
     for layer in model.model.layers:
         hooks.add_hook_to_module(layer.self_attn, hooks.ModelHook())

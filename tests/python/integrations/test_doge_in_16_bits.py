@@ -21,13 +21,13 @@ pytestmark = pytest.mark.transformers
 def scores_of_calls(monkeypatch):
     """Returns a list that collects the scores of every call of our attention, in order."""
     seen = []
-    attend = integration.attention_bshd
+    attend = integration.attend_with_keys
 
-    def watch(module, query, key, value, mask, scores, **options):
-        seen.append(scores.detach())
-        return attend(module, query, key, value, mask, scores, **options)
+    def watch(query, key, value, mask, used, **options):
+        seen.append(used.scores.detach())
+        return attend(query, key, value, mask, used, **options)
 
-    monkeypatch.setattr(integration, "attention_bshd", watch)
+    monkeypatch.setattr(integration, "attend_with_keys", watch)
     return seen
 
 

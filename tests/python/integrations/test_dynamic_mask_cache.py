@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig
 
 from doge_generation import WINDOW, left_padding, make_ids, make_model
-from flash_dmattn.integrations.transformers import DynamicMaskCache, enable_flash_dmattn
+from flash_dmattn.integrations.transformers import DynamicMaskCache, doge, enable_flash_dmattn
 from flash_dmattn.integrations.transformers.cache_layer import DynamicMaskLayer
 from flash_dmattn.integrations.transformers.compat import CACHE
 from flash_dmattn.keys.rule import SelectionRule
@@ -71,20 +71,6 @@ def test_lengths_are_those_of_the_text(ours):
         assert not any(cache.is_recording_past(i) for i in range(3))
         cache.activate_past_recording()
         assert all(cache.is_recording_past(i) for i in range(3))
-
-
-@pytest.mark.parametrize("tokens", [1, 3])  # a single token replaces a key immediately
-def test_update_returns_what_new_tokens_may_see(tokens, ours):
-    layer = filled(ours, S).layers[1]
-    before = [layer.keys.clone(), layer.values.clone()]
-    new = torch.randn(2, B, 2, tokens, 8).unbind()
-    scores = torch.full((B, 2, tokens), 9.0)  # the best ones
-    actual = layer.update(*new, scores=scores)
-    for state, parts in zip(actual, zip(before, new, strict=True), strict=True):
-        assert torch.equal(state, torch.cat(parts, dim=2))
-    assert layer.get_seq_length() == S + tokens
-    fresh = type(layer)(layer.rule)
-    assert fresh.update(*new, scores=scores) == new
 
 
 # Versions of transformers give either.
@@ -149,7 +135,7 @@ def test_prefetch_restores_offloaded_slots(ours):
     assert torch.equal(next_logits(ours, cache), expected)
 
 
-@pytest.mark.parametrize("use", ["attend", "update", "fill", "prefetch"])
+@pytest.mark.parametrize("use", ["attend", "fill", "prefetch"])
 def test_offloaded_slots_come_back_with_the_next_tokens(use):
     """The slots only appear to be on another device here; tests on a GPU move them."""
     states, scores = torch.randn(B, 1, 2, 8), torch.randn(B, 2, 1)
@@ -158,8 +144,6 @@ def test_offloaded_slots_come_back_with_the_next_tokens(use):
     layer._move_slots, layer.device = moves.append, torch.device("cuda")
     if use == "attend":
         layer.attend(states, states, states, scores, scale=1.0)
-    elif use == "update":
-        layer.update(states.transpose(1, 2), states.transpose(1, 2), scores=scores)
     elif use == "fill":
         layer.reset()
         layer.fill(states, states, scores)
@@ -204,6 +188,24 @@ def test_reset_begins_a_new_text_of_as_many_rows_and_ends_recording(static, ours
     assert torch.equal(next_logits(ours, cache), expected)
     for layer in cache.layers:
         assert layer.slots.pending == 0 and layer.slots.chunk == layer.chunk
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_weights_of_scores_are_multiplied_once_for_each_text(static, ours, monkeypatch):
+    multiply, calls = doge.weights_of_product, []
+    monkeypatch.setattr(doge, "weights_of_product", lambda *own: calls.append(1) or multiply(*own))
+    reused, parts = DynamicMaskCache(ours.config, static=static), [30, 1, 2, 7]
+    for _ in range(3):
+        logits = []
+        for cache in (reused, DynamicMaskCache(ours.config, static=static)):
+            calls.clear()
+            steps = make_ids(2, sum(parts)).split(parts, 1)
+            logits.append([ours(step, past_key_values=cache).logits for step in steps])
+            assert len(calls) == len(ours.model.layers)
+        assert all(map(torch.equal, *logits))
+        reused.reset()
+        for layer in ours.model.layers:
+            torch.nn.init.normal_(layer.self_attn.dt_proj.weight)
 
 
 @pytest.mark.parametrize(

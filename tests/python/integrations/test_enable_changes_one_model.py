@@ -4,7 +4,6 @@ import copy
 import inspect
 import os
 import sys
-import types
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from transformers import DogeForCausalLM
 from transformers.models.doge.modeling_doge import DogeAttention
 
 from flash_dmattn.integrations.transformers import enable_flash_dmattn
-from flash_dmattn.integrations.transformers.compat.copied_functions import with_globals
 from flash_dmattn.integrations.transformers.doge import FlashDogeAttention
 from flash_dmattn.integrations.transformers.names import DOGE_NAME
 from python_process import run_python
@@ -25,11 +23,8 @@ pytestmark = pytest.mark.transformers
 PROGRAM = """
 import torch, transformers, transformers.masking_utils, transformers.modeling_utils, transformers.cache_utils
 import transformers.generation.utils, transformers.models.doge.modeling_doge
-from transformers import DogeConfig, DogeForCausalLM, GenerationConfig
+from transformers import DogeConfig, DogeForCausalLM
 from transformers_members import changed_members, members
-has_batches = hasattr(transformers, "ContinuousBatchingConfig")
-if has_batches:
-    import transformers.generation.continuous_batching.continuous_api
 
 before = members()
 import flash_dmattn.integrations.transformers as ours
@@ -40,12 +35,6 @@ model = ours.enable_flash_dmattn(DogeForCausalLM(DogeConfig(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, keep_window_size=5, eos_token_id=None)), cache="dynamic_mask")
 model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=2, do_sample=False, pad_token_id=0)
-if has_batches and ours.compat.HAS_SLOTS_IN_BATCHES:
-    small = transformers.ContinuousBatchingConfig(page_size=4, num_blocks=64, max_batch_tokens=64)
-    done = model.generate_batch(
-        [[3, 4, 5]], generation_config=GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1),
-        continuous_batching_config=small)
-    assert len(next(iter(done.values())).generated_tokens) == 2
 print(*changed_members(before), sep=",")
 """
 
@@ -58,16 +47,6 @@ def test_import_patches_only_two_methods_and_generation_none():
         "transformers.modeling_utils.PreTrainedModel.get_correct_attn_implementation",
     ]
     assert by_generation == ""
-
-
-def test_with_globals_replaces_globals_and_refuses_unknown_names():
-    def three():
-        return torch.tensor(3)
-
-    ours = with_globals(three, torch=types.SimpleNamespace(tensor=lambda _: "ours"))
-    assert ours() == "ours" and three() == 3
-    with pytest.raises(AttributeError, match="has no nothing$"):
-        with_globals(three, nothing=None)
 
 
 def test_model_of_the_same_config_stays_as_it_is():

@@ -16,13 +16,11 @@ from doge_generation import (
     make_pair,
 )
 from flash_dmattn.integrations.transformers import DynamicMaskCache, enable_flash_dmattn
-from transformers_version import IS_TRANSFORMERS_4
+from transformers_version import IS_TRANSFORMERS_4, recording, within_limit
 
 pytestmark = pytest.mark.transformers
 
 B, S = 2, 40
-# Equal hidden states have equal scores except for rounding. A text without repetition has no equal hidden states.
-FRESH = {"no_repeat_ngram_size": 1}
 WAYS = {
     "greedy": {},
     "samples": {"do_sample": True, "temperature": 1.3, "top_k": 50, "num_return_sequences": 3},
@@ -46,7 +44,6 @@ def test_each_generation_mode_gives_tokens_of_full_cache(way, pad):
         make_ids(),
         *caches,
         attention_mask=left_padding(B, S, pad),
-        **FRESH,
         **WAYS[way],
     )
     assert caches[1].layers[1].keys.shape[2] == WINDOW
@@ -67,23 +64,15 @@ def test_different_window_gives_different_tokens():
 )
 def test_prompts_and_windows_of_any_length_give_same_tokens(length, window):
     oracle, ours = make_pair(window=window)
-    assert_same_generation(
-        oracle, ours, make_ids(B, length), DynamicMaskCache(ours.config), **FRESH
-    )
+    # Greedy texts repeat one word. If all keys are equal, their scores tie up to rounding in all layers.
+    cache = DynamicMaskCache(ours.config)
+    assert_same_generation(oracle, ours, make_ids(B, length), cache, do_sample=True)
 
 
 def test_prompt_without_mask_gives_same_tokens():
     oracle, ours = make_pair()
     cache = DynamicMaskCache(ours.config)
-    assert_same_generation(oracle, ours, make_ids(1, S), cache, attention_mask=None, **FRESH)
-
-
-def recording_cache(model, **options):
-    """Returns a cache that records for assisted decoding. transformers 5 itself announces that it will crop."""
-    cache = DynamicMaskCache(model.config, **options)
-    if IS_TRANSFORMERS_4:
-        cache.activate_past_recording()
-    return cache
+    assert_same_generation(oracle, ours, make_ids(1, S), cache, attention_mask=None)
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
@@ -96,14 +85,14 @@ def test_prompt_lookup_gives_greedy_tokens(length, static):
     ids, options = make_ids(1, length), {"logits_processor": [RepeatsOfThree()]}
     options["eos_token_id"] = 0  # transformers 4 needs one
     ids = torch.cat([ids, ids[:, 2:4]], dim=1)
-    cache = recording_cache(ours, static=static)
+    cache = recording(DynamicMaskCache(ours.config, static=static))
     expected = oracle.generate(ids, max_new_tokens=40, do_sample=False, **options)
     actual = ours.generate(
         ids, max_new_tokens=40, do_sample=False, past_key_values=cache,
         prompt_lookup_num_tokens=5, max_matching_ngram_size=2, **options,
     )  # fmt: skip
-    assert torch.equal(actual, expected)
     assert cache.get_seq_length() == actual.shape[1] - 1
+    assert torch.equal(within_limit(actual, expected.shape[1]), expected)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.02])
@@ -116,8 +105,8 @@ def test_assistant_model_gives_greedy_tokens(noise):
         for parameter in assistant.parameters():
             parameter.add_(noise * torch.randn_like(parameter))
     enable_flash_dmattn(assistant, cache="dynamic_mask")
-    cache = recording_cache(ours)
-    assert_same_generation(oracle, ours, make_ids(1, S), cache, assistant_model=assistant, **FRESH)
+    cache = recording(DynamicMaskCache(ours.config))
+    assert_same_generation(oracle, ours, make_ids(1, S), cache, assistant_model=assistant)
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
@@ -133,7 +122,7 @@ def test_chat_turns_give_tokens_of_one_text(pad, static):
             rows = torch.nn.functional.pad(mask, (0, texts[i].shape[1] - mask.shape[1]), value=1)
             texts[i] = model.generate(
                 texts[i], attention_mask=rows, past_key_values=caches[i], max_new_tokens=8,
-                do_sample=False, **FRESH,
+                do_sample=False,
             )  # fmt: skip
         assert torch.equal(*texts)
         if not static:
@@ -146,7 +135,7 @@ def test_enabled_model_uses_dynamic_mask_cache():
     oracle, ours = make_pair()
     enable_flash_dmattn(ours, cache="dynamic_mask")
     ids = make_ids(B, S)
-    result = assert_same_generation(oracle, ours, ids, **FRESH)
+    result = assert_same_generation(oracle, ours, ids)
     assert isinstance(result.past_key_values, DynamicMaskCache)
     with torch.no_grad():
         assert isinstance(ours(ids).past_key_values, DynamicMaskCache)
@@ -185,9 +174,7 @@ def test_model_loaded_by_name_generates_as_eager(kind, way, tmp_path):
     }
     ids, mask = make_ids(B, S), left_padding(B, S, 13)
     expected, tokens = (
-        model.generate(
-            ids, attention_mask=mask, past_key_values=caches[kind](), **FRESH, **WAYS[way]
-        )
+        model.generate(ids, attention_mask=mask, past_key_values=caches[kind](), **WAYS[way])
         for model in (eager, stock)
     )
     assert torch.equal(tokens, expected)
@@ -215,7 +202,7 @@ def test_repeated_and_selected_rows_equal_full_cache():
             cache.batch_select_indices(torch.tensor([4, 0, 3]))
             steps += [model(last[:, [i]], past_key_values=cache).logits for i in range(4)]
             logits.append(torch.cat([step.flatten() for step in steps]))
-    torch.testing.assert_close(logits[1], logits[0], atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(logits[1], logits[0].float(), atol=2e-4, rtol=2e-4)
 
 
 def test_padded_turns_equal_unpadded():
@@ -235,7 +222,7 @@ def test_padded_turns_equal_unpadded():
                 for a, b in ((0, 20), (20, 32), (32, 33), (33, 34), (34, 50), (50, 60))
             ]  # fmt: skip
             parts.append(torch.cat(logits, dim=1)[mask.bool()])
-    torch.testing.assert_close(parts[1], parts[0], atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(parts[1], parts[0].float(), atol=2e-4, rtol=2e-4)
 
 
 def test_half_a_million_tokens_hold_the_keys_of_the_window():

@@ -8,7 +8,7 @@ from doge_generation import left_padding
 from flash_dmattn.integrations.transformers import DynamicMaskCache, add_learned_scores
 from flash_dmattn.integrations.transformers.compat import CACHE
 from flash_dmattn.integrations.transformers.learned_scores.add import scored_layers
-from flash_dmattn.integrations.transformers.learned_scores.scored_layers import ScoredCall
+from flash_dmattn.integrations.transformers.learned_scores.layers import ScoreCall
 from scored_models import FAMILIES, make_base, make_ids, make_scored
 from scores_by_definition import by_definition
 from transformers_version import IS_TRANSFORMERS_4
@@ -70,6 +70,8 @@ def own_scores(hidden, key, value):
 @pytest.mark.parametrize("scorer", ["hidden", "value", "key_norm", own_scores])
 def test_scorer_of_latent_attention_equals_definition(scorer, name):
     """Caches of transformers hold latents, from which the layer makes keys and values."""
+    if name == "static" and IS_TRANSFORMERS_4:
+        pytest.skip("StaticCache of transformers 4 takes only values of the keys' size")
     assert_parts_equal_definition(make_scored("DeepseekV3", scorer=scorer), name)
 
 
@@ -136,7 +138,12 @@ def test_family_generates_tokens_of_the_definition(family):
     """Each family generates with one kind of cache. Families with sliding layers, which keep their own caches, use every kind."""
     model = make_scored(family)
     slides = len(model.config.learned_scores["layers"]) < model.config.num_hidden_layers
-    for name in ("dynamic", "static", "slots") if slides else ("static", "slots"):
+    names = ("dynamic", "static", "slots") if slides else ("static", "slots")
+    if (
+        IS_TRANSFORMERS_4 and family == "DeepseekV3"
+    ):  # its StaticCache takes only values of the keys' size
+        names = ("dynamic", "slots")
+    for name in names:
         assert_writes_by_definition(model, generate(model, past_key_values=CACHES[name](model)))
 
 
@@ -217,10 +224,10 @@ def test_cache_without_scores_is_refused():
 SLOTS = CACHES["slots"]
 REFUSED = {  # name: (rule and phase of the model, its cache, the message)
     "without scores": ("window", "off", SLOTS, "scores: got none.*add_learned_scores.* in the phase 'hard'"),
-    "all keys": ("window", "soft", SLOTS, f"{CACHE}: got a DynamicMaskCache in the phase 'soft'"),
-    "another rule": ("all", "hard", lambda _: SLOTS(make_scored(rule="window")), f"{CACHE}: got keep_window_size"),
     "fewer layers": ("window", "hard", lambda _: SLOTS(make_scored(rule="window", num_hidden_layers=1)),
                      f"{CACHE}: got 1 layers, expected more than 1"),
+    "all keys": ("window", "soft", SLOTS, "phase: got 'soft' with a DynamicMaskCache"),
+    "another rule": ("all", "hard", lambda _: SLOTS(make_scored(rule="window")), f"{CACHE}: got keep_window_size"),
     "static": ("all", "soft", CACHES["static"], f"{CACHE}: got a static one"),
 }  # fmt: skip
 
@@ -298,6 +305,7 @@ def test_layers_with_several_numbers_in_the_cache_get_slots_for_each(name):
 
 
 def test_shared_layers_beside_states_are_refused():
+    pytest.importorskip("transformers", minversion="5.24")
     from tiny_models import class_named, tiny_config, tiny_model
 
     kind = class_named("Zamba2ForCausalLM")
@@ -310,7 +318,7 @@ def test_shared_layers_beside_states_are_refused():
 def test_layer_that_attends_twice_is_refused():
     model = make_scored()
     layer = model.model.layers[0].self_attn
-    call = ScoredCall(layer, torch.randn(1, 3, 32), None)
+    call = ScoreCall(layer, torch.randn(1, 3, 32), None, None, None)
     states = torch.randn(2, 1, 2, 3, 8)
     call.scores_of(*states)
     with pytest.raises(RuntimeError, match="^scorer: got a second attention call in layer 0"):

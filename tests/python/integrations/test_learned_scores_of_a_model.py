@@ -247,6 +247,44 @@ def test_scores_are_added_to_an_adapted_model():
     torch.testing.assert_close(adapted(make_ids()).logits, expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("scorer", ["hidden", "mlp", "value"])
+def test_adapters_of_all_linear_layers_reach_the_scorer(scorer):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    adapted = peft.get_peft_model(make_scored(scorer=scorer).set_score_phase("soft"), config)
+    ids, before = make_ids(), None
+    adapters = [p for name, p in adapted.named_parameters() if "lora" in name and "scorer" in name]
+    for _ in range(2):
+        loss = adapted(input_ids=ids, labels=ids, use_cache=False).loss
+        gradients = torch.autograd.grad(loss, adapters)  # raises for one that has no effect
+        assert all(gradient.abs().max() > 0 for gradient in gradients) and loss != before
+        with torch.no_grad():
+            before = loss
+            for adapter in adapters:
+                adapter.mul_(2)
+
+
+@pytest.mark.skipif(IS_TRANSFORMERS_4, reason="transformers 4 reads no layer onto the disk")
+@pytest.mark.parametrize("scorer", ["hidden", "mlp", "value"])
+def test_offloaded_models_keep_their_scores(scorer, tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    model, ids = make_scored(scorer=scorer), make_ids()
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        on_disk = type(model).from_pretrained(
+            tmp_path, device_map={"": "disk"}, offload_folder=tmp_path / "offload",
+            attn_implementation="eager",
+        )  # fmt: skip
+        loaded = load_scores(on_disk, tmp_path)
+        torch.testing.assert_close(loaded(ids, use_cache=False).logits, expected)
+        offloaded = accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        torch.testing.assert_close(offloaded(ids, use_cache=False).logits, expected)
+    for call in (load_scores, save_scores):
+        with pytest.raises(ValueError, match="^model: got a scorer in layer 0 that is offloaded"):
+            call(offloaded, tmp_path)
+
+
 INPUTS = {
     "no_mask": {},
     "padding": {"attention_mask": torch.tensor([[0] * 4 + [1] * 17, [1] * 21])},
@@ -311,26 +349,6 @@ def test_compiled_decoder_with_mask_without_positions_sees_one_text(make, name):
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     out = compiled(ids, use_cache=False, **INPUTS[name])[0]
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
-
-
-@since_transformers_5
-def test_decoder_that_passes_masks_by_type_is_detected():
-    """A call detects it, however the decoder is written."""
-    from flash_dmattn.integrations.transformers.learned_scores.decoder_hooks import (
-        _passes_masks_by_type,
-    )
-
-    gemma, llama = make_scored("Gemma2").model, make_scored("Llama").model
-
-    class Wrapped(type(gemma)):
-        def forward(self, *args, **options):
-            return super().forward(*args, **options)
-
-    wrapped = Wrapped(gemma.config)
-    llama.config.layer_types = ["full_attention"]
-    assert _passes_masks_by_type(gemma) and _passes_masks_by_type(wrapped)
-    assert not _passes_masks_by_type(llama)  # takes a tensor
-    gemma(make_ids(), use_cache=False)  # no hook is left
 
 
 @since_transformers_5

@@ -1,9 +1,10 @@
 """Models, arguments and scores that learned scores cannot work with are refused with the reason."""
 
+import inspect
+
 import pytest
 import torch
 import transformers
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from flash_dmattn.integrations.transformers import (
     DynamicMaskCache,
@@ -11,6 +12,7 @@ from flash_dmattn.integrations.transformers import (
     remove_learned_scores,
     set_score_phase,
 )
+from flash_dmattn.integrations.transformers.learned_scores import add
 from scored_models import make_base, make_config, make_ids
 
 pytestmark = pytest.mark.transformers
@@ -48,38 +50,12 @@ def doge():
     return transformers.DogeForCausalLM(transformers.DogeConfig(**TINY))
 
 
-def adds_a_bias(forward):
-    """Returns a model whose attention has its own `forward`, whose code is read but not run."""
-    model = make_base()
-    for layer in model.model.layers:
-        layer.self_attn.__class__ = type("Biased", (type(layer.self_attn),), {"forward": forward})
-    return model
-
-
-def adds_a_bias_alone():
-    def forward(self, hidden_states, cache=None, **kwargs):
-        interface = ALL_ATTENTION_FUNCTIONS["eager"]
-        return interface(self, hidden_states, position_bias=self.bias, **kwargs)
-
-    return adds_a_bias(forward)
-
-
-def adds_a_bias_among_keywords():
-    def forward(self, hidden_states, cache=None, **kwargs):
-        interface = ALL_ATTENTION_FUNCTIONS["eager"]
-        return interface(self, hidden_states, scaling=1.0, position_bias=self.bias, **kwargs)
-
-    return adds_a_bias(forward)
-
-
 REFUSED = {
-    encoder: "not causal|interface",
-    encoder_decoder: "encoder-decoder|interface",
-    without_interface: "none calls transformers' attention interface",
+    encoder: "not causal|no layers of a decoder",
+    encoder_decoder: "encoder-decoder",
+    without_interface: "none has a class that was compared.*attention=MyAttention",
     sliding: "have a sliding window of their own",
-    attends_twice: "attend twice by the same keys|interface",
-    adds_a_bias_alone: "add a bias of their own",
-    adds_a_bias_among_keywords: "add a bias of their own",
+    attends_twice: "attend twice by the same keys",
     doge: "have scores of their own; call enable_flash_dmattn",
 }
 
@@ -91,6 +67,52 @@ def test_other_models_are_refused_with_the_reason(make):
         match=f"^model: got a .*without an attention layer that can have scores.*({REFUSED[make]})",
     ):
         add_learned_scores(make(), keep_window_size=4)
+
+
+def without_source(base):
+    """Returns a subclass whose forward has no source."""
+    names = {"Base": base}
+    exec(
+        "class Own(Base):\n    def forward(self, *args, **k): return super().forward(*args, **k)",
+        names,
+    )
+    names["Own"].forward.__signature__ = inspect.signature(base.forward)
+    return names["Own"]
+
+
+def test_named_attention_class_gets_scores():
+    """A family that is in no table, with code that has no source."""
+    model = make_base()
+    model.model.__class__ = without_source(type(model.model))
+    own = without_source(type(model.model.layers[0].self_attn))
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = own
+    ids, expected = make_ids(), add_learned_scores(make_base(), keep_window_size=3)
+    add_learned_scores(model, keep_window_size=3, attention=own)
+    assert torch.equal(model(ids).logits, expected(ids).logits)
+
+
+@pytest.mark.parametrize("part", ["make_scorer", "mask_hooks", "own_config"])
+def test_error_while_scores_are_added_leaves_the_model(part, monkeypatch):
+    model = make_base()
+    before = {name: sorted(vars(module)) for name, module in model.named_modules()}
+
+    def fail(*args):
+        raise OSError(part)
+
+    monkeypatch.setattr(add, part, fail)
+    with pytest.raises(OSError, match=part):
+        add_learned_scores(model, keep_window_size=3)
+    assert {name: sorted(vars(module)) for name, module in model.named_modules()} == before
+    assert not hasattr(model.config, "learned_scores")
+
+
+def test_no_forward_of_the_model_runs_while_scores_are_added():
+    model, calls = make_base("Gemma2"), []
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda *args: calls.append(args))
+    add_learned_scores(model, keep_window_size=3)
+    assert not calls
 
 
 def test_wrong_arguments_are_refused():
@@ -118,6 +140,8 @@ def test_wrong_arguments_are_refused():
 
 
 WRONG_OPTIONS = {
+    "name of a class": ({"attention": "LlamaAttention"}, TypeError, "attention: got 'LlamaAttention', expected a class"),
+    "class of no layer": ({"attention": torch.nn.GRU}, ValueError, "model: got a .*none has a class that attention names.*GRU"),
     "function of one": ({"scorer": lambda hidden: hidden}, TypeError, r"scorer: got a function of \(hidden\), expected one of"),
     "module of one": ({"scorer": torch.nn.Linear(4, 2)}, TypeError, r"scorer: got a function of .*expected one of \(hidden, key, value\)"),
     "number": ({"scorer": 3}, ValueError, "scorer: got 3, expected one of"),

@@ -5,9 +5,7 @@ import torch
 
 from dense_attention import HKV, HQ, S, assert_same, attend, dense_attention, make_states
 from flash_dmattn import packed_documents
-from flash_dmattn.integrations._shared.attention_interface.named_attention import (
-    mask_driven_attention_forward,
-)
+from flash_dmattn.integrations.transformers.attention import attention_forward
 
 OFFSETS = torch.tensor([0, 20, 21, S], dtype=torch.int32)
 POSITIONS = torch.cat([torch.arange(n) for n in (20, 1, 16)])[None]
@@ -43,7 +41,7 @@ def test_offsets_hide_keys_of_a_dense_mask_of_a_model(dtype):
     visible |= torch.eye(S, dtype=torch.bool)
     mask = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
     mask = mask if dtype.is_floating_point else visible.to(dtype)
-    out, _ = mask_driven_attention_forward(
+    out, _ = attention_forward(
         torch.nn.Identity(), *(t.transpose(1, 2) for t in states), mask, **OFFSET_ARGUMENTS
     )
     same_document = packed_documents(OFFSETS, is_causal=False).to_mask()

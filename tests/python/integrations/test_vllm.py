@@ -179,15 +179,15 @@ def test_tensor_parallelism_equals_generate(doge, monkeypatch):
     "family, scorer, saved",
     [
         ("Llama", "hidden", "by save_pretrained"),
-        ("Llama", "value", "by both"),
+        ("Llama", "mlp", "by both"),
         ("Mistral", "hidden", "by save_scores beside the base model"),
     ],
 )
 def test_learned_scores_equal_generate(tmp_path, family, scorer, saved):
-    from scored_models import VOCABULARY, equal_scores_in_first_layer, make_base, make_scored
+    from scored_models import VOCABULARY, make_base, make_scored
 
     torch.manual_seed(9)
-    model = equal_scores_in_first_layer(make_scored(family, scorer=scorer))
+    model = make_scored(family, scorer=scorer)
     (make_base(family) if "beside" in saved else model).save_pretrained(tmp_path)
     if saved != "by save_pretrained":
         save_scores(model, tmp_path)

@@ -276,67 +276,6 @@ def test_constructors_take_documents_masks_and_positions():
         assert torch.equal(make(**shuffled).to_mask(), expected[..., order])
 
 
-@pytest.mark.parametrize(
-    "message, change",
-    [
-        ("recent_window: got -1", {"recent_window": -1}),
-        ("recent_window: got 3 with is_causal=False", {"recent_window": 3, "is_causal": False}),
-        ("sink_tokens: got 'two'", {"sink_tokens": "two"}),
-        ("score_threshold: got nan", {"score_threshold": float("nan")}),
-        ("score_threshold: got '0.5'", {"score_threshold": "0.5"}),
-        ("recent_competes: got 'no'", {"recent_competes": "no"}),
-        ("recent_competes: got None", {"recent_competes": None}),
-        ("score_threshold: got an integer of 1329 bits", {"score_threshold": 10**400}),
-        ("cu_seqlens_k: got shape (3, 2), expected a batch of 2 or 1", {"cu_seqlens_k": torch.tensor([[0, 9]] * 3)}),
-        ("cu_seqlens_k: got [0, 12], expected offsets that begin at 0, never fall and end at 9", {"cu_seqlens_k": torch.tensor([0, 12])}),
-        ("cu_seqlens_q: got [0, 12], expected offsets that begin at 0, never fall and end at 9",
-         {"cu_seqlens_k": torch.tensor([0, 9]), "cu_seqlens_q": torch.tensor([0, 12])}),
-        ("key_positions: got shape (3, 9), expected a batch of 2 or 1", {"key_positions": torch.arange(9).expand(3, 9)}),
-        ("key_positions: got shape (2, 3, 9), expected heads of 2 or 1", {"key_positions": torch.arange(9).expand(2, 3, 9)}),
-        ("query_position: got shape (3,), expected a batch of 2 or 1", {"query_position": torch.tensor([1, 2, 3])}),
-        ("keep_window_size: got 3 sizes, expected one, or 2", {"keep_window_size": [1, 2, 3]}),
-        ("keep_window_size: got no sizes", {"keep_window_size": []}),
-        ("keep_window_size: got -1", {"keep_window_size": [1, -1]}),
-        ("keep_window_size: got None", {"keep_window_size": None}),
-        ("cu_seqlens_q: got offsets without cu_seqlens_k", {"cu_seqlens_q": torch.tensor([0, 9])}),
-        ("keep_window_size: got b'12'", {"keep_window_size": b"12"}),
-        ("key_positions: got torch.float32", {"key_positions": torch.zeros(9)}),
-        ("key_positions: got torch.int64 of shape (8,)", {"key_positions": torch.arange(8)}),
-        ("query_position: got -2", {"query_position": -2}),
-        ("cu_seqlens_k: got torch.int64 of shape (1, 1, 1)", {"cu_seqlens_k": torch.zeros(1, 1, 1).long()}),
-        ("key_positions: got a value together with cu_seqlens_q",
-         {"key_positions": torch.arange(9), "cu_seqlens_k": torch.tensor([0, 9]), "cu_seqlens_q": torch.tensor([0, 8])}),
-    ],
-)  # fmt: skip
-def test_bad_rule_is_named(message, change):
-    arguments = {"keep_window_size": 3, **change}
-    with pytest.raises((ValueError, TypeError)) as caught:
-        select_key_intervals(torch.randn(2, 2, 9), **arguments)
-    assert message in str(caught.value)
-
-
-def test_constructors_name_arguments_whose_batches_differ():
-    mask, offsets = torch.ones(2, 9, dtype=torch.bool), torch.tensor([[0, 9]] * 3)
-    with pytest.raises(
-        ValueError, match=r"key_mask: got shape \(2, 9\), expected a batch of 3 or 1"
-    ):
-        sliding_window(9, 3, key_mask=mask, cu_seqlens_k=offsets)
-    with pytest.raises(ValueError, match=r"prefix_length: got shape \(3,\), expected a batch of 2"):
-        prefix_lm(9, torch.tensor([1, 2, 3]), key_mask=mask)
-
-
-def test_rule_without_a_limit_is_refused():
-    q = torch.randn(1, 9, 1, 8)
-    with pytest.raises(ValueError, match="recent_window: got 4 without keep_window_size"):
-        flash_dmattn_func(q, q, q, is_causal=True, recent_window=4)
-
-
-def test_recent_keys_without_causality_are_refused_in_documents():
-    scores, offsets = torch.randn(1, 1, 9), torch.tensor([0, 4, 9])
-    with pytest.raises(ValueError, match="recent_window: got 2 with is_causal=False"):
-        select_key_intervals(scores, 1, recent_window=2, is_causal=False, cu_seqlens_k=offsets)
-
-
 def test_counts_beyond_int32_show_every_key():
     scores = torch.randn(1, 1, 9)
     everything = sliding_window(9, 9).to_mask()
@@ -387,9 +326,3 @@ def test_varlen_chooses_by_scores_as_single_sequences_do(window):
         **options,
     )
     assert torch.allclose(packed, single[0], atol=1e-6)
-
-
-def test_rule_without_causality_is_refused():
-    q = torch.randn(1, 9, 1, 8)
-    with pytest.raises(ValueError, match="recent_window: got 4 with is_causal=False"):
-        flash_dmattn_func(q, q, q, recent_window=4, keep_window_size=0)

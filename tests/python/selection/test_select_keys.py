@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flash_dmattn import select_key_intervals, select_keys
-from flash_dmattn.keys.best_keys import indices_of_true
+from flash_dmattn.keys.select import indices_of_true
 
 
 def by_definition(scores, window, present):
@@ -72,24 +72,6 @@ def test_row_without_visible_keys_selects_none():
     assert keys.shape == (2, 3, 0) and not counts.any()
     keys, counts = select_keys(torch.full((1, 1, 9), torch.nan), 4)
     assert keys.tolist() == [[[-1] * 4]] and counts.tolist() == [[0]]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ((torch.zeros(1, 1, 4), -1), ValueError, "keep_window_size: got -1"),
-        ((torch.zeros(1, 1, 4), 2.0), TypeError, "keep_window_size: got 2.0"),
-        ((torch.zeros(1, 1, 4), None), TypeError, "keep_window_size: got None"),
-        ((torch.zeros(1, 2, 4), (1, 2, 3)), ValueError, "keep_window_size: got 3 sizes"),
-        ((torch.zeros(4), 2), ValueError, "scores: got shape"),
-        ((torch.zeros(1, 1, 4).int(), 2), TypeError, "scores: got torch.int32"),
-        ((torch.zeros(1, 1, 4), 2, torch.ones(1, 4)), TypeError, "key_mask: got torch.float32"),
-        ((torch.zeros(1, 1, 4), 2, torch.ones(1, 5).bool()), ValueError, "key_mask: got shape"),
-    ],
-)
-def test_bad_argument_raises(arguments, error, words):
-    with pytest.raises(error, match=words):
-        select_keys(*arguments)
 
 
 def test_indices_of_true_are_cut_or_padded_to_the_size():

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash_dmattn import KeyIntervals, select_key_intervals
+from flash_dmattn import select_key_intervals
 from flash_dmattn._core import ops as _ops
 from flash_dmattn.check.oracle import causal_elements, select
-from flash_dmattn.keys import selection_in_torch
+from flash_dmattn.keys import in_torch
 from largest_tensor import LargestTensor
 
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
@@ -35,17 +35,20 @@ def test_torch_selection_equals_library(
     if special is not None:
         scores[torch.rand(shape, generator=generator) < 0.3] = special
     key_mask = torch.rand(1, *shape[1:], generator=generator) < 0.7 if masked else None
-    arguments = (scores, key_mask, [window], selection, is_causal, query_length)
-    expected = _ops.select_key_intervals(*arguments)
-    assert torch.equal(selection_in_torch.select_key_intervals(*arguments), expected)
+    options = {"selection": selection, "is_causal": is_causal, "query_length": query_length}
+    expected = select_key_intervals(scores, window, key_mask=key_mask, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_ops, "has_kernels_for", lambda _: False)
+        selected = select_key_intervals(scores, window, key_mask=key_mask, **options)
+    assert torch.equal(selected.intervals, expected.intervals)
+    assert selected.bound == expected.bound
 
 
-def test_selection_by_torch_matches_definition():
+def test_selection_by_torch_matches_definition(monkeypatch):
     scores = torch.randint(6, (2, 3, 90)).float()
-    intervals = selection_in_torch.select_key_intervals(scores, None, [11], "per_query", True, 90)
-    assert torch.equal(
-        KeyIntervals(intervals, 90).to_mask(), select(scores, 11, causal_elements(90, 90))
-    )
+    monkeypatch.setattr(_ops, "has_kernels_for", lambda _: False)
+    selected = select_key_intervals(scores, 11)
+    assert torch.equal(selected.to_mask(), select(scores, 11, causal_elements(90, 90)))
 
 
 @settings(max_examples=200, deadline=None)
@@ -62,7 +65,7 @@ def test_torch_tile_lists_equal_library(shape, query_length, tile_rows, bound_kn
     bound = [shape[2], 0] if bound_known else []
     expected = _ops.build_tile_lists(intervals, tile_rows, query_length, [])
     assert_same_lists(
-        selection_in_torch.build_tile_lists(intervals, tile_rows, query_length, bound), expected
+        in_torch.build_tile_lists(intervals, tile_rows, query_length, bound), expected
     )
 
 
@@ -83,25 +86,22 @@ def test_tile_lists_of_a_selection_equal_library(device):
     scores = torch.randn(1, 2, 1000, device=device)
     chosen = select_key_intervals(scores, 60)
     arguments = (chosen.intervals, 128, 1000, list(chosen.bound))
-    assert_same_lists(
-        selection_in_torch.build_tile_lists(*arguments), _ops.build_tile_lists(*arguments)
-    )
+    assert_same_lists(in_torch.build_tile_lists(*arguments), _ops.build_tile_lists(*arguments))
 
 
 def test_broken_bound_loses_keys_and_reads_no_others():
     intervals = torch.tensor([0, 300]).expand(1, 1, 400, 2).int()
-    keys, begin, count, full = selection_in_torch.build_tile_lists(intervals, 128, 300, [10, 0])
+    keys, begin, count, full = in_torch.build_tile_lists(intervals, 128, 300, [10, 0])
     assert keys.shape[0] == 30 and (full <= count).all()
     assert ((begin + count)[count > 0] <= 30).all()
     assert ((keys >= 0) & (keys < 400)).all()
 
 
-def test_selection_and_tile_lists_make_no_quadratic_tensor():
+def test_selection_and_tile_lists_make_no_quadratic_tensor(monkeypatch):
     length, window = 4096, 64
     scores = torch.randn(1, 1, length)
+    monkeypatch.setattr(_ops, "has_kernels_for", lambda _: False)
     with LargestTensor() as largest:
-        intervals = selection_in_torch.select_key_intervals(
-            scores, None, [window], "per_query", True, length
-        )
-        selection_in_torch.build_tile_lists(intervals, 128, length, [window, 1])
+        intervals = select_key_intervals(scores, window).intervals
+        in_torch.build_tile_lists(intervals, 128, length, [window, 1])
     assert largest.elements <= 2 * length * (1 + window // 128 + 2)

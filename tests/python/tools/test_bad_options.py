@@ -81,48 +81,6 @@ def test_missing_library_prints_one_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words, message",
-    [
-        (["check_wheel.sh"], "got nothing and 0 versions, expected a wheel and versions of torch"),
-        (["check_wheel.sh", "none.whl", "2.10"], "got none.whl and 1 versions, expected a wheel"),
-        (["build_wheels.sh", "cpu", "none"], "got none, expected cpu, aarch64 or cuda"),
-        (["list_compile_seconds.sh"], "got 0 arguments, expected a build folder"),
-        (["list_skipped.sh"], "got 0 arguments, expected a build folder"),
-        (["provide_cpp_library.sh"], "got 0 arguments, expected a name, a folder and a compiler"),
-        (["run_compute_sanitizer.sh"], "got 0 arguments, expected a tool and a test executable"),
-        (["test_newest.sh"], "got nothing, expected packages"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_script_without_its_arguments_names_them(words, message):
-    name, *arguments = words
-    run = subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True)
-    assert run.returncode == 2 and run.stderr.startswith(f"{name}: {message}")
-    assert run.stderr.count("\n") == 1
-
-
-def test_layout_that_cannot_be_written_is_refused_before_the_build(tmp_path):
-    file = tmp_path / "file"
-    file.touch()
-    options = ["--namespace", "_name", "--build", tmp_path / "build"]
-    command = [sys.executable, TOOLS / "write_kernels_layout.py", file / "folder", *options]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 2 and f"folder: [Errno 20] Not a directory: '{file}" in run.stderr
-    assert not (tmp_path / "build").exists()
-
-
-def test_layout_does_not_replace_the_sources_of_another_folder(tmp_path):
-    source = tmp_path / "src" / "file"
-    source.parent.mkdir()
-    source.touch()
-    options = ["--namespace", "_name", "--build", tmp_path / "build"]
-    command = [sys.executable, TOOLS / "write_kernels_layout.py", tmp_path, *options]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 2 and "expected an empty folder or an earlier layout" in run.stderr
-    assert source.exists() and not (tmp_path / "build").exists()
-
-
-@pytest.mark.parametrize(
     "text, status, printed",
     [
         ("", 0, "installed"),

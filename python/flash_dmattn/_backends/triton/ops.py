@@ -16,7 +16,7 @@ from ..._core.autograd import (
 from ..._core.load import NAMESPACE
 from ..._core.numerics import Numerics
 from ..._core.signatures import GRADIENTS, Signature
-from ...keys.visibility import Visibility
+from ...keys.visible import Visible
 from . import launch
 
 
@@ -25,23 +25,22 @@ def attention(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
-    visible: Visibility,
+    visible: Visible,
     numerics: Numerics,
 ) -> tuple[Tensor, Tensor]:
     """Computes out and the statistics [1, B, Hq, Sq], which are lse, for arguments in normal form."""
     value_dim = v.shape[3]
     if value_dim < q.shape[3]:  # the kernels have one head dimension
         v = F.pad(v, (0, q.shape[3] - value_dim))
-    keys = visible.operands()
-    base, per_query, _ = keys.key_bound or (-1, 0, 0)
+    keys = visible.intervals
     out, lse, *_ = forward(
         q,
         k,
         v,
         visible.mask,
         bias,
-        keys.key_intervals,
-        [] if base < 0 else [base, per_query],
+        None if keys is None else keys.intervals,
+        [] if keys is None or keys.bound is None else list(keys.bound),
         visible.is_causal,
         numerics.scale,
         numerics.softcap,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, frexp
 
 from ..._core import ops
-from ...keys import selection_in_torch
+from ...keys import in_torch
 from .tiles import TILE_ROWS
 
 
@@ -31,7 +31,7 @@ def build_tile_lists(intervals: Tensor, seqlen_q: int, bound: list[int]) -> Tile
     bound: (base, per_query) if n consecutive queries together see at most base + per_query n keys. If it is empty, the
     keys are counted first, which waits for the device.
     """
-    library = ops if ops.has_kernels_for(intervals) else selection_in_torch
+    library = ops if ops.has_kernels_for(intervals) else in_torch
     keys, begin, count, full = library.build_tile_lists(intervals, TILE_ROWS.value, seqlen_q, bound)
     batch, heads = intervals.shape[:2]
     return TileLists(keys, begin, count, full, heads if batch > 1 else 0, 1 if heads > 1 else 0)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ..._core.gradients import narrow_gradient
-from ...keys.best_keys import best_keys, indices_of_true
+from ...keys.in_torch import intervals_of_rule
 from ...keys.positions import KeyPositions, ShownKeys
-from ...keys.rule import SelectionRule, intervals_of_rule
+from ...keys.rule import SelectionRule
+from ...keys.select import best_keys, indices_of_true
 
 
 class PieceOffsets(NamedTuple):
@@ -118,12 +119,12 @@ def keys_seen_before(
     """
     scores = scores if present is None else scores.expand(present.shape)
     if rule.is_window():
-        indices, _ = best_keys(scores, present, rule.keep_window_size)
+        indices, _ = best_keys(scores, present, rule)
     else:
         own_row = positions - boundary + 1  # the last query is row 0
         zeros = torch.zeros_like(own_row)
         last = zeros + 1 if present is None else present.long()
-        seen = intervals_of_rule(scores, ShownKeys(zeros, last, own_row, zeros), rule, True, 1)
+        seen = intervals_of_rule(scores, ShownKeys(zeros, last, own_row), rule, True, 1)
         indices, _ = indices_of_true(seen[..., 1] > 0, size)
     indices = indices[..., :size].long()
     missing = size - indices.shape[-1]
@@ -177,4 +178,4 @@ def shown_in_piece(
     )
     last = torch.cat([torch.where(exists, end, 0), last.expand(shape)], -1)
     first = own_row.clamp(min=0)
-    return ShownKeys(first, last, own_row, first, document)
+    return ShownKeys(first, last, own_row, document)

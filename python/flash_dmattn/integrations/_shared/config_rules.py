@@ -15,29 +15,45 @@ CONFIG_NAME = "learned_scores"  # the attribute of a config
 class LearnedScores(NamedTuple):
     """The part of a config that describes learned scores. The parameters of the scorers belong to the model."""
 
-    rule: SelectionRule
+    rules: tuple[
+        SelectionRule, ...
+    ]  # of each layer that has scores; they differ in keep_window_size alone
     scorer: str  # "custom" for a function or module
     layers: tuple[int, ...]  # the layers that have scores
     dense_prefill: bool = False
+    late: bool = False  # whether a key has the score of the token after it
+
+    def rule_arguments(self) -> dict:
+        """Returns the rules as the arguments of `add_learned_scores`."""
+        arguments = self.rules[0]._asdict()
+        del arguments["selection"]
+        if any(rule != self.rules[0] for rule in self.rules):
+            arguments["keep_window_size"] = [rule.windows() for rule in self.rules]
+        return arguments
 
     def as_dict(self) -> dict:
-        """Returns numbers, strings and lists, for JSON."""
-        rule = self.rule._asdict()
-        del rule["selection"]
-        if isinstance(rule["keep_window_size"], tuple):
-            rule["keep_window_size"] = list(rule["keep_window_size"])
+        """Returns numbers, strings and lists, for JSON. Raises ValueError for late scores of keys that compete early."""
+        rule = self.rules[0]
+        if self.late and rule.delay() < 2:
+            raise ValueError(
+                f"late: got True with recent_window={rule.recent_window} and recent_competes={rule.recent_competes}, expected "
+                "recent_window of 2 or more, and False: a key has no score before the token after it"
+            )
         others = {
             "scorer": self.scorer,
-            "layers": list(self.layers),
+            "layers": self.layers,
             "dense_prefill": self.dense_prefill,
+            "late": self.late,
         }
-        return rule | others
+        return {name: _as_lists(value) for name, value in (self.rule_arguments() | others).items()}
 
     @classmethod
     def from_dict(cls, stored: dict) -> LearnedScores:
         rule = {name: value for name, value in stored.items() if name in SelectionRule._fields}
-        rule = SelectionRule(**rule).checked_rule()
-        return cls(rule, stored["scorer"], tuple(stored["layers"]), stored["dense_prefill"])
+        layers = tuple(stored["layers"])
+        rules = make_rules(len(layers), **rule)
+        late = stored.get("late", False)  # which older files do not have
+        return cls(rules, stored["scorer"], layers, stored["dense_prefill"], late)
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> LearnedScores | None:
@@ -45,16 +61,32 @@ class LearnedScores(NamedTuple):
         return None if stored is None else cls.from_dict(stored)
 
 
-def make_rule(
-    keep_window_size: int | Sequence[int] | None,
-    recent_window: int,
-    recent_competes: bool,
-    sink_tokens: int,
-    score_threshold: float | None,
-) -> SelectionRule:
-    rule = SelectionRule(
-        keep_window_size, "per_query", recent_window, recent_competes, sink_tokens, score_threshold
-    ).checked_rule()
+def _as_lists(value: object) -> object:
+    return list(map(_as_lists, value)) if isinstance(value, (list, tuple)) else value
+
+
+def make_rules(
+    layers: int, keep_window_size: int | Sequence[int] | Sequence[Sequence[int]] | None, **rule
+) -> tuple[SelectionRule, ...]:
+    """Makes the rule of each layer.
+
+    keep_window_size: of all layers, or a list with one entry, a list of numbers for its key heads, for each layer.
+    rule: the other parts, but `selection`.
+    """
+    windows = keep_window_size
+    nested = isinstance(windows, Sequence) and not isinstance(windows, (str, bytes))
+    nested = nested and any(isinstance(w, Sequence) for w in windows)
+    if not nested:
+        return (_make_rule(windows, **rule),) * layers
+    if len(windows) != layers:
+        raise ValueError(
+            f"keep_window_size: got lists for {len(windows)} layers, expected {layers}: one for each layer with scores"
+        )
+    return tuple(_make_rule(w, **rule) for w in windows)
+
+
+def _make_rule(keep_window_size: int | Sequence[int] | None, **parts) -> SelectionRule:
+    rule = SelectionRule(keep_window_size, **parts).checked_rule()
     if not rule.hides_keys():
         raise ValueError(
             "keep_window_size: got None without score_threshold, so that every key is visible; expected one of them"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ...scores import make_scores, scores_of_heads
+from ...scores import ScoreProjection, make_scores, project_scores, scores_of_heads
 
 FIRST_LOGIT = 3.0  # the first logit of every gate, as in make_scores
 _HIDDEN_FEATURES = 64  # the width of the MLP's hidden layer
@@ -55,25 +55,25 @@ def make_scorer(
     if scorer == "value":
         return GateScorer("value", make_scores(value_size, heads, **options))
     if scorer == "mlp":
-        gates = nn.Sequential(
-            _Linear(hidden_size, _HIDDEN_FEATURES, **options),
-            nn.GELU(),
-            _Linear(_HIDDEN_FEATURES, heads, **options),
-            nn.LogSigmoid(),
-        )
-        return GateScorer("hidden", make_scores(hidden_size, heads, gates))
+        return GateScorer("hidden", _MlpGates(hidden_size, heads, options))
     return FunctionScorer(_BASELINES[scorer], is_gate=False)
 
 
-class _Linear(nn.Linear):
-    """A Linear that computes in the dtype of its input.
+class _MlpGates(nn.Module):
+    """Log gates [B, heads, S] of hidden [B, S, hidden_size], by two layers."""
 
-    Its parameters may have another dtype: 16 bits in a 16-bit model or under FSDP2.
-    """
+    def __init__(self, hidden_size: int, heads: int, options: dict):
+        super().__init__()
+        self.function = nn.ModuleDict(
+            {
+                "0": ScoreProjection(hidden_size, _HIDDEN_FEATURES, **options),
+                "2": ScoreProjection(_HIDDEN_FEATURES, heads, **options),
+            }
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        weight, bias = (t.to(hidden.dtype) for t in (self.weight, self.bias))
-        return nn.functional.linear(hidden, weight, bias)
+        first, last = self.function.values()
+        return project_scores(last, project_scores(first, hidden, "gelu").mT, "gate")
 
 
 class GateScorer(nn.Module):

@@ -1,4 +1,4 @@
-"""Support for engines that serve many sequences: transformers' continuous batching and server, and vLLM.
+"""Support for engines that serve many sequences, such as vLLM.
 
 An engine provides the memory and the rows. `flash_dmattn.extend_ragged` computes the attention of its steps.
 """

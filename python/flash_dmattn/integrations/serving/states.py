@@ -92,12 +92,16 @@ def states_of(config: PretrainedConfig, dtype: torch.dtype, parts: int = 1) -> l
             f"config.{CONFIG_NAME}: got scores in {len(scores.layers)} of {layers} layers, expected all: a layer without them "
             "has another cache"
         )
+    if scores is not None and scores.late:
+        raise ValueError(
+            f"config.{CONFIG_NAME}: got late scores, expected late=False; transformers' generate follows them"
+        )
     if scores is not None and scores.dense_prefill:
         raise ValueError(
             f"config.{CONFIG_NAME}: got dense_prefill, expected False: a prompt that comes in parts would attend to keys that "
             "have left"
         )
-    rules = [scores.rule.checked_cache_rule()] * layers if scores else rules_of(config)
+    rules = rules_of(config) if scores is None else [r.checked_cache_rule() for r in scores.rules]
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if heads % parts or config.num_attention_heads % parts:
         raise ValueError(
@@ -107,11 +111,11 @@ def states_of(config: PretrainedConfig, dtype: torch.dtype, parts: int = 1) -> l
         raise ValueError(
             f"keep_window_size: got windows of single heads in {parts} parts (tensor parallelism), expected one window"
         )
-    head_dim, value_dim = _head_dims_of(config)
+    head_dim, value_dim = head_dims_of(config)
     return [SlotState(heads // parts, rule, head_dim, dtype, value_dim) for rule in rules]
 
 
-def _head_dims_of(config: PretrainedConfig) -> tuple[int, int]:
+def head_dims_of(config: PretrainedConfig) -> tuple[int, int]:
     """Returns the head dimensions of keys and values. With latent attention `head_dim` is that of rotated columns."""
     head_dim = getattr(config, "head_dim", None)
     if getattr(config, "kv_lora_rank", None):

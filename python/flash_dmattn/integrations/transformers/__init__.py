@@ -16,38 +16,48 @@ refused when the name is set). Most other decoders get scores for their keys by 
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from .._shared.attention_interface.named_attention import mask_driven_attention_forward
+from ...budgets import KeyBudgets
+from .attention import attention_forward
 from .cache import DynamicMaskCache
 from .compat import wrap_implementation_setter
 from .doge import doge_scores
 from .enable import enable_flash_dmattn, resolve_name
 from .learned_scores.add import add_learned_scores, remove_learned_scores, set_score_phase
+from .learned_scores.budgets import budget_loss, divide_budget, set_key_budgets
+from .learned_scores.dms import DMS_SCHEDULE, add_dms_scores, load_dms
 from .learned_scores.files import load_scores, save_scores, warn_of_scores_not_loaded
-from .learned_scores.scored_attention import scored_attention_forward
+from .learned_scores.training import ScoreSchedule, divergence, freeze_all_but_scores
 from .mask_functions import key_interval_mask, registered_attention_mask
-from .names import DOGE_NAMES, NAME, NAMES, SCORED_NAMES
+from .names import DOGE_NAME, NAME, NAMES, SCORED_NAME
 
 __all__ = [
+    "DMS_SCHEDULE",
     "NAME",
     "DynamicMaskCache",
+    "KeyBudgets",
+    "ScoreSchedule",
+    "add_dms_scores",
     "add_learned_scores",
+    "budget_loss",
+    "divergence",
+    "divide_budget",
     "doge_scores",
     "enable_flash_dmattn",
+    "freeze_all_but_scores",
     "key_interval_mask",
+    "load_dms",
     "load_scores",
     "remove_learned_scores",
     "save_scores",
+    "set_key_budgets",
     "set_score_phase",
 ]
 
-for _name in NAMES:
-    AttentionInterface.register(_name, mask_driven_attention_forward)
-    AttentionMaskInterface.register(_name, registered_attention_mask)
-for _name in DOGE_NAMES:
-    AttentionInterface.register(_name, mask_driven_attention_forward)
-    AttentionMaskInterface.register(_name, key_interval_mask)
-for _name in SCORED_NAMES:
-    AttentionInterface.register(_name, scored_attention_forward)
-    AttentionMaskInterface.register(_name, key_interval_mask)
+for _name in (*NAMES, DOGE_NAME, SCORED_NAME):
+    AttentionInterface.register(_name, attention_forward)
+    is_named = _name in NAMES
+    AttentionMaskInterface.register(
+        _name, registered_attention_mask if is_named else key_interval_mask
+    )
 wrap_implementation_setter(resolve_name, {NAME: NAMES[-1]})
 warn_of_scores_not_loaded()

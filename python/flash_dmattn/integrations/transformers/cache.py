@@ -5,6 +5,7 @@ slots what its rule shows, and attention over them is attention over all keys. T
 different positions, so only attention that chooses by the same scores can read them.
 """
 
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.configuration_utils import PretrainedConfig
 
@@ -12,7 +13,7 @@ from ..._core.checks import check_count, resolve_flag
 from ...keys.rule import SelectionRule
 from .._shared.config_rules import LearnedScores, rules_of
 from .cache_layer import RECORDED_TOKENS, DynamicMaskLayer, HybridMaskLayer
-from .compat import CACHE, StateLayer
+from .compat import CACHE, CROPS_TO_A_LENGTH, StateLayer
 
 
 class DynamicMaskCache(Cache):
@@ -62,25 +63,26 @@ class DynamicMaskCache(Cache):
         if chunk is None:
             chunk = RECORDED_TOKENS if static else 0
         check_count(chunk, "chunk")
-        self._scored_rule, self._chunk = None, chunk
+        self._scores, self._chunk = scores, chunk
         if scores is not None:
-            self._scored_rule = scores.rule
             layers = _layers_of(scores, config, static, chunk)
         else:
             layers = []
             for rule in rules_of(config):
                 counter = layers[0] if layers else None
                 layers.append(DynamicMaskLayer(rule, static=static, chunk=chunk, counter=counter))
+        self.awaits_keys = False  # whether attention with scores follows the next `update`
+        self.updated_slots: DynamicMaskLayer | None = None  # which got its keys
         super().__init__(layers=layers)
 
-    def layer_at(self, index: int) -> CacheLayerMixin:
-        """Returns the cache of a layer. Raises ValueError if this is the cache of a model with fewer layers."""
-        if index >= len(self.layers):
-            raise ValueError(
-                f"{CACHE}: got {len(self.layers)} layers, expected more than {index}: a DynamicMaskCache(model.config) "
-                "of this model"
-            )
-        return self.layers[index]
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the new tokens of a layer with scores, whose attention then adds them. Other layers store theirs."""
+        if not self.awaits_keys:
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self.awaits_keys, self.updated_slots = False, self.slots_of(layer_idx)
+        return key_states, value_states
 
     def slots_of(self, layer_idx: int) -> DynamicMaskLayer:
         """Returns the slots for a layer with scores.
@@ -88,11 +90,16 @@ class DynamicMaskCache(Cache):
         Models may run a layer under several numbers. Each number that is not the layer's own gets slots at its first
         tokens.
         """
-        layer = self.layer_at(layer_idx)
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"{CACHE}: got {len(self.layers)} layers, expected more than {layer_idx}: a DynamicMaskCache(model.config) "
+                "of this model"
+            )
+        layer = self.layers[layer_idx]
         if isinstance(layer, DynamicMaskLayer):
             return layer
         if (
-            self._scored_rule is None
+            self._scores is None
             or not isinstance(layer, CacheLayerMixin)
             or isinstance(layer, StateLayer)  # a layer under several numbers that also holds states
             or layer.is_initialized
@@ -102,7 +109,12 @@ class DynamicMaskCache(Cache):
                 "transformers' DynamicCache"
             )
         records = any(getattr(other, "record_past", False) for other in self.layers)
-        slots = _slots_in_place_of(layer, self._scored_rule, chunk=self._chunk)
+        if len(set(self._scores.rules)) > 1:
+            raise ValueError(
+                f"{CACHE}: got tokens for layer {layer_idx}, a second number of a layer with scores, under rules that differ from "
+                "layer to layer; expected one rule, or transformers' DynamicCache"
+            )
+        slots = _slots_in_place_of(layer, self._scores.rules[0], chunk=self._chunk)
         slots.record_past = records
         self.layers[layer_idx] = slots
         return slots
@@ -112,6 +124,16 @@ class DynamicMaskCache(Cache):
         for layer in self.layers:
             if hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drops the last `-tokens_to_remove` tokens. In transformers 4, a positive number is the length that remains."""
+        if not CROPS_TO_A_LENGTH or int(tokens_to_remove) <= 0:
+            super().crop(tokens_to_remove)
+            return
+        # The first layer of a static cache counts the tokens of the others, which would find fewer after its crop.
+        removed = min(0, int(tokens_to_remove) - int(self.get_seq_length()))
+        for layer in self.layers:
+            layer.crop(removed if isinstance(layer, DynamicMaskLayer) else tokens_to_remove)
 
     def offload(self, layer_idx: int | None = None, only_non_sliding: bool = True) -> None:
         """Moves the slots of a layer, by default of every layer, to the CPU, for example between two turns of a chat.
@@ -142,11 +164,12 @@ def _layers_of(
         raise ValueError(
             f"static: got True for a model with scores in {len(scores.layers)} of {len(others)} layers, expected False"
         )
+    rules = dict(zip(scores.layers, scores.rules, strict=True))
     layers, counter = [], None
     for index, layer in enumerate(others):
-        if index in scores.layers:
+        if index in rules:
             layer = _slots_in_place_of(
-                layer, scores.rule, static=static, chunk=chunk, counter=counter
+                layer, rules[index], static=static, chunk=chunk, counter=counter
             )
             counter = counter or layer
         layers.append(layer)

@@ -1,5 +1,7 @@
 """A layer of a transformers `Cache` that holds the slots of one attention layer."""
 
+from collections.abc import Callable
+
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
@@ -7,7 +9,7 @@ from ..._core.checks import may_read
 from ..._core.kv_checks import check_slot_kernels
 from ...generation.cache import KVSlots
 from ...keys.rule import SelectionRule
-from .._shared.attention_interface.layout import swap_heads_and_tokens
+from .._shared.attention_interface.states import swap_heads_and_tokens
 from .._shared.attention_interface.token_order import (
     TokenOrder,
     counts_tokens,
@@ -72,12 +74,35 @@ class DynamicMaskLayer(CacheLayerMixin):
         # Which pending tokens are no padding, bool [B, pending], in the order of their columns. The slots have the tokens
         # of each row first. None: the slots have the columns.
         self._pending_tokens: torch.Tensor | None = None
+        # score_weights' result, and whether it is of this text.
+        self._score_weights: tuple[torch.Tensor | None, ...] | None = None
+        self._has_score_weights = False
 
     # ---- What attention uses ------------------------------------------------------------------------
 
     @property
     def is_empty(self) -> bool:
         return self._seen == 0
+
+    def score_weights(self, make: Callable[[], tuple | None]) -> tuple | None:
+        """Returns weights that `make` computes of the attention layer's parameters, once for each text, without gradients.
+        A static layer keeps their memory."""
+        if self._has_score_weights:
+            return self._score_weights
+        kept, made = self._score_weights, make()
+        if made is None or not self.is_compileable:
+            kept = made
+        elif kept is None:
+            kept = tuple(None if tensor is None else tensor.clone() for tensor in made)
+            if not torch.compiler.is_compiling():
+                for tensor in filter(torch.is_tensor, kept):
+                    torch._dynamo.mark_static_address(tensor)
+        else:
+            for old, new in zip(kept, made, strict=True):
+                if old is not None:
+                    old.copy_(new)
+        self._score_weights, self._has_score_weights = kept, True
+        return kept
 
     @torch.no_grad()
     def fill(
@@ -126,7 +151,10 @@ class DynamicMaskLayer(CacheLayerMixin):
     def adopt_slots(self, slots: KVSlots, tokens: int) -> None:
         """Continues after `tokens` tokens. slots: slots of the same shape with the keys that later tokens see."""
         if not self.is_initialized:
-            self.lazy_initialization(*slots.copy_states())
+            dims = (slots.head_dim, slots.value_dim)
+            self.lazy_initialization(
+                *(slots.k.new_empty(slots.batch, slots.heads_kv, 0, dim) for dim in dims)
+            )
         self._check_rows(slots.k)
         self.prefetch()
         self.slots.restore(slots)
@@ -328,34 +356,13 @@ class DynamicMaskLayer(CacheLayerMixin):
         self._hold_slots(self._make_slots(key_states, value_states, self.chunk))
         self.is_initialized = True
 
-    def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        *args,
-        scores: torch.Tensor | None = None,
-        key_mask: torch.Tensor | None = None,
-        **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds tokens, and returns copies of the keys and values that some of them may see.
-
-        Attention uses `fill` and `attend` instead.
-        """
-        if scores is None:
-            raise ValueError(
-                "scores: got none, expected those by which a DynamicMaskCache keeps keys. A Doge makes them after "
-                "enable_flash_dmattn(model), another model after add_learned_scores(model, ...) in the phase 'hard' "
-                "(set_score_phase). Without scores use transformers' DynamicCache"
-            )
-        if self.is_empty:
-            self.fill(*swap_heads_and_tokens(key_states, value_states), scores, key_mask)
-            return key_states, value_states
-        self.prefetch()
-        before = self.slots.copy_states()
-        key, value = swap_heads_and_tokens(key_states, value_states)
-        self.attend(key, key, value, scores, key_mask, scale=1.0)
-        new = (key_states, value_states)
-        return tuple(torch.cat(parts, dim=2) for parts in zip(before, new, strict=True))
+    def update(self, *args, **kwargs):
+        """Raises ValueError: tokens without scores cannot be added."""
+        raise ValueError(
+            "scores: got none, expected those by which a DynamicMaskCache keeps keys. A Doge makes them after "
+            "enable_flash_dmattn(model), another model after add_learned_scores(model, ...) in the phase 'hard' "
+            "(set_score_phase). Without scores use transformers' DynamicCache"
+        )
 
     def get_seq_length(self) -> int | torch.Tensor:
         """Returns the number of tokens. For a static cache it is a tensor on the device."""
@@ -420,6 +427,7 @@ class DynamicMaskLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forgets all tokens and keeps the memory. New tokens are not recorded until recording is activated again."""
         self.record_past, self._pending_tokens = False, None
+        self._has_score_weights = False
         if self.is_initialized:
             self.slots.clear()
         self._seen = 0

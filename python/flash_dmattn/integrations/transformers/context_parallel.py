@@ -23,7 +23,8 @@ from .._shared.attention_interface.layer_masks import causal_mask
 from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer
 from .compat import CACHE, find_cache
-from .learned_scores.scored_layers import ScoredAttention, is_attention
+from .families import is_attention
+from .learned_scores.layers import has_scores
 from .names import PIECES
 
 
@@ -113,7 +114,9 @@ class ModelOfPieces:
             plain = {
                 type(layer).__name__
                 for layer in decoder.modules()
-                if is_attention(layer) and not isinstance(layer, (ScoredAttention, DogeAttention))
+                if is_attention(layer)
+                and not has_scores(layer)
+                and not isinstance(layer, DogeAttention)
             }
             if plain:
                 raise ValueError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,24 +13,31 @@ from transformers.models.doge import modeling_doge
 from transformers.models.doge.modeling_doge import DogeAttention, DogeRMSNorm
 
 from ..._core.checks import may_read
-from ...generation.ragged import RaggedBatch
+from ..._core.numerics import Numerics
 from ...keys.intervals import KeyIntervals
 from ...keys.recognise import Memo, cached_result, intervals_of_mask, split_additive, visible_counts
 from ...keys.rule import SelectionRule
-from ...keys.select_intervals import select_key_intervals
-from ...scores import doge_scores_of, with_zero_sum_gradient
-from .._shared.attention_interface.dtypes import cast_states, target_dtype
+from ...scores import (
+    doge_scores_of,
+    project_scores,
+    score_projection,
+    weights_of_product,
+    with_zero_sum_gradient,
+)
 from .._shared.attention_interface.keywords import check_mask_keywords
-from .._shared.attention_interface.layer_masks import as_key_intervals, is_causal_mask
-from .._shared.attention_interface.layout import swap_heads_and_tokens
-from .._shared.attention_interface.named_attention import attention_bshd
+from .._shared.attention_interface.layer_masks import (
+    as_key_intervals,
+    is_causal_mask,
+    present_tokens,
+)
 from .._shared.attention_interface.packed_sequences import hide_other_sequences
+from .._shared.attention_interface.states import cast_states, swap_heads_and_tokens, target_dtype
+from .attention import KeyScores, attend_with_keys, attend_with_slots
 from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer
-from .compat import CACHE, adopt_layer, pop_cache
-from .names import BATCHED_DOGE, CONTEXT, DOGE_NAMES
-from .scored_cache import update_with_scores
-from .slot_attention import attend_in_batch, attend_with_slots
+from .compat import CACHE, pop_cache
+from .names import CONTEXT, DOGE_NAME
+from .scored_cache import CacheState, store_scores
 
 
 class Context(NamedTuple):
@@ -41,13 +50,11 @@ class Context(NamedTuple):
         None: another mask, or a mask over keys of a cache.
     memo: results that the layers share.
     pieces: context_parallel.PieceForward, if this rank has a piece of each sequence; None: it has whole sequences.
-    batch: the sequences of a step of continuous batching. Its cache has slots for each sequence.
     """
 
     mask_kind: str | None = None
     memo: Memo | None = None
     pieces: Any = None
-    batch: RaggedBatch | None = None
 
 
 class FlashDogeRMSNorm(DogeRMSNorm):
@@ -58,10 +65,6 @@ class FlashDogeRMSNorm(DogeRMSNorm):
     (it rounds to float32, which torch's function does not), and norms whose forward was replaced. transformers
     initialises modules whose class has "RMSNorm" in its name.
     """
-
-    @classmethod
-    def from_norm(cls, norm: DogeRMSNorm) -> FlashDogeRMSNorm:
-        return adopt_layer(norm, cls)
 
     def forward(self, hidden_states: torch.Tensor, is_fused: bool = False) -> torch.Tensor:
         if (
@@ -89,21 +92,22 @@ def _has_stock_forward() -> bool:
 class FlashDogeAttention(DogeAttention):
     """`DogeAttention` that chooses its keys by intervals, and builds no tensor with one element per (query, key) pair.
 
-    Under an implementation that is not in `DOGE_NAMES` (after `model.set_attn_implementation("eager")`), the layer acts
+    Under another implementation than `DOGE_NAME` (after `model.set_attn_implementation("eager")`), the layer acts
     as its base class.
     """
 
     round_scores_like_eager = False
-    batched_name = BATCHED_DOGE
 
     @classmethod
     def from_layer(cls, layer: DogeAttention) -> FlashDogeAttention:
-        """Makes a layer that takes over parameters, modules, buffers and hooks of `layer`. Do not use `layer` again."""
-        adopted = adopt_layer(layer, cls)
-        for name, norm in list(adopted.named_children()):
+        """Changes the class of a layer, which keeps its parameters, modules, buffers and hooks, and returns it."""
+        layer.__class__ = cls
+        if "_old_forward" in vars(layer):  # the forward that accelerate's hooks (`device_map`) call
+            layer._old_forward = partial(cls.forward, layer)
+        for norm in layer.children():
             if type(norm) is DogeRMSNorm and "forward" not in vars(norm):  # nobody's own
-                setattr(adopted, name, FlashDogeRMSNorm.from_norm(norm))
-        return adopted
+                norm.__class__ = FlashDogeRMSNorm
+        return layer
 
     def forward(
         self,
@@ -112,15 +116,14 @@ class FlashDogeAttention(DogeAttention):
         attention_mask: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, None]:
-        if self.config._attn_implementation not in DOGE_NAMES:
+        if self.config._attn_implementation != DOGE_NAME:
             return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
         context = kwargs.pop(CONTEXT, None) or Context()
         cache = pop_cache(kwargs)
         cache_position = kwargs.pop("cache_position", None)
         if context.mask_kind == "causal" or is_causal_mask(attention_mask):
             attention_mask = None
-        if context.batch is None:
-            check_mask_keywords(kwargs, has_mask=attention_mask is not None)
+        check_mask_keywords(kwargs, has_mask=attention_mask is not None)
         if cache is None and context.mask_kind != "packed":
             batch, length = hidden_states.shape[:2]
             mask = hide_other_sequences(attention_mask, kwargs, batch, length, length)
@@ -130,7 +133,8 @@ class FlashDogeAttention(DogeAttention):
         query = _normalize(self.q_norm, self.q_proj(hidden_states).view(per_head))
         key = _normalize(self.k_norm, self.k_proj(hidden_states).view(per_head))
         value = self.v_proj(hidden_states)
-        scores = doge_scores(self, self.dt_proj(value))
+        slots = cache.slots_of(self.layer_idx) if isinstance(cache, DynamicMaskCache) else None
+        scores = self._scores(value, hidden_states, slots)
         value = value.view(per_head)
         # Query and key keep the dimension order of attention: if they were transposed to that of caches here, compiled code would
         # write both twice, once for each order.
@@ -139,38 +143,102 @@ class FlashDogeAttention(DogeAttention):
         query, key = modeling_doge.apply_rotary_pos_emb(
             query, key, *position_embeddings, unsqueeze_dim=2
         )
+        if kwargs.get("output_attentions"):
+            warnings.warn(
+                "flash_dmattn has no output_attentions; use attn_implementation='eager'",
+                stacklevel=2,
+            )
+        if self.training and self.attention_dropout:
+            raise ValueError(
+                f"dropout: got {self.attention_dropout}, expected 0: attention dropout is not supported"
+            )
+        if cache is not None and slots is None and context.pieces is None:
+            key, value, scores = self._update(cache, key, value, scores, cache_position)
+        states = cast_states((query, key, value), target_dtype(self, query))
         if context.pieces is not None:
-            states = cast_states((query, key, value), target_dtype(self, query))
-            rule = SelectionRule(self.keep_window_size)
-            slots = None if cache is None else cache.layer_at(self.layer_idx)
-            is_zero_sum = not self.round_scores_like_eager
             out = context.pieces.attend(
-                *states, scores, rule, slots, scale=self.scaling, zero_sum=is_zero_sum
-            )
-            return self.o_proj(out.flatten(2)), None
-        if context.batch is not None:
-            states = (query, key, value)
-            out = attend_in_batch(
-                cache, self.layer_idx, context.batch, states, scores, scale=self.scaling
-            )
-            return self.o_proj(out.to(hidden_states.dtype).flatten(2)), None
-        if isinstance(cache, DynamicMaskCache):
-            states = _States(query, key, value, scores, attention_mask, context)
-            out = _attend_with_cache(self, cache.layer_at(self.layer_idx), states)
-            return self.o_proj(out.flatten(2)), None
-        if cache is not None:
-            check_cache(cache)
-            where = () if cache_position is None else ({"cache_position": cache_position},)
-            key, value, scores = update_with_scores(
-                cache, *swap_heads_and_tokens(key, value), scores, self.layer_idx, where
-            )
-            key, value = swap_heads_and_tokens(key, value)
-            # Eager attention rounds the scores of all keys together.
-            if scores is None or self.round_scores_like_eager:
-                scores = doge_scores(self, self.dt_proj(value.flatten(2)))
-        states = _States(query, key, value, scores, attention_mask, context)
-        out = _attend(self, states, kwargs)
+                *states, scores, SelectionRule(self.keep_window_size), slots,
+                scale=self.scaling, zero_sum=not self.round_scores_like_eager,
+            )  # fmt: skip
+        else:
+            out = self._attend(*states, scores, attention_mask, context, slots)
         return self.o_proj(out.flatten(2)), None
+
+    def _scores(
+        self,
+        value: torch.Tensor,
+        hidden_states: torch.Tensor | None = None,
+        slots: DynamicMaskLayer | None = None,
+    ) -> torch.Tensor:
+        """Returns the scores [B, Hkv, S] of values [B, S, Hkv * D], which `v_proj` made of hidden_states, if given."""
+        if self.round_scores_like_eager:
+            return doge_scores(self, self.dt_proj(value))
+
+        def make_weights() -> tuple | None:
+            return weights_of_product(self.v_proj, self.dt_proj, hidden_states.dtype)
+
+        weights = None
+        if hidden_states is not None:
+            keeps = slots is not None and not torch.is_grad_enabled()
+            weights = slots.score_weights(make_weights) if keeps else make_weights()
+        if weights is None:
+            return project_scores(self.dt_proj, value, "doge", self.A)
+        return score_projection(hidden_states, *weights, form="doge", A=self.A)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: torch.Tensor,
+        mask: torch.Tensor | None,
+        context: Context,
+        slots: DynamicMaskLayer | None,
+    ) -> torch.Tensor:
+        """Computes attention to all tokens, or with slots also to the keys in them. Returns [B, S, Hq, D].
+
+        query: [B, S, Hq, D]; key, value: [B, Sk, Hkv, D]; scores: [B, Hkv, Sk].
+        """
+        rule, memo = SelectionRule(self.keep_window_size), context.memo
+        numerics = Numerics.from_arguments(self.scaling, None, None, "saturate", None)
+        attend = partial(attend_with_keys, numerics=numerics, memo=memo)
+        if slots is not None:
+            attend = partial(
+                attend_with_slots, slots=slots, layer_idx=self.layer_idx, scores_are_bias=True,
+                present=present_tokens(mask, query.shape[1]), numerics=numerics, memo=memo,
+            )  # fmt: skip
+            if not slots.is_empty:
+                return attend(query, key, value, None, KeyScores(rule, scores))
+        allowed = _doge_mask(mask, query.shape[1], key.shape[1], memo)
+        is_padded = context.mask_kind == "padded" and isinstance(allowed, KeyIntervals)
+        bias = scores if self.round_scores_like_eager else with_zero_sum_gradient(scores)
+        hides = key.shape[1] > self.keep_window_size
+        used = KeyScores(rule, scores, bias, 0, hides, allowed is None or is_padded)
+        out = attend(query, key, value, allowed, used)
+        if mask is not None and context.mask_kind != "packed":
+            out = _fill_blind_rows(out, allowed, (query, key, value), self.scaling, memo)
+        return out
+
+    def _update(
+        self,
+        cache: Cache,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: torch.Tensor,
+        position: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Adds tokens to a cache of all keys. Returns all keys and values [B, Sk, Hkv, D], and scores [B, Hkv, Sk]."""
+        check_cache(cache)
+        state = CacheState.of_layer(cache, self.layer_idx, position)
+        key, value = swap_heads_and_tokens(key, value)
+        arguments = () if position is None else ({"cache_position": position},)
+        key, value = cache.update(key, value, self.layer_idx, *arguments)
+        scores = store_scores(cache, self.layer_idx, self.config, scores, state, key.shape[2])
+        key, value = swap_heads_and_tokens(key, value)
+        # Eager attention rounds the scores of all keys together.
+        if scores is None or self.round_scores_like_eager:
+            scores = self._scores(value.flatten(2))
+        return key, value, scores
 
 
 def check_cache(cache: object) -> None:
@@ -183,67 +251,6 @@ def _normalize(norm: torch.nn.Module, states: torch.Tensor) -> torch.Tensor:
     if isinstance(norm, FlashDogeRMSNorm) and "forward" not in vars(norm):
         return norm(states, is_fused=True)
     return norm(states)
-
-
-class _States(NamedTuple):
-    """The states of a layer's tokens, and what its queries may see."""
-
-    query: torch.Tensor  # [B, S, Hq, D]
-    key: torch.Tensor  # [B, S, Hkv, D]
-    value: torch.Tensor
-    scores: torch.Tensor  # [B, Hkv, S]
-    mask: torch.Tensor | None
-    context: Context
-
-
-def _attend_with_cache(
-    self: DogeAttention, slots: DynamicMaskLayer, states: _States
-) -> torch.Tensor:
-    """Computes attention of new tokens to the cached tokens and to each other. Returns [B, S, Hq, D]."""
-    query, key, value = cast_states(states[:3], target_dtype(self, states.query))
-    cast = states._replace(query=query, key=key, value=value)
-    return attend_with_slots(
-        slots,
-        SelectionRule(self.keep_window_size),
-        self.layer_idx,
-        cast[:3],
-        cast.scores,
-        cast.mask,
-        lambda _: _attend(self, cast, {}),
-        scale=self.scaling,
-    )
-
-
-def _attend(self: DogeAttention, states: _States, options: dict) -> torch.Tensor:
-    """Computes attention of queries over all keys of the text so far. Returns [B, Sq, Hq, D]."""
-    query, key, value, scores, attention_mask, context = states
-    query_length, key_length = query.shape[1], key.shape[1]
-    allowed = _doge_mask(attention_mask, query_length, key_length, context.memo)
-    mask, window = allowed, self.keep_window_size
-    is_padded = context.mask_kind == "padded" and isinstance(allowed, KeyIntervals)
-    if key_length > window and (allowed is None or is_padded):
-        shown = allowed.shown_keys() if is_padded else None
-        mask = select_key_intervals(scores, window, key_mask=shown, query_length=query_length)
-        window = key_length  # chosen already
-    if not self.round_scores_like_eager:
-        scores = with_zero_sum_gradient(scores)
-    out = attention_bshd(
-        self,
-        query,
-        key,
-        value,
-        mask,
-        scores,
-        scaling=self.scaling,
-        window_size=window,
-        dropout=self.attention_dropout if self.training else 0.0,
-        output_attentions=options.get("output_attentions"),
-        is_causal=True,
-        memo=context.memo,
-    )
-    if attention_mask is not None and context.mask_kind != "packed":
-        out = _fill_blind_rows(out, allowed, states, self.scaling)
-    return out
 
 
 def doge_scores(attention: DogeAttention, step: torch.Tensor) -> torch.Tensor:
@@ -302,7 +309,11 @@ def _find_doge_mask(
 
 
 def _fill_blind_rows(
-    out: torch.Tensor, mask: torch.Tensor | KeyIntervals, states: _States, scaling: float
+    out: torch.Tensor,
+    mask: torch.Tensor | KeyIntervals,
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    scaling: float,
+    memo: Memo | None,
 ) -> torch.Tensor:
     """Gives queries that may see no key the result of eager attention: the mean of all values.
 
@@ -311,10 +322,10 @@ def _fill_blind_rows(
     over equal fill values there, whose derivative by the scores is still that of a softmax,
     `d out = scaling / Sk * sum_j (v_j - mean) d(q . k_j)`: one D x D matrix per head.
     """
-    blind = _blind_rows(mask, states.context.memo)
+    blind = _blind_rows(mask, memo)
     if blind is None:
         return out
-    query, key, value = swap_heads_and_tokens(*states[:3])
+    query, key, value = swap_heads_and_tokens(*states)
     groups = query.shape[1] // key.shape[1]
     mean = value.mean(2, keepdim=True)
     slope = (value - mean).detach().mT @ key * (scaling / key.shape[2])

@@ -12,29 +12,28 @@ from transformers.models.doge.modeling_doge import (
 
 from ..._core.checks import may_read, resolve_flag
 from ...keys.recognise import Memo
-from .batching import PagedAttentionCache, batch_of, make_manager
 from .cache import DynamicMaskCache
 from .compat import (
     CACHE,
     MODEL_ARGUMENTS,
     find_cache,
     own_config,
+    refuse_continuous_batching,
     set_cache_of_generate,
-    set_continuous_batching,
     store_name,
 )
 from .doge import Context, FlashDogeAttention, check_cache
-from .families import error_of, reason_to_refuse, watch_text_model
-from .learned_scores.scored_layers import ScoredAttention
+from .families import error_of, reason_to_refuse, warn_of_unknown, watch_text_model
+from .learned_scores.layers import has_scores
 from .mask_functions import is_causal_config, mask_kind
 from .names import (
+    ALL_STORED_NAMES,
     CONTEXT,
     DOGE_NAME,
-    DOGE_NAMES,
     NAME,
     NAMES,
     PIECES,
-    SCORED_NAMES,
+    SCORED_NAME,
     STORED_NAMES,
 )
 
@@ -108,7 +107,7 @@ def enable_flash_dmattn(
         if isinstance(module, FlashDogeAttention):
             store_name(module.config, DOGE_NAME)
     for module in doge_models:
-        set_continuous_batching(module, STORED_NAMES, make_manager)
+        refuse_continuous_batching(module, ALL_STORED_NAMES)
         setattr(module, _DEFAULT_CACHE, cache)
         if cache is not None:
             set_cache_of_generate(module, _default_cache)
@@ -121,8 +120,7 @@ def _models_with_scores(model: torch.nn.Module) -> list[PreTrainedModel]:
     return [
         module
         for module in model.modules()
-        if isinstance(module, PreTrainedModel)
-        and any(isinstance(layer, ScoredAttention) for layer in module.modules())
+        if isinstance(module, PreTrainedModel) and any(map(has_scores, module.modules()))
     ]
 
 
@@ -149,22 +147,22 @@ def resolve_name(model: PreTrainedModel, name: str | None) -> str | None:
     _refuse_another_name(model, name)
     if name not in STORED_NAMES and name != NAME:
         return None
+    refuse_continuous_batching(model, ALL_STORED_NAMES)
     if any(isinstance(module, DogeAttention) for module in model.modules()):
         _check_layers(model)
         replace_layers(model)
-        set_continuous_batching(model, STORED_NAMES, make_manager)
         return DOGE_NAME
-    set_continuous_batching(model, STORED_NAMES, None)
     reason = reason_to_refuse(model)
     if reason is not None:
         raise error_of(model, name, reason)
+    warn_of_unknown(model)
     return NAMES[-1]
 
 
 def _refuse_another_name(model: PreTrainedModel, name: str | None) -> None:
     """Raises for a name under which learned scores would choose no keys although their phase says that they do."""
-    phases = {m.score_phase for m in model.modules() if isinstance(m, ScoredAttention)} - {"off"}
-    if phases and name not in SCORED_NAMES:
+    phases = {m.score_phase for m in model.modules() if has_scores(m)} - {"off"}
+    if phases and name != SCORED_NAME:
         raise ValueError(
             f"attn_implementation: got {name!r} for a {type(model).__name__} with learned scores in the phase "
             f"{phases.pop()!r}, expected a model without them, as every key would be visible: call "
@@ -201,15 +199,13 @@ def _check_layers(model: torch.nn.Module) -> None:
 def replace_layers(model: torch.nn.Module, **settings: bool) -> None:
     """Gives a model this package's Doge layers, and a config of its own."""
     own_config(model)
-    for parent in list(model.modules()):
-        for name, layer in list(parent.named_children()):
-            if type(layer) is DogeAttention:
-                layer = FlashDogeAttention.from_layer(layer)
-                setattr(parent, name, layer)
-            if isinstance(layer, FlashDogeAttention):
-                vars(layer).update(settings)
-        if isinstance(parent, DogeModel):
-            _register_hook(parent, _begin_forward)
+    for module in model.modules():
+        if type(module) is DogeAttention:
+            FlashDogeAttention.from_layer(module)
+        if isinstance(module, FlashDogeAttention):
+            vars(module).update(settings)
+        if isinstance(module, DogeModel):
+            _register_hook(module, _begin_forward)
 
 
 def _register_hook(model: torch.nn.Module, hook) -> None:
@@ -223,7 +219,7 @@ def _register_hook(model: torch.nn.Module, hook) -> None:
 
 def _begin_forward(model: DogeModel, args: tuple, options: dict) -> tuple[tuple, dict] | None:
     """Adds the default cache and the context of the layers, before DogeModel.forward."""
-    if model.config._attn_implementation not in DOGE_NAMES:
+    if model.config._attn_implementation != DOGE_NAME:
         return None
     arguments = dict(zip(MODEL_ARGUMENTS, args, strict=False)) | options
     _refuse_additive_padding(arguments.get("attention_mask"))
@@ -235,8 +231,6 @@ def _begin_forward(model: DogeModel, args: tuple, options: dict) -> tuple[tuple,
     use_cache = arguments.get("use_cache")
     use_cache = model.config.use_cache if use_cache is None else use_cache
     cache = find_cache(arguments)
-    if isinstance(cache, PagedAttentionCache):
-        return (), arguments | {CONTEXT: Context(batch=batch_of(cache, arguments))}
     if cache is not None:
         check_cache(cache)
     # Training reads no cache.
@@ -275,6 +269,6 @@ def _refuse_additive_padding(padding: object) -> None:
 def _default_cache(model: PreTrainedModel) -> DynamicMaskCache | None:
     """Returns the cache of `generate` and of calls without a cache, or None for transformers' own cache."""
     is_ours = getattr(model, _DEFAULT_CACHE, None) == _CACHE
-    if not is_ours or model.config._attn_implementation not in DOGE_NAMES:
+    if not is_ours or model.config._attn_implementation != DOGE_NAME:
         return None
     return DynamicMaskCache(model.config)

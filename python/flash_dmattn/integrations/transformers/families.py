@@ -1,12 +1,24 @@
-"""Refuses models for which attention under this package's name would differ from their own attention."""
+"""What is known of families of models: which were compared, which are refused and why, and which layers can have scores."""
 
 from __future__ import annotations
 
+import inspect
+import warnings
+
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
 from ..._core.checks import LARGEST_HEAD_DIM
-from .compat import can_set_implementation
+from .compat import CACHE_NAMES, can_set_implementation
+from .family_table import (
+    ATTENTION,
+    COMPARED,
+    DECODERS_BY_POSITIONS,
+    DECODERS_OF_SEVERAL_AXES,
+    MASKS_BY_TYPE,
+    type_of,
+)
 from .names import NAMES
 
 _SINKS = "has attention sinks of each token, or an attention of its own with sinks"
@@ -39,6 +51,19 @@ _REASONS = {
 }  # fmt: skip
 # These models change the masks of their text model, whose family is used elsewhere, too.
 _CHANGING_MASKS_OF_TEXT = ("gemma4_assistant", "gemma4_unified_assistant")
+# Reasons by `config.model_type` (without "_text") for layers whose keys cannot get scores.
+REASONS_AGAINST_SCORES = {
+    "diffllama": "attend twice by the same keys, to other values each time",
+    "diffusion_gemma": "see later tokens of a block",
+    "doge": "have scores of their own; call enable_flash_dmattn",
+    "glm5_next": "choose keys by an indexer",
+    "jetmoe": "repeat keys before the attention function gets them",
+}
+_OTHER_SOURCES = ("encoder_hidden_states", "key_value_states", "cross_attention_states")
+_LOCAL_KINDS = ("sliding", "chunked", "local", "window")
+
+
+# ---- Attention under the plain name -----------------------------------------------------------------
 
 
 def watch_text_model(model: PreTrainedModel) -> None:
@@ -64,23 +89,34 @@ def error_of(model: PreTrainedModel, name: str, reason: str) -> ValueError:
     )
 
 
-def reason_to_refuse(model: PreTrainedModel) -> str | None:
+def reason_to_refuse(model: PreTrainedModel, is_named: bool = False) -> str | None:
     """Returns why attention under this package's name would differ from eager attention, or None if it is equal.
 
     Under this name, as in eager attention, the mask alone decides what a query sees. So a model works if its layers
     take the mask that transformers' mask functions make, pass it to transformers' `AttentionInterface`, and do nothing
     else with it.
+
+    is_named: whether the caller has named the class of its layers, and with it says that they call the interface.
     """
-    config = model.config
-    reason = _REASONS.get(config.model_type.removesuffix("_text"))
+    reason = _REASONS.get(type_of(model.config))
     if reason is not None:
         return reason
-    if not can_set_implementation(model):
+    if not (is_named or can_set_implementation(model)):
         return "computes attention itself, without transformers' AttentionInterface"
-    channels = _head_dim(config)
+    channels = _head_dim(model.config)
     if channels > LARGEST_HEAD_DIM:
         return f"has a head dimension of {channels}, expected 1 to {LARGEST_HEAD_DIM}"
     return None
+
+
+def warn_of_unknown(model: PreTrainedModel) -> None:
+    """Warns of a model whose type was not compared with eager attention."""
+    if type_of(model.config) not in COMPARED:
+        warnings.warn(
+            f"attn_implementation: got this package's name for a model of type {model.config.model_type!r}, which nobody has "
+            "compared with eager attention",
+            stacklevel=3,
+        )
 
 
 def _head_dim(config: PretrainedConfig) -> int:
@@ -93,3 +129,74 @@ def _head_dim(config: PretrainedConfig) -> int:
         getattr(layer, name, None) for layer in layers for name in ("head_dim", "global_head_dim")
     ]
     return max([value for value in values if isinstance(value, int)], default=0)
+
+
+# ---- Layers with scores -----------------------------------------------------------------------------
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module is an attention layer of a class of transformers that was compared, or of a subclass of it."""
+    return any(
+        base.__name__ in ATTENTION and base.__module__.startswith("transformers.")
+        for base in type(module).__mro__
+    )
+
+
+def reason_against_scores(layer: nn.Module) -> str | None:
+    """Returns why an attention layer cannot have scores, or None if it can."""
+    parameters = inspect.signature(type(layer).forward).parameters
+    has_keywords = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+    config = getattr(layer, "config", None)
+    if getattr(layer, "layer_idx", None) is None or config is None:
+        return "are no layers of a decoder (no layer_idx)"
+    if type_of(config) in REASONS_AGAINST_SCORES:
+        return REASONS_AGAINST_SCORES[type_of(config)]
+    if not getattr(layer, "is_causal", True):
+        return "are not causal"
+    has_other_sources = any(name in parameters for name in _OTHER_SOURCES)
+    if has_other_sources and getattr(layer, "is_cross_attention", True):
+        return "can attend to another input than their own"
+    if "hidden_states" not in parameters or not has_keywords:
+        return "do not pass keywords from their input to the attention function"
+    if not {*CACHE_NAMES, "layer_past"} & set(parameters):
+        return "have no cache"
+    if getattr(layer, "is_kv_shared_layer", False):
+        return "take their keys from another layer"
+    if _window_of_its_own(layer):
+        return "have a sliding window of their own"
+    if any(base.__name__ == "FSDPModule" for base in type(layer).__mro__):
+        return "are sharded themselves; call add_learned_scores before fully_shard"
+    return None
+
+
+def _window_of_its_own(layer: nn.Module) -> bool:
+    kinds = getattr(layer.config, "layer_types", None)
+    if kinds:
+        return any(kind in kinds[layer.layer_idx] for kind in _LOCAL_KINDS)
+    return any(getattr(owner, "sliding_window", None) for owner in (layer, layer.config))
+
+
+# ---- Masks that a decoder takes ---------------------------------------------------------------------
+
+
+def takes_mask_of_positions(config: PretrainedConfig, dimensions: int | None) -> bool:
+    """Whether a decoder separates packed texts by its positions.
+
+    dimensions: of the positions that it is given, None for none. Positions of several axes make masks in ways of their own.
+    """
+    kind = type_of(config)
+    if kind in DECODERS_OF_SEVERAL_AXES:
+        return dimensions is None
+    return kind in DECODERS_BY_POSITIONS and dimensions in (None, 1, 2)
+
+
+def takes_masks_by_type(config: PretrainedConfig) -> bool:
+    """Whether a decoder takes a causal mask and that of a sliding window, by the types of its layers."""
+    return (
+        type_of(config) in MASKS_BY_TYPE
+        and set(getattr(config, "layer_types", None) or ())
+        == {"full_attention", "sliding_attention"}
+        and bool(config.sliding_window)
+        and getattr(config, "is_causal", True)
+        and not getattr(config, "use_bidirectional_attention", False)
+    )

@@ -13,9 +13,11 @@ from ..._core.checks import may_read
 from ...keys.recognise import intervals_of_mask, intervals_of_rows
 from .._shared.attention_interface.keywords import check_known_keywords
 from .._shared.attention_interface.layer_masks import causal_mask
+from .._shared.attention_interface.packed_sequences import intervals_of_documents
 from .cache_layer import HeldTokens
-from .compat import BIDIRECTIONAL, documents_of
 
+# The function of masks in which every query sees every key. 4.57 has none.
+_BIDIRECTIONAL = getattr(masking_utils, "bidirectional_mask_function", None)
 # Keywords for implementations that do not evaluate `mask_function` or that make additive masks, and one that says whether
 # None may replace causality, which the result of this function always includes.
 _IGNORED_KEYWORDS = frozenset(
@@ -91,7 +93,6 @@ def key_interval_mask(
         q_length, device = cache_position.shape[0], cache_position.device
     positions = _Positions(q_length, kv_length, q_offset, kv_offset, cache_position, device)
     present = positions.present_keys(attention_mask)
-    documents = documents_of(mask_function)
 
     if mask_function is masking_utils.causal_mask_function:
         last_query_is_last_key = positions.last_query_is_last_key()
@@ -101,9 +102,7 @@ def key_interval_mask(
             every = torch.arange(2, dtype=torch.int32, device=device)
             return _hide_padding(every, present, batch_size)
         first = positions.first_queries()
-    elif documents is not None:
-        return _hide_padding(intervals_of_documents(documents), present, batch_size)
-    elif mask_function is BIDIRECTIONAL:
+    elif mask_function is _BIDIRECTIONAL:
         if allow_is_bidirectional_skip and positions.all_keys_are_tokens(present):
             return None
         if q_length == 1:
@@ -140,13 +139,6 @@ def registered_attention_mask(
 def documents_of_positions(position_ids: torch.Tensor) -> torch.Tensor:
     """Returns each token's document number, int64 [B, S]. A document begins where positions [B, S] begin again."""
     return F.pad(position_ids.diff() != 1, (1, 0)).cumsum(1)
-
-
-def intervals_of_documents(documents: torch.Tensor) -> torch.Tensor:
-    """Returns causality within documents as intervals, int32 [B, 1, S, 2]. documents: numbers that do not fall."""
-    last = torch.searchsorted(documents, documents, right=True, out_int32=True)
-    first = torch.arange(last.shape[1], dtype=torch.int32, device=last.device).expand_as(last)
-    return torch.stack([first, last], dim=-1)[:, None]
 
 
 def is_causal_config(config: PretrainedConfig) -> bool:

@@ -9,9 +9,12 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.distributed import (
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
@@ -22,7 +25,7 @@ from vllm.model_executor.models.llama import LlamaMLP, LlamaModel
 from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
 from vllm.model_executor.utils import set_weight_attrs
 
-from ...scores import doge_scores_of
+from ...scores import doge_scores_of, score_projection
 from ..serving.states import SlotState, states_of
 from .interfaces import HasSlots
 from .scored_layer import ScoredAttention
@@ -41,6 +44,10 @@ class DogeAttention(ScoredAttention):
         self.dt_proj = RowParallelLinear(
             self.heads_kv * self.head_dim, self.heads_kv, bias=bias, prefix=f"{prefix}.dt_proj"
         )
+        self.merges_weights = isinstance(self.qkv_proj.quant_method, UnquantizedLinearMethod)
+        sizes = {"score_weight": (state.heads_kv, config.hidden_size), "score_bias": state.heads_kv}
+        for name, size in sizes.items():
+            self.register_buffer(name, torch.zeros(size, dtype=torch.float32), persistent=False)
         self.A = nn.Parameter(torch.zeros(state.heads_kv))
         set_weight_attrs(self.A, {"weight_loader": sharded_weight_loader(0)})
         self.q_norm, self.k_norm = (
@@ -50,9 +57,25 @@ class DogeAttention(ScoredAttention):
     def normalize(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         return self.q_norm(query), self.k_norm(key)
 
+    def merge_weights(self) -> None:
+        """Multiplies the weights of values and scores, as weights_of_product does, once they are loaded."""
+        if not self.merges_weights:
+            return
+        inner = self.qkv_proj.weight[-self.sizes[2] :].float()
+        if self.qkv_proj.bias is not None:
+            inner = torch.cat([inner, self.qkv_proj.bias[-self.sizes[2] :, None].float()], dim=1)
+        product = tensor_model_parallel_all_reduce(self.dt_proj.weight.float() @ inner)
+        self.score_weight.copy_(product[self.own_heads, : self.score_weight.shape[1]])
+        self.score_bias.copy_(product[self.own_heads, self.score_weight.shape[1] :].sum(1))
+        if self.dt_proj.bias is not None:
+            self.score_bias += self.dt_proj.bias[self.own_heads]
+
     def scores_of(self, hidden: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        step = self.dt_proj(value.flatten(1))[0][:, self.own_heads]
-        return doge_scores_of(self.A, step[None])[0]
+        if self.merges_weights:
+            weights = self.score_weight, self.score_bias
+            return score_projection(hidden[None], *weights, form="doge", A=self.A)[0]
+        step = self.dt_proj(value.flatten(1))[0][None, :, self.own_heads]
+        return doge_scores_of(self.A, step)[0]
 
 
 class DogeDecoderLayer(nn.Module):
@@ -153,4 +176,7 @@ class DogeForCausalLM(nn.Module, HasSlots):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         if self.config.tie_word_embeddings:
             weights = ((name, t) for name, t in weights if not name.startswith("lm_head."))
-        return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
+        loaded = AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
+        for layer in self.model.layers:
+            layer.self_attn.merge_weights()
+        return loaded

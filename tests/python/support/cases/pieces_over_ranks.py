@@ -190,7 +190,7 @@ def keys_of_pieces_equal_whole(ranks, kind):
         cu_seqlens=offsets,
         **rule,
     )
-    piece_intervals = seen_keys(exchanged)[1].keys.intervals.long()
+    piece_intervals = seen_keys(exchanged)[1].intervals.intervals.long()
     places = exchanged.boundary.places
     actual = torch.zeros_like(expected)
     actual[:, :, rows] = piece_intervals[:, :, places:]

@@ -281,7 +281,7 @@ def compare_with_one_process(whole, group, rank, exchange):
 def keys_seen(exchanged):
     """Returns which keys the queries of a rank see, bool [B, Hkv, n, N]."""
     _, visible = seen_keys(exchanged)
-    mask = visible.keys.to_mask()
+    mask = visible.intervals.to_mask()
     begins = exchanged.boundary.pieces.begins
     B, H, n, _ = mask.shape
     own_positions = torch.arange(exchanged.boundary.pieces.begin(), exchanged.boundary.pieces.end())

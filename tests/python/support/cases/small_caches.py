@@ -6,19 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-B, HKV, HQ, D, WINDOW, CHUNK, PLACES = 2, 2, 4, 8, 4, 3, 9
-
-# Bad values of options that steps, chunks and ragged steps share.
-BAD_OPTIONS = [
-    ("scale: got inf", {"scale": float("inf")}),
-    ("scale: got nan", {"scale": float("nan")}),
-    ("scale: got 0", {"scale": 0.0}),
-    ("softcap: got -1.0", {"softcap": -1.0}),
-    ("nonfinite: got 'no'", {"nonfinite": "no"}),
-    ("scores_are_bias: got 'False'", {"scores_are_bias": "False"}),
-    ("scores_are_bias: got None", {"scores_are_bias": None}),
-    ("return_lse: got 'no'", {"return_lse": "no"}),
-]
+B, HKV, HQ, D, WINDOW, CHUNK = 2, 2, 4, 8, 4, 3
 
 
 def tokens(n, batch=B):

@@ -1,22 +1,21 @@
 """Small Doge models for tests of generation, and the brute-force models that they are compared with."""
 
+import contextlib
 import copy
 import functools
-import types
+from unittest import mock
 
 import torch
 from transformers import DogeConfig, DogeForCausalLM, LogitsProcessor
+from transformers.models.doge.modeling_doge import DogeAttention
 
-from flash_dmattn.integrations.transformers import enable_flash_dmattn
+from flash_dmattn.integrations.transformers import doge, enable_flash_dmattn
 
 VOCABULARY, WINDOW = 397, 9
 
 
 def make_model(window=WINDOW, **options):
-    """Returns a float32 model whose keys have different scores. Only in the first layer all keys tie, so it keeps the recent ones.
-
-    Otherwise equal tokens would have equal scores there except for rounding, which depends on the number of tokens in a product.
-    """
+    """Returns a float32 model whose tokens have different scores. In the first layer equal tokens have equal scores."""
     config = DogeConfig(
         **{
             "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48,
@@ -27,7 +26,7 @@ def make_model(window=WINDOW, **options):
     )  # fmt: skip
     model = DogeForCausalLM(config).eval()
     for name, parameter in model.named_parameters():
-        if name.endswith(".A") and "layers.0." not in name:
+        if name.endswith(".A"):
             torch.nn.init.normal_(parameter)
         elif parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.5 if "dt_proj" in name else 0.15)
@@ -55,37 +54,63 @@ def make_pair(**options):
 
 
 def brute_force_of(model):
-    """Returns a copy with eager attention over all keys. Of equal scores it keeps the more recent."""
-    eager = copy.deepcopy(model)
+    """Returns a copy in float64 with eager attention over all keys. It keeps the more recent of equal scores."""
+    eager = copy.deepcopy(model).double()
     eager.set_attn_implementation("eager")
     keep_recent_of_equal_scores(eager)
     return eager
 
 
-def keep_recent_of_equal_scores(model):
-    """Makes eager attention keep the more recent of equal scores, instead of an arbitrary one."""
-    for layer in model.model.layers:
-        layer.self_attn.prepare_dynamic_mask = types.MethodType(_dynamic_mask, layer.self_attn)
+def keep_recent_of_equal_scores(model, scores=None):
+    """Makes eager attention keep the more recent of equal scores, instead of an arbitrary one.
+
+    scores: of each layer, by index, those that decide instead of eager's own (`recorded_scores`). Without them scores are
+        equal if they differ by rounding alone: torch's products round those of equal tokens differently.
+    """
+    for layer in model.modules():
+        if isinstance(layer, DogeAttention):
+            order = None if scores is None else scores[layer.layer_idx]
+            layer.prepare_dynamic_mask = functools.partial(_dynamic_mask, order)
 
 
-def _dynamic_mask(self, hidden_states, dt_states, keep_window_size, attention_mask):
+@contextlib.contextmanager
+def recorded_scores():
+    """Yields a dict that gets the last scores of each layer of the enabled models that run, by the layer's index."""
+    scores, compute = {}, doge.FlashDogeAttention._scores
+
+    def watch(attention, *states):
+        result = compute(attention, *states)
+        scores[attention.layer_idx] = result.detach()
+        return result
+
+    with mock.patch.object(doge.FlashDogeAttention, "_scores", watch):
+        yield scores
+
+
+def _dynamic_mask(order, hidden_states, dt_states, keep_window_size, attention_mask):
     """Returns [B, Hkv, Sq, Sk] with the score of every key that a query keeps, and the lowest number elsewhere."""
-    lowest = torch.finfo(hidden_states.dtype).min
-    scores = dt_states[:, :, None, :].expand(-1, -1, hidden_states.shape[1], -1)
-    allowed = attention_mask[..., : scores.shape[-1]]
+    # Eager's softmax is float32: the lowest float64 would be -inf, and a query that sees no key NaN.
+    dtype = torch.float32 if hidden_states.dtype == torch.float64 else hidden_states.dtype
+    lowest = torch.finfo(dtype).min
+    if order is None:
+        digits = {torch.float64: 9, torch.float32: 4}.get(dt_states.dtype, 2)
+        order = dt_states.round(decimals=digits)
+    allowed = attention_mask[..., : dt_states.shape[-1]]
     allowed = allowed if allowed.dtype == torch.bool else allowed == 0
-    scores = scores.masked_fill(~allowed, lowest)
-    best_first = scores.flip(-1).sort(dim=-1, descending=True, stable=True).indices
-    kept = scores.shape[-1] - 1 - best_first[..., :keep_window_size]
-    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, kept, True)
-    return scores.masked_fill(~chosen, lowest)
+    order = order[:, :, None, :].expand(-1, -1, hidden_states.shape[1], -1)
+    order = order.double().masked_fill(~allowed, -torch.inf)
+    best_first = order.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+    kept = order.shape[-1] - 1 - best_first[..., :keep_window_size]
+    chosen = torch.zeros_like(order, dtype=torch.bool).scatter(-1, kept, True)
+    return dt_states[:, :, None, :].masked_fill(~(chosen & allowed), lowest)
 
 
 def make_ids(batch=2, length=40, seed=0):
-    """Returns tokens, none of them twice in a row of the batch."""
+    """Returns tokens as a text has them: few words, the first of them often. Longer texts begin with the shorter ones."""
     generator = torch.Generator().manual_seed(seed)
-    rows = [torch.randperm(VOCABULARY - 1, generator=generator)[:length] + 1 for _ in range(batch)]
-    return torch.stack(rows)
+    shares = (1 / torch.arange(1.0, 61.0)).cumsum(0)
+    drawn = torch.rand(length, batch, generator=generator) * shares[-1]
+    return 1 + torch.searchsorted(shares, drawn).T.contiguous()
 
 
 def left_padding(batch, length, missing):
@@ -125,5 +150,5 @@ def assert_same_generation(oracle, ours, ids, *caches, **options):
         actual = generate(ours, **({} if cache is None else {"past_key_values": cache}))
         assert torch.equal(actual.sequences, expected.sequences)
         for ours_at, theirs_at in zip(actual.logits, expected.logits, strict=True):
-            torch.testing.assert_close(ours_at, theirs_at, atol=2e-4, rtol=2e-4)
+            torch.testing.assert_close(ours_at, theirs_at.float(), atol=2e-4, rtol=2e-4)
     return actual

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from eager_comparison import TOLERANCE, Verdict
+from family_facts import Facts, facts_of
 from flash_dmattn.integrations.transformers import add_learned_scores, remove_learned_scores
 from flash_dmattn.integrations.transformers.learned_scores.add import scored_layers
 from scores_by_definition import by_definition
@@ -15,8 +16,11 @@ TASKS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")
 RULE = {"keep_window_size": 4, "recent_window": 2, "sink_tokens": 1}
 
 
-def compare_scores(model_class: ModelClass) -> Verdict:
-    """Returns the verdict on learned scores in a class: "equal", "refused", "raises", "wrong" or "untested"."""
+def compare_scores(model_class: ModelClass, attention: tuple[type, ...] | None = None) -> Verdict:
+    """Returns the verdict on learned scores in a class: "equal", "refused", "raises", "wrong" or "untested".
+
+    attention: the classes of attention layers; None: those of the table of families.
+    """
     model = None
     try:
         model = tiny_model(model_class, tiny_config(model_class), "eager")
@@ -24,8 +28,8 @@ def compare_scores(model_class: ModelClass) -> Verdict:
         expected = _logits(model, inputs)
     except Exception as error:
         untested = Verdict("untested", _in_words(error))
-        return untested if model is None else _add_scores(model) or untested
-    refused = _add_scores(model)
+        return untested if model is None else _add_scores(model, attention) or untested
+    refused = _add_scores(model, attention)
     if refused is not None:
         return refused
     errors = []
@@ -51,10 +55,20 @@ def compare_scores(model_class: ModelClass) -> Verdict:
     return Verdict("equal" if max(errors) <= TOLERANCE else "wrong", "", max(errors))
 
 
-def _add_scores(model: torch.nn.Module) -> Verdict | None:
+def facts_of_class(model_class: ModelClass) -> tuple[Facts, tuple[type, ...]]:
+    """Returns what the table says of a class, and the classes of its attention layers; nothing if it cannot be built."""
+    try:
+        model = tiny_model(model_class, tiny_config(model_class), "eager")
+        facts = facts_of(model, inputs_for(model))
+    except Exception:
+        return Facts(), ()
+    return facts, tuple({type(m) for m in model.modules() if type(m).__name__ in facts.attention})
+
+
+def _add_scores(model: torch.nn.Module, attention: tuple[type, ...] | None) -> Verdict | None:
     """Adds scores to a model. Returns a verdict only if the model is refused."""
     try:
-        add_learned_scores(model, **RULE)
+        add_learned_scores(model, **RULE, attention=attention)
     except ValueError as error:
         return Verdict("refused", _in_words(error))
     return None

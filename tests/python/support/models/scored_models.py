@@ -93,12 +93,3 @@ def spread_scores(model):
 
 def make_ids(length=21, batch=2):
     return torch.randint(2, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(3))
-
-
-def equal_scores_in_first_layer(model):
-    """Makes all scores of the first layer equal. Otherwise equal tokens would have equal scores there except for rounding, which depends
-    on the number of tokens in a product."""
-    with torch.no_grad():
-        for parameter in scored_layers(model)[0].scorer.parameters():
-            parameter.zero_()
-    return model

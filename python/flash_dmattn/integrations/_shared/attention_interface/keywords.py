@@ -44,7 +44,7 @@ _REASONS = {
 }
 
 
-_PACKED_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+PACKED_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def check_keywords(keywords: Mapping[str, object]) -> None:
@@ -69,7 +69,7 @@ def check_known_keywords(keywords: Mapping[str, object], known: frozenset[str]) 
 
 def check_mask_keywords(keywords: Mapping[str, object], has_mask: bool) -> None:
     """Does what `check_keywords` does, for layers whose mask contains packing and causality."""
-    packed = {name: keywords.get(name) for name in _PACKED_KEYWORDS}
+    packed = {name: keywords.get(name) for name in PACKED_KEYWORDS}
     refuse_packed_by_layer(**packed)
     for name, offsets in packed.items():
         if isinstance(offsets, Tensor) and offsets.dim() == 1 and len(offsets) > 2 and not has_mask:
@@ -77,7 +77,7 @@ def check_mask_keywords(keywords: Mapping[str, object], has_mask: bool) -> None:
                 f"{name}: got offsets of {len(offsets) - 1} sequences without a mask; expected position_ids that begin "
                 "again with every sequence, and use_cache=False, of which the model makes one"
             )
-    known = {*_PACKED_KEYWORDS, "position_ids", "output_attentions"}
+    known = {*PACKED_KEYWORDS, "position_ids", "output_attentions"}
     if keywords.get("is_causal") is True:
         known.add("is_causal")
     check_keywords({name: value for name, value in keywords.items() if name not in known})

@@ -1,25 +1,28 @@
-"""Attention of a layer's states, [B, S, H, D], with the masks and keywords that transformers passes."""
+"""The attention functions of 1.x, with the masks and keywords that transformers passes."""
+
+import warnings
 
 import torch
 
 from ...._core.checks import (
+    MASK_VALUE,
     check_bias,
     check_count,
     check_tensor,
     resolve_flag,
+    squeeze_query_dimension,
 )
-from ...._core.numerics import Numerics
+from ...._core.numerics import Numerics, resolve_scale
 from ...._dispatch import attention, with_lse
 from ....keys.intervals import KeyIntervals
-from ....keys.recognise import Memo
 from ....keys.rule import SelectionRule
-from ....keys.selection import ScoredRule, select_elements, squeeze_query_dimension
-from ....keys.visibility import Visibility
+from ....keys.select import select_elements
+from ....keys.visible import Visible
 from ....merge import check_sink_logits
 from . import keywords, packed_sequences
-from .dtypes import cast_states
-from .layer_masks import normalize_mask
+from .layer_masks import has_queries, is_causal_mask, normalize_mask
 from .packed_sequences import PackedArguments, PackedSequences
+from .states import cast_states, swap_heads_and_tokens, target_dtype
 
 
 def check_states(layout: str, **states: torch.Tensor) -> None:
@@ -27,6 +30,90 @@ def check_states(layout: str, **states: torch.Tensor) -> None:
         check_tensor(tensor, name)
         if tensor.dim() != 4:
             raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {layout}")
+
+
+def flash_dynamic_mask_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | KeyIntervals | None,
+    attention_bias: torch.Tensor | None = None,
+    scaling: float | None = None,
+    window_size: int | None = None,
+    softcap: float | None = None,
+    *,
+    position_bias: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Computes dynamic mask attention in the form of transformers' attention functions.
+
+    Args:
+        module: the attention layer. `module.is_causal` (default True) and `module.keep_window_size` or
+            `module.window_size` are the defaults of the arguments.
+        query: [B, Hq, Sq, D].
+        key: [B, Hkv, Sk, D]; value: [B, Hkv, Sk, Dv].
+        attention_mask: see `compute_layer_attention`. One with a query dimension includes
+            causality; with any other, `is_causal` is applied.
+        attention_bias: [B, H, Sk] or [B, H, Sq, Sk]; alias: `position_bias`.
+        scaling: factor of the scores; default 1/sqrt(D).
+        window_size: how many keys a query keeps, by their bias; alias: `keep_window_size`. The module's window is
+            used only with a bias.
+        softcap: c > 0 turns scores x into c tanh(x/c).
+        dropout: only 0 is possible.
+        kwargs: `sliding_window`; `position_ids`, `cu_seq_lens_q` and so on for packed sequences; bookkeeping
+            of transformers. Others raise, see `keywords`.
+
+    Returns:
+        output [B, Sq, Hq, D], and None in the place of the attention probabilities.
+
+    Raises:
+        ValueError: a query without elements, dropout, two different biases, a window_size without a
+            bias, or keywords of unsupported features.
+        TypeError: an unknown keyword, or an argument of another type.
+    """
+    if attention_bias is not None and position_bias is not None:
+        raise ValueError(
+            "attention_bias: got a tensor together with position_bias, expected one of them (aliases)"
+        )
+    check_states("[B, H, S, D]", query=query, key=key, value=value)
+    query, key, value = swap_heads_and_tokens(query, key, value)
+    if position_bias is not None:
+        attention_bias = check_bias(position_bias, "position_bias", query, key)
+    keep = resolve_window(kwargs.pop("keep_window_size", None), window_size, attention_bias, module)
+    if kwargs.pop("output_attentions", None):
+        warnings.warn(
+            "flash_dmattn has no output_attentions; use attn_implementation='eager'", stacklevel=2
+        )
+    if query.numel() == 0:
+        raise ValueError(f"query: got shape {tuple(query.shape)}, expected no dimension of size 0")
+    if dropout:
+        raise ValueError(f"dropout: got {dropout}, expected 0: attention dropout is not supported")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    is_causal = resolve_flag(is_causal, "is_causal")
+    if is_causal_mask(attention_mask):
+        attention_mask, is_causal = None, True
+    else:
+        is_causal = is_causal and not has_queries(attention_mask)
+    out = compute_layer_attention(
+        query,
+        key,
+        value,
+        attention_mask,
+        attention_bias,
+        query_length=query.shape[1],
+        key_length=key.shape[1],
+        is_causal=is_causal,
+        softmax_scale=None if scaling is None else resolve_scale(scaling, "scaling"),
+        softcap=softcap,
+        keep_window_size=keep,
+        target_dtype=target_dtype(module, query),
+        **kwargs,
+    )
+    return out, None
 
 
 def compute_layer_attention(
@@ -53,7 +140,6 @@ def compute_layer_attention(
     max_length_k: int | None = None,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
-    memo: Memo | None = None,
     **kwargs,
 ) -> torch.Tensor:
     """Computes attention in which every query sees the `keep_window_size` keys with the highest bias.
@@ -89,7 +175,6 @@ def compute_layer_attention(
         max_length_q, max_length_k: the lengths of the longest packed sequences, or None.
         sliding_window: how many keys a query sees without a mask, itself included. A mask already includes it.
         s_aux: [Hq], one logit per head. It enters every softmax like the score of a key whose value is 0 (sinks).
-        memo: results that the layers of one forward share, or None.
         kwargs: see `keywords`.
 
     Returns:
@@ -111,7 +196,7 @@ def compute_layer_attention(
         attention_bias = check_bias(attention_bias, "attention_bias", query_states, key_states)
     if s_aux is not None:
         check_sink_logits(s_aux, query_states, "s_aux")
-    keep = _resolve_keep_window_size(keep_window_size, window_size, attention_bias)
+    keep = resolve_window(keep_window_size, window_size, attention_bias)
     selects = keep is not None and key_length > keep
     is_causal = resolve_flag(is_causal, "is_causal") and query_length > 1
 
@@ -123,7 +208,6 @@ def compute_layer_attention(
         sliding_window=sliding_window,
         is_causal=is_causal,
         selects=selects,
-        memo=memo,
     )
     cast = cast_states(states, target_dtype)
     if isinstance(visible, PackedSequences):
@@ -138,23 +222,41 @@ def compute_layer_attention(
             deterministic=deterministic,
             sink_logits=s_aux,
         )
-    mask, intervals, bias = normalize_mask(
-        visible, attention_bias, query_states, key_states, selects, memo
-    )
-    scored_rule = ScoredRule()
+    numerics = Numerics.from_arguments(None, softmax_scale, softcap, "saturate", deterministic)
+    return attend_by_bias(
+        *cast, visible, attention_bias, keep, is_causal=is_causal, numerics=numerics, sink_logits=s_aux
+    )  # fmt: skip
+
+
+def attend_by_bias(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | KeyIntervals | None,
+    bias: torch.Tensor | None,
+    keep_window_size: int | None,
+    *,
+    is_causal: bool,
+    numerics: Numerics,
+    sink_logits: torch.Tensor | None,
+) -> torch.Tensor:
+    """Computes attention to the keys with the highest bias among those that a mask shows. Returns [B, Sq, Hq, Dv].
+
+    query: [B, Sq, Hq, D]; key: [B, Sk, Hkv, D]; value: [B, Sk, Hkv, Dv]; mask, bias: see `compute_layer_attention`.
+    keep_window_size: None shows all of them.
+    """
+    selects = keep_window_size is not None and key.shape[1] > keep_window_size
+    mask, intervals, added = normalize_mask(mask, bias, query, key, selects, None)
+    rule = scores = None
     if selects:
-        mask, intervals, scored_rule = _make_rule(
-            attention_bias, mask, intervals, keep, is_causal, query_states, key_states
+        mask, intervals, rule, scores = _make_rule(
+            bias, mask, intervals, keep_window_size, is_causal, query, key
         )
+    visible = Visible(mask, is_causal, intervals)
     out, statistics = attention(
-        *cast,
-        bias,
-        Visibility(mask, is_causal, intervals),
-        scored_rule,
-        Numerics.from_arguments(None, softmax_scale, softcap, "saturate", deterministic),
-        memo=memo,
+        query, key, value, added, visible, numerics, rule=rule, scores=scores
     )
-    return with_lse(out, statistics, return_lse=False, sink_logits=s_aux)
+    return with_lse(out, statistics, return_lse=False, sink_logits=sink_logits)
 
 
 def _check_arguments(states, lengths, attention_mask, sliding_window, others) -> None:
@@ -180,37 +282,42 @@ def _make_rule(
     is_causal: bool,
     query: torch.Tensor,
     key: torch.Tensor,
-) -> tuple[torch.Tensor | None, KeyIntervals | None, ScoredRule]:
-    """Returns the mask, the intervals and the rule of a call that selects keys.
+) -> tuple[torch.Tensor | None, KeyIntervals | None, SelectionRule | None, torch.Tensor | None]:
+    """Returns the mask, the intervals, the rule and the scores of a call that selects keys.
 
     4-d scores select single elements: the mask then contains the selection.
     """
     scores = squeeze_query_dimension(attention_bias.detach())
     if scores.dim() == 4:
-        mask = select_elements(scores, mask, intervals, keep, is_causal, query, key)
-        return mask, None, ScoredRule()
+        shown = Visible(mask, is_causal, intervals)
+        mask = select_elements(scores, shown, keep, query, key, MASK_VALUE[scores.dtype])
+        return mask, None, None, None
     has_no_queries = intervals is None and (mask is None or mask.dim() == 3)
     mode = "global" if has_no_queries else "per_query"
-    return mask, intervals, ScoredRule(SelectionRule(keep, mode), scores)
+    return mask, intervals, SelectionRule(keep, mode).checked_rule(), scores
 
 
-def _resolve_keep_window_size(
-    keep_window_size: int | None, window_size: int | None, attention_bias: torch.Tensor | None
+def resolve_window(
+    keep_window_size: int | None,
+    window_size: int | None,
+    bias: torch.Tensor | None,
+    module: torch.nn.Module | None = None,
 ) -> int | None:
-    """Returns the number of keys that a query keeps, from either name of the argument."""
+    """Returns the number of keys that a query keeps, from either name of the argument, or by default of the module's attribute."""
     for name, size in (("keep_window_size", keep_window_size), ("window_size", window_size)):
         if size is None:
             continue
         check_count(size, name)
-        if attention_bias is None:
+        if bias is None:
             raise ValueError(
                 f"{name}: got {size} without attention_bias, expected a bias with the scores of keys"
             )
-    if keep_window_size is None:
-        return window_size
-    if window_size not in (None, keep_window_size):
+    if None not in (keep_window_size, window_size) and window_size != keep_window_size:
         raise ValueError(
             f"window_size: got {window_size} together with keep_window_size {keep_window_size}, expected one of them "
             "(aliases)"
         )
-    return keep_window_size
+    size = window_size if keep_window_size is None else keep_window_size
+    if size is None and bias is not None:
+        size = getattr(module, "keep_window_size", getattr(module, "window_size", None))
+    return size

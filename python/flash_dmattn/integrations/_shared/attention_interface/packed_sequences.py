@@ -5,14 +5,21 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from ...._core.checks import check_count, check_positions, may_read
 from ....functional import flash_dmattn_varlen_func
 from ....keys.intervals import KeyIntervals, intersect
 from ....keys.positions import check_offsets
-from ....keys.recognise import Memo, cached_result, refuse_negative, split_additive
-from .keywords import refuse_packed_by_layer
-from .layer_masks import as_key_intervals, has_queries, is_key_mask, window_mask
+from ....keys.recognise import refuse_negative, split_additive
+from .keywords import PACKED_KEYWORDS, refuse_packed_by_layer
+from .layer_masks import (
+    as_key_intervals,
+    has_queries,
+    is_causal_mask,
+    is_key_mask,
+    window_mask,
+)
 
 
 class PackedArguments(NamedTuple):
@@ -49,7 +56,6 @@ def sequences_or_mask(
     sliding_window: int | None,
     is_causal: bool,
     selects: bool,
-    memo: Memo | None,
 ) -> PackedSequences | torch.Tensor | KeyIntervals | None:
     """Returns the packed sequences of a call, or its mask combined with the window and the sequences of each row.
 
@@ -60,7 +66,7 @@ def sequences_or_mask(
     if attention_mask is None:
         window = window_mask(sliding_window, is_causal, query_length, key_length, query.device)
     elif is_key_mask(attention_mask, query_length, key_length):
-        refuse_negative(attention_mask, memo)
+        refuse_negative(attention_mask, None)
     else:
         return attention_mask
     sequences = _packed_from_offsets(
@@ -70,7 +76,7 @@ def sequences_or_mask(
     if sequences is None and positions is not None and query_length == key_length:
         # A selection takes the offsets of sequences. Without one, code that may not read positions gets intervals.
         if may_read() or selects:
-            sequences = _packed_from_positions(positions, attention_mask, batch, query_length, memo)
+            sequences = _packed_from_positions(positions, attention_mask, batch, query_length)
         elif attention_mask is None or not attention_mask.is_floating_point():
             sequences = _intervals_from_positions(
                 positions, attention_mask, batch, query_length, is_causal
@@ -84,6 +90,16 @@ def sequences_or_mask(
     return window if sequences is None else intersect(window, sequences)
 
 
+def intervals_of_documents(documents: torch.Tensor, is_causal: bool = True) -> torch.Tensor:
+    """Returns which queries of its document see each key, int32 [B, 1, S, 2]. documents: numbers that do not fall, [B, S]."""
+    last = torch.searchsorted(documents, documents, right=True, out_int32=True)
+    if is_causal:
+        first = torch.arange(last.shape[1], dtype=torch.int32, device=last.device).expand_as(last)
+    else:
+        first = torch.searchsorted(documents, documents, out_int32=True)
+    return torch.stack([first, last], dim=-1)[:, None]
+
+
 def hide_other_sequences(
     mask: torch.Tensor | None,
     keywords: Mapping[str, object],
@@ -91,20 +107,18 @@ def hide_other_sequences(
     query_length: int,
     key_length: int,
 ) -> torch.Tensor | None:
-    """Hides keys of other sequences in a model's mask, if it has a query dimension and the keywords have offsets.
+    """Hides keys of other sequences in a model's mask, if the keywords have offsets.
 
     transformers makes the masks of sliding windows without offsets, and the masks of some families (GPT-OSS) without
-    positions.
+    positions. A mask without queries has to show every key.
     """
-    if not has_queries(mask):
-        return mask
     # The lengths of sequences are not needed, and may be on a GPU.
-    offsets = PackedArguments(
-        None, keywords.get("cu_seq_lens_q"), keywords.get("cu_seq_lens_k"), None, None
-    )
-    offsets.check()
+    lengths = [keywords.get(name) for name in PACKED_KEYWORDS]
+    PackedArguments(None, *lengths).check()
+    offsets = PackedArguments(None, *lengths[:2], None, None)
+    key_mask = None if has_queries(mask) or is_causal_mask(mask) else mask
     packed = _packed_from_offsets(
-        offsets, None, total_q=batch * query_length, total_k=batch * key_length
+        offsets, key_mask, total_q=batch * query_length, total_k=batch * key_length
     )
     if packed is None or len(packed.cu_seqlens_q) == 2:
         return mask
@@ -120,6 +134,8 @@ def hide_other_sequences(
     same_sequence = KeyIntervals(
         torch.stack([first, last], dim=-1)[:, None], query_length, consecutive=True
     )
+    if mask is None or not has_queries(mask):
+        return same_sequence.intervals
     intervals = as_key_intervals(mask, query_length, key_length)
     if intervals is not None:
         return intersect(intervals, same_sequence).intervals
@@ -174,7 +190,6 @@ def _packed_from_positions(
     key_mask: torch.Tensor | None,
     batch: int,
     length: int,
-    memo: Memo | None,
 ) -> PackedSequences | None:
     """Finds packed sequences, which begin where positions begin again inside a row.
 
@@ -182,16 +197,12 @@ def _packed_from_positions(
     ends, so a sequence begins only between two visible tokens.
     """
 
-    def find(positions: torch.Tensor) -> PackedSequences | None:
-        begins = _sequence_begins(positions, None, batch, length)
-        if begins is None or not begins.any():
-            return None
-        starts = torch.nn.functional.pad(begins, (1, 0), value=True).flatten().nonzero().flatten()
-        offsets = torch.nn.functional.pad(starts, (0, 1), value=batch * length).int()
+    packed, begins = None, _sequence_begins(position_ids, None, batch, length)
+    if begins is not None and begins.any():
+        starts = F.pad(begins, (1, 0), value=True).flatten().nonzero().flatten()
+        offsets = F.pad(starts, (0, 1), value=batch * length).int()
         longest = int(offsets.diff().max())
-        return PackedSequences(offsets, offsets, longest, longest)
-
-    packed = cached_result(memo, "sequences", position_ids, find)
+        packed = PackedSequences(offsets, offsets, longest, longest)
     if packed is None or key_mask is None:
         return packed
     if not _sequence_begins(position_ids, key_mask, batch, length).any():
@@ -215,12 +226,7 @@ def _intervals_from_positions(
     begins = _sequence_begins(position_ids, key_mask, batch, length)
     if begins is None:
         return None
-    document = torch.nn.functional.pad(begins, (1, 0)).cumsum(1)
-    first = torch.searchsorted(document, document)
-    last = torch.searchsorted(document, document, right=True)
-    if is_causal:
-        first = torch.arange(length, device=first.device).expand_as(first)
-    intervals = torch.stack([first, last], dim=-1).int()[:, None]
+    intervals = intervals_of_documents(F.pad(begins, (1, 0)).cumsum(1), is_causal)
     if key_mask is not None:
         intervals = intervals * _per_key(key_mask)[..., None]
     return KeyIntervals(intervals, length, consecutive=True)

@@ -9,27 +9,25 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...._core.checks import resolve_flag
-from ..._shared.config_rules import CONFIG_NAME, LearnedScores, make_rule
+from ....budgets import check_phase
+from ..._shared.config_rules import CONFIG_NAME, LearnedScores, make_rules
 from ..._shared.scorers import Scorer, check_scorer, make_scorer
-from ..batching import make_manager
 from ..compat import (
+    allow_continuous_batching,
     own_config,
-    restore_continuous_batching,
-    set_continuous_batching,
+    refuse_continuous_batching,
     store_name,
 )
-from ..families import reason_to_refuse
-from ..names import NAMES, PIECES, SCORED_NAME, SCORED_NAMES, STORED_NAMES
-from .decoder_hooks import add_mask_hooks, remove_mask_hooks
-from .scored_layers import (
-    ScoredAttention,
-    device_of,
+from ..families import (
+    REASONS_AGAINST_SCORES,
     is_attention,
     reason_against_scores,
-    sizes_of,
-    with_scorer,
-    without_scorer,
+    reason_to_refuse,
 )
+from ..family_table import type_of
+from ..names import ALL_STORED_NAMES, NAMES, PIECES, SCORED_NAME
+from .decoder_hooks import mask_hooks, remove_decoder_hooks, score_hooks
+from .layers import add_scorer, device_of, has_scores, remove_scorer, sizes_of
 
 PHASES = ("soft", "hard", "off")
 _METHOD = "set_score_phase"  # the attribute of a model
@@ -37,7 +35,7 @@ _METHOD = "set_score_phase"  # the attribute of a model
 
 def add_learned_scores(
     model: nn.Module,
-    keep_window_size: int | Sequence[int] | None = None,
+    keep_window_size: int | Sequence[int] | Sequence[Sequence[int]] | None = None,
     *,
     recent_window: int = 0,
     recent_competes: bool = False,
@@ -45,6 +43,8 @@ def add_learned_scores(
     score_threshold: float | None = None,
     scorer: str | Scorer = "hidden",
     dense_prefill: bool = False,
+    late: bool = False,
+    attention: type[nn.Module] | tuple[type[nn.Module], ...] | None = None,
 ) -> nn.Module:
     """Gives the attention layers of a pretrained decoder scores, by which queries keep keys.
 
@@ -54,14 +54,15 @@ def add_learned_scores(
         model.generate(..., past_key_values=DynamicMaskCache(model.config))
 
     Every layer that attends to the whole text gets a module `scorer`, whose parameters are float32 and part of the model's;
-    layers with a sliding window of their own stay as they are. The layers become subclasses of their classes, with the
-    same parameters and hooks, and the config becomes a copy: no other model changes. `remove_learned_scores` undoes it.
+    layers with a sliding window of their own stay as they are. The config becomes a copy: no other model changes.
+    `remove_learned_scores` undoes it. If this function raises, the model stays as it was.
     Before training, scores are equal and the most recent keys win.
 
     Phases (`model.set_score_phase` chooses one):
 
     - "soft": attention to all keys. The log gates of old keys are a bias, through which they learn. Recent keys and
-      sinks have no bias. Before training, results equal those of the base model.
+      sinks have no bias. Before training, results equal those of the base model. With a `temperature` the gates are
+      sampled while gradients are on.
     - "hard": attention to the keys that the rule keeps. Scores choose keys and change nothing else. If they learn,
       their gradient is the gradient of a bias of old keys.
     - "off": the base model and its attention implementation, bit for bit. Only in this phase can
@@ -81,54 +82,72 @@ def add_learned_scores(
         model: a decoder of transformers, or anything that contains one (a PEFT model, a multimodal model).
         keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold: which keys a query sees, as in
             select_key_intervals. A cache then holds sink_tokens + keep_window_size + recent_window keys for each key
-            head.
+            head. keep_window_size is one number, one for each key head, or a list of these for each layer with scores
+            (see `divide_budget`).
         scorer: what gives a key its score, one of the scorers above. A module is copied for every layer.
         dense_prefill: whether the first tokens of a cache attend to all of each other and the rule begins with the
             tokens after them, as in eviction after the prompt. By default the prompt follows the rule, in O(N w) time.
+        late: whether a key gets the score of the token after it, as in DMS. Needs recent_window of 2 or more without
+            recent_competes. Padding is on one side of a text.
+        attention: the class of the model's attention layers, or several, for layers of a class that was not compared. They
+            have to call transformers' attention interface once, with the keywords that they get. None: the classes in
+            `family_table.ATTENTION`, and their subclasses.
 
     Returns:
         The same model.
 
     Raises:
         ValueError: no layer can have scores, with the reasons; the model has scores already.
-        TypeError: the model is not a module; the scorer is a function of other arguments.
+        TypeError: the model is not a module; the scorer is a function of other arguments; `attention` is no class.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
-    rule = make_rule(keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold)
     check_scorer(scorer)
-    dense_prefill = resolve_flag(dense_prefill, "dense_prefill")
-    layers = _layers_to_change(model)
-    for _, _, layer in layers:
-        rule.check_heads(sizes_of(layer)[1])
-    own_config(model)
+    dense_prefill, late = resolve_flag(dense_prefill, "dense_prefill"), resolve_flag(late, "late")
+    # Everything that can raise comes before the first change.
+    layers = _layers_to_change(model, attention)
+    sizes = [sizes_of(layer) for layer in layers]
+    rules = make_rules(
+        len(layers), keep_window_size, recent_window=recent_window, recent_competes=recent_competes,
+        sink_tokens=sink_tokens, score_threshold=score_threshold,
+    )  # fmt: skip
+    for rule, (_, heads, _) in zip(rules, sizes, strict=True):
+        rule.check_heads(heads)
+    scorers = [
+        make_scorer(scorer, *size, device_of(layer)).train(layer.training)
+        for layer, size in zip(layers, sizes, strict=True)
+    ]
+    hooks = [*mask_hooks(model, layers), *score_hooks(model, layers)]
     stored = LearnedScores(
-        rule,
+        rules,
         scorer if isinstance(scorer, str) else "custom",
-        tuple(layer.layer_idx for _, _, layer in layers),
+        tuple(layer.layer_idx for layer in layers),
         dense_prefill,
+        late,
     ).as_dict()
-    for parent, name, layer in layers:
-        hidden_size, heads, value_size = sizes_of(layer)
-        layer_scorer = make_scorer(scorer, hidden_size, heads, value_size, device_of(layer))
-        layer_scorer.train(layer.training)
-        setattr(parent, name, with_scorer(layer, layer_scorer, rule, dense_prefill))
+    own_config(model)
+    for layer, layer_scorer, rule in zip(layers, scorers, rules, strict=True):
+        add_scorer(layer, layer_scorer, rule, dense_prefill, late)
         setattr(layer.config, CONFIG_NAME, stored)
+    for decoder, hook in hooks:
+        decoder.register_forward_pre_hook(hook, with_kwargs=True)
     for module in _pretrained_models(model):
-        set_continuous_batching(module, SCORED_NAMES, make_manager)
-    add_mask_hooks(model)
+        refuse_continuous_batching(module, ALL_STORED_NAMES)
     setattr(model, _METHOD, partial(set_score_phase, model))
     return set_score_phase(model, "hard")
 
 
-def set_score_phase(model: nn.Module, phase: str) -> nn.Module:
+def set_score_phase(model: nn.Module, phase: str, temperature: float | None = None) -> nn.Module:
     """Chooses what the scores of a model do: "soft", "hard" or "off" (see `add_learned_scores`).
 
+    temperature: of gates that the phase "soft" samples while gradients are on (`flash_dmattn.budgets.stochastic_gates`), from
+        torch's generator. None: the gates themselves.
+
     Raises:
-        ValueError: another phase, a model without scores, or "soft" with scores that are not log gates.
+        ValueError: another phase, a model without scores, "soft" with scores that are not log gates, or a temperature that is
+            not above 0 or belongs to another phase.
     """
-    if phase not in PHASES:
-        raise ValueError(f"phase: got {phase!r}, expected one of {PHASES}")
+    check_phase(phase, PHASES, temperature)
     layers = scored_layers(model)
     if phase == "soft" and not all(getattr(layer.scorer, "is_gate", True) for layer in layers):
         raise ValueError(
@@ -137,9 +156,9 @@ def set_score_phase(model: nn.Module, phase: str) -> nn.Module:
         )
     names = [layer.config._attn_implementation for layer in layers]  # before the first is stored
     for layer, name in zip(layers, names, strict=True):
-        if layer.score_phase == "off" and name not in SCORED_NAMES:
+        if layer.score_phase == "off" and name != SCORED_NAME:
             layer.base_attention = name  # it may have been changed in the phase "off"
-        layer.score_phase = phase
+        layer.score_phase, layer.gate_temperature = phase, temperature
         store_name(layer.config, layer.base_attention if phase == "off" else SCORED_NAME)
     return model
 
@@ -151,25 +170,22 @@ def remove_learned_scores(model: nn.Module) -> nn.Module:
         ValueError: the model has no scores.
     """
     set_score_phase(model, "off")
-    for parent in list(model.modules()):
-        for name, layer in list(parent.named_children()):
-            if isinstance(layer, ScoredAttention):
-                vars(layer.config).pop(CONFIG_NAME, None)
-                setattr(parent, name, without_scorer(layer))
+    for layer in scored_layers(model):
+        vars(layer.config).pop(CONFIG_NAME, None)
+        remove_scorer(layer)
     for module in _pretrained_models(model):
-        restore_continuous_batching(module)
-        if module.config._attn_implementation in NAMES:  # which has no paged cache
-            set_continuous_batching(module, STORED_NAMES, None)
+        if module.config._attn_implementation not in NAMES:
+            allow_continuous_batching(module)
         vars(module).pop(PIECES, None)
-    remove_mask_hooks(model)
+    remove_decoder_hooks(model)
     for module in model.modules():  # of a wrapper (torch.compile, PEFT) or of what it wraps
         vars(module).pop(_METHOD, None)
     return model
 
 
-def scored_layers(model: nn.Module) -> list[ScoredAttention]:
+def scored_layers(model: nn.Module) -> list[nn.Module]:
     """Returns the layers that have scores. Raises ValueError if no layer has scores."""
-    layers = [module for module in model.modules() if isinstance(module, ScoredAttention)]
+    layers = [module for module in model.modules() if has_scores(module)]
     if not layers:
         raise ValueError(
             f"model: got a {type(model).__name__} without learned scores, expected a model prepared by add_learned_scores"
@@ -181,46 +197,46 @@ def _pretrained_models(model: nn.Module) -> Iterator[PreTrainedModel]:
     return (module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
-def _is_sharded(layer: nn.Module) -> bool:
-    """Whether `fully_shard` of the layer itself has changed its class."""
-    return any(base.__name__ == "FSDPModule" for base in type(layer).__mro__)
-
-
-def _layers_to_change(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Returns (parent, name, layer) of each layer that can have scores."""
-    layers, reasons = [], {}
-    for decoder in _pretrained_models(model):
-        config = decoder.config
-        if getattr(config, "is_encoder_decoder", False):
-            reasons["are of an encoder-decoder"] = type(decoder).__name__
-    for parent in model.modules():
-        for name, layer in parent.named_children():
-            if isinstance(layer, ScoredAttention):
-                raise ValueError(
-                    f"model: got a {type(model).__name__} with learned scores, expected one without; call "
-                    "remove_learned_scores first"
-                )
-            if not is_attention(layer):
-                continue
+def _layers_to_change(
+    model: nn.Module, attention: type[nn.Module] | tuple[type[nn.Module], ...] | None
+) -> list[nn.Module]:
+    """Returns the layers that can have scores."""
+    if any(map(has_scores, model.modules())):
+        raise ValueError(
+            f"model: got a {type(model).__name__} with learned scores, expected one without; call remove_learned_scores first"
+        )
+    classes = attention if isinstance(attention, tuple) else (attention,)
+    if attention is not None and not all(isinstance(kind, type) for kind in classes):
+        raise TypeError(
+            f"attention: got {attention!r}, expected a class of attention layers, or a tuple of classes"
+        )
+    reasons, layers = {}, []
+    for layer in model.modules():
+        if is_attention(layer) if attention is None else isinstance(layer, classes):
             reason = reason_against_scores(layer)
-            if _is_sharded(layer):
-                reason = "are sharded themselves; call add_learned_scores before fully_shard"
             if reason is None:
-                layers.append((parent, name, layer))
+                layers.append(layer)
             else:
                 reasons.setdefault(reason, type(layer).__name__)
     for decoder in _pretrained_models(model):
-        if any(layer in set(decoder.modules()) for _, _, layer in layers):
-            reason = reason_to_refuse(decoder)
+        if getattr(decoder.config, "is_encoder_decoder", False):
+            reasons, layers = {"are of an encoder-decoder": type(decoder).__name__}, []
+        elif (reason := REASONS_AGAINST_SCORES.get(type_of(decoder.config))) is not None:
+            reasons.setdefault(reason, type(decoder).__name__)
+        if any(layer in layers for layer in decoder.modules()):
+            reason = reason_to_refuse(decoder, is_named=attention is not None)
             if reason is not None:
                 raise ValueError(f"model: got a {type(decoder).__name__}, which {reason}")
-    if "are of an encoder-decoder" in reasons:
-        layers = []
     if not layers:
         # The reasons of image layers come last, because they say the least.
         ordered = sorted(reasons, key=lambda reason: reason.startswith("are no layers"))
         details = "; ".join(f"{reasons[reason]} layers {reason}" for reason in ordered)
-        details = details or "none calls transformers' attention interface"
+        if not reasons:
+            named = "was compared" if attention is None else f"attention names, {attention!r}"
+            details = (
+                f"none has a class that {named}. Name the class of attention layers that call transformers' attention "
+                "interface and pass it their keywords: add_learned_scores(model, ..., attention=MyAttention)"
+            )
         raise ValueError(
             f"model: got a {type(model).__name__} without an attention layer that can have scores, expected a decoder of "
             f"transformers: {details}"

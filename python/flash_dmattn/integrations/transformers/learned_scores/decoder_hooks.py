@@ -1,7 +1,7 @@
 """Hooks of decoders with scored layers.
 
-They pass the batch of a step to the layers. In compiled code, which cannot read a mask, they pass the mask as causality
-or packed texts.
+They pass the layers pieces of sequences, and masks of causality or packed texts, which transformers would make as tensors of all
+(query, key) pairs: from functions that nobody can look into, and in compiled code that reads no values.
 """
 
 from __future__ import annotations
@@ -13,166 +13,118 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
-from ...._core.checks import may_read
-from ..batching import PagedAttentionCache, batch_of
-from ..compat import find_cache, positions_of_texts
-from ..mask_functions import intervals_of_documents, is_causal_config, mask_kind
-from ..names import BATCH, PIECES, SCORED_NAME, SCORED_NAMES
-from .scored_layers import ScoredAttention, is_attention
+from ..._shared.attention_interface.packed_sequences import intervals_of_documents
+from ..compat import find_cache
+from ..families import is_attention, takes_mask_of_positions, takes_masks_by_type
+from ..mask_functions import is_causal_config, mask_kind
+from ..names import PIECES, SCORED_NAME
+from .layers import remove_hook
 
 
-def add_mask_hooks(model: nn.Module) -> None:
-    """Lets the decoders in a model pass the masks that their layers need.
+class MaskHook:
+    """Adds to a decoder's arguments the pieces of its sequences, or the mask if the arguments determine it.
 
-    All layers must have scores, or those without scores must have sliding windows: else transformers makes the masks.
+    by_type: whether some layers have a sliding window and no scores, and the decoder takes a mask for each type of layers.
     """
-    for decoder in _decoders(model):
-        attention = [module for module in decoder.modules() if is_attention(module)]
-        names = tuple(inspect.signature(type(decoder).forward).parameters)[1:]
-        if not {"attention_mask", "position_ids"} <= set(names):
-            continue
-        if all(isinstance(layer, ScoredAttention) for layer in attention):
-            decoder.register_forward_pre_hook(_MaskHook(decoder, names), with_kwargs=True)
-        elif _takes_masks_of_windows(decoder):
-            decoder.register_forward_pre_hook(_WindowMaskHook(decoder, names), with_kwargs=True)
 
-
-def remove_mask_hooks(model: nn.Module) -> None:
-    for module in model.modules():
-        for number, hook in list(module._forward_pre_hooks.items()):
-            if isinstance(hook, _MaskHook):
-                del module._forward_pre_hooks[number], module._forward_pre_hooks_with_kwargs[number]
-
-
-class _MaskHook:
-    def __init__(self, decoder: PreTrainedModel, names: tuple[str, ...]):
-        self.names = names  # the names of the decoder's arguments, in order
-        self.positions = positions_of_texts(decoder)
+    def __init__(self, names: tuple[str, ...], by_type: bool):
+        self.names, self.by_type = names, by_type  # of the decoder's arguments, in order
 
     def __call__(
         self, decoder: PreTrainedModel, args: tuple, options: dict
     ) -> tuple[tuple, dict] | None:
-        """Adds to the decoder's arguments the pieces of its sequences, or the batch of a step of continuous batching.
-
-        In code that may not read values, it also adds the mask if the arguments determine it.
-        """
-        config, cache = decoder.config, find_cache(options)
+        config = decoder.config
+        arguments = dict(zip(self.names, args, strict=False)) | options
         pieces = getattr(decoder, PIECES, None)
         if pieces is not None:
-            if config._attn_implementation not in SCORED_NAMES:
+            if config._attn_implementation != SCORED_NAME:
                 error = ValueError(
                     f"attn_implementation: got {config._attn_implementation!r} with context parallelism (phase 'off', for one), "
                     "expected the phase 'hard': others attend to this rank's piece alone"
                 )
                 pieces.group.wire.raise_on_all_ranks("forward", error)
-            arguments = dict(zip(self.names, args, strict=False)) | options
             return (), arguments | pieces.changed_arguments(arguments)
-        if isinstance(cache, PagedAttentionCache) and config._attn_implementation in SCORED_NAMES:
-            arguments = dict(zip(self.names, args, strict=False)) | options
-            return (), arguments | {BATCH: batch_of(cache, arguments)}
-        if may_read() or config._attn_implementation != SCORED_NAME or not is_causal_config(config):
+        if config._attn_implementation != SCORED_NAME or find_cache(arguments) is not None:
             return None
-        return self.with_mask(config, args, options)
-
-    def with_mask(
-        self, config: PretrainedConfig, args: tuple, options: dict
-    ) -> tuple[tuple, dict] | None:
-        arguments = dict(zip(self.names, args, strict=False)) | options
+        if not self.by_type and not is_causal_config(config):
+            return None
         positions = arguments.get("position_ids")
-        if self.positions is None or find_cache(arguments) is not None:
-            return None
-        if positions is not None and positions.dim() not in self.positions:
+        if not takes_mask_of_positions(config, None if positions is None else positions.dim()):
             return None
         use_cache = arguments.get("use_cache")
         use_cache = bool(getattr(config, "use_cache", False) if use_cache is None else use_cache)
         kind, mask = mask_kind(arguments, use_cache)
         if mask is None:
             return None
-        return (), arguments | {
-            "attention_mask": self.masks_of_layers(config, arguments, kind, mask)
-        }
-
-    def masks_of_layers(
-        self, config: PretrainedConfig, arguments: dict, kind: str, mask: Tensor
-    ) -> Tensor | dict[str, Tensor]:
-        return mask
+        if self.by_type:
+            mask = _masks_of_types(config, arguments, kind, mask)
+        return (), arguments | {"attention_mask": mask}
 
 
-class _WindowMaskHook(_MaskHook):
-    """Passes masks by layer type, for a decoder in which some layers have a sliding window and no scores."""
-
-    def __call__(
-        self, decoder: PreTrainedModel, args: tuple, options: dict
-    ) -> tuple[tuple, dict] | None:
-        if may_read() or decoder.config._attn_implementation != SCORED_NAME:
-            return None
-        return self.with_mask(decoder.config, args, options)
-
-    def masks_of_layers(
-        self, config: PretrainedConfig, arguments: dict, kind: str, mask: Tensor
-    ) -> dict[str, Tensor]:
-        intervals = mask
-        if kind == "causal":  # `mask` says this without intervals
-            tokens = arguments.get("inputs_embeds")
-            tokens = arguments["input_ids"] if tokens is None else tokens[..., 0]
-            intervals = intervals_of_documents(torch.zeros_like(tokens, dtype=torch.long))
-        first, last = intervals.unbind(-1)
-        windows = torch.stack([first, torch.minimum(last, first + config.sliding_window)], -1)
-        return {"full_attention": mask, "sliding_attention": windows}
+def _masks_of_types(
+    config: PretrainedConfig, arguments: dict, kind: str, mask: Tensor
+) -> dict[str, Tensor]:
+    intervals = mask
+    if kind == "causal":  # `mask` says this without intervals
+        tokens = arguments.get("inputs_embeds")
+        tokens = arguments["input_ids"] if tokens is None else tokens[..., 0]
+        intervals = intervals_of_documents(torch.zeros_like(tokens, dtype=torch.long))
+    first, last = intervals.unbind(-1)
+    windows = torch.stack([first, torch.minimum(last, first + config.sliding_window)], -1)
+    return {"full_attention": mask, "sliding_attention": windows}
 
 
-def _takes_masks_of_windows(decoder: PreTrainedModel) -> bool:
-    """Whether a decoder takes a causal mask and that of a sliding window, by the types of its layers, and itself takes
-    packed texts apart by their positions (GPT-OSS does not)."""
-    config = decoder.config
-    return (
-        set(getattr(config, "layer_types", None) or ()) == {"full_attention", "sliding_attention"}
-        and bool(config.sliding_window)
-        and getattr(config, "is_causal", True)
-        and not getattr(config, "use_bidirectional_attention", False)
-        and positions_of_texts(decoder) is not None
-        and _passes_masks_by_type(decoder)
-    )
+class ScoreHook:
+    """Makes the layers of a decoder record the scores of the forward that begins for `budget_loss`."""
+
+    def __init__(self, layers: list[nn.Module]):
+        self.layers = layers
+
+    def __call__(self, decoder: PreTrainedModel, args: tuple, options: dict) -> None:
+        for layer in self.layers:
+            layer.soft_scores.open()
 
 
-class _Reached(Exception):
-    """Raised when a call of a decoder reaches its first attention layer. It carries this layer's mask."""
-
-    def __init__(self, mask: object):
-        self.mask = mask
-
-
-def _passes_masks_by_type(decoder: PreTrainedModel) -> bool:
-    """Whether a decoder passes its layers masks by layer type. Calls the decoder up to its first layer to find out."""
-
-    def end_call(layer: nn.Module, args: tuple, options: dict) -> None:
-        raise _Reached(options.get("attention_mask"))
-
-    layer = next(module for module in decoder.modules() if is_attention(module))
-    hook = layer.register_forward_pre_hook(end_call, prepend=True, with_kwargs=True)
-    device = next(decoder.parameters()).device
-    masks = {kind: torch.empty(0, device=device) for kind in set(decoder.config.layer_types)}
-    token = torch.zeros(1, 1, dtype=torch.long, device=device)
-    try:
-        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            decoder(token, attention_mask=masks, use_cache=False)
-    except _Reached as reached:
-        return any(reached.mask is mask for mask in masks.values())
-    except Exception:
-        # A decoder that takes only a tensor, or whose weights are elsewhere, makes its own masks.
-        return False
-    finally:
-        hook.remove()
-    return False
+def score_hooks(
+    model: nn.Module, scored: list[nn.Module]
+) -> list[tuple[PreTrainedModel, ScoreHook]]:
+    """Returns the hooks of the decoders whose layers `scored` get scores."""
+    return [
+        (decoder, ScoreHook([module for module in decoder.modules() if module in scored]))
+        for decoder in _innermost(model, scored)
+    ]
 
 
-def _decoders(model: nn.Module) -> list[PreTrainedModel]:
-    """Returns the innermost models that hold layers with scores."""
+def mask_hooks(model: nn.Module, scored: list[nn.Module]) -> list[tuple[PreTrainedModel, MaskHook]]:
+    """Returns the hooks of the decoders in a model whose layers `scored` get scores.
+
+    All layers have scores, or those without have sliding windows: else transformers makes the masks.
+    """
+    hooks = []
+    for decoder in _innermost(model, scored):
+        layers = [module for module in decoder.modules() if is_attention(module)]
+        names = tuple(inspect.signature(type(decoder).forward).parameters)[1:]
+        if not {"attention_mask", "position_ids"} <= set(names):
+            continue
+        if len(layers) < decoder.config.num_hidden_layers:
+            continue  # others, of states for example, take masks in a form of their own
+        has_all = all(layer in scored for layer in layers)
+        if has_all or takes_masks_by_type(decoder.config):
+            hooks.append((decoder, MaskHook(names, not has_all)))
+    return hooks
+
+
+def remove_decoder_hooks(model: nn.Module) -> None:
+    for module in model.modules():
+        remove_hook(module, MaskHook, ScoreHook)
+
+
+def _innermost(model: nn.Module, layers: list[nn.Module]) -> list[PreTrainedModel]:
+    """Returns the innermost models that hold some of the layers."""
     holders = [
         module
         for module in model.modules()
-        if isinstance(module, PreTrainedModel)
-        and any(isinstance(layer, ScoredAttention) for layer in module.modules())
+        if isinstance(module, PreTrainedModel) and any(m in layers for m in module.modules())
     ]
     return [
         module

@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from ..._shared.config_rules import CONFIG_NAME, LearnedScores
 from ..._shared.scorers import Scorer
 from .add import add_learned_scores, remove_learned_scores, scored_layers
-from .scored_layers import ScoredAttention
+from .layers import has_scores, is_offloaded
 
 _TENSORS, _RULE = "learned_scores.safetensors", "learned_scores.json"
 _PART = "scorer"  # the name of a layer's scorer in the names of its parameters
@@ -51,10 +51,11 @@ def save_scores(model: nn.Module, folder: str | Path) -> None:
     folder: gets learned_scores.safetensors (the parameters) and learned_scores.json (the rule, the kind of scorer, the
         layers, and the name of the base model).
 
-    Raises ValueError for a model without scores.
+    Raises ValueError for a model without scores, and for offloaded scorers.
     """
     folder = _checked_folder(folder)
     layers = scored_layers(model)
+    _check_scorers_have_values(layers)
     tensors = {
         f"{layer.layer_idx}.{name}": _whole_tensor(tensor.detach()).contiguous()
         for layer in layers
@@ -93,12 +94,12 @@ def load_scores(model: nn.Module, folder: str | Path, scorer: Scorer | None = No
         raise ValueError(
             f"scorer: got None for the scores in {folder}, which a function or module made; expected it"
         )
-    is_new = not any(isinstance(module, ScoredAttention) for module in model.modules())
+    is_new = not any(map(has_scores, model.modules()))
     if is_new:
         kind = scorer if scores.scorer == "custom" else scores.scorer
-        rule = scores.rule._asdict()
-        del rule["selection"]
-        add_learned_scores(model, scorer=kind, dense_prefill=scores.dense_prefill, **rule)
+        rule = scores.rule_arguments()
+        options = {"dense_prefill": scores.dense_prefill, "late": scores.late}
+        add_learned_scores(model, scorer=kind, **options, **rule)
     try:
         states = _states_of_layers(scored_layers(model), scores.layers, tensors, folder)
     except ValueError:
@@ -106,7 +107,8 @@ def load_scores(model: nn.Module, folder: str | Path, scorer: Scorer | None = No
             remove_learned_scores(model)
         raise
     for module, state in states:
-        module.load_state_dict(state)
+        is_meta = any(parameter.is_meta for parameter in module.parameters())
+        module.load_state_dict(state, assign=is_meta)
     return model
 
 
@@ -117,9 +119,13 @@ def _checked_folder(folder: object) -> Path:
 
 
 def _states_of_layers(
-    layers: list[ScoredAttention], stored: tuple[int, ...], tensors: dict[str, Tensor], folder: Path
+    layers: list[nn.Module], stored: tuple[int, ...], tensors: dict[str, Tensor], folder: Path
 ) -> list[tuple[nn.Module, dict[str, Tensor]]]:
-    """Returns (scorer, state) of each layer. Raises ValueError if the layers or their parameters' shapes differ."""
+    """Returns (scorer, state) of each layer.
+
+    Raises ValueError if the layers or their parameters' shapes differ, or if scorers are offloaded.
+    """
+    _check_scorers_have_values(layers)
     layer_indices = tuple(layer.layer_idx for layer in layers)
     if layer_indices != stored:
         raise ValueError(
@@ -147,7 +153,16 @@ def _states_of_layers(
     return states
 
 
-def _scorer_in_use(layer: ScoredAttention) -> nn.Module:
+def _check_scorers_have_values(layers: list[nn.Module]) -> None:
+    for layer in layers:
+        if is_offloaded(_scorer_in_use(layer)):
+            raise ValueError(
+                f"model: got a scorer in layer {layer.layer_idx} that is offloaded, expected one with parameters: call load_scores "
+                "after the base model is offloaded, or before the scored model is"
+            )
+
+
+def _scorer_in_use(layer: nn.Module) -> nn.Module:
     """Returns a layer's scorer. If PEFT has wrapped it for `modules_to_save`, it is the active adapter's scorer."""
     copies = getattr(layer.scorer, "modules_to_save", None)
     if copies is None:

@@ -1,0 +1,282 @@
+"""Teaches a published model which keys its heads still need, divides a budget of keys by it, and compares other choices.
+
+make retrofit                                           # SmolLM2-135M on two cores of a CPU
+PYTHONPATH=examples python -m retrofit --device cuda    # longer texts, more samples, three trainings
+PYTHONPATH=examples python -m retrofit --base gemma3    # or a folder, or a name of the Hugging Face Hub
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+from importlib import import_module
+from pathlib import Path
+from statistics import fmean
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import Cache, DynamicCache
+from transformers.utils import logging
+
+from command_line import between, device, new_folder, rate
+from flash_dmattn import is_available
+from flash_dmattn.integrations.transformers import (
+    DynamicMaskCache,
+    ScoreSchedule,
+    add_learned_scores,
+    budget_loss,
+    divergence,
+    divide_budget,
+    freeze_all_but_scores,
+    load_scores,
+    remove_learned_scores,
+    save_scores,
+    set_key_budgets,
+)
+
+from .tasks import NAMES, Sample, Tasks, recall
+from .texts import BASES, load_base, read_texts
+
+SINKS = 4
+SETTINGS = {
+    "cpu": {"length": 1024, "trained_length": 512, "keep": [8], "steps": 80, "seconds": 420, "batch": 1, "samples": 5, "seeds": 1, "tasks": NAMES[:3]},
+    "cuda": {"length": 4096, "trained_length": 4096, "keep": [4, 8, 16], "steps": 600, "seconds": 600, "batch": 4, "samples": 100, "seeds": 3, "tasks": NAMES},
+}  # fmt: skip
+PRESSES = ("KeyDiffPress", "ExpectedAttentionPress", "SnapKVPress", "TOVAPress")
+TOGETHER = 10  # samples that are read in one batch
+
+
+def train(model: nn.Module, batches: Iterator[Tensor], options: argparse.Namespace) -> None:
+    """Trains the scores so that the model predicts the same without most of its old keys. batches: tokens [B, S]."""
+    schedule = ScoreSchedule(share=options.share)
+    optimizer = torch.optim.AdamW(freeze_all_but_scores(model), betas=(0.9, 0.95), weight_decay=0)
+    began = time.perf_counter()
+    for step in (bar := tqdm(range(options.steps), desc="training")):
+        progress = max(step / options.steps, (time.perf_counter() - began) / options.seconds)
+        if progress >= 1:
+            break
+        ids = next(batches).to(model.device)
+        later_half = {"use_cache": False, "logits_to_keep": ids.shape[1] // 2}
+        with torch.no_grad():
+            teacher = model.set_score_phase("off")(ids, **later_half).logits
+        model.set_score_phase("soft", temperature=schedule.temperature)
+        student = model(ids, **later_half).logits
+        loss, excess = divergence(student, teacher), budget_loss(model, schedule.target(progress))
+        (loss + schedule.weight * excess).backward()
+        optimizer.param_groups[0]["lr"] = options.rate * min(1, (step + 1) / 8, 2.5 * (1 - progress))  # fmt: skip
+        optimizer.step()
+        optimizer.zero_grad()
+        bar.set_postfix_str(f"divergence {loss:.3f}, share {excess:.3f} above the target")
+
+
+def training_batches(streams: list[list[int]], tasks: Tasks, seed: int, batch: int) -> Iterator[Tensor]:  # fmt: skip
+    """Yields tokens [batch, length]: plain text of each stream, each time followed by texts that repeat facts."""
+    draw = random.Random(seed)
+    while True:
+        for stream in streams:
+            yield torch.tensor([tasks.cut_text(stream, draw) for _ in range(batch)])
+            yield torch.tensor([tasks.make_training_text(draw) for _ in range(batch)])
+
+
+class Evaluation:
+    """Held-out texts and tasks, with which every row measures the model as it is then."""
+
+    def __init__(self, model: nn.Module, streams: list[list[int]], tasks: Tasks, options: argparse.Namespace):  # fmt: skip
+        self.model, self.tasks, self.options, self.rows = model, tasks, options, []
+        draw, count = random.Random(0), options.samples
+        self.texts = [tasks.cut_text(stream, draw, 1) for stream in (streams * count)[:count]]
+        self.samples = {t: [tasks.make_sample(t, i) for i in range(count)] for t in options.tasks}
+
+    @torch.no_grad()
+    def add_row(self, method: str, part: int = 1, seed: int = 0, press: type | None = None) -> None:
+        """Adds sizes of caches, losses and shares of right answers. press: of kvpress, cuts caches after a text was read."""
+        began, sizes, answers = time.perf_counter(), [], {}
+        losses = self._losses() if press is None else {}
+        for name, samples in self.samples.items():
+            right = []
+            for together in (samples[i : i + TOGETHER] for i in range(0, len(samples), TOGETHER)):
+                is_whole = press is not None or part == 1
+                cache = DynamicCache() if is_whole else DynamicMaskCache(self.model.config)
+                ratio = 1 - self.options.length / part / len(together[0].text)
+                with press(compression_ratio=ratio)(self.model) if press else nullcontext():
+                    written = self._answers(together, cache, sizes)
+                right += map(recall, written, sum((sample.answers for sample in together), []))
+            answers[name] = fmean(right)
+        keys, mebibytes = map(fmean, zip(*sizes, strict=True))
+        row = {"method": method, "kept": f"1/{part}", "seed": seed, "seconds": time.perf_counter() - began}  # fmt: skip
+        self.rows.append(row | {"keys a head": keys, "MiB": mebibytes, **losses, **answers})
+        print(*(f"{v:.3f}" if isinstance(v, float) else v for v in self.rows[-1].values()))
+
+    def _losses(self) -> dict[str, float]:
+        """Returns the mean loss of a token in each of the last three octaves of positions."""
+        losses = []
+        for ids in self.texts:
+            ids = torch.tensor(ids, device=self.model.device)
+            logits = self.model(ids[None, :-1], use_cache=False).logits[0]
+            losses.append(F.cross_entropy(logits.float(), ids[1:], reduction="none"))
+        mean, begins = torch.stack(losses).mean(0), [self.tasks.length >> i for i in (3, 2, 1)]
+        return {f"loss {i}-{2 * i}": mean[i : 2 * i].mean().item() for i in begins}
+
+    def _answers(self, samples: list[Sample], cache: Cache, sizes: list) -> list[str]:
+        """Returns what the model writes after each question about samples of one task. Appends the size of the cache."""
+        text = torch.tensor([sample.text for sample in samples]).to(self.model.device)
+        self.model(text, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        sizes.append(size_of_cache(cache, len(samples)))
+        cache.batch_repeat_interleave(len(samples[0].questions))
+        ids = text.new_tensor([question for sample in samples for question in sample.questions])
+        written, seen = [], text.shape[1]
+        for _ in range(samples[0].new_tokens):
+            # A cache that a press has cut does not know the positions.
+            positions = seen + torch.ones_like(ids).cumsum(1) - 1
+            seen += ids.shape[1]
+            ids = self.model(ids, past_key_values=cache, position_ids=positions, logits_to_keep=1).logits.argmax(-1)  # fmt: skip
+            written.append(ids)
+        return self.tasks.tokenizer.batch_decode(torch.cat(written, 1))
+
+
+def size_of_cache(cache: Cache, texts: int) -> tuple[float, float]:
+    """Returns the mean number of keys that a head holds, and the MiB for each text."""
+    keys, size = [], 0
+    for layer in cache.layers:
+        slots = getattr(layer, "slots", None)
+        keys.append(layer.keys.shape[2] if slots is None else slots.counts[..., 0].double().mean())
+        tensors = (layer.keys, layer.values) if slots is None else slots.tensors
+        size += sum(tensor.nbytes for tensor in tensors)
+    return fmean(map(float, keys)), size / texts / 2**20
+
+
+def make_table(rows: list[dict]) -> str:
+    """Returns rows as Markdown. The rows of several trainings become one: their mean and half their range."""
+    names = [name for name in rows[0] if name not in ("method", "kept", "seed", "seconds")]
+    lines = ["| keys | of all | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
+    for method, kept in dict.fromkeys((row["method"], row["kept"]) for row in rows):
+        group = [row for row in rows if (row["method"], row["kept"]) == (method, kept)]
+        cells = [method, kept]
+        for name in names:
+            values = [row[name] for row in group if name in row]
+            digits = 0 if name == "keys a head" else 3 if name.startswith("loss") else 2
+            half = f" ± {(max(values) - min(values)) / 2:.{digits}f}" if len(values) > 1 else ""
+            cells.append(f"{fmean(values):.{digits}f}{half}" if values else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def measure_untrained(evaluation: Evaluation, options: argparse.Namespace) -> None:
+    """Adds rows of all keys, and of choices of keys that do not learn."""
+    evaluation.add_row("all")
+    for part in options.keep:
+        keys = options.length // part
+        window = keys - options.recent - SINKS
+        for scorer, kept in (("random", 0), ("random", window), ("key_norm", window)):
+            rule = {"recent_window": keys - kept - SINKS, "sink_tokens": SINKS}
+            add_learned_scores(evaluation.model, kept, scorer=scorer, **rule)
+            evaluation.add_row(scorer.replace("_", " ") if kept else "sinks and recent", part)
+            remove_learned_scores(evaluation.model)
+        for name in PRESSES if options.presses else ():
+            press = getattr(import_module("kvpress"), name)
+            evaluation.add_row(f"{name}, after the text", part, press=press)
+
+
+def measure_trained(evaluation: Evaluation, streams: list[list[int]], options: argparse.Namespace, seed: int) -> None:  # fmt: skip
+    """Trains scores for the smallest budget, and adds rows of each: the same for all heads, and divided over them."""
+    model, folder = evaluation.model, options.output / f"scores-{seed}"
+    length, tokenizer = options.length, evaluation.tasks.tokenizer
+    batches, sample_batches = (
+        training_batches(streams, Tasks(tokenizer, streams[0], size), seed, options.batch)
+        for size in (options.trained_length, length)
+    )
+    always = {"recent_window": options.recent, "sink_tokens": SINKS}
+    windows = {part: length // part - options.recent - SINKS for part in options.keep}
+    options.share = min(windows.values()) / (length - options.recent - SINKS)
+    torch.manual_seed(seed)
+    add_learned_scores(model, min(windows.values()), **always)
+    train(model, batches, options)
+    save_scores(model, folder)
+    samples = [text for _ in range(8) for text in next(sample_batches)]
+    for part, window in windows.items():
+        remove_learned_scores(model)
+        load_scores(add_learned_scores(model, window, **always), folder)
+        evaluation.add_row("learned, the same for each head", part, seed)
+        budgets = divide_budget(model, samples, mean_keys=length / part)
+        print(budgets)
+        budgets.draw(options.output / f"budgets-{part}-{seed}.png")
+        set_key_budgets(model, budgets)
+        evaluation.add_row("learned, divided over heads", part, seed)
+    save_scores(model, folder)
+
+
+def write_text(model: nn.Module, tasks: Tasks) -> str:
+    """Returns a question about a fact in a long text, and what the model writes after it with the small cache."""
+    sample = tasks.make_sample("one needle", 0)
+    ids = torch.tensor([sample.text + sample.questions[0]], device=model.device)
+    written = model.generate(
+        ids, attention_mask=torch.ones_like(ids), past_key_values=DynamicMaskCache(model.config),
+        max_new_tokens=40, do_sample=False, pad_token_id=0,
+    )  # fmt: skip
+    asked, new = map(tasks.tokenizer.decode, (ids[0, -60:], written[0, ids.shape[1] :]))
+    return f"...{asked} >>>{new}"
+
+
+def run(options: argparse.Namespace) -> None:
+    began = time.perf_counter()
+    logging.set_verbosity_error()
+    warnings.simplefilter("ignore", FutureWarning)  # transformers 4 calls a cache past_key_values
+    model, tokenizer = load_base(options.base, options.output, options.device)
+    source, training, held_out = read_texts(tokenizer, options.texts, options.length + 1)
+    tasks = Tasks(tokenizer, held_out[0], options.length)
+    tokens = [sum(map(len, part)) for part in (training, held_out)]
+    print(f"{source}: {tokens[0]} tokens to train with, {tokens[1]} held out; on {options.device}")
+    evaluation = Evaluation(model, held_out, tasks, options)
+    measure_untrained(evaluation, options)
+    for seed in range(options.seeds):
+        if seed:
+            remove_learned_scores(model)
+        measure_trained(evaluation, training, options, seed)
+    written, table = write_text(model, tasks), make_table(evaluation.rows)
+    seconds = time.perf_counter() - began
+    print(
+        f"with the small cache:\n{written}\n\n{table}\n\n{seconds:.0f} s; files in {options.output}"
+    )
+    record = {name: str(value) for name, value in vars(options).items()}
+    record |= {"source": source, "text": written, "all": seconds, "rows": evaluation.rows}
+    (options.output / "record.json").write_text(json.dumps(record, indent=1))
+    (options.output / "table.md").write_text(table + "\n")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="retrofit", description=__doc__.splitlines()[0])
+    add, count = parser.add_argument, between(1)
+    add("--base", default="smollm2", help=f"{', '.join(BASES)}, or what from_pretrained loads")
+    add("--texts", type=Path, help="a folder of texts (default: Python's reference and library)")
+    add("--device", type=device, default="auto", help="of torch; auto: the GPU if there is one")
+    add("--length", type=between(256), help="tokens of a text")
+    add("--trained-length", type=between(256), help="tokens of a text in training")
+    add("--keep", type=between(2), nargs="+", metavar="PART", help="8: an eighth of the keys")
+    add("--recent", type=count, help="recent keys of a head (default: a quarter of its keys)")
+    add("--steps", type=count, help="of a training")
+    add("--seconds", type=count, help="a training ends after this time")
+    add("--batch", type=count, help="texts of a step")
+    add("--rate", type=rate, default=2e-2, help="learning rate")
+    add("--samples", type=count, help="texts of each task, and texts whose loss is measured")
+    add("--tasks", nargs="+", choices=NAMES, metavar="TASK", help=f"of {', '.join(NAMES)}")
+    add("--seeds", type=count, help="trainings")
+    add("--presses", action="store_true", help="measure methods of kvpress, which is installed")
+    add("--output", type=new_folder, default="build/retrofit", help="folder for results")
+    options = parser.parse_args(arguments)
+    options.device = {"auto": "cuda" if is_available("cuda") else "cpu"}.get(options.device, options.device)  # fmt: skip
+    settings = SETTINGS["cpu" if options.device == "cpu" else "cuda"]
+    for name in settings:
+        setattr(options, name, getattr(options, name) or settings[name])
+    options.recent = options.recent or options.length // max(options.keep) // 4
+    run(options)
+
+
+if __name__ == "__main__":
+    main()

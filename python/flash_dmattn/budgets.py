@@ -1,0 +1,322 @@
+"""One budget of keys for all layers and heads: the loss that trains it, and its division into a threshold and caps.
+
+Heads differ: most need a few old keys, some need a thousand. With the same number for each head the first waste memory and the
+second lose what they need (docs/quality.md). A budget is one threshold for the scores of all heads, so that each head keeps what
+scores above it, and a cap for each head, which bounds its memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from os import PathLike
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ._core.checks import resolve_flag
+from ._core.numerics import check_number
+from .keys.rule import SelectionRule
+
+BYTES_OF_SLOT = 8  # of a key's score and position
+SHARE_OF_TEXT = 0.75  # the relative growth of a head's keys with the text from which on they count as a share of it
+
+
+@dataclass(frozen=True)
+class KeyBudgets:
+    """The keys that each head of each layer keeps.
+
+    threshold: of all scores. An old key below it is hidden.
+    caps: the most old keys of each head, [layers, heads]. Of more keys above the threshold, the best stay.
+    recent_window, sink_tokens: every head also sees these keys, as in select_key_intervals.
+    length: the number of tokens at which the caps were measured.
+    means: the mean number of old keys of each head above the threshold, [layers, heads], for several numbers of tokens.
+    key_bytes: the memory of one key and its value in one head of each layer, in bytes.
+    """
+
+    threshold: float
+    caps: tuple[tuple[int, ...], ...]
+    recent_window: int = 0
+    sink_tokens: int = 0
+    length: int = 0
+    means: dict[int, list[list[float]]] = field(default_factory=dict, repr=False)
+    key_bytes: tuple[int, ...] = ()
+
+    def rule_arguments(self) -> dict:
+        """Returns the arguments of `add_learned_scores` for these budgets."""
+        return {
+            "keep_window_size": [list(heads) for heads in self.caps],
+            "recent_window": self.recent_window,
+            "sink_tokens": self.sink_tokens,
+            "score_threshold": self.threshold,
+        }
+
+    def slots(self) -> list[list[int]]:
+        """Returns the most keys that each head holds, [layers, heads]."""
+        always = self.recent_window + self.sink_tokens
+        return [[cap + always for cap in heads] for heads in self.caps]
+
+    def heads_that_grow(self) -> list[tuple[int, int]]:
+        """Returns (layer, head) of those whose keys are a share of the text. The caps bind in texts longer than `length`."""
+        if len(self.means) < 2:
+            return []
+        (short, few), (long, many) = sorted(self.means.items())[-2:]
+        always = self.recent_window + self.sink_tokens
+        growth = 1 + SHARE_OF_TEXT * ((long - always) / max(1, short - always) - 1)
+        pairs = [(i, h) for i, heads in enumerate(many) for h in range(len(heads))]
+        return [(i, h) for i, h in pairs if many[i][h] > max(1.0, growth * few[i][h])]
+
+    def __str__(self) -> str:
+        always = self.recent_window + self.sink_tokens
+        slots = self.slots()
+        flat = [count for heads in slots for count in heads]
+        lines = [
+            f"{sum(flat) / len(flat):.0f} slots a head, from {min(flat)} to {max(flat)}; "
+            f"threshold {self.threshold:.4g}, {self.recent_window} recent keys, {self.sink_tokens} sinks"
+        ]
+        if self.means:
+            kept = [count for heads in self.means[self.length] for count in heads]
+            lines[0] = (
+                f"mean {sum(kept) / len(kept) + always:.0f} keys of {self.length}; " + lines[0]
+            )
+        if self.key_bytes:
+            sizes = list(zip(slots, self.key_bytes, strict=True))
+            total = sum(sum(heads) * size for heads, size in sizes)
+            whole = sum(len(heads) * self.length * size for heads, size in sizes)
+            lines.append(
+                f"{total / 2**20:.1f} MiB a sequence of keys and values instead of {whole / 2**20:.1f} at {self.length} tokens"
+            )
+        growing = self.heads_that_grow()
+        if growing:
+            lines.append(
+                f"{len(growing)} of {len(flat)} heads keep a share of the text, the others a number of keys"
+            )
+        return "\n".join(lines)
+
+    def draw(self, path: str | PathLike) -> None:
+        """Draws the caps, layers by heads, into a file. Needs matplotlib."""
+        from matplotlib.colors import LogNorm
+        from matplotlib.figure import Figure
+
+        widest = max(map(len, self.caps))
+        rows = [
+            [cap + 1 for cap in heads] + [math.nan] * (widest - len(heads)) for heads in self.caps
+        ]
+        figure = Figure(figsize=(6 + widest / 8, 1.5 + len(rows) / 6), layout="constrained")
+        axes = figure.add_subplot(
+            xlabel="key head", ylabel="layer", title="Most old keys of a head"
+        )
+        axes.set_xticks(range(widest))
+        image = axes.imshow(rows, norm=LogNorm(1), aspect="auto", interpolation="none")
+        figure.colorbar(image, ax=axes, label="keys")
+        figure.savefig(path)
+
+
+def check_phase(phase: str, phases: Sequence[str], temperature: float | None) -> None:
+    """Raises unless the phase is one of `phases`, and there is a temperature above 0 or none; only "soft" has one."""
+    if phase not in phases:
+        raise ValueError(f"phase: got {phase!r}, expected one of {phases}")
+    if temperature is None:
+        return
+    check_number(temperature, "temperature")
+    if phase != "soft" or not temperature > 0:
+        raise ValueError(
+            f"temperature: got {temperature} with the phase {phase!r}, expected a number above 0 with 'soft', or None"
+        )
+
+
+def loss_of_records(
+    records: Sequence[SoftScores | None],
+    rules: Sequence[SelectionRule],
+    target: float,
+    per_head: bool,
+    mask: Tensor | None,
+    sampled: bool = False,
+) -> Tensor:
+    """Returns how far the mean share of open gates in the last forward lies above the target, 0 if it lies below.
+
+    sampled: whether the gates are the sampled ones, and each text has the target.
+
+    records, rules: of each layer. per_head: whether each head has the target, or the mean of all. mask: bool [B, S].
+    """
+    check_number(target, "target")
+    shares = []
+    for record, rule in zip(records, rules, strict=True):
+        scores = None if record is None else record.take(sampled)
+        if scores is None or not scores.requires_grad:
+            raise RuntimeError(
+                "target: got a model without scores of a forward with gradients, expected one in the phase 'soft' since the last "
+                "call (under checkpointing with use_reentrant=False), with a temperature for sampled gates"
+            )
+        if sampled:
+            shares.append(share_of_samples(scores, mask))
+        else:
+            shares.append(share_of_old_keys(scores, rule.recent_window, rule.sink_tokens, mask))
+    if sampled:
+        return (torch.stack(shares).mean(0) - target).clamp(min=0).mean()
+    share = torch.cat(shares)
+    share = share if resolve_flag(per_head, "per_head") else share.mean()
+    return (share - target).clamp(min=0).mean()
+
+
+def share_of_samples(samples: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Returns the share of open gates in each text, [B], of sampled log gates [B, H, S].
+
+    A gate counts as open (1) or closed (0), and has the gradient of its sample. All tokens count, recent ones too.
+    """
+    gates = samples.exp()
+    opened = (gates >= 0.5).to(gates.dtype) + (gates - gates.detach())
+    present = _present(gates, mask)
+    return torch.where(present[:, None], opened, 0).mean(1).sum(1) / present.sum(1).clamp(min=1)
+
+
+def share_of_old_keys(
+    scores: Tensor, recent_window: int, sink_tokens: int = 0, mask: Tensor | None = None
+) -> Tensor:
+    """Returns the mean gate of each head over the keys that become old, [H]. It is 0 without such keys.
+
+    scores: log gates [B, H, S]. mask: bool [B, S], False for padding.
+    """
+    mask = _present(scores, mask)
+    count = mask.cumsum(1)
+    is_old = mask & (count > sink_tokens) & (count <= count[:, -1:] - recent_window)
+    gates = torch.where(is_old[:, None], scores.exp(), 0)
+    return gates.sum((0, 2)) / is_old.sum().clamp(min=1)
+
+
+def is_sink(scores: Tensor, sink_tokens: int, mask: Tensor | None) -> Tensor:
+    """Returns which keys are sinks, bool [B, S]. scores: [B, H, S]. mask: bool [B, S], False for padding."""
+    mask = _present(scores, mask)
+    return mask & (mask.cumsum(1) <= sink_tokens)
+
+
+def _present(scores: Tensor, mask: Tensor | None) -> Tensor:
+    return torch.ones_like(scores[:, 0], dtype=torch.bool) if mask is None else mask.bool()
+
+
+def stochastic_gates(scores: Tensor, temperature: float) -> Tensor:
+    """Samples log gates: log sigmoid(z) -> log sigmoid((z + noise) / temperature). A gate is open with probability sigmoid(z).
+
+    If a key's attention score is much larger than the others, a gate of 0.1 hardly changes the result, so that closing it
+    would cost nothing and its score would learn nothing. At a low temperature a closed gate removes the key, as the hard
+    phase does (the concrete distribution, arXiv 1611.00712).
+
+    scores: log gates, at most 0, of any shape.
+    """
+    logits = scores - torch.log(-torch.expm1(scores.clamp(max=-1e-6)))
+    uniform = torch.rand_like(scores).clamp(1e-6, 1 - 1e-6)
+    return F.logsigmoid((logits + uniform.logit()) / temperature)
+
+
+class SoftScores:
+    """A layer's scores [B, Hkv, S] in the last forward with gradients in the phase "soft", for the loss of the budget.
+
+    A forward opens it, and `take` closes it: checkpointed layers run again in the backward pass.
+    """
+
+    scores: Tensor | None = None
+    samples: Tensor | None = None  # the log gates that were sampled from them
+    is_open = False
+
+    def open(self) -> None:
+        self.scores, self.samples, self.is_open = None, None, True
+
+    def gates(self, scores: Tensor, temperature: float | None) -> Tensor:
+        """Records the scores, and returns log gates sampled from them, or without gradients or temperature the scores."""
+        if not torch.is_grad_enabled():
+            return scores
+        gates = scores if temperature is None else stochastic_gates(scores, temperature)
+        if self.is_open and self.scores is None:
+            self.scores, self.samples = scores, None if gates is scores else gates
+        return gates
+
+    def take(self, sampled: bool = False) -> Tensor | None:
+        taken = self.samples if sampled else self.scores
+        self.scores, self.samples, self.is_open = None, None, False
+        return taken
+
+    def __getstate__(self) -> None:
+        """Copies of a model have no graph."""
+
+
+@contextmanager
+def collected_scores(scorers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+    """Collects the scores [heads, S] that each scorer makes of a single sequence, on the CPU."""
+    scores: list[Tensor] = []
+
+    def collect(scorer: nn.Module, args: tuple, out: Tensor) -> None:
+        scores.append(out[0].detach().float().cpu())
+
+    hooks = [scorer.register_forward_hook(collect) for scorer in scorers]
+    try:
+        yield scores
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def divide_scores(
+    texts: Sequence[Sequence[Tensor]],
+    mean_keys: float,
+    recent_window: int,
+    sink_tokens: int,
+    *,
+    quantile: float = 0.99,
+    bound: float = 2.0,
+    key_bytes: Sequence[int] = (),
+) -> KeyBudgets:
+    """Divides one budget by the scores of sample texts of one length.
+
+    Args:
+        texts: the scores [H, S] of each layer, for each text.
+        mean_keys: the mean number of keys of a head at length S, sinks and recent keys included.
+        recent_window, sink_tokens: of the rule.
+        quantile: of a head's count over the texts, which becomes its cap.
+        bound: the largest sum of the caps, as a multiple of the budget's old keys. Above it the largest caps are lowered to one
+            number.
+        key_bytes: for KeyBudgets.
+    """
+    length, always = texts[0][0].shape[1], recent_window + sink_tokens
+    old_keys = mean_keys - always
+    if not 0 < old_keys <= length - always:
+        raise ValueError(
+            f"mean_keys: got {mean_keys} for texts of {length} tokens with {recent_window} recent keys and {sink_tokens} sinks, "
+            f"expected more than {always}, at most {length}"
+        )
+    heads = [layer.shape[0] for layer in texts[0]]
+    old = torch.stack([torch.cat(list(layers)).float().cpu() for layers in texts])
+    old = old[:, :, sink_tokens : length - recent_window]  # [texts, all heads, keys]
+    kept = min(old.numel(), max(1, round(old_keys * old.shape[0] * old.shape[1])))
+    threshold = old.flatten().kthvalue(old.numel() - kept + 1).values
+    is_kept = old >= threshold
+    # No key above the threshold leaves without a cap, so the count at the last token is the largest of a text.
+    caps = is_kept.sum(2).double().quantile(quantile, 0, interpolation="higher")
+    caps = _lower_largest(caps, bound * old_keys * len(caps)).long()
+    means = {}
+    for part in (length // 4, length // 2, length):
+        if part > always:
+            mean = is_kept[:, :, : part - always].sum(2).double().mean(0)
+            means[part] = [layer.tolist() for layer in mean.split(heads)]
+    return KeyBudgets(
+        threshold=threshold.item(),
+        caps=tuple(tuple(layer.tolist()) for layer in caps.split(heads)),
+        recent_window=recent_window,
+        sink_tokens=sink_tokens,
+        length=length,
+        means=means,
+        key_bytes=tuple(key_bytes),
+    )
+
+
+def _lower_largest(caps: Tensor, total: float) -> Tensor:
+    """Lowers the largest numbers to one level, so that the sum is at most `total`."""
+    if caps.sum() <= total:
+        return caps
+    ordered = caps.sort().values
+    before = ordered.cumsum(0) - ordered  # the sum of the smaller numbers
+    above = torch.arange(len(caps), 0, -1)
+    level = ((total - before) / above)[(total - before) / above <= ordered][0]
+    return caps.clamp(max=level.floor())

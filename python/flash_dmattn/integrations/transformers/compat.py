@@ -1,0 +1,166 @@
+"""Work-arounds for missing features of transformers, each with the versions that need it, the issue or pull request (#) of
+huggingface/transformers that it waits for or follows, and the condition for its removal.
+
+Everything else goes through transformers' registries, `AttentionInterface` and `AttentionMaskInterface`, and through subclasses of its
+classes. At import `wrap_implementation_setter` wraps two methods of `PreTrainedModel`; nothing else of transformers is
+replaced, then or later.
+"""
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+
+import torch
+from transformers import PreTrainedModel, cache_utils
+from transformers.cache_utils import Cache
+from transformers.configuration_utils import PretrainedConfig
+from transformers.models.doge.modeling_doge import DogeModel
+
+# ---- The caches of models ---------------------------------------------------------------------------
+
+# The arguments of DogeModel.forward, in order. The cache is `past_key_values` in 4.57 to 5.23 and `cache` since 5.24, which
+# takes the old name until 5.40. No issue is known to us. Remove the old name when 5.24 is the oldest version.
+MODEL_ARGUMENTS = tuple(inspect.signature(DogeModel.forward).parameters)[1:]
+CACHE = "cache" if "cache" in MODEL_ARGUMENTS else "past_key_values"
+CACHE_NAMES = ("cache", "past_key_values")
+_PREPARE = "_prepare_cache_for_generation"
+
+# Whether `crop` of a cache also takes the length to cut the text to, as in 4.57. #47720 left the number of tokens to remove, 0 or
+# less. Remove when 4.57 is no longer supported.
+CROPS_TO_A_LENGTH = "max_length" in inspect.signature(Cache.crop).parameters
+
+# The base class of cache layers with states of convolutions and recurrences, or one without instances: the hybrid models of 4.57
+# have caches of their own. No issue is known to us. Remove when 4.57 is no longer supported.
+StateLayer = getattr(cache_utils, "LinearAttentionLayer", type("StateLayer", (), {}))
+
+
+def find_cache(options: Mapping[str, object]) -> object | None:
+    """Returns the cache among the arguments of a call, under either of its names."""
+    return next((options[name] for name in CACHE_NAMES if options.get(name) is not None), None)
+
+
+def pop_cache(options: dict) -> object | None:
+    """Removes the cache from the arguments of a call, and returns it."""
+    cache = find_cache(options)
+    for name in CACHE_NAMES:
+        options.pop(name, None)
+    return cache
+
+
+def set_cache_of_generate(
+    model: PreTrainedModel, make_cache: Callable[[PreTrainedModel], Cache | None]
+) -> None:
+    """Lets `make_cache(model)` make the cache of this model's `generate` unless the call passes a cache or the name of
+    one. If it returns None, transformers makes the cache.
+
+    4.57 to 5.24: `generate` makes a cache before it calls the model, of a class in a list that others cannot extend. #41505
+    left it to the model, and 5.24 makes it again. Remove when models, or a registry, make it.
+    """
+
+    if hasattr(model, _PREPARE):
+        setattr(model, _PREPARE, partial(_prepare_cache, model, make_cache))
+
+
+def _prepare_cache(
+    model: PreTrainedModel, make_cache: Callable, generation_config, model_kwargs, *args, **kwargs
+) -> None:
+    cache_choice = find_cache(model_kwargs), generation_config.cache_implementation
+    is_wanted = cache_choice == (None, None) and generation_config.use_cache is not False
+    cache = make_cache(model) if is_wanted else None
+    if cache is None:
+        prepare = getattr(type(model), _PREPARE)
+        return prepare(model, generation_config, model_kwargs, *args, **kwargs)
+    if getattr(generation_config, "is_assistant", False):
+        cache.activate_past_recording()
+    model_kwargs[CACHE] = cache
+    return None
+
+
+# ---- Continuous batching ----------------------------------------------------------------------------
+
+_BATCHING = "init_continuous_batching"
+
+
+def refuse_continuous_batching(model: PreTrainedModel, names: Collection[str]) -> None:
+    """Lets `generate_batch` raise while a model has an implementation of one of these names.
+
+    4.57: it begins with any implementation, in a thread whose errors are only logged, and answers are cut off. Later versions
+    raise for implementations that they do not know, unless they find FlashAttention. Remove with 4.57.
+    """
+    if hasattr(model, _BATCHING):
+        setattr(model, _BATCHING, partial(_init_continuous_batching, model, names))
+
+
+def allow_continuous_batching(model: PreTrainedModel) -> None:
+    """Undoes `refuse_continuous_batching`."""
+    vars(model).pop(_BATCHING, None)
+
+
+def _init_continuous_batching(model: PreTrainedModel, names: Collection[str], *args, **kwargs):
+    name = str(model.config._attn_implementation)
+    if name.removeprefix("paged|") in names:
+        raise ValueError(
+            f"attn_implementation: got {name!r}, expected another one: continuous batching (generate_batch) has a paged "
+            "cache, which flash_dmattn does not support. Use generate, or vLLM"
+        )
+    return type(model).init_continuous_batching(model, *args, **kwargs)
+
+
+# ---- The name of an attention implementation --------------------------------------------------------
+
+
+def wrap_implementation_setter(
+    resolve: Callable[[PreTrainedModel, str], str | None], aliases: Mapping[str, str]
+) -> None:
+    """Lets `resolve(model, name)` replace the name of an attention implementation when it is set for a model.
+
+    4.57 to 5.24: the registries of transformers never see the model for which a name is set, so that no
+    implementation can refuse one. 5.x also takes every name with "flash" in it for a package of FlashAttention
+    and tries to load it, before it asks a model that lists its own such packages (GPT-OSS, #44177): `aliases` are names without
+    that word. #38974 made the setter public, so that models can refuse a name, but not implementations; #36609 (open)
+    asks for attention functions that wrap others. Remove when `AttentionInterface` has a hook that gets the model.
+    """
+    check = PreTrainedModel._check_and_adjust_attn_implementation
+
+    @functools.wraps(check)
+    def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
+        return check(self, aliases.get(attn_implementation, attn_implementation), *args, **kwargs)
+
+    PreTrainedModel._check_and_adjust_attn_implementation = _check_and_adjust_attn_implementation
+    original = PreTrainedModel.get_correct_attn_implementation
+
+    @functools.wraps(original)
+    def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
+        name = resolve(self, requested_attention)
+        return name or original(self, requested_attention, *args, **kwargs)
+
+    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
+
+
+def can_set_implementation(model: PreTrainedModel) -> bool:
+    """Whether transformers lets the layers of a model have another implementation than eager attention, 4.57 to 5.24: they look it up
+    in the registry. No issue is known to us. Remove when a public function says it."""
+    return model._can_set_attn_implementation()
+
+
+def store_name(config: PretrainedConfig, name: str) -> None:
+    """Sets the name of an implementation in one config alone.
+
+    4.57 to 5.24: the setter of `config._attn_implementation` reaches the configs of its parts. No issue is known to us. Remove when the name
+    is in the layers that it is for.
+    """
+    config._attn_implementation_internal = name
+
+
+def own_config(model: torch.nn.Module) -> None:
+    """Copies the configs that modules of a model hold. Another model may share them, and would change with them.
+
+    4.57 to 5.24: the name of an implementation is in the config. No issue is known to us. Remove when it is in the model.
+    """
+    copies: dict[int, object] = {}
+    for module in model.modules():
+        config = vars(module).get("config")
+        if isinstance(config, PretrainedConfig):
+            module.config = copy.deepcopy(config, copies)

@@ -1,0 +1,150 @@
+"""One budget of keys for all heads of a model with learned scores: see `flash_dmattn.budgets`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from ...._core.checks import check_count
+from ....budgets import BYTES_OF_SLOT, KeyBudgets, collected_scores, divide_scores, loss_of_records
+from ..._shared.config_rules import CONFIG_NAME, LearnedScores, make_rules
+from ...serving.states import head_dims_of
+from .add import scored_layers, set_score_phase
+from .layers import sizes_of
+
+
+def budget_loss(
+    model: nn.Module,
+    target: float,
+    *,
+    per_head: bool = False,
+    sampled: bool = False,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Returns max(0, share - target), where share is the mean gate of old keys in the last forward in the phase "soft".
+
+        model.set_score_phase("soft", temperature=0.3)
+        loss = divergence(model(ids).logits, teacher) + 4 * budget_loss(model, target=1 / 8)
+
+    The scores are those of that forward: no second one runs. Keys become old when `recent_window` tokens follow them; sinks do
+    not count. Call it once for each forward, before `backward`.
+
+    Args:
+        model: prepared by `add_learned_scores`.
+        target: the share of old keys that the gates should keep, 0 to 1.
+        per_head: whether each head has this target. By default only the mean over all layers and heads has: few heads need many
+            keys, and most need few.
+        sampled: whether sampled gates count, each as open or closed, over all tokens, and each text has the target (DMS).
+        mask: bool [B, S], False for padding.
+
+    Raises:
+        ValueError: late scores without `sampled`, or `sampled` with `per_head`.
+        RuntimeError: there was no forward in the phase "soft" with gradients since the last call.
+    """
+    layers = scored_layers(model)
+    rules = [layer.score_rule for layer in layers]
+    records = [layer.soft_scores for layer in layers]
+    if (sampled and per_head) or (layers[0].scores_are_late and not sampled):
+        raise ValueError(
+            f"sampled: got {sampled} with late={layers[0].scores_are_late} and per_head={per_head}, expected True for late scores, "
+            "False for per_head"
+        )
+    return loss_of_records(records, rules, target, per_head, mask, sampled)
+
+
+def divide_budget(
+    model: nn.Module,
+    texts: Sequence[Tensor],
+    mean_keys: float = 512,
+    *,
+    length: int | None = None,
+    quantile: float = 0.99,
+    bound: float = 2.0,
+    progress: bool = True,
+) -> KeyBudgets:
+    """Divides a budget of keys over the layers and heads of a model with trained scores, by the scores of sample texts.
+
+        budgets = divide_budget(model, texts, mean_keys=512)
+        print(budgets)
+        set_key_budgets(model, budgets)
+        cache = DynamicMaskCache(model.config)
+
+    The scores of all layers and heads form one pool. The threshold is the score above which the mean number of keys of a head
+    is the budget; the cap of a head is a quantile of its number of keys over the texts.
+
+    Args:
+        model: prepared by `add_learned_scores`, on any device. Log gates are computed in the phase "soft", without sampling;
+            other scores in the phase "hard" with a window as long as the text. The phase and the rules come back.
+        texts: token ids, each [S] or [1, S] with S >= length; what is longer is cut. A dozen texts of the kind that will be
+            served.
+        mean_keys: the mean number of keys of a head, sinks and recent keys included.
+        length: the number of tokens at which keys are counted; by default that of the shortest text.
+        quantile, bound: how caps are chosen, see `flash_dmattn.budgets.divide_scores`.
+        progress: whether a bar shows the texts.
+
+    Raises:
+        ValueError: no texts, a text shorter than length, or a budget that the rule's recent keys and sinks exceed.
+    """
+    texts = [torch.as_tensor(text).reshape(1, -1) for text in texts]
+    if not texts:
+        raise ValueError("texts: got none, expected a dozen or more")
+    shortest = min(text.shape[1] for text in texts)
+    length = shortest if length is None else length
+    check_count(length, "length")
+    if shortest < length:
+        raise ValueError(f"texts: got one of {shortest} tokens, expected {length} or more")
+    layers = scored_layers(model)
+    rule, weight = layers[0].score_rule, next(model.parameters())
+    scores = []
+    with _all_keys_visible(model, layers, length), torch.no_grad():
+        for text in tqdm(texts, desc="dividing the budget", disable=not progress):
+            with collected_scores([layer.scorer for layer in layers]) as of_text:
+                model(input_ids=text[:, :length].to(weight.device), use_cache=False)
+            scores.append(of_text)
+    sizes = (sum(head_dims_of(layer.config)) * weight.element_size() for layer in layers)
+    return divide_scores(
+        scores, mean_keys, rule.recent_window, rule.sink_tokens,
+        quantile=quantile, bound=bound, key_bytes=[size + BYTES_OF_SLOT for size in sizes],
+    )  # fmt: skip
+
+
+def set_key_budgets(model: nn.Module, budgets: KeyBudgets) -> nn.Module:
+    """Makes the layers of a model with learned scores follow budgets. They are part of its config and of `save_scores`.
+
+    Returns the same model. Raises ValueError if the budgets are those of another number of layers or heads.
+    """
+    layers = scored_layers(model)
+    stored = LearnedScores.from_config(layers[0].config)
+    rules = make_rules(
+        len(layers),
+        recent_competes=layers[0].score_rule.recent_competes,
+        **budgets.rule_arguments(),
+    )
+    for layer, rule in zip(layers, rules, strict=True):
+        rule.check_heads(sizes_of(layer)[1])
+    stored = stored._replace(rules=rules).as_dict()
+    for layer, rule in zip(layers, rules, strict=True):
+        layer.score_rule = rule
+        setattr(layer.config, CONFIG_NAME, stored)
+    return model
+
+
+@contextmanager
+def _all_keys_visible(model: nn.Module, layers: list[nn.Module], length: int) -> Iterator[None]:
+    """Shows every key: gates in the phase "soft" without sampling, other scores under a rule that hides none."""
+    phase, temperature = layers[0].score_phase, layers[0].gate_temperature
+    rules = [layer.score_rule for layer in layers]
+    for layer, rule in zip(layers, rules, strict=True):
+        layer.score_rule = rule._replace(keep_window_size=length, score_threshold=None)
+    are_gates = all(getattr(layer.scorer, "is_gate", True) for layer in layers)
+    set_score_phase(model, "soft" if are_gates else "hard")
+    try:
+        yield
+    finally:
+        set_score_phase(model, phase, temperature)
+        for layer, rule in zip(layers, rules, strict=True):
+            layer.score_rule = rule

@@ -1,0 +1,235 @@
+"""Attention layers of transformers that give their keys scores.
+
+A layer gets a module `scorer`, its settings as attributes, and two hooks. Before its forward the first hook adds a `ScoreCall` to
+the keywords, which the layer passes on to the attention function.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from ....budgets import SoftScores
+from ....keys.rule import SelectionRule
+from ..._shared.attention_interface.states import swap_heads_and_tokens
+from ..cache import DynamicMaskCache
+from ..cache_layer import DynamicMaskLayer
+from ..compat import CACHE, CACHE_NAMES
+from ..names import PIECES, SCORED_NAME, SCORES
+from ..scored_cache import CacheState, layer_of_keys, store_scores
+
+_CACHE_NAMES = (*CACHE_NAMES, "layer_past")
+_SETTINGS = (
+    "score_rule",
+    "score_phase",
+    "dense_prefill",
+    "scores_are_late",
+    "base_attention",
+    "gate_temperature",
+    "soft_scores",
+)
+
+
+class ScoreCall:
+    """One call of a layer with scores: a keyword of the attention function."""
+
+    def __init__(self, layer: nn.Module, hidden: Tensor, cache: object, position, pieces: Any):
+        """
+        Args:
+            hidden: the layer's input, [B, S, features].
+            cache: the cache that the layer gets, or None. position: `cache_position` (transformers 4).
+            pieces: context_parallel.PieceForward, if this rank has a piece of each sequence; None: it has whole sequences.
+        """
+        self.layer, self.hidden, self.pieces = layer, hidden, pieces
+        self.cache = getattr(cache, "self_attention_cache", cache)  # in an EncoderDecoderCache
+        self.slots: DynamicMaskLayer | None = None  # which got the keys, once attention begins
+        self.state: CacheState | None = None  # of transformers' own cache, before it gets the keys
+        self.has_attended = False
+        if isinstance(self.cache, DynamicMaskCache):
+            self.cache.awaits_keys = True
+        elif self.cache is not None:
+            if not isinstance(self.cache, Cache):
+                raise TypeError(
+                    f"{CACHE}: got {type(self.cache).__name__}, expected a transformers Cache"
+                )
+            self.state = CacheState.of_layer(self.cache, layer.layer_idx, position)
+
+    @property
+    def query_position(self) -> Tensor | int | None:
+        """Returns the column of the first query in a static cache. None: the last query is the last key."""
+        return None if self.state is None else self.state.position
+
+    def query_of(self, query: Tensor) -> Tensor:
+        """Returns the query, without the channels that the scorer reads as scores."""
+        scorer = getattr(self.layer.scorer, "function", None)
+        return scorer.clear_query(query) if hasattr(scorer, "clear_query") else query
+
+    def is_prompt(self, queries: int, keys: int) -> bool:
+        """Whether these are the first tokens of a cache."""
+        if self.slots is not None:
+            return self.slots.is_empty
+        if self.state is None:
+            return False
+        first = self.state.position  # in a static cache a number, later a tensor
+        return queries == keys if first is None else isinstance(first, int)
+
+    def scores_of(self, key: Tensor, value: Tensor) -> Tensor:
+        """Returns the scores [B, Hkv, S] of keys and values [B, Hkv, S, D], of which the new tokens' are the last, or in a static
+        cache begin at `query_position`. With slots, these are the new tokens alone."""
+        layer, new = self.layer, self.hidden.shape[1]
+        if self.has_attended:  # a cache would take the scores a second time
+            raise RuntimeError(
+                f"scorer: got a second attention call in layer {layer.layer_idx}, expected one: the cache stores one value per key"
+            )
+        self.has_attended = True
+        keys, state, index = key.shape[2], self.state, layer.layer_idx
+        if state is not None and state.position is None:
+            state, index = (
+                state._replace(is_empty=keys == new),
+                layer_of_keys(self.cache, index, key),
+            )
+        if isinstance(self.cache, DynamicMaskCache):
+            if self.cache.awaits_keys:
+                raise ValueError(
+                    f"{CACHE}: got a DynamicMaskCache whose layer {layer.layer_idx} got no keys, expected them. Use transformers' "
+                    "DynamicCache"
+                )
+            self.slots = self.cache.updated_slots
+        if self.query_position is not None:
+            columns = torch.arange(new, device=key.device) + self.query_position
+            key, value = (t.index_select(2, columns) for t in (key, value))
+        elif keys > new:
+            key, value = key[:, :, -new:], value[:, :, -new:]
+        scores = layer.scorer(self.hidden, *swap_heads_and_tokens(key, value))
+        if scores.shape[1] != key.shape[1]:
+            raise ValueError(
+                f"scorer: got scores of {scores.shape[1]} heads, expected {key.shape[1]}, as many as keys have"
+            )
+        if state is None:
+            return scores
+        scores = store_scores(self.cache, index, layer.config, scores, state, keys)
+        if scores is None:
+            raise ValueError(
+                f"{CACHE}: got keys without scores in layer {layer.layer_idx}, expected a cache that was filled by this model with "
+                "its scores on (phase 'soft' or 'hard')"
+            )
+        return scores
+
+
+def has_scores(layer: nn.Module) -> bool:
+    return "score_rule" in vars(layer)
+
+
+def add_scorer(
+    layer: nn.Module, scorer: nn.Module, rule: SelectionRule, dense_prefill: bool, late: bool
+) -> None:
+    """Gives a layer scores. In the phase "off", and under another attention implementation, it acts as without them."""
+    layer.base_attention = layer.config._attn_implementation
+    layer.score_rule, layer.score_phase, layer.dense_prefill = rule, "hard", dense_prefill
+    layer.scores_are_late = late
+    layer.gate_temperature, layer.soft_scores = None, SoftScores()
+    layer.scorer = scorer
+    layer.register_forward_pre_hook(_begin_call, with_kwargs=True)
+    layer.register_forward_hook(_end_call, with_kwargs=True)
+
+
+def soft_bias(layer: nn.Module, scores: Tensor) -> Tensor:
+    """Returns what the phase "soft" adds to the attention scores of old keys."""
+    gates = layer.soft_scores.gates(scores, layer.gate_temperature)
+    return of_keys(layer, scores - layer.scorer.first_score if gates is scores else gates)
+
+
+def of_keys(layer: nn.Module, scores: Tensor) -> Tensor:
+    """Returns the scores [B, Hkv, S] of keys, made of the scores of tokens. The last key of late scores, which is recent, has 0."""
+    return F.pad(scores[..., 1:], (0, 1)) if layer.scores_are_late else scores
+
+
+def uses_scores(layer: nn.Module) -> bool:
+    """Whether a layer with scores uses them in this phase and attention implementation."""
+    return layer.score_phase != "off" and layer.config._attn_implementation == SCORED_NAME
+
+
+def remove_scorer(layer: nn.Module) -> None:
+    hook = getattr(getattr(layer.scorer, "function", None), "query_hook", None)
+    if hook is not None:
+        hook.remove()
+    del layer.scorer
+    for name in _SETTINGS:
+        delattr(layer, name)
+    remove_hook(layer, _begin_call)
+    remove_hook(layer, _end_call)
+
+
+def remove_hook(module: nn.Module, *hooks: object) -> None:
+    """Removes hooks that were registered with keywords. hooks: functions, or classes of callables."""
+    for registered, with_keywords in (
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        (module._forward_hooks, module._forward_hooks_with_kwargs),
+    ):
+        for number, hook in list(registered.items()):
+            if hook in hooks or type(hook) in hooks:
+                del registered[number], with_keywords[number]
+
+
+def _begin_call(layer: nn.Module, args: tuple, keywords: dict) -> tuple[tuple, dict] | None:
+    pieces = keywords.pop(PIECES, None)
+    if not uses_scores(layer):
+        return None
+    keywords = dict(zip(_argument_names(type(layer)), args, strict=False)) | keywords
+    cache = next((keywords[n] for n in _CACHE_NAMES if keywords.get(n) is not None), None)
+    position = keywords.get("cache_position")
+    call = ScoreCall(layer, keywords["hidden_states"], cache, position, pieces)
+    return (), keywords | {SCORES: call}
+
+
+def _end_call(layer: nn.Module, args: tuple, keywords: dict, output: object) -> None:
+    call = keywords.get(SCORES)
+    if call is not None and not call.has_attended:
+        raise RuntimeError(
+            f"{SCORES}: got no call of transformers' attention function with the keywords of {type(layer).__name__}, "
+            "expected one: its layers cannot have learned scores"
+        )
+
+
+@functools.cache
+def _argument_names(layer_class: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(inspect.signature(layer_class.forward).parameters)[1:]
+
+
+def sizes_of(layer: nn.Module) -> tuple[int, int, int]:
+    """Returns the number of features of the layer's input, of its key heads, and of features of all heads' values."""
+    config = layer.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(layer, "v_head_dim", None) or getattr(layer, "head_dim", None)
+    if head_dim is None:
+        head_dim = config.hidden_size // config.num_attention_heads
+    features = getattr(layer, "attention_hidden_size", config.hidden_size)
+    return features, heads, heads * head_dim
+
+
+def device_of(layer: nn.Module) -> torch.device:
+    """Returns the device where a layer computes. accelerate's hooks bring parameters there from the CPU or a disk."""
+    device = next(layer.parameters()).device
+    return device if device.type != "meta" else next(_execution_devices(layer), device)
+
+
+def _execution_devices(layer: nn.Module) -> Iterator[torch.device]:
+    for module in layer.modules():
+        hook = getattr(module, "_hf_hook", None)
+        for own in getattr(hook, "hooks", (hook,)):
+            device = getattr(own, "execution_device", None)
+            if device is not None:
+                yield torch.device(device)
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Whether accelerate keeps parameters of a module on the CPU or a disk, and gives it empty ones on "meta"."""
+    is_meta = any(parameter.is_meta for parameter in module.parameters())
+    return is_meta and next(_execution_devices(module), None) is not None

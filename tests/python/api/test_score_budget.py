@@ -1,0 +1,122 @@
+"""Layers of one's own share a budget: phases, the loss that closes gates, and keys by one threshold and caps."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dense_in_double import dense_in_double
+from flash_dmattn import DynamicMaskAttention, ScoreBudget
+
+B, S, HIDDEN, HEADS, KV_HEADS, RECENT, SINKS = 2, 40, 32, 4, 2, 3, 2
+
+
+def make_model(**options):
+    torch.manual_seed(0)
+    rule = {"recent_window": RECENT, "sink_tokens": SINKS, **options}
+    layers = [DynamicMaskAttention(HIDDEN, HEADS, KV_HEADS, S, **rule) for _ in range(2)]
+    for layer in layers:
+        torch.nn.init.normal_(layer.scores.proj.weight, std=0.5)
+    return torch.nn.Sequential(*layers)
+
+
+def hidden_of(batch=B):
+    return torch.randn(batch, S, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+
+def dense(layer, hidden, seen, bias):
+    """seen, bias: [B, Hkv, S, S]."""
+    q, k, v = (
+        project(hidden).view(len(hidden), S, -1, layer.head_dim)
+        for project in (layer.q_proj, layer.k_proj, layer.v_proj)
+    )
+    group = HEADS // KV_HEADS
+    bias, seen = bias.repeat_interleave(group, 1), seen.repeat_interleave(group, 1)
+    return layer.o_proj(dense_in_double(q, k, v, bias, seen)[0].to(q.dtype).flatten(2))
+
+
+def test_soft_phase_adds_gates_of_old_keys_alone():
+    model, hidden = make_model(), hidden_of()
+    ScoreBudget(model).set_phase("soft")
+    query, key = torch.arange(S)[:, None], torch.arange(S)
+    causal, expected = (key <= query).expand(B, KV_HEADS, S, S), hidden
+    for layer in model:
+        bias = layer.scores(expected)[:, :, None].expand(-1, -1, S, -1)
+        is_old = (query - key >= RECENT) & (key >= SINKS)
+        expected = dense(layer, expected, causal, torch.where(is_old, bias, 0))
+    torch.testing.assert_close(model(hidden), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_divided_budget_shows_each_head_its_keys_and_its_cache_the_same():
+    model, hidden = make_model(), hidden_of()
+    budget = ScoreBudget(model)
+    budgets = budget.divide(list(hidden_of(6).split(1)), mean_keys=15)
+    budget.follow(budgets)
+    assert len({cap for caps in budgets.caps for cap in caps}) > 1
+    query, key = torch.arange(S)[:, None], torch.arange(S)
+    expected = hidden
+    for layer, caps in zip(model, budgets.caps, strict=True):
+        scores, keeps = layer.scores(expected), []
+        for head, cap in enumerate(caps):
+            old = (query - key >= RECENT) & (key >= SINKS)
+            old = old & (scores[:, head, None] >= budgets.threshold)
+            ranked = scores[:, head, None].expand(-1, S, -1).masked_fill(~old, -torch.inf)
+            best = torch.zeros_like(old).scatter(-1, ranked.topk(cap).indices, True)
+            always = (query - key < RECENT) | (key < SINKS)
+            keeps.append((key <= query) & (always | (old & best)))
+        seen = torch.stack(keeps, 1)
+        expected = dense(layer, expected, seen, torch.zeros(B, KV_HEADS, S, S))
+    torch.testing.assert_close(model(hidden), expected, atol=1e-5, rtol=1e-4)
+    with torch.no_grad():
+        caches = [layer.make_cache(B) for layer in model]
+        parts = []
+        for part in hidden.split([20, 1, 1, 18], 1):
+            for layer, cache in zip(model, caches, strict=True):
+                part = layer(part, cache=cache)
+            parts.append(part)
+    torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_training_closes_gates_to_the_target_and_copies_have_no_graph():
+    model, hidden = make_model(), hidden_of(4)
+    budget = ScoreBudget(model)
+    budget.set_phase("soft", temperature=0.3)
+    optimizer, goal = torch.optim.Adam(model.parameters(), 0.05), torch.zeros(4, S, HIDDEN)
+    for _ in range(60):
+        loss = F.mse_loss(model(hidden), goal)
+        excess = budget.loss(0.25)
+        optimizer.zero_grad()
+        (loss + 4 * excess).backward()
+        optimizer.step()
+    assert excess < 0.05
+    model(hidden)
+    copy.deepcopy(model)
+
+
+def test_hard_phase_teaches_scores_by_the_gradient_of_old_keys():
+    model = make_model()
+    ScoreBudget(model)
+    model(hidden_of()).square().mean().backward()
+    assert all(layer.scores.proj.weight.grad.any() for layer in model)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda b: ScoreBudget(torch.nn.Linear(2, 2)), ValueError, "^model: got a Linear without"),
+        (lambda b: ScoreBudget("model"), TypeError, "^model: got str"),
+        (lambda b: b.set_phase("off"), ValueError, "^phase: got 'off'"),
+        (lambda b: b.set_phase("hard", 0.3), ValueError, "^temperature: got 0.3 with the phase 'hard'"),
+        (lambda b: b.loss(0.1), RuntimeError, "^target: got a model without scores"),
+        (lambda b: b.divide([]), ValueError, "^texts: got none"),
+        (lambda b: b.divide([hidden_of(1)], 5), ValueError, "^mean_keys: got 5 for texts of 40"),
+        (
+            lambda b: ScoreBudget(torch.nn.Sequential(*make_model(), *make_model(sink_tokens=0))),
+            ValueError, "^model: got layers with",
+        ),
+    ],
+)  # fmt: skip
+def test_budgets_that_fit_no_layers_raise(call, error, words):
+    with pytest.raises(error, match=words):
+        call(ScoreBudget(make_model()))

@@ -1,0 +1,218 @@
+"""One budget for all heads: its loss, its division into a threshold and caps, and models that follow it."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from flash_dmattn.budgets import divide_scores, stochastic_gates
+from flash_dmattn.integrations.transformers import (
+    DynamicMaskCache,
+    KeyBudgets,
+    ScoreSchedule,
+    add_learned_scores,
+    budget_loss,
+    divergence,
+    divide_budget,
+    freeze_all_but_scores,
+    load_scores,
+    save_scores,
+    set_key_budgets,
+)
+from flash_dmattn.integrations.transformers.learned_scores.add import scored_layers
+from scored_models import make_base, make_ids, make_scored
+from scores_by_definition import by_definition
+
+pytestmark = pytest.mark.transformers
+RECENT, SINKS, LENGTH = 3, 2, 40
+
+
+def divided(model, mean_keys=15, texts=6, **options):
+    return divide_budget(model, make_ids(LENGTH, batch=texts), mean_keys, progress=False, **options)
+
+
+# ---- Training --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_budget_loss_is_the_excess_of_open_gates_over_the_target(per_head):
+    model, ids = make_scored().set_score_phase("soft"), make_ids(LENGTH)
+    shares = []
+    for layer in scored_layers(model):
+        layer.scorer.register_forward_hook(
+            lambda _, __, scores: shares.append(scores[..., SINKS:-RECENT].exp().mean((0, 2)))
+        )
+    model(ids)
+    share = torch.stack(shares)
+    expected = (share - 0.4).clamp(min=0).mean() if per_head else (share.mean() - 0.4).clamp(min=0)
+    torch.testing.assert_close(budget_loss(model, 0.4, per_head=per_head), expected)
+    with pytest.raises(RuntimeError, match="^target: got a model without scores of a forward"):
+        budget_loss(model, 0.4)
+
+
+def test_padding_does_not_count_in_the_budget_loss():
+    model, ids = make_scored().set_score_phase("soft"), make_ids(LENGTH)
+    model(ids)
+    expected = budget_loss(model, 0.0)
+    mask = torch.nn.functional.pad(torch.ones_like(ids), (8, 0))
+    padded = torch.nn.functional.pad(ids, (8, 0))
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    model(padded, attention_mask=mask, position_ids=positions)
+    torch.testing.assert_close(budget_loss(model, 0.0, mask=mask), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_checkpointed_layers_keep_no_scores_after_backward():
+    model = make_scored().train().set_score_phase("soft", temperature=0.3)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    loss = model(make_ids(LENGTH), use_cache=False).logits.square().mean() + budget_loss(model, 0.1)
+    loss.backward()
+    assert all(layer.soft_scores.scores is None for layer in scored_layers(model))
+    assert all(p.grad.any() for n, p in model.named_parameters() if ".scorer." in n)
+
+
+def test_copy_of_a_model_in_training_has_no_graph():
+    model = make_scored().set_score_phase("soft")
+    model(make_ids(LENGTH))
+    other = copy.deepcopy(model)
+    other(make_ids(LENGTH))
+    torch.testing.assert_close(budget_loss(other, 0.1), budget_loss(model, 0.1))
+
+
+def test_stochastic_gates_are_open_with_the_probability_of_their_scores():
+    logits = torch.tensor([-2.0, 0.0, 3.0])
+    scores = torch.nn.functional.logsigmoid(logits).expand(20_000, 3)
+    opened = stochastic_gates(scores, 0.1).exp() > 0.5
+    torch.testing.assert_close(opened.float().mean(0), logits.sigmoid(), atol=0.02, rtol=0)
+    ends = torch.tensor([0.0, -1e-9, -80.0], requires_grad=True)
+    stochastic_gates(ends, 0.1).sum().backward()
+    assert ends.grad.isfinite().all()
+
+
+def test_divergence_is_that_of_distributions():
+    student, teacher = torch.randn(2, 5, 7), torch.randn(2, 5, 7)
+    p, q = teacher.softmax(-1), student.softmax(-1)
+    each = (p * (p / q).log()).sum(-1)
+    torch.testing.assert_close(divergence(student, teacher), each.mean())
+    mask = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 1, 1]])
+    torch.testing.assert_close(divergence(student, teacher, mask), each[mask.bool()].mean())
+
+
+def test_schedule_narrows_then_hardens():
+    schedule = ScoreSchedule(soft=0.75, narrowing=0.5, share=0.25)
+    assert [schedule.target(p) for p in (0, 0.25, 0.5, 1)] == [1.0, 0.625, 0.25, 0.25]
+    assert [schedule.phase(p) for p in (0, 0.7, 0.75, 1)] == ["soft", "soft", "hard", "hard"]
+
+
+def test_loop_of_the_how_to_closes_gates_to_the_target():
+    model, ids = make_scored(), make_ids(LENGTH, batch=4)
+    optimizer = torch.optim.AdamW(freeze_all_but_scores(model), 0.05, weight_decay=0.0)
+    schedule, steps, excess = ScoreSchedule(share=0.25), 40, []
+    for step in range(steps):
+        with torch.no_grad():
+            teacher = model.set_score_phase("off")(ids).logits
+        model.set_score_phase("soft", schedule.temperature)
+        loss = divergence(model(ids).logits, teacher)
+        excess.append(budget_loss(model, schedule.target(step / steps)))
+        (loss + schedule.weight * excess[-1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert excess[-1] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("phase", "temperature"), [("hard", 0.3), ("soft", 0.0), ("soft", math.nan)]
+)
+def test_temperature_that_samples_nothing_raises(phase, temperature):
+    with pytest.raises(ValueError, match="^temperature: got .*, expected a number above 0 with"):
+        make_scored().set_score_phase(phase, temperature)
+
+
+# ---- Division --------------------------------------------------------------------------------------
+
+
+def test_divided_scores_keep_the_mean_and_bound_each_head():
+    generator = torch.Generator().manual_seed(0)
+    heads = torch.tensor([[0.0, -3.0], [2.0, -5.0]])  # few heads need most keys
+    texts = [
+        [torch.randn(2, 400, generator=generator) + heads[i][:, None] for i in range(2)]
+        for _ in range(8)
+    ]
+    budgets = divide_scores(texts, 100, 16, 4, quantile=1.0)
+    old = torch.stack([torch.cat(text) for text in texts])[:, :, 4:-16] >= budgets.threshold
+    counts = old.sum(2)
+    assert counts.double().mean().item() == pytest.approx(80, abs=0.05)
+    assert [cap for layer in budgets.caps for cap in layer] == counts.amax(0).tolist()
+    assert budgets.means[400] == counts.double().mean(0).view(2, 2).tolist()
+    bounded = divide_scores(texts, 100, 16, 4, quantile=1.0, bound=0.5)
+    caps = [cap for layer in bounded.caps for cap in layer]
+    assert 0.9 * 160 < sum(caps) <= 160
+    assert max(caps) < max(map(max, budgets.caps)) and min(caps) == min(map(min, budgets.caps))
+
+
+def test_heads_that_keep_a_share_of_the_text_are_named():
+    scores = torch.full((2, 400), -9.0)
+    scores[0, ::3] = 0.0  # a third of any text
+    scores[1, 10:30] = 0.0  # twenty keys of any text
+    budgets = divide_scores([[scores]] * 2, 93, 16, 4)
+    assert budgets.heads_that_grow() == [(0, 0)]
+    assert "1 of 2 heads keep a share of the text" in str(budgets)
+
+
+def test_model_under_its_divided_budget_equals_the_definition():
+    """The slots of a layer hold its largest head."""
+    model = make_scored()
+    budgets = divided(model)
+    set_key_budgets(model, budgets)
+    ids = make_ids(LENGTH)
+    cache = DynamicMaskCache(model.config)
+    with torch.no_grad():
+        parts = [model(part, past_key_values=cache).logits for part in ids.split([25, 1, 1, 13], 1)]
+        with by_definition(model):
+            expected = model(ids, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(parts, 1), expected, atol=5e-5, rtol=1e-4)
+    places = [layer.keys.shape[2] - 13 for layer in cache.layers]  # without the last part
+    assert places == [max(heads) for heads in budgets.slots()]
+
+
+def test_budgets_are_saved_with_the_scores(tmp_path):
+    model = make_scored()
+    set_key_budgets(model, divided(model))
+    save_scores(model, tmp_path)
+    loaded = load_scores(make_base(), tmp_path)
+    rules = [[layer.score_rule for layer in scored_layers(m)] for m in (model, loaded)]
+    assert rules[0] == rules[1] and rules[0][0] != rules[0][1]
+    assert loaded.config.learned_scores == model.config.learned_scores
+
+
+def test_division_leaves_phase_and_rules_as_they_were():
+    model, ids = make_scored(), make_ids(LENGTH)
+    with torch.no_grad():
+        expected = model(ids).logits
+        divided(model)
+        assert torch.equal(model(ids).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda m: divide_budget(m, []), "^texts: got none"),
+        (lambda m: divide_budget(m, make_ids(9), length=10), "^texts: got one of 9 tokens"),
+        (lambda m: divided(m, mean_keys=5), "^mean_keys: got 5 for texts of 40 tokens"),
+        (
+            lambda m: set_key_budgets(m, KeyBudgets(0.0, ((1, 1),))),
+            "^keep_window_size: got lists for 1 layers, expected 2",
+        ),
+        (
+            lambda m: set_key_budgets(m, KeyBudgets(0.0, ((1, 1, 1), (1, 1, 1)))),
+            "^keep_window_size: got 3 sizes",
+        ),
+        (
+            lambda m: add_learned_scores(make_base(), [[1, 1]], recent_window=1),
+            "^keep_window_size: got lists for 1 layers, expected 2",
+        ),
+    ],
+)
+def test_budgets_that_fit_no_layers_raise(call, words):
+    with pytest.raises(ValueError, match=words):
+        call(make_scored())
