@@ -187,6 +187,14 @@ def test_ragged_rows_equal_cpu(first):
         check_ragged(drawn(seed, 24), random.Random(seed).randint(1, 10), steps=10)
 
 
+def test_head_without_slots_equals_cpu():
+    for seed in range(4):
+        padding, dtype = PADDINGS[seed % len(PADDINGS)], DTYPES[seed % 2]
+        windows = ((6, 0), (0, 6))[seed // 2]
+        stream = Stream(24, windows, dtype=dtype, padding=padding, seed=seed, device=DEVICE)
+        check_ragged(stream, 8, steps=10)
+
+
 @pytest.mark.parametrize("mode", ["all keys", "slots"])
 @pytest.mark.parametrize("layout", ["by token", "by head"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -280,10 +288,34 @@ def test_captured_step_equals_eager(rule, window):
     assert cache.seen.tolist() == [LENGTH] * 2
 
 
+@pytest.mark.parametrize("window", [WINDOW, (WINDOW, 0)])
+def test_captured_late_scores_equal_cpu(window):
+    rule = {"recent_window": 4, "sink_tokens": 1, "score_threshold": -0.5}
+    expected, actual = texts = [
+        long_stream(rule=rule, window=window, device=device) for device in ("cpu", DEVICE)
+    ]
+    caches = [text.slots() for text in texts]
+    late = actual.scores[..., 0].clone()
+    for text, cache in zip(texts, caches, strict=True):
+        cache.fill(*text.tokens(0, 20))
+        cache.rescore_last(text.scores[..., 0])
+    graph, _ = capture(lambda: caches[1].rescore_last(late))
+    for begin in range(20, LENGTH):
+        for text, cache in zip(texts, caches, strict=True):
+            q, k, v, scores, mask = tokens_with_queries(text, begin, begin + 1)
+            cache.step(q, k, v, scores, key_mask=mask)
+        late.copy_(actual.scores[..., begin - 20])
+        graph.replay()
+        caches[0].rescore_last(expected.scores[..., begin - 20])
+    for got, wanted in zip(held(caches[1]), held(caches[0]), strict=True):
+        assert torch.equal(got.cpu(), wanted)
+
+
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_captured_fill_equals_eager(rule):
+@pytest.mark.parametrize("window", [WINDOW, (4, WINDOW)])
+def test_captured_fill_equals_eager(rule, window):
     """A graph captures `fill` once, for prompts of different lengths."""
-    streams = [long_stream(seed, rule=rule) for seed in range(4)]
+    streams = [long_stream(seed, rule=rule, window=window) for seed in range(4)]
     cache = streams[0].slots()
     lengths = torch.full((2,), LENGTH, dtype=torch.int32, device=DEVICE)
     k, v, scores = static = [t.clone() for t in streams[0].tokens(0, LENGTH)]
@@ -298,9 +330,10 @@ def test_captured_fill_equals_eager(rule):
         assert_same_cache(cache, expected)
 
 
-def test_captured_copy_rows_equals_eager():
+@pytest.mark.parametrize("window", [WINDOW, (WINDOW, 4)])
+def test_captured_copy_rows_equals_eager(window):
     """A graph captures once how a snapshot is restored and its rows change places."""
-    stream = long_stream(batch=4)
+    stream = long_stream(batch=4, window=window)
     source = stream.slots(chunk=CHUNK)
     source.fill(*stream.tokens(0, 50))
     source.append(*stream.tokens(50, 55))  # pending tokens are copied, too
@@ -328,7 +361,7 @@ def full_attention_of(stream, rows, begin, end):
     """Attends to all tokens of rows without padding."""
     out = flash_dmattn_func(
         stream.q[rows, :end], stream.k[rows, :end], stream.v[rows, :end],
-        attn_bias=stream.scores[rows, :, :end], is_causal=True, keep_window_size=WINDOW,
+        attn_bias=stream.scores[rows, :, :end], is_causal=True, keep_window_size=stream.window,
     )  # fmt: skip
     return out[:, begin:]
 

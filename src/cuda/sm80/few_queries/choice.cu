@@ -126,8 +126,6 @@ struct HeadTiles {
   std::int64_t batch;
   double places;  // blocks that run at a time
 
-  std::int64_t most() const { return tiles[0]; }
-
   // The time in tiles, if blocks have up to `block_tiles` and the first ones begin first. With a `cluster`, each head has
   // that many blocks, and one without tiles takes the time of a fifth of a tile.
   double time(std::int64_t block_tiles, std::int64_t cluster) const {
@@ -166,7 +164,7 @@ Split split_heads(const KvCacheShape& shape, const Policy& policy, const DeviceP
     head_tiles.tiles[i] = std::max<std::int64_t>(tiles, 1);
     blocks.place[blocks.head[i]] = static_cast<std::uint8_t>(i);
   }
-  const std::int64_t most = head_tiles.most();
+  const std::int64_t most = head_tiles.tiles[0];
   // The fewest splits of the largest head whose time is at most 2 % above the least. All counts fit into 16 bits.
   const auto best = [&](std::int64_t most_splits, bool in_cluster, auto next) {
     const auto time = [&](std::int64_t splits) {
@@ -179,9 +177,13 @@ Split split_heads(const KvCacheShape& shape, const Policy& policy, const DeviceP
     while (time(splits) > 1.02 * least) splits = next(splits);
     return std::pair(splits, time(splits));
   };
+  // The next number of splits with fewer tiles for each.
+  const auto next_split = [most](std::int64_t splits) {
+    const std::int64_t tiles = ceil_div(most, splits);
+    return tiles == 1 ? splits + 1 : ceil_div(most, tiles - 1);
+  };
   constexpr std::int64_t most_splits = 511;
-  const auto [splits, time] =
-      best(std::min(most, most_splits), false, [](std::int64_t number) { return number + 1; });
+  const auto [splits, time] = best(std::min(most, most_splits), false, next_split);
   const auto [cluster, cluster_time] =
       best(std::min<std::int64_t>(most, most_cluster_blocks(device)), true,
            [](std::int64_t number) { return 2 * number; });
@@ -190,8 +192,9 @@ Split split_heads(const KvCacheShape& shape, const Policy& policy, const DeviceP
   result.splits = static_cast<int>(result.in_cluster ? cluster : splits);
   const std::int64_t block_tiles = ceil_div(most, std::int64_t{result.splits});
   for (int i = 0; i < heads; ++i) {
-    const std::int64_t own = ceil_div(head_tiles.tiles[i], block_tiles);
-    const std::int64_t count = result.in_cluster ? result.splits : own;
+    const std::int64_t used = ceil_div(head_tiles.tiles[i], block_tiles);
+    if (result.in_cluster) blocks.used[i] = static_cast<std::uint8_t>(used);
+    const std::int64_t count = result.in_cluster ? result.splits : used;
     blocks.first[i + 1] = static_cast<std::uint16_t>(blocks.first[i] + count);
   }
   return result;

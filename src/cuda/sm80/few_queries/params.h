@@ -39,6 +39,7 @@ struct StepParams : Params {
   OutputRows k_slots, v_slots;
   CacheRule rule;
   HeadBlocks head_blocks;  // if rule.by_head
+  static_assert(HeadBlocks::most_heads == CacheRule::most_head_windows);
 
   // The blocks that share the slots of a head, unless they are a cluster.
   __device__ int splits_of(int kv_head) const {

@@ -23,9 +23,8 @@ struct BlockPart {
     batch = number / p.shape.heads_kv;
     kv_head = number % p.shape.heads_kv;
   }
-  // Block `number` of a cache whose heads have different numbers of slots, which are divided into tiles of `keys`.
-  __device__ BlockPart(const StepParams& p, int number, int keys) : row_tile(0) {
-    const HeadBlocks& blocks = p.head_blocks;
+  // Block `number` of a cache whose heads have different numbers of slots.
+  __device__ BlockPart(const StepParams& p, const HeadBlocks& blocks, int number) : row_tile(0) {
     const int number_of_row = number / p.shape.batch;
     int low = 0;
     int high = p.shape.heads_kv;
@@ -39,7 +38,7 @@ struct BlockPart {
     batch = of_head / parts;
     split = of_head % parts;
     kv_head = blocks.head[low];
-    splits = max(min(parts, ceil_div(p.rule.places_of(kv_head), keys)), 1);
+    splits = p.split.in_cluster ? blocks.used[low] : parts;
   }
 };
 

@@ -177,8 +177,8 @@ struct SlotKeys {
                         ? p.head_blocks.first[p.shape.heads_kv]
                         : static_cast<long>(p.shape.heads_kv) * p.split.row_tiles * p.split.splits);
   }
-  static __device__ BlockPart part(const Params& p, int block, int keys) {
-    return p.rule.by_head ? BlockPart(p, block, keys) : BlockPart(p, block);
+  static __device__ BlockPart part(const Params& p, int block) {
+    return p.rule.by_head ? BlockPart(p, p.head_blocks, block) : BlockPart(p, block);
   }
   // The row of k and v for that of the call, or -1. An index may be the previous kernel's result.
   static __device__ int key_row(const Params& p, int batch) {

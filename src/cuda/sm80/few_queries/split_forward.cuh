@@ -33,8 +33,7 @@ struct TensorKeys {
   static long blocks(const Params& p) {
     return static_cast<long>(p.shape.batch) * p.shape.heads_kv * p.split.row_tiles * p.split.splits;
   }
-  // The part of a block, in tiles of `keys`.
-  static __device__ BlockPart part(const Params& p, int block, int) { return {p, block}; }
+  static __device__ BlockPart part(const Params& p, int block) { return {p, block}; }
   // The row of k and v for that of the call; negative: none, so that queries see no key.
   static __device__ int key_row(const Params&, int batch) { return batch; }
   static __device__ Info info(const Params& p, const GroupRows& rows, int) {
@@ -95,7 +94,7 @@ struct SplitForwardKernel {
   static long blocks(const Params& p) { return Keys::blocks(p); }
 
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
-    const BlockPart part = Keys::part(p, static_cast<int>(blockIdx.x), P.keys);
+    const BlockPart part = Keys::part(p, static_cast<int>(blockIdx.x));
     if constexpr (Keys::has_idle_blocks) {
       // A barrier of the cluster does not wait for threads that have ended.
       if (part.split >= part.splits) return;
