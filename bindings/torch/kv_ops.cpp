@@ -16,6 +16,8 @@
 //   counts            int32 [B, Hkv, 8], the members of a SlotCount
 //   seen              int32 [B]
 //
+// If heads have windows of different sizes, the first four are [B, total, ...], head by head.
+//
 // Rows are dense, but may be any distance apart, except in kv_append, kv_pending_intervals and kv_commit. If an operator
 // takes `rows`, int32 [B], row b of its other arguments belongs to row rows[b] of the cache. A negative number is no row
 // (CacheRows in kv_cache.h).
@@ -86,15 +88,56 @@ SelectionRule rule_of(const std::vector<std::int64_t>& rule, double score_thresh
           .head_windows = windows > 1 ? sizes : nullptr};
 }
 
+// The number of kv heads. The slots of heads with different numbers of slots have no dimension for them.
+std::int64_t heads_of(const CacheTensors& c) {
+  if (c.k.dim() == 4) return c.k.size(1);
+  if (c.counts.dim() != 3)
+    throw InvalidArgument("counts", shape_text(c.counts), "shape [B, Hkv, 8]");
+  return c.counts.size(1);
+}
+
+// Slots [B, Hkv, slots, D] or [B, total, D].
+Tensor4 slots_view(const Tensor& t) {
+  if (t.dim() == 4) return mutable_view4(t);
+  return {t.mutable_data_ptr(), {t.stride(0), 0, t.stride(1), 1}};
+}
+
+// Sets the number of pending tokens for which the tensors have slots.
+void set_chunk(KvCacheShape& shape, const Tensor& k) {
+  const bool equal = shape.has_equal_heads();
+  if (equal != (k.dim() == 4)) {
+    throw InvalidArgument("k_cache", shape_text(k),
+                          equal
+                              ? "shape [B, Hkv, slots, D]"
+                              : "shape [B, total, D], since heads have windows of different sizes");
+  }
+  const std::int64_t slots = equal ? k.size(2) : k.size(1);
+  const std::int64_t places = equal ? shape.most_places() : shape.total_slots();
+  if (slots < places) {
+    throw InvalidArgument(
+        "k_cache", std::to_string(slots) + " slots",
+        "at least " + std::to_string(places) + ": the sinks, the window and the recent keys");
+  }
+  const std::int64_t shares = equal ? 1 : shape.heads_kv;
+  if ((slots - places) % shares != 0) {
+    throw InvalidArgument("k_cache", std::to_string(slots) + " slots",
+                          std::to_string(places) + " and a multiple of " + std::to_string(shares) +
+                              ": as many for pending tokens in each head");
+  }
+  shape.chunk = (slots - places) / shares;
+}
+
 // The rows of the tensors, [R, ...].
 CacheRows rows_of(const CacheTensors& c, const OptionalTensor& index) {
   constexpr std::int64_t numbers = sizeof(SlotCount) / sizeof(std::int32_t);
-  const std::int64_t count = c.k.size(0), heads = c.k.size(1), slots = c.k.size(2);
+  const std::int64_t count = c.k.size(0), heads = heads_of(c);
+  const auto expect_slots = [&](const Tensor& tensor, const char* name, ScalarType type) {
+    return c.k.dim() == 3 ? expect_dense_rows(tensor, name, {count, c.k.size(1)}, type, c.k)
+                          : expect_dense_rows(tensor, name, {count, heads, c.k.size(2)}, type, c.k);
+  };
   CacheRows rows{.count = count};
-  rows.slot_stride =
-      expect_dense_rows(c.scores, "score_cache", {count, heads, slots}, ScalarType::Float, c.k);
-  const std::int64_t position_stride =
-      expect_dense_rows(c.positions, "positions", {count, heads, slots}, ScalarType::Int, c.k);
+  rows.slot_stride = expect_slots(c.scores, "score_cache", ScalarType::Float);
+  const std::int64_t position_stride = expect_slots(c.positions, "positions", ScalarType::Int);
   if (position_stride != rows.slot_stride) {
     throw InvalidArgument("positions",
                           std::to_string(position_stride) + " elements from row to row",
@@ -119,28 +162,35 @@ CacheRows rows_of(const CacheTensors& c, const OptionalTensor& index) {
 KvCache cache_of(const CacheTensors& c, const CallDevice& device,
                  const std::vector<std::int64_t>& rule, double score_threshold,
                  std::int64_t pending, const OptionalTensor& index = {}) {
-  if (c.k.dim() != 4) throw InvalidArgument("k_cache", shape_text(c.k), "shape [B, Hkv, slots, D]");
-  const std::int64_t count = c.k.size(0), heads = c.k.size(1), slots = c.k.size(2);
-  const std::int64_t value_dim = c.v.dim() == 4 ? c.v.size(3) : c.k.size(3);
-  expect(c.v, "v_cache", {count, heads, slots, value_dim}, c.k.scalar_type(), c.k);
+  const std::int64_t last = c.k.dim() - 1;
+  if (last != 3 && last != 2) {
+    throw InvalidArgument("k_cache", shape_text(c.k), "shape [B, Hkv, slots, D] or [B, total, D]");
+  }
+  const std::int64_t count = c.k.size(0), heads = heads_of(c), columns = c.k.size(last);
+  const std::int64_t value_dim = c.v.dim() == last + 1 ? c.v.size(last) : columns;
+  if (last == 3) {
+    expect(c.v, "v_cache", {count, heads, c.k.size(2), value_dim}, c.k.scalar_type(), c.k);
+  } else {
+    expect(c.v, "v_cache", {count, c.k.size(1), value_dim}, c.k.scalar_type(), c.k);
+    for (const auto& [tensor, name] : {std::pair(&c.k, "k_cache"), std::pair(&c.v, "v_cache")}) {
+      if (tensor->size(2) > 1 && tensor->stride(2) != 1) {
+        throw InvalidArgument(name, "columns that are not contiguous", "contiguous ones");
+      }
+    }
+  }
   if (value_dim == 0) throw InvalidArgument("v_cache", shape_text(c.v), "columns");
   const CacheRows rows = rows_of(c, index);
   KvCacheShape shape{.batch = index ? index->size(0) : count,
                      .heads_kv = heads,
                      .rule = rule_of(rule, score_threshold, heads),
-                     .head_dim = c.k.size(3),
+                     .head_dim = columns,
                      .value_dim = value_dim,
                      .dtype = dtype_of(c.k, "k_cache"),
                      .device = device.device()};
-  shape.chunk = slots - shape.places();
-  if (shape.chunk < 0) {
-    throw InvalidArgument("k_cache", std::to_string(slots) + " slots",
-                          "at least " + std::to_string(shape.places()) +
-                              ": the sinks, the window and the recent keys");
-  }
+  set_chunk(shape, c.k);
   return {.shape = shape,
-          .k = mutable_view4(c.k),
-          .v = mutable_view4(c.v),
+          .k = slots_view(c.k),
+          .v = slots_view(c.v),
           .scores = data_of<float>(c.scores),
           .positions = data_of<std::int32_t>(c.positions),
           .counts = data_of<SlotCount>(c.counts),
@@ -222,7 +272,7 @@ void fill_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& score_c
       .seqlen_q = query_length,
       .lengths = row_numbers(lengths, "lengths", s.batch, k_cache),
       .mask = tokens.mask};
-  fill_cache(args, device.execution(work_of(cache, s.places())), backend);
+  fill_cache(args, device.execution(work_of(cache, s.most_places())), backend);
 }
 
 void append_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& score_cache,
@@ -252,10 +302,12 @@ Tensor pending_intervals_op(const Tensor& k_cache, const Tensor& v_cache, const 
                                  rule, score_threshold, pending);
   const KvCacheShape& s = cache.shape;
   const Tensor intervals =
-      allocate({s.batch, s.heads_kv, s.places() + pending, 2}, ScalarType::Int, k_cache);
+      s.has_equal_heads()
+          ? allocate({s.batch, s.heads_kv, s.most_places() + pending, 2}, ScalarType::Int, k_cache)
+          : allocate({s.batch, 1, s.total_slots(), 2}, ScalarType::Int, k_cache);
   const PendingIntervalsArgs args{
       .cache = cache, .seqlen_q = query_length, .intervals = data_of<KeyInterval>(intervals)};
-  const Execution execution = device.execution(s.batch * s.heads_kv * s.slots());
+  const Execution execution = device.execution(s.batch * s.total_slots());
   run(PendingIntervalsCall(args, execution, backend), k_cache);
   return intervals;
 }
@@ -288,7 +340,7 @@ void copy_rows_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& sc
       cache_of({from_k, from_v, from_scores, from_positions, from_counts, from_seen}, device, rule,
                score_threshold, pending);
   copy_rows({.from = from, .to = to, .index = row_numbers(index, "index", to.shape.batch, k_cache)},
-            device.execution(work_of(to, to.shape.slots())), backend);
+            device.execution(work_of(to, to.shape.most_places() + to.shape.chunk)), backend);
 }
 
 std::tuple<Tensor, Tensor> decode_step_op(
@@ -322,7 +374,7 @@ std::tuple<Tensor, Tensor> decode_step_op(
       .mask = tokens.mask,
       .out = mutable_view4(out),
       .lse = data_of<float>(lse)};
-  run(DecodeStepCall(args, device.execution(work_of(cache, s.places())), backend), k_cache);
+  run(DecodeStepCall(args, device.execution(work_of(cache, s.most_places())), backend), k_cache);
   return {out, lse};
 }
 

@@ -15,8 +15,9 @@
 #include "flash_dmattn/types.h"
 #include "flash_dmattn/visibility.h"
 
-// The KV cache of exactly s + w + W keys per kv head, for generation with causal per-query selection by a rule
-// (SelectionRule): s sinks, the w best of the keys that compete, and the W recent keys. Both s and W may be 0.
+// The KV cache of exactly s + w + W keys of a kv head, for generation with causal per-query selection by a rule
+// (SelectionRule): s sinks, the w best of the keys that compete, and the W recent keys. Both s and W may be 0, and each
+// head may have a w of its own. The memory of a cache is the sum over its heads.
 //
 // A key that w better keys beat never returns: its score is fixed, and the number of better keys only grows. So the
 // keys that the last query sees are all that any later query can see of the past, at any context length. The cache has
@@ -50,9 +51,8 @@ namespace flash_dmattn {
 struct KvCacheShape {
   std::int64_t batch = -1;
   std::int64_t heads_kv = -1;
-  // The rule: per_query, with at least one slot. Every head has `window` slots (w) for selected keys; a head with a
-  // smaller entry in `head_windows` leaves the rest empty. A rule with a threshold needs a window, which limits the
-  // number of keys.
+  // The rule: per_query, with at least one slot. Head h has w_h slots for selected keys: `window`, or its entry in
+  // `head_windows`. A rule with a threshold needs a window, which limits the number of keys.
   SelectionRule rule{};
   std::int64_t chunk = 0;      // g >= 0, the largest number of pending tokens
   std::int64_t head_dim = 0;   // D, 1..256
@@ -60,11 +60,37 @@ struct KvCacheShape {
   DType dtype = no_dtype;      // of k and v: f32, bf16 or f16
   Device device = Device::cpu;
 
-  // s + w + W. Pending tokens are in the slots from there on.
-  constexpr std::int64_t places() const {
-    return rule.sink_tokens + rule.window + rule.recent_window;
+  // s + w_h + W. The slots of head h from there on are for pending tokens.
+  constexpr std::int64_t places(std::int64_t h) const {
+    return rule.sink_tokens + window(h) + rule.recent_window;
   }
-  constexpr std::int64_t slots() const { return places() + chunk; }
+  constexpr std::int64_t slots(std::int64_t h) const { return places(h) + chunk; }
+  // The slots of a row are those of head 0, then those of head 1, ...
+  constexpr std::int64_t first_slot(std::int64_t h) const {
+    if (rule.head_windows == nullptr) return h * slots(0);
+    std::int64_t sum = 0;
+    for (std::int64_t before = 0; before < h; ++before) sum += slots(before);
+    return sum;
+  }
+  constexpr std::int64_t total_slots() const { return first_slot(heads_kv); }
+  // The places of the head that has most.
+  constexpr std::int64_t most_places() const {
+    std::int64_t most = rule.head_windows == nullptr ? places(0) : 0;
+    for (std::int64_t h = 0; rule.head_windows != nullptr && h < heads_kv; ++h) {
+      if (most < places(h)) most = places(h);
+    }
+    return most;
+  }
+  // Whether all heads have equally many slots.
+  constexpr bool has_equal_heads() const {
+    for (std::int64_t h = 1; rule.head_windows != nullptr && h < heads_kv; ++h) {
+      if (window(h) != window(0)) return false;
+    }
+    return true;
+  }
+  constexpr std::int64_t window(std::int64_t h) const {  // w_h
+    return rule.head_windows == nullptr ? rule.window : rule.head_windows[h];
+  }
 };
 
 constexpr std::int64_t value_dim_of(const KvCacheShape& s) {
@@ -98,15 +124,17 @@ struct CacheRows {
 // and v.
 struct KvCache {
   KvCacheShape shape{};
-  Tensor4 k{};                        // [B, Hkv, slots, D]   D contiguous
-  Tensor4 v{};                        // [B, Hkv, slots, Dv]
-  float* scores = nullptr;            // [B, Hkv, slots]
-  std::int32_t* positions = nullptr;  // [B, Hkv, slots]; 0 is the row's first token, see no_key
+  // [B, Hkv, slots, D], D contiguous, if all heads have equally many slots; otherwise [B, 1, total_slots, D], where head h
+  // begins at first_slot(h).
+  Tensor4 k{};
+  Tensor4 v{};                        // the same with Dv columns
+  float* scores = nullptr;            // [B, total_slots], head h from first_slot(h) on
+  std::int32_t* positions = nullptr;  // [B, total_slots]; 0 is the row's first token, see no_key
   // [B, Hkv]. The CPU checks them at each call. A GPU writes no slot that does not exist, whatever they are.
   SlotCount* counts = nullptr;
   std::int32_t* seen = nullptr;  // [B]: tokens of the row so far, pending ones not included
   CacheRows rows{};
-  // Number of pending tokens, the same in every row, in slots [places, places + pending). The caller updates it:
+  // Number of pending tokens, the same in every row, in slots [places, places + pending) of each head. The caller updates it:
   // += seqlen after append_tokens, 0 after commit.
   std::int64_t pending = 0;
 };
@@ -177,21 +205,28 @@ struct AppendArgs {
 void append_tokens(const AppendArgs& args, const Execution& execution,
                    std::string_view backend = {});
 
-// PendingIntervalsCall finds the slots that the last `seqlen_q` pending tokens see as queries: one interval for each of
-// places + pending slots. Slots are in no order, so the intervals contain causality, and the attention over them is not
-// `causal`.
+// PendingIntervalsCall finds the slots that the last `seqlen_q` pending tokens see as queries. Slots are in no order, so
+// the intervals contain causality, and the attention over them is not `causal`.
+//
+// If all heads have equally many slots, attention is that of Hkv heads over places + pending slots. Otherwise it has one
+// kv head, whose keys are the slots of a row: the queries of head h follow those of head h - 1, and the intervals of the
+// slots of head h count them.
 struct PendingIntervalsArgs {
   KvCache cache{};
-  std::int64_t seqlen_q = -1;        // <= cache.pending
-  KeyInterval* intervals = nullptr;  // out: [B, Hkv, places + pending] dense
+  std::int64_t seqlen_q = -1;  // n <= cache.pending
+  // out, dense: [B, Hkv, places + pending]; with heads of different sizes [B, total_slots]
+  KeyInterval* intervals = nullptr;
 };
+// The number of these intervals.
+std::int64_t pending_intervals_count(const KvCache& cache);
 
 // Whether the score of a key is also the bias of its attention score, as in dynamic mask attention, or serves the
 // choice alone.
 enum class ScoreUse : std::uint8_t { choose_and_bias, choose };
 
-// The problem and the inputs of attention by the last seqlen_q pending tokens, q [B, seqlen_q, Hq, D], with the result
-// of a PendingIntervalsCall.
+// The problem and the inputs of attention by the last seqlen_q (n) pending tokens, with the result of a
+// PendingIntervalsCall. q is [B, n, Hq, D]. With heads of different sizes it is [B, Hkv n, G, D], row h n + i for query i of
+// the G = Hq / Hkv heads that share kv head h; out is alike, and lse is [B, G, Hkv n].
 Problem pending_problem(const KvCache& cache, std::int64_t heads_q, std::int64_t seqlen_q,
                         double scale, ScoreUse use = ScoreUse::choose_and_bias);
 Inputs pending_inputs(const KvCache& cache, const ConstTensor4& q, std::int64_t seqlen_q,

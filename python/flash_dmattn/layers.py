@@ -237,7 +237,7 @@ class DynamicMaskAttention(nn.Module):
             return
         if not isinstance(cache, KVSlots):
             raise TypeError(f"cache: got {type(cache).__name__}, expected KVSlots (make_cache)")
-        got = (cache.batch, cache.k.shape[1], cache.keep_window_size, cache.k.shape[3])
+        got = (cache.batch, cache.heads_kv, cache.keep_window_size, cache.head_dim)
         expected = (hidden.shape[0], self.heads_kv, self.keep_window_size, self.head_dim)
         if got != expected:
             raise ValueError(

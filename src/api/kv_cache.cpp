@@ -53,18 +53,18 @@ const KvBackend& kv_backend_for(const KvCacheShape& shape, std::string_view name
 
 template <class Layout>
 KvCache lay_out(BasicWorkspaceAllocator<Layout>& memory, const KvCacheShape& s) {
-  const std::int64_t rows = s.batch * s.heads_kv;
+  const std::int64_t slots = s.total_slots();
   const auto slots_of = [&](std::int64_t columns) -> Tensor4 {
-    const std::int64_t bytes = rows * s.slots() * columns * size_of(s.dtype);
-    return {memory.template take<std::byte>(bytes),
-            contiguous_strides({s.batch, s.heads_kv, s.slots(), columns})};
+    const std::int64_t bytes = s.batch * slots * columns * size_of(s.dtype);
+    const std::int64_t head = s.has_equal_heads() ? s.slots(0) * columns : 0;
+    return {memory.template take<std::byte>(bytes), {slots * columns, head, columns, 1}};
   };
   KvCache cache{.shape = s};
   cache.k = slots_of(s.head_dim);
   cache.v = slots_of(value_dim_of(s));
-  cache.scores = memory.template take<float>(rows * s.slots());
-  cache.positions = memory.template take<std::int32_t>(rows * s.slots());
-  cache.counts = memory.template take<SlotCount>(rows);
+  cache.scores = memory.template take<float>(s.batch * slots);
+  cache.positions = memory.template take<std::int32_t>(s.batch * slots);
+  cache.counts = memory.template take<SlotCount>(s.batch * s.heads_kv);
   cache.seen = memory.template take<std::int32_t>(s.batch);
   return cache;
 }
@@ -125,39 +125,39 @@ PendingIntervalsArgs plan_call(const PendingIntervalsArgs& args, const Execution
   return valid;
 }
 
+std::int64_t pending_intervals_count(const KvCache& cache) {
+  const KvCacheShape& s = cache.shape;
+  if (!s.has_equal_heads()) return s.batch * s.total_slots();
+  return s.batch * s.heads_kv * (s.most_places() + cache.pending);
+}
+
 Problem pending_problem(const KvCache& cache, std::int64_t heads_q, std::int64_t seqlen_q,
                         double scale, ScoreUse use) {
-  const KvCacheShape& s = cache.shape;
-  const std::int64_t keys = s.places() + cache.pending;
-  Problem problem{.batch = s.batch,
-                  .heads_q = heads_q,
-                  .heads_kv = s.heads_kv,
-                  .seqlen_q = seqlen_q,
-                  .seqlen_k = keys,
-                  .head_dim = s.head_dim,
-                  .value_dim = s.value_dim,
-                  .dtype = s.dtype,
-                  .device = s.device,
-                  .scale = scale,
-                  .intervals_shape = {s.batch, s.heads_kv}};
-  if (use == ScoreUse::choose_and_bias) {
-    problem.bias_shape = {s.batch, s.heads_kv, 1, keys};
-    problem.bias_dtype = DType::f32;
+  KvCacheShape s = cache.shape;
+  std::int64_t keys = s.most_places() + cache.pending;
+  if (!s.has_equal_heads()) {
+    keys = s.total_slots();
+    heads_q = heads_q / s.heads_kv;
+    seqlen_q *= s.heads_kv;
+    s.heads_kv = 1;
   }
+  Problem problem = problem_of_slots(s, heads_q, seqlen_q, keys, scale, use);
+  problem.intervals_shape = {s.batch, s.heads_kv};
   return problem;
 }
 
 Inputs pending_inputs(const KvCache& cache, const ConstTensor4& q, std::int64_t seqlen_q,
                       const KeyInterval* intervals, ScoreUse use) {
   const KvCacheShape& s = cache.shape;
-  Inputs in{.q = q, .k = by_token(cache.k), .v = by_token(cache.v)};
-  if (use == ScoreUse::choose_and_bias) {
-    const std::int64_t row = cache.rows.slot_stride;
-    in.bias = {cache.scores, {row == dense_stride ? s.heads_kv * s.slots() : row, s.slots(), 0, 1}};
-  }
+  Inputs in = inputs_of_slots(cache, q, use);
   in.visibility.intervals.data = intervals;
-  // A query sees at most as many keys as the cache has places, and each further query adds one.
-  in.visibility.bound = {.base = s.places(), .per_query = seqlen_q > 1 ? 1 : 0};
+  // A query sees at most as many keys as its head has places, and each further query adds one. If the queries of heads
+  // follow each other, `seqlen_q` more queries are those of one more head, and two neighbours may be of two heads.
+  const std::int64_t places = s.most_places();
+  in.visibility.bound = {.base = places, .per_query = seqlen_q > 1 ? 1 : 0};
+  if (!s.has_equal_heads() && seqlen_q > 0) {
+    in.visibility.bound = {.base = 2 * places, .per_query = 1 + (places + seqlen_q - 1) / seqlen_q};
+  }
   return in;
 }
 

@@ -1,5 +1,6 @@
 #include "api/validate_kv_cache.h"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
@@ -35,7 +36,7 @@ CacheRows resolved_rows(const KvCache& cache, std::string_view name) {
   const auto member = [&](std::string_view of) { return std::string(name).append(".").append(of); };
   if (rows.index == nullptr) {
     rows.count = s.batch;
-  } else if (!product_fits({rows.count, s.heads_kv, s.slots(), s.head_dim})) {
+  } else if (!product_fits({rows.count, s.total_slots(), s.head_dim})) {
     require_length(member("count"), rows.count);
     throw InvalidArgument(member("count"), std::to_string(rows.count),
                           "arrays of at most 2^56 elements");
@@ -47,7 +48,7 @@ CacheRows resolved_rows(const KvCache& cache, std::string_view name) {
     require_range(member(stride_name), stride, dense, max_elements / count);
   };
   resolve("index_stride", rows.index_stride, 1, rows.index == nullptr ? 0 : s.batch);
-  resolve("slot_stride", rows.slot_stride, s.heads_kv * s.slots(), rows.count);
+  resolve("slot_stride", rows.slot_stride, s.total_slots(), rows.count);
   resolve("count_stride", rows.count_stride, s.heads_kv, rows.count);
   resolve("seen_stride", rows.seen_stride, 1, rows.count);
   return rows;
@@ -57,8 +58,8 @@ bool has_dense_rows(const KvCache& cache) {
   const KvCacheShape& s = cache.shape;
   const CacheRows& rows = cache.rows;
   return rows.index == nullptr &&
-         (s.batch < 2 || (rows.slot_stride == s.heads_kv * s.slots() &&
-                          rows.count_stride == s.heads_kv && rows.seen_stride == 1));
+         (s.batch < 2 || (rows.slot_stride == s.total_slots() && rows.count_stride == s.heads_kv &&
+                          rows.seen_stride == 1));
 }
 
 KvCache with_rows(const KvCache& cache, const CacheNames& names) {
@@ -66,8 +67,12 @@ KvCache with_rows(const KvCache& cache, const CacheNames& names) {
   check_shape(s);
   KvCache result = cache;
   result.rows = resolved_rows(cache, names.rows);
-  check_output(names.k, cache.k, {result.rows.count, s.heads_kv, s.slots(), s.head_dim});
-  check_output(names.v, cache.v, {result.rows.count, s.heads_kv, s.slots(), value_dim_of(s)});
+  const bool equal = s.has_equal_heads();
+  const std::int64_t heads = equal ? s.heads_kv : 1;
+  const std::int64_t slots = equal ? s.slots(0) : s.total_slots();
+  check_output(names.k, cache.k, {result.rows.count, heads, slots, s.head_dim});
+  check_output(names.v, cache.v, {result.rows.count, heads, slots, value_dim_of(s)});
+  if (!equal) result.k.stride[1] = result.v.stride[1] = 0;
   require_pointer(names.scores, cache.scores, has_rows(s));
   require_pointer(names.positions, cache.positions, has_rows(s));
   require_pointer(names.counts, cache.counts, has_rows(s));
@@ -136,11 +141,12 @@ void check_rule(const KvCacheShape& s) {
   require_length("cache.shape.rule.window", rule.window);
   require_length("cache.shape.rule.recent_window", rule.recent_window);
   require_length("cache.shape.rule.sink_tokens", rule.sink_tokens);
-  if (s.places() < 1) {
+  const std::int64_t most = rule.sink_tokens + rule.window + rule.recent_window;
+  if (most < 1) {
     throw InvalidArgument("cache.shape.rule.window", "0",
                           "at least 1 where there are no recent keys and no sinks");
   }
-  require_length("cache.shape.places()", s.places());
+  require_length("cache.shape.rule.sink_tokens + window + recent_window", most);
   if (rule.selection != Selection::per_query) {
     throw InvalidArgument("cache.shape.rule.selection",
                           std::to_string(static_cast<int>(rule.selection)),
@@ -162,7 +168,7 @@ void check_shape(const KvCacheShape& s) {
   require_length("cache.shape.heads_kv", s.heads_kv);
   check_rule(s);
   require_length("cache.shape.chunk", s.chunk);
-  require_length("cache.shape.places() + chunk", s.slots());
+  require_length("cache.shape.most_places() + chunk", s.most_places() + s.chunk);
   require_range("cache.shape.head_dim", s.head_dim, 1, 256);
   require_range("cache.shape.value_dim", value_dim_of(s), 1, s.head_dim);
   if (s.dtype > DType::f16) {
@@ -172,10 +178,10 @@ void check_shape(const KvCacheShape& s) {
     throw InvalidArgument("cache.shape.device", std::to_string(static_cast<int>(s.device)),
                           "cpu or cuda");
   }
-  if (!product_fits({s.batch, s.heads_kv, s.slots(), s.head_dim})) {
+  if (!product_fits({s.batch, s.total_slots(), s.head_dim})) {
     throw InvalidArgument("cache.shape",
                           std::to_string(s.batch) + " rows of " + std::to_string(s.heads_kv) +
-                              " heads of " + std::to_string(s.slots()) + " slots",
+                              " heads with " + std::to_string(s.total_slots()) + " slots in all",
                           "at most 2^56 elements");
   }
 }
@@ -202,9 +208,10 @@ void check_counts(const KvCache& cache, std::string_view name = "cache.counts") 
               std::string(member),
           std::to_string(value), std::to_string(least) + " to " + std::to_string(most));
     };
-    const std::int64_t last = s.places() - 1;
-    const std::int64_t window = rule_of_head(s, i % s.heads_kv).window;
-    check("count", slots.count, 0, s.places());
+    const std::int64_t h = i % s.heads_kv;
+    const std::int64_t last = std::max<std::int64_t>(s.places(h) - 1, 0);
+    const std::int64_t window = s.window(h);
+    check("count", slots.count, 0, s.places(h));
     check("competed", slots.competed, 0, std::numeric_limits<std::int32_t>::max());
     check("free", slots.free, 0, slots.count);
     check("leaving", slots.leaving, -1, last);
@@ -228,6 +235,10 @@ CopyRowsArgs validated(const CopyRowsArgs& args) {
   };
   same("to.shape.heads_kv", to.heads_kv, from.heads_kv);
   same("to.shape.rule.window", to.rule.window, from.rule.window);
+  for (std::int64_t h = 0; h < from.heads_kv; ++h) {
+    if (to.window(h) == from.window(h)) continue;
+    same("to.shape.rule.head_windows[" + std::to_string(h) + "]", to.window(h), from.window(h));
+  }
   same("to.shape.rule.recent_window", to.rule.recent_window, from.rule.recent_window);
   same("to.shape.rule.sink_tokens", to.rule.sink_tokens, from.rule.sink_tokens);
   same("to.shape.rule.recent_competes", to.rule.recent_competes, from.rule.recent_competes);
@@ -309,7 +320,7 @@ DecodeStepArgs validated(const DecodeStepArgs& args) {
                    .heads_q = args.heads_q,
                    .heads_kv = s.heads_kv,
                    .seqlen_q = 1,
-                   .seqlen_k = s.places(),
+                   .seqlen_k = s.most_places(),
                    .head_dim = s.head_dim,
                    .value_dim = s.value_dim,
                    .dtype = s.dtype,

@@ -43,12 +43,13 @@ void for_each_seen(const KvCache& cache, const Body& body) {
 void clear(const KvCache& cache, const Execution& execution) {
   for_each_row(cache, execution, [&](const CacheRow& row, int) {
     row.count = {};
-    for (std::int64_t slot = 0; slot < cache.shape.slots(); ++slot) {
+    const std::int64_t slots = row.places + cache.shape.chunk;
+    for (std::int64_t slot = 0; slot < slots; ++slot) {
       std::memset(row.address(cache.k, slot), 0, row.key_bytes());
       std::memset(row.address(cache.v, slot), 0, row.value_bytes());
     }
-    std::fill_n(row.scores, cache.shape.slots(), 0.0f);
-    std::fill_n(row.entries, cache.shape.slots(), 0);
+    std::fill_n(row.scores, slots, 0.0f);
+    std::fill_n(row.entries, slots, 0);
   });
   for_each_seen(cache, [](std::int64_t, std::int32_t& seen) { seen = 0; });
 }
@@ -93,20 +94,21 @@ char* scratch_of(const KvCache& cache, const Execution& execution, int worker) {
 
 void pending_intervals(const PendingIntervalsArgs& args, const Execution& execution) {
   const KvCache& cache = args.cache;
-  const std::int64_t slots = cache.shape.places() + cache.pending;
   const auto queries = static_cast<std::int32_t>(args.seqlen_q);
   const auto first_query = static_cast<std::int32_t>(cache.pending - args.seqlen_q);
   for_each_row(cache, execution, [&](const CacheRow& row, int worker) {
     const Competition competition(row, cache.pending, scratch_of(cache, execution, worker));
-    KeyInterval* const intervals = args.intervals + (row.b * cache.shape.heads_kv + row.h) * slots;
-    for (std::int64_t slot = 0; slot < slots; ++slot) {
-      intervals[slot] = {0, 0};
+    const HeadIntervals of_head(args, row.h);
+    KeyInterval* const intervals = args.intervals + row.b * of_head.row + of_head.first;
+    std::fill_n(intervals, of_head.count, KeyInterval{0, 0});
+    const auto before = static_cast<std::int32_t>(of_head.queries_before);
+    for (std::int64_t slot = 0; slot < row.places + cache.pending; ++slot) {
       const bool is_taken = slot < row.count.count || slot >= row.places;
       if (!is_taken || row.entries[slot] == no_key) continue;
       const auto token = static_cast<std::int32_t>(slot - row.places);
       const std::int32_t first = std::max(token - first_query, 0);
       const std::int32_t last = std::min(competition.end_of(slot) - first_query, queries);
-      if (first < last) intervals[slot] = {first, last};
+      if (first < last) intervals[slot] = {before + first, before + last};
     }
   });
 }
@@ -221,11 +223,8 @@ void insert(const DecodeStepArgs& args, const CacheRow& row) {
 
 ForwardArgs attention_of(const DecodeStepArgs& args) {
   ForwardArgs forward;
-  forward.problem = pending_problem(args.cache, args.heads_q, 1, args.scale, args.score_use);
-  forward.problem.intervals_shape = {};
-  forward.problem.softcap = args.softcap;
-  forward.problem.nonfinite = args.nonfinite;
-  forward.in = pending_inputs(args.cache, args.q, 1, nullptr, args.score_use);
+  forward.problem = step_problem(args);
+  forward.in = inputs_of_slots(args.cache, args.q, args.score_use);
   forward.out = args.out;
   forward.lse = args.lse;
   return forward;
@@ -233,12 +232,16 @@ ForwardArgs attention_of(const DecodeStepArgs& args) {
 
 Slots slots_of(const KvCache& cache) {
   const CacheRows& rows = cache.rows;
+  const KvCacheShape& s = cache.shape;
+  const bool equal = s.has_equal_heads();
   return {.counts = cache.counts,
           .scores = cache.scores,
           .positions = cache.positions,
           .seen = cache.seen,
-          .delay = delay_of(cache.shape.rule),
-          .stride = cache.shape.slots(),
+          .delay = delay_of(s.rule),
+          .stride = equal && s.heads_kv > 0 ? s.slots(0) : 0,
+          .windows = equal ? nullptr : s.rule.head_windows,
+          .more_slots = s.rule.sink_tokens + s.rule.recent_window + s.chunk,
           .rows = rows.index,
           .rows_stride = rows.index_stride,
           .row_slots = rows.slot_stride,

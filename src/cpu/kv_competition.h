@@ -52,7 +52,7 @@ class Competition {
 
   static std::size_t bytes(const KvCache& cache) {
     return align_up(places_bytes(cache.shape.rule.window, sizeof(BestKeys::Key))) +
-           align_up(places_bytes(cache.shape.places() + cache.pending, sizeof(std::int32_t))) +
+           align_up(places_bytes(cache.shape.most_places() + cache.pending, sizeof(std::int32_t))) +
            align_up(places_bytes(cache.pending, sizeof(std::int32_t)));
   }
 

@@ -36,11 +36,15 @@ struct Term {
 // Slots of a KV cache as keys: in each (batch, kv head) those of [0, count) that are not empty. Arrays have R rows.
 struct Slots {
   SlotCount* counts = nullptr;              // [R, Hkv]
-  const float* scores = nullptr;            // [R, Hkv, stride]
-  const std::int32_t* positions = nullptr;  // [R, Hkv, stride], entries of kv_cache.h
+  const float* scores = nullptr;            // [R, slots of all heads]
+  const std::int32_t* positions = nullptr;  // the same, entries of kv_cache.h
   const std::int32_t* seen = nullptr;       // [R]
   std::int64_t delay = 0;                   // the number of tokens after which a key competes
+  // The slots of head h begin at h * stride if all heads have equally many. Otherwise a head has more_slots more of them
+  // than its entry in `windows`, the stride is 0, and this also holds for k, v and a bias.
   std::int64_t stride = 0;
+  const std::int64_t* windows = nullptr;
+  std::int64_t more_slots = 0;
   // [B]: the row of each in the batch, negative for none; null: b.
   const std::int32_t* rows = nullptr;
   std::int64_t rows_stride = 1;

@@ -31,16 +31,17 @@ struct Row {
   std::int64_t b, h;
   std::int64_t row;
 
-  std::int64_t index() const { return b * cache.shape.heads_kv + h; }
   SlotCount& count() const { return cache.counts[row * cache.rows.count_stride + h]; }
   std::int32_t& seen() const { return seen_of(cache, row); }
+  std::int64_t places() const { return cache.shape.places(h); }
   std::int64_t place(std::int64_t slot) const {
-    return row * cache.rows.slot_stride + h * cache.shape.slots() + slot;
+    return row * cache.rows.slot_stride + cache.shape.first_slot(h) + slot;
   }
   float& score(std::int64_t slot) const { return cache.scores[place(slot)]; }
   std::int32_t& entry(std::int64_t slot) const { return cache.positions[place(slot)]; }
   char* address(const Tensor4& t, std::int64_t slot) const {
-    const std::int64_t at = row * t.stride[0] + h * t.stride[1] + slot * t.stride[2];
+    const std::int64_t at = row * t.stride[0] + h * t.stride[1] +
+                            (rows_before_head(cache.shape, h) + slot) * t.stride[2];
     return static_cast<char*>(t.data) + at * size_of(cache.shape.dtype);
   }
   std::size_t key_bytes() const {
@@ -50,8 +51,7 @@ struct Row {
     return static_cast<std::size_t>(value_dim_of(cache.shape) * size_of(cache.shape.dtype));
   }
   bool holds_key(std::int64_t slot) const {
-    const std::int64_t places = cache.shape.places();
-    return (slot < count().count || slot >= places) && entry(slot) != no_key;
+    return (slot < count().count || slot >= places()) && entry(slot) != no_key;
   }
 
   void put(std::int64_t slot, const char* k, const char* v, float s, std::int32_t at) const {
@@ -70,7 +70,7 @@ struct Keys {
 
   template <class Body>
   void for_each(const Body& body) const {
-    const std::int64_t sinks = row.cache.shape.rule.sink_tokens, places = row.cache.shape.places();
+    const std::int64_t sinks = row.cache.shape.rule.sink_tokens, places = row.places();
     std::int64_t found = 0;
     for (std::int64_t slot = 0; slot < places + pending; ++slot) {
       if (!row.holds_key(slot)) continue;
@@ -88,7 +88,7 @@ class Rule {
  public:
   Rule(const Keys& keys, std::int64_t position)
       : rule_(keys.row.cache.shape.rule),
-        window_(rule_.head_windows == nullptr ? rule_.window : rule_.head_windows[keys.row.h]),
+        window_(keys.row.cache.shape.window(keys.row.h)),
         keys_(keys),
         position_(position) {}
 
@@ -229,7 +229,7 @@ Token token_of(const Args& args, const Row& row, std::int64_t t) {
 void clear(const KvCache& cache, const Execution&) {
   for_each_row(cache, [](const Row& row) {
     row.count() = {};
-    for (std::int64_t slot = 0; slot < row.cache.shape.slots(); ++slot) {
+    for (std::int64_t slot = 0; slot < row.cache.shape.slots(row.h); ++slot) {
       row.score(slot) = 0;
       row.entry(slot) = 0;
       std::memset(row.address(row.cache.k, slot), 0, row.key_bytes());
@@ -240,8 +240,8 @@ void clear(const KvCache& cache, const Execution&) {
 }
 
 void copy_rows(const CopyRowsArgs& args, const Execution&) {
-  const std::int64_t places = args.to.shape.places();
   for_each_row(args.to, [&](const Row& to) {
+    const std::int64_t places = to.places();
     const Row from{args.from, args.index[to.b], to.h, args.index[to.b]};
     to.count() = from.count();
     const auto copy = [&](std::int64_t slot) {
@@ -257,7 +257,6 @@ void copy_rows(const CopyRowsArgs& args, const Execution&) {
 }
 
 void fill(const FillArgs& args, const Execution&) {
-  const KvCacheShape& s = args.cache.shape;
   const KeyIntervals& intervals = args.intervals;
   for_each_row(args.cache, [&](const Row& row) {
     SlotCount& slots = row.count() = {};
@@ -270,7 +269,7 @@ void fill(const FillArgs& args, const Execution&) {
           intervals.data[row.b * intervals.stride_batch + row.h * intervals.stride_head + j];
       const bool survives = interval.first < interval.last && interval.last >= args.seqlen_q;
       if (!token.is_present) continue;
-      if (survives && slots.count < s.places()) {
+      if (survives && slots.count < row.places()) {
         row.put(slots.count++, token.k, token.v, token.score, static_cast<std::int32_t>(j));
       } else {
         hidden += rule.competes({-1, j, token.score, false}) ? 1 : 0;
@@ -295,7 +294,7 @@ void append(const AppendArgs& args, const Execution&) {
       const std::int64_t place = cache.pending + t;
       const auto position = static_cast<std::int32_t>(row.seen() + place);
       const bool competes = Rule({row}, position).is_admitted({-1, position, token.score, false});
-      row.put(cache.shape.places() + place, token.k, token.v, token.score,
+      row.put(row.places() + place, token.k, token.v, token.score,
               token.is_present ? entry_of(position, competes) : no_key);
     }
   });
@@ -304,17 +303,17 @@ void append(const AppendArgs& args, const Execution&) {
 // Computes every query's intervals by the definition.
 void pending_intervals(const PendingIntervalsArgs& args, const Execution&) {
   const KvCache& cache = args.cache;
-  const std::int64_t slots = cache.shape.places() + cache.pending;
   for_each_row(cache, [&](const Row& row) {
-    KeyInterval* const intervals = args.intervals + row.index() * slots;
-    std::fill_n(intervals, slots, KeyInterval{0, 0});
+    const HeadIntervals of_head(args, row.h);
+    KeyInterval* const intervals = args.intervals + row.b * of_head.row + of_head.first;
+    std::fill_n(intervals, of_head.count, KeyInterval{0, 0});
     for (std::int64_t i = 0; i < args.seqlen_q; ++i) {
       const std::int64_t token = cache.pending - args.seqlen_q + i;
       const Keys keys{row, token + 1};
       const Rule rule(keys, row.seen() + token);
       keys.for_each([&](const Key& key) {
         if (!rule.is_visible(key)) return;
-        const auto query = static_cast<std::int32_t>(i);
+        const auto query = static_cast<std::int32_t>(of_head.queries_before + i);
         if (intervals[key.slot].last == 0) intervals[key.slot].first = query;
         intervals[key.slot].last = query + 1;
       });
@@ -326,7 +325,7 @@ void commit(const CommitArgs& args, const Execution&) {
   const KvCache& cache = args.cache;
   for_each_row(cache, [&](const Row& row) {
     for (std::int64_t i = 0; i < kept_of(args, row.b); ++i) {
-      const std::int64_t slot = cache.shape.places() + i;
+      const std::int64_t slot = row.places() + i;
       enter(row,
             {row.address(cache.k, slot), row.address(cache.v, slot), row.score(slot),
              row.entry(slot) != no_key},
@@ -339,71 +338,84 @@ void commit(const CommitArgs& args, const Execution&) {
 
 // ---- Decoding ------------------------------------------------------------------------------------
 
-// The attention of row b of a call to the slots of row `row`.
-ForwardArgs attention_of(const DecodeStepArgs& args, std::int64_t b, std::int64_t row,
-                         const KeyInterval* intervals) {
-  KvCache cache = args.cache;
-  const std::int64_t bytes = size_of(cache.shape.dtype);
+// The attention of the query heads of a row to its slots.
+ForwardArgs attention_of(const DecodeStepArgs& args, const Row& row, const KeyInterval* intervals) {
+  const KvCacheShape& s = args.cache.shape;
+  const std::int64_t group = args.heads_q / s.heads_kv, bytes = size_of(s.dtype);
   const auto advance = [](const void* data, std::int64_t by) {
     return data == nullptr ? nullptr : static_cast<char*>(const_cast<void*>(data)) + by;
   };
-  cache.shape.batch = 1;
-  cache.k.data = advance(cache.k.data, row * cache.k.stride[0] * bytes);
-  cache.v.data = advance(cache.v.data, row * cache.v.stride[0] * bytes);
-  cache.scores += row * cache.rows.slot_stride;
-  ConstTensor4 q = args.q;
-  q.data = advance(q.data, b * q.stride[0] * bytes);
+  const auto advance_to_heads = [&](auto& tensor) {
+    tensor.data =
+        advance(tensor.data, (row.b * tensor.stride[0] + row.h * group * tensor.stride[2]) * bytes);
+  };
+  DecodeStepArgs of_row = args;
+  KvCache& cache = of_row.cache;
+  cache.shape.batch = cache.shape.heads_kv = 1;
+  of_row.heads_q = group;
+  cache.k.data = row.address(cache.k, 0);
+  cache.v.data = row.address(cache.v, 0);
+  cache.scores += row.place(0);
+  advance_to_heads(of_row.q);
+  advance_to_heads(of_row.out);
   ForwardArgs forward;
-  forward.problem = pending_problem(cache, args.heads_q, 1, args.scale, args.score_use);
-  forward.problem.softcap = args.softcap;
-  forward.problem.nonfinite = args.nonfinite;
-  forward.in = pending_inputs(cache, q, 1, intervals, args.score_use);
-  forward.out = args.out;
-  forward.out.data = advance(args.out.data, b * args.out.stride[0] * bytes);
+  forward.problem = step_problem(of_row);
+  forward.problem.seqlen_k = row.places();
+  if (args.score_use == ScoreUse::choose_and_bias) forward.problem.bias_shape[3] = row.places();
+  forward.problem.intervals_shape = {1, 1};
+  forward.in = inputs_of_slots(cache, of_row.q, args.score_use);
+  forward.in.visibility.intervals.data = intervals;
+  forward.out = of_row.out;
   forward.lse = args.lse;
-  forward.lse.data = advance(args.lse.data, b * args.heads_q * size_of(args.lse.dtype));
+  forward.lse.data =
+      advance(args.lse.data, (row.b * args.heads_q + row.h * group) * size_of(args.lse.dtype));
   return forward;
 }
 
-// The intervals [Hkv, places] of a row's slots, then the workspace of its attention.
+// The intervals of the slots of a head, then the workspace of its attention.
 struct DecodeStepPlan {
   std::size_t intervals_bytes;
   std::size_t bytes;
 
   DecodeStepPlan(const DecodeStepArgs& args, const Execution& execution)
-      : intervals_bytes(align_up(
-            static_cast<std::size_t>(args.cache.shape.heads_kv * args.cache.shape.places()) *
-            sizeof(KeyInterval))),
+      : intervals_bytes(align_up(static_cast<std::size_t>(args.cache.shape.most_places()) *
+                                 sizeof(KeyInterval))),
         bytes(intervals_bytes) {
-    if (args.cache.shape.batch == 0) return;
-    bytes += attention(args, 0, 0, &some_intervals, execution).workspace_size();
+    const KvCacheShape& s = args.cache.shape;
+    std::size_t most = 0;
+    for (std::int64_t h = 0; s.batch > 0 && h < s.heads_kv; ++h) {
+      const ForwardCall call = attention(args, {args.cache, 0, h, 0}, &some_intervals, execution);
+      most = std::max(most, call.workspace_size());
+    }
+    bytes += most;
   }
 
   // A row of the call without a row of the cache sees no key.
   void run(const DecodeStepArgs& args, const Execution& execution) const {
     const KvCache& cache = args.cache;
-    const std::int64_t places = cache.shape.places();
     auto* const intervals = static_cast<KeyInterval*>(execution.workspace);
     const std::span rest(static_cast<std::byte*>(execution.workspace) + intervals_bytes,
                          execution.workspace_bytes - intervals_bytes);
     for_each_row(cache, [&](const Row& row) { enter(row, token_of(args, row, 0), row.seen()); });
     for_each_batch(cache, [&](std::int64_t, std::int64_t row) { ++seen_of(cache, row); });
     for (std::int64_t b = 0; b < cache.shape.batch; ++b) {
-      const std::int64_t row = row_of(cache, b);
-      for (std::int64_t i = 0; i < cache.shape.heads_kv * places; ++i) {
-        const bool sees = row >= 0 && Row{cache, b, i / places, row}.holds_key(i % places);
-        intervals[i] = {0, sees ? 1 : 0};
+      const std::int64_t row_number = row_of(cache, b);
+      for (std::int64_t h = 0; h < cache.shape.heads_kv; ++h) {
+        const Row row{cache, b, h, std::max<std::int64_t>(row_number, 0)};
+        for (std::int64_t slot = 0; slot < row.places(); ++slot) {
+          intervals[slot] = {0, row_number >= 0 && row.holds_key(slot) ? 1 : 0};
+        }
+        attention(args, row, intervals, execution).run(rest);
       }
-      attention(args, b, std::max<std::int64_t>(row, 0), intervals, execution).run(rest);
     }
   }
 
  private:
   static constexpr KeyInterval some_intervals{};
 
-  static ForwardCall attention(const DecodeStepArgs& args, std::int64_t b, std::int64_t row,
+  static ForwardCall attention(const DecodeStepArgs& args, const Row& row,
                                const KeyInterval* intervals, const Execution& execution) {
-    return ForwardCall(attention_of(args, b, row, intervals), execution, "reference");
+    return ForwardCall(attention_of(args, row, intervals), execution, "reference");
   }
 };
 

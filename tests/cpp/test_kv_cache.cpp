@@ -34,7 +34,7 @@ StreamOptions random_options(std::uint64_t seed, const char* backend, StreamScor
   Random random(seed * 977 + 5);
   StreamOptions options{.scores = scores, .seed = seed, .backend = backend};
   options.shape = {.batch = 1 + random.below(3),
-                   .heads_kv = 1 + random.below(2),
+                   .heads_kv = 1 + random.below(3),
                    .rule = {.window = random.below(10)},
                    .chunk = random.below(8),
                    .head_dim = 1 + random.below(20),
@@ -56,7 +56,7 @@ StreamOptions random_options(std::uint64_t seed, const char* backend, StreamScor
   rule.recent_competes = random.below(2) == 0;
   rule.sink_tokens = random.below(2) == 0 ? 0 : random.below(5);
   if (random.below(3) == 0) rule.score_threshold = thresholds[random.below(8)];
-  if (options.shape.places() == 0) rule.window = 1;
+  if (options.shape.places(0) == 0) rule.window = 1;
   for (std::int64_t h = 0; h < options.shape.heads_kv && seed % 3 == 0; ++h) {
     options.head_windows.push_back(random.below(rule.window + 1));
   }
@@ -108,8 +108,8 @@ std::string reason_without_long_stream(const char* backend, StreamScores scores,
 }
 
 // The rule has enough slots for several blocks of keys, splits and whole vectors.
-void run_long_stream(const SelectionRule& rule, const char* backend, StreamScores scores,
-                     DType dtype) {
+void run_long_stream(const SelectionRule& rule, const std::vector<std::int64_t>& head_windows,
+                     const char* backend, StreamScores scores, DType dtype) {
   StreamOptions options{.scores = scores, .nan_share = 0.1, .seed = 3, .backend = backend};
   options.shape = {.batch = 2,
                    .heads_kv = 2,
@@ -119,6 +119,7 @@ void run_long_stream(const SelectionRule& rule, const char* backend, StreamScore
                    .value_dim = rule.recent_window > 0 ? 21 : 32,
                    .dtype = dtype};
   options.masked_share = rule.recent_window > 0 ? 0.1 : 0;
+  options.head_windows = head_windows;
   options.group = 2;
   KvStream stream(options);
   ASSERT_NO_FATAL_FAILURE(stream.fill(1200));
@@ -140,8 +141,9 @@ TEST_P(KvCacheStreams, LongStreamEqualsAttentionOverShownKeys) {
   SelectionRule competing = rule;
   competing.recent_competes = true;
   for (const SelectionRule& tested : {SelectionRule{.window = 900}, rule, competing}) {
-    ASSERT_NO_FATAL_FAILURE(run_long_stream(tested, backend, scores, dtype));
+    ASSERT_NO_FATAL_FAILURE(run_long_stream(tested, {}, backend, scores, dtype));
   }
+  ASSERT_NO_FATAL_FAILURE(run_long_stream(rule, {3, 600}, backend, scores, dtype));
 }
 
 auto streams_of(const char* backend) {
@@ -203,6 +205,33 @@ TEST(KvCache, HalfAMillionTokensLeaveTheBestKeys) {
     EXPECT_EQ(static_cast<const float*>(cache.k.data)[slot * head_dim],
               static_cast<float>(position));
   }
+}
+
+// Heads with 0 to 1173 keys and 60 pending tokens.
+TEST(KvCache, MemoryIsTheSumOverHeads) {
+  static constexpr std::int64_t windows[] = {3, 40, 1173, 0, 7, 64, 12, 90};
+  KvCacheShape shape{.batch = 2,
+                     .heads_kv = 8,
+                     .rule = {.window = 1173, .recent_window = 16, .sink_tokens = 4},
+                     .chunk = 60,
+                     .head_dim = 64,
+                     .dtype = DType::bf16};
+  shape.rule.head_windows = windows;
+  EXPECT_EQ(shape.total_slots(), 1389 + 8 * (16 + 4 + 60));
+  EXPECT_EQ(shape.most_places(), 1193);
+  const auto bytes = [&](std::int64_t slots) { return 2 * slots * (2 * 64 * 2 + 8); };
+  EXPECT_NEAR(static_cast<double>(kv_cache_size(shape)),
+              static_cast<double>(bytes(shape.total_slots())), 1024);
+  static constexpr std::int64_t equal[] = {9, 9, 9, 9, 9, 9, 9, 9};
+  KvCacheShape rectangle = shape;
+  rectangle.rule.window = 9;
+  const std::size_t size = kv_cache_size([&] {
+    KvCacheShape with_windows = rectangle;
+    with_windows.rule.head_windows = equal;
+    return with_windows;
+  }());
+  rectangle.rule.head_windows = nullptr;
+  EXPECT_EQ(size, kv_cache_size(rectangle));
 }
 
 // ---- Arguments -----------------------------------------------------------------------------------
@@ -343,9 +372,9 @@ TEST(KvCache, StepFromAnyCountsChangesOnlyExistingSlots) {
     const StepChange change =
         change_of_step(rule_of_head(shape, 0), counts, static_cast<std::int32_t>(random.below(100)),
                        static_cast<float>(random.normal()), random.below(4) > 0);
-    ASSERT_LT(change.target, shape.places());
+    ASSERT_LT(change.target, shape.places(0));
     ASSERT_GE(change.count, 0);
-    ASSERT_LE(change.count, shape.places());
+    ASSERT_LE(change.count, shape.places(0));
   }
 }
 

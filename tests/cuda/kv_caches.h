@@ -30,6 +30,8 @@ struct KvSizes {
 
 // Windows for kv heads of their own.
 inline constexpr std::int64_t windows_of_heads[] = {100, 17};
+inline constexpr std::int64_t windows_of_8_heads[] = {3, 40, 1173, 0, 7, 64, 300, 90};
+inline constexpr std::int64_t windows_for_many_splits[] = {70, 3000};
 
 // Every kernel for a decode step, with a few and with many rows (heads of a group), and splits whose parts a second
 // kernel combines; then rules with sinks, recent keys that compete or do not, thresholds and windows of heads, where
@@ -65,6 +67,12 @@ inline std::vector<KvSizes> kv_sizes() {
   by_head.head_windows = windows_of_heads;
   SelectionRule by_head_delayed = rule(2, 100, 40, false, 0);
   by_head_delayed.head_windows = windows_of_heads;
+  SelectionRule of_8_heads = rule(0, 1173, 0, true);
+  of_8_heads.head_windows = windows_of_8_heads;
+  SelectionRule of_8_heads_delayed = rule(4, 1173, 16, false, 0);
+  of_8_heads_delayed.head_windows = windows_of_8_heads;
+  SelectionRule for_many_splits = rule(1, 3000, 9, true);
+  for_many_splits.head_windows = windows_for_many_splits;
   return {
       {"one_slot", shape(2, 2, 1, 3, 64, DType::bf16), 2, 5},
       {"small", with_values(shape(2, 2, 33, 20, 24, DType::f16), 16), 3, 20},
@@ -92,6 +100,10 @@ inline std::vector<KvSizes> kv_sizes() {
       {"by_head", under_rule(2, 2, by_head, 30, 64, DType::bf16), 2, 300},
       {"by_head_delayed", with_values(under_rule(2, 2, by_head_delayed, 70, 64, DType::f16), 40), 2,
        300},
+      {"of_8_heads", under_rule(2, 8, of_8_heads, 20, 128, DType::bf16), 2, 1400},
+      {"of_8_heads_delayed",
+       with_values(under_rule(3, 8, of_8_heads_delayed, 33, 64, DType::f16), 40), 2, 1400},
+      {"by_head_many_splits", under_rule(2, 2, for_many_splits, 6, 64, DType::bf16), 2, 3500},
       {"many_recent", under_rule(1, 1, rule(4, 1500, 700, true), 9, 64, DType::bf16), 2, 2500},
       {"many_delayed", under_rule(1, 1, rule(4, 1500, 700, false), 9, 64, DType::bf16), 2, 2500}};
 }
@@ -130,36 +142,43 @@ class Caches {
         const SlotCount& expected = host.counts[row];
         ASSERT_EQ(keys_of(got, b, h), keys_of(host, b, h));
         ASSERT_EQ(slots.competed, expected.competed);
-        ASSERT_EQ(slots.free, first_free(got, row));
+        ASSERT_EQ(slots.free, first_free(got, b, h));
         // Before the first token, it is 0.
         const bool is_leaving = 0 <= expected.leaving && expected.leaving < expected.count;
         ASSERT_EQ(0 <= slots.leaving && slots.leaving < slots.count, is_leaving);
         if (is_leaving) {
-          ASSERT_EQ(entry_of(got, row, slots.leaving), entry_of(host, row, expected.leaving));
+          ASSERT_EQ(entry_of(got, b, h, slots.leaving), entry_of(host, b, h, expected.leaving));
           ASSERT_TRUE(slots.leaving_score == expected.leaving_score ||
                       (std::isnan(slots.leaving_score) && std::isnan(expected.leaving_score)));
         }
-        const SelectionRule& rule = shape_.rule;
-        const std::int64_t window =
-            rule.head_windows == nullptr ? rule.window : rule.head_windows[h];
+        const std::int64_t window = shape_.window(h);
         if (window == 0 || slots.competed < window) continue;
-        ASSERT_EQ(entry_of(got, row, slots.victim), entry_of(host, row, expected.victim));
+        ASSERT_EQ(entry_of(got, b, h, slots.victim), entry_of(host, b, h, expected.victim));
         ASSERT_EQ(slots.victim_score, expected.victim_score);
         ASSERT_EQ(slots.victim_position, expected.victim_position);
       }
     }
   }
 
-  // The position of the key in each slot, by (batch, head) row; -1: it holds no key.
+  // The number of intervals of a head's slots.
+  static std::int64_t interval_count(const KvCache& cache, std::int64_t h) {
+    const KvCacheShape& s = cache.shape;
+    return s.has_equal_heads() ? s.places(h) + cache.pending : s.slots(h);
+  }
+
+  // The position of the key in each slot that has an interval, in their order; -1: it holds no key.
   std::vector<std::int32_t> positions(const KvCache& cache, bool is_device) const {
     GuardedBuffer copy(host_memory_.size(), "copy");
     if (is_device) device_memory_.download(copy.data());
     const KvCache read = is_device ? kv_cache_in(copy, shape_) : cache;
     std::vector<std::int32_t> result;
     for (std::int64_t row = 0; row < shape_.batch * shape_.heads_kv; ++row) {
-      for (std::int64_t slot = 0; slot < shape_.places() + cache.pending; ++slot) {
-        const bool is_taken = slot < read.counts[row].count || slot >= shape_.places();
-        const std::int32_t entry = is_taken ? entry_of(read, row, slot) : no_key;
+      const std::int64_t b = row / shape_.heads_kv, h = row % shape_.heads_kv;
+      const std::int64_t places = shape_.places(h);
+      for (std::int64_t slot = 0; slot < interval_count(cache, h); ++slot) {
+        const bool is_pending = slot >= places && slot < places + cache.pending;
+        const bool is_taken = slot < read.counts[row].count || is_pending;
+        const std::int32_t entry = is_taken ? entry_of(read, b, h, slot) : no_key;
         result.push_back(entry == no_key ? -1 : position_of_entry(entry));
       }
     }
@@ -186,30 +205,34 @@ class Caches {
   // By their entries: the bits of the score, which may be NaN, k and v.
   using Keys = std::map<std::int32_t, std::tuple<std::uint32_t, Row, Row>>;
 
-  static std::int32_t entry_of(const KvCache& cache, std::int64_t row, std::int64_t slot) {
-    return cache.positions[row * cache.shape.slots() + slot];
+  // The slots of dense arrays.
+  static std::int64_t place_of(const KvCacheShape& s, std::int64_t b, std::int64_t h,
+                               std::int64_t slot) {
+    return b * s.total_slots() + s.first_slot(h) + slot;
   }
-  static std::int32_t first_free(const KvCache& cache, std::int64_t row) {
+  static std::int32_t entry_of(const KvCache& cache, std::int64_t b, std::int64_t h,
+                               std::int64_t slot) {
+    return cache.positions[place_of(cache.shape, b, h, slot)];
+  }
+  static std::int32_t first_free(const KvCache& cache, std::int64_t b, std::int64_t h) {
+    const std::int32_t count = cache.counts[b * cache.shape.heads_kv + h].count;
     std::int32_t slot = 0;
-    while (slot < cache.counts[row].count && entry_of(cache, row, slot) != no_key) ++slot;
+    while (slot < count && entry_of(cache, b, h, slot) != no_key) ++slot;
     return slot;
   }
-  static Row row_of(const Tensor4& t, std::int64_t b, std::int64_t h, std::int64_t slot,
-                    std::int64_t columns) {
-    const auto* const row = static_cast<const std::uint16_t*>(t.data) + b * t.stride[0] +
-                            h * t.stride[1] + slot * t.stride[2];
+  static Row row_of(const Tensor4& t, std::int64_t place, std::int64_t columns) {
+    const auto* const row = static_cast<const std::uint16_t*>(t.data) + place * columns;
     return {row, row + columns};
   }
   static Keys keys_of(const KvCache& cache, std::int64_t b, std::int64_t h) {
     const KvCacheShape& s = cache.shape;
-    const std::int64_t row = b * s.heads_kv + h;
     Keys keys;
-    for (std::int64_t slot = 0; slot < cache.counts[row].count; ++slot) {
-      const std::int32_t entry = entry_of(cache, row, slot);
+    for (std::int64_t slot = 0; slot < cache.counts[b * s.heads_kv + h].count; ++slot) {
+      const std::int64_t place = place_of(s, b, h, slot);
+      const std::int32_t entry = cache.positions[place];
       if (entry == no_key) continue;
-      keys[entry] = {std::bit_cast<std::uint32_t>(cache.scores[row * s.slots() + slot]),
-                     row_of(cache.k, b, h, slot, s.head_dim),
-                     row_of(cache.v, b, h, slot, value_dim_of(s))};
+      keys[entry] = {std::bit_cast<std::uint32_t>(cache.scores[place]),
+                     row_of(cache.k, place, s.head_dim), row_of(cache.v, place, value_dim_of(s))};
     }
     return keys;
   }

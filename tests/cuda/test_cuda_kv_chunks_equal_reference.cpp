@@ -31,8 +31,8 @@ void append_both(const KvSizes& sizes, Caches& caches, Random& random, std::int6
 // The intervals of the pending tokens as queries: the same for the same keys, in whichever slots.
 void expect_same_intervals(const Caches& caches, std::int64_t queries) {
   const KvCacheShape& s = caches.host.shape;
-  const std::int64_t keys = s.places() + caches.host.pending;
-  std::vector<KeyInterval> expected(static_cast<std::size_t>(s.batch * s.heads_kv * keys));
+  const std::int64_t count = pending_intervals_count(caches.host);
+  std::vector<KeyInterval> expected(static_cast<std::size_t>(count));
   const DeviceBuffer on_device(expected.size() * sizeof(KeyInterval));
   PendingIntervalsArgs args{
       .cache = caches.host, .seqlen_q = queries, .intervals = expected.data()};
@@ -40,13 +40,15 @@ void expect_same_intervals(const Caches& caches, std::int64_t queries) {
   args.cache = caches.device;
   args.intervals = on_device.as<KeyInterval>();
   run_on_device(PendingIntervalsCall(args, {}, "cuda"));
-  const auto got = download<KeyInterval>(on_device, s.batch * s.heads_kv * keys);
+  const auto got = download<KeyInterval>(on_device, count);
   const std::vector<std::int32_t> host_positions = caches.positions(caches.host, false);
   const std::vector<std::int32_t> device_positions = caches.positions(caches.device, true);
+  std::size_t at = 0;
   for (std::int64_t row = 0; row < s.batch * s.heads_kv; ++row) {
     std::map<std::int32_t, std::pair<int, int>> want, have;
-    for (std::int64_t i = row * keys; i < (row + 1) * keys; ++i) {
-      const auto at = static_cast<std::size_t>(i);
+    const std::size_t end =
+        at + static_cast<std::size_t>(Caches::interval_count(caches.host, row % s.heads_kv));
+    for (; at < end; ++at) {
       if (host_positions[at] >= 0)
         want[host_positions[at]] = {expected[at].first, expected[at].last};
       if (device_positions[at] >= 0) have[device_positions[at]] = {got[at].first, got[at].last};
@@ -176,7 +178,7 @@ TEST_P(CudaKvChunks, CountsOutOfRangeChangeNoOtherRow) {
     caches.spoil_counts(number);
     append_both(sizes, caches, random, sizes.shape.chunk);
     const KvCacheShape& s = sizes.shape;
-    const DeviceBuffer intervals(static_cast<std::size_t>(s.batch * s.heads_kv * s.slots()) *
+    const DeviceBuffer intervals(static_cast<std::size_t>(s.batch * s.total_slots()) *
                                  sizeof(KeyInterval));
     run_on_device(PendingIntervalsCall(
         {.cache = caches.device, .seqlen_q = s.chunk, .intervals = intervals.as<KeyInterval>()}, {},

@@ -41,6 +41,7 @@ class DecodeCase:
     keys: keys in the cache of a sequence.
     slots: whether the cache has one slot per key, which hold the best keys of a context of any length.
     recent: how many of the slots hold recent keys; the others hold the best of all keys.
+    windows: the number of slots of each head, if these differ; their mean is `keys`.
     """
 
     keys: int
@@ -50,11 +51,16 @@ class DecodeCase:
     heads_q: int = 16
     heads_kv: int = 8
     head_dim: int = 128
+    windows: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         kind = f"slots w{self.keys}, any context" if self.slots else f"all of N{self.keys}"
         if self.recent:
             kind = f"slots w{self.keys - self.recent} + {self.recent} recent, any context"
+        if self.windows:
+            kind = (
+                f"slots w{min(self.windows)} to {max(self.windows)}, mean {self.keys}, any context"
+            )
         return f"decode {kind} B{self.batch} H{self.heads_q} Hkv{self.heads_kv} D{self.head_dim}"
 
     def bytes(self, dtype: torch.dtype) -> int:
@@ -62,6 +68,8 @@ class DecodeCase:
         return 2 * self.batch * self.heads_kv * self.keys * self.head_dim * dtype.itemsize
 
 
+# Caps of heads as measured on a model with learned scores.
+_CAPS = (1173, 549, 171, 53, 31, 7, 3, 5)
 CASES = {
     "cpu": [
         DecodeCase(2048, slots=True),
@@ -73,6 +81,11 @@ CASES = {
         DecodeCase(2048, slots=True),
         DecodeCase(2048, slots=True, recent=512),
         DecodeCase(2048, slots=True, batch=64),
+        *(
+            DecodeCase(sum(_CAPS) // len(_CAPS), slots=True, batch=batch, windows=windows)
+            for batch in (1, 64, 256)
+            for windows in ((), _CAPS)
+        ),
         *(DecodeCase(n) for n in (1024, 8192, 131072, 524288)),
         DecodeCase(4096, batch=64),
     ],
@@ -84,7 +97,7 @@ def measure_rows(names: list[str], options: argparse.Namespace) -> Iterator[dict
     cases = [
         dataclasses.replace(case, keys=keys)
         for case in CASES[device]
-        for keys in (options.window if case.slots else options.length) or [case.keys]
+        for keys in _keys_of(case, options)
     ]
     bandwidth = copy_bandwidth(device, 5 * repeats)
     print(f"a copy moves {bandwidth:.1f} GB/s", flush=True)
@@ -95,6 +108,11 @@ def measure_rows(names: list[str], options: argparse.Namespace) -> Iterator[dict
                 for side, make in _sides(case, device).items()
             }
             yield from measure_sides(case, dtype, sides, options.side)
+
+
+def _keys_of(case: DecodeCase, options: argparse.Namespace) -> list[int]:
+    chosen = options.window if case.slots else options.length
+    return [case.keys] if case.windows or not chosen else chosen
 
 
 def cache_bytes(device: str) -> int:
@@ -129,10 +147,12 @@ def _slots(
     states: states in the pool per row of the batch. With more than one, the rows are a random choice of the pool's states.
     """
     pool = states * case.batch
-    sizes = (pool, case.heads_kv, case.keys - case.recent, case.head_dim)
+    window = case.windows or case.keys - case.recent
+    sizes = (pool, case.heads_kv, window, case.head_dim)
     rule = {"recent_window": case.recent, "recent_competes": True}
     cache = KVSlots(*sizes, **rule, dtype=dtype, device=device)
-    length = case.keys + 2 * case.recent  # so that all slots are taken
+    # Long enough for all slots to be taken.
+    length = max(case.windows, default=case.keys) + 2 * case.recent
     prompt = (pool, length, case.heads_kv, case.head_dim)
     scores = torch.randn(pool, case.heads_kv, length, device=device)
     cache.fill(_normal(dtype, device, *prompt), _normal(dtype, device, *prompt), scores)

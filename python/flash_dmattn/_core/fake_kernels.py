@@ -94,6 +94,8 @@ def _kv_pending_intervals_fake(
     k_cache, v_cache, score_cache, positions, counts, seen, rule, threshold, pending, *options
 ):
     batch, heads = k_cache.shape[:2]
+    if k_cache.dim() == 3:  # heads with different numbers of slots
+        return k_cache.new_empty((batch, 1, k_cache.shape[1], 2), dtype=torch.int32)
     sinks, recent, _, *windows = rule
     places = sinks + recent + max(windows)
     return k_cache.new_empty((batch, heads, places + pending, 2), dtype=torch.int32)
@@ -105,5 +107,5 @@ def _kv_decode_step_fake(
 ):
     _require_device_of(q, k_cache=k_cache)
     batch, _, heads_q, _ = q.shape
-    out = q.new_empty((batch, 1, heads_q, v_cache.shape[3]))
+    out = q.new_empty((batch, 1, heads_q, v_cache.shape[-1]))
     return out, q.new_empty((batch, heads_q, 1), dtype=torch.float32)

@@ -98,29 +98,37 @@ def check_mask(mask: Tensor, shape: tuple[int, int], device: torch.device) -> No
     check_like(mask, "key_mask", shape, torch.bool, device)
 
 
-def check_slots(places: int, pending: int, slots: int) -> None:
-    """Raises if `places` or `pending` do not fit into `slots`. places: how many slots the cache's rule needs."""
+def check_slots(places: int, pending: int, slots: int, shares: int = 1) -> None:
+    """Raises if `places` or `pending` do not fit into `slots`.
+
+    places: how many slots the cache's rule needs. shares: how many heads divide the other slots equally.
+    """
     if places > slots:
         raise ValueError(
             f"keep_window_size: got a rule with {places} keys, expected at most {slots}, the slots of k"
         )
-    chunk = slots - places
+    chunk, rest = divmod(slots - places, shares)
+    if rest:
+        raise ValueError(
+            f"k: got {slots} slots, expected {places} and a multiple of {shares}, as many for pending tokens in each head"
+        )
     check_count(pending, "pending")
     if pending > chunk:
         raise ValueError(f"pending: got {pending}, expected at most {chunk}, the chunk")
 
 
-def check_counts(counts: Tensor, name: str, places: int) -> None:
-    """Raises unless each head has 0 to `places` taken slots.
+def check_counts(counts: Tensor, name: str, places: list[int]) -> None:
+    """Raises unless each head has 0 to its number of `places` taken slots.
 
     Counts on a GPU are not read, because that would wait for it. Its kernels clamp them.
     """
     if not counts.is_cpu or torch.compiler.is_compiling():
         return
     taken = counts[..., 0]
-    if ((taken < 0) | (taken > places)).any():
+    if ((taken < 0) | (taken > torch.tensor(places))).any():
+        most = ", ".join(map(str, sorted(set(places))))
         raise ValueError(
-            f"{name}: got {taken.min()} to {taken.max()} taken slots of a head, expected 0 to {places}"
+            f"{name}: got {taken.min()} to {taken.max()} taken slots of a head, expected 0 to {most}"
         )
 
 

@@ -35,9 +35,9 @@ class KVSlots(SlotMemory):
     has no key, but counts as a token. A token whose score is NaN has a key, which may be a sink or recent.
 
     keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold: the rule, as in select_key_intervals,
-        with one window for all kv heads or one for each. Every head has sink_tokens + keep_window_size + recent_window
-        slots, where keep_window_size is the largest window. score_threshold needs keep_window_size, which limits how
-        many keys the threshold may show; `capped` counts the keys beyond this limit.
+        with one window for all kv heads or one for each. A head has sink_tokens + recent_window slots, and as many more
+        as its window. score_threshold needs keep_window_size, which limits how many keys the threshold may show; `capped`
+        counts the keys beyond this limit.
     selection: "per_query".
     chunk: the maximum number of pending tokens. `append` adds pending tokens (part of a prompt, or speculated tokens),
         queries see them, and `commit(n)` moves n of them to the slots and drops the others.
@@ -57,7 +57,8 @@ class KVSlots(SlotMemory):
         k: [B, Hkv, places + chunk, D]; v: [B, Hkv, places + chunk, Dv].
         scores: float32 [B, Hkv, places + chunk].
         counts: int32 [B, Hkv, 8]. counts[..., 0] is the number of taken slots. Slots are taken from the first one on.
-        positions: int32 [B, Hkv, places + chunk]. In a taken slot it is
+        positions: int32 [B, Hkv, places + chunk]. If heads have windows of different sizes, k, v, scores and positions are
+            [B, total, ...] instead, with the slots of one head after those of the head before. In a taken slot it is
             position, if the key competes;
             -1 - position, if the key does not compete (a sink, or a recent key with too low a score);
             -2**31, if the key has left.
@@ -107,7 +108,7 @@ class KVSlots(SlotMemory):
         if key_mask is not None:
             check_mask(key_mask, (self.batch, length), self.k.device)
         if intervals is None:
-            expected = (self.batch, self.k.shape[1], length)
+            expected = (self.batch, self.heads_kv, length)
             if tuple(scores.shape) != expected:
                 raise ValueError(f"scores: got shape {tuple(scores.shape)}, expected {expected}")
             last_query = {}
@@ -121,7 +122,7 @@ class KVSlots(SlotMemory):
             intervals = select_key_intervals(
                 scores, **self.rule._asdict(), key_mask=mask, query_length=1, **last_query
             )
-        heads = (self.batch, self.k.shape[1])
+        heads = (self.batch, self.heads_kv)
         _check_intervals(intervals, *heads, length)
         ops.kv_fill(
             *self.tensors,
@@ -151,7 +152,7 @@ class KVSlots(SlotMemory):
         """
         self._refuse_rows()
         check_tensor(positions, "positions")
-        heads = (self.batch, self.k.shape[1])
+        heads = (self.batch, self.heads_kv)
         shape, device = tuple(positions.shape), positions.device
         fits = len(shape) == 3 and shape[:2] == heads and shape[2] > 0
         if positions.dtype != torch.int32 or device != self.k.device or not fits:
@@ -160,21 +161,22 @@ class KVSlots(SlotMemory):
                 f"on {self.k.device}, S above 0"
             )
         seen = as_row_indices(seen, "seen", self.batch)
-        entries = self.positions
+        entries, length = self.positions.flatten(1), shape[2]
+        head, _, taken, _ = self._describe_slots()
         index = torch.where(entries < 0, ~entries, entries)
-        index = index.clamp(max=positions.shape[2] - 1).long()  # any index will do without a key
-        at = positions.gather(-1, index)
-        is_key = self._taken_slots() & (entries != _NO_KEY)
-        if may_read() and not self._positions_agree(is_key, index, at, seen):
+        index = head * length + index.clamp(max=length - 1)  # any index will do without a key
+        at = positions.flatten(1).gather(1, index)
+        is_key = taken & (entries != _NO_KEY)
+        if may_read() and not self._positions_agree(is_key, index, at, seen, length):
             recent = self.rule.recent_window
             last = f", of which the last {recent} are the last before seen" if recent else ""
             raise ValueError(
                 f"positions: got positions that these keys cannot have, expected ascending positions below seen, {seen.tolist()}{last}"
             )
         renumbered = torch.where(entries < 0, ~at, at)
-        self.positions.copy_(renumbered.where(is_key, entries))
+        self.positions.copy_(renumbered.where(is_key, entries).view_as(self.positions))
         victim = self.counts[..., _VICTIM_POSITION]
-        index = victim.clamp(0, positions.shape[2] - 1).long()
+        index = victim.clamp(0, length - 1).long()
         victim.copy_(positions.gather(-1, index[..., None])[..., 0])
         self.seen.copy_(seen)
 
@@ -186,56 +188,87 @@ class KVSlots(SlotMemory):
             competes sooner than two tokens after itself.
         """
         self._refuse_rows()
-        if tuple(scores.shape) != (expected := (self.batch, self.k.shape[1])):
+        if tuple(scores.shape) != (expected := (self.batch, self.heads_kv)):
             raise ValueError(f"scores: got shape {tuple(scores.shape)}, expected {expected}")
         if self.rule.delay() < 2:
             raise ValueError(
                 f"recent_window: got {self.rule.recent_window} with recent_competes={self.rule.recent_competes}, expected 2 or more "
                 "with False"
             )
-        held, scores = self._held_keys(), scores[..., None]
-        slots = torch.arange(held.shape[2], device=held.device)
-        entries, held_scores = (t[..., : held.shape[2]] for t in (self.positions, self.scores))
+        entries, held_scores = self.positions.flatten(1), self.scores.flatten(1)
+        head, number, taken, is_pending = self._describe_slots()
+        held = (taken | is_pending) & (entries != _NO_KEY)
         at = torch.where(entries < 0, ~entries, entries).where(held, -1)
-        is_last = held & (at == at.amax(-1, keepdim=True))
+        is_last = held & (at == self._largest_of_heads(at)[:, head])
         if key_mask is not None:
-            is_last = is_last & key_mask[:, None, None]
-        competes = ~scores.isnan() & (slots >= self.rule.sink_tokens)
+            is_last = is_last & key_mask[:, None]
+        scores = scores[:, head]
+        competes = ~scores.isnan() & (number >= self.rule.sink_tokens)
         if self.rule.score_threshold is not None:
             competes = competes & (scores.double() >= self.rule.score_threshold)
-        if not all(self.rule.windows()):
-            windows = torch.tensor(self.rule.windows(), device=at.device)
-            competes = competes & (windows[:, None] > 0)
-        entries.copy_(torch.where(is_last, torch.where(competes, at, ~at), entries))
-        held_scores.copy_(torch.where(is_last, scores, held_scores))
+        always_seen = self.rule.sink_tokens + self.rule.recent_window
+        for h, places in enumerate(self.rule.places_of_heads(self.heads_kv)):
+            if places == always_seen:
+                competes = competes & (head != h)
+        entries = torch.where(is_last, torch.where(competes, at, ~at), entries)
+        self.positions.copy_(entries.view_as(self.positions))
+        self.scores.copy_(torch.where(is_last, scores, held_scores).view_as(self.scores))
 
-    def _taken_slots(self) -> Tensor:
-        """Returns whether each slot has been taken, bool [B, Hkv, places + chunk]."""
-        return torch.arange(self.k.shape[2], device=self.k.device) < self.counts[..., :1]
+    def _largest_of_heads(self, numbers: Tensor) -> Tensor:
+        """Returns the largest of numbers [B, total], one for each slot, of each head, [B, Hkv]. Each head has slots."""
+        if self._has_equal_heads:
+            return numbers.view_as(self.positions).amax(-1)
+        sizes = [places + self.chunk for places in self.rule.places_of_heads(self.heads_kv)]
+        return torch.stack([t.amax(-1) for t in numbers.split(sizes, 1)], 1)
+
+    def _describe_slots(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns the head of each slot and its number in this head, int64 [total], and whether it has been taken or has a pending
+        token, bool [B, total].
+
+        No number is copied from the host, so that a CUDA graph can capture it.
+        """
+        slot = torch.arange(self.positions.flatten(1).shape[1], device=self.k.device)
+        head, number, token = torch.zeros_like(slot), slot, slot
+        if self._has_equal_heads:
+            size = self.positions.shape[2]
+            head, number = slot.div(size, rounding_mode="floor"), slot.remainder(size)
+            token = number - self.places
+        else:
+            for h, (first, pending) in enumerate(self._head_ranges()):
+                is_of_head = slot >= first
+                head = torch.where(is_of_head, h, head)
+                number = torch.where(is_of_head, slot - first, number)
+                token = torch.where(is_of_head, slot - pending, token)
+        taken = number < self.counts[..., 0][:, head]
+        is_pending = (0 <= token) & (token < self.pending)
+        return head, number, taken, is_pending.expand_as(taken)
 
     def _held_keys(self) -> Tensor:
-        """Returns whether each slot holds a key, bool [B, Hkv, places + pending]."""
-        held = self._taken_slots()
-        held[..., self.places :] = True
-        return (held & (self.positions != _NO_KEY))[..., : self.places + self.pending]
+        """Returns which slots that attention reads hold a key, bool [B, Hkv, places + pending] or [B, 1, total]."""
+        _, _, taken, is_pending = self._describe_slots()
+        held = (taken | is_pending) & (self.positions.flatten(1) != _NO_KEY)
+        if not self._has_equal_heads:
+            return held[:, None]
+        return held.view_as(self.positions)[..., : self.places + self.pending]
 
-    def _positions_agree(self, is_key: Tensor, index: Tensor, at: Tensor, seen: Tensor) -> bool:
+    def _positions_agree(
+        self, is_key: Tensor, index: Tensor, at: Tensor, seen: Tensor, length: int
+    ) -> bool:
         """Returns whether keys with these indices among the tokens of `fill` can have the positions `at`.
 
         A recent key leaves once recent_window tokens have followed it, so at another position it would keep its slot.
-        is_key, index, at: [B, Hkv, slots].
+        is_key, index, at: [B, total]. index: head * length + token.
         """
-        before, seen, recent = (
-            self.seen[:, None, None],
-            seen[:, None, None],
-            self.rule.recent_window,
-        )
+        before, seen, recent = self.seen[:, None], seen[:, None], self.rule.recent_window
+        token = index.remainder(length)
         expected = torch.where(
-            index >= before - recent, at == index - before + seen, at < seen - recent
+            token >= before - recent, at == token - before + seen, at < seen - recent
         )
-        order = index.where(is_key, -1).argsort(-1)
+        ordered_index, order = index.where(is_key, -1).sort(-1)
         ordered = at.where(is_key, -1).gather(-1, order)
-        ascends = (ordered[..., 1:] > ordered[..., :-1]) | (ordered[..., 1:] < 0)
+        head = ordered_index.div(length, rounding_mode="floor")
+        ascends = (ordered[:, 1:] > ordered[:, :-1]) | (head[:, 1:] != head[:, :-1])
+        ascends |= ordered[:, 1:] < 0
         return bool((((at >= 0) & expected) | ~is_key).all() & ascends.all())
 
     def step(
@@ -320,9 +353,14 @@ class KVSlots(SlotMemory):
             )
         self._check_tokens(key, value, scores, query)
         Numerics.from_arguments(scale, None, softcap, nonfinite, None)
-        by_token = self.k.transpose(1, 2)
         length = check_chunk(
-            by_token, self.value_dim, key_mask, query=query, key=key, value=value, scores=scores
+            self._by_token,
+            self.value_dim,
+            key_mask,
+            query=query,
+            key=key,
+            value=value,
+            scores=scores,
         )
         room = self.chunk - self.pending
         if room < 1:
@@ -379,11 +417,20 @@ class KVSlots(SlotMemory):
     def pending_mask(self) -> Tensor:
         """Returns whether each pending token is not padding, bool [B, pending]."""
         self._refuse_rows()
-        pending = self.positions[:, :, self.places : self.places + self.pending]
-        return (pending != _NO_KEY).all(1)
+        return (self._pending_of(self.positions) != _NO_KEY).all(1)
+
+    def pending_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns copies of the pending tokens: key [B, n, Hkv, D], value [B, n, Hkv, Dv], scores float32 [B, Hkv, n]."""
+        self._refuse_rows()
+        k, v, scores = (self._pending_of(t).clone() for t in (self.k, self.v, self.scores))
+        return k.transpose(1, 2), v.transpose(1, 2), scores
 
     def pending_intervals(self, query_length: int) -> KeyIntervals:
-        """Returns which slots the last `query_length` pending tokens see. The intervals include causality."""
+        """Returns which slots the last `query_length` pending tokens see. The intervals include causality.
+
+        If heads have windows of different sizes, they are for one head whose keys are all slots, and whose queries are
+        those of head 0, then those of head 1, and so on.
+        """
         if not 0 <= query_length <= self.pending:
             raise ValueError(
                 f"query: got {query_length} queries, expected at most one for each of the {self.pending} pending tokens, which append adds"
@@ -391,7 +438,11 @@ class KVSlots(SlotMemory):
         intervals = ops.kv_pending_intervals(
             *self._arguments, self.pending, query_length, self.backend
         )
-        return KeyIntervals(intervals, query_length, (self.places, int(query_length > 1)))
+        if self._has_equal_heads:
+            return KeyIntervals(intervals, query_length, (self.places, int(query_length > 1)))
+        # `query_length` more queries are those of one more head, and two neighbours may be of two heads.
+        per_query = 1 + -(-self.places // max(query_length, 1))
+        return KeyIntervals(intervals, self.heads_kv * query_length, (2 * self.places, per_query))
 
     def attend(
         self,
@@ -408,18 +459,30 @@ class KVSlots(SlotMemory):
         Returns out [B, n, Hq, Dv], or (out, lse [B, Hq, n]) with return_lse.
         """
         refuse_gradients(query=query)
-        queries = check_query(self.k.transpose(1, 2), query=query)
+        queries = check_query(self._by_token, query=query)
         scores_are_bias = check_flag(scores_are_bias, "scores_are_bias")
         return_lse = resolve_flag(return_lse, "return_lse")
         visible = Visible(intervals=self.pending_intervals(queries))
-        end = self.places + self.pending
-        bias = self.scores[:, :, None, :end] if scores_are_bias else None
         numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None)
-        k, v = (t[:, :, :end].transpose(1, 2) for t in (self.k, self.v))
+        if self._has_equal_heads:
+            end = self.places + self.pending
+            scores = self.scores[:, :, None, :end]
+            k, v = (t[:, :, :end].transpose(1, 2) for t in (self.k, self.v))
+        else:
+            scores = self.scores[:, None, None]
+            k, v = self.k.unsqueeze(2), self.v.unsqueeze(2)
+            query = _queries_by_head(query, self.heads_kv)
+        bias = scores if scores_are_bias else None
         out, statistics = run_backend(
             query, k, v, bias, visible, numerics, self.backend, held_keys=self._held_keys
         )
-        return (out, statistics[0]) if return_lse else out
+        if self._has_equal_heads:
+            return (out, statistics[0]) if return_lse else out
+        shape = (self.heads_kv, queries)
+        out = out.unflatten(1, shape).transpose(1, 2).flatten(2, 3)
+        if not return_lse:
+            return out
+        return out, statistics[0].unflatten(2, shape).transpose(1, 2).flatten(1, 2)
 
     def commit(self, kept_tokens: int | Tensor | None = None) -> None:
         """Moves the first `kept_tokens` pending tokens to the slots, one by one as in `step`. Drops the others.
@@ -450,6 +513,13 @@ class KVSlots(SlotMemory):
             )
         self.pending -= count
 
+    @property
+    def _by_token(self) -> Tensor:
+        """Returns keys [B, any number, Hkv, D], whose shape, dtype and device checks of tokens read."""
+        if self._has_equal_heads:
+            return self.k.transpose(1, 2)
+        return self.k.unsqueeze(2).expand(-1, -1, self.heads_kv, -1)
+
     def _check_tokens(
         self,
         key: Tensor,
@@ -468,6 +538,11 @@ class KVSlots(SlotMemory):
         if key_mask is not None:
             check_mask(key_mask, (self.batch, key.shape[1]), self.k.device)
         refuse_gradients(query=query, key=key, value=value, scores=scores)
+
+
+def _queries_by_head(query: Tensor, heads: int) -> Tensor:
+    """Returns queries [B, n, Hq, D] as [B, heads n, Hq / heads, D]."""
+    return query.unflatten(2, (heads, -1)).transpose(1, 2).flatten(1, 2)
 
 
 def _check_intervals(intervals: KeyIntervals, batch: int, heads: int, length: int) -> None:

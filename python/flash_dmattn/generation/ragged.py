@@ -412,8 +412,7 @@ def _states_fit(pool: KVSlots, query: object, key: object, value: object, scores
     """
     if not are_alike(query, key, value) or type(scores) is not Tensor or len(query.shape) != 3:
         return False
-    slots = pool.k
-    _, heads, _, head_dim = slots.shape
+    slots, heads, head_dim = pool.k, pool.heads_kv, pool.head_dim
     length, heads_q, query_dim = query.shape
     return (
         query.dtype is slots.dtype
@@ -431,8 +430,7 @@ def _states_fit(pool: KVSlots, query: object, key: object, value: object, scores
 
 def _check_states(pool: KVSlots, query: object, key: object, value: object, scores: object) -> None:
     check_tensor(query, "query")
-    _, heads, _, head_dim = pool.k.shape
-    shape = query.shape
+    heads, head_dim, shape = pool.heads_kv, pool.head_dim, query.shape
     if len(shape) != 3 or shape[2] != head_dim or (shape[1] % heads if heads else shape[1]):
         raise ValueError(
             f"query: got shape {tuple(shape)}, expected [T, Hq, {head_dim}] with Hq a multiple of {heads}"

@@ -82,7 +82,7 @@ class SlotMemory:
             raise TypeError(f"dtype: got {dtype}, expected float32, bfloat16 or float16")
         self.backend = _resolve_slot_backend(backend)
         self.pending, self.is_empty = 0, True
-        shape = (batch, heads_kv, self.places + chunk)
+        shape = self._shape_of_slots(batch, heads_kv, chunk)
         # Slots are zeros, because a kernel may load a slot without a key.
         try:
             self.k = torch.zeros((*shape, head_dim), dtype=dtype, device=device)
@@ -99,7 +99,7 @@ class SlotMemory:
         self.v = torch.zeros((*shape, value_dim), dtype=dtype, device=device)
         self.scores = torch.zeros(shape, dtype=torch.float32, device=device)
         self.positions = torch.zeros(shape, dtype=torch.int32, device=device)
-        self.counts = torch.zeros((*shape[:2], _COUNTERS), dtype=torch.int32, device=device)
+        self.counts = torch.zeros((batch, heads_kv, _COUNTERS), dtype=torch.int32, device=device)
         self.seen = torch.zeros(batch, dtype=torch.int32, device=device)
 
     @classmethod
@@ -123,7 +123,8 @@ class SlotMemory:
     ) -> Self:
         """Makes a cache over existing tensors, which it changes in place. It is empty if counts and seen are zeros.
 
-        k and v have to hold finite numbers from the start, such as zeros. Each row is dense, but rows may be any
+        The shapes are those of the attributes of KVSlots. k and v have to hold finite numbers from the start, such as
+        zeros. Each row is dense, but rows may be any
         distance apart, as in blocks of an engine's memory. With pending tokens, all tensors except k and v have to be
         contiguous.
         """
@@ -132,18 +133,22 @@ class SlotMemory:
             check_tensor(tensor, name)
             check_not_expanded(tensor, name)
             setattr(cache, name, tensor)
-        for name, tensor in (("k", k), ("v", v)):
-            if tensor.dim() != 4:
-                raise ValueError(
-                    f"{name}: got shape {tuple(tensor.shape)}, expected [B, Hkv, places + chunk, D]"
-                )
-        check_value_dim(v.shape[3], k.shape[3])
+        if counts.dim() != 3:
+            raise ValueError(f"counts: got shape {tuple(counts.shape)}, expected [B, Hkv, 8]")
         cache._set_rule(
-            k.shape[1], keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
+            cache.heads_kv, keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
         )  # fmt: skip
-        check_slots(cache.places, pending, k.shape[2])
+        equal = cache.rule.has_equal_heads()
+        for name, tensor in (("k", k), ("v", v)):
+            if tensor.dim() != (4 if equal else 3):
+                expected = "[B, Hkv, places + chunk, D]"
+                if not equal:
+                    expected = "[B, total, D], since heads have windows of different sizes"
+                raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {expected}")
+        check_value_dim(v.shape[-1], k.shape[-1])
+        cache._check_slots(pending)
         check_slot_kernels(
-            "k", k.dtype, k.shape[3], v.shape[3], k.device, instead=_FLOAT32_ON_A_GPU
+            "k", k.dtype, k.shape[-1], v.shape[-1], k.device, instead=_FLOAT32_ON_A_GPU
         )
         check_head_windows(len(cache.rule.windows()), k.device)
         cache.backend = _resolve_slot_backend(backend)
@@ -162,8 +167,19 @@ class SlotMemory:
 
     @property
     def places(self) -> int:
-        """Returns the number of slots of a head for its keys. The slots after them are for pending tokens."""
+        """Returns the number of slots for the keys of a head, the largest one if heads have windows of different sizes.
+
+        The slots of a head after them are for pending tokens.
+        """
         return self.rule.place_count()
+
+    @property
+    def heads_kv(self) -> int:
+        return self.counts.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.k.shape[-1]
 
     @property
     def batch(self) -> int:
@@ -171,11 +187,46 @@ class SlotMemory:
 
     @property
     def chunk(self) -> int:
-        return self.k.shape[2] - self.places
+        if self._has_equal_heads:
+            return self.k.shape[2] - self.places
+        heads = self.heads_kv
+        return (self.k.shape[1] - sum(self.rule.places_of_heads(heads))) // heads
 
     @property
     def value_dim(self) -> int:
-        return self.v.shape[3]
+        return self.v.shape[-1]
+
+    @property
+    def _has_equal_heads(self) -> bool:
+        """Whether slots are [B, Hkv, slots, ...]. Otherwise they are [B, total, ...], head by head."""
+        return self.k.dim() == 4
+
+    def _shape_of_slots(self, batch: int, heads: int, chunk: int) -> tuple[int, ...]:
+        """Returns the shape of `scores` and `positions`."""
+        if self.rule.has_equal_heads():
+            return batch, heads, self.places + chunk
+        return batch, sum(self.rule.places_of_heads(heads)) + heads * chunk
+
+    def _check_slots(self, pending: int) -> None:
+        equal = self._has_equal_heads
+        heads = 1 if equal else self.heads_kv
+        check_slots(sum(self.rule.places_of_heads(heads)), pending, self.k.shape[-2], heads)
+
+    def _head_ranges(self) -> list[tuple[int, int]]:
+        """Returns where the slots of each head begin, and those of its pending tokens, among all slots of a row."""
+        ranges, first = [], 0
+        chunk = self.chunk
+        for places in self.rule.places_of_heads(self.heads_kv):
+            ranges.append((first, first + places))
+            first += places + chunk
+        return ranges
+
+    def _pending_of(self, slots: Tensor) -> Tensor:
+        """Returns the slots of the pending tokens, [B, Hkv, pending, ...], of a tensor of slots."""
+        if self._has_equal_heads:
+            return slots[:, :, self.places : self.places + self.pending]
+        parts = [slots[:, first : first + self.pending] for _, first in self._head_ranges()]
+        return torch.stack(parts, 1)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -299,8 +350,8 @@ class SlotMemory:
             snapshot = snapshot.snapshot()  # a row may be written before it is read
         _check_rule("snapshot", snapshot.rule._asdict(), self.rule)
         for name, got, expected in (
-            ("heads_kv", snapshot.k.shape[1], self.k.shape[1]),
-            ("head_dim", snapshot.k.shape[3], self.k.shape[3]),
+            ("heads_kv", snapshot.heads_kv, self.heads_kv),
+            ("head_dim", snapshot.head_dim, self.head_dim),
             ("value_dim", snapshot.value_dim, self.value_dim),
         ):
             if got != expected:
@@ -348,19 +399,19 @@ class SlotMemory:
                 raise ValueError(
                     f"state: got {name} of shape {tuple(state[name].shape)}, expected {tuple(array.shape)}"
                 )
-        check_slots(self.places, state["pending"], self.k.shape[2])
-        check_counts(state["counts"], "state['counts']", self.places)
+        self._check_slots(state["pending"])
+        check_counts(state["counts"], "state['counts']", self.rule.places_of_heads(self.heads_kv))
         for name in _ARRAYS:
             getattr(self, name).copy_(state[name])
         self.pending, self.is_empty = state["pending"], state.get("is_empty", False)
 
     def _empty_rows(self, batch: int, chunk: int) -> Self:
-        heads = self.k.shape[1]
-        slots = (batch, heads, self.places + chunk)
+        heads = self.heads_kv
+        slots = self._shape_of_slots(batch, heads, chunk)
         cache = copy.copy(self)
         # One allocation for each dtype: an engine makes such caches in every layer of a step, and torch.save refuses
         # views of one memory in several dtypes.
-        cache.k, cache.v = _make_parts(self.k, *((*slots, t.shape[3]) for t in (self.k, self.v)))
+        cache.k, cache.v = _make_parts(self.k, *((*slots, t.shape[-1]) for t in (self.k, self.v)))
         cache.scores = self.scores.new_zeros(slots)
         cache.counts, cache.positions, cache.seen = _make_parts(
             self.seen, (batch, heads, _COUNTERS), slots, (batch,)

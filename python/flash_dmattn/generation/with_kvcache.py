@@ -83,8 +83,8 @@ def flash_dmattn_with_kvcache(
     keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold: the rule that says which keys a
         query sees, as in select_key_intervals. By default it sees all keys.
 
-    **Slots** (slot_positions and slot_counts given): the tensors are those of a KVSlots cache under this rule, and
-    keep_window_size gives its largest window. The cache has KVSlots.places slots for keys, and room for S - places
+    **Slots** (slot_positions and slot_counts given): the tensors are those of a KVSlots cache under this rule. If heads have
+    windows of different sizes, k_cache, v_cache, score_cache and slot_positions are its [B, total, ...]. Otherwise the cache has KVSlots.places slots for keys, and room for S - places
     pending tokens. On a GPU its slots are bfloat16 or float16.
     k_cache, v_cache: as above, for example KVSlots.k.transpose(1, 2).
     score_cache: float32 [B, Hkv, S].
@@ -147,12 +147,13 @@ def flash_dmattn_with_kvcache(
     ):
         if argument is None:
             raise ValueError(f"{name}: got None, expected {expected}: slot_positions are given")
+    k, v = (t.transpose(1, 2) if t.dim() == 4 else t for t in (k_cache, v_cache))
     slots = KVSlots.from_tensors(
-        k=k_cache.transpose(1, 2), v=v_cache.transpose(1, 2), scores=score_cache, positions=slot_positions,
+        k=k, v=v, scores=score_cache, positions=slot_positions,
         counts=slot_counts, seen=cache_seqlens, **rule._asdict(), backend=backend,
     )  # fmt: skip
     out, lse = _attend_to_slots(
-        slots, k_cache, query, key, value, scores, key_mask,
+        slots, query, key, value, scores, key_mask,
         scale=scale, softcap=softcap, nonfinite=nonfinite, scores_are_bias=scores_are_bias,
     )  # fmt: skip
     return (out, lse) if return_lse else out
@@ -200,7 +201,6 @@ def _attend_to_all_keys(
 
 def _attend_to_slots(
     slots: KVSlots,
-    k_cache: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -208,11 +208,11 @@ def _attend_to_slots(
     key_mask: Tensor | None,
     **options: object,
 ) -> tuple[Tensor, Tensor]:
-    """Adds new tokens to the slots, and returns (out, lse). k_cache: the slots' keys in the caller's layout."""
+    """Adds new tokens to the slots, and returns (out, lse)."""
     if key.dim() == 4 and key.shape[1] == 1:  # the operator of `step` checks all arguments
         return slots.step(query, key, value, scores, key_mask=key_mask, return_lse=True, **options)
     check_chunk(
-        k_cache, slots.value_dim, key_mask, query=query, key=key, value=value, scores=scores
+        slots._by_token, slots.value_dim, key_mask, query=query, key=key, value=value, scores=scores
     )
     finite.check_new_tokens(query, key, value)
     slots.append(key, value, scores, key_mask=key_mask)

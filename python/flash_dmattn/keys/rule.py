@@ -167,6 +167,16 @@ class SelectionRule(NamedTuple):
         """Returns the most keys that a query sees. The rule has to have a window."""
         return self.sink_tokens + max(self.windows()) + self.recent_window
 
+    def places_of_heads(self, heads: int) -> list[int]:
+        """Returns the most keys that a query of each head sees. The rule has to have a window."""
+        windows = self.windows()
+        sizes = windows if len(windows) == heads else windows * heads
+        return [self.sink_tokens + window + self.recent_window for window in sizes]
+
+    def has_equal_heads(self) -> bool:
+        """Whether all heads have one window. The rule has to have a window."""
+        return len(set(self.windows())) == 1
+
     def cache_arguments(self) -> tuple[list[int], float]:
         """Returns the operators' arguments that follow the six tensors of a cache."""
         threshold = -math.inf if self.score_threshold is None else self.score_threshold

@@ -26,13 +26,12 @@ struct HeadRule {
 
 inline HeadRule rule_of_head(const KvCacheShape& shape, std::int64_t head) {
   const SelectionRule& rule = shape.rule;
-  const std::int64_t window = rule.head_windows == nullptr ? rule.window : rule.head_windows[head];
-  return {.window = static_cast<std::int32_t>(window),
+  return {.window = static_cast<std::int32_t>(shape.window(head)),
           .sinks = static_cast<std::int32_t>(rule.sink_tokens),
           .recent = static_cast<std::int32_t>(rule.recent_window),
           .delayed = delay_of(rule) > 0,
           .threshold = least_score(rule.score_threshold),
-          .places = static_cast<std::int32_t>(shape.places())};
+          .places = static_cast<std::int32_t>(shape.places(head))};
 }
 
 // The number of slots that have been taken. A GPU's counts are not checked before a call, and in memory that was never

@@ -111,8 +111,8 @@ struct FewQueries {
   RowAddresses<Storage> addresses(const Rows& array, const Tile& tile, const KeyBlock& block,
                                   int visible, const KeyBlockIterator& blocks) const {
     const auto* first = static_cast<const Storage*>(array.data) + tile.key_batch * array.batch +
-                        tile.head * array.head;
-    return {key_rows<In>(array, tile.key_batch, tile.head, block), visible,
+                        tile.head * array.head + tile.first_key * array.row;
+    return {[first, &array, &block](int n) { return first + block.key(n) * array.row; }, visible,
             [&](int i) { return first + blocks.peek(i) * array.row; }};
   }
 

@@ -12,6 +12,7 @@ struct Tile {
   std::int64_t batch, head;  // of k and v
   // The batch of k, v, a bias and slots; another one where these have rows of their own, negative for none.
   std::int64_t key_batch;
+  std::int64_t first_key = 0;  // in k, v and a bias, where the slots of heads follow each other
   std::int64_t first_query;
   int queries;
   int rows;                    // queries * G
@@ -26,6 +27,9 @@ struct Tile {
     queries = left < t.tile_queries ? static_cast<int>(left) : t.tile_queries;
     rows = queries * static_cast<int>(t.group);
     causal_offset = t.seqlen_k - t.seqlen_q;
+    for (std::int64_t h = 0; t.slots.windows != nullptr && h < head; ++h) {
+      first_key += t.slots.windows[h] + t.slots.more_slots;
+    }
   }
 };
 
@@ -34,7 +38,7 @@ inline SlotCount& slot_count(const Task& t, const Tile& tile) {
 }
 // The first slot of a tile in `scores` and `positions`.
 inline std::int64_t first_slot(const Task& t, const Tile& tile) {
-  return tile.key_batch * t.slots.row_slots + tile.head * t.slots.stride;
+  return tile.key_batch * t.slots.row_slots + tile.head * t.slots.stride + tile.first_key;
 }
 
 // Up to block_keys keys: index[0 .. count), or start, start + 1, ... where index is null.
@@ -176,7 +180,7 @@ inline const std::uint8_t* mask_at(const Task& t, const Tile& tile, int group_he
 
 inline std::int64_t bias_at(const Task& t, const Tile& tile, int group_head, std::int64_t query) {
   return tile.key_batch * t.bias.batch + tile.head * t.bias.kv_head +
-         group_head * t.bias.group_head + query * t.bias.query;
+         group_head * t.bias.group_head + query * t.bias.query + tile.first_key;
 }
 
 // A key mask or bias is a column term; a dense one is tested element by element.

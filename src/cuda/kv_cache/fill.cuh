@@ -10,7 +10,6 @@ struct FillSlotsKernel {
   struct Params {
     Slots cache;
     TokenScores scores;
-    CacheRule rule;
     KeyIntervals intervals;
     const std::int32_t* lengths;  // may be null
     int seqlen_k;
@@ -39,7 +38,7 @@ struct FillSlotsKernel {
     if (row < 0) return;
     const std::int64_t first_slot = p.cache.first(row, h);
     const int length = p.lengths == nullptr ? p.seqlen_k : min(max(p.lengths[b], 0), p.seqlen_k);
-    const HeadRule rule = p.rule.head_rule(h);
+    const HeadRule rule = p.cache.rule.head_rule(h);
     const KeyInterval* const intervals =
         p.intervals.data + b * p.intervals.stride_batch + h * p.intervals.stride_head;
     int count = 0;
@@ -71,7 +70,7 @@ struct FillSlotsKernel {
         const bool competes = is_admitted && key < length - rule.delay();
         competed += competes ? 1 : 0;
         if (!survives[i]) continue;
-        if (slot < p.cache.places) {
+        if (slot < rule.places) {
           const std::int64_t at = first_slot + slot;
           p.cache.scores[at] = score;
           p.cache.entries[at] = is_admitted ? key : ~key;
@@ -80,7 +79,7 @@ struct FillSlotsKernel {
         ++slot;
       }
     }
-    count = min(count, p.cache.places);
+    count = min(count, rule.places);
     competed = Sum::of(shared.sum, competed);
     stored = Sum::of(shared.sum, stored);
     // If fewer than w keys are stored, they are all that have competed. The others of `competed` are masked keys, which a

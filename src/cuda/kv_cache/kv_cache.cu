@@ -1,5 +1,7 @@
 #include "cuda/kv_cache/kv_cache.h"
 
+#include <algorithm>
+
 #include "cuda/device_plan.h"
 #include "cuda/kv_cache/fill.cuh"
 #include "cuda/kv_cache/pending.cuh"
@@ -23,7 +25,7 @@ ReadRows rows_of_tokens(const ConstTensor4& t) {  // [B, S, Hkv, D]
           t.stride[2] * element_bytes, t.stride[1] * element_bytes};
 }
 
-WrittenRows rows_of_slots(const Tensor4& t) {  // [B, Hkv, slots, D]
+WrittenRows rows_of_slots(const Tensor4& t) {  // [B, Hkv, slots, D]; the stride of heads may be 0
   return {static_cast<std::byte*>(t.data), t.stride[0] * element_bytes, t.stride[1] * element_bytes,
           t.stride[2] * element_bytes};
 }
@@ -37,9 +39,8 @@ Slots slots_of(const KvCache& cache) {
           .counts = cache.counts,
           .seen = cache.seen,
           .rows = RowIndex(cache.rows),
+          .rule = CacheRule(s),
           .heads = static_cast<int>(s.heads_kv),
-          .places = static_cast<int>(s.places()),
-          .slots = static_cast<int>(s.slots()),
           .pending = static_cast<int>(cache.pending)};
 }
 
@@ -59,6 +60,12 @@ RowCopy row_copy(const KvCacheShape& shape, const RowTensor<Byte>&... tensors) {
 
 std::int64_t rows_of(const KvCacheShape& s) { return s.batch * s.heads_kv; }
 
+// The number of SlotUnit's items for the first `slots` slots of each head, without their units.
+std::int64_t slot_items(const KvCacheShape& s, std::int64_t slots) {
+  if (s.has_equal_heads()) return rows_of(s) * slots;
+  return s.batch * std::max(s.total_slots(), s.heads_kv);
+}
+
 template <class Kernel>
 void launch_rows(const typename Kernel::Params& params, const Execution& execution) {
   launch<Kernel>(Kernel::blocks(params), params, stream_of(execution));
@@ -72,7 +79,7 @@ void clear(const KvCache& cache, const Execution& execution) {
   const KvCacheShape& s = cache.shape;
   const Slots slots = slots_of(cache);
   const RowCopy copy = row_copy(s, slots.k, slots.v);
-  for_each(rows_of(s) * s.slots() * copy.units, ClearRows{slots, copy}, stream_of(execution));
+  for_each(slot_items(s, s.slots(0)) * copy.units, ClearRows{slots, copy}, stream_of(execution));
 }
 
 void copy_rows(const CopyRowsArgs& args, const Execution& execution) {
@@ -82,7 +89,7 @@ void copy_rows(const CopyRowsArgs& args, const Execution& execution) {
   Slots to = slots_of(args.to);
   to.pending = from.pending;
   const RowCopy copy = row_copy(s, from.k, from.v, to.k, to.v);
-  for_each(rows_of(s) * (to.places + to.pending) * copy.units, CopyRows{from, to, copy},
+  for_each(slot_items(s, s.places(0) + to.pending) * copy.units, CopyRows{from, to, copy},
            stream_of(execution));
 }
 
@@ -93,7 +100,6 @@ void fill(const FillArgs& args, const Execution& execution) {
   const Slots cache = slots_of(args.cache);
   launch_rows<FillSlotsKernel>({.cache = cache,
                                 .scores = {args.scores, args.mask},
-                                .rule = CacheRule(s),
                                 .intervals = args.intervals,
                                 .lengths = args.lengths,
                                 .seqlen_k = static_cast<int>(args.seqlen_k),
@@ -103,7 +109,8 @@ void fill(const FillArgs& args, const Execution& execution) {
   const ReadRows k = rows_of_tokens(args.k);
   const ReadRows v = rows_of_tokens(args.v);
   const RowCopy copy = row_copy(s, cache.k, cache.v, k, v);
-  for_each(rows_of(s) * s.places() * copy.units, FillRows{cache, k, v, copy}, stream_of(execution));
+  for_each(slot_items(s, s.places(0)) * copy.units, FillRows{cache, k, v, copy},
+           stream_of(execution));
 }
 
 void append(const AppendArgs& args, const Execution& execution) {
@@ -117,7 +124,6 @@ void append(const AppendArgs& args, const Execution& execution) {
                         .k = k,
                         .v = v,
                         .scores = {args.scores, args.mask},
-                        .rule = CacheRule(s),
                         .seqlen = static_cast<int>(args.seqlen),
                         .copy = copy},
            stream_of(execution));
@@ -143,7 +149,7 @@ struct PendingMemory {
     if (delay_of(s.rule) > 0) arrivals = workspace.take<std::int32_t>(rows * cache.pending);
     if (commits) {
       seen = workspace.take<std::int32_t>(rows);
-      fates = workspace.take<Fate>(rows * (s.places() + cache.pending));
+      fates = workspace.take<Fate>(pending_intervals_count(cache));
       places = workspace.take<std::int32_t>(rows * cache.pending);
       destinations = workspace.take<std::int32_t>(rows * cache.pending);
     }
@@ -155,9 +161,11 @@ struct PendingMemory {
 PendingParams follow_keys(const KvCache& cache, const PendingMemory& memory,
                           const std::int32_t* kept_tokens, std::int64_t seqlen_q,
                           KeyInterval* intervals, const Execution& execution) {
+  const KvCacheShape& s = cache.shape;
+  const std::int64_t end = s.has_equal_heads() ? cache.pending : s.chunk;
   const PendingParams params{.cache = slots_of(cache),
-                             .rule = CacheRule(cache.shape),
-                             .batch = static_cast<int>(cache.shape.batch),
+                             .batch = static_cast<int>(s.batch),
+                             .most_keys = static_cast<int>(s.most_places() + end),
                              .kept_tokens = kept_tokens,
                              .seqlen_q = static_cast<int>(seqlen_q),
                              .arrivals = memory.arrivals,

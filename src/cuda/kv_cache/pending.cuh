@@ -22,40 +22,53 @@ enum class Fate : std::uint8_t {
 
 struct PendingParams {
   Slots cache;
-  CacheRule rule;
   int batch;
+  int most_keys;                    // of a head, as end_of has them
   const std::int32_t* kept_tokens;  // [B] number of pending tokens that count; null for all
   int seqlen_q;                     // number of queries of the intervals
   // Workspace, if keys compete with a delay: [B, Hkv, pending] the slot of the key that begins to compete with each
   // token, -1 for none. Null: the token's own key begins to compete.
   std::int32_t* arrivals = nullptr;
-  // Outputs for [B, Hkv, places + pending] slots, of which one is set: `fates`, `gone` for an empty slot, together with
-  // `seen_before` [B, Hkv], or `intervals`, the queries that see each key.
+  // Outputs for [B, Hkv, places + pending] slots, or for all slots [B, total] if heads have different numbers of them. One
+  // is set: `fates`, `gone` for an empty slot, together with `seen_before` [B, Hkv], or `intervals`, the queries that see
+  // each key.
   Fate* fates = nullptr;
   std::int32_t* seen_before = nullptr;
   KeyInterval* intervals = nullptr;
 
-  __host__ __device__ int keys() const { return cache.places + cache.pending; }
+  __device__ int head_of(std::int64_t row) const { return static_cast<int>(row % cache.heads); }
+  __device__ int places(std::int64_t row) const {
+    return cache.rule.by_head ? cache.places(head_of(row)) : cache.rule.common.places;
+  }
+  __device__ int keys(std::int64_t row) const { return places(row) + cache.pending; }
+  // The end of the slots with outputs.
+  __device__ int end_of(std::int64_t row) const {
+    return cache.rule.by_head ? cache.rule.slots_of(head_of(row)) : keys(row);
+  }
   __device__ std::int64_t place(std::int64_t row, int slot) const {
-    return row * cache.slots + slot;
+    if (!cache.rule.by_head) return row * cache.rule.slots + slot;
+    return row / cache.heads * cache.rule.first_slots[cache.heads] +
+           cache.rule.first_slots[head_of(row)] + slot;
+  }
+  // The output of a slot.
+  __device__ std::int64_t output(std::int64_t row, int slot) const {
+    return cache.rule.by_head ? place(row, slot) : row * keys(row) + slot;
   }
   __device__ int kept(std::int64_t row) const {
     if (kept_tokens == nullptr) return cache.pending;
     return min(max(kept_tokens[row / cache.heads], 0), cache.pending);
   }
   __device__ int taken(std::int64_t row) const {
-    return taken_slots(rule.common, cache.counts[row]);
+    return taken_slots(rule_of(row), cache.counts[row]);
   }
-  __device__ HeadRule rule_of(std::int64_t row) const {
-    return rule.head_rule(static_cast<int>(row % cache.heads));
-  }
+  __device__ HeadRule rule_of(std::int64_t row) const { return cache.rule.head_rule(head_of(row)); }
   __device__ std::int32_t entry(std::int64_t row, int slot) const {
     return cache.entries[place(row, slot)];
   }
   // The slot of the key that begins to compete with a token, or -1. The first sink_end tokens are sinks.
   __device__ int arrival(std::int64_t row, int token, int sink_end) const {
     if (arrivals != nullptr) return arrivals[row * cache.pending + token];
-    const int slot = cache.places + token;
+    const int slot = places(row) + token;
     return token >= sink_end && entry(row, slot) >= 0 ? slot : -1;
   }
 };
@@ -72,13 +85,13 @@ struct PendingSinks {
 
   static __device__ int find(Storage& storage, const PendingParams& p, std::int64_t row) {
     const Slots& cache = p.cache;
-    int missing = p.rule.common.sinks - p.taken(row);
+    int missing = cache.rule.common.sinks - p.taken(row);
     if (missing <= 0) return 0;
     if (threadIdx.x == 0) storage.end = cache.pending;
     __syncthreads();
     for (int begin = 0; begin < cache.pending && missing > 0; begin += Threads) {
       const int token = begin + static_cast<int>(threadIdx.x);
-      const bool is_key = token < cache.pending && p.entry(row, cache.places + token) != no_key;
+      const bool is_key = token < cache.pending && p.entry(row, p.places(row) + token) != no_key;
       int found;
       const int number = Numbers::number(storage.numbers, is_key, found);
       if (is_key && number == missing - 1) storage.end = token + 1;
@@ -107,9 +120,9 @@ struct FindArrivalsKernel {
     for (int i = static_cast<int>(threadIdx.x); i < cache.pending; i += threads) arrivals[i] = -1;
     __syncthreads();
     // The token with which a key at position 0 would begin to compete.
-    const int first = p.rule.common.delay() - cache.seen[row / cache.heads];
-    for (int slot = static_cast<int>(threadIdx.x); slot < p.keys(); slot += threads) {
-      const int pending = slot - cache.places;
+    const int first = cache.rule.common.delay() - cache.seen[row / cache.heads];
+    for (int slot = static_cast<int>(threadIdx.x); slot < p.keys(row); slot += threads) {
+      const int pending = slot - p.places(row);
       if (pending < 0 ? slot >= count : pending < sink_end) continue;
       const std::int32_t entry = p.entry(row, slot);
       if (entry < 0) continue;  // such a key never competes, and its entry may be as low as -2^31
@@ -134,20 +147,23 @@ struct FindFatesKernel {
   };
 
   static long blocks(const Params& p) {
-    return static_cast<long>(p.batch) * p.cache.heads * ceil_div(p.keys(), threads);
+    return static_cast<long>(p.batch) * p.cache.heads * ceil_div(p.most_keys, threads);
   }
 
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
     const Slots& cache = p.cache;
-    const int parts = ceil_div(p.keys(), threads);
+    const int parts = ceil_div(p.most_keys, threads);
     const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) / parts;
     const int slot = static_cast<int>(blockIdx.x) % parts * threads + static_cast<int>(threadIdx.x);
+    const std::int32_t seen = cache.seen[row / cache.heads];
+    if (p.fates != nullptr && slot == 0) p.seen_before[row] = seen;
+    const int end_slot = p.end_of(row);
+    if (slot - static_cast<int>(threadIdx.x) >= end_slot) return;
     const HeadRule rule = p.rule_of(row);
     const int count = p.taken(row);
     const int kept = p.kept(row);
-    const std::int32_t seen = cache.seen[row / cache.heads];
     const int sink_end = PendingSinks<threads>::find(shared.sinks, p, row);
-    const int token = slot - cache.places;  // number of a pending key
+    const int token = slot - rule.places;  // number of a pending key
     const bool is_taken = slot < count || (token >= 0 && token < kept);
     const std::int32_t entry = is_taken ? p.entry(row, slot) : no_key;
     const float score = entry >= 0 ? cache.scores[p.place(row, slot)] : nanf("");
@@ -190,8 +206,7 @@ struct FindFatesKernel {
         better += more;
       }
     }
-    if (p.fates != nullptr && slot == 0) p.seen_before[row] = seen;
-    if (slot >= p.keys()) return;
+    if (slot >= end_slot) return;
     const bool is_sink = token < 0 ? slot < rule.sinks : token < sink_end;
     std::int32_t end = -1;
     if (entry != no_key) {
@@ -199,7 +214,7 @@ struct FindFatesKernel {
       end = is_sink ? never : entry < 0 ? recent_end : max(recent_end, beaten_by);
     }
     const bool is_unchosen = is_sink || (!rule.delayed && beaten_by < kept);
-    store(p, row * p.keys() + slot, token, end, entry >= 0 && is_unchosen, kept);
+    store(p, row, slot, token, end, entry >= 0 && is_unchosen, kept);
   }
 
  private:
@@ -238,8 +253,9 @@ struct FindFatesKernel {
   }
 
   // `end`: the pending token that is the first to see the key no longer; -1 without a key.
-  static __device__ void store(const Params& p, std::int64_t at, int token, std::int32_t end,
-                               bool is_unchosen, int kept) {
+  static __device__ void store(const Params& p, std::int64_t row, int slot, int token,
+                               std::int32_t end, bool is_unchosen, int kept) {
+    const std::int64_t at = p.output(row, slot);
     if (p.fates != nullptr) {
       p.fates[at] = end < kept || end < 0 ? Fate::gone
                     : is_unchosen         ? Fate::stops_competing
@@ -249,7 +265,8 @@ struct FindFatesKernel {
     const int first_query = p.cache.pending - p.seqlen_q;  // its number as a pending token
     const int first = max(token - first_query, 0);
     const int last = min(end - first_query, p.seqlen_q);
-    p.intervals[at] = first < last ? KeyInterval{first, last} : KeyInterval{0, 0};
+    const int before = p.cache.rule.by_head ? p.head_of(row) * p.seqlen_q : 0;
+    p.intervals[at] = first < last ? KeyInterval{before + first, before + last} : KeyInterval{0, 0};
   }
 };
 
@@ -282,13 +299,13 @@ struct CommitKernel {
     const Slots& cache = pending.cache;
     const std::int64_t row = blockIdx.x;
     const int b = static_cast<int>(row / cache.heads);
-    const int h = static_cast<int>(row % cache.heads);
+    const int h = pending.head_of(row);
     const int before = pending.taken(row);
     const int competed_before = cache.counts[row].competed;
     const int kept = pending.kept(row);
     const std::int32_t seen = pending.seen_before[row];
     const int sink_end = PendingSinks<threads>::find(shared.sinks, pending, row);
-    const Fate* const fates = pending.fates + row * pending.keys();
+    const Fate* const fates = pending.fates + pending.output(row, 0);
     std::int32_t* const places = p.places + row * cache.pending;
     std::int32_t* const destinations = p.destinations + row * cache.pending;
 
@@ -296,7 +313,8 @@ struct CommitKernel {
       std::int32_t& entry = cache.entries[pending.place(row, slot)];
       entry = entry_after(entry, fates[slot]);
     }
-    const int found = find_places(shared, fates, before, cache, places);
+    const int found =
+        find_places(shared, fates, before, pending.places(row), cache.pending, places);
     const int entered = move_tokens(pending, shared, fates, places, found, destinations, row);
     const int count = entered == 0 ? before : max(before, places[entered - 1] + 1);
     int competed = 0;
@@ -318,18 +336,18 @@ struct CommitKernel {
 
   // Finds the first slots without a key, at most as many as tokens are pending. Returns their number.
   static __device__ int find_places(SharedStorage& shared, const Fate* fates, int before,
-                                    const Slots& cache, std::int32_t* places) {
+                                    int head_places, int pending, std::int32_t* places) {
     int found = 0;
-    for (int begin = 0; begin < cache.places && found < cache.pending; begin += threads) {
+    for (int begin = 0; begin < head_places && found < pending; begin += threads) {
       const int slot = begin + static_cast<int>(threadIdx.x);
-      const bool is_free = slot < cache.places && (slot >= before || fates[slot] == Fate::gone);
+      const bool is_free = slot < head_places && (slot >= before || fates[slot] == Fate::gone);
       int total;
       const int place = found + Numbers::number(shared.numbers, is_free, total);
-      if (is_free && place < cache.pending) places[place] = slot;
+      if (is_free && place < pending) places[place] = slot;
       found += total;
     }
     __syncthreads();
-    return min(found, cache.pending);
+    return min(found, pending);
   }
 
   // Moves scores and entries of tokens to their slots. Returns the number of these tokens. There is a slot for each of
@@ -342,7 +360,7 @@ struct CommitKernel {
     int entered = 0;
     for (int begin = 0; begin < cache.pending; begin += threads) {
       const int token = begin + static_cast<int>(threadIdx.x);
-      const int from = cache.places + token;
+      const int from = p.places(row) + token;
       const bool enters = token < cache.pending && fates[from] != Fate::gone;
       int total;
       const int place = entered + Numbers::number(shared.numbers, enters, total);

@@ -34,14 +34,21 @@ struct Slots {
   SlotCount* counts;
   std::int32_t* seen;
   RowIndex rows;
+  CacheRule rule;
   int heads;
-  int places;
-  int slots;  // places + chunk
   int pending;
 
+  __device__ int places(int h) const { return rule.places_of(h); }
   // The first slot of a head, in `scores` and `entries`, and its count.
   __device__ std::int64_t first(int row, int h) const {
-    return row * rows.slot_stride + static_cast<std::int64_t>(h) * slots;
+    return row * rows.slot_stride + rule.first_slot(h);
+  }
+  // The rows of a slot.
+  __device__ std::byte* key(int row, int h, int slot) const {
+    return k.at(row, h, rule.rows_before(h) + slot);
+  }
+  __device__ std::byte* value(int row, int h, int slot) const {
+    return v.at(row, h, rule.rows_before(h) + slot);
   }
   __device__ SlotCount& count(int row, int h) const { return counts[row * rows.count_stride + h]; }
   __device__ std::int32_t& seen_of(int row) const { return seen[row * rows.seen_stride]; }

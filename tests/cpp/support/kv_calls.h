@@ -25,8 +25,7 @@ struct KvCalls {
   GuardedBuffer other{kv_cache_size(shape), "other"};
   KvCache cache = kv_cache_in(memory, shape);
   std::vector<float> numbers = std::vector<float>(shape.batch * tokens * 4 * shape.head_dim);
-  std::vector<KeyInterval> intervals =
-      std::vector<KeyInterval>(shape.batch * shape.heads_kv * (shape.places() + shape.chunk));
+  std::vector<KeyInterval> intervals = std::vector<KeyInterval>(shape.batch * shape.total_slots());
   std::vector<std::int32_t> index = {0, 1}, kept = {0, 1};
   std::array<std::int64_t, 4> stride = stride_of(tokens, shape.heads_kv);
   std::array<std::int64_t, 4> stride_of_one = stride_of(1, shape.heads_kv);

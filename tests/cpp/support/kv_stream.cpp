@@ -23,6 +23,31 @@ std::array<std::int64_t, 4> by_token(std::int64_t batch, std::int64_t length, st
   return contiguous_strides({batch, length, heads, head_dim});
 }
 
+const KvCacheShape& shape_with_windows(StreamOptions& options) {
+  if (!options.head_windows.empty()) {
+    options.shape.rule.head_windows = options.head_windows.data();
+  }
+  return options.shape;
+}
+
+// Row i of the queries of kv head h in a tensor [B, n, Hq, D], and in [B, Hkv n, G, D]: where pending_inputs has them, and
+// where they belong, as rows of elements.
+template <class Move>
+void for_each_folded(const KvCacheShape& s, std::int64_t length, std::int64_t group,
+                     const Move& move) {
+  for (std::int64_t b = 0; b < s.batch; ++b) {
+    for (std::int64_t i = 0; i < length; ++i) {
+      for (std::int64_t hq = 0; hq < s.heads_kv * group; ++hq) {
+        const std::int64_t h = hq / group, g = hq % group;
+        const std::int64_t row = (b * length + i) * s.heads_kv * group + hq;
+        move(row, ((b * s.heads_kv + h) * length + i) * group + g,
+             (b * s.heads_kv * group + hq) * length + i,
+             (b * group + g) * s.heads_kv * length + h * length + i);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 std::vector<KeyInterval> select_last_query(const KvCacheShape& shape, std::int64_t length,
@@ -56,15 +81,11 @@ std::vector<KeyInterval> select_last_query(const KvCacheShape& shape, std::int64
 KvStream::KvStream(const StreamOptions& options)
     : options_(options),
       random_(options.seed),
-      memory_(kv_cache_size(options.shape), "cache"),
-      other_memory_(kv_cache_size(options.shape), "other cache"),
-      cache_(kv_cache_in(memory_, options.shape)),
+      memory_(kv_cache_size(shape_with_windows(options_)), "cache"),
+      other_memory_(memory_.size(), "other cache"),
+      cache_(kv_cache_in(memory_, options_.shape)),
       committed_(static_cast<std::size_t>(options.shape.batch)),
       pending_tokens_(committed_.size()) {
-  if (!options_.head_windows.empty()) {
-    options_.shape.rule.head_windows = options_.head_windows.data();
-    cache_.shape = options_.shape;
-  }
   clear_cache(cache_, sequential_execution(1), options.backend);
 }
 
@@ -133,8 +154,7 @@ std::vector<std::size_t> KvStream::competing(const std::vector<Token>& past, std
 
 std::vector<std::size_t> KvStream::visible(const std::vector<Token>& past, std::int64_t h) const {
   const SelectionRule& rule = options_.shape.rule;
-  const auto window =
-      static_cast<std::size_t>(rule.head_windows == nullptr ? rule.window : rule.head_windows[h]);
+  const auto window = static_cast<std::size_t>(options_.shape.window(h));
   std::vector<std::size_t> keys = competing(past, h);
   keys.resize(std::min(keys.size(), window));
   std::set<std::size_t> seen(keys.begin(), keys.end());
@@ -279,24 +299,40 @@ void KvStream::append(std::int64_t length) {
   cache_.pending += length;
 
   GuardedBuffer memory(
-      static_cast<std::size_t>(s.batch * s.heads_kv * (s.places() + cache_.pending)) *
-          sizeof(KeyInterval),
-      "intervals");
+      static_cast<std::size_t>(pending_intervals_count(cache_)) * sizeof(KeyInterval), "intervals");
   auto* const intervals = reinterpret_cast<KeyInterval*>(memory.data());
   const PendingIntervalsArgs seen{.cache = cache_, .seqlen_q = length, .intervals = intervals};
   run_in_new_workspace(PendingIntervalsCall(seen, sequential_execution(2), options_.backend));
   std::vector<std::byte> out = empty_out(input);
   std::vector<float> lse(static_cast<std::size_t>(s.batch * heads_q * length), nan);
-  const auto q_stride = by_token(s.batch, length, heads_q, s.head_dim);
+  const bool equal = s.has_equal_heads();
+  const std::int64_t rows = equal ? length : s.heads_kv * length;
+  const std::int64_t heads = equal ? heads_q : options_.group;
+  std::vector<std::byte> q = input.q;
+  const std::int64_t q_bytes = s.head_dim * size_of(s.dtype);
+  if (!equal) {
+    for_each_folded(s, length, options_.group, [&](auto row, auto folded, auto, auto) {
+      std::copy_n(input.q.begin() + row * q_bytes, q_bytes, q.begin() + folded * q_bytes);
+    });
+  }
   ForwardArgs forward_args;
   forward_args.problem =
       pending_problem(cache_, heads_q, length, default_scale(s.head_dim), options_.use);
   forward_args.problem.softcap = options_.softcap;
-  forward_args.in =
-      pending_inputs(cache_, {input.q.data(), q_stride}, length, intervals, options_.use);
-  forward_args.out = {out.data(), by_token(s.batch, length, heads_q, value_dim_of(s))};
+  forward_args.in = pending_inputs(cache_, {q.data(), by_token(s.batch, rows, heads, s.head_dim)},
+                                   length, intervals, options_.use);
+  forward_args.out = {out.data(), by_token(s.batch, rows, heads, value_dim_of(s))};
   forward_args.lse = lse.data();
   run_in_new_workspace(ForwardCall(forward_args, sequential_execution(2), options_.backend));
+  if (!equal) {
+    const std::vector<std::byte> folded_out = out;
+    const std::vector<float> folded_lse = lse;
+    const std::int64_t bytes = value_dim_of(s) * size_of(s.dtype);
+    for_each_folded(s, length, options_.group, [&](auto row, auto folded, auto sum, auto from) {
+      std::copy_n(folded_out.begin() + folded * bytes, bytes, out.begin() + row * bytes);
+      lse[static_cast<std::size_t>(sum)] = folded_lse[static_cast<std::size_t>(from)];
+    });
+  }
   for (std::int64_t b = 0; b < s.batch; ++b) {
     auto& waiting = pending_tokens_[static_cast<std::size_t>(b)];
     std::vector<Token> past = committed_[static_cast<std::size_t>(b)];
@@ -364,10 +400,9 @@ void KvStream::check_slots() const {
     for (std::int64_t h = 0; h < s.heads_kv; ++h) {
       std::set<std::size_t> expected, found;
       for (const std::size_t j : visible(past, h)) expected.insert(j);
-      const std::int64_t row = b * s.heads_kv + h;
-      const SlotCount& slots = cache_.counts[row];
+      const SlotCount& slots = cache_.counts[b * s.heads_kv + h];
       for (std::int64_t slot = 0; slot < slots.count; ++slot) {
-        const std::int32_t entry = cache_.positions[row * s.slots() + slot];
+        const std::int32_t entry = cache_.positions[b * s.total_slots() + s.first_slot(h) + slot];
         if (entry == no_key) continue;
         ASSERT_TRUE(found.insert(static_cast<std::size_t>(position_of_entry(entry))).second);
       }

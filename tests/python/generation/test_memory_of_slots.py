@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from flash_dmattn import KVSlots
+from flash_dmattn.integrations.serving.states import SlotState
+from flash_dmattn.keys.rule import SelectionRule
 from small_caches import CHUNK, HKV, HQ, WINDOW, B, D, tokens
 
 
@@ -33,6 +35,21 @@ def test_half_a_million_tokens_need_constant_memory():
     out, lse = cache.step(q, k, k, torch.full((1, 2, 1), -9.0), return_lse=True)
     assert out.isfinite().all() and lse.isfinite().all()  # the new token scores too low to keep
     assert cache.seen.tolist() == [tokens + 1]
+
+
+def test_memory_is_the_sum_over_heads():
+    windows = (3, 40, 1173, 0, 7, 64, 12, 90)
+    options = {"recent_window": 16, "sink_tokens": 4, "chunk": 60, "dtype": torch.bfloat16}
+    cache = KVSlots(2, 8, windows, 64, **options)
+    slots = sum(windows) + 8 * (16 + 4 + 60)
+    assert cache.k.shape == (2, slots, 64)
+    assert (cache.scores.shape, cache.positions.shape) == ((2, slots), (2, slots))
+    assert (cache.chunk, cache.places) == (60, 1193)
+    equal = KVSlots(2, 8, (9,) * 8, 64, **options)
+    assert equal.k.shape == KVSlots(2, 8, 9, 64, **options).k.shape == (2, 8, 89, 64)
+    rule = SelectionRule(windows, sink_tokens=4, recent_window=16)
+    sizes = SlotState(8, rule, 64, torch.bfloat16).nbytes(), slots - 8 * 60
+    assert 0 <= sizes[0] - sizes[1] * (2 * 64 * 2 + 8) - 8 * 32 < 6 * 128
 
 
 def saved_and_loaded(value, **options):

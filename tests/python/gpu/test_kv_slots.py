@@ -94,6 +94,7 @@ RULES_OF_MANY_SLOTS = (
 def drawn_with_many_slots(seed, length, window, head_dim, **options):
     """Returns a stream with enough keys for several blocks, any of which may hold the worst key."""
     draw = random.Random(seed)
+    window = draw.choice((window, (window, window // 5)))
     return Stream(
         length, window, kind=draw.choice(("normal", "ties", "nan")), padding=draw.choice(PADDINGS),
         group=draw.choice((1, 2, 4)), head_dim=head_dim, value_dim=draw.choice((head_dim, head_dim // 2)), dtype=draw.choice(DTYPES), seed=seed,
@@ -186,6 +187,14 @@ def test_ragged_rows_equal_cpu(first):
         check_ragged(drawn(seed, 24), random.Random(seed).randint(1, 10), steps=10)
 
 
+def test_head_without_slots_equals_cpu():
+    for seed in range(4):
+        padding, dtype = PADDINGS[seed % len(PADDINGS)], DTYPES[seed % 2]
+        windows = ((6, 0), (0, 6))[seed // 2]
+        stream = Stream(24, windows, dtype=dtype, padding=padding, seed=seed, device=DEVICE)
+        check_ragged(stream, 8, steps=10)
+
+
 @pytest.mark.parametrize("mode", ["all keys", "slots"])
 @pytest.mark.parametrize("layout", ["by token", "by head"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -207,23 +216,24 @@ LENGTH, WINDOW, CHUNK = 240, 30, 8
 
 def long_stream(seed=0, device=DEVICE, **options):
     options = {"dtype": torch.bfloat16, "head_dim": 64, "kind": "ties", "padding": "left"} | options
-    return Stream(LENGTH, WINDOW, seed=seed, device=device, **options)
+    return Stream(LENGTH, options.pop("window", WINDOW), seed=seed, device=device, **options)
 
 
 def held(cache):
     """Returns the entries, scores, keys and values in the slots in order of entries, and the number of keys that have competed."""
-    places, far = cache.places, 2**31 - 1
-    entries = cache.positions[..., :places]
-    free = torch.arange(places, device=cache.k.device) >= cache.counts[..., :1]
-    free |= entries == -(2**31)
-    entries, slots = entries.masked_fill(free, far).sort(-1)
-    free = free.gather(-1, slots)
-    rows = slots[..., None].expand(-1, -1, -1, cache.k.shape[3])
-    keys_and_values = [
-        t[:, :, :places].gather(2, rows).masked_fill(free[..., None], 0) for t in (cache.k, cache.v)
-    ]
-    scores = cache.scores[..., :places].gather(-1, slots).masked_fill(free, 0).nan_to_num(99)
-    return entries, scores, *keys_and_values, cache.counts[..., 1]
+    parts = []
+    states = [t.flatten(1, -2) for t in (cache.k, cache.v, cache.scores[..., None])]
+    for head, (first, end) in enumerate(cache._head_ranges()):
+        entries = cache.positions.flatten(1)[:, first:end]
+        free = torch.arange(end - first, device=cache.k.device) >= cache.counts[:, head, :1]
+        free |= entries == -(2**31)
+        entries, slots = entries.masked_fill(free, 2**31 - 1).sort(-1)
+        free = free.gather(-1, slots)[..., None]
+        parts.append(entries)
+        for t in states:
+            rows = slots[..., None].expand(-1, -1, t.shape[2])
+            parts.append(t[:, first:end].gather(1, rows).masked_fill(free, 0).nan_to_num(99))
+    return *parts, cache.counts[..., 1]
 
 
 def assert_same_cache(actual, expected):
@@ -245,9 +255,10 @@ def tokens_with_queries(stream, begin, end):
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("size", [1, CHUNK])
-def test_captured_chunk_equals_eager(size, rule):
+@pytest.mark.parametrize("window", [WINDOW, (WINDOW, 4)])
+def test_captured_chunk_equals_eager(size, rule, window):
     """A graph captures append, pending_intervals, attention and commit once. One pending token is a chunk, too."""
-    stream = long_stream(rule=rule)
+    stream = long_stream(rule=rule, window=window)
     eager, captured = stream.slots(chunk=size), stream.slots(chunk=size)
     static = [t.clone() for t in tokens_with_queries(stream, 0, size)]
     graph, out = capture(lambda: add_chunk(captured, *static))  # adds the first chunk
@@ -263,8 +274,9 @@ def test_captured_chunk_equals_eager(size, rule):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_captured_step_equals_eager(rule):
-    stream = long_stream(kind="nan", rule=rule)
+@pytest.mark.parametrize("window", [WINDOW, (WINDOW, 4)])
+def test_captured_step_equals_eager(rule, window):
+    stream = long_stream(kind="nan", rule=rule, window=window)
     cache = stream.slots()
     q, k, v, scores, mask = static = [t.clone() for t in tokens_with_queries(stream, 0, 1)]
     graph, out = capture(lambda: cache.step(q, k, v, scores, key_mask=mask))
@@ -276,10 +288,34 @@ def test_captured_step_equals_eager(rule):
     assert cache.seen.tolist() == [LENGTH] * 2
 
 
+@pytest.mark.parametrize("window", [WINDOW, (WINDOW, 0)])
+def test_captured_late_scores_equal_cpu(window):
+    rule = {"recent_window": 4, "sink_tokens": 1, "score_threshold": -0.5}
+    expected, actual = texts = [
+        long_stream(rule=rule, window=window, device=device) for device in ("cpu", DEVICE)
+    ]
+    caches = [text.slots() for text in texts]
+    late = actual.scores[..., 0].clone()
+    for text, cache in zip(texts, caches, strict=True):
+        cache.fill(*text.tokens(0, 20))
+        cache.rescore_last(text.scores[..., 0])
+    graph, _ = capture(lambda: caches[1].rescore_last(late))
+    for begin in range(20, LENGTH):
+        for text, cache in zip(texts, caches, strict=True):
+            q, k, v, scores, mask = tokens_with_queries(text, begin, begin + 1)
+            cache.step(q, k, v, scores, key_mask=mask)
+        late.copy_(actual.scores[..., begin - 20])
+        graph.replay()
+        caches[0].rescore_last(expected.scores[..., begin - 20])
+    for got, wanted in zip(held(caches[1]), held(caches[0]), strict=True):
+        assert torch.equal(got.cpu(), wanted)
+
+
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_captured_fill_equals_eager(rule):
+@pytest.mark.parametrize("window", [WINDOW, (4, WINDOW)])
+def test_captured_fill_equals_eager(rule, window):
     """A graph captures `fill` once, for prompts of different lengths."""
-    streams = [long_stream(seed, rule=rule) for seed in range(4)]
+    streams = [long_stream(seed, rule=rule, window=window) for seed in range(4)]
     cache = streams[0].slots()
     lengths = torch.full((2,), LENGTH, dtype=torch.int32, device=DEVICE)
     k, v, scores = static = [t.clone() for t in streams[0].tokens(0, LENGTH)]
@@ -294,9 +330,10 @@ def test_captured_fill_equals_eager(rule):
         assert_same_cache(cache, expected)
 
 
-def test_captured_copy_rows_equals_eager():
+@pytest.mark.parametrize("window", [WINDOW, (WINDOW, 4)])
+def test_captured_copy_rows_equals_eager(window):
     """A graph captures once how a snapshot is restored and its rows change places."""
-    stream = long_stream(batch=4)
+    stream = long_stream(batch=4, window=window)
     source = stream.slots(chunk=CHUNK)
     source.fill(*stream.tokens(0, 50))
     source.append(*stream.tokens(50, 55))  # pending tokens are copied, too
@@ -324,7 +361,7 @@ def full_attention_of(stream, rows, begin, end):
     """Attends to all tokens of rows without padding."""
     out = flash_dmattn_func(
         stream.q[rows, :end], stream.k[rows, :end], stream.v[rows, :end],
-        attn_bias=stream.scores[rows, :, :end], is_causal=True, keep_window_size=WINDOW,
+        attn_bias=stream.scores[rows, :, :end], is_causal=True, keep_window_size=stream.window,
     )  # fmt: skip
     return out[:, begin:]
 

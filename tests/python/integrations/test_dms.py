@@ -126,11 +126,13 @@ def test_loaded_checkpoint_equals_the_definition(tmp_path, family, form):
 @torch.no_grad()
 def test_slots_of_late_scores_equal_all_keys_with_padding_drafts_and_a_cap(tmp_path):
     make_checkpoint(tmp_path, "Qwen3", "adapter")
-    model, ids = load_dms(tmp_path, 3), torch.arange(2, 2 + LENGTH)[None]  # no equal scores
-    cache = DynamicMaskCache(model.config)
-    parts = [model(part, past_key_values=cache).logits for part in ids.split([25, *[1] * 15], 1)]
-    torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits, **CLOSE)
-    assert cache.layers[0].slots.capped.any()
+    for cap in (3, [3, 6]):
+        model, ids = load_dms(tmp_path, cap), torch.arange(2, 2 + LENGTH)[None]  # no equal scores
+        cache = DynamicMaskCache(model.config)
+        sizes = [25, *[1] * 15]
+        parts = [model(part, past_key_values=cache).logits for part in ids.split(sizes, 1)]
+        torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits, **CLOSE)
+        assert cache.layers[0].slots.capped.any()
     model, ids = load_dms(tmp_path, LENGTH), make_ids(LENGTH)
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": 999}
     alone = model.generate(ids[:1, 9:], past_key_values=DynamicCache(), **options)[:, -12:]

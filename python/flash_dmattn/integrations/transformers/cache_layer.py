@@ -151,7 +151,10 @@ class DynamicMaskLayer(CacheLayerMixin):
     def adopt_slots(self, slots: KVSlots, tokens: int) -> None:
         """Continues after `tokens` tokens. slots: slots of the same shape with the keys that later tokens see."""
         if not self.is_initialized:
-            self.lazy_initialization(slots.k, slots.v)
+            dims = (slots.head_dim, slots.value_dim)
+            self.lazy_initialization(
+                *(slots.k.new_empty(slots.batch, slots.heads_kv, 0, dim) for dim in dims)
+            )
         self._check_rows(slots.k)
         self.prefetch()
         self.slots.restore(slots)
@@ -246,15 +249,14 @@ class DynamicMaskLayer(CacheLayerMixin):
         new = key.shape[1]
         if key_mask is None:
             key_mask = torch.ones(key.shape[:2], dtype=torch.bool, device=key.device)
-        held, pending = slice(slots.places, slots.places + slots.pending), slots.pending
+        pending = slots.pending
         tokens = self._pending_tokens
         if tokens is None:
             tokens = slots.pending_mask()
             order = torch.arange(pending, device=key.device).expand(tokens.shape)
         else:
             order = tokens_first(tokens).argsort(1)
-        earlier = [t[:, :, held].clone() for t in (slots.k, slots.v, slots.scores)]
-        earlier = _take_columns((*swap_heads_and_tokens(*earlier[:2]), earlier[2]), order)
+        earlier = _take_columns(slots.pending_tokens(), order)
         slots.drop(pending)
         states = [
             torch.cat(parts, dim=dim)
@@ -523,15 +525,8 @@ class DynamicMaskLayer(CacheLayerMixin):
         """Changes the number of places for pending tokens, except in a static layer, whose memory stays."""
         if self.is_compileable or chunk == self.slots.chunk:
             return
-        resized = self._make_slots(self.keys, self.values, chunk)
-        held = self.slots.places + self.slots.pending
-        for new, old in zip(resized.tensors, self.slots.tensors, strict=True):
-            if new.shape == old.shape:
-                new.copy_(old)
-            else:
-                new[:, :, :held] = old[:, :, :held]
-        resized.pending = self.slots.pending
-        self._hold_slots(resized)
+        rows = torch.arange(self.slots.batch, dtype=torch.int32, device=self.keys.device)
+        self._hold_slots(self.slots.select(rows, chunk=chunk))
 
     def _make_room(self, tokens: int) -> None:
         """Makes places for new tokens: for all of them if they are recorded, else for as many as a query can see keys.
@@ -562,12 +557,7 @@ class DynamicMaskLayer(CacheLayerMixin):
             later = later.expand(present.shape[0], -1)
         else:
             later = tokens_first(present).argsort(1)[:, excess:]
-        held = slice(slots.places, slots.places + slots.pending)
-        states = (
-            *swap_heads_and_tokens(slots.k[:, :, held], slots.v[:, :, held]),
-            slots.scores[:, :, held],
-        )
-        states = _take_columns(states, later)  # copies
+        states = _take_columns(slots.pending_tokens(), later)
         self._commit_tokens(excess)
         if later.shape[1]:
             self._append(*states, present[:, excess:])

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 #include <string_view>
+#include <utility>
 
 #include "cuda/attention/problem.h"
 #include "cuda/family.h"
@@ -111,6 +113,89 @@ Split split_keys(const Problem& p, const Policy& policy, std::int64_t most_keys,
   if (time(cluster) <= time(result.splits) + 1) {
     result.splits = cluster;
     result.in_cluster = true;
+  }
+  return result;
+}
+
+namespace {
+
+// The number of tiles of each head, from the largest on.
+struct HeadTiles {
+  std::int64_t tiles[HeadBlocks::most_heads];
+  std::int64_t heads;
+  std::int64_t batch;
+  double places;  // blocks that run at a time
+
+  // The time in tiles, if blocks have up to `block_tiles` and the first ones begin first. With a `cluster`, each head has
+  // that many blocks, and one without tiles takes the time of a fifth of a tile.
+  double time(std::int64_t block_tiles, std::int64_t cluster) const {
+    double work = 0;
+    std::int64_t blocks = 0;
+    for (std::int64_t i = 0; i < heads; ++i) {
+      const std::int64_t with_tiles = ceil_div(tiles[i], block_tiles);
+      const std::int64_t idle = std::max<std::int64_t>(cluster - with_tiles, 0);
+      work += static_cast<double>(tiles[i] + with_tiles) + 0.2 * static_cast<double>(idle);
+      blocks += with_tiles + idle;
+    }
+    const std::int64_t last_tiles = std::min(block_tiles, tiles[heads - 1]) + 1;
+    const auto longest = static_cast<double>(block_tiles + 1);
+    if (static_cast<double>(blocks * batch) <= places) return longest;
+    return std::max(
+        longest, work * static_cast<double>(batch) / places + static_cast<double>(last_tiles) / 2);
+  }
+};
+
+}  // namespace
+
+Split split_heads(const KvCacheShape& shape, const Policy& policy, const DeviceProperties& device,
+                  HeadBlocks& blocks) {
+  const auto heads = static_cast<int>(shape.heads_kv);
+  Split result{.row_tiles = 1};
+  std::iota(blocks.head, blocks.head + heads, std::uint8_t{0});
+  std::stable_sort(blocks.head, blocks.head + heads, [&](std::uint8_t a, std::uint8_t b) {
+    return shape.places(a) > shape.places(b);
+  });
+  HeadTiles head_tiles{.tiles = {},
+                       .heads = heads,
+                       .batch = std::max<std::int64_t>(shape.batch, 1),
+                       .places = static_cast<double>(device.multiprocessors) * policy.min_blocks};
+  for (int i = 0; i < heads; ++i) {
+    const std::int64_t tiles = ceil_div(shape.places(blocks.head[i]), std::int64_t{policy.keys});
+    head_tiles.tiles[i] = std::max<std::int64_t>(tiles, 1);
+    blocks.place[blocks.head[i]] = static_cast<std::uint8_t>(i);
+  }
+  const std::int64_t most = head_tiles.tiles[0];
+  // The fewest splits of the largest head whose time is at most 2 % above the least. All counts fit into 16 bits.
+  const auto best = [&](std::int64_t most_splits, bool in_cluster, auto next) {
+    const auto time = [&](std::int64_t splits) {
+      return head_tiles.time(ceil_div(most, splits), in_cluster ? splits : 1);
+    };
+    double least = time(1);
+    for (std::int64_t splits = 1; splits <= most_splits; splits = next(splits))
+      least = std::min(least, time(splits));
+    std::int64_t splits = 1;
+    while (time(splits) > 1.02 * least) splits = next(splits);
+    return std::pair(splits, time(splits));
+  };
+  // The next number of splits with fewer tiles for each.
+  const auto next_split = [most](std::int64_t splits) {
+    const std::int64_t tiles = ceil_div(most, splits);
+    return tiles == 1 ? splits + 1 : ceil_div(most, tiles - 1);
+  };
+  constexpr std::int64_t most_splits = 511;
+  const auto [splits, time] = best(std::min(most, most_splits), false, next_split);
+  const auto [cluster, cluster_time] =
+      best(std::min<std::int64_t>(most, most_cluster_blocks(device)), true,
+           [](std::int64_t number) { return 2 * number; });
+  // A second kernel takes longer than a tile.
+  result.in_cluster = splits == 1 || cluster_time <= time + 1;
+  result.splits = static_cast<int>(result.in_cluster ? cluster : splits);
+  const std::int64_t block_tiles = ceil_div(most, std::int64_t{result.splits});
+  for (int i = 0; i < heads; ++i) {
+    const std::int64_t used = ceil_div(head_tiles.tiles[i], block_tiles);
+    if (result.in_cluster) blocks.used[i] = static_cast<std::uint8_t>(used);
+    const std::int64_t count = result.in_cluster ? result.splits : used;
+    blocks.first[i + 1] = static_cast<std::uint16_t>(blocks.first[i] + count);
   }
   return result;
 }

@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdint>
 #include <string>
 #include <vector>
 
 #include "cuda/device.h"
 #include "cuda/sm80/policy.h"
 #include "flash_dmattn/attention.h"
+#include "flash_dmattn/kv_cache.h"
 
 // Chooses the kernel for few queries over many keys, and the number of blocks that share the keys.
 namespace flash_dmattn::cuda::sm80::few_queries {
@@ -88,5 +90,21 @@ struct Split {
 // `most_keys` is the most keys that a row tile visits.
 Split split_keys(const Problem& p, const Policy& policy, std::int64_t most_keys,
                  const DeviceProperties& device);
+
+// The blocks of the heads of a KV cache, if these have different numbers of slots: more for a head with more slots. Heads
+// are in the order of their slots, so that the blocks with most slots begin first.
+struct HeadBlocks {
+  static constexpr int most_heads = 128;
+
+  std::uint16_t first[most_heads + 1] = {};  // of the heads in this order, for one row
+  std::uint8_t head[most_heads] = {};
+  std::uint8_t place[most_heads] = {};  // of a head in this order
+  std::uint8_t used[most_heads] = {};   // blocks with slots of the heads in this order, in clusters
+};
+
+// The Split of one row tile for each head of a cache. `splits` is the most blocks of a head. In a cluster each head has
+// that many, and those for which it has no slots end at once.
+Split split_heads(const KvCacheShape& shape, const Policy& policy, const DeviceProperties& device,
+                  HeadBlocks& blocks);
 
 }  // namespace flash_dmattn::cuda::sm80::few_queries

@@ -26,7 +26,7 @@ struct CombineKernel {
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
     allow_next_kernel();
     wait_for_previous_kernel();
-    add_splits(p, shared, p.shape.seqlen_k, AllKeys());
+    add_splits(p, shared, p.split.splits, p.shape.seqlen_k, AllKeys());
   }
 
  protected:
@@ -36,7 +36,7 @@ struct CombineKernel {
   }
 
   template <class Present>
-  static __device__ void add_splits(const Params& p, SharedStorage& shared, int keys,
+  static __device__ void add_splits(const Params& p, SharedStorage& shared, int splits, int keys,
                                     const Present& present) {
     const std::int64_t index = blockIdx.x;  // index in [B, Hq, Sq]
     const RowSums* const sums = p.sums + index * p.split.splits;
@@ -44,7 +44,7 @@ struct CombineKernel {
     const QueryHead head = head_of(p, index);
     RowTotal<D> mine;
     mine.template add_parts<4>(
-        warp_id(), warps, p.split.splits, [&](int n) { return sums + n; },
+        warp_id(), warps, splits, [&](int n) { return sums + n; },
         [&](int n) { return outs + static_cast<std::int64_t>(n) * D; });
     shared.out[warp_id()][lane_id()] = mine.out;
     if (lane_id() == 0) shared.sums[warp_id()] = mine.sums;

@@ -80,16 +80,7 @@ class SplitPlan {
   KeyRangeWorkspace key_ranges_;
 };
 
-// The attention of a decode step over the slots; the kernel hides slots without a key.
-Problem step_problem(const DecodeStepArgs& args) {
-  Problem p = pending_problem(args.cache, args.heads_q, 1, args.scale, args.score_use);
-  p.softcap = args.softcap;
-  p.nonfinite = args.nonfinite;
-  p.intervals_shape = {};
-  return p;
-}
-
-// The plan of a decode step.
+// The plan of a decode step: attention over the slots, of which the kernel hides those without a key.
 class StepPlan {
  public:
   std::size_t bytes;
@@ -99,18 +90,20 @@ class StepPlan {
         choice_(choose_kernel(problem_, shared_class(current_device()))),
         params_(forward_params(args, problem_)) {
     const KvCache& cache = args.cache;
-    params_.split =
-        split_keys(problem_, policy_of(choice_), cache.shape.places(), current_device());
+    const Policy policy = policy_of(choice_);
+    params_.split = split_keys(problem_, policy, problem_.seqlen_k, current_device());
     if (params_.split.row_tiles > 1) {
       throw InvalidArgument(
           "heads_q", std::to_string(args.heads_q),
-          "at most " + std::to_string(policy_of(choice_).rows()) + " for each kv head on this GPU");
+          "at most " + std::to_string(policy.rows()) + " for each kv head on this GPU");
+    }
+    if (!cache.shape.has_equal_heads()) {
+      params_.split = split_heads(cache.shape, policy, current_device(), params_.head_blocks);
     }
     params_.scores = cache.scores;
     params_.positions = cache.positions;
     params_.counts = cache.counts;
     params_.seen = cache.seen;
-    params_.slots = cache.shape.slots();
     params_.rows = RowIndex(cache.rows);
     params_.score.bias.batch = cache.rows.slot_stride;
     params_.rule = CacheRule(cache.shape);
@@ -149,7 +142,7 @@ class StepPlan {
   static ForwardParams forward_params(const DecodeStepArgs& args, const Problem& problem) {
     ForwardArgs forward;
     forward.problem = problem;
-    forward.in = pending_inputs(args.cache, args.q, 1, nullptr, args.score_use);
+    forward.in = inputs_of_slots(args.cache, args.q, args.score_use);
     forward.out = args.out;
     forward.lse = args.lse;
     return cuda::params_of(forward);
@@ -187,10 +180,10 @@ std::string decline_cache(const KvCacheShape& shape) {
   if (shape.dtype != DType::bf16 && shape.dtype != DType::f16) return "it computes in bf16 and f16";
   if (shape.head_dim % 8 != 0) return "it needs a head_dim that is a multiple of 8";
   if (value_dim_of(shape) % 8 != 0) return "it needs a value_dim that is a multiple of 8";
-  if (shape.batch * shape.heads_kv * shape.slots() > std::numeric_limits<std::int32_t>::max()) {
+  if (shape.batch * shape.total_slots() > std::numeric_limits<std::int32_t>::max()) {
     return "it counts slots in 31 bits";
   }
-  if (shape.rule.head_windows != nullptr && shape.heads_kv > CacheRule::most_head_windows) {
+  if (!shape.has_equal_heads() && shape.heads_kv > CacheRule::most_head_windows) {
     return "it has windows for up to " + std::to_string(CacheRule::most_head_windows) + " heads";
   }
   return "";

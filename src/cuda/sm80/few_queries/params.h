@@ -37,13 +37,20 @@ struct StepParams : Params {
   SlotCount* counts = nullptr;
   std::int32_t* seen = nullptr;
   RowIndex rows;
-  std::int64_t slots = 0;  // places + g
   OutputRows k_slots, v_slots;
   CacheRule rule;
+  HeadBlocks head_blocks;  // if rule.by_head
+  static_assert(HeadBlocks::most_heads == CacheRule::most_head_windows);
 
+  // The blocks that share the slots of a head, unless they are a cluster.
+  __device__ int splits_of(int kv_head) const {
+    if (!rule.by_head) return split.splits;
+    const int place = head_blocks.place[kv_head];
+    return head_blocks.first[place + 1] - head_blocks.first[place];
+  }
   // The first slot of a head, in `scores` and `positions`, and its count.
   __device__ std::int64_t first_slot(int row, int kv_head) const {
-    return row * rows.slot_stride + kv_head * slots;
+    return row * rows.slot_stride + rule.first_slot(kv_head);
   }
   __device__ SlotCount& count(int row, int kv_head) const {
     return counts[row * rows.count_stride + kv_head];

@@ -1,9 +1,46 @@
 #pragma once
 
 #include "cuda/attention/recomputed_row.cuh"
+#include "cuda/primitives/integers.h"
 #include "cuda/sm80/few_queries/params.h"
 
 namespace flash_dmattn::cuda::sm80::few_queries {
+
+// A block's part of the keys of a (batch, kv head). Parts from `splits` on have none.
+struct BlockPart {
+  int batch;
+  int kv_head;
+  int row_tile;
+  int split;
+  int splits;
+
+  // Block `number`, if every (batch, kv head) has as many parts.
+  __device__ BlockPart(const Params& p, int number) : splits(p.split.splits) {
+    split = number % splits;
+    number /= splits;
+    row_tile = number % p.split.row_tiles;
+    number /= p.split.row_tiles;
+    batch = number / p.shape.heads_kv;
+    kv_head = number % p.shape.heads_kv;
+  }
+  // Block `number` of a cache whose heads have different numbers of slots.
+  __device__ BlockPart(const StepParams& p, const HeadBlocks& blocks, int number) : row_tile(0) {
+    const int number_of_row = number / p.shape.batch;
+    int low = 0;
+    int high = p.shape.heads_kv;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (blocks.first[middle] <= number_of_row ? low : high) = middle;
+    }
+    const int first = blocks.first[low];
+    const int parts = blocks.first[low + 1] - first;
+    const int of_head = number - first * p.shape.batch;
+    batch = of_head / parts;
+    split = of_head % parts;
+    kv_head = blocks.head[low];
+    splits = p.split.in_cluster ? blocks.used[low] : parts;
+  }
+};
 
 // The rows of a block are the queries of all heads that share a kv head, so that one tile of K and V is used for all of
 // them. The heads of a query are adjacent.

@@ -34,6 +34,7 @@ class SlotInfo {
         batch_(rows.batch),
         kv_head_(rows.kv_head),
         row_(row),
+        rows_before_(p.rule.rows_before(rows.kv_head)),
         first_(p.first_slot(row, rows.kv_head)) {}
 
   // Loads, before the rows, the data for the decision.
@@ -63,10 +64,16 @@ class SlotInfo {
   }
   __device__ const SlotScan& scan() const { return scan_; }
   // Whether a slot before count() holds a key.
-  __device__ SlotsWithKeys present() const { return {p_.positions + first_, row_ - batch_}; }
+  __device__ SlotsWithKeys present() const {
+    return {p_.positions + first_, row_ - batch_, rows_before_};
+  }
+  // The row of k and v of the head's slot 0.
+  __device__ int rows_before() const { return rows_before_; }
 
-  __device__ Key read(int slot, bool valid) const {
+  // key: a row of k and v.
+  __device__ Key read(int key, bool valid) const {
     if (!valid) return {0, no_key, INT_MAX};
+    const int slot = key - rows_before_;
     const std::int64_t at = first_ + slot;
     return {p_.scores[at], p_.positions[at], slot};
   }
@@ -102,6 +109,7 @@ class SlotInfo {
   int batch_;
   int kv_head_;
   int row_;
+  int rows_before_;
   std::int64_t first_;
   SlotCount before_{};
   int seen_ = 0;
@@ -130,14 +138,14 @@ class TokenRows {
     data_ = aligned_ ? __ldg(reinterpret_cast<const uint4*>(from_)) : load_unaligned_chunk(from_);
   }
 
-  // Stores the new rows to row `column` of the tiles and to the slot.
-  __device__ void store(const StepParams& p, const GroupRows& rows, int row, int slot, int column,
+  // Stores the new rows to row `column` of the tiles and to row `key` of k and v.
+  __device__ void store(const StepParams& p, const GroupRows& rows, int row, int key, int column,
                         std::uint32_t k_tile, std::uint32_t v_tile) const {
     if (!exists_) return;
     store_shared_16((is_value_ ? v_tile : k_tile) + Tile::offset(column, chunk_), data_);
     const OutputRows& to = is_value_ ? p.v_slots : p.k_slots;
     std::byte* const data =
-        to.data + row * to.batch + slot * to.row + rows.kv_head * to.head + chunk_ * 16;
+        to.data + row * to.batch + key * to.row + rows.kv_head * to.head + chunk_ * 16;
     store_chunk(data, {data_.x, data_.y, data_.z, data_.w}, to.aligned);
   }
 
@@ -159,9 +167,19 @@ struct SlotKeys {
   using Info = SlotInfo;
   using Elements = NoElements;
   using Storage = SlotStorage;
+  static constexpr bool has_idle_blocks = true;
   template <class Pipeline>
   using Extra = TokenRows<typename Pipeline::RowTile, typename Pipeline::Group>;
 
+  static long blocks(const Params& p) {
+    const long batch = p.shape.batch;
+    return batch * (p.rule.by_head
+                        ? p.head_blocks.first[p.shape.heads_kv]
+                        : static_cast<long>(p.shape.heads_kv) * p.split.row_tiles * p.split.splits);
+  }
+  static __device__ BlockPart part(const Params& p, int block) {
+    return p.rule.by_head ? BlockPart(p, p.head_blocks, block) : BlockPart(p, block);
+  }
   // The row of k and v for that of the call, or -1. An index may be the previous kernel's result.
   static __device__ int key_row(const Params& p, int batch) {
     if (p.rows.index != nullptr) wait_for_previous_kernel();
@@ -170,8 +188,9 @@ struct SlotKeys {
   static __device__ Info info(const Params& p, const GroupRows& rows, int row) {
     return {p, rows, row};
   }
-  static __device__ TileKeys tile_keys(const Params& p, const GroupRows&) {
-    return {0, p.shape.seqlen_k};
+  static __device__ TileKeys tile_keys(const Params& p, const GroupRows& rows) {
+    const int first = p.rule.rows_before(rows.kv_head);
+    return {first, first + p.rule.places_of(rows.kv_head)};
   }
   static __device__ int count(const Params&, const Info& info) { return info.count(); }
   static __device__ SlotsWithKeys present(const Info& info) { return info.present(); }
@@ -180,9 +199,10 @@ struct SlotKeys {
   static __device__ void complete(const Params& p, const GroupRows& rows, const Pipeline& kv, int n,
                                   const Storage&, const Extra<Pipeline>& token) {
     const int slot = kv.info().target();
-    const int column = slot - kv.tiles().first(n);
+    const int key = kv.info().rows_before() + slot;
+    const int column = key - kv.tiles().first(n);
     if (slot < 0 || column < 0 || column >= Pipeline::RowTile::rows) return;
-    token.store(p, rows, kv.info().row(), slot, column, kv.k_tile(n), kv.v_tile(n));
+    token.store(p, rows, kv.info().row(), key, column, kv.k_tile(n), kv.v_tile(n));
     __syncthreads();
   }
 
@@ -191,11 +211,11 @@ struct SlotKeys {
     const SlotScan scan = info.scan().warp_sum();
     if (lane_id() == 0) storage.scans[warp_id()] = scan;
   }
-  static __device__ void store_cluster(const Params& p, const GroupRows&, const Info& info,
-                                       const Storage& storage, int rank) {
-    if (rank != p.split.splits - 1 || warp_id() > 0) return;
+  static __device__ void store_cluster(const Params&, const GroupRows&, const Info& info,
+                                       const Storage& storage, const BlockPart& part) {
+    if (part.split != part.splits - 1 || warp_id() > 0) return;
     SlotScan scan = SlotScan::nothing();
-    for (int n = lane_id(); n < p.split.splits; n += warp_size)
+    for (int n = lane_id(); n < part.splits; n += warp_size)
       scan.add(block_scan(*in_cluster_block(&storage, n)));
     scan = scan.warp_sum();
     const int2 after = info.counts_after();
@@ -234,16 +254,18 @@ struct CombineStepKernel : CombineKernel<T, D> {
       return;
     }
     const int2 after = p.counts_after[index];
+    const int splits = p.splits_of(head.kv_head);
     if (is_first_of_group && warp_id() == Base::warps - 1) {
       SlotScan scan = SlotScan::nothing();
-      for (int n = lane_id(); n < p.split.splits; n += warp_size)
+      for (int n = lane_id(); n < splits; n += warp_size)
         scan.add(p.scans[index * p.split.splits + n]);
       scan = scan.warp_sum();
       if (lane_id() == 0) p.count(row, head.kv_head) = scan.count(after.x, after.y);
     }
     if (head.head == 0 && threadIdx.x == 0) ++p.seen[row * p.rows.seen_stride];
     const std::int32_t* const entries = p.positions + p.first_slot(row, head.kv_head);
-    Base::add_splits(p, shared, after.x, SlotsWithKeys{entries, row - head.batch});
+    Base::add_splits(p, shared, splits, after.x,
+                     SlotsWithKeys{entries, row - head.batch, p.rule.rows_before(head.kv_head)});
   }
 };
 

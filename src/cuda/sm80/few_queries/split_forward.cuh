@@ -23,12 +23,17 @@ struct TensorKeys {
   };
   using Elements = std::conditional_t<Elementwise, RowElements<T>, NoElements>;
   struct Storage {};
+  static constexpr bool has_idle_blocks = false;
   template <class Pipeline>
   struct Extra {
     __device__ Extra(const Params&, const GroupRows&) {}
     __device__ void load() const {}
   };
 
+  static long blocks(const Params& p) {
+    return static_cast<long>(p.shape.batch) * p.shape.heads_kv * p.split.row_tiles * p.split.splits;
+  }
+  static __device__ BlockPart part(const Params& p, int block) { return {p, block}; }
   // The row of k and v for that of the call; negative: none, so that queries see no key.
   static __device__ int key_row(const Params&, int batch) { return batch; }
   static __device__ Info info(const Params& p, const GroupRows& rows, int) {
@@ -49,7 +54,7 @@ struct TensorKeys {
   // Called after all tiles. It stores the block's results about its keys, for all blocks of a cluster or to memory.
   static __device__ void finish(const Info&, Storage&) {}
   static __device__ void store_cluster(const Params&, const GroupRows&, const Info&, const Storage&,
-                                       int) {}
+                                       const BlockPart&) {}
   static __device__ void store_split(const Params&, const GroupRows&, const Info&, const Storage&,
                                      int) {}
 };
@@ -86,18 +91,18 @@ struct SplitForwardKernel {
     typename Keys::Storage keys;
   };
 
-  static long blocks(const Params& p) {
-    return static_cast<long>(p.shape.batch) * p.shape.heads_kv * p.split.row_tiles * p.split.splits;
-  }
+  static long blocks(const Params& p) { return Keys::blocks(p); }
 
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
-    int work = static_cast<int>(blockIdx.x);
-    const int split = work % p.split.splits;
-    work /= p.split.splits;
-    const int first_row = work % p.split.row_tiles * P.rows();
-    work /= p.split.row_tiles;
+    const BlockPart part = Keys::part(p, static_cast<int>(blockIdx.x));
+    if constexpr (Keys::has_idle_blocks) {
+      // A barrier of the cluster does not wait for threads that have ended.
+      if (part.split >= part.splits) return;
+    }
+    const int split = part.split;
+    const int first_row = part.row_tile * P.rows();
     const int group_size = p.shape.group_heads();
-    const GroupRows rows{work / p.shape.heads_kv, work % p.shape.heads_kv, group_size, first_row,
+    const GroupRows rows{part.batch, part.kv_head, group_size, first_row,
                          min(p.shape.seqlen_q * group_size - first_row, P.rows())};
     const int row_warp = warp_id() % P.row_warps;
     const int key_warp = warp_id() / P.row_warps;
@@ -120,10 +125,10 @@ struct SplitForwardKernel {
     // The addresses of rows were computed while the previous kernel was ending.
     wait_for_previous_kernel();
     extra.load();
-    Pipeline kv(shared.kv,
-                typename Pipeline::Tiles(Keys::tile_keys(p, rows), info.has_values(), split,
-                                         p.split.splits),
-                loader, info, rows);
+    Pipeline kv(
+        shared.kv,
+        typename Pipeline::Tiles(Keys::tile_keys(p, rows), info.has_values(), split, part.splits),
+        loader, info, rows);
     // The queries are few, so the copies of K and V do not wait for the addresses of queries.
     kv.start([&] {
       copy_g2s(
@@ -174,9 +179,9 @@ struct SplitForwardKernel {
     store_warp(shared.warp_sums, row_warp * 16, key_warp, factor, softmax, out);
     __syncthreads();
     if (p.split.in_cluster) {
-      add_cluster(p, rows, Keys::count(p, kv.info()), Keys::present(kv.info()), split,
+      add_cluster(p, rows, Keys::count(p, kv.info()), Keys::present(kv.info()), part,
                   shared.warp_sums,
-                  [&] { Keys::store_cluster(p, rows, kv.info(), shared.keys, split); });
+                  [&] { Keys::store_cluster(p, rows, kv.info(), shared.keys, part); });
     } else {
       store_block(p, rows, split, shared.warp_sums);
       Keys::store_split(p, rows, kv.info(), shared.keys, split);
@@ -263,18 +268,18 @@ struct SplitForwardKernel {
   // Divides the rows of a cluster among its warps, which read the sums of all its blocks.
   template <class Present, class Also>
   static __device__ void add_cluster(const Params& p, const GroupRows& rows, int keys,
-                                     const Present& present, int rank, WarpSums& warps,
+                                     const Present& present, const BlockPart& part, WarpSums& warps,
                                      const Also& also) {
     add_warps(rows, warps, [&](int row, int column, RowSums sums, float4 out) {
       *reinterpret_cast<float4*>(&warps.out[0][row][column]) = out;
       if (column == 0) warps.total[row] = sums;
     });
     cluster_sync();
-    const int blocks = p.split.splits;
+    const int blocks = part.splits;
     // Loads from another block's shared memory are bound by latency. Many are kept in flight at once, with 64 registers
     // of columns.
     constexpr int together = D <= 128 ? 16 : 8;
-    for (int row = warp_id() * blocks + rank; row < rows.count; row += P.warps() * blocks) {
+    for (int row = warp_id() * blocks + part.split; row < rows.count; row += P.warps() * blocks) {
       RowTotal<D> total;
       total.template add_parts<together>(
           0, 1, blocks, [&](int n) { return in_cluster_block(&warps.total[row], n); },

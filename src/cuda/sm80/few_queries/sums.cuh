@@ -95,14 +95,16 @@ struct RowTotal {
 // The slots of a KV cache that hold keys, of those that have been taken, as AllKeys (recomputed_row.cuh).
 struct SlotsWithKeys {
   const std::int32_t* entries;
-  int rows_ahead;  // of the row of the call, in the arrays
+  int rows_ahead;   // of the row of the call, in the arrays
+  int rows_before;  // CacheRule::rows_before
 
   __device__ bool operator()(int slot) const { return entries[slot] != no_key; }
   __device__ void move_to_row(ForwardParams& p) const {
-    p.k.data += rows_ahead * p.k.batch;
-    p.v.data += rows_ahead * p.v.batch;
+    p.k.data += rows_ahead * p.k.batch + rows_before * p.k.row;
+    p.v.data += rows_ahead * p.v.batch + rows_before * p.v.row;
     if (p.score.bias.data != nullptr) {
-      p.score.bias.data += rows_ahead * p.score.bias.batch * std::int64_t{sizeof(float)};
+      p.score.bias.data +=
+          (rows_ahead * p.score.bias.batch + rows_before) * std::int64_t{sizeof(float)};
     }
   }
 };

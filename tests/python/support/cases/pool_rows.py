@@ -53,12 +53,14 @@ class Place(NamedTuple):
 def contents(cache):
     """Returns the number of tokens per row and head, and an unordered mapping from entry to key, value and score."""
     k, v, scores, entries, counts, seen = (t.cpu() for t in cache.tensors)
-    rows = torch.cat([k.float(), v.float(), scores[..., None]], dim=-1).tolist()
+    rows = torch.cat([k.float(), v.float(), scores[..., None]], dim=-1)
+    entries = entries.flatten(1)  # the slots of one head after those of the head before
+    rows = rows.reshape(*entries.shape, -1).tolist()
     head_contents = []
     for b in range(cache.batch):
-        for h in range(HEADS):
-            taken = range(int(counts[b, h, 0]))
-            keys = {int(entries[b, h, s]): rows[b][h][s] for s in taken}
+        for h, (first, _) in enumerate(cache._head_ranges()):
+            taken = range(first, first + int(counts[b, h, 0]))
+            keys = {int(entries[b, s]): rows[b][s] for s in taken}
             keys.pop(-(2**31), None)
             head_contents.append((int(seen[b]), keys))
     return head_contents

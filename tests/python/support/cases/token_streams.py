@@ -254,6 +254,10 @@ def check_with_kvcache(stream, pieces, mode, layout):
         integers = {"dtype": torch.int32, "device": device}
         options["slot_positions"] = torch.zeros(batch, heads, size, **integers)
         options["slot_counts"] = torch.zeros(batch, heads, 8, **integers)
+        slots = stream.slots(max(pieces) + 3)
+        if slots.k.dim() == 3:  # heads have windows of different sizes
+            caches = [slots.k, slots.v, slots.scores.fill_(torch.nan)]
+            options["slot_positions"] = slots.positions
     is_padded = stream.padding != "none"
     left = {"cache_leftpad": (~stream.mask).sum(1)} if is_padded and mode == "all keys" else {}
     begin = 0
