@@ -24,6 +24,14 @@ struct Pipeline {
     }
   }
 
+  // Called by one thread when no other uses the pipeline, before another init().
+  __device__ void invalidate() {
+    for (int i = 0; i < Stages; ++i) {
+      mbarrier_invalidate(shared_address(&full[i]));
+      mbarrier_invalidate(shared_address(&empty[i]));
+    }
+  }
+
   __device__ void wait_empty(int n) const { mbarrier_wait(empty_of(n), phase(n) ^ 1); }
   __device__ void wait_full(int n) const { mbarrier_wait(full_of(n), phase(n)); }
   // Waits until use n is released.

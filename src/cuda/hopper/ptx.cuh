@@ -17,6 +17,10 @@ __device__ inline void mbarrier_init(std::uint32_t barrier, int arrivals) {
 }
 
 // Makes initialised barriers visible to the copies of the TMA unit.
+// Frees the memory of a barrier, which may then be initialized again.
+__device__ inline void mbarrier_invalidate(std::uint32_t barrier) {
+  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 __device__ inline void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

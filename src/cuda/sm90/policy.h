@@ -79,11 +79,17 @@ constexpr bool has_references(int head_dim, const ForwardVariant& variant) {
   return variant.shapes && (head_dim <= 192 || variant.dense == DenseAccess::none);
 }
 
-// The variant that repeats a call with such rows.
+// The variant that repeats such work.
 constexpr ForwardVariant with_references(int head_dim, ForwardVariant variant) {
   variant.shapes = true;
   if (!has_kernel(head_dim, variant)) variant.load = KeyLoad::any;
   return variant;
+}
+
+// Whether a block with one work tile repeats it itself, because both loops have the same tiles in shared memory.
+constexpr bool repeats_in_block(int head_dim, int value_dim, const ForwardVariant& variant) {
+  return finds_large_rows(variant) && value_dim == head_dim &&
+         with_references(head_dim, variant).load == variant.load;
 }
 
 // Whether biases of keys may have a delay. Elsewhere a test for it would spill registers of the loop; KeyLoad::any takes

@@ -3,7 +3,6 @@
 #include "cuda/attention/problem.h"
 #include "cuda/sm90/dense/rows.h"
 #include "cuda/sm90/forward/params.h"
-#include "cuda/sm90/forward/work_tile.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 namespace {
@@ -19,7 +18,7 @@ std::string_view name_of(const ForwardVariant& variant) {
   return "";
 }
 
-ForwardVariant choose_variant(const ForwardParams& p, int multiprocessors) {
+ForwardVariant choose_variant(const ForwardParams& p) {
   const Shape& shape = p.shape;
   const ScoreParams& score = p.score;
   const auto tma = [&](const InputRows& tensor, int seqlen, int heads) {
@@ -27,10 +26,7 @@ ForwardVariant choose_variant(const ForwardParams& p, int multiprocessors) {
   };
   // Addresses of rows are formed with 32-bit strides.
   const auto gathers = [](const InputRows& tensor) { return tensor.aligned && tensor.row >= 0; };
-  // A call with few work tiles has no flag for large rows.
-  const bool has_references = score.bias.data != nullptr && score.bias_delay == 0 &&
-                              WorkTile::count(shape, query_tile_rows) <= multiprocessors;
-  const bool shapes = shapes_scores(p) || has_references;
+  const bool shapes = shapes_scores(p);
   const bool has_q_tiles = p.out.aligned && tma(p.q, shape.seqlen_q, shape.heads_q);
   const bool has_tiles = has_q_tiles && p.tile_lists.tiles == 0 &&
                          tma(p.k, shape.seqlen_k, shape.heads_kv) &&
@@ -63,9 +59,9 @@ std::string name(const ForwardChoice& choice) {
   return kernel_name("forward", choice, name_of(choice.variant));
 }
 
-ForwardChoice choose_forward(DType dtype, const ForwardParams& p, int multiprocessors) {
+ForwardChoice choose_forward(DType dtype, const ForwardParams& p) {
   const int head_dim = head_dim_bucket(p.shape.head_dim);
-  const ForwardVariant variant = choose_variant(p, multiprocessors);
+  const ForwardVariant variant = choose_variant(p);
   const int smallest = smallest_value_dim(head_dim, variant);
   return {dtype, head_dim, p.shape.value_dim <= smallest ? smallest : head_dim,
           with_overlap(variant, overlaps(dtype, head_dim))};

@@ -12,7 +12,7 @@ using ForwardChoice = KernelChoice<ForwardVariant>;
 
 std::string name(const ForwardChoice& choice);
 
-ForwardChoice choose_forward(DType dtype, const ForwardParams& params, int multiprocessors);
+ForwardChoice choose_forward(DType dtype, const ForwardParams& params);
 
 // Whether two heads of a group share mask and bias with DenseAccess::tiles, so that a work tile may have both.
 bool has_two_heads(const ForwardParams& params);

@@ -32,8 +32,10 @@ class ForwardConsumer : ConsumerScores<Kernel> {
  public:
   __device__ ForwardConsumer(const ForwardKernelParams& p, Storage& storage) : Scores(p, storage) {}
 
+  // `Repeats`: the block has run another consumer before, whose last turn has not been taken.
+  template <bool Repeats>
   __device__ void run() {
-    if (warpgroup_ == 0) give_turn_to(0);
+    if (!Repeats && warpgroup_ == 0) give_turn_to(0);
     storage_.q_pipeline.wait_full(0);
     // There is work for every block.
     WorkTile work = storage_.work[0];
@@ -80,6 +82,9 @@ class ForwardConsumer : ConsumerScores<Kernel> {
     wait_out(n - 1);
     const RowOffset offsets[2] = {row_offset(0), row_offset(1)};
     store(work, sum_, offsets);
+    if constexpr (Kernel::repeats_in_block) {
+      if (is_large(offsets[0]) || is_large(offsets[1])) storage_.has_large_rows = true;
+    }
     if constexpr (Kernel::fixes_rows) {
       if (p_.needs_fix == nullptr) fix(work);
     }

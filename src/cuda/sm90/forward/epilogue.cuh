@@ -30,6 +30,9 @@ struct RowOffset {
   float reference;
 };
 
+// Whether scores have a size at which their rounding, in units of log 2, exceeds that of weights in fp16.
+__device__ inline bool is_large(const RowOffset& offset) { return fabsf(offset.log2) > 4096; }
+
 // Stores out / sum and lse = log 2 (offset + log2 sum) of a thread's two rows from registers. The lanes of a quad
 // exchange words so that each stores 16 bytes. There are no branches (ptx.cuh). Rows that overflow fp32 or the output's
 // dtype, or that see no key, get an lse of NaN and are recomputed and saturated later (fix_rows.cuh).
@@ -96,9 +99,7 @@ __device__ inline void store_output(const ForwardKernelParams& params, const Wor
     const bool has_flag = !Kernel::can_be_short || params.needs_fix != nullptr;
     set_flag_if(stores_lse && !ordinary && has_flag, params.needs_fix);
     if constexpr (Kernel::finds_large_rows) {
-      // Where scores have this size in units of log 2, their rounding exceeds that of weights in fp16.
-      constexpr float large = 4096;
-      set_flag_if(stores_lse && fabsf(offsets[h].log2) > large && params.large_rows != nullptr,
+      set_flag_if(stores_lse && is_large(offsets[h]) && params.large_rows != nullptr,
                   params.large_rows);
     }
   }

@@ -27,6 +27,7 @@ struct ForwardKernel {
   static constexpr bool can_be_short = sm90::can_be_short(Variant);
   static constexpr bool can_compute_key_info = sm90::can_compute_key_info(Variant);
   static constexpr bool fixes_rows = sm90::fixes_rows(D, Variant);
+  static constexpr bool repeats_in_block = sm90::repeats_in_block(D, Dv, Variant);
   static constexpr ForwardPolicy policy = forward_policy(D, Dv, Variant);
   static_assert(has_key_info || (load == KeyLoad::tma && dense == DenseAccess::none));
   static_assert(!has_key_info || dense == DenseAccess::tiles || policy.rows() == query_tile_rows);
@@ -72,6 +73,24 @@ struct ForwardKernel {
     if constexpr (shapes) {
       if (p.large_rows != nullptr && *p.large_rows == 0) return;
     }
+    if (threadIdx.x == 0) storage.has_large_rows = false;
+    run<false>(p, storage);
+    if constexpr (repeats_in_block) {
+      if (p.next_work != nullptr || !adds_biases_of_keys(p.forward.score)) return;
+      __syncthreads();
+      if (!storage.has_large_rows) return;
+      if (threadIdx.x == 0) {
+        storage.q_pipeline.invalidate();
+        storage.k_pipeline.invalidate();
+        storage.v_pipeline.invalidate();
+      }
+      ForwardKernel<T, D, D, with_references(D, Variant)>::template run<true>(p, storage);
+    }
+  }
+
+  // Computes the block's work tiles. `Repeats`: after another kernel's run, with barriers that are no longer valid.
+  template <bool Repeats>
+  static __device__ void run(const Params& p, SharedStorage& storage) {
     if (threadIdx.x == 0) {
       constexpr int consumer_warps = 4 * policy.warpgroups;
       const int info_arrivals = computes_key_info(p) ? KeyInfoWarps<ForwardKernel>::warps : 0;
@@ -88,13 +107,14 @@ struct ForwardKernel {
       decrease_registers<policy.producer_registers>();
       if constexpr (can_compute_key_info) {
         if (computes_key_info(p) && threadIdx.x >= KeyInfoWarps<ForwardKernel>::first_thread) {
-          return KeyInfoWarps<ForwardKernel>{{p, storage}}.run();
+          KeyInfoWarps<ForwardKernel>{{p, storage}}.run();
+          return;
         }
       }
       Producer{{p, storage}}.run();
     } else {
       increase_registers<policy.consumer_registers>();
-      ForwardConsumer<ForwardKernel>(p, storage).run();
+      ForwardConsumer<ForwardKernel>(p, storage).template run<Repeats>();
     }
   }
 };

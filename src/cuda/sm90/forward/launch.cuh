@@ -62,12 +62,9 @@ void launch_forward_kernel(ForwardKernelParams params, cudaStream_t stream) {
   launch<Kernel>(blocks, params, stream);
   if constexpr (Kernel::finds_large_rows) {
     if (params.large_rows != nullptr) {
-      ForwardKernelParams again = params;
-      again.info.biases += params.info.unscaled;
-      ++again.next_work;
       using Repetition = ForwardKernel<T, D, D, with_references(D, Variant)>;
-      set_kernel_params<Repetition>(again);
-      launch<Repetition>(blocks, again, stream);
+      set_kernel_params<Repetition>(params);
+      launch<Repetition>(blocks, params, stream);
     }
   }
   const bool has_fixed_rows = Kernel::fixes_rows && params.needs_fix == nullptr;

@@ -19,6 +19,11 @@ inline __host__ __device__ bool has_key_biases(const ScoreParams& score) {
          (score.bias.data != nullptr && !score.bias.dense);
 }
 
+// Whether accumulators begin with biases of keys, which may be large. Delayed ones have no second array in KeyInfo.
+inline __host__ __device__ bool adds_biases_of_keys(const ScoreParams& score) {
+  return score.bias.data != nullptr && !score.bias.dense && score.bias_delay == 0;
+}
+
 struct ForwardKernelParams {
   // Tensor maps are aligned to 64 bytes, because the TMA unit reads them.
   CUtensorMap q_map;
@@ -38,7 +43,7 @@ struct ForwardKernelParams {
   // the rows of its only work tile
   std::uint32_t* needs_fix = nullptr;
   // [1] nonzero if some row has large scores. A kernel with finds_large_rows then stops, and one that adds biases less a
-  // reference of their row repeats the call; null without such a repetition.
+  // reference of their row repeats the call; null in other calls, and if each block repeats its only work tile
   std::uint32_t* large_rows = nullptr;
 
   // Whether there is a dense mask that is not packed.

@@ -23,7 +23,7 @@ class ForwardPlan {
         params_(params_of(args)),
         multiprocessors_(current_device().multiprocessors) {
     params_.tile_lists = schedule_.lists();
-    choice_ = choose_forward(args.problem.dtype, params_, multiprocessors_);
+    choice_ = choose_forward(args.problem.dtype, params_);
     bytes = place(args, nullptr);
   }
 
@@ -71,15 +71,15 @@ ForwardWorkspace::ForwardWorkspace(const ForwardChoice& choice, const ForwardPar
                                    int multiprocessors, WorkspaceAllocator& workspace) {
   const ForwardVariant& variant = choice.variant;
   const int rows = forward_policy(choice.head_dim, choice.value_dim, variant).rows();
-  const bool is_short = can_be_short(variant) && WorkTile::count(p.shape, rows) <= multiprocessors;
+  const bool repeats_large_rows = finds_large_rows(variant) && adds_biases_of_keys(p.score);
+  const bool is_short =
+      can_be_short(variant) && WorkTile::count(p.shape, rows) <= multiprocessors &&
+      (!repeats_large_rows || repeats_in_block(choice.head_dim, choice.value_dim, variant));
   const bool computes_key_info = is_short && can_compute_key_info(variant) &&
                                  p.shape.seqlen_k <= most_computed_key_info &&
                                  p.score.bias_delay == 0;
-  const bool repeats_large_rows = !is_short && finds_large_rows(variant) &&
-                                  p.score.bias.data != nullptr && p.score.bias_delay == 0;
-  if (variant.has_key_info && !computes_key_info) {
+  if (variant.has_key_info && !computes_key_info)
     info = allocate_key_info(p.shape, p.score, workspace, true, repeats_large_rows);
-  }
   if (is_short) return;
   next_work = workspace.take<int>(2);
   needs_fix = workspace.take<std::uint32_t>(1);

@@ -28,7 +28,8 @@ struct ProducerBase {
     if constexpr (Kernel::finds_large_rows) {
       if (p.large_rows != nullptr && load_relaxed(p.large_rows) != 0) return p.work_tiles;
     }
-    return atomicAdd(p.next_work, 1) + static_cast<int>(gridDim.x);
+    const bool repeats = Kernel::shapes && p.large_rows != nullptr;
+    return atomicAdd(p.next_work + (repeats ? 1 : 0), 1) + static_cast<int>(gridDim.x);
   }
 
   // Passes work tile `n` of this block and its q to the consumers. Called by one thread.
@@ -62,8 +63,10 @@ struct ProducerBase {
   __device__ const KeyInterval* ranges(const WorkTile& work) const {
     return p.info.ranges_of(work.batch, work.kv_head);
   }
+  // In the unit of Kernel::key_bias_factor.
   __device__ const float* biases(const WorkTile& work) const {
-    return p.info.biases_of(work.batch, work.head, work.kv_head);
+    return p.info.biases_of(work.batch, work.head, work.kv_head) +
+           (Kernel::shapes ? p.info.unscaled : 0);
   }
 };
 

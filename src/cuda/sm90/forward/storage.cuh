@@ -95,6 +95,7 @@ struct ForwardStorage {
   KeyInfoStorage<info_stages, P.keys, HasKeyInfo, Delays> info;
   WorkTile work[work_stages];
   int next_work[2];  // shared by the producers
+  bool has_large_rows;
   Pipeline<work_stages> q_pipeline;
   Pipeline<P.stages> k_pipeline;
   Pipeline<P.stages> v_pipeline;
