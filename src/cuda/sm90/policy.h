@@ -86,10 +86,10 @@ constexpr ForwardVariant with_references(int head_dim, ForwardVariant variant) {
   return variant;
 }
 
-// Whether a block with one work tile repeats it itself, because both loops have the same tiles in shared memory.
+// Whether a block with one work tile repeats it itself. Both loops then have the same tiles in shared memory. With gathered
+// keys the second loop would spill registers.
 constexpr bool repeats_in_block(int head_dim, int value_dim, const ForwardVariant& variant) {
-  return finds_large_rows(variant) && value_dim == head_dim &&
-         with_references(head_dim, variant).load == variant.load;
+  return finds_large_rows(variant) && variant.load == KeyLoad::tma && value_dim == head_dim;
 }
 
 // Whether biases of keys may have a delay. Elsewhere a test for it would spill registers of the loop; KeyLoad::any takes

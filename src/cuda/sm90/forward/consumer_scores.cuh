@@ -32,7 +32,8 @@ class ConsumerScores {
         storage_(storage),
         // The compiler must know that this is uniform over the warp.
         warpgroup_(shuffle(static_cast<int>(threadIdx.x) / 128 - 1, 0)),
-        factor_(Kernel::shapes ? 1.0f : p.forward.score.factor),
+        converts_(Kernel::shapes && converts_scores(p.forward)),
+        factor_(converts_ ? 1.0f : p.forward.score.factor),
         warpgroup_query_(first_warpgroup_query()) {
     // Keeps the sum in one register instead of its summands.
     if constexpr (has_dense_tiles) make_opaque(warpgroup_query_);
@@ -73,7 +74,7 @@ class ConsumerScores {
   // the first of its work tile.
   template <bool Partial, bool First>
   __device__ void finish_scores(const WorkTile& work, int n, int visit) {
-    if constexpr (Kernel::shapes) shape_scores();
+    if (converts_) shape_scores();
     if constexpr (Kernel::shapes && !has_references) add_biases<First>(n);
     if constexpr (Kernel::dense == DenseAccess::elements) {
       DenseElements<T, keys>(p_, work, work.template first_key<keys>(visit), column())
@@ -104,6 +105,7 @@ class ConsumerScores {
   const ForwardKernelParams& p_;
   Storage& storage_;
   int warpgroup_;
+  bool converts_;
   float factor_;         // of scores, to units of log 2
   int warpgroup_query_;  // of this thread's first row
 
@@ -215,8 +217,8 @@ class ConsumerScores {
   __device__ void add_biases(int n) {
     if (!has_key_biases(p_.forward.score)) return;
     constexpr float far = 1024;
-    bool moves = has_references && First;
-    if constexpr (has_references && !First) {
+    bool moves = has_references && First && converts_;
+    if (has_references && !First && converts_) {
       const float largest = warp_max(lane_bias(n)) - far;
       moves = warp_any(largest > reference_[0] || max_[0] == negative_infinity ||
                        largest > reference_[1] || max_[1] == negative_infinity);
