@@ -182,14 +182,15 @@ PEERS := build/peers
 TRANSFORMERS_TESTS = $(PEERS)/transformers-$(shell $(BIN)/python -c "import transformers; print(transformers.__version__)")
 $(PEERS)/ready: Makefile $(STAMPS)/test
 	rm -rf $(PEERS) && mkdir -p $(PEERS)
-	$(PIP) --quiet install --no-deps --target $(PEERS)/packages parameterized==0.9.0
+	$(PIP) --quiet install --no-deps --target $(PEERS)/packages parameterized==0.9.0 \
+	  openfold3==0.5.0 absl-py==2.5.1 biotite==1.6.0 gemmi==0.7.5 ml-collections==1.1.0 scipy==1.17.1
 	$(PIP) --quiet download --no-deps --no-binary transformers --dest $(PEERS) \
 	  transformers==$(TRANSFORMERS_TESTS:$(PEERS)/transformers-%=%)
 	tar --extract --gzip --file $(TRANSFORMERS_TESTS).tar.gz --directory $(PEERS)
 	touch $(TRANSFORMERS_TESTS)/tests/__init__.py $@
 
 .PHONY: test-peers
-test-peers: $(STAMPS)/package $(PEERS)/ready ## transformers' own tests of models, with our attention
+test-peers: $(STAMPS)/package $(PEERS)/ready ## tests that other projects wrote, with our attention
 	cd $(TRANSFORMERS_TESTS) && HF_HUB_OFFLINE=1 PYTHONPATH=../packages $(abspath $(BIN))/python -m pytest -c /dev/null \
 	  --rootdir . --numprocesses $(JOBS) $(abspath tests/peers) $(ARGS)
 

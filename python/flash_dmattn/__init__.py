@@ -20,6 +20,7 @@ from .keys.select import select_key_intervals, select_keys
 from .layers import DynamicMaskAttention, ScoreBudget
 from .merge import merge_attention
 from .scores import make_scores, score_projection, with_zero_sum_gradient
+from .triangle import triangle_attention
 
 torch_registrations.register()
 
@@ -68,6 +69,7 @@ __all__ = [
     "select_key_intervals",
     "select_keys",
     "sliding_window",
+    "triangle_attention",
     "triton_dmattn_func",
     "with_zero_sum_gradient",
 ]

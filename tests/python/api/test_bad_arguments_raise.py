@@ -22,6 +22,7 @@ from flash_dmattn import (
     select_key_intervals,
     select_keys,
     sliding_window,
+    triangle_attention,
 )
 from flash_dmattn.distributed import linear_with_headroom
 from flash_dmattn.kernels import kernel_names
@@ -203,6 +204,12 @@ def forget(rows=9, gates=(2, 9, 4), prune=None, keys=9, **options):
     )
 
 
+def triangle(**change):
+    q, k = torch.zeros(2, 3, 2, 5, 8), torch.zeros(2, 3, 2, 7, 8)
+    arguments = {"q": q, "k": k, "v": k, "bias": torch.zeros(2, 1, 2, 5, 7)}
+    return lambda: triangle_attention(**arguments | change)
+
+
 def layer(*sizes, positions=None, **options):
     sizes, hidden = sizes or (32, 4, 2, 7), torch.zeros(2, 6, 32)
     return lambda: DynamicMaskAttention(*sizes, **options)(hidden, positions=positions)
@@ -373,6 +380,21 @@ HIDDEN, WEIGHT = torch.zeros(1, 4, 12), torch.zeros(6, 12)
         (ValueError, "query: got 9 queries, expected at most 8", forget(gates=(2, 8, 4), keys=8)),
         (ValueError, "cu_seqlens: got offsets with 5 queries and 9 keys", forget(rows=5, cu_seqlens=torch.tensor([0, 9]))),
         (ValueError, "cu_seqlens: got shape (3, 2), expected a batch of 2", forget(cu_seqlens=torch.tensor([[0, 9]] * 3))),
+        # Triangle attention.
+        (TypeError, "q: got list", triangle(q=[1])),
+        (ValueError, "q: got shape (3, 2, 5, 8), expected five dimensions", triangle(q=torch.zeros(3, 2, 5, 8))),
+        (ValueError, "q: got shape (0, 3, 2, 5, 8), expected [B, N, H, Q, D] with B > 0", triangle(q=torch.zeros(0, 3, 2, 5, 8))),
+        (ValueError, "k: got shape (2, 3, 1, 7, 8), expected (2, 3, 2, 7, 8)", triangle(k=torch.zeros(2, 3, 1, 7, 8))),
+        (ValueError, "v: got shape (2, 3, 2, 6, 8), expected (2, 3, 2, 7, 8)", triangle(v=torch.zeros(2, 3, 2, 6, 8))),
+        (ValueError, "bias: got shape (2, 3, 2, 5, 7), expected (2, 1, 2, 5, 7)", triangle(bias=torch.zeros(2, 3, 2, 5, 7))),
+        (TypeError, "bias: got NoneType", triangle(bias=None)),
+        (TypeError, "bias: got torch.int64", triangle(bias=torch.zeros(2, 1, 2, 5, 7).long())),
+        (TypeError, "bias: got a tensor on meta", triangle(bias=torch.zeros(2, 1, 2, 5, 7, device="meta"))),
+        (ValueError, "mask: got shape (2, 3, 2, 1, 7), expected (2, 3, 1, 1, 7)", triangle(mask=torch.ones(2, 3, 2, 1, 7).bool())),
+        (TypeError, "mask: got torch.float32, expected torch.bool", triangle(mask=torch.ones(2, 3, 1, 1, 7))),
+        (ValueError, "scale: got 0", triangle(scale=0)),
+        (ValueError, "empty_rows: got 'nan', expected 'zero' or 'mean'", triangle(empty_rows="nan")),
+        (TypeError, "backend: got 3, expected a name", triangle(backend=3)),
         # Learned scores, and the layer that has them.
         (ValueError, "score: got 'exp', expected one of 'gate', 'linear', 'doge', or a function", lambda: make_scores(12, 3, "exp")),
         (ValueError, "heads: got 0, expected 1 or more", lambda: make_scores(12, 0)),

@@ -1,0 +1,120 @@
+"""Compares triangle attention with its definition in float64, in the shapes of Evoformer and cuEquivariance."""
+
+import pytest
+import torch
+
+from flash_dmattn import triangle_attention
+from triangle_by_definition import NAMES, definition, draw, gradients
+
+
+def assert_equal(inputs, mask=None, tolerance=2e-5, backend=None, **options):
+    direction = torch.randn(*inputs[0].shape[:4], inputs[2].shape[4])
+    ours = gradients(triangle_attention, inputs, direction, mask, backend=backend, **options)
+    exact = [t.detach().double().requires_grad_(t.requires_grad) for t in inputs]
+    expected = gradients(definition, exact, direction.double(), mask, **options)
+    for name, actual, wanted in zip(NAMES, ours, expected, strict=True):
+        atol = tolerance * wanted.abs().max().item()
+        torch.testing.assert_close(
+            actual.double(), wanted, atol=atol, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+# Evoformer's (1, 256, 256, 4, 32) and cuEquivariance's (1, 512, 256, 8, 8) with fewer rows and tokens; ragged sizes.
+SHAPES = {
+    "evoformer": (1, 16, 64, 64, 4, 32, 32),
+    "cuequivariance": (1, 32, 16, 64, 8, 8, 8),
+    "ragged": (1, 7, 33, 19, 3, 20, 12),
+    "one row": (1, 1, 9, 17, 2, 16, 16),
+    "one query": (1, 5, 1, 17, 2, 16, 16),
+    "two elements": (2, 6, 21, 34, 2, 16, 16),
+}
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_results_and_gradients_equal_definition(shape, scale):
+    assert_equal(draw(*shape)[0], scale=scale)
+
+
+@pytest.mark.parametrize("empty_rows", ["zero", "mean"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_masked_keys_and_rows_equal_definition(shape, empty_rows):
+    inputs, mask = draw(*shape)
+    mask[:, 0] = False
+    with torch.no_grad():
+        inputs[3][:, :, 0, 0] = -torch.inf  # a query that the bias leaves without keys
+    assert_equal(inputs, mask, empty_rows=empty_rows)
+
+
+@pytest.mark.parametrize("wanted", [(3,), (0, 3), (0, 1, 2), (2,)])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_only_wanted_gradients_are_computed(wanted, batch):
+    inputs, mask = draw(batch, 5, 18, 23, 2, 16, 16)
+    for i, tensor in enumerate(inputs):
+        tensor.requires_grad_(i in wanted)
+    assert_equal(inputs, mask)
+
+
+@pytest.mark.parametrize("bias_dtype", [torch.float32, None])
+@pytest.mark.parametrize("empty_rows", ["zero", "mean"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_are_as_accurate_as_the_definition_in_16_bits(dtype, empty_rows, bias_dtype):
+    inputs, mask = draw(1, 9, 40, 50, 4, 32, 32, dtype)
+    mask[:, 2] = False
+    inputs[3] = inputs[3].detach().to(bias_dtype or dtype).requires_grad_()
+    direction = torch.randn(inputs[0].shape, dtype=dtype)
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    options = {"empty_rows": empty_rows}
+    expected = gradients(definition, exact, direction.double(), mask, **options)
+    in_16_bits = gradients(definition, inputs, direction, mask, **options)
+    ours = gradients(triangle_attention, inputs, direction, mask, **options)
+    for name, actual, rounded, wanted in zip(NAMES, ours, in_16_bits, expected, strict=True):
+        assert actual.dtype == (inputs[3].dtype if name == "dbias" else dtype)
+        error, allowed = ((t.double() - wanted).norm() for t in (actual, rounded))
+        assert error <= 2 * allowed + 1e-6 * wanted.norm(), name
+
+
+def test_strided_inputs_give_the_same_results():
+    """Projections are [B, N, S, H, D], whose transposed view callers pass."""
+    inputs, mask = draw(2, 6, 21, 34, 2, 16, 16)
+    direction = torch.randn(inputs[0].shape)
+    strided = [t.detach().transpose(2, 3).contiguous().transpose(2, 3) for t in inputs]
+    strided = [t.requires_grad_() for t in strided]
+    results = [gradients(triangle_attention, t, direction, mask) for t in (inputs, strided)]
+    torch.testing.assert_close(*results, atol=0, rtol=0)
+
+
+def test_gradients_repeat_bit_for_bit():
+    inputs, mask = draw(1, 40, 64, 64, 2, 16, 16)
+    direction = torch.randn(inputs[0].shape)
+    runs = [gradients(triangle_attention, inputs, direction, mask) for _ in range(3)]
+    for other in runs[1:]:
+        assert all(map(torch.equal, other, runs[0]))
+
+
+@pytest.mark.parametrize("empty_rows", ["zero", "mean"])
+def test_compiled_triangle_attention_has_one_graph(empty_rows):
+    torch._dynamo.reset()
+    inputs, mask = draw(2, 5, 18, 23, 2, 16, 16)
+    mask[:, 1] = False
+    direction = torch.randn(inputs[0].shape)
+    compiled = torch.compile(triangle_attention, backend="aot_eager", fullgraph=True)
+    options = {"empty_rows": empty_rows}
+    results = [gradients(f, inputs, direction, mask, **options) for f in (triangle_attention, compiled)]  # fmt: skip
+    torch.testing.assert_close(*results, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("empty_rows", ["zero", "mean"])
+@pytest.mark.parametrize("sizes", [(0, 9), (9, 0)])
+def test_no_queries_or_no_keys_give_zeros(sizes, empty_rows):
+    inputs, mask = draw(1, 3, *sizes, 2, 16, 16)
+    out = triangle_attention(*inputs, mask, empty_rows=empty_rows)
+    assert out.shape == (1, 3, 2, sizes[0], 16)
+    assert not out.any()
+
+
+@pytest.mark.parametrize("empty_rows", ["zero", "mean"])
+def test_triton_equals_definition(empty_rows):
+    inputs, mask = draw(1, 3, 20, 18, 2, 16, 16)
+    mask[:, 0] = False
+    assert_equal(inputs, mask, backend="triton", empty_rows=empty_rows)
