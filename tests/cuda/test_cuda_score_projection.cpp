@@ -85,7 +85,7 @@ void expect_bits_of_cpu(ScoreProjectionArgs args, std::int64_t padding, std::int
       static_cast<const std::byte*>(args.hidden) + last * row * size_of(args.hidden_dtype);
   args.batch = args.seqlen = 1;
   run_on_device(ScoreProjectionCall(args, {}));
-  const std::vector<float> alone = download<float>(scores, args.heads);
+  const std::vector<float> alone = download<float>(scores, count);
   for (std::int64_t h = 0; h < args.heads; ++h) {
     const std::int64_t at = count - 1 - (args.heads - 1 - h) * length;
     ASSERT_EQ(alone[static_cast<std::size_t>(h)], actual[static_cast<std::size_t>(at)]) << h;

@@ -119,8 +119,8 @@ __device__ inline void store_row(const ForwardParams& p, const QueryHead& head, 
 #pragma unroll
   for (int i = 0; i < lane_columns; ++i) largest = max_or_nan(largest, fabsf(row.out.x[i]));
   const RowSums sums = row.sums;
-  const bool ordinary =
-      sums.sum > 0 && isfinite(sums.sum) && isfinite(largest) && fabsf(sums.max) < 1e38f;
+  const bool ordinary = sums.sum > 0 && isfinite(sums.sum) && isfinite(largest) &&
+                        fabsf(sums.max) < 1e38f && fabsf(sums.reference) < 1e38f;
   if (!warp_all(ordinary)) {
     ForwardParams row_params = p;
     row_params.shape.seqlen_k = keys;

@@ -21,6 +21,7 @@ struct ForwardKernel {
   static constexpr bool has_key_info = Variant.has_key_info;
   static constexpr DenseAccess dense = Variant.dense;
   static constexpr bool shapes = Variant.shapes;
+  static constexpr bool has_references = sm90::has_references(D, Variant);
   static constexpr bool delays = supports_delay(D, Variant);
   static constexpr bool finds_large_rows = sm90::finds_large_rows(Variant);
   static constexpr bool overlaps = Variant.overlaps;
@@ -61,7 +62,13 @@ struct ForwardKernel {
 
   // Converts the bias of a key to the unit of KeyInfo: that of the accumulators that begin with it, or the caller's.
   static __host__ __device__ float key_bias_factor(const Params& p) {
-    return shapes ? 1 : p.bias_factor;
+    return has_references ? 1 : p.bias_factor;
+  }
+
+  // Whether products are converted to units of log 2, to which biases are added. Otherwise scores have the bits of kernels
+  // without ForwardVariant::shapes.
+  static __host__ __device__ bool converts_scores(const ForwardParams& p) {
+    return shapes && (shapes_scores(p) || (has_references && has_key_bias(p.score)));
   }
 
   // Whether this call has no key info in memory, and warps of the producer compute it.

@@ -42,7 +42,7 @@ void set_kernel_params(ForwardKernelParams& params) {
     if (params.reads_mask_bytes())
       params.mask_map = DenseRows(shape, p.score.mask, 1).map(queries, bf16);
   }
-  params.bias_factor = Kernel::shapes && converts_scores(p) ? log2e : 1 / p.score.scale;
+  params.bias_factor = Kernel::converts_scores(p) ? log2e : 1 / p.score.scale;
   params.work_tiles = Kernel::work_tiles(params);
 }
 

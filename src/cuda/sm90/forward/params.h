@@ -18,12 +18,6 @@ inline __host__ __device__ bool has_key_bias(const ScoreParams& score) {
   return score.bias.data != nullptr && !score.bias.dense;
 }
 
-// Whether a kernel with ForwardVariant::shapes converts products to units of log 2, to which it adds biases. Otherwise they
-// have the bits of other kernels.
-inline __host__ __device__ bool converts_scores(const ForwardParams& p) {
-  return shapes_scores(p) || has_key_bias(p.score);
-}
-
 // Whether there is a mask or a bias without a query dimension.
 inline __host__ __device__ bool has_key_biases(const ScoreParams& score) {
   return (score.mask.data != nullptr && !score.mask.dense) || has_key_bias(score);
