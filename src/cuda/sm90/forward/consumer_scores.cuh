@@ -286,7 +286,7 @@ class ConsumerScores {
       for (int h = 0; h < 2; ++h) {
         const int query = first + 8 * h;
         float* const s = scores_ + 4 * i + 2 * h;
-        constexpr float unit = Kernel::shapes ? log2e : 1;
+        constexpr float unit = has_references ? log2e : 1;
         if (query >= begin.x) s[0] += two.x * unit;
         if (query >= begin.y) s[1] += two.y * unit;
       }
