@@ -100,21 +100,6 @@ def ranks_that_disagree_raise(model, tokens, positions, odd):
         model(tokens, **({} if odd else {"position_ids": positions}))
 
 
-def test_models_that_pieces_would_change_raise():
-    from transformers import DogeForSequenceClassification
-
-    from flash_dmattn.integrations.transformers.context_parallel import ModelOfPieces
-
-    model = make_doge()
-    classifier = DogeForSequenceClassification(model.config)
-    for models, words in (
-        ([classifier], "got a DogeForSequenceClassification, which reads one token"),
-        ([], "got attention layers without their decoder"),
-    ):
-        with pytest.raises(ValueError, match=f"context_parallel: {words}"):
-            ModelOfPieces(models, None)
-
-
 @pytest.mark.parametrize("count", [2, 3])
 def test_model_and_training_equal_one_process(count):
     run_in_processes(count, compare_all)
