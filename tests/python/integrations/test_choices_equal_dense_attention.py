@@ -33,9 +33,9 @@ from flash_dmattn import (
 from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils import (
     _flash_dynamic_mask_attention_forward,
 )
+from flash_dmattn.keys.among_intervals import select_among_intervals
 from flash_dmattn.keys.recognise import Memo, intervals_of_mask, mask_of_intervals, split_additive
 from flash_dmattn.keys.rule import SelectionRule
-from flash_dmattn.keys.select import select_among_intervals
 from flash_dmattn.utils.mask import topk_mask
 from largest_tensor import LargestTensor
 from peak_memory import run_measured
