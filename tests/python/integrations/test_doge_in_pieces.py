@@ -36,15 +36,15 @@ def compare_all(rank):
 
 
 def compare_training(rank):
-    """Compares the losses of 24 steps on padded and packed batches, within rounding."""
+    """Compares the losses of 12 steps on padded and packed batches, within rounding."""
     from flash_dmattn.distributed import ContextParallel
 
     model, pieces = make_doge(), make_doge(context_parallel=dist.group.WORLD)
     context = ContextParallel(dist.group.WORLD)
     optimizers = [torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in (model, pieces)]
     losses = []
-    for step in range(24):
-        kind, seed = ("packed", "padded")[step % 2], step % 4  # four batches, which it learns
+    for step in range(12):
+        kind, seed = ("packed", "padded")[step % 2], step % 2  # two batches, which it learns
         loss, part = whole_loss(model, kind, seed), piece_loss(pieces, context, kind, seed)
         total = part.detach().clone()
         dist.all_reduce(total)

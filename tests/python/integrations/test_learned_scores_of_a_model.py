@@ -231,11 +231,8 @@ INPUTS = {
 # A layer takes a second or more to compile, so models have one; a Gemma needs a second one for its windows. In the soft phase the masks
 # that transformers makes would work, too.
 COMPILED = [
-    ("Llama", "no_mask", "hard"),
     ("Llama", "padding", "soft"),
-    ("Llama", "packed", "soft"),
     ("Llama", "packed", "hard"),
-    ("Gemma2", "padding", "soft"),
     ("Gemma2", "packed", "hard"),
     ("Gemma3", "no_mask", "hard"),
 ]
