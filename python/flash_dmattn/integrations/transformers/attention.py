@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from .._shared.attention_interface.keywords import (
     PACKED_KEYWORDS,
     check_keywords,
     check_mask_keywords,
+    check_probabilities,
 )
 from .._shared.attention_interface.layer_attention import attend_by_bias, resolve_window
 from .._shared.attention_interface.layer_masks import (
@@ -64,12 +64,7 @@ def attention_forward(
     Returns:
         output [B, Sq, Hq, D], and None in the place of the probabilities.
     """
-    if dropout:
-        raise ValueError(f"dropout: got {dropout}, expected 0: attention dropout is not supported")
-    if kwargs.pop("output_attentions", None):
-        warnings.warn(
-            "flash_dmattn has no output_attentions; use attn_implementation='eager'", stacklevel=2
-        )
+    check_probabilities(dropout, kwargs)
     states = query, key, value, attention_mask
     if flash_dmattn_scores is None:
         return _attend_by_mask(module, *states, **kwargs), None
@@ -111,18 +106,15 @@ def _attend_by_mask(
     mask = hide_other_sequences(mask, kwargs, query.shape[0], query.shape[2], key.shape[2])
     check_keywords({name: t for name, t in kwargs.items() if name not in PACKED_KEYWORDS})
     query, key, value = swap_heads_and_tokens(query, key, value)
-    if position_bias is not None:
-        position_bias = check_bias(position_bias, "position_bias", query, key)
-    if attention_bias is not None:
-        if position_bias is not None:
+    bias, layer = None, None
+    for name, own in (("position_bias", position_bias), ("attention_bias", attention_bias)):
+        if own is not None and bias is not None:
             raise ValueError(
-                "attention_bias: got a tensor together with position_bias, expected one of them"
+                f"{name}: got a tensor together with position_bias, expected one of them"
             )
-        attention_bias = check_bias(attention_bias, "attention_bias", query, key)
-    bias = position_bias if attention_bias is None else attention_bias
-    layer = (
-        None if attention_bias is None else module
-    )  # whose window is no window of a position bias
+        bias = bias if own is None else check_bias(own, name, query, key)
+    if attention_bias is not None:
+        layer = module  # its window is none of a position bias
     keep = resolve_window(keep_window_size, window_size, bias, layer)
     if s_aux is not None:
         check_sink_logits(s_aux, query, "s_aux")
@@ -356,7 +348,7 @@ def _check_phase(call: ScoreCall) -> None:
         except ValueError as raised:
             error = raised
     if error is not None and call.pieces is not None:
-        call.pieces.group.wire.raise_on_all_ranks("begin_exchange", error)
+        call.pieces.group.collectives.raise_on_all_ranks("begin_exchange", error)
     if error is not None:
         raise error
 
