@@ -141,7 +141,7 @@ def their_steps(kvpress):
     return compute
 
 
-# LagKVPress gives many keys equal scores. Of these topk keeps arbitrary ones, and this library the more recent.
+# LagKVPress gives many keys equal scores. topk keeps arbitrary ones among them, and this library the more recent.
 PRESSES = (
     "CURPress", "ExpectedAttentionPress", "ExpectedAttentionStatsPress", "KVzapPress", "KeyDiffPress", "KnormPress",
     "LeverageScorePress", "QFilterPress", "RandomPress", "StreamingLLMPress",

@@ -17,11 +17,8 @@ from .pending_tokens import PendingTokens, take_columns
 RECORDED_TOKENS = 128  # at least this many tokens can be dropped again
 
 
-class HeldTokens(int):
-    """The number of tokens in a layer, together with the layer.
-
-    A mask function gets this number as the offset of its keys, and finds the layer through it.
-    """
+class KeyOffset(int):
+    """The offset of a mask's keys: the number of tokens in a layer. A mask function finds the layer through it."""
 
     layer: "DynamicMaskLayer"
 
@@ -313,9 +310,9 @@ class DynamicMaskLayer(CacheLayerMixin):
         length = self.get_seq_length()
         if self.is_compileable or not may_read():
             return query_length, length
-        held = HeldTokens(length)
-        held.layer = self
-        return query_length, held
+        offset = KeyOffset(length)
+        offset.layer = self
+        return query_length, offset
 
     def get_max_length(self) -> int:
         return -1
