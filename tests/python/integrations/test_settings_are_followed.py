@@ -59,15 +59,17 @@ def test_availability_is_reported():
 
 
 @pytest.mark.transformers
-@pytest.mark.parametrize("window", [None, 7])
-def test_named_implementation_equals_function(window):
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("Mistral", {"sliding_window": None}), ("Mistral", {"sliding_window": 7}), ("GPT2", {})],
+)
+def test_named_implementation_equals_function(family, options):
     """attn_implementation="flash_dmattn" is exact attention for models that have no scores."""
     pytest.importorskip("transformers")
     from doge_generation import left_padding
     from scored_models import make_base, make_config, make_ids
 
-    eager = make_base("Mistral", sliding_window=window)
-    config = make_config("Mistral", sliding_window=window)
+    eager, config = make_base(family, **options), make_config(family, **options)
     ours = type(eager)._from_config(config, attn_implementation="flash_dmattn").eval()
     ours.load_state_dict(eager.state_dict())
     models, ids, padding = (eager, ours), make_ids(17), left_padding(2, 17, 5)

@@ -36,7 +36,7 @@ from .._shared.attention_interface.packed_sequences import hide_other_sequences
 from .._shared.attention_interface.states import cast_states, swap_heads_and_tokens, target_dtype
 from .._shared.attention_interface.token_order import TokenOrder, counts_tokens
 from .cache_layer import DynamicMaskLayer
-from .compat import CACHE
+from .compat import CACHE, FLAG_WITH_EVERY_MASK_IN_4
 from .family_table import FLAG_WITH_EVERY_MASK, type_of
 from .learned_scores.layers import ScoreCall, of_keys, soft_bias
 
@@ -140,7 +140,8 @@ def _check_causality(
             "decides what a query sees"
         )
     contradicts = not is_causal and is_causal_mask(mask) and getattr(module, "is_causal", False)
-    if contradicts and type_of(module.config) not in FLAG_WITH_EVERY_MASK:
+    exempt = (*FLAG_WITH_EVERY_MASK, *FLAG_WITH_EVERY_MASK_IN_4)
+    if contradicts and type_of(module.config) not in exempt:
         raise ValueError(
             "is_causal: got False with a causal mask, expected None; set is_causal=False in the model's config, by which "
             "its mask functions decide"

@@ -10,6 +10,7 @@ import copy
 import math
 import re
 from collections.abc import Container
+from inspect import signature
 from typing import NamedTuple
 
 import torch
@@ -83,7 +84,10 @@ def shrink(config: PretrainedConfig, special: list[str] | None = None) -> Pretra
     special = [] if special is None else special
     cls = type(config)
     alias = {real: name for name, real in cls.attribute_map.items()}
-    defaults = {name: f.default for name, f in cls.__dataclass_fields__.items() if f.init}
+    if hasattr(cls, "__dataclass_fields__"):
+        defaults = {name: f.default for name, f in cls.__dataclass_fields__.items() if f.init}
+    else:  # transformers 4
+        defaults = {p.name: p.default for p in signature(cls.__init__).parameters.values()}
     counter, kept, per_layer = _kept_layers(config, alias)
     arguments = {}
     for name, value in vars(config).items():
