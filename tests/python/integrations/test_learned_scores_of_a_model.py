@@ -63,14 +63,18 @@ def test_copied_model_shares_no_scores(way):
     assert not torch.equal(other(ids).logits, expected)
 
 
-@pytest.mark.parametrize("scorer", ["hidden", "mlp", "value", "key_norm"])
+def first_channel(hidden, key, value):
+    return key[..., 0]
+
+
+@pytest.mark.parametrize("scorer", ["hidden", "mlp", "value", "key_norm", first_channel])
 def test_saved_scores_are_loaded(scorer, tmp_path):
     model, ids = make_scored(scorer=scorer), make_ids()
     save_scores(model, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {
         "learned_scores.json", "learned_scores.safetensors"
     }  # fmt: skip
-    other = load_scores(make_base(), tmp_path)
+    other = load_scores(make_base(), tmp_path, scorer if callable(scorer) else None)
     assert torch.equal(other(ids).logits, model(ids).logits)
     assert other.config.learned_scores == model.config.learned_scores
 

@@ -15,7 +15,7 @@ CONFIG_NAME = "learned_scores"  # the attribute of a config
 class LearnedScores(NamedTuple):
     """The part of a config that describes learned scores. The parameters of the scorers belong to the model."""
 
-    # Of each layer that has scores; they differ in keep_window_size alone.
+    # One for each layer that has scores; they differ in keep_window_size alone.
     rules: tuple[SelectionRule, ...]
     scorer: str  # "custom" for a function or module
     layers: tuple[int, ...]  # the layers that have scores
