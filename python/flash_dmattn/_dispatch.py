@@ -20,11 +20,12 @@ from ._core.checks import (
 )
 from ._core.gradients import expand_for_uses, repeat_interleave
 from ._core.numerics import Numerics
+from .keys.heads import repeat_heads
 from .keys.intervals import KeyIntervals, broadcasts, intersect, split_by_age
 from .keys.patterns import causal_intervals, prefix_lm
 from .keys.recognise import Memo
 from .keys.rule import SelectionRule
-from .keys.select import repeat_heads, select_visible
+from .keys.select import select_visible
 from .keys.visible import Visible
 from .merge import add_sink, check_sink_logits, merge_sets
 

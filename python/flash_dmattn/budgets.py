@@ -30,7 +30,7 @@ class KeyBudgets:
     """The keys that each head of each layer keeps.
 
     threshold: of all scores. An old key below it is hidden.
-    caps: the most old keys of each head, [layers, heads]. Of more keys above the threshold, the best stay.
+    caps: the most old keys of each head, [layers, heads]. If more keys are above the threshold, the best stay.
     recent_window, sink_tokens: every head also sees these keys, as in select_key_intervals.
     length: the number of tokens at which the caps were measured.
     means: the mean number of old keys of each head above the threshold, [layers, heads], for several numbers of tokens.

@@ -414,8 +414,8 @@ def flex_dmattn_func(
 
     It skips empty blocks of 128 x 128, so with scattered keys it does the work of dense attention. Numbers
     beyond fp32 inside a score are not handled: finite inputs as large as the dtype allows can give NaN.
-    Inf and NaN saturate: scores at ±1e38, v at the largest number of its dtype (docs/numerics.md). Those of invisible
-    keys have no effect. nonfinite="propagate" raises NotImplementedError, because torch's kernels spread 0 * NaN.
+    Inf and NaN saturate: scores at ±1e38, v at the largest number of its dtype (docs/numerics.md). Inf and NaN of
+    invisible keys have no effect. nonfinite="propagate" raises NotImplementedError, because torch's kernels spread 0 * NaN.
     Sequences must not be empty. On the CPU torch provides no backward and no log-sum-exp, so lse is None.
     """
     return flash_dmattn_func(

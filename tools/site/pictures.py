@@ -39,8 +39,8 @@ _STYLES = {"bfloat16": ("s", "-"), "float32": ("o", "--")}
 
 
 def sweep(record: str, along: str, kind: str = "per_query", fixed: int | None = None) -> dict:
-    """Returns the rows of the record whose cases differ only in `along`, as {(side, dtype): {size: row}}. Of several sets of cases it
-    takes that with the most sizes.
+    """Returns the rows of the record whose cases differ only in `along`, as {(side, dtype): {size: row}}. If there are several sets
+    of cases, it takes the one with the most sizes.
 
     fixed: the window (or the length) of the cases.
     """

@@ -40,9 +40,9 @@ WORDS = {
 }  # fmt: skip
 
 
-def read_table(path: Path = TABLE) -> list[dict[str, str]]:
+def read_table() -> list[dict[str, str]]:
     """Reads all cases. An empty field has the value of the first row, which only holds defaults."""
-    with path.open() as file:
+    with TABLE.open() as file:
         lines = [line for line in file if line.strip() and not line.startswith("#")]
     columns, *rows = ([word.strip() for word in row] for row in csv.reader(lines))
     rows = [dict(zip(columns, row + [""] * len(columns), strict=False)) for row in rows]

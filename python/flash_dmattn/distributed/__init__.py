@@ -1,6 +1,6 @@
 """Exact attention over a sequence whose pieces are on several ranks, and sharding over batch elements and heads."""
 
-from ._exchange.wire import Traffic, exchanged_bytes
+from ._exchange.collectives import Traffic, exchanged_bytes
 from .attention import (
     ExchangedKeys,
     attend_to_pieces,

@@ -17,10 +17,10 @@ from ..keys.rule import SelectionRule
 from ..keys.visible import Visible
 from ..scores import with_zero_sum_gradient
 from ._exchange.arguments import AttendOptions, ExchangeArguments, check_causality
+from ._exchange.collectives import Collectives, collectives_of
 from ._exchange.earlier_keys import PrependEarlierKeys
 from ._exchange.pieces import Boundary, shown_in_piece
 from ._exchange.traced import select_in_piece
-from ._exchange.wire import Wire, wire_of
 
 
 class ExchangedKeys(NamedTuple):
@@ -43,9 +43,9 @@ class ExchangedKeys(NamedTuple):
     stream: torch.cuda.Stream | None = None
     # The options for `attend_to_pieces` that `begin_exchange` got and compared; None: it got no options.
     options: AttendOptions | None = None
-    # The ranks of this wire compare the options of `attend_to_pieces`. None: `begin_exchange` has compared them, or the
+    # The ranks of this group compare the options of `attend_to_pieces`. None: `begin_exchange` has compared them, or the
     # code is compiled and cannot compare.
-    wire: Wire | None = None
+    collectives: Collectives | None = None
     check: bool | None = None  # the argument of `begin_exchange`
 
 
@@ -198,7 +198,7 @@ def begin_exchange(
         compare them before the exchange. Without options, `attend_to_pieces` compares them in a collective of its own,
         according to `check`.
     """
-    wire = wire_of(group)
+    collectives = collectives_of(group)
     rule = SelectionRule(
         keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
     )
@@ -208,7 +208,7 @@ def begin_exchange(
         _check_stream(stream)
         attend_options = AttendOptions.from_arguments(options, query)
         arguments = ExchangeArguments.from_call(
-            wire,
+            collectives,
             key=key,
             value=value,
             scores=scores,
@@ -235,7 +235,7 @@ def begin_exchange(
             return compared
         return compared | attend_options.compared_arguments(query)
 
-    arguments, attend_options = wire.agreed_result(
+    arguments, attend_options = collectives.agreed_result(
         "begin_exchange", check_arguments, compared_arguments, check
     )
     states = arguments.key, arguments.value, arguments.bias, arguments.scores
@@ -260,7 +260,7 @@ def begin_exchange(
         documents=arguments.documents,
         stream=stream,
         options=attend_options,
-        wire=wire if attend_options is None and may_read() else None,
+        collectives=collectives if attend_options is None and may_read() else None,
         check=check,
     )
 
@@ -313,9 +313,9 @@ def attend_to_pieces(
     )
     if exchanged.options is not None:
         options.check_same(exchanged.options)
-    if exchanged.wire is not None:
+    if exchanged.collectives is not None:
         n = exchanged.scores.shape[2] - exchanged.boundary.places
-        exchanged.wire.agreed_result(
+        exchanged.collectives.agreed_result(
             "attend_to_pieces",
             lambda: options.check(query, exchanged.key, n, exchanged.bias),
             lambda _: options.compared_arguments(query),

@@ -20,7 +20,7 @@ from .._core.checks import (
 )
 from ..keys.positions import check_offsets
 from ._exchange.arguments import checked_offsets, checked_positions, offsets_of_positions
-from ._exchange.wire import Wire, wire_of
+from ._exchange.collectives import Collectives, collectives_of
 
 IGNORED = -100  # losses ignore tokens with this label
 
@@ -61,7 +61,7 @@ class ContextParallel:
     """
 
     def __init__(self, group):
-        self.wire = wire_of(group)
+        self.collectives = collectives_of(group)
 
     def __deepcopy__(self, memo: dict) -> ContextParallel:
         """Returns this object itself, because a copy of a model is on the same ranks."""
@@ -69,11 +69,11 @@ class ContextParallel:
 
     @property
     def rank(self) -> int:
-        return self.wire.rank
+        return self.collectives.rank
 
     @property
     def size(self) -> int:
-        return self.wire.size
+        return self.collectives.size
 
     def shard(
         self,
@@ -127,7 +127,7 @@ class ContextParallel:
             sums = {name: _sum_of_values(name, t) for name, t in compared.items()}
             return sums | {"multiple": int(multiple), "pad_token_id": int(pad_token_id)}
 
-        checked = self.wire.agreed_result("shard", check_arguments, compared_arguments)
+        checked = self.collectives.agreed_result("shard", check_arguments, compared_arguments)
         attention_mask, _, offsets = checked
         batch, length = input_ids.shape
         tokens = self.size * multiple
@@ -179,8 +179,8 @@ class ContextParallel:
             if length is not None:
                 check_count(length, "length")
 
-        self.wire.agreed_result("gather", check_arguments, lambda _: _form_of(local))
-        parts = self.wire.all_gather(local.detach().contiguous())
+        self.collectives.agreed_result("gather", check_arguments, lambda _: _form_of(local))
+        parts = self.collectives.all_gather(local.detach().contiguous())
         whole = parts.transpose(0, 1).flatten(1, 2)
         if length is not None and length > whole.shape[1]:
             raise ValueError(
@@ -212,8 +212,8 @@ class ContextParallel:
                 )
             return counts
 
-        count = self.wire.agreed_result("mean", checked_count, lambda _: _form_of(total))
-        return _Mean.apply(total, count, self.wire)
+        count = self.collectives.agreed_result("mean", checked_count, lambda _: _form_of(total))
+        return _Mean.apply(total, count, self.collectives)
 
     def roll(self, local: Tensor, shifts: int) -> Tensor:
         """Returns this rank's piece of torch.roll(whole, shifts, dims=1), which has a gradient.
@@ -233,8 +233,8 @@ class ContextParallel:
             learns = torch.is_grad_enabled() and local.requires_grad
             return _form_of(local) | {"shifts": int(shifts), "requires_grad": learns}
 
-        self.wire.agreed_result("roll", check_arguments, compared_arguments)
-        return local if shifts == 0 else _Roll.apply(local, shifts, self.wire)
+        self.collectives.agreed_result("roll", check_arguments, compared_arguments)
+        return local if shifts == 0 else _Roll.apply(local, shifts, self.collectives)
 
 
 def _check_batch(tensors: Mapping[str, Tensor | None], multiple: int, pad_token_id: int) -> None:
@@ -314,11 +314,11 @@ def offsets_of_documents(
 
 class _Mean(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, total: Tensor, count: Tensor, wire: Wire) -> Tensor:
+    def forward(ctx, total: Tensor, count: Tensor, collectives: Collectives) -> Tensor:
         both = torch.stack([total.detach().double(), count])
-        dist.all_reduce(both, group=wire.group)
+        dist.all_reduce(both, group=collectives.group)
         count = both[1].where(both[1] != 0, 1)  # weights may add up to less than 1
-        ctx.factor = wire.size / count
+        ctx.factor = collectives.size / count
         return (both[0] / count).to(total.dtype)
 
     @staticmethod
@@ -328,21 +328,21 @@ class _Mean(torch.autograd.Function):
 
 class _Roll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, local: Tensor, shifts: int, wire: Wire) -> Tensor:
-        ctx.shifts, ctx.wire = shifts, wire
-        return _roll_tokens(local, shifts, wire)
+    def forward(ctx, local: Tensor, shifts: int, collectives: Collectives) -> Tensor:
+        ctx.shifts, ctx.collectives = shifts, collectives
+        return _roll_tokens(local, shifts, collectives)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
         # With create_graph, this roll needs a gradient too: it returns to the ranks that sent the tokens.
         roll = _Roll.apply if torch.is_grad_enabled() else _roll_tokens
-        return roll(gradient, -ctx.shifts, ctx.wire), None, None
+        return roll(gradient, -ctx.shifts, ctx.collectives), None, None
 
 
-def _roll_tokens(local: Tensor, shifts: int, wire: Wire) -> Tensor:
+def _roll_tokens(local: Tensor, shifts: int, collectives: Collectives) -> Tensor:
     count = abs(shifts)
     edge = local[:, -count:] if shifts > 0 else local[:, :count]
-    edges = wire.all_gather(edge.contiguous())
+    edges = collectives.all_gather(edge.contiguous())
     if shifts > 0:
-        return torch.cat([edges[wire.rank - 1], local[:, :-count]], 1)
-    return torch.cat([local[:, count:], edges[(wire.rank + 1) % wire.size]], 1)
+        return torch.cat([edges[collectives.rank - 1], local[:, :-count]], 1)
+    return torch.cat([local[:, count:], edges[(collectives.rank + 1) % collectives.size]], 1)

@@ -12,9 +12,9 @@ from ..generation.cache import KVSlots
 from ..keys.intervals import KeyIntervals
 from ..keys.rule import SelectionRule
 from ._exchange.arguments import checked_lengths
+from ._exchange.collectives import collectives_of
 from ._exchange.earlier_keys import take_rows
 from ._exchange.pieces import Boundary, PieceOffsets, keys_seen_before
-from ._exchange.wire import wire_of
 from .attention import ExchangedKeys, check_exchanged
 
 
@@ -31,12 +31,14 @@ def boundary_places(
 
     tokens: the number of tokens of this rank. The other arguments are as in `begin_exchange`.
     """
-    wire = wire_of(group)
+    collectives = collectives_of(group)
     check_count(tokens, "tokens")
     rule = SelectionRule(
         keep_window_size, "per_query", recent_window, True, sink_tokens
     ).checked_rule()
-    pieces = PieceOffsets.from_lengths(wire.rank, checked_lengths(lengths, wire, tokens))
+    pieces = PieceOffsets.from_lengths(
+        collectives.rank, checked_lengths(lengths, collectives, tokens)
+    )
     return Boundary.from_rule(pieces, rule, 1).places
 
 

@@ -31,7 +31,7 @@ class KVSlots(SlotMemory):
 
     Its size does not depend on the context length. A key that no query sees any more never returns, so attention over
     the slots equals attention over the whole past under the same rule, exactly. Slots are in no order: each slot
-    carries the score and position of its key. Of two keys with equal scores, the more recent one wins. A masked token
+    carries the score and position of its key. Between equal scores, the more recent key wins. A masked token
     has no key, but counts as a token. A token whose score is NaN has a key, which may be a sink or recent.
 
     keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold: the rule, as in select_key_intervals,

@@ -40,8 +40,8 @@ def add_press(
     Args:
         model: as in `add_learned_scores`.
         press: a `ScorerPress` whose scores need no queries, one of your own, or a `DMSPress` of such a press. Its
-            compression_ratio is not used, since the number of keys is fixed. Of a `StreamingLLMPress` only n_sink is
-            used: these keys are sinks, and count in keep_window_size.
+            compression_ratio is not used, since the number of keys is fixed. A `StreamingLLMPress` gives its n_sink
+            keys alone: they are sinks, and count in keep_window_size.
         keep_window_size: how many keys are kept by their scores. With a DMSPress, it limits how many keys the threshold
             may keep. None sets no limit, and then no `DynamicMaskCache` is possible.
         recent_window: how many recent keys are kept whatever their scores. The default is the query's own key, or, for

@@ -132,7 +132,7 @@ struct FindArrivalsKernel {
   }
 };
 
-// A thread computes a key. Of keys with equal scores the more recent one is better. Positions ascend with the tokens at
+// A thread computes a key. Between equal scores the more recent key is better. Positions ascend with the tokens at
 // which keys begin to compete, so whether one of these is more recent follows from its number.
 struct FindFatesKernel {
   using Params = PendingParams;

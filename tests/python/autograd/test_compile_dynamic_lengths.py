@@ -135,13 +135,7 @@ def tensors(length, requires_grad=False):
 
 
 # One function per operator that is called if nothing requires a gradient.
-WITHOUT_GRADIENT = [
-    choice,
-    rule_in_documents,
-    global_choice,
-    intersection_with_padding,
-    made_mask,
-]
+WITHOUT_GRADIENT = [choice, global_choice, intersection_with_padding, made_mask]
 
 
 @pytest.mark.parametrize("function", WITHOUT_GRADIENT)

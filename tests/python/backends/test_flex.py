@@ -53,7 +53,8 @@ def test_forward_matches_oracle(request, intervals):
     assert_close("out", out, expected.out, yardstick.out, expected.largest_score)
 
 
-# On a GPU, the cases include backward. On the CPU, one case is compiled.
+# On a GPU, the cases include backward.
+@pytest.mark.usefixtures("compiled_on_gpu")
 @pytest.mark.parametrize(
     "dtype, bias_dtype, form",
     [
@@ -63,9 +64,7 @@ def test_forward_matches_oracle(request, intervals):
         (torch.float16, torch.float32, "elements beside scores"),
     ],
 )
-def test_bias_masks_by_the_rule_of_its_dtype(request, dtype, bias_dtype, form):
-    if form != "elements beside scores":
-        request.getfixturevalue("compiled_on_gpu")
+def test_bias_masks_by_the_rule_of_its_dtype(dtype, bias_dtype, form):
     if ON_GPU:
         check_bias_that_masks(flex_dmattn_func, form, dtype, bias_dtype, "cuda")
         return

@@ -172,7 +172,7 @@ def bytes_are_those_of_the_formula(rank, count):
             )
             calls = 1
         else:
-            copies = max(1, count // heads)  # copies of the notes, if blocks of columns are sent
+            copies = max(1, count // heads)  # copies of the metadata, if blocks of columns are sent
             share = 2 * (count - 1) / count
             expected = (
                 share * (state + copies * w * heads * note),

@@ -89,7 +89,9 @@ def test_decoding_after_pieces_equals_one_process(count):
 def test_decoding_after_random_pieces_equals_one_process(case):
     assume(case.selection().place_count() > 0)  # a cache needs at least one place
     ranks = len(case.lengths) - 1
-    run_in_threads(ranks, lambda wire: compare_decoding(case, wire, wire.rank, ranks, 5))
+    run_in_threads(
+        ranks, lambda collectives: compare_decoding(case, collectives, collectives.rank, ranks, 5)
+    )
 
 
 def test_comparison_fails_where_a_key_is_missing(monkeypatch):
@@ -102,7 +104,9 @@ def test_comparison_fails_where_a_key_is_missing(monkeypatch):
     monkeypatch.setattr(boundary, "_state_of_keys", with_a_key_less)
     case = dict(decodable_cases(2))["recent keys that do not compete"]
     with pytest.raises(AssertionError):
-        run_in_threads(2, lambda wire: compare_decoding(case, wire, wire.rank, 2, 0))
+        run_in_threads(
+            2, lambda collectives: compare_decoding(case, collectives, collectives.rank, 2, 0)
+        )
 
 
 TOKENS, RECENT = 12, 4

@@ -15,15 +15,15 @@ BEGINS = {
 }
 
 
-def rows_and_gradients(wire, **documents):
+def rows_and_gradients(collectives, **documents):
     g = torch.Generator().manual_seed(3)
     shapes = [(2, RANKS * N, 4, 16), *2 * [(2, RANKS * N, 2, 16)]]
     whole = [torch.randn(shape, generator=g) for shape in shapes]
     scores = torch.randn(2, 2, RANKS * N, generator=g)
-    rows = slice(wire.rank * N, wire.rank * N + N)
+    rows = slice(collectives.rank * N, collectives.rank * N + N)
     leaves = [t[:, rows].clone().requires_grad_() for t in whole]
     leaves.append(scores[..., rows].clone().requires_grad_())
-    out = context_parallel_dmattn(*leaves, group=wire, keep_window_size=9, **documents)
+    out = context_parallel_dmattn(*leaves, group=collectives, keep_window_size=9, **documents)
     return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
 
 
@@ -35,7 +35,8 @@ def test_positions_and_offsets_give_the_same_results(name):
     positions = index - torch.tensor(begins).view(len(offsets), -1)
     by_positions, by_offsets, whole = (
         run_in_threads(
-            RANKS, lambda wire, documents=documents: rows_and_gradients(wire, **documents)
+            RANKS,
+            lambda collectives, documents=documents: rows_and_gradients(collectives, **documents),
         )
         for documents in ({"position_ids": positions}, {"cu_seqlens": offsets}, {})
     )
@@ -49,7 +50,7 @@ def test_shard_with_a_list_of_offsets_equals_a_tensor():
     by_list, by_tensor = (
         run_in_threads(
             RANKS,
-            lambda wire, offsets=offsets: ContextParallel(wire).shard(
+            lambda collectives, offsets=offsets: ContextParallel(collectives).shard(
                 tokens, tokens, cu_seqlens=offsets
             ),
         )

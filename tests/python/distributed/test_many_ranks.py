@@ -14,8 +14,8 @@ def compare(case, ranks, exchanges=("direct", "two_hops")):
     for exchange in exchanges:
         run_in_threads(
             ranks,
-            lambda wire, exchange=exchange: compare_with_one_process(
-                whole, wire, wire.rank, exchange
+            lambda collectives, exchange=exchange: compare_with_one_process(
+                whole, collectives, collectives.rank, exchange
             ),
         )
 
@@ -52,11 +52,13 @@ def test_default_exchange_sends_at_most_two_states(ranks, states):
     torch.manual_seed(0)
     key, scores = torch.randn(1, ranks * n, heads, d), torch.randn(1, heads, ranks * n)
 
-    def sent_by(wire):
-        rows = slice(wire.rank * n, wire.rank * n + n)
+    def sent_by(collectives):
+        rows = slice(collectives.rank * n, collectives.rank * n + n)
         key_rows, score_rows = key[:, rows], scores[..., rows]
-        begin_exchange(key_rows, key_rows, score_rows, group=wire, keep_window_size=w, check=False)
-        return wire.traffic.sent
+        begin_exchange(
+            key_rows, key_rows, score_rows, group=collectives, keep_window_size=w, check=False
+        )
+        return collectives.traffic.sent
 
     state = w * heads * (2 * d * 4 + 8)  # bytes of w keys of all heads with scores and positions
     assert max(run_in_threads(ranks, sent_by)) <= states * state
@@ -86,7 +88,7 @@ def _other_order(function):
 
 
 def _other_positions(function):
-    return lambda notes: function(notes) + (function(notes) > 20).int()
+    return lambda metadata: function(metadata) + (function(metadata) > 20).int()
 
 
 def _last_two(function):

@@ -21,5 +21,7 @@ def test_random_pieces_equal_one_process(case, exchange, seed):
     whole = in_one_process(case, seed)
     run_in_threads(
         ranks,
-        lambda wire: compare_with_one_process(whole, wire, wire.rank, exchange),
+        lambda collectives: compare_with_one_process(
+            whole, collectives, collectives.rank, exchange
+        ),
     )

@@ -13,13 +13,15 @@ from flash_dmattn.distributed import (
     begin_exchange,
     context_parallel_dmattn,
 )
-from flash_dmattn.distributed._exchange.wire import Wire
+from flash_dmattn.distributed._exchange.collectives import Collectives
 from ranks_as_threads import run_in_threads
 
 N, RANKS = 8, 3
 
 
-def call(wire, batch=1, n=N, heads=4, heads_kv=2, dims=(16, 16), dtype=torch.float32, **changes):
+def call(
+    collectives, batch=1, n=N, heads=4, heads_kv=2, dims=(16, 16), dtype=torch.float32, **changes
+):
     k, v = (torch.zeros(batch, n, heads_kv, dim, dtype=dtype) for dim in dims)
     arguments = {
         "query": torch.zeros(batch, n, heads, dims[0], dtype=dtype),
@@ -27,7 +29,7 @@ def call(wire, batch=1, n=N, heads=4, heads_kv=2, dims=(16, 16), dtype=torch.flo
         "keep_window_size": 4,
         **changes,
     }
-    return context_parallel_dmattn(key=k, value=v, group=wire, **arguments)
+    return context_parallel_dmattn(key=k, value=v, group=collectives, **arguments)
 
 
 # Arguments of the last rank; all other ranks have the defaults or OTHER_RANKS_ARGUMENTS.
@@ -65,30 +67,32 @@ OPTIONS_OF_LAST_RANK = {
 
 
 def all_ranks_disagree(words, rank_call):
-    def raised(wire):
-        with pytest.raises(ValueError, match=f"ranks differ: got .*{words}.* on rank {wire.rank}"):
-            rank_call(wire)
+    def raised(collectives):
+        with pytest.raises(
+            ValueError, match=f"ranks differ: got .*{words}.* on rank {collectives.rank}"
+        ):
+            rank_call(collectives)
 
     run_in_threads(RANKS, raised)
 
 
 def one_rank_raises_on_all(rank, words, rank_call, error=ValueError):
-    """Asserts that a call which is wrong on one rank raises on all. rank_call: called as (wire, is_wrong)."""
+    """Asserts that a call which is wrong on one rank raises on all. rank_call: called as (collectives, is_wrong)."""
 
-    def raised(wire):
-        is_wrong = wire.rank == rank
+    def raised(collectives):
+        is_wrong = collectives.rank == rank
         others = ValueError, rf"invalid arguments on ranks \[{rank}\]"
         expected, match = (error, words) if is_wrong else others
         with pytest.raises(expected, match=match):
-            rank_call(wire, is_wrong)
+            rank_call(collectives, is_wrong)
 
     run_in_threads(RANKS, raised)
 
 
 def raises_on_all_ranks(name, changed, rank_call):
-    def changed_on_the_last(wire):
-        own_changes = changed[name] if wire.rank == RANKS - 1 else {}
-        rank_call(wire, **OTHER_RANKS_ARGUMENTS.get(name, {}) | own_changes)
+    def changed_on_the_last(collectives):
+        own_changes = changed[name] if collectives.rank == RANKS - 1 else {}
+        rank_call(collectives, **OTHER_RANKS_ARGUMENTS.get(name, {}) | own_changes)
 
     all_ranks_disagree(rf"\b{name.split()[0]}=", changed_on_the_last)
 
@@ -100,9 +104,9 @@ def test_another_argument_of_one_rank_raises_on_all(name):
 
 @pytest.mark.parametrize("name", OPTIONS_OF_LAST_RANK)
 def test_another_option_of_attend_alone_raises_on_all(name):
-    def two_steps(wire, heads=4, **options):
+    def two_steps(collectives, heads=4, **options):
         k, s = torch.zeros(1, N, 2, 16), torch.zeros(1, 2, N)
-        exchanged = begin_exchange(k, k, s, group=wire, keep_window_size=4)
+        exchanged = begin_exchange(k, k, s, group=collectives, keep_window_size=4)
         attend_to_pieces(torch.zeros(1, N, heads, 16), exchanged, **options)
 
     raises_on_all_ranks(name, OPTIONS_OF_LAST_RANK, two_steps)
@@ -111,22 +115,26 @@ def test_another_option_of_attend_alone_raises_on_all(name):
 def test_different_thresholds_with_equal_hash_raise():
     assert hash(-1.0) == hash(-2.0)
     all_ranks_disagree(
-        "score_threshold=-[12].0", lambda wire: call(wire, score_threshold=-1.0 - (wire.rank == 0))
+        "score_threshold=-[12].0",
+        lambda collectives: call(collectives, score_threshold=-1.0 - (collectives.rank == 0)),
     )
 
 
 def test_numbers_beyond_64_bits_are_compared():
-    outs = run_in_threads(RANKS, lambda wire: call(wire, keep_window_size=2**70, bias_delay=2**70))
+    outs = run_in_threads(
+        RANKS, lambda collectives: call(collectives, keep_window_size=2**70, bias_delay=2**70)
+    )
     assert [tuple(out.shape) for out in outs] == [(1, N, 4, 16)] * RANKS
     all_ranks_disagree(
-        "keep_window_size=", lambda wire: call(wire, keep_window_size=2**70 if wire.rank else 4)
+        "keep_window_size=",
+        lambda collectives: call(collectives, keep_window_size=2**70 if collectives.rank else 4),
     )
 
 
 def test_ranks_with_different_masks_and_results_raise_nothing():
-    def results(wire):
+    def results(collectives):
         changes = {"return_lse": True, "key_mask": torch.ones(1, N).bool(), "backend": None}
-        return call(wire, **(changes if wire.rank == 1 else {}))
+        return call(collectives, **(changes if collectives.rank == 1 else {}))
 
     first, (second, _), third = run_in_threads(RANKS, results)
     assert first.shape == second.shape == third.shape == (1, N, 4, 16)
@@ -150,34 +158,36 @@ ERRORS_OF_LAST_RANK = {
 def test_option_that_raises_on_one_rank_raises_on_all(name):
     """The error comes before the exchange. After it, the other ranks would wait for the gradients of the failed one."""
 
-    def one_call(wire, is_last):
-        wire.swap = None
-        call(wire, **(changes if is_last else {}))
+    def one_call(collectives, is_last):
+        collectives.swap = None
+        call(collectives, **(changes if is_last else {}))
 
     changes, error = ERRORS_OF_LAST_RANK[name]
     one_rank_raises_on_all(RANKS - 1, f"^{name}: got", one_call, error)
 
 
 def test_ranks_in_different_functions_raise_on_all():
-    def different_functions(wire):
-        if wire.rank:
-            call(wire)
+    def different_functions(collectives):
+        if collectives.rank:
+            call(collectives)
         else:
-            ContextParallel(wire).gather(torch.zeros(1, N))
+            ContextParallel(collectives).gather(torch.zeros(1, N))
 
     all_ranks_disagree("(begin_exchange|gather)", different_functions)
 
 
 def test_later_calls_compare_on_request_or_in_debug_mode(monkeypatch):
-    def comparisons(wire):
+    def comparisons(collectives):
         gathered_parts = []
-        gather = wire.all_gather
-        wire.all_gather = lambda part: gathered_parts.append(part) or gather(part)
+        gather = collectives.all_gather
+        collectives.all_gather = lambda part: gathered_parts.append(part) or gather(part)
         counts = []
         for check in (None, None, True, False):
-            call(wire, check=check)
+            call(collectives, check=check)
             counts.append(len(gathered_parts))
-        ContextParallel(wire).roll(torch.zeros(1, N), 0)  # the first call of another function
+        ContextParallel(collectives).roll(
+            torch.zeros(1, N), 0
+        )  # the first call of another function
         return [*counts, len(gathered_parts)]
 
     assert run_in_threads(RANKS, comparisons) == [[1, 1, 2, 2, 3]] * RANKS
@@ -198,7 +208,7 @@ PIECES = {
 def test_pieces_of_other_shapes_raise_on_all(name):
     all_ranks_disagree(
         f"{name.split()[0]}=",
-        lambda wire: PIECES[name](ContextParallel(wire), int(wire.rank == 0)),
+        lambda collectives: PIECES[name](ContextParallel(collectives), int(collectives.rank == 0)),
     )
 
 
@@ -206,7 +216,7 @@ def test_tokens_that_move_beyond_a_piece_raise_on_all():
     one_rank_raises_on_all(
         0,
         "shifts: got 9, expected at most the 8 tokens",
-        lambda wire, is_wrong: ContextParallel(wire).roll(
+        lambda collectives, is_wrong: ContextParallel(collectives).roll(
             torch.zeros(1, N, 2), N + 1 if is_wrong else 1
         ),
     )
@@ -240,7 +250,9 @@ def test_another_batch_of_one_rank_raises_on_all(name):
     batch, first_rank_only = OTHER_BATCHES[name]
     all_ranks_disagree(
         f"{name.split()[0]}=",
-        lambda wire: ContextParallel(wire).shard(**batch | ({} if wire.rank else first_rank_only)),
+        lambda collectives: ContextParallel(collectives).shard(
+            **batch | ({} if collectives.rank else first_rank_only)
+        ),
     )
 
 
@@ -248,7 +260,9 @@ def test_batch_that_raises_on_one_rank_raises_on_all():
     one_rank_raises_on_all(
         1,
         "labels: got shape",
-        lambda wire, is_wrong: ContextParallel(wire).shard(TOKENS, TOKENS[: 1 if is_wrong else 2]),
+        lambda collectives, is_wrong: ContextParallel(collectives).shard(
+            TOKENS, TOKENS[: 1 if is_wrong else 2]
+        ),
     )
 
 
@@ -258,7 +272,7 @@ def test_batch_that_raises_on_one_rank_raises_on_all():
 def test_comparison_uses_a_device_of_the_group(monkeypatch, backends, expected):
     """The device depends on the group alone, because ranks may have tensors on different devices."""
     monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
-    assert Wire._device(SimpleNamespace(group=None)) == expected
+    assert Collectives._device(SimpleNamespace(group=None)) == expected
 
 
 # {argument: (a call with a wrong argument on rank n and right ones on the others, the error)}
@@ -274,44 +288,51 @@ WRONG_CALLS = {
     "length": (lambda cp, n: cp.gather(torch.zeros(1, N), "x" if n else N), TypeError),
     "total": (lambda cp, n: cp.mean("x" if n else torch.zeros(()), 1), TypeError),
     "cu_seqlens": (lambda cp, n: cp.shard(TOKENS, cu_seqlens=[2 if n else 0, N]), ValueError),
-    "lengths": (lambda cp, n: call(cp.wire, lengths=N if n else None), TypeError),
-    "check": (lambda cp, n: call(cp.wire, check="no" if n else None), TypeError),
+    "lengths": (lambda cp, n: call(cp.collectives, lengths=N if n else None), TypeError),
+    "check": (lambda cp, n: call(cp.collectives, check="no" if n else None), TypeError),
     "options": (
-        lambda cp, n: call(cp.wire) if not n else begin_with(cp.wire, {"softcp": 2.0}),
+        lambda cp, n: (
+            call(cp.collectives) if not n else begin_with(cp.collectives, {"softcp": 2.0})
+        ),
         TypeError,
     ),
 }
 
 
-def begin_with(wire, options, query=True):
+def begin_with(collectives, options, query=True):
     k, s = torch.zeros(1, N, 2, 16), torch.zeros(1, 2, N)
     q = torch.zeros(1, N, 4, 16) if query else None
-    return begin_exchange(k, k, s, group=wire, keep_window_size=4, query=q, options=options)
+    return begin_exchange(k, k, s, group=collectives, keep_window_size=4, query=q, options=options)
 
 
 @pytest.mark.parametrize("name", WRONG_CALLS)
 def test_wrong_argument_of_one_rank_raises_on_all(name):
     wrong_call, error = WRONG_CALLS[name]
     one_rank_raises_on_all(
-        RANKS - 1, f"^{name}: got", lambda wire, n: wrong_call(ContextParallel(wire), n), error
+        RANKS - 1,
+        f"^{name}: got",
+        lambda collectives, n: wrong_call(ContextParallel(collectives), n),
+        error,
     )
 
 
 def test_attend_options_are_compared_if_begin_had_a_query():
-    def other_options(wire):
-        exchanged = begin_with(wire, None)
-        attend_to_pieces(torch.zeros(1, N, 4, 16), exchanged, softcap=2.0 if wire.rank else None)
+    def other_options(collectives):
+        exchanged = begin_with(collectives, None)
+        attend_to_pieces(
+            torch.zeros(1, N, 4, 16), exchanged, softcap=2.0 if collectives.rank else None
+        )
 
     all_ranks_disagree("softcap=", other_options)
 
 
 def test_begin_options_without_query_or_unequal_to_attend_raise():
-    def raised(wire):
+    def raised(collectives):
         with pytest.raises(
             ValueError, match="options: got options of attend_to_pieces without query"
         ):
-            begin_with(wire, {"softcap": 2.0}, query=False)
-        exchanged = begin_with(wire, {"softcap": 2.0})
+            begin_with(collectives, {"softcap": 2.0}, query=False)
+        exchanged = begin_with(collectives, {"softcap": 2.0})
         query, sinks = torch.zeros(1, N, 4, 16), torch.zeros(4)
         for message, wrong in {
             "softcap: got 3.0, expected 2.0 as in begin_exchange": {"softcap": 3.0},
@@ -321,7 +342,7 @@ def test_begin_options_without_query_or_unequal_to_attend_raise():
         }.items():
             with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
                 attend_to_pieces(query, exchanged, **wrong)
-        exchanged = begin_with(wire, {"sink_logits": sinks})
+        exchanged = begin_with(collectives, {"sink_logits": sinks})
         with pytest.raises(
             ValueError, match="^sink_logits: got another tensor than begin_exchange"
         ):

@@ -17,7 +17,7 @@ from ranks_as_threads import run_in_threads
 N, RANKS = 8, 2
 
 
-def call(wire, **changes):
+def call(collectives, **changes):
     make = {
         "query": lambda: torch.randn(1, N, 4, 16),
         "key": lambda: torch.randn(1, N, 2, 16),
@@ -26,7 +26,7 @@ def call(wire, **changes):
         "keep_window_size": lambda: 4,
     }
     arguments = {name: make[name]() for name in make if name not in changes} | changes
-    return context_parallel_dmattn(group=wire, **arguments)
+    return context_parallel_dmattn(group=collectives, **arguments)
 
 
 REFUSED = {
@@ -77,16 +77,16 @@ REFUSED = {
 def test_bad_argument_raises_naming_it(name):
     changes, error, words = REFUSED[name]
     with pytest.raises(error, match=words):
-        run_in_threads(RANKS, lambda wire: call(wire, **changes))
+        run_in_threads(RANKS, lambda collectives: call(collectives, **changes))
 
 
 IDS = torch.zeros(1, N, dtype=torch.int64)
 
 
-def begin(wire, **changes):
+def begin(collectives, **changes):
     k = torch.zeros(1, N, 2, 16)
     arguments = {"scores": torch.zeros(1, 2, N), "keep_window_size": 4, **changes}
-    return begin_exchange(k, k, group=wire, **arguments)
+    return begin_exchange(k, k, group=collectives, **arguments)
 
 
 REFUSED_CALLS = {
@@ -123,20 +123,20 @@ REFUSED_CALLS = {
     "mean over text": (lambda cp: cp.mean(torch.zeros(()), "x"), TypeError, "count: got 'x', expected a number"),
     "roll by text": (lambda cp: cp.roll(IDS, "x"), TypeError, "shifts: got 'x', expected an integer"),
     "begin with a stream as text": (
-        lambda cp: begin(cp.wire, stream="x"), TypeError, "stream: got str, expected a torch.cuda.Stream or None",
+        lambda cp: begin(cp.collectives, stream="x"), TypeError, "stream: got str, expected a torch.cuda.Stream or None",
     ),
     "begin with options as a list": (
-        lambda cp: begin(cp.wire, query=torch.zeros(1, N, 4, 16), options=[1]), TypeError, "options: got list, expected a mapping",
+        lambda cp: begin(cp.collectives, query=torch.zeros(1, N, 4, 16), options=[1]), TypeError, "options: got list, expected a mapping",
     ),
     "attend to nothing": (
         lambda cp: attend_to_pieces(torch.zeros(1, N, 4, 16), None),
         TypeError, "exchanged: got NoneType, expected the result of begin_exchange",
     ),
     "attend to a list": (
-        lambda cp: attend_to_pieces(torch.zeros(1, N, 4, 16), [begin(cp.wire)]), TypeError, "exchanged: got list, expected the result",
+        lambda cp: attend_to_pieces(torch.zeros(1, N, 4, 16), [begin(cp.collectives)]), TypeError, "exchanged: got list, expected the result",
     ),
     "state of nothing": (lambda cp: boundary_state(None), TypeError, "exchanged: got NoneType, expected the result"),
-    "places of text": (lambda cp: boundary_places(cp.wire, "x", 2), TypeError, "tokens: got 'x', expected an integer"),
+    "places of text": (lambda cp: boundary_places(cp.collectives, "x", 2), TypeError, "tokens: got 'x', expected an integer"),
 }  # fmt: skip
 
 
@@ -144,7 +144,7 @@ REFUSED_CALLS = {
 def test_wrong_call_raises_naming_the_argument(name):
     wrong_call, error, words = REFUSED_CALLS[name]
     with pytest.raises(error, match=f"^{words}"):
-        run_in_threads(RANKS, lambda wire: wrong_call(ContextParallel(wire)))
+        run_in_threads(RANKS, lambda collectives: wrong_call(ContextParallel(collectives)))
 
 
 def test_group_of_wrong_type_raises():
@@ -153,9 +153,11 @@ def test_group_of_wrong_type_raises():
 
 
 def test_boundary_state_of_another_bias_raises():
-    def state(wire):
+    def state(collectives):
         k, s = torch.randn(1, N, 2, 16), torch.randn(1, 2, N)
-        boundary_state(begin_exchange(k, k, s, group=wire, keep_window_size=4, attn_bias=s + 1))
+        boundary_state(
+            begin_exchange(k, k, s, group=collectives, keep_window_size=4, attn_bias=s + 1)
+        )
 
     with pytest.raises(ValueError, match="exchanged: got another bias than the scores"):
         run_in_threads(RANKS, state)
@@ -177,19 +179,19 @@ TRANSFORMED = {
 def test_context_parallelism_under_a_transform_of_torch_func_raises_naming_the_tensor(name):
     transform, words = TRANSFORMED[name]
 
-    def refused(wire):
+    def refused(collectives):
         q, k = torch.randn(1, N, 4, 16), torch.randn(1, N, 2, 16)
         tensors = {"query": q, "key": k, "value": k.clone(), "scores": k[..., 0].mT}
         with pytest.raises(RuntimeError, match=f"^{words}"):
-            transform(lambda **changes: call(wire, **tensors | changes), q, k)
+            transform(lambda **changes: call(collectives, **tensors | changes), q, k)
 
     run_in_threads(RANKS, refused)
 
 
 @pytest.mark.parametrize("name", ["mean", "roll", "gather", "projection"])
 def test_context_parallel_helper_under_vmap_raises_naming_the_tensor(name):
-    def refused(wire):
-        cp = ContextParallel(wire)
+    def refused(collectives):
+        cp = ContextParallel(collectives)
         function, words = {
             "mean": (lambda x: cp.mean(x.sum(), 1), "total"),
             "roll": (lambda x: cp.roll(x, 1), "local"),
@@ -207,11 +209,11 @@ def test_context_parallel_helper_under_vmap_raises_naming_the_tensor(name):
 
 @pytest.mark.parametrize("attn_bias", ["scores", None])
 def test_second_derivative_of_pieces_raises_on_all_ranks(attn_bias):
-    def refused(wire):
-        torch.manual_seed(wire.rank)
+    def refused(collectives):
+        torch.manual_seed(collectives.rank)
         k, s = torch.randn(1, N, 2, 16), torch.randn(1, 2, N)
         leaves = [k.requires_grad_(), s.requires_grad_(attn_bias is not None)]
-        out = call(wire, key=k, scores=s, attn_bias=attn_bias)
+        out = call(collectives, key=k, scores=s, attn_bias=attn_bias)
         leaves = [t for t in leaves if t.requires_grad]
         loss = out.square().sum()
         expected = torch.autograd.grad(loss, leaves, retain_graph=True)

@@ -34,12 +34,12 @@ def states(length, scores="normal"):
     return q, k, v, (s * 2).round() / 2 if scores == "ties" else s
 
 
-def piece_of(wire, n):
-    return slice(wire.rank * n, wire.rank * n + n)
+def piece_of(collectives, n):
+    return slice(collectives.rank * n, collectives.rank * n + n)
 
 
-def exchange(wire, rows, k, v, s, **options):
-    return begin_exchange(k[:, rows], v[:, rows], s[..., rows], group=wire, **options)
+def exchange(collectives, rows, k, v, s, **options):
+    return begin_exchange(k[:, rows], v[:, rows], s[..., rows], group=collectives, **options)
 
 
 @pytest.mark.parametrize("window", [1, 100, 128, 1000, 5000])
@@ -64,9 +64,9 @@ def test_pieces_see_the_keys_of_the_whole(rule, ranks, way, scores):
     seen = chosen.to_mask()
     whole = flash_dmattn_func(q, k, v, attn_bias=s, key_intervals=chosen)
 
-    def piece(wire):
-        rows = piece_of(wire, n)
-        exchanged = exchange(wire, rows, k, v, s, exchange=way, **rule)
+    def piece(collectives):
+        rows = piece_of(collectives, n)
+        exchanged = exchange(collectives, rows, k, v, s, exchange=way, **rule)
         named = exchanged._asdict().items()
         on_cpu = {name: t.cpu() for name, t in named if isinstance(t, torch.Tensor)}
         assert torch.equal(keys_seen(exchanged._replace(**on_cpu)), seen[:, :, rows].cpu())
@@ -84,10 +84,10 @@ def test_documents_and_padding_see_the_keys_of_the_whole():
     chosen = select_key_intervals(s, 200, cu_seqlens_k=offsets, key_mask=mask)
     whole = flash_dmattn_func(q, k, v, attn_bias=s, key_intervals=chosen)
 
-    def piece(wire):
-        rows = piece_of(wire, n)
+    def piece(collectives):
+        rows = piece_of(collectives, n)
         options = {"keep_window_size": 200, "cu_seqlens": offsets, "key_mask": mask[:, rows]}
-        exchanged = exchange(wire, rows, k, v, s, **options)
+        exchanged = exchange(collectives, rows, k, v, s, **options)
         return attend_to_pieces(q[:, rows], exchanged)
 
     out = torch.cat(run_in_threads(ranks, piece), 1)
@@ -99,14 +99,14 @@ def test_headroom_is_filled_in_place():
     q, k, v, s = states(n * ranks)
     whole = flash_dmattn_func(q, k, v, None, s, is_causal=True, keep_window_size=w)
 
-    def piece(wire):
-        rows = piece_of(wire, n)
-        places = boundary_places(wire, n, w)
+    def piece(collectives):
+        rows = piece_of(collectives, n)
+        places = boundary_places(collectives, n, w)
         keys = [
             torch.cat([torch.full_like(t[:, :places], torch.nan), t[:, rows]], 1) for t in (k, v)
         ]
         exchanged = begin_exchange(
-            *keys, s[..., rows], group=wire, keep_window_size=w, headroom=True
+            *keys, s[..., rows], group=collectives, keep_window_size=w, headroom=True
         )
         assert exchanged.key.data_ptr() == keys[0].data_ptr()
         cache = boundary_state(exchanged)
@@ -127,8 +127,8 @@ def test_tokens_after_a_boundary_see_the_keys_of_the_whole(rule):
     q, k, v, s = states(n * ranks + steps)
     whole = flash_dmattn_func(q, k, v, attn_bias=s, key_intervals=select_key_intervals(s, **rule))
 
-    def state(wire):
-        return boundary_state(exchange(wire, piece_of(wire, n), k, v, s, **rule))
+    def state(collectives):
+        return boundary_state(exchange(collectives, piece_of(collectives, n), k, v, s, **rule))
 
     for boundary, cache in enumerate(run_in_threads(ranks, state), 1):
         for i in range(boundary * n, boundary * n + steps):
@@ -143,8 +143,8 @@ def test_exchange_on_another_stream_has_the_same_bits(rule):
     n, ranks, rule = 512, 2, RULES[rule]
     q, k, v, s = states(n * ranks)
 
-    def piece(wire):
-        rows = piece_of(wire, n)
+    def piece(collectives):
+        rows = piece_of(collectives, n)
         outs = []
         for stream in (None, torch.cuda.Stream()):
             for _ in range(5):
@@ -152,7 +152,7 @@ def test_exchange_on_another_stream_has_the_same_bits(rule):
                 keys = [t[:, rows].clone() for t in (k, v)]
                 scores = s[..., rows].clone()
                 exchanged = begin_exchange(
-                    *keys, scores, group=wire, stream=stream, check=False, **rule
+                    *keys, scores, group=collectives, stream=stream, check=False, **rule
                 )
                 del keys, scores
                 junk = [torch.full_like(k[:, rows], torch.nan) for _ in range(4)]
@@ -170,8 +170,8 @@ def test_wrong_offsets_on_a_gpu_raise_while_ranks_compare():
     ids = torch.zeros(1, 64, dtype=torch.int64, device="cuda")
     options = {"keep_window_size": 8, "lengths": (64, 64), "cu_seqlens": offsets}
     for wrong in (
-        lambda wire: ContextParallel(wire).shard(ids, cu_seqlens=offsets),
-        lambda wire: begin_exchange(k, v, s, group=wire, **options),
+        lambda collectives: ContextParallel(collectives).shard(ids, cu_seqlens=offsets),
+        lambda collectives: begin_exchange(k, v, s, group=collectives, **options),
     ):
         with pytest.raises(ValueError, match=r"^cu_seqlens: got \[2, 64\], expected offsets"):
             run_in_threads(2, wrong)

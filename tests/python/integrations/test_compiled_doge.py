@@ -8,8 +8,8 @@ from transformers import masking_utils
 from doge_generation import left_padding
 from flash_dmattn import KeyIntervals, sliding_window
 from flash_dmattn.integrations.transformers import enable_flash_dmattn, key_interval_mask
+from flash_dmattn.keys.among_intervals import select_among_intervals
 from flash_dmattn.keys.rule import SelectionRule
-from flash_dmattn.keys.select import select_among_intervals
 from scored_models import VOCABULARY, make_base
 from transformers_version import IS_TRANSFORMERS_4
 

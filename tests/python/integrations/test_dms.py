@@ -147,24 +147,6 @@ def test_slots_of_late_scores_equal_all_keys_with_padding_drafts_and_a_cap(tmp_p
         assert torch.equal(within_limit(written, rows.shape[1] + 12)[:, -12:], alone)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"model_type": "qwen2"}, "^config.model_type: got 'qwen2'"),
-        ({"dms_disable_eviction": True}, "^config.dms_disable_eviction: got True"),
-        ({"dms_window_size": None}, "^config.dms_window_size: got none"),
-        ({"dms_window_size": 0}, "^late: got True with recent_window=1"),
-        ({"dms_separate_alpha": True}, "with dms_separate_alpha=True and 0 tensors"),
-    ],
-)
-def test_checkpoint_of_another_form_raises(change, words):
-    model = make_base("Qwen3")
-    for name, value in {**CONFIG, **change}.items():
-        setattr(model.config, name, value)
-    with pytest.raises(ValueError, match=words):
-        load_dms(model)
-
-
 def test_training_step_has_the_loss_and_gradient_of_the_definition():
     base, ids, target = make_base("Qwen3"), make_ids(LENGTH), 0.25
     model = add_dms_scores(make_base("Qwen3"), window_size=WINDOW)

@@ -17,7 +17,6 @@ from doge_generation import (
     recorded_scores,
 )
 from flash_dmattn.integrations.transformers import enable_flash_dmattn
-from flash_dmattn.integrations.transformers.compat import CACHE
 from largest_tensor import LargestTensor
 from transformers_version import IS_TRANSFORMERS_4
 
@@ -289,36 +288,6 @@ def test_dispatched_model_equals_eager():
     )
 
 
-def test_unsupported_setting_raises_reason():
-    with pytest.raises(ValueError, match="Linear without any DogeAttention layer"):
-        enable_flash_dmattn(torch.nn.Linear(2, 2))
-    model = make_model(attention_dropout=0.1)
-    for call in (enable_flash_dmattn, lambda m: m.set_attn_implementation("flash_dmattn")):
-        with pytest.raises(
-            ValueError, match="attention_dropout: got 0.1, .* attention_dropout=0.0"
-        ):
-            call(model)
-
-
-@pytest.mark.parametrize(
-    "error, name, value",
-    [
-        (TypeError, "softcapp", 3.0),
-        (TypeError, "sliding_window", 3),
-        (TypeError, "is_causal", False),
-        (TypeError, "s_aux", torch.zeros(4)),
-        (TypeError, CACHE, object()),
-        (ValueError, "cu_seq_lens_q", torch.tensor([0, 4, 9])),
-    ],
-)
-def test_keywords_that_could_change_the_result_raise(error, name, value):
-    """Eager attention ignores these keywords."""
-    model = enable_flash_dmattn(make_model())
-    ids = torch.arange(9)[None]
-    with pytest.raises(error, match=f"^{name}: got"):
-        model(ids, **{name: value})
-
-
 def test_bookkeeping_keywords_change_nothing():
     model = enable_flash_dmattn(make_model())
     ids, offsets = torch.arange(9)[None], torch.tensor([0, 4, 9])
@@ -338,15 +307,8 @@ def test_bookkeeping_keywords_change_nothing():
     assert not torch.equal(alone, expected)
 
 
-def test_additive_padding_mask_raises():
-    """transformers would hide the tokens and show the padding."""
+def test_padding_mask_of_floats_equals_one_of_integers():
     ours, ids = enabled(make_model()), make_ids(2, 12)
-    additive = torch.zeros(2, 12)
-    additive[0, :4] = torch.finfo(torch.float32).min
-    with pytest.raises(
-        ValueError, match="attention_mask: got torch.float32 .* with negative numbers"
-    ):
-        ours(ids, attention_mask=additive)
     mask_of_numbers = torch.ones(2, 12)
     mask_of_numbers[0, :4] = 0
     expected = ours(ids, attention_mask=mask_of_numbers.long()).logits

@@ -36,15 +36,15 @@ def compare_all(rank):
 
 
 def compare_training(rank):
-    """Compares the losses of 24 steps on padded and packed batches, within rounding."""
+    """Compares the losses of 12 steps on padded and packed batches, within rounding."""
     from flash_dmattn.distributed import ContextParallel
 
     model, pieces = make_doge(), make_doge(context_parallel=dist.group.WORLD)
     context = ContextParallel(dist.group.WORLD)
     optimizers = [torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in (model, pieces)]
     losses = []
-    for step in range(24):
-        kind, seed = ("packed", "padded")[step % 2], step % 4  # four batches, which it learns
+    for step in range(12):
+        kind, seed = ("packed", "padded")[step % 2], step % 2  # two batches, which it learns
         loss, part = whole_loss(model, kind, seed), piece_loss(pieces, context, kind, seed)
         total = part.detach().clone()
         dist.all_reduce(total)
@@ -98,21 +98,6 @@ def ranks_that_disagree_raise(model, tokens, positions, odd):
         model(tokens, position_ids=positions, **({"labels": tokens} if odd else {}))
     with pytest.raises(ValueError, match="position_ids: got" if odd else on_others):
         model(tokens, **({} if odd else {"position_ids": positions}))
-
-
-def test_models_that_pieces_would_change_raise():
-    from transformers import DogeForSequenceClassification
-
-    from flash_dmattn.integrations.transformers.context_parallel import ModelOfPieces
-
-    model = make_doge()
-    classifier = DogeForSequenceClassification(model.config)
-    for models, words in (
-        ([classifier], "got a DogeForSequenceClassification, which reads one token"),
-        ([], "got attention layers without their decoder"),
-    ):
-        with pytest.raises(ValueError, match=f"context_parallel: {words}"):
-            ModelOfPieces(models, None)
 
 
 @pytest.mark.parametrize("count", [2, 3])

@@ -1,19 +1,15 @@
-"""DynamicMaskCache works as a Cache of transformers, and refuses uses that it cannot support."""
+"""DynamicMaskCache works as a Cache of transformers."""
 
 import copy
-import re
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import LlamaConfig
 
 from doge_generation import WINDOW, left_padding, make_ids, make_model
 from flash_dmattn.integrations.transformers import DynamicMaskCache, doge, enable_flash_dmattn
 from flash_dmattn.integrations.transformers.cache_layer import DynamicMaskLayer
 from flash_dmattn.integrations.transformers.compat import CACHE
 from flash_dmattn.keys.rule import SelectionRule
-from scored_models import VOCABULARY, make_base, make_scored
 from transformers_version import IS_TRANSFORMERS_4
 
 pytestmark = pytest.mark.transformers
@@ -165,14 +161,6 @@ def test_row_operations_work_on_offloaded_slots(ours):
     assert torch.equal(*(next_logits(ours, cache) for cache in caches))
 
 
-def test_static_cache_is_not_offloaded(ours):
-    cache = filled(ours, S, static=True)
-    expected = next_logits(ours, copy.deepcopy(cache))
-    with pytest.raises(ValueError, match="static: got True"):
-        cache.offload(0)
-    assert torch.equal(next_logits(ours, cache), expected)
-
-
 @pytest.mark.parametrize("static", [False, True])
 def test_reset_begins_a_new_text_of_as_many_rows_and_ends_recording(static, ours):
     expected = next_logits(ours, filled(ours, S, static=static))
@@ -267,136 +255,6 @@ def test_scores_are_float32_in_16_bits(precision, ours):
     assert error < 0.02 * whole.abs().max()
 
 
-# ---- Refused ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", ["Doge", "Llama"])
-def test_model_without_our_attention_raises(family):
-    model, cache = make_base(family), DynamicMaskCache(make_model().config)
-    with pytest.raises(ValueError, match="scores: got none.*enable_flash_dmattn"):
-        model.generate(torch.arange(5)[None], past_key_values=cache, max_new_tokens=3)
-
-
-def test_keys_without_kernels_on_a_gpu_are_refused_with_what_to_do():
-    layer = DynamicMaskCache(make_model().config).layers[0]
-    with FakeTensorMode():
-        key = torch.zeros(B, 2, 3, 8, device="cuda")
-        with pytest.raises(TypeError, match=rf"{CACHE}: got torch.float32 .* dtype=torch.bfloat16"):
-            layer.fill(*(key.transpose(1, 2),) * 2, torch.zeros(B, 2, 3, device="cuda"))
-        key = key.bfloat16()
-        with pytest.raises(ValueError, match="head_dim: got 12"):
-            layer.lazy_initialization(key.new_zeros(B, 2, 3, 12), key)
-        with pytest.raises(ValueError, match="value_dim: got 4"):
-            layer.lazy_initialization(key, key.new_zeros(B, 2, 3, 4))
-        assert not layer.is_initialized
-        layer.lazy_initialization(key, key)
-
-
-def test_wrong_number_of_rows_leaves_cache_unchanged(ours):
-    cache = filled(ours, S)
-    before = [[t.clone() for t in layer.slots.tensors] for layer in cache.layers]
-    with pytest.raises(ValueError, match=f"{CACHE}: got tokens of 3 rows, expected 2"):
-        ours(make_ids(3, 2), past_key_values=cache)
-    after = [layer.slots.tensors for layer in cache.layers]
-    assert all(map(torch.equal, sum(before, []), sum(after, ())))
-    assert cache.get_seq_length() == S
-
-
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("tokens", [1, 4])
-def test_tokens_in_another_dtype_than_the_cache_raise_naming_it(tokens, static, ours):
-    cache, ids = filled(ours, S, static=static), make_ids(B, S)
-    message = f"^{CACHE}: got tokens in torch.bfloat16, expected torch.float32, in which its first"
-    with pytest.raises(TypeError, match=message), torch.autocast("cpu", torch.bfloat16):
-        ours(ids[:, :tokens], past_key_values=cache)
-    assert int(cache.get_seq_length()) == S
-    cache.reset()
-    with pytest.raises(TypeError, match=message):
-        copy.deepcopy(ours).bfloat16()(ids, past_key_values=cache)
-    next_logits(ours, cache)
-
-
-def test_static_cache_without_room_raises(ours):
-    cache = filled(ours, S, static=True, chunk=0)
-    with pytest.raises(
-        ValueError, match=r"got 5 tokens at a time .* DynamicMaskCache\(chunk=...\)"
-    ):
-        ours(make_ids(B, 5), past_key_values=cache)
-    next_logits(ours, cache)
-
-
-def cache_of(**parts):
-    return DynamicMaskCache(LlamaConfig(num_hidden_layers=2, **parts))
-
-
-def call_with(cache=None, **options):
-    """Calls a model with window 9 and three layers with three tokens after a prompt, or with another cache."""
-    ours = enable_flash_dmattn(make_model())
-    ours(make_ids(B, 3), past_key_values=cache or filled(ours, S), **options)
-
-
-BAD_CALLS = {
-    "config.sliding_window: got 16, expected None: a key that leaves the window": (
-        lambda: DynamicMaskCache(make_model(sliding_window=16).config)
-    ),
-    "got 'global', expected 'per_query'; with one choice for all": (
-        lambda: DynamicMaskCache(make_model().config, selection="global")
-    ),
-    "static: got 'no', expected True or False": (
-        lambda: DynamicMaskCache(make_model().config, static="no")
-    ),
-    "chunk: got -1, expected 0 or more": lambda: DynamicMaskCache(make_model().config, chunk=-1),
-    "config: got DogeForCausalLM": lambda: DynamicMaskCache(make_model()),
-    "LlamaConfig without keep_window_size": cache_of,
-    "without keep_window_size": lambda: cache_of(score_threshold=0.5),
-    "config.keep_window_size: got 0, expected 1 or more": lambda: cache_of(keep_window_size=0),
-    "config.keep_window_size: got -3, expected": lambda: cache_of(keep_window_size=-3),
-    "config.recent_window: got -1": lambda: cache_of(keep_window_size=3, recent_window=-1),
-    "config.score_threshold: got nan": (
-        lambda: cache_of(keep_window_size=3, score_threshold=float("nan"))
-    ),
-    "model: got str": lambda: enable_flash_dmattn("SmallDoge/Doge-20M"),
-    "round_scores_like_eager: got 'no'": (
-        lambda: enable_flash_dmattn(make_model(), round_scores_like_eager="no")
-    ),
-    "cache: got 'static', expected 'dynamic_mask' or None": (
-        lambda: enable_flash_dmattn(make_model(), cache="static")
-    ),
-    "sliding_window: got 16": (
-        lambda: enable_flash_dmattn(make_model(sliding_window=16), cache="dynamic_mask")
-    ),
-    "got keep_window_size 10 in layer 0, expected 9": (
-        lambda: call_with(DynamicMaskCache(make_model(window=WINDOW + 1).config))
-    ),
-    f"{CACHE}: got 2 layers, expected more than 2": (
-        lambda: call_with(DynamicMaskCache(make_model(num_hidden_layers=2).config))
-    ),
-    # No mask over queries and keys describes slots that differ from head to head.
-    "attention_mask: got torch.bool of shape (2, 1, 3, 43)": (
-        lambda: call_with(attention_mask=torch.ones(B, 1, 3, S + 3, dtype=torch.bool))
-    ),
-}
-
-
-@pytest.mark.parametrize("message", BAD_CALLS)
-def test_bad_argument_raises_naming_it(message):
-    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
-        BAD_CALLS[message]()
-
-
-def test_tokens_that_have_evicted_others_cannot_be_dropped(ours):
-    cache = filled(ours, S, 3)
-    with pytest.raises(RuntimeError, match="Call activate_past_recording"):
-        cache.crop(S if IS_TRANSFORMERS_4 else -3)
-    with pytest.raises(ValueError, match="chunk: got 0, expected places"):
-        DynamicMaskCache(ours.config, static=True, chunk=0).activate_past_recording()
-    with pytest.raises(ValueError, match=f"got -100, expected -{S + 3} or more: the text has"):
-        cache.crop(-100)
-    if not IS_TRANSFORMERS_4:
-        with pytest.raises(ValueError, match="got 3, expected 0 or less"):
-            cache.crop(3)
-
-
 def test_cached_keys_have_no_gradient(ours):
     with torch.enable_grad():
         cache = DynamicMaskCache(ours.config)
@@ -412,38 +270,6 @@ def with_zeros(columns):
     mask = torch.ones(B, S + 1, dtype=torch.long)
     mask[0, columns] = 0
     return mask
-
-
-# (the mask of a prompt of S tokens, the mask of the next token).
-LATE_MASKS = {
-    "a token hidden later": (with_zeros([])[:, :S], with_zeros([12])),
-    "a token hidden later, None before": (None, with_zeros([12])),
-    "the new token only": (None, torch.ones(B, 1, dtype=torch.long)),
-    "fewer tokens than the cache": (None, torch.ones(B, S - 1, dtype=torch.long)),
-    "padding shown later": (with_zeros([0, 1])[:, :S], with_zeros([])),
-    "padding, then None": (with_zeros([0, 1])[:, :S], None),
-}
-
-
-@pytest.mark.parametrize("name", LATE_MASKS)
-@pytest.mark.parametrize("family", ["Doge", "Llama"])
-def test_mask_that_differs_from_earlier_ones_is_refused_and_leaves_the_cache(family, name):
-    if family == "Doge":
-        model = enable_flash_dmattn(make_model())
-    else:
-        model = make_scored("Llama", "window")
-    first, then = LATE_MASKS[name]
-    cache, ids = DynamicMaskCache(model.config), make_ids(B, S + 1) % VOCABULARY
-    model(ids[:, :S], attention_mask=first, past_key_values=cache)
-    untouched = copy.deepcopy(cache)
-    with pytest.raises(ValueError, match="^attention_mask: got .*expected"):
-        model(ids[:, S:], attention_mask=then, past_key_values=cache)
-    assert cache.get_seq_length() == S
-    good = with_zeros([] if first is None else (first[0] == 0).nonzero().flatten())
-    results = [
-        model(ids[:, S:], attention_mask=good, past_key_values=c).logits for c in (cache, untouched)
-    ]
-    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """One budget for all heads: its loss, its division into a threshold and caps, and models that follow it."""
 
 import copy
-import math
 
 import pytest
 import torch
@@ -9,9 +8,7 @@ import torch
 from flash_dmattn.budgets import divide_scores, stochastic_gates
 from flash_dmattn.integrations.transformers import (
     DynamicMaskCache,
-    KeyBudgets,
     ScoreSchedule,
-    add_learned_scores,
     budget_loss,
     divergence,
     divide_budget,
@@ -120,14 +117,6 @@ def test_loop_of_the_how_to_closes_gates_to_the_target():
     assert excess[-1] < 0.1
 
 
-@pytest.mark.parametrize(
-    ("phase", "temperature"), [("hard", 0.3), ("soft", 0.0), ("soft", math.nan)]
-)
-def test_temperature_that_samples_nothing_raises(phase, temperature):
-    with pytest.raises(ValueError, match="^temperature: got .*, expected a number above 0 with"):
-        make_scored().set_score_phase(phase, temperature)
-
-
 # ---- Division --------------------------------------------------------------------------------------
 
 
@@ -192,28 +181,3 @@ def test_division_leaves_phase_and_rules_as_they_were():
         expected = model(ids).logits
         divided(model)
         assert torch.equal(model(ids).logits, expected)
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda m: divide_budget(m, []), "^texts: got none"),
-        (lambda m: divide_budget(m, make_ids(9), length=10), "^texts: got one of 9 tokens"),
-        (lambda m: divided(m, mean_keys=5), "^mean_keys: got 5 for texts of 40 tokens"),
-        (
-            lambda m: set_key_budgets(m, KeyBudgets(0.0, ((1, 1),))),
-            "^keep_window_size: got lists for 1 layers, expected 2",
-        ),
-        (
-            lambda m: set_key_budgets(m, KeyBudgets(0.0, ((1, 1, 1), (1, 1, 1)))),
-            "^keep_window_size: got 3 sizes",
-        ),
-        (
-            lambda m: add_learned_scores(make_base(), [[1, 1]], recent_window=1),
-            "^keep_window_size: got lists for 1 layers, expected 2",
-        ),
-    ],
-)
-def test_budgets_that_fit_no_layers_raise(call, words):
-    with pytest.raises(ValueError, match=words):
-        call(make_scored())

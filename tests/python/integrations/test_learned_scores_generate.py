@@ -6,9 +6,7 @@ from transformers import DynamicCache, StaticCache
 
 from doge_generation import left_padding
 from flash_dmattn.integrations.transformers import DynamicMaskCache, add_learned_scores
-from flash_dmattn.integrations.transformers.compat import CACHE
 from flash_dmattn.integrations.transformers.learned_scores.add import scored_layers
-from flash_dmattn.integrations.transformers.learned_scores.layers import ScoreCall
 from scored_models import FAMILIES, make_base, make_ids, make_scored
 from scores_by_definition import by_definition
 from transformers_version import IS_TRANSFORMERS_4
@@ -211,35 +209,6 @@ def test_soft_phase_generates_with_gates():
     assert_writes_by_definition(model, generate(model))
 
 
-def test_cache_without_scores_is_refused():
-    model = make_scored(rule="window").set_score_phase("off")
-    cache, ids = DynamicCache(config=model.config), make_ids()
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-        model.set_score_phase("hard")
-        with pytest.raises(ValueError, match=f"^{CACHE}: got keys without scores in layer 0"):
-            model(ids[:, :1], past_key_values=cache)
-
-
-SLOTS = CACHES["slots"]
-REFUSED = {  # name: (rule and phase of the model, its cache, the message)
-    "without scores": ("window", "off", SLOTS, "scores: got none.*add_learned_scores.* in the phase 'hard'"),
-    "fewer layers": ("window", "hard", lambda _: SLOTS(make_scored(rule="window", num_hidden_layers=1)),
-                     f"{CACHE}: got 1 layers, expected more than 1"),
-    "all keys": ("window", "soft", SLOTS, "phase: got 'soft' with a DynamicMaskCache"),
-    "another rule": ("all", "hard", lambda _: SLOTS(make_scored(rule="window")), f"{CACHE}: got keep_window_size"),
-    "static": ("all", "soft", CACHES["static"], f"{CACHE}: got a static one"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_cache_that_does_not_fit_is_refused(name):
-    rule, phase, cache, message = REFUSED[name]
-    model = make_scored(rule=rule).set_score_phase(phase)
-    with torch.no_grad(), pytest.raises(ValueError, match=f"^{message}"):
-        model(make_ids(PROMPT), past_key_values=cache(model))
-
-
 # ---- Packed prompts ---------------------------------------------------------------------------------
 
 POSITIONS = torch.cat([torch.arange(5), torch.arange(PROMPT - 5)]).repeat(2, 1)
@@ -248,15 +217,6 @@ POSITIONS = torch.cat([torch.arange(5), torch.arange(PROMPT - 5)]).repeat(2, 1)
 def mask_of_texts():
     documents = (POSITIONS == 0).cumsum(1)
     return (documents[..., None] == documents[:, None]).tril()[:, None]
-
-
-@pytest.mark.parametrize("name", ["static", "slots"])
-def test_mask_of_packed_texts_is_refused_by_caches_without_texts(name):
-    model = make_scored()
-    with pytest.raises(ValueError, match=r"^attention_mask: got torch.bool of shape \(2, 1, 13, "):
-        extra = 0 if name == "slots" else NEW + 3
-        mask = torch.nn.functional.pad(mask_of_texts(), (0, extra))
-        model(make_ids(PROMPT), attention_mask=mask, past_key_values=CACHES[name](model))
 
 
 def test_static_cache_takes_a_dense_mask_of_padding():
@@ -313,13 +273,3 @@ def test_shared_layers_beside_states_are_refused():
     add_learned_scores(model, keep_window_size=4, recent_window=2)
     with pytest.raises(ValueError, match="Use transformers' DynamicCache"):
         model(make_ids(PROMPT), past_key_values=DynamicMaskCache(model.config))
-
-
-def test_layer_that_attends_twice_is_refused():
-    model = make_scored()
-    layer = model.model.layers[0].self_attn
-    call = ScoreCall(layer, torch.randn(1, 3, 32), None, None, None)
-    states = torch.randn(2, 1, 2, 3, 8)
-    call.scores_of(*states)
-    with pytest.raises(RuntimeError, match="^scorer: got a second attention call in layer 0"):
-        call.scores_of(*states)

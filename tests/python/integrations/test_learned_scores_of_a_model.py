@@ -4,7 +4,6 @@ work on it."""
 import copy
 import io
 import math
-import re
 
 import pytest
 import torch
@@ -64,14 +63,18 @@ def test_copied_model_shares_no_scores(way):
     assert not torch.equal(other(ids).logits, expected)
 
 
-@pytest.mark.parametrize("scorer", ["hidden", "mlp", "value", "key_norm"])
+def first_channel(hidden, key, value):
+    return key[..., 0]
+
+
+@pytest.mark.parametrize("scorer", ["hidden", "mlp", "value", "key_norm", first_channel])
 def test_saved_scores_are_loaded(scorer, tmp_path):
     model, ids = make_scored(scorer=scorer), make_ids()
     save_scores(model, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {
         "learned_scores.json", "learned_scores.safetensors"
     }  # fmt: skip
-    other = load_scores(make_base(), tmp_path)
+    other = load_scores(make_base(), tmp_path, scorer if callable(scorer) else None)
     assert torch.equal(other(ids).logits, model(ids).logits)
     assert other.config.learned_scores == model.config.learned_scores
 
@@ -96,69 +99,6 @@ def test_removed_scores_leave_nothing_in_the_model():
     before = {name: sorted(vars(module)) for name, module in model.named_modules()}
     remove_learned_scores(add_learned_scores(model, keep_window_size=3))
     assert {name: sorted(vars(module)) for name, module in model.named_modules()} == before
-
-
-def test_loading_scores_of_a_function_without_it_raises(tmp_path):
-    model = add_learned_scores(make_base(), **RULES["all"], scorer=lambda h, k, v: k[..., 0])
-    save_scores(model, tmp_path)
-    with pytest.raises(ValueError, match="^scorer: got None for the scores in"):
-        load_scores(make_base(), tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"num_hidden_layers": 3}, r"^model: got one with scores in layers \(0, 1, 2\)"),
-        ({"num_key_value_heads": 1}, r"^folder: got .* of layer 0 of shape \(2,\), expected \(1,\)"),
-    ],
-)  # fmt: skip
-def test_scores_of_other_layers_or_sizes_are_refused_and_leave_the_model(options, words, tmp_path):
-    save_scores(make_scored(), tmp_path)
-    model = make_base(**options)
-    names = list(model.state_dict())
-    with pytest.raises(ValueError, match=words):
-        load_scores(model, tmp_path)
-    assert list(model.state_dict()) == names
-    assert not hasattr(model, "set_score_phase")
-
-
-SPOILED = {
-    "no scorer": ('{"layers": [0]}', "learned_scores.json without 'scorer', expected a file of save_scores"),
-    "broken JSON": ('{"layers": [0', "learned_scores.json with .*line 1 column.*, expected JSON"),
-    "a list": ("[]", "learned_scores.json with a list, expected an object"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SPOILED)
-def test_spoiled_settings_raise_naming_the_folder(name, tmp_path):
-    text, words = SPOILED[name]
-    save_scores(make_scored(), tmp_path)
-    (tmp_path / "learned_scores.json").write_text(text)
-    with pytest.raises(ValueError, match=f"^folder: got .*{words}"):
-        load_scores(make_base(), tmp_path)
-
-
-def test_folder_of_wrong_type_raises():
-    for call in (lambda: load_scores(make_base(), 3), lambda: save_scores(make_scored(), 3)):
-        with pytest.raises(TypeError, match="^folder: got int, expected a path"):
-            call()
-
-
-def test_folder_without_scores_is_refused(tmp_path):
-    make_base().save_pretrained(tmp_path)
-    save_scores(make_scored(), tmp_path / "partial")
-    (tmp_path / "partial" / "learned_scores.safetensors").unlink()
-    (tmp_path / "empty").mkdir()
-    for name, words in {
-        "": " without learned_scores.json and without learned_scores in",
-        "empty": " without learned_scores.json",
-        "missing": ", which is not a folder, without learned_scores.json",
-        "config.json": ", which is not a folder, without learned_scores.json",
-        "partial": " with learned_scores.json but without learned_scores.safetensors, expected both",
-    }.items():
-        message = f"^folder: got {re.escape(str(tmp_path / name))}{words}.* of save_scores"
-        with pytest.raises(FileNotFoundError, match=message):
-            load_scores(make_base(), tmp_path / name)
 
 
 # ---- Training ---------------------------------------------------------------------------------------
@@ -295,11 +235,8 @@ INPUTS = {
 # A layer takes a second or more to compile, so models have one; a Gemma needs a second one for its windows. In the soft phase the masks
 # that transformers makes would work, too.
 COMPILED = [
-    ("Llama", "no_mask", "hard"),
     ("Llama", "padding", "soft"),
-    ("Llama", "packed", "soft"),
     ("Llama", "packed", "hard"),
-    ("Gemma2", "padding", "soft"),
     ("Gemma2", "packed", "hard"),
     ("Gemma3", "no_mask", "hard"),
 ]

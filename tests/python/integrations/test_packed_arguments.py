@@ -68,21 +68,6 @@ def test_rows_with_different_documents_equal_single_calls():
     assert_same((*states, bias), out, torch.cat(expected))
 
 
-@pytest.mark.parametrize("name", [*OFFSET_ARGUMENTS, *LONGEST])
-def test_incomplete_packed_arguments_raise(name):
-    arguments = {name: (OFFSET_ARGUMENTS | LONGEST)[name]}
-    with pytest.raises(ValueError, match="cu_seq_lens_[qk]: got None"):
-        attend(*make_states(batch=1), None, None, **arguments)
-
-
-@pytest.mark.parametrize("packed", [OFFSET_ARGUMENTS, {"position_ids": POSITIONS}])
-def test_packed_arguments_with_padding_raise(packed):
-    padding = ONES.clone()
-    padding[0, 5] = False
-    with pytest.raises(ValueError, match="cu_seq_lens_q|position_ids"):
-        attend(*make_states(batch=1), padding, None, **packed)
-
-
 def test_positions_that_begin_where_padding_ends_are_no_documents():
     """Generation with padding counts positions as 1, 1, 1, 0, 1, 2 ..."""
     padding = ONES.clone()

@@ -93,36 +93,6 @@ def test_families_and_rules_equal_one_process():
     run_in_processes(2, compare_all)
 
 
-@pytest.mark.parametrize(
-    ("family", "words"),
-    [
-        ("Gemma3", "got a Gemma3ForCausalLM, expected a decoder of"),
-        ("GPT2", "got a GPT2LMHeadModel, expected a decoder of"),
-    ],
-)
-def test_families_that_pieces_would_change_raise(family, words):
-    with pytest.raises(ValueError, match=f"context_parallel: {words}"):
-        enable_flash_dmattn(make_scored(family), context_parallel=object())
-
-
-def test_layers_without_scores_raise():
-    config = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True}
-    model = make_scored("Qwen3", sliding_window=6, **config)
-    with pytest.raises(ValueError, match="context_parallel: got layers .* without scores"):
-        enable_flash_dmattn(model, context_parallel=object())
-
-
-@pytest.mark.parametrize("option", [{"cache": "dynamic_mask"}, {"round_scores_like_eager": True}])
-def test_options_of_doge_raise_for_a_model_with_scores(option):
-    with pytest.raises(ValueError, match=f"{next(iter(option))}: got .* learned scores"):
-        enable_flash_dmattn(make_scored(), **option)
-
-
-def test_scores_without_context_parallelism_raise():
-    with pytest.raises(ValueError, match="context_parallel: got None for a LlamaForCausalLM"):
-        enable_flash_dmattn(make_scored())
-
-
 def test_doge_layers_beside_scores_are_replaced_too():
     config = transformers.DogeConfig(
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,

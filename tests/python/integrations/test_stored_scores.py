@@ -121,7 +121,7 @@ def test_scores_have_a_gradient():
 @torch.no_grad()
 def test_static_cache_steps_share_one_graph():
     torch._dynamo.reset()
-    oracle, ours = make_pair(num_hidden_layers=2)
+    oracle, ours = make_pair(num_hidden_layers=1)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(ours, backend=counter, fullgraph=True)
     logits = []
@@ -133,4 +133,4 @@ def test_static_cache_steps_share_one_graph():
     torch.testing.assert_close(logits[1], logits[0].float(), atol=2e-4, rtol=2e-4)
     (graph,) = counter.graphs
     projections = [node for node in graph.graph.nodes if node.target is ops.score_projection]
-    assert [node.meta["example_value"].shape[2] for node in projections] == [1] * 2
+    assert [node.meta["example_value"].shape[2] for node in projections] == [1]

@@ -51,7 +51,7 @@ def train(folder, name, pieces):
         options["parallelism_config"] = ParallelismConfig(cp_size=dist.get_world_size())
     model = MODELS[name]()
     arguments = TrainingArguments(
-        folder, use_cpu=True, max_steps=6, per_device_train_batch_size=2, logging_steps=1, report_to=[],
+        folder, use_cpu=True, max_steps=4, per_device_train_batch_size=2, logging_steps=1, report_to=[],
         save_strategy="no", learning_rate=1e-3, lr_scheduler_type="constant", disable_tqdm=True, **options,
     )  # fmt: skip
     trainer = PiecesTrainer(model=model, args=arguments, train_dataset=data())
@@ -62,7 +62,7 @@ def train(folder, name, pieces):
     return torch.tensor([step["loss"] for step in trainer.state.log_history if "loss" in step])
 
 
-def train_in_pieces(rank, folder, name, expected):
+def train_in_pieces(rank, folder, expected_losses):
     from accelerate import ParallelismConfig
 
     count = dist.get_world_size()
@@ -72,12 +72,11 @@ def train_in_pieces(rank, folder, name, expected):
     }  # fmt: skip
     # accelerate refuses all parallelism on CPUs, although it could join CPU processes in the same way.
     with mock.patch.object(ParallelismConfig, "_validate_accelerator"):
-        losses = train(folder, name, pieces=True)
-    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=0)
+        losses = {name: train(folder, name, pieces=True) for name in MODELS}
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_trainer_losses_equal_one_process(tmp_path, name):
+def test_trainer_losses_equal_one_process(tmp_path):
     try:  # the Trainer imports it where it is installed
         import datasets  # noqa: F401
     except ModuleNotFoundError:
@@ -87,9 +86,9 @@ def test_trainer_losses_equal_one_process(tmp_path, name):
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
     if not hasattr(accelerate, "ParallelismConfig"):
         pytest.skip("accelerate without ParallelismConfig")
-    expected = train(str(tmp_path), name, pieces=False)
-    assert len(expected) == 6
-    run_in_processes(2, train_in_pieces, str(tmp_path), name, expected)
+    expected = {name: train(str(tmp_path), name, pieces=False) for name in MODELS}
+    assert all(len(losses) == 4 for losses in expected.values())
+    run_in_processes(2, train_in_pieces, str(tmp_path), expected)
 
 
 def compare_with_fsdp(rank):

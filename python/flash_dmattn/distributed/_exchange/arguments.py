@@ -31,9 +31,9 @@ from ..._dispatch import check_bias_delay
 from ...keys.positions import check_length, check_offsets
 from ...keys.rule import SelectionRule
 from ...merge import check_sink_logits
+from .collectives import Collectives
 from .kinds import Exchange, choose_exchange
 from .pieces import Boundary, PieceOffsets, begins_of_documents
-from .wire import Wire
 
 SCORES = "scores"  # the value of attn_bias that also adds the scores as a bias
 
@@ -145,7 +145,7 @@ class ExchangeArguments(NamedTuple):
     @classmethod
     def from_call(
         cls,
-        wire: Wire,
+        collectives: Collectives,
         *,
         key: Tensor,
         value: Tensor,
@@ -171,7 +171,9 @@ class ExchangeArguments(NamedTuple):
         rule.check_heads(heads)
         check_tensor(scores, "scores")
         n = scores.shape[-1] if scores.dim() else 0
-        pieces = PieceOffsets.from_lengths(wire.rank, checked_lengths(lengths, wire, n))
+        pieces = PieceOffsets.from_lengths(
+            collectives.rank, checked_lengths(lengths, collectives, n)
+        )
         documents = _documents(cu_seqlens, position_ids, batch, pieces.begins[-1], key.device)
         begun = None if documents is None else begins_of_documents(documents, pieces.begins)
         boundary = Boundary.from_rule(pieces, rule, heads, begun, resolve_nonfinite(nonfinite))
@@ -215,7 +217,7 @@ class ExchangeArguments(NamedTuple):
             (options or AttendOptions()).check(query, key, n, bias)
         return cls(
             boundary=boundary,
-            exchange=choose_exchange(exchange, wire)(wire, boundary),
+            exchange=choose_exchange(exchange, collectives)(collectives, boundary),
             key=key,
             value=value,
             headroom=headroom,
@@ -285,20 +287,22 @@ def _check_rows(key: Tensor, value: Tensor) -> None:
         )
 
 
-def checked_lengths(lengths: Sequence[int] | None, wire: Wire, n: int) -> tuple[int, ...]:
+def checked_lengths(
+    lengths: Sequence[int] | None, collectives: Collectives, n: int
+) -> tuple[int, ...]:
     if lengths is None:
-        return (n,) * wire.size
-    expected = f"expected a number for each of {wire.size} ranks"
+        return (n,) * collectives.size
+    expected = f"expected a number for each of {collectives.size} ranks"
     if isinstance(lengths, Tensor) or not isinstance(lengths, Collection):
         raise TypeError(f"lengths: got {type(lengths).__name__}, {expected}")
-    if len(lengths) != wire.size:
+    if len(lengths) != collectives.size:
         raise ValueError(f"lengths: got {lengths!r}, {expected}")
     lengths = tuple(lengths)
     for length in lengths:
         check_count(length, "lengths")
-    if lengths[wire.rank] != n:
+    if lengths[collectives.rank] != n:
         raise ValueError(
-            f"lengths: got {lengths[wire.rank]} for rank {wire.rank}, expected {n}, the tokens that it has"
+            f"lengths: got {lengths[collectives.rank]} for rank {collectives.rank}, expected {n}, the tokens that it has"
         )
     return tuple(map(int, lengths))
 

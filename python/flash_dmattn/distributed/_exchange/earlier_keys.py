@@ -31,18 +31,18 @@ class PrependEarlierKeys(torch.autograd.Function):
         if bias is not None and not arguments.bias_is_score:
             columns.append(_pad_front(bias, W, 0.0))
         places, *winners = _winners(key, value, columns, scores, arguments)
-        rows, notes, route = collect(arguments.exchange, *(t.flatten(0, 1) for t in winners))
+        rows, metadata, route = collect(arguments.exchange, *(t.flatten(0, 1) for t in winners))
         heads = scores.shape[:2]
-        rows, notes = rows.unflatten(0, heads), notes.unflatten(0, heads)
+        rows, metadata = rows.unflatten(0, heads), metadata.unflatten(0, heads)
         # The first rank gets no keys but reads the results too: a compiler would remove an exchange whose results are
         # not read, and the other ranks would wait.
         earlier_rows = rows.transpose(1, 2).split([key.shape[3], value.shape[3]], -1)
         for extended, part in zip((key, value), earlier_rows, strict=True):
             extended[:, :W] = part
-        columns[0][..., :W] = score_of(notes)
+        columns[0][..., :W] = score_of(metadata)
         for column in columns[1:]:
-            column[..., :W] = bias_of(notes)[..., 0]
-        positions = position_of(notes)
+            column[..., :W] = bias_of(metadata)[..., 0]
+        positions = position_of(metadata)
         # ctx keeps single fields of `arguments`: the whole would keep the memory of the keys, which have been copied.
         ctx.boundary, ctx.exchange, ctx.headroom = (
             arguments.boundary,
@@ -105,20 +105,20 @@ class _FirstDerivative(torch.autograd.Function):
 def _winners(
     key: Tensor, value: Tensor, columns: list[Tensor], scores: Tensor, arguments: ExchangeArguments
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Collects the keys of this piece that later ranks may see. Returns (places, rows, notes).
+    """Collects the keys of this piece that later ranks may see. Returns (places, rows, metadata).
 
     places: int64 [B, Hkv, c], ascending indices of these keys among the extended keys. If there are fewer than c keys,
         each missing one has a place of its own among the W rows in front.
     rows: [B, Hkv, c, D + Dv], the key and value at each place.
-    notes: int32 [B, Hkv, c, 2 or 3], the score, the position and, if there is one, the bias at each place.
+    metadata: int32 [B, Hkv, c, 2 or 3], the score, the position and, if there is one, the bias at each place.
     """
     batch, heads, n = scores.shape
     c, W = arguments.boundary.winners, arguments.boundary.places
     front_places = torch.arange(c, device=scores.device)
     if arguments.boundary.pieces.is_last():  # no rank sees its keys, so it selects none
         rows = key.new_zeros((batch, heads, c, key.shape[3] + value.shape[3]))
-        notes = no_key(scores.new_empty(1 + len(columns))).expand(batch, heads, c, -1)
-        return front_places.expand(batch, heads, c), rows, notes
+        metadata = no_key(scores.new_empty(1 + len(columns))).expand(batch, heads, c, -1)
+        return front_places.expand(batch, heads, c), rows, metadata
     selected_places = _select_places(scores, arguments)
     missing = selected_places < 0
     places = torch.where(missing, front_places, selected_places + W)

@@ -1,9 +1,9 @@
 """The kinds of exchange. Each sends the winners of every rank to the ranks that see them, and returns their gradients.
 
 The winners of a rank are its keys that later ranks may see. The rank sends each winner as a row (its key and value) and
-notes: the bits of its score, its position, and the bits of its bias if there is one. The rank receives the rows and
-notes of the keys of earlier ranks that it sees, in the order of their positions. A place without a key has a row of
-zeros and the notes of `no_key`. Sizes follow from shapes alone, so the host never waits for the device, and a CUDA
+metadata: the bits of its score, its position, and the bits of its bias if there is one. The rank receives the rows and
+metadata of the keys of earlier ranks that it sees, in the order of their positions. A place without a key has a row of
+zeros and the metadata of `no_key`. Sizes follow from shapes alone, so the host never waits for the device, and a CUDA
 graph can be captured.
 
 Letters of the shapes:
@@ -13,7 +13,7 @@ Letters of the shapes:
   L  candidates for these places
   K  boundaries between ranks, for which places are selected
   F  columns of a row: those of key and value, or of their gradients
-  M  columns of the notes, int32
+  M  columns of the metadata, int32
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .collectives import Collectives, pack, unpack
 from .pieces import Boundary, keys_seen_before
-from .wire import Wire, pack, unpack
 
 
 class Exchange(Protocol):
-    wire: Wire
+    collectives: Collectives
     boundary: Boundary
 
     def route_shape(self, P: int) -> tuple[int, ...]: ...
 
-    def collect(self, rows: Tensor, notes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sends the winners' rows and notes. Returns the rows and notes of the keys that this rank sees, and their
+    def collect(self, rows: Tensor, metadata: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sends the winners' rows and metadata. Returns the rows and metadata of the keys that this rank sees, and their
         route, by which their gradients return."""
 
     def give_back(self, route: Tensor, *gradients: Tensor) -> list[Tensor] | None:
@@ -48,23 +48,23 @@ class Exchange(Protocol):
         """
 
 
-def no_key(notes: Tensor) -> Tensor:
-    """Returns the notes [M] of a place without a key: the score NaN, the position -1 and, if M is 3, the bias 0."""
-    nan = torch.full((1,), math.nan, device=notes.device).view(torch.int32)
-    rest = torch.zeros(notes.shape[-1] - 2, dtype=torch.int32, device=notes.device)
+def no_key(metadata: Tensor) -> Tensor:
+    """Returns the metadata [M] of a place without a key: the score NaN, the position -1 and, if M is 3, the bias 0."""
+    nan = torch.full((1,), math.nan, device=metadata.device).view(torch.int32)
+    rest = torch.zeros(metadata.shape[-1] - 2, dtype=torch.int32, device=metadata.device)
     return torch.cat([nan, torch.full_like(nan, -1), rest])
 
 
-def score_of(notes: Tensor) -> Tensor:
-    return notes[..., 0].view(torch.float32)
+def score_of(metadata: Tensor) -> Tensor:
+    return metadata[..., 0].view(torch.float32)
 
 
-def position_of(notes: Tensor) -> Tensor:
-    return notes[..., 1]
+def position_of(metadata: Tensor) -> Tensor:
+    return metadata[..., 1]
 
 
-def bias_of(notes: Tensor) -> Tensor:
-    return notes[..., 2:].contiguous().view(torch.float32)
+def bias_of(metadata: Tensor) -> Tensor:
+    return metadata[..., 2:].contiguous().view(torch.float32)
 
 
 def _take_rows(candidates: Tensor, places: Tensor, missing: Tensor | float) -> Tensor:
@@ -87,16 +87,16 @@ def _add_rows(total: Tensor, rows: Tensor, places: Tensor) -> None:
 
 
 def _seen_of_candidates(
-    boundary: Boundary, notes: Tensor, boundaries: slice, rows: slice, P: int, size: int
+    boundary: Boundary, metadata: Tensor, boundaries: slice, rows: slice, P: int, size: int
 ) -> Tensor:
     """Finds the candidates that the last query before each boundary sees: places [boundaries, rows, size].
 
-    notes: [rows, L, M], of the candidates. boundaries: a slice of the K boundaries. rows: a slice of the P rows.
+    metadata: [rows, L, M], of the candidates. boundaries: a slice of the K boundaries. rows: a slice of the P rows.
     """
     begins = boundary.pieces.begins[boundaries]
     # torch.full: a copy from a list would wait for the device.
-    begins = torch.stack([torch.full((1, 1), begin, device=notes.device) for begin in begins])
-    positions = position_of(notes)[None].long()
+    begins = torch.stack([torch.full((1, 1), begin, device=metadata.device) for begin in begins])
+    positions = position_of(metadata)[None].long()
     begun = 0
     if boundary.begun is not None:
         begun_of_rows = boundary.begun[:, boundaries]
@@ -104,19 +104,19 @@ def _seen_of_candidates(
         begun = begun_of_rows[rows].t()[..., None].clamp(min=0)
     present = (positions >= begun) & (positions < begins)
     rule = boundary.rule_of_rows(rows, P // boundary.heads)
-    scores = score_of(notes)[None]
+    scores = score_of(metadata)[None]
     return keys_seen_before(begins, scores, positions, present, rule, size)
 
 
-def _swap_parts(wire: Wire, to: range, since: range, *parts: Tensor) -> list[Tensor]:
+def _swap_parts(collectives: Collectives, to: range, since: range, *parts: Tensor) -> list[Tensor]:
     """Sends part i of each tensor [len(to), ...] to rank to[i]. Returns the parts that the ranks `since` sent to this
     rank, [len(since), ...] for each tensor, or an empty list if `since` is empty."""
     message = pack(*parts)
-    sent, received = [0] * wire.size, [0] * wire.size
+    sent, received = [0] * collectives.size, [0] * collectives.size
     for ranks, byte_counts in ((to, sent), (since, received)):
         for rank in ranks:
             byte_counts[rank] = message.shape[1]
-    received_message = wire.swap(message.reshape(-1), sent, received)
+    received_message = collectives.swap(message.reshape(-1), sent, received)
     if not since:
         return []
     return unpack(received_message, len(since), *(part.new_empty(part.shape[1:]) for part in parts))
@@ -139,40 +139,47 @@ class Direct:
     exchange can move less.
     """
 
-    def __init__(self, wire: Wire, boundary: Boundary):
-        self.wire, self.boundary = wire, boundary
-        self.earlier, self.later = range(wire.rank), range(wire.rank + 1, wire.size)
+    def __init__(self, collectives: Collectives, boundary: Boundary):
+        self.collectives, self.boundary = collectives, boundary
+        self.earlier, self.later = (
+            range(collectives.rank),
+            range(collectives.rank + 1, collectives.size),
+        )
 
     def route_shape(self, P: int) -> tuple[int, ...]:
         return P, self.boundary.places
 
-    def collect(self, rows: Tensor, notes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def collect(self, rows: Tensor, metadata: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         earlier_parts = _swap_parts(
-            self.wire,
+            self.collectives,
             self.later,
             self.earlier,
-            *(_copies_of_part(t, self.later) for t in (notes, rows)),
+            *(_copies_of_part(t, self.later) for t in (metadata, rows)),
         )
         P, c, columns = rows.shape
-        W, rank = self.boundary.places, self.wire.rank
+        W, rank = self.boundary.places, self.collectives.rank
         if rank == 0:
             none = torch.full((P, W), -1, device=rows.device)
-            return rows.new_zeros(()).expand(P, W, columns), no_key(notes).expand(P, W, -1), none
-        notes, rows = map(_join_ranks, earlier_parts)
+            return rows.new_zeros(()).expand(P, W, columns), no_key(metadata).expand(P, W, -1), none
+        metadata, rows = map(_join_ranks, earlier_parts)
         if rank == 1:  # rank 1 sees all winners of rank 0
             missing = W - c
             route = torch.arange(c, device=rows.device)
-            route = F.pad(torch.where(position_of(notes) < 0, -1, route), (0, missing), value=-1)
+            route = F.pad(torch.where(position_of(metadata) < 0, -1, route), (0, missing), value=-1)
             if not missing:
-                return rows, notes, route
+                return rows, metadata, route
         else:
             own_boundary = slice(rank, rank + 1)
-            route = _seen_of_candidates(self.boundary, notes, own_boundary, slice(0, P), P, W)[0]
-        empty = no_key(notes)
-        return _take_rows(rows, route[None], 0)[0], _take_rows(notes, route[None], empty)[0], route
+            route = _seen_of_candidates(self.boundary, metadata, own_boundary, slice(0, P), P, W)[0]
+        empty = no_key(metadata)
+        return (
+            _take_rows(rows, route[None], 0)[0],
+            _take_rows(metadata, route[None], empty)[0],
+            route,
+        )
 
     def give_back(self, route: Tensor, *gradients: Tensor) -> list[Tensor] | None:
-        rank, c = self.wire.rank, self.boundary.winners
+        rank, c = self.collectives.rank, self.boundary.winners
         parts = gradients
         if rank == 0:
             parts = [g[:, :0] for g in gradients]
@@ -182,7 +189,7 @@ class Direct:
                 _add_rows(part, gradient, route)
             parts = [part[:, :-1] for part in parts]
         parts = [part.unflatten(1, (rank, c)).transpose(0, 1) for part in parts]
-        later_parts = _swap_parts(self.wire, self.earlier, self.later, *parts)
+        later_parts = _swap_parts(self.collectives, self.earlier, self.later, *parts)
         return [_sum_in_order(part) for part in later_parts] if self.later else None
 
 
@@ -220,9 +227,9 @@ class Parts(NamedTuple):
         parts = parts.unflatten(0, (self.groups, self.blocks)).permute(0, 2, 3, 1, 4)
         return parts.flatten(3).flatten(0, 1)[..., :columns]
 
-    def copies(self, notes: Tensor) -> Tensor:
+    def copies(self, metadata: Tensor) -> Tensor:
         """Cuts [P, L, M] into [parts, rows of a part, L, M]. Every block of columns gets all M columns."""
-        return notes.unflatten(0, (self.groups, -1)).repeat_interleave(self.blocks, 0)
+        return metadata.unflatten(0, (self.groups, -1)).repeat_interleave(self.blocks, 0)
 
     def one_copy(self, parts: Tensor) -> Tensor:
         return parts[:: self.blocks].flatten(0, 1)
@@ -235,30 +242,32 @@ class TwoHops:
     backward use two collectives each. A rank moves less than 2 W rows for any number R of ranks and any scores.
     """
 
-    def __init__(self, wire: Wire, boundary: Boundary):
-        self.wire, self.boundary = wire, boundary
-        ranks = range(wire.size)
-        self._swap = partial(_swap_parts, wire, ranks, ranks)
+    def __init__(self, collectives: Collectives, boundary: Boundary):
+        self.collectives, self.boundary = collectives, boundary
+        ranks = range(collectives.size)
+        self._swap = partial(_swap_parts, collectives, ranks, ranks)
 
     def route_shape(self, P: int) -> tuple[int, ...]:
-        rows = P // Parts.for_ranks(P, self.wire.size).groups
-        return rows, self.wire.size * self.boundary.places
+        rows = P // Parts.for_ranks(P, self.collectives.size).groups
+        return rows, self.collectives.size * self.boundary.places
 
-    def collect(self, rows: Tensor, notes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def collect(self, rows: Tensor, metadata: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         P, _, columns = rows.shape
-        ranks, boundary = self.wire.size, self.boundary
+        ranks, boundary = self.collectives.size, self.boundary
         parts = Parts.for_ranks(P, ranks)
-        own_rows, all_boundaries = parts.rows_of(self.wire.rank, P), slice(0, ranks)
-        swapped = self._swap(parts.copies(notes), parts.split(rows))
-        notes, rows = map(_join_ranks, swapped)
-        route = _seen_of_candidates(boundary, notes, all_boundaries, own_rows, P, boundary.places)
-        notes, rows = self._swap(
-            _take_rows(notes, route, no_key(notes)), _take_rows(rows, route, 0)
+        own_rows, all_boundaries = parts.rows_of(self.collectives.rank, P), slice(0, ranks)
+        swapped = self._swap(parts.copies(metadata), parts.split(rows))
+        metadata, rows = map(_join_ranks, swapped)
+        route = _seen_of_candidates(
+            boundary, metadata, all_boundaries, own_rows, P, boundary.places
         )
-        return parts.join(rows, columns), parts.one_copy(notes), route.transpose(0, 1).flatten(1)
+        metadata, rows = self._swap(
+            _take_rows(metadata, route, no_key(metadata)), _take_rows(rows, route, 0)
+        )
+        return parts.join(rows, columns), parts.one_copy(metadata), route.transpose(0, 1).flatten(1)
 
     def give_back(self, route: Tensor, *gradients: Tensor) -> list[Tensor] | None:
-        ranks, c = self.wire.size, self.boundary.winners
+        ranks, c = self.collectives.size, self.boundary.winners
         parts = Parts.for_ranks(gradients[0].shape[0], ranks)
         route = route.unflatten(1, (ranks, -1)).transpose(0, 1)
         totals = []
@@ -295,10 +304,10 @@ def _widen_values(values: Tensor) -> Tensor:
 EXCHANGES = {"direct": Direct, "two_hops": TwoHops}
 
 
-def choose_exchange(name: str, wire: Wire) -> type[Direct] | type[TwoHops]:
+def choose_exchange(name: str, collectives: Collectives) -> type[Direct] | type[TwoHops]:
     """Returns the exchange of this name. "auto" chooses the one that moves fewer bytes among this number of ranks."""
     if name == "auto":
-        name = "direct" if wire.size <= 2 else "two_hops"
+        name = "direct" if collectives.size <= 2 else "two_hops"
     if not isinstance(name, str) or name not in EXCHANGES:
         raise ValueError(f"exchange: got {name!r}, expected 'auto' or one of {tuple(EXCHANGES)}")
     return EXCHANGES[name]

@@ -14,16 +14,16 @@ from torch import Tensor
 from ..._core.load import NAMESPACE
 from ...keys.rule import SelectionRule
 from . import pieces
+from .collectives import collectives_of
 from .kinds import EXCHANGES, Exchange
 from .pieces import Boundary, PieceOffsets
-from .wire import wire_of
 
 
-def collect(exchange: Exchange, rows: Tensor, notes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def collect(exchange: Exchange, rows: Tensor, metadata: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Calls `Exchange.collect`. Under torch.compile or a dispatch mode it calls the operator."""
     if not _is_watched():
-        return exchange.collect(rows, notes)
-    return exchange_keys_op(rows, notes, *_operands(exchange))
+        return exchange.collect(rows, metadata)
+    return exchange_keys_op(rows, metadata, *_operands(exchange))
 
 
 def give_back(exchange: Exchange, route: Tensor, *gradients: Tensor) -> list[Tensor] | None:
@@ -71,17 +71,17 @@ def _operands(exchange: Exchange) -> tuple:
         *rule.operands(),
         boundary.saturate,
         name,
-        exchange.wire.group.group_name,
+        exchange.collectives.group.group_name,
     )
 
 
 def _exchange(
     begun, begins, heads, windows, recent, competes, sinks, threshold, saturate, name, group
 ) -> Exchange:
-    wire = wire_of(dist.distributed_c10d._resolve_process_group(group))
+    collectives = collectives_of(dist.distributed_c10d._resolve_process_group(group))
     rule = _rule(windows, recent, competes, sinks, threshold)
-    offsets = PieceOffsets(wire.rank, tuple(begins))
-    return EXCHANGES[name](wire, Boundary.from_rule(offsets, rule, heads, begun, saturate))
+    offsets = PieceOffsets(collectives.rank, tuple(begins))
+    return EXCHANGES[name](collectives, Boundary.from_rule(offsets, rule, heads, begun, saturate))
 
 
 def _rule(windows: list[int], *options) -> SelectionRule:
@@ -114,21 +114,22 @@ def _select_in_piece_fake(scores, *operands):
 
 
 @_operator(
-    "exchange_keys", f"(Tensor rows, Tensor notes, {_EXCHANGE_SCHEMA}) -> (Tensor, Tensor, Tensor)"
+    "exchange_keys",
+    f"(Tensor rows, Tensor metadata, {_EXCHANGE_SCHEMA}) -> (Tensor, Tensor, Tensor)",
 )
-def exchange_keys_op(rows, notes, *operands):
-    results = _exchange(*operands).collect(rows, notes)
+def exchange_keys_op(rows, metadata, *operands):
+    results = _exchange(*operands).collect(rows, metadata)
     # A result of an operator must not be a view of another result.
     return tuple(t.clone(memory_format=torch.contiguous_format) for t in results)
 
 
 @exchange_keys_op.register_fake
-def _exchange_keys_fake(rows, notes, *operands):
+def _exchange_keys_fake(rows, metadata, *operands):
     exchange = _exchange(*operands)
     places, P = exchange.boundary.places, rows.shape[0]
     return (
         rows.new_empty((P, places, rows.shape[2])),
-        notes.new_empty((P, places, notes.shape[2])),
+        metadata.new_empty((P, places, metadata.shape[2])),
         rows.new_empty(exchange.route_shape(P), dtype=torch.int64),
     )
 

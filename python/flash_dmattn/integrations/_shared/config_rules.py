@@ -15,9 +15,8 @@ CONFIG_NAME = "learned_scores"  # the attribute of a config
 class LearnedScores(NamedTuple):
     """The part of a config that describes learned scores. The parameters of the scorers belong to the model."""
 
-    rules: tuple[
-        SelectionRule, ...
-    ]  # of each layer that has scores; they differ in keep_window_size alone
+    # One for each layer that has scores; they differ in keep_window_size alone.
+    rules: tuple[SelectionRule, ...]
     scorer: str  # "custom" for a function or module
     layers: tuple[int, ...]  # the layers that have scores
     dense_prefill: bool = False
@@ -39,13 +38,9 @@ class LearnedScores(NamedTuple):
                 f"late: got True with recent_window={rule.recent_window} and recent_competes={rule.recent_competes}, expected "
                 "recent_window of 2 or more, and False: a key has no score before the token after it"
             )
-        others = {
-            "scorer": self.scorer,
-            "layers": self.layers,
-            "dense_prefill": self.dense_prefill,
-            "late": self.late,
-        }
-        return {name: _as_lists(value) for name, value in (self.rule_arguments() | others).items()}
+        stored = self.rule_arguments() | self._asdict()
+        del stored["rules"]
+        return {name: _as_lists(value) for name, value in stored.items()}
 
     @classmethod
     def from_dict(cls, stored: dict) -> LearnedScores:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from .._shared.attention_interface.keywords import (
     PACKED_KEYWORDS,
     check_keywords,
     check_mask_keywords,
+    check_probabilities,
 )
 from .._shared.attention_interface.layer_attention import attend_by_bias, resolve_window
 from .._shared.attention_interface.layer_masks import (
@@ -36,7 +36,7 @@ from .._shared.attention_interface.packed_sequences import hide_other_sequences
 from .._shared.attention_interface.states import cast_states, swap_heads_and_tokens, target_dtype
 from .._shared.attention_interface.token_order import TokenOrder, counts_tokens
 from .cache_layer import DynamicMaskLayer
-from .compat import CACHE
+from .compat import CACHE, FLAG_WITH_EVERY_MASK_IN_4
 from .family_table import FLAG_WITH_EVERY_MASK, type_of
 from .learned_scores.layers import ScoreCall, of_keys, soft_bias
 
@@ -64,12 +64,7 @@ def attention_forward(
     Returns:
         output [B, Sq, Hq, D], and None in the place of the probabilities.
     """
-    if dropout:
-        raise ValueError(f"dropout: got {dropout}, expected 0: attention dropout is not supported")
-    if kwargs.pop("output_attentions", None):
-        warnings.warn(
-            "flash_dmattn has no output_attentions; use attn_implementation='eager'", stacklevel=2
-        )
+    check_probabilities(dropout, kwargs)
     states = query, key, value, attention_mask
     if flash_dmattn_scores is None:
         return _attend_by_mask(module, *states, **kwargs), None
@@ -111,18 +106,15 @@ def _attend_by_mask(
     mask = hide_other_sequences(mask, kwargs, query.shape[0], query.shape[2], key.shape[2])
     check_keywords({name: t for name, t in kwargs.items() if name not in PACKED_KEYWORDS})
     query, key, value = swap_heads_and_tokens(query, key, value)
-    if position_bias is not None:
-        position_bias = check_bias(position_bias, "position_bias", query, key)
-    if attention_bias is not None:
-        if position_bias is not None:
+    bias, layer = None, None
+    for name, own in (("position_bias", position_bias), ("attention_bias", attention_bias)):
+        if own is not None and bias is not None:
             raise ValueError(
-                "attention_bias: got a tensor together with position_bias, expected one of them"
+                f"{name}: got a tensor together with position_bias, expected one of them"
             )
-        attention_bias = check_bias(attention_bias, "attention_bias", query, key)
-    bias = position_bias if attention_bias is None else attention_bias
-    layer = (
-        None if attention_bias is None else module
-    )  # whose window is no window of a position bias
+        bias = bias if own is None else check_bias(own, name, query, key)
+    if attention_bias is not None:
+        layer = module  # its window is none of a position bias
     keep = resolve_window(keep_window_size, window_size, bias, layer)
     if s_aux is not None:
         check_sink_logits(s_aux, query, "s_aux")
@@ -148,7 +140,8 @@ def _check_causality(
             "decides what a query sees"
         )
     contradicts = not is_causal and is_causal_mask(mask) and getattr(module, "is_causal", False)
-    if contradicts and type_of(module.config) not in FLAG_WITH_EVERY_MASK:
+    exempt = (*FLAG_WITH_EVERY_MASK, *FLAG_WITH_EVERY_MASK_IN_4)
+    if contradicts and type_of(module.config) not in exempt:
         raise ValueError(
             "is_causal: got False with a causal mask, expected None; set is_causal=False in the model's config, by which "
             "its mask functions decide"
@@ -356,7 +349,7 @@ def _check_phase(call: ScoreCall) -> None:
         except ValueError as raised:
             error = raised
     if error is not None and call.pieces is not None:
-        call.pieces.group.wire.raise_on_all_ranks("begin_exchange", error)
+        call.pieces.group.collectives.raise_on_all_ranks("begin_exchange", error)
     if error is not None:
         raise error
 

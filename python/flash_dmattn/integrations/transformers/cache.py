@@ -12,7 +12,7 @@ from transformers.configuration_utils import PretrainedConfig
 from ..._core.checks import check_count, resolve_flag
 from ...keys.rule import SelectionRule
 from .._shared.config_rules import LearnedScores, rules_of
-from .cache_layer import RECORDED_TOKENS, DynamicMaskLayer, HybridMaskLayer
+from .cache_layer import RECORDED_TOKENS, DynamicMaskLayer
 from .compat import CACHE, CROPS_TO_A_LENGTH, StateLayer
 
 
@@ -152,6 +152,43 @@ class DynamicMaskCache(Cache):
     def _slots_at(self, layer_idx: int | None) -> list[DynamicMaskLayer]:
         layers = self.layers if layer_idx is None else [self.layers[layer_idx]]
         return [layer for layer in layers if isinstance(layer, DynamicMaskLayer)]
+
+
+class HybridMaskLayer(DynamicMaskLayer, StateLayer):
+    """Slots of an attention layer, and the states of convolutions and recurrences that belong to the same layer.
+
+    States are kept as by transformers. `offload` moves the slots alone.
+    """
+
+    def __init__(self, states: CacheLayerMixin, rule: SelectionRule, **options):
+        """
+        Args:
+            states: transformers' layer for the states, without tokens. Do not use it again.
+            rule, options: the arguments of `DynamicMaskLayer`.
+        """
+        vars(self).update(vars(states))
+        DynamicMaskLayer.__init__(self, rule, **options)
+
+    @property
+    def is_croppable(self) -> bool:
+        return StateLayer.is_croppable.fget(self)
+
+    def lazy_initialization(self, *states: Tensor, **others) -> None:
+        """Allocates memory for slots (keys and values by position) or for states (by name)."""
+        kind = DynamicMaskLayer if states else StateLayer
+        kind.lazy_initialization(self, *states, **others)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        DynamicMaskLayer.crop(self, tokens_to_remove)
+        StateLayer.crop(self, tokens_to_remove)
+
+    def reset(self) -> None:
+        DynamicMaskLayer.reset(self)
+        StateLayer.reset(self)
+
+    def _select_rows(self, rows: Tensor) -> None:
+        StateLayer.reorder_cache(self, rows)
+        DynamicMaskLayer._select_rows(self, rows)
 
 
 def _layers_of(

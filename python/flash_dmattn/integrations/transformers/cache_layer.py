@@ -10,22 +10,15 @@ from ..._core.kv_checks import check_slot_kernels
 from ...generation.cache import KVSlots
 from ...keys.rule import SelectionRule
 from .._shared.attention_interface.states import swap_heads_and_tokens
-from .._shared.attention_interface.token_order import (
-    TokenOrder,
-    counts_tokens,
-    gather_columns,
-    tokens_first,
-)
-from .compat import CACHE, CROPS_TO_A_LENGTH, StateLayer
+from .._shared.attention_interface.token_order import TokenOrder
+from .compat import CACHE, CROPS_TO_A_LENGTH
+from .pending_tokens import PendingTokens, take_columns
 
 RECORDED_TOKENS = 128  # at least this many tokens can be dropped again
 
 
-class HeldTokens(int):
-    """The number of tokens in a layer, together with the layer.
-
-    A mask function gets this number as the offset of its keys, and finds the layer through it.
-    """
+class KeyOffset(int):
+    """The offset of a mask's keys: the number of tokens in a layer. A mask function finds the layer through it."""
 
     layer: "DynamicMaskLayer"
 
@@ -71,9 +64,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         self._length: torch.Tensor | None = None
         # How many tokens of each row the masks have hidden so far; (): no tokens. None: the host does not know.
         self._padding: tuple[int, ...] | None = None
-        # Which pending tokens are no padding, bool [B, pending], in the order of their columns. The slots have the tokens
-        # of each row first. None: the slots have the columns.
-        self._pending_tokens: torch.Tensor | None = None
+        self._pending = PendingTokens(self.rule)
         # score_weights' result, and whether it is of this text.
         self._score_weights: tuple[torch.Tensor | None, ...] | None = None
         self._has_score_weights = False
@@ -133,14 +124,14 @@ class DynamicMaskLayer(CacheLayerMixin):
         if filled:
             key, value, scores, mask = _part_of(parts, 0, filled)
             order = None
-            if mask is not None and counts_tokens(self.rule):
+            if self._pending.have_order(mask):
                 order = TokenOrder.of_padding(mask, filled)
             if order is not None:
-                key, value, scores = _take_columns((key, value, scores), order.keys)
+                key, value, scores = take_columns((key, value, scores), order.keys)
                 mask = order.align(mask, 1)
             self.slots.fill(key, value, scores, key_mask=mask)
         if pending:
-            self._append(*_part_of(parts, filled, length))
+            self._pending.append(self.slots, *_part_of(parts, filled, length))
         self._seen = length
         if self._counts_on_device:
             self._length.fill_(length)
@@ -158,7 +149,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         self._check_rows(slots.k)
         self.prefetch()
         self.slots.restore(slots)
-        self._seen, self._padding, self._pending_tokens = tokens, None, None
+        self._seen, self._padding, self._pending.present = tokens, None, None
         if self._counts_on_device:
             self._length.fill_(tokens)
 
@@ -192,20 +183,20 @@ class DynamicMaskLayer(CacheLayerMixin):
         options["return_lse"] = True
         self.prefetch()
         self._make_room(length)
-        has_padding = key_mask is not None and counts_tokens(self.rule)
-        if not (self.record_past or has_padding):
+        if not (self.record_past or self._pending.have_order(key_mask)):
             out, lse = self.slots.extend(query, key, value, scores, key_mask=key_mask, **options)
         elif length == 1 and not self.slots.pending and not self.record_past:
             out, lse = self._step_of_tokens(query, key, value, scores, key_mask, **options)
         else:
-            parts = []
-            for start in range(0, length, self.slots.chunk):
-                stop = min(start + self.slots.chunk, length)
-                self._commit_oldest(stop - start if self.record_past else self.slots.chunk)
-                columns = self._append(*_part_of((key, value, scores, key_mask), start, stop))
-                parts.append(self._attend_to_pending(query[:, start:stop], columns, **options))
+            parts, slots, pending = [], self.slots, self._pending
+            for start in range(0, length, slots.chunk):
+                stop = min(start + slots.chunk, length)
+                pending.commit_oldest(slots, stop - start if self.record_past else slots.chunk)
+                new = _part_of((key, value, scores, key_mask), start, stop)
+                places = pending.append(slots, *new)
+                parts.append(pending.attend(slots, query[:, start:stop], places, **options))
             if not self.record_past:
-                self._commit_tokens()
+                pending.commit(slots)
             outs, lses = zip(*parts, strict=True)
             out, lse = torch.cat(outs, dim=1), torch.cat(lses, dim=2)
         self._count_tokens(length)
@@ -217,72 +208,14 @@ class DynamicMaskLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds one token to the rows in which it is no padding. The other rows stay unchanged."""
         slots = self.slots
-        counters = (
-            slots.positions,
-            slots.counts,
-            slots.seen,
-        )  # padding has no key, so it writes nothing else
+        # Padding has no key, so it writes nothing but these.
+        counters = slots.positions, slots.counts, slots.seen
         before = [t.clone() for t in counters]
         result = slots.step(query, key, value, scores, key_mask=key_mask, **options)
         for tensor, old in zip(counters, before, strict=True):
             is_token = key_mask.view(-1, *[1] * (tensor.dim() - 1))
             tensor.copy_(torch.where(is_token, tensor, old))
         return result
-
-    def _append(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scores: torch.Tensor,
-        key_mask: torch.Tensor | None,
-    ) -> torch.Tensor | None:
-        """Adds pending tokens. Returns the place of each column among the pending ones, [B, pending]; None: in order.
-
-        Padding that took a position between two tokens would use up the recent window, so each row has its tokens
-        first. `_commit_tokens` drops the padding after them.
-        """
-        slots = self.slots
-        has_padding = key_mask is not None and counts_tokens(self.rule)
-        if self._pending_tokens is None and not has_padding:
-            slots.append(key, value, scores, key_mask=key_mask)
-            return None
-        new = key.shape[1]
-        if key_mask is None:
-            key_mask = torch.ones(key.shape[:2], dtype=torch.bool, device=key.device)
-        pending = slots.pending
-        tokens = self._pending_tokens
-        if tokens is None:
-            tokens = slots.pending_mask()
-            order = torch.arange(pending, device=key.device).expand(tokens.shape)
-        else:
-            order = tokens_first(tokens).argsort(1)
-        earlier = _take_columns(slots.pending_tokens(), order)
-        slots.drop(pending)
-        states = [
-            torch.cat(parts, dim=dim)
-            for parts, dim in zip(
-                zip(earlier, (key, value, scores), strict=True), (1, 1, 2), strict=True
-            )
-        ]
-        self._pending_tokens = tokens = torch.cat([tokens, key_mask], dim=1)
-        columns = tokens_first(tokens)
-        count = tokens.sum(1, keepdim=True)
-        is_token = torch.arange(pending + new, device=key.device) < count
-        slots.append(*_take_columns(states, columns), key_mask=is_token)
-        return columns.argsort(1)
-
-    def _attend_to_pending(
-        self, query: torch.Tensor, places: torch.Tensor | None, **options
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes attention of the last tokens of `_append`, whose result is `places`."""
-        if places is None:
-            return self.slots.attend(query, **options)
-        new = query.shape[1]
-        earlier = query.new_zeros(query.shape[0], places.shape[1] - new, *query.shape[2:])
-        queries = torch.cat([earlier, query], dim=1)
-        out, lse = self.slots.attend(gather_columns(queries, places.argsort(1), 1), **options)
-        last = places[:, -new:]
-        return gather_columns(out, last, 1), gather_columns(lse, last, 2)
 
     def _check_rows(self, states: torch.Tensor) -> None:
         if states.shape[0] != self.batch_size:
@@ -380,9 +313,9 @@ class DynamicMaskLayer(CacheLayerMixin):
         length = self.get_seq_length()
         if self.is_compileable or not may_read():
             return query_length, length
-        held = HeldTokens(length)
-        held.layer = self
-        return query_length, held
+        offset = KeyOffset(length)
+        offset.layer = self
+        return query_length, offset
 
     def get_max_length(self) -> int:
         return -1
@@ -419,14 +352,14 @@ class DynamicMaskLayer(CacheLayerMixin):
                 f"tokens_to_remove: got {tokens_to_remove}, expected {-self.slots.pending} or more: {self.slots.pending} tokens "
                 "are pending, and the others have evicted keys. Call activate_past_recording before the tokens are added"
             )
-        self._commit_tokens(kept)
+        self._pending.commit(self.slots, kept)
         self._count_tokens(tokens_to_remove)
         if tokens_to_remove and self._padding:
             self._padding = None
 
     def reset(self) -> None:
         """Forgets all tokens and keeps the memory. New tokens are not recorded until recording is activated again."""
-        self.record_past, self._pending_tokens = False, None
+        self.record_past, self._pending.present = False, None
         self._has_score_weights = False
         if self.is_initialized:
             self.slots.clear()
@@ -502,8 +435,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         rows = rows.to(self.keys.device)
         if self._padding:
             self._padding = tuple(self._padding[row] for row in rows.tolist())
-        if self._pending_tokens is not None:
-            self._pending_tokens = self._pending_tokens[rows]
+        self._pending.select_rows(rows)
         if self.is_compileable and len(rows) == self.batch_size:
             self.slots.reorder(rows)
         else:
@@ -518,8 +450,7 @@ class DynamicMaskLayer(CacheLayerMixin):
                 **self.rule._asdict(), pending=self.slots.pending,
             )
         )  # fmt: skip
-        if self._pending_tokens is not None:
-            self._pending_tokens = self._pending_tokens.to(device)
+        self._pending.move_to(device)
 
     def _resize_chunk(self, chunk: int) -> None:
         """Changes the number of places for pending tokens, except in a static layer, whose memory stays."""
@@ -536,7 +467,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         if self.record_past:
             self._resize_chunk(max(tokens, RECORDED_TOKENS, self.slots.chunk))
             return
-        self._commit_tokens()
+        self._pending.commit(self.slots)
         if tokens == 1:
             self._resize_chunk(self.chunk)
         else:
@@ -544,77 +475,9 @@ class DynamicMaskLayer(CacheLayerMixin):
                 max(min(tokens, max(self.rule.place_count(), RECORDED_TOKENS)), self.slots.chunk)
             )
 
-    def _commit_oldest(self, tokens: int) -> None:
-        """Commits the oldest pending tokens until `tokens` new ones fit."""
-        slots = self.slots
-        excess = min(slots.pending + tokens - slots.chunk, slots.pending)
-        if excess <= 0:
-            return
-        present = self._pending_tokens
-        if present is None:
-            present = slots.pending_mask()
-            later = torch.arange(excess, slots.pending, device=present.device)
-            later = later.expand(present.shape[0], -1)
-        else:
-            later = tokens_first(present).argsort(1)[:, excess:]
-        states = _take_columns(slots.pending_tokens(), later)
-        self._commit_tokens(excess)
-        if later.shape[1]:
-            self._append(*states, present[:, excess:])
-
-    def _commit_tokens(self, tokens: int | None = None) -> None:
-        """Moves the first `tokens` pending tokens to the slots, by default all. Drops the others."""
-        present, self._pending_tokens = self._pending_tokens, None
-        if present is not None:
-            self.slots.commit(present[:, :tokens].sum(1, dtype=torch.int32))
-        elif self.slots.pending:
-            self.slots.commit(tokens)
-
 
 def _part_of(tokens: tuple, start: int, stop: int) -> tuple:
     """Returns some of the tokens: key, value [B, S, Hkv, D], scores [B, Hkv, S], and key_mask [B, S] or None."""
     key, value, scores, key_mask = tokens
     mask = None if key_mask is None else key_mask[:, start:stop]
     return key[:, start:stop], value[:, start:stop], scores[..., start:stop], mask
-
-
-def _take_columns(states, columns: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns the columns [B, n] of key, value [B, S, Hkv, D] and scores [B, Hkv, S]."""
-    return tuple(gather_columns(t, columns, dim) for t, dim in zip(states, (1, 1, 2), strict=True))
-
-
-class HybridMaskLayer(DynamicMaskLayer, StateLayer):
-    """Slots of an attention layer, and the states of convolutions and recurrences that belong to the same layer.
-
-    States are kept as by transformers. `offload` moves the slots alone.
-    """
-
-    def __init__(self, states: CacheLayerMixin, rule: SelectionRule, **options):
-        """
-        Args:
-            states: transformers' layer for the states, without tokens. Do not use it again.
-            rule, options: the arguments of `DynamicMaskLayer`.
-        """
-        vars(self).update(vars(states))
-        DynamicMaskLayer.__init__(self, rule, **options)
-
-    @property
-    def is_croppable(self) -> bool:
-        return StateLayer.is_croppable.fget(self)
-
-    def lazy_initialization(self, *states: torch.Tensor, **others) -> None:
-        """Allocates memory for slots (keys and values by position) or for states (by name)."""
-        kind = DynamicMaskLayer if states else StateLayer
-        kind.lazy_initialization(self, *states, **others)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        DynamicMaskLayer.crop(self, tokens_to_remove)
-        StateLayer.crop(self, tokens_to_remove)
-
-    def reset(self) -> None:
-        DynamicMaskLayer.reset(self)
-        StateLayer.reset(self)
-
-    def _select_rows(self, rows: torch.Tensor) -> None:
-        StateLayer.reorder_cache(self, rows)
-        DynamicMaskLayer._select_rows(self, rows)

@@ -31,6 +31,10 @@ _PREPARE = "_prepare_cache_for_generation"
 # less. Remove when 4.57 is no longer supported.
 CROPS_TO_A_LENGTH = "max_length" in inspect.signature(Cache.crop).parameters
 
+# Types whose causal layers pass is_causal=False with every mask in 4.57, as their masks include causality. Remove when 4.57 is no
+# longer supported.
+FLAG_WITH_EVERY_MASK_IN_4 = ("decision_transformer", "gpt2") if CROPS_TO_A_LENGTH else ()
+
 # The base class of cache layers with states of convolutions and recurrences, or one without instances: the hybrid models of 4.57
 # have caches of their own. No issue is known to us. Remove when 4.57 is no longer supported.
 StateLayer = getattr(cache_utils, "LinearAttentionLayer", type("StateLayer", (), {}))

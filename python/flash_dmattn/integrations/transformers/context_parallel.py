@@ -59,12 +59,12 @@ class PieceForward(NamedTuple):
             try:
                 slots.check_kernels(key, value)
             except Exception as error:
-                self.group.wire.raise_on_all_ranks("begin_exchange", error)
+                self.group.collectives.raise_on_all_ranks("begin_exchange", error)
         exchanged = begin_exchange(
             key,
             value,
             scores,
-            group=self.group.wire,
+            group=self.group.collectives,
             attn_bias=bias,
             key_mask=self.key_mask,
             cu_seqlens=self.cu_seqlens,
@@ -143,7 +143,7 @@ class ModelOfPieces:
             return {"batch": batch, "tokens": length} | presence
 
         # Ranks with a mask do not gather positions, so a rank without a mask would wait for them.
-        tokens = self.group.wire.agreed_result("forward", checked_tokens, compared_arguments)
+        tokens = self.group.collectives.agreed_result("forward", checked_tokens, compared_arguments)
         batch = tokens.shape[0]
         pieces = self._pieces(cache, mask, positions, batch)
         mask = causal_mask(batch, tokens.device)
@@ -199,7 +199,7 @@ def check_labels(model: PreTrainedModel, args: tuple, options: dict) -> None:
     names = inspect.signature(model.forward).parameters
     options = dict(zip(names, args, strict=False)) | options
     labels, items = map(options.get, ("labels", "num_items_in_batch"))
-    pieces.group.wire.agreed_result(
+    pieces.group.collectives.agreed_result(
         "forward with labels",
         lambda: _check_loss(model, options),
         lambda _: {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from ...scores import (
     weights_of_product,
     with_zero_sum_gradient,
 )
-from .._shared.attention_interface.keywords import check_mask_keywords
+from .._shared.attention_interface.keywords import check_mask_keywords, check_probabilities
 from .._shared.attention_interface.layer_masks import (
     as_key_intervals,
     is_causal_mask,
@@ -143,15 +142,7 @@ class FlashDogeAttention(DogeAttention):
         query, key = modeling_doge.apply_rotary_pos_emb(
             query, key, *position_embeddings, unsqueeze_dim=2
         )
-        if kwargs.get("output_attentions"):
-            warnings.warn(
-                "flash_dmattn has no output_attentions; use attn_implementation='eager'",
-                stacklevel=2,
-            )
-        if self.training and self.attention_dropout:
-            raise ValueError(
-                f"dropout: got {self.attention_dropout}, expected 0: attention dropout is not supported"
-            )
+        check_probabilities(self.attention_dropout if self.training else 0.0, kwargs)
         if cache is not None and slots is None and context.pieces is None:
             key, value, scores = self._update(cache, key, value, scores, cache_position)
         states = cast_states((query, key, value), target_dtype(self, query))

@@ -1,4 +1,4 @@
-"""What is known of families of models: which were compared, which are refused and why, and which layers can have scores."""
+"""Lists of families of models: compared ones, refused ones with the reason, and layers that can have scores."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ DECODERS_OF_SEVERAL_AXES = frozenset({
     "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe", "qwen3_omni_moe_talker", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp",
     "t5gemma",
 })  # fmt: skip
-# Those of the first list that also take a mask for each type of layers, as a dict.
+# Decoders of the first list that also take a mask for each type of layers, as a dict.
 MASKS_BY_TYPE = frozenset({
     "axk2", "bailing_hybrid", "bamba", "beam", "cohere2", "cohere2_moe", "cwm", "deepseek_v32", "deepseek_v4",
     "diffusion_gemma", "dory", "dots1", "exaone4", "exaone_moe", "falcon_h1", "flint", "gemma2", "gemma3", "gemma3n",

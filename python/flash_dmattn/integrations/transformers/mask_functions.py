@@ -14,7 +14,7 @@ from ...keys.recognise import intervals_of_mask, intervals_of_rows
 from .._shared.attention_interface.keywords import check_known_keywords
 from .._shared.attention_interface.layer_masks import causal_mask
 from .._shared.attention_interface.packed_sequences import intervals_of_documents
-from .cache_layer import HeldTokens
+from .cache_layer import KeyOffset
 
 # The function of masks in which every query sees every key. 4.57 has none.
 _BIDIRECTIONAL = getattr(masking_utils, "bidirectional_mask_function", None)
@@ -67,7 +67,7 @@ def key_interval_mask(
             f"attention_mask: got {attention_mask.dtype} of shape {tuple(attention_mask.shape)}, expected bool or "
             "integers, nonzero for real tokens; as a bool an additive one would be its opposite"
         )
-    if isinstance(kv_offset, HeldTokens) and may_read():
+    if isinstance(kv_offset, KeyOffset) and may_read():
         tokens = q_length if cache_position is None else cache_position.shape[0]
         kv_offset.layer.check_mask(attention_mask, tokens)
     if use_vmap:
@@ -152,16 +152,12 @@ def mask_kind(arguments_by_name: dict, use_cache: bool) -> tuple[str | None, tor
 
     Otherwise the kind could be found only by reading values, which compiled code cannot do.
     """
-    padding, positions = (
-        arguments_by_name.get("attention_mask"),
-        arguments_by_name.get("position_ids"),
-    )
+    padding, positions = map(arguments_by_name.get, ("attention_mask", "position_ids"))
     tokens = arguments_by_name.get("input_ids")
     tokens = arguments_by_name.get("inputs_embeds") if tokens is None else tokens
     if padding is not None:
-        return (
-            "padded" if isinstance(padding, torch.Tensor) and padding.dim() == 2 else None
-        ), None
+        is_padding = isinstance(padding, torch.Tensor) and padding.dim() == 2
+        return "padded" if is_padding else None, None
     if not isinstance(tokens, torch.Tensor):
         return None, None  # an error of the model
     batch = tokens.shape[0]

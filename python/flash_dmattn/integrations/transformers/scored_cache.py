@@ -20,7 +20,7 @@ _PLACES = "flash_dmattn_scores"  # the attribute of a cache: {number of a layer:
 
 
 class CacheState(NamedTuple):
-    """What has to be known of a layer's cache before it gets new keys.
+    """The state of a layer's cache before it gets new keys.
 
     is_empty: whether the layer is known to hold no key.
     position: the position of the first new token in a static cache, an integer before the first tokens and later a tensor.

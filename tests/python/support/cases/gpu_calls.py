@@ -75,7 +75,7 @@ def attend_documents(q, k, v, bias, offsets):
     return flash_dmattn_func(q, k, v, attn_bias=bias, key_intervals=documents)
 
 
-# The call gets everything that it has to know besides the offsets, whose values are on the device.
+# The longest document, an argument of the call, because the values of the offsets are on the device.
 LONGEST = 200
 OFFSETS = [[0, 40, 40, 240, 300], [0, 200, 210, 250, 300], [0, 1, 150, 300, 300]]
 PACKED = {

@@ -1,4 +1,4 @@
-"""What the table of families says of a model, found by running it: which layers attend, and which masks its decoder makes and takes."""
+"""Runs a model to find its rows in the table of families: which layers attend, and which masks its decoder makes and takes."""
 
 from __future__ import annotations
 

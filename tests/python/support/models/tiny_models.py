@@ -10,11 +10,12 @@ import copy
 import math
 import re
 from collections.abc import Container
+from inspect import signature
 from typing import NamedTuple
 
 import torch
 import transformers
-from transformers import PreTrainedConfig
+from transformers.configuration_utils import PretrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -65,7 +66,7 @@ def class_named(name: str) -> ModelClass:
     return next(model_class for model_class in model_classes() if model_class.name == name)
 
 
-def tiny_config(model_class: ModelClass) -> PreTrainedConfig:
+def tiny_config(model_class: ModelClass) -> PretrainedConfig:
     """Returns the config that the class takes, which for the text model of a composite family is the text config."""
     config = shrink(CONFIG_MAPPING[model_class.family](**REQUIRED.get(model_class.family, {})))
     wanted = getattr(transformers, model_class.name).config_class
@@ -77,18 +78,21 @@ def tiny_config(model_class: ModelClass) -> PreTrainedConfig:
     return config
 
 
-def shrink(config: PreTrainedConfig, special: list[str] | None = None) -> PreTrainedConfig:
+def shrink(config: PretrainedConfig, special: list[str] | None = None) -> PretrainedConfig:
     """Returns a config of the same class with small sizes. `special` collects the names of special tokens, whose ids follow the
     words'."""
     special = [] if special is None else special
     cls = type(config)
     alias = {real: name for name, real in cls.attribute_map.items()}
-    defaults = {name: f.default for name, f in cls.__dataclass_fields__.items() if f.init}
+    if hasattr(cls, "__dataclass_fields__"):
+        defaults = {name: f.default for name, f in cls.__dataclass_fields__.items() if f.init}
+    else:  # transformers 4
+        defaults = {p.name: p.default for p in signature(cls.__init__).parameters.values()}
     counter, kept, per_layer = _kept_layers(config, alias)
     arguments = {}
     for name, value in vars(config).items():
         common = name if name in SIZES else alias.get(name, name)
-        if isinstance(value, PreTrainedConfig):
+        if isinstance(value, PretrainedConfig):
             arguments[name] = shrink(value, special)
         elif name not in defaults or isinstance(value, bool):
             continue
@@ -117,7 +121,7 @@ def shrink(config: PreTrainedConfig, special: list[str] | None = None) -> PreTra
 
 
 def _kept_layers(
-    config: PreTrainedConfig, alias: dict[str, str]
+    config: PretrainedConfig, alias: dict[str, str]
 ) -> tuple[str | None, list[int], list[str]]:
     """Returns the attribute that counts layers, the layers to keep, and the attributes with a value per layer. At least two layers stay,
     with every kind of layer among them."""
@@ -178,7 +182,7 @@ def _small_rope(rope: dict, dim: int, has_sections: bool) -> dict:
 
 
 def tiny_model(
-    model_class: ModelClass, config: PreTrainedConfig, attn_implementation: str
+    model_class: ModelClass, config: PretrainedConfig, attn_implementation: str
 ) -> torch.nn.Module:
     """Returns a model with weights of one seed, large enough for attention to matter.
 

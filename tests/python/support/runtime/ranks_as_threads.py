@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from flash_dmattn.distributed._exchange.wire import Traffic, Wire
+from flash_dmattn.distributed._exchange.collectives import Collectives, Traffic
 
 
 class _Meeting:
@@ -20,7 +20,7 @@ class _Meeting:
         return values_of_ranks
 
 
-class ThreadWire(Wire):
+class ThreadWire(Collectives):
     def __init__(self, meeting, rank):
         self.meeting, self.rank, self.size = meeting, rank, len(meeting.values)
         self.traffic, self.compared_calls = Traffic(0, 0, 0), set()
@@ -51,7 +51,7 @@ class ThreadWire(Wire):
 
 
 def run_in_threads(size, function):
-    """Calls function(wire) on each rank. Returns the list of results, or raises the first error."""
+    """Calls function(collectives) on each rank. Returns the list of results, or raises the first error."""
     meeting, results = _Meeting(size), [None] * size
 
     def work(rank):

@@ -1,5 +1,6 @@
 """Checks keywords of transformers' attention functions, and refuses those that this package does not support."""
 
+import warnings
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -45,6 +46,16 @@ _REASONS = {
 
 
 PACKED_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+def check_probabilities(dropout: float, keywords: dict) -> None:
+    """Raises ValueError for dropout. Warns of output_attentions, and removes it from the keywords."""
+    if dropout:
+        raise ValueError(f"dropout: got {dropout}, expected 0: attention dropout is not supported")
+    if keywords.pop("output_attentions", None):
+        warnings.warn(
+            "flash_dmattn has no output_attentions; use attn_implementation='eager'", stacklevel=3
+        )
 
 
 def check_keywords(keywords: Mapping[str, object]) -> None:

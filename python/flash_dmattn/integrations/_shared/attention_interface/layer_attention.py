@@ -1,7 +1,5 @@
 """The attention functions of 1.x, with the masks and keywords that transformers passes."""
 
-import warnings
-
 import torch
 
 from ...._core.checks import (
@@ -83,14 +81,9 @@ def flash_dynamic_mask_attention_forward(
     if position_bias is not None:
         attention_bias = check_bias(position_bias, "position_bias", query, key)
     keep = resolve_window(kwargs.pop("keep_window_size", None), window_size, attention_bias, module)
-    if kwargs.pop("output_attentions", None):
-        warnings.warn(
-            "flash_dmattn has no output_attentions; use attn_implementation='eager'", stacklevel=2
-        )
+    keywords.check_probabilities(dropout, kwargs)
     if query.numel() == 0:
         raise ValueError(f"query: got shape {tuple(query.shape)}, expected no dimension of size 0")
-    if dropout:
-        raise ValueError(f"dropout: got {dropout}, expected 0: attention dropout is not supported")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     is_causal = resolve_flag(is_causal, "is_causal")

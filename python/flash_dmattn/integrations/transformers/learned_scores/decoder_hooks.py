@@ -42,7 +42,7 @@ class MaskHook:
                     f"attn_implementation: got {config._attn_implementation!r} with context parallelism (phase 'off', for one), "
                     "expected the phase 'hard': others attend to this rank's piece alone"
                 )
-                pieces.group.wire.raise_on_all_ranks("forward", error)
+                pieces.group.collectives.raise_on_all_ranks("forward", error)
             return (), arguments | pieces.changed_arguments(arguments)
         if config._attn_implementation != SCORED_NAME or find_cache(arguments) is not None:
             return None

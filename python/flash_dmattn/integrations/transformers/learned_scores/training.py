@@ -1,4 +1,4 @@
-"""What a training of learned scores needs besides a loop: a schedule, the loss, and which parameters learn."""
+"""Parts of a training of learned scores: a schedule, the loss, and the parameters that learn."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ struct PreprocessKernel {
     reinterpret_cast<__half*>(to + 3 * p.tile_rows)[row] = __float2half_rn(rest);
   }
 
-  // What rounding -(high + low) / factor leaves.
+  // The remainder of rounding -(high + low) / factor.
   static __device__ float rest_of(float high, float low, float factor) {
     const float quotient = -high / factor;
     const float rest = (fmaf(-quotient, factor, -high) - low) / factor;

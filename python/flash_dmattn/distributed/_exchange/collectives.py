@@ -40,11 +40,11 @@ class Traffic(NamedTuple):
     collectives: int
 
 
-class Wire:
+class Collectives:
     """The collectives of one group as a rank sees them."""
 
     def __init__(self, group: ProcessGroup):
-        self._group = ref(group)  # weak: a value of _wires must not keep its key alive
+        self._group = ref(group)  # weak: a value of _collectives must not keep its key alive
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.traffic = Traffic(0, 0, 0)
         self.compared_calls: set[str] = set()
@@ -157,12 +157,12 @@ class Wire:
         return "cpu" if "cpu" in kinds else kinds[0]
 
 
-_wires: WeakKeyDictionary[ProcessGroup, Wire] = WeakKeyDictionary()
+_collectives: WeakKeyDictionary[ProcessGroup, Collectives] = WeakKeyDictionary()
 
 
-def wire_of(group) -> Wire:
-    """Returns the Wire of a process group or of a device mesh of one dimension."""
-    if isinstance(group, Wire):
+def collectives_of(group) -> Collectives:
+    """Returns the Collectives of a process group or of a device mesh of one dimension."""
+    if isinstance(group, Collectives):
         return group
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -179,16 +179,16 @@ def wire_of(group) -> Wire:
     return _known_wire(group)
 
 
-def _known_wire(group: ProcessGroup) -> Wire:
-    wire = _wires.get(group)
-    if wire is None:
-        wire = _wires[group] = Wire(group)
-    return wire
+def _known_wire(group: ProcessGroup) -> Collectives:
+    collectives = _collectives.get(group)
+    if collectives is None:
+        collectives = _collectives[group] = Collectives(group)
+    return collectives
 
 
 @torch.compiler.assume_constant_result
 def _make_wire_while_compiling(name: str) -> None:
-    """Makes the group's Wire now, in case compiled code is the first to use the group.
+    """Makes the group's Collectives now, in case compiled code is the first to use the group.
 
     Tracing may replace the group by a fake one, so the group is looked up by its name.
     """
@@ -200,7 +200,7 @@ def exchanged_bytes(group) -> Traffic:
 
     group: a ProcessGroup, or a DeviceMesh of one dimension.
     """
-    return wire_of(group).traffic
+    return collectives_of(group).traffic
 
 
 def pack(*parts: Tensor) -> Tensor:

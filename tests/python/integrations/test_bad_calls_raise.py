@@ -1,0 +1,590 @@
+"""A meaningless call of the layer for transformers raises an error that names the argument. A row has the words of the error, as a regular
+expression, and the call. Models and caches are unchanged afterwards."""
+
+import copy
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import DynamicCache, LlamaConfig, StaticCache
+from transformers.models.doge.modeling_doge import DogeAttention, DogeForSequenceClassification
+
+from dense_attention import HKV, HQ, B, S, make_states
+from doge_generation import WINDOW, make_ids, make_model
+from flash_dmattn.integrations.flash_dynamic_mask_attention import (
+    flash_dynamic_mask_attention_forward,
+)
+from flash_dmattn.integrations.kvpress import add_press
+from flash_dmattn.integrations.modeling_flash_dynamic_mask_attention_utils import (
+    _flash_dynamic_mask_attention_forward,
+)
+from flash_dmattn.integrations.transformers import (
+    DynamicMaskCache,
+    KeyBudgets,
+    add_learned_scores,
+    budget_loss,
+    divide_budget,
+    enable_flash_dmattn,
+    key_interval_mask,
+    load_dms,
+    load_scores,
+    save_scores,
+    set_key_budgets,
+    set_score_phase,
+)
+from flash_dmattn.integrations.transformers.compat import CACHE
+from flash_dmattn.integrations.transformers.context_parallel import ModelOfPieces
+from flash_dmattn.integrations.transformers.learned_scores.layers import ScoreCall
+from scored_models import VOCABULARY, make_base, make_config, make_scored
+from transformers_version import IS_TRANSFORMERS_4
+
+pytestmark = pytest.mark.transformers
+ERRORS = (ValueError, TypeError, RuntimeError, FileNotFoundError)
+PROMPT, LOWEST = 13, torch.finfo(torch.float32).min
+
+# ---- The attention function ----------------------------------------------------------------------------
+
+STATES = [t.detach() for t in make_states()]
+BIAS, OFFSETS = torch.zeros(B, HKV, S), torch.arange(B + 1, dtype=torch.int32) * S
+PACKED = {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS}
+POSITIONS = (torch.arange(S) % 20)[None]
+PADDED = torch.arange(S)[None].expand(B, S) > 4
+EITHER = torch.tensor([[0, 1], [0, 0]], dtype=torch.int32).expand(B, 1, 2, 2)
+
+
+class Layer(torch.nn.Module):
+    is_causal, window_size = True, 9
+
+
+def heads_first(tokens=S, **options):
+    names = ("query", "key", "value")
+    states = zip(names, (t.transpose(1, 2)[:, :, :tokens] for t in STATES), strict=True)
+    arguments = {"module": Layer(), "attention_mask": None, **dict(states), **options}
+    return lambda: flash_dynamic_mask_attention_forward(**arguments)
+
+
+def tokens_first(**options):
+    names = ("query_states", "key_states", "value_states")
+    arguments = {**dict(zip(names, STATES, strict=True)), "query_length": S, "key_length": S}
+    arguments |= {"attention_mask": None, "attention_bias": None, "is_causal": True, **options}
+    return lambda: _flash_dynamic_mask_attention_forward(**arguments)
+
+
+BOTH = (heads_first, tokens_first)
+NO_STATES = ["a", None, torch.zeros(3)]
+NO_BIAS = ["a", 3.0, torch.zeros(3), torch.zeros(B, HKV, S, dtype=torch.int64)]
+NO_SCALE = ["a", [1], True, float("nan"), 0.0]
+NO_WINDOW = ["a", [3], 2.5, True, -1]
+NO_OFFSETS = ["a", [0, S], torch.tensor([0.0, S]), torch.tensor([1, B * S])]
+NO_LENGTH = ["a", [S], 2.5, torch.tensor(2.5), True, -1]
+WRONG = [
+    (BOTH, "attention_mask", ["a", [True], torch.tensor(True), torch.ones(B, S - 1), torch.ones(3, 1, S, S)]),
+    (BOTH, "attention_bias", NO_BIAS),
+    (BOTH, "sliding_window", NO_WINDOW),
+    (BOTH, "softcap", ["a", [1], -1.0]),
+    (BOTH, "deterministic", ["a", 2]),
+    (BOTH, "position_ids", ["a", [0, 1], 3, torch.zeros(1, S), torch.zeros(1, S, dtype=torch.bool)]),
+    *(((heads_first,), name, NO_STATES) for name in ("query", "key", "value")),
+    *(((tokens_first,), name, NO_STATES) for name in ("query_states", "key_states", "value_states")),
+    ((heads_first,), "position_bias", NO_BIAS),
+    ((heads_first,), "scaling", NO_SCALE),
+    ((tokens_first,), "softmax_scale", NO_SCALE),
+    ((heads_first,), "dropout", ["a", 0.1]),
+    ((tokens_first,), "target_dtype", ["a", 3, torch.int32]),
+]  # fmt: skip
+IGNORED_BY_EAGER = {  # and by no call of ours
+    "cache": object(), "block_table": torch.zeros(1, 1), "cu_seq_lens_k": {"full_attention": torch.zeros(2)},
+    "max_length_k": {"full_attention": 3}, "s_aux": torch.zeros(HQ + 1), "sinks": torch.zeros(HQ),
+    "head_mask": torch.ones(HQ), "block_indices": torch.zeros(1), "softcapp": 3.0, "keep_windowsize": 3,
+    "is_causal": "False",
+}  # fmt: skip
+
+
+def rows_of(forms, name, values, **others):
+    words = f"^{name}(: got| is| has) .*expected"
+    return [(words, form(**(others | {name: value}))) for form in forms for value in values]
+
+
+def call_of_negative_mask(shape, dtype, **packed):
+    mask = torch.zeros(shape, dtype=dtype)
+    mask[..., 2:4] = -1
+    return heads_first(attention_mask=mask, **packed)
+
+
+def generate_in_batch(family, name):
+    def call():
+        model = make_base(family, eos_token_id=2)
+        model.set_attn_implementation(name)  # transformers 4 has no paged form of the name
+        model.generate_batch(inputs=[[3, 4, 5]] * 4)
+
+    return call
+
+
+CALLS_OF_ATTENTION = [
+    *(row for wrong in WRONG for row in rows_of(*wrong)),
+    *rows_of(BOTH, "window_size", NO_WINDOW, attention_bias=BIAS),
+    *rows_of((tokens_first,), "keep_window_size", NO_WINDOW, attention_bias=BIAS),
+    *(row for name in PACKED for row in rows_of(BOTH, name, NO_OFFSETS, **PACKED)),
+    *(row for name in ("max_length_q", "max_length_k") for row in rows_of(BOTH, name, NO_LENGTH, **PACKED)),
+    *rows_of(BOTH, "max_length_k", [S - 1], **PACKED),
+    *((f"^{name}: got", form(**{name: value})) for form in BOTH for name, value in IGNORED_BY_EAGER.items()),
+    ("^attention_bias: got a tensor together with position_bias", heads_first(attention_bias=BIAS, position_bias=BIAS)),
+    ("^query: got shape .*, expected no dimension of size 0", heads_first(query=STATES[0].transpose(1, 2)[:, :, :0])),
+    # A module's window is the default only for calls with scores.
+    *(("window_size: got 3 without attention_bias", form(window_size=3)) for form in BOTH),
+    ("^keep_window_size: got 3 without attention_bias", tokens_first(keep_window_size=3)),
+    ("window_size: got 3 together with keep_window_size 9", tokens_first(attention_bias=BIAS, keep_window_size=9, window_size=3)),
+    *(("query_length, key_length: got", tokens_first(query_length=q, key_length=k)) for q, k in ((1, S), (S, 1))),
+    ("^attention_mask: got int32 of shape .* which is a mask or intervals", heads_first(2, attention_mask=EITHER)),
+    (r"^attention_mask: got shape \(2, 30\), expected 37 keys", tokens_first(attention_mask=PADDED[:, :30], attention_bias=BIAS)),
+    *(("^attention_mask: got torch.float32 of shape", heads_first(attention_mask=torch.zeros(shape))) for shape in ((B, S), (B, 1, S))),
+    # Read as bool masks, additive ones of integers would hide what they allow.
+    *((f"^attention_mask: got {dtype} .* negative numbers", call_of_negative_mask(shape, dtype, **packed))
+      for dtype in (torch.int64, torch.int32) for shape in ((B, S), (B, 1, S), (B, 1, 1, S), (B, 1, S, S))
+      for packed in ({}, {"position_ids": POSITIONS})),
+    # Packed sequences.
+    *(("cu_seq_lens_[qk]: got None", tokens_first(**{name: value})) for name, value in
+      {**PACKED, "max_length_q": S, "max_length_k": S}.items()),
+    *(("cu_seq_lens_q|position_ids", tokens_first(attention_mask=PADDED, **packed)) for packed in (PACKED, {"position_ids": POSITIONS})),
+    ("^attention_bias: got shape", tokens_first(attention_bias=torch.zeros(B, HKV, S, S), keep_window_size=9, **PACKED)),
+    ("^sliding_window: got 5 for packed sequences", heads_first(position_ids=POSITIONS, sliding_window=5)),
+    # Masks and batches of a model.
+    ("^sliding_windw: got", lambda: key_interval_mask(1, 8, 8, sliding_windw=3)),
+    ("^attention_mask: got", lambda: key_interval_mask(1, 8, 8, attention_mask=torch.zeros(1, 8))),
+    *(("continuous batching|is not supported", generate_in_batch(family, paged + name))
+      for family in ("Llama", "Doge") for name in ("flash_dmattn", "dynamic_mask_attention") for paged in ("", "paged|")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "call"), CALLS_OF_ATTENTION)
+def test_bad_call_of_attention_raises_naming_the_argument(words, call):
+    with pytest.raises(ERRORS, match=words):
+        call()
+
+
+# ---- enable_flash_dmattn and the models that it changes ------------------------------------------------
+
+
+def with_own_layer():
+    class Own(DogeAttention):
+        pass
+
+    model = make_base("Doge")
+    model.model.layers[1].self_attn = Own(model.config, 1)
+    return model
+
+
+def enable(make=make_model, **options):
+    return lambda: enable_flash_dmattn(make(), **options)
+
+
+def call_doge(**options):
+    return lambda: enable_flash_dmattn(make_model())(torch.arange(9)[None], **options)
+
+
+def slots_of(config, **options):
+    return lambda: DynamicMaskCache(config(), **options)
+
+
+def llama(**parts):
+    return lambda: LlamaConfig(num_hidden_layers=2, **parts)
+
+
+def doge(**options):
+    return lambda: make_model(**options).config
+
+
+def write_with_slots(family):
+    return lambda: make_base(family).generate(
+        torch.arange(5)[None], past_key_values=DynamicMaskCache(doge()()), max_new_tokens=3
+    )
+
+
+def lazy_slots_on_gpu(dtype=torch.bfloat16, head_dim=8, value_dim=8):
+    def call():
+        with FakeTensorMode():
+            key, value = (
+                torch.zeros(B, 2, 3, dim, device="cuda", dtype=dtype)
+                for dim in (head_dim, value_dim)
+            )
+            DynamicMaskCache(doge()()).layers[0].lazy_initialization(key, value)
+
+    return call
+
+
+MIXED = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True}
+CALLS_OF_MODELS = [
+    ("^model: got str", lambda: enable_flash_dmattn("SmallDoge/Doge-20M")),
+    ("^model: got attention layers of class Own, expected", enable(with_own_layer)),
+    ("^model: got a single DogeAttention, expected the model", enable(lambda: DogeAttention(make_config("Doge"), 0))),
+    (r'set_attn_implementation\("flash_dmattn"\)', enable(make_base)),
+    ("Linear without any DogeAttention layer", enable(lambda: torch.nn.Linear(2, 2))),
+    ("attention_dropout: got 0.1, .* attention_dropout=0.0", enable(lambda: make_model(attention_dropout=0.1))),
+    ("attention_dropout: got 0.1, .* attention_dropout=0.0",
+     lambda: make_model(attention_dropout=0.1).set_attn_implementation("flash_dmattn")),
+    ("round_scores_like_eager: got 'no'", enable(round_scores_like_eager="no")),
+    ("cache: got 'static', expected 'dynamic_mask' or None", enable(cache="static")),
+    ("sliding_window: got 16", enable(lambda: make_model(sliding_window=16), cache="dynamic_mask")),
+    *((f"^{name}: got .* learned scores", enable(make_scored, **{name: value}))
+      for name, value in (("cache", "dynamic_mask"), ("round_scores_like_eager", True))),
+    ("context_parallel: got None for a LlamaForCausalLM", enable(make_scored)),
+    ("context_parallel: got a Gemma3ForCausalLM, expected a decoder of", enable(lambda: make_scored("Gemma3"), context_parallel=object())),
+    ("context_parallel: got a GPT2LMHeadModel, expected a decoder of", enable(lambda: make_scored("GPT2"), context_parallel=object())),
+    ("context_parallel: got layers .* without scores",
+     enable(lambda: make_scored("Qwen3", sliding_window=6, **MIXED), context_parallel=object())),
+    ("context_parallel: got a DogeForSequenceClassification, which reads one token",
+     lambda: ModelOfPieces([DogeForSequenceClassification(make_config("Doge"))], None)),
+    ("context_parallel: got attention layers without their decoder", lambda: ModelOfPieces([], None)),
+    # Eager attention ignores these keywords.
+    *((f"^{name}: got", call_doge(**{name: value})) for name, value in (
+        ("softcapp", 3.0), ("sliding_window", 3), ("is_causal", False), ("s_aux", torch.zeros(4)), (CACHE, object()),
+        ("cu_seq_lens_q", torch.tensor([0, 4, 9])))),
+    # transformers would hide the tokens and show the padding.
+    ("attention_mask: got torch.float32 .* with negative numbers", call_doge(attention_mask=torch.tensor([[LOWEST] * 4 + [0.0] * 5]))),
+    # Caches of slots.
+    ("config.sliding_window: got 16, expected None: a key that leaves the window", slots_of(doge(sliding_window=16))),
+    ("got 'global', expected 'per_query'; with one choice for all", slots_of(doge(), selection="global")),
+    ("static: got 'no', expected True or False", slots_of(doge(), static="no")),
+    ("chunk: got -1, expected 0 or more", slots_of(doge(), chunk=-1)),
+    ("config: got DogeForCausalLM", slots_of(make_model)),
+    ("LlamaConfig without keep_window_size, expected", slots_of(llama())),
+    ("without keep_window_size", slots_of(llama(score_threshold=0.5))),
+    ("config.keep_window_size: got 0, expected 1 or more", slots_of(llama(keep_window_size=0))),
+    ("config.keep_window_size: got -3, expected", slots_of(llama(keep_window_size=-3))),
+    ("config.recent_window: got -1", slots_of(llama(keep_window_size=3, recent_window=-1))),
+    ("config.score_threshold: got nan", slots_of(llama(keep_window_size=3, score_threshold=float("nan")))),
+    ("chunk: got 0, expected places", lambda: slots_of(doge(), static=True, chunk=0)().activate_past_recording()),
+    *(("scores: got none.*enable_flash_dmattn", write_with_slots(family)) for family in ("Doge", "Llama")),
+    (f"{CACHE}: got torch.float32 .* dtype=torch.bfloat16", lazy_slots_on_gpu(torch.float32)),
+    ("head_dim: got 12", lazy_slots_on_gpu(head_dim=12)),
+    ("value_dim: got 4", lazy_slots_on_gpu(value_dim=4)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "call"), CALLS_OF_MODELS)
+def test_bad_call_of_a_model_raises_naming_the_argument(words, call):
+    with pytest.raises(ERRORS, match=words):
+        call()
+
+
+# ---- A cache of slots that holds a text ----------------------------------------------------------------
+
+TEXT = 20
+
+
+def with_zeros(columns, length=TEXT + 1):
+    mask = torch.ones(B, length, dtype=torch.long)
+    mask[0, columns] = 0
+    return mask
+
+
+def read(tokens=1, rows=B, mask=None, **options):
+    ids = make_ids(rows, tokens) % VOCABULARY
+    return lambda model, cache: model(ids, attention_mask=mask, past_key_values=cache, **options)
+
+
+def read_in_bfloat16(tokens):
+    def call(model, cache):
+        with torch.autocast("cpu", torch.bfloat16):
+            read(tokens)(model, cache)
+
+    return call
+
+
+def forget(tokens):
+    return lambda model, cache: cache.crop(TEXT - tokens if IS_TRANSFORMERS_4 else -tokens)
+
+
+def read_into(window=WINDOW, **options):
+    other = slots_of(doge(window=window, **options))
+    return lambda model, cache: read(3)(model, other())
+
+
+STATIC, IN_16_BITS = (
+    {"static": True},
+    f"^{CACHE}: got tokens in torch.bfloat16, expected torch.float32, in which its first",
+)
+CALLS_ON_SLOTS = [  # words, options of the cache, call
+    (f"^{CACHE}: got tokens of 3 rows, expected 2", {}, read(2, rows=3)),
+    *((IN_16_BITS, options, read_in_bfloat16(tokens)) for options in ({}, STATIC) for tokens in (1, 4)),
+    (r"got 5 tokens at a time .* DynamicMaskCache\(chunk=...\)", {"static": True, "chunk": 0}, read(5)),
+    ("static: got True", STATIC, lambda model, cache: cache.offload(0)),
+    ("Call activate_past_recording", {}, forget(3)),
+    (f"got -100, expected -{TEXT} or more: the text has", {}, lambda model, cache: cache.crop(-100)),
+    *([] if IS_TRANSFORMERS_4 else [("got 3, expected 0 or less", {}, lambda model, cache: cache.crop(3))]),
+    ("got keep_window_size 10 in layer 0, expected 9", {}, read_into(WINDOW + 1)),
+    (f"^{CACHE}: got 2 layers, expected more than 2", {}, read_into(num_hidden_layers=2)),
+    # No mask over queries and keys describes slots that differ from head to head.
+    (r"^attention_mask: got torch.bool of shape \(2, 1, 3, 23\)", {}, read(3, mask=torch.ones(B, 1, 3, TEXT + 3).bool())),
+]  # fmt: skip
+# The mask of the text, and another one with the next token. The earlier mask chose the cached keys.
+LATE_MASKS = [
+    (with_zeros([], TEXT), with_zeros([12])),
+    (None, with_zeros([12])),
+    (None, torch.ones(B, 1, dtype=torch.long)),
+    (None, torch.ones(B, TEXT - 1, dtype=torch.long)),
+    (with_zeros([0, 1], TEXT), with_zeros([])),
+    (with_zeros([0, 1], TEXT), None),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "call", "family", "mask"),
+    [
+        *((*row, "Doge", None) for row in CALLS_ON_SLOTS),
+        *(
+            ("^attention_mask: got .*expected", {}, read(mask=later), family, mask)
+            for family in ("Doge", "Llama")
+            for mask, later in LATE_MASKS
+        ),
+    ],
+)
+@torch.no_grad()
+def test_bad_call_with_a_cache_raises_and_leaves_the_cache(words, options, call, family, mask):
+    is_doge = family == "Doge"
+    model = enable_flash_dmattn(make_model()) if is_doge else make_scored(rule="window")
+    cache = DynamicMaskCache(model.config, **options)
+    read(TEXT, mask=mask)(model, cache)
+    untouched = copy.deepcopy(cache)
+    with pytest.raises(ERRORS, match=words):
+        call(model, cache)
+    assert int(cache.get_seq_length()) == TEXT
+    next_mask = None if mask is None else with_zeros((mask[0] == 0).nonzero().flatten())
+    logits = [read(mask=next_mask)(model, c).logits for c in (cache, untouched)]
+    assert torch.equal(*logits)
+
+
+# ---- Learned scores ------------------------------------------------------------------------------------
+
+TINY = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+}  # fmt: skip
+T5 = {"vocab_size": 32, "d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8}
+REFUSED_MODELS = [
+    ("not causal|no layers of a decoder", lambda: transformers.BertModel(transformers.BertConfig(**TINY))),
+    ("encoder-decoder", lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**T5))),
+    ("none has a class that was compared.*attention=MyAttention",
+     lambda: transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2))),
+    ("have a sliding window of their own", lambda: make_base("Mistral", sliding_window=4)),
+    ("attend twice by the same keys", lambda: transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**TINY))),
+    ("have scores of their own; call enable_flash_dmattn", lambda: transformers.DogeForCausalLM(transformers.DogeConfig(**TINY))),
+]  # fmt: skip
+WRONG_OPTIONS = [
+    ("^scorer: got 'norm', expected one of", {"scorer": "norm"}),
+    (r"^scorer: got a function of \(hidden\), expected one of", {"scorer": lambda hidden: hidden}),
+    (r"^scorer: got a function of .*expected one of \(hidden, key, value\)", {"scorer": torch.nn.Linear(4, 2)}),
+    ("^scorer: got 3, expected one of", {"scorer": 3}),
+    ("^keep_window_size: got None without score_threshold", {"keep_window_size": None}),
+    ("^recent_window: got 3 without keep_window_size", {"keep_window_size": None, "recent_window": 3}),
+    ("^keep_window_size: got -1", {"keep_window_size": -1}),
+    ("^keep_window_size: got 0 .*so that no key is visible", {"keep_window_size": 0}),
+    ("^keep_window_size: got 3 sizes, expected one, or 2: one for each key head", {"keep_window_size": [1, 2, 3]}),
+    ("^keep_window_size: got lists for 1 layers, expected 2", {"keep_window_size": [[1, 1]], "recent_window": 1}),
+    ("^attention: got 'LlamaAttention', expected a class", {"attention": "LlamaAttention"}),
+    ("^model: got a .*none has a class that attention names.*GRU", {"attention": torch.nn.GRU}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "make", "options"),
+    [
+        *((f"^model: got a .*without .* can have scores.*({w})", m, {}) for w, m in REFUSED_MODELS),
+        *((words, make_base, options) for words, options in WRONG_OPTIONS),
+    ],
+)
+def test_scores_that_cannot_be_added_raise_and_leave_the_model(words, make, options):
+    model = make()
+    config, names = model.config, list(model.state_dict())
+    with pytest.raises(ERRORS, match=words):
+        add_learned_scores(model, **{"keep_window_size": 3} | options)
+    assert model.config is config and list(model.state_dict()) == names
+
+
+def call_scored(phase="hard", rule="all", tokens=PROMPT, **options):
+    """options: functions from the model to arguments of its call."""
+
+    def call():
+        model = make_scored(rule=rule).set_score_phase(phase)
+        arguments = {name: make(model) for name, make in options.items()}
+        model(make_ids(B, tokens) % VOCABULARY, **arguments)
+
+    return call
+
+
+def slots(model):
+    return DynamicMaskCache(model.config)
+
+
+def static(model):
+    return StaticCache(config=model.config, max_cache_len=PROMPT + 3)
+
+
+def keys_without_scores(model):
+    cache = DynamicCache(config=model.config)
+    model.set_score_phase("off")(make_ids(B, 3), past_key_values=cache)
+    model.set_score_phase("hard")
+    return cache
+
+
+def mask_of_texts(extra):
+    documents = torch.cat([torch.zeros(5), torch.ones(PROMPT - 5)])
+    mask = (documents[:, None] == documents).tril().expand(B, 1, -1, -1)
+    return lambda model: torch.nn.functional.pad(mask, (0, extra))
+
+
+def additive(model):
+    mask = torch.zeros(1, 1, PROMPT, PROMPT)
+    mask[..., 1, 0] = -2
+    return mask
+
+
+def call_new(base=None, **options):
+    """Calls a model in training whose scores were added with `options`."""
+    return lambda: add_learned_scores(make_base(**base or {}), 3, **options).train()(
+        make_ids(B, PROMPT) % VOCABULARY
+    )
+
+
+def attend_twice():
+    call = ScoreCall(
+        make_scored().model.layers[0].self_attn, torch.randn(1, 3, 32), None, None, None
+    )
+    for _ in range(2):
+        call.scores_of(*torch.randn(2, 1, 2, 3, 8))
+
+
+def phase(*arguments, model=make_scored):
+    return lambda: model().set_score_phase(*arguments)
+
+
+def random_scores():
+    return add_learned_scores(make_base(), keep_window_size=3, scorer="random")
+
+
+def dms(**change):
+    def call():
+        model = make_base("Qwen3")
+        given = {
+            "dms_window_size": 4,
+            "dms_alpha_scale": 3.0,
+            "dms_initial_alpha_offset": 0.5,
+            **change,
+        }
+        for name, value in given.items():
+            setattr(model.config, name, value)
+        load_dms(model)
+
+    return call
+
+
+def divide(texts, *arguments, **options):
+    return lambda: divide_budget(make_scored(), texts, *arguments, progress=False, **options)
+
+
+class DMSPress(SimpleNamespace):
+    threshold, sliding_window_size, decoding = None, 4, True
+    press = SimpleNamespace(score=lambda *_: None)
+
+
+def budgets(*windows):
+    return lambda: set_key_budgets(make_scored(), KeyBudgets(0.0, windows))
+
+
+CALLS_OF_SCORES = [
+    ("^model: got a? ?LlamaConfig", lambda: add_learned_scores(make_base().config, keep_window_size=2)),
+    ("with learned scores, expected one without", lambda: add_learned_scores(make_scored(), keep_window_size=3)),
+    ("without learned scores", lambda: set_score_phase(make_base(), "soft")),
+    ("^phase: got 'medium'", phase("medium")),
+    ("^phase: got 'soft' with scores that are not log gates", phase("soft", model=random_scores)),
+    *(("^temperature: got .*, expected a number above 0 with", phase(*arguments))
+      for arguments in (("hard", 0.3), ("soft", 0.0), ("soft", math.nan))),
+    (r"^scorer: got torch.float32 of shape \(2, 13, 1\)", call_new(scorer=lambda h, k, v: h[..., :1])),
+    ("^scorer: got a second attention call in layer 0", attend_twice),
+    ("^dropout: got 0.1", call_new({"attention_dropout": 0.1})),
+    ("^attention_mask: got an additive mask that adds other", call_scored(attention_mask=additive)),
+    # Caches that do not fit.
+    (f"^{CACHE}: got keys without scores in layer 0", call_scored(past_key_values=keys_without_scores, tokens=1)),
+    ("^scores: got none.*add_learned_scores.* in the phase 'hard'", call_scored(past_key_values=slots, phase="off")),
+    (f"^{CACHE}: got 1 layers, expected more than 1", call_scored(past_key_values=lambda _: slots(make_scored(num_hidden_layers=1)))),
+    ("^phase: got 'soft' with a DynamicMaskCache", call_scored(past_key_values=slots, phase="soft")),
+    (f"^{CACHE}: got keep_window_size", call_scored(past_key_values=lambda _: slots(make_scored(rule="window")))),
+    (f"^{CACHE}: got a static one", call_scored(past_key_values=static, phase="soft")),
+    *((r"^attention_mask: got torch.bool of shape \(2, 1, 13, ", call_scored(past_key_values=cache, attention_mask=mask_of_texts(extra)))
+      for cache, extra in ((slots, 0), (static, 3))),
+    # Budgets.
+    ("^target: got a model without scores of a forward", lambda: budget_loss(make_scored(), 0.4)),
+    ("^texts: got none", divide([])),
+    ("^texts: got one of 9 tokens", divide(make_ids(B, 9), length=10)),
+    ("^mean_keys: got 5 for texts of 40 tokens", divide(make_ids(B, 40) % VOCABULARY, 5)),
+    ("^keep_window_size: got lists for 1 layers, expected 2", budgets((1, 1))),
+    ("^keep_window_size: got 3 sizes", budgets((1, 1, 1), (1, 1, 1))),
+    # Checkpoints of DMS, and presses.
+    ("^config.model_type: got 'qwen2'", dms(model_type="qwen2")),
+    ("^config.dms_disable_eviction: got True", dms(dms_disable_eviction=True)),
+    ("^config.dms_window_size: got none", dms(dms_window_size=None)),
+    ("^late: got True with recent_window=1", dms(dms_window_size=0)),
+    ("with dms_separate_alpha=True and 0 tensors", dms(dms_separate_alpha=True)),
+    ("^press: got dict, expected a ScorerPress", lambda: add_press(make_base(), {}, 4)),
+    ("^press: got a DMSPress without threshold", lambda: add_press(make_base(), DMSPress())),
+    # Files.
+    *(("^folder: got int, expected a path", call) for call in (
+        lambda: load_scores(make_base(), 3), lambda: save_scores(make_scored(), 3))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "call"), CALLS_OF_SCORES)
+def test_bad_call_of_a_model_with_scores_raises_naming_the_argument(words, call):
+    with pytest.raises(ERRORS, match=words):
+        call()
+
+
+def write(text):
+    return lambda folder: (folder / "learned_scores.json").write_text(text)
+
+
+def remove(name):
+    return lambda folder: (folder / name).unlink()
+
+
+NO_SETTINGS = " without learned_scores.json"
+BAD_FOLDERS = [  # words, what happens to a saved folder, the name that is loaded
+    ("/learned_scores.json without 'scorer', expected a file of save_scores", write('{"layers": [0]}'), ""),
+    ("/learned_scores.json with .*line 1 column.*, expected JSON", write('{"layers": [0'), ""),
+    ("/learned_scores.json with a list, expected an object", write("[]"), ""),
+    (f"{NO_SETTINGS} and without learned_scores in.* of save_scores", remove("learned_scores.json"), ""),
+    (f"{NO_SETTINGS}.* of save_scores", lambda folder: (folder / "empty").mkdir(), "empty"),
+    (f", which is not a folder,{NO_SETTINGS}.* of save_scores", id, "missing"),
+    (f", which is not a folder,{NO_SETTINGS}.* of save_scores", id, "learned_scores.json"),
+    (" with learned_scores.json but without learned_scores.safetensors, expected both.* of save_scores",
+     remove("learned_scores.safetensors"), ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "spoil", "name"), BAD_FOLDERS)
+def test_bad_folder_raises_naming_it(words, spoil, name, tmp_path):
+    make_base().save_pretrained(tmp_path)
+    save_scores(make_scored(), tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(ERRORS, match=f"^folder: got {re.escape(str(tmp_path / name))}{words}"):
+        load_scores(make_base(), tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "scorer"),
+    [
+        ("^scorer: got None for the scores in", {}, lambda h, k, v: k[..., 0]),
+        (r"^model: got one with scores in layers \(0, 1, 2\)", {"num_hidden_layers": 3}, "hidden"),
+        (r"^folder: got .* of layer 0 of shape \(2,\), expected \(1,\)", {"num_key_value_heads": 1}, "hidden"),
+    ],
+)  # fmt: skip
+def test_scores_of_another_model_raise_and_leave_the_model(words, options, scorer, tmp_path):
+    save_scores(make_scored(scorer=scorer), tmp_path)
+    model = make_base(**options)
+    names = list(model.state_dict())
+    with pytest.raises(ERRORS, match=words):
+        load_scores(model, tmp_path)
+    assert list(model.state_dict()) == names and not hasattr(model, "set_score_phase")
