@@ -91,8 +91,8 @@ def attention(
     return out, None if lse is None else lse.unsqueeze(0)
 
 
-def _row_levels(bias: Tensor, visible: Visibility, queries: int) -> Tensor:
-    """Returns the largest visible bias up to 2^24 of each row, float32 [B or 1, H, Sq or 1, 1], 0 for rows that see none.
+def _row_levels(bias: Tensor, visible: Visible, queries: int) -> Tensor:
+    """Returns the largest visible bias up to 2^24 of each row, 0 for rows that see none. float32 [B or 1, H, Sq or 1, 1].
 
     The softmax of a row does not change if its level is subtracted from its biases. torch's kernels, which add biases
     to q . k, then keep the digits of biases that are large and close. A mask counts if it has no more heads and

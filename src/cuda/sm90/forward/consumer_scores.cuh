@@ -74,7 +74,9 @@ class ConsumerScores {
   // the first of its work tile.
   template <bool Partial, bool First>
   __device__ void finish_scores(const WorkTile& work, int n, int visit) {
-    if (converts_) convert_scores(n);
+    if constexpr (Kernel::shapes) {
+      if (converts_) convert_scores(n);
+    }
     if constexpr (Kernel::dense == DenseAccess::elements) {
       DenseElements<T, keys>(p_, work, work.template first_key<keys>(visit), column())
           .apply(work.row + first_query(), scores_);
