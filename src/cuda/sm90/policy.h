@@ -79,6 +79,11 @@ constexpr bool has_references(int head_dim, const ForwardVariant& variant) {
   return variant.shapes && (head_dim <= 192 || variant.dense == DenseAccess::none);
 }
 
+// Whether a kernel may repeat a call with such rows.
+constexpr bool repeats_calls(const ForwardVariant& variant) {
+  return variant.shapes && variant.dense == DenseAccess::none;
+}
+
 // The variant that repeats such work.
 constexpr ForwardVariant with_references(int head_dim, ForwardVariant variant) {
   variant.shapes = true;

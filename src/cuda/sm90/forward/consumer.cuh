@@ -15,9 +15,10 @@ namespace flash_dmattn::cuda::sm90 {
 // While the threads of one warpgroup compute a softmax, the products of the others run: named barriers order the
 // warpgroups' issues (ping-pong scheduling). At the end of a work tile the step is the same with Q and K of the next
 // one, and O is stored after it, so that the tensor cores do not idle between work tiles.
-template <class Kernel>
-class ForwardConsumer : ConsumerScores<Kernel> {
-  using Scores = ConsumerScores<Kernel>;
+// `Repeats`: the block has run another consumer before, whose last turn has not been taken.
+template <class Kernel, bool Repeats>
+class ForwardConsumer : ConsumerScores<Kernel, Repeats> {
+  using Scores = ConsumerScores<Kernel, Repeats>;
   using Scores::factor_, Scores::max_, Scores::p_, Scores::scores_, Scores::storage_;
   using Scores::first_query, Scores::has_two_heads, Scores::lane, Scores::query_step;
   using Scores::has_dense_tiles, Scores::has_info;
@@ -32,8 +33,6 @@ class ForwardConsumer : ConsumerScores<Kernel> {
  public:
   __device__ ForwardConsumer(const ForwardKernelParams& p, Storage& storage) : Scores(p, storage) {}
 
-  // `Repeats`: the block has run another consumer before, whose last turn has not been taken.
-  template <bool Repeats>
   __device__ void run() {
     if (!Repeats && warpgroup_ == 0) give_turn_to(0);
     storage_.q_pipeline.wait_full(0);

@@ -8,7 +8,8 @@
 namespace flash_dmattn::cuda::sm90 {
 
 // The scores of a consumer warpgroup: its thread's accumulators of a key tile, which it shapes, biases and masks.
-template <class Kernel>
+// `Repeats`: it repeats the work of a kernel without ForwardVariant::shapes, whose scores are products.
+template <class Kernel, bool Repeats>
 class ConsumerScores {
  protected:
   using T = typename Kernel::Element;
@@ -19,10 +20,10 @@ class ConsumerScores {
   static constexpr bool has_info = Kernel::has_key_info;
   // With a dense mask the number of tiles is not known in advance, so the producer flags each tile.
   static constexpr bool has_dense_tiles = Kernel::dense == DenseAccess::tiles;
-  // Whether biases of keys are added less a reference of the row. Otherwise the accumulators begin with them, in their unit,
-  // or with zeros where products are converted.
+  // Whether the accumulators begin with the biases of keys, in their unit.
+  static constexpr bool begins_with_biases = has_info && !has_dense_tiles && !Kernel::shapes;
+  // Whether biases that are added later are less a reference of the row.
   static constexpr bool has_references = Kernel::has_references;
-  static constexpr bool begins_with_biases = has_info && !has_dense_tiles && !has_references;
   // Whether a dense mask and bias are read while the scores are computed, and kept. Three warpgroups have no registers
   // for that, and need it less.
   static constexpr bool keeps_dense = has_dense_tiles && warpgroups == 2;
@@ -32,7 +33,7 @@ class ConsumerScores {
         storage_(storage),
         // The compiler must know that this is uniform over the warp.
         warpgroup_(shuffle(static_cast<int>(threadIdx.x) / 128 - 1, 0)),
-        converts_(Kernel::converts_scores(p.forward)),
+        converts_(Repeats || Kernel::converts_scores(p.forward)),
         factor_(converts_ ? 1.0f : p.forward.score.factor),
         warpgroup_query_(first_warpgroup_query()) {
     // Keeps the sum in one register instead of its summands.
@@ -63,8 +64,8 @@ class ConsumerScores {
 #pragma unroll
       for (int i = 0; i < keys / 8; ++i) {
         const float2 two = *reinterpret_cast<const float2*>(biases + 8 * i);
-        scores_[4 * i] = scores_[4 * i + 2] = converts_ ? 0 : two.x;
-        scores_[4 * i + 1] = scores_[4 * i + 3] = converts_ ? 0 : two.y;
+        scores_[4 * i] = scores_[4 * i + 2] = two.x;
+        scores_[4 * i + 1] = scores_[4 * i + 3] = two.y;
       }
     }
     if constexpr (has_dense_tiles) tile_flags_ = storage_.dense.flags[Storage::info_stage(n)];
@@ -75,7 +76,8 @@ class ConsumerScores {
   template <bool Partial, bool First>
   __device__ void finish_scores(const WorkTile& work, int n, int visit) {
     if constexpr (Kernel::shapes) {
-      if (converts_) convert_scores(n);
+      if (converts_) convert_scores();
+      if constexpr (!has_references) add_biases<First>(n);
     }
     if constexpr (Kernel::dense == DenseAccess::elements) {
       DenseElements<T, keys>(p_, work, work.template first_key<keys>(visit), column())
@@ -178,35 +180,21 @@ class ConsumerScores {
   // Keeps loads from shared memory apart; hoisted together they exceed the registers.
   static __device__ void keep_loads_apart() { compiler_fence(); }
 
-  // Converts products to units of log 2, with softcap or a factor that is not positive, and adds biases unless
-  // add_biases() does. A product that has overflowed may have the wrong sign, which a softcap would hide: it becomes NaN.
-  template <bool Capped>
-  __device__ void shape_scores(int n) {
+  // Converts products to units of log 2, with softcap or a factor that is not positive. A product that has overflowed may
+  // have the wrong sign, which a softcap would hide: it becomes NaN.
+  __device__ void convert_scores() {
     const ScoreParams& score = p_.forward.score;
-    const float* const biases = storage_.info.bias[Storage::info_stage(n)] + column();
-    const float inner = score.form == ScoreForm::product ? 1.0f : score.inner;
+    if (Repeats || !shapes_scores(p_.forward)) {
 #pragma unroll
-    for (int i = 0; i < keys / 8; ++i) {
-      float2 two{0, 0};
-      if constexpr (!has_references) two = *reinterpret_cast<const float2*>(biases + 8 * i);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float s = scores_[4 * i + e];
-        s = fmaf(s, 0.0f, s) * inner;
-        if constexpr (Capped) s = tanh_from_log2(s);
-        scores_[4 * i + e] = fmaf(s, score.factor, e % 2 == 0 ? two.x : two.y);
-      }
-      keep_loads_apart();
+      for (int i = 0; i < keys / 2; ++i) scores_[i] *= score.factor;
+      return;
     }
-  }
-  __device__ void convert_scores(int n) {
-    if (!shapes_scores(p_.forward)) {
+    const float inner = score.form == ScoreForm::product ? 1.0f : score.inner;
+    const bool capped = score.form == ScoreForm::capped;
 #pragma unroll
-      for (int i = 0; i < keys / 2; ++i) scores_[i] *= p_.forward.score.factor;
-    } else if (p_.forward.score.form == ScoreForm::capped) {
-      shape_scores<true>(n);
-    } else {
-      shape_scores<false>(n);
+    for (int i = 0; i < keys / 2; ++i) {
+      const float s = fmaf(scores_[i], 0.0f, scores_[i]) * inner;
+      scores_[i] = (capped ? tanh_from_log2(s) : s) * score.factor;
     }
   }
 
@@ -232,8 +220,8 @@ class ConsumerScores {
   __device__ void add_biases(int n) {
     if (!has_key_biases(p_.forward.score)) return;
     constexpr float far = 1024;
-    bool moves = First && converts_;
-    if (!First && converts_) {
+    bool moves = has_references && First && converts_;
+    if (has_references && !First && converts_) {
       const float largest = warp_max(lane_bias(n)) - far;
       moves = warp_any(largest > reference_[0] || max_[0] == negative_infinity ||
                        largest > reference_[1] || max_[1] == negative_infinity);
@@ -288,7 +276,7 @@ class ConsumerScores {
       for (int h = 0; h < 2; ++h) {
         const int query = first + 8 * h;
         float* const s = scores_ + 4 * i + 2 * h;
-        constexpr float unit = has_references ? log2e : 1;
+        constexpr float unit = Kernel::shapes ? log2e : 1;
         if (query >= begin.x) s[0] += two.x * unit;
         if (query >= begin.y) s[1] += two.y * unit;
       }

@@ -24,6 +24,7 @@ struct ForwardKernel {
   static constexpr bool has_references = sm90::has_references(D, Variant);
   static constexpr bool delays = supports_delay(D, Variant);
   static constexpr bool finds_large_rows = sm90::finds_large_rows(Variant);
+  static constexpr bool repeats_calls = sm90::repeats_calls(Variant);
   static constexpr bool overlaps = Variant.overlaps;
   static constexpr bool can_be_short = sm90::can_be_short(Variant);
   static constexpr bool can_compute_key_info = sm90::can_compute_key_info(Variant);
@@ -62,13 +63,13 @@ struct ForwardKernel {
 
   // Converts the bias of a key to the unit of KeyInfo: that of the accumulators that begin with it, or the caller's.
   static __host__ __device__ float key_bias_factor(const Params& p) {
-    return has_references ? 1 : p.bias_factor;
+    return shapes ? 1 : p.bias_factor;
   }
 
   // Whether products are converted to units of log 2, to which biases are added. Otherwise scores have the bits of kernels
   // without ForwardVariant::shapes.
   static __host__ __device__ bool converts_scores(const ForwardParams& p) {
-    return shapes && (shapes_scores(p) || (has_references && has_key_bias(p.score)));
+    return shapes && (!has_references || shapes_scores(p) || has_key_bias(p.score));
   }
 
   // Whether this call has no key info in memory, and warps of the producer compute it.
@@ -77,7 +78,7 @@ struct ForwardKernel {
   }
 
   __device__ void operator()(const Params& p, SharedStorage& storage) const {
-    if constexpr (shapes) {
+    if constexpr (repeats_calls) {
       if (p.large_rows != nullptr && *p.large_rows == 0) return;
     }
     if (threadIdx.x == 0) storage.has_large_rows = false;
@@ -121,7 +122,7 @@ struct ForwardKernel {
       Producer{{p, storage}}.run();
     } else {
       increase_registers<policy.consumer_registers>();
-      ForwardConsumer<ForwardKernel>(p, storage).template run<Repeats>();
+      ForwardConsumer<ForwardKernel, Repeats>(p, storage).run();
     }
   }
 };

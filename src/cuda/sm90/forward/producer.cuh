@@ -28,7 +28,7 @@ struct ProducerBase {
     if constexpr (Kernel::finds_large_rows) {
       if (p.large_rows != nullptr && load_relaxed(p.large_rows) != 0) return p.work_tiles;
     }
-    const bool repeats = Kernel::shapes && p.large_rows != nullptr;
+    const bool repeats = Kernel::repeats_calls && p.large_rows != nullptr;
     return atomicAdd(p.next_work + (repeats ? 1 : 0), 1) + static_cast<int>(gridDim.x);
   }
 
@@ -66,7 +66,7 @@ struct ProducerBase {
   // In the unit of Kernel::key_bias_factor.
   __device__ const float* biases(const WorkTile& work) const {
     return p.info.biases_of(work.batch, work.head, work.kv_head) +
-           (Kernel::shapes ? p.info.unscaled : 0);
+           (Kernel::repeats_calls ? p.info.unscaled : 0);
   }
 };
 
