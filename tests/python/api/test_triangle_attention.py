@@ -36,6 +36,13 @@ def test_results_and_gradients_equal_definition(shape, scale):
     assert_equal(draw(*shape)[0], scale=scale)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 6])
+def test_gradients_of_some_rows_at_a_time_equal_definition(monkeypatch, rows):
+    monkeypatch.setattr("flash_dmattn.triangle._rows_with_own_gradient", lambda *_: rows)
+    inputs = draw(*SHAPES["ragged"])[0]
+    assert_equal(inputs, torch.rand(1, 7, 1, 1, 19) < 0.7)
+
+
 @pytest.mark.parametrize("empty_rows", ["zero", "mean"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_masked_keys_and_rows_equal_definition(shape, empty_rows):
