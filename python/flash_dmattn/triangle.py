@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ._core.checks import check_on_device, check_tensor
-from ._core.gradients import expand, expand_for_uses
+from ._core.gradients import expand, prefixes
 from .functional import flash_dmattn_func
 
 
@@ -65,8 +65,9 @@ def _attend(
     count = _rows_with_own_gradient(q, bias, options["backend"])
     if count and count < q.shape[0]:
         parts = [t.split(count) for t in (q, k, v)]
-        biases = expand_for_uses(bias, len(parts[0]), saturate=True)
-        masks = [None] * len(biases) if mask is None else mask.split(count)
+        heads = [bias.shape[1]] * len(parts[0])
+        biases = prefixes(bias, heads)  # whose gradients are added one after the other
+        masks = [None] * len(heads) if mask is None else mask.split(count)
         outs = [
             _attend(*part, has_means, options) for part in zip(*parts, biases, masks, strict=True)
         ]

@@ -18,7 +18,7 @@ struct KeyInfo {
   // With a delay: the offset in `biases` from a key's bias to the value for queries within the delay, which is 0, or -inf
   // if the mask hides the key. 0 without a delay, and in a backward.
   std::int64_t recent = 0;
-  // The offset in `biases` from a key's bias to the caller's bias, which is 0 if mask or bias hide the key. 0 without it.
+  // The offset in `biases` from a key's bias to the caller's bias, which is -inf if mask or bias hide the key. 0 without it.
   std::int64_t unscaled = 0;
   int batch = 1;
   int range_heads = 1;

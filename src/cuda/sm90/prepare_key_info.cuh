@@ -42,14 +42,6 @@ __device__ inline float key_bias(const Shape& shape, const ScoreParams& score,
   return value > score.mask_value ? value * factor : masked_bias;
 }
 
-// The caller's bias of a key, 0 where mask or bias hide the key.
-template <class T>
-__device__ inline float bias_or_zero(const Shape& shape, const ScoreParams& score,
-                                     const QueryHead& head, int key) {
-  const float bias = key_bias<T>(shape, score, head, key, 1);
-  return bias == negative_infinity ? 0 : bias;
-}
-
 // Computes KeyInfo, with one thread for each range and bias.
 template <class T>
 struct PrepareKeyInfo {
@@ -77,7 +69,7 @@ struct PrepareKeyInfo {
     const Place at = place(i, info.bias_heads);
     info.biases[i] = key_bias<T>(shape, score, at.head, at.key, bias_factor, masked_bias);
     if (info.unscaled != 0)
-      info.biases[i + info.unscaled] = bias_or_zero<T>(shape, score, at.head, at.key);
+      info.biases[i + info.unscaled] = key_bias<T>(shape, score, at.head, at.key, 1);
     if (info.recent == 0) return;
     const bool hidden = at.key < shape.seqlen_k && !is_shown(score, at.head, at.key);
     info.biases[i + info.recent] = hidden ? negative_infinity : 0;

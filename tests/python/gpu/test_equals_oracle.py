@@ -69,12 +69,14 @@ def test_selection_inside_the_call_matches_oracle(selection, seqlen, window):
     assert_matches_oracle(result, problem)
 
 
+@pytest.mark.parametrize("batch", [1, 16])  # blocks repeat their only tile, or a second kernel repeats the call
 @pytest.mark.parametrize("options", [{}, {"keep_window_size": 160}])
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_number_added_to_all_biases_costs_no_digits(dtype, head_dim, options):
-    problem = random_problem(640, 4, 2, head_dim, dtype=dtype)
-    bias = torch.randint(-256, 256, (1, 2, 1, 640), device="cuda") / 64
+def test_number_added_to_all_biases_costs_no_digits(dtype, head_dim, options, batch):
+    problem = random_problem(640, 4, 2, head_dim, batch, dtype=dtype)
+    bias = torch.randint(-256, 256, (batch, 2, 1, 640), device="cuda") / 64
+    bias[..., 3::7] = -torch.inf  # hides keys, to which most keys would lose a bias of -6,000
     if options:
         problem.shown = select_key_intervals(bias[:, :, 0], 160).to_mask()
     expected = attention(replace(problem, bias=bias))
