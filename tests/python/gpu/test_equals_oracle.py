@@ -69,7 +69,9 @@ def test_selection_inside_the_call_matches_oracle(selection, seqlen, window):
     assert_matches_oracle(result, problem)
 
 
-@pytest.mark.parametrize("batch", [1, 16])  # blocks repeat their only tile, or a second kernel repeats the call
+@pytest.mark.parametrize(
+    "batch", [1, 16]
+)  # blocks repeat their only tile, or a second kernel repeats the call
 @pytest.mark.parametrize("options", [{}, {"keep_window_size": 160}])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

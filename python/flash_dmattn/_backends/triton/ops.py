@@ -35,7 +35,7 @@ def attention(
     if value_dim < q.shape[3]:  # the kernels have one head dimension
         v = F.pad(v, (0, q.shape[3] - value_dim))
     level = None
-    if bias is not None and bias.dtype == torch.float32 and bias.shape[3] > 0:
+    if bias is not None and bias.dtype == torch.float32 and bias.numel() > 0:
         level = _row_level(bias.detach())
         bias = bias - level
     keys = visible.intervals
