@@ -92,7 +92,10 @@ struct ForwardKernel {
         storage.k_pipeline.invalidate();
         storage.v_pipeline.invalidate();
       }
-      ForwardKernel<T, D, D, with_references(D, Variant)>::template run<true>(p, storage);
+      using Repetition = ForwardKernel<T, D, D, with_references(D, Variant)>;
+      static_assert(Repetition::policy.consumer_registers == policy.consumer_registers &&
+                    Repetition::policy.producer_registers == policy.producer_registers);
+      Repetition::template run<true>(p, storage);
     }
   }
 

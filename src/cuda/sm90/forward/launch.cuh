@@ -63,6 +63,8 @@ void launch_forward_kernel(ForwardKernelParams params, cudaStream_t stream) {
   if constexpr (Kernel::finds_large_rows) {
     if (params.large_rows != nullptr) {
       using Repetition = ForwardKernel<T, D, D, with_references(D, Variant)>;
+      static_assert(Repetition::policy.rows() == Kernel::policy.rows(),
+                    "it has the same work tiles");
       set_kernel_params<Repetition>(params);
       launch<Repetition>(blocks, params, stream);
     }
