@@ -31,6 +31,8 @@ _NARROW_DENSE_OPTIONS = _DENSE_OPTIONS | {"fwd_num_stages": 2}
 _FLOAT32_DENSE_OPTIONS = _DENSE_OPTIONS | {"fwd_num_stages": 1}
 # The end of the scores' range: times log2(e) it is still within fp32.
 _LARGEST_SCORE = 1e38
+# Smaller biases cost few digits of q . k, and are added as they are.
+_SMALL_LEVEL = 1024.0
 # Larger biases leave no digits for q . k.
 _LARGEST_LEVEL = 2.0**24
 
@@ -92,7 +94,7 @@ def attention(
 
 
 def _row_levels(bias: Tensor, visible: Visible, queries: int) -> Tensor:
-    """Returns the largest visible bias up to 2^24 of each row, 0 for rows that see none. float32 [B or 1, H, Sq or 1, 1].
+    """Returns the largest visible bias up to 2^24 of each row if it exceeds 1,024 in magnitude, else 0. float32 [B or 1, H, Sq or 1, 1].
 
     The softmax of a row does not change if its level is subtracted from its biases. torch's kernels, which add biases
     to q . k, then keep the digits of biases that are large and close. A mask counts if it has no more heads and
@@ -119,7 +121,7 @@ def _row_levels(bias: Tensor, visible: Visible, queries: int) -> Tensor:
         levels = _largest_over_intervals(values[:, :, 0].float(), first, last, queries)[..., None]
     else:
         levels = values.amax(3, keepdim=True).float()
-    return levels.masked_fill(levels == -math.inf, 0)
+    return levels.masked_fill(~(levels.abs() > _SMALL_LEVEL) | (levels == -math.inf), 0)
 
 
 def _largest_over_intervals(values: Tensor, first: Tensor, last: Tensor, rows: int) -> Tensor:

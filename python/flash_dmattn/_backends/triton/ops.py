@@ -58,13 +58,13 @@ def attention(
 
 
 def _row_level(bias: Tensor) -> Tensor:
-    """Returns the largest bias up to 2^24 of each row, [B or 1, H, Sq or 1, 1], 0 without one.
+    """Returns the largest bias up to 2^24 of each row if it exceeds 1,024 in magnitude, else 0. [B or 1, H, Sq or 1, 1].
 
     The softmax of a row does not change if it is subtracted, and the kernels, which add biases to q . k, then keep the
     digits of biases that are large and close.
     """
     level = bias.masked_fill(~(bias.abs() <= 2.0**24), -math.inf).amax(3, keepdim=True)
-    return level.masked_fill(level == -math.inf, 0)
+    return level.masked_fill(~(level.abs() > 1024) | (level == -math.inf), 0)
 
 
 def _problem(named: dict[str, object]) -> launch.Problem:
