@@ -177,22 +177,33 @@ NEWEST ?= transformers
 test-newest: $(STAMPS)/package $(STAMPS)/test ## Python tests of transformers' own models, on the newest transformers that pip finds now (NEWEST="transformers torch")
 	JOBS=$(JOBS) tools/test_newest.sh $(NEWEST)
 
-# The tests of transformers are in its source distribution alone.
+# Their tests are in source distributions alone. pip runs the setup.py of flash-attention, which builds nothing here.
 PEERS := build/peers
+FLASH_ATTN := $(PEERS)/flash_attn-2.8.3
+KVPRESS := $(PEERS)/kvpress-0.5.5
 TRANSFORMERS_TESTS = $(PEERS)/transformers-$(shell $(BIN)/python -c "import transformers; print(transformers.__version__)")
 $(PEERS)/ready: Makefile $(STAMPS)/test
 	rm -rf $(PEERS) && mkdir -p $(PEERS)
 	$(PIP) --quiet install --no-deps --target $(PEERS)/packages parameterized==0.9.0 \
-	  openfold3==0.5.0 absl-py==2.5.1 biotite==1.6.0 gemmi==0.7.5 ml-collections==1.1.0 scipy==1.17.1
-	$(PIP) --quiet download --no-deps --no-binary transformers --dest $(PEERS) \
-	  transformers==$(TRANSFORMERS_TESTS:$(PEERS)/transformers-%=%)
+	  openfold3==0.5.0 absl-py==2.5.1 biotite==1.6.0 gemmi==0.7.5 ml-collections==1.1.0 scipy==1.17.1 einops==0.8.1
+	$(PIP) --quiet download --no-deps --no-binary :all: --dest $(PEERS) \
+	  transformers==$(TRANSFORMERS_TESTS:$(PEERS)/transformers-%=%) $(KVPRESS:$(PEERS)/kvpress-%=kvpress==%)
+	FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE $(PIP) --quiet download --no-deps --no-binary :all: --no-build-isolation --dest $(PEERS) \
+	  $(FLASH_ATTN:$(PEERS)/flash_attn-%=flash-attn==%)
 	tar --extract --gzip --file $(TRANSFORMERS_TESTS).tar.gz --directory $(PEERS)
+	$(foreach tests,$(FLASH_ATTN) $(KVPRESS),tar --extract --gzip --file $(tests).tar.gz --directory $(PEERS) $(notdir $(tests))/tests;)
 	touch $(TRANSFORMERS_TESTS)/tests/__init__.py $@
 
 .PHONY: test-peers
-test-peers: $(STAMPS)/package $(PEERS)/ready ## tests that other projects wrote, with our attention
-	cd $(TRANSFORMERS_TESTS) && HF_HUB_OFFLINE=1 PYTHONPATH=../packages $(abspath $(BIN))/python -m pytest -c /dev/null \
+test-peers: $(STAMPS)/package $(PEERS)/ready test-kvpress ## tests that other projects wrote, with our attention
+	cd $(TRANSFORMERS_TESTS) && HF_HUB_OFFLINE=1 PYTHONPATH=../packages:../$(notdir $(FLASH_ATTN))/tests $(abspath $(BIN))/python -m pytest -c /dev/null \
 	  --rootdir . --numprocesses $(JOBS) $(abspath tests/peers) $(ARGS)
+
+.PHONY: test-kvpress
+test-kvpress: $(STAMPS)/package $(PEERS)/ready build/transformers-4/ready ## tests of kvpress, with our attention in small models
+	cd $(KVPRESS) && OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=$(abspath build/transformers-4):$(abspath tests/peers) \
+	  $(abspath $(BIN))/python -m pytest -c /dev/null --rootdir . -p kvpress_models --numprocesses $(JOBS) tests \
+	  --ignore tests/integration --ignore tests/test_evaluation_utils.py
 
 .PHONY: test-torchtitan
 test-torchtitan: $(STAMPS)/package $(STAMPS)/test ## tests of dynamic masks in TorchTitan, which gets an environment of its own
