@@ -84,7 +84,8 @@ class _Expanded(torch.autograd.Function):
         repeated = (d for d, size in enumerate(ctx.shape, new) if size != gradient.shape[d])
         dims = [*range(new), *repeated]
         dtype, scale = gradient.dtype, 1.0
-        wide = torch.float32 if dtype is torch.float16 else torch.float64
+        # torch sums 16 bits in float32 as it reads them, and would first copy them to float64.
+        wide = torch.float64 if dtype.itemsize > 2 else torch.float32
         if dtype is torch.float64 and ctx.saturate:  # no dtype is wider than float64
             copies = gradient.numel() // max(ctx.shape.numel(), 1)
             scale = 0.5 ** copies.bit_length()
