@@ -53,9 +53,8 @@ PRESSES = ("KeyDiffPress", "ExpectedAttentionPress", "SnapKVPress", "TOVAPress")
 TOGETHER = 10  # samples that are read in one batch
 
 
-def train(model: nn.Module, batches: Iterator[Tensor], options: argparse.Namespace) -> None:
+def train(model: nn.Module, batches: Iterator[Tensor], schedule: ScoreSchedule, options: argparse.Namespace) -> None:  # fmt: skip
     """Trains the scores so that the model predicts the same without most of its old keys. batches: tokens [B, S]."""
-    schedule = ScoreSchedule(share=options.share)
     optimizer = torch.optim.AdamW(freeze_all_but_scores(model), betas=(0.9, 0.95), weight_decay=0)
     began = time.perf_counter()
     for step in (bar := tqdm(range(options.steps), desc="training")):
@@ -185,7 +184,7 @@ def measure_untrained(evaluation: Evaluation, options: argparse.Namespace) -> No
 
 
 def measure_trained(evaluation: Evaluation, streams: list[list[int]], options: argparse.Namespace, seed: int) -> None:  # fmt: skip
-    """Trains scores for the smallest budget, and adds rows of each: the same for all heads, and divided over them."""
+    """Trains scores for each budget, from those of the next larger one. Adds its rows: the same for all heads, and divided."""
     model, folder = evaluation.model, options.output / f"scores-{seed}"
     length, tokenizer = options.length, evaluation.tasks.tokenizer
     batches, sample_batches = (
@@ -193,23 +192,23 @@ def measure_trained(evaluation: Evaluation, streams: list[list[int]], options: a
         for size in (options.trained_length, length)
     )
     always = {"recent_window": options.recent, "sink_tokens": SINKS}
-    windows = {part: length // part - options.recent - SINKS for part in options.keep}
-    options.share = min(windows.values()) / (length - options.recent - SINKS)
-    torch.manual_seed(seed)
-    add_learned_scores(model, min(windows.values()), **always)
-    train(model, batches, options)
-    save_scores(model, folder)
     samples = [text for _ in range(8) for text in next(sample_batches)]
-    for part, window in windows.items():
-        remove_learned_scores(model)
-        load_scores(add_learned_scores(model, window, **always), folder)
+    torch.manual_seed(seed)
+    for part in sorted(options.keep):
+        window, is_first = length // part - options.recent - SINKS, part == min(options.keep)
+        add_learned_scores(model if is_first else remove_learned_scores(model), window, **always)
+        if not is_first:  # gates are no longer open, and the target falls to theirs at once
+            load_scores(model, folder)
+        share = window / (length - options.recent - SINKS)
+        train(model, batches, ScoreSchedule(share=share, narrowing=0.4 if is_first else 0.1), options)  # fmt: skip
+        model.set_score_phase("hard")
         evaluation.add_row("learned, the same for each head", part, seed)
         budgets = divide_budget(model, samples, mean_keys=length / part)
         print(budgets)
         budgets.draw(options.output / f"budgets-{part}-{seed}.png")
         set_key_budgets(model, budgets)
         evaluation.add_row("learned, divided over heads", part, seed)
-    save_scores(model, folder)
+        save_scores(model, folder)
 
 
 def write_text(model: nn.Module, tasks: Tasks) -> str:
@@ -260,8 +259,8 @@ def main(arguments: list[str] | None = None) -> None:
     add("--trained-length", type=between(256), help="tokens of a text in training")
     add("--keep", type=between(2), nargs="+", metavar="PART", help="8: an eighth of the keys")
     add("--recent", type=count, help="recent keys of a head (default: a quarter of its keys)")
-    add("--steps", type=count, help="of a training")
-    add("--seconds", type=count, help="a training ends after this time")
+    add("--steps", type=count, help="of a training for one budget")
+    add("--seconds", type=count, help="it ends after this time")
     add("--batch", type=count, help="texts of a step")
     add("--rate", type=rate, default=2e-2, help="learning rate")
     add("--samples", type=count, help="texts of each task, and texts whose loss is measured")
