@@ -204,7 +204,8 @@ inline constexpr std::array backward_policies = {
         128, 128, BackwardInputs::slots, {.rows = slot_tile_rows, .dq = DqSplit::alternating}},
 
     // At D 192 there is room for two stages of dout; the four warpgroups of a pair make three panels of dq, and each has
-    // none in every fourth tile. A V of 128 columns leaves room for two tiles of dS, so that dQ may be late.
+    // none in every fourth tile. A V of 128 columns leaves room for two tiles of dS, so that dQ may be late. With it dK
+    // and dV of 128 keys fit into the registers of one block, but in shared memory there is no room for key info.
     BackwardPolicyRow{
         192, 128, BackwardInputs::none, {.rows = 64, .dq = DqSplit::columns, .shared_ds = true}},
     BackwardPolicyRow{192, 128, BackwardInputs::key_info, pair_with(2, 2, false, true)},
