@@ -68,8 +68,8 @@ struct PrepareKeyInfo {
     if (i >= biases()) return;
     const Place at = place(i, info.bias_heads);
     info.biases[i] = key_bias<T>(shape, score, at.head, at.key, bias_factor, masked_bias);
-    if (info.unscaled != 0)
-      info.biases[i + info.unscaled] = key_bias<T>(shape, score, at.head, at.key, 1);
+    if (info.caller_biases != 0)
+      info.biases[i + info.caller_biases] = key_bias<T>(shape, score, at.head, at.key, 1);
     if (info.recent == 0) return;
     const bool hidden = at.key < shape.seqlen_k && !is_shown(score, at.head, at.key);
     info.biases[i + info.recent] = hidden ? negative_infinity : 0;
