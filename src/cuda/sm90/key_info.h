@@ -13,13 +13,12 @@ struct KeyInfo {
 
   int padded_keys = 0;
   KeyInterval* ranges = nullptr;  // [batch, range_heads, padded_keys]
-  // [batch, bias_heads, padded_keys], -inf where mask or bias hide the key; times a factor, which each direction chooses
+  // [batch, bias_heads, padded_keys], by key_bias(): -inf where mask or bias hide the key, or its masked_bias where the bias does
   float* biases = nullptr;
   // With a delay: the offset in `biases` from a key's bias to the value for queries within the delay, which is 0, or -inf
   // if the mask hides the key. 0 without a delay, and in a backward.
   std::int64_t recent = 0;
-  // The offset in `biases` from a key's bias to the same in the caller's unit, for a repetition (forward/repetition.cuh).
-  // 0 in other calls.
+  // The offset in `biases` from a key's bias to that in the caller's unit (forward/repetition.cuh). 0 without it.
   std::int64_t caller_biases = 0;
   int batch = 1;
   int range_heads = 1;

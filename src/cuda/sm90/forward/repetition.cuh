@@ -5,12 +5,10 @@
 
 // The repetition of a call or of a block's work tile, if it has large rows.
 //
-// Kernels with key info begin their accumulators with biases of keys. Large ones cost digits of the products that are added
-// to them. Kernels with ForwardVariant::shapes add biases later, less a reference of their row, which costs no digits but
-// time (ConsumerScores::add_biases). They do the second run of a call whose first run finds a large row:
+// Accumulators that begin with a large bias of a key lose digits of products. Kernels with ForwardVariant::shapes add biases
+// later, less a reference of their row, and are slower. They do the second run of a call whose first run finds a large row:
 //
-// - A row is large if its offset is, which follows its largest score (is_large_row). Keys far below that have no weight. The
-//   consumer that stores a row tests it.
+// - The consumer that stores a row tests its offset, which follows its largest score. Keys far below that have no weight.
 // - Long calls have a flag in memory. After it is set, blocks of the first run take no more work. The kernel of the second
 //   run is always launched. It returns at once without the flag, and otherwise stores every row again, so that results do
 //   not depend on the time at which the first run stopped. PrepareForward clears the flag and both runs' work counters.
@@ -20,7 +18,7 @@
 //   first run. Delayed biases have no such array; their calls are not repeated.
 namespace flash_dmattn::cuda::sm90 {
 
-// The part of a kernel in this.
+// The part of a kernel in a repetition.
 enum class Repetition : std::uint8_t {
   none,
   by_kernel,  // its calls are repeated by another kernel, and never short
