@@ -164,6 +164,11 @@ enum class Major : std::uint8_t { k, mn };
 
 // d = a b or d += a b.
 template <class T, Major MajorA = Major::k, Major MajorB = MajorA>
+__device__ inline void wgmma(float (&d)[96], std::uint64_t a, std::uint64_t b, bool add) {
+  WGMMA_SS("m64n192k16", 96, "+f", 96, 97, 98, 99, 100)
+}
+
+template <class T, Major MajorA = Major::k, Major MajorB = MajorA>
 __device__ inline void wgmma(float (&d)[64], std::uint64_t a, std::uint64_t b, bool add) {
   WGMMA_SS("m64n128k16", 64, "+f", 64, 65, 66, 67, 68)
 }

@@ -4,7 +4,7 @@ namespace flash_dmattn::cuda::sm90 {
 
 KeyInfo allocate_key_info(const Shape& shape, const ScoreParams& score,
                           WorkspaceAllocator& workspace, bool has_recent_biases,
-                          bool has_unscaled_biases) {
+                          bool has_caller_biases) {
   KeyInfo info;
   const auto key_broadcast = [](const Broadcast& b) { return b.dense ? Broadcast{} : b; };
   const Broadcast mask = key_broadcast(score.mask);
@@ -23,8 +23,8 @@ KeyInfo allocate_key_info(const Shape& shape, const ScoreParams& score,
   info.ranges = workspace.take<KeyInterval>(keys * info.batch * info.range_heads);
   const std::int64_t biases = keys * info.batch * info.bias_heads;
   if (has_recent_biases && score.bias_delay != 0) info.recent = biases;
-  if (has_unscaled_biases && score.bias_delay == 0) info.unscaled = biases;
-  info.biases = workspace.take<float>(biases + info.recent + info.unscaled);
+  if (has_caller_biases && score.bias_delay == 0) info.caller_biases = biases;
+  info.biases = workspace.take<float>(biases + info.recent + info.caller_biases);
   if (info.batch > 1) {
     info.range_batch = keys * info.range_heads;
     info.bias_batch = keys * info.bias_heads;

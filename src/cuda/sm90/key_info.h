@@ -13,13 +13,13 @@ struct KeyInfo {
 
   int padded_keys = 0;
   KeyInterval* ranges = nullptr;  // [batch, range_heads, padded_keys]
-  float* biases =
-      nullptr;  // [batch, bias_heads, padded_keys]; -inf where mask or bias hide the key
+  // [batch, bias_heads, padded_keys], by key_bias(): -inf where mask or bias hide the key, or its masked_bias where the bias does
+  float* biases = nullptr;
   // With a delay: the offset in `biases` from a key's bias to the value for queries within the delay, which is 0, or -inf
   // if the mask hides the key. 0 without a delay, and in a backward.
   std::int64_t recent = 0;
-  // The offset in `biases` from a key's bias to the caller's bias, which is -inf if mask or bias hide the key. 0 without it.
-  std::int64_t unscaled = 0;
+  // The offset in `biases` from a key's bias to that in the caller's unit (forward/repetition.cuh). 0 without it.
+  std::int64_t caller_biases = 0;
   int batch = 1;
   int range_heads = 1;
   int bias_heads = 1;
@@ -40,10 +40,10 @@ struct KeyInfo {
 };
 
 // Allocates key info. Its size follows from shapes and strides.
-// `has_recent_biases`: with KeyInfo::recent if biases have a delay. `has_unscaled_biases`: with KeyInfo::unscaled if they
-// have none.
+// `has_recent_biases`: with KeyInfo::recent if biases have a delay. `has_caller_biases`: with KeyInfo::caller_biases, if
+// biases have no delay.
 KeyInfo allocate_key_info(const Shape& shape, const ScoreParams& score,
                           WorkspaceAllocator& workspace, bool has_recent_biases = false,
-                          bool has_unscaled_biases = false);
+                          bool has_caller_biases = false);
 
 }  // namespace flash_dmattn::cuda::sm90

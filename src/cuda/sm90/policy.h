@@ -68,33 +68,10 @@ constexpr bool has_kernel(int head_dim, const ForwardVariant& variant) {
   return head_dim <= 128 || variant.load != KeyLoad::gather || !variant.shapes;
 }
 
-// Whether a kernel finds rows with large scores, whose biases lose digits in its accumulators.
-constexpr bool finds_large_rows(const ForwardVariant& variant) {
-  return variant.has_key_info && variant.dense == DenseAccess::none && !variant.shapes;
-}
-
 // Whether a kernel adds biases of keys less a reference of their row. Elements of a dense mask or bias leave too few
 // registers for that above D 192.
 constexpr bool has_references(int head_dim, const ForwardVariant& variant) {
   return variant.shapes && (head_dim <= 192 || variant.dense == DenseAccess::none);
-}
-
-// Whether a kernel may repeat a call with such rows.
-constexpr bool repeats_calls(const ForwardVariant& variant) {
-  return variant.shapes && variant.dense == DenseAccess::none;
-}
-
-// The variant that repeats such work.
-constexpr ForwardVariant with_references(int head_dim, ForwardVariant variant) {
-  variant.shapes = true;
-  if (!has_kernel(head_dim, variant)) variant.load = KeyLoad::any;
-  return variant;
-}
-
-// Whether a block with one work tile repeats it itself. Both loops then have the same tiles in shared memory. With gathered
-// keys the second loop would spill registers.
-constexpr bool repeats_in_block(int head_dim, int value_dim, const ForwardVariant& variant) {
-  return finds_large_rows(variant) && variant.load == KeyLoad::tma && value_dim == head_dim;
 }
 
 // Whether biases of keys may have a delay. Elsewhere a test for it would spill registers of the loop; KeyLoad::any takes

@@ -28,9 +28,8 @@ __device__ inline bool is_shown(const ScoreParams& score, const QueryHead& head,
          0;
 }
 
-// The bias of a key times `factor`, or -inf where mask or bias hide the key: in units of the accumulator that it
-// initializes, that is, divided by the scale, or in units of log 2 if it is added after the scores are shaped.
-// `masked_bias` replaces a bias that hides the key.
+// The bias of a key times `factor`, -inf where mask or bias hide the key, and 0 past the last key. `factor` is 1, or converts
+// to the unit of accumulators. `masked_bias` replaces a bias that hides the key.
 template <class T>
 __device__ inline float key_bias(const Shape& shape, const ScoreParams& score,
                                  const QueryHead& head, int key, float factor,
@@ -68,8 +67,8 @@ struct PrepareKeyInfo {
     if (i >= biases()) return;
     const Place at = place(i, info.bias_heads);
     info.biases[i] = key_bias<T>(shape, score, at.head, at.key, bias_factor, masked_bias);
-    if (info.unscaled != 0)
-      info.biases[i + info.unscaled] = key_bias<T>(shape, score, at.head, at.key, 1);
+    if (info.caller_biases != 0)
+      info.biases[i + info.caller_biases] = key_bias<T>(shape, score, at.head, at.key, 1);
     if (info.recent == 0) return;
     const bool hidden = at.key < shape.seqlen_k && !is_shown(score, at.head, at.key);
     info.biases[i + info.recent] = hidden ? negative_infinity : 0;

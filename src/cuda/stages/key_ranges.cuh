@@ -38,22 +38,33 @@ struct KeyRangesParams {
   __host__ __device__ int query_tiles() const { return ceil_div(seqlen_q, query_tile_rows); }
 };
 
-// A warp computes the bounds of a block of keys.
-struct BoundKeyBlocksKernel {
+// A kernel with a warp for each item of a row of intervals: a block of keys, a group of them, or a query tile.
+struct WarpOfRow {
   using Params = KeyRangesParams;
   static constexpr int warps = 8;
   static constexpr int threads = warps * 32;
   static constexpr int min_blocks = 1;
   struct SharedStorage {};
+  struct Place {
+    int row;
+    int first;  // item of the thread block
+  };
 
+  static __device__ Place place(int row_items) {
+    const int row_blocks = ceil_div(row_items, warps);
+    const auto block = static_cast<int>(blockIdx.x);
+    return {block / row_blocks, block % row_blocks * warps};
+  }
+};
+
+// A warp computes the bounds of a block of keys.
+struct BoundKeyBlocksKernel : WarpOfRow {
   static long blocks(const Params& p, std::int64_t rows) {
     return rows * ceil_div(p.key_blocks(), warps);
   }
-
   __device__ void operator()(const Params& p, SharedStorage&) const {
-    const int row_blocks = ceil_div(p.key_blocks(), warps);
-    const int row = static_cast<int>(blockIdx.x) / row_blocks;
-    const int block = static_cast<int>(blockIdx.x) % row_blocks * warps + warp_id();
+    const auto [row, first] = place(p.key_blocks());
+    const int block = first + warp_id();
     if (block >= p.key_blocks()) return;
     const KeyInterval* const intervals = p.intervals.data +
                                          row / p.heads * p.intervals.stride_batch +
@@ -78,21 +89,13 @@ struct BoundKeyBlocksKernel {
 };
 
 // A warp computes the bounds of a group of blocks of keys.
-struct BoundKeyGroupsKernel {
-  using Params = KeyRangesParams;
-  static constexpr int warps = 8;
-  static constexpr int threads = warps * 32;
-  static constexpr int min_blocks = 1;
-  struct SharedStorage {};
-
+struct BoundKeyGroupsKernel : WarpOfRow {
   static long blocks(const Params& p, std::int64_t rows) {
     return rows * ceil_div(p.key_groups(), warps);
   }
-
   __device__ void operator()(const Params& p, SharedStorage&) const {
-    const int row_blocks = ceil_div(p.key_groups(), warps);
-    const int row = static_cast<int>(blockIdx.x) / row_blocks;
-    const int group = static_cast<int>(blockIdx.x) % row_blocks * warps + warp_id();
+    const auto [row, first] = place(p.key_groups());
+    const int group = first + warp_id();
     if (group >= p.key_groups()) return;
     const KeyBlockQueries* const blocks =
         p.blocks + static_cast<std::int64_t>(row) * p.key_blocks();
@@ -111,11 +114,7 @@ struct BoundKeyGroupsKernel {
 
 // A warp computes the key range of a query tile. The warps of a thread block first find together the blocks of keys, or
 // groups of them, that intersect any of their tiles.
-struct FindKeyRangesKernel {
-  using Params = KeyRangesParams;
-  static constexpr int warps = 8;
-  static constexpr int threads = warps * 32;
-  static constexpr int min_blocks = 1;
+struct FindKeyRangesKernel : WarpOfRow {
   struct SharedStorage {
     int begin[warps];
     int end[warps];
@@ -124,7 +123,6 @@ struct FindKeyRangesKernel {
   static long blocks(const Params& p, std::int64_t rows) {
     return rows * ceil_div(p.query_tiles(), warps);
   }
-
   __device__ void operator()(const Params& p, SharedStorage& shared) const {
     const int row_blocks = ceil_div(p.query_tiles(), warps);
     const int row = static_cast<int>(blockIdx.x) / row_blocks;

@@ -3,6 +3,7 @@
 #include "cuda/sm90/backward/consumers/consumer.cuh"
 #include "cuda/sm90/backward/consumers/late_dq_consumer.cuh"
 #include "cuda/sm90/backward/consumers/role_consumers.cuh"
+#include "cuda/sm90/backward/consumers/shared_ds_consumer.cuh"
 #include "cuda/sm90/backward/keys/key_block.cuh"
 #include "cuda/sm90/backward/producer/dq_writer.cuh"
 #include "cuda/sm90/backward/producer/tile_loader.cuh"
@@ -140,8 +141,9 @@ struct BackwardKernel {
     } else {
       increase_registers<BackwardPolicy::consumer_registers>();
       if constexpr (policy.split == ConsumerSplit::keys) {
-        using Consumer = std::conditional_t<policy.late_dq, LateDqConsumer<BackwardKernel>,
-                                            BackwardConsumer<BackwardKernel>>;
+        using Early = std::conditional_t<policy.shared_ds, SharedDsConsumer<BackwardKernel>,
+                                         BackwardConsumer<BackwardKernel>>;
+        using Consumer = std::conditional_t<policy.late_dq, LateDqConsumer<BackwardKernel>, Early>;
         consume<Consumer>(p, storage);
       } else if (shuffle(static_cast<int>(threadIdx.x) / 128, 0) == 1) {
         consume<ScoreConsumer<BackwardKernel>>(p, storage);

@@ -73,7 +73,7 @@ constexpr int head_dim_bucket(int head_dim, const BackwardVariant& variant) {
 
 // The division of dq of a query tile between the two warpgroups. Each part is a product of 64 queries over all keys.
 enum class DqSplit : std::uint8_t {
-  columns,      // a panel of 64 columns each
+  columns,      // a panel of 64 columns each; of three panels, the last in every other tile
   alternating,  // every other tile each, so dS is read once and there are twice as many accumulators
   rows,         // 64 of 128 queries each
 };
@@ -97,6 +97,8 @@ struct BackwardPolicy {
   bool shares_dq_tile = false;
   // Whether dQ of a tile is multiplied during the next tile. Not with slots, whose keys change between tiles.
   bool late_dq = false;
+  // Whether dK reads dS from shared memory instead of registers.
+  bool shared_ds = false;
   // Whether registers keep the biases of a dense tile around the loop, so that heads that share them load them once.
   bool keeps_biases = false;
 
@@ -110,8 +112,14 @@ struct BackwardPolicy {
   constexpr bool paired() const { return cluster == 2; }
   constexpr int work_keys() const { return keys * cluster; }
   // The parts of dq that the block makes of a query tile, and their columns.
-  constexpr int dq_parts() const { return dq == DqSplit::alternating ? 1 : warpgroups; }
-  constexpr int dq_tiles() const { return shares_dq_tile ? 1 : dq_parts(); }
+  constexpr int dq_parts(int head_dim) const {
+    if (dq == DqSplit::columns && !paired()) return head_dim / 64;
+    return dq == DqSplit::alternating ? 1 : warpgroups;
+  }
+  // Of three parts, the third uses the tile of its warpgroup's first.
+  constexpr int dq_tiles(int head_dim) const {
+    return shares_dq_tile ? 1 : std::min(dq_parts(head_dim), warpgroups);
+  }
   constexpr int dq_part_columns(int head_dim) const {
     return dq == DqSplit::columns ? 64 : head_dim;
   }
@@ -196,8 +204,10 @@ inline constexpr std::array backward_policies = {
         128, 128, BackwardInputs::slots, {.rows = slot_tile_rows, .dq = DqSplit::alternating}},
 
     // At D 192 there is room for two stages of dout; the four warpgroups of a pair make three panels of dq, and each has
-    // none in every fourth tile. A V of 128 columns leaves room for two tiles of dS, so that dQ may be late.
-    BackwardPolicyRow{192, 128, BackwardInputs::none, pair_with(2, 2, false, true)},
+    // none in every fourth tile. A V of 128 columns leaves room for two tiles of dS, so that dQ may be late. With it dK
+    // and dV of 128 keys fit into the registers of one block, but in shared memory there is no room for key info.
+    BackwardPolicyRow{
+        192, 128, BackwardInputs::none, {.rows = 64, .dq = DqSplit::columns, .shared_ds = true}},
     BackwardPolicyRow{192, 128, BackwardInputs::key_info, pair_with(2, 2, false, true)},
     BackwardPolicyRow{192, 128, BackwardInputs::slots, pair_with(2, 2, false, false)},
     BackwardPolicyRow{192, 192, BackwardInputs::none, pair_with(2, 1, false, false)},

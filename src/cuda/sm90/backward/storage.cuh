@@ -110,7 +110,7 @@ struct BackwardStorage {
   alignas(1024) std::byte dout[policy.dout_stages][DoutTile::bytes];
   alignas(1024) std::byte ds[policy.score_tiles][ScoreTile::bytes];
   Partner partner;
-  alignas(1024) float dq[policy.dq_tiles()][64 * policy.dq_part_columns(D)];
+  alignas(1024) float dq[policy.dq_tiles(D)][64 * policy.dq_part_columns(D)];
   alignas(128) Stats stats[policy.stages];
   Pipeline<1> key_pipeline;
   Pipeline<policy.stages> q_pipeline;  // q and its stats

@@ -15,10 +15,10 @@ namespace flash_dmattn::cuda::sm90 {
 // While the threads of one warpgroup compute a softmax, the products of the others run: named barriers order the
 // warpgroups' issues (ping-pong scheduling). At the end of a work tile the step is the same with Q and K of the next
 // one, and O is stored after it, so that the tensor cores do not idle between work tiles.
-// `Repeats`: the block has run another consumer before, whose last turn has not been taken.
-template <class Kernel, bool Repeats>
-class ForwardConsumer : ConsumerScores<Kernel, Repeats> {
-  using Scores = ConsumerScores<Kernel, Repeats>;
+// `RepeatsBlock`: the block has run another consumer before, whose last turn has not been taken.
+template <class Kernel, bool RepeatsBlock>
+class ForwardConsumer : ConsumerScores<Kernel, RepeatsBlock> {
+  using Scores = ConsumerScores<Kernel, RepeatsBlock>;
   using Scores::factor_, Scores::max_, Scores::p_, Scores::scores_, Scores::storage_;
   using Scores::first_query, Scores::has_two_heads, Scores::lane, Scores::query_step;
   using Scores::has_dense_tiles, Scores::has_info;
@@ -34,7 +34,7 @@ class ForwardConsumer : ConsumerScores<Kernel, Repeats> {
   __device__ ForwardConsumer(const ForwardKernelParams& p, Storage& storage) : Scores(p, storage) {}
 
   __device__ void run() {
-    if (!Repeats && warpgroup_ == 0) give_turn_to(0);
+    if (!RepeatsBlock && warpgroup_ == 0) give_turn_to(0);
     storage_.q_pipeline.wait_full(0);
     // There is work for every block.
     WorkTile work = storage_.work[0];
@@ -81,8 +81,9 @@ class ForwardConsumer : ConsumerScores<Kernel, Repeats> {
     wait_out(n - 1);
     const RowOffset offsets[2] = {row_offset(0), row_offset(1)};
     store(work, sum_, offsets);
-    if constexpr (Kernel::repeats_in_block) {
-      if (is_large(offsets[0]) || is_large(offsets[1])) storage_.has_large_rows = true;
+    if constexpr (Kernel::repetition == Repetition::by_block) {
+      if (is_large_row(offsets[0].log2) || is_large_row(offsets[1].log2))
+        storage_.has_large_rows = true;
     }
     if constexpr (Kernel::fixes_rows) {
       if (p_.needs_fix == nullptr) fix(work);

@@ -8,8 +8,8 @@
 namespace flash_dmattn::cuda::sm90 {
 
 // The scores of a consumer warpgroup: its thread's accumulators of a key tile, which it shapes, biases and masks.
-// `Repeats`: it repeats the work of a kernel without ForwardVariant::shapes, whose scores are products.
-template <class Kernel, bool Repeats>
+// `RepeatsBlock`: the scores are products, of the second run of a short call.
+template <class Kernel, bool RepeatsBlock>
 class ConsumerScores {
  protected:
   using T = typename Kernel::Element;
@@ -33,7 +33,7 @@ class ConsumerScores {
         storage_(storage),
         // The compiler must know that this is uniform over the warp.
         warpgroup_(shuffle(static_cast<int>(threadIdx.x) / 128 - 1, 0)),
-        converts_(Repeats || Kernel::converts_scores(p.forward)),
+        converts_(RepeatsBlock || Kernel::converts_scores(p.forward)),
         factor_(converts_ ? 1.0f : p.forward.score.factor),
         warpgroup_query_(first_warpgroup_query()) {
     // Keeps the sum in one register instead of its summands.
@@ -184,7 +184,7 @@ class ConsumerScores {
   // have the wrong sign, which a softcap would hide: it becomes NaN.
   __device__ void convert_scores() {
     const ScoreParams& score = p_.forward.score;
-    if (Repeats || !shapes_scores(p_.forward)) {
+    if (RepeatsBlock || !shapes_scores(p_.forward)) {
 #pragma unroll
       for (int i = 0; i < keys / 2; ++i) scores_[i] *= score.factor;
       return;

@@ -3,8 +3,8 @@
 #include "cuda/hopper/ptx.cuh"
 #include "cuda/primitives/convert.cuh"
 #include "cuda/primitives/warp.cuh"
-#include "cuda/sm90/forward/params.h"
 #include "cuda/sm90/forward/quad_transpose.cuh"
+#include "cuda/sm90/forward/repetition.cuh"
 #include "cuda/sm90/forward/work_tile.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -29,9 +29,6 @@ struct RowOffset {
   float log2;
   float reference;
 };
-
-// Whether scores have a size at which their rounding, in units of log 2, exceeds that of weights in fp16.
-__device__ inline bool is_large(const RowOffset& offset) { return fabsf(offset.log2) > 4096; }
 
 // Stores out / sum and lse = log 2 (offset + log2 sum) of a thread's two rows from registers. The lanes of a quad
 // exchange words so that each stores 16 bytes. There are no branches (ptx.cuh). Rows that overflow fp32 or the output's
@@ -98,9 +95,9 @@ __device__ inline void store_output(const ForwardKernelParams& params, const Wor
              empty ? 0.0f : static_cast<float>(lse - static_cast<double>(rounded)));
     const bool has_flag = !Kernel::can_be_short || params.needs_fix != nullptr;
     set_flag_if(stores_lse && !ordinary && has_flag, params.needs_fix);
-    if constexpr (Kernel::finds_large_rows) {
-      set_flag_if(stores_lse && is_large(offsets[h]) && params.large_rows != nullptr,
-                  params.large_rows);
+    if constexpr (is_repeated(Kernel::repetition)) {
+      set_flag_if(stores_lse && is_large_row(offsets[h].log2) && params.has_large_rows != nullptr,
+                  params.has_large_rows);
     }
   }
 }

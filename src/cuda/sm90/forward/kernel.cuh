@@ -23,13 +23,11 @@ struct ForwardKernel {
   static constexpr bool shapes = Variant.shapes;
   static constexpr bool has_references = sm90::has_references(D, Variant);
   static constexpr bool delays = supports_delay(D, Variant);
-  static constexpr bool finds_large_rows = sm90::finds_large_rows(Variant);
-  static constexpr bool repeats_calls = sm90::repeats_calls(Variant);
+  static constexpr Repetition repetition = repetition_of(D, Dv, Variant);
   static constexpr bool overlaps = Variant.overlaps;
   static constexpr bool can_be_short = sm90::can_be_short(Variant);
   static constexpr bool can_compute_key_info = sm90::can_compute_key_info(Variant);
   static constexpr bool fixes_rows = sm90::fixes_rows(D, Variant);
-  static constexpr bool repeats_in_block = sm90::repeats_in_block(D, Dv, Variant);
   static constexpr ForwardPolicy policy = forward_policy(D, Dv, Variant);
   static_assert(has_key_info || (load == KeyLoad::tma && dense == DenseAccess::none));
   static_assert(!has_key_info || dense == DenseAccess::tiles || policy.rows() == query_tile_rows);
@@ -78,13 +76,13 @@ struct ForwardKernel {
   }
 
   __device__ void operator()(const Params& p, SharedStorage& storage) const {
-    if constexpr (repeats_calls) {
-      if (p.large_rows != nullptr && *p.large_rows == 0) return;
+    if constexpr (repetition == Repetition::repeats) {
+      if (p.has_large_rows != nullptr && *p.has_large_rows == 0) return;
     }
     if (threadIdx.x == 0) storage.has_large_rows = false;
     run<false>(p, storage);
-    if constexpr (repeats_in_block) {
-      if (p.next_work != nullptr || !adds_biases_of_keys(p.forward.score)) return;
+    if constexpr (repetition == Repetition::by_block) {
+      if (p.next_work != nullptr || !may_have_large_rows(p.forward.score)) return;
       __syncthreads();
       if (!storage.has_large_rows) return;
       if (threadIdx.x == 0) {
@@ -92,15 +90,15 @@ struct ForwardKernel {
         storage.k_pipeline.invalidate();
         storage.v_pipeline.invalidate();
       }
-      using Repetition = ForwardKernel<T, D, D, with_references(D, Variant)>;
-      static_assert(Repetition::policy.consumer_registers == policy.consumer_registers &&
-                    Repetition::policy.producer_registers == policy.producer_registers);
-      Repetition::template run<true>(p, storage);
+      using Repeating = ForwardKernel<T, D, D, repeating_variant(D, Variant)>;
+      static_assert(Repeating::policy.consumer_registers == policy.consumer_registers &&
+                    Repeating::policy.producer_registers == policy.producer_registers);
+      Repeating::template run<true>(p, storage);
     }
   }
 
-  // Computes the block's work tiles. `Repeats`: after another kernel's run, with barriers that are no longer valid.
-  template <bool Repeats>
+  // Computes the block's work tiles. `RepeatsBlock`: it is the second run of a short call.
+  template <bool RepeatsBlock>
   static __device__ void run(const Params& p, SharedStorage& storage) {
     if (threadIdx.x == 0) {
       constexpr int consumer_warps = 4 * policy.warpgroups;
@@ -125,7 +123,7 @@ struct ForwardKernel {
       Producer{{p, storage}}.run();
     } else {
       increase_registers<policy.consumer_registers>();
-      ForwardConsumer<ForwardKernel, Repeats>(p, storage).run();
+      ForwardConsumer<ForwardKernel, RepeatsBlock>(p, storage).run();
     }
   }
 };

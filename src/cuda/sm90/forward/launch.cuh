@@ -54,19 +54,19 @@ void launch_forward_kernel(ForwardKernelParams params, cudaStream_t stream) {
   const PrepareForward<T> prepare{{p.shape, p.score, params.info, Kernel::key_bias_factor(params)},
                                   params.next_work,
                                   params.needs_fix,
-                                  params.large_rows};
+                                  params.has_large_rows};
   for_each(prepare.items(), prepare, stream);
   const int multiprocessors = current_device().multiprocessors;
   const int blocks = params.next_work == nullptr ? params.work_tiles
                                                  : std::min(multiprocessors, params.work_tiles);
   launch<Kernel>(blocks, params, stream);
-  if constexpr (Kernel::finds_large_rows) {
-    if (params.large_rows != nullptr) {
-      using Repetition = ForwardKernel<T, D, D, with_references(D, Variant)>;
-      static_assert(Repetition::policy.rows() == Kernel::policy.rows(),
+  if constexpr (is_repeated(Kernel::repetition)) {
+    if (params.has_large_rows != nullptr) {
+      using Repeating = ForwardKernel<T, D, D, repeating_variant(D, Variant)>;
+      static_assert(Repeating::policy.rows() == Kernel::policy.rows(),
                     "it has the same work tiles");
-      set_kernel_params<Repetition>(params);
-      launch<Repetition>(blocks, params, stream);
+      set_kernel_params<Repeating>(params);
+      launch<Repeating>(blocks, params, stream);
     }
   }
   const bool has_fixed_rows = Kernel::fixes_rows && params.needs_fix == nullptr;
@@ -83,7 +83,7 @@ void launch_forward(const ForwardChoice& choice, const ForwardParams& p,
   params.info = workspace.info;
   params.next_work = workspace.next_work;
   params.needs_fix = workspace.needs_fix;
-  params.large_rows = workspace.large_rows;
+  params.has_large_rows = workspace.has_large_rows;
   if (p.shape.seqlen_k == 0) {
     // Marks every row.
     constexpr int nan_bytes = 0xff;

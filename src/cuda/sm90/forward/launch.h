@@ -15,7 +15,7 @@ struct ForwardWorkspace {
   KeyInfo info;
   int* next_work = nullptr;
   std::uint32_t* needs_fix = nullptr;
-  std::uint32_t* large_rows = nullptr;  // null for a kernel that repeats no call
+  std::uint32_t* has_large_rows = nullptr;  // null for a call with one run
 
   ForwardWorkspace() = default;
   ForwardWorkspace(const ForwardChoice& choice, const ForwardParams& params, int multiprocessors,

@@ -23,11 +23,6 @@ inline __host__ __device__ bool has_key_biases(const ScoreParams& score) {
   return (score.mask.data != nullptr && !score.mask.dense) || has_key_bias(score);
 }
 
-// Whether accumulators begin with biases of keys, which may be large. Delayed ones have no second array in KeyInfo.
-inline __host__ __device__ bool adds_biases_of_keys(const ScoreParams& score) {
-  return has_key_bias(score) && score.bias_delay == 0;
-}
-
 struct ForwardKernelParams {
   // Tensor maps are aligned to 64 bytes, because the TMA unit reads them.
   CUtensorMap q_map;
@@ -40,15 +35,14 @@ struct ForwardKernelParams {
   float bias_factor = 0;   // converts a dense bias to the unit of the scores that it is added to
   bool two_heads = false;  // the rows of a work tile belong to two heads, with DenseAccess::tiles
   int work_tiles = 0;
-  // [2] numbers of work tiles taken beyond the first of each block, by the kernel and by its repetition with references
-  // (large_rows); null if no block takes another
+  // [2] numbers of work tiles taken beyond the first of each block, by each run (repetition.cuh); null if no block takes
+  // another: the call is short
   int* next_work = nullptr;
   // [1] nonzero if some row's lse is NaN (see FixForwardKernel); null if this is unknown, or if each block recomputes
   // the rows of its only work tile
   std::uint32_t* needs_fix = nullptr;
-  // [1] nonzero if some row has large scores. A kernel with finds_large_rows then stops, and one that adds biases less a
-  // reference of their row repeats the call; null in other calls, and if each block repeats its only work tile
-  std::uint32_t* large_rows = nullptr;
+  // [1] nonzero if the call is repeated (repetition.cuh); null if it cannot be, or if blocks repeat their work tiles
+  std::uint32_t* has_large_rows = nullptr;
 
   // Whether there is a dense mask that is not packed.
   __host__ __device__ bool reads_mask_bytes() const {

@@ -7,6 +7,7 @@
 #include "cuda/sm90/dispatch.h"
 #include "cuda/sm90/forward/choice.h"
 #include "cuda/sm90/forward/launch.h"
+#include "cuda/sm90/forward/repetition.cuh"
 #include "cuda/sm90/forward/work_tile.cuh"
 #include "cuda/stages/stages.h"
 
@@ -71,19 +72,20 @@ ForwardWorkspace::ForwardWorkspace(const ForwardChoice& choice, const ForwardPar
                                    int multiprocessors, WorkspaceAllocator& workspace) {
   const ForwardVariant& variant = choice.variant;
   const int rows = forward_policy(choice.head_dim, choice.value_dim, variant).rows();
-  const bool repeats_large_rows = finds_large_rows(variant) && adds_biases_of_keys(p.score);
-  const bool is_short =
-      can_be_short(variant) && WorkTile::count(p.shape, rows) <= multiprocessors &&
-      (!repeats_large_rows || repeats_in_block(choice.head_dim, choice.value_dim, variant));
+  const Repetition repetition = repetition_of(choice.head_dim, choice.value_dim, variant);
+  const bool is_repeated = sm90::is_repeated(repetition) && may_have_large_rows(p.score);
+  const bool is_short = can_be_short(variant) &&
+                        WorkTile::count(p.shape, rows) <= multiprocessors &&
+                        (!is_repeated || repetition == Repetition::by_block);
   const bool computes_key_info = is_short && can_compute_key_info(variant) &&
                                  p.shape.seqlen_k <= most_computed_key_info &&
                                  p.score.bias_delay == 0;
   if (variant.has_key_info && !computes_key_info)
-    info = allocate_key_info(p.shape, p.score, workspace, true, repeats_large_rows);
+    info = allocate_key_info(p.shape, p.score, workspace, true, is_repeated);
   if (is_short) return;
   next_work = workspace.take<int>(2);
   needs_fix = workspace.take<std::uint32_t>(1);
-  if (repeats_large_rows) large_rows = workspace.take<std::uint32_t>(1);
+  if (is_repeated) has_large_rows = workspace.take<std::uint32_t>(1);
 }
 
 std::string decline_forward(const Problem& p) {

@@ -10,7 +10,7 @@ struct PrepareForward {
   PrepareKeyInfo<T> key_info;
   int* next_work;
   std::uint32_t* needs_fix;
-  std::uint32_t* large_rows;
+  std::uint32_t* has_large_rows;
 
   long items() const { return std::max(key_info.items(), next_work == nullptr ? 0l : 1l); }
 
@@ -18,7 +18,7 @@ struct PrepareForward {
     if (i == 0 && next_work != nullptr) {
       next_work[0] = next_work[1] = 0;
       *needs_fix = 0;
-      if (large_rows != nullptr) *large_rows = 0;
+      if (has_large_rows != nullptr) *has_large_rows = 0;
     }
     key_info(i);
   }

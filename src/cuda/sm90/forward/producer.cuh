@@ -1,5 +1,6 @@
 #pragma once
 
+#include "cuda/sm90/forward/repetition.cuh"
 #include "cuda/sm90/forward/storage.cuh"
 
 // The producer warpgroup loads q, K and V to shared memory in the order of the products:
@@ -25,11 +26,10 @@ struct ProducerBase {
   // takes the next one early leaves too few for blocks that end before it.
   __device__ int take_work() const {
     if (Kernel::can_be_short && p.next_work == nullptr) return p.work_tiles;
-    if constexpr (Kernel::finds_large_rows) {
-      if (p.large_rows != nullptr && load_relaxed(p.large_rows) != 0) return p.work_tiles;
-    }
-    const bool repeats = Kernel::repeats_calls && p.large_rows != nullptr;
-    return atomicAdd(p.next_work + (repeats ? 1 : 0), 1) + static_cast<int>(gridDim.x);
+    if (is_first_run(Kernel::repetition, p) && load_relaxed(p.has_large_rows) != 0)
+      return p.work_tiles;
+    const int run = is_second_run(Kernel::repetition, p) ? 1 : 0;
+    return atomicAdd(p.next_work + run, 1) + static_cast<int>(gridDim.x);
   }
 
   // Passes work tile `n` of this block and its q to the consumers. Called by one thread.
@@ -66,7 +66,7 @@ struct ProducerBase {
   // In the unit of Kernel::key_bias_factor.
   __device__ const float* biases(const WorkTile& work) const {
     return p.info.biases_of(work.batch, work.head, work.kv_head) +
-           (Kernel::repeats_calls ? p.info.unscaled : 0);
+           (Kernel::repetition == Repetition::repeats ? p.info.caller_biases : 0);
   }
 };
 

@@ -95,7 +95,7 @@ struct ForwardStorage {
   KeyInfoStorage<info_stages, P.keys, HasKeyInfo, Delays> info;
   WorkTile work[work_stages];
   int next_work[2];     // shared by the producers
-  bool has_large_rows;  // of the only work tile of a block that repeats it
+  bool has_large_rows;  // of the block (repetition.cuh)
   Pipeline<work_stages> q_pipeline;
   Pipeline<P.stages> k_pipeline;
   Pipeline<P.stages> v_pipeline;

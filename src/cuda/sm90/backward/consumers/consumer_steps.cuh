@@ -140,10 +140,25 @@ class ConsumerSteps {
     end_batch();
   }
 
+  // dK += dS^T q with dS in shared memory.
+  __device__ void issue_dk(int n, Dk& dk) const {
+    const KMajorOperand<keys> ds(shared_address(storage_.ds[score_tile(n)]) +
+                                 key_group() * 64 * panel_row_bytes);
+    const RowMajorOperand<rows> q(shared_address(storage_.q[stage(n)]));
+    pin(dk);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < rows / 16; ++i) wgmma<T, Major::k, Major::mn>(dk, ds.at(i), q.at(i), true);
+    end_batch();
+  }
+
   // This warpgroup's part of dQ = dS K of a visit with this turn.
   __device__ void issue_dq(int n, float (&dq)[dq_part], int turn = 0) const {
-    const int row_panel = policy.dq == DqSplit::rows ? warpgroup_ : 0;
-    const int column_panel = policy.dq == DqSplit::columns ? Kernel::dq_panel(turn, warpgroup_) : 0;
+    issue_dq_part(n, dq, turn, warpgroup_);
+  }
+  __device__ void issue_dq_part(int n, float (&dq)[dq_part], int turn, int part) const {
+    const int row_panel = policy.dq == DqSplit::rows ? part : 0;
+    const int column_panel = policy.dq == DqSplit::columns ? Kernel::dq_panel(turn, part) : 0;
     const DsOperand ds(shared_address(storage_.ds[score_tile(n)]) +
                        row_panel * ScoreTile::panel_bytes);
     const RowMajorOperand<keys> k(address_of_keys(storage_.k) +
@@ -184,7 +199,7 @@ class ConsumerSteps {
     named_barrier_sync(Kernel::dq_free_barrier + part, threads);
     const auto* const words = reinterpret_cast<const std::uint32_t*>(dq);
     const std::uint32_t to =
-        shared_address(storage_.dq[part % policy.dq_tiles()] +
+        shared_address(storage_.dq[part % policy.dq_tiles(head_dim)] +
                        Layout::thread_offset(0, static_cast<int>(threadIdx.x) % 128));
 #pragma unroll
     for (int j = 0; j < dq_part / 4; ++j) {

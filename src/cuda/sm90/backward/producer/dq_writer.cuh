@@ -126,7 +126,7 @@ struct DqWriter {
   using NeighbourOrder =
       std::conditional_t<Kernel::variant.has_dense(), VisitOrder<Kernel>, BlockOrder<Kernel>>;
   using Order = std::conditional_t<Kernel::has_slots, SlotOrder<Kernel>, NeighbourOrder>;
-  static constexpr int parts = Kernel::policy.dq_parts();
+  static constexpr int parts = Kernel::policy.dq_parts(Kernel::head_dim);
   static constexpr bool shares_tile = Kernel::policy.shares_dq_tile;
   static constexpr int part_bytes = Layout::part_floats * sizeof(float);
   static constexpr int threads = 128 + warp_size;  // of these barriers
@@ -138,13 +138,21 @@ struct DqWriter {
   // Called by all lanes of one warp.
   __device__ void run(const BackwardWork& work) const {
     const bool ordered = p.order.published != nullptr;
+    int n = 0;
 #pragma unroll 1
-    for (QueryVisits<Kernel::variant> at(p, work); at.has(); at.advance()) {
+    for (QueryVisits<Kernel::variant> at(p, work); at.has(); at.advance(), ++n) {
       const std::int64_t index =
           tile_index(p.backward.shape, Kernel::policy.rows, work.batch, at.head(), at.tile());
       float* const to = p.dq_accum + index * Layout::floats;
       const int turn = Kernel::turn(at);
-      if constexpr (!shares_tile) {
+      // The warpgroup that makes two of three parts, of which the second follows the other's part.
+      const int makes_two = n % 2;
+      if constexpr (parts == 3) {
+        bulk_wait_read<1>();
+        free_part(makes_two);
+        bulk_wait_read<0>();
+        free_part(1 - makes_two);
+      } else if constexpr (!shares_tile) {
 #pragma unroll
         for (int part = 0; part < parts; ++part) {
           // If every tile has all parts, the addition of the next part may still read shared memory.
@@ -160,17 +168,21 @@ struct DqWriter {
         __syncwarp();
         fence_async_proxy_global();
       }
+      if constexpr (parts == 3) {
+        add(makes_two, to + makes_two * Layout::part_floats);
+        add(1 - makes_two, to + (1 - makes_two) * Layout::part_floats);
+        bulk_wait_read<1>();
+        free_part(makes_two);
+        add(makes_two, to + 2 * Layout::part_floats);
+      } else {
 #pragma unroll
-      for (int part = 0; part < parts; ++part) {
-        if (!Kernel::makes_dq(turn, part)) continue;
-        if constexpr (shares_tile) {
-          bulk_wait_read<0>();
-          free_part(part);
-        }
-        named_barrier_sync(Kernel::dq_full_barrier + part, threads);
-        if (lane_id() == 0 && p.dq_accum != nullptr) {
-          bulk_add(to + number(turn, part) * Layout::part_floats,
-                   shared_address(storage.dq[part % Kernel::policy.dq_tiles()]), part_bytes);
+        for (int part = 0; part < parts; ++part) {
+          if (!Kernel::makes_dq(turn, part)) continue;
+          if constexpr (shares_tile) {
+            bulk_wait_read<0>();
+            free_part(part);
+          }
+          add(part, to + number(turn, part) * Layout::part_floats);
         }
       }
     }
@@ -180,6 +192,14 @@ struct DqWriter {
   }
 
  private:
+  // Adds the part that a warpgroup has passed.
+  __device__ void add(int warpgroup, float* to) const {
+    named_barrier_sync(Kernel::dq_full_barrier + warpgroup, threads);
+    if (lane_id() == 0 && p.dq_accum != nullptr) {
+      constexpr int tiles = Kernel::policy.dq_tiles(Kernel::head_dim);
+      bulk_add(to, shared_address(storage.dq[warpgroup % tiles]), part_bytes);
+    }
+  }
   static __device__ void free_part(int part) {
     __syncwarp();
     named_barrier_arrive(Kernel::dq_free_barrier + part, threads);
