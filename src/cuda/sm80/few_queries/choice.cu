@@ -124,7 +124,7 @@ Split split_keys(const Problem& p, const Policy& policy, std::int64_t most_keys,
 
 namespace {
 
-// The number of tiles of each head, from the largest on.
+// The number of tiles of each head, in the order of HeadBlocks.
 struct HeadTiles {
   std::int64_t tiles[most_unequal_heads];
   std::int64_t heads;
@@ -159,6 +159,9 @@ Split split_heads(const KvCacheShape& shape, const Policy& policy, const DeviceP
   std::stable_sort(blocks.head, blocks.head + heads, [&](std::uint8_t a, std::uint8_t b) {
     return shape.places(a) > shape.places(b);
   });
+  // Blocks with a tile wait for latency. They run beside the blocks of the largest head, which fill the memory's bandwidth.
+  std::stable_partition(blocks.head + std::min(heads, 1), blocks.head + heads,
+                        [&](std::uint8_t h) { return shape.places(h) <= policy.keys; });
   HeadTiles head_tiles{.tiles = {},
                        .heads = heads,
                        .batch = std::max<std::int64_t>(shape.batch, 1),

@@ -92,8 +92,8 @@ struct Split {
 Split split_keys(const Problem& p, const Policy& policy, std::int64_t most_keys,
                  const DeviceProperties& device);
 
-// The blocks of the heads of a KV cache, if these have different numbers of slots: more for a head with more slots. Heads
-// are in the order of their slots, so that the blocks with most slots begin first.
+// The blocks of the heads of a KV cache, if these have different numbers of slots: more for a head with more slots. The
+// head with most slots begins first, then those of one tile, and the others by their slots.
 struct HeadBlocks {
   std::uint16_t first[most_unequal_heads + 1] = {};  // of the heads in this order, for one row
   std::uint8_t head[most_unequal_heads] = {};
