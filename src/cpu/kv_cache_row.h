@@ -5,7 +5,6 @@
 #include <cstring>
 #include <limits>
 
-#include "common/kv_cache/step.h"
 #include "common/kv_cache/views.h"
 #include "cpu/selection/rank.h"
 
@@ -17,8 +16,8 @@ struct CacheRow {
   std::int64_t b, h;
   std::int64_t row;
   HeadRule rule;
+  HeadSlots slots;
   std::int64_t places;
-  std::int64_t rows_before;  // of k and v
   SlotCount& count;
   float* scores;
   std::int32_t* entries;
@@ -29,20 +28,18 @@ struct CacheRow {
         h(h_),
         row(row_),
         rule(rule_of_head(c.shape, h)),
-        places(c.shape.places(h)),
-        rows_before(rows_before_head(c.shape, h)),
+        slots(head_slots(c.shape, h)),
+        places(slots.places),
         count(c.counts[row * c.rows.count_stride + h]),
         scores(c.scores + first_slot()),
         entries(c.positions + first_slot()) {}
 
-  std::int64_t first_slot() const {
-    return row * cache.rows.slot_stride + cache.shape.first_slot(h);
-  }
+  std::int64_t first_slot() const { return row * cache.rows.slot_stride + slots.first; }
   std::int32_t seen() const { return seen_of(cache, row); }
 
   char* address(const Tensor4& t, std::int64_t slot) const {
     const std::int64_t at =
-        row * t.stride[0] + h * t.stride[1] + (rows_before + slot) * t.stride[2];
+        row * t.stride[0] + h * t.stride[1] + (slots.rows_before + slot) * t.stride[2];
     return static_cast<char*>(t.data) + at * size_of(cache.shape.dtype);
   }
 

@@ -41,7 +41,7 @@ struct Row {
   std::int32_t& entry(std::int64_t slot) const { return cache.positions[place(slot)]; }
   char* address(const Tensor4& t, std::int64_t slot) const {
     const std::int64_t at = row * t.stride[0] + h * t.stride[1] +
-                            (rows_before_head(cache.shape, h) + slot) * t.stride[2];
+                            (head_slots(cache.shape, h).rows_before + slot) * t.stride[2];
     return static_cast<char*>(t.data) + at * size_of(cache.shape.dtype);
   }
   std::size_t key_bytes() const {

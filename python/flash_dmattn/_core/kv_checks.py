@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .checks import check_count, check_on_device, check_tensor, refuse_transforms
 
-# The limit on a GPU, CacheRule::most_head_windows in src/cuda/attention/slot_scan.cuh.
+# The limit on a GPU, most_unequal_heads in src/common/kv_cache/head_slots.h.
 _MOST_HEAD_WINDOWS = 128
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "common/kv_cache/head_slots.h"
 #include "flash_dmattn/attention.h"
 #include "flash_dmattn/kv_cache.h"
 
@@ -25,11 +26,6 @@ inline std::int32_t kept_of(const CommitArgs& args, std::int64_t b) {
                                      : args.kept_tokens[b];
 }
 
-// The number of slots before head h in k and v, whose stride of heads is 0 unless all heads have equally many slots.
-inline std::int64_t rows_before_head(const KvCacheShape& shape, std::int64_t h) {
-  return shape.has_equal_heads() ? 0 : shape.first_slot(h);
-}
-
 // Where PendingIntervalsCall stores the intervals of a head.
 struct HeadIntervals {
   std::int64_t row;    // the number of intervals of all heads
@@ -39,10 +35,11 @@ struct HeadIntervals {
 
   HeadIntervals(const PendingIntervalsArgs& args, std::int64_t h) {
     const KvCacheShape& s = args.cache.shape;
+    const HeadSlots slots = head_slots(s, h);
     const bool equal = s.has_equal_heads();
-    count = equal ? s.places(h) + args.cache.pending : s.slots(h);
+    count = slots.places + (equal ? args.cache.pending : s.chunk);
     row = equal ? s.heads_kv * count : s.total_slots();
-    first = equal ? h * count : s.first_slot(h);
+    first = equal ? h * count : slots.first;
     queries_before = equal ? 0 : h * args.seqlen_q;
   }
 };
@@ -54,7 +51,7 @@ inline Tensor4 by_token(const Tensor4& slots) {
 }
 
 // The attention of seqlen_q queries of each kv head to the first `keys` slots of this head. If heads have different
-// numbers of slots, the keys of head h begin rows_before_head(h) rows after those of head 0.
+// numbers of slots, the keys of head h begin HeadSlots::rows_before rows after those of head 0.
 inline Problem problem_of_slots(const KvCacheShape& s, std::int64_t heads_q, std::int64_t seqlen_q,
                                 std::int64_t keys, double scale, ScoreUse use) {
   Problem problem{.batch = s.batch,

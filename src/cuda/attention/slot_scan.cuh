@@ -2,7 +2,7 @@
 
 #include <climits>
 
-#include "common/kv_cache/step.h"
+#include "common/kv_cache/head_slots.h"
 #include "cuda/primitives/math.cuh"
 #include "cuda/primitives/warp.cuh"
 
@@ -32,59 +32,6 @@ struct RowIndex {
     if (index == nullptr) return b;
     const std::int32_t row = __ldg(index + b * index_stride);
     return 0 <= row && row < count ? row : -1;
-  }
-};
-
-// The rule of a cache, and the slots of its heads in a row. If heads have different numbers of slots, these are kernel
-// parameters, so that no copy to the device is needed.
-struct CacheRule {
-  static constexpr int most_head_windows = 128;
-
-  HeadRule common{};     // of head 0
-  int slots = 0;         // of head 0, those for pending tokens included
-  bool by_head = false;  // heads have different numbers of slots
-  std::int32_t first_slots[most_head_windows + 1] =
-      {};  // with `by_head`; the last one is the number of all slots
-
-  CacheRule() = default;
-  explicit CacheRule(const KvCacheShape& shape)
-      : common(rule_of_head(shape, 0)),
-        slots(static_cast<int>(shape.slots(0))),
-        by_head(!shape.has_equal_heads()) {
-    for (std::int64_t h = 0; by_head && h < shape.heads_kv; ++h) {
-      first_slots[h + 1] = first_slots[h] + static_cast<std::int32_t>(shape.slots(h));
-    }
-  }
-
-  __device__ HeadRule head_rule(int head) const {
-    HeadRule rule = common;
-    if (by_head) {
-      const int more = slots_of(head) - slots;
-      rule.window += more;
-      rule.places += more;
-    }
-    return rule;
-  }
-  __device__ int slots_of(int head) const {
-    return by_head ? first_slots[head + 1] - first_slots[head] : slots;
-  }
-  __device__ int places_of(int head) const {
-    return by_head ? slots_of(head) - (slots - common.places) : common.places;
-  }
-  __device__ std::int64_t first_slot(int head) const {
-    return by_head ? first_slots[head] : static_cast<std::int64_t>(head) * slots;
-  }
-  // The rows of k and v before those of a head, whose stride of heads is 0 `by_head`.
-  __device__ int rows_before(int head) const { return by_head ? first_slots[head] : 0; }
-  // The head of a slot of a row, `by_head`.
-  __device__ int head_of(int slot, int heads) const {
-    int low = 0;  // first_slots[low] <= slot < first_slots[high]
-    int high = heads;
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      (first_slots[middle] <= slot ? low : high) = middle;
-    }
-    return low;
   }
 };
 

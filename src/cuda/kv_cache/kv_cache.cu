@@ -162,10 +162,11 @@ PendingParams follow_keys(const KvCache& cache, const PendingMemory& memory,
                           const std::int32_t* kept_tokens, std::int64_t seqlen_q,
                           KeyInterval* intervals, const Execution& execution) {
   const KvCacheShape& s = cache.shape;
-  const std::int64_t end = s.has_equal_heads() ? cache.pending : s.chunk;
+  const std::int64_t more_outputs = s.has_equal_heads() ? cache.pending : s.chunk;
   const PendingParams params{.cache = slots_of(cache),
                              .batch = static_cast<int>(s.batch),
-                             .most_keys = static_cast<int>(s.most_places() + end),
+                             .more_outputs = static_cast<int>(more_outputs),
+                             .most_keys = static_cast<int>(s.most_places() + more_outputs),
                              .kept_tokens = kept_tokens,
                              .seqlen_q = static_cast<int>(seqlen_q),
                              .arrivals = memory.arrivals,

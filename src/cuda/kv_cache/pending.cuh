@@ -23,7 +23,8 @@ enum class Fate : std::uint8_t {
 struct PendingParams {
   Slots cache;
   int batch;
-  int most_keys;                    // of a head, as end_of has them
+  int more_outputs;                 // slots of a head with outputs, less its places
+  int most_keys;                    // of a head with its outputs
   const std::int32_t* kept_tokens;  // [B] number of pending tokens that count; null for all
   int seqlen_q;                     // number of queries of the intervals
   // Workspace, if keys compete with a delay: [B, Hkv, pending] the slot of the key that begins to compete with each
@@ -37,22 +38,16 @@ struct PendingParams {
   KeyInterval* intervals = nullptr;
 
   __device__ int head_of(std::int64_t row) const { return static_cast<int>(row % cache.heads); }
-  __device__ int places(std::int64_t row) const {
-    return cache.rule.by_head ? cache.places(head_of(row)) : cache.rule.common.places;
-  }
+  __device__ int places(std::int64_t row) const { return cache.places(head_of(row)); }
   __device__ int keys(std::int64_t row) const { return places(row) + cache.pending; }
   // The end of the slots with outputs.
-  __device__ int end_of(std::int64_t row) const {
-    return cache.rule.by_head ? cache.rule.slots_of(head_of(row)) : keys(row);
-  }
+  __device__ int end_of(std::int64_t row) const { return places(row) + more_outputs; }
   __device__ std::int64_t place(std::int64_t row, int slot) const {
-    if (!cache.rule.by_head) return row * cache.rule.slots + slot;
-    return row / cache.heads * cache.rule.first_slots[cache.heads] +
-           cache.rule.first_slots[head_of(row)] + slot;
+    return cache.rule.first_in_rows(row, cache.heads) + slot;
   }
   // The output of a slot.
   __device__ std::int64_t output(std::int64_t row, int slot) const {
-    return cache.rule.by_head ? place(row, slot) : row * keys(row) + slot;
+    return cache.rule.by_head ? place(row, slot) : row * end_of(row) + slot;
   }
   __device__ int kept(std::int64_t row) const {
     if (kept_tokens == nullptr) return cache.pending;
@@ -137,8 +132,8 @@ struct FindArrivalsKernel {
 struct FindFatesKernel {
   using Params = PendingParams;
   static constexpr int threads = 256;
-  static constexpr int min_blocks = 2;
-  static constexpr int together = 32;  // others whose comparisons are bits of an integer
+  static constexpr int min_blocks = 5;  // 48 registers
+  static constexpr int together = 32;   // others whose comparisons are bits of an integer
 
   struct SharedStorage {
     alignas(16) float scores[threads];

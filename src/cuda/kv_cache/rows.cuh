@@ -42,7 +42,7 @@ struct SlotUnit {
     const int row_items = max(total, cache.heads);
     const int number = static_cast<int>(at % row_items);
     b = static_cast<int>(at / row_items);
-    h = cache.rule.head_of(number, cache.heads);
+    h = head_at(cache.rule.first_slots, cache.heads, number);
     slot = number < total ? number - cache.rule.first_slots[h] : -1;
     counted = number < cache.heads ? number : -1;
   }

@@ -38,17 +38,17 @@ struct Slots {
   int heads;
   int pending;
 
-  __device__ int places(int h) const { return rule.places_of(h); }
+  __device__ int places(int h) const { return rule[h].places; }
   // The first slot of a head, in `scores` and `entries`, and its count.
   __device__ std::int64_t first(int row, int h) const {
-    return row * rows.slot_stride + rule.first_slot(h);
+    return row * rows.slot_stride + rule[h].first;
   }
   // The rows of a slot.
   __device__ std::byte* key(int row, int h, int slot) const {
-    return k.at(row, h, rule.rows_before(h) + slot);
+    return k.at(row, h, rule[h].rows_before + slot);
   }
   __device__ std::byte* value(int row, int h, int slot) const {
-    return v.at(row, h, rule.rows_before(h) + slot);
+    return v.at(row, h, rule[h].rows_before + slot);
   }
   __device__ SlotCount& count(int row, int h) const { return counts[row * rows.count_stride + h]; }
   __device__ std::int32_t& seen_of(int row) const { return seen[row * rows.seen_stride]; }

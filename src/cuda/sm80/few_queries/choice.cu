@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <numeric>
 #include <string_view>
-#include <utility>
 
 #include "cuda/attention/problem.h"
 #include "cuda/family.h"
@@ -73,20 +72,32 @@ struct SplitTime {
   std::int64_t tiles;   // tiles of each unit
   std::int64_t places;  // blocks that run at a time
 
-  std::int64_t operator()(std::int64_t splits) const {
-    return ceil_div(units * splits, places) * (ceil_div(tiles, splits) + 1);
+  double operator()(std::int64_t splits) const {
+    return static_cast<double>(ceil_div(units * splits, places) * (ceil_div(tiles, splits) + 1));
   }
 };
 
 // The smallest of the splits 1, next(1), ... up to `most` whose time is at most 2 % above the least.
-template <class Next>
-int best_split(const SplitTime& time, std::int64_t most, const Next& next) {
-  std::int64_t best = time(1);
+template <class Time, class Next>
+int best_split(const Time& time, std::int64_t most, const Next& next) {
+  double least = time(1);
   for (std::int64_t splits = 1; splits <= most; splits = next(splits))
-    best = std::min(best, time(splits));
+    least = std::min(least, time(splits));
   std::int64_t result = 1;
-  while (time(result) * 50 > best * 51) result = next(result);
+  while (time(result) > 1.02 * least) result = next(result);
   return static_cast<int>(result);
+}
+
+// Divides keys into at most `most` splits, by their time if a second kernel adds the parts and if a cluster does.
+template <class Time, class ClusterTime, class Next>
+Split divide(std::int64_t most, const DeviceProperties& device, const Time& time,
+             const ClusterTime& cluster_time, const Next& next) {
+  const std::int64_t most_cluster = std::min<std::int64_t>(most, most_cluster_blocks(device));
+  const int splits = best_split(time, most, next);
+  const int cluster = best_split(cluster_time, most_cluster, [](std::int64_t n) { return 2 * n; });
+  // A second kernel takes longer than a tile.
+  const bool in_cluster = splits == 1 || cluster_time(cluster) <= time(splits) + 1;
+  return {.row_tiles = 1, .splits = in_cluster ? cluster : splits, .in_cluster = in_cluster};
 }
 
 }  // namespace
@@ -95,10 +106,10 @@ Split split_keys(const Problem& p, const Policy& policy, std::int64_t most_keys,
                  const DeviceProperties& device) {
   Split result;
   if (p.batch * p.heads_kv == 0) return result;
-  result.row_tiles =
+  const auto row_tiles =
       static_cast<int>(ceil_div(p.seqlen_q * (p.heads_q / p.heads_kv), policy.rows()));
   const SplitTime time{
-      .units = std::max(p.batch * p.heads_kv * result.row_tiles, std::int64_t{1}),
+      .units = std::max(p.batch * p.heads_kv * row_tiles, std::int64_t{1}),
       .tiles = ceil_div(most_keys, policy.keys),
       .places = static_cast<std::int64_t>(device.multiprocessors) * policy.min_blocks};
   // More than a few waves of blocks are not faster.
@@ -106,22 +117,16 @@ Split split_keys(const Problem& p, const Policy& policy, std::int64_t most_keys,
   const std::int64_t most =
       std::min({time.tiles, most_splits,
                 4 * ceil_div(time.units, time.places) * ceil_div(time.places, time.units)});
-  result.splits = best_split(time, most, [](std::int64_t splits) { return splits + 1; });
-  const int cluster = best_split(time, std::min<std::int64_t>(most, most_cluster_blocks(device)),
-                                 [](std::int64_t splits) { return 2 * splits; });
-  // A second kernel takes longer than a tile.
-  if (time(cluster) <= time(result.splits) + 1) {
-    result.splits = cluster;
-    result.in_cluster = true;
-  }
+  result = divide(most, device, time, time, [](std::int64_t splits) { return splits + 1; });
+  result.row_tiles = row_tiles;
   return result;
 }
 
 namespace {
 
-// The number of tiles of each head, from the largest on.
+// The number of tiles of each head, in the order of HeadBlocks.
 struct HeadTiles {
-  std::int64_t tiles[HeadBlocks::most_heads];
+  std::int64_t tiles[most_unequal_heads];
   std::int64_t heads;
   std::int64_t batch;
   double places;  // blocks that run at a time
@@ -150,11 +155,13 @@ struct HeadTiles {
 Split split_heads(const KvCacheShape& shape, const Policy& policy, const DeviceProperties& device,
                   HeadBlocks& blocks) {
   const auto heads = static_cast<int>(shape.heads_kv);
-  Split result{.row_tiles = 1};
   std::iota(blocks.head, blocks.head + heads, std::uint8_t{0});
   std::stable_sort(blocks.head, blocks.head + heads, [&](std::uint8_t a, std::uint8_t b) {
     return shape.places(a) > shape.places(b);
   });
+  // Blocks with a tile wait for latency. They run beside the blocks of the largest head, which fill the memory's bandwidth.
+  std::stable_partition(blocks.head + std::min(heads, 1), blocks.head + heads,
+                        [&](std::uint8_t h) { return shape.places(h) <= policy.keys; });
   HeadTiles head_tiles{.tiles = {},
                        .heads = heads,
                        .batch = std::max<std::int64_t>(shape.batch, 1),
@@ -165,31 +172,17 @@ Split split_heads(const KvCacheShape& shape, const Policy& policy, const DeviceP
     blocks.place[blocks.head[i]] = static_cast<std::uint8_t>(i);
   }
   const std::int64_t most = head_tiles.tiles[0];
-  // The fewest splits of the largest head whose time is at most 2 % above the least. All counts fit into 16 bits.
-  const auto best = [&](std::int64_t most_splits, bool in_cluster, auto next) {
-    const auto time = [&](std::int64_t splits) {
-      return head_tiles.time(ceil_div(most, splits), in_cluster ? splits : 1);
-    };
-    double least = time(1);
-    for (std::int64_t splits = 1; splits <= most_splits; splits = next(splits))
-      least = std::min(least, time(splits));
-    std::int64_t splits = 1;
-    while (time(splits) > 1.02 * least) splits = next(splits);
-    return std::pair(splits, time(splits));
+  const auto time = [&](std::int64_t splits) { return head_tiles.time(ceil_div(most, splits), 1); };
+  const auto cluster_time = [&](std::int64_t splits) {
+    return head_tiles.time(ceil_div(most, splits), splits);
   };
   // The next number of splits with fewer tiles for each.
   const auto next_split = [most](std::int64_t splits) {
     const std::int64_t tiles = ceil_div(most, splits);
     return tiles == 1 ? splits + 1 : ceil_div(most, tiles - 1);
   };
-  constexpr std::int64_t most_splits = 511;
-  const auto [splits, time] = best(std::min(most, most_splits), false, next_split);
-  const auto [cluster, cluster_time] =
-      best(std::min<std::int64_t>(most, most_cluster_blocks(device)), true,
-           [](std::int64_t number) { return 2 * number; });
-  // A second kernel takes longer than a tile.
-  result.in_cluster = splits == 1 || cluster_time <= time + 1;
-  result.splits = static_cast<int>(result.in_cluster ? cluster : splits);
+  constexpr std::int64_t most_splits = 511;  // so that all counts fit into 16 bits
+  const Split result = divide(std::min(most, most_splits), device, time, cluster_time, next_split);
   const std::int64_t block_tiles = ceil_div(most, std::int64_t{result.splits});
   for (int i = 0; i < heads; ++i) {
     const std::int64_t used = ceil_div(head_tiles.tiles[i], block_tiles);

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "common/kv_cache/head_slots.h"
 #include "cuda/device.h"
 #include "cuda/sm80/policy.h"
 #include "flash_dmattn/attention.h"
@@ -91,15 +92,14 @@ struct Split {
 Split split_keys(const Problem& p, const Policy& policy, std::int64_t most_keys,
                  const DeviceProperties& device);
 
-// The blocks of the heads of a KV cache, if these have different numbers of slots: more for a head with more slots. Heads
-// are in the order of their slots, so that the blocks with most slots begin first.
+// The blocks of the heads of a KV cache, if these have different numbers of slots: more for a head with more slots. The
+// head with most slots begins first, then those of one tile, and the others by their slots.
 struct HeadBlocks {
-  static constexpr int most_heads = 128;
-
-  std::uint16_t first[most_heads + 1] = {};  // of the heads in this order, for one row
-  std::uint8_t head[most_heads] = {};
-  std::uint8_t place[most_heads] = {};  // of a head in this order
-  std::uint8_t used[most_heads] = {};   // blocks with slots of the heads in this order, in clusters
+  std::uint16_t first[most_unequal_heads + 1] = {};  // of the heads in this order, for one row
+  std::uint8_t head[most_unequal_heads] = {};
+  std::uint8_t place[most_unequal_heads] = {};  // of a head in this order
+  std::uint8_t used[most_unequal_heads] =
+      {};  // blocks with slots of the heads in this order, in clusters
 };
 
 // The Split of one row tile for each head of a cache. `splits` is the most blocks of a head. In a cluster each head has

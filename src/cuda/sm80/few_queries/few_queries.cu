@@ -183,8 +183,8 @@ std::string decline_cache(const KvCacheShape& shape) {
   if (shape.batch * shape.total_slots() > std::numeric_limits<std::int32_t>::max()) {
     return "it counts slots in 31 bits";
   }
-  if (!shape.has_equal_heads() && shape.heads_kv > CacheRule::most_head_windows) {
-    return "it has windows for up to " + std::to_string(CacheRule::most_head_windows) + " heads";
+  if (!shape.has_equal_heads() && shape.heads_kv > most_unequal_heads) {
+    return "it has windows for up to " + std::to_string(most_unequal_heads) + " heads";
   }
   return "";
 }

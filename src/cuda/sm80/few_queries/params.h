@@ -40,7 +40,6 @@ struct StepParams : Params {
   OutputRows k_slots, v_slots;
   CacheRule rule;
   HeadBlocks head_blocks;  // if rule.by_head
-  static_assert(HeadBlocks::most_heads == CacheRule::most_head_windows);
 
   // The blocks that share the slots of a head, unless they are a cluster.
   __device__ int splits_of(int kv_head) const {
@@ -50,7 +49,7 @@ struct StepParams : Params {
   }
   // The first slot of a head, in `scores` and `positions`, and its count.
   __device__ std::int64_t first_slot(int row, int kv_head) const {
-    return row * rows.slot_stride + rule.first_slot(kv_head);
+    return row * rows.slot_stride + rule[kv_head].first;
   }
   __device__ SlotCount& count(int row, int kv_head) const {
     return counts[row * rows.count_stride + kv_head];

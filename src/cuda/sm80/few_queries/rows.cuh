@@ -25,20 +25,14 @@ struct BlockPart {
   }
   // Block `number` of a cache whose heads have different numbers of slots.
   __device__ BlockPart(const StepParams& p, const HeadBlocks& blocks, int number) : row_tile(0) {
-    const int number_of_row = number / p.shape.batch;
-    int low = 0;
-    int high = p.shape.heads_kv;
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      (blocks.first[middle] <= number_of_row ? low : high) = middle;
-    }
-    const int first = blocks.first[low];
-    const int parts = blocks.first[low + 1] - first;
+    const int place = head_at(blocks.first, p.shape.heads_kv, number / p.shape.batch);
+    const int first = blocks.first[place];
+    const int parts = blocks.first[place + 1] - first;
     const int of_head = number - first * p.shape.batch;
     batch = of_head / parts;
     split = of_head % parts;
-    kv_head = blocks.head[low];
-    splits = p.split.in_cluster ? blocks.used[low] : parts;
+    kv_head = blocks.head[place];
+    splits = p.split.in_cluster ? blocks.used[place] : parts;
   }
 };
 

@@ -34,7 +34,7 @@ class SlotInfo {
         batch_(rows.batch),
         kv_head_(rows.kv_head),
         row_(row),
-        rows_before_(p.rule.rows_before(rows.kv_head)),
+        rows_before_(static_cast<int>(p.rule[rows.kv_head].rows_before)),
         first_(p.first_slot(row, rows.kv_head)) {}
 
   // Loads, before the rows, the data for the decision.
@@ -189,8 +189,8 @@ struct SlotKeys {
     return {p, rows, row};
   }
   static __device__ TileKeys tile_keys(const Params& p, const GroupRows& rows) {
-    const int first = p.rule.rows_before(rows.kv_head);
-    return {first, first + p.rule.places_of(rows.kv_head)};
+    const int first = static_cast<int>(p.rule[rows.kv_head].rows_before);
+    return {first, first + p.rule[rows.kv_head].places};
   }
   static __device__ int count(const Params&, const Info& info) { return info.count(); }
   static __device__ SlotsWithKeys present(const Info& info) { return info.present(); }
@@ -265,7 +265,8 @@ struct CombineStepKernel : CombineKernel<T, D> {
     if (head.head == 0 && threadIdx.x == 0) ++p.seen[row * p.rows.seen_stride];
     const std::int32_t* const entries = p.positions + p.first_slot(row, head.kv_head);
     Base::add_splits(p, shared, splits, after.x,
-                     SlotsWithKeys{entries, row - head.batch, p.rule.rows_before(head.kv_head)});
+                     SlotsWithKeys{entries, row - head.batch,
+                                   static_cast<int>(p.rule[head.kv_head].rows_before)});
   }
 };
 

@@ -96,7 +96,7 @@ struct RowTotal {
 struct SlotsWithKeys {
   const std::int32_t* entries;
   int rows_ahead;   // of the row of the call, in the arrays
-  int rows_before;  // CacheRule::rows_before
+  int rows_before;  // HeadSlots::rows_before
 
   __device__ bool operator()(int slot) const { return entries[slot] != no_key; }
   __device__ void move_to_row(ForwardParams& p) const {
