@@ -21,7 +21,7 @@ def triangle_attention(
     scale: float | None = None,
     *,
     empty_rows: str = "zero",
-    deterministic: bool | None = True,
+    deterministic: bool | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Computes softmax(scale * q . k + bias) . v for the N rows of a pair representation, which share the bias.

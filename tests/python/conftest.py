@@ -43,7 +43,7 @@ def uncompiled_flex(monkeypatch):
     """Leaves FlexAttention uncompiled, because compiling takes seconds. It calls the same functions for scores and masks."""
     from flash_dmattn._backends import flex
 
-    monkeypatch.setattr(flex, "_compiled_flex_attention", lambda *form: flex.flex_attention)
+    monkeypatch.setattr(flex, "_compiled_flex_attention", lambda form: flex.flex_attention)
 
 
 @pytest.fixture

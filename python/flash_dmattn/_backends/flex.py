@@ -10,9 +10,10 @@ from types import FunctionType
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from .._core.checks import MASK_VALUE
+from .._core.checks import MASK_VALUE, may_read
 from .._core.gradients import narrow_gradient
 from .._core.numerics import Numerics
 from ..keys.visible import Visible
@@ -35,6 +36,7 @@ _LARGEST_SCORE = 1e38
 _SMALL_LEVEL = 1024.0
 # Larger biases leave no digits for q . k.
 _LARGEST_LEVEL = 2.0**24
+_STEP_ELEMENTS = 2**24  # biases in one step of `_row_levels`, which limits its temporaries
 
 
 def attention(
@@ -101,26 +103,38 @@ def _row_levels(bias: Tensor, visible: Visible, queries: int) -> Tensor:
     dimensions than the bias.
     """
     mask, intervals, keys = visible.mask, _intervals_of(visible), bias.shape[3]
-    hidden = ~(bias.abs() <= _LARGEST_LEVEL)  # a bias that masks is below all others
-    if mask is not None and all(m in (1, n) for m, n in zip(mask.shape, bias.shape, strict=True)):
-        hidden = hidden | ~mask
+    if mask is not None and any(m not in (1, n) for m, n in zip(mask.shape, bias.shape, strict=True)):  # fmt: skip
+        mask = None
     number = torch.arange(keys, device=bias.device)
     reach = keys - queries if visible.is_causal else keys
     if keys > 1 and bias.shape[2] > 1:
-        row = torch.arange(queries, device=bias.device)[:, None]
-        hidden = hidden | (number > row + reach)
-    values = bias.masked_fill(hidden, -math.inf)
-    if keys > 1 and bias.shape[2] == 1 and (visible.is_causal or intervals is not None):
-        first = (number - reach).clamp(min=0).expand(1, 1, -1)
-        last = torch.full_like(first, queries)
-        if intervals is not None:
-            first, last = torch.maximum(first, intervals[..., 0]), intervals[..., 1].long()
-            if 1 < first.shape[1] < bias.shape[1]:
-                group = bias.shape[1] // first.shape[1]
-                first, last = (t.repeat_interleave(group, 1) for t in (first, last))
-        levels = _largest_over_intervals(values[:, :, 0].float(), first, last, queries)[..., None]
+        levels = bias.new_zeros((*bias.shape[:3], 1), dtype=torch.float32)
+        if may_read() and torch.stack(bias.aminmax()).abs().max() <= _SMALL_LEVEL:
+            return levels
+        # Compiled code makes no copies.
+        step = queries if is_compiling() else max(1, _STEP_ELEMENTS * queries // bias.numel())
+        for begin in range(0, queries, step):
+            rows = slice(begin, begin + step)
+            some = bias[:, :, rows]
+            row = torch.arange(queries, device=bias.device)[rows, None]
+            shown = (some.abs() <= _LARGEST_LEVEL) & (number <= row + reach)
+            if mask is not None:
+                shown = shown & (mask[:, :, rows] if mask.shape[2] > 1 else mask)
+            levels[:, :, rows] = some.where(shown, -math.inf).amax(3, keepdim=True).float()
     else:
+        shown = bias.abs() <= _LARGEST_LEVEL  # a bias that masks is below all others
+        values = bias.where(shown if mask is None else shown & mask, -math.inf)
         levels = values.amax(3, keepdim=True).float()
+        if keys > 1 and (visible.is_causal or intervals is not None):
+            first = (number - reach).clamp(min=0).expand(1, 1, -1)
+            last = torch.full_like(first, queries)
+            if intervals is not None:
+                first, last = torch.maximum(first, intervals[..., 0]), intervals[..., 1].long()
+                if 1 < first.shape[1] < bias.shape[1]:
+                    group = bias.shape[1] // first.shape[1]
+                    first, last = (t.repeat_interleave(group, 1) for t in (first, last))
+            levels = _largest_over_intervals(values[:, :, 0].float(), first, last, queries)
+            levels = levels[..., None]
     return levels.masked_fill(~(levels.abs() > _SMALL_LEVEL) | (levels == -math.inf), 0)
 
 
@@ -189,9 +203,9 @@ def _kernel_options(mask: Tensor | None, bias: Tensor | None, head_dim: int) -> 
 
 def compiled_flex(*arguments, form: tuple = (), **options):
     """Calls FlexAttention, compiled once for each form. form: everything that the kernels are compiled for."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return _attend(*arguments, **options)
-    return _compiled_flex_attention(form, torch.is_grad_enabled())(*arguments, **options)
+    return _compiled_flex_attention((*form, torch.is_grad_enabled()))(*arguments, **options)
 
 
 def _layout_of(tensor: Tensor | None) -> tuple | None:
@@ -264,8 +278,8 @@ def _signs_of_infinities(x: Tensor, undefined: Tensor) -> Tensor:
 
 
 @lru_cache(_COMPILED_FORMS)
-def _compiled_flex_attention(form: tuple, computes_gradients: bool) -> Callable:
-    """Returns a function of its own for each form of a call.
+def _compiled_flex_attention(form: tuple) -> Callable:
+    """Returns a function of its own for each form of a call, which is only the key of the cache.
 
     torch compiles the code of a function 8 times at most, and then runs it uncompiled, with N x N tensors. A copy of
     the code has a count of its own, so that no setting of torch has to change. fullgraph: an error instead of a function
@@ -297,7 +311,7 @@ def _score_and_mask_mods(q, k, bias, visible, softcap, undefined, levels):
             j if tensor.shape[3] > 1 else zero,
         ]
 
-    def visible(b, h, i, j):
+    def is_shown(b, h, i, j):
         shown = (i < seqlen_q) & (j < seqlen_k)
         if is_causal:
             shown = shown & (j <= i + reach)
@@ -331,7 +345,7 @@ def _score_and_mask_mods(q, k, bias, visible, softcap, undefined, levels):
         return score.clamp(-_LARGEST_SCORE, _LARGEST_SCORE)
 
     modified = undefined is not None or softcap > 0 or bias is not None
-    return score_mod if modified else None, visible
+    return score_mod if modified else None, is_shown
 
 
 def _intervals_of(visible: Visible) -> Tensor | None:

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .._core import ops
-from .._core.checks import check_count
 from .positions import ShownKeys
 from .rule import SelectionRule
 
@@ -236,16 +235,12 @@ def count_ranges(begin: Tensor, end: Tensor, size: int) -> Tensor:
 
 
 def best_elements(
-    scores: Tensor,
-    allowed: Tensor,
-    count: int,
-    least: float | None = None,
-    block_size: int | None = None,
+    scores: Tensor, allowed: Tensor, count: int, least: float | None = None
 ) -> Tensor:
     """Selects the `count` best allowed elements of every row of scores [.., Q or 1, K], as a mask of their common shape.
 
     The last one of equal scores wins. least: a score at or below it is never selected; None: no score is too low. NaN
-    is never selected. block_size: if given, blocks of as many keys stay or go together, as in `keep_by_block`.
+    is never selected.
     """
     kept = scores.new_empty(torch.broadcast_shapes(scores.shape, allowed.shape), dtype=torch.bool)
     rows = kept.shape[-2]
@@ -259,11 +254,7 @@ def best_elements(
             t[..., some, :] if t.shape[-2] > 1 else t for t in (scores, allowed)
         )
         is_number = ~some_scores.isnan() if least is None else some_scores > least
-        some_allowed = some_allowed & is_number
-        some_kept = _keep_best(some_scores, some_allowed, count)
-        if block_size is not None:
-            some_kept = keep_by_block(some_kept, block_size) & some_allowed
-        kept[..., some, :] = some_kept
+        kept[..., some, :] = _keep_best(some_scores, some_allowed & is_number, count)
     return kept
 
 
@@ -297,16 +288,3 @@ def _keep_best_of_one_order(scores: Tensor, allowed: Tensor, count: int) -> Tens
     best_first = allowed.expand(shape).gather(-1, order.expand(shape))
     last_kept = (best_first.cumsum(-1, dtype=torch.int32) < count).sum(-1, keepdim=True)
     return allowed & (rank <= last_kept)
-
-
-def keep_by_block(kept: Tensor, block_size: int) -> Tensor:
-    """Sets every block of `block_size` keys (the last may be shorter) to the value of its majority."""
-    check_count(block_size, "block_size")
-    if block_size < 1:
-        raise ValueError(f"block_size: got {block_size}, expected at least 1")
-    length = kept.shape[-1]
-    block_of_key = torch.arange(length, device=kept.device) // block_size
-    blocks = torch.bincount(block_of_key)
-    votes = torch.zeros(*kept.shape[:-1], len(blocks), dtype=torch.int32, device=kept.device)
-    votes.index_add_(-1, block_of_key, kept.int())
-    return (2 * votes > blocks).index_select(-1, block_of_key)

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from .._core.checks import MASK_VALUE, check_count, check_tensor
-from ..keys.in_torch import best_elements, keep_by_block
+from ..keys.in_torch import best_elements
+from ..keys.select import indices_of_true
 
 
 def topk_indices(attention_bias: torch.Tensor, window_size: int, **kwargs) -> torch.Tensor:
@@ -27,9 +28,9 @@ def topk_indices(attention_bias: torch.Tensor, window_size: int, **kwargs) -> to
     check_count(window_size, "window_size")
     _refuse_keywords(kwargs, "topk_indices")
     scores = attention_bias.detach()
-    newest_first = scores.masked_fill(scores.isnan(), float("-inf")).flip(-1)
-    order = newest_first.sort(dim=-1, descending=True, stable=True).indices[..., :window_size]
-    return (scores.shape[-1] - 1 - order).sort(dim=-1).values
+    scores = scores.masked_fill(scores.isnan(), float("-inf"))[..., None, :]
+    best = best_elements(scores, torch.ones_like(scores, dtype=torch.bool), window_size)[..., 0, :]
+    return indices_of_true(best, min(window_size, best.shape[-1]))[0].long()
 
 
 def topk_mask(
@@ -56,9 +57,9 @@ def topk_mask(
     """
     check_count(window_size, "window_size")
     _refuse_keywords(kwargs, "topk_mask")
-    scores, allowed = _align_dimensions(attention_bias, attention_mask)
-    kept = best_elements(scores, allowed, window_size, min_dtype, block_size)
-    return kept if max(attention_bias.dim(), _dimensions(attention_mask)) == 4 else kept.squeeze(-2)
+    scores, allowed = _align_dimensions(attention_bias, attention_mask, min_dtype)
+    kept = best_elements(scores, allowed, window_size)
+    return _keep_by_block(kept, allowed, block_size, attention_bias, attention_mask)
 
 
 def relu_mask(
@@ -70,12 +71,9 @@ def relu_mask(
 ) -> torch.Tensor:
     """Makes a mask that is True where an allowed key has a positive score. See `topk_mask` for the arguments."""
     _refuse_keywords(kwargs, "relu_mask")
-    scores, allowed = _align_dimensions(attention_bias, attention_mask)
-    allowed = allowed & (scores > min_dtype)
+    scores, allowed = _align_dimensions(attention_bias, attention_mask, min_dtype)
     kept = allowed & (scores > 0)
-    if block_size is not None:
-        kept = keep_by_block(kept, block_size) & allowed
-    return kept if max(attention_bias.dim(), _dimensions(attention_mask)) == 4 else kept.squeeze(-2)
+    return _keep_by_block(kept, allowed, block_size, attention_bias, attention_mask)
 
 
 def create_mask(
@@ -160,21 +158,43 @@ def _bool_mask(mask: torch.Tensor) -> torch.Tensor:
     return mask.bool()
 
 
-def _dimensions(mask: torch.Tensor | None) -> int:
-    return 0 if mask is None else mask.dim()
-
-
 def _align_dimensions(
-    scores: torch.Tensor, allowed: torch.Tensor | None
+    scores: torch.Tensor, allowed: torch.Tensor | None, min_dtype: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the scores and the allowed keys, both 4-d."""
+    """Returns the scores, and which allowed keys have a score above min_dtype, both 4-d."""
     check_tensor(scores, "attention_bias")
     if not scores.is_floating_point():
         raise TypeError(f"attention_bias: got {scores.dtype}, expected a floating dtype")
     scores = scores.detach()
     if allowed is None:
         allowed = scores.new_ones((1,) * (scores.dim() - 1) + (scores.shape[-1],), dtype=torch.bool)
-    return tuple(t.unsqueeze(-2) if t.dim() == 3 else t for t in (scores, _bool_mask(allowed)))
+    scores, allowed = (
+        t.unsqueeze(-2) if t.dim() == 3 else t for t in (scores, _bool_mask(allowed))
+    )
+    return scores, allowed & (~scores.isnan() if min_dtype is None else scores > min_dtype)
+
+
+def _keep_by_block(
+    kept: torch.Tensor,
+    allowed: torch.Tensor,
+    block_size: int | None,
+    bias: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """Sets every block of `block_size` keys (the last may be shorter) to the value of its majority, where allowed.
+
+    The result is 3-d if bias and mask are.
+    """
+    if block_size is not None:
+        check_count(block_size, "block_size")
+        if block_size < 1:
+            raise ValueError(f"block_size: got {block_size}, expected at least 1")
+        block_of_key = torch.arange(kept.shape[-1], device=kept.device) // block_size
+        blocks = torch.bincount(block_of_key)
+        votes = torch.zeros(*kept.shape[:-1], len(blocks), dtype=torch.int32, device=kept.device)
+        votes.index_add_(-1, block_of_key, kept.int())
+        kept = (2 * votes > blocks).index_select(-1, block_of_key) & allowed
+    return kept if 4 in (bias.dim(), 0 if mask is None else mask.dim()) else kept.squeeze(-2)
 
 
 def _padding_mask(

@@ -59,5 +59,6 @@ for _name in (*NAMES, DOGE_NAME, SCORED_NAME):
     AttentionMaskInterface.register(
         _name, registered_attention_mask if is_named else key_interval_mask
     )
+# At import, because from_pretrained(..., attn_implementation=NAME) calls nothing of this package before these methods.
 wrap_implementation_setter(resolve_name, {NAME: NAMES[-1]})
 warn_of_scores_not_loaded()

@@ -1,0 +1,263 @@
+"""A meaningless call of a model with learned scores, or of one that would get them, raises an error that names the argument. A row has the words
+of the error, as a regular expression, and the call. The model is unchanged afterwards."""
+
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache, StaticCache
+
+from dense_attention import B
+from doge_generation import make_ids
+from flash_dmattn.integrations.kvpress import add_press
+from flash_dmattn.integrations.transformers import (
+    DynamicMaskCache,
+    KeyBudgets,
+    add_learned_scores,
+    budget_loss,
+    divide_budget,
+    load_dms,
+    load_scores,
+    save_scores,
+    set_key_budgets,
+    set_score_phase,
+)
+from flash_dmattn.integrations.transformers.compat import CACHE
+from flash_dmattn.integrations.transformers.learned_scores.layers import ScoreCall
+from scored_models import VOCABULARY, make_base, make_scored
+
+pytestmark = pytest.mark.transformers
+ERRORS = (ValueError, TypeError, RuntimeError, FileNotFoundError)
+PROMPT = 13
+
+TINY = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+}  # fmt: skip
+T5 = {"vocab_size": 32, "d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8}
+REFUSED_MODELS = [
+    ("not causal|no layers of a decoder", lambda: transformers.BertModel(transformers.BertConfig(**TINY))),
+    ("encoder-decoder", lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**T5))),
+    ("none has a class that was compared.*attention=MyAttention",
+     lambda: transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2))),
+    ("have a sliding window of their own", lambda: make_base("Mistral", sliding_window=4)),
+    ("attend twice by the same keys", lambda: transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**TINY))),
+    ("have scores of their own; call enable_flash_dmattn", lambda: transformers.DogeForCausalLM(transformers.DogeConfig(**TINY))),
+]  # fmt: skip
+WRONG_OPTIONS = [
+    ("^scorer: got 'norm', expected one of", {"scorer": "norm"}),
+    (r"^scorer: got a function of \(hidden\), expected one of", {"scorer": lambda hidden: hidden}),
+    (r"^scorer: got a function of .*expected one of \(hidden, key, value\)", {"scorer": torch.nn.Linear(4, 2)}),
+    ("^scorer: got 3, expected one of", {"scorer": 3}),
+    ("^keep_window_size: got None without score_threshold", {"keep_window_size": None}),
+    ("^recent_window: got 3 without keep_window_size", {"keep_window_size": None, "recent_window": 3}),
+    ("^keep_window_size: got -1", {"keep_window_size": -1}),
+    ("^keep_window_size: got 0 .*so that no key is visible", {"keep_window_size": 0}),
+    ("^keep_window_size: got 3 sizes, expected one, or 2: one for each key head", {"keep_window_size": [1, 2, 3]}),
+    ("^keep_window_size: got lists for 1 layers, expected 2", {"keep_window_size": [[1, 1]], "recent_window": 1}),
+    ("^attention: got 'LlamaAttention', expected a class", {"attention": "LlamaAttention"}),
+    ("^model: got a .*none has a class that attention names.*GRU", {"attention": torch.nn.GRU}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "make", "options"),
+    [
+        *((f"^model: got a .*without .* can have scores.*({w})", m, {}) for w, m in REFUSED_MODELS),
+        *((words, make_base, options) for words, options in WRONG_OPTIONS),
+    ],
+)
+def test_scores_that_cannot_be_added_raise_and_leave_the_model(words, make, options):
+    model = make()
+    config, names = model.config, list(model.state_dict())
+    with pytest.raises(ERRORS, match=words):
+        add_learned_scores(model, **{"keep_window_size": 3} | options)
+    assert model.config is config and list(model.state_dict()) == names
+
+
+def call_scored(phase="hard", rule="all", tokens=PROMPT, **options):
+    """options: functions from the model to arguments of its call."""
+
+    def call():
+        model = make_scored(rule=rule).set_score_phase(phase)
+        arguments = {name: make(model) for name, make in options.items()}
+        model(make_ids(B, tokens) % VOCABULARY, **arguments)
+
+    return call
+
+
+def slots(model):
+    return DynamicMaskCache(model.config)
+
+
+def static(model):
+    return StaticCache(config=model.config, max_cache_len=PROMPT + 3)
+
+
+def keys_without_scores(model):
+    cache = DynamicCache(config=model.config)
+    model.set_score_phase("off")(make_ids(B, 3), past_key_values=cache)
+    model.set_score_phase("hard")
+    return cache
+
+
+def mask_of_texts(extra):
+    documents = torch.cat([torch.zeros(5), torch.ones(PROMPT - 5)])
+    mask = (documents[:, None] == documents).tril().expand(B, 1, -1, -1)
+    return lambda model: torch.nn.functional.pad(mask, (0, extra))
+
+
+def additive(model):
+    mask = torch.zeros(1, 1, PROMPT, PROMPT)
+    mask[..., 1, 0] = -2
+    return mask
+
+
+def call_new(base=None, **options):
+    """Calls a model in training whose scores were added with `options`."""
+    return lambda: add_learned_scores(make_base(**base or {}), 3, **options).train()(
+        make_ids(B, PROMPT) % VOCABULARY
+    )
+
+
+def attend_twice():
+    call = ScoreCall(
+        make_scored().model.layers[0].self_attn, torch.randn(1, 3, 32), None, None, None
+    )
+    for _ in range(2):
+        call.scores_of(*torch.randn(2, 1, 2, 3, 8))
+
+
+def phase(*arguments, model=make_scored):
+    return lambda: model().set_score_phase(*arguments)
+
+
+def random_scores():
+    return add_learned_scores(make_base(), keep_window_size=3, scorer="random")
+
+
+def dms(**change):
+    def call():
+        model = make_base("Qwen3")
+        given = {
+            "dms_window_size": 4,
+            "dms_alpha_scale": 3.0,
+            "dms_initial_alpha_offset": 0.5,
+            **change,
+        }
+        for name, value in given.items():
+            setattr(model.config, name, value)
+        load_dms(model)
+
+    return call
+
+
+def divide(texts, *arguments, **options):
+    return lambda: divide_budget(make_scored(), texts, *arguments, progress=False, **options)
+
+
+class DMSPress(SimpleNamespace):
+    threshold, sliding_window_size, decoding = None, 4, True
+    press = SimpleNamespace(score=lambda *_: None)
+
+
+def budgets(*windows):
+    return lambda: set_key_budgets(make_scored(), KeyBudgets(0.0, windows))
+
+
+CALLS_OF_SCORES = [
+    ("^model: got a? ?LlamaConfig", lambda: add_learned_scores(make_base().config, keep_window_size=2)),
+    ("with learned scores, expected one without", lambda: add_learned_scores(make_scored(), keep_window_size=3)),
+    ("without learned scores", lambda: set_score_phase(make_base(), "soft")),
+    ("^phase: got 'medium'", phase("medium")),
+    ("^phase: got 'soft' with scores that are not log gates", phase("soft", model=random_scores)),
+    *(("^temperature: got .*, expected a number above 0 with", phase(*arguments))
+      for arguments in (("hard", 0.3), ("soft", 0.0), ("soft", math.nan))),
+    (r"^scorer: got torch.float32 of shape \(2, 13, 1\)", call_new(scorer=lambda h, k, v: h[..., :1])),
+    ("^scorer: got a second attention call in layer 0", attend_twice),
+    ("^dropout: got 0.1", call_new({"attention_dropout": 0.1})),
+    ("^attention_mask: got an additive mask that adds other", call_scored(attention_mask=additive)),
+    # Caches that do not fit.
+    (f"^{CACHE}: got keys without scores in layer 0", call_scored(past_key_values=keys_without_scores, tokens=1)),
+    ("^scores: got none.*add_learned_scores.* in the phase 'hard'", call_scored(past_key_values=slots, phase="off")),
+    (f"^{CACHE}: got 1 layers, expected more than 1", call_scored(past_key_values=lambda _: slots(make_scored(num_hidden_layers=1)))),
+    ("^phase: got 'soft' with a DynamicMaskCache", call_scored(past_key_values=slots, phase="soft")),
+    (f"^{CACHE}: got keep_window_size", call_scored(past_key_values=lambda _: slots(make_scored(rule="window")))),
+    (f"^{CACHE}: got a static one", call_scored(past_key_values=static, phase="soft")),
+    *((r"^attention_mask: got torch.bool of shape \(2, 1, 13, ", call_scored(past_key_values=cache, attention_mask=mask_of_texts(extra)))
+      for cache, extra in ((slots, 0), (static, 3))),
+    # Budgets.
+    ("^target: got a model without scores of a forward", lambda: budget_loss(make_scored(), 0.4)),
+    ("^texts: got none", divide([])),
+    ("^texts: got one of 9 tokens", divide(make_ids(B, 9), length=10)),
+    ("^mean_keys: got 5 for texts of 40 tokens", divide(make_ids(B, 40) % VOCABULARY, 5)),
+    ("^keep_window_size: got lists for 1 layers, expected 2", budgets((1, 1))),
+    ("^keep_window_size: got 3 sizes", budgets((1, 1, 1), (1, 1, 1))),
+    # Checkpoints of DMS, and presses.
+    ("^config.model_type: got 'qwen2'", dms(model_type="qwen2")),
+    ("^config.dms_disable_eviction: got True", dms(dms_disable_eviction=True)),
+    ("^config.dms_window_size: got none", dms(dms_window_size=None)),
+    ("^late: got True with recent_window=1", dms(dms_window_size=0)),
+    ("with dms_separate_alpha=True and 0 tensors", dms(dms_separate_alpha=True)),
+    ("^press: got dict, expected a ScorerPress", lambda: add_press(make_base(), {}, 4)),
+    ("^press: got a DMSPress without threshold", lambda: add_press(make_base(), DMSPress())),
+    # Files.
+    *(("^folder: got int, expected a path", call) for call in (
+        lambda: load_scores(make_base(), 3), lambda: save_scores(make_scored(), 3))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "call"), CALLS_OF_SCORES)
+def test_bad_call_of_a_model_with_scores_raises_naming_the_argument(words, call):
+    with pytest.raises(ERRORS, match=words):
+        call()
+
+
+def write(text):
+    return lambda folder: (folder / "learned_scores.json").write_text(text)
+
+
+def remove(name):
+    return lambda folder: (folder / name).unlink()
+
+
+NO_SETTINGS = " without learned_scores.json"
+BAD_FOLDERS = [  # words, what happens to a saved folder, the name that is loaded
+    ("/learned_scores.json without 'scorer', expected a file of save_scores", write('{"layers": [0]}'), ""),
+    ("/learned_scores.json with .*line 1 column.*, expected JSON", write('{"layers": [0'), ""),
+    ("/learned_scores.json with a list, expected an object", write("[]"), ""),
+    (f"{NO_SETTINGS} and without learned_scores in.* of save_scores", remove("learned_scores.json"), ""),
+    (f"{NO_SETTINGS}.* of save_scores", lambda folder: (folder / "empty").mkdir(), "empty"),
+    (f", which is not a folder,{NO_SETTINGS}.* of save_scores", id, "missing"),
+    (f", which is not a folder,{NO_SETTINGS}.* of save_scores", id, "learned_scores.json"),
+    (" with learned_scores.json but without learned_scores.safetensors, expected both.* of save_scores",
+     remove("learned_scores.safetensors"), ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "spoil", "name"), BAD_FOLDERS)
+def test_bad_folder_raises_naming_it(words, spoil, name, tmp_path):
+    make_base().save_pretrained(tmp_path)
+    save_scores(make_scored(), tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(ERRORS, match=f"^folder: got {re.escape(str(tmp_path / name))}{words}"):
+        load_scores(make_base(), tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "scorer"),
+    [
+        ("^scorer: got None for the scores in", {}, lambda h, k, v: k[..., 0]),
+        (r"^model: got one with scores in layers \(0, 1, 2\)", {"num_hidden_layers": 3}, "hidden"),
+        (r"^folder: got .* of layer 0 of shape \(2,\), expected \(1,\)", {"num_key_value_heads": 1}, "hidden"),
+    ],
+)  # fmt: skip
+def test_scores_of_another_model_raise_and_leave_the_model(words, options, scorer, tmp_path):
+    save_scores(make_scored(scorer=scorer), tmp_path)
+    model = make_base(**options)
+    names = list(model.state_dict())
+    with pytest.raises(ERRORS, match=words):
+        load_scores(model, tmp_path)
+    assert list(model.state_dict()) == names and not hasattr(model, "set_score_phase")
