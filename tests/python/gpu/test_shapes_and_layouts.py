@@ -213,7 +213,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_changes_no_bit(layout, window, head_dim):
-    """At odd addresses biases of keys are added later than elsewhere, and round differently, so there are none."""
+    """At odd addresses biases of keys are added later than elsewhere, and round differently. Keys are chosen by intervals there."""
     q, k, v, dout = (
         normal(2, 200, h, head_dim).requires_grad_() for h in (HEADS_Q, HEADS_KV, HEADS_KV, HEADS_Q)
     )
@@ -222,9 +222,9 @@ def test_layout_changes_no_bit(layout, window, head_dim):
     has_bias = layout != "rows at odd addresses"
     if has_bias:
         options["keep_window_size"] = window
-    elif window is not None:
+    else:
         scores = bias[:, :, 0].detach()
-        options["key_intervals"] = select_key_intervals(scores, window, query_length=200)
+        options["key_intervals"] = select_key_intervals(scores, window or 60, query_length=200)
     results = []
     for change in (lambda t: t, LAYOUTS[layout]):
         tensors = [change(t) for t in (q, k, v, *[bias] * has_bias)]
