@@ -11,8 +11,8 @@ namespace flash_dmattn {
 // The slots of a head: `places` for keys, `window` of them for selected ones, and those for pending tokens.
 struct HeadSlots {
   std::int64_t first;  // slot 0 in a row of scores and positions
-  std::int64_t
-      rows_before;  // in k and v, whose stride of heads is 0 if heads have different numbers of slots
+  // In k and v, whose stride of heads is 0 if heads have different numbers of slots.
+  std::int64_t rows_before;
   std::int32_t places;
   std::int32_t window;
 };
@@ -35,7 +35,7 @@ constexpr int head_at(const Int* first, int heads, int number) {
   return low;
 }
 
-// The most heads with different numbers of slots on a GPU. What differs is in kernel parameters, so that no copy to the
+// The most heads with different numbers of slots on a GPU. Kernel parameters hold these numbers, so that no copy to the
 // device is needed.
 inline constexpr int most_unequal_heads = 128;
 

@@ -98,8 +98,8 @@ struct HeadBlocks {
   std::uint16_t first[most_unequal_heads + 1] = {};  // of the heads in this order, for one row
   std::uint8_t head[most_unequal_heads] = {};
   std::uint8_t place[most_unequal_heads] = {};  // of a head in this order
-  std::uint8_t used[most_unequal_heads] =
-      {};  // blocks with slots of the heads in this order, in clusters
+  // Blocks with slots of the heads in this order, in clusters.
+  std::uint8_t used[most_unequal_heads] = {};
 };
 
 // The Split of one row tile for each head of a cache. `splits` is the most blocks of a head. In a cluster each head has
