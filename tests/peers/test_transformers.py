@@ -21,6 +21,7 @@ for package, module, mixin in (
     setattr(sys.modules[f"{package}.{module}"], mixin, type(mixin, (), {}))
 
 from tests.test_modeling_common import ModelTesterMixin, ids_tensor  # noqa: E402
+from tests.test_training_mixin import TrainingTesterMixin  # noqa: E402
 
 DECODER = {"vocab_size": 99, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 37,
            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
@@ -38,9 +39,8 @@ class ModelTests(ModelTesterMixin):
     is_training = True
     batch_size, seq_length = 13, 7
     hidden_size, num_hidden_layers, num_attention_heads, vocab_size = 32, 2, 4, 99
-
-    def setUp(self):
-        self.model_tester = self
+    model_tester = property(lambda self: self)
+    causal_lm_class = property(lambda self: self.all_model_classes[1])
 
     def get_config(self):
         config = self.config_class(**self.sizes)
@@ -59,17 +59,17 @@ class ModelTests(ModelTesterMixin):
         pass
 
 
-class LlamaTest(ModelTests, unittest.TestCase):
+class LlamaTest(ModelTests, TrainingTesterMixin, unittest.TestCase):
     config_class, sizes = transformers.LlamaConfig, DECODER
     all_model_classes = (transformers.LlamaModel, transformers.LlamaForCausalLM)
 
 
-class Qwen3Test(ModelTests, unittest.TestCase):
+class Qwen3Test(ModelTests, TrainingTesterMixin, unittest.TestCase):
     config_class, sizes = transformers.Qwen3Config, DECODER
     all_model_classes = (transformers.Qwen3Model, transformers.Qwen3ForCausalLM)
 
 
-class Gemma3Test(ModelTests, unittest.TestCase):
+class Gemma3Test(ModelTests, TrainingTesterMixin, unittest.TestCase):
     config_class = transformers.Gemma3TextConfig
     sizes = {**DECODER, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
     all_model_classes = (transformers.Gemma3TextModel, transformers.Gemma3ForCausalLM)
