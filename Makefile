@@ -198,6 +198,7 @@ $(PEERS)/ready: Makefile $(STAMPS)/test
 test-peers: $(STAMPS)/package $(PEERS)/ready test-kvpress ## tests that other projects wrote, with our attention
 	cd $(TRANSFORMERS_TESTS) && HF_HUB_OFFLINE=1 PYTHONPATH=../packages:../$(notdir $(FLASH_ATTN))/tests $(abspath $(BIN))/python -m pytest -c /dev/null \
 	  --rootdir . --numprocesses $(JOBS) $(abspath tests/peers) $(ARGS)
+	$(MAKE) test-torchtitan ARGS=
 
 .PHONY: test-kvpress
 test-kvpress: $(STAMPS)/package $(PEERS)/ready build/transformers-4/ready ## tests of kvpress, with our attention in small models
@@ -206,7 +207,7 @@ test-kvpress: $(STAMPS)/package $(PEERS)/ready build/transformers-4/ready ## tes
 	  --ignore tests/integration --ignore tests/test_evaluation_utils.py
 
 .PHONY: test-torchtitan
-test-torchtitan: $(STAMPS)/package $(STAMPS)/test ## tests of dynamic masks in TorchTitan, which gets an environment of its own
+test-torchtitan: $(STAMPS)/package $(STAMPS)/test ## tests of dynamic masks in TorchTitan, and one of its own, in an environment of its own
 	tools/test_torchtitan.sh $(ARGS)
 
 .PHONY: test-vllm

@@ -72,7 +72,7 @@ def flash_dmattn_func(
     query: [B, Sq, Hq, D]; key: [B, Sk, Hkv, D]; value: [B, Sk, Hkv, Dv]. Hq is a multiple of Hkv; D and Dv are from 1 to 256.
         The layout is [B, S, H, D], not torch's [B, H, S, D]; if S = H a wrong layout is not detected. bfloat16, float16 or
         float32, on the CPU float64 too (through the slow reference backend); any strides. On a GPU, float32
-        runs on the Triton kernels, and raises without Triton.
+        runs on the Triton kernels, and raises without Triton. torch.backends.cuda.matmul.allow_tf32 permits tf32 products.
     softmax_scale, is_causal: the sixth and seventh positional arguments. triton_dmattn_func and flex_dmattn_func have them
         in the opposite order, as in 1.x.
     attn_mask: bool, True where visible: [B, Sk] (padding), [B, H, Sk] (the same for every query) or

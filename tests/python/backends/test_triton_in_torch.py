@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from flash_dmattn._core import ops as _ops
@@ -11,6 +12,7 @@ from flash_dmattn._core import ops as _ops
 triton = pytest.importorskip("triton")
 
 from flash_dmattn import triton_dmattn_func  # noqa: E402
+from flash_dmattn._backends.triton import launch  # noqa: E402
 from gpu import capture  # noqa: E402
 
 # In the interpreter, numpy warns about inf and NaN.
@@ -173,3 +175,23 @@ def test_second_device_gives_same_result():
     there = [t.detach().to("cuda:1").requires_grad_() for t in tensors]
     second_results = results(there, keep_window_size=WINDOW)
     assert_same([t.to(DEVICE) for t in second_results], results(tensors, keep_window_size=WINDOW))
+
+
+@pytest.mark.parametrize(
+    "set_flag",
+    [
+        lambda on: setattr(torch.backends.cuda.matmul, "allow_tf32", on),
+        lambda on: torch.set_float32_matmul_precision("high" if on else "highest"),
+        lambda on: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32" if on else "ieee"),
+    ],
+)
+def test_each_flag_of_torch_permits_tf32_products_of_float32_alone(set_flag, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    with FakeTensorMode():
+        tensors = [torch.empty(1, dtype=t, device="cuda") for t in (torch.float32, torch.float16)]
+    try:
+        set_flag(True)
+        assert [launch.product_precision(t).value for t in tensors] == ["tf32", "ieee"]
+    finally:
+        set_flag(False)
+    assert launch.product_precision(tensors[0]).value == "ieee"

@@ -1,4 +1,4 @@
-"""The Triton kernels compute float32 tensors on a GPU, in float32."""
+"""The Triton kernels compute float32 tensors on a GPU, in float32, or in tf32 where torch's flag permits it."""
 
 import pytest
 import torch
@@ -18,14 +18,14 @@ OPTIONS = {
 }
 
 
-def results(device, options):
+def results(device, options, dtype=torch.float32):
     torch.manual_seed(0)
     shapes = [(2, N, 4, 40), (2, N, 2, 40), (2, N, 2, 40), (2, 2, N)]
-    leaves = [torch.randn(shape).to(device).requires_grad_() for shape in shapes]
+    leaves = [torch.randn(shape).to(device, dtype).requires_grad_() for shape in shapes]
     options = {k: x.to(device) if isinstance(x, torch.Tensor) else x for k, x in options.items()}
     q, k, v, bias = leaves
     out = flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, **options)
-    assert out.dtype == torch.float32
+    assert out.dtype == dtype
     return [t.cpu() for t in (out, *torch.autograd.grad(out.square().sum(), leaves))]
 
 
@@ -34,6 +34,16 @@ def test_float32_on_a_gpu_equals_the_cpu(name):
     torch.testing.assert_close(
         results("cuda", OPTIONS[name]), results("cpu", OPTIONS[name]), rtol=1e-4, atol=1e-4
     )
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_torch_flag_decides_the_precision_of_products(name, monkeypatch):
+    exact = results("cpu", OPTIONS[name], torch.float64)
+    for precision, least, most in [("ieee", 0, 2**-17), ("tf32", 2**-17, 2**-7)]:
+        monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", precision)
+        for ours, wanted in zip(results("cuda", OPTIONS[name]), exact, strict=True):
+            error = (ours - wanted).norm() / wanted.norm()
+            assert least <= error <= most, precision
 
 
 def test_float32_packed_sequences_match_oracle():

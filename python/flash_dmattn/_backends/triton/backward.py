@@ -91,7 +91,7 @@ def delta_kernel(
         head_rows(out, batch, head), out, rows, exists, shape, BLOCK_D, EVEN_D, False
     )
     if gradient.dtype == tl.float32:
-        products = matmul(gradient, tl.trans(result), False)
+        products = matmul(gradient, tl.trans(result), shape, False)
         on_diagonal = tl.arange(0, M)[:, None] == tl.arange(0, M)[None, :]
         total = tl.sum(tl.where(on_diagonal, products, 0.0), 1)
     else:
@@ -166,8 +166,8 @@ def query_gradient_tiles(
         index, exists = key_tile(keys, start, count, LISTED, PARTIAL, N)
         key = load_rows(k_head, k, index, exists, shape, BLOCK_D, EVEN_D, FP64)
         value = load_rows(v_head, v, index, exists, shape, BLOCK_D, EVEN_D, FP64)
-        products = matmul(query, tl.trans(key), FP64)
-        dp = matmul(gradient, tl.trans(value), FP64)
+        products = matmul(query, tl.trans(key), shape, FP64)
+        dp = matmul(gradient, tl.trans(value), shape, FP64)
         score, slope = scores(
             products, rows[:, None], index[None, :], mask, bias, mask_head, bias_head, shape,
             MASK, BIAS, SOFTCAP, SATURATE, FP64, ADDEND=False,
@@ -191,7 +191,7 @@ def query_gradient_tiles(
         )
         if SUM_ROWS:
             row_sum += tl.sum(ds, 1)
-        dq = add_product(dq, dt, dt != 0, key, FP64)
+        dq = add_product(dq, dt, dt != 0, key, shape, FP64)
     return dq, row_sum
 
 

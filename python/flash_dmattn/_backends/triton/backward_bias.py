@@ -93,8 +93,8 @@ def bias_gradient_kernel(
                 gradient, out_head, out, statistics, batch, head, rows, row_exists, shape, BLOCK_D,
                 EVEN_D,
             )  # fmt: skip
-        products = matmul(query, tl.trans(key), FP64)
-        dp = matmul(gradient, tl.trans(value), FP64)
+        products = matmul(query, tl.trans(key), shape, FP64)
+        dp = matmul(gradient, tl.trans(value), shape, FP64)
         score, slope = scores(
             products, rows[:, None], index[None, :], mask, bias,
             broadcast_head(mask, batch, head, shape.group),

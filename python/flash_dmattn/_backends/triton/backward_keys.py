@@ -43,8 +43,8 @@ def key_gradient_tiles(
                 gradient, out_head, out, statistics, batch, head, rows, row_exists, shape, BLOCK_D,
                 EVEN_D,
             )  # fmt: skip
-        products = matmul(key, tl.trans(query), FP64)
-        dp = matmul(value, tl.trans(gradient), FP64)
+        products = matmul(key, tl.trans(query), shape, FP64)
+        dp = matmul(value, tl.trans(gradient), shape, FP64)
         # AMD's compiler cannot bring the bits of a `where` into the layout of the transposed tile.
         score, slope = scores(
             products, rows[None, :], index[:, None], mask, bias, mask_head, bias_head, shape,
@@ -68,10 +68,10 @@ def key_gradient_tiles(
             SATURATE_DT,
             FP64,
         )
-        dv = add_product(dv, p, used, gradient, FP64)
+        dv = add_product(dv, p, used, gradient, shape, FP64)
         if SUM_KEYS:
             key_sum += tl.sum(ds, 1)
-        dk = add_product(dk, dt, dt != 0, query, FP64)
+        dk = add_product(dk, dt, dt != 0, query, shape, FP64)
     return dk, dv, key_sum
 
 

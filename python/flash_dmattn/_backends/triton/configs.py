@@ -59,7 +59,7 @@ _LOW_PRECISION_LITTLE_SHARED = {
     "dkdv": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(32, 32, 4, 1)},
     "dbias": {64: Config(64, 64, 4, 2), 128: Config(64, 64, 4, 1), 256: Config(64, 32, 4, 1)},
 }
-# fp32 products do not use tensor cores (their 10-bit mantissa would show): unrolled multiply-adds,
+# fp32 products use tensor cores, whose 10-bit mantissa shows, only with tf32. Otherwise they are unrolled multiply-adds,
 # whose code grows with the tile.
 _FLOAT32 = {64: Config(32, 32, 4, 2), 256: Config(32, 32, 8, 1)}
 _FLOAT32_LITTLE_SHARED = {

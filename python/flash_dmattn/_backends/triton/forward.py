@@ -34,7 +34,7 @@ def forward_tiles(
     for start in range(begin, end, N):
         index, exists = key_tile(keys, start, count, LISTED, PARTIAL, N)
         key = load_rows(k_head, k, index, exists, shape, BLOCK_D, EVEN_D, FP64)
-        products = matmul(query, tl.trans(key), FP64)
+        products = matmul(query, tl.trans(key), shape, FP64)
         score, _ = scores(
             products, rows[:, None], index[None, :], mask, bias, mask_head, bias_head, shape,
             MASK, BIAS, SOFTCAP, SATURATE, FP64, ADDEND=False,
@@ -59,7 +59,7 @@ def forward_tiles(
             out = tl.where((rescale == 0)[:, None], 0.0, out)
         value = load_rows(v_head, v, index, exists, shape, BLOCK_D, EVEN_D, FP64)
         used = (weights != 0) if SATURATE else (score != -float("inf"))
-        out = add_product(out, weights, used, value, FP64)
+        out = add_product(out, weights, used, value, shape, FP64)
         largest = larger
     return out, largest, total
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from ..._core.checks import MASK_VALUE
@@ -45,6 +46,7 @@ class Problem:
             scale,
             softcap,
             0.0 if bias is None else MASK_VALUE[bias.dtype],
+            product_precision(q),
         )
         self.mask = self.bias = Broadcast(q, 0, 0, 0, 0, 0)
         self.mask_kind = self.bias_kind = 0
@@ -109,6 +111,16 @@ class Problem:
                     "num_stages": config.stages,
                 },
             )
+
+
+def product_precision(q: Tensor) -> tl.constexpr:
+    """Returns "tf32" for float32 on an NVIDIA GPU if torch's flag permits it, else "ieee", so that other kernels do not depend on the flag.
+
+    Each of torch's settings sets fp32_precision. Reading allow_tf32 raises after that one was set.
+    """
+    nvidia = q.device.type == "cuda" and torch.version.hip is None
+    permitted = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return tl.constexpr("tf32" if q.dtype == torch.float32 and nvidia and permitted else "ieee")
 
 
 def rows(tensor: Tensor) -> Rows:

@@ -65,6 +65,7 @@ class Shape(NamedTuple):
     scale: float
     softcap: float
     mask_value: float  # of a bias
+    precision: Any  # of products of fp32 tiles: "ieee" or "tf32", a tl.constexpr
 
 
 @triton.jit
@@ -207,36 +208,36 @@ def weight(difference, FP64: tl.constexpr):
 
 
 @triton.jit
-def matmul(a, b, FP64: tl.constexpr):
+def matmul(a, b, shape, FP64: tl.constexpr):
     """Returns a @ b, summed in fp32, or in fp64 if FP64."""
     if FP64:
         # The sums over one element keep Triton 3.6 from seeing how narrow the numbers once were: from that
         # it would choose a layout of the fp64 product that it cannot compile.
         product = tl.dot(tl.sum(a[:, :, None], 2), tl.sum(b[:, :, None], 2))
     else:
-        product = tl.dot(a, b, input_precision="ieee")
+        product = tl.dot(a, b, input_precision=shape.precision)
     return product
 
 
 @triton.jit
-def add_product(sums, weights, used, x, FP64: tl.constexpr):
+def add_product(sums, weights, used, x, shape, FP64: tl.constexpr):
     """Returns sums + weights @ x. With FP64, inf and NaN in x count only for `used` elements, for which 0 times them is
     NaN."""
     if FP64:
         infinity = float("inf")
         finite = tl.abs(x) < infinity  # not for a NaN
-        product = matmul(weights, tl.where(finite, x, 0.0), True)
+        product = matmul(weights, tl.where(finite, x, 0.0), shape, True)
         # The number of terms that are not finite, and how many more of them are +inf than -inf.
         used = tl.where(used, 1.0, 0.0).to(tl.float64)
-        number = matmul(used, tl.where(finite, 0.0, 1.0).to(tl.float64), True)
+        number = matmul(used, tl.where(finite, 0.0, 1.0).to(tl.float64), shape, True)
         sign_of_x = tl.where(x == infinity, 1.0, tl.where(x == -infinity, -1.0, 0.0)).to(tl.float64)
         sign = tl.where(weights < 0, -1.0, tl.where(weights > 0, 1.0, 0.0)).to(tl.float64)
-        excess = matmul(sign * used, sign_of_x, True)
+        excess = matmul(sign * used, sign_of_x, shape, True)
         term = tl.where(excess == number, infinity, float("nan"))
         term = tl.where(excess == -number, -infinity, term)
         sums = sums + tl.where(number == 0, product, term)
     else:
-        sums = tl.dot(weights.to(x.dtype), x, sums, input_precision="ieee")
+        sums = tl.dot(weights.to(x.dtype), x, sums, input_precision=shape.precision)
     return sums
 
 
