@@ -11,7 +11,8 @@ from torch import Tensor
 
 DENSE, PER_QUERY, GLOBAL, SLIDING = "dense causal", "per_query", "global", "sliding"
 DOCUMENTS, DENSE_MASKS, EVICTED = "documents", "dense_masks", "evicted"
-KINDS = (DENSE, PER_QUERY, GLOBAL, SLIDING, DOCUMENTS, DENSE_MASKS, EVICTED)
+PREFIX, WINDOWED_DOCUMENTS = "prefix", "windowed_documents"
+KINDS = (DENSE, PER_QUERY, GLOBAL, SLIDING, DOCUMENTS, DENSE_MASKS, EVICTED, PREFIX, WINDOWED_DOCUMENTS)  # fmt: skip
 RECENT = 512  # the recent window of EVICTED
 KEPT = 1 / 8  # share of the older keys that EVICTED keeps without a window
 # A normally distributed score exceeds it with probability KEPT.
@@ -34,6 +35,8 @@ class Case:
         DENSE_MASKS: a dense mask and a dense bias, with about `window` random keys per query.
         EVICTED: a query sees the last RECENT keys and some of the older ones. With a window, these are the `window` keys with
             the highest scores; without one, the keys whose score exceeds THRESHOLD, a share KEPT of them.
+        PREFIX: a query sees the first `window` keys, later ones too, and every earlier key.
+        WINDOWED_DOCUMENTS: packed documents of 4 `window` tokens each, in which a query sees the last `window` keys.
     """
 
     kind: str
@@ -64,6 +67,11 @@ class Case:
         return cls(match[1], seqlen, head_dim, window, heads_q, heads_kv, batch, value_dim)
 
     @property
+    def document_length(self) -> int | None:
+        """Returns the number of tokens of a packed document; None if the sequence is one."""
+        return {DOCUMENTS: self.window, WINDOWED_DOCUMENTS: 4 * (self.window or 0)}.get(self.kind)
+
+    @property
     def visible_elements(self) -> int:
         """Returns the number of visible (query, key) elements of all heads, for random scores on average."""
         return round(self.batch * self.heads_q * self._keys_of_queries().sum().item())
@@ -72,8 +80,10 @@ class Case:
         """Returns how many keys each query of a sequence sees, float64 [N]."""
         n, window = self.seqlen, self.window or self.seqlen
         earlier = torch.arange(1, n + 1, dtype=torch.float64)  # the query's own key included
-        if self.kind == DOCUMENTS:
-            return (earlier - 1) % window + 1
+        if self.kind == PREFIX:
+            return earlier.clamp(min=window)
+        if length := self.document_length:
+            return ((earlier - 1) % length + 1).clamp(max=window)
         if self.kind == GLOBAL:  # the best keys of a row are anywhere in it
             return earlier * min(window / n, 1)
         if self.kind == EVICTED:
@@ -131,7 +141,9 @@ CASES = {
         "documents": [
             Case(DOCUMENTS, 32768, window=2048, **_GPU_HEADS),
             Case(DENSE, 2048, heads_q=16, heads_kv=8, head_dim=128, batch=16),
+            Case(WINDOWED_DOCUMENTS, 32768, window=2048, **_GPU_HEADS),
         ],
+        "prefix": [Case(PREFIX, 32768, window=8192, **_GPU_HEADS)],
         "dense_masks": [
             Case(DENSE_MASKS, 32768, 64, 1024, heads_q=2, heads_kv=1),
             Case(DENSE_MASKS, 4096, 128, 2048),

@@ -17,6 +17,7 @@ from flash_dmattn import (
     backends,
     flash_dmattn_func_auto,
     packed_documents,
+    prefix_lm,
     select_key_intervals,
     sliding_window,
 )
@@ -24,13 +25,14 @@ from flash_dmattn import (
 from .case import (
     DENSE,
     DENSE_MASKS,
-    DOCUMENTS,
     EVICTED,
     GLOBAL,
     PER_QUERY,
+    PREFIX,
     RECENT,
     SLIDING,
     THRESHOLD,
+    WINDOWED_DOCUMENTS,
     Case,
 )
 from .clock import Step
@@ -99,9 +101,13 @@ def _visibility(case: Case, normal: Callable[..., Tensor], device: str) -> dict:
         return {"bias": normal(batch, heads_kv, n), "rule": rule}
     if case.kind == SLIDING:
         return {"keys": sliding_window(n, window, device=device)}
-    if case.kind == DOCUMENTS:
-        begins = torch.arange(0, n + 1, window, dtype=torch.int32, device=device)
-        return {"keys": packed_documents(begins, key_length=n, max_seqlen_k=window)}
+    if case.kind == PREFIX:
+        return {"keys": prefix_lm(n, window, device=device)}
+    if length := case.document_length:
+        begins = _begins_of_documents(case, device)
+        if case.kind == WINDOWED_DOCUMENTS:
+            return {"keys": sliding_window(n, window, cu_seqlens_k=begins)}
+        return {"keys": packed_documents(begins, key_length=n, max_seqlen_k=length)}
     if case.kind == EVICTED:
         kept = {"keep_window_size": window, "recent_competes": False} if window else {"score_threshold": THRESHOLD}  # fmt: skip
         scores = torch.randn(batch, heads_kv, n, device=device)
@@ -114,6 +120,11 @@ def _visibility(case: Case, normal: Callable[..., Tensor], device: str) -> dict:
             head_mask.copy_((torch.rand(n, n, device=device) * seen < window).tril())
         return {"bias": bias, "mask": mask}
     return {}
+
+
+def _begins_of_documents(case: Case, device: torch.device | str) -> Tensor:
+    begins = [*range(0, case.seqlen, case.document_length), case.seqlen]
+    return torch.tensor(begins, dtype=torch.int32, device=device)
 
 
 def _leaves(*tensors: Tensor | None) -> list[Tensor]:
@@ -162,7 +173,7 @@ def _sdpa(inputs: Inputs) -> Step:
     case = inputs.case
     if case.kind == DENSE:
         return _sdpa_step(inputs)
-    heads = 1 if case.kind in (SLIDING, DOCUMENTS) else case.heads_q
+    heads = 1 if inputs.keys is not None else case.heads_q
     # torch converts the mask to floating point.
     needed = 5 * case.batch * heads * case.seqlen**2
     expect_memory(2 * needed, "mask and a copy of it take", inputs.q.device)
@@ -195,12 +206,9 @@ def _flex(inputs: Inputs) -> Step:
         first, last = chosen.intervals.expand(case.batch, case.heads_kv, -1, -1).unbind(-1)
 
     def is_visible(b, h, i, j):
-        shown = j <= i
-        if mask is not None:
-            shown = shown & mask[b, h // group, i, j]
         if first is not None:
-            shown = shown & (first[b, h // group, j] <= i) & (i < last[b, h // group, j])
-        return shown
+            return (first[b, h // group, j] <= i) & (i < last[b, h // group, j])
+        return j <= i if mask is None else mask[b, h // group, i, j]
 
     added = bias[0] if bias else None
 
@@ -234,19 +242,64 @@ def _fa3(inputs: Inputs) -> Step:
 
 
 def _fa4(inputs: Inputs) -> Step:
-    """Returns a causal step of FlashAttention-4 from the package flash-attn-4, with the case's window if it has one."""
+    """Returns a causal step of FlashAttention-4 from the package flash-attn-4, with the case's window and documents if it has them."""
     case = inputs.case
-    if case.kind not in (DENSE, SLIDING):
+    if case.kind not in (DENSE, SLIDING) and not case.document_length:
         raise Declined("has no masks here")
-    attention = _imported("flash_attn.cute").flash_attn_func
-    leaves = q, k, v = _leaves(inputs.q, inputs.k, inputs.v)
-    window = (case.window - 1, 0) if case.kind == SLIDING else (None, None)
+    package = _imported("flash_attn.cute")
+    leaves = _leaves(inputs.q, inputs.k, inputs.v)
+    has_window = case.kind in (SLIDING, WINDOWED_DOCUMENTS)
+    options = {"causal": True, "window_size": (case.window - 1, 0) if has_window else (None, None)}
+    if length := case.document_length:
+        begins = _begins_of_documents(case, inputs.q.device)
+        options |= {"cu_seqlens_q": begins, "cu_seqlens_k": begins, "max_seqlen_q": length, "max_seqlen_k": length}  # fmt: skip
 
     def forward():
-        out = attention(q, k, v, causal=True, window_size=window)
-        return out[0] if isinstance(out, tuple) else out
+        if not case.document_length:
+            out = package.flash_attn_func(*leaves, **options)
+            return out[0] if isinstance(out, tuple) else out
+        out = package.flash_attn_varlen_func(*(t.flatten(0, 1) for t in leaves), **options)
+        return (out[0] if isinstance(out, tuple) else out).unflatten(0, (case.batch, -1))
 
     return Step(forward, leaves, inputs.dout)
+
+
+def _cudnn_flex(inputs: Inputs) -> Step:
+    """Returns a step of FlexAttention from the package nvidia-cudnn-frontend. Its plan is built from the same intervals before timing
+    and counts as its mask; a bias only selects keys."""
+    case = inputs.case
+    if case.kind == DENSE_MASKS:
+        raise Declined("has no bias")
+    package = _imported("cudnn.flex_attention")
+    leaves = q, k, v = _leaves(inputs.q, inputs.k, inputs.v)
+    chosen = inputs.chosen()
+    if chosen is None:
+        chosen = prefix_lm(case.seqlen, 0, device=q.device)
+    before = torch.cuda.memory_allocated()
+    plan = package.create_mask_plan(ends_of_runs(chosen, case.batch, case.heads_q), q, k, v)
+    plan_bytes = torch.cuda.memory_allocated() - before
+    attend = package.flex_attn_func
+    return Step(lambda: attend(q, k, v, mask_plan=plan), leaves, inputs.dout, plan_bytes)
+
+
+def ends_of_runs(chosen: KeyIntervals, batch: int, heads: int) -> Tensor:
+    """Returns the visible keys of each query as runs, the form that cuDNN takes: [0, F0), [F1, F2), ... and then empty ones at the
+    last key. int32 [heads, F, B * N], or [1, F, B * N] for keys that all heads share. Raises Declined if int32 cannot count them."""
+    first, last = chosen.intervals.expand(batch, -1, -1, -1).unsqueeze(2).unbind(-1)
+    n, parts = chosen.key_length, []
+    for rows in torch.arange(chosen.query_length, device=first.device)[:, None].split(256):
+        shown = (first <= rows) & (rows < last)  # [B, Hkv or 1, rows, N]
+        changed = F.pad(shown, (0, 1)) ^ F.pad(shown, (1, 0), value=True)
+        counts = changed.sum(-1, keepdim=True)
+        part = torch.full((*shown.shape[:3], int(counts.max())), n, dtype=torch.int32, device=first.device)  # fmt: skip
+        part[torch.arange(part.shape[3], device=first.device) < counts] = changed.nonzero()[:, 3].int()  # fmt: skip
+        parts.append(part)
+    most = max(part.shape[3] for part in parts)
+    copies = heads // first.shape[1] if first.shape[1] > 1 else 1
+    if parts[0].shape[1] * copies * most * batch * chosen.query_length >= 2**31:
+        raise Declined(f"its {most} ends of runs for each query and head are 2^31 or more")
+    ends = torch.cat([F.pad(part, (0, most - part.shape[3]), value=n) for part in parts], 2)
+    return ends.permute(1, 3, 0, 2).flatten(2).repeat_interleave(copies, 0).contiguous()
 
 
 def _imported(module: str):
@@ -273,6 +326,7 @@ RIVALS: dict[str, Callable[[Inputs], Step]] = {
     "flex": _flex,
     "fa3": _fa3,
     "fa4": _fa4,
+    "cudnn_flex": _cudnn_flex,
 }
 NAMES = (*OURS, *RIVALS)
 

@@ -296,7 +296,8 @@ void append_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& score
 Tensor pending_intervals_op(const Tensor& k_cache, const Tensor& v_cache, const Tensor& score_cache,
                             const Tensor& positions, const Tensor& counts, const Tensor& seen,
                             std::vector<std::int64_t> rule, double score_threshold,
-                            std::int64_t pending, std::int64_t query_length, std::string backend) {
+                            std::int64_t pending, std::int64_t query_length,
+                            const OptionalTensor& kept_tokens, std::string backend) {
   const CallDevice device(k_cache);
   const KvCache cache = cache_of({k_cache, v_cache, score_cache, positions, counts, seen}, device,
                                  rule, score_threshold, pending);
@@ -306,7 +307,10 @@ Tensor pending_intervals_op(const Tensor& k_cache, const Tensor& v_cache, const 
           ? allocate({s.batch, s.heads_kv, s.most_places() + pending, 2}, ScalarType::Int, k_cache)
           : allocate({s.batch, 1, s.total_slots(), 2}, ScalarType::Int, k_cache);
   const PendingIntervalsArgs args{
-      .cache = cache, .seqlen_q = query_length, .intervals = data_of<KeyInterval>(intervals)};
+      .cache = cache,
+      .seqlen_q = query_length,
+      .intervals = data_of<KeyInterval>(intervals),
+      .kept_tokens = row_numbers(kept_tokens, "kept_tokens", s.batch, k_cache)};
   const Execution execution = device.execution(s.batch * s.total_slots());
   run(PendingIntervalsCall(args, execution, backend), k_cache);
   return intervals;
@@ -394,7 +398,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FLASH_DMATTN_NAMESPACE, m) {
   m.def(
       "kv_pending_intervals(Tensor k_cache, Tensor v_cache, Tensor score_cache, Tensor "
       "positions, Tensor counts, Tensor seen, SymInt[] rule, float score_threshold, SymInt "
-      "pending, SymInt query_length, str backend) -> Tensor");
+      "pending, SymInt query_length, Tensor? kept_tokens, str backend) -> Tensor");
   m.def(
       "kv_commit(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) score_cache, Tensor(d!) "
       "positions, Tensor(e!) counts, Tensor(f!) seen, SymInt[] rule, float score_threshold, "

@@ -167,12 +167,18 @@ def make_table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def rule_of(part: int, options: argparse.Namespace) -> tuple[int, int]:
+    """Returns the numbers of old and of recent keys of a head that sees one in `part` of the keys."""
+    keys = options.length // part
+    recent = min(options.recent or keys // 2, keys - SINKS)
+    return keys - recent - SINKS, recent
+
+
 def measure_untrained(evaluation: Evaluation, options: argparse.Namespace) -> None:
     """Adds rows of all keys, and of choices of keys that do not learn."""
     evaluation.add_row("all")
     for part in options.keep:
-        keys = options.length // part
-        window = keys - options.recent - SINKS
+        keys, (window, _) = options.length // part, rule_of(part, options)
         for scorer, kept in (("random", 0), ("random", window), ("key_norm", window)):
             rule = {"recent_window": keys - kept - SINKS, "sink_tokens": SINKS}
             add_learned_scores(evaluation.model, kept, scorer=scorer, **rule)
@@ -191,15 +197,15 @@ def measure_trained(evaluation: Evaluation, streams: list[list[int]], options: a
         training_batches(streams, Tasks(tokenizer, streams[0], size), seed, options.batch)
         for size in (options.trained_length, length)
     )
-    always = {"recent_window": options.recent, "sink_tokens": SINKS}
     samples = [text for _ in range(8) for text in next(sample_batches)]
     torch.manual_seed(seed)
     for part in sorted(options.keep):
-        window, is_first = length // part - options.recent - SINKS, part == min(options.keep)
-        add_learned_scores(model if is_first else remove_learned_scores(model), window, **always)
+        (window, recent), is_first = rule_of(part, options), part == min(options.keep)
+        always = {"recent_window": recent, "sink_tokens": SINKS}
+        add_learned_scores(model if is_first else remove_learned_scores(model), window, scorer=options.scorer, **always)  # fmt: skip
         if not is_first:  # gates are no longer open, and the target falls to theirs at once
             load_scores(model, folder)
-        share = window / (length - options.recent - SINKS)
+        share = window / (length - recent - SINKS)
         train(model, batches, ScoreSchedule(share=share, narrowing=0.4 if is_first else 0.1), options)  # fmt: skip
         model.set_score_phase("hard")
         evaluation.add_row("learned, the same for each head", part, seed)
@@ -258,7 +264,8 @@ def main(arguments: list[str] | None = None) -> None:
     add("--length", type=between(256), help="tokens of a text")
     add("--trained-length", type=between(256), help="tokens of a text in training")
     add("--keep", type=between(2), nargs="+", metavar="PART", help="8: an eighth of the keys")
-    add("--recent", type=count, help="recent keys of a head (default: a quarter of its keys)")
+    add("--recent", type=count, help="recent keys of a head (default: half of its keys)")
+    add("--scorer", choices=("hidden", "mlp"), default="hidden", help="form of the scores")
     add("--steps", type=count, help="of a training for one budget")
     add("--seconds", type=count, help="it ends after this time")
     add("--batch", type=count, help="texts of a step")
@@ -273,7 +280,6 @@ def main(arguments: list[str] | None = None) -> None:
     settings = SETTINGS["cpu" if options.device == "cpu" else "cuda"]
     for name in settings:
         setattr(options, name, getattr(options, name) or settings[name])
-    options.recent = options.recent or options.length // max(options.keep) // 4
     run(options)
 
 

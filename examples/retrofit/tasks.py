@@ -6,7 +6,7 @@ import random
 import re
 from dataclasses import dataclass
 from statistics import mode
-from string import ascii_uppercase
+from string import ascii_uppercase, digits
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,12 +15,19 @@ _WORDS = """harbor island jungle kitten lagoon meadow nectar orchid pepper quart
 garden hammer insect jacket kettle ladder magnet nickel oyster parrot rabbit temple velvet walnut window anchor bottle carpet
 dragon falcon ginger helmet marble pencil puzzle rocket spider tunnel turtle violin banner copper cradle dancer feather guitar
 hunter lantern mirror narrow pillow ribbon shadow silver summer valley winter""".split()  # fmt: skip
-# Other sentences than those of the tasks, about other words: (a fact, its beginning).
-_TRAINING_FACTS = (
-    ("\n\nThe code of the {} is {}.\n\n", "\n\nThe code of the {} is"),
-    ("\n\n{} = {}\n\n", "\n\n{} ="),
-    ("\n\nRemember that the {} weighs {} grams.\n\n", "\n\nHow much does the {} weigh? It weighs"),
+# Facts of training texts: other words and sentences than those of the tasks. Their parts make some thousand sentences, because scores
+# that learned from three did not know others.
+_BEGINS = "The, Remember that the, Note: the, By the way the, Some say that the, In this story the, It follows that the".split(", ")  # fmt: skip
+_KINDS = "secret new lucky exact old official usual first".split()
+_NOUNS = "code price weight password room score year address key identifier size answer".split()
+_VERBS = "is", "is:", "was", "equals", "will be", "="
+_QUESTIONS = (
+    "",
+    "What is the {}? ",
+    "Question: what does the text say about the {}? Answer: ",
+    "As said above: ",
 )
+_LINES = "{0} = {1}", "| {0} | {1} |", '"{0}": "{1}",', "{0}: see page {1}", "def {0}(): return {1}", "#define {0} {1}"  # fmt: skip
 
 
 @dataclass
@@ -57,14 +64,25 @@ class Tasks:
         return self.begin + stream[start : start + room]
 
     def make_training_text(self, draw: random.Random) -> list[int]:
-        """Returns tokens of filler that hold facts of one form. All of them are repeated at the end, in another order."""
-        words = draw.sample(self.training_words, 5)
-        numbers = {word: draw.randrange(10 ** draw.randint(2, 6), 10**7) for word in words}
-        fact, beginning = draw.choice(_TRAINING_FACTS)
-        facts = [fact.format(*pair) for pair in numbers.items()]
-        draw.shuffle(words)
-        end = self._tokens("".join(f"{beginning.format(word)} {numbers[word]}" for word in words))
-        return self._hide(facts, self.length - len(end), draw) + end
+        """Returns tokens of filler that hold up to 14 facts. All of them are repeated at the end, in another order."""
+        told, asked, tokens = [], [], 0
+        for word in draw.sample(self.training_words, 14):
+            value = "".join(draw.choices(draw.choice((digits, digits, ascii_uppercase)), k=draw.randint(3, 7)))  # fmt: skip
+            if draw.random() < 0.3:
+                fact = again = draw.choice(_LINES).format(word, value)
+            else:
+                what = f"{draw.choice(_KINDS)} {draw.choice(_NOUNS)} {draw.choice(('of', 'for'))} {word}"
+                verb = draw.choice(_VERBS)
+                fact = f"{draw.choice(_BEGINS)} {what} {verb} {value}."
+                again = f"{draw.choice(_QUESTIONS).format(what)}The {what} {verb} {value}."
+            tokens += len(self._tokens(fact + again)) + 6
+            if told and tokens > self.length // 3:
+                break
+            told.append(f"\n\n{fact}\n\n")
+            asked.append(f"\n\n{again}")
+        draw.shuffle(asked)
+        end = self._tokens("".join(asked))
+        return self._hide(told, self.length - len(end), draw) + end
 
     def _needles(self, draw: random.Random, keys: int, values: int) -> Sample:
         words = draw.sample(self.words, keys)

@@ -216,6 +216,8 @@ struct PendingIntervalsArgs {
   std::int64_t seqlen_q = -1;  // n <= cache.pending
   // out, dense: [B, Hkv, places + pending]; with heads of different sizes [B, total_slots]
   KeyInterval* intervals = nullptr;
+  // [B], as in CommitArgs. The pending tokens after them are padding: they see nothing, and no query sees them.
+  const std::int32_t* kept_tokens = nullptr;
 };
 // The number of these intervals.
 std::int64_t pending_intervals_count(const KvCache& cache);

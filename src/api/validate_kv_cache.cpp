@@ -295,6 +295,8 @@ PendingIntervalsArgs validated(const PendingIntervalsArgs& args) {
   result.cache = validated(args.cache);
   require_dense_rows(result.cache, cache_names);
   require_range("seqlen_q", args.seqlen_q, 0, args.cache.pending);
+  check_values("kept_tokens", args.cache.shape, args.kept_tokens, args.cache.shape.batch,
+               args.cache.pending);
   check_counts(result.cache);
   require_pointer("intervals", args.intervals, has_rows(args.cache.shape));
   return result;

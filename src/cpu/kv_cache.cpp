@@ -94,20 +94,20 @@ char* scratch_of(const KvCache& cache, const Execution& execution, int worker) {
 
 void pending_intervals(const PendingIntervalsArgs& args, const Execution& execution) {
   const KvCache& cache = args.cache;
-  const auto queries = static_cast<std::int32_t>(args.seqlen_q);
   const auto first_query = static_cast<std::int32_t>(cache.pending - args.seqlen_q);
   for_each_row(cache, execution, [&](const CacheRow& row, int worker) {
-    const Competition competition(row, cache.pending, scratch_of(cache, execution, worker));
+    const std::int32_t tokens = kept_of(args, row.b);
+    const Competition competition(row, tokens, scratch_of(cache, execution, worker));
     const HeadIntervals of_head(args, row.h);
     KeyInterval* const intervals = args.intervals + row.b * of_head.row + of_head.first;
     std::fill_n(intervals, of_head.count, KeyInterval{0, 0});
     const auto before = static_cast<std::int32_t>(of_head.queries_before);
-    for (std::int64_t slot = 0; slot < row.places + cache.pending; ++slot) {
+    for (std::int64_t slot = 0; slot < row.places + tokens; ++slot) {
       const bool is_taken = slot < row.count.count || slot >= row.places;
       if (!is_taken || row.entries[slot] == no_key) continue;
       const auto token = static_cast<std::int32_t>(slot - row.places);
       const std::int32_t first = std::max(token - first_query, 0);
-      const std::int32_t last = std::min(competition.end_of(slot) - first_query, queries);
+      const std::int32_t last = std::min(competition.end_of(slot), tokens) - first_query;
       if (first < last) intervals[slot] = {before + first, before + last};
     }
   });

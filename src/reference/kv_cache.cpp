@@ -309,6 +309,7 @@ void pending_intervals(const PendingIntervalsArgs& args, const Execution&) {
     std::fill_n(intervals, of_head.count, KeyInterval{0, 0});
     for (std::int64_t i = 0; i < args.seqlen_q; ++i) {
       const std::int64_t token = cache.pending - args.seqlen_q + i;
+      if (token >= kept_of(args, row.b)) break;
       const Keys keys{row, token + 1};
       const Rule rule(keys, row.seen() + token);
       keys.for_each([&](const Key& key) {

@@ -299,6 +299,8 @@ TEST(KvCacheArguments, InvalidArgumentIsNamed) {
   expect_error("index[0]", [](KvCalls& c) { c.index[0] = -1; });
   expect_error("kept_tokens[0]",
                [](KvCalls& c) { c.commit_args.kept_tokens = (c.index = {2, 0}).data(); });
+  expect_error("kept_tokens[1]",
+               [](KvCalls& c) { c.intervals_args.kept_tokens = (c.index = {0, -1}).data(); });
   expect_error("lengths[1]", [](KvCalls& c) { c.fill_args.lengths = (c.index = {1, 2}).data(); });
   expect_error("to.shape.value_dim", [](KvCalls& c) { c.copy_args.to.shape.value_dim = 7; });
   expect_error("to.shape.rule.window", [](KvCalls& c) { c.copy_args.to.shape.rule.window = 3; });

@@ -28,17 +28,31 @@ void append_both(const KvSizes& sizes, Caches& caches, Random& random, std::int6
   caches.device.pending += count;
 }
 
-// The intervals of the pending tokens as queries: the same for the same keys, in whichever slots.
-void expect_same_intervals(const Caches& caches, std::int64_t queries) {
+// For each row, a number of its pending tokens.
+RowNumbers draw_kept(const Caches& caches, Random& random) {
+  std::vector<std::int32_t> kept(static_cast<std::size_t>(caches.host.shape.batch));
+  for (std::int32_t& count : kept) {
+    count = static_cast<std::int32_t>(random.below(caches.host.pending + 1));
+  }
+  return RowNumbers{kept};
+}
+
+// The intervals of the pending tokens as queries: the same for the same keys, in whichever slots. Without `kept`, no
+// token is padding.
+void expect_same_intervals(const Caches& caches, std::int64_t queries,
+                           const RowNumbers* kept = nullptr) {
+  const DeviceBuffer device_kept(kept == nullptr ? std::vector<std::int32_t>() : kept->device);
   const KvCacheShape& s = caches.host.shape;
   const std::int64_t count = pending_intervals_count(caches.host);
   std::vector<KeyInterval> expected(static_cast<std::size_t>(count));
   const DeviceBuffer on_device(expected.size() * sizeof(KeyInterval));
   PendingIntervalsArgs args{
       .cache = caches.host, .seqlen_q = queries, .intervals = expected.data()};
+  if (kept != nullptr) args.kept_tokens = kept->host.data();
   PendingIntervalsCall(args, {}, "reference").run({});
   args.cache = caches.device;
   args.intervals = on_device.as<KeyInterval>();
+  if (kept != nullptr) args.kept_tokens = device_kept.as<std::int32_t>();
   run_on_device(PendingIntervalsCall(args, {}, "cuda"));
   const auto got = download<KeyInterval>(on_device, count);
   const std::vector<std::int32_t> host_positions = caches.positions(caches.host, false);
@@ -74,11 +88,7 @@ void commit_both(Caches& caches, const RowNumbers* kept) {
 }
 
 void commit_both(Caches& caches, Random& random, bool all) {
-  std::vector<std::int32_t> kept(static_cast<std::size_t>(caches.host.shape.batch));
-  for (std::int32_t& count : kept) {
-    count = static_cast<std::int32_t>(random.below(caches.host.pending + 1));
-  }
-  const RowNumbers numbers{kept};
+  const RowNumbers numbers = draw_kept(caches, random);
   commit_both(caches, all ? nullptr : &numbers);
 }
 
@@ -99,6 +109,8 @@ TEST_P(CudaKvChunks, ChunksMatchReference) {
     }
     expect_same_intervals(caches, caches.host.pending);
     expect_same_intervals(caches, 1 + random.below(caches.host.pending));
+    const RowNumbers kept = draw_kept(caches, random);
+    expect_same_intervals(caches, 1 + random.below(caches.host.pending), &kept);
     commit_both(caches, random, i % 3 == 0);
     caches.expect_same();
     if (HasFatalFailure()) return;
@@ -158,6 +170,7 @@ TEST_P(CudaKvChunks, NumbersOutOfRangeAreClamped) {
     caches.expect_same();
     append_both(sizes, caches, random, s.chunk);
     const RowNumbers kept = RowNumbers::out_of_range(s.batch, number, s.chunk);
+    expect_same_intervals(caches, s.chunk, &kept);
     commit_both(caches, &kept);
     caches.expect_same();
     if (HasFatalFailure()) return;

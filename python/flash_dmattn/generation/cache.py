@@ -11,6 +11,7 @@ from .._core.kv_checks import (
     as_row_indices,
     check_chunk,
     check_dtype_and_device,
+    check_lengths,
     check_mask,
     check_query,
     refuse_gradients,
@@ -194,6 +195,7 @@ class KVSlots(HeldKeys):
         value: Tensor,
         scores: Tensor,
         *,
+        lengths: Tensor | None = None,
         key_mask: Tensor | None = None,
         scale: float | None = None,
         softcap: float | None = None,
@@ -204,6 +206,9 @@ class KVSlots(HeldKeys):
         """Adds n tokens to every row, `chunk` at a time. The tokens attend to the slots and to each other.
 
         Returns out [B, n, Hq, Dv], or (out, lse [B, Hq, n]) with return_lse. Arguments are as in `step`, for n tokens.
+        lengths: int32 [B], the number of tokens of each row, if rows are padded on the right to n. Padding holds finite
+            numbers, does not count as a token, and has zeros in out and -inf in lse. Numbers outside of 0 to n raise an
+            error on a CPU, and are clamped on a GPU.
         """
         check_tensor(query, "query")
         return_lse = resolve_flag(return_lse, "return_lse")
@@ -213,7 +218,7 @@ class KVSlots(HeldKeys):
             "nonfinite": nonfinite,
             "scores_are_bias": check_flag(scores_are_bias, "scores_are_bias"),
         }
-        if query.dim() == 4 and query.shape[1] == 1 and not self.pending:
+        if query.dim() == 4 and query.shape[1] == 1 and not self.pending and lengths is None:
             return self.step(
                 query, key, value, scores, key_mask=key_mask, return_lse=return_lse, **options
             )
@@ -228,6 +233,8 @@ class KVSlots(HeldKeys):
             value=value,
             scores=scores,
         )
+        if lengths is not None:
+            check_lengths(lengths, "lengths", self.batch, length, self.k.device)
         room = self.chunk - self.pending
         if room < 1:
             raise ValueError(
@@ -239,9 +246,12 @@ class KVSlots(HeldKeys):
         for start in range(0, length, room):
             part = slice(start, start + room)
             mask = None if key_mask is None else key_mask[:, part]
+            kept, before = lengths, self.pending
+            if lengths is not None and (before or length > room):
+                kept = lengths.clamp(start, start + room) + (before - start)
             self.append(key[:, part], value[:, part], scores[..., part], key_mask=mask)
-            parts.append(self.attend(query[:, part], return_lse=True, **options))
-            self.commit()
+            parts.append(self.attend(query[:, part], kept, return_lse=True, **options))
+            self.commit(kept)
         if not parts:
             out = query.new_empty(*query.shape[:3], self.value_dim)
             lse = self.scores.new_empty(self.batch, query.shape[2], 0)
@@ -291,9 +301,13 @@ class KVSlots(HeldKeys):
         k, v, scores = (self._pending_of(t).clone() for t in (self.k, self.v, self.scores))
         return k.transpose(1, 2), v.transpose(1, 2), scores
 
-    def pending_intervals(self, query_length: int) -> KeyIntervals:
+    def pending_intervals(
+        self, query_length: int, kept_tokens: Tensor | None = None
+    ) -> KeyIntervals:
         """Returns which slots the last `query_length` pending tokens see. The intervals include causality.
 
+        kept_tokens: int32 [B], as in `commit`. The pending tokens after them are padding, which sees nothing and is not
+            seen. By default there is no padding.
         If heads have windows of different sizes, they are for one head whose keys are all slots, and whose queries are
         those of head 0, then those of head 1, and so on.
         """
@@ -301,8 +315,10 @@ class KVSlots(HeldKeys):
             raise ValueError(
                 f"query: got {query_length} queries, expected at most one for each of the {self.pending} pending tokens, which append adds"
             )
+        if kept_tokens is not None:
+            kept_tokens = as_row_indices(kept_tokens, "kept_tokens")
         intervals = ops.kv_pending_intervals(
-            *self._arguments, self.pending, query_length, self.backend
+            *self._arguments, self.pending, query_length, kept_tokens, self.backend
         )
         if self._has_equal_heads:
             return KeyIntervals(intervals, query_length, (self.places, int(query_length > 1)))
@@ -313,6 +329,7 @@ class KVSlots(HeldKeys):
     def attend(
         self,
         query: Tensor,
+        kept_tokens: Tensor | None = None,
         *,
         scale: float | None = None,
         softcap: float | None = None,
@@ -322,13 +339,13 @@ class KVSlots(HeldKeys):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Computes attention of the last n pending tokens, query [B, n, Hq, D], to the slots and the pending tokens.
 
-        Returns out [B, n, Hq, Dv], or (out, lse [B, Hq, n]) with return_lse.
+        Returns out [B, n, Hq, Dv], or (out, lse [B, Hq, n]) with return_lse. kept_tokens: as in `pending_intervals`.
         """
         refuse_gradients(query=query)
         queries = check_query(self._by_token, query=query)
         scores_are_bias = check_flag(scores_are_bias, "scores_are_bias")
         return_lse = resolve_flag(return_lse, "return_lse")
-        visible = Visible(intervals=self.pending_intervals(queries))
+        visible = Visible(intervals=self.pending_intervals(queries, kept_tokens))
         numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None)
         if self._has_equal_heads:
             end = self.places + self.pending

@@ -54,6 +54,9 @@ _PART_SIZES = {"cuda": PartSize(4, 4096), "cpu": PartSize(1, 128)}
 # lengths differ. With fewer lengths, one launch for each prompt takes less time than gathering and padding. On a CPU,
 # padding always takes longer.
 _LENGTHS_TO_PAD = {"cuda": 5, "cpu": 2**31}
+# Later chunks run together, padded to the longest, while this multiplies their tokens by at most this number. Each group
+# of them takes a GPU's host longer than most chunks take the GPU. 1: only chunks of one length run together.
+_CHUNK_PADDING = {"cuda": 2, "cpu": 1}
 
 
 def _value_for_device(table: dict[str, T], device: torch.device) -> T:
@@ -69,6 +72,7 @@ class _Group(NamedTuple):
     begins: whether the tokens begin their sequences. The rows then hold keys of other sequences.
     lengths: int32 [n], the lengths of the sequences; None: all have `length` tokens.
     real: int64, the indices in tokens.flatten() that are not padding; None: all of them.
+    places: int64, tokens.flatten()[real].
     """
 
     tokens: slice | Tensor
@@ -76,6 +80,7 @@ class _Group(NamedTuple):
     begins: bool
     lengths: Tensor | None = None
     real: Tensor | None = None
+    places: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -135,7 +140,9 @@ class RaggedBatch:
         self._groups = [
             _make_group(offsets, rows, numbers, begins_text)
             for begins_text, numbers in _group_sequences(
-                members, _value_for_device(_LENGTHS_TO_PAD, rows.device)
+                members,
+                _value_for_device(_LENGTHS_TO_PAD, rows.device),
+                _value_for_device(_CHUNK_PADDING, rows.device),
             )
         ]
 
@@ -254,20 +261,39 @@ def _check_chunk_rows(host_rows: dict[int, int], offsets: list[int], begins: lis
 
 
 def _group_sequences(
-    members: dict[tuple[int, bool], list[int]], least: int
+    members: dict[tuple[int, bool], list[int]], least: int, padding: int
 ) -> list[tuple[bool, list[int]]]:
     """Returns (whether the texts begin, sequences) of each group.
 
     Sequences of one length form a group. Prompts whose lengths have the same number of bits form a group if they have
-    `least` or more different lengths: padding to the longest then less than doubles the tokens.
+    `least` or more different lengths: padding to the longest then less than doubles the tokens. Later chunks form a group,
+    from the longest on, while padding multiplies their tokens by at most `padding`.
     """
     sizes = Counter(length.bit_length() for length, begins in members if begins)
+    longest = _padded_chunk_lengths(members, padding)
     groups: dict[tuple[bool, int, int], list[int]] = {}
     for (length, begins), numbers in members.items():
         bits = length.bit_length()
-        pads = begins and sizes[bits] >= least
-        groups.setdefault((begins, bits, 0 if pads else length), []).extend(numbers)
+        key = (True, bits, 0 if sizes[bits] >= least else length)
+        if not begins:
+            key = (False, 0, longest.get(length, length))
+        groups.setdefault(key, []).extend(numbers)
     return [(begins, sorted(numbers)) for (begins, _, _), numbers in groups.items()]
+
+
+def _padded_chunk_lengths(
+    members: dict[tuple[int, bool], list[int]], padding: int
+) -> dict[int, int]:
+    """Returns the length of the group's longest chunk for each length of later chunks."""
+    longest: dict[int, int] = {}
+    first = chunks = tokens = 0
+    for length in sorted((n for n, begins in members if n > 1 and not begins), reverse=True):
+        count = len(members[length, False])
+        chunks, tokens = chunks + count, tokens + count * length
+        if not first or first * chunks > padding * tokens:
+            first, chunks, tokens = length, count, count * length
+        longest[length] = first
+    return longest
 
 
 def _make_group(offsets: Sequence[int], rows: Tensor, numbers: list[int], begins: bool) -> _Group:
@@ -285,8 +311,8 @@ def _make_group(offsets: Sequence[int], rows: Tensor, numbers: list[int], begins
     on_device = (copy_to_device(rows.device, t) for t in (tokens, chosen, lengths[:, 0], real))
     tokens, chosen, lengths, real = on_device
     if len(real) == tokens.numel():
-        lengths = real = None
-    return _Group(tokens, rows[chosen], begins, lengths, real)
+        return _Group(tokens, rows[chosen], begins)
+    return _Group(tokens, rows[chosen], begins, lengths, real, tokens.flatten()[real])
 
 
 def copy_to_device(device: torch.device, tensor: Tensor) -> Tensor:
@@ -366,14 +392,16 @@ def extend_ragged(
             own_out, own_lse = _begin_texts(pool, group, *own_states, own_scores, options)
         elif group.continues:
             slots = copies.pop(number, None) or _copy_rows(pool, group)
-            own_out, own_lse = slots.extend(*own_states, own_scores, **options)
+            own_out, own_lse = slots.extend(
+                *own_states, own_scores, lengths=group.lengths, **options
+            )
             pool.over(group.rows).restore(slots)
         else:
             own_out, own_lse = pool.over(group.rows).step(*own_states, own_scores, **options)
         parts = (own_out, own_lse.transpose(1, 2)) if return_lse else (own_out,)
         parts = [part.flatten(0, 1) for part in parts]
         if group.real is not None:
-            tokens, *parts = (t[group.real] for t in (tokens, *parts))
+            tokens, parts = group.places, [part[group.real] for part in parts]
         places[number], results[number] = tokens, parts
     if length == batch._length and batch._is_in_order:
         places = None

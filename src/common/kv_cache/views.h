@@ -17,11 +17,12 @@ inline std::int32_t& seen_of(const KvCache& cache, std::int64_t row) {
   return cache.seen[row * cache.rows.seen_stride];
 }
 
-// The number of tokens that fill brings to row b of a call, and that commit keeps.
+// The number of tokens that fill brings to row b of a call, and of pending tokens that count.
 inline std::int32_t length_of(const FillArgs& args, std::int64_t b) {
   return args.lengths == nullptr ? static_cast<std::int32_t>(args.seqlen_k) : args.lengths[b];
 }
-inline std::int32_t kept_of(const CommitArgs& args, std::int64_t b) {
+template <class Args>
+std::int32_t kept_of(const Args& args, std::int64_t b) {
   return args.kept_tokens == nullptr ? static_cast<std::int32_t>(args.cache.pending)
                                      : args.kept_tokens[b];
 }

@@ -184,7 +184,7 @@ std::size_t intervals_workspace_size(const PendingIntervalsArgs& args, const Exe
 
 void pending_intervals(const PendingIntervalsArgs& args, const Execution& execution) {
   const PendingMemory memory(args.cache, false, execution.workspace);
-  follow_keys(args.cache, memory, nullptr, args.seqlen_q, args.intervals, execution);
+  follow_keys(args.cache, memory, args.kept_tokens, args.seqlen_q, args.intervals, execution);
 }
 
 std::size_t commit_workspace_size(const CommitArgs& args, const Execution&) {

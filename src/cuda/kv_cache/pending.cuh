@@ -259,7 +259,7 @@ struct FindFatesKernel {
     if (p.intervals == nullptr) return;
     const int first_query = p.cache.pending - p.seqlen_q;  // its number as a pending token
     const int first = max(token - first_query, 0);
-    const int last = min(end - first_query, p.seqlen_q);
+    const int last = min(end, kept) - first_query;
     const int before = p.cache.rule.by_head ? p.head_of(row) * p.seqlen_q : 0;
     p.intervals[at] = first < last ? KeyInterval{before + first, before + last} : KeyInterval{0, 0};
   }

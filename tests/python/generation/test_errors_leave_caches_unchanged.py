@@ -108,6 +108,8 @@ BAD_CALLS = [
     ("scores: got torch.bfloat16", extend(scores=torch.randn(B, HKV, 5).bfloat16())),
     ("key_mask: got shape (2, 6)", extend(key_mask=torch.ones(B, 6).bool())),
     ("key_mask: got torch.float32", extend(key_mask=torch.ones(B, 5))),
+    ("lengths[1]: got 6, expected 0 to 5", extend(lengths=torch.tensor([5, 6]))),
+    ("lengths: got shape (3,)", extend(lengths=torch.ones(3).int())),
     ("scal", extend(scal=1.0)),
     ("key_mask: got shape (6,)", fill(key_mask=torch.ones(6).bool())),
     ("key_mask: got torch.int64", fill(key_mask=torch.ones(B, 6).long())),
@@ -362,7 +364,7 @@ def test_unknown_backend_leaves_cache_unchanged():
     ):
         if cache.pending:
             intervals = cache.pending_intervals(1)
-            cache.pending_intervals = lambda queries, intervals=intervals: intervals
+            cache.pending_intervals = lambda *_, intervals=intervals: intervals
         cache.backend = "abacus"
         with unchanged(cache, "abacus"):
             call(cache)

@@ -65,9 +65,19 @@ def test_sequence_has_same_bits_in_any_batch(rule, lengths):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_padded_prompts_equal_single_sequences(rule, monkeypatch):
+@pytest.mark.parametrize("part", [ragged.PartSize(1, 128), ragged.PartSize(0, 6)], ids=str)
+@pytest.mark.parametrize("place", BACKENDS, ids=lambda place: place.backend)
+def test_padded_sequences_equal_single_sequences(place, part, rule, monkeypatch):
     monkeypatch.setitem(ragged._LENGTHS_TO_PAD, "cpu", 2)
-    ragged_steps.check_sequences_alone(Place("cpu"), rule, random.Random(4))
+    monkeypatch.setitem(ragged._CHUNK_PADDING, "cpu", 3)
+    monkeypatch.setitem(ragged._PART_SIZES, "cpu", part)
+    ragged_steps.check_sequences_alone(place, rule, random.Random(4))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("place", BACKENDS, ids=lambda place: place.backend)
+def test_padded_chunks_keep_the_keys_of_single_chunks(place, rule):
+    ragged_steps.check_kept_keys_of_padded_chunks(place, rule)
 
 
 def test_rows_without_sequence_stay_unchanged():
@@ -107,6 +117,18 @@ def test_prompts_of_similar_lengths_run_together(monkeypatch):
     assert (together.rows.tolist(), together.tokens.shape) == ([5, 4, 0], (3, 31))
     assert together.lengths.tolist() == [17, 23, 31]
     assert (alone.rows.tolist(), alone.tokens) == ([1], slice(40, 44))
+
+
+def test_later_chunks_run_together_while_padding_at_most_doubles_them(monkeypatch):
+    monkeypatch.setitem(ragged._CHUNK_PADDING, "cpu", 2)
+    rows = torch.arange(9, dtype=torch.int32)
+    offsets = [0, 4, 104, 616, 620, 920, 921, 1121, 1125, 1129]
+    batch = RaggedBatch(offsets, rows, [False] * 8 + [True])
+    groups = [(group.rows.tolist(), group.length, group.begins) for group in batch._groups]
+    assert groups == [
+        ([0, 3, 7], 4, False), ([1, 2, 4, 6], 512, False), ([5], 1, False), ([8], 4, True),
+    ]  # fmt: skip
+    assert batch._groups[1].lengths.tolist() == [100, 512, 300, 200]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,14 @@ def test_padded_prompts_equal_single_sequences(rule, monkeypatch):
     ragged_steps.check_sequences_alone(place, rule, random.Random(4))
 
 
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("part", [ragged.PartSize(4, 4096), ragged.PartSize(0, 6)], ids=str)
+def test_padded_chunks_keep_the_keys_of_single_chunks(part, rule, monkeypatch):
+    monkeypatch.setitem(ragged._PART_SIZES, "cuda", part)
+    place = Place("cuda", "cuda", torch.bfloat16, value_dim=8)
+    ragged_steps.check_kept_keys_of_padded_chunks(place, rule)
+
+
 def test_scores_that_only_select_equal_single_sequences():
     place = Place("cuda", "cuda", torch.float16)
     ragged_steps.check_sequences_alone(

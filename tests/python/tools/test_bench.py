@@ -217,6 +217,21 @@ def test_sides_give_same_result(monkeypatch, kind, window):
             torch.testing.assert_close(a.transpose(1, 2), b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in (DENSE, DENSE_MASKS)])
+def test_runs_for_cudnn_hold_the_visible_keys(kind, monkeypatch):
+    monkeypatch.setattr(sides, "RECENT", 24)
+    case = Case(kind, 300, 16, 32, heads_q=4, heads_kv=2, batch=2)
+    chosen = sides.draw(case, torch.float32, "cpu").chosen()
+    ends = sides.ends_of_runs(chosen, case.batch, case.heads_q)
+    heads = chosen.heads * (2 if chosen.heads > 1 else 1)
+    assert ends.shape[::2] == (heads, 600) and ends.shape[1] % 2 and ends.is_contiguous()
+    assert (ends.diff(dim=1) >= 0).all()
+    keys = torch.arange(300)[:, None]
+    within = (ends.mT[:, :, None] <= keys).sum(-1) % 2 == 0  # [heads, B * N, N]
+    expected = chosen.to_mask().expand(2, -1, -1, -1).repeat_interleave(heads // chosen.heads, 1)
+    assert torch.equal(within.unflatten(1, (2, 300)).transpose(0, 1), expected)
+
+
 @pytest.mark.parametrize("kind, window", [(DENSE, None), (EVICTED, None), *((kind, 64) for kind in KINDS if kind != DENSE)])  # fmt: skip
 def test_visible_elements_are_as_many_as_useful_work_counts(kind, window):
     case = Case(kind, 2048, 16, window, heads_q=4, heads_kv=4)
@@ -225,7 +240,7 @@ def test_visible_elements_are_as_many_as_useful_work_counts(kind, window):
     if inputs.mask is not None:
         visible = visible & inputs.mask
     elif (chosen := inputs.chosen()) is not None:
-        visible = visible & chosen.to_mask()
+        visible = chosen.to_mask().expand_as(visible)
     # Random scores decide how many are visible. The 64 keys of a row lie 4 % nearer to its start or its end.
     tolerance = {GLOBAL: 0.12, DENSE_MASKS: 0.02, EVICTED: 0.02}.get(kind, 0)
     assert int(visible.sum()) == pytest.approx(case.visible_elements, rel=tolerance)

@@ -3,10 +3,12 @@
 They run on any device: `place` has its name, the dtype and the backend.
 """
 
+import pytest
 import torch
 
 from flash_dmattn import RaggedBatch, extend_ragged, flash_dmattn_func, select_key_intervals
-from pool_rows import ROWS
+from flash_dmattn.generation import ragged
+from pool_rows import ROWS, contents
 from token_streams import TOLERANCE
 
 
@@ -81,3 +83,27 @@ def check_sequences_alone(place, rule, draw, *, scores_are_bias=True, softcap=No
             (torch.cat([part[1] for part in parts[number]], 1), lse[0]),
         ):
             torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+
+
+def check_kept_keys_of_padded_chunks(place, rule):
+    """Compares the pool after steps whose chunks run together, and their results, with those of each chunk alone."""
+    torch.manual_seed(7)
+    pool, _ = place.pool(rule)
+    alone = pool.snapshot()
+    offsets, order = [0, 12, 13, 33, 40, 56, 57], (3, 1, 6, 0, 5, 2)
+    for _ in range(3):
+        states = tokens_of(place, offsets[-1])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(ragged._CHUNK_PADDING, place.device, 2)
+            batch = RaggedBatch(offsets, place.rows(*order))
+        assert [len(group.rows) for group in batch._groups] == [4, 2]
+        out, lse = extend_ragged(pool, batch, *states, return_lse=True)
+        for start, stop, row in zip(offsets, offsets[1:], order, strict=False):
+            one = [t[start:stop] for t in states[:3]]
+            own_out, own_lse = extend_ragged(
+                alone, RaggedBatch([0, stop - start], place.rows(row)), *one, states[3][:, start:stop], return_lse=True
+            )  # fmt: skip
+            tolerance = TOLERANCE[place.dtype]
+            for got, expected in ((out[start:stop], own_out), (lse[:, start:stop], own_lse)):
+                torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+        assert contents(pool) == contents(alone)

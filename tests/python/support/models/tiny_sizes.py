@@ -205,6 +205,7 @@ FAMILIES = {
     "xmod": {"default_language": "en_XX"},
     "xlstm": {"qk_dim_factor": 1.0},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
     "zaya": {
         "num_experts_per_tok": 1, "router_hidden_size": 16, "layer_types": ["hybrid", "hybrid_sliding"],
         "sliding_window": 6,

@@ -27,7 +27,7 @@ from ..families import (
 from ..family_table import type_of
 from ..names import ALL_STORED_NAMES, NAMES, PIECES, SCORED_NAME
 from .decoder_hooks import mask_hooks, remove_decoder_hooks, score_hooks
-from .layers import add_scorer, device_of, has_scores, remove_scorer, sizes_of
+from .layers import add_scorer, device_of, has_scores, number_of, remove_scorer, sizes_of
 
 PHASES = ("soft", "hard", "off")
 _METHOD = "set_score_phase"  # the attribute of a model
@@ -107,6 +107,8 @@ def add_learned_scores(
     # Everything that can raise comes before the first change.
     layers = _layers_to_change(model, attention)
     sizes = [sizes_of(layer) for layer in layers]
+    names = {module: name for name, module in model.named_modules()}
+    numbers = tuple(number_of(layer, names[layer]) for layer in layers)
     rules = make_rules(
         len(layers), keep_window_size, recent_window=recent_window, recent_competes=recent_competes,
         sink_tokens=sink_tokens, score_threshold=score_threshold,
@@ -121,13 +123,13 @@ def add_learned_scores(
     stored = LearnedScores(
         rules,
         scorer if isinstance(scorer, str) else "custom",
-        tuple(layer.layer_idx for layer in layers),
+        numbers,
         dense_prefill,
         late,
     ).as_dict()
     own_config(model)
-    for layer, layer_scorer, rule in zip(layers, scorers, rules, strict=True):
-        add_scorer(layer, layer_scorer, rule, dense_prefill, late)
+    for layer, layer_scorer, rule, number in zip(layers, scorers, rules, numbers, strict=True):
+        add_scorer(layer, layer_scorer, rule, number, dense_prefill, late)
         setattr(layer.config, CONFIG_NAME, stored)
     for decoder, hook in hooks:
         decoder.register_forward_pre_hook(hook, with_kwargs=True)

@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from ..._shared.config_rules import CONFIG_NAME, LearnedScores
 from ..._shared.scorers import Scorer
 from .add import add_learned_scores, remove_learned_scores, scored_layers
-from .layers import has_scores, is_offloaded
+from .layers import has_scores, is_offloaded, number_in_name
 
 _TENSORS, _RULE = "learned_scores.safetensors", "learned_scores.json"
 _PART = "scorer"  # the name of a layer's scorer in the names of its parameters
@@ -208,7 +208,7 @@ def _read_scores(folder: Path) -> tuple[dict, dict[str, Tensor]]:
             for name in file.keys():
                 before, separator, after = name.partition(f".{_PART}.")
                 if separator:
-                    tensors[f"{_layer_number(before)}.{after}"] = file.get_tensor(name)
+                    tensors[f"{number_in_name(before)}.{after}"] = file.get_tensor(name)
     return _checked_settings(stored, config), tensors
 
 
@@ -242,8 +242,3 @@ def _settings_of_config(config: dict) -> dict | None:
         return config[CONFIG_NAME]
     parts = (_settings_of_config(part) for part in config.values() if isinstance(part, dict))
     return next((part for part in parts if part is not None), None)
-
-
-def _layer_number(name: str) -> int:
-    """Returns the layer's number in a name such as "model.layers.3.self_attn"."""
-    return int(next(part for part in name.split(".") if part.isdigit()))

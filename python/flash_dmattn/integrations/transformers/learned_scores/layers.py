@@ -27,6 +27,7 @@ from ..scored_cache import CacheState, layer_of_keys, store_scores
 
 _CACHE_NAMES = (*CACHE_NAMES, "layer_past")
 _SETTINGS = (
+    "base_layer_idx",
     "score_rule",
     "score_phase",
     "dense_prefill",
@@ -127,10 +128,26 @@ def has_scores(layer: nn.Module) -> bool:
     return "score_rule" in vars(layer)
 
 
+def number_in_name(name: str) -> int:
+    """Returns the layer's number in a name such as "model.layers.3.self_attn"."""
+    return int(next(part for part in name.split(".") if part.isdigit()))
+
+
+def number_of(layer: nn.Module, name: str) -> int:
+    """Returns the layer's number in caches and files. Zamba 2 numbers all its attention layers -1 and passes the number to forward."""
+    return layer.layer_idx if layer.layer_idx >= 0 else number_in_name(name)
+
+
 def add_scorer(
-    layer: nn.Module, scorer: nn.Module, rule: SelectionRule, dense_prefill: bool, late: bool
+    layer: nn.Module,
+    scorer: nn.Module,
+    rule: SelectionRule,
+    number: int,
+    dense_prefill: bool,
+    late: bool,
 ) -> None:
     """Gives a layer scores. In the phase "off", and under another attention implementation, it acts as without them."""
+    layer.base_layer_idx, layer.layer_idx = layer.layer_idx, number
     layer.base_attention = layer.config._attn_implementation
     layer.score_rule, layer.score_phase, layer.dense_prefill = rule, "hard", dense_prefill
     layer.scores_are_late = late
@@ -161,6 +178,7 @@ def remove_scorer(layer: nn.Module) -> None:
     if hook is not None:
         hook.remove()
     del layer.scorer
+    layer.layer_idx = layer.base_layer_idx
     for name in _SETTINGS:
         delattr(layer, name)
     remove_hook(layer, _begin_call)
