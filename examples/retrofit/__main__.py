@@ -5,8 +5,6 @@ PYTHONPATH=examples python -m retrofit --device cuda    # longer texts, more sam
 PYTHONPATH=examples python -m retrofit --base gemma3    # or a folder, or a name of the Hugging Face Hub
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random
@@ -132,8 +130,7 @@ class Evaluation:
         ids = text.new_tensor([question for sample in samples for question in sample.questions])
         written, seen = [], text.shape[1]
         for _ in range(samples[0].new_tokens):
-            # A cache that a press has cut does not know the positions.
-            positions = seen + torch.ones_like(ids).cumsum(1) - 1
+            positions = seen + torch.ones_like(ids).cumsum(1) - 1  # unknown to a cut cache
             seen += ids.shape[1]
             ids = self.model(ids, past_key_values=cache, position_ids=positions, logits_to_keep=1).logits.argmax(-1)  # fmt: skip
             written.append(ids)
@@ -201,8 +198,8 @@ def measure_trained(evaluation: Evaluation, streams: list[list[int]], options: a
     torch.manual_seed(seed)
     for part in sorted(options.keep):
         (window, recent), is_first = rule_of(part, options), part == min(options.keep)
-        always = {"recent_window": recent, "sink_tokens": SINKS}
-        add_learned_scores(model if is_first else remove_learned_scores(model), window, scorer=options.scorer, **always)  # fmt: skip
+        model = model if is_first else remove_learned_scores(model)
+        add_learned_scores(model, window, recent_window=recent, sink_tokens=SINKS)
         if not is_first:  # gates are no longer open, and the target falls to theirs at once
             load_scores(model, folder)
         share = window / (length - recent - SINKS)
@@ -232,7 +229,7 @@ def write_text(model: nn.Module, tasks: Tasks) -> str:
 def run(options: argparse.Namespace) -> None:
     began = time.perf_counter()
     logging.set_verbosity_error()
-    warnings.simplefilter("ignore", FutureWarning)  # transformers 4 calls a cache past_key_values
+    warnings.simplefilter("ignore", FutureWarning)  # about the name past_key_values
     model, tokenizer = load_base(options.base, options.output, options.device)
     source, training, held_out = read_texts(tokenizer, options.texts, options.length + 1)
     tasks = Tasks(tokenizer, held_out[0], options.length)
@@ -246,9 +243,7 @@ def run(options: argparse.Namespace) -> None:
         measure_trained(evaluation, training, options, seed)
     written, table = write_text(model, tasks), make_table(evaluation.rows)
     seconds = time.perf_counter() - began
-    print(
-        f"with the small cache:\n{written}\n\n{table}\n\n{seconds:.0f} s; files in {options.output}"
-    )
+    print(f"with the small cache:\n{written}\n\n{table}\n\n{seconds:.0f} s; files in {options.output}")  # fmt: skip
     record = {name: str(value) for name, value in vars(options).items()}
     record |= {"source": source, "text": written, "all": seconds, "rows": evaluation.rows}
     (options.output / "record.json").write_text(json.dumps(record, indent=1))
@@ -265,7 +260,6 @@ def main(arguments: list[str] | None = None) -> None:
     add("--trained-length", type=between(256), help="tokens of a text in training")
     add("--keep", type=between(2), nargs="+", metavar="PART", help="8: an eighth of the keys")
     add("--recent", type=count, help="recent keys of a head (default: half of its keys)")
-    add("--scorer", choices=("hidden", "mlp"), default="hidden", help="form of the scores")
     add("--steps", type=count, help="of a training for one budget")
     add("--seconds", type=count, help="it ends after this time")
     add("--batch", type=count, help="texts of a step")

@@ -1,7 +1,5 @@
 """Texts with something to recall: tasks after the definitions of RULER (arXiv 2404.06654), and others to train with."""
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import dataclass
@@ -15,19 +13,15 @@ _WORDS = """harbor island jungle kitten lagoon meadow nectar orchid pepper quart
 garden hammer insect jacket kettle ladder magnet nickel oyster parrot rabbit temple velvet walnut window anchor bottle carpet
 dragon falcon ginger helmet marble pencil puzzle rocket spider tunnel turtle violin banner copper cradle dancer feather guitar
 hunter lantern mirror narrow pillow ribbon shadow silver summer valley winter""".split()  # fmt: skip
-# Facts of training texts: other words and sentences than those of the tasks. Their parts make some thousand sentences, because scores
-# that learned from three did not know others.
-_BEGINS = "The, Remember that the, Note: the, By the way the, Some say that the, In this story the, It follows that the".split(", ")  # fmt: skip
-_KINDS = "secret new lucky exact old official usual first".split()
-_NOUNS = "code price weight password room score year address key identifier size answer".split()
-_VERBS = "is", "is:", "was", "equals", "will be", "="
-_QUESTIONS = (
-    "",
-    "What is the {}? ",
-    "Question: what does the text say about the {}? Answer: ",
-    "As said above: ",
-)
-_LINES = "{0} = {1}", "| {0} | {1} |", '"{0}": "{1}",', "{0}: see page {1}", "def {0}(): return {1}", "#define {0} {1}"  # fmt: skip
+_NUMBERS = range(10**4, 10**5)  # A small model often copies RULER's seven digits with an error.
+# Facts of training texts, about other words and in other sentences than those of the tasks: (a fact, its beginning when it is repeated).
+_TRAINING_FACTS = (
+    ("The code of the {0} is {1}.", "The code of the {0} is"), ("{0} = {1}", "{0} ="), ("| {0} | {1} |", "| {0} |"),
+    ("Remember that the {0} weighs {1} grams.", "How much does the {0} weigh? It weighs"), ('"{0}": "{1}",', '"{0}": "'),
+    ("Room {1} is reserved for the {0}.", "Which room is reserved for the {0}? Room"), ("{0}: see page {1}", "{0}: see page"),
+    ("To reach the {0}, please call {1}.", "The {0} is reached at"), ("def {0}():\n    return {1}", "assert {0}() =="),
+    ("My password for the {0} was {1}, but don't tell anybody.", "The password for the {0} was"),
+)  # fmt: skip
 
 
 @dataclass
@@ -67,14 +61,10 @@ class Tasks:
         """Returns tokens of filler that hold up to 14 facts. All of them are repeated at the end, in another order."""
         told, asked, tokens = [], [], 0
         for word in draw.sample(self.training_words, 14):
+            fact, beginning = draw.choice(_TRAINING_FACTS)
             value = "".join(draw.choices(draw.choice((digits, digits, ascii_uppercase)), k=draw.randint(3, 7)))  # fmt: skip
-            if draw.random() < 0.3:
-                fact = again = draw.choice(_LINES).format(word, value)
-            else:
-                what = f"{draw.choice(_KINDS)} {draw.choice(_NOUNS)} {draw.choice(('of', 'for'))} {word}"
-                verb = draw.choice(_VERBS)
-                fact = f"{draw.choice(_BEGINS)} {what} {verb} {value}."
-                again = f"{draw.choice(_QUESTIONS).format(what)}The {what} {verb} {value}."
+            fact = fact.format(word, value)
+            again = beginning.format(word) + ("" if beginning[-1] == '"' else " ") + value
             tokens += len(self._tokens(fact + again)) + 6
             if told and tokens > self.length // 3:
                 break
@@ -86,7 +76,7 @@ class Tasks:
 
     def _needles(self, draw: random.Random, keys: int, values: int) -> Sample:
         words = draw.sample(self.words, keys)
-        numbers = [[_number(draw) for _ in range(values)] for _ in words]
+        numbers = [[str(draw.choice(_NUMBERS)) for _ in range(values)] for _ in words]
         form = "\n\nOne of the special magic numbers for {} is: {}.\n\n"
         facts = [form.format(w, n) for w, ns in zip(words, numbers, strict=True) for n in ns]
         draw.shuffle(facts)
@@ -97,7 +87,7 @@ class Tasks:
 
     def _variables(self, draw: random.Random) -> Sample:
         names = ["".join(draw.choices(ascii_uppercase, k=5)) for _ in range(5)]
-        value = _number(draw)
+        value = str(draw.choice(_NUMBERS))
         sources = [value, *(f"VAR {name}" for name in names)]
         facts = [f"\n\nVAR {n} = {v}\n\n" for n, v in zip(names, sources, strict=False)]
         question = (
@@ -140,11 +130,6 @@ class Tasks:
 
     def _tokens(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False).input_ids
-
-
-def _number(draw: random.Random) -> str:
-    """Returns five digits. RULER has seven, which a small model often copies with an error."""
-    return str(draw.randrange(10**4, 10**5))
 
 
 def recall(written: str, answer: list[str]) -> float:

@@ -1,7 +1,5 @@
 """A published model, and texts that every machine with Python has."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
