@@ -70,7 +70,7 @@ TEST_P(CudaKvSteps, StepsMatchReference) {
   Random random(1);
   Caches caches(sizes.shape);
   if (sizes.prompt > 0) fill_both(sizes, caches, random, false);
-  for (int i = 0; i < 40; ++i) {
+  for (int i = 0; i < 16; ++i) {
     SCOPED_TRACE("step " + std::to_string(i));
     step(sizes, caches, random, i % 7 == 3 ? ScoreUse::choose : ScoreUse::choose_and_bias,
          i % 5 == 2 ? 1.5f : 0);
