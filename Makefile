@@ -207,7 +207,7 @@ test-kvpress: $(STAMPS)/package $(PEERS)/ready build/transformers-4/ready ## tes
 	  --ignore tests/integration --ignore tests/test_evaluation_utils.py
 
 .PHONY: test-torchtitan
-test-torchtitan: $(STAMPS)/package $(STAMPS)/test ## tests of dynamic masks in TorchTitan, and one of its own, in an environment of its own
+test-torchtitan: $(STAMPS)/package $(STAMPS)/test ## tests of dynamic masks in TorchTitan, and one of TorchTitan's, in a separate environment
 	tools/test_torchtitan.sh $(ARGS)
 
 .PHONY: test-vllm

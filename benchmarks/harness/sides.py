@@ -246,6 +246,8 @@ def _fa4(inputs: Inputs) -> Step:
     case = inputs.case
     if case.kind not in (DENSE, SLIDING) and not case.document_length:
         raise Declined("has no masks here")
+    if case.document_length and case.batch > 1:
+        raise Declined("has documents of one row of a batch here")
     package = _imported("flash_attn.cute")
     leaves = _leaves(inputs.q, inputs.k, inputs.v)
     has_window = case.kind in (SLIDING, WINDOWED_DOCUMENTS)

@@ -27,7 +27,6 @@ README_CASES = {
     "dense causal B1 H16 N8192 D128",
     "dense causal B1 H16 N32768 D128",
     "dense causal B1 H16 N32768 D64",
-    "dense causal B1 H16 N16384 D192/128",
     "per_query B1 H16 Hkv8 N32768 D128 w2048",
     "per_query B2 H32 N4096 D128 w2048",
     "sliding B1 H16 Hkv8 N32768 D128 w2048",

@@ -1,6 +1,6 @@
 """Runs flash-linear-attention's own tests of attention, sinks and forgetting attention with our functions (`make test-peers`).
 
-Its distributions have no tests, so FLASH_LINEAR_ATTENTION names a checkout of its repository (bc3b101d was tested). Its formulas,
+Its distributions have no tests, so FLASH_LINEAR_ATTENTION is the absolute path of a checkout (bc3b101d was tested). Its formulas,
 bounds and comparison are used as they are there. Its kernels are not imported.
 """
 

@@ -235,6 +235,7 @@ class KVSlots(HeldKeys):
         )
         if lengths is not None:
             check_lengths(lengths, "lengths", self.batch, length, self.k.device)
+            lengths = as_row_indices(lengths, "lengths")
         room = self.chunk - self.pending
         if room < 1:
             raise ValueError(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ragged_steps
-from flash_dmattn import RaggedBatch, extend_ragged
+from flash_dmattn import KVSlots, RaggedBatch, extend_ragged
 from flash_dmattn.generation import ragged
 from pool_rows import RULES, Place
 
@@ -129,6 +129,37 @@ def test_later_chunks_run_together_while_padding_at_most_doubles_them(monkeypatc
         ([0, 3, 7], 4, False), ([1, 2, 4, 6], 512, False), ([5], 1, False), ([8], 4, True),
     ]  # fmt: skip
     assert batch._groups[1].lengths.tolist() == [100, 512, 300, 200]
+
+
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize("pending", [0, 3])
+def test_padded_rows_beside_pending_tokens_equal_rows_alone(pending, masks):
+    lengths, n = torch.tensor([13, 0, 6], dtype=torch.uint8), 13
+    q, k, v = (torch.randn(3, pending + n, 2, 8) for _ in range(3))
+    scores, shown = torch.randn(3, 2, pending + n), torch.rand(3, n) < 0.8
+
+    def held_positions(slots, row):
+        return [slots.positions[row, h, : slots.counts[row, h, 0]].sort()[0] for h in range(2)]
+
+    def extended(rows, count):
+        slots = KVSlots(len(q[rows]), 2, 4, 8, recent_window=2, chunk=5)
+        if pending:
+            slots.append(k[rows, :pending], v[rows, :pending], scores[rows, :, :pending])
+        new = slice(pending, pending + count)
+        options = {"key_mask": shown[rows, :count]} if masks else {}
+        if len(q[rows]) == 3:
+            options["lengths"] = lengths
+        out = slots.extend(q[rows, new], k[rows, new], v[rows, new], scores[rows, :, new], **options)  # fmt: skip
+        return out, slots
+
+    out, slots = extended(slice(3), n)
+    for row, count in enumerate(lengths.tolist()):
+        alone, own = extended(slice(row, row + 1), count)
+        torch.testing.assert_close(out[row, :count], alone[0])
+        assert not out[row, count:].any()
+        if count or not pending:  # alone, extending by nothing does not commit pending tokens
+            assert all(map(torch.equal, held_positions(slots, row), held_positions(own, 0)))
+            assert slots.seen[row] == own.seen[0]
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from .layers import add_scorer, device_of, has_scores, number_of, remove_scorer,
 
 PHASES = ("soft", "hard", "off")
 _METHOD = "set_score_phase"  # the attribute of a model
+_BUT_SCORERS = r"(?!.*\.scorer\.)"  # the end of a pattern of parameters' names
 
 
 def add_learned_scores(
@@ -135,6 +136,11 @@ def add_learned_scores(
         decoder.register_forward_pre_hook(hook, with_kwargs=True)
     for module in _pretrained_models(model):
         refuse_continuous_batching(module, ALL_STORED_NAMES)
+        if "_tied_weights_keys" in vars(
+            module
+        ):  # Zamba 2 ties whole blocks, which tie_weights does again
+            tied = module._tied_weights_keys.items()
+            module._tied_weights_keys = {k + _BUT_SCORERS: v + _BUT_SCORERS for k, v in tied}
     setattr(model, _METHOD, partial(set_score_phase, model))
     return set_score_phase(model, "hard")
 
@@ -179,6 +185,9 @@ def remove_learned_scores(model: nn.Module) -> nn.Module:
         if module.config._attn_implementation not in NAMES:
             allow_continuous_batching(module)
         vars(module).pop(PIECES, None)
+        if "_tied_weights_keys" in vars(module):
+            tied = module._tied_weights_keys.items()
+            module._tied_weights_keys = {k.removesuffix(_BUT_SCORERS): v.removesuffix(_BUT_SCORERS) for k, v in tied}  # fmt: skip
     remove_decoder_hooks(model)
     for module in model.modules():  # of a wrapper (torch.compile, PEFT) or of what it wraps
         vars(module).pop(_METHOD, None)

@@ -129,8 +129,13 @@ def has_scores(layer: nn.Module) -> bool:
 
 
 def number_in_name(name: str) -> int:
-    """Returns the layer's number in a name such as "model.layers.3.self_attn"."""
-    return int(next(part for part in name.split(".") if part.isdigit()))
+    """Returns the layer's number in a name such as "model.layers.3.self_attn". Raises ValueError if it has none."""
+    numbers = [part for part in name.split(".") if part.isdigit()]
+    if not numbers:
+        raise ValueError(
+            f"model: got a layer {name!r}, expected one with a number, such as layers.3"
+        )
+    return int(numbers[-1])
 
 
 def number_of(layer: nn.Module, name: str) -> int:
