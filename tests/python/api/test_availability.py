@@ -11,7 +11,7 @@ import torch
 import flash_dmattn
 from flash_dmattn import functional
 from flash_dmattn._core import availability
-from python_process import run_python
+from python_process import run_forked
 
 CUDA = next(backend for backend in flash_dmattn.backends() if backend.name == "cuda")
 
@@ -54,7 +54,10 @@ def test_broken_triton_affects_no_other_backend(tmp_path):
     """In a separate process, info, the list, the constants and the functions agree."""
     (tmp_path / "triton.py").write_text("raise OSError('no such driver')")
     program = (
-        "import torch, flash_dmattn\n"
+        "import os, sys, torch\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "os.environ.pop('TRITON_INTERPRET', None)\n"
+        "import flash_dmattn\n"
         "from flash_dmattn.__main__ import main\n"
         "main(['info'])\n"
         "assert not flash_dmattn.TRITON_AVAILABLE\n"
@@ -66,8 +69,7 @@ def test_broken_triton_affects_no_other_backend(tmp_path):
         "except RuntimeError as error:\n"
         "    print(error)\n"
     )
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = run_python("-c", program, PYTHONPATH=path, TRITON_INTERPRET=None)
+    done = run_forked(program)
     reason = "triton cannot be imported: OSError: no such driver"
     assert f"triton     no   {reason}" in done.stdout
     assert f"backend: got 'triton', which cannot run: {reason}" in done.stdout

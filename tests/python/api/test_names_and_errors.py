@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flash_dmattn
 from flash_dmattn import flash_dmattn_func
 from flash_dmattn.utils.padding import pad_input, unpad_input
-from python_process import run_python
+from python_process import run_forked
 
 
 def qkv(dtype=torch.float32):
@@ -46,7 +46,7 @@ assert availability.backends.cache_info().currsize == 0
 
 def test_modules_of_1_x_import_without_transformers_and_do_not_initialise_cuda():
     """Once a process has initialised CUDA, its forked children cannot use the GPU."""
-    run_python("-c", WITHOUT_TRANSFORMERS)
+    run_forked(WITHOUT_TRANSFORMERS)
 
 
 SIGNATURES = [

@@ -2,11 +2,12 @@
 
 import torch.distributed as dist
 
-from python_process import run_python
+from python_process import run_forked
 
 COUNTER, SHARDED = "torch.utils.flop_counter", "torch.distributed.tensor"
 MODULES = ", ".join([COUNTER, SHARDED] if dist.is_available() else [COUNTER])
 USES = """
+import torch
 from torch.utils.flop_counter import FlopCounterMode
 q = torch.randn(1, 8, 2, 16)
 with FlopCounterMode(display=False) as counter:
@@ -22,6 +23,7 @@ q = distribute_tensor(torch.randn(2, 8, 2, 16), DeviceMesh("cpu", [0]), [Shard(0
 assert flash_dmattn.flash_dmattn_func(q, q, q).placements == (Shard(0),)
 """
 IMPORT_ALONE = f"""
+import sys
 before = [*sys.meta_path], [*sys.path_hooks]
 import flash_dmattn
 assert before == (sys.meta_path, sys.path_hooks)
@@ -29,28 +31,18 @@ assert not {{{COUNTER!r}, {SHARDED!r}}} & sys.modules.keys()
 import {MODULES}
 """
 REFUSED = """
+import sys, torch
 sys.modules["flash_dmattn.flops"] = None  # its import raises
 import {}
 q = torch.randn(1, 4, 1, 8)
 flash_dmattn.flash_dmattn_func(q, q, q)
 """
-# Each program runs in a fork of a process that has imported only torch, because that import takes longer than all programs together.
-# gloo's threads outlive the interpreter.
-FORKS = """
-import os, sys, torch
-for program in sys.argv[1:]:
-    child = os.fork()
-    if not child:
-        exec(program)
-        sys.stderr.flush()
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0, program
-"""
 
 
 def test_rules_register_in_any_import_order_and_refused_rules_warn():
     """Importing only the package imports neither of torch's modules and does not change the import system."""
-    registered = f"import {MODULES}, flash_dmattn\n{USES}", f"{IMPORT_ALONE}\n{USES}"
-    orders = f"{COUNTER}, flash_dmattn", f"flash_dmattn, {COUNTER}"
-    output = run_python("-c", FORKS, *registered, *map(REFUSED.format, orders)).stderr
-    assert output.count(f"{COUNTER} is without the rules of flash_dmattn.flops") == 2
+    run_forked(f"import {MODULES}, flash_dmattn\n{USES}")
+    run_forked(f"{IMPORT_ALONE}\n{USES}")
+    for order in (f"{COUNTER}, flash_dmattn", f"flash_dmattn, {COUNTER}"):
+        output = run_forked(REFUSED.format(order)).stderr
+        assert output.count(f"{COUNTER} is without the rules of flash_dmattn.flops") == 1

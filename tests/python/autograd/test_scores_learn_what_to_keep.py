@@ -7,7 +7,7 @@ from torch import nn
 
 from flash_dmattn import DynamicMaskAttention
 
-LENGTH, PAIRS, WORDS, WIDTH, WINDOW, STEPS, BATCH = 48, 6, 64, 64, 9, 160, 32
+LENGTH, PAIRS, WORDS, WIDTH, WINDOW, STEPS, BATCH = 48, 6, 64, 64, 9, 160, 16
 
 
 class Model(nn.Module):

@@ -1,6 +1,6 @@
 """Measures the peak memory of Python code in a separate process."""
 
-from python_process import run_python
+from python_process import run_forked
 
 # VmHWM belongs to the memory of the process. The maximum of getrusage does not: a new process starts with
 # that of the one that started it, here all of pytest's.
@@ -13,6 +13,4 @@ def peak():
 
 def run_measured(code: str) -> list[int]:
     """Runs `code` and returns the numbers that it prints. The code may call peak() for the most bytes it has held so far."""
-    # Freed arrays go back to the system immediately, so that the peak counts only memory in use at the same time.
-    run = run_python("-c", PEAK + code, MALLOC_MMAP_THRESHOLD_=str(1 << 20))
-    return [int(line) for line in run.stdout.split()]
+    return [int(line) for line in run_forked(PEAK + code).stdout.split()]

@@ -11,11 +11,14 @@ import torch.multiprocessing as mp
 
 # Modules that tests import in several processes. They are imported once for all, instead of for seconds in each.
 PRELOADED = [
+    "hypothesis",
+    "pytest",
     "flash_dmattn",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "transformers.models.doge.modeling_doge",
     "flash_dmattn.integrations.transformers",
+    "transformers.trainer",
 ]
 
 
