@@ -69,7 +69,10 @@ def inputs_of_length(name, length):
     "name",
     [
         "padding",
-        *(pytest.param(name, marks=since_transformers_5) for name in ("no_mask", "packed")),
+        *(
+            pytest.param(name, marks=since_transformers_5)
+            for name in ("no_mask", "packed", "sliding_window")
+        ),
     ],
 )
 def test_compiled_training_equals_eager_and_has_only_operators_of_its_mask(name):
