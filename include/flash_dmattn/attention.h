@@ -15,7 +15,7 @@
 // Exact masked softmax attention with an additive bias, forward and backward:
 //
 //   s_ij   = clamp(softcap(scale * q_i . k_j) + bias_ij)       softcap(x) = c tanh(x / c) for c > 0
-//            and with a delay W > 0 of the bias without bias_ij where i + Sk - Sq < j + W
+//            with a delay W > 0, bias_ij counts as 0 where i + Sk - Sq < j + W
 //   vis_ij = mask_ij and interval_j contains i and (not causal or j <= i + Sk - Sq)
 //            and bias_ij > mask_value(bias_dtype)              a NaN bias masks; where s_ij has it
 //   p_ij   = exp(s_ij - lse_i) where visible, else 0           lse_i = log sum_j exp s_ij

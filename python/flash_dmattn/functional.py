@@ -96,7 +96,7 @@ def flash_dmattn_func(
     selection_scores: the scores by which keep_window_size selects, one value per key: [B, H, Sk] or
         [B, H, 1, Sk]. By default the bias, which then must have one of these shapes. The selection has no
         gradient. If H = Hq > Hkv, each query head has its own selection. Key and value are then repeated for the query
-        heads, except where a mask with a query dimension makes the selection a mask or ranks.
+        heads, unless the selection becomes a mask.
     recent_window, recent_competes, sink_tokens, score_threshold: the other parts of the selection rule, as in
         select_key_intervals. A row is one document unless key_intervals separate documents. Query i is at position
         i + Sk - Sq: use flash_dmattn_varlen_func for packed documents with fewer queries than keys.

@@ -35,7 +35,7 @@ constexpr int head_at(const Int* first, int heads, int number) {
   return low;
 }
 
-// The most heads with different numbers of slots on a GPU. Kernel parameters hold these numbers, so that no copy to the
+// A GPU supports up to this number of heads with different numbers of slots. Kernel parameters hold these numbers, so that no copy to the
 // device is needed.
 inline constexpr int most_unequal_heads = 128;
 

@@ -69,7 +69,7 @@ def attention_forward(
     if flash_dmattn_scores is None:
         return _attend_by_mask(module, *states, **kwargs), None
     out = _attend_with_scores(flash_dmattn_scores, *states, **kwargs)
-    return out.contiguous(), None  # of which some layers take a view
+    return out.contiguous(), None  # some layers call view() on it
 
 
 def _attend_by_mask(

@@ -2,8 +2,8 @@
 huggingface/transformers that it waits for or follows, and the condition for its removal.
 
 Everything else goes through transformers' registries, `AttentionInterface` and `AttentionMaskInterface`, and through subclasses of its
-classes. At import `wrap_implementation_setter` wraps two methods of `PreTrainedModel`; nothing else of transformers is
-replaced, then or later.
+classes. At import `wrap_implementation_setter` wraps two methods of `PreTrainedModel`; no other class or module of
+transformers is changed, then or later.
 """
 
 import copy

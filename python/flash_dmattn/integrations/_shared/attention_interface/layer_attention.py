@@ -148,7 +148,7 @@ def compute_layer_attention(
 
     A 3-d bias costs O(N) memory with every mask that shows each key to consecutive queries: causal,
     padded, packed. Such a 4-d mask is recognised by reading it, in every call (keys/recognise.py). Under any other mask
-    a GPU needs one more bit for each (query, key) and head of the selection.
+    a GPU needs one more byte for each (query, key) and head of the selection.
 
     Args:
         query_states: [B, Sq, Hq, D]; float32, bfloat16 or float16.

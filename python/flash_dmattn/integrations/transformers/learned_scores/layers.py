@@ -82,8 +82,8 @@ class ScoreCall:
         return queries == keys if first is None else isinstance(first, int)
 
     def scores_of(self, key: Tensor, value: Tensor) -> Tensor:
-        """Returns the scores [B, Hkv, S] of keys and values [B, Hkv, S, D], of which the new tokens' are the last, or in a static
-        cache begin at `query_position`. With slots, these are the new tokens alone."""
+        """Returns scores [B, Hkv, S] of keys and values [B, Hkv, S, D]. New tokens are the last rows; in a static cache they begin
+        at `query_position`, and with slots there are no others."""
         layer, new = self.layer, self.hidden.shape[1]
         if self.has_attended:  # a cache would take the scores a second time
             raise RuntimeError(
