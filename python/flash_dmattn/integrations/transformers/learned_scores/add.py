@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from torch import nn
@@ -136,11 +136,7 @@ def add_learned_scores(
         decoder.register_forward_pre_hook(hook, with_kwargs=True)
     for module in _pretrained_models(model):
         refuse_continuous_batching(module, ALL_STORED_NAMES)
-        if "_tied_weights_keys" in vars(
-            module
-        ):  # Zamba 2 ties whole blocks, which tie_weights does again
-            tied = module._tied_weights_keys.items()
-            module._tied_weights_keys = {k + _BUT_SCORERS: v + _BUT_SCORERS for k, v in tied}
+        _change_tied_names(module, lambda name: name + _BUT_SCORERS)
     setattr(model, _METHOD, partial(set_score_phase, model))
     return set_score_phase(model, "hard")
 
@@ -185,9 +181,7 @@ def remove_learned_scores(model: nn.Module) -> nn.Module:
         if module.config._attn_implementation not in NAMES:
             allow_continuous_batching(module)
         vars(module).pop(PIECES, None)
-        if "_tied_weights_keys" in vars(module):
-            tied = module._tied_weights_keys.items()
-            module._tied_weights_keys = {k.removesuffix(_BUT_SCORERS): v.removesuffix(_BUT_SCORERS) for k, v in tied}  # fmt: skip
+        _change_tied_names(module, lambda name: name.removesuffix(_BUT_SCORERS))
     remove_decoder_hooks(model)
     for module in model.modules():  # of a wrapper (torch.compile, PEFT) or of what it wraps
         vars(module).pop(_METHOD, None)
@@ -202,6 +196,13 @@ def scored_layers(model: nn.Module) -> list[nn.Module]:
             f"model: got a {type(model).__name__} without learned scores, expected a model prepared by add_learned_scores"
         )
     return layers
+
+
+def _change_tied_names(model: PreTrainedModel, change: Callable[[str], str]) -> None:
+    """Changes patterns of tied parameters. Zamba 2 ties whole blocks in each `tie_weights`, but not their scorers."""
+    tied = vars(model).get("_tied_weights_keys")
+    if isinstance(tied, dict):  # a list of transformers 4 has no pairs
+        model._tied_weights_keys = {change(name): change(of) for name, of in tied.items()}
 
 
 def _pretrained_models(model: nn.Module) -> Iterator[PreTrainedModel]:
