@@ -35,8 +35,8 @@ constexpr int head_at(const Int* first, int heads, int number) {
   return low;
 }
 
-// A GPU supports up to this number of heads with different numbers of slots. Kernel parameters hold these numbers, so that no copy to the
-// device is needed.
+// A GPU supports up to this number of heads with different numbers of slots. Kernel parameters hold these numbers, so that
+// no copy to the device is needed.
 inline constexpr int most_unequal_heads = 128;
 
 // The rule of a cache and the slots of its heads, as a parameter of kernels.

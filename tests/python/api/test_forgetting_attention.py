@@ -191,9 +191,10 @@ def test_forgetting_at_131072_keys_is_accurate_to_float32():
     assert (plain - exact).abs().max() > 2e-4
 
 
-def test_compiled_call_in_blocks_of_rows_has_one_graph(monkeypatch):
+@pytest.mark.parametrize("rows", [2**13, 32])
+def test_compiled_call_has_one_graph(rows, monkeypatch):
     torch._dynamo.reset()
-    monkeypatch.setattr(forgetting, "ROWS", 32)
+    monkeypatch.setattr(forgetting, "ROWS", rows)
     inputs = draw()
     compiled = torch.compile(forgetting_attention, backend="aot_eager", fullgraph=True)
     results = []
