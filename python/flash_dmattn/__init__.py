@@ -12,7 +12,8 @@ from .functional import (
     flex_dmattn_func,
     triton_dmattn_func,
 )
-from .generation.ragged import RaggedBatch, extend_ragged
+from .generation.ragged import extend_ragged
+from .generation.ragged_batch import RaggedBatch
 from .generation.with_kvcache import KVSlots, flash_dmattn_with_kvcache
 from .keys.intervals import KeyIntervals, intersect
 from .keys.patterns import from_padding, packed_documents, prefix_lm, sliding_window

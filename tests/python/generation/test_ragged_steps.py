@@ -8,7 +8,7 @@ import torch
 
 import ragged_steps
 from flash_dmattn import KVSlots, RaggedBatch, extend_ragged
-from flash_dmattn.generation import ragged
+from flash_dmattn.generation import ragged, ragged_batch
 from pool_rows import RULES, Place
 
 BACKENDS = [Place("cpu"), Place("reference", value_dim=5)]
@@ -68,8 +68,8 @@ def test_sequence_has_same_bits_in_any_batch(rule, lengths):
 @pytest.mark.parametrize("part", [ragged.PartSize(1, 128), ragged.PartSize(0, 6)], ids=str)
 @pytest.mark.parametrize("place", BACKENDS, ids=lambda place: place.backend)
 def test_padded_sequences_equal_single_sequences(place, part, rule, monkeypatch):
-    monkeypatch.setitem(ragged._LENGTHS_TO_PAD, "cpu", 2)
-    monkeypatch.setitem(ragged._CHUNK_PADDING, "cpu", 3)
+    monkeypatch.setitem(ragged_batch._LENGTHS_TO_PAD, "cpu", 2)
+    monkeypatch.setitem(ragged_batch._CHUNK_PADDING, "cpu", 3)
     monkeypatch.setitem(ragged._PART_SIZES, "cpu", part)
     ragged_steps.check_sequences_alone(place, rule, random.Random(4))
 
@@ -112,7 +112,7 @@ def test_prompts_of_similar_lengths_run_together(monkeypatch):
     apart = RaggedBatch(*batch)._groups
     tokens = [slice(0, 17), slice(17, 40), slice(40, 44), slice(44, 75)]
     assert [group.tokens for group in apart] == tokens
-    monkeypatch.setitem(ragged._LENGTHS_TO_PAD, "cpu", 3)
+    monkeypatch.setitem(ragged_batch._LENGTHS_TO_PAD, "cpu", 3)
     together, alone = RaggedBatch(*batch)._groups
     assert (together.rows.tolist(), together.tokens.shape) == ([5, 4, 0], (3, 31))
     assert together.lengths.tolist() == [17, 23, 31]
@@ -120,7 +120,7 @@ def test_prompts_of_similar_lengths_run_together(monkeypatch):
 
 
 def test_later_chunks_run_together_while_padding_at_most_doubles_them(monkeypatch):
-    monkeypatch.setitem(ragged._CHUNK_PADDING, "cpu", 2)
+    monkeypatch.setitem(ragged_batch._CHUNK_PADDING, "cpu", 2)
     rows = torch.arange(9, dtype=torch.int32)
     offsets = [0, 4, 104, 616, 620, 920, 921, 1121, 1125, 1129]
     batch = RaggedBatch(offsets, rows, [False] * 8 + [True])
@@ -202,7 +202,7 @@ def test_batch_keeps_rows_after_source_tensor_changes(offsets):
 
 
 def test_batch_does_not_depend_on_default_device(monkeypatch):
-    monkeypatch.setitem(ragged._LENGTHS_TO_PAD, "cpu", 2)
+    monkeypatch.setitem(ragged_batch._LENGTHS_TO_PAD, "cpu", 2)
     rows = torch.tensor([5, 3, 1], dtype=torch.int32)
     with torch.device("meta"):
         batch = RaggedBatch([0, 17, 40, 41], rows, [True] * 3)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ragged_steps
-from flash_dmattn.generation import ragged
+from flash_dmattn.generation import ragged, ragged_batch
 from pool_rows import RULES, Place
 
 
@@ -19,7 +19,7 @@ def test_ragged_steps_equal_single_sequences(dtype, rule):
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_padded_prompts_equal_single_sequences(rule, monkeypatch):
-    monkeypatch.setitem(ragged._LENGTHS_TO_PAD, "cuda", 2)
+    monkeypatch.setitem(ragged_batch._LENGTHS_TO_PAD, "cuda", 2)
     place = Place("cuda", "cuda", torch.bfloat16, value_dim=8)
     ragged_steps.check_sequences_alone(place, rule, random.Random(4))
 

@@ -23,7 +23,8 @@ from vllm.v1.attention.backends.short_conv_attn import (
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from ...generation.cache import KVSlots
-from ...generation.ragged import RaggedBatch, copy_to_device, extend_ragged
+from ...generation.ragged import extend_ragged
+from ...generation.ragged_batch import RaggedBatch, copy_to_device
 from ..serving.states import SlotState
 from .settings import OPERATOR
 

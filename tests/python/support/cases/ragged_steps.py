@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flash_dmattn import RaggedBatch, extend_ragged, flash_dmattn_func, select_key_intervals
-from flash_dmattn.generation import ragged
+from flash_dmattn.generation import ragged_batch
 from pool_rows import ROWS, contents
 from token_streams import TOLERANCE
 
@@ -94,7 +94,7 @@ def check_kept_keys_of_padded_chunks(place, rule):
     for _ in range(3):
         states = tokens_of(place, offsets[-1])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(ragged._CHUNK_PADDING, place.device, 2)
+            patch.setitem(ragged_batch._CHUNK_PADDING, place.device, 2)
             batch = RaggedBatch(offsets, place.rows(*order))
         assert [len(group.rows) for group in batch._groups] == [4, 2]
         out, lse = extend_ragged(pool, batch, *states, return_lse=True)
