@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..._core.checks import check_bias, may_read, resolve_flag
-from ..._core.numerics import Numerics, resolve_scale
+from ..._core.checks import may_read, resolve_flag
+from ..._core.numerics import Numerics
 from ..._dispatch import attention, with_lse
 from ...keys.in_torch import rank_in_document
 from ...keys.intervals import KeyIntervals
@@ -17,15 +17,14 @@ from ...keys.recognise import Memo
 from ...keys.rule import SelectionRule
 from ...keys.select import select_key_intervals, select_visible
 from ...keys.visible import Visible
-from ...merge import add_sink, check_sink_logits
+from ...merge import add_sink
 from ...scores import bias_to_learn
 from .._shared.attention_interface.keywords import (
     PACKED_KEYWORDS,
-    check_keywords,
     check_mask_keywords,
     check_probabilities,
 )
-from .._shared.attention_interface.layer_attention import attend_by_bias, resolve_window
+from .._shared.attention_interface.layer_attention import attend_by_mask
 from .._shared.attention_interface.layer_masks import (
     as_key_intervals,
     is_causal_mask,
@@ -79,17 +78,9 @@ def _attend_by_mask(
     value: Tensor,
     mask: Tensor | None,
     *,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    attention_bias: Tensor | None = None,
-    window_size: int | None = None,
-    keep_window_size: int | None = None,
     is_causal: bool | None = None,
     position_ids: Tensor | None = None,  # the mask includes packed texts and windows
     sliding_window: int | None = None,
-    deterministic: bool | None = None,
     **kwargs,
 ) -> Tensor:
     """Computes attention in which the mask decides what a query sees, as in the eager attention of every model.
@@ -104,30 +95,11 @@ def _attend_by_mask(
         raise ValueError(f"query: got shape {tuple(query.shape)}, expected no dimension of size 0")
     has_causality = is_causal_mask(mask)
     mask = hide_other_sequences(mask, kwargs, query.shape[0], query.shape[2], key.shape[2])
-    check_keywords({name: t for name, t in kwargs.items() if name not in PACKED_KEYWORDS})
-    query, key, value = swap_heads_and_tokens(query, key, value)
-    bias, layer = None, None
-    for name, own in (("position_bias", position_bias), ("attention_bias", attention_bias)):
-        if own is not None and bias is not None:
-            raise ValueError(
-                f"{name}: got a tensor together with position_bias, expected one of them"
-            )
-        bias = bias if own is None else check_bias(own, name, query, key)
-    if attention_bias is not None:
-        layer = module  # its window is none of a position bias
-    keep = resolve_window(keep_window_size, window_size, bias, layer)
-    if s_aux is not None:
-        check_sink_logits(s_aux, query, "s_aux")
-    scale = None if scaling is None else resolve_scale(scaling, "scaling")
-    return attend_by_bias(
-        *cast_states((query, key, value), target_dtype(module, query)),
-        None if is_causal_mask(mask) else mask,
-        bias,
-        keep,
-        is_causal=has_causality,
-        numerics=Numerics.from_arguments(scale, None, softcap, "saturate", deterministic),
-        sink_logits=s_aux,
-    )
+    kwargs = {name: value for name, value in kwargs.items() if name not in PACKED_KEYWORDS}
+    return attend_by_mask(
+        module, *swap_heads_and_tokens(query, key, value), None if is_causal_mask(mask) else mask,
+        has_causality, target_dtype(module, query), **kwargs,
+    )  # fmt: skip
 
 
 def _check_causality(

@@ -4,6 +4,16 @@ from collections.abc import Sequence
 
 import torch
 
+from ...._core.checks import check_tensor
+
+
+def check_states(layout: str, **states: torch.Tensor) -> None:
+    """Raises unless query, key and value have four dimensions, by name."""
+    for name, tensor in states.items():
+        check_tensor(tensor, name)
+        if tensor.dim() != 4:
+            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {layout}")
+
 
 def target_dtype(module: torch.nn.Module, query: torch.Tensor) -> torch.dtype | None:
     """Returns the dtype to which a float32 query is cast: autocast's dtype, or else the dtype of the layer's weights.
