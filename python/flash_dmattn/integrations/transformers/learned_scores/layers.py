@@ -22,6 +22,7 @@ from ..._shared.attention_interface.states import swap_heads_and_tokens
 from ..cache import DynamicMaskCache
 from ..cache_layer import DynamicMaskLayer
 from ..compat import CACHE, CACHE_NAMES
+from ..hooks import add_hook, remove_hooks
 from ..names import PIECES, SCORED_NAME, SCORES
 from ..scored_cache import CacheState, layer_of_keys, store_scores
 
@@ -158,8 +159,8 @@ def add_scorer(
     layer.scores_are_late = late
     layer.gate_temperature, layer.soft_scores = None, SoftScores()
     layer.scorer = scorer
-    layer.register_forward_pre_hook(_begin_call, with_kwargs=True)
-    layer.register_forward_hook(_end_call, with_kwargs=True)
+    add_hook(layer, _begin_call)
+    add_hook(layer, _end_call, after=True)
 
 
 def soft_bias(layer: nn.Module, scores: Tensor) -> Tensor:
@@ -186,19 +187,7 @@ def remove_scorer(layer: nn.Module) -> None:
     layer.layer_idx = layer.base_layer_idx
     for name in _SETTINGS:
         delattr(layer, name)
-    remove_hook(layer, _begin_call)
-    remove_hook(layer, _end_call)
-
-
-def remove_hook(module: nn.Module, *hooks: object) -> None:
-    """Removes hooks that were registered with keywords. hooks: functions, or classes of callables."""
-    for registered, with_keywords in (
-        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-        (module._forward_hooks, module._forward_hooks_with_kwargs),
-    ):
-        for number, hook in list(registered.items()):
-            if hook in hooks or type(hook) in hooks:
-                del registered[number], with_keywords[number]
+    remove_hooks(layer, _begin_call, _end_call)
 
 
 def _begin_call(layer: nn.Module, args: tuple, keywords: dict) -> tuple[tuple, dict] | None:
