@@ -4,10 +4,15 @@ import torch
 
 from .._core.checks import check_bias, resolve_flag
 from ..keys.intervals import KeyIntervals
-from ._shared.attention_interface.keywords import check_probabilities
 from ._shared.attention_interface.layer_attention import attend_by_mask
-from ._shared.attention_interface.layer_masks import has_queries, is_causal_mask
-from ._shared.attention_interface.states import check_states, swap_heads_and_tokens, target_dtype
+from ._shared.attention_interface.layer_call import (
+    check_probabilities,
+    check_states,
+    has_queries,
+    is_causal_mask,
+    swap_heads_and_tokens,
+    target_dtype,
+)
 
 __all__ = ["flash_dynamic_mask_attention_forward"]
 

@@ -6,7 +6,7 @@ from .._core.checks import resolve_flag
 from .._core.numerics import resolve_scale
 from ..keys.intervals import KeyIntervals
 from ._shared.attention_interface.layer_attention import attend_by_mask
-from ._shared.attention_interface.states import cast_states, check_states
+from ._shared.attention_interface.layer_call import cast_states, check_states
 
 __all__ = ["_flash_dynamic_mask_attention_forward", "fdma_peft_integration_check"]
 

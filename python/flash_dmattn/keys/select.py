@@ -176,13 +176,13 @@ def select_by_rule(
             scores.shape[2], query_length, key_mask=key_mask, device=scores.device
         )
         return select_at(keys, scores, rule, is_causal)
-    scores = rule.expand_scores(scores)
+    scores, windows, operands, bound = rule.select_operands(scores, is_causal)
     if key_mask is not None:
         scores, key_mask = torch.broadcast_tensors(scores, key_mask)
     intervals = ops.select_key_intervals(
-        scores, key_mask, rule.windows(), rule.selection, is_causal, query_length, *rule.operands()
+        scores, key_mask, windows, rule.selection, is_causal, query_length, *operands
     )
-    return unchecked_intervals(intervals, query_length, rule.key_bound(is_causal))
+    return unchecked_intervals(intervals, query_length, bound)
 
 
 def select_at(

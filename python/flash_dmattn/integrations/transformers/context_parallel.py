@@ -19,7 +19,7 @@ from ...distributed.attention import attend_to_pieces, begin_exchange, bias_with
 from ...distributed.batch import ContextParallel, offsets_of_documents
 from ...distributed.boundary import boundary_state
 from ...keys.rule import SelectionRule
-from .._shared.attention_interface.layer_masks import causal_mask
+from .._shared.attention_interface.layer_call import causal_mask
 from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer
 from .compat import CACHE, find_cache

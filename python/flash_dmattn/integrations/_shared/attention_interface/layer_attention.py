@@ -2,18 +2,25 @@
 
 import torch
 
-from ...._core.checks import MASK_VALUE, check_bias, check_count, squeeze_query_dimension
+from ...._core.checks import (
+    MASK_VALUE,
+    add_query_dimension,
+    broadcast_argument,
+    check_bias,
+    check_count,
+    squeeze_query_dimension,
+    widen_bias,
+)
 from ...._core.numerics import Numerics, resolve_scale
 from ...._dispatch import attention, with_lse
 from ....keys.intervals import KeyIntervals
+from ....keys.recognise import Memo, intervals_of_mask, refuse_negative, split_additive
 from ....keys.rule import SelectionRule
 from ....keys.select import select_elements
 from ....keys.visible import Visible
 from ....merge import check_sink_logits
-from .keywords import check_keywords
-from .layer_masks import normalize_mask
-from .packed_sequences import PackedSequences, attend_in_sequences, sequences_or_mask
-from .states import cast_states
+from .layer_call import PackedSequences, as_key_intervals, cast_states, check_keywords
+from .packed_sequences import attend_in_sequences, sequences_or_mask
 
 
 def attend_by_mask(
@@ -94,6 +101,55 @@ def attend_by_mask(
         query, key, value, added, visible, numerics, rule=rule, scores=scores
     )
     return with_lse(out, statistics, return_lse=False, sink_logits=s_aux)
+
+
+def normalize_mask(
+    mask: torch.Tensor | KeyIntervals | None,
+    bias: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    chooses: bool,
+    memo: Memo | None,
+) -> tuple[torch.Tensor | None, KeyIntervals | None, torch.Tensor | None]:
+    """Returns (mask, intervals, bias). The mask is bool [B, H, Sk] or [B, H, Sq, Sk], unless intervals describe it.
+
+    An additive mask that has values besides allowing and masking ones is split into a mask and a bias.
+    chooses: whether a choice of keys follows. The choice recognises intervals in a bool mask by itself.
+    """
+    query_length, key_length = query.shape[1], key.shape[1]
+    intervals = as_key_intervals(mask, query_length, key_length)
+    if mask is None or intervals is not None:
+        return None, intervals, bias
+    if mask.dim() == 0 or mask.shape[-1] != key_length:
+        raise ValueError(
+            f"attention_mask: got shape {tuple(mask.shape)}, expected {key_length} keys last"
+        )
+    refuse_negative(mask, memo)
+    mask = broadcast_argument(mask, "attention_mask", query, key)
+    if mask.dim() < 4:
+        if mask.is_floating_point():
+            raise TypeError(
+                f"attention_mask: got {mask.dtype} of shape {tuple(mask.shape)}, expected bool or integers (nonzero: visible); "
+                "an additive mask has 4 dimensions"
+            )
+        return mask.bool(), None, bias
+    if mask.shape[2] > 1 and not (chooses and mask.dtype == torch.bool):
+        intervals = intervals_of_mask(mask, memo)
+        if intervals is not None:
+            return None, intervals, bias
+    if mask.is_floating_point():
+        additive = mask
+        mask, adds = split_additive(additive, memo)
+        if adds:
+            bias = additive if bias is None else _sum_of_biases(additive, add_query_dimension(bias))
+    mask = mask.bool()
+    return mask if mask.shape[2] > 1 else mask.squeeze(2), None, bias
+
+
+def _sum_of_biases(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    if x.dtype != y.dtype:
+        x, y = widen_bias(x, x.dtype), widen_bias(y, y.dtype)
+    return x + y
 
 
 def _make_rule(

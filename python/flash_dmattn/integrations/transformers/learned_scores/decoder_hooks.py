@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
-from ..._shared.attention_interface.packed_sequences import intervals_of_documents
+from ..._shared.attention_interface.layer_call import intervals_of_documents
 from ..compat import find_cache
 from ..families import is_attention, takes_mask_of_positions, takes_masks_by_type
 from ..hooks import remove_hooks
