@@ -62,7 +62,7 @@ def select_key_intervals(
         head of the scores. None: a query keeps all keys that reach the threshold.
     selection: "per_query": query i keeps the best among the keys it may see; "global": the best of the
         row, the same for all queries (then causal).
-    is_causal: query row i may see keys up to i + key_length - query_length.
+    is_causal: query row i may see keys up to i + key_length - query_length. True by default, unlike in flash_dmattn_func.
     recent_window: how many of the most recent keys a query sees whatever their scores, its own key included. Needs
         is_causal. DMS trains with t - j <= W, which is recent_window=W + 1; WG-KV trains with t - j < W.
     recent_competes: False: only keys with t - j >= recent_window compete, so a query sees the recent keys and the best
