@@ -138,6 +138,11 @@ def check_tensor(value: object, name: str) -> None:
         )
 
 
+def check_tensors(**tensors: object) -> None:
+    for name, tensor in tensors.items():
+        check_tensor(tensor, name)
+
+
 def projection_arguments(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, factor: Tensor | None, has_factor: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:

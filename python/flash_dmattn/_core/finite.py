@@ -78,17 +78,18 @@ def _check_input(tensor: Tensor, name: str, read: Tensor | None) -> Tensor:
 
 def check_new_tokens(
     query: Tensor, key: Tensor | None, value: Tensor | None, rows: Tensor | None = None
-) -> None:
-    """Checks the tokens of a step in check mode. A cache calls this function before it changes.
+) -> bool:
+    """Checks the tokens of a step in check mode, and returns whether it is on. A cache calls this function before it changes.
 
     rows: int32, the pool's row for each entry of the first dimension. Tokens with a negative row are not read.
     """
     if not is_enabled():
-        return
+        return False
     for name, tensor in (("q", query), ("k", key), ("v", value)):
         if tensor is not None:
             read = None if rows is None else (rows >= 0).view(-1, *[1] * (tensor.dim() - 1))
             _raise_for_first("forward input", name, tensor, read)
+    return True
 
 
 def check_outputs(out: Tensor, statistics: Tensor | None) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._core import finite, ops
-from .._core.checks import check_count, check_flag, check_tensor, resolve_flag
+from .._core.checks import check_count, check_flag, check_tensor, check_tensors, resolve_flag
 from .._core.kv_checks import (
     as_row_indices,
     check_chunk,
@@ -164,10 +164,10 @@ class KVSlots(HeldKeys):
         self._check_tokens(key, value, scores, query, key_mask=key_mask)
         self._refuse_pending()
         return_lse = resolve_flag(return_lse, "return_lse")
-        numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None).with_scale_for(
-            key.shape[3]
-        )
-        finite.check_new_tokens(query, key, value, self.rows)
+        numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None)
+        if numerics.scale is None:
+            numerics = numerics.with_scale_for(key.shape[3])
+        is_checked = finite.check_new_tokens(query, key, value, self.rows)
         out, lse = ops.kv_decode_step(
             *self.tensors,
             self._checked_rows(),
@@ -184,7 +184,7 @@ class KVSlots(HeldKeys):
             self.backend,
         )
         self.is_empty = False
-        if finite.is_enabled():
+        if is_checked:
             finite.check_outputs(out, lse[None])
         return (out, lse) if return_lse else out
 
@@ -413,8 +413,7 @@ class KVSlots(HeldKeys):
         *,
         key_mask: Tensor | None = None,
     ) -> None:
-        for name, tensor in (("key", key), ("value", value), ("scores", scores)):
-            check_tensor(tensor, name)
+        check_tensors(key=key, value=value, scores=scores)
         if key.dim() != 4:
             raise ValueError(f"key: got shape {tuple(key.shape)}, expected [B, n, Hkv, D]")
         if key.dtype != self.k.dtype:  # checked here: the operators' errors do not name the cache

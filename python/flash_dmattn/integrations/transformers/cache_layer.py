@@ -183,8 +183,10 @@ class DynamicMaskLayer(CacheLayerMixin):
         options["return_lse"] = True
         self.prefetch()
         self._make_room(length)
-        if not (self.record_past or self._pending.have_order(key_mask)):
-            out, lse = self.slots.extend(query, key, value, scores, key_mask=key_mask, **options)
+        is_in_order = key_mask is None or not self._pending.have_order(key_mask)
+        if is_in_order and not self.record_past:
+            add = self.slots.step if length == 1 else self.slots.extend
+            out, lse = add(query, key, value, scores, key_mask=key_mask, **options)
         elif length == 1 and not self.slots.pending and not self.record_past:
             out, lse = self._step_of_tokens(query, key, value, scores, key_mask, **options)
         else:
@@ -467,7 +469,8 @@ class DynamicMaskLayer(CacheLayerMixin):
         if self.record_past:
             self._resize_chunk(max(tokens, RECORDED_TOKENS, self.slots.chunk))
             return
-        self._pending.commit(self.slots)
+        if self.slots.pending:
+            self._pending.commit(self.slots)
         if tokens == 1:
             self._resize_chunk(self.chunk)
         else:

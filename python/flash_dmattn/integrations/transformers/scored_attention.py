@@ -113,7 +113,8 @@ def attend_with_slots(
         present: which new tokens are no padding, bool [B, S]; None: all.
         scores_are_bias: as in `KVSlots.step`.
     """
-    slots.check_rule(used.rule, layer_idx)
+    if slots.rule != used.rule:
+        slots.check_rule(used.rule, layer_idx)  # raises
     scores = used.scores.float()
     if slots.is_empty:
         slots.check_kernels(key, value)  # before attention that the slots could not take over

@@ -131,11 +131,7 @@ class ScoreCall:
         return scores
 
     def _attend_to_keys(
-        self,
-        states: States,
-        scores: Tensor,
-        mask: Tensor | None,
-        **options,
+        self, states: States, scores: Tensor, mask: Tensor | None, **options
     ) -> Tensor:
         layer, rule = self.layer, self.layer.score_rule
         query, key, _ = states
@@ -169,22 +165,18 @@ class ScoreCall:
         return attend_with_keys(*states, shown, used, **options)
 
     def _attend_to_slots(
-        self,
-        states: States,
-        scores: Tensor,
-        mask: Tensor | None,
-        **options,
+        self, states: States, scores: Tensor, mask: Tensor | None, **options
     ) -> Tensor:
         layer, slots = self.layer, self.slots
         if (error := self._wrong_phase("a DynamicMaskCache")) is not None:
             raise error
-        queries, is_prompt = states[0].shape[1], slots.is_empty
-        scores, present = scores.float(), present_tokens(mask, queries)
-        if layer.scores_are_late and not is_prompt:
+        queries, scores = states[0].shape[1], scores.float()
+        present = None if mask is None else present_tokens(mask, queries)
+        if layer.scores_are_late and not slots.is_empty:
             slots.prefetch()
             last = None if present is None else present[:, 0]
             slots.slots.rescore_last(scores[..., 0], last)
-        is_dense = layer.dense_prefill and is_prompt
+        is_dense = layer.dense_prefill and slots.is_empty
         if not is_dense:  # transformers' mask may be a dense one that only padding makes
             mask = None if present is None else KeyIntervals(mask, queries)
         prompt = KeyScores(
