@@ -51,13 +51,8 @@ def flash_dynamic_mask_attention_forward(
         kwargs: `sliding_window`; `position_ids`, `cu_seq_lens_q` and so on for packed sequences; bookkeeping
             of transformers. Others raise.
 
-    Returns:
-        output [B, Sq, Hq, D], and None in the place of the attention probabilities.
-
-    Raises:
-        ValueError: a query without elements, dropout, two different biases, a window_size without a
-            bias, or keywords of unsupported features.
-        TypeError: an unknown keyword, or an argument of another type.
+    Returns output [B, Sq, Hq, D], and None in the place of the attention probabilities. Raises ValueError or TypeError that names
+    the argument, as `_flash_dynamic_mask_attention_forward` does.
     """
     if attention_bias is not None and position_bias is not None:
         raise ValueError(

@@ -68,25 +68,18 @@ def _flash_dynamic_mask_attention_forward(
     Returns:
         [B, Sq, Hq, D]; a query that sees no key gets 0.
 
-    Raises:
-        ValueError: both names of the window given and different, or one without a bias; shapes that do not
-            fit; packed sequences with padding, a 4-d bias or a sliding window; one of cu_seq_lens_q and
-            cu_seq_lens_k; keywords of unsupported features; a mask of negative integers, if values can be read.
-        TypeError: an unknown keyword, or an argument of another type; a floating point mask that is not 4-d.
+    Raises ValueError or TypeError that names the argument: shapes that do not fit, a window without a bias, packed sequences with
+    padding, a 4-d bias or a sliding window, keywords that are unknown or belong to unsupported features.
     """
-    check_states(
-        "[B, S, H, D]",
-        query_states=query_states,
-        key_states=key_states,
-        value_states=value_states,
-    )
+    states = {"query_states": query_states, "key_states": key_states, "value_states": value_states}
+    check_states("[B, S, H, D]", **states)
     lengths, expected = (query_length, key_length), (query_states.shape[1], key_states.shape[1])
     if lengths != expected:
         raise ValueError(f"query_length, key_length: got {lengths}, expected {expected}")
     is_causal = resolve_flag(is_causal, "is_causal") and query_length > 1
     scale = None if softmax_scale is None else resolve_scale(softmax_scale, "softmax_scale")
     return attend_by_mask(
-        None, query_states, key_states, value_states, attention_mask, is_causal, target_dtype,
+        None, *states.values(), attention_mask, is_causal, target_dtype,
         scaling=scale, softcap=softcap, deterministic=deterministic, attention_bias=attention_bias,
         keep_window_size=keep_window_size, window_size=window_size, **kwargs,
     )  # fmt: skip

@@ -19,7 +19,13 @@ from ....keys.rule import SelectionRule
 from ....keys.select import select_elements
 from ....keys.visible import Visible
 from ....merge import check_sink_logits
-from .layer_call import PackedSequences, as_key_intervals, cast_states, check_keywords
+from .layer_call import (
+    PACKED_KEYWORDS,
+    PackedSequences,
+    as_key_intervals,
+    cast_states,
+    check_keywords,
+)
 from .packed_sequences import attend_in_sequences, sequences_or_mask
 
 
@@ -42,10 +48,6 @@ def attend_by_mask(
     window_size: int | None = None,
     sliding_window: int | None = None,
     position_ids: torch.Tensor | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    cu_seq_lens_k: torch.Tensor | None = None,
-    max_length_q: int | torch.Tensor | None = None,
-    max_length_k: int | torch.Tensor | None = None,
     **others,
 ) -> torch.Tensor:
     """Computes attention in which a query sees the keys with the highest bias among those that the mask shows.
@@ -55,11 +57,12 @@ def attend_by_mask(
         query: [B, Sq, Hq, D]; key: [B, Sk, Hkv, D]; value: [B, Sk, Hkv, Dv].
         mask, and the other arguments: as in `_flash_dynamic_mask_attention_forward`.
         position_bias: another name of attention_bias; the layer's window does not belong to it.
-        others: keywords of transformers that change nothing; the rest raise.
+        others: PACKED_KEYWORDS, and keywords of transformers that change nothing; the rest raise.
 
     Returns:
         [B, Sq, Hq, Dv].
     """
+    packed = {name: others.pop(name, None) for name in PACKED_KEYWORDS}
     check_keywords(others)
     bias = None
     for name, own in (("position_bias", position_bias), ("attention_bias", attention_bias)):
@@ -75,10 +78,6 @@ def attend_by_mask(
     if s_aux is not None:
         check_sink_logits(s_aux, query, "s_aux")
     scale = None if scaling is None else resolve_scale(scaling, "scaling")
-    packed = {
-        "cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k,
-        "max_length_q": max_length_q, "max_length_k": max_length_k,
-    }  # fmt: skip
     visible = sequences_or_mask(
         packed, position_ids, mask, query, key.shape[1],
         sliding_window=sliding_window, is_causal=is_causal, selects=selects,

@@ -14,45 +14,24 @@ from ....keys.positions import check_offsets
 # ---- Keywords -----------------------------------------------------------------------------------
 
 # Bookkeeping of models, trainers and generation that reaches every attention function and changes nothing in it.
-BOOKKEEPING = frozenset(
-    {
-        "cache_position",
-        "grid_thw",  # of an encoder of images; its mask or offsets follow from it
-        "ignore_index",  # of the loss, as shift_labels
-        "implementation",
-        "input_ids",
-        "layer_idx",
-        "logits_to_keep",
-        "mm_token_type_ids",
-        "num_items_in_batch",
-        "output_hidden_states",
-        "output_router_logits",
-        "return_dict",
-        "shift_labels",
-        "seq_idx",  # of state-space layers; attention has cu_seq_lens for the same sequences
-        "token_type_ids",
-        "tokenizer",  # of `generate`, for strings that end a text
-        "use_cache",
-    }
-)
+# grid_thw belongs to an encoder of images, whose mask or offsets follow from it; ignore_index and shift_labels to the loss; seq_idx
+# to state-space layers, whose sequences attention knows by cu_seq_lens; tokenizer to `generate`, for strings that end a text.
+BOOKKEEPING = frozenset({
+    "cache_position", "grid_thw", "ignore_index", "implementation", "input_ids", "layer_idx", "logits_to_keep",
+    "mm_token_type_ids", "num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict", "seq_idx",
+    "shift_labels", "token_type_ids", "tokenizer", "use_cache",
+})  # fmt: skip
 _PAGED = "continuous batching (a paged cache), which flash_dmattn does not support"
 _SINKS = "per-token attention sinks, which flash_dmattn does not support"
 _SPARSE = "keys chosen by an indexer, which flash_dmattn does not support"
 _REASONS = {
-    "block_indices": _SPARSE,
-    "block_table": _PAGED,
-    "cache": _PAGED,
-    "cache_seqlens": _PAGED,
     "head_mask": "weights of whole heads, which flash_dmattn does not support",
-    "indices": _SPARSE,
-    "logits_indices": _PAGED,
-    "page_table": _PAGED,
-    "read_index": _PAGED,
     "sinks": _SINKS,
-    "write_index": _PAGED,
-}
-
-
+    **dict.fromkeys(("block_indices", "indices"), _SPARSE),
+    **dict.fromkeys(
+        ("block_table", "cache", "cache_seqlens", "logits_indices", "page_table", "read_index", "write_index"), _PAGED
+    ),
+}  # fmt: skip
 PACKED_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 

@@ -29,22 +29,6 @@ def is_key_mask(mask: torch.Tensor | KeyIntervals, query_length: int, key_length
     return mask.shape[2] == 1 and query_length > 1
 
 
-def window_mask(
-    window_size: int | None,
-    is_causal: bool,
-    query_length: int,
-    key_length: int,
-    device: torch.device,
-) -> KeyIntervals | None:
-    """Returns the window for a call without a mask: it ends at the query if causal, else the query is in its middle."""
-    if window_size is None or key_length <= window_size:
-        return None
-    lookahead = 0 if is_causal else window_size - 1
-    return window_of_rows(
-        key_length, window_size, lookahead=lookahead, query_length=query_length, device=device
-    )
-
-
 def sequences_or_mask(
     packed: Mapping[str, object],
     positions: torch.Tensor | None,
@@ -69,8 +53,18 @@ def sequences_or_mask(
         check_count(sliding_window, "sliding_window")
     batch, length = query.shape[:2]
     window = None
-    if mask is None:
-        window = window_mask(sliding_window, is_causal, length, key_length, query.device)
+    if mask is None and sliding_window is not None and key_length > sliding_window:
+        # It ends at the query if causal, else the query is in its middle.
+        lookahead = 0 if is_causal else sliding_window - 1
+        window = window_of_rows(
+            key_length,
+            sliding_window,
+            lookahead=lookahead,
+            query_length=length,
+            device=query.device,
+        )
+    elif mask is None:
+        pass
     elif not isinstance(mask, (torch.Tensor, KeyIntervals)):
         raise TypeError(
             f"attention_mask: got {type(mask).__name__}, expected a torch.Tensor, KeyIntervals or None"
