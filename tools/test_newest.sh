@@ -3,6 +3,9 @@
 #
 # It installs the releases into build/newest, in front of the other packages of the Python that is first on the PATH. It does not test
 # releases that this Python has already. It prints the versions and the verdict in a box, and also names a newer torch that it did not test.
+#
+# It fails if a test fails on a release of transformers from 4.57 to the one that this Python has, or if a family that is in the table
+# of compared families differs on a later one. Other failures, and releases that pip does not find, are only printed.
 set -uo pipefail
 
 [ $# -gt 0 ] || { echo "test_newest.sh: got nothing, expected packages" >&2; exit 2; }
@@ -49,11 +52,28 @@ untested_torch() {
   fi
 }
 
+# is_supported VERSION: whether a version of transformers is 4.57 to that of this Python, corrections of the last one included.
+is_supported() {
+  python -c '
+import re, sys
+first, last, version = (tuple(map(int, re.findall(r"\d+", v)[:2])) for v in sys.argv[1:])
+sys.exit(not first <= version <= last)' 4.57 "$ours" "$1"
+}
+
+# families_differ LOG: whether the tests compared no families, or one in the table differs from eager attention.
+families_differ() {
+  ! grep -qE '[0-9]+ passed' "$1" ||
+    grep -qE '^(FAILED .*::test_family_equals_eager|ERROR .*test_model_families_equal_eager)' "$1"
+}
+
+version_of() { python -c 'import importlib.metadata as m; print(m.version("transformers"))'; }
+
+ours=$(version_of)
 newest=$(newest_of "$@")
 mapfile -t untested < <(untested_torch "$@")
 if [ -z "$newest" ]; then
   in_box "newest releases of $*: NOT TESTED, pip finds none" "${untested[@]}"
-  exit 1
+  exit 0
 elif [ "$newest" = "$(versions $(printf '%s\n' "$@" | sort))" ]; then
   in_box "newest releases: $newest" "the same as in this environment, which make test tests" "${untested[@]}"
   exit 0
@@ -61,7 +81,7 @@ fi
 rm -rf "$folder" "$log"
 if ! install --no-compile --target "$folder" "$@"; then
   in_box "newest releases: $newest" "NOT TESTED, pip cannot install them" "${untested[@]}"
-  exit 1
+  exit 0
 fi
 export PYTHONPATH=$PWD/$folder OMP_NUM_THREADS=1
 {
@@ -70,6 +90,11 @@ export PYTHONPATH=$PWD/$folder OMP_NUM_THREADS=1
 } 2>&1 | tee "$log"
 status=${PIPESTATUS[0]}
 verdict=PASSED
-[ "$status" = 0 ] || verdict=FAILED
+if [ "$status" != 0 ]; then
+  verdict=FAILED
+  if ! is_supported "$(version_of)" && ! families_differ "$log"; then
+    verdict="FAILED on a release that is not supported yet" status=0
+  fi
+fi
 in_box "newest releases: $newest; with $(versions transformers torch)" "$verdict: $(tail -1 "$log" | tr -d =)" "${untested[@]}"
 exit "$status"

@@ -21,7 +21,7 @@ from ._core.checks import (
 from ._core.gradients import expand_for_uses, repeat_interleave
 from ._core.numerics import Numerics
 from .keys.heads import repeat_heads
-from .keys.intervals import KeyIntervals, broadcasts, intersect, split_by_age
+from .keys.intervals import KeyIntervals, intersect, split_by_age
 from .keys.patterns import causal_intervals, prefix_lm
 from .keys.recognise import Memo
 from .keys.rule import SelectionRule
@@ -131,9 +131,11 @@ def _run_unchecked_backend(
             return _run_by_age(
                 query, key, value, bias, visible, numerics, backend, bias_delay, own_row
             )
-    numerics = numerics.with_scale_for(query.shape[3])
+    if numerics.scale is None:
+        numerics = numerics.with_scale_for(query.shape[3])
     keys = visible.intervals
-    if keys is not None and not broadcasts(keys.heads, key.shape[2]):
+    heads = 1 if keys is None else keys.intervals.shape[1]
+    if not (heads == 1 or heads == key.shape[2]):  # `in` may be False for a symbol of compiled code
         # Every query head has its own selection, so each gets its own key head.
         saturate = numerics.saturate
         mask, bias = (repeat_heads(t, query, key, saturate) for t in (visible.mask, bias))
@@ -267,11 +269,12 @@ def _check_intervals(key_intervals: KeyIntervals, query: Tensor, key: Tensor) ->
     seqlen_k, heads_kv = key.shape[1:3]
     shape = key_intervals.intervals.shape
     heads_q = query.shape[2]
-    fits = any(key_intervals.fits(batch, heads, seqlen_k) for heads in (heads_kv, heads_q))
+    fits = key_intervals.fits(batch, (heads_kv, heads_q), seqlen_k)
     if not fits or key_intervals.query_length != seqlen_q:
         raise ValueError(
             f"key_intervals: got intervals of shape {tuple(shape)} for query length "
             f"{key_intervals.query_length}, expected [{batch} or 1, {heads_kv}, {heads_q} or 1, {seqlen_k}, 2] for "
             f"{seqlen_q}"
         )
-    check_on_device(key_intervals.intervals, "key_intervals", query.device)
+    if key_intervals.intervals.device != query.device:
+        check_on_device(key_intervals.intervals, "key_intervals", query.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -73,22 +74,14 @@ def flash_dmattn_func(
         The layout is [B, S, H, D], not torch's [B, H, S, D]; if S = H a wrong layout is not detected. bfloat16, float16 or
         float32, on the CPU float64 too (through the slow reference backend); any strides. On a GPU, float32
         runs on the Triton kernels, and raises without Triton. torch.backends.cuda.matmul.allow_tf32 permits tf32 products.
-    softmax_scale, is_causal: the sixth and seventh positional arguments. triton_dmattn_func and flex_dmattn_func have them
-        in the opposite order, as in 1.x.
+
+    Visible keys:
+
     attn_mask: bool, True where visible: [B, Sk] (padding), [B, H, Sk] (the same for every query) or
         [B, H, Sq, Sk]; H is Hq, Hkv or 1, every dimension may be 1. Two dimensions are always padding: write a mask of
         elements [Sq, Sk] as mask[None, None].
-    attn_bias: added to the scaled scores; shapes as attn_mask; dtype of query or float32. A value at or below the
-        mask value of the bias's own dtype hides its element: -1e4 in float16, -1e30 in other dtypes. The gradient has the
-        shape of the bias. Use float32 if the bias selects keys: in 16 bits many scores are equal, and rounding decides.
-    scale: the factor on query . key, 1 / sqrt(D) by default; 0 raises. Scaled scores are clamped to the range of float32,
-        which a scale of 1e38 reaches. `softmax_scale` is the name of 1.x.
-    is_causal: query i sees keys up to i + Sk - Sq.
-    softcap: c > 0 replaces a scaled score s by c * tanh(s / c).
-    deterministic: whether gradients are bit-identical from run to run. None: as torch.use_deterministic_algorithms sets.
-        On the CPU they always are.
-    return_lse: also return the log-sum-exp of the scores, float32 and differentiable (see merge_attention).
-    return_attn_probs: the name of 1.x for return_lse. The call then returns (out, lse, None).
+    is_causal: query i sees keys up to i + Sk - Sq. False by default, unlike in select_key_intervals.
+    key_intervals: the query rows to which each key is visible. A mask, if given, hides further elements.
     keep_window_size: the number of keys that a query keeps: those with the highest scores, and of equal scores the more
         recent ones. A sequence has one number for each key head, which its query heads share.
     selection: "per_query": the best among the keys the query may see; "global": the best of the row, the same for all
@@ -100,13 +93,33 @@ def flash_dmattn_func(
     recent_window, recent_competes, sink_tokens, score_threshold: the other parts of the selection rule, as in
         select_key_intervals. A row is one document unless key_intervals separate documents. Query i is at position
         i + Sk - Sq: use flash_dmattn_varlen_func for packed documents with fewer queries than keys.
+
+    Scores of attention:
+
+    attn_bias: added to the scaled scores; shapes as attn_mask; dtype of query or float32. A value at or below the
+        mask value of the bias's own dtype hides its element: -1e4 in float16, -1e30 in other dtypes. The gradient has the
+        shape of the bias. Use float32 if the bias selects keys: in 16 bits many scores are equal, and rounding decides.
     bias_delay: the bias of a key is added only for queries at least this many positions after the key. The bias must have
         one value per key. The selection by keep_window_size uses the bias without a delay.
+    scale: the factor on query . key, 1 / sqrt(D) by default; 0 raises. Scaled scores are clamped to the range of float32,
+        which a scale of 1e38 reaches.
+    softcap: c > 0 replaces a scaled score s by c * tanh(s / c).
     sink_logits: [Hq], one learnable logit per head. It enters every softmax like the score of a key whose value is 0.
-    key_intervals: the query rows to which each key is visible. A mask, if given, hides further elements.
+
+    Numerics, results and backends:
+
+    deterministic: whether gradients are bit-identical from run to run. None: as torch.use_deterministic_algorithms sets.
+        On the CPU they always are.
     nonfinite: "saturate": gradients are always finite; "propagate": inf and NaN stay visible, as GradScaler
         needs them.
+    return_lse: also return the log-sum-exp of the scores, float32 and differentiable (see merge_attention).
     backend: the name of a backend (see get_available_backends). None: the first that supports the problem.
+
+    Names of 1.x:
+
+    softmax_scale, return_attn_probs: scale and return_lse. With return_attn_probs the call returns (out, lse, None).
+        softmax_scale and is_causal are the sixth and seventh positional arguments; triton_dmattn_func and flex_dmattn_func
+        have them in the opposite order.
 
     Returns out [B, Sq, Hq, Dv], or (out, lse [B, Hq, Sq]) with return_lse. A query that sees no key has out = 0 and
     lse = -inf.
@@ -332,7 +345,30 @@ def flash_dmattn_func_auto(backend: str | None = None, **options) -> Callable:
     return partial(flash_dmattn_func, backend=backend, **options)
 
 
-@refuses_foreign_arguments
+def _with_options_of_general_function(function: Callable) -> Callable:
+    """Gives a function, whose `options` are those of flash_dmattn_func, a signature with their names, and refuses others."""
+    name, own = function.__name__, dict(inspect.signature(function).parameters)
+    del own["options"]
+    general = inspect.signature(flash_dmattn_func)
+    others = general.parameters.keys() - own.keys() - {"backend"}
+    parameters = [
+        *own.values(),
+        *(p.replace(kind=p.KEYWORD_ONLY) for p in general.parameters.values() if p.name in others),
+    ]
+
+    @functools.wraps(function)
+    def call(*arguments, **options):
+        check_names(options, name)
+        for option in options:
+            if option not in own and option not in others:
+                raise TypeError(f"{name}() got an unexpected keyword argument {option!r}")
+        return function(*arguments, **options)
+
+    call.__signature__ = general.replace(parameters=parameters)
+    return call
+
+
+@_with_options_of_general_function
 def triton_dmattn_func(
     query: Tensor,
     key: Tensor,
@@ -341,28 +377,12 @@ def triton_dmattn_func(
     attn_bias: Tensor | None = None,
     is_causal: bool | None = None,
     softmax_scale: float | None = None,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    keep_window_size: int | Sequence[int] | None = None,
-    selection: str = "per_query",
-    selection_scores: Tensor | None = None,
-    recent_window: int = 0,
-    recent_competes: bool = False,
-    sink_tokens: int = 0,
-    score_threshold: float | None = None,
-    bias_delay: int = 0,
-    sink_logits: Tensor | None = None,
-    key_intervals: KeyIntervals | None = None,
-    deterministic: bool | None = None,
-    nonfinite: str = "saturate",
-    return_lse: bool = False,
-    return_attn_probs: bool | None = None,
+    **options,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]:
     """Computes flash_dmattn_func with Triton kernels, on GPUs of any vendor. Arguments as in flash_dmattn_func, except:
 
     is_causal, softmax_scale: the sixth and seventh positional arguments, as in 1.x; flash_dmattn_func has them in the
-        opposite order.
+        opposite order. All others are passed by name.
     query, key, value: float32, bfloat16 or float16, head dimension 1 to 256, on a GPU; on the CPU with
         TRITON_INTERPRET=1, which is for tests, and multiplies bfloat16 wrongly.
     deterministic: without effect; gradients are always bit-identical from run to run.
@@ -370,15 +390,11 @@ def triton_dmattn_func(
     Raises RuntimeError with the reason if it cannot run.
     """
     return flash_dmattn_func(
-        query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap, deterministic, return_attn_probs,
-        scale=scale, keep_window_size=keep_window_size, selection=selection, selection_scores=selection_scores,
-        recent_window=recent_window, recent_competes=recent_competes, sink_tokens=sink_tokens,
-        score_threshold=score_threshold, bias_delay=bias_delay, sink_logits=sink_logits, key_intervals=key_intervals,
-        nonfinite=nonfinite, return_lse=return_lse, backend="triton",
+        query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, backend="triton", **options
     )  # fmt: skip
 
 
-@refuses_foreign_arguments
+@_with_options_of_general_function
 def flex_dmattn_func(
     query: Tensor,
     key: Tensor,
@@ -387,30 +403,14 @@ def flex_dmattn_func(
     attn_bias: Tensor | None = None,
     is_causal: bool | None = None,
     softmax_scale: float | None = None,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    keep_window_size: int | Sequence[int] | None = None,
-    selection: str = "per_query",
-    selection_scores: Tensor | None = None,
-    recent_window: int = 0,
-    recent_competes: bool = False,
-    sink_tokens: int = 0,
-    score_threshold: float | None = None,
-    bias_delay: int = 0,
-    sink_logits: Tensor | None = None,
-    key_intervals: KeyIntervals | None = None,
-    deterministic: bool | None = None,
-    nonfinite: str = "saturate",
-    return_lse: bool = False,
-    return_attn_probs: bool | None = None,
+    **options,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]:
     """Computes flash_dmattn_func with torch's FlexAttention, which compiles for each new shape.
 
     Arguments as in flash_dmattn_func, except:
 
     is_causal, softmax_scale: the sixth and seventh positional arguments, as in 1.x; flash_dmattn_func has them in the
-        opposite order.
+        opposite order. All others are passed by name.
 
     It skips empty blocks of 128 x 128, so with scattered keys it does the work of dense attention. Numbers
     beyond fp32 inside a score are not handled: finite inputs as large as the dtype allows can give NaN.
@@ -419,9 +419,5 @@ def flex_dmattn_func(
     Sequences must not be empty. On the CPU torch provides no backward and no log-sum-exp, so lse is None.
     """
     return flash_dmattn_func(
-        query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap, deterministic, return_attn_probs,
-        scale=scale, keep_window_size=keep_window_size, selection=selection, selection_scores=selection_scores,
-        recent_window=recent_window, recent_competes=recent_competes, sink_tokens=sink_tokens,
-        score_threshold=score_threshold, bias_delay=bias_delay, sink_logits=sink_logits, key_intervals=key_intervals,
-        nonfinite=nonfinite, return_lse=return_lse, backend="flex",
+        query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, backend="flex", **options
     )  # fmt: skip

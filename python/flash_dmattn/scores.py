@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ._core.autograd import is_transformed, score_projection_direct
-from ._core.checks import check_count, check_floating, check_on_device, check_tensor
+from ._core.checks import check_count, check_floating, check_tensor, projection_arguments
 from ._core.ops import has_kernels_for
 from ._core.projection_in_torch import score_projection as score_projection_in_torch
 from ._core.score_forms import FORMS, SCALED_FORMS, limit_gradient, score_gradients, score_of
@@ -42,42 +42,20 @@ def score_projection(
         form: "projection", "gelu", "gate", "linear" or "doge".
         A: [H], for the forms "linear" and "doge".
     """
-    check_tensor(hidden, "hidden")
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    if hidden.dim() != 3 or not hidden.is_floating_point():
-        raise ValueError(
-            f"hidden: got {hidden.dtype} of shape {tuple(hidden.shape)}, expected floating numbers [B, S, F]"
-        )
     if form not in FORMS:
         raise ValueError(f"form: got {form!r}, expected one of {', '.join(map(repr, FORMS))}")
-    weight = _projection_argument(weight, "weight", (None, hidden.shape[2]), hidden, wide)
-    if bias is not None:
-        bias = _projection_argument(bias, "bias", (weight.shape[0],), hidden, wide)
-    if form in SCALED_FORMS:
-        A = _projection_argument(A, "A", (weight.shape[0],), hidden, wide)
-    elif A is not None:
+    has_factor = form in SCALED_FORMS
+    if A is not None and not has_factor:
         raise ValueError(f"A: got a tensor, expected None with form {form!r}")
+    weight, bias, A = projection_arguments(hidden, weight, bias, A, has_factor)
     # torch's operators have all derivatives.
     if not torch.compiler.is_compiling() and is_transformed():
+        wide = torch.promote_types(hidden.dtype, torch.float32)
         bias = bias if bias is None else bias.to(wide)
         return apply_form(F.linear(hidden.to(wide), weight.to(wide), bias), form, A)
     if has_kernels_for(hidden) and (hidden.dtype != torch.float64 or not hidden.is_cuda):
         return score_projection_direct(hidden, weight, bias, A, form)
     return score_projection_in_torch(hidden, weight, bias, A, form)
-
-
-def _projection_argument(
-    tensor: Tensor, name: str, shape: tuple[int | None, ...], hidden: Tensor, wide: torch.dtype
-) -> Tensor:
-    """Checks a weight, bias or factor. Returns it in the dtype of hidden or in the wide one, which kernels read."""
-    check_tensor(tensor, name)
-    sizes = zip(shape, tensor.shape, strict=False)
-    if tensor.dim() != len(shape) or any(size not in (None, own) for size, own in sizes):
-        expected = ", ".join("H" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected [{expected}]")
-    check_floating(tensor.dtype, name)
-    check_on_device(tensor, name, hidden.device)
-    return tensor if tensor.dtype in (hidden.dtype, wide) else tensor.to(wide)
 
 
 class ScoreProjection(nn.Linear):

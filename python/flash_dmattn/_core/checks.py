@@ -138,6 +138,36 @@ def check_tensor(value: object, name: str) -> None:
         )
 
 
+def projection_arguments(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, factor: Tensor | None, has_factor: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Checks the tensors of a score projection: hidden [B, S, F], weight [H, F], bias [H] or None, and factor [H] if has_factor.
+
+    Returns the last three in the dtype of hidden, or in float32 or wider, which kernels read.
+    """
+    check_tensor(hidden, "hidden")
+    if hidden.dim() != 3 or not hidden.is_floating_point():
+        raise ValueError(
+            f"hidden: got {hidden.dtype} of shape {tuple(hidden.shape)}, expected floating numbers [B, S, F]"
+        )
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+
+    def converted(tensor: Tensor, name: str, shape: tuple[int | None, ...]) -> Tensor:
+        check_tensor(tensor, name)
+        sizes = zip(shape, tensor.shape, strict=False)
+        if tensor.dim() != len(shape) or any(size not in (None, own) for size, own in sizes):
+            expected = ", ".join("H" if size is None else str(size) for size in shape)
+            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected [{expected}]")
+        check_floating(tensor.dtype, name)
+        check_on_device(tensor, name, hidden.device)
+        return tensor if tensor.dtype in (hidden.dtype, wide) else tensor.to(wide)
+
+    weight = converted(weight, "weight", (None, hidden.shape[2]))
+    heads = (weight.shape[0],)
+    bias = None if bias is None else converted(bias, "bias", heads)
+    return weight, bias, converted(factor, "A", heads) if has_factor else None
+
+
 def check_on_device(tensor: Tensor, name: str, device: torch.device) -> None:
     if tensor.device != device:
         raise TypeError(f"{name}: got a tensor on {tensor.device}, expected {device}")

@@ -114,30 +114,14 @@ def context_parallel_dmattn(
     attend_options = AttendOptions(
         scale, softcap, deterministic, sink_logits, bias_delay, zero_sum, return_lse, backend
     )._asdict()
-    exchanged = begin_exchange(
-        key,
-        value,
-        scores,
-        group=group,
-        keep_window_size=keep_window_size,
-        attn_bias=attn_bias,
-        nonfinite=nonfinite,
-        selection=selection,
-        is_causal=is_causal,
-        recent_window=recent_window,
-        recent_competes=recent_competes,
-        sink_tokens=sink_tokens,
-        score_threshold=score_threshold,
-        key_mask=key_mask,
-        cu_seqlens=cu_seqlens,
-        position_ids=position_ids,
-        lengths=lengths,
-        headroom=headroom,
-        exchange=exchange,
-        check=check,
-        query=query,
-        options=attend_options,
+    rule = SelectionRule(
+        keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
     )
+    exchanged = begin_with_options(
+        key, value, scores, rule, query, attend_options, group=group, is_causal=is_causal, check=check,
+        attn_bias=attn_bias, nonfinite=nonfinite, key_mask=key_mask, cu_seqlens=cu_seqlens,
+        position_ids=position_ids, lengths=lengths, headroom=headroom, exchange=exchange,
+    )  # fmt: skip
     return attend_to_pieces(query, exchanged, **attend_options)
 
 
@@ -164,8 +148,6 @@ def begin_exchange(
     nonfinite: str = "saturate",
     check: bool | None = None,
     stream: torch.cuda.Stream | None = None,
-    query: Tensor | None = None,
-    options: Mapping[str, Any] | None = None,
 ) -> ExchangedKeys:
     """Exchanges keys, the first of the two steps of context_parallel_dmattn. The exchange needs no query.
 
@@ -194,70 +176,82 @@ def begin_exchange(
         `check` may also wait for ever.
     stream: the CUDA stream that runs the exchange, forward and backward, while the current stream continues with other
         work (the projection of queries). `attend_to_pieces` waits for this stream. None: the current stream.
-    query, options: what `attend_to_pieces` will get, where options are its arguments by name. The ranks then check and
-        compare them before the exchange. Without options, `attend_to_pieces` compares them in a collective of its own,
-        according to `check`.
+
+    `attend_to_pieces` compares its options in a collective of its own, according to `check`.
     """
-    collectives = collectives_of(group)
     rule = SelectionRule(
         keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
     )
+    return begin_with_options(
+        key, value, scores, rule, group=group, is_causal=is_causal, check=check, stream=stream,
+        attn_bias=attn_bias, nonfinite=nonfinite, key_mask=key_mask, cu_seqlens=cu_seqlens,
+        position_ids=position_ids, lengths=lengths, headroom=headroom, exchange=exchange,
+    )  # fmt: skip
+
+
+def begin_with_options(
+    key: Tensor,
+    value: Tensor,
+    scores: Tensor,
+    rule: SelectionRule,
+    query: Tensor | None = None,
+    options: Mapping[str, Any] | None = None,
+    *,
+    group,
+    is_causal: bool = True,
+    check: bool | None = None,
+    stream: torch.cuda.Stream | None = None,
+    attn_bias: str | Tensor | None = "scores",
+    **arguments,
+) -> ExchangedKeys:
+    """Does what `begin_exchange` does, and checks and compares what `attend_to_pieces` will get before the exchange.
+
+    query, options: the query and the other arguments of `attend_to_pieces`. arguments: the other ones of `begin_exchange`.
+    """
+    collectives = collectives_of(group)
 
     def check_arguments() -> tuple[ExchangeArguments, AttendOptions | None]:
         check_causality(is_causal)
         _check_stream(stream)
         attend_options = AttendOptions.from_arguments(options, query)
-        arguments = ExchangeArguments.from_call(
-            collectives,
-            key=key,
-            value=value,
-            scores=scores,
-            attn_bias=attn_bias,
-            rule=rule,
-            key_mask=key_mask,
-            cu_seqlens=cu_seqlens,
-            position_ids=position_ids,
-            lengths=lengths,
-            headroom=headroom,
-            exchange=exchange,
-            nonfinite=nonfinite,
-            query=query,
-            options=attend_options,
-        )
-        return arguments, attend_options
+        checked = ExchangeArguments.from_call(
+            collectives, key=key, value=value, scores=scores, attn_bias=attn_bias, rule=rule,
+            query=query, options=attend_options, **arguments,
+        )  # fmt: skip
+        return checked, attend_options
 
     def compared_arguments(
         checked: tuple[ExchangeArguments, AttendOptions | None],
     ) -> dict[str, object]:
-        arguments, attend_options = checked
-        compared = arguments.compared_arguments(scores, attn_bias)
+        exchange_arguments, attend_options = checked
+        compared = exchange_arguments.compared_arguments(scores, attn_bias)
         if attend_options is None:
             return compared
         return compared | attend_options.compared_arguments(query)
 
-    arguments, attend_options = collectives.agreed_result(
+    call, attend_options = collectives.agreed_result(
         "begin_exchange", check_arguments, compared_arguments, check
     )
-    states = arguments.key, arguments.value, arguments.bias, arguments.scores
-    if arguments.boundary.places:
-        with _on_stream(stream, *states, arguments.present):
-            states = PrependEarlierKeys.apply(*states, arguments)
+    states = call.key, call.value, call.bias, call.scores
+    if call.boundary.places:
+        with _on_stream(stream, *states, call.present):
+            states = PrependEarlierKeys.apply(*states, call)
     else:
-        none = arguments.scores.new_empty((*arguments.scores.shape[:2], 0), dtype=torch.int32)
+        none = call.scores.new_empty((*call.scores.shape[:2], 0), dtype=torch.int32)
         states = *states, none
     key, value, bias, scores, positions = states
-    if bias is not None and not arguments.bias.requires_grad:
+    if bias is not None and not call.bias.requires_grad:
         bias = bias.detach()
     return ExchangedKeys(
-        boundary=arguments.boundary,
+        boundary=call.boundary,
         key=key,
         value=value,
-        scores=(bias if arguments.bias_is_score else scores).detach(),
+        scores=(bias if call.bias_is_score else scores).detach(),
         bias=bias,
-        bias_is_score=arguments.bias_is_score,
+        bias_is_score=call.bias_is_score,
         positions=positions,
-        present=arguments.present,
-        documents=arguments.documents,
+        present=call.present,
+        documents=call.documents,
         stream=stream,
         options=attend_options,
         collectives=collectives if attend_options is None and may_read() else None,

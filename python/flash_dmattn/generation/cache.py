@@ -432,7 +432,7 @@ def _queries_by_head(query: Tensor, heads: int) -> Tensor:
 def _check_intervals(intervals: KeyIntervals, batch: int, heads: int, length: int) -> None:
     if not isinstance(intervals, KeyIntervals):
         raise TypeError(f"intervals: got {type(intervals).__name__}, expected KeyIntervals")
-    if not intervals.fits(batch, heads, length):
+    if not intervals.fits(batch, (heads,), length):
         got = tuple(intervals.intervals.shape[:3])
         raise ValueError(
             f"intervals: got intervals for (batch, heads, keys) {got}, expected {(batch, heads, length)}"

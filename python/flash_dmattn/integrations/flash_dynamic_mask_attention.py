@@ -1,5 +1,83 @@
 """The 1.x module of this name."""
 
-from ._shared.attention_interface.layer_attention import flash_dynamic_mask_attention_forward
+import torch
+
+from .._core.checks import check_bias, resolve_flag
+from ..keys.intervals import KeyIntervals
+from ._shared.attention_interface.layer_attention import attend_by_mask
+from ._shared.attention_interface.layer_call import (
+    check_probabilities,
+    check_states,
+    has_queries,
+    is_causal_mask,
+    swap_heads_and_tokens,
+    target_dtype,
+)
 
 __all__ = ["flash_dynamic_mask_attention_forward"]
+
+
+def flash_dynamic_mask_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | KeyIntervals | None,
+    attention_bias: torch.Tensor | None = None,
+    scaling: float | None = None,
+    window_size: int | None = None,
+    softcap: float | None = None,
+    *,
+    position_bias: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Computes dynamic mask attention in the form of transformers' attention functions.
+
+    Args:
+        module: the attention layer. `module.is_causal` (default True) and `module.keep_window_size` or
+            `module.window_size` are the defaults of the arguments.
+        query: [B, Hq, Sq, D].
+        key: [B, Hkv, Sk, D]; value: [B, Hkv, Sk, Dv].
+        attention_mask: see `_flash_dynamic_mask_attention_forward`. One with a query dimension includes
+            causality; with any other, `is_causal` is applied.
+        attention_bias: [B, H, Sk] or [B, H, Sq, Sk]; alias: `position_bias`.
+        scaling: factor of the scores; default 1/sqrt(D).
+        window_size: how many keys a query keeps, by their bias; alias: `keep_window_size`. The module's window is
+            used only with a bias.
+        softcap: c > 0 turns scores x into c tanh(x/c).
+        dropout: only 0 is possible.
+        kwargs: `sliding_window`; `position_ids`, `cu_seq_lens_q` and so on for packed sequences; bookkeeping
+            of transformers. Others raise.
+
+    Returns:
+        output [B, Sq, Hq, D], and None in the place of the attention probabilities.
+
+    Raises:
+        ValueError: a query without elements, dropout, two different biases, a window_size without a
+            bias, or keywords of unsupported features.
+        TypeError: an unknown keyword, or an argument of another type.
+    """
+    if attention_bias is not None and position_bias is not None:
+        raise ValueError(
+            "attention_bias: got a tensor together with position_bias, expected one of them (aliases)"
+        )
+    check_states("[B, H, S, D]", query=query, key=key, value=value)
+    states = swap_heads_and_tokens(query, key, value)
+    if position_bias is not None:
+        attention_bias = check_bias(position_bias, "position_bias", *states[:2])
+    check_probabilities(dropout, kwargs)
+    if query.numel() == 0:
+        raise ValueError(f"query: got shape {tuple(query.shape)}, expected no dimension of size 0")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    is_causal = resolve_flag(is_causal, "is_causal")
+    if is_causal_mask(attention_mask):
+        attention_mask, is_causal = None, True
+    is_causal = is_causal and not has_queries(attention_mask)
+    out = attend_by_mask(
+        module, *states, attention_mask, is_causal, target_dtype(module, query), scaling=scaling,
+        softcap=softcap, attention_bias=attention_bias, window_size=window_size, **kwargs,
+    )  # fmt: skip
+    return out, None

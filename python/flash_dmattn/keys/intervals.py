@@ -73,10 +73,10 @@ class KeyIntervals:
     def heads(self) -> int:
         return self.intervals.shape[1]
 
-    def fits(self, batch: int, heads: int, key_length: int) -> bool:
-        """Whether there is an interval for each key of [batch, heads], if need be after broadcasting."""
+    def fits(self, batch: int, heads: tuple[int, ...], key_length: int) -> bool:
+        """Whether there is an interval for each key of [batch, one of heads], if need be after broadcasting."""
         own_batch, own_heads, own_length, _ = self.intervals.shape
-        fits = broadcasts(own_batch, batch) and broadcasts(own_heads, heads)
+        fits = broadcasts(own_batch, batch) and any(broadcasts(own_heads, h) for h in heads)
         return fits and own_length == key_length
 
     def shown_keys(self) -> Tensor:

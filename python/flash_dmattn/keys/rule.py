@@ -127,6 +127,11 @@ class SelectionRule(NamedTuple):
             return self.keep_window_size
         return (self.keep_window_size,)
 
+    def select_operands(self, scores: Tensor, is_causal: bool) -> tuple:
+        """Returns the scores [B, H, Sk] with one head for each window, the windows, the operands, and the bound of the result."""
+        operands = self.windows(), self.operands(), self.key_bound(is_causal)
+        return self.expand_scores(scores), *operands
+
     def operands(self) -> tuple:
         """Returns the operators' arguments that follow query_length."""
         return self[2:]

@@ -62,7 +62,7 @@ def select_key_intervals(
         head of the scores. None: a query keeps all keys that reach the threshold.
     selection: "per_query": query i keeps the best among the keys it may see; "global": the best of the
         row, the same for all queries (then causal).
-    is_causal: query row i may see keys up to i + key_length - query_length.
+    is_causal: query row i may see keys up to i + key_length - query_length. True by default, unlike in flash_dmattn_func.
     recent_window: how many of the most recent keys a query sees whatever their scores, its own key included. Needs
         is_causal. DMS trains with t - j <= W, which is recent_window=W + 1; WG-KV trains with t - j < W.
     recent_competes: False: only keys with t - j >= recent_window compete, so a query sees the recent keys and the best
@@ -176,13 +176,13 @@ def select_by_rule(
             scores.shape[2], query_length, key_mask=key_mask, device=scores.device
         )
         return select_at(keys, scores, rule, is_causal)
-    scores = rule.expand_scores(scores)
+    scores, windows, operands, bound = rule.select_operands(scores, is_causal)
     if key_mask is not None:
         scores, key_mask = torch.broadcast_tensors(scores, key_mask)
     intervals = ops.select_key_intervals(
-        scores, key_mask, rule.windows(), rule.selection, is_causal, query_length, *rule.operands()
+        scores, key_mask, windows, rule.selection, is_causal, query_length, *operands
     )
-    return unchecked_intervals(intervals, query_length, rule.key_bound(is_causal))
+    return unchecked_intervals(intervals, query_length, bound)
 
 
 def select_at(

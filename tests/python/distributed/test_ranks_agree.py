@@ -14,6 +14,8 @@ from flash_dmattn.distributed import (
     context_parallel_dmattn,
 )
 from flash_dmattn.distributed._exchange.collectives import Collectives
+from flash_dmattn.distributed.attention import begin_with_options
+from flash_dmattn.keys.rule import SelectionRule
 from ranks_as_threads import run_in_threads
 
 N, RANKS = 8, 3
@@ -302,7 +304,7 @@ WRONG_CALLS = {
 def begin_with(collectives, options, query=True):
     k, s = torch.zeros(1, N, 2, 16), torch.zeros(1, 2, N)
     q = torch.zeros(1, N, 4, 16) if query else None
-    return begin_exchange(k, k, s, group=collectives, keep_window_size=4, query=q, options=options)
+    return begin_with_options(k, k, s, SelectionRule(4), q, options, group=collectives)
 
 
 @pytest.mark.parametrize("name", WRONG_CALLS)

@@ -12,6 +12,8 @@ from flash_dmattn.distributed import (
     context_parallel_dmattn,
     linear_with_headroom,
 )
+from flash_dmattn.distributed.attention import begin_with_options
+from flash_dmattn.keys.rule import SelectionRule
 from ranks_as_threads import run_in_threads
 
 N, RANKS = 8, 2
@@ -126,7 +128,10 @@ REFUSED_CALLS = {
         lambda cp: begin(cp.collectives, stream="x"), TypeError, "stream: got str, expected a torch.cuda.Stream or None",
     ),
     "begin with options as a list": (
-        lambda cp: begin(cp.collectives, query=torch.zeros(1, N, 4, 16), options=[1]), TypeError, "options: got list, expected a mapping",
+        lambda cp: begin_with_options(
+            *torch.zeros(2, 1, N, 2, 16), torch.zeros(1, 2, N), SelectionRule(4), torch.zeros(1, N, 4, 16), [1], group=cp.collectives
+        ),
+        TypeError, "options: got list, expected a mapping",
     ),
     "attend to nothing": (
         lambda cp: attend_to_pieces(torch.zeros(1, N, 4, 16), None),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dense_attention import HKV, HQ, KEEP, B, S, assert_same, attend, dense_attention, make_states
-from flash_dmattn.integrations._shared.attention_interface import keywords
+from flash_dmattn.integrations._shared.attention_interface.layer_call import BOOKKEEPING
 from flash_dmattn.integrations.flash_dynamic_mask_attention import (
     flash_dynamic_mask_attention_forward,
 )
@@ -113,7 +113,7 @@ def test_lengths_on_the_device_give_same_result():
 def test_keywords_of_transformers_bookkeeping_are_ignored():
     states = heads_first()
     expected, _ = flash_dynamic_mask_attention_forward(Layer(), *states, None)
-    bookkeeping = dict.fromkeys(keywords.BOOKKEEPING, True) | {"cache": None, "s_aux": None}
+    bookkeeping = dict.fromkeys(BOOKKEEPING, True) | {"cache": None, "s_aux": None}
     actual, _ = flash_dynamic_mask_attention_forward(Layer(), *states, None, **bookkeeping)
     assert torch.equal(actual, expected)
 

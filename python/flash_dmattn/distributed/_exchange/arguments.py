@@ -55,7 +55,7 @@ class AttendOptions(NamedTuple):
     def from_arguments(
         cls, options: Mapping[str, Any] | None, query: Tensor | None
     ) -> AttendOptions | None:
-        """Makes them from the options that `begin_exchange` got. Returns None if it got no options."""
+        """Makes them from the options that `begin_with_options` got. Returns None if it got no options."""
         if options is None:
             return None
         if not isinstance(options, Mapping):
@@ -152,15 +152,15 @@ class ExchangeArguments(NamedTuple):
         scores: Tensor,
         attn_bias: str | Tensor | None,
         rule: SelectionRule,
-        key_mask: Tensor | None,
-        cu_seqlens: Tensor | Sequence[int] | None,
-        position_ids: Tensor | None,
-        lengths: Sequence[int] | None,
-        headroom: bool,
-        exchange: str,
-        nonfinite: str,
         query: Tensor | None,
         options: AttendOptions | None,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+        position_ids: Tensor | None = None,
+        lengths: Sequence[int] | None = None,
+        headroom: bool = False,
+        exchange: str = "auto",
+        nonfinite: str = "saturate",
     ) -> ExchangeArguments:
         """Checks the arguments of a call. query, options: for `attend_to_pieces`; None: they are not known yet."""
         rule = rule.checked_state_rule()

@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 from transformers.models.doge.modeling_doge import DogeAttention
 
 from ..._core.checks import check_tensor
-from ...distributed.attention import attend_to_pieces, begin_exchange, bias_without_sinks
+from ...distributed.attention import attend_to_pieces, begin_with_options, bias_without_sinks
 from ...distributed.batch import ContextParallel, offsets_of_documents
 from ...distributed.boundary import boundary_state
 from ...keys.rule import SelectionRule
-from .._shared.attention_interface.layer_masks import causal_mask
+from .._shared.attention_interface.layer_call import causal_mask
 from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer
 from .compat import CACHE, find_cache
@@ -60,18 +60,10 @@ class PieceForward(NamedTuple):
                 slots.check_kernels(key, value)
             except Exception as error:
                 self.group.collectives.raise_on_all_ranks("begin_exchange", error)
-        exchanged = begin_exchange(
-            key,
-            value,
-            scores,
-            group=self.group.collectives,
-            attn_bias=bias,
-            key_mask=self.key_mask,
-            cu_seqlens=self.cu_seqlens,
-            query=query,
-            options=options,
-            **rule._asdict(),
-        )
+        exchanged = begin_with_options(
+            key, value, scores, rule, query, options, group=self.group.collectives,
+            attn_bias=bias, key_mask=self.key_mask, cu_seqlens=self.cu_seqlens,
+        )  # fmt: skip
         if slots is not None:
             state = boundary_state(exchanged, chunk=slots.chunk)
             slots.adopt_slots(state, exchanged.boundary.pieces.end())

@@ -23,19 +23,22 @@ from ...scores import (
     weights_of_product,
     with_zero_sum_gradient,
 )
-from .._shared.attention_interface.keywords import check_mask_keywords, check_probabilities
-from .._shared.attention_interface.layer_masks import (
+from .._shared.attention_interface.layer_call import (
     as_key_intervals,
+    cast_states,
+    check_mask_keywords,
+    check_probabilities,
+    hide_other_sequences,
     is_causal_mask,
     present_tokens,
+    swap_heads_and_tokens,
+    target_dtype,
 )
-from .._shared.attention_interface.packed_sequences import hide_other_sequences
-from .._shared.attention_interface.states import cast_states, swap_heads_and_tokens, target_dtype
-from .attention import KeyScores, attend_with_keys, attend_with_slots
 from .cache import DynamicMaskCache
 from .cache_layer import DynamicMaskLayer
 from .compat import CACHE, pop_cache
 from .names import CONTEXT, DOGE_NAME
+from .scored_attention import KeyScores, attend_with_keys, attend_with_slots
 from .scored_cache import CacheState, store_scores
 
 
@@ -224,7 +227,7 @@ class FlashDogeAttention(DogeAttention):
         key, value = swap_heads_and_tokens(key, value)
         arguments = () if position is None else ({"cache_position": position},)
         key, value = cache.update(key, value, self.layer_idx, *arguments)
-        scores = store_scores(cache, self.layer_idx, self.config, scores, state, key.shape[2])
+        scores = store_scores(cache, self.layer_idx, self.config, scores, state, key)
         key, value = swap_heads_and_tokens(key, value)
         # Eager attention rounds the scores of all keys together.
         if scores is None or self.round_scores_like_eager:

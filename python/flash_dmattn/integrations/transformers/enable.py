@@ -24,6 +24,7 @@ from .compat import (
 )
 from .doge import Context, FlashDogeAttention, check_cache
 from .families import error_of, reason_to_refuse, warn_of_unknown, watch_text_model
+from .hooks import add_hook
 from .learned_scores.layers import has_scores
 from .mask_functions import is_causal_config, mask_kind
 from .names import (
@@ -134,7 +135,7 @@ def _set_pieces(models: list[PreTrainedModel], group) -> None:
     for model in models:
         setattr(model, PIECES, pieces)
         if pieces is not None:
-            _register_hook(model, check_labels)
+            add_hook(model, check_labels)
 
 
 def resolve_name(model: PreTrainedModel, name: str | None) -> str | None:
@@ -205,13 +206,7 @@ def replace_layers(model: torch.nn.Module, **settings: bool) -> None:
         if isinstance(module, FlashDogeAttention):
             vars(module).update(settings)
         if isinstance(module, DogeModel):
-            _register_hook(module, _begin_forward)
-
-
-def _register_hook(model: torch.nn.Module, hook) -> None:
-    """Registers a pre-hook once."""
-    if hook not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(hook, with_kwargs=True)
+            add_hook(module, _begin_forward)
 
 
 # ---- The beginning of a forward ---------------------------------------------------------------------

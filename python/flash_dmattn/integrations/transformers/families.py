@@ -19,6 +19,7 @@ from .family_table import (
     MASKS_BY_TYPE,
     type_of,
 )
+from .hooks import add_hook
 from .names import NAMES
 
 _SINKS = "has attention sinks of each token, or an attention of its own with sinks"
@@ -73,8 +74,7 @@ def watch_text_model(model: PreTrainedModel) -> None:
     """
     if model.config.model_type in _CHANGING_MASKS_OF_TEXT:
         refuse_text_model(model)
-        if refuse_text_model not in model._forward_pre_hooks.values():
-            model.register_forward_pre_hook(refuse_text_model)
+        add_hook(model, refuse_text_model)
 
 
 def refuse_text_model(model: PreTrainedModel, *_) -> None:

@@ -11,9 +11,11 @@ from transformers.configuration_utils import PretrainedConfig
 
 from ..._core.checks import may_read
 from ...keys.recognise import intervals_of_mask, intervals_of_rows
-from .._shared.attention_interface.keywords import check_known_keywords
-from .._shared.attention_interface.layer_masks import causal_mask
-from .._shared.attention_interface.packed_sequences import intervals_of_documents
+from .._shared.attention_interface.layer_call import (
+    causal_mask,
+    check_known_keywords,
+    intervals_of_documents,
+)
 from .cache_layer import KeyOffset
 
 # The function of masks in which every query sees every key. 4.57 has none.

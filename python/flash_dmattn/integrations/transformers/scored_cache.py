@@ -48,14 +48,27 @@ class CacheState(NamedTuple):
 
 
 def store_scores(
-    cache: Cache, index: int, config: PretrainedConfig, scores: Tensor, state: CacheState, keys: int
+    cache: Cache,
+    index: int,
+    config: PretrainedConfig,
+    scores: Tensor,
+    state: CacheState,
+    keys: Tensor,
 ) -> Tensor | None:
     """Stores the scores [B, Hkv, S] of tokens whose keys layer `index` has got.
 
-    state: of the layer before it got them. keys: how many it holds now.
+    The keys are in another layer where a decoder runs its layers more than once (HRM).
+
+    state: of the layer before it got them. keys: all of its keys [B, Hkv, Sk, D], as its update returned them.
 
     Returns the scores of all keys, [B, Hkv, Sk], or None if some keys came without scores.
     """
+    if state.position is None:
+        state = state._replace(is_empty=keys.shape[2] == scores.shape[2])
+        if getattr(cache.layers[index], "keys", None) is not keys:
+            others = enumerate(cache.layers)
+            holders = (n for n, layer in others if getattr(layer, "keys", None) is keys)
+            index = next(holders, index)  # no layer holds quantized or offloaded keys in this form
     places = vars(cache).setdefault(_PLACES, {})
     if index not in places:
         if not state.is_empty:
@@ -71,20 +84,11 @@ def store_scores(
         return None
     states = scores[..., None]
     scores, _ = layer.update(states, states, *state.arguments)
-    if scores.shape[2] == keys:
+    if scores.shape[2] == keys.shape[2]:
         return scores[..., 0]
     places.pop(index)
     layer.reset()
     return None
-
-
-def layer_of_keys(cache: Cache, index: int, keys: Tensor) -> int:
-    """Returns the number of the layer that holds these keys: `index`, unless a decoder runs its layers more than once (HRM)."""
-    layers = cache.layers
-    if getattr(layers[index], "keys", None) is keys:
-        return index
-    numbers = (n for n, layer in enumerate(layers) if getattr(layer, "keys", None) is keys)
-    return next(numbers, index)  # no layer holds quantized or offloaded keys in this form
 
 
 def _lacks_scores(layer: CacheLayerMixin, state: CacheState) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from torch import nn
@@ -25,12 +25,16 @@ from ..families import (
     reason_to_refuse,
 )
 from ..family_table import type_of
+from ..hooks import add_hook
 from ..names import ALL_STORED_NAMES, NAMES, PIECES, SCORED_NAME
 from .decoder_hooks import mask_hooks, remove_decoder_hooks, score_hooks
 from .layers import add_scorer, device_of, has_scores, number_of, remove_scorer, sizes_of
 
 PHASES = ("soft", "hard", "off")
-_METHOD = "set_score_phase"  # the attribute of a model
+_METHOD = "set_score_phase"  # attributes of a model
+_TIED_NAMES = (
+    "_flash_dmattn_tied_names"  # its patterns of tied parameters before add_learned_scores
+)
 _BUT_SCORERS = r"(?!.*\.scorer\.)"  # the end of a pattern of parameters' names
 
 
@@ -133,10 +137,10 @@ def add_learned_scores(
         add_scorer(layer, layer_scorer, rule, number, dense_prefill, late)
         setattr(layer.config, CONFIG_NAME, stored)
     for decoder, hook in hooks:
-        decoder.register_forward_pre_hook(hook, with_kwargs=True)
+        add_hook(decoder, hook)
     for module in _pretrained_models(model):
         refuse_continuous_batching(module, ALL_STORED_NAMES)
-        _change_tied_names(module, lambda name: name + _BUT_SCORERS)
+        _leave_scorers_untied(module)
     setattr(model, _METHOD, partial(set_score_phase, model))
     return set_score_phase(model, "hard")
 
@@ -181,7 +185,8 @@ def remove_learned_scores(model: nn.Module) -> nn.Module:
         if module.config._attn_implementation not in NAMES:
             allow_continuous_batching(module)
         vars(module).pop(PIECES, None)
-        _change_tied_names(module, lambda name: name.removesuffix(_BUT_SCORERS))
+        if _TIED_NAMES in vars(module):
+            module._tied_weights_keys = vars(module).pop(_TIED_NAMES)
     remove_decoder_hooks(model)
     for module in model.modules():  # of a wrapper (torch.compile, PEFT) or of what it wraps
         vars(module).pop(_METHOD, None)
@@ -198,11 +203,12 @@ def scored_layers(model: nn.Module) -> list[nn.Module]:
     return layers
 
 
-def _change_tied_names(model: PreTrainedModel, change: Callable[[str], str]) -> None:
-    """Changes patterns of tied parameters. Zamba 2 ties whole blocks in each `tie_weights`, but not their scorers."""
+def _leave_scorers_untied(model: PreTrainedModel) -> None:
+    """Excludes scorers from patterns of tied parameters. Zamba 2 ties whole blocks in each `tie_weights`."""
     tied = vars(model).get("_tied_weights_keys")
     if isinstance(tied, dict):  # a list of transformers 4 has no pairs
-        model._tied_weights_keys = {change(name): change(of) for name, of in tied.items()}
+        setattr(model, _TIED_NAMES, tied)
+        model._tied_weights_keys = {k + _BUT_SCORERS: v + _BUT_SCORERS for k, v in tied.items()}
 
 
 def _pretrained_models(model: nn.Module) -> Iterator[PreTrainedModel]:

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
-from ..._shared.attention_interface.packed_sequences import intervals_of_documents
+from ..._shared.attention_interface.layer_call import intervals_of_documents
 from ..compat import find_cache
 from ..families import is_attention, takes_mask_of_positions, takes_masks_by_type
+from ..hooks import remove_hooks
 from ..mask_functions import is_causal_config, mask_kind
 from ..names import PIECES, SCORED_NAME
-from .layers import remove_hook
 
 
 class MaskHook:
@@ -116,7 +116,7 @@ def mask_hooks(model: nn.Module, scored: list[nn.Module]) -> list[tuple[PreTrain
 
 def remove_decoder_hooks(model: nn.Module) -> None:
     for module in model.modules():
-        remove_hook(module, MaskHook, ScoreHook)
+        remove_hooks(module, MaskHook, ScoreHook)
 
 
 def _innermost(model: nn.Module, layers: list[nn.Module]) -> list[PreTrainedModel]:

@@ -9,21 +9,16 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from torch import nn
 
 from ....budgets import SoftScores
 from ....keys.rule import SelectionRule
-from ..._shared.attention_interface.states import swap_heads_and_tokens
-from ..cache import DynamicMaskCache
-from ..cache_layer import DynamicMaskLayer
-from ..compat import CACHE, CACHE_NAMES
+from ..compat import CACHE_NAMES
+from ..hooks import add_hook, remove_hooks
 from ..names import PIECES, SCORED_NAME, SCORES
-from ..scored_cache import CacheState, layer_of_keys, store_scores
+from .call import ScoreCall
 
 _CACHE_NAMES = (*CACHE_NAMES, "layer_past")
 _SETTINGS = (
@@ -36,92 +31,6 @@ _SETTINGS = (
     "gate_temperature",
     "soft_scores",
 )
-
-
-class ScoreCall:
-    """One call of a layer with scores: a keyword of the attention function."""
-
-    def __init__(self, layer: nn.Module, hidden: Tensor, cache: object, position, pieces: Any):
-        """
-        Args:
-            hidden: the layer's input, [B, S, features].
-            cache: the cache that the layer gets, or None. position: `cache_position` (transformers 4).
-            pieces: context_parallel.PieceForward, if this rank has a piece of each sequence; None: it has whole sequences.
-        """
-        self.layer, self.hidden, self.pieces = layer, hidden, pieces
-        self.cache = getattr(cache, "self_attention_cache", cache)  # in an EncoderDecoderCache
-        self.slots: DynamicMaskLayer | None = None  # which got the keys, once attention begins
-        self.state: CacheState | None = None  # of transformers' own cache, before it gets the keys
-        self.has_attended = False
-        if isinstance(self.cache, DynamicMaskCache):
-            self.cache.awaits_keys = True
-        elif self.cache is not None:
-            if not isinstance(self.cache, Cache):
-                raise TypeError(
-                    f"{CACHE}: got {type(self.cache).__name__}, expected a transformers Cache"
-                )
-            self.state = CacheState.of_layer(self.cache, layer.layer_idx, position)
-
-    @property
-    def query_position(self) -> Tensor | int | None:
-        """Returns the column of the first query in a static cache. None: the last query is the last key."""
-        return None if self.state is None else self.state.position
-
-    def query_of(self, query: Tensor) -> Tensor:
-        """Returns the query, without the channels that the scorer reads as scores."""
-        scorer = getattr(self.layer.scorer, "function", None)
-        return scorer.clear_query(query) if hasattr(scorer, "clear_query") else query
-
-    def is_prompt(self, queries: int, keys: int) -> bool:
-        """Whether these are the first tokens of a cache."""
-        if self.slots is not None:
-            return self.slots.is_empty
-        if self.state is None:
-            return False
-        first = self.state.position  # in a static cache a number, later a tensor
-        return queries == keys if first is None else isinstance(first, int)
-
-    def scores_of(self, key: Tensor, value: Tensor) -> Tensor:
-        """Returns scores [B, Hkv, S] of keys and values [B, Hkv, S, D]. New tokens are the last rows; in a static cache they begin
-        at `query_position`, and with slots there are no others."""
-        layer, new = self.layer, self.hidden.shape[1]
-        if self.has_attended:  # a cache would take the scores a second time
-            raise RuntimeError(
-                f"scorer: got a second attention call in layer {layer.layer_idx}, expected one: the cache stores one value per key"
-            )
-        self.has_attended = True
-        keys, state, index = key.shape[2], self.state, layer.layer_idx
-        if state is not None and state.position is None:
-            state, index = (
-                state._replace(is_empty=keys == new),
-                layer_of_keys(self.cache, index, key),
-            )
-        if isinstance(self.cache, DynamicMaskCache):
-            if self.cache.awaits_keys:
-                raise ValueError(
-                    f"{CACHE}: got a DynamicMaskCache whose layer {layer.layer_idx} got no keys, expected them. Use transformers' "
-                    "DynamicCache"
-                )
-            self.slots = self.cache.updated_slots
-        if self.query_position is not None:
-            columns = torch.arange(new, device=key.device) + self.query_position
-            key, value = (t.index_select(2, columns) for t in (key, value))
-        elif keys > new:
-            key, value = key[:, :, -new:], value[:, :, -new:]
-        scores = layer.scorer(self.hidden, *swap_heads_and_tokens(key, value))
-        if scores.shape[1] != key.shape[1]:
-            raise ValueError(
-                f"scorer: got scores of {scores.shape[1]} heads, expected {key.shape[1]}, as many as keys have"
-            )
-        if state is None:
-            return scores
-        scores = store_scores(self.cache, index, layer.config, scores, state, keys)
-        if scores is None:
-            raise ValueError(
-                f"{CACHE}: got keys without scores in layer {layer.layer_idx}, expected a cache that was filled by this model with "
-                "its scores on (phase 'soft' or 'hard')"
-            )
-        return scores
 
 
 def has_scores(layer: nn.Module) -> bool:
@@ -158,19 +67,8 @@ def add_scorer(
     layer.scores_are_late = late
     layer.gate_temperature, layer.soft_scores = None, SoftScores()
     layer.scorer = scorer
-    layer.register_forward_pre_hook(_begin_call, with_kwargs=True)
-    layer.register_forward_hook(_end_call, with_kwargs=True)
-
-
-def soft_bias(layer: nn.Module, scores: Tensor) -> Tensor:
-    """Returns what the phase "soft" adds to the attention scores of old keys."""
-    gates = layer.soft_scores.gates(scores, layer.gate_temperature)
-    return of_keys(layer, scores - layer.scorer.first_score if gates is scores else gates)
-
-
-def of_keys(layer: nn.Module, scores: Tensor) -> Tensor:
-    """Returns the scores [B, Hkv, S] of keys, made of the scores of tokens. The last key of late scores, which is recent, has 0."""
-    return F.pad(scores[..., 1:], (0, 1)) if layer.scores_are_late else scores
+    add_hook(layer, _begin_call)
+    add_hook(layer, _end_call, after=True)
 
 
 def uses_scores(layer: nn.Module) -> bool:
@@ -186,19 +84,7 @@ def remove_scorer(layer: nn.Module) -> None:
     layer.layer_idx = layer.base_layer_idx
     for name in _SETTINGS:
         delattr(layer, name)
-    remove_hook(layer, _begin_call)
-    remove_hook(layer, _end_call)
-
-
-def remove_hook(module: nn.Module, *hooks: object) -> None:
-    """Removes hooks that were registered with keywords. hooks: functions, or classes of callables."""
-    for registered, with_keywords in (
-        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-        (module._forward_hooks, module._forward_hooks_with_kwargs),
-    ):
-        for number, hook in list(registered.items()):
-            if hook in hooks or type(hook) in hooks:
-                del registered[number], with_keywords[number]
+    remove_hooks(layer, _begin_call, _end_call)
 
 
 def _begin_call(layer: nn.Module, args: tuple, keywords: dict) -> tuple[tuple, dict] | None:

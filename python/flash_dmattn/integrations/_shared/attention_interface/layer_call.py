@@ -1,0 +1,364 @@
+"""A call of transformers' attention functions: its keywords, its mask, packed sequences, and query, key and value."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...._core.checks import check_count, check_tensor, may_read
+from ....keys.intervals import KeyIntervals, intersect
+from ....keys.positions import check_offsets
+
+# ---- Keywords -----------------------------------------------------------------------------------
+
+# Bookkeeping of models, trainers and generation that reaches every attention function and changes nothing in it.
+BOOKKEEPING = frozenset(
+    {
+        "cache_position",
+        "grid_thw",  # of an encoder of images; its mask or offsets follow from it
+        "ignore_index",  # of the loss, as shift_labels
+        "implementation",
+        "input_ids",
+        "layer_idx",
+        "logits_to_keep",
+        "mm_token_type_ids",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "shift_labels",
+        "seq_idx",  # of state-space layers; attention has cu_seq_lens for the same sequences
+        "token_type_ids",
+        "tokenizer",  # of `generate`, for strings that end a text
+        "use_cache",
+    }
+)
+_PAGED = "continuous batching (a paged cache), which flash_dmattn does not support"
+_SINKS = "per-token attention sinks, which flash_dmattn does not support"
+_SPARSE = "keys chosen by an indexer, which flash_dmattn does not support"
+_REASONS = {
+    "block_indices": _SPARSE,
+    "block_table": _PAGED,
+    "cache": _PAGED,
+    "cache_seqlens": _PAGED,
+    "head_mask": "weights of whole heads, which flash_dmattn does not support",
+    "indices": _SPARSE,
+    "logits_indices": _PAGED,
+    "page_table": _PAGED,
+    "read_index": _PAGED,
+    "sinks": _SINKS,
+    "write_index": _PAGED,
+}
+
+
+PACKED_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+def check_probabilities(dropout: float, keywords: dict) -> None:
+    """Raises ValueError for dropout. Warns of output_attentions, and removes it from the keywords."""
+    if dropout:
+        raise ValueError(f"dropout: got {dropout}, expected 0: attention dropout is not supported")
+    if keywords.pop("output_attentions", None):
+        warnings.warn(
+            "flash_dmattn has no output_attentions; use attn_implementation='eager'", stacklevel=3
+        )
+
+
+def check_keywords(keywords: Mapping[str, object]) -> None:
+    """Raises ValueError or TypeError for a keyword that is neither None nor bookkeeping."""
+    for name, value in keywords.items():
+        if value is not None and name in _REASONS:
+            raise ValueError(
+                f"{name}: got a {type(value).__name__}, expected None; it belongs to {_REASONS[name]}. "
+                "Use another attn_implementation"
+            )
+        check_known_keywords({name: value}, BOOKKEEPING)
+
+
+def check_known_keywords(keywords: Mapping[str, object], known: frozenset[str]) -> None:
+    """Raises TypeError for a keyword that is neither None nor known."""
+    for name, value in keywords.items():
+        if value is not None and name not in known:
+            raise TypeError(
+                f"{name}: got an unknown keyword, which could change the result, expected one of {', '.join(sorted(known))}"
+            )
+
+
+def check_mask_keywords(keywords: Mapping[str, object], has_mask: bool) -> None:
+    """Does what `check_keywords` does, for layers whose mask contains packing and causality."""
+    packed = {name: keywords.get(name) for name in PACKED_KEYWORDS}
+    refuse_packed_by_layer(**packed)
+    for name, offsets in packed.items():
+        if isinstance(offsets, Tensor) and offsets.dim() == 1 and len(offsets) > 2 and not has_mask:
+            raise ValueError(
+                f"{name}: got offsets of {len(offsets) - 1} sequences without a mask; expected position_ids that begin "
+                "again with every sequence, and use_cache=False, of which the model makes one"
+            )
+    known = {*PACKED_KEYWORDS, "position_ids", "output_attentions"}
+    if keywords.get("is_causal") is True:
+        known.add("is_causal")
+    check_keywords({name: value for name, value in keywords.items() if name not in known})
+
+
+def refuse_packed_by_layer(**lengths: object) -> None:
+    """Raises ValueError for lengths per kind of layer, which continuous batching passes."""
+    for name, value in lengths.items():
+        if isinstance(value, Mapping):
+            raise ValueError(
+                f"{name}: got a {type(value).__name__}, expected one value; it belongs to {_PAGED}"
+            )
+
+
+# ---- Masks --------------------------------------------------------------------------------------
+
+
+def causal_mask(batch: int, device: torch.device | str | None) -> Tensor:
+    """Returns the mask that says plain causality, int32 [B, 1, 0, 2]: intervals of 0 keys.
+
+    It has four dimensions because transformers passes a mask with four dimensions on unchanged.
+    """
+    return torch.empty((batch, 1, 0, 2), dtype=torch.int32, device=device)
+
+
+def intervals_of_documents(documents: Tensor, is_causal: bool = True) -> Tensor:
+    """Returns which queries of its document see each key, int32 [B, 1, S, 2]. documents: numbers that do not fall, [B, S]."""
+    last = torch.searchsorted(documents, documents, right=True, out_int32=True)
+    if is_causal:
+        first = torch.arange(last.shape[1], dtype=torch.int32, device=last.device).expand_as(last)
+    else:
+        first = torch.searchsorted(documents, documents, out_int32=True)
+    return torch.stack([first, last], dim=-1)[:, None]
+
+
+def is_causal_mask(mask: object) -> bool:
+    """Whether `mask` has the form that `causal_mask` returns."""
+    return (
+        isinstance(mask, Tensor)
+        and mask.dtype == torch.int32
+        and mask.dim() == 4
+        and mask.shape[2] == 0
+        and mask.shape[3] == 2
+    )
+
+
+def has_queries(mask: Tensor | KeyIntervals | None) -> bool:
+    """Whether a mask has a query dimension, and with it includes causality."""
+    if isinstance(mask, KeyIntervals):
+        return True
+    return isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[2] > 1
+
+
+def as_key_intervals(
+    mask: Tensor | KeyIntervals | None, query_length: int, key_length: int | None = None
+) -> KeyIntervals | None:
+    """Returns the intervals that a model passed as its mask, int32 [B, H, Sk, 2], or None for other masks.
+
+    Code that may not read values assumes that the intervals are consecutive, as masks of models are: then it does not
+    have to read a bound from a GPU.
+    """
+    if not isinstance(mask, Tensor):
+        return mask
+    compact = mask.dim() == 4 and mask.dtype == torch.int32 and mask.shape[3] == 2
+    if (
+        not compact
+        or key_length not in (None, mask.shape[2])
+        or _is_two_by_two_mask(mask, query_length)
+    ):
+        return None
+    return KeyIntervals(mask, query_length, consecutive=not may_read())
+
+
+def present_tokens(mask: Tensor | None, length: int) -> Tensor | None:
+    """Returns whether each new token of a cache of slots is not padding, bool [B, S]; None: there is no padding."""
+    if mask is None:
+        return None
+    intervals = as_key_intervals(mask, length)
+    if intervals is None or mask.shape[1:3] != (1, length):
+        raise ValueError(
+            f"attention_mask: got {mask.dtype} of shape {tuple(mask.shape)}, expected padding [B, tokens]; slots of a "
+            "DynamicMaskCache hold other positions for every head, which no mask over queries and keys describes"
+        )
+    return intervals.shown_keys()[:, 0]
+
+
+def _is_two_by_two_mask(mask: Tensor, query_length: int) -> bool:
+    """Whether an int32 [B, H, 2, 2] argument for two queries is a dense mask.
+
+    In intervals, a key that the last query sees ends at 2.
+    """
+    if mask.shape[2] != 2 or query_length != 2 or not may_read() or mask.amax() > 1:
+        return False
+    if mask[..., 0].any():
+        return True
+    if mask.any():
+        raise ValueError(
+            f"attention_mask: got int32 of shape {tuple(mask.shape)}, which is a mask or intervals, expected a bool mask or "
+            "KeyIntervals"
+        )
+    return False
+
+
+# ---- Packed sequences ---------------------------------------------------------------------------
+
+
+class PackedSequences(NamedTuple):
+    """Sequences packed over all rows: offsets int [sequences + 1], and maximum lengths if known."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_length_q: int | None
+    max_length_k: int | None
+
+
+def hide_other_sequences(
+    mask: Tensor | None,
+    keywords: Mapping[str, object],
+    batch: int,
+    query_length: int,
+    key_length: int,
+) -> Tensor | None:
+    """Hides keys of other sequences in a model's mask, if the keywords have offsets.
+
+    transformers makes the masks of sliding windows without offsets, and the masks of some families (GPT-OSS) without
+    positions. A mask without queries has to show every key.
+    """
+    packed = {name: keywords.get(name) for name in PACKED_KEYWORDS}
+    refuse_packed_by_layer(**packed)
+    # The lengths of sequences are not needed, and may be on a GPU.
+    offsets = {name: packed[name] for name in PACKED_KEYWORDS[:2]}
+    key_mask = None if has_queries(mask) or is_causal_mask(mask) else mask
+    packed = sequences_of_offsets(offsets, key_mask, batch * query_length, batch * key_length)
+    if packed is None or len(packed.cu_seqlens_q) == 2:
+        return mask
+
+    def sequence_numbers(offsets: Tensor, length: int) -> Tensor:
+        tokens = torch.arange(batch * length, dtype=offsets.dtype, device=offsets.device)
+        return torch.searchsorted(offsets, tokens, right=True).view(batch, length)
+
+    queries = sequence_numbers(packed.cu_seqlens_q, query_length)
+    keys = sequence_numbers(packed.cu_seqlens_k, key_length)
+    first = torch.searchsorted(queries, keys, out_int32=True)
+    last = torch.searchsorted(queries, keys, right=True, out_int32=True)
+    same_sequence = KeyIntervals(
+        torch.stack([first, last], dim=-1)[:, None], query_length, consecutive=True
+    )
+    if mask is None or not has_queries(mask):
+        return same_sequence.intervals
+    intervals = as_key_intervals(mask, query_length, key_length)
+    if intervals is not None:
+        return intersect(intervals, same_sequence).intervals
+    if mask.is_floating_point():
+        return mask.masked_fill(~same_sequence.to_mask(), -torch.inf)
+    return mask * same_sequence.to_mask()
+
+
+def sequences_of_offsets(
+    packed: Mapping[str, object], key_mask: Tensor | None, total_q: int, total_k: int
+) -> PackedSequences | None:
+    """Finds packed sequences by offsets. key_mask: a mask without a query dimension, here and below."""
+    if all(value is None for value in packed.values()):
+        return None
+    cu_seqlens_q, cu_seqlens_k, *lengths = map(packed.get, PACKED_KEYWORDS)
+    for name, offsets in (("cu_seq_lens_q", cu_seqlens_q), ("cu_seq_lens_k", cu_seqlens_k)):
+        if offsets is None:
+            raise ValueError(
+                f"{name}: got None with another argument of packed sequences, expected both cu_seq_lens_q and "
+                "cu_seq_lens_k"
+            )
+    for i, length in enumerate(lengths):
+        if isinstance(length, Tensor) and length.numel() == 1:
+            lengths[i] = length = length.item()  # transformers computes it from positions
+        if length is not None:
+            check_count(length, PACKED_KEYWORDS[2 + i])
+    check_offsets(cu_seqlens_q, "cu_seq_lens_q", total_q)
+    check_offsets(
+        cu_seqlens_k, "cu_seq_lens_k", total_k, longest=lengths[1], name_of_longest="max_length_k"
+    )
+    if key_mask is not None and not (may_read() and allows_all(key_mask)):
+        raise ValueError(
+            f"attention_mask: got shape {tuple(key_mask.shape)} with cu_seq_lens_q, expected None or, if values "
+            "can be read, a mask that allows every key: packed sequences have no padding"
+        )
+    return PackedSequences(cu_seqlens_q, cu_seqlens_k, *lengths)
+
+
+def allows_all(key_mask: Tensor) -> bool:
+    changes = key_mask != 0 if key_mask.is_floating_point() else key_mask == 0
+    return not changes.any()
+
+
+# ---- Query, key and value -----------------------------------------------------------------------
+
+
+def check_states(layout: str, **states: Tensor) -> None:
+    """Raises unless query, key and value have four dimensions, by name."""
+    for name, tensor in states.items():
+        check_tensor(tensor, name)
+        if tensor.dim() != 4:
+            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected {layout}")
+
+
+def target_dtype(module: torch.nn.Module, query: Tensor) -> torch.dtype | None:
+    """Returns the dtype to which a float32 query is cast: autocast's dtype, or else the dtype of the layer's weights.
+
+    Returns None for queries of other dtypes.
+    """
+    if query.dtype != torch.float32:
+        return None
+    device_type = query.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    config = getattr(module, "config", None)
+    if hasattr(config, "_pre_quantization_dtype"):  # of a quantized model, until transformers 4.57
+        return config._pre_quantization_dtype
+    weights = (m.weight for m in module.modules() if isinstance(m, torch.nn.Linear))
+    return next((w.dtype for w in weights if w.is_floating_point()), None)
+
+
+def cast_states(
+    states: Sequence[Tensor | None], target_dtype: torch.dtype | None
+) -> tuple[Tensor | None, ...]:
+    """Casts float32 query, key and value back to the dtype of the model.
+
+    PEFT keeps layer norms in float32 for stability, which silently turns later tensors into float32. A float32 bias is
+    not cast, because rounding would change the scores.
+
+    Args:
+        states: tensors of any shape. None and tensors of another dtype stay as they are.
+        target_dtype: the dtype that replaces float32. None leaves all tensors as they are.
+    """
+    if target_dtype is None:
+        return tuple(states)
+    if not isinstance(target_dtype, torch.dtype) or not target_dtype.is_floating_point:
+        raise TypeError(f"target_dtype: got {target_dtype!r}, expected a floating dtype or None")
+    return tuple(
+        t.to(target_dtype) if t is not None and t.dtype == torch.float32 else t for t in states
+    )
+
+
+def swap_heads_and_tokens(*states: Tensor) -> tuple[Tensor, ...]:
+    """Returns views that swap [B, S, H, D], the order of this package, and [B, H, S, D], the order of transformers."""
+    return tuple(t.transpose(1, 2) for t in states)
+
+
+# ---- A layer whose mask contains packing and causality ------------------------------------------
+
+
+def layer_arguments(
+    layer: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    keywords: dict,
+    dropout: float,
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+    """Checks the keywords. Returns the mask, None for causality, and query, key and value [B, S, H, D] in the layer's dtype."""
+    check_probabilities(dropout, keywords)
+    mask = None if is_causal_mask(mask) else mask
+    check_mask_keywords(keywords, has_mask=mask is not None)
+    mask = hide_other_sequences(mask, keywords, query.shape[0], query.shape[2], key.shape[2])
+    states = swap_heads_and_tokens(query, key, value)
+    return mask, *cast_states(states, target_dtype(layer, query))

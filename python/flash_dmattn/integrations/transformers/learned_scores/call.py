@@ -1,0 +1,237 @@
+"""The attention of a layer with scores, which it passes to transformers' attention function as a keyword."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from ...._core.numerics import Numerics
+from ....keys.intervals import KeyIntervals
+from ....scores import bias_to_learn
+from ..._shared.attention_interface.layer_call import (
+    as_key_intervals,
+    layer_arguments,
+    present_tokens,
+)
+from ..cache import DynamicMaskCache
+from ..cache_layer import DynamicMaskLayer
+from ..compat import CACHE
+from ..scored_attention import KeyScores, attend_with_keys, attend_with_slots
+from ..scored_cache import CacheState, store_scores
+
+States = tuple[
+    Tensor, Tensor, Tensor
+]  # query [B, Sq, Hq, D], key [B, Sk, Hkv, D], value [B, Sk, Hkv, Dv]
+
+
+class ScoreCall:
+    """One call of a layer with scores: a keyword of the attention function.
+
+    Keys are in one of three places: a `DynamicMaskCache`, the pieces of other ranks, or the call itself, with or without
+    transformers' own cache. Each has a method `_attend_...`.
+    """
+
+    def __init__(self, layer: nn.Module, hidden: Tensor, cache: object, position, pieces: Any):
+        """
+        Args:
+            hidden: the layer's input, [B, S, features].
+            cache: the cache that the layer gets, or None. position: `cache_position` (transformers 4).
+            pieces: context_parallel.PieceForward, if this rank has a piece of each sequence; None: it has whole sequences.
+        """
+        self.layer, self.hidden, self.pieces = layer, hidden, pieces
+        self.cache = getattr(cache, "self_attention_cache", cache)  # in an EncoderDecoderCache
+        self.slots: DynamicMaskLayer | None = None  # which got the keys, once attention begins
+        self.state: CacheState | None = None  # of transformers' own cache, before it gets the keys
+        self.first_query: Tensor | int | None = (
+            None  # its column in a static cache; None: the last query is the last key
+        )
+        self.has_attended = False
+        if isinstance(self.cache, DynamicMaskCache):
+            self.cache.awaits_keys = True
+        elif self.cache is not None:
+            if not isinstance(self.cache, Cache):
+                raise TypeError(
+                    f"{CACHE}: got {type(self.cache).__name__}, expected a transformers Cache"
+                )
+            self.state = CacheState.of_layer(self.cache, layer.layer_idx, position)
+            self.first_query = self.state.position
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout: float = 0.0,
+        *,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        sliding_window: int | None = None,
+        s_aux: Tensor | None = None,
+        is_causal: bool | None = None,  # these layers are, whether their masks say it or not
+        **keywords,
+    ) -> Tensor:
+        """Computes attention in the layer's phase. Arguments as in `attention_forward`. Returns [B, Sq, Hq, D]."""
+        layer = self.layer
+        if sliding_window is not None:
+            raise ValueError(
+                f"sliding_window: got {sliding_window} in a layer with learned scores, expected None"
+            )
+        scores = self.scores_of(key, value)
+        scorer = getattr(layer.scorer, "function", None)
+        if hasattr(scorer, "clear_query"):  # it read some channels of the query as scores
+            query = scorer.clear_query(query)
+        mask, *states = layer_arguments(layer, query, key, value, mask, keywords, dropout)
+        numerics = Numerics.from_arguments(scaling, None, softcap, "saturate", None)
+        options = {"numerics": numerics, "sink_logits": s_aux}
+        if self.pieces is not None:
+            return self._attend_to_pieces(states, scores, **options)
+        if self.slots is not None:
+            return self._attend_to_slots(states, scores, mask, **options)
+        return self._attend_to_keys(states, scores, mask, **options)
+
+    def scores_of(self, key: Tensor, value: Tensor) -> Tensor:
+        """Returns scores [B, Hkv, S] of keys and values [B, Hkv, S, D]. New tokens are the last rows; in a static cache they begin
+        at `first_query`, and with slots there are no others."""
+        layer, new = self.layer, self.hidden.shape[1]
+        if self.has_attended:  # a cache would take the scores a second time
+            raise RuntimeError(
+                f"scorer: got a second attention call in layer {layer.layer_idx}, expected one: the cache stores one value per key"
+            )
+        self.has_attended, keys = True, key
+        if isinstance(self.cache, DynamicMaskCache):
+            if self.cache.awaits_keys:
+                raise ValueError(
+                    f"{CACHE}: got a DynamicMaskCache whose layer {layer.layer_idx} got no keys, expected them. Use transformers' "
+                    "DynamicCache"
+                )
+            self.slots = self.cache.updated_slots
+        if self.first_query is not None:
+            columns = torch.arange(new, device=key.device) + self.first_query
+            key, value = (t.index_select(2, columns) for t in (key, value))
+        elif key.shape[2] > new:
+            key, value = key[:, :, -new:], value[:, :, -new:]
+        scores = layer.scorer(self.hidden, key.transpose(1, 2), value.transpose(1, 2))
+        if scores.shape[1] != key.shape[1]:
+            raise ValueError(
+                f"scorer: got scores of {scores.shape[1]} heads, expected {key.shape[1]}, as many as keys have"
+            )
+        if self.state is None:
+            return scores
+        scores = store_scores(self.cache, layer.layer_idx, layer.config, scores, self.state, keys)
+        if scores is None:
+            raise ValueError(
+                f"{CACHE}: got keys without scores in layer {layer.layer_idx}, expected a cache that was filled by this model with "
+                "its scores on (phase 'soft' or 'hard')"
+            )
+        return scores
+
+    def _attend_to_keys(
+        self,
+        states: States,
+        scores: Tensor,
+        mask: Tensor | None,
+        **options,
+    ) -> Tensor:
+        layer, rule = self.layer, self.layer.score_rule
+        query, key, _ = states
+        queries, keys = query.shape[1], key.shape[1]
+        intervals = None if mask is None else as_key_intervals(mask, queries, keys)
+        shown = mask if intervals is None else intervals
+        if layer.score_phase == "soft":
+            if self.first_query is not None:
+                raise ValueError(
+                    f"{CACHE}: got a static one in the phase 'soft', expected a cache that grows, or the phase 'hard'"
+                )
+            gates = layer.soft_scores.gates(scores, layer.gate_temperature)
+            bias = self._of_keys(scores - layer.scorer.first_score if gates is scores else gates)
+            used = KeyScores(rule, scores, bias, rule.recent_window, hides=False)
+            return attend_with_keys(*states, shown, used, **options)
+        scores = self._of_keys(scores)
+        bias = bias_to_learn(scores)
+        # Intervals over keys of a cache are causality and padding; so are the masks of a static cache, others raise.
+        is_padding = mask is None or (
+            self.cache is not None and queries < keys and intervals is not None
+        )
+        is_static = self.first_query is not None
+        is_prompt = self.state is not None and (
+            isinstance(self.first_query, int) if is_static else queries == keys
+        )
+        used = KeyScores(
+            rule, scores, bias, 0 if bias is None else rule.recent_window,
+            hides=not (layer.dense_prefill and is_prompt),
+            is_padding=is_static or (bias is None and is_padding), first_query=self.first_query,
+        )  # fmt: skip
+        return attend_with_keys(*states, shown, used, **options)
+
+    def _attend_to_slots(
+        self,
+        states: States,
+        scores: Tensor,
+        mask: Tensor | None,
+        **options,
+    ) -> Tensor:
+        layer, slots = self.layer, self.slots
+        if (error := self._wrong_phase("a DynamicMaskCache")) is not None:
+            raise error
+        queries, is_prompt = states[0].shape[1], slots.is_empty
+        scores, present = scores.float(), present_tokens(mask, queries)
+        if layer.scores_are_late and not is_prompt:
+            slots.prefetch()
+            last = None if present is None else present[:, 0]
+            slots.slots.rescore_last(scores[..., 0], last)
+        is_dense = layer.dense_prefill and is_prompt
+        if not is_dense:  # transformers' mask may be a dense one that only padding makes
+            mask = None if present is None else KeyIntervals(mask, queries)
+        prompt = KeyScores(
+            layer.score_rule, self._of_keys(scores), hides=not is_dense, is_padding=True
+        )
+        return attend_with_slots(
+            *states, mask, prompt, slots=slots, layer_idx=layer.layer_idx, present=present,
+            scores_are_bias=False, **options,
+        )  # fmt: skip
+
+    def _attend_to_pieces(
+        self, states: States, scores: Tensor, numerics: Numerics, sink_logits: Tensor | None
+    ) -> Tensor:
+        layer, rule = self.layer, self.layer.score_rule
+        error = self._wrong_phase("context parallelism")
+        if error is None and self.slots is not None:
+            if layer.dense_prefill:
+                error = ValueError(
+                    "dense_prefill: got True with a cache and context parallelism, expected False: a prompt would see all keys "
+                    "of all earlier ranks"
+                )
+            else:
+                try:
+                    self.slots.check_rule(rule, layer.layer_idx)
+                except ValueError as raised:
+                    error = raised
+        if error is not None:
+            self.pieces.group.collectives.raise_on_all_ranks("begin_exchange", error)
+        if layer.scores_are_late:
+            raise ValueError(
+                "late: got True with context parallelism, expected False: the next token is another rank's"
+            )
+        bias = bias_to_learn(scores)
+        return self.pieces.attend(
+            *states, scores.detach(), rule, self.slots, bias=bias,
+            bias_delay=0 if bias is None else rule.recent_window,
+            scale=numerics.scale, softcap=numerics.softcap, sink_logits=sink_logits,
+        )  # fmt: skip
+
+    def _wrong_phase(self, where: str) -> ValueError | None:
+        phase = self.layer.score_phase
+        if phase == "hard":
+            return None
+        return ValueError(
+            f"phase: got {phase!r} with {where}, expected 'hard': in another phase a query sees all earlier keys"
+        )
+
+    def _of_keys(self, scores: Tensor) -> Tensor:
+        """Returns the scores [B, Hkv, S] of keys, made of the scores of tokens. The last key of late scores, which is recent, has 0."""
+        return F.pad(scores[..., 1:], (0, 1)) if self.layer.scores_are_late else scores
