@@ -1,5 +1,6 @@
 """Tests the measurements, the records and the tables of benchmarks/bench.py, but never how fast anything is."""
 
+import os
 import re
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from harness.case import (
 )
 from harness.cases import Failure, attention, decode, host, serving
 from harness.clock import Rounds, Step, peak_mb, times_of_steps
-from python_process import run_python
+from processes import run_in_processes
 
 RUN = ["run", "--device", "cpu", "--commit", "0123456"]
 SMALL = ["--length", "64", "96", "--window", "16", "--dtype", "float32", "--repeats", "1"]
@@ -97,12 +98,16 @@ def test_other_cases_have_rows_of_their_sides(names, sides_of_rows, tmp_path, mo
     assert all(ms > 0 for row in rows for ms in row["ms"].values())
 
 
+def _measure_context_parallel(rank, file):
+    os.environ["LOCAL_RANK"] = str(rank)  # as torchrun does
+    options = ["--case", "context_parallel", "--length", "256", "--json", str(file)]
+    assert bench.main([*RUN, *options]) == 0
+
+
 @pytest.mark.slow
 def test_context_parallel_has_rows_of_both_exchanges(tmp_path):
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     file = tmp_path / "bench.json"
-    options = [*RUN, "--case", "context_parallel", "--length", "256", "--json", file]
-    run_python(*torchrun, bench.__file__, *options, OMP_NUM_THREADS="1")
+    run_in_processes(2, _measure_context_parallel, file)
     rows = record.read(file)["rows"]
     assert [row["side"] for row in rows] == ["one GPU", "2 GPUs, direct", "2 GPUs, two_hops"]
     assert all(row["other"]["exchanged MB"] > 0 for row in rows[1:])
