@@ -15,10 +15,11 @@ DOCS = ROOT / "docs"
 NAMES = {
     "cuda": "ours", "cpu": "ours", "triton": "our Triton backend", "sdpa": "torch SDPA", "flex": "flex_attention",
     "fa2": "FlashAttention-2", "cudnn": "cuDNN", "fa3": "FlashAttention-3", "fa4": "FlashAttention-4",
+    "cudnn_flex": "cuDNN flex_attention",
 }  # fmt: skip
 KINDS = {
     "per_query": "dynamic mask", "sliding": "sliding window", "documents": "packed documents",
-    "dense_masks": "dense mask and bias", "evicted": "recent keys and the best",
+    "prefix": "prefix", "windowed_documents": "documents and window", "dense_masks": "dense mask and bias", "evicted": "recent keys and the best",
 }  # fmt: skip
 # The cases of README's tables.
 README_CASES = {

@@ -183,7 +183,7 @@ def cost() -> plt.Figure:
 
 
 CPU = newest("cpu")
-GPU = "h200/attention"
+GPU = "h200/flex"
 PICTURES: dict[str, Callable[[], plt.Figure]] = {
     "intervals": intervals, "slots": slots, "evicted": evicted,
     **{

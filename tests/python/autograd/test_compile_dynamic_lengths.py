@@ -77,12 +77,6 @@ def intersection_with_padding(q, k, v, bias):
     return flash_dmattn_func(q, k, v, attn_bias=bias, key_intervals=intersect(chosen, padding))
 
 
-def packed(q, k, v, bias):
-    offsets = torch.tensor([0, 5, 0]) + torch.tensor([0, 0, 1]) * q.shape[1]
-    options = {"attn_bias": bias[0].t(), "keep_window_size": 3, "is_causal": True}
-    return flash_dmattn_varlen_func(q[0], k[0], v[0], offsets, offsets, **options)
-
-
 def packed_with_longest(q, k, v, bias):
     """Attends to packed documents, whose bound follows from the longest."""
     offsets = torch.tensor([0, 5, 0]) + torch.tensor([0, 0, 1]) * q.shape[1]
@@ -119,13 +113,10 @@ FUNCTIONS = [
     value_of_more_columns,
     delayed_bias,
     delayed_bias_of_a_choice,
-    intersection,
     intersection_with_padding,
-    packed,
     packed_with_longest,
     parts_of_the_length,
     choice_under_a_mask,
-    made_mask,
 ]
 
 

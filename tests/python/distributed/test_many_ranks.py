@@ -20,6 +20,11 @@ def compare(case, ranks, exchanges=("direct", "two_hops")):
         )
 
 
+@pytest.mark.parametrize("name", cases(4))
+def test_four_ranks_equal_one_process(name):
+    compare(cases(4)[name], 4)
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -38,12 +43,12 @@ def test_eight_ranks_equal_one_process(name):
     "case",
     [
         Case([6] * 64, 17, "ties", batch=1),
-        Case([4] * 64, 9, batch=1, rule={"recent_window": 7, "sink_tokens": 2}),
+        Case([4] * 24, 9, batch=1, rule={"recent_window": 7, "sink_tokens": 2}),
     ],
     ids=["window", "rule"],
 )
-def test_sixty_four_ranks_equal_one_process(case):
-    compare(case, 64, ["two_hops"])
+def test_more_ranks_than_a_window_equal_one_process(case):
+    compare(case, len(case.lengths), ["two_hops"])
 
 
 @pytest.mark.parametrize("ranks, states", [(2, 1), (8, 2)])

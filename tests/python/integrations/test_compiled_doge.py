@@ -69,10 +69,7 @@ def inputs_of_length(name, length):
     "name",
     [
         "padding",
-        *(
-            pytest.param(name, marks=since_transformers_5)
-            for name in ("no_mask", "packed", "sliding_window")
-        ),
+        *(pytest.param(name, marks=since_transformers_5) for name in ("no_mask", "packed")),
     ],
 )
 def test_compiled_training_equals_eager_and_has_only_operators_of_its_mask(name):

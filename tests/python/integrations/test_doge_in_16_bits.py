@@ -38,7 +38,7 @@ def in_precision(model, precision):
     return model.to(getattr(torch, precision)), torch.autocast("cpu", enabled=False)
 
 
-# One seed is enough, because the distances are a third of what the test allows.
+# One seed is enough, because the distances are at most half of what the tests allow.
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_gradients_are_nearer_to_float32_than_eager(dtype):
     assert_the_choice_is_that_of_float32(median_distances(dtype, seeds=1))
@@ -46,7 +46,7 @@ def test_16_bit_gradients_are_nearer_to_float32_than_eager(dtype):
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_gradient_of_A_without_selection_is_near_float32(autocast):
-    distances = median_distances(torch.bfloat16, autocast=autocast, window=LENGTH, seeds=3)
+    distances = median_distances(torch.bfloat16, autocast=autocast, window=LENGTH, seeds=1)
     assert_the_error_of_delta_does_not_add_up(distances, most=1)
 
 

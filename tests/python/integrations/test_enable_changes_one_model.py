@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import os
 import sys
 
 import pytest
@@ -14,7 +13,7 @@ from transformers.models.doge.modeling_doge import DogeAttention
 from flash_dmattn.integrations.transformers import enable_flash_dmattn
 from flash_dmattn.integrations.transformers.doge import FlashDogeAttention
 from flash_dmattn.integrations.transformers.names import DOGE_NAME
-from python_process import run_python
+from python_process import run_forked
 from scored_models import make_base, make_config, make_ids
 
 pytestmark = pytest.mark.transformers
@@ -40,7 +39,7 @@ print(*changed_members(before), sep=",")
 
 
 def test_import_patches_only_two_methods_and_generation_none():
-    run = run_python("-c", PROGRAM, PYTHONPATH=os.pathsep.join(sys.path))
+    run = run_forked(f"import sys; sys.path[:] = {sys.path}\n{PROGRAM}")
     by_import, by_generation = run.stdout.splitlines()
     assert by_import.split(",") == [
         "transformers.modeling_utils.PreTrainedModel._check_and_adjust_attn_implementation",

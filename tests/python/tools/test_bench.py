@@ -1,6 +1,6 @@
 """Tests the measurements, the records and the tables of benchmarks/bench.py, but never how fast anything is."""
 
-import json
+import os
 import re
 from pathlib import Path
 
@@ -13,7 +13,6 @@ from harness.case import (
     CASES,
     DENSE,
     DENSE_MASKS,
-    DOCUMENTS,
     EVICTED,
     GLOBAL,
     KINDS,
@@ -24,10 +23,11 @@ from harness.case import (
 )
 from harness.cases import Failure, attention, decode, host, serving
 from harness.clock import Rounds, Step, peak_mb, times_of_steps
-from python_process import run_python
+from processes import run_in_processes
 
 RUN = ["run", "--device", "cpu", "--commit", "0123456"]
 SMALL = ["--length", "64", "96", "--window", "16", "--dtype", "float32", "--repeats", "1"]
+HEAD = {"machine": "a", "date": "2026-11-28", "commit": "0", "versions": {}, "command": ""}
 
 
 def run(tmp_path, *arguments, status=0):
@@ -64,8 +64,7 @@ def test_two_records_are_compared_by_their_rows(capsys, tmp_path):
     paths = [tmp_path / name for name in ("before.json", "after.json")]
     for path, ms in zip(paths, (2.0, 1.0), strict=True):
         rows = [record.make_row("a case", "cpu", "float32", {"forward": ms}, {"rounds": 5})]
-        head = {"machine": "a", "date": "2026-11-28", "commit": "0", "versions": {}, "command": ""}
-        record.write(path, head | {"rows": rows})
+        record.write(path, HEAD | {"rows": rows})
     assert bench.main(["compare", *map(str, paths)]) == 0
     assert "a case cpu float32: forward 2 -> 1 (0.500)\n" in capsys.readouterr().out
 
@@ -99,12 +98,16 @@ def test_other_cases_have_rows_of_their_sides(names, sides_of_rows, tmp_path, mo
     assert all(ms > 0 for row in rows for ms in row["ms"].values())
 
 
+def _measure_context_parallel(rank, file):
+    os.environ["LOCAL_RANK"] = str(rank)  # as torchrun does
+    options = ["--case", "context_parallel", "--length", "256", "--json", str(file)]
+    assert bench.main([*RUN, *options]) == 0
+
+
 @pytest.mark.slow
 def test_context_parallel_has_rows_of_both_exchanges(tmp_path):
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     file = tmp_path / "bench.json"
-    options = [*RUN, "--case", "context_parallel", "--length", "256", "--json", file]
-    run_python(*torchrun, bench.__file__, *options, OMP_NUM_THREADS="1")
+    run_in_processes(2, _measure_context_parallel, file)
     rows = record.read(file)["rows"]
     assert [row["side"] for row in rows] == ["one GPU", "2 GPUs, direct", "2 GPUs, two_hops"]
     assert all(row["other"]["exchanged MB"] > 0 for row in rows[1:])
@@ -165,9 +168,8 @@ def test_bad_option_is_named(arguments, message, capsys, tmp_path):
 )
 def test_invalid_record_names_the_field(field, value, message):
     row = record.make_row("a case", "cpu", "float32", {"forward": 1.0}, {}) | {field: value}
-    head = {"machine": "a", "date": "2026-11-28", "commit": "0", "versions": {}, "command": ""}
     with pytest.raises(ValueError, match=message):
-        record.validate(head | {"rows": [row]})
+        record.validate(HEAD | {"rows": [row]})
 
 
 def test_documents_hold_the_tables_of_the_records():
@@ -248,22 +250,7 @@ def test_visible_elements_are_as_many_as_useful_work_counts(kind, window):
     assert useful_tflops(row)["forward"] == pytest.approx(64)  # 4 D FLOPs an element
 
 
-def test_packed_documents_show_as_much_as_dense_sequences():
-    packed = Case(DOCUMENTS, 96, 16, 32, heads_q=2, heads_kv=1)
-    batch = Case(DENSE, 32, 16, heads_q=2, heads_kv=1, batch=3)
-    assert packed.visible_elements == batch.visible_elements
-
-
 def test_peak_counts_the_mask_that_a_rival_needs():
     case = Case(PER_QUERY, 256, 16, 16, heads_q=2, heads_kv=2)
     step = sides.build("sdpa", sides.draw(case, torch.float32, "cpu"))
     assert step.mask_bytes == 2 * 256 * 256 and peak_mb(step, "cpu") > step.mask_bytes / 1e6
-
-
-def test_written_record_is_read_back_with_one_line_per_row(tmp_path):
-    path = tmp_path / "folder" / "record.json"
-    rows = [record.make_row("a case", "cpu", "float32", {"forward": 1.23456789}, {"rounds": 5})] * 2
-    head = {"machine": "a", "date": "2026-11-28", "commit": "0", "versions": {}, "command": ""}
-    record.write(path, head | {"rows": rows})
-    assert record.read(path) == json.loads(path.read_text()) == head | {"rows": rows}
-    assert sum('"case"' in line for line in path.read_text().splitlines()) == 2

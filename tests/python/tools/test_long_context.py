@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -10,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from processes import run_in_processes
-from python_process import run_python
+from python_process import run_forked
 
 pytest.importorskip("transformers.models.doge", reason="transformers with Doge is not installed")
 pytestmark = [
@@ -64,9 +65,16 @@ def test_losses_equal_whole_sequences_and_a_resumed_run(tmp_path):
         assert (tmp_path / "stopped" / "losses.png").stat().st_size > 0
 
 
-def test_torchrun_starts_the_program(tmp_path):
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1")
+def test_program_starts_with_the_variables_of_torchrun(tmp_path):
     program = Path(__file__).parents[3] / "examples" / "long_context.py"
-    options = (*SIZES, "--steps", "1", "--output", tmp_path)
-    run_python(*torchrun, program, *options, OMP_NUM_THREADS="1")
+    options = [*SIZES, "--steps", "1", "--output", str(tmp_path)]
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    run_forked(
+        f"import runpy, sys; sys.path[:] = {sys.path}; sys.argv[1:] = {options}\n"
+        "import corpus, small_corpus; corpus.standard_library = small_corpus.small_corpus\n"
+        f"runpy.run_path({str(program)!r}, run_name='__main__')",
+        **ranks,
+        MASTER_ADDR="localhost",
+        MASTER_PORT="0",
+    )
     assert [step["step"] for step in json.loads((tmp_path / "record.json").read_text())] == [0]

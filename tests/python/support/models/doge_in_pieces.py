@@ -78,8 +78,8 @@ def compare_step(model, pieces, kind, tolerance, checkpointed=False, compiled=Fa
     loss.backward()
     if checkpointed:
         pieces.gradient_checkpointing_enable({"use_reentrant": False})
-    if compiled:
-        # The first layer is not compiled, because a second one would double the compile time. Other tests compile the exchange further.
+    if compiled and dist.get_rank():
+        # One layer on the rank that sees another rank's keys, because compiling takes long. Other tests compile the exchange further.
         pieces.model.layers[-1].compile(fullgraph=True, backend="eager")
     part = piece_loss(pieces, ContextParallel(dist.group.WORLD), kind)
     part.backward()

@@ -1,0 +1,388 @@
+"""A bad call of context parallelism raises on all ranks before anything is exchanged: an argument of a rank is wrong, or ranks differ."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flash_dmattn.distributed import (
+    ContextParallel,
+    attend_to_pieces,
+    begin_exchange,
+    boundary_places,
+    boundary_state,
+    context_parallel_dmattn,
+    linear_with_headroom,
+)
+from flash_dmattn.distributed._exchange.collectives import Collectives
+from flash_dmattn.distributed.attention import begin_with_options
+from flash_dmattn.keys.rule import SelectionRule
+from ranks_as_threads import run_in_threads
+
+N, RANKS = 8, 2
+TOKENS = torch.arange(N)[None]
+POSITIONS = torch.arange(RANKS * N)[None]
+PIECE = torch.zeros(1, N)
+
+
+def tensors(batch=1, n=N, heads=4, heads_kv=2, dims=(16, 16), dtype=torch.float32):
+    key, value = (torch.zeros(batch, n, heads_kv, dim, dtype=dtype) for dim in dims)
+    query = torch.zeros(batch, n, heads, dims[0], dtype=dtype)
+    return {"query": query, "key": key, "value": value, "scores": torch.zeros(batch, heads_kv, n)}
+
+
+Q, K, _, S = tensors().values()
+
+
+def call(cp, **changes):
+    return context_parallel_dmattn(
+        group=cp.collectives, **tensors() | {"keep_window_size": 4} | changes
+    )
+
+
+def begin(cp, **changes):
+    arguments = {"key": K, "value": K, "scores": S} | changes
+    if changes.keys() & {"query", "options"}:  # as context_parallel_dmattn begins
+        return begin_with_options(rule=SelectionRule(4), group=cp.collectives, **arguments)
+    return begin_exchange(group=cp.collectives, **{"keep_window_size": 4} | arguments)
+
+
+CALLS = {
+    "attention": call,
+    "begin": begin,
+    "attend": lambda cp, query=Q, **changes: attend_to_pieces(query, begin(cp), **changes),
+    "shard": lambda cp, **changes: cp.shard(**{"input_ids": TOKENS} | changes),
+    "gather": lambda cp, **changes: cp.gather(**{"local": PIECE} | changes),
+    "roll": lambda cp, **changes: cp.roll(**{"local": PIECE, "shifts": 1} | changes),
+    "mean": lambda cp, **changes: cp.mean(**{"total": torch.zeros(()), "count": 1} | changes),
+}
+
+
+def run_ranks(rank_call):
+    return run_in_threads(RANKS, lambda collectives: rank_call(ContextParallel(collectives)))
+
+
+def name_of(row):
+    return f"{row[0]} {' '.join(row[1])}"
+
+
+# ---- Ranks differ ------------------------------------------------------------------------------------
+
+BATCH = {"labels": TOKENS, "position_ids": TOKENS, "attention_mask": torch.ones(1, N).int()}
+# (call, what the last rank changes, the name in the error, what all ranks change)
+DIFFERENT = [
+    ("attention", tensors(batch=2), "batch"),
+    ("attention", tensors(n=N - 1), "lengths"),
+    ("attention", tensors(heads_kv=1), "heads"),
+    ("attention", tensors(dims=(15, 16)), "head_dim"),
+    ("attention", tensors(dims=(16, 8)), "value_dim"),
+    ("attention", tensors(dtype=torch.bfloat16), "dtype"),
+    ("attention", tensors(heads=2), "query_heads"),
+    ("attention", {"scores": S.clone().requires_grad_()}, "requires_grad"),
+    ("attention", {"scores": S.bfloat16()}, "scores"),
+    ("attention", {"attn_bias": S[:, :1]}, "attn_bias", {"attn_bias": S}),
+    ("attention", {"attn_bias": None}, "attn_bias"),
+    ("attention", {"keep_window_size": 5}, "keep_window_size"),
+    ("attention", {"recent_competes": True}, "recent_competes", {"recent_window": 3}),
+    ("attention", {"keep_window_size": 2**70}, "keep_window_size"),
+    # -1 and -2 have the same hash in Python.
+    ("attention", {"score_threshold": -1.0}, "score_threshold", {"score_threshold": -2.0}),
+    ("attention", {"exchange": "two_hops"}, "exchange"),
+    ("attention", {"nonfinite": "propagate"}, "saturate"),
+    ("attention", {"cu_seqlens": [0, 9, RANKS * N]}, "documents"),
+    ("attention", {"scale": 0.5}, "scale"),
+    ("attention", {"softcap": 2.0}, "softcap"),
+    ("attention", {"deterministic": True}, "deterministic"),
+    ("attention", {"sink_logits": torch.zeros(4)}, "sink_logits"),
+    ("attention", {"bias_delay": 3}, "bias_delay"),
+    ("attention", {"zero_sum": True}, "zero_sum"),
+    ("attention", {"backend": "cpu"}, "backend"),
+    ("attend", {"softcap": 2.0}, "softcap"),
+    ("attend", {"query": tensors(heads=2)["query"]}, "query_heads"),
+    ("gather", {"local": torch.zeros(1, N - 1)}, "shape"),
+    ("gather", {"local": TOKENS}, "dtype"),
+    ("roll", {"shifts": 2}, "shifts"),
+    ("roll", {"local": PIECE.clone().requires_grad_()}, "requires_grad"),
+    ("mean", {"total": torch.zeros(2), "count": torch.ones(2)}, "shape"),
+    ("shard", {"input_ids": TOKENS.flip(1)}, "input_ids", BATCH),
+    ("shard", {"labels": TOKENS + 1}, "labels", BATCH),
+    ("shard", {"position_ids": TOKENS + 1}, "position_ids", BATCH),
+    ("shard", {"attention_mask": (TOKENS > 2).int()}, "attention_mask", BATCH),
+    ("shard", {"attention_mask": torch.full((1, N), 256)}, "attention_mask", {"attention_mask": torch.zeros(1, N).long()}),
+    ("shard", {"multiple": 4}, "multiple", BATCH),
+    ("shard", {"pad_token_id": 7}, "pad_token_id", BATCH),
+]  # fmt: skip
+
+
+def all_ranks_disagree(words, rank_call):
+    def raised(cp):
+        with pytest.raises(ValueError, match=f"ranks differ: got .*{words}.* on rank {cp.rank}"):
+            rank_call(cp)
+
+    run_ranks(raised)
+
+
+@pytest.mark.parametrize("row", DIFFERENT, ids=name_of)
+def test_another_argument_of_one_rank_raises_on_all(row):
+    function, changes, name, of_all = (*row, {})[:4]
+    all_ranks_disagree(
+        rf"\b{name}=",
+        lambda cp: CALLS[function](cp, **of_all | (changes if cp.rank == RANKS - 1 else {})),
+    )
+
+
+def test_numbers_beyond_64_bits_are_accepted():
+    outs = run_ranks(lambda cp: call(cp, keep_window_size=2**70, bias_delay=2**70))
+    assert [tuple(out.shape) for out in outs] == [(1, N, 4, 16)] * RANKS
+
+
+def test_ranks_with_different_masks_and_results_raise_nothing():
+    changes = {"return_lse": True, "key_mask": torch.ones(1, N).bool(), "backend": None}
+    first, (second, _) = run_ranks(lambda cp: call(cp, **(changes if cp.rank else {})))
+    assert first.shape == second.shape == (1, N, 4, 16)
+
+
+def test_ranks_in_different_functions_raise_on_all():
+    all_ranks_disagree(
+        "(begin_exchange|gather)", lambda cp: call(cp) if cp.rank else cp.gather(PIECE)
+    )
+
+
+def test_attend_options_are_compared_if_begin_had_a_query():
+    def other_options(cp):
+        attend_to_pieces(Q, begin(cp, query=Q), softcap=2.0 if cp.rank else None)
+
+    all_ranks_disagree("softcap=", other_options)
+
+
+def test_later_calls_compare_on_request_or_in_debug_mode(monkeypatch):
+    def comparisons(cp):
+        gathered_parts = []
+        gather = cp.collectives.all_gather
+        cp.collectives.all_gather = lambda part: gathered_parts.append(part) or gather(part)
+        counts = []
+        for check in (None, None, True, False):
+            call(cp, check=check)
+            counts.append(len(gathered_parts))
+        cp.roll(PIECE, 0)  # the first call of another function
+        return [*counts, len(gathered_parts)]
+
+    assert run_ranks(comparisons) == [[1, 1, 2, 2, 3]] * RANKS
+    monkeypatch.setattr(dist, "get_debug_level", lambda: dist.DebugLevel.INFO)
+    assert run_ranks(comparisons) == [[1, 2, 3, 3, 4]] * RANKS
+
+
+@pytest.mark.parametrize(
+    ("backends", "expected"), [("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cpu")]
+)
+def test_comparison_uses_a_device_of_the_group(monkeypatch, backends, expected):
+    """The device depends on the group alone, because ranks may have tensors on different devices."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    assert Collectives._device(SimpleNamespace(group=None)) == expected
+
+
+# ---- A call that is wrong on one rank ----------------------------------------------------------------
+
+# (call, what the last rank changes, its error)
+WRONG = [
+    ("attention", {"selection": "global"}, ValueError, "selection: got 'global'.*later ranks"),
+    ("attention", {"is_causal": False}, ValueError, "is_causal: got False"),
+    ("attention", {"keep_window_size": None}, ValueError, "keep_window_size: got None.*a rank have room for that many"),
+    ("attention", {"keep_window_size": None, "score_threshold": 0.5}, ValueError, "keep_window_size: got None"),
+    ("attention", {"keep_window_size": (3, 4, 5)}, ValueError, "keep_window_size: got 3 sizes"),
+    ("attention", {"key_mask": torch.ones(1, N - 1).bool()}, ValueError, "key_mask: got"),
+    ("attention", {"key_mask": torch.ones(N, RANKS * N).bool()}, ValueError, "key_mask: got.*pairs of tokens"),
+    ("attention", {"scores": torch.zeros(1, 4, N)}, ValueError, "scores: got shape"),
+    ("attention", {"scores": S.double()}, TypeError, "scores: got torch.float64"),
+    ("attention", {"scores": None}, TypeError, "scores: got NoneType"),
+    ("attention", {"position_ids": torch.tensor([[0, 1, 2, 3, 12, 13, 14, 15, *range(4, 12)]])}, ValueError,
+     "position_ids: got positions that go on elsewhere.*head-tail"),
+    ("attention", {"position_ids": TOKENS}, ValueError, "position_ids: got.*whole sequence"),
+    ("attention", {"position_ids": POSITIONS, "cu_seqlens": [0, 2 * N]}, ValueError, "position_ids: got positions together"),
+    ("attention", {"cu_seqlens": [0, 9, 5]}, ValueError, "cu_seqlens: got"),
+    ("attention", {"cu_seqlens": [0, 2.5, 4]}, TypeError, "cu_seqlens: got 2.5, expected an integer"),
+    ("attention", {"cu_seqlens": [0, 2**40]}, ValueError, "cu_seqlens: got 1099511627776, expected less"),
+    ("attention", {"cu_seqlens": "ab"}, TypeError, "cu_seqlens: got str, expected a tensor or a sequence of offsets"),
+    ("attention", {"cu_seqlens": torch.tensor([[0, 4], [0, 5]])}, ValueError, r"cu_seqlens: got shape \(2, 2\), expected"),
+    ("attention", {"lengths": [N, N, N]}, ValueError, "lengths: got"),
+    ("attention", {"lengths": [N + 1, N + 1]}, ValueError, "lengths: got 9"),
+    ("attention", {"lengths": N}, TypeError, "lengths: got int, expected a number for each of 2 ranks"),
+    ("attention", {"check": "no"}, TypeError, "check: got 'no', expected True or False"),
+    ("attention", {"exchange": "ring"}, ValueError, "exchange: got 'ring'"),
+    ("attention", {"exchange": ["direct"]}, ValueError, r"exchange: got \['direct'\]"),
+    ("attention", {"attn_bias": "score"}, ValueError, "attn_bias: got 'score'"),
+    ("attention", {"attn_bias": torch.zeros(1, 2, N, N)}, ValueError, "attn_bias: got shape"),
+    ("attention", {"query": Q[:, 1:]}, ValueError, "query: got 7 queries"),
+    ("attention", {"query": Q.bfloat16()}, TypeError, "query: got"),
+    ("attention", {"headroom": True}, ValueError, "key: got 8 rows, expected 12"),
+    ("attention", {"softcap": -1.0}, ValueError, "softcap: got"),
+    ("attention", {"scale": "1"}, TypeError, "scale: got"),
+    ("attention", {"sink_logits": torch.zeros(3)}, ValueError, "sink_logits: got"),
+    ("attention", {"bias_delay": 1, "attn_bias": None}, ValueError, "bias_delay: got"),
+    ("attention", {"zero_sum": "no"}, TypeError, "zero_sum: got"),
+    ("attention", {"return_lse": "no"}, TypeError, "return_lse: got"),
+    ("attention", {"backend": "gpu"}, ValueError, "backend: got"),
+    ("attention", {"deterministic": "no"}, TypeError, "deterministic: got"),
+    ("attend", {"softcap": -1.0}, ValueError, "softcap: got"),
+    ("begin", {"stream": "x"}, TypeError, "stream: got str, expected a torch.cuda.Stream or None"),
+    ("begin", {"query": Q, "options": [1]}, TypeError, "options: got list, expected a mapping"),
+    ("begin", {"query": Q, "options": {"softcp": 2.0}}, TypeError, "options: got"),
+    ("begin", {"options": {"softcap": 2.0}}, ValueError, "options: got options of attend_to_pieces without query"),
+    ("shard", {"cu_seqlens": torch.tensor([2, 8])}, ValueError,
+     r"cu_seqlens: got \[2, 8\], expected offsets that begin at 0, never fall and end at 8 at most"),
+    ("shard", {"cu_seqlens": torch.tensor([0.0, 2.5, 8.0])}, ValueError, "cu_seqlens: got torch.float32"),
+    ("shard", {"cu_seqlens": []}, ValueError, r"cu_seqlens: got torch.int32 of shape \(0,\)"),
+    ("shard", {"cu_seqlens": torch.tensor([[0, 8]])}, ValueError, "cu_seqlens: got torch.int64 of shape"),
+    ("shard", {"position_ids": TOKENS[:, 1:], "attention_mask": PIECE}, ValueError, "position_ids: got torch.int64 of shape"),
+    ("shard", {"position_ids": [0], "attention_mask": TOKENS}, TypeError, "position_ids: got"),
+    ("shard", {"attention_mask": PIECE}, TypeError, "attention_mask: got torch.float32, expected torch.bool"),
+    ("shard", {"input_ids": PIECE}, TypeError, "input_ids: got torch.float32, expected torch.int32 or"),
+    ("shard", {"labels": TOKENS.bool()}, TypeError, "labels: got torch.bool, expected torch.int32 or"),
+    ("shard", {"labels": TOKENS[:, 1:]}, ValueError, "labels: got shape"),
+    ("shard", {"multiple": 0}, ValueError, "multiple: got 0, expected 1 or more"),
+    ("shard", {"multiple": 1.5}, TypeError, "multiple: got"),
+    ("shard", {"pad_token_id": None}, TypeError, "pad_token_id: got"),
+    ("gather", {"local": torch.zeros(N)}, ValueError, r"local: got shape \(8,\), expected \[B, n, ...\]"),
+    ("gather", {"length": "x"}, TypeError, "length: got 'x', expected an integer"),
+    ("mean", {"count": -2}, ValueError, "count: got -2, expected 0 or more"),
+    ("mean", {"count": float("nan")}, ValueError, "count: got nan, expected 0 or more"),
+    ("mean", {"count": "x"}, TypeError, "count: got 'x', expected a number"),
+    ("mean", {"total": "x"}, TypeError, "total: got str, expected a torch.Tensor"),
+    ("mean", {"total": torch.tensor(5)}, TypeError, "total: got torch.int64, expected a floating point dtype"),
+    ("roll", {"local": torch.zeros(N)}, ValueError, "local: got shape"),
+    ("roll", {"shifts": "x"}, TypeError, "shifts: got 'x', expected an integer"),
+    ("roll", {"shifts": N + 1}, ValueError, "shifts: got 9, expected at most the 8 tokens"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", WRONG, ids=name_of)
+def test_wrong_argument_of_one_rank_raises_on_all(row):
+    """The error comes before the exchange. After it, the other ranks would wait for the gradients of the failed one."""
+    function, changes, error, words = row
+
+    def raised(cp):
+        if cp.rank == RANKS - 1:
+            with pytest.raises(error, match=f"^{words}"):
+                CALLS[function](cp, **changes)
+        else:
+            others = rf"^group: got invalid arguments on ranks \[{RANKS - 1}\]"
+            with pytest.raises(ValueError, match=others):
+                CALLS[function](cp)
+
+    run_ranks(raised)
+
+
+# Nothing is exchanged, or has been already.
+WRONG_ON_ALL_RANKS = [
+    (lambda cp: cp.gather(TOKENS, 99), ValueError, "length: got 99, expected at most 16, the tokens of all pieces"),
+    (lambda cp: attend_to_pieces(Q, None), TypeError, "exchanged: got NoneType, expected the result of begin_exchange"),
+    (lambda cp: attend_to_pieces(Q, [begin(cp)]), TypeError, "exchanged: got list, expected the result"),
+    (lambda cp: boundary_state(None), TypeError, "exchanged: got NoneType, expected the result"),
+    (lambda cp: boundary_state(begin(cp, attn_bias=S + 1)), ValueError, "exchanged: got another bias than the scores"),
+    (lambda cp: boundary_places(cp.collectives, "x", 2), TypeError, "tokens: got 'x', expected an integer"),
+    (lambda cp: boundary_places("cp", N, 2), TypeError, "group: got str"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("wrong_call", "error", "words"), WRONG_ON_ALL_RANKS, ids=[row[2] for row in WRONG_ON_ALL_RANKS]
+)
+def test_wrong_call_of_all_ranks_raises_naming_the_argument(wrong_call, error, words):
+    with pytest.raises(error, match=f"^{words}"):
+        run_ranks(wrong_call)
+
+
+def test_attend_options_unequal_to_those_of_begin_raise():
+    def raised(cp):
+        exchanged = begin(cp, query=Q, options={"softcap": 2.0})
+        sinks = torch.zeros(4)
+        for message, wrong in {
+            "softcap: got 3.0, expected 2.0 as in begin_exchange": {"softcap": 3.0},
+            "softcap: got None, expected 2.0 as in begin_exchange": {},
+            "scale: got 0.5, expected None as in begin_exchange": {"softcap": 2.0, "scale": 0.5},
+            "sink_logits: got 'a tensor', expected None as": {"softcap": 2.0, "sink_logits": sinks},
+        }.items():
+            with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+                attend_to_pieces(Q, exchanged, **wrong)
+        exchanged = begin(cp, query=Q, options={"sink_logits": sinks})
+        with pytest.raises(
+            ValueError, match="^sink_logits: got another tensor than begin_exchange"
+        ):
+            attend_to_pieces(Q, exchanged, sink_logits=sinks.clone())
+
+    run_ranks(raised)
+
+
+def test_query_under_autocast_is_checked_as_attention_takes_it(monkeypatch):
+    from flash_dmattn.distributed._exchange import arguments as module
+
+    dtypes = []
+    monkeypatch.setattr(module, "check_device", lambda query, backend: dtypes.append(query.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        module.AttendOptions().check(Q, K.bfloat16(), N, None)
+    assert dtypes == [torch.bfloat16]
+
+
+# ---- Transforms of torch.func ------------------------------------------------------------------------
+
+TRANSFORMED = {
+    "vmap of query": (lambda f, q, k: torch.vmap(lambda x: f(query=x))(q[None]), "query: got a call under a transform of torch.func"),
+    "vmap of key": (lambda f, q, k: torch.vmap(lambda x: f(key=x))(k[None]), "key: got a call under a transform of torch.func"),
+    "vmap of another tensor": (
+        lambda f, q, k: torch.vmap(lambda x: x + f(query=q, key=k).sum())(torch.ones(2)), "flash_dmattn: got a call under a transform",
+    ),
+    "grad of query": (lambda f, q, k: torch.func.grad(lambda x: f(query=x).sum())(q), "query: got a tensor of torch.func.grad"),
+    "grad of key": (lambda f, q, k: torch.func.grad(lambda x: f(key=x).sum())(k), "key: got a tensor of torch.func.grad"),
+    "jvp of key": (lambda f, q, k: torch.func.jvp(lambda x: f(key=x), (k,), (k,)), "key: got a tensor with a tangent"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_context_parallelism_under_a_transform_of_torch_func_raises_naming_the_tensor(name):
+    transform, words = TRANSFORMED[name]
+    ordinary = tensors()  # under a transform torch makes others
+
+    def refused(cp):
+        with pytest.raises(RuntimeError, match=f"^{words}"):
+            transform(lambda **changes: call(cp, **ordinary | changes), Q, K)
+
+    run_ranks(refused)
+
+
+HELPERS = {
+    "mean": (lambda cp, x: cp.mean(x.sum(), 1), "total"),
+    "roll": (lambda cp, x: cp.roll(x, 1), "local"),
+    "gather": (lambda cp, x: cp.gather(x), "local"),
+    "projection": (lambda cp, x: linear_with_headroom(x[..., None], torch.ones(1, 1), 2), "hidden"),
+}
+
+
+@pytest.mark.parametrize("name", HELPERS)
+def test_context_parallel_helper_under_vmap_raises_naming_the_tensor(name):
+    function, words = HELPERS[name]
+
+    def refused(cp):
+        with pytest.raises(RuntimeError, match=f"^{words}: got a call under a transform"):
+            torch.vmap(lambda x: function(cp, x))(torch.randn(2, 1, N))
+
+    run_ranks(refused)
+
+
+@pytest.mark.parametrize("attn_bias", ["scores", None])
+def test_second_derivative_of_pieces_raises_on_all_ranks(attn_bias):
+    def refused(cp):
+        torch.manual_seed(cp.rank)
+        q, k, v, s = map(torch.randn_like, tensors().values())
+        leaves = [k.requires_grad_(), *([s.requires_grad_()] if attn_bias else [])]
+        out = call(cp, query=q, key=k, value=v, scores=s, attn_bias=attn_bias)
+        loss = out.square().sum()
+        expected = torch.autograd.grad(loss, leaves, retain_graph=True)
+        gradients = torch.autograd.grad(loss, leaves, create_graph=True)
+        assert all(map(torch.equal, gradients, expected))
+        for gradient in gradients:
+            with pytest.raises(RuntimeError, match="^create_graph: got True, expected False"):
+                gradient.sum().backward(retain_graph=True)
+
+    run_ranks(refused)
