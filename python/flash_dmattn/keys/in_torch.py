@@ -227,7 +227,9 @@ def build_tile_lists(
 
 
 def count_ranges(begin: Tensor, end: Tensor, size: int) -> Tensor:
-    """Counts the ranges [begin, end), int64 [B, H, n], that contain each of 0 to size - 1: int64 [B, H, size]."""
+    """Counts the ranges [begin, end), int64 [B, H, n], that contain each of 0 to size - 1: int64 [B, H, size]. A range that ends
+    before it begins is empty."""
+    end = torch.maximum(begin, end)
     changes = begin.new_zeros((*begin.shape[:2], size + 1))
     one = torch.ones_like(begin)
     changes.scatter_add_(2, begin, one).scatter_add_(2, end, -one)

@@ -339,6 +339,13 @@ def test_selection_among_intervals_equals_dense_mask(data):
     assert torch.equal(chosen.to_mask() & number, expected)
 
 
+def test_empty_interval_that_ends_before_it_begins_hides_no_other_key_from_a_selection():
+    intervals = torch.tensor([[[[3, 0], [1, 3], [2, 3]]]], dtype=torch.int32)
+    allowed = KeyIntervals(intervals, 3)
+    chosen = select_among_intervals(torch.zeros(1, 1, 3), allowed, SelectionRule(1))
+    assert chosen.to_mask().int().tolist() == [[[[0, 0, 0], [0, 1, 0], [0, 0, 1]]]]
+
+
 def test_masks_that_hide_old_keys_make_selection_without_intervals():
     scores = torch.randn(1, 1, S)
     for allowed in (prefix_lm(S, 0), prefix_lm(S, 5), packed_documents(torch.tensor([0, 14, S]))):
