@@ -10,7 +10,6 @@ import torch
 import bench
 from harness import record, sides, tables
 from harness.case import (
-    CASES,
     DENSE,
     DENSE_MASKS,
     EVICTED,
@@ -18,7 +17,6 @@ from harness.case import (
     KINDS,
     PER_QUERY,
     Case,
-    cases_of,
     useful_tflops,
 )
 from harness.cases import Failure, attention, decode, host, serving
@@ -188,12 +186,6 @@ def test_every_case_and_side_is_in_the_document():
 def test_rounds_summarise_what_follows_the_warm_up(is_least, time):
     measured = iter([100, 1, 3, 8])
     assert Rounds(3, is_least, warm_up=1).time_one(lambda: next(measured)) == time
-
-
-def test_titles_of_cases_are_parsed_back():
-    for device, table in CASES.items():
-        for case in cases_of(device, list(table)):
-            assert Case.parse(str(case)) == case
 
 
 def test_side_without_a_backward_has_no_time_of_one():
