@@ -19,7 +19,7 @@ from flash_dmattn import backends
 BENCHMARKS = Path(__file__).parents[1]
 # A record has the version of each of these packages whose module is imported.
 PACKAGES = {
-    "transformers": "transformers", "triton": "triton", "fa3_fwd_interface": "fa3-fwd", "flash_attn.cute": "flash-attn-4",
+    "transformers": "transformers", "triton": "triton", "flash_attn.cute": "flash-attn-4",
     "cudnn": "nvidia-cudnn-frontend",
 }  # fmt: skip
 

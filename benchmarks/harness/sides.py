@@ -232,15 +232,6 @@ def _flex(inputs: Inputs) -> Step:
     return Step(lambda: attend(q, k, v, **options), leaves, dout, mask_bytes)
 
 
-def _fa3(inputs: Inputs) -> Step:
-    """Returns a step of FlashAttention-3 from the package fa3-fwd, which has no backward and no window."""
-    if inputs.case.kind != DENSE:
-        raise Declined("its package has no masks")
-    attention = _imported("fa3_fwd_interface").flash_attn_func
-    q, k, v = inputs.q, inputs.k, inputs.v
-    return Step(lambda: attention(q, k, v, causal=True), [], inputs.dout)
-
-
 def _fa4(inputs: Inputs) -> Step:
     """Returns a causal step of FlashAttention-4 from the package flash-attn-4, with the case's window and documents if it has them."""
     case = inputs.case
@@ -326,7 +317,6 @@ RIVALS: dict[str, Callable[[Inputs], Step]] = {
     "fa2": _dense_only(SDPBackend.FLASH_ATTENTION),
     "cudnn": _dense_only(SDPBackend.CUDNN_ATTENTION),
     "flex": _flex,
-    "fa3": _fa3,
     "fa4": _fa4,
     "cudnn_flex": _cudnn_flex,
 }

@@ -14,7 +14,7 @@ ROOT = BENCHMARKS.parent
 DOCS = ROOT / "docs"
 NAMES = {
     "cuda": "ours", "cpu": "ours", "triton": "our Triton backend", "sdpa": "torch SDPA", "flex": "flex_attention",
-    "fa2": "FlashAttention-2", "cudnn": "cuDNN", "fa3": "FlashAttention-3", "fa4": "FlashAttention-4",
+    "fa2": "FlashAttention-2", "cudnn": "cuDNN", "fa4": "FlashAttention-4",
     "cudnn_flex": "cuDNN flex_attention",
 }  # fmt: skip
 KINDS = {

@@ -170,18 +170,6 @@ def overview() -> plt.Figure:
     return figure
 
 
-def cost() -> plt.Figure:
-    """Draws time and memory, with a row of panels for each of N and w that the record of the H200 varies."""
-    rows = {along: sweep(GPU, along) for along in _AXES}
-    varied = [along for along in _AXES if sizes_of(rows[along]) > 1]
-    figure, panels = plt.subplots(len(varied), 2, figsize=(9, 3.4 * len(varied)), layout="constrained", squeeze=False)  # fmt: skip
-    for along, both in zip(varied, panels, strict=True):
-        for axes, value in zip(both, _VALUES, strict=True):
-            draw_sweep(axes, rows[along], along, value)
-        both[0].legend(fontsize=7)
-    return figure
-
-
 CPU = newest("cpu")
 GPU = "h200/flex"
 PICTURES: dict[str, Callable[[], plt.Figure]] = {
@@ -192,7 +180,7 @@ PICTURES: dict[str, Callable[[], plt.Figure]] = {
         for value in _VALUES if sizes_of(sweep(record, along)) > 1
     },
 }  # fmt: skip
-README = {"overview": overview, "cost": cost}
+README = {"overview": overview}
 
 
 def svg(draw: Callable[[], plt.Figure]) -> str:

@@ -41,10 +41,8 @@ class ExchangedKeys(NamedTuple):
     documents: Tensor | None  # int64 [B or 1, documents + 1]: offsets in the whole sequence
     # The CUDA stream that makes the tensors. None: the current stream has made them.
     stream: torch.cuda.Stream | None = None
-    # The options for `attend_to_pieces` that `begin_exchange` got and compared; None: it got no options.
-    options: AttendOptions | None = None
-    # The ranks of this group compare the options of `attend_to_pieces`. None: `begin_exchange` has compared them, or the
-    # code is compiled and cannot compare.
+    # The ranks of this group compare the options of `attend_to_pieces`. None: they did before the exchange, or the code is
+    # compiled and cannot compare.
     collectives: Collectives | None = None
     check: bool | None = None  # the argument of `begin_exchange`
 
@@ -253,7 +251,6 @@ def begin_with_options(
         present=call.present,
         documents=call.documents,
         stream=stream,
-        options=attend_options,
         collectives=collectives if attend_options is None and may_read() else None,
         check=check,
     )
@@ -305,8 +302,6 @@ def attend_to_pieces(
     options = AttendOptions(
         scale, softcap, deterministic, sink_logits, bias_delay, zero_sum, return_lse, backend
     )
-    if exchanged.options is not None:
-        options.check_same(exchanged.options)
     if exchanged.collectives is not None:
         n = exchanged.scores.shape[2] - exchanged.boundary.places
         exchanged.collectives.agreed_result(

@@ -1,6 +1,5 @@
 """A bad call of context parallelism raises on all ranks before anything is exchanged: an argument of a rank is wrong, or ranks differ."""
 
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -289,27 +288,6 @@ WRONG_ON_ALL_RANKS = [
 def test_wrong_call_of_all_ranks_raises_naming_the_argument(wrong_call, error, words):
     with pytest.raises(error, match=f"^{words}"):
         run_ranks(wrong_call)
-
-
-def test_attend_options_unequal_to_those_of_begin_raise():
-    def raised(cp):
-        exchanged = begin(cp, query=Q, options={"softcap": 2.0})
-        sinks = torch.zeros(4)
-        for message, wrong in {
-            "softcap: got 3.0, expected 2.0 as in begin_exchange": {"softcap": 3.0},
-            "softcap: got None, expected 2.0 as in begin_exchange": {},
-            "scale: got 0.5, expected None as in begin_exchange": {"softcap": 2.0, "scale": 0.5},
-            "sink_logits: got 'a tensor', expected None as": {"softcap": 2.0, "sink_logits": sinks},
-        }.items():
-            with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-                attend_to_pieces(Q, exchanged, **wrong)
-        exchanged = begin(cp, query=Q, options={"sink_logits": sinks})
-        with pytest.raises(
-            ValueError, match="^sink_logits: got another tensor than begin_exchange"
-        ):
-            attend_to_pieces(Q, exchanged, sink_logits=sinks.clone())
-
-    run_ranks(raised)
 
 
 def test_query_under_autocast_is_checked_as_attention_takes_it(monkeypatch):

@@ -190,7 +190,7 @@ def test_rounds_summarise_what_follows_the_warm_up(is_least, time):
 
 def test_side_without_a_backward_has_no_time_of_one():
     step = Step(lambda: torch.zeros(1), [], torch.zeros(1))
-    assert list(times_of_steps({"fa3": step}, "cpu", 1)["fa3"]) == ["forward"]
+    assert list(times_of_steps({"rival": step}, "cpu", 1)["rival"]) == ["forward"]
 
 
 @pytest.mark.parametrize("kind, window", [*((kind, None if kind == DENSE else 16) for kind in KINDS), (EVICTED, None)])  # fmt: skip

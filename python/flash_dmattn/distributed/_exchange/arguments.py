@@ -71,21 +71,6 @@ class AttendOptions(NamedTuple):
             )
         return cls(**options)
 
-    def check_same(self, begun: AttendOptions) -> None:
-        """Raises for the first option that `begin_exchange` got differently. A tensor has to be the same object."""
-        for name, got, expected in zip(self._fields, self, begun, strict=True):
-            if got is expected:
-                continue
-            if isinstance(got, Tensor) and isinstance(expected, Tensor):
-                raise ValueError(
-                    f"{name}: got another tensor than begin_exchange, expected the same"
-                )
-            if isinstance(got, Tensor) or isinstance(expected, Tensor) or got != expected:
-                got, expected = (
-                    "a tensor" if isinstance(t, Tensor) else t for t in (got, expected)
-                )
-                raise ValueError(f"{name}: got {got!r}, expected {expected!r} as in begin_exchange")
-
     def numerics(self, nonfinite: str) -> Numerics:
         return Numerics.from_arguments(
             self.scale, None, self.softcap, nonfinite, self.deterministic

@@ -1,8 +1,8 @@
 """Work-arounds for missing features of transformers, each with the versions that need it, the issue or pull request (#) of
 huggingface/transformers that it waits for or follows, and the condition for its removal.
 
-Everything else goes through transformers' registries, `AttentionInterface` and `AttentionMaskInterface`, and through subclasses of its
-classes. At import `wrap_implementation_setter` wraps two methods of `PreTrainedModel`; no other class or module of
+Everything else goes through transformers' registries, `AttentionInterface` and `AttentionMaskInterface`, through subclasses of its
+classes, and through hooks and attributes of a model that the caller names. At import `wrap_implementation_setter` wraps two methods of `PreTrainedModel`; no other class or module of
 transformers is changed, then or later.
 """
 

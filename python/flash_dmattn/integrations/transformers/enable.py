@@ -76,8 +76,9 @@ def enable_flash_dmattn(
         The same model.
 
     Raises:
-        ValueError: the model has no Doge attention layer and no scores, has scores and never had pieces while context_parallel
-            is None, has attention dropout, or cannot have this cache, or pieces.
+        ValueError: the model has no Doge attention layer and no scores;
+            it has scores, context_parallel is None, and it never had pieces;
+            it has attention dropout; or its family cannot have this cache or pieces.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")

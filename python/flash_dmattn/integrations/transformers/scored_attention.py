@@ -26,7 +26,8 @@ from .cache_layer import DynamicMaskLayer
 class KeyScores(NamedTuple):
     """The scores of a call's keys, and their use.
 
-    rule: which keys a query sees by their scores, if `hides`.
+    rule: selects the keys that a query sees.
+    hides: False: every shown key stays visible, and scores act only as the bias.
     bias: [B, Hkv, Sk], added for queries at least `delay` tokens after the key. The sinks of a rule have none.
     is_padding: whether the mask is known to be causality and padding alone.
     first_query: the column of the first query, in a static cache.

@@ -50,10 +50,10 @@ def attend_by_mask(
     position_ids: torch.Tensor | None = None,
     **others,
 ) -> torch.Tensor:
-    """Computes attention in which a query sees the keys with the highest bias among those that the mask shows.
+    """Computes attention in which a query sees the keys that the mask shows; of these, with a window, those with the highest bias.
 
     Args:
-        layer: its attribute `keep_window_size` or `window_size` is the window of a call with attention_bias that names none.
+        layer: has the default of keep_window_size with attention_bias: layer.keep_window_size or layer.window_size.
         query: [B, Sq, Hq, D]; key: [B, Sk, Hkv, D]; value: [B, Sk, Hkv, Dv].
         mask, and the other arguments: as in `_flash_dynamic_mask_attention_forward`.
         position_bias: another name of attention_bias; the layer's window does not belong to it.

@@ -31,8 +31,8 @@ States = tuple[
 class ScoreCall:
     """One call of a layer with scores: a keyword of the attention function.
 
-    Keys are in one of three places: a `DynamicMaskCache`, the pieces of other ranks, or the call itself, with or without
-    transformers' own cache. Each has a method `_attend_...`.
+    Keys come from a `DynamicMaskCache`, from the pieces of other ranks, or from the layer's arguments, which transformers'
+    own cache may have extended. Each has a method `_attend_...`.
     """
 
     def __init__(self, layer: nn.Module, hidden: Tensor, cache: object, position, pieces: Any):
