@@ -213,6 +213,24 @@ TEST_F(SmallCudaSelection, EachRowSortMatchesCpu) {
   }
 }
 
+// Heads that keep nothing, everything, and numbers of keys between these, with each kind of sort.
+TEST_F(CudaSelection, HeadsWithWindowsOfTheirOwnMatchCpu) {
+  Random random(14);
+  for (const std::int64_t seqlen : {700, 1024, 1025, 4096, 10000, 140003}) {
+    const std::vector<std::int64_t> windows = {1173, 0, 3, seqlen, 549, 1024, seqlen - 1, 31};
+    for (const double threshold : {-std::numeric_limits<double>::infinity(), 0.5}) {
+      SelectionArgs args = shape_of(static_cast<std::int64_t>(windows.size()), seqlen, -1);
+      args.batch = seqlen < 20000 ? 2 : 1;
+      args.rule.head_windows = windows.data();
+      args.rule.score_threshold = threshold;
+      Comparison comparison(args, Scores::normal, {}, random);
+      comparison.tile_rows = 128;
+      comparison.expect_same();
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
 // Rows of one block, of clusters of two and of more, with keys that fill neither blocks nor warps; one choice for all
 // queries, and chunks whose keys evict each other and some of the kept ones.
 TEST_F(SmallCudaSelection, ClusteredRowsMatchCpu) {

@@ -15,6 +15,8 @@ class BestKeys {
   std::size_t bytes = 0;  // of the workspace
 
   BestKeys() = default;
+  // Whether one call may select for heads with different windows (SelectionRule::head_windows).
+  static bool takes_windows(const SelectionArgs& args);
   explicit BestKeys(const SelectionArgs& args, const Execution& = {});
   void run(const SelectionArgs& args, const Execution& execution) const;
 

@@ -79,12 +79,21 @@ void require_sortable(const SelectionArgs& args) {
   }
 }
 
+bool BestKeys::takes_windows(const SelectionArgs& args) {
+  return args.rule.selection == Selection::per_query && args.causal &&
+         args.seqlen_q > global::most_chunk && args.heads <= per_query::RowWindows::most_heads;
+}
+
 BestKeys::BestKeys(const SelectionArgs& args, const Execution&) {
-  if (args.batch * args.heads * args.seqlen_k == 0 || args.rule.window == 0) return;
+  if (args.batch * args.heads * args.seqlen_k == 0) return;
+  if (args.rule.head_windows == nullptr && args.rule.window == 0) return;
   const bool per_query = args.rule.selection == Selection::per_query && args.causal &&
                          args.seqlen_q > 1 && args.rule.window < args.seqlen_k;
   WorkspaceAllocator workspace(nullptr);
-  if (!per_query) {
+  if (args.rule.head_windows != nullptr) {
+    method_ = Method::per_query;
+    per_query::lay_out(args, rows_per_batch(args), workspace);
+  } else if (!per_query) {
     method_ = Method::global;
     global::lay_out(args, rows_per_batch(args), workspace);
   } else if (chunk_blocks_ = blocks_of_chunk(args); chunk_blocks_ > 0) {
@@ -116,7 +125,7 @@ void BestKeys::run(const SelectionArgs& args, const Execution& execution) const 
     case Method::per_query: {
       per_query::Work work = per_query::lay_out(args, rows_per_batch(args), workspace);
       return for_each_batch(work.rows, all_rows, [&] {
-        per_query::compute_intervals(per_query::sort_keys(work, stream), stream);
+        per_query::compute_intervals(per_query::sort_keys(work, stream), work.windows, stream);
       });
     }
   }

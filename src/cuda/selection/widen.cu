@@ -171,9 +171,11 @@ WidenedSelection::WidenedSelection(const SelectionArgs& args, const Execution&) 
   competing_.seqlen_k = std::max<std::int64_t>(args.seqlen_k - delay_of(rule) - begin_, 0);
   competing_.rule = {
       .window = rule.window, .selection = rule.selection, .score_threshold = rule.score_threshold};
+  by_head_ = has_head_windows(args) && !BestKeys::takes_windows(competing_);
+  if (!by_head_) competing_.rule.head_windows = rule.head_windows;
   competing_.scores =
       offset_pointer(args.scores, begin_ * args.scores_stride[2], size_of(args.scores_dtype));
-  if (has_head_windows(args)) {
+  if (by_head_) {
     for (std::int64_t h = 0; h < args.heads; ++h) {
       step_bytes_ = std::max(step_bytes_, BestKeys(competing_of_head(args, h)).bytes);
     }
@@ -223,8 +225,8 @@ void WidenedSelection::launch_all(const SelectionArgs& args, const Execution& ex
   }
   select_competing(args, execution);
   const std::int64_t keys = competing_.seqlen_k;
-  const Chosen chosen{chosen_, has_head_windows(args) ? keys : args.heads * keys,
-                      has_head_windows(args) ? args.batch * keys : keys, static_cast<int>(begin_),
+  const Chosen chosen{chosen_, by_head_ ? keys : args.heads * keys,
+                      by_head_ ? args.batch * keys : keys, static_cast<int>(begin_),
                       static_cast<int>(keys)};
   launch<AddUnchosen>(
       blocks, {chosen, mask, sink_ends, QueryClip(args), recent, heads, seqlen_k, args.intervals},
@@ -236,7 +238,7 @@ void WidenedSelection::select_competing(const SelectionArgs& args,
   Execution step = execution;
   step.workspace = step_;
   step.workspace_bytes = step_bytes_;
-  if (!has_head_windows(args)) return best_.run(competing_, step);
+  if (!by_head_) return best_.run(competing_, step);
   for (std::int64_t h = 0; h < args.heads; ++h) {
     const SelectionArgs one = competing_of_head(args, h);
     BestKeys(one).run(one, step);

@@ -35,7 +35,8 @@ class WidenedSelection {
   SelectionArgs competing_of_head(const SelectionArgs& args, std::int64_t head) const;
 
   SelectionArgs competing_;  // of all heads
-  BestKeys best_;            // of `competing_`, unless each head has a window
+  bool by_head_ = false;     // heads with windows of their own are selected one after the other
+  BestKeys best_;            // of `competing_` otherwise
   std::int64_t begin_ = 0;   // the first key that competes
   std::int32_t* sink_ends_ = nullptr;
   std::uint8_t* competes_ = nullptr;

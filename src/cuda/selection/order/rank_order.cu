@@ -38,11 +38,12 @@ __global__ void __launch_bounds__(pack_threads)
 // intervals that do not depend on T: the w best keys and keys that are never chosen. A group's own count is where the
 // count of earlier groups will be.
 __global__ void __launch_bounds__(threads)
-    scatter_ranks(OrderedRows rows, const std::uint64_t* sorted) {
+    scatter_ranks(OrderedRows rows, RowWindows windows, const std::uint64_t* sorted) {
   wait_for_previous_kernel();
   __shared__ int counts[max_blocks];
   const int row = static_cast<int>(blockIdx.x) / rows.groups;
   const int group = static_cast<int>(blockIdx.x) % rows.groups;
+  windows.set(rows, row);
   const int thread = static_cast<int>(threadIdx.x);
   for (int b = thread; b < rows.blocks; b += threads) counts[b] = 0;
   const std::uint64_t* const sorted_row = sorted + static_cast<std::int64_t>(row) * rows.seqlen_k;
@@ -114,7 +115,8 @@ Sort sort_of(const OrderedRows& rows) {
 
 template <class RowSort>
 void sort_rows(const Work& work, const OrderedRows& rows, cudaStream_t stream) {
-  launch_grid<sort_row<RowSort::threads>>({rows.rows, RowSort::threads}, stream, work.keys, rows);
+  launch_grid<sort_row<RowSort::threads>>({rows.rows, RowSort::threads}, stream, work.keys, rows,
+                                          work.windows);
 }
 
 // Sorts the packed keys; the result is where `buffers` points. The positions in the low bits are in order and stay so
@@ -144,9 +146,27 @@ void sort_then_scatter(const Work& work, OrderedRows& rows, cudaStream_t stream)
   sort(rows, buffers, work.sort_workspace, bytes, stream);
   rows.store_order_in(buffers.Alternate());  // free after the sort
   launch_grid<scatter_ranks>({std::int64_t{rows.rows} * rows.groups, threads}, stream, rows,
-                             buffers.Current());
+                             work.windows, buffers.Current());
   const int sum_ctas = ceil_div(rows.blocks, sum_threads);
   launch_grid<sum_earlier_groups>({std::int64_t{rows.rows} * sum_ctas, sum_threads}, stream, rows);
+}
+
+// Sets the windows of rows, and the numbers of chunks that follow from them.
+void set_windows(const SelectionArgs& args, Work& work) {
+  OrderedRows& rows = work.rows;
+  const auto set = [&](std::int64_t window) {
+    rows.window = static_cast<int>(std::min(window, args.seqlen_k));
+    const int chunks = 1 + ceil_div(rows.seqlen_k - rows.window % chunk_ranks, chunk_ranks);
+    rows.chunks = std::max(rows.chunks, chunks);
+    rows.computed = std::max(rows.computed, chunks - rows.first_computed());
+  };
+  const std::int64_t* const windows = args.rule.head_windows;
+  if (windows == nullptr) return set(args.rule.window);
+  work.windows.heads = static_cast<int>(args.heads);
+  for (int h = 0; h < work.windows.heads; ++h) {
+    set(windows[h]);
+    work.windows.window[h] = rows.window;
+  }
 }
 
 }  // namespace
@@ -156,13 +176,12 @@ Work lay_out(const SelectionArgs& args, int batch_rows, WorkspaceAllocator& work
   OrderedRows& rows = work.rows;
   rows.rows = batch_rows;
   rows.seqlen_k = static_cast<int>(args.seqlen_k);
-  rows.window = static_cast<int>(args.rule.window);
   rows.layout = {.position_bits = bits_for(args.seqlen_k),
                  .score_bits = score_bits(args.scores_dtype),
                  .seqlen_k = rows.seqlen_k};
   rows.queries = QueryClip(args);
   rows.intervals = args.intervals;
-  rows.chunks = 1 + ceil_div(rows.seqlen_k - rows.window % chunk_ranks, chunk_ranks);
+  set_windows(args, work);
   // A thread sums over the groups, so groups are few unless that would leave the GPU idle. The kernels that sort and
   // scatter at once count chunk by chunk.
   const bool has_groups = sort_of(rows) == Sort::device;
@@ -200,7 +219,7 @@ OrderedRows sort_keys(const Work& work, cudaStream_t stream) {
   switch (sort_of(rows)) {
     case Sort::rows: sort_and_scatter(work, rows, stream); break;
     case Sort::digits:
-      sort_passes(work.keys, rows, work.passes, work.packed, work.other, stream);
+      sort_passes(work.keys, rows, work.windows, work.passes, work.packed, work.other, stream);
       break;
     case Sort::device: sort_then_scatter(work, rows, stream); break;
   }

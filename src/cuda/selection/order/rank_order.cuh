@@ -55,13 +55,14 @@ struct OrderedRows {
   int first_row = 0;  // of the batch
   int rows = 0;
   int seqlen_k = 0;
-  int window = 0;  // 0 < w < Sk
+  int window = 0;  // w <= Sk of the row that a kernel computes (RowWindows)
   KeyLayout layout;
   QueryClip queries;
   KeyInterval* intervals = nullptr;  // [rows of all batches, Sk]
 
   // Chunk 0 has the first w % C ranks, so that rank w begins a chunk; all other chunks have C.
-  int chunks = 0;
+  int chunks = 0;        // most of a row
+  int computed = 0;      // most of a row whose intervals depend on T
   int group_chunks = 1;  // chunks whose positions one CTA counts
   int groups = 0;
   int blocks = 0;  // of positions
@@ -98,10 +99,9 @@ struct OrderedRows {
   }
   // The first chunk whose intervals depend on T (rank_thresholds.cuh).
   __host__ __device__ int first_computed() const { return window / chunk_ranks + 1; }
-  __host__ __device__ int computed_chunks() const { return chunks - first_computed(); }
   // Whether the CTA that sorts a row computes its only chunk as well (row_sort.cuh).
   __host__ __device__ bool are_computed_by_sort() const {
-    return seqlen_k <= max_computed_by_sort && computed_chunks() == 1;
+    return seqlen_k <= max_computed_by_sort && computed == 1;
   }
   // Whether that CTA can keep what it sorted and counted.
   __host__ __device__ bool can_be_kept_by_sort() const {
@@ -127,6 +127,19 @@ struct OrderedRows {
   }
 };
 
+// The windows of the rows of a call, a parameter of the kernels that depend on them.
+struct RowWindows {
+  static constexpr int most_heads = 128;
+
+  int heads = 0;  // 0: all rows have OrderedRows::window
+  int window[most_heads] = {};
+
+  // Sets the window of a row of the batch.
+  __device__ void set(OrderedRows& rows, int row) const {
+    if (heads > 0) rows.window = window[(rows.first_row + row) % heads];
+  }
+};
+
 // The keys of a row at offsets first, first + step, ..., which the sorts read in the order of falling positions.
 // Positions are negative past the end.
 template <int Count>
@@ -149,7 +162,7 @@ __device__ inline void scatter_rank(const OrderedRows& rows, int row, int rank, 
   rows.order_row(row)[rank] = valid ? position : -1;
   rows.rank_row(row)[position] = valid ? rank : rows.seqlen_k;
   KeyInterval* const interval = rows.intervals_row(row) + position;
-  if (!valid) {
+  if (!valid || rows.window == 0) {
     store(interval, {0, 0});
   } else if (rank < rows.window) {
     store(interval, rows.queries.interval_to_last_query(position));

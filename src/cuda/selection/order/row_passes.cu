@@ -211,8 +211,8 @@ __device__ int take_work(std::uint32_t* started, PassStorage& shared) {
 
 // Orders the keys of each row by one digit, stably. The last pass does not use `to`.
 __global__ void __launch_bounds__(RowPasses::threads, RowPasses::min_blocks)
-    sort_digit(OrderedRows rows, RowPasses passes, int pass, const std::uint64_t* from,
-               std::uint64_t* to) {
+    sort_digit(OrderedRows rows, RowWindows windows, RowPasses passes, int pass,
+               const std::uint64_t* from, std::uint64_t* to) {
   wait_for_previous_kernel();
   __shared__ PassStorage shared;
   const int work = take_work(passes.started + pass, shared);
@@ -262,6 +262,7 @@ __global__ void __launch_bounds__(RowPasses::threads, RowPasses::min_blocks)
   const int tile_size = min(rows.seqlen_k - tile * RowPasses::tile_keys, RowPasses::tile_keys);
   const OrderedKeys ordered(shared, rows.layout, pass, tile_size);
   if (pass == passes.passes - 1) {
+    windows.set(rows, row);
     scatter_tile(rows, row, tile_size, shared, ordered);
     return;
   }
@@ -273,13 +274,14 @@ __global__ void __launch_bounds__(RowPasses::threads, RowPasses::min_blocks)
 
 }  // namespace
 
-void sort_passes(const ScoredKeys& keys, OrderedRows& rows, const RowPasses& passes,
-                 std::uint64_t* packed, std::uint64_t* other, cudaStream_t stream) {
+void sort_passes(const ScoredKeys& keys, OrderedRows& rows, const RowWindows& windows,
+                 const RowPasses& passes, std::uint64_t* packed, std::uint64_t* other,
+                 cudaStream_t stream) {
   const Grid grid{std::int64_t{rows.rows} * passes.tiles, RowPasses::threads};
   launch_grid<pack_and_count>(grid, stream, keys, rows, passes, packed);
   for (int pass = 0; pass < passes.passes; ++pass) {
     if (pass == passes.passes - 1) rows.store_order_in(other);
-    launch_grid<sort_digit>(grid, stream, rows, passes, pass, packed, other);
+    launch_grid<sort_digit>(grid, stream, rows, windows, passes, pass, packed, other);
     std::swap(packed, other);
   }
 }

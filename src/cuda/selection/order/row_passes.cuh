@@ -46,7 +46,8 @@ struct RowPasses {
 
 // Sorts the keys of a batch and scatters their ranks. The passes alternate between the two buffers from `packed` on,
 // and `rows` gets order and ranks in the buffer that the last pass writes.
-void sort_passes(const ScoredKeys& keys, OrderedRows& rows, const RowPasses& passes,
-                 std::uint64_t* packed, std::uint64_t* other, cudaStream_t stream);
+void sort_passes(const ScoredKeys& keys, OrderedRows& rows, const RowWindows& windows,
+                 const RowPasses& passes, std::uint64_t* packed, std::uint64_t* other,
+                 cudaStream_t stream);
 
 }  // namespace flash_dmattn::cuda::per_query

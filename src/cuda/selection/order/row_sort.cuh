@@ -43,7 +43,8 @@ struct KeptRow {
 // Computes order and ranks of a row, with the result of scatter_ranks. Keys enter in the order of falling positions,
 // which the stable sort keeps among equal scores. Offsets past the end are not better than any key and come last.
 template <int Threads>
-__global__ void __launch_bounds__(Threads) sort_row(ScoredKeys keys, OrderedRows rows) {
+__global__ void __launch_bounds__(Threads)
+    sort_row(ScoredKeys keys, OrderedRows rows, RowWindows windows) {
   wait_for_previous_kernel();
   using Policy = RowSort<Threads>;
   __shared__ union {
@@ -54,6 +55,7 @@ __global__ void __launch_bounds__(Threads) sort_row(ScoredKeys keys, OrderedRows
                        [Policy::max_chunks];  // of positions, by block and chunk
   constexpr int all_counts = Policy::max_blocks * Policy::max_chunks;
   int row = static_cast<int>(blockIdx.x);
+  windows.set(rows, row);
   if constexpr (Policy::computes_chunk) {
     __shared__ KeptRow kept;
     if (rows.rank_of == nullptr) {

@@ -406,6 +406,8 @@ struct LaneThresholds {
 __device__ inline void compute_chunk(const OrderedRows& rows, int row, int index,
                                      ChunkStorage& shared) {
   const Chunk chunk{row, index, rows.chunk_begin(index), rows.chunk_end(index)};
+  // A row whose window has room for more keys than that of another row has fewer chunks.
+  if (chunk.begin >= rows.seqlen_k || rows.window == 0) return;
   // Keys that are never chosen have the last ranks, and scatter_rank (rank_order.cuh) has written their intervals.
   const bool is_chosen = rows.order_row(chunk.row)[chunk.begin] >= 0;
   const LaneRanks own(rows, chunk);  // these loads and the load above are in flight together
