@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <numeric>
 #include <vector>
 
 #include "cuda/device.h"
@@ -30,7 +31,7 @@ class CudaSlots : public SmallCudaSlots {};
 // Follows the slots of one row on the host and checks what key_slots.h promises of them.
 void expect_valid_slots(const TileListArgs& args, const cuda::KeySlotShape& shape, std::int64_t row,
                         const KeyInterval* intervals, const std::int32_t* arrivals,
-                        const std::int32_t* successor, std::int32_t count,
+                        const std::int32_t* successor, std::int32_t count, std::int32_t used,
                         const std::int32_t* starts) {
   const std::int64_t tiles = (args.seqlen_q + args.tile_rows - 1) / args.tile_rows;
   const std::int64_t segment_tiles = (tiles + shape.segments - 1) / shape.segments;
@@ -41,6 +42,7 @@ void expect_valid_slots(const TileListArgs& args, const cuda::KeySlotShape& shap
   };
   std::vector<Life> lives(static_cast<std::size_t>(args.seqlen_k));
   std::int64_t visible = 0;
+  std::vector<std::int64_t> of_two_tiles(static_cast<std::size_t>(tiles) + 1);  // differences
   for (std::int64_t j = 0; j < args.seqlen_k; ++j) {
     std::int64_t first = std::max<std::int64_t>(intervals[j].first, 0);
     if (args.causal) first = std::max(first, j - args.seqlen_k + args.seqlen_q);
@@ -48,12 +50,29 @@ void expect_valid_slots(const TileListArgs& args, const cuda::KeySlotShape& shap
     if (first >= last) continue;
     lives[static_cast<std::size_t>(j)] = {first / args.tile_rows, (last - 1) / args.tile_rows};
     ++visible;
+    // A tile and the one before it see the key.
+    ++of_two_tiles[static_cast<std::size_t>(first / args.tile_rows)];
+    --of_two_tiles[static_cast<std::size_t>(std::min((last - 1) / args.tile_rows + 2, tiles))];
   }
   ASSERT_EQ(count, visible) << "row " << row;
+  std::partial_sum(of_two_tiles.begin(), of_two_tiles.end(), of_two_tiles.begin());
+  std::vector<std::int64_t> most_of_two(of_two_tiles.size());
+  std::partial_sum(of_two_tiles.begin(), of_two_tiles.end(), most_of_two.begin(),
+                   [](std::int64_t a, std::int64_t b) { return std::max(a, b); });
+  ASSERT_EQ(used, most_of_two.back()) << "row " << row;
+  ASSERT_LE(used, shape.slots);
   for (std::int32_t slot = 0; slot < shape.slots; ++slot) {
     std::vector<std::int32_t> start(static_cast<std::size_t>(shape.segments), -1);
     std::int64_t previous = -2;
-    for (std::int32_t n = slot < count ? slot : -1; n >= 0; n = successor[n]) {
+    // A slot begins in the first tile that needs it.
+    if (slot < used) {
+      const std::int32_t first = starts[slot];
+      ASSERT_GE(first, 0) << "slot " << slot;
+      const auto tile = lives[static_cast<std::size_t>(arrivals[first])].first;
+      ASSERT_LE(slot + 1, most_of_two[static_cast<std::size_t>(tile)]) << "slot " << slot;
+      ASSERT_TRUE(tile == 0 || slot >= most_of_two[static_cast<std::size_t>(tile - 1)]);
+    }
+    for (std::int32_t n = slot < used ? starts[slot] : -1; n >= 0; n = successor[n]) {
       Life& life = lives[static_cast<std::size_t>(arrivals[n])];
       ASSERT_FALSE(life.placed) << "key " << arrivals[n] << " has two slots";
       ASSERT_LT(previous + 1, life.first) << "slot " << slot << " does not rest between two keys";
@@ -80,12 +99,14 @@ void compare_slots(std::uint64_t seed, int rounds, std::int64_t longest,
   for (int round = 0; round < rounds; ++round) {
     TileListArgs args;
     args.batch = 1 + random.below(2);
-    args.heads = 1 + random.below(2);
+    args.heads = 1 + random.below(4);
     args.seqlen_q = 1 + random.below(longest);
     args.seqlen_k = random.below(2) == 0 ? args.seqlen_q : 1 + random.below(longest);
     args.tile_rows = 1 + random.below(most_tile_rows);
     args.causal = random.below(2) == 0;
     const std::int64_t rows = args.batch * args.heads;
+    // Every third call has heads with few keys, and every other of these heads has none.
+    const bool ragged = round % 3 == 1;
     const std::int64_t longest_life = 1 + random.below(400);
     std::vector<KeyInterval> intervals(static_cast<std::size_t>(rows * args.seqlen_k));
     for (std::size_t i = 0; i < intervals.size(); ++i) {
@@ -93,7 +114,10 @@ void compare_slots(std::uint64_t seed, int rounds, std::int64_t longest,
       const std::int64_t first =
           round % 2 == 0 ? j - args.seqlen_k + args.seqlen_q : random.below(args.seqlen_q);
       const std::int64_t life = round % 2 == 0 ? longest_life : random.below(longest_life + 1);
-      intervals[i] = {static_cast<std::int32_t>(first), static_cast<std::int32_t>(first + life)};
+      const auto row = static_cast<std::int64_t>(i) / args.seqlen_k;
+      const bool seen = !ragged || row % 4 == 0 || (row % 2 == 0 && random.below(20) == 0);
+      intervals[i] = {static_cast<std::int32_t>(first),
+                      static_cast<std::int32_t>(first + (seen ? life : 0))};
     }
     const DeviceBuffer on_device(intervals);
     args.intervals = {on_device.as<KeyInterval>(), args.heads * args.seqlen_k, args.seqlen_k};
@@ -127,7 +151,7 @@ void compare_slots(std::uint64_t seed, int rounds, std::int64_t longest,
     for (std::int64_t row = 0; row < rows; ++row) {
       const std::int64_t begin = row * args.seqlen_k;
       expect_valid_slots(args, slots.shape, row, intervals.data() + begin, slots.arrivals + begin,
-                         slots.successor + begin, slots.count[row],
+                         slots.successor + begin, slots.count[row], slots.used[row],
                          slots.starts + row * slots.shape.segments * slots.shape.slots);
       if (::testing::Test::HasFatalFailure()) return;
     }

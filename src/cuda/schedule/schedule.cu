@@ -75,6 +75,7 @@ KeySlots SlotSchedule::slots() const {
   KeySlots slots;
   slots.shape = shape_;
   slots.count = buffers_.count;
+  slots.used = buffers_.used;
   slots.arrivals = buffers_.arrivals;
   slots.successor = buffers_.successor;
   slots.starts = buffers_.starts;

@@ -69,6 +69,23 @@ def test_selection_inside_the_call_matches_oracle(selection, seqlen, window):
     assert_matches_oracle(result, problem)
 
 
+@pytest.mark.parametrize("threshold", [None, 0.5])
+@pytest.mark.parametrize("recent_window", [0, 40])
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+def test_heads_with_different_numbers_of_keys_match_oracle_and_repeat(
+    head_dim, recent_window, threshold
+):
+    problem = random_problem(2048, 8, 4, head_dim, batch=2)
+    scores = torch.randn(2, 4, 2048, device="cuda")
+    problem.bias = scores[:, :, None].bfloat16()
+    rule = {"keep_window_size": (0, 600, 3, 70), "recent_window": recent_window, "score_threshold": threshold}  # fmt: skip
+    problem.shown = select_key_intervals(problem.bias[:, :, 0], **rule).to_mask()
+    assert_matches_oracle(forward_and_backward(problem, **rule), problem)
+    first, second = (forward_and_backward(problem, deterministic=True, **rule) for _ in range(2))
+    assert_matches_oracle(first, problem)
+    assert all(torch.equal(getattr(first, x), getattr(second, x)) for x in ("dq", "dk", "dv", "dbias"))  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "batch", [1, 16]
 )  # blocks repeat their only tile, or a second kernel repeats the call

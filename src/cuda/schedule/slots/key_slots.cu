@@ -5,6 +5,7 @@
 #include "cuda/schedule/key_tree.cuh"
 #include "cuda/schedule/slots/key_slots.h"
 #include "cuda/schedule/slots/long_rows.h"
+#include "cuda/schedule/slots/tile_use.cuh"
 #include "cuda/schedule/tile_list_arguments.h"
 #include "cuda/selection/cluster_rows.cuh"
 
@@ -34,6 +35,9 @@ struct SlotRows {
   // [rows, Sk], where a warp's lifetimes begin at its first key; null if they are in shared memory
   Life* lives = nullptr;
   std::int32_t* last_segment = nullptr;  // [rows, Sk] by arrival number
+  TileUse* use = nullptr;                // [rows, tiles]
+
+  __device__ RowUse use_of(int row) const { return {use + std::int64_t{row} * tiles, tiles}; }
 };
 
 // Counts of arrivals and departures.
@@ -84,6 +88,8 @@ struct AssignSlotsKernel {
     // The block's totals, in two copies, because other blocks may still read those of the previous window.
     Events totals[2][window];
     Events warp_sums[warps];
+    int departed[window];  // departures of the row through a tile
+    int warp_used[warps];
     Life lives[warps][most_shared_lives];
   };
 
@@ -129,21 +135,24 @@ struct AssignSlotsKernel {
     part.end = list_lives(p, part, lives);
     part.begin = 0;
     Events numbered{};
+    RunningUse use{};
     for (int first_tile = 0, parity = 0; first_tile < p.tiles; first_tile += window, parity ^= 1) {
       const int tiles = min(window, p.tiles - first_tile);
       count_events(shared, part, lives, first_tile, tiles);
-      number_tiles(p, shared, part.rank, tiles, parity, numbered);
+      number_tiles(p, shared, part, first_tile, tiles, parity, numbered, use);
       number_events(shared, part, lives, first_tile, tiles);
     }
     const int count = numbered.arrivals;  // equals the number of departures
-    store_keys(p, part, lives, count);
+    cluster_sync();                       // the use of slots is stored
+    store_keys(p, part, lives);
     const int thread = part.rank * threads + static_cast<int>(threadIdx.x);
     for (int n = count + thread; n < p.seqlen_k; n += p.blocks * threads) {
       p.out.arrivals[row_begin + n] = -1;
     }
     if (thread == 0) p.out.count[part.row] = count;
+    if (thread == 0) p.out.used[part.row] = use.used;
     cluster_sync();
-    follow_slots(p, shared, part, count);
+    follow_slots(p, shared, part, use.used);
   }
 
  private:
@@ -192,10 +201,31 @@ struct AssignSlotsKernel {
     __syncthreads();
   }
 
+  // The slots in use by the end of the previous windows, and the departures before the last of their tiles.
+  struct RunningUse {
+    int used = 0;
+    int departed = 0;
+  };
+
+  // The most of this thread's number and those of the threads before it. `most` is that of all threads. Contains one barrier.
+  static __device__ int most_through(SharedStorage& shared, int number, int& most) {
+#pragma unroll
+    for (int distance = 1; distance < warp_size; distance *= 2) {
+      const int other = __shfl_up_sync(full_mask, number, distance);
+      if (lane_id() >= distance) number = max(number, other);
+    }
+    if (lane_id() == warp_size - 1) shared.warp_used[warp_id()] = number;
+    __syncthreads();
+    const int of_warp = lane_id() < warps ? shared.warp_used[lane_id()] : 0;
+    most = warp_max(of_warp);
+    return max(number, warp_max(lane_id() < warp_id() ? of_warp : 0));
+  }
+
   // Turns the counts of the window's tiles into the numbers of each warp's first events, which continue from
-  // `numbered`, and adds the counts to `numbered`. A thread has a tile.
-  static __device__ void number_tiles(const Params& p, SharedStorage& shared, int rank, int tiles,
-                                      int parity, Events& numbered) {
+  // `numbered`, adds the counts to `numbered`, and stores the use of slots. A thread has a tile.
+  static __device__ void number_tiles(const Params& p, SharedStorage& shared, const Part& part,
+                                      int first_tile, int tiles, int parity, Events& numbered,
+                                      RunningUse& use) {
     const auto tile = static_cast<int>(threadIdx.x);
     const bool is_tile = tile < tiles;
     Events& total = shared.totals[parity][tile];
@@ -211,7 +241,7 @@ struct AssignSlotsKernel {
     }
     cluster_sync();
     cluster_rows::BlockSums<Events> sums;
-    if (is_tile) sums.add(&total, rank, p.blocks);
+    if (is_tile) sums.add(&total, part.rank, p.blocks);
     const Events through{warp_inclusive_sum(sums.all.arrivals, lane_id()),
                          warp_inclusive_sum(sums.all.departures, lane_id())};
     if (lane_id() == warp_size - 1) shared.warp_sums[warp_id()] = through;
@@ -222,6 +252,8 @@ struct AssignSlotsKernel {
     number += {warp_sum(is_before ? warp_events.arrivals : 0),
                warp_sum(is_before ? warp_events.departures : 0)};
     number += through;
+    const Events passed = number;  // by the end of the tile
+    if (is_tile) shared.departed[tile] = passed.departures;
     number -= sums.all;
     number += sums.before;
     if (is_tile) {
@@ -233,8 +265,18 @@ struct AssignSlotsKernel {
         number += count;
       }
     }
-    numbered += {warp_sum(warp_events.arrivals), warp_sum(warp_events.departures)};
     __syncthreads();
+    // The keys that the tile and the one before it see did not depart before that one.
+    int departed = use.departed;
+    if (tile > 0) departed = tile > 1 ? shared.departed[tile - 2] : numbered.departures;
+    int most = 0;
+    const int own = most_through(shared, is_tile ? passed.arrivals - departed : 0, most);
+    if (is_tile && part.rank == 0) {
+      p.use[std::int64_t{part.row} * p.tiles + first_tile + tile] = {
+          min(max(own, use.used), p.slots), passed.arrivals};
+    }
+    use = {min(max(most, use.used), p.slots), shared.departed[window - 2]};
+    numbered += {warp_sum(warp_events.arrivals), warp_sum(warp_events.departures)};
   }
 
   static __device__ void number_events(SharedStorage& shared, const Part& part, Life* lives,
@@ -262,16 +304,15 @@ struct AssignSlotsKernel {
     return number[0];
   }
 
-  static __device__ void store_keys(const Params& p, const Part& part, const Life* lives,
-                                    int count) {
+  static __device__ void store_keys(const Params& p, const Part& part, const Life* lives) {
     const std::int64_t row_begin = static_cast<std::int64_t>(part.row) * p.seqlen_k;
+    const RowUse use = p.use_of(part.row);
     part.for_each([&](int at) { return lives[at]; },
                   [&](int at, const Life& life) {
                     if (at < 0) return;
                     const std::int64_t to = row_begin + life.arrival;
                     p.out.arrivals[to] = life.key;
-                    p.out.successor[to] =
-                        life.departure < count - p.slots ? life.departure + p.slots : -1;
+                    p.out.successor[to] = use.successor(life.departure, life.last);
                     p.last_segment[to] = life.last / p.segment_tiles;
                   });
   }
@@ -292,7 +333,7 @@ struct AssignSlotsKernel {
   // in shared memory, because they are far apart in global memory, while the next key is being loaded. A key is stored
   // at the first segment that it starts, and copied from there to the others.
   static __device__ void follow_slots(const Params& p, SharedStorage& shared, const Part& part,
-                                      int count) {
+                                      int used) {
     const std::int64_t row_begin = static_cast<std::int64_t>(part.row) * p.seqlen_k;
     std::int32_t* const starts =
         p.out.starts + static_cast<std::int64_t>(part.row) * p.segments * p.slots;
@@ -301,7 +342,7 @@ struct AssignSlotsKernel {
          first_slot += p.blocks * threads) {
       const int slot = first_slot + lane_id();
       std::int32_t* start = starts + slot;
-      Visit visit(p, row_begin, slot < min(count, p.slots) ? slot : -1);
+      Visit visit(p, row_begin, slot < used ? p.use_of(part.row).first_arrival(slot) : -1);
       for (int first = 0; first < p.segments; first += segments_together) {
         const int end = min(first + segments_together, p.segments);
 #pragma unroll
@@ -340,6 +381,7 @@ bool is_long(const TileListArgs& args) {
 struct SlotWorkspace {
   Life* lives = nullptr;
   std::int32_t* last_segment;
+  TileUse* use;
   std::size_t bytes;
 
   SlotWorkspace(const TileListArgs& args, void* base) {
@@ -349,6 +391,7 @@ struct SlotWorkspace {
         static_cast<int>(args.seqlen_k), cluster_rows::blocks_of_row(args.seqlen_k));
     if (warp_keys > AssignSlotsKernel::most_shared_lives) lives = workspace.take<Life>(keys);
     last_segment = workspace.take<std::int32_t>(keys);
+    use = workspace.take<TileUse>(row_count(args) * args.tiles());
     bytes = workspace.used();
   }
 };
@@ -357,6 +400,7 @@ struct SlotWorkspace {
 
 KeySlotBuffers take_key_slots(WorkspaceAllocator& workspace, const KeySlotShape& shape) {
   return {.count = workspace.take<std::int32_t>(shape.rows),
+          .used = workspace.take<std::int32_t>(shape.rows),
           .arrivals = workspace.take<std::int32_t>(shape.rows * shape.seqlen_k),
           .successor = workspace.take<std::int32_t>(shape.rows * shape.seqlen_k),
           .starts = workspace.take<std::int32_t>(shape.rows * shape.segments * shape.slots)};
@@ -386,7 +430,8 @@ void assign_slots(const TileListArgs& args, const KeySlotShape& shape, const Key
       .slots = static_cast<int>(shape.slots),
       .segments = static_cast<int>(shape.segments),
       .lives = workspace.lives,
-      .last_segment = workspace.last_segment};
+      .last_segment = workspace.last_segment,
+      .use = workspace.use};
   launch<AssignSlotsKernel>(row_count(args) * rows.blocks, rows,
                             static_cast<cudaStream_t>(execution.stream), {.cluster = rows.blocks});
 }

@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <cstdint>
 
+#include <cub/block/block_scan.cuh>
 #include <cub/device/device_radix_sort.cuh>
 
 #include "cuda/schedule/key_tree.cuh"
+#include "cuda/schedule/slots/tile_use.cuh"
 
 namespace flash_dmattn::cuda::long_rows {
 namespace {
@@ -46,11 +48,19 @@ struct Rows {
   std::int32_t* heads = nullptr;          // [rows, max_heads] arrival numbers, in any order
   std::int32_t* last_segment = nullptr;   // [rows, Sk] by arrival number, as the next array
   std::int32_t* previous_head = nullptr;  // the slot's previous head; -1 if there is none
+  TileUse* use = nullptr;                 // [rows, tiles]
 
   long all_keys() const { return long{rows} * seqlen_k; }
   long all_heads() const { return long{rows} * max_heads; }
+  long all_tiles() const { return long{rows} * tiles; }
   long all_starts() const { return long{rows} * segments * slots; }
   __device__ std::int64_t row_begin(int row) const { return std::int64_t{row} * seqlen_k; }
+  __device__ TileUse* row_use(int row) const { return use + std::int64_t{row} * tiles; }
+  __device__ RowUse use_of(int row) const { return {row_use(row), tiles}; }
+  // The first tile that sees an arrival, which is number `item` of all rows.
+  __device__ int arrival_tile(int row, long item) const {
+    return tiles_of(row, out.arrivals[item]).first_touched();
+  }
 
   __device__ key_tree::HalfTiles tiles_of(int row, int key) const {
     return keys.items(row, 0)[key].within(0, tiles);
@@ -101,8 +111,60 @@ struct ListArrivals {
   __device__ bool is_seen(long item) const { return rows.layout.tile(arrivals[item]) < rows.tiles; }
 };
 
-// Finds each key's successor from the sorted departures, and the heads. A successor arrives later, unless the intervals
-// break their bound: then the chain ends, and its other keys are lost.
+// Counts the arrivals so far, and those that did not depart before the previous tile, at the last arrival of each tile.
+// `rows.use` has been cleared.
+struct CountSlots {
+  Rows rows;
+  const std::uint64_t* departures;  // [rows, Sk]
+
+  __device__ void operator()(long item) const {
+    const int row = static_cast<int>(item / rows.seqlen_k);
+    const int number = static_cast<int>(item % rows.seqlen_k);
+    const int count = rows.out.count[row];
+    if (number >= count) return;
+    const int tile = rows.arrival_tile(row, item);
+    if (number + 1 < count && rows.arrival_tile(row, item + 1) == tile) return;
+    const std::uint64_t* const row_departures = departures + rows.row_begin(row);
+    int departed = 0;
+    for (int end = count; departed < end;) {
+      const int middle = departed + (end - departed) / 2;
+      rows.layout.tile(row_departures[middle]) + 1 < tile ? departed = middle + 1 : end = middle;
+    }
+    rows.row_use(row)[tile] = {min(number + 1 - departed, rows.slots), number + 1};
+  }
+};
+
+// Turns the counts of each tile into the most of all tiles up to it. A block has a row.
+struct ScanUse {
+  using Params = Rows;
+  static constexpr int threads = 512;
+  static constexpr int min_blocks = 1;
+  struct Most {
+    __device__ TileUse operator()(const TileUse& a, const TileUse& b) const {
+      return {max(a.used, b.used), max(a.arrived, b.arrived)};
+    }
+  };
+  using Scan = cub::BlockScan<TileUse, threads>;
+  using SharedStorage = typename Scan::TempStorage;
+
+  __device__ void operator()(const Params& rows, SharedStorage& shared) const {
+    const auto row = static_cast<int>(blockIdx.x);
+    TileUse* const use = rows.row_use(row);
+    TileUse before{0, 0};
+    for (int first = 0; first < rows.tiles; first += threads) {
+      const int tile = first + static_cast<int>(threadIdx.x);
+      TileUse through = tile < rows.tiles ? use[tile] : TileUse{0, 0};
+      TileUse all;
+      Scan(shared).InclusiveScan(through, through, Most{}, all);
+      if (tile < rows.tiles) use[tile] = Most{}(before, through);
+      before = Most{}(before, all);
+      __syncthreads();  // the scan's memory is used again
+    }
+    if (threadIdx.x == 0) rows.out.used[row] = before.used;
+  }
+};
+
+// Finds each key's successor from the sorted departures, and the heads.
 struct LinkKeys {
   Rows rows;
   const std::uint64_t* departures;  // [rows, Sk]
@@ -112,14 +174,16 @@ struct LinkKeys {
     const int departure = static_cast<int>(item % rows.seqlen_k);
     const int count = rows.out.count[row];
     if (departure >= count) return;
-    if (departure < rows.slots) rows.add_head(row, departure);  // the first key of its slot
+    const RowUse use = rows.use_of(row);
+    if (departure < rows.out.used[row])
+      rows.add_head(row, use.first_arrival(departure));  // of a slot
     const std::int64_t row_begin = rows.row_begin(row);
     const std::int32_t* const last_segment = rows.last_segment + row_begin;
     const int number = rows.layout.number(departures[item]);
-    const int successor = departure + rows.slots;
-    const bool exists = number < successor && successor < count;
-    rows.out.successor[row_begin + number] = exists ? successor : -1;
-    if (exists && last_segment[successor] > last_segment[number]) rows.add_head(row, successor);
+    const int successor = use.successor(departure, rows.layout.tile(departures[item]));
+    rows.out.successor[row_begin + number] = successor;
+    if (successor >= 0 && last_segment[successor] > last_segment[number])
+      rows.add_head(row, successor);
   }
 };
 
@@ -155,10 +219,12 @@ struct StoreStarts {
     const std::int32_t* const previous_head = rows.previous_head + rows.row_begin(row);
     const std::int32_t* const last_segment = rows.last_segment + rows.row_begin(row);
     const int head = rows.heads[item];
-    int slot = head;
-    while (slot >= rows.slots) slot = previous_head[slot];
+    int first = head;
+    while (previous_head[first] >= 0) first = previous_head[first];
+    const int slot =
+        rows.use_of(row).new_slot(first, rows.arrival_tile(row, rows.row_begin(row) + first));
     if (slot < 0) return;
-    const int begin = slot == head ? 0 : last_segment[previous_head[head]] + 1;
+    const int begin = first == head ? 0 : last_segment[previous_head[head]] + 1;
     for (int segment = begin; segment <= last_segment[head]; ++segment) {
       rows.out.starts[(std::int64_t{row} * rows.segments + segment) * rows.slots + slot] = head;
     }
@@ -189,6 +255,7 @@ struct Work {
     rows.heads = workspace.take<std::int32_t>(rows.all_heads());
     rows.last_segment = workspace.take<std::int32_t>(rows.all_keys());
     rows.previous_head = workspace.take<std::int32_t>(rows.all_keys());
+    rows.use = workspace.take<TileUse>(rows.all_tiles());
     for (std::uint64_t*& buffer : events) buffer = workspace.take<std::uint64_t>(rows.all_keys());
     cub::DoubleBuffer<std::uint64_t> buffers(events[0], events[1]);
     sort(buffers, nullptr, nullptr);
@@ -225,6 +292,10 @@ void assign_slots(const TileListArgs& args, const KeySlotShape& shape, const Key
   cub::DoubleBuffer<std::uint64_t> departures(arrivals.Alternate(), arrivals.Current());
   for_each(rows.all_keys(), ListArrivals{rows, arrivals.Current(), departures.Current()}, stream);
   work.sort(departures, work.sort_workspace, stream);
+  const std::size_t use = sizeof(TileUse) * static_cast<std::size_t>(rows.all_tiles());
+  check(cudaMemsetAsync(rows.use, 0, use, stream), "clearing the use of slots");
+  for_each(rows.all_keys(), CountSlots{rows, departures.Current()}, stream);
+  launch<ScanUse>(rows.rows, rows, stream);
   for_each(rows.all_keys(), LinkKeys{rows, departures.Current()}, stream);
   for_each(rows.all_heads(), LinkHeads{rows}, stream);
   for_each(rows.all_heads(), StoreStarts{rows}, stream);

@@ -54,8 +54,8 @@ struct BackwardKernel {
   static constexpr int p_barrier = 7;  // P is in shared memory, with ConsumerSplit::roles
 
   static long blocks(const Params& p) {
-    const long works =
-        has_slots ? p.slots.partition.blocks : KeyTile::count(p.backward.shape, policy.work_keys());
+    const long works = has_slots ? p.slots.plan_shape.blocks
+                                 : KeyTile::count(p.backward.shape, policy.work_keys());
     return works * policy.cluster;
   }
 
@@ -231,8 +231,9 @@ struct BackwardKernel {
 #pragma unroll 1
       for (int i = 0;; ++i) {
         const int block = static_cast<int>(blockIdx.x) / policy.cluster;
-        const SlotPart part = p.slots.partition.part(block, i);
-        if (part.chain < 0) break;
+        const int place = p.slots.plan.part(p.slots.plan_shape.blocks, block, i);
+        if (place < 0) break;
+        const SlotPart part = p.slots.plan.parts[place];
         if (part.unit_begin >= part.unit_end) continue;
         const BackwardWork work = work_of(p, part);
         if (work.has_tiles()) body(work, part, work_count++);

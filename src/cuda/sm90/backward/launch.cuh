@@ -36,8 +36,9 @@ void launch_backward_kernel(BackwardKernelParams params, cudaStream_t stream) {
 
   if constexpr (Variant.has_dense()) launch<FindVisits>(FindVisits::blocks(params), params, stream);
   if constexpr (Variant.has_slots()) {
-    const PrepareSlotRecords<T> records{p, params.info, params.slots};
-    for_each(records.items(), records, stream);
+    using Prepare = PrepareSlots<T>;
+    const typename Prepare::Params prepare{p, params.info, params.slots};
+    launch<Prepare>(Prepare::blocks(prepare), prepare, stream);
   }
   const LaunchOptions options{
       .cluster = Kernel::policy.cluster,

@@ -29,13 +29,24 @@ struct SlotParams {
   std::int64_t row_batch = 0;  // rows of the slots, from one batch element or head to the next
   std::int64_t row_head = 0;
   int work_slots = 0;     // BackwardPolicy::work_keys
-  int row_blocks = 0;     // works per kv head
   int segment_tiles = 0;  // query tiles of a unit
-  SlotPartition partition;
+  SlotPlanShape plan_shape;
+  SlotPlan plan;
+  int* plan_scratch = nullptr;   // [plan_shape.scratch()]
   KeyRecord* records = nullptr;  // [B, Hkv, Sk] by arrival
   float* part_sums =
       nullptr;  // [cut parts, 2, work_slots, D + Dv]: dk, dv in the order of accumulators
   float* part_dbias = nullptr;  // [cut parts, 2, work_slots]
+
+  __device__ std::int64_t row(int batch, int kv_head) const {
+    return batch * row_batch + kv_head * row_head;
+  }
+  // The first arrival of a slot in use; any arrival if the intervals break their bound.
+  __device__ int first_arrival(int batch, int kv_head, int slot) const {
+    const std::int64_t first_segment =
+        row(batch, kv_head) * slots.shape.segments * slots.shape.slots;
+    return max(slots.starts[first_segment + slot], 0);
+  }
 };
 
 // A query tile that a block of keys visits, with a dense mask or bias.

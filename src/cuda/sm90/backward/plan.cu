@@ -122,6 +122,7 @@ struct BackwardPlan {
     if (args.dq.data == nullptr) {
       params.dq_accum = nullptr;
       params.order = {};
+      params.slots.plan_shape.ordered = false;
     }
   }
 
@@ -258,21 +259,27 @@ struct BackwardPlan {
     slots.row_head = heads > 1 ? 1 : 0;
     slots.row_batch = batch > 1 ? heads : 0;
     slots.work_slots = policy().work_keys();
-    slots.row_blocks =
-        static_cast<int>(ceil_div(schedule.slots().shape.slots, std::int64_t{slots.work_slots}));
     const auto tiles = static_cast<int>(ceil_div(p.seqlen_q, std::int64_t{slot_tile_rows}));
     slots.segment_tiles = ceil_div(tiles, slot_segments);
-    slots.partition = SlotPartition(static_cast<int>(p.batch * p.heads_kv) * slots.row_blocks,
-                                    ceil_div(tiles, slots.segment_tiles),
-                                    device.multiprocessors / policy().cluster,
-                                    p.deterministic ? RestCuts::common : RestCuts::even);
+    slots.plan_shape = {.heads = static_cast<int>(p.batch * p.heads_kv),
+                        .row_blocks = static_cast<int>(
+                            ceil_div(schedule.slots().shape.slots, std::int64_t{slots.work_slots})),
+                        .units = ceil_div(tiles, slots.segment_tiles),
+                        .blocks = device.multiprocessors / policy().cluster,
+                        .ordered = p.deterministic};
   }
 
   void allocate_slots(WorkspaceAllocator& workspace) {
     const Problem& p = problem;
     SlotParams& slots = params.slots;
     slots.records = workspace.take<KeyRecord>(p.batch * p.heads_kv * p.seqlen_k);
-    const std::int64_t rows = std::int64_t{slots.partition.cut_parts()} * 2 * slots.work_slots;
+    const SlotPlanShape& plan = slots.plan_shape;
+    slots.plan = {.parts = workspace.take<SlotPart>(plan.most_parts()),
+                  .cut = workspace.take<SlotPart>(plan.most_cut_parts()),
+                  .block_parts = workspace.take<int>(plan.blocks + 1),
+                  .counts = workspace.take<SlotPlan::Counts>(1)};
+    slots.plan_scratch = workspace.take<int>(plan.scratch());
+    const std::int64_t rows = std::int64_t{plan.most_cut_parts()} * 2 * slots.work_slots;
     slots.part_sums = workspace.take<float>(rows * (choice.head_dim + choice.value_dim));
     slots.part_dbias = workspace.take<float>(rows);
     schedule.place(workspace);

@@ -14,7 +14,7 @@ struct BackwardWork {
   int tile_begin;
   int tile_end;      // counts visits instead of tiles with a dense mask or bias
   int part = 0;      // SlotPart::id
-  int position = 0;  // SlotPartition::position
+  int position = 0;  // SlotPart::position
 
   __device__ bool has_tiles() const { return tile_end > tile_begin; }
 };

@@ -11,26 +11,21 @@ namespace flash_dmattn::cuda::sm90 {
 __device__ inline BackwardWork work_of(const BackwardKernelParams& p, const SlotPart& part) {
   const SlotParams& slots = p.slots;
   const Shape& shape = p.backward.shape;
-  const int head_index = part.chain / slots.row_blocks;
-  const int slot = part.chain % slots.row_blocks * slots.work_slots;
   BackwardWork work;
-  work.batch = head_index / shape.heads_kv;
-  work.kv_head = head_index % shape.heads_kv;
-  work.key = slot;
+  work.batch = part.head / shape.heads_kv;
+  work.kv_head = part.head % shape.heads_kv;
+  work.key = part.block * slots.work_slots;
   work.part = part.id;
-  work.position = slots.partition.position(part, slots.row_blocks);
-  const std::int64_t row = work.batch * slots.row_batch + work.kv_head * slots.row_head;
+  work.position = part.position;
   const int tiles = ceil_div(shape.seqlen_q, slot_tile_rows);
   work.tile_begin = part.unit_begin * slots.segment_tiles;
   work.tile_end = min(part.unit_end * slots.segment_tiles, tiles);
-  // Keys arrive in the order of slots. With ordered additions each block adds to every tile in order.
+  // Slots begin in the order of their numbers. With ordered additions each block adds to every tile in order.
   if (p.order.published != nullptr) return work;
-  if (slot >= slots.slots.count[row]) {
-    work.tile_begin = work.tile_end;
-  } else {
-    const std::int64_t first = std::int64_t{head_index} * shape.seqlen_k + slot;
-    work.tile_begin = max(work.tile_begin, slots.records[first].first / slot_tile_rows);
-  }
+  const int first = slots.first_arrival(work.batch, work.kv_head, work.key);
+  work.tile_begin =
+      max(work.tile_begin,
+          slots.records[std::int64_t{part.head} * shape.seqlen_k + first].first / slot_tile_rows);
   return work;
 }
 
