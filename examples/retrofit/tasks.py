@@ -14,13 +14,18 @@ garden hammer insect jacket kettle ladder magnet nickel oyster parrot rabbit tem
 dragon falcon ginger helmet marble pencil puzzle rocket spider tunnel turtle violin banner copper cradle dancer feather guitar
 hunter lantern mirror narrow pillow ribbon shadow silver summer valley winter""".split()  # fmt: skip
 _NUMBERS = range(10**4, 10**5)  # A small model often copies RULER's seven digits with an error.
-# Facts of training texts, about other words and in other sentences than those of the tasks: (a fact, its beginning when it is repeated).
+# Facts of training texts, all about other words than those of the tasks, two in the sentence of the needles: (a fact, its beginning when it
+# is repeated). Facts in the form of code would make every assignment worth keeping.
+_ASKED = "special magic number for {0} mentioned in the provided text"
 _TRAINING_FACTS = (
-    ("The code of the {0} is {1}.", "The code of the {0} is"), ("{0} = {1}", "{0} ="), ("| {0} | {1} |", "| {0} |"),
-    ("Remember that the {0} weighs {1} grams.", "How much does the {0} weigh? It weighs"), ('"{0}": "{1}",', '"{0}": "'),
-    ("Room {1} is reserved for the {0}.", "Which room is reserved for the {0}? Room"), ("{0}: see page {1}", "{0}: see page"),
-    ("To reach the {0}, please call {1}.", "The {0} is reached at"), ("def {0}():\n    return {1}", "assert {0}() =="),
+    ("The code of the {0} is {1}.", "The code of the {0} is"), ("The {0} was built in {1}.", "The {0} was built in"),
+    ("Remember that the {0} weighs {1} grams.", "How much does the {0} weigh? It weighs"),
+    ("Room {1} is reserved for the {0}.", "Which room is reserved for the {0}? Room"),
+    ("Please note: the {0} costs {1} dollars.", "The price of the {0} is"), ("{0}: see page {1}", "{0}: see page"),
+    ("To reach the {0}, please call {1}.", "The {0} is reached at"),
     ("My password for the {0} was {1}, but don't tell anybody.", "The password for the {0} was"),
+    ("One of the special magic numbers for {0} is: {1}.", f"The {_ASKED} is"),
+    ("One of the special magic numbers for {0} is: {1}.", f"What is the {_ASKED}? The {_ASKED} is"),
 )  # fmt: skip
 
 
