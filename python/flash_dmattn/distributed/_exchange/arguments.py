@@ -14,6 +14,7 @@ from ..._core.checks import (
     DTYPES,
     MASK_VALUE,
     autocast_tensors,
+    check_bias_delay,
     check_count,
     check_device,
     check_on_device,
@@ -27,7 +28,6 @@ from ..._core.checks import (
 from ..._core.gradients import expand
 from ..._core.kv_checks import check_query
 from ..._core.numerics import Numerics, resolve_nonfinite
-from ..._dispatch import check_bias_delay
 from ...keys.positions import check_length, check_offsets
 from ...keys.rule import SelectionRule
 from ...merge import check_sink_logits
