@@ -215,8 +215,8 @@ test-vllm: $(STAMPS)/package $(STAMPS)/test ## tests of the plugin for vLLM, wit
 	tools/test_vllm.sh $(ARGS)
 
 .PHONY: release-check
-release-check: ## what make test leaves out to be quick: every case under sanitizers on each instruction set of this processor, CUDA kernels optimised for every GPU, Triton's in double, a Doge ahead of time (an hour of a core)
-	FLASH_DMATTN_TEST_RELEASE=1 $(MAKE) test-python ARGS="tests/python/backends/test_triton_fits_other_gpus.py tests/python/integrations/test_aot_inductor.py"
+release-check: ## what make test leaves out to be quick: every case under sanitizers on each instruction set of this processor, CUDA kernels optimised for every GPU, Triton's in double, what inductor compiles (an hour of a core)
+	FLASH_DMATTN_TEST_RELEASE=1 $(MAKE) test-python ARGS="tests/python/backends/test_triton_fits_other_gpus.py tests/python/integrations/test_aot_inductor.py tests/python/autograd/test_compile_autocast_checkpoint.py"
 	$(MAKE) test-sanitize SANITIZED="generic;avx2;avx512;avx512_bf16;amx_bf16"
 	$(MAKE) test-cuda-build CUDA_ONLY_COMPILE=OFF CUDA_TEST_ARCHITECTURES="80-real;86-real;89-real;90-real;90-virtual"
 

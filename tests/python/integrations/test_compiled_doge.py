@@ -90,7 +90,7 @@ def test_compiled_training_equals_eager_and_has_only_operators_of_its_mask(name)
         assert {RANKS, BLIND} & called == expected  # their names are still these
 
 
-# test_exported_program_equals_eager has lengths without a mask.
+# test_exported_program_equals_eager_and_needs_only_the_library has lengths without a mask.
 @since_transformers_5
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"no_mask"}))
 def test_lengths_share_one_graph(name):
@@ -99,7 +99,7 @@ def test_lengths_share_one_graph(name):
     loss = training_of(make_model(**CASES[name][0], num_hidden_layers=1))
     compiled = torch.compile(loss, backend=counter, fullgraph=True, dynamic=True)
     with torch.no_grad():
-        for length in (11, 16, 19, 40, 60):
+        for length in (11, 16, 40):
             ids, inputs = torch.randint(0, VOCABULARY, (B, length)), inputs_of_length(name, length)
             torch.testing.assert_close(compiled(ids, inputs), loss(ids, inputs))
     assert counter.frame_count == 1
