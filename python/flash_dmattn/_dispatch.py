@@ -12,8 +12,9 @@ from ._core.checks import (
     add_query_dimension,
     attention_arguments,
     backend_of,
-    check_count,
-    check_on_device,
+    bias_of_keys,
+    check_bias_delay,
+    check_scores_have_rule,
     clamp_count,
     resolve_flag,
     squeeze_query_dimension,
@@ -21,7 +22,7 @@ from ._core.checks import (
 from ._core.gradients import expand_for_uses, repeat_interleave
 from ._core.numerics import Numerics
 from .keys.heads import repeat_heads
-from .keys.intervals import KeyIntervals, intersect, split_by_age
+from .keys.intervals import check_intervals, intersect, split_by_age
 from .keys.patterns import causal_intervals, prefix_lm
 from .keys.recognise import Memo
 from .keys.rule import SelectionRule
@@ -55,18 +56,17 @@ def attention(
     memo: results that the layers of one forward share, or None.
     own_row: as in split_by_age.
     """
-    given, given_scores, (mask, is_causal, intervals, _) = query, scores, visible
+    given, given_scores, mask, intervals = query, scores, visible.mask, visible.intervals
     query, key, value, bias, mask, scores, backend = attention_arguments(
         query, key, value, bias, mask, scores, numerics.saturate, backend
     )
     if query is not given:  # perhaps padded to the head dimension of value, which leaves the scale
         numerics = numerics.with_scale_for(given.shape[3])
     if intervals is not None:
-        _check_intervals(intervals, query, key)
-    if mask is not None or type(is_causal) is not bool:
-        visible = Visible(mask, resolve_flag(is_causal, "is_causal"), intervals)
-    if type(bias_delay) is not int or bias_delay:
-        check_bias_delay(bias_delay, bias)
+        check_intervals(intervals, query, key)
+    if mask is not None:
+        visible = visible._replace(mask=mask)
+    check_bias_delay(bias_delay, bias)
     if rule is not None:
         if bias is not None and bias.dim() == 4:
             bias = squeeze_query_dimension(bias)
@@ -125,7 +125,7 @@ def _run_unchecked_backend(
     if query.is_cuda:
         backend = backend_of(query, backend)
     if bias_delay:
-        bias, bias_delay = _bias_of_keys(bias, bias_delay), clamp_count(bias_delay)
+        bias, bias_delay = bias_of_keys(bias, bias_delay), clamp_count(bias_delay)
         # The library's kernels count positions by the index of a key.
         if own_row is not None or backend in IN_PYTHON:
             return _run_by_age(
@@ -145,29 +145,6 @@ def _run_unchecked_backend(
     if backend in IN_PYTHON:
         return _run_in_python(query, key, value, bias, visible, numerics, backend)
     return cpp.attention(query, key, value, bias, visible, numerics, backend, bias_delay)
-
-
-def check_scores_have_rule(scores: Tensor | None, rule: SelectionRule | None) -> None:
-    if scores is not None and rule is None:
-        raise ValueError(
-            f"selection_scores: got shape {tuple(scores.shape)} without keep_window_size, by which they select; "
-            "expected both or neither"
-        )
-
-
-def check_bias_delay(bias_delay: int, bias: Tensor | None) -> None:
-    check_count(bias_delay, "bias_delay")
-    if bias_delay and bias is None:
-        raise ValueError(f"bias_delay: got {bias_delay} without attn_bias, expected a bias")
-
-
-def _bias_of_keys(bias: Tensor, bias_delay: int) -> Tensor:
-    bias = squeeze_query_dimension(bias)
-    if bias.dim() != 3:
-        raise ValueError(
-            f"bias_delay: got {bias_delay} with a bias of shape {tuple(bias.shape)}, expected one value for each key"
-        )
-    return bias
 
 
 def _run_by_age(
@@ -260,21 +237,3 @@ def _run_in_python(
     else:
         from ._backends.flex import attention as implementation
     return implementation(query, key, value, bias, visible, numerics)
-
-
-def _check_intervals(key_intervals: KeyIntervals, query: Tensor, key: Tensor) -> None:
-    if not isinstance(key_intervals, KeyIntervals):
-        raise TypeError(f"key_intervals: got {type(key_intervals).__name__}, expected KeyIntervals")
-    batch, seqlen_q = query.shape[:2]
-    seqlen_k, heads_kv = key.shape[1:3]
-    shape = key_intervals.intervals.shape
-    heads_q = query.shape[2]
-    fits = key_intervals.fits(batch, (heads_kv, heads_q), seqlen_k)
-    if not fits or key_intervals.query_length != seqlen_q:
-        raise ValueError(
-            f"key_intervals: got intervals of shape {tuple(shape)} for query length "
-            f"{key_intervals.query_length}, expected [{batch} or 1, {heads_kv}, {heads_q} or 1, {seqlen_k}, 2] for "
-            f"{seqlen_q}"
-        )
-    if key_intervals.intervals.device != query.device:
-        check_on_device(key_intervals.intervals, "key_intervals", query.device)

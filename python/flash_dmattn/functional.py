@@ -14,7 +14,9 @@ from ._core.availability import check_backend_runs, get_available_backends
 from ._core.checks import (
     attention_inputs,
     bias_argument,
+    check_bias_delay,
     check_count,
+    check_scores_have_rule,
     check_tensor,
     refuse_transforms,
     resolve_backend,
@@ -27,8 +29,6 @@ from ._core.numerics import Numerics
 from ._dispatch import (
     IN_PYTHON,
     attention,
-    check_bias_delay,
-    check_scores_have_rule,
     run_backend,
     with_lse,
 )
@@ -133,7 +133,7 @@ def flash_dmattn_func(
         key,
         value,
         attn_bias,
-        Visible(attn_mask, is_causal, key_intervals),
+        Visible(attn_mask, resolve_flag(is_causal, "is_causal"), key_intervals),
         numerics,
         rule=rule,
         scores=selection_scores,

@@ -1,44 +1,48 @@
+import atexit
 import gc
 import os
 
 import pytest
-import torch
-
-# Without a GPU the Triton kernels are interpreted. Triton looks at this when they are defined.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-from flash_dmattn._core import finite
-from flash_dmattn.check.run import poisoned_memory
-from quick_interpreter import quicken_interpreter
-
-if os.environ.get("TRITON_INTERPRET") == "1":
-    quicken_interpreter()
-
 
 # While modules and tests are made, collections take seconds and free nothing.
 gc.disable()
 
 
+def pytest_configure(config):
+    """Interprets the Triton kernels where there is no GPU. Triton looks at the variable when they are defined."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # the controller of pytest-xdist runs no tests and needs no torch
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from quick_interpreter import quicken_interpreter
+
+        quicken_interpreter()
+
+
 def pytest_collection_finish():
-    """Excludes the objects of all modules from garbage collection, where they cost 0.2 seconds per full collection."""
+    """Excludes the objects of all modules from garbage collection, where they cost 0.2 seconds per full collection, until the
+    interpreter ends: pytest's last collections take seconds, and nanobind lists what the interpreter's does not free."""
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure():
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def poisoned():
     """Fills new memory with NaN. The library's outputs and workspace come from torch, so elements that it forgets to write show."""
+    from flash_dmattn.check.run import poisoned_memory
+
     with poisoned_memory():
         yield
 
 
 @pytest.fixture(autouse=True)
 def fixed_seed():
+    import torch
+
     torch.manual_seed(20240601)
 
 
@@ -53,4 +57,6 @@ def uncompiled_flex(monkeypatch):
 @pytest.fixture
 def check_mode(monkeypatch):
     """Turns the check on, as FLASH_DMATTN_CHECK_FINITE=1 does, which a process reads only once."""
+    from flash_dmattn._core import finite
+
     monkeypatch.setattr(finite, "_setting", lambda: True)

@@ -436,3 +436,26 @@ def selection_scores_argument(scores: Tensor, query: Tensor, key: Tensor) -> Ten
 def clamp_count(count: int) -> int:
     """Limits a count of positions to the largest int32, so that sums stay within int64. No row is beyond it."""
     return LARGEST_COUNT if isinstance(count, int) and count > LARGEST_COUNT else count
+
+
+def check_scores_have_rule(scores: Tensor | None, rule: object | None) -> None:
+    if scores is not None and rule is None:
+        raise ValueError(
+            f"selection_scores: got shape {tuple(scores.shape)} without keep_window_size, by which they select; "
+            "expected both or neither"
+        )
+
+
+def check_bias_delay(bias_delay: int, bias: Tensor | None) -> None:
+    check_count(bias_delay, "bias_delay")
+    if bias_delay and bias is None:
+        raise ValueError(f"bias_delay: got {bias_delay} without attn_bias, expected a bias")
+
+
+def bias_of_keys(bias: Tensor, bias_delay: int) -> Tensor:
+    bias = squeeze_query_dimension(bias)
+    if bias.dim() != 3:
+        raise ValueError(
+            f"bias_delay: got {bias_delay} with a bias of shape {tuple(bias.shape)}, expected one value for each key"
+        )
+    return bias

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -109,18 +109,18 @@ def context_parallel_dmattn(
     Every rank of the group has to make the same calls in the same order. Every rank has to run backward, too, so the
     loss of every rank has to depend on `out`.
     """
-    attend_options = AttendOptions(
+    options = AttendOptions(
         scale, softcap, deterministic, sink_logits, bias_delay, zero_sum, return_lse, backend
-    )._asdict()
+    )
     rule = SelectionRule(
         keep_window_size, selection, recent_window, recent_competes, sink_tokens, score_threshold
     )
     exchanged = begin_with_options(
-        key, value, scores, rule, query, attend_options, group=group, is_causal=is_causal, check=check,
+        key, value, scores, rule, query, options, group=group, is_causal=is_causal, check=check,
         attn_bias=attn_bias, nonfinite=nonfinite, key_mask=key_mask, cu_seqlens=cu_seqlens,
         position_ids=position_ids, lengths=lengths, headroom=headroom, exchange=exchange,
     )  # fmt: skip
-    return attend_to_pieces(query, exchanged, **attend_options)
+    return attend_with_options(query, exchanged, options)
 
 
 def begin_exchange(
@@ -193,43 +193,34 @@ def begin_with_options(
     scores: Tensor,
     rule: SelectionRule,
     query: Tensor | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: AttendOptions | None = None,
     *,
     group,
+    attn_bias: str | Tensor | None,
     is_causal: bool = True,
     check: bool | None = None,
     stream: torch.cuda.Stream | None = None,
-    attn_bias: str | Tensor | None = "scores",
     **arguments,
 ) -> ExchangedKeys:
-    """Does what `begin_exchange` does, and checks and compares what `attend_to_pieces` will get before the exchange.
+    """Does what `begin_exchange` does, and checks and compares what `attend_with_options` will get before the exchange.
 
-    query, options: the query and the other arguments of `attend_to_pieces`. arguments: the other ones of `begin_exchange`.
+    query, options: both, or neither if they are not known yet. arguments: all others of `begin_exchange`.
     """
     collectives = collectives_of(group)
 
-    def check_arguments() -> tuple[ExchangeArguments, AttendOptions | None]:
+    def check_arguments() -> ExchangeArguments:
         check_causality(is_causal)
         _check_stream(stream)
-        attend_options = AttendOptions.from_arguments(options, query)
-        checked = ExchangeArguments.from_call(
+        return ExchangeArguments.from_call(
             collectives, key=key, value=value, scores=scores, attn_bias=attn_bias, rule=rule,
-            query=query, options=attend_options, **arguments,
+            query=query, options=options, **arguments,
         )  # fmt: skip
-        return checked, attend_options
 
-    def compared_arguments(
-        checked: tuple[ExchangeArguments, AttendOptions | None],
-    ) -> dict[str, object]:
-        exchange_arguments, attend_options = checked
-        compared = exchange_arguments.compared_arguments(scores, attn_bias)
-        if attend_options is None:
-            return compared
-        return compared | attend_options.compared_arguments(query)
+    def compared_arguments(checked: ExchangeArguments) -> dict[str, object]:
+        compared = checked.compared_arguments(scores, attn_bias)
+        return compared if options is None else compared | options.compared_arguments(query)
 
-    call, attend_options = collectives.agreed_result(
-        "begin_exchange", check_arguments, compared_arguments, check
-    )
+    call = collectives.agreed_result("begin_exchange", check_arguments, compared_arguments, check)
     states = call.key, call.value, call.bias, call.scores
     if call.boundary.places:
         with _on_stream(stream, *states, call.present):
@@ -251,7 +242,7 @@ def begin_with_options(
         present=call.present,
         documents=call.documents,
         stream=stream,
-        collectives=collectives if attend_options is None and may_read() else None,
+        collectives=collectives if options is None and may_read() else None,
         check=check,
     )
 
@@ -298,10 +289,17 @@ def attend_to_pieces(
 
     The options are as in context_parallel_dmattn. Returns out [B, n, Hq, D], or (out, lse [B, Hq, n]) with return_lse.
     """
-    check_exchanged(exchanged)
     options = AttendOptions(
         scale, softcap, deterministic, sink_logits, bias_delay, zero_sum, return_lse, backend
     )
+    return attend_with_options(query, exchanged, options)
+
+
+def attend_with_options(
+    query: Tensor, exchanged: ExchangedKeys, options: AttendOptions
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Does what `attend_to_pieces` does."""
+    check_exchanged(exchanged)
     if exchanged.collectives is not None:
         n = exchanged.scores.shape[2] - exchanged.boundary.places
         exchanged.collectives.agreed_result(
@@ -324,10 +322,10 @@ def attend_to_pieces(
         _keep_for(current, states)
     numerics = options.numerics("saturate" if exchanged.boundary.saturate else "propagate")
     bias = exchanged.bias
-    if zero_sum and bias is not None:
+    if options.zero_sum and bias is not None:
         bias = with_zero_sum_gradient(bias)
     own_row = None
-    if rule.is_window() and exchanged.documents is None and not bias_delay:
+    if rule.is_window() and exchanged.documents is None and not options.bias_delay:
         # A window needs only the order of the keys, and they are in the order of their positions.
         visible = Visible(None, True)
         scores = None if exchanged.bias_is_score else exchanged.scores
@@ -343,11 +341,13 @@ def attend_to_pieces(
         numerics,
         rule=rule,
         scores=scores,
-        backend=backend,
-        bias_delay=bias_delay,
+        backend=options.backend,
+        bias_delay=options.bias_delay,
         own_row=own_row,
     )
-    return with_lse(out, statistics, return_lse, None, sink_logits, numerics.saturate)
+    return with_lse(
+        out, statistics, options.return_lse, None, options.sink_logits, numerics.saturate
+    )
 
 
 def check_exchanged(exchanged: object) -> None:

@@ -2,9 +2,9 @@
 
 import torch
 
-from .._core.checks import check_bias, resolve_flag
+from .._core.checks import resolve_flag
 from ..keys.intervals import KeyIntervals
-from ._shared.attention_interface.layer_attention import attend_by_mask
+from ._shared.attention_interface.layer_attention import attend_by_mask, take_bias_and_window
 from ._shared.attention_interface.layer_call import (
     check_probabilities,
     check_states,
@@ -54,14 +54,10 @@ def flash_dynamic_mask_attention_forward(
     Returns output [B, Sq, Hq, D], and None in the place of the attention probabilities. Raises ValueError or TypeError that names
     the argument, as `_flash_dynamic_mask_attention_forward` does.
     """
-    if attention_bias is not None and position_bias is not None:
-        raise ValueError(
-            "attention_bias: got a tensor together with position_bias, expected one of them (aliases)"
-        )
     check_states("[B, H, S, D]", query=query, key=key, value=value)
     states = swap_heads_and_tokens(query, key, value)
-    if position_bias is not None:
-        attention_bias = check_bias(position_bias, "position_bias", *states[:2])
+    kwargs |= {"attention_bias": attention_bias, "position_bias": position_bias, "window_size": window_size}  # fmt: skip
+    bias, keep = take_bias_and_window(kwargs, *states[:2], module, ("attention_bias", "position_bias"))  # fmt: skip
     check_probabilities(dropout, kwargs)
     if query.numel() == 0:
         raise ValueError(f"query: got shape {tuple(query.shape)}, expected no dimension of size 0")
@@ -72,7 +68,7 @@ def flash_dynamic_mask_attention_forward(
         attention_mask, is_causal = None, True
     is_causal = is_causal and not has_queries(attention_mask)
     out = attend_by_mask(
-        module, *states, attention_mask, is_causal, target_dtype(module, query), scaling=scaling,
-        softcap=softcap, attention_bias=attention_bias, window_size=window_size, **kwargs,
+        *states, attention_mask, is_causal, target_dtype(module, query), bias, keep,
+        scaling=scaling, softcap=softcap, **kwargs,
     )  # fmt: skip
     return out, None

@@ -5,7 +5,7 @@ from torch import Tensor, dtype
 from .._core.checks import resolve_flag
 from .._core.numerics import resolve_scale
 from ..keys.intervals import KeyIntervals
-from ._shared.attention_interface.layer_attention import attend_by_mask
+from ._shared.attention_interface.layer_attention import attend_by_mask, take_bias_and_window
 from ._shared.attention_interface.layer_call import cast_states, check_states
 
 __all__ = ["_flash_dynamic_mask_attention_forward", "fdma_peft_integration_check"]
@@ -78,10 +78,11 @@ def _flash_dynamic_mask_attention_forward(
         raise ValueError(f"query_length, key_length: got {lengths}, expected {expected}")
     is_causal = resolve_flag(is_causal, "is_causal") and query_length > 1
     scale = None if softmax_scale is None else resolve_scale(softmax_scale, "softmax_scale")
+    kwargs |= {"attention_bias": attention_bias, "keep_window_size": keep_window_size, "window_size": window_size}  # fmt: skip
+    bias, keep = take_bias_and_window(kwargs, query_states, key_states)
     return attend_by_mask(
-        None, *states.values(), attention_mask, is_causal, target_dtype,
-        scaling=scale, softcap=softcap, deterministic=deterministic, attention_bias=attention_bias,
-        keep_window_size=keep_window_size, window_size=window_size, **kwargs,
+        *states.values(), attention_mask, is_causal, target_dtype, bias, keep,
+        scaling=scale, softcap=softcap, deterministic=deterministic, **kwargs,
     )  # fmt: skip
 
 

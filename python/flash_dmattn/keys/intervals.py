@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from .._core import ops
-from .._core.checks import check_count, check_tensor, clamp_count, resolve_flag
+from .._core.checks import check_count, check_on_device, check_tensor, clamp_count, resolve_flag
 from .positions import KeyPositions, check_length
 
 _NEVER = 2**31 - 1
@@ -111,6 +111,24 @@ class KeyIntervals:
         rows = torch.arange(self.query_length, device=self.intervals.device)[:, None]
         first, last = self.intervals[:, :, None].unbind(-1)
         return (first <= rows) & (rows < last)
+
+
+def check_intervals(key_intervals: KeyIntervals, query: Tensor, key: Tensor) -> None:
+    if not isinstance(key_intervals, KeyIntervals):
+        raise TypeError(f"key_intervals: got {type(key_intervals).__name__}, expected KeyIntervals")
+    batch, seqlen_q = query.shape[:2]
+    seqlen_k, heads_kv = key.shape[1:3]
+    shape = key_intervals.intervals.shape
+    heads_q = query.shape[2]
+    fits = key_intervals.fits(batch, (heads_kv, heads_q), seqlen_k)
+    if not fits or key_intervals.query_length != seqlen_q:
+        raise ValueError(
+            f"key_intervals: got intervals of shape {tuple(shape)} for query length "
+            f"{key_intervals.query_length}, expected [{batch} or 1, {heads_kv}, {heads_q} or 1, {seqlen_k}, 2] for "
+            f"{seqlen_q}"
+        )
+    if key_intervals.intervals.device != query.device:
+        check_on_device(key_intervals.intervals, "key_intervals", query.device)
 
 
 def split_by_age(

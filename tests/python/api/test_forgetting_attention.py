@@ -191,10 +191,9 @@ def test_forgetting_at_131072_keys_is_accurate_to_float32():
     assert (plain - exact).abs().max() > 2e-4
 
 
-@pytest.mark.parametrize("rows", [2**13, 32])
-def test_compiled_call_has_one_graph(rows, monkeypatch):
+def test_compiled_call_has_one_graph(monkeypatch):
     torch._dynamo.reset()
-    monkeypatch.setattr(forgetting, "ROWS", rows)
+    monkeypatch.setattr(forgetting, "ROWS", 40)
     inputs = draw()
     compiled = torch.compile(forgetting_attention, backend="aot_eager", fullgraph=True)
     results = []

@@ -15,7 +15,7 @@ from flash_dmattn import (
 )
 from flash_dmattn.utils.mask import create_mask
 
-LENGTHS = (11, 12, 17, 24, 33)
+LENGTHS = (11, 12, 33)
 
 
 def choice(q, k, v, bias):

@@ -18,8 +18,16 @@ HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 # The interpreter multiplies bf16 wrongly. Uncompiled FlexAttention is torch's own arithmetic, with its backward on GPUs only.
 OTHERS = [FLOAT, BFLOAT, HALF] if ON_GPU else [FLOAT, HALF]
 DTYPES = {"cpu": [FLOAT, BFLOAT, HALF], "flex": OTHERS, "triton": OTHERS}
-CALLS = [(backend, dtype) for backend in DTYPES for dtype in DTYPES[backend]]
 FORMS = ["keys", "elements", "few queries"]
+# The dtype decides how numbers are rounded, the form of the bias which number is subtracted. Backends that are slow here have every form
+# in float32 alone.
+CALLS = [
+    (backend, dtype, form)
+    for backend in DTYPES
+    for dtype in DTYPES[backend]
+    for form in FORMS
+    if backend == "cpu" or ON_GPU or dtype == FLOAT or form == "keys"
+]
 
 
 @pytest.fixture(autouse=True)
@@ -91,8 +99,7 @@ def assert_errors(errors, before, factor):
         assert error <= factor * mean + largest / 50, f"{name}: {error} > {factor} * {mean}"
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("backend, dtype", CALLS)
+@pytest.mark.parametrize("backend, dtype, form", CALLS)
 def test_number_added_to_all_scores_of_a_row_keeps_errors(backend, dtype, form):
     problem = make_problem(form, dtype, backend)
     exact = attention(problem)
@@ -104,8 +111,7 @@ def test_number_added_to_all_scores_of_a_row_keeps_errors(backend, dtype, form):
         assert_errors(errors_of(shifted, exact), before, factor)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("backend, dtype", CALLS)
+@pytest.mark.parametrize("backend, dtype, form", CALLS)
 def test_number_added_to_all_scores_leaves_results_finite(backend, dtype, form):
     problem = make_problem(form, dtype, backend)
     far = replace(problem, bias=problem.bias + 2**20)
@@ -115,8 +121,7 @@ def test_number_added_to_all_scores_leaves_results_finite(backend, dtype, form):
 
 
 # Triton's kernels share a level between all rows of a head that have one bias for each key.
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("backend, dtype", [call for call in CALLS if call[0] != "triton"])
+@pytest.mark.parametrize("backend, dtype, form", [c for c in CALLS if c[0] != "triton"])
 def test_one_large_score_changes_only_rows_that_see_it(backend, dtype, form):
     problem = make_problem(form, dtype, backend)
     rows = slice(0, 2 * problem.q.shape[1] // 3)

@@ -23,8 +23,8 @@ DTYPES = (
 )
 INTERPRETED = """
     size_1x1_f16 size_7x5_f32 size_0x5 size_5x0 size_113x203_f32 size_203x113_f16 dim_1_f32 dim_80_f16
-    dim_250_f32 group_2_f16 mask_b1qk mask_1hqk mask_bhq1 mask_1111 bias_bvqk
-    bias_11qk bias_b11k bias_bhq1 bias_bh11 bias_1111 mask_111k_bias_b1q1_f32 mask_rows_f16
+    dim_250_f32 group_2_f16 mask_b1qk mask_bhq1 bias_bvqk
+    bias_b11k bias_bhq1 bias_1111 mask_111k_bias_b1q1_f32 mask_rows_f16
     mask_nothing_visible_f32 bias_finfo_min_f32 bias_nan_f32 bias_inf_f16
     bias_all_masked_f16 bias_low_f32 bias_low_f16 bias_low_f16_from_f32 bias_low_bhqk_f16_from_f32
     bias_all_low_f16_from_f32 inputs_equal_f32 inputs_extreme_f16 inputs_limits_f32 inputs_limits_f16

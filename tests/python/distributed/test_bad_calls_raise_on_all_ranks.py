@@ -16,8 +16,6 @@ from flash_dmattn.distributed import (
     linear_with_headroom,
 )
 from flash_dmattn.distributed._exchange.collectives import Collectives
-from flash_dmattn.distributed.attention import begin_with_options
-from flash_dmattn.keys.rule import SelectionRule
 from ranks_as_threads import run_in_threads
 
 N, RANKS = 8, 2
@@ -43,8 +41,6 @@ def call(cp, **changes):
 
 def begin(cp, **changes):
     arguments = {"key": K, "value": K, "scores": S} | changes
-    if changes.keys() & {"query", "options"}:  # as context_parallel_dmattn begins
-        return begin_with_options(rule=SelectionRule(4), group=cp.collectives, **arguments)
     return begin_exchange(group=cp.collectives, **{"keep_window_size": 4} | arguments)
 
 
@@ -146,13 +142,6 @@ def test_ranks_in_different_functions_raise_on_all():
     )
 
 
-def test_attend_options_are_compared_if_begin_had_a_query():
-    def other_options(cp):
-        attend_to_pieces(Q, begin(cp, query=Q), softcap=2.0 if cp.rank else None)
-
-    all_ranks_disagree("softcap=", other_options)
-
-
 def test_later_calls_compare_on_request_or_in_debug_mode(monkeypatch):
     def comparisons(cp):
         gathered_parts = []
@@ -223,9 +212,6 @@ WRONG = [
     ("attention", {"deterministic": "no"}, TypeError, "deterministic: got"),
     ("attend", {"softcap": -1.0}, ValueError, "softcap: got"),
     ("begin", {"stream": "x"}, TypeError, "stream: got str, expected a torch.cuda.Stream or None"),
-    ("begin", {"query": Q, "options": [1]}, TypeError, "options: got list, expected a mapping"),
-    ("begin", {"query": Q, "options": {"softcp": 2.0}}, TypeError, "options: got"),
-    ("begin", {"options": {"softcap": 2.0}}, ValueError, "options: got options of attend_to_pieces without query"),
     ("shard", {"cu_seqlens": torch.tensor([2, 8])}, ValueError,
      r"cu_seqlens: got \[2, 8\], expected offsets that begin at 0, never fall and end at 8 at most"),
     ("shard", {"cu_seqlens": torch.tensor([0.0, 2.5, 8.0])}, ValueError, "cu_seqlens: got torch.float32"),

@@ -62,7 +62,7 @@ def stream_of(length, rule, numerics, **options):
     return Stream(length, rule[0], rule=rule[1], **numerics, **options)
 
 
-@settings(max_examples=450, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     **STREAMS,
     pieces=st.lists(st.integers(1, 7), min_size=1, max_size=10),
@@ -74,7 +74,7 @@ def test_any_split_equals_full_attention(pieces, prefill, backend, **options):
     check_split(stream_of(prefill + sum(pieces), **options), prefill, pieces, backend)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=160, deadline=None)
 @given(
     **STREAMS,
     speculated=st.lists(
@@ -87,7 +87,7 @@ def test_speculation_with_rollback_equals_full_attention(speculated, **options):
     check_speculation(stream, speculated, options["seed"])
 
 
-@settings(max_examples=160, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     **STREAMS,
     pieces=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=6),
@@ -97,7 +97,7 @@ def test_dropped_tokens_leave_no_trace(pieces, **options):
     check_drops(stream_of(sum(sizes), **options), sizes, dropped)
 
 
-@settings(max_examples=160, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(**STREAMS, begin=st.integers(1, 14), dtype=DTYPES)
 def test_ragged_rows_equal_single_rows(begin, **options):
     check_ragged(stream_of(26, **options), begin, steps=12)

@@ -19,6 +19,11 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.transformers,
     pytest.mark.skipif(compiler is None, reason="no C++ compiler"),
+    # Its compilers take as long as a tenth of the other tests of models. test_compiled_doge.py runs the exported program
+    # in a process without this package's Python.
+    pytest.mark.skipif(
+        "FLASH_DMATTN_TEST_RELEASE" not in os.environ, reason="a part of make release-check"
+    ),
 ]
 
 # For one model, precompiling the header takes longer than it saves.

@@ -20,7 +20,7 @@ from harness.case import (
     useful_tflops,
 )
 from harness.cases import Failure, attention, decode, host, serving
-from harness.clock import Rounds, Step, peak_mb, times_of_steps
+from harness.clock import Rounds, peak_mb
 from processes import run_in_processes
 
 RUN = ["run", "--device", "cpu", "--commit", "0123456"]
@@ -186,11 +186,6 @@ def test_every_case_and_side_is_in_the_document():
 def test_rounds_summarise_what_follows_the_warm_up(is_least, time):
     measured = iter([100, 1, 3, 8])
     assert Rounds(3, is_least, warm_up=1).time_one(lambda: next(measured)) == time
-
-
-def test_side_without_a_backward_has_no_time_of_one():
-    step = Step(lambda: torch.zeros(1), [], torch.zeros(1))
-    assert list(times_of_steps({"rival": step}, "cpu", 1)["rival"]) == ["forward"]
 
 
 @pytest.mark.parametrize("kind, window", [*((kind, None if kind == DENSE else 16) for kind in KINDS), (EVICTED, None)])  # fmt: skip

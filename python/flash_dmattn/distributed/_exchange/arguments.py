@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from ..._core.checks import (
     DTYPES,
     MASK_VALUE,
     autocast_tensors,
+    check_bias_delay,
     check_count,
     check_device,
     check_on_device,
@@ -27,7 +28,6 @@ from ..._core.checks import (
 from ..._core.gradients import expand
 from ..._core.kv_checks import check_query
 from ..._core.numerics import Numerics, resolve_nonfinite
-from ..._dispatch import check_bias_delay
 from ...keys.positions import check_length, check_offsets
 from ...keys.rule import SelectionRule
 from ...merge import check_sink_logits
@@ -50,26 +50,6 @@ class AttendOptions(NamedTuple):
     zero_sum: bool = False
     return_lse: bool = False
     backend: str | None = None
-
-    @classmethod
-    def from_arguments(
-        cls, options: Mapping[str, Any] | None, query: Tensor | None
-    ) -> AttendOptions | None:
-        """Makes them from the options that `begin_with_options` got. Returns None if it got no options."""
-        if options is None:
-            return None
-        if not isinstance(options, Mapping):
-            raise TypeError(f"options: got {type(options).__name__}, expected a mapping")
-        if query is None:
-            raise ValueError(
-                "options: got options of attend_to_pieces without query, expected both or none"
-            )
-        unknown = sorted(options.keys() - set(cls._fields))
-        if unknown:
-            raise TypeError(
-                f"options: got {unknown}, expected arguments of attend_to_pieces: {cls._fields}"
-            )
-        return cls(**options)
 
     def numerics(self, nonfinite: str) -> Numerics:
         return Numerics.from_arguments(
@@ -139,15 +119,15 @@ class ExchangeArguments(NamedTuple):
         rule: SelectionRule,
         query: Tensor | None,
         options: AttendOptions | None,
-        key_mask: Tensor | None = None,
-        cu_seqlens: Tensor | Sequence[int] | None = None,
-        position_ids: Tensor | None = None,
-        lengths: Sequence[int] | None = None,
-        headroom: bool = False,
-        exchange: str = "auto",
-        nonfinite: str = "saturate",
+        key_mask: Tensor | None,
+        cu_seqlens: Tensor | Sequence[int] | None,
+        position_ids: Tensor | None,
+        lengths: Sequence[int] | None,
+        headroom: bool,
+        exchange: str,
+        nonfinite: str,
     ) -> ExchangeArguments:
-        """Checks the arguments of a call. query, options: for `attend_to_pieces`; None: they are not known yet."""
+        """Checks the arguments of a call. query, options: for `attend_to_pieces`; both None: they are not known yet."""
         rule = rule.checked_state_rule()
         headroom = resolve_flag(headroom, "headroom")
         key, value = autocast_tensors(key, value)
@@ -198,8 +178,8 @@ class ExchangeArguments(NamedTuple):
             scores = scores.masked_fill(~present, float("nan"))
         if bias_is_score:
             bias = scores
-        if query is not None:
-            (options or AttendOptions()).check(query, key, n, bias)
+        if options is not None:
+            options.check(query, key, n, bias)
         return cls(
             boundary=boundary,
             exchange=choose_exchange(exchange, collectives)(collectives, boundary),

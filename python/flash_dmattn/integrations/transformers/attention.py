@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ..._core.checks import resolve_flag
-from .._shared.attention_interface.layer_attention import attend_by_mask
+from .._shared.attention_interface.layer_attention import attend_by_mask, take_bias_and_window
 from .._shared.attention_interface.layer_call import (
     PACKED_KEYWORDS,
     check_probabilities,
@@ -74,10 +74,11 @@ def _attend_by_mask(
     has_causality = is_causal_mask(mask)
     mask = hide_other_sequences(mask, kwargs, query.shape[0], query.shape[2], key.shape[2])
     kwargs = {name: value for name, value in kwargs.items() if name not in PACKED_KEYWORDS}
-    return attend_by_mask(
-        module, *swap_heads_and_tokens(query, key, value), None if is_causal_mask(mask) else mask,
-        has_causality, target_dtype(module, query), **kwargs,
-    )  # fmt: skip
+    states = swap_heads_and_tokens(query, key, value)
+    bias, keep = take_bias_and_window(kwargs, *states[:2], module)
+    mask = None if is_causal_mask(mask) else mask
+    dtype = target_dtype(module, query)
+    return attend_by_mask(*states, mask, has_causality, dtype, bias, keep, **kwargs)
 
 
 def _check_causality(

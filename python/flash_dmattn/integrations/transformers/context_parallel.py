@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from transformers.models.doge.modeling_doge import DogeAttention
 
 from ..._core.checks import check_tensor
-from ...distributed.attention import attend_to_pieces, begin_with_options, bias_without_sinks
+from ...distributed._exchange.arguments import AttendOptions
+from ...distributed.attention import attend_with_options, begin_with_options, bias_without_sinks
 from ...distributed.batch import ContextParallel, offsets_of_documents
 from ...distributed.boundary import boundary_state
 from ...keys.rule import SelectionRule
@@ -60,16 +61,18 @@ class PieceForward(NamedTuple):
                 slots.check_kernels(key, value)
             except Exception as error:
                 self.group.collectives.raise_on_all_ranks("begin_exchange", error)
+        options = AttendOptions(**options)
         exchanged = begin_with_options(
-            key, value, scores, rule, query, options, group=self.group.collectives,
-            attn_bias=bias, key_mask=self.key_mask, cu_seqlens=self.cu_seqlens,
+            key, value, scores, rule, query, options, group=self.group.collectives, attn_bias=bias,
+            key_mask=self.key_mask, cu_seqlens=self.cu_seqlens, position_ids=None, lengths=None,
+            headroom=False, exchange="auto", nonfinite="saturate",
         )  # fmt: skip
         if slots is not None:
             state = boundary_state(exchanged, chunk=slots.chunk)
             slots.adopt_slots(state, exchanged.boundary.pieces.end())
         if isinstance(bias, torch.Tensor):
             exchanged = bias_without_sinks(exchanged)
-        return attend_to_pieces(query, exchanged, **options)
+        return attend_with_options(query, exchanged, options)
 
 
 # Decoders in which only attention mixes tokens, by `config.model_type`.

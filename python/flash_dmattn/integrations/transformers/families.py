@@ -22,34 +22,19 @@ from .family_table import (
 from .hooks import add_hook
 from .names import NAMES
 
-_SINKS = "has attention sinks of each token, or an attention of its own with sinks"
-_INDEXER = (
-    "adds the attention mask to the scores of an indexer; masks of flash_dmattn are key intervals"
-)
-_ARITHMETIC = (
-    "computes with the values of the attention mask; masks of flash_dmattn are key intervals"
-)
-# Reasons to refuse models whose layers do more than their config tells, by `config.model_type` (without "_text").
-_REASONS = {
-    **dict.fromkeys(
-        (
-            "deepseek_v4", "inkling2", "inkling2_loop",
-        ),
-        _SINKS,
+_OTHER_MASKS = "masks of flash_dmattn are key intervals"
+# Reasons to refuse models whose layers do more than their config tells, and their `config.model_type` (without "_text").
+_TYPES_BY_REASON = {
+    "has attention sinks of each token, or an attention of its own with sinks": ("deepseek_v4", "inkling2", "inkling2_loop"),
+    f"adds the attention mask to the scores of an indexer; {_OTHER_MASKS}": (
+        "axk2", "deepseek_v32", "dots3_note", "glm_moe_dsa", "hy_v4", "hy_v4_vl", "mistral_large4", "qwen4_exp",
     ),
-    **dict.fromkeys(
-        ("axk2", "deepseek_v32", "dots3_note", "glm_moe_dsa", "hy_v4", "hy_v4_vl", "mistral_large4", "qwen4_exp"),
-        _INDEXER,
-    ),
-    **dict.fromkeys(
-        (
-            "bigbird_pegasus", "gemma4_assistant", "gemma4_audio", "gemma4_unified_assistant", "longformer",
-            "nemotron3_5_asr", "nemotron_asr_streaming", "nemotron_asr_streaming_encoder", "t5gemma2", "t5gemma2_decoder",
-            "t5gemma2_encoder",
-        ),
-        _ARITHMETIC,
+    f"computes with the values of the attention mask; {_OTHER_MASKS}": (
+        "bigbird_pegasus", "gemma4_assistant", "gemma4_audio", "gemma4_unified_assistant", "longformer", "nemotron3_5_asr",
+        "nemotron_asr_streaming", "nemotron_asr_streaming_encoder", "t5gemma2", "t5gemma2_decoder", "t5gemma2_encoder",
     ),
 }  # fmt: skip
+_REASONS = {name: reason for reason, names in _TYPES_BY_REASON.items() for name in names}
 # These models change the masks of their text model, whose family is used elsewhere, too.
 _CHANGING_MASKS_OF_TEXT = ("gemma4_assistant", "gemma4_unified_assistant")
 # Reasons by `config.model_type` (without "_text") for layers whose keys cannot get scores.

@@ -1,5 +1,7 @@
 """Attention of layers whose mask and bias decide which keys a query sees."""
 
+from collections.abc import Collection
+
 import torch
 
 from ...._core.checks import (
@@ -29,23 +31,60 @@ from .layer_call import (
 from .packed_sequences import attend_in_sequences, sequences_or_mask
 
 
+def take_bias_and_window(
+    keywords: dict,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    layer: torch.nn.Module | None = None,
+    names_with_window: Collection[str] = ("attention_bias",),
+) -> tuple[torch.Tensor | None, int | None]:
+    """Removes the bias and the number of keys that a query keeps, each of which has two names, from keywords, and returns them.
+
+    The number for a bias under `names_with_window` is by default `layer.keep_window_size` or `layer.window_size`.
+    """
+    bias = keep = None
+    for name in ("position_bias", "attention_bias"):
+        given = keywords.pop(name, None)
+        if given is None:
+            continue
+        if bias is not None:
+            raise ValueError(
+                f"{name}: got a tensor together with position_bias, expected one of them (aliases)"
+            )
+        bias = check_bias(given, name, query, key)
+        if name in names_with_window:
+            keep = getattr(layer, "keep_window_size", getattr(layer, "window_size", None))
+    sizes = {name: keywords.pop(name, None) for name in ("keep_window_size", "window_size")}
+    sizes = {name: size for name, size in sizes.items() if size is not None}
+    for name, size in sizes.items():
+        check_count(size, name)
+        if bias is None:
+            raise ValueError(
+                f"{name}: got {size} without attention_bias, expected a bias with the scores of keys"
+            )
+        keep = size
+    if len(sizes) == 2 and sizes["window_size"] != sizes["keep_window_size"]:
+        raise ValueError(
+            f"window_size: got {sizes['window_size']} together with keep_window_size {sizes['keep_window_size']}, expected one of "
+            "them (aliases)"
+        )
+    return bias, keep
+
+
 def attend_by_mask(
-    layer: torch.nn.Module | None,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | KeyIntervals | None,
     is_causal: bool,
     target_dtype: torch.dtype | None,
+    bias: torch.Tensor | None,
+    keep: int | None,
     *,
     scaling: float | None = None,
     softcap: float | None = None,
     deterministic: bool | None = None,
     s_aux: torch.Tensor | None = None,
-    attention_bias: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
-    keep_window_size: int | None = None,
-    window_size: int | None = None,
     sliding_window: int | None = None,
     position_ids: torch.Tensor | None = None,
     **others,
@@ -53,10 +92,9 @@ def attend_by_mask(
     """Computes attention in which a query sees the keys that the mask shows; of these, with a window, those with the highest bias.
 
     Args:
-        layer: has the default of keep_window_size with attention_bias: layer.keep_window_size or layer.window_size.
         query: [B, Sq, Hq, D]; key: [B, Sk, Hkv, D]; value: [B, Sk, Hkv, Dv].
+        bias, keep: of `take_bias_and_window`.
         mask, and the other arguments: as in `_flash_dynamic_mask_attention_forward`.
-        position_bias: another name of attention_bias; the layer's window does not belong to it.
         others: PACKED_KEYWORDS, and keywords of transformers that change nothing; the rest raise.
 
     Returns:
@@ -64,16 +102,6 @@ def attend_by_mask(
     """
     packed = {name: others.pop(name, None) for name in PACKED_KEYWORDS}
     check_keywords(others)
-    bias = None
-    for name, own in (("position_bias", position_bias), ("attention_bias", attention_bias)):
-        if own is not None and bias is not None:
-            raise ValueError(
-                f"{name}: got a tensor together with position_bias, expected one of them"
-            )
-        bias = bias if own is None else check_bias(own, name, query, key)
-    keep = _resolve_window(keep_window_size, window_size, bias)
-    if keep is None and attention_bias is not None:
-        keep = getattr(layer, "keep_window_size", getattr(layer, "window_size", None))
     selects = keep is not None and key.shape[1] > keep
     if s_aux is not None:
         check_sink_logits(s_aux, query, "s_aux")
@@ -172,23 +200,3 @@ def _make_rule(
     has_no_queries = intervals is None and (mask is None or mask.dim() == 3)
     mode = "global" if has_no_queries else "per_query"
     return mask, intervals, SelectionRule(keep, mode).checked_rule(), scores
-
-
-def _resolve_window(
-    keep_window_size: int | None, window_size: int | None, bias: torch.Tensor | None
-) -> int | None:
-    """Returns the number of keys that a query keeps, from either name of the argument."""
-    for name, size in (("keep_window_size", keep_window_size), ("window_size", window_size)):
-        if size is None:
-            continue
-        check_count(size, name)
-        if bias is None:
-            raise ValueError(
-                f"{name}: got {size} without attention_bias, expected a bias with the scores of keys"
-            )
-    if None not in (keep_window_size, window_size) and window_size != keep_window_size:
-        raise ValueError(
-            f"window_size: got {window_size} together with keep_window_size {keep_window_size}, expected one of them "
-            "(aliases)"
-        )
-    return window_size if keep_window_size is None else keep_window_size
