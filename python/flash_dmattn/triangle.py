@@ -51,17 +51,19 @@ def triangle_attention(
         raise ValueError(f"empty_rows: got {empty_rows!r}, expected 'zero' or 'mean'")
     masks = [None] * q.shape[0] if mask is None else _elements(mask)
     options = {"scale": scale, "deterministic": deterministic, "backend": backend}
+    # Results and gradients of attention have the heads last: torch joins parts in this layout at the speed of a copy.
+    heads_last = (t.transpose(2, 3) for t in (q, k, v))
     outs = [
         _attend(*tensors, empty_rows == "mean", options)
-        for tensors in zip(*map(_elements, (q, k, v, bias)), masks, strict=True)
+        for tensors in zip(*map(_elements, (*heads_last, bias)), masks, strict=True)
     ]
-    return outs[0].unsqueeze(0) if len(outs) == 1 else torch.stack(outs)
+    return (outs[0].unsqueeze(0) if len(outs) == 1 else torch.stack(outs)).transpose(2, 3)
 
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, has_means: bool, options
 ) -> Tensor:
-    """Computes one of the B elements. The rows are the core's batch, whose elements may share a bias."""
+    """Computes one of the B elements, [N, S, H, D]. The rows are the core's batch, whose elements may share a bias."""
     count = _rows_with_own_gradient(q, bias, options["backend"])
     if count and count < q.shape[0]:
         parts = [t.split(count) for t in (q, k, v)]
@@ -74,18 +76,16 @@ def _attend(
         return torch.cat(outs)
     if count:
         bias = expand(bias, (q.shape[0], *bias.shape[1:]))
-    heads_last = (t.transpose(1, 2) for t in (q, k, v))
     key_mask = None if mask is None else mask.squeeze(2)  # [N, 1, K]
-    if not has_means or not k.shape[2]:
-        out = flash_dmattn_func(*heads_last, key_mask, bias, **options)
-        return out.transpose(1, 2)
-    out, lse = flash_dmattn_func(*heads_last, key_mask, bias, return_lse=True, **options)
+    if not has_means or not k.shape[1]:
+        return flash_dmattn_func(q, k, v, key_mask, bias, **options)
+    out, lse = flash_dmattn_func(q, k, v, key_mask, bias, return_lse=True, **options)
     if lse is None:
         raise NotImplementedError(
             "empty_rows: got 'mean' with backend='flex' on the CPU, where FlexAttention returns no log-sum-exp; expected another backend"
         )
-    mean = v.mean(2, keepdim=True).to(out.dtype)
-    return torch.where(lse.isneginf().unsqueeze(-1), mean, out.transpose(1, 2))
+    mean = v.mean(1, keepdim=True).to(out.dtype)
+    return torch.where(lse.isneginf().mT.unsqueeze(-1), mean, out)
 
 
 def _rows_with_own_gradient(q: Tensor, bias: Tensor, backend: str | None) -> int:
