@@ -43,9 +43,8 @@ def main(kind, architecture, warp, dtype, head_dim, precisions="all"):
     k = q[:, :, :1].contiguous()
     mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)
     bias = torch.zeros(mask.shape, dtype=q.dtype)
-    # With intervals, the backward's tiles are the same and take no more memory. Compilers for AMD take the longest.
-    forms = [sliding_window(LENGTH, 64).intervals, None]
-    for key_intervals in forms[1:] if (kind, precisions) == ("hip", "fp32") else forms:
+    # With intervals, the backward's tiles are the same and take no more memory.
+    for key_intervals in (sliding_window(LENGTH, 64).intervals, None):
         problem = launch.Problem(q, k, k.clone(), mask, bias, key_intervals, [], True, 0.1, 1.0)
         out, *rest = launch.forward(problem, True)
     launch.backward(problem, q, out, *rest, None, True, [True] * 4)
