@@ -30,8 +30,8 @@ def main() -> int:
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "tested.md")
     parser.add_argument(
         "--jobs",
-        default="4",
-        help="tests at the same time; those in Python need pytest-xdist for it",
+        default=str(min(16, os.cpu_count() or 1)),
+        help="tests at the same time, by default one for each core and at most 16; those in Python need pytest-xdist for it",
     )
     options = parser.parse_args()
     import torch
