@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -26,14 +27,19 @@ SUITES = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("suites", nargs="*", choices=SUITES, default=list(SUITES), metavar="SUITE")
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"{', '.join(SUITES)}; all")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "tested.md")
     parser.add_argument(
         "--jobs",
-        default=str(min(16, os.cpu_count() or 1)),
-        help="tests at the same time, by default one for each core and at most 16; those in Python need pytest-xdist for it",
+        type=int,
+        help="tests of a suite at the same time (default: the suites, which run at the same time, share the cores); those in "
+        "Python need pytest-xdist for it",
     )
     options = parser.parse_args()
+    suites = options.suites or list(SUITES)
+    if unknown := set(suites).difference(SUITES):  # choices= refuses an empty list
+        parser.error(f"SUITE: got {', '.join(unknown)}, expected some of {', '.join(SUITES)}")
+    jobs = str(options.jobs or max(1, (os.cpu_count() or 1) // len(suites)))
     import torch
 
     if not torch.cuda.is_available():
@@ -42,22 +48,22 @@ def main() -> int:
     versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}"
     build("".join(map(str, torch.cuda.get_device_capability())))
     has_failed = False
-    for suite in options.suites:
-        passed, failed, skipped = (
-            run_python(options.jobs) if suite == "python" else run_ctest(suite, options.jobs)
-        )
-        row = (
-            card,
-            SUITES[suite],
-            passed,
-            failed,
-            skipped,
-            commit(),
-            datetime.date.today(),
-            versions,
-        )
-        write_row(options.page, [str(cell) for cell in row])
-        has_failed |= failed > 0 or passed == 0
+    with ThreadPoolExecutor() as pool:
+        running = {pool.submit(run, suite, jobs): suite for suite in suites}
+        for finished in as_completed(running):
+            passed, failed, skipped = finished.result()
+            row = (
+                card,
+                SUITES[running[finished]],
+                passed,
+                failed,
+                skipped,
+                commit(),
+                datetime.date.today(),
+                versions,
+            )
+            write_row(options.page, [str(cell) for cell in row])
+            has_failed |= failed > 0 or passed == 0
     return int(has_failed)
 
 
@@ -85,6 +91,10 @@ def build(architecture: str) -> None:
     ]
     for command in (configure, targets):
         subprocess.run(command, cwd=ROOT, env=environment, check=True)
+
+
+def run(suite: str, jobs: str) -> tuple[int, int, int]:
+    return run_python(jobs) if suite == "python" else run_ctest(suite, jobs)
 
 
 def run_ctest(label: str, jobs: str) -> tuple[int, int, int]:
@@ -125,7 +135,7 @@ def run_python(jobs: str) -> tuple[int, int, int]:
         "PYTHONPATH": str(ROOT / "python"),
         "FLASH_DMATTN_LIBRARY": str(library),
     }
-    command = [sys.executable, "-m", "pytest", "-q", "tests/python/gpu", "--junitxml", report]
+    command = [sys.executable, "-m", "pytest", "-v", "tests/python/gpu", "--junitxml", report]
     if importlib.util.find_spec("xdist"):
         command += ["--numprocesses", jobs]
     subprocess.run(command, cwd=ROOT, env=environment)
