@@ -27,6 +27,7 @@ def _run(rank, function, file, count, arguments):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=count)
     try:
+        dist.barrier()  # a rank that ends at once would close connections that others are making
         torch.manual_seed(0)
         function(rank, *arguments)
     finally:
