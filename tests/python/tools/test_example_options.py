@@ -13,6 +13,10 @@ BAD = {
         (["--seed", "-1"], "argument --seed: got -1, expected 0 to"),
         (["--device", "bogus"], "argument --device: got bogus: Expected one of"),
     ],
+    "from_scratch": [
+        (["--mean-keys", "9", "--recent", "8", "--output", "{folder}"], "--mean-keys: got 9, expected 13 to"),
+        (["--texts", "{file}", "--output", "{folder}"], "--texts: got {file}, expected a folder"),
+    ],
     "long_context": [
         (["--save-every", "0"], "argument --save-every: got 0, expected 1 to"),
         (["--hidden", "96"], "--hidden, --head-dim: got 96, 128, expected"),
