@@ -122,12 +122,17 @@ def call_new(base=None, **options):
     )
 
 
-def attend_twice():
-    call = ScoreCall(
-        make_scored().model.layers[0].self_attn, torch.randn(1, 3, 32), None, None, None
-    )
-    for _ in range(2):
-        call.scores_of(*torch.randn(2, 1, 2, 3, 8))
+def attend(times=1, cache=lambda _: None):
+    """Attention of a layer that never calls the cache's `update`."""
+
+    def call():
+        model = make_scored()
+        layer = model.model.layers[0].self_attn
+        call = ScoreCall(layer, torch.randn(1, 3, 32), cache(model), None, None)
+        for _ in range(times):
+            call.scores_of(*torch.randn(2, 1, 2, 3, 8))
+
+    return call
 
 
 def phase(*arguments, model=make_scored):
@@ -176,12 +181,13 @@ CALLS_OF_SCORES = [
     *(("^temperature: got .*, expected a number above 0 with", phase(*arguments))
       for arguments in (("hard", 0.3), ("soft", 0.0), ("soft", math.nan))),
     (r"^scorer: got torch.float32 of shape \(2, 13, 1\)", call_new(scorer=lambda h, k, v: h[..., :1])),
-    ("^scorer: got a second attention call in layer 0", attend_twice),
+    ("^scorer: got a second attention call in layer 0", attend(times=2)),
     ("^dropout: got 0.1", call_new({"attention_dropout": 0.1})),
     ("^attention_mask: got an additive mask that adds other", call_scored(attention_mask=additive)),
     # Caches that do not fit.
     (f"^{CACHE}: got keys without scores in layer 0", call_scored(past_key_values=keys_without_scores, tokens=1)),
     ("^scores: got none.*add_learned_scores.* in the phase 'hard'", call_scored(past_key_values=slots, phase="off")),
+    (f"^{CACHE}: got a DynamicMaskCache whose layer 0 got no keys", attend(cache=slots)),
     (f"^{CACHE}: got 1 layers, expected more than 1", call_scored(past_key_values=lambda _: slots(make_scored(num_hidden_layers=1)))),
     ("^phase: got 'soft' with a DynamicMaskCache", call_scored(past_key_values=slots, phase="soft")),
     (f"^{CACHE}: got keep_window_size", call_scored(past_key_values=lambda _: slots(make_scored(rule="window")))),

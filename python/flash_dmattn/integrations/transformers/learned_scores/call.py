@@ -44,14 +44,14 @@ class ScoreCall:
         """
         self.layer, self.hidden, self.pieces = layer, hidden, pieces
         self.cache = getattr(cache, "self_attention_cache", cache)  # in an EncoderDecoderCache
-        self.slots: DynamicMaskLayer | None = None  # which got the keys, once attention begins
+        self.slots: DynamicMaskLayer | None = None  # of a DynamicMaskCache, once it gets the keys
         self.state: CacheState | None = None  # of transformers' own cache, before it gets the keys
         self.first_query: Tensor | int | None = (
             None  # its column in a static cache; None: the last query is the last key
         )
         self.has_attended = False
         if isinstance(self.cache, DynamicMaskCache):
-            self.cache.awaits_keys = True
+            self.cache.give_slots_to(self._take_slots)
         elif self.cache is not None:
             if not isinstance(self.cache, Cache):
                 raise TypeError(
@@ -59,6 +59,9 @@ class ScoreCall:
                 )
             self.state = CacheState.of_layer(self.cache, layer.layer_idx, position)
             self.first_query = self.state.position
+
+    def _take_slots(self, slots: DynamicMaskLayer) -> None:
+        self.slots = slots
 
     def attend(
         self,
@@ -103,13 +106,11 @@ class ScoreCall:
                 f"scorer: got a second attention call in layer {layer.layer_idx}, expected one: the cache stores one value per key"
             )
         self.has_attended, keys = True, key
-        if isinstance(self.cache, DynamicMaskCache):
-            if self.cache.awaits_keys:
-                raise ValueError(
-                    f"{CACHE}: got a DynamicMaskCache whose layer {layer.layer_idx} got no keys, expected them. Use transformers' "
-                    "DynamicCache"
-                )
-            self.slots = self.cache.updated_slots
+        if isinstance(self.cache, DynamicMaskCache) and self.slots is None:
+            raise ValueError(
+                f"{CACHE}: got a DynamicMaskCache whose layer {layer.layer_idx} got no keys, expected them. Use transformers' "
+                "DynamicCache"
+            )
         if self.first_query is not None:
             columns = torch.arange(new, device=key.device) + self.first_query
             key, value = (t.index_select(2, columns) for t in (key, value))
