@@ -14,8 +14,7 @@ from .._shared.attention_interface.layer_call import (
     swap_heads_and_tokens,
     target_dtype,
 )
-from .compat import FLAG_WITH_EVERY_MASK_IN_4
-from .family_table import FLAG_WITH_EVERY_MASK, type_of
+from .families import FLAG_WITH_EVERY_MASK, type_of
 from .learned_scores.call import ScoreCall
 
 
@@ -91,8 +90,7 @@ def _check_causality(
             "decides what a query sees"
         )
     contradicts = not is_causal and is_causal_mask(mask) and getattr(module, "is_causal", False)
-    exempt = (*FLAG_WITH_EVERY_MASK, *FLAG_WITH_EVERY_MASK_IN_4)
-    if contradicts and type_of(module.config) not in exempt:
+    if contradicts and type_of(module.config) not in FLAG_WITH_EVERY_MASK:
         raise ValueError(
             "is_causal: got False with a causal mask, expected None; set is_causal=False in the model's config, by which "
             "its mask functions decide"

@@ -10,14 +10,13 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
 from ..._core.checks import LARGEST_HEAD_DIM
-from .compat import CACHE_NAMES, can_set_implementation
+from .compat import CACHE_NAMES, FLAG_WITH_EVERY_MASK_IN_4, can_set_implementation
 from .family_table import (
     ATTENTION,
     COMPARED,
     DECODERS_BY_POSITIONS,
     DECODERS_OF_SEVERAL_AXES,
     MASKS_BY_TYPE,
-    type_of,
 )
 from .hooks import add_hook
 from .names import NAMES
@@ -45,8 +44,15 @@ REASONS_AGAINST_SCORES = {
     "glm5_next": "choose keys by an indexer",
     "jetmoe": "repeat keys before the attention function gets them",
 }
+# Types (without "_text") whose causal layers pass is_causal=False with every mask, as their masks include causality.
+FLAG_WITH_EVERY_MASK = ("moonshine", "moonshine_streaming", *FLAG_WITH_EVERY_MASK_IN_4)
 _OTHER_SOURCES = ("encoder_hidden_states", "key_value_states", "cross_attention_states")
 _LOCAL_KINDS = ("sliding", "chunked", "local", "window")
+
+
+def type_of(config: PretrainedConfig) -> str:
+    """Returns the name of a config's type in the lists: `model_type` without "_text"."""
+    return config.model_type.removesuffix("_text")
 
 
 # ---- Attention under the plain name -----------------------------------------------------------------

@@ -1,7 +1,5 @@
 """The families of transformers that were compared, 4.57 to 5.24. `make families` writes this file (tools/compare_families.py)."""
 
-from transformers.configuration_utils import PretrainedConfig
-
 # Types of configs (without "_text") whose models equal eager attention.
 COMPARED = frozenset({
     "afmoe", "aimv2", "aimv2_text_model", "aimv2_vision_model", "albert", "align_text_model", "altclip",
@@ -139,9 +137,3 @@ MASKS_BY_TYPE = frozenset({
     "qwen3", "qwen3_next", "qwen3_omni_moe_talker_code_predictor", "recurrent_gemma", "smollm3", "step3p5",
     "unlimited_ocr", "vaultgemma", "zamba", "zamba2", "zaya",
 })  # fmt: skip
-# Types (written by hand) whose causal layers pass is_causal=False with every mask, as their masks include causality.
-FLAG_WITH_EVERY_MASK = ("moonshine", "moonshine_streaming")
-
-
-def type_of(config: PretrainedConfig) -> str:
-    return config.model_type.removesuffix("_text")

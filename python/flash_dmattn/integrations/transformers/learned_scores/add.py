@@ -23,8 +23,8 @@ from ..families import (
     is_attention,
     reason_against_scores,
     reason_to_refuse,
+    type_of,
 )
-from ..family_table import type_of
 from ..hooks import add_hook
 from ..names import ALL_STORED_NAMES, NAMES, PIECES, SCORED_NAME
 from .decoder_hooks import mask_hooks, remove_decoder_hooks, score_hooks
