@@ -161,10 +161,25 @@ class KVSlots(HeldKeys):
         scale, softcap, nonfinite: as in flash_dmattn_func.
         return_lse: whether to return (out, lse), with lse [B, Hq, 1].
         """
-        self._check_tokens(key, value, scores, query, key_mask=key_mask)
-        self._refuse_pending()
         return_lse = resolve_flag(return_lse, "return_lse")
         numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None)
+        scores_are_bias = check_flag(scores_are_bias, "scores_are_bias")
+        result = self._step(query, key, value, scores, key_mask, numerics, scores_are_bias)
+        return result if return_lse else result[0]
+
+    def _step(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scores: Tensor,
+        key_mask: Tensor | None,
+        numerics: Numerics,
+        scores_are_bias: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Computes `step` and returns (out, lse)."""
+        self._check_tokens(key, value, scores, query, key_mask=key_mask)
+        self._refuse_pending()
         if numerics.scale is None:
             numerics = numerics.with_scale_for(key.shape[3])
         is_checked = finite.check_new_tokens(query, key, value, self.rows)
@@ -180,13 +195,13 @@ class KVSlots(HeldKeys):
             numerics.scale,
             numerics.softcap,
             numerics.saturate,
-            check_flag(scores_are_bias, "scores_are_bias"),
+            scores_are_bias,
             self.backend,
         )
         self.is_empty = False
         if is_checked:
             finite.check_outputs(out, lse[None])
-        return (out, lse) if return_lse else out
+        return out, lse
 
     def extend(
         self,
@@ -212,18 +227,12 @@ class KVSlots(HeldKeys):
         """
         check_tensor(query, "query")
         return_lse = resolve_flag(return_lse, "return_lse")
-        options = {
-            "scale": scale,
-            "softcap": softcap,
-            "nonfinite": nonfinite,
-            "scores_are_bias": check_flag(scores_are_bias, "scores_are_bias"),
-        }
+        scores_are_bias = check_flag(scores_are_bias, "scores_are_bias")
+        numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None)
         if query.dim() == 4 and query.shape[1] == 1 and not self.pending and lengths is None:
-            return self.step(
-                query, key, value, scores, key_mask=key_mask, return_lse=return_lse, **options
-            )
+            result = self._step(query, key, value, scores, key_mask, numerics, scores_are_bias)
+            return result if return_lse else result[0]
         self._check_tokens(key, value, scores, query)
-        Numerics.from_arguments(scale, None, softcap, nonfinite, None)
         length = check_chunk(
             self._by_token,
             self.value_dim,
@@ -251,7 +260,7 @@ class KVSlots(HeldKeys):
             if lengths is not None and (before or length > room):
                 kept = lengths.clamp(start, start + room) + (before - start)
             self.append(key[:, part], value[:, part], scores[..., part], key_mask=mask)
-            parts.append(self.attend(query[:, part], kept, return_lse=True, **options))
+            parts.append(self._attend(query[:, part], kept, numerics, scores_are_bias))
             self.commit(kept)
         if not parts:
             out = query.new_empty(*query.shape[:3], self.value_dim)
@@ -342,12 +351,23 @@ class KVSlots(HeldKeys):
 
         Returns out [B, n, Hq, Dv], or (out, lse [B, Hq, n]) with return_lse. kept_tokens: as in `pending_intervals`.
         """
+        return_lse = resolve_flag(return_lse, "return_lse")
+        numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None)
+        scores_are_bias = check_flag(scores_are_bias, "scores_are_bias")
+        out, lse = self._attend(query, kept_tokens, numerics, scores_are_bias)
+        return (out, lse) if return_lse else out
+
+    def _attend(
+        self,
+        query: Tensor,
+        kept_tokens: Tensor | None,
+        numerics: Numerics,
+        scores_are_bias: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Computes `attend` and returns (out, lse)."""
         refuse_gradients(query=query)
         queries = check_query(self._by_token, query=query)
-        scores_are_bias = check_flag(scores_are_bias, "scores_are_bias")
-        return_lse = resolve_flag(return_lse, "return_lse")
         visible = Visible(intervals=self.pending_intervals(queries, kept_tokens))
-        numerics = Numerics.from_arguments(scale, None, softcap, nonfinite, None)
         if self._has_equal_heads:
             end = self.places + self.pending
             scores = self.scores[:, :, None, :end]
@@ -361,11 +381,9 @@ class KVSlots(HeldKeys):
             query, k, v, bias, visible, numerics, self.backend, held_keys=self._held_keys
         )
         if self._has_equal_heads:
-            return (out, statistics[0]) if return_lse else out
+            return out, statistics[0]
         shape = (self.heads_kv, queries)
         out = out.unflatten(1, shape).transpose(1, 2).flatten(2, 3)
-        if not return_lse:
-            return out
         return out, statistics[0].unflatten(2, shape).transpose(1, 2).flatten(1, 2)
 
     def commit(self, kept_tokens: int | Tensor | None = None) -> None:

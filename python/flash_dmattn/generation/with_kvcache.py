@@ -153,9 +153,8 @@ def flash_dmattn_with_kvcache(
         counts=slot_counts, seen=cache_seqlens, **rule._asdict(), backend=backend,
     )  # fmt: skip
     out, lse = _attend_to_slots(
-        slots, query, key, value, scores, key_mask,
-        scale=scale, softcap=softcap, nonfinite=nonfinite, scores_are_bias=scores_are_bias,
-    )  # fmt: skip
+        slots, query, key, value, scores, key_mask, numerics, scores_are_bias
+    )
     return (out, lse) if return_lse else out
 
 
@@ -206,17 +205,18 @@ def _attend_to_slots(
     value: Tensor,
     scores: Tensor,
     key_mask: Tensor | None,
-    **options: object,
+    numerics: Numerics,
+    scores_are_bias: bool,
 ) -> tuple[Tensor, Tensor]:
     """Adds new tokens to the slots, and returns (out, lse)."""
     if key.dim() == 4 and key.shape[1] == 1:  # the operator of `step` checks all arguments
-        return slots.step(query, key, value, scores, key_mask=key_mask, return_lse=True, **options)
+        return slots._step(query, key, value, scores, key_mask, numerics, scores_are_bias)
     check_chunk(
         slots._by_token, slots.value_dim, key_mask, query=query, key=key, value=value, scores=scores
     )
     finite.check_new_tokens(query, key, value)
     slots.append(key, value, scores, key_mask=key_mask)
-    out, lse = slots.attend(query, return_lse=True, **options)
+    out, lse = slots._attend(query, None, numerics, scores_are_bias)
     slots.commit()
     return out, lse
 
