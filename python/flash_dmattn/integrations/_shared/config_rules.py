@@ -1,4 +1,4 @@
-"""The rules of a model's layers in its config, and the settings of its learned scores."""
+"""What a config says about a model's layers: their rules, the settings of learned scores, and the head dimensions."""
 
 from __future__ import annotations
 
@@ -118,3 +118,12 @@ def _rule_of(layer: PretrainedConfig, name: str) -> SelectionRule:
         return rule.checked_cache_rule()
     except (TypeError, ValueError) as error:
         raise type(error)(f"config.{error}") from None
+
+
+def head_dims_of(config: PretrainedConfig) -> tuple[int, int]:
+    """Returns the head dimensions of keys and values. With latent attention `head_dim` is that of rotated columns."""
+    head_dim = getattr(config, "head_dim", None)
+    if getattr(config, "kv_lora_rank", None):
+        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    return head_dim, getattr(config, "v_head_dim", None) or head_dim

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from ...generation.cache import KVSlots
 from ...keys.rule import SelectionRule
-from .._shared.config_rules import CONFIG_NAME, LearnedScores, rules_of
+from .._shared.config_rules import CONFIG_NAME, LearnedScores, head_dims_of, rules_of
 
 if TYPE_CHECKING:
     from transformers.configuration_utils import PretrainedConfig
 
-_COUNTERS = ("counts", "seen")
-_ORDER = (*_COUNTERS, "k", "v", "scores", "positions")
+_ORDER = ("counts", "seen", "k", "v", "scores", "positions")
 _ALIGNMENT = 128  # bytes; a GPU's cache line, which is larger than its widest load
 
 
@@ -54,11 +53,6 @@ class SlotState(NamedTuple):
     def nbytes(self) -> int:
         """Returns the size of a state in bytes. It is a multiple of 128, so that consecutive states are aligned."""
         return sum(_size(*part) for part in self.parts().values())
-
-    def counter_nbytes(self) -> int:
-        """Returns how many of the first bytes of a state hold counters. A state is empty if these bytes are 0."""
-        parts = self.parts()
-        return sum(_size(*parts[name]) for name in _COUNTERS)
 
     def pool(self, blocks: Tensor, offset: int = 0) -> KVSlots:
         """Returns the states in an engine's memory as a cache with one row for each block.
@@ -113,15 +107,6 @@ def states_of(config: PretrainedConfig, dtype: torch.dtype, parts: int = 1) -> l
         )
     head_dim, value_dim = head_dims_of(config)
     return [SlotState(heads // parts, rule, head_dim, dtype, value_dim) for rule in rules]
-
-
-def head_dims_of(config: PretrainedConfig) -> tuple[int, int]:
-    """Returns the head dimensions of keys and values. With latent attention `head_dim` is that of rotated columns."""
-    head_dim = getattr(config, "head_dim", None)
-    if getattr(config, "kv_lora_rank", None):
-        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-    head_dim = head_dim or config.hidden_size // config.num_attention_heads
-    return head_dim, getattr(config, "v_head_dim", None) or head_dim
 
 
 def _size(shape: tuple[int, ...], dtype: torch.dtype) -> int:

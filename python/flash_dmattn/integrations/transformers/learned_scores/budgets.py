@@ -11,8 +11,7 @@ from tqdm.auto import tqdm
 
 from ...._core.checks import check_count
 from ....budgets import BYTES_OF_SLOT, KeyBudgets, collected_scores, divide_scores, loss_of_records
-from ..._shared.config_rules import CONFIG_NAME, LearnedScores, make_rules
-from ...serving.states import head_dims_of
+from ..._shared.config_rules import CONFIG_NAME, LearnedScores, head_dims_of, make_rules
 from .add import scored_layers, set_score_phase
 from .layers import sizes_of
 
