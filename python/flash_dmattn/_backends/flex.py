@@ -96,7 +96,8 @@ def attention(
 
 
 def _row_levels(bias: Tensor, visible: Visible, queries: int) -> Tensor:
-    """Returns the largest visible bias up to 2^24 of each row if it exceeds 1,024 in magnitude, else 0. float32 [B or 1, H, Sq or 1, 1].
+    """Returns the largest visible bias up to 2^24 of each row if it exceeds 1,024 in magnitude, else 0.
+    float32 [B or 1, H, Sq or 1, 1].
 
     The softmax of a row does not change if its level is subtracted from its biases. torch's kernels, which add biases
     to q . k, then keep the digits of biases that are large and close. A mask counts if it has no more heads and

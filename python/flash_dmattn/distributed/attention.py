@@ -103,8 +103,8 @@ def context_parallel_dmattn(
     zero_sum: makes the gradient of the bias sum to 0 over the keys of each head, as DynamicMaskAttention and Doge do.
         (Do not pass the scores through with_zero_sum_gradient yourself: it would sum over the keys of one piece.)
     scale, softcap, deterministic, nonfinite, sink_logits, bias_delay, return_lse, backend: as in flash_dmattn_func.
-    selection, is_causal, recent_window, recent_competes, sink_tokens, score_threshold, key_mask, cu_seqlens, position_ids, lengths,
-        headroom, exchange, check: as in `begin_exchange`.
+    selection, is_causal, recent_window, recent_competes, sink_tokens, score_threshold, key_mask, cu_seqlens,
+        position_ids, lengths, headroom, exchange, check: as in `begin_exchange`.
 
     Every rank of the group has to make the same calls in the same order. Every rank has to run backward, too, so the
     loss of every rank has to depend on `out`.

@@ -46,8 +46,8 @@ class KVSlots(HeldKeys):
     All methods except `select`, `repeat` and `snapshot` change the tensors in place, wait for no device and can be
     captured in a CUDA graph. Rows of the batch are independent, and may have different numbers of tokens.
 
-    On a CUDA GPU, slots are bfloat16 or float16, and head_dim and value_dim are multiples of 8. `step` takes at most 64 query heads
-    for each kv head there (32 if head_dim is above 128 and a block has 99 KB of shared memory). At most 128 kv heads
+    On a CUDA GPU, slots are bfloat16 or float16, and head_dim and value_dim are multiples of 8. `step` takes at most 64 query
+    heads for each kv head there (32 if head_dim is above 128 and a block has 99 KB of shared memory). At most 128 kv heads
     may have windows of their own there.
 
     Attributes:

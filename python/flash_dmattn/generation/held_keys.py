@@ -98,8 +98,8 @@ class HeldKeys(SlotMemory):
         return torch.stack([t.amax(-1) for t in numbers.split(sizes, 1)], 1)
 
     def _describe_slots(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns the head of each slot and its number in this head, int64 [total], and whether it has been taken or has a pending
-        token, bool [B, total].
+        """Returns the head of each slot and its number in this head, int64 [total], and whether it has been taken or has a
+        pending token, bool [B, total].
 
         No number is copied from the host, so that a CUDA graph can capture it.
         """

@@ -83,9 +83,9 @@ def flash_dmattn_with_kvcache(
     keep_window_size, recent_window, recent_competes, sink_tokens, score_threshold: the rule that says which keys a
         query sees, as in select_key_intervals. By default it sees all keys.
 
-    **Slots** (slot_positions and slot_counts given): the tensors are those of a KVSlots cache under this rule. With equal windows,
-    S = KVSlots.places + room for pending tokens. With different windows, k_cache, v_cache, score_cache and slot_positions are
-    KVSlots' own, [B, total, ...]. On a GPU its slots are bfloat16 or float16.
+    **Slots** (slot_positions and slot_counts given): the tensors are those of a KVSlots cache under this rule. With equal
+    windows, S = KVSlots.places + room for pending tokens. With different windows, k_cache, v_cache, score_cache and
+    slot_positions are KVSlots' own, [B, total, ...]. On a GPU its slots are bfloat16 or float16.
     k_cache, v_cache: as above, for example KVSlots.k.transpose(1, 2).
     score_cache: float32 [B, Hkv, S].
     slot_positions: int32 [B, Hkv, S].

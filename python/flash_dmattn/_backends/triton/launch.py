@@ -114,7 +114,8 @@ class Problem:
 
 
 def product_precision(q: Tensor) -> tl.constexpr:
-    """Returns "tf32" for float32 on an NVIDIA GPU if torch's flag permits it, else "ieee", so that other kernels do not depend on the flag.
+    """Returns "tf32" for float32 on an NVIDIA GPU if torch's flag permits it, else "ieee", so that other kernels
+    do not depend on the flag.
 
     Each of torch's settings sets fp32_precision. Reading allow_tf32 raises after that one was set.
     """

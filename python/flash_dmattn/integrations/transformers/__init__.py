@@ -7,7 +7,8 @@ Importing this module registers the names "flash_dmattn" and "dynamic_mask_atten
     model = AutoModel.from_pretrained(..., attn_implementation="flash_dmattn")
 
 is exact attention for models without scores (docs/transformers.md lists those that equal eager attention, and those that are
-refused when the name is set). Most other decoders get scores for their keys by add_learned_scores. A Doge chooses its keys by learned scores:
+refused when the name is set). Most other decoders get scores for their keys by add_learned_scores.
+A Doge chooses its keys by learned scores:
 
     from flash_dmattn.integrations.transformers import enable_flash_dmattn
 

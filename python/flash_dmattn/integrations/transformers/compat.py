@@ -1,9 +1,10 @@
 """Work-arounds for missing features of transformers, each with the versions that need it, the issue or pull request (#) of
 huggingface/transformers that it waits for or follows, and the condition for its removal.
 
-Everything else goes through transformers' registries, `AttentionInterface` and `AttentionMaskInterface`, through subclasses of its
-classes, and through hooks and attributes of a model that the caller names. At import `wrap_implementation_setter` wraps two methods of `PreTrainedModel`; no other class or module of
-transformers is changed, then or later.
+Everything else goes through transformers' registries, `AttentionInterface` and `AttentionMaskInterface`, through subclasses of
+its classes, and through hooks and attributes of a model that the caller names. At import `wrap_implementation_setter` wraps two
+methods of `PreTrainedModel`, and `learned_scores/files.py` adds a handler to transformers' logger, which warns of scores
+that were not loaded; nothing else of transformers is changed, then or later.
 """
 
 import copy
@@ -144,16 +145,16 @@ def wrap_implementation_setter(
 
 
 def can_set_implementation(model: PreTrainedModel) -> bool:
-    """Whether transformers lets the layers of a model have another implementation than eager attention, 4.57 to 5.24: they look it up
-    in the registry. No issue is known to us. Remove when a public function says it."""
+    """Whether transformers lets the layers of a model have another implementation than eager attention, 4.57 to 5.24: they look
+    it up in the registry. No issue is known to us. Remove when a public function says it."""
     return model._can_set_attn_implementation()
 
 
 def store_name(config: PretrainedConfig, name: str) -> None:
     """Sets the name of an implementation in one config alone.
 
-    4.57 to 5.24: the setter of `config._attn_implementation` reaches the configs of its parts. No issue is known to us. Remove when the name
-    is in the layers that it is for.
+    4.57 to 5.24: the setter of `config._attn_implementation` reaches the configs of its parts. No issue is known to us. Remove
+    when the name is in the layers that it is for.
     """
     config._attn_implementation_internal = name
 

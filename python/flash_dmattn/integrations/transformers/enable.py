@@ -53,7 +53,8 @@ def enable_flash_dmattn(
 
     No layer then builds a tensor with one element per (query, key) pair. Loss, gradients and generated
     tokens are those of `attn_implementation="eager"` to rounding. If scores are equal (all of them in a fresh model,
-    those of equal tokens in the first layer), eager keeps any of their keys, and this attention the more recent ones. `model.set_attn_implementation("eager")` undoes it.
+    those of equal tokens in the first layer), eager keeps any of their keys, and this attention the more recent ones.
+    `model.set_attn_implementation("eager")` undoes it.
 
     In a 16-bit model the scores of keys are still float32, so that the model chooses as a float32 model does. Eager
     attention rounds the scores, which makes its choice partly noise.

@@ -1,7 +1,7 @@
 """Pending tokens of slots whose rows have padding between tokens.
 
-Padding that took a position between two tokens would use up the recent window, so the slots get the tokens of each row first, and the
-padding after them is dropped.
+Padding that took a position between two tokens would use up the recent window, so the slots get the tokens of each row first, and
+the padding after them is dropped.
 """
 
 from __future__ import annotations

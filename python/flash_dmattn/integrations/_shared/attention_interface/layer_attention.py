@@ -89,7 +89,8 @@ def attend_by_mask(
     position_ids: torch.Tensor | None = None,
     **others,
 ) -> torch.Tensor:
-    """Computes attention in which a query sees the keys that the mask shows; of these, with a window, those with the highest bias.
+    """Computes attention in which a query sees the keys that the mask shows; of these, with a window, those with
+    the highest bias.
 
     Args:
         query: [B, Sq, Hq, D]; key: [B, Sk, Hkv, D]; value: [B, Sk, Hkv, Dv].

@@ -14,8 +14,9 @@ from ....keys.positions import check_offsets
 # ---- Keywords -----------------------------------------------------------------------------------
 
 # Bookkeeping of models, trainers and generation that reaches every attention function and changes nothing in it.
-# grid_thw belongs to an encoder of images, whose mask or offsets follow from it; ignore_index and shift_labels to the loss; seq_idx
-# to state-space layers, whose sequences attention knows by cu_seq_lens; tokenizer to `generate`, for strings that end a text.
+# grid_thw belongs to an encoder of images, whose mask or offsets follow from it; ignore_index and shift_labels to the loss;
+# seq_idx to state-space layers, whose sequences attention knows by cu_seq_lens; tokenizer to `generate`, for strings that
+# end a text.
 BOOKKEEPING = frozenset({
     "cache_position", "grid_thw", "ignore_index", "implementation", "input_ids", "layer_idx", "logits_to_keep",
     "mm_token_type_ids", "num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict", "seq_idx",

@@ -98,8 +98,8 @@ class ScoreCall:
         return self._attend_to_keys(states, scores, mask, **options)
 
     def scores_of(self, key: Tensor, value: Tensor) -> Tensor:
-        """Returns scores [B, Hkv, S] of keys and values [B, Hkv, S, D]. New tokens are the last rows; in a static cache they begin
-        at `first_query`, and with slots there are no others."""
+        """Returns scores [B, Hkv, S] of keys and values [B, Hkv, S, D]. New tokens are the last rows; in a static cache they
+        begin at `first_query`, and with slots there are no others."""
         layer, new = self.layer, self.hidden.shape[1]
         if self.has_attended:  # a cache would take the scores a second time
             raise RuntimeError(
@@ -226,5 +226,6 @@ class ScoreCall:
         )
 
     def _of_keys(self, scores: Tensor) -> Tensor:
-        """Returns the scores [B, Hkv, S] of keys, made of the scores of tokens. The last key of late scores, which is recent, has 0."""
+        """Returns the scores [B, Hkv, S] of keys, made of the scores of tokens.
+        The last key of late scores, which is recent, has 0."""
         return F.pad(scores[..., 1:], (0, 1)) if self.layer.scores_are_late else scores

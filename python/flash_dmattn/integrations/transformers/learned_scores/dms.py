@@ -1,4 +1,5 @@
-"""Dynamic Memory Sparsification (arXiv 2506.05345) as learned scores, by the formulas of NVIDIA's Model-Optimizer, experimental/dms.
+"""Dynamic Memory Sparsification (arXiv 2506.05345) as learned scores, by the formulas of NVIDIA's Model-Optimizer,
+experimental/dms.
 
 A key further than `dms_window_size` tokens away is evicted if the logit of the token after it is above 0:
 

@@ -48,7 +48,8 @@ def number_in_name(name: str) -> int:
 
 
 def number_of(layer: nn.Module, name: str) -> int:
-    """Returns the layer's number in caches and files. Zamba 2 numbers all its attention layers -1 and passes the number to forward."""
+    """Returns the layer's number in caches and files. Zamba 2 numbers all its attention layers -1 and passes the
+    number to forward."""
     return layer.layer_idx if layer.layer_idx >= 0 else number_in_name(name)
 
 
