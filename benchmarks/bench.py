@@ -23,8 +23,8 @@ _SIDES = dict.fromkeys((*sides.NAMES, *(s for _, names in cases.MODULES.values()
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures the cases. Prints each row and adds it to the record as soon as it is measured. Rows of other cases that the record
-    has for this machine and commit stay.
+    """Measures the cases. Prints each row and adds it to the record as soon as it is measured. Rows of other cases that the
+    record has for this machine and commit stay.
 
     Returns 1 if there is no row, or if an error of ours prevented one.
     """

@@ -3,9 +3,9 @@
     torchrun --nproc_per_node 2 examples/long_context.py --seq-len 262144
     torchrun --nproc_per_node 2 examples/long_context.py --seq-len 262144 --cp 1     # the same batches, whole sequences
 
-Ranks form a mesh (dp, cp): parameters are sharded over all ranks (FSDP2), and every sequence over cp. The text is Python's standard
-library as bytes. Without a GPU the ranks are processes on the CPU. A run with --output resumes bit for bit at the step where it was stopped, and
-writes a record and a picture of its losses there.
+Ranks form a mesh (dp, cp): parameters are sharded over all ranks (FSDP2), and every sequence over cp. The text is Python's
+standard library as bytes. Without a GPU the ranks are processes on the CPU. A run with --output resumes bit for bit at the step
+where it was stopped, and writes a record and a picture of its losses there.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ TOKENS_OF_LOGITS = 8192  # tokens whose logits exist at a time; those of a milli
 
 
 class Trainee(nn.Module):
-    """A Doge with the sum of its losses. Logits exist only for some tokens at a time, with Liger's kernels if they are installed and there
-    is a GPU, otherwise in a loop."""
+    """A Doge with the sum of its losses. Logits exist only for some tokens at a time, with Liger's kernels if they are installed
+    and there is a GPU, otherwise in a loop."""
 
     def __init__(self, doge: DogeForCausalLM):
         super().__init__()

@@ -35,7 +35,8 @@ class LocalAccesses(NamedTuple):
     rest: int  # elsewhere: producers, with 24 to 40 registers, prologue and epilogue
 
 
-# Limits by direction, and the head dimensions of q and v. The comments have CUDA 13.0's counts; the margin is for other compilers.
+# Limits by direction, and the head dimensions of q and v. The comments have CUDA 13.0's counts; the margin is for
+# other compilers.
 ALLOWED = {
     ("Forward", 64, 64): LocalAccesses(0, 16, 128),  # 0, 12, 86
     ("Forward", 96, 96): LocalAccesses(0, 0, 144),  # 0, 0, 130

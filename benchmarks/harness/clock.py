@@ -90,7 +90,8 @@ def elapsed_ms(call: Callable[[], object], device: str) -> float:
 
 
 def capture_graph(calls: list[Callable[[], object]], rounds: int = 1) -> Callable[[], None]:
-    """Captures the calls, repeated `rounds` times, in a CUDA graph and returns its replay. Each call runs once before the capture."""
+    """Captures the calls, repeated `rounds` times, in a CUDA graph and returns its replay.
+    Each call runs once before the capture."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -127,9 +128,9 @@ def count_kernels(call: Callable[[], object]) -> tuple[int, float]:
 def times_of_steps(steps: dict[str, Step], device: str, repeats: int) -> dict[str, dict]:
     """Returns {side: {"forward": milliseconds, "backward": milliseconds}}.
 
-    Each round shuffles the sides, so that neither clock drift nor the preceding side favours one. A round times all forwards, then
-    all backwards, because a call starts at the clock that the preceding one left: on an H200, 1.65 to 1.68 GHz after long forwards
-    and 1.70 to 1.82 GHz after backwards.
+    Each round shuffles the sides, so that neither clock drift nor the preceding side favours one. A round times all forwards,
+    then all backwards, because a call starts at the clock that the preceding one left: on an H200, 1.65 to 1.68 GHz after long
+    forwards and 1.70 to 1.82 GHz after backwards.
     """
     draw = random.Random(0)
 
@@ -151,8 +152,8 @@ def times_of_steps(steps: dict[str, Step], device: str, repeats: int) -> dict[st
 
 
 def peak_mb(step: Step, device: str) -> float:
-    """Returns the peak of a step in millions of bytes: outputs, gradients, intermediate tensors and the N x N mask, without query,
-    key, value and a bias per key."""
+    """Returns the peak of a step in millions of bytes: outputs, gradients, intermediate tensors and the N x N mask, without
+    query, key, value and a bias per key."""
 
     def run():
         out = step.forward()

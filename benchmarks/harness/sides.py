@@ -160,7 +160,8 @@ def _sdpa_step(
     def forward():
         if mask is None:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group > 1)
-        # With enable_gqa and a mask, torch would store the N x N scores. Its users avoid that by repeating the keys, and so do we.
+        # With enable_gqa and a mask, torch would store the N x N scores.
+        # Its users avoid that by repeating the keys, and so do we.
         keys, values = (t.repeat_interleave(group, 1) if group > 1 else t for t in (k, v))
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
 
@@ -192,8 +193,8 @@ def _dense_only(backend: SDPBackend) -> Callable[[Inputs], Step]:
 
 
 def _flex(inputs: Inputs) -> Step:
-    """Returns a step of torch's compiled FlexAttention. Its block mask, which reads the same intervals or mask, is built before timing;
-    the bias is added by its score function."""
+    """Returns a step of torch's compiled FlexAttention. Its block mask, which reads the same intervals or mask, is built before
+    timing; the bias is added by its score function."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     case, n = inputs.case, inputs.case.seqlen
@@ -233,7 +234,8 @@ def _flex(inputs: Inputs) -> Step:
 
 
 def _fa4(inputs: Inputs) -> Step:
-    """Returns a causal step of FlashAttention-4 from the package flash-attn-4, with the case's window and documents if it has them."""
+    """Returns a causal step of FlashAttention-4 from the package flash-attn-4, with the case's window and
+    documents if it has them."""
     case = inputs.case
     if case.kind not in (DENSE, SLIDING) and not case.document_length:
         raise Declined("has no masks here")
@@ -258,8 +260,8 @@ def _fa4(inputs: Inputs) -> Step:
 
 
 def _cudnn_flex(inputs: Inputs) -> Step:
-    """Returns a step of FlexAttention from the package nvidia-cudnn-frontend. Its plan is built from the same intervals before timing
-    and counts as its mask; a bias only selects keys."""
+    """Returns a step of FlexAttention from the package nvidia-cudnn-frontend. Its plan is built from the same intervals before
+    timing and counts as its mask; a bias only selects keys."""
     case = inputs.case
     if case.kind == DENSE_MASKS:
         raise Declined("has no bias")
@@ -276,8 +278,9 @@ def _cudnn_flex(inputs: Inputs) -> Step:
 
 
 def ends_of_runs(chosen: KeyIntervals, batch: int, heads: int) -> Tensor:
-    """Returns the visible keys of each query as runs, the form that cuDNN takes: [0, F0), [F1, F2), ... and then empty ones at the
-    last key. int32 [heads, F, B * N], or [1, F, B * N] for keys that all heads share. Raises Declined if int32 cannot count them."""
+    """Returns the visible keys of each query as runs, the form that cuDNN takes: [0, F0), [F1, F2), ... and then empty ones at
+    the last key. int32 [heads, F, B * N], or [1, F, B * N] for keys that all heads share.
+    Raises Declined if int32 cannot count them."""
     first, last = chosen.intervals.expand(batch, -1, -1, -1).unsqueeze(2).unbind(-1)
     n, parts = chosen.key_length, []
     for rows in torch.arange(chosen.query_length, device=first.device)[:, None].split(256):

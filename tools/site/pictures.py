@@ -1,7 +1,7 @@
 """MkDocs hook: draws the pictures of the site from the records of the benchmarks.
 
-A page names a picture by `<!-- picture NAME: what it shows -->`, which GitHub does not show. `python tools/site/pictures.py` draws the
-two pictures of README, which are in the repository. Text stays text, so that a picture is small.
+A page names a picture by `<!-- picture NAME: what it shows -->`, which GitHub does not show. `python tools/site/pictures.py`
+draws the two pictures of README, which are in the repository. Text stays text, so that a picture is small.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _STYLES = {"bfloat16": ("s", "-"), "float32": ("o", "--")}
 
 
 def sweep(record: str, along: str, kind: str = "per_query", fixed: int | None = None) -> dict:
-    """Returns the rows of the record whose cases differ only in `along`, as {(side, dtype): {size: row}}. If there are several sets
-    of cases, it takes the one with the most sizes.
+    """Returns the rows of the record whose cases differ only in `along`, as {(side, dtype): {size: row}}. If there are several
+    sets of cases, it takes the one with the most sizes.
 
     fixed: the window (or the length) of the cases.
     """

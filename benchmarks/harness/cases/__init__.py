@@ -1,4 +1,5 @@
-"""The cases of `bench.py run`. Each module yields rows of records, and a Failure in the place of a row that could not be measured."""
+"""The cases of `bench.py run`. Each module yields rows of records, and a Failure in the place of a row that could
+not be measured."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from typing import NamedTuple
 
 from .. import record
 
-# {module: (its cases besides those of attention, its sides)}. A module is imported only for its cases, which may need transformers.
+# {module: (its cases besides those of attention, its sides)}.
+# A module is imported only for its cases, which may need transformers.
 MODULES = {
     "decode": (("decode",), ("ours", "rows", "sdpa", "fa2", "cudnn")),
     "token": (("token",), ("ours", "ours_compiled", "sdpa_compiled", "eager")),

@@ -121,8 +121,8 @@ def cache_bytes(device: str) -> int:
 
 
 def copy_bandwidth(device: str, repeats: int) -> float:
-    """Returns the GB/s that a plain copy reads and writes, the best of several. On a GPU this is the faster of a driver copy and a
-    kernel."""
+    """Returns the GB/s that a plain copy reads and writes, the best of several. On a GPU this is the faster of a driver copy and
+    a kernel."""
     size = _GPU_COPY_BYTES if device == "cuda" else cache_bytes(device)
     source = torch.ones(size // 4, dtype=torch.float32, device=device)
     target = torch.ones_like(source)

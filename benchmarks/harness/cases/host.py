@@ -1,7 +1,7 @@
 """The host's part of a call, with attention so short that the kernels do not matter.
 
-Each time is the least of many short runs, which other programs on the machine disturb least. On a GPU the host issues calls without
-waiting for them, so the kernels have to take less time than the host needs to launch them.
+Each time is the least of many short runs, which other programs on the machine disturb least. On a GPU the host issues calls
+without waiting for them, so the kernels have to take less time than the host needs to launch them.
 """
 
 from __future__ import annotations

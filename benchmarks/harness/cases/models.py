@@ -40,8 +40,8 @@ def doge_title(device: str) -> str:
 
 
 def random_llama(device: str) -> LlamaModel:
-    """Returns a Llama with 8 layers of width 1,024 on a GPU, or 2 layers of width 256 on a CPU. The head dimension is 64, with half as
-    many key heads as query heads."""
+    """Returns a Llama with 8 layers of width 1,024 on a GPU, or 2 layers of width 256 on a CPU. The head dimension is 64, with
+    half as many key heads as query heads."""
     hidden, layers = (1024, 8) if device == "cuda" else (256, 2)
     config = LlamaConfig(
         vocab_size=1024, hidden_size=hidden, intermediate_size=11 * hidden // 4, num_hidden_layers=layers,

@@ -1,7 +1,7 @@
 """One generated token of a Doge at batch size 1, as the text before it grows.
 
-On a GPU, all sides but `eager` replay a CUDA graph per token; `sdpa_compiled` attends to transformers' StaticCache of all keys. Our
-caches have read a text; the others hold random keys.
+On a GPU, all sides but `eager` replay a CUDA graph per token; `sdpa_compiled` attends to transformers' StaticCache of all keys.
+Our caches have read a text; the others hold random keys.
 """
 
 from __future__ import annotations

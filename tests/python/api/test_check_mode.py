@@ -21,8 +21,8 @@ from operators_called import OperatorsCalled
 
 B, S, HQ, HKV, D, W = 2, 9, 4, 2, 8, 4
 INF, NAN = float("inf"), float("nan")
-# Bias shapes and options of each form of call: no selection, `select_and_attend`, global selection, selection per query head, and a
-# delayed bias.
+# Bias shapes and options of each form of call: no selection, `select_and_attend`, global selection, selection per query head, and
+# a delayed bias.
 FORMS = {
     "dense": ((B, HQ, S, S), {}),
     "select_and_attend": ((B, HKV, S), {"keep_window_size": W, "is_causal": True}),
@@ -117,8 +117,8 @@ def test_infinite_gradient_from_outside_the_call_raises_nothing(check_mode):
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_delayed_bias_with_nan_dout_names_the_element(backend, check_mode):
-    """Triton merges two calls, for recent and for older keys. Both receive 0 for a dout element that is not finite, so the check has to
-    come before the merge."""
+    """Triton merges two calls, for recent and for older keys. Both receive 0 for a dout element that is not finite, so the check
+    has to come before the merge."""
     named = tensors("delayed", "dout", (0, 1, 2, 3), NAN)
     with raises("backward input dout[0, 1, 2, 3] is nan"):
         attend("delayed", named, backend=backend)

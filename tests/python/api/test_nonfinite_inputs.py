@@ -16,7 +16,8 @@ BACKENDS = {
     "reference": flash_dmattn_func_auto("reference"),
     "triton": triton_dmattn_func,
 }
-# (query heads, key heads). Interpreted Triton takes time in proportion to the heads, so it gets few; its case table has all group sizes.
+# (query heads, key heads). Interpreted Triton takes time in proportion to the heads, so it gets few; its case
+# table has all group sizes.
 HEADS = {"cpu": (4, 2), "reference": (4, 2), "triton": (2, 1)}
 backends = pytest.mark.parametrize("backend", BACKENDS)
 

@@ -57,8 +57,8 @@ def test_named_tuples_have_only_fields_and_methods(of):
     "FLASH_DMATTN_TEST_RELEASE" not in os.environ, reason="a part of make release-check"
 )
 def test_attention_compiled_with_inductor_equals_eager():
-    """The scores have a gradient that sums to 0, like those of layers. Other tests compile forwards with inductor, and backwards for
-    other backends; opcheck compares strides, by which inductor compiles."""
+    """The scores have a gradient that sums to 0, like those of layers. Other tests compile forwards with inductor, and backwards
+    for other backends; opcheck compares strides, by which inductor compiles."""
     torch._dynamo.reset()
 
     def block(q, k, v, b):

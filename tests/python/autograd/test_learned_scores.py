@@ -86,7 +86,8 @@ def test_finite_numbers_give_finite_doge_scores_and_gradients(dtype, gradient):
 
 
 def test_slope_of_doge_score_matches_formula_beyond_the_limit_of_a_factor():
-    """A of 3e36 and a softplus of 2.4e-36 make an exponent of 7. The gradient of softplus exceeds 2^64, but that of step does not."""
+    """A of 3e36 and a softplus of 2.4e-36 make an exponent of 7.
+    The gradient of softplus exceeds 2^64, but that of step does not."""
     A = torch.tensor([3e36], requires_grad=True)
     step = torch.full((1, 1, 1), -82.0, requires_grad=True)
     doge_scores_of(A, step).backward(torch.full((1, 1, 1), 1e-20))

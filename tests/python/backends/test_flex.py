@@ -25,8 +25,8 @@ needs_gpu = pytest.mark.skipif(
 
 @pytest.fixture
 def compiled_on_gpu(request):
-    """Compiles FlexAttention only on a GPU, because on the CPU torch takes a quarter of a minute. Uncompiled code calls the same functions
-    for scores and masks, but does not read lists of blocks."""
+    """Compiles FlexAttention only on a GPU, because on the CPU torch takes a quarter of a minute. Uncompiled code calls the same
+    functions for scores and masks, but does not read lists of blocks."""
     if not ON_GPU:
         request.getfixturevalue("uncompiled_flex")
 

@@ -19,8 +19,8 @@ HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 OTHERS = [FLOAT, BFLOAT, HALF] if ON_GPU else [FLOAT, HALF]
 DTYPES = {"cpu": [FLOAT, BFLOAT, HALF], "flex": OTHERS, "triton": OTHERS}
 FORMS = ["keys", "elements", "few queries"]
-# The dtype decides how numbers are rounded, the form of the bias which number is subtracted. Backends that are slow here have every form
-# in float32 alone.
+# The dtype decides how numbers are rounded, the form of the bias which number is subtracted. Backends that are slow here have
+# every form in float32 alone.
 CALLS = [
     (backend, dtype, form)
     for backend in DTYPES

@@ -55,8 +55,8 @@ def test_case_with_selection_of_torch_matches_oracle(name, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(200 if ON_GPU else 2))
 def test_dv_is_finite_for_every_seed(seed):
-    """In this case another implementation's Triton backward had NaN and inf only in dv. They came from unwritten memory and from lanes
-    past the end."""
+    """In this case another implementation's Triton backward had NaN and inf only in dv. They came from unwritten memory and from
+    lanes past the end."""
     generator = torch.Generator().manual_seed(seed)
     length = 256 if ON_GPU else 48
     dtype = torch.bfloat16 if ON_GPU else torch.float32

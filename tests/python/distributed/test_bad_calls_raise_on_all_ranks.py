@@ -1,4 +1,5 @@
-"""A bad call of context parallelism raises on all ranks before anything is exchanged: an argument of a rank is wrong, or ranks differ."""
+"""A bad call of context parallelism raises on all ranks before anything is exchanged: an argument of a rank is
+wrong, or ranks differ."""
 
 from types import SimpleNamespace
 

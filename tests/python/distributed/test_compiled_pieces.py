@@ -25,8 +25,9 @@ def compiled(rank, backend):
         options = {"group": group, "keep_window_size": 17, "cu_seqlens": offsets}
         return context_parallel_dmattn(q, k * 2, v, s, **options)
 
-    # Compiling takes up to half a minute of a core. So only the rank that sees another rank's keys goes beyond the trace, and inductor
-    # compiles no backward. Without gradients it removes everything that is not read. Compiled code does not compare arguments.
+    # Compiling takes up to half a minute of a core. So only the rank that sees another rank's keys goes beyond the trace, and
+    # inductor compiles no backward. Without gradients it removes everything that is not read.
+    # Compiled code does not compare arguments.
     with_inductor = backend == "inductor"
     run_compiled = layer = in_two_steps if with_inductor else in_documents
     if rank or not with_inductor:

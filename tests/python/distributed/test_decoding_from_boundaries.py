@@ -16,7 +16,8 @@ STEPS = 9
 
 
 def compare_decoding(case, group, rank, ranks, seed):
-    """Compares decoding with one process. The lengths of a case are those of the ranks' pieces, then of tokens that no rank has."""
+    """Compares decoding with one process. The lengths of a case are those of the ranks' pieces, then of tokens
+    that no rank has."""
     q, k, v, s, _, _, mask, offsets = tensors(case, seed)
     expected, lse = attention_in_one_process(case, q, k, v, s, None, mask, offsets, None)
     start, total = sum(case.lengths[:rank]), sum(case.lengths[:ranks])

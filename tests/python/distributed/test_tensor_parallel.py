@@ -1,5 +1,5 @@
-"""Combines tensor and context parallelism on 2 x 2 processes. Scores are split like key heads, and each part of the heads has its own
-exchange."""
+"""Combines tensor and context parallelism on 2 x 2 processes. Scores are split like key heads, and each part of the heads has its
+own exchange."""
 
 import pytest
 import torch

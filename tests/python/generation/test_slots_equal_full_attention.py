@@ -32,7 +32,8 @@ EXAMPLES = pytest.mark.parametrize("window, rule", [(4, None), ((4, 2), BY_HEAD)
 
 @st.composite
 def rules(draw):
-    """Draws only a window in a third of the cases, otherwise a window (or one per head) and other parts of a rule that shows some key."""
+    """Draws only a window in a third of the cases, otherwise a window (or one per head) and other parts of a rule
+    that shows some key."""
     if draw(st.sampled_from([True, False, False])):
         return draw(st.integers(1, 12)), None
     window = draw(st.integers(0, 7) | st.tuples(st.integers(0, 7), st.integers(0, 7)))

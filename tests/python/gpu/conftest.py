@@ -1,5 +1,5 @@
-"""Skips tests of the CUDA kernels where they cannot run. Each file is still imported, which checks its names and cases, and then skipped
-as a whole before pytest makes its thousands of cases."""
+"""Skips tests of the CUDA kernels where they cannot run. Each file is still imported, which checks its names and cases, and then
+skipped as a whole before pytest makes its thousands of cases."""
 
 import pytest
 

@@ -70,7 +70,8 @@ def _by_rows(result):
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("length", [8192, 8191])
 def test_elements_beyond_31_bits_match_oracle(length, batch):
-    """A mask, a bias and its gradient have more than 2^31 elements. A batch that shares the bias adds to fp32 sums of the same size."""
+    """A mask, a bias and its gradient have more than 2^31 elements.
+    A batch that shares the bias adds to fp32 sums of the same size."""
     heads = 33
     q, k, v = (normal(batch, length, heads, 64).requires_grad_() for _ in range(3))
     dout = normal(batch, length, heads, 64)

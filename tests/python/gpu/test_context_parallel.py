@@ -1,7 +1,7 @@
 """Pieces of a sequence on one GPU, with ranks as threads, have the keys and bits of the whole.
 
-Backward needs a process per rank, because all threads share autograd's thread of a device. test_context_parallel_over_nccl.py compares
-it on several GPUs.
+Backward needs a process per rank, because all threads share autograd's thread of a device. test_context_parallel_over_nccl.py
+compares it on several GPUs.
 """
 
 import pytest

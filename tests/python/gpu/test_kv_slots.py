@@ -220,7 +220,8 @@ def long_stream(seed=0, device=DEVICE, **options):
 
 
 def held(cache):
-    """Returns the entries, scores, keys and values in the slots in order of entries, and the number of keys that have competed."""
+    """Returns the entries, scores, keys and values in the slots in order of entries, and the number of keys that
+    have competed."""
     parts = []
     states = [t.flatten(1, -2) for t in (cache.k, cache.v, cache.scores[..., None])]
     for head, (first, end) in enumerate(cache._head_ranges()):

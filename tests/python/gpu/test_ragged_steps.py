@@ -1,4 +1,5 @@
-"""Compares ragged steps on the GPU, in which each sequence has any number of new tokens, with attention over whole sequences on the CPU."""
+"""Compares ragged steps on the GPU, in which each sequence has any number of new tokens, with attention over whole
+sequences on the CPU."""
 
 import random
 

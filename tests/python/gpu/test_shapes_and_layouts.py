@@ -123,7 +123,8 @@ def test_bias_shapes_match_oracle(shape, bias_dtype, listed):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_lone_visible_elements_match_oracle(head_dim):
-    """Mask tiles with a single visible element, each time in another row, lie between empty tiles. Any byte other than 0 is True."""
+    """Mask tiles with a single visible element, each time in another row, lie between empty tiles.
+    Any byte other than 0 is True."""
     rows, keys = torch.arange(232, device="cuda"), torch.arange(4096, device="cuda")
     row_tile, key_tile = (rows // 64)[:, None], keys // 64
     in_row = (rows % 64)[:, None] == (key_tile + 17 * row_tile) % torch.where(row_tile < 3, 64, 40)
@@ -213,7 +214,8 @@ LAYOUTS = {
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_changes_no_bit(layout, window, head_dim):
-    """At odd addresses biases of keys are added later than elsewhere, and round differently. Keys are chosen by intervals there."""
+    """At odd addresses biases of keys are added later than elsewhere, and round differently.
+    Keys are chosen by intervals there."""
     q, k, v, dout = (
         normal(2, 200, h, head_dim).requires_grad_() for h in (HEADS_Q, HEADS_KV, HEADS_KV, HEADS_Q)
     )

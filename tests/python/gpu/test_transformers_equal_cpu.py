@@ -50,8 +50,8 @@ def test_masked_attention_equals_the_cpu(mask, bias_shape):
     exact = run("cpu", torch.float32, *arguments)
     on_cpu = run("cpu", torch.bfloat16, *arguments)
     on_gpu = run("cuda", torch.bfloat16, *arguments)
-    # The GPU is as near to float32 as the CPU except for the order of roundings. With 128 queries per tile, P in dS is rounded to bf16, as
-    # in FlashAttention, and the CPU rounds later.
+    # The GPU is as near to float32 as the CPU except for the order of roundings. With 128 queries per tile, P in dS is rounded to
+    # bf16, as in FlashAttention, and the CPU rounds later.
     for wanted, cpu, gpu in zip(exact, on_cpu, on_gpu, strict=True):
         assert torch.dist(gpu, wanted) <= 2.5 * torch.dist(cpu, wanted)
 

@@ -1,4 +1,5 @@
-"""Tests vLLM with the plugin on a GPU, where CUDA graphs replay decoding steps. tests/python/integrations/test_vllm.py runs on a CPU."""
+"""Tests vLLM with the plugin on a GPU, where CUDA graphs replay decoding steps.
+tests/python/integrations/test_vllm.py runs on a CPU."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Adding scores runs no forward and, if it fails, leaves the model; afterwards, masks and attention implementations keep their meaning."""
+"""Adding scores runs no forward and, if it fails, leaves the model; afterwards, masks and attention
+implementations keep their meaning."""
 
 import inspect
 

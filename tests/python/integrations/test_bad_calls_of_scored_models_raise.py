@@ -1,5 +1,5 @@
-"""A meaningless call of a model with learned scores, or of one that would get them, raises an error that names the argument. A row has the words
-of the error, as a regular expression, and the call. The model is unchanged afterwards."""
+"""A meaningless call of a model with learned scores, or of one that would get them, raises an error that names the argument. A
+row has the words of the error, as a regular expression, and the call. The model is unchanged afterwards."""
 
 import math
 import re

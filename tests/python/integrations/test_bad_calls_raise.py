@@ -1,5 +1,5 @@
-"""A meaningless call of the layer for transformers raises an error that names the argument. A row has the words of the error, as a regular
-expression, and the call. Models and caches are unchanged afterwards."""
+"""A meaningless call of the layer for transformers raises an error that names the argument. A row has the words of the error, as
+a regular expression, and the call. Models and caches are unchanged afterwards."""
 
 import copy
 

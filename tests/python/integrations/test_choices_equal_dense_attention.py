@@ -1,4 +1,5 @@
-"""transformers' attention function equals N x N maths for every form of mask and scores, and reads masks as intervals if it can."""
+"""transformers' attention function equals N x N maths for every form of mask and scores, and reads masks as
+intervals if it can."""
 
 import ctypes
 from functools import partial

@@ -154,8 +154,8 @@ def test_documents_become_intervals_without_reading_a_mask():
 
 
 def test_selection_without_intervals_equals_eager_or_raises():
-    """If it is known without the values that intervals cannot describe the selection, it takes another form. Otherwise the call raises
-    when it runs."""
+    """If it is known without the values that intervals cannot describe the selection, it takes another form. Otherwise the call
+    raises when it runs."""
     torch._dynamo.reset()
     window, scores = sliding_window(S, 9), torch.randn(1, 1, S)
     assert select_among_intervals(scores, window, SelectionRule(KEEP)) is None

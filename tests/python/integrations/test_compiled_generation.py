@@ -61,8 +61,8 @@ def test_decoding_reads_nothing(pad, ours):
 @pytest.mark.parametrize(("pad", "backend", "layers"), [(0, "inductor", 2), (13, "eager", 1)])
 @torch.no_grad()
 def test_one_graph_serves_all_steps_and_reads_lengths_before_they_change(pad, backend, layers):
-    """Inductor's fused kernels recompute their inputs, and later layers use positions after the first layer has counted the token. The
-    graph must read a length before it changes. With padding, the call gives the positions."""
+    """Inductor's fused kernels recompute their inputs, and later layers use positions after the first layer has counted the
+    token. The graph must read a length before it changes. With padding, the call gives the positions."""
     torch._dynamo.reset()
     ours = make_ours(layers)
     expected = decode(ours, prefilled(ours, pad), pad)

@@ -47,8 +47,8 @@ def assert_same_training(eager, ours, ids, labels, **inputs):
     """Asserts that loss, logits and the gradients of all parameters are as near to eager in float64 as eager in float32 is.
 
     Eager attention keeps the keys of `ours`: where tokens repeat, scores tie up to rounding, which differs.
-    Gradients of few elements (A) cancel, and the remainder is rounding noise of larger numbers. The bound therefore allows some units of
-    float32 beyond twice eager's own error.
+    Gradients of few elements (A) cancel, and the remainder is rounding noise of larger numbers. The bound therefore allows some
+    units of float32 beyond twice eager's own error.
     """
 
     def trained(model):

@@ -65,8 +65,8 @@ def norms_by_definition(model, ids, visible_of):
 
 
 def test_scored_prompt_is_pruned_and_later_tokens_stay():
-    """The prompt is dense. Later tokens see the prompt's keys with the smallest norms and all later keys. Later keys take the places of
-    prompt keys."""
+    """The prompt is dense. Later tokens see the prompt's keys with the smallest norms and all later keys. Later keys take the
+    places of prompt keys."""
     keep, ids = 9, distinct_ids(PROMPT + NEW)
 
     def visible_of(norms):

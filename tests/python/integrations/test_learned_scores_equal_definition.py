@@ -73,7 +73,8 @@ def test_scorers_equal_definition(scorer):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_without_effect_keep_the_logits(family):
-    """New soft scores and a hard window of all keys change nothing beyond rounding; scores that are off or removed change no bit."""
+    """New soft scores and a hard window of all keys change nothing beyond rounding; scores that are off or removed
+    change no bit."""
     model, ids = make_base(family), make_ids()
     expected, names = model(ids).logits, set(model.state_dict())
     kinds = [type(module) for module in model.modules()]

@@ -1,4 +1,5 @@
-"""A model with learned scores generates the same text as attention over the whole text, with every cache and way of generating."""
+"""A model with learned scores generates the same text as attention over the whole text, with every cache and way
+of generating."""
 
 import copy
 
@@ -179,8 +180,8 @@ def test_generation_mode_gives_tokens_of_the_definition(way):
 @pytest.mark.skipif(IS_TRANSFORMERS_4, reason="transformers 4 needs a token that ends a text")
 @pytest.mark.parametrize("assistant", ["prompt", "model"])
 def test_assisted_decoding_gives_tokens_of_the_definition(assistant):
-    """Drafts come from the prompt or from the model without its scores. The model is a GPT-2, whose first layer knows positions. In other
-    families equal tokens tie in that layer, and the last digit of a score depends on the number of tokens in a call."""
+    """Drafts come from the prompt or from the model without its scores. The model is a GPT-2, whose first layer knows positions.
+    In other families equal tokens tie in that layer, and the last digit of a score depends on the number of tokens in a call."""
     model = make_scored("GPT2")
     ids = make_ids(PROMPT, batch=1)
     cache = DynamicMaskCache(model.config)

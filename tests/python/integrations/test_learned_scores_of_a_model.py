@@ -1,5 +1,5 @@
-"""Learned scores belong to one model: its parameters, files and copies include them, and PEFT, FSDP2, checkpointing and torch.compile
-work on it."""
+"""Learned scores belong to one model: its parameters, files and copies include them, and PEFT, FSDP2, checkpointing and
+torch.compile work on it."""
 
 import copy
 import io
@@ -232,8 +232,8 @@ INPUTS = {
 }
 
 
-# A layer takes seconds to compile, so models have one; a Gemma needs a second one for its windows. In the soft phase the masks that
-# transformers makes would work, too.
+# A layer takes seconds to compile, so models have one; a Gemma needs a second one for its windows. In the soft phase the masks
+# that transformers makes would work, too.
 COMPILED = [
     ("Llama", "padding", "soft", "eager"),
     ("Gemma2", "packed", "hard", "aot_eager_decomp_partition"),

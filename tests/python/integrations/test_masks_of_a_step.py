@@ -50,8 +50,8 @@ def make_step(cache, padding):
     ],
 )
 def test_step_mask_needs_at_most_n_operators(cache, is_padded, most):
-    """The host launches each operator for every token, outside the graph of a compiled step. Static caches have their lengths on the
-    device, for which the host does not wait."""
+    """The host launches each operator for every token, outside the graph of a compiled step. Static caches have their lengths on
+    the device, for which the host does not wait."""
     padding = left_padding(B, S + 1, MISSING).bool() if is_padded else None
     is_static = "static" in cache
     config, cache = make_step(cache, padding)

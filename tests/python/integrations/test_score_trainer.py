@@ -1,5 +1,5 @@
-"""Scores that ScoreTrainer trains in accumulated steps or over two processes (DDP, FSDP2 by accelerate) equal those of one, and its loss
-has the parts that it names."""
+"""Scores that ScoreTrainer trains in accumulated steps or over two processes (DDP, FSDP2 by accelerate) equal those of one, and
+its loss has the parts that it names."""
 
 import os
 

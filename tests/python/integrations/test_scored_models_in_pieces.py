@@ -1,4 +1,5 @@
-"""A decoder with learned scores whose sequences are split over ranks has the loss and gradients of one process, under every rule."""
+"""A decoder with learned scores whose sequences are split over ranks has the loss and gradients of one process,
+under every rule."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""A small Llama of TorchTitan with dynamic masks gives the same results on pieces as on whole sequences, and a load balancer raises."""
+"""A small Llama of TorchTitan with dynamic masks gives the same results on pieces as on whole sequences, and a
+load balancer raises."""
 
 from types import SimpleNamespace
 

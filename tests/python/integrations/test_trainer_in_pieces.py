@@ -1,4 +1,5 @@
-"""transformers' Trainer with sequences split over two ranks, and FSDP2 over a mesh of batches and pieces, train like one process."""
+"""transformers' Trainer with sequences split over two ranks, and FSDP2 over a mesh of batches and pieces, train
+like one process."""
 
 import os
 from unittest import mock

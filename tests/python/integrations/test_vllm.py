@@ -203,7 +203,8 @@ def test_learned_scores_equal_generate(tmp_path, family, scorer, saved):
 
 
 def step_of(lengths, totals, blocks, padding):
-    """Returns a step of sequences with `lengths` new tokens and `totals` tokens in all, and `padding` sequences that pad a CUDA graph."""
+    """Returns a step of sequences with `lengths` new tokens and `totals` tokens in all, and `padding` sequences
+    that pad a CUDA graph."""
     lengths, totals = lengths + [0] * padding, totals + [0] * padding
     offsets = torch.tensor([0, *lengths]).cumsum(0).int()
     return CommonAttentionMetadata(

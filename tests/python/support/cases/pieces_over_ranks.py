@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node 2 tests/python/support/cases/pieces_over_ranks.py NAME
 
-Each rank computes the whole sequence itself, so only pieces pass through NCCL, or through gloo without a GPU. A failure on one rank is
-raised on all ranks.
+Each rank computes the whole sequence itself, so only pieces pass through NCCL, or through gloo without a GPU. A failure on one
+rank is raised on all ranks.
 """
 
 import os
@@ -34,11 +34,11 @@ KINDS = ("normal", "ties", "falling", "rule", "documents")
 # The rule of these kinds is only a window, so a piece has the same tiles of visible keys as the whole.
 KINDS_OF_SAME_BITS = ("normal", "ties", "falling")
 
-# 16 bits round 2.9e-3 of the norm of dk away over two H100s, 2.4e-3 on one: the two together are below 2**-7. Over two ranks of a CPU
-# a row differs by 4.6e-3 at most. A key whose gradient is lost changes its row by about all of it, whatever the norm is.
+# 16 bits round 2.9e-3 of the norm of dk away over two H100s, 2.4e-3 on one: the two together are below 2**-7. Over two ranks of a
+# CPU a row differs by 4.6e-3 at most. A key whose gradient is lost changes its row by about all of it, whatever the norm is.
 NORM_BOUND, ROW_BOUND = 2**-7, 2**-5
-# Each rank rounds its part of a moved key's gradient, which one process does not: 1.2 times the distance from double over two H100s,
-# 1.3 to 1.4 times over 2 to 8 ranks of a CPU. No other tensor is rounded once more.
+# Each rank rounds its part of a moved key's gradient, which one process does not: 1.2 times the distance from double over two
+# H100s, 1.3 to 1.4 times over 2 to 8 ranks of a CPU. No other tensor is rounded once more.
 DISTANCE_BOUNDS = {name: 1.5 if name in ("dkey", "dvalue") else 1.05 for name in NAMES}
 
 
@@ -110,7 +110,8 @@ def with_gradients(out, leaves, dout):
 
 
 def rows_of(tensors, rows):
-    """Returns the rows of leaves, or of a result and its gradients. In the last tensor (scores), tokens are the last dimension."""
+    """Returns the rows of leaves, or of a result and its gradients.
+    In the last tensor (scores), tokens are the last dimension."""
     return [*(t[:, rows] for t in tensors[:-1]), tensors[-1][..., rows]]
 
 
@@ -133,8 +134,8 @@ def attend_to_piece(ranks, leaves, dout, **options):
 
 
 def norm_distance(actual, wanted):
-    """Returns the norm of the difference relative to the norm of `wanted`, or 0 if both are 0, like gradients of keys that no query
-    sees."""
+    """Returns the norm of the difference relative to the norm of `wanted`, or 0 if both are 0, like gradients of keys that no
+    query sees."""
     difference, size = (actual.double() - wanted.double()).norm(), wanted.double().norm()
     return (difference / size).item() if difference != 0 else 0.0
 
@@ -329,8 +330,8 @@ def graph_has_bits_of_eager_run(ranks):
 
 
 def exchange_on_own_stream_has_same_bits(ranks):
-    """Runs `begin_exchange`, a projection of queries and `attend_to_pieces`, with the exchange on the projection's stream or another.
-    Runs only on a GPU."""
+    """Runs `begin_exchange`, a projection of queries and `attend_to_pieces`, with the exchange on the projection's stream or
+    another. Runs only on a GPU."""
     sizes, tokens = ranks.sizes, ranks.sizes.tokens
     *leaves, dout = draw(ranks, tokens, 3)
     rows = ranks.rows(tokens)

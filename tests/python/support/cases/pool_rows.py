@@ -37,8 +37,8 @@ class Place(NamedTuple):
         return torch.tensor(rows, dtype=torch.int32, device=self.device)
 
     def pool(self, rule):
-        """Returns a pool with a prompt of a different length in every row, and its blocks. A block of the engine also has the state of
-        another layer and some further bytes."""
+        """Returns a pool with a prompt of a different length in every row, and its blocks. A block of the engine also has the
+        state of another layer and some further bytes."""
         state = SlotState(HEADS, SelectionRule(**rule), DIM, self.dtype, self.value_dim)
         size = 2 * state.nbytes() + 384
         blocks = torch.zeros(ROWS, size, dtype=torch.uint8, device=self.device)

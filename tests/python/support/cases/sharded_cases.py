@@ -235,8 +235,8 @@ def in_one_process(case, seed):
 
 
 def compare_with_one_process(whole, group, rank, exchange):
-    """Fails if the piece of a rank differs from the same rows of one process. out, lse and gradients may differ by rounding, the visible
-    keys must be equal."""
+    """Fails if the piece of a rank differs from the same rows of one process. out, lse and gradients may differ by rounding, the
+    visible keys must be equal."""
     case, sinks = whole.case, whole.sink_logits
     q, k, v, s, bias, do, mask, offsets = whole.inputs
     begin = sum(case.lengths[:rank])

@@ -290,8 +290,8 @@ def check_with_kvcache(stream, pieces, mode, layout):
 
 
 def check_not_finite(stream, name, value, mode):
-    """Checks that a non-finite number in q, k or v propagates or saturates as in flash_dmattn_func, in steps, chunks and a cache of all
-    keys."""
+    """Checks that a non-finite number in q, k or v propagates or saturates as in flash_dmattn_func, in steps, chunks and a cache
+    of all keys."""
     length, chunk, spoiled = stream.length, 3, stream.length // 2 + 1
     batch, _, heads, head_dim = stream.k.shape
     getattr(stream, name)[0, spoiled, 0, 3] = value

@@ -84,7 +84,8 @@ def assert_row(
     device: str = "cpu",
     backward: bool = True,
 ) -> None:
-    """Compares `attend`(q, k, v, bias) -> (out, lse) with the table. Gradients must be finite, and a non-finite dout counts as 0."""
+    """Compares `attend`(q, k, v, bias) -> (out, lse) with the table.
+    Gradients must be finite, and a non-finite dout counts as 0."""
     inputs = make_inputs(row, length, head_dim, dtype, device, heads)
     where = f"{row}, {dtype}, {length} x {head_dim}"
     leaves = [inputs[name].requires_grad_(backward) for name in ("q", "k", "v", "bias")]

@@ -74,8 +74,8 @@ def assert_the_choice_is_that_of_float32(distances: dict[str, dict[str, float]])
 def assert_the_error_of_delta_does_not_add_up(
     distances: dict[str, dict[str, float]], most: float = 2
 ) -> None:
-    """Compares models without selection. most: the largest allowed ratio of our error of A to that of eager attention. On a CPU the ratio
-    is 0.2 to 0.5; it would be 1.5 to 5 if the error added up."""
+    """Compares models without selection. most: the largest allowed ratio of our error of A to that of eager attention. On a CPU
+    the ratio is 0.2 to 0.5; it would be 1.5 to 5 if the error added up."""
     ours, eager = (distances[side]["A"] for side in ("ours", "eager"))
     assert ours <= most * eager, (ours, eager)
 

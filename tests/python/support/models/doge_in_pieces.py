@@ -79,7 +79,8 @@ def compare_step(model, pieces, kind, tolerance, checkpointed=False, compiled=Fa
     if checkpointed:
         pieces.gradient_checkpointing_enable({"use_reentrant": False})
     if compiled and dist.get_rank():
-        # One layer on the rank that sees another rank's keys, because compiling takes long. Other tests compile the exchange further.
+        # One layer on the rank that sees another rank's keys, because compiling takes long.
+        # Other tests compile the exchange further.
         pieces.model.layers[-1].compile(fullgraph=True, backend="eager")
     part = piece_loss(pieces, ContextParallel(dist.group.WORLD), kind)
     part.backward()

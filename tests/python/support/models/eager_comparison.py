@@ -1,7 +1,7 @@
 """Compares a model under an attention implementation's name with eager attention, with the same weights and inputs in float32.
 
-There is a wide gap between equal and different results. In all classes of transformers 5.24, results that should be equal differ by less
-than 1e-4 of their largest value, and results of a wrong mask by more than 1e-2. `TOLERANCE` is in the middle.
+There is a wide gap between equal and different results. In all classes of transformers 5.24, results that should be equal differ
+by less than 1e-4 of their largest value, and results of a wrong mask by more than 1e-2. `TOLERANCE` is in the middle.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def _refusal(model_class: ModelClass, name: str) -> str:
 
 
 def _results_that_see_padding(eager: torch.nn.Module, inputs: dict, expected: Results) -> set[str]:
-    """Returns the names of results of real tokens that change with the tokens in the place of padding. The result of a query without
-    visible keys is then part of them: the mean of all values in eager attention, 0 in others, torch's among them."""
+    """Returns the names of results of real tokens that change with the tokens in the place of padding. The result of a query
+    without visible keys is then part of them: the mean of all values in eager attention, 0 in others, torch's among them."""
     names = set()
     for key, padded in _padded(inputs).items():
         if isinstance(expected.get(key), torch.Tensor):
@@ -115,7 +115,8 @@ def _results_that_see_padding(eager: torch.nn.Module, inputs: dict, expected: Re
 
 
 def _may_attend(model_class: ModelClass) -> bool:
-    """Returns whether a class that cannot be built may attend: its source has a softmax, or the models it contains may have one."""
+    """Returns whether a class that cannot be built may attend: its source has a softmax, or the models it contains
+    may have one."""
     name = getattr(getattr(transformers, model_class.name, None), "__module__", "")
     if not name.startswith("transformers.models.") or name not in sys.modules:
         return True  # the class needs another package
@@ -145,8 +146,8 @@ def _verdict(got: Results, expected: Results, is_ours: bool) -> Verdict:
 
 
 def results(model: torch.nn.Module, inputs: dict, model_class: ModelClass) -> Results:
-    """Returns a model's logits (or last states) for every kind of input and the gradients of all parameters, or the error that was
-    raised."""
+    """Returns a model's logits (or last states) for every kind of input and the gradients of all parameters, or the error that
+    was raised."""
     names = inspect.signature(model.forward).parameters
     free = {"use_cache": False} if "use_cache" in names else {}
     key = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
@@ -257,8 +258,8 @@ def _logits(out: object) -> torch.Tensor:
 
 
 def _error(got, expected, scale: torch.Tensor) -> float:
-    """Returns the largest difference, relative to the largest expected value but at least to `scale`, which matters for a tensor of small
-    values."""
+    """Returns the largest difference, relative to the largest expected value but at least to `scale`, which matters for a tensor
+    of small values."""
     if isinstance(expected, list):
         scale = 1e-2 * max(t.abs().max() for t in expected if t.numel())
         return max(_error(*pair, scale) for pair in zip(got, expected, strict=True))

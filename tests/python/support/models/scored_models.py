@@ -1,5 +1,5 @@
-"""Tiny decoders of many families, with weights large enough for attention to matter. Doges have scores that differ, and other models can
-get learned scores."""
+"""Tiny decoders of many families, with weights large enough for attention to matter. Doges have scores that differ, and other
+models can get learned scores."""
 
 import torch
 import transformers

@@ -1,7 +1,7 @@
 """Tiny random models of every family of transformers.
 
-A default config is shrunk by the names of its attributes, which most families share; `tiny_sizes` has the sizes, and the differences of
-single families.
+A default config is shrunk by the names of its attributes, which most families share; `tiny_sizes` has the sizes, and the
+differences of single families.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def shrink(config: PretrainedConfig, special: list[str] | None = None) -> Pretra
 def _kept_layers(
     config: PretrainedConfig, alias: dict[str, str]
 ) -> tuple[str | None, list[int], list[str]]:
-    """Returns the attribute that counts layers, the layers to keep, and the attributes with a value per layer. At least two layers stay,
-    with every kind of layer among them."""
+    """Returns the attribute that counts layers, the layers to keep, and the attributes with a value per layer. At least two
+    layers stay, with every kind of layer among them."""
     common = {alias.get(name, name): name for name in reversed(vars(config))}
     counter = next((common[name] for name in _COUNTERS if name in common), None)
     count = getattr(config, counter, None) if counter is not None else None

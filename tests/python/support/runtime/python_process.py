@@ -12,7 +12,8 @@ from pathlib import Path
 
 
 def run_python(*arguments: str, **variables: str | None) -> subprocess.CompletedProcess:
-    """Runs Python. If the process fails, raises with its output. variables: environment variables to set, or to remove if None."""
+    """Runs Python. If the process fails, raises with its output. variables: environment variables to set, or to
+    remove if None."""
     environment = {k: v for k, v in (os.environ | variables).items() if v is not None}
     command = [sys.executable, *map(str, arguments)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -1,4 +1,5 @@
-"""Makes Triton's interpreter faster. Two thirds of its time go to a search for builtins, and to types that it makes for every value."""
+"""Makes Triton's interpreter faster. Two thirds of its time go to a search for builtins, and to types that it
+makes for every value."""
 
 from __future__ import annotations
 
