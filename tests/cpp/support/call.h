@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <string>
 #include <string_view>
 
 #include "flash_dmattn/flash_dmattn.h"
@@ -50,13 +49,6 @@ struct Call {
   void run_forward() { forward(forward_args, execution, backend); }
   void run_backward() { backward(backward_args, execution, backend); }
 
-  // Expects every function that takes the arguments to throw for `argument`, and to write nothing.
-  void expect_rejected(const std::string& argument, const std::string& message) {
-    const auto expect = [&](const auto& action) { expect_invalid(action, argument, message); };
-    expect([&] { run_forward(); });
-    expect([&] { run_backward(); });
-    expect_nothing_written();
-  }
   void expect_nothing_written() const { expect_same_bits(results, Results(data)); }
 };
 
