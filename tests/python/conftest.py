@@ -47,6 +47,17 @@ def fixed_seed():
 
 
 @pytest.fixture
+def one_thread():
+    """Runs torch with one thread, because on small tensors threads only wait for each other."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def uncompiled_flex(monkeypatch):
     """Leaves FlexAttention uncompiled, because compiling takes seconds. It calls the same functions for scores and masks."""
     from flash_dmattn._backends import flex

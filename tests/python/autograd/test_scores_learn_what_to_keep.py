@@ -84,16 +84,6 @@ def recall_after_training():
     return sum(recall[-STEPS // 10 :]) / len(recall[-STEPS // 10 :])
 
 
-@pytest.fixture
-def one_thread():
-    """Runs torch with one thread, because on such small tensors threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_gates_learn_to_recall():
     """A window of the most recent keys recalls a tenth, and chance 1 of 32."""

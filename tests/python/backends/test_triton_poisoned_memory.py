@@ -3,9 +3,9 @@
 import pytest
 import torch
 from torch.utils import deterministic
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_dmattn._core import ops as _ops
-from guarded_memory import GuardedMemory
 from largest_tensor import LargestTensor
 
 triton = pytest.importorskip("triton")
@@ -126,6 +126,38 @@ def launched(tensors, dout, key_intervals=None, key_bound=()):
     out, *rest = launch.forward(problem, True)
     dlse = torch.randn_like(rest[0])
     return launch.backward(problem, dout, out, *rest, dlse, True, [True] * 4)
+
+
+GUARD = 4096  # elements on either side
+GUARD_VALUE = 77
+ALLOCATORS = {
+    torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty,
+}  # fmt: skip
+
+
+class GuardedMemory(TorchDispatchMode):
+    """Within the context, uninitialised tensors lie between guards."""
+
+    def __init__(self):
+        super().__init__()
+        self._memory = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket not in ALLOCATORS:
+            return result
+        elements = result.untyped_storage().nbytes() // result.element_size()
+        memory = torch.full(
+            (elements + 2 * GUARD,), GUARD_VALUE, dtype=result.dtype, device=result.device
+        )
+        self._memory.append(memory)
+        return memory.as_strided(result.shape, result.stride(), GUARD)
+
+    def assert_untouched(self):
+        assert self._memory
+        for memory in self._memory:
+            for guard in (memory[:GUARD], memory[-GUARD:]):
+                assert (guard == GUARD_VALUE).all(), f"{memory.numel() - 2 * GUARD} {memory.dtype}"
 
 
 @pytest.mark.parametrize("bias", [(1, 2, 45), (1, 2, 37, 1), (1, 2, 37, 45)], ids=str)

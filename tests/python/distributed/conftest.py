@@ -1,7 +1,6 @@
 """Skips tests of several ranks if torch has no distributed package, because their files cannot be imported then."""
 
 import pytest
-import torch
 import torch.distributed as dist
 
 
@@ -16,9 +15,5 @@ def pytest_pycollect_makemodule(module_path, parent):
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    """Runs torch with one thread, because each rank is already a thread or a process."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def one_thread_for_each_rank(one_thread):
+    """Each rank is already a thread or a process."""

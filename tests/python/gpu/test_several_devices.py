@@ -7,7 +7,7 @@ import torch
 
 from flash_dmattn import KeyIntervals, flash_dmattn_func, select_key_intervals
 from gpu import capture
-from gpu_calls import FUNCTIONS, assert_close, gradients, leaves
+from gpu_calls import FUNCTIONS, assert_close, gradients, gradients_behind_other_work, leaves
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has fewer than 2 GPUs"),
@@ -36,16 +36,7 @@ def test_work_follows_the_streams_of_its_device():
     expected = gradients(FUNCTIONS["per_query"], inputs)
     inputs = on(1, inputs)
     torch.cuda.synchronize(1)
-    stream = torch.cuda.Stream(device=1)
-    with torch.cuda.stream(stream):
-        busy = torch.randn(4096, 4096, device="cuda:1")
-        for _ in range(20):
-            busy = busy @ busy
-            busy = busy / busy.norm()
-        # The tensors are ready only after `busy`.
-        scaled = [(t.detach() + 0 * busy[0, 0]).to(t.dtype) for t in inputs]
-        actual = gradients(FUNCTIONS["per_query"], scaled)
-    stream.synchronize()
+    actual = gradients_behind_other_work(inputs, torch.cuda.Stream(device=1))
     assert_close([t.to("cuda:0") for t in actual], expected)
 
 

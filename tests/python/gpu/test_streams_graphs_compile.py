@@ -15,7 +15,16 @@ from flash_dmattn import (
 )
 from flash_dmattn._core import numerics
 from gpu import capture
-from gpu_calls import FUNCTIONS, OFFSETS, PACKED, assert_close, attend, gradients, leaves
+from gpu_calls import (
+    FUNCTIONS,
+    OFFSETS,
+    PACKED,
+    assert_close,
+    attend,
+    gradients,
+    gradients_behind_other_work,
+    leaves,
+)
 from python_process import run_python
 
 ops = torch.ops.flash_dmattn
@@ -170,17 +179,7 @@ def test_consecutive_keys_without_bound_equal_listed_keys():
 def test_side_streams_give_same_bits():
     inputs = leaves(seqlen=2000)
     expected = gradients(FUNCTIONS["per_query"], inputs)
-    stream = torch.cuda.Stream()
-    busy = torch.randn(4096, 4096, device="cuda")
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(20):
-            busy = busy @ busy
-            busy = busy / busy.norm()
-        # The inputs are ready only after `busy`.
-        scaled = [(t.detach() + 0 * busy[0, 0]).to(t.dtype) for t in inputs]
-        actual = gradients(FUNCTIONS["per_query"], scaled)
-    stream.synchronize()
+    actual = gradients_behind_other_work(inputs, torch.cuda.Stream())
     assert_close(actual, expected)
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import flash_dmattn
-from small_checkpoint import save_doge
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGES = [
@@ -47,6 +46,25 @@ SOURCES = (
 FOLDERS = ("python/flash_dmattn", "src", ".")  # folders with the files that the call flow names
 
 PRETRAINED = "SmallDoge/Doge-320M"
+
+
+def save_doge(folder):
+    """Saves a small untrained Doge with a tokenizer of bytes."""
+    import transformers
+
+    tokenizers = pytest.importorskip("tokenizers")
+    characters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    bytes_alone = tokenizers.Tokenizer(
+        tokenizers.models.BPE({c: i for i, c in enumerate(characters)}, [])
+    )
+    bytes_alone.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_alone.decoder = tokenizers.decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=bytes_alone).save_pretrained(folder)
+    config = transformers.DogeConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, keep_window_size=32, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    transformers.DogeForCausalLM(config).save_pretrained(folder)
 
 
 @pytest.mark.slow

@@ -59,6 +59,20 @@ FUNCTIONS = {
 }  # fmt: skip
 
 
+def gradients_behind_other_work(inputs, stream):
+    """Returns results and gradients of a call on `stream`, whose inputs are ready only after earlier work of the stream."""
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        busy = torch.randn(4096, 4096, device=stream.device)
+        for _ in range(20):
+            busy = busy @ busy
+            busy = busy / busy.norm()
+        scaled = [(t.detach() + 0 * busy[0, 0]).to(t.dtype) for t in inputs]
+        results = gradients(FUNCTIONS["per_query"], scaled)
+    stream.synchronize()
+    return results
+
+
 def attend_varlen(q, k, v, bias, offsets, **options):
     """Attends to packed sequences, none longer than LONGEST. q, k, v [1, S, H, D], bias [1, H, S]."""
     return flash_dmattn_varlen_func(
