@@ -9,6 +9,7 @@ import torch
 from flash_dmattn import (
     DynamicMaskAttention,
     KeyIntervals,
+    ScoreBudget,
     flash_dmattn_func,
     flash_dmattn_func_auto,
     flash_dmattn_varlen_func,
@@ -18,6 +19,7 @@ from flash_dmattn import (
     merge_attention,
     packed_documents,
     prefix_lm,
+    score_projection,
     select_key_intervals,
     select_keys,
     sliding_window,
@@ -94,6 +96,18 @@ def triangle(**change):
 def layer(*sizes, positions=None, **options):
     sizes, hidden = sizes or (32, 4, 2, 7), torch.zeros(2, 6, 32)
     return lambda: DynamicMaskAttention(*sizes, **options)(hidden, positions=positions)
+
+
+def project(hidden=HIDDEN, weight=WEIGHT, bias=WEIGHT[:, 0], **options):
+    return lambda: score_projection(hidden, weight, bias, **options)
+
+
+def old_keys(sink_tokens=2):
+    return DynamicMaskAttention(32, 4, 2, 40, recent_window=3, sink_tokens=sink_tokens)
+
+
+def budget(call):
+    return lambda: call(ScoreBudget(torch.nn.Sequential(old_keys(), old_keys())))
 
 
 @pytest.mark.parametrize(
@@ -338,6 +352,25 @@ def layer(*sizes, positions=None, **options):
         (ValueError, "rope: got a query of shape", layer(rope=lambda q, k, positions: (q[:, 1:], k))),
         (TypeError, "positions: got torch.float32", layer(positions=torch.rand(2, 6))),
         (ValueError, "positions: got shape (3, 3)", layer(positions=torch.zeros(3, 3, dtype=torch.int64))),
+        # Score projections.
+        (ValueError, "hidden: got torch.float32 of shape (4, 12), expected floating numbers [B, S, F]", project(HIDDEN[0])),
+        (ValueError, "hidden: got torch.int64 of shape", project(HIDDEN.long())),
+        (ValueError, "weight: got shape (6, 11), expected [H, 12]", project(weight=WEIGHT[:, 1:])),
+        (ValueError, "bias: got shape (5,), expected [6]", project(bias=torch.zeros(5))),
+        (TypeError, "weight: got torch.int64", project(weight=WEIGHT.long())),
+        (TypeError, "weight: got a tensor on meta, expected cpu", project(weight=WEIGHT.to("meta"))),
+        (ValueError, "form: got 'gates', expected one of 'projection', 'gelu'", project(form="gates")),
+        (TypeError, "A: got NoneType", project(form="doge")),
+        (ValueError, "A: got a tensor, expected None with form 'projection'", project(A=torch.ones(6))),
+        # Budgets that layers share.
+        (ValueError, "model: got a Linear without", lambda: ScoreBudget(torch.nn.Linear(2, 2))),
+        (TypeError, "model: got str", lambda: ScoreBudget("model")),
+        (ValueError, "model: got layers with", lambda: ScoreBudget(torch.nn.Sequential(old_keys(), old_keys(sink_tokens=0)))),
+        (ValueError, "phase: got 'off'", budget(lambda b: b.set_phase("off"))),
+        (ValueError, "temperature: got 0.3 with the phase 'hard'", budget(lambda b: b.set_phase("hard", 0.3))),
+        (RuntimeError, "target: got a model without scores", budget(lambda b: b.loss(0.1))),
+        (ValueError, "texts: got none", budget(lambda b: b.divide([]))),
+        (ValueError, "mean_keys: got 5 for texts of 40", budget(lambda b: b.divide([torch.randn(1, 40, 32)], 5))),
         # A projection whose result has rows for other ranks' keys.
         (ValueError, "hidden, weight: got shapes", lambda: linear_with_headroom(HIDDEN, WEIGHT.t(), 3)),
         (ValueError, "places: got -1", lambda: linear_with_headroom(HIDDEN, WEIGHT, -1)),

@@ -179,33 +179,3 @@ def test_operator_passes_opcheck(form):
         leaves[3] = None
     operator = torch.ops.flash_dmattn.score_projection.default
     torch.library.opcheck(operator, (*leaves, form))
-
-
-@pytest.mark.parametrize(
-    ("spoil", "error", "message"),
-    [
-        (lambda h, w, b: (h[0], w, b), ValueError, r"hidden: got torch.float32 of shape \(21, 200\), expected .* \[B, S, F\]"),
-        (lambda h, w, b: (h.long(), w, b), ValueError, "hidden: got torch.int64 of shape"),
-        (lambda h, w, b: (h, w[:, 1:], b), ValueError, r"weight: got shape \(3, 199\), expected \[H, 200\]"),
-        (lambda h, w, b: (h, w, b[1:]), ValueError, r"bias: got shape \(2,\), expected \[3\]"),
-        (lambda h, w, b: (h, w.long(), b), TypeError, "weight: got torch.int64"),
-        (lambda h, w, b: (h, w.to("meta"), b), TypeError, "weight: got a tensor on meta, expected cpu"),
-        (lambda h, w, b: (h, None, b), TypeError, "weight: got NoneType"),
-    ],
-)  # fmt: skip
-def test_bad_argument_raises_naming_it(spoil, error, message):
-    with pytest.raises(error, match=f"^{message}"):
-        score_projection(*spoil(*operands()))
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"form": "gates"}, ValueError, "form: got 'gates', expected one of 'projection', 'gelu'"),
-        ({"form": "doge"}, TypeError, "A: got NoneType"),
-        ({"A": torch.ones(H)}, ValueError, "A: got a tensor, expected None with form 'projection'"),
-    ],
-)
-def test_bad_form_or_factor_raises(options, error, message):
-    with pytest.raises(error, match=f"^{message}"):
-        score_projection(*operands(), **options)
