@@ -348,8 +348,6 @@ TEST_F(SelectionArguments, InvalidArgumentThrows) {
   with([&] { args_.scores_dtype = SelectionArgs{}.scores_dtype; }, "scores_dtype");
   with([&] { execution_.workers = 0; }, "execution.workers");
   with([&] { execution_.workspace_bytes = 0; }, "execution.workspace_bytes");
-  with([&] { execution_.workspace = nullptr; }, "execution.workspace");
-  with([&] { execution_.workspace = workspace_.data() + 1; }, "execution.workspace");
 }
 
 TEST_F(SelectionArguments, WindowIsNotReadWhereHeadsHaveWindows) {

@@ -279,7 +279,6 @@ TEST_F(TileListArguments, InvalidArgumentThrows) {
   with([&] { args_.batch = args_.heads = args_.seqlen_q = longest, args_.tile_rows = 1; }, "batch");
   with([&] { execution_.workers = 0; }, "execution.workers");
   with([&] { execution_.workspace_bytes = 1; }, "execution.workspace_bytes");
-  with([&] { execution_.workspace = nullptr; }, "execution.workspace");
 }
 
 TEST_F(TileListArguments, NothingVisibleAllowsNullKeys) {

@@ -50,7 +50,6 @@ WRONG_OPTIONS = [
     ("^scorer: got 'norm', expected one of", {"scorer": "norm"}),
     (r"^scorer: got a function of \(hidden\), expected one of", {"scorer": lambda hidden: hidden}),
     (r"^scorer: got a function of .*expected one of \(hidden, key, value\)", {"scorer": torch.nn.Linear(4, 2)}),
-    ("^scorer: got 3, expected one of", {"scorer": 3}),
     ("^keep_window_size: got None without score_threshold", {"keep_window_size": None}),
     ("^recent_window: got 3 without keep_window_size", {"keep_window_size": None, "recent_window": 3}),
     ("^keep_window_size: got -1", {"keep_window_size": -1}),
