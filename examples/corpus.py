@@ -1,4 +1,4 @@
-"""Reads the sources of Python's standard library as bytes, split by file into training and held-out text."""
+"""Texts to train with and held-out ones: the sources of Python's standard library, split by file, or the files of a folder."""
 
 import sysconfig
 import zlib
@@ -9,6 +9,7 @@ import torch
 
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data"}
 _HELD_OUT_ONE_IN = 20
+_ENDINGS = {".c", ".h", ".md", ".py", ".rst", ".txt"}
 
 
 @dataclass
@@ -18,6 +19,12 @@ class Corpus:
     training: torch.Tensor
     held_out: torch.Tensor
     files: int
+
+    def texts(self) -> list[str]:
+        """Returns the training and the held-out text."""
+        return [
+            bytes(part.numpy()).decode(errors="ignore") for part in (self.training, self.held_out)
+        ]
 
 
 def standard_library() -> Corpus:
@@ -36,6 +43,13 @@ def standard_library() -> Corpus:
         torch.frombuffer(bytearray(b"".join(p)), dtype=torch.uint8) for p in (training, held_out)
     )
     return Corpus(*parts, files=len(training) + len(held_out))
+
+
+def text_files(folder: Path) -> list[Path]:
+    """Returns the files of a folder whose endings are those of sources and texts, in the order of their names."""
+    return [
+        path for path in sorted(folder.rglob("*")) if path.suffix in _ENDINGS and path.is_file()
+    ]
 
 
 def random_batch(

