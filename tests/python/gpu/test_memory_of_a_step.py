@@ -45,10 +45,10 @@ def test_mask_backward_needs_no_quadratic_tensor(mask_dims):
         # A row has delta, three numbers of its query tile and one in 16 bits. A key has its interval, two queries and its bias, a
         # record of four numbers, and three of the schedule.
         numbers = 4.5 + 2 + 3 + 4 + 3
-        # Sums of dk, dv and dbias of at most two parts of a block, for the keys of 128 slots that stay and that leave, and the
+        # Sums of dk, dv and dbias of at most three parts of a block, for the keys of 128 slots that stay and that leave, and the
         # schedule's keys of the slots at 64 queries. Neither grows with the length.
         blocks = torch.cuda.get_device_properties(0).multi_processor_count
-        rest -= 4 * 2 * blocks * 2 * 128 * (2 * 128 + 1) + 4 * batch * heads * 64 * window
+        rest -= 4 * 3 * blocks * 2 * 128 * (2 * 128 + 1) + 4 * batch * heads * 64 * window
     # The backward adds in fp32 to dk and dv, or where blocks own keys to dq.
     sums = 4 * (k.numel() + v.numel())
     rest -= 4 * q.numel() if rest < sums else sums
