@@ -241,7 +241,7 @@ def _fa4(inputs: Inputs) -> Step:
         raise Declined("has no masks here")
     if case.document_length and case.batch > 1:
         raise Declined("has documents of one row of a batch here")
-    package = _imported("flash_attn.cute")
+    package = imported("flash_attn.cute")
     leaves = _leaves(inputs.q, inputs.k, inputs.v)
     has_window = case.kind in (SLIDING, WINDOWED_DOCUMENTS)
     options = {"causal": True, "window_size": (case.window - 1, 0) if has_window else (None, None)}
@@ -265,7 +265,7 @@ def _cudnn_flex(inputs: Inputs) -> Step:
     case = inputs.case
     if case.kind == DENSE_MASKS:
         raise Declined("has no bias")
-    package = _imported("cudnn.flex_attention")
+    package = imported("cudnn.flex_attention")
     leaves = q, k, v = _leaves(inputs.q, inputs.k, inputs.v)
     chosen = inputs.chosen()
     if chosen is None:
@@ -298,7 +298,7 @@ def ends_of_runs(chosen: KeyIntervals, batch: int, heads: int) -> Tensor:
     return ends.permute(1, 3, 0, 2).flatten(2).repeat_interleave(copies, 0).contiguous()
 
 
-def _imported(module: str):
+def imported(module: str):
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
 from .. import record, sides
 from ..case import Case, cases_of
-from ..clock import peak_mb, times_of_steps
+from ..clock import Step, peak_mb, times_of_steps
 from . import Failure
 
 
@@ -28,16 +29,24 @@ def measure(
     case: Case, dtype: str, device: str, names: list[str], repeats: int
 ) -> Iterator[dict | Failure]:
     """Yields the rows of one case."""
-    steps = {}
-    torch._dynamo.reset()
     try:
         inputs = sides.draw(case, getattr(torch, dtype), device)
     except Exception as error:
         yield Failure(case, "", dtype, error)
         return
-    for name in names:
+    builders = {name: partial(sides.build, name, inputs) for name in names}
+    yield from measure_steps(case, dtype, device, builders, repeats)
+
+
+def measure_steps(
+    case: object, dtype: str, device: str, builders: dict[str, Callable[[], Step]], repeats: int
+) -> Iterator[dict | Failure]:
+    """Yields a row for each side whose step can be built and run."""
+    steps = {}
+    torch._dynamo.reset()
+    for name, build in builders.items():
         try:
-            step = sides.build(name, inputs)
+            step = build()
             step.backward(step.forward())  # compiles, and raises if the side cannot run the case
             steps[name] = step
         except Exception as error:
