@@ -20,7 +20,7 @@ BENCHMARKS = Path(__file__).parents[1]
 # A record has the version of each of these packages whose module is imported.
 PACKAGES = {
     "transformers": "transformers", "triton": "triton", "flash_attn.cute": "flash-attn-4",
-    "cudnn": "nvidia-cudnn-frontend",
+    "cudnn": "nvidia-cudnn-frontend", "cuequivariance_torch": "cuequivariance-torch",
 }  # fmt: skip
 
 
