@@ -24,9 +24,9 @@ def rate(text: str) -> float:
     try:
         number = float(text)
     except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"got {text}, expected a number above 0")
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text}, expected a number, 0 or more")
     return number
 
 

@@ -6,6 +6,7 @@ PYTHONPATH=examples python -m retrofit --base gemma3    # or a folder, or a name
 """
 
 import argparse
+import copy
 import json
 import random
 import time
@@ -44,16 +45,20 @@ from .texts import BASES, load_base, read_texts
 
 SINKS = 4
 SETTINGS = {
-    "cpu": {"length": 1024, "trained_length": 512, "keep": [8], "steps": 80, "seconds": 330, "batch": 1, "samples": 5, "seeds": [0], "tasks": NAMES[:3]},
-    "cuda": {"length": 4096, "trained_length": 4096, "keep": [4, 8, 16], "steps": 600, "seconds": 600, "batch": 4, "samples": 100, "seeds": [0, 1, 2], "tasks": NAMES},
+    "cpu": {"length": 1024, "trained_length": 512, "keep": [8], "steps": 80, "seconds": 330, "rate": 2e-2, "base_rate": 0, "batch": 1, "samples": 5, "seeds": [0], "tasks": NAMES[:3]},
+    "cuda": {"length": 4096, "trained_length": 4096, "keep": [4, 8, 16], "steps": 900, "seconds": 600, "rate": 1e-2, "base_rate": 3e-4, "batch": 4, "samples": 100, "seeds": [0, 1, 2], "tasks": NAMES},
 }  # fmt: skip
 PRESSES = ("KeyDiffPress", "ExpectedAttentionPress", "SnapKVPress", "TOVAPress")
 TOGETHER = 25  # samples that are read in one batch
 
 
-def train(model: nn.Module, batches: Iterator[Tensor], schedule: ScoreSchedule, options: argparse.Namespace) -> None:  # fmt: skip
-    """Trains the scores so that the model predicts the same without most of its old keys. batches: tokens [B, S]."""
-    optimizer = torch.optim.AdamW(freeze_all_but_scores(model), betas=(0.9, 0.95), weight_decay=0)
+def train(model: nn.Module, teacher: nn.Module, batches: Iterator[Tensor], schedule: ScoreSchedule, options: argparse.Namespace) -> None:  # fmt: skip
+    """Trains the scores, and the base if it has a rate, to predict what the teacher does, with few old keys. batches: [B, S]."""
+    scores = freeze_all_but_scores(model)
+    base = [p for p in model.parameters() if not p.requires_grad] if options.base_rate else []
+    weights = [p.requires_grad_().detach().float() for p in base]  # bfloat16 would lose small steps
+    groups = [{"params": scores, "highest": options.rate}, {"params": weights, "highest": options.base_rate}]  # fmt: skip
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0)
     began = time.perf_counter()
     for step in (bar := tqdm(range(options.steps), desc="training")):
         progress = max(step / options.steps, (time.perf_counter() - began) / options.seconds)
@@ -62,14 +67,21 @@ def train(model: nn.Module, batches: Iterator[Tensor], schedule: ScoreSchedule, 
         ids = next(batches).to(model.device)
         later_half = {"use_cache": False, "logits_to_keep": ids.shape[1] // 2}
         with torch.no_grad():
-            teacher = model.set_score_phase("off")(ids, **later_half).logits
+            expected = teacher(ids, **later_half).logits
         model.set_score_phase("soft", temperature=schedule.temperature)
-        student = model(ids, **later_half).logits
-        loss, excess = divergence(student, teacher), budget_loss(model, schedule.target(progress))
+        loss = divergence(model(ids, **later_half).logits, expected)
+        excess = budget_loss(model, schedule.target(progress))
         (loss + schedule.weight * excess).backward()
-        optimizer.param_groups[0]["lr"] = options.rate * min(1, (step + 1) / 8, 2.5 * (1 - progress))  # fmt: skip
+        for weight, parameter in zip(weights, base, strict=True):
+            weight.grad = parameter.grad.float()
+        nn.utils.clip_grad_norm_(weights, 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = group["highest"] * min(1, (step + 1) / 8, 2.5 * (1 - progress))
         optimizer.step()
-        optimizer.zero_grad()
+        with torch.no_grad():
+            for weight, parameter in zip(weights, base, strict=True):
+                parameter.copy_(weight)
+        model.zero_grad()
         bar.set_postfix_str(f"divergence {loss:.3f}, share {excess:.3f} above the target")
 
 
@@ -165,10 +177,9 @@ def make_table(rows: list[dict]) -> str:
 
 
 def rule_of(part: int, options: argparse.Namespace) -> tuple[int, int]:
-    """Returns the numbers of old and of recent keys of a head that sees one in `part` of the keys."""
+    """Returns the numbers of old and of recent keys of a head that sees one in `part` of the keys. Half of them are recent."""
     keys = options.length // part
-    recent = min(options.recent or keys // 2, keys - SINKS)
-    return keys - recent - SINKS, recent
+    return keys - keys // 2 - SINKS, keys // 2
 
 
 def measure_untrained(evaluation: Evaluation, options: argparse.Namespace) -> None:
@@ -186,7 +197,7 @@ def measure_untrained(evaluation: Evaluation, options: argparse.Namespace) -> No
             evaluation.add_row(f"{name}, after the text", part, press=press)
 
 
-def measure_trained(evaluation: Evaluation, streams: list[list[int]], options: argparse.Namespace, seed: int) -> None:  # fmt: skip
+def measure_trained(evaluation: Evaluation, teacher: nn.Module, streams: list[list[int]], options: argparse.Namespace, seed: int) -> None:  # fmt: skip
     """Trains scores for each budget, from those of the next larger one. Adds its rows: the same for all heads, and divided."""
     model, folder = evaluation.model, options.output / f"scores-{seed}"
     length, tokenizer = options.length, evaluation.tasks.tokenizer
@@ -203,7 +214,7 @@ def measure_trained(evaluation: Evaluation, streams: list[list[int]], options: a
         if not is_first:  # gates are no longer open, and the target falls to theirs at once
             load_scores(model, folder)
         share = window / (length - recent - SINKS)
-        train(model, batches, ScoreSchedule(share=share, narrowing=0.4 if is_first else 0.1), options)  # fmt: skip
+        train(model, teacher, batches, ScoreSchedule(share=share, narrowing=0.4 if is_first else 0.1), options)  # fmt: skip
         model.set_score_phase("hard")
         evaluation.add_row("learned, the same for each head", part, seed)
         budgets = divide_budget(model, samples, mean_keys=length / part)
@@ -212,6 +223,10 @@ def measure_trained(evaluation: Evaluation, streams: list[list[int]], options: a
         set_key_budgets(model, budgets)
         evaluation.add_row("learned, divided over heads", part, seed)
         save_scores(model, folder)
+    if options.base_rate:
+        model.set_score_phase("off")
+        evaluation.add_row("all, with the trained base", seed=seed)
+        model.set_score_phase("hard")
 
 
 def write_text(model: nn.Module, tasks: Tasks) -> str:
@@ -237,10 +252,11 @@ def run(options: argparse.Namespace) -> None:
     print(f"{source}: {tokens[0]} tokens to train with, {tokens[1]} held out; on {options.device}")
     evaluation = Evaluation(model, held_out, tasks, options)
     measure_untrained(evaluation, options)
+    teacher = copy.deepcopy(model).requires_grad_(False)
     for seed in options.seeds:
         if seed != options.seeds[0]:
-            remove_learned_scores(model)
-        measure_trained(evaluation, training, options, seed)
+            remove_learned_scores(model).load_state_dict(teacher.state_dict())
+        measure_trained(evaluation, teacher, training, options, seed)
     written, table = write_text(model, tasks), make_table(evaluation.rows)
     seconds = time.perf_counter() - began
     print(f"with the small cache:\n{written}\n\n{table}\n\n{seconds:.0f} s; files in {options.output}")  # fmt: skip
@@ -259,11 +275,11 @@ def main(arguments: list[str] | None = None) -> None:
     add("--length", type=between(256), help="tokens of a text")
     add("--trained-length", type=between(256), help="tokens of a text in training")
     add("--keep", type=between(2), nargs="+", metavar="PART", help="8: an eighth of the keys")
-    add("--recent", type=count, help="recent keys of a head (default: half of its keys)")
     add("--steps", type=count, help="of a training for one budget")
     add("--seconds", type=count, help="it ends after this time")
     add("--batch", type=count, help="texts of a step")
-    add("--rate", type=rate, default=2e-2, help="learning rate")
+    add("--rate", type=rate, help="learning rate of the scores")
+    add("--base-rate", type=rate, help="learning rate of the base model; 0: it is frozen")
     add("--samples", type=count, help="texts of each task, and texts whose loss is measured")
     add("--tasks", nargs="+", choices=NAMES, metavar="TASK", help=f"of {', '.join(NAMES)}")
     add("--seeds", type=between(0), nargs="+", metavar="SEED", help="of trainings")
@@ -273,7 +289,8 @@ def main(arguments: list[str] | None = None) -> None:
     options.device = {"auto": "cuda" if is_available("cuda") else "cpu"}.get(options.device, options.device)  # fmt: skip
     settings = SETTINGS["cpu" if options.device == "cpu" else "cuda"]
     for name in settings:
-        setattr(options, name, getattr(options, name) or settings[name])
+        if getattr(options, name) is None:
+            setattr(options, name, settings[name])
     run(options)
 
 

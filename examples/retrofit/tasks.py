@@ -63,15 +63,16 @@ class Tasks:
         return self.begin + stream[start : start + room]
 
     def make_training_text(self, draw: random.Random) -> list[int]:
-        """Returns tokens of filler that hold up to 14 facts. All of them are repeated at the end, in another order."""
+        """Returns tokens of filler with a fact about each word, as far as half of the text has room for them and their repeats.
+        The repeats stand at the end, in another order."""
         told, asked, tokens = [], [], 0
-        for word in draw.sample(self.training_words, 14):
+        for word in draw.sample(self.training_words, len(self.training_words)):
             fact, beginning = draw.choice(_TRAINING_FACTS)
             value = "".join(draw.choices(draw.choice((digits, digits, ascii_uppercase)), k=draw.randint(3, 7)))  # fmt: skip
             fact = fact.format(word, value)
             again = beginning.format(word) + ("" if beginning[-1] == '"' else " ") + value
             tokens += len(self._tokens(fact + again)) + 6
-            if told and tokens > self.length // 3:
+            if told and tokens > self.length // 2:
                 break
             told.append(f"\n\n{fact}\n\n")
             asked.append(f"\n\n{again}")
