@@ -1,6 +1,7 @@
 """Scores that ScoreTrainer trains in accumulated steps or over two processes (DDP, FSDP2 by accelerate) equal those of one, and
 its loss has the parts that it names."""
 
+import copy
 import os
 
 import pytest
@@ -18,13 +19,16 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without d
 STEPS, BATCH = 6, 4
 
 
-def scores_after_training(folder, batch, temperature=None, weight=0.0, resume=None, **options):
+def scores_after_training(
+    folder, batch, temperature=None, weight=0.0, resume=None, has_teacher=False, **options
+):
     """Returns the losses of every step, and the scorers. By default nothing in the training is random."""
     from transformers import TrainingArguments
 
     from flash_dmattn.integrations.transformers import (
         ScoreSchedule,
         freeze_all_but_scores,
+        remove_learned_scores,
         save_scores,
     )
     from flash_dmattn.integrations.transformers.score_trainer import ScoreTrainer
@@ -42,6 +46,7 @@ def scores_after_training(folder, batch, temperature=None, weight=0.0, resume=No
         args=arguments,
         train_dataset=[{"input_ids": row, "labels": row} for row in make_ids(batch=8 * BATCH)],
         schedule=ScoreSchedule(soft=0.5, weight=weight, temperature=temperature),
+        teacher=remove_learned_scores(copy.deepcopy(model)) if has_teacher else None,
     )
     trainer.train(resume_from_checkpoint=resume)
     save_scores(model, folder)
@@ -86,8 +91,10 @@ def test_scores_of_two_processes_equal_one_process(way, tmp_path):
     run_in_processes(2, compare_with_one, tmp_path, way, losses, scores)
 
 
-def test_accumulated_steps_equal_a_larger_batch(tmp_path):
+def test_accumulated_steps_and_a_teacher_like_the_base_change_nothing(tmp_path):
     expected = scores_after_training(tmp_path / "one", BATCH)[:2]
+    taught = scores_after_training(tmp_path / "taught", BATCH, has_teacher=True)[:2]
+    torch.testing.assert_close(taught, expected, rtol=0, atol=0)
     losses_and_scores = scores_after_training(
         tmp_path / "two", BATCH // 2, gradient_accumulation_steps=2
     )[:2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Trainer
 
 from .learned_scores.add import set_score_phase
@@ -16,15 +16,27 @@ class ScoreTrainer(Trainer):
 
     schedule: the phases and the budget term, which closes gates until `share` of the old keys is kept. Without it no
         gate closes.
-    distils: whether the loss is the divergence from the model with its scores off, for a frozen base (see
-        `freeze_all_but_scores`). False: the model's own loss, for `labels`.
+    distils: whether the loss is the divergence from a teacher. False: the model's own loss, for `labels`.
+    teacher: a copy of the model before scores were added, if the base is trained too. None: the model with its scores
+        off, for a frozen base (see `freeze_all_but_scores`).
     Other arguments are those of transformers' Trainer. Reentrant checkpointing is refused: the budget term would have no
     gradient.
     """
 
-    def __init__(self, *args, schedule: ScoreSchedule, distils: bool = True, **kwargs):
+    def __init__(
+        self,
+        *args,
+        schedule: ScoreSchedule,
+        distils: bool = True,
+        teacher: nn.Module | None = None,
+        **kwargs,
+    ):
         super().__init__(*args, **kwargs)
-        self.schedule, self.distils = schedule, distils
+        self.schedule, self.distils, self.teacher = schedule, distils, teacher
+        if teacher is not None:
+            if not distils:
+                raise ValueError("teacher: got a model with distils=False, expected None")
+            teacher.to(self.args.device).eval()
         self.model_accepts_loss_kwargs = False  # losses are means, which accumulated steps divide
         checkpointing = self.args.gradient_checkpointing_kwargs or {}
         if self.args.gradient_checkpointing and checkpointing.get("use_reentrant"):
@@ -43,12 +55,12 @@ class ScoreTrainer(Trainer):
         if self.distils:
             with torch.no_grad():
                 set_score_phase(base, "off")
-                teacher = model(**unlabelled).logits
+                expected = (self.teacher or model)(**unlabelled).logits
         set_score_phase(base, phase, self.schedule.temperature if phase == "soft" else None)
         outputs = model(**(unlabelled if self.distils else inputs))
         loss = outputs.loss
         if self.distils:
-            loss = divergence(outputs.logits, teacher, mask)
+            loss = divergence(outputs.logits, expected, mask)
         self._parts = {"own_loss": loss.item(), "hard": float(phase == "hard")}
         if phase == "soft" and torch.is_grad_enabled():
             target, sampled = self.schedule.target(progress), self.schedule.sampled
