@@ -16,10 +16,11 @@ from pathlib import Path
 
 import torch
 
-from harness import case, cases, machine, record, sides, tables
+from harness import cases, machine, record, sides, tables
+from harness.case import useful_tflops
 
-_CASES = (*case.NAMES, *(name for names, _ in cases.MODULES.values() for name in names))
-_SIDES = dict.fromkeys((*sides.NAMES, *(s for _, names in cases.MODULES.values() for s in names)))
+CASES = [name for names, _ in cases.MODULES.values() for name in names]
+SIDES = list(dict.fromkeys(side for _, names in cases.MODULES.values() for side in names))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -31,69 +32,58 @@ def run(options: argparse.Namespace) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    rows, earlier, status = [], [], 0
-    head = machine.head_of_record(options.device, options.commit)
+    status, rows, earlier = 0, [], []
+    mine = machine.new_record(options.device, options.commit)
     if options.json and options.json.exists():
         before = record.read(options.json)
-        is_same = all(before[field] == head[field] for field in ("machine", "commit"))
-        earlier = before["rows"] if is_same else []
+        if (before.machine, before.commit) == (mine.machine, mine.commit):
+            earlier = before.rows
     for row in _rows(options):
-        if isinstance(row, cases.Failure):
+        if isinstance(row, record.Failure):
             print(row, flush=True)
-            is_rival = row.side in sides.RIVALS or row.side.startswith(("eager", "sdpa"))
-            status = status if sides.is_reason(row.error, is_rival) else 1
+            status = status if sides.is_reason(row.side, row.error) else 1
             continue
-        rates = [f"{way} {x:.4g} TFLOP/s" for way, x in case.useful_tflops(row).items()]
-        print(", ".join([record.format_row(row), *rates]), flush=True)
+        rates = [f"{way} {x:.4g} TFLOP/s" for way, x in useful_tflops(row).items()]
+        print(row, *rates, sep=", ", flush=True)
         rows.append(row)
-        kept = [one for one in earlier if one["case"] not in {row["case"] for row in rows}]
         if options.json:
-            versions = {"versions": machine.versions()}  # of rivals that are imported by now
-            record.write(options.json, head | versions | {"rows": kept + rows})
+            measured = {row.case for row in rows}
+            mine.rows = [one for one in earlier if one.case not in measured] + rows
+            mine.versions = machine.versions()  # of rivals that are imported by now
+            record.write(options.json, mine)
     is_first_rank = not (torch.distributed.is_initialized() and torch.distributed.get_rank())
     return status if rows or not is_first_rank else 1
 
 
-def _rows(options: argparse.Namespace) -> Iterator[dict | cases.Failure]:
-    modules = {"attention": case.NAMES} | {name: names for name, (names, _) in cases.MODULES.items()}  # fmt: skip
-    for module, names in modules.items():
+def _rows(options: argparse.Namespace) -> Iterator[record.Row | record.Failure]:
+    for module, (names, _) in cases.MODULES.items():
         if chosen := [name for name in options.case if name in names]:
-            yield from importlib.import_module(f"harness.cases.{module}").measure_rows(
-                chosen, options
-            )
+            measure_rows = importlib.import_module(f"harness.cases.{module}").measure_rows
+            yield from measure_rows(chosen, options)
 
 
 def compare(options: argparse.Namespace) -> int:
     """Prints the ratio after / before of each number that both records have."""
-    before, after = (
-        {(row["case"], row["side"], row["dtype"]): row for row in one["rows"]}
-        for one in options.records
-    )
-    for one in options.records:
-        print(f"{one['machine']}, commit {one['commit']}, {one['date']}")
+    records = [record.read(path) for path in options.records]
+    for one in records:
+        print(f"{one.machine}, commit {one.commit}, {one.date}")
+    before, after = ({(row.case, row.side, row.dtype): row for row in one.rows} for one in records)
     for key in before.keys() & after.keys():
         old, new = before[key], after[key]
         ratios = [
-            f"{name} {old[field][name]:.4g} -> {x:.4g} ({x / old[field][name]:.3f})"
-            for field in ("ms", "other")
-            for name, x in new[field].items()
-            if name != "rounds" and old[field].get(name)
+            f"{name} {was[name]:.4g} -> {x:.4g} ({x / was[name]:.3f})"
+            for was, now in ((old.ms, new.ms), (old.other, new.other))
+            for name, x in now.items()
+            if name != "rounds" and was.get(name)
         ]
         print(f"{' '.join(key)}: {', '.join(ratios)}")
     return 0
 
 
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected 1 or more")
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError
     return int(text)
-
-
-def _record(text: str) -> dict:
-    try:
-        return record.read(Path(text))
-    except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -104,22 +94,22 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     one = commands.add_parser("run", help="measure on this machine")
     one.set_defaults(call=run)
     add = one.add_argument
-    add("--case", nargs="+", choices=_CASES, default=["dense", "dynamic_mask"], metavar="CASE",
-        help=f"any of {', '.join(_CASES)}; default: dense dynamic_mask")  # fmt: skip
-    add("--side", nargs="+", choices=_SIDES, default=[], metavar="SIDE",
-        help=f"any of {', '.join(_SIDES)}; default: ours, and the rivals of torch that need no compilation")  # fmt: skip
+    add("--case", nargs="+", choices=CASES, default=["dense", "dynamic_mask"], metavar="CASE",
+        help=f"any of {', '.join(CASES)}; default: dense dynamic_mask")  # fmt: skip
+    add("--side", nargs="+", choices=SIDES, default=[], metavar="SIDE",
+        help=f"any of {', '.join(SIDES)}; default: ours, and the rivals of torch that need no compilation")  # fmt: skip
     add("--dtype", nargs="+", choices=("float32", "bfloat16", "float16"),
         help="default: bfloat16, on the CPU float32 too")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), help="default: the GPU if there is one")
-    add("--length", nargs="+", type=_positive, metavar="N", help="instead of the case's lengths")
-    add("--window", nargs="+", type=_positive, metavar="W", help="instead of the case's windows")
-    add("--repeats", type=_positive, default=5, metavar="N", help="rounds, of which the median counts; default: 5")  # fmt: skip
-    add("--threads", type=_positive, help="of the CPU; default: torch's")
+    add("--length", nargs="+", type=positive, metavar="N", help="instead of the case's lengths")
+    add("--window", nargs="+", type=positive, metavar="W", help="instead of the case's windows")
+    add("--repeats", type=positive, default=5, metavar="N", help="rounds, of which the median counts; default: 5")  # fmt: skip
+    add("--threads", type=positive, help="of the CPU; default: torch's")
     add("--commit", help="of the sources; default: that of Git")
     add("--json", type=Path, metavar="FILE", help="write a record there")
     one = commands.add_parser("compare", help="ratios of two records")
     one.set_defaults(call=compare)
-    one.add_argument("records", nargs=2, type=_record, metavar="RECORD")
+    one.add_argument("records", nargs=2, type=Path, metavar="RECORD")
     one = commands.add_parser("tables", help="write the tables of the documents from the records")
     one.set_defaults(call=tables.main)
     options = parser.parse_args(arguments)

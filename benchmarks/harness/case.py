@@ -9,6 +9,8 @@ import statistics
 import torch
 from torch import Tensor
 
+from .record import Row
+
 DENSE, PER_QUERY, GLOBAL, SLIDING = "dense causal", "per_query", "global", "sliding"
 DOCUMENTS, DENSE_MASKS, EVICTED = "documents", "dense_masks", "evicted"
 PREFIX, WINDOWED_DOCUMENTS = "prefix", "windowed_documents"
@@ -170,8 +172,8 @@ def cases_of(device: str, names: list[str], lengths=None, windows=None) -> list[
     return list(dict.fromkeys(cases))
 
 
-def useful_tflops(row: dict) -> dict[str, float]:
+def useful_tflops(row: Row) -> dict[str, float]:
     """Returns a row's useful TFLOP/s by direction; none for a row that does not measure attention."""
-    case = Case.parse(row["case"])
-    ways = [way for way in ("forward", "backward") if case and way in row["ms"]]
-    return {way: case.useful_flops(way) / row["ms"][way] * 1e-9 for way in ways}
+    case = Case.parse(row.case)
+    ways = [way for way in ("forward", "backward") if case and way in row.ms]
+    return {way: case.useful_flops(way) / row.ms[way] * 1e-9 for way in ways}

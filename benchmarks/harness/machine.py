@@ -16,6 +16,8 @@ import torch
 
 from flash_dmattn import backends
 
+from .record import Record
+
 BENCHMARKS = Path(__file__).parents[1]
 # A record has the version of each of these packages whose module is imported.
 PACKAGES = {
@@ -24,15 +26,12 @@ PACKAGES = {
 }  # fmt: skip
 
 
-def head_of_record(device: str, commit: str | None) -> dict:
-    """Returns the fields of a record that its rows share. commit: None for that of Git."""
-    return {
-        "machine": machine_name(device),
-        "date": f"{datetime.date.today():%Y-%m-%d}",
-        "commit": commit or _commit_of_git(),
-        "versions": versions(),
-        "command": _command(),
-    }
+def new_record(device: str, commit: str | None) -> Record:
+    """Returns a record without rows. commit: None for that of Git."""
+    today = str(datetime.date.today())
+    return Record(
+        machine_name(device), today, commit or _commit_of_git(), versions(), _command(), []
+    )
 
 
 def machine_name(device: str) -> str:

@@ -38,19 +38,23 @@ from .case import (
 from .clock import Step
 
 OURS = ("cuda", "triton", "cpu")
+# torch's implementations of dense attention on a GPU.
+SDPA_BACKENDS = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
 class Declined(Exception):
     """Raised by a side that cannot run a case; the message has the reason."""
 
 
-def is_reason(error: Exception, is_rival: bool = False) -> bool:
+def is_reason(side: str, error: Exception) -> bool:
     """Whether an exception is a reason not to measure a side, rather than an error of our program: Declined, too little memory, a
     refusal by our library, or any exception of a rival."""
+    if side.removesuffix("_compiled") in ("eager", *RIVALS):
+        return True
     if isinstance(error, (Declined, MemoryError, torch.OutOfMemoryError, NotImplementedError)):
         return True
     texts = (": got ", "expected one that supports", "can't allocate memory")
-    return is_rival or any(text in str(error) for text in texts)
+    return any(text in str(error) for text in texts)
 
 
 @dataclass(frozen=True)
@@ -317,8 +321,7 @@ def expect_memory(needed: int, what: str, device: torch.device | str) -> None:
 
 RIVALS: dict[str, Callable[[Inputs], Step]] = {
     "sdpa": _sdpa,
-    "fa2": _dense_only(SDPBackend.FLASH_ATTENTION),
-    "cudnn": _dense_only(SDPBackend.CUDNN_ATTENTION),
+    **{name: _dense_only(backend) for name, backend in SDPA_BACKENDS.items()},
     "flex": _flex,
     "fa4": _fa4,
     "cudnn_flex": _cudnn_flex,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .case import Case, useful_tflops
 from .machine import BENCHMARKS
-from .record import read
+from .record import Record, Row, read
 
 RECORDS = BENCHMARKS / "records"
 ROOT = BENCHMARKS.parent
@@ -45,10 +45,10 @@ def attention_table(path: Path, document: Path, cases: set[str] | None, name_of:
     cases: those to write; None writes all.
     """
     record = read(path)
-    work: dict[tuple[str, str], dict[str, dict]] = {}
-    for row in record["rows"]:
-        if Case.parse(row["case"]) and (cases is None or row["case"] in cases):
-            work.setdefault((row["case"], row["dtype"]), {})[row["side"]] = row
+    work: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in record.rows:
+        if Case.parse(row.case) and (cases is None or row.case in cases):
+            work.setdefault((row.case, row.dtype), {})[row.side] = row
     sides = list(dict.fromkeys(side for rows in work.values() for side in rows))
     if not sides:
         return ""
@@ -59,7 +59,7 @@ def attention_table(path: Path, document: Path, cases: set[str] | None, name_of:
     ]  # fmt: skip
     for (case, dtype), rows in work.items():
         kind, _, rest = case.partition(" ")
-        times = [_both_ways(rows[side]["ms"]) if side in rows else "" for side in sides]
+        times = [_both_ways(rows[side].ms) if side in rows else "" for side in sides]
         rates = _both_ways(useful_tflops(rows[sides[0]])) if sides[0] in rows else ""
         lines.append(f"| {' | '.join([f'{KINDS.get(kind, kind)} {rest}', dtype, *times, rates])} |")
     return "\n".join([*lines, "", ""])
@@ -68,21 +68,21 @@ def attention_table(path: Path, document: Path, cases: set[str] | None, name_of:
 def rows_table(path: Path, document: Path) -> str:
     """Returns a Markdown table of all rows of a record that do not measure attention."""
     record = read(path)
-    rows = [row for row in record["rows"] if not Case.parse(row["case"])]
+    rows = [row for row in record.rows if not Case.parse(row.case)]
     lines = [f"{_source(path, record, document)}:", "", "| case | side | dtype | ms | other |", "|---|---|---|---|---|"]  # fmt: skip
     for row in rows:
         ms, other = (
-            ", ".join(f"{name} {_short(x)}" for name, x in row[part].items() if name != "rounds")
-            for part in ("ms", "other")
+            ", ".join(f"{name} {_short(x)}" for name, x in numbers.items() if name != "rounds")
+            for numbers in (row.ms, row.other)
         )
-        lines.append(f"| {row['case']} | {row['side']} | {row['dtype']} | {ms} | {other} |")
+        lines.append(f"| {row.case} | {row.side} | {row.dtype} | {ms} | {other} |")
     return "\n".join([*lines, "", ""]) if rows else ""
 
 
-def _source(path: Path, record: dict, document: Path) -> str:
+def _source(path: Path, record: Record, document: Path) -> str:
     link = os.path.relpath(path, document.parent)
-    torch = record["versions"]["torch"]
-    return f"{record['machine']}, torch {torch}, commit `{record['commit']}`, {record['date']} ([record]({link}))"
+    torch = record.versions["torch"]
+    return f"{record.machine}, torch {torch}, commit `{record.commit}`, {record.date} ([record]({link}))"
 
 
 def _both_ways(numbers: dict[str, float]) -> str:

@@ -8,13 +8,13 @@ from functools import partial
 
 import torch
 
-from .. import record, sides
+from .. import sides
 from ..case import Case, cases_of
 from ..clock import Step, peak_mb, times_of_steps
-from . import Failure
+from ..record import Failure, Row
 
 
-def measure_rows(names: list[str], options: argparse.Namespace) -> Iterator[dict | Failure]:
+def measure_rows(names: list[str], options: argparse.Namespace) -> Iterator[Row | Failure]:
     chosen = options.side or sides.default_sides(options.device)
     chosen = [side for side in sides.NAMES if side in chosen]
     cases = cases_of(options.device, names, options.length, options.window)
@@ -27,7 +27,7 @@ def measure_rows(names: list[str], options: argparse.Namespace) -> Iterator[dict
 
 def measure(
     case: Case, dtype: str, device: str, names: list[str], repeats: int
-) -> Iterator[dict | Failure]:
+) -> Iterator[Row | Failure]:
     """Yields the rows of one case."""
     try:
         inputs = sides.draw(case, getattr(torch, dtype), device)
@@ -55,6 +55,6 @@ def measure_steps(
         times = times_of_steps(steps, device, repeats) if steps else {}
         for name, step in steps.items():
             other = {"peak MB": peak_mb(step, device), "rounds": repeats}
-            yield record.make_row(case, name, dtype, times[name], other)
+            yield Row(case, name, dtype, times[name], other)
     except RuntimeError as error:  # all sides together may need more memory than there is
         yield Failure(case, "", dtype, error)

@@ -20,21 +20,21 @@ from torch import Tensor
 from flash_dmattn import flash_dmattn_func
 from flash_dmattn.distributed import boundary_places, context_parallel_dmattn, exchanged_bytes
 
-from .. import record
 from ..case import PER_QUERY, Case
 from ..clock import Rounds, timed
+from ..record import Failure, Row
 from ..sides import Declined
-from . import Failure
+from . import DTYPES
 
-_SIZES = {  # query heads, key heads, head dimension, window, lengths, dtype
-    "cuda": (16, 8, 128, 2048, (65536, 262144, 1048576), "bfloat16"),
-    "cpu": (4, 2, 16, 64, (512, 1024), "float32"),
+_SIZES = {  # query heads, key heads, head dimension, window, lengths
+    "cuda": (16, 8, 128, 2048, (65536, 262144, 1048576)),
+    "cpu": (4, 2, 16, 64, (512, 1024)),
 }
 _ROUNDS = Rounds(5, warm_up=0)
 _WARM_UP_CALLS = 3
 
 
-def measure_rows(names: list[str], options: argparse.Namespace) -> Iterator[dict | Failure]:
+def measure_rows(names: list[str], options: argparse.Namespace) -> Iterator[Row | Failure]:
     if "LOCAL_RANK" not in os.environ:
         program = "torchrun --nproc_per_node 2 benchmarks/bench.py run --case context_parallel"
         yield Failure(names[0], "", "", Declined(f"needs ranks: {program}"))
@@ -47,7 +47,8 @@ def measure_rows(names: list[str], options: argparse.Namespace) -> Iterator[dict
     if not dist.is_initialized():
         backend = "nccl" if options.device == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=100))
-    *heads, head_dim, window, lengths, dtype = _SIZES[options.device]
+    *heads, head_dim, window, lengths = _SIZES[options.device]
+    dtype = DTYPES[options.device]
     for length in options.length or lengths:
         case = Case(PER_QUERY, length, head_dim, window, *heads)
         sides = {"one GPU": lambda inputs: _whole(inputs, case)}
@@ -64,7 +65,7 @@ def measure_rows(names: list[str], options: argparse.Namespace) -> Iterator[dict
             if dist.get_rank() == 0:
                 name = side if ranks == 1 else f"{ranks} GPUs, {side}"
                 other["rounds"] = _ROUNDS.count
-                yield record.make_row(f"context parallel {case}", name, dtype, ms, other)
+                yield Row(f"context parallel {case}", name, dtype, ms, other)
             del inputs
             gc.collect()
 

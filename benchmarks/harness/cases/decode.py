@@ -21,17 +21,13 @@ from flash_dmattn import KVSlots, flash_dmattn_func, flash_dmattn_with_kvcache
 
 from ..clock import Rounds, graph_ms, timed
 from ..machine import working_set
-from ..sides import expect_memory
+from ..record import Failure, Row
+from ..sides import SDPA_BACKENDS, expect_memory
 from . import Numbers, measure_sides
 
 _GPU_CACHE_BYTES = 240 * 10**6  # four times an L2 of 60 MB
 _GPU_COPY_BYTES = 1 << 30
 POOL = 2  # states per sequence in the pool of the side "rows"
-# torch's attention backends on a GPU, by side.
-_SDPA = {
-    "fa2": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +88,7 @@ CASES = {
 }
 
 
-def measure_rows(names: list[str], options: argparse.Namespace) -> Iterator[dict]:
+def measure_rows(names: list[str], options: argparse.Namespace) -> Iterator[Row | Failure]:
     device, repeats = options.device, options.repeats
     cases = [
         dataclasses.replace(case, keys=keys)
@@ -194,7 +190,7 @@ def _sides(case: DecodeCase, device: str) -> dict[str, Callable[..., Callable[[]
         return {"ours": _slots, "rows": functools.partial(_slots, states=POOL)}
     if device == "cpu":
         return {"ours": _all_keys, "sdpa": _sdpa}
-    rivals = {name: functools.partial(_sdpa, backend=one) for name, one in _SDPA.items()}
+    rivals = {name: functools.partial(_sdpa, backend=one) for name, one in SDPA_BACKENDS.items()}
     return {"ours": _all_keys} | rivals
 
 

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from flash_dmattn import flash_dmattn_func, sliding_window
 
 from ..clock import Rounds, elapsed_ms
-from . import Numbers, measure_sides
+from ..record import Failure, Row
+from . import DTYPES, Numbers, measure_sides
 
 _HEADS_Q, _HEADS_KV, _HEAD_DIM, _WINDOW = 4, 2, 64, 16
 _ROUNDS = Rounds(300, is_least=True)
@@ -36,7 +37,7 @@ def _ours(has_bias: bool = True, **options) -> Callable:
     return call
 
 
-def measure_rows(names: list[str], options: argparse.Namespace) -> Iterator[dict]:
+def measure_rows(names: list[str], options: argparse.Namespace) -> Iterator[Row | Failure]:
     device, threads = options.device, torch.get_num_threads()
     torch.set_num_threads(1)
     for length in options.length or [128 if device == "cuda" else 8]:
@@ -53,13 +54,13 @@ def measure_rows(names: list[str], options: argparse.Namespace) -> Iterator[dict
                 side: lambda call=call: _numbers(call, device, length)
                 for side, call in calls.items()
             }
-            dtype = "bfloat16" if device == "cuda" else "float32"
-            yield from measure_sides(f"call N{length} {kind}", dtype, sides, options.side)
+            title = f"call N{length} {kind}"
+            yield from measure_sides(title, DTYPES[device], sides, options.side)
     torch.set_num_threads(threads)
 
 
 def _numbers(call: Callable, device: str, length: int) -> Numbers:
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = getattr(torch, DTYPES[device])
     shapes = [(1, length, h, _HEAD_DIM) for h in (_HEADS_Q, _HEADS_KV, _HEADS_KV)]
     leaves = [torch.randn(s, device=device, dtype=dtype, requires_grad=True) for s in shapes]
     # Key scores are best kept in float32, even if queries have 16 bits.

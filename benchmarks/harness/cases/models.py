@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from transformers import DogeConfig, DogeForCausalLM, LlamaConfig, LlamaModel
 
-DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
+from . import DTYPES
+
 _DOGE = {
     "cuda": {
         "vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 8,

@@ -10,13 +10,13 @@ import torch
 
 from flash_dmattn import KVSlots, RaggedBatch, extend_ragged
 
-from ..clock import Rounds, count_kernels, elapsed_ms
-from . import Numbers, measure_sides
+from ..clock import Rounds
+from ..record import Failure, Row
+from . import DTYPES, Numbers, measure_sides, measure_step
 
 _ROUNDS = Rounds(20, warm_up=3)
 _POOL = 64  # states in the pool
 _HEADS = {"cuda": (8, 4, 128), "cpu": (4, 2, 64)}  # (query heads, key heads, head dimension)
-_DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
 # {title: (tokens of each sequence, how many of the first sequences begin a prompt)}
 STEPS = {
     "29 decode": ([1] * 29, 0),
@@ -29,30 +29,25 @@ STEPS = {
 }
 
 
-def measure_rows(names: list[str], options: argparse.Namespace) -> Iterator[dict]:
+def measure_rows(names: list[str], options: argparse.Namespace) -> Iterator[Row | Failure]:
     heads_q, heads_kv, head_dim = _HEADS[options.device]
     for window in options.window or [1024]:
         for title, (lengths, begins) in STEPS.items():
             case = f"ragged step, {title}, H{heads_q} Hkv{heads_kv} D{head_dim} w{window}"
-            sides = {"ours": lambda: _numbers(lengths, begins, window, options.device)}
-            yield from measure_sides(case, _DTYPES[options.device], sides, options.side)
+            sides = {"ours": lambda: _measure(lengths, begins, window, options.device)}
+            yield from measure_sides(case, DTYPES[options.device], sides, options.side)
 
 
 @torch.no_grad()
-def _numbers(lengths: list[int], begins: int, window: int, device: str) -> Numbers:
-    step = _step(lengths, begins, window, device)
-    ms = {"step": _ROUNDS.time_one(lambda: elapsed_ms(step, device))}
-    other = {"rounds": _ROUNDS.count}
-    if device == "cuda":
-        other["kernels"], ms["kernels"] = count_kernels(step)
-    return ms, other
+def _measure(lengths: list[int], begins: int, window: int, device: str) -> Numbers:
+    return measure_step(_step(lengths, begins, window, device), device, _ROUNDS)
 
 
 def _step(lengths: list[int], begins: int, window: int, device: str) -> Callable[[], object]:
     """Returns a call that extends one sequence per length. The first `begins` sequences start empty; the states of the others are
     full."""
     heads_q, heads_kv, head_dim = _HEADS[device]
-    dtype = getattr(torch, _DTYPES[device])
+    dtype = getattr(torch, DTYPES[device])
 
     def normal(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.randn(shape, device=device).to(dtype)

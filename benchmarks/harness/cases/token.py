@@ -17,7 +17,8 @@ from transformers import Cache, DynamicCache, StaticCache
 from flash_dmattn.integrations.transformers import DynamicMaskCache, enable_flash_dmattn
 
 from ..clock import Rounds, capture_graph, elapsed_ms
-from . import Numbers, measure_sides, models
+from ..record import Failure, Row
+from . import DTYPES, Numbers, measure_sides, models
 
 # Other programs disturb a CPU more than a GPU.
 ROUNDS = {"cuda": Rounds(7, warm_up=0), "cpu": Rounds(7, is_least=True, warm_up=0)}
@@ -29,7 +30,7 @@ _CONTEXTS = {"cuda": [4096, 524288], "cpu": [256, 1024, 4096, 16384]}  # tokens 
 
 
 @torch.no_grad()
-def measure_rows(names: list[str], options: argparse.Namespace) -> Iterator[dict]:
+def measure_rows(names: list[str], options: argparse.Namespace) -> Iterator[Row | Failure]:
     device = options.device
     for context in options.length or _CONTEXTS[device]:
         sides = {
@@ -40,7 +41,7 @@ def measure_rows(names: list[str], options: argparse.Namespace) -> Iterator[dict
         }
         chosen = options.side or (["ours", "eager"] if device == "cpu" else [])
         case = f"token after {context}, {models.doge_title(device)}"
-        yield from measure_sides(case, models.DTYPES[device], sides, chosen)
+        yield from measure_sides(case, DTYPES[device], sides, chosen)
 
 
 def _our_token(device: str, context: int, is_compiled: bool) -> Numbers:

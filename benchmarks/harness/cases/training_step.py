@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 from flash_dmattn.check.memory import peak_bytes
 from flash_dmattn.integrations.transformers import (
@@ -18,33 +18,32 @@ from flash_dmattn.integrations.transformers import (
     set_score_phase,
 )
 
-from ..clock import Rounds, count_kernels, elapsed_ms
-from . import Numbers, measure_sides, models
+from ..clock import Rounds, elapsed_ms
+from ..record import Failure, Row
+from ..sides import SDPA_BACKENDS
+from . import DTYPES, Numbers, measure_sides, measure_step, models
 
 STEPS = Rounds(9, warm_up=3)
 LLAMA_STEPS = Rounds(5)
 RULE = {"keep_window_size": 1024, "recent_window": 256, "sink_tokens": 4}
 # The sides of a Llama with all keys, by torch's backend.
-_ALL_KEYS = {
-    "cuda": {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION},
-    "cpu": {"sdpa": None},
-}
+_ALL_KEYS = {"cuda": SDPA_BACKENDS, "cpu": {"sdpa": None}}
 _LENGTHS = {"cuda": [4096, 32768, 131072], "cpu": [4096]}
 
 
-def measure_rows(names: list[str], options: argparse.Namespace) -> Iterator[dict]:
+def measure_rows(names: list[str], options: argparse.Namespace) -> Iterator[Row | Failure]:
     for name in names:
         yield from (_steps_of_doge if name == "training_step" else _steps_of_llama)(options)
 
 
-def _steps_of_doge(options: argparse.Namespace) -> Iterator[dict]:
+def _steps_of_doge(options: argparse.Namespace) -> Iterator[Row | Failure]:
     for length in options.length or [2048, 8192]:
         sides = {
             side: functools.partial(_step_of_doge, side, options.device, length)
             for side in ("ours", "ours_compiled", "eager", "eager_compiled")
         }
         case = f"training step N{length}, {models.doge_title(options.device)}"
-        yield from measure_sides(case, models.DTYPES[options.device], sides, options.side)
+        yield from measure_sides(case, DTYPES[options.device], sides, options.side)
 
 
 def _step_of_doge(side: str, device: str, length: int) -> Numbers:
@@ -68,14 +67,10 @@ def _step_of_doge(side: str, device: str, length: int) -> Numbers:
             parameter.grad = None
         compute(ids).backward()
 
-    ms = {"step": STEPS.time_one(lambda: elapsed_ms(step, device))}
-    other = {"rounds": STEPS.count}
-    if device == "cuda":
-        other["kernels"], ms["kernels"] = count_kernels(step)
-    return ms, other
+    return measure_step(step, device, STEPS)
 
 
-def _steps_of_llama(options: argparse.Namespace) -> Iterator[dict]:
+def _steps_of_llama(options: argparse.Namespace) -> Iterator[Row | Failure]:
     """Yields the rows of prompts and of training steps with checkpointed layers.
 
     The rule keeps 1,024 keys, 256 recent ones and 4 sinks. Scores differ from key to key, so times are those of a trained model.
@@ -93,7 +88,7 @@ def _steps_of_llama(options: argparse.Namespace) -> Iterator[dict]:
         }
         config = model.config
         case = f"scored step N{length}, Llama L{config.num_hidden_layers} hidden {config.hidden_size} w1024 recent 256 sinks 4"
-        yield from measure_sides(case, models.DTYPES[device], sides, options.side)
+        yield from measure_sides(case, DTYPES[device], sides, options.side)
 
 
 def _numbers_of_llama(model, ids: Tensor, side: str) -> Numbers:

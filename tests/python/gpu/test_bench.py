@@ -16,9 +16,9 @@ def test_case_has_rows_on_a_gpu(case, monkeypatch, tmp_path):
     file = tmp_path / "bench.json"
     sizes = ["--length", "512", "--window", "64", "--repeats", "1", "--json", str(file)]
     assert bench.main(["run", "--case", case, "--device", "cuda", *sizes]) == 0
-    rows = record.read(file)["rows"]
-    assert {row["side"] for row in rows} & {"ours", "cuda"}
-    assert all(ms > 0 for row in rows for ms in row["ms"].values())
+    rows = record.read(file).rows
+    assert {row.side for row in rows} & {"ours", "cuda"}
+    assert all(ms > 0 for row in rows for ms in row.ms.values())
 
 
 @pytest.mark.parametrize("kind", KINDS)

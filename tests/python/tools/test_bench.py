@@ -19,32 +19,33 @@ from harness.case import (
     Case,
     useful_tflops,
 )
-from harness.cases import Failure, attention, decode, host, serving
+from harness.cases import attention, decode, host, serving
 from harness.clock import Rounds, peak_mb
+from harness.record import Failure, Record, Row
 from processes import run_in_processes
 
 RUN = ["run", "--device", "cpu", "--commit", "0123456"]
 SMALL = ["--length", "64", "96", "--window", "16", "--dtype", "float32", "--repeats", "1"]
-HEAD = {"machine": "a", "date": "2026-11-28", "commit": "0", "versions": {}, "command": ""}
+HEAD = ("a", "2026-11-28", "0", {}, "")
 
 
 def run(tmp_path, *arguments, status=0):
     """Runs the benchmark and returns the rows of its record."""
     file = tmp_path / "bench.json"
     assert bench.main([*RUN, *arguments, "--json", str(file)]) == status
-    return record.read(file)["rows"]
+    return record.read(file).rows
 
 
 def test_attention_has_a_row_for_each_case_and_side(capsys, tmp_path):
     names = ["dense", "scaling", "dynamic_mask", "dense_masks", "documents"]
     rows = run(tmp_path, "--case", *names, *SMALL)
-    assert {(row["case"].split(" B")[0], row["side"]) for row in rows} == {
+    assert {(row.case.split(" B")[0], row.side) for row in rows} == {
         (kind, side) for kind in (DENSE, PER_QUERY, DENSE_MASKS) for side in ("cpu", "sdpa")
     }
     assert (
         len(rows) == 3 * 2 * 2
     )  # dynamic_mask has the sizes of scaling, documents none on the CPU
-    assert all(row["ms"]["backward"] > 0 and row["other"]["peak MB"] > 0 for row in rows)
+    assert all(row.ms["backward"] > 0 and row.other["peak MB"] > 0 for row in rows)
     printed = capsys.readouterr().out
     assert "per_query B1 H8 N96 D64 w16" in printed and "TFLOP/s" in printed
 
@@ -53,16 +54,16 @@ def test_record_keeps_the_rows_of_other_cases_of_its_commit(tmp_path):
     options = ["--side", "cpu", "--window", "16", "--length", "64", "--dtype", "float32", "--repeats", "1"]  # fmt: skip
     for names in (["dense"], ["sliding"], ["sliding"]):
         rows = run(tmp_path, "--case", *names, *options)
-    assert [row["case"].split(" B")[0] for row in rows] == [DENSE, "sliding"]
+    assert [row.case.split(" B")[0] for row in rows] == [DENSE, "sliding"]
     rows = run(tmp_path, "--case", "dense", *options, "--commit", "7654321")
-    assert [row["case"].split(" B")[0] for row in rows] == [DENSE]
+    assert [row.case.split(" B")[0] for row in rows] == [DENSE]
 
 
 def test_two_records_are_compared_by_their_rows(capsys, tmp_path):
     paths = [tmp_path / name for name in ("before.json", "after.json")]
     for path, ms in zip(paths, (2.0, 1.0), strict=True):
-        rows = [record.make_row("a case", "cpu", "float32", {"forward": ms}, {"rounds": 5})]
-        record.write(path, HEAD | {"rows": rows})
+        rows = [Row("a case", "cpu", "float32", {"forward": ms}, {"rounds": 5})]
+        record.write(path, Record(*HEAD, rows))
     assert bench.main(["compare", *map(str, paths)]) == 0
     assert "a case cpu float32: forward 2 -> 1 (0.500)\n" in capsys.readouterr().out
 
@@ -92,8 +93,8 @@ def test_other_cases_have_rows_of_their_sides(names, sides_of_rows, tmp_path, mo
     chosen = sorted(sides_of_rows)
     sizes = ["--length", "16", "--window", "16", "--dtype", "float32", "--repeats", "1"]
     rows = run(tmp_path, "--case", *names, "--side", *chosen, *sizes)
-    assert {row["side"] for row in rows} == sides_of_rows
-    assert all(ms > 0 for row in rows for ms in row["ms"].values())
+    assert {row.side for row in rows} == sides_of_rows
+    assert all(ms > 0 for row in rows for ms in row.ms.values())
 
 
 def _measure_context_parallel(rank, file):
@@ -106,9 +107,9 @@ def _measure_context_parallel(rank, file):
 def test_context_parallel_has_rows_of_both_exchanges(tmp_path):
     file = tmp_path / "bench.json"
     run_in_processes(2, _measure_context_parallel, file)
-    rows = record.read(file)["rows"]
-    assert [row["side"] for row in rows] == ["one GPU", "2 GPUs, direct", "2 GPUs, two_hops"]
-    assert all(row["other"]["exchanged MB"] > 0 for row in rows[1:])
+    rows = record.read(file).rows
+    assert [row.side for row in rows] == ["one GPU", "2 GPUs, direct", "2 GPUs, two_hops"]
+    assert all(row.other["exchanged MB"] > 0 for row in rows[1:])
 
 
 def test_context_parallel_without_ranks_names_torchrun(capsys, monkeypatch):
@@ -143,31 +144,21 @@ def test_case_too_large_for_memory_prints_a_line(capsys):
     "arguments, message",
     [
         (["run", "--case", "nonsense"], "argument --case: invalid choice: 'nonsense'"),
-        (["run", "--length", "0"], "argument --length: got 0, expected 1 or more"),
-        (["compare", "{file}", "{file}"], "argument RECORD: {file}: "),
+        (["run", "--length", "0"], "argument --length: invalid positive value: '0'"),
     ],
 )
-def test_bad_option_is_named(arguments, message, capsys, tmp_path):
-    file = tmp_path / "file"
-    file.touch()
+def test_bad_option_is_named(arguments, message, capsys):
     with pytest.raises(SystemExit):
-        bench.main([argument.format(file=file) for argument in arguments])
-    assert message.format(file=file) in capsys.readouterr().err
+        bench.main(arguments)
+    assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "field, value, message",
-    [
-        ("speed", 1, r"rows\[0\]: got .*'speed'.*, expected the fields case, side"),
-        ("ms", {"forward": -1.0}, r"rows\[0\].forward: got -1.0, expected a finite number"),
-        ("ms", {"forward": float("nan")}, r"rows\[0\].forward: got nan, expected a finite number"),
-        ("side", 3, r"rows\[0\].side: got 3, expected str"),
-    ],
-)
-def test_invalid_record_names_the_field(field, value, message):
-    row = record.make_row("a case", "cpu", "float32", {"forward": 1.0}, {}) | {field: value}
-    with pytest.raises(ValueError, match=message):
-        record.validate(HEAD | {"rows": [row]})
+@pytest.mark.parametrize("row", ['{"case": "a", "speed": 1}', '{"ms": {"forward": "1"}}', ""])
+def test_file_that_is_no_record_is_named(row, tmp_path):
+    file = tmp_path / "file.json"
+    file.write_text(f'{{"rows": [{row}]}}')
+    with pytest.raises(ValueError, match=str(file)):
+        record.read(file)
 
 
 def test_documents_hold_the_tables_of_the_records():
@@ -179,7 +170,7 @@ def test_every_case_and_side_is_in_the_document():
     page = (Path(__file__).parents[3] / "docs" / "benchmarking.md").read_text()
     first_column = "".join(re.findall(r"^\| [^|]+", page, re.MULTILINE))
     described = {"ours", *re.findall(r"`([\w ]+)`", first_column)}
-    assert {*bench._CASES, *bench._SIDES} - described == set()
+    assert {*bench.CASES, *bench.SIDES} - described == set()
 
 
 @pytest.mark.parametrize("is_least, time", [(False, 3), (True, 1)])
@@ -233,7 +224,7 @@ def test_visible_elements_are_as_many_as_useful_work_counts(kind, window):
     # Random scores decide how many are visible. The 64 keys of a row lie 4 % nearer to its start or its end.
     tolerance = {GLOBAL: 0.12, DENSE_MASKS: 0.02, EVICTED: 0.02}.get(kind, 0)
     assert int(visible.sum()) == pytest.approx(case.visible_elements, rel=tolerance)
-    row = record.make_row(case, "cpu", "float32", {"forward": 1e-9 * case.visible_elements}, {})
+    row = Row(case, "cpu", "float32", {"forward": 1e-9 * case.visible_elements}, {})
     assert useful_tflops(row)["forward"] == pytest.approx(64)  # 4 D FLOPs an element
 
 
